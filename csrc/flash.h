@@ -1,0 +1,51 @@
+// The whole contract between host and kernels: one plain struct, and the functions that take it. No torch here.
+//
+// Strides count elements, not bytes. The head_dim dimension is always contiguous; batch, head and row may lie in any
+// order and may be expanded (stride 0). Rows are query rows for q and o, key rows for k and v.
+//
+// Read next: flash.cu, the kernel; main.cpp, which fills the struct from torch tensors.
+#pragma once
+
+#include <cstdint>
+
+enum class DType { kFloat32, kFloat16, kBFloat16 };
+
+struct AttnParams {
+    const void *q;        // [batch_size, nheads, seqlen_q, head_dim]
+    const void *k, *v;    // [batch_size, nheads_k, seqlen_k, head_dim]
+    void *o;              // as q
+    float *lse;           // [batch_size, nheads, seqlen_q] contiguous: natural log of each row's sum of exponentials
+    const int *seq_lens;  // [batch_size] valid length of each sample, or nullptr; needs seqlen_q == seqlen_k
+
+    int64_t q_batch_stride, q_head_stride, q_row_stride;
+    int64_t k_batch_stride, k_head_stride, k_row_stride;
+    int64_t v_batch_stride, v_head_stride, v_row_stride;
+    int64_t o_batch_stride, o_head_stride, o_row_stride;
+
+    int64_t batch_size;
+    int nheads, nheads_k;  // nheads is a multiple of nheads_k; query head h reads K/V head h / (nheads / nheads_k)
+    int seqlen_q, seqlen_k, head_dim;
+    float softmax_scale;
+    bool is_causal;  // bottom-right aligned: query row i sees the keys j <= i + seqlen_k - seqlen_q
+    DType dtype;     // of q, k, v and o; every product and sum is fp32
+
+    void *stream;  // cudaStream_t, on the current device; unused by the host build
+};
+
+// Whether every row of q, k, v and o starts at a multiple of `bytes` and holds whole vectors of `elements`.
+inline bool is_aligned(const AttnParams &p, int bytes, int elements) {
+    const int64_t strides = p.q_batch_stride | p.q_head_stride | p.q_row_stride | p.k_batch_stride | p.k_head_stride |
+                            p.k_row_stride | p.v_batch_stride | p.v_head_stride | p.v_row_stride | p.o_batch_stride |
+                            p.o_head_stride | p.o_row_stride;
+    const uintptr_t pointers = uintptr_t(p.q) | uintptr_t(p.k) | uintptr_t(p.v) | uintptr_t(p.o);
+    return (strides | p.head_dim) % elements == 0 && pointers % bytes == 0;
+}
+
+// Enqueue out = softmax(softmax_scale · Q Kᵀ) V and lse. A row that sees no key gets out 0 and lse -inf.
+// They throw std::runtime_error when the kernel cannot be launched.
+namespace simt {
+void flash_forward(const AttnParams &p);  // flash.cu on the GPU
+}
+namespace host {
+void flash_forward(const AttnParams &p);  // the same kernel on the CPU; returns when it is done
+}

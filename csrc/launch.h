@@ -1,0 +1,67 @@
+// What the kernels need of the CUDA runtime: element types, dynamic shared memory, and one function that launches or
+// throws. host_cuda.h has the same for the CPU.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_pipeline.h>
+
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(__half x) { return __half2float(x); }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+template <typename T> __device__ T from_float(float x) {  // rounds to nearest even
+    if constexpr (std::is_same_v<T, __half>) return __float2half_rn(x);
+    else if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(x);
+    else return x;
+}
+
+// The dynamic shared memory of the block, as the kernel's struct of tiles.
+template <typename Tiles> __device__ Tiles &shared_memory() {
+    extern __shared__ __align__(128) unsigned char memory[];
+    return *reinterpret_cast<Tiles *>(memory);
+}
+
+#define MINIMAL_ATTN_STRING_(...) #__VA_ARGS__
+#define MINIMAL_ATTN_STRING(...) MINIMAL_ATTN_STRING_(__VA_ARGS__)
+
+inline void check_cuda(cudaError_t error) {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // the error is ours: leave none behind for the caller's next call
+    std::string message = std::string("minimal_attn: ") + cudaGetErrorString(error);
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+        int device = 0;
+        cudaDeviceProp gpu{};
+        cudaGetDevice(&device);
+        cudaGetDeviceProperties(&gpu, device);
+        message += std::string("; the GPU is ") + gpu.name + " (compute capability " + std::to_string(gpu.major) + "." +
+                   std::to_string(gpu.minor) + "), this build holds kernels for " +
+                   MINIMAL_ATTN_STRING(__CUDA_ARCH_LIST__) + "; rebuild with TORCH_CUDA_ARCH_LIST=" +
+                   std::to_string(gpu.major) + "." + std::to_string(gpu.minor) + " (7.5 and newer are supported)";
+    }
+    throw std::runtime_error(message);
+}
+
+inline int device_attribute(cudaDeviceAttr attribute) {
+    int device, value;
+    check_cuda(cudaGetDevice(&device));
+    check_cuda(cudaDeviceGetAttribute(&value, attribute, device));
+    return value;
+}
+
+// Bytes of shared memory that one block may have on the current device.
+inline size_t max_shared_memory() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+
+// Enqueue kernel<<<blocks, threads, shared_bytes, stream>>>(args...) on the current device. No blocks: nothing to do.
+template <typename... Args>
+void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
+            std::type_identity_t<Args>... args) {
+    if (blocks == 0) return;
+    if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)));
+    kernel<<<unsigned(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
+    check_cuda(cudaGetLastError());
+}
