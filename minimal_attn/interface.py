@@ -1,0 +1,260 @@
+"""The facade: one function, several backends behind it, one table of them.
+
+flash_attention checks its input (checks.py), picks a backend from BACKENDS and calls it on 4D tensors. flash_attn_func
+and forward are other spellings of the same call. Read next: ../csrc/main.cpp and ../csrc/flash.cu, or
+../triton_ref/attention.py.
+"""
+
+import functools
+import importlib.util
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Callable, Optional
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from . import _build
+from .checks import check_qkv, check_seq_lens
+from .reference import DTYPES, reference_forward, visible_keys
+
+
+def flash_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, return_lse=False, backend="auto"):
+    """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
+
+    q, k and v are used by their strides, in any order of batch, head and sequence, without copies; only a last
+    dimension that is not contiguous is copied, as flash-attn does.
+
+    Args:
+        q: (B, H, Sq, D) or (B·H, Sq, D); float32 (computed in true fp32), float16 or bfloat16; D from 1 to 256.
+        k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D).
+        causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
+        sm_scale: factor of the scores, 1/sqrt(D) if None.
+        seq_lens: valid length of each sample, 1 to S: a list, or an int32 or int64 tensor on q's device or the CPU, of
+            shape (B,), or (1,) for 3D input. Needs Sq == Sk. Keys from the length on are masked; query rows from it on
+            give out 0 and lse -inf. Values of a GPU tensor are checked with one small read, which is skipped under
+            CUDA-graph capture and torch.compile; there a bad value is clamped.
+        return_lse: also return each row's log-sum-exp.
+        backend: "cuda" (csrc: on CPU tensors the host build of flash.cu), "triton", "torch"
+            (scaled_dot_product_attention), "reference", or "auto": "cuda" for CUDA tensors, "torch" for CPU tensors.
+
+    Returns:
+        out, of q's shape and dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32, natural
+        log. A row that sees no key has out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs.
+
+    Raises:
+        TypeError: a dtype that is unsupported, or dtypes that differ.
+        ValueError: shapes, devices, head_dim, seq_lens or backend.
+        ModuleNotFoundError: backend="triton" without Triton.
+        NotImplementedError: an input requires grad and the backend has no backward pass.
+        RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
+    """
+    name = _auto_backend(q) if backend == "auto" else backend
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+    chosen = BACKENDS[name]
+    check_qkv(q, k, v, chosen.dtypes)
+    why_not = chosen.why_not(q.device)
+    if why_not is not None:
+        raise why_not
+    seq_lens = check_seq_lens(seq_lens, q, k)
+    if not chosen.differentiable and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise NotImplementedError(
+            f"backend={name!r} has no backward pass yet, but q, k or v requires grad: call it under torch.no_grad(), "
+            "or use backend='torch'"
+        )
+    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
+    is_3d = q.ndim == 3
+    if is_3d:
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+    if q.numel() == 0 or k.numel() == 0:
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+    else:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        out, lse = chosen.forward(q, k, v, causal, scale, seq_lens, return_lse)
+    if is_3d:
+        out, lse = out.squeeze(1), lse.squeeze(1) if return_lse else None
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                    alibi_slopes=None, deterministic=False, return_attn_probs=False, *, return_lse=False,
+                    backend="auto"):
+    """flash_attention with the signature and the layout of flash-attn (flash_attn.flash_attn_func).
+
+    Args:
+        q: (B, Sq, H, D); k, v: (B, Sk, Hk, D). Dtypes, head dimensions, causal, backend: as flash_attention.
+        softmax_scale: factor of the scores, 1/sqrt(D) if None.
+        dropout_p, window_size, softcap, alibi_slopes: only their defaults so far.
+        deterministic: accepted; the forward pass always is.
+        return_attn_probs: return (out, lse, None); the probabilities themselves are never formed.
+        return_lse: return (out, lse).
+
+    Returns:
+        out (B, Sq, H, D) in q's dtype; lse (B, H, Sq) in fp32, natural log.
+
+    Raises:
+        NotImplementedError: an argument that is not supported yet, by name; otherwise as flash_attention.
+    """
+    unsupported = {"dropout_p": dropout_p != 0.0, "window_size": tuple(window_size) != (-1, -1),
+                   "softcap": softcap != 0.0, "alibi_slopes": alibi_slopes is not None}
+    for argument, given in unsupported.items():
+        if given:
+            raise NotImplementedError(f"flash_attn_func: {argument} is not supported yet, only its default is")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"flash_attn_func: {name} must be (B, S, H, D), got {tuple(x.shape)}")
+    result = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
+                             return_lse=return_lse or return_attn_probs, backend=backend)
+    if return_attn_probs:
+        return result[0].transpose(1, 2), result[1], None
+    return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
+
+
+def forward(q, k, v):
+    """The classic minimal call: flash_attention(q, k, v) with every default. q, k, v: (B, H, S, D)."""
+    return flash_attention(q, k, v)
+
+
+def available_backends():
+    """The names that flash_attention's backend takes on this machine, best first, as a list."""
+    return [name for name, backend in BACKENDS.items() if backend.why_not() is None]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation behind the facade."""
+
+    # (q, k, v, causal, softmax_scale, seq_lens, return_lse) -> (out, lse): checked 4D inputs with a contiguous last
+    # dimension, seq_lens int32 (B,) or None; lse may be None unless return_lse.
+    forward: Callable
+    dtypes: tuple
+    differentiable: bool
+    # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
+    why_not: Callable[[Optional[torch.device]], Optional[Exception]]
+
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+# torch.compile runs this while it traces and keeps the answer: building a library cannot be part of a graph.
+@torch.compiler.assume_constant_result
+def _load_ops():
+    _build.load()
+    _register_fake()
+    return True
+
+
+@functools.cache
+def _register_fake():
+    @torch.library.register_fake("minimal_attn::flash_forward")
+    def _(q, k, v, seq_lens, softmax_scale, causal):
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
+    _load_ops()
+    return torch.ops.minimal_attn.flash_forward(q, k, v, seq_lens, softmax_scale, causal)
+
+
+def _cuda_why_not(device=None):
+    if device is not None and device.type not in ("cuda", "cpu"):
+        return ValueError(f"CUDA tensors required: backend='cuda' takes CUDA or CPU tensors, got {device}")
+    reason = _build.why_not()
+    return RuntimeError(reason) if reason else None
+
+
+@torch.compiler.assume_constant_result
+def _load_triton():
+    """Import the twin, which registers its op: "compiled", or "interpreted" on the CPU, or None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from triton_ref import attention
+
+    return "interpreted" if attention.INTERPRETING else "compiled"
+
+
+def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
+    return torch.ops.minimal_attn.triton_forward(q, k, v, seq_lens, softmax_scale, causal)
+
+
+def _triton_why_not(device=None):
+    mode = _load_triton()
+    if mode is None:
+        return ModuleNotFoundError("triton is required for backend='triton': pip install triton")
+    on_cpu = device.type == "cpu" if device is not None else not torch.accelerator.is_available()
+    if on_cpu and mode == "compiled":
+        return ValueError("CUDA tensors required: backend='triton' got CPU tensors, and Triton's interpreter, which "
+                          "runs the kernel on the CPU, is off; set TRITON_INTERPRET=1 before Python starts")
+    return None
+
+
+def _aligned(x):
+    """x, or a copy if it does not start at a multiple of 16 bytes or has rows that do not: SDPA's CUDA kernels fail on
+    some such tensors with a misaligned address, after which the process has no GPU any more."""
+    step = 16 // x.element_size()
+    if x.is_cuda and (x.storage_offset() % step or any(stride % step for stride in x.stride()[:-1])):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _torch_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
+    if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
+        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (torch.zeros_like(q), 1.0)
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    square_causal = causal and q.shape[2] == k.shape[2] and seq_lens is None
+    # SDPA aligns its own causal mask top-left, which is ours only for equal lengths.
+    mask = None if square_causal else visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square_causal, scale=softmax_scale,
+                                       enable_gqa=q.shape[1] != k.shape[1])
+    if mask is not None:  # SDPA's own backends differ on rows that see no key
+        out = out.masked_fill(~mask.any(-1, keepdim=True), 0)
+    return out, _torch_lse(q, k, causal, softmax_scale, seq_lens) if return_lse else None
+
+
+def _torch_lse(q, k, causal, softmax_scale, seq_lens, rows=128):
+    """SDPA does not return lse (B, H, Sq): form the scores again, a few rows at a time."""
+    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    mask = visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
+    q = q.unflatten(1, (k.shape[1], -1)).to(acc_dtype)  # (B, Hk, group, Sq, D)
+    k = k.to(acc_dtype).transpose(-2, -1).unsqueeze(2)
+    parts = []
+    for row0 in range(0, q.shape[3], rows):
+        scores = (q[..., row0 : row0 + rows, :] @ k * softmax_scale).flatten(1, 2)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[..., row0 : row0 + rows, :], -math.inf)
+        parts.append(scores.logsumexp(-1))
+    return torch.cat(parts, -1)
+
+
+def _reference_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
+    return reference_forward(q, k, v, causal, softmax_scale, seq_lens)
+
+
+def _always(device=None):
+    return None
+
+
+BACKENDS = {
+    "cuda": Backend(_cuda_forward, KERNEL_DTYPES, False, _cuda_why_not),
+    "triton": Backend(_triton_forward, KERNEL_DTYPES, False, _triton_why_not),
+    "torch": Backend(_torch_forward, DTYPES, True, _always),
+    "reference": Backend(_reference_forward, DTYPES, True, _always),
+}
+
+
+def _auto_backend(q):
+    if not (isinstance(q, torch.Tensor) and q.is_cuda):
+        return "torch"
+    return _cuda_or_triton()
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _cuda_or_triton():
+    reason = _cuda_why_not()
+    if reason is None:
+        return "cuda"
+    warnings.warn(f"minimal_attn: backend='auto' takes Triton, since {reason}", stacklevel=4)
+    return "triton"

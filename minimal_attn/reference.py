@@ -1,0 +1,110 @@
+"""The oracle, and the online softmax in a few lines of PyTorch.
+
+reference_attention forms all scores at once: slow, big, and plainly right. Every kernel is judged against it.
+blockwise_attention walks along the keys as the kernels do, to be read beside csrc/flash.cu.
+"""
+
+import math
+
+import torch
+
+from .checks import check_qkv, check_seq_lens
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def reference_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, return_lse=False):
+    """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
+
+    The same function as flash_attention, which describes arguments and errors. Differentiable.
+
+    Args:
+        q: (B, H, Sq, D) or (B·H, Sq, D), float32, float16, bfloat16 or float64.
+        k, v: (B, Hk, Sk, D), H a multiple of Hk, or (B·H, Sk, D).
+        causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
+        sm_scale: factor of the scores, 1/sqrt(D) if None.
+        seq_lens: valid length of each sample; needs Sq == Sk.
+        return_lse: also return each row's log-sum-exp.
+
+    Returns:
+        out, of q's shape and dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for
+        fp64 inputs), natural log. A row that sees no key has out 0 and lse -inf.
+    """
+    check_qkv(q, k, v, DTYPES)
+    seq_lens = check_seq_lens(seq_lens, q, k)
+    if q.ndim == 3:
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+        out, lse = (x.squeeze(1) for x in reference_forward(q, k, v, causal, sm_scale, seq_lens))
+    else:
+        out, lse = reference_forward(q, k, v, causal, sm_scale, seq_lens)
+    return (out, lse) if return_lse else out
+
+
+def visible_keys(seqlen_q, seqlen_k, causal, seq_lens, device):
+    """Which keys a row sees: bool, broadcastable to (B, H, Sq, Sk), or None when every row sees every key."""
+    rows = torch.arange(seqlen_q, device=device)[:, None]
+    cols = torch.arange(seqlen_k, device=device)
+    mask = cols <= rows + seqlen_k - seqlen_q if causal else None
+    if seq_lens is not None:
+        lengths = seq_lens[:, None, None, None]
+        valid = (rows < lengths) & (cols < lengths)
+        mask = valid if mask is None else mask & valid
+    return mask
+
+
+def reference_forward(q, k, v, causal, softmax_scale, seq_lens):
+    """(out, lse) of checked 4D inputs."""
+    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    groups = q.shape[1] // k.shape[1]  # query heads that share a key/value head
+    k, v = (x.to(acc_dtype).repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = q.to(acc_dtype) @ k.transpose(-2, -1) * scale
+    mask = visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    lse = scores.logsumexp(-1)
+    # A row without keys has lse -inf; against 0 its probabilities exp(-inf - 0) are 0 rather than NaN.
+    probabilities = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
+    return (probabilities @ v).to(q.dtype), lse
+
+
+def blockwise_attention(q, k, v, block_size=64, dropout_p=0.0):
+    """softmax(Q Kᵀ / sqrt(D)) V with the online softmax, one block of keys at a time: for reading, not for speed.
+
+    Milakov and Gimelshein 2018 (the running maximum and sum); Dao et al. 2022, Algorithm 1 (with the product by V).
+
+    Args:
+        q, k, v: (B, N, D), one float dtype; the sums are kept in fp32 (fp64 for fp64 inputs).
+        block_size: keys per block, at least 1.
+        dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p). Applied whenever
+            it is above 0, as torch's scaled_dot_product_attention does.
+
+    Returns:
+        (B, N, D) in q's dtype.
+
+    Raises:
+        ValueError: shapes, block_size or dropout_p; TypeError: dtypes.
+    """
+    check_qkv(q, k, v, DTYPES)
+    if q.ndim != 3:
+        raise ValueError(f"blockwise_attention expects q, k and v of shape (B, N, D), got {tuple(q.shape)}")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
+    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scale = 1 / math.sqrt(q.shape[-1])
+    row_max = torch.full((*q.shape[:2], 1), -math.inf, dtype=acc_dtype, device=q.device)
+    row_sum = torch.zeros_like(row_max)
+    acc_o = torch.zeros(q.shape, dtype=acc_dtype, device=q.device)
+    for k_block, v_block in zip(k.split(block_size, dim=1), v.split(block_size, dim=1)):
+        scores = q.to(acc_dtype) @ k_block.to(acc_dtype).transpose(-2, -1) * scale
+        new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+        p = (scores - new_max).exp()
+        # What was summed so far was relative to the old maximum: this factor is what "online" rests on.
+        rescale = (row_max - new_max).exp()
+        row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
+        # Dropout belongs to the normalised probabilities: it thins what meets V, never the sum that normalises.
+        acc_o = acc_o * rescale + torch.nn.functional.dropout(p, dropout_p) @ v_block.to(acc_dtype)
+        row_max = new_max
+    return (acc_o / row_sum).to(q.dtype) if k.shape[1] else acc_o.to(q.dtype)

@@ -1,0 +1,41 @@
+"""Builds minimal_attn._C where torch can be imported (--no-build-isolation) and csrc can be compiled. Elsewhere the
+sources are installed as they are, and minimal_attn.load() compiles them on first use. The rest is in pyproject.toml."""
+import importlib.util
+import os
+from pathlib import Path
+
+from setuptools import setup
+
+
+def extension():
+    """The arguments of setup() that build minimal_attn._C; none, and a line that says why, where that cannot be."""
+    try:
+        import torch
+    except ImportError as error:
+        return sources_only(f"torch cannot be imported here ({error}); --no-build-isolation lets a build see it")
+    # By its path: importing the package would need all that the package needs.
+    spec = importlib.util.spec_from_file_location("_build", Path(__file__).parent / "minimal_attn" / "_build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    if reason := build.cannot_build():
+        return sources_only(reason)
+
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+
+    os.environ.update(build.environment())
+    recipe = build.recipe()
+    module = (CUDAExtension if torch.version.cuda else CppExtension)(
+        build.PREBUILT,
+        [os.path.relpath(source) for source in recipe["sources"]],  # an sdist takes no absolute paths
+        extra_compile_args={"cxx": recipe["extra_cflags"], "nvcc": recipe["extra_cuda_cflags"]},
+        extra_link_args=recipe["extra_ldflags"],
+    )
+    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension}}
+
+
+def sources_only(reason):
+    print(f"minimal_attn: installing the sources, to be compiled on first use: {reason}")
+    return {}
+
+
+setup(**extension())

@@ -1,0 +1,1 @@
+"""The Triton twin of csrc/flash.cu. Read attention.py."""
