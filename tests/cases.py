@@ -1,0 +1,166 @@
+"""The named cases, how their tensors are laid out in memory, and the rule by which an error is judged.
+
+Every input is a slice of a larger buffer full of NaN, so whatever reads beyond a tensor's ends shows in its result.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from minimal_attn.reference import reference_forward, visible_keys
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP32_TOLERANCE = 1e-5  # on unit-normal inputs
+
+# Order of the dimensions in memory, and how many elements of NaN follow each of them.
+LAYOUTS = {
+    "bhsd": ((0, 1, 2, 3), (0, 0, 0, 0)),
+    "bshd": ((0, 2, 1, 3), (0, 0, 0, 0)),  # flash-attn's layout
+    "sbhd": ((2, 0, 1, 3), (0, 0, 0, 0)),
+    "hsbd": ((1, 2, 0, 3), (0, 0, 0, 0)),
+    "slice": ((0, 1, 2, 3), (1, 1, 3, 8)),  # rows still start at 16-byte boundaries
+    "odd": ((0, 2, 1, 3), (1, 2, 1, 3)),  # and here they do not
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape and its options. B, H, Hk, Sq, Sk, D as in the API's docstrings; scale multiplies the inputs."""
+
+    name: str
+    B: int = 1
+    H: int = 2
+    Hk: int = 2
+    Sq: int = 64
+    Sk: int = 64
+    D: int = 64
+    causal: bool = False
+    seq_lens: Optional[tuple] = None
+    sm_scale: Optional[float] = None
+    layout: str = "bhsd"
+    expand: bool = False  # K and V: one head in memory, expanded to Hk with stride 0
+    scale: float = 1.0
+    gpu_only: bool = False  # too much work for the host build and the interpreter
+
+    def __str__(self):
+        return self.name
+
+
+CASES = [
+    # Small shapes have several samples: the largest error of a handful of numbers is a matter of luck.
+    *(Case(f"S{s}", B=4, Sq=s, Sk=s) for s in (1, 2, 15, 16, 17, 63, 64, 65)),
+    *(Case(f"S{s}_causal", B=4, Sq=s, Sk=s, causal=True) for s in (1, 2, 17, 63, 64, 65)),
+    *(Case(f"S{s}", Sq=s, Sk=s) for s in (127, 128, 129)),
+    *(Case(f"S{s}_causal", Sq=s, Sk=s, causal=True) for s in (127, 129)),
+    *(Case(f"D{d}", B=6, Sq=33, Sk=70, D=d, causal=d % 2 == 0) for d in (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 40, 63)),
+    *(Case(f"D{d}", B=4, Sq=33, Sk=70, D=d, causal=d % 2 == 0) for d in (65, 80, 96, 100, 127, 128)),
+    *(Case(f"D{d}", B=2, Sq=33, Sk=70, D=d, causal=d % 2 == 0) for d in (129, 160, 192, 255, 256)),
+    Case("one_query", B=8, H=8, Hk=8, Sq=1, Sk=129),
+    Case("one_query_causal", B=8, H=8, Hk=8, Sq=1, Sk=129, causal=True),
+    Case("one_key", Sq=129, Sk=1),
+    Case("more_keys_causal", Sq=70, Sk=150, causal=True),
+    Case("more_queries_causal", Sq=150, Sk=70, causal=True),  # the first 80 rows see no key
+    Case("block_without_keys", Sq=200, Sk=3, causal=True, D=128),
+    Case("gqa", H=6, Hk=2, Sq=70, Sk=90),
+    Case("gqa_causal", H=4, Hk=2, Sq=70, Sk=90, causal=True, D=128),
+    Case("mqa", H=4, Hk=1, Sq=65, Sk=65, causal=True, D=40),
+    Case("seq_lens", B=3, Sq=70, Sk=70, seq_lens=(1, 64, 70)),
+    Case("seq_lens_causal", B=3, Sq=130, Sk=130, seq_lens=(130, 5, 65), causal=True),
+    Case("seq_lens_gqa", B=2, H=4, Hk=2, Sq=40, Sk=40, seq_lens=(7, 40), D=128),
+    Case("bshd", B=2, Sq=65, Sk=70, layout="bshd"),
+    Case("sbhd", B=2, Sq=65, Sk=70, layout="sbhd", causal=True),
+    Case("hsbd", B=2, Sq=65, Sk=70, layout="hsbd", D=128),
+    Case("slice", B=2, Sq=65, Sk=70, layout="slice", causal=True),
+    Case("slice_D128", B=2, Sq=65, Sk=70, layout="slice", D=128),
+    Case("odd", B=2, Sq=65, Sk=70, layout="odd", causal=True),
+    Case("odd_D17", B=2, Sq=65, Sk=70, layout="odd", D=17),
+    Case("odd_D200", B=2, Sq=65, Sk=70, layout="odd", D=200),
+    Case("expanded", H=4, Hk=4, Sq=65, Sk=70, expand=True),
+    Case("expanded_gqa", B=2, H=4, Hk=2, Sq=65, Sk=70, expand=True, layout="bshd"),
+    Case("sm_scale", sm_scale=0.3, causal=True),
+    Case("sm_scale_zero", sm_scale=0.0, causal=True),
+    Case("sm_scale_zero_without_keys", Sq=70, Sk=60, sm_scale=0.0, causal=True),
+    Case("sm_scale_negative", sm_scale=-0.5, causal=True),
+    # Scores in the thousands: only rows with two near-equal maxima err at all, so it takes many to compare errors.
+    Case("large", B=4, H=4, Hk=4, Sq=65, Sk=70, D=40, scale=30.0),
+    Case("large_D64", B=4, H=4, Hk=4, Sq=65, Sk=70, scale=30.0),
+    Case("large_causal", B=4, H=4, Hk=4, Sq=65, Sk=70, D=128, scale=30.0, causal=True),
+    Case("tiny", Sq=65, Sk=70, scale=1e-3),
+    Case("S1000", H=1, Hk=1, Sq=1000, Sk=1000, causal=True),
+    Case("S4096_keys", H=1, Hk=1, Sq=33, Sk=4096, causal=True),
+    Case("S4096_queries", H=1, Hk=1, Sq=4096, Sk=33),
+    Case("S4096", B=2, H=4, Hk=2, Sq=4096, Sk=4096, D=128, gpu_only=True),
+    Case("S4096_causal", B=2, H=4, Hk=2, Sq=4096, Sk=4096, causal=True, gpu_only=True),
+    Case("S2000_causal_D256", B=2, H=2, Hk=1, Sq=2000, Sk=2000, D=256, causal=True, gpu_only=True),
+    Case("S1000_odd", B=3, H=4, Hk=4, Sq=1000, Sk=1000, D=72, causal=True, layout="odd", gpu_only=True),
+]
+
+
+def make_tensor(shape, dtype, device, layout="bhsd", scale=1.0, generator=None):
+    """Normal values of standard deviation `scale` in a tensor of `shape` (B, H, S, D) with `layout`, NaN all around."""
+    order, padding = LAYOUTS[layout]
+    padded = [shape[dim] + padding[dim] for dim in order]
+    guard = 3 if layout == "odd" else 64  # elements before and after; 64 keep 16-byte alignment
+    buffer = torch.full((math.prod(padded) + 2 * guard,), math.nan, dtype=dtype, device=device)
+    x = buffer[guard : guard + math.prod(padded)].view(padded)
+    x = x.permute([order.index(dim) for dim in range(4)])[tuple(slice(n) for n in shape)]
+    values = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+    return x.copy_(values)
+
+
+def make_inputs(case, dtype, device, seed=0):
+    """q, k, v of a case. The values do not depend on the device, so that results can be compared across devices."""
+    generator = torch.Generator().manual_seed(seed)
+    make = lambda *shape: make_tensor(shape, dtype, device, case.layout, case.scale, generator)  # noqa: E731
+    q = make(case.B, case.H, case.Sq, case.D)
+    k, v = (make(case.B, 1 if case.expand else case.Hk, case.Sk, case.D) for _ in "kv")
+    if case.expand:
+        k, v = (x.expand(-1, case.Hk, -1, -1) for x in (k, v))
+    return q, k, v
+
+
+def options(case):
+    return dict(causal=case.causal, sm_scale=case.sm_scale, seq_lens=case.seq_lens and list(case.seq_lens))
+
+
+def exact(case, q, k, v):
+    """(out, lse) in fp64."""
+    seq_lens = None if case.seq_lens is None else torch.tensor(case.seq_lens, device=q.device)
+    return reference_forward(q.double(), k.double(), v.double(), case.causal, case.sm_scale, seq_lens)
+
+
+def base(case, q, k, v):
+    """torch's MATH backend on the same inputs in their own dtype: the yardstick of the error rule."""
+    seq_lens = None if case.seq_lens is None else torch.tensor(case.seq_lens, device=q.device)
+    mask = visible_keys(case.Sq, case.Sk, case.causal, seq_lens, q.device)
+    k, v = (x.repeat_interleave(case.H // case.Hk, dim=1) for x in (k, v))
+    with sdpa_kernel(SDPBackend.MATH):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=case.sm_scale)
+    return out if mask is None else out.masked_fill(~mask.any(-1, keepdim=True), 0)
+
+
+def check_error(out, ref, base_out, factor=2):
+    """max|err| <= factor · (max|err_base| + u/2 · max|ref|), and the same of the means; u is half an ulp of 1."""
+    assert out.shape == ref.shape and out.dtype == base_out.dtype, (out.shape, ref.shape, out.dtype, base_out.dtype)
+    assert out.isfinite().all(), "out is not finite everywhere"
+    if out.numel() == 0:
+        return
+    u = torch.finfo(out.dtype).eps / 2
+    err, err_base, ref = (out.double() - ref).abs(), (base_out.double() - ref).abs(), ref.abs()
+    for measure in (torch.max, torch.mean):
+        allowed = factor * (measure(err_base) + u / 2 * measure(ref))
+        got = measure(err)
+        assert got <= allowed, f"{measure.__name__} error is {got:.3e}, allowed is {allowed:.3e}"
+
+
+def check_lse(lse, ref):
+    """Natural log, fp32, -inf in exactly the rows that see no key; otherwise a few roundings of fp32."""
+    assert lse.dtype == torch.float32 and lse.shape == ref.shape
+    empty = ref == -math.inf
+    assert ((lse == -math.inf) == empty).all(), "lse is -inf in the wrong rows"
+    # A small lse may be the sum of large products that cancel: these round at the size of the largest.
+    atol = 3e-6 + 5e-7 * ref[~empty].abs().amax().item() if not empty.all() else 0
+    torch.testing.assert_close(lse[~empty].double(), ref[~empty], rtol=2e-6, atol=atol)

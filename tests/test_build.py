@@ -1,0 +1,321 @@
+"""How csrc becomes a module: loading, locks, flags, messages for what is missing, and what wheel and sdist hold."""
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import threading
+import time
+import types
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import filelock
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+from minimal_attn import _build
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def import_file(path, name="another_build"):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def python(code, cwd=ROOT, **env):
+    """What `code` prints in a fresh interpreter."""
+    run = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=os.environ | env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of what an installation reads."""
+    for name in ("csrc", "minimal_attn", "triton_ref"):
+        shutil.copytree(ROOT / name, tmp_path / "tree" / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / "tree")
+    return tmp_path / "tree"
+
+
+# Loading.
+
+def test_threads_share_one_module(monkeypatch):
+    assert _build.load() is _build.load()
+    calls = []
+
+    def slowly():
+        calls.append("once")
+        time.sleep(0.2)
+        return "module"
+
+    monkeypatch.delitem(sys.modules, _build.NAME)
+    monkeypatch.setattr(_build, "_adopted", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: _build.load(), range(4))) == ["module"] * 4
+    assert import_file(_build.__file__).load() == "module"  # a second copy of the loader, the same process
+    assert calls == ["once"]
+
+
+def test_a_library_loaded_another_way_is_adopted():
+    file = _build.load().__file__
+    assert python(f"""
+import torch
+torch.ops.load_library({file!r})
+from minimal_attn import _build
+print(_build.load().__file__)
+""").strip() == file
+
+
+def test_an_unknown_library_with_our_ops_is_not_doubled(monkeypatch):
+    monkeypatch.setattr(_build, "_registered", lambda: True)
+    monkeypatch.setattr(torch.ops, "loaded_libraries", {"/elsewhere/libother.so"})
+    monkeypatch.delitem(sys.modules, _build.PREBUILT, raising=False)
+    monkeypatch.delitem(sys.modules, _build.NAME, raising=False)
+    with pytest.raises(RuntimeError, match="already registered"):
+        _build.load()
+
+
+def test_speaks_up_only_if_it_takes_time(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "load", lambda *args, **kwargs: "module")
+    assert _build._compiled(verbose=False) == "module"
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(cpp_extension, "load", lambda *args, **kwargs: time.sleep(1.3))
+    _build._compiled(verbose=False)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("minimal_attn: compiling csrc for") and last.endswith(" s")
+
+
+def test_a_build_sees_its_environment_and_leaves_ours(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(_build, "environment", lambda: {"PATH": "/changed", "MINIMAL_ATTN_NEW": "1"})
+    monkeypatch.setattr(_build, "cannot_build", lambda: None)
+    seen = {}
+
+    def fail(*args, **kwargs):
+        seen.update(os.environ)
+        raise RuntimeError("no such build")
+
+    monkeypatch.setattr(cpp_extension, "load", fail)
+    before = dict(os.environ)
+    with pytest.raises(RuntimeError, match="no such build"):
+        _build._compiled(verbose=False)
+    assert (seen["PATH"], seen["MINIMAL_ATTN_NEW"]) == ("/changed", "1") and os.environ == before
+
+
+# Locks.
+
+@pytest.fixture
+def build_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("MINIMAL_ATTN_BUILD_TIMEOUT", "0.3")
+    monkeypatch.setattr(cpp_extension, "load", lambda *args, **kwargs: "module")
+    (tmp_path / _build.NAME).mkdir()
+    return tmp_path / _build.NAME
+
+
+def test_a_stale_lock_is_named(build_dir):
+    (build_dir / "lock").touch()
+    with pytest.raises(RuntimeError, match=f"{build_dir}/lock .*Delete it"):
+        _build._compiled(verbose=False)
+
+
+def test_a_build_of_another_process_is_named(build_dir):
+    with filelock.FileLock(build_dir / "minimal_attn.lock"), pytest.raises(RuntimeError, match="/minimal_attn.lock"):
+        _build._compiled(verbose=False)
+
+
+def test_a_lock_that_goes_away_is_waited_for(build_dir, monkeypatch):
+    monkeypatch.setenv("MINIMAL_ATTN_BUILD_TIMEOUT", "30")
+    (build_dir / "lock").touch()
+    threading.Timer(0.3, (build_dir / "lock").unlink).start()
+    assert _build._compiled(verbose=False) == "module"
+
+
+# Flags.
+
+@pytest.mark.parametrize("given, expected", [
+    ("9.0", "9.0a"),
+    ("9.0a", "9.0a"),
+    ("9.0;9.0a", "9.0a"),
+    ("9.0+PTX", "8.0+PTX;9.0a"),
+    ("Hopper", "8.0+PTX;9.0a"),
+    ("8.0 9.0", "8.0;9.0a"),
+    (" 7.5; 8.6+PTX;", "7.5;8.6+PTX"),
+    ("Ampere", "Ampere"),
+    ("native", "8.9;9.0a"),
+    ("", "8.9;9.0a"),
+    (None, "8.9;9.0a"),
+])
+def test_cuda_archs(given, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", [(9, 0), (8, 9), (9, 0)].__getitem__)
+    if given is None:
+        monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    else:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", given)
+    assert _build.cuda_archs() == expected
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", expected)
+    assert any("code=sm_" in flag for flag in cpp_extension._get_cuda_arch_flags())  # torch takes what we make
+
+
+def test_cuda_archs_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    assert _build.cuda_archs() == _build.DEFAULT_ARCHS
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", _build.DEFAULT_ARCHS)
+    assert len(cpp_extension._get_cuda_arch_flags()) == 6  # five GPUs, one PTX
+
+
+def test_cuda_sources_follow_torch(monkeypatch):
+    for cuda in (None, "13.0"):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        recipe = _build.recipe()
+        assert all(Path(source).is_file() for source in recipe["sources"])
+        assert {Path(source).name for source in recipe["sources"]} >= {"main.cpp", "flash_host.cpp"}
+        assert any(source.endswith("flash.cu") for source in recipe["sources"]) == bool(cuda)
+        assert ("-DMINIMAL_ATTN_CUDA" in recipe["extra_cflags"]) == bool(cuda)
+        assert ("TORCH_CUDA_ARCH_LIST" in _build.environment()) == bool(cuda)
+
+
+# What is missing.
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no-such-compiler" in _build.cannot_build()
+    with pytest.raises(RuntimeError, match='no-such-compiler.*backend="triton"'):
+        _build._compiled(verbose=False)
+
+
+def test_no_ninja(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", sys.executable)  # any program
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "pip install ninja" in _build.cannot_build()
+
+
+@pytest.mark.parametrize("home", [None, "/no/such/cuda"])
+def test_no_nvcc(home, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", home)
+    assert "nvcc of the CUDA toolkit 13.0" in _build.cannot_build()
+    with pytest.raises(RuntimeError, match='nvcc.*backend="triton"'):
+        _build._compiled(verbose=False)
+
+
+def test_why_not_asks_for_a_compiler_only_if_one_is_needed(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(_build, "_registered", lambda: False)
+    monkeypatch.setattr(_build, "PREBUILT", "minimal_attn._absent")
+    assert "no-such-compiler" in _build.why_not()
+    monkeypatch.setattr(_build, "PREBUILT", "minimal_attn._build")  # any module that is there
+    assert _build.why_not() is None
+
+
+def test_why_not_can_be_compiled(monkeypatch):
+    monkeypatch.setattr(_build, "_registered", lambda: False)
+    negate = torch.compile(lambda x: x if _build.why_not() else -x, fullgraph=True, backend="eager")
+    assert negate(torch.ones(1)) == -1
+
+
+# The module built at installation.
+
+def test_another_torch_is_refused(monkeypatch):
+    prebuilt = types.SimpleNamespace(torch_version="1.0.0", __file__="_C.so")
+    monkeypatch.setitem(sys.modules, _build.PREBUILT, prebuilt)
+    with pytest.raises(RuntimeError, match=r"torch 1\.0\.0, and this is torch (\S+)\. Rebuild it") as error:
+        _build._prebuilt()
+    assert torch.__version__ in str(error.value)
+    prebuilt.torch_version = torch.__version__.split("+")[0]
+    assert _build._prebuilt() is prebuilt
+
+
+def test_a_library_that_does_not_load_is_explained(monkeypatch, tmp_path):
+    (tmp_path / "broken_attn").mkdir()
+    (tmp_path / "broken_attn" / "__init__.py").touch()
+    (tmp_path / "broken_attn" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_build, "PREBUILT", "broken_attn._C")
+    with pytest.raises(RuntimeError, match=r"does not load into torch .*Rebuild it"):
+        _build._prebuilt()
+    monkeypatch.setattr(_build, "PREBUILT", "broken_attn._D")
+    assert _build._prebuilt() is None
+
+
+# Sources and packages.
+
+def test_source_digest(tree):
+    def digest():
+        return import_file(tree / "minimal_attn" / "_build.py").source_digest()
+
+    first = digest()
+    assert first == _build.source_digest()
+    (tree / "csrc" / "__pycache__").mkdir()
+    (tree / "csrc" / "__pycache__" / "flash.pyc").touch()
+    (tree / "minimal_attn" / "interface.py").write_text("")
+    assert digest() == first
+    seen = {first}
+    for change in (lambda: (tree / "csrc" / "flash.cu").open("a").write("\n"),
+                   lambda: (tree / "csrc" / "flash.h").rename(tree / "csrc" / "flash2.h"),
+                   lambda: (tree / "triton_ref" / "attention.py").open("a").write("\n"),
+                   lambda: (tree / "csrc").rename(tree / "minimal_attn" / "csrc")):
+        change()
+        seen.add(digest())
+    assert len(seen) == 4  # three changes; where csrc lies, in a source tree or installed, is none
+
+
+def build(kind, tree, out, **env):
+    """The path of the wheel or sdist that the build backend makes of `tree`, and what it says meanwhile."""
+    said = python(f"from setuptools import build_meta; print(build_meta.build_{kind}({str(out)!r}))", cwd=tree, **env)
+    return out / said.split()[-1], said
+
+
+PACKAGED = {"minimal_attn/py.typed", "minimal_attn/__init__.py", "minimal_attn/_build.py", "triton_ref/attention.py"}
+
+
+@pytest.fixture
+def no_torch(tmp_path):
+    (tmp_path / "no_torch").mkdir()
+    (tmp_path / "no_torch" / "torch.py").write_text("raise ImportError('hidden by the test')")
+    return {"PYTHONPATH": str(tmp_path / "no_torch")}
+
+
+def test_without_torch_the_sources_are_packaged(tree, tmp_path, no_torch):
+    csrc = {file.name for file in (tree / "csrc").iterdir()}
+    sdist, _ = build("sdist", tree, tmp_path, **no_torch)
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        archive.extractall(tmp_path, filter="data")
+    assert names >= PACKAGED | {f"csrc/{name}" for name in csrc} | {"setup.py", "pyproject.toml", "LICENSE"}
+
+    wheel, said = build("wheel", tmp_path / sdist.name.removesuffix(".tar.gz"), tmp_path, **no_torch)
+    assert "compiled on first use: torch cannot be imported" in said
+    assert wheel.name == "minimal_attn-0.1.0-py3-none-any.whl"
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert names >= PACKAGED | {f"minimal_attn/csrc/{name}" for name in csrc}
+    assert not any(name.endswith(".so") for name in names)
+
+
+@pytest.mark.timeout(600)
+def test_with_torch_the_extension_is_built(tree, tmp_path):
+    wheel, _ = build("wheel", tree, tmp_path)
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    assert (site / "minimal_attn" / "csrc" / "flash.cu").is_file()
+    shutil.rmtree(tree)
+    assert python("""
+import minimal_attn, torch
+module = minimal_attn.load()
+assert hasattr(torch.ops.minimal_attn, "flash_forward")
+print(module.__name__, module.__file__)
+""", cwd=tmp_path, PYTHONPATH=str(site), CXX="no-such-compiler").startswith(f"minimal_attn._C {site}/")

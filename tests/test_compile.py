@@ -1,0 +1,110 @@
+"""Compiles the kernels for GPUs that need not be here: csrc/*.cu with nvcc, the Triton twin ahead of time.
+
+Triton's compiler and its interpreter do not share a process, so this file is also the program that compiles the twin:
+`python test_compile.py 90` prints what came out for sm_90, one JSON object a line.
+"""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGETS = {"flash.cu": ["75", "80", "90a", "120"]}
+
+# The instruction a 16-bit product becomes, by compute capability.
+TWIN_MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+# dtype, head_dim, causal, seq_lens: every tile_config, full and partial kBlockD, each mask with and without the other.
+TWIN_CASES = [
+    ("fp32", 64, True, False), ("fp32", 128, False, True),
+    ("fp16", 64, False, False), ("fp16", 256, True, True),
+    ("bf16", 40, True, False), ("bf16", 128, False, True),
+]
+SLOW_TWIN_CASES = {80: [("fp32", 256, True, True)]}  # 10 s each, and fp32 compiles much the same for all
+
+
+def nvcc():
+    from torch.utils.cpp_extension import CUDA_HOME
+    home = CUDA_HOME or os.environ.get("CUDA_HOME", "")
+    return shutil.which("nvcc", path=os.pathsep.join([os.environ["PATH"], f"{home}/bin"]))
+
+
+def test_every_cu_file_has_targets():
+    assert {file.name for file in (ROOT / "csrc").glob("*.cu")} == set(TARGETS)
+
+
+@pytest.mark.skipif(not nvcc(), reason="no nvcc on PATH or in CUDA_HOME")
+@pytest.mark.parametrize("file, target", [(file, target) for file in TARGETS for target in TARGETS[file]])
+def test_cuda_kernels_do_not_spill(file, target, tmp_path):
+    # No -split-compile: with it the code, and with that the spills, differ from one run of nvcc to the next.
+    command = [nvcc(), "-std=c++20", "-O3", "-lineinfo", "-Xptxas=-v", f"-gencode=arch=compute_{target},code=sm_{target}",
+               "-c", ROOT / "csrc" / file, "-o", tmp_path / "kernel.o"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout
+    kernels = re.findall(r"Compiling entry function '(\w+)'", done.stdout)
+    memory = dict(re.findall(r"Function properties for (\w+)\s+(\d+ bytes stack frame, .*)", done.stdout))
+    assert kernels and set(kernels) <= set(memory), done.stdout
+    spills = [f"{name}: {use}" for name, use in memory.items() if re.search(r"\b[1-9]\d* bytes", use)]
+    assert not spills, "\n".join(spills)
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    """Capability → the process that compiles for it; all of them at once."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    env.pop("TRITON_INTERPRET", None)
+    processes = {capability: subprocess.Popen([sys.executable, __file__, str(capability)], env=env, text=True,
+                                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for capability in TWIN_MMA}
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("capability", TWIN_MMA)
+def test_twin_compiles(capability, twin):
+    stdout, stderr = twin[capability].communicate(timeout=240)
+    assert twin[capability].returncode == 0, stderr
+    kernels = [json.loads(line) for line in stdout.splitlines()]
+    assert len(kernels) == len(TWIN_CASES) + len(SLOW_TWIN_CASES.get(capability, []))
+    for kernel in kernels:
+        assert kernel["shared"] <= 99 << 10, kernel
+        if kernel["dtype"] == "fp32":
+            assert not kernel["tf32"] and not kernel["mma"], kernel  # products in true fp32
+        else:
+            assert kernel["mma"], kernel
+
+
+def compile_twin(capability, dtype, head_dim, causal, seq_lens):
+    """What triton.compile makes of a call with tensors aligned as torch aligns them: pointers and strides by 16."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from triton_ref.attention import _flash_fwd, tile_config
+
+    constexprs = tile_config({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype], head_dim)
+    options = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
+    constexprs.update(kIsCausal=causal, kMaskCols=head_dim < constexprs["kBlockD"], **{} if seq_lens else {"seq_lens_ptr": None})
+    types = dict.fromkeys(_flash_fwd.arg_names, "i32")
+    types |= dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "o_ptr"], f"*{dtype}")
+    types |= {"lse_ptr": "*fp32", "seq_lens_ptr": "*i32", "softmax_scale": "fp32"}
+    types |= dict.fromkeys(constexprs, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith(("_ptr", "_stride"))}
+    source = ASTSource(fn=_flash_fwd, signature=types, constexprs=constexprs, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+if __name__ == "__main__":
+    capability = int(sys.argv[1])
+    for case in TWIN_CASES + SLOW_TWIN_CASES.get(capability, []):
+        kernel = compile_twin(capability, *case)
+        ptx = kernel.asm["ptx"]
+        print(json.dumps({**dict(zip(("dtype", "head_dim", "causal", "seq_lens"), case)), "shared": kernel.metadata.shared,
+                          "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx}))

@@ -1,0 +1,308 @@
+"""The facade: its conventions, its other spellings, and an error for every bad input before any launch."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import minimal_attn
+from conftest import HAS_GPU, IMPLEMENTATIONS
+from minimal_attn import (available_backends, blockwise_attention, flash_attention, flash_attn_func, forward,
+                          reference_attention)
+from minimal_attn.interface import BACKENDS
+
+each_impl = pytest.mark.parametrize("backend, device", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+
+
+def randn(*shapes, device="cpu", dtype=torch.float32):
+    """Normal tensors, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+def qkv(B=2, H=4, Hk=4, Sq=20, Sk=20, D=16, **kw):
+    return randn((B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, D), **kw)
+
+
+@each_impl
+def test_3d_is_4d_with_one_head(backend, device):
+    q, k, v = qkv(H=1, Hk=1, Sk=30, device=device)
+    out, lse = flash_attention(q, k, v, True, return_lse=True, backend=backend)
+    out3, lse3 = flash_attention(q[:, 0], k[:, 0], v[:, 0], True, return_lse=True, backend=backend)
+    assert out3.equal(out[:, 0]) and lse3.equal(lse[:, 0])
+    q, k, v = qkv(H=1, Hk=1, device=device)
+    out = flash_attention(q, k, v, seq_lens=[7, 7], backend=backend)
+    assert flash_attention(q[:, 0], k[:, 0], v[:, 0], seq_lens=[7], backend=backend).equal(out[:, 0])
+
+
+@each_impl
+def test_flash_attn_func_has_flash_attns_layout(backend, device):
+    q, k, v = qkv(H=4, Hk=2, Sq=20, Sk=33, device=device)
+    want, want_lse = flash_attention(q, k, v, True, 0.3, return_lse=True, backend=backend)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    out = flash_attn_func(q, k, v, softmax_scale=0.3, causal=True, deterministic=True, backend=backend)
+    torch.testing.assert_close(out, want.transpose(1, 2))
+    if backend != "torch":  # torch's strides are torch's choice
+        assert out.is_contiguous()
+    out, lse, probs = flash_attn_func(q, k, v, 0.0, 0.3, True, return_attn_probs=True, backend=backend)
+    assert probs is None
+    torch.testing.assert_close(lse, want_lse)
+    out2, lse2 = flash_attn_func(q, k, v, 0.0, 0.3, True, return_lse=True, backend=backend)
+    assert out2.equal(out) and lse2.equal(lse)
+
+
+@pytest.mark.parametrize("argument", [dict(dropout_p=0.1), dict(window_size=(4, 0)), dict(softcap=30.0),
+                                      dict(alibi_slopes=torch.ones(4))], ids=str)
+def test_flash_attn_func_names_what_is_not_there_yet(argument):
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    with pytest.raises(NotImplementedError, match=next(iter(argument))):
+        flash_attn_func(q, k, v, **argument)
+
+
+def test_forward_is_the_minimal_call():
+    q, k, v = qkv()
+    assert forward(q, k, v).equal(flash_attention(q, k, v))
+
+
+@each_impl
+def test_seq_lens_of_every_kind(backend, device):
+    q, k, v = qkv(device=device)
+    want, want_lse = reference_attention(q, k, v, True, seq_lens=[5, 20], return_lse=True)
+    kinds = [[5, 20], (5, 20), torch.tensor([5, 20]), torch.tensor([5, 20], dtype=torch.int32)]
+    kinds += [x.to(device) for x in kinds[2:]] + [torch.tensor([5, 0, 20, 0])[::2]]
+    for seq_lens in kinds:
+        out, lse = flash_attention(q, k, v, True, seq_lens=seq_lens, return_lse=True, backend=backend)
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+        assert (out[0, :, 5:] == 0).all() and (lse[0, :, 5:] == -math.inf).all()
+
+
+@each_impl
+@pytest.mark.parametrize("shape", [(0, 4, 4, 20, 20), (2, 4, 4, 0, 20), (2, 4, 4, 20, 0), (2, 4, 4, 0, 0), (2, 0, 4, 20, 20)])
+def test_empty_inputs(backend, device, shape):
+    q, k, v = qkv(*shape, device=device)
+    out, lse = flash_attention(q, k, v, return_lse=True, backend=backend)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@each_impl
+def test_ops_take_empty_inputs(backend, device):
+    """The registered ops, which the facade does not call for empty inputs, take them as well."""
+    if backend == "torch":
+        pytest.skip("not an op of ours")
+    op = dict(cuda="flash_forward", triton="triton_forward")[backend]
+    flash_attention(*qkv(device=device), backend=backend)  # loads the library
+    for shape in ((0, 4, 4, 20, 20), (2, 4, 4, 0, 20), (2, 4, 4, 20, 0)):
+        q, k, v = qkv(*shape, device=device)
+        out, lse = getattr(torch.ops.minimal_attn, op)(q, k, v, None, 0.25, False)
+        assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@each_impl
+def test_a_last_dimension_that_is_not_contiguous(backend, device):
+    q, k, v = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in qkv(device=device))
+    assert q.stride(-1) != 1
+    out = flash_attention(q, k, v, backend=backend)
+    torch.testing.assert_close(out, reference_attention(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def bad(error, match, **change):
+    return pytest.param(error, match, change, id=match)
+
+
+@each_impl
+@pytest.mark.parametrize("error, match, change", [
+    bad(ValueError, "Expected 3D or 4D tensors", q=lambda q: q[0, 0]),
+    bad(ValueError, "Expected 3D or 4D tensors, all alike", k=lambda k: k[0]),
+    bad(ValueError, "same shape", k=lambda k: k[:, :, 1:]),
+    bad(ValueError, "same shape.*", v=lambda v: v[..., 1:]),
+    bad(ValueError, "same head_dim", q=lambda q: q[..., 1:]),
+    bad(ValueError, "same batch size", q=lambda q: q[1:]),
+    bad(ValueError, "Unsupported head_dim 0", q=lambda x: x[..., :0], k=lambda x: x[..., :0], v=lambda x: x[..., :0]),
+    bad(ValueError, "Unsupported head_dim 272", **dict.fromkeys("qkv", lambda x: x.repeat(1, 1, 1, 17))),
+    bad(ValueError, "multiple of the number of key/value heads", k=lambda k: k[:, :3], v=lambda v: v[:, :3]),
+    bad(ValueError, "multiple of the number of key/value heads.*", k=lambda k: k[:, :0], v=lambda v: v[:, :0]),
+    bad(ValueError, "same device", k=lambda k: k.to("meta")),
+    bad(TypeError, "Unsupported dtype: q is torch.int64", **dict.fromkeys("qkv", lambda x: x.long())),
+    bad(TypeError, "dtypes must match", k=lambda k: k.half()),
+    bad(TypeError, "v must be a torch.Tensor, got list", v=lambda v: v.tolist()),
+    bad(ValueError, r"seq_lens must be in 1\.\.20, got \[0, 3\]", seq_lens=[0, 3]),
+    bad(ValueError, r"seq_lens must be in 1\.\.20, got \[21, 3\]", seq_lens=[21, 3]),
+    bad(ValueError, "got values from 3 to 21", seq_lens=torch.tensor([3, 21])),
+    bad(ValueError, "got values from -4294967293 to 3", seq_lens=torch.tensor([3, 3 - 2**32])),
+    bad(ValueError, r"seq_lens must have shape \(2,\)", seq_lens=[3]),
+    bad(ValueError, r"seq_lens must have shape \(2,\), .*, got \(2, 1\)", seq_lens=torch.tensor([[3], [3]])),
+    bad(ValueError, "seq_lens must hold integers", seq_lens=[3.0, 3]),
+    bad(ValueError, "int32 or int64 tensor, got torch.float32", seq_lens=torch.tensor([3.0, 3.0])),
+    bad(ValueError, "seq_lens needs equal lengths", q=lambda q: q[:, :, 1:], seq_lens=[3, 3]),
+    bad(ValueError, "seq_lens must be on the same device", seq_lens=torch.ones(2, dtype=torch.int32, device="meta")),
+])
+def test_bad_input(backend, device, error, match, change):
+    arguments = dict(zip("qkv", qkv(device=device)))
+    seq_lens = change.get("seq_lens")
+    for name in "qkv":
+        if name in change:
+            arguments[name] = change[name](arguments[name])
+    with pytest.raises(error, match=match):
+        flash_attention(**arguments, seq_lens=seq_lens, backend=backend)
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match="unknown backend 'cudnn': 'auto' or one of 'cuda', 'triton'"):
+        flash_attention(*qkv(), backend="cudnn")
+
+
+def test_fp64_belongs_to_torch_and_the_reference():
+    q, k, v = qkv(dtype=torch.float64)
+    want = reference_attention(q, k, v)
+    assert want.dtype == torch.float64
+    torch.testing.assert_close(flash_attention(q, k, v, backend="torch"), want)
+    with pytest.raises(TypeError, match="Unsupported dtype: q is torch.float64, allowed are float32, float16, bfloat16"):
+        flash_attention(q, k, v, backend="cuda")
+
+
+def test_the_op_refuses_what_would_read_out_of_bounds():
+    """Called past the facade, the compiled op still never touches memory that is not there."""
+    minimal_attn.load()
+    op = torch.ops.minimal_attn.flash_forward
+    q, k, v = qkv()
+    for error, arguments in [
+        (ValueError, (q, k[:, :, 1:], v)), (ValueError, (q, k[1:], v[1:])), (ValueError, (q, k[:, :3], v[:, :3])),
+        (ValueError, (q[0], k[0], v[0])), (ValueError, (q, k.transpose(2, 3).contiguous().transpose(2, 3), v)),
+        (TypeError, (q, k.half(), v)), (TypeError, (q.double(), k.double(), v.double())),
+    ]:
+        with pytest.raises(error):
+            op(*arguments, None, 0.25, False)
+    for seq_lens in (torch.tensor([3, 3]), torch.ones(3, dtype=torch.int32), torch.ones(4, dtype=torch.int32)[::2]):
+        with pytest.raises(ValueError, match="seq_lens"):
+            op(q, k, v, seq_lens, 0.25, False)
+    out, _ = op(q, k, v, torch.tensor([-5, 2**31 - 1], dtype=torch.int32), 0.25, False)  # clamped to 0 and to 20
+    assert (out[0] == 0).all() and out[1].isfinite().all() and (out[1] != 0).any()
+
+
+@each_impl
+def test_inputs_that_require_grad(backend, device):
+    q, k, v = qkv(device=device)
+    q.requires_grad_()
+    if BACKENDS[backend].differentiable:
+        flash_attention(q, k, v, backend=backend).sum().backward()
+        assert q.grad.isfinite().all()
+        return
+    with pytest.raises(NotImplementedError, match="no backward pass yet"):
+        flash_attention(q, k, v, backend=backend)
+    with torch.no_grad():
+        flash_attention(q, k, v, backend=backend)
+
+
+def test_backends():
+    here = available_backends()
+    assert set(backend for backend, _ in IMPLEMENTATIONS.values()) | {"reference"} == set(here)
+    q, k, v = qkv(device="cuda" if HAS_GPU else "cpu")
+    assert flash_attention(q, k, v).equal(flash_attention(q, k, v, backend="cuda" if HAS_GPU else "torch"))
+    torch.testing.assert_close(flash_attention(q, k, v, backend="reference"), reference_attention(q, k, v))
+
+
+def in_a_new_process(code, **env):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200,
+                          env={**os.environ, **env})
+
+
+def test_triton_on_cpu_tensors_needs_the_interpreter():
+    result = in_a_new_process("import torch, minimal_attn; x = torch.ones(1, 1, 4, 16);"
+                              "minimal_attn.flash_attention(x, x, x, backend='triton')", TRITON_INTERPRET="0")
+    assert "ValueError: CUDA tensors required" in result.stderr and "set TRITON_INTERPRET=1" in result.stderr
+
+
+def test_without_triton():
+    result = in_a_new_process(
+        "import sys; sys.modules['triton'] = None; import torch, minimal_attn; x = torch.ones(1, 1, 4, 16);"
+        "print(minimal_attn.available_backends()); minimal_attn.flash_attention(x, x, x, backend='triton')")
+    assert "ModuleNotFoundError: triton is required" in result.stderr, result.stderr
+    assert "triton" not in result.stdout
+
+
+def test_auto_without_a_compiler_takes_triton_and_says_so_once(monkeypatch):
+    monkeypatch.setattr(minimal_attn._build, "why_not", lambda: "there is no nvcc")
+    minimal_attn.interface._cuda_or_triton.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="takes Triton, since there is no nvcc") as caught:
+            assert [minimal_attn.interface._cuda_or_triton() for _ in range(3)] == ["triton"] * 3
+        assert len(caught) == 1
+    finally:
+        minimal_attn.interface._cuda_or_triton.cache_clear()
+
+
+def test_reference_against_sdpa():
+    q, k, v = qkv(Sq=50, Sk=50, dtype=torch.float64)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.4)
+    torch.testing.assert_close(reference_attention(q, k, v, True, 0.4), want)
+
+
+def test_reference_by_hand():
+    """Two keys of which the second is hidden from the first row, numbers one can check in the head."""
+    q = torch.tensor([[[1.0], [2.0]]])
+    k, v = torch.tensor([[[0.0], [1.0]]]), torch.tensor([[[10.0], [20.0]]])
+    out, lse = reference_attention(q, k, v, True, return_lse=True)
+    e2 = math.exp(2)
+    torch.testing.assert_close(out.flatten(), torch.tensor([10.0, (10 + 20 * e2) / (1 + e2)]))
+    torch.testing.assert_close(lse.flatten(), torch.tensor([0.0, math.log(1 + e2)]))
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 30.0])
+@pytest.mark.parametrize("n, block_size", [(256, 64), (100, 33), (5, 1), (7, 64)])
+def test_blockwise_rescales(scale, n, block_size):
+    q, k, v = (x * scale for x in randn(*[(2, n, 64)] * 3, dtype=torch.float64))
+    torch.testing.assert_close(blockwise_attention(q, k, v, block_size), reference_attention(q, k, v), rtol=1e-9, atol=1e-9)
+
+
+def test_the_rescaling_matters():
+    """Without the factor exp(m_old - m_new), N = 256 in blocks of 64 is wrong by tenths: what the test above would see."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 256, 64) for _ in "qkv")
+    acc, total = 0, 0
+    for k_block, v_block in zip(k.split(64, 1), v.split(64, 1)):
+        scores = q @ k_block.transpose(1, 2) / 8
+        p = (scores - scores.amax(-1, keepdim=True)).exp()
+        acc, total = acc + p @ v_block, total + p.sum(-1, keepdim=True)
+    assert (acc / total - reference_attention(q, k, v)).abs().max() > 0.2
+    assert (blockwise_attention(q, k, v) - reference_attention(q, k, v)).abs().max() < 1e-5
+
+
+def test_blockwise_dropout():
+    torch.manual_seed(0)
+    q, k = randn((2, 64, 64), (2, 64, 64))
+    v = torch.eye(64).expand(2, 64, 64)  # the output is the probabilities
+    p = reference_attention(q, k, v)
+    dropped = blockwise_attention(q, k, v, 16, dropout_p=0.25)
+    kept = dropped != 0
+    assert 0.70 < kept.float().mean() < 0.80
+    torch.testing.assert_close(dropped[kept], p[kept] / 0.75)  # scaled by 1/(1-p), normalised by the whole sum
+    assert (blockwise_attention(q, k, v, dropout_p=1.0) == 0).all()
+
+
+def test_blockwise_refuses():
+    q, k, v = randn(*[(2, 8, 16)] * 3)
+    with pytest.raises(ValueError, match="block_size must be at least 1"):
+        blockwise_attention(q, k, v, 0)
+    with pytest.raises(ValueError, match="dropout_p must be in"):
+        blockwise_attention(q, k, v, dropout_p=1.5)
+    with pytest.raises(ValueError, match=r"shape \(B, N, D\)"):
+        blockwise_attention(q[None], k[None], v[None])
+
+
+def test_the_same_errors_from_the_reference():
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="same head_dim"):
+        reference_attention(q[..., 1:], k, v)
+    with pytest.raises(ValueError, match="seq_lens must be in"):
+        reference_attention(q, k, v, seq_lens=[0, 1])
+
+
+def test_public_names():
+    assert minimal_attn.__version__
+    for name in minimal_attn.__all__:
+        assert callable(getattr(minimal_attn, name)) and getattr(minimal_attn, name).__doc__

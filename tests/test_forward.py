@@ -1,0 +1,181 @@
+"""Every implementation on this machine, over every named case, against fp64 and against each other, bit for bit where
+bits are promised."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cases import CASES, DTYPES, FP32_TOLERANCE, Case, base, check_error, check_lse, exact, make_inputs, options
+from conftest import HAS_GPU, IMPLEMENTATIONS
+from minimal_attn import flash_attention
+
+CASES_HERE = [case for case in CASES if HAS_GPU or not case.gpu_only]
+each_case = pytest.mark.parametrize("case", CASES_HERE, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+each_impl = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+each_kernel = pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl != "torch"])
+
+
+def run(impl, case, q, k, v):
+    """(out, lse)"""
+    return flash_attention(q, k, v, **options(case), return_lse=True, backend=IMPLEMENTATIONS[impl][0])
+
+
+def check_case(impl, case, dtype, seed=0, factor=2):
+    device = IMPLEMENTATIONS[impl][1]
+    if device == "cpu" and case.gpu_only:
+        pytest.skip("too much work for a CPU")
+    q, k, v = make_inputs(case, dtype, device, seed)
+    out, lse = run(impl, case, q, k, v)
+    ref, ref_lse = exact(case, q, k, v)
+    # torch's own kernels are here for our conventions; their accuracy is torch's affair.
+    check_error(out, ref, base(case, q, k, v), factor=8 if impl == "torch" else factor)
+    check_lse(lse, ref_lse)
+    empty = ref_lse == -torch.inf
+    assert (out[empty] == 0).all(), "rows that see no key must be 0"
+    if dtype == torch.float32 and case.scale == 1:
+        assert (out.double() - ref).abs().max() <= FP32_TOLERANCE
+    return out, lse
+
+
+@each_case
+@each_dtype
+@each_impl
+def test_against_fp64(impl, dtype, case, poisoned_outputs):
+    check_case(impl, case, dtype)
+
+
+@each_case
+@each_dtype
+def test_cuda_against_triton(dtype, case):
+    """Both implementations of ours compute one function: each stays within the rule with the other as the reference."""
+    cuda = "cuda:simt" if HAS_GPU else "cuda:host"
+    q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS["triton"][1])
+    out, lse = run(cuda, case, q, k, v)
+    twin, twin_lse = run("triton", case, q, k, v)
+    # Two roundings of one value differ by up to one ulp: the base is torch's error twice over.
+    yardstick = twin.double() + 2 * (base(case, q, k, v).double() - exact(case, q, k, v)[0])
+    u = torch.finfo(dtype).eps
+    allowed = 2 * (yardstick - twin.double()).abs().max() + u * twin.double().abs().max()
+    assert (out.double() - twin.double()).abs().max() <= allowed
+    assert ((lse == -torch.inf) == (twin_lse == -torch.inf)).all()
+    check_lse(lse, twin_lse.double())
+
+
+BITWISE = Case("bitwise", B=3, H=4, Hk=2, Sq=70, Sk=70, D=40, causal=True, seq_lens=(70, 3, 65))
+
+
+@each_dtype
+@each_kernel
+def test_same_inputs_same_bits(impl, dtype):
+    q, k, v = make_inputs(BITWISE, dtype, IMPLEMENTATIONS[impl][1])
+    first = run(impl, BITWISE, q, k, v)
+    for _ in range(3):
+        assert all(a.equal(b) for a, b in zip(first, run(impl, BITWISE, q, k, v)))
+
+
+@each_dtype
+@each_kernel
+def test_a_sample_does_not_depend_on_its_batch(impl, dtype):
+    q, k, v = make_inputs(BITWISE, dtype, IMPLEMENTATIONS[impl][1])
+    out, lse = run(impl, BITWISE, q, k, v)
+    for b, n in enumerate(BITWISE.seq_lens):
+        alone = dataclasses.replace(BITWISE, B=1, seq_lens=(n,))
+        one, one_lse = run(impl, alone, q[b : b + 1], k[b : b + 1], v[b : b + 1])
+        assert one[0].equal(out[b]) and one_lse[0].equal(lse[b])
+
+
+@each_dtype
+@each_kernel
+@pytest.mark.parametrize("cut", [1, 40, 64, 129])
+def test_the_future_never_changes_the_past(impl, dtype, cut):
+    case = Case("causal", Sq=150, Sk=150, causal=True)
+    q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
+    out, lse = run(impl, case, q, k, v)
+    k[:, :, cut:] *= -3
+    v[:, :, cut:] += 7
+    changed, changed_lse = run(impl, case, q, k, v)
+    assert changed[:, :, :cut].equal(out[:, :, :cut]) and changed_lse[:, :, :cut].equal(lse[:, :, :cut])
+    assert not changed[:, :, cut:].equal(out[:, :, cut:])
+
+
+@each_dtype
+@each_kernel
+def test_masked_keys_are_never_read(impl, dtype):
+    """NaN in the padding of a sample, which real batches hold, reaches nothing."""
+    case = Case("padding", B=2, Sq=100, Sk=100, seq_lens=(37, 64))
+    q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
+    out, lse = run(impl, case, q, k, v)
+    for b, n in enumerate(case.seq_lens):
+        for x in (q, k, v):
+            x[b, :, n:] = torch.nan
+    again, again_lse = run(impl, case, q, k, v)
+    assert again.equal(out) and again_lse.equal(lse)
+
+
+@each_kernel
+def test_nan_in_the_input_shows(impl):
+    case = Case("nan", Sq=70, Sk=70)
+    q, k, v = make_inputs(case, torch.float32, IMPLEMENTATIONS[impl][1])
+    q[0, 1, 3, 0] = torch.nan
+    out, lse = run(impl, case, q, k, v)
+    assert out[0, 1, 3].isnan().all() and lse[0, 1, 3].isnan()
+    assert out[0, 0].isfinite().all() and out[0, 1, 4:].isfinite().all()
+
+
+@st.composite
+def drawn_cases(draw):
+    Hk, group, Sq = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 140))
+    B, D = draw(st.integers(1, 3)), draw(st.integers(1, 256))
+    B *= -(-200 // (Hk * group * Sq * D))  # the largest error of a handful of numbers is a matter of luck
+    seq_lens = draw(st.none() | st.lists(st.integers(1, Sq), min_size=B, max_size=B).map(tuple))
+    Sk = Sq if seq_lens else draw(st.integers(1, 140))
+    return Case("drawn", B, Hk * group, Hk, Sq, Sk, D, draw(st.booleans()), seq_lens,
+                layout=draw(st.sampled_from(["bhsd", "bshd", "sbhd", "slice", "odd"])), expand=draw(st.booleans()))
+
+
+@each_kernel
+@settings(max_examples=60 if HAS_GPU else 25, deadline=None, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(case=drawn_cases(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
+def test_drawn_shapes(impl, case, dtype, seed, poisoned_outputs):
+    check_case(impl, case, dtype, seed, factor=4)  # twice the rule: the drawn shapes are still small
+
+
+OPS = {"cuda": "flash_forward", "triton": "triton_forward"}
+
+
+@each_kernel
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "slice", "odd"])
+def test_opcheck(impl, layout):
+    """Schema, fake kernel (shapes and strides), tracing, by torch's own checks."""
+    backend, device = IMPLEMENTATIONS[impl]
+    case = Case("opcheck", B=2, H=4, Hk=2, Sq=33, Sk=33, D=16, layout=layout)
+    q, k, v = make_inputs(case, torch.float32, device)
+    run(impl, case, q, k, v)  # loads the library
+    op = getattr(torch.ops.minimal_attn, OPS[backend]).default
+    for seq_lens in (None, torch.tensor([3, 33], dtype=torch.int32, device=device)):
+        torch.library.opcheck(op, (q, k, v, seq_lens, 0.25, True))
+        out, lse = op(q, k, v, seq_lens, 0.25, True)
+        assert out.stride() == torch.empty_like(q).stride() and lse.is_contiguous()
+
+
+@each_kernel
+def test_compile_fullgraph(impl):
+    backend, device = IMPLEMENTATIONS[impl]
+    case = Case("compile", B=2, H=4, Hk=2, Sq=33, Sk=33, D=16, causal=True, layout="bshd")
+    q, k, v = make_inputs(case, torch.float32, device)
+
+    def attend(q, k, v, seq_lens):
+        out, lse = flash_attention(q * 2, k, v, True, seq_lens=seq_lens, return_lse=True, backend=backend)
+        return out + 1, lse
+
+    seq_lens = torch.tensor([3, 33], dtype=torch.int32, device=device)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    for lengths in (None, seq_lens):
+        for got, want in zip(compiled(q, k, v, lengths), attend(q, k, v, lengths)):
+            assert got.stride() == want.stride()
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)

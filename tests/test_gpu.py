@@ -1,0 +1,188 @@
+"""What only a GPU can show: streams, graphs, offsets past 2^31, memory, a build for another GPU."""
+
+import math
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from filelock import FileLock
+
+from cases import Case, check_error, check_lse, exact, make_inputs
+from minimal_attn import flash_attention
+from minimal_attn.reference import reference_forward
+
+pytestmark = pytest.mark.gpu
+each_kernel = pytest.mark.parametrize("backend", ["cuda", "triton"])
+CASE = Case("gpu", B=3, H=4, Hk=2, Sq=200, Sk=200, causal=True)
+
+
+@each_kernel
+def test_graph_capture_and_replay(backend):
+    q, k, v = make_inputs(CASE, torch.bfloat16, "cuda")
+    seq_lens = torch.tensor([200, 7, 64], device="cuda")
+    run = lambda: flash_attention(q, k, v, True, seq_lens=seq_lens, return_lse=True, backend=backend)  # noqa: E731
+    run()  # builds and compiles outside of the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run()
+    for seed in (1, 2):
+        for x, new in zip((q, k, v), make_inputs(CASE, torch.bfloat16, "cuda", seed)):
+            x.copy_(new)
+        seq_lens.copy_(torch.tensor([100, 200, seed]))
+        graph.replay()
+        want, want_lse = run()
+        assert out.equal(want) and lse.equal(want_lse)
+
+
+@each_kernel
+def test_lengths_that_cannot_be_checked_are_clamped(backend):
+    """Under capture no value is read on the host, and no value makes the kernel read beyond the end."""
+    q, k, v = make_inputs(CASE, torch.float32, "cuda")
+    seq_lens = torch.tensor([-3, 2**31 - 1, 2**32 + 5], device="cuda")
+    with pytest.raises(ValueError, match="seq_lens must be in 1..200, got values from -3"):
+        flash_attention(q, k, v, seq_lens=seq_lens, backend=backend)
+    flash_attention(q, k, v, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attention(q, k, v, True, seq_lens=seq_lens, backend=backend)
+    graph.replay()
+    assert (out[0] == 0).all()
+    assert out[1:].equal(flash_attention(q, k, v, True, backend=backend)[1:])
+
+
+@each_kernel
+def test_side_stream(backend):
+    """The launch belongs to the caller's stream: inputs that only that stream has written are seen."""
+    q, k, v = make_inputs(CASE, torch.float32, "cuda")
+    want = flash_attention(q, k, v, True, backend=backend)
+    late = torch.zeros_like(q)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        late.copy_(q)
+        out = flash_attention(late, k, v, True, backend=backend)
+    stream.synchronize()
+    assert out.equal(want)
+
+
+@pytest.fixture
+def much_memory(tmp_path_factory):
+    """The GPU's memory for one test at a time, also where xdist runs several."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "gpu_memory.lock"):
+        yield
+        torch.cuda.empty_cache()
+
+
+def needs_gib(n):
+    total = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 0
+    return pytest.mark.skipif(total < n, reason=f"needs {n} GiB of GPU memory")
+
+
+@each_kernel
+@needs_gib(60)
+def test_more_than_2_31_elements_of_q(backend, much_memory):
+    rows, D = 2**25 + 100, 64
+    q = torch.randn(1, 1, rows, D, device="cuda", dtype=torch.float16)
+    k, v = (torch.randn(1, 1, 5, D, device="cuda", dtype=torch.float16) for _ in "kv")
+    assert q.numel() > 2**31
+    out, lse = flash_attention(q, k, v, return_lse=True, backend=backend)
+    tail = q[:, :, -300:]
+    ref, ref_lse = reference_forward(tail.double(), k.double(), v.double(), False, None, None)
+    base = reference_forward(tail, k, v, False, None, None)[0]
+    check_error(out[:, :, -300:], ref, base)
+    check_lse(lse[:, :, -300:], ref_lse)
+
+
+@each_kernel
+@needs_gib(60)
+def test_more_than_2_31_elements_of_k_and_v(backend, much_memory):
+    """Only the last of 33 million keys match the query, so the result is theirs alone."""
+    keys, D = 2**25 + 100, 64
+    k = torch.zeros(1, 1, keys, D, device="cuda", dtype=torch.float16)
+    v = torch.full_like(k, 3.0)
+    k[:, :, -90:] = 8.0
+    v[:, :, -90:] = torch.randn(90, D, device="cuda")
+    q = torch.full((1, 1, 2, D), 1.0, device="cuda", dtype=torch.float16)
+    assert k.numel() > 2**31
+    out = flash_attention(q, k, v, backend=backend)
+    want = v[:, :, -90:].double().mean(2, keepdim=True)
+    torch.testing.assert_close(out.double(), want.expand(-1, -1, 2, -1), rtol=2e-3, atol=2e-3)
+
+
+@each_kernel
+@needs_gib(60)
+@pytest.mark.parametrize("which", ["batch", "head", "row"])
+def test_strides_past_2_31(backend, which, much_memory):
+    case = Case("far", B=2, H=2, Hk=2, Sq=70, Sk=70, causal=True)
+    shape = (2, 2, 70, 64)
+    stride = {"batch": (2**31 + 8, 70 * 64, 64, 1), "head": (70 * 64, 2**31 + 8, 64, 1),
+              "row": (128, 64, 2**25 + 8, 1)}[which]
+    span = sum((n - 1) * s for n, s in zip(shape, stride)) + 1
+    assert span > 2**31
+    buffer = torch.full((span,), math.nan, device="cuda", dtype=torch.bfloat16)
+    near = make_inputs(case, torch.bfloat16, "cuda")
+    want = flash_attention(*near, True, backend=backend)
+    for i in range(3):
+        far = list(near)
+        far[i] = buffer.as_strided(shape, stride).copy_(near[i])
+        assert flash_attention(*far, True, backend=backend).equal(want)
+
+
+@each_kernel
+def test_more_than_65535_heads_and_samples(backend):
+    case = Case("many", B=1, H=70000, Hk=70000, Sq=3, Sk=5, D=16)
+    q, k, v = make_inputs(case, torch.float32, "cuda")
+    ref, ref_lse = exact(case, q, k, v)
+    for transpose in (False, True):
+        x = [t.transpose(0, 1) if transpose else t for t in (q, k, v)]
+        out, lse = flash_attention(*x, return_lse=True, backend=backend)
+        out, lse = (out.transpose(0, 1), lse.transpose(0, 1)) if transpose else (out, lse)
+        assert (out.double() - ref).abs().max() < 1e-5
+        check_lse(lse, ref_lse)
+
+
+@each_kernel
+def test_memory_is_linear_in_the_length(backend, record_property):
+    """At S = 32768 the scores alone would be 16 GiB in fp32; beyond inputs and output there is only lse."""
+    q, k, v = (torch.randn(1, 4, 32768, 64, device="cuda") for _ in "qkv")
+    flash_attention(q[:, :, :64], k, v, backend=backend)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = flash_attention(q, k, v, backend=backend)
+    extra = torch.cuda.max_memory_allocated() - before - out.nbytes
+    record_property(f"bytes beyond inputs and output at (1,4,32768,64) fp32, {backend}", extra)
+    assert extra <= 4 * 4 * 32768 + 4096
+
+
+NEW_BUILD = "import minimal_attn; minimal_attn.load(); print(minimal_attn._build.load().__file__)"
+
+
+def build(tmp_path, **env):
+    start = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", NEW_BUILD], capture_output=True, text=True, timeout=280,
+                            env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), **env})
+    assert result.returncode == 0, result.stderr
+    return time.monotonic() - start, result.stdout.split()[-1]
+
+
+def test_build_from_nothing(tmp_path, record_property):
+    seconds, library = build(tmp_path)
+    record_property(f"seconds of the JIT build from nothing, {os.cpu_count()} cores", round(seconds, 1))
+    record_property("MB of the built library", round(os.path.getsize(library) / 1e6, 2))
+    if os.cpu_count() >= 16:
+        assert seconds <= 45
+
+
+def test_built_for_another_gpu(tmp_path):
+    other = "8.0" if torch.cuda.get_device_capability() != (8, 0) else "9.0"
+    code = ("import torch, minimal_attn; x = torch.ones(1, 1, 4, 16, device='cuda');"
+            "minimal_attn.flash_attention(x, x, x, backend='cuda')")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, env={
+        **os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "TORCH_CUDA_ARCH_LIST": other})
+    assert result.returncode != 0
+    for part in ("RuntimeError", torch.cuda.get_device_name(), "this build holds kernels for", "TORCH_CUDA_ARCH_LIST="):
+        assert part in result.stderr, result.stderr

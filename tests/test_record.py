@@ -1,0 +1,33 @@
+"""CI has no GPU: what one proved is in gpu_record.json, and counts only for the sources that it ran."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+from minimal_attn._build import source_digest
+
+RECORD = Path(__file__).parent / "gpu_record.json"
+KEYS = {"device", "driver", "torch", "triton", "cuda", "passed", "failed", "skipped", "duration_s", "source_digest"}
+
+
+def test_the_gpu_run_was_clean(request):
+    if request.config.getoption("--gpu-record"):
+        pytest.skip("this run writes the record anew")
+    record = json.loads(RECORD.read_text())
+    assert KEYS <= record.keys()
+    assert record["failed"] == 0 and record["passed"] > 0
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
+        assert "SUMMARY: 0 " in record["evidence"][f"compute_sanitizer {tool}"]
+
+
+def test_the_gpu_run_was_of_these_sources(request):
+    record = json.loads(RECORD.read_text())
+    if request.config.getoption("--gpu-record"):
+        pytest.skip("this run writes the record anew")
+    if record["source_digest"] == source_digest():
+        return
+    stale = f"{RECORD.name} was made from other sources of csrc/ and triton_ref/ than these"
+    assert record.get("stale_because"), stale
+    warnings.warn(f"{stale}, and no GPU could be reached: {record['stale_because']}")

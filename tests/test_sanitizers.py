@@ -1,0 +1,150 @@
+"""flash.cu under the sanitizers, by way of driver.cpp: on the CPU with g++'s, on a GPU with compute-sanitizer.
+
+A clean run means little where the tool would not have seen a fault, so each is also shown one: a row that is not there,
+and flash.cu with any one of its barriers taken out.
+"""
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.cpp_extension import CUDA_HOME
+
+DRIVER = Path(__file__).with_name("driver.cpp")
+CSRC = DRIVER.parents[1] / "csrc"
+CXX = os.environ.get("CXX", "g++")
+BARRIERS = list(re.finditer(r"(__syncthreads\(|__pipeline_wait_prior\(0)\);", (CSRC / "flash.cu").read_text()))
+
+
+def run(*command, timeout=120, **env):
+    return subprocess.run([str(word) for word in command], env={**os.environ, **env}, capture_output=True, text=True,
+                          timeout=timeout)
+
+
+def compiled(directory, *command, csrc=CSRC):
+    """The driver, compiled by a command into a directory."""
+    done = run(*command, "-std=c++20", "-I", csrc, DRIVER, "-o", directory / "driver")
+    assert done.returncode == 0, done.stderr
+    return directory / "driver"
+
+
+def without_barrier(directory, barrier):
+    """A copy of csrc whose flash.cu lacks one barrier."""
+    shutil.copytree(CSRC, directory / "csrc")
+    source = barrier.string[:barrier.start()] + barrier.string[barrier.end():]
+    (directory / "csrc/flash.cu").write_text(source)
+    return directory / "csrc"
+
+
+def assert_passed(done):
+    assert done.returncode == 0 and " 0 failed" in done.stdout, done.stdout + done.stderr
+
+
+# On the CPU
+
+def cxx(sanitizer):
+    """The compiler's command for a sanitizer; skips where it has no runtime for it."""
+    if not shutil.which(CXX):
+        pytest.skip(f"no C++ compiler: {CXX} is not on PATH")
+    # -fno-builtin: g++ expands a small memcpy in line, where ThreadSanitizer does not see it.
+    command = (CXX, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-fno-builtin", "-O1", "-g1", "-pthread")
+    probe = run(*command, "-shared", "-fPIC", "-x", "c++", os.devnull, "-o", os.devnull)
+    if probe.returncode:
+        pytest.skip(f"{CXX} has no runtime for -fsanitize={sanitizer}: {probe.stderr}")
+    return command
+
+
+@pytest.fixture(scope="module")
+def asan(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("asan"), *cxx("address,undefined"))
+
+
+def test_no_bad_access_or_undefined_behaviour(asan):
+    done = run(asan)
+    assert_passed(done)
+    assert not done.stderr
+
+
+def test_address_sanitizer_sees_an_overrun(asan):
+    done = run(asan, "--overrun", "one")
+    assert done.returncode and "AddressSanitizer: heap-buffer-overflow" in done.stderr
+
+
+def run_tsan(driver, *cases):
+    # Older runtimes refuse the address-space layouts of newer kernels, which randomize more bits: randomize none.
+    fixed = ("setarch", "-R") if shutil.which("setarch") and run("setarch", "-R", "true").returncode == 0 else ()
+    done = run(*fixed, driver, *cases, TSAN_OPTIONS="halt_on_error=1")
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("ThreadSanitizer's runtime cannot start under this kernel")
+    return done
+
+
+def test_no_data_race(tmp_path):
+    done = run_tsan(compiled(tmp_path, *cxx("thread")))
+    assert_passed(done)
+    assert not done.stderr
+
+
+@pytest.mark.parametrize("barrier", BARRIERS, ids=lambda b: f"line{b.string.count(chr(10), 0, b.start()) + 1}")
+def test_every_barrier_is_needed_and_seen(barrier, tmp_path):
+    driver = compiled(tmp_path, *cxx("thread"), csrc=without_barrier(tmp_path, barrier))
+    done = run_tsan(driver, "fp32_64")
+    # Without the wait for its copies a thread computes with what was in shared memory before: no race, a wrong result.
+    wanted = "ThreadSanitizer: data race" in done.stderr if "sync" in barrier[0] else " 1 failed" in done.stdout
+    assert done.returncode and wanted, "this barrier is not needed, or not tested"
+
+
+# On the GPU
+
+def cuda_tool(name):
+    path = os.pathsep.join([os.environ["PATH"], f"{CUDA_HOME}/bin"])
+    return shutil.which(name, path=path) or pytest.skip(f"{name} is neither on PATH nor in CUDA_HOME")
+
+
+def nvcc():
+    """nvcc's command for the GPU at hand."""
+    capability = "{}{}".format(*torch.cuda.get_device_capability()).replace("90", "90a")
+    return cuda_tool("nvcc"), f"-gencode=arch=compute_{capability},code=sm_{capability}", "-O3", "-lineinfo", "-x", "cu"
+
+
+def compute_sanitizer(tool, driver, *arguments):
+    """The finished process and the tool's summary, such as "ERROR SUMMARY: 0 errors"."""
+    # Without padding one allocation may begin where another ends, and hide its overruns.
+    options = ["--tool", tool, "--error-exitcode=1", *["--padding=512"] * (tool == "memcheck")]
+    done = run(cuda_tool("compute-sanitizer"), *options, driver, *arguments)
+    return done, "; ".join(re.findall("=== (.*SUMMARY: .*)", done.stdout)) or "no summary"
+
+
+@pytest.fixture(scope="module")
+def gpu_driver(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("gpu"), *nvcc())
+
+
+@pytest.mark.gpu
+def test_gpu_driver(gpu_driver):
+    assert_passed(run(gpu_driver))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
+def test_compute_sanitizer(tool, gpu_driver, record_property):
+    done, summary = compute_sanitizer(tool, gpu_driver, *["--valid-only"] * (tool == "initcheck"))
+    record_property(f"compute_sanitizer {tool}", summary)
+    assert_passed(done)
+    assert "SUMMARY: 0 " in summary
+
+
+@pytest.mark.gpu
+def test_memcheck_sees_an_overrun(gpu_driver):
+    done, _ = compute_sanitizer("memcheck", gpu_driver, "--overrun", "one")
+    assert done.returncode and "Invalid __global__ read" in done.stdout, done.stdout
+
+
+@pytest.mark.gpu
+def test_racecheck_sees_a_missing_barrier(tmp_path):
+    driver = compiled(tmp_path, *nvcc(), csrc=without_barrier(tmp_path, BARRIERS[0]))
+    done, summary = compute_sanitizer("racecheck", driver, "bf16_64")  # its tiles are written by plain stores
+    assert done.returncode and "SUMMARY: 0 " not in summary, done.stdout
