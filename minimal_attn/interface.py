@@ -59,7 +59,8 @@ def flash_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, retu
     if why_not is not None:
         raise why_not
     seq_lens = check_seq_lens(seq_lens, q, k)
-    if not chosen.differentiable and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if needs_grad and not chosen.differentiable:
         raise NotImplementedError(
             f"backend={name!r} has no backward pass yet, but q, k or v requires grad: call it under torch.no_grad(), "
             "or use backend='torch'"

@@ -41,7 +41,8 @@ def test_every_cu_file_has_targets():
 @pytest.mark.parametrize("file, target", [(file, target) for file in TARGETS for target in TARGETS[file]])
 def test_cuda_kernels_do_not_spill(file, target, tmp_path):
     # No -split-compile: with it the code, and with that the spills, differ from one run of nvcc to the next.
-    command = [nvcc(), "-std=c++20", "-O3", "-lineinfo", "-Xptxas=-v", f"-gencode=arch=compute_{target},code=sm_{target}",
+    gpu = f"-gencode=arch=compute_{target},code=sm_{target}"
+    command = [nvcc(), "-std=c++20", "-O3", "-lineinfo", "-Xptxas=-v", gpu,
                "-c", ROOT / "csrc" / file, "-o", tmp_path / "kernel.o"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
     assert done.returncode == 0, done.stdout
@@ -58,8 +59,9 @@ def twin(tmp_path_factory):
     pytest.importorskip("triton", reason="triton is not installed")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     env.pop("TRITON_INTERPRET", None)
-    processes = {capability: subprocess.Popen([sys.executable, __file__, str(capability)], env=env, text=True,
-                                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for capability in TWIN_MMA}
+    options = dict(env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    processes = {capability: subprocess.Popen([sys.executable, __file__, str(capability)], **options)
+                 for capability in TWIN_MMA}
     yield processes
     for process in processes.values():
         process.kill()
@@ -91,7 +93,8 @@ def compile_twin(capability, dtype, head_dim, causal, seq_lens):
 
     constexprs = tile_config({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype], head_dim)
     options = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
-    constexprs.update(kIsCausal=causal, kMaskCols=head_dim < constexprs["kBlockD"], **{} if seq_lens else {"seq_lens_ptr": None})
+    constexprs.update(kIsCausal=causal, kMaskCols=head_dim < constexprs["kBlockD"])
+    constexprs.update({} if seq_lens else {"seq_lens_ptr": None})
     types = dict.fromkeys(_flash_fwd.arg_names, "i32")
     types |= dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "o_ptr"], f"*{dtype}")
     types |= {"lse_ptr": "*fp32", "seq_lens_ptr": "*i32", "softmax_scale": "fp32"}
@@ -106,5 +109,5 @@ if __name__ == "__main__":
     for case in TWIN_CASES + SLOW_TWIN_CASES.get(capability, []):
         kernel = compile_twin(capability, *case)
         ptx = kernel.asm["ptx"]
-        print(json.dumps({**dict(zip(("dtype", "head_dim", "causal", "seq_lens"), case)), "shared": kernel.metadata.shared,
-                          "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx}))
+        facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx}
+        print(json.dumps({**dict(zip(("dtype", "head_dim", "causal", "seq_lens"), case)), **facts}))

@@ -12,20 +12,21 @@ RECORD = Path(__file__).parent / "gpu_record.json"
 KEYS = {"device", "driver", "torch", "triton", "cuda", "passed", "failed", "skipped", "duration_s", "source_digest"}
 
 
-def test_the_gpu_run_was_clean(request):
+@pytest.fixture
+def record(request):
     if request.config.getoption("--gpu-record"):
         pytest.skip("this run writes the record anew")
-    record = json.loads(RECORD.read_text())
+    return json.loads(RECORD.read_text())
+
+
+def test_the_gpu_run_was_clean(record):
     assert KEYS <= record.keys()
     assert record["failed"] == 0 and record["passed"] > 0
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         assert "SUMMARY: 0 " in record["evidence"][f"compute_sanitizer {tool}"]
 
 
-def test_the_gpu_run_was_of_these_sources(request):
-    record = json.loads(RECORD.read_text())
-    if request.config.getoption("--gpu-record"):
-        pytest.skip("this run writes the record anew")
+def test_the_gpu_run_was_of_these_sources(record):
     if record["source_digest"] == source_digest():
         return
     stale = f"{RECORD.name} was made from other sources of csrc/ and triton_ref/ than these"
