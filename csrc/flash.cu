@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) flash_fwd(const AttnParams
     const int seq_len = p.seq_lens ? max(0, min(p.seq_lens[b], p.seqlen_k)) : p.seqlen_k;
     const int rows = min(Br, (p.seq_lens ? seq_len : p.seqlen_q) - row0);
     auto visible = [&](int r) {
-        return r >= rows ? 0 : p.is_causal ? min(seq_len, row0 + r + 1 + p.seqlen_k - p.seqlen_q) : seq_len;
+        return r >= rows ? 0 : p.is_causal ? min(seq_len, row0 + r + 1 + (p.seqlen_k - p.seqlen_q)) : seq_len;
     };
     const int Tc = rows > 0 ? (max(0, visible(rows - 1)) + Bc - 1) / Bc : 0;
 

@@ -25,6 +25,8 @@
 #define __device__
 #define __launch_bounds__(...)
 
+namespace host {
+
 struct __half { uint16_t bits; };
 struct __nv_bfloat16 { uint16_t bits; };
 
@@ -127,3 +129,5 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
 }
 
 using std::max, std::min;
+
+}  // namespace host

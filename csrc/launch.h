@@ -1,5 +1,5 @@
 // What the kernels need of the CUDA runtime: element types, dynamic shared memory, and one function that launches or
-// throws. host_cuda.h has the same for the CPU.
+// throws. host_cuda.h has the same for the CPU, in a namespace of its own: both are linked into one library.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+
+namespace simt {
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(__half x) { return __half2float(x); }
@@ -65,3 +67,5 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
     kernel<<<unsigned(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
     check_cuda(cudaGetLastError());
 }
+
+}  // namespace simt

@@ -8,6 +8,8 @@
 
 #include <type_traits>
 
+namespace simt {
+
 struct alignas(16) Vec4 { float x[4]; };
 
 template <typename T> __device__ Vec4 load4(const T *p) {
@@ -65,3 +67,5 @@ __device__ void multiply(Vec4 (&acc)[kRows][kVecs], const float (&A)[kBr][kLd], 
             }
     }
 }
+
+}  // namespace simt

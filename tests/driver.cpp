@@ -19,6 +19,7 @@
 
 #ifdef __CUDACC__
 #include "flash.cu"
+using namespace simt;
 template <typename T> T encode(float x) { return T(x); }
 template <typename T> float decode(T x) { return float(x); }
 void *allocate(size_t bytes) { void *p; return check_cuda(cudaMalloc(&p, bytes)), p; }
@@ -26,6 +27,7 @@ void release(void *p) { cudaFree(p); }
 void copy(void *to, const void *from, size_t bytes) { check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyDefault)); }
 #else
 #include "flash_host.cpp"  // from here on simt reads host
+using namespace simt;
 template <typename T> T encode(float x) { return from_float<T>(x); }
 template <typename T> float decode(T x) { return to_float(x); }
 void *allocate(size_t bytes) { return std::malloc(bytes); }

@@ -262,7 +262,7 @@ def test_blockwise_rescales(scale, n, block_size):
 
 
 def test_the_rescaling_matters():
-    """Without the factor exp(m_old - m_new), N = 256 in blocks of 64 is wrong by tenths: the test above would see it."""
+    """Without the factor exp(m_old - m_new), N = 256 in blocks of 64 is wrong by 0.45: the test above would see it."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 256, 64) for _ in "qkv")
     acc, total = 0, 0
@@ -270,7 +270,7 @@ def test_the_rescaling_matters():
         scores = q @ k_block.transpose(1, 2) / 8
         p = (scores - scores.amax(-1, keepdim=True)).exp()
         acc, total = acc + p @ v_block, total + p.sum(-1, keepdim=True)
-    assert (acc / total - reference_attention(q, k, v)).abs().max() > 0.2
+    assert (acc / total - reference_attention(q, k, v)).abs().max() > 0.4
     assert (blockwise_attention(q, k, v) - reference_attention(q, k, v)).abs().max() < 1e-5
 
 
