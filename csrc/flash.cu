@@ -1,9 +1,10 @@
-// FlashAttention, forward pass: O = softmax(scale · Q Kᵀ) V, a block of query rows at a time, no score ever in memory.
+// FlashAttention, forward pass: O = softmax(scale · Q Kᵀ) V, a block of query rows at a time, no score in memory.
 // Plain CUDA C++ in true fp32: any GPU from sm_75 on and, by way of flash_host.cpp, the CPU. Read this file first.
 //
 // Names are the paper's (Dao et al. 2022, Algorithm 1; loop order of FlashAttention-2, Dao 2023, Algorithm 1):
 //   Br, Bc           rows of a block of Q, rows of a block of K and V      (kBlockM, kBlockN in the other kernels)
-//   Qi, KVj, S       tiles in shared memory; S holds P = exp(scale · (S - m)) when it is read
+//   Qi, KVj, P       tiles in shared memory: of Q, of K and then V, and P = exp(scale · (S - m))
+//   Tr, Tc           number of blocks of Q, of K and V that a row block sees
 //   m, l             running maximum and sum of a row                      (row_max, row_sum in the other kernels)
 //
 // A block of threads owns Br rows of one head and walks along K and V, so O, m and l live in registers and go to memory
@@ -11,7 +12,7 @@
 //   S[ty + kTy·i][tx + kTx·c]             its kRows × kCols part of S = Qi Kjᵀ, and
 //   O[ty + kTy·i][4·(tx + kTx·d) + 0..3]  its kRows × 4·kVecs part of O += P Vj.
 //
-// Read next: tiles.h, the products; flash.h, the parameters; launch.h, how a kernel is launched; main.cpp, who calls it.
+// Read next: tiles.h, the products; flash.h, the parameters; launch.h, the launch; main.cpp, where torch calls it.
 #include "flash.h"
 #ifdef __CUDACC__
 #include "launch.h"
@@ -25,15 +26,17 @@ template <int kHeadDim_, int Br_, int Bc_, int kTy_, int kTx_> struct Tiles {
     static constexpr int kHeadDim = kHeadDim_, Br = Br_, Bc = Bc_, kTy = kTy_, kTx = kTx_, kThreads = kTy * kTx;
     Vec4 Qi[Br][kHeadDim / 4 + 1];
     Vec4 KVj[Bc][kHeadDim / 4 + 1];  // Kj, then Vj
-    float S[Br][Bc + 4];
+    float P[Br][Bc + 4];
     float partial[Br][kTx];  // each thread's share of a row's maximum, at the end of its sum
 };
 
 template <typename T, typename Tiles>
-__global__ void __launch_bounds__(Tiles::kThreads, 2) flash_fwd(const AttnParams p, const bool aligned) {
+__global__ void __launch_bounds__(Tiles::kThreads, 2)  // two blocks an SM: up to 255 registers a thread
+    flash_fwd(const AttnParams p, const bool aligned) {
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, kTy = Tiles::kTy, kTx = Tiles::kTx, kThreads = Tiles::kThreads;
     constexpr int kRows = Br / kTy, kCols = Bc / kTx, kVecs = Tiles::kHeadDim / 4 / kTx;
-    static_assert(kRows * kTy == Br && kCols * kTx == Bc && kVecs * kTx * 4 == Tiles::kHeadDim && Bc % 4 == 0);
+    static_assert(kRows * kTy == Br && kCols * kTx == Bc && kVecs * kTx * 4 == Tiles::kHeadDim);
+    static_assert(Bc % 4 == 0 && kVecs % 2 == 0);
     Tiles &tiles = shared_memory<Tiles>();
     // Neighbouring lanes have two rows, and pairs of them 8 columns: so a warp's 16-byte reads take the fewest passes.
     const int tx = threadIdx.x / 2 % kTx, ty = threadIdx.x / (2 * kTx) * 2 + threadIdx.x % 2;
@@ -58,16 +61,16 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) flash_fwd(const AttnParams
     Vec4 O[kRows][kVecs] = {};
     float m[kRows], l[kRows] = {};
     for (float &x : m) x = -INFINITY;
-    // exp(scale · (S - m)) = exp2(scale_log2 · (S - m)) for a scale above 0; the sign of a negative one goes to S, and a
-    // scale of 0 becomes one so small that it still hides masked scores: -inf · 1e-30 is -inf.
-    const float sign = copysignf(1.f, p.softmax_scale);
-    const float scale_log2 = fmaxf(fabsf(p.softmax_scale) * 1.4426950408889634f, 1e-30f);
+    // exp(scale · (S - m)) = exp2(scale_log2 · (S - m)) needs scale_log2 > 0 to hide a masked score of -inf: the sign of
+    // the scale goes to S, and a scale of 0 makes every score 0.
+    const float sign = (p.softmax_scale > 0.f) - (p.softmax_scale < 0.f);
+    const float scale_log2 = p.softmax_scale == 0.f ? 1.f : fabsf(p.softmax_scale) * 1.4426950408889634f;
 
-    auto load = [&](auto &tile, const T *src, int64_t row_stride, int rows) {
-        if (aligned) load_tile<kThreads, 4>(tile, src, row_stride, rows, p.head_dim);
-        else load_tile<kThreads, 1>(tile, src, row_stride, rows, p.head_dim);
+    auto load = [&](auto &tile, const T *src, int64_t row_stride, int end) {
+        if (aligned) load_tile<kThreads, 4>(tile, src, row_stride, end, p.head_dim);
+        else load_tile<kThreads, 1>(tile, src, row_stride, end, p.head_dim);
     };
-    load(tiles.Qi, gQ, p.q_row_stride, rows);
+    if (Tc > 0) load(tiles.Qi, gQ, p.q_row_stride, rows);
     for (int j = 0; j < Tc; j++) {
         const int col0 = j * Bc;
         load(tiles.KVj, gK + col0 * p.k_row_stride, p.k_row_stride, seq_len - col0);
@@ -102,25 +105,25 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) flash_fwd(const AttnParams
             for (float x : tiles.partial[ty + kTy * i]) m_new = fmaxf(m_new, x);
             const float m_sub = m_new == -INFINITY ? 0.f : m_new;  // nothing seen yet: exp2(-inf) is 0, not NaN
             for (int c = 0; c < kCols; c++) {
-                const float P = exp2f((S[i][c] - m_sub) * scale_log2);
-                row_sum += P, tiles.S[ty + kTy * i][tx + kTx * c] = P;
+                const float p_ij = exp2f((S[i][c] - m_sub) * scale_log2);
+                row_sum += p_ij, tiles.P[ty + kTy * i][tx + kTx * c] = p_ij;
             }
             alpha[i] = exp2f((m[i] - m_sub) * scale_log2);
             l[i] = l[i] * alpha[i] + row_sum, m[i] = m_new;
         }
         __pipeline_wait_prior(0);
-        __syncthreads();  // S and Vj are written
+        __syncthreads();  // P and Vj are written
 
         // P Vj is summed apart from O: short sums round less, and O takes its rescaling in the same FMA.
 #pragma unroll
         for (int d0 = 0; d0 < kVecs; d0 += 2) {
             Vec4 PV[kRows][2] = {};
-            multiply<kTy, kTx>(PV, tiles.S, tiles.KVj, ty, tx, kTx * d0);
+            multiply<kTy, kTx>(PV, tiles.P, tiles.KVj, ty, tx, kTx * d0);
             for (int i = 0; i < kRows; i++)
                 for (int d = 0; d < 2; d++)
                     for (int e = 0; e < 4; e++) O[i][d0 + d].x[e] = O[i][d0 + d].x[e] * alpha[i] + PV[i][d].x[e];
         }
-        __syncthreads();  // S and Vj have been read
+        __syncthreads();  // P and Vj have been read
     }
 
     for (int i = 0; i < kRows; i++) tiles.partial[ty + kTy * i][tx] = l[i];
@@ -131,14 +134,14 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) flash_fwd(const AttnParams
         if (row0 + r >= p.seqlen_q) continue;
         float sum = 0.f;
         for (float x : tiles.partial[r]) sum += x;
-        const float scale_o = sum == 0.f ? 0.f : 1.f / sum;
-        const float lse = sum == 0.f ? -INFINITY : m[i] * fabsf(p.softmax_scale) + logf(sum);
+        const bool empty = sum == 0.f;  // its out is 0 even where V, times its probabilities of 0, gave NaN
+        const float scale_o = 1.f / sum, lse = empty ? -INFINITY : m[i] * fabsf(p.softmax_scale) + logf(sum);
         if (tx == 0) p.lse[bh * p.seqlen_q + row0 + r] = lse;
 #pragma unroll
         for (int d = 0; d < kVecs; d++)
             for (int e = 0; e < 4; e++) {
                 const int x = 4 * (tx + kTx * d) + e;
-                if (x < p.head_dim) gO[r * p.o_row_stride + x] = from_float<T>(O[i][d].x[e] * scale_o);
+                if (x < p.head_dim) gO[r * p.o_row_stride + x] = from_float<T>(empty ? 0.f : O[i][d].x[e] * scale_o);
             }
     }
 }

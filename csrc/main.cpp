@@ -1,8 +1,9 @@
 // The only file with torch headers: checks what a kernel's memory safety rests on, allocates the outputs, fills
-// AttnParams and calls the kernel for the tensors' device. Registers the op minimal_attn::flash_forward for torch.compile and
-// torch.ops, and the same function as `flash_forward` of the Python module. It includes no CUDA header, so it compiles
-// with a CPU-only torch as well. The checks that speak to users are in minimal_attn/checks.py; messages here are plain
-// literals, since formatting a number takes iostreams, which crash where libstdc++ is linked into the library statically.
+// AttnParams and calls the kernel for the tensors' device. Registers the op minimal_attn::flash_forward; importing the
+// Python module is what loads it. No CUDA header, so it compiles with a CPU-only torch as well.
+//
+// The checks that speak to users are in minimal_attn/checks.py. Messages here are plain literals: formatting a number
+// takes iostreams, which crash where a toolchain links libstdc++ statically (seen with g++ 13).
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -55,8 +56,9 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor &q, const Tensor &k, const
 
     const c10::DeviceGuard guard(q.device());
     Tensor out = at::empty_like(q);
+    if (out.stride(3) != 1) out = at::empty(q.sizes(), q.options());  // q overlaps itself, as sliding windows do
     Tensor lse = at::empty({batch_size, nheads, seqlen_q}, q.options().dtype(at::kFloat));
-    const AttnParams params{
+    AttnParams params{
         .q = q.const_data_ptr(), .k = k.const_data_ptr(), .v = v.const_data_ptr(), .o = out.data_ptr(),
         .lse = lse.data_ptr<float>(), .seq_lens = seq_lens ? seq_lens->const_data_ptr<int>() : nullptr,
         .q_batch_stride = stride(q, 0), .q_head_stride = stride(q, 1), .q_row_stride = stride(q, 2),
@@ -72,10 +74,9 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor &q, const Tensor &k, const
     }
 #ifdef MINIMAL_ATTN_CUDA
     if (q.is_cuda()) {
-        AttnParams on_stream = params;
         const c10::impl::VirtualGuardImpl device(c10::DeviceType::CUDA);
-        on_stream.stream = device.getStream(q.device()).native_handle();
-        simt::flash_forward(on_stream);
+        params.stream = device.getStream(q.device()).native_handle();
+        simt::flash_forward(params);
         return {out, lse};
     }
 #endif
@@ -92,6 +93,5 @@ TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) { m.impl("flash_forward", &flash_forwar
 TORCH_LIBRARY_IMPL(minimal_attn, CUDA, m) { m.impl("flash_forward", &flash_forward); }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-    m.def("flash_forward", &flash_forward, py::call_guard<py::gil_scoped_release>());
     m.attr("torch_version") = TORCH_VERSION;
 }

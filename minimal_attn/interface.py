@@ -45,7 +45,7 @@ def flash_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, retu
 
     Raises:
         TypeError: a dtype that is unsupported, or dtypes that differ.
-        ValueError: shapes, devices, head_dim, seq_lens or backend.
+        ValueError: shapes, devices, head_dim, sm_scale, seq_lens or backend.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad and the backend has no backward pass.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
@@ -66,6 +66,8 @@ def flash_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, retu
             "or use backend='torch'"
         )
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"sm_scale must be finite, got {sm_scale}")
     is_3d = q.ndim == 3
     if is_3d:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
@@ -151,7 +153,10 @@ def _load_ops():
 def _register_fake():
     @torch.library.register_fake("minimal_attn::flash_forward")
     def _(q, k, v, seq_lens, softmax_scale, causal):
-        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        out = torch.empty_like(q)
+        if out.stride(-1) != 1:  # q overlaps itself: as in csrc/main.cpp
+            out = q.new_empty(q.shape)
+        return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):

@@ -65,7 +65,8 @@ def reference_forward(q, k, v, causal, softmax_scale, seq_lens):
     lse = scores.logsumexp(-1)
     # A row without keys has lse -inf; against 0 its probabilities exp(-inf - 0) are 0 rather than NaN.
     probabilities = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
-    return (probabilities @ v).to(q.dtype), lse
+    out = probabilities @ v
+    return out.masked_fill((lse == -math.inf)[..., None], 0).to(q.dtype), lse  # 0, also where V is not finite
 
 
 def blockwise_attention(q, k, v, block_size=64, dropout_p=0.0):

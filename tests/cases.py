@@ -41,6 +41,7 @@ class Case:
     seq_lens: Optional[tuple] = None
     sm_scale: Optional[float] = None
     layout: str = "bhsd"
+    v_layout: Optional[str] = None  # layout, if None
     expand: bool = False  # K and V: one head in memory, expanded to Hk with stride 0
     scale: float = 1.0
     gpu_only: bool = False  # too much work for the host build and the interpreter
@@ -78,6 +79,10 @@ CASES = [
     Case("odd", B=2, Sq=65, Sk=70, layout="odd", causal=True),
     Case("odd_D17", B=2, Sq=65, Sk=70, layout="odd", D=17),
     Case("odd_D200", B=2, Sq=65, Sk=70, layout="odd", D=200),
+    Case("k_bshd_v_bhsd", B=2, Sq=65, Sk=70, layout="bshd", v_layout="bhsd"),
+    Case("k_bhsd_v_slice", B=2, Sq=65, Sk=70, v_layout="slice", causal=True),
+    Case("v_odd", B=2, Sq=65, Sk=70, v_layout="odd", D=40),
+    Case("aligned_rows_odd_D", B=2, Sq=65, Sk=70, layout="slice", D=37),
     Case("expanded", H=4, Hk=4, Sq=65, Sk=70, expand=True),
     Case("expanded_gqa", B=2, H=4, Hk=2, Sq=65, Sk=70, expand=True, layout="bshd"),
     Case("sm_scale", sm_scale=0.3, causal=True),
@@ -114,9 +119,10 @@ def make_tensor(shape, dtype, device, layout="bhsd", scale=1.0, generator=None):
 def make_inputs(case, dtype, device, seed=0):
     """q, k, v of a case. The values do not depend on the device, so that results can be compared across devices."""
     generator = torch.Generator().manual_seed(seed)
-    make = lambda *shape: make_tensor(shape, dtype, device, case.layout, case.scale, generator)  # noqa: E731
-    q = make(case.B, case.H, case.Sq, case.D)
-    k, v = (make(case.B, 1 if case.expand else case.Hk, case.Sk, case.D) for _ in "kv")
+    shape_k = (case.B, 1 if case.expand else case.Hk, case.Sk, case.D)
+    q = make_tensor((case.B, case.H, case.Sq, case.D), dtype, device, case.layout, case.scale, generator)
+    k = make_tensor(shape_k, dtype, device, case.layout, case.scale, generator)
+    v = make_tensor(shape_k, dtype, device, case.v_layout or case.layout, case.scale, generator)
     if case.expand:
         k, v = (x.expand(-1, case.Hk, -1, -1) for x in (k, v))
     return q, k, v

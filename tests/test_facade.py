@@ -152,6 +152,12 @@ def test_bad_input(backend, device, error, match, change):
         flash_attention(**arguments, seq_lens=seq_lens, backend=backend)
 
 
+@pytest.mark.parametrize("sm_scale", [math.nan, math.inf])
+def test_sm_scale_must_be_finite(sm_scale):
+    with pytest.raises(ValueError, match="sm_scale must be finite"):
+        flash_attention(*qkv(), sm_scale=sm_scale)
+
+
 def test_unknown_backend():
     with pytest.raises(ValueError, match="unknown backend 'cudnn': 'auto' or one of 'cuda', 'triton'"):
         flash_attention(*qkv(), backend="cudnn")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cases import CASES, DTYPES, FP32_TOLERANCE, Case, base, check_error, check_lse, exact, make_inputs, options
 from conftest import HAS_GPU, IMPLEMENTATIONS
@@ -124,6 +125,42 @@ def test_nan_in_the_input_shows(impl):
     out, lse = run(impl, case, q, k, v)
     assert out[0, 1, 3].isnan().all() and lse[0, 1, 3].isnan()
     assert out[0, 0].isfinite().all() and out[0, 1, 4:].isfinite().all()
+
+
+@each_kernel
+def test_rows_without_keys_are_0_whatever_v_holds(impl):
+    case = Case("inf", Sq=70, Sk=40, causal=True)
+    q, k, v = make_inputs(case, torch.float32, IMPLEMENTATIONS[impl][1])
+    v[:, :, 5] = torch.inf
+    out, lse = run(impl, case, q, k, v)
+    assert (out[:, :, :30] == 0).all() and (lse[:, :, :30] == -torch.inf).all()
+
+
+@each_kernel
+def test_scores_of_minus_infinity(impl):
+    """Keys that a caller has pushed to -inf, a whole block of them, weigh nothing."""
+    case = Case("minus_inf", Sq=80, Sk=160)
+    q, k, v = make_inputs(case, torch.float32, IMPLEMENTATIONS[impl][1])
+    q[..., 0], k[:, :, :70, 0] = 1.0, -torch.inf
+    out, lse = run(impl, case, q, k, v)
+    rest, rest_lse = run(impl, dataclasses.replace(case, Sk=90), q, k[:, :, 70:], v[:, :, 70:])
+    torch.testing.assert_close(out, rest, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, rest_lse, rtol=1e-5, atol=1e-6)
+
+
+@each_kernel
+@pytest.mark.parametrize("strides", [(64, 64, 1, 1), (0, 1, 0, 1)], ids=str)
+def test_a_query_that_overlaps_itself(impl, strides):
+    """Sliding windows: empty_like of such a tensor does not keep head_dim innermost."""
+    q = torch.randn(200, device=IMPLEMENTATIONS[impl][1]).as_strided((1, 1, 8, 16), strides)
+    k, v = torch.randn(2, 1, 1, 20, 16, device=q.device)
+    case = Case("windows", Sq=8, Sk=20, D=16)
+    out, _ = run(impl, case, q, k, v)
+    torch.testing.assert_close(out.double(), exact(case, q, k, v)[0], rtol=1e-5, atol=1e-5)
+    op = getattr(torch.ops.minimal_attn, OPS[IMPLEMENTATIONS[impl][0]])
+    with FakeTensorMode() as mode:
+        fake, _ = op(*(mode.from_tensor(x) for x in (q, k, v)), None, 0.25, False)
+    assert fake.stride() == op(q, k, v, None, 0.25, False)[0].stride()
 
 
 @st.composite

@@ -48,7 +48,7 @@ def _attend(acc_o, row_max, row_sum, q, k_base, v_base, k_row_stride, v_row_stri
             acc_s = tl.where(cols[None, :] < visible[:, None], acc_s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(acc_s, 1))
         # A row that has seen no key yet: exp2(-inf) is 0, not NaN.
-        max_sub = tl.where(new_max == float("-inf"), 0.0, new_max) if kMasked else new_max
+        max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2((acc_s - max_sub[:, None]) * scale_log2)
         rescale = tl.exp2((row_max - max_sub) * scale_log2)
         row_sum = row_sum * rescale + tl.sum(p, 1)
@@ -68,7 +68,8 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
                v_batch_stride, v_head_stride, v_row_stride, o_batch_stride, o_head_stride, o_row_stride,
                nheads, nheads_k, seqlen_q, seqlen_k, head_dim, softmax_scale, kIsCausal: tl.constexpr,
                kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
-    # Blocks of one head are neighbours, to share its K and V in L2; the rows that see most under a causal mask go first.
+    # Blocks of one head are neighbours, to share its K and V in L2; the rows that see most under a causal mask go
+    # first.
     m_blocks = tl.cdiv(seqlen_q, kBlockM)
     m_block = m_blocks - 1 - tl.program_id(0) % m_blocks
     bh = (tl.program_id(0) // m_blocks).to(tl.int64)
@@ -97,10 +98,10 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
     k_base = k_ptr + b * k_batch_stride + h_k * k_head_stride
     v_base = v_ptr + b * v_batch_stride + h_k * v_head_stride
     q = _load(q_base, rows, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockD)
-    # exp(scale · (s - max)) = exp2(scale_log2 · (s - max)) for a scale above 0; the sign of a negative one goes to q, and
-    # a scale of 0 becomes one so small that it still hides masked scores: -inf · 1e-30 is -inf.
-    q = tl.where(softmax_scale < 0, -q, q)
-    scale_log2 = tl.maximum(tl.abs(softmax_scale) * 1.4426950408889634, 1e-30)
+    # exp(scale · (s - max)) = exp2(scale_log2 · (s - max)) needs scale_log2 > 0 to hide a masked score of -inf: the sign
+    # of the scale goes to q, and a scale of 0 makes every score 0.
+    q = tl.where(softmax_scale < 0, -q, tl.where(softmax_scale == 0, q * 0.0, q))
+    scale_log2 = tl.where(softmax_scale == 0, 1.0, tl.abs(softmax_scale) * 1.4426950408889634)
     acc_o = tl.zeros([kBlockM, kBlockD], tl.float32)
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
@@ -112,13 +113,14 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
                                       n_block_full, n_block_max, visible, seq_len, head_dim, scale_log2, True, kMaskCols,
                                       kBlockN, kBlockD)
 
-    empty = visible <= 0
+    empty = (visible <= 0) | (row_sum == 0.0)
     lse = tl.where(empty, float("-inf"), row_max * tl.abs(softmax_scale) + tl.log(tl.where(empty, 1.0, row_sum)))
     scale_o = tl.where(empty, 0.0, tl.div_rn(1.0, tl.where(empty, 1.0, row_sum)))  # "/" would round to two ulps
     tl.store(lse_ptr + bh * seqlen_q + rows, lse, mask=rows < seqlen_q)
     cols_d = tl.arange(0, kBlockD)
     o_pointers = o_ptr + b * o_batch_stride + h * o_head_stride + rows.to(tl.int64)[:, None] * o_row_stride
-    tl.store(o_pointers + cols_d[None, :], (acc_o * scale_o[:, None]).to(o_ptr.dtype.element_ty),
+    out = tl.where(empty[:, None], 0.0, acc_o * scale_o[:, None])  # 0 even where V, times probabilities of 0, gave NaN
+    tl.store(o_pointers + cols_d[None, :], out.to(o_ptr.dtype.element_ty),
              mask=(rows[:, None] < seqlen_q) & (cols_d[None, :] < head_dim))
 
 
@@ -138,6 +140,14 @@ def tile_config(dtype, head_dim):
     return dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
 
 
+def empty_outputs(q):
+    """out like q, and lse, to be written."""
+    out = torch.empty_like(q)
+    if out.stride(-1) != 1:  # q overlaps itself, as sliding windows do
+        out = q.new_empty(q.shape)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
 @torch.library.custom_op("minimal_attn::triton_forward", mutates_args=())
 def triton_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Optional[torch.Tensor],
                    softmax_scale: float, causal: bool) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -145,10 +155,9 @@ def triton_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: 
     contiguous last dimension, seq_lens int32 (B,) or None. minimal_attn.flash_attention checks and describes them."""
     if INTERPRETING and q.dtype == torch.bfloat16:  # Triton's interpreter (3.6 to 3.9) gets bf16 dots and casts wrong
         out, lse = triton_forward(q.float(), k.float(), v.float(), seq_lens, softmax_scale, causal)
-        return torch.empty_like(q).copy_(out), lse
+        return empty_outputs(q)[0].copy_(out), lse
     batch_size, nheads, seqlen_q, head_dim = q.shape
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    out, lse = empty_outputs(q)
     config = tile_config(q.dtype, head_dim)
     grid = (triton.cdiv(seqlen_q, config["kBlockM"]) * batch_size * nheads,)
     if grid[0]:
@@ -161,4 +170,4 @@ def triton_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: 
 
 @triton_forward.register_fake
 def _(q, k, v, seq_lens, softmax_scale, causal):
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_outputs(q)
