@@ -65,9 +65,9 @@ def flash_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, retu
             f"backend={name!r} has no backward pass yet, but q, k or v requires grad: call it under torch.no_grad(), "
             "or use backend='torch'"
         )
-    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
-    if not math.isfinite(scale):
+    if sm_scale is not None and not -math.inf < sm_scale < math.inf:
         raise ValueError(f"sm_scale must be finite, got {sm_scale}")
+    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
     if is_3d:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)

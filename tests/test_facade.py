@@ -192,12 +192,13 @@ def test_the_op_refuses_what_would_read_out_of_bounds():
 
 
 @each_impl
-def test_inputs_that_require_grad(backend, device):
-    q, k, v = qkv(device=device)
-    q.requires_grad_()
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_inputs_that_require_grad(backend, device, which):
+    q, k, v = inputs = qkv(device=device)
+    inputs[which].requires_grad_()
     if BACKENDS[backend].differentiable:
         flash_attention(q, k, v, backend=backend).sum().backward()
-        assert q.grad.isfinite().all()
+        assert inputs[which].grad.isfinite().all()
         return
     with pytest.raises(NotImplementedError, match="no backward pass yet"):
         flash_attention(q, k, v, backend=backend)

@@ -216,3 +216,13 @@ def test_compile_fullgraph(impl):
         for got, want in zip(compiled(q, k, v, lengths), attend(q, k, v, lengths)):
             assert got.stride() == want.stride()
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@each_kernel
+def test_compile_with_dynamic_shapes(impl):
+    backend, device = IMPLEMENTATIONS[impl]
+    attend = lambda q: flash_attention(q, q, q, True, backend=backend)  # noqa: E731
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seqlen in (7, 20, 33):
+        q = torch.randn(2, 4, seqlen, 16, device=device)
+        assert compiled(q).equal(attend(q))
