@@ -209,11 +209,13 @@ def _torch_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
     if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (torch.zeros_like(q), 1.0)
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
-    square_causal = causal and q.shape[2] == k.shape[2] and seq_lens is None
+    # Under torch.compile with dynamic shapes a comparison is symbolic, and SDPA wants a bool: hence the two branches.
+    square_causal = True if causal and q.shape[2] == k.shape[2] and seq_lens is None else False
+    is_grouped = True if q.shape[1] != k.shape[1] else False
     # SDPA aligns its own causal mask top-left, which is ours only for equal lengths.
     mask = None if square_causal else visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square_causal, scale=softmax_scale,
-                                       enable_gqa=q.shape[1] != k.shape[1])
+                                       enable_gqa=is_grouped)
     if mask is not None:  # SDPA's own backends differ on rows that see no key
         out = out.masked_fill(~mask.any(-1, keepdim=True), 0)
     return out, _torch_lse(q, k, causal, softmax_scale, seq_lens) if return_lse else None
