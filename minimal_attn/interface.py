@@ -258,9 +258,14 @@ def _auto_backend(q):
     return _cuda_or_triton()
 
 
+# Dynamo looks through functools.cache, so the cached function is not itself the constant one.
 @torch.compiler.assume_constant_result
-@functools.cache
 def _cuda_or_triton():
+    return _choose_cuda_or_triton()
+
+
+@functools.cache
+def _choose_cuda_or_triton():
     reason = _cuda_why_not()
     if reason is None:
         return "cuda"

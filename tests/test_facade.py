@@ -235,13 +235,13 @@ def test_without_triton():
 
 def test_auto_without_a_compiler_takes_triton_and_says_so_once(monkeypatch):
     monkeypatch.setattr(minimal_attn._build, "why_not", lambda: "there is no nvcc")
-    minimal_attn.interface._cuda_or_triton.cache_clear()
+    minimal_attn.interface._choose_cuda_or_triton.cache_clear()
     try:
         with pytest.warns(UserWarning, match="takes Triton, since there is no nvcc") as caught:
             assert [minimal_attn.interface._cuda_or_triton() for _ in range(3)] == ["triton"] * 3
         assert len(caught) == 1
     finally:
-        minimal_attn.interface._cuda_or_triton.cache_clear()
+        minimal_attn.interface._choose_cuda_or_triton.cache_clear()
 
 
 def test_reference_against_sdpa():
