@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from . import _build
 from .checks import check_qkv, check_seq_lens
-from .reference import DTYPES, reference_forward, visible_keys
+from .reference import DTYPES, reference_forward, visible_keys, without_autocast
 
 
 def flash_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, return_lse=False, backend="auto"):
@@ -205,6 +205,7 @@ def _aligned(x):
     return x
 
 
+@without_autocast
 def _torch_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
     if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (torch.zeros_like(q), 1.0)

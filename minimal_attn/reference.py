@@ -4,6 +4,7 @@ reference_attention forms all scores at once: slow, big, and plainly right. Ever
 blockwise_attention walks along the keys as the kernels do, to be read beside csrc/flash.cu.
 """
 
+import functools
 import math
 
 import torch
@@ -11,6 +12,17 @@ import torch
 from .checks import check_qkv, check_seq_lens
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def without_autocast(function):
+    """Compute in the dtypes that function chooses, also under torch.autocast."""
+
+    @functools.wraps(function)
+    def wrapped(q, *args, **kwargs):
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *args, **kwargs)
+
+    return wrapped
 
 
 def reference_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, return_lse=False):
@@ -52,6 +64,7 @@ def visible_keys(seqlen_q, seqlen_k, causal, seq_lens, device):
     return mask
 
 
+@without_autocast
 def reference_forward(q, k, v, causal, softmax_scale, seq_lens):
     """(out, lse) of checked 4D inputs."""
     acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -69,6 +82,7 @@ def reference_forward(q, k, v, causal, softmax_scale, seq_lens):
     return out.masked_fill((lse == -math.inf)[..., None], 0).to(q.dtype), lse  # 0, also where V is not finite
 
 
+@without_autocast
 def blockwise_attention(q, k, v, block_size=64, dropout_p=0.0):
     """softmax(Q Kᵀ / sqrt(D)) V with the online softmax, one block of keys at a time: for reading, not for speed.
 

@@ -62,6 +62,17 @@ def test_flash_attn_func_names_what_is_not_there_yet(argument):
         flash_attn_func(q, k, v, **argument)
 
 
+@each_impl
+def test_autocast_changes_nothing(backend, device):
+    q, k, v = qkv(device=device)
+    want = flash_attention(q, k, v, True, return_lse=True, backend=backend)
+    want_reference = reference_attention(q, k, v, True, return_lse=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got = flash_attention(q, k, v, True, return_lse=True, backend=backend)
+        got_reference = reference_attention(q, k, v, True, return_lse=True)
+    assert all(a.equal(b) for a, b in zip((*want, *want_reference), (*got, *got_reference)))
+
+
 def test_forward_is_the_minimal_call():
     q, k, v = qkv()
     assert forward(q, k, v).equal(flash_attention(q, k, v))
