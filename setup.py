@@ -24,7 +24,10 @@ def extension():
 
     os.environ.update(build.environment())
     recipe = build.recipe()
-    module = (CUDAExtension if torch.version.cuda else CppExtension)(
+    without_cuda = build.cannot_build_cuda()
+    if without_cuda and torch.version.cuda:
+        print(f"minimal_attn: building for the CPU alone: {without_cuda}")
+    module = (CppExtension if without_cuda else CUDAExtension)(
         build.PREBUILT,
         [os.path.relpath(source) for source in recipe["sources"]],  # an sdist takes no absolute paths
         extra_compile_args={"cxx": recipe["extra_cflags"], "nvcc": recipe["extra_cuda_cflags"]},

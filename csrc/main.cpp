@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <torch/version.h>
@@ -72,7 +73,7 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor &q, const Tensor &k, const
         host::flash_forward(params);
         return {out, lse};
     }
-#ifdef MINIMAL_ATTN_CUDA
+#if MINIMAL_ATTN_CUDA
     if (q.is_cuda()) {
         const c10::impl::VirtualGuardImpl device(c10::DeviceType::CUDA);
         params.stream = device.getStream(q.device()).native_handle();
@@ -91,7 +92,13 @@ TORCH_LIBRARY(minimal_attn, m) {
 }
 TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) { m.impl("flash_forward", &flash_forward); }
 TORCH_LIBRARY_IMPL(minimal_attn, CUDA, m) { m.impl("flash_forward", &flash_forward); }
+// No derivative yet: a backward pass, or a forward-mode one, raises rather than taking it for 0.
+TORCH_LIBRARY_IMPL(minimal_attn, Autograd, m) {
+    m.impl("flash_forward", torch::autograd::autogradNotImplementedFallback());
+}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("torch_version") = TORCH_VERSION;
+    m.attr("has_cuda") = bool(MINIMAL_ATTN_CUDA);
+    m.attr("csrc_digest") = C10_STRINGIZE(MINIMAL_ATTN_DIGEST);
 }

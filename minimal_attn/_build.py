@@ -5,6 +5,7 @@ installation; else it compiles csrc into torch's extensions directory, where lat
 setup.py takes its sources and flags from here. Next: csrc/main.cpp, the ops; interface.py, which calls them.
 """
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -17,6 +18,7 @@ import sysconfig
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from filelock import FileLock, Timeout
@@ -32,52 +34,83 @@ TRITON_REF = PACKAGE.parent / "triton_ref"
 # (nvcc knows them from 12.8 on) and PTX for whatever follows.
 DEFAULT_ARCHS = "7.5;8.0;9.0a;10.0;12.0+PTX"
 
+STALE_AFTER = 60  # seconds until torch's mark of a build, found while our own lock is ours, counts as left behind
+
+REBUILD = "Rebuild it (pip install --no-build-isolation --no-deps --force-reinstall . in the source tree), or delete " \
+    "it and csrc is compiled on first use."
+
 _lock = threading.Lock()
 
 
-def load(verbose=False):
-    """The extension module; importing it registers torch.ops.minimal_attn. Compiles csrc if it has to, and says so."""
+def load(verbose: bool = False) -> ModuleType:
+    """Load csrc, compiled first if need be, which it says on stderr.
+
+    Without nvcc it is the host build of flash.cu alone. MINIMAL_ATTN_BUILD_TIMEOUT is how many seconds to wait for the
+    build of another process, 600 if it is not set.
+
+    Args:
+        verbose: print what the compiler prints.
+
+    Returns:
+        The extension module, one for the process. Its ops are torch.ops.minimal_attn; its attributes torch_version,
+        has_cuda and csrc_digest say what it was built for and from.
+
+    Raises:
+        RuntimeError: no C++ compiler or no ninja; the compiler fails; another build does not end; or what was built at
+            installation belongs to another torch or to other sources.
+    """
     with _lock:
         if NAME not in sys.modules:  # one for the process, even where this file was imported twice
             sys.modules[NAME] = _adopted() or _prebuilt() or _compiled(verbose)
+            _register_fake()
         return sys.modules[NAME]
 
 
 @torch.compiler.assume_constant_result  # torch.compile would trace into the search for a compiler
-def why_not():
-    """Why load() would fail here, in words, or None. Cheap: it compiles and loads nothing."""
-    if _registered() or importlib.util.find_spec(PREBUILT):
-        return None
-    return cannot_build()
+def why_not(on_gpu=False):
+    """Why csrc cannot serve tensors of the CPU, or of a GPU, in words, or None. Compiles nothing."""
+    if not (_registered() or importlib.util.find_spec(PREBUILT)):
+        return cannot_build() or (cannot_build_cuda() if on_gpu else None)
+    if on_gpu and not load().has_cuda:  # what is there already
+        return f"{load().__file__} was built without CUDA; " + (cannot_build_cuda() or REBUILD)
+    return None
 
 
 def cannot_build():
-    """What is missing to compile csrc, in words, or None."""
+    """What is missing to compile csrc for the CPU, in words, or None."""
     compiler = os.environ.get("CXX", "c++")
     if not shutil.which(compiler):
         return f"no C++ compiler: {compiler} is not on PATH (install g++, or set CXX)"
     if not shutil.which("ninja", path=environment()["PATH"]):
         return "no ninja on PATH (pip install ninja)"
-    if torch.version.cuda:
-        from torch.utils.cpp_extension import CUDA_HOME
+    return None
 
-        if not CUDA_HOME or not shutil.which("nvcc", path=f"{CUDA_HOME}/bin"):
-            return f"torch {torch.__version__} needs nvcc of the CUDA toolkit {torch.version.cuda}, and there is none" \
-                f" in {CUDA_HOME}/bin (install it, or set CUDA_HOME)"
+
+def cannot_build_cuda():
+    """What is missing to compile csrc for GPUs as well, in words, or None."""
+    if not torch.version.cuda:
+        return f"torch {torch.__version__} is a build without CUDA"
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if not CUDA_HOME or not shutil.which("nvcc", path=f"{CUDA_HOME}/bin"):
+        place = f"in {CUDA_HOME}/bin" if CUDA_HOME else "on PATH"
+        return f"torch {torch.__version__} needs nvcc of the CUDA toolkit {torch.version.cuda}, and there is none " \
+            f"{place} (install it, or set CUDA_HOME)"
     return None
 
 
 def recipe():
-    """Sources and flags, as torch.utils.cpp_extension.load names them."""
-    cuda = torch.version.cuda is not None
+    """Sources and flags, as torch.utils.cpp_extension.load names them. Without nvcc it is the host build alone."""
+    cuda = cannot_build_cuda() is None
     sources = [CSRC / "main.cpp", CSRC / "flash_host.cpp", *(sorted(CSRC.glob("*.cu")) if cuda else [])]
     return {
         "sources": [str(source) for source in sources],
-        # C++20 for std::barrier. MINIMAL_ATTN_TORCH is read by nobody: ninja rebuilds when a flag changes, but does
-        # not watch torch's headers, so that an upgrade of torch in place would go unnoticed.
+        # C++20 for std::barrier. The module tells the digest, so that one older than its sources can be refused.
+        # MINIMAL_ATTN_TORCH is read by nobody: ninja rebuilds when a flag changes, but does not watch torch's headers,
+        # so that an upgrade of torch in place would go unnoticed.
         "extra_cflags": ["-O3", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", *fused_multiply_add(),
-                         f"-DMINIMAL_ATTN_TORCH={torch.__version__}",
-                         *(["-DMINIMAL_ATTN_CUDA"] if cuda else [])],
+                         f"-DMINIMAL_ATTN_TORCH={torch.__version__}", f"-DMINIMAL_ATTN_CUDA={int(cuda)}",
+                         f"-DMINIMAL_ATTN_DIGEST={source_digest(CSRC)}"],
         # No --use_fast_math: fp32 means fp32, and a kernel that wants a fast intrinsic calls it by name.
         "extra_cuda_cflags": ["-O3", "-std=c++20", "-lineinfo", "-Xptxas=-warn-spills"],
         "extra_ldflags": ["-pthread"],
@@ -105,20 +138,31 @@ def cuda_archs():
 def environment():
     """What a build needs in os.environ: ninja beside a Python that was called by its path, and the list of GPUs."""
     env = {"PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])}
-    if torch.version.cuda:
+    if cannot_build_cuda() is None:
         env["TORCH_CUDA_ARCH_LIST"] = cuda_archs()
     return env
 
 
-def source_digest():
-    """sha256 of csrc/ and triton_ref/, names and contents: says which sources a recorded result belongs to."""
+def source_digest(*roots):
+    """sha256 of folders, names and contents; of csrc/ and triton_ref/ it says which sources a record belongs to."""
     digest = hashlib.sha256()
-    for root in (CSRC, TRITON_REF):
+    for root in roots or (CSRC, TRITON_REF):
         for file in sorted(root.rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:
                 digest.update(file.relative_to(root.parent).as_posix().encode() + b"\0")
                 digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
+
+
+@functools.cache
+def _register_fake():
+    """What torch.compile needs to know of the op: shapes, strides and dtypes of its outputs."""
+    @torch.library.register_fake("minimal_attn::flash_forward")
+    def _(q, k, v, seq_lens, softmax_scale, causal):
+        out = torch.empty_like(q)
+        if out.stride(-1) != 1:  # q overlaps itself: as in csrc/main.cpp
+            out = q.new_empty(q.shape)
+        return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _registered():
@@ -142,19 +186,19 @@ def _adopted():
 
 def _prebuilt():
     """minimal_attn._C, or None if it was never built."""
-    rebuild = "Rebuild it (pip install --no-build-isolation --no-deps --force-reinstall . in the source tree), or " \
-        "delete it and csrc is compiled on first use."
     try:
         module = importlib.import_module(PREBUILT)
     except ModuleNotFoundError:
         return None
     except ImportError as error:
         raise RuntimeError(f"{PREBUILT} was built for another torch and does not load into torch {torch.__version__}: "
-                           f"{error}. {rebuild}") from error
+                           f"{error}. {REBUILD}") from error
     # C++ promises nothing from one release to the next; 2.13.0+cpu and 2.13.0+cu130 are one release.
     if module.torch_version != re.match(r"\d+\.\d+\.\d+", torch.__version__)[0]:
         raise RuntimeError(f"{module.__file__} was built for torch {module.torch_version}, and this is torch "
-                           f"{torch.__version__}. {rebuild}")
+                           f"{torch.__version__}. {REBUILD}")
+    if CSRC.is_dir() and module.csrc_digest != source_digest(CSRC):
+        raise RuntimeError(f"{module.__file__} was built from other sources than those in {CSRC}. {REBUILD}")
     return module
 
 
@@ -170,13 +214,8 @@ def _compiled(verbose):
     target = "sm_" + archs.replace(".", "").replace(";", ", sm_") if archs else "cpu host"
     directory = Path(cpp_extension._get_build_directory(NAME, verbose))
     start = time.monotonic()
-    notice = threading.Timer(1, _say, [f"compiling csrc for {target}..."])
-    notice.start()
-    try:
-        with _turn(directory), _environ(env):
-            module = cpp_extension.load(NAME, build_directory=str(directory), verbose=verbose, **recipe())
-    finally:
-        notice.cancel()
+    with _turn(directory), _environ(env), _saying(f"compiling csrc for {target}..."):
+        module = cpp_extension.load(NAME, build_directory=str(directory), verbose=verbose, **recipe())
     if (seconds := time.monotonic() - start) > 1:
         _say(f"csrc is ready after {seconds:.1f} s")
     return module
@@ -187,20 +226,34 @@ def _turn(directory):
     """This process's turn to build. torch marks a build by a file that one killed leaves behind, and would wait for
     its end for ever; our own lock ends with its process, and under it that file should not be there."""
     limit = float(os.environ.get("MINIMAL_ATTN_BUILD_TIMEOUT", 600))
-    deadline = time.monotonic() + limit
     ours, torchs = directory / "minimal_attn.lock", directory / "lock"
     try:
-        lock = FileLock(ours).acquire(timeout=limit)
+        with _saying(f"waiting for {ours}, which the build of another process holds"):
+            lock = FileLock(ours).acquire(timeout=limit)
     except Timeout:
         raise RuntimeError(f"another process has been building minimal_attn for {limit:g} s and holds {ours}; let it "
                            "finish or end it (MINIMAL_ATTN_BUILD_TIMEOUT sets the seconds to wait)") from None
     with lock:
-        while torchs.exists():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{torchs} has been there for {limit:g} s: a build that was killed leaves it "
-                                   "behind. Delete it if no build is running.")
-            time.sleep(0.1)
+        limit = min(limit, STALE_AFTER)
+        deadline = time.monotonic() + limit
+        with _saying(f"waiting for {torchs}, which marks a build"):
+            while torchs.exists():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{torchs} has been there for {limit:g} s: a build that was killed leaves it "
+                                       "behind. Delete it if no build is running.")
+                time.sleep(0.1)
         yield
+
+
+@contextlib.contextmanager
+def _saying(text):
+    """Say it if what follows takes more than a second."""
+    notice = threading.Timer(1, _say, [text])
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,9 @@
 Each error names the argument, what was given and what is allowed. Read next: interface.py.
 """
 
+import math
+import operator
+
 import torch
 
 MAX_HEAD_DIM = 256
@@ -10,14 +13,28 @@ MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**31 - 257
 
 
+def check_tensor(name, x):
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {x.layout}")
+
+
+def check_options(causal, sm_scale):
+    """TypeError unless causal is a bool, ValueError unless sm_scale is None or finite."""
+    if causal not in (False, True):
+        raise TypeError(f"causal must be a bool, got {causal!r}")
+    if sm_scale is not None and not -math.inf < sm_scale < math.inf:
+        raise ValueError(f"sm_scale must be finite, got {sm_scale}")
+
+
 def check_qkv(q, k, v, dtypes):
     """Raise unless q (B, H, Sq, D) or (B·H, Sq, D), k and v (B, Hk, Sk, D) or (B·H, Sk, D) fit together.
 
-    TypeError for dtypes, ValueError for everything else.
+    TypeError for what is no dense tensor of an allowed dtype, ValueError for everything else.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        check_tensor(name, x)
         if x.dtype not in dtypes:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
             raise TypeError(f"Unsupported dtype: {name} is {x.dtype}, allowed are {allowed}")
@@ -25,6 +42,8 @@ def check_qkv(q, k, v, dtypes):
         raise TypeError(f"dtypes must match: q is {q.dtype}, k is {k.dtype}, v is {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on the same device: q is on {q.device}, k on {k.device}, v on {v.device}")
+    if q.is_meta:
+        raise ValueError("q, k and v must hold values, and tensors on the device meta have none")
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
         raise ValueError(f"Expected 3D or 4D tensors, all alike: q has {q.ndim}, k {k.ndim}, v {v.ndim} dimensions")
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
@@ -53,31 +72,31 @@ def check_seq_lens(seq_lens, q, k):
     seqlen = q.shape[-2]
     if seqlen != k.shape[-2]:
         raise ValueError(f"seq_lens needs equal lengths of q and k, got seqlen_q {seqlen} and seqlen_k {k.shape[-2]}")
-    if isinstance(seq_lens, (list, tuple)):
-        if not all(isinstance(n, int) and not isinstance(n, bool) for n in seq_lens):
-            raise ValueError(f"seq_lens must hold integers, got {seq_lens}")
-        if any(not 0 < n <= seqlen for n in seq_lens):
-            raise ValueError(f"seq_lens must be in 1..{seqlen}, got {list(seq_lens)}")
-        seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
-    elif not isinstance(seq_lens, torch.Tensor) or seq_lens.dtype not in (torch.int32, torch.int64):
-        got = seq_lens.dtype if isinstance(seq_lens, torch.Tensor) else type(seq_lens).__name__
-        raise ValueError(f"seq_lens must be a list or an int32 or int64 tensor, got {got}")
+    is_capturing = q.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+    can_read = not (is_capturing or torch.compiler.is_compiling())
+    if not isinstance(seq_lens, torch.Tensor):
+        try:
+            lengths = [operator.index(n) for n in seq_lens]
+        except TypeError:
+            raise ValueError(f"seq_lens must be integers, in a list or an int32 or int64 tensor, got {seq_lens!r}") \
+                from None
+        if any(not 0 < n <= seqlen for n in lengths):
+            raise ValueError(f"seq_lens must be in 1..{seqlen}, got {lengths}")
+        seq_lens, can_read = torch.tensor(lengths, dtype=torch.int32, device="cpu"), False  # they have been read
+    elif seq_lens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"seq_lens must be a list or an int32 or int64 tensor, got {seq_lens.dtype}")
     elif seq_lens.device != q.device and seq_lens.device.type != "cpu":
         raise ValueError(f"seq_lens must be on the same device as q ({q.device}) or on the CPU, got {seq_lens.device}")
+    if is_capturing and not seq_lens.is_cuda:
+        raise ValueError("seq_lens on the CPU cannot be copied while a CUDA graph is captured: pass a GPU tensor")
     batch_size = 1 if q.ndim == 3 else q.shape[0]
     if seq_lens.shape != (batch_size,):
         why = "one value for all of a 3D q" if q.ndim == 3 else "one value a sample"
         raise ValueError(f"seq_lens must have shape ({batch_size},), {why}, got {tuple(seq_lens.shape)}")
-    if _can_read(seq_lens) and seq_lens.numel():
+    if can_read and seq_lens.numel():
         low, high = torch.stack(seq_lens.aminmax()).tolist()
         if low < 1 or high > seqlen:
             raise ValueError(f"seq_lens must be in 1..{seqlen}, got values from {low} to {high}")
     # Outside 0..2^31 only where the values could not be read: keep the wrap to 32 bits from making such a value valid.
     seq_lens = seq_lens.clamp(0, seqlen).to(device=q.device, dtype=torch.int32)
     return seq_lens.expand(q.shape[0]).contiguous()
-
-
-def _can_read(x):
-    if torch.compiler.is_compiling():
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())

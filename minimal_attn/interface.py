@@ -6,17 +6,18 @@ and forward are other spellings of the same call. Read next: ../csrc/main.cpp an
 """
 
 import functools
-import importlib.util
 import math
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Callable, Optional
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import _build
-from .checks import check_qkv, check_seq_lens
+from .checks import check_options, check_qkv, check_seq_lens, check_tensor
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast
 
 
@@ -27,52 +28,54 @@ def flash_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, retu
     dimension that is not contiguous is copied, as flash-attn does.
 
     Args:
-        q: (B, H, Sq, D) or (B·H, Sq, D); float32 (computed in true fp32), float16 or bfloat16; D from 1 to 256.
+        q: (B, H, Sq, D) or (B·H, Sq, D); float32 (computed in true fp32), float16 or bfloat16, and float64 with the
+            backends "torch" and "reference"; D from 1 to 256.
         k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D).
         causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
         sm_scale: factor of the scores, 1/sqrt(D) if None.
         seq_lens: valid length of each sample, 1 to S: a list, or an int32 or int64 tensor on q's device or the CPU, of
             shape (B,), or (1,) for 3D input. Needs Sq == Sk. Keys from the length on are masked; query rows from it on
             give out 0 and lse -inf. Values of a GPU tensor are checked with one small read, which is skipped under
-            CUDA-graph capture and torch.compile; there a bad value is clamped.
+            CUDA-graph capture and torch.compile; there a bad value is clamped. Capture takes GPU tensors alone.
         return_lse: also return each row's log-sum-exp.
         backend: "cuda" (csrc: on CPU tensors the host build of flash.cu), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto": "cuda" for CUDA tensors, "torch" for CPU tensors.
 
     Returns:
-        out, of q's shape and dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32, natural
-        log. A row that sees no key has out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs.
+        out, of q's shape and dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for
+        fp64 inputs), natural log. A row that sees no key has out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs.
 
     Raises:
-        TypeError: a dtype that is unsupported, or dtypes that differ.
+        TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, or causal.
         ValueError: shapes, devices, head_dim, sm_scale, seq_lens or backend.
         ModuleNotFoundError: backend="triton" without Triton.
-        NotImplementedError: an input requires grad and the backend has no backward pass.
+        NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no derivative.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
     name = _auto_backend(q) if backend == "auto" else backend
-    if name not in BACKENDS:
+    if name not in tuple(BACKENDS):  # which, unlike the table, can be asked for a list
         raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
     check_qkv(q, k, v, chosen.dtypes)
+    check_options(causal, sm_scale)
     why_not = chosen.why_not(q.device)
     if why_not is not None:
         raise why_not
     seq_lens = check_seq_lens(seq_lens, q, k)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if needs_grad and not chosen.differentiable:
-        raise NotImplementedError(
-            f"backend={name!r} has no backward pass yet, but q, k or v requires grad: call it under torch.no_grad(), "
-            "or use backend='torch'"
-        )
-    if sm_scale is not None and not -math.inf < sm_scale < math.inf:
-        raise ValueError(f"sm_scale must be finite, got {sm_scale}")
+    if not chosen.differentiable:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            raise NotImplementedError(f"backend={name!r} has no backward pass yet, but q, k or v requires grad: call "
+                                      "it under torch.no_grad(), or use backend='torch'")
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+            raise NotImplementedError(f"backend={name!r} has no forward-mode derivative, but q, k or v has a tangent: "
+                                      "use backend='reference'")
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
     if is_3d:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     if q.numel() == 0 or k.numel() == 0:
-        out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+        # Nothing to launch. The oracle's empty products leave the outputs in the graph of inputs that require grad.
+        out, lse = reference_forward(q, k, v, causal, scale, seq_lens)
     else:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, lse = chosen.forward(q, k, v, causal, scale, seq_lens, return_lse)
@@ -100,12 +103,13 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
     Raises:
         NotImplementedError: an argument that is not supported yet, by name; otherwise as flash_attention.
     """
-    unsupported = {"dropout_p": dropout_p != 0.0, "window_size": tuple(window_size) != (-1, -1),
+    unsupported = {"dropout_p": dropout_p != 0.0, "window_size": window_size not in ((-1, -1), [-1, -1]),
                    "softcap": softcap != 0.0, "alibi_slopes": alibi_slopes is not None}
     for argument, given in unsupported.items():
         if given:
             raise NotImplementedError(f"flash_attn_func: {argument} is not supported yet, only its default is")
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
         if x.ndim != 4:
             raise ValueError(f"flash_attn_func: {name} must be (B, S, H, D), got {tuple(x.shape)}")
     result = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
@@ -121,7 +125,7 @@ def forward(q, k, v):
 
 
 def available_backends():
-    """The names that flash_attention's backend takes on this machine, best first, as a list."""
+    """The names that flash_attention's backend takes on this machine, as a list."""
     return [name for name, backend in BACKENDS.items() if backend.why_not() is None]
 
 
@@ -145,18 +149,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @torch.compiler.assume_constant_result
 def _load_ops():
     _build.load()
-    _register_fake()
     return True
-
-
-@functools.cache
-def _register_fake():
-    @torch.library.register_fake("minimal_attn::flash_forward")
-    def _(q, k, v, seq_lens, softmax_scale, causal):
-        out = torch.empty_like(q)
-        if out.stride(-1) != 1:  # q overlaps itself: as in csrc/main.cpp
-            out = q.new_empty(q.shape)
-        return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
@@ -167,18 +160,18 @@ def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
 def _cuda_why_not(device=None):
     if device is not None and device.type not in ("cuda", "cpu"):
         return ValueError(f"CUDA tensors required: backend='cuda' takes CUDA or CPU tensors, got {device}")
-    reason = _build.why_not()
+    reason = _build.why_not(on_gpu=device is not None and device.type == "cuda")
     return RuntimeError(reason) if reason else None
 
 
 @torch.compiler.assume_constant_result
 def _load_triton():
-    """Import the twin, which registers its op: "compiled", or "interpreted" on the CPU, or None without Triton."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from triton_ref import attention
-
-    return "interpreted" if attention.INTERPRETING else "compiled"
+    """Import the twin, which registers its op: (None, whether its kernel is interpreted), or (why not, None)."""
+    try:
+        from triton_ref import attention
+    except ImportError as error:  # no Triton, or one that is broken
+        return str(error), None
+    return None, attention.INTERPRETING
 
 
 def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
@@ -186,11 +179,11 @@ def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
 
 
 def _triton_why_not(device=None):
-    mode = _load_triton()
-    if mode is None:
-        return ModuleNotFoundError("triton is required for backend='triton': pip install triton")
+    error, is_interpreted = _load_triton()
+    if error:
+        return ModuleNotFoundError(f"triton is required for backend='triton' (pip install triton): {error}")
     on_cpu = device.type == "cpu" if device is not None else not torch.accelerator.is_available()
-    if on_cpu and mode == "compiled":
+    if on_cpu and not is_interpreted:
         return ValueError("CUDA tensors required: backend='triton' got CPU tensors, and Triton's interpreter, which "
                           "runs the kernel on the CPU, is off; set TRITON_INTERPRET=1 before Python starts")
     return None
@@ -208,7 +201,7 @@ def _aligned(x):
 @without_autocast
 def _torch_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
     if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
-        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (torch.zeros_like(q), 1.0)
+        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     # Under torch.compile with dynamic shapes a comparison is symbolic, and SDPA wants a bool: hence the two branches.
     square_causal = True if causal and q.shape[2] == k.shape[2] and seq_lens is None else False
@@ -222,17 +215,21 @@ def _torch_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
     return out, _torch_lse(q, k, causal, softmax_scale, seq_lens) if return_lse else None
 
 
-def _torch_lse(q, k, causal, softmax_scale, seq_lens, rows=128):
+LSE_ROWS = 128  # how many rows of scores _torch_lse forms at a time
+
+
+def _torch_lse(q, k, causal, softmax_scale, seq_lens):
     """SDPA does not return lse (B, H, Sq): form the scores again, a few rows at a time."""
     acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     mask = visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
     q = q.unflatten(1, (k.shape[1], -1)).to(acc_dtype)  # (B, Hk, group, Sq, D)
     k = k.to(acc_dtype).transpose(-2, -1).unsqueeze(2)
     parts = []
-    for row0 in range(0, q.shape[3], rows):
-        scores = (q[..., row0 : row0 + rows, :] @ k * softmax_scale).flatten(1, 2)
+    for row0 in range(0, q.shape[3], LSE_ROWS):
+        rows = slice(row0, row0 + LSE_ROWS)
+        scores = (q[..., rows, :] @ k * softmax_scale).flatten(1, 2)
         if mask is not None:
-            scores = scores.masked_fill(~mask[..., row0 : row0 + rows, :], -math.inf)
+            scores = scores.masked_fill(~mask[..., rows, :], -math.inf)
         parts.append(scores.logsumexp(-1))
     return torch.cat(parts, -1)
 
@@ -267,8 +264,11 @@ def _cuda_or_triton():
 
 @functools.cache
 def _choose_cuda_or_triton():
-    reason = _cuda_why_not()
+    reason = _build.why_not(on_gpu=True)
     if reason is None:
         return "cuda"
-    warnings.warn(f"minimal_attn: backend='auto' takes Triton, since {reason}", stacklevel=4)
+    frame, depth = sys._getframe(), 1
+    while frame.f_globals is globals():  # up to the user's line, whichever of the functions above it calls
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(f"minimal_attn: backend='auto' takes Triton, since {reason}", stacklevel=depth)
     return "triton"

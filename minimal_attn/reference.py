@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from .checks import check_qkv, check_seq_lens
+from .checks import check_options, check_qkv, check_seq_lens
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -43,6 +43,7 @@ def reference_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, 
         fp64 inputs), natural log. A row that sees no key has out 0 and lse -inf.
     """
     check_qkv(q, k, v, DTYPES)
+    check_options(causal, sm_scale)
     seq_lens = check_seq_lens(seq_lens, q, k)
     if q.ndim == 3:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)

@@ -76,6 +76,17 @@ print(_build.load().__file__)
 """).strip() == file
 
 
+def test_load_registers_the_fake_kernel():
+    assert python("""
+import minimal_attn, torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+minimal_attn.load()
+with FakeTensorMode():
+    q = torch.empty(2, 4, 20, 16)
+    print(*[tuple(x.shape) for x in torch.ops.minimal_attn.flash_forward(q, q, q, None, 0.25, False)])
+""") == "(2, 4, 20, 16) (2, 4, 20)\n"
+
+
 def test_an_unknown_library_with_our_ops_is_not_doubled(monkeypatch):
     monkeypatch.setattr(_build, "_registered", lambda: True)
     monkeypatch.setattr(torch.ops, "loaded_libraries", {"/elsewhere/libother.so"})
@@ -135,11 +146,12 @@ def test_a_build_of_another_process_is_named(build_dir):
         _build._compiled(verbose=False)
 
 
-def test_a_lock_that_goes_away_is_waited_for(build_dir, monkeypatch):
+def test_a_lock_that_goes_away_is_waited_for(build_dir, monkeypatch, capsys):
     monkeypatch.setenv("MINIMAL_ATTN_BUILD_TIMEOUT", "30")
     (build_dir / "lock").touch()
-    threading.Timer(0.3, (build_dir / "lock").unlink).start()
+    threading.Timer(1.3, (build_dir / "lock").unlink).start()
     assert _build._compiled(verbose=False) == "module"
+    assert f"minimal_attn: waiting for {build_dir}/lock" in capsys.readouterr().err
 
 
 # Flags.
@@ -177,15 +189,16 @@ def test_cuda_archs_without_a_gpu(monkeypatch):
     assert len(cpp_extension._get_cuda_arch_flags()) == 6  # five GPUs, one PTX
 
 
-def test_cuda_sources_follow_torch(monkeypatch):
-    for cuda in (None, "13.0"):
-        monkeypatch.setattr(torch.version, "cuda", cuda)
+def test_cuda_sources_follow_nvcc(monkeypatch):
+    for cuda in (False, True):
+        monkeypatch.setattr(_build, "cannot_build_cuda", lambda: None if cuda else "there is no nvcc")
         recipe = _build.recipe()
         assert all(Path(source).is_file() for source in recipe["sources"])
         assert {Path(source).name for source in recipe["sources"]} >= {"main.cpp", "flash_host.cpp"}
-        assert any(source.endswith("flash.cu") for source in recipe["sources"]) == bool(cuda)
-        assert ("-DMINIMAL_ATTN_CUDA" in recipe["extra_cflags"]) == bool(cuda)
-        assert ("TORCH_CUDA_ARCH_LIST" in _build.environment()) == bool(cuda)
+        assert any(source.endswith("flash.cu") for source in recipe["sources"]) == cuda
+        assert f"-DMINIMAL_ATTN_CUDA={int(cuda)}" in recipe["extra_cflags"]
+        assert f"-DMINIMAL_ATTN_TORCH={torch.__version__}" in recipe["extra_cflags"]  # an upgrade of torch recompiles
+        assert ("TORCH_CUDA_ARCH_LIST" in _build.environment()) == cuda
 
 
 # What is missing.
@@ -197,20 +210,33 @@ def test_no_compiler(monkeypatch):
         _build._compiled(verbose=False)
 
 
-def test_no_ninja(monkeypatch, tmp_path):
+def test_ninja_may_lie_beside_python(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", sys.executable)  # any program
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", "/no/such/folder")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     assert "pip install ninja" in _build.cannot_build()
+    (tmp_path / "ninja").touch(mode=0o755)
+    assert _build.cannot_build() is None
 
 
-@pytest.mark.parametrize("home", [None, "/no/such/cuda"])
-def test_no_nvcc(home, monkeypatch):
+@pytest.mark.parametrize("home, place", [(None, "on PATH"), (str(ROOT), f"in {ROOT}/bin")])
+def test_without_nvcc_gpus_alone_are_refused(home, place, monkeypatch):
+    monkeypatch.setattr(_build, "_registered", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", home)
-    assert "nvcc of the CUDA toolkit 13.0" in _build.cannot_build()
-    with pytest.raises(RuntimeError, match='nvcc.*backend="triton"'):
-        _build._compiled(verbose=False)
+    assert f"needs nvcc of the CUDA toolkit 13.0, and there is none {place}" in _build.why_not(on_gpu=True)
+    assert _build.why_not() is None and not any(source.endswith(".cu") for source in _build.recipe()["sources"])
+
+
+def test_a_library_without_cuda_says_so(monkeypatch):
+    library = types.SimpleNamespace(has_cuda=False, __file__="_C.so")
+    monkeypatch.setattr(_build, "_registered", lambda: True)
+    monkeypatch.setattr(_build, "load", lambda: library)
+    monkeypatch.setattr(_build, "cannot_build_cuda", lambda: None)
+    assert _build.why_not(on_gpu=True).startswith("_C.so was built without CUDA; Rebuild it")
+    assert _build.why_not() is None
+    library.has_cuda = True
+    assert _build.why_not(on_gpu=True) is None
 
 
 def test_why_not_asks_for_a_compiler_only_if_one_is_needed(monkeypatch):
@@ -230,13 +256,19 @@ def test_why_not_can_be_compiled(monkeypatch):
 
 # The module built at installation.
 
-def test_another_torch_is_refused(monkeypatch):
+def test_another_torch_and_other_sources_are_refused(monkeypatch):
     prebuilt = types.SimpleNamespace(torch_version="1.0.0", __file__="_C.so")
     monkeypatch.setitem(sys.modules, _build.PREBUILT, prebuilt)
     with pytest.raises(RuntimeError, match=r"torch 1\.0\.0, and this is torch (\S+)\. Rebuild it") as error:
         _build._prebuilt()
     assert torch.__version__ in str(error.value)
     prebuilt.torch_version = torch.__version__.split("+")[0]
+    prebuilt.csrc_digest = _build.load().csrc_digest
+    assert _build._prebuilt() is prebuilt
+    prebuilt.csrc_digest = "of other sources"
+    with pytest.raises(RuntimeError, match=r"_C\.so was built from other sources than those in .*csrc\. Rebuild it"):
+        _build._prebuilt()
+    monkeypatch.setattr(_build, "CSRC", Path("/no/such/folder"))  # nothing to compare with
     assert _build._prebuilt() is prebuilt
 
 
@@ -313,9 +345,16 @@ def test_with_torch_the_extension_is_built(tree, tmp_path):
     zipfile.ZipFile(wheel).extractall(site)
     assert (site / "minimal_attn" / "csrc" / "flash.cu").is_file()
     shutil.rmtree(tree)
-    assert python("""
+    load = """
 import minimal_attn, torch
-module = minimal_attn.load()
+try:
+    module = minimal_attn.load()
+except RuntimeError as error:
+    exit(print(error))
 assert hasattr(torch.ops.minimal_attn, "flash_forward")
 print(module.__name__, module.__file__)
-""", cwd=tmp_path, PYTHONPATH=str(site), CXX="no-such-compiler").startswith(f"minimal_attn._C {site}/")
+"""
+    there = dict(cwd=tmp_path, PYTHONPATH=str(site), CXX="no-such-compiler")
+    assert python(load, **there).startswith(f"minimal_attn._C {site}/")
+    (site / "minimal_attn" / "csrc" / "flash.cu").open("a").write("// edited\n")
+    assert "was built from other sources" in python(load, **there)

@@ -1,12 +1,15 @@
 """The facade: its conventions, its other spellings, and an error for every bad input before any launch."""
 
+import dataclasses
 import math
 import os
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minimal_attn
 from conftest import HAS_GPU, IMPLEMENTATIONS
@@ -54,12 +57,21 @@ def test_flash_attn_func_has_flash_attns_layout(backend, device):
     assert out2.equal(out) and lse2.equal(lse)
 
 
-@pytest.mark.parametrize("argument", [dict(dropout_p=0.1), dict(window_size=(4, 0)), dict(softcap=30.0),
-                                      dict(alibi_slopes=torch.ones(4))], ids=str)
+@pytest.mark.parametrize("argument", [dict(dropout_p=0.1), dict(window_size=(4, 0)), dict(window_size=None),
+                                      dict(softcap=30.0), dict(alibi_slopes=torch.ones(4))], ids=str)
 def test_flash_attn_func_names_what_is_not_there_yet(argument):
     q, k, v = (x.transpose(1, 2) for x in qkv())
     with pytest.raises(NotImplementedError, match=next(iter(argument))):
         flash_attn_func(q, k, v, **argument)
+    assert flash_attn_func(q, k, v, window_size=[-1, -1]).equal(flash_attn_func(q, k, v))
+
+
+def test_flash_attn_func_wants_4d_tensors():
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match="k must be a torch.Tensor, got list"):
+        flash_attn_func(q, k.tolist(), v)
+    with pytest.raises(ValueError, match=r"v must be \(B, S, H, D\), got \(4, 20, 16\)"):
+        flash_attn_func(q, k, v[0])
 
 
 @each_impl
@@ -82,8 +94,9 @@ def test_forward_is_the_minimal_call():
 def test_seq_lens_of_every_kind(backend, device):
     q, k, v = qkv(device=device)
     want, want_lse = reference_attention(q, k, v, True, seq_lens=[5, 20], return_lse=True)
-    kinds = [[5, 20], (5, 20), torch.tensor([5, 20]), torch.tensor([5, 20], dtype=torch.int32)]
-    kinds += [x.to(device) for x in kinds[2:]] + [torch.tensor([5, 0, 20, 0])[::2]]
+    kinds = [[5, 20], range(5, 21, 15), numpy.array([5, 20])]
+    kinds += [torch.tensor([5, 20]), torch.tensor([5, 20], dtype=torch.int32)]
+    kinds += [x.to(device) for x in kinds[-2:]] + [torch.tensor([5, 0, 20, 0])[::2]]
     for seq_lens in kinds:
         out, lse = flash_attention(q, k, v, True, seq_lens=seq_lens, return_lse=True, backend=backend)
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
@@ -99,6 +112,16 @@ def test_empty_inputs(backend, device, shape):
     out, lse = flash_attention(q, k, v, return_lse=True, backend=backend)
     assert out.shape == q.shape and lse.shape == q.shape[:3]
     assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if BACKENDS[name].differentiable])
+def test_empty_inputs_and_a_scale_of_0_stay_in_the_graph(backend):
+    for Sq, Sk, sm_scale in (0, 20, None), (20, 0, None), (20, 20, 0.0):
+        inputs = [x.requires_grad_() for x in qkv(Sq=Sq, Sk=Sk, dtype=torch.float64)]
+        out, lse = flash_attention(*inputs, sm_scale=sm_scale, return_lse=True, backend=backend)
+        assert out.dtype == lse.dtype == torch.float64
+        lse.masked_fill(lse == -math.inf, 0).sum().add(out.sum()).backward()
+        assert all(x.grad.isfinite().all() for x in inputs)
 
 
 @each_impl
@@ -139,6 +162,10 @@ def bad(error, match, **change):
     bad(ValueError, "multiple of the number of key/value heads", k=lambda k: k[:, :3], v=lambda v: v[:, :3]),
     bad(ValueError, "multiple of the number of key/value heads.*", k=lambda k: k[:, :0], v=lambda v: v[:, :0]),
     bad(ValueError, "same device", k=lambda k: k.to("meta")),
+    bad(ValueError, "the device meta", **dict.fromkeys("qkv", lambda x: x.to("meta"))),
+    bad(ValueError, "lengths go up to 2147483391", k=lambda k: k[:, :, :1].expand(-1, -1, 2**31 - 256, -1),
+        v=lambda v: v[:, :, :1].expand(-1, -1, 2**31 - 256, -1)),
+    bad(TypeError, "q must be a dense tensor, got torch.sparse_coo", q=lambda q: q.to_sparse()),
     bad(TypeError, "Unsupported dtype: q is torch.int64", **dict.fromkeys("qkv", lambda x: x.long())),
     bad(TypeError, "dtypes must match", k=lambda k: k.half()),
     bad(TypeError, "v must be a torch.Tensor, got list", v=lambda v: v.tolist()),
@@ -148,7 +175,8 @@ def bad(error, match, **change):
     bad(ValueError, "got values from -4294967293 to 3", seq_lens=torch.tensor([3, 3 - 2**32])),
     bad(ValueError, r"seq_lens must have shape \(2,\)", seq_lens=[3]),
     bad(ValueError, r"seq_lens must have shape \(2,\), .*, got \(2, 1\)", seq_lens=torch.tensor([[3], [3]])),
-    bad(ValueError, "seq_lens must hold integers", seq_lens=[3.0, 3]),
+    bad(ValueError, "seq_lens must be integers", seq_lens=[3.0, 3]),
+    bad(ValueError, "seq_lens must be integers.*got 3", seq_lens=3),
     bad(ValueError, "int32 or int64 tensor, got torch.float32", seq_lens=torch.tensor([3.0, 3.0])),
     bad(ValueError, "seq_lens needs equal lengths", q=lambda q: q[:, :, 1:], seq_lens=[3, 3]),
     bad(ValueError, "seq_lens must be on the same device", seq_lens=torch.ones(2, dtype=torch.int32, device="meta")),
@@ -163,15 +191,41 @@ def test_bad_input(backend, device, error, match, change):
         flash_attention(**arguments, seq_lens=seq_lens, backend=backend)
 
 
-@pytest.mark.parametrize("sm_scale", [math.nan, math.inf])
-def test_sm_scale_must_be_finite(sm_scale):
-    with pytest.raises(ValueError, match="sm_scale must be finite"):
-        flash_attention(*qkv(), sm_scale=sm_scale)
+@pytest.mark.parametrize("attention", [flash_attention, reference_attention])
+def test_bad_options(attention):
+    for sm_scale in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="sm_scale must be finite"):
+            attention(*qkv(), sm_scale=sm_scale)
+    for causal in (None, "yes"):
+        with pytest.raises(TypeError, match="causal must be a bool"):
+            attention(*qkv(), causal)
 
 
-def test_unknown_backend():
-    with pytest.raises(ValueError, match="unknown backend 'cudnn': 'auto' or one of 'cuda', 'triton'"):
-        flash_attention(*qkv(), backend="cudnn")
+@pytest.mark.parametrize("backend", ["cudnn", ["cuda"], None])
+def test_unknown_backend(backend):
+    with pytest.raises(ValueError, match=r"unknown backend .*: 'auto' or one of 'cuda', 'triton'"):
+        flash_attention(*qkv(), backend=backend)
+
+
+@each_impl
+def test_seq_lens_without_real_tensors(backend, device):
+    """A list needs no real tensor: not under FakeTensorMode, and not where new tensors go to another device."""
+    inputs = qkv(device=device)
+    want = flash_attention(*inputs, seq_lens=[5, 20], backend=backend)
+    with torch.device("meta"):
+        assert flash_attention(*inputs, seq_lens=[5, 20], backend=backend).equal(want)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in inputs]
+        assert flash_attention(*fakes, seq_lens=[5, 20], backend=backend).shape == want.shape
+
+
+@pytest.mark.parametrize("seq_lens", [[5, 20], torch.tensor([5, 20])], ids=["list", "tensor"])
+def test_seq_lens_under_capture_must_be_on_the_gpu(seq_lens, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(2, 4, 20, 16, device="cuda")
+        with pytest.raises(ValueError, match="pass a GPU tensor"):
+            flash_attention(q, q, q, seq_lens=seq_lens, backend="triton")
 
 
 def test_fp64_belongs_to_torch_and_the_reference():
@@ -217,6 +271,26 @@ def test_inputs_that_require_grad(backend, device, which):
         flash_attention(q, k, v, backend=backend)
 
 
+@each_impl
+def test_inputs_with_a_tangent(backend, device):
+    if BACKENDS[backend].differentiable:
+        pytest.skip("torch's affair")
+    q, k, v = qkv(device=device)
+    attend = lambda v: flash_attention(q, k, v, backend=backend)  # noqa: E731
+    with pytest.raises(NotImplementedError, match="forward"):
+        torch.func.jvp(attend, (v,), (torch.ones_like(v),))
+
+
+def test_the_op_has_no_derivative():
+    minimal_attn.load()
+    q, k, v = qkv()
+    op = lambda v: torch.ops.minimal_attn.flash_forward(q, k, v, None, 0.25, False)[0]  # noqa: E731
+    with pytest.raises(RuntimeError, match="derivative for minimal_attn::flash_forward is not implemented"):
+        op(v.requires_grad_()).sum().backward()
+    with pytest.raises(NotImplementedError, match="minimal_attn::flash_forward"):
+        torch.func.jvp(op, (v.detach(),), (torch.ones_like(v),))
+
+
 def test_backends():
     here = available_backends()
     assert set(backend for backend, _ in IMPLEMENTATIONS.values()) | {"reference"} == set(here)
@@ -244,15 +318,44 @@ def test_without_triton():
     assert "triton" not in result.stdout
 
 
-def test_auto_without_a_compiler_takes_triton_and_says_so_once(monkeypatch):
-    monkeypatch.setattr(minimal_attn._build, "why_not", lambda: "there is no nvcc")
+def test_a_triton_that_cannot_be_imported(tmp_path):
+    (tmp_path / "triton.py").write_text("raise ImportError('libcuda.so.1: no such file')")
+    result = in_a_new_process("import minimal_attn, torch; print(minimal_attn.available_backends());"
+                              "print(minimal_attn.interface.BACKENDS['triton'].why_not())", PYTHONPATH=str(tmp_path))
+    here, why_not = result.stdout.splitlines()
+    assert "triton" not in here and why_not.endswith("libcuda.so.1: no such file"), result.stderr
+
+
+@pytest.fixture
+def no_nvcc(monkeypatch):
+    monkeypatch.setattr(minimal_attn._build, "why_not", lambda on_gpu=False: "there is no nvcc" if on_gpu else None)
     minimal_attn.interface._choose_cuda_or_triton.cache_clear()
-    try:
+    yield
+    minimal_attn.interface._choose_cuda_or_triton.cache_clear()
+
+
+@pytest.mark.parametrize("call", [flash_attention, flash_attn_func, forward])
+def test_auto_without_nvcc_takes_triton_and_says_so_once(call, no_nvcc, monkeypatch):
+    chosen = []
+    triton_forward = lambda q, *args: chosen.append("triton") or (q, None)  # noqa: E731
+    monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(BACKENDS["triton"], forward=triton_forward))
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 20, 16, device="cuda")
         with pytest.warns(UserWarning, match="takes Triton, since there is no nvcc") as caught:
-            assert [minimal_attn.interface._cuda_or_triton() for _ in range(3)] == ["triton"] * 3
-        assert len(caught) == 1
-    finally:
-        minimal_attn.interface._choose_cuda_or_triton.cache_clear()
+            line = sys._getframe().f_lineno + 1
+            assert [call(q, q, q).device.type for _ in range(3)] == ["cuda"] * 3
+        assert chosen == ["triton"] * 3
+        with pytest.raises(RuntimeError, match="there is no nvcc"):
+            flash_attention(q, q, q, backend="cuda")
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]  # the user's line, once
+    assert "cuda" in available_backends()  # for CPU tensors
+
+
+def test_auto_without_nvcc_compiles_as_one_graph(no_nvcc):
+    with FakeTensorMode(), pytest.warns(UserWarning, match="takes Triton"):
+        q = torch.empty(2, 4, 20, 16, device="cuda")
+        compiled = torch.compile(lambda q: flash_attention(q, q, q, True), fullgraph=True, backend="aot_eager")
+        assert compiled(q).device.type == "cuda"
 
 
 def test_reference_against_sdpa():
