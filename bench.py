@@ -19,7 +19,7 @@ import time
 import warnings
 from datetime import datetime
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Callable, NamedTuple, Optional
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it when the profiler loads: no log lines in the tables
 
@@ -35,6 +35,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from minimal_attn import flash_attention, reference_attention
 from minimal_attn._build import source_digest
 from minimal_attn.checks import MAX_HEAD_DIM
+from minimal_attn.interface import BACKENDS
 from minimal_attn.reference import visible_keys
 
 try:
@@ -44,9 +45,9 @@ except ImportError:
     triton = None
 
 # The keys of a row; what could not be measured is null.
+MEASURED = ("ms", "ms_p20", "ms_p80", "tflops", "gbps", "peak_mb", "max_err")
 ROW = ("op", "impl", "dtype", "head_dim", "causal", "batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k",
-       "ms", "ms_p20", "ms_p80", "tflops", "gbps", "peak_mb", "max_err")
-MEASURED = ROW[10:]
+       *MEASURED)
 
 console = Console(highlight=False, markup=False)
 
@@ -101,15 +102,16 @@ def sdpa_with(backend):
 class Impl(NamedTuple):
     forward: Callable  # (q, k, v, causal) -> out, or an exception where it cannot serve them
     devices: tuple = ("cuda", "cpu")
+    backend: Optional[str] = None  # of minimal_attn, if it is ours: where that is available, it has to serve
 
 
 flash_cuda = functools.partial(flash_attention, backend="cuda")
 flash_triton = functools.partial(flash_attention, backend="triton")
 IMPLS = {
     "manual": Impl(manual_attn),
-    "cuda:simt": Impl(flash_cuda, ("cuda",)),
-    "cuda:host": Impl(flash_cuda, ("cpu",)),
-    "triton": Impl(flash_triton),
+    "cuda:simt": Impl(flash_cuda, ("cuda",), "cuda"),
+    "cuda:host": Impl(flash_cuda, ("cpu",), "cuda"),
+    "triton": Impl(flash_triton, backend="triton"),
     "torch:cudnn": Impl(sdpa_with(SDPBackend.CUDNN_ATTENTION), ("cuda",)),
     "torch:flash": Impl(sdpa_with(SDPBackend.FLASH_ATTENTION)),
     "torch:efficient": Impl(sdpa_with(SDPBackend.EFFICIENT_ATTENTION), ("cuda",)),
@@ -170,6 +172,12 @@ def judge(impl, case):
     if is_judged and not max_err <= case.tolerance:  # NaN is wrong
         raise WrongResult(f"max error {max_err:.2e}, allowed {case.tolerance:.2e}")
     return max_err
+
+
+def must_serve(impl, device):
+    """Whether it is one of ours and nothing that is missing on this machine excuses it."""
+    backend = BACKENDS.get(IMPLS[impl].backend)
+    return backend is not None and backend.why_not(torch.device(device)) is None
 
 
 def profiled(forwards, case):
@@ -396,7 +404,8 @@ def main(argv=None):
         Path(args.json).write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{rows}\n]}}\n')
     if args.plot:
         plot(args.plot, {x: results[x] for x in sweep or args.shapes}, bool(sweep), f"Attention forward, {setting}")
-    return int(WrongResult in (kind for _, kind in told))
+    has_failed = any(impl not in able and must_serve(impl, device) for impl in args.impls)
+    return int(has_failed or WrongResult in (kind for _, kind in told))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """bench.py: what it prints and writes, the arithmetic of a row, and that it catches what is wrong."""
 import contextlib
+import dataclasses
 import io
 import json
+import re
 import types
 from datetime import datetime
 from pathlib import Path
@@ -16,9 +18,12 @@ from minimal_attn._build import source_digest
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OURS = "cuda:simt" if DEVICE == "cuda" else "cuda:host"
 META = {"device", "driver", "torch", "triton", "cuda", "date", "source_digest", "command"}
+SIZES = ("batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
+PEERS = {"cuda:sm80", "cuda:sm90", "flex", "cublas"}  # of the format too, though nothing here measures them yet
 # Not smaller: the largest of a few rounding errors is a matter of luck.
 SMALL = ("--shape", "2,4,64,64", "--seqlens", "", "--no-profile")
-RECORDED = sorted((Path(bench.__file__).parent / "benchmarks").glob("h200/*.json"))
+ROOT = Path(bench.__file__).parent
+RECORDED = sorted(ROOT.glob("benchmarks/h200/*.json"))
 
 
 def run(*argv):
@@ -43,16 +48,35 @@ def check_format(text):
     """The rows of a JSON in the one format of bench.py."""
     content = json.loads(text, parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
     assert set(content) == {"meta", "rows"} and content["rows"]
-    assert set(content["meta"]) >= META
-    assert datetime.fromisoformat(content["meta"]["date"]).tzinfo
-    assert "/" not in content["meta"]["command"].replace("benchmarks/h200/", "")
-    for row in content["rows"]:
+    meta, rows = content["meta"], content["rows"]
+    assert set(meta) == META
+    date = datetime.fromisoformat(meta["date"])
+    assert date.tzinfo and date.isoformat(timespec="seconds") == meta["date"]
+    assert re.fullmatch("[0-9a-f]{64}", meta["source_digest"])
+    assert "/" not in meta["command"].replace("benchmarks/h200/", "")
+    for row in rows:
         assert list(row) == list(bench.ROW)
-        assert row["op"] in ("forward", "backward", "decode")
+        assert row["op"] in ("forward", "backward", "matmul", "decode") and row["impl"] in PEERS | set(bench.IMPLS)
         assert row["dtype"] in ("float32", "float16", "bfloat16") and isinstance(row["causal"], bool)
-        assert all(isinstance(row[x], int) for x in bench.ROW[5:10])
-        assert all(row[x] is None or isinstance(row[x], float) for x in bench.MEASURED)
-    return content["rows"]
+        assert all(isinstance(row[x], int) and row[x] > 0 for x in ("head_dim", *SIZES))
+        assert all(row[x] is None or isinstance(row[x], float) and row[x] >= 0 for x in bench.MEASURED)
+        if row["ms"] is None:
+            assert all(row[x] is None for x in bench.MEASURED)
+        elif row["op"] == "forward":
+            check_arithmetic(row)
+    measured_as = [tuple(row[x] for x in bench.ROW if x not in bench.MEASURED) for row in rows]
+    assert len(set(measured_as)) == len(rows)
+    return rows
+
+
+def check_arithmetic(row):
+    b, h, h_k, seqlen_q, seqlen_k = (row[x] for x in SIZES)
+    flops = 4 * b * h * seqlen_q * seqlen_k * row["head_dim"] / (2 if row["causal"] else 1)
+    elements = 2 * b * row["head_dim"] * (h * seqlen_q + h_k * seqlen_k)
+    assert row["tflops"] == pytest.approx(flops / (row["ms"] * 1e-3) / 1e12, rel=1e-4)
+    assert row["gbps"] == pytest.approx(getattr(torch, row["dtype"]).itemsize * elements / (row["ms"] * 1e-3) / 1e9,
+                                        rel=1e-4)
+    assert row["ms_p20"] <= row["ms"] <= row["ms_p80"]
 
 
 def test_prints_check_profiles_and_tables(whole):
@@ -79,16 +103,10 @@ def test_json(whole):
     assert [row["impl"] for row in rows] == impls * 3
 
 
-def test_arithmetic_of_a_row(whole):
+def test_what_serves_is_measured(whole):
     measured = [row for row in json.loads(whole.rows)["rows"] if row["ms"]]
     assert {"manual", OURS, "triton", "torch:math"} <= {row["impl"] for row in measured}
     for row in measured:
-        b, h, h_k, seqlen_q, seqlen_k = (row[x] for x in bench.ROW[5:10])
-        flops = 4 * b * h * seqlen_q * seqlen_k * row["head_dim"] / 2  # causal
-        elements = 2 * b * row["head_dim"] * (h * seqlen_q + h_k * seqlen_k)
-        assert row["tflops"] == pytest.approx(flops / (row["ms"] * 1e-3) / 1e12, rel=1e-4)
-        assert row["gbps"] == pytest.approx(4 * elements / (row["ms"] * 1e-3) / 1e9, rel=1e-4)
-        assert row["ms_p20"] <= row["ms"] <= row["ms_p80"]
         assert row["max_err"] < 1e-5
         assert (row["peak_mb"] is None) == (DEVICE == "cpu")
 
@@ -155,10 +173,11 @@ def test_a_wrong_implementation_fails_the_run(broken, monkeypatch, tmp_path):
     assert right["ms"] and all(wrong[x] is None for x in bench.MEASURED)  # what is wrong is not timed
 
 
-def test_an_implementation_that_raises_does_not_end_the_run(monkeypatch, tmp_path):
-    def refuses(q, k, v, causal):
-        raise torch.OutOfMemoryError(f"no room for {tuple(q.shape)}\nhints that nobody asked for")
+def refuses(q, k, v, causal):
+    raise torch.OutOfMemoryError(f"no room for {tuple(q.shape)}\nhints that nobody asked for")
 
+
+def test_a_peer_that_raises_does_not_end_the_run(monkeypatch, tmp_path):
     monkeypatch.setitem(bench.IMPLS, "torch:huge", bench.Impl(refuses))
     file = tmp_path / "refused.json"
     code, out = run(*SMALL, "--shape", "2,4,80,64", "--impls", "torch:huge,manual", "--json", file)
@@ -167,6 +186,32 @@ def test_an_implementation_that_raises_does_not_end_the_run(monkeypatch, tmp_pat
     assert [row["ms"] is None for row in check_format(file.read_text())] == [True, False] * 2
 
 
+@pytest.mark.parametrize("why_not, exit_code", [(None, 1), (ValueError("no compiler"), 0)])
+def test_ours_must_serve_where_it_is_available(why_not, exit_code, monkeypatch, tmp_path):
+    monkeypatch.setitem(bench.IMPLS, OURS, bench.IMPLS[OURS]._replace(forward=refuses))
+    there = dataclasses.replace(bench.BACKENDS["cuda"], why_not=lambda device: why_not)
+    monkeypatch.setitem(bench.BACKENDS, "cuda", there)
+    code, out = run(*SMALL, "--impls", f"{OURS},manual")
+    assert code == exit_code and out.count(f"{OURS}: OutOfMemoryError") == 1
+
+
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.name)
 def test_recorded_results_hold_only_this_format(file):
     check_format(file.read_text())
+
+
+def test_the_readme_quotes_the_record():
+    """Every number of README's table of results is one of benchmarks/h200/fp32.json, as rounded there."""
+    recorded = {}
+    for row in check_format((ROOT / "benchmarks/h200/fp32.json").read_text()):
+        recorded.setdefault(",".join(str(row[x]) for x in ("batch_size", "nheads", "seqlen_q", "head_dim")),
+                            {})[row["impl"]] = row
+    table = re.search(r"\n\| \(B,H,S,D\) .*?\n\n", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    quoted = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
+    assert [shape for shape, *_ in quoted] == list(recorded)
+    for shape, *cells in quoted:
+        ms = {impl: row["ms"] for impl, row in recorded[shape].items()}
+        error = {impl: row["max_err"] for impl, row in recorded[shape].items()}
+        assert cells == [f"{ms['manual']:.3g}", f"{ms['cuda:simt']:.3g}", f"{ms['manual'] / ms['cuda:simt']:.2f}",
+                         f"{ms['torch:efficient'] / ms['cuda:simt']:.2f}", f"{ms['manual'] / ms['triton']:.2f}",
+                         f"{error['cuda:simt']:.1e} / {error['manual']:.1e}"]
