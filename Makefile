@@ -19,12 +19,19 @@ TWIN = if ! $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
-demo: $(VENV)
+demo: NEEDS = filelock ninja rich
+demo: packages
 	@$(PY) -c 'import minimal_attn; minimal_attn.load()'
 	@$(TWIN) $(PY) bench.py
 
-test: $(VENV)
+test: NEEDS = filelock hypothesis matplotlib ninja numpy pytest pytest-timeout rich
+test: packages
 	@$(TWIN) $(PY) -m pytest tests
+
+packages: $(VENV)
+	@$(PY) -c 'import sys, importlib.util as u; lacks = [x for x in sys.argv[1:] if not u.find_spec(x.replace("-", "_"))]; \
+	    lacks and sys.exit(f"{sys.executable} lacks packages: {sys.executable} -m pip install " + " ".join(lacks))' \
+	    $(NEEDS)
 
 .venv/stamp: tests/constraints.txt
 	$(PYTHON) -m venv .venv
@@ -35,4 +42,4 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis minimal_attn/_C*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help demo test clean
+.PHONY: help demo test packages clean
