@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from minimal_attn._build import recipe
+
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {"flash.cu": ["75", "80", "90a", "120"]}
 
@@ -37,12 +39,16 @@ def test_every_cu_file_has_targets():
     assert {file.name for file in (ROOT / "csrc").glob("*.cu")} == set(TARGETS)
 
 
+def test_no_fast_math():
+    assert not any("fast" in flag for flag in recipe()["extra_cuda_cflags"])
+
+
 @pytest.mark.skipif(not nvcc(), reason="no nvcc on PATH or in CUDA_HOME")
 @pytest.mark.parametrize("file, target", [(file, target) for file in TARGETS for target in TARGETS[file]])
 def test_cuda_kernels_do_not_spill(file, target, tmp_path):
     # No -split-compile: with it the code, and with that the spills, differ from one run of nvcc to the next.
     gpu = f"-gencode=arch=compute_{target},code=sm_{target}"
-    command = [nvcc(), "-std=c++20", "-O3", "-lineinfo", "-Xptxas=-v", gpu,
+    command = [nvcc(), *recipe()["extra_cuda_cflags"], "-Xptxas=-v", gpu,
                "-c", ROOT / "csrc" / file, "-o", tmp_path / "kernel.o"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
     assert done.returncode == 0, done.stdout

@@ -364,6 +364,16 @@ def test_reference_against_sdpa():
     torch.testing.assert_close(reference_attention(q, k, v, True, 0.4), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_oracle_computes_16_bit_inputs_in_fp32(dtype):
+    q, k, v = (x.to(dtype) for x in qkv(H=1, Hk=1))
+    out, lse = reference_attention(q.float(), k.float(), v.float(), True, return_lse=True)
+    got, got_lse = reference_attention(q, k, v, True, return_lse=True)
+    assert got.equal(out.to(dtype)) and got_lse.equal(lse)
+    q, k, v = (x[:, 0] for x in (q, k, v))
+    assert blockwise_attention(q, k, v, 8).equal(blockwise_attention(q.float(), k.float(), v.float(), 8).to(dtype))
+
+
 def test_reference_by_hand():
     """Two keys of which the second is hidden from the first row, numbers one can check in the head."""
     q = torch.tensor([[[1.0], [2.0]]])

@@ -47,6 +47,8 @@ def test_lengths_that_cannot_be_checked_are_clamped(backend):
     flash_attention(q, k, v, backend=backend)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        with pytest.raises(ValueError, match="pass a GPU tensor"):
+            flash_attention(q, k, v, seq_lens=[200, 7, 64], backend=backend)
         out = flash_attention(q, k, v, True, seq_lens=seq_lens, backend=backend)
     graph.replay()
     assert (out[0] == 0).all()

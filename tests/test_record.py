@@ -19,6 +19,14 @@ def record(request):
     return json.loads(RECORD.read_text())
 
 
+def check_sources(record):
+    if record["source_digest"] == source_digest():
+        return
+    stale = f"{RECORD.name} was made from other sources of csrc/ and triton_ref/ than these"
+    assert record.get("stale_because"), stale
+    warnings.warn(f"{stale}, and no GPU could be reached: {record['stale_because']}")
+
+
 def test_the_gpu_run_was_clean(record):
     assert KEYS <= record.keys()
     assert record["failed"] == 0 and record["passed"] > 0
@@ -27,8 +35,11 @@ def test_the_gpu_run_was_clean(record):
 
 
 def test_the_gpu_run_was_of_these_sources(record):
-    if record["source_digest"] == source_digest():
-        return
-    stale = f"{RECORD.name} was made from other sources of csrc/ and triton_ref/ than these"
-    assert record.get("stale_because"), stale
-    warnings.warn(f"{stale}, and no GPU could be reached: {record['stale_because']}")
+    check_sources(record)
+
+
+def test_a_record_of_other_sources_fails_unless_it_says_why():
+    with pytest.raises(AssertionError, match="other sources"):
+        check_sources({"source_digest": "of others"})
+    with pytest.warns(UserWarning, match="no GPU could be reached: moved"):
+        check_sources({"source_digest": "of others", "stale_because": "moved"})
