@@ -29,7 +29,8 @@ test: packages
 	@$(TWIN) $(PY) -m pytest tests
 
 packages: $(VENV)
-	@$(PY) -c 'import sys, importlib.util as u; lacks = [x for x in sys.argv[1:] if not u.find_spec(x.replace("-", "_"))]; \
+	@$(PY) -c 'import sys, importlib.util as u; \
+	    lacks = [x for x in sys.argv[1:] if not u.find_spec(x.replace("-", "_"))]; \
 	    lacks and sys.exit(f"{sys.executable} lacks packages: {sys.executable} -m pip install " + " ".join(lacks))' \
 	    $(NEEDS)
 

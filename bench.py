@@ -19,7 +19,7 @@ import time
 import warnings
 from datetime import datetime
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it when the profiler loads: no log lines in the tables
 
@@ -102,7 +102,7 @@ def sdpa_with(backend):
 class Impl(NamedTuple):
     forward: Callable  # (q, k, v, causal) -> out, or an exception where it cannot serve them
     devices: tuple = ("cuda", "cpu")
-    backend: Optional[str] = None  # of minimal_attn, if it is ours: where that is available, it has to serve
+    backend: str | None = None  # of minimal_attn, if it is ours: where that is available, it has to serve
 
 
 flash_cuda = functools.partial(flash_attention, backend="cuda")

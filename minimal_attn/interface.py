@@ -9,10 +9,11 @@ import functools
 import math
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, Optional
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -21,7 +22,9 @@ from .checks import check_options, check_qkv, check_seq_lens, check_tensor
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast
 
 
-def flash_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, return_lse=False, backend="auto"):
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
+                    seq_lens: Tensor | Sequence[int] | None = None, *, return_lse: bool = False,
+                    backend: str = "auto") -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
     q, k and v are used by their strides, in any order of batch, head and sequence, without copies; only a last
@@ -43,7 +46,8 @@ def flash_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, retu
 
     Returns:
         out, of q's shape and dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for
-        fp64 inputs), natural log. A row that sees no key has out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs.
+        fp64 inputs), natural log. A row that sees no key has out 0 and lse -inf. Empty batches and lengths of 0 give
+        empty or zero outputs.
 
     Raises:
         TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, or causal.
@@ -53,7 +57,7 @@ def flash_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, retu
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
     name = _auto_backend(q) if backend == "auto" else backend
-    if name not in tuple(BACKENDS):  # which, unlike the table, can be asked for a list
+    if name not in tuple(BACKENDS):  # a dict would not take a list as a key
         raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
     check_qkv(q, k, v, chosen.dtypes)
@@ -84,9 +88,11 @@ def flash_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, retu
     return (out, lse) if return_lse else out
 
 
-def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-                    alibi_slopes=None, deterministic=False, return_attn_probs=False, *, return_lse=False,
-                    backend="auto"):
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+                    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+                    *, return_lse: bool = False,
+                    backend: str = "auto") -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """flash_attention with the signature and the layout of flash-attn (flash_attn.flash_attn_func).
 
     Args:
@@ -119,12 +125,12 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
     return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
 
 
-def forward(q, k, v):
+def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The classic minimal call: flash_attention(q, k, v) with every default. q, k, v: (B, H, S, D)."""
     return flash_attention(q, k, v)
 
 
-def available_backends():
+def available_backends() -> list[str]:
     """The names that flash_attention's backend takes on this machine, as a list."""
     return [name for name, backend in BACKENDS.items() if backend.why_not() is None]
 
@@ -139,7 +145,7 @@ class Backend:
     dtypes: tuple
     differentiable: bool
     # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
-    why_not: Callable[[Optional[torch.device]], Optional[Exception]]
+    why_not: Callable[[torch.device | None], Exception | None]
 
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -6,8 +6,10 @@ blockwise_attention walks along the keys as the kernels do, to be read beside cs
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from .checks import check_options, check_qkv, check_seq_lens
 
@@ -25,7 +27,9 @@ def without_autocast(function):
     return wrapped
 
 
-def reference_attention(q, k, v, causal=False, sm_scale=None, seq_lens=None, *, return_lse=False):
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
+                        seq_lens: Tensor | Sequence[int] | None = None, *,
+                        return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
 
     The same function as flash_attention, which describes arguments and errors. Differentiable.
@@ -84,7 +88,7 @@ def reference_forward(q, k, v, causal, softmax_scale, seq_lens):
 
 
 @without_autocast
-def blockwise_attention(q, k, v, block_size=64, dropout_p=0.0):
+def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, dropout_p: float = 0.0) -> Tensor:
     """softmax(Q Kᵀ / sqrt(D)) V with the online softmax, one block of keys at a time: for reading, not for speed.
 
     Milakov and Gimelshein 2018 (the running maximum and sum); Dao et al. 2022, Algorithm 1 (with the product by V).
