@@ -284,7 +284,17 @@ def test_a_library_that_does_not_load_is_explained(monkeypatch, tmp_path):
     assert _build._prebuilt() is None
 
 
-# Sources and packages.
+# make, sources and packages.
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make on PATH")
+def test_make_names_the_packages_that_are_missing():
+    def make(needs):
+        return subprocess.run(["make", "packages", f"PYTHON={sys.executable}", f"NEEDS={needs}"], cwd=ROOT,
+                              capture_output=True, text=True)
+
+    assert "-m pip install no-such-package\n" in make("pytest no-such-package pytest-timeout").stderr
+    assert make("pytest pytest-timeout").returncode == 0
+
 
 def test_source_digest(tree):
     def digest():
