@@ -66,7 +66,7 @@ def test_cuda_against_triton(dtype, case):
 
 
 BITWISE = [
-    Case(f"D{D}_{layout}", B=3, H=4, Hk=2, Sq=70, Sk=70, D=D, causal=True, seq_lens=(70, 3, 65), layout=layout)
+    Case(f"D{D}_{layout}", B=3, H=2, Hk=1, Sq=70, Sk=70, D=D, causal=True, seq_lens=(70, 3, 65), layout=layout)
     for D, layout in ((40, "bhsd"), (64, "odd"), (128, "bhsd"), (256, "bhsd"))
 ]
 each_bitwise_case = pytest.mark.parametrize("case", BITWISE, ids=str)
@@ -78,7 +78,7 @@ each_bitwise_case = pytest.mark.parametrize("case", BITWISE, ids=str)
 def test_same_inputs_same_bits(impl, dtype, case):
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     first = run(impl, case, q, k, v)
-    for _ in range(3):
+    for _ in range(2):
         assert all(a.equal(b) for a, b in zip(first, run(impl, case, q, k, v)))
 
 
