@@ -72,8 +72,9 @@ def check_seq_lens(seq_lens, q, k):
     seqlen = q.shape[-2]
     if seqlen != k.shape[-2]:
         raise ValueError(f"seq_lens needs equal lengths of q and k, got seqlen_q {seqlen} and seqlen_k {k.shape[-2]}")
-    is_capturing = q.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
-    can_read = not (is_capturing or torch.compiler.is_compiling())
+    is_tracing = torch.compiler.is_compiling()
+    is_capturing = q.is_cuda and not is_tracing and torch.cuda.is_current_stream_capturing()
+    can_read = not (is_tracing or is_capturing)
     if not isinstance(seq_lens, torch.Tensor):
         try:
             lengths = [operator.index(n) for n in seq_lens]
