@@ -46,6 +46,9 @@ inline bool is_aligned(const AttnParams &p, int bytes, int elements) {
 namespace simt {
 void flash_forward(const AttnParams &p);  // flash.cu on the GPU
 }
+namespace sm80 {
+void flash_forward(const AttnParams &p);  // flash_sm80.cu: tensor cores, for what kernels.h says they can serve
+}
 namespace host {
 void flash_forward(const AttnParams &p);  // the same kernel on the CPU; returns when it is done
 }

@@ -4,7 +4,7 @@ Read next: interface.py, the facade; then csrc/flash.cu, the kernel.
 """
 
 from ._build import load
-from .interface import available_backends, flash_attention, flash_attn_func, forward
+from .interface import available_backends, flash_attention, flash_attn_func, forward, which_kernel
 from .reference import blockwise_attention, reference_attention
 
 __version__ = "0.1.0"
@@ -17,4 +17,5 @@ __all__ = [
     "forward",
     "load",
     "reference_attention",
+    "which_kernel",
 ]

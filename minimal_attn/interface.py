@@ -56,6 +56,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no derivative.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
+    if seq_lens is None and (backend == "auto" or backend == "cuda"):
+        result = _plain_forward(q, k, v, causal, sm_scale, False, return_lse)
+        if result is not None:
+            return result
     name = _auto_backend(q) if backend == "auto" else backend
     if name not in tuple(BACKENDS):  # a dict would not take a list as a key
         raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
@@ -109,6 +113,11 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     Raises:
         NotImplementedError: an argument that is not supported yet, by name; otherwise as flash_attention.
     """
+    if dropout_p == 0.0 and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None:
+        if backend == "auto" or backend == "cuda":
+            result = _plain_forward(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs)
+            if result is not None:
+                return (*result, None) if return_attn_probs else result
     unsupported = {"dropout_p": dropout_p != 0.0, "window_size": window_size not in ((-1, -1), [-1, -1]),
                    "softcap": softcap != 0.0, "alibi_slopes": alibi_slopes is not None}
     for argument, given in unsupported.items():
@@ -128,6 +137,38 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
 def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The classic minimal call: flash_attention(q, k, v) with every default. q, k, v: (B, H, S, D)."""
     return flash_attention(q, k, v)
+
+
+def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
+                 seq_lens: Tensor | Sequence[int] | None = None) -> str:
+    """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
+
+    It depends on dtype, head_dim, strides, alignment and the GPU alone. The environment variable MINIMAL_ATTN_KERNEL
+    forces one of the CUDA kernels, for tests and benchmarks.
+
+    Args:
+        As of flash_attention.
+
+    Returns:
+        "sm80" (flash_sm80.cu, tensor cores) for float16 and bfloat16 on GPUs from Ampere on, where head_dim and the
+        strides are multiples of 8 elements and the tensors start at multiples of 16 bytes; "simt" (flash.cu) for all
+        else on a GPU; "host" (flash.cu, built for the CPU) for CPU tensors.
+
+    Raises:
+        ValueError: MINIMAL_ATTN_KERNEL names no kernel, or one that cannot serve the call.
+        Otherwise as flash_attention.
+    """
+    check_qkv(q, k, v, KERNEL_DTYPES)
+    check_options(causal, sm_scale)
+    check_seq_lens(seq_lens, q, k)
+    why_not = _cuda_why_not(q.device)
+    if why_not is not None:
+        raise why_not
+    if not q.is_cuda:
+        return "host"
+    _load_ops()
+    q, k, v = (x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v))
+    return _choose_kernel(*(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)))[0]
 
 
 def available_backends() -> list[str]:
@@ -154,12 +195,38 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # torch.compile runs this while it traces and keeps the answer: building a library cannot be part of a graph.
 @torch.compiler.assume_constant_result
 def _load_ops():
-    _build.load()
+    global _plain
+    _plain = _build.load().plain_forward
     return True
+
+
+_plain = None  # of csrc/main.cpp, once it is loaded
+
+
+def _plain_forward(q, k, v, causal, softmax_scale, seq_major, return_lse):
+    """The result of an everyday call on CUDA tensors, straight from C++, or None for all others."""
+    if torch.compiler.is_compiling() or _plain is None:
+        return None
+    return _plain(q, k, v, causal, softmax_scale, seq_major, return_lse)
+
+
+def _choose_kernel(q, k, v):
+    """(name, why it is not the fast one or None) for 4D CUDA tensors."""
+    major, minor = torch.cuda.get_device_capability(q.device)
+    return _build.load().which_kernel(q, k, v, 10 * major + minor)
+
+
+@functools.cache  # once a reason
+def _warn_slow(reason):
+    _warn(f"tensor cores cannot serve this call, which is slower without them: {reason}")
 
 
 def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
     _load_ops()
+    if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
+        _, slow_because = _choose_kernel(q, k, v)
+        if slow_because:
+            _warn_slow(slow_because)
     return torch.ops.minimal_attn.flash_forward(q, k, v, seq_lens, softmax_scale, causal)
 
 
@@ -273,8 +340,13 @@ def _choose_cuda_or_triton():
     reason = _build.why_not(on_gpu=True)
     if reason is None:
         return "cuda"
-    frame, depth = sys._getframe(), 1
-    while frame.f_globals is globals():  # up to the user's line, whichever of the functions above it calls
-        frame, depth = frame.f_back, depth + 1
-    warnings.warn(f"minimal_attn: backend='auto' takes Triton, since {reason}", stacklevel=depth)
+    _warn(f"backend='auto' takes Triton, since {reason}")
     return "triton"
+
+
+def _warn(text):
+    """A warning at the line that called into this module, whichever of its functions that was."""
+    frame, depth = sys._getframe(), 1
+    while frame.f_globals is globals():
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(f"minimal_attn: {text}", stacklevel=depth)

@@ -1,0 +1,47 @@
+// Which CUDA kernel serves a call: one function of dtype, head_dim, alignment and compute capability. Not of the batch
+// size, so that a sample's result does not depend on its batch. It runs on the host and needs no CUDA.
+//
+// Read next: main.cpp, which asks.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "flash.h"
+
+enum class Kernel { kSimt, kSm80 };  // flash.cu, flash_sm80.cu
+constexpr const char *kKernelNames[] = {"simt", "sm80"};
+
+int compute_capability();  // of the current device, 90 for Hopper; in flash_sm80.cu
+
+// Why flash_sm80.cu, which loads 16 bytes at a time, cannot serve p, or nullptr.
+inline const char *why_not_sm80(const AttnParams &p, int compute_capability) {
+    if (compute_capability < 80) return "the GPU is older than sm_80";
+    if (p.dtype == DType::kFloat32) return "the dtype is float32, which tensor cores would round";
+    if (p.head_dim % 8) return "head_dim is not a multiple of 8";
+    if (uintptr_t(p.q) % 16) return "q does not start at a multiple of 16 bytes";
+    if (uintptr_t(p.k) % 16) return "k does not start at a multiple of 16 bytes";
+    if (uintptr_t(p.v) % 16) return "v does not start at a multiple of 16 bytes";
+    if ((p.q_batch_stride | p.q_head_stride | p.q_row_stride) % 8) return "a stride of q is not a multiple of 8";
+    if ((p.k_batch_stride | p.k_head_stride | p.k_row_stride) % 8) return "a stride of k is not a multiple of 8";
+    if ((p.v_batch_stride | p.v_head_stride | p.v_row_stride) % 8) return "a stride of v is not a multiple of 8";
+    return nullptr;
+}
+
+struct Choice {
+    Kernel kernel;
+    const char *slow_because;  // what it is about the tensors that costs them the tensor cores, or nullptr
+};
+
+// forced: a kernel's name, or nullptr. Throws std::invalid_argument if that is no kernel, or one that cannot serve p.
+inline Choice choose_kernel(const AttnParams &p, int compute_capability, const char *forced) {
+    const char *why_not = why_not_sm80(p, compute_capability);
+    if (forced) {
+        const std::string name(forced);
+        if (name == "simt") return {Kernel::kSimt, nullptr};
+        if (name != "sm80") throw std::invalid_argument("MINIMAL_ATTN_KERNEL is '" + name + "': there are simt and sm80");
+        if (why_not) throw std::invalid_argument(std::string("MINIMAL_ATTN_KERNEL=sm80 cannot serve: ") + why_not);
+    }
+    if (!why_not) return {Kernel::kSm80, nullptr};
+    return {Kernel::kSimt, compute_capability < 80 || p.dtype == DType::kFloat32 ? nullptr : why_not};
+}

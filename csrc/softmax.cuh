@@ -1,0 +1,98 @@
+// Online softmax on accumulator fragments, for every kernel on tensor cores (Dao, FlashAttention-2, 2023, Algorithm 1).
+//
+// acc[m][n][4] are a warp's accumulators [16·kMTiles, 8·kNTiles], m16n8 tiles as ptx_sm80.cuh has them; a warp's share of
+// a wgmma accumulator looks the same. The four lanes of a quad hold the same rows. A lane numbers its rows i = 2·m for
+// row r, 2·m + 1 for row r + 8 of tile m.
+//
+// The running maximum is lazy. P = exp2(scale_log2 · S - row_max) is right for any row_max near the true maximum, so it
+// stays until the true one is 8 binary orders ahead: P up to 2^8 rounds as well as P up to 1, and acc_o is rescaled at a
+// row's first keys and then almost never.
+//
+// Read next: mask.cuh.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "ptx_sm80.cuh"
+
+template <typename Op> __device__ float quad_reduce(float x, Op op) {
+    x = op(x, __shfl_xor_sync(~0u, x, 1));
+    return op(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+template <int kMTiles> struct Softmax {
+    static constexpr int kRows = 2 * kMTiles;
+    static constexpr float kSlack = 8.f;
+
+    // Above 0, so that a masked score of -inf stays -inf: the scores come with softmax_scale's sign, as 0 if it is 0.
+    const float scale_log2;
+    float row_max[kRows];  // times scale_log2; finite before the first key, so that exp2(-inf - row_max) is 0, not NaN
+    float row_sum[kRows];  // over this lane's columns, until finalize()
+
+    __device__ explicit Softmax(float softmax_scale)
+        : scale_log2(softmax_scale == 0.f ? 1.f : fabsf(softmax_scale) * 1.4426950408889634f) {
+        for (int i = 0; i < kRows; i++) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
+    }
+
+    // Before the probabilities of a block: let row_max follow its scores, and acc_o follow row_max.
+    template <int kNTiles, int kDTiles>
+    __device__ void update(const float (&acc_s)[kMTiles][kNTiles][4], float (&acc_o)[kMTiles][kDTiles][4]) {
+        float alpha[kRows];
+        bool has_grown = false;
+#pragma unroll
+        for (int i = 0; i < kRows; i++) {
+            float block_max = -INFINITY;
+#pragma unroll
+            for (int n = 0; n < kNTiles; n++)
+                block_max = fmaxf(block_max, fmaxf(acc_s[i / 2][n][i % 2 * 2], acc_s[i / 2][n][i % 2 * 2 + 1]));
+            block_max = quad_reduce(block_max, fmaxf);
+            const float growth = block_max * scale_log2 - row_max[i];
+            alpha[i] = growth > kSlack ? ptx::exp2_approx(-growth) : 1.f;
+            row_max[i] = growth > kSlack ? block_max * scale_log2 : row_max[i];
+            has_grown |= growth > kSlack;
+        }
+        if (!__any_sync(~0u, has_grown)) return;
+#pragma unroll
+        for (int i = 0; i < kRows; i++) {
+            row_sum[i] *= alpha[i];
+#pragma unroll
+            for (int d = 0; d < kDTiles; d++)
+                for (int e = 0; e < 2; e++) acc_o[i / 2][d][i % 2 * 2 + e] *= alpha[i];
+        }
+    }
+
+    // P of the columns [16·kk, 16·kk + 16) of tile m: added to row_sum, and rounded to T as the A operand of P V.
+    template <typename T, int kNTiles>
+    __device__ void probabilities(uint32_t (&p)[4], const float (&acc_s)[kNTiles][4], int m, int kk) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int i = 2 * m + j % 2;
+            const float(&s)[4] = acc_s[2 * kk + j / 2];
+            const float x = ptx::exp2_approx(s[j % 2 * 2] * scale_log2 - row_max[i]);
+            const float y = ptx::exp2_approx(s[j % 2 * 2 + 1] * scale_log2 - row_max[i]);
+            row_sum[i] += x + y;
+            p[j] = ptx::pack<T>(x, y);
+        }
+    }
+
+    // row_sum becomes the row's, and acc_o the output: of empty rows 0, even where V times probabilities of 0 gave NaN.
+    template <int kDTiles> __device__ void finalize(float (&acc_o)[kMTiles][kDTiles][4]) {
+#pragma unroll
+        for (int i = 0; i < kRows; i++) {
+            row_sum[i] = quad_reduce(row_sum[i], [](float x, float y) { return x + y; });
+            const float scale_o = 1.f / row_sum[i];
+#pragma unroll
+            for (int d = 0; d < kDTiles; d++)
+                for (int e = 0; e < 2; e++) {
+                    float &x = acc_o[i / 2][d][i % 2 * 2 + e];
+                    x = row_sum[i] == 0.f ? 0.f : x * scale_o;
+                }
+        }
+    }
+
+    // Natural logarithm of row i's sum of exponentials, after finalize().
+    __device__ float lse(int i) const {
+        return row_sum[i] == 0.f ? -INFINITY : row_max[i] * 0.6931471805599453f + logf(row_sum[i]);
+    }
+};
