@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <memory>
 #include <stdexcept>
@@ -62,10 +63,12 @@ template <typename T> T from_float(float x) {
 struct HostBlock {
     HostBlock(int threads, size_t shared_bytes)
         : barrier(threads), shared((shared_bytes + sizeof(Line) - 1) / sizeof(Line)) {
+        for (int t = 0; t < threads; t += 32) warps.emplace_back(std::min(32, threads - t));
         std::memset(static_cast<void *>(shared.data()), 0xff, shared.size() * sizeof(Line));
     }
     struct alignas(128) Line { unsigned char bytes[128]; };
     std::barrier<> barrier;
+    std::deque<std::barrier<>> warps;  // a barrier cannot be moved
     std::vector<Line> shared;
 };
 
@@ -73,6 +76,7 @@ struct HostIndex { unsigned x; };
 inline thread_local HostIndex threadIdx, blockIdx;
 inline thread_local HostBlock *host_block;
 
+inline void __syncwarp() { host_block->warps[threadIdx.x / 32].arrive_and_wait(); }
 inline void __syncthreads() { host_block->barrier.arrive_and_wait(); }
 
 // An asynchronous copy, whose last `zeros` bytes become 0, happens when it is waited for: a wait left out shows.
