@@ -42,11 +42,10 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     constexpr int kNThreads = Tiles::kNThreads, kRows = Br / kTy, kCols = Bc / kTx, kDims = Tiles::kHeadDim / kTx;
     static_assert(kRows * kTy == Br && kCols * kTx == Bc && kDims * kTx == Tiles::kHeadDim && 16 % kTx == 0);
     Tiles &tiles = shared_memory<Tiles>();
-    // Neighbouring lanes have two rows, and pairs of them the columns: so a warp's 16-byte reads take the fewest passes.
+    // Neighbouring lanes have two rows, pairs of them the columns: a warp's 16-byte reads take the fewest passes.
     const int tx = threadIdx.x / 2 % kTx, ty = threadIdx.x / (2 * kTx) * 2 + threadIdx.x % 2;
 
-    // Blocks of one head are neighbours, to share its K and V in L2; the rows that see most under a causal mask go
-    // first.
+    // Blocks of one head are neighbours, to share its K and V in L2; rows that see most under a causal mask go first.
     const int Tr = (p.seqlen_q + Br - 1) / Br, row0 = (Tr - 1 - blockIdx.x % Tr) * Br;
     const int64_t bh = blockIdx.x / Tr, b = bh / p.nheads, h = bh % p.nheads, h_k = h / (p.nheads / p.nheads_k);
     const T *gQ = static_cast<const T *>(p.q) + b * p.q_batch_stride + h * p.q_head_stride + row0 * p.q_row_stride;
@@ -62,30 +61,30 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     };
     const int Tc = rows > 0 ? (visible(rows - 1) + Bc - 1) / Bc : 0;
 
-    // exp(scale · (S - m)) = exp2(scale_log2 · (S - m)) needs scale_log2 > 0 to hide a masked score of -inf: the sign of
-    // the scale goes to S, and a scale of 0 makes every score 0.
+    // exp(scale · (S - m)) = exp2(scale_log2 · (S - m)) needs scale_log2 > 0 to hide a masked score of -inf: the sign
+    // of the scale goes to S, and a scale of 0 makes every score 0.
     const float sign = (p.softmax_scale > 0.f) - (p.softmax_scale < 0.f);
     const float scale_log2 = p.softmax_scale == 0.f ? 1.f : fabsf(p.softmax_scale) * 1.4426950408889634f;
-    const int as_is = sign == 1.f && rows == Br ? visible(0) : 0;  // scores of the keys before it stay as they are
+    const int unmasked = sign == 1.f && rows == Br ? visible(0) : 0;  // the scores of keys before it stay as they are
 
-    const int steps_K = (p.head_dim + kStep - 1) / kStep, steps = steps_K + Bc / kStep;  // for Kj, for Kj and Vj
-    int j_load = 0, s_load = 0, at = 0;  // the step to be loaded, and where
+    // Each step is loaded while the one before it is used: first those of Kj, then those of Vj.
+    const int steps_K = (p.head_dim + kStep - 1) / kStep, steps = steps_K + Bc / kStep;
+    int j_load = 0, s_load = 0, at = 0;  // which step to load, and where
     auto load_step = [&] {
         if (j_load >= Tc) return;
         auto &step = tiles.steps[at];
-        const int d = s_load * kStep, c = j_load * Bc + max(0, s_load - steps_K) * kStep, end = seq_len - c;
-        if (s_load < steps_K)
-            load_tile<kNThreads, true, 1>(step.Kj, gK + c * p.k_row_stride + d, p.k_row_stride, end, p.head_dim - d);
-        else if (aligned) load_tile<kNThreads, false, 4>(step.Vj, gV + c * p.v_row_stride, p.v_row_stride, end, p.head_dim);
-        else load_tile<kNThreads, false, 1>(step.Vj, gV + c * p.v_row_stride, p.v_row_stride, end, p.head_dim);
+        const int d = s_load * kStep, c = j_load * Bc + max(0, d - steps_K * kStep), rest = seq_len - c;
+        const T *k = gK + c * p.k_row_stride + d, *v = gV + c * p.v_row_stride;
+        if (s_load < steps_K) load_tile<kNThreads, true, 1>(step.Kj, k, p.k_row_stride, rest, p.head_dim - d);
+        else if (aligned) load_tile<kNThreads, false, 4>(step.Vj, v, p.v_row_stride, rest, p.head_dim);
+        else load_tile<kNThreads, false, 1>(step.Vj, v, p.v_row_stride, rest, p.head_dim);
         if (++s_load == steps) s_load = 0, j_load++;
     };
     auto next_step = [&]() -> auto & {
         __pipeline_wait_prior(0);
         __syncthreads();  // the next step is written, and the last one has been read
         auto &step = tiles.steps[at];
-        at ^= 1;
-        load_step();
+        at ^= 1, load_step();
         return step;
     };
 
@@ -107,7 +106,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
                 for (int i = 0; i < kRows; i++)
                     for (int c = 0; c < kCols; c++) S[i][c] += sum[i][c];
             }
-        if ((j + 1) * Bc > as_is)
+        if ((j + 1) * Bc > unmasked)
             for (int i = 0; i < kRows; i++) {
                 const int end = visible(place<kTy, kRows>(ty, i)) - j * Bc;
                 for (int c = 0; c < kCols; c++)
@@ -115,10 +114,9 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
             }
         float m_new[kRows], alpha[kRows];
         for (int i = 0; i < kRows; i++) {
-            m_new[i] = S[i][0];
-            for (float x : S[i]) m_new[i] = fmaxf(m_new[i], x);
-            tiles.partial[tx][place<kTy, kRows>(ty, i)] = m_new[i];
-            m_new[i] = m[i];
+            float row_max = m_new[i] = m[i];
+            for (float x : S[i]) row_max = fmaxf(row_max, x);
+            tiles.partial[tx][place<kTy, kRows>(ty, i)] = row_max;
         }
         __syncwarp();  // partial is written
         for (int t = 0; t < kTx; t++) {
@@ -145,6 +143,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
 
     for (int i = 0; i < kRows; i++) tiles.partial[tx][place<kTy, kRows>(ty, i)] = l[i];
     __syncwarp();  // partial is written
+#pragma unroll
     for (int i = 0; i < kRows; i++) {
         const int r = place<kTy, kRows>(ty, i);
         if (row0 + r >= p.seqlen_q) continue;
@@ -165,30 +164,34 @@ template <typename T, typename Tiles> void launch_fwd(const AttnParams &p) {
     launch(flash_fwd<T, Tiles>, blocks, Tiles::kNThreads, sizeof(Tiles), p.stream, p, is_aligned(p, 4 * sizeof(T), 4));
 }
 
-// Tiles by head_dim: {kHeadDim, Br, Bc, kTy, kTx, kStep}. The wide ones are for long sequences on a GPU with the memory:
-// 8×8 of S and of O a thread feed most FMAs a read, but leave a GPU idle that is not full.
+// Tiles by head_dim: {kHeadDim, Br, Bc, kTy, kTx, kStep}. The narrow ones are for 64 KB of shared memory (sm_75), the
+// wide ones for long sequences on sm_80 and sm_90: 8×8 of S and of O a thread are fastest where they fill the GPU.
 using Tiles64 = Tiles<64, 64, 64, 16, 8, 32>;
-using Tiles64Wide = Tiles<64, 128, 64, 16, 8, 32>;
+using Tiles64Wide = Tiles<64, 128, 64, 16, 8, 64>;
 using Tiles128Narrow = Tiles<128, 64, 32, 16, 8, 16>;
 using Tiles128 = Tiles<128, 64, 64, 8, 16, 32>;
-using Tiles128Wide = Tiles<128, 128, 128, 16, 16, 32>;
+using Tiles128Wide = Tiles<128, 128, 128, 16, 16, 64>;
 using Tiles256Narrow = Tiles<256, 32, 32, 8, 16, 8>;
 using Tiles256 = Tiles<256, 32, 64, 8, 16, 16>;
 using Tiles256Wide = Tiles<256, 64, 128, 16, 16, 32>;
 static_assert(sizeof(Tiles64) <= 64 << 10 && sizeof(Tiles128Narrow) <= 64 << 10 && sizeof(Tiles256Narrow) <= 64 << 10);
 static_assert(sizeof(Tiles128) <= 99 << 10 && sizeof(Tiles256) <= 99 << 10);  // sm_86, sm_89 and sm_120
+static_assert(sizeof(Tiles128Wide) <= 227 << 10 && sizeof(Tiles256Wide) <= 227 << 10);  // sm_90
 
-template <typename T, typename Narrow, typename Medium, typename Wide> void launch_best(const AttnParams &p) {
+template <typename T, typename Narrow, typename Medium, typename Wide>
+void launch_best(const AttnParams &p, bool wide) {
     const size_t memory = max_shared_memory();
-    if (sizeof(Medium) > memory) launch_fwd<T, Narrow>(p);
-    else if (sizeof(Wide) > memory || p.seqlen_q <= 512) launch_fwd<T, Medium>(p);
-    else launch_fwd<T, Wide>(p);
+    if constexpr (std::is_same_v<T, float>)  // the others are for other kernels to be fast with
+        if (wide && sizeof(Wide) <= memory) return launch_fwd<T, Wide>(p);
+    sizeof(Medium) <= memory ? launch_fwd<T, Medium>(p) : launch_fwd<T, Narrow>(p);
 }
 
 template <typename T> void dispatch(const AttnParams &p) {
-    if (p.head_dim <= 64) launch_best<T, Tiles64, Tiles64, Tiles64Wide>(p);
-    else if (p.head_dim <= 128) launch_best<T, Tiles128Narrow, Tiles128, Tiles128Wide>(p);
-    else launch_best<T, Tiles256Narrow, Tiles256, Tiles256Wide>(p);
+    // The batch has a say only where both tiles sum in the same order: results must not depend on it.
+    const bool is_long = p.seqlen_q > 512, fills_gpu = p.batch_size * p.nheads * p.seqlen_q >= 1 << 15;
+    if (p.head_dim <= 64) launch_best<T, Tiles64, Tiles64, Tiles64Wide>(p, is_long && fills_gpu);
+    else if (p.head_dim <= 128) launch_best<T, Tiles128Narrow, Tiles128, Tiles128Wide>(p, is_long);
+    else launch_best<T, Tiles256Narrow, Tiles256, Tiles256Wide>(p, is_long);
 }
 
 void flash_forward(const AttnParams &p) {

@@ -1,8 +1,8 @@
 // Tiles in shared memory and the product of two of them, for flash.cu: fp32 throughout, whatever the tensors hold.
 //
 // The threads of a block form a kTy × kTx grid over the product. Thread (ty, tx) has rows and columns in groups of four
-// neighbours, see place(), to read them as vectors. Both factors lie with the summed index first: a step of the sum reads
-// one row of each and adds their outer product in registers, 8 × 8 FMAs for 4 reads of 16 bytes.
+// neighbours, see place(), to read them as vectors. Both factors lie with the summed index first: a term of the sum is
+// the outer product of a row of each, which a thread adds in registers: 8 × 8 FMAs for 4 reads of 16 bytes.
 #pragma once
 
 #include <type_traits>
@@ -17,9 +17,9 @@ template <typename T> __device__ Vec<4> load4(const T *p) {
 }
 
 // tile[r][d] = src[r][d], or tile[d][r] if transposed, kWide elements at a time. Where the tile is larger than the
-// `rows` × `cols` of src it gets copies of the last row and column: they are finite if src is, and nothing reads them but
-// to multiply them by 0 or drop them. fp32 does not pass through registers, and is there after __pipeline_wait_prior(0).
-// Transposed, a warp copies 8 elements of 4 rows: whole sectors of memory, to 32 banks with a pitch of 4 (mod 32) floats.
+// rows × cols of src it gets copies of the last row and column, which the kernel masks, drops or multiplies by P = 0.
+// fp32 does not pass through registers, and is there after __pipeline_wait_prior(0). Transposed, a warp copies 8
+// elements of 4 rows at a time: whole sectors of memory, to 32 banks if the pitch is 4 (mod 32) floats.
 template <int kNThreads, bool kTransposed, int kWide, int kM, int kN, typename T>
 __device__ void load_tile(float (&tile)[kM][kN], const T *src, int64_t row_stride, int rows, int cols) {
     constexpr int kRows = kTransposed ? kN - 4 : kM, kCols = kTransposed ? kM : kN;
