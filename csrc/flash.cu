@@ -12,7 +12,8 @@
 // S = Qi Kjᵀ and kRows × kDims of O += P Vj. All threads of a row are in one warp, so that P and the maxima of its rows
 // need no barrier of the block. Kj and Vj come in steps that are loaded while the step before them is multiplied.
 //
-// Read next: tiles.h, the products; flash.h, the parameters; launch.h, the launch; main.cpp, where torch calls it.
+// Read next: tiles.h, the shared memory and the products; flash.h, the parameters; launch.h, the launch; main.cpp, where
+// torch calls it.
 #include "flash.h"
 #ifdef __CUDACC__
 #include "launch.h"
@@ -21,19 +22,6 @@ namespace simt { using namespace device; }
 #include "tiles.h"
 
 namespace simt {
-
-// One block's shared memory. Qi, Kj and P lie transposed, as the products want them, with a pitch of 4 (mod 32) floats.
-template <int kHeadDim_, int Br_, int Bc_, int kTy_, int kTx_, int kStep_> struct Tiles {
-    static constexpr int kHeadDim = kHeadDim_, Br = Br_, Bc = Bc_, kTy = kTy_, kTx = kTx_, kStep = kStep_;
-    static constexpr int kNThreads = kTy * kTx;
-    alignas(16) float Qi[kHeadDim][Br + 4];
-    float P[Bc][Br + 4];
-    union {
-        float Kj[kStep][Bc + 4];    // kStep elements of every row of Kj
-        float Vj[kStep][kHeadDim];  // kStep rows of Vj
-    } steps[2];
-    float partial[kTx][Br + 4];  // each thread's share of a row's maximum, at the end of its sum
-};
 
 template <typename T, typename Tiles>
 __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 8 warps an SM: 255 registers a thread
@@ -163,20 +151,6 @@ template <typename T, typename Tiles> void launch_fwd(const AttnParams &p) {
     const int64_t blocks = (int64_t(p.seqlen_q) + Tiles::Br - 1) / Tiles::Br * p.batch_size * p.nheads;
     launch(flash_fwd<T, Tiles>, blocks, Tiles::kNThreads, sizeof(Tiles), p.stream, p, is_aligned(p, 4 * sizeof(T), 4));
 }
-
-// Tiles by head_dim: {kHeadDim, Br, Bc, kTy, kTx, kStep}. The narrow ones are for 64 KB of shared memory (sm_75), the
-// wide ones for long sequences on sm_80 and sm_90: 8×8 of S and of O a thread are fastest where they fill the GPU.
-using Tiles64 = Tiles<64, 64, 64, 16, 8, 32>;
-using Tiles64Wide = Tiles<64, 128, 64, 16, 8, 64>;
-using Tiles128Narrow = Tiles<128, 64, 32, 16, 8, 16>;
-using Tiles128 = Tiles<128, 64, 64, 8, 16, 32>;
-using Tiles128Wide = Tiles<128, 128, 128, 16, 16, 64>;
-using Tiles256Narrow = Tiles<256, 32, 32, 8, 16, 8>;
-using Tiles256 = Tiles<256, 32, 64, 8, 16, 16>;
-using Tiles256Wide = Tiles<256, 64, 128, 16, 16, 32>;
-static_assert(sizeof(Tiles64) <= 64 << 10 && sizeof(Tiles128Narrow) <= 64 << 10 && sizeof(Tiles256Narrow) <= 64 << 10);
-static_assert(sizeof(Tiles128) <= 99 << 10 && sizeof(Tiles256) <= 99 << 10);  // sm_86, sm_89 and sm_120
-static_assert(sizeof(Tiles128Wide) <= 227 << 10 && sizeof(Tiles256Wide) <= 227 << 10);  // sm_90
 
 template <typename T, typename Narrow, typename Medium, typename Wide>
 void launch_best(const AttnParams &p, bool wide) {

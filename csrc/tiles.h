@@ -1,4 +1,4 @@
-// Tiles in shared memory and the product of two of them, for flash.cu: fp32 throughout, whatever the tensors hold.
+// Tiles in shared memory, how they are loaded and multiplied, for flash.cu: fp32 throughout, whatever the tensors hold.
 //
 // The threads of a block form a kTy × kTx grid over the product. Thread (ty, tx) has rows and columns in groups of four
 // neighbours, see place(), to read them as vectors. Both factors lie with the summed index first: a term of the sum is
@@ -9,6 +9,33 @@
 
 namespace simt {
 
+// One block's shared memory. Qi, Kj and P lie transposed, as the products want them, with a pitch of 4 (mod 32) floats.
+template <int kHeadDim_, int Br_, int Bc_, int kTy_, int kTx_, int kStep_> struct Tiles {
+    static constexpr int kHeadDim = kHeadDim_, Br = Br_, Bc = Bc_, kTy = kTy_, kTx = kTx_, kStep = kStep_;
+    static constexpr int kNThreads = kTy * kTx;
+    alignas(16) float Qi[kHeadDim][Br + 4];
+    float P[Bc][Br + 4];
+    union {
+        float Kj[kStep][Bc + 4];    // kStep elements of every row of Kj
+        float Vj[kStep][kHeadDim];  // kStep rows of Vj
+    } steps[2];
+    float partial[kTx][Br + 4];  // each thread's share of a row's maximum, at the end of its sum
+};
+
+// Tiles by head_dim: {kHeadDim, Br, Bc, kTy, kTx, kStep}. The narrow ones are for 64 KB of shared memory (sm_75), the
+// wide ones for long sequences on sm_80 and sm_90: 8×8 of S and of O a thread are fastest where they fill the GPU.
+using Tiles64 = Tiles<64, 64, 64, 16, 8, 32>;
+using Tiles64Wide = Tiles<64, 128, 64, 16, 8, 64>;
+using Tiles128Narrow = Tiles<128, 64, 32, 16, 8, 16>;
+using Tiles128 = Tiles<128, 64, 64, 8, 16, 32>;
+using Tiles128Wide = Tiles<128, 128, 128, 16, 16, 64>;
+using Tiles256Narrow = Tiles<256, 32, 32, 8, 16, 8>;
+using Tiles256 = Tiles<256, 32, 64, 8, 16, 16>;
+using Tiles256Wide = Tiles<256, 64, 128, 16, 16, 32>;
+static_assert(sizeof(Tiles64) <= 64 << 10 && sizeof(Tiles128Narrow) <= 64 << 10 && sizeof(Tiles256Narrow) <= 64 << 10);
+static_assert(sizeof(Tiles128) <= 99 << 10 && sizeof(Tiles256) <= 99 << 10);  // sm_86, sm_89 and sm_120
+static_assert(sizeof(Tiles128Wide) <= 227 << 10 && sizeof(Tiles256Wide) <= 227 << 10);  // sm_90
+
 template <int kWide> struct alignas(4 * kWide) Vec { float x[kWide]; };
 
 template <typename T> __device__ Vec<4> load4(const T *p) {
@@ -17,7 +44,8 @@ template <typename T> __device__ Vec<4> load4(const T *p) {
 }
 
 // tile[r][d] = src[r][d], or tile[d][r] if transposed, kWide elements at a time. Where the tile is larger than the
-// rows × cols of src it gets copies of the last row and column, which the kernel masks, drops or multiplies by P = 0.
+// rows × cols of src it gets copies of the last row and column, which the kernel masks, drops or multiplies by P = 0;
+// with rows <= 0 the last row lies before src.
 // fp32 does not pass through registers, and is there after __pipeline_wait_prior(0). Transposed, a warp copies 8
 // elements of 4 rows at a time: whole sectors of memory, to 32 banks if the pitch is 4 (mod 32) floats.
 template <int kNThreads, bool kTransposed, int kWide, int kM, int kN, typename T>
