@@ -3,46 +3,37 @@
 //
 // Names are the paper's (Dao et al. 2022, Algorithm 1; loop order of FlashAttention-2, Dao 2023, Algorithm 1):
 //   Br, Bc           rows of a block of Q, rows of a block of K and V      (kBlockM, kBlockN in the other kernels)
-//   Qi, KVj, P       tiles in shared memory: of Q, of K and then V, and P = exp(scale · (S - m))
+//   Qi, Kj, Vj, P    tiles in shared memory: of Q, K and V, and P = exp(scale · (S - m))
 //   Tr, Tc           number of blocks of Q, of K and V that a row block sees
 //   m, l             running maximum and sum of a row                      (row_max, row_sum in the other kernels)
 //
 // A block of threads owns Br rows of one head and walks along K and V, so O, m and l live in registers and go to memory
-// once. The threads form a kTy × kTx grid over each of the two products. Thread (ty, tx) computes
-//   S[ty + kTy·i][tx + kTx·c]             its kRows × kCols part of S = Qi Kjᵀ, and
-//   O[ty + kTy·i][4·(tx + kTx·d) + 0..3]  its kRows × 4·kVecs part of O += P Vj.
+// once. The threads form a kTy × kTx grid over each of the two products; thread (ty, tx) computes kRows × kCols of
+// S = Qi Kjᵀ and kRows × kDims of O += P Vj. All threads of a row are in one warp, so that P and the maxima of its rows
+// need no barrier of the block. Kj and Vj come in steps that are loaded while the step before them is multiplied.
 //
-// Read next: tiles.h, the products; flash.h, the parameters; launch.h, the launch; main.cpp, where torch calls it.
+// Read next: tiles.h, the shared memory and the products; flash.h, the parameters; launch.h, the launch; main.cpp, where
+// torch calls it.
 #include "flash.h"
 #ifdef __CUDACC__
 #include "launch.h"
+namespace simt { using namespace device; }
 #endif
 #include "tiles.h"
 
 namespace simt {
 
-// One block's shared memory.
-template <int kHeadDim_, int Br_, int Bc_, int kTy_, int kTx_> struct Tiles {
-    static constexpr int kHeadDim = kHeadDim_, Br = Br_, Bc = Bc_, kTy = kTy_, kTx = kTx_, kThreads = kTy * kTx;
-    Vec4 Qi[Br][kHeadDim / 4 + 1];
-    Vec4 KVj[Bc][kHeadDim / 4 + 1];  // Kj, then Vj
-    float P[Br][Bc + 4];
-    float partial[Br][kTx];  // each thread's share of a row's maximum, at the end of its sum
-};
-
 template <typename T, typename Tiles>
-__global__ void __launch_bounds__(Tiles::kThreads, 2)  // two blocks an SM: up to 255 registers a thread
+__global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 8 warps an SM: 255 registers a thread
     flash_fwd(const AttnParams p, const bool aligned) {
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, kTy = Tiles::kTy, kTx = Tiles::kTx, kThreads = Tiles::kThreads;
-    constexpr int kRows = Br / kTy, kCols = Bc / kTx, kVecs = Tiles::kHeadDim / 4 / kTx;
-    static_assert(kRows * kTy == Br && kCols * kTx == Bc && kVecs * kTx * 4 == Tiles::kHeadDim);
-    static_assert(Bc % 4 == 0 && kVecs % 2 == 0);
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, kTy = Tiles::kTy, kTx = Tiles::kTx, kStep = Tiles::kStep;
+    constexpr int kNThreads = Tiles::kNThreads, kRows = Br / kTy, kCols = Bc / kTx, kDims = Tiles::kHeadDim / kTx;
+    static_assert(kRows * kTy == Br && kCols * kTx == Bc && kDims * kTx == Tiles::kHeadDim && 16 % kTx == 0);
     Tiles &tiles = shared_memory<Tiles>();
-    // Neighbouring lanes have two rows, and pairs of them 8 columns: so a warp's 16-byte reads take the fewest passes.
+    // Neighbouring lanes have two rows, pairs of them the columns: a warp's 16-byte reads take the fewest passes.
     const int tx = threadIdx.x / 2 % kTx, ty = threadIdx.x / (2 * kTx) * 2 + threadIdx.x % 2;
 
-    // Blocks of one head are neighbours, to share its K and V in L2; the rows that see most under a causal mask go
-    // first.
+    // Blocks of one head are neighbours, to share its K and V in L2; rows that see most under a causal mask go first.
     const int Tr = (p.seqlen_q + Br - 1) / Br, row0 = (Tr - 1 - blockIdx.x % Tr) * Br;
     const int64_t bh = blockIdx.x / Tr, b = bh / p.nheads, h = bh % p.nheads, h_k = h / (p.nheads / p.nheads_k);
     const T *gQ = static_cast<const T *>(p.q) + b * p.q_batch_stride + h * p.q_head_stride + row0 * p.q_row_stride;
@@ -54,117 +45,127 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2)  // two blocks an SM: up t
     const int seq_len = p.seq_lens ? max(0, min(p.seq_lens[b], p.seqlen_k)) : p.seqlen_k;
     const int rows = min(Br, (p.seq_lens ? seq_len : p.seqlen_q) - row0);
     auto visible = [&](int r) {
-        return r >= rows ? 0 : p.is_causal ? min(seq_len, row0 + r + 1 + (p.seqlen_k - p.seqlen_q)) : seq_len;
+        return r >= rows ? 0 : p.is_causal ? row0 + r + 1 + (p.seqlen_k - p.seqlen_q) : seq_len;
     };
-    const int Tc = rows > 0 ? (max(0, visible(rows - 1)) + Bc - 1) / Bc : 0;
+    const int Tc = rows > 0 ? (visible(rows - 1) + Bc - 1) / Bc : 0;
 
-    Vec4 O[kRows][kVecs] = {};
-    float m[kRows], l[kRows] = {};
-    for (float &x : m) x = -INFINITY;
-    // exp(scale · (S - m)) = exp2(scale_log2 · (S - m)) needs scale_log2 > 0 to hide a masked score of -inf: the sign of
-    // the scale goes to S, and a scale of 0 makes every score 0.
+    // exp(scale · (S - m)) = exp2(scale_log2 · (S - m)) needs scale_log2 > 0 to hide a masked score of -inf: the sign
+    // of the scale goes to S, and a scale of 0 makes every score 0.
     const float sign = (p.softmax_scale > 0.f) - (p.softmax_scale < 0.f);
     const float scale_log2 = p.softmax_scale == 0.f ? 1.f : fabsf(p.softmax_scale) * 1.4426950408889634f;
+    const int unmasked = sign == 1.f && rows == Br ? visible(0) : 0;  // the scores of keys before it stay as they are
 
-    auto load = [&](auto &tile, const T *src, int64_t row_stride, int end) {
-        if (aligned) load_tile<kThreads, 4>(tile, src, row_stride, end, p.head_dim);
-        else load_tile<kThreads, 1>(tile, src, row_stride, end, p.head_dim);
+    // Each step is loaded while the one before it is used: first those of Kj, then those of Vj.
+    const int steps_K = (p.head_dim + kStep - 1) / kStep, steps = steps_K + Bc / kStep;
+    int j_load = 0, s_load = 0, at = 0;  // which step to load, and where
+    auto load_step = [&] {
+        if (j_load >= Tc) return;
+        auto &step = tiles.steps[at];
+        const int d = s_load * kStep, c = j_load * Bc + max(0, d - steps_K * kStep), rest = seq_len - c;
+        const T *k = gK + c * p.k_row_stride + d, *v = gV + c * p.v_row_stride;
+        if (s_load < steps_K) load_tile<kNThreads, true, 1>(step.Kj, k, p.k_row_stride, rest, p.head_dim - d);
+        else if (aligned) load_tile<kNThreads, false, 4>(step.Vj, v, p.v_row_stride, rest, p.head_dim);
+        else load_tile<kNThreads, false, 1>(step.Vj, v, p.v_row_stride, rest, p.head_dim);
+        if (++s_load == steps) s_load = 0, j_load++;
     };
-    if (Tc > 0) load(tiles.Qi, gQ, p.q_row_stride, rows);
-    for (int j = 0; j < Tc; j++) {
-        const int col0 = j * Bc;
-        load(tiles.KVj, gK + col0 * p.k_row_stride, p.k_row_stride, seq_len - col0);
+    auto next_step = [&]() -> auto & {
         __pipeline_wait_prior(0);
-        __syncthreads();  // Qi and Kj are written
+        __syncthreads();  // the next step is written, and the last one has been read
+        auto &step = tiles.steps[at];
+        at ^= 1, load_step();
+        return step;
+    };
 
-        const int vecs = (p.head_dim + 3) / 4;
+    float O[kRows][kDims] = {}, m[kRows], l[kRows] = {};
+    for (float &x : m) x = -INFINITY;
+    if (Tc > 0) load_tile<kNThreads, true, 1>(tiles.Qi, gQ, p.q_row_stride, rows, p.head_dim);
+    load_step();
+    for (int j = 0; j < Tc; j++) {
         float S[kRows][kCols] = {};
-        if constexpr (Tiles::kHeadDim <= 128) multiply_transposed<kTy, kTx>(S, tiles.Qi, tiles.KVj, ty, tx, 0, vecs);
+        auto multiply_QK = [&](float (&acc)[kRows][kCols], int d) {
+            multiply<kTy, kTx>(acc, tiles.Qi + d, next_step().Kj, ty, tx, min(kStep, p.head_dim - d));
+        };
+        if constexpr (Tiles::kHeadDim <= 128)
+            for (int d = 0; d < p.head_dim; d += kStep) multiply_QK(S, d);
         else
-            for (int d = 0; d < vecs; d += 16) {  // 64 products at a time: short sums round less
+            for (int end = 64; end - 64 < p.head_dim; end += 64) {  // 64 products at a time: short sums round less
                 float sum[kRows][kCols] = {};
-                multiply_transposed<kTy, kTx>(sum, tiles.Qi, tiles.KVj, ty, tx, d, min(d + 16, vecs));
+                for (int d = end - 64; d < min(end, p.head_dim); d += kStep) multiply_QK(sum, d);
                 for (int i = 0; i < kRows; i++)
                     for (int c = 0; c < kCols; c++) S[i][c] += sum[i][c];
             }
-        for (int i = 0; i < kRows; i++) {
-            const int end = visible(ty + kTy * i) - col0;
-            float row_max = -INFINITY;
-            for (int c = 0; c < kCols; c++) {
-                S[i][c] = tx + kTx * c < end ? S[i][c] * sign : -INFINITY;
-                row_max = fmaxf(row_max, S[i][c]);
+        if ((j + 1) * Bc > unmasked)
+            for (int i = 0; i < kRows; i++) {
+                const int end = visible(place<kTy, kRows>(ty, i)) - j * Bc;
+                for (int c = 0; c < kCols; c++)
+                    S[i][c] = place<kTx, kCols>(tx, c) < end ? S[i][c] * sign : -INFINITY;
             }
-            tiles.partial[ty + kTy * i][tx] = row_max;
+        float m_new[kRows], alpha[kRows];
+        for (int i = 0; i < kRows; i++) {
+            float row_max = m_new[i] = m[i];
+            for (float x : S[i]) row_max = fmaxf(row_max, x);
+            tiles.partial[tx][place<kTy, kRows>(ty, i)] = row_max;
         }
-        __syncthreads();  // partial is written, Kj has been read
-
-        load(tiles.KVj, gV + col0 * p.v_row_stride, p.v_row_stride, seq_len - col0);
-        float alpha[kRows];
+        __syncwarp();  // partial is written
+        for (int t = 0; t < kTx; t++) {
+            float row_max[kRows];
+            read<kTy>(row_max, tiles.partial[t], ty);
+            for (int i = 0; i < kRows; i++) m_new[i] = fmaxf(m_new[i], row_max[i]);
+        }
         for (int i = 0; i < kRows; i++) {
-            float m_new = m[i], row_sum = 0.f;
-            for (float x : tiles.partial[ty + kTy * i]) m_new = fmaxf(m_new, x);
-            const float m_sub = m_new == -INFINITY ? 0.f : m_new;  // nothing seen yet: exp2(-inf) is 0, not NaN
-            for (int c = 0; c < kCols; c++) {
-                const float p_ij = exp2f((S[i][c] - m_sub) * scale_log2);
-                row_sum += p_ij, tiles.P[ty + kTy * i][tx + kTx * c] = p_ij;
-            }
+            float row_sum = 0.f;
+            const float m_sub = m_new[i] == -INFINITY ? 0.f : m_new[i];  // nothing seen yet: exp2(-inf) is 0, not NaN
+            for (float &x : S[i]) row_sum += x = exp2f((x - m_sub) * scale_log2);
             alpha[i] = exp2f((m[i] - m_sub) * scale_log2);
-            l[i] = l[i] * alpha[i] + row_sum, m[i] = m_new;
+            l[i] = l[i] * alpha[i] + row_sum, m[i] = m_new[i];
         }
-        __pipeline_wait_prior(0);
-        __syncthreads();  // P and Vj are written
+        for (int c = 0; c < kCols; c++)
+            for (int i = 0; i < kRows; i++) tiles.P[place<kTx, kCols>(tx, c)][place<kTy, kRows>(ty, i)] = S[i][c];
 
         // P Vj is summed apart from O: short sums round less, and O takes its rescaling in the same FMA.
-#pragma unroll
-        for (int d0 = 0; d0 < kVecs; d0 += 2) {
-            Vec4 PV[kRows][2] = {};
-            multiply<kTy, kTx>(PV, tiles.P, tiles.KVj, ty, tx, kTx * d0);
-            for (int i = 0; i < kRows; i++)
-                for (int d = 0; d < 2; d++)
-                    for (int e = 0; e < 4; e++) O[i][d0 + d].x[e] = O[i][d0 + d].x[e] * alpha[i] + PV[i][d].x[e];
-        }
-        __syncthreads();  // P and Vj have been read
+        float PV[kRows][kDims] = {};
+        for (int c = 0; c < Bc; c += kStep) multiply<kTy, kTx>(PV, tiles.P + c, next_step().Vj, ty, tx, kStep);
+        for (int i = 0; i < kRows; i++)
+            for (int d = 0; d < kDims; d++) O[i][d] = O[i][d] * alpha[i] + PV[i][d];
     }
 
-    for (int i = 0; i < kRows; i++) tiles.partial[ty + kTy * i][tx] = l[i];
-    __syncthreads();
+    for (int i = 0; i < kRows; i++) tiles.partial[tx][place<kTy, kRows>(ty, i)] = l[i];
+    __syncwarp();  // partial is written
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
-        const int r = ty + kTy * i;
+        const int r = place<kTy, kRows>(ty, i);
         if (row0 + r >= p.seqlen_q) continue;
         float sum = 0.f;
-        for (float x : tiles.partial[r]) sum += x;
+        for (int t = 0; t < kTx; t++) sum += tiles.partial[t][r];
         const bool empty = sum == 0.f;  // its out is 0 even where V, times its probabilities of 0, gave NaN
         const float scale_o = 1.f / sum, lse = empty ? -INFINITY : m[i] * fabsf(p.softmax_scale) + logf(sum);
         if (tx == 0) p.lse[bh * p.seqlen_q + row0 + r] = lse;
-#pragma unroll
-        for (int d = 0; d < kVecs; d++)
-            for (int e = 0; e < 4; e++) {
-                const int x = 4 * (tx + kTx * d) + e;
-                if (x < p.head_dim) gO[r * p.o_row_stride + x] = from_float<T>(empty ? 0.f : O[i][d].x[e] * scale_o);
-            }
+        for (int d = 0; d < kDims; d++) {
+            const int x = place<kTx, kDims>(tx, d);
+            if (x < p.head_dim) gO[r * p.o_row_stride + x] = from_float<T>(empty ? 0.f : O[i][d] * scale_o);
+        }
     }
 }
 
 template <typename T, typename Tiles> void launch_fwd(const AttnParams &p) {
     const int64_t blocks = (int64_t(p.seqlen_q) + Tiles::Br - 1) / Tiles::Br * p.batch_size * p.nheads;
-    launch(flash_fwd<T, Tiles>, blocks, Tiles::kThreads, sizeof(Tiles), p.stream, p, is_aligned(p, 4 * sizeof(T), 4));
+    launch(flash_fwd<T, Tiles>, blocks, Tiles::kNThreads, sizeof(Tiles), p.stream, p, is_aligned(p, 4 * sizeof(T), 4));
 }
 
-// Tiles by head_dim: {kHeadDim, Br, Bc, kTy, kTx}. The narrow ones are for 64 KB of shared memory (sm_75).
-using Tiles64 = Tiles<64, 64, 64, 16, 8>;  // 4×8 of S and of O a thread: 8×8 starves a GPU that is not full
-using Tiles128 = Tiles<128, 64, 64, 8, 16>;  // 8×4 of S, 8×8 of O
-using Tiles128Narrow = Tiles<128, 64, 32, 8, 16>;
-using Tiles256 = Tiles<256, 32, 32, 8, 16>;  // half the rows, for 99 KB
-using Tiles256Narrow = Tiles<256, 32, 16, 8, 16>;
-static_assert(sizeof(Tiles64) <= 64 << 10 && sizeof(Tiles128Narrow) <= 64 << 10 && sizeof(Tiles256Narrow) <= 64 << 10);
-static_assert(sizeof(Tiles128) <= 99 << 10 && sizeof(Tiles256) <= 99 << 10);  // sm_86, sm_89 and sm_120
+template <typename T, typename Narrow, typename Medium, typename Wide>
+void launch_best(const AttnParams &p, bool wide) {
+    const size_t memory = max_shared_memory();
+    if constexpr (std::is_same_v<T, float>)  // the others are for other kernels to be fast with
+        if (wide && sizeof(Wide) <= memory) return launch_fwd<T, Wide>(p);
+    sizeof(Medium) <= memory ? launch_fwd<T, Medium>(p) : launch_fwd<T, Narrow>(p);
+}
 
 template <typename T> void dispatch(const AttnParams &p) {
-    if (p.head_dim <= 64) return launch_fwd<T, Tiles64>(p);
-    const bool narrow = max_shared_memory() < 99 << 10;
-    if (p.head_dim <= 128) return narrow ? launch_fwd<T, Tiles128Narrow>(p) : launch_fwd<T, Tiles128>(p);
-    return narrow ? launch_fwd<T, Tiles256Narrow>(p) : launch_fwd<T, Tiles256>(p);
+    // The batch has a say only where both tiles sum in the same order: results must not depend on it.
+    const bool is_long = p.seqlen_q > 512, fills_gpu = p.batch_size * p.nheads * p.seqlen_q >= 1 << 15;
+    if (p.head_dim <= 64) launch_best<T, Tiles64, Tiles64, Tiles64Wide>(p, is_long && fills_gpu);
+    else if (p.head_dim <= 128) launch_best<T, Tiles128Narrow, Tiles128, Tiles128Wide>(p, is_long);
+    else launch_best<T, Tiles256Narrow, Tiles256, Tiles256Wide>(p, is_long);
 }
 
 void flash_forward(const AttnParams &p) {

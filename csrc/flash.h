@@ -32,12 +32,11 @@ struct AttnParams {
     void *stream;  // cudaStream_t, on the current device; unused by the host build
 };
 
-// Whether every row of q, k, v and o starts at a multiple of `bytes` and holds whole vectors of `elements`.
+// Whether every row of q, k and v starts at a multiple of `bytes` and holds whole vectors of `elements`.
 inline bool is_aligned(const AttnParams &p, int bytes, int elements) {
     const int64_t strides = p.q_batch_stride | p.q_head_stride | p.q_row_stride | p.k_batch_stride | p.k_head_stride |
-                            p.k_row_stride | p.v_batch_stride | p.v_head_stride | p.v_row_stride | p.o_batch_stride |
-                            p.o_head_stride | p.o_row_stride;
-    const uintptr_t pointers = uintptr_t(p.q) | uintptr_t(p.k) | uintptr_t(p.v) | uintptr_t(p.o);
+                            p.k_row_stride | p.v_batch_stride | p.v_head_stride | p.v_row_stride;
+    const uintptr_t pointers = uintptr_t(p.q) | uintptr_t(p.k) | uintptr_t(p.v);
     return (strides | p.head_dim) % elements == 0 && pointers % bytes == 0;
 }
 

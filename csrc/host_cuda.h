@@ -1,9 +1,10 @@
 // Just enough of CUDA to compile flash.cu with a C++20 compiler and run it on the CPU, so that a debugger,
 // AddressSanitizer and ThreadSanitizer work on the kernel itself and the library works where there is no GPU.
 //
-// Every thread of a block is a real thread and __syncthreads() a real barrier: a barrier left out is a data race that
-// ThreadSanitizer reports. Blocks run one after another. Shared memory starts as NaN, so that a value read before it is
-// written shows. As in CUDA, every thread of a block must reach every barrier; unlike in CUDA, none may return early.
+// Every thread of a block is a real thread and __syncthreads() a real barrier, as is __syncwarp() for 32 of them: a
+// barrier left out is a data race that ThreadSanitizer reports. Blocks run one after another. Shared memory is NaN at the
+// start of each, so that a value read before it is written shows. As in CUDA, every thread of a block must reach every
+// barrier; unlike in CUDA, none may return early.
 #pragma once
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <memory>
 #include <stdexcept>
@@ -62,10 +64,12 @@ template <typename T> T from_float(float x) {
 struct HostBlock {
     HostBlock(int threads, size_t shared_bytes)
         : barrier(threads), shared((shared_bytes + sizeof(Line) - 1) / sizeof(Line)) {
-        std::memset(static_cast<void *>(shared.data()), 0xff, shared.size() * sizeof(Line));
+        for (int t = 0; t < threads; t += 32) warps.emplace_back(std::min(32, threads - t));
     }
+    void make_shared_nan() { std::memset(static_cast<void *>(shared.data()), 0xff, shared.size() * sizeof(Line)); }
     struct alignas(128) Line { unsigned char bytes[128]; };
     std::barrier<> barrier;
+    std::deque<std::barrier<>> warps;  // a barrier cannot be moved
     std::vector<Line> shared;
 };
 
@@ -73,24 +77,22 @@ struct HostIndex { unsigned x; };
 inline thread_local HostIndex threadIdx, blockIdx;
 inline thread_local HostBlock *host_block;
 
+inline void __syncwarp() { host_block->warps[threadIdx.x / 32].arrive_and_wait(); }
 inline void __syncthreads() { host_block->barrier.arrive_and_wait(); }
 
-// An asynchronous copy, whose last `zeros` bytes become 0, happens when it is waited for: a wait left out shows.
+// An asynchronous copy happens when it is waited for: a wait left out shows.
 struct HostCopy {
     void *to;
     const void *from;
-    size_t bytes, zeros;
+    size_t bytes;
 };
 inline thread_local std::vector<HostCopy> host_copies;
-inline void __pipeline_memcpy_async(void *to, const void *from, size_t bytes, size_t zeros = 0) {
-    host_copies.push_back({to, from, bytes - zeros, zeros});
+inline void __pipeline_memcpy_async(void *to, const void *from, size_t bytes) {
+    host_copies.push_back({to, from, bytes});
 }
 inline void __pipeline_commit() {}
-inline void __pipeline_wait_prior(int) {
-    for (const HostCopy &copy : host_copies) {
-        std::memcpy(copy.to, copy.from, copy.bytes);
-        std::memset(static_cast<char *>(copy.to) + copy.bytes, 0, copy.zeros);
-    }
+inline void __pipeline_wait_prior(int) {  // for all that is pending: the kernel asks for no less
+    for (const HostCopy &copy : host_copies) std::memcpy(copy.to, copy.from, copy.bytes);
     host_copies.clear();
 }
 
@@ -114,6 +116,8 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
         threadIdx.x = t;
         for (unsigned x = 0; x < blocks; x++) {
             blockIdx.x = x;
+            if (t == 0) block.make_shared_nan();
+            __syncthreads();
             kernel(args...);
             __syncthreads();  // shared memory now belongs to the next block
         }

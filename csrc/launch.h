@@ -1,5 +1,5 @@
 // What the kernels need of the CUDA runtime: element types, dynamic shared memory, and one function that launches or
-// throws. host_cuda.h has the same for the CPU, in a namespace of its own: both are linked into one library.
+// throws. host_cuda.h has the same for the CPU, in its namespace host: both are linked into one library.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +10,7 @@
 #include <string>
 #include <type_traits>
 
-namespace simt {
+namespace device {
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(__half x) { return __half2float(x); }
@@ -47,15 +47,13 @@ inline void check_cuda(cudaError_t error) {
     throw std::runtime_error(message);
 }
 
-inline int device_attribute(cudaDeviceAttr attribute) {
-    int device, value;
-    check_cuda(cudaGetDevice(&device));
-    check_cuda(cudaDeviceGetAttribute(&value, attribute, device));
-    return value;
-}
-
 // Bytes of shared memory that one block may have on the current device.
-inline size_t max_shared_memory() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+inline size_t max_shared_memory() {
+    int device, bytes;
+    check_cuda(cudaGetDevice(&device));
+    check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    return bytes;
+}
 
 // Enqueue kernel<<<blocks, threads, shared_bytes, stream>>>(args...) on the current device. No blocks: nothing to do.
 template <typename... Args>
@@ -68,4 +66,4 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
     check_cuda(cudaGetLastError());
 }
 
-}  // namespace simt
+}  // namespace device

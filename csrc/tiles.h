@@ -1,69 +1,104 @@
-// Tiles in shared memory and the two products of them, for flash.cu: fp32 throughout, whatever the tensors hold.
+// Tiles in shared memory, how they are loaded and multiplied, for flash.cu: fp32 throughout, whatever the tensors hold.
 //
-// The threads of a block form a kTy × kTx grid over a product. Thread (ty, tx) has the rows ty + kTy·i, i < kRows, and
-// computes its part as outer products in registers: that, not memory, decides the speed, since every 16-byte read from
-// shared memory must feed many FMAs. Rows of a tile have one vector more than they use: with a pitch of 4 (mod 32) floats
-// the vectors of 8 neighbouring rows lie in 32 different banks.
+// The threads of a block form a kTy × kTx grid over the product. Thread (ty, tx) has rows and columns in groups of four
+// neighbours, see place(), to read them as vectors. Both factors lie with the summed index first: a term of the sum is
+// the outer product of a row of each, which a thread adds in registers: 8 × 8 FMAs for 4 reads of 16 bytes.
 #pragma once
 
 #include <type_traits>
 
 namespace simt {
 
-struct alignas(16) Vec4 { float x[4]; };
+// One block's shared memory. Qi, Kj and P lie transposed, as the products want them, with a pitch of 4 (mod 32) floats.
+template <int kHeadDim_, int Br_, int Bc_, int kTy_, int kTx_, int kStep_> struct Tiles {
+    static constexpr int kHeadDim = kHeadDim_, Br = Br_, Bc = Bc_, kTy = kTy_, kTx = kTx_, kStep = kStep_;
+    static constexpr int kNThreads = kTy * kTx;
+    alignas(16) float Qi[kHeadDim][Br + 4];
+    float P[Bc][Br + 4];
+    union {
+        float Kj[kStep][Bc + 4];    // kStep elements of every row of Kj
+        float Vj[kStep][kHeadDim];  // kStep rows of Vj
+    } steps[2];
+    float partial[kTx][Br + 4];  // each thread's share of a row's maximum, at the end of its sum
+};
 
-template <typename T> __device__ Vec4 load4(const T *p) {
+// Tiles by head_dim: {kHeadDim, Br, Bc, kTy, kTx, kStep}. The narrow ones are for 64 KB of shared memory (sm_75), the
+// wide ones for long sequences on sm_80 and sm_90: 8×8 of S and of O a thread are fastest where they fill the GPU.
+using Tiles64 = Tiles<64, 64, 64, 16, 8, 32>;
+using Tiles64Wide = Tiles<64, 128, 64, 16, 8, 64>;
+using Tiles128Narrow = Tiles<128, 64, 32, 16, 8, 16>;
+using Tiles128 = Tiles<128, 64, 64, 8, 16, 32>;
+using Tiles128Wide = Tiles<128, 128, 128, 16, 16, 64>;
+using Tiles256Narrow = Tiles<256, 32, 32, 8, 16, 8>;
+using Tiles256 = Tiles<256, 32, 64, 8, 16, 16>;
+using Tiles256Wide = Tiles<256, 64, 128, 16, 16, 32>;
+static_assert(sizeof(Tiles64) <= 64 << 10 && sizeof(Tiles128Narrow) <= 64 << 10 && sizeof(Tiles256Narrow) <= 64 << 10);
+static_assert(sizeof(Tiles128) <= 99 << 10 && sizeof(Tiles256) <= 99 << 10);  // sm_86, sm_89 and sm_120
+static_assert(sizeof(Tiles128Wide) <= 227 << 10 && sizeof(Tiles256Wide) <= 227 << 10);  // sm_90
+
+template <int kWide> struct alignas(4 * kWide) Vec { float x[kWide]; };
+
+template <typename T> __device__ Vec<4> load4(const T *p) {
     struct alignas(4 * sizeof(T)) Raw { T x[4]; } raw = *reinterpret_cast<const Raw *>(p);
     return {to_float(raw.x[0]), to_float(raw.x[1]), to_float(raw.x[2]), to_float(raw.x[3])};
 }
 
-// tile = src[0..rows)[0..head_dim), kWide elements at a time; what lies outside is never read and becomes 0.
-// fp32 goes to shared memory without passing through registers and is there after __pipeline_wait_prior(0).
-template <int kThreads, int kWide, int kRows, int kPitch, typename T>
-__device__ void load_tile(Vec4 (&tile)[kRows][kPitch], const T *src, int64_t row_stride, int rows, int head_dim) {
-    constexpr int kSteps = 4 * (kPitch - 1) / kWide;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < kRows * kSteps; i += kThreads) {
-        const int r = i / kSteps, d = i % kSteps * kWide;
-        const bool inside = r < rows && d < head_dim;
-        const T *from = inside ? src + r * row_stride + d : src;
-        float *to = &tile[r][d / 4].x[d % 4];
-        if constexpr (std::is_same_v<T, float>) __pipeline_memcpy_async(to, from, 4 * kWide, inside ? 0 : 4 * kWide);
-        else if constexpr (kWide == 4) tile[r][d / 4] = inside ? load4(from) : Vec4{};
-        else *to = inside ? to_float(*from) : 0.f;
-    }
+// tile[r][d] = src[r][d], or tile[d][r] if transposed, kWide elements at a time. Where the tile is larger than the
+// rows × cols of src it gets copies of the last row and column, which the kernel masks, drops or multiplies by P = 0;
+// with rows <= 0 the last row lies before src.
+// fp32 does not pass through registers, and is there after __pipeline_wait_prior(0). Transposed, a warp copies 8
+// elements of 4 rows at a time: whole sectors of memory, to 32 banks if the pitch is 4 (mod 32) floats.
+template <int kNThreads, bool kTransposed, int kWide, int kM, int kN, typename T>
+__device__ void load_tile(float (&tile)[kM][kN], const T *src, int64_t row_stride, int rows, int cols) {
+    constexpr int kRows = kTransposed ? kN - 4 : kM, kCols = kTransposed ? kM : kN;
+    constexpr int kLanes = kTransposed ? 8 : kN / 4, kPass = kNThreads / kLanes;
+    static_assert(kRows % kPass == 0 && kCols % (kLanes * kWide) == 0);
+    const int r0 = threadIdx.x / kLanes, d0 = threadIdx.x % kLanes * kWide;
+    auto copy = [&]<bool kWhole>() {
+#pragma unroll(kWhole ? kRows / kPass : 1)
+        for (int i = 0; i < kRows; i += kPass) {
+            const T *row = src + (kWhole ? r0 + i : min(r0 + i, rows - 1)) * row_stride;
+            for (int d = 0; d < kCols; d += kLanes * kWide) {
+                float *to = kTransposed ? &tile[d0 + d][r0 + i] : &tile[r0 + i][d0 + d];
+                const T *from = row + (kWhole ? d0 + d : min(d0 + d, cols - kWide));
+                if constexpr (std::is_same_v<T, float>) __pipeline_memcpy_async(to, from, 4 * kWide);
+                else if constexpr (kWide == 4) *reinterpret_cast<Vec<4> *>(to) = load4(from);
+                else *to = to_float(*from);
+            }
+        }
+    };
+    if (rows >= kRows && cols >= kCols) copy.template operator()<true>();
+    else copy.template operator()<false>();
     __pipeline_commit();
 }
 
-// acc[i][c] += A[ty + kTy·i] · B[tx + kTx·c], the dot products over the vectors [d, end) of the rows.
-template <int kTy, int kTx, int kRows, int kCols, int kBr, int kBc, int kPitch>
-__device__ void multiply_transposed(float (&acc)[kRows][kCols], const Vec4 (&A)[kBr][kPitch],
-                                    const Vec4 (&B)[kBc][kPitch], int ty, int tx, int d, int end) {
-#pragma unroll 2
-    for (; d < end; d++) {
-        Vec4 a[kRows];
-        for (int i = 0; i < kRows; i++) a[i] = A[ty + kTy * i][d];
-        for (int c = 0; c < kCols; c++) {
-            const Vec4 b = B[tx + kTx * c][d];
-            for (int i = 0; i < kRows; i++)
-                for (int e = 0; e < 4; e++) acc[i][c] += a[i].x[e] * b.x[e];
-        }
+// The place in a tile of a thread's i-th row or column, of kCount: it is the t-th of n threads.
+template <int n, int kCount> __device__ int place(int t, int i) {
+    constexpr int kWide = kCount < 4 ? kCount : 4;
+    return kWide * (t + n * (i / kWide)) + i % kWide;
+}
+
+// x[i] = row[place(t, i)]
+template <int n, int kCount> __device__ void read(float (&x)[kCount], const float *row, int t) {
+    constexpr int kWide = kCount < 4 ? kCount : 4;
+    for (int i = 0; i < kCount; i += kWide) {
+        const auto v = *reinterpret_cast<const Vec<kWide> *>(row + place<n, kCount>(t, i));
+        for (int e = 0; e < kWide; e++) x[i + e] = v.x[e];
     }
 }
 
-// acc[i][d] += Σ_c A[ty + kTy·i][c] · B[c][first + tx + kTx·d], where the second index of B counts vectors.
-template <int kTy, int kTx, int kRows, int kVecs, int kBr, int kLd, int kBc, int kPitch>
-__device__ void multiply(Vec4 (&acc)[kRows][kVecs], const float (&A)[kBr][kLd], const Vec4 (&B)[kBc][kPitch], int ty,
-                         int tx, int first) {
-#pragma unroll 2
-    for (int c = 0; c < kBc; c += 4) {
-        Vec4 a[kRows];
-        for (int i = 0; i < kRows; i++) a[i] = load4(&A[ty + kTy * i][c]);
-        for (int k = 0; k < 4; k++)
-            for (int d = 0; d < kVecs; d++) {
-                const Vec4 b = B[c + k][first + tx + kTx * d];
-                for (int i = 0; i < kRows; i++)
-                    for (int e = 0; e < 4; e++) acc[i][d].x[e] += a[i].x[k] * b.x[e];
+// acc[i][c] += Σ_k A[k][place(ty, i)] · B[k][place(tx, c)], k < end.
+template <int kTy, int kTx, int kRows, int kCols, int kLdA, int kLdB>
+__device__ void multiply(float (&acc)[kRows][kCols], const float (*A)[kLdA], const float (*B)[kLdB], int ty, int tx,
+                         int end) {
+#pragma unroll 8
+    for (int k = 0; k < end; k++) {
+        float a[kRows], b[kCols];
+        read<kTy>(a, A[k], ty), read<kTx>(b, B[k], tx);
+        for (int c = 0; c < kCols; c++)
+            for (int n = 0; n < kRows; n++) {  // to and fro: neighbours share an operand, and registers are read less
+                const int i = c % 2 ? kRows - 1 - n : n;
+                acc[i][c] += a[i] * b[c];
             }
     }
 }

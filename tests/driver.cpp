@@ -1,7 +1,7 @@
 // The kernel of flash.cu on small cases and without torch, for tools that see more of a program of its own: ASan, UBSan
 // and TSan on the CPU, compute-sanitizer on the GPU. Every buffer is an allocation with nothing to spare; every result is
-// compared with attention spelled out in double. The kernel is included, not linked, so that the tiles for GPUs with
-// 64 KB of shared memory can be called anywhere. test_sanitizers.py builds and runs this:
+// compared with attention spelled out in double. The kernel is included, not linked, so that every size of tiles can be
+// called on any GPU and with short sequences. test_sanitizers.py builds and runs this:
 //
 //   g++ -std=c++20 -pthread -Icsrc tests/driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu tests/driver.cpp
 //   ./a.out [case...]      all cases if none is named
@@ -44,6 +44,8 @@ enum Layout {
     kOffset,  // kHeads from the second element of the allocation on: the pointer is unaligned
 };
 
+enum Size { kBest, kNarrow, kWide };  // of the tiles
+
 struct Case {
     const char *name;
     DType dtype;
@@ -51,7 +53,7 @@ struct Case {
     bool is_causal;
     Layout layout = kHeads;
     std::vector<int> seq_lens = {};
-    bool narrow = false;  // the tiles for 64 KB of shared memory
+    Size size = kBest;
 };
 
 constexpr DType f32 = DType::kFloat32, f16 = DType::kFloat16, b16 = DType::kBFloat16;
@@ -61,18 +63,21 @@ const std::vector<Case> cases = {
     {"fp32_64",           f32, 1, 1, 1,  70, 130,  64, false},
     {"fp32_128",          f32, 1, 1, 1,  65,  66, 128, true},
     {"fp32_256",          f32, 1, 1, 1,  33,  47, 253, false},
-    {"fp32_128_narrow",   f32, 1, 1, 1,  66,  65, 100, true,  kRows,     {},   true},
-    {"fp32_256_narrow",   f32, 1, 1, 1,  33,  18, 132, false, kHeads,    {},   true},
+    {"fp32_128_narrow",   f32, 1, 1, 1,  66,  65, 100, true,  kRows,     {}, kNarrow},
+    {"fp32_256_narrow",   f32, 1, 1, 1,  33,  18, 132, false, kHeads,    {}, kNarrow},
     {"fp16_64",           f16, 1, 2, 1,  66,  65,  36, false, kOffset},
     {"fp16_128",          f16, 1, 2, 1,  75,  75,  72, false, kRows,     {70}},
     {"fp16_256",          f16, 1, 1, 1,  34,  33, 200, true,  kRows},
-    {"fp16_128_narrow",   f16, 1, 1, 1,  65,  40, 128, false, kHeads,    {},   true},
-    {"fp16_256_narrow",   f16, 1, 2, 1,  33,  33, 256, true,  kRows,     {20}, true},
+    {"fp16_128_narrow",   f16, 1, 1, 1,  65,  40, 128, false, kHeads,    {}, kNarrow},
+    {"fp16_256_narrow",   f16, 1, 2, 1,  33,  33, 256, true,  kRows,     {20}, kNarrow},
     {"bf16_64",           b16, 1, 1, 1,  65,  66,  64, true},
     {"bf16_128",          b16, 1, 2, 2,  65, 100, 127, true},
     {"bf16_256",          b16, 1, 1, 1,  33,  40, 256, false, kGaps},
-    {"bf16_128_narrow",   b16, 1, 2, 1,  65,  65,  68, false, kGaps,     {33}, true},
-    {"bf16_256_narrow",   b16, 1, 1, 1,  33,  17, 160, true,  kHeads,    {},   true},
+    {"bf16_128_narrow",   b16, 1, 2, 1,  65,  65,  68, false, kGaps,     {33}, kNarrow},
+    {"bf16_256_narrow",   b16, 1, 1, 1,  33,  17, 160, true,  kHeads,    {}, kNarrow},
+    {"fp32_64_wide",      f32, 1, 2, 1, 140, 140,  64, false, kRows,     {133}, kWide},
+    {"fp32_128_wide",     f32, 1, 1, 1, 129, 130, 128, true,  kHeads,    {},   kWide},
+    {"fp32_256_wide",     f32, 1, 1, 1,  65, 129, 253, false, kGaps,     {},   kWide},
     // What else the interface allows.
     {"gqa",               f32, 2, 6, 2,   3,  70,  16, true,  kRows},
     {"seq_lens_clamped",  f32, 4, 1, 1,  67,  67,  20, false, kHeads,    {1 << 30, 66, 0, -5}},
@@ -139,9 +144,11 @@ template <typename T> void run(const Case &c, double epsilon) {
         .batch_size = c.batch_size, .nheads = c.nheads, .nheads_k = c.nheads_k, .seqlen_q = c.seqlen_q,
         .seqlen_k = c.seqlen_k + overrun, .head_dim = c.head_dim, .softmax_scale = 1 / std::sqrt(float(c.head_dim)),
         .is_causal = c.is_causal, .dtype = c.dtype, .stream = nullptr};
-    if (!c.narrow) simt::flash_forward(p);
-    else if (c.head_dim <= 128) simt::launch_fwd<T, simt::Tiles128Narrow>(p);
-    else simt::launch_fwd<T, simt::Tiles256Narrow>(p);
+    if (c.size == kNarrow) c.head_dim <= 128 ? launch_fwd<T, Tiles128Narrow>(p) : launch_fwd<T, Tiles256Narrow>(p);
+    else if (c.size == kBest) simt::flash_forward(p);
+    else if constexpr (!std::is_same_v<T, float>) throw std::runtime_error("the wide tiles are for fp32");
+    else if (c.head_dim <= 64) launch_fwd<T, Tiles64Wide>(p);
+    else c.head_dim <= 128 ? launch_fwd<T, Tiles128Wide>(p) : launch_fwd<T, Tiles256Wide>(p);
 
     std::vector<T> out(o.host);
     copy(out.data(), o.device, out.size() * sizeof(T));

@@ -16,7 +16,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 DRIVER = Path(__file__).with_name("driver.cpp")
 CSRC = DRIVER.parents[1] / "csrc"
 CXX = os.environ.get("CXX", "g++")
-BARRIERS = list(re.finditer(r"(__syncthreads\(|__pipeline_wait_prior\(0)\);", (CSRC / "flash.cu").read_text()))
+BARRIERS = list(re.finditer(r"(__sync\w+\(|__pipeline_wait_prior\(0)\);", (CSRC / "flash.cu").read_text()))
 
 
 def run(*command, timeout=120, **env):
