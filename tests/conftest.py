@@ -21,10 +21,12 @@ from minimal_attn import _build  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
 
-# name: (backend, device). The same names as in bench.py's rows.
+# name: (backend, device). The same names as in bench.py's rows. Tests with a parameter `impl` run the kernel of that name.
 IMPLEMENTATIONS = {"cuda:host": ("cuda", "cpu")}
 if HAS_GPU:
     IMPLEMENTATIONS["cuda:simt"] = ("cuda", "cuda")
+    if torch.cuda.get_device_capability() >= (8, 0):
+        IMPLEMENTATIONS["cuda:sm80"] = ("cuda", "cuda")
     IMPLEMENTATIONS["triton"] = ("triton", "cuda")
     IMPLEMENTATIONS["torch"] = ("torch", "cuda")
 else:
@@ -88,6 +90,14 @@ def poisoned_outputs():
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def forced_kernel(request, monkeypatch):
+    """MINIMAL_ATTN_KERNEL for tests of one kernel by name."""
+    impl = getattr(request.node, "callspec", None) and request.node.callspec.params.get("impl")
+    if impl in ("cuda:simt", "cuda:sm80"):
+        monkeypatch.setenv("MINIMAL_ATTN_KERNEL", impl.removeprefix("cuda:"))
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cases import CASES, DTYPES, FP32_TOLERANCE, Case, base, check_error, check_lse, exact, make_inputs, options
+from cases import (CASES, DTYPES, FP32_TOLERANCE, Case, base, check_error, check_lse, exact, make_inputs, options,
+                   serves)
 from conftest import HAS_GPU, IMPLEMENTATIONS
 from minimal_attn import flash_attention
 
@@ -18,6 +19,12 @@ each_case = pytest.mark.parametrize("case", CASES_HERE, ids=str)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 each_impl = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 each_kernel = pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl != "torch"])
+each_kernel_and_dtype = pytest.mark.parametrize("impl, dtype", [
+    pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", "")) for impl in IMPLEMENTATIONS for dtype in DTYPES
+    if impl != "torch" and serves(impl, Case("any"), dtype)])
+each_kernel_in_one_dtype = pytest.mark.parametrize("impl, dtype", [
+    pytest.param(impl, torch.bfloat16 if impl == "cuda:sm80" else torch.float32, id=impl)
+    for impl in IMPLEMENTATIONS if impl != "torch"])
 
 
 def run(impl, case, q, k, v):
@@ -30,6 +37,10 @@ def check_case(impl, case, dtype, seed=0, factor=2):
     if device == "cpu" and case.gpu_only:
         pytest.skip("too much work for a CPU")
     q, k, v = make_inputs(case, dtype, device, seed)
+    if not serves(impl, case, dtype):
+        with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL=sm80 cannot serve"):
+            run(impl, case, q, k, v)
+        return
     out, lse = run(impl, case, q, k, v)
     ref, ref_lse = exact(case, q, k, v)
     # torch's own kernels are here for our conventions; their accuracy is torch's affair.
@@ -39,7 +50,6 @@ def check_case(impl, case, dtype, seed=0, factor=2):
     assert (out[empty] == 0).all(), "rows that see no key must be 0"
     if dtype == torch.float32 and case.scale == 1:
         assert (out.double() - ref).abs().max() <= FP32_TOLERANCE
-    return out, lse
 
 
 @each_case
@@ -53,9 +63,8 @@ def test_against_fp64(impl, dtype, case, poisoned_outputs):
 @each_dtype
 def test_cuda_against_triton(dtype, case):
     """Both implementations of ours compute one function: each stays within the rule with the other as the reference."""
-    cuda = "cuda:simt" if HAS_GPU else "cuda:host"
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS["triton"][1])
-    out, lse = run(cuda, case, q, k, v)
+    out, lse = flash_attention(q, k, v, **options(case), return_lse=True, backend="cuda")
     twin, twin_lse = run("triton", case, q, k, v)
     # The rule allows each of them 2·err_base + eps/2·max|ref| from the truth, and so twice that from the other.
     err_base = (base(case, q, k, v).double() - exact(case, q, k, v)[0]).abs().max()
@@ -69,13 +78,19 @@ BITWISE = [
     Case(f"D{D}_{layout}", B=3, H=2, Hk=1, Sq=70, Sk=70, D=D, causal=True, seq_lens=(70, 3, 65), layout=layout)
     for D, layout in ((40, "bhsd"), (64, "odd"), (128, "bhsd"), (256, "bhsd"))
 ]
+
+
+def servable(impl, case):
+    return dataclasses.replace(case, layout="slice") if impl == "cuda:sm80" and case.layout == "odd" else case
+
+
 each_bitwise_case = pytest.mark.parametrize("case", BITWISE, ids=str)
 
 
 @each_bitwise_case
-@each_dtype
-@each_kernel
+@each_kernel_and_dtype
 def test_same_inputs_same_bits(impl, dtype, case):
+    case = servable(impl, case)
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     first = run(impl, case, q, k, v)
     for _ in range(2):
@@ -83,9 +98,9 @@ def test_same_inputs_same_bits(impl, dtype, case):
 
 
 @each_bitwise_case
-@each_dtype
-@each_kernel
+@each_kernel_and_dtype
 def test_a_sample_does_not_depend_on_its_batch(impl, dtype, case):
+    case = servable(impl, case)
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     out, lse = run(impl, case, q, k, v)
     for b, n in enumerate(case.seq_lens):
@@ -94,8 +109,7 @@ def test_a_sample_does_not_depend_on_its_batch(impl, dtype, case):
         assert one[0].equal(out[b]) and one_lse[0].equal(lse[b])
 
 
-@each_dtype
-@each_kernel
+@each_kernel_and_dtype
 @pytest.mark.parametrize("cut", [1, 40, 64, 129])
 def test_the_future_never_changes_the_past(impl, dtype, cut):
     case = Case("causal", Sq=150, Sk=150, causal=True)
@@ -108,8 +122,7 @@ def test_the_future_never_changes_the_past(impl, dtype, cut):
     assert not changed[:, :, cut:].equal(out[:, :, cut:])
 
 
-@each_dtype
-@each_kernel
+@each_kernel_and_dtype
 def test_masked_keys_are_never_read(impl, dtype):
     """NaN in the padding of a sample, which real batches hold, reaches nothing."""
     case = Case("padding", B=2, Sq=100, Sk=100, seq_lens=(37, 64))
@@ -122,38 +135,39 @@ def test_masked_keys_are_never_read(impl, dtype):
     assert again.equal(out) and again_lse.equal(lse)
 
 
-@each_kernel
-def test_nan_in_the_input_shows(impl):
+@each_kernel_in_one_dtype
+def test_nan_in_the_input_shows(impl, dtype):
     case = Case("nan", Sq=70, Sk=70)
-    q, k, v = make_inputs(case, torch.float32, IMPLEMENTATIONS[impl][1])
+    q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     q[0, 1, 3, 0] = torch.nan
     out, lse = run(impl, case, q, k, v)
     assert out[0, 1, 3].isnan().all() and lse[0, 1, 3].isnan()
     assert out[0, 0].isfinite().all() and out[0, 1, 4:].isfinite().all()
 
 
-@each_kernel
-def test_rows_without_keys_are_0_whatever_v_holds(impl):
+@each_kernel_in_one_dtype
+def test_rows_without_keys_are_0_whatever_v_holds(impl, dtype):
     case = Case("inf", Sq=70, Sk=40, causal=True)
-    q, k, v = make_inputs(case, torch.float32, IMPLEMENTATIONS[impl][1])
+    q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     v[:, :, 5] = torch.inf
     out, lse = run(impl, case, q, k, v)
     assert (out[:, :, :30] == 0).all() and (lse[:, :, :30] == -torch.inf).all()
 
 
-@each_kernel
-def test_scores_of_minus_infinity(impl):
+@each_kernel_in_one_dtype
+def test_scores_of_minus_infinity(impl, dtype):
     """Keys that a caller has pushed to -inf, a whole block of them, weigh nothing."""
     case = Case("minus_inf", Sq=80, Sk=160)
-    q, k, v = make_inputs(case, torch.float32, IMPLEMENTATIONS[impl][1])
+    q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     q[..., 0], k[:, :, :70, 0] = 1.0, -torch.inf
     out, lse = run(impl, case, q, k, v)
     rest, rest_lse = run(impl, dataclasses.replace(case, Sk=90), q, k[:, :, 70:], v[:, :, 70:])
-    torch.testing.assert_close(out, rest, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(lse, rest_lse, rtol=1e-5, atol=1e-6)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out, rest, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, rest_lse, rtol=1e-5, atol=1e-5)
 
 
-@each_kernel
+@pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl not in ("torch", "cuda:sm80")])
 @pytest.mark.parametrize("strides", [(64, 64, 1, 1), (0, 1, 0, 1)], ids=str)
 def test_a_query_that_overlaps_itself(impl, strides):
     """Sliding windows: empty_like of such a tensor does not keep head_dim innermost."""
@@ -190,13 +204,15 @@ def test_drawn_shapes(impl, case, dtype, seed, poisoned_outputs):
 OPS = {"cuda": "flash_forward", "triton": "triton_forward"}
 
 
-@each_kernel
+@each_kernel_in_one_dtype
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "slice", "odd"])
-def test_opcheck(impl, layout):
+def test_opcheck(impl, dtype, layout):
     """Schema, fake kernel (shapes and strides), tracing, by torch's own checks."""
     backend, device = IMPLEMENTATIONS[impl]
     case = Case("opcheck", B=2, H=4, Hk=2, Sq=33, Sk=33, D=16, layout=layout)
-    q, k, v = make_inputs(case, torch.float32, device)
+    if not serves(impl, case, dtype):
+        pytest.skip("cannot serve it")
+    q, k, v = make_inputs(case, dtype, device)
     run(impl, case, q, k, v)  # loads the library
     op = getattr(torch.ops.minimal_attn, OPS[backend]).default
     for seq_lens in (None, torch.tensor([3, 33], dtype=torch.int32, device=device)):
@@ -205,11 +221,11 @@ def test_opcheck(impl, layout):
         assert out.stride() == torch.empty_like(q).stride() and lse.is_contiguous()
 
 
-@each_kernel
-def test_compile_fullgraph(impl):
+@each_kernel_in_one_dtype
+def test_compile_fullgraph(impl, dtype):
     backend, device = IMPLEMENTATIONS[impl]
     case = Case("compile", B=2, H=4, Hk=2, Sq=33, Sk=33, D=16, causal=True, layout="bshd")
-    q, k, v = make_inputs(case, torch.float32, device)
+    q, k, v = make_inputs(case, dtype, device)
 
     def attend(q, k, v, seq_lens):
         out, lse = flash_attention(q * 2, k, v, True, seq_lens=seq_lens, return_lse=True, backend=backend)
