@@ -161,9 +161,8 @@ void launch_best(const AttnParams &p, bool wide) {
 }
 
 template <typename T> void dispatch(const AttnParams &p) {
-    // The batch has a say only where both tiles sum in the same order: results must not depend on it.
-    const bool is_long = p.seqlen_q > 512, fills_gpu = p.batch_size * p.nheads * p.seqlen_q >= 1 << 15;
-    if (p.head_dim <= 64) launch_best<T, Tiles64, Tiles64, Tiles64Wide>(p, is_long && fills_gpu);
+    const bool is_long = p.seqlen_q > 512;  // batch and heads have no say: a sample's bits must not depend on them
+    if (p.head_dim <= 64) launch_best<T, Tiles64, Tiles64, Tiles64Wide>(p, is_long);
     else if (p.head_dim <= 128) launch_best<T, Tiles128Narrow, Tiles128, Tiles128Wide>(p, is_long);
     else launch_best<T, Tiles256Narrow, Tiles256, Tiles256Wide>(p, is_long);
 }

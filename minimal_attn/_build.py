@@ -112,7 +112,7 @@ def recipe():
                          f"-DMINIMAL_ATTN_TORCH={torch.__version__}", f"-DMINIMAL_ATTN_CUDA={int(cuda)}",
                          f"-DMINIMAL_ATTN_DIGEST={source_digest(CSRC)}"],
         # No --use_fast_math: fp32 means fp32, and a kernel that wants a fast intrinsic calls it by name.
-        "extra_cuda_cflags": ["-O3", "-std=c++20", "-lineinfo", "-Xptxas=-warn-spills"],
+        "extra_cuda_cflags": ["-O3", "-std=c++20", "-Xptxas=-warn-spills"],
         "extra_ldflags": ["-pthread"],
     }
 

@@ -1,6 +1,6 @@
-// The kernel of flash.cu on small cases and without torch, for tools that see more of a program of its own: ASan, UBSan
+// The kernels of csrc on small cases and without torch, for tools that see more of a program of its own: ASan, UBSan
 // and TSan on the CPU, compute-sanitizer on the GPU. Every buffer is an allocation with nothing to spare; every result is
-// compared with attention spelled out in double. The kernel is included, not linked, so that every size of tiles can be
+// compared with attention spelled out in double. The kernels are included, not linked, so that every size of tiles can be
 // called on any GPU and with short sequences. test_sanitizers.py builds and runs this:
 //
 //   g++ -std=c++20 -pthread -Icsrc tests/driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu tests/driver.cpp
@@ -19,6 +19,7 @@
 
 #ifdef __CUDACC__
 #include "flash.cu"
+#include "flash_sm80.cu"
 using namespace simt;
 template <typename T> T encode(float x) { return T(x); }
 template <typename T> float decode(T x) { return float(x); }
@@ -44,7 +45,7 @@ enum Layout {
     kOffset,  // kHeads from the second element of the allocation on: the pointer is unaligned
 };
 
-enum Size { kBest, kNarrow, kWide };  // of the tiles
+enum Tiling { kBest, kNarrow, kWide, kSm80 };  // the size of flash.cu's tiles, or flash_sm80.cu
 
 struct Case {
     const char *name;
@@ -53,7 +54,7 @@ struct Case {
     bool is_causal;
     Layout layout = kHeads;
     std::vector<int> seq_lens = {};
-    Size size = kBest;
+    Tiling tiling = kBest;
 };
 
 constexpr DType f32 = DType::kFloat32, f16 = DType::kFloat16, b16 = DType::kBFloat16;
@@ -78,6 +79,19 @@ const std::vector<Case> cases = {
     {"fp32_64_wide",      f32, 1, 2, 1, 140, 140,  64, false, kRows,     {133}, kWide},
     {"fp32_128_wide",     f32, 1, 1, 1, 129, 130, 128, true,  kHeads,    {},   kWide},
     {"fp32_256_wide",     f32, 1, 1, 1,  65, 129, 253, false, kGaps,     {},   kWide},
+#ifdef __CUDACC__
+    {"sm80_fp16_64",      f16, 1, 2, 1, 130, 150,  64, true,  kHeads,    {},   kSm80},
+    {"sm80_fp16_96",      f16, 1, 1, 1, 129,  70,  88, false, kRows,     {},   kSm80},
+    {"sm80_fp16_128",     f16, 1, 2, 2, 140, 140, 128, true,  kRows,     {133}, kSm80},
+    {"sm80_fp16_192",     f16, 1, 1, 1,  66,  90, 160, true,  kHeads,    {},   kSm80},
+    {"sm80_fp16_256",     f16, 1, 2, 1,  70,  70, 256, false, kRows,     {65}, kSm80},
+    {"sm80_bf16_64",      b16, 2, 4, 2, 140, 140,  40, false, kRows,     {3, 129}, kSm80},
+    {"sm80_bf16_96",      b16, 1, 1, 1, 130, 130,  96, true,  kHeads,    {},   kSm80},
+    {"sm80_bf16_128",     b16, 1, 2, 1, 129,  65, 104, true,  kRows,     {},   kSm80},
+    {"sm80_bf16_192",     b16, 1, 2, 1,  65,  65, 192, false, kRows,     {64}, kSm80},
+    {"sm80_bf16_256",     b16, 1, 1, 1,  66, 100, 200, true,  kHeads,    {},   kSm80},
+    {"sm80_one",          b16, 1, 1, 1,   1,   1,   8, true,  kHeads,    {},   kSm80},
+#endif
     // What else the interface allows.
     {"gqa",               f32, 2, 6, 2,   3,  70,  16, true,  kRows},
     {"seq_lens_clamped",  f32, 4, 1, 1,  67,  67,  20, false, kHeads,    {1 << 30, 66, 0, -5}},
@@ -144,8 +158,11 @@ template <typename T> void run(const Case &c, double epsilon) {
         .batch_size = c.batch_size, .nheads = c.nheads, .nheads_k = c.nheads_k, .seqlen_q = c.seqlen_q,
         .seqlen_k = c.seqlen_k + overrun, .head_dim = c.head_dim, .softmax_scale = 1 / std::sqrt(float(c.head_dim)),
         .is_causal = c.is_causal, .dtype = c.dtype, .stream = nullptr};
-    if (c.size == kNarrow) c.head_dim <= 128 ? launch_fwd<T, Tiles128Narrow>(p) : launch_fwd<T, Tiles256Narrow>(p);
-    else if (c.size == kBest) simt::flash_forward(p);
+#ifdef __CUDACC__
+    if (c.tiling == kSm80) sm80::flash_forward(p); else
+#endif
+    if (c.tiling == kNarrow) c.head_dim <= 128 ? launch_fwd<T, Tiles128Narrow>(p) : launch_fwd<T, Tiles256Narrow>(p);
+    else if (c.tiling == kBest) simt::flash_forward(p);
     else if constexpr (!std::is_same_v<T, float>) throw std::runtime_error("the wide tiles are for fp32");
     else if (c.head_dim <= 64) launch_fwd<T, Tiles64Wide>(p);
     else c.head_dim <= 128 ? launch_fwd<T, Tiles128Wide>(p) : launch_fwd<T, Tiles256Wide>(p);
@@ -171,7 +188,9 @@ template <typename T> void run(const Case &c, double epsilon) {
                 for (int d = 0; d < c.head_dim; d++) {
                     double expected = 0;
                     for (int j = 0; j < visible; j++) expected += P[j] / sum * v.at(b, h_k, j, d);
-                    check("out", decode(row[d]), expected, epsilon / 2 * std::abs(expected) + 1e-5, b, h, i);
+                    // Tensor cores take P rounded to T, and |V| is at most 2.
+                    const double tolerance = 1e-5 + epsilon / 2 * (std::abs(expected) + (c.tiling == kSm80 ? 1 : 0));
+                    check("out", decode(row[d]), expected, tolerance, b, h, i);
                 }
                 std::memset(static_cast<void *>(row), 0xff, c.head_dim * sizeof(T));
             }

@@ -17,7 +17,8 @@ from minimal_attn import (available_backends, blockwise_attention, flash_attenti
                           reference_attention)
 from minimal_attn.interface import BACKENDS
 
-each_impl = pytest.mark.parametrize("backend, device", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+HERE = {name: impl for name, impl in IMPLEMENTATIONS.items() if name != "cuda:sm80"}  # one of csrc a device
+each_impl = pytest.mark.parametrize("backend, device", HERE.values(), ids=HERE)
 
 
 def randn(*shapes, device="cpu", dtype=torch.float32):

@@ -10,13 +10,23 @@ import pytest
 import torch
 from filelock import FileLock
 
-from cases import Case, check_error, check_lse, exact, make_inputs
+from cases import Case, base, check_error, check_lse, exact, make_inputs
 from minimal_attn import flash_attention
 from minimal_attn.reference import reference_forward
 
 pytestmark = pytest.mark.gpu
-each_kernel = pytest.mark.parametrize("backend", ["cuda", "triton"])
+each_kernel = pytest.mark.parametrize("impl", ["cuda:simt", "cuda:sm80", "triton"])
 CASE = Case("gpu", B=3, H=4, Hk=2, Sq=200, Sk=200, causal=True)
+
+
+@pytest.fixture
+def backend(impl):
+    return impl.partition(":")[0]
+
+
+@pytest.fixture
+def dtype(impl):
+    return torch.bfloat16 if impl == "cuda:sm80" else torch.float32
 
 
 @each_kernel
@@ -38,9 +48,9 @@ def test_graph_capture_and_replay(backend):
 
 
 @each_kernel
-def test_lengths_that_cannot_be_checked_are_clamped(backend):
+def test_lengths_that_cannot_be_checked_are_clamped(backend, dtype):
     """Under capture no value is read on the host, and no value makes the kernel read beyond the end."""
-    q, k, v = make_inputs(CASE, torch.float32, "cuda")
+    q, k, v = make_inputs(CASE, dtype, "cuda")
     seq_lens = torch.tensor([-3, 2**31 - 1, 2**32 + 5], device="cuda")
     with pytest.raises(ValueError, match="seq_lens must be in 1..200, got values from -3"):
         flash_attention(q, k, v, seq_lens=seq_lens, backend=backend)
@@ -56,9 +66,9 @@ def test_lengths_that_cannot_be_checked_are_clamped(backend):
 
 
 @each_kernel
-def test_side_stream(backend):
+def test_side_stream(backend, dtype):
     """The launch belongs to the caller's stream: inputs that only that stream has written are seen."""
-    q, k, v = make_inputs(CASE, torch.float32, "cuda")
+    q, k, v = make_inputs(CASE, dtype, "cuda")
     want = flash_attention(q, k, v, True, backend=backend)
     late = torch.zeros_like(q)
     torch.cuda.synchronize()
@@ -135,28 +145,28 @@ def test_strides_past_2_31(backend, which, much_memory):
 
 
 @each_kernel
-def test_more_than_65535_heads_and_samples(backend):
+def test_more_than_65535_heads_and_samples(backend, dtype):
     case = Case("many", B=1, H=70000, Hk=70000, Sq=3, Sk=5, D=16)
-    q, k, v = make_inputs(case, torch.float32, "cuda")
+    q, k, v = make_inputs(case, dtype, "cuda")
     ref, ref_lse = exact(case, q, k, v)
     for transpose in (False, True):
         x = [t.transpose(0, 1) if transpose else t for t in (q, k, v)]
         out, lse = flash_attention(*x, return_lse=True, backend=backend)
         out, lse = (out.transpose(0, 1), lse.transpose(0, 1)) if transpose else (out, lse)
-        assert (out.double() - ref).abs().max() < 1e-5
+        check_error(out, ref, base(case, q, k, v))
         check_lse(lse, ref_lse)
 
 
 @each_kernel
-def test_memory_is_linear_in_the_length(backend, record_property):
+def test_memory_is_linear_in_the_length(impl, backend, dtype, record_property):
     """At S = 32768 the scores alone would be 16 GiB in fp32; beyond inputs and output there is only lse."""
-    q, k, v = (torch.randn(1, 4, 32768, 64, device="cuda") for _ in "qkv")
+    q, k, v = (torch.randn(1, 4, 32768, 64, device="cuda", dtype=dtype) for _ in "qkv")
     flash_attention(q[:, :, :64], k, v, backend=backend)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     out = flash_attention(q, k, v, backend=backend)
     extra = torch.cuda.max_memory_allocated() - before - out.nbytes
-    record_property(f"bytes beyond inputs and output at (1,4,32768,64) fp32, {backend}", extra)
+    record_property(f"bytes beyond inputs and output at (1,4,32768,64) {impl}", extra)
     assert extra <= 4 * 4 * 32768 + 4096
 
 
@@ -175,8 +185,9 @@ def test_build_from_nothing(tmp_path, record_property):
     seconds, library = build(tmp_path)
     record_property(f"seconds of the JIT build from nothing, {os.cpu_count()} cores", round(seconds, 1))
     record_property("MB of the built library", round(os.path.getsize(library) / 1e6, 2))
+    assert os.path.getsize(library) <= 6e6
     if os.cpu_count() >= 16:
-        assert seconds <= 45
+        assert seconds <= 60
 
 
 def test_built_for_another_gpu(tmp_path):

@@ -1,7 +1,8 @@
-"""flash.cu under the sanitizers, by way of driver.cpp: on the CPU with g++'s, on a GPU with compute-sanitizer.
+"""The kernels under the sanitizers, by way of driver.cpp: flash.cu on the CPU with g++'s, all on a GPU with
+compute-sanitizer.
 
 A clean run means little where the tool would not have seen a fault, so each is also shown one: a row that is not there,
-and flash.cu with any one of its barriers taken out.
+and a kernel with any one of its barriers taken out.
 """
 import os
 import re
@@ -17,9 +18,11 @@ DRIVER = Path(__file__).with_name("driver.cpp")
 CSRC = DRIVER.parents[1] / "csrc"
 CXX = os.environ.get("CXX", "g++")
 BARRIERS = list(re.finditer(r"(__sync\w+\(|__pipeline_wait_prior\(0)\);", (CSRC / "flash.cu").read_text()))
+BARRIERS_SM80 = list(re.finditer(r"__syncthreads\(\);", (CSRC / "flash_sm80.cu").read_text()))
+each_barrier = dict(ids=lambda b: f"line{b.string.count(chr(10), 0, b.start()) + 1}")
 
 
-def run(*command, timeout=120, **env):
+def run(*command, timeout=240, **env):
     return subprocess.run([str(word) for word in command], env={**os.environ, **env}, capture_output=True, text=True,
                           timeout=timeout)
 
@@ -31,11 +34,11 @@ def compiled(directory, *command, csrc=CSRC):
     return directory / "driver"
 
 
-def without_barrier(directory, barrier):
-    """A copy of csrc whose flash.cu lacks one barrier."""
+def without_barrier(directory, barrier, file="flash.cu"):
+    """A copy of csrc that lacks one barrier of a file."""
     shutil.copytree(CSRC, directory / "csrc")
     source = barrier.string[:barrier.start()] + barrier.string[barrier.end():]
-    (directory / "csrc/flash.cu").write_text(source)
+    (directory / "csrc" / file).write_text(source)
     return directory / "csrc"
 
 
@@ -88,7 +91,7 @@ def test_no_data_race(tmp_path):
     assert not done.stderr
 
 
-@pytest.mark.parametrize("barrier", BARRIERS, ids=lambda b: f"line{b.string.count(chr(10), 0, b.start()) + 1}")
+@pytest.mark.parametrize("barrier", BARRIERS, **each_barrier)
 def test_every_barrier_is_needed_and_seen(barrier, tmp_path):
     driver = compiled(tmp_path, *cxx("thread"), csrc=without_barrier(tmp_path, barrier))
     done = run_tsan(driver, "fp32_64")
@@ -147,4 +150,12 @@ def test_memcheck_sees_an_overrun(gpu_driver):
 def test_racecheck_sees_a_missing_barrier(tmp_path):
     driver = compiled(tmp_path, *nvcc(), csrc=without_barrier(tmp_path, next(b for b in BARRIERS if "sync" in b[0])))
     done, summary = compute_sanitizer("racecheck", driver, "bf16_64")  # its tiles are written by plain stores
+    assert done.returncode and "SUMMARY: 0 " not in summary, done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("barrier", BARRIERS_SM80, **each_barrier)
+def test_every_barrier_of_sm80_is_needed_and_seen(barrier, tmp_path):
+    driver = compiled(tmp_path, *nvcc(), csrc=without_barrier(tmp_path, barrier, "flash_sm80.cu"))
+    done, summary = compute_sanitizer("racecheck", driver, "sm80_fp16_192")
     assert done.returncode and "SUMMARY: 0 " not in summary, done.stdout
