@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
         auto multiply_QK = [&](float (&acc)[kRows][kCols], int d) {
             multiply<kTy, kTx>(acc, tiles.Qi + d, next_step().Kj, ty, tx, min(kStep, p.head_dim - d));
         };
-        if constexpr (Tiles::kHeadDim <= 128)
+        if constexpr (Tiles::kHeadDim <= 64 || kRows * kCols == 64)  // the latter have no registers for more sums
             for (int d = 0; d < p.head_dim; d += kStep) multiply_QK(S, d);
         else
             for (int end = 64; end - 64 < p.head_dim; end += 64) {  // 64 products at a time: short sums round less

@@ -266,7 +266,8 @@ def _aligned(x):
     """x, or a copy if it does not start at a multiple of 16 bytes or has rows that do not: SDPA's CUDA kernels fail on
     some such tensors with a misaligned address, after which the process has no GPU any more."""
     step = 16 // x.element_size()
-    if x.is_cuda and (x.storage_offset() % step or any(stride % step for stride in x.stride()[:-1])):
+    offset = 0 if torch.compiler.is_compiling() else x.storage_offset()  # not to be had while tracing
+    if x.is_cuda and (offset % step or any(stride % step for stride in x.stride()[:-1])):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 

@@ -263,7 +263,7 @@ def test_another_torch_and_other_sources_are_refused(monkeypatch):
         _build._prebuilt()
     assert torch.__version__ in str(error.value)
     prebuilt.torch_version = torch.__version__.split("+")[0]
-    prebuilt.csrc_digest = _build.load().csrc_digest
+    prebuilt.csrc_digest = _build.source_digest(_build.CSRC)
     assert _build._prebuilt() is prebuilt
     prebuilt.csrc_digest = "of other sources"
     with pytest.raises(RuntimeError, match=r"_C\.so was built from other sources than those in .*csrc\. Rebuild it"):
