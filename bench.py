@@ -1,8 +1,8 @@
 """Every attention on this machine side by side: checked against the reference, profiled, timed.
 
 python bench.py needs no arguments: it runs on the GPU if there is one, else on the CPU. IMPLS is the table of what is
-compared, a Case the inputs of one shape and the truth to judge by, measure() makes a row of the JSON from the two, and
-main(), at the end, is the whole run. Read next: minimal_attn/interface.py, the facade that is measured here.
+compared, a Case the inputs of one setting and the truth to judge by, measure() makes a row of the JSON from the two,
+and main(), at the end, is the whole run. Read next: minimal_attn/interface.py, the facade that is measured here.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from minimal_attn import flash_attention, reference_attention
+from minimal_attn import flash_attention, flash_attn_func, reference_attention
 from minimal_attn._build import source_digest
 from minimal_attn.checks import MAX_HEAD_DIM
 from minimal_attn.interface import BACKENDS
@@ -49,6 +49,10 @@ MEASURED = ("ms", "ms_p20", "ms_p80", "tflops", "gbps", "peak_mb", "max_err")
 ROW = ("op", "impl", "dtype", "head_dim", "causal", "batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k",
        *MEASURED)
 
+DTYPES = ("float32", "float16", "bfloat16")
+
+CAUSALS = {"no": (False,), "yes": (True,), "both": (False, True)}
+
 console = Console(highlight=False, markup=False)
 
 
@@ -64,7 +68,17 @@ class Shape(NamedTuple):
         return ",".join(map(str, self[:4] if self[4:] == (self.nheads, self.seqlen_q) else self))
 
 
+class Setting(NamedTuple):
+    shape: Shape
+    dtype: str
+    causal: bool
+
+    def __str__(self):
+        return f"({self.shape}) {self.dtype}{' causal' * self.causal}"
+
+
 DEFAULT_SHAPE = Shape(16, 12, 64, 64, 12, 64)
+MANY = 4  # settings, beyond which a table has a line for each
 DEFAULT_SEQLENS = {"cuda": "64,128,256,512,1024,2048,4096", "cpu": "32,64,128"}  # Triton's interpreter is slow
 
 
@@ -99,17 +113,31 @@ def sdpa_with(backend):
     return forward
 
 
+def flash_kernel(name):
+    """flash_attention by one kernel of csrc."""
+    def forward(q, k, v, causal):
+        os.environ["MINIMAL_ATTN_KERNEL"] = name
+        try:
+            return flash_attention(q, k, v, causal, backend="cuda")
+        finally:
+            del os.environ["MINIMAL_ATTN_KERNEL"]
+
+    return forward
+
+
 class Impl(NamedTuple):
     forward: Callable  # (q, k, v, causal) -> out, or an exception where it cannot serve them
     devices: tuple = ("cuda", "cpu")
     backend: str | None = None  # of minimal_attn, if it is ours: where that is available, it has to serve
+    dtypes: tuple = DTYPES      # these dtypes
 
 
 flash_cuda = functools.partial(flash_attention, backend="cuda")
 flash_triton = functools.partial(flash_attention, backend="triton")
 IMPLS = {
     "manual": Impl(manual_attn),
-    "cuda:simt": Impl(flash_cuda, ("cuda",), "cuda"),
+    "cuda:simt": Impl(flash_kernel("simt"), ("cuda",), "cuda"),
+    "cuda:sm80": Impl(flash_kernel("sm80"), ("cuda",), "cuda", ("float16", "bfloat16")),
     "cuda:host": Impl(flash_cuda, ("cpu",), "cuda"),
     "triton": Impl(flash_triton, backend="triton"),
     "torch:cudnn": Impl(sdpa_with(SDPBackend.CUDNN_ATTENTION), ("cuda",)),
@@ -127,10 +155,11 @@ PROFILES = {
 
 
 class Case:
-    """Inputs of one shape, their result in fp64, and the error it allows: None where fp64 would not fit."""
+    """Inputs of a setting, their result in fp64, and the error it allows: None where fp64 would not fit."""
 
-    def __init__(self, shape, dtype, causal, device):
-        self.shape, self.dtype, self.causal, self.device = shape, dtype, causal, device
+    def __init__(self, setting, device):
+        shape, dtype, causal = self.shape, self.dtype, self.causal = setting
+        self.device = device
         b, h, seqlen_q, d, h_k, seqlen_k = shape
         torch.manual_seed(0)
         sizes = (b, h, seqlen_q, d), (b, h_k, seqlen_k, d), (b, h_k, seqlen_k, d)
@@ -174,10 +203,10 @@ def judge(impl, case):
     return max_err
 
 
-def must_serve(impl, device):
+def must_serve(impl, dtype, device):
     """Whether it is one of ours and nothing that is missing on this machine excuses it."""
     backend = BACKENDS.get(IMPLS[impl].backend)
-    return backend is not None and backend.why_not(torch.device(device)) is None
+    return backend is not None and dtype in IMPLS[impl].dtypes and backend.why_not(torch.device(device)) is None
 
 
 def profiled(forwards, case):
@@ -230,6 +259,30 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
+def host_cost():
+    """{name: µs} from a Python call to its return, without waiting for the GPU; median of 7 times 2000 calls."""
+    q = torch.randn(1, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
+    rows = q.transpose(1, 2).contiguous()  # (B, S, H, D)
+    calls = {"flash_attention": lambda: flash_attention(q, q, q),
+             "flash_attn_func": lambda: flash_attn_func(rows, rows, rows),
+             "torch:flash": lambda: scaled_dot_product_attention(q, q, q),
+             "torch:efficient": lambda: scaled_dot_product_attention(q, q, q),
+             "empty_like": lambda: torch.empty_like(q)}
+    backends = {"torch:flash": SDPBackend.FLASH_ATTENTION, "torch:efficient": SDPBackend.EFFICIENT_ATTENTION}
+    cost = {}
+    for name, call in calls.items():
+        with torch.no_grad(), sdpa_kernel(backends.get(name, SDPBackend.MATH)):  # set once: not part of the call
+            times = []
+            for _ in range(8):
+                start = time.perf_counter()
+                for _ in range(2000):
+                    call()
+                times.append((time.perf_counter() - start) / 2000 * 1e6)
+                torch.cuda.synchronize()
+        cost[name] = round(float(torch.tensor(times[1:]).median()), 2)  # the first is the warm-up
+    return cost
+
+
 def attempt(told, name, function, *args):
     """function(*args), or None if it raises (no kernel, no memory): the run goes on, and why is told once a kind."""
     try:
@@ -255,16 +308,37 @@ def print_table(title, headings, rows):
     console.print(title, table, "", sep="\n", soft_wrap=True)
 
 
-def plot(file, results, is_sweep, title):
-    """TFLOP/s of {shape: {impl: row}}: lines over S for a sweep, else bars by shape with their speed-up over manual."""
+def plot(file, results, title):
+    """TFLOP/s of {setting: {impl: row}}: lines over S, a panel for each dtype, head_dim and causal, where each has a few
+    lengths; else bars by shape with their speed-up over manual."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
-    ax = figure.subplots()
-    first, *_ = results
-    tflops = {impl: [rows[impl]["tflops"] or math.nan for rows in results.values()] for impl in results[first]}
+    panels = {}
+    for setting, rows in results.items():
+        panels.setdefault((setting.dtype, setting.shape.head_dim, setting.causal), {})[setting.shape] = rows
+    is_sweep = all(len({shape.seqlen_q for shape in panel}) == len(panel) > 2 for panel in panels.values())
+    if not is_sweep:
+        panels = {None: {f"({setting.shape})": rows for setting, rows in results.items()}}
+    columns = min(len(panels), 2)
+    height = -(-len(panels) // columns)
+    figure = Figure(figsize=(9, 5) if len(panels) == 1 else (5 * columns, 3.2 * height), dpi=150, layout="constrained")
+    for ax, (key, panel) in zip(figure.subplots(height, columns, squeeze=False).flat, panels.items()):
+        draw(ax, panel, is_sweep)
+        ax.set(ylabel="TFLOP/s", axisbelow=True)
+        if len(panels) > 1:
+            ax.set_title(f"{key[0]}, head_dim {key[1]}{', causal' * key[2]}", fontsize="medium")
+    handles = {label: handle for ax in figure.axes for handle, label in zip(*ax.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles, loc="outside right upper")
+    figure.suptitle(title)
+    figure.savefig(file)
+
+
+def draw(ax, panel, is_sweep):
+    """TFLOP/s of {shape: {impl: row}}."""
+    impls = next(iter(panel.values()))
+    tflops = {impl: [rows[impl]["tflops"] or math.nan for rows in panel.values()] for impl in impls}
     tflops = {impl: y for impl, y in tflops.items() if not all(map(math.isnan, y))}
-    x = [math.log2(shape.seqlen_q) if is_sweep else i for i, shape in enumerate(results)]
+    x = [math.log2(shape.seqlen_q) if is_sweep else i for i, shape in enumerate(panel)]
     width = 0.8 / max(1, len(tflops))
     for i, (impl, y) in enumerate(tflops.items()):
         style = dict(label=impl, color=f"C{list(IMPLS).index(impl)}")  # the same color in every picture
@@ -272,17 +346,14 @@ def plot(file, results, is_sweep, title):
             ax.plot(x, y, "o-", **style)
         else:
             bars = ax.bar([middle + (i + 0.5) * width - 0.4 for middle in x], y, width, **style)
-            factors = [impl != "manual" and speedup(rows, impl) for rows in results.values()]
+            factors = [impl != "manual" and speedup(rows, impl) for rows in panel.values()]
             ax.bar_label(bars, [f"{factor:.2g}×" if factor else "" for factor in factors], fontsize=8)
     values = [value for y in tflops.values() for value in y if value > 0]
     if values and max(values) > 30 * min(values):  # Triton's interpreter beside compiled code
         ax.set_yscale("log")
-    ax.set_xticks(x, [shape.seqlen_q if is_sweep else f"({shape})" for shape in results])
-    ax.set_xlabel(f"sequence length S in ({first})" if is_sweep else "(B,H,S,D), and n×: speed-up over manual")
-    ax.set(title=title, ylabel="TFLOP/s", axisbelow=True)
+    ax.set_xticks(x, [shape.seqlen_q if is_sweep else shape for shape in panel])
+    ax.set_xlabel("sequence length S" if is_sweep else "(B,H,S,D), and n×: speed-up over manual")
     ax.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside right upper")
-    figure.savefig(file)
 
 
 def environment(device, argv):
@@ -325,6 +396,9 @@ def parse_args(argv, device):
             fail(f"{text!r}: H must be a multiple of Hk, and D at most {MAX_HEAD_DIM}")
         return shape
 
+    def dtypes(text):
+        return [x if x in DTYPES else fail(f"{x!r} is none of {', '.join(DTYPES)}") for x in text.split(",")]
+
     def names(text):
         words = text.split(",")
         return [x if x in impls else fail(f"{x!r} is none of {', '.join(impls)}, which run on {device}") for x in words]
@@ -340,18 +414,22 @@ def parse_args(argv, device):
     add = parser.add_argument
     add("--shape", type=shape, action="append", metavar="B,H,S,D", dest="shapes",
         help=f"or B,H,Sq,D,Hk,Sk; may be repeated (default: {DEFAULT_SHAPE})")
-    add("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    add("--causal", action="store_true", help="mask the future (bottom-right aligned)")
+    add("--dtype", type=dtypes, default="float32", metavar="DTYPE,...", dest="dtypes", help=f"of {', '.join(DTYPES)}")
+    add("--causal", nargs="?", const="yes", default="no", choices=CAUSALS, dest="causals",
+        help="mask the future (bottom-right aligned); both: with and without")
     add("--seqlens", type=ints, metavar="S,S,...", default=DEFAULT_SEQLENS[device],
         help="sweep the first shape over these lengths, '' for none (default: %(default)s)")
     add("--impls", type=names, metavar="NAME,...", default=impls, help=f"default: {','.join(impls)}")
     add("--json", type=file(".json"), metavar="FILE", help="write all rows")
     add("--plot", type=file(".png", ".svg"), metavar="FILE", help="draw TFLOP/s of the sweep, else of the shapes")
     add("--trace", type=file(".json"), metavar="FILE", help="write a Chrome trace of one call of each")
+    add("--host-cost", action="store_true", help="also measure the host's time for a small call")
     add("--no-profile", action="store_true", help="skip the profiler's tables")
     args = parser.parse_args(argv)
-    args.shapes = args.shapes or [DEFAULT_SHAPE]
-    if args.causal and any(shape.seqlen_q > shape.seqlen_k for shape in args.shapes):
+    args.shapes, args.causals = args.shapes or [DEFAULT_SHAPE], CAUSALS[args.causals]
+    if args.host_cost and device == "cpu":
+        parser.error("argument --host-cost: needs a GPU")
+    if True in args.causals and any(shape.seqlen_q > shape.seqlen_k for shape in args.shapes):
         parser.error("argument --causal: needs Sq <= Sk, otherwise there are rows without a key")
     return args
 
@@ -362,18 +440,26 @@ def main(argv=None):
     args = parse_args(argv, device)
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32 for the peers too
     meta = environment(device, argv)
-    precision = args.dtype + " (TF32 off)" * (device == "cuda" and args.dtype == "float32")
-    setting = f"{precision}{' causal' * args.causal} on {meta['device']}"
-    case_of = functools.lru_cache(maxsize=1)(lambda shape: Case(shape, args.dtype, args.causal, device))
-    told = set()
+    kinds = [(dtype, causal) for dtype in args.dtypes for causal in args.causals]
+    on_device = f"on {meta['device']}" + " (TF32 off)" * (device == "cuda" and "float32" in args.dtypes)
+    case_of = functools.lru_cache(maxsize=1)(lambda setting: Case(setting, device))
+    told, failed = set(), False
 
-    case = case_of(next(x for x in (*args.shapes, DEFAULT_SHAPE) if reference_fits(x, device)))
-    console.print(f"=== checking ({case.shape}) {setting} ===", soft_wrap=True)
-    able = {}
-    for impl in args.impls:
-        if (max_err := attempt(told, impl, judge, impl, case)) is not None:
-            console.print(f"{impl}: max error {max_err:.2e} against fp64, allowed {case.tolerance:.2e}")
-            able[impl] = IMPLS[impl].forward
+    if args.host_cost:
+        meta["host_us"] = host_cost()
+        numbers = {name: [us] for name, us in meta["host_us"].items()}
+        print_table("µs of host time for (1,4,64,64) bfloat16", ["µs"], numbers)
+
+    shape = next(x for x in (*args.shapes, DEFAULT_SHAPE) if reference_fits(x, device))
+    for dtype, causal in kinds:
+        case = case_of(Setting(shape, dtype, causal))
+        console.print(f"=== checking {Setting(shape, dtype, causal)} {on_device} ===", soft_wrap=True)
+        able = {}
+        for impl in args.impls:
+            if (max_err := attempt(told, impl, judge, impl, case)) is not None:
+                console.print(f"{impl}: max error {max_err:.2e} against fp64, allowed {case.tolerance:.2e}")
+                able[impl] = IMPLS[impl].forward
+        failed |= any(impl not in able and must_serve(impl, dtype, device) for impl in args.impls)
 
     families = dict.fromkeys(impl.split(":")[0] for impl in args.impls)
     for heading, forward in [] if args.no_profile else [PROFILES[x] for x in families]:
@@ -385,27 +471,30 @@ def main(argv=None):
         profiled(able, case).export_chrome_trace(args.trace)
 
     sweep = [args.shapes[0]._replace(seqlen_q=x, seqlen_k=x) for x in args.seqlens]
-    results = {shape: {} for shape in (*args.shapes, *sweep)}
-    jobs = [(shape, impl) for shape in results for impl in args.impls]
-    for shape, impl in track(jobs, "timing", console=console, transient=True):
-        case = case_of(shape)
-        results[shape][impl] = case.row(impl, attempt(told, impl, measure, impl, case) or {})
+    results = {Setting(x, *kind): {} for kind in kinds for x in dict.fromkeys((*args.shapes, *sweep))}
+    jobs = [(setting, impl) for setting in results for impl in args.impls]
+    for setting, impl in track(jobs, "timing", console=console, transient=True):
+        case = case_of(setting)
+        results[setting][impl] = case.row(impl, attempt(told, impl, measure, impl, case) or {})
 
-    for shape in args.shapes:
-        rows = results[shape]
+    of_shapes = {setting: rows for setting, rows in results.items() if setting.shape in args.shapes}
+    for setting, rows in of_shapes.items() if len(of_shapes) <= MANY else ():
         numbers = {impl: [*(rows[impl][x] for x in MEASURED), speedup(rows, impl)] for impl in rows}
         headings = ["ms", "p20", "p80", "TFLOP/s", "GB/s", "peak MB", "max err", "× manual"]
-        print_table(f"({shape}) {setting}", headings, numbers)
-    if sweep:
-        numbers = {impl: [results[shape][impl]["ms"] for shape in sweep] for impl in args.impls}
-        print_table(f"ms over S in ({args.shapes[0]})", args.seqlens, numbers)
+        print_table(f"{setting} {on_device}", headings, numbers)
+    if len(of_shapes) > MANY:
+        numbers = {str(setting): [rows[x]["tflops"] for x in rows] for setting, rows in of_shapes.items()}
+        print_table(f"TFLOP/s {on_device}", args.impls, numbers)
+    for dtype, causal in kinds if sweep else ():
+        numbers = {impl: [results[Setting(shape, dtype, causal)][impl]["ms"] for shape in sweep] for impl in args.impls}
+        print_table(f"ms over S in {Setting(args.shapes[0], dtype, causal)}", args.seqlens, numbers)
     if args.json:
         rows = ",\n".join(json.dumps(row) for rows in results.values() for row in rows.values())
         Path(args.json).write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{rows}\n]}}\n')
     if args.plot:
-        plot(args.plot, {x: results[x] for x in sweep or args.shapes}, bool(sweep), f"Attention forward, {setting}")
-    has_failed = any(impl not in able and must_serve(impl, device) for impl in args.impls)
-    return int(has_failed or WrongResult in (kind for _, kind in told))
+        drawn = {setting: results[setting] for setting in results if not sweep or setting.shape in sweep}
+        plot(args.plot, drawn, f"Attention forward {on_device}")
+    return int(failed or WrongResult in (kind for _, kind in told))
 
 
 if __name__ == "__main__":

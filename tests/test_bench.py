@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OURS = "cuda:simt" if DEVICE == "cuda" else "cuda:host"
 META = {"device", "driver", "torch", "triton", "cuda", "date", "source_digest", "command"}
 SIZES = ("batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
-PEERS = {"cuda:sm80", "cuda:sm90", "flex", "cublas"}  # of the format too, though nothing here measures them yet
+PEERS = {"cuda:sm90", "flex", "cublas"}  # of the format too, though nothing here measures them yet
 # Not smaller: the largest of a few rounding errors is a matter of luck.
 SMALL = ("--shape", "2,4,64,64", "--seqlens", "", "--no-profile")
 ROOT = Path(bench.__file__).parent
@@ -49,7 +49,7 @@ def check_format(text):
     content = json.loads(text, parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
     assert set(content) == {"meta", "rows"} and content["rows"]
     meta, rows = content["meta"], content["rows"]
-    assert set(meta) == META
+    assert set(meta) - {"host_us"} == META
     date = datetime.fromisoformat(meta["date"])
     assert date.tzinfo and date.isoformat(timespec="seconds") == meta["date"]
     assert re.fullmatch("[0-9a-f]{64}", meta["source_digest"])
@@ -106,13 +106,15 @@ def test_json(whole):
 def test_what_serves_is_measured(whole):
     measured = [row for row in json.loads(whole.rows)["rows"] if row["ms"]]
     assert {"manual", OURS, "triton", "torch:math"} <= {row["impl"] for row in measured}
+    assert "cuda:sm80" not in {row["impl"] for row in measured}  # these rows are fp32
     for row in measured:
         assert row["max_err"] < 1e-5
         assert (row["peak_mb"] is None) == (DEVICE == "cpu")
 
 
 def test_causal_is_half_the_flops():
-    full, causal = (bench.Case(bench.Shape(1, 1, 8, 8, 1, 8), "float32", x, DEVICE) for x in (False, True))
+    shape = bench.Shape(1, 1, 8, 8, 1, 8)
+    full, causal = (bench.Case(bench.Setting(shape, "float32", x), DEVICE) for x in (False, True))
     assert full.flops == 2 * causal.flops == 4 * 8**3
 
 
@@ -131,7 +133,7 @@ def test_trace_holds_every_implementation(whole):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", [(1, 2, 5, 8, 2, 5), (2, 4, 3, 8, 2, 7)])
 def test_manual_attention_is_attention(shape, causal):
-    q, k, v, _ = bench.Case(bench.Shape(*shape), "float32", causal, "cpu").args
+    q, k, v, _ = bench.Case(bench.Setting(bench.Shape(*shape), "float32", causal), "cpu").args
     torch.testing.assert_close(bench.manual_attn(q, k, v, causal), reference_attention(q, k, v, causal))
 
 
@@ -142,7 +144,8 @@ def test_manual_attention_is_attention(shape, causal):
     (["--shape", "1,1,8,257"], "D at most 256"),
     (["--shape", "1,1,9,8,1,8", "--causal"], "--causal: needs Sq <= Sk"),
     (["--seqlens", "64,x"], "--seqlens: 'x' is not a positive integer"),
-    (["--dtype", "float8"], "--dtype: invalid choice: 'float8'"),
+    (["--dtype", "float16,float8"], "--dtype: 'float8' is none of float32, float16, bfloat16"),
+    (["--causal", "maybe"], "--causal: invalid choice: 'maybe'"),
     (["--impls", "manual,cuda:none"], "--impls: 'cuda:none' is none of manual, cuda:"),
     (["--json", "nowhere/x.json"], "--json: 'nowhere/x.json' is no .json file in an existing directory"),
     (["--plot", "picture.txt"], "--plot: 'picture.txt' is no .png or .svg file"),
@@ -215,3 +218,25 @@ def test_the_readme_quotes_the_record():
         assert cells == [f"{ms['manual']:.3g}", f"{ms['cuda:simt']:.3g}", f"{ms['manual'] / ms['cuda:simt']:.2f}",
                          f"{ms['torch:efficient'] / ms['cuda:simt']:.2f}", f"{ms['manual'] / ms['triton']:.2f}",
                          f"{error['cuda:simt']:.1e} / {error['manual']:.1e}"]
+
+
+def test_many_settings_at_once(tmp_path):
+    file = tmp_path / "grid.json"
+    shapes = [option for S in (16, 32, 48) for option in ("--shape", f"2,4,{S},16")]
+    code, out = run(*shapes, "--seqlens", "", "--no-profile", "--impls", f"manual,{OURS}", "--dtype", "float32,bfloat16",
+                    "--causal", "both", "--json", file, "--plot", tmp_path / "grid.png")
+    assert code == 0 and out.count("=== checking (2,4,16,16) ") == 4
+    assert [line.split()[:2] for line in out.splitlines()[-13:-1]].count(["(2,4,48,16)", "bfloat16"]) == 2
+    rows = check_format(file.read_text())
+    assert len({(row["dtype"], row["causal"], row["seqlen_q"]) for row in rows}) == 12 and len(rows) == 24
+    assert (tmp_path / "grid.png").stat().st_size > 10_000
+
+
+@pytest.mark.gpu
+def test_host_cost(tmp_path):
+    file = tmp_path / "host.json"
+    code, out = run(*SMALL, "--impls", "manual", "--host-cost", "--json", file)
+    assert code == 0 and "µs of host time" in out
+    cost = json.loads(file.read_text())["meta"]["host_us"]
+    assert set(cost) == {"flash_attention", "flash_attn_func", "torch:flash", "torch:efficient", "empty_like"}
+    assert all(0 < us < 1000 for us in cost.values())
