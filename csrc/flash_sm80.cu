@@ -6,8 +6,8 @@
 //   P = softmax(acc_s)  from the accumulators of one product straight into the A operand of the next
 //   acc_o += P V       fragments of sV, transposed by ldmatrix on the way
 // K and V have one buffer each. Tensor cores and copies take turns on them, with a barrier at every change:
-//   tensor cores   Q K(n)ᵀ        softmax, P V(n)     Q K(n + 1)ᵀ     ...
-//   cp.async       V(n) → sV      K(n + 1) → sK       V(n + 1) → sV   ...
+//   tensor cores                    Q K(0)ᵀ    P V(0)         Q K(1)ᵀ        P V(1)     ...
+//   cp.async       Q, K(0), V(0)               K(1) → sK      V(1) → sV      K(2) → sK  ...
 // The other block on the same SM fills the gaps. Deeper rings were slower or no faster, and halve what fits an SM.
 //
 // Read next: kernels.h, which chooses between this kernel and flash.cu; main.cpp, where torch calls them.
@@ -109,12 +109,10 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
     const uint32_t k_address = shared_address(sK) + k_offset, v_address = shared_address(sV) + v_offset;
 
     float acc_o[kMTiles][kDTiles][4] = {};
-    if (n_block_max > 0) load_q(), load_kv(sK, gK, p.k_row_stride, 0);
+    if (n_block_max > 0) load_q(), load_kv(sK, gK, p.k_row_stride, 0), load_kv(sV, gV, p.v_row_stride, 0);
+    cp_async_wait<1>();
+    __syncthreads();  // Q and K have arrived
     for (int n_block = 0; n_block < n_block_max; n_block++) {
-        cp_async_wait<0>();
-        __syncthreads();  // K has arrived, V has been read
-        load_kv(sV, gV, p.v_row_stride, n_block);
-
         float acc_s[kMTiles][kNTiles][4] = {};
 #pragma unroll
         for (int n0 = 0; n0 < kNTiles; n0 += 8)  // 64 keys at a time: more would be in flight than registers hold
@@ -134,7 +132,7 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
 
         cp_async_wait<0>();
         __syncthreads();  // V has arrived, K has been read
-        load_kv(sK, gK, p.k_row_stride, n_block + 1);  // past the last block, rows of zeros: a branch less
+        if (n_block + 1 < n_block_max) load_kv(sK, gK, p.k_row_stride, n_block + 1);
 
         if (n_block >= n_block_masked)
             mask.apply(acc_s, row0 + warp_idx * kWarpM + lane_idx / 4, n_block * kBlockN + lane_idx % 4 * 2,
@@ -153,9 +151,10 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
                 }
             }
         }
+        cp_async_wait<0>();
+        __syncthreads();  // K has arrived, V has been read
+        if (n_block + 1 < n_block_max) load_kv(sV, gV, p.v_row_stride, n_block + 1);
     }
-
-    cp_async_wait<0>();
 
     // O goes by way of its warp's own rows of sQ, to be written 16 bytes a lane.
     softmax.finalize(acc_o);
