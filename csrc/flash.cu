@@ -55,35 +55,14 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     const float scale_log2 = p.softmax_scale == 0.f ? 1.f : fabsf(p.softmax_scale) * 1.4426950408889634f;
     const int unmasked = sign == 1.f && rows == Br ? visible(0) : 0;  // the scores of keys before it stay as they are
 
-    // Each step is loaded while the one before it is used: first those of Kj, then those of Vj.
-    const int steps_K = (p.head_dim + kStep - 1) / kStep, steps = steps_K + Bc / kStep;
-    int j_load = 0, s_load = 0, at = 0;  // which step to load, and where
-    auto load_step = [&] {
-        if (j_load >= Tc) return;
-        auto &step = tiles.steps[at];
-        const int d = s_load * kStep, c = j_load * Bc + max(0, d - steps_K * kStep), rest = seq_len - c;
-        const T *k = gK + c * p.k_row_stride + d, *v = gV + c * p.v_row_stride;
-        if (s_load < steps_K) load_tile<kNThreads, true, 1>(step.Kj, k, p.k_row_stride, rest, p.head_dim - d);
-        else if (aligned) load_tile<kNThreads, false, 4>(step.Vj, v, p.v_row_stride, rest, p.head_dim);
-        else load_tile<kNThreads, false, 1>(step.Vj, v, p.v_row_stride, rest, p.head_dim);
-        if (++s_load == steps) s_load = 0, j_load++;
-    };
-    auto next_step = [&]() -> auto & {
-        __pipeline_wait_prior(0);
-        __syncthreads();  // the next step is written, and the last one has been read
-        auto &step = tiles.steps[at];
-        at ^= 1, load_step();
-        return step;
-    };
-
     float O[kRows][kDims] = {}, m[kRows], l[kRows] = {};
     for (float &x : m) x = -INFINITY;
     if (Tc > 0) load_tile<kNThreads, true, 1>(tiles.Qi, gQ, p.q_row_stride, rows, p.head_dim);
-    load_step();
+    Steps<T, Tiles> steps(p, tiles.steps, gK, gV, seq_len, Tc, aligned);
     for (int j = 0; j < Tc; j++) {
         float S[kRows][kCols] = {};
         auto multiply_QK = [&](float (&acc)[kRows][kCols], int d) {
-            multiply<kTy, kTx>(acc, tiles.Qi + d, next_step().Kj, ty, tx, min(kStep, p.head_dim - d));
+            multiply<kTy, kTx>(acc, tiles.Qi + d, steps.next().Kj, ty, tx, min(kStep, p.head_dim - d));
         };
         if constexpr (Tiles::kHeadDim <= 64 || kRows * kCols == 64)  // the latter have no registers for more sums
             for (int d = 0; d < p.head_dim; d += kStep) multiply_QK(S, d);
@@ -102,16 +81,10 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
             }
         float m_new[kRows], alpha[kRows];
         for (int i = 0; i < kRows; i++) {
-            float row_max = m_new[i] = m[i];
-            for (float x : S[i]) row_max = fmaxf(row_max, x);
-            tiles.partial[tx][place<kTy, kRows>(ty, i)] = row_max;
+            m_new[i] = m[i];
+            for (float x : S[i]) m_new[i] = fmaxf(m_new[i], x);
         }
-        __syncwarp();  // partial is written
-        for (int t = 0; t < kTx; t++) {
-            float row_max[kRows];
-            read<kTy>(row_max, tiles.partial[t], ty);
-            for (int i = 0; i < kRows; i++) m_new[i] = fmaxf(m_new[i], row_max[i]);
-        }
+        reduce_rows<kTy>(m_new, tiles.partial, ty, tx, [](float x, float y) { return fmaxf(x, y); });
         for (int i = 0; i < kRows; i++) {
             float row_sum = 0.f;
             const float m_sub = m_new[i] == -INFINITY ? 0.f : m_new[i];  // nothing seen yet: exp2(-inf) is 0, not NaN
@@ -124,21 +97,18 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
 
         // P Vj is summed apart from O: short sums round less, and O takes its rescaling in the same FMA.
         float PV[kRows][kDims] = {};
-        for (int c = 0; c < Bc; c += kStep) multiply<kTy, kTx>(PV, tiles.P + c, next_step().Vj, ty, tx, kStep);
+        for (int c = 0; c < Bc; c += kStep) multiply<kTy, kTx>(PV, tiles.P + c, steps.next().Vj, ty, tx, kStep);
         for (int i = 0; i < kRows; i++)
             for (int d = 0; d < kDims; d++) O[i][d] = O[i][d] * alpha[i] + PV[i][d];
     }
 
-    for (int i = 0; i < kRows; i++) tiles.partial[tx][place<kTy, kRows>(ty, i)] = l[i];
-    __syncwarp();  // partial is written
+    reduce_rows<kTy>(l, tiles.partial, ty, tx, [](float x, float y) { return x + y; });
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
         const int r = place<kTy, kRows>(ty, i);
         if (row0 + r >= p.seqlen_q) continue;
-        float sum = 0.f;
-        for (int t = 0; t < kTx; t++) sum += tiles.partial[t][r];
-        const bool empty = sum == 0.f;  // its out is 0 even where V, times its probabilities of 0, gave NaN
-        const float scale_o = 1.f / sum, lse = empty ? -INFINITY : m[i] * fabsf(p.softmax_scale) + logf(sum);
+        const bool empty = l[i] == 0.f;  // its out is 0 even where V, times its probabilities of 0, gave NaN
+        const float scale_o = 1.f / l[i], lse = empty ? -INFINITY : m[i] * fabsf(p.softmax_scale) + logf(l[i]);
         if (tx == 0) p.lse[bh * p.seqlen_q + row0 + r] = lse;
         for (int d = 0; d < kDims; d++) {
             const int x = place<kTx, kDims>(tx, d);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 namespace simt {
 
@@ -72,6 +73,41 @@ __device__ void load_tile(float (&tile)[kM][kN], const T *src, int64_t row_strid
     __pipeline_commit();
 }
 
+// Of each of Tc blocks of keys kStep columns of Kj after the other, then kStep rows of Vj after the other. Each step is
+// loaded while the one before it is used.
+template <typename T, typename Tiles> struct Steps {
+    static constexpr int kNThreads = Tiles::kNThreads, kStep = Tiles::kStep;
+    using Step = std::remove_reference_t<decltype(std::declval<Tiles>().steps[0])>;
+    const AttnParams &p;
+    Step (&steps)[2];
+    const T *gK, *gV;
+    const int seq_len, Tc;
+    const bool aligned;
+    int j = 0, s = 0, at = 0;  // the step to load, and its place
+
+    __device__ Steps(const AttnParams &p, Step (&steps)[2], const T *gK, const T *gV, int seq_len, int Tc, bool aligned)
+        : p(p), steps(steps), gK(gK), gV(gV), seq_len(seq_len), Tc(Tc), aligned(aligned) { load(); }
+
+    __device__ void load() {
+        if (j >= Tc) return;
+        const int steps_K = (p.head_dim + kStep - 1) / kStep, d = s * kStep;
+        const int c = j * Tiles::Bc + max(0, d - steps_K * kStep), rest = seq_len - c;
+        const T *k = gK + c * p.k_row_stride + d, *v = gV + c * p.v_row_stride;
+        if (s < steps_K) load_tile<kNThreads, true, 1>(steps[at].Kj, k, p.k_row_stride, rest, p.head_dim - d);
+        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].Vj, v, p.v_row_stride, rest, p.head_dim);
+        else load_tile<kNThreads, false, 1>(steps[at].Vj, v, p.v_row_stride, rest, p.head_dim);
+        if (++s == steps_K + Tiles::Bc / kStep) s = 0, j++;
+    }
+
+    __device__ const Step &next() {
+        __pipeline_wait_prior(0);
+        __syncthreads();  // the next step is written, and the last one has been read
+        const Step &step = steps[at];
+        at ^= 1, load();
+        return step;
+    }
+};
+
 // The place in a tile of a thread's i-th row or column, of kCount: it is the t-th of n threads.
 template <int n, int kCount> __device__ int place(int t, int i) {
     constexpr int kWide = kCount < 4 ? kCount : 4;
@@ -84,6 +120,19 @@ template <int n, int kCount> __device__ void read(float (&x)[kCount], const floa
     for (int i = 0; i < kCount; i += kWide) {
         const auto v = *reinterpret_cast<const Vec<kWide> *>(row + place<n, kCount>(t, i));
         for (int e = 0; e < kWide; e++) x[i + e] = v.x[e];
+    }
+}
+
+// Each x[i], a row's share of this thread, becomes op over the shares of all kTx threads of the row, which are in one warp.
+template <int kTy, int kRows, int kTx, int kLd, typename Op>
+__device__ void reduce_rows(float (&x)[kRows], float (&partial)[kTx][kLd], int ty, int tx, Op op) {
+    for (int i = 0; i < kRows; i++) partial[tx][place<kTy, kRows>(ty, i)] = x[i];
+    __syncwarp();  // partial is written
+    read<kTy>(x, partial[0], ty);
+    for (int t = 1; t < kTx; t++) {
+        float y[kRows];
+        read<kTy>(y, partial[t], ty);
+        for (int i = 0; i < kRows; i++) x[i] = op(x[i], y[i]);
     }
 }
 

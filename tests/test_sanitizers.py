@@ -17,9 +17,16 @@ from torch.utils.cpp_extension import CUDA_HOME
 DRIVER = Path(__file__).with_name("driver.cpp")
 CSRC = DRIVER.parents[1] / "csrc"
 CXX = os.environ.get("CXX", "g++")
-BARRIERS = list(re.finditer(r"(__sync\w+\(|__pipeline_wait_prior\(0)\);", (CSRC / "flash.cu").read_text()))
-BARRIERS_SM80 = list(re.finditer(r"__syncthreads\(\);", (CSRC / "flash_sm80.cu").read_text()))
-each_barrier = dict(ids=lambda b: f"line{b.string.count(chr(10), 0, b.start()) + 1}")
+
+
+def barriers(pattern, *files):
+    """Parameters (file, match) for every barrier in some files of csrc."""
+    found = [(file, match) for file in files for match in re.finditer(pattern, (CSRC / file).read_text())]
+    return [pytest.param(file, match, id=f"{file}:{match.string.count(chr(10), 0, match.start()) + 1}")
+            for file, match in found]
+
+
+BARRIERS = barriers(r"(__sync\w+\(|__pipeline_wait_prior\(0)\);", "flash.cu", "tiles.h")
 
 
 def run(*command, timeout=240, **env):
@@ -34,7 +41,7 @@ def compiled(directory, *command, csrc=CSRC):
     return directory / "driver"
 
 
-def without_barrier(directory, barrier, file="flash.cu"):
+def without_barrier(directory, file, barrier):
     """A copy of csrc that lacks one barrier of a file."""
     shutil.copytree(CSRC, directory / "csrc")
     source = barrier.string[:barrier.start()] + barrier.string[barrier.end():]
@@ -91,9 +98,9 @@ def test_no_data_race(tmp_path):
     assert not done.stderr
 
 
-@pytest.mark.parametrize("barrier", BARRIERS, **each_barrier)
-def test_every_barrier_is_needed_and_seen(barrier, tmp_path):
-    driver = compiled(tmp_path, *cxx("thread"), csrc=without_barrier(tmp_path, barrier))
+@pytest.mark.parametrize("file, barrier", BARRIERS)
+def test_every_barrier_is_needed_and_seen(file, barrier, tmp_path):
+    driver = compiled(tmp_path, *cxx("thread"), csrc=without_barrier(tmp_path, file, barrier))
     done = run_tsan(driver, "fp32_64")
     # Without the wait for its copies a thread computes with what was in shared memory before: no race, a wrong result.
     wanted = "ThreadSanitizer: data race" in done.stderr if "sync" in barrier[0] else " 1 failed" in done.stdout
@@ -147,15 +154,9 @@ def test_memcheck_sees_an_overrun(gpu_driver):
 
 
 @pytest.mark.gpu
-def test_racecheck_sees_a_missing_barrier(tmp_path):
-    driver = compiled(tmp_path, *nvcc(), csrc=without_barrier(tmp_path, next(b for b in BARRIERS if "sync" in b[0])))
-    done, summary = compute_sanitizer("racecheck", driver, "bf16_64")  # its tiles are written by plain stores
-    assert done.returncode and "SUMMARY: 0 " not in summary, done.stdout
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("barrier", BARRIERS_SM80, **each_barrier)
-def test_every_barrier_of_sm80_is_needed_and_seen(barrier, tmp_path):
-    driver = compiled(tmp_path, *nvcc(), csrc=without_barrier(tmp_path, barrier, "flash_sm80.cu"))
-    done, summary = compute_sanitizer("racecheck", driver, "sm80_fp16_192")
+@pytest.mark.parametrize("file, barrier", barriers(r"__syncthreads\(\);", "tiles.h", "flash_sm80.cu"))
+def test_racecheck_sees_a_missing_barrier(file, barrier, tmp_path):
+    driver = compiled(tmp_path, *nvcc(), csrc=without_barrier(tmp_path, file, barrier))
+    case = "sm80_fp16_192" if file == "flash_sm80.cu" else "bf16_64"  # the latter's tiles are written by plain stores
+    done, summary = compute_sanitizer("racecheck", driver, case)
     assert done.returncode and "SUMMARY: 0 " not in summary, done.stdout
