@@ -116,11 +116,12 @@ def sdpa_with(backend):
 def flash_kernel(name):
     """flash_attention by one kernel of csrc."""
     def forward(q, k, v, causal):
+        before = os.environ.get("MINIMAL_ATTN_KERNEL", "")  # empty is as good as none
         os.environ["MINIMAL_ATTN_KERNEL"] = name
         try:
             return flash_attention(q, k, v, causal, backend="cuda")
         finally:
-            del os.environ["MINIMAL_ATTN_KERNEL"]
+            os.environ["MINIMAL_ATTN_KERNEL"] = before
 
     return forward
 
@@ -309,8 +310,8 @@ def print_table(title, headings, rows):
 
 
 def plot(file, results, title):
-    """TFLOP/s of {setting: {impl: row}}: lines over S, a panel for each dtype, head_dim and causal, where each has a few
-    lengths; else bars by shape with their speed-up over manual."""
+    """TFLOP/s of {setting: {impl: row}}: lines over S, a panel for each dtype, head_dim and causal, where all have a
+    few lengths; else bars by shape with their speed-up over manual."""
     from matplotlib.figure import Figure
 
     panels = {}

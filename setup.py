@@ -27,10 +27,12 @@ def extension():
     without_cuda = build.cannot_build_cuda()
     if without_cuda and torch.version.cuda:
         print(f"minimal_attn: building for the CPU alone: {without_cuda}")
+    # The digest lets a library that is older than the sources beside it be refused.
+    digest = f"-DMINIMAL_ATTN_DIGEST={build.source_digest(build.CSRC)}"
     module = (CppExtension if without_cuda else CUDAExtension)(
         build.PREBUILT,
         [os.path.relpath(source) for source in recipe["sources"]],  # an sdist takes no absolute paths
-        extra_compile_args={"cxx": recipe["extra_cflags"], "nvcc": recipe["extra_cuda_cflags"]},
+        extra_compile_args={"cxx": [*recipe["extra_cflags"], digest], "nvcc": recipe["extra_cuda_cflags"]},
         extra_link_args=recipe["extra_ldflags"],
     )
     return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension}}

@@ -12,8 +12,8 @@
 // S = Qi Kjᵀ and kRows × kDims of O += P Vj. All threads of a row are in one warp, so that P and the maxima of its rows
 // need no barrier of the block. Kj and Vj come in steps that are loaded while the step before them is multiplied.
 //
-// Read next: tiles.h, the shared memory and the products; flash.h, the parameters; launch.h, the launch; main.cpp, where
-// torch calls it.
+// Read next: tiles.h, the shared memory and the products; flash.h, the parameters; launch.h, the launch; main.cpp,
+// where torch calls it.
 #include "flash.h"
 #ifdef __CUDACC__
 #include "launch.h"

@@ -32,14 +32,6 @@ struct AttnParams {
     void *stream;  // cudaStream_t, on the current device; unused by the host build
 };
 
-// Whether every row of q, k and v starts at a multiple of `bytes` and holds whole vectors of `elements`.
-inline bool is_aligned(const AttnParams &p, int bytes, int elements) {
-    const int64_t strides = p.q_batch_stride | p.q_head_stride | p.q_row_stride | p.k_batch_stride | p.k_head_stride |
-                            p.k_row_stride | p.v_batch_stride | p.v_head_stride | p.v_row_stride;
-    const uintptr_t pointers = uintptr_t(p.q) | uintptr_t(p.k) | uintptr_t(p.v);
-    return (strides | p.head_dim) % elements == 0 && pointers % bytes == 0;
-}
-
 // Enqueue out = softmax(softmax_scale · Q Kᵀ) V and lse. A row that sees no key gets out 0 and lse -inf.
 // They throw std::runtime_error when the kernel cannot be launched.
 namespace simt {
@@ -49,5 +41,5 @@ namespace sm80 {
 void flash_forward(const AttnParams &p);  // flash_sm80.cu: tensor cores, for what kernels.h says they can serve
 }
 namespace host {
-void flash_forward(const AttnParams &p);  // the same kernel on the CPU; returns when it is done
+void flash_forward(const AttnParams &p);  // flash.cu on the CPU; returns when it is done
 }

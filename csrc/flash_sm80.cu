@@ -11,6 +11,9 @@
 // The other block on the same SM fills the gaps. Deeper rings were slower or no faster, and halve what fits an SM.
 //
 // Read next: kernels.h, which chooses between this kernel and flash.cu; main.cpp, where torch calls them.
+#include <algorithm>
+#include <atomic>
+
 #include "flash.h"
 #include "launch.h"
 #include "mask.cuh"
@@ -33,8 +36,9 @@ template <typename Tile> struct SharedMemory {
     uint16_t sK[Tile::kBlockN][Tile::kHeadDim], sV[Tile::kBlockN][Tile::kHeadDim];
 };
 
-// Where the 16-byte vector `vec` of row `row` lies in a tile. The vectors of a row trade places within 128 bytes (within
-// 64, where rows are an odd multiple of that), so that one vector of 8 neighbouring rows lies in 32 different banks.
+// Where the 16-byte vector `vec` of row `row` lies in a tile. The vectors of a row trade places within 128 bytes
+// (within 64, where rows are an odd multiple of that), so that one vector of 8 neighbouring rows lies in 32 different
+// banks.
 template <int kHeadDim> struct Swizzle {
     static constexpr int kVecs = kHeadDim % 64 == 0 ? 8 : 4, kRowBytes = 2 * kHeadDim;
     static __device__ uint32_t offset(int row, int vec) {
@@ -46,9 +50,9 @@ template <int kHeadDim> struct Swizzle {
     }
 };
 
-// The kRows rows from `from` on go to the tile at `to`; `from` moves on to the rows after them. A thread copies 16 bytes of
-// every kRowStep-th row; both pointers and the limits `rows` and `cols` are as seen from its first copy. What lies outside
-// the limits is not read and becomes 0.
+// The kRows rows from `from` on go to the tile at `to`; `from` moves on to the rows after them. A thread copies 16
+// bytes of every kRowStep-th row; both pointers and the limits `rows` and `cols` are as seen from its first copy. What
+// lies outside the limits is not read and becomes 0.
 template <int kRows, int kHeadDim, int kNThreads, typename T>
 __device__ void load_tile(uint32_t to, const T *&from, int64_t row_stride, int rows, int cols) {
     constexpr int kVecs = Swizzle<kHeadDim>::kVecs, kRowStep = kNThreads / kVecs;
@@ -88,7 +92,8 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
     // The scores of the blocks before this one need neither a mask nor a sign.
     const int n_block_masked = p.softmax_scale > 0.f ? mask.n_block_full<kBlockM, kBlockN>(row0) : 0;
 
-    // This thread's first copy of every tile. The limit is not spelled p.head_dim - 8 * vec, which would keep vec in registers.
+    // This thread's first copy of every tile. The limit is not spelled p.head_dim - 8 * vec, which would keep vec in
+    // registers.
     const int row = threadIdx.x / Swizzle::kVecs, vec = threadIdx.x % Swizzle::kVecs;
     const int cols = p.head_dim - int(threadIdx.x * 8 % (8 * Swizzle::kVecs));
     const uint32_t copy_offset = Swizzle::offset(row, vec);
@@ -102,7 +107,8 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
                                                 mask.seq_len - n_block * kBlockN - row, cols);
     };
 
-    // What a lane names to ldmatrix. The four 8×8 matrices of 16×16 elements of Q, and of Vᵀ, go down first; of K, across.
+    // What a lane names to ldmatrix. The four 8×8 matrices of 16×16 elements of Q, and of Vᵀ, go down first; of K,
+    // across.
     const uint32_t q_offset = Swizzle::offset(lane_idx % 16, lane_idx / 16), v_offset = q_offset;
     const uint32_t k_offset = Swizzle::offset(lane_idx / 16 * 8 + lane_idx % 8, lane_idx / 8 % 2);
     const uint32_t q_address = shared_address(sQ[warp_idx * kWarpM]) + q_offset;
@@ -203,10 +209,17 @@ void flash_forward(const AttnParams &p) {
 
 }  // namespace sm80
 
+// 90 for Hopper; less if all that this build holds for the GPU is PTX for an older one. Asked once for each device.
 int compute_capability() {
+    static std::atomic<int> known[64];
     int device, major, minor;
     device::check_cuda(cudaGetDevice(&device));
+    if (device < 64 && known[device]) return known[device];
+    cudaFuncAttributes kernel;
+    device::check_cuda(cudaFuncGetAttributes(&kernel, sm80::flash_fwd<__half, sm80::Tile<64, 128, 128>>));
     device::check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     device::check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-    return 10 * major + minor;
+    const int capability = std::min(10 * major + minor, kernel.ptxVersion);
+    if (device < 64) known[device] = capability;
+    return capability;
 }

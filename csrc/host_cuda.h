@@ -2,9 +2,9 @@
 // AddressSanitizer and ThreadSanitizer work on the kernel itself and the library works where there is no GPU.
 //
 // Every thread of a block is a real thread and __syncthreads() a real barrier, as is __syncwarp() for 32 of them: a
-// barrier left out is a data race that ThreadSanitizer reports. Blocks run one after another. Shared memory is NaN at the
-// start of each, so that a value read before it is written shows. As in CUDA, every thread of a block must reach every
-// barrier; unlike in CUDA, none may return early.
+// barrier left out is a data race that ThreadSanitizer reports. Blocks run one after another. Shared memory is NaN at
+// the start of each, so that a value read before it is written shows. As in CUDA, every thread of a block must reach
+// every barrier; unlike in CUDA, none may return early.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Which CUDA kernel serves a call: one function of dtype, head_dim, alignment and compute capability. Not of the batch
-// size, so that a sample's result does not depend on its batch. It runs on the host and needs no CUDA.
+// Which kernel serves a call on a GPU: one function of dtype, head_dim, alignment and compute capability. Not of how
+// many samples and heads there are, so that a sample's bits do not depend on its batch.
 //
 // Read next: main.cpp, which asks.
 #pragma once
@@ -9,14 +9,12 @@
 
 #include "flash.h"
 
-enum class Kernel { kSimt, kSm80 };  // flash.cu, flash_sm80.cu
-constexpr const char *kKernelNames[] = {"simt", "sm80"};
+enum class Kernel { kSimt, kSm80, kHost };  // flash.cu, flash_sm80.cu, flash.cu on the CPU
+constexpr const char *kKernelNames[] = {"simt", "sm80", "host"};
 
-int compute_capability();  // of the current device, 90 for Hopper; in flash_sm80.cu
-
-// Why flash_sm80.cu, which loads 16 bytes at a time, cannot serve p, or nullptr.
-inline const char *why_not_sm80(const AttnParams &p, int compute_capability) {
-    if (compute_capability < 80) return "the GPU is older than sm_80";
+// Why flash_sm80.cu, which loads 16 bytes at a time, cannot serve p, or nullptr. capability: 90 for Hopper.
+inline const char *why_not_sm80(const AttnParams &p, int capability) {
+    if (capability < 80) return "the GPU, or what this build holds for it, is older than sm_80";
     if (p.dtype == DType::kFloat32) return "the dtype is float32, which tensor cores would round";
     if (p.head_dim % 8) return "head_dim is not a multiple of 8";
     if (uintptr_t(p.q) % 16) return "q does not start at a multiple of 16 bytes";
@@ -33,15 +31,16 @@ struct Choice {
     const char *slow_because;  // what it is about the tensors that costs them the tensor cores, or nullptr
 };
 
-// forced: a kernel's name, or nullptr. Throws std::invalid_argument if that is no kernel, or one that cannot serve p.
-inline Choice choose_kernel(const AttnParams &p, int compute_capability, const char *forced) {
-    const char *why_not = why_not_sm80(p, compute_capability);
+// forced: "simt", "sm80", or nullptr. Throws std::invalid_argument for another name, or a kernel that cannot serve p.
+inline Choice choose_kernel(const AttnParams &p, int capability, const char *forced) {
+    const char *why_not = why_not_sm80(p, capability);
     if (forced) {
         const std::string name(forced);
         if (name == "simt") return {Kernel::kSimt, nullptr};
-        if (name != "sm80") throw std::invalid_argument("MINIMAL_ATTN_KERNEL is '" + name + "': there are simt and sm80");
+        if (name != "sm80")
+            throw std::invalid_argument("MINIMAL_ATTN_KERNEL is '" + name + "': there are simt and sm80");
         if (why_not) throw std::invalid_argument(std::string("MINIMAL_ATTN_KERNEL=sm80 cannot serve: ") + why_not);
     }
     if (!why_not) return {Kernel::kSm80, nullptr};
-    return {Kernel::kSimt, compute_capability < 80 || p.dtype == DType::kFloat32 ? nullptr : why_not};
+    return {Kernel::kSimt, capability < 80 || p.dtype == DType::kFloat32 ? nullptr : why_not};
 }

@@ -16,11 +16,14 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <cfloat>
 #include <cmath>
 #include <cstdlib>
 
 #include "flash.h"
 #include "kernels.h"
+
+int compute_capability();  // of the current device; in flash_sm80.cu
 
 namespace {
 
@@ -56,55 +59,56 @@ void check(const Tensor &q, const Tensor &k, const Tensor &v, const std::optiona
     }
 }
 
-// The struct of checked inputs, without outputs.
-AttnParams params_of(const Tensor &q, const Tensor &k, const Tensor &v, Layout dim) {
-    // A dimension of size 1 is never stepped along.
-    auto stride = [](const Tensor &x, int i) { return x.size(i) > 1 ? x.stride(i) : 0; };
+// The struct of checked inputs; outputs and stream are still to come.
+AttnParams params_of(const Tensor &q, const Tensor &k, const Tensor &v, const std::optional<Tensor> &seq_lens,
+                     double softmax_scale, bool causal, Layout dim) {
+    // Along a dimension of size 1 nobody steps. (Strides of batch and heads count all the same: see kernels.h.)
+    auto row_stride = [&](const Tensor &x) { return x.size(dim.row) > 1 ? x.stride(dim.row) : 0; };
     AttnParams p{};
     p.q = q.const_data_ptr(), p.k = k.const_data_ptr(), p.v = v.const_data_ptr();
-    p.q_batch_stride = stride(q, 0), p.q_head_stride = stride(q, dim.head), p.q_row_stride = stride(q, dim.row);
-    p.k_batch_stride = stride(k, 0), p.k_head_stride = stride(k, dim.head), p.k_row_stride = stride(k, dim.row);
-    p.v_batch_stride = stride(v, 0), p.v_head_stride = stride(v, dim.head), p.v_row_stride = stride(v, dim.row);
+    p.seq_lens = seq_lens ? seq_lens->const_data_ptr<int>() : nullptr;
+    p.q_batch_stride = q.stride(0), p.q_head_stride = q.stride(dim.head), p.q_row_stride = row_stride(q);
+    p.k_batch_stride = k.stride(0), p.k_head_stride = k.stride(dim.head), p.k_row_stride = row_stride(k);
+    p.v_batch_stride = v.stride(0), p.v_head_stride = v.stride(dim.head), p.v_row_stride = row_stride(v);
     p.batch_size = q.size(0), p.head_dim = int(q.size(3));
     p.nheads = int(q.size(dim.head)), p.nheads_k = int(k.size(dim.head));
     p.seqlen_q = int(q.size(dim.row)), p.seqlen_k = int(k.size(dim.row));
+    p.softmax_scale = float(softmax_scale), p.is_causal = causal;
     p.dtype = q.scalar_type() == at::kFloat  ? DType::kFloat32
               : q.scalar_type() == at::kHalf ? DType::kFloat16
                                              : DType::kBFloat16;
     return p;
 }
 
-Choice choose(const AttnParams &p, int compute_capability) {
+Choice choose(const AttnParams &p, int capability) {
     const char *forced = std::getenv("MINIMAL_ATTN_KERNEL");  // for tests and benchmarks
-    return choose_kernel(p, compute_capability, forced && *forced ? forced : nullptr);
+    return choose_kernel(p, capability, forced && *forced ? forced : nullptr);
 }
 
-// out like q, lse float32 [batch_size, nheads, seqlen_q], of checked inputs.
-std::tuple<Tensor, Tensor> run(const Tensor &q, const Tensor &k, const Tensor &v, const std::optional<Tensor> &seq_lens,
-                               double softmax_scale, bool causal, Layout dim) {
-    const c10::DeviceGuard guard(q.device());
-    Tensor out = at::empty_like(q);
-    if (out.stride(3) != 1) out = at::empty(q.sizes(), q.options());  // q overlaps itself, as sliding windows do
-    AttnParams p = params_of(q, k, v, dim);
-    Tensor lse = at::empty({p.batch_size, p.nheads, p.seqlen_q}, q.options().dtype(at::kFloat));
-    p.o = out.data_ptr(), p.lse = lse.data_ptr<float>();
-    p.seq_lens = seq_lens ? seq_lens->const_data_ptr<int>() : nullptr;
-    p.o_batch_stride = out.stride(0), p.o_head_stride = out.stride(dim.head), p.o_row_stride = out.stride(dim.row);
-    p.softmax_scale = float(softmax_scale), p.is_causal = causal;
-    if (q.is_cpu()) {
-        host::flash_forward(p);
-        return {out, lse};
-    }
+// The kernel for tensors of a device, which is the current one.
+Choice choose(const AttnParams &p, const at::Device &device) {
+    if (device.is_cpu()) return {Kernel::kHost, nullptr};
 #if MINIMAL_ATTN_CUDA
-    if (q.is_cuda()) {
-        const c10::impl::VirtualGuardImpl device(c10::DeviceType::CUDA);
-        p.stream = device.getStream(q.device()).native_handle();
-        if (choose(p, compute_capability()).kernel == Kernel::kSm80) sm80::flash_forward(p);
-        else simt::flash_forward(p);
-        return {out, lse};
-    }
+    if (device.is_cuda()) return choose(p, compute_capability());
 #endif
     TORCH_CHECK(false, "minimal_attn: this build has no kernel for the device of q, k and v");
+}
+
+// out like q, lse float32 [batch_size, nheads, seqlen_q], on the current device and its stream.
+std::tuple<Tensor, Tensor> run(AttnParams p, const Tensor &q, Kernel kernel, Layout dim) {
+    Tensor out = at::empty_like(q);
+    if (out.stride(3) != 1) out = at::empty(q.sizes(), q.options());  // q overlaps itself, as sliding windows do
+    Tensor lse = at::empty({p.batch_size, p.nheads, p.seqlen_q}, q.options().dtype(at::kFloat));
+    p.o = out.data_ptr(), p.lse = lse.data_ptr<float>();
+    p.o_batch_stride = out.stride(0), p.o_head_stride = out.stride(dim.head), p.o_row_stride = out.stride(dim.row);
+    if (kernel == Kernel::kHost) host::flash_forward(p);
+#if MINIMAL_ATTN_CUDA
+    else {
+        p.stream = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(q.device()).native_handle();
+        kernel == Kernel::kSm80 ? sm80::flash_forward(p) : simt::flash_forward(p);
+    }
+#endif
+    return {out, lse};
 }
 
 // The op. q [batch_size, nheads, seqlen_q, head_dim], k and v [batch_size, nheads_k, seqlen_k, head_dim], head_dim
@@ -112,62 +116,73 @@ std::tuple<Tensor, Tensor> run(const Tensor &q, const Tensor &k, const Tensor &v
 std::tuple<Tensor, Tensor> flash_forward(const Tensor &q, const Tensor &k, const Tensor &v,
                                          const std::optional<Tensor> &seq_lens, double softmax_scale, bool causal) {
     check(q, k, v, seq_lens, kBHSD);
-    return run(q, k, v, seq_lens, softmax_scale, causal, kBHSD);
+    const c10::DeviceGuard guard(q.device());
+    const AttnParams p = params_of(q, k, v, seq_lens, softmax_scale, causal, kBHSD);
+    return run(p, q, choose(p, q.device()).kernel, kBHSD);
 }
 
-// Whether a call has nothing but this kernel to do: no autograd, tracing, vmap, fake tensors, modes or profiler.
+// Whether a call on CUDA tensors has nothing but a kernel to launch: no autograd, tracing, vmap, fake tensors, modes or
+// profiler; and shapes that the kernels take as they are.
 bool is_plain(std::initializer_list<py::handle> tensors) {
     if (at::impl::torch_function_mode_enabled() || at::hasCallbacks()) return false;
     const auto tls = c10::impl::tls_local_dispatch_key_set();
     c10::DispatchKeySet keys = tls.included_;
     bool requires_grad = false;
-    for (py::handle x : tensors) {
-        if (!THPVariable_CheckExact(x.ptr())) return false;
-        const Tensor &tensor = THPVariable_Unpack(x.ptr());
-        keys = keys | tensor.key_set();
-        requires_grad |= tensor.requires_grad() || tensor._fw_grad(0).defined();
+    for (py::handle handle : tensors) {
+        if (!THPVariable_CheckExact(handle.ptr())) return false;
+        const Tensor &x = THPVariable_Unpack(handle.ptr());
+        if (x.dim() != 4 || x.numel() == 0 || x.stride(3) != 1) return false;
+        keys = keys | x.key_set();
+        requires_grad |= x.requires_grad() || x._fw_grad(0).defined();
     }
     keys = keys - tls.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView - c10::default_included_set -
            c10::autocast_dispatch_keyset;
     return keys.highestPriorityTypeId() == c10::DispatchKey::CUDA && !(requires_grad && at::GradMode::is_enabled());
 }
 
-// The whole facade in one step where the call is plain, which halves its host time: None means that it is not, or that
-// something about the arguments is wrong or slow, and the way through Python and the dispatcher tells what.
+// The whole facade in one step where the call is plain: None means that it is not, or that something about it is wrong
+// or slow, and the way through Python and the dispatcher tells what.
 py::object plain_forward(py::handle q_, py::handle k_, py::handle v_, py::handle causal, py::handle softmax_scale,
                          bool seq_major, bool return_lse) {
     if (!is_plain({q_, k_, v_}) || !PyBool_Check(causal.ptr())) return py::none();
-    const Tensor &q = THPVariable_Unpack(q_.ptr()), &k = THPVariable_Unpack(k_.ptr()), &v = THPVariable_Unpack(v_.ptr());
-    if (q.numel() == 0 || k.numel() == 0) return py::none();
-    double scale = 1 / std::sqrt(double(q.size(-1)));
+    const Tensor &q = THPVariable_Unpack(q_.ptr()), &k = THPVariable_Unpack(k_.ptr());
+    const Tensor &v = THPVariable_Unpack(v_.ptr());
+    double scale = 1 / std::sqrt(double(q.size(3)));
     if (!softmax_scale.is_none()) {
         if (!PyFloat_CheckExact(softmax_scale.ptr())) return py::none();
         scale = PyFloat_AS_DOUBLE(softmax_scale.ptr());
-        if (!std::isfinite(scale)) return py::none();
+        if (!(std::abs(scale) <= FLT_MAX)) return py::none();
     }
     const Layout dim = seq_major ? kBSHD : kBHSD;
+    std::tuple<Tensor, Tensor> result;
     try {
         check(q, k, v, std::nullopt, dim);
-#if MINIMAL_ATTN_CUDA
-        const c10::DeviceGuard guard(q.device());
-        if (choose(params_of(q, k, v, dim), compute_capability()).slow_because) return py::none();
-#endif
-    } catch (const std::exception &) {
+    } catch (const c10::Error &) {
         return py::none();
     }
-    auto [out, lse] = run(q, k, v, std::nullopt, scale, causal.ptr() == Py_True, dim);
+    {
+        const py::gil_scoped_release released;  // a launch may wait, for memory or a place in the queue
+        const c10::DeviceGuard guard(q.device());
+        const AttnParams p = params_of(q, k, v, std::nullopt, scale, causal.ptr() == Py_True, dim);
+        const Choice choice = choose(p, q.device());
+        if (!choice.slow_because) result = run(p, q, choice.kernel, dim);
+    }
+    auto &[out, lse] = result;
+    if (!out.defined()) return py::none();
     if (return_lse) return py::make_tuple(std::move(out), std::move(lse));
     return py::cast(std::move(out));
 }
 
-// (name of the kernel that would serve a call, why it is not the fast one or None), of valid inputs.
-std::pair<std::string, std::optional<std::string>> which_kernel(const Tensor &q, const Tensor &k, const Tensor &v,
-                                                                int compute_capability) {
+// (name of the kernel that serves valid CUDA tensors, why it is not the fast one or None) on a GPU of a capability,
+// such as 90; None for tensors without memory of their own, as vmap has them.
+std::optional<std::pair<std::string, std::optional<std::string>>> which_kernel(const Tensor &q, const Tensor &k,
+                                                                               const Tensor &v, int capability) {
+    if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
     check(q, k, v, std::nullopt, kBHSD);
-    const Choice choice = choose(params_of(q, k, v, kBHSD), compute_capability);
+    const Choice choice = choose(params_of(q, k, v, std::nullopt, 1, false, kBHSD), capability);
     std::optional<std::string> because;
     if (choice.slow_because) because = choice.slow_because;
-    return {kKernelNames[int(choice.kernel)], because};
+    return std::pair(std::string(kKernelNames[int(choice.kernel)]), because);
 }
 
 }  // namespace
@@ -186,7 +201,9 @@ TORCH_LIBRARY_IMPL(minimal_attn, Autograd, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("torch_version") = TORCH_VERSION;
     m.attr("has_cuda") = bool(MINIMAL_ATTN_CUDA);
-    m.attr("csrc_digest") = C10_STRINGIZE(MINIMAL_ATTN_DIGEST);
+#ifdef MINIMAL_ATTN_DIGEST
+    m.attr("csrc_digest") = C10_STRINGIZE(MINIMAL_ATTN_DIGEST);  // of what is built at installation; see _build.py
+#endif
     m.def("plain_forward", &plain_forward);
     m.def("which_kernel", &which_kernel);
 }

@@ -1,6 +1,6 @@
-// Which keys a row sees, for every kernel on tensor cores. The causal, tail and seq_lens masks together are one number a
-// row: `row` sees the keys [0, visible(row)). It never falls from one row to the next, up to the last valid one. So a block
-// of rows needs the key blocks [0, n_block_max), and only those from n_block_full on need a mask.
+// Which keys a row sees, for every kernel on tensor cores. The causal, tail and seq_lens masks together are one number
+// a row: `row` sees the keys [0, visible(row)). It never falls from one row to the next, up to the last valid one. So a
+// block of rows needs the key blocks [0, n_block_max), and only those from n_block_full on need a mask.
 //
 // Read next: flash_sm80.cu.
 #pragma once
@@ -12,7 +12,7 @@
 
 struct Mask {
     const int seq_len;  // valid keys of the sample
-    const int row_end;  // valid query rows; only seq_lens ends them early, and no row from seqlen_q on is written anyway
+    const int row_end;  // valid query rows: seq_lens may end them, and no row from seqlen_q on is written anyway
     const int shift;
     const bool is_causal;
 
@@ -32,8 +32,8 @@ struct Mask {
         return row0 + kBlockM > row_end ? 0 : visible(row0) / kBlockN;
     }
 
-    // Scores of keys that a row does not see become -inf, the others are multiplied by `sign`. acc_s: accumulators as in
-    // softmax.cuh; `row` and `col` are the first of this lane's.
+    // Scores of keys that a row does not see become -inf, the others are multiplied by `sign`. acc_s: accumulators as
+    // in softmax.cuh; `row` and `col` are the first of this lane's.
     template <int kMTiles, int kNTiles>
     __device__ void apply(float (&acc_s)[kMTiles][kNTiles][4], int row, int col, float sign) const {
 #pragma unroll

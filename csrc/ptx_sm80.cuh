@@ -1,8 +1,8 @@
 // Ampere's instructions that CUDA C++ has no name for: asynchronous copies, matrix loads, matrix products, a fast exp2.
 // One wrapper an instruction, named as in the PTX ISA and with its section there. Every GPU from sm_80 on has them all.
 //
-// Fragments of an m16n8k16 product ("Matrix Fragments for mma.m16n8k16 with floating point type"): lane 4·r + c of a warp,
-// r < 8 and c < 4, holds
+// Fragments of an m16n8k16 product ("Matrix Fragments for mma.m16n8k16 with floating point type"): lane 4·r + c of a
+// warp, r < 8 and c < 4, holds
 //   A [16, 16]  a[0] row r, columns 2c and 2c + 1; a[1] the same of row r + 8; a[2], a[3] as these, columns + 8
 //   B [16, 8]   b0 column r, rows 2c and 2c + 1; b1 rows + 8
 //   D [16, 8]   d[0], d[1] row r, columns 2c and 2c + 1; d[2], d[3] row r + 8
@@ -21,8 +21,8 @@ namespace ptx {
 // The address of an object in shared memory, as the instructions take it.
 __device__ inline uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// "Data Movement and Conversion Instructions: cp.async": 16 bytes from global to shared memory, not by way of registers or
-// L1. Outside, nothing is read and the 16 bytes become 0.
+// "Data Movement and Conversion Instructions: cp.async": 16 bytes from global to shared memory, not by way of registers
+// or L1. Outside, nothing is read and the 16 bytes become 0.
 __device__ inline void cp_async(uint32_t to, const void *from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
@@ -35,8 +35,8 @@ template <int kPending> __device__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// "Warp-level matrix load instruction: ldmatrix": four 8×8 matrices of 16-bit elements, each a fragment. Lane l names where
-// row l % 8 of matrix l / 8 lies, 16 bytes.
+// "Warp-level matrix load instruction: ldmatrix": four 8×8 matrices of 16-bit elements, each a fragment. Lane l names
+// where row l % 8 of matrix l / 8 lies, 16 bytes.
 __device__ inline void ldmatrix(uint32_t (&x)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");

@@ -1,12 +1,12 @@
 // Online softmax on accumulator fragments, for every kernel on tensor cores (Dao, FlashAttention-2, 2023, Algorithm 1).
 //
-// acc[m][n][4] are a warp's accumulators [16·kMTiles, 8·kNTiles], m16n8 tiles as ptx_sm80.cuh has them; a warp's share of
-// a wgmma accumulator looks the same. The four lanes of a quad hold the same rows. A lane numbers its rows i = 2·m for
-// row r, 2·m + 1 for row r + 8 of tile m.
+// acc[m][n][4] are a warp's accumulators [16·kMTiles, 8·kNTiles], m16n8 tiles as ptx_sm80.cuh has them; a warp's share
+// of a wgmma accumulator looks the same. The four lanes of a quad hold the same rows. A lane numbers its rows i = 2·m
+// for row r, 2·m + 1 for row r + 8 of tile m.
 //
 // The running maximum is lazy. P = exp2(scale_log2 · S - row_max) is right for any row_max near the true maximum, so it
-// stays until the true one is 8 binary orders ahead: P up to 2^8 rounds as well as P up to 1, and acc_o is rescaled at a
-// row's first keys and then almost never.
+// stays until the true one is 8 binary orders ahead: P up to 2^8 rounds as well as P up to 1, and acc_o is rescaled at
+// a row's first keys and then almost never.
 //
 // Read next: mask.cuh.
 #pragma once
@@ -82,11 +82,12 @@ template <int kMTiles> struct Softmax {
         for (int i = 0; i < kRows; i++) {
             row_sum[i] = quad_reduce(row_sum[i], [](float x, float y) { return x + y; });
             const float scale_o = 1.f / row_sum[i];
+            const float nothing = row_max[i] - row_max[i];  // 0, or NaN if a score overflowed
 #pragma unroll
             for (int d = 0; d < kDTiles; d++)
                 for (int e = 0; e < 2; e++) {
                     float &x = acc_o[i / 2][d][i % 2 * 2 + e];
-                    x = row_sum[i] == 0.f ? 0.f : x * scale_o;
+                    x = row_sum[i] == 0.f ? nothing : x * scale_o;
                 }
         }
     }

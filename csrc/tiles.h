@@ -37,6 +37,14 @@ static_assert(sizeof(Tiles64) <= 64 << 10 && sizeof(Tiles128Narrow) <= 64 << 10 
 static_assert(sizeof(Tiles128) <= 99 << 10 && sizeof(Tiles256) <= 99 << 10);  // sm_86, sm_89 and sm_120
 static_assert(sizeof(Tiles128Wide) <= 227 << 10 && sizeof(Tiles256Wide) <= 227 << 10);  // sm_90
 
+// Whether every row of q, k and v starts at a multiple of `bytes` and holds whole vectors of `elements`.
+inline bool is_aligned(const AttnParams &p, int bytes, int elements) {
+    const int64_t strides = p.q_batch_stride | p.q_head_stride | p.q_row_stride | p.k_batch_stride | p.k_head_stride |
+                            p.k_row_stride | p.v_batch_stride | p.v_head_stride | p.v_row_stride;
+    const uintptr_t pointers = uintptr_t(p.q) | uintptr_t(p.k) | uintptr_t(p.v);
+    return (strides | p.head_dim) % elements == 0 && pointers % bytes == 0;
+}
+
 template <int kWide> struct alignas(4 * kWide) Vec { float x[kWide]; };
 
 template <typename T> __device__ Vec<4> load4(const T *p) {
@@ -123,7 +131,8 @@ template <int n, int kCount> __device__ void read(float (&x)[kCount], const floa
     }
 }
 
-// Each x[i], a row's share of this thread, becomes op over the shares of all kTx threads of the row, which are in one warp.
+// Each x[i], a row's share of this thread, becomes op over the shares of all kTx threads of the row, which are in one
+// warp.
 template <int kTy, int kRows, int kTx, int kLd, typename Op>
 __device__ void reduce_rows(float (&x)[kRows], float (&partial)[kTx][kLd], int ty, int tx, Op op) {
     for (int i = 0; i < kRows; i++) partial[tx][place<kTy, kRows>(ty, i)] = x[i];

@@ -1,4 +1,4 @@
-"""Attention for PyTorch that can be read in a sitting: a CUDA C++ kernel and its Triton twin behind one facade.
+"""Attention for PyTorch that can be read in a sitting: CUDA C++ kernels and their Triton twin behind one facade.
 
 Read next: interface.py, the facade; then csrc/flash.cu, the kernel.
 """

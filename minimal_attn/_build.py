@@ -52,8 +52,8 @@ def load(verbose: bool = False) -> ModuleType:
         verbose: print what the compiler prints.
 
     Returns:
-        The extension module, one for the process. Its ops are torch.ops.minimal_attn; its attributes torch_version,
-        has_cuda and csrc_digest say what it was built for and from.
+        The extension module, one for the process. Its ops are torch.ops.minimal_attn; its attributes torch_version
+        and has_cuda say what it was built for.
 
     Raises:
         RuntimeError: no C++ compiler or no ninja; the compiler fails; another build does not end; or what was built at
@@ -105,12 +105,10 @@ def recipe():
     sources = [CSRC / "main.cpp", CSRC / "flash_host.cpp", *(sorted(CSRC.glob("*.cu")) if cuda else [])]
     return {
         "sources": [str(source) for source in sources],
-        # C++20 for std::barrier. The module tells the digest, so that one older than its sources can be refused.
-        # MINIMAL_ATTN_TORCH is read by nobody: ninja rebuilds when a flag changes, but does not watch torch's headers,
-        # so that an upgrade of torch in place would go unnoticed.
+        # C++20 for std::barrier. MINIMAL_ATTN_TORCH is read by nobody: ninja rebuilds when a flag changes, but does not
+        # watch torch's headers, so that an upgrade of torch in place would go unnoticed.
         "extra_cflags": ["-O3", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", *fused_multiply_add(),
-                         f"-DMINIMAL_ATTN_TORCH={torch.__version__}", f"-DMINIMAL_ATTN_CUDA={int(cuda)}",
-                         f"-DMINIMAL_ATTN_DIGEST={source_digest(CSRC)}"],
+                         f"-DMINIMAL_ATTN_TORCH={torch.__version__}", f"-DMINIMAL_ATTN_CUDA={int(cuda)}"],
         # No --use_fast_math: fp32 means fp32, and a kernel that wants a fast intrinsic calls it by name.
         "extra_cuda_cflags": ["-O3", "-std=c++20", "-Xptxas=-warn-spills"],
         "extra_ldflags": ["-pthread"],
@@ -197,7 +195,7 @@ def _prebuilt():
     if module.torch_version != re.match(r"\d+\.\d+\.\d+", torch.__version__)[0]:
         raise RuntimeError(f"{module.__file__} was built for torch {module.torch_version}, and this is torch "
                            f"{torch.__version__}. {REBUILD}")
-    if CSRC.is_dir() and module.csrc_digest != source_digest(CSRC):
+    if CSRC.is_dir() and getattr(module, "csrc_digest", None) != source_digest(CSRC):
         raise RuntimeError(f"{module.__file__} was built from other sources than those in {CSRC}. {REBUILD}")
     return module
 

@@ -3,7 +3,6 @@
 Each error names the argument, what was given and what is allowed. Read next: interface.py.
 """
 
-import math
 import operator
 
 import torch
@@ -11,6 +10,7 @@ import torch
 MAX_HEAD_DIM = 256
 # Kernels count rows in 32 bits and round lengths up to whole tiles.
 MAX_SEQLEN = 2**31 - 257
+FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 def check_tensor(name, x):
@@ -21,10 +21,10 @@ def check_tensor(name, x):
 
 
 def check_options(causal, sm_scale):
-    """TypeError unless causal is a bool, ValueError unless sm_scale is None or finite."""
+    """TypeError unless causal is a bool, ValueError unless sm_scale is None or finite, as a float32 too."""
     if causal not in (False, True):
         raise TypeError(f"causal must be a bool, got {causal!r}")
-    if sm_scale is not None and not -math.inf < sm_scale < math.inf:
+    if sm_scale is not None and not -FLOAT_MAX <= sm_scale <= FLOAT_MAX:
         raise ValueError(f"sm_scale must be finite, got {sm_scale}")
 
 

@@ -168,7 +168,12 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         return "host"
     _load_ops()
     q, k, v = (x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v))
-    return _choose_kernel(*(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)))[0]
+    # A last dimension that is not contiguous is copied, to where any new tensor could be.
+    choice = _choose_kernel(*(x if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                              for x in (q, k, v)))
+    if choice is None:
+        raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
+    return choice[0]
 
 
 def available_backends() -> list[str]:
@@ -196,7 +201,8 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @torch.compiler.assume_constant_result
 def _load_ops():
     global _plain
-    _plain = _build.load().plain_forward
+    library = _build.load()
+    _plain = library.plain_forward if library.has_cuda else None
     return True
 
 
@@ -211,7 +217,7 @@ def _plain_forward(q, k, v, causal, softmax_scale, seq_major, return_lse):
 
 
 def _choose_kernel(q, k, v):
-    """(name, why it is not the fast one or None) for 4D CUDA tensors."""
+    """(name, why it is not the fast one or None) for 4D CUDA tensors; None where vmap holds their memory."""
     major, minor = torch.cuda.get_device_capability(q.device)
     return _build.load().which_kernel(q, k, v, 10 * major + minor)
 
@@ -224,9 +230,9 @@ def _warn_slow(reason):
 def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
     _load_ops()
     if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
-        _, slow_because = _choose_kernel(q, k, v)
-        if slow_because:
-            _warn_slow(slow_because)
+        choice = _choose_kernel(q, k, v)
+        if choice and choice[1]:
+            _warn_slow(choice[1])
     return torch.ops.minimal_attn.flash_forward(q, k, v, seq_lens, softmax_scale, causal)
 
 
@@ -266,8 +272,10 @@ def _aligned(x):
     """x, or a copy if it does not start at a multiple of 16 bytes or has rows that do not: SDPA's CUDA kernels fail on
     some such tensors with a misaligned address, after which the process has no GPU any more."""
     step = 16 // x.element_size()
-    offset = 0 if torch.compiler.is_compiling() else x.storage_offset()  # not to be had while tracing
-    if x.is_cuda and (offset % step or any(stride % step for stride in x.stride()[:-1])):
+    if not x.is_cuda:
+        return x
+    # Tracing cannot tell the offset, so there it is always a copy.
+    if torch.compiler.is_compiling() or x.storage_offset() % step or any(stride % step for stride in x.stride()[:-1]):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 

@@ -21,7 +21,7 @@ from minimal_attn import _build  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
 
-# name: (backend, device). The same names as in bench.py's rows. Tests with a parameter `impl` run the kernel of that name.
+# name: (backend, device). The same names as in bench.py's rows. A test with a parameter `impl` runs that very kernel.
 IMPLEMENTATIONS = {"cuda:host": ("cuda", "cpu")}
 if HAS_GPU:
     IMPLEMENTATIONS["cuda:simt"] = ("cuda", "cuda")

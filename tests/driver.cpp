@@ -1,7 +1,7 @@
 // The kernels of csrc on small cases and without torch, for tools that see more of a program of its own: ASan, UBSan
-// and TSan on the CPU, compute-sanitizer on the GPU. Every buffer is an allocation with nothing to spare; every result is
-// compared with attention spelled out in double. The kernels are included, not linked, so that every size of tiles can be
-// called on any GPU and with short sequences. test_sanitizers.py builds and runs this:
+// and TSan on the CPU, compute-sanitizer on the GPU. Every buffer is an allocation with nothing to spare; every result
+// is compared with attention spelled out in double. The kernels are included, not linked, so that every size of tiles
+// can be called on any GPU and with short sequences. test_sanitizers.py builds and runs this:
 //
 //   g++ -std=c++20 -pthread -Icsrc tests/driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu tests/driver.cpp
 //   ./a.out [case...]      all cases if none is named
@@ -99,14 +99,15 @@ const std::vector<Case> cases = {
     {"one",               f32, 1, 1, 1,   1,   1,   1, true},
 };
 
-// [batch_size, heads, rows, head_dim], on host and device; NaN (all bits set, in every dtype) where nothing was written.
+// [batch_size, heads, rows, head_dim], on host and device; NaN (all bits set, in any dtype) where nothing was written.
 template <typename T> struct Tensor {
     int64_t heads, head_dim, row_stride, head_stride, batch_stride, offset;
     std::vector<T> host;
     T *device;
 
     Tensor(int batch_size, int heads_, int rows, int head_dim_, Layout layout = kHeads, bool poison = true)
-        : heads(heads_), head_dim(head_dim_), row_stride(layout == kRows ? heads * head_dim : head_dim + (layout == kGaps)),
+        : heads(heads_), head_dim(head_dim_),
+          row_stride(layout == kRows ? heads * head_dim : head_dim + (layout == kGaps)),
           head_stride(layout == kRows ? head_dim : rows * row_stride), batch_stride(heads * rows * row_stride),
           offset(layout == kOffset), host(index(batch_size - 1, heads - 1, rows - 1) + head_dim),
           device(static_cast<T *>(allocate(host.size() * sizeof(T)))) {

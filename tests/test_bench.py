@@ -223,8 +223,8 @@ def test_the_readme_quotes_the_record():
 def test_many_settings_at_once(tmp_path):
     file = tmp_path / "grid.json"
     shapes = [option for S in (16, 32, 48) for option in ("--shape", f"2,4,{S},16")]
-    code, out = run(*shapes, "--seqlens", "", "--no-profile", "--impls", f"manual,{OURS}", "--dtype", "float32,bfloat16",
-                    "--causal", "both", "--json", file, "--plot", tmp_path / "grid.png")
+    code, out = run(*shapes, "--seqlens", "", "--no-profile", "--impls", f"manual,{OURS}", "--causal", "both",
+                    "--dtype", "float32,bfloat16", "--json", file, "--plot", tmp_path / "grid.png")
     assert code == 0 and out.count("=== checking (2,4,16,16) ") == 4
     assert [line.split()[:2] for line in out.splitlines()[-13:-1]].count(["(2,4,48,16)", "bfloat16"]) == 2
     rows = check_format(file.read_text())

@@ -2,6 +2,7 @@
 bits are promised."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtyp
 each_impl = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 each_kernel = pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl != "torch"])
 each_kernel_and_dtype = pytest.mark.parametrize("impl, dtype", [
-    pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", "")) for impl in IMPLEMENTATIONS for dtype in DTYPES
-    if impl != "torch" and serves(impl, Case("any"), dtype)])
+    pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
+    for impl in IMPLEMENTATIONS for dtype in DTYPES if impl != "torch" and serves(impl, Case("any"), dtype)])
 IN_ONE_DTYPE = [pytest.param(impl, torch.bfloat16 if impl == "cuda:sm80" else torch.float32, id=impl)
                 for impl in IMPLEMENTATIONS]
 each_impl_in_one_dtype = pytest.mark.parametrize("impl, dtype", IN_ONE_DTYPE)
@@ -158,11 +159,11 @@ def test_rows_without_keys_are_0_whatever_v_holds(impl, dtype):
 @each_kernel_in_one_dtype
 def test_scores_of_minus_infinity(impl, dtype):
     """Keys that a caller has pushed to -inf, a whole block of them, weigh nothing."""
-    case = Case("minus_inf", Sq=80, Sk=160)
+    case = Case("minus_inf", Sq=80, Sk=290)
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
-    q[..., 0], k[:, :, :70, 0] = 1.0, -torch.inf
+    q[..., 0], k[:, :, :200, 0] = 1.0, -torch.inf
     out, lse = run(impl, case, q, k, v)
-    rest, rest_lse = run(impl, dataclasses.replace(case, Sk=90), q, k[:, :, 70:], v[:, :, 70:])
+    rest, rest_lse = run(impl, dataclasses.replace(case, Sk=90), q, k[:, :, 200:], v[:, :, 200:])
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out, rest, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse, rest_lse, rtol=1e-5, atol=1e-5)
@@ -181,6 +182,22 @@ def test_a_query_that_overlaps_itself(impl, strides):
     with FakeTensorMode() as mode:
         fake, _ = op(*(mode.from_tensor(x) for x in (q, k, v)), None, 0.25, False)
     assert fake.stride() == op(q, k, v, None, 0.25, False)[0].stride()
+
+
+@each_kernel_in_one_dtype
+@pytest.mark.parametrize("D", [16, 96, 128, 192, 256])
+@pytest.mark.parametrize("octaves", [3.0, 7.8, 20.0, -20.0])
+def test_maxima_that_grow_from_block_to_block(impl, dtype, D, octaves):
+    """By so many powers of two with every 64 keys: below and above what a lazy maximum lets pass."""
+    case = Case("growing", Sq=33, Sk=300, D=D, sm_scale=1.0)
+    q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
+    q *= 0.1
+    q[..., 0] = 1.0
+    k[..., 0] = torch.arange(300, device=k.device) // 64 * octaves * math.log(2)
+    out, lse = run(impl, case, q, k, v)
+    ref, ref_lse = exact(case, q, k, v)
+    check_error(out, ref, base(case, q, k, v))
+    check_lse(lse, ref_lse)
 
 
 @st.composite

@@ -30,9 +30,10 @@ def dtype(impl):
 
 
 @each_kernel
-def test_graph_capture_and_replay(backend):
+@pytest.mark.parametrize("has_lens", [False, True])
+def test_graph_capture_and_replay(backend, has_lens):
     q, k, v = make_inputs(CASE, torch.bfloat16, "cuda")
-    seq_lens = torch.tensor([200, 7, 64], device="cuda")
+    seq_lens = torch.tensor([200, 7, 64], device="cuda") if has_lens else None
     run = lambda: flash_attention(q, k, v, True, seq_lens=seq_lens, return_lse=True, backend=backend)  # noqa: E731
     run()  # builds and compiles outside of the capture
     graph = torch.cuda.CUDAGraph()
@@ -41,7 +42,8 @@ def test_graph_capture_and_replay(backend):
     for seed in (1, 2):
         for x, new in zip((q, k, v), make_inputs(CASE, torch.bfloat16, "cuda", seed)):
             x.copy_(new)
-        seq_lens.copy_(torch.tensor([100, 200, seed]))
+        if has_lens:
+            seq_lens.copy_(torch.tensor([100, 200, seed]))
         graph.replay()
         want, want_lse = run()
         assert out.equal(want) and lse.equal(want_lse)

@@ -1,6 +1,8 @@
 """Which kernel of csrc serves a call, and the direct way there for everyday calls."""
 
+import types
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -46,13 +48,32 @@ def test_the_reason_names_the_argument():
         assert choose(*tensors) == ("simt", f"{name} does not start at a multiple of 16 bytes")
         tensors[i] = strided
         assert choose(*tensors) == ("simt", f"a stride of {name} is not a multiple of 8")
-    one_row = torch.empty(1, 1, 1, 65, dtype=HALF)[..., :64]  # never stepped along
+    one_row = torch.empty(1, 8, 1, 64, dtype=HALF).as_strided((1, 8, 1, 64), (512, 64, 65, 1))  # never stepped along
     assert choose(one_row) == ("sm80", None)
 
 
 def test_the_batch_has_no_say():
     q = torch.empty(1, 1, 40, 64, dtype=HALF)
     assert {choose(q.expand(B, H, -1, -1)) for B in (1, 2, 70000) for H in (1, 3, 64)} == {("sm80", None)}
+    for strides in ((10241, 2560, 64, 1), (10240, 2561, 64, 1)):
+        q = torch.empty(30000, dtype=HALF).as_strided((2, 4, 40, 64), strides)
+        assert choose(q) == choose(q[:1]) == choose(q[:, :1]) == choose(q[:1, :1]) == ("simt", mock.ANY)
+
+
+def test_tensors_without_memory_have_no_kernel():
+    q = qkv()[0]
+    seen = []
+    torch.func.vmap(lambda q: seen.append(choose(q)) or q)(q[None])
+    assert seen == [None]
+
+
+def test_a_host_build_has_no_direct_way(monkeypatch):
+    """A CUDA torch without nvcc: what a call on CPU tensors has loaded is no way for CUDA tensors."""
+    library = types.SimpleNamespace(has_cuda=False, plain_forward=None)
+    monkeypatch.setattr(interface._build, "load", lambda: library)
+    monkeypatch.setattr(interface, "_plain", "old")
+    interface._load_ops()
+    assert interface._plain is None
 
 
 def test_a_kernel_can_be_forced(monkeypatch):
@@ -65,7 +86,7 @@ def test_a_kernel_can_be_forced(monkeypatch):
         choose(*qkv(D=20))
     with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL=sm80 cannot serve: the dtype is float32"):
         choose(*qkv(dtype=torch.float32))
-    with pytest.raises(ValueError, match="cannot serve: the GPU is older than sm_80"):
+    with pytest.raises(ValueError, match="cannot serve: the GPU, or what this build holds for it"):
         choose(q, k, v, capability=75)
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "sm70")
     with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL is 'sm70': there are simt and sm80"):
@@ -133,10 +154,13 @@ def test_what_does_not_go_the_direct_way(gpu):
     with torch.no_grad():
         assert plain(grad, k, v) is not None
     odd = qkv(D=20, device="cuda")
-    for tensors in (qkv(), odd, (q, k.float(), v), (q[:, 0], k[:, 0], v[:, 0]), (q[:0], k[:0], v[:0]), (q, k, v[:, :3]),
-                    (q.transpose(2, 3), k, v), (q, k, "v"), (q, k, v.cpu()), (q[:, :3], k, v[:, :, :3])):
+    none = torch.tensor(1.0, device="cuda", dtype=HALF)
+    for tensors in (qkv(), odd, (none, none, none), (q, k.float(), v), (q[:, 0], k[:, 0], v[:, 0]), (q, k, v[:, :3]),
+                    (q[:0], k[:0], v[:0]), (q.transpose(2, 3), k, v), (q, k, "v"), (q, k, v.cpu()),
+                    (q[:, :3], k, v[:, :, :3])):
         assert plain(*tensors) is None
-    assert plain(q, k, v, None) is plain(q, k, v, 1) is plain(q, k, v, True, 1) is plain(q, k, v, True, torch.nan) is None
+    assert plain(q, k, v, None) is plain(q, k, v, 1) is plain(q, k, v, True, 1) is None
+    assert plain(q, k, v, True, torch.nan) is plain(q, k, v, True, 1e39) is None
     with torch.profiler.profile() as profile:
         assert plain(q, k, v) is None
         flash_attention(q, k, v)
@@ -148,6 +172,9 @@ def test_what_does_not_go_the_direct_way(gpu):
         with pytest.raises(NotImplementedError, match="has a tangent"):
             flash_attention(torch.autograd.forward_ad.make_dual(q, q), k, v)
     assert torch.func.vmap(lambda q: torch.tensor(plain(q, k, v) is None))(q[None]).all()
+    assert torch.func.vmap(lambda q: flash_attention(q, k, v))(q[None])[0].equal(flash_attention(q, k, v))
+    with torch.inference_mode():
+        assert plain(q.clone(), k, v).equal(flash_attention(q, k, v))
 
     class Subclass(torch.Tensor):
         pass

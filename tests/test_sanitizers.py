@@ -148,8 +148,9 @@ def test_compute_sanitizer(tool, gpu_driver, record_property):
 
 
 @pytest.mark.gpu
-def test_memcheck_sees_an_overrun(gpu_driver):
-    done, _ = compute_sanitizer("memcheck", gpu_driver, "--overrun", "one")
+@pytest.mark.parametrize("case", ["one", "sm80_one"])
+def test_memcheck_sees_an_overrun(case, gpu_driver):
+    done, _ = compute_sanitizer("memcheck", gpu_driver, "--overrun", case)
     assert done.returncode and "Invalid __global__ read" in done.stdout, done.stdout
 
 
@@ -160,3 +161,13 @@ def test_racecheck_sees_a_missing_barrier(file, barrier, tmp_path):
     case = "sm80_fp16_192" if file == "flash_sm80.cu" else "bf16_64"  # the latter's tiles are written by plain stores
     done, summary = compute_sanitizer("racecheck", driver, case)
     assert done.returncode and "SUMMARY: 0 " not in summary, done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("file, barrier", barriers(r"(cp_async_wait<\d>\(|__syncwarp\()\);", "flash_sm80.cu"))
+def test_a_missing_wait_is_seen(file, barrier, tmp_path):
+    """By racecheck, or by a wrong result, with or without the tool."""
+    driver = compiled(tmp_path, *nvcc(), csrc=without_barrier(tmp_path, file, barrier))
+    cases = ["sm80_fp16_192", "sm80_bf16_256", "sm80_fp16_128", "sm80_bf16_64"]
+    checked, summary = compute_sanitizer("racecheck", driver, *cases)
+    assert checked.returncode or run(driver, *cases).returncode, summary

@@ -98,8 +98,8 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
     k_base = k_ptr + b * k_batch_stride + h_k * k_head_stride
     v_base = v_ptr + b * v_batch_stride + h_k * v_head_stride
     q = _load(q_base, rows, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockD)
-    # exp(scale · (s - max)) = exp2(scale_log2 · (s - max)) needs scale_log2 > 0 to hide a masked score of -inf: the sign
-    # of the scale goes to q, and a scale of 0 makes every score 0.
+    # exp(scale · (s - max)) = exp2(scale_log2 · (s - max)) needs scale_log2 > 0 to hide a masked score of -inf: the
+    # sign of the scale goes to q, and a scale of 0 makes every score 0.
     q = tl.where(softmax_scale < 0, -q, tl.where(softmax_scale == 0, q * 0.0, q))
     scale_log2 = tl.where(softmax_scale == 0, 1.0, tl.abs(softmax_scale) * 1.4426950408889634)
     acc_o = tl.zeros([kBlockM, kBlockD], tl.float32)
@@ -110,8 +110,8 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
                                       n_block_full, visible, seq_len, head_dim, scale_log2, False, kMaskCols, kBlockN,
                                       kBlockD)
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, k_row_stride, v_row_stride,
-                                      n_block_full, n_block_max, visible, seq_len, head_dim, scale_log2, True, kMaskCols,
-                                      kBlockN, kBlockD)
+                                      n_block_full, n_block_max, visible, seq_len, head_dim, scale_log2, True,
+                                      kMaskCols, kBlockN, kBlockD)
 
     empty = (visible <= 0) | (row_sum == 0.0)
     lse = tl.where(empty, float("-inf"), row_max * tl.abs(softmax_scale) + tl.log(tl.where(empty, 1.0, row_sum)))
