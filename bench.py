@@ -204,10 +204,15 @@ def judge(impl, case):
     return max_err
 
 
-def must_serve(impl, dtype, device):
+def serving(impls, dtype):
+    """Those that are for a dtype at all."""
+    return [impl for impl in impls if dtype in IMPLS[impl].dtypes]
+
+
+def must_serve(impl, device):
     """Whether it is one of ours and nothing that is missing on this machine excuses it."""
     backend = BACKENDS.get(IMPLS[impl].backend)
-    return backend is not None and dtype in IMPLS[impl].dtypes and backend.why_not(torch.device(device)) is None
+    return backend is not None and backend.why_not(torch.device(device)) is None
 
 
 def profiled(forwards, case):
@@ -320,13 +325,15 @@ def plot(file, results, title):
     is_sweep = all(len({shape.seqlen_q for shape in panel}) == len(panel) > 2 for panel in panels.values())
     if not is_sweep:
         panels = {None: {f"({setting.shape})": rows for setting, rows in results.items()}}
-    columns = min(len(panels), 2)
-    height = -(-len(panels) // columns)
-    figure = Figure(figsize=(9, 5) if len(panels) == 1 else (5 * columns, 3.2 * height), dpi=150, layout="constrained")
-    for ax, (key, panel) in zip(figure.subplots(height, columns, squeeze=False).flat, panels.items()):
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(9, 5) if len(panels) == 1 else (4 * columns, 3.2 * rows), dpi=150, layout="constrained")
+    for ax, (key, panel) in zip(figure.subplots(rows, columns, squeeze=False).flat, panels.items()):
         draw(ax, panel, is_sweep)
         ax.set(ylabel="TFLOP/s", axisbelow=True)
         if len(panels) > 1:
+            ax.set_yscale("linear")
+            ax.set_ylim(bottom=0)
             ax.set_title(f"{key[0]}, head_dim {key[1]}{', causal' * key[2]}", fontsize="medium")
     handles = {label: handle for ax in figure.axes for handle, label in zip(*ax.get_legend_handles_labels())}
     figure.legend(handles.values(), handles, loc="outside right upper")
@@ -456,11 +463,11 @@ def main(argv=None):
         case = case_of(Setting(shape, dtype, causal))
         console.print(f"=== checking {Setting(shape, dtype, causal)} {on_device} ===", soft_wrap=True)
         able = {}
-        for impl in args.impls:
+        for impl in serving(args.impls, dtype):
             if (max_err := attempt(told, impl, judge, impl, case)) is not None:
                 console.print(f"{impl}: max error {max_err:.2e} against fp64, allowed {case.tolerance:.2e}")
                 able[impl] = IMPLS[impl].forward
-        failed |= any(impl not in able and must_serve(impl, dtype, device) for impl in args.impls)
+        failed |= any(impl not in able and must_serve(impl, device) for impl in serving(args.impls, dtype))
 
     families = dict.fromkeys(impl.split(":")[0] for impl in args.impls)
     for heading, forward in [] if args.no_profile else [PROFILES[x] for x in families]:
@@ -476,7 +483,8 @@ def main(argv=None):
     jobs = [(setting, impl) for setting in results for impl in args.impls]
     for setting, impl in track(jobs, "timing", console=console, transient=True):
         case = case_of(setting)
-        results[setting][impl] = case.row(impl, attempt(told, impl, measure, impl, case) or {})
+        measured = attempt(told, impl, measure, impl, case) if serving([impl], setting.dtype) else None
+        results[setting][impl] = case.row(impl, measured or {})
 
     of_shapes = {setting: rows for setting, rows in results.items() if setting.shape in args.shapes}
     for setting, rows in of_shapes.items() if len(of_shapes) <= MANY else ():

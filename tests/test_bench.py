@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import re
+import statistics
 import types
 from datetime import datetime
 from pathlib import Path
@@ -203,21 +204,48 @@ def test_recorded_results_hold_only_this_format(file):
     check_format(file.read_text())
 
 
-def test_the_readme_quotes_the_record():
-    """Every number of README's table of results is one of benchmarks/h200/fp32.json, as rounded there."""
+def quoted(heading):
+    """The cells of README's table with a heading that starts so."""
+    table = re.search(rf"\n\| {re.escape(heading)} .*?\n\n", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    return [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
+
+
+def test_the_readme_quotes_the_record_in_fp32():
+    """Every number of README's table is one of benchmarks/h200/fp32.json, as rounded there."""
     recorded = {}
     for row in check_format((ROOT / "benchmarks/h200/fp32.json").read_text()):
         recorded.setdefault(",".join(str(row[x]) for x in ("batch_size", "nheads", "seqlen_q", "head_dim")),
                             {})[row["impl"]] = row
-    table = re.search(r"\n\| \(B,H,S,D\) .*?\n\n", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-    quoted = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
-    assert [shape for shape, *_ in quoted] == list(recorded)
-    for shape, *cells in quoted:
+    assert [shape for shape, *_ in quoted("(B,H,S,D)")] == list(recorded)
+    for shape, *cells in quoted("(B,H,S,D)"):
         ms = {impl: row["ms"] for impl, row in recorded[shape].items()}
         error = {impl: row["max_err"] for impl, row in recorded[shape].items()}
         assert cells == [f"{ms['manual']:.3g}", f"{ms['cuda:simt']:.3g}", f"{ms['manual'] / ms['cuda:simt']:.2f}",
                          f"{ms['torch:efficient'] / ms['cuda:simt']:.2f}", f"{ms['manual'] / ms['triton']:.2f}",
                          f"{error['cuda:simt']:.1e} / {error['manual']:.1e}"]
+
+
+def test_the_readme_quotes_the_record_in_16_bits():
+    text = (ROOT / "benchmarks/h200/sm80.json").read_text()
+    recorded = {}
+    for row in check_format(text):
+        assert row["batch_size"] * row["seqlen_q"] == 16384 and row["nheads"] * row["head_dim"] == 2048
+        setting = row["dtype"], str(row["head_dim"]), "yes" if row["causal"] else "no", str(row["seqlen_q"])
+        recorded.setdefault(setting, {})[row["impl"]] = row
+    impls = ("cuda:sm80", "torch:flash", "torch:cudnn", "manual")
+    ratio = {setting: rows["torch:flash"]["ms"] / rows["cuda:sm80"]["ms"] for setting, rows in recorded.items()}
+    assert len(ratio) == 48 and len(quoted("head_dim")) == 18
+    for *setting, ours, flash, cudnn, manual, faster in quoted("head_dim"):
+        setting = "bfloat16", *setting
+        assert [ours, flash, cudnn, manual] == [f"{recorded[setting][impl]['tflops']:.0f}" for impl in impls]
+        assert faster == f"{ratio[setting]:.2f}"
+    mean = statistics.geometric_mean(ratio.values())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"ours is {mean:.2f} times as fast as FA2, {min(ratio.values()):.2f} in the worst" in readme
+    cost = json.loads(text)["meta"]["host_us"]
+    us = {name: f"{x:.1f}" for name, x in cost.items()}
+    assert (f"`flash_attention` {us['flash_attention']} µs, `flash_attn_func` {us['flash_attn_func']}, torch's "
+            f"FLASH_ATTENTION {us['torch:flash']}, EFFICIENT_ATTENTION {us['torch:efficient']}.") in readme
 
 
 def test_many_settings_at_once(tmp_path):
