@@ -173,13 +173,15 @@ py::object plain_forward(py::handle q_, py::handle k_, py::handle v_, py::handle
     return py::cast(std::move(out));
 }
 
-// (name of the kernel that serves valid CUDA tensors, why it is not the fast one or None) on a GPU of a capability,
-// such as 90; None for tensors without memory of their own, as vmap has them.
-std::optional<std::pair<std::string, std::optional<std::string>>> which_kernel(const Tensor &q, const Tensor &k,
-                                                                               const Tensor &v, int capability) {
+// (name of the kernel that serves valid tensors, why it is not the fast one or None); None for tensors without memory of
+// their own, as vmap has them. capability: of a GPU that need not be here, such as 90, or None for the tensors' device.
+std::optional<std::pair<std::string, std::optional<std::string>>> which_kernel(
+    const Tensor &q, const Tensor &k, const Tensor &v, std::optional<int> capability) {
     if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
     check(q, k, v, std::nullopt, kBHSD);
-    const Choice choice = choose(params_of(q, k, v, std::nullopt, 1, false, kBHSD), capability);
+    const c10::DeviceGuard guard(q.device());
+    const AttnParams p = params_of(q, k, v, std::nullopt, 1, false, kBHSD);
+    const Choice choice = capability ? choose(p, *capability) : choose(p, q.device());
     std::optional<std::string> because;
     if (choice.slow_because) because = choice.slow_because;
     return std::pair(std::string(kKernelNames[int(choice.kernel)]), because);
@@ -205,5 +207,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("csrc_digest") = C10_STRINGIZE(MINIMAL_ATTN_DIGEST);  // of what is built at installation; see _build.py
 #endif
     m.def("plain_forward", &plain_forward);
-    m.def("which_kernel", &which_kernel);
+    m.def("which_kernel", &which_kernel, py::arg("q"), py::arg("k"), py::arg("v"),
+          py::arg("capability") = py::none());
 }

@@ -166,11 +166,9 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         raise why_not
     if not q.is_cuda:
         return "host"
-    _load_ops()
-    q, k, v = (x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v))
     # A last dimension that is not contiguous is copied, to where any new tensor could be.
-    choice = _choose_kernel(*(x if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-                              for x in (q, k, v)))
+    q, k, v = (x if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)))
     if choice is None:
         raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
     return choice[0]
@@ -216,12 +214,6 @@ def _plain_forward(q, k, v, causal, softmax_scale, seq_major, return_lse):
     return _plain(q, k, v, causal, softmax_scale, seq_major, return_lse)
 
 
-def _choose_kernel(q, k, v):
-    """(name, why it is not the fast one or None) for 4D CUDA tensors; None where vmap holds their memory."""
-    major, minor = torch.cuda.get_device_capability(q.device)
-    return _build.load().which_kernel(q, k, v, 10 * major + minor)
-
-
 @functools.cache  # once a reason
 def _warn_slow(reason):
     _warn(f"tensor cores cannot serve this call, which is slower without them: {reason}")
@@ -230,7 +222,7 @@ def _warn_slow(reason):
 def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
     _load_ops()
     if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
-        choice = _choose_kernel(q, k, v)
+        choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
         if choice and choice[1]:
             _warn_slow(choice[1])
     return torch.ops.minimal_attn.flash_forward(q, k, v, seq_lens, softmax_scale, causal)
