@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
 
 template <typename T, typename Tiles> void launch_fwd(const AttnParams &p) {
     const int64_t blocks = (int64_t(p.seqlen_q) + Tiles::Br - 1) / Tiles::Br * p.batch_size * p.nheads;
-    launch(flash_fwd<T, Tiles>, blocks, Tiles::kNThreads, sizeof(Tiles), p.stream, p, is_aligned(p, 4 * sizeof(T), 4));
+    launch(flash_fwd<T, Tiles>, blocks, Tiles::kNThreads, sizeof(Tiles), p.stream, p, is_aligned<T>(p));
 }
 
 template <typename T, typename Narrow, typename Medium, typename Wide>

@@ -199,7 +199,7 @@ template <typename T> void dispatch(const AttnParams &p) {
     else if (p.head_dim <= 96) launch_fwd<T, Tile<96, 128, 64>>(p);
     else if (p.head_dim <= 128) launch_fwd<T, Tile<128, 128, 64>>(p);  // acc_o and acc_s take 192 of 255 registers
     else if (p.head_dim <= 192) launch_fwd<T, Tile<192, 64, 64>>(p);
-    else launch_fwd<T, Tile<256, 64, 64>>(p);  // 96 KB: two blocks an SM on sm_90, one on the others
+    else launch_fwd<T, Tile<256, 64, 64>>(p);  // 96 KB: two blocks an SM of 228 KB, one of 100 or 164
 }
 
 void flash_forward(const AttnParams &p) {
@@ -209,7 +209,7 @@ void flash_forward(const AttnParams &p) {
 
 }  // namespace sm80
 
-// 90 for Hopper; less if all that this build holds for the GPU is PTX for an older one. Asked once for each device.
+// 90 for Hopper; less if what this build holds for the GPU is code for an older one. Asked once for each device.
 int compute_capability() {
     static std::atomic<int> known[64];
     int device, major, minor;

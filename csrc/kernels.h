@@ -4,6 +4,7 @@
 // Read next: main.cpp, which asks.
 #pragma once
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -31,16 +32,20 @@ struct Choice {
     const char *slow_because;  // what it is about the tensors that costs them the tensor cores, or nullptr
 };
 
-// forced: "simt", "sm80", or nullptr. Throws std::invalid_argument for another name, or a kernel that cannot serve p.
-inline Choice choose_kernel(const AttnParams &p, int capability, const char *forced) {
+// The kernel that MINIMAL_ATTN_KERNEL names, if any. Throws std::invalid_argument if it is none for a GPU.
+inline std::optional<Kernel> kernel_of(const char *name) {
+    const std::string wanted(name ? name : "");
+    if (wanted.empty()) return std::nullopt;
+    for (Kernel kernel : {Kernel::kSimt, Kernel::kSm80})
+        if (wanted == kKernelNames[int(kernel)]) return kernel;
+    throw std::invalid_argument("MINIMAL_ATTN_KERNEL is '" + wanted + "': there are simt and sm80");
+}
+
+// Throws std::invalid_argument if the forced kernel cannot serve p.
+inline Choice choose_kernel(const AttnParams &p, int capability, std::optional<Kernel> forced) {
     const char *why_not = why_not_sm80(p, capability);
-    if (forced) {
-        const std::string name(forced);
-        if (name == "simt") return {Kernel::kSimt, nullptr};
-        if (name != "sm80")
-            throw std::invalid_argument("MINIMAL_ATTN_KERNEL is '" + name + "': there are simt and sm80");
-        if (why_not) throw std::invalid_argument(std::string("MINIMAL_ATTN_KERNEL=sm80 cannot serve: ") + why_not);
-    }
+    if (forced == Kernel::kSimt) return {Kernel::kSimt, nullptr};
     if (!why_not) return {Kernel::kSm80, nullptr};
+    if (forced) throw std::invalid_argument(std::string("MINIMAL_ATTN_KERNEL=sm80 cannot serve: ") + why_not);
     return {Kernel::kSimt, capability < 80 || p.dtype == DType::kFloat32 ? nullptr : why_not};
 }

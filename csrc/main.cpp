@@ -16,6 +16,7 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <atomic>
 #include <cfloat>
 #include <cmath>
 #include <cstdlib>
@@ -80,9 +81,17 @@ AttnParams params_of(const Tensor &q, const Tensor &k, const Tensor &v, const st
     return p;
 }
 
+// MINIMAL_ATTN_KERNEL, for tests and benchmarks. It is read only where the GIL keeps Python from writing the
+// environment meanwhile, which the op does not hold: there the last reading counts.
+std::atomic<int> forced_kernel = -1;
+void read_environment() {
+    const std::optional<Kernel> kernel = kernel_of(std::getenv("MINIMAL_ATTN_KERNEL"));
+    forced_kernel = kernel ? int(*kernel) : -1;
+}
+
 Choice choose(const AttnParams &p, int capability) {
-    const char *forced = std::getenv("MINIMAL_ATTN_KERNEL");  // for tests and benchmarks
-    return choose_kernel(p, capability, forced && *forced ? forced : nullptr);
+    const int forced = forced_kernel;
+    return choose_kernel(p, capability, forced < 0 ? std::nullopt : std::optional(Kernel(forced)));
 }
 
 // The kernel for tensors of a device, which is the current one.
@@ -133,7 +142,8 @@ bool is_plain(std::initializer_list<py::handle> tensors) {
         const Tensor &x = THPVariable_Unpack(handle.ptr());
         if (x.dim() != 4 || x.numel() == 0 || x.stride(3) != 1) return false;
         keys = keys | x.key_set();
-        requires_grad |= x.requires_grad() || x._fw_grad(0).defined();
+        if (x._fw_grad(0).defined()) return false;  // a tangent, which no_grad does not switch off
+        requires_grad |= x.requires_grad();
     }
     keys = keys - tls.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView - c10::default_included_set -
            c10::autocast_dispatch_keyset;
@@ -160,10 +170,11 @@ py::object plain_forward(py::handle q_, py::handle k_, py::handle v_, py::handle
     } catch (const c10::Error &) {
         return py::none();
     }
+    read_environment();
+    const AttnParams p = params_of(q, k, v, std::nullopt, scale, causal.ptr() == Py_True, dim);
     {
         const py::gil_scoped_release released;  // a launch may wait, for memory or a place in the queue
         const c10::DeviceGuard guard(q.device());
-        const AttnParams p = params_of(q, k, v, std::nullopt, scale, causal.ptr() == Py_True, dim);
         const Choice choice = choose(p, q.device());
         if (!choice.slow_because) result = run(p, q, choice.kernel, dim);
     }
@@ -173,12 +184,14 @@ py::object plain_forward(py::handle q_, py::handle k_, py::handle v_, py::handle
     return py::cast(std::move(out));
 }
 
-// (name of the kernel that serves valid tensors, why it is not the fast one or None); None for tensors without memory of
-// their own, as vmap has them. capability: of a GPU that need not be here, such as 90, or None for the tensors' device.
+// (name of the kernel that serves valid tensors, why it is not the fast one or None); None for tensors without memory
+// of their own, as vmap has them. capability: of a GPU that need not be here, such as 90, or None for the tensors'
+// device.
 std::optional<std::pair<std::string, std::optional<std::string>>> which_kernel(
     const Tensor &q, const Tensor &k, const Tensor &v, std::optional<int> capability) {
     if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
     check(q, k, v, std::nullopt, kBHSD);
+    read_environment();
     const c10::DeviceGuard guard(q.device());
     const AttnParams p = params_of(q, k, v, std::nullopt, 1, false, kBHSD);
     const Choice choice = capability ? choose(p, *capability) : choose(p, q.device());
@@ -207,6 +220,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("csrc_digest") = C10_STRINGIZE(MINIMAL_ATTN_DIGEST);  // of what is built at installation; see _build.py
 #endif
     m.def("plain_forward", &plain_forward);
+    m.def("read_environment", &read_environment);
     m.def("which_kernel", &which_kernel, py::arg("q"), py::arg("k"), py::arg("v"),
           py::arg("capability") = py::none());
 }

@@ -24,7 +24,8 @@ template <int kHeadDim_, int Br_, int Bc_, int kTy_, int kTx_, int kStep_> struc
 };
 
 // Tiles by head_dim: {kHeadDim, Br, Bc, kTy, kTx, kStep}. The narrow ones are for 64 KB of shared memory (sm_75), the
-// wide ones for long sequences on sm_80 and sm_90: 8×8 of S and of O a thread are fastest where they fill the GPU.
+// wide ones for long sequences where they fit (that of 64 on sm_80, all on sm_90): 8×8 of S and of O a thread are
+// fastest where they fill the GPU.
 using Tiles64 = Tiles<64, 64, 64, 16, 8, 32>;
 using Tiles64Wide = Tiles<64, 128, 64, 16, 8, 64>;
 using Tiles128Narrow = Tiles<128, 64, 32, 16, 8, 16>;
@@ -37,12 +38,10 @@ static_assert(sizeof(Tiles64) <= 64 << 10 && sizeof(Tiles128Narrow) <= 64 << 10 
 static_assert(sizeof(Tiles128) <= 99 << 10 && sizeof(Tiles256) <= 99 << 10);  // sm_86, sm_89 and sm_120
 static_assert(sizeof(Tiles128Wide) <= 227 << 10 && sizeof(Tiles256Wide) <= 227 << 10);  // sm_90
 
-// Whether every row of q, k and v starts at a multiple of `bytes` and holds whole vectors of `elements`.
-inline bool is_aligned(const AttnParams &p, int bytes, int elements) {
-    const int64_t strides = p.q_batch_stride | p.q_head_stride | p.q_row_stride | p.k_batch_stride | p.k_head_stride |
-                            p.k_row_stride | p.v_batch_stride | p.v_head_stride | p.v_row_stride;
-    const uintptr_t pointers = uintptr_t(p.q) | uintptr_t(p.k) | uintptr_t(p.v);
-    return (strides | p.head_dim) % elements == 0 && pointers % bytes == 0;
+// Whether the rows of v can be read 4 elements at a time. (Those of q and k are transposed one by one.)
+template <typename T> bool is_aligned(const AttnParams &p) {
+    return (p.v_batch_stride | p.v_head_stride | p.v_row_stride | p.head_dim) % 4 == 0 &&
+           uintptr_t(p.v) % (4 * sizeof(T)) == 0;
 }
 
 template <int kWide> struct alignas(4 * kWide) Vec { float x[kWide]; };
@@ -132,7 +131,7 @@ template <int n, int kCount> __device__ void read(float (&x)[kCount], const floa
 }
 
 // Each x[i], a row's share of this thread, becomes op over the shares of all kTx threads of the row, which are in one
-// warp.
+// warp. A barrier must lie between two calls: the last reads of partial have none behind them.
 template <int kTy, int kRows, int kTx, int kLd, typename Op>
 __device__ void reduce_rows(float (&x)[kRows], float (&partial)[kTx][kLd], int ty, int tx, Op op) {
     for (int i = 0; i < kRows; i++) partial[tx][place<kTy, kRows>(ty, i)] = x[i];

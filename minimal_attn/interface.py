@@ -147,7 +147,7 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     forces one of the CUDA kernels, for tests and benchmarks.
 
     Args:
-        As of flash_attention.
+        As of flash_attention; causal, sm_scale and seq_lens are checked, but choose nothing.
 
     Returns:
         "sm80" (flash_sm80.cu, tensor cores) for float16 and bfloat16 on GPUs from Ampere on, where head_dim and the
@@ -166,8 +166,8 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         raise why_not
     if not q.is_cuda:
         return "host"
-    # A last dimension that is not contiguous is copied, to where any new tensor could be.
-    q, k, v = (x if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    # A last dimension that is not contiguous is copied, to rows that are aligned as far as head_dim allows.
+    q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape[-1:]).expand(x.shape) for x in (q, k, v))
     choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)))
     if choice is None:
         raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
@@ -200,6 +200,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def _load_ops():
     global _plain
     library = _build.load()
+    library.read_environment()
     _plain = library.plain_forward if library.has_cuda else None
     return True
 

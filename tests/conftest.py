@@ -93,11 +93,17 @@ def poisoned_outputs():
 
 
 @pytest.fixture(autouse=True)
-def forced_kernel(request, monkeypatch):
+def forced_kernel(request):
     """MINIMAL_ATTN_KERNEL for tests of one kernel by name."""
     impl = getattr(request.node, "callspec", None) and request.node.callspec.params.get("impl")
-    if impl in ("cuda:simt", "cuda:sm80"):
-        monkeypatch.setenv("MINIMAL_ATTN_KERNEL", impl.removeprefix("cuda:"))
+    if impl not in ("cuda:simt", "cuda:sm80"):
+        yield
+        return
+    os.environ["MINIMAL_ATTN_KERNEL"] = impl.removeprefix("cuda:")
+    _build.load().read_environment()
+    yield
+    del os.environ["MINIMAL_ATTN_KERNEL"]
+    _build.load().read_environment()
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,7 @@ def test_tensors_without_memory_have_no_kernel():
 
 def test_a_host_build_has_no_direct_way(monkeypatch):
     """A CUDA torch without nvcc: what a call on CPU tensors has loaded is no way for CUDA tensors."""
-    library = types.SimpleNamespace(has_cuda=False, plain_forward=None)
+    library = types.SimpleNamespace(has_cuda=False, plain_forward=None, read_environment=lambda: None)
     monkeypatch.setattr(interface._build, "load", lambda: library)
     monkeypatch.setattr(interface, "_plain", "old")
     interface._load_ops()
@@ -169,8 +169,9 @@ def test_what_does_not_go_the_direct_way(gpu):
         assert plain(q, k, v) is None
     with torch.autograd.forward_ad.dual_level():
         assert plain(torch.autograd.forward_ad.make_dual(q, q), k, v) is None
-        with pytest.raises(NotImplementedError, match="has a tangent"):
-            flash_attention(torch.autograd.forward_ad.make_dual(q, q), k, v)
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError, match="has a tangent"):
+                flash_attention(torch.autograd.forward_ad.make_dual(q, q), k, v)
     assert torch.func.vmap(lambda q: torch.tensor(plain(q, k, v) is None))(q[None]).all()
     assert torch.func.vmap(lambda q: flash_attention(q, k, v))(q[None])[0].equal(flash_attention(q, k, v))
     with torch.inference_mode():
