@@ -4,18 +4,28 @@ Read next: interface.py, the facade; then csrc/flash.cu, the kernel.
 """
 
 from ._build import load
+from .gpu import GPUArch, GPUCapabilities, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
 from .interface import available_backends, flash_attention, flash_attn_func, forward, which_kernel
 from .reference import blockwise_attention, reference_attention
+from .validation import validate_attention, validate_matmul
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GPUArch",
+    "GPUCapabilities",
     "available_backends",
     "blockwise_attention",
+    "check_hopper_features",
+    "detect_gpu",
     "flash_attention",
     "flash_attn_func",
     "forward",
     "load",
+    "print_gpu_info",
     "reference_attention",
+    "supports_fp8",
+    "validate_attention",
+    "validate_matmul",
     "which_kernel",
 ]
