@@ -35,8 +35,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from minimal_attn import flash_attention, flash_attn_func, reference_attention
 from minimal_attn._build import source_digest
 from minimal_attn.checks import MAX_HEAD_DIM
-from minimal_attn.interface import BACKENDS
+from minimal_attn.interface import BACKENDS, KERNEL_DTYPES
 from minimal_attn.reference import visible_keys
+from minimal_attn.validation import allowed_error
 
 try:
     import triton
@@ -49,7 +50,7 @@ MEASURED = ("ms", "ms_p20", "ms_p80", "tflops", "gbps", "peak_mb", "max_err")
 ROW = ("op", "impl", "dtype", "head_dim", "causal", "batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k",
        *MEASURED)
 
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in KERNEL_DTYPES)
 
 CAUSALS = {"no": (False,), "yes": (True,), "both": (False, True)}
 
@@ -130,15 +131,16 @@ class Impl(NamedTuple):
     forward: Callable  # (q, k, v, causal) -> out, or an exception where it cannot serve them
     devices: tuple = ("cuda", "cpu")
     backend: str | None = None  # of minimal_attn, if it is ours: where that is available, it has to serve
-    dtypes: tuple = DTYPES      # these dtypes
+    dtypes: tuple = DTYPES
 
 
+IS_AMPERE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)  # or newer
 flash_cuda = functools.partial(flash_attention, backend="cuda")
 flash_triton = functools.partial(flash_attention, backend="triton")
 IMPLS = {
     "manual": Impl(manual_attn),
     "cuda:simt": Impl(flash_kernel("simt"), ("cuda",), "cuda"),
-    "cuda:sm80": Impl(flash_kernel("sm80"), ("cuda",), "cuda", ("float16", "bfloat16")),
+    "cuda:sm80": Impl(flash_kernel("sm80"), ("cuda",) * IS_AMPERE, "cuda", ("float16", "bfloat16")),
     "cuda:host": Impl(flash_cuda, ("cpu",), "cuda"),
     "triton": Impl(flash_triton, backend="triton"),
     "torch:cudnn": Impl(sdpa_with(SDPBackend.CUDNN_ATTENTION), ("cuda",)),
@@ -171,8 +173,7 @@ class Case:
         self.reference = self.tolerance = None
         if reference_fits(shape, device):
             self.reference = reference_attention(q.double(), k.double(), v.double(), causal)
-            base = self.max_err(IMPLS["torch:math"].forward(*self.args))
-            self.tolerance = 2 * base + torch.finfo(q.dtype).eps / 2 * self.reference.abs().max().item()
+            self.tolerance = allowed_error(IMPLS["torch:math"].forward(*self.args), self.reference)
 
     def max_err(self, out):
         return (out.double() - self.reference).abs().max().item()

@@ -20,12 +20,15 @@ def check_tensor(name, x):
         raise TypeError(f"{name} must be a dense tensor, got {x.layout}")
 
 
-def check_options(causal, sm_scale):
-    """TypeError unless causal is a bool, ValueError unless sm_scale is None or finite, as a float32 too."""
+def check_options(causal, sm_scale, name="sm_scale"):
+    """TypeError unless causal is a bool and sm_scale, which the caller calls `name`, None or a number; ValueError unless
+    that is finite, as a float32 too."""
     if causal not in (False, True):
         raise TypeError(f"causal must be a bool, got {causal!r}")
+    if isinstance(sm_scale, (str, bytes, list, tuple, dict)):
+        raise TypeError(f"{name} must be None or a number, got {sm_scale!r}")
     if sm_scale is not None and not -FLOAT_MAX <= sm_scale <= FLOAT_MAX:
-        raise ValueError(f"sm_scale must be finite, got {sm_scale}")
+        raise ValueError(f"{name} must be finite, got {sm_scale}")
 
 
 def check_qkv(q, k, v, dtypes):

@@ -127,6 +127,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
         check_tensor(name, x)
         if x.ndim != 4:
             raise ValueError(f"flash_attn_func: {name} must be (B, S, H, D), got {tuple(x.shape)}")
+    check_options(causal, softmax_scale, "softmax_scale")
     result = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
                              return_lse=return_lse or return_attn_probs, backend=backend)
     if return_attn_probs:

@@ -57,6 +57,12 @@ def validate_attention(flash_fn: Callable, batch: int, heads: int, seq_len: int,
     return _judge(what, flash_fn(q, k, v, causal=causal), truth, base, rtol, atol, verbose)
 
 
+def allowed_error(base: Tensor, truth: Tensor) -> float:
+    """What a right result may miss by: twice the largest error of base, torch's own result in the dtype that is judged,
+    and half an ulp of the largest value of truth, in double precision."""
+    return (2 * (base.double() - truth).abs().max() + torch.finfo(base.dtype).eps / 2 * truth.abs().max()).item()
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -66,8 +72,7 @@ def _judge(what: str, out: Tensor, truth: Tensor, base: Tensor, rtol: float, ato
     if out.shape != truth.shape:
         raise ValueError(f"{what}: the result has shape {tuple(out.shape)}, expected {tuple(truth.shape)}")
     difference = (out.double() - truth).abs()
-    rounding = 2 * (base.double() - truth).abs().max() + torch.finfo(base.dtype).eps / 2 * truth.abs().max()
-    passed = bool((difference <= (atol + rtol * truth.abs()).clamp(min=rounding.item())).all())
+    passed = bool((difference <= (atol + rtol * truth.abs()).clamp(min=allowed_error(base, truth))).all())
     largest = difference.max().item()
     if verbose:
         print(f"{what}: {'passed' if passed else 'FAILED'}, max difference {largest:.2e}")

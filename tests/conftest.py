@@ -45,10 +45,12 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    if not HAS_GPU:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        elif "cuda:sm80" not in IMPLEMENTATIONS and hasattr(item, "callspec") \
+                and item.callspec.params.get("impl") == "cuda:sm80":
+            item.add_marker(pytest.mark.skip(reason="needs a GPU from sm_80 on"))
 
 
 def pytest_terminal_summary(terminalreporter, config):

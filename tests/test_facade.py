@@ -440,3 +440,12 @@ def test_public_names():
     assert minimal_attn.__version__
     for name in minimal_attn.__all__:
         assert callable(getattr(minimal_attn, name)) and getattr(minimal_attn, name).__doc__
+
+
+def test_a_scale_is_called_what_the_caller_calls_it():
+    q, k, v = qkv()
+    for call, name in ((flash_attention, "sm_scale"), (flash_attn_func, "softmax_scale")):
+        with pytest.raises(ValueError, match=f"^{name} must be finite, got nan"):
+            call(q, k, v, **{name: math.nan})
+        with pytest.raises(TypeError, match=f"^{name} must be None or a number, got '0.3'"):
+            call(q, k, v, **{name: "0.3"})

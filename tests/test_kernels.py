@@ -9,6 +9,7 @@ import torch
 
 import minimal_attn
 from cases import Case, make_inputs
+from conftest import IMPLEMENTATIONS
 from minimal_attn import flash_attention, flash_attn_func, interface, which_kernel
 
 HALF = torch.float16
@@ -114,6 +115,8 @@ def test_the_direct_way_is_for_gpus():
 
 @pytest.fixture
 def gpu():
+    if "cuda:sm80" not in IMPLEMENTATIONS:
+        pytest.skip("needs a GPU from sm_80 on")
     q, k, v = qkv(device="cuda")
     interface._load_ops()
     return q, k, v
