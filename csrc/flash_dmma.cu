@@ -1,8 +1,8 @@
-// FlashAttention forward in fp32 on Hopper's fp64 tensor cores (DMMA), which multiply as fast as its fp32 units add.
+// FlashAttention forward in fp32 on Hopper's fp64 tensor cores (DMMA), as fast as its fp32 units at their peak.
 //
-// fp32 has no tensor cores that keep its bits. In fp64 a product of two floats is exact and a sum of them nearly so: the
-// result is as good as from fp32 units or better, and a warp needs one instruction where those need 32. q, k, v, the
-// softmax and out stay fp32; only what the two products read and sum is fp64.
+// No tensor cores keep the bits of fp32 as such. In fp64 a product of two floats is exact and a sum of them nearly so:
+// the result is better than from fp32 units, and one instruction does what takes a warp 32 FMAs. q, k, v, the softmax
+// and out stay fp32; only what the two products read and sum is fp64.
 //
 // As in flash_sm80.cu, a block of threads owns kBlockM query rows of one head, a warp 16 of them:
 //   sums = Q Kᵀ         Q is fp64 in shared memory, K becomes it on its way to the registers
@@ -33,7 +33,7 @@ template <int kHeadDim_, int kBlockN_> struct Tile {
 };
 
 // A block's shared memory. Neighbouring lanes read 16 bytes each, and with these pitches eight of them 32 banks. Rows r
-// and r + 8 of a warp's Q lie element by element beside each other, as the product takes them, and element 16·i + 4·c + e
+// and r + 8 of a warp's Q lie side by side, element by element, as the product takes them, with element 16·i + 4·c + e
 // of head_dim at 16·i + 4·e + c.
 template <typename Tile> struct SharedMemory {
     alignas(128) double2 sQ[Tile::kBlockM / 16][8][Tile::kHeadDim + 4];

@@ -10,7 +10,7 @@
 //   cp.async       Q, K(0), V(0)               K(1) → sK      V(1) → sV      K(2) → sK  ...
 // The other block on the same SM fills the gaps. Deeper rings were slower or no faster, and halve what fits an SM.
 //
-// Read next: kernels.h, which chooses between this kernel and flash.cu; main.cpp, where torch calls them.
+// Read next: flash_dmma.cu, the same for fp32; kernels.h, which chooses between them; main.cpp, where torch calls them.
 #include <algorithm>
 
 #include "flash.h"

@@ -2,7 +2,7 @@
 //
 // acc[m][n][4] are a warp's accumulators [16·kMTiles, 8·kNTiles], m16n8 tiles as ptx_sm80.cuh has them; a warp's share
 // of a wgmma accumulator looks the same. The four lanes of a quad hold the same rows. A lane numbers its rows i = 2·m
-// for row r, 2·m + 1 for row r + 8 of tile m.
+// for row r, 2·m + 1 for row r + 8 of tile m. acc_s is fp32, acc_o fp32 or fp64.
 //
 // The running maximum is lazy. P = exp2(scale_log2 · S - row_max) is right for any row_max near the true maximum, so it
 // stays until the true one is 8 binary orders ahead: P up to 2^8 rounds as well as P up to 1, and acc_o is rescaled at
