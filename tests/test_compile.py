@@ -107,7 +107,7 @@ def compile_twin(capability, dtype, head_dim, causal, seq_lens):
     torch_dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn,
                    "fp8e5": torch.float8_e5m2}[dtype]
     tma, fp8 = capability >= 90 and dtype != "fp32", dtype.startswith("fp8")
-    constexprs = tile_configs(torch_dtype, head_dim, 99 << 10)[0]
+    constexprs = dict(tile_configs(torch_dtype, head_dim, 99 << 10)[0])
     options = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
     kBlockM, kBlockN, kBlockD = (constexprs[name] for name in ("kBlockM", "kBlockN", "kBlockD"))
     constexprs.update(kIsCausal=causal, kNegateQ=False, kMaskCols=head_dim < kBlockD, kTma=tma)

@@ -55,7 +55,7 @@ def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.const
 
 @triton.jit
 def _attend(acc_o, row_max, row_sum, q, k, v, b, h_k, k_row_stride, v_row_stride, n_block_min, n_block_max, visible,
-            seq_len, head_dim, scale_log2, kMasked: tl.constexpr, kMaskCols: tl.constexpr, kHasSeqLens: tl.constexpr,
+            seqlen_k, seq_len, head_dim, scale_log2, kMasked: tl.constexpr, kMaskCols: tl.constexpr, kHasSeqLens: tl.constexpr,
             kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
     """Online softmax over the key blocks [n_block_min, n_block_max): the new acc_o, row_max, row_sum."""
     kIsFp8: tl.constexpr = q.dtype.primitive_bitwidth == 8
@@ -75,27 +75,53 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h_k, k_row_stride, v_row_stride
             p = tl.exp2(acc_s * scale_log2 - (max_sub * scale_log2 - (8.0 if kIsFp8 else 0.0))[:, None])
         rescale = tl.exp2((row_max - max_sub) * scale_log2)
         row_sum = row_sum * rescale + tl.sum(p, 1)
-        if kIsFp8:  # v is Vᵀ
-            v_tile = _load(v, b, h_k, 0, col0, v_row_stride, head_dim, seq_len, kMaskCols, kMasked, kBlockD, kBlockN,
-                           kTma).T
+        if kIsFp8:  # v is Vᵀ, its keys in the order of _transpose_v
+            v_tile = _load(v, b, h_k, 0, col0, v_row_stride, head_dim, tl.cdiv(seqlen_k, 16) * 16, kMaskCols, kMasked,
+                           kBlockD, kBlockN, kTma).T
+            p_tile = p.to(q.dtype).reshape(p.shape[0], kBlockN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(p.shape)
         else:
             v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq_len, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
                            kTma)
-        if kMasked and kTma and kHasSeqLens:  # a descriptor ends with the tensor, not with the sample
-            v_tile = tl.where(cols[:, None] < seq_len, v_tile, tl.zeros_like(v_tile))
+            p_tile = p.to(q.dtype)
+            if kMasked and kTma and kHasSeqLens:  # a descriptor ends with the tensor, not with the sample
+                v_tile = tl.where(cols[:, None] < seq_len, v_tile, tl.zeros_like(v_tile))
         if q.dtype == tl.float32:
             # Summed apart from acc_o: short sums round less. A plain addition would be folded back into the dot.
             acc_o = tl.fma(acc_o, tl.broadcast_to(rescale[:, None], acc_o.shape),
-                           tl.dot(p, v_tile, input_precision="ieee"))
+                           tl.dot(p_tile, v_tile, input_precision="ieee"))
         else:
-            acc_o = tl.dot(p.to(q.dtype), v_tile, acc_o * rescale[:, None])
+            acc_o = tl.dot(p_tile, v_tile, acc_o * rescale[:, None])
         row_max = new_max
     return acc_o, row_max, row_sum
 
 
 @triton.jit
+def _transpose_v(v_ptr, vt_ptr, seq_lens_ptr, v_batch_stride, v_head_stride, v_row_stride, nheads_k, seqlen_k, seqlen_vt,
+                 head_dim, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
+    """Vᵀ (B, Hk, D, seqlen_vt), contiguous, of fp8 V: tensor cores take an 8-bit second operand that way alone.
+
+    Within 16 keys, the two axes of [2, 4] pairs are exchanged. With P's columns in the same order a thread's results of
+    Q Kᵀ are, as they lie in its registers, its operand of P V. Keys beyond a sample's end become 0.
+    """
+    n_blocks = tl.cdiv(seqlen_vt, kBlockN)
+    bh = (tl.program_id(0) // n_blocks).to(tl.int64)
+    b, h_k = bh // nheads_k, bh % nheads_k
+    places = tl.program_id(0) % n_blocks * kBlockN + tl.arange(0, kBlockN)
+    keys = places // 16 * 16 + places // 2 % 2 * 8 + places // 4 % 4 * 2 + places % 2
+    seq_len = seqlen_k
+    if seq_lens_ptr is not None:
+        seq_len = tl.minimum(tl.load(seq_lens_ptr + b), seqlen_k)
+    dims = tl.arange(0, kBlockD)
+    v_base = v_ptr + b * v_batch_stride + h_k * v_head_stride
+    v = tl.load(v_base + keys.to(tl.int64)[:, None] * v_row_stride + dims[None, :],
+                mask=(keys[:, None] < seq_len) & (dims[None, :] < head_dim), other=0.0)
+    tl.store(vt_ptr + (bh * head_dim + dims[:, None]) * seqlen_vt + places[None, :], v.T,
+             mask=(dims[:, None] < head_dim) & (places[None, :] < seqlen_vt))
+
+
+@triton.jit
 def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and strides as AttnParams in csrc/flash.h
-               q_descale_ptr, k_descale_ptr, v_descale_ptr,  # fp8: (B, Hk), contiguous; and v is Vᵀ (B, Hk, D, Sk)
+               q_descale_ptr, k_descale_ptr, v_descale_ptr,  # fp8: (B, Hk), contiguous; and v is Vᵀ
                q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                v_batch_stride, v_head_stride, v_row_stride, o_batch_stride, o_head_stride, o_row_stride,
                nheads, nheads_k, seqlen_q, seqlen_k, head_dim, softmax_scale, kIsCausal: tl.constexpr,
@@ -152,10 +178,10 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
     # First the blocks that every row sees whole, then those that a mask cuts.
     kHasSeqLens: tl.constexpr = seq_lens_ptr is not None
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h_k, k_row_stride, v_row_stride, 0,
-                                      n_block_full, visible, seq_len, head_dim, scale_log2, False, kMaskCols,
+                                      n_block_full, visible, seqlen_k, seq_len, head_dim, scale_log2, False, kMaskCols,
                                       kHasSeqLens, kBlockN, kBlockD, kTma)
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h_k, k_row_stride, v_row_stride,
-                                      n_block_full, n_block_max, visible, seq_len, head_dim, scale_log2, True,
+                                      n_block_full, n_block_max, visible, seqlen_k, seq_len, head_dim, scale_log2, True,
                                       kMaskCols, kHasSeqLens, kBlockN, kBlockD, kTma)
 
     empty = (visible <= 0) | (row_sum == 0.0)
@@ -245,10 +271,16 @@ def descriptor(x, rows, cols, make=TensorDescriptor):
     return make(x, list(x.shape), [*strides, 1], [1, 1, rows, cols])
 
 
-def transposed(v):
-    """Vᵀ (B, Hk, D, Sk) in memory, rows 16 bytes apart: fp8 tensor cores take the second operand that way alone."""
-    padded = v.new_empty(*v.shape[:2], v.shape[3], triton.cdiv(v.shape[2], 16) * 16)
-    return padded[..., :v.shape[2]].copy_(v.transpose(2, 3))
+def transposed(v, seq_lens):
+    """Vᵀ of fp8 V by _transpose_v; the length is rounded up to 16, for its rows to start where TMA can."""
+    batch_size, nheads_k, seqlen_k, head_dim = v.shape
+    seqlen_vt = triton.cdiv(seqlen_k, 16) * 16
+    vt = v.new_empty(batch_size, nheads_k, head_dim, seqlen_vt)
+    if vt.numel():
+        grid = (triton.cdiv(seqlen_vt, 64) * batch_size * nheads_k,)
+        _transpose_v[grid](v, vt, seq_lens, *v.stride()[:3], nheads_k, seqlen_k, seqlen_vt, head_dim, kBlockN=64,
+                           kBlockD=block_d(v.dtype, head_dim))
+    return vt
 
 
 def empty_outputs(q):
@@ -262,7 +294,7 @@ def empty_outputs(q):
 def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, tma):
     """One launch for checked inputs; v is Vᵀ if they are fp8."""
     if "kConsumers" in config:
-        return attention_hopper.launch(config, descriptor, q, k, v, out, lse, softmax_scale, causal)
+        return attention_hopper.launch(config, descriptor, q, k, v, out, lse, descales, softmax_scale, causal)
     batch_size, nheads, seqlen_q, head_dim = q.shape
     kBlockM, kBlockN, kBlockD = config["kBlockM"], config["kBlockN"], config["kBlockD"]
     tiles = q, k, v
@@ -285,11 +317,11 @@ def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, confi
     out, lse = empty_outputs(q)
     if not out.numel():
         return out, lse
-    if q.dtype in FP8_DTYPES:
-        v = transposed(v)
-    tma = can_use_tma(q, k, v)
-    args = q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, tma
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
+        if q.dtype in FP8_DTYPES:
+            v = transposed(v, seq_lens)
+        tma = can_use_tma(q, k, v)
+        args = q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, tma
         if config is None:
             (major, _), max_shared_memory = properties(q.device)
             is_hopper = (major == 9 and tma and attention_hopper is not None and can_use_tma(out) and seq_lens is None

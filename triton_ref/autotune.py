@@ -58,11 +58,14 @@ def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], 
     return chosen
 
 
+def device_name(device):
+    return torch.get_device_module(device).get_device_name(device)
+
+
 def _file(kernel, configs, device):
     """Another GPU, another Triton or another list of configs is another file."""
-    name = torch.get_device_module(device).get_device_name(device)
     digest = hashlib.sha256(repr((triton.__version__, configs)).encode()).hexdigest()[:12]
-    return cache_dir() / f"{kernel}-{re.sub('[^A-Za-z0-9]+', '-', name)}-{digest}.json"
+    return cache_dir() / f"{kernel}-{re.sub('[^A-Za-z0-9]+', '-', device_name(device))}-{digest}.json"
 
 
 def _measure(what, configs, run):

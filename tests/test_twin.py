@@ -1,0 +1,342 @@
+"""What the Triton twin has beyond the shared cases of test_forward.py: fp8, every tile, tuning, the classic names."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from cases import Case, base, check_error, check_lse, exact, make_inputs  # noqa: E402
+from conftest import HAS_GPU  # noqa: E402
+
+from minimal_attn import flash_attention, reference_attention  # noqa: E402
+from minimal_attn.checks import FP8_DTYPES, TWIN_DTYPES  # noqa: E402
+from minimal_attn.reference import visible_keys  # noqa: E402
+from triton_ref import attention_hopper, autotune  # noqa: E402
+from triton_ref.attention import attention, calculate_block_sizes, properties, run, shared_memory, tile_configs  # noqa: E402
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability()[0] == 9
+HAS_FP8 = not HAS_GPU or torch.cuda.get_device_capability() >= (8, 9)
+each_fp8 = pytest.mark.parametrize("dtype", FP8_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="needs a GPU with fp8 tensor cores")
+
+FP8_CASES = [
+    Case("S64", B=4), Case("S130_causal", B=2, Sq=130, Sk=130, causal=True),
+    Case("more_keys", B=2, Sq=70, Sk=149, causal=True, D=128), Case("more_queries", Sq=150, Sk=70, causal=True),
+    Case("D16", B=4, Sq=33, Sk=70, D=16), Case("D40", B=4, Sq=33, Sk=70, D=40), Case("D96", B=2, Sq=33, Sk=70, D=96),
+    Case("D256", B=2, Sq=33, Sk=70, D=256, causal=True), Case("D17", B=4, Sq=33, Sk=70, D=17),
+    Case("gqa", B=2, H=6, Hk=2, Sq=70, Sk=90, D=128), Case("bshd", B=2, Sq=65, Sk=80, layout="bshd"),
+    Case("odd", B=2, Sq=65, Sk=70, layout="odd", causal=True),
+    Case("seq_lens", B=3, Sq=130, Sk=130, seq_lens=(130, 5, 65), causal=True),
+    Case("sm_scale_negative", B=2, sm_scale=-0.5, causal=True), Case("sm_scale_zero", sm_scale=0.0, causal=True),
+    Case("S1000", B=2, Sq=1000, Sk=1000, causal=True, D=128, gpu_only=True), Case("S4096", Sq=4096, Sk=4096, gpu_only=True),
+]
+
+
+def fp8_inputs(case, dtype):
+    """q, k, v in fp8 in the layout of the case, and descales of every head."""
+    tensors = [x.to(dtype) for x in make_inputs(case, torch.float32, DEVICE)]
+    generator = torch.Generator().manual_seed(1)
+    descales = [(torch.rand(case.B, case.Hk, generator=generator) + 0.5).to(DEVICE) for _ in "qkv"]
+    return tensors, dict(zip(("q_descale", "k_descale", "v_descale"), descales))
+
+
+def scaled(tensors, descales):
+    """The numbers that fp8 tensors stand for, in fp64."""
+    group = tensors[0].shape[1] // tensors[1].shape[1]
+    return [x.double() * descale.double().repeat_interleave(n, 1)[..., None, None]
+            for x, descale, n in zip(tensors, descales.values(), (group, 1, 1))]
+
+
+def fp8_base(case, q, k, v, dtype):
+    """fp64 but for P, which is rounded to fp8, and out, in bf16: the yardstick of the error rule."""
+    k, v = (x.repeat_interleave(case.H // case.Hk, 1) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(case.D) if case.sm_scale is None else case.sm_scale)
+    seq_lens = None if case.seq_lens is None else torch.tensor(case.seq_lens, device=q.device)
+    mask = visible_keys(case.Sq, case.Sk, case.causal, seq_lens, q.device)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+        v = v.nan_to_num()
+    p = (scores - scores.amax(-1, keepdim=True)).exp().nan_to_num()
+    row_sum = p.sum(-1, keepdim=True)
+    return (p.float().to(dtype).double() @ v / row_sum.masked_fill(row_sum == 0, 1)).bfloat16()
+
+
+@needs_fp8
+@each_fp8
+@pytest.mark.parametrize("case", [x for x in FP8_CASES if HAS_GPU or not x.gpu_only], ids=str)
+def test_fp8(case, dtype):
+    tensors, descales = fp8_inputs(case, dtype)
+    options = dict(causal=case.causal, sm_scale=case.sm_scale, seq_lens=case.seq_lens and list(case.seq_lens))
+    out, lse = flash_attention(*tensors, **options, **descales, return_lse=True, backend="triton")
+    truth, lse_truth = exact(case, *scaled(tensors, descales))
+    assert out.dtype == torch.bfloat16
+    check_error(out, truth, fp8_base(case, *scaled(tensors, descales), dtype))
+    assert ((lse == -math.inf) == (lse_truth == -math.inf)).all()
+    visible = lse_truth != -math.inf
+    # The tensor cores of Hopper sum fp8 products in fewer bits than fp32 has.
+    torch.testing.assert_close(lse[visible].double(), lse_truth[visible], rtol=1e-3, atol=2e-3)
+
+    by_reference = flash_attention(*tensors, **options, **descales, backend="reference")
+    assert by_reference.dtype == torch.bfloat16
+    torch.testing.assert_close(by_reference.double(), truth, rtol=1e-2, atol=1e-5)
+
+
+@needs_fp8
+@each_fp8
+def test_fp8_without_descales_is_descaled_by_1(dtype):
+    (q, k, v), descales = fp8_inputs(Case("", B=2, H=4, Hk=2, Sq=33, Sk=40), dtype)
+    plain = flash_attention(q, k, v, backend="triton")
+    ones = {name: torch.ones_like(x) for name, x in descales.items()}
+    assert torch.equal(flash_attention(q, k, v, backend="triton", **ones), plain)
+    for name, descale in descales.items():  # each of them counts
+        assert not torch.equal(flash_attention(q, k, v, backend="triton", **{name: descale}), plain)
+
+
+@needs_fp8
+def test_a_descale_below_0_shows_and_of_0_is_a_scale_of_0():
+    (q, k, v), _ = fp8_inputs(Case("", B=1, Sq=33, Sk=40, causal=True), torch.float8_e4m3fn)
+    descale = torch.tensor([[-1.0, 0.0]], device=DEVICE)
+    out = flash_attention(q, k, v, True, k_descale=descale, backend="triton")
+    assert out[:, 0].isnan().all()
+    torch.testing.assert_close(out[:, 1], flash_attention(q, k, v, True, 0.0, backend="triton")[:, 1])
+
+
+@pytest.mark.parametrize("error, match, change", [
+    (TypeError, "q_descale must be a torch.Tensor, got float", lambda x: 1.0),
+    (TypeError, "Unsupported dtype: q_descale is torch.float64", lambda x: x.double()),
+    (ValueError, r"q_descale must have shape \(2, 2\)", lambda x: x[:1]),
+])
+def test_descales_that_do_not_fit(error, match, change):
+    (q, k, v), descales = fp8_inputs(Case("", B=2, Sq=20, Sk=20), torch.float8_e5m2)
+    with pytest.raises(error, match=match):
+        flash_attention(q, k, v, backend="triton", **{**descales, "q_descale": change(descales["q_descale"])})
+
+
+def test_descales_are_for_fp8_and_fp8_is_for_the_twin():
+    (q, k, v), descales = fp8_inputs(Case("", B=2, Sq=20, Sk=20), torch.float8_e5m2)
+    for backend in ("auto", "cuda", "triton", "torch", "reference"):
+        with pytest.raises(ValueError, match="v_descale is for float8 inputs, and q is torch.float32"):
+            flash_attention(q.float(), k.float(), v.float(), v_descale=descales["v_descale"], backend=backend)
+    for backend in ("cuda", "torch"):
+        with pytest.raises(TypeError, match="Unsupported dtype: q is torch.float8_e5m2"):
+            flash_attention(q, k, v, backend=backend)
+    with pytest.raises(TypeError, match="dtypes must match"):
+        flash_attention(q, k.to(torch.float8_e4m3fn), v, backend="triton")
+
+
+@pytest.mark.gpu
+@needs_fp8
+def test_auto_serves_fp8():
+    (q, k, v), descales = fp8_inputs(Case("", B=2, Sq=70, Sk=70), torch.float8_e4m3fn)
+    assert torch.equal(flash_attention(q, k, v, **descales), flash_attention(q, k, v, **descales, backend="triton"))
+
+
+def every_config():
+    """(dtype, head_dim, config) of all tiles on this machine."""
+    memory = properties(torch.device(DEVICE, 0) if HAS_GPU else torch.device("cpu"))[1]
+    for dtype in TWIN_DTYPES:
+        for head_dim in (64, 128, 256):
+            for config in tile_configs(dtype, head_dim, memory, IS_HOPPER):
+                yield pytest.param(dtype, head_dim, config, id=f"{dtype}-{head_dim}-{'-'.join(map(str, config.values()))}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, head_dim, config", every_config() if HAS_GPU else [])
+def test_every_tile(dtype, head_dim, config):
+    if dtype in FP8_DTYPES and not HAS_FP8:
+        pytest.skip("needs fp8 tensor cores")
+    for case in (Case("", B=2, H=4, Hk=2, Sq=333, Sk=333, D=head_dim, causal=True),
+                 Case("", B=2, Sq=70, Sk=700, D=head_dim), Case("", B=2, Sq=700, Sk=70, D=head_dim, causal=True),
+                 Case("", B=1, Sq=1025, Sk=1000, D=head_dim - 16, layout="bshd")):
+        q, k, v = make_inputs(case, torch.float32 if dtype in FP8_DTYPES else dtype, DEVICE)
+        if dtype in FP8_DTYPES:
+            q, k, v = (x.to(dtype) for x in (q, k, v))
+        out, lse = run(q, k, v, None, (None, None, None), 1 / math.sqrt(case.D), case.causal, config=config)
+        truth, lse_truth = exact(case, q, k, v)
+        if dtype in FP8_DTYPES:
+            check_error(out, truth, fp8_base(case, *(x.double() for x in (q, k, v)), dtype))
+        else:
+            check_error(out, truth, base(case, q, k, v))
+            check_lse(lse, lse_truth)
+
+
+@pytest.mark.parametrize("limit", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("dtype", TWIN_DTYPES, ids=str)
+def test_tiles_fit_every_gpu(dtype, limit):
+    for head_dim in (1, 16, 40, 64, 100, 128, 129, 256):
+        configs = tile_configs(dtype, head_dim, limit)
+        assert configs, (dtype, head_dim, limit)
+        for config in configs:
+            sizes = config["kBlockM"], config["kBlockN"], config["kBlockD"]
+            assert config["kBlockD"] >= head_dim and all(n & (n - 1) == 0 and n >= 16 for n in sizes)
+            assert shared_memory(dtype, *sizes, config["num_stages"]) <= limit
+        on_hopper = tile_configs(dtype, head_dim, limit, True)
+        assert on_hopper[-len(configs):] == configs
+        if dtype != torch.float32 and head_dim > 32:
+            assert "kConsumers" in on_hopper[0] and len(on_hopper) > len(configs)
+
+
+# (BM, BN, causal) of the classic signature: also where BN does not divide BM, which its usual causal loop needs.
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("BM, BN", [(16, 16), (32, 32), (32, 64), (32, 128), (64, 16), (128, 32), (16, 256)])
+def test_attention_with_given_tiles(BM, BN, causal):
+    case = Case("", B=2, H=4, Hk=2, Sq=150, Sk=130, D=40, causal=causal, sm_scale=0.5)
+    q, k, v = make_inputs(case, torch.float16, DEVICE)
+    check_error(attention(q, k, v, causal, 0.5, BM, BN), exact(case, q, k, v)[0], base(case, q, k, v))
+
+
+def test_attention_takes_the_classic_shapes():
+    for Z, H, N, D, BM, BN in ((4, 32, 32, 64, 32, 32), (1, 2, 128, 128, 32, 128), (1, 2, 64, 256, 32, 64)):
+        q, k, v = (torch.randn(Z, H, N, D, device=DEVICE).mul(0.5).half() for _ in "qkv")
+        torch.testing.assert_close(attention(q, k, v, True, 0.5, BM, BN),
+                                   reference_attention(q, k, v, True, 0.5), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("match, tiles", [
+    ("BM must be a power of two from 16 on, got 24", (24, 16)), ("BN must be a power of two from 16 on, got 8", (16, 8)),
+    ("BN must be a power of two from 16 on, got 16.0", (16, 16.0)), ("BM must be", (0, 16)), ("BM must be", (-16, 16)),
+    ("tiles of BM 4096, BN 4096 and head_dim 64 need more than", (4096, 4096)),
+])
+def test_attention_with_bad_tiles(match, tiles):
+    q = torch.randn(1, 2, 20, 64, device=DEVICE)
+    with pytest.raises(ValueError, match=match):
+        attention(q, q, q, True, 0.5, *tiles)
+
+
+def test_attention_checks_the_rest():
+    q = torch.randn(1, 2, 20, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="must be .B, H, S, D."):
+        attention(q[0], q[0], q[0], True, 0.5, 16, 16)
+    with pytest.raises(NotImplementedError, match="attention has no backward pass"):
+        attention(q, q, q.clone().requires_grad_(), True, 0.5, 16, 16)
+    with pytest.raises(ValueError, match="BM must be a power of two from 32 on"):
+        attention(*(q.to(torch.float8_e5m2),) * 3, True, 0.5, 16, 32)
+    if HAS_GPU:
+        with pytest.raises(ValueError, match="CUDA tensors required: Triton's active driver"):
+            attention(q.cpu(), q.cpu(), q.cpu(), True, 0.5, 16, 16)
+
+
+def test_calculate_block_sizes():
+    assert [calculate_block_sizes(d) for d in (16, 32, 64, 128)] == [(16, 128), (32, 64), (32, 32), (16, 16)]
+    assert calculate_block_sizes(256) == (16, 16)  # 8 rows do not feed a matrix product
+    assert calculate_block_sizes(64, 227) == (64, 128) and calculate_block_sizes(64, sram_size_kb=1) == (16, 16)
+    with pytest.raises(ValueError, match="Unsupported head_dim 257"):
+        calculate_block_sizes(257)
+    with pytest.raises(ValueError, match="sram_size_kb must be above 0"):
+        calculate_block_sizes(64, 0)
+
+
+CONFIGS = [{"n": 3}, {"n": 1}, {"n": 2}]
+
+
+@pytest.fixture
+def tuner(monkeypatch, tmp_path):
+    """fastest() with a clock that says n ms for a config, and the list of the n that were timed."""
+    timed = []
+
+    def do_bench(function, **options):
+        timed.append(function())
+        return timed[-1]
+
+    monkeypatch.delenv("MINIMAL_ATTN_AUTOTUNE", raising=False)
+    monkeypatch.setattr(autotune.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(autotune, "do_bench", do_bench)
+    monkeypatch.setattr(autotune, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(autotune, "device_name", lambda device: "A GPU")
+    monkeypatch.setattr(autotune, "_chosen", {})
+    return timed
+
+
+def choose(key=("k", 1), configs=CONFIGS, run=lambda config: config["n"]):
+    return autotune.fastest("kernel", key, configs, run, torch.device("cpu"))
+
+
+def test_tuning_happens_once_a_key_and_is_kept(tuner, monkeypatch, tmp_path, capsys):
+    assert choose() == {"n": 1} and tuner == [3, 1, 2]
+    assert "minimal_attn: tuning kernel ('k', 1): 3 of 3" in capsys.readouterr().err
+    assert choose() == {"n": 1} and len(tuner) == 3
+    assert choose(("k", 2)) == {"n": 1} and len(tuner) == 6
+    monkeypatch.setattr(autotune, "_chosen", {})  # another process
+    assert choose() == choose(("k", 2)) == {"n": 1} and len(tuner) == 6
+    (file,) = (tmp_path / "cache").iterdir()
+    assert file.name.startswith("kernel-A-GPU-") and json.loads(file.read_text()) == {"('k', 1)": 1, "('k', 2)": 1}
+    monkeypatch.setattr(autotune, "_chosen", {})
+    assert choose(configs=CONFIGS[::2]) == {"n": 2} and len(tuner) == 8  # another list is tuned anew
+    monkeypatch.setattr(autotune, "_chosen", {})
+    file.write_text("{")  # cut short
+    assert choose() == {"n": 1} and len(tuner) == 11
+
+
+def test_tuning_skips_what_does_not_run(tuner):
+    def run(config):
+        if config["n"] == 1:
+            raise RuntimeError("out of shared memory")
+        return config["n"]
+
+    assert choose(run=run) == {"n": 2}
+    with pytest.raises(ZeroDivisionError):
+        choose(("k", 3), run=lambda config: 1 / 0)
+
+
+def test_tuning_can_be_off(tuner, monkeypatch):
+    monkeypatch.setenv("MINIMAL_ATTN_AUTOTUNE", "0")
+    assert choose() == {"n": 3} and not tuner
+    monkeypatch.setenv("MINIMAL_ATTN_AUTOTUNE", "1")
+    monkeypatch.setattr(autotune.triton.knobs.runtime, "interpret", True)
+    assert choose() == {"n": 3} and not tuner
+
+
+def test_tuning_without_a_place_to_keep_it(tuner, monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(autotune, "cache_dir", lambda: tmp_path / "file")
+    assert choose() == {"n": 1}
+    assert "not kept for later processes" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_second_process_does_not_tune_again(tmp_path):
+    program = ("import torch, minimal_attn; q = torch.randn(2, 4, 300, 64, device='cuda', dtype=torch.half);"
+               "print(minimal_attn.flash_attention(q, q, q, True, backend='triton').isfinite().all().item())")
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+    del env["MINIMAL_ATTN_AUTOTUNE"]
+    first, second = (subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=240)
+                     for _ in range(2))
+    assert first.stdout == second.stdout == "True\n", first.stderr + second.stderr
+    assert "tuning attention" in first.stderr and "tuning" not in second.stderr
+
+
+@pytest.mark.gpu
+def test_nothing_is_tuned_under_graph_capture(monkeypatch):
+    monkeypatch.delenv("MINIMAL_ATTN_AUTOTUNE")
+    monkeypatch.setattr(autotune, "_measure", lambda *args: pytest.fail("tuned under capture"))
+    monkeypatch.setattr(autotune, "_read", lambda file: {})
+    q = torch.randn(2, 4, 4000, 64, device="cuda", dtype=torch.half)
+    want = flash_attention(q, q, q, backend="triton", autotune=False)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attention(q, q, q, backend="triton")
+    graph.replay()
+    assert torch.equal(out, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+def test_hopper_runs_in_gluon(monkeypatch):
+    launched = []
+    real = attention_hopper.launch
+    monkeypatch.setattr(attention_hopper, "launch", lambda *args: launched.append(args[0]) or real(*args))
+    q = torch.randn(2, 4, 300, 128, device="cuda", dtype=torch.bfloat16)
+    flash_attention(q, q, q, backend="triton")
+    assert len(launched) == 1
+    flash_attention(q, q, q, backend="triton", seq_lens=[300, 5])  # V may be NaN beyond a sample's end
+    flash_attention(q, q, q, sm_scale=-1.0, backend="triton")
+    flash_attention(q[..., 1:], q[..., 1:], q[..., 1:], backend="triton")
+    assert len(launched) == 1
