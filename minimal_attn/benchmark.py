@@ -180,20 +180,21 @@ class BenchmarkRunner:
             ModuleNotFoundError: rich is not installed.
         """
         try:
+            from rich.box import SIMPLE_HEAD
             from rich.console import Console
             from rich.table import Table
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("print_comparison_table needs rich (pip install 'minimal_attn[bench]')") from error
         results = self.results if results is None else results
         torch_ms = {}  # by size
-        table = Table(title=title)
-        for heading in ("Size", "Implementation", "ms", "TFLOP/s", "Peak MB", "× PyTorch", "Blocks"):
-            table.add_column(heading, justify="left" if heading in ("Implementation", "Blocks") else "right")
+        table = Table(title=title, box=SIMPLE_HEAD)
+        for heading in ("Size", "Name", "ms", "TFLOP/s", "Peak MB", "× PyTorch", "Blocks"):
+            table.add_column(heading, justify="left" if heading in ("Name", "Blocks") else "right")
         for r in results:
             if r.name == "PyTorch":
                 torch_ms[r.size] = r.time_ms
             speedup = f"{torch_ms[r.size] / r.time_ms:.2f}" if r.size in torch_ms else "–"
-            blocks = ", ".join(f"{key}={value}" for key, value in (r.block_config or {}).items())
+            blocks = "\n".join(f"{key}={value}" for key, value in (r.block_config or {}).items())
             table.add_row("×".join(map(str, r.size)), r.name, f"{r.time_ms:.4g}", f"{r.tflops:.4g}",
                           f"{r.memory_mb:.4g}", speedup, blocks)
         Console(highlight=False).print(table)

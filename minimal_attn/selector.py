@@ -39,7 +39,8 @@ class AdaptiveKernelSelector:
             backend: "triton", "torch", or "auto": "triton" on a GPU that Triton serves, else "torch".
 
         Returns:
-            {"backend", "kernel"}, with "triton" also its tiles and launch options.
+            {"backend", "kernel"}, with "triton" also its tiles and launch options: those of its table, from which
+            autotuning may depart.
 
         Raises:
             ValueError: backend is none of them.
@@ -54,7 +55,11 @@ class AdaptiveKernelSelector:
             raise ValueError(f"unknown backend {backend!r}: 'auto', 'triton' or 'torch'")
         from triton_ref.matmul import tile_config
 
-        return {"backend": "triton", "kernel": "triton_matmul", **tile_config(dtype, m, n, k)}
+        here = {}  # else the table is that of an H200
+        if self.gpu:
+            here = {"is_tma": self.gpu.has_tma and dtype != torch.float32, "num_sms": self.gpu.num_sms,
+                    "shared_memory": torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin}
+        return {"backend": "triton", "kernel": "triton_matmul", **tile_config(dtype, m, n, k, **here)}
 
     def get_attention_config(self, head_dim: int = 64, dtype: torch.dtype = torch.float16,
                              backend: str = "auto") -> dict[str, Any]:
@@ -65,14 +70,15 @@ class AdaptiveKernelSelector:
             backend: as of flash_attention.
 
         Returns:
-            {"backend", "kernel"}, with "triton" also its tiles and launch options. The kernels of "cuda" have theirs in
-            tables of their own (csrc/tiles.h, csrc/flash_sm80.cu); "kernel" says which one serves.
+            {"backend", "kernel"}, with "triton" also its tiles and launch options: those of its table, from which
+            autotuning may depart. The kernels of "cuda" have tables of their own in csrc; "kernel" is the one that
+            serves.
 
         Raises:
             As flash_attention: ValueError, TypeError, ModuleNotFoundError, RuntimeError.
         """
         if backend == "auto":
-            backend = _auto_backend(torch.empty(0, device=self.device))
+            backend = _auto_backend(torch.empty(0, device=self.device, dtype=dtype))
         if backend not in tuple(BACKENDS):
             raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
         if (why_not := BACKENDS[backend].why_not(self.device)) is not None:
@@ -97,7 +103,7 @@ class AdaptiveKernelSelector:
     def select_attention_kernel(self) -> Callable:
         """flash_attention by the backend that is best here: "cuda" on a GPU where csrc can be built, "triton" on
         another one, "torch" on the CPU."""
-        return functools.partial(flash_attention, backend=_auto_backend(torch.empty(0, device=self.device)))
+        return functools.partial(flash_attention, backend=self.get_attention_config()["backend"])
 
 
 def get_matmul_config(m: int = SIZE, n: int = SIZE, k: int = SIZE, dtype: torch.dtype = torch.float16,

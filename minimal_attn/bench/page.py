@@ -17,7 +17,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; p
 h1 { font-size: 1.5rem; line-height: 1.2; } h2 { font-size: 1.15rem; margin-top: 2.5rem; }
 dl { display: grid; grid-template-columns: auto 1fr; gap: .2rem 1rem; } dt { opacity: .7; }
 dd { margin: 0; min-width: 0; overflow-wrap: anywhere; }
-code { font: .9em ui-monospace, monospace; }
+code { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
 img { display: block; width: 100%; max-width: 40rem; margin: 1rem auto; background: white; border-radius: .5rem; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
@@ -29,11 +29,11 @@ td.best { font-weight: bold; } summary { cursor: pointer; }
 
 def html(results, args, title, meta, ceilings):
     """The page, of results {setting: {impl: row}}, as environment() describes the run; ceilings: {dtype: TFLOP/s}."""
-    facts = {key: value for key, value in meta.items() if value is not None and not isinstance(value, dict)}
+    facts = {key: meta[key] for key in ("device", "driver", "cuda", "torch", "triton", "date") if meta[key]}
+    facts |= {"sources": meta["source_digest"][:16]}
     facts |= {f"matmul, {dtype}": f"{number(tflops)} TFLOP/s" for dtype, tflops in ceilings.items()}
     facts |= {f"host, {name}": f"{us} µs a call" for name, us in meta.get("host_us", {}).items()}
-    rows = (f"<dt>{escape(name)}</dt><dd>{'<code>' * (name == 'command')}{escape(str(value))}"
-            f"{'</code>' * (name == 'command')}</dd>" for name, value in facts.items())
+    rows = (f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
     sections = "\n".join(section(name, panel, args.op, ceilings) for name, panel in panels_of(results).items())
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -47,6 +47,7 @@ def html(results, args, title, meta, ceilings):
 <h1>{escape(title)}</h1>
 <p>Medians of one run. {'The dashed line is a matrix multiplication of the same dtype.' * bool(ceilings)}</p>
 <dl>{"".join(rows)}</dl>
+<details><summary>The command</summary><p><code>{escape(meta["command"])}</code></p></details>
 {sections}
 </body>
 </html>

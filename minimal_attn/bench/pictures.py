@@ -34,11 +34,12 @@ def plot(file, results, title, op, ceilings):
     columns = min(len(panels), 3)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(9, 5) if len(panels) == 1 else (4 * columns, 3.2 * rows), dpi=150, layout="constrained")
-    for ax, (name, panel) in zip(figure.subplots(rows, columns, squeeze=False).flat, panels.items()):
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for ax in axes[len(panels):]:
+        ax.remove()
+    for ax, (name, panel) in zip(axes, panels.items()):
         draw(ax, panel, op, ceilings)
         if len(panels) > 1:
-            ax.set_yscale("linear")
-            ax.set_ylim(bottom=0)
             ax.set_title(name, fontsize="medium")
     legend(figure, loc="outside right upper")
     figure.suptitle(title)
@@ -79,18 +80,22 @@ def draw(ax, panel, op, ceilings):
             bars = ax.bar([middle + (i + 0.5) * width - 0.4 for middle in x], y, width, **style)
             factors = [impl != op.BASELINE and speedup(rows, impl, op.BASELINE) for rows in panel.values()]
             ax.bar_label(bars, [f"{factor:.2g}×" if factor else "" for factor in factors], fontsize=8)
-    for dtype in dict.fromkeys(setting.dtype for setting in panel):
-        if dtype in ceilings:
-            ax.axhline(ceilings[dtype], color="gray", linestyle="--", label=f"matmul, {dtype}")
+    if ceiling := ceilings.get(next(iter(panel)).dtype):  # they are all of one
+        ax.axhline(ceiling, color="gray", linestyle="--", label="matmul")
     values = [value for y in tflops.values() for value in y if value > 0]
-    if values and max(values) > 30 * min(values):  # Triton's interpreter beside compiled code
+    if values and max(values) > 300 * min(values):  # Triton's interpreter beside compiled code
         ax.set_yscale("log")
+    else:
+        ax.set_ylim(bottom=0)
     if lines:
         ax.set_xticks(x, [setting.shape.x for setting in panel])
         ax.set_xlabel("sequence length S")
     else:
-        labels = [str(setting.shape).replace(",", ",\n", 1) for setting in panel]
-        ax.set_xticks(x, labels, fontsize=8 if len(labels) > 4 else None)
+        labels = [str(setting.shape) for setting in panel]
+        if len(labels) > 4:
+            ax.set_xticks(x, [label.replace(",", "\n") for label in labels], fontsize="small")
+        else:
+            ax.set_xticks(x, labels)
         ax.set_xlabel(f"{op.SHAPES.split(' or ')[0]}, and n×: speed-up over {op.BASELINE}")
     ax.set(ylabel="TFLOP/s", axisbelow=True)
     ax.grid(axis="y", alpha=0.3)
