@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from minimal_attn import bench, reference_attention
 from minimal_attn._build import source_digest
-from minimal_attn.bench import attention, matmul, measure, pictures
+from minimal_attn.bench import attention, matmul, measure, page, pictures
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -209,31 +209,26 @@ class Page(HTMLParser):
 
 
 def test_the_report_is_one_page_with_everything(whole):
-    page = Page(whole.report)
+    shown = Page(whole.report)
     meta, rows = json.loads(whole.rows).values()
-    assert page.metas["viewport"] == "width=device-width, initial-scale=1"
-    assert page.loads and all(x.startswith("data:image/svg+xml;base64,") for x in page.loads)  # nothing from the network
+    assert shown.metas["viewport"] == "width=device-width, initial-scale=1"
+    assert shown.loads and all(x.startswith("data:image/svg+xml;base64,") for x in shown.loads)  # nothing from the network
     assert not re.search("https?://|url\\(|@import|<script", whole.report)
-    for picture in page.loads:
+    for picture in shown.loads:
         assert "</svg>" in base64.b64decode(picture.partition(",")[2]).decode()
     for fact in (meta["device"], meta["torch"], meta["date"], meta["command"], meta["source_digest"][:16]):
-        assert fact in page.cells
-    assert page.cells[0] == f"Attention forward on {meta['device']}" + " (TF32 off)" * (DEVICE == "cuda")
+        assert fact in shown.cells
+    assert shown.cells[0] == f"Attention forward on {meta['device']}" + " (TF32 off)" * (DEVICE == "cuda")
     # The sweep's two lengths, which the picture shows, with every number.
     for row in rows:
         if row["seqlen_q"] == row["seqlen_k"] and row["ms"]:
-            assert all(f"{row[x]:.3g}" in page.cells for x in ("ms", "ms_p20", "tflops", "max_err") if row[x] < 1000)
+            assert all(f"{row[x]:.3g}" in shown.cells for x in ("ms", "ms_p20", "tflops", "max_err") if row[x] < 1000)
 
 
-def test_a_report_escapes_what_it_is_given():
-    assert "&lt;b&gt;" in bench_page_table("<b>", ["a<"], {"r&": [1.0]}) and "a&lt;" in \
-        bench_page_table("", ["a<"], {"r&": [1.0]}) and "r&amp;" in bench_page_table("", [], {"r&": []})
-
-
-def bench_page_table(*args):
-    from minimal_attn.bench.page import table
-
-    return table(*args)
+def test_a_table_of_the_report():
+    text = page.table("<b>", ["a<", "c"], {"r&": [1234.5, None], "s": [2.0, 3.0]}, best=True)
+    assert Page(text).cells == ["<b>", "a<", "c", "r&", "1,234", "–", "s", "2", "3"]
+    assert re.findall("<td class=best>(.*?)</td>", text) == ["1,234", "3"]
 
 
 def test_trace_holds_every_implementation(whole):
@@ -410,9 +405,9 @@ def test_matmul(tmp_path, monkeypatch):
     assert [row["dtype"] for row in rows] == ["float32"] * 4 + ["bfloat16"] * 4
     assert all(0 < row["max_err"] < (1e-4 if row["dtype"] == "float32" else 0.3) for row in rows)
     assert "=== checking (64,64,64) float32 on " in out and f"× {matmul.BASELINE}" in out
-    page = Page((tmp_path / "page.html").read_text())
-    assert page.cells[0].startswith("Matrix multiplication on ") and len(page.loads) == 2
-    assert "64,64,64" in page.cells and f"16,128,96 {matmul.BASELINE}" in page.cells
+    shown = Page((tmp_path / "page.html").read_text())
+    assert shown.cells[0].startswith("Matrix multiplication on ") and len(shown.loads) == 2
+    assert "64,64,64" in shown.cells and f"16,128,96 {matmul.BASELINE}" in shown.cells
 
     monkeypatch.setitem(matmul.IMPLS, "triton", Impl(lambda a, b: a @ b * 1.05, backend="triton"))
     code, out, rows, _ = run_matmul(tmp_path, "--shape", "64,64,64", "--impls", impls)
@@ -448,9 +443,10 @@ def test_fp8(dtype, bits, causal):
     error = (rounded.double() - exact).abs().max()
     assert 2 ** -(bits + 6) < error < 2 ** -bits and 2 * error <= case.tolerance < 2 * error + 0.02
     no_rounding = reference_attention(q.float(), k.float(), v.float(), causal).bfloat16()
-    monkey = Impl(lambda *args: no_rounding)
-    assert measure.judge(types.SimpleNamespace(impls={"x": monkey}, args=(), truth=case.truth, dtype=dtype,
-                                               tolerance=case.tolerance), "x") < case.tolerance
+    case.impls = {"exact": Impl(lambda *args: no_rounding), "wrong": Impl(lambda *args: no_rounding * 1.5)}
+    assert measure.judge(case, "exact") < case.tolerance
+    with pytest.raises(measure.WrongResult):
+        measure.judge(case, "wrong")
 
 
 def test_fp8_is_served_by_the_twin_alone(monkeypatch, tmp_path):

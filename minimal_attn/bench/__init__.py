@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from .measure import (Setting, WrongResult, environment, host_cost, judge, matmul_ceiling, measure, must_serve, profiled,
-                      truth_fits)
+from .measure import (Setting, WrongResult, environment, host_cost, judge, matmul_ceiling, measured, must_serve,
+                      profiled, truth_fits)
 from .options import OPS, parse_args
 from .tables import console, print_table, print_tables
 
@@ -64,8 +64,8 @@ def main(argv=None, program="minimal-attn bench"):
     for setting, impl in track(jobs, "timing", console=console, transient=True):
         case = case_of(setting)
         is_served = impl in serving(op, args.impls, setting.dtype)
-        measured = attempt(told, impl, measure, case, impl) if is_served else None
-        results[setting][impl] = case.row(impl, measured or {})
+        numbers = attempt(told, impl, measured, case, impl) if is_served else None
+        results[setting][impl] = case.row(impl, numbers or {})
     ceilings = {} if op is OPS["matmul"] else {
         dtype: tflops for dtype in args.dtypes
         if (tflops := attempt(told, f"matmul, {dtype}", matmul_ceiling, dtype, device))}

@@ -99,7 +99,7 @@ def profiled(forwards, case):
     return prof
 
 
-def measure(case, impl):
+def measured(case, impl):
     """{key of MEASURED: number}.
 
     peak_mb is 10^6 bytes beyond inputs and output. What frees its scratch before it makes its output, as by hand, needs
