@@ -47,9 +47,9 @@ def test_info_names_the_kernels(capsys):
     interface._build.load()
     cli.main(["info"])
     lines = {line[:20].strip(): line[20:].split() for line in capsys.readouterr().out.splitlines()}
-    assert lines["float32"] == ["cuda:simt"] * 4
-    if torch.cuda.get_device_capability() >= (8, 0):
-        assert lines["bfloat16"] == ["cuda:sm80"] * 3 + ["cuda:simt"]
+    for dtype in interface.KERNEL_DTYPES:
+        qkv = [torch.empty(3, 2, 4, 128, head_dim, device="cuda", dtype=dtype) for head_dim in (64, 128, 256, 100)]
+        assert lines[str(dtype).removeprefix("torch.")] == [f"cuda:{interface.which_kernel(*x)}" for x in qkv]
 
 
 def test_info_as_a_module_needs_no_rich(tmp_path):
