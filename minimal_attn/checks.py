@@ -6,11 +6,20 @@ Each error names the argument, what was given and what is allowed. Read next: in
 import operator
 
 import torch
+from torch.autograd import forward_ad
 
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of csrc
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+TWIN_DTYPES = KERNEL_DTYPES + FP8_DTYPES  # of triton_ref
 MAX_HEAD_DIM = 256
 # Kernels count rows in 32 bits and round lengths up to whole tiles.
 MAX_SEQLEN = 2**31 - 257
 FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+def out_dtype(dtype):
+    """The dtype of the result: that of the inputs, and bfloat16 of fp8, which would round it too far."""
+    return torch.bfloat16 if dtype in FP8_DTYPES else dtype
 
 
 def check_tensor(name, x):
@@ -104,3 +113,34 @@ def check_seq_lens(seq_lens, q, k):
     # Outside 0..2^31 only where the values could not be read: keep the wrap to 32 bits from making such a value valid.
     seq_lens = seq_lens.clamp(0, seqlen).to(device=q.device, dtype=torch.int32)
     return seq_lens.expand(q.shape[0]).contiguous()
+
+
+def check_no_derivative(what, q, k, v):
+    """NotImplementedError if a derivative is wanted of an implementation that has none."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise NotImplementedError(f"{what} has no backward pass yet, but q, k or v requires grad: call it under "
+                                  "torch.no_grad(), or use backend='torch'")
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+        raise NotImplementedError(f"{what} has no forward-mode derivative, but q, k or v has a tangent: use "
+                                  "backend='reference'")
+
+
+def check_descales(descales, q, k):
+    """The three of q, k and v, by their names, as contiguous tensors or None; each a float32 (B, Hk) on q's device.
+
+    TypeError for what is none, ValueError for everything else, and for any with inputs that are not fp8.
+    """
+    for name, descale in descales.items():
+        if descale is None:
+            continue
+        check_tensor(name, descale)
+        if q.dtype not in FP8_DTYPES:
+            raise ValueError(f"{name} is for float8 inputs, and q is {q.dtype}")
+        if descale.dtype != torch.float32:
+            raise TypeError(f"Unsupported dtype: {name} is {descale.dtype}, allowed is float32")
+        shape = (q.shape[0], k.shape[1] if k.ndim == 4 else 1)
+        if descale.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, (batch size, key/value heads), got {tuple(descale.shape)}")
+        if descale.device != q.device:
+            raise ValueError(f"{name} must be on the same device as q ({q.device}), got {descale.device}")
+    return tuple(x if x is None else x.contiguous() for x in descales.values())

@@ -14,25 +14,27 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import _build
-from .checks import check_options, check_qkv, check_seq_lens, check_tensor
+from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, check_descales, check_no_derivative, check_options,
+                     check_qkv, check_seq_lens, check_tensor, out_dtype)
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
                     seq_lens: Tensor | Sequence[int] | None = None, *, return_lse: bool = False,
-                    backend: str = "auto") -> Tensor | tuple[Tensor, Tensor]:
+                    backend: str = "auto", q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+                    v_descale: Tensor | None = None, autotune: bool = True) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
     q, k and v are used by their strides, in any order of batch, head and sequence, without copies; only a last
     dimension that is not contiguous is copied, as flash-attn does.
 
     Args:
-        q: (B, H, Sq, D) or (B·H, Sq, D); float32 (computed in true fp32), float16 or bfloat16, and float64 with the
-            backends "torch" and "reference"; D from 1 to 256.
+        q: (B, H, Sq, D) or (B·H, Sq, D); float32 (computed in true fp32), float16 or bfloat16; float64 with the
+            backends "torch" and "reference"; float8_e4m3fn or float8_e5m2 with "triton", on GPUs from 8.9 (Ada) on,
+            and with "reference"; D from 1 to 256.
         k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D).
         causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
         sm_scale: factor of the scores, 1/sqrt(D) if None.
@@ -42,10 +44,17 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             CUDA-graph capture and torch.compile; there a bad value is clamped. Capture takes GPU tensors alone.
         return_lse: also return each row's log-sum-exp.
         backend: "cuda" (csrc: on CPU tensors the host build of flash.cu), "triton", "torch"
-            (scaled_dot_product_attention), "reference", or "auto": "cuda" for CUDA tensors, "torch" for CPU tensors.
+            (scaled_dot_product_attention), "reference", or "auto": "cuda" for CUDA tensors, "triton" if they are
+            float8, "torch" for CPU tensors.
+        q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk): what the values of each key/value head, and
+            of the query heads that read it, are to be multiplied by, 1 if None; not below 0, which gives NaN
+            (FlashAttention-3's arguments).
+        autotune: let "triton" time its tiles once for each GPU, dtype, head_dim, mask and power of two of the lengths,
+            and keep the choice on disk. False, or the environment variable MINIMAL_ATTN_AUTOTUNE=0, takes a fixed
+            table; so does graph capture where nothing is chosen yet.
 
     Returns:
-        out, of q's shape and dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for
+        out, of q's shape and dtype, bfloat16 for float8; with return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for
         fp64 inputs), natural log. A row that sees no key has out 0 and lse -inf. Empty batches and lengths of 0 give
         empty or zero outputs.
 
@@ -56,7 +65,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no derivative.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
-    if seq_lens is None and (backend == "auto" or backend == "cuda"):
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    if seq_lens is None and q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda"):
         result = _plain_forward(q, k, v, causal, sm_scale, False, return_lse)
         if result is not None:
             return result
@@ -70,23 +80,20 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     if why_not is not None:
         raise why_not
     seq_lens = check_seq_lens(seq_lens, q, k)
+    descales = check_descales(descales, q, k)
     if not chosen.differentiable:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            raise NotImplementedError(f"backend={name!r} has no backward pass yet, but q, k or v requires grad: call "
-                                      "it under torch.no_grad(), or use backend='torch'")
-        if any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
-            raise NotImplementedError(f"backend={name!r} has no forward-mode derivative, but q, k or v has a tangent: "
-                                      "use backend='reference'")
+        check_no_derivative(f"backend={name!r}", q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
     if is_3d:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     if q.numel() == 0 or k.numel() == 0:
         # Nothing to launch. The oracle's empty products leave the outputs in the graph of inputs that require grad.
-        out, lse = reference_forward(q, k, v, causal, scale, seq_lens)
+        out, lse = _reference_forward(q, k, v, causal, scale, seq_lens)
     else:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        out, lse = chosen.forward(q, k, v, causal, scale, seq_lens, return_lse)
+        call = {"return_lse": return_lse, "descales": descales, "autotune": autotune}
+        out, lse = chosen.forward(q, k, v, causal, scale, seq_lens, **{x: call[x] for x in chosen.options})
     if is_3d:
         out, lse = out.squeeze(1), lse.squeeze(1) if return_lse else None
     return (out, lse) if return_lse else out
@@ -184,16 +191,14 @@ def available_backends() -> list[str]:
 class Backend:
     """One implementation behind the facade."""
 
-    # (q, k, v, causal, softmax_scale, seq_lens, return_lse) -> (out, lse): checked 4D inputs with a contiguous last
+    # (q, k, v, causal, softmax_scale, seq_lens, **options) -> (out, lse): checked 4D inputs with a contiguous last
     # dimension, seq_lens int32 (B,) or None; lse may be None unless return_lse.
     forward: Callable
+    options: tuple  # what else it takes: "return_lse", "descales", "autotune"
     dtypes: tuple
     differentiable: bool
     # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
     why_not: Callable[[torch.device | None], Exception | None]
-
-
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 # torch.compile runs this while it traces and keeps the answer: building a library cannot be part of a graph.
@@ -221,7 +226,7 @@ def _warn_slow(reason):
     _warn(f"tensor cores cannot serve this call, which is slower without them: {reason}")
 
 
-def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
+def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens):
     _load_ops()
     if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
         choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
@@ -247,8 +252,11 @@ def _load_triton():
     return None, attention.INTERPRETING
 
 
-def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
-    return torch.ops.minimal_attn.triton_forward(q, k, v, seq_lens, softmax_scale, causal)
+def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, descales, autotune):
+    if q.dtype in FP8_DTYPES and q.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(q.device) < (8, 9):
+        raise RuntimeError(f"{q.dtype} needs a GPU with fp8 tensor cores, that is from compute capability 8.9 on; "
+                           f"{torch.cuda.get_device_name(q.device)} has none")
+    return torch.ops.minimal_attn.triton_forward(q, k, v, seq_lens, softmax_scale, causal, *descales, autotune)
 
 
 def _triton_why_not(device=None):
@@ -310,8 +318,14 @@ def _torch_lse(q, k, causal, softmax_scale, seq_lens):
     return torch.cat(parts, -1)
 
 
-def _reference_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
-    return reference_forward(q, k, v, causal, softmax_scale, seq_lens)
+def _reference_forward(q, k, v, causal, softmax_scale, seq_lens, descales=(None, None, None)):
+    dtype = out_dtype(q.dtype)
+    if dtype != q.dtype:
+        heads = q.shape[1] // k.shape[1], 1, 1
+        q, k, v = (x.float() if descale is None else x.float() * descale.repeat_interleave(n, 1)[..., None, None]
+                   for x, descale, n in zip((q, k, v), descales, heads))
+    out, lse = reference_forward(q, k, v, causal, softmax_scale, seq_lens)
+    return out.to(dtype), lse
 
 
 def _always(device=None):
@@ -319,17 +333,17 @@ def _always(device=None):
 
 
 BACKENDS = {
-    "cuda": Backend(_cuda_forward, KERNEL_DTYPES, False, _cuda_why_not),
-    "triton": Backend(_triton_forward, KERNEL_DTYPES, False, _triton_why_not),
-    "torch": Backend(_torch_forward, DTYPES, True, _always),
-    "reference": Backend(_reference_forward, DTYPES, True, _always),
+    "cuda": Backend(_cuda_forward, (), KERNEL_DTYPES, False, _cuda_why_not),
+    "triton": Backend(_triton_forward, ("descales", "autotune"), TWIN_DTYPES, False, _triton_why_not),
+    "torch": Backend(_torch_forward, ("return_lse",), DTYPES, True, _always),
+    "reference": Backend(_reference_forward, ("descales",), DTYPES + FP8_DTYPES, True, _always),
 }
 
 
 def _auto_backend(q):
     if not (isinstance(q, torch.Tensor) and q.is_cuda):
         return "torch"
-    return _cuda_or_triton()
+    return "triton" if q.dtype in FP8_DTYPES else _cuda_or_triton()
 
 
 # Dynamo looks through functools.cache, so the cached function is not itself the constant one.

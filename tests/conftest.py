@@ -16,6 +16,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic mode asks for it
+os.environ.setdefault("MINIMAL_ATTN_AUTOTUNE", "0")  # hundreds of shapes; test_twin.py has the tests of tuning
 
 from minimal_attn import _build  # noqa: E402
 

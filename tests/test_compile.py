@@ -20,12 +20,13 @@ TARGETS = {"flash.cu": ["75", "80", "90a", "120"], "flash_sm80.cu": ["75", "80",
 
 # The instruction a 16-bit product becomes, by compute capability.
 TWIN_MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
-# dtype, head_dim, causal, seq_lens: every tile_config, full and partial kBlockD, each mask with and without the other.
+# dtype, head_dim, causal, seq_lens: the last of tile_configs, full and partial kBlockD, each mask with and without the other.
 TWIN_CASES = [
     ("fp32", 64, True, False), ("fp32", 128, False, True),
     ("fp16", 64, False, False), ("fp16", 256, True, True),
     ("bf16", 40, True, False), ("bf16", 128, False, True),
 ]
+FP8_TWIN_CASES = {90: [("fp8e4nv", 128, True, True), ("fp8e5", 64, False, False)]}
 SLOW_TWIN_CASES = {80: [("fp32", 256, True, True)]}  # 10 s each, and fp32 compiles much the same for all
 
 
@@ -79,13 +80,18 @@ def test_twin_compiles(capability, twin):
     stdout, stderr = twin[capability].communicate(timeout=240)
     assert twin[capability].returncode == 0, stderr
     kernels = [json.loads(line) for line in stdout.splitlines()]
-    assert len(kernels) == len(TWIN_CASES) + len(SLOW_TWIN_CASES.get(capability, []))
+    assert len(kernels) == len(twin_cases(capability))
     for kernel in kernels:
         assert kernel["shared"] <= 99 << 10, kernel
         if kernel["dtype"] == "fp32":
             assert not kernel["tf32"] and not kernel["mma"], kernel  # products in true fp32
         else:
             assert kernel["mma"], kernel
+        assert kernel["tma"] == (capability >= 90 and kernel["dtype"] != "fp32"), kernel
+
+
+def twin_cases(capability):
+    return TWIN_CASES + SLOW_TWIN_CASES.get(capability, []) + FP8_TWIN_CASES.get(capability, [])
 
 
 def compile_twin(capability, dtype, head_dim, causal, seq_lens):
@@ -95,25 +101,39 @@ def compile_twin(capability, dtype, head_dim, causal, seq_lens):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from triton_ref.attention import _flash_fwd, tile_config
+    from triton_ref.attention import _flash_fwd, tile_configs
 
-    constexprs = tile_config({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype], head_dim)
+    torch_dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn,
+                   "fp8e5": torch.float8_e5m2}[dtype]
+    tma, fp8 = capability >= 90 and dtype != "fp32", dtype.startswith("fp8")
+    constexprs = tile_configs(torch_dtype, head_dim, 99 << 10)[0]
     options = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
-    constexprs.update(kIsCausal=causal, kMaskCols=head_dim < constexprs["kBlockD"])
+    kBlockM, kBlockN, kBlockD = (constexprs[name] for name in ("kBlockM", "kBlockN", "kBlockD"))
+    constexprs.update(kIsCausal=causal, kNegateQ=False, kMaskCols=head_dim < kBlockD, kTma=tma)
     constexprs.update({} if seq_lens else {"seq_lens_ptr": None})
+    constexprs.update({} if fp8 else {f"{x}_descale_ptr": None for x in "qkv"})
     types = dict.fromkeys(_flash_fwd.arg_names, "i32")
-    types |= dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "o_ptr"], f"*{dtype}")
-    types |= {"lse_ptr": "*fp32", "seq_lens_ptr": "*i32", "softmax_scale": "fp32"}
+    types |= dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], f"*{dtype}")
+    if tma:
+        v_tile = f"{kBlockD}, {kBlockN}" if fp8 else f"{kBlockN}, {kBlockD}"
+        types |= {"q_ptr": f"tensordesc<{dtype}[1, 1, {kBlockM}, {kBlockD}]>",
+                  "k_ptr": f"tensordesc<{dtype}[1, 1, {kBlockN}, {kBlockD}]>",
+                  "v_ptr": f"tensordesc<{dtype}[1, 1, {v_tile}]>"}
+    types |= {"o_ptr": "*bf16" if fp8 else f"*{dtype}", "lse_ptr": "*fp32", "seq_lens_ptr": "*i32",
+              "softmax_scale": "fp32"}
+    types |= {f"{x}_descale_ptr": "*fp32" for x in "qkv"}
     types |= dict.fromkeys(constexprs, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith(("_ptr", "_stride"))}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, (name, type) in enumerate(types.items())
+               if name.endswith("_stride") or type.startswith("*")}
     source = ASTSource(fn=_flash_fwd, signature=types, constexprs=constexprs, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    for case in TWIN_CASES + SLOW_TWIN_CASES.get(capability, []):
+    for case in twin_cases(capability):
         kernel = compile_twin(capability, *case)
         ptx = kernel.asm["ptx"]
-        facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx}
+        facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx,
+                 "tma": "cp.async.bulk.tensor" in ptx}
         print(json.dumps({**dict(zip(("dtype", "head_dim", "causal", "seq_lens"), case)), **facts}))

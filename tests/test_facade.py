@@ -338,7 +338,7 @@ def no_nvcc(monkeypatch):
 @pytest.mark.parametrize("call", [flash_attention, flash_attn_func, forward])
 def test_auto_without_nvcc_takes_triton_and_says_so_once(call, no_nvcc, monkeypatch):
     chosen = []
-    triton_forward = lambda q, *args: chosen.append("triton") or (q, None)  # noqa: E731
+    triton_forward = lambda q, *args, **options: chosen.append("triton") or (q, None)  # noqa: E731
     monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(BACKENDS["triton"], forward=triton_forward))
     with FakeTensorMode():
         q = torch.empty(2, 4, 20, 16, device="cuda")

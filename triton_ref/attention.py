@@ -1,173 +1,366 @@
-"""FlashAttention forward in Triton, the twin of csrc/flash.cu: the same function of the same arguments.
+"""FlashAttention forward in Triton, the twin of csrc/flash.cu: the same function of the same arguments, and fp8.
 
 One program owns kBlockM query rows of one head and walks along the keys with the online softmax. Blocks that every row
-sees whole go first, without a mask; only the blocks at the causal diagonal and at the end take the masked path. Nothing
-here belongs to one vendor, so other Triton backends and Triton's interpreter (TRITON_INTERPRET=1) run it too.
+sees whole go first, without a mask; only the blocks at the causal diagonal and at the end take the masked path. Tiles
+come by tensor descriptors, that is TMA, where the GPU, the dtype and the strides allow it, else through pointers.
+Nothing here belongs to one vendor, so other Triton backends and Triton's interpreter (TRITON_INTERPRET=1) run it too.
 
-Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: ../csrc/flash.cu, the same in CUDA C++.
+Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: ../csrc/flash.cu, the same in CUDA C++; autotune.py.
 """
 
+import math
 from contextlib import nullcontext
 from typing import Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minimal_attn.checks import (FP8_DTYPES, MAX_HEAD_DIM, TWIN_DTYPES, check_no_derivative, check_options, check_qkv,
+                                 out_dtype)
+
+from .autotune import fastest
 
 # With TRITON_INTERPRET=1 at import the kernels run on the CPU, in numpy.
 INTERPRETING = triton.knobs.runtime.interpret
 
 
 @triton.jit
-def _load(base, rows, row_stride, row_end, head_dim, kMaskRows: tl.constexpr, kMaskCols: tl.constexpr,
-          kBlockD: tl.constexpr):
-    """[len(rows), kBlockD] of a matrix; rows from row_end on and columns from head_dim on are not read and become 0.
-    Without their mask, rows or columns must all be there."""
-    cols = tl.arange(0, kBlockD)
-    pointers = base + rows.to(tl.int64)[:, None] * row_stride + cols[None, :]
-    if kMaskRows and kMaskCols:
-        return tl.load(pointers, mask=(rows[:, None] < row_end) & (cols[None, :] < head_dim), other=0.0)
-    elif kMaskRows:
-        return tl.load(pointers, mask=rows[:, None] < row_end, other=0.0)
-    elif kMaskCols:
-        return tl.load(pointers, mask=cols[None, :] < head_dim, other=0.0)
+def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.constexpr, kMaskCols: tl.constexpr,
+          kRows: tl.constexpr, kCols: tl.constexpr, kTma: tl.constexpr):
+    """[kRows, kCols] of a matrix: of head h of sample b where x is a descriptor, else of the one that x points to.
+    Elements from row_end or col_end on become 0; without its mask, a pointer's rows or columns must all be there."""
+    if kTma:
+        tile = x.load([b, h, row0, col0]).reshape(kRows, kCols)
     else:
-        return tl.load(pointers)
+        rows = row0 + tl.arange(0, kRows)
+        cols = col0 + tl.arange(0, kCols)
+        pointers = x + rows.to(tl.int64)[:, None] * row_stride + cols[None, :]
+        if kMaskRows and kMaskCols:
+            tile = tl.load(pointers, mask=(rows[:, None] < row_end) & (cols[None, :] < col_end), other=0.0)
+        elif kMaskRows:
+            tile = tl.load(pointers, mask=rows[:, None] < row_end, other=0.0)
+        elif kMaskCols:
+            tile = tl.load(pointers, mask=cols[None, :] < col_end, other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile
 
 
 @triton.jit
-def _attend(acc_o, row_max, row_sum, q, k_base, v_base, k_row_stride, v_row_stride, n_block_min, n_block_max, visible,
-            seq_len, head_dim, scale_log2, kMasked: tl.constexpr, kMaskCols: tl.constexpr, kBlockN: tl.constexpr,
-            kBlockD: tl.constexpr):
+def _attend(acc_o, row_max, row_sum, q, k, v, b, h_k, k_row_stride, v_row_stride, n_block_min, n_block_max, visible,
+            seq_len, head_dim, scale_log2, kMasked: tl.constexpr, kMaskCols: tl.constexpr, kHasSeqLens: tl.constexpr,
+            kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
     """Online softmax over the key blocks [n_block_min, n_block_max): the new acc_o, row_max, row_sum."""
+    kIsFp8: tl.constexpr = q.dtype.primitive_bitwidth == 8
     for n_block in range(n_block_min, n_block_max):
-        cols = n_block * kBlockN + tl.arange(0, kBlockN)
-        k = _load(k_base, cols, k_row_stride, seq_len, head_dim, kMasked, kMaskCols, kBlockD)
-        acc_s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        col0 = n_block * kBlockN
+        cols = col0 + tl.arange(0, kBlockN)
+        k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq_len, head_dim, kMasked, kMaskCols, kBlockN, kBlockD, kTma)
+        acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
         if kMasked:
             acc_s = tl.where(cols[None, :] < visible[:, None], acc_s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(acc_s, 1))
-        # A row that has seen no key yet: exp2(-inf) is 0, not NaN.
+        # A row that has seen no key, or only scores of -inf: exp2(-inf) is 0, not NaN.
         max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2((acc_s - max_sub[:, None]) * scale_log2)
+        if q.dtype == tl.float32:  # a key that a row sees alone has p = 1 exactly
+            p = tl.exp2((acc_s - max_sub[:, None]) * scale_log2)
+        else:  # one FMA an element; in fp8 p goes up to 2^8, so that less of it is subnormal
+            p = tl.exp2(acc_s * scale_log2 - (max_sub * scale_log2 - (8.0 if kIsFp8 else 0.0))[:, None])
         rescale = tl.exp2((row_max - max_sub) * scale_log2)
         row_sum = row_sum * rescale + tl.sum(p, 1)
-        v = _load(v_base, cols, v_row_stride, seq_len, head_dim, kMasked, kMaskCols, kBlockD)
-        if v.dtype == tl.float32:
-            # Summed apart from acc_o: short sums round less. A plain addition would be folded back into the dot.
-            acc_o = tl.fma(acc_o, tl.broadcast_to(rescale[:, None], acc_o.shape), tl.dot(p, v, input_precision="ieee"))
+        if kIsFp8:  # v is Vᵀ
+            v_tile = _load(v, b, h_k, 0, col0, v_row_stride, head_dim, seq_len, kMaskCols, kMasked, kBlockD, kBlockN,
+                           kTma).T
         else:
-            acc_o = tl.dot(p.to(v.dtype), v, acc_o * rescale[:, None])
+            v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq_len, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
+                           kTma)
+        if kMasked and kTma and kHasSeqLens:  # a descriptor ends with the tensor, not with the sample
+            v_tile = tl.where(cols[:, None] < seq_len, v_tile, tl.zeros_like(v_tile))
+        if q.dtype == tl.float32:
+            # Summed apart from acc_o: short sums round less. A plain addition would be folded back into the dot.
+            acc_o = tl.fma(acc_o, tl.broadcast_to(rescale[:, None], acc_o.shape),
+                           tl.dot(p, v_tile, input_precision="ieee"))
+        else:
+            acc_o = tl.dot(p.to(q.dtype), v_tile, acc_o * rescale[:, None])
         row_max = new_max
     return acc_o, row_max, row_sum
 
 
 @triton.jit
 def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and strides as AttnParams in csrc/flash.h
+               q_descale_ptr, k_descale_ptr, v_descale_ptr,  # fp8: (B, Hk), contiguous; and v is Vᵀ (B, Hk, D, Sk)
                q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                v_batch_stride, v_head_stride, v_row_stride, o_batch_stride, o_head_stride, o_row_stride,
                nheads, nheads_k, seqlen_q, seqlen_k, head_dim, softmax_scale, kIsCausal: tl.constexpr,
-               kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
+               kNegateQ: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr, kBlockM: tl.constexpr,
+               kBlockN: tl.constexpr, kBlockD: tl.constexpr):
     # Blocks of one head are neighbours, to share its K and V in L2; the rows that see most under a causal mask go
     # first.
     m_blocks = tl.cdiv(seqlen_q, kBlockM)
     m_block = m_blocks - 1 - tl.program_id(0) % m_blocks
-    bh = (tl.program_id(0) // m_blocks).to(tl.int64)
+    bh = tl.program_id(0) // m_blocks
     b, h = bh // nheads, bh % nheads
     h_k = h // (nheads // nheads_k)
-    rows = m_block * kBlockM + tl.arange(0, kBlockM)
+    row0 = m_block * kBlockM
+    rows = row0 + tl.arange(0, kBlockM)
 
     # The whole mask is one number a row: it sees the keys [0, visible).
     seq_len, row_end = seqlen_k, seqlen_q
     if seq_lens_ptr is not None:
         seq_len = tl.maximum(0, tl.minimum(tl.load(seq_lens_ptr + b), seqlen_k))
         row_end = seq_len
-    last_row = tl.minimum((m_block + 1) * kBlockM, row_end) - 1
+    last_row = tl.minimum(row0 + kBlockM, row_end) - 1
     visible = tl.full([kBlockM], 0, tl.int32) + seq_len
     first_visible, last_visible = seq_len, seq_len
     if kIsCausal:
         shift = 1 + seqlen_k - seqlen_q
         visible = tl.minimum(visible, rows + shift)
-        first_visible = tl.minimum(seq_len, m_block * kBlockM + shift)
+        first_visible = tl.minimum(seq_len, row0 + shift)
         last_visible = tl.minimum(seq_len, last_row + shift)
     visible = tl.where(rows < row_end, visible, 0)
-    n_block_max = tl.where(m_block * kBlockM < row_end, tl.cdiv(tl.maximum(last_visible, 0), kBlockN), 0)
+    n_block_max = tl.where(row0 < row_end, tl.cdiv(tl.maximum(last_visible, 0), kBlockN), 0)
     n_block_full = tl.minimum(tl.maximum(first_visible, 0) // kBlockN, n_block_max)
 
-    q_base = q_ptr + b * q_batch_stride + h * q_head_stride
-    k_base = k_ptr + b * k_batch_stride + h_k * k_head_stride
-    v_base = v_ptr + b * v_batch_stride + h_k * v_head_stride
-    q = _load(q_base, rows, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockD)
-    # exp(scale · (s - max)) = exp2(scale_log2 · (s - max)) needs scale_log2 > 0 to hide a masked score of -inf: the
-    # sign of the scale goes to q, and a scale of 0 makes every score 0.
-    q = tl.where(softmax_scale < 0, -q, tl.where(softmax_scale == 0, q * 0.0, q))
-    scale_log2 = tl.where(softmax_scale == 0, 1.0, tl.abs(softmax_scale) * 1.4426950408889634)
+    q_base, k_base, v_base = q_ptr, k_ptr, v_ptr
+    if not kTma:
+        q_base = q_ptr + b.to(tl.int64) * q_batch_stride + h.to(tl.int64) * q_head_stride
+        k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
+        v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
+    q = _load(q_base, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+    if kNegateQ:  # a masked score of -inf needs a scale above 0
+        q = (-q.to(tl.float32)).to(q.dtype)
+    # exp(scale · (s - max)) = exp2(scale_log2 · (s - max)). A scale of 0 makes all scores alike; so does the least
+    # number, which does not turn a masked -inf into NaN. A descale below 0 is an error that only the GPU can see.
+    scale, scale_o = tl.abs(softmax_scale), 1.0
+    if q_descale_ptr is not None:
+        scale *= tl.load(q_descale_ptr + b * nheads_k + h_k)
+    if k_descale_ptr is not None:
+        scale *= tl.load(k_descale_ptr + b * nheads_k + h_k)
+    if v_descale_ptr is not None:
+        scale_o = tl.load(v_descale_ptr + b * nheads_k + h_k)
+    scale_log2 = tl.where(scale < 0, float("nan"), tl.maximum(scale * 1.4426950408889634, 1e-37))
     acc_o = tl.zeros([kBlockM, kBlockD], tl.float32)
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
     # First the blocks that every row sees whole, then those that a mask cuts.
-    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, k_row_stride, v_row_stride, 0,
-                                      n_block_full, visible, seq_len, head_dim, scale_log2, False, kMaskCols, kBlockN,
-                                      kBlockD)
-    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, k_row_stride, v_row_stride,
+    kHasSeqLens: tl.constexpr = seq_lens_ptr is not None
+    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h_k, k_row_stride, v_row_stride, 0,
+                                      n_block_full, visible, seq_len, head_dim, scale_log2, False, kMaskCols,
+                                      kHasSeqLens, kBlockN, kBlockD, kTma)
+    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h_k, k_row_stride, v_row_stride,
                                       n_block_full, n_block_max, visible, seq_len, head_dim, scale_log2, True,
-                                      kMaskCols, kBlockN, kBlockD)
+                                      kMaskCols, kHasSeqLens, kBlockN, kBlockD, kTma)
 
     empty = (visible <= 0) | (row_sum == 0.0)
-    lse = tl.where(empty, float("-inf"), row_max * tl.abs(softmax_scale) + tl.log(tl.where(empty, 1.0, row_sum)))
-    scale_o = tl.where(empty, 0.0, tl.div_rn(1.0, tl.where(empty, 1.0, row_sum)))  # "/" would round to two ulps
-    tl.store(lse_ptr + bh * seqlen_q + rows, lse, mask=rows < seqlen_q)
-    cols_d = tl.arange(0, kBlockD)
-    o_pointers = o_ptr + b * o_batch_stride + h * o_head_stride + rows.to(tl.int64)[:, None] * o_row_stride
-    out = tl.where(empty[:, None], 0.0, acc_o * scale_o[:, None])  # 0 even where V, times probabilities of 0, gave NaN
-    tl.store(o_pointers + cols_d[None, :], out.to(o_ptr.dtype.element_ty),
-             mask=(rows[:, None] < seqlen_q) & (cols_d[None, :] < head_dim))
+    row_sum = tl.where(empty, 1.0, row_sum)
+    lse = row_max * scale + tl.log(row_sum)
+    if q.dtype.primitive_bitwidth == 8:  # p was 2^8 times what it is
+        lse -= 8 * 0.6931471805599453
+    tl.store(lse_ptr + bh.to(tl.int64) * seqlen_q + rows, tl.where(empty, float("-inf"), lse), mask=rows < seqlen_q)
+    # "/" would round to two ulps. The out of an empty row is 0 even where V, times probabilities of 0, gave NaN.
+    out = tl.where(empty[:, None], 0.0, acc_o * tl.div_rn(scale_o, row_sum)[:, None])
+    cols = tl.arange(0, kBlockD)
+    o_base = o_ptr + b.to(tl.int64) * o_batch_stride + h.to(tl.int64) * o_head_stride
+    tl.store(o_base + rows.to(tl.int64)[:, None] * o_row_stride + cols[None, :], out.to(o_ptr.dtype.element_ty),
+             mask=(rows[:, None] < seqlen_q) & (cols[None, :] < head_dim))
 
 
-def tile_config(dtype, head_dim):
-    """Launch options by dtype and head_dim alone, so that a sample's result does not depend on its batch.
+# (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and kBlockD. The first that fits the GPU's shared
+# memory is the one without tuning; each list ends with one for the 99 KB of sm_86, sm_89 and sm_120.
+TILES = {
+    # Products of true fp32 run on the plain FMA units and keep both operands in registers.
+    (4, 64): [(64, 32, 4, 2)],
+    (4, 128): [(32, 32, 4, 1)],
+    (4, 256): [(32, 32, 4, 1)],
+    # Two or three programs of four warps an SM hide each other's softmax. One of eight warps with large tiles moves
+    # less memory, which pays for long sequences.
+    (2, 64): [(128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3)],
+    (2, 128): [(64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)],
+    (2, 256): [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
+    (1, 64): [(128, 128, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3)],
+    (1, 128): [(128, 128, 8, 3), (128, 128, 8, 2)],
+    (1, 256): [(128, 128, 8, 2), (128, 64, 8, 2)],
+}
 
-    fp32 products run on the plain FMA units and keep both operands in registers, so their tiles are small; the 16-bit
-    ones fit the 99 KB of shared memory of sm_86, sm_89 and sm_120.
+
+def block_d(dtype, head_dim):
+    """Columns of a tile: head_dim, rounded up to what Triton and the tensor cores take."""
+    return max(32 if dtype in FP8_DTYPES else 16, triton.next_power_of_2(head_dim))
+
+
+def shared_memory(dtype, kBlockM, kBlockN, kBlockD, num_stages):
+    """Bytes that a program asks for: Q, a ring of K and V, and barriers."""
+    return (kBlockM + 2 * num_stages * kBlockN) * kBlockD * dtype.itemsize + 1024
+
+
+def tile_configs(dtype, head_dim, max_shared_memory=227 << 10):
+    """Launch options to choose from, as dictionaries; the first is the choice without tuning.
+
+    Not by batch and heads, so that a sample's result does not depend on its batch.
+
+    Args:
+        dtype, head_dim: of q.
+        max_shared_memory: bytes that one program can have; 227 KB on Hopper.
     """
-    kBlockD = max(16, triton.next_power_of_2(head_dim))
-    if dtype == torch.float32:
-        kBlockM, kBlockN, num_warps, num_stages = (64, 32, 4, 2) if kBlockD <= 64 else (32, 32, 4, 1)
-    elif kBlockD <= 128:
-        kBlockM, kBlockN, num_warps, num_stages = (128, 64, 4, 3) if kBlockD <= 64 else (128, 64, 8, 2)
-    else:
-        kBlockM, kBlockN, num_warps, num_stages = 64, 32, 4, 2
-    return dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
+    kBlockD = block_d(dtype, head_dim)
+    return [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
+            for kBlockM, kBlockN, num_warps, num_stages in TILES[dtype.itemsize, max(64, kBlockD)]
+            if shared_memory(dtype, kBlockM, kBlockN, kBlockD, num_stages) <= max_shared_memory]
+
+
+def max_shared_memory(device):
+    """Bytes that one program can have on a GPU."""
+    if device.type != "cuda":
+        return 99 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def can_use_tma(*tensors):
+    """Whether tensor descriptors reach these tensors: TMA is there from Hopper on, and counts in units of 16 bytes.
+
+    Not fp32: its products take both operands from registers.
+    """
+    if INTERPRETING or not (torch.version.cuda and torch.cuda.get_device_capability(tensors[0].device) >= (9, 0)):
+        return False
+    return all(x.itemsize < 4 and x.numel() and x.data_ptr() % 16 == 0
+               and all(n == 1 or (stride > 0 and stride * x.itemsize % 16 == 0)
+                       for n, stride in zip(x.shape[:-1], x.stride()[:-1])) for x in tensors)
+
+
+def descriptor(x, rows, cols):
+    """Of the tiles [1, 1, rows, cols] of x (B, H, S, D) or, transposed, (B, H, D, S)."""
+    strides = [16 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride()[:-1])]  # that of 1 is no matter
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, cols])
+
+
+def transposed(v):
+    """Vᵀ (B, Hk, D, Sk) in memory, rows 16 bytes apart: fp8 tensor cores take the second operand that way alone."""
+    padded = v.new_empty(*v.shape[:2], v.shape[3], triton.cdiv(v.shape[2], 16) * 16)
+    return padded[..., :v.shape[2]].copy_(v.transpose(2, 3))
 
 
 def empty_outputs(q):
-    """out like q, and lse, to be written."""
-    out = torch.empty_like(q)
+    """out like q, in bf16 if q is fp8, and lse, to be written."""
+    out = torch.empty_like(q, dtype=out_dtype(q.dtype))
     if out.stride(-1) != 1:  # q overlaps itself, as sliding windows do
-        out = q.new_empty(q.shape)
+        out = torch.empty(q.shape, dtype=out.dtype, device=q.device)
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal):
+    """One launch for checked inputs; v is Vᵀ if they are fp8."""
+    batch_size, nheads, seqlen_q, head_dim = q.shape
+    kBlockM, kBlockN, kBlockD = config["kBlockM"], config["kBlockN"], config["kBlockD"]
+    tma = can_use_tma(q, k, v)
+    tiles = q, k, v
+    if tma:
+        v_tile = (kBlockD, kBlockN) if q.dtype in FP8_DTYPES else (kBlockN, kBlockD)
+        tiles = descriptor(q, kBlockM, kBlockD), descriptor(k, kBlockN, kBlockD), descriptor(v, *v_tile)
+    grid = (triton.cdiv(seqlen_q, kBlockM) * batch_size * nheads,)
+    _flash_fwd[grid](*tiles, out, lse, seq_lens, *descales, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+                     *out.stride()[:3], nheads, k.shape[1], seqlen_q, k.shape[2], head_dim, softmax_scale,
+                     kIsCausal=causal, kNegateQ=softmax_scale < 0, kMaskCols=head_dim < kBlockD, kTma=tma, **config)
+
+
+def run(configs, q, k, v, seq_lens, descales, softmax_scale, causal):
+    """(out, lse) of checked inputs by the fastest of configs."""
+    if INTERPRETING and q.dtype not in (torch.float32, torch.float16):
+        # Triton's interpreter (3.6 to 3.9) gets dots and casts of the other dtypes wrong.
+        descales = [None if x is None else x.float() for x in descales]
+        out, lse = run(configs, q.float(), k.float(), v.float(), seq_lens, descales, softmax_scale, causal)
+        return empty_outputs(q)[0].copy_(out), lse
+    out, lse = empty_outputs(q)
+    if out.numel():
+        if q.dtype in FP8_DTYPES:
+            v = transposed(v)
+        args = q, k, v, out, lse, seq_lens, descales, softmax_scale, causal
+        # Lengths by the power of two that they reach: 1025 to 2048 are tuned as one.
+        key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, can_use_tma(q, k, v),
+               *(min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2])))
+        with nullcontext() if q.device.type == "cpu" else torch.get_device_module(q.device).device(q.device):
+            launch(fastest("attention", key, configs, lambda config: launch(config, *args), q.device), *args)
+    return out, lse
 
 
 @torch.library.custom_op("minimal_attn::triton_forward", mutates_args=())
 def triton_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Optional[torch.Tensor],
-                   softmax_scale: float, causal: bool) -> Tuple[torch.Tensor, torch.Tensor]:
-    """out like q, and lse fp32 (B, H, Sq), of checked inputs: q (B, H, Sq, D), k and v (B, Hk, Sk, D), all with a
-    contiguous last dimension, seq_lens int32 (B,) or None. minimal_attn.flash_attention checks and describes them."""
-    if INTERPRETING and q.dtype == torch.bfloat16:  # Triton's interpreter (3.6 to 3.9) gets bf16 dots and casts wrong
-        out, lse = triton_forward(q.float(), k.float(), v.float(), seq_lens, softmax_scale, causal)
-        return empty_outputs(q)[0].copy_(out), lse
-    batch_size, nheads, seqlen_q, head_dim = q.shape
-    out, lse = empty_outputs(q)
-    config = tile_config(q.dtype, head_dim)
-    grid = (triton.cdiv(seqlen_q, config["kBlockM"]) * batch_size * nheads,)
-    if grid[0]:
-        with nullcontext() if q.device.type == "cpu" else torch.get_device_module(q.device).device(q.device):
-            _flash_fwd[grid](q, k, v, out, lse, seq_lens, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                             *out.stride()[:3], nheads, k.shape[1], seqlen_q, k.shape[2], head_dim, softmax_scale,
-                             kIsCausal=causal, kMaskCols=head_dim < config["kBlockD"], **config)
-    return out, lse
+                   softmax_scale: float, causal: bool, q_descale: Optional[torch.Tensor] = None,
+                   k_descale: Optional[torch.Tensor] = None, v_descale: Optional[torch.Tensor] = None,
+                   autotune: bool = True) -> Tuple[torch.Tensor, torch.Tensor]:
+    """out like q, bf16 if q is fp8, and lse fp32 (B, H, Sq), of checked inputs: q (B, H, Sq, D), k and v (B, Hk, Sk, D),
+    all with a contiguous last dimension, seq_lens int32 (B,) or None, descales fp32 (B, Hk), contiguous, or None.
+    minimal_attn.flash_attention checks and describes them."""
+    configs = tile_configs(q.dtype, q.shape[-1], max_shared_memory(q.device))
+    return run(configs if autotune else configs[:1], q, k, v, seq_lens, (q_descale, k_descale, v_descale),
+               softmax_scale, causal)
 
 
 @triton_forward.register_fake
-def _(q, k, v, seq_lens, softmax_scale, causal):
+def _(q, k, v, seq_lens, softmax_scale, causal, q_descale=None, k_descale=None, v_descale=None, autotune=True):
     return empty_outputs(q)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sm_scale: float, BM: int,
+              BN: int) -> torch.Tensor:
+    """flash_attention with tiles of BM query rows and BN keys, on the device of Triton's active driver.
+
+    The name and arguments of the classic Triton examples, whose causal mask is wrong unless BN divides BM. Here any
+    two tiles are right, and any lengths.
+
+    Args:
+        q, k, v, causal, sm_scale: as minimal_attn.flash_attention, in 4D.
+        BM, BN: powers of two from 16 on; from 32 on for fp8.
+
+    Returns:
+        (B, H, Sq, D) in q's dtype, bfloat16 for fp8.
+
+    Raises:
+        ValueError: BM or BN, also where tiles of this size are more than the GPU's shared memory; a device that is not
+            the driver's; otherwise as flash_attention.
+    """
+    check_qkv(q, k, v, TWIN_DTYPES)
+    check_options(causal, sm_scale)
+    if q.ndim != 4:
+        raise ValueError(f"attention: q, k and v must be (B, H, S, D), got {tuple(q.shape)}")
+    smallest = 32 if q.dtype in FP8_DTYPES else 16
+    for name, block in (("BM", BM), ("BN", BN)):
+        if type(block) is not int or block < smallest or block & (block - 1):
+            raise ValueError(f"{name} must be a power of two from {smallest} on, got {block!r}")
+    device = "cpu" if INTERPRETING else triton.runtime.driver.active.get_active_torch_device().type
+    if q.device.type != device:
+        raise ValueError(f"{device.upper()} tensors required: Triton's active driver runs on {device}, q is on {q.device}")
+    check_no_derivative("attention", q, k, v)
+    kBlockD, limit = block_d(q.dtype, q.shape[-1]), max_shared_memory(q.device)
+    num_stages = next((n for n in (3, 2, 1) if shared_memory(q.dtype, BM, BN, kBlockD, n) <= limit), None)
+    if num_stages is None:
+        raise ValueError(f"tiles of BM {BM}, BN {BN} and head_dim {q.shape[-1]} need more than the {limit >> 10} KB of "
+                         f"shared memory of {q.device}")
+    config = dict(kBlockM=BM, kBlockN=BN, kBlockD=kBlockD, num_warps=8 if BM >= 128 else 4, num_stages=num_stages)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
+    return run([config], q, k, v, None, (None, None, None), scale, bool(causal))[0]
+
+
+def calculate_block_sizes(head_dim: int, sram_size_kb: int = 48) -> tuple[int, int]:
+    """(br, bc), rows of Q and of K and V, of which four fp32 tiles fit in the shared memory of a program.
+
+    The rule of Dao et al. 2022, Algorithm 1, line 1, in powers of two: bc = memory / (4 · head_dim · 4 bytes), br no
+    larger than head_dim. At least 16 each, the least that a matrix product takes, also where that does not fit. For
+    comparison with the paper: the kernel's own tiles are those of tile_configs.
+
+    Args:
+        head_dim: from 1 to 256.
+        sram_size_kb: shared memory in KB.
+
+    Raises:
+        ValueError: head_dim or sram_size_kb.
+    """
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"Unsupported head_dim {head_dim}: 1 to {MAX_HEAD_DIM} is supported")
+    if sram_size_kb <= 0:
+        raise ValueError(f"sram_size_kb must be above 0, got {sram_size_kb}")
+    rows = sram_size_kb * 1024 // (4 * head_dim * 4)
+    bc, br = (max(16, 1 << n.bit_length() - 1 if n else 1) for n in (rows, min(rows, head_dim)))
+    return br, bc
