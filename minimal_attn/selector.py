@@ -84,9 +84,10 @@ class AdaptiveKernelSelector:
         if (why_not := BACKENDS[backend].why_not(self.device)) is not None:
             raise why_not
         if backend == "triton":
-            from triton_ref.attention import tile_config
+            from triton_ref.attention import max_shared_memory, tile_configs
 
-            return {"backend": "triton", "kernel": "attention.py", **tile_config(dtype, head_dim)}
+            config, *_ = tile_configs(dtype, head_dim, max_shared_memory(self.device))
+            return {"backend": "triton", "kernel": "attention.py", **config}
         kernel = {"torch": "scaled_dot_product_attention", "reference": "reference_attention"}.get(backend)
         if backend == "cuda":
             kernel = which_kernel(*torch.empty(3, 1, 1, 1, head_dim, device=self.device, dtype=dtype))

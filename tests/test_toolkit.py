@@ -359,11 +359,12 @@ def test_what_is_chosen_on_a_gpu():
 
 
 def test_the_tiles_of_the_twin_are_those_of_its_table():
-    from triton_ref.attention import tile_config
+    from triton_ref.attention import max_shared_memory, tile_configs
 
     for head_dim, dtype in ((64, torch.float16), (128, torch.float32), (100, torch.bfloat16)):
         config = get_attention_config(head_dim, dtype, "triton")
-        assert config == {"backend": "triton", "kernel": "attention.py", **tile_config(dtype, head_dim)}
+        assert config == {"backend": "triton", "kernel": "attention.py",
+                          **tile_configs(dtype, head_dim, max_shared_memory(torch.device(DEVICE)))[0]}
         assert config["kBlockM"] >= 16
     matmul = pytest.importorskip("triton_ref.matmul")
     config = get_matmul_config(512, 1024, 64, torch.float32, "triton")
