@@ -179,7 +179,8 @@ def test_bars_where_there_is_no_sweep():
 def test_a_panel_for_each_head_dim():
     shapes = [attention.Shape(1, 2, S, d, 2, S) for d in (64, 128) for S in (32, 64, 128)]
     panels = pictures.panels_of(results_of(shapes, {"manual": [1.0] * 6}))
-    assert {name: len(panel) for name, panel in panels.items()} == {"head_dim 64, bfloat16": 3, "head_dim 128, bfloat16": 3}
+    lengths = {name: len(panel) for name, panel in panels.items()}
+    assert lengths == {"head_dim 64, bfloat16": 3, "head_dim 128, bfloat16": 3}
 
 
 class Page(HTMLParser):
@@ -212,7 +213,7 @@ def test_the_report_is_one_page_with_everything(whole):
     shown = Page(whole.report)
     meta, rows = json.loads(whole.rows).values()
     assert shown.metas["viewport"] == "width=device-width, initial-scale=1"
-    assert shown.loads and all(x.startswith("data:image/svg+xml;base64,") for x in shown.loads)  # nothing from the network
+    assert shown.loads and all(x.startswith("data:image/svg+xml;base64,") for x in shown.loads)  # not the network
     assert not re.search("https?://|url\\(|@import|<script", whole.report)
     for picture in shown.loads:
         assert "</svg>" in base64.b64decode(picture.partition(",")[2]).decode()
