@@ -184,7 +184,7 @@ class BenchmarkRunner:
             from rich.console import Console
             from rich.table import Table
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("print_comparison_table needs rich (pip install 'minimal_attn[bench]')") from error
+            raise ModuleNotFoundError("print_comparison_table needs rich: pip install 'minimal_attn[bench]'") from error
         results = self.results if results is None else results
         torch_ms = {}  # by size
         table = Table(title=title, box=SIMPLE_HEAD)

@@ -4,10 +4,7 @@ Read next: info.py, crosscheck.py and bench/, which do the work.
 """
 
 import argparse
-import os
 import sys
-
-import torch
 
 from . import __version__
 from .info import print_info
@@ -35,8 +32,6 @@ def info() -> int:
 
 
 def check() -> int:
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # the twin's only way to run; read when it is imported
     try:
         from .crosscheck import run
     except ModuleNotFoundError as error:

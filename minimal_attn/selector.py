@@ -1,6 +1,6 @@
-"""Which kernel is the right one here, and with which tiles: what the kernels themselves use, read from their tables.
+"""Which kernel is the right one here, and with which tiles: what the kernels use, read from their own tables.
 
-Read next: interface.py, which makes the same choice at every call; ../triton_ref/attention.py and matmul.py, the tables.
+Read next: interface.py, which chooses at every call; ../triton_ref/attention.py and matmul.py, the tables.
 """
 
 import functools

@@ -8,7 +8,6 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 import types
 from datetime import datetime
 from html.parser import HTMLParser
@@ -18,7 +17,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from minimal_attn import bench, reference_attention
+from minimal_attn import bench, benchmark, reference_attention
 from minimal_attn._build import source_digest
 from minimal_attn.bench import attention, matmul, measure, page, pictures
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
@@ -158,7 +157,7 @@ def test_what_a_picture_shows():
     shapes = [attention.Shape(1, 2, S, 64, 2, S) for S in (256, 64, 128)]
     ax = Figure().subplots()
     tflops = {"manual": [1.0, 3.0, 2.0], "flex": [40.0, 20.0, 30.0]}
-    pictures.draw(ax, results_of(shapes, tflops), attention, {"bfloat16": 99.0, "float32": 7.0})
+    pictures.draw(ax, results_of(shapes, tflops), attention, {"float32": 7.0, "bfloat16": 99.0})
     manual, flex, ceiling = ax.get_lines()
     assert (list(manual.get_xdata()), list(manual.get_ydata())) == ([6, 7, 8], [3, 2, 1])
     assert list(flex.get_ydata()) == [20, 30, 40] and manual.get_color() != flex.get_color()
@@ -179,7 +178,8 @@ def test_bars_where_there_is_no_sweep():
 def test_a_panel_for_each_head_dim():
     shapes = [attention.Shape(1, 2, S, d, 2, S) for d in (64, 128) for S in (32, 64, 128)]
     panels = pictures.panels_of(results_of(shapes, {"manual": [1.0] * 6}))
-    assert {name: len(panel) for name, panel in panels.items()} == {"head_dim 64, bfloat16": 3, "head_dim 128, bfloat16": 3}
+    lengths = {name: len(panel) for name, panel in panels.items()}
+    assert lengths == {"head_dim 64, bfloat16": 3, "head_dim 128, bfloat16": 3}
 
 
 class Page(HTMLParser):
@@ -212,7 +212,7 @@ def test_the_report_is_one_page_with_everything(whole):
     shown = Page(whole.report)
     meta, rows = json.loads(whole.rows).values()
     assert shown.metas["viewport"] == "width=device-width, initial-scale=1"
-    assert shown.loads and all(x.startswith("data:image/svg+xml;base64,") for x in shown.loads)  # nothing from the network
+    assert shown.loads and all(x.startswith("data:image/svg+xml;base64,") for x in shown.loads)  # not the network
     assert not re.search("https?://|url\\(|@import|<script", whole.report)
     for picture in shown.loads:
         assert "</svg>" in base64.b64decode(picture.partition(",")[2]).decode()
@@ -475,16 +475,22 @@ def test_flash_attn_packages(returned, monkeypatch):
     torch.testing.assert_close(out.double(), case.truth, rtol=1e-5, atol=1e-5)
 
 
-def test_how_often_a_call_is_timed():
-    calls = []
+@pytest.mark.parametrize("device, seconds, count", [
+    ("cpu", 0.25, 1),  # as in Triton's interpreter: the guess is the measurement
+    ("cpu", 0.01, 1 + 2 + 20), ("cuda", 0.01, 3 + 3 + 30), ("cuda", 1.0, 3 + 2 + 20)])
+def test_how_often_a_call_is_timed(device, seconds, count, monkeypatch):
+    """0.2 s on a CPU, 0.3 s or 20 times on a GPU; and, before that, a guess and a tenth to warm up."""
+    now, calls = [0.0], []
 
-    def work(x, seconds):
-        calls.append(seconds)
-        time.sleep(seconds)
+    def work(x):
+        calls.append(x)
+        now[0] += seconds * 0.9999
 
-    assert 250 <= measure.timed("cpu", work, torch.empty(0), 0.25)[0] < 400 and len(calls) == 1
-    calls.clear()
-    assert 10 <= measure.timed("cpu", work, torch.empty(0), 0.01)[0] < 30 and 7 <= len(calls) <= 23
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    for module in (measure, benchmark):
+        monkeypatch.setattr(module, "time", clock)
+    assert measure.timed(device, work, torch.empty(0)) == pytest.approx((1e3 * seconds,) * 3, rel=1e-3)
+    assert len(calls) == count
 
 
 def test_the_ceiling_is_that_of_a_matmul(monkeypatch):

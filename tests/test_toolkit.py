@@ -274,7 +274,7 @@ def test_the_comparison_table(capsys):
 
 def test_the_comparison_table_needs_rich(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs rich \(pip install 'minimal_attn\[bench\]'\)"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs rich: pip install 'minimal_attn\[bench\]'"):
         BenchmarkRunner("cpu").print_comparison_table([])
 
 

@@ -31,7 +31,7 @@ from ..interface import BACKENDS, KERNEL_DTYPES
 
 # The numbers of a row; what could not be measured is null.
 MEASURED = ("ms", "ms_p20", "ms_p80", "tflops", "gbps", "peak_mb", "max_err")
-DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in KERNEL_DTYPES if dtype.itemsize > 1)
+DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in KERNEL_DTYPES)
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 
 
