@@ -4,6 +4,7 @@ Read next: info.py, crosscheck.py and bench/, which do the work.
 """
 
 import argparse
+import os
 import sys
 
 from . import __version__
@@ -32,6 +33,7 @@ def info() -> int:
 
 
 def check() -> int:
+    os.environ.setdefault("MINIMAL_ATTN_AUTOTUNE", "0")  # to tune for its few small shapes would take the most time
     try:
         from .crosscheck import run
     except ModuleNotFoundError as error:
