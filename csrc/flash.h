@@ -27,7 +27,7 @@ struct AttnParams {
     int seqlen_q, seqlen_k, head_dim;
     float softmax_scale;
     bool is_causal;  // bottom-right aligned: query row i sees the keys j <= i + seqlen_k - seqlen_q
-    DType dtype;     // of q, k, v and o; every product and sum is fp32
+    DType dtype;     // of q, k, v and o; every sum is fp32, or fp64 in flash_dmma.cu
 
     void *stream;  // cudaStream_t, on the current device; unused by the host build
 };
@@ -39,6 +39,9 @@ void flash_forward(const AttnParams &p);  // flash.cu on the GPU
 }
 namespace sm80 {
 void flash_forward(const AttnParams &p);  // flash_sm80.cu: tensor cores, for what kernels.h says they can serve
+}
+namespace dmma {
+void flash_forward(const AttnParams &p);  // flash_dmma.cu: fp32 on the tensor cores for fp64, where kernels.h says so
 }
 namespace host {
 void flash_forward(const AttnParams &p);  // flash.cu on the CPU; returns when it is done

@@ -10,9 +10,8 @@
 //   cp.async       Q, K(0), V(0)               K(1) → sK      V(1) → sV      K(2) → sK  ...
 // The other block on the same SM fills the gaps. Deeper rings were slower or no faster, and halve what fits an SM.
 //
-// Read next: kernels.h, which chooses between this kernel and flash.cu; main.cpp, where torch calls them.
+// Read next: flash_dmma.cu, the same for fp32; kernels.h, which chooses between them; main.cpp, where torch calls them.
 #include <algorithm>
-#include <atomic>
 
 #include "flash.h"
 #include "launch.h"
@@ -209,17 +208,14 @@ void flash_forward(const AttnParams &p) {
 
 }  // namespace sm80
 
-// 90 for Hopper; less if what this build holds for the GPU is code for an older one. Asked once for each device.
+// 90 for Hopper; less if what this build holds for the GPU is code for an older one.
 int compute_capability() {
-    static std::atomic<int> known[64];
-    int device, major, minor;
-    device::check_cuda(cudaGetDevice(&device));
-    if (device < 64 && known[device]) return known[device];
-    cudaFuncAttributes kernel;
-    device::check_cuda(cudaFuncGetAttributes(&kernel, sm80::flash_fwd<__half, sm80::Tile<64, 128, 128>>));
-    device::check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    device::check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-    const int capability = std::min(10 * major + minor, kernel.ptxVersion);
-    if (device < 64) known[device] = capability;
-    return capability;
+    return device::once_per_device([](int device) {
+        int major, minor;
+        cudaFuncAttributes kernel;
+        device::check_cuda(cudaFuncGetAttributes(&kernel, sm80::flash_fwd<__half, sm80::Tile<64, 128, 128>>));
+        device::check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+        device::check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+        return std::min(10 * major + minor, kernel.ptxVersion);
+    });
 }

@@ -24,7 +24,9 @@
 #include "flash.h"
 #include "kernels.h"
 
-int compute_capability();  // of the current device; in flash_sm80.cu
+// Of the current device, in flash_sm80.cu and flash_dmma.cu.
+int compute_capability();
+bool has_fast_fp64();
 
 namespace {
 
@@ -89,16 +91,16 @@ void read_environment() {
     forced_kernel = kernel ? int(*kernel) : -1;
 }
 
-Choice choose(const AttnParams &p, int capability) {
+Choice choose(const AttnParams &p, Gpu gpu) {
     const int forced = forced_kernel;
-    return choose_kernel(p, capability, forced < 0 ? std::nullopt : std::optional(Kernel(forced)));
+    return choose_kernel(p, gpu, forced < 0 ? std::nullopt : std::optional(Kernel(forced)));
 }
 
 // The kernel for tensors of a device, which is the current one.
 Choice choose(const AttnParams &p, const at::Device &device) {
     if (device.is_cpu()) return {Kernel::kHost, nullptr};
 #if MINIMAL_ATTN_CUDA
-    if (device.is_cuda()) return choose(p, compute_capability());
+    if (device.is_cuda()) return choose(p, Gpu{compute_capability(), has_fast_fp64()});
 #endif
     TORCH_CHECK(false, "minimal_attn: this build has no kernel for the device of q, k and v");
 }
@@ -114,7 +116,10 @@ std::tuple<Tensor, Tensor> run(AttnParams p, const Tensor &q, Kernel kernel, Lay
 #if MINIMAL_ATTN_CUDA
     else {
         p.stream = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(q.device()).native_handle();
-        kernel == Kernel::kSm80 ? sm80::flash_forward(p) : simt::flash_forward(p);
+        auto *forward = kernel == Kernel::kSm80   ? sm80::flash_forward
+                        : kernel == Kernel::kDmma ? dmma::flash_forward
+                                                  : simt::flash_forward;
+        forward(p);
     }
 #endif
     return {out, lse};
@@ -185,16 +190,16 @@ py::object plain_forward(py::handle q_, py::handle k_, py::handle v_, py::handle
 }
 
 // (name of the kernel that serves valid tensors, why it is not the fast one or None); None for tensors without memory
-// of their own, as vmap has them. capability: of a GPU that need not be here, such as 90, or None for the tensors'
-// device.
+// of their own, as vmap has them. capability and fast_fp64: of a GPU that need not be here, as in kernels.h; without
+// a capability, of the tensors' device.
 std::optional<std::pair<std::string, std::optional<std::string>>> which_kernel(
-    const Tensor &q, const Tensor &k, const Tensor &v, std::optional<int> capability) {
+    const Tensor &q, const Tensor &k, const Tensor &v, std::optional<int> capability, bool fast_fp64) {
     if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
     check(q, k, v, std::nullopt, kBHSD);
     read_environment();
     const c10::DeviceGuard guard(q.device());
     const AttnParams p = params_of(q, k, v, std::nullopt, 1, false, kBHSD);
-    const Choice choice = capability ? choose(p, *capability) : choose(p, q.device());
+    const Choice choice = capability ? choose(p, Gpu{*capability, fast_fp64}) : choose(p, q.device());
     std::optional<std::string> because;
     if (choice.slow_because) because = choice.slow_because;
     return std::pair(std::string(kKernelNames[int(choice.kernel)]), because);
@@ -222,5 +227,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("plain_forward", &plain_forward);
     m.def("read_environment", &read_environment);
     m.def("which_kernel", &which_kernel, py::arg("q"), py::arg("k"), py::arg("v"),
-          py::arg("capability") = py::none());
+          py::arg("capability") = py::none(), py::arg("fast_fp64") = true);
 }

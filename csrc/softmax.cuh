@@ -2,7 +2,7 @@
 //
 // acc[m][n][4] are a warp's accumulators [16·kMTiles, 8·kNTiles], m16n8 tiles as ptx_sm80.cuh has them; a warp's share
 // of a wgmma accumulator looks the same. The four lanes of a quad hold the same rows. A lane numbers its rows i = 2·m
-// for row r, 2·m + 1 for row r + 8 of tile m.
+// for row r, 2·m + 1 for row r + 8 of tile m. acc_s is fp32, acc_o fp32 or fp64.
 //
 // The running maximum is lazy. P = exp2(scale_log2 · S - row_max) is right for any row_max near the true maximum, so it
 // stays until the true one is 8 binary orders ahead: P up to 2^8 rounds as well as P up to 1, and acc_o is rescaled at
@@ -36,8 +36,8 @@ template <int kMTiles> struct Softmax {
     }
 
     // Before the probabilities of a block: let row_max follow its scores, and acc_o follow row_max.
-    template <int kNTiles, int kDTiles>
-    __device__ void update(const float (&acc_s)[kMTiles][kNTiles][4], float (&acc_o)[kMTiles][kDTiles][4]) {
+    template <int kNTiles, int kDTiles, typename Sum>
+    __device__ void update(const float (&acc_s)[kMTiles][kNTiles][4], Sum (&acc_o)[kMTiles][kDTiles][4]) {
         float alpha[kRows];
         bool has_grown = false;
 #pragma unroll
@@ -76,17 +76,30 @@ template <int kMTiles> struct Softmax {
         }
     }
 
+    // P of the columns [8·n, 8·n + 8) of tile m: added to row_sum, and as the A operand of a product in fp64 (see
+    // ptx_sm90.cuh), whose columns c and c + 4 are 2c and 2c + 1 here.
+    template <int kNTiles>
+    __device__ void probabilities(double (&p)[4], const float (&acc_s)[kNTiles][4], int m, int n) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int i = 2 * m + j % 2;
+            const float x = ptx::exp2_approx(acc_s[n][j % 2 * 2 + j / 2] * scale_log2 - row_max[i]);
+            row_sum[i] += x;
+            p[j] = x;
+        }
+    }
+
     // row_sum becomes the row's, and acc_o the output: of empty rows 0, even where V times probabilities of 0 gave NaN.
-    template <int kDTiles> __device__ void finalize(float (&acc_o)[kMTiles][kDTiles][4]) {
+    template <int kDTiles, typename Sum> __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4]) {
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
             row_sum[i] = quad_reduce(row_sum[i], [](float x, float y) { return x + y; });
-            const float scale_o = 1.f / row_sum[i];
+            const Sum scale_o = Sum(1) / row_sum[i];
             const float nothing = row_max[i] - row_max[i];  // 0, or NaN if a score overflowed
 #pragma unroll
             for (int d = 0; d < kDTiles; d++)
                 for (int e = 0; e < 2; e++) {
-                    float &x = acc_o[i / 2][d][i % 2 * 2 + e];
+                    Sum &x = acc_o[i / 2][d][i % 2 * 2 + e];
                     x = row_sum[i] == 0.f ? nothing : x * scale_o;
                 }
         }

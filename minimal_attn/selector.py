@@ -84,9 +84,11 @@ class AdaptiveKernelSelector:
         if (why_not := BACKENDS[backend].why_not(self.device)) is not None:
             raise why_not
         if backend == "triton":
-            from triton_ref.attention import max_shared_memory, tile_configs
+            from triton_ref.attention import attention_hopper, properties, tile_configs
 
-            config, *_ = tile_configs(dtype, head_dim, max_shared_memory(self.device))
+            (major, _), max_shared_memory = properties(self.device)
+            is_hopper = major == 9 and attention_hopper is not None and dtype.itemsize < 4
+            config, *_ = tile_configs(dtype, head_dim, max_shared_memory, is_hopper)
             return {"backend": "triton", "kernel": "attention.py", **config}
         kernel = {"torch": "scaled_dot_product_attention", "reference": "reference_attention"}.get(backend)
         if backend == "cuda":

@@ -129,9 +129,12 @@ def make_inputs(case, dtype, device, seed=0):
 
 
 def serves(impl, case, dtype):
-    """Whether an implementation takes a case: tensor cores load 16-bit elements, 8 at a time."""
-    is_aligned = case.D % 8 == 0 and "odd" not in (case.layout, case.v_layout)
-    return impl != "cuda:sm80" or (dtype != torch.float32 and is_aligned)
+    """Whether an implementation takes a case: tensor cores load 16 bytes at a time."""
+    if impl not in ("cuda:sm80", "cuda:dmma"):
+        return True
+    is_aligned = case.D * dtype.itemsize % 16 == 0 and "odd" not in (case.layout, case.v_layout)
+    is_its_own = dtype == torch.float32 and case.D <= 128 if impl == "cuda:dmma" else dtype != torch.float32
+    return is_aligned and is_its_own
 
 
 def options(case):

@@ -28,11 +28,17 @@ if HAS_GPU:
     IMPLEMENTATIONS["cuda:simt"] = ("cuda", "cuda")
     if torch.cuda.get_device_capability() >= (8, 0):
         IMPLEMENTATIONS["cuda:sm80"] = ("cuda", "cuda")
+    if torch.cuda.get_device_capability() == (9, 0):
+        IMPLEMENTATIONS["cuda:dmma"] = ("cuda", "cuda")
     IMPLEMENTATIONS["triton"] = ("triton", "cuda")
     IMPLEMENTATIONS["torch"] = ("torch", "cuda")
 else:
     IMPLEMENTATIONS["triton"] = ("triton", "cpu")
     IMPLEMENTATIONS["torch"] = ("torch", "cpu")
+
+
+# The kernels that can be forced by name.
+KERNEL_NEEDS = {"cuda:simt": "a GPU", "cuda:sm80": "a GPU from sm_80 on", "cuda:dmma": "a GPU of sm_90"}
 
 
 def pytest_addoption(parser):
@@ -49,9 +55,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        elif "cuda:sm80" not in IMPLEMENTATIONS and hasattr(item, "callspec") \
-                and item.callspec.params.get("impl") == "cuda:sm80":
-            item.add_marker(pytest.mark.skip(reason="needs a GPU from sm_80 on"))
+        impl = hasattr(item, "callspec") and item.callspec.params.get("impl")
+        if impl in KERNEL_NEEDS and impl not in IMPLEMENTATIONS:
+            item.add_marker(pytest.mark.skip(reason=f"needs {KERNEL_NEEDS[impl]}"))
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -99,7 +105,7 @@ def poisoned_outputs():
 def forced_kernel(request):
     """MINIMAL_ATTN_KERNEL for tests of one kernel by name."""
     impl = getattr(request.node, "callspec", None) and request.node.callspec.params.get("impl")
-    if impl not in ("cuda:simt", "cuda:sm80"):
+    if impl not in KERNEL_NEEDS:
         yield
         return
     os.environ["MINIMAL_ATTN_KERNEL"] = impl.removeprefix("cuda:")

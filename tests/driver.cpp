@@ -20,6 +20,7 @@
 #ifdef __CUDACC__
 #include "flash.cu"
 #include "flash_sm80.cu"
+#include "flash_dmma.cu"
 using namespace simt;
 template <typename T> T encode(float x) { return T(x); }
 template <typename T> float decode(T x) { return float(x); }
@@ -45,7 +46,7 @@ enum Layout {
     kOffset,  // kHeads from the second element of the allocation on: the pointer is unaligned
 };
 
-enum Tiling { kBest, kNarrow, kWide, kSm80 };  // the size of flash.cu's tiles, or flash_sm80.cu
+enum Tiling { kBest, kNarrow, kWide, kSm80, kDmma };  // the size of flash.cu's tiles, or another kernel
 
 struct Case {
     const char *name;
@@ -91,6 +92,11 @@ const std::vector<Case> cases = {
     {"sm80_bf16_192",     b16, 1, 2, 1,  65,  65, 192, false, kRows,     {64}, kSm80},
     {"sm80_bf16_256",     b16, 1, 1, 1,  66, 100, 200, true,  kHeads,    {},   kSm80},
     {"sm80_one",          b16, 1, 1, 1,   1,   1,   8, true,  kHeads,    {},   kSm80},
+    {"dmma_64",           f32, 2, 4, 2, 140, 140,  40, false, kRows,     {3, 129}, kDmma},
+    {"dmma_64_causal",    f32, 1, 1, 1,  66, 130,  64, true,  kHeads,    {},   kDmma},
+    {"dmma_128",          f32, 1, 2, 1,  70,  70, 100, false, kRows,     {65}, kDmma},
+    {"dmma_128_causal",   f32, 1, 2, 1, 129,  65, 128, true,  kRows,     {},   kDmma},
+    {"dmma_one",          f32, 1, 1, 1,   1,   1,   4, true,  kHeads,    {},   kDmma},
 #endif
     // What else the interface allows.
     {"gqa",               f32, 2, 6, 2,   3,  70,  16, true,  kRows},
@@ -161,6 +167,7 @@ template <typename T> void run(const Case &c, double epsilon) {
         .is_causal = c.is_causal, .dtype = c.dtype, .stream = nullptr};
 #ifdef __CUDACC__
     if (c.tiling == kSm80) sm80::flash_forward(p); else
+    if (c.tiling == kDmma) dmma::flash_forward(p); else
 #endif
     if (c.tiling == kNarrow) c.head_dim <= 128 ? launch_fwd<T, Tiles128Narrow>(p) : launch_fwd<T, Tiles256Narrow>(p);
     else if (c.tiling == kBest) simt::flash_forward(p);
@@ -205,6 +212,9 @@ int main(int argc, char **argv) {
     size_t passed = 0, failed = 0;
     for (const Case &c : cases) {
         if (!names.empty() && !std::count(names.begin(), names.end(), c.name)) continue;
+#ifdef __CUDACC__
+        if (c.tiling == kDmma && compute_capability() != 90) { passed++; continue; }  // for Hopper alone
+#endif
         try {
             if (c.dtype == f32) run<float>(c, 0x1p-23);
             else if (c.dtype == f16) run<__half>(c, 0x1p-10);

@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OURS = "cuda:simt" if DEVICE == "cuda" else "cuda:host"
 META = {"device", "driver", "torch", "triton", "cuda", "date", "source_digest", "command"}
 SIZES = ("batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
-OPTIONAL = {"cuda:sm90", "cuda:dmma", "flash_attn", "flash_attn_interface"}  # of the format, wherever they come from
+OPTIONAL = {"cuda:sm90", "flash_attn", "flash_attn_interface"}  # of the format, wherever they come from
 # Not smaller: the largest of a few rounding errors is a matter of luck.
 SMALL = ("--shape", "2,4,64,64", "--seqlens", "", "--no-profile")
 ROOT = Path(__file__).parents[1]

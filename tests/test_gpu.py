@@ -15,7 +15,9 @@ from minimal_attn import flash_attention
 from minimal_attn.reference import reference_forward
 
 pytestmark = pytest.mark.gpu
-each_kernel = pytest.mark.parametrize("impl", ["cuda:simt", "cuda:sm80", "triton"])
+KERNELS_OF_16_BITS = ["cuda:simt", "cuda:sm80", "triton"]
+each_kernel_of_16_bits = pytest.mark.parametrize("impl", KERNELS_OF_16_BITS)
+each_kernel = pytest.mark.parametrize("impl", [*KERNELS_OF_16_BITS, "cuda:dmma"])
 CASE = Case("gpu", B=3, H=4, Hk=2, Sq=200, Sk=200, causal=True)
 
 
@@ -31,8 +33,8 @@ def dtype(impl):
 
 @each_kernel
 @pytest.mark.parametrize("has_lens", [False, True])
-def test_graph_capture_and_replay(backend, has_lens):
-    q, k, v = make_inputs(CASE, torch.bfloat16, "cuda")
+def test_graph_capture_and_replay(backend, dtype, has_lens):
+    q, k, v = make_inputs(CASE, dtype, "cuda")
     seq_lens = torch.tensor([200, 7, 64], device="cuda") if has_lens else None
     run = lambda: flash_attention(q, k, v, True, seq_lens=seq_lens, return_lse=True, backend=backend)  # noqa: E731
     run()  # builds and compiles outside of the capture
@@ -40,7 +42,7 @@ def test_graph_capture_and_replay(backend, has_lens):
     with torch.cuda.graph(graph):
         out, lse = run()
     for seed in (1, 2):
-        for x, new in zip((q, k, v), make_inputs(CASE, torch.bfloat16, "cuda", seed)):
+        for x, new in zip((q, k, v), make_inputs(CASE, dtype, "cuda", seed)):
             x.copy_(new)
         if has_lens:
             seq_lens.copy_(torch.tensor([100, 200, seed]))
@@ -96,7 +98,7 @@ def needs_gib(n):
     return pytest.mark.skipif(total < n, reason=f"needs {n} GiB of GPU memory")
 
 
-@each_kernel
+@each_kernel_of_16_bits
 @needs_gib(60)
 def test_more_than_2_31_elements_of_q(backend, much_memory):
     rows, D = 2**25 + 100, 64
@@ -111,7 +113,7 @@ def test_more_than_2_31_elements_of_q(backend, much_memory):
     check_lse(lse[:, :, -300:], ref_lse)
 
 
-@each_kernel
+@each_kernel_of_16_bits
 @needs_gib(60)
 def test_more_than_2_31_elements_of_k_and_v(backend, much_memory):
     """Only the last of 33 million keys match the query, so the result is theirs alone."""
@@ -130,15 +132,15 @@ def test_more_than_2_31_elements_of_k_and_v(backend, much_memory):
 @each_kernel
 @needs_gib(60)
 @pytest.mark.parametrize("which", ["batch", "head", "row"])
-def test_strides_past_2_31(backend, which, much_memory):
+def test_strides_past_2_31(backend, dtype, which, much_memory):
     case = Case("far", B=2, H=2, Hk=2, Sq=70, Sk=70, causal=True)
     shape = (2, 2, 70, 64)
     stride = {"batch": (2**31 + 8, 70 * 64, 64, 1), "head": (70 * 64, 2**31 + 8, 64, 1),
               "row": (128, 64, 2**25 + 8, 1)}[which]
     span = sum((n - 1) * s for n, s in zip(shape, stride)) + 1
     assert span > 2**31
-    buffer = torch.full((span,), math.nan, device="cuda", dtype=torch.bfloat16)
-    near = make_inputs(case, torch.bfloat16, "cuda")
+    buffer = torch.full((span,), math.nan, device="cuda", dtype=dtype)
+    near = make_inputs(case, dtype, "cuda")
     want = flash_attention(*near, True, backend=backend)
     for i in range(3):
         far = list(near)

@@ -15,9 +15,9 @@ from minimal_attn import flash_attention, flash_attn_func, interface, which_kern
 HALF = torch.float16
 
 
-def choose(q, k=None, v=None, capability=90):
+def choose(q, k=None, v=None, capability=90, fast_fp64=True):
     """(name, why not the fast one) of a GPU that need not be here."""
-    return minimal_attn.load().which_kernel(q, q if k is None else k, q if v is None else v, capability)
+    return minimal_attn.load().which_kernel(q, q if k is None else k, q if v is None else v, capability, fast_fp64)
 
 
 def qkv(D=64, dtype=HALF, device="cpu", layout="bhsd", H=4):
@@ -32,15 +32,25 @@ def test_tensor_cores_take_16_bits(capability, dtype, layout):
         assert choose(*qkv(D, dtype, layout=layout), capability=capability) == ("sm80", None)
 
 
+def test_fp64_tensor_cores_take_fp32():
+    for D, kernel in ((1, "simt"), (32, "simt"), (36, "dmma"), (64, "dmma"), (128, "dmma"), (132, "simt")):
+        tensors = qkv(D, torch.float32)
+        assert choose(*tensors) == (kernel, None)
+        assert choose(*tensors, fast_fp64=False) == choose(*tensors, capability=100) == ("simt", None)
+    for layout in ("bshd", "sbhd", "slice"):
+        assert choose(*qkv(64, torch.float32, layout=layout)) == ("dmma", None)
+    assert choose(*qkv(64, torch.float32, layout="odd")) == choose(*qkv(50, torch.float32)) == ("simt", None)
+
+
 def test_what_is_no_fault_of_the_tensors_is_no_reason_to_warn():
-    assert choose(*qkv(dtype=torch.float32)) == ("simt", None)
+    assert choose(*qkv(dtype=torch.float32), capability=80) == ("simt", None)
     assert choose(*qkv(), capability=75) == ("simt", None)
     assert choose(*qkv(D=20), capability=75) == ("simt", None)
 
 
 def test_the_reason_names_the_argument():
     q, k, v = qkv()
-    assert choose(*qkv(D=20)) == ("simt", "head_dim is not a multiple of 8")
+    assert choose(*qkv(D=20)) == ("simt", "head_dim is not a multiple of 16 bytes")
     shifted = torch.empty(q.numel() + 1, dtype=HALF)[1:].view_as(q)
     strided = torch.empty(2, 4, 40, 65, dtype=HALF)[..., :64]
     for i, name in enumerate("qkv"):
@@ -48,7 +58,7 @@ def test_the_reason_names_the_argument():
         tensors[i] = shifted
         assert choose(*tensors) == ("simt", f"{name} does not start at a multiple of 16 bytes")
         tensors[i] = strided
-        assert choose(*tensors) == ("simt", f"a stride of {name} is not a multiple of 8")
+        assert choose(*tensors) == ("simt", f"a stride of {name} is not a multiple of 16 bytes")
     one_row = torch.empty(1, 8, 1, 64, dtype=HALF).as_strided((1, 8, 1, 64), (512, 64, 65, 1))  # never stepped along
     assert choose(one_row) == ("sm80", None)
 
@@ -83,14 +93,22 @@ def test_a_kernel_can_be_forced(monkeypatch):
     assert choose(q, k, v) == ("simt", None)
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "sm80")
     assert choose(q, k, v) == ("sm80", None)
-    with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL=sm80 cannot serve: head_dim is not a multiple of 8"):
+    with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL=sm80 cannot serve: head_dim is not a multiple of 16 bytes"):
         choose(*qkv(D=20))
     with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL=sm80 cannot serve: the dtype is float32"):
         choose(*qkv(dtype=torch.float32))
     with pytest.raises(ValueError, match="cannot serve: the GPU, or what this build holds for it"):
         choose(q, k, v, capability=75)
+    monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "dmma")
+    assert choose(*qkv(4, torch.float32), fast_fp64=False) == ("dmma", None)
+    for tensors, capability, why_not in (((q, k, v), 90, "the dtype is not float32"),
+                                         (qkv(256, torch.float32), 90, "head_dim is over 128"),
+                                         (qkv(30, torch.float32), 90, "head_dim is not a multiple of 16 bytes"),
+                                         (qkv(64, torch.float32), 100, "the GPU, or what this build holds for it")):
+        with pytest.raises(ValueError, match=f"MINIMAL_ATTN_KERNEL=dmma cannot serve: {why_not}"):
+            choose(*tensors, capability=capability)
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "sm70")
-    with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL is 'sm70': there are simt and sm80"):
+    with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL is 'sm70': there are simt, sm80 and dmma"):
         choose(q, k, v)
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "")
     assert choose(q, k, v) == ("sm80", None)
@@ -126,7 +144,8 @@ def gpu():
 def test_which_kernel(gpu, monkeypatch):
     assert which_kernel(*gpu) == which_kernel(*(x[:, 0] for x in gpu)) == "sm80"
     assert which_kernel(*(x.transpose(2, 3) for x in gpu)) == "sm80"  # copied, and then aligned
-    assert which_kernel(*(x.float() for x in gpu)) == "simt"
+    is_dmma = "cuda:dmma" in IMPLEMENTATIONS  # with slow fp64, as on H20, it would not be
+    assert which_kernel(*(x.float() for x in gpu)) == ("dmma" if is_dmma else "simt")
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "simt")
     assert which_kernel(*gpu) == "simt"
 
@@ -192,7 +211,7 @@ def test_what_does_not_go_the_direct_way(gpu):
 def test_a_slow_call_warns_once_and_says_why(gpu):
     interface._warn_slow.cache_clear()
     q, k, v = qkv(D=20, device="cuda")
-    with pytest.warns(UserWarning, match="tensor cores cannot serve.*head_dim is not a multiple of 8") as caught:
+    with pytest.warns(UserWarning, match="tensor cores cannot serve.*head_dim is not a multiple of 16 bytes") as caught:
         flash_attention(q, k, v)
     assert len(caught) == 1 and caught[0].filename == __file__
     with warnings.catch_warnings():

@@ -147,27 +147,38 @@ def test_compute_sanitizer(tool, gpu_driver, record_property):
     assert "SUMMARY: 0 " in summary
 
 
+def needs_hopper(file):
+    if "dmma" in file and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of sm_90")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["one", "sm80_one"])
+@pytest.mark.parametrize("case", ["one", "sm80_one", "dmma_one"])
 def test_memcheck_sees_an_overrun(case, gpu_driver):
+    needs_hopper(case)
     done, _ = compute_sanitizer("memcheck", gpu_driver, "--overrun", case)
     assert done.returncode and "Invalid __global__ read" in done.stdout, done.stdout
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("file, barrier", barriers(r"__syncthreads\(\);", "tiles.h", "flash_sm80.cu"))
+@pytest.mark.parametrize("file, barrier", barriers(r"__syncthreads\(\);", "tiles.h", "flash_sm80.cu", "flash_dmma.cu"))
 def test_racecheck_sees_a_missing_barrier(file, barrier, tmp_path):
+    needs_hopper(file)
     driver = compiled(tmp_path, *nvcc(), csrc=without_barrier(tmp_path, file, barrier))
-    case = "sm80_fp16_192" if file == "flash_sm80.cu" else "bf16_64"  # the latter's tiles are written by plain stores
-    done, summary = compute_sanitizer("racecheck", driver, case)
+    case = {"tiles.h": "bf16_64", "flash_sm80.cu": "sm80_fp16_192", "flash_dmma.cu": "dmma_128_causal"}[file]
+    done, summary = compute_sanitizer("racecheck", driver, case)  # bf16_64's tiles are written by plain stores
     assert done.returncode and "SUMMARY: 0 " not in summary, done.stdout
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("file, barrier", barriers(r"(cp_async_wait<\d>\(|__syncwarp\()\);", "flash_sm80.cu"))
+@pytest.mark.parametrize("file, barrier", barriers(r"(cp_async_wait<\d>\(|__syncwarp\()\);", "flash_sm80.cu",
+                                                   "flash_dmma.cu"))
 def test_a_missing_wait_is_seen(file, barrier, tmp_path):
     """By racecheck, or by a wrong result, with or without the tool."""
+    needs_hopper(file)
     driver = compiled(tmp_path, *nvcc(), csrc=without_barrier(tmp_path, file, barrier))
     cases = ["sm80_fp16_192", "sm80_bf16_256", "sm80_fp16_128", "sm80_bf16_64"]
+    if file == "flash_dmma.cu":
+        cases = ["dmma_64", "dmma_64_causal", "dmma_128", "dmma_128_causal"]
     checked, summary = compute_sanitizer("racecheck", driver, *cases)
     assert checked.returncode or run(driver, *cases).returncode, summary

@@ -8,8 +8,8 @@ Nothing here belongs to one vendor, so other Triton backends and Triton's interp
 Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: ../csrc/flash.cu, the same in CUDA C++; autotune.py.
 """
 
+import functools
 import math
-from contextlib import nullcontext
 from typing import Optional, Tuple
 
 import torch
@@ -21,6 +21,11 @@ from minimal_attn.checks import (FP8_DTYPES, MAX_HEAD_DIM, TWIN_DTYPES, check_no
                                  out_dtype)
 
 from .autotune import fastest
+
+try:
+    from . import attention_hopper
+except ImportError:  # a Triton without Gluon, or with another
+    attention_hopper = None
 
 # With TRITON_INTERPRET=1 at import the kernels run on the CPU, in numpy.
 INTERPRETING = triton.knobs.runtime.interpret
@@ -195,26 +200,31 @@ def shared_memory(dtype, kBlockM, kBlockN, kBlockD, num_stages):
     return (kBlockM + 2 * num_stages * kBlockN) * kBlockD * dtype.itemsize + 1024
 
 
-def tile_configs(dtype, head_dim, max_shared_memory=227 << 10):
-    """Launch options to choose from, as dictionaries; the first is the choice without tuning.
+@functools.cache
+def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False):
+    """Launch options to choose from, as a list of dictionaries; the first is the choice without tuning.
 
     Not by batch and heads, so that a sample's result does not depend on its batch.
 
     Args:
         dtype, head_dim: of q.
         max_shared_memory: bytes that one program can have; 227 KB on Hopper.
+        is_hopper: attention_hopper.py can serve as well.
     """
     kBlockD = block_d(dtype, head_dim)
-    return [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
-            for kBlockM, kBlockN, num_warps, num_stages in TILES[dtype.itemsize, max(64, kBlockD)]
-            if shared_memory(dtype, kBlockM, kBlockN, kBlockD, num_stages) <= max_shared_memory]
+    configs = [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
+               for kBlockM, kBlockN, num_warps, num_stages in TILES[dtype.itemsize, max(64, kBlockD)]
+               if shared_memory(dtype, kBlockM, kBlockN, kBlockD, num_stages) <= max_shared_memory]
+    return attention_hopper.configs(dtype, kBlockD) + configs if is_hopper else configs
 
 
-def max_shared_memory(device):
-    """Bytes that one program can have on a GPU."""
-    if device.type != "cuda":
-        return 99 << 10
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+@functools.cache
+def properties(device):
+    """(compute capability, bytes of shared memory that one program can have) of a GPU."""
+    if device.type != "cuda" or not torch.version.cuda:
+        return (0, 0), 99 << 10
+    gpu = torch.cuda.get_device_properties(device)
+    return (gpu.major, gpu.minor), gpu.shared_memory_per_block_optin
 
 
 def can_use_tma(*tensors):
@@ -222,17 +232,17 @@ def can_use_tma(*tensors):
 
     Not fp32: its products take both operands from registers.
     """
-    if INTERPRETING or not (torch.version.cuda and torch.cuda.get_device_capability(tensors[0].device) >= (9, 0)):
+    if INTERPRETING or properties(tensors[0].device)[0] < (9, 0):
         return False
     return all(x.itemsize < 4 and x.numel() and x.data_ptr() % 16 == 0
                and all(n == 1 or (stride > 0 and stride * x.itemsize % 16 == 0)
                        for n, stride in zip(x.shape[:-1], x.stride()[:-1])) for x in tensors)
 
 
-def descriptor(x, rows, cols):
+def descriptor(x, rows, cols, make=TensorDescriptor):
     """Of the tiles [1, 1, rows, cols] of x (B, H, S, D) or, transposed, (B, H, D, S)."""
     strides = [16 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride()[:-1])]  # that of 1 is no matter
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, cols])
+    return make(x, list(x.shape), [*strides, 1], [1, 1, rows, cols])
 
 
 def transposed(v):
@@ -249,11 +259,12 @@ def empty_outputs(q):
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal):
+def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, tma):
     """One launch for checked inputs; v is Vᵀ if they are fp8."""
+    if "kConsumers" in config:
+        return attention_hopper.launch(config, descriptor, q, k, v, out, lse, softmax_scale, causal)
     batch_size, nheads, seqlen_q, head_dim = q.shape
     kBlockM, kBlockN, kBlockD = config["kBlockM"], config["kBlockN"], config["kBlockD"]
-    tma = can_use_tma(q, k, v)
     tiles = q, k, v
     if tma:
         v_tile = (kBlockD, kBlockN) if q.dtype in FP8_DTYPES else (kBlockN, kBlockD)
@@ -264,23 +275,33 @@ def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal)
                      kIsCausal=causal, kNegateQ=softmax_scale < 0, kMaskCols=head_dim < kBlockD, kTma=tma, **config)
 
 
-def run(configs, q, k, v, seq_lens, descales, softmax_scale, causal):
-    """(out, lse) of checked inputs by the fastest of configs."""
+def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, config=None):
+    """(out, lse) of checked inputs, by the fastest of tile_configs if no config is given."""
     if INTERPRETING and q.dtype not in (torch.float32, torch.float16):
         # Triton's interpreter (3.6 to 3.9) gets dots and casts of the other dtypes wrong.
         descales = [None if x is None else x.float() for x in descales]
-        out, lse = run(configs, q.float(), k.float(), v.float(), seq_lens, descales, softmax_scale, causal)
+        out, lse = run(q.float(), k.float(), v.float(), seq_lens, descales, softmax_scale, causal, autotune, config)
         return empty_outputs(q)[0].copy_(out), lse
     out, lse = empty_outputs(q)
-    if out.numel():
-        if q.dtype in FP8_DTYPES:
-            v = transposed(v)
-        args = q, k, v, out, lse, seq_lens, descales, softmax_scale, causal
-        # Lengths by the power of two that they reach: 1025 to 2048 are tuned as one.
-        key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, can_use_tma(q, k, v),
-               *(min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2])))
-        with nullcontext() if q.device.type == "cpu" else torch.get_device_module(q.device).device(q.device):
-            launch(fastest("attention", key, configs, lambda config: launch(config, *args), q.device), *args)
+    if not out.numel():
+        return out, lse
+    if q.dtype in FP8_DTYPES:
+        v = transposed(v)
+    tma = can_use_tma(q, k, v)
+    args = q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, tma
+    with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
+        if config is None:
+            (major, _), max_shared_memory = properties(q.device)
+            is_hopper = (major == 9 and tma and attention_hopper is not None and can_use_tma(out) and seq_lens is None
+                         and softmax_scale >= 0)
+            configs = tile_configs(q.dtype, q.shape[-1], max_shared_memory, is_hopper)
+            # Lengths by the power of two that they reach: 1025 to 2048 are tuned as one.
+            lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2]))
+            key = str(q.dtype), block_d(q.dtype, q.shape[-1]), causal, seq_lens is not None, tma, is_hopper, *lengths
+            config = configs[0]
+            if autotune:
+                config = fastest("attention", key, configs, lambda config: launch(config, *args), q.device)
+        launch(config, *args)
     return out, lse
 
 
@@ -292,9 +313,7 @@ def triton_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: 
     """out like q, bf16 if q is fp8, and lse fp32 (B, H, Sq), of checked inputs: q (B, H, Sq, D), k and v (B, Hk, Sk, D),
     all with a contiguous last dimension, seq_lens int32 (B,) or None, descales fp32 (B, Hk), contiguous, or None.
     minimal_attn.flash_attention checks and describes them."""
-    configs = tile_configs(q.dtype, q.shape[-1], max_shared_memory(q.device))
-    return run(configs if autotune else configs[:1], q, k, v, seq_lens, (q_descale, k_descale, v_descale),
-               softmax_scale, causal)
+    return run(q, k, v, seq_lens, (q_descale, k_descale, v_descale), softmax_scale, causal, autotune)
 
 
 @triton_forward.register_fake
@@ -332,7 +351,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, s
     if q.device.type != device:
         raise ValueError(f"{device.upper()} tensors required: Triton's active driver runs on {device}, q is on {q.device}")
     check_no_derivative("attention", q, k, v)
-    kBlockD, limit = block_d(q.dtype, q.shape[-1]), max_shared_memory(q.device)
+    kBlockD, limit = block_d(q.dtype, q.shape[-1]), properties(q.device)[1]
     num_stages = next((n for n in (3, 2, 1) if shared_memory(q.dtype, BM, BN, kBlockD, n) <= limit), None)
     if num_stages is None:
         raise ValueError(f"tiles of BM {BM}, BN {BN} and head_dim {q.shape[-1]} need more than the {limit >> 10} KB of "
@@ -340,7 +359,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, s
     config = dict(kBlockM=BM, kBlockN=BN, kBlockD=kBlockD, num_warps=8 if BM >= 128 else 4, num_stages=num_stages)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
-    return run([config], q, k, v, None, (None, None, None), scale, bool(causal))[0]
+    return run(q, k, v, None, (None, None, None), scale, bool(causal), config=config)[0]
 
 
 def calculate_block_sizes(head_dim: int, sram_size_kb: int = 48) -> tuple[int, int]:

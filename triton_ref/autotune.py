@@ -16,7 +16,7 @@ import torch
 import triton
 from triton.testing import do_bench
 
-_chosen = {}  # {(file, key): config}, of this process
+_chosen = {}  # {(kernel, key, device): config}, of this process
 
 
 def cache_dir() -> Path:
@@ -29,8 +29,8 @@ def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], 
 
     Args:
         kernel: its name.
-        key: what the choice depends on, as plain values. What is not in it must not change results: the choice of the
-            first call serves all others of its key, in later processes as well.
+        key: what the choice, and the list of configs, depends on, as plain values. The choice of the first call serves
+            all others of its key, in later processes as well.
         configs: what to choose from; the first is the choice where nothing can be measured: under graph capture, in
             Triton's interpreter, or with the environment variable MINIMAL_ATTN_AUTOTUNE=0.
         run: launches a config; one that raises is no choice.
@@ -44,16 +44,18 @@ def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], 
     """
     if len(configs) == 1 or triton.knobs.runtime.interpret or os.environ.get("MINIMAL_ATTN_AUTOTUNE") == "0":
         return configs[0]
-    file, key = _file(kernel, configs, device), repr(key)
-    if (file, key) not in _chosen:
+    chosen = _chosen.get((kernel, key, device))
+    if chosen is None:
+        file = _file(kernel, configs, device)
         stored = _read(file)
-        if key not in stored:
+        index = stored.get(repr(key))
+        if index is None:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 return configs[0]
-            stored = {**stored, key: _measure(f"{kernel} {key}", configs, run)}
-            _write(file, stored)
-        _chosen[file, key] = stored[key]
-    return configs[_chosen[file, key]]
+            index = _measure(f"{kernel} {key}", configs, run)
+            _write(file, {**_read(file), repr(key): index})
+        chosen = _chosen[kernel, key, device] = configs[index]
+    return chosen
 
 
 def _file(kernel, configs, device):

@@ -141,13 +141,14 @@ def package(module):
     return forward
 
 
-IS_AMPERE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)  # or newer
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 flash_cuda = functools.partial(flash_attention, backend="cuda")
 flash_triton = functools.partial(flash_attention, backend="triton")
 IMPLS = {
     "manual": Impl(manual_attn),
     "cuda:simt": Impl(flash_kernel("simt"), ("cuda",), "cuda"),
-    "cuda:sm80": Impl(flash_kernel("sm80"), ("cuda",) * IS_AMPERE, "cuda", HALVES),
+    "cuda:sm80": Impl(flash_kernel("sm80"), ("cuda",) * (CAPABILITY >= (8, 0)), "cuda", HALVES),
+    "cuda:dmma": Impl(flash_kernel("dmma"), ("cuda",) * (CAPABILITY == (9, 0)), "cuda", ("float32",)),
     "cuda:host": Impl(flash_cuda, ("cpu",), "cuda"),
     "triton": Impl(flash_triton, backend="triton", dtypes=DTYPES),
     "torch:cudnn": Impl(sdpa_with(SDPBackend.CUDNN_ATTENTION), ("cuda",)),

@@ -1,0 +1,189 @@
+// FlashAttention forward in fp32 on Hopper's fp64 tensor cores (DMMA), as fast as its fp32 units at their peak.
+//
+// No tensor cores keep the bits of fp32 as such. In fp64 a product of two floats is exact and a sum of them nearly so:
+// the result is better than from fp32 units, and one instruction does what takes a warp 32 FMAs. q, k, v, the softmax
+// and out stay fp32; only what the two products read and sum is fp64.
+//
+// As in flash_sm80.cu, a block of threads owns kBlockM query rows of one head, a warp 16 of them:
+//   sums = Q Kᵀ         Q is fp64 in shared memory, K becomes it on its way to the registers
+//   P = softmax(sums)   in fp32, then fp64: the accumulators of one product are the A operand of the next
+//   acc_o += P V        V as K
+// An operand's rows and columns may be numbered at will if the other's are too. That is why a lane takes 16 bytes at a
+// time: of Q and K four neighbouring elements of head_dim, of V four neighbouring columns of four products.
+//
+// K and V have one buffer each, and what one product leaves idle is refilled during the other, a few copies a step:
+//   tensor cores          Q K(0)ᵀ         P V(0)          Q K(1)ᵀ   ...
+//   cp.async       K(0)   V(0) → sV       K(1) → sK       V(1) → sV ...
+//
+// Read next: kernels.h, which chooses between the kernels.
+#include "flash.h"
+#include "launch.h"
+#include "mask.cuh"
+#include "ptx_sm80.cuh"
+#include "ptx_sm90.cuh"
+#include "softmax.cuh"
+
+namespace dmma {
+
+using namespace device;
+using namespace ptx;
+
+template <int kHeadDim_, int kBlockN_> struct Tile {
+    static constexpr int kHeadDim = kHeadDim_, kBlockN = kBlockN_, kBlockM = 64, kNThreads = 2 * kBlockM;
+};
+
+// A block's shared memory. Neighbouring lanes read 16 bytes each, and with these pitches eight of them 32 banks. Rows r
+// and r + 8 of a warp's Q lie side by side, element by element, as the product takes them, with element 16·i + 4·c + e
+// of head_dim at 16·i + 4·e + c.
+template <typename Tile> struct SharedMemory {
+    alignas(128) double2 sQ[Tile::kBlockM / 16][8][Tile::kHeadDim + 4];
+    float sK[Tile::kBlockN][Tile::kHeadDim + 16], sV[Tile::kBlockN][Tile::kHeadDim + 4];
+};
+
+__device__ inline void read4(float (&x)[4], const float *from) {
+    const float4 vec = *reinterpret_cast<const float4 *>(from);
+    x[0] = vec.x, x[1] = vec.y, x[2] = vec.z, x[3] = vec.w;
+}
+
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up to 255 registers a thread
+    flash_fwd(const __grid_constant__ AttnParams p) {
+#if __CUDA_ARCH__ != 900  // of a build for several GPUs, the part for those without such tensor cores
+    __trap();
+#else
+    constexpr int kHeadDim = Tile::kHeadDim, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;
+    constexpr int kNThreads = Tile::kNThreads, kVecs = kHeadDim / 4, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
+    auto &[sQ, sK, sV] = shared_memory<SharedMemory<Tile>>();
+    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+    const int r = lane_idx / 4, c = lane_idx % 4;  // as in ptx_sm90.cuh
+
+    // Blocks of one head are neighbours, to share its K and V in L2; of them, the rows that see most go first.
+    const int m_blocks = (p.seqlen_q + kBlockM - 1) / kBlockM, row0 = (m_blocks - 1 - blockIdx.x % m_blocks) * kBlockM;
+    const int bh = blockIdx.x / m_blocks, b = bh / p.nheads, h = bh % p.nheads, h_k = h / (p.nheads / p.nheads_k);
+    const float *gQ = static_cast<const float *>(p.q) + b * p.q_batch_stride + h * p.q_head_stride;
+    const float *gK = static_cast<const float *>(p.k) + b * p.k_batch_stride + h_k * p.k_head_stride;
+    const float *gV = static_cast<const float *>(p.v) + b * p.v_batch_stride + h_k * p.v_head_stride;
+    float *gO = static_cast<float *>(p.o) + b * p.o_batch_stride + h * p.o_head_stride;
+
+    Softmax<1> softmax(p.softmax_scale);
+    const Mask mask(p, b);
+    const int n_block_max = mask.n_block_max<kBlockM, kBlockN>(row0);
+    // The scores of the blocks before this one need neither a mask nor a sign.
+    const int n_block_masked = p.softmax_scale > 0.f ? mask.n_block_full<kBlockM, kBlockN>(row0) : 0;
+
+    // The share of a step in the copies of a block of keys, which are all under way after half of the steps. What lies
+    // outside of K and V, or after the last block, is not read and becomes 0.
+    const int key_end = min(mask.seq_len, n_block_max * kBlockN);
+    auto copy = [&](auto &tile, const float *from, int64_t row_stride, int n_block, int step, int steps) {
+        constexpr int kRowStep = kNThreads / kVecs, kCopies = kBlockN / kRowStep;
+        static_assert(kRowStep * kVecs == kNThreads && kCopies * kRowStep == kBlockN);
+#pragma unroll
+        for (int i = 2 * step * kCopies / steps; i < min(2 * (step + 1) * kCopies / steps, kCopies); i++) {
+            const int row = threadIdx.x / kVecs + i * kRowStep, col = threadIdx.x % kVecs * 4;
+            const int key = n_block * kBlockN + row;
+            cp_async(shared_address(&tile[row][col]), from + key * row_stride + col,
+                     key < key_end && col < p.head_dim);
+        }
+    };
+
+    copy(sK, gK, p.k_row_stride, 0, 0, 2);
+    const int rows = min(p.seqlen_q, mask.row_end) - row0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kBlockM / 2 * kVecs; i += kNThreads) {
+        const int vec = i % kVecs, pair = i / kVecs, row = pair / 8 * 16 + pair % 8;
+        const float *from = gQ + (row0 + row) * p.q_row_stride + vec * 4;
+        float x[4] = {}, y[4] = {};
+        if (row < rows && vec * 4 < p.head_dim) read4(x, from);
+        if (row + 8 < rows && vec * 4 < p.head_dim) read4(y, from + 8 * p.q_row_stride);
+        for (int e = 0; e < 4; e++) sQ[pair / 8][pair % 8][vec / 4 * 16 + 4 * e + vec % 4] = {x[e], y[e]};
+    }
+    double acc_o[1][kDTiles][4] = {};
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();  // Q and K have arrived
+    for (int n_block = 0; n_block < n_block_max; n_block++) {
+        double sums[kNTiles][4] = {};
+#pragma unroll
+        for (int kk = 0; kk < kHeadDim / 16; kk++) {
+            copy(sV, gV, p.v_row_stride, n_block, kk, kHeadDim / 16);
+            float k[kNTiles][4];
+#pragma unroll
+            for (int n = 0; n < kNTiles; n++) read4(k[n], &sK[8 * n + r][16 * kk + 4 * c]);
+#pragma unroll
+            for (int e = 0; e < 4; e += 2) {
+                const double2 *q = &sQ[warp_idx][r][16 * kk + 4 * e + c], x = q[0], y = q[4];
+#pragma unroll
+                for (int n = 0; n < kNTiles; n++) mma(sums[n], {x.x, x.y, y.x, y.y}, {k[n][e], k[n][e + 1]});
+            }
+        }
+        float acc_s[1][kNTiles][4];
+#pragma unroll
+        for (int n = 0; n < kNTiles; n++)
+            for (int e = 0; e < 4; e++) acc_s[0][n][e] = float(sums[n][e]);
+
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncthreads();  // V has arrived, K has been read
+        if (n_block >= n_block_masked)
+            mask.apply(acc_s, row0 + warp_idx * 16 + r, n_block * kBlockN + c * 2,
+                       (p.softmax_scale > 0.f) - (p.softmax_scale < 0.f));
+        softmax.update(acc_s, acc_o);
+#pragma unroll
+        for (int n = 0; n < kNTiles; n++) {
+            copy(sK, gK, p.k_row_stride, n_block + 1, n, kNTiles);
+            double P[4];
+            softmax.probabilities(P, acc_s[0], 0, n);
+#pragma unroll
+            for (int d = 0; d < kDTiles; d += 4) {
+                float v[2][4];
+                for (int i = 0; i < 2; i++) read4(v[i], &sV[8 * n + 2 * c + i][8 * d + 4 * r]);
+                for (int e = 0; e < 4; e++) mma(acc_o[0][d + e], P, {v[0][e], v[1][e]});
+            }
+        }
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncthreads();  // K has arrived, V has been read
+    }
+
+    // Column 2c + e of product d + i is column 8·d + 4·(2c + e) + i of O.
+    softmax.finalize(acc_o);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = row0 + warp_idx * 16 + 8 * i + r;
+        if (row >= p.seqlen_q) continue;
+        if (c == 0) p.lse[int64_t(bh) * p.seqlen_q + row] = softmax.lse(i);
+#pragma unroll
+        for (int d = 0; d < kDTiles; d += 4)
+            for (int e = 2 * i; e < 2 * i + 2; e++) {
+                const int col = 8 * d + 4 * (2 * c + e % 2);
+                const auto &o = acc_o[0];
+                if (col < p.head_dim)
+                    *reinterpret_cast<float4 *>(gO + row * p.o_row_stride + col) = {
+                        float(o[d][e]), float(o[d + 1][e]), float(o[d + 2][e]), float(o[d + 3][e])};
+            }
+    }
+#endif
+}
+
+template <typename Tile> void launch_fwd(const AttnParams &p) {
+    static_assert(sizeof(SharedMemory<Tile>) <= 113 << 10);  // two blocks in the 228 KB of an SM, 1 KB each taken
+    const int64_t blocks = (int64_t(p.seqlen_q) + Tile::kBlockM - 1) / Tile::kBlockM * p.batch_size * p.nheads;
+    launch(flash_fwd<Tile>, blocks, Tile::kNThreads, sizeof(SharedMemory<Tile>), p.stream, p);
+}
+
+// Tiles by head_dim; what lies between two is padded with zeros, on chip. At 128 acc_o alone takes half the registers.
+void flash_forward(const AttnParams &p) {
+    if (p.head_dim <= 64) launch_fwd<Tile<64, 64>>(p);
+    else launch_fwd<Tile<128, 32>>(p);
+}
+
+}  // namespace dmma
+
+// Whether fp64 is half as fast as fp32 on the current device, as on H100 and H200, and not a small fraction.
+bool has_fast_fp64() {
+    return device::once_per_device([](int device) {
+        int ratio;
+        device::check_cuda(cudaDeviceGetAttribute(&ratio, cudaDevAttrSingleToDoublePrecisionPerfRatio, device));
+        return ratio;
+    }) <= 2;
+}
