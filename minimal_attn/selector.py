@@ -89,7 +89,8 @@ class AdaptiveKernelSelector:
             (major, _), max_shared_memory = properties(self.device)
             is_hopper = major == 9 and attention_hopper is not None and dtype.itemsize < 4
             config, *_ = tile_configs(dtype, head_dim, max_shared_memory, is_hopper)
-            return {"backend": "triton", "kernel": "attention.py", **config}
+            kernel = "attention_hopper.py" if "kConsumers" in config else "attention.py"
+            return {"backend": "triton", "kernel": kernel, **config}
         kernel = {"torch": "scaled_dot_product_attention", "reference": "reference_attention"}.get(backend)
         if backend == "cuda":
             kernel = which_kernel(*torch.empty(3, 1, 1, 1, head_dim, device=self.device, dtype=dtype))
