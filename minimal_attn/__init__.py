@@ -4,23 +4,34 @@ Read next: interface.py, the facade; then csrc/flash.cu, the kernel.
 """
 
 from ._build import load
+from .benchmark import BenchmarkResult, BenchmarkRunner, benchmark_fn
 from .gpu import GPUArch, GPUCapabilities, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
 from .interface import available_backends, flash_attention, flash_attn_func, forward, which_kernel
 from .reference import blockwise_attention, reference_attention
+from .selector import (AdaptiveKernelSelector, get_attention_config, get_matmul_config, get_optimal_attention,
+                       get_optimal_matmul)
 from .validation import validate_attention, validate_matmul
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveKernelSelector",
+    "BenchmarkResult",
+    "BenchmarkRunner",
     "GPUArch",
     "GPUCapabilities",
     "available_backends",
+    "benchmark_fn",
     "blockwise_attention",
     "check_hopper_features",
     "detect_gpu",
     "flash_attention",
     "flash_attn_func",
     "forward",
+    "get_attention_config",
+    "get_matmul_config",
+    "get_optimal_attention",
+    "get_optimal_matmul",
     "load",
     "print_gpu_info",
     "reference_attention",

@@ -1,29 +1,35 @@
-"""bench.py: what it prints and writes, the arithmetic of a row, and that it catches what is wrong."""
+"""The benchmark: what it prints and writes, the arithmetic of a row, and that it catches what is wrong."""
+import base64
 import contextlib
 import dataclasses
 import io
 import json
 import re
 import statistics
+import subprocess
+import sys
 import types
 from datetime import datetime
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
-import bench
-from minimal_attn import reference_attention
+from minimal_attn import bench, benchmark, reference_attention
 from minimal_attn._build import source_digest
+from minimal_attn.bench import attention, matmul, measure, page, pictures
+from minimal_attn.bench.measure import MEASURED, Impl, Setting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OURS = "cuda:simt" if DEVICE == "cuda" else "cuda:host"
 META = {"device", "driver", "torch", "triton", "cuda", "date", "source_digest", "command"}
 SIZES = ("batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
-PEERS = {"cuda:sm90", "flex", "cublas"}  # of the format too, though nothing here measures them yet
+OPTIONAL = {"cuda:sm90", "flash_attn", "flash_attn_interface"}  # of the format, wherever they come from
 # Not smaller: the largest of a few rounding errors is a matter of luck.
 SMALL = ("--shape", "2,4,64,64", "--seqlens", "", "--no-profile")
-ROOT = Path(bench.__file__).parent
+ROOT = Path(__file__).parents[1]
 RECORDED = sorted(ROOT.glob("benchmarks/h200/*.json"))
 
 
@@ -31,7 +37,7 @@ def run(*argv):
     """The exit code of python bench.py argv, and what it printed."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = bench.main([str(x) for x in argv])
+        code = bench.main([str(x) for x in argv], "python bench.py")
     return code, out.getvalue()
 
 
@@ -40,9 +46,11 @@ def whole(tmp_path_factory):
     """One run with everything: two shapes, the second with GQA and unequal lengths, and a sweep of two."""
     directory = tmp_path_factory.mktemp("bench")
     rows, plot, trace = directory / "rows.json", directory / "plot.png", directory / "trace.json"
+    svg, report = directory / "plot.svg", directory / "report.html"
     code, out = run("--shape", "2,4,64,64", "--shape", "2,4,48,32,2,80", "--causal", "--seqlens", "32,64",
-                    "--json", rows, f"--plot={plot}", "--trace", trace)
-    return types.SimpleNamespace(code=code, out=out, rows=rows.read_text(), plot=plot, trace=trace)
+                    "--json", rows, f"--plot={plot}", "--trace", trace, "--plot", svg, "--report", report)
+    return types.SimpleNamespace(code=code, out=out, rows=rows.read_text(), plot=plot, trace=trace,
+                                 svg=svg.read_text(), report=report.read_text())
 
 
 def check_format(text):
@@ -50,32 +58,41 @@ def check_format(text):
     content = json.loads(text, parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
     assert set(content) == {"meta", "rows"} and content["rows"]
     meta, rows = content["meta"], content["rows"]
-    assert set(meta) - {"host_us"} == META
+    assert set(meta) - {"host_us", "matmul_tflops"} == META
+    assert all(tflops > 0 for tflops in meta.get("matmul_tflops", {}).values())
     date = datetime.fromisoformat(meta["date"])
     assert date.tzinfo and date.isoformat(timespec="seconds") == meta["date"]
     assert re.fullmatch("[0-9a-f]{64}", meta["source_digest"])
     assert "/" not in meta["command"].replace("benchmarks/h200/", "")
     for row in rows:
-        assert list(row) == list(bench.ROW)
-        assert row["op"] in ("forward", "backward", "matmul", "decode") and row["impl"] in PEERS | set(bench.IMPLS)
-        assert row["dtype"] in ("float32", "float16", "bfloat16") and isinstance(row["causal"], bool)
-        assert all(isinstance(row[x], int) and row[x] > 0 for x in ("head_dim", *SIZES))
-        assert all(row[x] is None or isinstance(row[x], float) and row[x] >= 0 for x in bench.MEASURED)
+        op = matmul if row["op"] == "matmul" else attention
+        assert list(row) == list(op.ROW)
+        assert row["op"] in ("forward", "backward", "matmul", "decode")
+        assert row["impl"] in set(op.IMPLS) | OPTIONAL and row["dtype"] in op.DTYPES
+        assert isinstance(row.get("causal", False), bool)
+        sizes = ("m", "n", "k") if op is matmul else ("head_dim", *SIZES)
+        assert all(isinstance(row[x], int) and row[x] > 0 for x in sizes)
+        assert all(row[x] is None or isinstance(row[x], float) and row[x] >= 0 for x in MEASURED)
         if row["ms"] is None:
-            assert all(row[x] is None for x in bench.MEASURED)
-        elif row["op"] == "forward":
+            assert all(row[x] is None for x in MEASURED)
+        elif row["op"] in ("forward", "matmul"):
             check_arithmetic(row)
-    measured_as = [tuple(row[x] for x in bench.ROW if x not in bench.MEASURED) for row in rows]
+    measured_as = [tuple(value for x, value in row.items() if x not in MEASURED) for row in rows]
     assert len(set(measured_as)) == len(rows)
     return rows
 
 
 def check_arithmetic(row):
-    b, h, h_k, seqlen_q, seqlen_k = (row[x] for x in SIZES)
-    flops = 4 * b * h * seqlen_q * seqlen_k * row["head_dim"] / (2 if row["causal"] else 1)
-    elements = 2 * b * row["head_dim"] * (h * seqlen_q + h_k * seqlen_k)
+    size, out_size = getattr(torch, row["dtype"]).itemsize, 2 if "float8" in row["dtype"] else None
+    if row["op"] == "matmul":
+        m, n, k = row["m"], row["n"], row["k"]
+        flops, read, written = 2 * m * n * k, m * k + k * n, m * n
+    else:
+        b, h, h_k, seqlen_q, seqlen_k = (row[x] for x in SIZES)
+        flops = 4 * b * h * seqlen_q * seqlen_k * row["head_dim"] / (2 if row["causal"] else 1)
+        read, written = (b * row["head_dim"] * x for x in (h * seqlen_q + 2 * h_k * seqlen_k, h * seqlen_q))
     assert row["tflops"] == pytest.approx(flops / (row["ms"] * 1e-3) / 1e12, rel=1e-4)
-    assert row["gbps"] == pytest.approx(getattr(torch, row["dtype"]).itemsize * elements / (row["ms"] * 1e-3) / 1e9,
+    assert row["gbps"] == pytest.approx((read * size + written * (out_size or size)) / (row["ms"] * 1e-3) / 1e9,
                                         rel=1e-4)
     assert row["ms_p20"] <= row["ms"] <= row["ms_p80"]
 
@@ -95,10 +112,12 @@ def test_prints_check_profiles_and_tables(whole):
 def test_json(whole):
     rows = check_format(whole.rows)
     meta = json.loads(whole.rows)["meta"]
-    assert set(meta) == META and meta["source_digest"] == source_digest()
+    assert set(meta) == META | {"matmul_tflops"} and meta["source_digest"] == source_digest()
+    assert set(meta["matmul_tflops"]) == {"float32"}
     assert meta["command"].endswith("bench.py --shape 2,4,64,64 --shape 2,4,48,32,2,80 --causal --seqlens 32,64 "
-                                    "--json rows.json --plot=plot.png --trace trace.json")
-    impls = [impl for impl in bench.IMPLS if DEVICE in bench.IMPLS[impl].devices]
+                                    "--json rows.json --plot=plot.png --trace trace.json --plot plot.svg "
+                                    "--report report.html")
+    impls = [impl for impl in attention.IMPLS if DEVICE in attention.IMPLS[impl].devices]
     lengths = [(64, 64), (48, 80), (32, 32)]  # the sweep's 64 is the first shape, which is measured once
     assert [(row["seqlen_q"], row["seqlen_k"]) for row in rows] == [x for x in lengths for _ in impls]
     assert [row["impl"] for row in rows] == impls * 3
@@ -107,23 +126,109 @@ def test_json(whole):
 def test_what_serves_is_measured(whole):
     measured = [row for row in json.loads(whole.rows)["rows"] if row["ms"]]
     assert {"manual", OURS, "triton", "torch:math"} <= {row["impl"] for row in measured}
-    assert "cuda:sm80" not in {row["impl"] for row in measured}  # these rows are fp32
+    assert not {"cuda:sm80", "flex"} & {row["impl"] for row in measured}  # these rows are fp32
     for row in measured:
         assert row["max_err"] < 1e-5
         assert (row["peak_mb"] is None) == (DEVICE == "cpu")
 
 
 def test_causal_is_half_the_flops():
-    shape = bench.Shape(1, 1, 8, 8, 1, 8)
-    full, causal = (bench.Case(bench.Setting(shape, "float32", x), DEVICE) for x in (False, True))
+    shape = attention.Shape(1, 1, 8, 8, 1, 8)
+    full, causal = (attention.Case(Setting(shape, "float32", x), DEVICE) for x in (False, True))
     assert full.flops == 2 * causal.flops == 4 * 8**3
 
 
 def test_pictures(whole, tmp_path):
     assert whole.plot.read_bytes().startswith(b"\x89PNG") and whole.plot.stat().st_size > 10_000
+    assert "</svg>" in whole.svg
     file = tmp_path / "bars.svg"
     assert run(*SMALL, "--impls", f"manual,{OURS}", "--plot", file)[0] == 0
     assert "</svg>" in file.read_text()
+
+
+def results_of(shapes, tflops, dtype="bfloat16", op=attention):
+    """As a run has them: {setting: {impl: row}}, of one measurement a shape and a peer."""
+    return {Setting(shape, dtype): {impl: dict.fromkeys(MEASURED, 1.0) | {"tflops": y[i], "ms": y and 8 / y[i]}
+                                    for impl, y in tflops.items()} for i, shape in enumerate(shapes)}
+
+
+def test_what_a_picture_shows():
+    """A line a peer in the order of S, and the ceiling of its own dtype."""
+    shapes = [attention.Shape(1, 2, S, 64, 2, S) for S in (256, 64, 128)]
+    ax = Figure().subplots()
+    tflops = {"manual": [1.0, 3.0, 2.0], "flex": [40.0, 20.0, 30.0]}
+    pictures.draw(ax, results_of(shapes, tflops), attention, {"float32": 7.0, "bfloat16": 99.0})
+    manual, flex, ceiling = ax.get_lines()
+    assert (list(manual.get_xdata()), list(manual.get_ydata())) == ([6, 7, 8], [3, 2, 1])
+    assert list(flex.get_ydata()) == [20, 30, 40] and manual.get_color() != flex.get_color()
+    assert set(ceiling.get_ydata()) == {99} and ceiling.get_linestyle() == "--"
+    assert [line.get_label() for line in ax.get_lines()] == ["manual", "flex", "matmul"]
+    assert {label.get_text() for label in ax.get_xticklabels()} == {"64", "128", "256"} and ax.get_yscale() == "linear"
+
+
+def test_bars_where_there_is_no_sweep():
+    shapes = [matmul.Shape(64, 64, 64), matmul.Shape(16, 128, 96)]
+    ax, baseline = Figure().subplots(), matmul.BASELINE
+    pictures.draw(ax, results_of(shapes, {baseline: [2.0, 4.0], "triton": [1.0, 12.0]}, op=matmul), matmul, {})
+    assert [[bar.get_height() for bar in bars] for bars in ax.containers] == [[2, 4], [1, 12]]
+    assert [text.get_text() for text in ax.texts] == ["", "", "0.5×", "3×"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["64,64,64", "16,128,96"]
+
+
+def test_a_panel_for_each_head_dim():
+    shapes = [attention.Shape(1, 2, S, d, 2, S) for d in (64, 128) for S in (32, 64, 128)]
+    panels = pictures.panels_of(results_of(shapes, {"manual": [1.0] * 6}))
+    lengths = {name: len(panel) for name, panel in panels.items()}
+    assert lengths == {"head_dim 64, bfloat16": 3, "head_dim 128, bfloat16": 3}
+
+
+class Page(HTMLParser):
+    """Checks that elements nest, and collects what a browser would load."""
+
+    VOID = {"meta", "img", "br", "link"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.count, self.loads, self.metas, self.cells = [], {}, [], {}, []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.loads += [attrs[x] for x in ("src", "href", "srcset") if x in attrs]
+        self.metas |= {attrs["name"]: attrs["content"]} if tag == "meta" and "name" in attrs else {}
+        self.open += [] if tag in self.VOID else [tag]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th", "dd", "code", "h1"):
+            self.cells.append(data)
+
+
+def test_the_report_is_one_page_with_everything(whole):
+    shown = Page(whole.report)
+    meta, rows = json.loads(whole.rows).values()
+    assert shown.metas["viewport"] == "width=device-width, initial-scale=1"
+    assert shown.loads and all(x.startswith("data:image/svg+xml;base64,") for x in shown.loads)  # not the network
+    assert not re.search("https?://|url\\(|@import|<script", whole.report)
+    for picture in shown.loads:
+        assert "</svg>" in base64.b64decode(picture.partition(",")[2]).decode()
+    for fact in (meta["device"], meta["torch"], meta["date"], meta["command"], meta["source_digest"][:16]):
+        assert fact in shown.cells
+    assert shown.cells[0] == f"Attention forward on {meta['device']}" + " (TF32 off)" * (DEVICE == "cuda")
+    # The sweep's two lengths, which the picture shows, with every number.
+    for row in rows:
+        if row["seqlen_q"] == row["seqlen_k"] and row["ms"]:
+            assert all(f"{row[x]:.3g}" in shown.cells for x in ("ms", "ms_p20", "tflops", "max_err") if row[x] < 1000)
+
+
+def test_a_table_of_the_report():
+    text = page.table("<b>", ["a<", "c"], {"r&": [1234.5, None], "s": [2.0, 3.0]}, best=True)
+    assert Page(text).cells == ["<b>", "a<", "c", "r&", "1,234", "–", "s", "2", "3"]
+    assert re.findall("<td class=best>(.*?)</td>", text) == ["1,234", "3"]
 
 
 def test_trace_holds_every_implementation(whole):
@@ -134,25 +239,30 @@ def test_trace_holds_every_implementation(whole):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", [(1, 2, 5, 8, 2, 5), (2, 4, 3, 8, 2, 7)])
 def test_manual_attention_is_attention(shape, causal):
-    q, k, v, _ = bench.Case(bench.Setting(bench.Shape(*shape), "float32", causal), "cpu").args
-    torch.testing.assert_close(bench.manual_attn(q, k, v, causal), reference_attention(q, k, v, causal))
+    q, k, v, _ = attention.Case(Setting(attention.Shape(*shape), "float32", causal), "cpu").args
+    torch.testing.assert_close(attention.manual_attn(q, k, v, causal), reference_attention(q, k, v, causal))
 
 
 @pytest.mark.parametrize("options, error", [
-    (["--shape", "1,2,3"], "--shape: '1,2,3' is neither"),
+    (["--shape", "1,2,3"], "--shape: '1,2,3': neither B,H,S,D nor B,H,Sq,D,Hk,Sk"),
+    (["--op", "matmul", "--shape", "1,2,3,4"], "--shape: '1,2,3,4': not M,N,K"),
+    (["--op", "softmax"], "--op: invalid choice: 'softmax'"),
+    (["--op", "matmul", "--causal"], "unrecognized arguments: --causal"),
+    (["--op", "matmul", "--dtype", "float8_e5m2"], "--dtype: 'float8_e5m2' is none of float32, float16, bfloat16"),
     (["--shape", "1,2,0,8"], "--shape: '0' is not a positive integer"),
     (["--shape", "1,4,8,8,3,8"], "--shape: '1,4,8,8,3,8': H must be a multiple of Hk"),
     (["--shape", "1,1,8,257"], "D at most 256"),
     (["--shape", "1,1,9,8,1,8", "--causal"], "--causal: needs Sq <= Sk"),
     (["--seqlens", "64,x"], "--seqlens: 'x' is not a positive integer"),
-    (["--dtype", "float16,float8"], "--dtype: 'float8' is none of float32, float16, bfloat16"),
+    (["--dtype", "float16,float8"], "--dtype: 'float8' is none of float32, float16, bfloat16, float8"),
     (["--causal", "maybe"], "--causal: invalid choice: 'maybe'"),
     (["--impls", "manual,cuda:none"], "--impls: 'cuda:none' is none of manual, cuda:"),
     (["--json", "nowhere/x.json"], "--json: 'nowhere/x.json' is no .json file in an existing directory"),
     (["--plot", "picture.txt"], "--plot: 'picture.txt' is no .png or .svg file"),
+    (["--report", "report.pdf"], "--report: 'report.pdf' is no .html file"),
 ])
 def test_bad_options_end_before_any_work(options, error, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "Case", None)
+    monkeypatch.setattr(bench, "environment", None)
     with pytest.raises(SystemExit, match="2"):
         bench.main(options)
     assert error in capsys.readouterr().err
@@ -168,13 +278,13 @@ def not_a_number(q, k, v, causal):
 
 @pytest.mark.parametrize("broken", [no_scale, not_a_number])
 def test_a_wrong_implementation_fails_the_run(broken, monkeypatch, tmp_path):
-    monkeypatch.setitem(bench.IMPLS, OURS, bench.Impl(broken))
+    monkeypatch.setitem(attention.IMPLS, OURS, Impl(broken))
     file = tmp_path / "wrong.json"
     code, out = run(*SMALL, "--impls", f"manual,{OURS}", "--json", file)
     assert code == 1
     assert out.count(f"{OURS}: WrongResult: max error") == 1
     right, wrong = check_format(file.read_text())
-    assert right["ms"] and all(wrong[x] is None for x in bench.MEASURED)  # what is wrong is not timed
+    assert right["ms"] and all(wrong[x] is None for x in MEASURED)  # what is wrong is not timed
 
 
 def refuses(q, k, v, causal):
@@ -182,7 +292,7 @@ def refuses(q, k, v, causal):
 
 
 def test_a_peer_that_raises_does_not_end_the_run(monkeypatch, tmp_path):
-    monkeypatch.setitem(bench.IMPLS, "torch:huge", bench.Impl(refuses))
+    monkeypatch.setitem(attention.IMPLS, "torch:huge", Impl(refuses))
     file = tmp_path / "refused.json"
     code, out = run(*SMALL, "--shape", "2,4,80,64", "--impls", "torch:huge,manual", "--json", file)
     assert code == 0
@@ -192,9 +302,9 @@ def test_a_peer_that_raises_does_not_end_the_run(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("why_not, exit_code", [(None, 1), (ValueError("no compiler"), 0)])
 def test_ours_must_serve_where_it_is_available(why_not, exit_code, monkeypatch, tmp_path):
-    monkeypatch.setitem(bench.IMPLS, OURS, bench.IMPLS[OURS]._replace(forward=refuses))
-    there = dataclasses.replace(bench.BACKENDS["cuda"], why_not=lambda device: why_not)
-    monkeypatch.setitem(bench.BACKENDS, "cuda", there)
+    monkeypatch.setitem(attention.IMPLS, OURS, attention.IMPLS[OURS]._replace(forward=refuses))
+    there = dataclasses.replace(measure.BACKENDS["cuda"], why_not=lambda device: why_not)
+    monkeypatch.setitem(measure.BACKENDS, "cuda", there)
     code, out = run(*SMALL, "--impls", f"{OURS},manual")
     assert code == exit_code and out.count(f"{OURS}: OutOfMemoryError") == 1
 
@@ -259,6 +369,147 @@ def test_many_settings_at_once(tmp_path):
     rows = check_format(file.read_text())
     assert len({(row["dtype"], row["causal"], row["seqlen_q"]) for row in rows}) == 12 and len(rows) == 24
     assert (tmp_path / "grid.png").stat().st_size > 10_000
+
+
+def test_pictures_need_their_package(monkeypatch, capsys):
+    monkeypatch.setattr(bench.options.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--plot", "x.png"])
+    assert "--plot: needs matplotlib: pip install 'minimal_attn[bench]'" in capsys.readouterr().err
+
+
+def test_the_file_at_the_top_is_the_same_benchmark(monkeypatch, tmp_path):
+    said = subprocess.run([sys.executable, ROOT / "bench.py", "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode == 0 and said.stdout.startswith("usage: python bench.py [-h] [--op {attention,matmul}]")
+
+
+def run_matmul(tmp_path, *options):
+    file = tmp_path / "matmul.json"
+    code, out = run("--op", "matmul", "--no-profile", "--json", file, *options)
+    return code, out, check_format(file.read_text()), json.loads(file.read_text())["meta"]
+
+
+def multiply_on(a, b):
+    return a @ b
+
+
+def test_matmul(tmp_path, monkeypatch):
+    """A product that is right beside torch's own, and one that is wrong."""
+    impls = f"triton,{matmul.BASELINE}"
+    monkeypatch.setitem(matmul.IMPLS, "triton", Impl(multiply_on, backend="triton"))
+    options = ("--shape", "64,64,64", "--shape", "16,128,96", "--dtype", "float32,bfloat16", "--impls", impls)
+    code, out, rows, meta = run_matmul(tmp_path, *options, "--report", tmp_path / "page.html")
+    assert code == 0 and set(meta) == META
+    assert [(row["m"], row["n"], row["k"]) for row in rows[:4]] == [(64, 64, 64)] * 2 + [(16, 128, 96)] * 2
+    assert [row["impl"] for row in rows] == ["triton", matmul.BASELINE] * 4
+    assert [row["dtype"] for row in rows] == ["float32"] * 4 + ["bfloat16"] * 4
+    assert all(0 < row["max_err"] < (1e-4 if row["dtype"] == "float32" else 0.3) for row in rows)
+    assert "=== checking (64,64,64) float32 on " in out and f"× {matmul.BASELINE}" in out
+    shown = Page((tmp_path / "page.html").read_text())
+    assert shown.cells[0].startswith("Matrix multiplication on ") and len(shown.loads) == 2
+    assert "64,64,64" in shown.cells and f"16,128,96 {matmul.BASELINE}" in shown.cells
+
+    monkeypatch.setitem(matmul.IMPLS, "triton", Impl(lambda a, b: a @ b * 1.05, backend="triton"))
+    code, out, rows, _ = run_matmul(tmp_path, "--shape", "64,64,64", "--impls", impls)
+    assert code == 1 and "triton: WrongResult: max error" in out
+    assert [row["ms"] is None for row in rows] == [True, False]
+
+
+def test_the_triton_matmul_is_measured(tmp_path):
+    pytest.importorskip("triton_ref.matmul")
+    code, _, (row,), _ = run_matmul(tmp_path, "--shape", "48,32,40", "--impls", "triton")
+    assert code == 0 and row["ms"] > 0 and row["max_err"] < 1e-4
+
+
+def test_the_sizes_of_matmul():
+    """Those of the record: n³, a wide one and a thin one."""
+    sizes = [(n, n, n) for n in (512, 1024, 2048, 4096, 8192)] + [(4096, 11008, 4096), (16, 4096, 4096)]
+    assert matmul.DEFAULT_SHAPES["cuda"] == sizes
+    assert all(size.elements < 1 << 16 for size in matmul.DEFAULT_SHAPES["cpu"])  # for Triton's interpreter
+
+
+@pytest.mark.parametrize("dtype, bits", [("float8_e4m3fn", 3), ("float8_e5m2", 2)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_fp8(dtype, bits, causal):
+    """The same fp8 values in fp64 are the truth, and rounding P to fp8 is what may be lost."""
+    case = attention.Case(Setting(attention.Shape(2, 4, 64, 32, 2, 80), dtype, causal), "cpu")
+    q, k, v, _ = case.args
+    assert q.dtype == v.dtype == getattr(torch, dtype) and case.out_bytes == 2 * q.nbytes
+    assert case.bytes == q.nbytes * 3 + 2 * k.nbytes and case.flops == 4 * 2 * 4 * 64 * 80 * 32 / (2 if causal else 1)
+    exact = reference_attention(q.double(), k.double(), v.double(), causal)
+    torch.testing.assert_close(case.truth, exact)
+    rounded = attention.attention_with_fp8_probabilities(*case.args)
+    assert rounded.dtype == torch.bfloat16
+    error = (rounded.double() - exact).abs().max()
+    assert 2 ** -(bits + 6) < error < 2 ** -bits and 2 * error <= case.tolerance < 2 * error + 0.02
+    no_rounding = reference_attention(q.float(), k.float(), v.float(), causal).bfloat16()
+    case.impls = {"exact": Impl(lambda *args: no_rounding), "wrong": Impl(lambda *args: no_rounding * 1.5)}
+    assert measure.judge(case, "exact") < case.tolerance
+    with pytest.raises(measure.WrongResult):
+        measure.judge(case, "wrong")
+
+
+def test_fp8_is_served_by_the_twin_alone(monkeypatch, tmp_path):
+    def forward(q, k, v, causal):
+        assert q.dtype == torch.float8_e5m2
+        return reference_attention(q.float(), k.float(), v.float(), causal).bfloat16()
+
+    monkeypatch.setitem(attention.IMPLS, "triton", attention.IMPLS["triton"]._replace(forward=forward))
+    file = tmp_path / "fp8.json"
+    code, out = run(*SMALL, "--dtype", "float8_e5m2", "--json", file)
+    rows = {row["impl"]: row for row in check_format(file.read_text())}
+    assert code == 0 and [impl for impl, row in rows.items() if row["ms"]] == ["triton"]
+    assert rows["triton"]["dtype"] == "float8_e5m2" and "manual: max error" not in out
+
+
+@pytest.mark.parametrize("returned", [lambda out: out, lambda out: (out, "lse")])
+def test_flash_attn_packages(returned, monkeypatch):
+    """Whose tensors are (B, S, H, D), and some of which return more than out."""
+    def flash_attn_func(q, k, v, causal):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return returned(reference_attention(q, k, v, causal).transpose(1, 2))
+
+    monkeypatch.setitem(sys.modules, "some_attn", types.SimpleNamespace(flash_attn_func=flash_attn_func))
+    case = attention.Case(Setting(attention.Shape(2, 4, 20, 16, 2, 30), "float32", True), "cpu")
+    out = attention.package("some_attn")(*case.args)
+    torch.testing.assert_close(out.double(), case.truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device, seconds, count", [
+    ("cpu", 0.25, 1),  # as in Triton's interpreter: the guess is the measurement
+    ("cpu", 0.01, 1 + 2 + 20), ("cuda", 0.01, 3 + 3 + 30), ("cuda", 1.0, 3 + 2 + 20)])
+def test_how_often_a_call_is_timed(device, seconds, count, monkeypatch):
+    """0.2 s on a CPU, 0.3 s or 20 times on a GPU; and, before that, a guess and a tenth to warm up."""
+    now, calls = [0.0], []
+
+    def work(x):
+        calls.append(x)
+        now[0] += seconds * 0.9999
+
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    for module in (measure, benchmark):
+        monkeypatch.setattr(module, "time", clock)
+    assert measure.timed(device, work, torch.empty(0)) == pytest.approx((1e3 * seconds,) * 3, rel=1e-3)
+    assert len(calls) == count
+
+
+def test_the_ceiling_is_that_of_a_matmul(monkeypatch):
+    products = []
+    monkeypatch.setattr(measure, "timed", lambda device, multiply, a, b: products.append((a, b)) or (2.0, 1.0, 3.0))
+    assert measure.matmul_ceiling("float32", "cpu") == float(f"{2 * 512**3 / 2e-3 / 1e12:.6g}")
+    (a, b), = products
+    assert a.shape == b.shape == (512, 512) and a.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", ["no", "yes"])
+def test_flex(causal, tmp_path):
+    """A peer that is right, at equal and unequal lengths and with grouped heads."""
+    file = tmp_path / "flex.json"
+    code, out = run("--shape", "2,4,128,64", "--shape", "2,4,128,64,2,256", "--seqlens", "", "--no-profile", "--dtype",
+                    "bfloat16", "--causal", causal, "--impls", "flex,manual", "--json", file)
+    assert code == 0 and "flex: max error" in out
+    assert all(row["ms"] for row in check_format(file.read_text()))
 
 
 @pytest.mark.gpu

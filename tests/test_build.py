@@ -322,7 +322,9 @@ def build(kind, tree, out, **env):
     return out / said.split()[-1], said
 
 
-PACKAGED = {"minimal_attn/py.typed", "minimal_attn/__init__.py", "minimal_attn/_build.py", "triton_ref/attention.py"}
+PACKAGED = {"minimal_attn/py.typed", "minimal_attn/__init__.py", "minimal_attn/_build.py", "minimal_attn/cli.py",
+            "minimal_attn/__main__.py", *(f"minimal_attn/bench/{x.name}" for x in ROOT.glob("minimal_attn/bench/*.py")),
+            "triton_ref/attention.py"}
 
 
 @pytest.fixture
@@ -346,6 +348,8 @@ def test_without_torch_the_sources_are_packaged(tree, tmp_path, no_torch):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert names >= PACKAGED | {f"minimal_attn/csrc/{name}" for name in csrc}
     assert not any(name.endswith(".so") for name in names)
+    scripts = zipfile.ZipFile(wheel).read("minimal_attn-0.1.0.dist-info/entry_points.txt").decode()
+    assert scripts.split() == ["[console_scripts]", "minimal-attn", "=", "minimal_attn.cli:main"]
 
 
 @pytest.mark.timeout(600)

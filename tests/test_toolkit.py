@@ -1,13 +1,18 @@
-"""The tools around the kernels: what a GPU can do, and validation."""
+"""The tools around the kernels: what a GPU can do, validation, the timer, the choice of a kernel."""
 
 import functools
+import inspect
+import sys
 import types
 
 import pytest
 import torch
 
+import minimal_attn
 from conftest import HAS_GPU
-from minimal_attn import flash_attention, gpu
+from minimal_attn import (AdaptiveKernelSelector, BenchmarkResult, BenchmarkRunner, benchmark, benchmark_fn,
+                          flash_attention, get_attention_config, get_matmul_config, get_optimal_attention,
+                          get_optimal_matmul, gpu, which_kernel)
 from minimal_attn.gpu import GPUArch, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
 from minimal_attn.validation import validate_attention, validate_matmul
 
@@ -118,3 +123,262 @@ def test_a_wider_tolerance_is_taken():
     shifted = lambda a, b: a @ b + 0.5  # noqa: E731
     assert not validate_matmul(shifted, 20, 20, 20, dtype=torch.float32, device=DEVICE)[0]
     assert validate_matmul(shifted, 20, 20, 20, atol=0.6, dtype=torch.float32, device=DEVICE)[0]
+
+
+class Clock:
+    """time.perf_counter that moves by what the timed function says it takes."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that only the timed functions let pass, on the CPU."""
+    clock = Clock()
+    monkeypatch.setattr(benchmark, "time", types.SimpleNamespace(perf_counter=clock))
+    return clock
+
+
+def test_the_timer_counts_calls_and_hands_on_arguments(clock):
+    calls = []
+
+    def work(x, y, *, z):
+        calls.append((x, y, z))
+        clock.now += 1e-3 * (len(calls) - 3 if len(calls) > 3 else 1000)  # the three that warm up are slow
+
+    cpu = torch.empty(0)
+    assert benchmark_fn(work, cpu, 2, z=3, warmup=3, rep=11) == pytest.approx((6, 3, 9))  # of 1, 2, ... 11 ms
+    assert [(y, z) for _, y, z in calls] == [(2, 3)] * 14 and calls[0][0] is cpu
+    assert benchmark_fn(lambda x: None, cpu) == (0, 0, 0)
+
+
+def test_the_timer_returns_the_quantiles_that_are_asked_for(clock):
+    durations = iter([9e9, 1, 2, 3, 4, 5])
+
+    def work(x):
+        clock.now += 1e-3 * next(durations)
+
+    assert benchmark_fn(work, torch.empty(0), warmup=1, rep=5, quantiles=[0.0, 1.0, 0.25, 0.5]) == \
+        pytest.approx((1, 5, 2, 3))
+
+
+def test_the_timer_by_default(clock):
+    calls = []
+    benchmark_fn(calls.append, torch.empty(0))
+    assert len(calls) == 25 + 100
+
+
+@pytest.mark.parametrize("counts", [{"warmup": -1}, {"rep": 0}])
+def test_the_timer_refuses(counts):
+    with pytest.raises(ValueError, match="warmup must be at least 0 and rep at least 1"):
+        benchmark_fn(torch.empty, 1, **counts)
+
+
+@pytest.mark.gpu
+def test_the_timer_on_the_gpu():
+    """It times the kernel rather than the launch, and what runs on the CPU by the clock."""
+    x = torch.empty(1 << 28, device="cuda")  # 1 GiB: 0.2 ms and more on any GPU, a launch takes a hundredth of that
+    median, p20, p80 = benchmark_fn(torch.zero_, x, warmup=3, rep=10)
+    assert 0.1 < p20 <= median <= p80 < 50
+    assert benchmark_fn(lambda x: x, torch.empty(0), warmup=0, rep=5)[0] < 0.1
+    assert benchmark.peak_bytes(torch.clone, x) == x.nbytes
+
+
+def test_memory_is_not_counted_without_a_gpu(no_gpu):
+    assert benchmark.peak_bytes(torch.clone, torch.empty(5)) is None
+
+
+@pytest.fixture
+def two_ms(monkeypatch):
+    """Everything takes 2 ms; what was called, in order, with the numbers of calls."""
+    calls = []
+
+    def benchmark_fn(fn, *args, warmup, rep):
+        calls.append((fn(*args), warmup, rep))
+        return 2.0, 1.0, 3.0
+
+    monkeypatch.setattr(benchmark, "benchmark_fn", benchmark_fn)
+    return calls
+
+
+def test_benchmark_matmul(two_ms):
+    seen = []
+
+    def multiply(a, b, **blocks):
+        seen.append((a.shape, b.shape, a.dtype, blocks))
+        return a @ b
+
+    runner = BenchmarkRunner(device="cpu", warmup=1, rep=2)
+    first = runner.benchmark_matmul(multiply, [(100, 40, 50), (20, 30, 40)], dtype=torch.float32)
+    size, flops = (100, 40, 50), 2 * 100 * 40 * 50
+    assert first[0] == BenchmarkResult("PyTorch", size, 2.0, pytest.approx(flops / 2e-3 / 1e12), 0.0, None)
+    assert first[1] == BenchmarkResult("Triton", size, 2.0, first[0].tflops)
+    assert [(r.name, r.size) for r in first[2:]] == [("PyTorch", (20, 30, 40)), ("Triton", (20, 30, 40))]
+    assert seen[0] == ((100, 50), (50, 40), torch.float32, {}) and all(call[1:] == (1, 2) for call in two_ms)
+    torch.testing.assert_close(two_ms[0][0], two_ms[1][0])  # both got the same matrices
+
+    blocks = [{"block_m": 16, "block_n": 32, "block_k": 64}, {"block_m": 32, "block_n": 32, "block_k": 32}]
+    seen.clear()
+    second = runner.benchmark_matmul(multiply, [(32, 32, 64)], block_configs=blocks)
+    assert [r.block_config for r in second] == [None, *blocks]
+    assert {call[-1]["block_m"] for call in seen} == {16, 32} and seen[0][2] == torch.float16
+    assert runner.results == first + second
+    runner.clear_results()
+    assert runner.results == [] and len(first) == 4
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_benchmark_attention(causal, two_ms):
+    seen = []
+
+    def attend(q, k, v, causal):
+        seen.append((q.shape, q.dtype, causal))
+        return flash_attention(q, k, v, causal, backend="torch")
+
+    runner = BenchmarkRunner("cpu")
+    options = dict(batch_size=2, num_heads=3, head_dim=16, dtype=torch.float32)
+    results = runner.benchmark_attention(attend, [8, 24], causal=causal, **options)
+    assert [(r.name, r.size) for r in results] == [(name, (2, 3, s, 16)) for s in (8, 24)
+                                                   for name in ("PyTorch", "FlashAttention")]
+    flops = 4 * 2 * 3 * 24**2 * 16 / (2 if causal else 1)
+    assert results[-1].tflops == pytest.approx(flops / 2e-3 / 1e12) and results[-1].memory_mb == 0
+    assert seen[0] == ((2, 3, 8, 16), torch.float32, causal) and {call[1:] for call in two_ms} == {(25, 100)}
+    torch.testing.assert_close(two_ms[2][0], two_ms[3][0])
+    seen.clear()
+    assert [r.size for r in runner.benchmark_attention(attend, [16])] == [(4, 8, 16, 64)] * 2
+    assert seen[0] == ((4, 8, 16, 64), torch.float16, False)
+
+
+def test_the_comparison_table(capsys):
+    runner = BenchmarkRunner("cpu")
+    size = (512, 512, 256)
+    blocks = {"block_m": 64, "block_n": 32}
+    runner.results = [BenchmarkResult("PyTorch", size, 3.0, 12.34), BenchmarkResult("Triton", size, 1.5, 24.68, 7.125),
+                      BenchmarkResult("Triton", size, 6.0, 6.17, 0, blocks)]
+    runner.print_comparison_table()
+    printed = capsys.readouterr().out
+    assert "Benchmark Results" in printed and printed.count("512×512×256") == 3
+    lines = [line for line in printed.splitlines() if "512×512×256" in line]
+    words = [[word for word in line.replace("│", " ").split()] for line in lines]
+    assert words[0][1:] == ["PyTorch", "3", "12.34", "0", "1.00"]
+    assert words[1][1:] == ["Triton", "1.5", "24.68", "7.125", "2.00"]
+    assert words[2][1:6] == ["Triton", "6", "6.17", "0", "0.50"] and "block_m=64" in printed
+    runner.print_comparison_table([BenchmarkResult("Triton", (1, 2, 3), 5.0, 6.0)], title="Another")
+    printed = capsys.readouterr().out
+    assert "Another" in printed and "1×2×3" in printed and "512" not in printed and "–" in printed
+
+
+def test_the_comparison_table_needs_rich(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs rich: pip install 'minimal_attn\[bench\]'"):
+        BenchmarkRunner("cpu").print_comparison_table([])
+
+
+def test_a_gpu_is_missed_only_when_it_is_needed(no_gpu):
+    runner = BenchmarkRunner()
+    assert (runner.device, runner.warmup, runner.rep, runner.results) == ("cuda", 25, 100, [])
+    for call in (lambda: runner.benchmark_matmul(torch.matmul, [(8, 8, 8)]),
+                 lambda: runner.benchmark_attention(flash_attention, [8])):
+        with pytest.raises(RuntimeError, match="device='cuda', but torch sees no GPU; device='cpu' works"):
+            call()
+
+
+@pytest.mark.gpu
+def test_the_runner_on_the_gpu():
+    runner = BenchmarkRunner(warmup=2, rep=5)
+    q_bytes = 4 * 8 * 512 * 64 * 2
+    torch_result, ours = runner.benchmark_attention(flash_attention, [512])
+    assert 0 < ours.time_ms < 50 and ours.tflops == pytest.approx(4 * 4 * 8 * 512**2 * 64 / ours.time_ms / 1e9)
+    assert q_bytes <= ours.memory_mb * 1e6 < 2 * q_bytes  # the output and lse, never the scores
+    assert runner.benchmark_matmul(torch.matmul, [(64, 96, 32)])[0].memory_mb * 1e6 == 64 * 96 * 2
+
+
+# Every name of the API reference this project grew from, with its defaults.
+SIGNATURES = {
+    "benchmark_fn": dict(warmup=25, rep=100, quantiles=None),
+    "BenchmarkRunner": dict(device="cuda", warmup=25, rep=100),
+    "BenchmarkRunner.benchmark_matmul": dict(block_configs=None, dtype=torch.float16),
+    "BenchmarkRunner.benchmark_attention": dict(batch_size=4, num_heads=8, head_dim=64, causal=False,
+                                                dtype=torch.float16),
+    "BenchmarkRunner.print_comparison_table": dict(results=None, title="Benchmark Results"),
+    "BenchmarkRunner.clear_results": {},
+    "BenchmarkResult": dict(memory_mb=0.0, block_config=None),
+    "detect_gpu": dict(device_id=0),
+    "validate_matmul": dict(rtol=1e-3, atol=1e-3, dtype=torch.float16, device="cuda", verbose=False),
+    "validate_attention": dict(causal=False, rtol=1e-3, atol=1e-3, dtype=torch.float16, device="cuda", verbose=False),
+    "check_hopper_features": {},
+    "supports_fp8": {},
+    "get_optimal_matmul": {},
+    "get_optimal_attention": {},
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_names_and_defaults(name):
+    found = functools.reduce(getattr, name.split("."), minimal_attn)
+    defaults = {parameter.name: parameter.default for parameter in inspect.signature(found).parameters.values()
+                if parameter.default is not inspect.Parameter.empty}
+    assert defaults == SIGNATURES[name] and name.split(".")[0] in minimal_attn.__all__
+
+
+def test_the_fields_of_a_result():
+    assert list(inspect.signature(BenchmarkResult).parameters) == \
+        ["name", "size", "time_ms", "tflops", "memory_mb", "block_config"]
+
+
+def test_the_kernels_that_are_chosen_run():
+    selector = AdaptiveKernelSelector()
+    assert (selector.gpu is None) == (not HAS_GPU) and selector.device.type == DEVICE
+    for attend in (selector.select_attention_kernel(), get_optimal_attention()):
+        assert validate_attention(attend, 2, 4, 70, 64, True, device=DEVICE)[0]
+        assert attend.keywords == {"backend": selector.get_attention_config()["backend"]}
+    for multiply in (selector.select_matmul_kernel(), get_optimal_matmul()):
+        assert validate_matmul(multiply, 70, 50, 300, device=DEVICE)[0]
+
+
+def test_what_is_chosen_without_a_gpu(no_gpu):
+    assert get_attention_config() == {"backend": "torch", "kernel": "scaled_dot_product_attention"}
+    assert get_attention_config(backend="cuda") == {"backend": "cuda", "kernel": "host"}
+    assert get_matmul_config() == {"backend": "torch", "kernel": "torch.matmul"}
+    assert get_optimal_matmul() is torch.matmul
+
+
+@pytest.mark.gpu
+def test_what_is_chosen_on_a_gpu():
+    kernels = set()
+    for head_dim, dtype in ((64, torch.float16), (64, torch.float32), (100, torch.float16)):
+        kernel = which_kernel(*torch.empty(3, 2, 4, 128, head_dim, device="cuda", dtype=dtype))
+        assert get_attention_config(head_dim, dtype, "cuda") == {"backend": "cuda", "kernel": kernel}
+        kernels.add(kernel)
+    assert len(kernels) > 1 or torch.cuda.get_device_capability() < (8, 0)
+    assert get_matmul_config()["backend"] == "triton"
+
+
+def test_the_tiles_of_the_twin_are_those_of_its_table():
+    from triton_ref.attention import attention_hopper, properties, tile_configs
+
+    (major, _), max_shared_memory = properties(torch.device(DEVICE))
+    for head_dim, dtype in ((64, torch.float16), (128, torch.float32), (128, torch.bfloat16)):
+        config = get_attention_config(head_dim, dtype, "triton")
+        is_hopper = major == 9 and attention_hopper is not None and dtype != torch.float32
+        kernel = "attention_hopper.py" if is_hopper and head_dim in attention_hopper.TILES else "attention.py"
+        assert config == {"backend": "triton", "kernel": kernel,
+                          **tile_configs(dtype, head_dim, max_shared_memory, is_hopper)[0]}
+        assert config["kBlockD"] >= head_dim
+    matmul = pytest.importorskip("triton_ref.matmul")
+    config = get_matmul_config(512, 1024, 64, torch.float32, "triton")
+    assert config.keys() >= matmul.tile_config(torch.float32, 512, 1024, 64).keys()
+    if not HAS_GPU:
+        assert config == {"backend": "triton", "kernel": "triton_matmul",
+                          **matmul.tile_config(torch.float32, 512, 1024, 64)}
+
+
+def test_a_backend_that_there_is_not():
+    with pytest.raises(ValueError, match="unknown backend 'cublas': 'auto', 'triton' or 'torch'"):
+        get_matmul_config(backend="cublas")
+    with pytest.raises(ValueError, match="unknown backend 'fast': 'auto' or one of 'cuda', "):
+        get_attention_config(backend="fast")

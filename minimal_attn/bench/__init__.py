@@ -1,0 +1,103 @@
+"""Everything that computes attention on this machine side by side: checked against the reference, profiled, timed.
+
+Without arguments it runs on the GPU if there is one, else on the CPU; --op matmul does the same for the product of
+matrices. main() is the whole run. Read next: attention.py, what is compared; measure.py, how one of it is measured;
+tables.py, pictures.py and page.py, what becomes of the numbers.
+"""
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+import torch
+from rich.progress import track
+
+from .measure import (Setting, WrongResult, environment, host_cost, judge, matmul_ceiling, measured, must_serve,
+                      profiled, truth_fits)
+from .options import OPS, parse_args
+from .tables import console, print_table, print_tables
+
+
+def main(argv=None, program="minimal-attn bench"):
+    """Run with the options argv; the exit code: 1 if a result is wrong or one of ours fails where it has to serve."""
+    argv = sys.argv[1:] if argv is None else argv
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    args = parse_args(program, argv, device, __doc__.splitlines()[0])
+    op = args.op
+    torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32 for the peers too
+    meta = environment(device, program, argv)
+    kinds = [(dtype, causal) for dtype in args.dtypes for causal in args.causals]
+    on_device = f"on {meta['device']}" + " (TF32 off)" * (device == "cuda" and "float32" in args.dtypes)
+    case_of = functools.lru_cache(maxsize=1)(lambda setting: op.Case(setting, device))
+    told, failed = set(), False
+
+    if args.host_cost:
+        meta["host_us"] = host_cost()
+        numbers = {name: [us] for name, us in meta["host_us"].items()}
+        print_table("µs of host time for (1,4,64,64) bfloat16", ["µs"], numbers)
+
+    shape = next(x for x in (*args.shapes, *op.DEFAULT_SHAPES[device]) if truth_fits(x.elements, device))
+    for dtype, causal in kinds:
+        case = case_of(Setting(shape, dtype, causal))
+        console.print(f"=== checking {Setting(shape, dtype, causal)} {on_device} ===", soft_wrap=True)
+        able = {}
+        for impl in serving(op, args.impls, dtype):
+            if (max_err := attempt(told, impl, judge, case, impl)) is not None:
+                console.print(f"{impl}: max error {max_err:.2e} against fp64, allowed {case.tolerance:.2e}")
+                able[impl] = op.IMPLS[impl].forward
+            else:
+                failed |= must_serve(op.IMPLS[impl], dtype, device)
+
+    families = dict.fromkeys(impl.split(":")[0] for impl in serving(op, args.impls, case.dtype))
+    for heading, forward in [] if args.no_profile else [op.PROFILES[x] for x in families]:
+        console.print(f"=== profiling {heading} ===")
+        if prof := attempt(told, heading, profiled, {heading: forward}, case):
+            sort_by = "device_time_total" if device == "cuda" else "cpu_time_total"
+            print(prof.key_averages().table(sort_by=sort_by, row_limit=10, max_name_column_width=40))
+    if args.trace:
+        profiled(able, case).export_chrome_trace(args.trace)
+
+    sweep = [args.shapes[0]._replace(seqlen_q=x, seqlen_k=x) for x in args.seqlens]
+    results = {Setting(x, *kind): {} for kind in kinds for x in dict.fromkeys((*args.shapes, *sweep))}
+    jobs = [(setting, impl) for setting in results for impl in args.impls]
+    for setting, impl in track(jobs, "timing", console=console, transient=True):
+        case = case_of(setting)
+        is_served = impl in serving(op, args.impls, setting.dtype)
+        numbers = attempt(told, impl, measured, case, impl) if is_served else None
+        results[setting][impl] = case.row(impl, numbers or {})
+    ceilings = {} if op is OPS["matmul"] else {
+        dtype: tflops for dtype in args.dtypes
+        if (tflops := attempt(told, f"matmul, {dtype}", matmul_ceiling, dtype, device))}
+    if ceilings:
+        meta["matmul_tflops"] = ceilings
+
+    print_tables(results, args, sweep, on_device)
+    title = f"{op.TITLE} {on_device}"
+    drawn = {setting: results[setting] for setting in results if not sweep or setting.shape in sweep}
+    if args.json:
+        rows = ",\n".join(json.dumps(row) for rows in results.values() for row in rows.values())
+        Path(args.json).write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{rows}\n]}}\n')
+    if args.plots or args.report:
+        from .page import html
+        from .pictures import plot
+    for file in args.plots:
+        plot(file, drawn, title, op, ceilings)
+    if args.report:
+        Path(args.report).write_text(html(results, args, title, meta, ceilings))
+    return int(failed or WrongResult in (kind for _, kind in told))
+
+
+def serving(op, impls, dtype):
+    """Those that are for a dtype at all."""
+    return [impl for impl in impls if dtype in op.IMPLS[impl].dtypes]
+
+
+def attempt(told, name, function, *args):
+    """function(*args), or None if it raises (no kernel, no memory): the run goes on, and why is told once a kind."""
+    try:
+        return function(*args)
+    except Exception as error:
+        if (name, type(error)) not in told:
+            told.add((name, type(error)))
+            console.print(f"{name}: {type(error).__name__}: {error}".splitlines()[0], soft_wrap=True)

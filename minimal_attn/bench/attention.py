@@ -1,0 +1,210 @@
+"""What is compared in attention: the table of implementations, ours and every peer that can be imported, and a Case.
+
+Read next: measure.py, which makes a row of the JSON from one of each.
+"""
+
+import functools
+import importlib
+import importlib.util
+import math
+import os
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from .. import flash_attention, reference_attention
+from ..checks import MAX_HEAD_DIM
+from ..reference import visible_keys
+from ..validation import allowed_error
+from .measure import DTYPES as KERNEL_DTYPES
+from .measure import FP8_DTYPES, MEASURED, Impl, normal, truth_fits
+
+DTYPES = KERNEL_DTYPES + FP8_DTYPES
+HALVES = ("float16", "bfloat16")
+TITLE = "Attention forward"
+BASELINE = "manual"  # of the speed-ups
+ROW = ("op", "impl", "dtype", "head_dim", "causal", "batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k",
+       *MEASURED)
+SHAPES = "B,H,S,D or B,H,Sq,D,Hk,Sk"
+
+
+class Shape(NamedTuple):
+    batch_size: int
+    nheads: int
+    seqlen_q: int
+    head_dim: int
+    nheads_k: int
+    seqlen_k: int
+
+    def __str__(self):
+        return ",".join(map(str, self[:4] if self[4:] == (self.nheads, self.seqlen_q) else self))
+
+    @classmethod
+    def of(cls, sizes):
+        """From the integers of SHAPES. Raises ValueError."""
+        if len(sizes) not in (4, 6):
+            raise ValueError(f"neither {SHAPES.replace(' or', ' nor')}")
+        shape = cls(*sizes) if len(sizes) == 6 else cls(*sizes, sizes[1], sizes[2])
+        if shape.nheads % shape.nheads_k or shape.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"H must be a multiple of Hk, and D at most {MAX_HEAD_DIM}")
+        return shape
+
+    @property
+    def x(self):
+        return self.seqlen_q
+
+    @property
+    def family(self):
+        """What a picture of its own is for."""
+        return f"head_dim {self.head_dim}"
+
+    @property
+    def elements(self):
+        return self.batch_size * self.nheads * self.seqlen_q * self.seqlen_k
+
+
+DEFAULT_SHAPES = {device: [Shape(16, 12, 64, 64, 12, 64)] for device in ("cuda", "cpu")}
+DEFAULT_SEQLENS = {"cuda": "64,128,256,512,1024,2048,4096", "cpu": "32,64,128"}  # Triton's interpreter is slow
+
+
+@functools.lru_cache(maxsize=1)  # not part of what is timed
+def causal_mask(seqlen_q, seqlen_k, device):
+    return visible_keys(seqlen_q, seqlen_k, True, None, device)
+
+
+def manual_attn(q, k, v, causal):
+    """What flash attention is to beat: all scores go to memory and come back, several times."""
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    att = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]))
+    if causal:
+        att = att.masked_fill(~causal_mask(q.shape[2], k.shape[2], q.device), -math.inf)
+    return att.softmax(-1) @ v
+
+
+def sdpa(q, k, v, causal):
+    is_square = q.shape[2] == k.shape[2]  # only then is SDPA's is_causal, aligned top-left, the same as ours
+    mask = causal_mask(q.shape[2], k.shape[2], q.device) if causal and not is_square else None
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and is_square,
+                                        enable_gqa=q.shape[1] != k.shape[1])
+
+
+def sdpa_with(backend):
+    def forward(q, k, v, causal):
+        with sdpa_kernel(backend), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a backend that cannot serve warns of every reason, then raises
+            return sdpa(q, k, v, causal)
+
+    return forward
+
+
+def flash_kernel(name):
+    """flash_attention by one kernel of csrc."""
+    def forward(q, k, v, causal):
+        before = os.environ.get("MINIMAL_ATTN_KERNEL", "")  # empty is as good as none
+        os.environ["MINIMAL_ATTN_KERNEL"] = name
+        try:
+            return flash_attention(q, k, v, causal, backend="cuda")
+        finally:
+            os.environ["MINIMAL_ATTN_KERNEL"] = before
+
+    return forward
+
+
+@functools.lru_cache(maxsize=1)  # one shape at a time, tuned at its first call and forgotten at that of the next
+def compiled_flex(shape_q, shape_k, dtype, causal):
+    """FlexAttention compiled for one shape: (q, k, v) -> out. Its mask is made here, outside of what is timed."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()
+    shift = shape_k[2] - shape_q[2]
+    mask = create_block_mask(lambda b, h, row, col: col <= row + shift, None, None, shape_q[2], shape_k[2],
+                             device="cuda") if causal else None
+    compiled = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
+    return functools.partial(compiled, block_mask=mask, enable_gqa=shape_q[1] != shape_k[1])
+
+
+def flex(q, k, v, causal):
+    return compiled_flex(q.shape, k.shape, q.dtype, causal)(q, k, v)
+
+
+def package(module):
+    """flash_attn_func of a package, whose tensors are (B, S, H, D); some of its versions return (out, lse)."""
+    def forward(q, k, v, causal):
+        function = importlib.import_module(module).flash_attn_func
+        out = function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return forward
+
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+flash_cuda = functools.partial(flash_attention, backend="cuda")
+flash_triton = functools.partial(flash_attention, backend="triton")
+IMPLS = {
+    "manual": Impl(manual_attn),
+    "cuda:simt": Impl(flash_kernel("simt"), ("cuda",), "cuda"),
+    "cuda:sm80": Impl(flash_kernel("sm80"), ("cuda",) * (CAPABILITY >= (8, 0)), "cuda", HALVES),
+    "cuda:dmma": Impl(flash_kernel("dmma"), ("cuda",) * (CAPABILITY == (9, 0)), "cuda", ("float32",)),
+    "cuda:host": Impl(flash_cuda, ("cpu",), "cuda"),
+    "triton": Impl(flash_triton, backend="triton", dtypes=DTYPES),
+    "torch:cudnn": Impl(sdpa_with(SDPBackend.CUDNN_ATTENTION), ("cuda",)),
+    "torch:flash": Impl(sdpa_with(SDPBackend.FLASH_ATTENTION)),
+    "torch:efficient": Impl(sdpa_with(SDPBackend.EFFICIENT_ATTENTION), ("cuda",)),
+    "torch:math": Impl(sdpa_with(SDPBackend.MATH)),
+    "flex": Impl(flex, ("cuda",), dtypes=HALVES),  # each shape is tuned for half a minute, too long for a demo in fp32
+    **{module: Impl(package(module), ("cuda",), dtypes=HALVES)  # FlashAttention-2 and -3
+       for module in ("flash_attn", "flash_attn_interface") if importlib.util.find_spec(module)},
+}
+# What is profiled, by the first part of a name in IMPLS.
+PROFILES = {
+    "manual": ("manual attention", manual_attn),
+    "cuda": ("minimal flash attention", flash_cuda),
+    "triton": ("triton flash attention", flash_triton),
+    "torch": ("scaled_dot_product_attention", sdpa),
+    "flex": ("FlexAttention", flex),
+    **{module: (module, package(module)) for module in ("flash_attn", "flash_attn_interface")},
+}
+
+
+def attention_with_fp8_probabilities(q, k, v, causal):
+    """What rounding P to fp8 costs: the base of the error rule for fp8, in bf16."""
+    k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q.float() @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]))
+    if causal:
+        scores = scores.masked_fill(~causal_mask(q.shape[2], k.shape[2], q.device), -math.inf)
+    P = (scores - scores.amax(-1, keepdim=True)).exp_()
+    row_sum = P.sum(-1, keepdim=True)
+    return (P.to(q.dtype).float() @ v / row_sum).bfloat16()
+
+
+class Case:
+    """Inputs of a setting, their result in fp64, and the error it allows: None where fp64 would not fit."""
+
+    impls = IMPLS
+
+    def __init__(self, setting, device):
+        self.shape, self.dtype, causal = self.setting = setting
+        self.device = device
+        b, h, seqlen_q, d, h_k, seqlen_k = self.shape
+        torch.manual_seed(0)
+        sizes = (b, h, seqlen_q, d), (b, h_k, seqlen_k, d), (b, h_k, seqlen_k, d)
+        q, k, v = (normal(size, device, self.dtype) for size in sizes)
+        self.args = q, k, v, causal
+        is_fp8 = self.dtype in FP8_DTYPES
+        self.flops = 4 * b * h * seqlen_q * seqlen_k * d / (2 if causal else 1)
+        self.out_bytes = q.nbytes * (2 if is_fp8 else 1)
+        self.bytes = q.nbytes + k.nbytes + v.nbytes + self.out_bytes  # each read or written once
+        self.truth = self.tolerance = None
+        if truth_fits(self.shape.elements, device):
+            self.truth = reference_attention(q.double(), k.double(), v.double(), causal)
+            base = attention_with_fp8_probabilities if is_fp8 else IMPLS["torch:math"].forward
+            self.tolerance = allowed_error(base(*self.args), self.truth)
+
+    def row(self, impl, measured):
+        known = dict(op="forward", impl=impl, dtype=self.dtype, causal=self.setting.causal, **self.shape._asdict(),
+                     **measured)
+        return {key: known.get(key) for key in ROW}

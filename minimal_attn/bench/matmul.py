@@ -1,0 +1,87 @@
+"""What is compared in matrix multiplication: the Triton kernel and torch's own, and a Case.
+
+Read next: ../../triton_ref/matmul.py, the kernel; measure.py, which measures it.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..validation import allowed_error
+from .measure import DTYPES as KERNEL_DTYPES
+from .measure import MEASURED, Impl, normal, truth_fits
+
+TITLE = "Matrix multiplication"
+DTYPES = KERNEL_DTYPES
+ROW = ("op", "impl", "dtype", "m", "n", "k", *MEASURED)
+SHAPES = "M,N,K"
+
+
+class Shape(NamedTuple):
+    m: int
+    n: int
+    k: int
+
+    def __str__(self):
+        return ",".join(map(str, self))
+
+    @classmethod
+    def of(cls, sizes):
+        """From the integers of SHAPES. Raises ValueError."""
+        if len(sizes) != 3:
+            raise ValueError(f"not {SHAPES}")
+        return cls(*sizes)
+
+    x = None  # not one line of lengths
+
+    family = "matmul"
+
+    @property
+    def elements(self):
+        return self.m * self.k + self.k * self.n + self.m * self.n
+
+
+DEFAULT_SHAPES = {
+    "cuda": [*(Shape(n, n, n) for n in (512, 1024, 2048, 4096, 8192)), Shape(4096, 11008, 4096), Shape(16, 4096, 4096)],
+    "cpu": [Shape(64, 64, 64), Shape(128, 128, 128), Shape(16, 128, 96)],
+}
+
+
+def triton_matmul(a, b):
+    from triton_ref.matmul import triton_matmul
+
+    return triton_matmul(a, b)
+
+
+IMPLS = {
+    "triton": Impl(triton_matmul, backend="triton"),
+    "cublas": Impl(torch.matmul, ("cuda",)),
+    "torch": Impl(torch.matmul, ("cpu",)),
+}
+PROFILES = {"triton": ("triton matmul", triton_matmul), "cublas": ("torch.matmul", torch.matmul),
+            "torch": ("torch.matmul", torch.matmul)}
+BASELINE = "cublas" if torch.cuda.is_available() else "torch"
+
+
+class Case:
+    """Normal a (m, k) and b (k, n), their product in fp64, and the error it allows."""
+
+    impls = IMPLS
+
+    def __init__(self, setting, device):
+        self.shape, self.dtype, _ = self.setting = setting
+        self.device = device
+        m, n, k = self.shape
+        torch.manual_seed(0)
+        a, b = self.args = normal((m, k), device, self.dtype), normal((k, n), device, self.dtype)
+        self.flops = 2 * m * n * k
+        self.out_bytes = m * n * a.element_size()
+        self.bytes = a.nbytes + b.nbytes + self.out_bytes
+        self.truth = self.tolerance = None
+        if truth_fits(self.shape.elements, device):
+            self.truth = a.double() @ b.double()
+            self.tolerance = allowed_error(a @ b, self.truth)
+
+    def row(self, impl, measured):
+        known = dict(op="matmul", impl=impl, dtype=self.dtype, **self.shape._asdict(), **measured)
+        return {key: known.get(key) for key in ROW}

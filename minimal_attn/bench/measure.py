@@ -1,0 +1,176 @@
+"""Runs one implementation on one case: is it right, how fast is it, what does it need?
+
+A case holds inputs, the truth in fp64 and the error that it allows; attention.py and matmul.py make cases and the
+tables of implementations. Read next: ../benchmark.py, the timer.
+"""
+
+import functools
+import math
+import os
+import platform
+import re
+import shlex
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import NamedTuple
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it when it first profiles: no log lines in the tables
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from .. import flash_attention, flash_attn_func
+from .._build import source_digest
+from ..benchmark import benchmark_fn, peak_bytes
+from ..gpu import supports_fp8
+from ..info import driver_version, triton_version
+from ..interface import BACKENDS, KERNEL_DTYPES
+
+# The numbers of a row; what could not be measured is null.
+MEASURED = ("ms", "ms_p20", "ms_p80", "tflops", "gbps", "peak_mb", "max_err")
+DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in KERNEL_DTYPES)
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+
+
+class Impl(NamedTuple):
+    forward: Callable  # (*case.args) -> out, or an exception where it cannot serve them
+    devices: tuple = ("cuda", "cpu")
+    backend: str | None = None  # of minimal_attn, if it is ours: where that is available, it has to serve
+    dtypes: tuple = DTYPES
+
+
+class Setting(NamedTuple):
+    shape: NamedTuple
+    dtype: str
+    causal: bool = False
+
+    def __str__(self):
+        return f"({self.shape}) {self.dtype}{' causal' * self.causal}"
+
+
+class WrongResult(Exception):
+    pass
+
+
+def normal(size, device, dtype):
+    """A normal tensor of a dtype by its name; of fp8 too, which torch.randn does not make."""
+    wanted = getattr(torch, dtype)
+    return torch.randn(size, device=device, dtype=torch.bfloat16 if dtype in FP8_DTYPES else wanted).to(wanted)
+
+
+def truth_fits(elements, device):
+    """Whether four copies of so many fp64 elements do: in 4 GiB of RAM, or in half of a GPU, 32 GiB at most."""
+    limit = min(8 << 30, torch.cuda.get_device_properties(0).total_memory // 8) if device == "cuda" else 1 << 30
+    return 8 * elements <= limit
+
+
+def judge(case, impl):
+    """The maximum error of one call, None with nothing to judge by. Raises WrongResult by the error rule of tests/."""
+    out = case.impls[impl].forward(*case.args)
+    if case.truth is None:
+        return None
+    max_err = (out.double() - case.truth).abs().max().item()
+    is_judged = impl != "manual" or case.dtype == "float32"  # by hand, 16 bits round the scores too: no bug
+    if is_judged and not max_err <= case.tolerance:  # NaN is wrong
+        raise WrongResult(f"max error {max_err:.2e}, allowed {case.tolerance:.2e}")
+    return max_err
+
+
+def must_serve(impl, dtype, device):
+    """Whether it is one of ours and nothing that is missing on this machine excuses it."""
+    if dtype in FP8_DTYPES and device == "cuda" and not supports_fp8():
+        return False
+    backend = BACKENDS.get(impl.backend)
+    return backend is not None and backend.why_not(torch.device(device)) is None
+
+
+def profiled(forwards, case):
+    """The profile of one call of each of forwards, {name: function}."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (case.device == "cuda")
+    with profile(activities=activities) as prof:
+        for name, forward in forwards.items():
+            with record_function(name):
+                forward(*case.args)
+        if case.device == "cuda":
+            torch.cuda.synchronize()
+    return prof
+
+
+def measured(case, impl):
+    """{key of MEASURED: number}.
+
+    peak_mb is 10^6 bytes beyond inputs and output. What frees its scratch before it makes its output, as by hand, needs
+    up to one output more than that.
+    """
+    max_err, forward = judge(case, impl), case.impls[impl].forward  # and the warm-up: builds, tunes, makes workspaces
+    peak = peak_bytes(forward, *case.args)
+    peak_mb = None if peak is None else (peak - case.out_bytes) / 1e6
+    ms, ms_p20, ms_p80 = timed(case.device, forward, *case.args)
+    numbers = ms, ms_p20, ms_p80, case.flops / ms / 1e9, case.bytes / ms / 1e6, peak_mb, max_err
+    return {key: float(f"{x:.6g}") for key, x in zip(MEASURED, numbers) if x is not None and math.isfinite(x)}
+
+
+def timed(device, forward, *args):
+    """benchmark_fn of as many calls as take 0.3 s, and of 20 at least; on a CPU 0.2 s, where one call may be enough."""
+    seconds, least, guess = (0.3, 20, 3) if device == "cuda" else (0.2, 1, 1)
+    start = time.perf_counter()
+    first = benchmark_fn(forward, *args, warmup=0, rep=guess)
+    rep = max(least, int(seconds * guess / (time.perf_counter() - start)))
+    return first if rep <= guess else benchmark_fn(forward, *args, warmup=rep // 10, rep=rep)
+
+
+def matmul_ceiling(dtype, device):
+    """TFLOP/s of torch's matmul of 8192³, of 512³ on a CPU: what products alone would take, without a softmax."""
+    n = 8192 if device == "cuda" else 512
+    is_fp8 = dtype in FP8_DTYPES
+    a, b = normal((n, n), device, dtype), normal((n, n), device, "float8_e4m3fn" if is_fp8 else dtype)
+    multiply = torch.matmul
+    if is_fp8:  # cuBLAS wants b by columns, and one of the two to be e4m3fn
+        one, b = torch.ones((), device=device), b.t()
+        multiply = functools.partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16,
+                                     use_fast_accum=True)
+    multiply(a, b)
+    return float(f"{2 * n**3 / timed(device, multiply, a, b)[0] / 1e9:.6g}")
+
+
+def host_cost():
+    """{name: µs} from a Python call to its return, without waiting for the GPU; median of 7 times 2000 calls."""
+    q = torch.randn(1, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
+    rows = q.transpose(1, 2).contiguous()  # (B, S, H, D)
+    calls = {"flash_attention": lambda: flash_attention(q, q, q),
+             "flash_attn_func": lambda: flash_attn_func(rows, rows, rows),
+             "torch:flash": lambda: scaled_dot_product_attention(q, q, q),
+             "torch:efficient": lambda: scaled_dot_product_attention(q, q, q),
+             "empty_like": lambda: torch.empty_like(q)}
+    backends = {"torch:flash": SDPBackend.FLASH_ATTENTION, "torch:efficient": SDPBackend.EFFICIENT_ATTENTION}
+    cost = {}
+    for name, call in calls.items():
+        with torch.no_grad(), sdpa_kernel(backends.get(name, SDPBackend.MATH)):  # set once: not part of the call
+            times = []
+            for _ in range(8):
+                start = time.perf_counter()
+                for _ in range(2000):
+                    call()
+                times.append((time.perf_counter() - start) / 2000 * 1e6)
+                torch.cuda.synchronize()
+        cost[name] = round(float(torch.tensor(times[1:]).median()), 2)  # the first is the warm-up
+    return cost
+
+
+def environment(device, program, argv):
+    """The meta of the JSON."""
+    interpreting = "TRITON_INTERPRET=1 " * (os.environ.get("TRITON_INTERPRET") == "1")
+    words = [re.sub(r"(^|=)/.*/", r"\1", x) for x in argv]  # for any machine: without the directories of this one
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
+        "driver": driver_version(),
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "cuda": torch.version.cuda,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "source_digest": source_digest(),
+        "command": interpreting + shlex.join([*program.split(), *words]),
+    }

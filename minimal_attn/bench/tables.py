@@ -1,0 +1,47 @@
+"""What a run prints. results is everywhere {setting: {impl: row}}. Read next: pictures.py, page.py."""
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .measure import MEASURED, Setting
+
+console = Console(highlight=False, markup=False)
+
+HEADINGS = ("ms", "p20", "p80", "TFLOP/s", "GB/s", "peak MB", "max err")
+MANY = 4  # settings, beyond which a table has a line for each
+
+
+def speedup(rows, impl, baseline):
+    ms, baseline_ms = (rows.get(name, {}).get("ms") for name in (impl, baseline))
+    return baseline_ms / ms if ms and baseline_ms else None
+
+
+def number(x):
+    return "–" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
+
+
+def print_table(title, headings, rows):
+    """rows: {impl: numbers}"""
+    table = Table("", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    for heading in headings:
+        table.add_column(str(heading), justify="right")
+    for impl, numbers in rows.items():
+        table.add_row(impl, *map(number, numbers))
+    console.print(title, table, "", sep="\n", soft_wrap=True)
+
+
+def print_tables(results, args, sweep, on_device):
+    """Of each of args.shapes a table of all that was measured, or one of them all where they are many; then, for each
+    dtype with and without a mask, one of the time over the lengths of sweep."""
+    baseline = args.op.BASELINE
+    of_shapes = {setting: rows for setting, rows in results.items() if setting.shape in args.shapes}
+    for setting, rows in of_shapes.items() if len(of_shapes) <= MANY else ():
+        numbers = {impl: [*(rows[impl][x] for x in MEASURED), speedup(rows, impl, baseline)] for impl in rows}
+        print_table(f"{setting} {on_device}", [*HEADINGS, f"× {baseline}"], numbers)
+    if len(of_shapes) > MANY:
+        numbers = {str(setting): [rows[x]["tflops"] for x in rows] for setting, rows in of_shapes.items()}
+        print_table(f"TFLOP/s {on_device}", args.impls, numbers)
+    for dtype, causal in dict.fromkeys((x.dtype, x.causal) for x in results) if sweep else ():
+        numbers = {impl: [results[Setting(shape, dtype, causal)][impl]["ms"] for shape in sweep] for impl in args.impls}
+        print_table(f"ms over S in {Setting(args.shapes[0], dtype, causal)}", [shape.x for shape in sweep], numbers)

@@ -1,0 +1,101 @@
+"""Every backend of this machine against the reference: a short check that an installation computes what it should.
+
+The tests of the source tree hold far more cases by the same rule. Read next: reference.py, the oracle.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from . import flash_attention, reference_attention
+from .interface import BACKENDS
+from .validation import allowed_error
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    q_shape: tuple  # (B, H, Sq, D)
+    k_shape: tuple  # (B, Hk, Sk, D)
+    options: dict = field(default_factory=dict)
+
+
+CHECKS = [
+    Check("head_dim 64", (2, 2, 96, 64), (2, 2, 96, 64)),
+    Check("causal", (2, 2, 96, 64), (2, 2, 96, 64), {"causal": True}),
+    Check("grouped heads, Sq < Sk", (2, 4, 65, 128), (2, 2, 130, 128), {"causal": True}),
+    Check("head_dim 33", (2, 2, 50, 33), (2, 2, 70, 33)),
+    Check("head_dim 256, scale", (2, 2, 40, 256), (2, 2, 40, 256), {"sm_scale": 0.1}),
+    Check("seq_lens", (2, 2, 80, 64), (2, 2, 80, 64), {"causal": True, "seq_lens": [17, 80]}),
+    Check("rows without a key", (2, 2, 70, 64), (2, 2, 30, 64), {"causal": True}),
+]
+
+
+def run() -> int:
+    """Check, with a progress bar, and print a table of the largest errors. The exit code: 0 if all is right, else 1."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    console = Console(highlight=False)
+    why_not = {name: backend.why_not(device) for name, backend in BACKENDS.items() if name != "reference"}
+    backends = [name for name, reason in why_not.items() if reason is None]
+    for name, reason in why_not.items():
+        if reason is not None:
+            console.print(f"{name} is left out: {reason}", markup=False, soft_wrap=True)
+    title = f"Largest error against fp64, on {torch.cuda.get_device_name() if device.type == 'cuda' else 'the CPU'}"
+    table = Table("check", "dtype", *backends, title=title, box=SIMPLE_HEAD)
+    failures = []
+    jobs = [(check, dtype) for check in CHECKS for dtype in DTYPES]
+    for check, dtype in track(jobs, "checking", console=console, transient=True):
+        inputs, cells = Inputs(check, dtype, device), []
+        for backend in backends:
+            error, failure = inputs.judge(backend)
+            cells.append(f"[green]{error:.1e}[/]" if failure is None else "[red]FAILED[/]")
+            if failure:
+                failures.append(f"{backend}, {check.name}, {inputs.dtype}: {failure}")
+        table.add_row(check.name, inputs.dtype, *cells)
+    console.print(table)
+    for failure in failures:
+        console.print(failure, markup=False, soft_wrap=True)
+    count = len(jobs) * len(backends)
+    console.print(f"{count - len(failures)} of {count} are right", style="green" if not failures else "red")
+    return int(bool(failures))
+
+
+class Inputs:
+    """Normal q, k and v for a check, their result in fp64, and the error that it allows."""
+
+    def __init__(self, check, dtype, device):
+        torch.manual_seed(0)
+        self.dtype, self.options = str(dtype).removeprefix("torch."), check.options
+        shapes = check.q_shape, check.k_shape, check.k_shape
+        self.qkv = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+        self.out, self.lse = reference_attention(*(x.double() for x in self.qkv), **self.options, return_lse=True)
+        with sdpa_kernel(SDPBackend.MATH):
+            base = flash_attention(*self.qkv, **self.options, backend="torch")
+        self.allowed = allowed_error(base, self.out)
+
+    def judge(self, backend):
+        """(the largest error of out, None), or (NaN, what is wrong)."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what is slow, which is not the matter here
+                out, lse = flash_attention(*self.qkv, **self.options, return_lse=True, backend=backend)
+        except Exception as error:
+            return math.nan, f"{type(error).__name__}: {error}".splitlines()[0]
+        error = (out.double() - self.out).abs().max().item()
+        if not error <= self.allowed:  # NaN is wrong
+            return math.nan, f"max error {error:.2e}, allowed {self.allowed:.2e}"
+        sees = self.lse > -math.inf
+        # A few roundings of fp32, at the size of the largest: a small lse may be the sum of large products.
+        atol = 3e-6 + 5e-7 * self.lse[sees].abs().max().item()
+        if not ((lse > -math.inf) == sees).all() or not torch.allclose(lse[sees].double(), self.lse[sees], 2e-6, atol):
+            return math.nan, "lse is wrong"
+        return error, None
