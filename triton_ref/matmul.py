@@ -10,8 +10,7 @@ Read next: autotune.py, which picks the fastest of the configs that _ranked prop
 """
 
 import functools
-from contextlib import nullcontext
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 import triton
@@ -66,7 +65,11 @@ def _matmul(a, b, c, m, n, k, a_row_stride, a_col_stride, b_row_stride, b_col_st
             k_idx = (split * k_blocks + k_block) * kBlockK
             a_tile = _load(a, row, k_idx, m, k, a_row_stride, a_col_stride, kTma, kTransA, kBlockM, kBlockK)
             b_tile = _load(b, k_idx, col, k, n, b_row_stride, b_col_stride, kTma, kTransB, kBlockK, kBlockN)
-            acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
+            if a_tile.dtype == tl.float32:
+                # Summed apart from acc: short sums round less. A plain addition would be folded back into the dot.
+                acc = tl.fma(acc, tl.full(acc.shape, 1.0, tl.float32), tl.dot(a_tile, b_tile, input_precision="ieee"))
+            else:
+                acc = tl.dot(a_tile, b_tile, acc)
 
         row += split * m_blocks * kBlockM
         if kTma:
@@ -99,9 +102,9 @@ TILES = {
         (16, 64, 256, 0.9),
         (16, 32, 256, 0.4)),
     # True fp32 runs on the FMA units from registers, so the tiles are small.
-    4: ((64, 64, 16, 0.30), (32, 32, 32, 0.20), (16, 64, 32, 0.15), (16, 32, 32, 0.10)),
+    4: ((64, 64, 32, 0.30), (32, 32, 32, 0.20), (16, 64, 32, 0.15), (16, 32, 32, 0.10)),
 }
-TRIED = 6  # configs that autotuning times
+MAX_TRIED = 6  # configs that autotuning times
 
 
 def tile_config(dtype: torch.dtype, m: int, n: int, k: int, is_tma: bool = True, num_sms: int = 132,
@@ -122,8 +125,8 @@ def tile_config(dtype: torch.dtype, m: int, n: int, k: int, is_tma: bool = True,
 
 @functools.lru_cache(maxsize=4096)
 def _ranked(dtype, m, n, k, is_tma, num_sms, shared_memory):
-    """Configs, the fastest by the model first: tiles run in waves of num_sms at the rate of TILES, or memory is the
-    limit, at 3 TB/s; adding up splits takes 3 µs, and what moving their sums takes."""
+    """The configs that may be the fastest, by a model of the time in µs: tiles run in waves of num_sms at the rate of
+    TILES, or memory is the limit, at 3 TB/s; a launch takes 5, another one to add up splits 3 and what it reads."""
     bytes_moved = dtype.itemsize * (m * k + k * n + m * n)
     found = []
     for kBlockM, kBlockN, kBlockK, rate in TILES[dtype.itemsize]:
@@ -136,8 +139,9 @@ def _ranked(dtype, m, n, k, is_tma, num_sms, shared_memory):
             compute = _cdiv(tiles * kSplits, num_sms) * (2e-6 * kBlockM * kBlockN * k_span / rate + 0.2)
             adding = 3 + kSplits * (0.5 + 8 * m * n / 3e6) if kSplits > 1 else 0
             if config["num_stages"] > 1:
-                found.append((max(compute, bytes_moved / 3e6) + adding, compute, config))
-    return [config for *_, config in sorted(found, key=lambda entry: entry[:2])]
+                found.append((5 + max(compute, bytes_moved / 3e6) + adding, compute, config))
+    found.sort(key=lambda entry: entry[:2])
+    return [config for time, _, config in found[:MAX_TRIED] if time <= 1.2 * found[0][0]]
 
 
 def _config(dtype, kBlockM, kBlockN, kBlockK, kSplits, is_tma, shared_memory):
@@ -175,17 +179,34 @@ def _contiguous_dim(x):
     return None
 
 
+class _Memory(NamedTuple):
+    """What a tensor descriptor asks of its tensor; unlike that, it keeps no memory alive."""
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self):
+        return self.address
+
+
+@functools.lru_cache(maxsize=4096)
+def _descriptor(address, dtype, shape, strides, block):
+    return TensorDescriptor(_Memory(address, dtype), shape, strides, block)
+
+
 def _describe(x, dim, kBlockRows, kBlockCols):
     """A tensor descriptor of x, or of its transpose where dimension 0 is the contiguous one."""
-    if dim == 0:
-        x, kBlockRows, kBlockCols = x.T, kBlockCols, kBlockRows
-    return TensorDescriptor(x, x.shape, x.stride(), [kBlockRows, kBlockCols])
+    if dim == 1:
+        return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), (kBlockRows, kBlockCols))
+    return _descriptor(x.data_ptr(), x.dtype, x.shape[::-1], x.stride()[::-1], (kBlockCols, kBlockRows))
 
 
-def _launch(a, b, c, dims, num_sms, config):
-    """Write a @ b to c. dims: the contiguous dimensions of a and b for TMA, or None to read through pointers."""
+def _launch(a, b, c, dims, num_sms, config, kernel=None):
+    """Write a @ b to c. dims: the contiguous dimensions of a and b for TMA, or None to read through pointers.
+
+    Returns the compiled kernel: passed to the next call with such tensors, it spares Triton looking for it.
+    """
     (m, k), n = a.shape, b.shape[1]
-    kBlockM, kBlockN, kBlockK, kSplits = (config[name] for name in ("kBlockM", "kBlockN", "kBlockK", "kSplits"))
+    kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages = config.values()
     m_blocks = _cdiv(m, kBlockM)
     programs = m_blocks * _cdiv(n, kBlockN) * kSplits
     out = c if kSplits == 1 else c.new_empty((kSplits * m_blocks * kBlockM, n), dtype=torch.float32)
@@ -194,9 +215,15 @@ def _launch(a, b, c, dims, num_sms, config):
         programs, is_trans = min(programs, num_sms), (dims[0] == 0, dims[1] == 0)
         tensors = (_describe(a, dims[0], kBlockM, kBlockK), _describe(b, dims[1], kBlockK, kBlockN),
                    _describe(out, 1, kBlockM, kBlockN))
-    _matmul[(programs,)](*tensors, m, n, k, *a.stride(), *b.stride(), dims is not None, *is_trans, **config)
+    arguments = (*tensors, m, n, k, *a.stride(), *b.stride(), dims is not None, *is_trans, kBlockM, kBlockN, kBlockK,
+                 kSplits)
+    if kernel is None:
+        kernel = _matmul[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
+    else:
+        kernel[(programs, 1, 1)](*arguments)
     if kSplits > 1:
         _sum_splits[(_cdiv(m * n, 1024),)](out, c, m * n, m_blocks * kBlockM * n, kSplits=kSplits, kBlock=1024)
+    return kernel
 
 
 def _multiply(a: Tensor, b: Tensor, block_m: Optional[int], block_n: Optional[int], block_k: Optional[int],
@@ -204,30 +231,56 @@ def _multiply(a: Tensor, b: Tensor, block_m: Optional[int], block_n: Optional[in
     """triton_matmul of checked arguments."""
     if INTERPRETING and a.dtype == torch.bfloat16:  # Triton's interpreter (3.6 to 3.9) gets bf16 dots and casts wrong
         return _multiply(a.float(), b.float(), block_m, block_n, block_k, use_autotune).bfloat16()
-    (m, k), n = a.shape, b.shape[1]
-    c = a.new_empty((m, n))
-    if m == 0 or n == 0 or k == 0:
+    c = a.new_empty((a.shape[0], b.shape[1]))
+    if 0 in a.shape or 0 in b.shape:
         return c.zero_()
-    has_tma, num_sms, shared_memory = _gpu(a.device)
-    # TMA copies rows that start at multiples of 16 bytes, of c as well.
-    dims = (_contiguous_dim(a), _contiguous_dim(b)) if has_tma and a.dtype != torch.float32 and n % 8 == 0 else (None,)
-    dims = None if None in dims else dims
-    launch = functools.partial(_launch, a, b, c, dims, num_sms)
+    options = block_m, block_n, block_k, use_autotune
+    key = (a.dtype, a.device, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() % 16, b.data_ptr() % 16, *options)
     with torch.accelerator.device_index(a.device.index):  # no index, nothing to do: the CPU
-        if None not in (block_m, block_n, block_k):
-            config = _config(a.dtype, block_m, block_n, block_k, 1, dims is not None, shared_memory)
-            if config["num_stages"] < 1:
-                raise ValueError(f"block_m, block_n and block_k must fit {shared_memory} bytes of shared memory, which "
-                                 f"{block_m}, {block_n} and {block_k} do not in {a.dtype}")
-        elif use_autotune:
-            sizes = _bucket(m), _bucket(n), _bucket(k)
-            configs = _ranked(a.dtype, *sizes, dims is not None, num_sms, shared_memory)[:TRIED]
-            layout = dims or tuple(stride == 1 for stride in (*a.stride(), *b.stride()))
-            config = autotune.fastest("matmul", (str(a.dtype), *sizes, *layout), configs, launch, a.device)
+        if key in _plans:
+            _launch(a, b, c, *_plans[key])
         else:
-            config = tile_config(a.dtype, m, n, k, dims is not None, num_sms, shared_memory)
-        launch(config)
+            dims, num_sms, config = _plan(a, b, c, *options)
+            plan = dims, num_sms, config, _launch(a, b, c, dims, num_sms, config)
+            if a.is_cuda and torch.cuda.is_current_stream_capturing():
+                return c  # the choice is not one of autotuning
+            if len(_plans) == 4096:
+                _plans.clear()
+            _plans[key] = plan
     return c
+
+
+_plans = {}  # {all that a launch depends on: what _launch takes after the tensors}
+
+
+def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
+    """(dims, num_sms, config) for _launch. Autotuning overwrites c."""
+    (m, k), n = a.shape, b.shape[1]
+    has_tma, num_sms, shared_memory = _gpu(a.device)
+    dims = _contiguous_dim(a), _contiguous_dim(b)
+    # TMA copies rows that start at multiples of 16 bytes, of c as well.
+    if not has_tma or None in dims or a.dtype == torch.float32 or n % 8:
+        dims = None
+    gpu = dims is not None, num_sms, shared_memory
+    if None not in (block_m, block_n, block_k):
+        config = _config(a.dtype, block_m, block_n, block_k, 1, dims is not None, shared_memory)
+        if config["num_stages"] < 1:
+            raise ValueError(f"block_m, block_n and block_k must fit {shared_memory} bytes of shared memory, which "
+                             f"{block_m}, {block_n} and {block_k} do not in {a.dtype}")
+    elif use_autotune:
+        sizes = _bucket(m), _bucket(n), _bucket(k)
+        layout = dims or tuple(stride == 1 for stride in (*a.stride(), *b.stride()))
+        kernels = {}
+
+        def run(config):
+            name = tuple(config.values())
+            kernels[name] = _launch(a, b, c, dims, num_sms, config, kernels.get(name))
+
+        configs = _ranked(a.dtype, *sizes, *gpu)
+        config = autotune.fastest("matmul", (str(a.dtype), *sizes, *layout), configs, run, a.device)
+    else:
+        config = tile_config(a.dtype, m, n, k, *gpu)
+    return dims, num_sms, config
 
 
 def _bucket(size):
