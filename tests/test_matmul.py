@@ -261,12 +261,27 @@ def test_table():
     assert matmul.tile_config(torch.float16, 8192, 8192, 8192)["kSplits"] == 1
 
 
+def test_descriptors():
+    """What TMA is told of a matrix and of a transposed one, without keeping their memory."""
+    x = torch.zeros(40, 64, device=DEVICE, dtype=torch.float16)
+    for y, dim in ((x[:, :48], 1), (x[:, :48].T, 0)):
+        assert matmul._contiguous_dim(y) == dim
+        described = matmul._describe(y, dim, 16, 32)
+        assert described.base.data_ptr() == x.data_ptr() and described.base.dtype == torch.float16
+        assert tuple(described.shape) == (40, 48) and tuple(described.strides) == (64, 1)
+        assert tuple(described.block_shape) == ((16, 32) if dim == 1 else (32, 16))
+    windows = x.flatten().as_strided((16, 64), (8, 1))
+    for y in (x[:, 1:], x[:, ::2], windows, x[:1].expand(40, 64), x[:, :1].expand(40, 64)):
+        assert matmul._contiguous_dim(y) is None
+
+
 def test_tuning_is_asked_once_for_sizes_alike(monkeypatch):
     asked = []
 
     def fastest(kernel, key, configs, run, device):
         asked.append((kernel, key))
-        assert 1 <= len(configs) <= matmul.MAX_TRIED and len({tuple(config.items()) for config in configs}) == len(configs)
+        assert 1 <= len(configs) <= matmul.MAX_TRIED
+        assert len({tuple(config.items()) for config in configs}) == len(configs)
         run(configs[-1])
         return configs[-1]
 

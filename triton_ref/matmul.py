@@ -10,7 +10,8 @@ Read next: autotune.py, which picks the fastest of the configs that _ranked prop
 """
 
 import functools
-from typing import NamedTuple, Optional
+from dataclasses import dataclass
+from typing import Optional
 
 import torch
 import triton
@@ -179,7 +180,8 @@ def _contiguous_dim(x):
     return None
 
 
-class _Memory(NamedTuple):
+@dataclass(frozen=True)
+class _Memory:
     """What a tensor descriptor asks of its tensor; unlike that, it keeps no memory alive."""
     address: int
     dtype: torch.dtype
