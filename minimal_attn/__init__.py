@@ -6,7 +6,7 @@ Read next: interface.py, the facade; then csrc/flash.cu, the kernel.
 from ._build import load
 from .benchmark import BenchmarkResult, BenchmarkRunner, benchmark_fn
 from .gpu import GPUArch, GPUCapabilities, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
-from .interface import available_backends, flash_attention, flash_attn_func, forward, which_kernel
+from .interface import available_backends, flash_attention, flash_attn_func, forward, triton_matmul, which_kernel
 from .reference import blockwise_attention, reference_attention
 from .selector import (AdaptiveKernelSelector, get_attention_config, get_matmul_config, get_optimal_attention,
                        get_optimal_matmul)
@@ -36,6 +36,7 @@ __all__ = [
     "print_gpu_info",
     "reference_attention",
     "supports_fp8",
+    "triton_matmul",
     "validate_attention",
     "validate_matmul",
     "which_kernel",

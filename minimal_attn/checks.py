@@ -14,6 +14,9 @@ TWIN_DTYPES = KERNEL_DTYPES + FP8_DTYPES  # of triton_ref
 MAX_HEAD_DIM = 256
 # Kernels count rows in 32 bits and round lengths up to whole tiles.
 MAX_SEQLEN = 2**31 - 257
+MAX_SIZE = 2**31 - 2**16
+# Half of a multiprocessor's registers for sums, half for what feeds them.
+MAX_TILE = 2**15
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 
@@ -71,6 +74,42 @@ def check_qkv(q, k, v, dtypes):
         raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads: {shapes}")
     if max(q.shape[1:-1] + k.shape[1:-1]) > MAX_SEQLEN:
         raise ValueError(f"heads and sequence lengths go up to {MAX_SEQLEN}: {shapes}")
+
+
+def check_matmul(a, b, block_m, block_n, block_k):
+    """Raise unless a (M, K) and b (K, N) can be multiplied, in tiles of the blocks that are not None.
+
+    TypeError for what is no dense tensor of an allowed dtype, ValueError for everything else.
+    """
+    for name, x in (("a", a), ("b", b)):
+        check_tensor(name, x)
+        if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(f"Unsupported dtype: {name} is {x.dtype}, allowed are float32, float16, bfloat16")
+    if a.dtype != b.dtype:
+        raise TypeError(f"dtypes must match: a is {a.dtype}, b is {b.dtype}")
+    if a.device != b.device:
+        raise ValueError(f"a and b must be on the same device: a is on {a.device}, b on {b.device}")
+    if a.is_meta:
+        raise ValueError("CUDA tensors required: a and b must hold values, and tensors on the device meta have none")
+    if not a.ndim == b.ndim == 2:
+        raise ValueError(f"Expected 2D tensors: a has {a.ndim}, b {b.ndim} dimensions")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"Incompatible dimensions: a is {tuple(a.shape)}, b is {tuple(b.shape)}, and a.shape[1] must "
+                         "be b.shape[0]")
+    if max(*a.shape, *b.shape) > MAX_SIZE:
+        raise ValueError(f"sizes go up to {MAX_SIZE}: a is {tuple(a.shape)}, b is {tuple(b.shape)}")
+    for name, block, size in (("block_m", block_m, a.shape[0]), ("block_n", block_n, b.shape[1]),
+                              ("block_k", block_k, a.shape[1])):
+        if block is None:
+            continue
+        if type(block) is not int or block < 16 or block & (block - 1):
+            raise ValueError(f"{name} must be a power of two and at least 16, got {block!r}")
+        limit = max(16, 1 << max(0, size - 1).bit_length())
+        if block > limit:
+            raise ValueError(f"{name} must not exceed {limit}, the dimension {size} rounded up, got {block}")
+    if block_m and block_n and block_m * block_n > MAX_TILE:
+        raise ValueError(f"block_m times block_n must not exceed {MAX_TILE}, which is what the registers hold, got "
+                         f"{block_m} and {block_n}")
 
 
 def check_seq_lens(seq_lens, q, k):

@@ -271,6 +271,34 @@ def _triton_why_not(device=None):
     return None
 
 
+def triton_matmul(a: Tensor, b: Tensor, block_m: int | None = None, block_n: int | None = None,
+                  block_k: int | None = None, use_autotune: bool = True) -> Tensor:
+    """a @ b in Triton: read by their strides without copies, summed in fp32, the same in every run of one tile.
+
+    Args:
+        a: (M, K), float16, bfloat16, or float32, which is multiplied in true fp32: no TF32, nothing cast to float16.
+        b: (K, N), of a's dtype and on a's device. M, N and K may be 0.
+        block_m, block_n, block_k: the tile: powers of two from 16 on that do not exceed M, N and K, rounded up to a
+            power of two. Unless all three are given, the tile is chosen here.
+        use_autotune: choose by timing a few, once for sizes alike on one kind of GPU (triton_ref/autotune.py); False:
+            by triton_ref.matmul.tile_config, a model of the time.
+
+    Returns:
+        c (M, N) of a's dtype, contiguous.
+
+    Raises:
+        TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ.
+        ValueError: dimensions, devices or blocks.
+        NotImplementedError: an input requires grad or has a forward-mode tangent: there is no derivative.
+        ModuleNotFoundError: no Triton.
+    """
+    error, _ = _load_triton()
+    if error:
+        raise ModuleNotFoundError(f"triton is required for triton_matmul (pip install triton): {error}")
+    from triton_ref import matmul
+    return matmul.triton_matmul(a, b, block_m, block_n, block_k, use_autotune)
+
+
 def _aligned(x):
     """x, or a copy if it does not start at a multiple of 16 bytes or has rows that do not: SDPA's CUDA kernels fail on
     some such tensors with a misaligned address, after which the process has no GPU any more."""

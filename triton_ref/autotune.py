@@ -80,7 +80,7 @@ def _measure(what, configs, run):
     _progress("")
     if not times:
         raise first_error
-    return min(times, key=times.get)
+    return min(times, key=lambda i: times[i] * (0.97 if i == 0 else 1))  # what is 3 % faster may be noise
 
 
 def _progress(line):

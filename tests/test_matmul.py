@@ -1,0 +1,349 @@
+"""triton_matmul: every size, layout and dtype against fp64, what it refuses, and how it chooses its tiles."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases import check_error
+from conftest import HAS_GPU
+from minimal_attn import checks, triton_matmul, validate_matmul
+
+pytest.importorskip("triton", reason="triton is not installed")
+from triton_ref import autotune, matmul  # noqa: E402
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+SHAPES = [(1, 1, 1), (16, 16, 16), (17, 33, 65), (70, 50, 300), (1, 70, 40), (70, 1, 40), (70, 40, 1), (130, 66, 5),
+          (16, 24, 1000)]
+LARGE_SHAPES = [(1000, 1000, 1000), (1023, 513, 777), (16, 4096, 4096), (1, 4096, 4096), (4096, 16, 512),
+                (300, 2056, 64), (128, 128, 20000), (2048, 2048, 2048)]
+EMPTY_SHAPES = [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)]
+
+
+def in_nan(shape, dtype, device=DEVICE, rows_first=True, pad=8, offset=8):
+    """Normal values in a buffer of NaN: pad elements follow each row, or each column unless rows_first."""
+    rows, cols = shape if rows_first else shape[::-1]
+    buffer = torch.full((offset + rows * (cols + pad) + pad,), math.nan, dtype=dtype, device=device)
+    x = buffer.as_strided((rows, cols), (cols + pad, 1), offset)
+    x.copy_(torch.randn(rows, cols))
+    return x if rows_first else x.T
+
+
+def check(a, b, *blocks, **options):
+    c = triton_matmul(a, b, *blocks, **options)
+    assert c.shape == (a.shape[0], b.shape[1]) and c.dtype == a.dtype and c.is_contiguous()
+    check_error(c, a.double() @ b.double(), a @ b)
+    return c
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def gpu_only(cases):
+    return [pytest.param(case, marks=pytest.mark.gpu) for case in cases]
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", SHAPES + gpu_only(LARGE_SHAPES), ids=str)
+def test_shapes(shape, dtype, poisoned_outputs):
+    """Between NaN before and behind both operands, rows aligned as far as their length allows."""
+    m, n, k = shape
+    check(in_nan((m, k), dtype), in_nan((k, n), dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize("pad, offset", [(8, 8), (3, 8), (8, 1)], ids=["aligned", "odd rows", "odd start"])
+@pytest.mark.parametrize("b_rows_first", [True, False], ids=["b", "b.T"])
+@pytest.mark.parametrize("a_rows_first", [True, False], ids=["a", "a.T"])
+def test_layouts(a_rows_first, b_rows_first, pad, offset, dtype, poisoned_outputs):
+    """Row-major and transposed, with rows that TMA can copy and with rows that it cannot."""
+    m, n, k = (264, 136, 200) if HAS_GPU else (40, 24, 56)
+    check(in_nan((m, k), dtype, DEVICE, a_rows_first, pad, offset),
+          in_nan((k, n), dtype, DEVICE, b_rows_first, pad, offset))
+
+
+@each_dtype
+def test_strides(dtype):
+    """Steps in both dimensions, broadcast rows and columns, and windows that overlap."""
+    x, y = torch.randn(80, 96, device=DEVICE, dtype=dtype), torch.randn(96, 64, device=DEVICE, dtype=dtype)
+    check(x[::2, ::3], y[::3, 1::2])
+    check(x[:1].expand(48, 96), y)
+    check(x, y[:, :1].expand(96, 40))
+    check(x[:, :1].expand(80, 96), y)
+    check(x, y[:1].expand(96, 64))
+    check(x.flatten().as_strided((40, 48), (8, 1)), y.flatten().as_strided((48, 40), (1, 8)))
+    assert triton_matmul(x, y).equal(triton_matmul(x.T.contiguous().T, y.T.contiguous().T))
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", EMPTY_SHAPES, ids=str)
+def test_empty(shape, dtype):
+    m, n, k = shape
+    c = check(torch.ones(m, k, device=DEVICE, dtype=dtype), torch.ones(k, n, device=DEVICE, dtype=dtype))
+    assert (c == 0).all()
+
+
+@each_dtype
+@pytest.mark.parametrize("blocks", [(16, 16, 16), (32, 64, 16), (64, 16, 64), (16, 32, 128)], ids=str)
+def test_given_blocks(blocks, dtype, poisoned_outputs):
+    check(in_nan((50, 70), dtype), in_nan((70, 40), dtype), *blocks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("blocks", [(128, 256, 64), (256, 128, 32), (512, 64, 16), (16, 1024, 16), (64, 64, 256),
+                                    (128, 128, 16)], ids=str)
+def test_given_large_blocks(blocks, dtype, poisoned_outputs):
+    check(in_nan((600, 264), dtype), in_nan((264, 1032), dtype), *blocks)
+
+
+def run(a, b, config, monkeypatch):
+    """triton_matmul with a config of one's own."""
+    monkeypatch.setattr(matmul, "tile_config", lambda *_: config)
+    monkeypatch.setattr(matmul, "_plans", {})
+    return triton_matmul(a, b, use_autotune=False)
+
+
+@pytest.mark.parametrize("splits", [2, 16])
+@each_dtype
+def test_splits(splits, dtype, monkeypatch, poisoned_outputs):
+    """Also more of them than there is of K, and the same result in every run."""
+    config = dict(kBlockM=16, kBlockN=16, kBlockK=16, kSplits=splits, num_warps=4, num_stages=2)
+    for k in (8, 200):
+        a, b = in_nan((17, k), dtype), in_nan((k, 16), dtype)
+        c = run(a, b, config, monkeypatch)
+        check_error(c, a.double() @ b.double(), a @ b)
+        assert c.equal(triton_matmul(a, b, use_autotune=False))
+
+
+def test_fp32_is_exact():
+    """Products of 12 bits by 12, which TF32 and float16 would round, and sums that float32 holds."""
+    a, b = (torch.randint(-4095, 4096, shape, device=DEVICE).float() for shape in ((40, 1), (1, 50)))
+    assert triton_matmul(a, b).double().equal(a.double() * b.double())
+    a = torch.randint(-500, 500, (40, 64), device=DEVICE).float()
+    assert triton_matmul(a, a.T).double().equal(a.double() @ a.double().T)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of numpy, in the interpreter
+@each_dtype
+def test_infinity_and_nan(dtype):
+    a = torch.ones(20, 20, device=DEVICE, dtype=dtype)
+    a[3, 4], a[5, 6] = math.inf, math.nan
+    c = triton_matmul(a, torch.eye(20, device=DEVICE, dtype=dtype) + 1)
+    assert c[3].isinf().all() and c[5].isnan().all() and c[[0, 1, 2, 4] + list(range(6, 20))].isfinite().all()
+
+
+@each_dtype
+def test_defaults(dtype):
+    """Fewer than three blocks are as none, and a tile of one's own gives what the table's does to within rounding."""
+    a, b = torch.randn(50, 70, device=DEVICE, dtype=dtype), torch.randn(70, 40, device=DEVICE, dtype=dtype)
+    want = triton_matmul(a, b, use_autotune=False)
+    for blocks in ((), (16,), (16, 16), (None, 16, 16)):
+        assert triton_matmul(a, b, *blocks, use_autotune=False).equal(want)
+    assert validate_matmul(triton_matmul, 70, 50, 300, dtype=dtype, device=DEVICE)[0]
+    assert matmul.triton_matmul(a, b).equal(triton_matmul(a, b))
+
+
+def tensor(*shape, dtype=torch.float16, device=DEVICE):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+WRONG = [
+    (TypeError, "b must be a torch.Tensor, got list", (tensor(3, 4), [1]), {}),
+    (TypeError, "a must be a dense tensor", (torch.eye(4).to_sparse(), tensor(4, 4)), {}),
+    (TypeError, "Unsupported dtype: a is torch.float64", (tensor(3, 4, dtype=torch.float64), tensor(4, 5)), {}),
+    (TypeError, "Unsupported dtype: b is torch.int32", (tensor(3, 4), tensor(4, 5, dtype=torch.int32)), {}),
+    (TypeError, "dtypes must match: a is torch.float16, b is torch.bfloat16",
+     (tensor(3, 4), tensor(4, 5, dtype=torch.bfloat16)), {}),
+    (ValueError, "a and b must be on the same device", (tensor(3, 4), tensor(4, 5, device="meta")), {}),
+    (ValueError, "CUDA tensors required", (tensor(3, 4, device="meta"), tensor(4, 5, device="meta")), {}),
+    (ValueError, "Expected 2D tensors: a has 3, b 2 dimensions", (tensor(2, 3, 4), tensor(4, 5)), {}),
+    (ValueError, "Expected 2D tensors: a has 2, b 1 dimensions", (tensor(3, 4), tensor(4)), {}),
+    (ValueError, r"Incompatible dimensions: a is \(3, 4\), b is \(5, 4\)", (tensor(3, 4), tensor(5, 4)), {}),
+    (ValueError, "sizes go up to", (tensor(1, 1).expand(2**31, 1), tensor(1, 1)), {}),
+    (ValueError, "block_m must be a power of two and at least 16, got 48", (tensor(99, 99), tensor(99, 99)),
+     {"block_m": 48}),
+    (ValueError, "block_n must be a power of two and at least 16, got 8", (tensor(99, 99), tensor(99, 99)),
+     {"block_n": 8}),
+    (ValueError, "block_k must be a power of two and at least 16, got 0", (tensor(99, 99), tensor(99, 99)),
+     {"block_k": 0}),
+    (ValueError, "block_k must be a power of two and at least 16, got -16", (tensor(99, 99), tensor(99, 99)),
+     {"block_k": -16}),
+    (ValueError, "block_m must be a power of two and at least 16, got 16.0", (tensor(99, 99), tensor(99, 99)),
+     {"block_m": 16.0}),
+    (ValueError, "block_m must not exceed 64, the dimension 33 rounded up, got 128", (tensor(33, 99), tensor(99, 99)),
+     {"block_m": 128}),
+    (ValueError, "block_n must not exceed 16, the dimension 5 rounded up, got 32", (tensor(99, 99), tensor(99, 5)),
+     {"block_n": 32}),
+    (ValueError, "block_k must not exceed 16, the dimension 0 rounded up, got 32", (tensor(99, 0), tensor(0, 5)),
+     {"block_k": 32}),
+    (ValueError, "block_m times block_n must not exceed 32768", (tensor(512, 16), tensor(16, 512)),
+     {"block_m": 256, "block_n": 256}),
+    (ValueError, "must fit [0-9]* bytes of shared memory", (tensor(64, 4096), tensor(4096, 64)),
+     {"block_m": 64, "block_n": 64, "block_k": 4096}),
+]
+
+
+@pytest.mark.parametrize("error, message, tensors, options", WRONG, ids=[row[1] for row in WRONG])
+def test_errors(error, message, tensors, options):
+    for call in (triton_matmul, matmul.triton_matmul):
+        with pytest.raises(error, match=message):
+            call(*tensors, **options)
+
+
+def test_no_derivative():
+    a, b = torch.randn(4, 5, device=DEVICE, requires_grad=True), torch.randn(5, 6, device=DEVICE)
+    for tensors in ((a, b), (b.T, a.T)):
+        with pytest.raises(NotImplementedError, match="no backward pass"):
+            triton_matmul(*tensors)
+    with torch.no_grad():
+        assert not check(a, b).requires_grad
+    assert not check(torch.nn.Parameter(a, requires_grad=False), b).requires_grad
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(a.detach(), torch.ones_like(a))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            triton_matmul(dual, b)
+
+
+def test_a_cpu_tensor_without_the_interpreter(monkeypatch):
+    monkeypatch.setattr(matmul, "INTERPRETING", False)
+    with pytest.raises(ValueError, match="CUDA tensors required: .*TRITON_INTERPRET=1"):
+        triton_matmul(torch.zeros(4, 4), torch.zeros(4, 4))
+
+
+def test_without_triton():
+    """The package imports, and the call says what is missing."""
+    program = ("import sys; sys.modules['triton'] = None\n"
+               "import minimal_attn, torch\n"
+               "try: minimal_attn.triton_matmul(torch.ones(2, 2), torch.ones(2, 2))\n"
+               "except ModuleNotFoundError as error: print(error)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
+    assert "triton is required for triton_matmul" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic):
+    compiled = torch.compile(triton_matmul, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for m, n, k in ((20, 30, 40), (33, 18, 50)):
+        a, b = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE).T
+        assert compiled(a, b).equal(triton_matmul(a, b))
+
+
+def test_op():
+    a, b = torch.randn(20, 30, device=DEVICE), torch.randn(30, 40, device=DEVICE)
+    for rest in ((None, None, None, True), (16, 16, 16, False)):
+        torch.library.opcheck(torch.ops.minimal_attn.triton_matmul, (a, b, *rest))
+
+
+def test_table():
+    """Known without a GPU; every config fits the GPU, and its tile is no larger than it must be."""
+    config = matmul.tile_config(torch.float16, 4096, 4096, 4096)
+    assert config == dict(kBlockM=128, kBlockN=256, kBlockK=64, kSplits=1, num_warps=8, num_stages=3)
+    for dtype in DTYPES:
+        for m, n, k in SHAPES + LARGE_SHAPES + [(8192, 8192, 8192)]:
+            for shared_memory in (99 << 10, 163 << 10, 227 << 10):
+                config = matmul.tile_config(dtype, m, n, k, dtype != torch.float32, 132, shared_memory)
+                tile = config["kBlockM"] + config["kBlockN"]
+                assert 2 <= config["num_stages"] <= 5
+                assert config["num_stages"] * tile * config["kBlockK"] * dtype.itemsize < shared_memory
+                assert config["kBlockM"] * config["kBlockN"] <= checks.MAX_TILE
+    assert matmul.tile_config(torch.float16, 16, 1024, 4096)["kSplits"] > 1  # few tiles
+    assert matmul.tile_config(torch.float16, 8192, 8192, 8192)["kSplits"] == 1
+
+
+def test_descriptors():
+    """What TMA is told of a matrix and of a transposed one, without keeping their memory."""
+    x = torch.zeros(40, 64, device=DEVICE, dtype=torch.float16)
+    for y, dim in ((x[:, :48], 1), (x[:, :48].T, 0)):
+        assert matmul._contiguous_dim(y) == dim
+        described = matmul._describe(y, dim, 16, 32)
+        assert described.base.data_ptr() == x.data_ptr() and described.base.dtype == torch.float16
+        assert tuple(described.shape) == (40, 48) and tuple(described.strides) == (64, 1)
+        assert tuple(described.block_shape) == ((16, 32) if dim == 1 else (32, 16))
+    windows = x.flatten().as_strided((16, 64), (8, 1))
+    for y in (x[:, 1:], x[:, ::2], windows, x[:1].expand(40, 64), x[:, :1].expand(40, 64)):
+        assert matmul._contiguous_dim(y) is None
+
+
+def test_tuning_is_asked_once_for_sizes_alike(monkeypatch):
+    asked = []
+
+    def fastest(kernel, key, configs, run, device):
+        asked.append((kernel, key))
+        assert 1 <= len(configs) <= matmul.MAX_TRIED
+        assert len({tuple(config.items()) for config in configs}) == len(configs)
+        run(configs[-1])
+        return configs[-1]
+
+    monkeypatch.setattr(autotune, "fastest", fastest)
+    monkeypatch.setattr(matmul, "_plans", {})
+    a, b = torch.randn(40, 70, device=DEVICE), torch.randn(70, 50, device=DEVICE)
+    check(a, b)
+    check(a, b)
+    assert len(asked) == 1
+    check(a[:39], b[:, :49])
+    assert len(asked) == 2 and asked[0] == asked[1]
+    check(a, b.T.contiguous().T)
+    check(a.half(), b.half())
+    check(a[:, :20], b[:20])
+    assert len(set(asked)) == 4
+    check(a, b, use_autotune=False)
+    check(a, b, 16, 16, 16)
+    assert len(asked) == 5
+
+
+@pytest.mark.gpu
+@each_dtype
+@pytest.mark.parametrize("b_rows_first", [True, False], ids=["b", "b.T"])
+@pytest.mark.parametrize("a_rows_first", [True, False], ids=["a", "a.T"])
+def test_every_tile_of_the_table(a_rows_first, b_rows_first, dtype, monkeypatch, poisoned_outputs):
+    """Whole tiles and cut ones, with and without splits."""
+    *_, shared_memory = matmul._gpu(torch.device("cuda", torch.cuda.current_device()))
+    a, b = in_nan((304, 328), dtype, DEVICE, a_rows_first), in_nan((328, 520), dtype, DEVICE, b_rows_first)
+    truth, base = a.double() @ b.double(), a @ b
+    for *blocks, _ in matmul.TILES[dtype.itemsize]:
+        for splits in (1, 4):
+            config = matmul._config(dtype, *blocks, splits, True, shared_memory)
+            check_error(run(a, b, config, monkeypatch), truth, base)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_autotune", [True, False])
+def test_graph_capture_and_replay(use_autotune):
+    a, b = (torch.randn(shape, device=DEVICE, dtype=torch.float16) for shape in ((200, 304), (304, 104)))
+    triton_matmul(a, b, use_autotune=use_autotune)  # compiles outside of the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        c = triton_matmul(a, b, use_autotune=use_autotune)
+    for _ in range(2):
+        a.normal_(), b.normal_()
+        graph.replay()
+        check_error(c, a.double() @ b.double(), a @ b)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_properties(0).total_memory < 30 << 30, reason="needs 30 GiB")
+@pytest.mark.parametrize("pad", [0, 1], ids=["rows for TMA", "odd rows"])
+def test_more_than_2_31_elements(pad):
+    """Of a, of b and of c; the last rows and columns tell."""
+    long, k = 2**25 + 136, 64
+    a = torch.zeros(long, k + pad, device=DEVICE, dtype=torch.float16)[:, :k]
+    a[-300:] = torch.randn(300, k, device=DEVICE)
+    small = torch.randn(k, 72, device=DEVICE, dtype=torch.float16)
+    assert long * k > 2**31
+    c = triton_matmul(a, small, use_autotune=False)
+    assert c.numel() > 2**31 and (c[:-300] == 0).all()
+    check_error(c[-300:], a[-300:].double() @ small.double(), a[-300:] @ small)
+    del c
+    c = triton_matmul(small.T, a.T, use_autotune=False)
+    check_error(c[:, -300:], small.T.double() @ a[-300:].T.double(), small.T @ a[-300:].T)

@@ -1,0 +1,317 @@
+"""Matrix product in Triton: C = A B with fp32 sums, for matrices of any size and any strides.
+
+A program computes tiles [kBlockM, kBlockN] of C, one after the other. On GPUs with TMA (Hopper on) the hardware copies
+whole tiles, there is one program a multiprocessor, and the loops over tiles and over K are one: the first copies of the
+next tile are under way while this one is stored. Everywhere else a tile is read through pointers, by any strides. Few
+tiles leave multiprocessors idle: then kSplits programs share a tile's K, and a second kernel adds up what they found,
+always in the same order.
+
+Read next: autotune.py, which picks the fastest of the configs that _ranked proposes.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minimal_attn.checks import check_matmul
+
+from . import autotune
+
+# With TRITON_INTERPRET=1 at import the kernels run on the CPU, in numpy.
+INTERPRETING = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _load(x, row, col, rows, cols, row_stride, col_stride, kTma: tl.constexpr, kTransposed: tl.constexpr,
+          kBlockRows: tl.constexpr, kBlockCols: tl.constexpr):
+    """[kBlockRows, kBlockCols] of a matrix from (row, col) on, with 0 beyond the ends of the matrix."""
+    if kTma and kTransposed:
+        return x.load([col, row]).T
+    elif kTma:
+        return x.load([row, col])
+    else:
+        r, c = row + tl.arange(0, kBlockRows), col + tl.arange(0, kBlockCols)
+        pointers = x + r.to(tl.int64)[:, None] * row_stride + c.to(tl.int64)[None, :] * col_stride
+        return tl.load(pointers, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0)
+
+
+@triton.jit
+def _matmul(a, b, c, m, n, k, a_row_stride, a_col_stride, b_row_stride, b_col_stride, kTma: tl.constexpr,
+            kTransA: tl.constexpr, kTransB: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
+            kBlockK: tl.constexpr, kSplits: tl.constexpr):
+    """c [m, n], or with kSplits > 1 the partial sums: kSplits matrices one below the other, of whole tiles each.
+    a, b and c are tensor descriptors with kTma, of the transpose with kTransA or kTransB; otherwise pointers."""
+    kGroupM: tl.constexpr = 8
+    tl.assume(k > 0)
+    m_blocks, n_blocks = tl.cdiv(m, kBlockM), tl.cdiv(n, kBlockN)
+    k_blocks = tl.cdiv(k, kBlockK * kSplits)  # of a split; what they count too much reads as 0
+    for tile in tl.range(tl.program_id(0), m_blocks * n_blocks * kSplits, tl.num_programs(0), flatten=kTma):
+        # Down kGroupM rows of tiles, then one to the right: programs that run together share rows and columns in L2.
+        split, tile_idx = tile % kSplits, tile // kSplits
+        group, in_group = tile_idx // (kGroupM * n_blocks), tile_idx % (kGroupM * n_blocks)
+        group_rows = tl.minimum(m_blocks - group * kGroupM, kGroupM)
+        m_block, n_block = group * kGroupM + in_group % group_rows, in_group // group_rows
+
+        row, col = m_block * kBlockM, n_block * kBlockN
+        acc = tl.zeros([kBlockM, kBlockN], tl.float32)
+        for k_block in range(k_blocks):
+            k_idx = (split * k_blocks + k_block) * kBlockK
+            a_tile = _load(a, row, k_idx, m, k, a_row_stride, a_col_stride, kTma, kTransA, kBlockM, kBlockK)
+            b_tile = _load(b, k_idx, col, k, n, b_row_stride, b_col_stride, kTma, kTransB, kBlockK, kBlockN)
+            if a_tile.dtype == tl.float32:
+                # Summed apart from acc: short sums round less. A plain addition would be folded back into the dot.
+                acc = tl.fma(acc, tl.full(acc.shape, 1.0, tl.float32), tl.dot(a_tile, b_tile, input_precision="ieee"))
+            else:
+                acc = tl.dot(a_tile, b_tile, acc)
+
+        row += split * m_blocks * kBlockM
+        if kTma:
+            c.store([row, col], acc.to(c.dtype))
+        else:
+            rows, cols = row + tl.arange(0, kBlockM), col + tl.arange(0, kBlockN)
+            row_end = m if kSplits == 1 else kSplits * m_blocks * kBlockM
+            tl.store(c + rows.to(tl.int64)[:, None] * n + cols[None, :], acc.to(c.dtype.element_ty),
+                     mask=(rows < row_end)[:, None] & (cols < n)[None, :])
+
+
+@triton.jit
+def _sum_splits(partial, c, numel, split_stride, kSplits: tl.constexpr, kBlock: tl.constexpr):
+    """c = the sum of kSplits matrices, in fp32 and from the first to the last."""
+    i = tl.program_id(0).to(tl.int64) * kBlock + tl.arange(0, kBlock)
+    acc = tl.zeros([kBlock], tl.float32)
+    for split in tl.static_range(kSplits):
+        acc += tl.load(partial + split * split_stride + i, mask=i < numel)
+    tl.store(c + i, acc.to(c.dtype.element_ty), mask=i < numel)
+
+
+# (kBlockM, kBlockN, kBlockK, TFLOP/s of one multiprocessor on such tiles), by size of an element, measured on an H200.
+TILES = {
+    2: ((128, 256, 64, 6.4),  # 128 sums a thread in 8 warps; three stages, and a tile of C beside them
+        (128, 128, 64, 6.0),
+        (64, 128, 128, 5.5),  # from here on for few tiles: more of them, each at a lower rate
+        (64, 64, 128, 4.0),
+        (64, 32, 128, 2.1),
+        (16, 128, 128, 1.2),  # up to 16 rows the time goes to reading B: wide tiles unless they are too few
+        (16, 64, 256, 0.9),
+        (16, 32, 256, 0.4)),
+    # True fp32 runs on the FMA units from registers, so the tiles are small.
+    4: ((64, 64, 32, 0.30), (32, 32, 32, 0.20), (16, 64, 32, 0.15), (16, 32, 32, 0.10)),
+}
+MAX_TRIED = 6  # configs that autotuning times
+
+
+def tile_config(dtype: torch.dtype, m: int, n: int, k: int, is_tma: bool = True, num_sms: int = 132,
+                shared_memory: int = 227 << 10) -> dict:
+    """The launch options for (m, k) times (k, n) by a model of the time, without a measurement and without a GPU.
+
+    Args:
+        dtype: of the matrices.
+        m, n, k: sizes, from 1 on.
+        is_tma: whether tiles are copied by TMA; then shared memory also holds a tile of C.
+        num_sms, shared_memory: multiprocessors of the GPU, and the bytes that a program may have; by default an H200's.
+
+    Returns:
+        kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages.
+    """
+    return _ranked(dtype, m, n, k, is_tma, num_sms, shared_memory)[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranked(dtype, m, n, k, is_tma, num_sms, shared_memory):
+    """The configs that may be the fastest, by a model of the time in µs: tiles run in waves of num_sms at the rate of
+    TILES, or memory is the limit, at 3 TB/s; a launch takes 5, another one to add up splits 3 and what it reads."""
+    bytes_moved = dtype.itemsize * (m * k + k * n + m * n)
+    found = []
+    for kBlockM, kBlockN, kBlockK, rate in TILES[dtype.itemsize]:
+        if (kBlockM == 16) != (m <= 16):
+            continue
+        tiles = _cdiv(m, kBlockM) * _cdiv(n, kBlockN)
+        for kSplits in (1, 2, 4, 8, 16) if tiles < num_sms else (1,):
+            config = _config(dtype, kBlockM, kBlockN, kBlockK, kSplits, is_tma, shared_memory)
+            k_span = _cdiv(k, kBlockK * kSplits) * kBlockK
+            compute = _cdiv(tiles * kSplits, num_sms) * (2e-6 * kBlockM * kBlockN * k_span / rate + 0.2)
+            adding = 3 + kSplits * (0.5 + 8 * m * n / 3e6) if kSplits > 1 else 0
+            if config["num_stages"] > 1:
+                found.append((5 + max(compute, bytes_moved / 3e6) + adding, compute, config))
+    found.sort(key=lambda entry: entry[:2])
+    return [config for time, _, config in found[:MAX_TRIED] if time <= 1.2 * found[0][0]]
+
+
+def _config(dtype, kBlockM, kBlockN, kBlockK, kSplits, is_tma, shared_memory):
+    """With as many stages as there is memory for, up to 5, which is where they gain no more."""
+    warps_of_4 = _cdiv(kBlockM * kBlockN, 64 * 64 if dtype == torch.float32 else 128 * 128)
+    c_bytes = kBlockM * kBlockN * (dtype.itemsize if kSplits == 1 else 4) if is_tma else 0
+    barriers = 1024
+    num_stages = (shared_memory - barriers - c_bytes) // ((kBlockM + kBlockN) * kBlockK * dtype.itemsize)
+    return dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockK=kBlockK, kSplits=kSplits, num_warps=min(8, 4 * warps_of_4),
+                num_stages=min(5, num_stages))
+
+
+def _cdiv(x, y):
+    return -(-x // y)
+
+
+@functools.cache
+def _gpu(device):
+    """(whether it has TMA, multiprocessors, bytes of shared memory of a program)."""
+    if INTERPRETING:
+        return False, 132, 227 << 10
+    with torch.accelerator.device_index(device.index):
+        target = triton.runtime.driver.active.get_current_target()
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    has_tma = target.backend == "cuda" and target.arch >= 90
+    return has_tma, properties["multiprocessor_count"], properties["max_shared_mem"]
+
+
+def _contiguous_dim(x):
+    """The dimension along which TMA can read x: 1, or 0 for the transpose of a row-major matrix; None for neither."""
+    for dim in (1, 0):
+        stride = x.stride(1 - dim)
+        if x.stride(dim) == 1 and stride >= x.shape[dim] and stride * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0:
+            return dim
+    return None
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What a tensor descriptor asks of its tensor; unlike that, it keeps no memory alive."""
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self):
+        return self.address
+
+
+@functools.lru_cache(maxsize=4096)
+def _descriptor(address, dtype, shape, strides, block):
+    return TensorDescriptor(_Memory(address, dtype), shape, strides, block)
+
+
+def _describe(x, dim, kBlockRows, kBlockCols):
+    """A tensor descriptor of x, or of its transpose where dimension 0 is the contiguous one."""
+    if dim == 1:
+        return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), (kBlockRows, kBlockCols))
+    return _descriptor(x.data_ptr(), x.dtype, x.shape[::-1], x.stride()[::-1], (kBlockCols, kBlockRows))
+
+
+def _launch(a, b, c, dims, num_sms, config, kernel=None):
+    """Write a @ b to c. dims: the contiguous dimensions of a and b for TMA, or None to read through pointers.
+
+    Returns the compiled kernel: passed to the next call with such tensors, it spares Triton looking for it.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages = config.values()
+    m_blocks = _cdiv(m, kBlockM)
+    programs = m_blocks * _cdiv(n, kBlockN) * kSplits
+    out = c if kSplits == 1 else c.new_empty((kSplits * m_blocks * kBlockM, n), dtype=torch.float32)
+    tensors, is_trans = (a, b, out), (False, False)
+    if dims:
+        programs, is_trans = min(programs, num_sms), (dims[0] == 0, dims[1] == 0)
+        tensors = (_describe(a, dims[0], kBlockM, kBlockK), _describe(b, dims[1], kBlockK, kBlockN),
+                   _describe(out, 1, kBlockM, kBlockN))
+    arguments = (*tensors, m, n, k, *a.stride(), *b.stride(), dims is not None, *is_trans, kBlockM, kBlockN, kBlockK,
+                 kSplits)
+    if kernel is None:
+        kernel = _matmul[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
+    else:
+        kernel[(programs, 1, 1)](*arguments)
+    if kSplits > 1:
+        _sum_splits[(_cdiv(m * n, 1024),)](out, c, m * n, m_blocks * kBlockM * n, kSplits=kSplits, kBlock=1024)
+    return kernel
+
+
+def _multiply(a: Tensor, b: Tensor, block_m: Optional[int], block_n: Optional[int], block_k: Optional[int],
+              use_autotune: bool) -> Tensor:
+    """triton_matmul of checked arguments."""
+    if INTERPRETING and a.dtype == torch.bfloat16:  # Triton's interpreter (3.6 to 3.9) gets bf16 dots and casts wrong
+        return _multiply(a.float(), b.float(), block_m, block_n, block_k, use_autotune).bfloat16()
+    c = a.new_empty((a.shape[0], b.shape[1]))
+    if 0 in a.shape or 0 in b.shape:
+        return c.zero_()
+    options = block_m, block_n, block_k, use_autotune
+    key = (a.dtype, a.device, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() % 16, b.data_ptr() % 16, *options)
+    with torch.accelerator.device_index(a.device.index):  # no index, nothing to do: the CPU
+        if key in _plans:
+            _launch(a, b, c, *_plans[key])
+        else:
+            dims, num_sms, config = _plan(a, b, c, *options)
+            plan = dims, num_sms, config, _launch(a, b, c, dims, num_sms, config)
+            if a.is_cuda and torch.cuda.is_current_stream_capturing():
+                return c  # the choice is not one of autotuning
+            if len(_plans) == 4096:
+                _plans.clear()
+            _plans[key] = plan
+    return c
+
+
+_plans = {}  # {all that a launch depends on: what _launch takes after the tensors}
+
+
+def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
+    """(dims, num_sms, config) for _launch. Autotuning overwrites c."""
+    (m, k), n = a.shape, b.shape[1]
+    has_tma, num_sms, shared_memory = _gpu(a.device)
+    dims = _contiguous_dim(a), _contiguous_dim(b)
+    # TMA copies rows that start at multiples of 16 bytes, of c as well.
+    if not has_tma or None in dims or a.dtype == torch.float32 or n % 8:
+        dims = None
+    gpu = dims is not None, num_sms, shared_memory
+    if None not in (block_m, block_n, block_k):
+        config = _config(a.dtype, block_m, block_n, block_k, 1, dims is not None, shared_memory)
+        if config["num_stages"] < 1:
+            raise ValueError(f"block_m, block_n and block_k must fit {shared_memory} bytes of shared memory, which "
+                             f"{block_m}, {block_n} and {block_k} do not in {a.dtype}")
+    elif use_autotune:
+        sizes = _bucket(m), _bucket(n), _bucket(k)
+        layout = dims or tuple(stride == 1 for stride in (*a.stride(), *b.stride()))
+        kernels = {}
+
+        def run(config):
+            name = tuple(config.values())
+            kernels[name] = _launch(a, b, c, dims, num_sms, config, kernels.get(name))
+
+        configs = _ranked(a.dtype, *sizes, *gpu)
+        config = autotune.fastest("matmul", (str(a.dtype), *sizes, *layout), configs, run, a.device)
+    else:
+        config = tile_config(a.dtype, m, n, k, *gpu)
+    return dims, num_sms, config
+
+
+def _bucket(size):
+    """size rounded up to 4, 5, 6 or 7 times a power of two: sizes that share one choice of autotuning."""
+    step = max(16, 1 << max(0, (size - 1).bit_length() - 3))
+    return _cdiv(size, step) * step
+
+
+_matmul_op = torch.library.custom_op("minimal_attn::triton_matmul", _multiply, mutates_args=())
+
+
+@_matmul_op.register_fake
+def _(a, b, block_m, block_n, block_k, use_autotune):
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+def triton_matmul(a: Tensor, b: Tensor, block_m: Optional[int] = None, block_n: Optional[int] = None,
+                  block_k: Optional[int] = None, use_autotune: bool = True) -> Tensor:
+    """minimal_attn.triton_matmul, which describes it."""
+    check_matmul(a, b, block_m, block_n, block_k)
+    if a.device.type == "cpu" and not INTERPRETING:
+        raise ValueError("CUDA tensors required: a and b are on the CPU, and Triton's interpreter, which runs the "
+                         "kernel there, is off; set TRITON_INTERPRET=1 before Python starts")
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        raise NotImplementedError("triton_matmul has no backward pass, but a or b requires grad: call it under "
+                                  "torch.no_grad(), or use torch.matmul")
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in (a, b)):
+        raise NotImplementedError("triton_matmul has no forward-mode derivative, but a or b has a tangent: use "
+                                  "torch.matmul")
+    # The op costs 15 µs, and only tracing needs it.
+    is_plain = {type(a), type(b)} <= {Tensor, Parameter} and not torch.compiler.is_compiling()
+    return (_multiply if is_plain else _matmul_op)(a, b, block_m, block_n, block_k, use_autotune)
