@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from . import _build
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, check_descales, check_no_derivative, check_options,
-                     check_qkv, check_seq_lens, check_tensor, out_dtype)
+                     check_qkv, check_seq_lens, check_tensor, is_eager, out_dtype)
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast
 
 
@@ -257,6 +257,10 @@ def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, descales, autotune
     if q.dtype in FP8_DTYPES and q.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(q.device) < (8, 9):
         raise RuntimeError(f"{q.dtype} needs a GPU with fp8 tensor cores, that is from compute capability 8.9 on; "
                            f"{torch.cuda.get_device_name(q.device)} has none")
+    if is_eager(q, k, v):
+        from triton_ref.attention import run
+
+        return run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune)
     return torch.ops.minimal_attn.triton_forward(q, k, v, seq_lens, softmax_scale, causal, *descales, autotune)
 
 

@@ -15,12 +15,12 @@ from typing import Optional, Tuple
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minimal_attn.checks import (FP8_DTYPES, MAX_HEAD_DIM, TWIN_DTYPES, check_no_derivative, check_options, check_qkv,
                                  out_dtype)
 
 from .autotune import fastest
+from .descriptors import descriptor
 
 try:
     from . import attention_hopper
@@ -210,8 +210,8 @@ TILES = {
     (2, 64): [(128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3)],
     (2, 128): [(64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)],
     (2, 256): [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
-    (1, 64): [(128, 128, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3)],
-    (1, 128): [(128, 128, 8, 3), (128, 128, 8, 2)],
+    (1, 64): [(64, 128, 4, 3), (128, 64, 4, 3)],
+    (1, 128): [(64, 128, 4, 3), (128, 128, 8, 3), (64, 128, 4, 2)],
     (1, 256): [(128, 128, 8, 2), (128, 64, 8, 2)],
 }
 
@@ -265,12 +265,6 @@ def can_use_tma(*tensors):
                        for n, stride in zip(x.shape[:-1], x.stride()[:-1])) for x in tensors)
 
 
-def descriptor(x, rows, cols, make=TensorDescriptor):
-    """Of the tiles [1, 1, rows, cols] of x (B, H, S, D) or, transposed, (B, H, D, S)."""
-    strides = [16 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride()[:-1])]  # that of 1 is no matter
-    return make(x, list(x.shape), [*strides, 1], [1, 1, rows, cols])
-
-
 def transposed(v, seq_lens):
     """Vᵀ of fp8 V by _transpose_v; the length is rounded up to 16, for its rows to start where TMA can."""
     batch_size, nheads_k, seqlen_k, head_dim = v.shape
@@ -291,24 +285,35 @@ def empty_outputs(q):
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, tma):
-    """One launch for checked inputs; v is Vᵀ if they are fp8."""
+def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, tma, kernel=None):
+    """One launch for checked inputs; v is Vᵀ if they are fp8.
+
+    Returns the compiled kernel: passed to the next call with such tensors, it spares Triton looking for it.
+    """
     if "kConsumers" in config:
-        return attention_hopper.launch(config, descriptor, q, k, v, out, lse, descales, softmax_scale, causal)
+        return attention_hopper.launch(config, q, k, v, out, lse, softmax_scale, causal, kernel)
     batch_size, nheads, seqlen_q, head_dim = q.shape
-    kBlockM, kBlockN, kBlockD = config["kBlockM"], config["kBlockN"], config["kBlockD"]
+    kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
     tiles = q, k, v
     if tma:
         v_tile = (kBlockD, kBlockN) if q.dtype in FP8_DTYPES else (kBlockN, kBlockD)
-        tiles = descriptor(q, kBlockM, kBlockD), descriptor(k, kBlockN, kBlockD), descriptor(v, *v_tile)
-    grid = (triton.cdiv(seqlen_q, kBlockM) * batch_size * nheads,)
-    _flash_fwd[grid](*tiles, out, lse, seq_lens, *descales, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                     *out.stride()[:3], nheads, k.shape[1], seqlen_q, k.shape[2], head_dim, softmax_scale,
-                     kIsCausal=causal, kNegateQ=softmax_scale < 0, kMaskCols=head_dim < kBlockD, kTma=tma, **config)
+        tiles = [descriptor(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)),
+                                                              (v, v_tile))]
+    programs = -(-seqlen_q // kBlockM) * batch_size * nheads
+    arguments = (*tiles, out, lse, seq_lens, *descales, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+                 *out.stride()[:3], nheads, k.shape[1], seqlen_q, k.shape[2], head_dim, softmax_scale, causal,
+                 softmax_scale < 0, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
+    if kernel is None:
+        return _flash_fwd[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
+    kernel[(programs, 1, 1)](*arguments)
+    return kernel
+
+
+_plans = {}  # {all that a launch depends on: (its config, whether by TMA, the compiled kernel)}
 
 
 def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, config=None):
-    """(out, lse) of checked inputs, by the fastest of tile_configs if no config is given."""
+    """(out, lse) of checked inputs, by config or else by one of tile_configs."""
     if INTERPRETING and q.dtype not in (torch.float32, torch.float16):
         # Triton's interpreter (3.6 to 3.9) gets dots and casts of the other dtypes wrong.
         descales = [None if x is None else x.float() for x in descales]
@@ -320,21 +325,44 @@ def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, confi
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         if q.dtype in FP8_DTYPES:
             v = transposed(v, seq_lens)
+        args = q, k, v, out, lse, seq_lens, descales, softmax_scale, causal
+        key = (q.device, softmax_scale < 0, causal, autotune, config and (*config.values(),),
+               *((x.dtype, x.shape, x.stride(), x.data_ptr() % 16) if x is not None else None
+                 for x in (q, k, v, seq_lens, *descales)))
+        if key in _plans:
+            config, tma, kernel = _plans[key]
+            launch(config, *args, tma, kernel)
+            return out, lse
         tma = can_use_tma(q, k, v)
-        args = q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, tma
         if config is None:
-            (major, _), max_shared_memory = properties(q.device)
-            is_hopper = (major == 9 and tma and attention_hopper is not None and can_use_tma(out) and seq_lens is None
-                         and softmax_scale >= 0)
-            configs = tile_configs(q.dtype, q.shape[-1], max_shared_memory, is_hopper)
-            # Lengths by the power of two that they reach: 1025 to 2048 are tuned as one.
-            lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2]))
-            key = str(q.dtype), block_d(q.dtype, q.shape[-1]), causal, seq_lens is not None, tma, is_hopper, *lengths
-            config = configs[0]
-            if autotune:
-                config = fastest("attention", key, configs, lambda config: launch(config, *args), q.device)
-        launch(config, *args)
+            config = choose(autotune, tma, *args)
+        kernel = launch(config, *args, tma)
+    if q.is_cuda and not torch.cuda.is_current_stream_capturing():  # else the choice may not be one of tuning
+        if len(_plans) == 4096:
+            _plans.clear()
+        _plans[key] = config, tma, kernel
     return out, lse
+
+
+def choose(autotune, tma, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal):
+    """One of tile_configs: the first, or the fastest."""
+    (major, _), max_shared_memory = properties(q.device)
+    is_hopper = (major == 9 and tma and attention_hopper is not None and can_use_tma(out) and seq_lens is None
+                 and softmax_scale >= 0)
+    configs = tile_configs(q.dtype, q.shape[-1], max_shared_memory, is_hopper)
+    if not autotune:
+        return configs[0]
+    # Lengths by the power of two that they reach: 1025 to 2048 are tuned as one.
+    lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2]))
+    key = str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, is_hopper, *lengths
+    kernels = {}
+
+    def run_config(config):
+        name = tuple(config.values())
+        kernels[name] = launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, tma,
+                               kernels.get(name))
+
+    return fastest("attention", key, configs, run_config, q.device)
 
 
 @torch.library.custom_op("minimal_attn::triton_forward", mutates_args=())

@@ -1,5 +1,5 @@
 """FlashAttention forward for Hopper in Gluon, Triton's lower level: what attention.py leaves to the compiler is written
-out here. 16-bit and fp8 inputs without seq_lens; attention.py chooses it and serves all else.
+out here. 16-bit inputs without seq_lens; attention.py chooses it and serves all else.
 
 A program owns kConsumers × 64 query rows of one head. One warp, the producer, asks TMA for tiles; every other warpgroup
 is a consumer of 64 rows. They meet in shared memory, K and V each in a ring of kStages tiles:
@@ -16,19 +16,16 @@ Read next: attention.py for the mask and the softmax; the PTX ISA, sections on m
 import functools
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, tma, warpgroup_mma,
                                                               warpgroup_mma_wait)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# By bytes of an element and kBlockD: the consumers, the keys of a block, the stages of a ring. With 3 consumers a thread
-# has 160 registers, with 2 of them 240.
-TILES = {
-    (2, 64): [(2, 128, 2), (3, 128, 2)], (2, 128): [(2, 128, 2)], (2, 256): [(2, 64, 2)],
-    (1, 64): [(2, 128, 2), (3, 128, 2)], (1, 128): [(2, 128, 3), (3, 128, 2)], (1, 256): [(2, 64, 3)],
-}
+from .descriptors import descriptor
+
+# By kBlockD: the consumers, the keys of a block, the stages of a ring. With 3 consumers a thread has 160 registers,
+# with 2 of them 240.
+TILES = {64: [(2, 128, 2), (3, 128, 2)], 128: [(2, 128, 2)], 256: [(2, 64, 2)]}
 REGISTERS = {2: 240, 3: 160}
 
 
@@ -64,57 +61,33 @@ def _produce(shared, load):
             stage, phase = (i - 1) % kStages, (i - 1) // kStages & 1
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            row, col = (n_block_max - i) * kBlockN, 0
-            if v_desc.dtype.primitive_bitwidth == 8:
-                row, col = col, row
-            tma.async_copy_global_to_shared(v_desc, [b, h_k, row, col], v_full.index(stage), sV.index(stage))
+            tma.async_copy_global_to_shared(v_desc, [b, h_k, (n_block_max - i) * kBlockN, 0], v_full.index(stage),
+                                            sV.index(stage))
 
 
 @gluon.jit
-def _softmax(acc_s, row_max, row_sum, visible, col0, scale_log2, kMasked: gl.constexpr,
-             kShift: gl.constexpr):
-    """P = 2^kShift · exp(scale · (S - max)), the factor that rescales what was summed so far, the new row_max and row_sum."""
+def _softmax(acc_s, row_max, row_sum, visible, col0, scale_log2, kMasked: gl.constexpr):
+    """P = exp(scale · (S - max)), the factor that rescales what was summed so far, the new row_max and row_sum."""
     if kMasked:
         cols = col0 + gl.arange(0, acc_s.shape[1], gl.SliceLayout(0, acc_s.type.layout))
         acc_s = gl.where(cols[None, :] < visible[:, None], acc_s, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(acc_s, 1))
     # A row that has seen no key, or only scores of -inf: exp2(-inf) is 0, not NaN.
     max_sub = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p = gl.exp2(acc_s * scale_log2 - (max_sub * scale_log2 - kShift)[:, None])
+    p = gl.exp2(acc_s * scale_log2 - (max_sub * scale_log2)[:, None])
     rescale = gl.exp2((row_max - max_sub) * scale_log2)
     return p, rescale, new_max, row_sum * rescale + gl.sum(p, 1)
 
 
 @gluon.jit
-def _operand(p, p_layout: gl.constexpr, dtype: gl.constexpr):
-    """P, an accumulator, as the first operand of P V, in the registers where it is. In fp8 an operand's thread has keys
-    in another order: within 16 keys, the two axes of [2, 4] are exchanged, here and in attention.transposed's Vᵀ."""
-    kBlockN: gl.constexpr = p.shape[1]
-    p = p.to(dtype)
-    if dtype.primitive_bitwidth == 8:
-        p = p.reshape([64, kBlockN // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, kBlockN])
-    return gl.convert_layout(p, p_layout, assert_trivial=True)
-
-
-@gluon.jit
-def _v_tile(sV, stage):
-    """V [kBlockN, kBlockD] of a stage; fp8 is in memory as Vᵀ."""
-    if sV.dtype.primitive_bitwidth == 8:
-        tile = _tile(sV, stage).permute((1, 0))
-    else:
-        tile = _tile(sV, stage)
-    return tile
-
-
-@gluon.jit
 def _attend(acc_o, p, row_max, row_sum, q, shared, first, last, n_block_max, visible, scale_log2, kMasked: gl.constexpr,
-            kConvertLate: gl.constexpr, kShift: gl.constexpr):
+            kConvertLate: gl.constexpr):
     """The blocks i of [first, last), counted from the right: S of block i, and acc_o += P V of block i - 1."""
     sQ, sK, sV, q_full, k_full, k_empty, v_full, v_empty = shared
     kStages: gl.constexpr = sK.shape[0]
     kBlockN: gl.constexpr = sK.shape[3]
     kBlockD: gl.constexpr = sK.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kBlockN, 256 // sQ.dtype.primitive_bitwidth])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kBlockN, 16])
     o_layout: gl.constexpr = acc_o.type.layout
     p_layout: gl.constexpr = p.type.layout
     for i in range(first, last):
@@ -123,20 +96,19 @@ def _attend(acc_o, p, row_max, row_sum, q, shared, first, last, n_block_max, vis
         s_token = warpgroup_mma(q, _tile(sK, k_stage).permute((1, 0)),
                                 gl.zeros([64, kBlockN], gl.float32, s_layout), use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(v_stage), v_phase)
-        o_token = warpgroup_mma(p, _v_tile(sV, v_stage), acc_o, is_async=True)
+        o_token = warpgroup_mma(p, _tile(sV, v_stage), acc_o, is_async=True)
         acc_s = warpgroup_mma_wait(1, deps=[s_token])
         mbarrier.arrive(k_empty.index(k_stage), count=1)
         new_p, rescale, row_max, row_sum = _softmax(acc_s, row_max, row_sum, visible, (n_block_max - 1 - i) * kBlockN,
-                                                    scale_log2, kMasked, kShift)
+                                                    scale_log2, kMasked)
         # ptxas would move the wait for P V to before the softmax, but not across a branch, such as that of a barrier,
-        # which here is open. Converted late, the old and the new P never need registers at once, which 160 do not hold;
-        # and the wait takes no fp8.
+        # which here is open. Converted late, the old and the new P never need registers at once, which 160 do not hold.
         if not kConvertLate:
-            new_p = _operand(new_p, p_layout, sQ.dtype)
+            new_p = gl.convert_layout(new_p.to(p.dtype), p_layout)
         mbarrier.wait(v_full.index(v_stage), v_phase)
         acc_o, new_p = warpgroup_mma_wait(0, deps=[o_token, new_p])
         if kConvertLate:
-            new_p = _operand(new_p, p_layout, sQ.dtype)
+            new_p = gl.convert_layout(new_p.to(p.dtype), p_layout)
         p = new_p
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         acc_o = acc_o * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
@@ -146,18 +118,16 @@ def _attend(acc_o, p, row_max, row_sum, q, shared, first, last, n_block_max, vis
 @gluon.jit
 def _consume(shared, work, consumer_idx: gl.constexpr, kIsCausal: gl.constexpr):
     """64 rows of out and lse."""
-    o_desc, lse_ptr, b, h, bh, row0, n_block_max, seqlen_q, seqlen_k, scale, scale_o = work
+    o_desc, lse_ptr, b, h, bh, row0, n_block_max, seqlen_q, seqlen_k, softmax_scale = work
     sQ, sK, sV, q_full, k_full, k_empty, v_full, v_empty = shared
     kConsumers: gl.constexpr = sQ.shape[0]
     kBlockM: gl.constexpr = sQ.shape[3]
     kBlockD: gl.constexpr = sQ.shape[4]
     kStages: gl.constexpr = sK.shape[0]
     kBlockN: gl.constexpr = sK.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kBlockN, 256 // sQ.dtype.primitive_bitwidth])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kBlockD, 256 // sQ.dtype.primitive_bitwidth])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 32 // sQ.dtype.primitive_bitwidth)
-    # In fp8 P goes up to 2^8, so that less of it is subnormal.
-    kShift: gl.constexpr = 8.0 if sQ.dtype.primitive_bitwidth == 8 else 0.0
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kBlockN, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kBlockD, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     # The whole mask is one number a row: it sees the keys [0, visible).
     row0 += consumer_idx * kBlockM
     rows = row0 + gl.arange(0, kBlockM, gl.SliceLayout(1, s_layout))
@@ -171,8 +141,7 @@ def _consume(shared, work, consumer_idx: gl.constexpr, kIsCausal: gl.constexpr):
     n_masked = n_block_max - gl.minimum(gl.maximum(first_visible, 0) // kBlockN, n_block_max)
 
     # A scale of 0 makes all scores alike; so does the least number, which does not turn a masked -inf into NaN.
-    # A descale below 0 is an error that only the GPU can see.
-    scale_log2 = gl.where(scale < 0, float("nan"), gl.maximum(scale * 1.4426950408889634, 1e-37))
+    scale_log2 = gl.maximum(softmax_scale * 1.4426950408889634, 1e-37)
     mbarrier.wait(q_full.index(consumer_idx), 0)
     q = _tile(sQ, consumer_idx)
     mbarrier.wait(k_full.index(0), 0)
@@ -182,41 +151,34 @@ def _consume(shared, work, consumer_idx: gl.constexpr, kIsCausal: gl.constexpr):
     row_max = gl.full([kBlockM], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.full([kBlockM], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
     p, rescale, row_max, row_sum = _softmax(acc_s, row_max, row_sum, visible, (n_block_max - 1) * kBlockN, scale_log2,
-                                            True, kShift)
-    p = _operand(p, p_layout, sQ.dtype)
+                                            True)
+    p = gl.convert_layout(p.to(sQ.dtype), p_layout)
     acc_o = gl.zeros([kBlockM, kBlockD], gl.float32, o_layout)
-    kConvertLate: gl.constexpr = kConsumers > 2 or sQ.dtype.primitive_bitwidth == 8
+    kConvertLate: gl.constexpr = kConsumers > 2
     acc_o, p, row_max, row_sum = _attend(acc_o, p, row_max, row_sum, q, shared, 1, n_masked, n_block_max, visible,
-                                         scale_log2, True, kConvertLate, kShift)
+                                         scale_log2, True, kConvertLate)
     acc_o, p, row_max, row_sum = _attend(acc_o, p, row_max, row_sum, q, shared, gl.maximum(n_masked, 1), n_block_max,
-                                         n_block_max, visible, scale_log2, False, kConvertLate, kShift)
+                                         n_block_max, visible, scale_log2, False, kConvertLate)
     i = n_block_max - 1
     mbarrier.wait(v_full.index(i % kStages), i // kStages & 1)
-    acc_o = warpgroup_mma(p, _v_tile(sV, i % kStages), acc_o)
+    acc_o = warpgroup_mma(p, _tile(sV, i % kStages), acc_o)
 
     empty = (visible <= 0) | (row_sum == 0.0)
     row_sum = gl.where(empty, 1.0, row_sum)
-    lse = gl.where(empty, float("-inf"), row_max * scale + gl.log(row_sum) - kShift * 0.6931471805599453)
+    lse = gl.where(empty, float("-inf"), row_max * softmax_scale + gl.log(row_sum))
     gl.store(lse_ptr + bh.to(gl.int64) * seqlen_q + rows, lse, mask=rows < seqlen_q)
     # The out of an empty row is 0 even where V, times probabilities of 0, gave NaN.
     empty = gl.convert_layout(empty, gl.SliceLayout(1, o_layout))
     row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, o_layout))
-    out = gl.where(empty[:, None], 0.0, acc_o * (scale_o / row_sum)[:, None]).to(o_desc.dtype)
-    if sQ.dtype.primitive_bitwidth == 8:
-        sO = gl.allocate_shared_memory(o_desc.dtype, [1] + o_desc.block_type.shape, o_desc.layout)
-        stage = 0
-    else:  # Q has been read
-        sO = sQ
-        stage = consumer_idx
-    _tile(sO, stage).store(out)
+    q.store(gl.where(empty[:, None], 0.0, acc_o / row_sum[:, None]).to(o_desc.dtype))  # Q has been read
     fence_async_shared()
-    tma.async_copy_shared_to_global(o_desc, [b, h, row0, 0], sO.index(stage))
+    tma.async_copy_shared_to_global(o_desc, [b, h, row0, 0], sQ.index(consumer_idx))
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["nheads", "nheads_k", "seqlen_q", "seqlen_k"])
-def _flash_fwd(q_desc, k_desc, v_desc, o_desc, lse_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr, nheads, nheads_k,
-               seqlen_q, seqlen_k, softmax_scale, kIsCausal: gl.constexpr, kConsumers: gl.constexpr, kStages: gl.constexpr,
+def _flash_fwd(q_desc, k_desc, v_desc, o_desc, lse_ptr, nheads, nheads_k, seqlen_q, seqlen_k, softmax_scale,
+               kIsCausal: gl.constexpr, kConsumers: gl.constexpr, kStages: gl.constexpr,
                kRegisters: gl.constexpr):
     kBlockM: gl.constexpr = q_desc.block_type.shape[2] * kConsumers
     kBlockN: gl.constexpr = k_desc.block_type.shape[2]
@@ -250,14 +212,7 @@ def _flash_fwd(q_desc, k_desc, v_desc, o_desc, lse_ptr, q_descale_ptr, k_descale
     fence_async_shared()
     shared = (sQ, sK, sV, q_full, k_full, k_empty, v_full, v_empty)
     load = (q_desc, k_desc, v_desc, b, h, h_k, row0, n_block_max)
-    scale, scale_o = softmax_scale, 1.0
-    if q_descale_ptr is not None:
-        scale *= gl.load(q_descale_ptr + b * nheads_k + h_k)
-    if k_descale_ptr is not None:
-        scale *= gl.load(k_descale_ptr + b * nheads_k + h_k)
-    if v_descale_ptr is not None:
-        scale_o *= gl.load(v_descale_ptr + b * nheads_k + h_k)
-    work = (o_desc, lse_ptr, b, h, bh, row0, n_block_max, seqlen_q, seqlen_k, scale, scale_o)
+    work = (o_desc, lse_ptr, b, h, bh, row0, n_block_max, seqlen_q, seqlen_k, softmax_scale)
     if kConsumers == 2:
         gl.warp_specialize([(_consume, (shared, work, 0, kIsCausal)), (_consume, (shared, work, 1, kIsCausal)),
                             (_produce, (shared, load))], [4, 1], [kRegisters, 24])
@@ -270,23 +225,23 @@ def _flash_fwd(q_desc, k_desc, v_desc, o_desc, lse_ptr, q_descale_ptr, k_descale
 def configs(dtype, kBlockD):
     """Launch options to choose from, as dictionaries; none where attention.py serves alone."""
     return [dict(kConsumers=kConsumers, kBlockN=kBlockN, kBlockD=kBlockD, kStages=kStages)
-            for kConsumers, kBlockN, kStages in TILES.get((dtype.itemsize, kBlockD), [])]
+            for kConsumers, kBlockN, kStages in TILES.get(kBlockD, []) if dtype.itemsize == 2]
 
 
 @functools.cache
-def _layout(kRows, kCols, dtype):
-    names = {torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}
-    dtype = getattr(gl, names.get(dtype, str(dtype).removeprefix("torch.")))
-    return gl.NVMMASharedLayout.get_default_for([1, 1, kRows, kCols], dtype)
+def _layout(rows, kBlockD, dtype):
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, kBlockD], getattr(gl, str(dtype).removeprefix("torch.")))
 
 
-def launch(config, descriptor, q, k, v, out, lse, descales, softmax_scale, causal):
-    """One launch for checked inputs that TMA reaches; v is Vᵀ if they are fp8; descriptor is attention.descriptor."""
+def launch(config, q, k, v, out, lse, softmax_scale, causal, kernel=None):
+    """One launch for checked inputs that TMA reaches; kernel and result as of attention.launch."""
     kConsumers, kBlockN, kBlockD, kStages = config.values()
-    v_tile = (kBlockD, kBlockN) if v.itemsize == 1 else (kBlockN, kBlockD)
-    tiles = [descriptor(x, *tile, functools.partial(TensorDescriptor, layout=_layout(*tile, x.dtype)))
-             for x, tile in ((q, (64, kBlockD)), (k, (kBlockN, kBlockD)), (v, v_tile), (out, (64, kBlockD)))]
-    grid = (triton.cdiv(q.shape[2], 64 * kConsumers) * q.shape[0] * q.shape[1],)
-    _flash_fwd[grid](*tiles, lse, *descales, q.shape[1], k.shape[1], q.shape[2], k.shape[2], softmax_scale,
-                     kIsCausal=causal, kConsumers=kConsumers, kStages=kStages, kRegisters=REGISTERS[kConsumers],
-                     num_warps=4)
+    tiles = [descriptor(x, (1, 1, rows, kBlockD), _layout(rows, kBlockD, x.dtype))
+             for x, rows in ((q, 64), (k, kBlockN), (v, kBlockN), (out, 64))]
+    programs = -(-q.shape[2] // (64 * kConsumers)) * q.shape[0] * q.shape[1]
+    arguments = (*tiles, lse, q.shape[1], k.shape[1], q.shape[2], k.shape[2], softmax_scale, causal, kConsumers, kStages,
+                 REGISTERS[kConsumers])
+    if kernel is None:
+        return _flash_fwd[(programs,)](*arguments, num_warps=4)
+    kernel[(programs, 1, 1)](*arguments)
+    return kernel

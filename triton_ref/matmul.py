@@ -10,7 +10,6 @@ Read next: autotune.py, which picks the fastest of the configs that _ranked prop
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Optional
 
 import torch
@@ -18,12 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from minimal_attn.checks import check_matmul
+from minimal_attn.checks import check_matmul, is_eager
 
 from . import autotune
+from .descriptors import descriptor
 
 # With TRITON_INTERPRET=1 at import the kernels run on the CPU, in numpy.
 INTERPRETING = triton.knobs.runtime.interpret
@@ -180,26 +178,9 @@ def _contiguous_dim(x):
     return None
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """What a tensor descriptor asks of its tensor; unlike that, it keeps no memory alive."""
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self):
-        return self.address
-
-
-@functools.lru_cache(maxsize=4096)
-def _descriptor(address, dtype, shape, strides, block):
-    return TensorDescriptor(_Memory(address, dtype), shape, strides, block)
-
-
 def _describe(x, dim, kBlockRows, kBlockCols):
     """A tensor descriptor of x, or of its transpose where dimension 0 is the contiguous one."""
-    if dim == 1:
-        return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), (kBlockRows, kBlockCols))
-    return _descriptor(x.data_ptr(), x.dtype, x.shape[::-1], x.stride()[::-1], (kBlockCols, kBlockRows))
+    return descriptor(x, (kBlockRows, kBlockCols)) if dim == 1 else descriptor(x.T, (kBlockCols, kBlockRows))
 
 
 def _launch(a, b, c, dims, num_sms, config, kernel=None):
@@ -313,5 +294,4 @@ def triton_matmul(a: Tensor, b: Tensor, block_m: Optional[int] = None, block_n: 
         raise NotImplementedError("triton_matmul has no forward-mode derivative, but a or b has a tangent: use "
                                   "torch.matmul")
     # The op costs 15 µs, and only tracing needs it.
-    is_plain = {type(a), type(b)} <= {Tensor, Parameter} and not torch.compiler.is_compiling()
-    return (_multiply if is_plain else _matmul_op)(a, b, block_m, block_n, block_k, use_autotune)
+    return (_multiply if is_eager(a, b) else _matmul_op)(a, b, block_m, block_n, block_k, use_autotune)
