@@ -80,7 +80,7 @@ class Inputs:
         self.out, self.lse = reference_attention(*(x.double() for x in self.qkv), **self.options, return_lse=True)
         with sdpa_kernel(SDPBackend.MATH):
             base = flash_attention(*self.qkv, **self.options, backend="torch")
-        self.allowed = allowed_error(base, self.out)
+        self.allowed = 2 * allowed_error(base, self.out)  # the largest error of so few numbers is a matter of luck
 
     def judge(self, backend):
         """(the largest error of out, None), or (NaN, what is wrong)."""

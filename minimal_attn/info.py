@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from . import _build
-from .gpu import print_gpu_info
-from .interface import BACKENDS, KERNEL_DTYPES
+from .checks import FP8_DTYPES, KERNEL_DTYPES
+from .gpu import print_gpu_info, supports_fp8
+from .interface import BACKENDS
 from .selector import get_attention_config
 
 HEAD_DIMS = (64, 128, 256, 100)  # the last one is not a multiple of 8
@@ -70,7 +71,7 @@ def print_info() -> None:
     built = library()
     where = "GPU" if device.type == "cuda" else "CPU"
     print(f"\n{f'Tensors on the {where}':<20} " + "".join(f"{f'head_dim {d}':<14}" for d in HEAD_DIMS).rstrip())
-    for dtype in KERNEL_DTYPES:
+    for dtype in KERNEL_DTYPES + FP8_DTYPES * supports_fp8():
         name = str(dtype).removeprefix("torch.")
         print(f"  {name:<18} " + "".join(f"{_serves(dtype, d, built):<14}" for d in HEAD_DIMS).rstrip())
 

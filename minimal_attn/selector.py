@@ -86,7 +86,7 @@ class AdaptiveKernelSelector:
         if backend == "triton":
             from triton_ref.attention import attention_hopper, properties, tile_configs
 
-            (major, _), max_shared_memory = properties(self.device)
+            (major, _), max_shared_memory, _ = properties(self.device)
             is_hopper = major == 9 and attention_hopper is not None and dtype.itemsize < 4
             config, *_ = tile_configs(dtype, head_dim, max_shared_memory, is_hopper)
             kernel = "attention_hopper.py" if "kConsumers" in config else "attention.py"

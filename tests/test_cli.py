@@ -36,8 +36,15 @@ def test_info(capsys, monkeypatch):
     assert "minimal_attn_C" in lines["csrc"] or "_C." in lines["csrc"]
 
 
-def test_info_says_why_a_backend_is_not_there(capsys, monkeypatch):
+@pytest.fixture
+def no_compiler(monkeypatch):
     monkeypatch.setattr(interface._build, "why_not", lambda on_gpu=False: "no compiler today")
+    interface._choose_cuda_or_triton.cache_clear()
+    yield
+    interface._choose_cuda_or_triton.cache_clear()
+
+
+def test_info_says_why_a_backend_is_not_there(capsys, no_compiler):
     info.print_info()
     assert "  cuda               no compiler today\n" in capsys.readouterr().out
 
@@ -125,8 +132,7 @@ def test_check_fails(broken, failure, capsys, monkeypatch):
     assert printed.count(f"wrong, {empty_rows.name}, float16: {failure}") == 1
 
 
-def test_a_backend_that_is_not_there_is_left_out(capsys, monkeypatch):
-    monkeypatch.setattr(interface._build, "why_not", lambda on_gpu=False: "no compiler today")
+def test_a_backend_that_is_not_there_is_left_out(capsys, no_compiler, monkeypatch):
     monkeypatch.setattr(crosscheck, "CHECKS", crosscheck.CHECKS[:1])
     assert cli.main(["check"]) == 0
     assert "cuda is left out: no compiler today" in capsys.readouterr().out

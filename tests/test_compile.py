@@ -1,7 +1,7 @@
 """Compiles the kernels for GPUs that need not be here: csrc/*.cu with nvcc, the Triton twin ahead of time.
 
 Triton's compiler and its interpreter do not share a process, so this file is also the program that compiles the twin:
-`python test_compile.py 90` prints what came out for sm_90, one JSON object a line.
+`python test_compile.py 90`, or `hopper`, prints what came out, one JSON object a line.
 """
 import json
 import os
@@ -95,6 +95,39 @@ def twin_cases(capability):
     return TWIN_CASES + SLOW_TWIN_CASES.get(capability, []) + FP8_TWIN_CASES.get(capability, [])
 
 
+def test_hopper_twin_compiles():
+    """attention_hopper.py, every tile: tensor cores, TMA and registers that move from the producer to the consumers."""
+    pytest.importorskip("triton.experimental.gluon", reason="needs a Triton with Gluon")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, __file__, "hopper"], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {kernel["head_dim"] for kernel in kernels} == {64, 128, 256}
+    for kernel in kernels:
+        assert kernel["mma"] and kernel["tma"] and kernel["setmaxnreg"] and kernel["shared"] <= 227 << 10, kernel
+
+
+def compile_hopper(head_dim, config, causal):
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from triton_ref.attention_hopper import REGISTERS, _flash_fwd, _layout
+
+    def descriptor(rows):
+        return f"tensordesc<bf16[1, 1, {rows}, {head_dim}],{_layout(rows, head_dim, torch.bfloat16)!r}>"
+
+    constexprs = dict(kIsCausal=causal, kConsumers=config["kConsumers"], kStages=config["kStages"],
+                      kRegisters=REGISTERS[config["kConsumers"]])
+    types = dict.fromkeys(_flash_fwd.arg_names, "i32")
+    types |= dict(q_desc=descriptor(64), k_desc=descriptor(config["kBlockN"]), v_desc=descriptor(config["kBlockN"]),
+                  o_desc=descriptor(64), lse_ptr="*fp32", softmax_scale="fp32", **dict.fromkeys(constexprs, "constexpr"))
+    source = GluonASTSource(fn=_flash_fwd, signature=types, constexprs=constexprs)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+
+
 def compile_twin(capability, dtype, head_dim, causal, seq_lens):
     """What triton.compile makes of a call with tensors aligned as torch aligns them: pointers and strides by 16."""
     import torch
@@ -130,11 +163,27 @@ def compile_twin(capability, dtype, head_dim, causal, seq_lens):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-if __name__ == "__main__":
-    capability = int(sys.argv[1])
+def print_hopper():
+    import torch
+
+    from triton_ref.attention_hopper import configs
+
+    for head_dim in (64, 128, 256):
+        for config in configs(torch.bfloat16, head_dim):
+            kernel = compile_hopper(head_dim, config, causal=True)
+            ptx = kernel.asm["ptx"]
+            print(json.dumps({"head_dim": head_dim, "shared": kernel.metadata.shared, "mma": TWIN_MMA[90] in ptx,
+                              "tma": "cp.async.bulk.tensor" in ptx, "setmaxnreg": "setmaxnreg.dec" in ptx}))
+
+
+def print_twin(capability):
     for case in twin_cases(capability):
         kernel = compile_twin(capability, *case)
         ptx = kernel.asm["ptx"]
         facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx,
                  "tma": "cp.async.bulk.tensor" in ptx}
         print(json.dumps({**dict(zip(("dtype", "head_dim", "causal", "seq_lens"), case)), **facts}))
+
+
+if __name__ == "__main__":
+    print_hopper() if sys.argv[1] == "hopper" else print_twin(int(sys.argv[1]))

@@ -361,7 +361,7 @@ def test_what_is_chosen_on_a_gpu():
 def test_the_tiles_of_the_twin_are_those_of_its_table():
     from triton_ref.attention import attention_hopper, properties, tile_configs
 
-    (major, _), max_shared_memory = properties(torch.device(DEVICE))
+    (major, _), max_shared_memory, _ = properties(torch.device(DEVICE))
     for head_dim, dtype in ((64, torch.float16), (128, torch.float32), (128, torch.bfloat16)):
         config = get_attention_config(head_dim, dtype, "triton")
         is_hopper = major == 9 and attention_hopper is not None and dtype != torch.float32

@@ -246,11 +246,11 @@ def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False):
 
 @functools.cache
 def properties(device):
-    """(compute capability, bytes of shared memory that one program can have) of a GPU."""
+    """(compute capability, bytes of shared memory that one program can have, multiprocessors) of a GPU."""
     if device.type != "cuda" or not torch.version.cuda:
-        return (0, 0), 99 << 10
+        return (0, 0), 99 << 10, 1
     gpu = torch.cuda.get_device_properties(device)
-    return (gpu.major, gpu.minor), gpu.shared_memory_per_block_optin
+    return (gpu.major, gpu.minor), gpu.shared_memory_per_block_optin, gpu.multi_processor_count
 
 
 def can_use_tma(*tensors):
@@ -291,7 +291,7 @@ def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal,
     Returns the compiled kernel: passed to the next call with such tensors, it spares Triton looking for it.
     """
     if "kConsumers" in config:
-        return attention_hopper.launch(config, q, k, v, out, lse, softmax_scale, causal, kernel)
+        return attention_hopper.launch(config, q, k, v, out, lse, softmax_scale, causal, properties(q.device)[2], kernel)
     batch_size, nheads, seqlen_q, head_dim = q.shape
     kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
     tiles = q, k, v
@@ -346,7 +346,7 @@ def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, confi
 
 def choose(autotune, tma, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal):
     """One of tile_configs: the first, or the fastest."""
-    (major, _), max_shared_memory = properties(q.device)
+    (major, _), max_shared_memory, _ = properties(q.device)
     is_hopper = (major == 9 and tma and attention_hopper is not None and can_use_tma(out) and seq_lens is None
                  and softmax_scale >= 0)
     configs = tile_configs(q.dtype, q.shape[-1], max_shared_memory, is_hopper)
