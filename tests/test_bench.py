@@ -328,11 +328,13 @@ def test_the_readme_quotes_the_record_in_fp32():
                             {})[row["impl"]] = row
     assert [shape for shape, *_ in quoted("(B,H,S,D)")] == list(recorded)
     for shape, *cells in quoted("(B,H,S,D)"):
-        ms = {impl: row["ms"] for impl, row in recorded[shape].items()}
-        error = {impl: row["max_err"] for impl, row in recorded[shape].items()}
-        assert cells == [f"{ms['manual']:.3g}", f"{ms['cuda:simt']:.3g}", f"{ms['manual'] / ms['cuda:simt']:.2f}",
-                         f"{ms['torch:efficient'] / ms['cuda:simt']:.2f}", f"{ms['manual'] / ms['triton']:.2f}",
-                         f"{error['cuda:simt']:.1e} / {error['manual']:.1e}"]
+        rows = {impl: row for impl, row in recorded[shape].items() if row["ms"]}
+        ms = {impl: row["ms"] for impl, row in rows.items()}
+        ours = "cuda:dmma" if "cuda:dmma" in rows else "cuda:simt"
+        columns = ("manual", "torch:efficient", "cuda:simt", "cuda:dmma", "triton")
+        assert cells == [*(f"{ms[impl]:.3g}" if impl in ms else "–" for impl in columns),
+                         f"{ms['manual'] / ms[ours]:.2f}", f"{ms['torch:efficient'] / ms[ours]:.2f}",
+                         f"{rows[ours]['max_err']:.1e} / {rows['manual']['max_err']:.1e}"]
 
 
 def test_the_readme_quotes_the_record_in_16_bits():
@@ -357,6 +359,51 @@ def test_the_readme_quotes_the_record_in_16_bits():
     us = {name: f"{x:.1f}" for name, x in cost.items()}
     assert (f"`flash_attention` {us['flash_attention']} µs, `flash_attn_func` {us['flash_attn_func']}, torch's "
             f"FLASH_ATTENTION {us['torch:flash']}, EFFICIENT_ATTENTION {us['torch:efficient']}.") in readme
+
+
+TRITON_RECORD, MATMUL_RECORD = ROOT / "benchmarks/h200/triton.json", ROOT / "benchmarks/h200/matmul.json"
+
+
+@pytest.mark.skipif(not TRITON_RECORD.exists(), reason="not recorded yet")
+def test_the_readme_quotes_the_record_of_the_twin():
+    recorded = {}
+    for row in check_format(TRITON_RECORD.read_text()):
+        if row["ms"]:
+            setting = "yes" if row["causal"] else "no", str(row["head_dim"]), str(row["seqlen_q"])
+            recorded.setdefault(row["dtype"], {}).setdefault(setting, {})[row["impl"]] = row
+    halves, eighths = recorded["bfloat16"], recorded.get("float8_e4m3fn", {})
+    best = {setting: min(rows[impl]["ms"] for impl in ("flex", "torch:flash") if impl in rows) / rows["triton"]["ms"]
+            for setting, rows in halves.items()}
+    cudnn = {setting: rows["torch:cudnn"]["ms"] / rows["triton"]["ms"] for setting, rows in halves.items()}
+    assert len(quoted("causal")) >= 12
+    for *setting, half, fp8, flex, flash, by_cudnn, manual, times_best, times_cudnn in quoted("causal"):
+        rows = {**halves[tuple(setting)], "fp8": eighths.get(tuple(setting), {}).get("triton")}
+        columns = ("triton", "fp8", "flex", "torch:flash", "torch:cudnn", "manual")
+        assert [half, fp8, flex, flash, by_cudnn, manual] == [
+            f"{rows[impl]['tflops']:.0f}" if rows.get(impl) else "–" for impl in columns]
+        assert [times_best, times_cudnn] == [f"{ratio[tuple(setting)]:.2f}" for ratio in (best, cudnn)]
+    means = [statistics.geometric_mean(ratio.values()) for ratio in (best, cudnn)]
+    assert (f"Over the {len(halves)} settings of the record in bf16 the twin is, by the geometric mean, {means[0]:.2f} "
+            f"times as fast as the better of FlexAttention and FA2; by setting {min(best.values()):.2f} to "
+            f"{max(best.values()):.2f}. Of cuDNN it reaches {means[1]:.2f}; {min(cudnn.values()):.2f} to "
+            f"{max(cudnn.values()):.2f}.") in " ".join((ROOT / "README.md").read_text().split())
+
+
+@pytest.mark.skipif(not MATMUL_RECORD.exists(), reason="not recorded yet")
+def test_the_readme_quotes_the_record_of_the_matmul():
+    recorded = {}
+    for row in check_format(MATMUL_RECORD.read_text()):
+        recorded.setdefault((f"{row['m']},{row['n']},{row['k']}", row["dtype"]), {})[row["impl"]] = row
+    dtypes = list(dict.fromkeys(dtype for _, dtype in recorded))
+    ratio = {setting: rows["cublas"]["ms"] / rows["triton"]["ms"] for setting, rows in recorded.items()}
+    assert [shape for shape, *_ in quoted("(M,N,K)")] == list(dict.fromkeys(shape for shape, _ in recorded))
+    for shape, *cells in quoted("(M,N,K)"):
+        assert cells == [cell for dtype in dtypes for cell in (
+            *(f"{recorded[shape, dtype][impl]['tflops']:.0f}" for impl in ("triton", "cublas")),
+            f"{ratio[shape, dtype]:.2f}")]
+    assert (f"by the geometric mean, {statistics.geometric_mean(ratio.values()):.2f} times as fast as cuBLAS; by size and "
+            f"dtype {min(ratio.values()):.2f} to {max(ratio.values()):.2f}."
+            ) in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_many_settings_at_once(tmp_path):
