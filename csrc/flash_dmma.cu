@@ -1,4 +1,4 @@
-// FlashAttention forward in fp32 on Hopper's fp64 tensor cores (DMMA), as fast as its fp32 units at their peak.
+// FlashAttention forward in fp32 on Hopper's fp64 tensor cores (DMMA), whose peak is that of its fp32 units.
 //
 // No tensor cores keep the bits of fp32 as such. In fp64 a product of two floats is exact and a sum of them nearly so:
 // the result is better than from fp32 units, and one instruction does what takes a warp 32 FMAs. q, k, v, the softmax
@@ -48,7 +48,7 @@ __device__ inline void read4(float (&x)[4], const float *from) {
 template <typename Tile>
 __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up to 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
-#if __CUDA_ARCH__ != 900  // of a build for several GPUs, the part for those without such tensor cores
+#if __CUDA_ARCH__ != 900  // of a build for several GPUs, the part for those without m16n8k8 in fp64
     __trap();
 #else
     constexpr int kHeadDim = Tile::kHeadDim, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;

@@ -16,7 +16,7 @@ MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**31 - 257
 MAX_SIZE = 2**31 - 2**16
 # Half of a multiprocessor's registers for sums, half for what feeds them.
-MAX_TILE = 2**15
+MAX_TILE = 2**15  # elements; fp32 products need four times the registers
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 
@@ -91,7 +91,7 @@ def check_matmul(a, b, block_m, block_n, block_k):
     """
     for name, x in (("a", a), ("b", b)):
         check_tensor(name, x)
-        if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if x.dtype not in KERNEL_DTYPES:
             raise TypeError(f"Unsupported dtype: {name} is {x.dtype}, allowed are float32, float16, bfloat16")
     if a.dtype != b.dtype:
         raise TypeError(f"dtypes must match: a is {a.dtype}, b is {b.dtype}")
@@ -112,12 +112,21 @@ def check_matmul(a, b, block_m, block_n, block_k):
             continue
         if type(block) is not int or block < 16 or block & (block - 1):
             raise ValueError(f"{name} must be a power of two and at least 16, got {block!r}")
-        limit = max(16, 1 << max(0, size - 1).bit_length())
+        limit = max(16, (size + 15) // 16 * 16)
         if block > limit:
-            raise ValueError(f"{name} must not exceed {limit}, the dimension {size} rounded up, got {block}")
-    if block_m and block_n and block_m * block_n > MAX_TILE:
-        raise ValueError(f"block_m times block_n must not exceed {MAX_TILE}, which is what the registers hold, got "
-                         f"{block_m} and {block_n}")
+            raise ValueError(f"{name} must not exceed {limit}, the dimension {size} rounded up to 16, got {block}")
+    if None not in (block_m, block_n, block_k):
+        check_tile(a.dtype, block_m=block_m, block_n=block_n)
+        check_tile(a.dtype, block_m=block_m, block_k=block_k)
+        check_tile(a.dtype, block_n=block_n, block_k=block_k)
+
+
+def check_tile(dtype, **blocks):
+    """ValueError if a tile of two blocks is more than registers hold, and more than a compiler is done with in time."""
+    (name1, block1), (name2, block2) = blocks.items()
+    limit = MAX_TILE // (4 if dtype == torch.float32 else 1)
+    if block1 * block2 > limit:
+        raise ValueError(f"{name1} times {name2} must not exceed {limit} in {dtype}, got {block1} and {block2}")
 
 
 def check_seq_lens(seq_lens, q, k):
@@ -162,14 +171,22 @@ def check_seq_lens(seq_lens, q, k):
     return seq_lens.expand(q.shape[0]).contiguous()
 
 
-def check_no_derivative(what, q, k, v):
-    """NotImplementedError if a derivative is wanted of an implementation that has none."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise NotImplementedError(f"{what} has no backward pass yet, but q, k or v requires grad: call it under "
-                                  "torch.no_grad(), or use backend='torch'")
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
-        raise NotImplementedError(f"{what} has no forward-mode derivative, but q, k or v has a tangent: use "
-                                  "backend='reference'")
+def check_no_derivative(what, instead, **tensors):
+    """NotImplementedError if a derivative is wanted of an implementation that has none; instead is one that has."""
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(f"{what} has no backward pass yet, but {name} requires grad: call it under "
+                                      f"torch.no_grad(), or use {instead}")
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"{what} has no forward-mode derivative, but {name} has a tangent: use {instead}")
+
+
+def check_fp8(q):
+    """RuntimeError if q is fp8 and its GPU has no tensor cores for that."""
+    if q.dtype in FP8_DTYPES and q.is_cuda and torch.version.cuda:
+        if torch.cuda.get_device_capability(q.device) < (8, 9):
+            raise RuntimeError(f"{q.dtype} needs a GPU with fp8 tensor cores, that is from compute capability 8.9 on; "
+                               f"{torch.cuda.get_device_name(q.device)} has none")
 
 
 def check_descales(descales, q, k):
@@ -187,7 +204,8 @@ def check_descales(descales, q, k):
             raise TypeError(f"Unsupported dtype: {name} is {descale.dtype}, allowed is float32")
         shape = (q.shape[0], k.shape[1] if k.ndim == 4 else 1)
         if descale.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, (batch size, key/value heads), got {tuple(descale.shape)}")
+            raise ValueError(f"{name} must have shape {shape}, (batch size, key/value heads), got "
+                             f"{tuple(descale.shape)}")
         if descale.device != q.device:
             raise ValueError(f"{name} must be on the same device as q ({q.device}), got {descale.device}")
     return tuple(x if x is None else x.contiguous() for x in descales.values())

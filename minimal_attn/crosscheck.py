@@ -29,14 +29,15 @@ class Check:
     options: dict = field(default_factory=dict)
 
 
+# Eight heads or more: the largest error of a handful of numbers is a matter of luck.
 CHECKS = [
-    Check("head_dim 64", (2, 2, 96, 64), (2, 2, 96, 64)),
-    Check("causal", (2, 2, 96, 64), (2, 2, 96, 64), {"causal": True}),
+    Check("head_dim 64", (4, 4, 96, 64), (4, 4, 96, 64)),
+    Check("causal", (4, 2, 96, 64), (4, 2, 96, 64), {"causal": True}),
     Check("grouped heads, Sq < Sk", (2, 4, 65, 128), (2, 2, 130, 128), {"causal": True}),
-    Check("head_dim 33", (2, 2, 50, 33), (2, 2, 70, 33)),
-    Check("head_dim 256, scale", (2, 2, 40, 256), (2, 2, 40, 256), {"sm_scale": 0.1}),
-    Check("seq_lens", (2, 2, 80, 64), (2, 2, 80, 64), {"causal": True, "seq_lens": [17, 80]}),
-    Check("rows without a key", (2, 2, 70, 64), (2, 2, 30, 64), {"causal": True}),
+    Check("head_dim 33", (4, 4, 50, 33), (4, 4, 70, 33)),
+    Check("head_dim 256, scale", (4, 4, 40, 256), (4, 4, 40, 256), {"sm_scale": 0.1}),
+    Check("seq_lens", (2, 4, 80, 64), (2, 4, 80, 64), {"causal": True, "seq_lens": [17, 80]}),
+    Check("rows without a key", (4, 2, 70, 64), (4, 2, 30, 64), {"causal": True}),
 ]
 
 
@@ -80,7 +81,7 @@ class Inputs:
         self.out, self.lse = reference_attention(*(x.double() for x in self.qkv), **self.options, return_lse=True)
         with sdpa_kernel(SDPBackend.MATH):
             base = flash_attention(*self.qkv, **self.options, backend="torch")
-        self.allowed = 2 * allowed_error(base, self.out)  # the largest error of so few numbers is a matter of luck
+        self.allowed = allowed_error(base, self.out)
 
     def judge(self, backend):
         """(the largest error of out, None), or (NaN, what is wrong)."""

@@ -54,7 +54,8 @@ def detect_gpu(device_id: int = 0) -> GPUCapabilities:
         device_id: number of the GPU, as torch counts them.
 
     Returns:
-        Its GPUCapabilities. A GPU that this version does not know is GPUArch.UNKNOWN, with its numbers.
+        Its GPUCapabilities. A GPU that this version does not know is GPUArch.UNKNOWN, with its numbers; so is
+        one of AMD, of compute capability (0, 0).
 
     Raises:
         RuntimeError: there is no CUDA GPU.
@@ -65,14 +66,15 @@ def detect_gpu(device_id: int = 0) -> GPUCapabilities:
     if not 0 <= device_id < torch.cuda.device_count():
         raise ValueError(f"device_id must be in 0..{torch.cuda.device_count() - 1}, got {device_id}")
     gpu = torch.cuda.get_device_properties(device_id)
-    capability = gpu.major, gpu.minor
+    # AMD's numbers are not NVIDIA's: (9, 0) is a gfx90a.
+    capability = (0, 0) if torch.version.hip else (gpu.major, gpu.minor)
     return GPUCapabilities(
         name=gpu.name,
         arch=ARCH_OF.get(capability, GPUArch.UNKNOWN),
         compute_capability=capability,
         has_tma=capability >= (9, 0),
         has_fp8=capability >= (8, 9),
-        has_warpgroup_mma=gpu.major == 9,
+        has_warpgroup_mma=capability[0] == 9,
         sram_per_sm=gpu.shared_memory_per_multiprocessor,
         num_sms=gpu.multi_processor_count,
         total_memory_gb=gpu.total_memory / 2**30,

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import _build
-from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, check_descales, check_no_derivative, check_options,
+from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, check_descales, check_fp8,
+                     check_no_derivative, check_options,
                      check_qkv, check_seq_lens, check_tensor, is_eager, out_dtype)
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast
 
@@ -65,7 +66,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no derivative.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
-    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if seq_lens is None and q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda"):
         result = _plain_forward(q, k, v, causal, sm_scale, False, return_lse)
         if result is not None:
@@ -80,9 +80,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     if why_not is not None:
         raise why_not
     seq_lens = check_seq_lens(seq_lens, q, k)
-    descales = check_descales(descales, q, k)
+    descales = check_descales({"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}, q, k)
     if not chosen.differentiable:
-        check_no_derivative(f"backend={name!r}", q, k, v)
+        check_no_derivative(f"backend={name!r}", "backend='torch'" if descales == NO_DESCALES else "backend='reference'",
+                            q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    causal = bool(causal)
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
     if is_3d:
@@ -202,6 +204,9 @@ class Backend:
     why_not: Callable[[torch.device | None], Exception | None]
 
 
+NO_DESCALES = (None, None, None)
+
+
 # torch.compile runs this while it traces and keeps the answer: building a library cannot be part of a graph.
 @torch.compiler.assume_constant_result
 def _load_ops():
@@ -254,9 +259,7 @@ def _load_triton():
 
 
 def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, descales, autotune):
-    if q.dtype in FP8_DTYPES and q.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(q.device) < (8, 9):
-        raise RuntimeError(f"{q.dtype} needs a GPU with fp8 tensor cores, that is from compute capability 8.9 on; "
-                           f"{torch.cuda.get_device_name(q.device)} has none")
+    check_fp8(q)
     if is_eager(q, k, v):
         from triton_ref.attention import run
 
@@ -351,7 +354,7 @@ def _torch_lse(q, k, causal, softmax_scale, seq_lens):
     return torch.cat(parts, -1)
 
 
-def _reference_forward(q, k, v, causal, softmax_scale, seq_lens, descales=(None, None, None)):
+def _reference_forward(q, k, v, causal, softmax_scale, seq_lens, descales=NO_DESCALES):
     dtype = out_dtype(q.dtype)
     if dtype != q.dtype:
         heads = q.shape[1] // k.shape[1], 1, 1

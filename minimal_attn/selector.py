@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .checks import KERNEL_DTYPES, check_qkv
 from .gpu import detect_gpu
 from .interface import BACKENDS, _auto_backend, flash_attention, which_kernel
 
@@ -35,7 +36,7 @@ class AdaptiveKernelSelector:
         """How matrices (m, k) and (k, n) are multiplied.
 
         Args:
-            m, n, k, dtype: of the matrices.
+            m, n, k, dtype: of the matrices, which are row-major.
             backend: "triton", "torch", or "auto": "triton" on a GPU that Triton serves, else "torch".
 
         Returns:
@@ -43,7 +44,7 @@ class AdaptiveKernelSelector:
             autotuning may depart.
 
         Raises:
-            ValueError: backend is none of them.
+            ValueError: backend is none of them; TypeError: dtype.
             ModuleNotFoundError: backend="triton" without Triton.
         """
         if backend == "auto":
@@ -53,17 +54,21 @@ class AdaptiveKernelSelector:
             return {"backend": "torch", "kernel": "torch.matmul"}
         if backend != "triton":
             raise ValueError(f"unknown backend {backend!r}: 'auto', 'triton' or 'torch'")
+        if dtype not in KERNEL_DTYPES:
+            raise TypeError(f"Unsupported dtype: {dtype}, allowed are float32, float16, bfloat16")
+        from triton_ref.launching import properties
         from triton_ref.matmul import tile_config
 
         here = {}  # else the table is that of an H200
         if self.gpu:
-            here = {"is_tma": self.gpu.has_tma and dtype != torch.float32, "num_sms": self.gpu.num_sms,
-                    "shared_memory": torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin}
+            found = properties(self.device)
+            is_tma = found.capability >= 90 and dtype != torch.float32 and n % 8 == k % 8 == 0
+            here = {"is_tma": is_tma, "num_sms": found.num_sms, "shared_memory": found.max_shared_memory}
         return {"backend": "triton", "kernel": "triton_matmul", **tile_config(dtype, m, n, k, **here)}
 
     def get_attention_config(self, head_dim: int = 64, dtype: torch.dtype = torch.float16,
                              backend: str = "auto") -> dict[str, Any]:
-        """How flash_attention serves everyday tensors of a head_dim and a dtype.
+        """How flash_attention serves contiguous tensors of a head_dim and a dtype.
 
         Args:
             head_dim, dtype: of q, k and v.
@@ -83,17 +88,17 @@ class AdaptiveKernelSelector:
             raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
         if (why_not := BACKENDS[backend].why_not(self.device)) is not None:
             raise why_not
+        q = torch.empty(1, 1, 64, head_dim, device=self.device, dtype=dtype)
+        check_qkv(q, q, q, BACKENDS[backend].dtypes)
         if backend == "triton":
-            from triton_ref.attention import attention_hopper, properties, tile_configs
+            from triton_ref.attention import can_use_tma, candidates, empty_outputs
 
-            (major, _), max_shared_memory, _ = properties(self.device)
-            is_hopper = major == 9 and attention_hopper is not None and dtype.itemsize < 4
-            config, *_ = tile_configs(dtype, head_dim, max_shared_memory, is_hopper)
+            config, *_ = candidates(q, empty_outputs(q)[0], can_use_tma(q))[0]
             kernel = "attention_hopper.py" if "kConsumers" in config else "attention.py"
             return {"backend": "triton", "kernel": kernel, **config}
         kernel = {"torch": "scaled_dot_product_attention", "reference": "reference_attention"}.get(backend)
         if backend == "cuda":
-            kernel = which_kernel(*torch.empty(3, 1, 1, 1, head_dim, device=self.device, dtype=dtype))
+            kernel = which_kernel(q, q, q)
         return {"backend": backend, "kernel": kernel}
 
     def select_matmul_kernel(self) -> Callable:

@@ -95,7 +95,7 @@ def test_empty(shape, dtype):
 @each_dtype
 @pytest.mark.parametrize("blocks", [(16, 16, 16), (32, 64, 16), (64, 16, 64), (16, 32, 128)], ids=str)
 def test_given_blocks(blocks, dtype, poisoned_outputs):
-    check(in_nan((50, 70), dtype), in_nan((70, 40), dtype), *blocks)
+    check(in_nan((50, 130), dtype), in_nan((130, 70), dtype), *blocks)
 
 
 @pytest.mark.gpu
@@ -180,16 +180,18 @@ WRONG = [
      {"block_k": -16}),
     (ValueError, "block_m must be a power of two and at least 16, got 16.0", (tensor(99, 99), tensor(99, 99)),
      {"block_m": 16.0}),
-    (ValueError, "block_m must not exceed 64, the dimension 33 rounded up, got 128", (tensor(33, 99), tensor(99, 99)),
-     {"block_m": 128}),
-    (ValueError, "block_n must not exceed 16, the dimension 5 rounded up, got 32", (tensor(99, 99), tensor(99, 5)),
+    (ValueError, "block_m must not exceed 48, the dimension 33 rounded up to 16, got 64", (tensor(33, 99), tensor(99, 99)),
+     {"block_m": 64}),
+    (ValueError, "block_n must not exceed 16, the dimension 5 rounded up to 16, got 32", (tensor(99, 99), tensor(99, 5)),
      {"block_n": 32}),
-    (ValueError, "block_k must not exceed 16, the dimension 0 rounded up, got 32", (tensor(99, 0), tensor(0, 5)),
+    (ValueError, "block_k must not exceed 16, the dimension 0 rounded up to 16, got 32", (tensor(99, 0), tensor(0, 5)),
      {"block_k": 32}),
-    (ValueError, "block_m times block_n must not exceed 32768", (tensor(512, 16), tensor(16, 512)),
-     {"block_m": 256, "block_n": 256}),
-    (ValueError, "must fit [0-9]* bytes of shared memory", (tensor(64, 4096), tensor(4096, 64)),
+    (ValueError, "block_m times block_n must not exceed 32768 in torch.float16", (tensor(512, 16), tensor(16, 512)),
+     {"block_m": 256, "block_n": 256, "block_k": 16}),
+    (ValueError, "block_m times block_k must not exceed 32768 in torch.float16", (tensor(64, 4096), tensor(4096, 64)),
      {"block_m": 64, "block_n": 64, "block_k": 4096}),
+    (ValueError, "block_n times block_k must not exceed 8192 in torch.float32",
+     (tensor(64, 256).float(), tensor(256, 64).float()), {"block_m": 16, "block_n": 64, "block_k": 256}),
 ]
 
 
@@ -286,6 +288,7 @@ def test_tuning_is_asked_once_for_sizes_alike(monkeypatch):
         return configs[-1]
 
     monkeypatch.setattr(autotune, "fastest", fastest)
+    monkeypatch.setattr(autotune, "is_on", lambda: True)
     monkeypatch.setattr(matmul, "_plans", {})
     a, b = torch.randn(40, 70, device=DEVICE), torch.randn(70, 50, device=DEVICE)
     check(a, b)

@@ -314,6 +314,17 @@ SIGNATURES = {
     "supports_fp8": {},
     "get_optimal_matmul": {},
     "get_optimal_attention": {},
+    "print_gpu_info": dict(device_id=0),
+    "AdaptiveKernelSelector.select_matmul_kernel": {},
+    "AdaptiveKernelSelector.select_attention_kernel": {},
+    "AdaptiveKernelSelector.get_matmul_config": dict(m=4096, n=4096, k=4096, dtype=torch.float16, backend="auto"),
+    "AdaptiveKernelSelector.get_attention_config": dict(head_dim=64, dtype=torch.float16, backend="auto"),
+    "get_matmul_config": dict(m=4096, n=4096, k=4096, dtype=torch.float16, backend="auto"),
+    "get_attention_config": dict(head_dim=64, dtype=torch.float16, backend="auto"),
+    "triton_matmul": dict(block_m=None, block_n=None, block_k=None, use_autotune=True),
+    "flash_attention": dict(causal=False, sm_scale=None, seq_lens=None, return_lse=False, backend="auto",
+                            q_descale=None, k_descale=None, v_descale=None, autotune=True),
+    "reference_attention": dict(causal=False, sm_scale=None, seq_lens=None, return_lse=False),
 }
 
 
@@ -358,17 +369,34 @@ def test_what_is_chosen_on_a_gpu():
     assert get_matmul_config()["backend"] == "triton"
 
 
-def test_the_tiles_of_the_twin_are_those_of_its_table():
-    from triton_ref.attention import attention_hopper, properties, tile_configs
+@pytest.mark.parametrize("head_dim, dtype", [(64, torch.float16), (100, torch.bfloat16), (128, torch.float32),
+                                             (128, torch.bfloat16), (256, torch.float16), (33, torch.float16)])
+def test_the_tiles_of_the_twin_are_those_it_launches(head_dim, dtype, monkeypatch):
+    from triton_ref import attention
 
-    (major, _), max_shared_memory, _ = properties(torch.device(DEVICE))
-    for head_dim, dtype in ((64, torch.float16), (128, torch.float32), (128, torch.bfloat16)):
-        config = get_attention_config(head_dim, dtype, "triton")
-        is_hopper = major == 9 and attention_hopper is not None and dtype != torch.float32
-        kernel = "attention_hopper.py" if is_hopper and head_dim in attention_hopper.TILES else "attention.py"
-        assert config == {"backend": "triton", "kernel": kernel,
-                          **tile_configs(dtype, head_dim, max_shared_memory, is_hopper)[0]}
-        assert config["kBlockD"] >= head_dim
+    launched, launch = [], attention.launch
+    monkeypatch.setattr(attention, "launch", lambda config, *args: launched.append(config) or launch(config, *args))
+    monkeypatch.setattr(attention, "_plans", {})
+    if not HAS_GPU and dtype == torch.bfloat16:
+        pytest.skip("the interpreter computes it in fp32")
+    q = torch.randn(2, 2, 70, head_dim, device=DEVICE, dtype=dtype)
+    attention.run(q, q, q, None, (None, None, None), 0.1, True, autotune=False)
+    config = get_attention_config(head_dim, dtype, "triton")
+    assert (config.pop("backend"), config.pop("kernel")[:9]) == ("triton", "attention") and launched == [config]
+    assert config["kBlockD"] >= head_dim
+
+
+def test_no_config_for_what_cannot_be_served():
+    for error, match, call in (
+            (TypeError, "Unsupported dtype: q is torch.float64", lambda: get_attention_config(64, torch.float64, "triton")),
+            (ValueError, "Unsupported head_dim 512", lambda: get_attention_config(512, backend="triton")),
+            (ValueError, "Unsupported head_dim 0", lambda: get_attention_config(0, backend="triton")),
+            (TypeError, "Unsupported dtype", lambda: get_matmul_config(dtype=torch.float64, backend="triton"))):
+        with pytest.raises(error, match=match):
+            call()
+
+
+def test_the_tiles_of_matmul_are_those_of_its_table():
     matmul = pytest.importorskip("triton_ref.matmul")
     config = get_matmul_config(512, 1024, 64, torch.float32, "triton")
     assert config.keys() >= matmul.tile_config(torch.float32, 512, 1024, 64).keys()

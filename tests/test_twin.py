@@ -18,8 +18,11 @@ from conftest import HAS_GPU  # noqa: E402
 from minimal_attn import flash_attention, reference_attention  # noqa: E402
 from minimal_attn.checks import FP8_DTYPES, TWIN_DTYPES  # noqa: E402
 from minimal_attn.reference import visible_keys  # noqa: E402
-from triton_ref import attention_hopper, autotune  # noqa: E402
-from triton_ref.attention import attention, calculate_block_sizes, properties, run, shared_memory, tile_configs  # noqa: E402
+from triton_ref import attention as twin  # noqa: E402
+from triton_ref import attention_hopper, autotune, classic  # noqa: E402
+from triton_ref.attention import run, shared_memory, tile_configs  # noqa: E402
+from triton_ref.classic import attention, calculate_block_sizes  # noqa: E402
+from triton_ref.launching import Properties, properties  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability()[0] == 9
@@ -141,7 +144,7 @@ def test_auto_serves_fp8():
 
 def every_config():
     """(dtype, head_dim, config) of all tiles on this machine."""
-    memory = properties(torch.device(DEVICE, 0) if HAS_GPU else torch.device("cpu"))[1]
+    memory = properties(torch.device(DEVICE, 0)).max_shared_memory
     for dtype in TWIN_DTYPES:
         for head_dim in (64, 128, 256):
             for config in tile_configs(dtype, head_dim, memory, IS_HOPPER):
@@ -195,22 +198,60 @@ def test_attention_with_given_tiles(BM, BN, causal):
     check_error(attention(q, k, v, causal, 0.5, BM, BN), exact(case, q, k, v)[0], base(case, q, k, v))
 
 
-def test_attention_takes_the_classic_shapes():
-    for Z, H, N, D, BM, BN in ((4, 32, 32, 64, 32, 32), (1, 2, 128, 128, 32, 128), (1, 2, 64, 256, 32, 64)):
-        q, k, v = (torch.randn(Z, H, N, D, device=DEVICE).mul(0.5).half() for _ in "qkv")
-        torch.testing.assert_close(attention(q, k, v, True, 0.5, BM, BN),
-                                   reference_attention(q, k, v, True, 0.5), rtol=1e-2, atol=1e-2)
+def test_the_checks_of_the_examples(capsys):
+    classic.main()
+    error, equal, *lines = capsys.readouterr().out.splitlines()
+    assert 0 < float(error.removeprefix("Maximum absolute error: ")) < 2e-6 and equal == "Approximately equal: True"
+    assert lines == [f"Attention BM: {BM}, BN: {BN}, dtype: {dtype} PASSED!"
+                     for *_, dtype, BM, BN in classic.OP_CASES] and len(lines) == 7
+
+
+def test_the_checks_of_the_examples_can_fail(monkeypatch):
+    monkeypatch.setattr(classic, "attention", lambda q, *args: q)
+    with pytest.raises(AssertionError):
+        classic.check_op(*classic.OP_CASES[0])
+
+
+def test_the_classic_names_are_beside_the_kernel_too():
+    assert twin.attention is attention and twin.calculate_block_sizes is calculate_block_sizes
+    with pytest.raises(AttributeError, match="has no attribute 'atention'"):
+        twin.atention
+
+
+def test_flash_attn_func_of_the_twin():
+    q, k, v = (torch.randn(2, 40, n, 16, device=DEVICE) for n in (4, 2, 2))
+    want = reference_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    torch.testing.assert_close(classic.flash_attn_func(q, k, v), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("match, tiles", [
     ("BM must be a power of two from 16 on, got 24", (24, 16)), ("BN must be a power of two from 16 on, got 8", (16, 8)),
     ("BN must be a power of two from 16 on, got 16.0", (16, 16.0)), ("BM must be", (0, 16)), ("BM must be", (-16, 16)),
-    ("tiles of BM 4096, BN 4096 and head_dim 64 need more than", (4096, 4096)),
+    ("BM times BN must not exceed 8192 in torch.float32, got 128 and 128", (128, 128)),
+    ("BM times head_dim must not exceed 8192 in torch.float32, got 256 and 64", (256, 16)),
 ])
 def test_attention_with_bad_tiles(match, tiles):
     q = torch.randn(1, 2, 20, 64, device=DEVICE)
     with pytest.raises(ValueError, match=match):
         attention(q, q, q, True, 0.5, *tiles)
+
+
+def test_tiles_that_do_not_fit_the_gpu(monkeypatch):
+    def launch(*args, **options):
+        raise autotune.OutOfResources(300 << 10, 227 << 10, "shared memory")
+
+    monkeypatch.setattr(classic, "run", launch)
+    q = torch.randn(1, 2, 20, 64, device=DEVICE, dtype=torch.half)
+    with pytest.raises(ValueError, match="tiles of BM 64, BN 512 and head_dim 64 do not fit .*shared memory"):
+        attention(q, q, q, True, 0.5, 64, 512)
+
+
+def test_attention_without_a_driver():
+    program = ("import torch; from triton_ref.classic import attention; q = torch.ones(1, 1, 4, 16);"
+               "attention(q, q, q, True, 0.5, 16, 16)")
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[1])}
+    said = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=240).stderr
+    assert "CUDA tensors required" in said, said
 
 
 def test_attention_checks_the_rest():
@@ -234,6 +275,8 @@ def test_calculate_block_sizes():
         calculate_block_sizes(257)
     with pytest.raises(ValueError, match="sram_size_kb must be above 0"):
         calculate_block_sizes(64, 0)
+    with pytest.raises(TypeError, match="float"):
+        calculate_block_sizes(64.0)
 
 
 CONFIGS = [{"n": 3}, {"n": 1}, {"n": 2}]
@@ -262,30 +305,51 @@ def choose(key=("k", 1), configs=CONFIGS, run=lambda config: config["n"]):
 
 
 def test_tuning_happens_once_a_key_and_is_kept(tuner, monkeypatch, tmp_path, capsys):
-    assert choose() == {"n": 1} and tuner == [3, 1, 2]
-    assert "minimal_attn: tuning kernel ('k', 1): 3 of 3" in capsys.readouterr().err
-    assert choose() == {"n": 1} and len(tuner) == 3
-    assert choose(("k", 2)) == {"n": 1} and len(tuner) == 6
+    assert choose() == {"n": 1} and tuner == 3 * [3, 1, 2]  # by turns
+    assert capsys.readouterr().err == "minimal_attn: tuning kernel ('k', 1), 3 ways: once, then never again\n"
+    assert choose() == {"n": 1} and len(tuner) == 9
+    assert choose(("k", 2)) == {"n": 1} and len(tuner) == 18
     monkeypatch.setattr(autotune, "_chosen", {})  # another process
-    assert choose() == choose(("k", 2)) == {"n": 1} and len(tuner) == 6
+    assert choose() == choose(("k", 2)) == {"n": 1} and len(tuner) == 18
     (file,) = (tmp_path / "cache").iterdir()
     assert file.name.startswith("kernel-A-GPU-") and json.loads(file.read_text()) == {"('k', 1)": 1, "('k', 2)": 1}
     monkeypatch.setattr(autotune, "_chosen", {})
-    assert choose(configs=CONFIGS[::2]) == {"n": 2} and len(tuner) == 8  # another list is tuned anew
+    assert choose(configs=CONFIGS[::2]) == {"n": 2} and len(tuner) == 24  # another list is tuned anew
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", """{"('k', 1)": 7}""", """{"('k', 1)": "x"}"""])
+def test_a_bad_file_is_no_file(text, tuner, monkeypatch, tmp_path):
+    choose()
+    (file,) = (tmp_path / "cache").iterdir()
+    file.write_text(text)
     monkeypatch.setattr(autotune, "_chosen", {})
-    file.write_text("{")  # cut short
-    assert choose() == {"n": 1} and len(tuner) == 11
+    assert choose() == {"n": 1} and len(tuner) == 18 and json.loads(file.read_text()) == {"('k', 1)": 1}
 
 
-def test_tuning_skips_what_does_not_run(tuner):
+def test_tuning_skips_what_is_too_large(tuner):
     def run(config):
         if config["n"] == 1:
-            raise RuntimeError("out of shared memory")
+            raise autotune.OutOfResources(2, 1, "shared memory")
         return config["n"]
 
     assert choose(run=run) == {"n": 2}
-    with pytest.raises(ZeroDivisionError):
-        choose(("k", 3), run=lambda config: 1 / 0)
+    with pytest.raises(autotune.OutOfResources):
+        choose(("k", 3), configs=[{"n": 1}, {"n": 1}], run=run)
+    with pytest.raises(ZeroDivisionError):  # any other error is one
+        choose(("k", 4), run=lambda config: 1 / 0)
+
+
+def test_no_memory_to_measure_with(tuner, tmp_path):
+    def run(config):
+        raise torch.OutOfMemoryError
+
+    assert choose(run=run) == {"n": 3} and not (tmp_path / "cache").exists()
+    assert choose() == {"n": 1}  # later there may be
+
+
+def test_a_small_gain_may_be_noise(tuner):
+    assert choose(configs=[{"n": 100}, {"n": 98}]) == {"n": 100}
+    assert choose(("k", 2), configs=[{"n": 100}, {"n": 96}]) == {"n": 96}
 
 
 def test_tuning_can_be_off(tuner, monkeypatch):
@@ -308,7 +372,7 @@ def test_a_second_process_does_not_tune_again(tmp_path):
     program = ("import torch, minimal_attn; q = torch.randn(2, 4, 300, 64, device='cuda', dtype=torch.half);"
                "print(minimal_attn.flash_attention(q, q, q, True, backend='triton').isfinite().all().item())")
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
-    del env["MINIMAL_ATTN_AUTOTUNE"]
+    env.pop("MINIMAL_ATTN_AUTOTUNE", None)
     first, second = (subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=240)
                      for _ in range(2))
     assert first.stdout == second.stdout == "True\n", first.stderr + second.stderr
@@ -317,7 +381,7 @@ def test_a_second_process_does_not_tune_again(tmp_path):
 
 @pytest.mark.gpu
 def test_nothing_is_tuned_under_graph_capture(monkeypatch):
-    monkeypatch.delenv("MINIMAL_ATTN_AUTOTUNE")
+    monkeypatch.delenv("MINIMAL_ATTN_AUTOTUNE", raising=False)
     monkeypatch.setattr(autotune, "_measure", lambda *args: pytest.fail("tuned under capture"))
     monkeypatch.setattr(autotune, "_read", lambda file: {})
     q = torch.randn(2, 4, 4000, 64, device="cuda", dtype=torch.half)
@@ -342,3 +406,70 @@ def test_hopper_runs_in_gluon(monkeypatch):
     flash_attention(q, q, q, sm_scale=-1.0, backend="triton")
     flash_attention(q[..., 1:], q[..., 1:], q[..., 1:], backend="triton")
     assert len(launched) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_programs_that_compute_several_tiles(head_dim, causal, monkeypatch):
+    """The bits do not depend on how tiles are dealt to programs: 3 of them go on for long, with a mask in pairs."""
+    case = Case("", B=3, H=4, Hk=2, Sq=700, Sk=777, D=head_dim, causal=causal)
+    q, k, v = make_inputs(case, torch.bfloat16, "cuda")
+    for config in attention_hopper.configs(torch.bfloat16, head_dim):
+        want = run(q, k, v, None, (None, None, None), 0.1, causal, config=config)
+        monkeypatch.setattr(twin, "properties", lambda device: Properties(90, 227 << 10, 3))
+        got = run(q, k, v, None, (None, None, None), 0.1, causal, config=config)
+        monkeypatch.undo()
+        assert all(torch.equal(x, y) for x, y in zip(got, want))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+def test_more_tiles_than_programs():
+    case = Case("", B=4, H=8, Hk=2, Sq=4400, Sk=4400, D=128, causal=True)  # 1120 of 128 rows
+    q, k, v = make_inputs(case, torch.float16, "cuda")
+    check_error(flash_attention(q, k, v, True, backend="triton"), exact(case, q, k, v)[0], base(case, q, k, v))
+
+
+@pytest.mark.gpu
+def test_plans_are_for_calls_that_are_alike(monkeypatch):
+    """Alignment, strides, sign of the scale, seq_lens and dtype: each a kernel of its own, in any order."""
+    monkeypatch.setattr(twin, "_plans", {})
+    monkeypatch.setattr(twin.launching, "MAX_PLANS", 5)
+    x = torch.randn(2, 2, 100, 80, device="cuda", dtype=torch.half)
+    views = x[..., :64], x[..., 1:65], x[:, :, :, 8:72], x[..., :64].contiguous(), x[..., :64].float()
+    calls = [(q, dict(sm_scale=scale, seq_lens=lengths)) for q in views for scale in (0.2, -0.2)
+             for lengths in (None, [100, 7])]
+    for q, options in calls + calls[::-1]:
+        want = flash_attention(q, q, q, True, **options, backend="reference")
+        torch.testing.assert_close(flash_attention(q, q, q, True, **options, backend="triton"), want, rtol=2e-3, atol=2e-3)
+    assert 0 < len(twin._plans) <= 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 1])
+def test_plain_tiles_beyond_2_to_31_elements(offset):
+    """By tensor descriptors and by pointers: on Hopper the tests of test_gpu.py reach neither."""
+    config = tile_configs(torch.float16, 64)[-1]
+    buffer = torch.randn(2**31 + 2**22, device="cuda", dtype=torch.half)
+    q, k, v = (buffer.as_strided((1, 2, 70, 64), (0, 2**31, 64 + 8 * i, 1), offset) for i in range(3))
+    out, _ = run(q, k, v, None, (None, None, None), 0.1, True, config=config)
+    torch.testing.assert_close(out, reference_attention(q, k, v, True, 0.1), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+def test_another_gluon_is_no_end(monkeypatch):
+    """A Triton that compiles attention_hopper.py no more costs its speed, not the twin."""
+    monkeypatch.setattr(twin, "attention_hopper", attention_hopper)  # to be restored
+    monkeypatch.setattr(twin, "_plans", {})
+
+    def fail(*args):
+        raise twin.CompilationError("source", None, "no such operation")
+
+    monkeypatch.setattr(attention_hopper, "launch", fail)
+    q = torch.randn(2, 4, 70, 64, device="cuda", dtype=torch.half)
+    with pytest.warns(UserWarning, match="attention_hopper.py does not compile with Triton"):
+        out = flash_attention(q, q, q, True, backend="triton")
+    torch.testing.assert_close(out, reference_attention(q, q, q, True), rtol=2e-3, atol=2e-3)

@@ -9,26 +9,25 @@ Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: ../csrc/flash.cu, the s
 """
 
 import functools
-import math
+import warnings
 from typing import Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
 
-from minimal_attn.checks import (FP8_DTYPES, MAX_HEAD_DIM, TWIN_DTYPES, check_no_derivative, check_options, check_qkv,
-                                 out_dtype)
+from triton.compiler.errors import CompilationError
 
-from .autotune import fastest
-from .descriptors import descriptor
+from minimal_attn.checks import FP8_DTYPES, out_dtype
+
+from . import autotune as tuner
+from . import launching
+from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember
 
 try:
     from . import attention_hopper
-except ImportError:  # a Triton without Gluon, or with another
+except (ImportError, AttributeError, TypeError):  # a Triton without Gluon, or with another
     attention_hopper = None
-
-# With TRITON_INTERPRET=1 at import the kernels run on the CPU, in numpy.
-INTERPRETING = triton.knobs.runtime.interpret
 
 
 @triton.jit
@@ -244,24 +243,15 @@ def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False):
     return attention_hopper.configs(dtype, kBlockD) + configs if is_hopper else configs
 
 
-@functools.cache
-def properties(device):
-    """(compute capability, bytes of shared memory that one program can have, multiprocessors) of a GPU."""
-    if device.type != "cuda" or not torch.version.cuda:
-        return (0, 0), 99 << 10, 1
-    gpu = torch.cuda.get_device_properties(device)
-    return (gpu.major, gpu.minor), gpu.shared_memory_per_block_optin, gpu.multi_processor_count
-
-
 def can_use_tma(*tensors):
     """Whether tensor descriptors reach these tensors: TMA is there from Hopper on, and counts in units of 16 bytes.
 
-    Not fp32: its products take both operands from registers.
+    Not fp32: its products take both operands from registers. Nor rows that overlap, as windows of a signal do.
     """
-    if INTERPRETING or properties(tensors[0].device)[0] < (9, 0):
+    if properties(tensors[0].device).capability < 90:
         return False
     return all(x.itemsize < 4 and x.numel() and x.data_ptr() % 16 == 0
-               and all(n == 1 or (stride > 0 and stride * x.itemsize % 16 == 0)
+               and all(n == 1 or (stride >= x.shape[-1] and stride * x.itemsize % 16 == 0)
                        for n, stride in zip(x.shape[:-1], x.stride()[:-1])) for x in tensors)
 
 
@@ -291,7 +281,8 @@ def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal,
     Returns the compiled kernel: passed to the next call with such tensors, it spares Triton looking for it.
     """
     if "kConsumers" in config:
-        return attention_hopper.launch(config, q, k, v, out, lse, softmax_scale, causal, properties(q.device)[2], kernel)
+        return attention_hopper.launch(config, q, k, v, out, lse, softmax_scale, causal,
+                                       properties(q.device).num_sms, kernel)
     batch_size, nheads, seqlen_q, head_dim = q.shape
     kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
     tiles = q, k, v
@@ -300,6 +291,8 @@ def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal,
         tiles = [descriptor(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)),
                                                               (v, v_tile))]
     programs = -(-seqlen_q // kBlockM) * batch_size * nheads
+    if programs > MAX_PROGRAMS:
+        raise ValueError(f"too many rows: {programs} blocks of {kBlockM}, a launch takes {MAX_PROGRAMS}")
     arguments = (*tiles, out, lse, seq_lens, *descales, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
                  *out.stride()[:3], nheads, k.shape[1], seqlen_q, k.shape[2], head_dim, softmax_scale, causal,
                  softmax_scale < 0, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
@@ -326,30 +319,47 @@ def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, confi
         if q.dtype in FP8_DTYPES:
             v = transposed(v, seq_lens)
         args = q, k, v, out, lse, seq_lens, descales, softmax_scale, causal
-        key = (q.device, softmax_scale < 0, causal, autotune, config and (*config.values(),),
+        autotune = autotune and tuner.is_on()
+        key = (q.device, softmax_scale < 0, causal, autotune, config and tuple(config.values()),
                *((x.dtype, x.shape, x.stride(), x.data_ptr() % 16) if x is not None else None
                  for x in (q, k, v, seq_lens, *descales)))
-        if key in _plans:
-            config, tma, kernel = _plans[key]
-            launch(config, *args, tma, kernel)
-            return out, lse
-        tma = can_use_tma(q, k, v)
-        if config is None:
-            config = choose(autotune, tma, *args)
-        kernel = launch(config, *args, tma)
-    if q.is_cuda and not torch.cuda.is_current_stream_capturing():  # else the choice may not be one of tuning
-        if len(_plans) == 4096:
-            _plans.clear()
-        _plans[key] = config, tma, kernel
+        plan = _plans.get(key)
+        if plan is not None:
+            launch(plan[0], *args, *plan[1:])
+        else:
+            tma = can_use_tma(q, k, v)
+            try:
+                chosen = config or choose(autotune, tma, *args)
+                kernel = launch(chosen, *args, tma)
+            except CompilationError as error:
+                if attention_hopper is None or config:
+                    raise
+                give_up_hopper(error)
+                chosen = choose(autotune, tma, *args)
+                kernel = launch(chosen, *args, tma)
+            remember(_plans, key, (chosen, tma, kernel), q.device)
     return out, lse
 
 
+def give_up_hopper(error):
+    """Gluon changes from one Triton to the next: without it attention.py serves alone."""
+    global attention_hopper
+    attention_hopper = None
+    warnings.warn(f"minimal_attn: attention_hopper.py does not compile with Triton {triton.__version__}, calls are slower "
+                  f"without it: {error}", stacklevel=2)
+
+
+def candidates(q, out, tma, seq_lens=None, softmax_scale=1.0):
+    """tile_configs for a call, and whether attention_hopper.py is among them."""
+    found = properties(q.device)
+    is_hopper = (found.capability // 10 == 9 and tma and attention_hopper is not None and can_use_tma(out)
+                 and seq_lens is None and softmax_scale >= 0)
+    return tile_configs(q.dtype, q.shape[-1], found.max_shared_memory, is_hopper), is_hopper
+
+
 def choose(autotune, tma, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal):
-    """One of tile_configs: the first, or the fastest."""
-    (major, _), max_shared_memory, _ = properties(q.device)
-    is_hopper = (major == 9 and tma and attention_hopper is not None and can_use_tma(out) and seq_lens is None
-                 and softmax_scale >= 0)
-    configs = tile_configs(q.dtype, q.shape[-1], max_shared_memory, is_hopper)
+    """One of the candidates: the first, or the fastest."""
+    configs, is_hopper = candidates(q, out, tma, seq_lens, softmax_scale)
     if not autotune:
         return configs[0]
     # Lengths by the power of two that they reach: 1025 to 2048 are tuned as one.
@@ -362,7 +372,7 @@ def choose(autotune, tma, q, k, v, out, lse, seq_lens, descales, softmax_scale, 
         kernels[name] = launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, tma,
                                kernels.get(name))
 
-    return fastest("attention", key, configs, run_config, q.device)
+    return tuner.fastest("attention", key, configs, run_config, q.device)
 
 
 @torch.library.custom_op("minimal_attn::triton_forward", mutates_args=())
@@ -381,65 +391,9 @@ def _(q, k, v, seq_lens, softmax_scale, causal, q_descale=None, k_descale=None, 
     return empty_outputs(q)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sm_scale: float, BM: int,
-              BN: int) -> torch.Tensor:
-    """flash_attention with tiles of BM query rows and BN keys, on the device of Triton's active driver.
-
-    The name and arguments of the classic Triton examples, whose causal mask is wrong unless BN divides BM. Here any
-    two tiles are right, and any lengths.
-
-    Args:
-        q, k, v, causal, sm_scale: as minimal_attn.flash_attention, in 4D.
-        BM, BN: powers of two from 16 on; from 32 on for fp8.
-
-    Returns:
-        (B, H, Sq, D) in q's dtype, bfloat16 for fp8.
-
-    Raises:
-        ValueError: BM or BN, also where tiles of this size are more than the GPU's shared memory; a device that is not
-            the driver's; otherwise as flash_attention.
-    """
-    check_qkv(q, k, v, TWIN_DTYPES)
-    check_options(causal, sm_scale)
-    if q.ndim != 4:
-        raise ValueError(f"attention: q, k and v must be (B, H, S, D), got {tuple(q.shape)}")
-    smallest = 32 if q.dtype in FP8_DTYPES else 16
-    for name, block in (("BM", BM), ("BN", BN)):
-        if type(block) is not int or block < smallest or block & (block - 1):
-            raise ValueError(f"{name} must be a power of two from {smallest} on, got {block!r}")
-    device = "cpu" if INTERPRETING else triton.runtime.driver.active.get_active_torch_device().type
-    if q.device.type != device:
-        raise ValueError(f"{device.upper()} tensors required: Triton's active driver runs on {device}, q is on {q.device}")
-    check_no_derivative("attention", q, k, v)
-    kBlockD, limit = block_d(q.dtype, q.shape[-1]), properties(q.device)[1]
-    num_stages = next((n for n in (3, 2, 1) if shared_memory(q.dtype, BM, BN, kBlockD, n) <= limit), None)
-    if num_stages is None:
-        raise ValueError(f"tiles of BM {BM}, BN {BN} and head_dim {q.shape[-1]} need more than the {limit >> 10} KB of "
-                         f"shared memory of {q.device}")
-    config = dict(kBlockM=BM, kBlockN=BN, kBlockD=kBlockD, num_warps=8 if BM >= 128 else 4, num_stages=num_stages)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
-    return run(q, k, v, None, (None, None, None), scale, bool(causal), config=config)[0]
-
-
-def calculate_block_sizes(head_dim: int, sram_size_kb: int = 48) -> tuple[int, int]:
-    """(br, bc), rows of Q and of K and V, of which four fp32 tiles fit in the shared memory of a program.
-
-    The rule of Dao et al. 2022, Algorithm 1, line 1, in powers of two: bc = memory / (4 · head_dim · 4 bytes), br no
-    larger than head_dim. At least 16 each, the least that a matrix product takes, also where that does not fit. For
-    comparison with the paper: the kernel's own tiles are those of tile_configs.
-
-    Args:
-        head_dim: from 1 to 256.
-        sram_size_kb: shared memory in KB.
-
-    Raises:
-        ValueError: head_dim or sram_size_kb.
-    """
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"Unsupported head_dim {head_dim}: 1 to {MAX_HEAD_DIM} is supported")
-    if sram_size_kb <= 0:
-        raise ValueError(f"sram_size_kb must be above 0, got {sram_size_kb}")
-    rows = sram_size_kb * 1024 // (4 * head_dim * 4)
-    bc, br = (max(16, 1 << n.bit_length() - 1 if n else 1) for n in (rows, min(rows, head_dim)))
-    return br, bc
+def __getattr__(name):
+    """attention and calculate_block_sizes are here as well, for those who look for them beside the kernel."""
+    if name in ("attention", "calculate_block_sizes"):
+        from . import classic
+        return getattr(classic, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,11 +22,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, tma, warpgroup_mma,
                                                               warpgroup_mma_wait)
 
-from .descriptors import descriptor
+from .launching import MAX_PROGRAMS, descriptor
 
 # Triton 3.6 has the longer names alone, 3.9 the shorter ones.
-tma_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
-tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 # By kBlockD: the consumers, the keys of a block, the stages of a ring. With 3 consumers a thread has 160 registers,
 # with 2 of them 240.
@@ -219,9 +219,6 @@ def _consume(o_desc, lse_ptr, shared, sizes, softmax_scale, consumer_idx: gl.con
         _tile(sO, consumer_idx).store(gl.where(empty[:, None], 0.0, acc_o / row_sum[:, None]).to(o_desc.dtype))
         fence_async_shared()
         tma_store(o_desc, [b, h, row0, 0], sO.index(consumer_idx))
-        if not kOwnO:
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(consumer_idx), count=1)
     tma.store_wait(0)
 
 
@@ -232,7 +229,7 @@ def _flash_fwd(q_desc, k_desc, v_desc, o_desc, lse_ptr, nheads, nheads_k, num_ti
     sQ = gl.allocate_shared_memory(q_desc.dtype, [kConsumers] + q_desc.block_type.shape, q_desc.layout)
     sK = gl.allocate_shared_memory(k_desc.dtype, [kStages] + k_desc.block_type.shape, k_desc.layout)
     sV = gl.allocate_shared_memory(v_desc.dtype, [kStages] + v_desc.block_type.shape, v_desc.layout)
-    # An sO of its own lets the next tile's Q come early. At head_dim 256 there is no room for it.
+    # An sO of its own lets the next tile's Q come early. At head_dim 256 there is no room for it, and one tile a program.
     kOwnO: gl.constexpr = q_desc.block_type.shape[3] <= 128
     sO = sQ
     if kOwnO:
@@ -285,6 +282,8 @@ def launch(config, q, k, v, out, lse, softmax_scale, causal, num_sms, kernel=Non
     tiles = [descriptor(x, (1, 1, rows, kBlockD), _layout(rows, kBlockD, x.dtype))
              for x, rows in ((q, 64), (k, kBlockN), (v, kBlockN), (out, 64))]
     num_tiles = -(-q.shape[2] // (64 * kConsumers)) * q.shape[0] * q.shape[1]
+    if num_tiles > MAX_PROGRAMS:
+        raise ValueError(f"too many rows: {num_tiles} tiles of {64 * kConsumers}, a launch takes {MAX_PROGRAMS}")
     # A program an SM, which loads its next tile's Q and K while it finishes one. Under a causal mask tiles differ: where
     # pairs of them do not even that out, a program each, as the hardware finds room.
     programs, chunk = min(num_tiles, num_sms), 1

@@ -16,15 +16,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from minimal_attn.checks import check_matmul, is_eager
+from minimal_attn.checks import check_matmul, check_no_derivative, is_eager
 
 from . import autotune
-from .descriptors import descriptor
-
-# With TRITON_INTERPRET=1 at import the kernels run on the CPU, in numpy.
-INTERPRETING = triton.knobs.runtime.interpret
+from .launching import INTERPRETING, descriptor, properties, remember
 
 
 @triton.jit
@@ -157,18 +153,6 @@ def _cdiv(x, y):
     return -(-x // y)
 
 
-@functools.cache
-def _gpu(device):
-    """(whether it has TMA, multiprocessors, bytes of shared memory of a program)."""
-    if INTERPRETING:
-        return False, 132, 227 << 10
-    with torch.accelerator.device_index(device.index):
-        target = triton.runtime.driver.active.get_current_target()
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    has_tma = target.backend == "cuda" and target.arch >= 90
-    return has_tma, properties["multiprocessor_count"], properties["max_shared_mem"]
-
-
 def _contiguous_dim(x):
     """The dimension along which TMA can read x: 1, or 0 for the transpose of a row-major matrix; None for neither."""
     for dim in (1, 0):
@@ -217,19 +201,15 @@ def _multiply(a: Tensor, b: Tensor, block_m: Optional[int], block_n: Optional[in
     c = a.new_empty((a.shape[0], b.shape[1]))
     if 0 in a.shape or 0 in b.shape:
         return c.zero_()
-    options = block_m, block_n, block_k, use_autotune
+    options = block_m, block_n, block_k, use_autotune and autotune.is_on()
     key = (a.dtype, a.device, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() % 16, b.data_ptr() % 16, *options)
     with torch.accelerator.device_index(a.device.index):  # no index, nothing to do: the CPU
-        if key in _plans:
-            _launch(a, b, c, *_plans[key])
+        plan = _plans.get(key)
+        if plan is not None:
+            _launch(a, b, c, *plan)
         else:
-            dims, num_sms, config = _plan(a, b, c, *options)
-            plan = dims, num_sms, config, _launch(a, b, c, dims, num_sms, config)
-            if a.is_cuda and torch.cuda.is_current_stream_capturing():
-                return c  # the choice is not one of autotuning
-            if len(_plans) == 4096:
-                _plans.clear()
-            _plans[key] = plan
+            plan = _plan(a, b, c, *options)
+            remember(_plans, key, (*plan, _launch(a, b, c, *plan)), a.device)
     return c
 
 
@@ -239,10 +219,10 @@ _plans = {}  # {all that a launch depends on: what _launch takes after the tenso
 def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
     """(dims, num_sms, config) for _launch. Autotuning overwrites c."""
     (m, k), n = a.shape, b.shape[1]
-    has_tma, num_sms, shared_memory = _gpu(a.device)
+    capability, shared_memory, num_sms = properties(a.device)
     dims = _contiguous_dim(a), _contiguous_dim(b)
     # TMA copies rows that start at multiples of 16 bytes, of c as well.
-    if not has_tma or None in dims or a.dtype == torch.float32 or n % 8:
+    if capability < 90 or None in dims or a.dtype == torch.float32 or n % 8:
         dims = None
     gpu = dims is not None, num_sms, shared_memory
     if None not in (block_m, block_n, block_k):
@@ -287,11 +267,6 @@ def triton_matmul(a: Tensor, b: Tensor, block_m: Optional[int] = None, block_n: 
     if a.device.type == "cpu" and not INTERPRETING:
         raise ValueError("CUDA tensors required: a and b are on the CPU, and Triton's interpreter, which runs the "
                          "kernel there, is off; set TRITON_INTERPRET=1 before Python starts")
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        raise NotImplementedError("triton_matmul has no backward pass, but a or b requires grad: call it under "
-                                  "torch.no_grad(), or use torch.matmul")
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in (a, b)):
-        raise NotImplementedError("triton_matmul has no forward-mode derivative, but a or b has a tangent: use "
-                                  "torch.matmul")
+    check_no_derivative("triton_matmul", "torch.matmul", a=a, b=b)
     # The op costs 15 µs, and only tracing needs it.
     return (_multiply if is_eager(a, b) else _matmul_op)(a, b, block_m, block_n, block_k, use_autotune)

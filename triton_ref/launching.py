@@ -1,0 +1,73 @@
+"""What the launchers of attention.py and matmul.py share: what a GPU has, tensor descriptors, and plans, which spare a
+call the work that the call before it did.
+
+Read next: autotune.py, which chooses what a plan holds.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# With TRITON_INTERPRET=1 at import the kernels run on the CPU, in numpy.
+INTERPRETING = triton.knobs.runtime.interpret
+
+MAX_PROGRAMS = 2**31 - 1  # of a launch
+MAX_PLANS = 4096
+
+
+class Properties(NamedTuple):
+    capability: int  # 90 for Hopper; 0 for what is not NVIDIA's
+    max_shared_memory: int  # bytes that one program can have
+    num_sms: int
+
+
+@functools.cache
+def properties(device):
+    """Those of a GPU, as Triton's driver tells them; of an H200 but for TMA in the interpreter, which has no limits."""
+    if INTERPRETING:
+        return Properties(0, 227 << 10, 132)
+    with torch.accelerator.device_index(device.index):
+        target = triton.runtime.driver.active.get_current_target()
+    found = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    capability = target.arch if target.backend == "cuda" else 0
+    return Properties(capability, found["max_shared_mem"], found["multiprocessor_count"])
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What a descriptor asks of its tensor; unlike that, it keeps no memory alive."""
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self):
+        return self.address
+
+
+@functools.lru_cache(maxsize=4096)
+def _descriptor(address, dtype, shape, strides, block, layout):
+    memory = _Memory(address, dtype)
+    if layout is None:
+        return TensorDescriptor(memory, list(shape), list(strides), list(block))
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+    return GluonDescriptor(memory, list(shape), list(strides), list(block), layout)
+
+
+def descriptor(x, block, layout=None):
+    """A tensor descriptor of x, whose last dimension is contiguous: it tells TMA where x is, and that tiles of the shape
+    `block` are to be copied; layout is how Gluon's shared memory holds them. The stride of a dimension of 1 is no
+    matter."""
+    shape = tuple(x.shape)
+    strides = tuple(stride if n > 1 else 16 for n, stride in zip(shape[:-1], x.stride()))
+    return _descriptor(x.data_ptr(), x.dtype, shape, (*strides, 1), tuple(block), layout)
+
+
+def remember(plans, key, plan, device):
+    """Keep a plan for the calls of its key. One made under graph capture is not kept: it was not free to measure."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if len(plans) >= MAX_PLANS:
+            plans.clear()
+        plans[key] = plan
