@@ -92,8 +92,10 @@ class Inputs:
         except Exception as error:
             return math.nan, f"{type(error).__name__}: {error}".splitlines()[0]
         error = (out.double() - self.out).abs().max().item()
-        if not error <= self.allowed:  # NaN is wrong
-            return math.nan, f"max error {error:.2e}, allowed {self.allowed:.2e}"
+        # The rule is for our own kernels: torch's fast ones can be a little worse than its MATH backend allows.
+        allowed = self.allowed * (2 if backend == "torch" else 1)
+        if not error <= allowed:  # NaN is wrong
+            return math.nan, f"max error {error:.2e}, allowed {allowed:.2e}"
         sees = self.lse > -math.inf
         # A few roundings of fp32, at the size of the largest: a small lse may be the sum of large products.
         atol = 3e-6 + 5e-7 * self.lse[sees].abs().max().item()

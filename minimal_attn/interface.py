@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import _build
-from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, check_descales, check_fp8,
-                     check_no_derivative, check_options,
-                     check_qkv, check_seq_lens, check_tensor, is_eager, out_dtype)
+from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, check_descales, check_fp8, check_no_derivative,
+                     check_options, check_qkv, check_seq_lens, check_tensor, is_eager, out_dtype)
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast
 
 
@@ -55,8 +54,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             table; so does graph capture where nothing is chosen yet.
 
     Returns:
-        out, of q's shape and dtype, bfloat16 for float8; with return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for
-        fp64 inputs), natural log. A row that sees no key has out 0 and lse -inf. Empty batches and lengths of 0 give
+        out, of q's shape and dtype, bfloat16 for float8; with return_lse a tuple (out, lse), lse (B, H, Sq) or
+        (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A row that sees no key has out 0 and lse -inf. Empty batches and lengths of 0 give
         empty or zero outputs.
 
     Raises:

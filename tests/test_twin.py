@@ -19,7 +19,7 @@ from minimal_attn import flash_attention, reference_attention  # noqa: E402
 from minimal_attn.checks import FP8_DTYPES, TWIN_DTYPES  # noqa: E402
 from minimal_attn.reference import visible_keys  # noqa: E402
 from triton_ref import attention as twin  # noqa: E402
-from triton_ref import attention_hopper, autotune, classic  # noqa: E402
+from triton_ref import attention_hopper, autotune, classic, launching  # noqa: E402
 from triton_ref.attention import run, shared_memory, tile_configs  # noqa: E402
 from triton_ref.classic import attention, calculate_block_sizes  # noqa: E402
 from triton_ref.launching import Properties, properties  # noqa: E402
@@ -436,7 +436,7 @@ def test_more_tiles_than_programs():
 def test_plans_are_for_calls_that_are_alike(monkeypatch):
     """Alignment, strides, sign of the scale, seq_lens and dtype: each a kernel of its own, in any order."""
     monkeypatch.setattr(twin, "_plans", {})
-    monkeypatch.setattr(twin.launching, "MAX_PLANS", 5)
+    monkeypatch.setattr(launching, "MAX_PLANS", 5)
     x = torch.randn(2, 2, 100, 80, device="cuda", dtype=torch.half)
     views = x[..., :64], x[..., 1:65], x[:, :, :, 8:72], x[..., :64].contiguous(), x[..., :64].float()
     calls = [(q, dict(sm_scale=scale, seq_lens=lengths)) for q in views for scale in (0.2, -0.2)

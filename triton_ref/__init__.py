@@ -1,2 +1,2 @@
-"""The Triton twin of csrc/flash.cu, and a matrix product. Read attention.py, then matmul.py; classic.py has the names of
-Triton's examples."""
+"""The Triton twin of csrc/flash.cu, and a matrix product. Read attention.py, then matmul.py; classic.py has the names
+of Triton's examples."""

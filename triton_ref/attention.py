@@ -15,13 +15,11 @@ from typing import Optional, Tuple
 import torch
 import triton
 import triton.language as tl
-
 from triton.compiler.errors import CompilationError
 
 from minimal_attn.checks import FP8_DTYPES, out_dtype
 
 from . import autotune as tuner
-from . import launching
 from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember
 
 try:
@@ -54,8 +52,8 @@ def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.const
 
 @triton.jit
 def _attend(acc_o, row_max, row_sum, q, k, v, b, h_k, k_row_stride, v_row_stride, n_block_min, n_block_max, visible,
-            seqlen_k, seq_len, head_dim, scale_log2, kMasked: tl.constexpr, kMaskCols: tl.constexpr, kHasSeqLens: tl.constexpr,
-            kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
+            seqlen_k, seq_len, head_dim, scale_log2, kMasked: tl.constexpr, kMaskCols: tl.constexpr,
+            kHasSeqLens: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
     """Online softmax over the key blocks [n_block_min, n_block_max): the new acc_o, row_max, row_sum."""
     kIsFp8: tl.constexpr = q.dtype.primitive_bitwidth == 8
     for n_block in range(n_block_min, n_block_max):
@@ -95,8 +93,8 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h_k, k_row_stride, v_row_stride
 
 
 @triton.jit
-def _transpose_v(v_ptr, vt_ptr, seq_lens_ptr, v_batch_stride, v_head_stride, v_row_stride, nheads_k, seqlen_k, seqlen_vt,
-                 head_dim, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
+def _transpose_v(v_ptr, vt_ptr, seq_lens_ptr, v_batch_stride, v_head_stride, v_row_stride, nheads_k, seqlen_k,
+                 seqlen_vt, head_dim, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
     """Vᵀ (B, Hk, D, seqlen_vt), contiguous, of fp8 V: tensor cores take an 8-bit second operand that way alone.
 
     Within 16 keys, the two axes of [2, 4] pairs are exchanged. With P's columns in the same order a thread's results of
@@ -345,8 +343,8 @@ def give_up_hopper(error):
     """Gluon changes from one Triton to the next: without it attention.py serves alone."""
     global attention_hopper
     attention_hopper = None
-    warnings.warn(f"minimal_attn: attention_hopper.py does not compile with Triton {triton.__version__}, calls are slower "
-                  f"without it: {error}", stacklevel=2)
+    warnings.warn(f"minimal_attn: attention_hopper.py does not compile with Triton {triton.__version__}, calls are "
+                  f"slower without it: {error}", stacklevel=2)
 
 
 def candidates(q, out, tma, seq_lens=None, softmax_scale=1.0):
@@ -380,7 +378,7 @@ def triton_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: 
                    softmax_scale: float, causal: bool, q_descale: Optional[torch.Tensor] = None,
                    k_descale: Optional[torch.Tensor] = None, v_descale: Optional[torch.Tensor] = None,
                    autotune: bool = True) -> Tuple[torch.Tensor, torch.Tensor]:
-    """out like q, bf16 if q is fp8, and lse fp32 (B, H, Sq), of checked inputs: q (B, H, Sq, D), k and v (B, Hk, Sk, D),
+    """out like q, bf16 if q is fp8, and lse fp32 (B, H, Sq), of checked inputs: q (B, H, Sq, D), k, v (B, Hk, Sk, D),
     all with a contiguous last dimension, seq_lens int32 (B,) or None, descales fp32 (B, Hk), contiguous, or None.
     minimal_attn.flash_attention checks and describes them."""
     return run(q, k, v, seq_lens, (q_descale, k_descale, v_descale), softmax_scale, causal, autotune)

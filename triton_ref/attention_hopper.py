@@ -1,9 +1,9 @@
 """FlashAttention forward for Hopper in Gluon, Triton's lower level: what attention.py leaves to the compiler is written
 out here. 16-bit inputs without seq_lens; attention.py chooses it and serves all else.
 
-A program computes tiles of kConsumers × 64 query rows of one head, one after the other. One warp, the producer, asks TMA
-for Q, K and V; every other warpgroup is a consumer of 64 rows. They meet in shared memory, K and V each in a ring of
-kStages tiles, Q in one of a single stage:
+A program computes tiles of kConsumers × 64 query rows of one head, one after the other. One warp, the producer, asks
+TMA for Q, K and V; every other warpgroup is a consumer of 64 rows. They meet in shared memory, K and V each in a ring
+of kStages tiles, Q in one of a single stage:
 
     producer ── TMA ──▶ full[stage] ──▶ consumers ── wgmma ──▶ empty[stage] ──▶ producer
 
@@ -229,7 +229,7 @@ def _flash_fwd(q_desc, k_desc, v_desc, o_desc, lse_ptr, nheads, nheads_k, num_ti
     sQ = gl.allocate_shared_memory(q_desc.dtype, [kConsumers] + q_desc.block_type.shape, q_desc.layout)
     sK = gl.allocate_shared_memory(k_desc.dtype, [kStages] + k_desc.block_type.shape, k_desc.layout)
     sV = gl.allocate_shared_memory(v_desc.dtype, [kStages] + v_desc.block_type.shape, v_desc.layout)
-    # An sO of its own lets the next tile's Q come early. At head_dim 256 there is no room for it, and one tile a program.
+    # An sO of its own lets the next tile's Q come early. At head_dim 256 there is no room: one tile a program.
     kOwnO: gl.constexpr = q_desc.block_type.shape[3] <= 128
     sO = sQ
     if kOwnO:
@@ -284,7 +284,7 @@ def launch(config, q, k, v, out, lse, softmax_scale, causal, num_sms, kernel=Non
     num_tiles = -(-q.shape[2] // (64 * kConsumers)) * q.shape[0] * q.shape[1]
     if num_tiles > MAX_PROGRAMS:
         raise ValueError(f"too many rows: {num_tiles} tiles of {64 * kConsumers}, a launch takes {MAX_PROGRAMS}")
-    # A program an SM, which loads its next tile's Q and K while it finishes one. Under a causal mask tiles differ: where
+    # A program an SM, which loads its next tile's Q and K while it ends one. Under a causal mask tiles differ: where
     # pairs of them do not even that out, a program each, as the hardware finds room.
     programs, chunk = min(num_tiles, num_sms), 1
     if causal:

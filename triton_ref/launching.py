@@ -57,9 +57,8 @@ def _descriptor(address, dtype, shape, strides, block, layout):
 
 
 def descriptor(x, block, layout=None):
-    """A tensor descriptor of x, whose last dimension is contiguous: it tells TMA where x is, and that tiles of the shape
-    `block` are to be copied; layout is how Gluon's shared memory holds them. The stride of a dimension of 1 is no
-    matter."""
+    """A tensor descriptor of x, whose last dimension is contiguous: where x is, for TMA to copy tiles of the shape
+    `block`; layout is how Gluon's shared memory holds them. The stride of a dimension of 1 is no matter."""
     shape = tuple(x.shape)
     strides = tuple(stride if n > 1 else 16 for n, stride in zip(shape[:-1], x.stride()))
     return _descriptor(x.data_ptr(), x.dtype, shape, (*strides, 1), tuple(block), layout)
