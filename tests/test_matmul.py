@@ -15,6 +15,7 @@ from minimal_attn import checks, triton_matmul, validate_matmul
 
 pytest.importorskip("triton", reason="triton is not installed")
 from triton_ref import autotune, matmul  # noqa: E402
+from triton_ref.launching import properties  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -311,7 +312,7 @@ def test_tuning_is_asked_once_for_sizes_alike(monkeypatch):
 @pytest.mark.parametrize("a_rows_first", [True, False], ids=["a", "a.T"])
 def test_every_tile_of_the_table(a_rows_first, b_rows_first, dtype, monkeypatch, poisoned_outputs):
     """Whole tiles and cut ones, with and without splits."""
-    *_, shared_memory = matmul._gpu(torch.device("cuda", torch.cuda.current_device()))
+    shared_memory = properties(torch.device("cuda", torch.cuda.current_device())).max_shared_memory
     a, b = in_nan((304, 328), dtype, DEVICE, a_rows_first), in_nan((328, 520), dtype, DEVICE, b_rows_first)
     truth, base = a.double() @ b.double(), a @ b
     for *blocks, _ in matmul.TILES[dtype.itemsize]:
