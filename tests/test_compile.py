@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,7 @@ def test_hopper_twin_compiles():
     assert {kernel["head_dim"] for kernel in kernels} == {64, 128, 256}
     for kernel in kernels:
         assert kernel["mma"] and kernel["tma"] and kernel["setmaxnreg"] and kernel["shared"] <= 227 << 10, kernel
+        assert kernel["stack"] <= 256, kernel  # 0 to 32 with Triton 3.6, up to 168 with 3.9
 
 
 def compile_hopper(head_dim, config, causal):
@@ -173,7 +175,20 @@ def print_hopper():
             kernel = compile_hopper(head_dim, config, causal=True)
             ptx = kernel.asm["ptx"]
             print(json.dumps({"head_dim": head_dim, "shared": kernel.metadata.shared, "mma": TWIN_MMA[90] in ptx,
-                              "tma": "cp.async.bulk.tensor" in ptx, "setmaxnreg": "setmaxnreg.dec" in ptx}))
+                              "tma": "cp.async.bulk.tensor" in ptx, "setmaxnreg": "setmaxnreg.dec" in ptx,
+                              "stack": stack_bytes(kernel.asm["cubin"])}))
+
+
+def stack_bytes(cubin):
+    """What a thread keeps in local memory, spills above all."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
 def print_twin(capability):

@@ -19,10 +19,9 @@ from .. import flash_attention, reference_attention
 from ..checks import MAX_HEAD_DIM
 from ..reference import visible_keys
 from ..validation import allowed_error
-from .measure import DTYPES as KERNEL_DTYPES
-from .measure import FP8_DTYPES, MEASURED, Impl, normal, truth_fits
+from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, MEASURED, Impl, normal, truth_fits
 
-DTYPES = KERNEL_DTYPES + FP8_DTYPES
+DTYPES = DTYPE_NAMES + FP8_DTYPE_NAMES
 HALVES = ("float16", "bfloat16")
 TITLE = "Attention forward"
 BASELINE = "manual"  # of the speed-ups
@@ -194,7 +193,7 @@ class Case:
         sizes = (b, h, seqlen_q, d), (b, h_k, seqlen_k, d), (b, h_k, seqlen_k, d)
         q, k, v = (normal(size, device, self.dtype) for size in sizes)
         self.args = q, k, v, causal
-        is_fp8 = self.dtype in FP8_DTYPES
+        is_fp8 = self.dtype in FP8_DTYPE_NAMES
         self.flops = 4 * b * h * seqlen_q * seqlen_k * d / (2 if causal else 1)
         self.out_bytes = q.nbytes * (2 if is_fp8 else 1)
         self.bytes = q.nbytes + k.nbytes + v.nbytes + self.out_bytes  # each read or written once

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 
 from ..validation import allowed_error
-from .measure import DTYPES as KERNEL_DTYPES
-from .measure import MEASURED, Impl, normal, truth_fits
+from .measure import DTYPE_NAMES, MEASURED, Impl, normal, truth_fits
 
 TITLE = "Matrix multiplication"
-DTYPES = KERNEL_DTYPES
+DTYPES = DTYPE_NAMES
 ROW = ("op", "impl", "dtype", "m", "n", "k", *MEASURED)
 SHAPES = "M,N,K"
 

@@ -27,19 +27,20 @@ from .._build import source_digest
 from ..benchmark import benchmark_fn, peak_bytes
 from ..gpu import supports_fp8
 from ..info import driver_version, triton_version
-from ..interface import BACKENDS, KERNEL_DTYPES
+from ..checks import KERNEL_DTYPES
+from ..interface import BACKENDS
 
 # The numbers of a row; what could not be measured is null.
 MEASURED = ("ms", "ms_p20", "ms_p80", "tflops", "gbps", "peak_mb", "max_err")
-DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in KERNEL_DTYPES)
-FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in KERNEL_DTYPES)
+FP8_DTYPE_NAMES = ("float8_e4m3fn", "float8_e5m2")
 
 
 class Impl(NamedTuple):
     forward: Callable  # (*case.args) -> out, or an exception where it cannot serve them
     devices: tuple = ("cuda", "cpu")
     backend: str | None = None  # of minimal_attn, if it is ours: where that is available, it has to serve
-    dtypes: tuple = DTYPES
+    dtypes: tuple = DTYPE_NAMES
 
 
 class Setting(NamedTuple):
@@ -58,7 +59,7 @@ class WrongResult(Exception):
 def normal(size, device, dtype):
     """A normal tensor of a dtype by its name; of fp8 too, which torch.randn does not make."""
     wanted = getattr(torch, dtype)
-    return torch.randn(size, device=device, dtype=torch.bfloat16 if dtype in FP8_DTYPES else wanted).to(wanted)
+    return torch.randn(size, device=device, dtype=torch.bfloat16 if dtype in FP8_DTYPE_NAMES else wanted).to(wanted)
 
 
 def truth_fits(elements, device):
@@ -81,7 +82,7 @@ def judge(case, impl):
 
 def must_serve(impl, dtype, device):
     """Whether it is one of ours and nothing that is missing on this machine excuses it."""
-    if dtype in FP8_DTYPES and device == "cuda" and not supports_fp8():
+    if dtype in FP8_DTYPE_NAMES and device == "cuda" and not supports_fp8():
         return False
     backend = BACKENDS.get(impl.backend)
     return backend is not None and backend.why_not(torch.device(device)) is None
@@ -125,7 +126,7 @@ def timed(device, forward, *args):
 def matmul_ceiling(dtype, device):
     """TFLOP/s of torch's matmul of 8192³, of 512³ on a CPU: what products alone would take, without a softmax."""
     n = 8192 if device == "cuda" else 512
-    is_fp8 = dtype in FP8_DTYPES
+    is_fp8 = dtype in FP8_DTYPE_NAMES
     a, b = normal((n, n), device, dtype), normal((n, n), device, "float8_e4m3fn" if is_fp8 else dtype)
     multiply = torch.matmul
     if is_fp8:  # cuBLAS wants b by columns, and one of the two to be e4m3fn
