@@ -114,7 +114,7 @@ def check_matmul(a, b, block_m, block_n, block_k):
             raise ValueError(f"{name} must be a power of two and at least 16, got {block!r}")
         limit = max(16, (size + 15) // 16 * 16)
         if block > limit:
-            raise ValueError(f"{name} must not exceed {limit}, the dimension {size} rounded up to 16, got {block}")
+            raise ValueError(f"{name} must not exceed {limit}, the dimension {size} rounded up to a multiple of 16, got {block}")
     if None not in (block_m, block_n, block_k):
         check_tile(a.dtype, block_m=block_m, block_n=block_n)
         check_tile(a.dtype, block_m=block_m, block_k=block_k)
@@ -171,14 +171,16 @@ def check_seq_lens(seq_lens, q, k):
     return seq_lens.expand(q.shape[0]).contiguous()
 
 
-def check_no_derivative(what, instead, **tensors):
-    """NotImplementedError if a derivative is wanted of an implementation that has none; instead is one that has."""
+def check_no_derivative(what, instead, forward_instead=None, **tensors):
+    """NotImplementedError if a derivative is wanted of an implementation that has none; instead is one that has, and
+    forward_instead one of forward mode, if that is another."""
     for name, x in tensors.items():
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(f"{what} has no backward pass yet, but {name} requires grad: call it under "
                                       f"torch.no_grad(), or use {instead}")
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(f"{what} has no forward-mode derivative, but {name} has a tangent: use {instead}")
+            raise NotImplementedError(f"{what} has no forward-mode derivative, but {name} has a tangent: use "
+                                      f"{forward_instead or instead}")
 
 
 def check_fp8(q):

@@ -82,7 +82,7 @@ def print_info() -> None:
 
 def _serves(dtype, head_dim, built):
     """The backend of "auto", and its kernel where that can be told without a build."""
-    if torch.cuda.is_available() and not built and _build.why_not(on_gpu=True) is None:
+    if dtype in KERNEL_DTYPES and torch.cuda.is_available() and not built and _build.why_not(on_gpu=True) is None:
         return "cuda"
     config = get_attention_config(head_dim, dtype)
     return f"cuda:{config['kernel']}" if config["backend"] == "cuda" else config["backend"]

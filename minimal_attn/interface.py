@@ -81,8 +81,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     seq_lens = check_seq_lens(seq_lens, q, k)
     descales = check_descales({"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}, q, k)
     if not chosen.differentiable:
-        check_no_derivative(f"backend={name!r}", "backend='torch'" if descales == NO_DESCALES else "backend='reference'",
-                            q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
+        check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, q_descale=q_descale,
+                            k_descale=k_descale, v_descale=v_descale)
     causal = bool(causal)
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
@@ -284,8 +285,9 @@ def triton_matmul(a: Tensor, b: Tensor, block_m: int | None = None, block_n: int
     Args:
         a: (M, K), float16, bfloat16, or float32, which is multiplied in true fp32: no TF32, nothing cast to float16.
         b: (K, N), of a's dtype and on a's device. M, N and K may be 0.
-        block_m, block_n, block_k: the tile: powers of two from 16 on that do not exceed M, N and K, rounded up to a
-            power of two. Unless all three are given, the tile is chosen here.
+        block_m, block_n, block_k: the tile: powers of two from 16 on that do not exceed M, N and K rounded up to
+            a multiple of 16; two of them multiplied are at most 32768, in float32 8192. Unless all three are given, the
+            tile is chosen here.
         use_autotune: choose by timing a few, once for sizes alike on one kind of GPU (triton_ref/autotune.py); False:
             by triton_ref.matmul.tile_config, a model of the time.
 

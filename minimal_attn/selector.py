@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .checks import KERNEL_DTYPES, check_qkv
+from .checks import KERNEL_DTYPES, check_fp8, check_qkv
 from .gpu import detect_gpu
 from .interface import BACKENDS, _auto_backend, flash_attention, which_kernel
 
@@ -88,8 +88,9 @@ class AdaptiveKernelSelector:
             raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
         if (why_not := BACKENDS[backend].why_not(self.device)) is not None:
             raise why_not
-        q = torch.empty(1, 1, 64, head_dim, device=self.device, dtype=dtype)
+        q = torch.empty(1, 1, 64, max(head_dim, 0), device=self.device, dtype=dtype)
         check_qkv(q, q, q, BACKENDS[backend].dtypes)
+        check_fp8(q)
         if backend == "triton":
             from triton_ref.attention import can_use_tma, candidates, empty_outputs
 

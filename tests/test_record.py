@@ -23,7 +23,7 @@ def check_sources(record):
     if record["source_digest"] == source_digest():
         return
     stale = f"{RECORD.name} was made from other sources of csrc/ and triton_ref/ than these"
-    assert record.get("stale_because"), stale
+    assert record.get("stale_because") and record.get("stale_for") == source_digest(), stale
     warnings.warn(f"{stale}, and no GPU could be reached: {record['stale_because']}")
 
 
@@ -41,5 +41,7 @@ def test_the_gpu_run_was_of_these_sources(record):
 def test_a_record_of_other_sources_fails_unless_it_says_why():
     with pytest.raises(AssertionError, match="other sources"):
         check_sources({"source_digest": "of others"})
+    with pytest.raises(AssertionError, match="other sources"):  # the excuse is for some sources alone
+        check_sources({"source_digest": "of others", "stale_because": "moved", "stale_for": "of others still"})
     with pytest.warns(UserWarning, match="no GPU could be reached: moved"):
-        check_sources({"source_digest": "of others", "stale_because": "moved"})
+        check_sources({"source_digest": "of others", "stale_because": "moved", "stale_for": source_digest()})

@@ -171,7 +171,7 @@ def test_every_tile(dtype, head_dim, config):
             check_lse(lse, lse_truth)
 
 
-@pytest.mark.parametrize("limit", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("limit", [64 << 10, 99 << 10, 163 << 10, 227 << 10])
 @pytest.mark.parametrize("dtype", TWIN_DTYPES, ids=str)
 def test_tiles_fit_every_gpu(dtype, limit):
     for head_dim in (1, 16, 40, 64, 100, 128, 129, 256):
@@ -468,8 +468,30 @@ def test_another_gluon_is_no_end(monkeypatch):
     def fail(*args):
         raise twin.CompilationError("source", None, "no such operation")
 
+    q, other = (torch.randn(2, 4, 70, head_dim, device="cuda", dtype=torch.half) for head_dim in (64, 128))
+    flash_attention(other, other, other, True, backend="triton")  # by Gluon, which it then has a plan for
     monkeypatch.setattr(attention_hopper, "launch", fail)
-    q = torch.randn(2, 4, 70, 64, device="cuda", dtype=torch.half)
     with pytest.warns(UserWarning, match="attention_hopper.py does not compile with Triton"):
         out = flash_attention(q, q, q, True, backend="triton")
     torch.testing.assert_close(out, reference_attention(q, q, q, True), rtol=2e-3, atol=2e-3)
+    flash_attention(other, other, other, True, backend="triton")
+
+
+def test_without_gluon_its_plans_are_gone(monkeypatch):
+    monkeypatch.setattr(twin, "attention_hopper", attention_hopper)  # to be restored
+    monkeypatch.setattr(twin, "_plans", {"key": "plan"})
+    with pytest.warns(UserWarning, match="does not compile with Triton .*no such operation"):
+        twin.give_up_hopper("no such operation")
+    assert twin.attention_hopper is None and not twin._plans
+
+
+@pytest.mark.parametrize("dtype, tangent", [(torch.float16, False), (torch.float16, True), (torch.float8_e5m2, False)])
+def test_what_to_use_for_a_derivative_has_one(dtype, tangent):
+    x = torch.randn(1, 2, 20, 16).to(dtype)
+    with torch.autograd.forward_ad.dual_level():
+        q = torch.autograd.forward_ad.make_dual(x, x.clone()) if tangent else x.clone().requires_grad_()
+        with pytest.raises(NotImplementedError) as error:
+            flash_attention(q, x, x, backend="triton")
+        instead = str(error.value).rpartition("backend='")[2].removesuffix("'")
+        out = flash_attention(q, x, x, backend=instead)
+        assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None if tangent else out.requires_grad

@@ -235,9 +235,11 @@ def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False):
         is_hopper: attention_hopper.py can serve as well.
     """
     kBlockD = block_d(dtype, head_dim)
+    smallest = (16, 16, 4, 1) if dtype == torch.float32 else (32, 32, 4, 1)  # for 64 KB, as Turing and AMD have
+    tiles = [tile for tile in TILES[dtype.itemsize, max(64, kBlockD)]
+             if shared_memory(dtype, *tile[:2], kBlockD, tile[3]) <= max_shared_memory] or [smallest]
     configs = [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
-               for kBlockM, kBlockN, num_warps, num_stages in TILES[dtype.itemsize, max(64, kBlockD)]
-               if shared_memory(dtype, kBlockM, kBlockN, kBlockD, num_stages) <= max_shared_memory]
+               for kBlockM, kBlockN, num_warps, num_stages in tiles]
     return attention_hopper.configs(dtype, kBlockD) + configs if is_hopper else configs
 
 
@@ -330,7 +332,7 @@ def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, confi
                 chosen = config or choose(autotune, tma, *args)
                 kernel = launch(chosen, *args, tma)
             except CompilationError as error:
-                if attention_hopper is None or config:
+                if config or not candidates(q, out, tma, seq_lens, softmax_scale)[1]:
                     raise
                 give_up_hopper(error)
                 chosen = choose(autotune, tma, *args)
@@ -343,6 +345,7 @@ def give_up_hopper(error):
     """Gluon changes from one Triton to the next: without it attention.py serves alone."""
     global attention_hopper
     attention_hopper = None
+    _plans.clear()
     warnings.warn(f"minimal_attn: attention_hopper.py does not compile with Triton {triton.__version__}, calls are "
                   f"slower without it: {error}", stacklevel=2)
 
