@@ -114,7 +114,8 @@ def check_matmul(a, b, block_m, block_n, block_k):
             raise ValueError(f"{name} must be a power of two and at least 16, got {block!r}")
         limit = max(16, (size + 15) // 16 * 16)
         if block > limit:
-            raise ValueError(f"{name} must not exceed {limit}, the dimension {size} rounded up to a multiple of 16, got {block}")
+            raise ValueError(f"{name} must not exceed {limit}, the dimension {size} rounded up to a multiple of 16, got "
+                             f"{block}")
     if None not in (block_m, block_n, block_k):
         check_tile(a.dtype, block_m=block_m, block_n=block_n)
         check_tile(a.dtype, block_m=block_m, block_k=block_k)

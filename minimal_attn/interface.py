@@ -55,8 +55,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 
     Returns:
         out, of q's shape and dtype, bfloat16 for float8; with return_lse a tuple (out, lse), lse (B, H, Sq) or
-        (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A row that sees no key has out 0 and lse -inf. Empty batches and lengths of 0 give
-        empty or zero outputs.
+        (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A row that sees no key has out 0 and lse -inf. Empty
+        batches and lengths of 0 give empty or zero outputs.
 
     Raises:
         TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, or causal.
@@ -202,9 +202,6 @@ class Backend:
     differentiable: bool
     # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
     why_not: Callable[[torch.device | None], Exception | None]
-
-
-NO_DESCALES = (None, None, None)
 
 
 # torch.compile runs this while it traces and keeps the answer: building a library cannot be part of a graph.
@@ -355,7 +352,7 @@ def _torch_lse(q, k, causal, softmax_scale, seq_lens):
     return torch.cat(parts, -1)
 
 
-def _reference_forward(q, k, v, causal, softmax_scale, seq_lens, descales=NO_DESCALES):
+def _reference_forward(q, k, v, causal, softmax_scale, seq_lens, descales=(None, None, None)):
     dtype = out_dtype(q.dtype)
     if dtype != q.dtype:
         heads = q.shape[1] // k.shape[1], 1, 1

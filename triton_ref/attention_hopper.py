@@ -16,7 +16,6 @@ Read next: attention.py for the mask and the softmax; the PTX ISA, sections on m
 
 import functools
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, tma, warpgroup_mma,
@@ -120,7 +119,6 @@ def _attend(acc_o, p, row_max, row_sum, q, shared, done, first, last, n_block_ma
     sQ, sK, sV, sO, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
     kStages: gl.constexpr = sK.shape[0]
     kBlockN: gl.constexpr = sK.shape[3]
-    kBlockD: gl.constexpr = sK.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kBlockN, 16])
     o_layout: gl.constexpr = acc_o.type.layout
     p_layout: gl.constexpr = p.type.layout
