@@ -287,13 +287,14 @@ def tuner(monkeypatch, tmp_path):
     """fastest() with a clock that says n ms for a config, and the list of the n that were timed."""
     timed = []
 
-    def do_bench(function, **options):
-        timed.append(function())
-        return timed[-1]
+    def benchmark_fn(run, config, **counts):
+        timed.append(run(config))
+        return timed[-1], timed[-1], timed[-1]
 
     monkeypatch.delenv("MINIMAL_ATTN_AUTOTUNE", raising=False)
     monkeypatch.setattr(autotune.triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(autotune, "do_bench", do_bench)
+    monkeypatch.setattr(autotune, "benchmark_fn", benchmark_fn)
+    monkeypatch.setattr(autotune.torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(autotune, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(autotune, "device_name", lambda device: "A GPU")
     monkeypatch.setattr(autotune, "_chosen", {})
@@ -301,7 +302,7 @@ def tuner(monkeypatch, tmp_path):
 
 
 def choose(key=("k", 1), configs=CONFIGS, run=lambda config: config["n"]):
-    return autotune.fastest("kernel", key, configs, run, torch.device("cpu"))
+    return autotune.fastest("kernel", key, configs, run, torch.device("cuda", 0))
 
 
 def test_tuning_happens_once_a_key_and_is_kept(tuner, monkeypatch, tmp_path, capsys):
@@ -487,7 +488,7 @@ def test_without_gluon_its_plans_are_gone(monkeypatch):
 
 @pytest.mark.parametrize("dtype, tangent", [(torch.float16, False), (torch.float16, True), (torch.float8_e5m2, False)])
 def test_what_to_use_for_a_derivative_has_one(dtype, tangent):
-    x = torch.randn(1, 2, 20, 16).to(dtype)
+    x = torch.randn(1, 2, 20, 16, device=DEVICE).to(dtype)
     with torch.autograd.forward_ad.dual_level():
         q = torch.autograd.forward_ad.make_dual(x, x.clone()) if tangent else x.clone().requires_grad_()
         with pytest.raises(NotImplementedError) as error:

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 import triton
 from triton.runtime.errors import OutOfResources, PTXASError
-from triton.testing import do_bench
+
+from minimal_attn.benchmark import benchmark_fn
 
 ROUNDS = 3
 
@@ -35,7 +36,8 @@ def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], 
         key: what the choice, and the list of configs, depends on, as plain values. The choice of the first call serves
             all others of its key, in later processes as well.
         configs: what to choose from; the first is the choice where nothing can be measured: under graph capture, in
-            Triton's interpreter, or with the environment variable MINIMAL_ATTN_AUTOTUNE=0.
+            Triton's interpreter, on a GPU that is not torch.cuda's, or with the environment variable
+            MINIMAL_ATTN_AUTOTUNE=0.
         run: launches a config; one that is too large for the GPU is no choice.
         device: the GPU.
 
@@ -45,14 +47,14 @@ def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], 
     Raises:
         What a config raises, but for one that is too large; that if all are.
     """
-    if len(configs) == 1 or not is_on():
+    if len(configs) == 1 or device.type != "cuda" or not is_on():
         return configs[0]
     chosen = _chosen.get((kernel, key, device))
     if chosen is None:
         file = _file(kernel, configs, device)
         index = _read(file).get(repr(key))
         if type(index) is not int or not 0 <= index < len(configs):
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if torch.cuda.is_current_stream_capturing():
                 return configs[0]
             try:
                 index = _measure(f"{kernel} {key}", configs, run)
@@ -87,7 +89,7 @@ def _measure(what, configs, run):
             if round_idx > 0 and i not in times:
                 continue
             try:
-                ms = do_bench(lambda: run(config), warmup=10, rep=20, return_mode="median")
+                ms = benchmark_fn(run, config, warmup=2, rep=10)[0]
             except (OutOfResources, PTXASError) as too_large:  # for this GPU
                 error = too_large
             else:
