@@ -172,11 +172,16 @@ def check_seq_lens(seq_lens, q, k):
     return seq_lens.expand(q.shape[0]).contiguous()
 
 
-def check_no_derivative(what, instead, forward_instead=None, **tensors):
+def wants_gradient(x):
+    """Whether x takes part in a graph for the backward pass."""
+    return isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()
+
+
+def check_no_derivative(what, instead, forward_instead=None, *, has_backward=False, **tensors):
     """NotImplementedError if a derivative is wanted of an implementation that has none; instead is one that has, and
-    forward_instead one of forward mode, if that is another."""
+    forward_instead one of forward mode, if that is another. has_backward: only forward mode is missing."""
     for name, x in tensors.items():
-        if x is not None and x.requires_grad and torch.is_grad_enabled():
+        if wants_gradient(x) and not has_backward:
             raise NotImplementedError(f"{what} has no backward pass yet, but {name} requires grad: call it under "
                                       f"torch.no_grad(), or use {instead}")
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:

@@ -18,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from . import _build
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, check_descales, check_fp8, check_no_derivative,
-                     check_options, check_qkv, check_seq_lens, check_tensor, is_eager, out_dtype)
+                     check_options, check_qkv, check_seq_lens, check_tensor, is_eager, out_dtype,
+                     wants_gradient)
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast
 
 
@@ -45,7 +46,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         return_lse: also return each row's log-sum-exp.
         backend: "cuda" (csrc: on CPU tensors the host build of flash.cu), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto": "cuda" for CUDA tensors, "triton" if they are
-            float8, "torch" for CPU tensors.
+            float8 or one requires grad, "torch" for CPU tensors.
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk): what the values of each key/value head, and
             of the query heads that read it, are to be multiplied by, 1 if None; not below 0, which gives NaN
             (FlashAttention-3's arguments).
@@ -69,7 +70,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         result = _plain_forward(q, k, v, causal, sm_scale, False, return_lse)
         if result is not None:
             return result
-    name = _auto_backend(q) if backend == "auto" else backend
+    name = _auto_backend(q, k, v) if backend == "auto" else backend
     if name not in tuple(BACKENDS):  # a dict would not take a list as a key
         raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
@@ -80,10 +81,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         raise why_not
     seq_lens = check_seq_lens(seq_lens, q, k)
     descales = check_descales({"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}, q, k)
-    if not chosen.differentiable:
+    if not chosen.has_forward_mode:
         instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
         check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, q_descale=q_descale,
-                            k_descale=k_descale, v_descale=v_descale)
+                            k_descale=k_descale, v_descale=v_descale,
+                            has_backward=chosen.has_backward and q.dtype not in FP8_DTYPES)
     causal = bool(causal)
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
@@ -199,7 +201,8 @@ class Backend:
     forward: Callable
     options: tuple  # what else it takes: "return_lse", "descales", "autotune"
     dtypes: tuple
-    differentiable: bool
+    has_backward: bool  # but for fp8
+    has_forward_mode: bool  # its derivatives
     # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
     why_not: Callable[[torch.device | None], Exception | None]
 
@@ -249,7 +252,7 @@ def _cuda_why_not(device=None):
 def _load_triton():
     """Import the twin, which registers its op: (None, whether its kernel is interpreted), or (why not, None)."""
     try:
-        from triton_ref import attention
+        from triton_ref import attention, attention_bwd  # noqa: F401: it registers the op's derivative
     except ImportError as error:  # no Triton, or one that is broken
         return str(error), None
     return None, attention.INTERPRETING
@@ -257,7 +260,7 @@ def _load_triton():
 
 def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, descales, autotune):
     check_fp8(q)
-    if is_eager(q, k, v):
+    if is_eager(q, k, v) and not any(map(wants_gradient, (q, k, v))):
         from triton_ref.attention import run
 
         return run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune)
@@ -367,16 +370,18 @@ def _always(device=None):
 
 
 BACKENDS = {
-    "cuda": Backend(_cuda_forward, (), KERNEL_DTYPES, False, _cuda_why_not),
-    "triton": Backend(_triton_forward, ("descales", "autotune"), TWIN_DTYPES, False, _triton_why_not),
-    "torch": Backend(_torch_forward, ("return_lse",), DTYPES, True, _always),
-    "reference": Backend(_reference_forward, ("descales",), DTYPES + FP8_DTYPES, True, _always),
+    "cuda": Backend(_cuda_forward, (), KERNEL_DTYPES, False, False, _cuda_why_not),
+    "triton": Backend(_triton_forward, ("descales", "autotune"), TWIN_DTYPES, True, False, _triton_why_not),
+    "torch": Backend(_torch_forward, ("return_lse",), DTYPES, True, True, _always),
+    "reference": Backend(_reference_forward, ("descales",), DTYPES + FP8_DTYPES, True, True, _always),
 }
 
 
-def _auto_backend(q):
+def _auto_backend(q, k, v):
     if not (isinstance(q, torch.Tensor) and q.is_cuda):
         return "torch"
+    if any(map(wants_gradient, (q, k, v))):
+        return "torch" if _load_triton()[0] else "triton"
     return "triton" if q.dtype in FP8_DTYPES else _cuda_or_triton()
 
 

@@ -83,7 +83,7 @@ class AdaptiveKernelSelector:
             As flash_attention: ValueError, TypeError, ModuleNotFoundError, RuntimeError.
         """
         if backend == "auto":
-            backend = _auto_backend(torch.empty(0, device=self.device, dtype=dtype))
+            backend = _auto_backend(*[torch.empty(0, device=self.device, dtype=dtype)] * 3)
         if backend not in tuple(BACKENDS):
             raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
         if (why_not := BACKENDS[backend].why_not(self.device)) is not None:

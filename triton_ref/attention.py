@@ -267,12 +267,16 @@ def transposed(v, seq_lens):
     return vt
 
 
+def empty_like(x, dtype=None):
+    """x's shape and order of dimensions, the last one contiguous, to be written."""
+    like = torch.empty_like(x, dtype=dtype)
+    # x may overlap itself, as sliding windows do.
+    return like if like.stride(-1) == 1 else torch.empty(x.shape, dtype=like.dtype, device=x.device)
+
+
 def empty_outputs(q):
     """out like q, in bf16 if q is fp8, and lse, to be written."""
-    out = torch.empty_like(q, dtype=out_dtype(q.dtype))
-    if out.stride(-1) != 1:  # q overlaps itself, as sliding windows do
-        out = torch.empty(q.shape, dtype=out.dtype, device=q.device)
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_like(q, out_dtype(q.dtype)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, tma, kernel=None):

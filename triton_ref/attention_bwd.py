@@ -1,0 +1,330 @@
+"""FlashAttention backward in Triton: dq, dk and dv from dout, and from dlse where the log-sum-exp was used as well.
+
+P is formed again from lse. With dP = dO Vᵀ and delta = rowsum(dO ∘ O), dS = P ∘ (dP - delta), and the gradients are
+dV = Pᵀ dO, dK = scale · dSᵀ Q, dQ = scale · dS K; d lse / d S = P makes dlse a part of delta. One kernel owns blocks of
+keys and walks along the rows that see them, for dK and dV; another owns blocks of rows and walks along the keys, for
+dQ. So Q Kᵀ and dO Vᵀ are formed twice, but nothing is added up in memory: no workspace of Q's size, no atomics, the
+same bits in every run.
+
+Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: attention.py, the forward.
+"""
+
+import functools
+from typing import Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from minimal_attn.checks import FP8_DTYPES
+
+from . import autotune as tuner
+from .attention import _load, block_d, can_use_tma, empty_like, triton_forward
+from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties
+
+
+@triton.jit
+def _row_sums(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr, o_batch_stride, o_head_stride, o_row_stride,
+              do_batch_stride, do_head_stride, do_row_stride, dlse_batch_stride, dlse_head_stride, dlse_row_stride,
+              nheads, seqlen_q, head_dim, kBlockM: tl.constexpr, kBlockD: tl.constexpr):
+    """delta = rowsum(dO ∘ O) - dlse, and lse in powers of two; inf for rows without a key, so that their P is 0."""
+    m_blocks = tl.cdiv(seqlen_q, kBlockM)
+    bh = (tl.program_id(0) // m_blocks).to(tl.int64)
+    b, h = bh // nheads, bh % nheads
+    row0 = tl.program_id(0) % m_blocks * kBlockM
+    rows = row0 + tl.arange(0, kBlockM)
+    is_row = rows < seqlen_q
+    o = _load(o_ptr + b * o_batch_stride + h * o_head_stride, b, h, row0, 0, o_row_stride, seqlen_q, head_dim, True,
+              True, kBlockM, kBlockD, False)
+    do = _load(do_ptr + b * do_batch_stride + h * do_head_stride, b, h, row0, 0, do_row_stride, seqlen_q, head_dim,
+               True, True, kBlockM, kBlockD, False)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        dlse = dlse_ptr + b * dlse_batch_stride + h * dlse_head_stride + rows.to(tl.int64) * dlse_row_stride
+        delta -= tl.load(dlse, mask=is_row, other=0.0)
+    lse = tl.load(lse_ptr + bh * seqlen_q + rows, mask=is_row, other=0.0)
+    tl.store(delta_ptr + bh * seqlen_q + rows, delta, mask=is_row)
+    tl.store(lse_log2_ptr + bh * seqlen_q + rows, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634),
+             mask=is_row)
+
+
+@triton.jit
+def _add_product(acc, a, b):
+    """acc + a b. In fp32 the product is summed apart: short sums round less, and a plain addition would be folded back
+    into it."""
+    if a.dtype == tl.float32:
+        acc = tl.fma(acc, tl.full(acc.shape, 1.0, tl.float32), tl.dot(a, b, input_precision="ieee"))
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def _walk_rows(dk, dv, k, v, q, do, lse_log2_ptr, delta_ptr, b, h, q_row_stride, do_row_stride, m_block_min,
+               m_block_max, cols, shift, row_end, head_dim, scale_log2, kMasked: tl.constexpr,
+               kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
+    """dk, dv [kBlockN, kBlockD] of one query head, with what its row blocks [m_block_min, m_block_max) add."""
+    for m_block in range(m_block_min, m_block_max):
+        row0 = m_block * kBlockM
+        rows = row0 + tl.arange(0, kBlockM)
+        q_tile = _load(q, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+        lse_log2 = tl.load(lse_log2_ptr + rows, mask=rows < row_end, other=float("inf"))
+        p = tl.exp2(tl.dot(k, q_tile.T, input_precision="ieee") * scale_log2 - lse_log2[None, :])  # Pᵀ
+        if kMasked:
+            p = tl.where(cols[:, None] < rows[None, :] + shift, p, 0.0)
+        do_tile = _load(do, b, h, row0, 0, do_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+        dv = _add_product(dv, p.to(k.dtype), do_tile)
+        delta = tl.load(delta_ptr + rows, mask=rows < row_end, other=0.0)
+        ds = p * (tl.dot(v, do_tile.T, input_precision="ieee") - delta[None, :])  # dSᵀ
+        dk = _add_product(dk, ds.to(k.dtype), q_tile)
+    return dk, dv
+
+
+@triton.jit
+def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seq_lens_ptr,
+                  q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
+                  v_batch_stride, v_head_stride, v_row_stride, do_batch_stride, do_head_stride, do_row_stride,
+                  dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
+                  nheads, nheads_k, seqlen_q, seqlen_k, head_dim, softmax_scale, kIsCausal: tl.constexpr,
+                  kMaskCols: tl.constexpr, kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
+                  kBlockD: tl.constexpr):
+    """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it."""
+    # The keys that most rows see under a causal mask go first.
+    n_blocks = tl.cdiv(seqlen_k, kBlockN)
+    col0 = tl.program_id(0) % n_blocks * kBlockN
+    bh_k = tl.program_id(0) // n_blocks
+    b, h_k = bh_k // nheads_k, bh_k % nheads_k
+    cols = col0 + tl.arange(0, kBlockN)
+    seq_len, row_end = seqlen_k, seqlen_q
+    if seq_lens_ptr is not None:
+        seq_len = tl.maximum(0, tl.minimum(tl.load(seq_lens_ptr + b), seqlen_k))
+        row_end = seq_len
+    # Rows from m_block_min on see a key of this block, those from m_block_full on see all of them.
+    shift = 1 + seqlen_k - seqlen_q  # row i sees the keys j < i + shift
+    m_block_max = tl.where(col0 < seq_len, tl.cdiv(row_end, kBlockM), 0)
+    m_block_min, m_block_full = 0, 0
+    if kIsCausal:
+        m_block_min = tl.minimum(tl.maximum(col0 + 1 - shift, 0) // kBlockM, m_block_max)
+        m_block_full = tl.minimum(tl.cdiv(tl.maximum(col0 + kBlockN - shift, 0), kBlockM), m_block_max)
+
+    k_base, v_base = k_ptr, v_ptr
+    if not kTma:
+        k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
+        v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
+    # Keys from seq_len on are 0 here. Theirs are the rows of Pᵀ that reach no other gradient and are not stored.
+    k = _load(k_base, b, h_k, col0, 0, k_row_stride, seq_len, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
+    v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq_len, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
+    dk = tl.zeros([kBlockN, kBlockD], tl.float32)
+    dv = tl.zeros([kBlockN, kBlockD], tl.float32)
+    scale_log2 = softmax_scale * 1.4426950408889634
+    group = nheads // nheads_k
+    for i in range(group):
+        h = h_k * group + i
+        q_base, do_base = q_ptr, do_ptr
+        if not kTma:
+            q_base = q_ptr + b.to(tl.int64) * q_batch_stride + h.to(tl.int64) * q_head_stride
+            do_base = do_ptr + b.to(tl.int64) * do_batch_stride + h.to(tl.int64) * do_head_stride
+        row_sums = (b * nheads + h).to(tl.int64) * seqlen_q
+        if kIsCausal:
+            dk, dv = _walk_rows(dk, dv, k, v, q_base, do_base, lse_log2_ptr + row_sums, delta_ptr + row_sums, b, h,
+                                q_row_stride, do_row_stride, m_block_min, m_block_full, cols, shift, row_end, head_dim,
+                                scale_log2, True, kMaskCols, kBlockM, kBlockD, kTma)
+        dk, dv = _walk_rows(dk, dv, k, v, q_base, do_base, lse_log2_ptr + row_sums, delta_ptr + row_sums, b, h,
+                            q_row_stride, do_row_stride, m_block_full, m_block_max, cols, shift, row_end, head_dim,
+                            scale_log2, False, kMaskCols, kBlockM, kBlockD, kTma)
+
+    dims = tl.arange(0, kBlockD)
+    is_stored = (cols[:, None] < seqlen_k) & (dims[None, :] < head_dim)
+    dk_base = dk_ptr + b.to(tl.int64) * dk_batch_stride + h_k.to(tl.int64) * dk_head_stride
+    dv_base = dv_ptr + b.to(tl.int64) * dv_batch_stride + h_k.to(tl.int64) * dv_head_stride
+    dk = tl.where(cols[:, None] < seq_len, dk * softmax_scale, 0.0)
+    dv = tl.where(cols[:, None] < seq_len, dv, 0.0)
+    tl.store(dk_base + cols.to(tl.int64)[:, None] * dk_row_stride + dims[None, :], dk.to(dk_ptr.dtype.element_ty),
+             mask=is_stored)
+    tl.store(dv_base + cols.to(tl.int64)[:, None] * dv_row_stride + dims[None, :], dv.to(dv_ptr.dtype.element_ty),
+             mask=is_stored)
+
+
+@triton.jit
+def _walk_keys(dq, q, do, lse_log2, delta, k, v, b, h_k, k_row_stride, v_row_stride, n_block_min, n_block_max, visible,
+               seq_len, head_dim, scale_log2, kMasked: tl.constexpr, kMaskCols: tl.constexpr, kBlockN: tl.constexpr,
+               kBlockD: tl.constexpr, kTma: tl.constexpr):
+    """dq [kBlockM, kBlockD] with what the key blocks [n_block_min, n_block_max) add."""
+    for n_block in range(n_block_min, n_block_max):
+        col0 = n_block * kBlockN
+        cols = col0 + tl.arange(0, kBlockN)
+        k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq_len, head_dim, kMasked, kMaskCols, kBlockN, kBlockD, kTma)
+        v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq_len, head_dim, kMasked, kMaskCols, kBlockN, kBlockD, kTma)
+        p = tl.exp2(tl.dot(q, k_tile.T, input_precision="ieee") * scale_log2 - lse_log2[:, None])
+        if kMasked:
+            p = tl.where(cols[None, :] < visible[:, None], p, 0.0)
+        ds = p * (tl.dot(do, v_tile.T, input_precision="ieee") - delta[:, None])
+        dq = _add_product(dq, ds.to(q.dtype), k_tile)
+    return dq
+
+
+@triton.jit
+def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seq_lens_ptr,
+                 q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
+                 v_batch_stride, v_head_stride, v_row_stride, do_batch_stride, do_head_stride, do_row_stride,
+                 dq_batch_stride, dq_head_stride, dq_row_stride, nheads, nheads_k, seqlen_q, seqlen_k, head_dim,
+                 softmax_scale, kIsCausal: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr,
+                 kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
+    """dQ of kBlockM rows of one head."""
+    m_blocks = tl.cdiv(seqlen_q, kBlockM)
+    row0 = (m_blocks - 1 - tl.program_id(0) % m_blocks) * kBlockM
+    bh = tl.program_id(0) // m_blocks
+    b, h = bh // nheads, bh % nheads
+    h_k = h // (nheads // nheads_k)
+    rows = row0 + tl.arange(0, kBlockM)
+    seq_len, row_end = seqlen_k, seqlen_q
+    if seq_lens_ptr is not None:
+        seq_len = tl.maximum(0, tl.minimum(tl.load(seq_lens_ptr + b), seqlen_k))
+        row_end = seq_len
+    # As in the forward: a row sees the keys [0, visible); blocks that every row sees whole come first.
+    visible = tl.full([kBlockM], 0, tl.int32) + seq_len
+    first_visible, last_visible = seq_len, seq_len
+    if kIsCausal:
+        shift = 1 + seqlen_k - seqlen_q
+        visible = tl.minimum(visible, rows + shift)
+        first_visible = tl.minimum(seq_len, row0 + shift)
+        last_visible = tl.minimum(seq_len, tl.minimum(row0 + kBlockM, row_end) - 1 + shift)
+    n_block_max = tl.where(row0 < row_end, tl.cdiv(tl.maximum(last_visible, 0), kBlockN), 0)
+    n_block_full = tl.minimum(tl.maximum(first_visible, 0) // kBlockN, n_block_max)
+
+    q_base, k_base, v_base, do_base = q_ptr, k_ptr, v_ptr, do_ptr
+    if not kTma:
+        q_base = q_ptr + b.to(tl.int64) * q_batch_stride + h.to(tl.int64) * q_head_stride
+        k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
+        v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
+        do_base = do_ptr + b.to(tl.int64) * do_batch_stride + h.to(tl.int64) * do_head_stride
+    q = _load(q_base, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+    do = _load(do_base, b, h, row0, 0, do_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+    row_sums = bh.to(tl.int64) * seqlen_q + rows
+    lse_log2 = tl.load(lse_log2_ptr + row_sums, mask=rows < row_end, other=float("inf"))
+    delta = tl.load(delta_ptr + row_sums, mask=rows < row_end, other=0.0)
+    dq = tl.zeros([kBlockM, kBlockD], tl.float32)
+    scale_log2 = softmax_scale * 1.4426950408889634
+    dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h_k, k_row_stride, v_row_stride, 0, n_block_full,
+                    visible, seq_len, head_dim, scale_log2, False, kMaskCols, kBlockN, kBlockD, kTma)
+    dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h_k, k_row_stride, v_row_stride, n_block_full,
+                    n_block_max, visible, seq_len, head_dim, scale_log2, True, kMaskCols, kBlockN, kBlockD, kTma)
+    dims = tl.arange(0, kBlockD)
+    dq_base = dq_ptr + b.to(tl.int64) * dq_batch_stride + h.to(tl.int64) * dq_head_stride
+    tl.store(dq_base + rows.to(tl.int64)[:, None] * dq_row_stride + dims[None, :],
+             (dq * softmax_scale).to(dq_ptr.dtype.element_ty),
+             mask=(rows[:, None] < seqlen_q) & (dims[None, :] < head_dim))
+
+
+# (owned, walked, num_warps, num_stages) by bytes of an element and kBlockD, as TILES in attention.py: how many keys, or
+# rows, a program owns, and how many rows, or keys, it takes at a step.
+TILES = {
+    (4, 64): [(32, 32, 4, 1)],
+    (4, 128): [(32, 16, 4, 1)],
+    (4, 256): [(16, 16, 4, 1)],
+    (2, 64): [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2)],
+    (2, 128): [(128, 64, 8, 2), (64, 64, 4, 2), (128, 128, 8, 2), (64, 32, 4, 2)],
+    (2, 256): [(64, 32, 8, 2), (64, 64, 8, 1), (32, 32, 4, 1)],
+}
+
+
+@functools.cache
+def tile_configs(dtype, head_dim, max_shared_memory=227 << 10):
+    """Launch options to choose from, for either kernel; the first is the choice without tuning."""
+    kBlockD = block_d(dtype, head_dim)
+    tiles = [tile for tile in TILES[dtype.itemsize, max(64, kBlockD)]
+             if 2 * (tile[0] + tile[3] * tile[1]) * kBlockD * dtype.itemsize + 1024 <= max_shared_memory]
+    return [dict(owned=owned, walked=walked, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
+            for owned, walked, num_warps, num_stages in tiles or [(16, 16, 4, 1)]]
+
+
+def _launch(kernel, config, owns_keys, q, k, v, dout, gradients, row_sums, seq_lens, softmax_scale, causal, tma):
+    """_flash_bwd_kv, which owns keys, or _flash_bwd_q."""
+    batch_size, nheads, seqlen_q, head_dim = q.shape
+    nheads_k, seqlen_k = k.shape[1:3]
+    owned, walked, kBlockD, num_warps, num_stages = config.values()
+    kBlockM, kBlockN = (walked, owned) if owns_keys else (owned, walked)
+    blocks = triton.cdiv(seqlen_k, kBlockN) * nheads_k if owns_keys else triton.cdiv(seqlen_q, kBlockM) * nheads
+    if blocks * batch_size > MAX_PROGRAMS:
+        raise ValueError(f"too many blocks: {blocks * batch_size} of {owned}, a launch takes {MAX_PROGRAMS}")
+    tensors = q, k, v, dout
+    tiles = tensors
+    if tma:
+        tiles = [descriptor(x, (1, 1, n, kBlockD)) for x, n in zip(tensors, (kBlockM, kBlockN, kBlockN, kBlockM))]
+    strides = (stride for x in (*tensors, *gradients) for stride in x.stride()[:3])
+    kernel[(blocks * batch_size,)](*tiles, *gradients, *row_sums, seq_lens, *strides, nheads, nheads_k, seqlen_q,
+                                   seqlen_k, head_dim, softmax_scale, causal, head_dim < kBlockD, tma, kBlockM,
+                                   kBlockN, kBlockD, num_warps=num_warps, num_stages=num_stages)
+
+
+def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune=True):
+    """(dq, dk, dv) of checked inputs and what the forward made of them; dlse may be None."""
+    if INTERPRETING and q.dtype == torch.bfloat16:  # Triton's interpreter (3.6 to 3.9) gets its dots and casts wrong
+        gradients = run(*(x if x is None else x.float() for x in (dout, dlse, q, k, v, out)), lse, seq_lens,
+                        softmax_scale, causal, autotune)
+        return tuple(x.bfloat16() for x in gradients)
+    dq, dk, dv = (empty_like(x) for x in (q, k, v))
+    if not q.numel() or not k.numel():
+        return tuple(x.zero_() for x in (dq, dk, dv))
+    if dout.stride(-1) != 1:  # as the gradient of a sum
+        dout = dout.contiguous()
+    delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
+    batch_size, nheads, seqlen_q, head_dim = q.shape
+    with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
+        _row_sums[(triton.cdiv(seqlen_q, 64) * batch_size * nheads,)](
+            out, dout, lse, dlse, delta, lse_log2, *out.stride()[:3], *dout.stride()[:3],
+            *(dlse.stride() if dlse is not None else (0, 0, 0)), nheads, seqlen_q, head_dim, kBlockM=64,
+            kBlockD=block_d(q.dtype, head_dim))
+        # A descriptor ends with the tensor, not with the sample.
+        tma = seq_lens is None and can_use_tma(q, k, v, dout)
+        configs = tile_configs(q.dtype, head_dim, properties(q.device).max_shared_memory)
+        lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (seqlen_q, k.shape[2]))
+        key = str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, *lengths
+        for name, kernel, owns_keys, gradients in (("attention_bwd_kv", _flash_bwd_kv, True, (dk, dv)),
+                                                   ("attention_bwd_q", _flash_bwd_q, False, (dq,))):
+            def launch(config):
+                _launch(kernel, config, owns_keys, q, k, v, dout, gradients, (lse_log2, delta), seq_lens,
+                        softmax_scale, causal, tma)
+
+            launch(tuner.fastest(name, key, configs, launch, q.device) if autotune else configs[0])
+    return dq, dk, dv
+
+
+@torch.library.custom_op("minimal_attn::triton_backward", mutates_args=())
+def triton_backward(dout: torch.Tensor, dlse: Optional[torch.Tensor], q: torch.Tensor, k: torch.Tensor,
+                    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, seq_lens: Optional[torch.Tensor],
+                    softmax_scale: float, causal: bool,
+                    autotune: bool) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq like q, dk like k, dv like v: what minimal_attn::triton_forward's inputs get of dout (B, H, Sq, D) and dlse
+    (B, H, Sq), or None."""
+    return run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune)
+
+
+@triton_backward.register_fake
+def _(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune):
+    return empty_like(q), empty_like(k), empty_like(v)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, seq_lens, ctx.softmax_scale, ctx.causal, *_, ctx.autotune = inputs
+    ctx.save_for_backward(q, k, v, *output, seq_lens)
+    ctx.set_materialize_grads(False)  # an lse that nobody uses has no gradient
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, out, lse, seq_lens = ctx.saved_tensors
+    if q.dtype in FP8_DTYPES:
+        raise NotImplementedError(f"minimal_attn::triton_forward has no backward pass in {q.dtype}")
+    if dout is None:
+        dout = torch.zeros_like(out)
+    gradients = triton_backward(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.autotune)
+    return (*gradients, *[None] * 7)
+
+
+def _no_second(ctx, *gradients):
+    raise NotImplementedError("attention by Triton has no second derivative: use backend='torch' with SDPBackend.MATH, "
+                              "or backend='reference'")
+
+
+triton_forward.register_autograd(_backward, setup_context=_save)
+triton_backward.register_autograd(_no_second)
