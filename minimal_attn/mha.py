@@ -1,0 +1,136 @@
+"""Multi-head self-attention as a module: one projection to q, k and v, flash_attention, one projection of its result.
+
+Vaswani et al., Attention Is All You Need, 2017, section 3.2.2. With fewer key/value heads than query heads it is the
+grouped-query attention of Ainslie et al., GQA, 2023. Read next: interface.py, for flash_attention.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .checks import MAX_HEAD_DIM, check_options, check_tensor
+from .interface import BACKENDS, flash_attention
+
+
+class FlashMHA(nn.Module):
+    """Multi-head self-attention (Vaswani et al. 2017), with grouped queries if asked for (Ainslie et al. 2023).
+
+    The parameters have the names and the order of flash-attn's MHA: Wqkv ((H + 2·Hk)·D rows: all query heads, then all
+    key heads, then all value heads) and out_proj (E, E), with E = H·D. For Hk = H that is also the order of
+    nn.MultiheadAttention, from which from_torch takes weights.
+
+    They start as nn.MultiheadAttention's do, for which this module stands in, so that training starts alike:
+    Xavier-uniform for the whole of Wqkv, nn.Linear's own for out_proj, zeros for biases. reset_parameters draws
+    what nn.MultiheadAttention draws from the same seed.
+
+    Args:
+        embed_dim: E, a multiple of num_heads; head_dim D = E / H goes up to 256.
+        num_heads: H, of the queries.
+        num_heads_k: Hk, of keys and values, a divisor of H; H if None.
+        bias: whether both projections add one.
+        dropout: share in [0, 1] of the attention probabilities that training mode drops.
+        causal: each position sees itself and what is before it.
+        device, dtype: of the parameters. The backend decides which dtypes it takes (flash_attention); all take float32.
+        backend: of flash_attention.
+
+    Raises:
+        ValueError: sizes, dropout or backend; TypeError: causal.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, num_heads_k: int | None = None, bias: bool = True,
+                 dropout: float = 0.0, causal: bool = False, device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None, backend: str = "auto"):
+        super().__init__()
+        num_heads_k = num_heads if num_heads_k is None else num_heads_k
+        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_heads_k", num_heads_k)):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
+        if num_heads % num_heads_k:
+            raise ValueError(f"num_heads must be a multiple of num_heads_k, got {num_heads} and {num_heads_k}")
+        head_dim = embed_dim // num_heads
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"Unsupported head_dim {head_dim} (embed_dim {embed_dim} / num_heads {num_heads}): "
+                             f"1 to {MAX_HEAD_DIM} is supported")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be in [0, 1], got {dropout}")
+        check_options(causal, None)
+        if backend not in ("auto", *BACKENDS):
+            raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+        self.embed_dim, self.num_heads, self.num_heads_k, self.head_dim = embed_dim, num_heads, num_heads_k, head_dim
+        self.dropout, self.causal, self.backend = dropout, causal, backend
+        self.Wqkv = nn.Linear(embed_dim, (num_heads + 2 * num_heads_k) * head_dim, bias, device, dtype)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+        self.reset_parameters()
+
+    @classmethod
+    def from_torch(cls, mha: nn.MultiheadAttention, causal: bool = False, backend: str = "auto") -> "FlashMHA":
+        """A FlashMHA with copies of mha's weights, which then gives what mha gives for query = key = value = x.
+
+        The copies keep device, dtype and requires_grad; dropout and training mode are mha's too. FlashMHA itself always
+        takes (B, S, E): where mha has batch_first=False, swap the first two dimensions of its (S, B, E). Of the masks
+        that mha takes in a call, a causal one becomes `causal` here, padding at the end becomes forward's seq_lens.
+
+        Raises:
+            TypeError: mha is of another class, also of one derived from it, which may compute something else.
+            ValueError: kdim or vdim other than embed_dim, add_bias_kv or add_zero_attn; otherwise as FlashMHA.
+        """
+        if type(mha) is not nn.MultiheadAttention:
+            raise TypeError(f"mha must be a torch.nn.MultiheadAttention, got {type(mha).__name__}")
+        for name, size in (("kdim", mha.kdim), ("vdim", mha.vdim)):
+            if size != mha.embed_dim:
+                raise ValueError(f"from_torch: {name} must be embed_dim, got {size} and {mha.embed_dim}")
+        for name, given in (("add_bias_kv", mha.bias_k is not None), ("add_zero_attn", mha.add_zero_attn)):
+            if given:
+                raise ValueError(f"from_torch: {name} is not supported")
+        has_bias = mha.in_proj_bias is not None
+        # On the device meta nothing is drawn from the generator for values that are replaced at once.
+        module = cls(mha.embed_dim, mha.num_heads, bias=has_bias, dropout=mha.dropout, causal=causal, device="meta",
+                     backend=backend)
+
+        def copy(x):
+            return None if x is None else nn.Parameter(x.detach().clone(), requires_grad=x.requires_grad)
+
+        module.Wqkv.weight, module.Wqkv.bias = copy(mha.in_proj_weight), copy(mha.in_proj_bias)
+        module.out_proj.weight, module.out_proj.bias = copy(mha.out_proj.weight), copy(mha.out_proj.bias)
+        return module.train(mha.training)
+
+    def reset_parameters(self):
+        """Draw the parameters anew, in the order of nn.MultiheadAttention's constructor."""
+        self.out_proj.reset_parameters()
+        nn.init.xavier_uniform_(self.Wqkv.weight)
+        for bias in (self.Wqkv.bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, x: Tensor, seq_lens: Tensor | Sequence[int] | None = None) -> Tensor:
+        """Self-attention of x.
+
+        Args:
+            x: (B, S, E), of the parameters' device and dtype; torch.autocast casts it.
+            seq_lens: valid length of each sample, 1 to S, as flash_attention takes it: positions from it on are seen by
+                none and give out_proj's bias, 0 if there is none.
+
+        Returns:
+            (B, S, E), of x's dtype, under torch.autocast of its own.
+
+        Raises:
+            TypeError, ValueError: x is no dense tensor, or not (B, S, E); otherwise as flash_attention, whose
+            NotImplementedError says that a backend has no derivative.
+        """
+        check_tensor("x", x)
+        if x.ndim != 3 or x.shape[-1] != self.embed_dim:
+            raise ValueError(f"x must be (B, S, {self.embed_dim}), got {tuple(x.shape)}")
+        sizes = self.num_heads, self.num_heads_k, self.num_heads_k
+        # Views of the projection's result (B, S, H + 2·Hk, D): flash_attention reads them by their strides.
+        qkv = self.Wqkv(x).unflatten(-1, (sum(sizes), self.head_dim)).transpose(1, 2)
+        q, k, v = qkv.split(sizes, dim=1)
+        options = {"dropout_p": self.dropout} if self.training and self.dropout > 0 else {}
+        out = flash_attention(q, k, v, self.causal, seq_lens=seq_lens, backend=self.backend, **options)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def extra_repr(self) -> str:
+        names = "embed_dim", "num_heads", "num_heads_k", "dropout", "causal", "backend"
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

@@ -1,0 +1,314 @@
+"""FlashMHA against torch.nn.MultiheadAttention, on the GPU where there is one."""
+
+import copy
+import functools
+import inspect
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import minimal_attn
+from conftest import HAS_GPU
+from minimal_attn import FlashMHA, flash_attention
+from minimal_attn.interface import BACKENDS
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+B, S, E, H = 2, 20, 64, 4
+LENS = [5, S]
+# FlashMHA's name of each parameter, and torch's.
+PARAMETERS = {"Wqkv.weight": "in_proj_weight", "Wqkv.bias": "in_proj_bias", "out_proj.weight": "out_proj.weight",
+              "out_proj.bias": "out_proj.bias"}
+DIFFERENTIABLE = ["torch", "reference"]
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+each_differentiable = pytest.mark.parametrize("backend", DIFFERENTIABLE)
+each_dtype = pytest.mark.parametrize("backend, dtype", [
+    (name, dtype) for name in BACKENDS for dtype in (torch.float32, torch.float64) if dtype in BACKENDS[name].dtypes])
+assert_close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def an_input(dtype=torch.float32, **kw):
+    return torch.randn(B, S, E, device=DEVICE, dtype=dtype, **kw)
+
+
+def torch_mha(bias=True, batch_first=True, **kw):
+    """An nn.MultiheadAttention whose biases are not the zeros that it starts with."""
+    mha = nn.MultiheadAttention(E, H, bias=bias, batch_first=batch_first, device=DEVICE, **kw)
+    for name, parameter in mha.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    return mha
+
+
+def attend(mha, x, causal=False, **kw):
+    hidden = torch.ones(S, S, dtype=torch.bool, device=DEVICE).triu(1) if causal else None
+    return mha(x, x, x, attn_mask=hidden, is_causal=causal, need_weights=False, **kw)[0]
+
+
+def padding(lens):
+    """torch's key_padding_mask (B, S): True where a key is hidden."""
+    return torch.arange(S, device=DEVICE) >= lens[:, None]
+
+
+@each_dtype
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_against_torch(backend, dtype, causal, bias):
+    x, mha = an_input(dtype), torch_mha(bias, dtype=dtype).eval()
+    out = FlashMHA.from_torch(mha, causal, backend)(x)
+    assert out.dtype == dtype
+    assert_close(out, attend(mha, x, causal))
+
+
+@each_dtype
+@pytest.mark.parametrize("causal", [False, True])
+@torch.no_grad()
+def test_seq_lens_are_torchs_key_padding_mask(backend, dtype, causal):
+    x, mha = an_input(dtype), torch_mha(dtype=dtype).eval()
+    lens = torch.tensor(LENS, device=DEVICE)
+    hidden = padding(lens)
+    x[hidden] = 1e3  # it would show
+    want = attend(mha, x, causal, key_padding_mask=hidden)
+    for seq_lens in (LENS, lens):
+        out = FlashMHA.from_torch(mha, causal, backend)(x, seq_lens)
+        for sample, length in enumerate(LENS):
+            assert_close(out[sample, :length], want[sample, :length])
+            assert (out[sample, length:] == mha.out_proj.bias).all()
+
+
+@each_differentiable
+@pytest.mark.parametrize("causal, seq_lens", [(False, None), (True, None), (False, LENS), (True, LENS)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_against_torch(backend, causal, seq_lens, bias):
+    mha = torch_mha(bias)
+    module = FlashMHA.from_torch(mha, causal, backend)
+    x, dout = an_input(requires_grad=True), an_input()
+    twin_x = x.detach().clone().requires_grad_()
+    hidden = padding(torch.tensor(seq_lens, device=DEVICE)) if seq_lens else None
+    if seq_lens:
+        dout[hidden] = 0  # torch's padded queries see keys, ours see none
+    attend(mha, x, causal, key_padding_mask=hidden).backward(dout)
+    module(twin_x, seq_lens).backward(dout)
+    assert_close(twin_x.grad, x.grad)
+    for name, parameter in module.named_parameters():
+        assert_close(parameter.grad, mha.get_parameter(PARAMETERS[name]).grad)
+
+
+@each_backend
+@pytest.mark.parametrize("num_heads_k", [1, 2])
+@torch.no_grad()
+def test_grouped_queries_are_repeated_weights(backend, num_heads_k):
+    grouped = FlashMHA(E, H, num_heads_k, causal=True, device=DEVICE, backend=backend)
+    nn.init.normal_(grouped.Wqkv.bias)
+    full = FlashMHA(E, H, causal=True, device=DEVICE, backend="reference")
+    full.out_proj.load_state_dict(grouped.out_proj.state_dict())
+    for name, parameter in full.Wqkv.named_parameters():
+        heads = grouped.Wqkv.get_parameter(name).unflatten(0, (H + 2 * num_heads_k, E // H))
+        q, k, v = heads.split((H, num_heads_k, num_heads_k))
+        parameter.copy_(torch.cat([q, *(x.repeat_interleave(H // num_heads_k, 0) for x in (k, v))]).flatten(0, 1))
+    x = an_input()
+    assert_close(grouped(x), full(x))
+
+
+@each_differentiable
+def test_grouped_queries_train(backend):
+    module = FlashMHA(E, H, 2, device=DEVICE, dtype=torch.float64, backend=backend)
+    names, values = zip(*module.named_parameters())
+    x = an_input(torch.float64)[:, :3]
+    call = lambda *values: torch.func.functional_call(module, dict(zip(names, values)), x)  # noqa: E731
+    assert torch.autograd.gradcheck(call, values, fast_mode=True)
+
+
+@pytest.fixture
+def received(monkeypatch):
+    """What FlashMHA hands to flash_attention, call by call, as (q, k, v) and keywords."""
+    calls = []
+
+    def record(q, k, v, *args, **kw):
+        calls.append(((q, k, v), kw))
+        return q
+
+    monkeypatch.setattr(minimal_attn.mha, "flash_attention", record)
+    return calls
+
+
+@pytest.mark.parametrize("num_heads_k", [1, 2, H])
+def test_q_k_and_v_are_views_of_the_projection(received, num_heads_k):
+    module = FlashMHA(E, H, num_heads_k, device=DEVICE)
+    projected = []
+    module.Wqkv.register_forward_hook(lambda module, args, out: projected.append(out))
+    module(an_input())
+    (qkv,), ((heads, _),) = projected, received
+    offset = qkv.data_ptr()
+    for x, nheads in zip(heads, (H, num_heads_k, num_heads_k)):
+        assert x.shape == (B, nheads, S, E // H) and x.data_ptr() == offset
+        assert x.stride() == (qkv.stride(0), E // H, qkv.stride(1), 1)
+        assert x.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
+        offset += nheads * E // H * x.element_size()
+
+
+def test_dropout_is_passed_in_training_alone(received):
+    for dropout in (0.0, 0.25, 1.0):
+        module = FlashMHA(E, H, dropout=dropout, device=DEVICE)
+        for mode in (True, False):
+            module.train(mode)(an_input())
+            passed = {"dropout_p": dropout} if mode and dropout else {}
+            assert received.pop()[1] == {"seq_lens": None, "backend": "auto", **passed}
+
+
+@pytest.mark.skipif("dropout_p" not in inspect.signature(flash_attention).parameters, reason="no dropout_p yet")
+@each_differentiable
+def test_dropout(backend):
+    module, x = FlashMHA(E, H, dropout=0.5, device=DEVICE, backend=backend), an_input()
+    out = module(x)
+    assert not out.equal(module(x))
+    out.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
+    plain = FlashMHA(E, H, device=DEVICE, backend=backend)
+    plain.load_state_dict(module.state_dict())
+    assert module.eval()(x).equal(plain(x))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_from_torch_copies(batch_first):
+    mha = torch_mha(batch_first=batch_first, dropout=0.25, dtype=torch.float64).eval()
+    mha.in_proj_bias.requires_grad_(False)
+    state = torch.get_rng_state()
+    module = FlashMHA.from_torch(mha, True, "torch")
+    assert torch.get_rng_state().equal(state)
+    assert (module.dropout, module.causal, module.backend, module.training) == (0.25, True, "torch", False)
+    assert FlashMHA.from_torch(torch_mha()).training
+    assert dict(module.named_parameters()).keys() == PARAMETERS.keys()
+    for name, parameter in module.named_parameters():
+        theirs = mha.get_parameter(PARAMETERS[name])
+        assert parameter.equal(theirs) and parameter.data_ptr() != theirs.data_ptr()
+        assert (parameter.dtype, parameter.device, parameter.requires_grad) == (
+            theirs.dtype, theirs.device, theirs.requires_grad)
+    x = an_input(torch.float64)
+    swap = (lambda x: x) if batch_first else (lambda x: x.transpose(0, 1))
+    assert_close(module(x), swap(attend(mha, swap(x), True)))
+
+
+@pytest.mark.parametrize("match, kw", [("kdim", dict(kdim=32)), ("vdim", dict(vdim=32)),
+                                       ("add_bias_kv", dict(add_bias_kv=True)),
+                                       ("add_zero_attn", dict(add_zero_attn=True))])
+def test_from_torch_refuses(match, kw):
+    with pytest.raises(ValueError, match=f"from_torch: {match}"):
+        FlashMHA.from_torch(nn.MultiheadAttention(E, H, **kw))
+
+
+def test_from_torch_takes_one_class():
+    class Derived(nn.MultiheadAttention):
+        pass
+
+    for other in (nn.Linear(E, E), Derived(E, H), None):
+        with pytest.raises(TypeError, match=f"must be a torch.nn.MultiheadAttention, got {type(other).__name__}"):
+            FlashMHA.from_torch(other)
+
+
+@pytest.mark.parametrize("error, match, kw", [
+    (ValueError, "embed_dim must be a multiple of num_heads, got 64 and 5", dict(num_heads=5)),
+    (ValueError, "num_heads must be a multiple of num_heads_k, got 4 and 3", dict(num_heads_k=3)),
+    (ValueError, "num_heads must be a multiple of num_heads_k, got 4 and 8", dict(num_heads_k=8)),
+    (ValueError, "Unsupported head_dim 272 .*: 1 to 256", dict(embed_dim=4 * 272)),
+    (ValueError, "embed_dim must be at least 1, got 0", dict(embed_dim=0)),
+    (ValueError, "num_heads must be at least 1, got -4", dict(num_heads=-4)),
+    (ValueError, "num_heads_k must be at least 1, got 0", dict(num_heads_k=0)),
+    (ValueError, r"dropout must be in \[0, 1\], got -0.1", dict(dropout=-0.1)),
+    (ValueError, r"dropout must be in \[0, 1\], got 1.1", dict(dropout=1.1)),
+    (ValueError, r"dropout must be in \[0, 1\], got nan", dict(dropout=math.nan)),
+    (ValueError, "unknown backend 'cudnn': 'auto' or one of 'cuda', 'triton'", dict(backend="cudnn")),
+    (ValueError, "unknown backend", dict(backend=["cuda"])),
+    (TypeError, "causal must be a bool, got None", dict(causal=None)),
+])
+def test_bad_arguments(error, match, kw):
+    with pytest.raises(error, match=match):
+        FlashMHA(**{"embed_dim": E, "num_heads": H, **kw})
+
+
+def test_bad_inputs():
+    module, x = FlashMHA(E, H, device=DEVICE), an_input()
+    for bad in (x[0], x[None], x[..., 1:]):
+        with pytest.raises(ValueError, match=r"x must be \(B, S, 64\), got \("):
+            module(bad)
+    with pytest.raises(TypeError, match="x must be a torch.Tensor, got list"):
+        module(x.tolist())
+    with pytest.raises(ValueError, match="seq_lens must be in"):
+        module(x, [0, S])
+
+
+@pytest.mark.parametrize("shape", [(0, S, E), (B, 0, E)], ids=str)
+def test_empty_inputs(shape):
+    assert FlashMHA(E, H, 2, device=DEVICE, backend="torch")(torch.empty(shape, device=DEVICE)).shape == shape
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_starts_as_torchs_does(bias):
+    module = FlashMHA(E, H, bias=bias)
+    torch.manual_seed(1)
+    mha = nn.MultiheadAttention(E, H, bias=bias)
+    torch.manual_seed(1)
+    module.reset_parameters()
+    assert all(parameter.equal(mha.get_parameter(PARAMETERS[name])) for name, parameter in module.named_parameters())
+
+
+@torch.no_grad()
+def test_state_dict_and_copies():
+    module, x = FlashMHA(E, H, 2, causal=True, device=DEVICE), an_input()
+    want, state = module(x), module.state_dict()
+    assert state.keys() == PARAMETERS.keys()
+    empty = nn.utils.skip_init(FlashMHA, E, H, 2, causal=True, device=DEVICE)
+    on_meta = FlashMHA(E, H, 2, causal=True, device="meta")
+    assert all(parameter.is_meta for parameter in on_meta.parameters())
+    on_meta = on_meta.to_empty(device=DEVICE)
+    on_meta.reset_parameters()
+    assert on_meta(x).isfinite().all()
+    for other in (empty, on_meta):
+        other.load_state_dict(state)
+    for other in (empty, on_meta, copy.deepcopy(module)):
+        assert other(x).equal(want)
+        nn.init.zeros_(other.Wqkv.weight)
+    assert module(x).equal(want)
+
+
+@each_backend
+@pytest.mark.parametrize("seq_lens", [None, LENS], ids=str)
+def test_compiles_to_one_graph(backend, seq_lens):
+    module, x = FlashMHA(E, H, 2, causal=True, device=DEVICE, backend=backend), an_input()
+    module.requires_grad_(backend in DIFFERENTIABLE)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    out, want = compiled(x, seq_lens), module(x, seq_lens)
+    assert_close(out, want)
+    if backend in DIFFERENTIABLE:
+        parameters = list(module.parameters())
+        assert_close(torch.autograd.grad(out.sum(), parameters), torch.autograd.grad(want.sum(), parameters))
+
+
+@each_backend
+@torch.no_grad()
+def test_autocast(backend):
+    module, x = FlashMHA(E, H, device=DEVICE, backend=backend), an_input()
+    want = module(x)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out = module(x)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), want, rtol=0.02, atol=0.02)
+
+
+def test_autocast_hands_over_its_dtype(received):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        FlashMHA(E, H, device=DEVICE)(an_input())
+    assert {x.dtype for x in received.pop()[0]} == {torch.bfloat16}
+
+
+def test_its_text_says_what_it_is():
+    assert repr(FlashMHA(E, H, 2, dropout=0.25)).startswith(
+        "FlashMHA(\n  embed_dim=64, num_heads=4, num_heads_k=2, dropout=0.25, causal=False, backend='auto'\n")
