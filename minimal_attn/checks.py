@@ -3,6 +3,7 @@
 Each error names the argument, what was given and what is allowed. Read next: interface.py.
 """
 
+import numbers
 import operator
 
 import torch
@@ -49,6 +50,33 @@ def check_options(causal, sm_scale, name="sm_scale"):
         raise TypeError(f"{name} must be None or a number, got {sm_scale!r}")
     if sm_scale is not None and not -FLOAT_MAX <= sm_scale <= FLOAT_MAX:
         raise ValueError(f"{name} must be finite, got {sm_scale}")
+
+
+def check_dropout_p(dropout_p):
+    """dropout_p as a float; TypeError unless it is a number, ValueError unless it is in [0, 1]."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
+        raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
+    return float(dropout_p)
+
+
+def check_dropout_seed(dropout_seed, q):
+    """dropout_seed, or one that torch draws if it is None, on q's device so that a CUDA graph draws anew each time.
+
+    TypeError for what is no dense tensor, ValueError unless it is int64, of one element and on q's device.
+    """
+    if dropout_seed is None:
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    # Not a number: a CUDA graph would keep its value, and torch.compile would compile anew for each.
+    wanted = f"dropout_seed must be one int64 in a tensor on q's device: torch.tensor([5], device='{q.device}')"
+    if not isinstance(dropout_seed, torch.Tensor):
+        raise TypeError(f"{wanted}, got {dropout_seed!r}")
+    check_tensor("dropout_seed", dropout_seed)
+    if dropout_seed.dtype != torch.int64 or dropout_seed.numel() != 1 or dropout_seed.device != q.device:
+        raise ValueError(f"{wanted}, got {dropout_seed.dtype} of shape {tuple(dropout_seed.shape)} on "
+                         f"{dropout_seed.device}")
+    return dropout_seed
 
 
 def check_qkv(q, k, v, dtypes):

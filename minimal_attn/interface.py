@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import _build
-from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, check_descales, check_fp8, check_no_derivative,
-                     check_options, check_qkv, check_seq_lens, check_tensor, is_eager, out_dtype,
-                     wants_gradient)
+from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, check_descales, check_dropout_p, check_dropout_seed,
+                     check_fp8, check_no_derivative, check_options, check_qkv, check_seq_lens, check_tensor, is_eager,
+                     out_dtype, wants_gradient)
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
-                    seq_lens: Tensor | Sequence[int] | None = None, *, return_lse: bool = False,
+                    seq_lens: Tensor | Sequence[int] | None = None, *, dropout_p: float = 0.0,
+                    dropout_seed: Tensor | None = None, deterministic: bool = False, return_lse: bool = False,
                     backend: str = "auto", q_descale: Tensor | None = None, k_descale: Tensor | None = None,
                     v_descale: Tensor | None = None, autotune: bool = True) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
@@ -43,10 +44,19 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             shape (B,), or (1,) for 3D input. Needs Sq == Sk. Keys from the length on are masked; query rows from it on
             give out 0 and lse -inf. Values of a GPU tensor are checked with one small read, which is skipped under
             CUDA-graph capture and torch.compile; there a bad value is clamped. Capture takes GPU tensors alone.
-        return_lse: also return each row's log-sum-exp.
+        dropout_p: share in [0, 1] of the normalised probabilities set to 0, the rest scaled by 1/(1 - dropout_p). Above
+            0 only with "reference" and with "torch", which then computes as "reference" does, forming all scores: the
+            mask of scaled_dot_product_attention is another, and not known outside it.
+        dropout_seed: int64 tensor of one element on q's device. The mask is a function of it and of batch, head, row
+            and column alone (dropout.py); 3D input has head 0. None: drawn by torch's generator of that device, so that
+            torch.manual_seed repeats it. Never read on the host; ignored if dropout_p is 0.
+        deterministic: accepted, and changes nothing. "cuda" and "triton" repeat bitwise without it; "torch" and
+            "reference", gradients included, as far as torch's operations do: torch.use_deterministic_algorithms.
+        return_lse: also return each row's log-sum-exp, that of the scores before dropout.
         backend: "cuda" (csrc: on CPU tensors the host build of flash.cu), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto": "cuda" for CUDA tensors, "triton" if they are
-            float8 or one requires grad, "torch" for CPU tensors.
+            float8 or one requires grad, "torch" for CPU tensors; with dropout "torch", for float8 CUDA tensors
+            "reference".
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk): what the values of each key/value head, and
             of the query heads that read it, are to be multiplied by, 1 if None; not below 0, which gives NaN
             (FlashAttention-3's arguments).
@@ -60,26 +70,33 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         batches and lengths of 0 give empty or zero outputs.
 
     Raises:
-        TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, or causal.
-        ValueError: shapes, devices, head_dim, sm_scale, seq_lens or backend.
+        TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, causal, or a dropout_p or
+            dropout_seed of another type.
+        ValueError: shapes, devices, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed or backend.
         ModuleNotFoundError: backend="triton" without Triton.
-        NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no derivative.
+        NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no derivative;
+            dropout_p above 0, and the backend has no dropout.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
-    if seq_lens is None and q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda"):
+    if (seq_lens is None and q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda")
+            and _is_zero(dropout_p)):
         result = _plain_forward(q, k, v, causal, sm_scale, False, return_lse)
         if result is not None:
             return result
-    name = _auto_backend(q, k, v) if backend == "auto" else backend
+    dropout_p = check_dropout_p(dropout_p)
+    name = _auto_backend(q, k, v, dropout_p) if backend == "auto" else backend
     if name not in tuple(BACKENDS):  # a dict would not take a list as a key
         raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
     check_qkv(q, k, v, chosen.dtypes)
     check_options(causal, sm_scale)
+    if dropout_p and "dropout" not in chosen.options:
+        raise NotImplementedError(f"backend={name!r} has no dropout yet: use backend='reference' or backend='torch'")
     why_not = chosen.why_not(q.device)
     if why_not is not None:
         raise why_not
     seq_lens = check_seq_lens(seq_lens, q, k)
+    dropout = (dropout_p, check_dropout_seed(dropout_seed, q)) if dropout_p else None
     descales = check_descales({"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}, q, k)
     if not chosen.has_forward_mode:
         instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
@@ -96,7 +113,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         out, lse = _reference_forward(q, k, v, causal, scale, seq_lens)
     else:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        call = {"return_lse": return_lse, "descales": descales, "autotune": autotune}
+        call = {"return_lse": return_lse, "descales": descales, "autotune": autotune, "dropout": dropout}
         out, lse = chosen.forward(q, k, v, causal, scale, seq_lens, **{x: call[x] for x in chosen.options})
     if is_3d:
         out, lse = out.squeeze(1), lse.squeeze(1) if return_lse else None
@@ -106,15 +123,16 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
                     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
                     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-                    *, return_lse: bool = False,
+                    *, dropout_seed: Tensor | None = None, return_lse: bool = False,
                     backend: str = "auto") -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """flash_attention with the signature and the layout of flash-attn (flash_attn.flash_attn_func).
 
     Args:
-        q: (B, Sq, H, D); k, v: (B, Sk, Hk, D). Dtypes, head dimensions, causal, backend: as flash_attention.
+        q: (B, Sq, H, D); k, v: (B, Sk, Hk, D). Dtypes, head dimensions, causal, deterministic, backend: as
+            flash_attention.
+        dropout_p, dropout_seed: as flash_attention; flash-attn, which has no such seed, drops other elements.
         softmax_scale: factor of the scores, 1/sqrt(D) if None.
-        dropout_p, window_size, softcap, alibi_slopes: only their defaults so far.
-        deterministic: accepted; the forward pass always is.
+        window_size, softcap, alibi_slopes: only their defaults so far.
         return_attn_probs: return (out, lse, None); the probabilities themselves are never formed.
         return_lse: return (out, lse).
 
@@ -124,13 +142,13 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     Raises:
         NotImplementedError: an argument that is not supported yet, by name; otherwise as flash_attention.
     """
-    if dropout_p == 0.0 and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None:
+    if _is_zero(dropout_p) and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None:
         if backend == "auto" or backend == "cuda":
             result = _plain_forward(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs)
             if result is not None:
                 return (*result, None) if return_attn_probs else result
-    unsupported = {"dropout_p": dropout_p != 0.0, "window_size": window_size not in ((-1, -1), [-1, -1]),
-                   "softcap": softcap != 0.0, "alibi_slopes": alibi_slopes is not None}
+    unsupported = {"window_size": window_size not in ((-1, -1), [-1, -1]), "softcap": softcap != 0.0,
+                   "alibi_slopes": alibi_slopes is not None}
     for argument, given in unsupported.items():
         if given:
             raise NotImplementedError(f"flash_attn_func: {argument} is not supported yet, only its default is")
@@ -140,6 +158,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
             raise ValueError(f"flash_attn_func: {name} must be (B, S, H, D), got {tuple(x.shape)}")
     check_options(causal, softmax_scale, "softmax_scale")
     result = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
+                             dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
                              return_lse=return_lse or return_attn_probs, backend=backend)
     if return_attn_probs:
         return result[0].transpose(1, 2), result[1], None
@@ -199,7 +218,8 @@ class Backend:
     # (q, k, v, causal, softmax_scale, seq_lens, **options) -> (out, lse): checked 4D inputs with a contiguous last
     # dimension, seq_lens int32 (B,) or None; lse may be None unless return_lse.
     forward: Callable
-    options: tuple  # what else it takes: "return_lse", "descales", "autotune"
+    # What else it takes: "return_lse", "descales", "autotune", "dropout", which is (dropout_p, dropout_seed) or None.
+    options: tuple
     dtypes: tuple
     has_backward: bool  # but for fp8
     has_forward_mode: bool  # its derivatives
@@ -218,6 +238,11 @@ def _load_ops():
 
 
 _plain = None  # of csrc/main.cpp, once it is loaded
+
+
+def _is_zero(dropout_p):
+    """Whether this is the default, and needs no check: False is not, which equals 0."""
+    return type(dropout_p) is float and dropout_p == 0
 
 
 def _plain_forward(q, k, v, causal, softmax_scale, seq_major, return_lse):
@@ -320,7 +345,9 @@ def _aligned(x):
 
 
 @without_autocast
-def _torch_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse):
+def _torch_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse, dropout):
+    if dropout is not None:  # SDPA takes no seed and tells no mask
+        return reference_forward(q, k, v, causal, softmax_scale, seq_lens, dropout)
     if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
@@ -355,13 +382,13 @@ def _torch_lse(q, k, causal, softmax_scale, seq_lens):
     return torch.cat(parts, -1)
 
 
-def _reference_forward(q, k, v, causal, softmax_scale, seq_lens, descales=(None, None, None)):
+def _reference_forward(q, k, v, causal, softmax_scale, seq_lens, descales=(None, None, None), dropout=None):
     dtype = out_dtype(q.dtype)
     if dtype != q.dtype:
         heads = q.shape[1] // k.shape[1], 1, 1
         q, k, v = (x.float() if descale is None else x.float() * descale.repeat_interleave(n, 1)[..., None, None]
                    for x, descale, n in zip((q, k, v), descales, heads))
-    out, lse = reference_forward(q, k, v, causal, softmax_scale, seq_lens)
+    out, lse = reference_forward(q, k, v, causal, softmax_scale, seq_lens, dropout)
     return out.to(dtype), lse
 
 
@@ -372,17 +399,19 @@ def _always(device=None):
 BACKENDS = {
     "cuda": Backend(_cuda_forward, (), KERNEL_DTYPES, False, False, _cuda_why_not),
     "triton": Backend(_triton_forward, ("descales", "autotune"), TWIN_DTYPES, True, False, _triton_why_not),
-    "torch": Backend(_torch_forward, ("return_lse",), DTYPES, True, True, _always),
-    "reference": Backend(_reference_forward, ("descales",), DTYPES + FP8_DTYPES, True, True, _always),
+    "torch": Backend(_torch_forward, ("return_lse", "dropout"), DTYPES, True, True, _always),
+    "reference": Backend(_reference_forward, ("descales", "dropout"), DTYPES + FP8_DTYPES, True, True, _always),
 }
 
 
-def _auto_backend(q, k, v):
+def _auto_backend(q, k, v, dropout_p=0.0):
     if not (isinstance(q, torch.Tensor) and q.is_cuda):
         return "torch"
+    if q.dtype in FP8_DTYPES:
+        return "reference" if dropout_p else "triton"
     if any(map(wants_gradient, (q, k, v))):
-        return "torch" if _load_triton()[0] else "triton"
-    return "triton" if q.dtype in FP8_DTYPES else _cuda_or_triton()
+        return "torch" if dropout_p or _load_triton()[0] else "triton"
+    return "torch" if dropout_p else _cuda_or_triton()
 
 
 # Dynamo looks through functools.cache, so the cached function is not itself the constant one.

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .checks import check_options, check_qkv, check_seq_lens
+from .checks import check_dropout_p, check_dropout_seed, check_options, check_qkv, check_seq_lens
+from .dropout import keep_mask, keep_scale
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -28,7 +29,8 @@ def without_autocast(function):
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
-                        seq_lens: Tensor | Sequence[int] | None = None, *,
+                        seq_lens: Tensor | Sequence[int] | None = None, *, dropout_p: float = 0.0,
+                        dropout_seed: Tensor | None = None,
                         return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
 
@@ -40,20 +42,24 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
         causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
         sm_scale: factor of the scores, 1/sqrt(D) if None.
         seq_lens: valid length of each sample; needs Sq == Sk.
+        dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p).
+        dropout_seed: int64, one element, on q's device: decides which (dropout.py); drawn by torch if None.
         return_lse: also return each row's log-sum-exp.
 
     Returns:
         out, of q's shape and dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for
-        fp64 inputs), natural log. A row that sees no key has out 0 and lse -inf.
+        fp64 inputs), natural log, of the scores before dropout. A row that sees no key has out 0 and lse -inf.
     """
     check_qkv(q, k, v, DTYPES)
     check_options(causal, sm_scale)
     seq_lens = check_seq_lens(seq_lens, q, k)
+    dropout_p = check_dropout_p(dropout_p)
+    dropout = (dropout_p, check_dropout_seed(dropout_seed, q)) if dropout_p else None
     if q.ndim == 3:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-        out, lse = (x.squeeze(1) for x in reference_forward(q, k, v, causal, sm_scale, seq_lens))
+        out, lse = (x.squeeze(1) for x in reference_forward(q, k, v, causal, sm_scale, seq_lens, dropout))
     else:
-        out, lse = reference_forward(q, k, v, causal, sm_scale, seq_lens)
+        out, lse = reference_forward(q, k, v, causal, sm_scale, seq_lens, dropout)
     return (out, lse) if return_lse else out
 
 
@@ -70,8 +76,8 @@ def visible_keys(seqlen_q, seqlen_k, causal, seq_lens, device):
 
 
 @without_autocast
-def reference_forward(q, k, v, causal, softmax_scale, seq_lens):
-    """(out, lse) of checked 4D inputs."""
+def reference_forward(q, k, v, causal, softmax_scale, seq_lens, dropout=None):
+    """(out, lse) of checked 4D inputs; dropout: (dropout_p, dropout_seed) or None."""
     acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     groups = q.shape[1] // k.shape[1]  # query heads that share a key/value head
@@ -83,6 +89,10 @@ def reference_forward(q, k, v, causal, softmax_scale, seq_lens):
     lse = scores.logsumexp(-1)
     # A row without keys has lse -inf; against 0 its probabilities exp(-inf - 0) are 0 rather than NaN.
     probabilities = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
+    if dropout is not None:
+        dropout_p, seed = dropout
+        keep = keep_mask(seed, dropout_p, *scores.shape, q.device)
+        probabilities = probabilities.masked_fill(~keep, 0) * keep_scale(dropout_p)
     out = probabilities @ v
     return out.masked_fill((lse == -math.inf)[..., None], 0).to(q.dtype), lse  # 0, also where V is not finite
 

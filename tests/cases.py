@@ -157,17 +157,17 @@ def base(case, q, k, v):
     return out if mask is None else out.masked_fill(~mask.any(-1, keepdim=True), 0)
 
 
-def check_error(out, ref, base_out, factor=2, mean_factor=None):
+def check_error(out, ref, *base_outs, factor=2, mean_factor=None):
     """max|err| <= factor · (max|err_base| + u/2 · max|ref|), and the same of the means, by mean_factor where it is
-    another; u is half an ulp of 1."""
-    assert out.shape == ref.shape and out.dtype == base_out.dtype, (out.shape, ref.shape, out.dtype, base_out.dtype)
+    another; u is half an ulp of 1, err_base that of the worst of base_outs."""
+    assert out.shape == ref.shape and out.dtype == base_outs[0].dtype, (out.shape, ref.shape, out.dtype)
     assert out.isfinite().all(), "out is not finite everywhere"
     if out.numel() == 0:
         return
     u = torch.finfo(out.dtype).eps / 2
-    err, err_base, ref = (out.double() - ref).abs(), (base_out.double() - ref).abs(), ref.abs()
+    err, errs_base, ref = (out.double() - ref).abs(), [(x.double() - ref).abs() for x in base_outs], ref.abs()
     for measure, factor in ((torch.max, factor), (torch.mean, mean_factor or factor)):
-        allowed = factor * (measure(err_base) + u / 2 * measure(ref))
+        allowed = factor * (max(map(measure, errs_base)) + u / 2 * measure(ref))
         got = measure(err)
         assert got <= allowed, f"{measure.__name__} error is {got:.3e}, allowed is {allowed:.3e}"
 

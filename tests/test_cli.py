@@ -98,16 +98,16 @@ def test_check(capsys):
         assert all(0 < float(cell) < errors[dtype] for cell in cells)
 
 
-def no_scale(q, k, v, causal, softmax_scale, seq_lens, return_lse):
+def no_scale(q, k, v, causal, softmax_scale, seq_lens, **options):
     return reference_attention(q, k, v, causal, 1.0, seq_lens, return_lse=True)
 
 
-def shifted_lse(q, k, v, causal, softmax_scale, seq_lens, return_lse):
+def shifted_lse(q, k, v, causal, softmax_scale, seq_lens, **options):
     out, lse = reference_attention(q, k, v, causal, softmax_scale, seq_lens, return_lse=True)
     return out, lse + 1e-3
 
 
-def all_rows_see(q, k, v, causal, softmax_scale, seq_lens, return_lse):
+def all_rows_see(q, k, v, causal, softmax_scale, seq_lens, **options):
     out, lse = reference_attention(q, k, v, causal, softmax_scale, seq_lens, return_lse=True)
     return out, lse.clamp(min=-50)
 
