@@ -217,34 +217,47 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, s
 
 
 # (owned, walked, num_warps, num_stages) by bytes of an element and kBlockD, as TILES in attention.py: how many keys, or
-# rows, a program owns, and how many rows, or keys, it takes at a step.
-TILES = {
+# rows, a program owns, and how many rows, or keys, it takes at a step. Two sums and two operands, of keys, need twice the
+# registers of rows, so that keys come in smaller tiles.
+KV_TILES = {
     (4, 64): [(32, 32, 4, 1)],
     (4, 128): [(32, 16, 4, 1)],
     (4, 256): [(16, 16, 4, 1)],
-    (2, 64): [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2)],
-    (2, 128): [(128, 64, 8, 2), (64, 64, 4, 2), (128, 128, 8, 2), (64, 32, 4, 2)],
-    (2, 256): [(64, 32, 8, 2), (64, 64, 8, 1), (32, 32, 4, 1)],
+    (2, 64): [(64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2)],
+    (2, 128): [(64, 64, 4, 2), (128, 64, 8, 3)],
+    (2, 256): [(64, 32, 8, 2), (32, 32, 4, 1)],
+}
+Q_TILES = KV_TILES | {
+    (2, 64): [(64, 64, 4, 2), (128, 64, 8, 3)],
+    (2, 128): [(128, 64, 8, 3), (64, 64, 4, 2)],
 }
 
 
 @functools.cache
-def tile_configs(dtype, head_dim, max_shared_memory=227 << 10):
-    """Launch options to choose from, for either kernel; the first is the choice without tuning."""
+def tile_configs(tiles, dtype, head_dim, max_shared_memory=227 << 10):
+    """Launch options to choose from; the first is the choice without tuning.
+
+    Args:
+        tiles: "kv" or "q", what a program owns.
+        dtype, head_dim: of q.
+        max_shared_memory: bytes that one program can have; 227 KB on Hopper.
+    """
     kBlockD = block_d(dtype, head_dim)
-    tiles = [tile for tile in TILES[dtype.itemsize, max(64, kBlockD)]
-             if 2 * (tile[0] + tile[3] * tile[1]) * kBlockD * dtype.itemsize + 1024 <= max_shared_memory]
+    fitting = [tile for tile in (KV_TILES if tiles == "kv" else Q_TILES)[dtype.itemsize, max(64, kBlockD)]
+               if 2 * (tile[0] + tile[3] * tile[1]) * kBlockD * dtype.itemsize + 1024 <= max_shared_memory]
     return [dict(owned=owned, walked=walked, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
-            for owned, walked, num_warps, num_stages in tiles or [(16, 16, 4, 1)]]
+            for owned, walked, num_warps, num_stages in fitting or [(16, 16, 4, 1)]]
 
 
-def _launch(kernel, config, owns_keys, q, k, v, dout, gradients, row_sums, seq_lens, softmax_scale, causal, tma):
-    """_flash_bwd_kv, which owns keys, or _flash_bwd_q."""
+def _launch(what, config, q, k, v, dout, gradients, row_sums, seq_lens, softmax_scale, causal, tma):
+    """The kernel that owns "kv" or "q"; gradients: its own, row_sums: those of _row_sums."""
     batch_size, nheads, seqlen_q, head_dim = q.shape
     nheads_k, seqlen_k = k.shape[1:3]
     owned, walked, kBlockD, num_warps, num_stages = config.values()
-    kBlockM, kBlockN = (walked, owned) if owns_keys else (owned, walked)
-    blocks = triton.cdiv(seqlen_k, kBlockN) * nheads_k if owns_keys else triton.cdiv(seqlen_q, kBlockM) * nheads
+    if what == "kv":
+        kernel, kBlockM, kBlockN, blocks = _flash_bwd_kv, walked, owned, triton.cdiv(seqlen_k, owned) * nheads_k
+    else:
+        kernel, kBlockM, kBlockN, blocks = _flash_bwd_q, owned, walked, triton.cdiv(seqlen_q, owned) * nheads
     if blocks * batch_size > MAX_PROGRAMS:
         raise ValueError(f"too many blocks: {blocks * batch_size} of {owned}, a launch takes {MAX_PROGRAMS}")
     tensors = q, k, v, dout
@@ -277,15 +290,14 @@ def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune
             kBlockD=block_d(q.dtype, head_dim))
         # A descriptor ends with the tensor, not with the sample.
         tma = seq_lens is None and can_use_tma(q, k, v, dout)
-        configs = tile_configs(q.dtype, head_dim, properties(q.device).max_shared_memory)
-        lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (seqlen_q, k.shape[2]))
-        key = str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, *lengths
-        for name, kernel, owns_keys, gradients in (("attention_bwd_kv", _flash_bwd_kv, True, (dk, dv)),
-                                                   ("attention_bwd_q", _flash_bwd_q, False, (dq,))):
+        lengths = [min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (seqlen_q, k.shape[2])]
+        key = str(q.dtype), block_d(q.dtype, head_dim), causal, seq_lens is not None, tma, *lengths
+        for owned, gradients in (("kv", (dk, dv)), ("q", (dq,))):
             def launch(config):
-                _launch(kernel, config, owns_keys, q, k, v, dout, gradients, (lse_log2, delta), seq_lens,
-                        softmax_scale, causal, tma)
+                _launch(owned, config, q, k, v, dout, gradients, (lse_log2, delta), seq_lens, softmax_scale, causal, tma)
 
+            configs = tile_configs(owned, q.dtype, head_dim, properties(q.device).max_shared_memory)
+            name = f"attention_bwd_{owned}"
             launch(tuner.fastest(name, key, configs, launch, q.device) if autotune else configs[0])
     return dq, dk, dv
 

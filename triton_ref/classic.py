@@ -9,6 +9,7 @@ import operator
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from triton.runtime.errors import OutOfResources
 
 from minimal_attn import flash_attn_func as minimal_flash_attn_func
@@ -16,6 +17,7 @@ from minimal_attn import reference_attention
 from minimal_attn.checks import (FP8_DTYPES, MAX_HEAD_DIM, TWIN_DTYPES, check_fp8, check_no_derivative, check_options,
                                  check_qkv, check_tile)
 
+from . import attention_bwd
 from .attention import INTERPRETING, block_d, properties, run, shared_memory
 
 
@@ -23,6 +25,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM
     """flash_attention with tiles of BM query rows and BN keys, on the device of Triton's active driver.
 
     The causal mask of the examples is wrong unless BN divides BM. Here any two tiles are right, and any lengths.
+
+    Differentiable, but for fp8.
 
     Args:
         q, k, v, causal, sm_scale: as minimal_attn.flash_attention, in 4D.
@@ -51,16 +55,33 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM
         raise ValueError(f"{device.upper()} tensors required: Triton's active driver runs on {device}, q is on "
                          f"{q.device}")
     check_fp8(q)
-    check_no_derivative("attention", "minimal_attn.flash_attention with backend='torch'", q=q, k=k, v=v)
+    check_no_derivative("attention", "minimal_attn.flash_attention with backend='torch'", q=q, k=k, v=v,
+                        has_backward=q.dtype not in FP8_DTYPES)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     scale = 1 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
     kBlockD, limit = block_d(q.dtype, head_dim), properties(q.device).max_shared_memory
     num_stages = next((n for n in (3, 2) if shared_memory(q.dtype, BM, BN, kBlockD, n) <= limit), 1)
     config = dict(kBlockM=BM, kBlockN=BN, kBlockD=kBlockD, num_warps=8 if BM >= 128 else 4, num_stages=num_stages)
     try:
-        return run(q, k, v, None, (None, None, None), scale, bool(causal), config=config)[0]
+        return _Attention.apply(q, k, v, scale, bool(causal), config)
     except OutOfResources as error:
         raise ValueError(f"tiles of BM {BM}, BN {BN} and head_dim {head_dim} do not fit {q.device}: {error}") from None
+
+
+class _Attention(torch.autograd.Function):
+    """Tiles of the caller's choice forwards, of attention_bwd.py's backwards."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, softmax_scale, causal, config):
+        out, lse = run(q, k, v, None, (None, None, None), softmax_scale, causal, config=config)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = None, softmax_scale, causal
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        return (*attention_bwd.run(dout, None, *ctx.saved_tensors, *ctx.options), None, None, None)
 
 
 def _driver_device():

@@ -184,6 +184,7 @@ class Case:
     """Inputs of a setting, their result in fp64, and the error it allows: None where fp64 would not fit."""
 
     impls = IMPLS
+    op = "forward"
 
     def __init__(self, setting, device):
         self.shape, self.dtype, causal = self.setting = setting
@@ -204,6 +205,6 @@ class Case:
             self.tolerance = allowed_error(base(*self.args), self.truth)
 
     def row(self, impl, measured):
-        known = dict(op="forward", impl=impl, dtype=self.dtype, causal=self.setting.causal, **self.shape._asdict(),
+        known = dict(op=self.op, impl=impl, dtype=self.dtype, causal=self.setting.causal, **self.shape._asdict(),
                      **measured)
         return {key: known.get(key) for key in ROW}

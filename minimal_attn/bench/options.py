@@ -4,9 +4,9 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from . import attention, matmul
+from . import attention, backward, matmul
 
-OPS = {"attention": attention, "matmul": matmul}  # each has its shapes, dtypes, implementations and a Case
+OPS = {"attention": attention, "backward": backward, "matmul": matmul}  # each has its shapes, dtypes, implementations and a Case
 
 CAUSALS = {"no": (False,), "yes": (True,), "both": (False, True)}
 
@@ -60,7 +60,7 @@ def parse_args(program, argv, device, description):
     add("--report", type=file(".html", needs="matplotlib"), metavar="FILE", help="write one page with everything")
     add("--trace", type=file(".json"), metavar="FILE", help="write a Chrome trace of one call of each")
     add("--no-profile", action="store_true", help="skip the profiler's tables")
-    if op is attention:
+    if op is not matmul:
         add("--causal", nargs="?", const="yes", default="no", choices=CAUSALS,
             help="mask the future (bottom-right aligned); both: with and without")
         add("--seqlens", type=ints, metavar="S,S,...", default=op.DEFAULT_SEQLENS[device],
