@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from minimal_attn import bench, benchmark, reference_attention
 from minimal_attn._build import source_digest
-from minimal_attn.bench import attention, matmul, measure, page, pictures
+from minimal_attn.bench import attention, backward, matmul, measure, page, pictures
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -425,7 +425,7 @@ def test_pictures_need_their_package(monkeypatch, capsys):
 
 def test_the_file_at_the_top_is_the_same_benchmark(monkeypatch, tmp_path):
     said = subprocess.run([sys.executable, ROOT / "bench.py", "--help"], cwd=tmp_path, capture_output=True, text=True)
-    assert said.returncode == 0 and said.stdout.startswith("usage: python bench.py [-h] [--op {attention,matmul}]")
+    assert said.returncode == 0 and said.stdout.startswith("usage: python bench.py [-h] [--op {attention,backward,matmul}]")
 
 
 def run_matmul(tmp_path, *options):
@@ -565,3 +565,32 @@ def test_host_cost(tmp_path):
     cost = json.loads(file.read_text())["meta"]["host_us"]
     assert set(cost) == {"flash_attention", "flash_attn_func", "torch:flash", "torch:efficient", "empty_like"}
     assert all(0 < us < 1000 for us in cost.values())
+
+
+def run_backward(tmp_path):
+    file = tmp_path / "backward.json"
+    code, out = run("--op", "backward", "--no-profile", "--seqlens", "", "--shape", "1,4,20,16,2,30", "--causal",
+                    "--impls", "triton,torch:math,manual", "--json", file)
+    return code, out, {row["impl"]: row for row in json.loads(file.read_text())["rows"]}
+
+
+def test_backward(tmp_path):
+    code, out, rows = run_backward(tmp_path)
+    assert code == 0 and "triton: max error" in out
+    for row in rows.values():
+        assert row["op"] == "backward" and row["max_err"] < 1e-4
+        assert row["tflops"] == pytest.approx(10 * 4 * 20 * 30 * 16 / 2 / row["ms"] / 1e9, rel=1e-4)
+
+
+def test_backward_judges_every_gradient(tmp_path, monkeypatch):
+    """dq, dk and dv, each spoilt in one element."""
+    right = backward.IMPLS["triton"]
+    for which in range(3):
+        def wrong(*args):
+            gradients = [x.clone() for x in right.forward(*args)]
+            gradients[which][0, 0, -1, -1] += 0.01
+            return tuple(gradients)
+
+        monkeypatch.setitem(backward.IMPLS, "triton", right._replace(forward=wrong))
+        code, out, rows = run_backward(tmp_path)
+        assert code == 1 and "triton: WrongResult" in out and rows["triton"]["ms"] is None

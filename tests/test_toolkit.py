@@ -322,9 +322,12 @@ SIGNATURES = {
     "get_matmul_config": dict(m=4096, n=4096, k=4096, dtype=torch.float16, backend="auto"),
     "get_attention_config": dict(head_dim=64, dtype=torch.float16, backend="auto"),
     "triton_matmul": dict(block_m=None, block_n=None, block_k=None, use_autotune=True),
-    "flash_attention": dict(causal=False, sm_scale=None, seq_lens=None, return_lse=False, backend="auto",
-                            q_descale=None, k_descale=None, v_descale=None, autotune=True),
-    "reference_attention": dict(causal=False, sm_scale=None, seq_lens=None, return_lse=False),
+    "flash_attention": dict(causal=False, sm_scale=None, seq_lens=None, dropout_p=0.0, dropout_seed=None,
+                            deterministic=False, return_lse=False, backend="auto", q_descale=None, k_descale=None,
+                            v_descale=None, autotune=True),
+    "reference_attention": dict(causal=False, sm_scale=None, seq_lens=None, dropout_p=0.0, dropout_seed=None,
+                                return_lse=False),
+    "FlashMHA": dict(num_heads_k=None, bias=True, dropout=0.0, causal=False, device=None, dtype=None, backend="auto"),
 }
 
 

@@ -259,7 +259,7 @@ def test_attention_checks_the_rest():
     with pytest.raises(ValueError, match="must be .B, H, S, D."):
         attention(q[0], q[0], q[0], True, 0.5, 16, 16)
     with pytest.raises(NotImplementedError, match="attention has no backward pass"):
-        attention(q, q, q.clone().requires_grad_(), True, 0.5, 16, 16)
+        attention(*(q.to(torch.float8_e5m2).requires_grad_(),) * 3, True, 0.5, 32, 32)
     with pytest.raises(ValueError, match="BM must be a power of two from 32 on"):
         attention(*(q.to(torch.float8_e5m2),) * 3, True, 0.5, 16, 32)
     if HAS_GPU:
@@ -486,7 +486,7 @@ def test_without_gluon_its_plans_are_gone(monkeypatch):
     assert twin.attention_hopper is None and not twin._plans
 
 
-@pytest.mark.parametrize("dtype, tangent", [(torch.float16, False), (torch.float16, True), (torch.float8_e5m2, False)])
+@pytest.mark.parametrize("dtype, tangent", [(torch.float16, True), (torch.float8_e5m2, False)])
 def test_what_to_use_for_a_derivative_has_one(dtype, tangent):
     x = torch.randn(1, 2, 20, 16, device=DEVICE).to(dtype)
     with torch.autograd.forward_ad.dual_level():

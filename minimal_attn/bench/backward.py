@@ -56,4 +56,5 @@ class Case(attention.Case):
             out = reference_attention(*exact, causal)
             self.truth = torch.cat([x.flatten() for x in torch.autograd.grad(out, exact, dout.double())])
             by_math = backward_of(attention.IMPLS["torch:math"].forward)(*self.args)
-            self.tolerance = allowed_error(torch.cat([x.flatten() for x in by_math]), self.truth)
+            # Three times the base's error, as in tests/test_backward.py, where the forward has two.
+            self.tolerance = 1.5 * allowed_error(torch.cat([x.flatten() for x in by_math]), self.truth)
