@@ -30,7 +30,7 @@ def is_eager(*tensors):
     """Whether nothing traces, transforms or watches operations on these tensors: a kernel may then be launched without
     the dispatcher, whose Python operators take 15 µs and more."""
     return (not torch.compiler.is_compiling() and not torch.jit.is_tracing()
-            and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
+            and not torch._C._len_torch_dispatch_stack() and not is_transformed()
             and all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors))
 
 
@@ -52,12 +52,13 @@ def check_options(causal, sm_scale, name="sm_scale"):
         raise ValueError(f"{name} must be finite, got {sm_scale}")
 
 
-def check_dropout_p(dropout_p):
-    """dropout_p as a float; TypeError unless it is a number, ValueError unless it is in [0, 1]."""
+def check_dropout_p(dropout_p, name="dropout_p"):
+    """dropout_p, which the caller calls `name`, as a float; TypeError unless it is a number, ValueError unless it is in
+    [0, 1]."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
-        raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
+        raise TypeError(f"{name} must be a number, got {dropout_p!r}")
     if not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
+        raise ValueError(f"{name} must be in [0, 1], got {dropout_p}")
     return float(dropout_p)
 
 
@@ -203,6 +204,11 @@ def check_seq_lens(seq_lens, q, k):
 def wants_gradient(x):
     """Whether x takes part in a graph for the backward pass."""
     return isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()
+
+
+def is_transformed():
+    """Whether a transform of torch.func, such as grad or vmap, is at work, while nothing traces."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def check_no_derivative(what, instead, forward_instead=None, *, has_backward=False, **tensors):

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from . import _build
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, check_descales, check_dropout_p, check_dropout_seed,
                      check_fp8, check_no_derivative, check_options, check_qkv, check_seq_lens, check_tensor, is_eager,
-                     out_dtype, wants_gradient)
+                     is_transformed, out_dtype, wants_gradient)
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast
 
 
@@ -55,8 +55,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         return_lse: also return each row's log-sum-exp, that of the scores before dropout.
         backend: "cuda" (csrc: on CPU tensors the host build of flash.cu), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto": "cuda" for CUDA tensors, "triton" if they are
-            float8 or one requires grad, "torch" for CPU tensors; with dropout "torch", for float8 CUDA tensors
-            "reference".
+            float8 or one requires grad ("torch" without Triton, or under a transform of torch.func), "torch" for CPU
+            tensors; with dropout "torch", for float8 CUDA tensors "reference".
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk): what the values of each key/value head, and
             of the query heads that read it, are to be multiplied by, 1 if None; not below 0, which gives NaN
             (FlashAttention-3's arguments).
@@ -102,7 +102,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
         check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, q_descale=q_descale,
                             k_descale=k_descale, v_descale=v_descale,
-                            has_backward=chosen.has_backward and q.dtype not in FP8_DTYPES)
+                            has_backward=chosen.has_backward and q.dtype not in FP8_DTYPES and not is_transformed())
     causal = bool(causal)
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
@@ -410,7 +410,7 @@ def _auto_backend(q, k, v, dropout_p=0.0):
     if q.dtype in FP8_DTYPES:
         return "reference" if dropout_p else "triton"
     if any(map(wants_gradient, (q, k, v))):
-        return "torch" if dropout_p or _load_triton()[0] else "triton"
+        return "torch" if dropout_p or is_transformed() or _load_triton()[0] else "triton"
     return "torch" if dropout_p else _cuda_or_triton()
 
 

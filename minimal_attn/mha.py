@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .checks import MAX_HEAD_DIM, check_options, check_tensor
+from .checks import MAX_HEAD_DIM, check_dropout_p, check_options, check_tensor
 from .interface import BACKENDS, flash_attention
 
 
@@ -54,8 +54,7 @@ class FlashMHA(nn.Module):
         if head_dim > MAX_HEAD_DIM:
             raise ValueError(f"Unsupported head_dim {head_dim} (embed_dim {embed_dim} / num_heads {num_heads}): "
                              f"1 to {MAX_HEAD_DIM} is supported")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must be in [0, 1], got {dropout}")
+        dropout = check_dropout_p(dropout, "dropout")
         check_options(causal, None)
         if backend not in ("auto", *BACKENDS):
             raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")

@@ -80,24 +80,31 @@ def test_against_fp64(impl, dtype, case, poisoned_outputs):
     check(case, gradients(by(impl, case), q, k, v, dout), q, k, v, dout, *accuracy)
 
 
+def of_empty_rows(x, value, causal):
+    """x with a value in the 20 rows that see no key under the mask."""
+    x = x.clone()
+    x[:, :, :20 if causal else 0] = value
+    return x
+
+
 @each_kernel
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradient_through_lse(impl, causal):
-    """Alone, and beside that of out."""
+    """Alone, and beside that of out. What dout and dlse hold in rows that see no key has no say."""
     case = Case("lse", H=4, Sq=70, Sk=50, causal=causal)  # with a mask, 20 rows see no key
     q, k, v, dout = make_all(case, torch.float32, IMPLEMENTATIONS[impl][1])
     dlse = torch.randn(q.shape[:3], generator=torch.Generator().manual_seed(2)).to(q.device)
-    if causal:
-        dlse[..., :20] = 0  # of -inf
     exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
     for weights in ((dout, dlse), (torch.zeros_like(dout), dlse)):
         both = flash_attention(q, k, v, causal, return_lse=True, backend=IMPLEMENTATIONS[impl][0])
-        got = torch.autograd.grad(both, (q, k, v), weights)
-        ref = torch.autograd.grad(exact(case, *exact_inputs), exact_inputs, [x.double() for x in weights])
+        ref = torch.autograd.grad(exact(case, *exact_inputs), exact_inputs,
+                                  [of_empty_rows(x, 0, causal).double() for x in weights])
+        # NaN, as merging partial results by their lse gives them.
+        got = torch.autograd.grad(both, (q, k, v), [of_empty_rows(x, torch.nan, causal) for x in weights])
         for x, y in zip(got, ref):
             torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=2e-6)
     lse = flash_attention(q, k, v, causal, return_lse=True, backend=IMPLEMENTATIONS[impl][0])[1]
-    for x, y in zip(torch.autograd.grad(lse, (q, k), dlse), ref):
+    for x, y in zip(torch.autograd.grad(lse, (q, k), of_empty_rows(dlse, 0, causal)), ref):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=2e-6)
 
 
@@ -117,10 +124,11 @@ def test_padding_is_never_read(impl, dtype):
 
 
 @each_kernel
-def test_dout_of_any_strides(impl):
+@each_dtype
+def test_dout_of_any_strides(impl, dtype):
     """Expanded, as .sum() makes it, transposed, and with rows that are not contiguous."""
     case = Case("dout", B=2, Sq=65, Sk=70)
-    q, k, v, dout = make_all(case, torch.float32, IMPLEMENTATIONS[impl][1])
+    q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
     ones = torch.ones_like(dout)
     out = by(impl, case)(q, k, v)
     expected = torch.autograd.grad(out, (q, k, v), ones, retain_graph=True)
@@ -162,6 +170,30 @@ def test_compiled_in_one_graph(impl):
 def test_opcheck():
     q, k, v, _ = make_all(Case("op", Sq=20, Sk=24), torch.float32, IMPLEMENTATIONS["triton"][1])
     torch.library.opcheck(torch.ops.minimal_attn.triton_forward.default, (q, k, v, None, 0.25, True))
+    q, k, v, dout = (x.detach() for x in make_all(Case("op", Sq=20, Sk=20), torch.float32, q.device))
+    out, lse = torch.ops.minimal_attn.triton_forward(q, k, v, None, 0.25, True)
+    seq_lens = torch.tensor([13], dtype=torch.int32, device=q.device)
+    for dlse, lengths in ((None, seq_lens), (lse, None)):
+        torch.library.opcheck(torch.ops.minimal_attn.triton_backward.default,
+                              (dout, dlse, q, k, v, out, lse, lengths, 0.25, True, False))
+
+
+def test_a_tangent_of_dout_is_not_lost():
+    from triton_ref.classic import attention
+
+    q, k, v, dout = make_all(Case("tangent", Sq=20, Sk=20), torch.float16, IMPLEMENTATIONS["triton"][1])
+    for out in (flash_attention(q, k, v, backend="triton"), attention(q, k, v, False, None, 16, 16)):
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="dout has a tangent"):
+            torch.autograd.grad(out, q, torch.autograd.forward_ad.make_dual(dout, dout.clone()))
+
+
+def test_transforms_of_torch_func_are_told_where_to_go():
+    q, k, v, _ = (x.detach() for x in make_all(Case("func", Sq=20, Sk=20), torch.float32, IMPLEMENTATIONS["triton"][1]))
+    with pytest.raises(NotImplementedError, match="use backend='torch'"):
+        torch.func.grad(lambda q: flash_attention(q, k, v, backend="triton").sum())(q)
+    got, expected = (torch.func.grad(lambda q: flash_attention(q, k, v, backend=backend).sum())(q)
+                     for backend in ("auto", "reference"))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @each_kernel

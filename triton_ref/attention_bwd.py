@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minimal_attn.checks import FP8_DTYPES
+from minimal_attn.checks import FP8_DTYPES, check_no_derivative
 
 from . import autotune as tuner
 from .attention import _load, block_d, can_use_tma, empty_like, triton_forward
@@ -27,7 +27,8 @@ from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties
 def _row_sums(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr, o_batch_stride, o_head_stride, o_row_stride,
               do_batch_stride, do_head_stride, do_row_stride, dlse_batch_stride, dlse_head_stride, dlse_row_stride,
               nheads, seqlen_q, head_dim, kBlockM: tl.constexpr, kBlockD: tl.constexpr):
-    """delta = rowsum(dO ∘ O) - dlse, and lse in powers of two; inf for rows without a key, so that their P is 0."""
+    """delta = rowsum(dO ∘ O) - dlse, and lse in powers of two. Rows without a key have 0, whatever dO and dlse hold, and
+    inf, so that their P is 0."""
     m_blocks = tl.cdiv(seqlen_q, kBlockM)
     bh = (tl.program_id(0) // m_blocks).to(tl.int64)
     b, h = bh // nheads, bh % nheads
@@ -43,8 +44,9 @@ def _row_sums(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr, o_batch
         dlse = dlse_ptr + b * dlse_batch_stride + h * dlse_head_stride + rows.to(tl.int64) * dlse_row_stride
         delta -= tl.load(dlse, mask=is_row, other=0.0)
     lse = tl.load(lse_ptr + bh * seqlen_q + rows, mask=is_row, other=0.0)
-    tl.store(delta_ptr + bh * seqlen_q + rows, delta, mask=is_row)
-    tl.store(lse_log2_ptr + bh * seqlen_q + rows, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634),
+    is_empty = lse == float("-inf")
+    tl.store(delta_ptr + bh * seqlen_q + rows, tl.where(is_empty, 0.0, delta), mask=is_row)
+    tl.store(lse_log2_ptr + bh * seqlen_q + rows, tl.where(is_empty, float("inf"), lse * 1.4426950408889634),
              mask=is_row)
 
 
@@ -73,6 +75,8 @@ def _walk_rows(dk, dv, k, v, q, do, lse_log2_ptr, delta_ptr, b, h, q_row_stride,
         if kMasked:
             p = tl.where(cols[:, None] < rows[None, :] + shift, p, 0.0)
         do_tile = _load(do, b, h, row0, 0, do_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+        if kMasked:  # the dO of a row without a key may be NaN
+            do_tile = tl.where((lse_log2 == float("inf"))[:, None], tl.zeros_like(do_tile), do_tile)
         dv = _add_product(dv, p.to(k.dtype), do_tile)
         delta = tl.load(delta_ptr + rows, mask=rows < row_end, other=0.0)
         ds = p * (tl.dot(v, do_tile.T, input_precision="ieee") - delta[None, :])  # dSᵀ
@@ -203,6 +207,7 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, s
     row_sums = bh.to(tl.int64) * seqlen_q + rows
     lse_log2 = tl.load(lse_log2_ptr + row_sums, mask=rows < row_end, other=float("inf"))
     delta = tl.load(delta_ptr + row_sums, mask=rows < row_end, other=0.0)
+    do = tl.where((lse_log2 == float("inf"))[:, None], tl.zeros_like(do), do)  # of rows without a key it may be NaN
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     scale_log2 = softmax_scale * 1.4426950408889634
     dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h_k, k_row_stride, v_row_stride, 0, n_block_full,
@@ -224,37 +229,37 @@ KV_TILES = {
     (4, 128): [(32, 16, 4, 1)],
     (4, 256): [(16, 16, 4, 1)],
     (2, 64): [(64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2)],
-    (2, 128): [(64, 64, 4, 2), (128, 64, 8, 3)],
+    (2, 128): [(64, 64, 4, 2), (128, 64, 8, 3), (64, 32, 4, 2)],
     (2, 256): [(64, 32, 8, 2), (32, 32, 4, 1)],
 }
 Q_TILES = KV_TILES | {
     (2, 64): [(64, 64, 4, 2), (128, 64, 8, 3)],
-    (2, 128): [(128, 64, 8, 3), (64, 64, 4, 2)],
+    (2, 128): [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
 }
 
 
 @functools.cache
-def tile_configs(tiles, dtype, head_dim, max_shared_memory=227 << 10):
+def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10):
     """Launch options to choose from; the first is the choice without tuning.
 
     Args:
-        tiles: "kv" or "q", what a program owns.
+        side: "kv" or "q", what a program owns.
         dtype, head_dim: of q.
         max_shared_memory: bytes that one program can have; 227 KB on Hopper.
     """
     kBlockD = block_d(dtype, head_dim)
-    fitting = [tile for tile in (KV_TILES if tiles == "kv" else Q_TILES)[dtype.itemsize, max(64, kBlockD)]
-               if 2 * (tile[0] + tile[3] * tile[1]) * kBlockD * dtype.itemsize + 1024 <= max_shared_memory]
+    fitting = [tile for tile in (KV_TILES if side == "kv" else Q_TILES)[dtype.itemsize, max(64, kBlockD)]
+               if 2 * (tile[0] + tile[3] * tile[1]) * kBlockD * dtype.itemsize + 4096 <= max_shared_memory]
     return [dict(owned=owned, walked=walked, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
             for owned, walked, num_warps, num_stages in fitting or [(16, 16, 4, 1)]]
 
 
-def _launch(what, config, q, k, v, dout, gradients, row_sums, seq_lens, softmax_scale, causal, tma):
+def _launch(side, q, k, v, dout, gradients, row_sums, seq_lens, softmax_scale, causal, tma, config):
     """The kernel that owns "kv" or "q"; gradients: its own, row_sums: those of _row_sums."""
     batch_size, nheads, seqlen_q, head_dim = q.shape
     nheads_k, seqlen_k = k.shape[1:3]
-    owned, walked, kBlockD, num_warps, num_stages = config.values()
-    if what == "kv":
+    owned, walked, kBlockD = config["owned"], config["walked"], config["kBlockD"]
+    if side == "kv":
         kernel, kBlockM, kBlockN, blocks = _flash_bwd_kv, walked, owned, triton.cdiv(seqlen_k, owned) * nheads_k
     else:
         kernel, kBlockM, kBlockN, blocks = _flash_bwd_q, owned, walked, triton.cdiv(seqlen_q, owned) * nheads
@@ -267,7 +272,8 @@ def _launch(what, config, q, k, v, dout, gradients, row_sums, seq_lens, softmax_
     strides = (stride for x in (*tensors, *gradients) for stride in x.stride()[:3])
     kernel[(blocks * batch_size,)](*tiles, *gradients, *row_sums, seq_lens, *strides, nheads, nheads_k, seqlen_q,
                                    seqlen_k, head_dim, softmax_scale, causal, head_dim < kBlockD, tma, kBlockM,
-                                   kBlockN, kBlockD, num_warps=num_warps, num_stages=num_stages)
+                                   kBlockN, kBlockD, num_warps=config["num_warps"],
+                                   num_stages=config["num_stages"])
 
 
 def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune=True):
@@ -292,12 +298,11 @@ def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune
         tma = seq_lens is None and can_use_tma(q, k, v, dout)
         lengths = [min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (seqlen_q, k.shape[2])]
         key = str(q.dtype), block_d(q.dtype, head_dim), causal, seq_lens is not None, tma, *lengths
-        for owned, gradients in (("kv", (dk, dv)), ("q", (dq,))):
-            def launch(config):
-                _launch(owned, config, q, k, v, dout, gradients, (lse_log2, delta), seq_lens, softmax_scale, causal, tma)
-
-            configs = tile_configs(owned, q.dtype, head_dim, properties(q.device).max_shared_memory)
-            name = f"attention_bwd_{owned}"
+        for side, gradients in (("kv", (dk, dv)), ("q", (dq,))):
+            launch = functools.partial(_launch, side, q, k, v, dout, gradients, (lse_log2, delta), seq_lens,
+                                       softmax_scale, causal, tma)
+            configs = tile_configs(side, q.dtype, head_dim, properties(q.device).max_shared_memory)
+            name = f"attention_bwd_{side}"
             launch(tuner.fastest(name, key, configs, launch, q.device) if autotune else configs[0])
     return dq, dk, dv
 
@@ -327,6 +332,9 @@ def _backward(ctx, dout, dlse):
     q, k, v, out, lse, seq_lens = ctx.saved_tensors
     if q.dtype in FP8_DTYPES:
         raise NotImplementedError(f"minimal_attn::triton_forward has no backward pass in {q.dtype}")
+    # Their tangents would be lost: Hessian-vector products, forwards over backwards, do this.
+    check_no_derivative("the backward pass of attention by Triton", "backend='reference'", has_backward=True, dout=dout,
+                        dlse=dlse)
     if dout is None:
         dout = torch.zeros_like(out)
     gradients = triton_backward(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.autotune)

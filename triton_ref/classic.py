@@ -81,6 +81,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
+        check_no_derivative("the backward pass of attention", "minimal_attn.flash_attention with backend='reference'",
+                            has_backward=True, dout=dout)
         return (*attention_bwd.run(dout, None, *ctx.saved_tensors, *ctx.options), None, None, None)
 
 
