@@ -63,7 +63,8 @@ def check(case, got, q, k, v, dout, factor=3, mean_factor=2):
     scale = case.D**-0.5 if case.sm_scale is None else abs(case.sm_scale)
     # Where a row sees one key alone, dP and delta are equal: what is left of dq and dk is how their sums rounded, in dk
     # row by row.
-    rounding = case.Sq**0.5 * dout.double().abs().sum(-1).max() * v.double().abs().max() * 2**-24 * scale * q.double().abs().max()
+    largest = dout.double().abs().sum(-1).max() * v.double().abs().max() * q.double().abs().max()
+    rounding = 2**-24 * scale * case.Sq**0.5 * largest
     based = gradients(lambda *qkv: base(case, *qkv), q, k, v, dout)
     for x, ref, *bases in zip(got, by_fp64(case, q, k, v, dout), based, by_hand(case, q, k, v, dout)):
         if ref.abs().max() < 1e-12:
