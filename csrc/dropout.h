@@ -1,0 +1,45 @@
+// Which probabilities dropout keeps: a pure function of seed, batch, head, row and column, the same bit for bit in every
+// kernel, on the CPU and in minimal_attn/dropout.py, which describes it. No tile size and no order of threads has a say.
+//
+// Philox-4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) gives four
+// words at a time. They are for the rows r and r + 8, r % 16 < 8, and the columns c and c + 1, c even: what one lane
+// holds of an m16n8 accumulator (ptx_sm80.cuh), in the order of its registers.
+//
+// Read next: softmax.cuh or flash.cu, which ask.
+#pragma once
+
+#include "flash.h"
+
+class Dropout {
+  public:
+    const uint32_t threshold;
+    const float scale;  // of what is kept; 1 without dropout
+
+    // Of one head of one sample. p.dropout_seed is read here, where kernels can.
+    __device__ Dropout(const AttnParams &p, int64_t b, int64_t h)
+        : threshold(p.dropout_seed ? p.drop_threshold : 0), scale(p.dropout_seed ? p.keep_scale : 1.f),
+          seed(p.dropout_seed ? *p.dropout_seed : 0), head(uint32_t(h)), batch(uint32_t(b)) {}
+
+    // The words of (row, col), (row, col + 1), (row + 8, col), (row + 8, col + 1); row % 16 < 8, col % 2 == 0.
+    __device__ void words(uint32_t (&word)[4], int row, int col) const {
+        uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+        word[0] = row / 16 * 8 + row % 8, word[1] = col / 2, word[2] = head, word[3] = batch;
+        for (int round = 0; round < 10; round++) {
+            const uint64_t x = uint64_t(0xD2511F53) * word[0], y = uint64_t(0xCD9E8D57) * word[2];
+            word[0] = uint32_t(y >> 32) ^ word[1] ^ k0, word[1] = uint32_t(y);
+            word[2] = uint32_t(x >> 32) ^ word[3] ^ k1, word[3] = uint32_t(x);
+            k0 += 0x9E3779B9, k1 += 0xBB67AE85;
+        }
+    }
+
+    // Whether one element is kept, at the cost of four.
+    __device__ bool keeps(int row, int col) const {
+        uint32_t word[4];
+        words(word, row / 16 * 16 + row % 8, col / 2 * 2);
+        return word[row / 8 % 2 * 2 + col % 2] >= threshold;
+    }
+
+  private:
+    const uint64_t seed;
+    const uint32_t head, batch;
+};
