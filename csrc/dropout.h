@@ -13,11 +13,11 @@
 class Dropout {
   public:
     const uint32_t threshold;
-    const float scale;  // of what is kept; 1 without dropout
+    const double scale;  // of what is kept; 1 without dropout
 
     // Of one head of one sample. p.dropout_seed is read here, where kernels can.
     __device__ Dropout(const AttnParams &p, int64_t b, int64_t h)
-        : threshold(p.dropout_seed ? p.drop_threshold : 0), scale(p.dropout_seed ? p.keep_scale : 1.f),
+        : threshold(p.dropout_seed ? p.drop_threshold : 0), scale(p.dropout_seed ? p.keep_scale : 1.0),
           seed(p.dropout_seed ? *p.dropout_seed : 0), head(uint32_t(h)), batch(uint32_t(b)) {}
 
     // The words of (row, col), (row, col + 1), (row + 8, col), (row + 8, col + 1); row % 16 < 8, col % 2 == 0.

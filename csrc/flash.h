@@ -26,14 +26,14 @@ struct AttnParams {
     int64_t batch_size;
     int nheads, nheads_k;  // nheads is a multiple of nheads_k; query head h reads K/V head h / (nheads / nheads_k)
     int seqlen_q, seqlen_k, head_dim;
-    float softmax_scale;
+    double softmax_scale;  // what computes in fp32 rounds it first
     bool is_causal;  // bottom-right aligned: query row i sees the keys j <= i + seqlen_k - seqlen_q
     DType dtype;     // of q, k, v and o; every sum is fp32, or fp64 for fp64 and in flash_dmma.cu
 
     // Dropout of the normalised probabilities, see dropout.h.
     const int64_t *dropout_seed;  // one number in the kernel's memory, or nullptr: no dropout
     uint32_t drop_threshold;      // a probability whose random word is below it becomes 0,
-    float keep_scale;             // and what is left is multiplied by 1 / (1 - dropout_p), by 0 where that is 1/0
+    double keep_scale;            // and what is left is multiplied by 1 / (1 - dropout_p), by 0 where that is 1/0
 
     void *stream;  // cudaStream_t, on the current device; unused by the host build
 };
