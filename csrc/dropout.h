@@ -32,6 +32,16 @@ class Dropout {
         }
     }
 
+    // Drops of P [16, 16], a 16-bit A operand (ptx_sm80.cuh); row and col are the first that this lane holds.
+    __device__ void apply(uint32_t (&P)[4], int row, int col) const {
+        for (int half = 0; half < 2; half++) {
+            uint32_t word[4];
+            words(word, row, col + 8 * half);
+            for (int j = 0; j < 2; j++)
+                P[2 * half + j] &= (word[2 * j] >= threshold ? 0xffff : 0) | (word[2 * j + 1] >= threshold ? ~0xffff : 0);
+        }
+    }
+
     // Whether one element is kept, at the cost of four.
     __device__ bool keeps(int row, int col) const {
         uint32_t word[4];

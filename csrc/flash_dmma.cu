@@ -65,11 +65,12 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
     const float *gV = static_cast<const float *>(p.v) + b * p.v_batch_stride + h_k * p.v_head_stride;
     float *gO = static_cast<float *>(p.o) + b * p.o_batch_stride + h * p.o_head_stride;
 
-    Softmax<1> softmax(p.softmax_scale);
+    const float softmax_scale = float(p.softmax_scale);
+    Softmax<1> softmax(softmax_scale);
     const Mask mask(p, b);
     const int n_block_max = mask.n_block_max<kBlockM, kBlockN>(row0);
     // The scores of the blocks before this one need neither a mask nor a sign.
-    const int n_block_masked = p.softmax_scale > 0.f ? mask.n_block_full<kBlockM, kBlockN>(row0) : 0;
+    const int n_block_masked = softmax_scale > 0.f ? mask.n_block_full<kBlockM, kBlockN>(row0) : 0;
 
     // The share of a step in the copies of a block of keys, which are all under way after half of the steps. What lies
     // outside of K and V, or after the last block, is not read and becomes 0.
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
         __syncthreads();  // V has arrived, K has been read
         if (n_block >= n_block_masked)
             mask.apply(acc_s, row0 + warp_idx * 16 + r, n_block * kBlockN + c * 2,
-                       (p.softmax_scale > 0.f) - (p.softmax_scale < 0.f));
+                       (softmax_scale > 0.f) - (softmax_scale < 0.f));
         softmax.update(acc_s, acc_o);
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
     for (int i = 0; i < 2; i++) {
         const int row = row0 + warp_idx * 16 + 8 * i + r;
         if (row >= p.seqlen_q) continue;
-        if (c == 0) p.lse[int64_t(bh) * p.seqlen_q + row] = softmax.lse(i);
+        if (c == 0) static_cast<float *>(p.lse)[int64_t(bh) * p.seqlen_q + row] = softmax.lse(i);
 #pragma unroll
         for (int d = 0; d < kDTiles; d += 4)
             for (int e = 2 * i; e < 2 * i + 2; e++) {

@@ -13,11 +13,13 @@
 // Read next: flash_dmma.cu, the same for fp32; kernels.h, which chooses between them; main.cpp, where torch calls them.
 #include <algorithm>
 
+#include "dropout.h"
 #include "flash.h"
 #include "launch.h"
 #include "mask.cuh"
 #include "ptx_sm80.cuh"
 #include "softmax.cuh"
+#include "tiles_sm80.cuh"
 
 namespace sm80 {
 
@@ -35,36 +37,7 @@ template <typename Tile> struct SharedMemory {
     uint16_t sK[Tile::kBlockN][Tile::kHeadDim], sV[Tile::kBlockN][Tile::kHeadDim];
 };
 
-// Where the 16-byte vector `vec` of row `row` lies in a tile. The vectors of a row trade places within 128 bytes
-// (within 64, where rows are an odd multiple of that), so that one vector of 8 neighbouring rows lies in 32 different
-// banks.
-template <int kHeadDim> struct Swizzle {
-    static constexpr int kVecs = kHeadDim % 64 == 0 ? 8 : 4, kRowBytes = 2 * kHeadDim;
-    static __device__ uint32_t offset(int row, int vec) {
-        return row * kRowBytes + (vec ^ (kVecs == 8 ? row : row / 2) % kVecs) * 16;
-    }
-    // tile + offset(row + rows, vec + 2·pairs) of base = tile + offset(row, vec), where rows % 8 == 0 and vec < 2.
-    static __device__ uint32_t move(uint32_t base, int rows, int pairs) {
-        return (base ^ pairs % (kVecs / 2) * 32) + rows * kRowBytes + pairs / (kVecs / 2) * (16 * kVecs);
-    }
-};
-
-// The kRows rows from `from` on go to the tile at `to`; `from` moves on to the rows after them. A thread copies 16
-// bytes of every kRowStep-th row; both pointers and the limits `rows` and `cols` are as seen from its first copy. What
-// lies outside the limits is not read and becomes 0.
-template <int kRows, int kHeadDim, int kNThreads, typename T>
-__device__ void load_tile(uint32_t to, const T *&from, int64_t row_stride, int rows, int cols) {
-    constexpr int kVecs = Swizzle<kHeadDim>::kVecs, kRowStep = kNThreads / kVecs;
-    static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0);
-#pragma unroll
-    for (int r = 0; r < kRows; r += kRowStep, from += kRowStep * row_stride)
-#pragma unroll
-        for (int d = 0; d < kHeadDim; d += 8 * kVecs)
-            cp_async(to + (r * kHeadDim + d) * 2, from + d, r < rows && d < cols);
-    cp_async_commit();
-}
-
-template <typename T, typename Tile>
+template <typename T, typename Tile, bool kDropout>
 __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up to 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
 #if __CUDA_ARCH__ < 800  // of a build for several GPUs, the part for those that have no such instructions
@@ -85,11 +58,13 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
     const T *gK = static_cast<const T *>(p.k) + b * p.k_batch_stride + h_k * p.k_head_stride;
     const T *gV = static_cast<const T *>(p.v) + b * p.v_batch_stride + h_k * p.v_head_stride;
 
-    Softmax<kMTiles> softmax(p.softmax_scale);
+    const float softmax_scale = float(p.softmax_scale);
+    Softmax<kMTiles> softmax(softmax_scale);
     const Mask mask(p, b);
+    const Dropout dropout(p, b, h);
     const int n_block_max = mask.n_block_max<kBlockM, kBlockN>(row0);
     // The scores of the blocks before this one need neither a mask nor a sign.
-    const int n_block_masked = p.softmax_scale > 0.f ? mask.n_block_full<kBlockM, kBlockN>(row0) : 0;
+    const int n_block_masked = softmax_scale > 0.f ? mask.n_block_full<kBlockM, kBlockN>(row0) : 0;
 
     // This thread's first copy of every tile. The limit is not spelled p.head_dim - 8 * vec, which would keep vec in
     // registers.
@@ -141,12 +116,17 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
 
         if (n_block >= n_block_masked)
             mask.apply(acc_s, row0 + warp_idx * kWarpM + lane_idx / 4, n_block * kBlockN + lane_idx % 4 * 2,
-                       (p.softmax_scale > 0.f) - (p.softmax_scale < 0.f));
+                       (softmax_scale > 0.f) - (softmax_scale < 0.f));
         softmax.update(acc_s, acc_o);
 #pragma unroll
         for (int kk = 0; kk < kBlockN / 16; kk++) {
             uint32_t P[kMTiles][4], v[4];
-            for (int m = 0; m < kMTiles; m++) softmax.template probabilities<T>(P[m], acc_s[m], m, kk);
+            for (int m = 0; m < kMTiles; m++) {
+                softmax.template probabilities<T>(P[m], acc_s[m], m, kk);
+                if constexpr (kDropout)
+                    dropout.apply(P[m], row0 + warp_idx * kWarpM + 16 * m + lane_idx / 4,
+                                  n_block * kBlockN + 16 * kk + lane_idx % 4 * 2);
+            }
 #pragma unroll
             for (int d = 0; d < kDTiles; d += 2) {
                 ldmatrix_trans(v, Swizzle::move(v_address, kk * 16, d / 2));
@@ -162,12 +142,12 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
     }
 
     // O goes by way of its warp's own rows of sQ, to be written 16 bytes a lane.
-    softmax.finalize(acc_o);
+    softmax.finalize(acc_o, kDropout ? float(dropout.scale) : 1.f);
     char *sO = reinterpret_cast<char *>(sQ);
 #pragma unroll
     for (int i = 0; i < 2 * kMTiles; i++) {
         const int r = warp_idx * kWarpM + 8 * i + lane_idx / 4;
-        if (row0 + r < p.seqlen_q && lane_idx % 4 == 0) p.lse[int64_t(bh) * p.seqlen_q + row0 + r] = softmax.lse(i);
+        if (row0 + r < p.seqlen_q && lane_idx % 4 == 0) static_cast<float *>(p.lse)[int64_t(bh) * p.seqlen_q + row0 + r] = softmax.lse(i);
 #pragma unroll
         for (int d = 0; d < kDTiles; d++)
             *reinterpret_cast<uint32_t *>(sO + Swizzle::offset(r, d) + lane_idx % 4 * 4) =
@@ -188,7 +168,8 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
 template <typename T, typename Tile> void launch_fwd(const AttnParams &p) {
     static_assert(sizeof(SharedMemory<Tile>) <= 99 << 10);  // what a block may have on sm_86, sm_89 and sm_120
     const int64_t blocks = (int64_t(p.seqlen_q) + Tile::kBlockM - 1) / Tile::kBlockM * p.batch_size * p.nheads;
-    launch(flash_fwd<T, Tile>, blocks, Tile::kNThreads, sizeof(SharedMemory<Tile>), p.stream, p);
+    auto *kernel = p.dropout_seed ? flash_fwd<T, Tile, true> : flash_fwd<T, Tile, false>;
+    launch(kernel, blocks, Tile::kNThreads, sizeof(SharedMemory<Tile>), p.stream, p);
 }
 
 // Tiles by head_dim; what lies between two is padded with zeros, on chip. Up to 128 a warp has 32 rows, so that what it
@@ -213,7 +194,7 @@ int compute_capability() {
     return device::once_per_device([](int device) {
         int major, minor;
         cudaFuncAttributes kernel;
-        device::check_cuda(cudaFuncGetAttributes(&kernel, sm80::flash_fwd<__half, sm80::Tile<64, 128, 128>>));
+        device::check_cuda(cudaFuncGetAttributes(&kernel, sm80::flash_fwd<__half, sm80::Tile<64, 128, 128>, false>));
         device::check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
         device::check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
         return std::min(10 * major + minor, kernel.ptxVersion);

@@ -27,6 +27,19 @@ __device__ inline void cp_async(uint32_t to, const void *from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 
+// The same of 4 bytes, by way of L1.
+__device__ inline void cp_async_4(void *to, const void *from, bool inside) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 4 : 0)
+                 : "memory");
+}
+
+// "Special Registers: %tid". Read anew each time: what follows from it is not kept in registers across a loop.
+__device__ inline int thread_idx() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
 // "cp.async.commit_group": this thread's copies since the last one become a group.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -48,6 +61,11 @@ __device__ inline void ldmatrix_trans(uint32_t (&x)[4], uint32_t row) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
 }
 
+// "st.shared": 4 bytes.
+__device__ inline void store_shared(uint32_t to, uint32_t x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+
 // "Multiply-and-Accumulate Instruction: mma", m16n8k16: d += A B, A and B of type T, sums in fp32.
 template <typename T> __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (std::is_same_v<T, __half>)
@@ -60,6 +78,28 @@ template <typename T> __device__ void mma(float (&d)[4], const uint32_t (&a)[4],
             "{%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// "Parallel Synchronization and Communication Instructions: red": x is added to four floats in global memory, in no order
+// among the threads that do. Four at once from sm_90 on.
+__device__ inline void red_add(float *to, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+                 "f"(x[3]) : "memory");
+#else
+    for (int e = 0; e < 4; e++)
+        asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to + e), "f"(x[e]) : "memory");
+#endif
+}
+
+// "ld" and "st", .acquire and .release: a number by which one block tells another of what it wrote before.
+__device__ inline int load_acquire(const int *from) {
+    int x;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+__device__ inline void store_release(int *to, int x) {
+    asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
 // "Floating Point Instructions: ex2", .approx.ftz: 2^x to 22 bits.

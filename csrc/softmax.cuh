@@ -89,12 +89,14 @@ template <int kMTiles> struct Softmax {
         }
     }
 
-    // row_sum becomes the row's, and acc_o the output: of empty rows 0, even where V times probabilities of 0 gave NaN.
-    template <int kDTiles, typename Sum> __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4]) {
+    // row_sum becomes the row's, and acc_o the output times `scale`: of empty rows 0, even where V times probabilities of
+    // 0 gave NaN.
+    template <int kDTiles, typename Sum>
+    __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float scale = 1.f) {
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
             row_sum[i] = quad_reduce(row_sum[i], [](float x, float y) { return x + y; });
-            const Sum scale_o = Sum(1) / row_sum[i];
+            const Sum scale_o = Sum(scale) / row_sum[i];
             const float nothing = row_max[i] - row_max[i];  // 0, or NaN if a score overflowed
 #pragma unroll
             for (int d = 0; d < kDTiles; d++)
