@@ -100,9 +100,9 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
             auto row = [&](int i) { return row0 + place<kTy, kRows>(ty, i); };
             auto col = [&](int c) { return j * Bc + place<kTx, kCols>(tx, c); };
             const uint64_t keep = kept<kRows, kCols>(Dropout(p, b, h), row, col);
-            for (int c = 0; c < kCols; c++)
-                for (int i = 0; i < kRows; i++)
-                    if (!(keep >> (i * kCols + c) & 1)) tiles.P[place<kTx, kCols>(tx, c)][place<kTy, kRows>(ty, i)] = 0;
+#pragma unroll 1
+            for (int n = 0; n < kRows * kCols; n++)
+                if (!(keep >> n & 1)) tiles.P[place<kTx, kCols>(tx, n % kCols)][place<kTy, kRows>(ty, n / kCols)] = 0;
         }
 
         // P Vj is summed apart from O: short sums round less, and O takes its rescaling in the same FMA.

@@ -216,7 +216,9 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
                 lse_log2[n] = lse == -INFINITY ? Sum(INFINITY) : lse * Sum(1.4426950408889634);  // no keys: P = 0
                 delta[n] = static_cast<const Sum *>(p.delta)[at];
             }
+#pragma unroll
             for (int i = 0; i < kRows; i++)
+#pragma unroll
                 for (int c = 0; c < kCols; c++) {
                     const int row = kOwnsKeys ? walked(c) : owned(i), key = kOwnsKeys ? owned(i) : walked(c);
                     const int n = kOwnsKeys ? c : i;

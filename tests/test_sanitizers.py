@@ -1,5 +1,5 @@
-"""The kernels under the sanitizers, by way of driver.cpp: flash.cu on the CPU with g++'s, all on a GPU with
-compute-sanitizer.
+"""The kernels under the sanitizers, by way of driver.cpp: flash.cu and flash_bwd.cu on the CPU with g++'s, all on a GPU
+with compute-sanitizer.
 
 A clean run means little where the tool would not have seen a fault, so each is also shown one: a row that is not there,
 and a kernel with any one of its barriers taken out.
@@ -26,7 +26,7 @@ def barriers(pattern, *files):
             for file, match in found]
 
 
-BARRIERS = barriers(r"(__sync\w+\(|__pipeline_wait_prior\(0)\);", "flash.cu", "tiles.h")
+BARRIERS = barriers(r"(__sync\w+\(|__pipeline_wait_prior\(0)\);", "flash.cu", "flash_bwd.cu", "tiles.h")
 
 
 def run(*command, timeout=240, **env):
