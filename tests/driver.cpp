@@ -246,8 +246,8 @@ template <typename T> void run(const Case &c, double epsilon) {
     p.v_batch_stride = v.batch_stride, p.v_head_stride = v.head_stride, p.v_row_stride = v.row_stride;
     p.o_batch_stride = o.batch_stride, p.o_head_stride = o.head_stride, p.o_row_stride = o.row_stride;
     p.batch_size = c.batch_size, p.nheads = c.nheads, p.nheads_k = c.nheads_k, p.seqlen_q = c.seqlen_q;
-    p.seqlen_k = c.seqlen_k + overrun, p.head_dim = c.head_dim, p.softmax_scale = 1 / std::sqrt(double(c.head_dim));
-    p.is_causal = c.is_causal, p.dtype = c.dtype;
+    p.seqlen_k = c.seqlen_k + overrun, p.head_dim = c.head_dim, p.is_causal = c.is_causal, p.dtype = c.dtype;
+    p.softmax_scale = (c.layout == kGaps ? -1 : 1) / std::sqrt(double(c.head_dim));  // of any sign
     if (c.dropout_p > 0) p.dropout_seed = seed.device;
     p.drop_threshold = std::min(std::round(c.dropout_p * 0x1p32), 0x1p32 - 1);
     p.keep_scale = c.dropout_p == 1 ? 0 : 1 / (1 - c.dropout_p);
@@ -265,7 +265,7 @@ template <typename T> void run(const Case &c, double epsilon) {
     forward<T>(c, p);
 #ifdef __CUDACC__
     Tensor<char> workspace(1, 1, 1, c.tiling == kSm80 ? std::max<int64_t>(1, sm80::backward_workspace(p)) : 1);
-    p.workspace = workspace.device, p.deterministic = c.head_dim != 64;
+    p.workspace = workspace.device, p.deterministic = c.dropout_p == 0;  // of each some
     if (c.tiling == kSm80) sm80::flash_backward(p); else
 #endif
     simt::flash_backward(p);
@@ -306,18 +306,20 @@ template <typename T> void run(const Case &c, double epsilon) {
     check(lse, expected_lse, c.dtype == f64 ? 1e-13 : 5e-6, 0);
     check(o, expected_o, error, epsilon);
 
+    Expected expected_delta("delta", c.batch_size, c.nheads, c.seqlen_q, 1);
     Expected expected_dq("dq", c.batch_size, c.nheads, c.seqlen_q, c.head_dim);
     Expected expected_dk("dk", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim);
     Expected expected_dv("dv", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim);
     for_rows([&](int b, int h, int h_k, int i) {
         if (!visible(b, i)) return;
         form_P(b, h, h_k, i);
-        double row_sum = 0, row_size = 0;  // of the rounded out, which the backward pass is given
+        double row_sum = 0, row_size = 0;  // delta, of the rounded out, which the backward pass is given
         for (int d = 0; d < c.head_dim; d++) {
             const double term = dout.at(b, h, i, d) * o.at(b, h, i, d);
             row_sum += term, row_size += std::abs(term);
         }
         if (p.dlse) row_sum -= dlse.at(b, h, i, 0), row_size += std::abs(dlse.at(b, h, i, 0));
+        expected_delta.add(expected_delta.index(b, h, i), row_sum, row_size);
         for (int j = 0; j < visible(b, i); j++) {
             double dP = 0, dP_size = 0;
             for (int d = 0; d < c.head_dim; d++) {
@@ -325,7 +327,7 @@ template <typename T> void run(const Case &c, double epsilon) {
                 dP += term, dP_size += std::abs(term);
             }
             const double dS = p.softmax_scale * P[j] * (dP - row_sum);
-            const double dS_size = p.softmax_scale * P[j] * (dP_size + row_size);
+            const double dS_size = std::abs(p.softmax_scale) * P[j] * (dP_size + row_size);
             for (int d = 0; d < c.head_dim; d++) {
                 const double x_q = q.at(b, h, i, d), x_k = k.at(b, h_k, j, d);
                 const double term = P[j] * scale[j] * dout.at(b, h, i, d);
@@ -335,6 +337,7 @@ template <typename T> void run(const Case &c, double epsilon) {
             }
         }
     });
+    if (c.tiling != kSm80) check(delta, expected_delta, error, 0);  // which does with its workspace what it likes
     check(dq, expected_dq, error, epsilon);
     check(dk, expected_dk, error, epsilon);
     check(dv, expected_dv, error, epsilon);
