@@ -1,5 +1,6 @@
 // FlashAttention, forward pass: O = softmax(scale · Q Kᵀ) V, a block of query rows at a time, no score in memory.
-// Plain CUDA C++ in true fp32: any GPU from sm_75 on and, by way of flash_host.cpp, the CPU. Read this file first.
+// Plain CUDA C++ in true fp32: any GPU from sm_75 on and, by way of flash_host.cpp, the CPU, which takes fp64 as well.
+// Read this file first.
 //
 // Names are the paper's (Dao et al. 2022, Algorithm 1; loop order of FlashAttention-2, Dao 2023, Algorithm 1):
 //   Br, Bc           rows of a block of Q, rows of a block of K and V      (kBlockM, kBlockN in the other kernels)
@@ -12,8 +13,8 @@
 // S = Qi Kjᵀ and kRows × kDims of O += P Vj. All threads of a row are in one warp, so that P and the maxima of its rows
 // need no barrier of the block. Kj and Vj come in steps that are loaded while the step before them is multiplied.
 //
-// Read next: tiles.h, the shared memory and the products; flash.h, the parameters; launch.h, the launch; main.cpp,
-// where torch calls it.
+// Read next: tiles.h, the shared memory and the products; flash.h, the parameters; launch.h, the launch; flash_bwd.cu,
+// the backward pass; main.cpp, where torch calls it.
 #include "flash.h"
 #ifdef __CUDACC__
 #include "launch.h"
@@ -27,6 +28,7 @@ template <typename T, typename Tiles>
 __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 8 warps an SM: 255 registers a thread
     flash_fwd(const AttnParams p, const bool aligned) {
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, kTy = Tiles::kTy, kTx = Tiles::kTx, kStep = Tiles::kStep;
+    using Sum = simt::Sum<T>;
     constexpr int kNThreads = Tiles::kNThreads, kRows = Br / kTy, kCols = Bc / kTx, kDims = Tiles::kHeadDim / kTx;
     static_assert(kRows * kTy == Br && kCols * kTx == Bc && kDims * kTx == Tiles::kHeadDim && 16 % kTx == 0);
     Tiles &tiles = shared_memory<Tiles>();
@@ -51,24 +53,24 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
 
     // exp(scale · (S - m)) = exp2(scale_log2 · (S - m)) needs scale_log2 > 0 to hide a masked score of -inf: the sign
     // of the scale goes to S, and a scale of 0 makes every score 0.
-    const float sign = (p.softmax_scale > 0.f) - (p.softmax_scale < 0.f);
-    const float scale_log2 = p.softmax_scale == 0.f ? 1.f : fabsf(p.softmax_scale) * 1.4426950408889634f;
-    const int unmasked = sign == 1.f && rows == Br ? visible(0) : 0;  // the scores of keys before it stay as they are
+    const Sum scale = p.softmax_scale, sign = (scale > 0) - (scale < 0);
+    const Sum scale_log2 = scale == 0 ? Sum(1) : fabs(scale) * Sum(1.4426950408889634);
+    const int unmasked = sign == 1 && rows == Br ? visible(0) : 0;  // the scores of keys before it stay as they are
 
-    float O[kRows][kDims] = {}, m[kRows], l[kRows] = {};
-    for (float &x : m) x = -INFINITY;
+    Sum O[kRows][kDims] = {}, m[kRows], l[kRows] = {};
+    for (Sum &x : m) x = -INFINITY;
     if (Tc > 0) load_tile<kNThreads, true, 1>(tiles.Qi, gQ, p.q_row_stride, rows, p.head_dim);
     Steps<T, Tiles> steps(p, tiles.steps, gK, gV, seq_len, Tc, aligned);
     for (int j = 0; j < Tc; j++) {
-        float S[kRows][kCols] = {};
-        auto multiply_QK = [&](float (&acc)[kRows][kCols], int d) {
+        Sum S[kRows][kCols] = {};
+        auto multiply_QK = [&](Sum (&acc)[kRows][kCols], int d) {
             multiply<kTy, kTx>(acc, tiles.Qi + d, steps.next().Kj, ty, tx, min(kStep, p.head_dim - d));
         };
         if constexpr (Tiles::kHeadDim <= 64 || kRows * kCols == 64)  // the latter have no registers for more sums
             for (int d = 0; d < p.head_dim; d += kStep) multiply_QK(S, d);
         else
             for (int end = 64; end - 64 < p.head_dim; end += 64) {  // 64 products at a time: short sums round less
-                float sum[kRows][kCols] = {};
+                Sum sum[kRows][kCols] = {};
                 for (int d = end - 64; d < min(end, p.head_dim); d += kStep) multiply_QK(sum, d);
                 for (int i = 0; i < kRows; i++)
                     for (int c = 0; c < kCols; c++) S[i][c] += sum[i][c];
@@ -79,47 +81,58 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
                 for (int c = 0; c < kCols; c++)
                     S[i][c] = place<kTx, kCols>(tx, c) < end ? S[i][c] * sign : -INFINITY;
             }
-        float m_new[kRows], alpha[kRows];
+        Sum m_new[kRows], alpha[kRows];
         for (int i = 0; i < kRows; i++) {
             m_new[i] = m[i];
-            for (float x : S[i]) m_new[i] = fmaxf(m_new[i], x);
+            for (Sum x : S[i]) m_new[i] = fmax(m_new[i], x);
         }
-        reduce_rows<kTy>(m_new, tiles.partial, ty, tx, [](float x, float y) { return fmaxf(x, y); });
+        reduce_rows<kTy>(m_new, tiles.partial, ty, tx, [](Sum x, Sum y) { return fmax(x, y); });
         for (int i = 0; i < kRows; i++) {
-            float row_sum = 0.f;
-            const float m_sub = m_new[i] == -INFINITY ? 0.f : m_new[i];  // nothing seen yet: exp2(-inf) is 0, not NaN
-            for (float &x : S[i]) row_sum += x = exp2f((x - m_sub) * scale_log2);
-            alpha[i] = exp2f((m[i] - m_sub) * scale_log2);
+            Sum row_sum = 0;
+            const Sum m_sub = m_new[i] == -INFINITY ? Sum(0) : m_new[i];  // nothing seen yet: exp2(-inf) is 0, not NaN
+            for (Sum &x : S[i]) row_sum += x = exp2((x - m_sub) * scale_log2);
+            alpha[i] = exp2((m[i] - m_sub) * scale_log2);
             l[i] = l[i] * alpha[i] + row_sum, m[i] = m_new[i];
         }
         for (int c = 0; c < kCols; c++)
             for (int i = 0; i < kRows; i++) tiles.P[place<kTx, kCols>(tx, c)][place<kTy, kRows>(ty, i)] = S[i][c];
+        if (p.dropout_seed) {  // l has summed what is dropped now; S has left its registers to the words
+            auto row = [&](int i) { return row0 + place<kTy, kRows>(ty, i); };
+            auto col = [&](int c) { return j * Bc + place<kTx, kCols>(tx, c); };
+            const uint64_t keep = kept<kRows, kCols>(Dropout(p, b, h), row, col);
+#pragma unroll 1
+            for (int n = 0; n < kRows * kCols; n++)
+                if (!(keep >> n & 1)) tiles.P[place<kTx, kCols>(tx, n % kCols)][place<kTy, kRows>(ty, n / kCols)] = 0;
+        }
 
         // P Vj is summed apart from O: short sums round less, and O takes its rescaling in the same FMA.
-        float PV[kRows][kDims] = {};
+        Sum PV[kRows][kDims] = {};
         for (int c = 0; c < Bc; c += kStep) multiply<kTy, kTx>(PV, tiles.P + c, steps.next().Vj, ty, tx, kStep);
         for (int i = 0; i < kRows; i++)
             for (int d = 0; d < kDims; d++) O[i][d] = O[i][d] * alpha[i] + PV[i][d];
     }
 
-    reduce_rows<kTy>(l, tiles.partial, ty, tx, [](float x, float y) { return x + y; });
+    reduce_rows<kTy>(l, tiles.partial, ty, tx, [](Sum x, Sum y) { return x + y; });
+    const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
         const int r = place<kTy, kRows>(ty, i);
         if (row0 + r >= p.seqlen_q) continue;
-        const bool empty = l[i] == 0.f;  // its out is 0 even where V, times its probabilities of 0, gave NaN
-        const float scale_o = 1.f / l[i], lse = empty ? -INFINITY : m[i] * fabsf(p.softmax_scale) + logf(l[i]);
-        if (tx == 0) p.lse[bh * p.seqlen_q + row0 + r] = lse;
+        const bool empty = l[i] == 0;  // its out is 0 even where V, times its probabilities of 0, gave NaN
+        const Sum scale_o = keep_scale / l[i], lse = empty ? Sum(-INFINITY) : m[i] * fabs(scale) + log(l[i]);
+        if (tx == 0) static_cast<Sum *>(p.lse)[bh * p.seqlen_q + row0 + r] = lse;
         for (int d = 0; d < kDims; d++) {
             const int x = place<kTx, kDims>(tx, d);
-            if (x < p.head_dim) gO[r * p.o_row_stride + x] = from_float<T>(empty ? 0.f : O[i][d] * scale_o);
+            if (x < p.head_dim) gO[r * p.o_row_stride + x] = from_float<T>(empty ? Sum(0) : O[i][d] * scale_o);
         }
     }
 }
 
 template <typename T, typename Tiles> void launch_fwd(const AttnParams &p) {
     const int64_t blocks = (int64_t(p.seqlen_q) + Tiles::Br - 1) / Tiles::Br * p.batch_size * p.nheads;
-    launch(flash_fwd<T, Tiles>, blocks, Tiles::kNThreads, sizeof(Tiles), p.stream, p, is_aligned<T>(p));
+    // Of v, for the rows of q and k are transposed one element at a time.
+    const bool aligned = is_aligned<T>(p.v, p.v_batch_stride, p.v_head_stride, p.v_row_stride, p.head_dim);
+    launch(flash_fwd<T, Tiles>, blocks, Tiles::kNThreads, sizeof(Tiles), p.stream, p, aligned);
 }
 
 template <typename T, typename Narrow, typename Medium, typename Wide>
@@ -130,19 +143,15 @@ void launch_best(const AttnParams &p, bool wide) {
     sizeof(Medium) <= memory ? launch_fwd<T, Medium>(p) : launch_fwd<T, Narrow>(p);
 }
 
-template <typename T> void dispatch(const AttnParams &p) {
-    const bool is_long = p.seqlen_q > 512;  // batch and heads have no say: a sample's bits must not depend on them
-    if (p.head_dim <= 64) launch_best<T, Tiles64, Tiles64, Tiles64Wide>(p, is_long);
-    else if (p.head_dim <= 128) launch_best<T, Tiles128Narrow, Tiles128, Tiles128Wide>(p, is_long);
-    else launch_best<T, Tiles256Narrow, Tiles256, Tiles256Wide>(p, is_long);
-}
-
 void flash_forward(const AttnParams &p) {
-    switch (p.dtype) {
-        case DType::kFloat32: return dispatch<float>(p);
-        case DType::kFloat16: return dispatch<__half>(p);
-        case DType::kBFloat16: return dispatch<__nv_bfloat16>(p);
-    }
+    const bool is_long = p.seqlen_q > 512;  // batch and heads have no say: a sample's bits must not depend on them
+    with_dtype(p.dtype, [&]<typename T>() {
+        if constexpr (std::is_same_v<T, double>)
+            p.head_dim <= 64 ? launch_fwd<T, Tiles64Double>(p) : launch_fwd<T, Tiles256Double>(p);
+        else if (p.head_dim <= 64) launch_best<T, Tiles64, Tiles64, Tiles64Wide>(p, is_long);
+        else if (p.head_dim <= 128) launch_best<T, Tiles128Narrow, Tiles128, Tiles128Wide>(p, is_long);
+        else launch_best<T, Tiles256Narrow, Tiles256, Tiles256Wide>(p, is_long);
+    });
 }
 
 }  // namespace simt

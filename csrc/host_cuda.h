@@ -1,5 +1,6 @@
-// Just enough of CUDA to compile flash.cu with a C++20 compiler and run it on the CPU, so that a debugger,
-// AddressSanitizer and ThreadSanitizer work on the kernel itself and the library works where there is no GPU.
+// Just enough of CUDA to compile flash.cu and flash_bwd.cu with a C++20 compiler and run them on the CPU, so that a
+// debugger, AddressSanitizer and ThreadSanitizer work on the kernels themselves and the library works where there is no
+// GPU.
 //
 // Every thread of a block is a real thread and __syncthreads() a real barrier, as is __syncwarp() for 32 of them: a
 // barrier left out is a data race that ThreadSanitizer reports. Blocks run one after another. Shared memory is NaN at
@@ -33,6 +34,7 @@ struct __half { uint16_t bits; };
 struct __nv_bfloat16 { uint16_t bits; };
 
 inline float to_float(float x) { return x; }
+inline double to_float(double x) { return x; }  // fp64 stays what it is
 inline float to_float(__nv_bfloat16 x) { return std::bit_cast<float>(uint32_t(x.bits) << 16); }
 inline float to_float(__half x) {
     const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
@@ -42,11 +44,9 @@ inline float to_float(__half x) {
 }
 
 // Both round to nearest even, as the GPU does.
-template <typename T> T from_float(float x) {
+template <typename T> requires(!std::is_floating_point_v<T>) T from_float(float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
-    if constexpr (std::is_same_v<T, float>) {
-        return x;
-    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
         if (std::isnan(x)) return {0x7fff};
         return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
     } else {
@@ -60,6 +60,8 @@ template <typename T> T from_float(float x) {
         return {uint16_t(sign | ((rebias + 0xfff + (rebias >> 13 & 1)) >> 13))};
     }
 }
+
+template <typename T> requires std::is_floating_point_v<T> T from_float(T x) { return x; }
 
 struct HostBlock {
     HostBlock(int threads, size_t shared_bytes)
@@ -132,6 +134,6 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
     if (start < 0) throw std::runtime_error("minimal_attn: could not start " + std::to_string(threads) + " threads");
 }
 
-using std::max, std::min;
+using std::exp2, std::fabs, std::fmax, std::log, std::max, std::min;
 
 }  // namespace host

@@ -1,4 +1,5 @@
-// Tiles in shared memory, how they are loaded and multiplied, for flash.cu: fp32 throughout, whatever the tensors hold.
+// Tiles in shared memory, how they are loaded and multiplied, for flash.cu and flash_bwd.cu: Sum throughout, which is
+// fp32 whatever the tensors hold, and fp64 where they hold that (on the CPU alone).
 //
 // The threads of a block form a kTy × kTx grid over the product. Thread (ty, tx) has rows and columns in groups of four
 // neighbours, see place(), to read them as vectors. Both factors lie with the summed index first: a term of the sum is
@@ -8,19 +9,37 @@
 #include <type_traits>
 #include <utility>
 
+#include "dropout.h"
+
 namespace simt {
 
+template <typename T> using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// run<T>() for the type of the elements.
+template <typename Run> void with_dtype(DType dtype, Run run) {
+    switch (dtype) {
+        case DType::kFloat32: return run.template operator()<float>();
+        case DType::kFloat16: return run.template operator()<__half>();
+        case DType::kBFloat16: return run.template operator()<__nv_bfloat16>();
+#ifdef __CUDACC__
+        case DType::kFloat64: throw std::runtime_error("minimal_attn: float64 is for the CPU");
+#else
+        case DType::kFloat64: return run.template operator()<double>();
+#endif
+    }
+}
+
 // One block's shared memory. Qi, Kj and P lie transposed, as the products want them, with a pitch of 4 (mod 32) floats.
-template <int kHeadDim_, int Br_, int Bc_, int kTy_, int kTx_, int kStep_> struct Tiles {
+template <int kHeadDim_, int Br_, int Bc_, int kTy_, int kTx_, int kStep_, typename Sum = float> struct Tiles {
     static constexpr int kHeadDim = kHeadDim_, Br = Br_, Bc = Bc_, kTy = kTy_, kTx = kTx_, kStep = kStep_;
     static constexpr int kNThreads = kTy * kTx;
-    alignas(16) float Qi[kHeadDim][Br + 4];
-    float P[Bc][Br + 4];
+    alignas(4 * sizeof(Sum)) Sum Qi[kHeadDim][Br + 4];
+    Sum P[Bc][Br + 4];
     union {
-        float Kj[kStep][Bc + 4];    // kStep elements of every row of Kj
-        float Vj[kStep][kHeadDim];  // kStep rows of Vj
+        Sum Kj[kStep][Bc + 4];    // kStep elements of every row of Kj
+        Sum Vj[kStep][kHeadDim];  // kStep rows of Vj
     } steps[2];
-    float partial[kTx][Br + 4];  // each thread's share of a row's maximum, at the end of its sum
+    Sum partial[kTx][Br + 4];  // each thread's share of a row's maximum, at the end of its sum
 };
 
 // Tiles by head_dim: {kHeadDim, Br, Bc, kTy, kTx, kStep}. The narrow ones are for 64 KB of shared memory (sm_75), the
@@ -34,19 +53,21 @@ using Tiles128Wide = Tiles<128, 128, 128, 16, 16, 64>;
 using Tiles256Narrow = Tiles<256, 32, 32, 8, 16, 8>;
 using Tiles256 = Tiles<256, 32, 64, 8, 16, 16>;
 using Tiles256Wide = Tiles<256, 64, 128, 16, 16, 32>;
+using Tiles64Double = Tiles<64, 64, 64, 16, 8, 32, double>;
+using Tiles256Double = Tiles<256, 32, 64, 8, 16, 16, double>;
 static_assert(sizeof(Tiles64) <= 64 << 10 && sizeof(Tiles128Narrow) <= 64 << 10 && sizeof(Tiles256Narrow) <= 64 << 10);
 static_assert(sizeof(Tiles128) <= 99 << 10 && sizeof(Tiles256) <= 99 << 10);  // sm_86, sm_89 and sm_120
 static_assert(sizeof(Tiles128Wide) <= 227 << 10 && sizeof(Tiles256Wide) <= 227 << 10);  // sm_90
 
-// Whether the rows of v can be read 4 elements at a time. (Those of q and k are transposed one by one.)
-template <typename T> bool is_aligned(const AttnParams &p) {
-    return (p.v_batch_stride | p.v_head_stride | p.v_row_stride | p.head_dim) % 4 == 0 &&
-           uintptr_t(p.v) % (4 * sizeof(T)) == 0;
+// Whether rows of a tensor can be read 4 elements at a time.
+template <typename T>
+bool is_aligned(const void *data, int64_t batch_stride, int64_t head_stride, int64_t row_stride, int head_dim) {
+    return (batch_stride | head_stride | row_stride | head_dim) % 4 == 0 && uintptr_t(data) % (4 * sizeof(T)) == 0;
 }
 
-template <int kWide> struct alignas(4 * kWide) Vec { float x[kWide]; };
+template <int kWide, typename Sum> struct alignas(kWide * sizeof(Sum)) Vec { Sum x[kWide]; };
 
-template <typename T> __device__ Vec<4> load4(const T *p) {
+template <typename T> __device__ Vec<4, float> load4(const T *p) {
     struct alignas(4 * sizeof(T)) Raw { T x[4]; } raw = *reinterpret_cast<const Raw *>(p);
     return {to_float(raw.x[0]), to_float(raw.x[1]), to_float(raw.x[2]), to_float(raw.x[3])};
 }
@@ -54,10 +75,10 @@ template <typename T> __device__ Vec<4> load4(const T *p) {
 // tile[r][d] = src[r][d], or tile[d][r] if transposed, kWide elements at a time. Where the tile is larger than the
 // rows × cols of src it gets copies of the last row and column, which the kernel masks, drops or multiplies by P = 0;
 // with rows <= 0 the last row lies before src.
-// fp32 does not pass through registers, and is there after __pipeline_wait_prior(0). Transposed, a warp copies 8
-// elements of 4 rows at a time: whole sectors of memory, to 32 banks if the pitch is 4 (mod 32) floats.
+// What is not converted does not pass through registers, and is there after __pipeline_wait_prior(0). Transposed, a
+// warp copies 8 elements of 4 rows at a time: whole sectors of memory, to 32 banks if the pitch is 4 (mod 16) floats.
 template <int kNThreads, bool kTransposed, int kWide, int kM, int kN, typename T>
-__device__ void load_tile(float (&tile)[kM][kN], const T *src, int64_t row_stride, int rows, int cols) {
+__device__ void load_tile(Sum<T> (&tile)[kM][kN], const T *src, int64_t row_stride, int rows, int cols) {
     constexpr int kRows = kTransposed ? kN - 4 : kM, kCols = kTransposed ? kM : kN;
     constexpr int kLanes = kTransposed ? 8 : kN / 4, kPass = kNThreads / kLanes;
     static_assert(kRows % kPass == 0 && kCols % (kLanes * kWide) == 0);
@@ -67,10 +88,10 @@ __device__ void load_tile(float (&tile)[kM][kN], const T *src, int64_t row_strid
         for (int i = 0; i < kRows; i += kPass) {
             const T *row = src + (kWhole ? r0 + i : min(r0 + i, rows - 1)) * row_stride;
             for (int d = 0; d < kCols; d += kLanes * kWide) {
-                float *to = kTransposed ? &tile[d0 + d][r0 + i] : &tile[r0 + i][d0 + d];
+                Sum<T> *to = kTransposed ? &tile[d0 + d][r0 + i] : &tile[r0 + i][d0 + d];
                 const T *from = row + (kWhole ? d0 + d : min(d0 + d, cols - kWide));
-                if constexpr (std::is_same_v<T, float>) __pipeline_memcpy_async(to, from, 4 * kWide);
-                else if constexpr (kWide == 4) *reinterpret_cast<Vec<4> *>(to) = load4(from);
+                if constexpr (std::is_same_v<T, Sum<T>>) __pipeline_memcpy_async(to, from, kWide * sizeof(T));
+                else if constexpr (kWide == 4) *reinterpret_cast<Vec<4, float> *>(to) = load4(from);
                 else *to = to_float(*from);
             }
         }
@@ -78,6 +99,15 @@ __device__ void load_tile(float (&tile)[kM][kN], const T *src, int64_t row_strid
     if (rows >= kRows && cols >= kCols) copy.template operator()<true>();
     else copy.template operator()<false>();
     __pipeline_commit();
+}
+
+// steps[at], which has been waited for. Its successor is loaded by load() while it is used.
+template <typename Step, typename Load> __device__ const Step &next_step(Step (&steps)[2], int &at, Load load) {
+    __pipeline_wait_prior(0);
+    __syncthreads();  // the next step is written, and the last one has been read
+    const Step &step = steps[at];
+    at ^= 1, load();
+    return step;
 }
 
 // Of each of Tc blocks of keys kStep columns of Kj after the other, then kStep rows of Vj after the other. Each step is
@@ -106,13 +136,7 @@ template <typename T, typename Tiles> struct Steps {
         if (++s == steps_K + Tiles::Bc / kStep) s = 0, j++;
     }
 
-    __device__ const Step &next() {
-        __pipeline_wait_prior(0);
-        __syncthreads();  // the next step is written, and the last one has been read
-        const Step &step = steps[at];
-        at ^= 1, load();
-        return step;
-    }
+    __device__ const Step &next() { return next_step(steps, at, [&] { load(); }); }
 };
 
 // The place in a tile of a thread's i-th row or column, of kCount: it is the t-th of n threads.
@@ -122,35 +146,35 @@ template <int n, int kCount> __device__ int place(int t, int i) {
 }
 
 // x[i] = row[place(t, i)]
-template <int n, int kCount> __device__ void read(float (&x)[kCount], const float *row, int t) {
+template <int n, int kCount, typename Sum> __device__ void read(Sum (&x)[kCount], const Sum *row, int t) {
     constexpr int kWide = kCount < 4 ? kCount : 4;
     for (int i = 0; i < kCount; i += kWide) {
-        const auto v = *reinterpret_cast<const Vec<kWide> *>(row + place<n, kCount>(t, i));
+        const auto v = *reinterpret_cast<const Vec<kWide, Sum> *>(row + place<n, kCount>(t, i));
         for (int e = 0; e < kWide; e++) x[i + e] = v.x[e];
     }
 }
 
 // Each x[i], a row's share of this thread, becomes op over the shares of all kTx threads of the row, which are in one
 // warp. A barrier must lie between two calls: the last reads of partial have none behind them.
-template <int kTy, int kRows, int kTx, int kLd, typename Op>
-__device__ void reduce_rows(float (&x)[kRows], float (&partial)[kTx][kLd], int ty, int tx, Op op) {
+template <int kTy, int kRows, int kTx, int kLd, typename Sum, typename Op>
+__device__ void reduce_rows(Sum (&x)[kRows], Sum (&partial)[kTx][kLd], int ty, int tx, Op op) {
     for (int i = 0; i < kRows; i++) partial[tx][place<kTy, kRows>(ty, i)] = x[i];
     __syncwarp();  // partial is written
     read<kTy>(x, partial[0], ty);
     for (int t = 1; t < kTx; t++) {
-        float y[kRows];
+        Sum y[kRows];
         read<kTy>(y, partial[t], ty);
         for (int i = 0; i < kRows; i++) x[i] = op(x[i], y[i]);
     }
 }
 
 // acc[i][c] += Σ_k A[k][place(ty, i)] · B[k][place(tx, c)], k < end.
-template <int kTy, int kTx, int kRows, int kCols, int kLdA, int kLdB>
-__device__ void multiply(float (&acc)[kRows][kCols], const float (*A)[kLdA], const float (*B)[kLdB], int ty, int tx,
+template <int kTy, int kTx, int kRows, int kCols, int kLdA, int kLdB, typename Sum>
+__device__ void multiply(Sum (&acc)[kRows][kCols], const Sum (*A)[kLdA], const Sum (*B)[kLdB], int ty, int tx,
                          int end) {
 #pragma unroll 8
     for (int k = 0; k < end; k++) {
-        float a[kRows], b[kCols];
+        Sum a[kRows], b[kCols];
         read<kTy>(a, A[k], ty), read<kTx>(b, B[k], tx);
         for (int c = 0; c < kCols; c++)
             for (int n = 0; n < kRows; n++) {  // to and fro: neighbours share an operand, and registers are read less
@@ -158,6 +182,23 @@ __device__ void multiply(float (&acc)[kRows][kCols], const float (*A)[kLdA], con
                 acc[i][c] += a[i] * b[c];
             }
     }
+}
+
+// Which probabilities dropout keeps: bit i · kCols + c is for row row(i) and column col(c) of the scores, i < kRows and
+// c < kCols. Columns come in pairs; of the four words for one, two are for a row that another thread has.
+template <int kRows, int kCols, typename Row, typename Col>
+__device__ uint64_t kept(const Dropout &dropout, Row row, Col col) {
+    static_assert(kRows * kCols <= 64 && kCols % 2 == 0);
+    uint64_t bits = 0;
+#pragma unroll 1  // one copy of Philox
+    for (int n = 0; n < kRows * kCols; n += 2) {
+        const int r = row(n / kCols);
+        uint32_t word[4];
+        dropout.words(word, r / 16 * 16 + r % 8, col(n % kCols));
+        const uint32_t even = r / 8 % 2 ? word[2] : word[0], odd = r / 8 % 2 ? word[3] : word[1];
+        bits |= uint64_t((even >= dropout.threshold) + 2 * (odd >= dropout.threshold)) << n;
+    }
+    return bits;
 }
 
 }  // namespace simt

@@ -21,9 +21,11 @@
 #include "flash.cu"
 #include "flash_sm80.cu"
 #include "flash_dmma.cu"
+#include "flash_bwd.cu"
+#include "flash_bwd_sm80.cu"
 using namespace simt;
 template <typename T> T encode(float x) { return T(x); }
-template <typename T> float decode(T x) { return float(x); }
+template <typename T> double decode(T x) { return float(x); }
 void *allocate(size_t bytes) { void *p; return check_cuda(cudaMalloc(&p, bytes)), p; }
 void release(void *p) { cudaFree(p); }
 void copy(void *to, const void *from, size_t bytes) { check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyDefault)); }
@@ -31,7 +33,7 @@ void copy(void *to, const void *from, size_t bytes) { check_cuda(cudaMemcpy(to, 
 #include "flash_host.cpp"  // from here on simt reads host
 using namespace simt;
 template <typename T> T encode(float x) { return from_float<T>(x); }
-template <typename T> float decode(T x) { return to_float(x); }
+template <typename T> double decode(T x) { return to_float(x); }
 void *allocate(size_t bytes) { return std::malloc(bytes); }
 void release(void *p) { std::free(p); }
 void copy(void *to, const void *from, size_t bytes) { std::memcpy(to, from, bytes); }
@@ -55,10 +57,11 @@ struct Case {
     bool is_causal;
     Layout layout = kHeads;
     std::vector<int> seq_lens = {};
-    Tiling tiling = kBest;
+    Tiling tiling = kBest;  // of the forward pass
+    double dropout_p = 0;
 };
 
-constexpr DType f32 = DType::kFloat32, f16 = DType::kFloat16, b16 = DType::kBFloat16;
+constexpr DType f64 = DType::kFloat64, f32 = DType::kFloat32, f16 = DType::kFloat16, b16 = DType::kBFloat16;
 const std::vector<Case> cases = {
     // name, dtype, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim, is_causal, ...
     // Every tile in every dtype, with at least two blocks of rows and two of keys.
@@ -66,8 +69,8 @@ const std::vector<Case> cases = {
     {"fp32_128",          f32, 1, 1, 1,  65,  66, 128, true},
     {"fp32_256",          f32, 1, 1, 1,  33,  47, 253, false},
     {"fp32_128_narrow",   f32, 1, 1, 1,  66,  65, 100, true,  kRows,     {}, kNarrow},
-    {"fp32_256_narrow",   f32, 1, 1, 1,  33,  18, 132, false, kHeads,    {}, kNarrow},
-    {"fp16_64",           f16, 1, 2, 1,  66,  65,  36, false, kOffset},
+    {"fp32_256_narrow",   f32, 1, 1, 1,  33,  18, 132, false, kHeads,    {}, kNarrow, 0.5},
+    {"fp16_64",           f16, 1, 2, 1,  66,  65,  36, false, kOffset,   {}, kBest, 0.5},
     {"fp16_128",          f16, 1, 2, 1,  75,  75,  72, false, kRows,     {70}},
     {"fp16_256",          f16, 1, 1, 1,  34,  33, 200, true,  kRows},
     {"fp16_128_narrow",   f16, 1, 1, 1,  65,  40, 128, false, kHeads,    {}, kNarrow},
@@ -81,14 +84,14 @@ const std::vector<Case> cases = {
     {"fp32_128_wide",     f32, 1, 1, 1, 129, 130, 128, true,  kHeads,    {},   kWide},
     {"fp32_256_wide",     f32, 1, 1, 1,  65, 129, 253, false, kGaps,     {},   kWide},
 #ifdef __CUDACC__
-    {"sm80_fp16_64",      f16, 1, 2, 1, 130, 150,  64, true,  kHeads,    {},   kSm80},
+    {"sm80_fp16_64",      f16, 1, 2, 1, 130, 150,  64, true,  kHeads,    {},   kSm80, 0.25},
     {"sm80_fp16_96",      f16, 1, 1, 1, 129,  70,  88, false, kRows,     {},   kSm80},
     {"sm80_fp16_128",     f16, 1, 2, 2, 140, 140, 128, true,  kRows,     {133}, kSm80},
     {"sm80_fp16_192",     f16, 1, 1, 1,  66,  90, 160, true,  kHeads,    {},   kSm80},
-    {"sm80_fp16_256",     f16, 1, 2, 1,  70,  70, 256, false, kRows,     {65}, kSm80},
+    {"sm80_fp16_256",     f16, 1, 2, 1,  70,  70, 256, false, kRows,     {65}, kSm80, 0.1},
     {"sm80_bf16_64",      b16, 2, 4, 2, 140, 140,  40, false, kRows,     {3, 129}, kSm80},
     {"sm80_bf16_96",      b16, 1, 1, 1, 130, 130,  96, true,  kHeads,    {},   kSm80},
-    {"sm80_bf16_128",     b16, 1, 2, 1, 129,  65, 104, true,  kRows,     {},   kSm80},
+    {"sm80_bf16_128",     b16, 1, 2, 1, 129,  65, 104, true,  kRows,     {},   kSm80, 0.5},
     {"sm80_bf16_192",     b16, 1, 2, 1,  65,  65, 192, false, kRows,     {64}, kSm80},
     {"sm80_bf16_256",     b16, 1, 1, 1,  66, 100, 200, true,  kHeads,    {},   kSm80},
     {"sm80_one",          b16, 1, 1, 1,   1,   1,   8, true,  kHeads,    {},   kSm80},
@@ -98,8 +101,15 @@ const std::vector<Case> cases = {
     {"dmma_128_causal",   f32, 1, 2, 1, 129,  65, 128, true,  kRows,     {},   kDmma},
     {"dmma_one",          f32, 1, 1, 1,   1,   1,   4, true,  kHeads,    {},   kDmma},
 #endif
+#ifndef __CUDACC__
+    {"fp64_64",           f64, 2, 2, 1,  67,  67,  20, true,  kGaps,     {66, 5}, kBest, 0.25},
+    {"fp64_128",          f64, 1, 1, 1,  33,  40,  70, false, kOffset},
+    {"fp64_256",          f64, 1, 2, 2,  40,  33, 130, true,  kRows},
+#endif
     // What else the interface allows.
     {"gqa",               f32, 2, 6, 2,   3,  70,  16, true,  kRows},
+    {"dropout",           f32, 2, 4, 2,  83,  70,  20, true,  kRows,     {}, kBest, 0.1},
+    {"dropout_all",       f32, 1, 1, 1,   5,   5,   8, false, kGaps,     {}, kBest, 1},
     {"seq_lens_clamped",  f32, 4, 1, 1,  67,  67,  20, false, kHeads,    {1 << 30, 66, 0, -5}},
     {"rows_without_keys", f32, 1, 1, 1, 130,  60,  16, true},
     {"one",               f32, 1, 1, 1,   1,   1,   1, true},
@@ -124,10 +134,10 @@ template <typename T> struct Tensor {
     int64_t index(int64_t b, int64_t h, int64_t r) const {
         return offset + b * batch_stride + h * head_stride + r * row_stride;
     }
-    float at(int64_t b, int64_t h, int64_t r, int64_t d) const { return decode(host[index(b, h, r) + d]); }
-    void randomize(int64_t b, int64_t rows, std::mt19937 &random) {
+    double at(int64_t b, int64_t h, int64_t r, int64_t d) const { return decode(host[index(b, h, r) + d]); }
+    void randomize(int64_t b, int64_t begin, int64_t end, std::mt19937 &random) {
         for (int64_t h = 0; h < heads; h++)
-            for (int64_t r = 0; r < rows; r++) {
+            for (int64_t r = begin; r < end; r++) {
                 T *x = &host[index(b, h, r)];  // multiples of 1/64 in [-2, 2): exact in every dtype
                 for (int64_t d = 0; d < head_dim; d++) x[d] = encode<T>((int(random() & 255) - 128) / 64.f);
                 copy(device + index(b, h, r), x, head_dim * sizeof(T));
@@ -135,75 +145,202 @@ template <typename T> struct Tensor {
     }
 };
 
-void check(const char *what, double got, double expected, double tolerance, int b, int h, int i) {
-    if (got == expected || std::abs(got - expected) <= tolerance) return;  // a NaN is neither
-    char text[128];
-    std::snprintf(text, sizeof(text), "%s[%d][%d][%d] is %.8g, expected %.8g", what, b, h, i, got, expected);
-    throw std::runtime_error(text);
+// A result spelled out in double: [batch_size, heads, rows, head_dim], and the sum of the magnitudes of its terms, to
+// which rounding errors are proportional.
+struct Expected {
+    const char *name;
+    int batch_size, heads, rows, head_dim;
+    std::vector<double> value, magnitude;
+
+    Expected(const char *name, int batch_size, int heads, int rows, int head_dim)
+        : name(name), batch_size(batch_size), heads(heads), rows(rows), head_dim(head_dim),
+          value(size_t(batch_size) * heads * rows * head_dim), magnitude(value) {}
+    size_t index(int b, int h, int r) const { return ((size_t(b) * heads + h) * rows + r) * head_dim; }
+    void add(size_t at, double x, double size) { value[at] += x, magnitude[at] += std::abs(size); }
+};
+
+// got, which is copied from the device, has rounded once to its own epsilon and before that to error · magnitude.
+template <typename T> void check(Tensor<T> &got, const Expected &expected, double error, double epsilon) {
+    std::vector<T> rows(got.host.size());
+    copy(rows.data(), got.device, rows.size() * sizeof(T));
+    std::swap(got.host, rows);
+    for (int b = 0; b < expected.batch_size; b++)
+        for (int h = 0; h < expected.heads; h++)
+            for (int r = 0; r < expected.rows; r++) {
+                const size_t at = expected.index(b, h, r);
+                for (int d = 0; d < expected.head_dim; d++) {
+                    const double x = got.at(b, h, r, d), y = expected.value[at + d];
+                    const double tolerance = error * (1 + expected.magnitude[at + d]) + epsilon / 2 * std::abs(y);
+                    if (x == y || std::abs(x - y) <= tolerance) continue;  // a NaN is neither
+                    char text[128];
+                    std::snprintf(text, sizeof(text), "%s[%d][%d][%d][%d] is %.8g, expected %.8g ± %.2g", expected.name,
+                                  b, h, r, d, x, y, tolerance);
+                    throw std::runtime_error(text);
+                }
+                std::memcpy(static_cast<void *>(&rows[got.index(b, h, r)]), &got.host[got.index(b, h, r)],
+                            expected.head_dim * sizeof(T));
+            }
+    if (std::memcmp(rows.data(), got.host.data(), rows.size() * sizeof(T)))  // rows holds what was there before
+        throw std::runtime_error(std::string("something was written between the rows of ") + expected.name);
+}
+
+constexpr int64_t kSeed = 0x123456789abcdef;
+
+// dropout.h once more, for one element: Philox-4x32-10.
+bool keeps(uint32_t threshold, uint32_t b, uint32_t h, uint32_t row, uint32_t col) {
+    uint32_t x[4] = {row / 16 * 8 + row % 8, col / 2, h, b}, key[2] = {uint32_t(kSeed), uint32_t(kSeed >> 32)};
+    for (int round = 0; round < 10; round++, key[0] += 0x9e3779b9, key[1] += 0xbb67ae85) {
+        const uint64_t product0 = 0xd2511f53ull * x[0], product1 = 0xcd9e8d57ull * x[2];
+        x[0] = product1 >> 32 ^ x[1] ^ key[0], x[2] = product0 >> 32 ^ x[3] ^ key[1];
+        x[1] = product1, x[3] = product0;
+    }
+    return x[row / 8 % 2 * 2 + col % 2] >= threshold;
+}
+
+template <typename T> void forward(const Case &c, const AttnParams &p) {
+#ifdef __CUDACC__
+    if (c.tiling == kSm80) return sm80::flash_forward(p);
+    if (c.tiling == kDmma) return dmma::flash_forward(p);
+#endif
+    if (c.tiling == kBest) return simt::flash_forward(p);
+    if constexpr (!std::is_same_v<T, double>)
+        if (c.tiling == kNarrow)
+            return c.head_dim <= 128 ? launch_fwd<T, Tiles128Narrow>(p) : launch_fwd<T, Tiles256Narrow>(p);
+    if constexpr (std::is_same_v<T, float>) {
+        if (c.head_dim <= 64) return launch_fwd<T, Tiles64Wide>(p);
+        return c.head_dim <= 128 ? launch_fwd<T, Tiles128Wide>(p) : launch_fwd<T, Tiles256Wide>(p);
+    }
+    throw std::runtime_error("there are no such tiles of this type");
 }
 
 template <typename T> void run(const Case &c, double epsilon) {
-    Tensor<T> q(c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout, !valid_only);
-    Tensor<T> k(c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout, !valid_only);
-    Tensor<T> v(c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout, !valid_only);
+    using S = Sum<T>;
+    const bool poison = !valid_only;
+    Tensor<T> q(c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout, poison);
+    Tensor<T> k(c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout, poison);
+    Tensor<T> v(c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout, poison);
+    Tensor<T> dout(c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout, poison);
+    Tensor<S> dlse(c.batch_size, c.nheads, c.seqlen_q, 1, c.layout, poison);
     Tensor<T> o(c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout);
-    Tensor<float> lse(c.batch_size, c.nheads, c.seqlen_q, 1);
+    Tensor<T> dq(c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout);
+    Tensor<T> dk(c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout);
+    Tensor<T> dv(c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout);
+    Tensor<S> lse(c.batch_size, c.nheads, c.seqlen_q, 1), delta(c.batch_size, c.nheads, c.seqlen_q, 1);
     Tensor<int> seq_lens(c.batch_size, 1, 1, 1);
+    Tensor<int64_t> seed(1, 1, 1, 1);
     if (!c.seq_lens.empty()) copy(seq_lens.device, c.seq_lens.data(), c.batch_size * sizeof(int));
+    copy(seed.device, &kSeed, sizeof(kSeed));
     auto valid = [&](int b, int rows) { return c.seq_lens.empty() ? rows : std::clamp(c.seq_lens[b], 0, rows); };
     std::mt19937 random;
-    for (int b = 0; b < c.batch_size; b++)
-        for (Tensor<T> *x : {&q, &k, &v}) x->randomize(b, valid(b, x == &q ? c.seqlen_q : c.seqlen_k), random);
+    for (int b = 0; b < c.batch_size; b++) {
+        for (Tensor<T> *x : {&q, &k, &v}) x->randomize(b, 0, valid(b, x == &q ? c.seqlen_q : c.seqlen_k), random);
+        const int first = c.is_causal ? std::max(0, c.seqlen_q - c.seqlen_k) : 0;  // row that sees a key
+        dout.randomize(b, first, valid(b, c.seqlen_q), random), dlse.randomize(b, first, valid(b, c.seqlen_q), random);
+    }
 
-    const AttnParams p{
-        .q = q.device + q.offset, .k = k.device + k.offset, .v = v.device + v.offset,
-        .o = o.device + o.offset, .lse = lse.device, .seq_lens = c.seq_lens.empty() ? nullptr : seq_lens.device,
-        .q_batch_stride = q.batch_stride, .q_head_stride = q.head_stride, .q_row_stride = q.row_stride,
-        .k_batch_stride = k.batch_stride, .k_head_stride = k.head_stride, .k_row_stride = k.row_stride,
-        .v_batch_stride = v.batch_stride, .v_head_stride = v.head_stride, .v_row_stride = v.row_stride,
-        .o_batch_stride = o.batch_stride, .o_head_stride = o.head_stride, .o_row_stride = o.row_stride,
-        .batch_size = c.batch_size, .nheads = c.nheads, .nheads_k = c.nheads_k, .seqlen_q = c.seqlen_q,
-        .seqlen_k = c.seqlen_k + overrun, .head_dim = c.head_dim, .softmax_scale = 1 / std::sqrt(float(c.head_dim)),
-        .is_causal = c.is_causal, .dtype = c.dtype, .stream = nullptr};
+    AttnBackwardParams p{};
+    p.q = q.device + q.offset, p.k = k.device + k.offset, p.v = v.device + v.offset, p.o = o.device + o.offset;
+    p.lse = lse.device, p.seq_lens = c.seq_lens.empty() ? nullptr : seq_lens.device;
+    p.q_batch_stride = q.batch_stride, p.q_head_stride = q.head_stride, p.q_row_stride = q.row_stride;
+    p.k_batch_stride = k.batch_stride, p.k_head_stride = k.head_stride, p.k_row_stride = k.row_stride;
+    p.v_batch_stride = v.batch_stride, p.v_head_stride = v.head_stride, p.v_row_stride = v.row_stride;
+    p.o_batch_stride = o.batch_stride, p.o_head_stride = o.head_stride, p.o_row_stride = o.row_stride;
+    p.batch_size = c.batch_size, p.nheads = c.nheads, p.nheads_k = c.nheads_k, p.seqlen_q = c.seqlen_q;
+    p.seqlen_k = c.seqlen_k + overrun, p.head_dim = c.head_dim, p.is_causal = c.is_causal, p.dtype = c.dtype;
+    p.softmax_scale = (c.layout == kGaps ? -1 : 1) / std::sqrt(double(c.head_dim));  // of any sign
+    if (c.dropout_p > 0) p.dropout_seed = seed.device;
+    p.drop_threshold = std::min(std::round(c.dropout_p * 0x1p32), 0x1p32 - 1);
+    p.keep_scale = c.dropout_p == 1 ? 0 : 1 / (1 - c.dropout_p);
+
+    p.dout = dout.device + dout.offset, p.dlse = c.layout == kHeads ? nullptr : dlse.device + dlse.offset;
+    p.dq = dq.device + dq.offset, p.dk = dk.device + dk.offset, p.dv = dv.device + dv.offset, p.delta = delta.device;
+    p.dout_batch_stride = dout.batch_stride, p.dout_head_stride = dout.head_stride;
+    p.dout_row_stride = dout.row_stride;
+    p.dlse_batch_stride = dlse.batch_stride, p.dlse_head_stride = dlse.head_stride;
+    p.dlse_row_stride = dlse.row_stride;
+    p.dq_batch_stride = dq.batch_stride, p.dq_head_stride = dq.head_stride, p.dq_row_stride = dq.row_stride;
+    p.dk_batch_stride = dk.batch_stride, p.dk_head_stride = dk.head_stride, p.dk_row_stride = dk.row_stride;
+    p.dv_batch_stride = dv.batch_stride, p.dv_head_stride = dv.head_stride, p.dv_row_stride = dv.row_stride;
+
+    forward<T>(c, p);
 #ifdef __CUDACC__
-    if (c.tiling == kSm80) sm80::flash_forward(p); else
-    if (c.tiling == kDmma) dmma::flash_forward(p); else
+    Tensor<char> workspace(1, 1, 1, c.tiling == kSm80 ? std::max<int64_t>(1, sm80::backward_workspace(p)) : 1);
+    p.workspace = workspace.device, p.deterministic = c.dropout_p == 0;  // of each some
+    if (c.tiling == kSm80) sm80::flash_backward(p); else
 #endif
-    if (c.tiling == kNarrow) c.head_dim <= 128 ? launch_fwd<T, Tiles128Narrow>(p) : launch_fwd<T, Tiles256Narrow>(p);
-    else if (c.tiling == kBest) simt::flash_forward(p);
-    else if constexpr (!std::is_same_v<T, float>) throw std::runtime_error("the wide tiles are for fp32");
-    else if (c.head_dim <= 64) launch_fwd<T, Tiles64Wide>(p);
-    else c.head_dim <= 128 ? launch_fwd<T, Tiles128Wide>(p) : launch_fwd<T, Tiles256Wide>(p);
+    simt::flash_backward(p);
 
-    std::vector<T> out(o.host);
-    copy(out.data(), o.device, out.size() * sizeof(T));
-    copy(lse.host.data(), lse.device, lse.host.size() * sizeof(float));
-    std::vector<double> P(c.seqlen_k);
-    for (int b = 0; b < c.batch_size; b++)
-        for (int h = 0; h < c.nheads; h++)
-            for (int i = 0; i < c.seqlen_q; i++) {
-                const int h_k = h / (c.nheads / c.nheads_k);
-                int visible = i < valid(b, c.seqlen_q) ? valid(b, c.seqlen_k) : 0;
-                if (c.is_causal) visible = std::clamp(i + 1 + c.seqlen_k - c.seqlen_q, 0, visible);
-                double sum = 0;  // small scores: no maximum to subtract
-                for (int j = 0; j < visible; j++) {
-                    double score = 0;
-                    for (int d = 0; d < c.head_dim; d++) score += double(q.at(b, h, i, d)) * k.at(b, h_k, j, d);
-                    sum += P[j] = std::exp(score * p.softmax_scale);
-                }
-                check("lse", lse.at(b, h, i, 0), std::log(sum), 1e-5, b, h, i);
-                T *row = &out[o.index(b, h, i)];
-                for (int d = 0; d < c.head_dim; d++) {
-                    double expected = 0;
-                    for (int j = 0; j < visible; j++) expected += P[j] / sum * v.at(b, h_k, j, d);
-                    // Tensor cores take P rounded to T, and |V| is at most 2.
-                    const double tolerance = 1e-5 + epsilon / 2 * (std::abs(expected) + (c.tiling == kSm80 ? 1 : 0));
-                    check("out", decode(row[d]), expected, tolerance, b, h, i);
-                }
-                std::memset(static_cast<void *>(row), 0xff, c.head_dim * sizeof(T));
+    Expected expected_o("out", c.batch_size, c.nheads, c.seqlen_q, c.head_dim);
+    Expected expected_lse("lse", c.batch_size, c.nheads, c.seqlen_q, 1);
+    std::vector<double> P(c.seqlen_k), scale(c.seqlen_k);  // scale: of what dropout keeps, 0 of what it drops
+    auto visible = [&](int b, int i) {
+        const int end = i < valid(b, c.seqlen_q) ? valid(b, c.seqlen_k) : 0;
+        return c.is_causal ? std::clamp(i + 1 + c.seqlen_k - c.seqlen_q, 0, end) : end;
+    };
+    auto form_P = [&](int b, int h, int h_k, int i) {  // and return its logarithm of sums
+        double sum = 0;  // small scores: no maximum to subtract
+        for (int j = 0; j < visible(b, i); j++) {
+            double score = 0;
+            for (int d = 0; d < c.head_dim; d++) score += q.at(b, h, i, d) * k.at(b, h_k, j, d);
+            sum += P[j] = std::exp(score * p.softmax_scale);
+            scale[j] = !p.dropout_seed ? 1 : keeps(p.drop_threshold, b, h, i, j) ? p.keep_scale : 0;
+        }
+        for (double &x : P) x /= sum;
+        return std::log(sum);
+    };
+    auto for_rows = [&](auto work) {
+        for (int b = 0; b < c.batch_size; b++)
+            for (int h = 0; h < c.nheads; h++)
+                for (int i = 0; i < c.seqlen_q; i++) work(b, h, h / (c.nheads / c.nheads_k), i);
+    };
+    for_rows([&](int b, int h, int h_k, int i) {
+        expected_lse.value[expected_lse.index(b, h, i)] = form_P(b, h, h_k, i);
+        for (int j = 0; j < visible(b, i); j++)
+            for (int d = 0; d < c.head_dim; d++) {
+                const double term = P[j] * scale[j] * v.at(b, h_k, j, d);
+                expected_o.add(expected_o.index(b, h, i) + d, term, term);
             }
-    if (std::memcmp(out.data(), o.host.data(), out.size() * sizeof(T)))
-        throw std::runtime_error("something was written between the rows of out");
+    });
+    // Sums are fp32, or fp64; tensor cores take P and dS rounded to T.
+    const double error = c.dtype == f64 ? 1e-13 : c.tiling == kSm80 ? epsilon : 2e-6;
+    check(lse, expected_lse, c.dtype == f64 ? 1e-13 : 5e-6, 0);
+    check(o, expected_o, error, epsilon);
+
+    Expected expected_delta("delta", c.batch_size, c.nheads, c.seqlen_q, 1);
+    Expected expected_dq("dq", c.batch_size, c.nheads, c.seqlen_q, c.head_dim);
+    Expected expected_dk("dk", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim);
+    Expected expected_dv("dv", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim);
+    for_rows([&](int b, int h, int h_k, int i) {
+        if (!visible(b, i)) return;
+        form_P(b, h, h_k, i);
+        double row_sum = 0, row_size = 0;  // delta, of the rounded out, which the backward pass is given
+        for (int d = 0; d < c.head_dim; d++) {
+            const double term = dout.at(b, h, i, d) * o.at(b, h, i, d);
+            row_sum += term, row_size += std::abs(term);
+        }
+        if (p.dlse) row_sum -= dlse.at(b, h, i, 0), row_size += std::abs(dlse.at(b, h, i, 0));
+        expected_delta.add(expected_delta.index(b, h, i), row_sum, row_size);
+        for (int j = 0; j < visible(b, i); j++) {
+            double dP = 0, dP_size = 0;
+            for (int d = 0; d < c.head_dim; d++) {
+                const double term = scale[j] * dout.at(b, h, i, d) * v.at(b, h_k, j, d);
+                dP += term, dP_size += std::abs(term);
+            }
+            const double dS = p.softmax_scale * P[j] * (dP - row_sum);
+            const double dS_size = std::abs(p.softmax_scale) * P[j] * (dP_size + row_size);
+            for (int d = 0; d < c.head_dim; d++) {
+                const double x_q = q.at(b, h, i, d), x_k = k.at(b, h_k, j, d);
+                const double term = P[j] * scale[j] * dout.at(b, h, i, d);
+                expected_dq.add(expected_dq.index(b, h, i) + d, dS * x_k, dS_size * x_k);
+                expected_dk.add(expected_dk.index(b, h_k, j) + d, dS * x_q, dS_size * x_q);
+                expected_dv.add(expected_dv.index(b, h_k, j) + d, term, term);
+            }
+        }
+    });
+    if (c.tiling != kSm80) check(delta, expected_delta, error, 0);  // which does with its workspace what it likes
+    check(dq, expected_dq, error, epsilon);
+    check(dk, expected_dk, error, epsilon);
+    check(dv, expected_dv, error, epsilon);
 }
 
 int main(int argc, char **argv) {
@@ -216,6 +353,9 @@ int main(int argc, char **argv) {
         if (c.tiling == kDmma && compute_capability() != 90) { passed++; continue; }  // for Hopper alone
 #endif
         try {
+#ifndef __CUDACC__
+            if (c.dtype == f64) run<double>(c, 0x1p-52); else
+#endif
             if (c.dtype == f32) run<float>(c, 0x1p-23);
             else if (c.dtype == f16) run<__half>(c, 0x1p-10);
             else run<__nv_bfloat16>(c, 0x1p-7);

@@ -17,7 +17,8 @@ import pytest
 from minimal_attn._build import recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGETS = {"flash.cu": ["75", "80", "90a", "120"], "flash_sm80.cu": ["75", "80", "86", "90a", "120"],
+TARGETS = {"flash.cu": ["75", "80", "90a", "120"], "flash_bwd.cu": ["75", "80", "90a", "120"],
+           "flash_sm80.cu": ["75", "80", "86", "90a", "120"], "flash_bwd_sm80.cu": ["75", "80", "86", "90a", "120"],
            "flash_dmma.cu": ["75", "80", "90a", "120"]}
 
 # The instruction a 16-bit product becomes, by compute capability.

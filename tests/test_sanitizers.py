@@ -1,5 +1,5 @@
-"""The kernels under the sanitizers, by way of driver.cpp: flash.cu on the CPU with g++'s, all on a GPU with
-compute-sanitizer.
+"""The kernels under the sanitizers, by way of driver.cpp: flash.cu and flash_bwd.cu on the CPU with g++'s, all on a GPU
+with compute-sanitizer.
 
 A clean run means little where the tool would not have seen a fault, so each is also shown one: a row that is not there,
 and a kernel with any one of its barriers taken out.
@@ -26,7 +26,7 @@ def barriers(pattern, *files):
             for file, match in found]
 
 
-BARRIERS = barriers(r"(__sync\w+\(|__pipeline_wait_prior\(0)\);", "flash.cu", "tiles.h")
+BARRIERS = barriers(r"(__sync\w+\(|__pipeline_wait_prior\(0)\);", "flash.cu", "flash_bwd.cu", "tiles.h")
 
 
 def run(*command, timeout=240, **env):
@@ -161,18 +161,19 @@ def test_memcheck_sees_an_overrun(case, gpu_driver):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("file, barrier", barriers(r"__syncthreads\(\);", "tiles.h", "flash_sm80.cu", "flash_dmma.cu"))
+@pytest.mark.parametrize("file, barrier", barriers(r"__syncthreads\(\);", "tiles.h", "flash_sm80.cu",
+                                                   "flash_bwd_sm80.cu", "flash_dmma.cu"))
 def test_racecheck_sees_a_missing_barrier(file, barrier, tmp_path):
     needs_hopper(file)
     driver = compiled(tmp_path, *nvcc(), csrc=without_barrier(tmp_path, file, barrier))
-    case = {"tiles.h": "bf16_64", "flash_sm80.cu": "sm80_fp16_192", "flash_dmma.cu": "dmma_128_causal"}[file]
+    case = {"tiles.h": "bf16_64", "flash_dmma.cu": "dmma_128_causal"}.get(file, "sm80_fp16_192")
     done, summary = compute_sanitizer("racecheck", driver, case)  # bf16_64's tiles are written by plain stores
     assert done.returncode and "SUMMARY: 0 " not in summary, done.stdout
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("file, barrier", barriers(r"(cp_async_wait<\d>\(|__syncwarp\()\);", "flash_sm80.cu",
-                                                   "flash_dmma.cu"))
+                                                   "flash_bwd_sm80.cu", "flash_dmma.cu"))
 def test_a_missing_wait_is_seen(file, barrier, tmp_path):
     """By racecheck, or by a wrong result, with or without the tool."""
     needs_hopper(file)
