@@ -414,7 +414,7 @@ def _auto_backend(q, k, v, dropout_p=0.0):
     if q.dtype in FP8_DTYPES:
         return "reference" if dropout_p else "triton"
     if any(map(wants_gradient, (q, k, v))):
-        return "torch" if dropout_p or is_transformed() or _load_triton()[0] else "triton"
+        return "torch" if dropout_p or is_transformed() else _triton_or_torch()
     return "torch" if dropout_p else _cuda_or_triton()
 
 
@@ -431,6 +431,21 @@ def _choose_cuda_or_triton():
         return "cuda"
     _warn(f"backend='auto' takes Triton, since {reason}")
     return "triton"
+
+
+@torch.compiler.assume_constant_result
+def _triton_or_torch():
+    return _choose_triton_or_torch()
+
+
+@functools.cache
+def _choose_triton_or_torch():
+    """Of "auto" where a gradient is wanted."""
+    error, _ = _load_triton()
+    if error is None:
+        return "triton"
+    _warn(f"backend='auto' takes torch for inputs that require grad, since Triton cannot be imported: {error}")
+    return "torch"
 
 
 def _warn(text):

@@ -428,6 +428,37 @@ def test_auto_without_nvcc_takes_triton_and_says_so_once(call, no_nvcc, monkeypa
     assert "cuda" in available_backends()  # for CPU tensors
 
 
+@pytest.fixture
+def no_triton(monkeypatch):
+    """And a gradient wanted of fake CUDA tensors, of which autograd makes no graph where torch has no CUDA."""
+    monkeypatch.setattr(minimal_attn.interface, "wants_gradient", lambda x: True)
+    monkeypatch.setattr(minimal_attn.interface, "_load_triton", lambda: ("No module named 'triton'", None))
+    minimal_attn.interface._choose_triton_or_torch.cache_clear()
+    yield
+    minimal_attn.interface._choose_triton_or_torch.cache_clear()
+
+
+@pytest.mark.parametrize("call", [flash_attention, flash_attn_func, forward])
+def test_auto_trains_without_triton_and_says_so_once(call, no_triton, monkeypatch):
+    chosen = []
+    torch_forward = lambda q, *args, **options: chosen.append("torch") or (q, None)  # noqa: E731
+    monkeypatch.setitem(BACKENDS, "torch", dataclasses.replace(BACKENDS["torch"], forward=torch_forward))
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 20, 16, device="cuda")
+        with pytest.warns(UserWarning, match="takes torch for inputs that require grad, since.*'triton'$") as caught:
+            line = sys._getframe().f_lineno + 1
+            assert [call(q, q, q).device.type for _ in range(3)] == ["cuda"] * 3
+    assert chosen == ["torch"] * 3
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
+
+
+def test_auto_without_triton_compiles_as_one_graph(no_triton):
+    with FakeTensorMode(), pytest.warns(UserWarning, match="takes torch for inputs"):
+        q = torch.empty(2, 4, 20, 16, device="cuda")
+        compiled = torch.compile(lambda q: flash_attention(q, q, q, True), fullgraph=True, backend="aot_eager")
+        assert compiled(q).device.type == "cuda"
+
+
 def test_auto_without_nvcc_compiles_as_one_graph(no_nvcc):
     with FakeTensorMode(), pytest.warns(UserWarning, match="takes Triton"):
         q = torch.empty(2, 4, 20, 16, device="cuda")
