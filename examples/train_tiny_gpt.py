@@ -78,7 +78,8 @@ def train(args, backend, text, console):
     torch.manual_seed(args.seed)  # the weights, drawn on the CPU for any device, and the seeds of dropout
     model = TinyGPT(args, backend).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, args.steps, pct_start=WARM_UP)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, args.steps, pct_start=WARM_UP,
+                                                   cycle_momentum=False)
     text = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(args.device)
     starts = torch.randint(len(text) - args.seqlen, (args.steps, args.batch_size, 1),
                            generator=torch.Generator().manual_seed(args.seed)).to(args.device)

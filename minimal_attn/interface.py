@@ -67,9 +67,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             table; so does graph capture where nothing is chosen yet.
 
     Returns:
-        out, of q's shape and dtype, bfloat16 for float8, under torch.autocast the dtype it casts to; with return_lse a tuple (out, lse), lse (B, H, Sq) or
-        (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A row that sees no key has out 0 and lse -inf. Empty
-        batches and lengths of 0 give empty or zero outputs.
+        out, of q's shape and dtype, bfloat16 for float8, under torch.autocast the dtype it casts to; with return_lse a
+        tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A row that sees no
+        key has out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs.
 
     Raises:
         TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, causal, or a dropout_p or
@@ -177,8 +177,8 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
                  seq_lens: Tensor | Sequence[int] | None = None) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
-    It depends on dtype (under torch.autocast its), head_dim, strides, alignment and the GPU alone. The environment variable MINIMAL_ATTN_KERNEL
-    forces one of the CUDA kernels, for tests and benchmarks.
+    It depends on dtype (under torch.autocast its), head_dim, strides, alignment and the GPU alone. The environment
+    variable MINIMAL_ATTN_KERNEL forces one of the CUDA kernels, for tests and benchmarks.
 
     Args:
         As of flash_attention; causal, sm_scale and seq_lens are checked, but choose nothing.

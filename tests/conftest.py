@@ -95,10 +95,11 @@ def pytest_terminal_summary(terminalreporter, config):
 def count_by_file(stats):
     """{test file: {outcome: how many tests}} of pytest's reports by outcome."""
     files = {}
-    for outcome, counted_as in (("passed", "passed"), ("failed", "failed"), ("error", "failed"), ("skipped", "skipped")):
+    counted_as = {"passed": "passed", "failed": "failed", "error": "failed", "skipped": "skipped"}
+    for outcome in counted_as:
         for report in stats.get(outcome, []):
             name = Path(report.nodeid.split("::")[0]).name
-            files.setdefault(name, dict.fromkeys(("passed", "failed", "skipped"), 0))[counted_as] += 1
+            files.setdefault(name, dict.fromkeys(counted_as.values(), 0))[counted_as[outcome]] += 1
     return files
 
 
