@@ -80,6 +80,19 @@ def check_dropout_seed(dropout_seed, q):
     return dropout_seed
 
 
+def autocast(q, k, v):
+    """q, k and v, under torch.autocast in its dtype for q's device, as scaled_dot_product_attention gets them there.
+
+    float64 stays, as with torch; so does float8, whose values mean nothing without their descales, and all that the
+    checks will refuse.
+    """
+    # is_meta: torch raises for devices that know no autocast.
+    if not isinstance(q, torch.Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in KERNEL_DTYPES else x for x in (q, k, v))
+
+
 def check_qkv(q, k, v, dtypes):
     """Raise unless q (B, H, Sq, D) or (B·H, Sq, D), k and v (B, Hk, Sk, D) or (B·H, Sk, D) fit together.
 

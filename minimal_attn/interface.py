@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import _build
-from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, check_descales, check_dropout_p, check_dropout_seed,
-                     check_fp8, check_no_derivative, check_options, check_qkv, check_seq_lens, check_tensor, is_eager,
-                     is_transformed, out_dtype, wants_gradient)
+from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, autocast, check_descales, check_dropout_p,
+                     check_dropout_seed, check_fp8, check_no_derivative, check_options, check_qkv, check_seq_lens,
+                     check_tensor, is_eager, is_transformed, out_dtype, wants_gradient)
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast
 
 
@@ -31,7 +31,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
     q, k and v are used by their strides, in any order of batch, head and sequence, without copies; only a last
-    dimension that is not contiguous is copied, as flash-attn does.
+    dimension that is not contiguous is copied, as flash-attn does. torch.autocast casts them first, as it does for
+    scaled_dot_product_attention: float32, float16 and bfloat16, also of three different dtypes, to its own; float64 and
+    float8 stay. Gradients come back in the dtypes that were given.
 
     Args:
         q: (B, H, Sq, D) or (B·H, Sq, D); float32 (computed in true fp32), float16 or bfloat16; float64 with the
@@ -65,9 +67,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             table; so does graph capture where nothing is chosen yet.
 
     Returns:
-        out, of q's shape and dtype, bfloat16 for float8; with return_lse a tuple (out, lse), lse (B, H, Sq) or
-        (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A row that sees no key has out 0 and lse -inf. Empty
-        batches and lengths of 0 give empty or zero outputs.
+        out, of q's shape and dtype, bfloat16 for float8, under torch.autocast the dtype it casts to; with return_lse a
+        tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A row that sees no
+        key has out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs.
 
     Raises:
         TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, causal, or a dropout_p or
@@ -83,6 +85,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         result = _plain_forward(q, k, v, causal, sm_scale, False, return_lse)
         if result is not None:
             return result
+    q, k, v = autocast(q, k, v)
     dropout_p = check_dropout_p(dropout_p)
     name = _auto_backend(q, k, v, dropout_p) if backend == "auto" else backend
     if name not in tuple(BACKENDS):  # a dict would not take a list as a key
@@ -137,7 +140,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
         return_lse: return (out, lse).
 
     Returns:
-        out (B, Sq, H, D) in q's dtype; lse (B, H, Sq) in fp32, natural log.
+        out (B, Sq, H, D) in q's dtype, cast by torch.autocast; lse (B, H, Sq) in fp32, natural log.
 
     Raises:
         NotImplementedError: an argument that is not supported yet, by name; otherwise as flash_attention.
@@ -174,8 +177,8 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
                  seq_lens: Tensor | Sequence[int] | None = None) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
-    It depends on dtype, head_dim, strides, alignment and the GPU alone. The environment variable MINIMAL_ATTN_KERNEL
-    forces one of the CUDA kernels, for tests and benchmarks.
+    It depends on dtype (under torch.autocast its), head_dim, strides, alignment and the GPU alone. The environment
+    variable MINIMAL_ATTN_KERNEL forces one of the CUDA kernels, for tests and benchmarks.
 
     Args:
         As of flash_attention; causal, sm_scale and seq_lens are checked, but choose nothing.
@@ -190,6 +193,7 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         ValueError: MINIMAL_ATTN_KERNEL names no kernel, or one that cannot serve the call.
         Otherwise as flash_attention.
     """
+    q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, KERNEL_DTYPES)
     check_options(causal, sm_scale)
     check_seq_lens(seq_lens, q, k)
@@ -410,7 +414,7 @@ def _auto_backend(q, k, v, dropout_p=0.0):
     if q.dtype in FP8_DTYPES:
         return "reference" if dropout_p else "triton"
     if any(map(wants_gradient, (q, k, v))):
-        return "torch" if dropout_p or is_transformed() or _load_triton()[0] else "triton"
+        return "torch" if dropout_p or is_transformed() else _triton_or_torch()
     return "torch" if dropout_p else _cuda_or_triton()
 
 
@@ -427,6 +431,21 @@ def _choose_cuda_or_triton():
         return "cuda"
     _warn(f"backend='auto' takes Triton, since {reason}")
     return "triton"
+
+
+@torch.compiler.assume_constant_result
+def _triton_or_torch():
+    return _choose_triton_or_torch()
+
+
+@functools.cache
+def _choose_triton_or_torch():
+    """Of "auto" where a gradient is wanted."""
+    error, _ = _load_triton()
+    if error is None:
+        return "triton"
+    _warn(f"backend='auto' takes torch for inputs that require grad, since Triton cannot be imported: {error}")
+    return "torch"
 
 
 def _warn(text):

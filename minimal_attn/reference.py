@@ -34,7 +34,8 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
                         return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
 
-    The same function as flash_attention, which describes arguments and errors. Differentiable.
+    The same function as flash_attention, which describes arguments and errors, but torch.autocast casts nothing here.
+    Differentiable.
 
     Args:
         q: (B, H, Sq, D) or (B·H, Sq, D), float32, float16, bfloat16 or float64.

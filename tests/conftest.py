@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,12 +44,17 @@ KERNEL_NEEDS = {"cuda:simt": "a GPU", "cuda:sm80": "a GPU from sm_80 on", "cuda:
 
 def pytest_addoption(parser):
     parser.addoption("--gpu-record", metavar="FILE", help="write what this run proved on the GPU to FILE")
+    parser.addoption("--gpu-record-part", action="store_true",
+                     help="keep what FILE says of other test files, if it is of these sources and this machine")
 
 
 def pytest_configure(config):
     config.start = time.monotonic()
     if config.getoption("--gpu-record") and not HAS_GPU:
         raise pytest.UsageError("--gpu-record needs a GPU")
+    selects = [config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf")]
+    if config.getoption("--gpu-record-part") and (any(selects) or any("::" in arg for arg in config.args)):
+        raise pytest.UsageError("--gpu-record-part counts whole test files: select nothing within them")
 
 
 def pytest_collection_modifyitems(items):
@@ -64,8 +70,6 @@ def pytest_terminal_summary(terminalreporter, config):
     path = config.getoption("--gpu-record")
     if not path:
         return
-    reports = {outcome: terminalreporter.stats.get(outcome, []) for outcome in ("passed", "failed", "error", "skipped")}
-    count = {outcome: len(of_one) for outcome, of_one in reports.items()}
     record = {
         "device": torch.cuda.get_device_name(),
         "driver": gpu_driver(),
@@ -73,18 +77,45 @@ def pytest_terminal_summary(terminalreporter, config):
         "triton": importlib.metadata.version("triton"),
         "cuda": torch.version.cuda,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "passed": count["passed"],
-        "failed": count["failed"] + count["error"],
-        "skipped": count["skipped"],
+        "parts": 1,
         "duration_s": round(time.monotonic() - config.start, 1),
         "source_digest": _build.source_digest(),
         # What tests found and handed over by pytest's record_property.
-        "evidence": dict(sorted(fact for report in reports["passed"] for fact in report.user_properties)),
+        "evidence": {name: value for report in terminalreporter.stats.get("passed", [])
+                     for name, value in report.user_properties},
+        "files": count_by_file(terminalreporter.stats),
     }
-    with open(path, "w") as file:
-        json.dump(record, file, indent=2)
-        file.write("\n")
-    terminalreporter.write_line(f"GPU record written to {path}")
+    path = Path(path)
+    earlier = json.loads(path.read_text()) if config.getoption("--gpu-record-part") and path.exists() else {}
+    record = add_up(record, earlier, [file.name for file in Path(__file__).parent.glob("test_*.py")])
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    terminalreporter.write_line(f"GPU record written to {path}; still to run: {' '.join(record['missing']) or 'none'}")
+
+
+def count_by_file(stats):
+    """{test file: {outcome: how many tests}} of pytest's reports by outcome."""
+    files = {}
+    counted_as = {"passed": "passed", "failed": "failed", "error": "failed", "skipped": "skipped"}
+    for outcome in counted_as:
+        for report in stats.get(outcome, []):
+            name = Path(report.nodeid.split("::")[0]).name
+            files.setdefault(name, dict.fromkeys(counted_as.values(), 0))[counted_as[outcome]] += 1
+    return files
+
+
+def add_up(record, earlier, all_files):
+    """record, with what an earlier part of it proved, and the sums over its files.
+
+    A file that ran in both counts as it did now. An earlier record of other sources or another machine is dropped.
+    """
+    same = "device", "driver", "torch", "triton", "cuda", "source_digest", "files"
+    if all(x in earlier and (x == "files" or earlier[x] == record[x]) for x in same):
+        record = {**record, "parts": earlier["parts"] + 1,
+                  "duration_s": round(earlier["duration_s"] + record["duration_s"], 1),
+                  **{x: earlier[x] | record[x] for x in ("evidence", "files")}}
+    sums = {x: sum(counts[x] for counts in record["files"].values()) for x in ("passed", "failed", "skipped")}
+    return {**record, **sums, "evidence": dict(sorted(record["evidence"].items())),
+            "files": dict(sorted(record["files"].items())), "missing": sorted(set(all_files) - set(record["files"]))}
 
 
 def gpu_driver():

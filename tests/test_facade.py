@@ -76,15 +76,90 @@ def test_flash_attn_func_wants_4d_tensors():
         flash_attn_func(q, k, v[0])
 
 
+def qkv_of(dtypes, device):
+    return [x.to(dtype) for x, dtype in zip(qkv(device=device), dtypes)]
+
+
 @each_impl
-def test_autocast_changes_nothing(backend, device):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.float16)], ids=str)
+def test_autocast_is_a_cast(backend, device, dtype, dtypes):
+    """Also of three dtypes, as for scaled_dot_product_attention."""
+    q, k, v = qkv_of(dtypes, device)
+    want, want_lse = flash_attention(*(x.to(dtype) for x in (q, k, v)), True, return_lse=True, backend=backend)
+    with torch.autocast(device, dtype=dtype):
+        out, lse = flash_attention(q, k, v, True, return_lse=True, backend=backend)
+        again = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, backend=backend)
+        assert torch.nn.functional.scaled_dot_product_attention(q, k, v).dtype == out.dtype == dtype
+        with torch.autocast(device, enabled=False):
+            if len(set(dtypes)) == 1:
+                assert flash_attention(q, k, v, True, backend=backend).dtype == q.dtype
+            else:
+                with pytest.raises(TypeError, match="dtypes must match"):
+                    flash_attention(q, k, v, True, backend=backend)
+    assert out.equal(want) and lse.equal(want_lse) and again.equal(want.transpose(1, 2))
+
+
+@each_impl
+def test_autocast_gives_gradients_back_in_their_dtypes(backend, device):
+    if not BACKENDS[backend].has_backward:
+        pytest.skip("has no derivative")
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    inputs = [x.requires_grad_() for x in qkv_of(dtypes, device)]
+
+    def attend(q, k, v):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return flash_attention(q, k, v, True, backend=backend)
+
+    casts = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    want = torch.autograd.grad(flash_attention(*casts, True, backend=backend).sum(), casts)
+    for call in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        out = call(*inputs)
+        got = torch.autograd.grad(out.float().sum(), inputs)
+        assert out.dtype == torch.bfloat16 and tuple(x.dtype for x in got) == dtypes
+        for x, y in zip(got, want):
+            torch.testing.assert_close(x.float(), y.float(), rtol=1e-2, atol=1e-3)
+
+
+@each_impl
+def test_autocast_around_a_compiled_call(backend, device):
     q, k, v = qkv(device=device)
-    want = flash_attention(q, k, v, True, return_lse=True, backend=backend)
-    want_reference = reference_attention(q, k, v, True, return_lse=True)
+    compiled = torch.compile(lambda *qkv: flash_attention(*qkv, backend=backend), fullgraph=True, backend="aot_eager")
+    assert compiled(q, k, v).dtype == torch.float32
     with torch.autocast(device, dtype=torch.bfloat16):
-        got = flash_attention(q, k, v, True, return_lse=True, backend=backend)
-        got_reference = reference_attention(q, k, v, True, return_lse=True)
-    assert all(a.equal(b) for a, b in zip((*want, *want_reference), (*got, *got_reference)))
+        assert compiled(q, k, v).dtype == torch.bfloat16
+    assert compiled(q, k, v).dtype == torch.float32
+
+
+@pytest.mark.gpu
+def test_autocast_chooses_the_kernel():
+    q, k, v = qkv(D=64, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        kernel = minimal_attn.which_kernel(q, k, v)
+    assert kernel == ("sm80" if torch.cuda.get_device_capability() >= (8, 0) else "simt")
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_autocast_leaves_float64(backend):
+    q, k, v = qkv(dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(flash_attention(q, k, v, backend=backend), reference_attention(q, k, v))
+        with pytest.raises(TypeError, match="dtypes must match: q is torch.float64, k is torch.bfloat16"):
+            flash_attention(q, k.float(), v, backend=backend)
+
+
+def test_autocast_leaves_float8_and_the_oracle():
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv())
+    want, oracle = flash_attention(q, k, v, backend="reference"), reference_attention(*qkv())
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert flash_attention(q, k, v, backend="reference").equal(want) and want.dtype == torch.bfloat16
+        assert reference_attention(*qkv()).equal(oracle) and oracle.dtype == torch.float32
+        with pytest.raises(TypeError, match="dtypes must match"):
+            flash_attention(q, k.float(), v, backend="reference")
+        with pytest.raises(ValueError, match="the device meta"):
+            flash_attention(*(x.to("meta") for x in qkv()))
+        with pytest.raises(TypeError, match="v must be a torch.Tensor, got list"):
+            flash_attention(*qkv()[:2], qkv()[2].tolist())
 
 
 def test_forward_is_the_minimal_call():
@@ -351,6 +426,37 @@ def test_auto_without_nvcc_takes_triton_and_says_so_once(call, no_nvcc, monkeypa
             flash_attention(q, q, q, backend="cuda")
     assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]  # the user's line, once
     assert "cuda" in available_backends()  # for CPU tensors
+
+
+@pytest.fixture
+def no_triton(monkeypatch):
+    """And a gradient wanted of fake CUDA tensors, of which autograd makes no graph where torch has no CUDA."""
+    monkeypatch.setattr(minimal_attn.interface, "wants_gradient", lambda x: True)
+    monkeypatch.setattr(minimal_attn.interface, "_load_triton", lambda: ("No module named 'triton'", None))
+    minimal_attn.interface._choose_triton_or_torch.cache_clear()
+    yield
+    minimal_attn.interface._choose_triton_or_torch.cache_clear()
+
+
+@pytest.mark.parametrize("call", [flash_attention, flash_attn_func, forward])
+def test_auto_trains_without_triton_and_says_so_once(call, no_triton, monkeypatch):
+    chosen = []
+    torch_forward = lambda q, *args, **options: chosen.append("torch") or (q, None)  # noqa: E731
+    monkeypatch.setitem(BACKENDS, "torch", dataclasses.replace(BACKENDS["torch"], forward=torch_forward))
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 20, 16, device="cuda")
+        with pytest.warns(UserWarning, match="takes torch for inputs that require grad, since.*'triton'$") as caught:
+            line = sys._getframe().f_lineno + 1
+            assert [call(q, q, q).device.type for _ in range(3)] == ["cuda"] * 3
+    assert chosen == ["torch"] * 3
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
+
+
+def test_auto_without_triton_compiles_as_one_graph(no_triton):
+    with FakeTensorMode(), pytest.warns(UserWarning, match="takes torch for inputs"):
+        q = torch.empty(2, 4, 20, 16, device="cuda")
+        compiled = torch.compile(lambda q: flash_attention(q, q, q, True), fullgraph=True, backend="aot_eager")
+        assert compiled(q).device.type == "cuda"
 
 
 def test_auto_without_nvcc_compiles_as_one_graph(no_nvcc):

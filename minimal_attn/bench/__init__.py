@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from .measure import (Setting, WrongResult, environment, host_cost, judge, matmul_ceiling, measured, must_serve,
-                      profiled, truth_fits)
+from .measure import (Setting, WrongResult, environment, host_cost, in_words, judge, matmul_ceiling, measured,
+                      must_serve, profiled, truth_fits)
 from .options import OPS, parse_args
 from .tables import console, print_table, print_tables
 
@@ -44,7 +44,8 @@ def main(argv=None, program="minimal-attn bench"):
         able = {}
         for impl in serving(op, args.impls, dtype):
             if (max_err := attempt(told, impl, judge, case, impl)) is not None:
-                console.print(f"{impl}: max error {max_err:.2e} against fp64, allowed {case.tolerance:.2e}")
+                console.print(f"{impl}: max error {in_words(max_err)} against fp64, allowed "
+                              f"{in_words(case.tolerance)}", soft_wrap=True)
                 able[impl] = op.IMPLS[impl].forward
             else:
                 failed |= must_serve(op.IMPLS[impl], dtype, device)
@@ -66,6 +67,8 @@ def main(argv=None, program="minimal-attn bench"):
         is_served = impl in serving(op, args.impls, setting.dtype)
         numbers = attempt(told, impl, measured, case, impl) if is_served else None
         results[setting][impl] = case.row(impl, numbers or {})
+        if args.json:  # a run that is cut short keeps what it has
+            write_json(args.json, meta, results)
     ceilings = {} if op is OPS["matmul"] else {
         dtype: tflops for dtype in args.dtypes
         if (tflops := attempt(told, f"matmul, {dtype}", matmul_ceiling, dtype, device))}
@@ -76,8 +79,7 @@ def main(argv=None, program="minimal-attn bench"):
     title = f"{op.TITLE} {on_device}"
     drawn = {setting: results[setting] for setting in results if not sweep or setting.shape in sweep}
     if args.json:
-        rows = ",\n".join(json.dumps(row) for rows in results.values() for row in rows.values())
-        Path(args.json).write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{rows}\n]}}\n')
+        write_json(args.json, meta, results)
     if args.plots or args.report:
         from .page import html
         from .pictures import plot
@@ -86,6 +88,14 @@ def main(argv=None, program="minimal-attn bench"):
     if args.report:
         Path(args.report).write_text(html(results, args, title, meta, ceilings))
     return int(failed or WrongResult in (kind for _, kind in told))
+
+
+def write_json(file, meta, results):
+    """Replaces file at once, so that it is whole whenever the run ends."""
+    rows = ",\n".join(json.dumps(row) for rows in results.values() for row in rows.values())
+    part = Path(f"{file}.part")
+    part.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{rows}\n]}}\n')
+    part.replace(file)
 
 
 def serving(op, impls, dtype):

@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import flash_attention, reference_attention
+from .. import _build, flash_attention, reference_attention
 from ..checks import MAX_HEAD_DIM
 from ..reference import visible_keys
 from ..validation import allowed_error
@@ -100,17 +100,25 @@ def sdpa_with(backend):
     return forward
 
 
-def flash_kernel(name):
-    """flash_attention by one kernel of csrc."""
-    def forward(q, k, v, causal):
-        before = os.environ.get("MINIMAL_ATTN_KERNEL", "")  # empty is as good as none
-        os.environ["MINIMAL_ATTN_KERNEL"] = name
-        try:
-            return flash_attention(q, k, v, causal, backend="cuda")
-        finally:
-            os.environ["MINIMAL_ATTN_KERNEL"] = before
+GPU_KERNELS = ("simt", "sm80", "dmma")
 
-    return forward
+
+def by_kernel(kernel, function):
+    """function, which calls flash_attention or its derivative, by one kernel of csrc for GPUs."""
+    def forced(*args):
+        before = os.environ.get("MINIMAL_ATTN_KERNEL", "")  # empty is as good as none
+        try:
+            set_kernel(kernel)
+            return function(*args)
+        finally:
+            set_kernel(before)
+
+    return forced
+
+
+def set_kernel(kernel):
+    os.environ["MINIMAL_ATTN_KERNEL"] = kernel
+    _build.load().read_environment()  # which the facade does in a forward pass alone
 
 
 @functools.lru_cache(maxsize=1)  # one shape at a time, tuned at its first call and forgotten at that of the next
@@ -145,9 +153,9 @@ flash_cuda = functools.partial(flash_attention, backend="cuda")
 flash_triton = functools.partial(flash_attention, backend="triton")
 IMPLS = {
     "manual": Impl(manual_attn),
-    "cuda:simt": Impl(flash_kernel("simt"), ("cuda",), "cuda"),
-    "cuda:sm80": Impl(flash_kernel("sm80"), ("cuda",) * (CAPABILITY >= (8, 0)), "cuda", HALVES),
-    "cuda:dmma": Impl(flash_kernel("dmma"), ("cuda",) * (CAPABILITY == (9, 0)), "cuda", ("float32",)),
+    "cuda:simt": Impl(by_kernel("simt", flash_cuda), ("cuda",), "cuda"),
+    "cuda:sm80": Impl(by_kernel("sm80", flash_cuda), ("cuda",) * (CAPABILITY >= (8, 0)), "cuda", HALVES),
+    "cuda:dmma": Impl(by_kernel("dmma", flash_cuda), ("cuda",) * (CAPABILITY == (9, 0)), "cuda", ("float32",)),
     "cuda:host": Impl(flash_cuda, ("cpu",), "cuda"),
     "triton": Impl(flash_triton, backend="triton", dtypes=DTYPES),
     "torch:cudnn": Impl(sdpa_with(SDPBackend.CUDNN_ATTENTION), ("cuda",)),

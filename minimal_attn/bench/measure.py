@@ -69,17 +69,24 @@ def truth_fits(elements, device):
 
 
 def judge(case, impl):
-    """The maximum error of one call, None with nothing to judge by. Raises WrongResult by the error rule of tests/."""
+    """The maximum error of one call, a tuple of those of dq, dk and dv where it gives gradients, None with nothing to
+    judge by. Raises WrongResult by the error rule of tests/, each by what is allowed of it."""
     out = case.impls[impl].forward(*case.args)
     if case.truth is None:
         return None
-    if isinstance(out, tuple):  # gradients
-        out = torch.cat([x.flatten() for x in out])
-    max_err = (out.double() - case.truth).abs().max().item()
+    errors = tuple((x.double() - truth).abs().max().item() for x, truth in zip(each(out), each(case.truth)))
     is_judged = impl != "manual" or case.dtype == "float32"  # by hand, 16 bits round the scores too: no bug
-    if is_judged and not max_err <= case.tolerance:  # NaN is wrong
-        raise WrongResult(f"max error {max_err:.2e}, allowed {case.tolerance:.2e}")
-    return max_err
+    if is_judged and not all(error <= allowed for error, allowed in zip(errors, each(case.tolerance))):  # NaN is wrong
+        raise WrongResult(f"max error {in_words(errors)}, allowed {in_words(case.tolerance)}")
+    return errors if isinstance(out, tuple) else errors[0]
+
+
+def each(x):
+    return x if isinstance(x, tuple) else (x,)
+
+
+def in_words(errors):
+    return " / ".join(f"{x:.2e}" for x in each(errors))
 
 
 def must_serve(impl, dtype, device):
@@ -112,7 +119,7 @@ def measured(case, impl):
     peak = peak_bytes(forward, *case.args)
     peak_mb = None if peak is None else (peak - case.out_bytes) / 1e6
     ms, ms_p20, ms_p80 = timed(case.device, forward, *case.args)
-    numbers = ms, ms_p20, ms_p80, case.flops / ms / 1e9, case.bytes / ms / 1e6, peak_mb, max_err
+    numbers = ms, ms_p20, ms_p80, case.flops / ms / 1e9, case.bytes / ms / 1e6, peak_mb, max_err and max(each(max_err))
     return {key: float(f"{x:.6g}") for key, x in zip(MEASURED, numbers) if x is not None and math.isfinite(x)}
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from . import attention, backward, matmul
 
-OPS = {"attention": attention, "backward": backward, "matmul": matmul}  # each has its shapes, dtypes, implementations and a Case
+# Each has its shapes, dtypes, implementations and a Case.
+OPS = {"attention": attention, "backward": backward, "matmul": matmul}
 
 CAUSALS = {"no": (False,), "yes": (True,), "both": (False, True)}
 

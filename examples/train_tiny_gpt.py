@@ -1,0 +1,170 @@
+"""A small GPT trained on this repository's own sources with each backend: the same loss curve, at what speed?
+
+    python -m examples.train_tiny_gpt --backend cuda triton torch --out benchmarks/h200
+
+From the repository's root. All backends start from the same weights and see the same batches, so their losses may
+differ by rounding alone. With --dropout too: which probabilities are dropped is a function of a seed that torch's
+generator draws (minimal_attn/dropout.py), so torch.manual_seed makes every backend drop the same ones.
+
+The text is the repository's sources as bytes: it is here already, it is half a megabyte of code and prose of which a
+few hundred steps learn the spelling but not the sentences, and it makes smooth curves, where exercises in arithmetic
+are learned at a sudden that rounding alone moves. Read next: ../minimal_attn/mha.py, the attention of each block.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from minimal_attn import FlashMHA
+from minimal_attn.bench.measure import environment
+from minimal_attn.interface import BACKENDS
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = "README.md", "csrc/*", "minimal_attn/**/*.py", "triton_ref/*.py", "tests/*.py"
+VOCABULARY = 256  # bytes
+# (on a GPU, on a CPU), where Triton's interpreter takes half a minute for it
+SIZES = {"layers": (6, 2), "embed_dim": (384, 32), "heads": (6, 2), "seqlen": (256, 32), "batch_size": (64, 4),
+         "steps": (300, 60)}
+LEARNING_RATE = 1e-3
+WARM_UP = 0.1  # share of the steps: the learning rate rises, and the clock is not running yet, for kernels are tuned
+
+
+class Block(nn.Module):
+    """(B, S, E) -> (B, S, E), pre-norm: what each part adds, it computes from normalised values."""
+
+    def __init__(self, embed_dim, heads, dropout, backend):
+        super().__init__()
+        # No bias: that of the keys would have no gradient but rounding errors, of which Adam makes whole steps.
+        self.attention = nn.Sequential(nn.LayerNorm(embed_dim), FlashMHA(embed_dim, heads, bias=False, dropout=dropout,
+                                                                        causal=True, backend=backend))
+        self.mlp = nn.Sequential(nn.LayerNorm(embed_dim), nn.Linear(embed_dim, 4 * embed_dim), nn.GELU(),
+                                 nn.Linear(4 * embed_dim, embed_dim))
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class TinyGPT(nn.Module):
+    """tokens (B, S), int64 -> logits (B, S, VOCABULARY) of what comes next."""
+
+    def __init__(self, args, backend):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, args.embed_dim)
+        self.positions = nn.Embedding(args.seqlen, args.embed_dim)
+        self.blocks = nn.Sequential(*(Block(args.embed_dim, args.heads, args.dropout, backend)
+                                      for _ in range(args.layers)))
+        self.head = nn.Sequential(nn.LayerNorm(args.embed_dim), nn.Linear(args.embed_dim, VOCABULARY, bias=False))
+        self.head[1].weight = self.tokens.weight  # a token is read and written by the same vector
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.tokens(tokens) + self.positions.weight[:tokens.shape[1]]))
+
+
+def train(args, backend, text, console):
+    """(the loss of each step, tokens per second after the warm-up) with one backend."""
+    torch.manual_seed(args.seed)  # the weights, drawn on the CPU for any device, and the seeds of dropout
+    model = TinyGPT(args, backend).to(args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, args.steps, pct_start=WARM_UP,
+                                                   cycle_momentum=False)
+    text = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(args.device)
+    starts = torch.randint(len(text) - args.seqlen, (args.steps, args.batch_size, 1),
+                           generator=torch.Generator().manual_seed(args.seed)).to(args.device)
+    window = torch.arange(args.seqlen + 1, device=args.device)
+    losses = torch.empty(args.steps, device=args.device)  # read at the end: .item() would wait for the GPU in each step
+    warm_up = int(WARM_UP * args.steps)
+    for step in track(range(args.steps), backend, console=console):
+        if step == warm_up:
+            start = now(args.device)
+        batch = text[starts[step] + window].long()  # (B, S + 1)
+        # Autocast rather than bf16 weights, to which Adam's small steps would often add nothing.
+        with torch.autocast(args.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+            loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses[step] = loss.detach()
+    seconds = now(args.device) - start
+    return losses.tolist(), (args.steps - warm_up) * args.batch_size * args.seqlen / seconds
+
+
+def now(device):
+    """The time in seconds at which the device is done with everything so far."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def draw(file, losses, tokens_per_s, title):
+    """The curves, each thinner than those below it, and how far each is from the last of them."""
+    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+    last = torch.tensor(list(losses.values())[-1])
+    for i, (backend, values) in enumerate(losses.items()):
+        label = f"{backend}, {tokens_per_s[backend]:,.0f} tokens/s"
+        above.plot(values, label=label, linewidth=2 * (len(losses) - i) - 1, alpha=0.7)
+        below.plot(torch.tensor(values) - last, linewidth=1)
+    above.set(ylabel="loss, nats a byte", title=title)
+    above.legend()
+    below.set(xlabel="step", ylabel=f"minus {backend}")
+    figure.savefig(file)
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--backend", nargs="+", choices=[*BACKENDS, "all"], default=["all"],
+                        help="all: every one that has a derivative here (default)")
+    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16, on a CPU float32")
+    parser.add_argument("--dropout", type=float, default=0.0, help="of the attention probabilities")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write training.json and training.png into it")
+    for name, (gpu, cpu) in SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"default: {gpu}, on a CPU {cpu}")
+    args = parser.parse_args(argv)
+    is_cpu = args.device.type == "cpu"
+    args.dtype = args.dtype or ("float32" if is_cpu else "bfloat16")
+    for name, defaults in SIZES.items():
+        if getattr(args, name) is None:
+            setattr(args, name, defaults[is_cpu])
+    if args.steps < 2:
+        parser.error("argument --steps: at least 2")
+    backends = [name for name, backend in BACKENDS.items()
+                if name in args.backend or "all" in args.backend and backend.has_backward
+                and backend.why_not(args.device) is None]
+
+    text = b"".join(file.read_bytes() for pattern in SOURCES for file in sorted(ROOT.glob(pattern)) if file.is_file())
+    console, losses, tokens_per_s = Console(highlight=False), {}, {}
+    for backend in backends:
+        losses[backend], tokens_per_s[backend] = train(args, backend, text, console)
+        first, last = losses[backend][0], losses[backend][-1]
+        console.print(f"{backend}: loss {first:.4f} → {last:.4f}, {tokens_per_s[backend]:,.0f} tokens/s")
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        meta = environment(args.device.type, "python -m examples.train_tiny_gpt", argv)
+        meta |= {"text_digest": hashlib.sha256(text).hexdigest(),
+                 **{name: getattr(args, name) for name in ("dtype", "seed", "dropout", *SIZES)}}
+        result = {"meta": meta, "tokens_per_s": tokens_per_s, "losses": losses}
+        (args.out / "training.json").write_text(json.dumps(result, indent=1) + "\n")
+        draw(args.out / "training.png", losses, tokens_per_s, f"A GPT of {args.layers} layers, {args.dtype}, on "
+             f"{meta['device']}")
+
+
+if __name__ == "__main__":
+    main()
