@@ -38,11 +38,17 @@ inline const char *why_not_sm80(const AttnParams &p, Gpu gpu) {
     return why_not_16_bytes(p);
 }
 
+// Whether flash_bwd_sm80.cu, which serves the backward pass of what flash_sm80.cu serves, can load dout.
+inline bool is_dout_aligned(const AttnBackwardParams &p) {
+    return uintptr_t(p.dout) % 16 == 0 && (p.dout_batch_stride | p.dout_head_stride | p.dout_row_stride) % 8 == 0;
+}
+
 // Why flash_dmma.cu cannot serve p, or nullptr.
 inline const char *why_not_dmma(const AttnParams &p, Gpu gpu) {
     if (gpu.capability != 90) return "the GPU, or what this build holds for it, is not sm_90";
     if (p.dtype != DType::kFloat32) return "the dtype is not float32";
     if (p.head_dim > 128) return "head_dim is over 128";
+    if (p.dropout_seed) return "it has no dropout";
     return why_not_16_bytes(p);
 }
 
@@ -73,4 +79,11 @@ inline Choice choose_kernel(const AttnParams &p, Gpu gpu, std::optional<Kernel> 
     // Up to 32 flash.cu multiplies less of what pads head_dim to 64.
     if (!not_dmma && gpu.fast_fp64 && p.head_dim > 32) return {Kernel::kDmma, nullptr};
     return {Kernel::kSimt, gpu.capability < 80 || p.dtype == DType::kFloat32 ? nullptr : not_sm80};
+}
+
+// The same of the backward pass, of which dmma has none: simt serves what it serves.
+inline Choice choose_kernel(const AttnBackwardParams &p, Gpu gpu, std::optional<Kernel> forced) {
+    const AttnParams &forward = p;
+    const Choice choice = choose_kernel(forward, gpu, forced == Kernel::kDmma ? Kernel::kSimt : forced);
+    return choice.kernel == Kernel::kDmma ? Choice{Kernel::kSimt, nullptr} : choice;
 }

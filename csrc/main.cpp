@@ -1,16 +1,17 @@
 // The only file with torch headers: checks what a kernel's memory safety rests on, allocates the outputs, fills
-// AttnParams and calls the kernel for the tensors' device. Registers the op minimal_attn::flash_forward; importing the
-// Python module is what loads it. No CUDA header, so it compiles with a CPU-only torch as well.
+// AttnParams and calls the kernel for the tensors' device. Registers the ops minimal_attn::flash_forward and
+// flash_backward; importing the Python module is what loads them, and ops.py ties them together. No CUDA header, so it
+// compiles with a CPU-only torch as well.
 //
 // The checks that speak to users are in minimal_attn/checks.py. Messages here are put together without iostreams, which
 // crash where a toolchain links libstdc++ statically (seen with g++ 13).
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -39,8 +40,9 @@ constexpr Layout kBHSD{1, 2}, kBSHD{2, 1};
 
 void check(const Tensor &q, const Tensor &k, const Tensor &v, const std::optional<Tensor> &seq_lens, Layout dim) {
     const auto dtype = q.scalar_type();
-    TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
-                     "Unsupported dtype: float32, float16 and bfloat16 are supported");
+    TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
+                         (dtype == at::kDouble && q.device().is_cpu()),
+                     "Unsupported dtype: float32, float16, bfloat16 and, on the CPU, float64 are supported");
     TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must be 4D");
     const int64_t head_dim = q.size(3), nheads_k = k.size(dim.head);
     TORCH_CHECK_VALUE(k.sizes() == v.sizes() && k.size(0) == q.size(0) && k.size(3) == head_dim,
@@ -62,25 +64,42 @@ void check(const Tensor &q, const Tensor &k, const Tensor &v, const std::optiona
     }
 }
 
-// The struct of checked inputs; outputs and stream are still to come.
-AttnParams params_of(const Tensor &q, const Tensor &k, const Tensor &v, const std::optional<Tensor> &seq_lens,
-                     double softmax_scale, bool causal, Layout dim) {
-    // Along a dimension of size 1 nobody steps. (Strides of batch and heads count all the same: see kernels.h.)
-    auto row_stride = [&](const Tensor &x) { return x.size(dim.row) > 1 ? x.stride(dim.row) : 0; };
-    AttnParams p{};
+// Puts the strides of x, which count elements, where the struct has them. Along a dimension of size 1 nobody steps.
+// (Strides of batch and heads count all the same: see kernels.h.)
+void set_strides(const Tensor &x, Layout dim, int64_t &batch, int64_t &head, int64_t &row) {
+    batch = x.stride(0), head = x.stride(dim.head), row = x.size(dim.row) > 1 ? x.stride(dim.row) : 0;
+}
+
+// The struct of checked inputs, in P, AttnParams or AttnBackwardParams; outputs and stream are still to come.
+template <typename P>
+P params_of(const Tensor &q, const Tensor &k, const Tensor &v, const std::optional<Tensor> &seq_lens,
+            double softmax_scale, bool causal, Layout dim) {
+    P p{};
     p.q = q.const_data_ptr(), p.k = k.const_data_ptr(), p.v = v.const_data_ptr();
     p.seq_lens = seq_lens ? seq_lens->const_data_ptr<int>() : nullptr;
-    p.q_batch_stride = q.stride(0), p.q_head_stride = q.stride(dim.head), p.q_row_stride = row_stride(q);
-    p.k_batch_stride = k.stride(0), p.k_head_stride = k.stride(dim.head), p.k_row_stride = row_stride(k);
-    p.v_batch_stride = v.stride(0), p.v_head_stride = v.stride(dim.head), p.v_row_stride = row_stride(v);
+    set_strides(q, dim, p.q_batch_stride, p.q_head_stride, p.q_row_stride);
+    set_strides(k, dim, p.k_batch_stride, p.k_head_stride, p.k_row_stride);
+    set_strides(v, dim, p.v_batch_stride, p.v_head_stride, p.v_row_stride);
     p.batch_size = q.size(0), p.head_dim = int(q.size(3));
     p.nheads = int(q.size(dim.head)), p.nheads_k = int(k.size(dim.head));
     p.seqlen_q = int(q.size(dim.row)), p.seqlen_k = int(k.size(dim.row));
-    p.softmax_scale = float(softmax_scale), p.is_causal = causal;
-    p.dtype = q.scalar_type() == at::kFloat  ? DType::kFloat32
-              : q.scalar_type() == at::kHalf ? DType::kFloat16
-                                             : DType::kBFloat16;
+    p.softmax_scale = softmax_scale, p.is_causal = causal;
+    p.dtype = q.scalar_type() == at::kFloat    ? DType::kFloat32
+              : q.scalar_type() == at::kHalf   ? DType::kFloat16
+              : q.scalar_type() == at::kDouble ? DType::kFloat64
+                                               : DType::kBFloat16;
     return p;
+}
+
+// The seed and what follows from dropout_p, as in dropout.py.
+void set_dropout(AttnParams &p, const Tensor &q, double dropout_p, const std::optional<Tensor> &seed) {
+    TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, "dropout_p must be in [0, 1]");
+    if (dropout_p == 0) return;
+    TORCH_CHECK_VALUE(seed && seed->numel() == 1 && seed->scalar_type() == at::kLong && seed->device() == q.device(),
+                      "dropout_seed must be one int64 in a tensor on the device of q");
+    p.dropout_seed = seed->const_data_ptr<int64_t>();
+    p.drop_threshold = uint32_t(std::min(std::nearbyint(dropout_p * 0x1p32), 0x1p32 - 1));
+    p.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
 }
 
 // MINIMAL_ATTN_KERNEL, for tests and benchmarks. It is read only where the GIL keeps Python from writing the
@@ -91,13 +110,14 @@ void read_environment() {
     forced_kernel = kernel ? int(*kernel) : -1;
 }
 
-Choice choose(const AttnParams &p, Gpu gpu) {
+// P is AttnParams, or AttnBackwardParams for the backward pass.
+template <typename P> Choice choose(const P &p, Gpu gpu) {
     const int forced = forced_kernel;
     return choose_kernel(p, gpu, forced < 0 ? std::nullopt : std::optional(Kernel(forced)));
 }
 
 // The kernel for tensors of a device, which is the current one.
-Choice choose(const AttnParams &p, const at::Device &device) {
+template <typename P> Choice choose(const P &p, const at::Device &device) {
     if (device.is_cpu()) return {Kernel::kHost, nullptr};
 #if MINIMAL_ATTN_CUDA
     if (device.is_cuda()) return choose(p, Gpu{compute_capability(), has_fast_fp64()});
@@ -105,17 +125,29 @@ Choice choose(const AttnParams &p, const at::Device &device) {
     TORCH_CHECK(false, "minimal_attn: this build has no kernel for the device of q, k and v");
 }
 
-// out like q, lse float32 [batch_size, nheads, seqlen_q], on the current device and its stream.
+// What is to be written of x's gradient or of the output like x: x's order of dimensions, the last one contiguous.
+Tensor empty_like(const Tensor &x) {
+    Tensor like = at::empty_like(x);
+    return like.stride(3) == 1 ? like : at::empty(x.sizes(), x.options());  // x overlaps itself, as sliding windows do
+}
+
+#if MINIMAL_ATTN_CUDA
+void *current_stream(const Tensor &q) {
+    return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(q.device()).native_handle();
+}
+#endif
+
+// out like q, lse [batch_size, nheads, seqlen_q] in float32, float64 for float64, on the current device and its stream.
 std::tuple<Tensor, Tensor> run(AttnParams p, const Tensor &q, Kernel kernel, Layout dim) {
-    Tensor out = at::empty_like(q);
-    if (out.stride(3) != 1) out = at::empty(q.sizes(), q.options());  // q overlaps itself, as sliding windows do
-    Tensor lse = at::empty({p.batch_size, p.nheads, p.seqlen_q}, q.options().dtype(at::kFloat));
-    p.o = out.data_ptr(), p.lse = lse.data_ptr<float>();
-    p.o_batch_stride = out.stride(0), p.o_head_stride = out.stride(dim.head), p.o_row_stride = out.stride(dim.row);
+    Tensor out = empty_like(q);
+    const auto lse_dtype = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    Tensor lse = at::empty({p.batch_size, p.nheads, p.seqlen_q}, q.options().dtype(lse_dtype));
+    p.o = out.data_ptr(), p.lse = lse.data_ptr();
+    set_strides(out, dim, p.o_batch_stride, p.o_head_stride, p.o_row_stride);
     if (kernel == Kernel::kHost) host::flash_forward(p);
 #if MINIMAL_ATTN_CUDA
     else {
-        p.stream = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(q.device()).native_handle();
+        p.stream = current_stream(q);
         auto *forward = kernel == Kernel::kSm80   ? sm80::flash_forward
                         : kernel == Kernel::kDmma ? dmma::flash_forward
                                                   : simt::flash_forward;
@@ -126,13 +158,76 @@ std::tuple<Tensor, Tensor> run(AttnParams p, const Tensor &q, Kernel kernel, Lay
 }
 
 // The op. q [batch_size, nheads, seqlen_q, head_dim], k and v [batch_size, nheads_k, seqlen_k, head_dim], head_dim
-// contiguous, seq_lens int32 [batch_size].
+// contiguous, seq_lens int32 [batch_size], dropout_seed one int64. `deterministic` is for the backward pass.
 std::tuple<Tensor, Tensor> flash_forward(const Tensor &q, const Tensor &k, const Tensor &v,
-                                         const std::optional<Tensor> &seq_lens, double softmax_scale, bool causal) {
+                                         const std::optional<Tensor> &seq_lens, double softmax_scale, bool causal,
+                                         double dropout_p, const std::optional<Tensor> &dropout_seed, bool) {
     check(q, k, v, seq_lens, kBHSD);
     const c10::DeviceGuard guard(q.device());
-    const AttnParams p = params_of(q, k, v, seq_lens, softmax_scale, causal, kBHSD);
+    AttnParams p = params_of<AttnParams>(q, k, v, seq_lens, softmax_scale, causal, kBHSD);
+    set_dropout(p, q, dropout_p, dropout_seed);
     return run(p, q, choose(p, q.device()).kernel, kBHSD);
+}
+
+// The op: dq, dk and dv of what flash_forward made of its inputs. dout as out; dlse as lse, or none; both of any strides.
+std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor &dout_, const std::optional<Tensor> &dlse,
+                                                  const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
+                                                  const Tensor &lse, const std::optional<Tensor> &seq_lens,
+                                                  double softmax_scale, bool causal, double dropout_p,
+                                                  const std::optional<Tensor> &dropout_seed, bool deterministic) {
+    check(q, k, v, seq_lens, kBHSD);
+    const at::IntArrayRef lse_sizes = q.sizes().slice(0, 3);
+    const auto lse_dtype = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    for (const Tensor *x : {&dout_, &out})
+        TORCH_CHECK_VALUE(x->sizes() == q.sizes() && x->scalar_type() == q.scalar_type() && x->device() == q.device(),
+                          "dout and out must be like q");
+    TORCH_CHECK_VALUE(out.stride(3) == 1 || q.size(3) == 1, "out must have a contiguous last dimension");
+    for (const Tensor *x : {&lse, dlse ? &*dlse : &lse})
+        TORCH_CHECK_VALUE(x->sizes() == lse_sizes && x->scalar_type() == lse_dtype && x->device() == q.device(),
+                          "lse and dlse must be (batch_size, nheads, seqlen_q), float32, or float64 for float64");
+    TORCH_CHECK_VALUE(lse.is_contiguous(), "lse must be contiguous");
+
+    const c10::DeviceGuard guard(q.device());
+    auto p = params_of<AttnBackwardParams>(q, k, v, seq_lens, softmax_scale, causal, kBHSD);
+    set_dropout(p, q, dropout_p, dropout_seed);
+    Tensor dout = dout_;
+    auto set_dout = [&] {
+        p.dout = dout.const_data_ptr();
+        set_strides(dout, kBHSD, p.dout_batch_stride, p.dout_head_stride, p.dout_row_stride);
+    };
+    set_dout();
+    // The gradient of a sum has strides of 0, others do not lie where tensor cores' loads can begin: a copy is less than
+    // what a kernel without them would cost.
+    const Kernel kernel = choose(p, q.device()).kernel;
+    if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && !is_dout_aligned(p))) dout = dout.contiguous(), set_dout();
+    Tensor dq = empty_like(q), dk = empty_like(k), dv = empty_like(v);
+    if (q.numel() == 0 || k.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_()};
+    Tensor delta = at::empty_like(lse), workspace;
+    p.o = out.data_ptr(), p.lse = lse.data_ptr(), p.delta = delta.data_ptr();
+    p.dq = dq.data_ptr(), p.dk = dk.data_ptr(), p.dv = dv.data_ptr();
+    set_strides(out, kBHSD, p.o_batch_stride, p.o_head_stride, p.o_row_stride);
+    set_strides(dq, kBHSD, p.dq_batch_stride, p.dq_head_stride, p.dq_row_stride);
+    set_strides(dk, kBHSD, p.dk_batch_stride, p.dk_head_stride, p.dk_row_stride);
+    set_strides(dv, kBHSD, p.dv_batch_stride, p.dv_head_stride, p.dv_row_stride);
+    if (dlse) {
+        p.dlse = dlse->const_data_ptr();
+        p.dlse_batch_stride = dlse->stride(0), p.dlse_head_stride = dlse->stride(1), p.dlse_row_stride = dlse->stride(2);
+    }
+    p.deterministic = deterministic || at::globalContext().deterministicAlgorithms();
+    if (kernel == Kernel::kHost) host::flash_backward(p);
+#if MINIMAL_ATTN_CUDA
+    else {
+        p.stream = current_stream(q);
+        if (kernel == Kernel::kSm80) {
+            workspace = at::empty({sm80::backward_workspace(p)}, q.options().dtype(at::kByte));
+            p.workspace = workspace.data_ptr();
+            sm80::flash_backward(p);
+        } else {
+            simt::flash_backward(p);
+        }
+    }
+#endif
+    return {dq, dk, dv};
 }
 
 // Whether a call on CUDA tensors has nothing but a kernel to launch: no autograd, tracing, vmap, fake tensors, modes or
@@ -162,6 +257,8 @@ py::object plain_forward(py::handle q_, py::handle k_, py::handle v_, py::handle
     if (!is_plain({q_, k_, v_}) || !PyBool_Check(causal.ptr())) return py::none();
     const Tensor &q = THPVariable_Unpack(q_.ptr()), &k = THPVariable_Unpack(k_.ptr());
     const Tensor &v = THPVariable_Unpack(v_.ptr());
+    if (at::autocast::is_autocast_enabled(at::kCUDA) && at::autocast::get_autocast_dtype(at::kCUDA) != q.scalar_type())
+        return py::none();  // there is something to cast
     double scale = 1 / std::sqrt(double(q.size(3)));
     if (!softmax_scale.is_none()) {
         if (!PyFloat_CheckExact(softmax_scale.ptr())) return py::none();
@@ -176,7 +273,7 @@ py::object plain_forward(py::handle q_, py::handle k_, py::handle v_, py::handle
         return py::none();
     }
     read_environment();
-    const AttnParams p = params_of(q, k, v, std::nullopt, scale, causal.ptr() == Py_True, dim);
+    const auto p = params_of<AttnParams>(q, k, v, std::nullopt, scale, causal.ptr() == Py_True, dim);
     {
         const py::gil_scoped_release released;  // a launch may wait, for memory or a place in the queue
         const c10::DeviceGuard guard(q.device());
@@ -198,7 +295,7 @@ std::optional<std::pair<std::string, std::optional<std::string>>> which_kernel(
     check(q, k, v, std::nullopt, kBHSD);
     read_environment();
     const c10::DeviceGuard guard(q.device());
-    const AttnParams p = params_of(q, k, v, std::nullopt, 1, false, kBHSD);
+    const auto p = params_of<AttnParams>(q, k, v, std::nullopt, 1, false, kBHSD);
     const Choice choice = capability ? choose(p, Gpu{*capability, fast_fp64}) : choose(p, q.device());
     std::optional<std::string> because;
     if (choice.slow_because) because = choice.slow_because;
@@ -208,14 +305,19 @@ std::optional<std::pair<std::string, std::optional<std::string>>> which_kernel(
 }  // namespace
 
 TORCH_LIBRARY(minimal_attn, m) {
-    m.def("flash_forward(Tensor q, Tensor k, Tensor v, Tensor? seq_lens, float softmax_scale, bool causal) "
-          "-> (Tensor out, Tensor lse)");
+    m.def("flash_forward(Tensor q, Tensor k, Tensor v, Tensor? seq_lens, float softmax_scale, bool causal, "
+          "float dropout_p=0.0, Tensor? dropout_seed=None, bool deterministic=False) -> (Tensor out, Tensor lse)");
+    m.def("flash_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+          "Tensor? seq_lens, float softmax_scale, bool causal, float dropout_p=0.0, Tensor? dropout_seed=None, "
+          "bool deterministic=False) -> (Tensor dq, Tensor dk, Tensor dv)");
 }
-TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) { m.impl("flash_forward", &flash_forward); }
-TORCH_LIBRARY_IMPL(minimal_attn, CUDA, m) { m.impl("flash_forward", &flash_forward); }
-// No derivative yet: a backward pass, or a forward-mode one, raises rather than taking it for 0.
-TORCH_LIBRARY_IMPL(minimal_attn, Autograd, m) {
-    m.impl("flash_forward", torch::autograd::autogradNotImplementedFallback());
+TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) {
+    m.impl("flash_forward", &flash_forward);
+    m.impl("flash_backward", &flash_backward);
+}
+TORCH_LIBRARY_IMPL(minimal_attn, CUDA, m) {
+    m.impl("flash_forward", &flash_forward);
+    m.impl("flash_backward", &flash_backward);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

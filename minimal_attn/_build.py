@@ -23,6 +23,8 @@ from types import ModuleType
 import torch
 from filelock import FileLock, Timeout
 
+from . import ops
+
 NAME = "minimal_attn_C"  # compiled on first use
 PREBUILT = "minimal_attn._C"  # built at installation
 
@@ -62,7 +64,7 @@ def load(verbose: bool = False) -> ModuleType:
     with _lock:
         if NAME not in sys.modules:  # one for the process, even where this file was imported twice
             sys.modules[NAME] = _adopted() or _prebuilt() or _compiled(verbose)
-            _register_fake()
+            ops.register()
         return sys.modules[NAME]
 
 
@@ -150,17 +152,6 @@ def source_digest(*roots):
                 digest.update(file.relative_to(root.parent).as_posix().encode() + b"\0")
                 digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
-
-
-@functools.cache
-def _register_fake():
-    """What torch.compile needs to know of the op: shapes, strides and dtypes of its outputs."""
-    @torch.library.register_fake("minimal_attn::flash_forward")
-    def _(q, k, v, seq_lens, softmax_scale, causal):
-        out = torch.empty_like(q)
-        if out.stride(-1) != 1:  # q overlaps itself: as in csrc/main.cpp
-            out = q.new_empty(q.shape)
-        return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _registered():

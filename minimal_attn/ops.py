@@ -1,0 +1,56 @@
+"""What Python adds to the ops of csrc/main.cpp: the shapes that torch.compile asks for, and the derivative.
+
+Read next: ../csrc/main.cpp; interface.py, which calls minimal_attn::flash_forward.
+"""
+
+import functools
+
+import torch
+
+from .checks import check_no_derivative
+
+
+def _like(x):
+    """x's shape and order of dimensions, the last one contiguous, as empty_like in csrc/main.cpp."""
+    like = torch.empty_like(x)
+    return like if like.stride(-1) == 1 else x.new_empty(x.shape)  # x overlaps itself
+
+
+def _forward_shapes(q, k, v, seq_lens, softmax_scale, causal, dropout_p=0.0, dropout_seed=None, deterministic=False):
+    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _backward_shapes(dout, dlse, q, k, v, *others):
+    return _like(q), _like(k), _like(v)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, seq_lens, ctx.softmax_scale, ctx.causal, ctx.dropout_p, dropout_seed, ctx.deterministic = inputs
+    ctx.save_for_backward(q, k, v, *output, seq_lens, dropout_seed)
+    ctx.set_materialize_grads(False)  # an lse that nobody uses has no gradient
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, out, lse, seq_lens, dropout_seed = ctx.saved_tensors
+    # Their tangents would be lost: Hessian-vector products, forwards over backwards, do this.
+    check_no_derivative("the backward pass of backend='cuda'", "backend='reference'", has_backward=True, dout=dout,
+                        dlse=dlse)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    gradients = torch.ops.minimal_attn.flash_backward(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale,
+                                                      ctx.causal, ctx.dropout_p, dropout_seed, ctx.deterministic)
+    return (*gradients, *[None] * 6)
+
+
+def _no_second(ctx, *gradients):
+    raise NotImplementedError("backend='cuda' has no second derivative: use backend='torch' with SDPBackend.MATH, or "
+                              "backend='reference'")
+
+
+@functools.cache
+def register():
+    """Once, after the library that defines the ops is loaded."""
+    torch.library.register_fake("minimal_attn::flash_forward", _forward_shapes)
+    torch.library.register_fake("minimal_attn::flash_backward", _backward_shapes)
+    torch.library.register_autograd("minimal_attn::flash_forward", _backward, setup_context=_save)
+    torch.library.register_autograd("minimal_attn::flash_backward", _no_second)
