@@ -4,7 +4,7 @@ P is formed again from lse. With dP = dO Vᵀ and delta = rowsum(dO ∘ O), dS =
 dV = Pᵀ dO, dK = scale · dSᵀ Q, dQ = scale · dS K; d lse / d S = P makes dlse a part of delta. One kernel owns blocks of
 keys and walks along the rows that see them, for dK and dV; another owns blocks of rows and walks along the keys, for
 dQ. So Q Kᵀ and dO Vᵀ are formed twice, but nothing is added up in memory: no workspace of Q's size, no atomics, the
-same bits in every run.
+same bits in every run. With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
 
 Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: attention.py, the forward.
 """
@@ -20,6 +20,8 @@ from minimal_attn.checks import FP8_DTYPES, check_no_derivative
 
 from . import autotune as tuner
 from .attention import _load, block_d, can_use_tma, empty_like, triton_forward
+from .dropout import arguments as dropout_arguments
+from .dropout import keep_tile
 from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties
 
 
@@ -63,9 +65,12 @@ def _add_product(acc, a, b):
 
 @triton.jit
 def _walk_rows(dk, dv, k, v, q, do, lse_log2_ptr, delta_ptr, b, h, q_row_stride, do_row_stride, m_block_min,
-               m_block_max, cols, shift, row_end, head_dim, scale_log2, kMasked: tl.constexpr,
-               kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
-    """dk, dv [kBlockN, kBlockD] of one query head, with what its row blocks [m_block_min, m_block_max) add."""
+               m_block_max, col0, shift, row_end, head_dim, scale_log2, seed_ptr, threshold, keep_scale,
+               kMasked: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
+               kBlockD: tl.constexpr, kTma: tl.constexpr):
+    """dk, dv / keep_scale [kBlockN, kBlockD] of one query head, with what its row blocks [m_block_min, m_block_max)
+    add."""
+    cols = col0 + tl.arange(0, kBlockN)
     for m_block in range(m_block_min, m_block_max):
         row0 = m_block * kBlockM
         rows = row0 + tl.arange(0, kBlockM)
@@ -77,15 +82,22 @@ def _walk_rows(dk, dv, k, v, q, do, lse_log2_ptr, delta_ptr, b, h, q_row_stride,
         do_tile = _load(do, b, h, row0, 0, do_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
         if kMasked:  # the dO of a row without a key may be NaN
             do_tile = tl.where((lse_log2 == float("inf"))[:, None], tl.zeros_like(do_tile), do_tile)
-        dv = _add_product(dv, p.to(k.dtype), do_tile)
+        dp = tl.dot(v, do_tile.T, input_precision="ieee")  # dPᵀ
+        if seed_ptr is not None:
+            keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN).T
+            dv = _add_product(dv, tl.where(keep, p, 0.0).to(k.dtype), do_tile)
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        else:
+            dv = _add_product(dv, p.to(k.dtype), do_tile)
         delta = tl.load(delta_ptr + rows, mask=rows < row_end, other=0.0)
-        ds = p * (tl.dot(v, do_tile.T, input_precision="ieee") - delta[None, :])  # dSᵀ
+        ds = p * (dp - delta[None, :])  # dSᵀ
         dk = _add_product(dk, ds.to(k.dtype), q_tile)
     return dk, dv
 
 
-@triton.jit
-def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seq_lens_ptr,
+@triton.jit(do_not_specialize=["threshold"])
+def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seq_lens_ptr, seed_ptr,
+                  threshold, keep_scale,
                   q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                   v_batch_stride, v_head_stride, v_row_stride, do_batch_stride, do_head_stride, do_row_stride,
                   dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
@@ -131,18 +143,20 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, del
         row_sums = (b * nheads + h).to(tl.int64) * seqlen_q
         if kIsCausal:
             dk, dv = _walk_rows(dk, dv, k, v, q_base, do_base, lse_log2_ptr + row_sums, delta_ptr + row_sums, b, h,
-                                q_row_stride, do_row_stride, m_block_min, m_block_full, cols, shift, row_end, head_dim,
-                                scale_log2, True, kMaskCols, kBlockM, kBlockD, kTma)
+                                q_row_stride, do_row_stride, m_block_min, m_block_full, col0, shift, row_end, head_dim,
+                                scale_log2, seed_ptr, threshold, keep_scale, True, kMaskCols, kBlockM, kBlockN, kBlockD,
+                                kTma)
         dk, dv = _walk_rows(dk, dv, k, v, q_base, do_base, lse_log2_ptr + row_sums, delta_ptr + row_sums, b, h,
-                            q_row_stride, do_row_stride, m_block_full, m_block_max, cols, shift, row_end, head_dim,
-                            scale_log2, False, kMaskCols, kBlockM, kBlockD, kTma)
+                            q_row_stride, do_row_stride, m_block_full, m_block_max, col0, shift, row_end, head_dim,
+                            scale_log2, seed_ptr, threshold, keep_scale, False, kMaskCols, kBlockM, kBlockN, kBlockD,
+                            kTma)
 
     dims = tl.arange(0, kBlockD)
     is_stored = (cols[:, None] < seqlen_k) & (dims[None, :] < head_dim)
     dk_base = dk_ptr + b.to(tl.int64) * dk_batch_stride + h_k.to(tl.int64) * dk_head_stride
     dv_base = dv_ptr + b.to(tl.int64) * dv_batch_stride + h_k.to(tl.int64) * dv_head_stride
     dk = tl.where(cols[:, None] < seq_len, dk * softmax_scale, 0.0)
-    dv = tl.where(cols[:, None] < seq_len, dv, 0.0)
+    dv = tl.where(cols[:, None] < seq_len, dv * keep_scale, 0.0)
     tl.store(dk_base + cols.to(tl.int64)[:, None] * dk_row_stride + dims[None, :], dk.to(dk_ptr.dtype.element_ty),
              mask=is_stored)
     tl.store(dv_base + cols.to(tl.int64)[:, None] * dv_row_stride + dims[None, :], dv.to(dv_ptr.dtype.element_ty),
@@ -150,9 +164,10 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, del
 
 
 @triton.jit
-def _walk_keys(dq, q, do, lse_log2, delta, k, v, b, h_k, k_row_stride, v_row_stride, n_block_min, n_block_max, visible,
-               seq_len, head_dim, scale_log2, kMasked: tl.constexpr, kMaskCols: tl.constexpr, kBlockN: tl.constexpr,
-               kBlockD: tl.constexpr, kTma: tl.constexpr):
+def _walk_keys(dq, q, do, lse_log2, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, n_block_min, n_block_max,
+               visible, seq_len, head_dim, scale_log2, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
+               kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
+               kTma: tl.constexpr):
     """dq [kBlockM, kBlockD] with what the key blocks [n_block_min, n_block_max) add."""
     for n_block in range(n_block_min, n_block_max):
         col0 = n_block * kBlockN
@@ -162,13 +177,18 @@ def _walk_keys(dq, q, do, lse_log2, delta, k, v, b, h_k, k_row_stride, v_row_str
         p = tl.exp2(tl.dot(q, k_tile.T, input_precision="ieee") * scale_log2 - lse_log2[:, None])
         if kMasked:
             p = tl.where(cols[None, :] < visible[:, None], p, 0.0)
-        ds = p * (tl.dot(do, v_tile.T, input_precision="ieee") - delta[:, None])
+        dp = tl.dot(do, v_tile.T, input_precision="ieee")
+        if seed_ptr is not None:
+            keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN)
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        ds = p * (dp - delta[:, None])
         dq = _add_product(dq, ds.to(q.dtype), k_tile)
     return dq
 
 
-@triton.jit
-def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seq_lens_ptr,
+@triton.jit(do_not_specialize=["threshold"])
+def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seq_lens_ptr, seed_ptr, threshold,
+                 keep_scale,
                  q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                  v_batch_stride, v_head_stride, v_row_stride, do_batch_stride, do_head_stride, do_row_stride,
                  dq_batch_stride, dq_head_stride, dq_row_stride, nheads, nheads_k, seqlen_q, seqlen_k, head_dim,
@@ -210,10 +230,12 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, s
     do = tl.where((lse_log2 == float("inf"))[:, None], tl.zeros_like(do), do)  # of rows without a key it may be NaN
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     scale_log2 = softmax_scale * 1.4426950408889634
-    dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h_k, k_row_stride, v_row_stride, 0, n_block_full,
-                    visible, seq_len, head_dim, scale_log2, False, kMaskCols, kBlockN, kBlockD, kTma)
-    dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h_k, k_row_stride, v_row_stride, n_block_full,
-                    n_block_max, visible, seq_len, head_dim, scale_log2, True, kMaskCols, kBlockN, kBlockD, kTma)
+    dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, 0,
+                    n_block_full, visible, seq_len, head_dim, scale_log2, seed_ptr, threshold, keep_scale, False,
+                    kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+    dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride,
+                    n_block_full, n_block_max, visible, seq_len, head_dim, scale_log2, seed_ptr, threshold, keep_scale,
+                    True, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
     dims = tl.arange(0, kBlockD)
     dq_base = dq_ptr + b.to(tl.int64) * dq_batch_stride + h.to(tl.int64) * dq_head_stride
     tl.store(dq_base + rows.to(tl.int64)[:, None] * dq_row_stride + dims[None, :],
@@ -254,7 +276,7 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10):
             for owned, walked, num_warps, num_stages in fitting or [(16, 16, 4, 1)]]
 
 
-def _launch(side, q, k, v, dout, gradients, row_sums, seq_lens, softmax_scale, causal, tma, config):
+def _launch(side, q, k, v, dout, gradients, row_sums, seq_lens, softmax_scale, causal, dropout, tma, config):
     """The kernel that owns "kv" or "q"; gradients: its own, row_sums: those of _row_sums."""
     batch_size, nheads, seqlen_q, head_dim = q.shape
     nheads_k, seqlen_k = k.shape[1:3]
@@ -270,17 +292,18 @@ def _launch(side, q, k, v, dout, gradients, row_sums, seq_lens, softmax_scale, c
     if tma:
         tiles = [descriptor(x, (1, 1, n, kBlockD)) for x, n in zip(tensors, (kBlockM, kBlockN, kBlockN, kBlockM))]
     strides = (stride for x in (*tensors, *gradients) for stride in x.stride()[:3])
-    kernel[(blocks * batch_size,)](*tiles, *gradients, *row_sums, seq_lens, *strides, nheads, nheads_k, seqlen_q,
-                                   seqlen_k, head_dim, softmax_scale, causal, head_dim < kBlockD, tma, kBlockM,
-                                   kBlockN, kBlockD, num_warps=config["num_warps"],
-                                   num_stages=config["num_stages"])
+    kernel[(blocks * batch_size,)](*tiles, *gradients, *row_sums, seq_lens, *dropout_arguments(dropout), *strides,
+                                   nheads, nheads_k, seqlen_q, seqlen_k, head_dim, softmax_scale, causal,
+                                   head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD,
+                                   num_warps=config["num_warps"], num_stages=config["num_stages"])
 
 
-def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune=True):
-    """(dq, dk, dv) of checked inputs and what the forward made of them; dlse may be None."""
+def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune=True, dropout=None):
+    """(dq, dk, dv) of checked inputs and what the forward made of them; dlse may be None, dropout is that of the
+    forward's run."""
     if INTERPRETING and q.dtype == torch.bfloat16:  # Triton's interpreter (3.6 to 3.9) gets its dots and casts wrong
         gradients = run(*(x if x is None else x.float() for x in (dout, dlse, q, k, v, out)), lse, seq_lens,
-                        softmax_scale, causal, autotune)
+                        softmax_scale, causal, autotune, dropout)
         return tuple(x.bfloat16() for x in gradients)
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     if not q.numel() or not k.numel():
@@ -297,10 +320,11 @@ def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune
         # A descriptor ends with the tensor, not with the sample.
         tma = seq_lens is None and can_use_tma(q, k, v, dout)
         lengths = [min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (seqlen_q, k.shape[2])]
-        key = str(q.dtype), block_d(q.dtype, head_dim), causal, seq_lens is not None, tma, *lengths
+        key = (str(q.dtype), block_d(q.dtype, head_dim), causal, seq_lens is not None, tma, dropout is not None,
+               *lengths)
         for side, gradients in (("kv", (dk, dv)), ("q", (dq,))):
             launch = functools.partial(_launch, side, q, k, v, dout, gradients, (lse_log2, delta), seq_lens,
-                                       softmax_scale, causal, tma)
+                                       softmax_scale, causal, dropout, tma)
             configs = tile_configs(side, q.dtype, head_dim, properties(q.device).max_shared_memory)
             name = f"attention_bwd_{side}"
             launch(tuner.fastest(name, key, configs, launch, q.device) if autotune else configs[0])
@@ -310,26 +334,27 @@ def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune
 @torch.library.custom_op("minimal_attn::triton_backward", mutates_args=())
 def triton_backward(dout: torch.Tensor, dlse: Optional[torch.Tensor], q: torch.Tensor, k: torch.Tensor,
                     v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, seq_lens: Optional[torch.Tensor],
-                    softmax_scale: float, causal: bool,
-                    autotune: bool) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                    softmax_scale: float, causal: bool, autotune: bool, dropout_p: float = 0.0,
+                    dropout_seed: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq like q, dk like k, dv like v: what minimal_attn::triton_forward's inputs get of dout (B, H, Sq, D) and dlse
     (B, H, Sq), or None."""
-    return run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune)
+    dropout = None if dropout_seed is None else (dropout_p, dropout_seed)
+    return run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune, dropout)
 
 
 @triton_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune):
+def _(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune, dropout_p=0.0, dropout_seed=None):
     return empty_like(q), empty_like(k), empty_like(v)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, seq_lens, ctx.softmax_scale, ctx.causal, *_, ctx.autotune = inputs
-    ctx.save_for_backward(q, k, v, *output, seq_lens)
+    q, k, v, seq_lens, ctx.softmax_scale, ctx.causal, *_, ctx.autotune, ctx.dropout_p, dropout_seed = inputs
+    ctx.save_for_backward(q, k, v, *output, seq_lens, dropout_seed)
     ctx.set_materialize_grads(False)  # an lse that nobody uses has no gradient
 
 
 def _backward(ctx, dout, dlse):
-    q, k, v, out, lse, seq_lens = ctx.saved_tensors
+    q, k, v, out, lse, seq_lens, dropout_seed = ctx.saved_tensors
     if q.dtype in FP8_DTYPES:
         raise NotImplementedError(f"minimal_attn::triton_forward has no backward pass in {q.dtype}")
     # Their tangents would be lost: Hessian-vector products, forwards over backwards, do this.
@@ -337,8 +362,9 @@ def _backward(ctx, dout, dlse):
                         dlse=dlse)
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = triton_backward(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.autotune)
-    return (*gradients, *[None] * 7)
+    gradients = triton_backward(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.autotune,
+                                ctx.dropout_p, dropout_seed)
+    return (*gradients, *[None] * 9)
 
 
 def _no_second(ctx, *gradients):
