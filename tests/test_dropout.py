@@ -333,7 +333,7 @@ def test_the_twin_reads_any_strides():
     want = drop(q, k, v, 0.3, causal=True)
     assert drop(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), 0.3, causal=True).equal(want)
     assert drop(*(x.mT.contiguous().mT for x in (q, k, v)), 0.3, causal=True).equal(want)
-    assert drop(*(x[:1, :1] for x in (q, k, v)), 0.3, causal=True).equal(want[:1, :1])  # the mask does not know the shape
+    assert drop(*(x[:1, :1] for x in (q, k, v)), 0.3, causal=True).equal(want[:1, :1])  # the mask knows no shape
     out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), 0.3, causal=True, dropout_seed=seed_of(),
                           backend="triton")
     assert out.transpose(1, 2).equal(want)
