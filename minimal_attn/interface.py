@@ -287,13 +287,14 @@ def _load_triton():
     return None, attention.INTERPRETING
 
 
-def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, descales, autotune):
+def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, descales, autotune, dropout):
     check_fp8(q)
     if is_eager(q, k, v) and not any(map(wants_gradient, (q, k, v))):
         from triton_ref.attention import run
 
-        return run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune)
-    return torch.ops.minimal_attn.triton_forward(q, k, v, seq_lens, softmax_scale, causal, *descales, autotune)
+        return run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune, dropout=dropout)
+    return torch.ops.minimal_attn.triton_forward(q, k, v, seq_lens, softmax_scale, causal, *descales, autotune,
+                                                 *(dropout or (0.0, None)))
 
 
 def _triton_why_not(device=None):
@@ -402,7 +403,7 @@ def _always(device=None):
 
 BACKENDS = {
     "cuda": Backend(_cuda_forward, (), KERNEL_DTYPES, False, False, _cuda_why_not),
-    "triton": Backend(_triton_forward, ("descales", "autotune"), TWIN_DTYPES, True, False, _triton_why_not),
+    "triton": Backend(_triton_forward, ("descales", "autotune", "dropout"), TWIN_DTYPES, True, False, _triton_why_not),
     "torch": Backend(_torch_forward, ("return_lse", "dropout"), DTYPES, True, True, _always),
     "reference": Backend(_reference_forward, ("descales", "dropout"), DTYPES + FP8_DTYPES, True, True, _always),
 }

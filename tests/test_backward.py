@@ -159,6 +159,28 @@ def test_only_what_is_asked_for(impl):
     assert dv.equal(expected)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("needed, sides", [("q", ["q"]), ("k", ["kv"]), ("v", ["kv"]), ("qkv", ["kv", "q"])])
+def test_only_what_is_needed_runs(monkeypatch, needed, sides, compiled):
+    """By the twin: of its two kernels, one owns the keys and one the rows."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from triton_ref import attention_bwd
+
+    torch.compiler.reset()
+    launched, launch = [], attention_bwd._launch
+    monkeypatch.setattr(attention_bwd, "_launch", lambda side, *args: launched.append(side) or launch(side, *args))
+    case = Case("needed", H=2, Hk=1, Sq=20, Sk=24)
+    q, k, v, dout = make_all(case, torch.float32, IMPLEMENTATIONS["triton"][1])
+    expected = dict(zip("qkv", gradients(by("triton", case), q, k, v, dout)))
+    launched.clear()
+    inputs = {name: x.detach().requires_grad_(name in needed) for name, x in zip("qkv", (q, k, v))}
+    call = torch.compile(by("triton", case), fullgraph=True, backend="aot_eager") if compiled else by("triton", case)
+    call(*inputs.values()).backward(dout)
+    assert launched == sides
+    for name, x in inputs.items():
+        assert x.grad.equal(expected[name]) if name in needed else x.grad is None
+
+
 @each_kernel
 def test_compiled_in_one_graph(impl):
     case = Case("compiled", Sq=40, Sk=40, causal=True)

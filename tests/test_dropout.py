@@ -14,7 +14,9 @@ from minimal_attn.interface import BACKENDS, _auto_backend
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 WITH_DROPOUT = [name for name in BACKENDS if "dropout" in BACKENDS[name].options]
-each_backend = pytest.mark.parametrize("backend", WITH_DROPOUT)
+# Those that form the scores do it in fp64 as well; kernels are judged in 16 bits and fp32, at the end of this file.
+each_backend = pytest.mark.parametrize("backend",
+                                       [name for name in WITH_DROPOUT if torch.float64 in BACKENDS[name].dtypes])
 SEED = 0x1234567890ABCDEF
 
 
@@ -275,3 +277,119 @@ def test_arguments_are_keyword_only():
         flash_attention(*qkv(), False, None, None, 0.1)
     with pytest.raises(TypeError, match="positional"):
         reference_attention(*qkv(), False, None, None, 0.1)
+
+
+# The Triton twin, on the GPU or in its interpreter.
+
+
+def twin_inputs(B=2, H=4, Hk=2, Sq=75, Sk=70, D=16, dtype=torch.float32):
+    pytest.importorskip("triton", reason="triton is not installed")
+    return [x.requires_grad_() for x in qkv(B, H, Hk, Sq, Sk, D, dtype)]
+
+
+def drop(q, k, v, dropout_p, backend="triton", seed=SEED, **options):
+    return flash_attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed_of(seed), backend=backend, **options)
+
+
+@pytest.mark.parametrize("Sq, Sk, seed", [(1, 1, 0), (15, 17, -1), (37, 64, SEED), (64, 33, -2**63), (64, 64, 2**62)])
+def test_the_twin_drops_what_the_mask_says(Sq, Sk, seed):
+    """Even probabilities by V of unit vectors: out is the mask itself, and so is dV where dout has them."""
+    q, k, _ = twin_inputs(Sq=Sq, Sk=Sk, D=64)
+    v = torch.zeros(2, 2, Sk, 64, device=DEVICE)
+    keep = keep_mask(seed_of(seed), 0.4, 2, 4, Sq, Sk, DEVICE)
+    v[:, :, :, :Sk] = torch.eye(Sk, device=DEVICE)
+    v.requires_grad_()
+    out = drop(q, k, v, 0.4, seed=seed, sm_scale=0.0)
+    assert (out[..., :Sk] != 0).equal(keep)
+    dout = torch.zeros_like(out)
+    dout[:, 0::2, :, :Sq] = torch.eye(Sq, device=DEVICE)  # of one query head of each group
+    (dv,) = torch.autograd.grad(out, v, dout)
+    assert (dv[..., :Sq] != 0).equal(keep[:, 0::2].mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dropout_p, shape, options", [
+    (0.1, dict(H=2), dict()), (0.5, dict(B=1, Sq=100), dict(causal=True)), (0.5, dict(D=40, Sq=30), dict(causal=True)),
+    (0.1, dict(H=2, Hk=1, Sq=70), dict(causal=True, seq_lens=[9, 70])), (1.0, dict(Sq=20, Sk=20), dict(causal=True)),
+    (0.9, dict(B=1, H=1, Hk=1, Sq=20, D=128), dict(sm_scale=-0.5)),
+], ids=str)
+def test_the_twin_against_the_reference(shape, options, dtype, dropout_p):
+    inputs = twin_inputs(**shape, dtype=dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out, lse = drop(*inputs, dropout_p, return_lse=True, **options)
+    want, want_lse = drop(*exact, dropout_p, "reference", return_lse=True, **options)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE, dtype)
+    got = out, *torch.autograd.grad(out, inputs, dout)
+    wants = want, *torch.autograd.grad(want, exact, dout.double())
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for x, y in zip(got, wants):
+        assert x.dtype == dtype
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance * max(1, y.abs().max().item()))
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_the_twin_reads_any_strides():
+    q, k, v = twin_inputs(Sq=70, dtype=torch.float16)
+    want = drop(q, k, v, 0.3, causal=True)
+    assert drop(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), 0.3, causal=True).equal(want)
+    assert drop(*(x.mT.contiguous().mT for x in (q, k, v)), 0.3, causal=True).equal(want)
+    assert drop(*(x[:1, :1] for x in (q, k, v)), 0.3, causal=True).equal(want[:1, :1])  # the mask knows no shape
+    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), 0.3, causal=True, dropout_seed=seed_of(),
+                          backend="triton")
+    assert out.transpose(1, 2).equal(want)
+
+
+def test_the_twin_in_fp8():
+    inputs = [x.detach().to(torch.float8_e4m3fn) for x in twin_inputs(D=32)]
+    if HAS_GPU and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 needs a GPU from 8.9 on")
+    out, want = (drop(*inputs, 0.3, backend) for backend in ("triton", "reference"))
+    torch.testing.assert_close(out, want, rtol=0.05, atol=0.05)
+
+
+def test_the_op_of_the_twin():
+    q, k, v = twin_inputs(Sq=20, Sk=24)
+    args = (q, k, v, None, 0.25, True, None, None, None, True, 0.3, seed_of())
+    torch.library.opcheck(torch.ops.minimal_attn.triton_forward.default, args)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_twin_compiles_as_one_graph(dynamic):
+    torch.compiler.reset()
+    attend = lambda q, k, v, seed: flash_attention(q, k, v, True, dropout_p=0.25, dropout_seed=seed,  # noqa: E731
+                                                   backend="triton")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter, dynamic=dynamic)
+    for Sq in (21, 40) if dynamic else (21,):
+        inputs = twin_inputs(Sq=Sq)
+        for seed in range(2):
+            got, want = (call(*inputs, seed_of(seed)) for call in (compiled, attend))
+            grads = [torch.autograd.grad(out.square().sum(), inputs) for out in (got, want)]
+            for x, y in zip((got, *grads[0]), (want, *grads[1])):
+                torch.testing.assert_close(x, y)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_of_the_twin_draws_anew():
+    """Forward and backward in one CUDA graph: what changes the seed in place changes the mask of both."""
+    q, k, v = twin_inputs(dtype=torch.bfloat16)
+    seed = seed_of(0)
+    step = lambda: torch.autograd.grad(  # noqa: E731
+        flash_attention(q, k, v, True, dropout_p=0.5, dropout_seed=seed, backend="triton").float().square().sum(),
+        (q, k, v))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    results = []
+    for value in (1, 2, 1):
+        seed.fill_(value)
+        graph.replay()
+        results.append([x.clone() for x in captured])
+        assert all(map(torch.equal, results[-1], step()))
+    assert all(map(torch.equal, results[0], results[2])) and not results[0][2].equal(results[1][2])

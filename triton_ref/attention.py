@@ -20,6 +20,8 @@ from triton.compiler.errors import CompilationError
 from minimal_attn.checks import FP8_DTYPES, out_dtype
 
 from . import autotune as tuner
+from .dropout import arguments as dropout_arguments
+from .dropout import keep_tile
 from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember
 
 try:
@@ -51,9 +53,10 @@ def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.const
 
 
 @triton.jit
-def _attend(acc_o, row_max, row_sum, q, k, v, b, h_k, k_row_stride, v_row_stride, n_block_min, n_block_max, visible,
-            seqlen_k, seq_len, head_dim, scale_log2, kMasked: tl.constexpr, kMaskCols: tl.constexpr,
-            kHasSeqLens: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
+def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, n_block_min, n_block_max,
+            visible, seqlen_k, seq_len, head_dim, scale_log2, seed_ptr, threshold, kMasked: tl.constexpr,
+            kMaskCols: tl.constexpr, kHasSeqLens: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
+            kTma: tl.constexpr):
     """Online softmax over the key blocks [n_block_min, n_block_max): the new acc_o, row_max, row_sum."""
     kIsFp8: tl.constexpr = q.dtype.primitive_bitwidth == 8
     for n_block in range(n_block_min, n_block_max):
@@ -72,6 +75,8 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h_k, k_row_stride, v_row_stride
             p = tl.exp2(acc_s * scale_log2 - (max_sub * scale_log2 - (8.0 if kIsFp8 else 0.0))[:, None])
         rescale = tl.exp2((row_max - max_sub) * scale_log2)
         row_sum = row_sum * rescale + tl.sum(p, 1)
+        if seed_ptr is not None:  # of what meets V alone: the sum normalises what there was before
+            p = tl.where(keep_tile(seed_ptr, threshold, b, h, row0, col0, p.shape[0], kBlockN), p, 0.0)
         if kIsFp8:  # v is Vᵀ, its keys in the order of _transpose_v
             v_tile = _load(v, b, h_k, 0, col0, v_row_stride, head_dim, tl.cdiv(seqlen_k, 16) * 16, kMaskCols, kMasked,
                            kBlockD, kBlockN, kTma).T
@@ -116,9 +121,10 @@ def _transpose_v(v_ptr, vt_ptr, seq_lens_ptr, v_batch_stride, v_head_stride, v_r
              mask=(dims[:, None] < head_dim) & (places[None, :] < seqlen_vt))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["threshold"])
 def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and strides as AttnParams in csrc/flash.h
                q_descale_ptr, k_descale_ptr, v_descale_ptr,  # fp8: (B, Hk), contiguous; and v is Vᵀ
+               seed_ptr, threshold, keep_scale,  # of dropout.py; a seed_ptr of None: no dropout
                q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                v_batch_stride, v_head_stride, v_row_stride, o_batch_stride, o_head_stride, o_row_stride,
                nheads, nheads_k, seqlen_q, seqlen_k, head_dim, softmax_scale, kIsCausal: tl.constexpr,
@@ -161,25 +167,26 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
         q = (-q.to(tl.float32)).to(q.dtype)
     # exp(scale · (s - max)) = exp2(scale_log2 · (s - max)). A scale of 0 makes all scores alike; so does the least
     # number, which does not turn a masked -inf into NaN. A descale below 0 is an error that only the GPU can see.
-    scale, scale_o = tl.abs(softmax_scale), 1.0
+    scale, scale_o = tl.abs(softmax_scale), keep_scale
     if q_descale_ptr is not None:
         scale *= tl.load(q_descale_ptr + b * nheads_k + h_k)
     if k_descale_ptr is not None:
         scale *= tl.load(k_descale_ptr + b * nheads_k + h_k)
     if v_descale_ptr is not None:
-        scale_o = tl.load(v_descale_ptr + b * nheads_k + h_k)
+        scale_o *= tl.load(v_descale_ptr + b * nheads_k + h_k)
     scale_log2 = tl.where(scale < 0, float("nan"), tl.maximum(scale * 1.4426950408889634, 1e-37))
     acc_o = tl.zeros([kBlockM, kBlockD], tl.float32)
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
     # First the blocks that every row sees whole, then those that a mask cuts.
     kHasSeqLens: tl.constexpr = seq_lens_ptr is not None
-    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h_k, k_row_stride, v_row_stride, 0,
-                                      n_block_full, visible, seqlen_k, seq_len, head_dim, scale_log2, False, kMaskCols,
-                                      kHasSeqLens, kBlockN, kBlockD, kTma)
-    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h_k, k_row_stride, v_row_stride,
-                                      n_block_full, n_block_max, visible, seqlen_k, seq_len, head_dim, scale_log2, True,
-                                      kMaskCols, kHasSeqLens, kBlockN, kBlockD, kTma)
+    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
+                                      v_row_stride, 0, n_block_full, visible, seqlen_k, seq_len, head_dim, scale_log2,
+                                      seed_ptr, threshold, False, kMaskCols, kHasSeqLens, kBlockN, kBlockD, kTma)
+    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
+                                      v_row_stride, n_block_full, n_block_max, visible, seqlen_k, seq_len, head_dim,
+                                      scale_log2, seed_ptr, threshold, True, kMaskCols, kHasSeqLens, kBlockN, kBlockD,
+                                      kTma)
 
     empty = (visible <= 0) | (row_sum == 0.0)
     row_sum = tl.where(empty, 1.0, row_sum)
@@ -279,7 +286,7 @@ def empty_outputs(q):
     return empty_like(q, out_dtype(q.dtype)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, tma, kernel=None):
+def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, dropout, tma, kernel=None):
     """One launch for checked inputs; v is Vᵀ if they are fp8.
 
     Returns the compiled kernel: passed to the next call with such tensors, it spares Triton looking for it.
@@ -297,9 +304,9 @@ def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal,
     programs = -(-seqlen_q // kBlockM) * batch_size * nheads
     if programs > MAX_PROGRAMS:
         raise ValueError(f"too many rows: {programs} blocks of {kBlockM}, a launch takes {MAX_PROGRAMS}")
-    arguments = (*tiles, out, lse, seq_lens, *descales, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                 *out.stride()[:3], nheads, k.shape[1], seqlen_q, k.shape[2], head_dim, softmax_scale, causal,
-                 softmax_scale < 0, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
+    arguments = (*tiles, out, lse, seq_lens, *descales, *dropout_arguments(dropout), *q.stride()[:3], *k.stride()[:3],
+                 *v.stride()[:3], *out.stride()[:3], nheads, k.shape[1], seqlen_q, k.shape[2], head_dim, softmax_scale,
+                 causal, softmax_scale < 0, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
     if kernel is None:
         return _flash_fwd[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
     kernel[(programs, 1, 1)](*arguments)
@@ -309,12 +316,13 @@ def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal,
 _plans = {}  # {all that a launch depends on: (its config, whether by TMA, the compiled kernel)}
 
 
-def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, config=None):
-    """(out, lse) of checked inputs, by config or else by one of tile_configs."""
+def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, config=None, dropout=None):
+    """(out, lse) of checked inputs, by config or else by one of tile_configs; dropout: (dropout_p, seed) or None."""
     if INTERPRETING and q.dtype not in (torch.float32, torch.float16):
         # Triton's interpreter (3.6 to 3.9) gets dots and casts of the other dtypes wrong.
         descales = [None if x is None else x.float() for x in descales]
-        out, lse = run(q.float(), k.float(), v.float(), seq_lens, descales, softmax_scale, causal, autotune, config)
+        out, lse = run(q.float(), k.float(), v.float(), seq_lens, descales, softmax_scale, causal, autotune, config,
+                       dropout)
         return empty_outputs(q)[0].copy_(out), lse
     out, lse = empty_outputs(q)
     if not out.numel():
@@ -322,11 +330,11 @@ def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, confi
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         if q.dtype in FP8_DTYPES:
             v = transposed(v, seq_lens)
-        args = q, k, v, out, lse, seq_lens, descales, softmax_scale, causal
+        args = q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, dropout
         autotune = autotune and tuner.is_on()
         key = (q.device, softmax_scale < 0, causal, autotune, config and tuple(config.values()),
                *((x.dtype, x.shape, x.stride(), x.data_ptr() % 16) if x is not None else None
-                 for x in (q, k, v, seq_lens, *descales)))
+                 for x in (q, k, v, seq_lens, *descales, dropout and dropout[1])))
         plan = _plans.get(key)
         if plan is not None:
             launch(plan[0], *args, *plan[1:])
@@ -336,7 +344,7 @@ def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, confi
                 chosen = config or choose(autotune, tma, *args)
                 kernel = launch(chosen, *args, tma)
             except CompilationError as error:
-                if config or not candidates(q, out, tma, seq_lens, softmax_scale)[1]:
+                if config or not candidates(q, out, tma, seq_lens, softmax_scale, dropout)[1]:
                     raise
                 give_up_hopper(error)
                 chosen = choose(autotune, tma, *args)
@@ -354,27 +362,28 @@ def give_up_hopper(error):
                   f"slower without it: {error}", stacklevel=2)
 
 
-def candidates(q, out, tma, seq_lens=None, softmax_scale=1.0):
+def candidates(q, out, tma, seq_lens=None, softmax_scale=1.0, dropout=None):
     """tile_configs for a call, and whether attention_hopper.py is among them."""
     found = properties(q.device)
     is_hopper = (found.capability // 10 == 9 and tma and attention_hopper is not None and can_use_tma(out)
-                 and seq_lens is None and softmax_scale >= 0)
+                 and seq_lens is None and softmax_scale >= 0 and dropout is None)
     return tile_configs(q.dtype, q.shape[-1], found.max_shared_memory, is_hopper), is_hopper
 
 
-def choose(autotune, tma, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal):
+def choose(autotune, tma, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, dropout):
     """One of the candidates: the first, or the fastest."""
-    configs, is_hopper = candidates(q, out, tma, seq_lens, softmax_scale)
+    configs, is_hopper = candidates(q, out, tma, seq_lens, softmax_scale, dropout)
     if not autotune:
         return configs[0]
     # Lengths by the power of two that they reach: 1025 to 2048 are tuned as one.
     lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2]))
-    key = str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, is_hopper, *lengths
+    key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, is_hopper, dropout is not None,
+           *lengths)
     kernels = {}
 
     def run_config(config):
         name = tuple(config.values())
-        kernels[name] = launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, tma,
+        kernels[name] = launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, dropout, tma,
                                kernels.get(name))
 
     return tuner.fastest("attention", key, configs, run_config, q.device)
@@ -384,15 +393,18 @@ def choose(autotune, tma, q, k, v, out, lse, seq_lens, descales, softmax_scale, 
 def triton_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Optional[torch.Tensor],
                    softmax_scale: float, causal: bool, q_descale: Optional[torch.Tensor] = None,
                    k_descale: Optional[torch.Tensor] = None, v_descale: Optional[torch.Tensor] = None,
-                   autotune: bool = True) -> Tuple[torch.Tensor, torch.Tensor]:
+                   autotune: bool = True, dropout_p: float = 0.0,
+                   dropout_seed: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, torch.Tensor]:
     """out like q, bf16 if q is fp8, and lse fp32 (B, H, Sq), of checked inputs: q (B, H, Sq, D), k, v (B, Hk, Sk, D),
-    all with a contiguous last dimension, seq_lens int32 (B,) or None, descales fp32 (B, Hk), contiguous, or None.
-    minimal_attn.flash_attention checks and describes them."""
-    return run(q, k, v, seq_lens, (q_descale, k_descale, v_descale), softmax_scale, causal, autotune)
+    all with a contiguous last dimension, seq_lens int32 (B,) or None, descales fp32 (B, Hk), contiguous, or None,
+    dropout_seed int64, one element, or None for no dropout. minimal_attn.flash_attention checks and describes them."""
+    dropout = None if dropout_seed is None else (dropout_p, dropout_seed)
+    return run(q, k, v, seq_lens, (q_descale, k_descale, v_descale), softmax_scale, causal, autotune, dropout=dropout)
 
 
 @triton_forward.register_fake
-def _(q, k, v, seq_lens, softmax_scale, causal, q_descale=None, k_descale=None, v_descale=None, autotune=True):
+def _(q, k, v, seq_lens, softmax_scale, causal, q_descale=None, k_descale=None, v_descale=None, autotune=True,
+      dropout_p=0.0, dropout_seed=None):
     return empty_outputs(q)
 
 

@@ -4,7 +4,7 @@ P is formed again from lse. With dP = dO Vᵀ and delta = rowsum(dO ∘ O), dS =
 dV = Pᵀ dO, dK = scale · dSᵀ Q, dQ = scale · dS K; d lse / d S = P makes dlse a part of delta. One kernel owns blocks of
 keys and walks along the rows that see them, for dK and dV; another owns blocks of rows and walks along the keys, for
 dQ. So Q Kᵀ and dO Vᵀ are formed twice, but nothing is added up in memory: no workspace of Q's size, no atomics, the
-same bits in every run.
+same bits in every run. With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
 
 Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: attention.py, the forward.
 """
@@ -20,16 +20,18 @@ from minimal_attn.checks import FP8_DTYPES, check_no_derivative
 
 from . import autotune as tuner
 from .attention import _load, block_d, can_use_tma, empty_like, triton_forward
-from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties
+from .dropout import arguments as dropout_arguments
+from .dropout import keep_tile
+from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember
 
 
 @triton.jit
 def _row_sums(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr, o_batch_stride, o_head_stride, o_row_stride,
               do_batch_stride, do_head_stride, do_row_stride, dlse_batch_stride, dlse_head_stride, dlse_row_stride,
-              nheads, seqlen_q, head_dim, kBlockM: tl.constexpr, kBlockD: tl.constexpr):
-    """delta = rowsum(dO ∘ O) - dlse, and lse in powers of two. Rows without a key have 0, whatever dO and dlse hold, and
-    inf, so that their P is 0."""
-    m_blocks = tl.cdiv(seqlen_q, kBlockM)
+              nheads, seqlen_q, seqlen_pad, head_dim, kBlockM: tl.constexpr, kBlockD: tl.constexpr):
+    """delta = rowsum(dO ∘ O) - dlse, and lse in powers of two, (B, H, seqlen_pad). Rows without a key have 0, whatever
+    dO and dlse hold, and inf, so that their P is 0; so have the rows from seqlen_q on, for all tiles to be whole."""
+    m_blocks = tl.cdiv(seqlen_pad, kBlockM)
     bh = (tl.program_id(0) // m_blocks).to(tl.int64)
     b, h = bh // nheads, bh % nheads
     row0 = tl.program_id(0) % m_blocks * kBlockM
@@ -43,11 +45,21 @@ def _row_sums(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr, o_batch
     if dlse_ptr is not None:
         dlse = dlse_ptr + b * dlse_batch_stride + h * dlse_head_stride + rows.to(tl.int64) * dlse_row_stride
         delta -= tl.load(dlse, mask=is_row, other=0.0)
-    lse = tl.load(lse_ptr + bh * seqlen_q + rows, mask=is_row, other=0.0)
+    lse = tl.load(lse_ptr + bh * seqlen_q + rows, mask=is_row, other=float("-inf"))
     is_empty = lse == float("-inf")
-    tl.store(delta_ptr + bh * seqlen_q + rows, tl.where(is_empty, 0.0, delta), mask=is_row)
-    tl.store(lse_log2_ptr + bh * seqlen_q + rows, tl.where(is_empty, float("inf"), lse * 1.4426950408889634),
-             mask=is_row)
+    tl.store(delta_ptr + bh * seqlen_pad + rows, tl.where(is_empty, 0.0, delta))
+    tl.store(lse_log2_ptr + bh * seqlen_pad + rows, tl.where(is_empty, float("inf"), lse * 1.4426950408889634))
+
+
+@triton.jit
+def _load_sums(x, bh, row0, seqlen_pad, kBlockM: tl.constexpr, kTma: tl.constexpr):
+    """[kBlockM] of delta or lse_log2. By TMA they come once; as a load of pointers each thread would copy all that it
+    needs, four bytes at a time."""
+    if kTma:
+        sums = x.load([bh, row0]).reshape(kBlockM)
+    else:
+        sums = tl.load(x + bh.to(tl.int64) * seqlen_pad + row0 + tl.arange(0, kBlockM))
+    return sums
 
 
 @triton.jit
@@ -62,36 +74,46 @@ def _add_product(acc, a, b):
 
 
 @triton.jit
-def _walk_rows(dk, dv, k, v, q, do, lse_log2_ptr, delta_ptr, b, h, q_row_stride, do_row_stride, m_block_min,
-               m_block_max, cols, shift, row_end, head_dim, scale_log2, kMasked: tl.constexpr,
-               kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
-    """dk, dv [kBlockN, kBlockD] of one query head, with what its row blocks [m_block_min, m_block_max) add."""
+def _walk_rows(dk, dv, k, v, q, do, lse_log2_ptr, delta_ptr, b, h, bh, q_row_stride, do_row_stride, m_block_min,
+               m_block_max, col0, shift, row_end, seqlen_pad, head_dim, scale_log2, seed_ptr, threshold, keep_scale,
+               kMasked: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr,
+               kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
+    """dk, dv / keep_scale [kBlockN, kBlockD] of one query head, with what its row blocks [m_block_min, m_block_max)
+    add."""
+    cols = col0 + tl.arange(0, kBlockN)
     for m_block in range(m_block_min, m_block_max):
         row0 = m_block * kBlockM
         rows = row0 + tl.arange(0, kBlockM)
         q_tile = _load(q, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
-        lse_log2 = tl.load(lse_log2_ptr + rows, mask=rows < row_end, other=float("inf"))
+        lse_log2 = _load_sums(lse_log2_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
         p = tl.exp2(tl.dot(k, q_tile.T, input_precision="ieee") * scale_log2 - lse_log2[None, :])  # Pᵀ
         if kMasked:
             p = tl.where(cols[:, None] < rows[None, :] + shift, p, 0.0)
         do_tile = _load(do, b, h, row0, 0, do_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
-        if kMasked:  # the dO of a row without a key may be NaN
+        if kMasked and kEmptyRows:  # the dO of a row without a key may be NaN
             do_tile = tl.where((lse_log2 == float("inf"))[:, None], tl.zeros_like(do_tile), do_tile)
-        dv = _add_product(dv, p.to(k.dtype), do_tile)
-        delta = tl.load(delta_ptr + rows, mask=rows < row_end, other=0.0)
-        ds = p * (tl.dot(v, do_tile.T, input_precision="ieee") - delta[None, :])  # dSᵀ
+        dp = tl.dot(v, do_tile.T, input_precision="ieee")  # dPᵀ
+        if seed_ptr is not None:
+            keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN).T
+            dv = _add_product(dv, tl.where(keep, p, 0.0).to(k.dtype), do_tile)
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        else:
+            dv = _add_product(dv, p.to(k.dtype), do_tile)
+        delta = _load_sums(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        ds = p * (dp - delta[None, :])  # dSᵀ
         dk = _add_product(dk, ds.to(k.dtype), q_tile)
     return dk, dv
 
 
-@triton.jit
-def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seq_lens_ptr,
+@triton.jit(do_not_specialize=["threshold"])
+def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seq_lens_ptr, seed_ptr,
+                  threshold, keep_scale,
                   q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                   v_batch_stride, v_head_stride, v_row_stride, do_batch_stride, do_head_stride, do_row_stride,
                   dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
-                  nheads, nheads_k, seqlen_q, seqlen_k, head_dim, softmax_scale, kIsCausal: tl.constexpr,
-                  kMaskCols: tl.constexpr, kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
-                  kBlockD: tl.constexpr):
+                  nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad, head_dim, softmax_scale,
+                  kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr,
+                  kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
     """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it."""
     # The keys that most rows see under a causal mask go first.
     n_blocks = tl.cdiv(seqlen_k, kBlockN)
@@ -128,21 +150,23 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, del
         if not kTma:
             q_base = q_ptr + b.to(tl.int64) * q_batch_stride + h.to(tl.int64) * q_head_stride
             do_base = do_ptr + b.to(tl.int64) * do_batch_stride + h.to(tl.int64) * do_head_stride
-        row_sums = (b * nheads + h).to(tl.int64) * seqlen_q
+        bh = b * nheads + h
         if kIsCausal:
-            dk, dv = _walk_rows(dk, dv, k, v, q_base, do_base, lse_log2_ptr + row_sums, delta_ptr + row_sums, b, h,
-                                q_row_stride, do_row_stride, m_block_min, m_block_full, cols, shift, row_end, head_dim,
-                                scale_log2, True, kMaskCols, kBlockM, kBlockD, kTma)
-        dk, dv = _walk_rows(dk, dv, k, v, q_base, do_base, lse_log2_ptr + row_sums, delta_ptr + row_sums, b, h,
-                            q_row_stride, do_row_stride, m_block_full, m_block_max, cols, shift, row_end, head_dim,
-                            scale_log2, False, kMaskCols, kBlockM, kBlockD, kTma)
+            dk, dv = _walk_rows(dk, dv, k, v, q_base, do_base, lse_log2_ptr, delta_ptr, b, h, bh, q_row_stride,
+                                do_row_stride, m_block_min, m_block_full, col0, shift, row_end, seqlen_pad, head_dim,
+                                scale_log2, seed_ptr, threshold, keep_scale, True, kEmptyRows, kMaskCols, kBlockM,
+                                kBlockN, kBlockD, kTma)
+        dk, dv = _walk_rows(dk, dv, k, v, q_base, do_base, lse_log2_ptr, delta_ptr, b, h, bh, q_row_stride,
+                            do_row_stride, m_block_full, m_block_max, col0, shift, row_end, seqlen_pad, head_dim,
+                            scale_log2, seed_ptr, threshold, keep_scale, False, kEmptyRows, kMaskCols, kBlockM, kBlockN,
+                            kBlockD, kTma)
 
     dims = tl.arange(0, kBlockD)
     is_stored = (cols[:, None] < seqlen_k) & (dims[None, :] < head_dim)
     dk_base = dk_ptr + b.to(tl.int64) * dk_batch_stride + h_k.to(tl.int64) * dk_head_stride
     dv_base = dv_ptr + b.to(tl.int64) * dv_batch_stride + h_k.to(tl.int64) * dv_head_stride
     dk = tl.where(cols[:, None] < seq_len, dk * softmax_scale, 0.0)
-    dv = tl.where(cols[:, None] < seq_len, dv, 0.0)
+    dv = tl.where(cols[:, None] < seq_len, dv * keep_scale, 0.0)
     tl.store(dk_base + cols.to(tl.int64)[:, None] * dk_row_stride + dims[None, :], dk.to(dk_ptr.dtype.element_ty),
              mask=is_stored)
     tl.store(dv_base + cols.to(tl.int64)[:, None] * dv_row_stride + dims[None, :], dv.to(dv_ptr.dtype.element_ty),
@@ -150,9 +174,10 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, del
 
 
 @triton.jit
-def _walk_keys(dq, q, do, lse_log2, delta, k, v, b, h_k, k_row_stride, v_row_stride, n_block_min, n_block_max, visible,
-               seq_len, head_dim, scale_log2, kMasked: tl.constexpr, kMaskCols: tl.constexpr, kBlockN: tl.constexpr,
-               kBlockD: tl.constexpr, kTma: tl.constexpr):
+def _walk_keys(dq, q, do, lse_log2, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, n_block_min, n_block_max,
+               visible, seq_len, head_dim, scale_log2, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
+               kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
+               kTma: tl.constexpr):
     """dq [kBlockM, kBlockD] with what the key blocks [n_block_min, n_block_max) add."""
     for n_block in range(n_block_min, n_block_max):
         col0 = n_block * kBlockN
@@ -162,18 +187,23 @@ def _walk_keys(dq, q, do, lse_log2, delta, k, v, b, h_k, k_row_stride, v_row_str
         p = tl.exp2(tl.dot(q, k_tile.T, input_precision="ieee") * scale_log2 - lse_log2[:, None])
         if kMasked:
             p = tl.where(cols[None, :] < visible[:, None], p, 0.0)
-        ds = p * (tl.dot(do, v_tile.T, input_precision="ieee") - delta[:, None])
+        dp = tl.dot(do, v_tile.T, input_precision="ieee")
+        if seed_ptr is not None:
+            keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN)
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        ds = p * (dp - delta[:, None])
         dq = _add_product(dq, ds.to(q.dtype), k_tile)
     return dq
 
 
-@triton.jit
-def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seq_lens_ptr,
+@triton.jit(do_not_specialize=["threshold"])
+def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seq_lens_ptr, seed_ptr, threshold,
+                 keep_scale,
                  q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                  v_batch_stride, v_head_stride, v_row_stride, do_batch_stride, do_head_stride, do_row_stride,
-                 dq_batch_stride, dq_head_stride, dq_row_stride, nheads, nheads_k, seqlen_q, seqlen_k, head_dim,
-                 softmax_scale, kIsCausal: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr,
-                 kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
+                 dq_batch_stride, dq_head_stride, dq_row_stride, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad,
+                 head_dim, softmax_scale, kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr,
+                 kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
     """dQ of kBlockM rows of one head."""
     m_blocks = tl.cdiv(seqlen_q, kBlockM)
     row0 = (m_blocks - 1 - tl.program_id(0) % m_blocks) * kBlockM
@@ -204,16 +234,18 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, s
         do_base = do_ptr + b.to(tl.int64) * do_batch_stride + h.to(tl.int64) * do_head_stride
     q = _load(q_base, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
     do = _load(do_base, b, h, row0, 0, do_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
-    row_sums = bh.to(tl.int64) * seqlen_q + rows
-    lse_log2 = tl.load(lse_log2_ptr + row_sums, mask=rows < row_end, other=float("inf"))
-    delta = tl.load(delta_ptr + row_sums, mask=rows < row_end, other=0.0)
-    do = tl.where((lse_log2 == float("inf"))[:, None], tl.zeros_like(do), do)  # of rows without a key it may be NaN
+    lse_log2 = _load_sums(lse_log2_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+    delta = _load_sums(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+    if kEmptyRows:
+        do = tl.where((lse_log2 == float("inf"))[:, None], tl.zeros_like(do), do)
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     scale_log2 = softmax_scale * 1.4426950408889634
-    dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h_k, k_row_stride, v_row_stride, 0, n_block_full,
-                    visible, seq_len, head_dim, scale_log2, False, kMaskCols, kBlockN, kBlockD, kTma)
-    dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h_k, k_row_stride, v_row_stride, n_block_full,
-                    n_block_max, visible, seq_len, head_dim, scale_log2, True, kMaskCols, kBlockN, kBlockD, kTma)
+    dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, 0,
+                    n_block_full, visible, seq_len, head_dim, scale_log2, seed_ptr, threshold, keep_scale, False,
+                    kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+    dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride,
+                    n_block_full, n_block_max, visible, seq_len, head_dim, scale_log2, seed_ptr, threshold, keep_scale,
+                    True, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
     dims = tl.arange(0, kBlockD)
     dq_base = dq_ptr + b.to(tl.int64) * dq_batch_stride + h.to(tl.int64) * dq_head_stride
     tl.store(dq_base + rows.to(tl.int64)[:, None] * dq_row_stride + dims[None, :],
@@ -254,82 +286,130 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10):
             for owned, walked, num_warps, num_stages in fitting or [(16, 16, 4, 1)]]
 
 
-def _launch(side, q, k, v, dout, gradients, row_sums, seq_lens, softmax_scale, causal, tma, config):
-    """The kernel that owns "kv" or "q"; gradients: its own, row_sums: those of _row_sums."""
+def _launch(side, config, tma, gradients, q, k, v, dout, lse_log2, delta, seq_lens, softmax_scale, causal, dropout,
+            kernel=None):
+    """The kernel that owns "kv" or "q", for its own gradients. Returns it compiled, to spare the next such call looking
+    for it."""
     batch_size, nheads, seqlen_q, head_dim = q.shape
     nheads_k, seqlen_k = k.shape[1:3]
-    owned, walked, kBlockD = config["owned"], config["walked"], config["kBlockD"]
+    owned, walked, kBlockD, num_warps, num_stages = config.values()
     if side == "kv":
-        kernel, kBlockM, kBlockN, blocks = _flash_bwd_kv, walked, owned, triton.cdiv(seqlen_k, owned) * nheads_k
+        function, kBlockM, kBlockN, blocks = _flash_bwd_kv, walked, owned, -(-seqlen_k // owned) * nheads_k
     else:
-        kernel, kBlockM, kBlockN, blocks = _flash_bwd_q, owned, walked, triton.cdiv(seqlen_q, owned) * nheads
-    if blocks * batch_size > MAX_PROGRAMS:
-        raise ValueError(f"too many blocks: {blocks * batch_size} of {owned}, a launch takes {MAX_PROGRAMS}")
-    tensors = q, k, v, dout
+        function, kBlockM, kBlockN, blocks = _flash_bwd_q, owned, walked, -(-seqlen_q // owned) * nheads
+    programs = blocks * batch_size
+    if programs > MAX_PROGRAMS:
+        raise ValueError(f"too many blocks: {programs} of {owned}, a launch takes {MAX_PROGRAMS}")
+    tensors, sums, seqlen_pad = (q, k, v, dout), (lse_log2, delta), delta.shape[1]
     tiles = tensors
     if tma:
         tiles = [descriptor(x, (1, 1, n, kBlockD)) for x, n in zip(tensors, (kBlockM, kBlockN, kBlockN, kBlockM))]
+        sums = [descriptor(x, (1, kBlockM)) for x in sums]
     strides = (stride for x in (*tensors, *gradients) for stride in x.stride()[:3])
-    kernel[(blocks * batch_size,)](*tiles, *gradients, *row_sums, seq_lens, *strides, nheads, nheads_k, seqlen_q,
-                                   seqlen_k, head_dim, softmax_scale, causal, head_dim < kBlockD, tma, kBlockM,
-                                   kBlockN, kBlockD, num_warps=config["num_warps"],
-                                   num_stages=config["num_stages"])
+    has_empty_rows = causal and seqlen_q > seqlen_k
+    arguments = (*tiles, *gradients, *sums, seq_lens, *dropout_arguments(dropout), *strides, nheads, nheads_k, seqlen_q,
+                 seqlen_k, seqlen_pad, head_dim, softmax_scale, causal, has_empty_rows, head_dim < kBlockD, tma,
+                 kBlockM, kBlockN, kBlockD)
+    if kernel is None:
+        return function[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
+    kernel[(programs, 1, 1)](*arguments)
+    return kernel
 
 
-def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune=True):
-    """(dq, dk, dv) of checked inputs and what the forward made of them; dlse may be None."""
+_plans = {}  # {all that the launches depend on: (whether by TMA, {side: (its config, the compiled kernel)})}
+
+
+def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune=True, dropout=None, need_dq=True,
+        need_dkv=True):
+    """(dq, dk, dv) of checked inputs and what the forward made of them; dlse may be None, dropout is that of the
+    forward's run. Without need_dq dq is None, without need_dkv dk and dv are, and nothing is spent on them."""
     if INTERPRETING and q.dtype == torch.bfloat16:  # Triton's interpreter (3.6 to 3.9) gets its dots and casts wrong
         gradients = run(*(x if x is None else x.float() for x in (dout, dlse, q, k, v, out)), lse, seq_lens,
-                        softmax_scale, causal, autotune)
-        return tuple(x.bfloat16() for x in gradients)
-    dq, dk, dv = (empty_like(x) for x in (q, k, v))
+                        softmax_scale, causal, autotune, dropout, need_dq, need_dkv)
+        return tuple(x if x is None else x.bfloat16() for x in gradients)
+    gradients = {"kv": [empty_like(k), empty_like(v)] if need_dkv else [None, None],
+                 "q": [empty_like(q) if need_dq else None]}
+    sides = [side for side, is_needed in (("kv", need_dkv), ("q", need_dq)) if is_needed]
+    result = *gradients["q"], *gradients["kv"]
     if not q.numel() or not k.numel():
-        return tuple(x.zero_() for x in (dq, dk, dv))
+        return tuple(x if x is None else x.zero_() for x in result)
     if dout.stride(-1) != 1:  # as the gradient of a sum
         dout = dout.contiguous()
-    delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
     batch_size, nheads, seqlen_q, head_dim = q.shape
+    seqlen_pad = -(-seqlen_q // 128) * 128
+    delta, lse_log2 = (lse.new_empty(batch_size * nheads, seqlen_pad) for _ in range(2))
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
-        _row_sums[(triton.cdiv(seqlen_q, 64) * batch_size * nheads,)](
+        _row_sums[(seqlen_pad // 64 * batch_size * nheads,)](
             out, dout, lse, dlse, delta, lse_log2, *out.stride()[:3], *dout.stride()[:3],
-            *(dlse.stride() if dlse is not None else (0, 0, 0)), nheads, seqlen_q, head_dim, kBlockM=64,
+            *(dlse.stride() if dlse is not None else (0, 0, 0)), nheads, seqlen_q, seqlen_pad, head_dim, kBlockM=64,
             kBlockD=block_d(q.dtype, head_dim))
+        args = q, k, v, dout, lse_log2, delta, seq_lens, softmax_scale, causal, dropout
+        autotune = autotune and tuner.is_on()
+        key = (q.device, causal, autotune, *sides, *((x.dtype, x.shape, x.stride(), x.data_ptr() % 16)
+                                                     if x is not None else None
+                                                     for x in (q, k, v, dout, seq_lens, dropout and dropout[1])))
+        plan = _plans.get(key)
+        if plan is not None:
+            tma, chosen = plan
+            for side in sides:
+                config, kernel = chosen[side]
+                _launch(side, config, tma, gradients[side], *args, kernel)
+            return result
         # A descriptor ends with the tensor, not with the sample.
-        tma = seq_lens is None and can_use_tma(q, k, v, dout)
-        lengths = [min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (seqlen_q, k.shape[2])]
-        key = str(q.dtype), block_d(q.dtype, head_dim), causal, seq_lens is not None, tma, *lengths
-        for side, gradients in (("kv", (dk, dv)), ("q", (dq,))):
-            launch = functools.partial(_launch, side, q, k, v, dout, gradients, (lse_log2, delta), seq_lens,
-                                       softmax_scale, causal, tma)
-            configs = tile_configs(side, q.dtype, head_dim, properties(q.device).max_shared_memory)
-            name = f"attention_bwd_{side}"
-            launch(tuner.fastest(name, key, configs, launch, q.device) if autotune else configs[0])
-    return dq, dk, dv
+        tma, chosen = seq_lens is None and can_use_tma(q, k, v, dout), {}
+        for side in sides:
+            config = _choose(side, autotune, tma, gradients[side], *args)
+            chosen[side] = config, _launch(side, config, tma, gradients[side], *args)
+        remember(_plans, key, (tma, chosen), q.device)
+    return result
+
+
+def _choose(side, autotune, tma, gradients, q, k, v, dout, lse_log2, delta, seq_lens, softmax_scale, causal, dropout):
+    """One of tile_configs: the first, or the fastest."""
+    configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory)
+    if not autotune:
+        return configs[0]
+    lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2]))
+    key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, dropout is not None, *lengths)
+    kernels = {}
+
+    def run_config(config):
+        name = tuple(config.values())
+        kernels[name] = _launch(side, config, tma, gradients, q, k, v, dout, lse_log2, delta, seq_lens, softmax_scale,
+                                causal, dropout, kernels.get(name))
+
+    return tuner.fastest(f"attention_bwd_{side}", key, configs, run_config, q.device)
 
 
 @torch.library.custom_op("minimal_attn::triton_backward", mutates_args=())
 def triton_backward(dout: torch.Tensor, dlse: Optional[torch.Tensor], q: torch.Tensor, k: torch.Tensor,
                     v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, seq_lens: Optional[torch.Tensor],
-                    softmax_scale: float, causal: bool,
-                    autotune: bool) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                    softmax_scale: float, causal: bool, autotune: bool, dropout_p: float = 0.0,
+                    dropout_seed: Optional[torch.Tensor] = None, need_dq: bool = True,
+                    need_dkv: bool = True) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq like q, dk like k, dv like v: what minimal_attn::triton_forward's inputs get of dout (B, H, Sq, D) and dlse
-    (B, H, Sq), or None."""
-    return run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune)
+    (B, H, Sq), or None. Those that are not needed have no elements."""
+    dropout = None if dropout_seed is None else (dropout_p, dropout_seed)
+    gradients = run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune, dropout, need_dq,
+                    need_dkv)
+    return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
 @triton_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune):
-    return empty_like(q), empty_like(k), empty_like(v)
+def _(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune, dropout_p=0.0, dropout_seed=None,
+      need_dq=True, need_dkv=True):
+    return tuple(empty_like(x) if is_needed else q.new_empty(0)
+                 for x, is_needed in ((q, need_dq), (k, need_dkv), (v, need_dkv)))
 
 
 def _save(ctx, inputs, output):
-    q, k, v, seq_lens, ctx.softmax_scale, ctx.causal, *_, ctx.autotune = inputs
-    ctx.save_for_backward(q, k, v, *output, seq_lens)
+    q, k, v, seq_lens, ctx.softmax_scale, ctx.causal, *_, ctx.autotune, ctx.dropout_p, dropout_seed = inputs
+    ctx.save_for_backward(q, k, v, *output, seq_lens, dropout_seed)
     ctx.set_materialize_grads(False)  # an lse that nobody uses has no gradient
 
 
 def _backward(ctx, dout, dlse):
-    q, k, v, out, lse, seq_lens = ctx.saved_tensors
+    q, k, v, out, lse, seq_lens, dropout_seed = ctx.saved_tensors
     if q.dtype in FP8_DTYPES:
         raise NotImplementedError(f"minimal_attn::triton_forward has no backward pass in {q.dtype}")
     # Their tangents would be lost: Hessian-vector products, forwards over backwards, do this.
@@ -337,8 +417,10 @@ def _backward(ctx, dout, dlse):
                         dlse=dlse)
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = triton_backward(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.autotune)
-    return (*gradients, *[None] * 7)
+    need_q, *need_kv = ctx.needs_input_grad[:3]
+    gradients = triton_backward(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.autotune,
+                                ctx.dropout_p, dropout_seed, need_q, any(need_kv))
+    return (*(x if is_needed else None for x, is_needed in zip(gradients, (need_q, *need_kv))), *[None] * 9)
 
 
 def _no_second(ctx, *gradients):
