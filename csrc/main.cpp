@@ -126,7 +126,7 @@ template <typename P> Choice choose(const P &p, const at::Device &device) {
 }
 
 // What is to be written of x's gradient or of the output like x: x's order of dimensions, the last one contiguous.
-Tensor empty_like(const Tensor &x) {
+Tensor new_like(const Tensor &x) {
     Tensor like = at::empty_like(x);
     return like.stride(3) == 1 ? like : at::empty(x.sizes(), x.options());  // x overlaps itself, as sliding windows do
 }
@@ -139,7 +139,7 @@ void *current_stream(const Tensor &q) {
 
 // out like q, lse [batch_size, nheads, seqlen_q] in float32, float64 for float64, on the current device and its stream.
 std::tuple<Tensor, Tensor> run(AttnParams p, const Tensor &q, Kernel kernel, Layout dim) {
-    Tensor out = empty_like(q);
+    Tensor out = new_like(q);
     const auto lse_dtype = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     Tensor lse = at::empty({p.batch_size, p.nheads, p.seqlen_q}, q.options().dtype(lse_dtype));
     p.o = out.data_ptr(), p.lse = lse.data_ptr();
@@ -200,7 +200,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor &dout_, const std
     // what a kernel without them would cost.
     const Kernel kernel = choose(p, q.device()).kernel;
     if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && !is_dout_aligned(p))) dout = dout.contiguous(), set_dout();
-    Tensor dq = empty_like(q), dk = empty_like(k), dv = empty_like(v);
+    Tensor dq = new_like(q), dk = new_like(k), dv = new_like(v);
     if (q.numel() == 0 || k.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_()};
     Tensor delta = at::empty_like(lse), workspace;
     p.o = out.data_ptr(), p.lse = lse.data_ptr(), p.delta = delta.data_ptr();

@@ -37,7 +37,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 
     Args:
         q: (B, H, Sq, D) or (B·H, Sq, D); float32 (computed in true fp32), float16 or bfloat16; float64 with the
-            backends "torch" and "reference"; float8_e4m3fn or float8_e5m2 with "triton", on GPUs from 8.9 (Ada) on,
+            backends "torch" and "reference", and with "cuda" on the CPU; float8_e4m3fn or float8_e5m2 with "triton", on GPUs from 8.9 (Ada) on,
             and with "reference"; D from 1 to 256.
         k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D).
         causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
@@ -46,19 +46,21 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             shape (B,), or (1,) for 3D input. Needs Sq == Sk. Keys from the length on are masked; query rows from it on
             give out 0 and lse -inf. Values of a GPU tensor are checked with one small read, which is skipped under
             CUDA-graph capture and torch.compile; there a bad value is clamped. Capture takes GPU tensors alone.
-        dropout_p: share in [0, 1] of the normalised probabilities set to 0, the rest scaled by 1/(1 - dropout_p). Above
-            0 only with "reference" and with "torch", which then computes as "reference" does, forming all scores: the
-            mask of scaled_dot_product_attention is another, and not known outside it.
+        dropout_p: share in [0, 1] of the normalised probabilities set to 0, the rest scaled by 1/(1 - dropout_p). The
+            same elements on every backend; "torch" then forms all scores as "reference" does, since the mask of
+            scaled_dot_product_attention is another, and not known outside it.
         dropout_seed: int64 tensor of one element on q's device. The mask is a function of it and of batch, head, row
             and column alone (dropout.py); 3D input has head 0. None: drawn by torch's generator of that device, so that
             torch.manual_seed repeats it. Never read on the host; ignored if dropout_p is 0.
-        deterministic: accepted, and changes nothing. "cuda" and "triton" repeat bitwise without it; "torch" and
-            "reference", gradients included, as far as torch's operations do: torch.use_deterministic_algorithms.
+        deterministic: gradients bitwise the same in every run, also under torch.use_deterministic_algorithms. For
+            "cuda": without it the blocks of 16-bit dq are added up by atomics, in any order; with it they take turns,
+            which is slower. "triton" and all forward passes repeat bitwise anyway, "torch" and "reference" as far as
+            torch's operations do.
         return_lse: also return each row's log-sum-exp, that of the scores before dropout.
         backend: "cuda" (csrc: on CPU tensors the host build of flash.cu), "triton", "torch"
-            (scaled_dot_product_attention), "reference", or "auto": "cuda" for CUDA tensors, "triton" if they are
-            float8 or one requires grad ("torch" without Triton, or under a transform of torch.func), "torch" for CPU
-            tensors; with dropout "torch", for float8 CUDA tensors "reference".
+            (scaled_dot_product_attention), "reference", or "auto": "torch" for CPU tensors; for CUDA tensors "cuda",
+            "triton" if they are float8 or one requires grad, each in place of the other where that is missing ("torch"
+            for gradients under a transform of torch.func).
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk): what the values of each key/value head, and
             of the query heads that read it, are to be multiplied by, 1 if None; not below 0, which gives NaN
             (FlashAttention-3's arguments).
@@ -76,8 +78,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             dropout_seed of another type.
         ValueError: shapes, devices, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed or backend.
         ModuleNotFoundError: backend="triton" without Triton.
-        NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no derivative;
-            dropout_p above 0, and the backend has no dropout.
+        NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
+            derivative: fp8 has none, "cuda" and "triton" none of forward mode or of second order.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
     if (seq_lens is None and q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda")
@@ -87,14 +89,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             return result
     q, k, v = autocast(q, k, v)
     dropout_p = check_dropout_p(dropout_p)
-    name = _auto_backend(q, k, v, dropout_p) if backend == "auto" else backend
+    name = _auto_backend(q, k, v) if backend == "auto" else backend
     if name not in tuple(BACKENDS):  # a dict would not take a list as a key
         raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
     check_qkv(q, k, v, chosen.dtypes)
     check_options(causal, sm_scale)
-    if dropout_p and "dropout" not in chosen.options:
-        raise NotImplementedError(f"backend={name!r} has no dropout yet: use backend='reference' or backend='torch'")
     why_not = chosen.why_not(q.device)
     if why_not is not None:
         raise why_not
@@ -116,7 +116,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         out, lse = _reference_forward(q, k, v, causal, scale, seq_lens)
     else:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        call = {"return_lse": return_lse, "descales": descales, "autotune": autotune, "dropout": dropout}
+        call = {"return_lse": return_lse, "descales": descales, "autotune": autotune, "dropout": dropout,
+                "deterministic": bool(deterministic)}
         out, lse = chosen.forward(q, k, v, causal, scale, seq_lens, **{x: call[x] for x in chosen.options})
     if is_3d:
         out, lse = out.squeeze(1), lse.squeeze(1) if return_lse else None
@@ -222,7 +223,8 @@ class Backend:
     # (q, k, v, causal, softmax_scale, seq_lens, **options) -> (out, lse): checked 4D inputs with a contiguous last
     # dimension, seq_lens int32 (B,) or None; lse may be None unless return_lse.
     forward: Callable
-    # What else it takes: "return_lse", "descales", "autotune", "dropout", which is (dropout_p, dropout_seed) or None.
+    # What else it takes: "return_lse", "descales", "autotune", "deterministic", "dropout", which is (dropout_p,
+    # dropout_seed) or None.
     options: tuple
     dtypes: tuple
     has_backward: bool  # but for fp8
@@ -261,13 +263,16 @@ def _warn_slow(reason):
     _warn(f"tensor cores cannot serve this call, which is slower without them: {reason}")
 
 
-def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens):
+def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, deterministic, dropout):
+    if q.is_cuda and q.dtype == torch.float64:
+        raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone")
     _load_ops()
     if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
         choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
         if choice and choice[1]:
             _warn_slow(choice[1])
-    return torch.ops.minimal_attn.flash_forward(q, k, v, seq_lens, softmax_scale, causal)
+    return torch.ops.minimal_attn.flash_forward(q, k, v, seq_lens, softmax_scale, causal, *(dropout or (0.0, None)),
+                                                deterministic)
 
 
 def _cuda_why_not(device=None):
@@ -402,51 +407,44 @@ def _always(device=None):
 
 
 BACKENDS = {
-    "cuda": Backend(_cuda_forward, (), KERNEL_DTYPES, False, False, _cuda_why_not),
+    "cuda": Backend(_cuda_forward, ("deterministic", "dropout"), DTYPES, True, False, _cuda_why_not),
     "triton": Backend(_triton_forward, ("descales", "autotune", "dropout"), TWIN_DTYPES, True, False, _triton_why_not),
     "torch": Backend(_torch_forward, ("return_lse", "dropout"), DTYPES, True, True, _always),
     "reference": Backend(_reference_forward, ("descales", "dropout"), DTYPES + FP8_DTYPES, True, True, _always),
 }
 
 
-def _auto_backend(q, k, v, dropout_p=0.0):
+def _auto_backend(q, k, v):
     if not (isinstance(q, torch.Tensor) and q.is_cuda):
         return "torch"
     if q.dtype in FP8_DTYPES:
-        return "reference" if dropout_p else "triton"
-    if any(map(wants_gradient, (q, k, v))):
-        return "torch" if dropout_p or is_transformed() else _triton_or_torch()
-    return "torch" if dropout_p else _cuda_or_triton()
+        return "triton"
+    if not any(map(wants_gradient, (q, k, v))):
+        return _first_available(False)
+    return "torch" if is_transformed() else _first_available(True)
 
 
 # Dynamo looks through functools.cache, so the cached function is not itself the constant one.
 @torch.compiler.assume_constant_result
-def _cuda_or_triton():
-    return _choose_cuda_or_triton()
+def _first_available(needs_grad):
+    return _choose_first_available(needs_grad)
 
 
 @functools.cache
-def _choose_cuda_or_triton():
-    reason = _build.why_not(on_gpu=True)
-    if reason is None:
-        return "cuda"
-    _warn(f"backend='auto' takes Triton, since {reason}")
-    return "triton"
-
-
-@torch.compiler.assume_constant_result
-def _triton_or_torch():
-    return _choose_triton_or_torch()
-
-
-@functools.cache
-def _choose_triton_or_torch():
-    """Of "auto" where a gradient is wanted."""
-    error, _ = _load_triton()
-    if error is None:
-        return "triton"
-    _warn(f"backend='auto' takes torch for inputs that require grad, since Triton cannot be imported: {error}")
-    return "torch"
+def _choose_first_available(needs_grad):
+    """"auto" for CUDA tensors: the forward pass of csrc is the faster one, the backward pass that of the twin."""
+    reasons = []
+    for name in ("triton", "cuda") if needs_grad else ("cuda", "triton"):
+        reason = _load_triton()[0] if name == "triton" else _build.why_not(on_gpu=True)
+        if reason is None:
+            break
+        reasons.append(f"{name} is not available: {reason}")
+    else:
+        name = "torch"
+    if reasons:
+        what = " for inputs that require grad" if needs_grad else ""
+        _warn(f"backend='auto' takes {name}{what}, since {'; '.join(reasons)}")
+    return name
 
 
 def _warn(text):

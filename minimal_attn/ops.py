@@ -11,7 +11,7 @@ from .checks import check_no_derivative
 
 
 def _like(x):
-    """x's shape and order of dimensions, the last one contiguous, as empty_like in csrc/main.cpp."""
+    """x's shape and order of dimensions, the last one contiguous, as new_like in csrc/main.cpp."""
     like = torch.empty_like(x)
     return like if like.stride(-1) == 1 else x.new_empty(x.shape)  # x overlaps itself
 
