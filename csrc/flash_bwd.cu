@@ -237,10 +237,12 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
 
     auto store = [&](void *to, int64_t batch_stride, int64_t head_stride, int64_t row_stride, auto &acc, Sum factor) {
         T *matrix = static_cast<T *>(to) + b * batch_stride + own_h * head_stride;
+#pragma unroll
         for (int i = 0; i < kRows; i++) {
             const int row = own0 + place<kTy, kRows>(ty, i);
             if (row >= seqlen) continue;
             const bool is_zero = kOwnsKeys ? row >= seq_len : visible(row) <= 0;  // also where a sum of 0 · NaN is not
+#pragma unroll
             for (int d = 0; d < kDims; d++) {
                 const int x = place<kTx, kDims>(tx, d);
                 if (x < p.head_dim) matrix[row * row_stride + x] = from_float<T>(is_zero ? Sum(0) : acc[i][d] * factor);
