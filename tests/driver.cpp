@@ -264,8 +264,9 @@ template <typename T> void run(const Case &c, double epsilon) {
 
     forward<T>(c, p);
 #ifdef __CUDACC__
+    p.deterministic = c.dropout_p == 0;  // of each some
     Tensor<char> workspace(1, 1, 1, c.tiling == kSm80 ? std::max<int64_t>(1, sm80::backward_workspace(p)) : 1);
-    p.workspace = workspace.device, p.deterministic = c.dropout_p == 0;  // of each some
+    p.workspace = workspace.device;
     if (c.tiling == kSm80) sm80::flash_backward(p); else
 #endif
     simt::flash_backward(p);
