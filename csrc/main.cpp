@@ -327,6 +327,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("csrc_digest") = C10_STRINGIZE(MINIMAL_ATTN_DIGEST);  // of what is built at installation; see _build.py
 #endif
     m.def("plain_forward", &plain_forward);
+    // The ops without the dispatcher, for ops.py.
+    m.def("flash_forward", &flash_forward, py::call_guard<py::gil_scoped_release>());
+    m.def("flash_backward", &flash_backward, py::call_guard<py::gil_scoped_release>());
     m.def("read_environment", &read_environment);
     m.def("which_kernel", &which_kernel, py::arg("q"), py::arg("k"), py::arg("v"),
           py::arg("capability") = py::none(), py::arg("fast_fp64") = true);

@@ -64,7 +64,7 @@ def load(verbose: bool = False) -> ModuleType:
     with _lock:
         if NAME not in sys.modules:  # one for the process, even where this file was imported twice
             sys.modules[NAME] = _adopted() or _prebuilt() or _compiled(verbose)
-            ops.register()
+            ops.register(sys.modules[NAME])
         return sys.modules[NAME]
 
 

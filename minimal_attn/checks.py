@@ -31,6 +31,7 @@ def is_eager(*tensors):
     the dispatcher, whose Python operators take 15 µs and more."""
     return (not torch.compiler.is_compiling() and not torch.jit.is_tracing()
             and not torch._C._len_torch_dispatch_stack() and not is_transformed()
+            and not torch.autograd._profiler_enabled()
             and all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from . import _build
+from . import _build, ops
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, autocast, check_descales, check_dropout_p,
                      check_dropout_seed, check_fp8, check_no_derivative, check_options, check_qkv, check_seq_lens,
                      check_tensor, is_eager, is_transformed, out_dtype, wants_gradient)
@@ -37,8 +37,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 
     Args:
         q: (B, H, Sq, D) or (B·H, Sq, D); float32 (computed in true fp32), float16 or bfloat16; float64 with the
-            backends "torch" and "reference", and with "cuda" on the CPU; float8_e4m3fn or float8_e5m2 with "triton", on GPUs from 8.9 (Ada) on,
-            and with "reference"; D from 1 to 256.
+            backends "torch" and "reference", and with "cuda" on the CPU; float8_e4m3fn or float8_e5m2 with "triton", on
+            GPUs from 8.9 (Ada) on, and with "reference"; D from 1 to 256.
         k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D).
         causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
         sm_scale: factor of the scores, 1/sqrt(D) if None.
@@ -59,8 +59,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         return_lse: also return each row's log-sum-exp, that of the scores before dropout.
         backend: "cuda" (csrc: on CPU tensors the host build of flash.cu), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto": "torch" for CPU tensors; for CUDA tensors "cuda",
-            "triton" if they are float8 or one requires grad, each in place of the other where that is missing ("torch"
-            for gradients under a transform of torch.func).
+            "triton" if they are float8, or of 16 bits and one requires grad, each in place of the other where that is
+            missing ("torch" for gradients under a transform of torch.func).
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk): what the values of each key/value head, and
             of the query heads that read it, are to be multiplied by, 1 if None; not below 0, which gives NaN
             (FlashAttention-3's arguments).
@@ -271,8 +271,10 @@ def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, deterministic, dropo
         choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
         if choice and choice[1]:
             _warn_slow(choice[1])
-    return torch.ops.minimal_attn.flash_forward(q, k, v, seq_lens, softmax_scale, causal, *(dropout or (0.0, None)),
-                                                deterministic)
+    attend = torch.ops.minimal_attn.flash_forward
+    if any(map(wants_gradient, (q, k, v))) and is_eager(q, k, v):
+        attend = ops.Attention.apply
+    return attend(q, k, v, seq_lens, softmax_scale, causal, *(dropout or (0.0, None)), deterministic)
 
 
 def _cuda_why_not(device=None):
@@ -294,10 +296,13 @@ def _load_triton():
 
 def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, descales, autotune, dropout):
     check_fp8(q)
-    if is_eager(q, k, v) and not any(map(wants_gradient, (q, k, v))):
+    if is_eager(q, k, v):
         from triton_ref.attention import run
+        from triton_ref.attention_bwd import Attention
 
-        return run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune, dropout=dropout)
+        if not any(map(wants_gradient, (q, k, v))):
+            return run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune, dropout=dropout)
+        return Attention.apply(q, k, v, seq_lens, softmax_scale, causal, *descales, autotune, *(dropout or (0.0, None)))
     return torch.ops.minimal_attn.triton_forward(q, k, v, seq_lens, softmax_scale, causal, *descales, autotune,
                                                  *(dropout or (0.0, None)))
 
@@ -419,22 +424,23 @@ def _auto_backend(q, k, v):
         return "torch"
     if q.dtype in FP8_DTYPES:
         return "triton"
-    if not any(map(wants_gradient, (q, k, v))):
-        return _first_available(False)
-    return "torch" if is_transformed() else _first_available(True)
+    needs_grad = any(map(wants_gradient, (q, k, v)))
+    if needs_grad and is_transformed():
+        return "torch"
+    return _first_available(needs_grad and q.dtype != torch.float32)
 
 
 # Dynamo looks through functools.cache, so the cached function is not itself the constant one.
 @torch.compiler.assume_constant_result
-def _first_available(needs_grad):
-    return _choose_first_available(needs_grad)
+def _first_available(prefers_triton):
+    return _choose_first_available(prefers_triton)
 
 
 @functools.cache
-def _choose_first_available(needs_grad):
-    """"auto" for CUDA tensors: the forward pass of csrc is the faster one, the backward pass that of the twin."""
+def _choose_first_available(prefers_triton):
+    """"auto" for CUDA tensors. csrc has the faster kernels, but for the backward pass in 16 bits."""
     reasons = []
-    for name in ("triton", "cuda") if needs_grad else ("cuda", "triton"):
+    for name in ("triton", "cuda") if prefers_triton else ("cuda", "triton"):
         reason = _load_triton()[0] if name == "triton" else _build.why_not(on_gpu=True)
         if reason is None:
             break
@@ -442,7 +448,7 @@ def _choose_first_available(needs_grad):
     else:
         name = "torch"
     if reasons:
-        what = " for inputs that require grad" if needs_grad else ""
+        what = " for 16-bit inputs that require grad" if prefers_triton else ""
         _warn(f"backend='auto' takes {name}{what}, since {'; '.join(reasons)}")
     return name
 

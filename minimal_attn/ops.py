@@ -1,13 +1,16 @@
 """What Python adds to the ops of csrc/main.cpp: the shapes that torch.compile asks for, and the derivative.
 
-Read next: ../csrc/main.cpp; interface.py, which calls minimal_attn::flash_forward.
+The derivative comes twice. register_autograd gives it to the dispatcher, for torch.compile and all that watches ops;
+Attention is the same without the dispatcher, whose Python part costs more than a small attention takes.
+
+Read next: ../csrc/main.cpp; interface.py, which calls both.
 """
 
 import functools
 
 import torch
 
-from .checks import check_no_derivative
+from .checks import check_no_derivative, is_eager
 
 
 def _like(x):
@@ -37,9 +40,24 @@ def _backward(ctx, dout, dlse):
                         dlse=dlse)
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = torch.ops.minimal_attn.flash_backward(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale,
-                                                      ctx.causal, ctx.dropout_p, dropout_seed, ctx.deterministic)
+    op = torch.ops.minimal_attn.flash_backward
+    if is_eager(dout, q, k, v) and not torch.is_grad_enabled():  # no one wants a second derivative
+        op = library.flash_backward
+    gradients = op(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.dropout_p, dropout_seed,
+                   ctx.deterministic)
     return (*gradients, *[None] * 6)
+
+
+class Attention(torch.autograd.Function):
+    """minimal_attn::flash_forward with its derivative; apply takes all arguments of the op."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = library.flash_forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
 
 
 def _no_second(ctx, *gradients):
@@ -47,9 +65,14 @@ def _no_second(ctx, *gradients):
                               "backend='reference'")
 
 
+library = None  # the extension module
+
+
 @functools.cache
-def register():
+def register(extension):
     """Once, after the library that defines the ops is loaded."""
+    global library
+    library = extension
     torch.library.register_fake("minimal_attn::flash_forward", _forward_shapes)
     torch.library.register_fake("minimal_attn::flash_backward", _backward_shapes)
     torch.library.register_autograd("minimal_attn::flash_forward", _backward, setup_context=_save)

@@ -16,10 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from minimal_attn.checks import FP8_DTYPES, check_no_derivative
+from minimal_attn.checks import FP8_DTYPES, check_no_derivative, is_eager
 
 from . import autotune as tuner
 from .attention import _load, block_d, can_use_tma, empty_like, triton_forward
+from .attention import run as forward_run
 from .dropout import arguments as dropout_arguments
 from .dropout import keep_tile
 from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember
@@ -438,9 +439,30 @@ def _backward(ctx, dout, dlse):
     if dout is None:
         dout = torch.zeros_like(out)
     need_q, *need_kv = ctx.needs_input_grad[:3]
-    gradients = triton_backward(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.autotune,
-                                ctx.dropout_p, dropout_seed, need_q, any(need_kv))
+    args = dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.autotune
+    if is_eager(dout, q, k, v) and not torch.is_grad_enabled():  # no one wants a second derivative
+        gradients = run(*args, dropout_seed if dropout_seed is None else (ctx.dropout_p, dropout_seed), need_q,
+                        any(need_kv))
+    else:
+        gradients = triton_backward(*args, ctx.dropout_p, dropout_seed, need_q, any(need_kv))
     return (*(x if is_needed else None for x, is_needed in zip(gradients, (need_q, *need_kv))), *[None] * 9)
+
+
+class Attention(torch.autograd.Function):
+    """minimal_attn::triton_forward with its derivative, without the dispatcher, whose Python part costs more than a small
+    attention takes; apply takes all arguments of the op."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, seq_lens, softmax_scale, causal, q_descale, k_descale, v_descale, autotune, dropout_p,
+                dropout_seed):
+        inputs = (q, k, v, seq_lens, softmax_scale, causal, q_descale, k_descale, v_descale, autotune, dropout_p,
+                  dropout_seed)
+        output = forward_run(q, k, v, seq_lens, (q_descale, k_descale, v_descale), softmax_scale, causal, autotune,
+                             dropout=dropout_seed if dropout_seed is None else (dropout_p, dropout_seed))
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
 
 
 def _no_second(ctx, *gradients):
