@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = "README.md", "csrc/*", "minimal_attn/**/*.py", "triton_ref/*.py", "tests/*.py"
 VOCABULARY = 256  # bytes
 # (on a GPU, on a CPU), where Triton's interpreter takes half a minute for it
-SIZES = {"layers": (6, 2), "embed_dim": (384, 32), "heads": (6, 2), "seqlen": (256, 32), "batch_size": (64, 4),
+SIZES = {"layers": (6, 2), "embed_dim": (384, 32), "heads": (6, 2), "seqlen": (1024, 32), "batch_size": (16, 4),
          "steps": (300, 60)}
 LEARNING_RATE = 1e-3
 WARM_UP = 0.1  # share of the steps: the learning rate rises, and the clock is not running yet, for kernels are tuned
