@@ -37,8 +37,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 
     Args:
         q: (B, H, Sq, D) or (B·H, Sq, D); float32 (computed in true fp32), float16 or bfloat16; float64 with the
-            backends "torch" and "reference", and with "cuda" on the CPU; float8_e4m3fn or float8_e5m2 with "triton", on GPUs from 8.9 (Ada) on,
-            and with "reference"; D from 1 to 256.
+            backends "torch" and "reference", and with "cuda" on the CPU; float8_e4m3fn or float8_e5m2 with "triton",
+            on GPUs from 8.9 (Ada) on, and with "reference"; D from 1 to 256.
         k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D).
         causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
         sm_scale: factor of the scores, 1/sqrt(D) if None.
