@@ -105,7 +105,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
         check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, q_descale=q_descale,
                             k_descale=k_descale, v_descale=v_descale,
-                            has_backward=chosen.has_backward and q.dtype not in FP8_DTYPES and not is_transformed())
+                            has_backward=q.dtype not in FP8_DTYPES and not is_transformed())
     causal = bool(causal)
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
@@ -227,8 +227,7 @@ class Backend:
     # dropout_seed) or None.
     options: tuple
     dtypes: tuple
-    has_backward: bool  # but for fp8
-    has_forward_mode: bool  # its derivatives
+    has_forward_mode: bool  # its derivatives; all have those of a backward pass, but for fp8
     # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
     why_not: Callable[[torch.device | None], Exception | None]
 
@@ -407,10 +406,10 @@ def _always(device=None):
 
 
 BACKENDS = {
-    "cuda": Backend(_cuda_forward, ("deterministic", "dropout"), DTYPES, True, False, _cuda_why_not),
-    "triton": Backend(_triton_forward, ("descales", "autotune", "dropout"), TWIN_DTYPES, True, False, _triton_why_not),
-    "torch": Backend(_torch_forward, ("return_lse", "dropout"), DTYPES, True, True, _always),
-    "reference": Backend(_reference_forward, ("descales", "dropout"), DTYPES + FP8_DTYPES, True, True, _always),
+    "cuda": Backend(_cuda_forward, ("deterministic", "dropout"), DTYPES, False, _cuda_why_not),
+    "triton": Backend(_triton_forward, ("descales", "autotune", "dropout"), TWIN_DTYPES, False, _triton_why_not),
+    "torch": Backend(_torch_forward, ("return_lse", "dropout"), DTYPES, True, _always),
+    "reference": Backend(_reference_forward, ("descales", "dropout"), DTYPES + FP8_DTYPES, True, _always),
 }
 
 
