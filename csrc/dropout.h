@@ -1,5 +1,6 @@
-// Which probabilities dropout keeps: a pure function of seed, batch, head, row and column, the same bit for bit in every
-// kernel, on the CPU and in minimal_attn/dropout.py, which describes it. No tile size and no order of threads has a say.
+// Which probabilities dropout keeps: a pure function of seed, batch, head, row and column, the same bit for bit in
+// every kernel, on the CPU and in minimal_attn/dropout.py, which describes it. No tile size and no order of threads has
+// a say.
 //
 // Philox-4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) gives four
 // words at a time. They are for the rows r and r + 8, r % 16 < 8, and the columns c and c + 1, c even: what one lane
@@ -38,7 +39,8 @@ class Dropout {
             uint32_t word[4];
             words(word, row, col + 8 * half);
             for (int j = 0; j < 2; j++)
-                P[2 * half + j] &= (word[2 * j] >= threshold ? 0xffff : 0) | (word[2 * j + 1] >= threshold ? ~0xffff : 0);
+                P[2 * half + j] &=
+                    (word[2 * j] >= threshold ? 0xffff : 0) | (word[2 * j + 1] >= threshold ? ~0xffff : 0);
         }
     }
 

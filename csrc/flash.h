@@ -64,7 +64,7 @@ void flash_backward(const AttnBackwardParams &p);  // flash_bwd.cu on the GPU
 void row_sums(const AttnBackwardParams &p);        // delta alone, for other kernels
 }
 namespace sm80 {
-void flash_forward(const AttnParams &p);           // flash_sm80.cu: tensor cores, for what kernels.h says they can serve
+void flash_forward(const AttnParams &p);           // flash_sm80.cu: tensor cores, where kernels.h says so
 void flash_backward(const AttnBackwardParams &p);  // flash_bwd_sm80.cu, the same
 int64_t backward_workspace(const AttnBackwardParams &p);
 }

@@ -29,8 +29,8 @@ namespace sm80 {
 
 using namespace device;
 
-// kDimSplit warps share their keys: each forms the scores of a part of the rows, and sums a part of the columns of dK and
-// dV.
+// kDimSplit warps share their keys: each forms the scores of a part of the rows, and sums a part of the columns of dK
+// and dV.
 template <int kHeadDim_, int kBlockM_, int kBlockN_, int kNWarps_, int kDimSplit_, int kBlocksPerSM_> struct BwdTile {
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kNWarps = kNWarps_;
     static constexpr int kDimSplit = kDimSplit_, kBlocksPerSM = kBlocksPerSM_, kNThreads = 32 * kNWarps;
@@ -65,9 +65,10 @@ template <typename Tile> struct Workspace {
     __host__ __device__ int64_t bytes(bool deterministic) const {
         return 4 * (floats() + (deterministic ? tiles * Tile::kNWarps + 1 : 0));
     }
-    // The tile of a row block of head bh. Fragment (warp_idx, i) begins 128 · (warp_idx · 2 · kDqTiles + i) floats after.
+    // The tile of a row block of head bh. Fragment i of a warp, of 2 · kDqTiles, begins 128 floats after the one before.
     __device__ float *dq_accum(const AttnBackwardParams &p, int bh, int m_block) const {
-        return static_cast<float *>(p.workspace) + (int64_t(bh) * m_blocks + m_block) * (Tile::kBlockM * Tile::kHeadDim);
+        const int64_t tile = int64_t(bh) * m_blocks + m_block;
+        return static_cast<float *>(p.workspace) + tile * (Tile::kBlockM * Tile::kHeadDim);
     }
     __device__ int *turn(const AttnBackwardParams &p, int bh, int m_block) const {
         return static_cast<int *>(p.workspace) + floats() + (int64_t(bh) * m_blocks + m_block) * Tile::kNWarps;
@@ -89,7 +90,10 @@ __device__ void multiply_abt(float (&acc)[kMTiles][kNTiles][4], uint32_t a_addre
 #pragma unroll
         for (int n = 0; n < kNTiles; n += 2) {
             ldmatrix(b, Swizzle::move(b_address, 8 * n, kk) + b_offset);
-            for (int m = 0; m < kMTiles; m++) mma<T>(acc[m][n], a[m], b[0], b[1]), mma<T>(acc[m][n + 1], a[m], b[2], b[3]);
+            for (int m = 0; m < kMTiles; m++) {
+                mma<T>(acc[m][n], a[m], b[0], b[1]);
+                mma<T>(acc[m][n + 1], a[m], b[2], b[3]);
+            }
         }
     }
 }
@@ -102,13 +106,16 @@ __device__ void multiply_ab(float (&acc)[kMTiles][kNTiles][4], const uint32_t (&
     for (int n = 0; n < kNTiles; n += 2) {
         uint32_t b[4];
         ldmatrix_trans(b, Swizzle::move(b_address, 0, (n0 + n) / 2) + b_offset);
-        for (int m = 0; m < kMTiles; m++) mma<T>(acc[m][n], a[m], b[0], b[1]), mma<T>(acc[m][n + 1], a[m], b[2], b[3]);
+        for (int m = 0; m < kMTiles; m++) {
+            mma<T>(acc[m][n], a[m], b[0], b[1]);
+            mma<T>(acc[m][n + 1], a[m], b[2], b[3]);
+        }
     }
 }
 
 // Dropout's words for scores that are formed transposed: of the rows row + 8·i + j, i and j < 2, and the key `col`, as
-// word[i][j]. A call of Dropout::words has them for two keys, those of lanes that are 4 apart: each of the two calls for
-// one j, and they trade halves.
+// word[i][j]. A call of Dropout::words has them for two keys, those of lanes that are 4 apart: each of the two calls
+// for one j, and they trade halves.
 __device__ inline void words_transposed(const Dropout &dropout, uint32_t (&word)[2][2], int row, int col) {
     uint32_t x[4];
     const bool odd = col % 2;
@@ -159,8 +166,8 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
                                int begin, int end) {
         const int row = thread_idx() / Swizzle::kVecs, vec = thread_idx() % Swizzle::kVecs;
         const T *x = static_cast<const T *>(from) + offset + row * row_stride + vec * 8;
-        load_tile<kRows, kHeadDim, kNThreads>(shared_address(tile) + Swizzle::offset(row, vec), x, row_stride, end - row,
-                                              p.head_dim - vec * 8, begin - row);
+        const uint32_t to = shared_address(tile) + Swizzle::offset(row, vec);
+        load_tile<kRows, kHeadDim, kNThreads>(to, x, row_stride, end - row, p.head_dim - vec * 8, begin - row);
     };
     // Rows that see no key of any block are not read: everything about them is 0, and they add nothing.
     auto load_rows = [&](int stage, int64_t h, int64_t row0) {
@@ -169,7 +176,8 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
         load(shared.steps[stage].sQ, p.q, b * p.q_batch_stride + h * p.q_head_stride + row0 * p.q_row_stride,
              p.q_row_stride, begin, end);
         load(shared.steps[stage].sdO, p.dout,
-             b * p.dout_batch_stride + h * p.dout_head_stride + row0 * p.dout_row_stride, p.dout_row_stride, begin, end);
+             b * p.dout_batch_stride + h * p.dout_head_stride + row0 * p.dout_row_stride, p.dout_row_stride, begin,
+             end);
         const int64_t row_sums = (b * p.nheads + h) * p.seqlen_q + row0;
         const int r = thread_idx();
         if (r < kBlockM) {
@@ -256,10 +264,12 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
 #pragma unroll
                     for (int j = 0; j < 2 * kMTiles; j++) {
                         uint32_t word[2][2];
-                        words_transposed(dropout, word, m_block * kBlockM + row0 + 16 * kk + c, col0 + key0 + 8 * j + r);
+                        words_transposed(dropout, word, m_block * kBlockM + row0 + 16 * kk + c,
+                                         col0 + key0 + 8 * j + r);
                         for (int half = 0; half < 2; half++) {
                             const int n = 2 * kk + half;
-                            const float2 delta = *reinterpret_cast<const float2 *>(&shared.delta[stage][row0 + 8 * n + c]);
+                            const float *pair = &shared.delta[stage][row0 + 8 * n + c];
+                            const float2 delta = *reinterpret_cast<const float2 *>(pair);
                             for (int e = 0; e < 2; e++) {
                                 float &s = acc_s[j / 2][n][j % 2 * 2 + e], &dp = acc_dp[j / 2][n][j % 2 * 2 + e];
                                 const bool kept = word[half][e] >= dropout.threshold;
@@ -278,7 +288,7 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
                         const float x = acc_s[m][n][e], y = acc_s[m][n][e + 1];
                         P[m][j] = kDropout ? pack<T>(fmaxf(x, 0.f), fmaxf(y, 0.f)) : pack<T>(x, y);
                         dS[m][j] = pack<T>(fabsf(x) * acc_dp[m][n][e], fabsf(y) * acc_dp[m][n][e + 1]);
-                        const uint32_t at = SwizzleS::move(ds_write, 16 * m + j % 2 * 8, 0) ^ (row0 / 8 + 2 * kk + j / 2) * 16;
+                        const uint32_t at = SwizzleS::move(ds_write, 16 * m + j % 2 * 8, 0) ^ (row0 / 8 + n) * 16;
                         store_shared(at, dS[m][j]);
                         if (Tile::kDimSplit > 1) store_shared(at + kToP, P[m][j]);
                     }
@@ -306,7 +316,8 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
 #pragma unroll
         for (int kk = 0; kk < kBlockN / 16; kk++) {
             uint32_t dS[2][4];
-            for (int m = 0; m < 2; m++) ldmatrix_trans(dS[m], SwizzleS::move(ds_address + ds_across, 16 * kk, dq_row0 / 16 + m));
+            for (int m = 0; m < 2; m++)
+                ldmatrix_trans(dS[m], SwizzleS::move(ds_address + ds_across, 16 * kk, dq_row0 / 16 + m));
             multiply_ab<T, Swizzle>(acc_dq, dS, shared_address(shared.sK) + down, 16 * kk * kRowBytes, dq_dim0);
         }
         // A warp's part of dq_accum is its own, and so are its turns. Under a causal mask the last block of keys that
@@ -320,7 +331,8 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
                 while (load_acquire(workspace.turn(p, b * p.nheads + h, m_block) + warp_idx) != turn) {}
             __syncwarp();
         }
-        float *dq_accum = workspace.dq_accum(p, b * p.nheads + h, m_block) + warp_idx * (256 * Tile::kDqTiles) + lane_idx * 4;
+        float *dq_accum = workspace.dq_accum(p, b * p.nheads + h, m_block);
+        dq_accum += warp_idx * (256 * Tile::kDqTiles) + lane_idx * 4;
 #pragma unroll
         for (int j = 0; j < 2 * Tile::kDqTiles; j++) red_add(dq_accum + 128 * j, acc_dq[j % 2][j / 2]);
         if (p.deterministic) {
@@ -352,8 +364,9 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
                     *reinterpret_cast<const uint4 *>(s + Swizzle::offset(r, d));
         }
     };
+    const float keep_scale = kDropout ? float(p.keep_scale) : 1.f;
     store(acc_dk, float(p.softmax_scale), shared.sK, p.dk, p.dk_batch_stride, p.dk_head_stride, p.dk_row_stride);
-    store(acc_dv, kDropout ? float(p.keep_scale) : 1.f, shared.sV, p.dv, p.dv_batch_stride, p.dv_head_stride, p.dv_row_stride);
+    store(acc_dv, keep_scale, shared.sV, p.dv, p.dv_batch_stride, p.dv_head_stride, p.dv_row_stride);
 #endif
 }
 
@@ -375,9 +388,9 @@ __global__ void __launch_bounds__(Tile::kNThreads) flash_bwd_dq(const __grid_con
         const float4 x = *reinterpret_cast<const float4 *>(dq_accum + 128 * j);
         const int row = warp_idx / Tile::kDqSplit * 32 + j % 2 * 16 + lane_idx / 4;
         const int vec = warp_idx % Tile::kDqSplit * Tile::kDqTiles + j / 2;
-        *reinterpret_cast<uint32_t *>(sdQ + Swizzle::offset(row, vec) + lane_idx % 4 * 4) = pack<T>(x.x * scale, x.y * scale);
-        *reinterpret_cast<uint32_t *>(sdQ + Swizzle::offset(row + 8, vec) + lane_idx % 4 * 4) =
-            pack<T>(x.z * scale, x.w * scale);
+        const uint32_t to = shared_address(sdQ) + lane_idx % 4 * 4;
+        store_shared(to + Swizzle::offset(row, vec), pack<T>(x.x * scale, x.y * scale));
+        store_shared(to + Swizzle::offset(row + 8, vec), pack<T>(x.z * scale, x.w * scale));
     }
     __syncthreads();
     const int row0 = m_block * Tile::kBlockM;

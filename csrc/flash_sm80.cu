@@ -147,7 +147,8 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
 #pragma unroll
     for (int i = 0; i < 2 * kMTiles; i++) {
         const int r = warp_idx * kWarpM + 8 * i + lane_idx / 4;
-        if (row0 + r < p.seqlen_q && lane_idx % 4 == 0) static_cast<float *>(p.lse)[int64_t(bh) * p.seqlen_q + row0 + r] = softmax.lse(i);
+        if (row0 + r < p.seqlen_q && lane_idx % 4 == 0)
+            static_cast<float *>(p.lse)[int64_t(bh) * p.seqlen_q + row0 + r] = softmax.lse(i);
 #pragma unroll
         for (int d = 0; d < kDTiles; d++)
             *reinterpret_cast<uint32_t *>(sO + Swizzle::offset(r, d) + lane_idx % 4 * 4) =

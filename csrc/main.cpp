@@ -169,7 +169,7 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor &q, const Tensor &k, const
     return run(p, q, choose(p, q.device()).kernel, kBHSD);
 }
 
-// The op: dq, dk and dv of what flash_forward made of its inputs. dout as out; dlse as lse, or none; both of any strides.
+// The op: dq, dk and dv of what flash_forward made of its inputs. dout as out, dlse as lse or none, both of any strides.
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor &dout_, const std::optional<Tensor> &dlse,
                                                   const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
                                                   const Tensor &lse, const std::optional<Tensor> &seq_lens,
@@ -196,8 +196,8 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor &dout_, const std
         set_strides(dout, kBHSD, p.dout_batch_stride, p.dout_head_stride, p.dout_row_stride);
     };
     set_dout();
-    // The gradient of a sum has strides of 0, others do not lie where tensor cores' loads can begin: a copy is less than
-    // what a kernel without them would cost.
+    // The gradient of a sum has strides of 0, others do not lie where tensor cores' loads can begin: a copy is less
+    // than what a kernel without them would cost.
     const Kernel kernel = choose(p, q.device()).kernel;
     if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && !is_dout_aligned(p))) dout = dout.contiguous(), set_dout();
     Tensor dq = new_like(q), dk = new_like(k), dv = new_like(v);
@@ -211,7 +211,8 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor &dout_, const std
     set_strides(dv, kBHSD, p.dv_batch_stride, p.dv_head_stride, p.dv_row_stride);
     if (dlse) {
         p.dlse = dlse->const_data_ptr();
-        p.dlse_batch_stride = dlse->stride(0), p.dlse_head_stride = dlse->stride(1), p.dlse_row_stride = dlse->stride(2);
+        p.dlse_batch_stride = dlse->stride(0), p.dlse_head_stride = dlse->stride(1);
+        p.dlse_row_stride = dlse->stride(2);
     }
     p.deterministic = deterministic || at::globalContext().deterministicAlgorithms();
     if (kernel == Kernel::kHost) host::flash_backward(p);

@@ -29,7 +29,8 @@ __device__ inline void cp_async(uint32_t to, const void *from, bool inside) {
 
 // The same of 4 bytes, by way of L1.
 __device__ inline void cp_async_4(void *to, const void *from, bool inside) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 4 : 0)
+    const int bytes = inside ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
                  : "memory");
 }
 
@@ -80,8 +81,8 @@ template <typename T> __device__ void mma(float (&d)[4], const uint32_t (&a)[4],
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// "Parallel Synchronization and Communication Instructions: red": x is added to four floats in global memory, in no order
-// among the threads that do. Four at once from sm_90 on.
+// "Parallel Synchronization and Communication Instructions: red": x is added to four floats in global memory, in no
+// order among the threads that do. Four at once from sm_90 on.
 __device__ inline void red_add(float *to, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),

@@ -89,8 +89,8 @@ template <int kMTiles> struct Softmax {
         }
     }
 
-    // row_sum becomes the row's, and acc_o the output times `scale`: of empty rows 0, even where V times probabilities of
-    // 0 gave NaN.
+    // row_sum becomes the row's, and acc_o the output times `scale`: of empty rows 0, even where V times probabilities
+    // of 0 gave NaN.
     template <int kDTiles, typename Sum>
     __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float scale = 1.f) {
 #pragma unroll

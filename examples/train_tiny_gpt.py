@@ -146,8 +146,7 @@ def main(argv=None):
     if args.steps < 2:
         parser.error("argument --steps: at least 2")
     backends = [name for name, backend in BACKENDS.items()
-                if name in args.backend or "all" in args.backend and backend.has_backward
-                and backend.why_not(args.device) is None]
+                if name in args.backend or "all" in args.backend and backend.why_not(args.device) is None]
 
     text = b"".join(file.read_bytes() for pattern in SOURCES for file in sorted(ROOT.glob(pattern)) if file.is_file())
     console, losses, tokens_per_s = Console(highlight=False), {}, {}

@@ -23,8 +23,6 @@ from types import ModuleType
 import torch
 from filelock import FileLock, Timeout
 
-from . import ops
-
 NAME = "minimal_attn_C"  # compiled on first use
 PREBUILT = "minimal_attn._C"  # built at installation
 
@@ -64,6 +62,8 @@ def load(verbose: bool = False) -> ModuleType:
     with _lock:
         if NAME not in sys.modules:  # one for the process, even where this file was imported twice
             sys.modules[NAME] = _adopted() or _prebuilt() or _compiled(verbose)
+            from . import ops  # here, for setup.py takes this file without its package
+
             ops.register(sys.modules[NAME])
         return sys.modules[NAME]
 

@@ -37,8 +37,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 
     Args:
         q: (B, H, Sq, D) or (B·H, Sq, D); float32 (computed in true fp32), float16 or bfloat16; float64 with the
-            backends "torch" and "reference", and with "cuda" on the CPU; float8_e4m3fn or float8_e5m2 with "triton", on
-            GPUs from 8.9 (Ada) on, and with "reference"; D from 1 to 256.
+            backends "torch" and "reference", and with "cuda" on the CPU; float8_e4m3fn or float8_e5m2 with "triton",
+            on GPUs from 8.9 (Ada) on, and with "reference"; D from 1 to 256.
         k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D).
         causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
         sm_scale: factor of the scores, 1/sqrt(D) if None.
@@ -105,7 +105,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
         check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, q_descale=q_descale,
                             k_descale=k_descale, v_descale=v_descale,
-                            has_backward=chosen.has_backward and q.dtype not in FP8_DTYPES and not is_transformed())
+                            has_backward=q.dtype not in FP8_DTYPES and not is_transformed())
     causal = bool(causal)
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
@@ -227,8 +227,7 @@ class Backend:
     # dropout_seed) or None.
     options: tuple
     dtypes: tuple
-    has_backward: bool  # but for fp8
-    has_forward_mode: bool  # its derivatives
+    has_forward_mode: bool  # its derivatives; all have those of a backward pass, but for fp8
     # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
     why_not: Callable[[torch.device | None], Exception | None]
 
@@ -412,10 +411,10 @@ def _always(device=None):
 
 
 BACKENDS = {
-    "cuda": Backend(_cuda_forward, ("deterministic", "dropout"), DTYPES, True, False, _cuda_why_not),
-    "triton": Backend(_triton_forward, ("descales", "autotune", "dropout"), TWIN_DTYPES, True, False, _triton_why_not),
-    "torch": Backend(_torch_forward, ("return_lse", "dropout"), DTYPES, True, True, _always),
-    "reference": Backend(_reference_forward, ("descales", "dropout"), DTYPES + FP8_DTYPES, True, True, _always),
+    "cuda": Backend(_cuda_forward, ("deterministic", "dropout"), DTYPES, False, _cuda_why_not),
+    "triton": Backend(_triton_forward, ("descales", "autotune", "dropout"), TWIN_DTYPES, False, _triton_why_not),
+    "torch": Backend(_torch_forward, ("return_lse", "dropout"), DTYPES, True, _always),
+    "reference": Backend(_reference_forward, ("descales", "dropout"), DTYPES + FP8_DTYPES, True, _always),
 }
 
 

@@ -14,6 +14,7 @@ from minimal_attn.reference import reference_forward, visible_keys
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP32_TOLERANCE = 1e-5  # on unit-normal inputs
+SEED = 0x1234567890ABCDEF  # of dropout
 
 # Order of the dimensions in memory, and how many elements of NaN follow each of them.
 LAYOUTS = {
@@ -44,6 +45,7 @@ class Case:
     v_layout: Optional[str] = None  # layout, if None
     expand: bool = False  # K and V: one head in memory, expanded to Hk with stride 0
     scale: float = 1.0
+    dropout_p: float = 0.0
     gpu_only: bool = False  # too much work for the host build and the interpreter
 
     def __str__(self):
@@ -94,12 +96,16 @@ CASES = [
     Case("large_D64", B=4, H=4, Hk=4, Sq=65, Sk=70, scale=30.0),
     Case("large_causal", B=8, H=4, Hk=4, Sq=65, Sk=70, D=128, scale=10.0, causal=True),
     Case("tiny", Sq=65, Sk=70, scale=1e-3),
+    Case("dropout", B=2, Sq=70, Sk=90, dropout_p=0.1),
+    Case("dropout_causal_gqa", B=2, H=4, Hk=2, Sq=90, Sk=75, D=128, causal=True, dropout_p=0.5),
+    Case("dropout_seq_lens", B=3, Sq=75, Sk=75, D=40, seq_lens=(1, 64, 75), dropout_p=0.3, layout="slice"),
     Case("S1000", H=1, Hk=1, Sq=1000, Sk=1000, causal=True),
     Case("S4096_keys", H=1, Hk=1, Sq=33, Sk=4096, causal=True),
     Case("S4096_queries", H=1, Hk=1, Sq=4096, Sk=33),
     Case("S4096", B=2, H=4, Hk=2, Sq=4096, Sk=4096, D=128, gpu_only=True),
     Case("S4096_causal", B=2, H=4, Hk=2, Sq=4096, Sk=4096, causal=True, gpu_only=True),
     Case("S2000_causal_D256", B=2, H=2, Hk=1, Sq=2000, Sk=2000, D=256, causal=True, gpu_only=True),
+    Case("S2000_dropout", B=2, H=4, Hk=2, Sq=2000, Sk=2000, D=128, causal=True, dropout_p=0.2, gpu_only=True),
     Case("S1000_odd", B=3, H=4, Hk=4, Sq=1000, Sk=1000, D=72, causal=True, layout="odd", gpu_only=True),
 ]
 
@@ -129,27 +135,44 @@ def make_inputs(case, dtype, device, seed=0):
 
 
 def serves(impl, case, dtype):
-    """Whether an implementation takes a case: tensor cores load 16 bytes at a time."""
+    """Whether an implementation takes a case: tensor cores load 16 bytes at a time, and those for fp64 drop nothing."""
     if impl not in ("cuda:sm80", "cuda:dmma"):
         return True
     is_aligned = case.D * dtype.itemsize % 16 == 0 and "odd" not in (case.layout, case.v_layout)
-    is_its_own = dtype == torch.float32 and case.D <= 128 if impl == "cuda:dmma" else dtype != torch.float32
+    if impl == "cuda:dmma":
+        is_its_own = dtype == torch.float32 and case.D <= 128 and not case.dropout_p
+    else:
+        is_its_own = dtype != torch.float32
     return is_aligned and is_its_own
 
 
-def options(case):
-    return dict(causal=case.causal, sm_scale=case.sm_scale, seq_lens=case.seq_lens and list(case.seq_lens))
+def dropout(case, device):
+    """(dropout_p, dropout_seed), or None."""
+    return (case.dropout_p, torch.tensor([SEED], device=device)) if case.dropout_p else None
+
+
+def options(case, device):
+    dropout_p, dropout_seed = dropout(case, device) or (0.0, None)
+    return dict(causal=case.causal, sm_scale=case.sm_scale, seq_lens=case.seq_lens and list(case.seq_lens),
+                dropout_p=dropout_p, dropout_seed=dropout_seed)
+
+
+def lengths(case, device):
+    return None if case.seq_lens is None else torch.tensor(case.seq_lens, device=device)
 
 
 def exact(case, q, k, v):
     """(out, lse) in fp64."""
-    seq_lens = None if case.seq_lens is None else torch.tensor(case.seq_lens, device=q.device)
-    return reference_forward(q.double(), k.double(), v.double(), case.causal, case.sm_scale, seq_lens)
+    q, k, v = (x.double() for x in (q, k, v))
+    return reference_forward(q, k, v, case.causal, case.sm_scale, lengths(case, q.device), dropout(case, q.device))
 
 
 def base(case, q, k, v):
-    """torch's MATH backend on the same inputs in their own dtype: the yardstick of the error rule."""
-    seq_lens = None if case.seq_lens is None else torch.tensor(case.seq_lens, device=q.device)
+    """torch's MATH backend on the same inputs in their own dtype: the yardstick of the error rule. With dropout, whose
+    mask MATH does not take, the oracle in that dtype: like MATH it forms 16-bit scores in fp32."""
+    seq_lens = lengths(case, q.device)
+    if case.dropout_p:
+        return reference_forward(q, k, v, case.causal, case.sm_scale, seq_lens, dropout(case, q.device))[0]
     mask = visible_keys(case.Sq, case.Sk, case.causal, seq_lens, q.device)
     k, v = (x.repeat_interleave(case.H // case.Hk, dim=1) for x in (k, v))
     with sdpa_kernel(SDPBackend.MATH):

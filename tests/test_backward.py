@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from cases import CASES, DTYPES, Case, base, check_error, exact, make_inputs, make_tensor, options, serves
+from cases import (CASES, DTYPES, Case, base, check_error, dropout, exact, lengths, make_inputs, make_tensor, options,
+                   serves)
 from conftest import HAS_GPU, IMPLEMENTATIONS
 from minimal_attn import flash_attention
+from minimal_attn.dropout import keep_mask, keep_scale
 from minimal_attn.reference import visible_keys
 
 CASES_HERE = [case for case in CASES if HAS_GPU or not (case.gpu_only or max(case.Sq, case.Sk) > 200)]
@@ -41,7 +43,7 @@ def by_fp64(case, q, k, v, dout):
 
 
 def by(impl, case, **more):
-    return lambda q, k, v: flash_attention(q, k, v, **options(case), backend=IMPLEMENTATIONS[impl][0], **more)
+    return lambda q, k, v: flash_attention(q, k, v, **options(case, q.device), backend=IMPLEMENTATIONS[impl][0], **more)
 
 
 def by_hand(case, q, k, v, dout):
@@ -51,14 +53,18 @@ def by_hand(case, q, k, v, dout):
     dtype, (q, k, v, dout) = q.dtype, (x.detach().float() for x in (q, k, v, dout))
     groups, scale = case.H // case.Hk, case.D**-0.5 if case.sm_scale is None else case.sm_scale
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    seq_lens = None if case.seq_lens is None else torch.tensor(case.seq_lens, device=q.device)
-    mask = visible_keys(case.Sq, case.Sk, case.causal, seq_lens, q.device)
+    mask = visible_keys(case.Sq, case.Sk, case.causal, lengths(case, q.device), q.device)
     P = (q @ k.mT * scale - lse.float()[..., None]).exp()
     if mask is not None:
         P = P.masked_fill(~mask, 0)
     delta = (dout * out.to(dtype).float()).sum(-1, keepdim=True)
-    dS = (P * (dout @ v.mT - delta)).to(dtype).float()
-    dq, dk, dv = dS @ k * scale, dS.mT @ q * scale, P.to(dtype).float().mT @ dout
+    dP, kept = dout @ v.mT, P
+    if case.dropout_p:
+        dropout_p, seed = dropout(case, q.device)
+        factor = keep_mask(seed, dropout_p, *P.shape, q.device) * keep_scale(dropout_p)
+        dP, kept = dP * factor, P * factor
+    dS = (P * (dP - delta)).to(dtype).float()
+    dq, dk, dv = dS @ k * scale, dS.mT @ q * scale, kept.to(dtype).float().mT @ dout
     return [x.to(dtype) for x in (dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv)))]
 
 
@@ -260,8 +266,9 @@ def test_transforms_of_torch_func_are_told_where_to_go():
 def test_checkpointing(impl, dtype):
     case = Case("checkpoint", Sq=20, Sk=20)
     q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
-    again = lambda *qkv: torch.utils.checkpoint.checkpoint(by(impl, case, deterministic=True), *qkv, use_reentrant=False)  # noqa: E731
-    assert all(map(torch.equal, gradients(again, q, k, v, dout), gradients(by(impl, case, deterministic=True), q, k, v, dout)))
+    once = by(impl, case, deterministic=True)
+    again = lambda *qkv: torch.utils.checkpoint.checkpoint(once, *qkv, use_reentrant=False)  # noqa: E731
+    assert all(map(torch.equal, gradients(again, q, k, v, dout), gradients(once, q, k, v, dout)))
 
 
 @each_kernel

@@ -39,9 +39,9 @@ def test_info(capsys, monkeypatch):
 @pytest.fixture
 def no_compiler(monkeypatch):
     monkeypatch.setattr(interface._build, "why_not", lambda on_gpu=False: "no compiler today")
-    interface._choose_cuda_or_triton.cache_clear()
+    interface._choose_first_available.cache_clear()
     yield
-    interface._choose_cuda_or_triton.cache_clear()
+    interface._choose_first_available.cache_clear()
 
 
 def test_info_says_why_a_backend_is_not_there(capsys, no_compiler):

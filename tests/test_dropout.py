@@ -1,5 +1,7 @@
 """Dropout: Philox against its published answers, the mask against plain Python, and what attention does with it."""
 
+import dataclasses
+import functools
 import math
 
 import pytest
@@ -7,27 +9,37 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from conftest import HAS_GPU
-from minimal_attn import flash_attention, flash_attn_func, reference_attention
+from cases import SEED, check_lse
+from conftest import HAS_GPU, IMPLEMENTATIONS
+from minimal_attn import FlashMHA, available_backends, flash_attention, flash_attn_func, interface, reference_attention
 from minimal_attn.dropout import drop_threshold, keep_mask, keep_scale, philox
-from minimal_attn.interface import BACKENDS, _auto_backend
+from minimal_attn.interface import BACKENDS
+from minimal_attn.reference import visible_keys
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
-WITH_DROPOUT = [name for name in BACKENDS if "dropout" in BACKENDS[name].options]
-# Those that form the scores do it in fp64 as well; kernels are judged in 16 bits and fp32, at the end of this file.
-each_backend = pytest.mark.parametrize("backend",
-                                       [name for name in WITH_DROPOUT if torch.float64 in BACKENDS[name].dtypes])
-SEED = 0x1234567890ABCDEF
+each_backend = pytest.mark.parametrize("backend", available_backends())
+# These form the scores, in fp64 as well. Kernels by name are at the end of this file.
+FORM_SCORES = ["torch", "reference"]
+# Of csrc, sm80 in both of its dtypes, and dmma, which has no dropout, not at all.
+IMPLS = [impl for impl in IMPLEMENTATIONS if impl != "cuda:dmma"]
+each_impl = pytest.mark.parametrize("impl, dtype", [
+    pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
+    for impl in IMPLS for dtype in ((torch.float16, torch.bfloat16) if impl == "cuda:sm80" else (torch.float32,))])
 
 
 def seed_of(value=SEED, device=DEVICE):
     return torch.tensor([value], device=device)
 
 
-def qkv(B=2, H=4, Hk=2, Sq=21, Sk=35, D=16, dtype=torch.float64):
+def qkv(B=2, H=4, Hk=2, Sq=21, Sk=35, D=16, dtype=torch.float64, device=DEVICE):
     generator = torch.Generator().manual_seed(0)
     shapes = (B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, D)
-    return [torch.randn(x, generator=generator, dtype=torch.float64).to(DEVICE, dtype) for x in shapes]
+    return [torch.randn(x, generator=generator, dtype=torch.float64).to(device, dtype) for x in shapes]
+
+
+def drop(q, k, v, dropout_p, backend, seed=SEED, **options):
+    return flash_attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed_of(seed, q.device), backend=backend,
+                           **options)
 
 
 def probabilities(q, k, v, *args, **kwargs):
@@ -106,21 +118,27 @@ def test_masks_of_seeds_heads_and_batches_differ():
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"seq_lens": [9, 30]},
                                      {"causal": True, "seq_lens": [9, 30]}], ids=str)
 def test_it_drops_normalised_probabilities(backend, dropout_p, options):
-    q, k, v = qkv(Sq=30 if "seq_lens" in options else 21, Sk=30)
+    inputs = qkv(Sq=30 if "seq_lens" in options else 21, Sk=30, dtype=torch.float32)
+    q, k, v = (x.double() for x in inputs)
     p = probabilities(q, k, v, **options)
     keep = keep_mask(seed_of(), dropout_p, *p.shape, DEVICE)
     want = (p * keep / (1 - dropout_p) if dropout_p < 1 else p * 0) @ v.repeat_interleave(2, 1)
     want_lse = reference_attention(q, k, v, **options, return_lse=True)[1]
-    out, lse = flash_attention(q, k, v, **options, dropout_p=dropout_p, dropout_seed=seed_of(), return_lse=True,
-                               backend=backend)
-    torch.testing.assert_close(out, want)
-    assert lse.equal(want_lse)
+    if backend in FORM_SCORES or (backend, DEVICE) == ("cuda", "cpu"):
+        out, lse = drop(q, k, v, dropout_p, backend, **options, return_lse=True)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(lse, want_lse)
+    out, lse = drop(*inputs, dropout_p, backend, **options, return_lse=True)
+    torch.testing.assert_close(out, want.float(), rtol=1e-5, atol=1e-5)
+    check_lse(lse, want_lse)
 
 
 def test_the_spellings_agree():
     q, k, v = qkv(dtype=torch.float32)
     options = {"dropout_p": 0.3, "dropout_seed": seed_of()}
-    want, want_lse = reference_attention(q, k, v, True, **options, return_lse=True)
+    oracle = reference_attention(q, k, v, True, **options, return_lse=True)
+    want, want_lse = flash_attention(q, k, v, True, **options, return_lse=True)
+    torch.testing.assert_close((want, want_lse), oracle)
     out, lse = flash_attention(q, k, v, True, **options, deterministic=True, return_lse=True)
     assert out.equal(want) and lse.equal(want_lse)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -132,7 +150,7 @@ def test_the_spellings_agree():
 
 @each_backend
 def test_3d_is_4d_with_one_head(backend):
-    q, k, v = qkv(H=1, Hk=1)
+    q, k, v = qkv(H=1, Hk=1, dtype=torch.float32)
     options = {"dropout_p": 0.3, "dropout_seed": seed_of(), "backend": backend}
     want = flash_attention(q, k, v, **options)
     assert flash_attention(q[:, 0], k[:, 0], v[:, 0], **options).equal(want[:, 0])
@@ -140,12 +158,10 @@ def test_3d_is_4d_with_one_head(backend):
     assert reference_attention(q[:, 0], k[:, 0], v[:, 0], dropout_p=0.3, dropout_seed=seed_of()).equal(want[:, 0])
 
 
-@each_backend
+@pytest.mark.parametrize("backend", FORM_SCORES)
 def test_16_bit_inputs_keep_their_dtype(backend):
     q, k, v = qkv(dtype=torch.bfloat16)
-    options = {"dropout_p": 0.3, "dropout_seed": seed_of(), "backend": backend}
-    out = flash_attention(q, k, v, **options)
-    assert out.equal(flash_attention(q.float(), k.float(), v.float(), **options).bfloat16())
+    assert drop(q, k, v, 0.3, backend).equal(drop(q.float(), k.float(), v.float(), 0.3, backend).bfloat16())
 
 
 def test_fp8_on_the_reference():
@@ -157,12 +173,11 @@ def test_fp8_on_the_reference():
         flash_attention(q, k, v, **options, backend="torch")
 
 
-@each_backend
+@pytest.mark.parametrize("backend", FORM_SCORES)
 @pytest.mark.parametrize("dropout_p", [0.3, 1.0])
 def test_gradients(backend, dropout_p):
     inputs = [x.requires_grad_() for x in qkv(B=1, H=2, Hk=1, Sq=5, Sk=7, D=3)]
-    attend = lambda q, k, v: flash_attention(q, k, v, True, dropout_p=dropout_p, dropout_seed=seed_of(),  # noqa: E731
-                                             return_lse=True, backend=backend)
+    attend = lambda *qkv: drop(*qkv, dropout_p, backend, causal=True, return_lse=True)  # noqa: E731
     assert torch.autograd.gradcheck(attend, inputs)
 
 
@@ -176,22 +191,24 @@ def test_torch_draws_the_seed(backend):
     torch.manual_seed(7)
     assert draw().equal(first) and draw().equal(second)
     torch.manual_seed(7)
-    assert reference_attention(*inputs, dropout_p=0.5).equal(first)
+    torch.testing.assert_close(reference_attention(*inputs, dropout_p=0.5), first)
 
 
-@pytest.mark.parametrize("backend, dynamic", [("torch", False), ("reference", False), ("torch", True)])
+@pytest.mark.parametrize("backend, dynamic", [(name, dynamic) for name in available_backends()
+                                              for dynamic in (False, True) if not dynamic or name != "reference"])
 def test_compiles_as_one_graph(backend, dynamic):
-    """One for all seeds, and with dynamic shapes for all lengths."""
+    """One for all seeds, forward and backward, and with dynamic shapes for all lengths."""
     torch.compiler.reset()
     attend = lambda q, k, v, seed: flash_attention(q, k, v, True, dropout_p=0.25, dropout_seed=seed,  # noqa: E731
-                                                   return_lse=True, backend=backend)
+                                                   deterministic=True, return_lse=True, backend=backend)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attend, fullgraph=True, backend=counter, dynamic=dynamic)
     for Sq in (21, 40) if dynamic else (21,):
-        inputs = qkv(Sq=Sq, dtype=torch.float32)
-        for seed in range(3):
+        inputs = [x.requires_grad_() for x in qkv(Sq=Sq, dtype=torch.float32)]
+        for seed in range(2):
             got, want = (call(*inputs, seed_of(seed)) for call in (compiled, attend))
             torch.testing.assert_close(got, want)
+            torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), inputs) for out, _ in (got, want)))
     assert counter.frame_count == 1
 
 
@@ -205,22 +222,33 @@ def test_a_compiled_call_draws_a_seed_each_time():
     assert draw().equal(first)
 
 
-def test_the_seed_is_never_read_on_the_host():
+@each_backend
+def test_the_seed_is_never_read_on_the_host(backend):
     """A tensor without values, whose .item() raises, goes through."""
     with FakeTensorMode():
-        q = torch.empty(2, 4, 20, 16)
-        for seed in (None, torch.empty((), dtype=torch.int64)):
-            out, lse = flash_attention(q, q, q, True, dropout_p=0.1, dropout_seed=seed, return_lse=True)
-            assert out.shape == q.shape and lse.shape == q.shape[:3]
+        q = torch.empty(2, 4, 20, 16, device=DEVICE, requires_grad=True)
+        for seed in (None, torch.empty((), dtype=torch.int64, device=DEVICE)):
+            out, lse = flash_attention(q, q, q, True, dropout_p=0.1, dropout_seed=seed, return_lse=True,
+                                       backend=backend)
+            (dq,) = torch.autograd.grad(out.sum(), q)
+            assert out.shape == dq.shape == q.shape and lse.shape == q.shape[:3]
 
 
-def test_auto_takes_torch_wherever_the_tensors_are():
-    q = qkv(dtype=torch.float32)[0]
+def test_auto_takes_what_it_takes_without_dropout(monkeypatch):
+    chosen = []
+    for name, backend in BACKENDS.items():
+        record = lambda q, *args, name=name, **options: chosen.append(name) or (q, None)  # noqa: E731
+        monkeypatch.setitem(BACKENDS, name, dataclasses.replace(backend, forward=record, why_not=lambda device: None))
+    monkeypatch.setattr(interface, "_first_available", lambda needs_grad: "triton" if needs_grad else "cuda")
+    on_cpu = torch.empty(2, 4, 20, 16)
     with FakeTensorMode():
         on_gpu = torch.empty(2, 4, 20, 16, device="cuda")
-    assert _auto_backend(q, q, q, 0.3) == _auto_backend(on_gpu, on_gpu, on_gpu, 0.3) == "torch"
-    fp8 = on_gpu.to(torch.float8_e5m2)  # not for "torch"
-    assert _auto_backend(fp8, fp8, fp8, 0.3) == "reference" and _auto_backend(fp8, fp8, fp8, 0.0) == "triton"
+        for dropout_p in (0.0, 0.3):
+            for x in (on_gpu, on_gpu.to(torch.float8_e5m2), on_gpu.clone().requires_grad_()):
+                flash_attention(x, x, x, dropout_p=dropout_p)
+    for dropout_p in (0.0, 0.3):
+        flash_attention(on_cpu, on_cpu, on_cpu, dropout_p=dropout_p)
+    assert chosen == ["cuda", "triton", "triton"] * 2 + ["torch"] * 2
 
 
 @pytest.mark.parametrize("dropout_seed", [None, seed_of(), 5])
@@ -235,7 +263,7 @@ def test_without_dropout_the_seed_is_ignored(dropout_p, dropout_seed):
 @pytest.mark.parametrize("shape", [(0, 4, 2, 20, 20), (2, 4, 2, 0, 20), (2, 4, 2, 20, 0)], ids=str)
 @each_backend
 def test_empty_inputs(backend, shape):
-    q, k, v = qkv(*shape)
+    q, k, v = qkv(*shape, dtype=torch.float32)
     for out, lse in (flash_attention(q, k, v, dropout_p=0.5, return_lse=True, backend=backend),
                      reference_attention(q, k, v, dropout_p=0.5, return_lse=True)):
         assert out.shape == q.shape and (out == 0).all() and (lse == -math.inf).all()
@@ -265,13 +293,6 @@ def test_bad_input(error, match, dropout_p, dropout_seed):
             attention(*args, dropout_p=dropout_p, dropout_seed=dropout_seed)
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in WITH_DROPOUT])
-def test_a_backend_without_dropout_names_one_that_has_it(backend):
-    for attention in (flash_attention, flash_attn_func):
-        with pytest.raises(NotImplementedError, match=f"backend='{backend}' has no dropout.*backend='reference'"):
-            attention(*qkv(H=2, Sq=4, Sk=4, dtype=torch.float32), dropout_p=0.1, backend=backend)
-
-
 def test_arguments_are_keyword_only():
     with pytest.raises(TypeError, match="positional"):
         flash_attention(*qkv(), False, None, None, 0.1)
@@ -279,105 +300,175 @@ def test_arguments_are_keyword_only():
         reference_attention(*qkv(), False, None, None, 0.1)
 
 
-# The Triton twin, on the GPU or in its interpreter.
+# Kernels by name.
 
 
-def twin_inputs(B=2, H=4, Hk=2, Sq=75, Sk=70, D=16, dtype=torch.float32):
-    pytest.importorskip("triton", reason="triton is not installed")
-    return [x.requires_grad_() for x in qkv(B, H, Hk, Sq, Sk, D, dtype)]
+def kernel_inputs(impl, dtype, **shape):
+    return [x.requires_grad_() for x in qkv(**{"Sq": 75, "Sk": 70, **shape}, dtype=dtype,
+                                            device=IMPLEMENTATIONS[impl][1])]
 
 
-def drop(q, k, v, dropout_p, backend="triton", seed=SEED, **options):
-    return flash_attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed_of(seed), backend=backend, **options)
+def masks(q, k, v, dropout_p, backend, **options):
+    """What the forward and what the backward pass drop, (B, H, Sq, Sk) each: probabilities are even with sm_scale=0,
+    and those that survive show in out where V holds unit vectors, in dV where dout does. D of them at a time."""
+    (B, H, Sq, D), (_, Hk, Sk, _) = q.shape, k.shape
+    forward, backward = (torch.zeros(B, H, Sq, Sk, dtype=torch.bool, device=q.device) for _ in range(2))
+    for col in range(0, Sk, D):
+        n = min(D, Sk - col)
+        units = torch.zeros_like(v)
+        units[:, :, col : col + n] = torch.eye(n, D, dtype=v.dtype, device=v.device)
+        out = drop(q, k, units, dropout_p, backend, sm_scale=0.0, **options)
+        forward[..., col : col + n] = out[..., :n] != 0
+    out = drop(q, k, v, dropout_p, backend, sm_scale=0.0, **options)
+    for row in range(0, Sq, D):
+        n = min(D, Sq - row)
+        for head in range(H // Hk):  # one query head of each group, for dV is their sum
+            dout = torch.zeros_like(out)
+            dout[:, head :: H // Hk, row : row + n] = torch.eye(n, D, dtype=v.dtype, device=v.device)
+            (dv,) = torch.autograd.grad(out, v, dout, retain_graph=True)
+            backward[:, head :: H // Hk, row : row + n] = (dv[..., :n] != 0).mT
+    return forward, backward
 
 
-@pytest.mark.parametrize("Sq, Sk, seed", [(1, 1, 0), (15, 17, -1), (37, 64, SEED), (64, 33, -2**63), (64, 64, 2**62)])
-def test_the_twin_drops_what_the_mask_says(Sq, Sk, seed):
-    """Even probabilities by V of unit vectors: out is the mask itself, and so is dV where dout has them."""
-    q, k, _ = twin_inputs(Sq=Sq, Sk=Sk, D=64)
-    v = torch.zeros(2, 2, Sk, 64, device=DEVICE)
-    keep = keep_mask(seed_of(seed), 0.4, 2, 4, Sq, Sk, DEVICE)
-    v[:, :, :, :Sk] = torch.eye(Sk, device=DEVICE)
-    v.requires_grad_()
-    out = drop(q, k, v, 0.4, seed=seed, sm_scale=0.0)
-    assert (out[..., :Sk] != 0).equal(keep)
-    dout = torch.zeros_like(out)
-    dout[:, 0::2, :, :Sq] = torch.eye(Sq, device=DEVICE)  # of one query head of each group
-    (dv,) = torch.autograd.grad(out, v, dout)
-    assert (dv[..., :Sq] != 0).equal(keep[:, 0::2].mT)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dropout_p, shape, options", [
-    (0.1, dict(H=2), dict()), (0.5, dict(B=1, Sq=100), dict(causal=True)), (0.5, dict(D=40, Sq=30), dict(causal=True)),
-    (0.1, dict(H=2, Hk=1, Sq=70), dict(causal=True, seq_lens=[9, 70])), (1.0, dict(Sq=20, Sk=20), dict(causal=True)),
-    (0.9, dict(B=1, H=1, Hk=1, Sq=20, D=128), dict(sm_scale=-0.5)),
+@pytest.mark.parametrize("shape, options, seed", [
+    (dict(Sq=1, Sk=1), {}, 0), (dict(Sq=15, Sk=17), {}, -1), (dict(Sq=64, Sk=33, D=64), {}, -2**63),
+    (dict(B=1, Sq=70, Sk=150, D=80), dict(causal=True), 2**62), (dict(B=1, Sq=150, Sk=70, D=96), dict(causal=True), 7),
+    (dict(B=1, H=2, Hk=1, Sq=131, Sk=133, D=128), {}, SEED), (dict(B=1, H=3, Hk=1, Sq=66, Sk=65, D=256), {}, 5),
+    (dict(Sq=70, Sk=70, D=40), dict(causal=True, seq_lens=[9, 70]), 2**63 - 1),
 ], ids=str)
-def test_the_twin_against_the_reference(shape, options, dtype, dropout_p):
-    inputs = twin_inputs(**shape, dtype=dtype)
+@each_impl
+def test_each_kernel_drops_what_the_mask_says(impl, dtype, shape, options, seed):
+    q, k, v = kernel_inputs(impl, dtype, **shape)
+    want = keep_mask(seed_of(seed, q.device), 0.4, *q.shape[:3], k.shape[2], q.device)
+    lengths = torch.tensor(options["seq_lens"], device=q.device) if "seq_lens" in options else None
+    visible = visible_keys(q.shape[2], k.shape[2], options.get("causal", False), lengths, q.device)
+    for mask in masks(q, k, v, 0.4, IMPLEMENTATIONS[impl][0], seed=seed, **options):
+        assert mask.equal(want if visible is None else want & visible)
+
+
+@pytest.mark.parametrize("dropout_p, shape, options", [
+    (0.5, dict(B=1, Sq=100), dict(causal=True)), (0.5, dict(D=40, Sq=30), dict(causal=True)),
+    (0.1, dict(H=2, Hk=1, Sq=70), dict(causal=True, seq_lens=[9, 70])), (1.0, dict(Sq=20, Sk=20), dict(causal=True)),
+    (0.9, dict(B=1, H=1, Hk=1, Sq=20, D=128), dict(sm_scale=-0.5)), (1e-12, dict(Sq=20, Sk=20), dict()),
+], ids=str)
+@each_impl
+def test_each_kernel_against_the_reference(impl, dtype, shape, options, dropout_p):
+    """out, lse, which is that of the undropped softmax, and gradients, those through lse as well."""
+    inputs = kernel_inputs(impl, dtype, **shape)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    out, lse = drop(*inputs, dropout_p, return_lse=True, **options)
+    out, lse = drop(*inputs, dropout_p, IMPLEMENTATIONS[impl][0], return_lse=True, **options)
     want, want_lse = drop(*exact, dropout_p, "reference", return_lse=True, **options)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE, dtype)
-    got = out, *torch.autograd.grad(out, inputs, dout)
-    wants = want, *torch.autograd.grad(want, exact, dout.double())
+    check_lse(lse, want_lse)
+    generator = torch.Generator().manual_seed(1)
+    dout, dlse = (torch.randn(x.shape, generator=generator).to(x) for x in (out, lse))
+    dlse[want_lse == -math.inf] = 0
+    got = out, *torch.autograd.grad((out, lse), inputs, (dout, dlse))
+    wants = want, *torch.autograd.grad((want, want_lse), exact, (dout.double(), dlse.double()))
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     for x, y in zip(got, wants):
         assert x.dtype == dtype
         torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance * max(1, y.abs().max().item()))
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_the_twin_reads_any_strides():
-    q, k, v = twin_inputs(Sq=70, dtype=torch.float16)
-    want = drop(q, k, v, 0.3, causal=True)
-    assert drop(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), 0.3, causal=True).equal(want)
-    assert drop(*(x.mT.contiguous().mT for x in (q, k, v)), 0.3, causal=True).equal(want)
-    assert drop(*(x[:1, :1] for x in (q, k, v)), 0.3, causal=True).equal(want[:1, :1])  # the mask knows no shape
-    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), 0.3, causal=True, dropout_seed=seed_of(),
-                          backend="triton")
-    assert out.transpose(1, 2).equal(want)
+@each_impl
+def test_a_share_of_0_and_one_that_rounds_to_it_change_nothing(impl, dtype):
+    backend = IMPLEMENTATIONS[impl][0]
+    inputs = kernel_inputs(impl, dtype)
+    want = flash_attention(*inputs, causal=True, backend=backend)
+    assert drop(*inputs, 0.0, backend, causal=True).equal(want)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(drop(*inputs, 1e-12, backend, causal=True), want, rtol=tolerance, atol=tolerance)
 
 
-def test_the_twin_in_fp8():
-    inputs = [x.detach().to(torch.float8_e4m3fn) for x in twin_inputs(D=32)]
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl not in ("cuda:sm80", "torch")])  # sm80 is above
+def test_16_bits_drop_the_same(impl, dtype):
+    q, k, v = kernel_inputs(impl, dtype, B=1, Sq=70, Sk=33, D=80)
+    want = keep_mask(seed_of(device=q.device), 0.4, *q.shape[:3], k.shape[2], q.device)
+    assert all(mask.equal(want) for mask in masks(q, k, v, 0.4, IMPLEMENTATIONS[impl][0]))
+
+
+@each_impl
+def test_each_kernel_reads_any_strides(impl, dtype):
+    q, k, v = kernel_inputs(impl, dtype, Sq=70)
+    attend = lambda *qkv: drop(*qkv, 0.3, IMPLEMENTATIONS[impl][0], causal=True, deterministic=True)  # noqa: E731
+    gradients = lambda out: torch.autograd.grad(out.square().sum(), (q, k, v))  # noqa: E731
+    want = attend(q, k, v)
+    exactly = dict(rtol=1e-5, atol=1e-5) if impl == "torch" else dict(rtol=0, atol=0)
+    assert_same = functools.partial(torch.testing.assert_close, **exactly)
+    for layout in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT):
+        out = attend(*map(layout, (q, k, v)))
+        assert_same(out, want)
+        for x, y in zip(gradients(out), gradients(attend(q, k, v))):
+            torch.testing.assert_close(x, y)
+    assert_same(attend(*(x[:1, :1] for x in (q, k, v))), want[:1, :1])  # the mask knows no shape
+    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), 0.3, causal=True,
+                          dropout_seed=seed_of(device=q.device), backend=IMPLEMENTATIONS[impl][0])
+    assert_same(out.transpose(1, 2), want)
+
+
+@pytest.mark.parametrize("impl", ["cuda:dmma"])
+def test_dmma_has_no_dropout(impl):
+    inputs = qkv(D=64, dtype=torch.float32)
+    with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL=dmma cannot serve: it has no dropout"):
+        drop(*inputs, 0.3, "cuda")
+    flash_attention(*inputs, backend="cuda")
+
+
+def test_fp8_in_the_twin():
+    pytest.importorskip("triton", reason="triton is not installed")
     if HAS_GPU and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 needs a GPU from 8.9 on")
+    inputs = [x.to(torch.float8_e4m3fn) for x in qkv(D=32, dtype=torch.float32)]
     out, want = (drop(*inputs, 0.3, backend) for backend in ("triton", "reference"))
     torch.testing.assert_close(out, want, rtol=0.05, atol=0.05)
 
 
-def test_the_op_of_the_twin():
-    q, k, v = twin_inputs(Sq=20, Sk=24)
-    args = (q, k, v, None, 0.25, True, None, None, None, True, 0.3, seed_of())
-    torch.library.opcheck(torch.ops.minimal_attn.triton_forward.default, args)
+@each_impl
+def test_the_op(impl, dtype):
+    if impl == "torch":
+        pytest.skip("not an op of ours")
+    q, k, v = kernel_inputs(impl, dtype, Sq=20, Sk=24)
+    seed = seed_of(device=q.device)
+    drop(q, k, v, 0.3, IMPLEMENTATIONS[impl][0])  # which registers the ops
+    op, options = ((torch.ops.minimal_attn.triton_forward, (None, None, None, True, 0.3, seed)) if impl == "triton" else
+                   (torch.ops.minimal_attn.flash_forward, (0.3, seed, True)))
+    torch.library.opcheck(op.default, (q, k, v, None, 0.25, True, *options))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_the_twin_compiles_as_one_graph(dynamic):
-    torch.compiler.reset()
-    attend = lambda q, k, v, seed: flash_attention(q, k, v, True, dropout_p=0.25, dropout_seed=seed,  # noqa: E731
-                                                   backend="triton")
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend, fullgraph=True, backend=counter, dynamic=dynamic)
-    for Sq in (21, 40) if dynamic else (21,):
-        inputs = twin_inputs(Sq=Sq)
-        for seed in range(2):
-            got, want = (call(*inputs, seed_of(seed)) for call in (compiled, attend))
-            grads = [torch.autograd.grad(out.square().sum(), inputs) for out in (got, want)]
-            for x, y in zip((got, *grads[0]), (want, *grads[1])):
-                torch.testing.assert_close(x, y)
-    assert counter.frame_count == 1
+@each_backend
+def test_modules_train_alike(backend):
+    """Three steps of FlashMHA from the same seed: every backend drops the same, so every backend learns the same."""
+    def train(backend):
+        torch.manual_seed(3)
+        module = FlashMHA(32, 4, 2, dropout=0.3, causal=True, device=DEVICE, backend=backend)
+        x = torch.randn(2, 20, 32, device=DEVICE)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(module(x).square().sum())
+            losses[-1].backward()
+            optimizer.step()
+        return torch.stack(losses).detach(), *(parameter.detach() for parameter in module.parameters())
+
+    got, want = train(backend), train("reference")
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert len(set(got[0].tolist())) == 3
 
 
 @pytest.mark.gpu
-def test_a_replayed_graph_of_the_twin_draws_anew():
+@each_impl
+def test_a_replayed_graph_draws_anew(impl, dtype):
     """Forward and backward in one CUDA graph: what changes the seed in place changes the mask of both."""
-    q, k, v = twin_inputs(dtype=torch.bfloat16)
+    backend, device = IMPLEMENTATIONS[impl]
+    if backend == "torch" or device == "cpu":
+        pytest.skip("is not captured")
+    q, k, v = kernel_inputs(impl, dtype)
     seed = seed_of(0)
-    step = lambda: torch.autograd.grad(  # noqa: E731
-        flash_attention(q, k, v, True, dropout_p=0.5, dropout_seed=seed, backend="triton").float().square().sum(),
-        (q, k, v))
+    attend = lambda: flash_attention(q, k, v, True, dropout_p=0.5, dropout_seed=seed, deterministic=True,  # noqa: E731
+                                     backend=backend)
+    step = lambda: torch.autograd.grad(attend().float().square().sum(), (q, k, v))  # noqa: E731
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -393,3 +484,22 @@ def test_a_replayed_graph_of_the_twin_draws_anew():
         results.append([x.clone() for x in captured])
         assert all(map(torch.equal, results[-1], step()))
     assert all(map(torch.equal, results[0], results[2])) and not results[0][2].equal(results[1][2])
+
+
+@pytest.mark.gpu
+@each_impl
+def test_a_replayed_graph_draws_its_own_seed(impl, dtype):
+    """Without a seed of the caller's, torch's generator, which graphs know, draws one in each replay."""
+    backend, device = IMPLEMENTATIONS[impl]
+    if backend == "torch" or device == "cpu":
+        pytest.skip("is not captured")
+    q, k, v = (x.detach() for x in kernel_inputs(impl, dtype))
+    attend = lambda: flash_attention(q, k, v, dropout_p=0.5, backend=backend)  # noqa: E731
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert not out.equal(first)

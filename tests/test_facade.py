@@ -102,8 +102,6 @@ def test_autocast_is_a_cast(backend, device, dtype, dtypes):
 
 @each_impl
 def test_autocast_gives_gradients_back_in_their_dtypes(backend, device):
-    if not BACKENDS[backend].has_backward:
-        pytest.skip("has no derivative")
     dtypes = torch.float32, torch.bfloat16, torch.float16
     inputs = [x.requires_grad_() for x in qkv_of(dtypes, device)]
 
@@ -305,13 +303,21 @@ def test_seq_lens_under_capture_must_be_on_the_gpu(seq_lens, monkeypatch):
             flash_attention(q, q, q, seq_lens=seq_lens, backend="triton")
 
 
-def test_fp64_belongs_to_torch_and_the_reference():
-    q, k, v = qkv(dtype=torch.float64)
-    want = reference_attention(q, k, v)
-    assert want.dtype == torch.float64
-    torch.testing.assert_close(flash_attention(q, k, v, backend="torch"), want)
-    with pytest.raises(TypeError, match="q is torch.float64, allowed are float32, float16, bfloat16"):
-        flash_attention(q, k, v, backend="cuda")
+def test_fp64(monkeypatch):
+    """By torch and the oracle wherever the tensors are, by csrc on the CPU, never by the twin."""
+    for device in {"cpu", "cuda" if HAS_GPU else "cpu"}:
+        q, k, v = qkv(dtype=torch.float64, device=device)
+        want = reference_attention(q, k, v, return_lse=True)
+        assert {x.dtype for x in want} == {torch.float64}
+        for backend in ("torch", "cuda") if device == "cpu" else ("torch",):
+            torch.testing.assert_close(flash_attention(q, k, v, return_lse=True, backend=backend), want)
+    monkeypatch.setattr(minimal_attn._build, "why_not", lambda on_gpu=False: None)
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 20, 16, device="cuda", dtype=torch.float64)
+        with pytest.raises(TypeError, match="q is torch.float64, which backend='cuda' takes on the CPU alone"):
+            flash_attention(q, q, q, backend="cuda")
+        with pytest.raises(TypeError, match="q is torch.float64, allowed are float32, float16, bfloat16"):
+            flash_attention(q, q, q, backend="triton")
 
 
 def test_the_op_refuses_what_would_read_out_of_bounds():
@@ -322,7 +328,7 @@ def test_the_op_refuses_what_would_read_out_of_bounds():
     for error, arguments in [
         (ValueError, (q, k[:, :, 1:], v)), (ValueError, (q, k[1:], v[1:])), (ValueError, (q, k[:, :3], v[:, :3])),
         (ValueError, (q[0], k[0], v[0])), (ValueError, (q, k.transpose(2, 3).contiguous().transpose(2, 3), v)),
-        (TypeError, (q, k.half(), v)), (TypeError, (q.double(), k.double(), v.double())),
+        (TypeError, (q, k.half(), v)), (TypeError, (q.int(), k.int(), v.int())),
     ]:
         with pytest.raises(error):
             op(*arguments, None, 0.25, False)
@@ -338,14 +344,10 @@ def test_the_op_refuses_what_would_read_out_of_bounds():
 def test_inputs_that_require_grad(backend, device, which):
     q, k, v = inputs = qkv(device=device)
     inputs[which].requires_grad_()
-    if BACKENDS[backend].has_backward:
-        flash_attention(q, k, v, backend=backend).sum().backward()
-        assert inputs[which].grad.isfinite().all()
-        return
-    with pytest.raises(NotImplementedError, match="no backward pass yet"):
-        flash_attention(q, k, v, backend=backend)
+    flash_attention(q, k, v, backend=backend).sum().backward()
+    assert inputs[which].grad.isfinite().all()
     with torch.no_grad():
-        flash_attention(q, k, v, backend=backend)
+        assert not flash_attention(q, k, v, backend=backend).requires_grad
 
 
 @each_impl
@@ -358,14 +360,13 @@ def test_inputs_with_a_tangent(backend, device):
         torch.func.jvp(attend, (v,), (torch.ones_like(v),))
 
 
-def test_the_op_has_no_derivative():
+def test_the_op_has_a_first_derivative_alone():
     minimal_attn.load()
     q, k, v = qkv()
     op = lambda v: torch.ops.minimal_attn.flash_forward(q, k, v, None, 0.25, False)[0]  # noqa: E731
-    with pytest.raises(RuntimeError, match="derivative for minimal_attn::flash_forward is not implemented"):
-        op(v.requires_grad_()).sum().backward()
-    with pytest.raises(NotImplementedError, match="minimal_attn::flash_forward"):
-        torch.func.jvp(op, (v.detach(),), (torch.ones_like(v),))
+    (dv,) = torch.autograd.grad(op(v.requires_grad_()).square().sum(), v, create_graph=True)
+    with pytest.raises(NotImplementedError, match="backend='cuda' has no second derivative"):
+        dv.sum().backward()
 
 
 def test_backends():
@@ -404,66 +405,83 @@ def test_a_triton_that_cannot_be_imported(tmp_path):
 
 
 @pytest.fixture
-def no_nvcc(monkeypatch):
-    monkeypatch.setattr(minimal_attn._build, "why_not", lambda on_gpu=False: "there is no nvcc" if on_gpu else None)
-    minimal_attn.interface._choose_cuda_or_triton.cache_clear()
+def choosing():
+    """"auto" chooses anew among what the test says is there."""
+    minimal_attn.interface._choose_first_available.cache_clear()
     yield
-    minimal_attn.interface._choose_cuda_or_triton.cache_clear()
-
-
-@pytest.mark.parametrize("call", [flash_attention, flash_attn_func, forward])
-def test_auto_without_nvcc_takes_triton_and_says_so_once(call, no_nvcc, monkeypatch):
-    chosen = []
-    triton_forward = lambda q, *args, **options: chosen.append("triton") or (q, None)  # noqa: E731
-    monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(BACKENDS["triton"], forward=triton_forward))
-    with FakeTensorMode():
-        q = torch.empty(2, 4, 20, 16, device="cuda")
-        with pytest.warns(UserWarning, match="takes Triton, since there is no nvcc") as caught:
-            line = sys._getframe().f_lineno + 1
-            assert [call(q, q, q).device.type for _ in range(3)] == ["cuda"] * 3
-        assert chosen == ["triton"] * 3
-        with pytest.raises(RuntimeError, match="there is no nvcc"):
-            flash_attention(q, q, q, backend="cuda")
-    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]  # the user's line, once
-    assert "cuda" in available_backends()  # for CPU tensors
+    minimal_attn.interface._choose_first_available.cache_clear()
 
 
 @pytest.fixture
-def no_triton(monkeypatch):
-    """And a gradient wanted of fake CUDA tensors, of which autograd makes no graph where torch has no CUDA."""
+def nvcc(monkeypatch, choosing):
+    monkeypatch.setattr(minimal_attn._build, "why_not", lambda on_gpu=False: None)
+
+
+@pytest.fixture
+def no_nvcc(monkeypatch, choosing):
+    monkeypatch.setattr(minimal_attn._build, "why_not", lambda on_gpu=False: "there is no nvcc" if on_gpu else None)
+
+
+@pytest.fixture
+def no_triton(monkeypatch, choosing):
+    monkeypatch.setattr(minimal_attn.interface, "_load_triton", lambda: ("there is no triton", None))
+
+
+@pytest.fixture
+def gradients(monkeypatch):
+    """Wanted of fake CUDA tensors, of which autograd makes no graph where torch has no CUDA."""
     monkeypatch.setattr(minimal_attn.interface, "wants_gradient", lambda x: True)
-    monkeypatch.setattr(minimal_attn.interface, "_load_triton", lambda: ("No module named 'triton'", None))
-    minimal_attn.interface._choose_triton_or_torch.cache_clear()
-    yield
-    minimal_attn.interface._choose_triton_or_torch.cache_clear()
 
 
+# What is missing, and what "auto" then takes and says.
+MISSING = pytest.mark.parametrize("missing, backend, said", [
+    (["no_nvcc"], "triton", "takes triton, since cuda is not available: there is no nvcc$"),
+    (["nvcc", "no_triton", "gradients"], "cuda",
+     "takes cuda for inputs that require grad, since triton is not available: there is no triton$"),
+    (["no_nvcc", "no_triton"], "torch", "takes torch, since cuda is .*: there is no nvcc; triton is .* no triton$"),
+    (["no_nvcc", "no_triton", "gradients"], "torch",
+     "takes torch for inputs that require grad, since triton is .*: there is no triton; cuda is .*: there is no nvcc$"),
+], ids=["nvcc", "triton, training", "both", "both, training"])
+
+
+@MISSING
 @pytest.mark.parametrize("call", [flash_attention, flash_attn_func, forward])
-def test_auto_trains_without_triton_and_says_so_once(call, no_triton, monkeypatch):
+def test_auto_takes_what_is_there_and_says_so_once(call, missing, backend, said, request, monkeypatch):
+    for fixture in missing:
+        request.getfixturevalue(fixture)
     chosen = []
-    torch_forward = lambda q, *args, **options: chosen.append("torch") or (q, None)  # noqa: E731
-    monkeypatch.setitem(BACKENDS, "torch", dataclasses.replace(BACKENDS["torch"], forward=torch_forward))
+    record = lambda q, *args, **options: chosen.append(backend) or (q, None)  # noqa: E731
+    monkeypatch.setitem(BACKENDS, backend, dataclasses.replace(BACKENDS[backend], forward=record))
     with FakeTensorMode():
         q = torch.empty(2, 4, 20, 16, device="cuda")
-        with pytest.warns(UserWarning, match="takes torch for inputs that require grad, since.*'triton'$") as caught:
+        with pytest.warns(UserWarning, match=f"backend='auto' {said}") as caught:
             line = sys._getframe().f_lineno + 1
             assert [call(q, q, q).device.type for _ in range(3)] == ["cuda"] * 3
-    assert chosen == ["torch"] * 3
-    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
+    assert chosen == [backend] * 3
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]  # the user's line, once
 
 
-def test_auto_without_triton_compiles_as_one_graph(no_triton):
-    with FakeTensorMode(), pytest.warns(UserWarning, match="takes torch for inputs"):
+@MISSING
+def test_auto_compiles_as_one_graph_whatever_is_there(missing, backend, said, request):
+    for fixture in missing:
+        request.getfixturevalue(fixture)
+    with FakeTensorMode(), pytest.warns(UserWarning, match=f"backend='auto' {said}"):
         q = torch.empty(2, 4, 20, 16, device="cuda")
         compiled = torch.compile(lambda q: flash_attention(q, q, q, True), fullgraph=True, backend="aot_eager")
         assert compiled(q).device.type == "cuda"
 
 
-def test_auto_without_nvcc_compiles_as_one_graph(no_nvcc):
-    with FakeTensorMode(), pytest.warns(UserWarning, match="takes Triton"):
+@pytest.mark.filterwarnings("error")
+def test_auto_with_everything_there_says_nothing(nvcc):
+    assert minimal_attn.interface._first_available(False) == "cuda"
+    assert minimal_attn.interface._first_available(True) == "triton"
+
+
+def test_what_asks_for_csrc_without_nvcc_is_told(no_nvcc):
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="there is no nvcc"):
         q = torch.empty(2, 4, 20, 16, device="cuda")
-        compiled = torch.compile(lambda q: flash_attention(q, q, q, True), fullgraph=True, backend="aot_eager")
-        assert compiled(q).device.type == "cuda"
+        flash_attention(q, q, q, backend="cuda")
+    assert "cuda" in available_backends()  # for CPU tensors
 
 
 def test_reference_against_sdpa():

@@ -31,7 +31,7 @@ each_kernel_in_one_dtype = pytest.mark.parametrize("impl, dtype", [x for x in IN
 
 def run(impl, case, q, k, v):
     """(out, lse)"""
-    return flash_attention(q, k, v, **options(case), return_lse=True, backend=IMPLEMENTATIONS[impl][0])
+    return flash_attention(q, k, v, **options(case, q.device), return_lse=True, backend=IMPLEMENTATIONS[impl][0])
 
 
 def check_case(impl, case, dtype, seed=0, factor=2):
@@ -66,7 +66,7 @@ def test_against_fp64(impl, dtype, case, poisoned_outputs):
 def test_cuda_against_triton(dtype, case):
     """Both implementations of ours compute one function: each stays within the rule with the other as the reference."""
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS["triton"][1])
-    out, lse = flash_attention(q, k, v, **options(case), return_lse=True, backend="cuda")
+    out, lse = flash_attention(q, k, v, **options(case, q.device), return_lse=True, backend="cuda")
     twin, twin_lse = run("triton", case, q, k, v)
     # The rule allows each of them 2·err_base + eps/2·max|ref| from the truth, and so twice that from the other.
     err_base = (base(case, q, k, v).double() - exact(case, q, k, v)[0]).abs().max()

@@ -273,10 +273,10 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, s
              mask=(rows[:, None] < seqlen_q) & (dims[None, :] < head_dim))
 
 
-# (owned, walked, num_warps, num_stages, kOverlap) by bytes of an element and kBlockD, as TILES in attention.py: how many
-# keys, or rows, a program owns, and how many rows, or keys, it takes at a step. Two sums and two operands, of keys, need
-# twice the registers of rows, so that keys come in smaller tiles. kOverlap is for keys alone: it pays where registers are
-# left, and under a causal mask at head_dim 128 it does not.
+# (owned, walked, num_warps, num_stages, kOverlap) by bytes of an element and kBlockD, as TILES in attention.py: how
+# many keys, or rows, a program owns, and how many rows, or keys, it takes at a step. Two sums and two operands, of keys,
+# need twice the registers of rows, so that keys come in smaller tiles. kOverlap is for keys alone: it pays where
+# registers are left, and under a causal mask at head_dim 128 it does not.
 KV_TILES = {
     (4, 64): [(32, 32, 4, 1, False)],
     (4, 128): [(32, 16, 4, 1, False)],
@@ -471,8 +471,8 @@ def _backward(ctx, dout, dlse):
 
 
 class Attention(torch.autograd.Function):
-    """minimal_attn::triton_forward with its derivative, without the dispatcher, whose Python part costs more than a small
-    attention takes; apply takes all arguments of the op."""
+    """minimal_attn::triton_forward with its derivative, without the dispatcher, whose Python part costs more than
+    a small attention takes; apply takes all arguments of the op."""
 
     @staticmethod
     def forward(ctx, q, k, v, seq_lens, softmax_scale, causal, q_descale, k_descale, v_descale, autotune, dropout_p,

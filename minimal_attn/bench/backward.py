@@ -8,7 +8,6 @@ import functools
 import torch
 
 from .. import reference_attention
-from ..interface import BACKENDS
 from ..validation import allowed_error
 from . import attention
 from .attention import BASELINE, DEFAULT_SEQLENS, DEFAULT_SHAPES, ROW, SHAPES, Shape  # noqa: F401: as options.py asks
@@ -38,15 +37,11 @@ def backward_by(name, forward):
     return by_kernel(kernel, backward_of(forward)) if kernel in GPU_KERNELS else backward_of(forward)
 
 
-def has_backward(backend):
-    return backend not in BACKENDS or BACKENDS[backend].has_backward
-
-
 IMPLS = {name: impl._replace(forward=backward_by(name, impl.forward),
                              dtypes=tuple(x for x in impl.dtypes if x in DTYPES))
-         for name, impl in attention.IMPLS.items() if has_backward(impl.backend)}
+         for name, impl in attention.IMPLS.items() if name != "cuda:dmma"}  # whose backward pass is that of simt
 PROFILES = {name: (f"{heading}, backward", backward_of(forward))
-            for name, (heading, forward) in attention.PROFILES.items() if has_backward(name)}
+            for name, (heading, forward) in attention.PROFILES.items()}
 
 
 class Case(attention.Case):
