@@ -188,7 +188,7 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         "sm80" (flash_sm80.cu, tensor cores) for float16 and bfloat16 on GPUs from Ampere on; "dmma" (flash_dmma.cu, the
         tensor cores for fp64) for float32 with head_dim 33 to 128 on H100, H200 and what else has such; both where
         head_dim and the strides are multiples of 16 bytes and the tensors start at such. "simt" (flash.cu) for all else
-        on a GPU, which is also what float32 with dropout and its gradients take in place of "dmma"; "host" (flash.cu, built for the CPU) for CPU tensors.
+        on a GPU, for dropout and gradients in place of "dmma"; "host" (flash.cu, built for the CPU) for CPU tensors.
 
     Raises:
         ValueError: MINIMAL_ATTN_KERNEL names no kernel, or one that cannot serve the call.
