@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-enum class DType { kFloat32, kFloat16, kBFloat16, kFloat64 };  // the last for flash.cu on the CPU alone
+enum class DType { kFloat32, kFloat16, kBFloat16, kFloat64 };  // the last on the CPU alone
 
 struct AttnParams {
     const void *q;        // [batch_size, nheads, seqlen_q, head_dim]
@@ -26,7 +26,7 @@ struct AttnParams {
     int64_t batch_size;
     int nheads, nheads_k;  // nheads is a multiple of nheads_k; query head h reads K/V head h / (nheads / nheads_k)
     int seqlen_q, seqlen_k, head_dim;
-    double softmax_scale;  // what computes in fp32 rounds it first
+    double softmax_scale;  // a float but for fp64
     bool is_causal;  // bottom-right aligned: query row i sees the keys j <= i + seqlen_k - seqlen_q
     DType dtype;     // of q, k, v and o; every sum is fp32, or fp64 for fp64 and in flash_dmma.cu
 
@@ -42,8 +42,8 @@ struct AttnParams {
 struct AttnBackwardParams : AttnParams {
     const void *dout;   // as q, the last dimension contiguous as well
     const void *dlse;   // [batch_size, nheads, seqlen_q] in any order, or nullptr: nobody used lse. fp64 for fp64
-    void *dq;           // as q
-    void *dk, *dv;      // as k
+    void *dq;           // as q, or nullptr: not needed
+    void *dk, *dv;      // as k; for flash_bwd.cu also nullptr, both
     void *delta;        // workspace like lse: rowsum(dout ∘ o) - dlse
     void *workspace;    // as many bytes as backward_workspace says
     bool deterministic;

@@ -264,10 +264,12 @@ template <typename T, typename Tiles> void launch_bwd(const AttnBackwardParams &
         is_aligned<T>(p.q, p.q_batch_stride, p.q_head_stride, p.q_row_stride, p.head_dim) &&
         is_aligned<T>(p.dout, p.dout_batch_stride, p.dout_head_stride, p.dout_row_stride, p.head_dim);
     const bool aligned_q = is_aligned<T>(p.k, p.k_batch_stride, p.k_head_stride, p.k_row_stride, p.head_dim);
-    launch(flash_bwd<T, Tiles, true>, blocks(p.seqlen_k) * p.nheads_k, Tiles::kNThreads, sizeof(Tiles), p.stream, p,
-           aligned_kv);
-    launch(flash_bwd<T, Tiles, false>, blocks(p.seqlen_q) * p.nheads, Tiles::kNThreads, sizeof(Tiles), p.stream, p,
-           aligned_q);
+    if (p.dk)
+        launch(flash_bwd<T, Tiles, true>, blocks(p.seqlen_k) * p.nheads_k, Tiles::kNThreads, sizeof(Tiles), p.stream, p,
+               aligned_kv);
+    if (p.dq)
+        launch(flash_bwd<T, Tiles, false>, blocks(p.seqlen_q) * p.nheads, Tiles::kNThreads, sizeof(Tiles), p.stream, p,
+               aligned_q);
 }
 
 void row_sums(const AttnBackwardParams &p) {

@@ -12,6 +12,7 @@
 //   acc_dk += dS Q
 //   acc_dq = dSᵀ K               the one product across warps, added up in memory in fp32 by all blocks of keys
 // Q and dO have two buffers each; a step's copies run while the step before it is computed, with two barriers a step.
+// (Where that is too much memory they have one, and a third barrier.)
 //
 // dq_accum holds dQ in the order of acc_dq's registers, so that a warp adds 512 bytes in a row; flash_bwd_dq brings
 // it into q's order and type. The additions come in any order unless `deterministic`: then blocks of keys take turns.
@@ -31,14 +32,18 @@ using namespace device;
 
 // kDimSplit warps share their keys: each forms the scores of a part of the rows, and sums a part of the columns of dK
 // and dV.
-template <int kHeadDim_, int kBlockM_, int kBlockN_, int kNWarps_, int kDimSplit_, int kBlocksPerSM_> struct BwdTile {
+template <int kHeadDim_, int kBlockM_, int kBlockN_, int kNWarps_, int kDimSplit_, int kStages_, int kBlocksPerSM_>
+struct BwdTile {
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kNWarps = kNWarps_;
-    static constexpr int kDimSplit = kDimSplit_, kBlocksPerSM = kBlocksPerSM_, kNThreads = 32 * kNWarps;
+    static constexpr int kDimSplit = kDimSplit_, kStages = kStages_, kBlocksPerSM = kBlocksPerSM_;
+    static constexpr int kNThreads = 32 * kNWarps;
     static constexpr int kWarpN = kBlockN * kDimSplit / kNWarps;       // keys of a warp
     static constexpr int kSub = std::min(32, kBlockM / kDimSplit);  // rows whose scores it forms at a time
     // acc_dq: of 32 rows, and of kHeadDim / kDqSplit columns.
     static constexpr int kDqSplit = kNWarps / (kBlockM / 32), kDqTiles = kHeadDim / kDqSplit / 8;
     static_assert(kWarpN % 16 == 0 && kBlockM % 32 == 0 && kDqTiles % 2 == 0 && kHeadDim % (16 * kDimSplit) == 0);
+    static_assert(kNWarps % (kBlockM / 32) == 0 && kNThreads >= kBlockM && kStages <= 2);
+    static_assert(kDimSplit == 1 || kSub * kDimSplit == kBlockM);  // each forms its part in one go
 };
 
 // A block's shared memory: rows of 16-bit elements, swizzled.
@@ -47,11 +52,9 @@ template <typename Tile> struct BwdSharedMemory {
         alignas(128) uint16_t sQ[Tile::kBlockM][Tile::kHeadDim], sdO[Tile::kBlockM][Tile::kHeadDim];
     };
     alignas(128) uint16_t sK[Tile::kBlockN][Tile::kHeadDim], sV[Tile::kBlockN][Tile::kHeadDim];  // dK, dV at the end
-    Step steps[2];
-    alignas(128) uint16_t sdS[Tile::kBlockN][Tile::kBlockM];
-    alignas(128) uint16_t sP[Tile::kDimSplit > 1 ? Tile::kBlockN : 1][Tile::kBlockM];
-    float lse[2][Tile::kBlockM], delta[2][Tile::kBlockM];
-    int ticket;
+    Step steps[Tile::kStages];
+    alignas(128) uint16_t sdS[Tile::kDimSplit > 1 ? 2 : 1][Tile::kBlockN][Tile::kBlockM];  // sP in its second half
+    float lse[Tile::kStages][Tile::kBlockM], delta[Tile::kStages][Tile::kBlockM];
 };
 
 // Global memory beyond the tensors: dq_accum [batch_size, nheads, m_blocks, kBlockM · kHeadDim], and if deterministic
@@ -145,9 +148,10 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
     // Where blocks wait for their turn they are numbered as they start, so that none waits for one that cannot.
     int block_idx = blockIdx.x;
     if (p.deterministic) {
-        if (threadIdx.x == 0) shared.ticket = atomicAdd(Workspace<Tile>(p).ticket(p), 1);
+        int &ticket = reinterpret_cast<int &>(shared.sdS);
+        if (threadIdx.x == 0) ticket = atomicAdd(Workspace<Tile>(p).ticket(p), 1);
         __syncthreads();
-        block_idx = shared.ticket;
+        block_idx = ticket;
     }
     const int n_blocks = (p.seqlen_k + kBlockN - 1) / kBlockN, x = block_idx % n_blocks;
     const int n_block = p.deterministic && p.is_causal ? n_blocks - 1 - x : x, col0 = n_block * kBlockN;
@@ -201,7 +205,7 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
     const int key0 = warp_idx / Tile::kDimSplit * kWarpN;  // the warp's first, in the block
     const int part = warp_idx % Tile::kDimSplit, dim0 = part * kDTiles;  // the first of its columns of dK and dV, by 8
     const uint32_t k_address = shared_address(shared.sK[key0]) + down;
-    constexpr int kToV = sizeof(shared.sK), kToDO = sizeof(shared.steps[0].sQ), kToP = sizeof(shared.sdS);
+    constexpr int kToV = sizeof(shared.sK), kToDO = sizeof(shared.steps[0].sQ), kToP = sizeof(shared.sdS[0]);
     constexpr int kRowBytes = Swizzle::kRowBytes;
     const uint32_t ds_address = shared_address(shared.sdS);
     const uint32_t ds_write = ds_address + SwizzleS::offset(key0 + lane_idx / 4, 0) + lane_idx % 4 * 4;
@@ -211,12 +215,16 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
     const float scale_log2 = float(p.softmax_scale) * 1.4426950408889634f;
 
     float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
-    for (int h = h_k * group, m_block = m_block_min, stage = 0; h < h_end; stage ^= 1) {
+    for (int h = h_k * group, m_block = m_block_min, stage = 0; h < h_end; stage ^= Tile::kStages - 1) {
         cp_async_wait<0>();
         __syncthreads();  // the step's tiles have arrived; sdS, sP and the other stage have been read
         const bool next_head = m_block + 1 == m_block_max;
-        if (h + next_head < h_end)
-            load_rows(stage ^ 1, h + next_head, int64_t(next_head ? m_block_min : m_block + 1) * kBlockM);
+        auto load_next = [&] {
+            if (h + next_head < h_end)
+                load_rows(stage ^ (Tile::kStages - 1), h + next_head,
+                          int64_t(next_head ? m_block_min : m_block + 1) * kBlockM);
+        };
+        if (Tile::kStages == 2) load_next();
         const uint32_t q_across = shared_address(shared.steps[stage].sQ) + across;
         const uint32_t q_down = Swizzle::move(shared_address(shared.steps[stage].sQ) + down, 0, dim0 / 2);
 
@@ -286,7 +294,7 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
                     for (int j = 0; j < 4; j++) {
                         const int n = 2 * kk + j / 2, e = j % 2 * 2;
                         const float x = acc_s[m][n][e], y = acc_s[m][n][e + 1];
-                        P[m][j] = kDropout ? pack<T>(fmaxf(x, 0.f), fmaxf(y, 0.f)) : pack<T>(x, y);
+                        P[m][j] = kDropout ? pack<T>(x < 0.f ? 0.f : x, y < 0.f ? 0.f : y) : pack<T>(x, y);
                         dS[m][j] = pack<T>(fabsf(x) * acc_dp[m][n][e], fabsf(y) * acc_dp[m][n][e + 1]);
                         const uint32_t at = SwizzleS::move(ds_write, 16 * m + j % 2 * 8, 0) ^ (row0 / 8 + n) * 16;
                         store_shared(at, dS[m][j]);
@@ -312,32 +320,38 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
                     multiply_ab<T, Swizzle>(acc_dk, dS, q_down, row0 * kRowBytes);
                 }
 
-        float acc_dq[2][Tile::kDqTiles][4] = {};
+        if (p.dq) {
+            float acc_dq[2][Tile::kDqTiles][4] = {};
 #pragma unroll
-        for (int kk = 0; kk < kBlockN / 16; kk++) {
-            uint32_t dS[2][4];
-            for (int m = 0; m < 2; m++)
-                ldmatrix_trans(dS[m], SwizzleS::move(ds_address + ds_across, 16 * kk, dq_row0 / 16 + m));
-            multiply_ab<T, Swizzle>(acc_dq, dS, shared_address(shared.sK) + down, 16 * kk * kRowBytes, dq_dim0);
-        }
-        // A warp's part of dq_accum is its own, and so are its turns. Under a causal mask the last block of keys that
-        // sees these rows goes first: it begins with them.
-        const Mask mask(p, b);
-        const Workspace<Tile> workspace(p);
-        const int last = min(mask.seq_len - 1, (m_block + 1) * kBlockM - 1 + mask.shift) / kBlockN;
-        const int turn = p.is_causal ? last - n_block : n_block;
-        if (p.deterministic) {
-            if (lane_idx == 0)
-                while (load_acquire(workspace.turn(p, b * p.nheads + h, m_block) + warp_idx) != turn) {}
-            __syncwarp();
-        }
-        float *dq_accum = workspace.dq_accum(p, b * p.nheads + h, m_block);
-        dq_accum += warp_idx * (256 * Tile::kDqTiles) + lane_idx * 4;
+            for (int kk = 0; kk < kBlockN / 16; kk++) {
+                uint32_t dS[2][4];
+                for (int m = 0; m < 2; m++)
+                    ldmatrix_trans(dS[m], SwizzleS::move(ds_address + ds_across, 16 * kk, dq_row0 / 16 + m));
+                multiply_ab<T, Swizzle>(acc_dq, dS, shared_address(shared.sK) + down, 16 * kk * kRowBytes, dq_dim0);
+            }
+            // A warp's part of dq_accum is its own, and so are its turns. Under a causal mask the last block of keys that
+            // sees these rows goes first: it begins with them.
+            const Mask mask(p, b);
+            const Workspace<Tile> workspace(p);
+            const int last = min(mask.seq_len - 1, (m_block + 1) * kBlockM - 1 + mask.shift) / kBlockN;
+            const int turn = p.is_causal ? last - n_block : n_block;
+            if (p.deterministic) {
+                if (lane_idx == 0)
+                    while (load_acquire(workspace.turn(p, b * p.nheads + h, m_block) + warp_idx) != turn) {}
+                __syncwarp();
+            }
+            float *dq_accum = workspace.dq_accum(p, b * p.nheads + h, m_block);
+            dq_accum += warp_idx * (256 * Tile::kDqTiles) + lane_idx * 4;
 #pragma unroll
-        for (int j = 0; j < 2 * Tile::kDqTiles; j++) red_add(dq_accum + 128 * j, acc_dq[j % 2][j / 2]);
-        if (p.deterministic) {
-            __syncwarp();
-            if (lane_idx == 0) store_release(workspace.turn(p, b * p.nheads + h, m_block) + warp_idx, turn + 1);
+            for (int j = 0; j < 2 * Tile::kDqTiles; j++) red_add(dq_accum + 128 * j, acc_dq[j % 2][j / 2]);
+            if (p.deterministic) {
+                __syncwarp();
+                if (lane_idx == 0) store_release(workspace.turn(p, b * p.nheads + h, m_block) + warp_idx, turn + 1);
+            }
+        }
+        if (Tile::kStages == 1) {
+            __syncthreads();  // the step has been read
+            load_next();
         }
         h += next_head, m_block = next_head ? m_block_min : m_block + 1;
     }
@@ -359,9 +373,9 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
 #pragma unroll
         for (int j = lane_idx; j < kWarpN * kDTiles; j += 32) {
             const int r = key0 + j / kDTiles, d = dim0 + j % kDTiles;
-            if (col0 + r < p.seqlen_k && d * 8 < p.head_dim)
+            if (col0 + r < p.seqlen_k && d * 8 < p.head_dim)  // of keys that are none 0, where a sum of 0 · NaN is not
                 *reinterpret_cast<uint4 *>(x + r * row_stride + d * 8) =
-                    *reinterpret_cast<const uint4 *>(s + Swizzle::offset(r, d));
+                    col0 + r < Mask(p, b).seq_len ? *reinterpret_cast<const uint4 *>(s + Swizzle::offset(r, d)) : uint4{};
         }
     };
     const float keep_scale = kDropout ? float(p.keep_scale) : 1.f;
@@ -397,34 +411,46 @@ __global__ void __launch_bounds__(Tile::kNThreads) flash_bwd_dq(const __grid_con
     T *gdQ = static_cast<T *>(p.dq) + bh / p.nheads * p.dq_batch_stride + bh % p.nheads * p.dq_head_stride;
     for (int i = threadIdx.x; i < Tile::kBlockM * Tile::kHeadDim / 8; i += Tile::kNThreads) {
         const int row = i / (Tile::kHeadDim / 8), vec = i % (Tile::kHeadDim / 8);
-        if (row0 + row < p.seqlen_q && vec * 8 < p.head_dim)
-            *reinterpret_cast<uint4 *>(gdQ + (row0 + row) * p.dq_row_stride + vec * 8) =
-                *reinterpret_cast<const uint4 *>(sdQ + Swizzle::offset(row, vec));
+        if (row0 + row >= p.seqlen_q || vec * 8 >= p.head_dim) continue;
+        // Of rows without a key 0, where a sum of 0 · NaN is not.
+        const bool is_empty = static_cast<const float *>(p.lse)[int64_t(bh) * p.seqlen_q + row0 + row] == -INFINITY;
+        *reinterpret_cast<uint4 *>(gdQ + (row0 + row) * p.dq_row_stride + vec * 8) =
+            is_empty ? uint4{} : *reinterpret_cast<const uint4 *>(sdQ + Swizzle::offset(row, vec));
     }
 #endif
 }
 
 template <typename T, typename Tile> void launch_bwd(const AttnBackwardParams &p) {
     const Workspace<Tile> workspace(p);
-    check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.bytes(p.deterministic), static_cast<cudaStream_t>(p.stream)));
+    constexpr int kSharedBytes = sizeof(BwdSharedMemory<Tile>), kPerSM = 164 << 10;  // of sm_80, 1 KB of it for a block
+    static_assert(Tile::kBlocksPerSM * (kSharedBytes + 1024) <= kPerSM);
+    if (p.dq)
+        check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.bytes(p.deterministic), static_cast<cudaStream_t>(p.stream)));
     const int64_t blocks = (int64_t(p.seqlen_k) + Tile::kBlockN - 1) / Tile::kBlockN * p.batch_size * p.nheads_k;
     auto *kernel = p.dropout_seed ? flash_bwd<T, Tile, true> : flash_bwd<T, Tile, false>;
-    launch(kernel, blocks, Tile::kNThreads, sizeof(BwdSharedMemory<Tile>), p.stream, p);
-    launch(flash_bwd_dq<T, Tile>, workspace.tiles, Tile::kNThreads, 0, p.stream, p);
+    launch(kernel, blocks, Tile::kNThreads, kSharedBytes, p.stream, p);
+    if (p.dq) launch(flash_bwd_dq<T, Tile>, workspace.tiles, Tile::kNThreads, 0, p.stream, p);
 }
 
-// Calls f with the tile for p. {kHeadDim, kBlockM, kBlockN, kNWarps, kDimSplit, kBlocksPerSM}
+// The tiles for sm_86, sm_89 and sm_120, where a block may have 99 KB.
+using BwdTile128Narrow = BwdTile<128, 32, 64, 4, 1, 2, 1>;
+using BwdTile256Narrow = BwdTile<256, 32, 32, 4, 2, 1, 1>;
+static_assert(sizeof(BwdSharedMemory<BwdTile128Narrow>) <= 99 << 10);
+static_assert(sizeof(BwdSharedMemory<BwdTile256Narrow>) <= 99 << 10);
+
+// Calls f with the tile for p. {kHeadDim, kBlockM, kBlockN, kNWarps, kDimSplit, kStages, kBlocksPerSM}
 template <typename F> auto with_tile(const AttnBackwardParams &p, F f) {
-    const bool narrow = max_shared_memory() < 160 << 10;  // sm_86, sm_89 and sm_120 have 99 KB
+    const bool narrow = max_shared_memory() < 160 << 10;
     // 32 keys a warp: what it loads of Q and dO feeds two products.
-    if (p.head_dim <= 64) return f.template operator()<BwdTile<64, 64, 128, 4, 1, 2>>();
-    if (p.head_dim <= 96) return f.template operator()<BwdTile<96, 64, 64, 4, 1, 2>>();
-    // 16 keys a warp: dK and dV take 128 of 255 registers. 128 keys a block halve what is added up in memory.
+    if (p.head_dim <= 64) return f.template operator()<BwdTile<64, 64, 128, 4, 1, 2, 2>>();
+    if (p.head_dim <= 96) return f.template operator()<BwdTile<96, 64, 64, 4, 1, 2, 2>>();
+    // 32 keys for two warps, a half of dK and dV each, which take 128 of 255 registers. 128 keys a block, twice those of
+    // smaller tiles, halve what is added up in memory.
     if (p.head_dim <= 128)
-        return narrow ? f.template operator()<BwdTile<128, 32, 64, 4, 1, 2>>()
-                      : f.template operator()<BwdTile<128, 64, 128, 8, 2, 1>>();
-    return narrow ? f.template operator()<BwdTile<256, 32, 32, 4, 2, 1>>()
-                  : f.template operator()<BwdTile<256, 32, 64, 8, 2, 1>>();
+        return narrow ? f.template operator()<BwdTile128Narrow>()
+                      : f.template operator()<BwdTile<128, 64, 128, 8, 2, 2, 1>>();
+    return narrow ? f.template operator()<BwdTile256Narrow>()
+                  : f.template operator()<BwdTile<256, 32, 64, 8, 2, 2, 1>>();
 }
 
 int64_t backward_workspace(const AttnBackwardParams &p) {

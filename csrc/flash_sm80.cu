@@ -58,13 +58,12 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
     const T *gK = static_cast<const T *>(p.k) + b * p.k_batch_stride + h_k * p.k_head_stride;
     const T *gV = static_cast<const T *>(p.v) + b * p.v_batch_stride + h_k * p.v_head_stride;
 
-    const float softmax_scale = float(p.softmax_scale);
-    Softmax<kMTiles> softmax(softmax_scale);
+    Softmax<kMTiles> softmax(float(p.softmax_scale));
     const Mask mask(p, b);
     const Dropout dropout(p, b, h);
     const int n_block_max = mask.n_block_max<kBlockM, kBlockN>(row0);
     // The scores of the blocks before this one need neither a mask nor a sign.
-    const int n_block_masked = softmax_scale > 0.f ? mask.n_block_full<kBlockM, kBlockN>(row0) : 0;
+    const int n_block_masked = p.softmax_scale > 0 ? mask.n_block_full<kBlockM, kBlockN>(row0) : 0;
 
     // This thread's first copy of every tile. The limit is not spelled p.head_dim - 8 * vec, which would keep vec in
     // registers.
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
 
         if (n_block >= n_block_masked)
             mask.apply(acc_s, row0 + warp_idx * kWarpM + lane_idx / 4, n_block * kBlockN + lane_idx % 4 * 2,
-                       (softmax_scale > 0.f) - (softmax_scale < 0.f));
+                       (p.softmax_scale > 0) - (p.softmax_scale < 0));
         softmax.update(acc_s, acc_o);
 #pragma unroll
         for (int kk = 0; kk < kBlockN / 16; kk++) {

@@ -83,7 +83,8 @@ P params_of(const Tensor &q, const Tensor &k, const Tensor &v, const std::option
     p.batch_size = q.size(0), p.head_dim = int(q.size(3));
     p.nheads = int(q.size(dim.head)), p.nheads_k = int(k.size(dim.head));
     p.seqlen_q = int(q.size(dim.row)), p.seqlen_k = int(k.size(dim.row));
-    p.softmax_scale = softmax_scale, p.is_causal = causal;
+    // Rounded here, so that no kernel takes what fp32 has as 0 for more or less than that.
+    p.softmax_scale = q.scalar_type() == at::kDouble ? softmax_scale : float(softmax_scale), p.is_causal = causal;
     p.dtype = q.scalar_type() == at::kFloat    ? DType::kFloat32
               : q.scalar_type() == at::kHalf   ? DType::kFloat16
               : q.scalar_type() == at::kDouble ? DType::kFloat64
@@ -169,12 +170,14 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor &q, const Tensor &k, const
     return run(p, q, choose(p, q.device()).kernel, kBHSD);
 }
 
-// The op: dq, dk and dv of what flash_forward made of its inputs. dout as out, dlse as lse or none, both of any strides.
+// The op: dq, dk and dv of what flash_forward made of its inputs, without elements where they are not needed. dout as
+// out, dlse as lse or none, both of any strides.
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor &dout_, const std::optional<Tensor> &dlse,
                                                   const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
                                                   const Tensor &lse, const std::optional<Tensor> &seq_lens,
                                                   double softmax_scale, bool causal, double dropout_p,
-                                                  const std::optional<Tensor> &dropout_seed, bool deterministic) {
+                                                  const std::optional<Tensor> &dropout_seed, bool deterministic,
+                                                  bool need_dq, bool need_dkv) {
     check(q, k, v, seq_lens, kBHSD);
     const at::IntArrayRef lse_sizes = q.sizes().slice(0, 3);
     const auto lse_dtype = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -199,16 +202,23 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor &dout_, const std
     // The gradient of a sum has strides of 0, others do not lie where tensor cores' loads can begin: a copy is less
     // than what a kernel without them would cost.
     const Kernel kernel = choose(p, q.device()).kernel;
-    if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && !is_dout_aligned(p))) dout = dout.contiguous(), set_dout();
-    Tensor dq = new_like(q), dk = new_like(k), dv = new_like(v);
+    if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && !is_dout_aligned(p))) dout = dout.clone(at::MemoryFormat::Contiguous), set_dout();
+    auto gradient = [&](const Tensor &x, bool is_needed) { return is_needed ? new_like(x) : at::empty({0}, x.options()); };
+    Tensor dq = gradient(q, need_dq), dk = gradient(k, need_dkv), dv = gradient(v, need_dkv);
     if (q.numel() == 0 || k.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_()};
     Tensor delta = at::empty_like(lse), workspace;
     p.o = out.data_ptr(), p.lse = lse.data_ptr(), p.delta = delta.data_ptr();
-    p.dq = dq.data_ptr(), p.dk = dk.data_ptr(), p.dv = dv.data_ptr();
     set_strides(out, kBHSD, p.o_batch_stride, p.o_head_stride, p.o_row_stride);
-    set_strides(dq, kBHSD, p.dq_batch_stride, p.dq_head_stride, p.dq_row_stride);
-    set_strides(dk, kBHSD, p.dk_batch_stride, p.dk_head_stride, p.dk_row_stride);
-    set_strides(dv, kBHSD, p.dv_batch_stride, p.dv_head_stride, p.dv_row_stride);
+    if (need_dq) {
+        p.dq = dq.data_ptr();
+        set_strides(dq, kBHSD, p.dq_batch_stride, p.dq_head_stride, p.dq_row_stride);
+    }
+    auto set_dkv = [&](const Tensor &dk, const Tensor &dv) {
+        p.dk = dk.data_ptr(), p.dv = dv.data_ptr();
+        set_strides(dk, kBHSD, p.dk_batch_stride, p.dk_head_stride, p.dk_row_stride);
+        set_strides(dv, kBHSD, p.dv_batch_stride, p.dv_head_stride, p.dv_row_stride);
+    };
+    if (need_dkv) set_dkv(dk, dv);
     if (dlse) {
         p.dlse = dlse->const_data_ptr();
         p.dlse_batch_stride = dlse->stride(0), p.dlse_head_stride = dlse->stride(1);
@@ -220,8 +230,10 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor &dout_, const std
     else {
         p.stream = current_stream(q);
         if (kernel == Kernel::kSm80) {
-            workspace = at::empty({sm80::backward_workspace(p)}, q.options().dtype(at::kByte));
-            p.workspace = workspace.data_ptr();
+            const Tensor unneeded_dk = need_dkv ? dk : new_like(k), unneeded_dv = need_dkv ? dv : new_like(v);
+            set_dkv(unneeded_dk, unneeded_dv);  // its one kernel makes all three
+            if (need_dq) workspace = at::empty({sm80::backward_workspace(p)}, q.options().dtype(at::kByte));
+            if (need_dq) p.workspace = workspace.data_ptr();
             sm80::flash_backward(p);
         } else {
             simt::flash_backward(p);
@@ -310,7 +322,7 @@ TORCH_LIBRARY(minimal_attn, m) {
           "float dropout_p=0.0, Tensor? dropout_seed=None, bool deterministic=False) -> (Tensor out, Tensor lse)");
     m.def("flash_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
           "Tensor? seq_lens, float softmax_scale, bool causal, float dropout_p=0.0, Tensor? dropout_seed=None, "
-          "bool deterministic=False) -> (Tensor dq, Tensor dk, Tensor dv)");
+          "bool deterministic=False, bool need_dq=True, bool need_dkv=True) -> (Tensor dq, Tensor dk, Tensor dv)");
 }
 TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) {
     m.impl("flash_forward", &flash_forward);

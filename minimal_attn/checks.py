@@ -27,12 +27,14 @@ def out_dtype(dtype):
 
 
 def is_eager(*tensors):
-    """Whether nothing traces, transforms or watches operations on these tensors: a kernel may then be launched without
-    the dispatcher, whose Python operators take 15 µs and more."""
+    """Whether nothing traces, transforms or watches operations on these tensors, or None, and they are what they seem: a
+    kernel may then be launched without the dispatcher, whose Python operators take 15 µs and more."""
     return (not torch.compiler.is_compiling() and not torch.jit.is_tracing()
-            and not torch._C._len_torch_dispatch_stack() and not is_transformed()
-            and not torch.autograd._profiler_enabled()
-            and all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors))
+            and not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
+            and not is_transformed() and not torch.autograd._profiler_enabled()
+            and all(x is None or type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_neg()
+                    and not x._is_zerotensor() and not torch._C._functorch.is_legacy_batchedtensor(x)
+                    for x in tensors))
 
 
 def check_tensor(name, x):
@@ -42,11 +44,12 @@ def check_tensor(name, x):
         raise TypeError(f"{name} must be a dense tensor, got {x.layout}")
 
 
-def check_options(causal, sm_scale, name="sm_scale"):
-    """TypeError unless causal is a bool and sm_scale, which the caller calls `name`, None or a number; ValueError unless
-    that is finite, as a float32 too."""
-    if causal not in (False, True):
-        raise TypeError(f"causal must be a bool, got {causal!r}")
+def check_options(causal, sm_scale, name="sm_scale", *, deterministic=False):
+    """TypeError unless causal and deterministic are bools and sm_scale, which the caller calls `name`, None or a number;
+    ValueError unless that is finite, as a float32 too."""
+    for option, value in (("causal", causal), ("deterministic", deterministic)):
+        if value not in (False, True):
+            raise TypeError(f"{option} must be a bool, got {value!r}")
     if isinstance(sm_scale, (str, bytes, list, tuple, dict)):
         raise TypeError(f"{name} must be None or a number, got {sm_scale!r}")
     if sm_scale is not None and not -FLOAT_MAX <= sm_scale <= FLOAT_MAX:

@@ -54,8 +54,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             torch.manual_seed repeats it. Never read on the host; ignored if dropout_p is 0.
         deterministic: gradients bitwise the same in every run, also under torch.use_deterministic_algorithms. For
             "cuda": without it the blocks of 16-bit dq are added up by atomics, in any order; with it they take turns,
-            which is slower. "triton" and all forward passes repeat bitwise anyway, "torch" and "reference" as far as
-            torch's operations do.
+            which is slower. "triton" then takes its tiles from a table, without timing any. All else in both repeats
+            bitwise anyway; "torch" and "reference" as far as torch's operations do.
         return_lse: also return each row's log-sum-exp, that of the scores before dropout.
         backend: "cuda" (csrc: on CPU tensors the host build of flash.cu), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto": "torch" for CPU tensors; for CUDA tensors "cuda",
@@ -94,7 +94,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
     check_qkv(q, k, v, chosen.dtypes)
-    check_options(causal, sm_scale)
+    check_options(causal, sm_scale, deterministic=deterministic)
     why_not = chosen.why_not(q.device)
     if why_not is not None:
         raise why_not
@@ -188,7 +188,7 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         "sm80" (flash_sm80.cu, tensor cores) for float16 and bfloat16 on GPUs from Ampere on; "dmma" (flash_dmma.cu, the
         tensor cores for fp64) for float32 with head_dim 33 to 128 on H100, H200 and what else has such; both where
         head_dim and the strides are multiples of 16 bytes and the tensors start at such. "simt" (flash.cu) for all else
-        on a GPU; "host" (flash.cu, built for the CPU) for CPU tensors.
+        on a GPU, for dropout and gradients in place of "dmma"; "host" (flash.cu, built for the CPU) for CPU tensors.
 
     Raises:
         ValueError: MINIMAL_ATTN_KERNEL names no kernel, or one that cannot serve the call.
@@ -293,8 +293,10 @@ def _load_triton():
     return None, attention.INTERPRETING
 
 
-def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, descales, autotune, dropout):
+def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, descales, autotune, deterministic, dropout):
     check_fp8(q)
+    # Tiles that are timed may be others in the next run.
+    autotune = autotune and not (deterministic or torch.are_deterministic_algorithms_enabled())
     if is_eager(q, k, v):
         from triton_ref.attention import run
         from triton_ref.attention_bwd import Attention
@@ -412,7 +414,7 @@ def _always(device=None):
 
 BACKENDS = {
     "cuda": Backend(_cuda_forward, ("deterministic", "dropout"), DTYPES, False, _cuda_why_not),
-    "triton": Backend(_triton_forward, ("descales", "autotune", "dropout"), TWIN_DTYPES, False, _triton_why_not),
+    "triton": Backend(_triton_forward, ("descales", "autotune", "deterministic", "dropout"), TWIN_DTYPES, False, _triton_why_not),
     "torch": Backend(_torch_forward, ("return_lse", "dropout"), DTYPES, True, _always),
     "reference": Backend(_reference_forward, ("descales", "dropout"), DTYPES + FP8_DTYPES, True, _always),
 }

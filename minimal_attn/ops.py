@@ -23,8 +23,10 @@ def _forward_shapes(q, k, v, seq_lens, softmax_scale, causal, dropout_p=0.0, dro
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def _backward_shapes(dout, dlse, q, k, v, *others):
-    return _like(q), _like(k), _like(v)
+def _backward_shapes(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, dropout_p=0.0, dropout_seed=None,
+                     deterministic=False, need_dq=True, need_dkv=True):
+    return tuple(_like(x) if is_needed else x.new_empty(0)
+                 for x, is_needed in ((q, need_dq), (k, need_dkv), (v, need_dkv)))
 
 
 def _save(ctx, inputs, output):
@@ -41,11 +43,12 @@ def _backward(ctx, dout, dlse):
     if dout is None:
         dout = torch.zeros_like(out)
     op = torch.ops.minimal_attn.flash_backward
-    if is_eager(dout, q, k, v) and not torch.is_grad_enabled():  # no one wants a second derivative
+    if is_eager(dout, dlse, q, k, v) and not torch.is_grad_enabled():  # no one wants a second derivative
         op = library.flash_backward
+    need_q, *need_kv = ctx.needs_input_grad[:3]
     gradients = op(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.dropout_p, dropout_seed,
-                   ctx.deterministic)
-    return (*gradients, *[None] * 6)
+                   ctx.deterministic, need_q, any(need_kv))
+    return (*(x if is_needed else None for x, is_needed in zip(gradients, (need_q, *need_kv))), *[None] * 6)
 
 
 class Attention(torch.autograd.Function):

@@ -1,11 +1,15 @@
 """dq, dk and dv of every differentiable implementation against fp64, over the cases of the forward pass."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.utils.checkpoint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from cases import (CASES, DTYPES, Case, base, check_error, dropout, exact, lengths, make_inputs, make_tensor, options,
-                   serves)
+from cases import (CASES, DTYPES, LAYOUTS, Case, base, check_error, dropout, exact, lengths, make_inputs, make_tensor,
+                   options, serves)
 from conftest import HAS_GPU, IMPLEMENTATIONS
 from minimal_attn import flash_attention
 from minimal_attn.dropout import keep_mask, keep_scale
@@ -88,6 +92,8 @@ def check(case, got, q, k, v, dout, factor=3, mean_factor=2):
 @each_dtype
 @each_impl
 def test_against_fp64(impl, dtype, case, poisoned_outputs):
+    if IMPLEMENTATIONS[impl][1] == "cpu" and (case.gpu_only or max(case.Sq, case.Sk) > 200):
+        pytest.skip("too much work for a CPU")
     q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
     if not serves(impl, case, dtype):
         with pytest.raises(ValueError, match="cannot serve"):
@@ -145,7 +151,7 @@ def test_padding_is_never_read(impl, dtype):
 
 @each_kernel_and_dtype
 def test_dout_of_any_strides(impl, dtype):
-    """Expanded, as .sum() makes it, transposed, and with rows that are not contiguous."""
+    """Expanded, as .sum() makes it, transposed, with rows that are not contiguous, and from anywhere in memory."""
     case = Case("dout", B=2, Sq=65, Sk=70)
     q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
     ones = torch.ones_like(dout)
@@ -153,7 +159,8 @@ def test_dout_of_any_strides(impl, dtype):
     expected = torch.autograd.grad(out, (q, k, v), ones, retain_graph=True)
     assert all(map(torch.equal, torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True), expected))
     expected = torch.autograd.grad(out, (q, k, v), dout.contiguous(), retain_graph=True)
-    for other in (dout.mT.contiguous().mT, dout.transpose(1, 2).contiguous().transpose(1, 2)):
+    elsewhere = dout.new_empty(dout.numel() + 1)[1:].view_as(dout).copy_(dout)  # at no multiple of 16 bytes
+    for other in (dout.mT.contiguous().mT, dout.transpose(1, 2).contiguous().transpose(1, 2), elsewhere):
         got = torch.autograd.grad(out, (q, k, v), other, retain_graph=True)
         assert all(map(torch.equal, got, expected))
 
@@ -214,6 +221,49 @@ def test_only_what_is_needed_runs(monkeypatch, needed, sides, compiled):
     assert launched == sides
     for name, x in inputs.items():
         assert x.grad.equal(expected[name]) if name in needed else x.grad is None
+
+
+@each_kernel
+@pytest.mark.parametrize("needed", ["q", "k", "v", "qk"])
+def test_gradients_of_some_inputs(impl, dtype, needed):
+    case = Case("some", H=2, Hk=1, Sq=20, Sk=24)
+    inputs = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
+    *qkv, dout = inputs
+    expected = gradients(by(impl, case, deterministic=True), *inputs)
+    qkv = [x.detach().requires_grad_(name in needed) for name, x in zip("qkv", qkv)]
+    by(impl, case, deterministic=True)(*qkv).backward(dout)
+    for name, x, want in zip("qkv", qkv, expected):
+        assert x.grad.equal(want) if name in needed else x.grad is None
+
+
+@each_kernel
+def test_rows_and_keys_that_are_none_get_0(impl, dtype):
+    """Even where K, V or dout of the others is not finite: rows without a key, and all beyond a sample's end."""
+    for case, kept in ((Case("rows", Sq=30, Sk=20, causal=True), slice(10)),
+                       (Case("padding", Sq=30, Sk=30, seq_lens=(7,)), slice(7, None))):
+        q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
+        v.detach()[0, 0, 3, 2] = k.detach()[0, 1, 3, 1] = dout[0, 0, 15 if case.causal else 3, 1] = torch.inf
+        dq, dk, dv = gradients(by(impl, case), q, k, v, dout)
+        assert (dq[:, :, kept] == 0).all()
+        assert case.causal or (dk[:, :, kept] == 0).all() and (dv[:, :, kept] == 0).all()
+
+
+@each_kernel
+def test_a_dout_that_is_not_what_it_seems(impl, dtype):
+    """Batched, negated without a copy, and of zeros without memory: the way past the dispatcher is not for these."""
+    case = Case("seems", Sq=20, Sk=24)
+    q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
+    attend = by(impl, case, deterministic=True)
+    out, expected = attend(q, k, v), gradients(attend, q, k, v, dout)
+    negative = torch.autograd.grad(out, (q, k, v), torch._neg_view(dout), retain_graph=True)
+    assert all(x.equal(-y) for x, y in zip(negative, expected))
+    zeros = torch.autograd.grad(out, (q, k, v), torch._efficientzerotensor(dout.shape, dtype=dtype, device=q.device),
+                                retain_graph=True)
+    assert all((x == 0).all() for x in zeros)
+    if impl != "triton":  # whose op, as Python's custom ops, takes no such tensors
+        batched = torch.autograd.grad(out, (q, k, v), torch.stack([dout, 2 * dout]), is_grads_batched=True)
+        for x, y in zip(batched, expected):
+            torch.testing.assert_close(x, torch.stack([y, 2 * y]), rtol=2e-2, atol=2e-2)
 
 
 @each_kernel
@@ -286,6 +336,32 @@ def test_the_classic_name_has_a_derivative():
     case = Case("classic", Sq=70, Sk=70, causal=True)
     q, k, v, dout = make_all(case, torch.float16, IMPLEMENTATIONS["triton"][1])
     check(case, gradients(lambda q, k, v: attention(q, k, v, True, None, 32, 32), q, k, v, dout), q, k, v, dout)
+
+
+@st.composite
+def drawn_cases(draw):
+    Hk, group, Sq = draw(st.integers(1, 2)), draw(st.integers(1, 3 if HAS_GPU else 2)), draw(st.integers(1, 80))
+    B, D = draw(st.integers(1, 2)), draw(st.integers(1, 256 if HAS_GPU else 70))
+    B *= -(-200 // (Hk * group * Sq * D))  # the largest error of a handful of numbers is a matter of luck
+    seq_lens = draw(st.none() | st.lists(st.integers(1, Sq), min_size=B, max_size=B).map(tuple))
+    Sk = Sq if seq_lens else draw(st.integers(1, 80))
+    return Case("drawn", B, Hk * group, Hk, Sq, Sk, D, draw(st.booleans()), seq_lens,
+                layout=draw(st.sampled_from(list(LAYOUTS))), expand=draw(st.booleans()),
+                dropout_p=draw(st.sampled_from([0.0, 0.0, 0.1, 0.5])))
+
+
+@pytest.mark.parametrize("impl", KERNELS)
+@settings(max_examples=60 if HAS_GPU else 8, deadline=None, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(case=drawn_cases(), dtype=st.sampled_from(DTYPES), deterministic=st.booleans())
+def test_drawn_shapes(impl, case, dtype, deterministic, poisoned_outputs):
+    if impl == "cuda:sm80":  # what comes next to it of what tensor cores take
+        dtype = torch.bfloat16 if dtype == torch.float32 else dtype
+        case = dataclasses.replace(case, D=-(-case.D // 8) * 8, layout=case.layout.replace("odd", "slice"))
+    q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
+    torch.use_deterministic_algorithms(deterministic)
+    got = gradients(by(impl, case), q, k, v, dout)
+    check(case, got, q, k, v, dout, factor=6, mean_factor=4)  # twice the rule: the drawn shapes are small
 
 
 @pytest.mark.gpu

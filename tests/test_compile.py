@@ -1,8 +1,9 @@
 """Compiles the kernels for GPUs that need not be here: csrc/*.cu with nvcc, the Triton twin ahead of time.
 
 Triton's compiler and its interpreter do not share a process, so this file is also the program that compiles the twin:
-`python test_compile.py 90`, or `hopper`, prints what came out, one JSON object a line.
+`python test_compile.py 90`, `backward 90` or `hopper` prints what came out, one JSON object a line.
 """
+import contextlib
 import json
 import os
 import re
@@ -20,17 +21,31 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {"flash.cu": ["75", "80", "90a", "120"], "flash_bwd.cu": ["75", "80", "90a", "120"],
            "flash_sm80.cu": ["75", "80", "86", "90a", "120"], "flash_bwd_sm80.cu": ["75", "80", "86", "90a", "120"],
            "flash_dmma.cu": ["75", "80", "90a", "120"]}
+# (file, whether with dropout): how many bytes of stack, and of spills, a kernel may have where it is not none. These
+# use all 255 registers and keep a number or two beyond them in memory: in the backward pass dK, dV and the tiles of S
+# and dP fill them, in the forward pass the rounds of Philox come on top.
+SPILLS = {("flash_bwd_sm80.cu", False): 32, ("flash_bwd_sm80.cu", True): 32,
+          ("flash_sm80.cu", False): 16, ("flash_sm80.cu", True): 64}  # 12 on sm_86; 36 on sm_90, 64 on sm_120
 
 # The instruction a 16-bit product becomes, by compute capability.
 TWIN_MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
-# dtype, head_dim, causal, seq_lens: the last of tile_configs, full and partial kBlockD, each mask with and without the other.
+# dtype, head_dim, causal, seq_lens, dropout: the last of tile_configs, full and partial kBlockD, each mask with and
+# without the other.
 TWIN_CASES = [
-    ("fp32", 64, True, False), ("fp32", 128, False, True),
-    ("fp16", 64, False, False), ("fp16", 256, True, True),
-    ("bf16", 40, True, False), ("bf16", 128, False, True),
+    ("fp32", 64, True, False, False), ("fp32", 128, False, True, False),
+    ("fp16", 64, False, False, False), ("fp16", 256, True, True, False),
+    ("bf16", 40, True, False, False), ("bf16", 128, False, True, False), ("bf16", 128, True, False, True),
 ]
-FP8_TWIN_CASES = {90: [("fp8e4nv", 128, True, True), ("fp8e5", 64, False, False)]}
-SLOW_TWIN_CASES = {80: [("fp32", 256, True, True)]}  # 10 s each, and fp32 compiles much the same for all
+# side, dtype, head_dim, causal, dropout: of each of the two kernels every head_dim.
+TWIN_BACKWARD_CASES = [
+    ("kv", "bf16", 64, True, False), ("kv", "fp16", 64, False, True), ("kv", "bf16", 128, True, True),
+    ("kv", "fp16", 128, False, False), ("kv", "bf16", 256, True, False), ("kv", "fp32", 64, False, False),
+    ("kv", "fp32", 128, True, True), ("kv", "fp32", 256, False, False),
+    ("q", "fp16", 64, True, False), ("q", "bf16", 128, False, True), ("q", "bf16", 128, True, False),
+    ("q", "fp16", 256, True, False), ("q", "fp32", 64, True, False), ("q", "fp32", 256, False, True),
+]
+FP8_TWIN_CASES = {90: [("fp8e4nv", 128, True, True, False), ("fp8e5", 64, False, False, False)]}
+SLOW_TWIN_CASES = {80: [("fp32", 256, True, True, False)]}  # 10 s each, and fp32 compiles much the same for all
 
 
 def nvcc():
@@ -59,33 +74,45 @@ def test_cuda_kernels_do_not_spill(file, target, tmp_path):
     kernels = re.findall(r"Compiling entry function '(\w+)'", done.stdout)
     memory = dict(re.findall(r"Function properties for (\w+)\s+(\d+ bytes stack frame, .*)", done.stdout))
     assert kernels and set(kernels) <= set(memory), done.stdout
-    spills = [f"{name}: {use}" for name, use in memory.items() if re.search(r"\b[1-9]\d* bytes", use)]
+    spills = [f"{name}: {use}" for name, use in memory.items()
+              if max(map(int, re.findall(r"(\d+) bytes", use))) > SPILLS.get((file, "Lb1EEEv" in name), 0)]
     assert not spills, "\n".join(spills)
 
 
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory):
-    """Capability → the process that compiles for it; all of them at once."""
-    pytest.importorskip("triton", reason="triton is not installed")
+@contextlib.contextmanager
+def twins(tmp_path_factory, arguments):
+    """Capability → the process that compiles for it; all of them at once. arguments: capability → this program's."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     env.pop("TRITON_INTERPRET", None)
     options = dict(env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    processes = {capability: subprocess.Popen([sys.executable, __file__, str(capability)], **options)
-                 for capability in TWIN_MMA}
+    processes = {capability: subprocess.Popen([sys.executable, __file__, *map(str, args)], **options)
+                 for capability, args in arguments.items()}
     yield processes
     for process in processes.values():
         process.kill()
         process.communicate()
 
 
+def facts(process):
+    """What the program printed of each kernel."""
+    stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    return [json.loads(line) for line in stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    pytest.importorskip("triton", reason="triton is not installed")
+    with twins(tmp_path_factory, {capability: [capability] for capability in TWIN_MMA}) as processes:
+        yield processes
+
+
 @pytest.mark.parametrize("capability", TWIN_MMA)
 def test_twin_compiles(capability, twin):
-    stdout, stderr = twin[capability].communicate(timeout=240)
-    assert twin[capability].returncode == 0, stderr
-    kernels = [json.loads(line) for line in stdout.splitlines()]
+    kernels = facts(twin[capability])
     assert len(kernels) == len(twin_cases(capability))
     for kernel in kernels:
-        assert kernel["shared"] <= 99 << 10, kernel
+        assert kernel["shared"] <= max_shared_memory(capability), kernel
         if kernel["dtype"] == "fp32":
             assert not kernel["tf32"] and not kernel["mma"], kernel  # products in true fp32
         else:
@@ -111,6 +138,31 @@ def test_hopper_twin_compiles():
         assert kernel["stack"] <= 256, kernel  # 0 to 32 with Triton 3.6, up to 168 with 3.9
 
 
+@pytest.fixture(scope="module")
+def twin_backward(tmp_path_factory):
+    pytest.importorskip("triton", reason="triton is not installed")
+    with twins(tmp_path_factory, {capability: ["backward", capability] for capability in (80, 90)}) as processes:
+        yield processes
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_twin_backward_compiles(capability, twin_backward):
+    kernels = facts(twin_backward[capability])
+    assert len(kernels) == len(TWIN_BACKWARD_CASES)
+    for kernel in kernels:
+        is_fp32 = kernel["dtype"] == "fp32"
+        assert kernel["shared"] <= max_shared_memory(capability), kernel
+        assert not kernel["tf32"] and kernel["mma"] == (not is_fp32), kernel
+        assert kernel["tma"] == (capability == 90 and not is_fp32), kernel
+        if capability == 90:  # with Triton 3.9: 0 to 64 in 16 bits, 608 with dropout, up to 376 in fp32
+            assert kernel["stack"] <= (1024 if kernel["dropout"] or is_fp32 else 256), kernel
+
+
+def max_shared_memory(capability):
+    """Of one program on the GPUs of that capability; for 80 that of 86 and 120, which run such code with less."""
+    return (99 if capability == 80 else 227) << 10
+
+
 def compile_hopper(head_dim, config, causal):
     import torch
     import triton
@@ -131,12 +183,8 @@ def compile_hopper(head_dim, config, causal):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
 
 
-def compile_twin(capability, dtype, head_dim, causal, seq_lens):
-    """What triton.compile makes of a call with tensors aligned as torch aligns them: pointers and strides by 16."""
+def compile_twin(capability, dtype, head_dim, causal, seq_lens, dropout):
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from triton_ref.attention import _flash_fwd, tile_configs
 
@@ -148,6 +196,7 @@ def compile_twin(capability, dtype, head_dim, causal, seq_lens):
     kBlockM, kBlockN, kBlockD = (constexprs[name] for name in ("kBlockM", "kBlockN", "kBlockD"))
     constexprs.update(kIsCausal=causal, kNegateQ=False, kMaskCols=head_dim < kBlockD, kTma=tma)
     constexprs.update({} if seq_lens else {"seq_lens_ptr": None})
+    constexprs.update({} if dropout else {"seed_ptr": None})
     constexprs.update({} if fp8 else {f"{x}_descale_ptr": None for x in "qkv"})
     types = dict.fromkeys(_flash_fwd.arg_names, "i32")
     types |= dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], f"*{dtype}")
@@ -157,12 +206,45 @@ def compile_twin(capability, dtype, head_dim, causal, seq_lens):
                   "k_ptr": f"tensordesc<{dtype}[1, 1, {kBlockN}, {kBlockD}]>",
                   "v_ptr": f"tensordesc<{dtype}[1, 1, {v_tile}]>"}
     types |= {"o_ptr": "*bf16" if fp8 else f"*{dtype}", "lse_ptr": "*fp32", "seq_lens_ptr": "*i32",
-              "softmax_scale": "fp32"}
+              "softmax_scale": "fp32", "seed_ptr": "*i64", "keep_scale": "fp32"}
     types |= {f"{x}_descale_ptr": "*fp32" for x in "qkv"}
+    return compile_for(capability, _flash_fwd, types, constexprs, options)
+
+
+def compile_twin_backward(capability, side, dtype, head_dim, causal, dropout):
+    import torch
+
+    from triton_ref import attention_bwd
+
+    function = {"kv": attention_bwd._flash_bwd_kv, "q": attention_bwd._flash_bwd_q}[side]
+    torch_dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    config = dict(attention_bwd.tile_configs(side, torch_dtype, head_dim, max_shared_memory(capability))[0])
+    options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
+    owned, walked = config["owned"], config["walked"]
+    kBlockM, kBlockN = (walked, owned) if side == "kv" else (owned, walked)
+    tma, kBlockD = capability >= 90 and dtype != "fp32", config["kBlockD"]
+    constexprs = dict(kIsCausal=causal, kEmptyRows=False, kMaskCols=head_dim < kBlockD, kTma=tma, kBlockM=kBlockM,
+                      kBlockN=kBlockN, kBlockD=kBlockD, seq_lens_ptr=None)
+    constexprs.update({"kOverlap": config["kOverlap"]} if side == "kv" else {})
+    constexprs.update({} if dropout else {"seed_ptr": None})
+    types = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(["softmax_scale", "keep_scale"], "fp32")
+    for name, rows in (("q", kBlockM), ("k", kBlockN), ("v", kBlockN), ("do", kBlockM)):
+        types[f"{name}_ptr"] = f"tensordesc<{dtype}[1, 1, {rows}, {kBlockD}]>" if tma else f"*{dtype}"
+    types |= dict.fromkeys(["lse_log2_ptr", "delta_ptr"], f"tensordesc<fp32[1, {kBlockM}]>" if tma else "*fp32")
+    types |= dict.fromkeys(["dk_ptr", "dv_ptr"] if side == "kv" else ["dq_ptr"], f"*{dtype}") | {"seed_ptr": "*i64"}
+    return compile_for(capability, function, types, constexprs, options)
+
+
+def compile_for(capability, function, types, constexprs, options):
+    """What triton.compile makes of a call with tensors aligned as torch aligns them: pointers and strides by 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     types |= dict.fromkeys(constexprs, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, (name, type) in enumerate(types.items())
                if name.endswith("_stride") or type.startswith("*")}
-    source = ASTSource(fn=_flash_fwd, signature=types, constexprs=constexprs, attrs=aligned)
+    source = ASTSource(fn=function, signature=types, constexprs=constexprs, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -198,8 +280,22 @@ def print_twin(capability):
         ptx = kernel.asm["ptx"]
         facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx,
                  "tma": "cp.async.bulk.tensor" in ptx}
-        print(json.dumps({**dict(zip(("dtype", "head_dim", "causal", "seq_lens"), case)), **facts}))
+        print(json.dumps({**dict(zip(("dtype", "head_dim", "causal", "seq_lens", "dropout"), case)), **facts}))
+
+
+def print_twin_backward(capability):
+    for case in TWIN_BACKWARD_CASES:
+        kernel = compile_twin_backward(capability, *case)
+        ptx = kernel.asm["ptx"]
+        facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx,
+                 "tma": "cp.async.bulk.tensor" in ptx, "stack": stack_bytes(kernel.asm["cubin"])}
+        print(json.dumps({**dict(zip(("side", "dtype", "head_dim", "causal", "dropout"), case)), **facts}))
 
 
 if __name__ == "__main__":
-    print_hopper() if sys.argv[1] == "hopper" else print_twin(int(sys.argv[1]))
+    if sys.argv[1] == "hopper":
+        print_hopper()
+    elif sys.argv[1] == "backward":
+        print_twin_backward(int(sys.argv[2]))
+    else:
+        print_twin(int(sys.argv[1]))

@@ -11,8 +11,9 @@ import torch
 from filelock import FileLock
 
 from cases import Case, base, check_error, check_lse, exact, make_inputs
-from minimal_attn import flash_attention
+from minimal_attn import flash_attention, reference_attention
 from minimal_attn.reference import reference_forward
+from test_backward import check, make_all
 
 pytestmark = pytest.mark.gpu
 KERNELS_OF_16_BITS = ["cuda:simt", "cuda:sm80", "triton"]
@@ -85,6 +86,55 @@ def test_side_stream(backend, dtype):
     assert out.equal(want)
 
 
+def gradients(attend, q, k, v, dout, **options):
+    return torch.autograd.grad(attend(q, k, v, **options), (q, k, v), dout)
+
+
+@each_kernel
+@pytest.mark.parametrize("has_lens", [False, True])
+def test_graph_of_forward_and_backward(backend, dtype, has_lens):
+    q, k, v, dout = make_all(CASE, dtype, "cuda")
+    seq_lens = torch.tensor([200, 7, 64], device="cuda") if has_lens else None
+    step = lambda: gradients(flash_attention, q, k, v, dout, causal=True, seq_lens=seq_lens,  # noqa: E731
+                             deterministic=True, backend=backend)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (1, 2):
+        for x, new in zip((q, k, v), make_inputs(CASE, dtype, "cuda", seed)):
+            x.detach().copy_(new)
+        dout.mul_(-0.5)
+        if has_lens:
+            seq_lens.copy_(torch.tensor([100, 200, seed]))
+        for _ in range(2):  # twice, for what a replay leaves behind in its workspace
+            graph.replay()
+            assert all(map(torch.equal, captured, step()))
+
+
+@each_kernel
+def test_backward_on_a_side_stream(backend, dtype):
+    q, k, v, dout = make_all(CASE, dtype, "cuda")
+    options = dict(causal=True, deterministic=True, backend=backend)
+    want = gradients(flash_attention, q, k, v, dout, **options)
+    late, late_dout = (torch.zeros_like(x) for x in (q, dout))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        late.copy_(q.detach())
+        out = flash_attention(late.requires_grad_(), k, v, **options)
+        torch.cuda._sleep(200_000_000)
+        late_dout.copy_(dout)
+        got = torch.autograd.grad(out, (late, k, v), late_dout)
+    stream.synchronize()
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.fixture
 def much_memory(tmp_path_factory):
     """The GPU's memory for one test at a time, also where xdist runs several."""
@@ -129,23 +179,73 @@ def test_more_than_2_31_elements_of_k_and_v(backend, much_memory):
     torch.testing.assert_close(out.double(), want.expand(-1, -1, 2, -1), rtol=2e-3, atol=2e-3)
 
 
+FAR_SHAPE = (2, 2, 70, 64)
+FAR_STRIDES = {"batch": (2**31 + 8, 70 * 64, 64, 1), "head": (70 * 64, 2**31 + 8, 64, 1),
+               "row": (128, 64, 2**25 + 8, 1)}
+
+
+def span(strides):
+    """Elements from the first to the last of FAR_SHAPE, more than 32 bits count."""
+    elements = sum((n - 1) * stride for n, stride in zip(FAR_SHAPE, strides)) + 1
+    assert elements > 2**31
+    return elements
+
+
 @each_kernel
 @needs_gib(60)
 @pytest.mark.parametrize("which", ["batch", "head", "row"])
 def test_strides_past_2_31(backend, dtype, which, much_memory):
     case = Case("far", B=2, H=2, Hk=2, Sq=70, Sk=70, causal=True)
-    shape = (2, 2, 70, 64)
-    stride = {"batch": (2**31 + 8, 70 * 64, 64, 1), "head": (70 * 64, 2**31 + 8, 64, 1),
-              "row": (128, 64, 2**25 + 8, 1)}[which]
-    span = sum((n - 1) * s for n, s in zip(shape, stride)) + 1
-    assert span > 2**31
-    buffer = torch.full((span,), math.nan, device="cuda", dtype=dtype)
+    buffer = torch.full((span(FAR_STRIDES[which]),), math.nan, device="cuda", dtype=dtype)
     near = make_inputs(case, dtype, "cuda")
     want = flash_attention(*near, True, backend=backend)
     for i in range(3):
         far = list(near)
-        far[i] = buffer.as_strided(shape, stride).copy_(near[i])
+        far[i] = buffer.as_strided(FAR_SHAPE, FAR_STRIDES[which]).copy_(near[i])
         assert flash_attention(*far, True, backend=backend).equal(want)
+
+
+@each_kernel_of_16_bits
+@needs_gib(60)
+@pytest.mark.parametrize("which", ["batch", "head", "row"])
+def test_gradients_of_strides_past_2_31(backend, dtype, which, much_memory):
+    case = Case("far", B=2, H=2, Hk=2, Sq=70, Sk=70, causal=True)
+    near = [x.detach() for x in make_all(case, dtype, "cuda")]
+    buffer = torch.full((span(FAR_STRIDES[which]),), math.nan, device="cuda", dtype=dtype)
+
+    def run(tensors):
+        return gradients(flash_attention, *(x.requires_grad_() for x in tensors[:3]), tensors[3], causal=True,
+                         deterministic=True, backend=backend)
+
+    want = run([x.clone() for x in near])
+    for i in range(4):
+        far = [x.clone() for x in near]
+        far[i] = buffer.as_strided(FAR_SHAPE, FAR_STRIDES[which]).copy_(near[i]).detach()
+        assert all(map(torch.equal, run(far), want))
+
+
+@each_kernel_of_16_bits
+@needs_gib(60)
+@pytest.mark.parametrize("long", ["q", "k"])
+def test_gradients_of_more_than_2_31_elements(backend, long, much_memory):
+    """Only the last rows have a gradient, or only the last keys match the queries, so that theirs are all there is. The
+    heads lie next to each other, and rows 4096 elements apart, in the gradients as well."""
+    n, tail, H, D = 2**19 + 100, 90, 64, 64
+    q = torch.randn(1, n if long == "q" else 2, H, D, device="cuda", dtype=torch.float16).transpose(1, 2)
+    k = torch.zeros(1, 5 if long == "q" else n, H, D, device="cuda", dtype=torch.float16).transpose(1, 2)
+    v, dout = torch.ones_like(k), torch.zeros_like(q)
+    assert max(q.numel(), k.numel()) > 2**31
+    for x in (k, v, dout):
+        x[:, :, -tail:].normal_()
+    if long == "k":  # scores of 64 and more where there are others of 0, whose P is 0 in 16 bits
+        q.fill_(1)
+        k[:, :, -tail:] = 8 + k[:, :, -tail:] / 2
+    got = gradients(flash_attention, *(x.requires_grad_() for x in (q, k, v)), dout, backend=backend)
+    ends = [x.detach()[:, :, -tail:].double().requires_grad_() for x in (q, k, v)]
+    want = gradients(reference_attention, *ends, dout[:, :, -tail:].double())
+    for x, y, like in zip(got, want, (q, k, v)):
+        assert x.stride() == like.stride() and x[:, :, :-tail].count_nonzero() == 0
+        torch.testing.assert_close(x[:, :, -tail:].double(), y, rtol=1e-2, atol=1e-2 * y.abs().max().item())
 
 
 @each_kernel
@@ -159,6 +259,16 @@ def test_more_than_65535_heads_and_samples(backend, dtype):
         out, lse = (out.transpose(0, 1), lse.transpose(0, 1)) if transpose else (out, lse)
         check_error(out, ref, base(case, q, k, v))
         check_lse(lse, ref_lse)
+
+
+@each_kernel_of_16_bits
+def test_gradients_of_more_than_65535_heads_and_samples(impl, backend, dtype):
+    case = Case("many", B=1, H=70000, Hk=70000, Sq=3, Sk=5, D=16)
+    *qkv, dout = make_all(case, dtype, "cuda")
+    for transpose in (False, True):
+        x = [t.detach().transpose(0, 1) if transpose else t.detach() for t in (*qkv, dout)]
+        got = gradients(flash_attention, *(t.requires_grad_() for t in x[:3]), x[3], backend=backend)
+        check(case, [t.transpose(0, 1) if transpose else t for t in got], *qkv, dout)
 
 
 @each_kernel

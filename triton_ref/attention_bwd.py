@@ -266,6 +266,7 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, s
     dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride,
                     n_block_full, n_block_max, visible, seq_len, head_dim, scale_log2, seed_ptr, threshold, keep_scale,
                     True, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+    dq = tl.where((lse_log2 == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     dims = tl.arange(0, kBlockD)
     dq_base = dq_ptr + b.to(tl.int64) * dq_batch_stride + h.to(tl.int64) * dq_head_stride
     tl.store(dq_base + rows.to(tl.int64)[:, None] * dq_row_stride + dims[None, :],
@@ -388,7 +389,10 @@ def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune
     return result
 
 
-_stream = functools.cache(torch.cuda.Stream)  # one for each device
+@functools.cache
+def _stream(device, first):
+    """A stream for each other one: one thread's may be part of a CUDA graph in the making."""
+    return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
@@ -401,10 +405,13 @@ def _beside(device, pays):
     if not pays:
         yield contextlib.nullcontext()
         return
-    first, second = torch.cuda.current_stream(device), _stream(device)
+    first = torch.cuda.current_stream(device)
+    second = _stream(device, first.cuda_stream)
     second.wait_stream(first)
-    yield torch.cuda.stream(second)
-    first.wait_stream(second)
+    try:
+        yield torch.cuda.stream(second)
+    finally:
+        first.wait_stream(second)
 
 
 def _choose(side, autotune, tma, gradients, q, k, v, dout, lse_log2, delta, seq_lens, softmax_scale, causal, dropout):
@@ -462,7 +469,7 @@ def _backward(ctx, dout, dlse):
         dout = torch.zeros_like(out)
     need_q, *need_kv = ctx.needs_input_grad[:3]
     args = dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.autotune
-    if is_eager(dout, q, k, v) and not torch.is_grad_enabled():  # no one wants a second derivative
+    if is_eager(dout, dlse, q, k, v) and not torch.is_grad_enabled():  # no one wants a second derivative
         gradients = run(*args, dropout_seed if dropout_seed is None else (ctx.dropout_p, dropout_seed), need_q,
                         any(need_kv))
     else:
