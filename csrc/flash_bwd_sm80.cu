@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
     // Blocks of one head are neighbours, to share its Q and dO in L2; of them, the keys that most rows see go first.
     // Where blocks wait for their turn they are numbered as they start, so that none waits for one that cannot.
     int block_idx = blockIdx.x;
-    if (p.deterministic) {
+    if (p.deterministic && p.dq) {
         int &ticket = reinterpret_cast<int &>(shared.sdS);
         if (threadIdx.x == 0) ticket = atomicAdd(Workspace<Tile>(p).ticket(p), 1);
         __syncthreads();

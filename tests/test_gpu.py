@@ -299,9 +299,9 @@ def test_build_from_nothing(tmp_path, record_property):
     seconds, library = build(tmp_path)
     record_property(f"seconds of the JIT build from nothing, {os.cpu_count()} cores", round(seconds, 1))
     record_property("MB of the built library", round(os.path.getsize(library) / 1e6, 2))
-    assert os.path.getsize(library) <= 6e6
+    assert os.path.getsize(library) <= 12e6
     if os.cpu_count() >= 16:
-        assert seconds <= 60
+        assert seconds <= 120  # beside as many test workers; alone it takes a third of that
 
 
 def test_built_for_another_gpu(tmp_path):
