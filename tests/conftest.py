@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter, config):
     path = config.getoption("--gpu-record")
-    if not path:
+    if not path or hasattr(config, "workerinput"):  # of pytest-xdist: the process that it works for writes
         return
     record = {
         "device": torch.cuda.get_device_name(),
