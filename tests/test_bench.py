@@ -365,6 +365,25 @@ def test_the_readme_quotes_the_record_in_16_bits():
 TRITON_RECORD, MATMUL_RECORD = ROOT / "benchmarks/h200/triton.json", ROOT / "benchmarks/h200/matmul.json"
 
 
+def test_the_readme_quotes_the_record_of_the_backward_pass():
+    recorded = {}
+    for row in check_format((ROOT / "benchmarks/h200/backward.json").read_text()):
+        setting = str(row["seqlen_q"]), str(row["head_dim"]), "yes" if row["causal"] else "no"
+        recorded.setdefault(setting, {})[row["impl"]] = row["tflops"]
+    pairs = ("cuda:sm80", "torch:flash"), ("triton", "torch:flash"), ("triton", "torch:cudnn")
+    assert len(quoted("S")) == len(recorded)
+    for *setting, sm80, twin, flash, cudnn, by_sm80, by_twin, by_cudnn in quoted("S"):
+        rows = recorded[tuple(setting)]
+        assert [sm80, twin, flash, cudnn] == [
+            f"{rows[impl]:.0f}" for impl in ("cuda:sm80", "triton", "torch:flash", "torch:cudnn")]
+        assert [by_sm80, by_twin, by_cudnn] == [f"{rows[ours] / rows[peer]:.2f}" for ours, peer in pairs]
+    sm80, twin, cudnn = ([rows[ours] / rows[peer] for rows in recorded.values()] for ours, peer in pairs)
+    assert (f"By the geometric mean `sm80` is {statistics.geometric_mean(sm80):.2f} times as fast as FA2, by setting "
+            f"{min(sm80):.2f} to {max(sm80):.2f}; the twin {statistics.geometric_mean(twin):.2f} times, {min(twin):.2f} "
+            f"to {max(twin):.2f}, and it reaches {statistics.geometric_mean(cudnn):.2f} of cuDNN.") in " ".join(
+                (ROOT / "README.md").read_text().split())
+
+
 def test_the_readme_quotes_the_record_of_the_twin():
     recorded = {}
     for row in check_format(TRITON_RECORD.read_text()):
