@@ -66,7 +66,7 @@ CASES = [
     Case("one_key", Sq=129, Sk=1),
     Case("more_keys_causal", Sq=70, Sk=150, causal=True),
     Case("more_queries_causal", Sq=150, Sk=70, causal=True),  # the first 80 rows see no key
-    Case("block_without_keys", B=4, Sq=200, Sk=3, causal=True, D=128),
+    Case("block_without_keys", B=8, Sq=200, Sk=3, causal=True, D=128),
     Case("gqa", H=6, Hk=2, Sq=70, Sk=90),
     Case("gqa_causal", B=4, H=4, Hk=2, Sq=70, Sk=90, causal=True, D=128),
     Case("mqa", H=4, Hk=1, Sq=65, Sk=65, causal=True, D=40),

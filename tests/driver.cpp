@@ -48,7 +48,7 @@ enum Layout {
     kOffset,  // kHeads from the second element of the allocation on: the pointer is unaligned
 };
 
-enum Tiling { kBest, kNarrow, kWide, kSm80, kDmma };  // the size of flash.cu's tiles, or another kernel
+enum Tiling { kBest, kNarrow, kWide, kSm80, kSm80Narrow, kDmma };  // the size of tiles, or another kernel
 
 struct Case {
     const char *name;
@@ -94,6 +94,8 @@ const std::vector<Case> cases = {
     {"sm80_bf16_128",     b16, 1, 2, 1, 129,  65, 104, true,  kRows,     {},   kSm80, 0.5},
     {"sm80_bf16_192",     b16, 1, 2, 1,  65,  65, 192, false, kRows,     {64}, kSm80},
     {"sm80_bf16_256",     b16, 1, 1, 1,  66, 100, 200, true,  kHeads,    {},   kSm80},
+    {"sm80_128_narrow",   f16, 1, 2, 1,  70, 130, 120, true,  kHeads,    {},   kSm80Narrow, 0.25},
+    {"sm80_256_narrow",   b16, 1, 2, 1,  70,  70, 200, true,  kRows,     {65}, kSm80Narrow},
     {"sm80_one",          b16, 1, 1, 1,   1,   1,   8, true,  kHeads,    {},   kSm80},
     {"dmma_64",           f32, 2, 4, 2, 140, 140,  40, false, kRows,     {3, 129}, kDmma},
     {"dmma_64_causal",    f32, 1, 1, 1,  66, 130,  64, true,  kHeads,    {},   kDmma},
@@ -197,9 +199,23 @@ bool keeps(uint32_t threshold, uint32_t b, uint32_t h, uint32_t row, uint32_t co
     return x[row / 8 % 2 * 2 + col % 2] >= threshold;
 }
 
+bool is_sm80(const Case &c) { return c.tiling == kSm80 || c.tiling == kSm80Narrow; }
+
+#ifdef __CUDACC__
+// By the tiles for GPUs with less shared memory, on any.
+template <typename T> void narrow_backward(const Case &c, const AttnBackwardParams &p) {
+    if constexpr (sizeof(T) == 2) {
+        simt::row_sums(p);
+        c.head_dim <= 128 ? sm80::launch_bwd<T, sm80::BwdTile128Narrow>(p)
+                          : sm80::launch_bwd<T, sm80::BwdTile256Narrow>(p);
+    }
+}
+#endif
+
+
 template <typename T> void forward(const Case &c, const AttnParams &p) {
 #ifdef __CUDACC__
-    if (c.tiling == kSm80) return sm80::flash_forward(p);
+    if (is_sm80(c)) return sm80::flash_forward(p);
     if (c.tiling == kDmma) return dmma::flash_forward(p);
 #endif
     if (c.tiling == kBest) return simt::flash_forward(p);
@@ -265,9 +281,11 @@ template <typename T> void run(const Case &c, double epsilon) {
     forward<T>(c, p);
 #ifdef __CUDACC__
     p.deterministic = c.dropout_p == 0;  // of each some
-    Tensor<char> workspace(1, 1, 1, c.tiling == kSm80 ? std::max<int64_t>(1, sm80::backward_workspace(p)) : 1);
+    Tensor<char> workspace(1, 1, 1, is_sm80(c) ? sm80::backward_workspace(p) : 1);  // enough for narrow tiles too
     p.workspace = workspace.device;
-    if (c.tiling == kSm80) sm80::flash_backward(p); else
+    if (c.tiling == kSm80) sm80::flash_backward(p);
+    else if (c.tiling == kSm80Narrow) narrow_backward<T>(c, p);
+    else
 #endif
     simt::flash_backward(p);
 
@@ -303,7 +321,7 @@ template <typename T> void run(const Case &c, double epsilon) {
             }
     });
     // Sums are fp32, or fp64; tensor cores take P and dS rounded to T.
-    const double error = c.dtype == f64 ? 1e-13 : c.tiling == kSm80 ? epsilon : 2e-6;
+    const double error = c.dtype == f64 ? 1e-13 : is_sm80(c) ? epsilon : 2e-6;
     check(lse, expected_lse, c.dtype == f64 ? 1e-13 : 5e-6, 0);
     check(o, expected_o, error, epsilon);
 
@@ -338,7 +356,7 @@ template <typename T> void run(const Case &c, double epsilon) {
             }
         }
     });
-    if (c.tiling != kSm80) check(delta, expected_delta, error, 0);  // which does with its workspace what it likes
+    if (!is_sm80(c)) check(delta, expected_delta, error, 0);  // which does with its workspace what it likes
     check(dq, expected_dq, error, epsilon);
     check(dk, expected_dk, error, epsilon);
     check(dv, expected_dv, error, epsilon);
