@@ -64,7 +64,7 @@ def load(verbose: bool = False) -> ModuleType:
             sys.modules[NAME] = _adopted() or _prebuilt() or _compiled(verbose)
             from . import ops  # here, for setup.py takes this file without its package
 
-            ops.register(sys.modules[NAME])
+            ops.register()
         return sys.modules[NAME]
 
 

@@ -10,6 +10,7 @@ import functools
 
 import torch
 
+from . import _build
 from .checks import check_no_derivative, is_eager
 
 
@@ -44,7 +45,7 @@ def _backward(ctx, dout, dlse):
         dout = torch.zeros_like(out)
     op = torch.ops.minimal_attn.flash_backward
     if is_eager(dout, dlse, q, k, v) and not torch.is_grad_enabled():  # no one wants a second derivative
-        op = library.flash_backward
+        op = _build.load().flash_backward
     need_q, *need_kv = ctx.needs_input_grad[:3]
     gradients = op(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.dropout_p, dropout_seed,
                    ctx.deterministic, need_q, any(need_kv))
@@ -56,7 +57,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = library.flash_forward(*inputs)
+        output = _build.load().flash_forward(*inputs)
         _save(ctx, inputs, output)
         return output
 
@@ -68,14 +69,9 @@ def _no_second(ctx, *gradients):
                               "backend='reference'")
 
 
-library = None  # the extension module
-
-
 @functools.cache
-def register(extension):
+def register():
     """Once, after the library that defines the ops is loaded."""
-    global library
-    library = extension
     torch.library.register_fake("minimal_attn::flash_forward", _forward_shapes)
     torch.library.register_fake("minimal_attn::flash_backward", _backward_shapes)
     torch.library.register_autograd("minimal_attn::flash_forward", _backward, setup_context=_save)
