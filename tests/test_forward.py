@@ -45,7 +45,10 @@ def check_case(impl, case, dtype, seed=0, factor=2):
         return
     out, lse = run(impl, case, q, k, v)
     ref, ref_lse = exact(case, q, k, v)
-    # torch's own kernels are here for our conventions; their accuracy is torch's affair.
+    # torch's own kernels are here for our conventions; their accuracy is torch's affair, as the order in which numpy
+    # adds is numpy's, and another on another CPU, where the interpreter multiplies by it.
+    if impl == "triton" and device == "cpu" and dtype == torch.float32:
+        factor += 1
     check_error(out, ref, base(case, q, k, v), factor=8 if impl == "torch" else factor)
     check_lse(lse, ref_lse)
     empty = ref_lse == -torch.inf
