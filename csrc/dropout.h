@@ -6,20 +6,19 @@
 // words at a time. They are for the rows r and r + 8, r % 16 < 8, and the columns c and c + 1, c even: what one lane
 // holds of an m16n8 accumulator (ptx_sm80.cuh), in the order of its registers.
 //
-// Read next: softmax.cuh or flash.cu, which ask.
+// Read next: flash.cu and flash_sm80.cu, which ask.
 #pragma once
 
 #include "flash.h"
 
 class Dropout {
   public:
-    const uint32_t threshold;
-    const double scale;  // of what is kept; 1 without dropout
+    const uint32_t threshold;  // an element is kept if its word is not below it
 
     // Of one head of one sample. p.dropout_seed is read here, where kernels can.
     __device__ Dropout(const AttnParams &p, int64_t b, int64_t h)
-        : threshold(p.dropout_seed ? p.drop_threshold : 0), scale(p.dropout_seed ? p.keep_scale : 1.0),
-          seed(p.dropout_seed ? *p.dropout_seed : 0), head(uint32_t(h)), batch(uint32_t(b)) {}
+        : threshold(p.drop_threshold), seed(p.dropout_seed ? *p.dropout_seed : 0), head(uint32_t(h)),
+          batch(uint32_t(b)) {}
 
     // The words of (row, col), (row, col + 1), (row + 8, col), (row + 8, col + 1); row % 16 < 8, col % 2 == 0.
     __device__ void words(uint32_t (&word)[4], int row, int col) const {
@@ -42,13 +41,6 @@ class Dropout {
                 P[2 * half + j] &=
                     (word[2 * j] >= threshold ? 0xffff : 0) | (word[2 * j + 1] >= threshold ? ~0xffff : 0);
         }
-    }
-
-    // Whether one element is kept, at the cost of four.
-    __device__ bool keeps(int row, int col) const {
-        uint32_t word[4];
-        words(word, row / 16 * 16 + row % 8, col / 2 * 2);
-        return word[row / 8 % 2 * 2 + col % 2] >= threshold;
     }
 
   private:

@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
             }
             if constexpr (kDropout) {  // what is dropped of P stays for dS, with another sign
                 const Dropout dropout(p, b, h);
-                const float keep_scale = float(dropout.scale);
+                const float keep_scale = float(p.keep_scale);
 #pragma unroll
                 for (int kk = 0; kk < kSub / 16; kk++)
 #pragma unroll
@@ -329,8 +329,8 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
                     ldmatrix_trans(dS[m], SwizzleS::move(ds_address + ds_across, 16 * kk, dq_row0 / 16 + m));
                 multiply_ab<T, Swizzle>(acc_dq, dS, shared_address(shared.sK) + down, 16 * kk * kRowBytes, dq_dim0);
             }
-            // A warp's part of dq_accum is its own, and so are its turns. Under a causal mask the last block of keys that
-            // sees these rows goes first: it begins with them.
+            // A warp's part of dq_accum is its own, and so are its turns. Under a causal mask the last block of keys
+            // that sees these rows goes first: it begins with them.
             const Mask mask(p, b);
             const Workspace<Tile> workspace(p);
             const int last = min(mask.seq_len - 1, (m_block + 1) * kBlockM - 1 + mask.shift) / kBlockN;
@@ -346,7 +346,8 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
             for (int j = 0; j < 2 * Tile::kDqTiles; j++) red_add(dq_accum + 128 * j, acc_dq[j % 2][j / 2]);
             if (p.deterministic) {
                 __syncwarp();
-                if (lane_idx == 0) store_release(workspace.turn(p, b * p.nheads + h, m_block) + warp_idx, turn + 1);
+                if (lane_idx == 0)
+                    store_release(workspace.turn(p, b * p.nheads + h, m_block) + warp_idx, turn + 1);
             }
         }
         if (Tile::kStages == 1) {
@@ -373,9 +374,10 @@ __global__ void __launch_bounds__(Tile::kNThreads, Tile::kBlocksPerSM)
 #pragma unroll
         for (int j = lane_idx; j < kWarpN * kDTiles; j += 32) {
             const int r = key0 + j / kDTiles, d = dim0 + j % kDTiles;
-            if (col0 + r < p.seqlen_k && d * 8 < p.head_dim)  // of keys that are none 0, where a sum of 0 · NaN is not
-                *reinterpret_cast<uint4 *>(x + r * row_stride + d * 8) =
-                    col0 + r < Mask(p, b).seq_len ? *reinterpret_cast<const uint4 *>(s + Swizzle::offset(r, d)) : uint4{};
+            if (col0 + r >= p.seqlen_k || d * 8 >= p.head_dim) continue;
+            const bool is_key = col0 + r < Mask(p, b).seq_len;  // of others 0, where a sum of 0 · NaN is not
+            *reinterpret_cast<uint4 *>(x + r * row_stride + d * 8) =
+                is_key ? *reinterpret_cast<const uint4 *>(s + Swizzle::offset(r, d)) : uint4{};
         }
     };
     const float keep_scale = kDropout ? float(p.keep_scale) : 1.f;
@@ -424,8 +426,8 @@ template <typename T, typename Tile> void launch_bwd(const AttnBackwardParams &p
     const Workspace<Tile> workspace(p);
     constexpr int kSharedBytes = sizeof(BwdSharedMemory<Tile>), kPerSM = 164 << 10;  // of sm_80, 1 KB of it for a block
     static_assert(Tile::kBlocksPerSM * (kSharedBytes + 1024) <= kPerSM);
-    if (p.dq)
-        check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.bytes(p.deterministic), static_cast<cudaStream_t>(p.stream)));
+    auto *stream = static_cast<cudaStream_t>(p.stream);
+    if (p.dq) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.bytes(p.deterministic), stream));
     const int64_t blocks = (int64_t(p.seqlen_k) + Tile::kBlockN - 1) / Tile::kBlockN * p.batch_size * p.nheads_k;
     auto *kernel = p.dropout_seed ? flash_bwd<T, Tile, true> : flash_bwd<T, Tile, false>;
     launch(kernel, blocks, Tile::kNThreads, kSharedBytes, p.stream, p);
@@ -444,8 +446,8 @@ template <typename F> auto with_tile(const AttnBackwardParams &p, F f) {
     // 32 keys a warp: what it loads of Q and dO feeds two products.
     if (p.head_dim <= 64) return f.template operator()<BwdTile<64, 64, 128, 4, 1, 2, 2>>();
     if (p.head_dim <= 96) return f.template operator()<BwdTile<96, 64, 64, 4, 1, 2, 2>>();
-    // 32 keys for two warps, a half of dK and dV each, which take 128 of 255 registers. 128 keys a block, twice those of
-    // smaller tiles, halve what is added up in memory.
+    // 32 keys for two warps, a half of dK and dV each, which take 128 of 255 registers. 128 keys a block, twice those
+    // of smaller tiles, halve what is added up in memory.
     if (p.head_dim <= 128)
         return narrow ? f.template operator()<BwdTile128Narrow>()
                       : f.template operator()<BwdTile<128, 64, 128, 8, 2, 2, 1>>();

@@ -65,12 +65,11 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
     const float *gV = static_cast<const float *>(p.v) + b * p.v_batch_stride + h_k * p.v_head_stride;
     float *gO = static_cast<float *>(p.o) + b * p.o_batch_stride + h * p.o_head_stride;
 
-    const float softmax_scale = float(p.softmax_scale);
-    Softmax<1> softmax(softmax_scale);
+    Softmax<1> softmax(float(p.softmax_scale));
     const Mask mask(p, b);
     const int n_block_max = mask.n_block_max<kBlockM, kBlockN>(row0);
     // The scores of the blocks before this one need neither a mask nor a sign.
-    const int n_block_masked = softmax_scale > 0.f ? mask.n_block_full<kBlockM, kBlockN>(row0) : 0;
+    const int n_block_masked = p.softmax_scale > 0 ? mask.n_block_full<kBlockM, kBlockN>(row0) : 0;
 
     // The share of a step in the copies of a block of keys, which are all under way after half of the steps. What lies
     // outside of K and V, or after the last block, is not read and becomes 0.
@@ -127,7 +126,7 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
         __syncthreads();  // V has arrived, K has been read
         if (n_block >= n_block_masked)
             mask.apply(acc_s, row0 + warp_idx * 16 + r, n_block * kBlockN + c * 2,
-                       (softmax_scale > 0.f) - (softmax_scale < 0.f));
+                       (p.softmax_scale > 0) - (p.softmax_scale < 0));
         softmax.update(acc_s, acc_o);
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {

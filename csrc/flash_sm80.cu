@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
     }
 
     // O goes by way of its warp's own rows of sQ, to be written 16 bytes a lane.
-    softmax.finalize(acc_o, kDropout ? float(dropout.scale) : 1.f);
+    softmax.finalize(acc_o, kDropout ? float(p.keep_scale) : 1.f);
     char *sO = reinterpret_cast<char *>(sQ);
 #pragma unroll
     for (int i = 0; i < 2 * kMTiles; i++) {

@@ -203,7 +203,9 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor &dout_, const std
     // than what a kernel without them would cost.
     const Kernel kernel = choose(p, q.device()).kernel;
     if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && !is_dout_aligned(p))) dout = dout.clone(at::MemoryFormat::Contiguous), set_dout();
-    auto gradient = [&](const Tensor &x, bool is_needed) { return is_needed ? new_like(x) : at::empty({0}, x.options()); };
+    auto gradient = [](const Tensor &x, bool is_needed) {
+        return is_needed ? new_like(x) : at::empty({0}, x.options());
+    };
     Tensor dq = gradient(q, need_dq), dk = gradient(k, need_dkv), dv = gradient(v, need_dkv);
     if (q.numel() == 0 || k.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_()};
     Tensor delta = at::empty_like(lse), workspace;
@@ -232,8 +234,10 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor &dout_, const std
         if (kernel == Kernel::kSm80) {
             const Tensor unneeded_dk = need_dkv ? dk : new_like(k), unneeded_dv = need_dkv ? dv : new_like(v);
             set_dkv(unneeded_dk, unneeded_dv);  // its one kernel makes all three
-            if (need_dq) workspace = at::empty({sm80::backward_workspace(p)}, q.options().dtype(at::kByte));
-            if (need_dq) p.workspace = workspace.data_ptr();
+            if (need_dq) {
+                workspace = at::empty({sm80::backward_workspace(p)}, q.options().dtype(at::kByte));
+                p.workspace = workspace.data_ptr();
+            }
             sm80::flash_backward(p);
         } else {
             simt::flash_backward(p);
