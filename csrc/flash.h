@@ -68,6 +68,9 @@ void flash_forward(const AttnParams &p);           // flash_sm80.cu: tensor core
 void flash_backward(const AttnBackwardParams &p);  // flash_bwd_sm80.cu, the same
 int64_t backward_workspace(const AttnBackwardParams &p);
 }
+namespace sm90 {
+void flash_forward(const AttnParams &p);  // flash_sm90.cu: Hopper's tensor cores and TMA, where kernels.h says so
+}
 namespace dmma {
 void flash_forward(const AttnParams &p);  // flash_dmma.cu: fp32 on the tensor cores for fp64, where kernels.h says so
 }

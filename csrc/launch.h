@@ -22,9 +22,9 @@ template <typename T> __device__ T from_float(float x) {  // rounds to nearest e
     else return x;
 }
 
-// The dynamic shared memory of the block, as the kernel's struct of tiles.
+// The dynamic shared memory of the block, as the kernel's struct of tiles: aligned as the widest swizzle of TMA needs.
 template <typename Tiles> __device__ Tiles &shared_memory() {
-    extern __shared__ __align__(128) unsigned char memory[];
+    extern __shared__ __align__(1024) unsigned char memory[];
     return *reinterpret_cast<Tiles *>(memory);
 }
 
@@ -64,6 +64,15 @@ inline size_t max_shared_memory() {
     check_cuda(cudaGetDevice(&device));
     check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     return bytes;
+}
+
+// Multiprocessors of the current device.
+inline int num_sms() {
+    return once_per_device([](int device) {
+        int count;
+        check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+        return count;
+    });
 }
 
 // Enqueue kernel<<<blocks, threads, shared_bytes, stream>>>(args...) on the current device. No blocks: nothing to do.

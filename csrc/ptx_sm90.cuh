@@ -1,9 +1,196 @@
-// Hopper's instructions that CUDA C++ has no name for; see ptx_sm80.cuh.
+// Hopper's instructions that CUDA C++ has no name for: barriers in shared memory that count bytes, copies of whole tiles
+// by TMA, products by the four warps of a warpgroup. One wrapper an instruction, named as in the PTX ISA and with its
+// section there; see also ptx_sm80.cuh. They exist in code for sm_90a alone.
 //
-// Read next: flash_dmma.cu.
+// Read next: flash_sm90.cu; flash_dmma.cu for the last one.
 #pragma once
 
+#include <cuda.h>  // CUtensorMap
+
+#include "ptx_sm80.cuh"
+
 namespace ptx {
+
+// "Parallel Synchronization and Communication Instructions: mbarrier". A phase ends when `count` threads have arrived
+// and all bytes that were announced have been copied; phases are told apart by their parity. A barrier that nobody has
+// used yet is in phase 0: waiting for parity 1 returns at once.
+using Barrier = uint64_t;
+
+__device__ inline void mbarrier_init(Barrier &barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
+}
+__device__ inline void mbarrier_arrive(Barrier &barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+__device__ inline void mbarrier_arrive_expect_tx(Barrier &barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+                 : "memory");
+}
+// Until the phase of this parity has ended.
+__device__ inline void mbarrier_wait(Barrier &barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
+}
+
+// "fence.mbarrier_init": what mbarrier_init did can be seen by TMA, of this block and its cluster.
+__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// "membar / fence: fence.proxy.async": what this thread wrote to shared memory can be seen by TMA and wgmma.
+__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// "Parallel Synchronization and Communication Instructions: barrier", by number: the threads of whole warps, `threads`
+// of them, that arrive or wait.
+__device__ inline void barrier_sync(int id, int threads) {
+    asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ inline void barrier_arrive(int id, int threads) {
+    asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// "Data Movement and Conversion Instructions: prefetch.tensormap".
+__device__ inline void prefetch(const CUtensorMap &map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// "Data Movement and Conversion Instructions: cp.async.bulk.tensor": the box of a 4D tensor that begins at these
+// coordinates, innermost first, goes to shared memory, its bytes to be counted by `barrier`. What lies outside of the
+// tensor becomes 0 and counts as well.
+__device__ inline void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+        ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+
+// "Miscellaneous Instructions: setmaxnreg": registers a thread of this warpgroup has from here on.
+template <int kRegisters> __device__ void warpgroup_reg_alloc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters> __device__ void warpgroup_reg_dealloc() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// "Asynchronous wgmma instructions". wgmma.fence comes before the first product that uses registers which were written
+// since the last one; commit_group makes a group of the products since the last; wait_group waits until all but the
+// newest kPending groups are done. From there on the registers of the others, `fragments`, may be read and written:
+// unless it is told, the compiler does so before.
+__device__ inline void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void warpgroup_commit_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kTiles> __device__ void touch(float (&x)[kTiles][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; i++) asm volatile("" : "+f"(x[i / 4][i % 4])::"memory");
+}
+template <int kTiles> __device__ void touch(uint32_t (&x)[kTiles][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; i++) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
+}
+template <int kPending, typename... Fragments> __device__ void warpgroup_wait(Fragments &...fragments) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+    (touch(fragments), ...);
+}
+
+// "Asynchronous Warpgroup Level Matrix Shared Memory Layout: Matrix Descriptor" of a matrix of 16-bit elements in
+// panels of rows of kRowBytes, 128 or 64, swizzled as TMA swizzles them. Eight rows are a unit. The dimension along
+// which memory runs, 64 or 32 elements in a panel, goes on in the next one, `panel_bytes` further, if it is not that of
+// the sum. Of such a matrix, what begins n bytes further has n / 16 added.
+template <int kRowBytes> __device__ uint64_t matrix_descriptor(const void *p, int panel_bytes = 0) {
+    constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
+    return kSwizzle << 62 | uint64_t(8 * kRowBytes / 16) << 32 | uint64_t(panel_bytes / 16) << 16 |
+           (shared_address(p) & 0x3ffff) / 16;
+}
+
+// An operand list of wgmma: the accumulators of 16 columns are 8 registers.
+#define MINIMAL_ATTN_D(i)                                                                                          \
+    "+f"(d[2 * i][0]), "+f"(d[2 * i][1]), "+f"(d[2 * i][2]), "+f"(d[2 * i][3]), "+f"(d[2 * i + 1][0]),             \
+        "+f"(d[2 * i + 1][1]), "+f"(d[2 * i + 1][2]), "+f"(d[2 * i + 1][3])
+#define MINIMAL_ATTN_D_16 MINIMAL_ATTN_D(0)
+#define MINIMAL_ATTN_D_32 MINIMAL_ATTN_D_16, MINIMAL_ATTN_D(1)
+#define MINIMAL_ATTN_D_48 MINIMAL_ATTN_D_32, MINIMAL_ATTN_D(2)
+#define MINIMAL_ATTN_D_64 MINIMAL_ATTN_D_48, MINIMAL_ATTN_D(3)
+#define MINIMAL_ATTN_D_80 MINIMAL_ATTN_D_64, MINIMAL_ATTN_D(4)
+#define MINIMAL_ATTN_D_96 MINIMAL_ATTN_D_80, MINIMAL_ATTN_D(5)
+#define MINIMAL_ATTN_D_112 MINIMAL_ATTN_D_96, MINIMAL_ATTN_D(6)
+#define MINIMAL_ATTN_D_128 MINIMAL_ATTN_D_112, MINIMAL_ATTN_D(7)
+#define MINIMAL_ATTN_D_144 MINIMAL_ATTN_D_128, MINIMAL_ATTN_D(8)
+#define MINIMAL_ATTN_D_160 MINIMAL_ATTN_D_144, MINIMAL_ATTN_D(9)
+#define MINIMAL_ATTN_D_176 MINIMAL_ATTN_D_160, MINIMAL_ATTN_D(10)
+#define MINIMAL_ATTN_D_192 MINIMAL_ATTN_D_176, MINIMAL_ATTN_D(11)
+#define MINIMAL_ATTN_D_208 MINIMAL_ATTN_D_192, MINIMAL_ATTN_D(12)
+#define MINIMAL_ATTN_D_224 MINIMAL_ATTN_D_208, MINIMAL_ATTN_D(13)
+#define MINIMAL_ATTN_D_240 MINIMAL_ATTN_D_224, MINIMAL_ATTN_D(14)
+#define MINIMAL_ATTN_D_256 MINIMAL_ATTN_D_240, MINIMAL_ATTN_D(15)
+#define MINIMAL_ATTN_REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define MINIMAL_ATTN_REGS_32 MINIMAL_ATTN_REGS_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define MINIMAL_ATTN_REGS_48 MINIMAL_ATTN_REGS_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define MINIMAL_ATTN_REGS_64 MINIMAL_ATTN_REGS_48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define MINIMAL_ATTN_REGS_80 MINIMAL_ATTN_REGS_64 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define MINIMAL_ATTN_REGS_96 MINIMAL_ATTN_REGS_80 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define MINIMAL_ATTN_REGS_112 MINIMAL_ATTN_REGS_96 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define MINIMAL_ATTN_REGS_128 MINIMAL_ATTN_REGS_112 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define MINIMAL_ATTN_REGS_144 MINIMAL_ATTN_REGS_128 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define MINIMAL_ATTN_REGS_160 MINIMAL_ATTN_REGS_144 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define MINIMAL_ATTN_REGS_176 MINIMAL_ATTN_REGS_160 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define MINIMAL_ATTN_REGS_192 MINIMAL_ATTN_REGS_176 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define MINIMAL_ATTN_REGS_208 MINIMAL_ATTN_REGS_192 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define MINIMAL_ATTN_REGS_224 MINIMAL_ATTN_REGS_208 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define MINIMAL_ATTN_REGS_240 MINIMAL_ATTN_REGS_224 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define MINIMAL_ATTN_REGS_256 MINIMAL_ATTN_REGS_240 ", %120, %121, %122, %123, %124, %125, %126, %127"
+
+// The shapes m64nNk16 in use, with the numbers of the five operands after the accumulators.
+#define MINIMAL_ATTN_SHAPES(SHAPE)      \
+    SHAPE(64, 32, 33, 34, 35, 36) \
+    SHAPE(80, 40, 41, 42, 43, 44) \
+    SHAPE(96, 48, 49, 50, 51, 52) \
+    SHAPE(112, 56, 57, 58, 59, 60) \
+    SHAPE(128, 64, 65, 66, 67, 68) \
+    SHAPE(160, 80, 81, 82, 83, 84) \
+    SHAPE(176, 88, 89, 90, 91, 92) \
+    SHAPE(192, 96, 97, 98, 99, 100) \
+    SHAPE(256, 128, 129, 130, 131, 132)
+
+// "wgmma.mma_async", d [64, 8·kTiles] of fp32 (+)= A B with A [64, 16] and B [16, 8·kTiles] of type T. A warp of the
+// warpgroup holds 16 rows of d, as it does of m16n8k16 in ptx_sm80.cuh, and so it does of an A in registers.
+//
+// A and Bᵀ in shared memory, the dimension of the sum contiguous.
+template <typename T, int kTiles>
+__device__ void wgmma(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
+#define MINIMAL_ATTN_SHAPE(N, X0, X1, X2, X3, X4)                                                                    \
+    if constexpr (kTiles == N / 8) {                                                                                 \
+        if constexpr (std::is_same_v<T, __half>) MINIMAL_ATTN_WGMMA(N, X0, X1, X2, "f16");                           \
+        else MINIMAL_ATTN_WGMMA(N, X0, X1, X2, "bf16");                                                              \
+    }
+#define MINIMAL_ATTN_WGMMA(N, X0, X1, X2, T)                                                                         \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #X2 ", 0;\n"                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." T "." T " {" MINIMAL_ATTN_REGS_##N "}, "          \
+                 "%" #X0 ", %" #X1 ", accumulate, 1, 1, 0, 0;\n}"                                                    \
+                 : MINIMAL_ATTN_D_##N : "l"(a), "l"(b), "r"(int(accumulate)))
+    MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_SHAPE)
+#undef MINIMAL_ATTN_SHAPE
+#undef MINIMAL_ATTN_WGMMA
+}
+
+// A in registers; B in shared memory, its columns contiguous.
+template <typename T, int kTiles>
+__device__ void wgmma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
+#define MINIMAL_ATTN_SHAPE(N, X0, X1, X2, X3, X4)                                                                    \
+    if constexpr (kTiles == N / 8) {                                                                                 \
+        if constexpr (std::is_same_v<T, __half>) MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, "f16");                   \
+        else MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, "bf16");                                                      \
+    }
+#define MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, T)                                                                 \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.eq.b32 accumulate, 0, 0;\n"                                       \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." T "." T " {" MINIMAL_ATTN_REGS_##N "}, "          \
+                 "{%" #X0 ", %" #X1 ", %" #X2 ", %" #X3 "}, %" #X4 ", accumulate, 1, 1, 1;\n}"                       \
+                 : MINIMAL_ATTN_D_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+    MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_SHAPE)
+#undef MINIMAL_ATTN_SHAPE
+#undef MINIMAL_ATTN_WGMMA
+}
 
 // "Multiply-and-Accumulate Instruction: mma", m16n8k8 in f64: d += A B. Lane 4·r + c of a warp, r < 8 and c < 4, holds
 //   A [16, 8]  a[0], a[1] column c of rows r and r + 8; a[2], a[3] the same of column c + 4

@@ -21,6 +21,18 @@ template <typename Op> __device__ float quad_reduce(float x, Op op) {
     return op(x, __shfl_xor_sync(~0u, x, 2));
 }
 
+// x of the four lanes of a quad, one a row, becomes its transpose.
+__device__ inline void quad_transpose(uint32_t (&x)[4]) {
+    const int lane_idx = threadIdx.x % 4;
+    auto trade = [lane_idx](uint32_t &x, uint32_t &y, int mask) {  // the even lane's y for the odd lane's x
+        const bool is_odd = lane_idx & mask;
+        const uint32_t other = __shfl_xor_sync(~0u, is_odd ? x : y, mask);
+        x = is_odd ? other : x, y = is_odd ? y : other;
+    };
+    trade(x[0], x[1], 1), trade(x[2], x[3], 1);
+    trade(x[0], x[2], 2), trade(x[1], x[3], 2);
+}
+
 template <int kMTiles> struct Softmax {
     static constexpr int kRows = 2 * kMTiles;
     static constexpr float kSlack = 8.f;
@@ -35,10 +47,9 @@ template <int kMTiles> struct Softmax {
         for (int i = 0; i < kRows; i++) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
     }
 
-    // Before the probabilities of a block: let row_max follow its scores, and acc_o follow row_max.
-    template <int kNTiles, int kDTiles, typename Sum>
-    __device__ void update(const float (&acc_s)[kMTiles][kNTiles][4], Sum (&acc_o)[kMTiles][kDTiles][4]) {
-        float alpha[kRows];
+    // Before the probabilities of a block: let row_max follow its scores. If it returns that some row of the warp needs
+    // it, what was summed so far is to be multiplied by alpha: row_sum is, acc_o by rescale().
+    template <int kNTiles> __device__ bool follow(const float (&acc_s)[kMTiles][kNTiles][4], float (&alpha)[kRows]) {
         bool has_grown = false;
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
@@ -52,14 +63,39 @@ template <int kMTiles> struct Softmax {
             row_max[i] = growth > kSlack ? block_max * scale_log2 : row_max[i];
             has_grown |= growth > kSlack;
         }
-        if (!__any_sync(~0u, has_grown)) return;
+        if (!__any_sync(~0u, has_grown)) return false;
+        for (int i = 0; i < kRows; i++) row_sum[i] *= alpha[i];
+        return true;
+    }
+
+    template <int kDTiles, typename Sum>
+    __device__ static void rescale(Sum (&acc_o)[kMTiles][kDTiles][4], const float (&alpha)[kRows]) {
 #pragma unroll
-        for (int i = 0; i < kRows; i++) {
-            row_sum[i] *= alpha[i];
+        for (int i = 0; i < kRows; i++)
 #pragma unroll
             for (int d = 0; d < kDTiles; d++)
                 for (int e = 0; e < 2; e++) acc_o[i / 2][d][i % 2 * 2 + e] *= alpha[i];
-        }
+    }
+
+    // Both in one.
+    template <int kNTiles, int kDTiles, typename Sum>
+    __device__ void update(const float (&acc_s)[kMTiles][kNTiles][4], Sum (&acc_o)[kMTiles][kDTiles][4]) {
+        float alpha[kRows];
+        if (follow(acc_s, alpha)) rescale(acc_o, alpha);
+    }
+
+    // The scores become P, which is added to row_sum.
+    template <int kNTiles> __device__ void exponentiate(float (&acc_s)[kMTiles][kNTiles][4]) {
+#pragma unroll
+        for (int n = 0; n < kNTiles; n++)
+#pragma unroll
+            for (int i = 0; i < kRows; i++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float &x = acc_s[i / 2][n][i % 2 * 2 + e];
+                    x = ptx::exp2_approx(x * scale_log2 - row_max[i]);
+                    row_sum[i] += x;
+                }
     }
 
     // P of the columns [16·kk, 16·kk + 16) of tile m: added to row_sum, and rounded to T as the A operand of P V.
