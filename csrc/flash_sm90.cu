@@ -204,6 +204,8 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
                 warpgroup_wait<1>(acc_s[0]);
                 release(shared.k_empty[k.stage]), k.advance();
                 const bool has_grown = attend(n_block);
+                // A branch, which is never taken: without one ptxas puts the wait before the softmax.
+                mbarrier_wait(shared.v_full[v.stage], v.phase);
                 warpgroup_wait<0>(acc_o[0], P);
                 release(shared.v_empty[v.stage]), v.advance();
                 round_p();

@@ -7,11 +7,13 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "flash.h"
 
-enum class Kernel { kSimt, kSm80, kDmma, kHost };  // flash.cu, flash_sm80.cu, flash_dmma.cu, flash.cu on the CPU
-constexpr const char *kKernelNames[] = {"simt", "sm80", "dmma", "host"};
+// flash.cu, flash_sm80.cu, flash_sm90.cu, flash_dmma.cu, flash.cu on the CPU
+enum class Kernel { kSimt, kSm80, kSm90, kDmma, kHost };
+constexpr const char *kKernelNames[] = {"simt", "sm80", "sm90", "dmma", "host"};
 
 struct Gpu {
     int capability;  // 90 for Hopper; of the code that this build holds for it, if that is older
@@ -38,6 +40,21 @@ inline const char *why_not_sm80(const AttnParams &p, Gpu gpu) {
     return why_not_16_bytes(p);
 }
 
+// Why flash_sm90.cu cannot serve p, or nullptr.
+inline const char *why_not_sm90(const AttnParams &p, Gpu gpu) {
+    if (gpu.capability != 90) return "the GPU, or what this build holds for it, is not sm_90";
+    if (p.dtype == DType::kFloat32) return "the dtype is float32, which its tensor cores would round";
+    if (p.dropout_seed) return "it has no dropout";
+    // TMA: rows that follow one another, and strides below 2^40 bytes.
+    for (auto [rows, stride] : {std::pair(p.seqlen_q, p.q_row_stride), {p.seqlen_k, p.k_row_stride},
+                                {p.seqlen_k, p.v_row_stride}})
+        if (rows > 1 && stride < p.head_dim) return "rows overlap";
+    if ((p.q_batch_stride | p.q_head_stride | p.q_row_stride | p.k_batch_stride | p.k_head_stride | p.k_row_stride |
+         p.v_batch_stride | p.v_head_stride | p.v_row_stride) >> 39)
+        return "a stride is 2^40 bytes or more";
+    return why_not_16_bytes(p);
+}
+
 // Whether flash_bwd_sm80.cu, which serves the backward pass of what flash_sm80.cu serves, can load dout.
 inline bool is_dout_aligned(const AttnBackwardParams &p) {
     return uintptr_t(p.dout) % 16 == 0 && (p.dout_batch_stride | p.dout_head_stride | p.dout_row_stride) % 8 == 0;
@@ -61,29 +78,34 @@ struct Choice {
 inline std::optional<Kernel> kernel_of(const char *name) {
     const std::string wanted(name ? name : "");
     if (wanted.empty()) return std::nullopt;
-    for (Kernel kernel : {Kernel::kSimt, Kernel::kSm80, Kernel::kDmma})
+    for (Kernel kernel : {Kernel::kSimt, Kernel::kSm80, Kernel::kSm90, Kernel::kDmma})
         if (wanted == kKernelNames[int(kernel)]) return kernel;
-    throw std::invalid_argument("MINIMAL_ATTN_KERNEL is '" + wanted + "': there are simt, sm80 and dmma");
+    throw std::invalid_argument("MINIMAL_ATTN_KERNEL is '" + wanted + "': there are simt, sm80, sm90 and dmma");
 }
 
 // Throws std::invalid_argument if the forced kernel cannot serve p.
 inline Choice choose_kernel(const AttnParams &p, Gpu gpu, std::optional<Kernel> forced) {
     const char *not_sm80 = why_not_sm80(p, gpu), *not_dmma = why_not_dmma(p, gpu);
     if (forced) {
-        const char *why_not = forced == Kernel::kSm80 ? not_sm80 : forced == Kernel::kDmma ? not_dmma : nullptr;
+        const char *why_not = forced == Kernel::kSm80   ? not_sm80
+                              : forced == Kernel::kSm90 ? why_not_sm90(p, gpu)
+                              : forced == Kernel::kDmma ? not_dmma
+                                                        : nullptr;
         if (!why_not) return {*forced, nullptr};
         throw std::invalid_argument(std::string("MINIMAL_ATTN_KERNEL=") + kKernelNames[int(*forced)] +
                                     " cannot serve: " + why_not);
     }
-    if (!not_sm80) return {Kernel::kSm80, nullptr};
+    if (!not_sm80) return {Kernel::kSm80, nullptr};  // sm90 by its name alone, until a GPU has measured it
     // Up to 32 flash.cu multiplies less of what pads head_dim to 64.
     if (!not_dmma && gpu.fast_fp64 && p.head_dim > 32) return {Kernel::kDmma, nullptr};
     return {Kernel::kSimt, gpu.capability < 80 || p.dtype == DType::kFloat32 ? nullptr : not_sm80};
 }
 
-// The same of the backward pass, of which dmma has none: simt serves what it serves.
+// The same of the backward pass, of which sm90 and dmma have none: sm80 and simt serve what they serve.
 inline Choice choose_kernel(const AttnBackwardParams &p, Gpu gpu, std::optional<Kernel> forced) {
     const AttnParams &forward = p;
-    const Choice choice = choose_kernel(forward, gpu, forced == Kernel::kDmma ? Kernel::kSimt : forced);
+    if (forced == Kernel::kSm90) forced = Kernel::kSm80;
+    if (forced == Kernel::kDmma) forced = Kernel::kSimt;
+    const Choice choice = choose_kernel(forward, gpu, forced);
     return choice.kernel == Kernel::kDmma ? Choice{Kernel::kSimt, nullptr} : choice;
 }

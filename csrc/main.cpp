@@ -150,6 +150,7 @@ std::tuple<Tensor, Tensor> run(AttnParams p, const Tensor &q, Kernel kernel, Lay
     else {
         p.stream = current_stream(q);
         auto *forward = kernel == Kernel::kSm80   ? sm80::flash_forward
+                        : kernel == Kernel::kSm90 ? sm90::flash_forward
                         : kernel == Kernel::kDmma ? dmma::flash_forward
                                                   : simt::flash_forward;
         forward(p);

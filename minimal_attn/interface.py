@@ -185,8 +185,9 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         As of flash_attention; causal, sm_scale and seq_lens are checked, but choose nothing.
 
     Returns:
-        "sm80" (flash_sm80.cu, tensor cores) for float16 and bfloat16 on GPUs from Ampere on; "dmma" (flash_dmma.cu, the
-        tensor cores for fp64) for float32 with head_dim 33 to 128 on H100, H200 and what else has such; both where
+        "sm80" (flash_sm80.cu, tensor cores) for float16 and bfloat16 on GPUs from Ampere on; "sm90" (flash_sm90.cu,
+        Hopper's own tensor cores), so far only where MINIMAL_ATTN_KERNEL asks for it; "dmma" (flash_dmma.cu, the tensor
+        cores for fp64) for float32 with head_dim 33 to 128 on H100, H200 and what else has such; all three where
         head_dim and the strides are multiples of 16 bytes and the tensors start at such. "simt" (flash.cu) for all else
         on a GPU, for dropout and gradients in place of "dmma"; "host" (flash.cu, built for the CPU) for CPU tensors.
 

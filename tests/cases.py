@@ -10,6 +10,7 @@ from typing import Optional
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from conftest import FORWARD_ONLY, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn.reference import reference_forward, visible_keys
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -135,15 +136,12 @@ def make_inputs(case, dtype, device, seed=0):
 
 
 def serves(impl, case, dtype):
-    """Whether an implementation takes a case: tensor cores load 16 bytes at a time, and those for fp64 drop nothing."""
-    if impl not in ("cuda:sm80", "cuda:dmma"):
+    """Whether an implementation takes a case: tensor cores load 16 bytes at a time, and not all of theirs drop."""
+    if impl not in ON_TENSOR_CORES:
         return True
     is_aligned = case.D * dtype.itemsize % 16 == 0 and "odd" not in (case.layout, case.v_layout)
-    if impl == "cuda:dmma":
-        is_its_own = dtype == torch.float32 and case.D <= 128 and not case.dropout_p
-    else:
-        is_its_own = dtype != torch.float32
-    return is_aligned and is_its_own
+    is_its_own = dtype != torch.float32 if impl in OF_16_BITS else dtype == torch.float32 and case.D <= 128
+    return is_aligned and is_its_own and not (case.dropout_p and impl in FORWARD_ONLY)
 
 
 def dropout(case, device):

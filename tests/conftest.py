@@ -30,7 +30,7 @@ if HAS_GPU:
     if torch.cuda.get_device_capability() >= (8, 0):
         IMPLEMENTATIONS["cuda:sm80"] = ("cuda", "cuda")
     if torch.cuda.get_device_capability() == (9, 0):
-        IMPLEMENTATIONS["cuda:dmma"] = ("cuda", "cuda")
+        IMPLEMENTATIONS["cuda:sm90"] = IMPLEMENTATIONS["cuda:dmma"] = ("cuda", "cuda")
     IMPLEMENTATIONS["triton"] = ("triton", "cuda")
     IMPLEMENTATIONS["torch"] = ("torch", "cuda")
 else:
@@ -39,7 +39,11 @@ else:
 
 
 # The kernels that can be forced by name.
-KERNEL_NEEDS = {"cuda:simt": "a GPU", "cuda:sm80": "a GPU from sm_80 on", "cuda:dmma": "a GPU of sm_90"}
+KERNEL_NEEDS = {"cuda:simt": "a GPU", "cuda:sm80": "a GPU from sm_80 on", "cuda:sm90": "a GPU of sm_90",
+                "cuda:dmma": "a GPU of sm_90"}
+ON_TENSOR_CORES = ("cuda:sm80", "cuda:sm90", "cuda:dmma")  # whose loads want 16 bytes
+OF_16_BITS = ("cuda:sm80", "cuda:sm90")
+FORWARD_ONLY = ("cuda:sm90", "cuda:dmma")  # without dropout, and with the backward pass of another
 
 
 def pytest_addoption(parser):

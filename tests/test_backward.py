@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 
 from cases import (CASES, DTYPES, LAYOUTS, Case, base, check_error, dropout, exact, lengths, make_inputs, make_tensor,
                    options, serves)
-from conftest import HAS_GPU, IMPLEMENTATIONS
+from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
 import minimal_attn
 from minimal_attn import flash_attention
 from minimal_attn.dropout import keep_mask, keep_scale
 from minimal_attn.reference import visible_keys
 
 CASES_HERE = [case for case in CASES if HAS_GPU or not (case.gpu_only or max(case.Sq, case.Sk) > 200)]
-IMPLS = [impl for impl in IMPLEMENTATIONS if impl != "cuda:dmma"]  # whose backward pass is that of simt
+IMPLS = [impl for impl in IMPLEMENTATIONS if impl not in FORWARD_ONLY]
 KERNELS = [impl for impl in IMPLS if impl != "torch"]
 each_case = pytest.mark.parametrize("case", CASES_HERE, ids=str)
 each_kernel_and_dtype = pytest.mark.parametrize("impl, dtype", [
     pytest.param(impl, dtype, id=f"{impl}-{str(dtype).removeprefix('torch.')}")
     for impl in KERNELS for dtype in DTYPES if serves(impl, Case("any"), dtype)])
 each_kernel = pytest.mark.parametrize("impl, dtype", [
-    pytest.param(impl, torch.bfloat16 if impl == "cuda:sm80" else torch.float32, id=impl) for impl in KERNELS])
+    pytest.param(impl, torch.bfloat16 if impl in OF_16_BITS else torch.float32, id=impl) for impl in KERNELS])
 
 
 def make_all(case, dtype, device):

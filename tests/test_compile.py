@@ -20,7 +20,7 @@ from minimal_attn._build import recipe
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {"flash.cu": ["75", "80", "90a", "120"], "flash_bwd.cu": ["75", "80", "90a", "120"],
            "flash_sm80.cu": ["75", "80", "86", "90a", "120"], "flash_bwd_sm80.cu": ["75", "80", "86", "90a", "120"],
-           "flash_dmma.cu": ["75", "80", "90a", "120"]}
+           "flash_sm90.cu": ["75", "80", "90a", "120"], "flash_dmma.cu": ["75", "80", "90a", "120"]}
 # (file, whether with dropout): how many bytes of stack, and of spills, a kernel may have where it is not none. These
 # use all 255 registers and keep a number or two beyond them in memory: in the backward pass dK, dV and the tiles of S
 # and dP fill them, in the forward pass the rounds of Philox come on top.

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cases import SEED, check_lse
-from conftest import HAS_GPU, IMPLEMENTATIONS
+from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
 from minimal_attn import FlashMHA, available_backends, flash_attention, flash_attn_func, interface, reference_attention
 from minimal_attn.dropout import drop_threshold, keep_mask, keep_scale, philox
 from minimal_attn.interface import BACKENDS
@@ -20,8 +20,8 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 each_backend = pytest.mark.parametrize("backend", available_backends())
 # These form the scores, in fp64 as well. Kernels by name are at the end of this file.
 FORM_SCORES = ["torch", "reference"]
-# Of csrc, sm80 in both of its dtypes, and dmma, which has no dropout, not at all.
-IMPLS = [impl for impl in IMPLEMENTATIONS if impl != "cuda:dmma"]
+# Of csrc, sm80 in both of its dtypes, and those that have no dropout, not at all.
+IMPLS = [impl for impl in IMPLEMENTATIONS if impl not in FORWARD_ONLY]
 each_impl = pytest.mark.parametrize("impl, dtype", [
     pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
     for impl in IMPLS for dtype in ((torch.float16, torch.bfloat16) if impl == "cuda:sm80" else (torch.float32,))])
@@ -407,10 +407,10 @@ def test_each_kernel_reads_any_strides(impl, dtype):
     assert_same(out.transpose(1, 2), want)
 
 
-@pytest.mark.parametrize("impl", ["cuda:dmma"])
-def test_dmma_has_no_dropout(impl):
-    inputs = qkv(D=64, dtype=torch.float32)
-    with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL=dmma cannot serve: it has no dropout"):
+@pytest.mark.parametrize("impl", FORWARD_ONLY)
+def test_some_have_no_dropout(impl):
+    inputs = qkv(D=64, dtype=torch.float16 if impl in OF_16_BITS else torch.float32)
+    with pytest.raises(ValueError, match=f"MINIMAL_ATTN_KERNEL={impl[5:]} cannot serve: it has no dropout"):
         drop(*inputs, 0.3, "cuda")
     flash_attention(*inputs, backend="cuda")
 

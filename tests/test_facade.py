@@ -12,13 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minimal_attn
-from conftest import HAS_GPU, IMPLEMENTATIONS
+from conftest import HAS_GPU, IMPLEMENTATIONS, ON_TENSOR_CORES
 from minimal_attn import (available_backends, blockwise_attention, flash_attention, flash_attn_func, forward,
                           reference_attention)
 from minimal_attn.interface import BACKENDS
 
-ONE_OF_MANY = ("cuda:sm80", "cuda:dmma")  # kernels of csrc for the GPU, beside cuda:simt
-HERE = {name: impl for name, impl in IMPLEMENTATIONS.items() if name not in ONE_OF_MANY}
+HERE = {name: impl for name, impl in IMPLEMENTATIONS.items() if name not in ON_TENSOR_CORES}  # of csrc one alone
 each_impl = pytest.mark.parametrize("backend, device", HERE.values(), ids=HERE)
 
 

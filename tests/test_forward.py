@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cases import (CASES, DTYPES, FP32_TOLERANCE, Case, base, check_error, check_lse, exact, make_inputs, options,
                    serves)
-from conftest import HAS_GPU, IMPLEMENTATIONS
+from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import flash_attention
 
 CASES_HERE = [case for case in CASES if HAS_GPU or not case.gpu_only]
@@ -23,7 +23,7 @@ each_kernel = pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS 
 each_kernel_and_dtype = pytest.mark.parametrize("impl, dtype", [
     pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
     for impl in IMPLEMENTATIONS for dtype in DTYPES if impl != "torch" and serves(impl, Case("any"), dtype)])
-IN_ONE_DTYPE = [pytest.param(impl, torch.bfloat16 if impl == "cuda:sm80" else torch.float32, id=impl)
+IN_ONE_DTYPE = [pytest.param(impl, torch.bfloat16 if impl in OF_16_BITS else torch.float32, id=impl)
                 for impl in IMPLEMENTATIONS]
 each_impl_in_one_dtype = pytest.mark.parametrize("impl, dtype", IN_ONE_DTYPE)
 each_kernel_in_one_dtype = pytest.mark.parametrize("impl, dtype", [x for x in IN_ONE_DTYPE if x.id != "torch"])
@@ -87,7 +87,7 @@ BITWISE = [
 
 def servable(impl, case):
     """The case, or what comes next to it of what a kernel on tensor cores takes."""
-    if impl not in ("cuda:sm80", "cuda:dmma"):
+    if impl not in ON_TENSOR_CORES:
         return case
     D = min(case.D, 128) if impl == "cuda:dmma" else case.D
     return dataclasses.replace(case, D=D, layout=case.layout.replace("odd", "slice"))
@@ -176,8 +176,7 @@ def test_scores_of_minus_infinity(impl, dtype):
     torch.testing.assert_close(lse, rest_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS
-                                  if impl not in ("torch", "cuda:sm80", "cuda:dmma")])
+@pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl not in ("torch", *ON_TENSOR_CORES)])
 @pytest.mark.parametrize("strides", [(64, 64, 1, 1), (0, 1, 0, 1)], ids=str)
 def test_a_query_that_overlaps_itself(impl, strides):
     """Sliding windows: empty_like of such a tensor does not keep head_dim innermost."""

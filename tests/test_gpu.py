@@ -10,15 +10,17 @@ import pytest
 import torch
 from filelock import FileLock
 
+from conftest import FORWARD_ONLY, OF_16_BITS
 from cases import Case, base, check_error, check_lse, exact, make_inputs
 from minimal_attn import flash_attention, reference_attention
 from minimal_attn.reference import reference_forward
 from test_backward import check, make_all
 
 pytestmark = pytest.mark.gpu
-KERNELS_OF_16_BITS = ["cuda:simt", "cuda:sm80", "triton"]
-each_kernel_of_16_bits = pytest.mark.parametrize("impl", KERNELS_OF_16_BITS)
-each_kernel = pytest.mark.parametrize("impl", [*KERNELS_OF_16_BITS, "cuda:dmma"])
+WITH_BACKWARD = ["cuda:simt", "cuda:sm80", "triton"]
+each_kernel_with_backward = pytest.mark.parametrize("impl", WITH_BACKWARD)
+each_kernel_of_16_bits = pytest.mark.parametrize("impl", [*WITH_BACKWARD, "cuda:sm90"])
+each_kernel = pytest.mark.parametrize("impl", [*WITH_BACKWARD, *FORWARD_ONLY])
 CASE = Case("gpu", B=3, H=4, Hk=2, Sq=200, Sk=200, causal=True)
 
 
@@ -29,7 +31,7 @@ def backend(impl):
 
 @pytest.fixture
 def dtype(impl):
-    return torch.bfloat16 if impl == "cuda:sm80" else torch.float32
+    return torch.bfloat16 if impl in OF_16_BITS else torch.float32
 
 
 @each_kernel
@@ -205,7 +207,7 @@ def test_strides_past_2_31(backend, dtype, which, much_memory):
         assert flash_attention(*far, True, backend=backend).equal(want)
 
 
-@each_kernel_of_16_bits
+@each_kernel_with_backward
 @needs_gib(60)
 @pytest.mark.parametrize("which", ["batch", "head", "row"])
 def test_gradients_of_strides_past_2_31(backend, dtype, which, much_memory):
@@ -224,7 +226,7 @@ def test_gradients_of_strides_past_2_31(backend, dtype, which, much_memory):
         assert all(map(torch.equal, run(far), want))
 
 
-@each_kernel_of_16_bits
+@each_kernel_with_backward
 @needs_gib(60)
 @pytest.mark.parametrize("long", ["q", "k"])
 def test_gradients_of_more_than_2_31_elements(backend, long, much_memory):
@@ -261,7 +263,7 @@ def test_more_than_65535_heads_and_samples(backend, dtype):
         check_lse(lse, ref_lse)
 
 
-@each_kernel_of_16_bits
+@each_kernel_with_backward
 def test_gradients_of_more_than_65535_heads_and_samples(impl, backend, dtype):
     case = Case("many", B=1, H=70000, Hk=70000, Sq=3, Sk=5, D=16)
     *qkv, dout = make_all(case, dtype, "cuda")

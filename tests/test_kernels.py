@@ -99,6 +99,18 @@ def test_a_kernel_can_be_forced(monkeypatch):
         choose(*qkv(dtype=torch.float32))
     with pytest.raises(ValueError, match="cannot serve: the GPU, or what this build holds for it"):
         choose(q, k, v, capability=75)
+    monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "sm90")
+    for tensors in (qkv(8), qkv(256, torch.bfloat16, layout="bshd"), qkv(72, layout="slice"),
+                    (q, k[:, :1].expand_as(k), v[:1].expand_as(v))):
+        assert choose(*tensors) == ("sm90", None)
+    windows = torch.empty(5000, dtype=HALF).as_strided((2, 4, 40, 64), (880, 220, 16, 1))
+    for tensors, capability, why_not in (((q, k, v), 100, "the GPU, or what this build holds for it, is not sm_90"),
+                                         (qkv(dtype=torch.float32), 90, "the dtype is float32"),
+                                         (qkv(20), 90, "head_dim is not a multiple of 16 bytes"),
+                                         ((q, k[:, :, :1].expand_as(k), v), 90, "rows overlap"),
+                                         ((q, k, windows), 90, "rows overlap")):
+        with pytest.raises(ValueError, match=f"MINIMAL_ATTN_KERNEL=sm90 cannot serve: {why_not}"):
+            choose(*tensors, capability=capability)
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "dmma")
     assert choose(*qkv(4, torch.float32), fast_fp64=False) == ("dmma", None)
     for tensors, capability, why_not in (((q, k, v), 90, "the dtype is not float32"),
@@ -108,7 +120,7 @@ def test_a_kernel_can_be_forced(monkeypatch):
         with pytest.raises(ValueError, match=f"MINIMAL_ATTN_KERNEL=dmma cannot serve: {why_not}"):
             choose(*tensors, capability=capability)
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "sm70")
-    with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL is 'sm70': there are simt, sm80 and dmma"):
+    with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL is 'sm70': there are simt, sm80, sm90 and dmma"):
         choose(q, k, v)
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "")
     assert choose(q, k, v) == ("sm80", None)

@@ -100,7 +100,7 @@ def sdpa_with(backend):
     return forward
 
 
-GPU_KERNELS = ("simt", "sm80", "dmma")
+GPU_KERNELS = ("simt", "sm80", "sm90", "dmma")
 
 
 def by_kernel(kernel, function):
@@ -155,6 +155,7 @@ IMPLS = {
     "manual": Impl(manual_attn),
     "cuda:simt": Impl(by_kernel("simt", flash_cuda), ("cuda",), "cuda"),
     "cuda:sm80": Impl(by_kernel("sm80", flash_cuda), ("cuda",) * (CAPABILITY >= (8, 0)), "cuda", HALVES),
+    "cuda:sm90": Impl(by_kernel("sm90", flash_cuda), ("cuda",) * (CAPABILITY == (9, 0)), "cuda", HALVES),
     "cuda:dmma": Impl(by_kernel("dmma", flash_cuda), ("cuda",) * (CAPABILITY == (9, 0)), "cuda", ("float32",)),
     "cuda:host": Impl(flash_cuda, ("cpu",), "cuda"),
     "triton": Impl(flash_triton, backend="triton", dtypes=DTYPES),
