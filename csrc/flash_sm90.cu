@@ -42,6 +42,8 @@ template <typename Tile> struct SharedMemory {
     uint16_t sV[Tile::kStages][Tile::kPanels][Tile::kBlockN][Tile::kCols];
     Barrier q_full[Tile::kConsumers], q_empty[Tile::kConsumers];
     Barrier k_full[Tile::kStages], k_empty[Tile::kStages], v_full[Tile::kStages], v_empty[Tile::kStages];
+    Barrier tile_full[2], tile_empty[2];
+    int tile_idx[2];  // what the consumers are to compute next
 };
 
 // The place in a ring of buffers, and the parity of its round.
@@ -55,26 +57,21 @@ template <int kStages> struct Ring {
 
 struct Params : AttnParams {
     CUtensorMap q_map, k_map, v_map;
-    int num_tiles, chunk;
+    int num_tiles, group;  // of out; heads that are worked on together
 };
 
-// The n-th tile of out that this block computes, if there is one. Tiles of one head are neighbours, to share its K and V
-// in L2. The last rows of a head, which see most under a causal mask, come first; in chunks of two, a tile that sees
-// much and one that sees little go together.
+// A tile of out. Those of `group` heads are neighbours, for their K and V to stay in L2; among them the last rows, which
+// see most under a causal mask, go first.
 template <typename Tile> struct Work {
     int bh, b, h, row0, n_block_max;
-    bool exists;
-    __device__ Work(const Params &p, int n) {
+    __device__ Work(const Params &p, int tile_idx) {
         const int m_blocks = (p.seqlen_q + Tile::kBlockM - 1) / Tile::kBlockM;
-        const int64_t tile_idx = (blockIdx.x + n / p.chunk * int64_t(gridDim.x)) * p.chunk + n % p.chunk;
-        exists = tile_idx < p.num_tiles;
-        bh = int(tile_idx) / m_blocks, b = bh / p.nheads, h = bh % p.nheads;
-        int m_block = int(tile_idx) % m_blocks;
-        if (p.chunk == 2) m_block = m_block % 2 ? m_blocks - 1 - m_block / 2 : m_block / 2;
-        row0 = (m_blocks - 1 - m_block) * Tile::kBlockM;
-        n_block_max = exists ? Mask(p, b).n_block_max<Tile::kBlockM, Tile::kBlockN>(row0) : 0;
+        const int bh0 = tile_idx / (p.group * m_blocks) * p.group, i = tile_idx - bh0 * m_blocks;
+        const int heads = min(p.group, p.num_tiles / m_blocks - bh0);
+        bh = bh0 + i % heads, b = bh / p.nheads, h = bh % p.nheads;
+        row0 = (m_blocks - 1 - i / heads) * Tile::kBlockM;
+        n_block_max = Mask(p, b).n_block_max<Tile::kBlockM, Tile::kBlockN>(row0);
     }
-    __device__ explicit operator bool() const { return exists; }
 };
 
 // For each tile Q, then K and V block by block, V one block behind K, as the consumers take them.
@@ -89,7 +86,14 @@ template <typename Tile> __device__ void produce(const Params &p, SharedMemory<T
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; i++) tma_load(tile[i], map, full, i * kCols, row, h, b);
     };
-    for (int n = 0; const Work<Tile> work{p, n}; n++) {
+    int tile_idx = blockIdx.x, next;
+    for (Ring<2> tile;; tile.advance(), tile_idx = next) {
+        mbarrier_wait(shared.tile_empty[tile.stage], tile.phase ^ 1);
+        shared.tile_idx[tile.stage] = tile_idx;
+        mbarrier_arrive(shared.tile_full[tile.stage]);
+        if (tile_idx >= p.num_tiles) break;
+        next = gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : tile_idx);
+        const Work<Tile> work(p, tile_idx);
         if (work.n_block_max == 0) continue;
         const int h_k = work.h / (p.nheads / p.nheads_k);
         for (int c = 0; c < Tile::kConsumers; c++)
@@ -130,7 +134,12 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
     };
     if (Tile::kPingPong && consumer == kConsumers - 1) pass_turn();
 
-    for (int n = 0; const Work<Tile> work{p, n}; n++) {
+    for (Ring<2> tile;; tile.advance()) {
+        mbarrier_wait(shared.tile_full[tile.stage], tile.phase);
+        const int tile_idx = __shfl_sync(~0u, shared.tile_idx[tile.stage], 0);  // and all lanes have read it
+        release(shared.tile_empty[tile.stage]);
+        if (tile_idx >= p.num_tiles) break;
+        const Work<Tile> work(p, tile_idx);
         const Mask mask(p, work.b);
         Softmax<1> softmax(float(p.softmax_scale));
         const int row = work.row0 + 64 * consumer + 16 * warp_idx + lane_idx / 4;
@@ -253,6 +262,8 @@ __global__ void __launch_bounds__(Tile::kNThreads, 1) flash_fwd(const __grid_con
             mbarrier_init(shared.k_full[s], 1), mbarrier_init(shared.k_empty[s], 4 * Tile::kConsumers);
             mbarrier_init(shared.v_full[s], 1), mbarrier_init(shared.v_empty[s], 4 * Tile::kConsumers);
         }
+        for (int s = 0; s < 2; s++)
+            mbarrier_init(shared.tile_full[s], 1), mbarrier_init(shared.tile_empty[s], 4 * Tile::kConsumers);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -278,13 +289,15 @@ template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
                          p.k_row_stride, Tile::kBlockN, Tile::kCols);
     p.v_map = tensor_map(p.v, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.v_batch_stride, p.v_head_stride,
                          p.v_row_stride, Tile::kBlockN, Tile::kCols);
-    // A block an SM, which loads its next tile's Q and K while it ends one. Under a causal mask tiles differ: where pairs
-    // of them do not even that out, a block each, as the hardware finds room.
-    const int sms = num_sms();
-    p.num_tiles = int(tiles), p.chunk = 1;
-    int64_t blocks = std::min<int64_t>(tiles, sms);
-    if (p.is_causal && tiles >= 8 * sms) p.chunk = 2;
-    else if (p.is_causal) blocks = tiles;
+    // A block an SM, which loads its next tile's Q and K while it ends one. Without a mask all tiles are alike and dealt
+    // out in turn. Under a causal mask a block that is done takes the next one, by a counter.
+    const int64_t blocks = std::min<int64_t>(tiles, num_sms());
+    p.num_tiles = int(tiles), p.group = 1;
+    if (p.tile_counter) {
+        check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
+        const int64_t head_bytes = 2 * 2 * int64_t(p.seqlen_k) * p.head_dim, l2_bytes = 32 << 20;
+        while (2 * p.group * head_bytes <= l2_bytes && 2 * p.group <= p.nheads * p.batch_size) p.group *= 2;
+    }
     launch(flash_fwd<T, Tile>, blocks, Tile::kNThreads, sizeof(SharedMemory<Tile>), p.stream, p);
 }
 
