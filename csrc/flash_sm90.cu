@@ -63,15 +63,17 @@ struct Params : AttnParams {
 // A tile of out. Those of `group` heads are neighbours, for their K and V to stay in L2; among them the last rows, which
 // see most under a causal mask, go first.
 template <typename Tile> struct Work {
-    int bh, b, h, row0, n_block_max;
+    int bh, row0, n_block_max;
     __device__ Work(const Params &p, int tile_idx) {
         const int m_blocks = (p.seqlen_q + Tile::kBlockM - 1) / Tile::kBlockM;
         const int bh0 = tile_idx / (p.group * m_blocks) * p.group, i = tile_idx - bh0 * m_blocks;
         const int heads = min(p.group, p.num_tiles / m_blocks - bh0);
-        bh = bh0 + i % heads, b = bh / p.nheads, h = bh % p.nheads;
+        bh = bh0 + i % heads;
         row0 = (m_blocks - 1 - i / heads) * Tile::kBlockM;
-        n_block_max = Mask(p, b).n_block_max<Tile::kBlockM, Tile::kBlockN>(row0);
+        n_block_max = max(1, Mask(p, b(p)).template n_block_max<Tile::kBlockM, Tile::kBlockN>(row0));
     }
+    __device__ int b(const Params &p) const { return bh / p.nheads; }
+    __device__ int h(const Params &p) const { return bh % p.nheads; }
 };
 
 // For each tile Q, then K and V block by block, V one block behind K, as the consumers take them.
@@ -94,21 +96,20 @@ template <typename Tile> __device__ void produce(const Params &p, SharedMemory<T
         if (tile_idx >= p.num_tiles) break;
         next = gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : tile_idx);
         const Work<Tile> work(p, tile_idx);
-        if (work.n_block_max == 0) continue;
-        const int h_k = work.h / (p.nheads / p.nheads_k);
+        const int b = work.b(p), h_k = work.h(p) / (p.nheads / p.nheads_k);
         for (int c = 0; c < Tile::kConsumers; c++)
             load(shared.sQ[c], p.q_map, shared.q_full[c], shared.q_empty[c], q.phase, work.row0 + 64 * c,
-                 p.q_head_stride ? work.h : 0, p.q_batch_stride ? work.b : 0);
+                 p.q_head_stride ? work.h(p) : 0, p.q_batch_stride ? b : 0);
         q.advance();
         for (int n_block = work.n_block_max - 1; n_block >= -1; n_block--) {
             if (n_block >= 0) {
                 load(shared.sK[k.stage], p.k_map, shared.k_full[k.stage], shared.k_empty[k.stage], k.phase,
-                     n_block * kBlockN, p.k_head_stride ? h_k : 0, p.k_batch_stride ? work.b : 0);
+                     n_block * kBlockN, p.k_head_stride ? h_k : 0, p.k_batch_stride ? b : 0);
                 k.advance();
             }
             if (n_block < work.n_block_max - 1) {
                 load(shared.sV[v.stage], p.v_map, shared.v_full[v.stage], shared.v_empty[v.stage], v.phase,
-                     (n_block + 1) * kBlockN, p.v_head_stride ? h_k : 0, p.v_batch_stride ? work.b : 0);
+                     (n_block + 1) * kBlockN, p.v_head_stride ? h_k : 0, p.v_batch_stride ? b : 0);
                 v.advance();
             }
         }
@@ -120,8 +121,10 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
     constexpr int kHeadDim = Tile::kHeadDim, kBlockN = Tile::kBlockN, kCols = Tile::kCols, kRowBytes = 2 * kCols;
     constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8, kConsumers = Tile::kConsumers;
     const int warp_idx = threadIdx.x / 32 % 4, lane_idx = threadIdx.x % 32;
+    const int first_row = 64 * consumer, first_lane_row = first_row + 16 * warp_idx + lane_idx / 4;  // in the tile
     Ring<Tile::kStages> k, v;
     Ring<1> q;
+    Ring<2> tile;
     auto release = [&](Barrier &empty) {  // when all four warps have
         if (lane_idx == 0) mbarrier_arrive(empty);
     };
@@ -132,122 +135,140 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
     auto pass_turn = [&] {
         if (Tile::kPingPong) barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
     };
-    if (Tile::kPingPong && consumer == kConsumers - 1) pass_turn();
-
-    for (Ring<2> tile;; tile.advance()) {
+    auto take_tile = [&] {
         mbarrier_wait(shared.tile_full[tile.stage], tile.phase);
-        const int tile_idx = __shfl_sync(~0u, shared.tile_idx[tile.stage], 0);  // and all lanes have read it
-        release(shared.tile_empty[tile.stage]);
-        if (tile_idx >= p.num_tiles) break;
-        const Work<Tile> work(p, tile_idx);
-        const Mask mask(p, work.b);
-        Softmax<1> softmax(float(p.softmax_scale));
-        const int row = work.row0 + 64 * consumer + 16 * warp_idx + lane_idx / 4;
-        // The scores of the blocks before this one need neither a mask nor a sign.
-        const int n_block_masked =
-            p.softmax_scale > 0 ? mask.n_block_full<64, kBlockN>(work.row0 + 64 * consumer) : 0;
-        float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4] = {}, alpha[2];
-        uint32_t P[kBlockN / 16][4];
+        const int tile_idx = __reduce_max_sync(~0u, shared.tile_idx[tile.stage]);  // the same in all lanes, as ptxas sees
+        release(shared.tile_empty[tile.stage]), tile.advance();
+        return tile_idx;
+    };
 
-        auto multiply_q_k = [&] {  // acc_s = Q Kᵀ
-            const uint64_t a = matrix_descriptor<kRowBytes>(shared.sQ[consumer]);
-            const uint64_t b = matrix_descriptor<kRowBytes>(shared.sK[k.stage]);
+    float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4] = {}, alpha[2];
+    uint32_t P[kBlockN / 16][4];
+    auto multiply_q_k = [&] {  // acc_s = Q Kᵀ
+        const uint64_t a = matrix_descriptor<kRowBytes>(shared.sQ[consumer]);
+        const uint64_t b = matrix_descriptor<kRowBytes>(shared.sK[k.stage]);
 #pragma unroll
-            for (int kk = 0; kk < kHeadDim / 16; kk++) {
-                const int panel = 16 * kk / kCols, bytes = 16 * kk % kCols * 2;
-                wgmma<T>(acc_s[0], a + (panel * 64 * kRowBytes + bytes) / 16,
-                         b + (panel * kBlockN * kRowBytes + bytes) / 16, kk > 0);
-            }
-            warpgroup_commit_batch();
-        };
-        auto multiply_p_v = [&] {  // acc_o += P V
-            const uint64_t b = matrix_descriptor<kRowBytes>(shared.sV[v.stage], kBlockN * kRowBytes);
-#pragma unroll
-            for (int kk = 0; kk < kBlockN / 16; kk++) wgmma<T>(acc_o[0], P[kk], b + kk * 16 * kRowBytes / 16);
-            warpgroup_commit_batch();
-        };
-        auto await_v = [&](int n_block) {
-            mbarrier_wait(shared.v_full[v.stage], v.phase);
-            // Rows after the sample's end may hold anything, NaN as well, which a probability of 0 does not undo. All
-            // consumers write these zeros, so that none waits for another.
-            if (const int row_end = mask.seq_len - n_block * kBlockN; row_end < kBlockN && mask.seq_len < p.seqlen_k) {
-                const int threads = 128, vecs = kRowBytes / 16;
-                for (auto &panel : shared.sV[v.stage])
-                    for (int i = row_end * vecs + threadIdx.x % threads; i < kBlockN * vecs; i += threads)
-                        reinterpret_cast<uint4 *>(panel)[i] = uint4{};
-                fence_proxy_async();
-                barrier_sync(1 + kConsumers + consumer, threads);
-            }
-        };
-        auto attend = [&](int n_block) {  // acc_s becomes P
-            if (n_block >= n_block_masked)
-                mask.apply(acc_s, row, n_block * kBlockN + lane_idx % 4 * 2,
-                           (p.softmax_scale > 0) - (p.softmax_scale < 0));
-            const bool has_grown = softmax.follow(acc_s, alpha);
-            softmax.exponentiate(acc_s);
-            return has_grown;
-        };
-        auto round_p = [&] {
-#pragma unroll
-            for (int i = 0; i < 2 * kNTiles; i++)
-                P[i / 4][i % 4] = pack<T>(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
-        };
-
-        if (work.n_block_max > 0) {
-            mbarrier_wait(shared.q_full[consumer], q.phase);
-            mbarrier_wait(shared.k_full[k.stage], k.phase);
-            warpgroup_arrive();
-            multiply_q_k();
-            warpgroup_wait<0>(acc_s[0]);
-            release(shared.k_empty[k.stage]), k.advance();
-            attend(work.n_block_max - 1);
-            round_p();
-            for (int n_block = work.n_block_max - 2; n_block >= 0; n_block--) {
-                mbarrier_wait(shared.k_full[k.stage], k.phase);
-                await_turn();
-                warpgroup_arrive();
-                multiply_q_k();
-                await_v(n_block + 1);
-                multiply_p_v();
-                pass_turn();
-                warpgroup_wait<1>(acc_s[0]);
-                release(shared.k_empty[k.stage]), k.advance();
-                const bool has_grown = attend(n_block);
-                // A branch, which is never taken: without one ptxas puts the wait before the softmax.
-                mbarrier_wait(shared.v_full[v.stage], v.phase);
-                warpgroup_wait<0>(acc_o[0], P);
-                release(shared.v_empty[v.stage]), v.advance();
-                round_p();
-                if (has_grown) softmax.rescale(acc_o, alpha);
-            }
-            release(shared.q_empty[consumer]), q.advance();
-            await_v(0);
-            warpgroup_arrive();
-            multiply_p_v();
-            warpgroup_wait<0>(acc_o[0], P);
-            release(shared.v_empty[v.stage]), v.advance();
+        for (int kk = 0; kk < kHeadDim / 16; kk++) {
+            const int panel = 16 * kk / kCols, bytes = 16 * kk % kCols * 2;
+            wgmma<T>(acc_s[0], a + (panel * 64 * kRowBytes + bytes) / 16,
+                     b + (panel * kBlockN * kRowBytes + bytes) / 16, kk > 0);
         }
-
-        // The four lanes of a quad hold two columns each of every eight of a row. They trade, so that of four times
-        // eight columns each writes eight, 16 bytes.
+        warpgroup_commit_batch();
+    };
+    auto multiply_p_v = [&] {  // acc_o += P V
+        const uint64_t b = matrix_descriptor<kRowBytes>(shared.sV[v.stage], kBlockN * kRowBytes);
+#pragma unroll
+        for (int kk = 0; kk < kBlockN / 16; kk++) wgmma<T>(acc_o[0], P[kk], b + kk * 16 * kRowBytes / 16);
+        warpgroup_commit_batch();
+    };
+    const int sign = (p.softmax_scale > 0) - (p.softmax_scale < 0);
+    auto round_p = [&] {
+#pragma unroll
+        for (int i = 0; i < 2 * kNTiles; i++)
+            P[i / 4][i % 4] = pack<T>(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
+    };
+    auto await_v = [&](const Mask &mask, int n_block) {
+        mbarrier_wait(shared.v_full[v.stage], v.phase);
+        // Rows after the sample's end may hold anything, NaN as well, which a probability of 0 does not undo. All
+        // consumers write these zeros, so that none waits for another.
+        if (const int row_end = mask.seq_len - n_block * kBlockN; row_end < kBlockN && mask.seq_len < p.seqlen_k) {
+            const int threads = 128, vecs = kRowBytes / 16;
+            for (auto &panel : shared.sV[v.stage])
+                for (int i = row_end * vecs + threadIdx.x % threads; i < kBlockN * vecs; i += threads)
+                    reinterpret_cast<uint4 *>(panel)[i] = uint4{};
+            fence_proxy_async();
+            barrier_sync(1 + kConsumers + consumer, threads);
+        }
+    };
+    // acc_s becomes P; whether acc_o is to be rescaled.
+    auto attend = [&](Softmax<1> &softmax, const Mask &mask, int row0, int n_block) {
+        // The scores of the blocks before n_block_full need neither a mask nor a sign.
+        if (sign <= 0 || n_block >= mask.n_block_full<64, kBlockN>(row0 + first_row))
+            mask.apply(acc_s, row0 + first_lane_row, n_block * kBlockN + lane_idx % 4 * 2, sign);
+        const bool has_grown = softmax.follow(acc_s, alpha);
+        softmax.exponentiate(acc_s);
+        return has_grown;
+    };
+    // The four lanes of a quad hold two columns each of every eight of a row. They trade, so that of four times eight
+    // columns each writes eight, 16 bytes.
+    auto write_out = [&](Softmax<1> &softmax, const Work<Tile> &work) {
         softmax.finalize(acc_o);
-        T *gO = static_cast<T *>(p.o) + work.b * p.o_batch_stride + work.h * p.o_head_stride;
+        T *gO = static_cast<T *>(p.o) + work.b(p) * p.o_batch_stride + work.h(p) * p.o_head_stride;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int r = row + 8 * i;
-            if (r < p.seqlen_q && lane_idx % 4 == 0)
-                static_cast<float *>(p.lse)[int64_t(work.bh) * p.seqlen_q + r] = softmax.lse(i);
+            const int row = work.row0 + first_lane_row + 8 * i;
+            if (row < p.seqlen_q && lane_idx % 4 == 0)
+                static_cast<float *>(p.lse)[int64_t(work.bh) * p.seqlen_q + row] = softmax.lse(i);
 #pragma unroll
             for (int d0 = 0; d0 < kDTiles; d0 += 4) {
                 uint32_t x[4];
                 for (int j = 0; j < 4; j++) x[j] = pack<T>(acc_o[0][d0 + j][2 * i], acc_o[0][d0 + j][2 * i + 1]);
                 quad_transpose(x);
                 const int col = 8 * (d0 + lane_idx % 4);
-                if (r < p.seqlen_q && col < p.head_dim)
-                    *reinterpret_cast<uint4 *>(gO + r * p.o_row_stride + col) = uint4{x[0], x[1], x[2], x[3]};
+                if (row < p.seqlen_q && col < p.head_dim)
+                    *reinterpret_cast<uint4 *>(gO + row * p.o_row_stride + col) = uint4{x[0], x[1], x[2], x[3]};
             }
         }
+    };
+
+    if (Tile::kPingPong && consumer == kConsumers - 1) pass_turn();
+    Work<Tile> work(p, take_tile());
+    Mask mask(p, work.b(p));
+    int n_block = work.n_block_max - 1;
+    Softmax<1> softmax(float(p.softmax_scale));
+    mbarrier_wait(shared.q_full[consumer], q.phase), q.advance();
+    mbarrier_wait(shared.k_full[k.stage], k.phase);
+    warpgroup_arrive();
+    multiply_q_k();
+    warpgroup_wait<0>(acc_s[0]);
+    release(shared.k_empty[k.stage]), k.advance();
+    attend(softmax, mask, work.row0, n_block);
+    round_p();
+    // P V of a block beside Q Kᵀ and the softmax of the next, which may be the first of the next tile.
+    while (true) {
+        const bool is_last = n_block == 0;
+        Work<Tile> next = work;
+        Mask next_mask = mask;
+        if (is_last) {
+            release(shared.q_empty[consumer]);
+            const int tile_idx = take_tile();
+            if (tile_idx >= p.num_tiles) break;
+            next = Work<Tile>(p, tile_idx), next_mask = Mask(p, next.b(p));
+            mbarrier_wait(shared.q_full[consumer], q.phase), q.advance();
+        }
+        const int next_block = is_last ? next.n_block_max - 1 : n_block - 1;
+        mbarrier_wait(shared.k_full[k.stage], k.phase);
+        await_v(mask, n_block);
+        await_turn();
+        warpgroup_arrive();
+        multiply_q_k();
+        multiply_p_v();
+        pass_turn();
+        warpgroup_wait<1>(acc_s[0]);
+        release(shared.k_empty[k.stage]), k.advance();
+        Softmax<1> done = softmax;
+        if (is_last) softmax = Softmax<1>(float(p.softmax_scale));
+        const bool has_grown = attend(softmax, next_mask, next.row0, next_block);
+        // Never so: without a branch that hangs on the softmax, ptxas waits before it, and nothing overlaps.
+        if (__any_sync(~0u, fminf(softmax.row_sum[0], softmax.row_sum[1]) < 0.f)) __trap();
+        warpgroup_wait<0>(acc_o[0], P);
+        release(shared.v_empty[v.stage]), v.advance();
+        round_p();
+        if (is_last) {
+            write_out(done, work);
+            for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
+            work = next, mask = next_mask;
+        } else if (has_grown) {
+            softmax.rescale(acc_o, alpha);
+        }
+        n_block = next_block;
     }
+    await_v(mask, 0);
+    warpgroup_arrive();
+    multiply_p_v();
+    warpgroup_wait<0>(acc_o[0], P);
+    release(shared.v_empty[v.stage]);
+    write_out(softmax, work);
 }
 
 template <typename T, typename Tile>

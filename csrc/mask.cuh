@@ -11,10 +11,10 @@
 #include "flash.h"
 
 struct Mask {
-    const int seq_len;  // valid keys of the sample
-    const int row_end;  // valid query rows: seq_lens may end them, and no row from seqlen_q on is written anyway
-    const int shift;
-    const bool is_causal;
+    int seq_len;  // valid keys of the sample
+    int row_end;  // valid query rows: seq_lens may end them, and no row from seqlen_q on is written anyway
+    int shift;
+    bool is_causal;
 
     __device__ Mask(const AttnParams &p, int b)
         : seq_len(p.seq_lens ? max(0, min(p.seq_lens[b], p.seqlen_k)) : p.seqlen_k),

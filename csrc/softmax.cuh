@@ -38,7 +38,7 @@ template <int kMTiles> struct Softmax {
     static constexpr float kSlack = 8.f;
 
     // Above 0, so that a masked score of -inf stays -inf: the scores come with softmax_scale's sign, as 0 if it is 0.
-    const float scale_log2;
+    float scale_log2;
     float row_max[kRows];  // times scale_log2; finite before the first key, so that exp2(-inf - row_max) is 0, not NaN
     float row_sum[kRows];  // over this lane's columns, until finalize()
 
