@@ -228,17 +228,16 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
     while (true) {
         const bool is_last = n_block == 0;
         Work<Tile> next = work;
-        Mask next_mask = mask;
+        await_v(mask, n_block);
         if (is_last) {
             release(shared.q_empty[consumer]);
             const int tile_idx = take_tile();
             if (tile_idx >= p.num_tiles) break;
-            next = Work<Tile>(p, tile_idx), next_mask = Mask(p, next.b(p));
+            next = Work<Tile>(p, tile_idx), mask = Mask(p, next.b(p));
             mbarrier_wait(shared.q_full[consumer], q.phase), q.advance();
         }
         const int next_block = is_last ? next.n_block_max - 1 : n_block - 1;
         mbarrier_wait(shared.k_full[k.stage], k.phase);
-        await_v(mask, n_block);
         await_turn();
         warpgroup_arrive();
         multiply_q_k();
@@ -248,7 +247,7 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
         release(shared.k_empty[k.stage]), k.advance();
         Softmax<1> done = softmax;
         if (is_last) softmax = Softmax<1>(float(p.softmax_scale));
-        const bool has_grown = attend(softmax, next_mask, next.row0, next_block);
+        const bool has_grown = attend(softmax, mask, next.row0, next_block);
         // Never so: without a branch that hangs on the softmax, ptxas waits before it, and nothing overlaps.
         if (__any_sync(~0u, fminf(softmax.row_sum[0], softmax.row_sum[1]) < 0.f)) __trap();
         warpgroup_wait<0>(acc_o[0], P);
@@ -257,7 +256,7 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
         if (is_last) {
             write_out(done, work);
             for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
-            work = next, mask = next_mask;
+            work = next;
         } else if (has_grown) {
             softmax.rescale(acc_o, alpha);
         }
