@@ -4,6 +4,7 @@ Triton's compiler and its interpreter do not share a process, so this file is al
 `python test_compile.py 90`, `backward 90` or `hopper` prints what came out, one JSON object a line.
 """
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -77,6 +78,30 @@ def test_cuda_kernels_do_not_spill(file, target, tmp_path):
     spills = [f"{name}: {use}" for name, use in memory.items()
               if max(map(int, re.findall(r"(\d+) bytes", use))) > SPILLS.get((file, "Lb1EEEv" in name), 0)]
     assert not spills, "\n".join(spills)
+    assert "serialized" not in done.stdout, done.stdout  # ptxas, of wgmma that it could not let run on
+    if file == "flash_sm90.cu" and target == "90a" and cuobjdump():
+        dump = subprocess.run([cuobjdump(), "-sass", tmp_path / "kernel.o"], capture_output=True, text=True, timeout=60)
+        kernels_overlap(dump.stdout)
+
+
+def cuobjdump():
+    """Of the toolkit, or the one that Triton brings along."""
+    triton = importlib.util.find_spec("triton")
+    folders = [f"{folder}/backends/nvidia/bin" for folder in triton.submodule_search_locations] if triton else []
+    return shutil.which("cuobjdump", path=os.pathsep.join([os.environ["PATH"], *folders]))
+
+
+def kernels_overlap(sass):
+    """Hopper's kernels load by TMA, and the exponentials of a block come before the wait for the product beside them."""
+    kernels = sass.split("Function : ")[1:]
+    assert len(kernels) >= 10
+    for kernel in kernels:
+        name = kernel.split()[0]
+        head_dim, consumers, block_n = map(int, re.search(r"TileILi(\d+)ELi(\d+)ELi(\d+)", name).groups())
+        assert f"HGMMA.64x{block_n}x16" in kernel and f"HGMMA.64x{head_dim}x16" in kernel and "UTMALDG" in kernel, name
+        _, loop = kernel.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")  # Q Kᵀ is done, P V runs
+        beside, _ = loop.split("WARPGROUP.DEPBAR.LE gsb0, 0x0", 1)
+        assert beside.count("MUFU.EX2") >= 64 * block_n / 128, name  # a thread's share
 
 
 @contextlib.contextmanager
