@@ -35,7 +35,7 @@ struct AttnParams {
     uint32_t drop_threshold;      // a probability whose random word is below it becomes 0,
     double keep_scale;            // and what is left is multiplied by 1 / (1 - dropout_p), by 0 where that is 1/0
 
-    int *tile_counter;  // workspace of flash_sm90.cu: one number under a causal mask, or nullptr
+    int *tile_counter;  // of flash_sm90.cu: memory for one number, or nullptr: tiles of rows are all alike
     void *stream;  // cudaStream_t, on the current device; unused by the host build
 };
 

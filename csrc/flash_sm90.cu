@@ -13,6 +13,8 @@
 // the next, as in flash_sm80.cu.
 //
 // Read next: ptx_sm90.cuh for the instructions; tensor_map.h, which tells TMA where Q, K and V are; kernels.h.
+#include <algorithm>
+
 #include "flash.h"
 #include "launch.h"
 #include "mask.cuh"
@@ -88,6 +90,7 @@ template <typename Tile> __device__ void produce(const Params &p, SharedMemory<T
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; i++) tma_load(tile[i], map, full, i * kCols, row, h, b);
     };
+    prefetch(p.q_map), prefetch(p.k_map), prefetch(p.v_map);
     int tile_idx = blockIdx.x, next;
     for (Ring<2> tile;; tile.advance(), tile_idx = next) {
         mbarrier_wait(shared.tile_empty[tile.stage], tile.phase ^ 1);
@@ -262,7 +265,6 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
         }
         n_block = next_block;
     }
-    await_v(mask, 0);
     warpgroup_arrive();
     multiply_p_v();
     warpgroup_wait<0>(acc_o[0], P);
@@ -301,7 +303,8 @@ __global__ void __launch_bounds__(Tile::kNThreads, 1) flash_fwd(const __grid_con
 template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
     static_assert(sizeof(SharedMemory<Tile>) <= 227 << 10);
     const int64_t tiles = (int64_t(attn.seqlen_q) + Tile::kBlockM - 1) / Tile::kBlockM * attn.batch_size * attn.nheads;
-    if (tiles > INT32_MAX) throw std::runtime_error("minimal_attn: there are more than 2^31 - 1 tiles of rows");
+    const int64_t blocks = std::min<int64_t>(tiles, num_sms());
+    if (tiles + blocks > INT32_MAX) throw std::runtime_error("minimal_attn: there are too many tiles of rows");
     Params p{attn};
     p.q_map = tensor_map(p.q, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, p.q_batch_stride, p.q_head_stride,
                          p.q_row_stride, 64, Tile::kCols);
@@ -309,9 +312,8 @@ template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
                          p.k_row_stride, Tile::kBlockN, Tile::kCols);
     p.v_map = tensor_map(p.v, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.v_batch_stride, p.v_head_stride,
                          p.v_row_stride, Tile::kBlockN, Tile::kCols);
-    // A block an SM, which loads its next tile's Q and K while it ends one. Without a mask all tiles are alike and dealt
-    // out in turn. Under a causal mask a block that is done takes the next one, by a counter.
-    const int64_t blocks = std::min<int64_t>(tiles, num_sms());
+    // A block an SM. Without a mask all tiles are alike and dealt out in turn; with one, a block that is done takes the
+    // next by a counter.
     p.num_tiles = int(tiles), p.group = 1;
     if (p.tile_counter) {
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
@@ -325,7 +327,7 @@ template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
 template <typename T> void dispatch(const AttnParams &p) {
     if (p.head_dim <= 64) launch_fwd<T, Tile<64, 3, 128>>(p);
     else if (p.head_dim <= 96) launch_fwd<T, Tile<96, 2, 160>>(p);
-    else if (p.head_dim <= 128) launch_fwd<T, Tile<128, 2, 176>>(p);
+    else if (p.head_dim <= 128) p.is_causal ? launch_fwd<T, Tile<128, 2, 128>>(p) : launch_fwd<T, Tile<128, 2, 176>>(p);
     else if (p.head_dim <= 192) launch_fwd<T, Tile<192, 2, 112>>(p);
     else launch_fwd<T, Tile<256, 2, 80>>(p);
 }

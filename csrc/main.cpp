@@ -149,6 +149,11 @@ std::tuple<Tensor, Tensor> run(AttnParams p, const Tensor &q, Kernel kernel, Lay
 #if MINIMAL_ATTN_CUDA
     else {
         p.stream = current_stream(q);
+        Tensor tile_counter;
+        if (kernel == Kernel::kSm90 && (p.is_causal || p.seq_lens)) {
+            tile_counter = at::empty({1}, q.options().dtype(at::kInt));
+            p.tile_counter = tile_counter.data_ptr<int>();
+        }
         auto *forward = kernel == Kernel::kSm80   ? sm80::flash_forward
                         : kernel == Kernel::kSm90 ? sm90::flash_forward
                         : kernel == Kernel::kDmma ? dmma::flash_forward
