@@ -1,5 +1,6 @@
 """What only a GPU can show: streams, graphs, offsets past 2^31, memory, a build for another GPU."""
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -86,6 +87,44 @@ def test_side_stream(backend, dtype):
         out = flash_attention(late, k, v, True, backend=backend)
     stream.synchronize()
     assert out.equal(want)
+
+
+@each_kernel
+@pytest.mark.parametrize("causal", [False, True])
+def test_several_streams_at_once(backend, dtype, causal):
+    """What a launch needs beside its tensors is its own: counters, workspaces."""
+    cases = [dataclasses.replace(CASE, Sq=900 + n, Sk=1000, causal=causal) for n in range(4)]
+    inputs = [make_inputs(case, dtype, "cuda", seed) for seed, case in enumerate(cases)]
+    want = [flash_attention(*x, causal, backend=backend) for x in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    got = [[] for _ in inputs]
+    for _ in range(20):
+        for x, stream, outs in zip(inputs, streams, got):
+            with torch.cuda.stream(stream):
+                outs.append(flash_attention(*x, causal, backend=backend))
+    torch.cuda.synchronize()
+    for out, outs in zip(want, got):
+        assert all(x.equal(out) for x in outs)
+
+
+@each_kernel
+def test_the_same_bits_in_200_runs(backend, dtype):
+    q, k, v = make_inputs(dataclasses.replace(CASE, H=40, Hk=8, Sq=700, Sk=700), dtype, "cuda")
+    want = flash_attention(q, k, v, True, return_lse=True, backend=backend)
+    for _ in range(200):
+        assert all(map(torch.equal, flash_attention(q, k, v, True, return_lse=True, backend=backend), want))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@each_kernel
+def test_tensors_of_a_gpu_that_is_not_the_current_one(backend, dtype):
+    inputs = make_inputs(CASE, dtype, "cuda:0")
+    want = flash_attention(*inputs, True, backend=backend)
+    for device in (0, 1):
+        with torch.cuda.device(device):
+            out = flash_attention(*(x.to("cuda:1") for x in inputs), True, backend=backend)
+            assert out.device == torch.device("cuda:1") and out.to("cuda:0").equal(want)
 
 
 def gradients(attend, q, k, v, dout, **options):
