@@ -1,6 +1,7 @@
 """How csrc becomes a module: loading, locks, flags, messages for what is missing, and what wheel and sdist hold."""
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -372,3 +373,13 @@ print(module.__name__, module.__file__)
     assert python(load, **there).startswith(f"minimal_attn._C {site}/")
     (site / "minimal_attn" / "csrc" / "flash.cu").open("a").write("// edited\n")
     assert "was built from other sources" in python(load, **there)
+
+
+def test_the_readme_lists_the_sources():
+    """In its reading order: every file of csrc and triton_ref, and about how many lines it has."""
+    rows = dict(re.findall(r"^\| `((?:csrc|triton_ref)/\S+)` \| (\d+) \|", (ROOT / "README.md").read_text(), re.M))
+    files = {file.relative_to(ROOT).as_posix() for folder in ("csrc", "triton_ref") for file in (ROOT / folder).iterdir()
+             if file.is_file() and not file.name.startswith("__")}
+    assert files == set(rows)
+    for file, lines in rows.items():
+        assert abs(len((ROOT / file).read_text().splitlines()) - int(lines)) <= max(5, int(lines) // 20), file

@@ -11,8 +11,8 @@ import pytest
 import torch
 from filelock import FileLock
 
-from conftest import FORWARD_ONLY, OF_16_BITS
 from cases import Case, base, check_error, check_lse, exact, make_inputs
+from conftest import FORWARD_ONLY, OF_16_BITS
 from minimal_attn import flash_attention, reference_attention
 from minimal_attn.reference import reference_forward
 from test_backward import check, make_all
