@@ -26,6 +26,13 @@ def out_dtype(dtype):
     return torch.bfloat16 if dtype in FP8_DTYPES else dtype
 
 
+def empty_like(x, dtype=None):
+    """x's shape and order of dimensions, the last one contiguous, to be written; as new_like in csrc/main.cpp."""
+    like = torch.empty_like(x, dtype=dtype)
+    # x may overlap itself, as sliding windows do.
+    return like if like.stride(-1) == 1 else torch.empty(x.shape, dtype=like.dtype, device=x.device)
+
+
 def is_eager(*tensors):
     """Whether nothing traces, transforms or watches operations on these tensors, or None, and they are what they seem: a
     kernel may then be launched without the dispatcher, whose Python operators take 15 µs and more."""

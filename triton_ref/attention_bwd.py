@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from minimal_attn.checks import FP8_DTYPES, check_no_derivative, is_eager
+from minimal_attn.checks import FP8_DTYPES, check_no_derivative, empty_like, is_eager
 
 from . import autotune as tuner
-from .attention import _load, block_d, can_use_tma, empty_like, triton_forward
+from .attention import _load, block_d, can_use_tma, triton_forward
 from .attention import run as forward_run
 from .dropout import arguments as dropout_arguments
 from .dropout import keep_tile
