@@ -482,12 +482,10 @@ class Attention(torch.autograd.Function):
     a small attention takes; apply takes all arguments of the op."""
 
     @staticmethod
-    def forward(ctx, q, k, v, seq_lens, softmax_scale, causal, q_descale, k_descale, v_descale, autotune, dropout_p,
-                dropout_seed):
-        inputs = (q, k, v, seq_lens, softmax_scale, causal, q_descale, k_descale, v_descale, autotune, dropout_p,
-                  dropout_seed)
-        output = forward_run(q, k, v, seq_lens, (q_descale, k_descale, v_descale), softmax_scale, causal, autotune,
-                             dropout=dropout_seed if dropout_seed is None else (dropout_p, dropout_seed))
+    def forward(ctx, *inputs):
+        q, k, v, seq_lens, softmax_scale, causal, *descales, autotune, dropout_p, dropout_seed = inputs
+        dropout = None if dropout_seed is None else (dropout_p, dropout_seed)
+        output = forward_run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune, dropout=dropout)
         _save(ctx, inputs, output)
         return output
 
