@@ -264,8 +264,8 @@ def _warn_slow(reason):
 
 def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, deterministic, dropout):
     if q.is_cuda and q.dtype == torch.float64:
-        raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone; allowed on "
-                        "a GPU are float32, float16, bfloat16")
+        raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone; allowed "
+                        "on a GPU are float32, float16, bfloat16")
     _load_ops()
     if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
         choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory

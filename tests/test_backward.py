@@ -91,8 +91,8 @@ def check(case, got, q, k, v, dout, factor=3, mean_factor=2):
 @each_case
 @pytest.mark.parametrize("impl, dtype", [
     pytest.param(impl, dtype, id=f"{impl}-{str(dtype).removeprefix('torch.')}") for impl in IMPLS for dtype in DTYPES
-    # In simt and on the host the two 16-bit types differ in nothing but how they convert, which the forward shows; torch
-    # is here for our conventions; and Triton's interpreter is given fp32 in place of bfloat16.
+    # In simt and on the host the two 16-bit types differ in nothing but how they convert, which the forward shows;
+    # torch is here for our conventions; and Triton's interpreter is given fp32 in place of bfloat16.
     if not (dtype == torch.float16 and impl in ("cuda:simt", "cuda:host", "torch"))
     and not (dtype == torch.bfloat16 and impl == "triton" and not HAS_GPU)])
 def test_against_fp64(impl, dtype, case, poisoned_outputs):

@@ -275,8 +275,8 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, s
 
 
 # (owned, walked, num_warps, num_stages, kOverlap) by bytes of an element and kBlockD, as TILES in attention.py: how
-# many keys, or rows, a program owns, and how many rows, or keys, it takes at a step. Two sums and two operands, of keys,
-# need twice the registers of rows, so that keys come in smaller tiles. kOverlap is for keys alone: it pays where
+# many keys, or rows, a program owns, and how many rows, or keys, it takes at a step. Two sums and two operands, of
+# keys, need twice the registers of rows, so that keys come in smaller tiles. kOverlap is for keys alone: it pays where
 # registers are left, and under a causal mask at head_dim 128 it does not.
 KV_TILES = {
     (4, 64): [(32, 32, 4, 1, False)],
