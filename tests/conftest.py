@@ -123,6 +123,20 @@ def gpu_driver():
     return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
 
 
+def captured(call, warm_up=None):
+    """A CUDA graph of call, and what call returned under capture. First warm_up, or else call, builds and compiles what
+    it needs, on a side stream, as torch asks of what autograd takes part in."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        (warm_up or call)()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
 @pytest.fixture
 def poisoned_outputs():
     """torch.empty gives NaN, so that an element a kernel does not write shows."""
