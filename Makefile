@@ -1,5 +1,5 @@
 # make demo: build csrc, then check and profile every implementation on this machine
-# make test: run the tests
+# make test: run the tests, on all cores (WORKERS=... processes)
 # make clean: remove what make and the builds left here
 #
 # A Python that has torch is used as it is (PYTHON=... names another one); for one that has not, .venv is made.
@@ -24,13 +24,14 @@ demo: packages
 	@$(PY) -c 'import minimal_attn; minimal_attn.load()'
 	@$(TWIN) $(PY) bench.py
 
-test: NEEDS = filelock hypothesis matplotlib ninja numpy pytest pytest-timeout rich
+test: NEEDS = filelock hypothesis matplotlib ninja numpy pytest pytest-timeout pytest-xdist rich
+test: WORKERS ?= auto
 test: packages
-	@$(TWIN) $(PY) -m pytest tests
+	@$(TWIN) $(PY) -m pytest tests -n $(WORKERS) --dist worksteal
 
 packages: $(VENV)
-	@$(PY) -c 'import sys, importlib.util as u; \
-	    lacks = [x for x in sys.argv[1:] if not u.find_spec(x.replace("-", "_"))]; \
+	@$(PY) -c 'import sys, importlib.metadata as m; \
+	    lacks = [x for x in sys.argv[1:] if not any(m.distributions(name=x))]; \
 	    lacks and sys.exit(f"{sys.executable} lacks packages: {sys.executable} -m pip install " + " ".join(lacks))' \
 	    $(NEEDS)
 

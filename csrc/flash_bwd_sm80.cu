@@ -68,7 +68,7 @@ template <typename Tile> struct Workspace {
     __host__ __device__ int64_t bytes(bool deterministic) const {
         return 4 * (floats() + (deterministic ? tiles * Tile::kNWarps + 1 : 0));
     }
-    // The tile of a row block of head bh. Fragment i of a warp, of 2 · kDqTiles, begins 128 floats after the one before.
+    // The tile of a row block of head bh. Fragment i of a warp's 2 · kDqTiles begins 128 floats after the one before.
     __device__ float *dq_accum(const AttnBackwardParams &p, int bh, int m_block) const {
         const int64_t tile = int64_t(bh) * m_blocks + m_block;
         return static_cast<float *>(p.workspace) + tile * (Tile::kBlockM * Tile::kHeadDim);

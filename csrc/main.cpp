@@ -208,7 +208,10 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor &dout_, const std
     // The gradient of a sum has strides of 0, others do not lie where tensor cores' loads can begin: a copy is less
     // than what a kernel without them would cost.
     const Kernel kernel = choose(p, q.device()).kernel;
-    if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && !is_dout_aligned(p))) dout = dout.clone(at::MemoryFormat::Contiguous), set_dout();
+    if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && !is_dout_aligned(p))) {
+        dout = dout.clone(at::MemoryFormat::Contiguous);
+        set_dout();
+    }
     auto gradient = [](const Tensor &x, bool is_needed) {
         return is_needed ? new_like(x) : at::empty({0}, x.options());
     };

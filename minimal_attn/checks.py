@@ -26,9 +26,16 @@ def out_dtype(dtype):
     return torch.bfloat16 if dtype in FP8_DTYPES else dtype
 
 
+def empty_like(x, dtype=None):
+    """x's shape and order of dimensions, the last one contiguous, to be written; as new_like in csrc/main.cpp."""
+    like = torch.empty_like(x, dtype=dtype)
+    # x may overlap itself, as sliding windows do.
+    return like if like.stride(-1) == 1 else torch.empty(x.shape, dtype=like.dtype, device=x.device)
+
+
 def is_eager(*tensors):
-    """Whether nothing traces, transforms or watches operations on these tensors, or None, and they are what they seem: a
-    kernel may then be launched without the dispatcher, whose Python operators take 15 µs and more."""
+    """Whether nothing traces, transforms or watches operations on these tensors, or None, and they are what they seem:
+    a kernel may then be launched without the dispatcher, whose Python operators take 15 µs and more."""
     return (not torch.compiler.is_compiling() and not torch.jit.is_tracing()
             and not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
             and not is_transformed() and not torch.autograd._profiler_enabled()
@@ -45,8 +52,8 @@ def check_tensor(name, x):
 
 
 def check_options(causal, sm_scale, name="sm_scale", *, deterministic=False):
-    """TypeError unless causal and deterministic are bools and sm_scale, which the caller calls `name`, None or a number;
-    ValueError unless that is finite, as a float32 too."""
+    """TypeError unless causal and deterministic are bools and sm_scale, which the caller calls `name`, None or a
+    number; ValueError unless that is finite, as a float32 too."""
     for option, value in (("causal", causal), ("deterministic", deterministic)):
         if value not in (False, True):
             raise TypeError(f"{option} must be a bool, got {value!r}")
@@ -160,8 +167,8 @@ def check_matmul(a, b, block_m, block_n, block_k):
             raise ValueError(f"{name} must be a power of two and at least 16, got {block!r}")
         limit = max(16, (size + 15) // 16 * 16)
         if block > limit:
-            raise ValueError(f"{name} must not exceed {limit}, the dimension {size} rounded up to a multiple of 16, got "
-                             f"{block}")
+            raise ValueError(f"{name} must not exceed {limit}, the dimension {size} rounded up to a multiple of 16, "
+                             f"got {block}")
     if None not in (block_m, block_n, block_k):
         check_tile(a.dtype, block_m=block_m, block_n=block_n)
         check_tile(a.dtype, block_m=block_m, block_k=block_k)

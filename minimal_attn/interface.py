@@ -265,7 +265,8 @@ def _warn_slow(reason):
 
 def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, deterministic, dropout):
     if q.is_cuda and q.dtype == torch.float64:
-        raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone")
+        raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone; allowed "
+                        "on a GPU are float32, float16, bfloat16")
     _load_ops()
     if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
         choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
@@ -415,7 +416,8 @@ def _always(device=None):
 
 BACKENDS = {
     "cuda": Backend(_cuda_forward, ("deterministic", "dropout"), DTYPES, False, _cuda_why_not),
-    "triton": Backend(_triton_forward, ("descales", "autotune", "deterministic", "dropout"), TWIN_DTYPES, False, _triton_why_not),
+    "triton": Backend(_triton_forward, ("descales", "autotune", "deterministic", "dropout"), TWIN_DTYPES, False,
+                      _triton_why_not),
     "torch": Backend(_torch_forward, ("return_lse", "dropout"), DTYPES, True, _always),
     "reference": Backend(_reference_forward, ("descales", "dropout"), DTYPES + FP8_DTYPES, True, _always),
 }

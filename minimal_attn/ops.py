@@ -11,22 +11,16 @@ import functools
 import torch
 
 from . import _build
-from .checks import check_no_derivative, is_eager
-
-
-def _like(x):
-    """x's shape and order of dimensions, the last one contiguous, as new_like in csrc/main.cpp."""
-    like = torch.empty_like(x)
-    return like if like.stride(-1) == 1 else x.new_empty(x.shape)  # x overlaps itself
+from .checks import check_no_derivative, empty_like, is_eager
 
 
 def _forward_shapes(q, k, v, seq_lens, softmax_scale, causal, dropout_p=0.0, dropout_seed=None, deterministic=False):
-    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 def _backward_shapes(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, dropout_p=0.0, dropout_seed=None,
                      deterministic=False, need_dq=True, need_dkv=True):
-    return tuple(_like(x) if is_needed else x.new_empty(0)
+    return tuple(empty_like(x) if is_needed else x.new_empty(0)
                  for x, is_needed in ((q, need_dq), (k, need_dkv), (v, need_dkv)))
 
 

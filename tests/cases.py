@@ -62,8 +62,8 @@ CASES = [
     *(Case(f"D{d}", B=6, Sq=33, Sk=70, D=d, causal=d % 2 == 0) for d in (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 40, 63)),
     *(Case(f"D{d}", B=4, Sq=33, Sk=70, D=d, causal=d % 2 == 0) for d in (65, 80, 96, 100, 127, 128)),
     *(Case(f"D{d}", B=2, Sq=33, Sk=70, D=d, causal=d % 2 == 0) for d in (129, 160, 192, 255, 256)),
-    Case("one_query", B=8, H=8, Hk=8, Sq=1, Sk=129),
-    Case("one_query_causal", B=8, H=8, Hk=8, Sq=1, Sk=129, causal=True),
+    Case("one_query", B=8, H=4, Hk=4, Sq=1, Sk=129),
+    Case("one_query_causal", B=8, H=4, Hk=4, Sq=1, Sk=129, causal=True),
     Case("one_key", Sq=129, Sk=1),
     Case("more_keys_causal", Sq=70, Sk=150, causal=True),
     Case("more_queries_causal", Sq=150, Sk=70, causal=True),  # the first 80 rows see no key

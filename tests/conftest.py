@@ -12,7 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
+
+CORES = len(os.sched_getaffinity(0))
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # they share the cores, in what they start as well
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, CORES // int(workers))))
+
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -50,6 +55,13 @@ def pytest_addoption(parser):
     parser.addoption("--gpu-record", metavar="FILE", help="write what this run proved on the GPU to FILE")
     parser.addoption("--gpu-record-part", action="store_true",
                      help="keep what FILE says of other test files, if it is of these sources and this machine")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """pytest-xdist's -n auto: one for each core, up to 16, and 2 GiB of the GPU for each."""
+    gib = torch.cuda.get_device_properties(0).total_memory >> 30 if HAS_GPU else 32
+    return max(1, min(CORES, 16, gib // 2))
 
 
 def pytest_configure(config):
@@ -125,6 +137,20 @@ def add_up(record, earlier, all_files):
 def gpu_driver():
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
+
+
+def captured(call, warm_up=None):
+    """A CUDA graph of call, and what call returned under capture. First warm_up, or else call, builds and compiles what
+    it needs, on a side stream, as torch asks of what autograd takes part in."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        (warm_up or call)()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
 
 
 @pytest.fixture

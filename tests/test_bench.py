@@ -379,9 +379,9 @@ def test_the_readme_quotes_the_record_of_the_backward_pass():
         assert [by_sm80, by_twin, by_cudnn] == [f"{rows[ours] / rows[peer]:.2f}" for ours, peer in pairs]
     sm80, twin, cudnn = ([rows[ours] / rows[peer] for rows in recorded.values()] for ours, peer in pairs)
     assert (f"By the geometric mean `sm80` is {statistics.geometric_mean(sm80):.2f} times as fast as FA2, by setting "
-            f"{min(sm80):.2f} to {max(sm80):.2f}; the twin {statistics.geometric_mean(twin):.2f} times, {min(twin):.2f} "
-            f"to {max(twin):.2f}, and it reaches {statistics.geometric_mean(cudnn):.2f} of cuDNN.") in " ".join(
-                (ROOT / "README.md").read_text().split())
+            f"{min(sm80):.2f} to {max(sm80):.2f}; the twin {statistics.geometric_mean(twin):.2f} times, "
+            f"{min(twin):.2f} to {max(twin):.2f}, and it reaches {statistics.geometric_mean(cudnn):.2f} of cuDNN."
+            ) in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_the_readme_quotes_the_record_of_the_twin():
@@ -419,8 +419,8 @@ def test_the_readme_quotes_the_record_of_the_matmul():
         assert cells == [cell for dtype in dtypes for cell in (
             *(f"{recorded[shape, dtype][impl]['tflops']:.0f}" for impl in ("triton", "cublas")),
             f"{ratio[shape, dtype]:.2f}")]
-    assert (f"by the geometric mean, {statistics.geometric_mean(ratio.values()):.2f} times as fast as cuBLAS; by size and "
-            f"dtype {min(ratio.values()):.2f} to {max(ratio.values()):.2f}."
+    assert (f"by the geometric mean, {statistics.geometric_mean(ratio.values()):.2f} times as fast as cuBLAS; by size "
+            f"and dtype {min(ratio.values()):.2f} to {max(ratio.values()):.2f}."
             ) in " ".join((ROOT / "README.md").read_text().split())
 
 
@@ -445,7 +445,8 @@ def test_pictures_need_their_package(monkeypatch, capsys):
 
 def test_the_file_at_the_top_is_the_same_benchmark(monkeypatch, tmp_path):
     said = subprocess.run([sys.executable, ROOT / "bench.py", "--help"], cwd=tmp_path, capture_output=True, text=True)
-    assert said.returncode == 0 and said.stdout.startswith("usage: python bench.py [-h] [--op {attention,backward,matmul}]")
+    assert said.returncode == 0
+    assert said.stdout.startswith("usage: python bench.py [-h] [--op {attention,backward,matmul}]")
 
 
 def run_matmul(tmp_path, *options):

@@ -355,6 +355,8 @@ def test_without_torch_the_sources_are_packaged(tree, tmp_path, no_torch):
 
 @pytest.mark.timeout(600)
 def test_with_torch_the_extension_is_built(tree, tmp_path):
+    for source in (tree / "csrc").glob("*.cpp"):  # nothing here is calculated, and g++ takes half the time
+        source.write_text('#pragma GCC optimize("O0")\n' + source.read_text())
     wheel, _ = build("wheel", tree, tmp_path)
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)

@@ -203,7 +203,8 @@ def compile_hopper(head_dim, config, causal):
                       kRegisters=REGISTERS[config["kConsumers"]])
     types = dict.fromkeys(_flash_fwd.arg_names, "i32")
     types |= dict(q_desc=descriptor(64), k_desc=descriptor(config["kBlockN"]), v_desc=descriptor(config["kBlockN"]),
-                  o_desc=descriptor(64), lse_ptr="*fp32", softmax_scale="fp32", **dict.fromkeys(constexprs, "constexpr"))
+                  o_desc=descriptor(64), lse_ptr="*fp32", softmax_scale="fp32",
+                  **dict.fromkeys(constexprs, "constexpr"))
     source = GluonASTSource(fn=_flash_fwd, signature=types, constexprs=constexprs)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
 

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cases import SEED, check_lse
-from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
+from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, captured
 from minimal_attn import FlashMHA, available_backends, flash_attention, flash_attn_func, interface, reference_attention
 from minimal_attn.dropout import drop_threshold, keep_mask, keep_scale, philox
 from minimal_attn.interface import BACKENDS
@@ -469,19 +469,12 @@ def test_a_replayed_graph_draws_anew(impl, dtype):
     attend = lambda: flash_attention(q, k, v, True, dropout_p=0.5, dropout_seed=seed, deterministic=True,  # noqa: E731
                                      backend=backend)
     step = lambda: torch.autograd.grad(attend().float().square().sum(), (q, k, v))  # noqa: E731
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, gradients = captured(step)
     results = []
     for value in (1, 2, 1):
         seed.fill_(value)
         graph.replay()
-        results.append([x.clone() for x in captured])
+        results.append([x.clone() for x in gradients])
         assert all(map(torch.equal, results[-1], step()))
     assert all(map(torch.equal, results[0], results[2])) and not results[0][2].equal(results[1][2])
 
@@ -495,10 +488,7 @@ def test_a_replayed_graph_draws_its_own_seed(impl, dtype):
         pytest.skip("is not captured")
     q, k, v = (x.detach() for x in kernel_inputs(impl, dtype))
     attend = lambda: flash_attention(q, k, v, dropout_p=0.5, backend=backend)  # noqa: E731
-    attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend()
+    graph, out = captured(attend)
     graph.replay()
     first = out.clone()
     graph.replay()

@@ -41,10 +41,10 @@ def losses_in(directory):
 
 
 def test_dropout_drops_the_same_with_every_backend(trained, tmp_path):
-    train_tiny_gpt.main([*EVERY_BACKEND, *SMALL, "--out", str(tmp_path), "--dropout", "0.3"])
+    train_tiny_gpt.main([*EVERY_BACKEND, *SMALL, "--steps", "6", "--out", str(tmp_path), "--dropout", "0.3"])
     dropped = losses_in(tmp_path)
     torch.testing.assert_close(dropped, dropped[-1:].expand_as(dropped), rtol=1e-5, atol=0)
-    assert not dropped.allclose(losses_in(trained), rtol=1e-4)
+    assert not dropped[:, 0].allclose(losses_in(trained)[:, 0], rtol=1e-5)  # of the same weights
 
 
 @pytest.mark.parametrize("file", sorted(train_tiny_gpt.ROOT.glob("benchmarks/*/training.json")), ids=str)

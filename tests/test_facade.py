@@ -313,7 +313,8 @@ def test_fp64(monkeypatch):
     monkeypatch.setattr(minimal_attn._build, "why_not", lambda on_gpu=False: None)
     with FakeTensorMode():
         q = torch.empty(2, 4, 20, 16, device="cuda", dtype=torch.float64)
-        with pytest.raises(TypeError, match="q is torch.float64, which backend='cuda' takes on the CPU alone"):
+        with pytest.raises(TypeError, match="q is torch.float64, which backend='cuda' takes on the CPU alone; allowed "
+                                            "on a GPU are float32, float16, bfloat16"):
             flash_attention(q, q, q, backend="cuda")
         with pytest.raises(TypeError, match="q is torch.float64, allowed are float32, float16, bfloat16"):
             flash_attention(q, q, q, backend="triton")

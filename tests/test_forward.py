@@ -17,8 +17,6 @@ from minimal_attn import flash_attention
 
 CASES_HERE = [case for case in CASES if HAS_GPU or not case.gpu_only]
 each_case = pytest.mark.parametrize("case", CASES_HERE, ids=str)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-each_impl = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 each_kernel = pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl != "torch"])
 each_kernel_and_dtype = pytest.mark.parametrize("impl, dtype", [
     pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
@@ -58,14 +56,15 @@ def check_case(impl, case, dtype, seed=0, factor=2):
 
 
 @each_case
-@each_dtype
-@each_impl
+@pytest.mark.parametrize("impl, dtype", [
+    pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", "")) for impl in IMPLEMENTATIONS for dtype in DTYPES
+    if HAS_GPU or (impl, dtype) != ("triton", torch.bfloat16)])  # in whose place the interpreter is given fp32
 def test_against_fp64(impl, dtype, case, poisoned_outputs):
     check_case(impl, case, dtype)
 
 
 @each_case
-@each_dtype
+@pytest.mark.parametrize("dtype", DTYPES if HAS_GPU else [torch.float32], ids=str)
 def test_cuda_against_triton(dtype, case):
     """Both implementations of ours compute one function: each stays within the rule with the other as the reference."""
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS["triton"][1])

@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock
 
 from cases import Case, base, check_error, check_lse, exact, make_inputs
-from conftest import FORWARD_ONLY, OF_16_BITS
+from conftest import FORWARD_ONLY, OF_16_BITS, captured
 from minimal_attn import flash_attention, reference_attention
 from minimal_attn.reference import reference_forward
 from test_backward import check, make_all
@@ -41,10 +41,7 @@ def test_graph_capture_and_replay(backend, dtype, has_lens):
     q, k, v = make_inputs(CASE, dtype, "cuda")
     seq_lens = torch.tensor([200, 7, 64], device="cuda") if has_lens else None
     run = lambda: flash_attention(q, k, v, True, seq_lens=seq_lens, return_lse=True, backend=backend)  # noqa: E731
-    run()  # builds and compiles outside of the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = run()
+    graph, (out, lse) = captured(run)
     for seed in (1, 2):
         for x, new in zip((q, k, v), make_inputs(CASE, dtype, "cuda", seed)):
             x.copy_(new)
@@ -62,12 +59,13 @@ def test_lengths_that_cannot_be_checked_are_clamped(backend, dtype):
     seq_lens = torch.tensor([-3, 2**31 - 1, 2**32 + 5], device="cuda")
     with pytest.raises(ValueError, match="seq_lens must be in 1..200, got values from -3"):
         flash_attention(q, k, v, seq_lens=seq_lens, backend=backend)
-    flash_attention(q, k, v, backend=backend)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def attend():
         with pytest.raises(ValueError, match="pass a GPU tensor"):
             flash_attention(q, k, v, seq_lens=[200, 7, 64], backend=backend)
-        out = flash_attention(q, k, v, True, seq_lens=seq_lens, backend=backend)
+        return flash_attention(q, k, v, True, seq_lens=seq_lens, backend=backend)
+
+    graph, out = captured(attend, warm_up=lambda: flash_attention(q, k, v, backend=backend))
     graph.replay()
     assert (out[0] == 0).all()
     assert out[1:].equal(flash_attention(q, k, v, True, backend=backend)[1:])
@@ -138,14 +136,7 @@ def test_graph_of_forward_and_backward(backend, dtype, has_lens):
     seq_lens = torch.tensor([200, 7, 64], device="cuda") if has_lens else None
     step = lambda: gradients(flash_attention, q, k, v, dout, causal=True, seq_lens=seq_lens,  # noqa: E731
                              deterministic=True, backend=backend)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for seed in (1, 2):
         for x, new in zip((q, k, v), make_inputs(CASE, dtype, "cuda", seed)):
             x.detach().copy_(new)
@@ -154,7 +145,7 @@ def test_graph_of_forward_and_backward(backend, dtype, has_lens):
             seq_lens.copy_(torch.tensor([100, 200, seed]))
         for _ in range(2):  # twice, for what a replay leaves behind in its workspace
             graph.replay()
-            assert all(map(torch.equal, captured, step()))
+            assert all(map(torch.equal, results, step()))
 
 
 @each_kernel

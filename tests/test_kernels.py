@@ -93,7 +93,8 @@ def test_a_kernel_can_be_forced(monkeypatch):
     assert choose(q, k, v) == ("simt", None)
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "sm80")
     assert choose(q, k, v) == ("sm80", None)
-    with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL=sm80 cannot serve: head_dim is not a multiple of 16 bytes"):
+    with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL=sm80 cannot serve: head_dim is not a multiple of 16 "
+                                         "bytes"):
         choose(*qkv(D=20))
     with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL=sm80 cannot serve: the dtype is float32"):
         choose(*qkv(dtype=torch.float32))

@@ -392,7 +392,8 @@ def test_the_tiles_of_the_twin_are_those_it_launches(head_dim, dtype, monkeypatc
 
 def test_no_config_for_what_cannot_be_served():
     for error, match, call in (
-            (TypeError, "Unsupported dtype: q is torch.float64", lambda: get_attention_config(64, torch.float64, "triton")),
+            (TypeError, "Unsupported dtype: q is torch.float64",
+             lambda: get_attention_config(64, torch.float64, "triton")),
             (ValueError, "Unsupported head_dim 512", lambda: get_attention_config(512, backend="triton")),
             (ValueError, "Unsupported head_dim 0", lambda: get_attention_config(-1, backend="triton")),
             (ValueError, "Unsupported head_dim 0", lambda: get_attention_config(0, backend="triton")),

@@ -39,7 +39,8 @@ FP8_CASES = [
     Case("odd", B=2, Sq=65, Sk=70, layout="odd", causal=True),
     Case("seq_lens", B=3, Sq=130, Sk=130, seq_lens=(130, 5, 65), causal=True),
     Case("sm_scale_negative", B=2, sm_scale=-0.5, causal=True), Case("sm_scale_zero", sm_scale=0.0, causal=True),
-    Case("S1000", B=2, Sq=1000, Sk=1000, causal=True, D=128, gpu_only=True), Case("S4096", Sq=4096, Sk=4096, gpu_only=True),
+    Case("S1000", B=2, Sq=1000, Sk=1000, causal=True, D=128, gpu_only=True),
+    Case("S4096", Sq=4096, Sk=4096, gpu_only=True),
 ]
 
 
@@ -148,7 +149,8 @@ def every_config():
     for dtype in TWIN_DTYPES:
         for head_dim in (64, 128, 256):
             for config in tile_configs(dtype, head_dim, memory, IS_HOPPER):
-                yield pytest.param(dtype, head_dim, config, id=f"{dtype}-{head_dim}-{'-'.join(map(str, config.values()))}")
+                name = "-".join(map(str, (dtype, head_dim, *config.values())))
+                yield pytest.param(dtype, head_dim, config, id=name)
 
 
 @pytest.mark.gpu
@@ -225,7 +227,8 @@ def test_flash_attn_func_of_the_twin():
 
 
 @pytest.mark.parametrize("match, tiles", [
-    ("BM must be a power of two from 16 on, got 24", (24, 16)), ("BN must be a power of two from 16 on, got 8", (16, 8)),
+    ("BM must be a power of two from 16 on, got 24", (24, 16)),
+    ("BN must be a power of two from 16 on, got 8", (16, 8)),
     ("BN must be a power of two from 16 on, got 16.0", (16, 16.0)), ("BM must be", (0, 16)), ("BM must be", (-16, 16)),
     ("BM times BN must not exceed 8192 in torch.float32, got 128 and 128", (128, 128)),
     ("BM times head_dim must not exceed 8192 in torch.float32, got 256 and 64", (256, 16)),
@@ -374,8 +377,8 @@ def test_a_second_process_does_not_tune_again(tmp_path):
                "print(minimal_attn.flash_attention(q, q, q, True, backend='triton').isfinite().all().item())")
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
     env.pop("MINIMAL_ATTN_AUTOTUNE", None)
-    first, second = (subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=240)
-                     for _ in range(2))
+    first, second = (subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True,
+                                    timeout=240) for _ in range(2))
     assert first.stdout == second.stdout == "True\n", first.stderr + second.stderr
     assert "tuning attention" in first.stderr and "tuning" not in second.stderr
 
@@ -444,7 +447,8 @@ def test_plans_are_for_calls_that_are_alike(monkeypatch):
              for lengths in (None, [100, 7])]
     for q, options in calls + calls[::-1]:
         want = flash_attention(q, q, q, True, **options, backend="reference")
-        torch.testing.assert_close(flash_attention(q, q, q, True, **options, backend="triton"), want, rtol=2e-3, atol=2e-3)
+        out = flash_attention(q, q, q, True, **options, backend="triton")
+        torch.testing.assert_close(out, want, rtol=2e-3, atol=2e-3)
     assert 0 < len(twin._plans) <= 5
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.compiler.errors import CompilationError
 
-from minimal_attn.checks import FP8_DTYPES, out_dtype
+from minimal_attn.checks import FP8_DTYPES, empty_like, out_dtype
 
 from . import autotune as tuner
 from .dropout import arguments as dropout_arguments
@@ -272,13 +272,6 @@ def transposed(v, seq_lens):
         _transpose_v[grid](v, vt, seq_lens, *v.stride()[:3], nheads_k, seqlen_k, seqlen_vt, head_dim, kBlockN=64,
                            kBlockD=block_d(v.dtype, head_dim))
     return vt
-
-
-def empty_like(x, dtype=None):
-    """x's shape and order of dimensions, the last one contiguous, to be written."""
-    like = torch.empty_like(x, dtype=dtype)
-    # x may overlap itself, as sliding windows do.
-    return like if like.stride(-1) == 1 else torch.empty(x.shape, dtype=like.dtype, device=x.device)
 
 
 def empty_outputs(q):

@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from minimal_attn.checks import FP8_DTYPES, check_no_derivative, is_eager
+from minimal_attn.checks import FP8_DTYPES, check_no_derivative, empty_like, is_eager
 
 from . import autotune as tuner
-from .attention import _load, block_d, can_use_tma, empty_like, triton_forward
+from .attention import _load, block_d, can_use_tma, triton_forward
 from .attention import run as forward_run
 from .dropout import arguments as dropout_arguments
 from .dropout import keep_tile
@@ -275,8 +275,8 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, s
 
 
 # (owned, walked, num_warps, num_stages, kOverlap) by bytes of an element and kBlockD, as TILES in attention.py: how
-# many keys, or rows, a program owns, and how many rows, or keys, it takes at a step. Two sums and two operands, of keys,
-# need twice the registers of rows, so that keys come in smaller tiles. kOverlap is for keys alone: it pays where
+# many keys, or rows, a program owns, and how many rows, or keys, it takes at a step. Two sums and two operands, of
+# keys, need twice the registers of rows, so that keys come in smaller tiles. kOverlap is for keys alone: it pays where
 # registers are left, and under a causal mask at head_dim 128 it does not.
 KV_TILES = {
     (4, 64): [(32, 32, 4, 1, False)],
@@ -482,12 +482,10 @@ class Attention(torch.autograd.Function):
     a small attention takes; apply takes all arguments of the op."""
 
     @staticmethod
-    def forward(ctx, q, k, v, seq_lens, softmax_scale, causal, q_descale, k_descale, v_descale, autotune, dropout_p,
-                dropout_seed):
-        inputs = (q, k, v, seq_lens, softmax_scale, causal, q_descale, k_descale, v_descale, autotune, dropout_p,
-                  dropout_seed)
-        output = forward_run(q, k, v, seq_lens, (q_descale, k_descale, v_descale), softmax_scale, causal, autotune,
-                             dropout=dropout_seed if dropout_seed is None else (dropout_p, dropout_seed))
+    def forward(ctx, *inputs):
+        q, k, v, seq_lens, softmax_scale, causal, *descales, autotune, dropout_p, dropout_seed = inputs
+        dropout = None if dropout_seed is None else (dropout_p, dropout_seed)
+        output = forward_run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune, dropout=dropout)
         _save(ctx, inputs, output)
         return output
 
