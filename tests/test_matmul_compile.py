@@ -23,26 +23,15 @@ def cases(capability):
     return CASES + (TMA_CASES if capability >= 90 else [])
 
 
-@pytest.fixture(scope="module")
-def compilers(tmp_path_factory):
-    """Capability → the process that compiles for it; all of them at once."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
-           "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    env.pop("TRITON_INTERPRET", None)
-    processes = {capability: subprocess.Popen([sys.executable, __file__, str(capability)], env=env, text=True,
-                                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for capability in GPUS}
-    yield processes
-    for process in processes.values():
-        process.kill()
-        process.communicate()
-
-
 @pytest.mark.parametrize("capability", GPUS)
-def test_compiles(capability, compilers):
-    stdout, stderr = compilers[capability].communicate(timeout=240)
-    assert compilers[capability].returncode == 0, stderr[-4000:]
-    kernels = [json.loads(line) for line in stdout.splitlines()]
+def test_compiles(capability, tmp_path):
+    pytest.importorskip("triton", reason="triton is not installed")
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "TRITON_CACHE_DIR": str(tmp_path)}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, __file__, str(capability)], env=env, capture_output=True, text=True,
+                          timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(kernels) == len(cases(capability))
     for kernel in kernels:
         dtype, is_tma, *_ = kernel["case"]
