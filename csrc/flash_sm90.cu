@@ -38,14 +38,18 @@ template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, bool k
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 };
 
+// A tile of out: the rows from row0 on of head h of sample b, which see blocks of keys up to n_block_max. At least one,
+// if only to be masked all over; none means that there is no tile left.
+struct Work { int b, h, row0, n_block_max; };
+
 template <typename Tile> struct SharedMemory {
     alignas(1024) uint16_t sQ[Tile::kConsumers][Tile::kPanels][64][Tile::kCols];
     uint16_t sK[Tile::kStages][Tile::kPanels][Tile::kBlockN][Tile::kCols];
     uint16_t sV[Tile::kStages][Tile::kPanels][Tile::kBlockN][Tile::kCols];
     Barrier q_full[Tile::kConsumers], q_empty[Tile::kConsumers];
     Barrier k_full[Tile::kStages], k_empty[Tile::kStages], v_full[Tile::kStages], v_empty[Tile::kStages];
-    Barrier tile_full[2], tile_empty[2];
-    int tile_idx[2];  // what the consumers are to compute next
+    Barrier work_full[2], work_empty[2];
+    Work work[2];
 };
 
 // The place in a ring of buffers, and the parity of its round.
@@ -62,27 +66,23 @@ struct Params : AttnParams {
     int num_tiles, group;  // of out; heads that are worked on together
 };
 
-// A tile of out. Those of `group` heads are neighbours, for their K and V to stay in L2; among them the last rows, which
-// see most under a causal mask, go first.
-template <typename Tile> struct Work {
-    int bh, row0, n_block_max;
-    __device__ Work(const Params &p, int tile_idx) {
-        const int m_blocks = (p.seqlen_q + Tile::kBlockM - 1) / Tile::kBlockM;
-        const int bh0 = tile_idx / (p.group * m_blocks) * p.group, i = tile_idx - bh0 * m_blocks;
-        const int heads = min(p.group, p.num_tiles / m_blocks - bh0);
-        bh = bh0 + i % heads;
-        row0 = (m_blocks - 1 - i / heads) * Tile::kBlockM;
-        n_block_max = max(1, Mask(p, b(p)).template n_block_max<Tile::kBlockM, Tile::kBlockN>(row0));
-    }
-    __device__ int b(const Params &p) const { return bh / p.nheads; }
-    __device__ int h(const Params &p) const { return bh % p.nheads; }
-};
+// Tiles of `group` heads are neighbours, for their K and V to stay in L2; among them the last rows, which see most under
+// a causal mask, go first.
+template <typename Tile> __device__ Work work_of(const Params &p, int tile_idx) {
+    if (tile_idx >= p.num_tiles) return {};
+    const int m_blocks = (p.seqlen_q + Tile::kBlockM - 1) / Tile::kBlockM;
+    const int bh0 = tile_idx / (p.group * m_blocks) * p.group, i = tile_idx - bh0 * m_blocks;
+    const int heads = min(p.group, p.num_tiles / m_blocks - bh0), bh = bh0 + i % heads, b = bh / p.nheads;
+    const int row0 = (m_blocks - 1 - i / heads) * Tile::kBlockM;
+    return {b, bh % p.nheads, row0, max(1, Mask(p, b).n_block_max<Tile::kBlockM, Tile::kBlockN>(row0))};
+}
 
-// For each tile Q, then K and V block by block, V one block behind K, as the consumers take them.
+// For each tile Q, and K and V block by block, V one block behind K, as the consumers take them.
 template <typename Tile> __device__ void produce(const Params &p, SharedMemory<Tile> &shared) {
     constexpr int kBlockN = Tile::kBlockN, kCols = Tile::kCols;
-    Ring<Tile::kStages> k, v;
+    Ring<2> next;
     Ring<1> q;
+    Ring<Tile::kStages> k, v;
     auto load = [](auto &tile, const CUtensorMap &map, Barrier &full, Barrier &empty, uint32_t phase, int row, int h,
                    int b) {
         mbarrier_wait(empty, phase ^ 1);
@@ -91,28 +91,31 @@ template <typename Tile> __device__ void produce(const Params &p, SharedMemory<T
         for (int i = 0; i < Tile::kPanels; i++) tma_load(tile[i], map, full, i * kCols, row, h, b);
     };
     prefetch(p.q_map), prefetch(p.k_map), prefetch(p.v_map);
-    int tile_idx = blockIdx.x, next;
-    for (Ring<2> tile;; tile.advance(), tile_idx = next) {
-        mbarrier_wait(shared.tile_empty[tile.stage], tile.phase ^ 1);
-        shared.tile_idx[tile.stage] = tile_idx;
-        mbarrier_arrive(shared.tile_full[tile.stage]);
-        if (tile_idx >= p.num_tiles) break;
-        next = gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : tile_idx);
-        const Work<Tile> work(p, tile_idx);
-        const int b = work.b(p), h_k = work.h(p) / (p.nheads / p.nheads_k);
-        for (int c = 0; c < Tile::kConsumers; c++)
-            load(shared.sQ[c], p.q_map, shared.q_full[c], shared.q_empty[c], q.phase, work.row0 + 64 * c,
-                 p.q_head_stride ? work.h(p) : 0, p.q_batch_stride ? b : 0);
-        q.advance();
+    for (int tile_idx = blockIdx.x;; next.advance()) {
+        Work &work = shared.work[next.stage];  // read anew where it is needed: the producer has few registers
+        mbarrier_wait(shared.work_empty[next.stage], next.phase ^ 1);
+        work = work_of<Tile>(p, tile_idx);
+        mbarrier_arrive(shared.work_full[next.stage]);
+        if (work.n_block_max == 0) break;
+        tile_idx = gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : tile_idx);
+
+        const int h_k = work.h / (p.nheads / p.nheads_k);
+#pragma unroll 1
         for (int n_block = work.n_block_max - 1; n_block >= -1; n_block--) {
             if (n_block >= 0) {
                 load(shared.sK[k.stage], p.k_map, shared.k_full[k.stage], shared.k_empty[k.stage], k.phase,
-                     n_block * kBlockN, p.k_head_stride ? h_k : 0, p.k_batch_stride ? b : 0);
+                     n_block * kBlockN, p.k_head_stride ? h_k : 0, p.k_batch_stride ? work.b : 0);
                 k.advance();
             }
-            if (n_block < work.n_block_max - 1) {
+            if (n_block == work.n_block_max - 1) {  // after K, for which there is room before there is for Q
+#pragma unroll 1
+                for (int c = 0; c < Tile::kConsumers; c++)
+                    load(shared.sQ[c], p.q_map, shared.q_full[c], shared.q_empty[c], q.phase, work.row0 + 64 * c,
+                         p.q_head_stride ? work.h : 0, p.q_batch_stride ? work.b : 0);
+                q.advance();
+            } else {
                 load(shared.sV[v.stage], p.v_map, shared.v_full[v.stage], shared.v_empty[v.stage], v.phase,
-                     (n_block + 1) * kBlockN, p.v_head_stride ? h_k : 0, p.v_batch_stride ? b : 0);
+                     (n_block + 1) * kBlockN, p.v_head_stride ? h_k : 0, p.v_batch_stride ? work.b : 0);
                 v.advance();
             }
         }
@@ -124,10 +127,10 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
     constexpr int kHeadDim = Tile::kHeadDim, kBlockN = Tile::kBlockN, kCols = Tile::kCols, kRowBytes = 2 * kCols;
     constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8, kConsumers = Tile::kConsumers;
     const int warp_idx = threadIdx.x / 32 % 4, lane_idx = threadIdx.x % 32;
-    const int first_row = 64 * consumer, first_lane_row = first_row + 16 * warp_idx + lane_idx / 4;  // in the tile
-    Ring<Tile::kStages> k, v;
+    const int first_row = 64 * consumer + 16 * warp_idx + lane_idx / 4;  // of this lane's, in the tile
+    Ring<2> next;
     Ring<1> q;
-    Ring<2> tile;
+    Ring<Tile::kStages> k, v;
     auto release = [&](Barrier &empty) {  // when all four warps have
         if (lane_idx == 0) mbarrier_arrive(empty);
     };
@@ -138,11 +141,12 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
     auto pass_turn = [&] {
         if (Tile::kPingPong) barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
     };
-    auto take_tile = [&] {
-        mbarrier_wait(shared.tile_full[tile.stage], tile.phase);
-        const int tile_idx = __reduce_max_sync(~0u, shared.tile_idx[tile.stage]);  // the same in all lanes, as ptxas sees
-        release(shared.tile_empty[tile.stage]), tile.advance();
-        return tile_idx;
+    auto take_work = [&] {
+        mbarrier_wait(shared.work_full[next.stage], next.phase);
+        const Work work = shared.work[next.stage];
+        __syncwarp();  // all lanes have read it
+        release(shared.work_empty[next.stage]), next.advance();
+        return work;
     };
 
     float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4] = {}, alpha[2];
@@ -172,36 +176,38 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
     };
     auto await_v = [&](const Mask &mask, int n_block) {
         mbarrier_wait(shared.v_full[v.stage], v.phase);
-        // Rows after the sample's end may hold anything, NaN as well, which a probability of 0 does not undo. All
-        // consumers write these zeros, so that none waits for another.
+        // Rows after the sample's end may hold anything, NaN as well, which a probability of 0 does not undo.
         if (const int row_end = mask.seq_len - n_block * kBlockN; row_end < kBlockN && mask.seq_len < p.seqlen_k) {
-            const int threads = 128, vecs = kRowBytes / 16;
+            constexpr int kThreads = 128 * kConsumers, kVecs = kRowBytes / 16;
             for (auto &panel : shared.sV[v.stage])
-                for (int i = row_end * vecs + threadIdx.x % threads; i < kBlockN * vecs; i += threads)
+                for (int i = row_end * kVecs + threadIdx.x - 128; i < kBlockN * kVecs; i += kThreads)
                     reinterpret_cast<uint4 *>(panel)[i] = uint4{};
             fence_proxy_async();
-            barrier_sync(1 + kConsumers + consumer, threads);
+            barrier_sync(1 + kConsumers, kThreads);
         }
     };
+    // The scores of the blocks before this one need neither a mask nor a sign.
+    auto first_masked = [&](const Mask &mask, int row0) {
+        return sign > 0 ? mask.n_block_full<64, kBlockN>(row0 + 64 * consumer) : 0;
+    };
     // acc_s becomes P; whether acc_o is to be rescaled.
-    auto attend = [&](Softmax<1> &softmax, const Mask &mask, int row0, int n_block) {
-        // The scores of the blocks before n_block_full need neither a mask nor a sign.
-        if (sign <= 0 || n_block >= mask.n_block_full<64, kBlockN>(row0 + first_row))
-            mask.apply(acc_s, row0 + first_lane_row, n_block * kBlockN + lane_idx % 4 * 2, sign);
+    auto attend = [&](Softmax<1> &softmax, const Mask &mask, int row0, int n_block, int n_block_masked) {
+        if (n_block >= n_block_masked)
+            mask.apply(acc_s, row0 + first_row, n_block * kBlockN + lane_idx % 4 * 2, sign);
         const bool has_grown = softmax.follow(acc_s, alpha);
         softmax.exponentiate(acc_s);
         return has_grown;
     };
     // The four lanes of a quad hold two columns each of every eight of a row. They trade, so that of four times eight
     // columns each writes eight, 16 bytes.
-    auto write_out = [&](Softmax<1> &softmax, const Work<Tile> &work) {
+    auto write_out = [&](Softmax<1> &softmax, const Work &work) {
         softmax.finalize(acc_o);
-        T *gO = static_cast<T *>(p.o) + work.b(p) * p.o_batch_stride + work.h(p) * p.o_head_stride;
+        T *gO = static_cast<T *>(p.o) + work.b * p.o_batch_stride + work.h * p.o_head_stride;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int row = work.row0 + first_lane_row + 8 * i;
+            const int row = work.row0 + first_row + 8 * i;
             if (row < p.seqlen_q && lane_idx % 4 == 0)
-                static_cast<float *>(p.lse)[int64_t(work.bh) * p.seqlen_q + row] = softmax.lse(i);
+                static_cast<float *>(p.lse)[(int64_t(work.b) * p.nheads + work.h) * p.seqlen_q + row] = softmax.lse(i);
 #pragma unroll
             for (int d0 = 0; d0 < kDTiles; d0 += 4) {
                 uint32_t x[4];
@@ -209,15 +215,15 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
                 quad_transpose(x);
                 const int col = 8 * (d0 + lane_idx % 4);
                 if (row < p.seqlen_q && col < p.head_dim)
-                    *reinterpret_cast<uint4 *>(gO + row * p.o_row_stride + col) = uint4{x[0], x[1], x[2], x[3]};
+                    store_global(gO + row * p.o_row_stride + col, x);
             }
         }
     };
 
     if (Tile::kPingPong && consumer == kConsumers - 1) pass_turn();
-    Work<Tile> work(p, take_tile());
-    Mask mask(p, work.b(p));
-    int n_block = work.n_block_max - 1;
+    Work work = take_work();
+    Mask mask(p, work.b);
+    int n_block = work.n_block_max - 1, n_block_masked = first_masked(mask, work.row0);
     Softmax<1> softmax(float(p.softmax_scale));
     mbarrier_wait(shared.q_full[consumer], q.phase), q.advance();
     mbarrier_wait(shared.k_full[k.stage], k.phase);
@@ -225,21 +231,21 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
     multiply_q_k();
     warpgroup_wait<0>(acc_s[0]);
     release(shared.k_empty[k.stage]), k.advance();
-    attend(softmax, mask, work.row0, n_block);
+    if (n_block == 0) release(shared.q_empty[consumer]);
+    attend(softmax, mask, work.row0, n_block, n_block_masked);
     round_p();
     // P V of a block beside Q Kᵀ and the softmax of the next, which may be the first of the next tile.
     while (true) {
         const bool is_last = n_block == 0;
-        Work<Tile> next = work;
-        await_v(mask, n_block);
+        Work next_work = work;
+        await_v(mask, n_block--);
         if (is_last) {
-            release(shared.q_empty[consumer]);
-            const int tile_idx = take_tile();
-            if (tile_idx >= p.num_tiles) break;
-            next = Work<Tile>(p, tile_idx), mask = Mask(p, next.b(p));
+            next_work = take_work();
+            if (next_work.n_block_max == 0) break;
+            mask = Mask(p, next_work.b);
+            n_block = next_work.n_block_max - 1, n_block_masked = first_masked(mask, next_work.row0);
             mbarrier_wait(shared.q_full[consumer], q.phase), q.advance();
         }
-        const int next_block = is_last ? next.n_block_max - 1 : n_block - 1;
         mbarrier_wait(shared.k_full[k.stage], k.phase);
         await_turn();
         warpgroup_arrive();
@@ -248,10 +254,11 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
         pass_turn();
         warpgroup_wait<1>(acc_s[0]);
         release(shared.k_empty[k.stage]), k.advance();
+        if (n_block == 0) release(shared.q_empty[consumer]);
         Softmax<1> done = softmax;
         if (is_last) softmax = Softmax<1>(float(p.softmax_scale));
-        const bool has_grown = attend(softmax, mask, next.row0, next_block);
-        // Never so: without a branch that hangs on the softmax, ptxas waits before it, and nothing overlaps.
+        const bool has_grown = attend(softmax, mask, next_work.row0, n_block, n_block_masked);
+        // Never so: without a branch that hangs on the softmax ptxas 13.0 waits before it, and nothing overlaps
         if (__any_sync(~0u, fminf(softmax.row_sum[0], softmax.row_sum[1]) < 0.f)) __trap();
         warpgroup_wait<0>(acc_o[0], P);
         release(shared.v_empty[v.stage]), v.advance();
@@ -259,11 +266,10 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
         if (is_last) {
             write_out(done, work);
             for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
-            work = next;
+            work = next_work;
         } else if (has_grown) {
             softmax.rescale(acc_o, alpha);
         }
-        n_block = next_block;
     }
     warpgroup_arrive();
     multiply_p_v();
@@ -285,7 +291,7 @@ __global__ void __launch_bounds__(Tile::kNThreads, 1) flash_fwd(const __grid_con
             mbarrier_init(shared.v_full[s], 1), mbarrier_init(shared.v_empty[s], 4 * Tile::kConsumers);
         }
         for (int s = 0; s < 2; s++)
-            mbarrier_init(shared.tile_full[s], 1), mbarrier_init(shared.tile_empty[s], 4 * Tile::kConsumers);
+            mbarrier_init(shared.work_full[s], 1), mbarrier_init(shared.work_empty[s], 4 * Tile::kConsumers);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -304,6 +310,7 @@ template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
     static_assert(sizeof(SharedMemory<Tile>) <= 227 << 10);
     const int64_t tiles = (int64_t(attn.seqlen_q) + Tile::kBlockM - 1) / Tile::kBlockM * attn.batch_size * attn.nheads;
     const int64_t blocks = std::min<int64_t>(tiles, num_sms());
+    if (tiles == 0) return;
     if (tiles + blocks > INT32_MAX) throw std::runtime_error("minimal_attn: there are too many tiles of rows");
     Params p{attn};
     p.q_map = tensor_map(p.q, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, p.q_batch_stride, p.q_head_stride,
@@ -315,9 +322,10 @@ template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
     // A block an SM. Without a mask all tiles are alike and dealt out in turn; with one, a block that is done takes the
     // next by a counter.
     p.num_tiles = int(tiles), p.group = 1;
+    if (tiles == blocks) p.tile_counter = nullptr;
     if (p.tile_counter) {
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
-        const int64_t head_bytes = 2 * 2 * int64_t(p.seqlen_k) * p.head_dim, l2_bytes = 32 << 20;
+        const int64_t head_bytes = 4 * int64_t(p.seqlen_k) * p.head_dim / (p.nheads / p.nheads_k), l2_bytes = 32 << 20;
         while (2 * p.group * head_bytes <= l2_bytes && 2 * p.group <= p.nheads * p.batch_size) p.group *= 2;
     }
     launch(flash_fwd<T, Tile>, blocks, Tile::kNThreads, sizeof(SharedMemory<Tile>), p.stream, p);

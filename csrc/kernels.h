@@ -7,7 +7,6 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "flash.h"
 
@@ -46,9 +45,10 @@ inline const char *why_not_sm90(const AttnParams &p, Gpu gpu) {
     if (p.dtype == DType::kFloat32) return "the dtype is float32, which its tensor cores would round";
     if (p.dropout_seed) return "it has no dropout";
     // TMA: rows that follow one another, and strides below 2^40 bytes.
-    for (auto [rows, stride] : {std::pair(p.seqlen_q, p.q_row_stride), {p.seqlen_k, p.k_row_stride},
-                                {p.seqlen_k, p.v_row_stride}})
-        if (rows > 1 && stride < p.head_dim) return "rows overlap";
+    if (p.seqlen_k == 0) return "there are no keys";
+    if (p.seqlen_q > 1 && p.q_row_stride < p.head_dim) return "rows of q overlap";
+    if (p.seqlen_k > 1 && p.k_row_stride < p.head_dim) return "rows of k overlap";
+    if (p.seqlen_k > 1 && p.v_row_stride < p.head_dim) return "rows of v overlap";
     if ((p.q_batch_stride | p.q_head_stride | p.q_row_stride | p.k_batch_stride | p.k_head_stride | p.k_row_stride |
          p.v_batch_stride | p.v_head_stride | p.v_row_stride) >> 39)
         return "a stride is 2^40 bytes or more";

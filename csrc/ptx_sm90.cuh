@@ -67,6 +67,12 @@ __device__ inline void tma_load(void *to, const CUtensorMap &map, Barrier &barri
         : "memory");
 }
 
+// "Data Movement and Conversion Instructions: st", 16 bytes: of an assignment the compiler may make four stores.
+__device__ inline void store_global(void *to, const uint32_t (&x)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
 // "Miscellaneous Instructions: setmaxnreg": registers a thread of this warpgroup has from here on.
 template <int kRegisters> __device__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -153,12 +159,17 @@ template <int kRowBytes> __device__ uint64_t matrix_descriptor(const void *p, in
     SHAPE(192, 96, 97, 98, 99, 100) \
     SHAPE(256, 128, 129, 130, 131, 132)
 
+#define MINIMAL_ATTN_IS_SHAPE(N, ...) || kTiles == N / 8
+template <int kTiles> constexpr bool is_wgmma_shape = false MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_IS_SHAPE);
+#undef MINIMAL_ATTN_IS_SHAPE
+
 // "wgmma.mma_async", d [64, 8·kTiles] of fp32 (+)= A B with A [64, 16] and B [16, 8·kTiles] of type T. A warp of the
 // warpgroup holds 16 rows of d, as it does of m16n8k16 in ptx_sm80.cuh, and so it does of an A in registers.
 //
 // A and Bᵀ in shared memory, the dimension of the sum contiguous.
 template <typename T, int kTiles>
 __device__ void wgmma(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
+    static_assert(is_wgmma_shape<kTiles>);
 #define MINIMAL_ATTN_SHAPE(N, X0, X1, X2, X3, X4)                                                                    \
     if constexpr (kTiles == N / 8) {                                                                                 \
         if constexpr (std::is_same_v<T, __half>) MINIMAL_ATTN_WGMMA(N, X0, X1, X2, "f16");                           \
@@ -177,6 +188,7 @@ __device__ void wgmma(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumu
 // A in registers; B in shared memory, its columns contiguous.
 template <typename T, int kTiles>
 __device__ void wgmma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
+    static_assert(is_wgmma_shape<kTiles>);
 #define MINIMAL_ATTN_SHAPE(N, X0, X1, X2, X3, X4)                                                                    \
     if constexpr (kTiles == N / 8) {                                                                                 \
         if constexpr (std::is_same_v<T, __half>) MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, "f16");                   \

@@ -34,7 +34,7 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
 inline CUtensorMap tensor_map(const void *x, int64_t batch_size, int nheads, int rows, int cols, int64_t batch_stride,
                               int64_t head_stride, int64_t row_stride, int box_rows, int box_cols) {
     auto size = [](int64_t n, int64_t stride) { return cuuint64_t(stride ? n : 1); };
-    auto bytes = [](int64_t stride) { return cuuint64_t(stride ? 2 * stride : 16); };
+    auto bytes = [cols](int64_t stride) { return cuuint64_t(2 * (stride ? stride : cols)); };
     const cuuint64_t sizes[] = {cuuint64_t(cols), size(rows, row_stride), size(nheads, head_stride),
                                 size(batch_size, batch_stride)};
     const cuuint64_t strides[] = {bytes(row_stride), bytes(head_stride), bytes(batch_stride)};

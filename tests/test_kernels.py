@@ -108,8 +108,8 @@ def test_a_kernel_can_be_forced(monkeypatch):
     for tensors, capability, why_not in (((q, k, v), 100, "the GPU, or what this build holds for it, is not sm_90"),
                                          (qkv(dtype=torch.float32), 90, "the dtype is float32"),
                                          (qkv(20), 90, "head_dim is not a multiple of 16 bytes"),
-                                         ((q, k[:, :, :1].expand_as(k), v), 90, "rows overlap"),
-                                         ((q, k, windows), 90, "rows overlap")):
+                                         ((q, k[:, :, :1].expand_as(k), v), 90, "rows of k overlap"),
+                                         ((q, k, windows), 90, "rows of v overlap")):
         with pytest.raises(ValueError, match=f"MINIMAL_ATTN_KERNEL=sm90 cannot serve: {why_not}"):
             choose(*tensors, capability=capability)
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "dmma")
