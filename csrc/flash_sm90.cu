@@ -143,8 +143,8 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
     };
     auto take_work = [&] {
         mbarrier_wait(shared.work_full[next.stage], next.phase);
-        const Work work = shared.work[next.stage];
-        __syncwarp();  // all lanes have read it
+        Work work = shared.work[next.stage];
+        work.n_block_max = __reduce_max_sync(~0u, work.n_block_max);  // now ptxas sees that a warp goes one way
         release(shared.work_empty[next.stage]), next.advance();
         return work;
     };

@@ -113,6 +113,11 @@ CASES = [
                        128: [(127, 175), (129, 177), (257, 353)], 192: [(129, 111), (128, 113), (255, 225)],
                        256: [(127, 79), (129, 81), (128, 161)]}.items()
       for Sq, Sk in sizes for causal in (False, True)),
+    # More tiles of rows than a GPU has SMs, of samples of every length about a block of its keys.
+    *(Case(f"many_D{D}{'_causal' * causal}{'_lens' * has_lens}", B=24, H=8, Hk=2, Sq=2 * N + 1, Sk=2 * N + 1, D=D,
+           causal=causal, seq_lens=(1, N - 1, N, N + 1, 2 * N, 2 * N + 1) * 4 if has_lens else None, gpu_only=True)
+      for D, N in {64: 128, 96: 160, 128: 176, 192: 112, 256: 80}.items()
+      for causal in (False, True) for has_lens in (False, True)),
     Case("S1000_odd", B=3, H=4, Hk=4, Sq=1000, Sk=1000, D=72, causal=True, layout="odd", gpu_only=True),
 ]
 
