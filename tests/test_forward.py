@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cases import (CASES, DTYPES, FP32_TOLERANCE, Case, base, check_error, check_lse, exact, make_inputs, options,
-                   serves)
+from cases import (CASES, DTYPES, FP32_TOLERANCE, TILE_CASES, Case, base, check_error, check_lse, exact, make_inputs,
+                   options, serves)
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import flash_attention
 
-CASES_HERE = [case for case in CASES if HAS_GPU or not case.gpu_only]
+CASES_HERE = [case for case in CASES + TILE_CASES if HAS_GPU or not case.gpu_only]
 each_case = pytest.mark.parametrize("case", CASES_HERE, ids=str)
 each_kernel = pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl != "torch"])
 each_kernel_and_dtype = pytest.mark.parametrize("impl, dtype", [
