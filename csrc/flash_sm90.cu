@@ -269,13 +269,17 @@ template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
     static_assert(sizeof(SharedMemory<Tile>) <= 227 << 10);
     const int64_t tiles = (int64_t(attn.seqlen_q) + Tile::kBlockM - 1) / Tile::kBlockM * attn.batch_size * attn.nheads;
     if (tiles > INT32_MAX) throw std::runtime_error("minimal_attn: there are more than 2^31 - 1 tiles of rows");
+    if (tiles == 0) return;
     Params p{attn};
     p.q_map = tensor_map(p.q, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, p.q_batch_stride, p.q_head_stride,
                          p.q_row_stride, 64, Tile::kCols);
-    p.k_map = tensor_map(p.k, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.k_batch_stride, p.k_head_stride,
-                         p.k_row_stride, Tile::kBlockN, Tile::kCols);
-    p.v_map = tensor_map(p.v, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.v_batch_stride, p.v_head_stride,
-                         p.v_row_stride, Tile::kBlockN, Tile::kCols);
+    p.k_map = p.v_map = p.q_map;  // TMA has no map of an empty tensor; without keys it loads none
+    if (p.seqlen_k > 0) {
+        p.k_map = tensor_map(p.k, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.k_batch_stride, p.k_head_stride,
+                             p.k_row_stride, Tile::kBlockN, Tile::kCols);
+        p.v_map = tensor_map(p.v, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.v_batch_stride, p.v_head_stride,
+                             p.v_row_stride, Tile::kBlockN, Tile::kCols);
+    }
     // A block an SM, which loads its next tile's Q and K while it ends one. Under a causal mask tiles differ: where pairs
     // of them do not even that out, a block each, as the hardware finds room.
     const int sms = num_sms();
