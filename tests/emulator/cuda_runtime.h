@@ -1,0 +1,20 @@
+// What tensor_map.h wants of the CUDA runtime, for the emulator: the way to the driver's function of cuda.h.
+#pragma once
+
+#include "cuda.h"
+
+#define CUDART_VERSION 13000
+
+enum cudaError_t { cudaSuccess };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+constexpr int cudaEnableDefault = 0;
+
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, int, int,
+                                                    cudaDriverEntryPointQueryResult *found) {
+    *function = reinterpret_cast<void *>(cuTensorMapEncodeTiled), *found = cudaDriverEntryPointSuccess;
+    return cudaSuccess;
+}
+
+namespace device {
+inline void check_cuda(cudaError_t) {}
+}

@@ -1,0 +1,113 @@
+// launch.h of csrc for the emulator: the CUDA C++ that a kernel speaks, and a launch that runs its blocks on the CPU. A
+// kernel runs as it is written; what it may do that no GPU allows is an error.
+//
+// Read next: ptx_sm90.cuh, Hopper's instructions; then what is behind them, scheduler.h, block.h, instructions.cpp and
+// wgmma.cpp.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#define __global__
+#define __device__
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+namespace emulator {
+
+// When copies and products happen: at once, as late as can be, or at any time.
+enum class Mode { kEarly, kLate, kRandom };
+struct Schedule {
+    Mode mode;
+    unsigned seed;
+    int num_sms;  // that the GPU has
+};
+inline Schedule schedule{Mode::kEarly, 0, 1};
+
+[[noreturn, gnu::format(printf, 1, 2)]] void fail(const char *format, ...);
+
+// The 32 lanes of a warp meet, each with something of its own; the last one does act(what they have brought) for all.
+void meet(const char *what, void *mine, void (*act)(void *(&lanes)[32]));
+void sync(const char *what, int id, int threads);  // at a barrier, by its number
+
+void *shared_memory();
+void stored_16_bytes(const void *to);
+
+void run_grid(int64_t blocks, int threads, size_t shared_bytes, void (*thread)(void *args), void *args);
+
+struct Index { unsigned x; };
+
+}  // namespace emulator
+
+inline emulator::Index threadIdx, blockIdx, blockDim, gridDim;
+
+using std::max, std::min;
+
+struct __half { uint16_t bits; };
+struct __nv_bfloat16 { uint16_t bits; };
+
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+    uint4 &operator=(const uint4 &other) {
+        if (uintptr_t(this) % 16) emulator::fail("16 bytes are stored at no multiple of 16");
+        std::memcpy(static_cast<void *>(this), &other, 16);
+        emulator::stored_16_bytes(this);
+        return *this;
+    }
+};
+
+// Of whole warps: mask is all ones.
+template <typename T> T __shfl_sync(unsigned mask, T x, int lane) {
+    struct Trade { T x, result; int from; };
+    if (mask != ~0u || lane < 0 || lane >= 32) emulator::fail("__shfl_sync with mask %#x from lane %d", mask, lane);
+    Trade mine{x, x, lane};
+    emulator::meet("a shuffle", &mine, [](void *(&lanes)[32]) {
+        auto trade = [&](int i) { return static_cast<Trade *>(lanes[i]); };
+        for (int i = 0; i < 32; i++) trade(i)->result = trade(trade(i)->from)->x;
+    });
+    return mine.result;
+}
+template <typename T> T __shfl_xor_sync(unsigned mask, T x, int lanes) {
+    return __shfl_sync(mask, x, int(threadIdx.x % 32) ^ lanes);
+}
+inline int __any_sync(unsigned mask, int x) {
+    if (mask != ~0u) emulator::fail("__any_sync with mask %#x", mask);
+    emulator::meet("__any_sync", &x, [](void *(&lanes)[32]) {
+        int any = 0;
+        for (void *x : lanes) any |= *static_cast<int *>(x) != 0;
+        for (void *x : lanes) *static_cast<int *>(x) = any;
+    });
+    return x;
+}
+inline void __syncwarp() {
+    emulator::meet("__syncwarp", nullptr, [](void *(&)[32]) {});
+}
+inline void __syncthreads() { emulator::sync("__syncthreads", 0, blockDim.x); }
+
+namespace device {
+
+float to_float(__half x);
+float to_float(__nv_bfloat16 x);
+inline float to_float(float x) { return x; }
+template <typename T> T from_float(float x);  // rounds to nearest even
+
+inline int num_sms() { return emulator::schedule.num_sms; }
+
+template <typename Tiles> Tiles &shared_memory() { return *static_cast<Tiles *>(emulator::shared_memory()); }
+
+// Run kernel(args...) for every block of the grid and return when all are done. There are no streams.
+template <typename... Args>
+void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
+            std::type_identity_t<Args>... args) {
+    if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
+    auto call = [&] { kernel(args...); };
+    auto thread = [](void *p) { (*static_cast<decltype(call) *>(p))(); };
+    emulator::run_grid(blocks, threads, shared_bytes, thread, &call);
+}
+
+}  // namespace device

@@ -1,0 +1,68 @@
+// ptx_sm90.cuh of csrc for the emulator: Hopper's instructions by the same names, as the PTX ISA describes them and not
+// as a kernel uses them. What the ISA leaves undefined is an error, or makes NaN.
+//
+// Read next: instructions.cpp and wgmma.cpp, what they do.
+#pragma once
+
+#include "cuda.h"
+#include "launch.h"
+#include "ptx_sm80.cuh"
+
+namespace emulator {
+
+// wgmma.mma_async. A is `a`, a descriptor, or in registers; b describes Bᵀ with `a`, and else B.
+struct Product {
+    float (*d)[4];
+    int tiles;
+    uint64_t a, b;
+    const uint32_t *a_registers;
+    bool is_half, accumulate;
+};
+void issue(Product product);
+
+struct Registers {
+    const void *begin, *end;
+};
+void wait_group(int pending, const Registers *named, int count);
+
+void set_registers(const char *what, int per_thread);
+
+}  // namespace emulator
+
+namespace ptx {
+
+using Barrier = uint64_t;
+
+void mbarrier_init(Barrier &barrier, int count);
+void mbarrier_arrive(Barrier &barrier);
+void mbarrier_arrive_expect_tx(Barrier &barrier, int bytes);
+void mbarrier_wait(Barrier &barrier, uint32_t parity);
+void fence_mbarrier_init();
+void fence_proxy_async();
+
+inline void barrier_sync(int id, int threads) { emulator::sync("barrier.sync", id, threads); }
+void barrier_arrive(int id, int threads);
+
+inline void prefetch(const CUtensorMap &) {}
+void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3);
+
+template <int kRegisters> void warpgroup_reg_alloc() { emulator::set_registers("setmaxnreg.inc", kRegisters); }
+template <int kRegisters> void warpgroup_reg_dealloc() { emulator::set_registers("setmaxnreg.dec", kRegisters); }
+
+void warpgroup_arrive();
+void warpgroup_commit_batch();
+template <int kPending, typename... Fragments> void warpgroup_wait(Fragments &...fragments) {
+    const emulator::Registers named[] = {{&fragments, &fragments + 1}..., {}};
+    emulator::wait_group(kPending, named, sizeof...(fragments));
+}
+
+template <typename T, int kTiles> void wgmma(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
+    emulator::issue({d, kTiles, a, b, nullptr, std::is_same_v<T, __half>, accumulate});
+}
+template <typename T, int kTiles> void wgmma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
+    emulator::issue({d, kTiles, 0, b, a, std::is_same_v<T, __half>, true});
+}
+
+#include "matrix_descriptor.cuh"  // that function of csrc's ptx_sm90.cuh, which has no asm, as it is there
+
+}  // namespace ptx
