@@ -9,8 +9,8 @@
 //   producer ── TMA ──▶ full[stage] ──▶ consumers ── wgmma ──▶ empty[stage] ──▶ producer
 //
 // A consumer has two products under way at a time, Q Kᵀ of one block and P V of the block before it, and computes the
-// softmax of the first while the second runs. P goes from the accumulators of one product straight into the A operand of
-// the next, as in flash_sm80.cu.
+// softmax of the first while the second runs, from one tile on to the next. P goes from the accumulators of one product
+// straight into the A operand of the next, as in flash_sm80.cu.
 //
 // Read next: ptx_sm90.cuh for the instructions; tensor_map.h, which tells TMA where Q, K and V are; kernels.h.
 #include <algorithm>
@@ -48,8 +48,8 @@ template <typename Tile> struct SharedMemory {
     uint16_t sV[Tile::kStages][Tile::kPanels][Tile::kBlockN][Tile::kCols];
     Barrier q_full[Tile::kConsumers], q_empty[Tile::kConsumers];
     Barrier k_full[Tile::kStages], k_empty[Tile::kStages], v_full[Tile::kStages], v_empty[Tile::kStages];
-    Barrier work_full[2], work_empty[2];
-    Work work[2];
+    Barrier work_full[2];
+    Work work[2];  // a tile's is read before its Q, and so before there is room for the next tile's
 };
 
 // The place in a ring of buffers, and the parity of its round.
@@ -66,8 +66,8 @@ struct Params : AttnParams {
     int num_tiles, group;  // of out; heads that are worked on together
 };
 
-// Tiles of `group` heads are neighbours, for their K and V to stay in L2; among them the last rows, which see most under
-// a causal mask, go first.
+// Tiles of `group` heads are neighbours, for their K and V to stay in L2; among them the last rows, which see most
+// under a causal mask, go first.
 template <typename Tile> __device__ Work work_of(const Params &p, int tile_idx) {
     if (tile_idx >= p.num_tiles) return {};
     const int m_blocks = (p.seqlen_q + Tile::kBlockM - 1) / Tile::kBlockM;
@@ -93,7 +93,6 @@ template <typename Tile> __device__ void produce(const Params &p, SharedMemory<T
     prefetch(p.q_map), prefetch(p.k_map), prefetch(p.v_map);
     for (int tile_idx = blockIdx.x;; next.advance()) {
         Work &work = shared.work[next.stage];  // read anew where it is needed: the producer has few registers
-        mbarrier_wait(shared.work_empty[next.stage], next.phase ^ 1);
         work = work_of<Tile>(p, tile_idx);
         mbarrier_arrive(shared.work_full[next.stage]);
         if (work.n_block_max == 0) break;
@@ -123,7 +122,8 @@ template <typename Tile> __device__ void produce(const Params &p, SharedMemory<T
 }
 
 // 64 rows of out and lse of each tile.
-template <typename T, typename Tile> __device__ void consume(const Params &p, SharedMemory<Tile> &shared, int consumer) {
+template <typename T, typename Tile>
+__device__ void consume(const Params &p, SharedMemory<Tile> &shared, int consumer) {
     constexpr int kHeadDim = Tile::kHeadDim, kBlockN = Tile::kBlockN, kCols = Tile::kCols, kRowBytes = 2 * kCols;
     constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8, kConsumers = Tile::kConsumers;
     const int warp_idx = threadIdx.x / 32 % 4, lane_idx = threadIdx.x % 32;
@@ -144,8 +144,8 @@ template <typename T, typename Tile> __device__ void consume(const Params &p, Sh
     auto take_work = [&] {
         mbarrier_wait(shared.work_full[next.stage], next.phase);
         Work work = shared.work[next.stage];
-        work.n_block_max = __reduce_max_sync(~0u, work.n_block_max);  // now ptxas sees that a warp goes one way
-        release(shared.work_empty[next.stage]), next.advance();
+        work.n_block_max = __reduce_max_sync(~0u, work.n_block_max);  // for ptxas to see that a warp goes one way
+        next.advance();
         return work;
     };
 
@@ -285,17 +285,17 @@ __global__ void __launch_bounds__(Tile::kNThreads, 1) flash_fwd(const __grid_con
 #else
     auto &shared = shared_memory<SharedMemory<Tile>>();
     if (threadIdx.x == 0) {
-        for (int c = 0; c < Tile::kConsumers; c++) mbarrier_init(shared.q_full[c], 1), mbarrier_init(shared.q_empty[c], 4);
+        for (int c = 0; c < Tile::kConsumers; c++)
+            mbarrier_init(shared.q_full[c], 1), mbarrier_init(shared.q_empty[c], 4);
         for (int s = 0; s < Tile::kStages; s++) {
             mbarrier_init(shared.k_full[s], 1), mbarrier_init(shared.k_empty[s], 4 * Tile::kConsumers);
             mbarrier_init(shared.v_full[s], 1), mbarrier_init(shared.v_empty[s], 4 * Tile::kConsumers);
         }
-        for (int s = 0; s < 2; s++)
-            mbarrier_init(shared.work_full[s], 1), mbarrier_init(shared.work_empty[s], 4 * Tile::kConsumers);
+        for (int s = 0; s < 2; s++) mbarrier_init(shared.work_full[s], 1);
         fence_mbarrier_init();
     }
     __syncthreads();
-    const int warpgroup_idx = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same for a whole warp, as the compiler sees
+    const int warpgroup_idx = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same in a warp, as the compiler sees
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Tile::kProducerRegisters>();
         if (threadIdx.x == 0) produce<Tile>(p, shared);
@@ -313,12 +313,12 @@ template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
     if (tiles == 0) return;
     if (tiles + blocks > INT32_MAX) throw std::runtime_error("minimal_attn: there are too many tiles of rows");
     Params p{attn};
-    p.q_map = tensor_map(p.q, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, p.q_batch_stride, p.q_head_stride,
-                         p.q_row_stride, 64, Tile::kCols);
-    p.k_map = tensor_map(p.k, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.k_batch_stride, p.k_head_stride,
-                         p.k_row_stride, Tile::kBlockN, Tile::kCols);
-    p.v_map = tensor_map(p.v, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.v_batch_stride, p.v_head_stride,
-                         p.v_row_stride, Tile::kBlockN, Tile::kCols);
+    encode(p.q_map, p.q, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, p.q_batch_stride, p.q_head_stride,
+           p.q_row_stride, 64, Tile::kCols);
+    encode(p.k_map, p.k, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.k_batch_stride, p.k_head_stride,
+           p.k_row_stride, Tile::kBlockN, Tile::kCols);
+    encode(p.v_map, p.v, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.v_batch_stride, p.v_head_stride,
+           p.v_row_stride, Tile::kBlockN, Tile::kCols);
     // A block an SM. Without a mask all tiles are alike and dealt out in turn; with one, a block that is done takes the
     // next by a counter.
     p.num_tiles = int(tiles), p.group = 1;

@@ -1,6 +1,6 @@
-// Hopper's instructions that CUDA C++ has no name for: barriers in shared memory that count bytes, copies of whole tiles
-// by TMA, products by the four warps of a warpgroup. One wrapper an instruction, named as in the PTX ISA and with its
-// section there; see also ptx_sm80.cuh. They exist in code for sm_90a alone.
+// Hopper's instructions that CUDA C++ has no name for: barriers in shared memory that count bytes, copies of whole
+// tiles by TMA, products by the four warps of a warpgroup. One wrapper an instruction, named as in the PTX ISA and with
+// its section there; see also ptx_sm80.cuh. They exist in code for sm_90a alone.
 //
 // Read next: flash_sm90.cu; flash_dmma.cu for the last one.
 #pragma once
@@ -62,7 +62,8 @@ __device__ inline void prefetch(const CUtensorMap &map) {
 // tensor becomes 0 and counts as well.
 __device__ inline void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];"
         ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }

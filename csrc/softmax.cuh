@@ -47,8 +47,8 @@ template <int kMTiles> struct Softmax {
         for (int i = 0; i < kRows; i++) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
     }
 
-    // Before the probabilities of a block: let row_max follow its scores. Returns whether that of some row of the warp has
-    // moved. Then what was summed so far is to be multiplied by alpha: row_sum has been, acc_o is by rescale().
+    // Before the probabilities of a block: let row_max follow its scores. Returns whether that of some row of the warp
+    // has moved. Then what was summed so far is to be multiplied by alpha: row_sum has been, acc_o is by rescale().
     template <int kNTiles> __device__ bool follow(const float (&acc_s)[kMTiles][kNTiles][4], float (&alpha)[kRows]) {
         bool has_grown = false;
 #pragma unroll

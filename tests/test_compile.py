@@ -94,7 +94,7 @@ def cuobjdump():
 
 
 def kernels_overlap(sass):
-    """Hopper's kernels load by TMA, and the exponentials of a block come before the wait for the product beside them."""
+    """Hopper's kernels load by TMA, and a block's exponentials come before the wait for the product beside them."""
     kernels = sass.split("Function : ")[1:]
     assert len(kernels) >= 10
     for kernel in kernels:

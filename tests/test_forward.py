@@ -57,7 +57,8 @@ def check_case(impl, case, dtype, seed=0, factor=2):
 
 @each_case
 @pytest.mark.parametrize("impl, dtype", [
-    pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", "")) for impl in IMPLEMENTATIONS for dtype in DTYPES
+    pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
+    for impl in IMPLEMENTATIONS for dtype in DTYPES
     if HAS_GPU or (impl, dtype) != ("triton", torch.bfloat16)])  # in whose place the interpreter is given fp32
 def test_against_fp64(impl, dtype, case, poisoned_outputs):
     check_case(impl, case, dtype)

@@ -39,7 +39,7 @@ def backward_by(name, forward):
 
 IMPLS = {name: impl._replace(forward=backward_by(name, impl.forward),
                              dtypes=tuple(x for x in impl.dtypes if x in DTYPES))
-         for name, impl in attention.IMPLS.items() if name not in ("cuda:sm90", "cuda:dmma")}  # which have the backward pass of others
+         for name, impl in attention.IMPLS.items() if name not in ("cuda:sm90", "cuda:dmma")}  # theirs is of others
 PROFILES = {name: (f"{heading}, backward", backward_of(forward))
             for name, (heading, forward) in attention.PROFILES.items()}
 

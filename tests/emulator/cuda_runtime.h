@@ -1,6 +1,8 @@
 // What tensor_map.h wants of the CUDA runtime, for the emulator: the way to the driver's function of cuda.h.
 #pragma once
 
+#include <cstring>
+
 #include "cuda.h"
 
 #define CUDART_VERSION 13000
@@ -13,6 +15,11 @@ inline cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **functio
                                                     cudaDriverEntryPointQueryResult *found) {
     *function = reinterpret_cast<void *>(cuTensorMapEncodeTiled), *found = cudaDriverEntryPointSuccess;
     return cudaSuccess;
+}
+
+using cudaStream_t = void *;
+inline cudaError_t cudaMemsetAsync(void *to, int byte, size_t size, cudaStream_t) {
+    return std::memset(to, byte, size), cudaSuccess;
 }
 
 namespace device {

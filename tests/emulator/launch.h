@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #define __global__
 #define __device__
@@ -84,6 +85,17 @@ inline int __any_sync(unsigned mask, int x) {
     });
     return x;
 }
+inline int __reduce_max_sync(unsigned mask, int x) {
+    if (mask != ~0u) emulator::fail("__reduce_max_sync with mask %#x", mask);
+    emulator::meet("__reduce_max_sync", &x, [](void *(&lanes)[32]) {
+        auto value = [&](int i) -> int & { return *static_cast<int *>(lanes[i]); };
+        for (int i = 1; i < 32; i++) value(0) = max(value(0), value(i));
+        for (int i = 1; i < 32; i++) value(i) = value(0);
+    });
+    return x;
+}
+inline int atomicAdd(int *to, int x) { return std::exchange(*to, *to + x); }
+inline void __trap() { emulator::fail("__trap"); }
 inline void __syncwarp() {
     emulator::meet("__syncwarp", nullptr, [](void *(&)[32]) {});
 }

@@ -46,6 +46,11 @@ void barrier_arrive(int id, int threads);
 inline void prefetch(const CUtensorMap &) {}
 void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3);
 
+inline void store_global(void *to, const uint32_t (&x)[4]) {
+    if (uintptr_t(to) % 16) emulator::fail("16 bytes are stored at no multiple of 16");
+    std::memcpy(to, x, 16);
+}
+
 template <int kRegisters> void warpgroup_reg_alloc() { emulator::set_registers("setmaxnreg.inc", kRegisters); }
 template <int kRegisters> void warpgroup_reg_dealloc() { emulator::set_registers("setmaxnreg.dec", kRegisters); }
 

@@ -1,8 +1,8 @@
 // wgmma for the emulator: a warp's share of a product m64nNk16, its 16 rows of D (+)= A B, and when it is computed.
 //
 // "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" of the PTX ISA. A product reads shared memory,
-// and A in registers, at any time from its issue to the warp's wait for its group, each warp for itself, and the products
-// of a warp in order. Meanwhile its accumulators are NaN.
+// and A in registers, at any time from its issue to the warp's wait for its group, each warp for itself, and the
+// products of a warp in order. Meanwhile its accumulators are NaN.
 #include <array>
 #include <bit>
 #include <tuple>
