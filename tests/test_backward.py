@@ -179,8 +179,8 @@ def test_dout_of_any_strides(impl, dtype):
 @each_kernel_and_dtype
 @pytest.mark.parametrize("causal", [False, True])
 def test_same_bits_in_every_run(impl, dtype, causal):
-    size, runs = (1000, 10) if IMPLEMENTATIONS[impl][1] == "cuda" else (70, 2)
-    case = Case("bits", B=2, H=4, Hk=2, Sq=size, Sk=size + 20, causal=causal)
+    size, B, runs = (1000, 2, 10) if IMPLEMENTATIONS[impl][1] == "cuda" else (70, 1, 1)
+    case = Case("bits", B=B, H=2 * B, Hk=B, Sq=size, Sk=size + 20, causal=causal)
     inputs = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
     first = gradients(by(impl, case, deterministic=True), *inputs)
     for _ in range(runs):
@@ -197,7 +197,7 @@ def test_same_bits_in_every_run(impl, dtype, causal):
 def test_gradcheck(backend, causal, Hk, dropout_p):
     """Numerical derivatives in fp64, of out and lse, by the oracle and by the host build of flash.cu."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (1, 2, 5, 3), (1, Hk, 6, 3), (1, Hk, 6, 3)
+    shapes = (1, 2, 4, 2), (1, Hk, 5, 2), (1, Hk, 5, 2)
     inputs = [torch.randn(x, generator=generator, dtype=torch.float64).requires_grad_() for x in shapes]
     options = dict(dropout_p=dropout_p, dropout_seed=torch.tensor([1]), return_lse=True, backend=backend)
     assert torch.autograd.gradcheck(lambda q, k, v: flash_attention(q, k, v, causal, **options), inputs)

@@ -204,7 +204,7 @@ def test_compiles_as_one_graph(backend, dynamic):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attend, fullgraph=True, backend=counter, dynamic=dynamic)
     for Sq in (21, 40) if dynamic else (21,):
-        inputs = [x.requires_grad_() for x in qkv(Sq=Sq, dtype=torch.float32)]
+        inputs = [x.requires_grad_() for x in qkv(H=2, Hk=1, Sq=Sq, dtype=torch.float32)]
         for seed in range(2):
             got, want = (call(*inputs, seed_of(seed)) for call in (compiled, attend))
             torch.testing.assert_close(got, want)
@@ -332,9 +332,10 @@ def masks(q, k, v, dropout_p, backend, **options):
 
 @pytest.mark.parametrize("shape, options, seed", [
     (dict(Sq=1, Sk=1), {}, 0), (dict(Sq=15, Sk=17), {}, -1), (dict(Sq=64, Sk=33, D=64), {}, -2**63),
-    (dict(B=1, Sq=70, Sk=150, D=80), dict(causal=True), 2**62), (dict(B=1, Sq=150, Sk=70, D=96), dict(causal=True), 7),
+    (dict(B=1, H=2, Sq=70, Sk=150, D=80), dict(causal=True), 2**62),
+    (dict(B=1, H=2, Sq=150, Sk=70, D=96), dict(causal=True), 7),
     (dict(B=1, H=2, Hk=1, Sq=131, Sk=133, D=128), {}, SEED), (dict(B=1, H=3, Hk=1, Sq=66, Sk=65, D=256), {}, 5),
-    (dict(Sq=70, Sk=70, D=40), dict(causal=True, seq_lens=[9, 70]), 2**63 - 1),
+    (dict(H=2, Hk=1, Sq=70, Sk=70, D=40), dict(causal=True, seq_lens=[9, 70]), 2**63 - 1),
 ], ids=str)
 @each_impl
 def test_each_kernel_drops_what_the_mask_says(impl, dtype, shape, options, seed):
@@ -390,7 +391,7 @@ def test_16_bits_drop_the_same(impl, dtype):
 
 @each_impl
 def test_each_kernel_reads_any_strides(impl, dtype):
-    q, k, v = kernel_inputs(impl, dtype, Sq=70)
+    q, k, v = kernel_inputs(impl, dtype, H=2, Hk=1, Sq=70)
     attend = lambda *qkv: drop(*qkv, 0.3, IMPLEMENTATIONS[impl][0], causal=True, deterministic=True)  # noqa: E731
     gradients = lambda out: torch.autograd.grad(out.square().sum(), (q, k, v))  # noqa: E731
     want = attend(q, k, v)

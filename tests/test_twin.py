@@ -195,12 +195,14 @@ def test_tiles_fit_every_gpu(dtype, limit):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("BM, BN", [(16, 16), (32, 32), (32, 64), (32, 128), (64, 16), (128, 32), (16, 256)])
 def test_attention_with_given_tiles(BM, BN, causal):
-    case = Case("", B=2, H=4, Hk=2, Sq=150, Sk=130, D=40, causal=causal, sm_scale=0.5)
+    case = Case("", B=1, H=2, Hk=1, Sq=150, Sk=130, D=40, causal=causal, sm_scale=0.5)
     q, k, v = make_inputs(case, torch.float16, DEVICE)
     check_error(attention(q, k, v, causal, 0.5, BM, BN), exact(case, q, k, v)[0], base(case, q, k, v))
 
 
-def test_the_checks_of_the_examples(capsys):
+def test_the_checks_of_the_examples(capsys, monkeypatch):
+    if not HAS_GPU:  # 128 heads are many for the interpreter
+        monkeypatch.setattr(classic, "OP_CASES", [(1, min(H, 2), *case) for _, H, *case in classic.OP_CASES])
     classic.main()
     error, equal, *lines = capsys.readouterr().out.splitlines()
     assert 0 < float(error.removeprefix("Maximum absolute error: ")) < 2e-6 and equal == "Approximately equal: True"
