@@ -44,7 +44,7 @@ inline const char *why_not_sm90(const AttnParams &p, Gpu gpu) {
     if (gpu.capability != 90) return "the GPU, or what this build holds for it, is not sm_90";
     if (p.dtype == DType::kFloat32) return "the dtype is float32, which its tensor cores would round";
     if (p.dropout_seed) return "it has no dropout";
-    // TMA: rows that follow one another, and strides below 2^40 bytes.
+    // TMA takes what is not empty, rows that follow one another, and strides below 2^40 bytes.
     if (p.seqlen_k == 0) return "there are no keys";
     if (p.seqlen_q > 1 && p.q_row_stride < p.head_dim) return "rows of q overlap";
     if (p.seqlen_k > 1 && p.k_row_stride < p.head_dim) return "rows of k overlap";

@@ -31,7 +31,7 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
 
 // Of a tensor [batch_size, nheads, rows, cols] of 16-bit elements with these strides in elements, cols contiguous.
 // A copy takes box_rows rows of one head, box_cols columns of 128 or 64 bytes a row, which is also how they are
-// swizzled. Where a stride is 0, all is one: the coordinate along it must be 0. L2 fetches 128 bytes, or 256.
+// swizzled. Where a stride is 0, all is one: the coordinate along it must be 0. L2 fetches 256 bytes at a time.
 inline void encode(CUtensorMap &map, const void *x, int64_t batch_size, int nheads, int rows, int cols,
                    int64_t batch_stride, int64_t head_stride, int64_t row_stride, int box_rows, int box_cols) {
     auto size = [](int64_t n, int64_t stride) { return cuuint64_t(stride ? n : 1); };
