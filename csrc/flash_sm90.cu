@@ -4,15 +4,17 @@
 // keys that its rows see to the first, kBlockN at a time (Dao, FlashAttention-2, 2023, Algorithm 1). Its warpgroups, of
 // four warps, have roles (Shah et al., FlashAttention-3, 2024, section 3): the producer asks TMA for tiles, a consumer
 // multiplies, for 64 rows. They meet at barriers in shared memory, one for every buffer that is full or empty again; K
-// and V have rings of kStages buffers, Q has one for each consumer:
+// and V have rings of kStages buffers, Q has one of kQStages for each consumer:
 //
 //   producer ── TMA ──▶ full[stage] ──▶ consumers ── wgmma ──▶ empty[stage] ──▶ producer
 //
 // A consumer has two products under way at a time, Q Kᵀ of one block and P V of the block before it, and computes the
-// softmax of the first while the second runs, from one tile on to the next. P goes from the accumulators of one product
-// straight into the A operand of the next, as in flash_sm80.cu.
+// softmax of the first while the second runs. P goes from the accumulators of one product straight into the A operand of
+// the next, as in flash_sm80.cu; while it is read from there, the other warps of that part of the SM issue an
+// instruction every fourth cycle. So instructions are what there is to save, and the softmax does without a maximum:
+// after a tile's first block row_max stays as it is, until a sum of probabilities shows that one has grown too large.
 //
-// Read next: ptx_sm90.cuh for the instructions; tensor_map.h, which tells TMA where Q, K and V are; kernels.h.
+// Read next: ptx_sm90.cuh for the instructions; tensor_map.h, which tells TMA where Q, K, V and out are; kernels.h.
 #include <algorithm>
 
 #include "flash.h"
@@ -27,10 +29,10 @@ namespace sm90 {
 using namespace device;
 using namespace ptx;
 
-template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, bool kPingPong_ = false> struct Tile {
+template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2> struct Tile {
     static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
-    static constexpr int kBlockN = kBlockN_, kStages = kStages_, kNThreads = 128 * (kConsumers + 1);
-    static constexpr bool kPingPong = kPingPong_;
+    static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQStages = kQStages_;
+    static constexpr int kNThreads = 128 * (kConsumers + 1);
     // A tile in shared memory is made of panels of kCols columns, as wide as a swizzle.
     static constexpr int kCols = kHeadDim % 64 ? 32 : 64, kPanels = kHeadDim / kCols;
     // Registers a thread: what the producer does not need goes to the consumers.
@@ -43,26 +45,21 @@ template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, bool k
 struct Work { int b, h, row0, n_block_max; };
 
 template <typename Tile> struct SharedMemory {
-    alignas(1024) uint16_t sQ[Tile::kConsumers][Tile::kPanels][64][Tile::kCols];
+    alignas(1024) uint16_t sQ[Tile::kQStages][Tile::kConsumers][Tile::kPanels][64][Tile::kCols];
     uint16_t sK[Tile::kStages][Tile::kPanels][Tile::kBlockN][Tile::kCols];
     uint16_t sV[Tile::kStages][Tile::kPanels][Tile::kBlockN][Tile::kCols];
-    Barrier q_full[Tile::kConsumers], q_empty[Tile::kConsumers];
+    Barrier q_full[Tile::kConsumers][Tile::kQStages], q_empty[Tile::kConsumers][Tile::kQStages];
     Barrier k_full[Tile::kStages], k_empty[Tile::kStages], v_full[Tile::kStages], v_empty[Tile::kStages];
-    Barrier work_full[2];
-    Work work[2];  // a tile's is read before its Q, and so before there is room for the next tile's
+    Barrier work_full[4];
+    Work work[4];  // a tile's place is not taken before its rows are written: the producer waits for room for Q
 };
 
-// The place in a ring of buffers, and the parity of its round.
-template <int kStages> struct Ring {
-    int stage = 0;
-    uint32_t phase = 0;
-    __device__ void advance() {
-        if (++stage == kStages) stage = 0, phase ^= 1;
-    }
-};
+// A ring of n buffers: what is i-th in a stream lies in buffer i % n, until what is (i + n)-th does.
+template <int n> __device__ void await(Barrier (&full)[n], uint32_t i) { mbarrier_wait(full[i % n], i / n % 2); }
+template <int n> __device__ void await_room(Barrier (&empty)[n], uint32_t i) { await(empty, i + n); }
 
 struct Params : AttnParams {
-    CUtensorMap q_map, k_map, v_map;
+    CUtensorMap q_map, k_map, v_map, o_map;
     int num_tiles, group;  // of out; heads that are worked on together
 };
 
@@ -77,46 +74,39 @@ template <typename Tile> __device__ Work work_of(const Params &p, int tile_idx) 
     return {b, bh % p.nheads, row0, max(1, Mask(p, b).n_block_max<Tile::kBlockM, Tile::kBlockN>(row0))};
 }
 
-// For each tile Q, and K and V block by block, V one block behind K, as the consumers take them.
+// For each tile Q, and K and V block by block.
 template <typename Tile> __device__ void produce(const Params &p, SharedMemory<Tile> &shared) {
-    constexpr int kBlockN = Tile::kBlockN, kCols = Tile::kCols;
-    Ring<2> next;
-    Ring<1> q;
-    Ring<Tile::kStages> k, v;
-    auto load = [](auto &tile, const CUtensorMap &map, Barrier &full, Barrier &empty, uint32_t phase, int row, int h,
-                   int b) {
-        mbarrier_wait(empty, phase ^ 1);
+    constexpr int kBlockN = Tile::kBlockN, kCols = Tile::kCols, kStages = Tile::kStages;
+    auto load = [](auto &tile, const CUtensorMap &map, Barrier &full, int row, int h, int b) {
         mbarrier_arrive_expect_tx(full, sizeof(tile));
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; i++) tma_load(tile[i], map, full, i * kCols, row, h, b);
     };
-    prefetch(p.q_map), prefetch(p.k_map), prefetch(p.v_map);
-    for (int tile_idx = blockIdx.x;; next.advance()) {
-        Work &work = shared.work[next.stage];  // read anew where it is needed: the producer has few registers
+    prefetch(p.q_map), prefetch(p.k_map), prefetch(p.v_map), prefetch(p.o_map);
+    uint32_t tile = 0, block = 0;  // of the tiles and of the blocks so far
+    for (int tile_idx = blockIdx.x;; tile++) {
+        Work &work = shared.work[tile % 4];  // read anew where it is needed: the producer has few registers
         work = work_of<Tile>(p, tile_idx);
-        mbarrier_arrive(shared.work_full[next.stage]);
+        mbarrier_arrive(shared.work_full[tile % 4]);
         if (work.n_block_max == 0) break;
         tile_idx = gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : tile_idx);
 
+#pragma unroll 1
+        for (int c = 0; c < Tile::kConsumers; c++) {
+            await_room(shared.q_empty[c], tile);
+            load(shared.sQ[tile % Tile::kQStages][c], p.q_map, shared.q_full[c][tile % Tile::kQStages],
+                 work.row0 + 64 * c, p.q_head_stride ? work.h : 0, p.q_batch_stride ? work.b : 0);
+        }
         const int h_k = work.h / (p.nheads / p.nheads_k);
 #pragma unroll 1
-        for (int n_block = work.n_block_max - 1; n_block >= -1; n_block--) {
-            if (n_block >= 0) {
-                load(shared.sK[k.stage], p.k_map, shared.k_full[k.stage], shared.k_empty[k.stage], k.phase,
-                     n_block * kBlockN, p.k_head_stride ? h_k : 0, p.k_batch_stride ? work.b : 0);
-                k.advance();
-            }
-            if (n_block == work.n_block_max - 1) {  // after K, for which there is room before there is for Q
-#pragma unroll 1
-                for (int c = 0; c < Tile::kConsumers; c++)
-                    load(shared.sQ[c], p.q_map, shared.q_full[c], shared.q_empty[c], q.phase, work.row0 + 64 * c,
-                         p.q_head_stride ? work.h : 0, p.q_batch_stride ? work.b : 0);
-                q.advance();
-            } else {
-                load(shared.sV[v.stage], p.v_map, shared.v_full[v.stage], shared.v_empty[v.stage], v.phase,
-                     (n_block + 1) * kBlockN, p.v_head_stride ? h_k : 0, p.v_batch_stride ? work.b : 0);
-                v.advance();
-            }
+        for (int n_block = work.n_block_max - 1; n_block >= 0; n_block--, block++) {
+            const int stage = block % kStages, row = n_block * kBlockN;
+            await_room(shared.k_empty, block);
+            load(shared.sK[stage], p.k_map, shared.k_full[stage], row, p.k_head_stride ? h_k : 0,
+                 p.k_batch_stride ? work.b : 0);
+            await_room(shared.v_empty, block);
+            load(shared.sV[stage], p.v_map, shared.v_full[stage], row, p.v_head_stride ? h_k : 0,
+                 p.v_batch_stride ? work.b : 0);
         }
     }
 }
@@ -126,34 +116,19 @@ template <typename T, typename Tile>
 __device__ void consume(const Params &p, SharedMemory<Tile> &shared, int consumer) {
     constexpr int kHeadDim = Tile::kHeadDim, kBlockN = Tile::kBlockN, kCols = Tile::kCols, kRowBytes = 2 * kCols;
     constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8, kConsumers = Tile::kConsumers;
+    constexpr int kStages = Tile::kStages, kQStages = Tile::kQStages;
+    constexpr float kMaxSum = 1 << 15;  // of a lane's columns: more than follow() leaves, less than fp16 holds
     const int warp_idx = threadIdx.x / 32 % 4, lane_idx = threadIdx.x % 32;
-    const int first_row = 64 * consumer + 16 * warp_idx + lane_idx / 4;  // of this lane's, in the tile
-    Ring<2> next;
-    Ring<1> q;
-    Ring<Tile::kStages> k, v;
+    uint32_t tile = 0, block = 0;  // of the tiles and of the blocks so far
     auto release = [&](Barrier &empty) {  // when all four warps have
         if (lane_idx == 0) mbarrier_arrive(empty);
     };
-    // Turns at the tensor cores: a consumer issues its products when the one before it has issued its own.
-    auto await_turn = [&] {
-        if (Tile::kPingPong) barrier_sync(1 + consumer, 256);
-    };
-    auto pass_turn = [&] {
-        if (Tile::kPingPong) barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
-    };
-    auto take_work = [&] {
-        mbarrier_wait(shared.work_full[next.stage], next.phase);
-        Work work = shared.work[next.stage];
-        work.n_block_max = __reduce_max_sync(~0u, work.n_block_max);  // for ptxas to see that a warp goes one way
-        next.advance();
-        return work;
-    };
 
-    float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4] = {}, alpha[2];
+    float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4], alpha[2];
     uint32_t P[kBlockN / 16][4];
-    auto multiply_q_k = [&] {  // acc_s = Q Kᵀ
-        const uint64_t a = matrix_descriptor<kRowBytes>(shared.sQ[consumer]);
-        const uint64_t b = matrix_descriptor<kRowBytes>(shared.sK[k.stage]);
+    auto multiply_q_k = [&](int q_stage, int stage) {  // acc_s = Q Kᵀ
+        const uint64_t a = matrix_descriptor<kRowBytes>(shared.sQ[q_stage][consumer]);
+        const uint64_t b = matrix_descriptor<kRowBytes>(shared.sK[stage]);
 #pragma unroll
         for (int kk = 0; kk < kHeadDim / 16; kk++) {
             const int panel = 16 * kk / kCols, bytes = 16 * kk % kCols * 2;
@@ -162,120 +137,137 @@ __device__ void consume(const Params &p, SharedMemory<Tile> &shared, int consume
         }
         warpgroup_commit_batch();
     };
-    auto multiply_p_v = [&] {  // acc_o += P V
-        const uint64_t b = matrix_descriptor<kRowBytes>(shared.sV[v.stage], kBlockN * kRowBytes);
+    auto multiply_p_v = [&](int stage) {  // acc_o += P V
+        const uint64_t b = matrix_descriptor<kRowBytes>(shared.sV[stage], kBlockN * kRowBytes);
 #pragma unroll
         for (int kk = 0; kk < kBlockN / 16; kk++) wgmma<T>(acc_o[0], P[kk], b + kk * 16 * kRowBytes / 16);
         warpgroup_commit_batch();
     };
-    const int sign = (p.softmax_scale > 0) - (p.softmax_scale < 0);
-    auto round_p = [&] {
+    // Where eight elements of a tile of so many rows lie, for ldmatrix and stmatrix.
+    auto address = [](const void *tile, int rows, int row, int col) {
+        const uint32_t x = shared_address(tile) + ((col / kCols * rows + row) * kCols + col % kCols) * 2;
+        return x ^ (x >> 3 & (kRowBytes - 16));  // swizzled
+    };
+    // acc_s = Q Kᵀ, by this warp alone, as flash_sm80.cu does.
+    auto multiply_q_k_again = [&] {
+        for (auto &x : acc_s[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
+#pragma unroll 1
+        for (int d = 0; d < kHeadDim; d += 16) {
+            uint32_t a[4], b[4];
+            ldmatrix(a, address(shared.sQ[tile % kQStages][consumer], 64, 16 * warp_idx + lane_idx % 16,
+                                d + lane_idx / 16 * 8));
 #pragma unroll
-        for (int i = 0; i < 2 * kNTiles; i++)
-            P[i / 4][i % 4] = pack<T>(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
-    };
-    auto await_v = [&](const Mask &mask, int n_block) {
-        mbarrier_wait(shared.v_full[v.stage], v.phase);
-        // Rows after the sample's end may hold anything, NaN as well, which a probability of 0 does not undo.
-        if (const int row_end = mask.seq_len - n_block * kBlockN; row_end < kBlockN && mask.seq_len < p.seqlen_k) {
-            constexpr int kThreads = 128 * kConsumers, kVecs = kRowBytes / 16;
-            for (auto &panel : shared.sV[v.stage])
-                for (int i = row_end * kVecs + threadIdx.x - 128; i < kBlockN * kVecs; i += kThreads)
-                    reinterpret_cast<uint4 *>(panel)[i] = uint4{};
-            fence_proxy_async();
-            barrier_sync(1 + kConsumers, kThreads);
-        }
-    };
-    // The scores of the blocks before this one need neither a mask nor a sign.
-    auto first_masked = [&](const Mask &mask, int row0) {
-        return sign > 0 ? mask.n_block_full<64, kBlockN>(row0 + 64 * consumer) : 0;
-    };
-    // acc_s becomes P; whether acc_o is to be rescaled.
-    auto attend = [&](Softmax<1> &softmax, const Mask &mask, int row0, int n_block, int n_block_masked) {
-        if (n_block >= n_block_masked)
-            mask.apply(acc_s, row0 + first_row, n_block * kBlockN + lane_idx % 4 * 2, sign);
-        const bool has_grown = softmax.follow(acc_s, alpha);
-        softmax.exponentiate(acc_s);
-        return has_grown;
-    };
-    // The four lanes of a quad hold two columns each of every eight of a row. They trade, so that of four times eight
-    // columns each writes eight, 16 bytes.
-    auto write_out = [&](Softmax<1> &softmax, const Work &work) {
-        softmax.finalize(acc_o);
-        T *gO = static_cast<T *>(p.o) + work.b * p.o_batch_stride + work.h * p.o_head_stride;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = work.row0 + first_row + 8 * i;
-            if (row < p.seqlen_q && lane_idx % 4 == 0)
-                static_cast<float *>(p.lse)[(int64_t(work.b) * p.nheads + work.h) * p.seqlen_q + row] = softmax.lse(i);
-#pragma unroll
-            for (int d0 = 0; d0 < kDTiles; d0 += 4) {
-                uint32_t x[4];
-                for (int j = 0; j < 4; j++) x[j] = pack<T>(acc_o[0][d0 + j][2 * i], acc_o[0][d0 + j][2 * i + 1]);
-                quad_transpose(x);
-                const int col = 8 * (d0 + lane_idx % 4);
-                if (row < p.seqlen_q && col < p.head_dim)
-                    store_global(gO + row * p.o_row_stride + col, x);
+            for (int n = 0; n < kNTiles; n += 2) {
+                ldmatrix(b, address(shared.sK[block % kStages], kBlockN, 8 * n + lane_idx % 8 + lane_idx / 16 * 8,
+                                    d + lane_idx / 8 % 2 * 8));
+                mma<T>(acc_s[0][n], a, b[0], b[1]), mma<T>(acc_s[0][n + 1], a, b[2], b[3]);
             }
         }
     };
+    auto await_v = [&](const Mask &mask, int n_block) {
+        await(shared.v_full, block);
+        // Rows after the sample's end may hold anything, NaN as well, which a probability of 0 does not undo.
+        if (const int row_end = mask.seq_len - n_block * kBlockN; row_end < kBlockN && mask.seq_len < p.seqlen_k) {
+            constexpr int kThreads = 128 * kConsumers, kVecs = kRowBytes / 16;
+            for (auto &panel : shared.sV[block % kStages])
+                for (int i = row_end * kVecs + threadIdx.x - 128; i < kBlockN * kVecs; i += kThreads)
+                    reinterpret_cast<uint4 *>(panel)[i] = uint4{};
+            fence_proxy_async();
+            barrier_sync(1, kThreads);
+        }
+    };
 
-    if (Tile::kPingPong && consumer == kConsumers - 1) pass_turn();
-    Work work = take_work();
-    Mask mask(p, work.b);
-    int n_block = work.n_block_max - 1, n_block_masked = first_masked(mask, work.row0);
-    Softmax<1> softmax(float(p.softmax_scale));
-    mbarrier_wait(shared.q_full[consumer], q.phase), q.advance();
-    mbarrier_wait(shared.k_full[k.stage], k.phase);
-    warpgroup_arrive();
-    multiply_q_k();
-    warpgroup_wait<0>(acc_s[0]);
-    release(shared.k_empty[k.stage]), k.advance();
-    if (n_block == 0) release(shared.q_empty[consumer]);
-    attend(softmax, mask, work.row0, n_block, n_block_masked);
-    round_p();
-    // P V of a block beside Q Kᵀ and the softmax of the next, which may be the first of the next tile.
-    while (true) {
-        const bool is_last = n_block == 0;
-        Work next_work = work;
-        await_v(mask, n_block--);
-        if (is_last) {
-            next_work = take_work();
-            if (next_work.n_block_max == 0) break;
-            mask = Mask(p, next_work.b);
-            n_block = next_work.n_block_max - 1, n_block_masked = first_masked(mask, next_work.row0);
-            mbarrier_wait(shared.q_full[consumer], q.phase), q.advance();
+    for (;; tile++) {
+        await(shared.work_full, tile);
+        const Work &work = shared.work[tile % 4];
+        int n_block = work.n_block_max - 1;
+        if (n_block < 0) break;
+        const int row0 = work.row0 + 64 * consumer, row = row0 + 16 * warp_idx + lane_idx / 4;  // the first of each
+        const Mask mask(p, work.b);
+        const int sign = (p.softmax_scale > 0) - (p.softmax_scale < 0);
+        // The blocks from n_block_full on need a mask or a sign, those from n_block_max on nothing.
+        const int n_block_full = sign > 0 ? mask.n_block_full<64, kBlockN>(row0) : 0;
+        const int n_block_max = row0 < p.seqlen_q ? mask.n_block_max<64, kBlockN>(row0) : 0;
+        Softmax<1> softmax(float(p.softmax_scale));
+        for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
+        await(shared.q_full[consumer], tile);
+
+        for (; n_block >= n_block_max; n_block--, block++) {
+            await(shared.k_full, block), release(shared.k_empty[block % kStages]);
+            await_v(mask, n_block), release(shared.v_empty[block % kStages]);
         }
-        mbarrier_wait(shared.k_full[k.stage], k.phase);
-        await_turn();
-        warpgroup_arrive();
-        multiply_q_k();
-        multiply_p_v();
-        pass_turn();
-        warpgroup_wait<1>(acc_s[0]);
-        release(shared.k_empty[k.stage]), k.advance();
-        if (n_block == 0) release(shared.q_empty[consumer]);
-        Softmax<1> done = softmax;
-        if (is_last) softmax = Softmax<1>(float(p.softmax_scale));
-        const bool has_grown = attend(softmax, mask, next_work.row0, n_block, n_block_masked);
-        // Never so: without a branch that hangs on the softmax ptxas 13.0 waits before it, and nothing overlaps
-        if (__any_sync(~0u, fminf(softmax.row_sum[0], softmax.row_sum[1]) < 0.f)) __trap();
-        warpgroup_wait<0>(acc_o[0], P);
-        release(shared.v_empty[v.stage]), v.advance();
-        round_p();
-        if (is_last) {
-            write_out(done, work);
-            for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
-            work = next_work;
-        } else if (has_grown) {
-            softmax.rescale(acc_o, alpha);
+        const bool sees_keys = __any_sync(~0u, n_block >= 0);  // the same in a warp, as the compiler sees
+        if (sees_keys) {
+            await(shared.k_full, block);
+            warpgroup_arrive();
+            multiply_q_k(tile % kQStages, block % kStages);
+            warpgroup_wait<0>(acc_s[0]);
         }
+        for (bool is_first = true; sees_keys; n_block--, block++, is_first = false) {
+            const uint32_t n = __shfl_sync(~0u, block, 0), t = __shfl_sync(~0u, tile, 0);
+            // acc_s becomes P. A tile's first block and those with a mask let row_max follow their scores. For others it
+            // stays, and if one of P may then be too large for T, which is rare, the scores are computed once more.
+            if (n_block >= n_block_full) mask.apply(acc_s, row, n_block * kBlockN + lane_idx % 4 * 2, sign);
+            bool has_grown = false;
+            float sum[2];
+            if (is_first || n_block >= n_block_full) has_grown = softmax.follow(acc_s, alpha);
+            softmax.exponentiate(acc_s, sum);
+            if (__any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
+                multiply_q_k_again();
+                has_grown = softmax.follow(acc_s, alpha);
+                softmax.exponentiate(acc_s, sum);
+            }
+            for (int i = 0; i < 2; i++) softmax.row_sum[i] += sum[i];
+            release(shared.k_empty[block % kStages]);
+
+            warpgroup_wait<0>(acc_o[0], P);
+            if (!is_first) release(shared.v_empty[(block - 1) % kStages]);
+#pragma unroll
+            for (int i = 0; i < 2 * kNTiles; i++)
+                P[i / 4][i % 4] = pack<T>(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
+            if (has_grown) softmax.rescale(acc_o, alpha);
+
+            await_v(mask, n_block);
+            if (n_block > 0) {
+                await(shared.k_full, block + 1);
+                warpgroup_arrive();
+                multiply_q_k(t % kQStages, (n + 1) % kStages);
+                multiply_p_v(n % kStages);
+                warpgroup_wait<1>(acc_s[0]);
+                continue;
+            }
+            warpgroup_arrive();
+            multiply_p_v(n % kStages);
+            warpgroup_wait<0>(acc_o[0], P);
+            release(shared.v_empty[block++ % kStages]);
+            break;
+        }
+
+        // out, from where Q was, as the four warps have all read it.
+        softmax.finalize(acc_o);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (row + 8 * i < p.seqlen_q && lane_idx % 4 == 0)
+                static_cast<float *>(p.lse)[(int64_t(work.b) * p.nheads + work.h) * p.seqlen_q + row + 8 * i] =
+                    softmax.lse(i);
+        auto &sO = shared.sQ[tile % kQStages][consumer];
+        barrier_sync(2 + consumer, 128);
+#pragma unroll
+        for (int d = 0; d < kDTiles; d += 2) {
+            uint32_t x[4];
+            for (int j = 0; j < 4; j++)
+                x[j] = pack<T>(acc_o[0][d + j / 2][j % 2 * 2], acc_o[0][d + j / 2][j % 2 * 2 + 1]);
+            stmatrix(x, address(sO, 64, 16 * warp_idx + lane_idx % 16, 8 * d + lane_idx / 16 * 8));
+        }
+        fence_proxy_async();
+        __syncwarp();
+        if (lane_idx == 0) {
+            for (int i = 0; i < Tile::kPanels; i++)
+                tma_store(sO[i][16 * warp_idx], p.o_map, i * kCols, row0 + 16 * warp_idx, work.h, work.b);
+            tma_store_commit_and_wait_read();
+        }
+        release(shared.q_empty[consumer][tile % kQStages]);
     }
-    warpgroup_arrive();
-    multiply_p_v();
-    warpgroup_wait<0>(acc_o[0], P);
-    release(shared.v_empty[v.stage]);
-    write_out(softmax, work);
 }
 
 template <typename T, typename Tile>
@@ -286,12 +278,13 @@ __global__ void __launch_bounds__(Tile::kNThreads, 1) flash_fwd(const __grid_con
     auto &shared = shared_memory<SharedMemory<Tile>>();
     if (threadIdx.x == 0) {
         for (int c = 0; c < Tile::kConsumers; c++)
-            mbarrier_init(shared.q_full[c], 1), mbarrier_init(shared.q_empty[c], 4);
+            for (int s = 0; s < Tile::kQStages; s++)
+                mbarrier_init(shared.q_full[c][s], 1), mbarrier_init(shared.q_empty[c][s], 4);
         for (int s = 0; s < Tile::kStages; s++) {
             mbarrier_init(shared.k_full[s], 1), mbarrier_init(shared.k_empty[s], 4 * Tile::kConsumers);
             mbarrier_init(shared.v_full[s], 1), mbarrier_init(shared.v_empty[s], 4 * Tile::kConsumers);
         }
-        for (int s = 0; s < 2; s++) mbarrier_init(shared.work_full[s], 1);
+        for (Barrier &full : shared.work_full) mbarrier_init(full, 1);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -319,6 +312,8 @@ template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
            p.k_row_stride, Tile::kBlockN, Tile::kCols);
     encode(p.v_map, p.v, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.v_batch_stride, p.v_head_stride,
            p.v_row_stride, Tile::kBlockN, Tile::kCols);
+    encode(p.o_map, p.o, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, p.o_batch_stride, p.o_head_stride,
+           p.o_row_stride, 16, Tile::kCols);
     // A block an SM. Without a mask all tiles are alike and dealt out in turn; with one, a block that is done takes the
     // next by a counter.
     p.num_tiles = int(tiles), p.group = 1;
@@ -331,13 +326,16 @@ template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
     launch(flash_fwd<T, Tile>, blocks, Tile::kNThreads, sizeof(SharedMemory<Tile>), p.stream, p);
 }
 
-// Tiles by head_dim; what lies between two is padded with zeros, by TMA.
+// Tiles by head_dim; what lies between two is padded with zeros, by TMA. Three consumers hide one another's softmax
+// better than two do and load K and V less often. A thread's share of S, P and O has to fit 160 registers then: at
+// head_dim 128 that leaves 80 keys. Where rows see few keys, buffers for more of them ahead pay instead.
 template <typename T> void dispatch(const AttnParams &p) {
-    if (p.head_dim <= 64) launch_fwd<T, Tile<64, 3, 128>>(p);
-    else if (p.head_dim <= 96) launch_fwd<T, Tile<96, 2, 160>>(p);
-    else if (p.head_dim <= 128) p.is_causal ? launch_fwd<T, Tile<128, 2, 128>>(p) : launch_fwd<T, Tile<128, 2, 176>>(p);
-    else if (p.head_dim <= 192) launch_fwd<T, Tile<192, 2, 112>>(p);
-    else launch_fwd<T, Tile<256, 2, 80>>(p);
+    if (p.head_dim <= 64) launch_fwd<T, Tile<64, 3, 128, 4>>(p);
+    else if (p.head_dim <= 96) launch_fwd<T, Tile<96, 3, 96, 4>>(p);
+    else if (p.head_dim <= 128 && p.seqlen_k <= 2048) launch_fwd<T, Tile<128, 3, 64, 4>>(p);
+    else if (p.head_dim <= 128) launch_fwd<T, Tile<128, 3, 80>>(p);
+    else if (p.head_dim <= 192) launch_fwd<T, Tile<192, 2, 80>>(p);
+    else launch_fwd<T, Tile<256, 2, 64, 2, 1>>(p);
 }
 
 void flash_forward(const AttnParams &p) {

@@ -44,14 +44,10 @@ __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // "Parallel Synchronization and Communication Instructions: barrier", by number: the threads of whole warps, `threads`
-// of them, that arrive or wait.
+// of them, wait for one another.
 __device__ inline void barrier_sync(int id, int threads) {
     asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ inline void barrier_arrive(int id, int threads) {
-    asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // "Data Movement and Conversion Instructions: prefetch.tensormap".
 __device__ inline void prefetch(const CUtensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -68,10 +64,20 @@ __device__ inline void tma_load(void *to, const CUtensorMap &map, Barrier &barri
         : "memory");
 }
 
-// "Data Movement and Conversion Instructions: st", 16 bytes: of an assignment the compiler may make four stores.
-__device__ inline void store_global(void *to, const uint32_t (&x)[4]) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-                 : "memory");
+// The same from shared memory to the tensor; what would lie outside of it is left out. By commit_group the copies of
+// this thread so far become a group; wait_group.read waits until they have all read what they copy.
+__device__ inline void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+__device__ inline void tma_store_commit_and_wait_read() {
+    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// "Warp-level matrix store instruction: stmatrix": the reverse of ldmatrix.
+__device__ inline void stmatrix(const uint32_t (&x)[4], uint32_t row) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(x[0]), "r"(x[1]),
+                 "r"(x[2]), "r"(x[3]) : "memory");
 }
 
 // "Miscellaneous Instructions: setmaxnreg": registers a thread of this warpgroup has from here on.
@@ -153,10 +159,7 @@ template <int kRowBytes> __device__ uint64_t matrix_descriptor(const void *p, in
     SHAPE(64, 32, 33, 34, 35, 36) \
     SHAPE(80, 40, 41, 42, 43, 44) \
     SHAPE(96, 48, 49, 50, 51, 52) \
-    SHAPE(112, 56, 57, 58, 59, 60) \
     SHAPE(128, 64, 65, 66, 67, 68) \
-    SHAPE(160, 80, 81, 82, 83, 84) \
-    SHAPE(176, 88, 89, 90, 91, 92) \
     SHAPE(192, 96, 97, 98, 99, 100) \
     SHAPE(256, 128, 129, 130, 131, 132)
 

@@ -21,18 +21,6 @@ template <typename Op> __device__ float quad_reduce(float x, Op op) {
     return op(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// x of the four lanes of a quad, one a row, becomes its transpose.
-__device__ inline void quad_transpose(uint32_t (&x)[4]) {
-    const int lane_idx = threadIdx.x % 4;
-    auto trade = [lane_idx](uint32_t &x, uint32_t &y, int mask) {  // the even lane's y for the odd lane's x
-        const bool is_odd = lane_idx & mask;
-        const uint32_t other = __shfl_xor_sync(~0u, is_odd ? x : y, mask);
-        x = is_odd ? other : x, y = is_odd ? y : other;
-    };
-    trade(x[0], x[1], 1), trade(x[2], x[3], 1);
-    trade(x[0], x[2], 2), trade(x[1], x[3], 2);
-}
-
 template <int kMTiles> struct Softmax {
     static constexpr int kRows = 2 * kMTiles;
     static constexpr float kSlack = 8.f;
@@ -84,8 +72,9 @@ template <int kMTiles> struct Softmax {
         if (follow(acc_s, alpha)) rescale(acc_o, alpha);
     }
 
-    // The scores become P, which is added to row_sum.
-    template <int kNTiles> __device__ void exponentiate(float (&acc_s)[kMTiles][kNTiles][4]) {
+    // The scores become P. `sum` is what this lane's columns of P come to.
+    template <int kNTiles> __device__ void exponentiate(float (&acc_s)[kMTiles][kNTiles][4], float (&sum)[kRows]) {
+        for (int i = 0; i < kRows; i++) sum[i] = 0.f;
 #pragma unroll
         for (int n = 0; n < kNTiles; n++)
 #pragma unroll
@@ -94,7 +83,7 @@ template <int kMTiles> struct Softmax {
                 for (int e = 0; e < 2; e++) {
                     float &x = acc_s[i / 2][n][i % 2 * 2 + e];
                     x = ptx::exp2_approx(x * scale_log2 - row_max[i]);
-                    row_sum[i] += x;
+                    sum[i] += x;
                 }
     }
 
