@@ -10,9 +10,10 @@
 //
 // A consumer has two products under way at a time, Q Kᵀ of one block and P V of the block before it, and computes the
 // softmax of the first while the second runs. P goes from the accumulators of one product straight into the A operand of
-// the next, as in flash_sm80.cu; while it is read from there, the other warps of that part of the SM issue an
-// instruction every fourth cycle. So instructions are what there is to save, and the softmax does without a maximum:
-// after a tile's first block row_max stays as it is, until a sum of probabilities shows that one has grown too large.
+// the next, as in flash_sm80.cu; while it is read from there, an instruction of any warp beside takes four cycles to
+// issue (by counters on an H200, see the journal). So instructions are what there is to save, and the softmax does
+// without a maximum: after a tile's first blocks row_max stays as it is, until a sum of probabilities shows that one has
+// grown too large. A row's last bits may depend on that of the 15 rows that its warp has beside it.
 //
 // Read next: ptx_sm90.cuh for the instructions; tensor_map.h, which tells TMA where Q, K, V and out are; kernels.h.
 #include <algorithm>
@@ -33,6 +34,7 @@ template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQ
     static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
     static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQStages = kQStages_;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
+    static_assert(!(kStages & kStages - 1) && !(kQStages & kQStages - 1), "blocks are counted modulo 2^32");
     // A tile in shared memory is made of panels of kCols columns, as wide as a swizzle.
     static constexpr int kCols = kHeadDim % 64 ? 32 : 64, kPanels = kHeadDim / kCols;
     // Registers a thread: what the producer does not need goes to the consumers.
@@ -51,7 +53,7 @@ template <typename Tile> struct SharedMemory {
     Barrier q_full[Tile::kConsumers][Tile::kQStages], q_empty[Tile::kConsumers][Tile::kQStages];
     Barrier k_full[Tile::kStages], k_empty[Tile::kStages], v_full[Tile::kStages], v_empty[Tile::kStages];
     Barrier work_full[4];
-    Work work[4];  // a tile's place is not taken before its rows are written: the producer waits for room for Q
+    Work work[4];  // tile t's place is taken again after Q of tile t + 3 was asked for: t's rows are written then
 };
 
 // A ring of n buffers: what is i-th in a stream lies in buffer i % n, until what is (i + n)-th does.
@@ -117,10 +119,10 @@ __device__ void consume(const Params &p, SharedMemory<Tile> &shared, int consume
     constexpr int kHeadDim = Tile::kHeadDim, kBlockN = Tile::kBlockN, kCols = Tile::kCols, kRowBytes = 2 * kCols;
     constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8, kConsumers = Tile::kConsumers;
     constexpr int kStages = Tile::kStages, kQStages = Tile::kQStages;
-    constexpr float kMaxSum = 1 << 15;  // of a lane's columns: more than follow() leaves, less than fp16 holds
+    constexpr float kMaxSum = 1 << 15;  // of a lane's columns of P: less than fp16 holds
     const int warp_idx = threadIdx.x / 32 % 4, lane_idx = threadIdx.x % 32;
     uint32_t tile = 0, block = 0;  // of the tiles and of the blocks so far
-    auto release = [&](Barrier &empty) {  // when all four warps have
+    auto release = [&](Barrier &empty) {  // when all four warps have; a warp's lanes have met since they waited
         if (lane_idx == 0) mbarrier_arrive(empty);
     };
 
@@ -166,7 +168,8 @@ __device__ void consume(const Params &p, SharedMemory<Tile> &shared, int consume
     };
     auto await_v = [&](const Mask &mask, int n_block) {
         await(shared.v_full, block);
-        // Rows after the sample's end may hold anything, NaN as well, which a probability of 0 does not undo.
+        // Rows after the sample's end may hold anything, NaN as well, which a probability of 0 does not undo. All consumers
+        // clear them, those that skip the block too.
         if (const int row_end = mask.seq_len - n_block * kBlockN; row_end < kBlockN && mask.seq_len < p.seqlen_k) {
             constexpr int kThreads = 128 * kConsumers, kVecs = kRowBytes / 16;
             for (auto &panel : shared.sV[block % kStages])
@@ -193,8 +196,8 @@ __device__ void consume(const Params &p, SharedMemory<Tile> &shared, int consume
         await(shared.q_full[consumer], tile);
 
         for (; n_block >= n_block_max; n_block--, block++) {
-            await(shared.k_full, block), release(shared.k_empty[block % kStages]);
-            await_v(mask, n_block), release(shared.v_empty[block % kStages]);
+            await(shared.k_full, block), __syncwarp(), release(shared.k_empty[block % kStages]);
+            await_v(mask, n_block), __syncwarp(), release(shared.v_empty[block % kStages]);
         }
         const bool sees_keys = __any_sync(~0u, n_block >= 0);  // the same in a warp, as the compiler sees
         if (sees_keys) {
@@ -205,14 +208,15 @@ __device__ void consume(const Params &p, SharedMemory<Tile> &shared, int consume
         }
         for (bool is_first = true; sees_keys; n_block--, block++, is_first = false) {
             const uint32_t n = __shfl_sync(~0u, block, 0), t = __shfl_sync(~0u, tile, 0);
-            // acc_s becomes P. A tile's first block and those with a mask let row_max follow their scores. For others it
-            // stays, and if one of P may then be too large for T, which is rare, the scores are computed once more.
+            // acc_s becomes P. row_max follows the scores of blocks with a mask, and of one without. After that it stays,
+            // and if one of P may then be too large for T, which is rare, the scores are computed once more.
             if (n_block >= n_block_full) mask.apply(acc_s, row, n_block * kBlockN + lane_idx % 4 * 2, sign);
+            const bool follows = n_block >= n_block_full - 1;
             bool has_grown = false;
             float sum[2];
-            if (is_first || n_block >= n_block_full) has_grown = softmax.follow(acc_s, alpha);
+            if (follows) has_grown = softmax.follow(acc_s, alpha);
             softmax.exponentiate(acc_s, sum);
-            if (__any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
+            if (!follows && __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
                 multiply_q_k_again();
                 has_grown = softmax.follow(acc_s, alpha);
                 softmax.exponentiate(acc_s, sum);
@@ -320,15 +324,16 @@ template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
     if (tiles == blocks) p.tile_counter = nullptr;
     if (p.tile_counter) {
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
-        const int64_t head_bytes = 4 * int64_t(p.seqlen_k) * p.head_dim / (p.nheads / p.nheads_k), l2_bytes = 32 << 20;
-        while (2 * p.group * head_bytes <= l2_bytes && 2 * p.group <= p.nheads * p.batch_size) p.group *= 2;
+        const int64_t heads = p.nheads * p.batch_size, l2_bytes = 32 << 20;
+        const double head_bytes = 4. * p.seqlen_k * p.head_dim / (p.nheads / p.nheads_k);
+        while (2 * p.group * head_bytes <= l2_bytes && 2 * int64_t(p.group) <= heads) p.group *= 2;
     }
     launch(flash_fwd<T, Tile>, blocks, Tile::kNThreads, sizeof(SharedMemory<Tile>), p.stream, p);
 }
 
 // Tiles by head_dim; what lies between two is padded with zeros, by TMA. Three consumers hide one another's softmax
 // better than two do and load K and V less often. A thread's share of S, P and O has to fit 160 registers then: at
-// head_dim 128 that leaves 80 keys. Where rows see few keys, buffers for more of them ahead pay instead.
+// head_dim 128 that leaves 80 keys. Four buffers of 64 keys are faster than two of 80 up to 2048 keys (journal, Hopper).
 template <typename T> void dispatch(const AttnParams &p) {
     if (p.head_dim <= 64) launch_fwd<T, Tile<64, 3, 128, 4>>(p);
     else if (p.head_dim <= 96) launch_fwd<T, Tile<96, 3, 96, 4>>(p);

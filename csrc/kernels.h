@@ -85,17 +85,18 @@ inline std::optional<Kernel> kernel_of(const char *name) {
 
 // Throws std::invalid_argument if the forced kernel cannot serve p.
 inline Choice choose_kernel(const AttnParams &p, Gpu gpu, std::optional<Kernel> forced) {
-    const char *not_sm80 = why_not_sm80(p, gpu), *not_dmma = why_not_dmma(p, gpu);
+    const char *not_sm80 = why_not_sm80(p, gpu), *not_sm90 = why_not_sm90(p, gpu), *not_dmma = why_not_dmma(p, gpu);
     if (forced) {
         const char *why_not = forced == Kernel::kSm80   ? not_sm80
-                              : forced == Kernel::kSm90 ? why_not_sm90(p, gpu)
+                              : forced == Kernel::kSm90 ? not_sm90
                               : forced == Kernel::kDmma ? not_dmma
                                                         : nullptr;
         if (!why_not) return {*forced, nullptr};
         throw std::invalid_argument(std::string("MINIMAL_ATTN_KERNEL=") + kKernelNames[int(*forced)] +
                                     " cannot serve: " + why_not);
     }
-    if (!not_sm80) return {Kernel::kSm80, nullptr};  // sm90 by its name alone, until a GPU has measured it
+    if (!not_sm90) return {Kernel::kSm90, nullptr};
+    if (!not_sm80) return {Kernel::kSm80, nullptr};
     // Up to 32 flash.cu multiplies less of what pads head_dim to 64.
     if (!not_dmma && gpu.fast_fp64 && p.head_dim > 32) return {Kernel::kDmma, nullptr};
     return {Kernel::kSimt, gpu.capability < 80 || p.dtype == DType::kFloat32 ? nullptr : not_sm80};
@@ -106,6 +107,8 @@ inline Choice choose_kernel(const AttnBackwardParams &p, Gpu gpu, std::optional<
     const AttnParams &forward = p;
     if (forced == Kernel::kSm90) forced = Kernel::kSm80;
     if (forced == Kernel::kDmma) forced = Kernel::kSimt;
-    const Choice choice = choose_kernel(forward, gpu, forced);
-    return choice.kernel == Kernel::kDmma ? Choice{Kernel::kSimt, nullptr} : choice;
+    Choice choice = choose_kernel(forward, gpu, forced);
+    if (choice.kernel == Kernel::kSm90) choice.kernel = Kernel::kSm80;
+    if (choice.kernel == Kernel::kDmma) choice.kernel = Kernel::kSimt;
+    return choice;
 }

@@ -1,6 +1,6 @@
 // Hopper's instructions that CUDA C++ has no name for: barriers in shared memory that count bytes, copies of whole
-// tiles by TMA, products by the four warps of a warpgroup. One wrapper an instruction, named as in the PTX ISA and with
-// its section there; see also ptx_sm80.cuh. They exist in code for sm_90a alone.
+// tiles by TMA, products by the four warps of a warpgroup. One wrapper an instruction, with its section in the
+// PTX ISA; see also ptx_sm80.cuh. They exist in code for sm_90a alone.
 //
 // Read next: flash_sm90.cu; flash_dmma.cu for the last one.
 #pragma once

@@ -6,7 +6,7 @@
 //
 // The running maximum is lazy. P = exp2(scale_log2 · S - row_max) is right for any row_max near the true maximum, so it
 // stays until the true one is 8 binary orders ahead: P up to 2^8 rounds as well as P up to 1, and acc_o is rescaled at
-// a row's first keys and then almost never.
+// a row's first keys and then almost never. flash_sm90.cu does not even look, until a sum of P is beyond 2^15.
 //
 // Read next: mask.cuh.
 #pragma once
@@ -46,9 +46,10 @@ template <int kMTiles> struct Softmax {
             for (int n = 0; n < kNTiles; n++)
                 block_max = fmaxf(block_max, fmaxf(acc_s[i / 2][n][i % 2 * 2], acc_s[i / 2][n][i % 2 * 2 + 1]));
             block_max = quad_reduce(block_max, fmaxf);
-            const float growth = block_max * scale_log2 - row_max[i];
+            block_max = __fmul_rn(block_max, scale_log2);  // rounded, as row_max is: no FMA with what comes next
+            const float growth = block_max - row_max[i];
             alpha[i] = growth > kSlack ? ptx::exp2_approx(-growth) : 1.f;
-            row_max[i] = growth > kSlack ? block_max * scale_log2 : row_max[i];
+            row_max[i] = growth > kSlack ? block_max : row_max[i];
             has_grown |= growth > kSlack;
         }
         if (!__any_sync(~0u, has_grown)) return false;
@@ -72,7 +73,7 @@ template <int kMTiles> struct Softmax {
         if (follow(acc_s, alpha)) rescale(acc_o, alpha);
     }
 
-    // The scores become P. `sum` is what this lane's columns of P come to.
+    // The scores become P. `sum` is what this lane's columns of P come to, to be added to row_sum by the caller.
     template <int kNTiles> __device__ void exponentiate(float (&acc_s)[kMTiles][kNTiles][4], float (&sum)[kRows]) {
         for (int i = 0; i < kRows; i++) sum[i] = 0.f;
 #pragma unroll
@@ -134,6 +135,6 @@ template <int kMTiles> struct Softmax {
 
     // Natural logarithm of row i's sum of exponentials, after finalize().
     __device__ float lse(int i) const {
-        return row_sum[i] == 0.f ? -INFINITY : row_max[i] * 0.6931471805599453f + logf(row_sum[i]);
+        return row_sum[i] == 0.f ? row_max[i] - row_max[i] - INFINITY : row_max[i] * 0.6931471805599453f + logf(row_sum[i]);
     }
 };

@@ -112,16 +112,16 @@ CASES = [
 
 # Of the forward pass alone.
 TILE_CASES = [
-    # About the blocks of flash_sm90.cu: (192, 128), (128, 160), (128, 128 or 176), (128, 112), (128, 80).
+    # About the blocks of flash_sm90.cu: (192, 128), (192, 96), (192, 64, and 80 beyond 2048 keys), (128, 80), (128, 64).
     *(Case(f"{Sq}_{Sk}_D{D}{'_causal' * causal}", B=3, H=4, Hk=2, Sq=Sq, Sk=Sk, D=D, causal=causal, gpu_only=True)
-      for D, sizes in {64: [(191, 127), (193, 129), (384, 257)], 96: [(127, 159), (129, 161), (128, 321)],
-                       128: [(127, 175), (129, 177), (257, 353)], 192: [(129, 111), (128, 113), (255, 225)],
-                       256: [(127, 79), (129, 81), (128, 161)]}.items()
+      for D, sizes in {64: [(191, 127), (193, 129), (384, 257)], 96: [(191, 95), (193, 97), (192, 289)],
+                       128: [(191, 63), (193, 65), (257, 193), (257, 2049), (193, 2079), (383, 2081)],
+                       192: [(127, 79), (129, 81), (255, 161)], 256: [(127, 63), (129, 65), (128, 193)]}.items()
       for Sq, Sk in sizes for causal in (False, True)),
     # More tiles of rows than a GPU has SMs, of samples of every length about a block of its keys.
     *(Case(f"many_D{D}{'_causal' * causal}{'_lens' * has_lens}", B=24, H=8, Hk=2, Sq=2 * N + 1, Sk=2 * N + 1, D=D,
            causal=causal, seq_lens=(1, N - 1, N, N + 1, 2 * N, 2 * N + 1) * 4 if has_lens else None, gpu_only=True)
-      for D, N in {64: 128, 96: 160, 128: 176, 192: 112, 256: 80}.items()
+      for D, N in {64: 128, 96: 96, 128: 64, 192: 80, 256: 64}.items()
       for causal in (False, True) for has_lens in (False, True)),
 ]
 

@@ -29,7 +29,15 @@ def qkv(D=64, dtype=HALF, device="cpu", layout="bhsd", H=4):
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "slice"])
 def test_tensor_cores_take_16_bits(capability, dtype, layout):
     for D in (8, 64, 72, 256):
-        assert choose(*qkv(D, dtype, layout=layout), capability=capability) == ("sm80", None)
+        kernel = "sm90" if capability == 90 else "sm80"
+        assert choose(*qkv(D, dtype, layout=layout), capability=capability) == (kernel, None)
+
+
+def test_what_tma_cannot_take_goes_to_sm80():
+    q, k, v = qkv()
+    windows = torch.empty(5000, dtype=HALF).as_strided((2, 4, 40, 64), (960, 240, 16, 1))
+    for tensors in ((q, k[:, :, :1].expand_as(k), v), (q, k, windows), (windows, k, v), (q, k[:, :, :0], v[:, :, :0])):
+        assert choose(*tensors) == ("sm80", None)
 
 
 def test_fp64_tensor_cores_take_fp32():
@@ -60,12 +68,12 @@ def test_the_reason_names_the_argument():
         tensors[i] = strided
         assert choose(*tensors) == ("simt", f"a stride of {name} is not a multiple of 16 bytes")
     one_row = torch.empty(1, 8, 1, 64, dtype=HALF).as_strided((1, 8, 1, 64), (512, 64, 65, 1))  # never stepped along
-    assert choose(one_row) == ("sm80", None)
+    assert choose(one_row) == ("sm90", None)
 
 
 def test_the_batch_has_no_say():
     q = torch.empty(1, 1, 40, 64, dtype=HALF)
-    assert {choose(q.expand(B, H, -1, -1)) for B in (1, 2, 70000) for H in (1, 3, 64)} == {("sm80", None)}
+    assert {choose(q.expand(B, H, -1, -1)) for B in (1, 2, 70000) for H in (1, 3, 64)} == {("sm90", None)}
     for strides in ((10241, 2560, 64, 1), (10240, 2561, 64, 1)):
         q = torch.empty(30000, dtype=HALF).as_strided((2, 4, 40, 64), strides)
         assert choose(q) == choose(q[:1]) == choose(q[:, :1]) == choose(q[:1, :1]) == ("simt", mock.ANY)
@@ -124,7 +132,7 @@ def test_a_kernel_can_be_forced(monkeypatch):
     with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL is 'sm70': there are simt, sm80, sm90 and dmma"):
         choose(q, k, v)
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "")
-    assert choose(q, k, v) == ("sm80", None)
+    assert choose(q, k, v) == ("sm90", None)
 
 
 def test_which_kernel_on_the_cpu():
@@ -155,8 +163,9 @@ def gpu():
 
 @pytest.mark.gpu
 def test_which_kernel(gpu, monkeypatch):
-    assert which_kernel(*gpu) == which_kernel(*(x[:, 0] for x in gpu)) == "sm80"
-    assert which_kernel(*(x.transpose(2, 3) for x in gpu)) == "sm80"  # copied, and then aligned
+    kernel = "sm90" if "cuda:sm90" in IMPLEMENTATIONS else "sm80"
+    assert which_kernel(*gpu) == which_kernel(*(x[:, 0] for x in gpu)) == kernel
+    assert which_kernel(*(x.transpose(2, 3) for x in gpu)) == kernel  # copied, and then aligned
     is_dmma = "cuda:dmma" in IMPLEMENTATIONS  # with slow fp64, as on H20, it would not be
     assert which_kernel(*(x.float() for x in gpu)) == ("dmma" if is_dmma else "simt")
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "simt")
