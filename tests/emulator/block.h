@@ -52,7 +52,7 @@ struct SharedMemory {
 // them in a row, xored with bits 7 and up. TMA and wgmma do the same.
 inline uint32_t swizzled(uint32_t address, uint32_t row_bytes) { return address ^ (address >> 3 & (row_bytes - 16)); }
 
-// barrier.sync and barrier.arrive.
+// barrier.sync.
 struct NamedBarrier {
     int threads = 0, arrived = 0;
     uint32_t generation = 0;
@@ -68,6 +68,11 @@ struct MBarrier {
     void settle() {
         if (pending == 0 && tx_bytes == 0) pending = count, phase++;
     }
+};
+
+// Copies from shared memory to tensors, of a thread.
+struct Stores {
+    uint32_t issued = 0, read = 0, awaited = 0;
 };
 
 // 16 rows of the accumulators of some products of a warp. Until the warp has waited for the last of them, the registers
@@ -106,11 +111,12 @@ struct Block {
     std::map<uint32_t, MBarrier> mbarriers;  // by address
     NamedBarrier barriers[16];
     std::vector<Warp> warps;
+    std::vector<Stores> stores;  // by thread
     std::vector<std::vector<Product>> products;  // by warpgroup
     uint32_t free_registers = 0;
 
     Block(int threads, size_t shared_bytes)
-        : shared(threads, shared_bytes), warps(threads / 32), products((threads + 127) / 128) {
+        : shared(threads, shared_bytes), warps(threads / 32), stores(threads), products((threads + 127) / 128) {
         for (Warp &warp : warps) warp.registers = kRegisters / threads / 8 * 8;
     }
 };

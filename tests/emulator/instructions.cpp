@@ -30,6 +30,9 @@ void run_grid(int64_t blocks, int threads, size_t shared_bytes, void (*thread)(v
         if (threads_of_block.has_events()) fail("the block ends with copies or products under way");
         for (const auto &[address, barrier] : block->mbarriers)
             if (barrier.tx_bytes) fail("the block ends with %d bytes to come, barrier %#x", barrier.tx_bytes, address);
+        for (int i = 0; i < threads; i++)
+            if (block->stores[i].issued != block->stores[i].awaited)
+                fail("the block ends with copies that thread %d has not waited for", i);
         for (size_t i = 0; i < block->warps.size(); i++) {
             const Warp &warp = block->warps[i];
             if (!warp.accumulators.empty()) fail("the block ends with products that warp %zu has not waited for", i);
@@ -85,6 +88,21 @@ void sync(const char *what, int id, int threads) {
     });
 }
 
+// ldmatrix and stmatrix: act(register of a lane, the two elements in shared memory that it holds). Lane l names where
+// row l % 8 of matrix l / 8 lies; lane 4·r + c holds columns 2c and 2c + 1 of row r, a register for each matrix.
+struct Matrices {
+    uint32_t *x, row;
+};
+template <typename Act> void for_matrices(void *(&lanes)[32], Act act) {
+    const SharedMemory &shared = block->shared;
+    for (int i = 0; i < 32; i++) {
+        const uint32_t row = static_cast<Matrices *>(lanes[i])->row;
+        if (row % 16) fail("a row of a matrix at %#x, no multiple of 16", row);
+        char *pairs = shared.at(shared.generic, row, 16);
+        for (int c = 0; c < 4; c++) act(static_cast<Matrices *>(lanes[i % 8 * 4 + c])->x[i / 8], pairs + 4 * c);
+    }
+}
+
 // "setmaxnreg". What a warp gives back is free for others; one that wants more waits until enough is.
 void set_registers(const char *what, int per_thread) {
     meet(what, &per_thread, [](void *(&lanes)[32]) {
@@ -118,9 +136,21 @@ using namespace emulator;
 
 uint32_t shared_address(const void *p) { return block->shared.address(p); }
 
-void barrier_arrive(int id, int threads) {
-    Arrival mine{id, threads};
-    meet("barrier.arrive", &mine, arrive);
+void ldmatrix(uint32_t (&x)[4], uint32_t row) {
+    Matrices mine{x, row};
+    meet("ldmatrix", &mine, [](void *(&lanes)[32]) {
+        for_matrices(lanes, [](uint32_t &x, const char *pair) { std::memcpy(&x, pair, 4); });
+    });
+}
+
+// A row is stored by the lane that names it.
+void stmatrix(const uint32_t (&x)[4], uint32_t row) {
+    uint32_t copy[4] = {x[0], x[1], x[2], x[3]};
+    Matrices mine{copy, row};
+    meet("stmatrix", &mine, [](void *(&lanes)[32]) {
+        for_matrices(lanes, [](const uint32_t &x, char *pair) { std::memcpy(pair, &x, 4); });
+    });
+    block->shared.unfenced[threadIdx.x].push_back(row);
     scheduler->pass();
 }
 
@@ -173,43 +203,72 @@ void fence_proxy_async() {
     addresses.clear();
 }
 
-// The box of a tensor map that begins at some coordinates, to shared memory from `address` on.
-void copy_box(uint32_t address, const CUtensorMap &map, const int (&begin)[4]) {
-    const SharedMemory &shared = block->shared;
-    for (int row = 0; row < int(map.box[1]); row++) {
-        uint16_t line[64] = {};  // 0 outside of the tensor
-        for (int col = 0; col < int(map.box[0]); col++) {
+// act(address in shared memory, element in global memory) for the box of a tensor map that begins at some coordinates,
+// and which lies in shared memory from `address` on. What is outside of the tensor is null.
+template <typename Act> void for_box(uint32_t address, const CUtensorMap &map, const int (&begin)[4], Act act) {
+    for (int row = 0; row < int(map.box[1]); row++)
+        for (int col = 0; col < int(map.box[0]); col++, address += 2) {
             const int64_t at[] = {begin[0] + col, begin[1] + row, begin[2], begin[3]};
-            const char *from = map.address;
+            const char *element = map.address;
             bool is_inside = true;
             for (int i = 0; i < 4; i++)
-                is_inside &= at[i] >= 0 && at[i] < int64_t(map.sizes[i]), from += at[i] * int64_t(map.strides[i]);
-            if (is_inside) std::memcpy(&line[col], from, 2);
+                is_inside &= at[i] >= 0 && at[i] < int64_t(map.sizes[i]), element += at[i] * int64_t(map.strides[i]);
+            act(swizzled(address, map.swizzle_bytes), is_inside ? element : nullptr);
         }
-        for (int col = 0; col < int(map.box[0]); col += 8, address += 16)
-            for (const auto *view : {&shared.generic, &shared.async})
-                std::memcpy(shared.at(*view, swizzled(address, map.swizzle_bytes), 16), line + col, 16);
-    }
 }
 
-// "cp.async.bulk.tensor". Until it is delivered, all of a box is NaN.
-void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3) {
-    MBarrier &full = find(barrier);
-    const uint32_t address = shared_address(to), bytes = 2 * map.box[0] * map.box[1];
+// "cp.async.bulk.tensor". Returns the bytes of a box.
+uint32_t check_box(uint32_t address, const CUtensorMap &map) {
+    const uint32_t bytes = 2 * map.box[0] * map.box[1];
     if (address % (8 * map.swizzle_bytes))
         fail("TMA swizzles at %#x, no multiple of %d bytes", address, 8 * map.swizzle_bytes);
-    if (!full.is_fenced) fail("TMA counts at barrier %#x, which it may not see yet", shared_address(&barrier));
     if (map.box[2] != 1 || map.box[3] != 1) fail("a box of several heads or samples is not emulated");
     if (int(2 * map.box[0]) != map.swizzle_bytes) fail("a box of part of a pattern is not emulated");
+    block->shared.at(block->shared.generic, address, bytes);
+    return bytes;
+}
+
+// Until it is delivered, all of a box is NaN.
+void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3) {
+    MBarrier &full = find(barrier);
+    const uint32_t address = shared_address(to), bytes = check_box(address, map);
+    if (!full.is_fenced) fail("TMA counts at barrier %#x, which it may not see yet", shared_address(&barrier));
     const auto next = block->mbarriers.lower_bound(address);
     if (next != block->mbarriers.end() && next->first < address + bytes) fail("TMA copies to where a barrier is");
-    for (const auto *view : {&block->shared.generic, &block->shared.async})
-        std::memset(block->shared.at(*view, address, bytes), 0xff, bytes);
-    scheduler->post({[] { return true; }, [=, &full, map = map] {
-        copy_box(address, map, {c0, c1, c2, c3});
+    const SharedMemory &shared = block->shared;
+    for (const auto *view : {&shared.generic, &shared.async})
+        std::memset(shared.at(*view, address, bytes), 0xff, bytes);
+    scheduler->post({[] { return true; }, [=, &full, &shared, map = map] {
+        for_box(address, map, {c0, c1, c2, c3}, [&](uint32_t to, const char *from) {
+            for (const auto *view : {&shared.generic, &shared.async})
+                from ? std::memcpy(shared.at(*view, to, 2), from, 2) : std::memset(shared.at(*view, to, 2), 0, 2);
+        });
         full.tx_bytes -= bytes, full.settle();
     }, scheduler->one_in(4)});
     scheduler->pass();
+}
+
+// It reads at any time until its thread has waited for it.
+void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2, int c3) {
+    const uint32_t address = shared_address(from);
+    check_box(address, map);
+    const SharedMemory &shared = block->shared;
+    Stores &stores = block->stores[threadIdx.x];
+    stores.issued++;
+    scheduler->post({[] { return true; }, [=, &stores, &shared, map = map] {
+        for_box(address, map, {c0, c1, c2, c3}, [&](uint32_t from, const char *to) {
+            if (to) std::memcpy(const_cast<char *>(to), shared.at(shared.async, from, 2), 2);
+        });
+        stores.read++;
+    }, scheduler->one_in(4)});
+    scheduler->pass();
+}
+
+void tma_store_commit_and_wait_read() {
+    Stores &stores = block->stores[threadIdx.x];
+    while (stores.read < stores.issued)
+        scheduler->wait(stores.read, stores.read, ~0u, [] { return "copies to be read"; });
+    stores.awaited = stores.issued;
 }
 
 }  // namespace ptx

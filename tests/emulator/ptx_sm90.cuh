@@ -41,15 +41,13 @@ void fence_mbarrier_init();
 void fence_proxy_async();
 
 inline void barrier_sync(int id, int threads) { emulator::sync("barrier.sync", id, threads); }
-void barrier_arrive(int id, int threads);
 
 inline void prefetch(const CUtensorMap &) {}
 void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3);
+void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2, int c3);
+void tma_store_commit_and_wait_read();
 
-inline void store_global(void *to, const uint32_t (&x)[4]) {
-    if (uintptr_t(to) % 16) emulator::fail("16 bytes are stored at no multiple of 16");
-    std::memcpy(to, x, 16);
-}
+void stmatrix(const uint32_t (&x)[4], uint32_t row);
 
 template <int kRegisters> void warpgroup_reg_alloc() { emulator::set_registers("setmaxnreg.inc", kRegisters); }
 template <int kRegisters> void warpgroup_reg_dealloc() { emulator::set_registers("setmaxnreg.dec", kRegisters); }

@@ -1,4 +1,5 @@
-// wgmma for the emulator: a warp's share of a product m64nNk16, its 16 rows of D (+)= A B, and when it is computed.
+// wgmma for the emulator: a warp's share of a product m64nNk16, its 16 rows of D (+)= A B, and when it is computed. And
+// mma, which looks like such a share.
 //
 // "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" of the PTX ISA. A product reads shared memory,
 // and A in registers, at any time from its issue to the warp's wait for its group, each warp for itself, and the
@@ -55,6 +56,22 @@ template <typename T> float number(uint16_t bits) {
 // "Register Fragments": where element i of a lane's registers lies in the warp's 16 rows, of A and of D alike.
 int fragment_row(int lane, int i) { return lane / 4 + i / 2 % 2 * 8; }
 int fragment_col(int lane, int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
+
+// "Multiply-and-Accumulate Instruction: mma", m16n8k16.
+template <typename T> void multiply(void *(&lanes)[32]) {
+    auto lane = [&](int i) -> SmallProduct & { return *static_cast<SmallProduct *>(lanes[i]); };
+    auto half = [](const uint32_t *x, int i) { return number<T>(uint16_t(x[i / 2] >> i % 2 * 16)); };
+    float a[16][16], b[16][8];
+    for (int l = 0; l < 32; l++) {
+        for (int i = 0; i < 8; i++) a[fragment_row(l, i)][fragment_col(l, i)] = half(lane(l).a, i);
+        for (int i = 0; i < 4; i++) b[i / 2 * 8 + l % 4 * 2 + i % 2][l / 4] = half(lane(l).b, i);
+    }
+    for (int l = 0; l < 32; l++)
+        for (int i = 0; i < 4; i++)
+            for (int k = 0; k < 16; k++) lane(l).d[i] += a[fragment_row(l, i)][k] * b[k][fragment_col(l, i)];
+}
+template void multiply<__half>(void *(&)[32]);
+template void multiply<__nv_bfloat16>(void *(&)[32]);
 
 using Fragments = std::array<const uint32_t *, 32>;  // of each lane, A in registers
 
