@@ -95,6 +95,7 @@ inline int __reduce_max_sync(unsigned mask, int x) {
     return x;
 }
 inline int atomicAdd(int *to, int x) { return std::exchange(*to, *to + x); }
+inline float __fmul_rn(float x, float y) { return x * y; }
 inline void __trap() { emulator::fail("__trap"); }
 inline void __syncwarp() {
     emulator::meet("__syncwarp", nullptr, [](void *(&)[32]) {});
