@@ -362,6 +362,34 @@ def test_the_readme_quotes_the_record_in_16_bits():
             f"FLASH_ATTENTION {us['torch:flash']}, EFFICIENT_ATTENTION {us['torch:efficient']}.") in readme
 
 
+def test_the_readme_quotes_the_record_on_hopper():
+    text = (ROOT / "benchmarks/h200/forward.json").read_text()
+    recorded = {}
+    for row in check_format(text):
+        assert row["batch_size"] * row["seqlen_q"] == 16384 and row["nheads"] * row["head_dim"] == 2048
+        setting = row["dtype"], str(row["head_dim"]), "yes" if row["causal"] else "no", str(row["seqlen_q"])
+        recorded.setdefault(setting, {})[row["impl"]] = row
+    flash, cudnn = ({setting: rows[peer]["ms"] / rows["cuda:sm90"]["ms"] for setting, rows in recorded.items()
+                     if setting[0] == "bfloat16"} for peer in ("torch:flash", "torch:cudnn"))
+    assert len(recorded) == 48 and len(quoted("head_dim, bf16")) == 24
+    for *setting, ours, by_flash, by_cudnn, times_flash, times_cudnn in quoted("head_dim, bf16"):
+        setting = "bfloat16", *setting
+        assert [ours, by_flash, by_cudnn] == [f"{recorded[setting][impl]['tflops']:.0f}"
+                                              for impl in ("cuda:sm90", "torch:flash", "torch:cudnn")]
+        assert [times_flash, times_cudnn] == [f"{flash[setting]:.2f}", f"{cudnn[setting]:.2f}"]
+    half = [recorded["bfloat16", *setting]["cuda:sm90"]["ms"] / rows["cuda:sm90"]["ms"]
+            for (dtype, *setting), rows in recorded.items() if dtype == "float16"]
+    of_matmul = (recorded["bfloat16", "128", "no", "16384"]["cuda:sm90"]["tflops"]
+                 / json.loads(text)["meta"]["matmul_tflops"]["bfloat16"])
+    means = [statistics.geometric_mean(x) for x in (cudnn.values(), flash.values(), half)]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert (f"Over the {len(cudnn)} settings in bf16 `sm90` is, by the geometric mean, {means[0]:.2f} times as fast as "
+            f"cuDNN, by setting {min(cudnn.values()):.2f} to {max(cudnn.values()):.2f}, and {means[1]:.2f} times as fast "
+            f"as FA2; in fp16 it reaches {means[2]:.2f} of that. At head_dim 128 and S = 16384 it does {of_matmul:.2f} "
+            f"of what torch's matmul of 8192³ does in the same run") in readme
+    assert f"is {means[0]:.2f} times as fast as cuDNN on an H200 and {means[1]:.2f} times as fast as the" in readme
+
+
 TRITON_RECORD, MATMUL_RECORD = ROOT / "benchmarks/h200/triton.json", ROOT / "benchmarks/h200/matmul.json"
 
 
