@@ -73,13 +73,16 @@ def pytest_configure(config):
         raise pytest.UsageError("--gpu-record-part counts whole test files: select nothing within them")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    is_record = config.getoption("--gpu-record")
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         impl = hasattr(item, "callspec") and item.callspec.params.get("impl")
         if impl in KERNEL_NEEDS and impl not in IMPLEMENTATIONS:
             item.add_marker(pytest.mark.skip(reason=f"needs {KERNEL_NEEDS[impl]}"))
+        if impl == "cuda:host" and is_record:
+            item.add_marker(pytest.mark.skip(reason="no matter of the GPU that the record is of"))
 
 
 def pytest_terminal_summary(terminalreporter, config):
