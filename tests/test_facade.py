@@ -133,7 +133,8 @@ def test_autocast_chooses_the_kernel():
     q, k, v = qkv(D=64, device="cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         kernel = minimal_attn.which_kernel(q, k, v)
-    assert kernel == ("sm80" if torch.cuda.get_device_capability() >= (8, 0) else "simt")
+    capability = torch.cuda.get_device_capability()
+    assert kernel == ("sm90" if capability == (9, 0) else "sm80" if capability >= (8, 0) else "simt")
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
