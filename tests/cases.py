@@ -112,7 +112,7 @@ CASES = [
 
 # Of the forward pass alone.
 TILE_CASES = [
-    # About the blocks of flash_sm90.cu: (192, 128), (192, 96), (192, 64, and 80 beyond 2048 keys), (128, 80), (128, 64).
+    # About the blocks of flash_sm90.cu: (192, 128), (192, 96), (192, 64; 80 beyond 2048 keys), (128, 80), (128, 64).
     *(Case(f"{Sq}_{Sk}_D{D}{'_causal' * causal}", B=3, H=4, Hk=2, Sq=Sq, Sk=Sk, D=D, causal=causal, gpu_only=True)
       for D, sizes in {64: [(191, 127), (193, 129), (384, 257)], 96: [(191, 95), (193, 97), (192, 289)],
                        128: [(191, 63), (193, 65), (257, 193), (257, 2049), (193, 2079), (383, 2081)],

@@ -338,13 +338,19 @@ def test_the_readme_quotes_the_record_in_fp32():
                          f"{rows[ours]['max_err']:.1e} / {rows['manual']['max_err']:.1e}"]
 
 
-def test_the_readme_quotes_the_record_in_16_bits():
-    text = (ROOT / "benchmarks/h200/sm80.json").read_text()
+def recorded_in_16_bits(file):
+    """({(dtype, head_dim, causal, S): {impl: row}}, meta) of a record at B·S = 16384 and H·D = 2048."""
+    text = (ROOT / "benchmarks/h200" / file).read_text()
     recorded = {}
     for row in check_format(text):
         assert row["batch_size"] * row["seqlen_q"] == 16384 and row["nheads"] * row["head_dim"] == 2048
         setting = row["dtype"], str(row["head_dim"]), "yes" if row["causal"] else "no", str(row["seqlen_q"])
         recorded.setdefault(setting, {})[row["impl"]] = row
+    return recorded, json.loads(text)["meta"]
+
+
+def test_the_readme_quotes_the_record_in_16_bits():
+    recorded, _ = recorded_in_16_bits("sm80.json")
     impls = ("cuda:sm80", "torch:flash", "torch:cudnn", "manual")
     ratio = {setting: rows["torch:flash"]["ms"] / rows["cuda:sm80"]["ms"] for setting, rows in recorded.items()}
     assert len(ratio) == 48 and len(quoted("head_dim")) == 18
@@ -356,19 +362,10 @@ def test_the_readme_quotes_the_record_in_16_bits():
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert (f"ours is, by the geometric mean, {mean:.2f} times as fast as FA2; by setting {min(ratio.values()):.2f} to "
             f"{max(ratio.values()):.2f}.") in readme
-    cost = json.loads(text)["meta"]["host_us"]
-    us = {name: f"{x:.1f}" for name, x in cost.items()}
-    assert (f"`flash_attention` {us['flash_attention']} µs, `flash_attn_func` {us['flash_attn_func']}, torch's "
-            f"FLASH_ATTENTION {us['torch:flash']}, EFFICIENT_ATTENTION {us['torch:efficient']}.") in readme
 
 
 def test_the_readme_quotes_the_record_on_hopper():
-    text = (ROOT / "benchmarks/h200/forward.json").read_text()
-    recorded = {}
-    for row in check_format(text):
-        assert row["batch_size"] * row["seqlen_q"] == 16384 and row["nheads"] * row["head_dim"] == 2048
-        setting = row["dtype"], str(row["head_dim"]), "yes" if row["causal"] else "no", str(row["seqlen_q"])
-        recorded.setdefault(setting, {})[row["impl"]] = row
+    recorded, meta = recorded_in_16_bits("forward.json")
     flash, cudnn = ({setting: rows[peer]["ms"] / rows["cuda:sm90"]["ms"] for setting, rows in recorded.items()
                      if setting[0] == "bfloat16"} for peer in ("torch:flash", "torch:cudnn"))
     assert len(recorded) == 48 and len(quoted("head_dim, bf16")) == 24
@@ -380,7 +377,7 @@ def test_the_readme_quotes_the_record_on_hopper():
     half = [recorded["bfloat16", *setting]["cuda:sm90"]["ms"] / rows["cuda:sm90"]["ms"]
             for (dtype, *setting), rows in recorded.items() if dtype == "float16"]
     of_matmul = (recorded["bfloat16", "128", "no", "16384"]["cuda:sm90"]["tflops"]
-                 / json.loads(text)["meta"]["matmul_tflops"]["bfloat16"])
+                 / meta["matmul_tflops"]["bfloat16"])
     means = [statistics.geometric_mean(x) for x in (cudnn.values(), flash.values(), half)]
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert (f"Over the {len(cudnn)} settings in bf16 `sm90` is, by the geometric mean, {means[0]:.2f} times as fast as "
@@ -388,6 +385,17 @@ def test_the_readme_quotes_the_record_on_hopper():
             f"as FA2; in fp16 it reaches {means[2]:.2f} of that. At head_dim 128 and S = 16384 it does {of_matmul:.2f} "
             f"of what torch's matmul of 8192³ does in the same run") in readme
     assert f"is {means[0]:.2f} times as fast as cuDNN on an H200 and {means[1]:.2f} times as fast as the" in readme
+    best = {}  # of the peers, over cuDNN, where all of them were
+    for row in json.loads((ROOT / "benchmarks/peers.json").read_text())["rows"]:
+        setting = "bfloat16", str(row["head_dim"]), "yes" if row["causal"] else "no", str(row["seqlen"])
+        best[setting] = max(row[peer] or 0 for peer in ("cudnn", "fa3", "fa4")) / row["cudnn"]
+    times_best = [cudnn[setting] / best[setting] for setting in cudnn]
+    assert (f"was {min(best.values()):.2f} to {max(best.values()):.2f} times as fast as cuDNN, setting by setting; by "
+            f"those factors `sm90` is {statistics.geometric_mean(times_best):.2f} times as fast as the best of the "
+            f"three, and {min(times_best):.2f} at the least, at S = 512.") in readme
+    us = {name: f"{x:.1f}" for name, x in meta["host_us"].items()}
+    assert (f"`flash_attention` {us['flash_attention']} µs, `flash_attn_func` {us['flash_attn_func']}, torch's "
+            f"FLASH_ATTENTION {us['torch:flash']}, EFFICIENT_ATTENTION {us['torch:efficient']}.") in readme
 
 
 TRITON_RECORD, MATMUL_RECORD = ROOT / "benchmarks/h200/triton.json", ROOT / "benchmarks/h200/matmul.json"

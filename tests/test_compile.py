@@ -102,8 +102,8 @@ def kernels_overlap(sass):
         head_dim, consumers, block_n = map(int, re.search(r"TileILi(\d+)ELi(\d+)ELi(\d+)", name).groups())
         assert f"HGMMA.64x{block_n}x16" in kernel and f"HGMMA.64x{head_dim}x16" in kernel and "UTMALDG" in kernel, name
         assert "UTMASTG" in kernel and "LDL" not in kernel, name
-        # The loop, from the wait for the first Q Kᵀ on: a softmax, the wait for P V beside it, the products after it and
-        # the wait for Q Kᵀ, which leaves P V running.
+        # The loop, from the wait for the first Q Kᵀ on: a softmax, the wait for P V beside it, the products after it
+        # and the wait for Q Kᵀ, which leaves P V running.
         _, softmax, products, _ = kernel.split("WARPGROUP.DEPBAR.LE gsb0, 0x0", 3)
         assert softmax.count("MUFU.EX2") >= 64 * block_n / 128, name  # a thread's share
         assert products.count("WARPGROUP.DEPBAR.LE gsb0, 0x1") == 1, name

@@ -85,15 +85,6 @@ inline int __any_sync(unsigned mask, int x) {
     });
     return x;
 }
-inline int __reduce_max_sync(unsigned mask, int x) {
-    if (mask != ~0u) emulator::fail("__reduce_max_sync with mask %#x", mask);
-    emulator::meet("__reduce_max_sync", &x, [](void *(&lanes)[32]) {
-        auto value = [&](int i) -> int & { return *static_cast<int *>(lanes[i]); };
-        for (int i = 1; i < 32; i++) value(0) = max(value(0), value(i));
-        for (int i = 1; i < 32; i++) value(i) = value(0);
-    });
-    return x;
-}
 inline int atomicAdd(int *to, int x) { return std::exchange(*to, *to + x); }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline void __trap() { emulator::fail("__trap"); }
