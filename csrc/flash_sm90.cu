@@ -9,11 +9,11 @@
 //   producer ── TMA ──▶ full[stage] ──▶ consumers ── wgmma ──▶ empty[stage] ──▶ producer
 //
 // A consumer has two products under way at a time, Q Kᵀ of one block and P V of the block before it, and computes the
-// softmax of the first while the second runs. P goes from the accumulators of one product straight into the A operand of
-// the next, as in flash_sm80.cu; while it is read from there, an instruction of any warp beside takes four cycles to
+// softmax of the first while the second runs. P goes from the accumulators of one product straight into the A operand
+// of the next, as in flash_sm80.cu; while it is read from there, an instruction of any warp beside takes four cycles to
 // issue (by counters on an H200, see the journal). So instructions are what there is to save, and the softmax does
-// without a maximum: after a tile's first blocks row_max stays as it is, until a sum of probabilities shows that one has
-// grown too large. A row's last bits may depend on that of the 15 rows that its warp has beside it.
+// without a maximum: after a tile's first blocks row_max stays as it is, until a sum of probabilities shows that one
+// has grown too large. A row's last bits may depend on that of the 15 rows that its warp has beside it.
 //
 // Read next: ptx_sm90.cuh for the instructions; tensor_map.h, which tells TMA where Q, K, V and out are; kernels.h.
 #include <algorithm>
@@ -168,8 +168,8 @@ __device__ void consume(const Params &p, SharedMemory<Tile> &shared, int consume
     };
     auto await_v = [&](const Mask &mask, int n_block) {
         await(shared.v_full, block);
-        // Rows after the sample's end may hold anything, NaN as well, which a probability of 0 does not undo. All consumers
-        // clear them, those that skip the block too.
+        // Rows after the sample's end may hold anything, NaN as well, which a probability of 0 does not undo. All
+        // consumers clear them, those that skip the block too.
         if (const int row_end = mask.seq_len - n_block * kBlockN; row_end < kBlockN && mask.seq_len < p.seqlen_k) {
             constexpr int kThreads = 128 * kConsumers, kVecs = kRowBytes / 16;
             for (auto &panel : shared.sV[block % kStages])
@@ -208,8 +208,8 @@ __device__ void consume(const Params &p, SharedMemory<Tile> &shared, int consume
         }
         for (bool is_first = true; sees_keys; n_block--, block++, is_first = false) {
             const uint32_t n = __shfl_sync(~0u, block, 0), t = __shfl_sync(~0u, tile, 0);
-            // acc_s becomes P. row_max follows the scores of blocks with a mask, and of one without. After that it stays,
-            // and if one of P may then be too large for T, which is rare, the scores are computed once more.
+            // acc_s becomes P. row_max follows the scores of blocks with a mask, and of one without. After that it
+            // stays, and if one of P may then be too large for T, which is rare, the scores are computed once more.
             if (n_block >= n_block_full) mask.apply(acc_s, row, n_block * kBlockN + lane_idx % 4 * 2, sign);
             const bool follows = n_block >= n_block_full - 1;
             bool has_grown = false;
@@ -310,13 +310,13 @@ template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
     if (tiles == 0) return;
     if (tiles + blocks > INT32_MAX) throw std::runtime_error("minimal_attn: there are too many tiles of rows");
     Params p{attn};
-    encode(p.q_map, p.q, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, p.q_batch_stride, p.q_head_stride,
+    encode(p.q_map, "q", p.q, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, p.q_batch_stride, p.q_head_stride,
            p.q_row_stride, 64, Tile::kCols);
-    encode(p.k_map, p.k, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.k_batch_stride, p.k_head_stride,
+    encode(p.k_map, "k", p.k, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.k_batch_stride, p.k_head_stride,
            p.k_row_stride, Tile::kBlockN, Tile::kCols);
-    encode(p.v_map, p.v, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.v_batch_stride, p.v_head_stride,
+    encode(p.v_map, "v", p.v, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.v_batch_stride, p.v_head_stride,
            p.v_row_stride, Tile::kBlockN, Tile::kCols);
-    encode(p.o_map, p.o, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, p.o_batch_stride, p.o_head_stride,
+    encode(p.o_map, "out", p.o, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, p.o_batch_stride, p.o_head_stride,
            p.o_row_stride, 16, Tile::kCols);
     // A block an SM. Without a mask all tiles are alike and dealt out in turn; with one, a block that is done takes the
     // next by a counter.
@@ -333,7 +333,7 @@ template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
 
 // Tiles by head_dim; what lies between two is padded with zeros, by TMA. Three consumers hide one another's softmax
 // better than two do and load K and V less often. A thread's share of S, P and O has to fit 160 registers then: at
-// head_dim 128 that leaves 80 keys. Four buffers of 64 keys are faster than two of 80 up to 2048 keys (journal, Hopper).
+// head_dim 128 that leaves 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper).
 template <typename T> void dispatch(const AttnParams &p) {
     if (p.head_dim <= 64) launch_fwd<T, Tile<64, 3, 128, 4>>(p);
     else if (p.head_dim <= 96) launch_fwd<T, Tile<96, 3, 96, 4>>(p);

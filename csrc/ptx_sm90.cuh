@@ -44,10 +44,11 @@ __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // "Parallel Synchronization and Communication Instructions: barrier", by number: the threads of whole warps, `threads`
-// of them, wait for one another.
+// of them, wait for one another. Not .aligned, so that warps may come to it from several places of the code.
 __device__ inline void barrier_sync(int id, int threads) {
-    asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
 // "Data Movement and Conversion Instructions: prefetch.tensormap".
 __device__ inline void prefetch(const CUtensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

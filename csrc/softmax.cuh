@@ -135,6 +135,7 @@ template <int kMTiles> struct Softmax {
 
     // Natural logarithm of row i's sum of exponentials, after finalize().
     __device__ float lse(int i) const {
-        return row_sum[i] == 0.f ? row_max[i] - row_max[i] - INFINITY : row_max[i] * 0.6931471805599453f + logf(row_sum[i]);
+        if (row_sum[i] == 0.f) return row_max[i] - row_max[i] - INFINITY;  // NaN if a score overflowed
+        return row_max[i] * 0.6931471805599453f + logf(row_sum[i]);
     }
 };

@@ -32,8 +32,9 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
 // Of a tensor [batch_size, nheads, rows, cols] of 16-bit elements with these strides in elements, cols contiguous.
 // A copy takes box_rows rows of one head, box_cols columns of 128 or 64 bytes a row, which is also how they are
 // swizzled. Where a stride is 0, all is one: the coordinate along it must be 0. L2 fetches 256 bytes at a time.
-inline void encode(CUtensorMap &map, const void *x, int64_t batch_size, int nheads, int rows, int cols,
-                   int64_t batch_stride, int64_t head_stride, int64_t row_stride, int box_rows, int box_cols) {
+inline void encode(CUtensorMap &map, const char *name, const void *x, int64_t batch_size, int nheads, int rows,
+                   int cols, int64_t batch_stride, int64_t head_stride, int64_t row_stride, int box_rows,
+                   int box_cols) {
     auto size = [](int64_t n, int64_t stride) { return cuuint64_t(stride ? n : 1); };
     auto bytes = [cols](int64_t stride) { return cuuint64_t(2 * (stride ? stride : cols)); };
     const cuuint64_t sizes[] = {cuuint64_t(cols), size(rows, row_stride), size(nheads, head_stride),
@@ -45,7 +46,8 @@ inline void encode(CUtensorMap &map, const void *x, int64_t batch_size, int nhea
         CU_TENSOR_MAP_INTERLEAVE_NONE, box_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
-        throw std::runtime_error("minimal_attn: TMA cannot take a tensor: CUDA error " + std::to_string(int(result)));
+        throw std::runtime_error("minimal_attn: TMA cannot take " + std::string(name) + ": CUDA error " +
+                                 std::to_string(int(result)));
 }
 
 }  // namespace device

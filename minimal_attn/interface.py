@@ -206,7 +206,7 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     if not q.is_cuda:
         return "host"
     # A last dimension that is not contiguous is copied, to rows that are aligned as far as head_dim allows.
-    q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape[-1:]).expand(x.shape) for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
     choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)))
     if choice is None:
         raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")

@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config, items):
         impl = hasattr(item, "callspec") and item.callspec.params.get("impl")
         if impl in KERNEL_NEEDS and impl not in IMPLEMENTATIONS:
             item.add_marker(pytest.mark.skip(reason=f"needs {KERNEL_NEEDS[impl]}"))
-        if impl == "cuda:host" and is_record:
+        if is_record and (impl == "cuda:host" or item.get_closest_marker("cpu")):
             item.add_marker(pytest.mark.skip(reason="no matter of the GPU that the record is of"))
 
 

@@ -123,7 +123,8 @@ FAULTS = {
     "swizzle of out": (KERNEL, "(kRowBytes - 16)", "112", "sm90_96", "out"),
 }
 
-pytestmark = pytest.mark.skipif(not shutil.which(CXX), reason=f"no C++ compiler: {CXX} is not on PATH")
+pytestmark = [pytest.mark.cpu,
+              pytest.mark.skipif(not shutil.which(CXX), reason=f"no C++ compiler: {CXX} is not on PATH")]
 
 
 def run(driver, *arguments):

@@ -329,11 +329,13 @@ def build(tmp_path, **env):
 
 def test_build_from_nothing(tmp_path, record_property):
     seconds, library = build(tmp_path)
-    record_property(f"seconds of the JIT build from nothing, {os.cpu_count()} cores", round(seconds, 1))
+    workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    beside = f" beside {workers} test workers" if workers else ""
+    record_property(f"seconds of the JIT build from nothing, {os.cpu_count()} cores{beside}", round(seconds, 1))
     record_property("MB of the built library", round(os.path.getsize(library) / 1e6, 2))
     assert os.path.getsize(library) <= 12e6
-    if os.cpu_count() >= 16:
-        assert seconds <= 120  # beside as many test workers; alone it takes a third of that
+    if os.cpu_count() >= 16 and not workers:
+        assert seconds <= 75
 
 
 def test_built_for_another_gpu(tmp_path):

@@ -73,12 +73,14 @@ def asan(tmp_path_factory):
     return compiled(tmp_path_factory.mktemp("asan"), *cxx("address,undefined", "-O0"))
 
 
+@pytest.mark.cpu
 def test_no_bad_access_or_undefined_behaviour(asan):
     done = run(asan)
     assert_passed(done)
     assert not done.stderr
 
 
+@pytest.mark.cpu
 def test_address_sanitizer_sees_an_overrun(asan):
     done = run(asan, "--overrun", "one")
     assert done.returncode and "AddressSanitizer: heap-buffer-overflow" in done.stderr
@@ -93,12 +95,14 @@ def run_tsan(driver, *cases):
     return done
 
 
+@pytest.mark.cpu
 def test_no_data_race(tmp_path):
     done = run_tsan(compiled(tmp_path, *cxx("thread", "-O1")))
     assert_passed(done)
     assert not done.stderr
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("file, barrier", BARRIERS)
 def test_every_barrier_is_needed_and_seen(file, barrier, tmp_path):
     driver = compiled(tmp_path, *cxx("thread", "-O0"), csrc=without_barrier(tmp_path, file, barrier))
