@@ -7,11 +7,13 @@ import datetime
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 CORES = len(os.sched_getaffinity(0))
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # they share the cores, in what they start as well
@@ -135,6 +137,19 @@ def add_up(record, earlier, all_files):
     sums = {x: sum(counts[x] for counts in record["files"].values()) for x in ("passed", "failed", "skipped")}
     return {**record, **sums, "evidence": dict(sorted(record["evidence"].items())),
             "files": dict(sorted(record["files"].items())), "missing": sorted(set(all_files) - set(record["files"]))}
+
+
+def made_once(tmp_path_factory, name, make):
+    """A folder that make(folder) makes, whichever of pytest-xdist's workers is the first to want it."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    with FileLock(root / f"{name}.lock"):
+        if not (root / f"{name}.made").exists():
+            shutil.rmtree(root / name, ignore_errors=True)
+            make(root / name)
+            (root / f"{name}.made").touch()
+    return root / name
 
 
 def gpu_driver():

@@ -6,9 +6,11 @@
 //   g++ -std=c++20 -pthread -Icsrc tests/driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu tests/driver.cpp
 //   ./a.out [case...]      all cases if none is named
 //     --overrun            declare one key row more than is allocated: a fault that the tools must see
-//     --valid-only         leave what must not be read uninitialized, for initcheck, instead of making it NaN
+//     --valid-only         leave the q, k and v that must not be read uninitialized, for initcheck, instead of NaN
 //
-// With MINIMAL_ATTN_EMULATED=1 it is for flash_sm90.cu alone, on the CPU, and linked with it: test_emulator.py.
+// With MINIMAL_ATTN_LINKED=1 it is linked with the objects of csrc's kernels, so that a change of one compiles that one
+// alone; the cases of narrow and wide tiles are not there then. With MINIMAL_ATTN_EMULATED=1 it is for flash_sm90.cu
+// alone, on the CPU, and linked with it: test_emulator.py.
 //     --early=1 --late=2 --random=3 ...    when copies and products happen, and a seed
 #include <algorithm>
 #include <cmath>
@@ -21,6 +23,13 @@
 #include <vector>
 
 #ifdef __CUDACC__
+#if MINIMAL_ATTN_LINKED
+#include "flash.h"
+#include "launch.h"
+using namespace device;
+int compute_capability();  // flash_sm80.cu
+template <typename> using Sum = float;
+#else
 #include "flash.cu"
 #include "flash_sm80.cu"
 #include "flash_sm90.cu"
@@ -28,6 +37,7 @@
 #include "flash_bwd.cu"
 #include "flash_bwd_sm80.cu"
 using namespace simt;
+#endif
 template <typename T> T encode(float x) { return T(x); }
 template <typename T> double decode(T x) { return float(x); }
 void *allocate(size_t bytes) { void *p; return check_cuda(cudaMalloc(&p, bytes)), p; }
@@ -185,6 +195,7 @@ template <typename T> struct Tensor {
     int64_t heads, head_dim, row_stride, head_stride, batch_stride, offset;
     std::vector<T> host;
     T *device;
+    bool poison;
 
     Tensor(int batch_size, int heads_, int rows, int head_dim_, Layout layout = kHeads, bool poison = true)
         : heads(heads_), head_dim(head_dim_),
@@ -192,7 +203,7 @@ template <typename T> struct Tensor {
           head_stride(layout == kRows ? head_dim : layout == kExpanded ? 0 : rows * row_stride),
           batch_stride(layout == kExpanded ? 0 : heads * rows * row_stride), offset(layout == kOffset),
           host(index(batch_size - 1, heads - 1, rows - 1) + head_dim),
-          device(static_cast<T *>(allocate(host.size() * sizeof(T)))) {
+          device(static_cast<T *>(allocate(host.size() * sizeof(T)))), poison(poison) {
         make_nan(poison);
     }
     ~Tensor() { release(device); }
@@ -209,8 +220,9 @@ template <typename T> struct Tensor {
             for (int64_t r = begin; r < end; r++) {
                 T *x = &host[index(b, h, r)];  // multiples of 1/64 in [-2, 2): exact in every dtype
                 for (int64_t d = 0; d < head_dim; d++) x[d] = encode<T>((int(random() & 255) - 128) / 64.f);
-                copy(device + index(b, h, r), x, head_dim * sizeof(T));
+                if (!poison) copy(device + index(b, h, r), x, head_dim * sizeof(T));
             }
+        if (poison) copy(device, host.data(), host.size() * sizeof(T));
     }
 };
 
@@ -268,7 +280,7 @@ bool keeps(uint32_t threshold, uint32_t b, uint32_t h, uint32_t row, uint32_t co
 
 bool is_sm80(const Case &c) { return c.tiling == kSm80 || c.tiling == kSm80Narrow; }
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) && !MINIMAL_ATTN_LINKED
 // By the tiles for GPUs with less shared memory, on any.
 template <typename T> void narrow_backward(const Case &c, const AttnBackwardParams &p) {
     if constexpr (sizeof(T) == 2) {
@@ -297,6 +309,7 @@ template <typename T> void forward(const Case &c, const AttnParams &p) {
     if (c.tiling == kDmma) return dmma::flash_forward(p);
 #endif
     if (c.tiling == kBest) return simt::flash_forward(p);
+#if !MINIMAL_ATTN_LINKED
     if constexpr (!std::is_same_v<T, double>)
         if (c.tiling == kNarrow)
             return c.head_dim <= 128 ? launch_fwd<T, Tiles128Narrow>(p) : launch_fwd<T, Tiles256Narrow>(p);
@@ -304,6 +317,7 @@ template <typename T> void forward(const Case &c, const AttnParams &p) {
         if (c.head_dim <= 64) return launch_fwd<T, Tiles64Wide>(p);
         return c.head_dim <= 128 ? launch_fwd<T, Tiles128Wide>(p) : launch_fwd<T, Tiles256Wide>(p);
     }
+#endif
     throw std::runtime_error("there are no such tiles of this type");
 }
 #endif
@@ -314,8 +328,8 @@ template <typename T> void run(const Case &c, double epsilon) {
     Tensor<T> q(c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout, poison);
     Tensor<T> k(c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout, poison);
     Tensor<T> v(c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout, poison);
-    Tensor<T> dout(c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout, poison);
-    Tensor<S> dlse(c.batch_size, c.nheads, c.seqlen_q, 1, c.layout, poison);
+    Tensor<T> dout(c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout);
+    Tensor<S> dlse(c.batch_size, c.nheads, c.seqlen_q, 1, c.layout);
     const Layout out_layout = c.layout == kExpanded ? kHeads : c.layout;
     Tensor<T> o(c.batch_size, c.nheads, c.seqlen_q, c.head_dim, out_layout);
     Tensor<T> dq(c.batch_size, c.nheads, c.seqlen_q, c.head_dim, out_layout);
@@ -416,7 +430,9 @@ template <typename T> void run(const Case &c, double epsilon) {
     Tensor<char> workspace(1, 1, 1, is_sm80(c) ? sm80::backward_workspace(p) : 1);  // enough for narrow tiles too
     p.workspace = workspace.device;
     if (c.tiling == kSm80) sm80::flash_backward(p);
+#if !MINIMAL_ATTN_LINKED
     else if (c.tiling == kSm80Narrow) narrow_backward<T>(c, p);
+#endif
     else
 #endif
     simt::flash_backward(p);

@@ -10,8 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
+from conftest import made_once
 from test_sanitizers import cxx
 
 DRIVER = Path(__file__).with_name("driver.cpp")
@@ -172,15 +172,8 @@ def changed(csrc, folder, file, old, new):
 
 @pytest.fixture(scope="session")
 def csrc(tmp_path_factory):
-    """emulated(), with the objects and the driver; once, whichever of xdist's workers is the first."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    with FileLock(folder / "emulator.lock"):
-        if not (folder / "emulator").exists():
-            emulated(folder / "emulator")
-            linked(compiled(folder / "emulator", folder / "emulator/objects"))
-    return folder / "emulator"
+    """emulated(), with the objects and the driver."""
+    return made_once(tmp_path_factory, "emulator", lambda csrc: linked(compiled(emulated(csrc), csrc / "objects")))
 
 
 def assert_passed(done):
