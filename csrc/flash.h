@@ -36,7 +36,7 @@ struct AttnParams {
     double keep_scale;            // and what is left is multiplied by 1 / (1 - dropout_p), by 0 where that is 1/0
 
     int *tile_counter;  // of flash_sm90.cu: memory for one number, or nullptr: tiles of rows are all alike
-    void *stream;  // cudaStream_t, on the current device; unused by the host build
+    void *stream;       // cudaStream_t, on the current device; unused by the host build
 };
 
 // The backward pass: q, k, v, o, lse and all that goes with them as in the forward, o and lse to be read.
@@ -59,6 +59,7 @@ struct AttnBackwardParams : AttnParams {
 // flash_forward enqueues out = softmax(softmax_scale · Q Kᵀ) V and lse. A row that sees no key gets out 0 and lse -inf.
 // flash_backward enqueues dq, dk, dv. A row that sees no key has no say in them, whatever its dout and dlse, and dq 0.
 // They throw std::runtime_error when a kernel cannot be launched.
+int compute_capability();  // flash_sm80.cu: of the current device, less if this build holds for it what is older
 namespace simt {
 void flash_forward(const AttnParams &p);           // flash.cu on the GPU
 void flash_backward(const AttnBackwardParams &p);  // flash_bwd.cu on the GPU

@@ -189,7 +189,6 @@ void flash_forward(const AttnParams &p) {
 
 }  // namespace sm80
 
-// 90 for Hopper; less if what this build holds for the GPU is code for an older one.
 int compute_capability() {
     return device::once_per_device([](int device) {
         int major, minor;

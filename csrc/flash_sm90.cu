@@ -344,6 +344,7 @@ template <typename T> void dispatch(const AttnParams &p) {
 }
 
 void flash_forward(const AttnParams &p) {
+    if (compute_capability() != 90) throw std::runtime_error("minimal_attn: flash_sm90.cu needs a GPU of sm_90");
     if (p.dtype == DType::kFloat16) dispatch<__half>(p);
     else dispatch<__nv_bfloat16>(p);
 }

@@ -25,9 +25,7 @@
 #include "flash.h"
 #include "kernels.h"
 
-// Of the current device, in flash_sm80.cu and flash_dmma.cu.
-int compute_capability();
-bool has_fast_fp64();
+bool has_fast_fp64();  // flash_dmma.cu: whether the current device is one
 
 namespace {
 
@@ -314,14 +312,17 @@ py::object plain_forward(py::handle q_, py::handle k_, py::handle v_, py::handle
 
 // (name of the kernel that serves valid tensors, why it is not the fast one or None); None for tensors without memory
 // of their own, as vmap has them. capability and fast_fp64: of a GPU that need not be here, as in kernels.h; without
-// a capability, of the tensors' device.
+// a capability, of the tensors' device. has_dropout: of a call with dropout.
 std::optional<std::pair<std::string, std::optional<std::string>>> which_kernel(
-    const Tensor &q, const Tensor &k, const Tensor &v, std::optional<int> capability, bool fast_fp64) {
+    const Tensor &q, const Tensor &k, const Tensor &v, bool has_dropout, std::optional<int> capability,
+    bool fast_fp64) {
     if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
     check(q, k, v, std::nullopt, kBHSD);
     read_environment();
     const c10::DeviceGuard guard(q.device());
-    const auto p = params_of<AttnParams>(q, k, v, std::nullopt, 1, false, kBHSD);
+    auto p = params_of<AttnParams>(q, k, v, std::nullopt, 1, false, kBHSD);
+    const int64_t seed = 0;
+    if (has_dropout) p.dropout_seed = &seed;
     const Choice choice = capability ? choose(p, Gpu{*capability, fast_fp64}) : choose(p, q.device());
     std::optional<std::string> because;
     if (choice.slow_because) because = choice.slow_because;
@@ -357,6 +358,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("flash_forward", &flash_forward, py::call_guard<py::gil_scoped_release>());
     m.def("flash_backward", &flash_backward, py::call_guard<py::gil_scoped_release>());
     m.def("read_environment", &read_environment);
-    m.def("which_kernel", &which_kernel, py::arg("q"), py::arg("k"), py::arg("v"),
+    m.def("which_kernel", &which_kernel, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("has_dropout") = false,
           py::arg("capability") = py::none(), py::arg("fast_fp64") = true);
 }

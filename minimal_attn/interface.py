@@ -74,8 +74,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         key has out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs.
 
     Raises:
-        TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, causal, or a dropout_p or
-            dropout_seed of another type.
+        TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, causal or deterministic
+            that is no bool, or a dropout_p or dropout_seed of another type.
         ValueError: shapes, devices, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed or backend.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
@@ -83,7 +83,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
     if (seq_lens is None and q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda")
-            and _is_zero(dropout_p)):
+            and _is_zero(dropout_p) and isinstance(deterministic, bool)):
         result = _plain_forward(q, k, v, causal, sm_scale, False, return_lse)
         if result is not None:
             return result
@@ -147,7 +147,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
         NotImplementedError: an argument that is not supported yet, by name; otherwise as flash_attention.
     """
     if _is_zero(dropout_p) and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None:
-        if backend == "auto" or backend == "cuda":
+        if (backend == "auto" or backend == "cuda") and isinstance(deterministic, bool):
             result = _plain_forward(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs)
             if result is not None:
                 return (*result, None) if return_attn_probs else result
@@ -175,22 +175,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
-                 seq_lens: Tensor | Sequence[int] | None = None) -> str:
+                 seq_lens: Tensor | Sequence[int] | None = None, dropout_p: float = 0.0) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
-    It depends on dtype (under torch.autocast its), head_dim, strides, alignment and the GPU alone. The environment
-    variable MINIMAL_ATTN_KERNEL forces one of the CUDA kernels, for tests and benchmarks.
+    It depends on dtype (under torch.autocast its), head_dim, strides, alignment, the GPU and on whether there is
+    dropout. The environment variable MINIMAL_ATTN_KERNEL forces one of the CUDA kernels, for tests and benchmarks.
 
     Args:
         As of flash_attention; causal, sm_scale and seq_lens are checked, but choose nothing.
 
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions) for float16 and bfloat16 on H100, H200 and what else is sm_90,
-        "sm80" (flash_sm80.cu, tensor cores) on other GPUs from Ampere on, for dropout, and where rows of q, k or v
-        overlap or there are no keys; "dmma" (flash_dmma.cu, the tensor cores for fp64) for float32 with head_dim 33 to
-        128 on H100, H200 and what else has such; all three where head_dim and the strides are multiples of 16 bytes and
-        the tensors start at such. "simt" (flash.cu) for all else on a GPU, for dropout and gradients in place of
-        "dmma"; "host" (flash.cu, built for the CPU) for CPU tensors. Gradients of "sm90" are those of "sm80".
+        "sm80" (flash_sm80.cu, tensor cores) on other GPUs from Ampere on, for dropout, where rows of q, k or v overlap
+        or have 2^40 bytes and more between them, and where there are no keys; "dmma" (flash_dmma.cu, the tensor cores
+        for fp64) for float32 with head_dim 33 to 128 on H100, H200 and what else has such; all three where head_dim and
+        the strides are multiples of 16 bytes and the tensors start at such. "simt" (flash.cu) for all else on a GPU,
+        for dropout and gradients in place of "dmma"; "host" (flash.cu, built for the CPU) for CPU tensors. Gradients of
+        "sm90" are those of "sm80".
 
     Raises:
         ValueError: MINIMAL_ATTN_KERNEL names no kernel, or one that cannot serve the call.
@@ -200,14 +201,16 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     check_qkv(q, k, v, KERNEL_DTYPES)
     check_options(causal, sm_scale)
     check_seq_lens(seq_lens, q, k)
+    has_dropout = check_dropout_p(dropout_p) > 0
     why_not = _cuda_why_not(q.device)
     if why_not is not None:
         raise why_not
     if not q.is_cuda:
         return "host"
-    # A last dimension that is not contiguous is copied, to rows that are aligned as far as head_dim allows.
+    # A last dimension that is not contiguous is copied, to rows that are aligned as far as head_dim allows: such a
+    # tensor is made here too.
     q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
-    choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)))
+    choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), has_dropout)
     if choice is None:
         raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
     return choice[0]

@@ -35,7 +35,7 @@ class FlashMHA(nn.Module):
         backend: of flash_attention.
 
     Raises:
-        ValueError: sizes, dropout or backend; TypeError: causal.
+        ValueError: sizes, dropout or backend; TypeError: causal or dropout.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, num_heads_k: int | None = None, bias: bool = True,

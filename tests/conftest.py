@@ -7,7 +7,6 @@ import datetime
 import importlib.metadata
 import json
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -140,16 +139,22 @@ def add_up(record, earlier, all_files):
 
 
 def made_once(tmp_path_factory, name, make):
-    """A folder that make(folder) makes, whichever of pytest-xdist's workers is the first to want it."""
+    """A folder that make(folder) fills, once, whichever of pytest-xdist's workers is the first to want it."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
+    folder, error = root / name, root / f"{name}.error"
     with FileLock(root / f"{name}.lock"):
-        if not (root / f"{name}.made").exists():
-            shutil.rmtree(root / name, ignore_errors=True)
-            make(root / name)
-            (root / f"{name}.made").touch()
-    return root / name
+        if error.exists():
+            pytest.fail(error.read_text())
+        if not folder.exists():
+            folder.mkdir()
+            try:
+                make(folder)
+            except BaseException as e:
+                error.write_text(str(e))
+                raise
+    return folder
 
 
 def gpu_driver():

@@ -9,8 +9,8 @@
 //     --valid-only         leave the q, k and v that must not be read uninitialized, for initcheck, instead of NaN
 //
 // With MINIMAL_ATTN_LINKED=1 it is linked with the objects of csrc's kernels, so that a change of one compiles that one
-// alone; the cases of narrow and wide tiles are not there then. With MINIMAL_ATTN_EMULATED=1 it is for flash_sm90.cu
-// alone, on the CPU, and linked with it: test_emulator.py.
+// alone; cases of tiles that no call on this GPU gets are passed over. With MINIMAL_ATTN_EMULATED=1 as well it is for
+// flash_sm90.cu alone, on the CPU: test_emulator.py.
 //     --early=1 --late=2 --random=3 ...    when copies and products happen, and a seed
 #include <algorithm>
 #include <cmath>
@@ -22,14 +22,12 @@
 #include <string>
 #include <vector>
 
-#ifdef __CUDACC__
 #if MINIMAL_ATTN_LINKED
 #include "flash.h"
 #include "launch.h"
 using namespace device;
-int compute_capability();  // flash_sm80.cu
 template <typename> using Sum = float;
-#else
+#elif defined(__CUDACC__)
 #include "flash.cu"
 #include "flash_sm80.cu"
 #include "flash_sm90.cu"
@@ -37,22 +35,17 @@ template <typename> using Sum = float;
 #include "flash_bwd.cu"
 #include "flash_bwd_sm80.cu"
 using namespace simt;
+#else
+#include "flash_host.cpp"  // from here on simt reads host
+using namespace simt;
 #endif
+#ifdef __CUDACC__
 template <typename T> T encode(float x) { return T(x); }
 template <typename T> double decode(T x) { return float(x); }
 void *allocate(size_t bytes) { void *p; return check_cuda(cudaMalloc(&p, bytes)), p; }
 void release(void *p) { cudaFree(p); }
 void copy(void *to, const void *from, size_t bytes) { check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyDefault)); }
 #else
-#if MINIMAL_ATTN_EMULATED
-#include "flash.h"
-#include "launch.h"
-using namespace device;
-template <typename> using Sum = float;
-#else
-#include "flash_host.cpp"  // from here on simt reads host
-using namespace simt;
-#endif
 template <typename T> T encode(float x) { return from_float<T>(x); }
 template <typename T> double decode(T x) { return to_float(x); }
 void *allocate(size_t bytes) { return std::malloc(bytes); }
@@ -195,7 +188,7 @@ template <typename T> struct Tensor {
     int64_t heads, head_dim, row_stride, head_stride, batch_stride, offset;
     std::vector<T> host;
     T *device;
-    bool poison;
+    bool poison;  // NaN on the device too, where nothing was written
 
     Tensor(int batch_size, int heads_, int rows, int head_dim_, Layout layout = kHeads, bool poison = true)
         : heads(heads_), head_dim(head_dim_),
@@ -328,6 +321,7 @@ template <typename T> void run(const Case &c, double epsilon) {
     Tensor<T> q(c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout, poison);
     Tensor<T> k(c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout, poison);
     Tensor<T> v(c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout, poison);
+    // What belongs to rows that see no key may be read, and is then not used.
     Tensor<T> dout(c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout);
     Tensor<S> dlse(c.batch_size, c.nheads, c.seqlen_q, 1, c.layout);
     const Layout out_layout = c.layout == kExpanded ? kHeads : c.layout;
@@ -489,6 +483,9 @@ int main(int argc, char **argv) {
     size_t passed = 0, failed = 0;
     for (const Case &c : cases) {
         if (!names.empty() && !std::count(names.begin(), names.end(), c.name)) continue;
+#if MINIMAL_ATTN_LINKED
+        if (c.tiling == kNarrow || c.tiling == kWide || c.tiling == kSm80Narrow) continue;
+#endif
 #ifdef __CUDACC__
         const bool is_hopper = c.tiling == kSm90 || c.tiling == kDmma;
         if (is_hopper && compute_capability() != 90) { passed++; continue; }

@@ -21,7 +21,8 @@ CXX = os.environ.get("CXX", "g++")
 KERNEL = "flash_sm90.cu"
 SOURCES = {KERNEL: "-Og", "instructions.cpp": "-O3", "wgmma.cpp": "-O3", DRIVER: "-O1"}
 # Kernels look at the same bytes as several types. What is aligned as tensor maps are has had another ABI since GCC 4.6.
-FLAGS = "-std=c++20", "-g1", "-fno-strict-aliasing", "-Wno-psabi", "-DMINIMAL_ATTN_EMULATED=1"
+FLAGS = ("-std=c++20", "-g1", "-fno-strict-aliasing", "-Wno-psabi", "-DMINIMAL_ATTN_LINKED=1",
+         "-DMINIMAL_ATTN_EMULATED=1")
 
 SCHEDULES = ["--early=1", "--late=2", "--random=3"]
 SANITIZERS = "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Og"
@@ -133,7 +134,7 @@ def run(driver, *arguments):
 
 def emulated(csrc):
     """A copy of csrc with the emulator's files in place of its own, and of ptx_sm90.cuh what has no asm."""
-    shutil.copytree(CSRC, csrc)
+    shutil.copytree(CSRC, csrc, dirs_exist_ok=True)
     shutil.copytree(EMULATOR, csrc, dirs_exist_ok=True)
     ptx = (CSRC / "ptx_sm90.cuh").read_text()
     descriptor = re.search(r"^template [^\n]* matrix_descriptor\(.*?^}\n", ptx, re.MULTILINE | re.DOTALL)

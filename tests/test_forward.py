@@ -16,14 +16,8 @@ from cases import (CASES, DTYPES, FP32_TOLERANCE, TILE_CASES, Case, base, check_
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import flash_attention
 
-
-def each_case(impls_and_dtypes):
-    return pytest.mark.parametrize("impl, dtype, case", [
-        pytest.param(impl, dtype, case, id=f"{impl}-{dtype}-{case}".replace("torch.", ""))
-        for impl, dtype in impls_and_dtypes for case in CASES + TILE_CASES * (dtype.itemsize == 2)
-        if HAS_GPU or not case.gpu_only])
-
-
+CASES_HERE = [case for case in CASES + TILE_CASES if HAS_GPU or not case.gpu_only]
+each_case = pytest.mark.parametrize("case", CASES_HERE, ids=str)
 each_kernel = pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl != "torch"])
 each_kernel_and_dtype = pytest.mark.parametrize("impl, dtype", [
     pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
@@ -50,9 +44,10 @@ def check_case(impl, case, dtype, seed=0, factor=2):
         return
     out, lse = run(impl, case, q, k, v)
     ref, ref_lse = exact(case, q, k, v)
-    # torch's own kernels are here for our conventions; their accuracy is torch's affair, as the order in which numpy
-    # adds is numpy's, and another on another CPU, where the interpreter multiplies by it.
-    if impl == "triton" and device == "cpu" and dtype == torch.float32:
+    # torch's own kernels are here for our conventions; their accuracy is torch's affair. In what order tl.dot adds up
+    # fp32 is Triton's: on a GPU all in one chain, 2.5 times as far off as MATH in the worst of these cases; in the
+    # interpreter numpy's, another on another CPU.
+    if impl == "triton" and dtype == torch.float32:
         factor += 1
     check_error(out, ref, base(case, q, k, v), factor=8 if impl == "torch" else factor)
     check_lse(lse, ref_lse)
@@ -62,24 +57,34 @@ def check_case(impl, case, dtype, seed=0, factor=2):
         assert (out.double() - ref).abs().max() <= FP32_TOLERANCE
 
 
-@each_case((impl, dtype) for impl in IMPLEMENTATIONS for dtype in DTYPES
-           if HAS_GPU or (impl, dtype) != ("triton", torch.bfloat16))  # in whose place the interpreter is given fp32
+@each_case
+@pytest.mark.parametrize("impl, dtype", [
+    pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
+    for impl in IMPLEMENTATIONS for dtype in DTYPES
+    if HAS_GPU or (impl, dtype) != ("triton", torch.bfloat16)])  # in whose place the interpreter is given fp32
 def test_against_fp64(impl, dtype, case, poisoned_outputs):
     check_case(impl, case, dtype)
 
 
-@each_case(("triton", dtype) for dtype in DTYPES if HAS_GPU or dtype == torch.float32)
-def test_cuda_against_triton(impl, dtype, case):
+@each_case
+@pytest.mark.parametrize("dtype", DTYPES if HAS_GPU else [torch.float32], ids=str)
+def test_cuda_against_triton(dtype, case):
     """Both implementations of ours compute one function: each stays within the rule with the other as the reference."""
-    q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
+    q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS["triton"][1])
     out, lse = flash_attention(q, k, v, **options(case, q.device), return_lse=True, backend="cuda")
-    twin, twin_lse = run(impl, case, q, k, v)
+    twin, twin_lse = run("triton", case, q, k, v)
     # The rule allows each of them 2·err_base + eps/2·max|ref| from the truth, and so twice that from the other.
     err_base = (base(case, q, k, v).double() - exact(case, q, k, v)[0]).abs().max()
     allowed = 4 * err_base + torch.finfo(dtype).eps * twin.double().abs().max()
     assert (out.double() - twin.double()).abs().max() <= allowed
     assert ((lse == -torch.inf) == (twin_lse == -torch.inf)).all()
     check_lse(lse, twin_lse.double())
+
+
+def test_some_scores_are_too_large_for_exp():
+    case = next(case for case in CASES if case.name == "large_few_keys")
+    lse = exact(case, *make_inputs(case, torch.float32, "cpu"))[1]
+    assert lse.min() < -88 and lse.max() > 88
 
 
 BITWISE = [
@@ -224,10 +229,11 @@ def drawn_cases(draw):
 
 
 @each_kernel
-@pytest.mark.parametrize("part", range(6 if HAS_GPU else 2))  # of the draws, for test workers to share
+# Parts of the draws, for test workers to share; each begins with the simplest.
+@pytest.mark.parametrize("part", range(6 if HAS_GPU else 2))
 def test_drawn_shapes(impl, part, poisoned_outputs):
     @hypothesis.seed(part)
-    @settings(max_examples=10, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=13, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(case=drawn_cases(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
     def check_drawn(case, dtype, seed):
         check_case(impl, case, dtype, seed, factor=4)  # twice the rule: the drawn shapes are still small

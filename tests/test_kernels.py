@@ -15,9 +15,10 @@ from minimal_attn import flash_attention, flash_attn_func, interface, which_kern
 HALF = torch.float16
 
 
-def choose(q, k=None, v=None, capability=90, fast_fp64=True):
+def choose(q, k=None, v=None, has_dropout=False, capability=90, fast_fp64=True):
     """(name, why not the fast one) of a GPU that need not be here."""
-    return minimal_attn.load().which_kernel(q, q if k is None else k, q if v is None else v, capability, fast_fp64)
+    k, v = q if k is None else k, q if v is None else v
+    return minimal_attn.load().which_kernel(q, k, v, has_dropout, capability, fast_fp64)
 
 
 def qkv(D=64, dtype=HALF, device="cpu", layout="bhsd", H=4):
@@ -38,6 +39,11 @@ def test_what_tma_cannot_take_goes_to_sm80():
     windows = torch.empty(5000, dtype=HALF).as_strided((2, 4, 40, 64), (960, 240, 16, 1))
     for tensors in ((q, k[:, :, :1].expand_as(k), v), (q, k, windows), (windows, k, v), (q, k[:, :, :0], v[:, :, :0])):
         assert choose(*tensors) == ("sm80", None)
+
+
+def test_dropout_goes_to_sm80_and_simt():
+    assert choose(*qkv(), has_dropout=True) == ("sm80", None)
+    assert choose(*qkv(dtype=torch.float32), has_dropout=True) == ("simt", None)
 
 
 def test_fp64_tensor_cores_take_fp32():
@@ -142,6 +148,8 @@ def test_which_kernel_on_the_cpu():
         which_kernel(q, k, v, seq_lens=[0, 40])
     with pytest.raises(TypeError, match="dtypes must match"):
         which_kernel(q, k.float(), v)
+    with pytest.raises(ValueError, match="dropout_p"):
+        which_kernel(q, k, v, dropout_p=1.5)
 
 
 def plain(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False):
@@ -166,6 +174,7 @@ def test_which_kernel(gpu, monkeypatch):
     kernel = "sm90" if "cuda:sm90" in IMPLEMENTATIONS else "sm80"
     assert which_kernel(*gpu) == which_kernel(*(x[:, 0] for x in gpu)) == kernel
     assert which_kernel(*(x.transpose(2, 3) for x in gpu)) == kernel  # copied, and then aligned
+    assert which_kernel(*gpu, dropout_p=0.1) == "sm80"
     is_dmma = "cuda:dmma" in IMPLEMENTATIONS  # with slow fp64, as on H20, it would not be
     assert which_kernel(*(x.float() for x in gpu)) == ("dmma" if is_dmma else "simt")
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "simt")

@@ -93,6 +93,8 @@ inline void __syncwarp() {
 }
 inline void __syncthreads() { emulator::sync("__syncthreads", 0, blockDim.x); }
 
+inline int compute_capability() { return 90; }
+
 namespace device {
 
 float to_float(__half x);
