@@ -56,10 +56,11 @@ struct AttnBackwardParams : AttnParams {
     int64_t dv_batch_stride, dv_head_stride, dv_row_stride;
 };
 
+int compute_capability();  // flash_sm80.cu: of the current device, less if this build holds for it what is older
+
 // flash_forward enqueues out = softmax(softmax_scale · Q Kᵀ) V and lse. A row that sees no key gets out 0 and lse -inf.
 // flash_backward enqueues dq, dk, dv. A row that sees no key has no say in them, whatever its dout and dlse, and dq 0.
 // They throw std::runtime_error when a kernel cannot be launched.
-int compute_capability();  // flash_sm80.cu: of the current device, less if this build holds for it what is older
 namespace simt {
 void flash_forward(const AttnParams &p);           // flash.cu on the GPU
 void flash_backward(const AttnBackwardParams &p);  // flash_bwd.cu on the GPU
