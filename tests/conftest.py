@@ -7,6 +7,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -152,7 +153,9 @@ def made_once(tmp_path_factory, name, make):
             try:
                 make(folder)
             except BaseException as e:
-                error.write_text(str(e))
+                shutil.rmtree(folder)
+                if isinstance(e, Exception):  # a skip is none
+                    error.write_text(str(e))
                 raise
     return folder
 

@@ -9,8 +9,8 @@
 //     --valid-only         leave the q, k and v that must not be read uninitialized, for initcheck, instead of NaN
 //
 // With MINIMAL_ATTN_LINKED=1 it is linked with the objects of csrc's kernels, so that a change of one compiles that one
-// alone; cases of tiles that no call on this GPU gets are passed over. With MINIMAL_ATTN_EMULATED=1 as well it is for
-// flash_sm90.cu alone, on the CPU: test_emulator.py.
+// alone; cases that name their tiles are passed over. With MINIMAL_ATTN_EMULATED=1 as well it is for flash_sm90.cu
+// alone, on the CPU: test_emulator.py.
 //     --early=1 --late=2 --random=3 ...    when copies and products happen, and a seed
 #include <algorithm>
 #include <cmath>
