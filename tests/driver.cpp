@@ -9,7 +9,7 @@
 //     --valid-only         leave the q, k and v that must not be read uninitialized, for initcheck, instead of NaN
 //
 // With MINIMAL_ATTN_LINKED=1 it is linked with the objects of csrc's kernels, so that a change of one compiles that one
-// alone; cases that name their tiles are passed over. With MINIMAL_ATTN_EMULATED=1 as well it is for flash_sm90.cu
+// alone; cases that name their tiles fail there. With MINIMAL_ATTN_EMULATED=1 as well it is for flash_sm90.cu
 // alone, on the CPU: test_emulator.py.
 //     --early=1 --late=2 --random=3 ...    when copies and products happen, and a seed
 #include <algorithm>
@@ -273,8 +273,24 @@ bool keeps(uint32_t threshold, uint32_t b, uint32_t h, uint32_t row, uint32_t co
 
 bool is_sm80(const Case &c) { return c.tiling == kSm80 || c.tiling == kSm80Narrow; }
 
-#if defined(__CUDACC__) && !MINIMAL_ATTN_LINKED
-// By the tiles for GPUs with less shared memory, on any.
+// By the tiles that a case names, on any GPU: those for less shared memory, and those for long sequences.
+#if MINIMAL_ATTN_LINKED
+template <typename T> void named_forward(const Case &, const AttnParams &) {
+    throw std::runtime_error("a linked driver has no tiles to name");
+}
+template <typename T> void narrow_backward(const Case &c, const AttnBackwardParams &p) { named_forward<T>(c, p); }
+#else
+template <typename T> void named_forward(const Case &c, const AttnParams &p) {
+    if constexpr (!std::is_same_v<T, double>)
+        if (c.tiling == kNarrow)
+            return c.head_dim <= 128 ? launch_fwd<T, Tiles128Narrow>(p) : launch_fwd<T, Tiles256Narrow>(p);
+    if constexpr (std::is_same_v<T, float>) {
+        if (c.head_dim <= 64) return launch_fwd<T, Tiles64Wide>(p);
+        return c.head_dim <= 128 ? launch_fwd<T, Tiles128Wide>(p) : launch_fwd<T, Tiles256Wide>(p);
+    }
+    throw std::runtime_error("there are no such tiles of this type");
+}
+#ifdef __CUDACC__
 template <typename T> void narrow_backward(const Case &c, const AttnBackwardParams &p) {
     if constexpr (sizeof(T) == 2) {
         simt::row_sums(p);
@@ -282,6 +298,7 @@ template <typename T> void narrow_backward(const Case &c, const AttnBackwardPara
                           : sm80::launch_bwd<T, sm80::BwdTile256Narrow>(p);
     }
 }
+#endif
 #endif
 
 #if MINIMAL_ATTN_EMULATED
@@ -301,17 +318,7 @@ template <typename T> void forward(const Case &c, const AttnParams &p) {
     if (c.tiling == kSm90) return sm90::flash_forward(p);
     if (c.tiling == kDmma) return dmma::flash_forward(p);
 #endif
-    if (c.tiling == kBest) return simt::flash_forward(p);
-#if !MINIMAL_ATTN_LINKED
-    if constexpr (!std::is_same_v<T, double>)
-        if (c.tiling == kNarrow)
-            return c.head_dim <= 128 ? launch_fwd<T, Tiles128Narrow>(p) : launch_fwd<T, Tiles256Narrow>(p);
-    if constexpr (std::is_same_v<T, float>) {
-        if (c.head_dim <= 64) return launch_fwd<T, Tiles64Wide>(p);
-        return c.head_dim <= 128 ? launch_fwd<T, Tiles128Wide>(p) : launch_fwd<T, Tiles256Wide>(p);
-    }
-#endif
-    throw std::runtime_error("there are no such tiles of this type");
+    c.tiling == kBest ? simt::flash_forward(p) : named_forward<T>(c, p);
 }
 #endif
 
@@ -424,9 +431,7 @@ template <typename T> void run(const Case &c, double epsilon) {
     Tensor<char> workspace(1, 1, 1, is_sm80(c) ? sm80::backward_workspace(p) : 1);  // enough for narrow tiles too
     p.workspace = workspace.device;
     if (c.tiling == kSm80) sm80::flash_backward(p);
-#if !MINIMAL_ATTN_LINKED
     else if (c.tiling == kSm80Narrow) narrow_backward<T>(c, p);
-#endif
     else
 #endif
     simt::flash_backward(p);
@@ -483,9 +488,6 @@ int main(int argc, char **argv) {
     size_t passed = 0, failed = 0;
     for (const Case &c : cases) {
         if (!names.empty() && !std::count(names.begin(), names.end(), c.name)) continue;
-#if MINIMAL_ATTN_LINKED
-        if (c.tiling == kNarrow || c.tiling == kWide || c.tiling == kSm80Narrow) continue;
-#endif
 #ifdef __CUDACC__
         const bool is_hopper = c.tiling == kSm90 || c.tiling == kDmma;
         if (is_hopper && compute_capability() != 90) { passed++; continue; }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from cases import Case, base, check_error, check_lse, exact, make_inputs
+from cases import Case, base, check_error, check_lse, exact, make_inputs, serves
 from conftest import CORES, FORWARD_ONLY, OF_16_BITS, captured
 from minimal_attn import flash_attention, reference_attention
 from minimal_attn.reference import reference_forward
@@ -110,9 +110,10 @@ def test_several_streams_at_once(backend, dtype, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
 def test_the_same_bits_in_200_runs(impl, backend, dtype, D, causal):
-    if impl == "cuda:dmma" and D > 128:
-        pytest.skip("it takes head_dim up to 128")
-    q, k, v = make_inputs(dataclasses.replace(CASE, Sq=300, Sk=300, D=D), dtype, "cuda")
+    case = dataclasses.replace(CASE, Sq=300, Sk=300, D=D)
+    if not serves(impl, case, dtype):
+        pytest.skip("cannot serve it")
+    q, k, v = make_inputs(case, dtype, "cuda")
     want = flash_attention(q, k, v, causal, return_lse=True, backend=backend)
     for _ in range(200):
         assert all(map(torch.equal, flash_attention(q, k, v, causal, return_lse=True, backend=backend), want))
@@ -123,9 +124,10 @@ def test_the_same_bits_in_200_runs(impl, backend, dtype, D, causal):
 @pytest.mark.parametrize("D, Sk", [(64, 300), (96, 300), (128, 300), (128, 2100), (192, 300), (256, 300)])
 def test_a_sample_does_not_depend_on_how_many_there_are(impl, backend, dtype, D, Sk, causal):
     """Alone it leaves SMs idle; among others a block of threads has several tiles, of rows and of samples."""
-    if impl == "cuda:dmma" and D > 128:
-        pytest.skip("it takes head_dim up to 128")
-    q, k, v = make_inputs(Case("samples", B=24, H=8, Hk=2, Sq=300, Sk=Sk, D=D), dtype, "cuda")
+    case = Case("samples", B=24, H=8, Hk=2, Sq=300, Sk=Sk, D=D)
+    if not serves(impl, case, dtype):
+        pytest.skip("cannot serve it")
+    q, k, v = make_inputs(case, dtype, "cuda")
     out, lse = flash_attention(q, k, v, causal, return_lse=True, backend=backend)
     for b in (0, 23):
         alone = flash_attention(*(x[b:b + 1] for x in (q, k, v)), causal, return_lse=True, backend=backend)
