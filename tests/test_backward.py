@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from cases import (CASES, DTYPES, LAYOUTS, Case, base, check_error, dropout, exact, lengths, make_inputs, make_tensor,
                    options, serves)
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
-import minimal_attn
 from minimal_attn import flash_attention
 from minimal_attn.dropout import keep_mask, keep_scale
 from minimal_attn.reference import visible_keys
@@ -291,11 +290,11 @@ def test_compiled_in_one_graph(impl, dtype):
 
 @each_kernel
 def test_opcheck(impl, dtype):
-    ops = torch.ops.minimal_attn
-    minimal_attn.load()
+    case, ops = Case("op", Sq=20, Sk=24), torch.ops.minimal_attn
+    q, k, v, _ = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
+    by(impl, case)(q, k, v)  # which registers the ops
     forward, backward = ((ops.triton_forward, ops.triton_backward) if impl == "triton" else
                          (ops.flash_forward, ops.flash_backward))
-    q, k, v, _ = make_all(Case("op", Sq=20, Sk=24), dtype, IMPLEMENTATIONS[impl][1])
     torch.library.opcheck(forward.default, (q, k, v, None, 0.25, True))
     q, k, v, dout = (x.detach() for x in make_all(Case("op", Sq=20, Sk=20), dtype, q.device))
     seq_lens = torch.tensor([13], dtype=torch.int32, device=q.device)

@@ -401,6 +401,31 @@ def test_the_readme_quotes_the_record_on_hopper():
             f"FLASH_ATTENTION {us['torch:flash']}, EFFICIENT_ATTENTION {us['torch:efficient']}.") in readme
 
 
+def test_the_readme_quotes_the_record_of_shared_keys_and_other_head_dims():
+    recorded = {}
+    for row in check_format((ROOT / "benchmarks/h200/heads.json").read_text()):
+        setting = tuple(row[x] for x in ("batch_size", "nheads", "nheads_k", "seqlen_q", "head_dim"))
+        recorded.setdefault(setting, {}).setdefault(row["impl"], []).append(row["tflops"])  # without a mask, with one
+    assert [",".join(map(str, setting)) for setting in recorded] == [setting for setting, *_ in quoted("(B,H,Hk,S,D)")]
+    for rows, (_, *cells) in zip(recorded.values(), quoted("(B,H,Hk,S,D)")):
+        assert cells == [cell for ours, cudnn in zip(rows["cuda:sm90"], rows["torch:cudnn"])
+                         for cell in (f"{ours:.0f}", f"{cudnn:.0f}", f"{ours / cudnn:.2f}")]
+
+    def speeds(head_dim, nheads_k=None):
+        """Per padded FLOP; without nheads_k with as many of them as of query heads."""
+        padded = {80: 96, 160: 192}.get(head_dim, head_dim)
+        return [x * padded / head_dim for (_, nheads, h_k, _, d), rows in recorded.items()
+                if (d, h_k) == (head_dim, nheads_k or nheads) for x in rows["cuda:sm90"]]
+
+    gqa, mqa, of_96, of_192 = ([x / base for x, base in zip(*pair, strict=True)] for pair in (
+        (speeds(128, 8), speeds(128)), (speeds(128, 1), speeds(128)), (speeds(80), speeds(96)),
+        (speeds(160), speeds(192))))
+    assert (f"GQA runs at {min(gqa):.2f} to {max(gqa):.2f} of the speed of MHA, MQA at {min(mqa):.2f} to "
+            f"{max(mqa):.2f}; per padded FLOP head_dim 80 at {min(of_96):.2f} to {max(of_96):.2f} of that of 96, 160 "
+            f"at {min(of_192):.2f} to {max(of_192):.2f} of that of 192."
+            ) in " ".join((ROOT / "README.md").read_text().split())
+
+
 TRITON_RECORD, MATMUL_RECORD = ROOT / "benchmarks/h200/triton.json", ROOT / "benchmarks/h200/matmul.json"
 
 
@@ -409,18 +434,20 @@ def test_the_readme_quotes_the_record_of_the_backward_pass():
     for row in check_format((ROOT / "benchmarks/h200/backward.json").read_text()):
         setting = str(row["seqlen_q"]), str(row["head_dim"]), "yes" if row["causal"] else "no"
         recorded.setdefault(setting, {})[row["impl"]] = row["tflops"]
-    pairs = ("cuda:sm80", "torch:flash"), ("triton", "torch:flash"), ("triton", "torch:cudnn")
-    assert len(quoted("S")) == len(recorded)
-    for *setting, sm80, twin, flash, cudnn, by_sm80, by_twin, by_cudnn in quoted("S"):
+    impls = "cuda:sm80", "triton", "flex", "torch:flash", "torch:cudnn"
+    pairs = ("cuda:sm80", "torch:flash"), ("triton", "torch:flash"), ("triton", "flex"), ("triton", "torch:cudnn")
+    assert len(quoted("S")) == len(recorded) == 12
+    for *setting, sm80, twin, flex, flash, cudnn, by_sm80, by_twin, by_flex, by_cudnn in quoted("S"):
         rows = recorded[tuple(setting)]
-        assert [sm80, twin, flash, cudnn] == [
-            f"{rows[impl]:.0f}" for impl in ("cuda:sm80", "triton", "torch:flash", "torch:cudnn")]
-        assert [by_sm80, by_twin, by_cudnn] == [f"{rows[ours] / rows[peer]:.2f}" for ours, peer in pairs]
-    sm80, twin, cudnn = ([rows[ours] / rows[peer] for rows in recorded.values()] for ours, peer in pairs)
-    assert (f"By the geometric mean `sm80` is {statistics.geometric_mean(sm80):.2f} times as fast as FA2, by setting "
-            f"{min(sm80):.2f} to {max(sm80):.2f}; the twin {statistics.geometric_mean(twin):.2f} times, "
-            f"{min(twin):.2f} to {max(twin):.2f}, and it reaches {statistics.geometric_mean(cudnn):.2f} of cuDNN."
+        assert [sm80, twin, flex, flash, cudnn] == [f"{rows[impl]:.0f}" for impl in impls]
+        assert [by_sm80, by_twin, by_flex, by_cudnn] == [f"{rows[ours] / rows[peer]:.2f}" for ours, peer in pairs]
+    sm80, twin, flex, cudnn = ([rows[ours] / rows[peer] for rows in recorded.values()] for ours, peer in pairs)
+    means = [statistics.geometric_mean(x) for x in (sm80, twin, flex, cudnn)]
+    assert (f"By the geometric mean `sm80` is {means[0]:.2f} times as fast as FA2, by setting {min(sm80):.2f} to "
+            f"{max(sm80):.2f}; the twin {means[1]:.2f} times, {min(twin):.2f} to {max(twin):.2f}, {means[2]:.2f} times "
+            f"as fast as FlexAttention, {min(flex):.2f} to {max(flex):.2f}, and it reaches {means[3]:.2f} of cuDNN."
             ) in " ".join((ROOT / "README.md").read_text().split())
+    assert means[0] >= 1.05
 
 
 def test_the_readme_quotes_the_record_of_the_twin():
@@ -690,6 +717,15 @@ def test_backward(tmp_path):
     for row in rows.values():
         assert row["op"] == "backward" and row["max_err"] < 1e-4
         assert row["tflops"] == pytest.approx(10 * 4 * 20 * 30 * 16 / 2 / row["ms"] / 1e9, rel=1e-4)
+
+
+def test_backward_is_checked_where_its_truth_fits(monkeypatch):
+    """It takes three times the memory of the forward's, which has room for the shape that is asked for."""
+    for module in (attention, backward):
+        monkeypatch.setattr(module, "truth_fits", lambda elements, device: elements <= 3 * 16 * 12 * 64 * 64)
+    shape = "16,24,64,8"
+    code, out = run("--op", "backward", "--no-profile", "--seqlens", "", "--shape", shape, "--impls", "torch:math")
+    assert code == 0 and "=== checking (16,12,64,64) float32" in out and "torch:math: max error" in out
 
 
 def test_backward_judges_every_gradient(tmp_path, monkeypatch):

@@ -228,7 +228,6 @@ def compile_twin_backward(capability, side, dtype, head_dim, causal, dropout):
     tma, kBlockD = capability >= 90 and dtype != "fp32", config["kBlockD"]
     constexprs = dict(kIsCausal=causal, kEmptyRows=False, kMaskCols=head_dim < kBlockD, kTma=tma, kBlockM=kBlockM,
                       kBlockN=kBlockN, kBlockD=kBlockD, seq_lens_ptr=None)
-    constexprs.update({"kOverlap": config["kOverlap"]} if side == "kv" else {})
     constexprs.update({} if dropout else {"seed_ptr": None})
     types = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(["softmax_scale", "keep_scale"], "fp32")
     for name, rows in (("q", kBlockM), ("k", kBlockN), ("v", kBlockN), ("do", kBlockM)):

@@ -90,19 +90,14 @@ def _load_do(do, lse_log2_ptr, b, h, bh, row0, row_stride, row_end, seqlen_pad, 
 def _walk_rows(dk, dv, k, v, q, do, lse_log2_ptr, delta_ptr, b, h, bh, q_row_stride, do_row_stride, m_block_min,
                m_block_max, col0, shift, row_end, seqlen_pad, head_dim, scale_log2, seed_ptr, threshold, keep_scale,
                kMasked: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr,
-               kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr, kOverlap: tl.constexpr):
-    """dk, dv / keep_scale [kBlockN, kBlockD] of one query head, with what its row blocks [m_block_min, m_block_max)
-    add. With kOverlap the tensor cores form dP while others form P, which takes more registers."""
+               kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
+    """dk, dv / keep_scale [kBlockN, kBlockD] with what the row blocks [m_block_min, m_block_max) of a query head add."""
     cols = col0 + tl.arange(0, kBlockN)
     for m_block in range(m_block_min, m_block_max):
         row0 = m_block * kBlockM
         rows = row0 + tl.arange(0, kBlockM)
         q_tile = _load(q, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
         s = tl.dot(k, q_tile.T, input_precision="ieee")  # Sᵀ
-        if kOverlap:
-            do_tile = _load_do(do, lse_log2_ptr, b, h, bh, row0, do_row_stride, row_end, seqlen_pad, head_dim,
-                               kMasked and kEmptyRows, kMaskCols, kBlockM, kBlockD, kTma)
-            dp = tl.dot(v, do_tile.T, input_precision="ieee")  # dPᵀ
         lse_log2 = _load_sums(lse_log2_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
         p = tl.exp2(s * scale_log2 - lse_log2[None, :])
         if kMasked:
@@ -111,12 +106,10 @@ def _walk_rows(dk, dv, k, v, q, do, lse_log2_ptr, delta_ptr, b, h, bh, q_row_str
         if seed_ptr is not None:
             keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN).T
             p_dropped = tl.where(keep, p, 0.0)
-        if not kOverlap:
-            do_tile = _load_do(do, lse_log2_ptr, b, h, bh, row0, do_row_stride, row_end, seqlen_pad, head_dim,
-                               kMasked and kEmptyRows, kMaskCols, kBlockM, kBlockD, kTma)
+        do_tile = _load_do(do, lse_log2_ptr, b, h, bh, row0, do_row_stride, row_end, seqlen_pad, head_dim,
+                           kMasked and kEmptyRows, kMaskCols, kBlockM, kBlockD, kTma)
         dv = _add_product(dv, p_dropped.to(k.dtype), do_tile)
-        if not kOverlap:
-            dp = tl.dot(v, do_tile.T, input_precision="ieee")
+        dp = tl.dot(v, do_tile.T, input_precision="ieee")  # dPᵀ, beside the product before it
         if seed_ptr is not None:
             dp = tl.where(keep, dp * keep_scale, 0.0)
         delta = _load_sums(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
@@ -133,7 +126,7 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, del
                   dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
                   nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad, head_dim, softmax_scale,
                   kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr,
-                  kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kOverlap: tl.constexpr):
+                  kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
     """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it."""
     # The keys that most rows see under a causal mask go first.
     n_blocks = tl.cdiv(seqlen_k, kBlockN)
@@ -175,11 +168,11 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, del
             dk, dv = _walk_rows(dk, dv, k, v, q_base, do_base, lse_log2_ptr, delta_ptr, b, h, bh, q_row_stride,
                                 do_row_stride, m_block_min, m_block_full, col0, shift, row_end, seqlen_pad, head_dim,
                                 scale_log2, seed_ptr, threshold, keep_scale, True, kEmptyRows, kMaskCols, kBlockM,
-                                kBlockN, kBlockD, kTma, kOverlap)
+                                kBlockN, kBlockD, kTma)
         dk, dv = _walk_rows(dk, dv, k, v, q_base, do_base, lse_log2_ptr, delta_ptr, b, h, bh, q_row_stride,
                             do_row_stride, m_block_full, m_block_max, col0, shift, row_end, seqlen_pad, head_dim,
                             scale_log2, seed_ptr, threshold, keep_scale, False, kEmptyRows, kMaskCols, kBlockM, kBlockN,
-                            kBlockD, kTma, kOverlap)
+                            kBlockD, kTma)
 
     dims = tl.arange(0, kBlockD)
     is_stored = (cols[:, None] < seqlen_k) & (dims[None, :] < head_dim)
@@ -274,21 +267,20 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, s
              mask=(rows[:, None] < seqlen_q) & (dims[None, :] < head_dim))
 
 
-# (owned, walked, num_warps, num_stages, kOverlap) by bytes of an element and kBlockD, as TILES in attention.py: how
-# many keys, or rows, a program owns, and how many rows, or keys, it takes at a step. Two sums and two operands, of
-# keys, need twice the registers of rows, so that keys come in smaller tiles. kOverlap is for keys alone: it pays where
-# registers are left, and under a causal mask at head_dim 128 it does not.
+# (owned, walked, num_warps, num_stages) by bytes of an element and kBlockD, as TILES in attention.py: how many keys, or
+# rows, a program owns, and how many rows, or keys, it takes at a step. Two sums and two operands, of keys, need twice
+# the registers of rows, so that programs own fewer keys.
 KV_TILES = {
-    (4, 64): [(32, 32, 4, 1, False)],
-    (4, 128): [(32, 16, 4, 1, False)],
-    (4, 256): [(16, 16, 4, 1, False)],
-    (2, 64): [(64, 64, 4, 3, True), (64, 64, 4, 3, False), (64, 64, 4, 2, False)],
-    (2, 128): [(64, 64, 4, 2, False), (64, 64, 4, 2, True), (64, 32, 4, 2, False)],
-    (2, 256): [(64, 32, 8, 2, False), (32, 32, 4, 1, False)],
+    (4, 64): [(32, 32, 4, 1)],
+    (4, 128): [(32, 16, 4, 1)],
+    (4, 256): [(16, 16, 4, 1)],
+    (2, 64): [(64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2)],
+    (2, 128): [(64, 64, 4, 2), (64, 32, 4, 2)],
+    (2, 256): [(64, 32, 8, 2), (32, 32, 4, 1)],
 }
 Q_TILES = KV_TILES | {
-    (2, 64): [(64, 64, 4, 2, False), (128, 64, 8, 3, False)],
-    (2, 128): [(128, 64, 8, 3, False), (64, 64, 4, 2, False), (64, 32, 4, 2, False)],
+    (2, 64): [(64, 64, 4, 2), (128, 64, 8, 3)],
+    (2, 128): [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
 }
 
 
@@ -304,9 +296,8 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10):
     kBlockD = block_d(dtype, head_dim)
     fitting = [tile for tile in (KV_TILES if side == "kv" else Q_TILES)[dtype.itemsize, max(64, kBlockD)]
                if 2 * (tile[0] + tile[3] * tile[1]) * kBlockD * dtype.itemsize + 4096 <= max_shared_memory]
-    return [dict(owned=owned, walked=walked, kBlockD=kBlockD, kOverlap=kOverlap, num_warps=num_warps,
-                 num_stages=num_stages)
-            for owned, walked, num_warps, num_stages, kOverlap in fitting or [(16, 16, 4, 1, False)]]
+    return [dict(owned=owned, walked=walked, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
+            for owned, walked, num_warps, num_stages in fitting or [(16, 16, 4, 1)]]
 
 
 def _launch(side, config, tma, gradients, q, k, v, dout, lse_log2, delta, seq_lens, softmax_scale, causal, dropout,
@@ -315,7 +306,7 @@ def _launch(side, config, tma, gradients, q, k, v, dout, lse_log2, delta, seq_le
     for it."""
     batch_size, nheads, seqlen_q, head_dim = q.shape
     nheads_k, seqlen_k = k.shape[1:3]
-    owned, walked, kBlockD, kOverlap, num_warps, num_stages = config.values()
+    owned, walked, kBlockD, num_warps, num_stages = config.values()
     if side == "kv":
         function, kBlockM, kBlockN, blocks = _flash_bwd_kv, walked, owned, -(-seqlen_k // owned) * nheads_k
     else:
@@ -332,7 +323,7 @@ def _launch(side, config, tma, gradients, q, k, v, dout, lse_log2, delta, seq_le
     has_empty_rows = causal and seqlen_q > seqlen_k
     arguments = (*tiles, *gradients, *sums, seq_lens, *dropout_arguments(dropout), *strides, nheads, nheads_k, seqlen_q,
                  seqlen_k, seqlen_pad, head_dim, softmax_scale, causal, has_empty_rows, head_dim < kBlockD, tma,
-                 kBlockM, kBlockN, kBlockD, *[kOverlap] * (side == "kv"))
+                 kBlockM, kBlockN, kBlockD)
     if kernel is None:
         return function[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
     kernel[(programs, 1, 1)](*arguments)

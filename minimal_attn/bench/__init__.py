@@ -14,7 +14,7 @@ import torch
 from rich.progress import track
 
 from .measure import (Setting, WrongResult, environment, host_cost, in_words, judge, matmul_ceiling, measured,
-                      must_serve, profiled, truth_fits)
+                      must_serve, profiled)
 from .options import OPS, parse_args
 from .tables import console, print_table, print_tables
 
@@ -37,7 +37,7 @@ def main(argv=None, program="minimal-attn bench"):
         numbers = {name: [us] for name, us in meta["host_us"].items()}
         print_table("µs of host time for (1,4,64,64) bfloat16", ["µs"], numbers)
 
-    shape = next(x for x in (*args.shapes, *op.DEFAULT_SHAPES[device]) if truth_fits(x.elements, device))
+    shape = next(x for x in (*args.shapes, *op.DEFAULT_SHAPES[device]) if op.Case.has_truth(x, device))
     for dtype, causal in kinds:
         case = case_of(Setting(shape, dtype, causal))
         console.print(f"=== checking {Setting(shape, dtype, causal)} {on_device} ===", soft_wrap=True)

@@ -77,9 +77,13 @@ class Case:
         self.out_bytes = m * n * a.element_size()
         self.bytes = a.nbytes + b.nbytes + self.out_bytes
         self.truth = self.tolerance = None
-        if truth_fits(self.shape.elements, device):
+        if self.has_truth(self.shape, device):
             self.truth = a.double() @ b.double()
             self.tolerance = allowed_error(a @ b, self.truth)
+
+    @staticmethod
+    def has_truth(shape, device):
+        return truth_fits(shape.elements, device)
 
     def row(self, impl, measured):
         known = dict(op="matmul", impl=impl, dtype=self.dtype, **self.shape._asdict(), **measured)
