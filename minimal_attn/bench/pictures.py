@@ -31,8 +31,8 @@ def plot(file, results, title, op, ceilings):
     panels = panels_of(results)
     if not all(map(is_sweep, panels.values())) and len({setting[1:] for setting in results}) == 1:
         panels = {"": results}  # shapes alone differ: side by side
-    columns = min(len(panels), 3)
-    rows = -(-len(panels) // columns)
+    rows = math.ceil(len(panels) / 3)
+    columns = math.ceil(len(panels) / rows)  # four are two by two
     figure = Figure(figsize=(9, 5) if len(panels) == 1 else (4 * columns, 3.2 * rows), dpi=150, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flat
     for ax in axes[len(panels):]:
