@@ -165,7 +165,7 @@ IMPLS = {
     "torch:flash": Impl(sdpa_with(SDPBackend.FLASH_ATTENTION)),
     "torch:efficient": Impl(sdpa_with(SDPBackend.EFFICIENT_ATTENTION), ("cuda",)),
     "torch:math": Impl(sdpa_with(SDPBackend.MATH)),
-    "flex": Impl(flex, ("cuda",), dtypes=HALVES),  # each shape is tuned for half a minute, too long for a demo in fp32
+    "flex": Impl(flex, ("cuda",), dtypes=HALVES),  # each shape is compiled and tuned, too long for a demo in fp32
     **{module: Impl(package(module), ("cuda",), dtypes=HALVES)  # FlashAttention-2 and -3
        for module in ("flash_attn", "flash_attn_interface") if importlib.util.find_spec(module)},
 }
