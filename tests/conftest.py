@@ -180,6 +180,14 @@ def captured(call, warm_up=None):
 
 
 @pytest.fixture
+def much_memory(tmp_path_factory):
+    """The GPU's memory for one test at a time, also where xdist runs several."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "gpu_memory.lock"):
+        yield
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
 def poisoned_outputs():
     """torch.empty gives NaN, so that an element a kernel does not write shows."""
     torch.use_deterministic_algorithms(True)

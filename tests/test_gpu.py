@@ -187,14 +187,6 @@ def test_backward_on_a_side_stream(backend, dtype):
     assert all(map(torch.equal, got, want))
 
 
-@pytest.fixture
-def much_memory(tmp_path_factory):
-    """The GPU's memory for one test at a time, also where xdist runs several."""
-    with FileLock(tmp_path_factory.getbasetemp().parent / "gpu_memory.lock"):
-        yield
-        torch.cuda.empty_cache()
-
-
 def needs_gib(n):
     total = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 0
     return pytest.mark.skipif(total < n, reason=f"needs {n} GiB of GPU memory")

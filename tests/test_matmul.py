@@ -338,7 +338,7 @@ def test_graph_capture_and_replay(use_autotune):
 @pytest.mark.gpu
 @pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_properties(0).total_memory < 30 << 30, reason="needs 30 GiB")
 @pytest.mark.parametrize("pad", [0, 1], ids=["rows for TMA", "odd rows"])
-def test_more_than_2_31_elements(pad):
+def test_more_than_2_31_elements(pad, much_memory):
     """Of a, of b and of c; the last rows and columns tell."""
     long, k = 2**25 + 136, 64
     a = torch.zeros(long, k + pad, device=DEVICE, dtype=torch.float16)[:, :k]
