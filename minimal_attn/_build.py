@@ -5,7 +5,6 @@ installation; else it compiles csrc into torch's extensions directory, where lat
 setup.py takes its sources and flags from here. Next: csrc/main.cpp, the ops; interface.py, which calls them.
 """
 import contextlib
-import functools
 import hashlib
 import importlib
 import importlib.util

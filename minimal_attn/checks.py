@@ -55,7 +55,7 @@ def check_options(causal, sm_scale, name="sm_scale", *, deterministic=False):
     """TypeError unless causal and deterministic are bools and sm_scale, which the caller calls `name`, None or a
     number; ValueError unless that is finite, as a float32 too."""
     for option, value in (("causal", causal), ("deterministic", deterministic)):
-        if value not in (False, True):
+        if not isinstance(value, bool):
             raise TypeError(f"{option} must be a bool, got {value!r}")
     if isinstance(sm_scale, (str, bytes, list, tuple, dict)):
         raise TypeError(f"{name} must be None or a number, got {sm_scale!r}")

@@ -35,6 +35,12 @@ def test_the_gpu_run_was_clean(record):
     assert not record.get("missing"), "the record lacks a part"
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         assert "SUMMARY: 0 " in record["evidence"][f"compute_sanitizer {tool}"]
+    seconds = [x for name, x in record["evidence"].items() if name.startswith("seconds of the JIT build")]
+    assert seconds and max(seconds) <= 75 and record["evidence"]["MB of the built library"] <= 12
+    readme = " ".join((RECORD.parents[1] / "README.md").read_text().split())
+    assert f"{record['passed']} passed, {record['skipped']} skipped" in readme
+    assert (f"takes {min(seconds):.0f} to {max(seconds):.0f} s to build from nothing beside 16 workers of the tests"
+            in readme)
 
 
 def test_the_gpu_run_was_of_these_sources(record):

@@ -60,8 +60,11 @@ def main(argv=None, program="minimal-attn bench"):
         profiled(able, case).export_chrome_trace(args.trace)
 
     sweep = [args.shapes[0]._replace(seqlen_q=x, seqlen_k=x) for x in args.seqlens]
-    results = {Setting(x, *kind): {} for kind in kinds for x in dict.fromkeys((*args.shapes, *sweep))}
-    jobs = [(setting, impl) for setting in results for impl in args.impls]
+    results = {Setting(x, *kind): dict.fromkeys(args.impls)
+               for kind in kinds for x in dict.fromkeys((*args.shapes, *sweep))}
+    # By turns another is the first of a setting, as whichever comes first finds a GPU that has cooled a little.
+    jobs = [(setting, args.impls[(turn + i) % len(args.impls)])
+            for turn, setting in enumerate(results) for i in range(len(args.impls))]
     for setting, impl in track(jobs, "timing", console=console, transient=True):
         case = case_of(setting)
         is_served = impl in serving(op, args.impls, setting.dtype)
@@ -92,7 +95,7 @@ def main(argv=None, program="minimal-attn bench"):
 
 def write_json(file, meta, results):
     """Replaces file at once, so that it is whole whenever the run ends."""
-    rows = ",\n".join(json.dumps(row) for rows in results.values() for row in rows.values())
+    rows = ",\n".join(json.dumps(row) for rows in results.values() for row in rows.values() if row)
     part = Path(f"{file}.part")
     part.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{rows}\n]}}\n')
     part.replace(file)

@@ -12,7 +12,7 @@ from ..validation import allowed_error
 from . import attention
 from .attention import BASELINE, DEFAULT_SEQLENS, DEFAULT_SHAPES, ROW, SHAPES, Shape  # noqa: F401: as options.py asks
 from .attention import GPU_KERNELS, by_kernel
-from .measure import DTYPE_NAMES, truth_fits
+from .measure import DTYPE_NAMES
 
 DTYPES = DTYPE_NAMES
 TITLE = "Attention backward"
@@ -49,6 +49,7 @@ class Case(attention.Case):
 
     impls = IMPLS
     op = "backward"
+    scores_kept = 3  # autograd keeps the scores and makes their gradients
 
     def __init__(self, setting, device):
         super().__init__(setting, device)
@@ -61,13 +62,10 @@ class Case(attention.Case):
         self.bytes = 2 * self.out_bytes + 2 * dout.nbytes  # dout and out, which gives delta
         self.truth = self.tolerance = None
         if self.has_truth(self.shape, device):
-            exact = [x.detach().double().requires_grad_() for x in qkv]
+            judged, dout = [self.judged(x).detach().requires_grad_() for x in qkv], self.judged(dout)
+            exact = [x.detach().double().requires_grad_() for x in judged]
             out = reference_attention(*exact, causal)
             self.truth = torch.autograd.grad(out, exact, dout.double())
-            by_math = backward_of(attention.IMPLS["torch:math"].forward)(*self.args)
+            by_math = backward_of(attention.IMPLS["torch:math"].forward)(*judged, dout, causal)
             # Four times the base's error, where the forward has two: MATH keeps P, all others form it again from lse.
             self.tolerance = tuple(2 * allowed_error(*pair) for pair in zip(by_math, self.truth))
-
-    @staticmethod
-    def has_truth(shape, device):
-        return truth_fits(3 * shape.elements, device)  # autograd keeps the scores and makes their gradients

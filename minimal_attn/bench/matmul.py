@@ -85,6 +85,9 @@ class Case:
     def has_truth(shape, device):
         return truth_fits(shape.elements, device)
 
+    def judged(self, x):
+        return x
+
     def row(self, impl, measured):
         known = dict(op="matmul", impl=impl, dtype=self.dtype, **self.shape._asdict(), **measured)
         return {key: known.get(key) for key in ROW}

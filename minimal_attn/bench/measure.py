@@ -69,12 +69,13 @@ def truth_fits(elements, device):
 
 
 def judge(case, impl):
-    """The maximum error of one call, a tuple of those of dq, dk and dv where it gives gradients, None with nothing to
-    judge by. Raises WrongResult by the error rule of tests/, each by what is allowed of it."""
+    """The maximum error of what is judged of one call, a tuple of those of dq, dk and dv where it gives gradients, None
+    with nothing to judge by. Raises WrongResult by the error rule of tests/, each by what is allowed of it."""
     out = case.impls[impl].forward(*case.args)
     if case.truth is None:
         return None
-    errors = tuple((x.double() - truth).abs().max().item() for x, truth in zip(each(out), each(case.truth)))
+    errors = tuple((case.judged(x).double() - truth).abs().max().item()
+                   for x, truth in zip(each(out), each(case.truth)))
     is_judged = impl != "manual" or case.dtype == "float32"  # by hand, 16 bits round the scores too: no bug
     if is_judged and not all(error <= allowed for error, allowed in zip(errors, each(case.tolerance))):  # NaN is wrong
         raise WrongResult(f"max error {in_words(errors)}, allowed {in_words(case.tolerance)}")
