@@ -242,7 +242,8 @@ def test_maxima_that_grow_from_block_to_block(impl, dtype, D, octaves):
 
 @st.composite
 def drawn_cases(draw, impl):
-    some, length = st.integers(1, 3 if HAS_GPU else 2), st.integers(1, 140 if IMPLEMENTATIONS[impl][1] == "cpu" else 420)
+    some = st.integers(1, 3 if HAS_GPU else 2)
+    length = st.integers(1, 140 if IMPLEMENTATIONS[impl][1] == "cpu" else 420)
     Hk, group, Sq = draw(some), draw(some), draw(length)
     step, most = (8, 256) if impl in OF_16_BITS else (4, 128) if impl in ON_TENSOR_CORES else (1, 256)  # of head_dim
     B, D = draw(some), step * draw(st.integers(1, most // step))
