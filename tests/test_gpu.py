@@ -30,9 +30,20 @@ def backend(impl):
     return impl.partition(":")[0]
 
 
+def dtype_of(impl):
+    return torch.bfloat16 if impl in OF_16_BITS else torch.float32
+
+
 @pytest.fixture
 def dtype(impl):
-    return torch.bfloat16 if impl in OF_16_BITS else torch.float32
+    return dtype_of(impl)
+
+
+each_kernel_and_dtype_of_sm90 = pytest.mark.parametrize("impl, dtype", [
+    *(pytest.param(impl, dtype_of(impl), id=impl) for impl in (*WITH_BACKWARD, *FORWARD_ONLY)),
+    pytest.param("cuda:sm90", torch.float16, id="cuda:sm90-float16")])
+each_tile_of_sm90 = pytest.mark.parametrize("D, Sk", [(64, 300), (96, 300), (128, 300), (128, 2100), (192, 300),
+                                                      (256, 300)])
 
 
 @each_kernel
@@ -106,11 +117,11 @@ def test_several_streams_at_once(backend, dtype, causal):
         assert all(x.equal(out) for x in outs)
 
 
-@each_kernel
+@each_kernel_and_dtype_of_sm90
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
-def test_the_same_bits_in_200_runs(impl, backend, dtype, D, causal):
-    case = dataclasses.replace(CASE, Sq=300, Sk=300, D=D)
+@each_tile_of_sm90
+def test_the_same_bits_in_200_runs(impl, backend, dtype, D, Sk, causal):
+    case = dataclasses.replace(CASE, Sq=300, Sk=Sk, D=D)
     if not serves(impl, case, dtype):
         pytest.skip("cannot serve it")
     q, k, v = make_inputs(case, dtype, "cuda")
@@ -119,9 +130,9 @@ def test_the_same_bits_in_200_runs(impl, backend, dtype, D, causal):
         assert all(map(torch.equal, flash_attention(q, k, v, causal, return_lse=True, backend=backend), want))
 
 
-@each_kernel
+@each_kernel_and_dtype_of_sm90
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("D, Sk", [(64, 300), (96, 300), (128, 300), (128, 2100), (192, 300), (256, 300)])
+@each_tile_of_sm90
 def test_a_sample_does_not_depend_on_how_many_there_are(impl, backend, dtype, D, Sk, causal):
     """Alone it leaves SMs idle; among others a block of threads has several tiles, of rows and of samples."""
     case = Case("samples", B=24, H=8, Hk=2, Sq=300, Sk=Sk, D=D)
@@ -346,6 +357,8 @@ def test_build_from_nothing(tmp_path, record_property):
     record_property(f"seconds of the JIT build from nothing, {CORES} cores{beside}", round(seconds, 1))
     record_property("MB of the built library", round(os.path.getsize(library) / 1e6, 2))
     assert os.path.getsize(library) <= 12e6
+    needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    assert "libcudart" in needed and "libcuda.so" not in needed  # the driver is looked up when it is needed
     if CORES >= 16:
         assert seconds <= (240 if workers else 75)
 

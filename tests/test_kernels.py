@@ -41,6 +41,14 @@ def test_what_tma_cannot_take_goes_to_sm80():
         assert choose(*tensors) == ("sm80", None)
 
 
+def test_strides_of_2_40_bytes_go_to_sm80():
+    near, below, far = (torch.empty(10240, dtype=HALF).as_strided((1, 4, 40, 64), (stride, 2560, 64, 1))
+                        for stride in (10240, 2**39 - 8, 2**39))
+    assert choose(below) == ("sm90", None)
+    for tensors in ((far, near, near), (near, far, near), (near, near, far)):
+        assert choose(*tensors) == ("sm80", None)
+
+
 def test_dropout_goes_to_sm80_and_simt():
     assert choose(*qkv(), has_dropout=True) == ("sm80", None)
     assert choose(*qkv(dtype=torch.float32), has_dropout=True) == ("simt", None)
@@ -119,11 +127,13 @@ def test_a_kernel_can_be_forced(monkeypatch):
                     (q, k[:, :1].expand_as(k), v[:1].expand_as(v))):
         assert choose(*tensors) == ("sm90", None)
     windows = torch.empty(5000, dtype=HALF).as_strided((2, 4, 40, 64), (880, 220, 16, 1))
+    far = q[:1].as_strided((1, 4, 40, 64), (2**39, 2560, 64, 1))
     for tensors, capability, why_not in (((q, k, v), 100, "the GPU, or what this build holds for it, is not sm_90"),
                                          (qkv(dtype=torch.float32), 90, "the dtype is float32"),
                                          (qkv(20), 90, "head_dim is not a multiple of 16 bytes"),
                                          ((q, k[:, :, :1].expand_as(k), v), 90, "rows of k overlap"),
-                                         ((q, k, windows), 90, "rows of v overlap")):
+                                         ((q, k, windows), 90, "rows of v overlap"),
+                                         ((far, far, far), 90, r"a stride is 2\^40 bytes or more")):
         with pytest.raises(ValueError, match=f"MINIMAL_ATTN_KERNEL=sm90 cannot serve: {why_not}"):
             choose(*tensors, capability=capability)
     monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "dmma")

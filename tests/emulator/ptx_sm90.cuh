@@ -4,6 +4,8 @@
 // Read next: instructions.cpp and wgmma.cpp, what they do.
 #pragma once
 
+#include <optional>
+
 #include "cuda.h"
 #include "launch.h"
 #include "ptx_sm80.cuh"
@@ -17,6 +19,7 @@ struct Product {
     uint64_t a, b;
     const uint32_t *a_registers;
     bool is_half, accumulate;
+    std::optional<size_t> a_hash = {};  // of all of A, as the first warp has read it from shared memory
 };
 void issue(Product product);
 

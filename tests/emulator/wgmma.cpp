@@ -3,9 +3,11 @@
 //
 // "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" of the PTX ISA. A product reads shared memory,
 // and A in registers, at any time from its issue to the warp's wait for its group, each warp for itself, and the
-// products of a warp in order. Meanwhile its accumulators are NaN.
+// products of a warp in order. Meanwhile its accumulators are NaN. All of A in shared memory counts as read until the
+// last warp of the warpgroup has read its rows.
 #include <array>
 #include <bit>
+#include <string_view>
 #include <tuple>
 
 #include "block.h"
@@ -75,7 +77,7 @@ template void multiply<__nv_bfloat16>(void *(&)[32]);
 
 using Fragments = std::array<const uint32_t *, 32>;  // of each lane, A in registers
 
-template <typename T> void multiply(Accumulators &d, const Product &product, const Fragments &fragments, int warp_idx) {
+template <typename T> void multiply(Accumulators &d, Product &product, const Fragments &fragments, int warp_idx) {
     const Matrix matrix_b(product.b);
     const int cols = 8 * product.tiles;
     float a[16][16], b[16][256];
@@ -91,16 +93,19 @@ template <typename T> void multiply(Accumulators &d, const Product &product, con
             }
     } else {
         const Matrix matrix_a(product.a);
+        std::array<uint16_t, 8> rows[2][64];
         for (int k = 0; k < 16; k += 8) {
-            for (int row = 0; row < 16; row++) {
-                const auto x = matrix_a.read(matrix_a.k_major(warp_idx % 4 * 16 + row, k));
-                for (int i = 0; i < 8; i++) a[row][k + i] = number<T>(x[i]);
-            }
+            for (int row = 0; row < 64; row++) rows[k / 8][row] = matrix_a.read(matrix_a.k_major(row, k));
+            for (int row = 0; row < 16; row++)
+                for (int i = 0; i < 8; i++) a[row][k + i] = number<T>(rows[k / 8][warp_idx % 4 * 16 + row][i]);
             for (int col = 0; col < cols; col++) {
                 const auto x = matrix_b.read(matrix_b.k_major(col, k));
                 for (int i = 0; i < 8; i++) b[k + i][col] = number<T>(x[i]);
             }
         }
+        const size_t hash = std::hash<std::string_view>()({reinterpret_cast<const char *>(rows), sizeof(rows)});
+        if (product.a_hash.value_or(hash) != hash) fail("A was written before all warps of the warpgroup had read it");
+        product.a_hash = hash;
     }
     for (int row = 0; row < 16; row++) {
         if (!product.accumulate) std::fill_n(d.value[row], cols, 0.f);
@@ -158,7 +163,8 @@ void issue_by_warp(void *(&brought)[32]) {
         const Warp *group = &block->warps[warp_idx / 4 * 4];
         return std::all_of(group, group + 4, [idx](const Warp &other) { return other.issued > idx; });
     };
-    scheduler->post({may_run, [&warp, &d, product, a, warp_idx] {
+    scheduler->post({may_run, [&warp, &d, a, warp_idx, idx] {
+        Product &product = block->products[warp_idx / 4][idx];
         if (product.is_half) multiply<__half>(d, product, a, warp_idx);
         else multiply<__nv_bfloat16>(d, product, a, warp_idx);
         warp.run++;
