@@ -9,7 +9,6 @@ import time
 
 import pytest
 import torch
-from filelock import FileLock
 
 from cases import Case, base, check_error, check_lse, exact, make_inputs, serves
 from conftest import CORES, FORWARD_ONLY, OF_16_BITS, captured
