@@ -215,8 +215,8 @@ def compile_twin(capability, dtype, head_dim, causal, seq_lens, dropout):
 
 
 def backward_configs(capability, side, dtype, head_dim, causal, dropout):
-    """The first of tile_configs; for sm_90 all of them, but with dropout, which takes longer, and of head_dim 256, where
-    the others are for GPUs with less memory and have fewer rows than wgmma."""
+    """The first of tile_configs; for sm_90 all, but with dropout, which takes longer to compile, and of head_dim 256,
+    where the others are for GPUs with less memory and have fewer rows than wgmma."""
     import torch
 
     from triton_ref.attention_bwd import tile_configs
