@@ -127,6 +127,16 @@ TILE_CASES = [
       for causal in (False, True) for has_lens in (False, True)),
 ]
 
+# Of the backward pass alone, about the blocks of (rows, keys) of flash_bwd_sm80.cu: (64, 64), (64, 128), (32, 64), and
+# of the twin, whose programs own 64 keys or 64 or 128 rows. What is beside blocks of head_dim 64 is in CASES.
+BACKWARD_TILE_CASES = [
+    Case(f"backward_{Sq}_{Sk}_D{D}{'_causal' * causal}", B=3, H=4, Hk=2, Sq=Sq, Sk=Sk, D=D, causal=causal,
+         gpu_only=True)
+    for D, sizes in {96: [(63, 65), (129, 127), (193, 191)], 128: [(63, 127), (65, 129), (127, 257), (257, 255)],
+                     256: [(31, 65), (33, 63), (65, 129), (127, 127)]}.items()
+    for Sq, Sk in sizes for causal in (False, True)
+]
+
 
 def make_tensor(shape, dtype, device, layout="bhsd", scale=1.0, generator=None):
     """Normal values of standard deviation `scale` in a tensor of `shape` (B, H, S, D) with `layout`, NaN all around."""

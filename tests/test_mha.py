@@ -10,7 +10,7 @@ from torch import nn
 
 import minimal_attn
 from conftest import HAS_GPU
-from minimal_attn import FlashMHA, flash_attention
+from minimal_attn import FlashMHA
 from minimal_attn.interface import BACKENDS
 
 DEVICE = "cuda" if HAS_GPU else "cpu"

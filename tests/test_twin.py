@@ -18,8 +18,9 @@ from conftest import HAS_GPU  # noqa: E402
 from minimal_attn import flash_attention, reference_attention  # noqa: E402
 from minimal_attn.checks import FP8_DTYPES, TWIN_DTYPES  # noqa: E402
 from minimal_attn.reference import visible_keys  # noqa: E402
+from test_backward import by, check, gradients, make_all  # noqa: E402
 from triton_ref import attention as twin  # noqa: E402
-from triton_ref import attention_hopper, autotune, classic, launching  # noqa: E402
+from triton_ref import attention_bwd, attention_hopper, autotune, classic, launching  # noqa: E402
 from triton_ref.attention import run, shared_memory, tile_configs  # noqa: E402
 from triton_ref.classic import attention, calculate_block_sizes  # noqa: E402
 from triton_ref.launching import Properties, properties  # noqa: E402
@@ -171,6 +172,35 @@ def test_every_tile(dtype, head_dim, config):
         else:
             check_error(out, truth, base(case, q, k, v))
             check_lse(lse, lse_truth)
+
+
+def every_backward_config():
+    """(dtype, head_dim, side, config) of all tiles of the backward pass that there is a choice of: those of 16 bits."""
+    memory = properties(torch.device(DEVICE, 0)).max_shared_memory
+    for dtype in (torch.float16, torch.bfloat16) if HAS_GPU else (torch.float16,):
+        for head_dim in (64, 128, 256):
+            for side in ("kv", "q"):
+                for config in attention_bwd.tile_configs(side, dtype, head_dim, memory):
+                    name = "-".join(map(str, (dtype, head_dim, side, *config.values())))
+                    yield pytest.param(dtype, head_dim, side, config, id=name)
+
+
+@pytest.mark.parametrize("dtype, head_dim, side, config", every_backward_config())
+def test_every_backward_tile(monkeypatch, dtype, head_dim, side, config):
+    first = attention_bwd.tile_configs
+    monkeypatch.setattr(attention_bwd, "tile_configs", lambda x, *args: [config] if x == side else first(x, *args))
+    monkeypatch.setattr(attention_bwd, "_plans", {})
+    cases = [Case("", H=2, Hk=1, Sq=140, Sk=130, D=head_dim, causal=True),
+             Case("", H=1, Hk=1, Sq=70, Sk=150, D=head_dim)]
+    if HAS_GPU:  # by descriptors, and where samples have their lengths by pointers
+        cases = [Case("", B=2, H=4, Hk=2, Sq=333, Sk=333, D=head_dim, causal=True),
+                 Case("", B=2, H=4, Hk=2, Sq=257, Sk=700, D=head_dim - 16, layout="bshd"),
+                 Case("", B=2, H=4, Hk=2, Sq=333, Sk=333, D=head_dim, seq_lens=(333, 130)),
+                 Case("", B=2, Sq=700, Sk=270, D=head_dim, causal=True)]
+    for case in cases:
+        q, k, v, dout = make_all(case, dtype, DEVICE)
+        check(case, gradients(by("triton", case), q, k, v, dout), q, k, v, dout)
+    assert all(chosen[side][0] == config for _, chosen in attention_bwd._plans.values())
 
 
 @pytest.mark.parametrize("limit", [64 << 10, 99 << 10, 163 << 10, 227 << 10])
