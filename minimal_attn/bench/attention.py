@@ -197,7 +197,7 @@ class Case:
 
     impls = IMPLS
     op = "forward"
-    scores_kept = 1  # of what size the fp64 tensors are that there must be room for
+    scores_kept = 1  # the memory that the truth takes, in that of the forward pass
 
     def __init__(self, setting, device):
         self.shape, self.dtype, causal = self.setting = setting
