@@ -766,6 +766,31 @@ def test_a_head_is_judged_where_the_truth_of_all_does_not_fit(op, monkeypatch):
             measure.judge(case, "wrong")
 
 
+def test_rounds(monkeypatch, tmp_path):
+    """All settings in each round; what stands in the rows is the median round, whole."""
+    calls, times = [], iter(range(100))
+
+    def measured(case, impl):
+        calls.append((case.dtype, impl))
+        if impl == "triton":
+            raise RuntimeError
+        i = next(times) // 4  # the round
+        return {"ms": (3.0, 1.0, 2.0)[i], "max_err": i}
+
+    monkeypatch.setattr(bench, "measured", measured)
+    file = tmp_path / "rows.json"
+    impls = ["torch:math", "manual", "triton"]
+    run(*SMALL, "--dtype", "float32,float16", "--impls", ",".join(impls), "--rounds", "3", "--json", file)
+    assert [dtype for dtype, _ in calls] == 3 * (3 * ["float32"] + 3 * ["float16"])
+    assert [impl for _, impl in calls[::3]] == [*impls[:2], *impls[1:], impls[2], impls[0]]
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["impl"], row["ms"], row["max_err"]) for row in rows] == 2 * [
+        ("torch:math", 2.0, 2), ("manual", 2.0, 2), ("triton", None, None)]
+    for wrong in ("0", "-1", "", "1,2", "x"):
+        with pytest.raises(SystemExit, match="2"):
+            bench.main(["--rounds", wrong])
+
+
 def test_each_is_the_first_of_a_setting_in_turn(monkeypatch, tmp_path):
     """And in the rows all stand in the order that was asked for."""
     calls, impls = [], ["torch:math", "manual", "triton"]

@@ -64,12 +64,15 @@ def main(argv=None, program="minimal-attn bench"):
                for kind in kinds for x in dict.fromkeys((*args.shapes, *sweep))}
     # By turns another is the first of a setting, as whichever comes first finds a GPU that has cooled a little.
     jobs = [(setting, args.impls[(turn + i) % len(args.impls)])
-            for turn, setting in enumerate(results) for i in range(len(args.impls))]
+            for first in range(args.rounds) for turn, setting in enumerate(results, first)
+            for i in range(len(args.impls))]
+    taken = {}  # {(setting, impl): what was measured, round by round}
     for setting, impl in track(jobs, "timing", console=console, transient=True):
         case = case_of(setting)
         is_served = impl in serving(op, args.impls, setting.dtype)
         numbers = attempt(told, impl, measured, case, impl) if is_served else None
-        results[setting][impl] = case.row(impl, numbers or {})
+        taken.setdefault((setting, impl), []).append(numbers)
+        results[setting][impl] = case.row(impl, middle(taken[setting, impl]))
         if args.json:  # a run that is cut short keeps what it has
             write_json(args.json, meta, results)
     ceilings = {} if op is OPS["matmul"] else {
@@ -91,6 +94,12 @@ def main(argv=None, program="minimal-attn bench"):
     if args.report:
         Path(args.report).write_text(html(results, args, title, meta, ceilings))
     return int(failed or WrongResult in (kind for _, kind in told))
+
+
+def middle(rounds):
+    """The numbers of the round that took the median time, the faster of two; {} if none served."""
+    served = sorted((numbers for numbers in rounds if numbers), key=lambda numbers: numbers["ms"])
+    return served[(len(served) - 1) // 2] if served else {}
 
 
 def write_json(file, meta, results):

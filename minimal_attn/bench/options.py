@@ -25,6 +25,10 @@ def parse_args(program, argv, device, description):
         words = text.split(",") if text else []
         return [int(x) if x.isdecimal() and int(x) else fail(f"{x!r} is not a positive integer") for x in words]
 
+    def count(text):
+        numbers = ints(text)
+        return numbers[0] if len(numbers) == 1 else fail(f"{text!r} is not a positive integer")
+
     def shape(text):
         sizes = ints(text)
         try:
@@ -55,6 +59,8 @@ def parse_args(program, argv, device, description):
     add("--dtype", type=dtypes, default="float32", metavar="DTYPE,...", dest="dtypes",
         help=f"of {', '.join(op.DTYPES)} (default: %(default)s)")
     add("--impls", type=names, metavar="NAME,...", default=impls, help=f"default: {','.join(impls)}")
+    add("--rounds", type=count, metavar="N", default=1,
+        help="time everything N times over and take the median round, to compare settings (default: %(default)s)")
     add("--json", type=file(".json"), metavar="FILE", help="write all rows")
     add("--plot", type=file(".png", ".svg", needs="matplotlib"), action="append", metavar="FILE", default=[],
         dest="plots", help="draw TFLOP/s of the sweep, else of the shapes; may be repeated")
