@@ -88,6 +88,7 @@ def train(args, backend, console):
     model = TinyGPT(args, backend).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
     warm_up = int(WARM_UP * args.steps)
+    # In a line up, and along half a cosine down.
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (
         min(1, (step + 1) / (warm_up + 1)) * (1 + math.cos(math.pi * step / args.steps)) / 2))
     data = torch.frombuffer(bytearray(text()), dtype=torch.uint8).to(args.device)
@@ -123,11 +124,11 @@ def draw(file, losses, tokens_per_s, title):
     """The curves, each thinner than those below it, and how far each is from the last of them."""
     figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
-    baseline, last = list(losses)[-1], torch.tensor(list(losses.values())[-1])
+    baseline = list(losses)[-1]
     for i, (backend, values) in enumerate(losses.items()):
         label = f"{backend}, {tokens_per_s[backend]:,.0f} tokens/s"
         above.plot(values, label=label, linewidth=2 * (len(losses) - i) - 1, alpha=0.7)
-        below.plot(torch.tensor(values) - last, linewidth=1)
+        below.plot(torch.tensor(values) - torch.tensor(losses[baseline]), linewidth=1)
     above.set(ylabel="loss, nats a byte", title=title)
     above.legend()
     below.set(xlabel="step", ylabel=f"minus {baseline}")

@@ -106,7 +106,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, q_descale=q_descale,
                             k_descale=k_descale, v_descale=v_descale,
                             has_backward=q.dtype not in FP8_DTYPES and not is_transformed())
-    causal = bool(causal)
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
     if is_3d:
@@ -117,7 +116,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     else:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         call = {"return_lse": return_lse, "descales": descales, "autotune": autotune, "dropout": dropout,
-                "deterministic": bool(deterministic)}
+                "deterministic": deterministic}
         out, lse = chosen.forward(q, k, v, causal, scale, seq_lens, **{x: call[x] for x in chosen.options})
     if is_3d:
         out, lse = out.squeeze(1), lse.squeeze(1) if return_lse else None

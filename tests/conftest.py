@@ -179,6 +179,15 @@ def captured(call, warm_up=None):
     return graph, result
 
 
+def readme_in_one_line():
+    return " ".join((Path(__file__).parents[1] / "README.md").read_text().split())
+
+
+def needs_gib(n):
+    total = torch.cuda.get_device_properties(0).total_memory / 2**30 if HAS_GPU else 0
+    return pytest.mark.skipif(total < n, reason=f"needs {n} GiB of GPU memory")
+
+
 @pytest.fixture
 def much_memory(tmp_path_factory):
     """The GPU's memory for one test at a time, also where xdist runs several."""

@@ -18,6 +18,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from conftest import readme_in_one_line
 from minimal_attn import bench, benchmark, reference_attention
 from minimal_attn._build import source_digest
 from minimal_attn.bench import attention, backward, matmul, measure, page, pictures
@@ -319,10 +320,6 @@ def quoted(heading):
     """The cells of README's table with a heading that starts so."""
     table = re.search(rf"\n\| {re.escape(heading)} .*?\n\n", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     return [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
-
-
-def readme_in_one_line():
-    return " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_the_readme_quotes_the_record_in_fp32():

@@ -186,15 +186,19 @@ def compile_hopper(head_dim, config, causal):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
 
 
-def compile_twin(capability, dtype, head_dim, causal, seq_lens, dropout):
+def torch_dtype(dtype):
+    """torch's name of Triton's."""
     import torch
 
+    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn,
+            "fp8e5": torch.float8_e5m2}[dtype]
+
+
+def compile_twin(capability, dtype, head_dim, causal, seq_lens, dropout):
     from triton_ref.attention import _flash_fwd, tile_configs
 
-    torch_dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn,
-                   "fp8e5": torch.float8_e5m2}[dtype]
     tma, fp8 = capability >= 90 and dtype != "fp32", dtype.startswith("fp8")
-    constexprs = dict(tile_configs(torch_dtype, head_dim, 99 << 10)[0])
+    constexprs = dict(tile_configs(torch_dtype(dtype), head_dim, 99 << 10)[0])
     options = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
     kBlockM, kBlockN, kBlockD = (constexprs[name] for name in ("kBlockM", "kBlockN", "kBlockD"))
     constexprs.update(kIsCausal=causal, kNegateQ=False, kMaskCols=head_dim < kBlockD, kTma=tma)
@@ -217,12 +221,9 @@ def compile_twin(capability, dtype, head_dim, causal, seq_lens, dropout):
 def backward_configs(capability, side, dtype, head_dim, causal, dropout):
     """The first of tile_configs; for sm_90 all, but with dropout, which takes longer to compile, and of head_dim 256,
     where the others are for GPUs with less memory and have fewer rows than wgmma."""
-    import torch
-
     from triton_ref.attention_bwd import tile_configs
 
-    torch_dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    configs = tile_configs(side, torch_dtype, head_dim, max_shared_memory(capability))
+    configs = tile_configs(side, torch_dtype(dtype), head_dim, max_shared_memory(capability))
     return configs if capability == 90 and not dropout and head_dim < 256 else configs[:1]
 
 

@@ -271,7 +271,7 @@ def test_bad_options(attention):
     for sm_scale in (math.nan, math.inf):
         with pytest.raises(ValueError, match="sm_scale must be finite"):
             attention(*qkv(), sm_scale=sm_scale)
-    for causal in (None, "yes"):
+    for causal in (None, "yes", 1):
         with pytest.raises(TypeError, match="causal must be a bool"):
             attention(*qkv(), causal)
 

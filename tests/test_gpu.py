@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cases import Case, base, check_error, check_lse, exact, make_inputs, serves
-from conftest import CORES, FORWARD_ONLY, OF_16_BITS, captured
+from conftest import CORES, FORWARD_ONLY, OF_16_BITS, captured, needs_gib
 from minimal_attn import flash_attention, reference_attention
 from minimal_attn.reference import reference_forward
 from test_backward import check, make_all
@@ -195,11 +195,6 @@ def test_backward_on_a_side_stream(backend, dtype):
         got = torch.autograd.grad(out, (late, k, v), late_dout)
     stream.synchronize()
     assert all(map(torch.equal, got, want))
-
-
-def needs_gib(n):
-    total = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 0
-    return pytest.mark.skipif(total < n, reason=f"needs {n} GiB of GPU memory")
 
 
 @each_kernel_of_16_bits

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cases import check_error
-from conftest import HAS_GPU
+from conftest import HAS_GPU, needs_gib
 from minimal_attn import checks, triton_matmul, validate_matmul
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -336,7 +336,7 @@ def test_graph_capture_and_replay(use_autotune):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_properties(0).total_memory < 30 << 30, reason="needs 30 GiB")
+@needs_gib(30)
 @pytest.mark.parametrize("pad", [0, 1], ids=["rows for TMA", "odd rows"])
 def test_more_than_2_31_elements(pad, much_memory):
     """Of a, of b and of c; the last rows and columns tell."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import add_up, count_by_file, pytest_configure
+from conftest import add_up, count_by_file, pytest_configure, readme_in_one_line
 from minimal_attn._build import source_digest
 
 RECORD = Path(__file__).parent / "gpu_record.json"
@@ -37,7 +37,7 @@ def test_the_gpu_run_was_clean(record):
         assert "SUMMARY: 0 " in record["evidence"][f"compute_sanitizer {tool}"]
     seconds = [x for name, x in record["evidence"].items() if name.startswith("seconds of the JIT build")]
     assert seconds and max(seconds) <= 75 and record["evidence"]["MB of the built library"] <= 12
-    readme = " ".join((RECORD.parents[1] / "README.md").read_text().split())
+    readme = readme_in_one_line()
     assert f"{record['passed']} passed, {record['skipped']} skipped" in readme
     assert (f"takes {min(seconds):.0f} to {max(seconds):.0f} s to build from nothing beside 16 workers of the tests"
             in readme)
