@@ -397,7 +397,7 @@ def test_the_readme_quotes_the_record_on_hopper():
             f"those factors `sm90` is {statistics.geometric_mean(times_best):.2f} times as fast as the best of the "
             f"three, and {min(times_best):.2f} at the least, at S = {slowest[-1]}.") in readme
     assert statistics.geometric_mean(times_best) >= 1 and min(times_best) >= 0.93 and of_matmul >= 0.85
-    assert means[2] >= 0.96
+    assert means[2] >= 0.97
     over = [rows["cuda:sm90"]["max_err"] / rows["torch:flash"]["max_err"] for rows in recorded.values()]
     assert f"The largest error of `sm90` is up to {max(over):.1f} times that of FA2" in readme
     ours = max(meta["host_us"][name] for name in ("flash_attention", "flash_attn_func"))
@@ -426,7 +426,7 @@ def test_the_readme_quotes_the_record_of_shared_keys_and_other_head_dims():
     gqa, mqa, of_96, of_192, of_128 = ([x / base for x, base in zip(*pair, strict=True)] for pair in (
         (speeds(128, 8), speeds(128)), (speeds(128, 1), speeds(128)), (speeds(80), speeds(96)),
         (speeds(160), speeds(192)), (speeds(96), speeds(128)[2:])))  # of the same length
-    assert min(gqa + mqa + of_96 + of_192) >= 0.97 and min(of_128) >= 0.9
+    assert min(gqa + mqa + of_96 + of_192) >= 1 and min(of_128) >= 0.89
     gqa, mqa, of_96, of_192, of_128 = (" to ".join(dict.fromkeys(f"{x:.2f}" for x in (min(ratios), max(ratios))))
                                        for ratios in (gqa, mqa, of_96, of_192, of_128))
     assert (f"GQA runs at {gqa} of the speed of MHA, MQA at {mqa}; per padded FLOP head_dim 80 at {of_96} of that of "
@@ -438,10 +438,12 @@ TRITON_RECORD, MATMUL_RECORD = ROOT / "benchmarks/h200/triton.json", ROOT / "ben
 
 
 def test_the_readme_quotes_the_record_of_the_backward_pass():
-    recorded = {}
+    recorded, errors = {}, {}
     for row in check_format((ROOT / "benchmarks/h200/backward.json").read_text()):
         setting = str(row["seqlen_q"]), str(row["head_dim"]), "yes" if row["causal"] else "no"
         recorded.setdefault(setting, {})[row["impl"]] = row["tflops"]
+        errors.setdefault(setting, {})[row["impl"]] = row["max_err"]
+    over = [rows[ours] / rows["torch:flash"] for rows in errors.values() for ours in ("cuda:sm80", "triton")]
     impls = "cuda:sm80", "triton", "flex", "torch:flash", "torch:cudnn"
     pairs = ("cuda:sm80", "torch:flash"), ("triton", "torch:flash"), ("triton", "flex"), ("triton", "torch:cudnn")
     assert len(quoted("S")) == len(recorded) == 12
@@ -453,8 +455,8 @@ def test_the_readme_quotes_the_record_of_the_backward_pass():
     means = [statistics.geometric_mean(x) for x in (sm80, twin, flex, cudnn)]
     assert (f"By the geometric mean `sm80` is {means[0]:.2f} times as fast as FA2, by setting {min(sm80):.2f} to "
             f"{max(sm80):.2f}; the twin {means[1]:.2f} times, {min(twin):.2f} to {max(twin):.2f}, {means[2]:.2f} times "
-            f"as fast as FlexAttention, {min(flex):.2f} to {max(flex):.2f}, and it reaches {means[3]:.2f} of cuDNN."
-            ) in readme_in_one_line()
+            f"as fast as FlexAttention, {min(flex):.2f} to {max(flex):.2f}, and it reaches {means[3]:.2f} of cuDNN. "
+            f"The largest error of ours is up to {max(over):.1f} times that of FA2.") in readme_in_one_line()
     assert means[0] >= 1.05 and means[1] >= 0.9 and means[2] >= 1.1
 
 
