@@ -780,7 +780,7 @@ def test_a_head_is_judged_where_the_truth_of_all_does_not_fit(op, monkeypatch):
 
 
 def test_rounds(monkeypatch, tmp_path):
-    """All settings in each round; what stands in the rows is the median round, whole."""
+    """All settings in each round, there and back; what stands in the rows is the median round, whole."""
     calls, times = [], iter(range(100))
 
     def measured(case, impl):
@@ -794,8 +794,9 @@ def test_rounds(monkeypatch, tmp_path):
     file = tmp_path / "rows.json"
     impls = ["torch:math", "manual", "triton"]
     run(*SMALL, "--dtype", "float32,float16", "--impls", ",".join(impls), "--rounds", "3", "--json", file)
-    assert [dtype for dtype, _ in calls] == 3 * (3 * ["float32"] + 3 * ["float16"])
-    assert [impl for _, impl in calls[::3]] == [*impls[:2], *impls[1:], impls[2], impls[0]]
+    there, back = [3 * [x] + 3 * [y] for x, y in (("float32", "float16"), ("float16", "float32"))]
+    assert [dtype for dtype, _ in calls] == there + back + there
+    assert [impl for _, impl in calls[::3]] == [impls[i] for i in (0, 1, 2, 1, 2, 0)]
     rows = json.loads(file.read_text())["rows"]
     assert [(row["impl"], row["ms"], row["max_err"]) for row in rows] == 2 * [
         ("torch:math", 2.0, 2), ("manual", 2.0, 2), ("triton", None, None)]

@@ -196,6 +196,23 @@ def test_no_bad_access_or_undefined_behaviour(csrc, tmp_path):
     assert overrun.returncode and "AddressSanitizer: heap-buffer-overflow" in overrun.stderr
 
 
+def test_more_tiles_than_an_int_can_count(csrc, tmp_path):
+    """An error before anything is looked at, as there are no tensors."""
+    source = tmp_path / "main.cpp"
+    source.write_text("""
+        #include <cstdio>
+        #include <exception>
+        #include "kernels.h"
+        int main() try {
+            AttnParams p{.batch_size = 1 << 21, .nheads = 1024, .nheads_k = 1, .seqlen_q = 1, .head_dim = 64};
+            sm90::flash_forward(p);
+        } catch (const std::exception &error) { std::puts(error.what()); }
+        """)
+    objects = [x for x in (csrc / "objects").glob("*.o") if x.stem != DRIVER.stem]
+    subprocess.run([CXX, *FLAGS, "-I", csrc, source, *objects, "-o", tmp_path / "main"], check=True, timeout=240)
+    assert run(tmp_path / "main").stdout == "minimal_attn: there are too many tiles of rows\n"
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_seen(fault, csrc, tmp_path):
     file, old, new, cases, said = FAULTS[fault]
