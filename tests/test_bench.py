@@ -431,10 +431,10 @@ def test_the_readme_quotes_the_record_of_shared_keys_and_other_head_dims():
                 if (d, h_k) == (head_dim, nheads_k or nheads) for x in rows["cuda:sm90"]]
 
     hopper, _ = recorded_in_16_bits("forward.json")
-    of_this_length = [hopper["bfloat16", "256", causal, "8192"]["cuda:sm90"]["tflops"] for causal in ("no", "yes")]
+    speeds_of_256 = [hopper["bfloat16", "256", causal, "8192"]["cuda:sm90"]["tflops"] for causal in ("no", "yes")]
     gqa, mqa, of_96, of_192, of_128, of_256 = ([x / base for x, base in zip(*pair, strict=True)] for pair in (
         (speeds(128, 8), speeds(128)), (speeds(128, 1), speeds(128)), (speeds(80), speeds(96)),
-        (speeds(160), speeds(192)), (speeds(96), speeds(128)[2:]), (speeds(192), of_this_length)))
+        (speeds(160), speeds(192)), (speeds(96), speeds(128)[2:]), (speeds(192), speeds_of_256)))
     # No slower, as far as a run tells: two of the same sources differ by 5 %. 96 lies between 64 and 128 (journal).
     assert min(gqa + mqa + of_96 + of_192 + of_256) >= 0.97 and min(of_128) >= 0.89
     gqa, mqa, of_96, of_192, of_128, of_256 = (

@@ -63,10 +63,10 @@ def main(argv=None, program="minimal-attn bench"):
     results = {Setting(x, *kind): dict.fromkeys(args.impls)
                for kind in kinds for x in dict.fromkeys((*args.shapes, *sweep))}
     # By turns another is the first of a setting, as whichever comes first finds a GPU that has cooled a little. Every
-    # other round goes back, as a setting's neighbours warm it.
-    there_and_back = list(enumerate(results)), list(enumerate(results))[::-1]
+    # other round goes back, as what ran before a setting has warmed the GPU.
+    turns = list(enumerate(results))
     jobs = [(setting, args.impls[(first + turn + i) % len(args.impls)])
-            for first in range(args.rounds) for turn, setting in there_and_back[first % 2]
+            for first in range(args.rounds) for turn, setting in (turns[::-1] if first % 2 else turns)
             for i in range(len(args.impls))]
     taken = {}  # {(setting, impl): what was measured, round by round}
     for setting, impl in track(jobs, "timing", console=console, transient=True):
