@@ -1,83 +1,75 @@
-// The whole contract between host and kernels: one plain struct, and the functions that take it. No torch here.
+// The whole contract between host and kernels: plain structs, and the functions that take them. No torch here.
 //
-// Strides count elements, not bytes. The head_dim dimension is always contiguous; batch, head and row may lie in any
-// order and may be expanded (stride 0). Rows are query rows for q and o, key rows for k and v.
-//
-// Read next: flash.cu, the kernel; main.cpp, which fills the struct from torch tensors.
+// Read next: launch.h, how a kernel is launched.
 #pragma once
 
 #include <cstdint>
 
-enum class DType { kFloat32, kFloat16, kBFloat16, kFloat64 };  // the last on the CPU alone
+enum class DType { kFloat32, kFloat16, kBFloat16, kFloat64 };  // kFloat64 only on the CPU
+
+// [batch_size, heads, rows, head_dim] in the kernel's memory. Strides count elements, not bytes. head_dim is always
+// contiguous; batch, heads and rows may lie in any order and may be expanded (stride 0). Inputs are only read.
+struct Tensor {
+    void *data;
+    int64_t batch_stride, head_stride, row_stride;
+};
 
 struct AttnParams {
-    const void *q;        // [batch_size, nheads, seqlen_q, head_dim]
-    const void *k, *v;    // [batch_size, nheads_k, seqlen_k, head_dim]
-    void *o;              // as q
+    Tensor q;             // [batch_size, nheads, seqlen_q, head_dim]
+    Tensor k, v;          // [batch_size, nheads_k, seqlen_k, head_dim]
+    Tensor o;             // as q
     void *lse;            // [batch_size, nheads, seqlen_q] contiguous: natural log of each row's sum of exponentials;
-                          // fp32, fp64 for fp64
+                          // fp32, or fp64 for fp64
     const int *seq_lens;  // [batch_size] valid length of each sample, or nullptr; needs seqlen_q == seqlen_k
-
-    int64_t q_batch_stride, q_head_stride, q_row_stride;
-    int64_t k_batch_stride, k_head_stride, k_row_stride;
-    int64_t v_batch_stride, v_head_stride, v_row_stride;
-    int64_t o_batch_stride, o_head_stride, o_row_stride;
 
     int64_t batch_size;
     int nheads, nheads_k;  // nheads is a multiple of nheads_k; query head h reads K/V head h / (nheads / nheads_k)
     int seqlen_q, seqlen_k, head_dim;
-    double softmax_scale;  // a float but for fp64
-    bool is_causal;  // bottom-right aligned: query row i sees the keys j <= i + seqlen_k - seqlen_q
-    DType dtype;     // of q, k, v and o; every sum is fp32, or fp64 for fp64 and in flash_dmma.cu
+    double softmax_scale;  // representable in fp32 unless dtype is fp64
+    bool is_causal;        // bottom-right aligned: query row i sees the keys j <= i + seqlen_k - seqlen_q
+    DType dtype;           // of q, k, v and o
 
     // Dropout of the normalised probabilities, see dropout.h.
     const int64_t *dropout_seed;  // one number in the kernel's memory, or nullptr: no dropout
     uint32_t drop_threshold;      // a probability whose random word is below it becomes 0,
-    double keep_scale;            // and what is left is multiplied by 1 / (1 - dropout_p), by 0 where that is 1/0
+    double keep_scale;            // and the others are multiplied by 1 / (1 - dropout_p), or by 0 if dropout_p is 1
 
-    int *tile_counter;  // of flash_sm90.cu: memory for one number, or nullptr: tiles of rows are all alike
+    int *tile_counter;  // workspace of flash_sm90.cu: one number, or nullptr if all tiles take equally long
     void *stream;       // cudaStream_t, on the current device; unused by the host build
 };
 
-// The backward pass: q, k, v, o, lse and all that goes with them as in the forward, o and lse to be read.
+// The backward pass. q, k, v, o, lse and the options are those of the forward pass; o and lse are read.
 struct AttnBackwardParams : AttnParams {
-    const void *dout;   // as q, the last dimension contiguous as well
-    const void *dlse;   // [batch_size, nheads, seqlen_q] in any order, or nullptr: nobody used lse. fp64 for fp64
-    void *dq;           // as q, or nullptr: not needed
-    void *dk, *dv;      // as k; for flash_bwd.cu also nullptr, both
+    Tensor dout;        // as q
+    Tensor dq, dk, dv;  // as q and k; data is nullptr where a gradient is not needed (dk and dv go together)
+    // [batch_size, nheads, seqlen_q] in any order, or data is nullptr if nobody used lse. fp32, or fp64 for fp64.
+    Tensor dlse;
     void *delta;        // workspace like lse: rowsum(dout ∘ o) - dlse
-    void *workspace;    // as many bytes as backward_workspace says
+    float *lse_log2;    // workspace like lse: lse in units of log2, as scores.cuh wants it; nullptr for flash_bwd.cu
+    void *workspace;    // sm80::backward_workspace bytes, or nullptr if dq is not needed
     bool deterministic;
-
-    int64_t dout_batch_stride, dout_head_stride, dout_row_stride;
-    int64_t dlse_batch_stride, dlse_head_stride, dlse_row_stride;
-    int64_t dq_batch_stride, dq_head_stride, dq_row_stride;
-    int64_t dk_batch_stride, dk_head_stride, dk_row_stride;
-    int64_t dv_batch_stride, dv_head_stride, dv_row_stride;
 };
 
-int compute_capability();  // flash_sm80.cu: of the current device, less if this build holds for it what is older
-
 // flash_forward enqueues out = softmax(softmax_scale · Q Kᵀ) V and lse. A row that sees no key gets out 0 and lse -inf.
-// flash_backward enqueues dq, dk, dv. A row that sees no key has no say in them, whatever its dout and dlse, and dq 0.
-// They throw std::runtime_error when a kernel cannot be launched.
+// flash_backward enqueues dq, dk, dv. A row that sees no key adds nothing to dk and dv, whatever its dout and dlse; its
+// dq is 0. Both throw std::runtime_error when a kernel cannot be launched. kernels.h says what each kernel serves.
 namespace simt {
-void flash_forward(const AttnParams &p);           // flash.cu on the GPU
-void flash_backward(const AttnBackwardParams &p);  // flash_bwd.cu on the GPU
-void row_sums(const AttnBackwardParams &p);        // delta alone, for other kernels
+void flash_forward(const AttnParams &p);                  // flash.cu: CUDA cores, every GPU
+void flash_backward(const AttnBackwardParams &p);         // flash_bwd.cu, the same
+void preprocess_backward(const AttnBackwardParams &p);    // flash_bwd.cu: delta and lse_log2, for every backward
 }
 namespace sm80 {
-void flash_forward(const AttnParams &p);           // flash_sm80.cu: tensor cores, where kernels.h says so
-void flash_backward(const AttnBackwardParams &p);  // flash_bwd_sm80.cu, the same
-int64_t backward_workspace(const AttnBackwardParams &p);
+void flash_forward(const AttnParams &p);                  // flash_sm80.cu: Ampere's tensor cores
+void flash_backward(const AttnBackwardParams &p);         // flash_bwd_sm80.cu, the same
+int64_t backward_workspace(const AttnBackwardParams &p);  // bytes
 }
 namespace sm90 {
-void flash_forward(const AttnParams &p);  // flash_sm90.cu: Hopper's tensor cores and TMA, where kernels.h says so
+void flash_forward(const AttnParams &p);                  // flash_sm90.cu: Hopper's tensor cores and TMA
 }
 namespace dmma {
-void flash_forward(const AttnParams &p);  // flash_dmma.cu: fp32 on the tensor cores for fp64, where kernels.h says so
+void flash_forward(const AttnParams &p);                  // flash_dmma.cu: fp32 on Hopper's fp64 tensor cores
 }
 namespace host {
-void flash_forward(const AttnParams &p);  // flash.cu on the CPU; returns when it is done
-void flash_backward(const AttnBackwardParams &p);  // flash_bwd.cu on the CPU
+void flash_forward(const AttnParams &p);                  // flash.cu on the CPU; returns when it is done
+void flash_backward(const AttnBackwardParams &p);         // flash_bwd.cu on the CPU
 }
