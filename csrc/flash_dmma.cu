@@ -143,24 +143,24 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     }
 
     // Column 2c + e of product d + i is column 8·d + 4·(2c + e) + i of O.
+    const int row = row0 + warp_idx * 16 + r;  // and row + 8
+    for (int i = 0; i < 2; i++)
+        if (row + 8 * i >= seq.seqlen_q) softmax.clear(i);
     softmax.finalize(acc_o);
     float *gO = rows_of<float>(p.o, tile.b, tile.h, seq.q_begin);
     float *lse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int row = row0 + warp_idx * 16 + 8 * i + r;
-        if (row >= seq.padded_q) continue;
-        const bool is_empty = row >= seq.seqlen_q;
-        if (c == 0) lse[row] = is_empty ? -INFINITY : softmax.lse(i);
+        if (row + 8 * i >= seq.padded_q) continue;
+        if (c == 0) lse[row + 8 * i] = softmax.lse(i);
 #pragma unroll
         for (int d = 0; d < kDTiles; d += 4)
             for (int e = 2 * i; e < 2 * i + 2; e++) {
                 const int col = 8 * d + 4 * (2 * c + e % 2);
                 const auto &o = acc_o[0];
                 if (col < p.head_dim)
-                    *reinterpret_cast<float4 *>(gO + row * p.o.row_stride + col) =
-                        is_empty ? float4{}
-                                 : float4{float(o[d][e]), float(o[d + 1][e]), float(o[d + 2][e]), float(o[d + 3][e])};
+                    *reinterpret_cast<float4 *>(gO + (row + 8 * i) * p.o.row_stride + col) = {
+                        float(o[d][e]), float(o[d + 1][e]), float(o[d + 2][e]), float(o[d + 3][e])};
             }
     }
 #endif

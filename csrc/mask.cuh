@@ -13,7 +13,7 @@ struct Range {
     __device__ bool is_empty() const { return begin >= end; }
 };
 
-// Blocks [begin, end) are needed; those in [full_begin, full_end) need no mask. begin <= full_begin <= full_end <= end.
+// Blocks [begin, end) are needed, and those of them in [full_begin, full_end) need no mask.
 struct BlockRange {
     int begin, full_begin, full_end, end;
     __device__ bool is_full(int block) const { return block >= full_begin && block < full_end; }
@@ -66,7 +66,7 @@ struct Mask {
     template <int kBlock> __device__ static BlockRange blocks(Range some, Range all, bool is_none) {
         if (is_none || some.is_empty()) return {0, 0, 0, 0};
         const int begin = some.begin / kBlock, end = (some.end + kBlock - 1) / kBlock;
-        const int full_begin = min((all.begin + kBlock - 1) / kBlock, end);
+        const int full_begin = (all.begin + kBlock - 1) / kBlock;
         return {begin, full_begin, max(all.end / kBlock, full_begin), end};
     }
 

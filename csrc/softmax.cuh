@@ -46,9 +46,10 @@ template <int kMTiles> struct Softmax {
         }
         return __any_sync(~0u, has_grown);
     }
-    // The same of row i alone, by the four lanes that hold it and the others of their warp.
+    // The same of row i alone, if `may_grow`. All lanes of the warp take part.
     template <int kNTiles>
-    __device__ bool update_row_max(const float (&acc_s)[kMTiles][kNTiles][4], float &alpha, int i) {
+    __device__ bool update_row_max(const float (&acc_s)[kMTiles][kNTiles][4], float &alpha, int i,
+                                   bool may_grow = true) {
         float block_max = -INFINITY;
 #pragma unroll
         for (int n = 0; n < kNTiles; n++)
@@ -56,7 +57,7 @@ template <int kMTiles> struct Softmax {
         block_max = quad_reduce(block_max, fmaxf);
         block_max = __fmul_rn(block_max, softmax_scale_log2);  // rounded, as row_max is: no FMA with what comes next
         const float growth = block_max - row_max[i];
-        if (!(growth > kRescaleThreshold)) return false;
+        if (!may_grow || !(growth > kRescaleThreshold)) return false;
         alpha = ptx::exp2_approx(-growth);
         row_max[i] = block_max, row_sum[i] *= alpha;
         return true;
@@ -93,6 +94,20 @@ template <int kMTiles> struct Softmax {
                 }
     }
 
+    // The same of row i alone.
+    template <int kNTiles> __device__ float exponentiate_row(float (&acc_s)[kMTiles][kNTiles][4], int i) const {
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < kNTiles; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float &x = acc_s[i / 2][n][i % 2 * 2 + e];
+                x = ptx::exp2_approx(x * softmax_scale_log2 - row_max[i]);
+                sum += x;
+            }
+        return sum;
+    }
+
     // P of the columns [16·kk, 16·kk + 16) of tile m: added to row_sum, and rounded to T as the A operand of P V.
     template <typename T, int kNTiles>
     __device__ void probabilities(uint32_t (&p)[4], const float (&acc_s)[kNTiles][4], int m, int kk) {
@@ -119,6 +134,9 @@ template <int kMTiles> struct Softmax {
             p[j] = x;
         }
     }
+
+    // Row i is beyond the end of its sample: finalize() and lse() take it for one without keys.
+    __device__ void clear(int i) { row_max[i] = -FLT_MAX, row_sum[i] = 0.f; }
 
     // row_sum becomes the row's, and acc_o the output times `scale`. In rows without keys it is 0, even where V times
     // probabilities of 0 gave NaN.
