@@ -1,7 +1,7 @@
 """The statements of csrc's kernels that synchronize, found by the names of the primitives, for tests that leave each out.
 
-Such a call is a statement of its own at the start of a line, maybe after a brace or an if. What no test can observe says
-so on its line: `// unobserved: why`.
+Such a call is a statement of its own at the start of a line, or after an `if (...)` or `for (...)` there. What no test can
+observe says so on its line: `// unobserved: why`.
 """
 import re
 from pathlib import Path
@@ -18,8 +18,8 @@ PRIMITIVES = (
     "fence_mbarrier_init", "fence_proxy_async",  # what other units see
     "warpgroup_arrive", "warpgroup_wait",  # threads with products
 )
-NAME = re.compile(rf"\b({'|'.join(PRIMITIVES)})(?:<[^;()]*?>)?\(")
-BEFORE = re.compile(r"^[ ]*(?:if (?:constexpr )?\(.*\) )?$")  # what may stand before a call on its line
+CALL = re.compile(rf"(?:[\w\].]+(?:\[[^;()]*?\])?\.)?\b({'|'.join(PRIMITIVES)})(?:<[^;()]*?>)?\(")
+BEFORE = re.compile(r" *(?:(?:if|for) \(.*\) )?")  # what may stand before it on its line
 
 
 class Statement(NamedTuple):
@@ -52,12 +52,12 @@ def closing(text, at):
 def calls(file, text):
     """(Statement, is_alone) of every call of a primitive in a file's text; is_alone: it is a statement of its own."""
     code = code_only(text)
-    for match in NAME.finditer(code):
+    for match in CALL.finditer(code):
         begin_of_line = code.rfind("\n", 0, match.start()) + 1
         before, end = code[begin_of_line:match.start()], closing(code, match.end() - 1)
         if "__device__" in before:  # its definition
             continue
-        is_alone = bool(BEFORE.match(before)) and code[end:end + 1] == ";"
+        is_alone = bool(BEFORE.fullmatch(before)) and code[end:end + 1] == ";"
         why = re.search(r"// unobserved: (.+)", text[end:text.find("\n", end)])
         yield Statement(file, match[1], text.count("\n", 0, match.start()) + 1, match.start(), end + 1,
                         why[1] if why else ""), is_alone

@@ -350,7 +350,7 @@ void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2,
     scheduler->pass();
 }
 
-void tma_store_commit_and_wait_read() {
+void tma_store_wait_read() {
     Stores &stores = block->stores[threadIdx.x];
     while (stores.read < stores.issued)
         scheduler->wait(stores.read, stores.read, ~0u, [] { return "copies to be read"; });

@@ -55,7 +55,7 @@ inline void barrier_sync(int id, int threads) { emulator::sync("barrier.sync", i
 inline void prefetch(const CUtensorMap &) {}
 void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3);
 void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2, int c3);
-void tma_store_commit_and_wait_read();
+void tma_store_wait_read();
 
 void stmatrix(const uint32_t (&x)[4], uint32_t row);
 

@@ -109,9 +109,8 @@ void Scheduler::go_on() {
     while ((fiber = next()) < 0)
         if (!let_something_happen(false) && !let_something_happen(true)) throw std::runtime_error(deadlock());
     Fiber &from = fibers[current], &to = fibers[fiber];
-    if (&from == &to) return;
     resume(fiber);
-    swapcontext(&from.stack->context, &to.stack->context);
+    if (&from != &to) swapcontext(&from.stack->context, &to.stack->context);
 }
 
 std::string Scheduler::deadlock() const {

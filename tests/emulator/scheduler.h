@@ -29,7 +29,7 @@ inline Block *block;  // that of the running fiber, or of the event that happens
 
 struct Stack {
     ucontext_t context;
-    char bytes[64 << 10];
+    char bytes[256 << 10];
 };
 
 struct Fiber {
