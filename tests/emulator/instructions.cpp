@@ -176,6 +176,12 @@ void store_shared(uint32_t to, uint32_t x) {
     std::memcpy(block->shared.at(block->shared.generic, to, 4), &x, 4);
 }
 
+void red_add(float *to, const float (&x)[4]) {
+    if (uintptr_t(to) % 16) fail("red of 16 bytes to %p", static_cast<void *>(to));
+    for (int e = 0; e < 4; e++) to[e] += x[e];
+    scheduler->pass();
+}
+
 // The number is one that other blocks change. A thread that reads it again waits until one of them has: if none can, that
 // is a deadlock.
 int load_acquire(const int *from) {
@@ -189,7 +195,7 @@ int load_acquire(const int *from) {
 void store_release(int *to, int x) {
     *to = x;
     block->acquired[threadIdx.x] = {};
-    scheduler->pass();
+    scheduler->let_others_go();
 }
 
 // "mbarrier". The barriers are not in shared memory, but in block->mbarriers.

@@ -35,10 +35,7 @@ void store_shared(uint32_t to, uint32_t x);
 
 int load_acquire(const int *from);
 void store_release(int *to, int x);
-inline void red_add(float *to, const float (&x)[4]) {
-    if (uintptr_t(to) % 16) emulator::fail("red of 16 bytes to %p", static_cast<void *>(to));
-    for (int e = 0; e < 4; e++) to[e] += x[e];
-}
+void red_add(float *to, const float (&x)[4]);
 
 template <typename T> void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     emulator::SmallProduct mine{d, a, {b0, b1}};

@@ -113,10 +113,11 @@ void Scheduler::go_on() {
     if (&from != &to) swapcontext(&from.stack->context, &to.stack->context);
 }
 
-std::string Scheduler::deadlock() const {
+std::string Scheduler::deadlock() {
     std::string text = "deadlock";
     auto what = [&](size_t i) { return fibers[i].is_done ? std::string() : fibers[i].what(); };
     for (size_t slot = 0; slot < slots.size(); slot++) {
+        block = slots[slot].block.get();
         if (slots[slot].running) text += "; block " + std::to_string(slots[slot].block_idx) + " waits for";
         const size_t begin = slot * grid.threads, end = begin + grid.threads;
         for (size_t first = begin, last; first < end; first = last) {
