@@ -9,6 +9,7 @@ namespace emulator {
 
 Scheduler::Scheduler(const Grid &grid, int slots)
     : grid(grid), slots(slots), fibers(slots * grid.threads), order(fibers.size() / 32), random(schedule.seed) {
+    slow_fiber = random_below(fibers.size());
     for (unsigned i = 0; i < order.size(); i++) order[i] = i;
     std::ranges::shuffle(order, random);
     for (Fiber &fiber : fibers) {
@@ -23,8 +24,7 @@ Scheduler::~Scheduler() = default;
 void Scheduler::run() {
     scheduler = this;
     for (unsigned slot = 0; slot < slots.size(); slot++) start_block(slot);
-    current = next();
-    resume(current);
+    resume(next());
     swapcontext(&main, &fibers[current].stack->context);
     if (error) std::rethrow_exception(error);
 }
@@ -68,10 +68,12 @@ void Scheduler::shuffle(unsigned warp) {
 // The fiber that is to run next, or -1.
 int Scheduler::next() {
     if (one_in(32)) shuffle(random_below(order.size()));
+    if (one_in(1 << 14)) slow_fiber = random_below(fibers.size());
     const unsigned first = random_below(32);
     for (unsigned warp : order)
         for (unsigned i = 0; i < 32; i++)
-            if (const int fiber = warp * 32 + (first + i) % 32; fibers[fiber].can_run()) return fiber;
+            if (const unsigned fiber = warp * 32 + (first + i) % 32; fiber != slow_fiber && fibers[fiber].can_run())
+                return fiber;
     return -1;
 }
 
@@ -106,8 +108,11 @@ void Scheduler::go_on() {
         if (Block *other = slots[random_below(slots.size())].block.get()) let_copies_arrive(*other);
     }
     int fiber;
-    while ((fiber = next()) < 0)
-        if (!let_something_happen(false) && !let_something_happen(true)) throw std::runtime_error(deadlock());
+    while ((fiber = next()) < 0) {
+        if (let_something_happen(false)) continue;
+        if (fibers[fiber = slow_fiber].can_run()) break;
+        if (!let_something_happen(true)) throw std::runtime_error(deadlock());
+    }
     Fiber &from = fibers[current], &to = fibers[fiber];
     resume(fiber);
     if (&from != &to) swapcontext(&from.stack->context, &to.stack->context);

@@ -113,6 +113,7 @@ class Scheduler {
     std::vector<Slot> slots;
     std::vector<Fiber> fibers;    // grid.threads of each slot
     unsigned current;             // fiber
+    unsigned slow_fiber;          // runs when no other can; another one now and then
     std::vector<unsigned> order;  // of the warps of all slots
     std::vector<Event> events;
     std::mt19937 random;
