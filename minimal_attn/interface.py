@@ -84,9 +84,16 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     """
     if (seq_lens is None and q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda")
             and _is_zero(dropout_p) and isinstance(deterministic, bool)):
-        result = _plain_forward(q, k, v, causal, sm_scale, False, return_lse)
+        result = _fast_path(q, k, v, causal, sm_scale, False, return_lse)
         if result is not None:
             return result
+    return _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend,
+                              seq_lens=seq_lens, descales=(q_descale, k_descale, v_descale), autotune=autotune)
+
+
+def _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend, *,
+                       seq_lens=None, descales=(None, None, None), autotune=True, scale_name="sm_scale"):
+    """flash_attention without its fast path. scale_name: what the caller calls sm_scale."""
     q, k, v = autocast(q, k, v)
     dropout_p = check_dropout_p(dropout_p)
     name = _auto_backend(q, k, v) if backend == "auto" else backend
@@ -94,17 +101,17 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
     check_qkv(q, k, v, chosen.dtypes)
-    check_options(causal, sm_scale, deterministic=deterministic)
+    check_options(causal, sm_scale, scale_name, deterministic=deterministic)
     why_not = chosen.why_not(q.device)
     if why_not is not None:
         raise why_not
     seq_lens = check_seq_lens(seq_lens, q, k)
     dropout = (dropout_p, check_dropout_seed(dropout_seed, q)) if dropout_p else None
-    descales = check_descales({"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}, q, k)
+    named_descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
+    descales = check_descales(named_descales, q, k)
     if not chosen.has_forward_mode:
         instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
-        check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, q_descale=q_descale,
-                            k_descale=k_descale, v_descale=v_descale,
+        check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, **named_descales,
                             has_backward=q.dtype not in FP8_DTYPES and not is_transformed())
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
@@ -147,7 +154,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     """
     if _is_zero(dropout_p) and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None:
         if (backend == "auto" or backend == "cuda") and isinstance(deterministic, bool):
-            result = _plain_forward(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs)
+            result = _fast_path(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs)
             if result is not None:
                 return (*result, None) if return_attn_probs else result
     unsupported = {"window_size": window_size not in ((-1, -1), [-1, -1]), "softcap": softcap != 0.0,
@@ -159,10 +166,9 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
         check_tensor(name, x)
         if x.ndim != 4:
             raise ValueError(f"flash_attn_func: {name} must be (B, S, H, D), got {tuple(x.shape)}")
-    check_options(causal, softmax_scale, "softmax_scale")
-    result = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
-                             dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
-                             return_lse=return_lse or return_attn_probs, backend=backend)
+    result = _checked_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
+                                dropout_p, dropout_seed, deterministic, return_lse or return_attn_probs, backend,
+                                scale_name="softmax_scale")
     if return_attn_probs:
         return result[0].transpose(1, 2), result[1], None
     return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
@@ -178,22 +184,22 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
     It depends on dtype (under torch.autocast its), head_dim, strides, alignment, the GPU and on whether there is
-    dropout. The environment variable MINIMAL_ATTN_KERNEL forces one of the CUDA kernels, for tests and benchmarks.
+    dropout. force_kernel forces one of the CUDA kernels, for tests and benchmarks.
 
     Args:
         As of flash_attention; causal, sm_scale and seq_lens are checked, but choose nothing.
 
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions) for float16 and bfloat16 on H100, H200 and what else is sm_90,
-        "sm80" (flash_sm80.cu, tensor cores) on other GPUs from Ampere on, for dropout, where rows of q, k or v overlap
-        or have 2^40 bytes and more between them, and where there are no keys; "dmma" (flash_dmma.cu, the tensor cores
+        "sm80" (flash_sm80.cu, tensor cores) on other GPUs from Ampere on, for dropout, where rows, heads or samples of
+        q, k or v overlap or have 2^40 bytes and more between them, and where there are no keys; "dmma" (flash_dmma.cu, the tensor cores
         for fp64) for float32 with head_dim 33 to 128 on H100, H200 and what else has such; all three where head_dim and
         the strides are multiples of 16 bytes and the tensors start at such. "simt" (flash.cu) for all else on a GPU,
         for dropout and gradients in place of "dmma"; "host" (flash.cu, built for the CPU) for CPU tensors. Gradients of
         "sm90" are those of "sm80".
 
     Raises:
-        ValueError: MINIMAL_ATTN_KERNEL names no kernel, or one that cannot serve the call.
+        ValueError: the forced kernel cannot serve the call.
         Otherwise as flash_attention.
     """
     q, k, v = autocast(q, k, v)
@@ -213,6 +219,34 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     if choice is None:
         raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
     return choice[0]
+
+
+class force_kernel:
+    """Serve calls with backend="cuda" on a GPU by one kernel of csrc, for tests and benchmarks.
+
+    From the call on, or for the block of a with statement: with force_kernel("sm80"): ... It holds for the whole
+    process, in the forward and the backward pass; gradients of "sm90" are those of "sm80", of "dmma" those of "simt". A
+    call that the kernel cannot serve raises ValueError. The environment variable MINIMAL_ATTN_KERNEL does the same from
+    the time when csrc is loaded.
+
+    Args:
+        kernel: "simt", "sm80", "sm90" or "dmma"; None: the kernel is chosen for each call again.
+
+    Raises:
+        ValueError: there is no such kernel.
+        RuntimeError: the extension cannot be built or loaded.
+    """
+
+    def __init__(self, kernel: str | None):
+        if kernel not in (None, *_build.GPU_KERNELS):
+            raise ValueError(f"unknown kernel {kernel!r}: None or one of {', '.join(map(repr, _build.GPU_KERNELS))}")
+        self._before = _build.load().force_kernel(kernel)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        _build.load().force_kernel(self._before)
 
 
 def available_backends() -> list[str]:
@@ -239,14 +273,13 @@ class Backend:
 # torch.compile runs this while it traces and keeps the answer: building a library cannot be part of a graph.
 @torch.compiler.assume_constant_result
 def _load_ops():
-    global _plain
+    global _fast_forward
     library = _build.load()
-    library.read_environment()
-    _plain = library.plain_forward if library.has_cuda else None
+    _fast_forward = library.fast_forward if library.has_cuda else None
     return True
 
 
-_plain = None  # of csrc/main.cpp, once it is loaded
+_fast_forward = None  # of csrc/fast_path.cpp, once it is loaded
 
 
 def _is_zero(dropout_p):
@@ -254,11 +287,11 @@ def _is_zero(dropout_p):
     return type(dropout_p) is float and dropout_p == 0
 
 
-def _plain_forward(q, k, v, causal, softmax_scale, seq_major, return_lse):
+def _fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse):
     """The result of an everyday call on CUDA tensors, straight from C++, or None for all others."""
-    if torch.compiler.is_compiling() or _plain is None:
+    if torch.compiler.is_compiling() or _fast_forward is None:
         return None
-    return _plain(q, k, v, causal, softmax_scale, seq_major, return_lse)
+    return _fast_forward(_warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse)
 
 
 @functools.cache  # once a reason
@@ -271,14 +304,18 @@ def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, deterministic, dropo
         raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone; allowed "
                         "on a GPU are float32, float16, bfloat16")
     _load_ops()
-    if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
-        choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
-        if choice and choice[1]:
-            _warn_slow(choice[1])
-    attend = torch.ops.minimal_attn.flash_forward
-    if any(map(wants_gradient, (q, k, v))) and is_eager(q, k, v):
-        attend = ops.Attention.apply
-    return attend(q, k, v, seq_lens, softmax_scale, causal, *(dropout or (0.0, None)), deterministic)
+    inputs = q, k, v, seq_lens, softmax_scale, causal, *(dropout or (0.0, None)), deterministic
+    if not is_eager(q, k, v):
+        if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
+            choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
+            if choice and choice[1]:
+                _warn_slow(choice[1])
+        return torch.ops.minimal_attn.flash_forward(*inputs)  # tensors alone, not why it is slow
+    attend = ops.Attention.apply if any(map(wants_gradient, (q, k, v))) else _build.load().flash_forward
+    out, lse, slow_because = attend(*inputs)
+    if slow_because:
+        _warn_slow(slow_because)
+    return out, lse
 
 
 def _cuda_why_not(device=None):
