@@ -2,7 +2,7 @@
 // tiles by TMA, products by the four warps of a warpgroup. One wrapper an instruction, with its section in the
 // PTX ISA; see also ptx_sm80.cuh. They exist in code for sm_90a alone.
 //
-// Read next: flash_sm90.cu; flash_dmma.cu for the last one.
+// Read next: pipeline_sm90.cuh, which makes rings of the barriers.
 #pragma once
 
 #include <cuda.h>  // CUtensorMap
@@ -65,13 +65,13 @@ __device__ inline void tma_load(void *to, const CUtensorMap &map, Barrier &barri
         : "memory");
 }
 
-// The same from shared memory to the tensor; what would lie outside of it is left out. By commit_group the copies of
-// this thread so far become a group; wait_group.read waits until they have all read what they copy.
+// The same from shared memory to the tensor; what would lie outside of it is left out. commit_group makes a group of
+// this thread's copies so far; wait_group.read waits until they have all read what they copy.
 __device__ inline void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                  "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
-__device__ inline void tma_store_commit_and_wait_read() {
+__device__ inline void tma_store_wait_read() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
@@ -95,24 +95,24 @@ template <int kRegisters> __device__ void warpgroup_reg_dealloc() {
 // unless it is told, the compiler does so before.
 __device__ inline void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void warpgroup_commit_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kTiles> __device__ void touch(float (&x)[kTiles][4]) {
+template <int kTiles> __device__ void warpgroup_fence_operand(float (&x)[kTiles][4]) {
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; i++) asm volatile("" : "+f"(x[i / 4][i % 4])::"memory");
 }
-template <int kTiles> __device__ void touch(uint32_t (&x)[kTiles][4]) {
+template <int kTiles> __device__ void warpgroup_fence_operand(uint32_t (&x)[kTiles][4]) {
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; i++) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
 }
 template <int kPending, typename... Fragments> __device__ void warpgroup_wait(Fragments &...fragments) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-    (touch(fragments), ...);
+    (warpgroup_fence_operand(fragments), ...);
 }
 
 // "Asynchronous Warpgroup Level Matrix Shared Memory Layout: Matrix Descriptor" of a matrix of 16-bit elements in
 // panels of rows of kRowBytes, 128 or 64, swizzled as TMA swizzles them. Eight rows are a unit. The dimension along
 // which memory runs, 64 or 32 elements in a panel, goes on in the next one, `panel_bytes` further, if it is not that of
 // the sum. Of such a matrix, what begins n bytes further has n / 16 added.
-template <int kRowBytes> __device__ uint64_t matrix_descriptor(const void *p, int panel_bytes = 0) {
+template <int kRowBytes> __device__ uint64_t make_smem_desc(const void *p, int panel_bytes = 0) {
     constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
     return kSwizzle << 62 | uint64_t(8 * kRowBytes / 16) << 32 | uint64_t(panel_bytes / 16) << 16 |
            (shared_address(p) & 0x3ffff) / 16;
