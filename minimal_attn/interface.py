@@ -44,7 +44,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         sm_scale: factor of the scores, 1/sqrt(D) if None.
         seq_lens: valid length of each sample, 1 to S: a list, or an int32 or int64 tensor on q's device or the CPU, of
             shape (B,), or (1,) for 3D input. Needs Sq == Sk. Keys from the length on are masked; query rows from it on
-            give out 0 and lse -inf. Values of a GPU tensor are checked with one small read, which is skipped under
+            give out 0 and lse -inf. What is stored in this padding, NaN and inf too, changes no result. Values of a GPU tensor are checked with one small read, which is skipped under
             CUDA-graph capture and torch.compile; there a bad value is clamped. Capture takes GPU tensors alone.
         dropout_p: share in [0, 1] of the normalised probabilities set to 0, the rest scaled by 1/(1 - dropout_p). The
             same elements on every backend; "torch" then forms all scores as "reference" does, since the mask of
@@ -71,7 +71,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     Returns:
         out, of q's shape and dtype, bfloat16 for float8, under torch.autocast the dtype it casts to; with return_lse a
         tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A row that sees no
-        key has out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs.
+        key has out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs. NaN or inf in a key or
+        value that some rows see may also reach rows, of the same sample and head, that do not see it.
 
     Raises:
         TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, causal or deterministic
@@ -390,30 +391,47 @@ def triton_matmul(a: Tensor, b: Tensor, block_m: int | None = None, block_n: int
     return matmul.triton_matmul(a, b, block_m, block_n, block_k, use_autotune)
 
 
-def _aligned(x):
-    """x, or a copy if it does not start at a multiple of 16 bytes or has rows that do not: SDPA's CUDA kernels fail on
-    some such tensors with a misaligned address, after which the process has no GPU any more."""
-    step = 16 // x.element_size()
-    if not x.is_cuda:
-        return x
-    # Tracing cannot tell the offset, so there it is always a copy.
-    if torch.compiler.is_compiling() or x.storage_offset() % step or any(stride % step for stride in x.stride()[:-1]):
+def _copied_if_needed(x):
+    """x, or a copy of what SDPA's kernels cannot take.
+
+    On the CPU they do not write an output whose last dimension is not the innermost one, as it is not in the empty_like
+    of a q whose rows overlap. On a GPU they fail with a misaligned address for some tensors that do not start at a
+    multiple of 16 bytes, or have rows that do not, after which the process has no GPU any more.
+    """
+    overlaps = any(0 < stride < x.shape[-1] for stride in x.stride()[:-1])
+    if overlaps or x.is_cuda and not _is_aligned(x):
         return x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+def _is_aligned(x):
+    step = 16 // x.element_size()
+    # Tracing cannot tell the offset.
+    return not (torch.compiler.is_compiling() or x.storage_offset() % step
+                or any(stride % step for stride in x.stride()[:-1]))
+
+
+def _without_padding(q, k, v, mask):
+    """q, k and v with 0 in rows that see no key and in keys that no row sees: SDPA multiplies what it masks by 0, which
+    does not make NaN or inf 0."""
+    hidden_keys = ~mask.any(-2).unsqueeze(-1)
+    return q.masked_fill(~mask.any(-1, keepdim=True), 0), k.masked_fill(hidden_keys, 0), v.masked_fill(hidden_keys, 0)
 
 
 @without_autocast
 def _torch_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse, dropout):
     if dropout is not None:  # SDPA takes no seed and tells no mask
         return reference_forward(q, k, v, causal, softmax_scale, seq_lens, dropout)
-    if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
-        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
     # Under torch.compile with dynamic shapes a comparison is symbolic, and SDPA wants a bool: hence the two branches.
     square_causal = True if causal and q.shape[2] == k.shape[2] and seq_lens is None else False
     is_grouped = True if q.shape[1] != k.shape[1] else False
     # SDPA aligns its own causal mask top-left, which is ours only for equal lengths.
     mask = None if square_causal else visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
+    if mask is not None and (seq_lens is not None or q.shape[2] > k.shape[2]):
+        q, k, v = _without_padding(q, k, v, mask)
+    if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
+        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
+    q, k, v = map(_copied_if_needed, (q, k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square_causal, scale=softmax_scale,
                                        enable_gqa=is_grouped)
     if mask is not None:  # SDPA's own backends differ on rows that see no key
