@@ -55,7 +55,7 @@ template <typename Shape> struct BwdSharedMemory {
     struct Step {
         alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim], sdO[Shape::kBlockM][Shape::kHeadDim];
     };
-    alignas(128) uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];  // dK, dV at the end
+    alignas(128) uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];  // then dK, dV
     Step steps[Shape::kStages];
     union {
         alignas(128) uint16_t sdS[Shape::kDimSplit > 1 ? 2 : 1][Shape::kBlockN][Shape::kBlockM];  // [1] is sP
@@ -113,7 +113,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     static constexpr int kMTiles = kWarpN / 16, kDTiles = kHeadDim / kDimSplit / 8, kNTiles = kSub / 8;
     using Swizzle = sm80::Swizzle<kHeadDim>;
     using SwizzleS = sm80::Swizzle<kBlockM>;
-    using Scores_t = float[kMTiles][kNTiles][4];  // [kWarpN keys, kSub rows]
+    using Fragment = float[kMTiles][kNTiles][4];  // [kWarpN keys, kSub rows]
     // Bytes from sK to sV, from sQ to sdO, from sdS to sP.
     static constexpr int kToV = 2 * kBlockN * kHeadDim, kToDO = 2 * kBlockM * kHeadDim, kToP = 2 * kBlockN * kBlockM;
 
@@ -165,7 +165,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     __device__ void add_own_rows(int stage, int h, int m_block, bool is_full, int row0) {
         const uint32_t k_address = shared_address(shared.sK[key0]) + Swizzle::down(lane_idx);
         const uint32_t q_across = shared_address(shared.steps[stage].sQ) + Swizzle::across(lane_idx);
-        float acc_s[kMTiles][kNTiles][4] = {}, acc_dp[kMTiles][kNTiles][4];
+        Fragment acc_s = {}, acc_dp;
         // acc_dp begins with -delta, unless dropout comes in between.
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
@@ -189,7 +189,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     }
 
     // Dropout of P and dP. What is dropped of P stays for dS, with another sign.
-    __device__ void drop(Scores_t &acc_s, Scores_t &acc_dp, int stage, int h, int m_block, int row0) {
+    __device__ void drop(Fragment &acc_s, Fragment &acc_dp, int stage, int h, int m_block, int row0) {
         const Dropout dropout(p, tile.b, h);
         const float keep_scale = float(p.keep_scale);
 #pragma unroll
@@ -214,8 +214,9 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
 
     // acc_s is P, acc_dp is dP - delta: dS and, for warps that share their keys, P go to shared memory; both are
     // multiplied from registers.
-    __device__ void multiply_own_rows(const Scores_t &acc_s, const Scores_t &acc_dp, int stage, int row0) {
-        const uint32_t q_down = q_address(stage), ds_write = shared_address(shared.sdS) + SwizzleS::offset(key0 + r, 0) + 2 * c;
+    __device__ void multiply_own_rows(const Fragment &acc_s, const Fragment &acc_dp, int stage, int row0) {
+        const uint32_t q_down = q_address(stage);
+        const uint32_t ds_write = shared_address(shared.sdS) + SwizzleS::offset(key0 + r, 0) + 2 * c;
 #pragma unroll
         for (int kk = 0; kk < kSub / 16; kk++) {
             uint32_t P[kMTiles][4], dS[kMTiles][4];
@@ -376,15 +377,15 @@ __global__ void __launch_bounds__(Shape::kNThreads) flash_bwd_dq(const __grid_co
 
 template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &p) {
     const Workspace<Shape> workspace(p);
-    constexpr int kSharedBytes = sizeof(BwdSharedMemory<Shape>), kPerSM = 164 << 10;  // of sm_80, 1 KB of it for a block
+    constexpr int kSharedBytes = sizeof(BwdSharedMemory<Shape>), kPerSM = 164 << 10;  // sm_80; 1 KB a block is taken
     static_assert(Shape::kBlocksPerSM * (kSharedBytes + 1024) <= kPerSM);
     auto *stream = static_cast<cudaStream_t>(p.stream);
     if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.bytes(p.deterministic), stream));
     auto *kernel = p.dropout_seed ? flash_bwd<T, Shape, true> : flash_bwd<T, Shape, false>;
     launch(kernel, KeyTiles<Shape::kBlockN>::count(p), Shape::kNThreads, kSharedBytes, p.stream, p);
     if (p.dq.data)
-        launch(flash_bwd_dq<T, Shape>, workspace.tiles, Shape::kNThreads, 2 * Shape::kBlockM * Shape::kHeadDim, p.stream,
-               p);
+        launch(flash_bwd_dq<T, Shape>, workspace.tiles, Shape::kNThreads, 2 * Shape::kBlockM * Shape::kHeadDim,
+               p.stream, p);
 }
 
 // The tiles for sm_86, sm_89 and sm_120, where a block may have 99 KB.

@@ -11,8 +11,8 @@
 // So the softmax of one block runs beside the product P V of the block before it. P goes from the accumulators of one
 // product straight into the A operand of the next, as in flash_sm80.cu. While wgmma reads A from registers, other warps
 // issue only every fourth cycle (counters on an H200, see the journal), so the kernel is bound by instruction issue and
-// the softmax does without a maximum: after a tile's first blocks row_max stays as it is. If a row's sum of probabilities
-// then shows that one has grown too large, which is rare, the scores of that row are computed once more.
+// the softmax does without a maximum: after a tile's first blocks row_max stays as it is. If a row's sum of
+// probabilities then shows that one has grown too large, which is rare, the scores of that row are computed once more.
 //
 // Read next: flash_dmma.cu, fp32 on the same GPUs.
 #include <algorithm>
@@ -341,8 +341,8 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
 }
 
 // Tiles by head_dim: {kHeadDim, kConsumers, kBlockN, kStages, kQStages}. What lies between two is padded with zeros, by
-// TMA. Three consumers hide one another's softmax better than two do and load K and V less often. A thread's share of S,
-// P and O has to fit 160 registers then.
+// TMA. Three consumers hide one another's softmax better than two do and load K and V less often. A thread's share of
+// S, P and O has to fit 160 registers then.
 template <typename T> void dispatch(const AttnParams &p) {
     if (p.head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
     else if (p.head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
