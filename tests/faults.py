@@ -1,7 +1,7 @@
 """The statements of csrc's kernels that synchronize, found by the names of the primitives, for tests that leave each out.
 
-Such a call is a statement of its own at the start of a line, or after an `if (...)` or `for (...)` there. What no test can
-observe says so on its line: `// unobserved: why`.
+Such a call is a statement of its own at the start of a line, or after an `if (...)` or `for (...)` there. If a tool cannot
+observe that one is missing, its line says so: `// unobserved by racecheck: why`, or `by the emulator`.
 """
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ class Statement(NamedTuple):
     line: int
     begin: int  # of the call in the file's text, and the end after its semicolon
     end: int
-    unobserved: str  # why no test can observe it, or ""
+    unobserved_by: str  # a tool, or ""
 
     def __str__(self):
         return f"{self.file}:{self.line}-{self.name}"
@@ -58,9 +58,9 @@ def calls(file, text):
         if "__device__" in before:  # its definition
             continue
         is_alone = bool(BEFORE.fullmatch(before)) and code[end:end + 1] == ";"
-        why = re.search(r"// unobserved: (.+)", text[end:text.find("\n", end)])
-        yield Statement(file, match[1], text.count("\n", 0, match.start()) + 1, match.start(), end + 1,
-                        why[1] if why else ""), is_alone
+        tool = re.search(r"// unobserved by (racecheck|the emulator): .", text[end:text.find("\n", end)])
+        line = text.count("\n", 0, match.start()) + 1
+        yield Statement(file, match[1], line, match.start(), end + 1, tool[1] if tool else ""), is_alone
 
 
 def kernel_files(csrc=CSRC):
@@ -74,7 +74,7 @@ def statements(*files, csrc=CSRC):
     return [call for path in paths for call, is_alone in calls(path.name, path.read_text()) if is_alone]
 
 
-def without(statement, csrc):
+def leave_out(statement, csrc):
     """Leaves the statement out of a copy of csrc."""
     path = csrc / statement.file
     text = path.read_text()

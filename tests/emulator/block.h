@@ -30,7 +30,7 @@ struct SharedMemory {
         if (size > kMaxBytes) fail("%zu bytes of shared memory, of %u", size, kMaxBytes);
     }
     View new_view() const {
-        char *p = static_cast<char *>(std::aligned_alloc(1024, bytes));
+        char *p = static_cast<char *>(std::aligned_alloc(1024, (bytes + 1023) / 1024 * 1024));
         std::memset(p, 0xff, bytes);
         return View(p);
     }
