@@ -156,7 +156,7 @@ def test_all_cases(part, csrc):
 
 def test_no_bad_access_or_undefined_behaviour(csrc, tmp_path):
     cxx("address,undefined", "-Og")  # skips without their runtime
-    driver = linked(compiled(csrc, tmp_path / "objects", *SANITIZERS, "-O1"), "driver", *SANITIZERS)
+    driver = linked(compiled(csrc, tmp_path / "objects", *SANITIZERS, "-O0"), "driver", *SANITIZERS)
     assert_passed(run(driver, "--random=5", *SANITIZED_CASES))
     overrun = run(driver, "--random=5", "--overrun", "sm90_one")
     assert overrun.returncode and "AddressSanitizer: heap-buffer-overflow" in overrun.stderr
