@@ -1,5 +1,5 @@
-// The whole facade in one step, for everyday calls on CUDA tensors: where there is nothing to do but to launch a kernel,
-// Python's checks and the dispatcher take longer than a small attention does.
+// The whole facade in one step, for everyday calls on CUDA tensors: where there is nothing to do but to launch a
+// kernel, Python's checks and the dispatcher take longer than a small attention does.
 //
 // Read next: main.cpp, the ops, which serve every other call.
 #include <ATen/PythonTorchFunctionTLS.h>

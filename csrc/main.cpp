@@ -1,5 +1,5 @@
-// The ops minimal_attn::flash_forward and flash_backward, and the Python module; importing the module registers the ops,
-// and ops.py ties them together.
+// The ops minimal_attn::flash_forward and flash_backward, and the Python module; importing the module registers the
+// ops, and ops.py ties them together.
 //
 // Messages here are put together without iostreams, which crash where a toolchain links libstdc++ statically (seen with
 // g++ 13).
