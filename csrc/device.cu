@@ -1,4 +1,6 @@
 // device.h's answers, from the CUDA runtime.
+//
+// Read next: sequence.cuh, the first of what all kernels share.
 #include "device.h"
 
 #include <algorithm>

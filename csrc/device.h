@@ -1,6 +1,6 @@
 // What is asked of the current GPU. Each answer is remembered. They throw std::runtime_error where there is no GPU.
 //
-// Read next: flash.cu, the first kernel.
+// Read next: device.cu, the answers.
 #pragma once
 
 #include <cstddef>

@@ -90,9 +90,9 @@ template <typename T> struct Matrix {  // [rows, head_dim] of a head
         : data(rows_of<const T>(x, b, h, row)), head_stride(x.head_stride), row_stride(x.row_stride) {}
 };
 
-// The stream of C and D through shared memory: the rows [begin, end) of some heads, kBlockN at a time: of each block kStep columns of C after the other,
-// then of D, then kStep rows of D after the other (with kOwnsKeys), then of C. Each step is loaded while the one before
-// it is used.
+// The stream of C and D through shared memory: the rows [begin, end) of some heads, kBlockN at a time: of each block
+// kStep columns of C after the other, then of D, then kStep rows of D after the other (with kOwnsKeys), then of C. Each
+// step is loaded while the one before it is used.
 template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     static constexpr int kNThreads = Tiles::kNThreads, kStep = Tiles::kStep;
     using Step = typename Tiles::Step;
@@ -146,7 +146,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     const int tx = threadIdx.x / 2 % kTx, ty = threadIdx.x / (2 * kTx) * 2 + threadIdx.x % 2;  // as in flash.cu
 
     const Tile tile = kOwnsKeys ? KeyTiles<kBlockM>::at(p, blockIdx.x) : RowTiles<kBlockM>::at(p, blockIdx.x);
-    const int own0 = tile.block * kBlockM, heads = kOwnsKeys ? p.nheads / p.nheads_k : 1;  // query heads, from tile.h on
+    const int own0 = tile.block * kBlockM;
+    const int heads = kOwnsKeys ? p.nheads / p.nheads_k : 1;  // query heads to walk along, from tile.h on
     const Sequence seq(p, tile.b);
     const Mask mask(seq, p.is_causal);
     const Scores<Sum> scores(p);
@@ -235,7 +236,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
 #pragma unroll
             for (int d = 0; d < kDims; d++) {
                 const int col = place<kTx, kDims>(tx, d);
-                if (col < p.head_dim) x[row * to.row_stride + col] = from_float<T>(is_empty ? Sum(0) : acc[i][d] * factor);
+                if (col >= p.head_dim) continue;
+                x[row * to.row_stride + col] = from_float<T>(is_empty ? Sum(0) : acc[i][d] * factor);
             }
         }
     };

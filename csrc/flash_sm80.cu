@@ -127,8 +127,9 @@ template <typename T, typename Shape> void launch_fwd(const AttnParams &p) {
     launch(kernel, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, p);
 }
 
-// Tiles by head_dim: {kHeadDim, kBlockM, kBlockN}. What lies between two is padded with zeros, on chip. Up to 128 a warp
-// has 32 rows, so that what it loads of K and V feeds two products; beyond, only 16 rows of acc_o fit its registers.
+// Tiles by head_dim: {kHeadDim, kBlockM, kBlockN}. What lies between two is padded with zeros, on chip. Up to 128 a
+// warp has 32 rows, so that what it loads of K and V feeds two products; beyond, only 16 rows of acc_o fit its
+// registers.
 template <typename T> void dispatch(const AttnParams &p) {
     if (p.head_dim <= 64) launch_fwd<T, Shape<64, 128, 128>>(p);  // half the barriers of 64 keys: 4 % faster
     else if (p.head_dim <= 96) launch_fwd<T, Shape<96, 128, 64>>(p);

@@ -11,8 +11,8 @@
 // So the softmax of one block runs beside the product P V of the block before it. P goes from the accumulators of one
 // product straight into the A operand of the next, as in flash_sm80.cu. While wgmma reads A from registers, other warps
 // issue only every fourth cycle (counters on an H200, see the journal), so the kernel is bound by instruction issue and
-// the softmax does without a maximum: after a tile's first blocks row_max stays as it is. If a row's sum of probabilities
-// then shows that one has grown too large, which is rare, the scores of that row are computed once more.
+// the softmax does without a maximum: after a tile's first blocks row_max stays as it is. If a row's sum of
+// probabilities then shows that one has grown too large, which is rare, the scores of that row are computed once more.
 //
 // Read next: flash_dmma.cu, fp32 on the same GPUs.
 #include <algorithm>
@@ -165,7 +165,7 @@ template <typename T, typename Shape> struct Consumer {
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sQ[num_tiles % kQStages][consumer], shared.sK[num_blocks % kStages]);
         warpgroup_wait<0>(acc_s[0]);
-        for (bool is_first = true;; n_block--, num_blocks++, is_first = false) {
+        for (;; n_block--, num_blocks++) {
             const uint32_t block = warp_uniform(num_blocks), q_stage = warp_uniform(num_tiles) % kQStages;
             if (n_block >= edit_begin) {
                 scores.apply(acc_s);
@@ -177,7 +177,7 @@ template <typename T, typename Shape> struct Consumer {
             shared.k.consumer_release(num_blocks);
 
             warpgroup_wait<0>(acc_o[0], P);  // P V of the block before
-            if (!is_first) shared.v.consumer_release(num_blocks - 1);
+            if (n_block + 1 < blocks.end) shared.v.consumer_release(num_blocks - 1);
 #pragma unroll
             for (int i = 0; i < 2 * kNTiles; i++)
                 P[i / 4][i % 4] = pack<T>(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
@@ -241,23 +241,26 @@ template <typename T, typename Shape> struct Consumer {
     // The rows whose P may be too large for T get their scores once more, a new row_max, and P by it. The warp computes
     // them alone, as flash_sm80.cu does. Its other rows keep their P: they must not depend on their neighbours.
     __device__ void exponentiate_again(Softmax<1> &softmax, float (&sum)[2], float (&alpha)[2]) {
+        const int warp_idx = thread_idx() / 32 % 4, lane_idx = thread_idx() % 32;  // no register in the usual case
         bool is_large[2];
         for (int i = 0; i < 2; i++) is_large[i] = quad_reduce(sum[i], fmaxf) > kMaxSum;
+        const auto &sQ = shared.sQ[num_tiles % kQStages][consumer];
+        const auto &sK = shared.sK[num_blocks % kStages];
 #pragma unroll
-        for (int n = 0; n < kNTiles; n += 2) {
-            float s[1][2][4] = {};
+        for (int n = 0; n < kNTiles; n++) {
+            float s[1][1][4] = {};
 #pragma unroll 1
-            for (int d = 0; d < kHeadDim; d += 16) {
+            for (int d = 0; d < kHeadDim; d += 32) {
                 uint32_t a[4], b[4];
-                ldmatrix(a, shared.sQ[num_tiles % kQStages][consumer].address(16 * warp_idx + lane_idx % 16,
-                                                                              d + lane_idx / 16 * 8));
-                ldmatrix(b, shared.sK[num_blocks % kStages].address(8 * n + lane_idx % 8 + lane_idx / 16 * 8,
-                                                                    d + lane_idx / 8 % 2 * 8));
-                mma<T>(s[0][0], a, b[0], b[1]), mma<T>(s[0][1], a, b[2], b[3]);
+                ldmatrix(b, sK.address(8 * n + lane_idx % 8, d + lane_idx / 8 * 8));
+                ldmatrix(a, sQ.address(16 * warp_idx + lane_idx % 16, d + lane_idx / 16 * 8));
+                mma<T>(s[0][0], a, b[0], b[1]);
+                ldmatrix(a, sQ.address(16 * warp_idx + lane_idx % 16, d + 16 + lane_idx / 16 * 8));
+                mma<T>(s[0][0], a, b[2], b[3]);
             }
             scores.apply(s);
-            for (int e = 0; e < 8; e++)
-                if (is_large[e % 4 / 2]) acc_s[0][n + e / 4][e % 4] = s[0][e / 4][e % 4];
+            for (int e = 0; e < 4; e++)
+                if (is_large[e / 2]) acc_s[0][n][e] = s[0][0][e];
         }
         for (int i = 0; i < 2; i++) {
             alpha[i] = 1.f;
@@ -338,8 +341,8 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
 }
 
 // Tiles by head_dim: {kHeadDim, kConsumers, kBlockN, kStages, kQStages}. What lies between two is padded with zeros, by
-// TMA. Three consumers hide one another's softmax better than two do and load K and V less often. A thread's share of S,
-// P and O has to fit 160 registers then.
+// TMA. Three consumers hide one another's softmax better than two do and load K and V less often. A thread's share of
+// S, P and O has to fit 160 registers then.
 template <typename T> void dispatch(const AttnParams &p) {
     if (p.head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
     else if (p.head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);

@@ -6,6 +6,8 @@
 // barrier left out is a data race that ThreadSanitizer reports. Blocks run one after another. Shared memory is NaN at
 // the start of each, so that a value read before it is written shows. As in CUDA, every thread of a block must reach
 // every barrier; unlike in CUDA, none may return early.
+//
+// Read next: flash_host.cpp, which includes both kernels.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,7 @@
 // What the kernels need of the CUDA runtime: element types, dynamic shared memory, and one function that launches or
 // throws. host_cuda.h has the same for the CPU, in its namespace host: both are linked into one library.
+//
+// Read next: device.h, what is asked of the GPU.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,6 +1,6 @@
 // Which keys a query row sees, and which rows see a key: one mask for all kernels, forward and backward. The keys of a
-// row are one range, and neither end of it falls from one row to the next. So the blocks that a tile of rows needs are a
-// range too, and so are those among them that all its rows see whole, which need no mask.
+// row are one range, and neither end of it falls from one row to the next. So the blocks that a tile of rows needs are
+// a range too, and so are those among them that all its rows see whole, which need no mask.
 //
 // Read next: scores.cuh, what a score is before it is masked.
 #pragma once
@@ -50,8 +50,8 @@ struct Mask {
         return blocks<kBlockM>({first.begin, first.end}, {last.begin, first.end}, key0 >= seqlen_k);
     }
 
-    // Scores of keys that a row does not see become -inf. acc_s [rows, keys]: accumulators as in softmax.cuh; row and key
-    // are the first of this lane's.
+    // Scores of keys that a row does not see become -inf. acc_s [rows, keys]: accumulators as in softmax.cuh; row and
+    // key are the first of this lane's.
     template <int kMTiles, int kNTiles>
     __device__ void apply(float (&acc_s)[kMTiles][kNTiles][4], int row, int key) const {
         hide(acc_s, -INFINITY, key, [&](int i) { return keys(row + i); });

@@ -1,7 +1,7 @@
-// Which tile of the result a block of threads computes. Tiles of one head are neighbours, so that the blocks that run at
-// the same time share its K and V (or Q and dO) in L2. Under a causal mask the tiles that take longest go first.
+// Which tile of the result a block of threads computes. Tiles of one head are neighbours, so that the blocks that run
+// at the same time share its K and V (or Q and dO) in L2. Under a causal mask the tiles that take longest go first.
 //
-// Read next: softmax.cuh.
+// Read next: dropout.h.
 #pragma once
 
 #include "flash.h"
@@ -12,7 +12,9 @@ struct Tile {
     bool is_valid;  // false when there are no more tiles
 };
 
-template <int kBlock> __host__ __device__ int num_blocks(int seqlen) { return int((int64_t(seqlen) + kBlock - 1) / kBlock); }
+template <int kBlock> __host__ __device__ int num_blocks(int seqlen) {
+    return int((int64_t(seqlen) + kBlock - 1) / kBlock);
+}
 
 // Tiles of kBlockM query rows of a head, one for each block of threads.
 template <int kBlockM> struct RowTiles {
@@ -32,7 +34,7 @@ template <int kBlockN> struct KeyTiles {
     }
     __device__ static Tile at(const AttnParams &p, int idx, bool last_first = false) {
         const int n_blocks = num_blocks<kBlockN>(p.seqlen_k), bh = idx / n_blocks, h_k = bh % p.nheads_k;
-        const int n_block = idx % n_blocks;
-        return {bh / p.nheads_k, h_k * (p.nheads / p.nheads_k), h_k, last_first ? n_blocks - 1 - n_block : n_block, true};
+        const int n_block = last_first ? n_blocks - 1 - idx % n_blocks : idx % n_blocks;
+        return {bh / p.nheads_k, h_k * (p.nheads / p.nheads_k), h_k, n_block, true};
     }
 };

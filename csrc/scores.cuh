@@ -37,14 +37,15 @@ template <typename Sum = float> struct Scores {
         }
     }
 
-    // P from lse itself: for fp32 and fp64. Large scores and their lse cancel: their difference is formed first, rounded
-    // once, and brought to units of log2 after. It is never above 0, but for rounding. A row without keys has lse -inf.
+    // P from lse itself: for fp32 and fp64. Large scores and their lse cancel: their difference is formed first,
+    // rounded once, and brought to units of log2 after. It is never above 0, but for rounding. A row without keys has
+    // lse -inf.
     __device__ Sum probability(Sum qk, Sum lse) const {
         return lse == -INFINITY ? Sum(0) : exp2(fmin(fma(qk, softmax_scale, -lse), Sum(0)) * kLog2E);
     }
 
-    // For 16 bits the same with one operation less: lse in units of log2, by the factor that softmax_scale_log2 has been
-    // rounded to, so that it cancels. +inf for rows without keys, whose P is 0 then.
+    // For 16 bits the same with one operation less: lse in units of log2, by the factor that softmax_scale_log2 has
+    // been rounded to, so that it cancels. +inf for rows without keys, whose P is 0 then.
     __device__ float lse_log2(float lse) const {
         const double log2_e = softmax_scale == 0 ? double(kLog2E) : softmax_scale_log2 / fabs(double(softmax_scale));
         return lse == -INFINITY ? INFINITY : float(lse * log2_e);

@@ -5,8 +5,8 @@
 
 #include "flash.h"
 
-// Query rows [0, seqlen_q) and keys [0, seqlen_k) of a sample are valid. The rows of out and dq up to padded_q, and of dk
-// and dv up to padded_k, are its to write: beyond the valid ones with zeros.
+// Query rows [0, seqlen_q) and keys [0, seqlen_k) of a sample are valid. The rows of out and dq up to padded_q, and of
+// dk and dv up to padded_k, are its to write: beyond the valid ones with zeros.
 struct Sequence {
     int q_begin, k_begin;  // of its row 0 in q and of its key 0 in k: 0, as every sample has its own place in a batch
     int seqlen_q, seqlen_k;

@@ -4,10 +4,10 @@
 // of a wgmma accumulator looks the same. The four lanes of a quad hold the same rows. A lane numbers its rows i = 2·m
 // for row r, 2·m + 1 for row r + 8 of tile m. acc_s is fp32, acc_o fp32 or fp64.
 //
-// The running maximum is lazy. P = exp2(softmax_scale_log2 · S - row_max) is right for any row_max near the true maximum,
-// so row_max stays until the true one is 8 binary orders ahead. P up to 2^8 rounds as well as P up to 1, and acc_o is
-// rescaled at a row's first keys and then almost never. Each row decides for itself: what happens to a row never depends
-// on the rows that its warp has beside it.
+// The running maximum is lazy. P = exp2(softmax_scale_log2 · S - row_max) is right for any row_max near the true
+// maximum, so row_max stays until the true one is 8 binary orders ahead. P up to 2^8 rounds as well as P up to 1, and
+// acc_o is rescaled at a row's first keys and then almost never. Each row decides for itself: what happens to a row
+// never depends on the rows that its warp has beside it.
 //
 // Read next: tiles_sm80.cuh.
 #pragma once
@@ -27,15 +27,16 @@ template <int kMTiles> struct Softmax {
     static constexpr float kRescaleThreshold = 8.f;  // in units of log2
 
     float softmax_scale_log2;  // above 0: see scores.cuh
-    float row_max[kRows];      // times softmax_scale_log2; finite before the first key: exp2(-inf - row_max) is 0, not NaN
+    float row_max[kRows];      // times softmax_scale_log2; finite at the start: exp2(-inf - row_max) is 0, not NaN
     float row_sum[kRows];      // over this lane's columns, until finalize()
 
     __device__ explicit Softmax(float softmax_scale_log2) : softmax_scale_log2(softmax_scale_log2) {
         for (int i = 0; i < kRows; i++) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
     }
 
-    // Before the probabilities of a block: row_max grows where its scores are far ahead. Returns whether that of some row
-    // of the warp has. Then what was summed so far is to be multiplied by alpha: row_sum has been, acc_o is by rescale().
+    // Before the probabilities of a block: row_max grows where its scores are far ahead. Returns whether that of some
+    // row of the warp has. Then what was summed so far is to be multiplied by alpha: row_sum has been, acc_o is by
+    // rescale().
     template <int kNTiles>
     __device__ bool update_row_max(const float (&acc_s)[kMTiles][kNTiles][4], float (&alpha)[kRows]) {
         bool has_grown = false;

@@ -1,5 +1,5 @@
-// Tiles in shared memory, how they are loaded and multiplied, for flash.cu and flash_bwd.cu. Their elements and all sums
-// are of type Sum: fp32 whatever the tensors hold, but fp64 for fp64, which only the CPU has.
+// Tiles in shared memory, how they are loaded and multiplied, for flash.cu and flash_bwd.cu. Their elements and all
+// sums are of type Sum: fp32 whatever the tensors hold, but fp64 for fp64, which only the CPU has.
 //
 // The threads of a block form a kTy × kTx grid over the product. Thread (ty, tx) has rows and columns in groups of four
 // neighbours, see place(), to read them as vectors. Both factors lie with the summed index first: a term of the sum is

@@ -48,9 +48,9 @@ __device__ void load_tile(uint32_t to, const T *&from, int64_t row_stride, int r
     cp_async_commit();
 }
 
-// acc += A Bᵀ: A [16·kMTiles, kK] and B [8·kNTiles, kK] in shared memory. a_address is A's first tile and Swizzle::down,
-// b_address is B's first and Swizzle::across; each matrix begins `offset` bytes further. At most 64 columns at a time:
-// more would be in flight than registers hold.
+// acc += A Bᵀ: A [16·kMTiles, kK] and B [8·kNTiles, kK] in shared memory. a_address is A's first tile and
+// Swizzle::down, b_address is B's first and Swizzle::across; each matrix begins `offset` bytes further. At most 64
+// columns at a time: more would be in flight than registers hold.
 template <typename T, int kK, int kMTiles, int kNTiles>
 __device__ void multiply_abt(float (&acc)[kMTiles][kNTiles][4], uint32_t a_address, uint32_t b_address,
                              int a_offset = 0, int b_offset = 0) {
@@ -90,9 +90,9 @@ __device__ void multiply_ab(float (&acc)[kMTiles][kNTiles][4], const uint32_t (&
     }
 }
 
-// scale · acc, a warp's accumulators, becomes rows of `to`, by way of the rows from row0 on and the columns from 8·n0 on
-// of a tile, which are the warp's own, to be written 16 bytes a lane. What lies outside of `rows` and `cols`, counted in
-// the tile and in `to`, is not written; where is_zero(row in the tile), zeros are.
+// scale · acc, a warp's accumulators, becomes rows of `to`, by way of the rows from row0 on and the columns from 8·n0
+// on of a tile, which are the warp's own, to be written 16 bytes a lane. What lies outside of `rows` and `cols`,
+// counted in the tile and in `to`, is not written; where is_zero(row in the tile), zeros are.
 template <typename T, int kHeadDim, int kMTiles, int kNTiles, typename IsZero>
 __device__ void store_tile(const float (&acc)[kMTiles][kNTiles][4], float scale, uint16_t (*tile)[kHeadDim], int row0,
                            int n0, T *to, int64_t row_stride, int rows, int cols, IsZero is_zero) {
