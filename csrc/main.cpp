@@ -1,5 +1,5 @@
-// The ops minimal_attn::flash_forward and flash_backward, and the Python module. Importing the module registers the ops;
-// ops.py adds their derivative.
+// The ops minimal_attn::flash_forward and flash_backward, and the Python module. Importing it registers the ops; ops.py
+// adds their derivative.
 //
 // Messages here are put together without iostreams, which crash where a toolchain links libstdc++ statically (seen with
 // g++ 13).
