@@ -9,11 +9,11 @@
 //     --valid-only         leave the q, k and v that must not be read uninitialized, for initcheck, instead of NaN
 //
 // There the kernels are included, not linked, so that every size of tiles can be called on any GPU and with short
-// sequences. With MINIMAL_ATTN_LINKED=1 the driver is linked with the objects of csrc's kernels, so that a change of one
-// compiles that one alone; cases that name their tiles fail there. With MINIMAL_ATTN_EMULATED=1 it is linked as well,
-// and with the emulator:
+// sequences. With MINIMAL_ATTN_LINKED=1 the driver is linked with the objects of csrc's kernels, so that a change of
+// one compiles that one alone; cases that name their tiles fail there. With MINIMAL_ATTN_EMULATED=1 it is linked as
+// well, and with the emulator:
 //     --early=1 --late=2 --random=3 ...    when copies and products happen, and a seed
-//     --without=17                         leave the 17th statement that synchronizes out, see faults.py, and stop at the
+//     --without=17                         leave the 17th statement that synchronizes out (faults.py), and stop at the
 //                                          first case that shows it
 //     --part=0/4                           every fourth case from the first on
 #include <algorithm>
@@ -243,8 +243,8 @@ template <typename T> struct Buffer {
     }
 };
 
-// A result in double precision: [batch_size, heads, rows, head_dim], and the sum of the magnitudes of its terms, to which
-// rounding errors are proportional.
+// A result in double precision: [batch_size, heads, rows, head_dim], and the sum of the magnitudes of its terms, to
+// which rounding errors are proportional.
 struct Expected {
     const char *name;
     int batch_size, heads, rows, head_dim;
@@ -363,8 +363,8 @@ template <typename T> void backward(const Case &c, const AttnBackwardParams &p) 
 
 bool needs_hopper(const Case &c) { return c.tiling == kSm90 || c.tiling == kDmma; }
 
-// Hopper's kernels are for the forward pass. Beside them that of simt is called, but for the emulator: it is slow there,
-// and other cases call it as well.
+// Hopper's kernels are for the forward pass; simt's backward pass follows them. Not in the emulator, where it is slow
+// and other cases have it.
 bool has_backward(const Case &c) {
 #if MINIMAL_ATTN_EMULATED
     return !needs_hopper(c);
@@ -403,7 +403,8 @@ template <typename T> struct Tensors {
         for (int b = 0; b < c.batch_size; b++) {
             for (Buffer<T> *x : {&q, &k, &v}) x->randomize(b, 0, valid(b, x == &q ? c.seqlen_q : c.seqlen_k), random);
             const int first = c.is_causal ? std::max(0, c.seqlen_q - c.seqlen_k) : 0;  // row that sees a key
-            dout.randomize(b, first, valid(b, c.seqlen_q), random), dlse.randomize(b, first, valid(b, c.seqlen_q), random);
+            dout.randomize(b, first, valid(b, c.seqlen_q), random);
+            dlse.randomize(b, first, valid(b, c.seqlen_q), random);
         }
         set_forward_params(), set_backward_params();
     }
@@ -414,7 +415,8 @@ template <typename T> struct Tensors {
         if (c.is_causal || p.seq_lens) p.tile_counter = tile_counter.device;
         p.batch_size = c.batch_size, p.nheads = c.nheads, p.nheads_k = c.nheads_k, p.seqlen_q = c.seqlen_q;
         p.seqlen_k = c.seqlen_k + overrun, p.head_dim = c.head_dim, p.is_causal = c.is_causal, p.dtype = c.dtype;
-        p.softmax_scale = float((c.layout == kGaps ? -c.scale : c.scale) / std::sqrt(double(c.head_dim)));  // of any sign
+        const double scale = c.layout == kGaps ? -c.scale : c.scale;  // of any sign
+        p.softmax_scale = float(scale / std::sqrt(double(c.head_dim)));
         if (c.dropout_p > 0) p.dropout_seed = seed.device;
         p.drop_threshold = std::min(std::round(c.dropout_p * 0x1p32), 0x1p32 - 1);
         p.keep_scale = c.dropout_p == 1 ? 0 : 1 / (1 - c.dropout_p);
@@ -448,11 +450,13 @@ template <typename T> struct Reference {
     const Case &c = x.c;
     std::vector<double> P = std::vector<double>(c.seqlen_k);
     std::vector<double> scale = P;  // of a probability: 0 where dropout drops it
-    Expected out{"out", c.batch_size, c.nheads, c.seqlen_q, c.head_dim}, lse{"lse", c.batch_size, c.nheads, c.seqlen_q, 1};
+    Expected out{"out", c.batch_size, c.nheads, c.seqlen_q, c.head_dim};
+    Expected lse{"lse", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected lse_log2{"lse_log2", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected delta{"delta", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected dq{"dq", c.batch_size, c.nheads, c.seqlen_q, c.head_dim};
-    Expected dk{"dk", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim}, dv{"dv", dk.batch_size, dk.heads, dk.rows, dk.head_dim};
+    Expected dk{"dk", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim};
+    Expected dv{"dv", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim};
 
     void for_rows(auto work) {
         for (int b = 0; b < c.batch_size; b++)
@@ -515,7 +519,8 @@ template <typename T> void run_and_check(Tensors<T> &x, Reference<T> &expected, 
     const Case &c = x.c;
     // Sums are fp32, or fp64; tensor cores take P and dS rounded to T.
     const bool is_rounded = is_sm80(c) || c.tiling == kSm90;
-    const double error = c.dtype == f64 ? 1e-13 : is_rounded ? epsilon : 2e-6, lse_error = c.dtype == f64 ? 1e-13 : 5e-6;
+    const double error = c.dtype == f64 ? 1e-13 : is_rounded ? epsilon : 2e-6;
+    const double lse_error = c.dtype == f64 ? 1e-13 : 5e-6;
     forward<T>(c, x.p);
     check(x.lse, expected.lse, lse_error, 0);
     check(x.o, expected.out, error, epsilon);
@@ -549,7 +554,9 @@ template <typename T> void run(const Case &c, double epsilon) {
                     throw std::runtime_error(result + " has other bits than by " + schedules[0]);
             };
             x.for_forward(compare), x.for_backward(compare);
-            if (x.workspace && x.p.deterministic) x.workspace->fetch(), compare("dq before it is rounded", *x.workspace);
+            if (!x.workspace || !x.p.deterministic) continue;
+            x.workspace->fetch();
+            compare("dq before it is rounded", *x.workspace);
         } catch (const std::exception &error) {
             throw std::runtime_error(name + ": " + error.what());
         }
@@ -588,10 +595,15 @@ size_t part = 0, parts = 1;
 void take_options(std::vector<std::string> &arguments) {
     std::erase_if(arguments, [](const std::string &argument) {
         const std::string value = argument.substr(argument.find('=') + 1);
-        if (argument.starts_with("--without=")) emulator::left_out = std::stoi(value);
-        else if (argument.starts_with("--part=")) part = std::stoul(value), parts = std::stoul(value.substr(value.find('/') + 1));
-        else if (argument.starts_with("--")) schedules.push_back(argument);
-        else return false;
+        if (argument.starts_with("--without=")) {
+            emulator::left_out = std::stoi(value);
+        } else if (argument.starts_with("--part=")) {
+            part = std::stoul(value), parts = std::stoul(value.substr(value.find('/') + 1));
+        } else if (argument.starts_with("--")) {
+            schedules.push_back(argument);
+        } else {
+            return false;
+        }
         return true;
     });
     if (schedules.empty()) schedules = {"--early=1", "--late=2", "--random=3"};

@@ -1,7 +1,8 @@
-"""The statements of csrc's kernels that synchronize, found by the names of the primitives, for tests that leave each out.
+"""The statements of csrc's kernels that synchronize, for tests that leave out one at a time.
 
-Such a call is a statement of its own at the start of a line, or after an `if (...)` or `for (...)` there. If a tool cannot
-observe that one is missing, its line says so: `// unobserved by racecheck: why`, or `by the emulator`.
+They are found by the names of the primitives. Such a call is a statement of its own at the start of a line, or after an
+`if (...)` or `for (...)` there. If a tool cannot observe that one is missing, its line says so:
+`// unobserved by racecheck: why`, or `by the emulator`.
 """
 import re
 from pathlib import Path

@@ -117,8 +117,8 @@ def compiled(csrc, folder, *flags, sources=(*KERNELS, *PARTS, DRIVER)):
     def compile(source):
         out = folder / Path(source).with_suffix(".o").name
         cuda = CUDA if source in KERNELS else ()
-        done = subprocess.run([CXX, *FLAGS, "-O2", *cuda, *flags, "-I", csrc, "-x", "c++", "-c", csrc / source, "-o", out],
-                              capture_output=True, text=True, timeout=240)
+        done = subprocess.run([CXX, *FLAGS, "-O2", *cuda, *flags, "-I", csrc, "-x", "c++", "-c", csrc / source,
+                               "-o", out], capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         return out
 

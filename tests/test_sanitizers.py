@@ -2,8 +2,8 @@
 with compute-sanitizer.
 
 A clean run means little where the tool would not have seen a fault, so each is also shown one: a row that is not there,
-and a kernel without any one of its barriers (faults.py finds them). compute-sanitizer does not see TMA's copies, those of
-flash_sm90.cu: the faults of that kernel are shown to the emulator alone, in test_emulator.py.
+and a kernel without any one of its barriers (faults.py finds them). compute-sanitizer does not see TMA's copies, so the
+faults of flash_sm90.cu are shown to the emulator alone, in test_emulator.py.
 """
 import os
 import re
@@ -51,7 +51,8 @@ def csrc_without(statement, directory):
 
 
 def assert_passed(done):
-    assert done.returncode == 0 and re.search(r"^[1-9]\d* passed, 0 failed", done.stdout, re.M), done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and re.search(r"^[1-9]\d* passed, 0 failed", done.stdout, re.MULTILINE), said
 
 
 # On the CPU

@@ -1,7 +1,7 @@
-// What a block of threads has: shared memory, barriers, the copies of its threads, and its warps, each with the products
-// that it has under way. Plain data, new for every block.
+// What a block of threads has: shared memory, barriers, the copies of its threads, and its warps with their products.
+// Plain data, new for every block.
 //
-// Read next: instructions.cpp and wgmma.cpp, what works on it.
+// Read next: instructions.cpp and products.cpp, what works on it.
 #pragma once
 
 #include <cstdlib>

@@ -1,7 +1,7 @@
 // The emulator's instructions but for products: the grid, warps that meet, barriers, cp.async and TMA, registers that
 // change hands.
 //
-// Read next: wgmma.cpp.
+// Read next: products.cpp.
 #include <cstdarg>
 #include <cstdio>
 
@@ -91,9 +91,9 @@ void sync(const char *what, int id, int threads) {
     });
 }
 
-// ldmatrix and stmatrix: act(register of a lane, which half of it, the element in shared memory). Lane l gives the address
-// of row l % 8 of matrix l / 8. Lane 4·r + c holds columns 2c and 2c + 1 of row r of the matrix, or of its transpose, in a
-// register for each matrix.
+// ldmatrix and stmatrix: act(half of a register of a lane, the element in shared memory). Lane l gives the address of
+// row l % 8 of matrix l / 8. Lane 4·r + c holds columns 2c and 2c + 1 of row r of the matrix, or of its transpose, in
+// a register for each matrix.
 struct Matrices {
     uint32_t *x, row;
 };
@@ -182,8 +182,8 @@ void red_add(float *to, const float (&x)[4]) {
     scheduler->pass();
 }
 
-// The number is one that other blocks change. A thread that reads it again waits until one of them has: if none can, that
-// is a deadlock.
+// Another block changes the number. A thread that reads it a second time waits until one has: if none can, that is a
+// deadlock.
 int load_acquire(const int *from) {
     Acquired &last = block->acquired[threadIdx.x];
     if (last.from == from)
@@ -263,8 +263,8 @@ void copy_async(uint32_t to, const void *from, uint32_t bytes, bool is_inside) {
     const Copies::Copy copy{copies.committed, to, is_inside ? from : nullptr, bytes};
     std::memset(block->shared.at(block->shared.generic, to, bytes), 0xff, bytes);
     copies.end = copies.committed + 1;
-    if (schedule.mode == Mode::kEarly || (schedule.mode == Mode::kRandom && scheduler->one_in(4))) deliver(*block, copy);
-    else copies.under_way.push_back(copy);
+    const bool is_early = schedule.mode == Mode::kEarly || (schedule.mode == Mode::kRandom && scheduler->one_in(4));
+    is_early ? deliver(*block, copy) : copies.under_way.push_back(copy);
 }
 
 void commit_copies() { block->copies[threadIdx.x].committed++; }

@@ -128,8 +128,8 @@ std::string Scheduler::deadlock() {
         for (size_t first = begin, last; first < end; first = last) {
             for (last = first + 1; last < end && what(last) == what(first);) last++;
             if (!what(first).empty())
-                text += " [threads " + std::to_string(first - begin) + " to " + std::to_string(last - 1 - begin) + "] " +
-                        what(first);
+                text += " [threads " + std::to_string(first - begin) + " to " + std::to_string(last - 1 - begin) +
+                        "] " + what(first);
         }
     }
     return text;

@@ -4,8 +4,9 @@
 // A fiber runs until it waits. Then the first one that can run goes on, in an order of the warps which a seed shuffles
 // now and then: all runs of a seed are the same, and other seeds let other warps run ahead. What is asynchronous on the
 // GPU is an event here. It happens at once, or as late as can be, when no fiber can run without it, or at any time
-// between. Some events are slow, and happen when nothing else can. If no fiber can run and no event is left, that is a
-// deadlock, and an error that says who waits for what.
+// between. Some events are slow, and happen when nothing else can. One fiber at a time is slow as well, so that the
+// other lanes of its warp get far ahead of it. If no fiber can run and no event is left, that is a deadlock, and an
+// error that says who waits for what.
 //
 // The blocks of a grid start in order. As many run at a time as the schedule has multiprocessors.
 //

@@ -2,8 +2,8 @@
 //
 //   ./selftest --late=2 ["leading offset"]     prints "ok", or what is wrong
 //
-// The kernels of csrc cannot show this: what they do wrong with their barriers, faults.py leaves out, but a wrong swizzle
-// or descriptor would show in the emulator only if it models where the hardware looks.
+// faults.py leaves barriers of csrc's kernels out, which shows that the emulator sees a missing one. This file shows that
+// it finds data where the hardware does, and that it knows the rules of the ISA.
 //
 // Read next: ../test_emulator.py, which knows what each fault has to say.
 #include <cstdio>
@@ -37,23 +37,24 @@ static double value(float x) { return x; }
 static double value(double x) { return x; }
 static double value(__half x) { return to_float(x); }
 
-// out must be A B, or A Bᵀ, where B is the function (k, col).
+// out must be A B, where B is a function of row and column.
 template <typename T, typename U, typename Factor>
 static void check(const char *name, const Matrix<T> &out, const Matrix<U> &a, Factor b) {
     for (int row = 0; row < out.rows; row++)
         for (int col = 0; col < out.cols; col++) {
+            const double x = value(out.at(row, col));
             double sum = 0;
             for (int k = 0; k < a.cols; k++) sum += value(a.at(row, k)) * b(k, col);
-            if (value(out.at(row, col)) == sum) continue;  // a NaN is not
+            if (x == sum) continue;  // a NaN is not
             char text[96];
-            std::snprintf(text, sizeof(text), "%s[%d][%d] is %g, expected %g", name, row, col, value(out.at(row, col)),
-                          sum);
+            std::snprintf(text, sizeof(text), "%s[%d][%d] is %g, expected %g", name, row, col, x, sum);
             throw std::runtime_error(text);
         }
 }
 
-// Ampere: out [32, 16] = A [32, 16] B [16, 16] by two warps of 16 rows each. Rows are 32 bytes; the two vectors of a row
-// trade places in every other four rows, so that ldmatrix finds eight rows in different banks. Beyond row 28 A is 0.
+// Ampere: out [32, 16] = A [32, 16] B [16, 16] by two warps of 16 rows each. Rows are 32 bytes. The two vectors of
+// a row trade places in every other four rows, so that ldmatrix finds eight rows in different banks. From row 28 on A
+// is 0.
 constexpr int kRowsOfA = 28;
 struct AmpereParams { const __half *a, *b; float *out; };
 struct AmpereShared { alignas(128) uint16_t sA[32][16], sB[16][16]; };
@@ -138,8 +139,8 @@ static void test_turns() {
     if (sum[0] != expected) emulator::fail("turns: the sum is %g, expected %g", sum[0], expected);
 }
 
-// Hopper: out [128, 128] = (Q Kᵀ) V by two warpgroups of 64 rows each, which a third one supplies by TMA. Q is [128, 64],
-// K is [64, 64] and V is [64, 128], in two panels of 64 columns.
+// Hopper: out [128, 128] = (Q Kᵀ) V by two warpgroups of 64 rows each. A third one loads Q [128, 64], K [64, 64] and
+// V [64, 128], in two panels of 64 columns, by TMA.
 struct HopperParams { CUtensorMap q, k, v, out; };
 struct HopperShared {
     alignas(1024) uint16_t sQ[2][64][64];
