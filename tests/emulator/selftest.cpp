@@ -2,8 +2,8 @@
 //
 //   ./selftest --late=2 ["leading offset"]     prints "ok", or what is wrong
 //
-// faults.py leaves barriers of csrc's kernels out, which shows that the emulator sees a missing one. This file shows that
-// it finds data where the hardware does, and that it knows the rules of the ISA.
+// faults.py leaves barriers of csrc's kernels out, which shows that the emulator sees a missing one. This file shows
+// that it finds data where the hardware does, and that it knows the rules of the ISA.
 //
 // Read next: ../test_emulator.py, which knows what each fault has to say.
 #include <cstdio>
