@@ -6,7 +6,7 @@
 // words at a time. They are for the rows r and r + 8, r % 16 < 8, and the columns c and c + 1, c even: what one lane
 // holds of an m16n8 accumulator (ptx_sm80.cuh), in the order of its registers.
 //
-// Read next: flash.cu and flash_sm80.cu, which ask.
+// Read next: tiles.h, the shared memory and the products of flash.cu.
 #pragma once
 
 #include "flash.h"

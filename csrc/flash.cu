@@ -5,7 +5,7 @@
 // Names are the paper's (Dao et al. 2022, Algorithm 1; loop order of FlashAttention-2, Dao 2023, Algorithm 1):
 //   Br, Bc           rows of a block of Q, rows of a block of K and V      (kBlockM, kBlockN in the other kernels)
 //   Qi, Kj, Vj, P    tiles in shared memory: of Q, K and V, and P = exp(scale · (S - m))
-//   Tr, Tc           number of blocks of Q, of K and V that a row block sees
+//   blocks           the blocks of K and V that a block of rows sees        (1 to Tc in the paper)
 //   m, l             running maximum and sum of a row                      (row_max, row_sum in the other kernels)
 //
 // A block of threads owns Br rows of one head and walks along K and V, so O, m and l live in registers and go to memory
@@ -13,10 +13,10 @@
 // S = Qi Kjᵀ and kRows × kDims of O += P Vj. All threads of a row are in one warp, so that P and the maxima of its rows
 // need no barrier of the block. Kj and Vj come in steps that are loaded while the step before them is multiplied.
 //
-// Read next: tiles.h, the shared memory and the products; flash.h, the parameters; launch.h, the launch; flash_bwd.cu,
-// the backward pass; main.cpp, where torch calls it.
+// Read next: flash.h, the parameters.
 #include "flash.h"
 #ifdef __CUDACC__
+#include "device.h"
 #include "launch.h"
 namespace simt { using namespace device; }
 #endif
@@ -35,33 +35,20 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     // Neighbouring lanes have two rows, pairs of them the columns: a warp's 16-byte reads take the fewest passes.
     const int tx = threadIdx.x / 2 % kTx, ty = threadIdx.x / (2 * kTx) * 2 + threadIdx.x % 2;
 
-    // Blocks of one head are neighbours, to share its K and V in L2; rows that see most under a causal mask go first.
-    const int Tr = (p.seqlen_q + Br - 1) / Br, row0 = (Tr - 1 - blockIdx.x % Tr) * Br;
-    const int64_t bh = blockIdx.x / Tr, b = bh / p.nheads, h = bh % p.nheads, h_k = h / (p.nheads / p.nheads_k);
-    const T *gQ = static_cast<const T *>(p.q) + b * p.q_batch_stride + h * p.q_head_stride + row0 * p.q_row_stride;
-    const T *gK = static_cast<const T *>(p.k) + b * p.k_batch_stride + h_k * p.k_head_stride;
-    const T *gV = static_cast<const T *>(p.v) + b * p.v_batch_stride + h_k * p.v_head_stride;
-    T *gO = static_cast<T *>(p.o) + b * p.o_batch_stride + h * p.o_head_stride + row0 * p.o_row_stride;
-
-    // The whole mask is one number a row: row r of this block sees the keys [0, visible(r)).
-    const int seq_len = p.seq_lens ? max(0, min(p.seq_lens[b], p.seqlen_k)) : p.seqlen_k;
-    const int rows = min(Br, (p.seq_lens ? seq_len : p.seqlen_q) - row0);
-    auto visible = [&](int r) {
-        return r >= rows ? 0 : p.is_causal ? row0 + r + 1 + (p.seqlen_k - p.seqlen_q) : seq_len;
-    };
-    const int Tc = rows > 0 ? (visible(rows - 1) + Bc - 1) / Bc : 0;
-
-    // exp(scale · (S - m)) = exp2(scale_log2 · (S - m)) needs scale_log2 > 0 to hide a masked score of -inf: the sign
-    // of the scale goes to S, and a scale of 0 makes every score 0.
-    const Sum scale = p.softmax_scale, sign = (scale > 0) - (scale < 0);
-    const Sum scale_log2 = scale == 0 ? Sum(1) : fabs(scale) * Sum(1.4426950408889634);
-    const int unmasked = sign == 1 && rows == Br ? visible(0) : 0;  // the scores of keys before it stay as they are
+    const Tile tile = RowTiles<Br>::at(p, blockIdx.x);
+    const Sequence seq(p, tile.b);
+    const Mask mask(seq, p.is_causal);
+    const Scores<Sum> scores(p);
+    const int row0 = tile.block * Br;
+    const BlockRange blocks = mask.key_blocks<Br, Bc>(row0);
 
     Sum O[kRows][kDims] = {}, m[kRows], l[kRows] = {};
     for (Sum &x : m) x = -INFINITY;
-    if (Tc > 0) load_tile<kNThreads, true, 1>(tiles.Qi, gQ, p.q_row_stride, rows, p.head_dim);
-    Steps<T, Tiles> steps(p, tiles.steps, gK, gV, seq_len, Tc, aligned);
-    for (int j = 0; j < Tc; j++) {
+    if (blocks.begin < blocks.end)
+        load_tile<kNThreads, true, 1>(tiles.Qi, rows_of<const T>(p.q, tile.b, tile.h, seq.q_begin + row0),
+                                      p.q.row_stride, seq.seqlen_q - row0, p.head_dim);
+    Steps<T, Tiles> steps(p, tile, seq, blocks, tiles.steps, aligned);
+    for (int j = blocks.begin; j < blocks.end; j++) {
         Sum S[kRows][kCols] = {};
         auto multiply_QK = [&](Sum (&acc)[kRows][kCols], int d) {
             multiply<kTy, kTx>(acc, tiles.Qi + d, steps.next().Kj, ty, tx, min(kStep, p.head_dim - d));
@@ -75,11 +62,11 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
                 for (int i = 0; i < kRows; i++)
                     for (int c = 0; c < kCols; c++) S[i][c] += sum[i][c];
             }
-        if ((j + 1) * Bc > unmasked)
+        if (!scores.is_raw || !blocks.is_full(j))
             for (int i = 0; i < kRows; i++) {
-                const int end = visible(place<kTy, kRows>(ty, i)) - j * Bc;
+                const Range keys = mask.keys(row0 + place<kTy, kRows>(ty, i));
                 for (int c = 0; c < kCols; c++)
-                    S[i][c] = place<kTx, kCols>(tx, c) < end ? S[i][c] * sign : -INFINITY;
+                    S[i][c] = keys.contains(j * Bc + place<kTx, kCols>(tx, c)) ? scores.score(S[i][c]) : -INFINITY;
             }
         Sum m_new[kRows], alpha[kRows];
         for (int i = 0; i < kRows; i++) {
@@ -90,8 +77,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
         for (int i = 0; i < kRows; i++) {
             Sum row_sum = 0;
             const Sum m_sub = m_new[i] == -INFINITY ? Sum(0) : m_new[i];  // nothing seen yet: exp2(-inf) is 0, not NaN
-            for (Sum &x : S[i]) row_sum += x = exp2((x - m_sub) * scale_log2);
-            alpha[i] = exp2((m[i] - m_sub) * scale_log2);
+            for (Sum &x : S[i]) row_sum += x = exp2((x - m_sub) * scores.softmax_scale_log2);
+            alpha[i] = exp2((m[i] - m_sub) * scores.softmax_scale_log2);
             l[i] = l[i] * alpha[i] + row_sum, m[i] = m_new[i];
         }
         for (int c = 0; c < kCols; c++)
@@ -99,7 +86,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
         if (p.dropout_seed) {  // l has summed what is dropped now; S has left its registers to the words
             auto row = [&](int i) { return row0 + place<kTy, kRows>(ty, i); };
             auto col = [&](int c) { return j * Bc + place<kTx, kCols>(tx, c); };
-            const uint64_t keep = kept<kRows, kCols>(Dropout(p, b, h), row, col);
+            const uint64_t keep = kept<kRows, kCols>(Dropout(p, tile.b, tile.h), row, col);
 #pragma unroll 1
             for (int n = 0; n < kRows * kCols; n++)
                 if (!(keep >> n & 1)) tiles.P[place<kTx, kCols>(tx, n % kCols)][place<kTy, kRows>(ty, n / kCols)] = 0;
@@ -114,37 +101,39 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
 
     reduce_rows<kTy>(l, tiles.partial, ty, tx, [](Sum x, Sum y) { return x + y; });
     const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
+    T *gO = rows_of<T>(p.o, tile.b, tile.h, seq.q_begin);
+    Sum *lse = static_cast<Sum *>(p.lse) + lse_index(p, tile.b, tile.h);
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
-        const int r = place<kTy, kRows>(ty, i);
-        if (row0 + r >= p.seqlen_q) continue;
-        const bool empty = l[i] == 0;  // its out is 0 even where V, times its probabilities of 0, gave NaN
-        const Sum scale_o = keep_scale / l[i], lse = empty ? Sum(-INFINITY) : m[i] * fabs(scale) + log(l[i]);
-        if (tx == 0) static_cast<Sum *>(p.lse)[bh * p.seqlen_q + row0 + r] = lse;
+        const int row = row0 + place<kTy, kRows>(ty, i);
+        if (row >= seq.padded_q) continue;
+        // The out of a row without keys is 0, even where V, times its probabilities of 0, gave NaN.
+        const bool is_empty = l[i] == 0 || row >= seq.seqlen_q;
+        const Sum scale_o = keep_scale / l[i];
+        if (tx == 0) lse[row] = is_empty ? Sum(-INFINITY) : m[i] * fabs(scores.softmax_scale) + log(l[i]);
         for (int d = 0; d < kDims; d++) {
             const int x = place<kTx, kDims>(tx, d);
-            if (x < p.head_dim) gO[r * p.o_row_stride + x] = from_float<T>(empty ? Sum(0) : O[i][d] * scale_o);
+            if (x < p.head_dim) gO[row * p.o.row_stride + x] = from_float<T>(is_empty ? Sum(0) : O[i][d] * scale_o);
         }
     }
 }
 
 template <typename T, typename Tiles> void launch_fwd(const AttnParams &p) {
-    const int64_t blocks = (int64_t(p.seqlen_q) + Tiles::Br - 1) / Tiles::Br * p.batch_size * p.nheads;
-    // Of v, for the rows of q and k are transposed one element at a time.
-    const bool aligned = is_aligned<T>(p.v, p.v_batch_stride, p.v_head_stride, p.v_row_stride, p.head_dim);
-    launch(flash_fwd<T, Tiles>, blocks, Tiles::kNThreads, sizeof(Tiles), p.stream, p, aligned);
+    // Only v: the rows of q and k are transposed one element at a time.
+    launch(flash_fwd<T, Tiles>, RowTiles<Tiles::Br>::count(p), Tiles::kNThreads, sizeof(Tiles), p.stream, p,
+           is_aligned<T>(p.v, p.head_dim));
 }
 
 template <typename T, typename Narrow, typename Medium, typename Wide>
 void launch_best(const AttnParams &p, bool wide) {
     const size_t memory = max_shared_memory();
-    if constexpr (std::is_same_v<T, float>)  // the others are for other kernels to be fast with
+    if constexpr (std::is_same_v<T, float>)  // for 16 bits there are faster kernels
         if (wide && sizeof(Wide) <= memory) return launch_fwd<T, Wide>(p);
     sizeof(Medium) <= memory ? launch_fwd<T, Medium>(p) : launch_fwd<T, Narrow>(p);
 }
 
 void flash_forward(const AttnParams &p) {
-    const bool is_long = p.seqlen_q > 512;  // batch and heads have no say: a sample's bits must not depend on them
+    const bool is_long = p.seqlen_q > 512;  // not by batch or heads: a sample's bits must not depend on them
     with_dtype(p.dtype, [&]<typename T>() {
         if constexpr (std::is_same_v<T, double>)
             p.head_dim <= 64 ? launch_fwd<T, Tiles64Double>(p) : launch_fwd<T, Tiles256Double>(p);

@@ -6,19 +6,20 @@
 //
 // With dropout, dP and the P of dV are masked and scaled as the P of O was. dlse is in delta because d lse / d S = P.
 //
-// Two kernels, one source. A block of threads owns some rows of A and B, walks along those of C and D, and adds up dA
-// and dB in registers:
+// A small kernel, preprocess, forms delta. Then there are two kernels with one source. A block of threads owns kBlockM
+// rows of A and B, walks along those of C and D, kBlockN at a time, and sums dA and dB in registers:
 //
 //   kOwnsKeys    A   B    C   D     A Cᵀ   B Dᵀ    dA           dB
 //   true         K   V    Q   dO    Sᵀ     dPᵀ     += dSᵀ Q     += Pᵀ dO    of all query heads that share K and V
 //   false        Q   dO   K   V     S      dP      += dS K
 //
-// So S and dP are formed twice, but nothing is added up in memory: no atomics, no workspace, the same bits in every
-// run. (Dao 2023, Algorithm 2 adds up dQ in memory instead.) The threads form a grid over the products as in flash.cu.
+// So S and dP are formed twice, but nothing is summed in memory: no atomics and the same bits in every run. (Dao 2023,
+// Algorithm 2, sums dQ in memory instead.) The threads form a grid over the products as in flash.cu.
 //
-// Read next: tiles.h; flash_bwd_sm80.cu, the same on tensor cores.
+// Read next: host_cuda.h, how these kernels run on a CPU.
 #include "flash.h"
 #ifdef __CUDACC__
+#include "device.h"
 #include "launch.h"
 namespace simt { using namespace device; }
 #endif
@@ -26,52 +27,54 @@ namespace simt { using namespace device; }
 
 namespace simt {
 
-// delta, 32 rows a block: 16 threads share a row. Of rows that see no key, and have lse -inf, nothing else is read.
-constexpr int kRowsTy = 8, kRowsTx = 16, kRowsOwned = 32;
-template <typename Sum> struct RowTiles { Sum partial[kRowsTx][kRowsOwned + 4]; };
+// Preprocess: delta and lse_log2 of 32 rows a block; 16 threads share a row. Of a row without keys, whose lse is -inf,
+// nothing else is read: its dO may be NaN, and its delta is 0.
+constexpr int kPreprocessTy = 8, kPreprocessTx = 16, kPreprocessM = 32;
+template <typename Sum> struct PreprocessTiles { Sum partial[kPreprocessTx][kPreprocessM + 4]; };
 
 template <typename T>
-__global__ void __launch_bounds__(kRowsTy * kRowsTx) row_sums_bwd(const AttnBackwardParams p) {
+__global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx) flash_bwd_preprocess(const AttnBackwardParams p) {
     using Sum = simt::Sum<T>;
-    constexpr int kRows = kRowsOwned / kRowsTy;
-    const int tx = threadIdx.x % kRowsTx, ty = threadIdx.x / kRowsTx;
-    const int blocks = (p.seqlen_q + kRowsOwned - 1) / kRowsOwned, row0 = blockIdx.x % blocks * kRowsOwned;
-    const int64_t bh = blockIdx.x / blocks, b = bh / p.nheads, h = bh % p.nheads;
-    const T *gO = static_cast<const T *>(p.o) + b * p.o_batch_stride + h * p.o_head_stride;
-    const T *gdO = static_cast<const T *>(p.dout) + b * p.dout_batch_stride + h * p.dout_head_stride;
-    const Sum *lse = static_cast<const Sum *>(p.lse) + bh * p.seqlen_q;
-    const Sum *dlse = static_cast<const Sum *>(p.dlse);
-    if (dlse) dlse += b * p.dlse_batch_stride + h * p.dlse_head_stride;
-    auto is_empty = [&](int r) { return r >= p.seqlen_q || lse[r] == -INFINITY; };
+    constexpr int kTy = kPreprocessTy, kTx = kPreprocessTx, kRows = kPreprocessM / kTy;
+    const int tx = threadIdx.x % kTx, ty = threadIdx.x / kTx;
+    const Tile tile = RowTiles<kPreprocessM>::at(p, blockIdx.x);
+    const Sequence seq(p, tile.b);
+    const T *gO = rows_of<const T>(p.o, tile.b, tile.h, seq.q_begin);
+    const T *gdO = rows_of<const T>(p.dout, tile.b, tile.h, seq.q_begin);
+    const Sum *dlse = p.dlse.data ? rows_of<const Sum>(p.dlse, tile.b, tile.h, 0) : nullptr;
+    const int64_t rows = lse_index(p, tile.b, tile.h);
+    const Sum *lse = static_cast<const Sum *>(p.lse) + rows;
+    auto is_empty = [&](int row) { return row >= seq.padded_q || lse[row] == -INFINITY; };
 
     Sum sum[kRows] = {};
     for (int i = 0; i < kRows; i++) {
-        const int r = row0 + place<kRowsTy, kRows>(ty, i);
-        for (int d = is_empty(r) ? p.head_dim : tx; d < p.head_dim; d += kRowsTx)
-            sum[i] += to_float(gO[r * p.o_row_stride + d]) * to_float(gdO[r * p.dout_row_stride + d]);
+        const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i);
+        for (int d = is_empty(row) ? p.head_dim : tx; d < p.head_dim; d += kTx)
+            sum[i] += to_float(gO[row * p.o.row_stride + d]) * to_float(gdO[row * p.dout.row_stride + d]);
     }
-    reduce_rows<kRowsTy>(sum, shared_memory<RowTiles<Sum>>().partial, ty, tx, [](Sum x, Sum y) { return x + y; });
+    reduce_rows<kTy>(sum, shared_memory<PreprocessTiles<Sum>>().partial, ty, tx, [](Sum x, Sum y) { return x + y; });
     for (int i = 0; i < kRows; i++) {
-        const int r = row0 + place<kRowsTy, kRows>(ty, i);
-        if (tx > 0 || r >= p.seqlen_q) continue;
-        if (dlse && !is_empty(r)) sum[i] -= dlse[r * p.dlse_row_stride];
-        static_cast<Sum *>(p.delta)[bh * p.seqlen_q + r] = sum[i];
+        const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i);
+        if (tx > 0 || row >= seq.padded_q) continue;
+        if (dlse && !is_empty(row)) sum[i] -= dlse[row * p.dlse.row_stride];
+        static_cast<Sum *>(p.delta)[rows + row] = sum[i];
+        if (p.lse_log2) p.lse_log2[rows + row] = Scores<>(p).lse_log2(float(lse[row]));
     }
 }
 
 // One block's shared memory, as Tiles in tiles.h.
-template <typename Sum, int kHeadDim_, int kOwned_, int kWalked_, int kTy_, int kTx_, int kStep_> struct BwdTiles {
-    static constexpr int kHeadDim = kHeadDim_, kOwned = kOwned_, kWalked = kWalked_, kTy = kTy_, kTx = kTx_;
+template <typename Sum, int kHeadDim_, int kBlockM_, int kBlockN_, int kTy_, int kTx_, int kStep_> struct BwdTiles {
+    static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kTy = kTy_, kTx = kTx_;
     static constexpr int kStep = kStep_, kNThreads = kTy * kTx;
-    alignas(4 * sizeof(Sum)) Sum A[kHeadDim][kOwned + 4], B[kHeadDim][kOwned + 4];
-    Sum P[kWalked][kOwned + 4];  // P, then dS
+    alignas(4 * sizeof(Sum)) Sum A[kHeadDim][kBlockM + 4], B[kHeadDim][kBlockM + 4];
+    Sum P[kBlockN][kBlockM + 4];  // P, then dS
     union Step {
-        Sum cols[kStep][kWalked + 4];  // kStep elements of every row of a block of C or D
+        Sum cols[kStep][kBlockN + 4];  // kStep elements of every row of a block of C or D
         Sum rows[kStep][kHeadDim];     // kStep rows of it
     } steps[2];
 };
 
-// By head_dim: {kHeadDim, kOwned, kWalked, kTy, kTx, kStep}. What is owned stays in shared memory, its sums in 2 · 32
+// By head_dim: {kHeadDim, kBlockM, kBlockN, kTy, kTx, kStep}. What is owned stays in shared memory, its sums in 2 · 32
 // registers a thread, so that the wider a row the fewer there are. All fit the 64 KB of sm_75.
 template <typename Sum> using BwdTiles64 = BwdTiles<Sum, 64, 64, 64, 16, 8, 16>;
 template <typename Sum> using BwdTiles128 = BwdTiles<Sum, 128, 32, 64, 8, 16, 16>;
@@ -83,15 +86,13 @@ template <typename T> struct Matrix {  // [rows, head_dim] of a head
     const T *data;
     int64_t head_stride, row_stride;
 
-    __device__ Matrix(const void *x, int64_t b, int64_t h, int64_t batch_stride, int64_t head_stride,
-                      int64_t row_stride)
-        : data(static_cast<const T *>(x) + b * batch_stride + h * head_stride), head_stride(head_stride),
-          row_stride(row_stride) {}
+    __device__ Matrix(const Tensor &x, int64_t b, int64_t h, int64_t row)
+        : data(rows_of<const T>(x, b, h, row)), head_stride(x.head_stride), row_stride(x.row_stride) {}
 };
 
-// The rows [begin, end) of C and D of some heads, kWalked at a time: of each block kStep columns of C after the other,
-// then of D, then kStep rows of D after the other (with kOwnsKeys), then of C. Each step is loaded while the one before
-// it is used.
+// The stream of C and D through shared memory: the rows [begin, end) of some heads, kBlockN at a time: of each block
+// kStep columns of C after the other, then of D, then kStep rows of D after the other (with kOwnsKeys), then of C. Each
+// step is loaded while the one before it is used.
 template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     static constexpr int kNThreads = Tiles::kNThreads, kStep = Tiles::kStep;
     using Step = typename Tiles::Step;
@@ -119,13 +120,13 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
         if (is_cols) load_tile<kNThreads, true, 1>(steps[at].cols, src, row_stride, end - row, head_dim - x);
         else if (aligned) load_tile<kNThreads, false, 4>(steps[at].rows, src, row_stride, end - row - x, head_dim);
         else load_tile<kNThreads, false, 1>(steps[at].rows, src, row_stride, end - row - x, head_dim);
-        if ((x += kStep) < (is_cols ? head_dim : Tiles::kWalked)) return;
+        if ((x += kStep) < (is_cols ? head_dim : Tiles::kBlockN)) return;
         x = 0;
         if (of == kColsC) of = kColsD;
         else if (of == kColsD) of = kOwnsKeys ? kRowsD : kRowsC;
         else if (of == kRowsD) of = kRowsC;
         else {
-            of = kColsC, row += Tiles::kWalked;
+            of = kColsC, row += Tiles::kBlockN;
             if (row >= end) row = begin, heads--, C.data += C.head_stride, D.data += D.head_stride;
         }
     }
@@ -137,47 +138,38 @@ template <typename T, typename Tiles, bool kOwnsKeys>
 __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     flash_bwd(const AttnBackwardParams p, const bool aligned) {
     using Sum = simt::Sum<T>;
-    constexpr int kOwned = Tiles::kOwned, kWalked = Tiles::kWalked, kTy = Tiles::kTy, kTx = Tiles::kTx;
+    constexpr int kBlockM = Tiles::kBlockM, kBlockN = Tiles::kBlockN, kTy = Tiles::kTy, kTx = Tiles::kTx;
     constexpr int kNThreads = Tiles::kNThreads, kStep = Tiles::kStep;
-    constexpr int kRows = kOwned / kTy, kCols = kWalked / kTx, kDims = Tiles::kHeadDim / kTx;
-    static_assert(kRows * kTy == kOwned && kCols * kTx == kWalked && kDims * kTx == Tiles::kHeadDim && 16 % kTx == 0);
+    constexpr int kRows = kBlockM / kTy, kCols = kBlockN / kTx, kDims = Tiles::kHeadDim / kTx;
+    static_assert(kRows * kTy == kBlockM && kCols * kTx == kBlockN && kDims * kTx == Tiles::kHeadDim && 16 % kTx == 0);
     Tiles &tiles = shared_memory<Tiles>();
     const int tx = threadIdx.x / 2 % kTx, ty = threadIdx.x / (2 * kTx) * 2 + threadIdx.x % 2;  // as in flash.cu
 
-    // Blocks of one head are neighbours. Under a causal mask keys that most rows see, and rows that see most, go first.
-    const int seqlen = kOwnsKeys ? p.seqlen_k : p.seqlen_q, blocks = (seqlen + kOwned - 1) / kOwned;
-    const int block = blockIdx.x % blocks, own0 = (kOwnsKeys ? block : blocks - 1 - block) * kOwned;
-    const int group = p.nheads / p.nheads_k, heads = kOwnsKeys ? p.nheads_k : p.nheads;
-    const int64_t b = blockIdx.x / blocks / heads, own_h = blockIdx.x / blocks % heads;
-    const int walk_heads = kOwnsKeys ? group : 1;  // query heads to walk along, from h on
-    const int64_t h = own_h * walk_heads, h_k = h / group;
-    const Matrix<T> Q(p.q, b, h, p.q_batch_stride, p.q_head_stride, p.q_row_stride);
-    const Matrix<T> K(p.k, b, h_k, p.k_batch_stride, p.k_head_stride, p.k_row_stride);
-    const Matrix<T> V(p.v, b, h_k, p.v_batch_stride, p.v_head_stride, p.v_row_stride);
-    const Matrix<T> dO(p.dout, b, h, p.dout_batch_stride, p.dout_head_stride, p.dout_row_stride);
+    const Tile tile = kOwnsKeys ? KeyTiles<kBlockM>::at(p, blockIdx.x) : RowTiles<kBlockM>::at(p, blockIdx.x);
+    const int own0 = tile.block * kBlockM;
+    const int heads = kOwnsKeys ? p.nheads / p.nheads_k : 1;  // query heads to walk along, from tile.h on
+    const Sequence seq(p, tile.b);
+    const Mask mask(seq, p.is_causal);
+    const Scores<Sum> scores(p);
+    const Matrix<T> Q(p.q, tile.b, tile.h, seq.q_begin), dO(p.dout, tile.b, tile.h, seq.q_begin);
+    const Matrix<T> K(p.k, tile.b, tile.h_k, seq.k_begin), V(p.v, tile.b, tile.h_k, seq.k_begin);
     const Matrix<T> A = kOwnsKeys ? K : Q, B = kOwnsKeys ? V : dO, C = kOwnsKeys ? Q : K, D = kOwnsKeys ? dO : V;
 
-    // As in flash.cu a query row sees the keys [0, visible(row)).
-    const int seq_len = p.seq_lens ? max(0, min(p.seq_lens[b], p.seqlen_k)) : p.seqlen_k;
-    const int row_end = p.seq_lens ? seq_len : p.seqlen_q;
-    auto visible = [&](int row) {
-        return row >= row_end ? 0 : p.is_causal ? row + 1 + (p.seqlen_k - p.seqlen_q) : seq_len;
-    };
-    // Rows that are walked along see a key of this block, or are copies of the last one that does: the dO of a row that
-    // sees no key, NaN for all we know, is not read. Where it is owned it meets nothing but the sums of its own row.
-    const int own_rows = min(kOwned, (kOwnsKeys ? seq_len : row_end) - own0);
-    const int begin = kOwnsKeys && p.is_causal ? max(0, p.seqlen_q - (p.seqlen_k - own0)) : 0;
-    const int end = own_rows <= 0 ? 0 : kOwnsKeys ? row_end : visible(own0 + own_rows - 1);
+    // What is walked along. Not by whole blocks: of a row that sees no key of this tile, or is beyond the last one that
+    // does, nothing is loaded, since its dO may be NaN. Where such a row is owned it meets only its own sums.
+    const int own_end = kOwnsKeys ? seq.seqlen_k : seq.seqlen_q, own_rows = min(kBlockM, own_end - own0);
+    const Range walked = own_rows <= 0 ? Range{0, 0}
+                         : kOwnsKeys   ? mask.rows(own0)
+                                       : Range{mask.keys(own0).begin, mask.keys(own0 + own_rows - 1).end};
 
-    const Sum scale = p.softmax_scale, scale_log2 = scale * Sum(1.4426950408889634);
     const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
     Sum dA[kRows][kDims] = {}, dB[kOwnsKeys ? kRows : 1][kDims] = {};
-    if (begin < end) {
+    if (!walked.is_empty()) {
         load_tile<kNThreads, true, 1>(tiles.A, A.data + own0 * A.row_stride, A.row_stride, own_rows, p.head_dim);
         load_tile<kNThreads, true, 1>(tiles.B, B.data + own0 * B.row_stride, B.row_stride, own_rows, p.head_dim);
     }
-    Walk<T, Tiles, kOwnsKeys> walk(tiles.steps, C, D, walk_heads, begin, end, p.head_dim, aligned);
-    auto product = [&](Sum (&acc)[kRows][kCols], const Sum (*own)[kOwned + 4]) {  // A Cᵀ or B Dᵀ
+    Walk<T, Tiles, kOwnsKeys> walk(tiles.steps, C, D, heads, walked.begin, walked.end, p.head_dim, aligned);
+    auto product = [&](Sum (&acc)[kRows][kCols], const Sum (*own)[kBlockM + 4]) {  // A Cᵀ or B Dᵀ
         for (int d0 = 0; d0 < p.head_dim; d0 += 64) {  // short sums round less, as in flash.cu
             Sum sum[kRows][kCols] = {};
             for (int d = d0; d < min(d0 + 64, p.head_dim); d += kStep)
@@ -190,41 +182,39 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
         for (int c = 0; c < kCols; c++)
             for (int i = 0; i < kRows; i++) tiles.P[place<kTx, kCols>(tx, c)][place<kTy, kRows>(ty, i)] = factor[i][c];
         Sum sum[kRows][kDims] = {};
-        for (int c = 0; c < kWalked; c += kStep) multiply<kTy, kTx>(sum, tiles.P + c, walk.next().rows, ty, tx, kStep);
+        for (int c = 0; c < kBlockN; c += kStep) multiply<kTy, kTx>(sum, tiles.P + c, walk.next().rows, ty, tx, kStep);
         for (int i = 0; i < kRows; i++)
             for (int d = 0; d < kDims; d++) acc[i][d] += sum[i][d];
     };
 
-    for (int g = 0; g < walk_heads; g++)
-        for (int walk0 = begin; walk0 < end; walk0 += kWalked) {
-            auto owned = [&](int i) { return own0 + place<kTy, kRows>(ty, i); };
-            auto walked = [&](int c) { return walk0 + place<kTx, kCols>(tx, c); };
+    for (int h = tile.h; h < tile.h + heads; h++)
+        for (int walk0 = walked.begin; walk0 < walked.end; walk0 += kBlockN) {
+            auto own = [&](int i) { return own0 + place<kTy, kRows>(ty, i); };
+            auto walk_row = [&](int c) { return walk0 + place<kTx, kCols>(tx, c); };
             uint64_t keep = ~uint64_t(0);
             if (p.dropout_seed) {
-                if constexpr (kOwnsKeys) keep = kept<kCols, kRows>(Dropout(p, b, h + g), walked, owned);
-                else keep = kept<kRows, kCols>(Dropout(p, b, h), owned, walked);
+                if constexpr (kOwnsKeys) keep = kept<kCols, kRows>(Dropout(p, tile.b, h), walk_row, own);
+                else keep = kept<kRows, kCols>(Dropout(p, tile.b, h), own, walk_row);
             }
             Sum S[kRows][kCols] = {}, dP[kRows][kCols] = {};
             product(S, tiles.A), product(dP, tiles.B);
 
             constexpr int kStats = kOwnsKeys ? kCols : kRows;
-            Sum lse_log2[kStats], delta[kStats];
+            Sum lse[kStats], delta[kStats];
             for (int n = 0; n < kStats; n++) {
-                const int row = min(kOwnsKeys ? walked(n) : owned(n), row_end - 1);
-                const int64_t at = (b * p.nheads + h + g) * p.seqlen_q + row;
-                const Sum lse = static_cast<const Sum *>(p.lse)[at];
-                lse_log2[n] = lse == -INFINITY ? Sum(INFINITY) : lse * Sum(1.4426950408889634);  // no keys: P = 0
-                delta[n] = static_cast<const Sum *>(p.delta)[at];
+                const int row = min(kOwnsKeys ? walk_row(n) : own(n), seq.seqlen_q - 1);
+                lse[n] = static_cast<const Sum *>(p.lse)[lse_index(p, tile.b, h) + row];
+                delta[n] = static_cast<const Sum *>(p.delta)[lse_index(p, tile.b, h) + row];
             }
 #pragma unroll
             for (int i = 0; i < kRows; i++)
 #pragma unroll
                 for (int c = 0; c < kCols; c++) {
-                    const int row = kOwnsKeys ? walked(c) : owned(i), key = kOwnsKeys ? owned(i) : walked(c);
+                    const int row = kOwnsKeys ? walk_row(c) : own(i), key = kOwnsKeys ? own(i) : walk_row(c);
                     const int n = kOwnsKeys ? c : i;
-                    const bool sees = key < visible(row);
+                    const bool sees = mask.keys(row).contains(key);
                     const bool keeps = keep >> (kOwnsKeys ? c * kRows + i : i * kCols + c) & 1;
-                    const Sum P = sees ? exp2(S[i][c] * scale_log2 - lse_log2[n]) : Sum(0);
+                    const Sum P = sees ? scores.probability(S[i][c], lse[n]) : Sum(0);
                     S[i][c] = keeps ? P : Sum(0);
                     dP[i][c] = sees ? P * ((keeps ? dP[i][c] * keep_scale : Sum(0)) - delta[n]) : Sum(0);  // dS
                 }
@@ -235,52 +225,51 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
             add_product(dA, dP);
         }
 
-    auto store = [&](void *to, int64_t batch_stride, int64_t head_stride, int64_t row_stride, auto &acc, Sum factor) {
-        T *matrix = static_cast<T *>(to) + b * batch_stride + own_h * head_stride;
+    auto store = [&](const Tensor &to, int64_t begin, auto &acc, Sum factor) {
+        T *x = rows_of<T>(to, tile.b, kOwnsKeys ? tile.h_k : tile.h, begin);
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
             const int row = own0 + place<kTy, kRows>(ty, i);
-            if (row >= seqlen) continue;
-            const bool is_zero = kOwnsKeys ? row >= seq_len : visible(row) <= 0;  // also where a sum of 0 · NaN is not
+            if (row >= (kOwnsKeys ? seq.padded_k : seq.padded_q)) continue;
+            // 0 where nothing is seen, even if the sum of products by 0 is NaN.
+            const bool is_empty = kOwnsKeys ? mask.rows(row).is_empty() : mask.keys(row).is_empty();
 #pragma unroll
             for (int d = 0; d < kDims; d++) {
-                const int x = place<kTx, kDims>(tx, d);
-                if (x < p.head_dim) matrix[row * row_stride + x] = from_float<T>(is_zero ? Sum(0) : acc[i][d] * factor);
+                const int col = place<kTx, kDims>(tx, d);
+                if (col >= p.head_dim) continue;
+                x[row * to.row_stride + col] = from_float<T>(is_empty ? Sum(0) : acc[i][d] * factor);
             }
         }
     };
     if constexpr (kOwnsKeys) {
-        store(p.dk, p.dk_batch_stride, p.dk_head_stride, p.dk_row_stride, dA, scale);
-        store(p.dv, p.dv_batch_stride, p.dv_head_stride, p.dv_row_stride, dB, keep_scale);
+        store(p.dk, seq.k_begin, dA, scores.softmax_scale);
+        store(p.dv, seq.k_begin, dB, keep_scale);
     } else {
-        store(p.dq, p.dq_batch_stride, p.dq_head_stride, p.dq_row_stride, dA, scale);
+        store(p.dq, seq.q_begin, dA, scores.softmax_scale);
     }
 }
 
 template <typename T, typename Tiles> void launch_bwd(const AttnBackwardParams &p) {
-    auto blocks = [&](int seqlen) { return (int64_t(seqlen) + Tiles::kOwned - 1) / Tiles::kOwned * p.batch_size; };
-    // The rows of q and dout, or of k: of v, and of what is owned, columns alone are loaded, element by element.
-    const bool aligned_kv =
-        is_aligned<T>(p.q, p.q_batch_stride, p.q_head_stride, p.q_row_stride, p.head_dim) &&
-        is_aligned<T>(p.dout, p.dout_batch_stride, p.dout_head_stride, p.dout_row_stride, p.head_dim);
-    const bool aligned_q = is_aligned<T>(p.k, p.k_batch_stride, p.k_head_stride, p.k_row_stride, p.head_dim);
-    if (p.dk)
-        launch(flash_bwd<T, Tiles, true>, blocks(p.seqlen_k) * p.nheads_k, Tiles::kNThreads, sizeof(Tiles), p.stream, p,
-               aligned_kv);
-    if (p.dq)
-        launch(flash_bwd<T, Tiles, false>, blocks(p.seqlen_q) * p.nheads, Tiles::kNThreads, sizeof(Tiles), p.stream, p,
-               aligned_q);
+    // The rows of q and dout, or of k. Of v and of what is owned only columns are loaded, element by element.
+    const bool aligned_kv = is_aligned<T>(p.q, p.head_dim) && is_aligned<T>(p.dout, p.head_dim);
+    const bool aligned_q = is_aligned<T>(p.k, p.head_dim);
+    if (p.dk.data)
+        launch(flash_bwd<T, Tiles, true>, KeyTiles<Tiles::kBlockM>::count(p), Tiles::kNThreads, sizeof(Tiles), p.stream,
+               p, aligned_kv);
+    if (p.dq.data)
+        launch(flash_bwd<T, Tiles, false>, RowTiles<Tiles::kBlockM>::count(p), Tiles::kNThreads, sizeof(Tiles),
+               p.stream, p, aligned_q);
 }
 
-void row_sums(const AttnBackwardParams &p) {
+void preprocess_backward(const AttnBackwardParams &p) {
     with_dtype(p.dtype, [&]<typename T>() {
-        const int64_t blocks = (int64_t(p.seqlen_q) + kRowsOwned - 1) / kRowsOwned * p.batch_size * p.nheads;
-        launch(row_sums_bwd<T>, blocks, kRowsTy * kRowsTx, sizeof(RowTiles<Sum<T>>), p.stream, p);
+        launch(flash_bwd_preprocess<T>, RowTiles<kPreprocessM>::count(p), kPreprocessTy * kPreprocessTx,
+               sizeof(PreprocessTiles<Sum<T>>), p.stream, p);
     });
 }
 
 void flash_backward(const AttnBackwardParams &p) {
-    row_sums(p);
+    preprocess_backward(p);
     with_dtype(p.dtype, [&]<typename T>() {
         if (p.head_dim <= 64) launch_bwd<T, BwdTiles64<Sum<T>>>(p);
         else if (p.head_dim <= 128) launch_bwd<T, BwdTiles128<Sum<T>>>(p);

@@ -19,8 +19,9 @@
 #include "flash.h"
 #include "launch.h"
 #include "mask.cuh"
-#include "ptx_sm80.cuh"
 #include "ptx_sm90.cuh"
+#include "scheduler.cuh"
+#include "scores.cuh"
 #include "softmax.cuh"
 
 namespace dmma {
@@ -28,16 +29,16 @@ namespace dmma {
 using namespace device;
 using namespace ptx;
 
-template <int kHeadDim_, int kBlockN_> struct Tile {
+template <int kHeadDim_, int kBlockN_> struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kBlockN = kBlockN_, kBlockM = 64, kNThreads = 2 * kBlockM;
 };
 
 // A block's shared memory. Neighbouring lanes read 16 bytes each, and with these pitches eight of them 32 banks. Rows r
 // and r + 8 of a warp's Q lie side by side, element by element, as the product takes them, with element 16·i + 4·c + e
 // of head_dim at 16·i + 4·e + c.
-template <typename Tile> struct SharedMemory {
-    alignas(128) double2 sQ[Tile::kBlockM / 16][8][Tile::kHeadDim + 4];
-    float sK[Tile::kBlockN][Tile::kHeadDim + 16], sV[Tile::kBlockN][Tile::kHeadDim + 4];
+template <typename Shape> struct SharedMemory {
+    alignas(128) double2 sQ[Shape::kBlockM / 16][8][Shape::kHeadDim + 4];
+    float sK[Shape::kBlockN][Shape::kHeadDim + 16], sV[Shape::kBlockN][Shape::kHeadDim + 4];
 };
 
 __device__ inline void read4(float (&x)[4], const float *from) {
@@ -45,35 +46,31 @@ __device__ inline void read4(float (&x)[4], const float *from) {
     x[0] = vec.x, x[1] = vec.y, x[2] = vec.z, x[3] = vec.w;
 }
 
-template <typename Tile>
-__global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up to 255 registers a thread
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up to 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
 #if __CUDA_ARCH__ != 900  // of a build for several GPUs, the part for those without m16n8k8 in fp64
     __trap();
 #else
-    constexpr int kHeadDim = Tile::kHeadDim, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN;
-    constexpr int kNThreads = Tile::kNThreads, kVecs = kHeadDim / 4, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
-    auto &[sQ, sK, sV] = shared_memory<SharedMemory<Tile>>();
+    constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
+    constexpr int kNThreads = Shape::kNThreads, kVecs = kHeadDim / 4, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
+    auto &[sQ, sK, sV] = shared_memory<SharedMemory<Shape>>();
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
     const int r = lane_idx / 4, c = lane_idx % 4;  // as in ptx_sm90.cuh
 
-    // Blocks of one head are neighbours, to share its K and V in L2; of them, the rows that see most go first.
-    const int m_blocks = (p.seqlen_q + kBlockM - 1) / kBlockM, row0 = (m_blocks - 1 - blockIdx.x % m_blocks) * kBlockM;
-    const int bh = blockIdx.x / m_blocks, b = bh / p.nheads, h = bh % p.nheads, h_k = h / (p.nheads / p.nheads_k);
-    const float *gQ = static_cast<const float *>(p.q) + b * p.q_batch_stride + h * p.q_head_stride;
-    const float *gK = static_cast<const float *>(p.k) + b * p.k_batch_stride + h_k * p.k_head_stride;
-    const float *gV = static_cast<const float *>(p.v) + b * p.v_batch_stride + h_k * p.v_head_stride;
-    float *gO = static_cast<float *>(p.o) + b * p.o_batch_stride + h * p.o_head_stride;
-
-    Softmax<1> softmax(float(p.softmax_scale));
-    const Mask mask(p, b);
-    const int n_block_max = mask.n_block_max<kBlockM, kBlockN>(row0);
-    // The scores of the blocks before this one need neither a mask nor a sign.
-    const int n_block_masked = p.softmax_scale > 0 ? mask.n_block_full<kBlockM, kBlockN>(row0) : 0;
+    const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
+    const Sequence seq(p, tile.b);
+    const Mask mask(seq, p.is_causal);
+    const Scores<> scores(p);
+    const int row0 = tile.block * kBlockM;
+    const BlockRange blocks = mask.key_blocks<kBlockM, kBlockN>(row0);
+    const float *gQ = rows_of<const float>(p.q, tile.b, tile.h, seq.q_begin + row0);
+    const float *gK = rows_of<const float>(p.k, tile.b, tile.h_k, seq.k_begin);
+    const float *gV = rows_of<const float>(p.v, tile.b, tile.h_k, seq.k_begin);
 
     // The share of a step in the copies of a block of keys, which are all under way after half of the steps. What lies
     // outside of K and V, or after the last block, is not read and becomes 0.
-    const int key_end = min(mask.seq_len, n_block_max * kBlockN);
+    const int key_end = min(seq.seqlen_k, blocks.end * kBlockN);
     auto copy = [&](auto &tile, const float *from, int64_t row_stride, int n_block, int step, int steps) {
         constexpr int kRowStep = kNThreads / kVecs, kCopies = kBlockN / kRowStep;
         static_assert(kRowStep * kVecs == kNThreads && kCopies * kRowStep == kBlockN);
@@ -86,26 +83,27 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
         }
     };
 
-    copy(sK, gK, p.k_row_stride, 0, 0, 2);
-    const int rows = min(p.seqlen_q, mask.row_end) - row0;
+    copy(sK, gK, p.k.row_stride, blocks.begin, 0, 2);
+    const int rows = seq.seqlen_q - row0;
 #pragma unroll 4
     for (int i = threadIdx.x; i < kBlockM / 2 * kVecs; i += kNThreads) {
         const int vec = i % kVecs, pair = i / kVecs, row = pair / 8 * 16 + pair % 8;
-        const float *from = gQ + (row0 + row) * p.q_row_stride + vec * 4;
+        const float *from = gQ + row * p.q.row_stride + vec * 4;
         float x[4] = {}, y[4] = {};
         if (row < rows && vec * 4 < p.head_dim) read4(x, from);
-        if (row + 8 < rows && vec * 4 < p.head_dim) read4(y, from + 8 * p.q_row_stride);
+        if (row + 8 < rows && vec * 4 < p.head_dim) read4(y, from + 8 * p.q.row_stride);
         for (int e = 0; e < 4; e++) sQ[pair / 8][pair % 8][vec / 4 * 16 + 4 * e + vec % 4] = {x[e], y[e]};
     }
     double acc_o[1][kDTiles][4] = {};
+    Softmax<1> softmax(scores.softmax_scale_log2);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();  // Q and K have arrived
-    for (int n_block = 0; n_block < n_block_max; n_block++) {
+    for (int n_block = blocks.begin; n_block < blocks.end; n_block++) {
         double sums[kNTiles][4] = {};
 #pragma unroll
         for (int kk = 0; kk < kHeadDim / 16; kk++) {
-            copy(sV, gV, p.v_row_stride, n_block, kk, kHeadDim / 16);
+            copy(sV, gV, p.v.row_stride, n_block, kk, kHeadDim / 16);
             float k[kNTiles][4];
 #pragma unroll
             for (int n = 0; n < kNTiles; n++) read4(k[n], &sK[8 * n + r][16 * kk + 4 * c]);
@@ -124,13 +122,12 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
         cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();  // V has arrived, K has been read
-        if (n_block >= n_block_masked)
-            mask.apply(acc_s, row0 + warp_idx * 16 + r, n_block * kBlockN + c * 2,
-                       (p.softmax_scale > 0) - (p.softmax_scale < 0));
+        scores.apply(acc_s);
+        if (!blocks.is_full(n_block)) mask.apply(acc_s, row0 + warp_idx * 16 + r, n_block * kBlockN + c * 2);
         softmax.update(acc_s, acc_o);
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
-            copy(sK, gK, p.k_row_stride, n_block + 1, n, kNTiles);
+            copy(sK, gK, p.k.row_stride, n_block + 1, n, kNTiles);
             double P[4];
             softmax.probabilities(P, acc_s[0], 0, n);
 #pragma unroll
@@ -146,44 +143,39 @@ __global__ void __launch_bounds__(Tile::kNThreads, 2)  // two blocks an SM: up t
     }
 
     // Column 2c + e of product d + i is column 8·d + 4·(2c + e) + i of O.
+    const int row = row0 + warp_idx * 16 + r;  // and row + 8
+    for (int i = 0; i < 2; i++)
+        if (row + 8 * i >= seq.seqlen_q) softmax.clear(i);
     softmax.finalize(acc_o);
+    float *gO = rows_of<float>(p.o, tile.b, tile.h, seq.q_begin);
+    float *lse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int row = row0 + warp_idx * 16 + 8 * i + r;
-        if (row >= p.seqlen_q) continue;
-        if (c == 0) static_cast<float *>(p.lse)[int64_t(bh) * p.seqlen_q + row] = softmax.lse(i);
+        if (row + 8 * i >= seq.padded_q) continue;
+        if (c == 0) lse[row + 8 * i] = softmax.lse(i);
 #pragma unroll
         for (int d = 0; d < kDTiles; d += 4)
             for (int e = 2 * i; e < 2 * i + 2; e++) {
                 const int col = 8 * d + 4 * (2 * c + e % 2);
                 const auto &o = acc_o[0];
                 if (col < p.head_dim)
-                    *reinterpret_cast<float4 *>(gO + row * p.o_row_stride + col) = {
+                    *reinterpret_cast<float4 *>(gO + (row + 8 * i) * p.o.row_stride + col) = {
                         float(o[d][e]), float(o[d + 1][e]), float(o[d + 2][e]), float(o[d + 3][e])};
             }
     }
 #endif
 }
 
-template <typename Tile> void launch_fwd(const AttnParams &p) {
-    static_assert(sizeof(SharedMemory<Tile>) <= 113 << 10);  // two blocks in the 228 KB of an SM, 1 KB each taken
-    const int64_t blocks = (int64_t(p.seqlen_q) + Tile::kBlockM - 1) / Tile::kBlockM * p.batch_size * p.nheads;
-    launch(flash_fwd<Tile>, blocks, Tile::kNThreads, sizeof(SharedMemory<Tile>), p.stream, p);
+template <typename Shape> void launch_fwd(const AttnParams &p) {
+    static_assert(sizeof(SharedMemory<Shape>) <= 113 << 10);  // two blocks in the 228 KB of an SM, 1 KB each taken
+    launch(flash_fwd<Shape>, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, sizeof(SharedMemory<Shape>),
+           p.stream, p);
 }
 
-// Tiles by head_dim; what lies between two is padded with zeros, on chip. At 128 acc_o alone takes half the registers.
+// Tiles by head_dim: {kHeadDim, kBlockN}. What lies between two is padded with zeros, on chip.
 void flash_forward(const AttnParams &p) {
-    if (p.head_dim <= 64) launch_fwd<Tile<64, 64>>(p);
-    else launch_fwd<Tile<128, 32>>(p);
+    if (p.head_dim <= 64) launch_fwd<Shape<64, 64>>(p);
+    else launch_fwd<Shape<128, 32>>(p);  // acc_o alone takes half the registers
 }
 
 }  // namespace dmma
-
-// Whether fp64 is half as fast as fp32 on the current device, as on H100 and H200, and not a small fraction.
-bool has_fast_fp64() {
-    return device::once_per_device([](int device) {
-        int ratio;
-        device::check_cuda(cudaDeviceGetAttribute(&ratio, cudaDevAttrSingleToDoublePrecisionPerfRatio, device));
-        return ratio;
-    }) <= 2;
-}

@@ -2,345 +2,355 @@
 //
 // A block of threads computes tiles of out, kBlockM query rows of one head each, and walks along K and V from the last
 // keys that its rows see to the first, kBlockN at a time (Dao, FlashAttention-2, 2023, Algorithm 1). Its warpgroups, of
-// four warps, have roles (Shah et al., FlashAttention-3, 2024, section 3): the producer asks TMA for tiles, a consumer
-// multiplies, for 64 rows. They meet at barriers in shared memory, one for every buffer that is full or empty again; K
-// and V have rings of kStages buffers, Q has one of kQStages for each consumer:
+// four warps, have roles (Shah et al., FlashAttention-3, 2024, section 3): the producer asks TMA for tiles, and every
+// consumer multiplies 64 rows. One iteration of a consumer:
 //
-//   producer ── TMA ──▶ full[stage] ──▶ consumers ── wgmma ──▶ empty[stage] ──▶ producer
+//   tensor cores   O += P(j+1) V(j+1)  ·················  S(j-1) = Q K(j-1)ᵀ, then O += P(j) V(j)  ·········
+//   other units    S(j) → P(j) by softmax │ wait, rescale O │                 wait for S(j-1) │ S(j-1) → P(j-1)
 //
-// A consumer has two products under way at a time, Q Kᵀ of one block and P V of the block before it, and computes the
-// softmax of the first while the second runs. P goes from the accumulators of one product straight into the A operand
-// of the next, as in flash_sm80.cu; while it is read from there, an instruction of any warp beside takes four cycles to
-// issue (by counters on an H200, see the journal). So instructions are what there is to save, and the softmax does
-// without a maximum: after a tile's first blocks row_max stays as it is, until a sum of probabilities shows that one
-// has grown too large. A row's last bits may depend on that of the 15 rows that its warp has beside it.
+// So the softmax of one block runs beside the product P V of the block before it. P goes from the accumulators of one
+// product straight into the A operand of the next, as in flash_sm80.cu. While wgmma reads A from registers, other warps
+// issue only every fourth cycle (counters on an H200, see the journal), so the kernel is bound by instruction issue and
+// the softmax does without a maximum: after a tile's first blocks row_max stays as it is. If a row's sum of
+// probabilities then shows that one has grown too large, which is rare, the scores of that row are computed once more.
 //
-// Read next: ptx_sm90.cuh for the instructions; tensor_map.h, which tells TMA where Q, K, V and out are; kernels.h.
+// Read next: flash_dmma.cu, fp32 on the same GPUs.
 #include <algorithm>
 
+#include "device.h"
 #include "flash.h"
 #include "launch.h"
 #include "mask.cuh"
-#include "ptx_sm90.cuh"
+#include "pipeline_sm90.cuh"
+#include "scheduler.cuh"
+#include "scores.cuh"
 #include "softmax.cuh"
-#include "tensor_map.h"
+#include "tiles_sm90.cuh"
 
 namespace sm90 {
 
 using namespace device;
-using namespace ptx;
 
-template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2> struct Tile {
+template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2> struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
     static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQStages = kQStages_;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
-    static_assert(!(kStages & kStages - 1) && !(kQStages & kQStages - 1), "blocks are counted modulo 2^32");
-    // A tile in shared memory is made of panels of kCols columns, as wide as a swizzle.
-    static constexpr int kCols = kHeadDim % 64 ? 32 : 64, kPanels = kHeadDim / kCols;
     // Registers a thread: what the producer does not need goes to the consumers.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 };
 
-// A tile of out: the rows from row0 on of head h of sample b, which see blocks of keys up to n_block_max. At least one,
-// if only to be masked all over; none means that there is no tile left.
-struct Work { int b, h, row0, n_block_max; };
+template <typename Shape> struct SharedMemory {
+    SmemTile<64, Shape::kHeadDim> sQ[Shape::kQStages][Shape::kConsumers];  // rows of out at the end
+    SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages], sV[Shape::kStages];
+    Ring<Shape::kQStages> q[Shape::kConsumers];  // one for each consumer: they reach the end of a tile one by one
+    Ring<Shape::kStages> k, v;
+    Tile tiles[Shape::kQStages];  // which tile Q is of, written before Q is asked for
 
-template <typename Tile> struct SharedMemory {
-    alignas(1024) uint16_t sQ[Tile::kQStages][Tile::kConsumers][Tile::kPanels][64][Tile::kCols];
-    uint16_t sK[Tile::kStages][Tile::kPanels][Tile::kBlockN][Tile::kCols];
-    uint16_t sV[Tile::kStages][Tile::kPanels][Tile::kBlockN][Tile::kCols];
-    Barrier q_full[Tile::kConsumers][Tile::kQStages], q_empty[Tile::kConsumers][Tile::kQStages];
-    Barrier k_full[Tile::kStages], k_empty[Tile::kStages], v_full[Tile::kStages], v_empty[Tile::kStages];
-    Barrier work_full[4];
-    Work work[4];  // tile t's place is taken again after Q of tile t + 3 was asked for: t's rows are written then
+    __device__ void init_barriers() {
+        for (auto &ring : q) ring.init(4);
+        k.init(4 * Shape::kConsumers), v.init(4 * Shape::kConsumers);
+        fence_mbarrier_init();
+    }
 };
 
-// A ring of n buffers: what is i-th in a stream lies in buffer i % n, until what is (i + n)-th does.
-template <int n> __device__ void await(Barrier (&full)[n], uint32_t i) { mbarrier_wait(full[i % n], i / n % 2); }
-template <int n> __device__ void await_room(Barrier (&empty)[n], uint32_t i) { await(empty, i + n); }
+// Tiles of query rows for persistent blocks of threads. If all tiles take equally long they are dealt out in turn. If
+// not, a block that is done takes the next one by a counter in memory, and tiles of a group of heads are neighbours: as
+// many heads as have K and V in L2 together.
+template <int kBlockM> struct Scheduler {
+    int num_tiles, m_blocks;
+    int64_t group;
 
-struct Params : AttnParams {
-    CUtensorMap q_map, k_map, v_map, o_map;
-    int num_tiles, group;  // of out; heads that are worked on together
+    Scheduler(const AttnParams &p, int64_t num_tiles)
+        : num_tiles(int(num_tiles)), m_blocks(num_blocks<kBlockM>(p.seqlen_q)), group(1) {
+        if (!p.tile_counter) return;
+        const int64_t heads = p.nheads * p.batch_size, l2_bytes = 32 << 20;
+        const double head_bytes = 4. * p.seqlen_k * p.head_dim / (p.nheads / p.nheads_k);  // K and V of 16 bits
+        while (2 * group * head_bytes <= l2_bytes && 2 * group <= heads) group *= 2;
+    }
+    // Among the tiles of a group the last rows, which see most under a causal mask, go first.
+    __device__ Tile at(const AttnParams &p, int idx) const {
+        if (idx >= num_tiles) return {0, 0, 0, 0, false};
+        const int heads_in_group = int(group), bh0 = idx / (heads_in_group * m_blocks) * heads_in_group;
+        const int i = idx - bh0 * m_blocks, heads = min(heads_in_group, num_tiles / m_blocks - bh0);
+        const int bh = bh0 + i % heads, h = bh % p.nheads;
+        return {bh / p.nheads, h, h / (p.nheads / p.nheads_k), m_blocks - 1 - i / heads, true};
+    }
+    __device__ int next(const AttnParams &p, int idx) const {
+        return gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : idx);
+    }
 };
 
-// Tiles of `group` heads are neighbours, for their K and V to stay in L2; among them the last rows, which see most
-// under a causal mask, go first.
-template <typename Tile> __device__ Work work_of(const Params &p, int tile_idx) {
-    if (tile_idx >= p.num_tiles) return {};
-    const int m_blocks = (p.seqlen_q + Tile::kBlockM - 1) / Tile::kBlockM;
-    const int bh0 = tile_idx / (p.group * m_blocks) * p.group, i = tile_idx - bh0 * m_blocks;
-    const int heads = min(p.group, p.num_tiles / m_blocks - bh0), bh = bh0 + i % heads, b = bh / p.nheads;
-    const int row0 = (m_blocks - 1 - i / heads) * Tile::kBlockM;
-    return {b, bh % p.nheads, row0, max(1, Mask(p, b).n_block_max<Tile::kBlockM, Tile::kBlockN>(row0))};
-}
+template <typename Shape> struct Params : AttnParams {
+    TmaTensor q_tma, k_tma, v_tma, o_tma;
+    Scheduler<Shape::kBlockM> scheduler;
+};
 
-// For each tile Q, and K and V block by block.
-template <typename Tile> __device__ void produce(const Params &p, SharedMemory<Tile> &shared) {
-    constexpr int kBlockN = Tile::kBlockN, kCols = Tile::kCols, kStages = Tile::kStages;
-    auto load = [](auto &tile, const CUtensorMap &map, Barrier &full, int row, int h, int b) {
-        mbarrier_arrive_expect_tx(full, sizeof(tile));
-#pragma unroll
-        for (int i = 0; i < Tile::kPanels; i++) tma_load(tile[i], map, full, i * kCols, row, h, b);
-    };
-    prefetch(p.q_map), prefetch(p.k_map), prefetch(p.v_map), prefetch(p.o_map);
-    uint32_t tile = 0, block = 0;  // of the tiles and of the blocks so far
-    for (int tile_idx = blockIdx.x;; tile++) {
-        Work &work = shared.work[tile % 4];  // read anew where it is needed: the producer has few registers
-        work = work_of<Tile>(p, tile_idx);
-        mbarrier_arrive(shared.work_full[tile % 4]);
-        if (work.n_block_max == 0) break;
-        tile_idx = gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : tile_idx);
+// One thread: for each tile Q, and K and V block by block.
+template <typename Shape> __device__ void produce(const Params<Shape> &p, SharedMemory<Shape> &shared) {
+    constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
+    prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
+    uint32_t num_tiles = 0, num_blocks = 0;  // so far
+    for (int idx = blockIdx.x;; num_tiles++) {
+        const uint32_t q_stage = num_tiles % Shape::kQStages;
+#pragma unroll 1
+        for (auto &ring : shared.q) ring.producer_acquire(num_tiles);
+        Tile &tile = shared.tiles[q_stage];  // read anew where it is needed: the producer has few registers
+        tile = p.scheduler.at(p, idx);
+        if (!tile.is_valid) break;
+        idx = p.scheduler.next(p, idx);
 
+        const Sequence seq(p, tile.b);
+        const BlockRange blocks = Mask(seq, p.is_causal).key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
 #pragma unroll 1
-        for (int c = 0; c < Tile::kConsumers; c++) {
-            await_room(shared.q_empty[c], tile);
-            load(shared.sQ[tile % Tile::kQStages][c], p.q_map, shared.q_full[c][tile % Tile::kQStages],
-                 work.row0 + 64 * c, p.q_head_stride ? work.h : 0, p.q_batch_stride ? work.b : 0);
-        }
-        const int h_k = work.h / (p.nheads / p.nheads_k);
+        for (int c = 0; c < Shape::kConsumers; c++)
+            load_tile(shared.sQ[q_stage][c], p.q_tma, shared.q[c].full[q_stage],
+                      seq.q_begin + tile.block * kBlockM + 64 * c, tile.h, tile.b);
 #pragma unroll 1
-        for (int n_block = work.n_block_max - 1; n_block >= 0; n_block--, block++) {
-            const int stage = block % kStages, row = n_block * kBlockN;
-            await_room(shared.k_empty, block);
-            load(shared.sK[stage], p.k_map, shared.k_full[stage], row, p.k_head_stride ? h_k : 0,
-                 p.k_batch_stride ? work.b : 0);
-            await_room(shared.v_empty, block);
-            load(shared.sV[stage], p.v_map, shared.v_full[stage], row, p.v_head_stride ? h_k : 0,
-                 p.v_batch_stride ? work.b : 0);
+        for (int n_block = blocks.end - 1; n_block >= blocks.begin; n_block--, num_blocks++) {
+            const uint32_t stage = num_blocks % Shape::kStages;
+            const int key = seq.k_begin + n_block * kBlockN;
+            shared.k.producer_acquire(num_blocks);
+            load_tile(shared.sK[stage], p.k_tma, shared.k.full[stage], key, tile.h_k, tile.b);
+            shared.v.producer_acquire(num_blocks);
+            load_tile(shared.sV[stage], p.v_tma, shared.v.full[stage], key, tile.h_k, tile.b);
         }
     }
+    for (auto &ring : shared.q) mbarrier_arrive(ring.full[num_tiles % Shape::kQStages]);  // there is no tile left
 }
 
-// 64 rows of out and lse of each tile.
-template <typename T, typename Tile>
-__device__ void consume(const Params &p, SharedMemory<Tile> &shared, int consumer) {
-    constexpr int kHeadDim = Tile::kHeadDim, kBlockN = Tile::kBlockN, kCols = Tile::kCols, kRowBytes = 2 * kCols;
-    constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8, kConsumers = Tile::kConsumers;
-    constexpr int kStages = Tile::kStages, kQStages = Tile::kQStages;
-    constexpr float kMaxSum = 1 << 15;  // of a lane's columns of P: less than fp16 holds
-    const int warp_idx = threadIdx.x / 32 % 4, lane_idx = threadIdx.x % 32;
-    uint32_t tile = 0, block = 0;  // of the tiles and of the blocks so far
-    auto release = [&](Barrier &empty) {  // when all four warps have; a warp's lanes have met since they waited
-        if (lane_idx == 0) mbarrier_arrive(empty);
-    };
+// A warpgroup: 64 rows of out and lse of each tile.
+template <typename T, typename Shape> struct Consumer {
+    static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages;
+    static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8, kQStages = Shape::kQStages;
+    static constexpr float kMaxSum = 1 << 15;  // of a lane's columns of P: less than fp16 holds
 
-    float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4], alpha[2];
+    const Params<Shape> &p;
+    SharedMemory<Shape> &shared;
+    const int consumer, warp_idx = threadIdx.x / 32 % 4, lane_idx = threadIdx.x % 32;
+    const Scores<> scores{p};
+    uint32_t num_tiles = 0, num_blocks = 0;  // so far
+    float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4];
     uint32_t P[kBlockN / 16][4];
-    auto multiply_q_k = [&](int q_stage, int stage) {  // acc_s = Q Kᵀ
-        const uint64_t a = matrix_descriptor<kRowBytes>(shared.sQ[q_stage][consumer]);
-        const uint64_t b = matrix_descriptor<kRowBytes>(shared.sK[stage]);
-#pragma unroll
-        for (int kk = 0; kk < kHeadDim / 16; kk++) {
-            const int panel = 16 * kk / kCols, bytes = 16 * kk % kCols * 2;
-            wgmma<T>(acc_s[0], a + (panel * 64 * kRowBytes + bytes) / 16,
-                     b + (panel * kBlockN * kRowBytes + bytes) / 16, kk > 0);
+
+    __device__ void run() {
+        for (;; num_tiles++) {
+            shared.q[consumer].consumer_wait(num_tiles);
+            const Tile &tile = shared.tiles[num_tiles % kQStages];
+            if (!tile.is_valid) return;
+            Softmax<1> softmax(scores.softmax_scale_log2);
+            for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
+            attend(tile, softmax);
+            store(tile, softmax);
+            shared.q[consumer].consumer_release(num_tiles);
         }
-        warpgroup_commit_batch();
-    };
-    auto multiply_p_v = [&](int stage) {  // acc_o += P V
-        const uint64_t b = matrix_descriptor<kRowBytes>(shared.sV[stage], kBlockN * kRowBytes);
-#pragma unroll
-        for (int kk = 0; kk < kBlockN / 16; kk++) wgmma<T>(acc_o[0], P[kk], b + kk * 16 * kRowBytes / 16);
-        warpgroup_commit_batch();
-    };
-    // Where eight elements of a tile of so many rows lie, for ldmatrix and stmatrix.
-    auto address = [](const void *tile, int rows, int row, int col) {
-        const uint32_t x = shared_address(tile) + ((col / kCols * rows + row) * kCols + col % kCols) * 2;
-        return x ^ (x >> 3 & (kRowBytes - 16));  // swizzled
-    };
-    // acc_s = Q Kᵀ, by this warp alone, as flash_sm80.cu does.
-    auto multiply_q_k_again = [&] {
-        for (auto &x : acc_s[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
-#pragma unroll 1
-        for (int d = 0; d < kHeadDim; d += 16) {
-            uint32_t a[4], b[4];
-            ldmatrix(a, address(shared.sQ[tile % kQStages][consumer], 64, 16 * warp_idx + lane_idx % 16,
-                                d + lane_idx / 16 * 8));
-#pragma unroll
-            for (int n = 0; n < kNTiles; n += 2) {
-                ldmatrix(b, address(shared.sK[block % kStages], kBlockN, 8 * n + lane_idx % 8 + lane_idx / 16 * 8,
-                                    d + lane_idx / 8 % 2 * 8));
-                mma<T>(acc_s[0][n], a, b[0], b[1]), mma<T>(acc_s[0][n + 1], a, b[2], b[3]);
+    }
+
+  private:
+    // acc_o and softmax of a tile's rows, over all keys that they see.
+    __device__ void attend(const Tile &tile, Softmax<1> &softmax) {
+        const Sequence seq(p, tile.b);
+        const Mask mask(seq, p.is_causal);
+        const BlockRange tile_blocks = mask.key_blocks<Shape::kBlockM, kBlockN>(tile.block * Shape::kBlockM);
+        const int row0 = tile.block * Shape::kBlockM + 64 * consumer;
+        const BlockRange blocks = mask.key_blocks<64, kBlockN>(row0);
+        // Blocks from edit_begin on need a mask, or a change of all scores.
+        const int edit_begin = scores.is_raw ? blocks.full_end : 0;
+        const int row = row0 + 16 * warp_idx + lane_idx / 4, col = lane_idx % 4 * 2;  // the first of this lane's
+
+        int n_block = tile_blocks.end - 1;
+        skip_blocks(seq, n_block, blocks.end);
+        if (!__any_sync(~0u, n_block >= blocks.begin)) return;  // the same in a warp, as the compiler sees
+        shared.k.consumer_wait(num_blocks);
+        warpgroup_arrive();
+        multiply_abt<T>(acc_s[0], shared.sQ[num_tiles % kQStages][consumer], shared.sK[num_blocks % kStages]);
+        warpgroup_wait<0>(acc_s[0]);
+        for (;; n_block--, num_blocks++) {
+            const uint32_t block = warp_uniform(num_blocks), q_stage = warp_uniform(num_tiles) % kQStages;
+            if (n_block >= edit_begin) {
+                scores.apply(acc_s);
+                mask.apply(acc_s, row, n_block * kBlockN + col);
             }
-        }
-    };
-    auto await_v = [&](const Mask &mask, int n_block) {
-        await(shared.v_full, block);
-        // Rows after the sample's end may hold anything, NaN as well, which a probability of 0 does not undo. All
-        // consumers clear them, those that skip the block too.
-        if (const int row_end = mask.seq_len - n_block * kBlockN; row_end < kBlockN && mask.seq_len < p.seqlen_k) {
-            constexpr int kThreads = 128 * kConsumers, kVecs = kRowBytes / 16;
-            for (auto &panel : shared.sV[block % kStages])
-                for (int i = row_end * kVecs + threadIdx.x - 128; i < kBlockN * kVecs; i += kThreads)
-                    reinterpret_cast<uint4 *>(panel)[i] = uint4{};
-            fence_proxy_async();
-            barrier_sync(1, kThreads);
-        }
-    };
+            float alpha[2];
+            // row_max follows the scores of blocks with a mask, and of one without: each row has seen keys then.
+            const bool has_grown = exponentiate(softmax, n_block >= blocks.full_end - 1, alpha);
+            shared.k.consumer_release(num_blocks);
 
-    for (;; tile++) {
-        await(shared.work_full, tile);
-        const Work &work = shared.work[tile % 4];
-        int n_block = work.n_block_max - 1;
-        if (n_block < 0) break;
-        const int row0 = work.row0 + 64 * consumer, row = row0 + 16 * warp_idx + lane_idx / 4;  // the first of each
-        const Mask mask(p, work.b);
-        const int sign = (p.softmax_scale > 0) - (p.softmax_scale < 0);
-        // The blocks from n_block_full on need a mask or a sign, those from n_block_max on nothing.
-        const int n_block_full = sign > 0 ? mask.n_block_full<64, kBlockN>(row0) : 0;
-        const int n_block_max = row0 < p.seqlen_q ? mask.n_block_max<64, kBlockN>(row0) : 0;
-        Softmax<1> softmax(float(p.softmax_scale));
-        for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
-        await(shared.q_full[consumer], tile);
-
-        for (; n_block >= n_block_max; n_block--, block++) {
-            await(shared.k_full, block), __syncwarp(), release(shared.k_empty[block % kStages]);
-            await_v(mask, n_block), __syncwarp(), release(shared.v_empty[block % kStages]);
-        }
-        const bool sees_keys = __any_sync(~0u, n_block >= 0);  // the same in a warp, as the compiler sees
-        if (sees_keys) {
-            await(shared.k_full, block);
-            warpgroup_arrive();
-            multiply_q_k(tile % kQStages, block % kStages);
-            warpgroup_wait<0>(acc_s[0]);
-        }
-        for (bool is_first = true; sees_keys; n_block--, block++, is_first = false) {
-            const uint32_t n = __shfl_sync(~0u, block, 0), t = __shfl_sync(~0u, tile, 0);
-            // acc_s becomes P. row_max follows the scores of blocks with a mask, and of one without. After that it
-            // stays, and if one of P may then be too large for T, which is rare, the scores are computed once more.
-            if (n_block >= n_block_full) mask.apply(acc_s, row, n_block * kBlockN + lane_idx % 4 * 2, sign);
-            const bool follows = n_block >= n_block_full - 1;
-            bool has_grown = false;
-            float sum[2];
-            if (follows) has_grown = softmax.follow(acc_s, alpha);
-            softmax.exponentiate(acc_s, sum);
-            if (!follows && __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
-                multiply_q_k_again();
-                has_grown = softmax.follow(acc_s, alpha);
-                softmax.exponentiate(acc_s, sum);
-            }
-            for (int i = 0; i < 2; i++) softmax.row_sum[i] += sum[i];
-            release(shared.k_empty[block % kStages]);
-
-            warpgroup_wait<0>(acc_o[0], P);
-            if (!is_first) release(shared.v_empty[(block - 1) % kStages]);
+            warpgroup_wait<0>(acc_o[0], P);  // P V of the block before
+            if (n_block + 1 < blocks.end) shared.v.consumer_release(num_blocks - 1);
 #pragma unroll
             for (int i = 0; i < 2 * kNTiles; i++)
                 P[i / 4][i % 4] = pack<T>(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
             if (has_grown) softmax.rescale(acc_o, alpha);
 
-            await_v(mask, n_block);
-            if (n_block > 0) {
-                await(shared.k_full, block + 1);
-                warpgroup_arrive();
-                multiply_q_k(t % kQStages, (n + 1) % kStages);
-                multiply_p_v(n % kStages);
-                warpgroup_wait<1>(acc_s[0]);
-                continue;
-            }
+            wait_for_v(seq, n_block);
+            if (n_block == blocks.begin) break;
+            shared.k.consumer_wait(num_blocks + 1);
             warpgroup_arrive();
-            multiply_p_v(n % kStages);
-            warpgroup_wait<0>(acc_o[0], P);
-            release(shared.v_empty[block++ % kStages]);
-            break;
+            multiply_abt<T>(acc_s[0], shared.sQ[q_stage][consumer], shared.sK[(block + 1) % kStages]);
+            multiply_ab<T>(acc_o[0], P, shared.sV[block % kStages]);
+            warpgroup_wait<1>(acc_s[0]);
         }
+        warpgroup_arrive();
+        multiply_ab<T>(acc_o[0], P, shared.sV[warp_uniform(num_blocks) % kStages]);
+        warpgroup_wait<0>(acc_o[0], P);
+        shared.v.consumer_release(num_blocks++);
+        skip_blocks(seq, --n_block, tile_blocks.begin);
+    }
 
-        // out, from where Q was, as the four warps have all read it.
+    // Blocks of the tile, from n_block down to `end`, that only other consumers need.
+    __device__ void skip_blocks(const Sequence &seq, int &n_block, int end) {
+        for (; n_block >= end; n_block--, num_blocks++) {
+            shared.k.consumer_wait(num_blocks);
+            __syncwarp();
+            shared.k.consumer_release(num_blocks);
+            wait_for_v(seq, n_block);
+            __syncwarp();
+            shared.v.consumer_release(num_blocks);
+        }
+    }
+
+    // Rows of V after the sample's end may hold anything, NaN as well, which a probability of 0 does not undo. All
+    // consumers clear them, those that skip the block too.
+    __device__ void wait_for_v(const Sequence &seq, int n_block) {
+        shared.v.consumer_wait(num_blocks);
+        const int row_end = seq.seqlen_k - n_block * kBlockN;
+        if (row_end >= kBlockN || seq.seqlen_k == seq.padded_k) return;
+        constexpr int kThreads = 128 * Shape::kConsumers, kVecs = SmemTile<kBlockN, kHeadDim>::kRowBytes / 16;
+        for (auto &panel : shared.sV[num_blocks % kStages].panel)
+            for (int i = row_end * kVecs + threadIdx.x - 128; i < kBlockN * kVecs; i += kThreads)
+                reinterpret_cast<uint4 *>(panel)[i] = uint4{};
+        fence_proxy_async();
+        named_barrier_sync(kAllConsumers, kThreads);
+    }
+
+    // acc_s becomes P, and softmax takes it in. Returns whether acc_o is to be rescaled by alpha.
+    __device__ bool exponentiate(Softmax<1> &softmax, bool updates_max, float (&alpha)[2]) {
+        bool has_grown = false;
+        float sum[2];
+        if (updates_max) has_grown = softmax.update_row_max(acc_s, alpha);
+        softmax.exponentiate(acc_s, sum);
+        if (!updates_max && __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
+            exponentiate_again(softmax, sum, alpha);
+            has_grown = true;
+        }
+        for (int i = 0; i < 2; i++) softmax.row_sum[i] += sum[i];
+        return has_grown;
+    }
+
+    // The rows whose P may be too large for T get their scores once more, a new row_max, and P by it. The warp computes
+    // them alone, as flash_sm80.cu does. Its other rows keep their P: they must not depend on their neighbours.
+    __device__ void exponentiate_again(Softmax<1> &softmax, float (&sum)[2], float (&alpha)[2]) {
+        const int warp_idx = thread_idx() / 32 % 4, lane_idx = thread_idx() % 32;  // no register in the usual case
+        bool is_large[2];
+        for (int i = 0; i < 2; i++) is_large[i] = quad_reduce(sum[i], fmaxf) > kMaxSum;
+        const auto &sQ = shared.sQ[num_tiles % kQStages][consumer];
+        const auto &sK = shared.sK[num_blocks % kStages];
+#pragma unroll
+        for (int n = 0; n < kNTiles; n++) {
+            float s[1][1][4] = {};
+#pragma unroll 1
+            for (int d = 0; d < kHeadDim; d += 32) {
+                uint32_t a[4], b[4];
+                ldmatrix(b, sK.address(8 * n + lane_idx % 8, d + lane_idx / 8 * 8));
+                ldmatrix(a, sQ.address(16 * warp_idx + lane_idx % 16, d + lane_idx / 16 * 8));
+                mma<T>(s[0][0], a, b[0], b[1]);
+                ldmatrix(a, sQ.address(16 * warp_idx + lane_idx % 16, d + 16 + lane_idx / 16 * 8));
+                mma<T>(s[0][0], a, b[2], b[3]);
+            }
+            scores.apply(s);
+            for (int e = 0; e < 4; e++)
+                if (is_large[e / 2]) acc_s[0][n][e] = s[0][0][e];
+        }
+        for (int i = 0; i < 2; i++) {
+            alpha[i] = 1.f;
+            softmax.update_row_max(acc_s, alpha[i], i, is_large[i]);
+            if (is_large[i]) sum[i] = softmax.exponentiate_row(acc_s, i);
+        }
+    }
+
+    // out and lse. out goes by way of where Q was, as the four warps have all read it.
+    __device__ void store(const Tile &tile, Softmax<1> &softmax) {
+        const Sequence seq(p, tile.b);
+        const int row0 = tile.block * Shape::kBlockM + 64 * consumer + 16 * warp_idx, row = row0 + lane_idx / 4;
+        for (int i = 0; i < 2; i++)
+            if (row + 8 * i >= seq.seqlen_q) softmax.clear(i);
         softmax.finalize(acc_o);
+        float *lse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            if (row + 8 * i < p.seqlen_q && lane_idx % 4 == 0)
-                static_cast<float *>(p.lse)[(int64_t(work.b) * p.nheads + work.h) * p.seqlen_q + row + 8 * i] =
-                    softmax.lse(i);
-        auto &sO = shared.sQ[tile % kQStages][consumer];
-        barrier_sync(2 + consumer, 128);
+            if (row + 8 * i < seq.padded_q && lane_idx % 4 == 0) lse[row + 8 * i] = softmax.lse(i);
+        auto &sO = shared.sQ[num_tiles % kQStages][consumer];
+        named_barrier_sync(kOneConsumer + consumer, 128);
 #pragma unroll
         for (int d = 0; d < kDTiles; d += 2) {
             uint32_t x[4];
             for (int j = 0; j < 4; j++)
                 x[j] = pack<T>(acc_o[0][d + j / 2][j % 2 * 2], acc_o[0][d + j / 2][j % 2 * 2 + 1]);
-            stmatrix(x, address(sO, 64, 16 * warp_idx + lane_idx % 16, 8 * d + lane_idx / 16 * 8));
+            stmatrix(x, sO.address(16 * warp_idx + lane_idx % 16, 8 * d + lane_idx / 16 * 8));
         }
         fence_proxy_async();
         __syncwarp();
-        if (lane_idx == 0) {
-            for (int i = 0; i < Tile::kPanels; i++)
-                tma_store(sO[i][16 * warp_idx], p.o_map, i * kCols, row0 + 16 * warp_idx, work.h, work.b);
-            tma_store_commit_and_wait_read();
-        }
-        release(shared.q_empty[consumer][tile % kQStages]);
+        if (lane_idx > 0) return;
+        store_rows(sO, 16 * warp_idx, p.o_tma, seq.q_begin + row0, tile.h, tile.b);
+        tma_store_wait_read();
     }
-}
+};
 
-template <typename T, typename Tile>
-__global__ void __launch_bounds__(Tile::kNThreads, 1) flash_fwd(const __grid_constant__ Params p) {
+template <typename T, typename Shape>
+__global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_constant__ Params<Shape> p) {
 #if !defined(__CUDA_ARCH_FEAT_SM90_ALL) && !MINIMAL_ATTN_EMULATED
     __trap();
 #else
-    auto &shared = shared_memory<SharedMemory<Tile>>();
-    if (threadIdx.x == 0) {
-        for (int c = 0; c < Tile::kConsumers; c++)
-            for (int s = 0; s < Tile::kQStages; s++)
-                mbarrier_init(shared.q_full[c][s], 1), mbarrier_init(shared.q_empty[c][s], 4);
-        for (int s = 0; s < Tile::kStages; s++) {
-            mbarrier_init(shared.k_full[s], 1), mbarrier_init(shared.k_empty[s], 4 * Tile::kConsumers);
-            mbarrier_init(shared.v_full[s], 1), mbarrier_init(shared.v_empty[s], 4 * Tile::kConsumers);
-        }
-        for (Barrier &full : shared.work_full) mbarrier_init(full, 1);
-        fence_mbarrier_init();
-    }
+    auto &shared = shared_memory<SharedMemory<Shape>>();
+    if (threadIdx.x == 0) shared.init_barriers();
     __syncthreads();
-    const int warpgroup_idx = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same in a warp, as the compiler sees
+    const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
     if (warpgroup_idx == 0) {
-        warpgroup_reg_dealloc<Tile::kProducerRegisters>();
-        if (threadIdx.x == 0) produce<Tile>(p, shared);
+        warpgroup_reg_dealloc<Shape::kProducerRegisters>();
+        if (threadIdx.x == 0) produce<Shape>(p, shared);
     } else {
-        warpgroup_reg_alloc<Tile::kConsumerRegisters>();
-        consume<T, Tile>(p, shared, warpgroup_idx - 1);
+        warpgroup_reg_alloc<Shape::kConsumerRegisters>();
+        Consumer<T, Shape>{p, shared, int(warpgroup_idx) - 1}.run();
     }
 #endif
 }
 
-template <typename T, typename Tile> void launch_fwd(const AttnParams &attn) {
-    static_assert(sizeof(SharedMemory<Tile>) <= 227 << 10);
-    const int64_t tiles = (int64_t(attn.seqlen_q) + Tile::kBlockM - 1) / Tile::kBlockM * attn.batch_size * attn.nheads;
-    const int64_t blocks = std::min<int64_t>(tiles, num_sms());
-    if (tiles == 0) return;
-    if (tiles + blocks > INT32_MAX) throw std::runtime_error("minimal_attn: there are too many tiles of rows");
-    Params p{attn};
-    encode(p.q_map, "q", p.q, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, p.q_batch_stride, p.q_head_stride,
-           p.q_row_stride, 64, Tile::kCols);
-    encode(p.k_map, "k", p.k, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.k_batch_stride, p.k_head_stride,
-           p.k_row_stride, Tile::kBlockN, Tile::kCols);
-    encode(p.v_map, "v", p.v, p.batch_size, p.nheads_k, p.seqlen_k, p.head_dim, p.v_batch_stride, p.v_head_stride,
-           p.v_row_stride, Tile::kBlockN, Tile::kCols);
-    encode(p.o_map, "out", p.o, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, p.o_batch_stride, p.o_head_stride,
-           p.o_row_stride, 16, Tile::kCols);
-    // A block an SM. Without a mask all tiles are alike and dealt out in turn; with one, a block that is done takes the
-    // next by a counter.
-    p.num_tiles = int(tiles), p.group = 1;
-    if (tiles == blocks) p.tile_counter = nullptr;
-    if (p.tile_counter) {
+template <typename T, typename Shape> void launch_fwd(AttnParams p) {
+    static_assert(sizeof(SharedMemory<Shape>) <= 227 << 10);
+    constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
+    const int64_t num_tiles = RowTiles<kBlockM>::count(p), blocks = std::min<int64_t>(num_tiles, num_sms());
+    if (num_tiles == 0) return;
+    if (num_tiles + blocks > INT32_MAX)
+        throw std::runtime_error("minimal_attn: q has " + std::to_string(num_tiles) + " tiles of " +
+                                 std::to_string(kBlockM) + " rows; at most " + std::to_string(INT32_MAX - blocks) +
+                                 " are supported");
+    if (num_tiles == blocks) p.tile_counter = nullptr;
+    if (p.tile_counter)
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
-        const int64_t heads = p.nheads * p.batch_size, l2_bytes = 32 << 20;
-        const double head_bytes = 4. * p.seqlen_k * p.head_dim / (p.nheads / p.nheads_k);
-        while (2 * p.group * head_bytes <= l2_bytes && 2 * int64_t(p.group) <= heads) p.group *= 2;
-    }
-    launch(flash_fwd<T, Tile>, blocks, Tile::kNThreads, sizeof(SharedMemory<Tile>), p.stream, p);
+    auto tma = [&](const char *name, const Tensor &x, int heads, int rows, int box_rows) {
+        return make_tma_tensor<kHeadDim>(name, x, p.batch_size, heads, rows, p.head_dim, box_rows);
+    };
+    const Params<Shape> params{p,
+                               tma("q", p.q, p.nheads, p.seqlen_q, 64),
+                               tma("k", p.k, p.nheads_k, p.seqlen_k, kBlockN),
+                               tma("v", p.v, p.nheads_k, p.seqlen_k, kBlockN),
+                               tma("out", p.o, p.nheads, p.seqlen_q, 16),  // the rows of a warp
+                               {p, num_tiles}};
+    launch(flash_fwd<T, Shape>, blocks, Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, params);
 }
 
-// Tiles by head_dim; what lies between two is padded with zeros, by TMA. Three consumers hide one another's softmax
-// better than two do and load K and V less often. A thread's share of S, P and O has to fit 160 registers then: at
-// head_dim 128 that leaves 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper).
+// Tiles by head_dim: {kHeadDim, kConsumers, kBlockN, kStages, kQStages}. What lies between two is padded with zeros, by
+// TMA. Three consumers hide one another's softmax better than two do and load K and V less often. A thread's share of
+// S, P and O has to fit 160 registers then.
 template <typename T> void dispatch(const AttnParams &p) {
-    if (p.head_dim <= 64) launch_fwd<T, Tile<64, 3, 128, 4>>(p);
-    else if (p.head_dim <= 96) launch_fwd<T, Tile<96, 3, 96, 4>>(p);
-    else if (p.head_dim <= 128 && p.seqlen_k <= 2048) launch_fwd<T, Tile<128, 3, 64, 4>>(p);
-    else if (p.head_dim <= 128) launch_fwd<T, Tile<128, 3, 80>>(p);
-    else if (p.head_dim <= 192) launch_fwd<T, Tile<192, 2, 80>>(p);
-    else launch_fwd<T, Tile<256, 2, 64, 2, 1>>(p);
+    if (p.head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
+    else if (p.head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
+    // Registers leave 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper).
+    else if (p.head_dim <= 128 && p.seqlen_k <= 2048) launch_fwd<T, Shape<128, 3, 64, 4>>(p);
+    else if (p.head_dim <= 128) launch_fwd<T, Shape<128, 3, 80>>(p);
+    else if (p.head_dim <= 192) launch_fwd<T, Shape<192, 2, 80>>(p);
+    else launch_fwd<T, Shape<256, 2, 64, 2, 1>>(p);  // shared memory has no room for a second Q
 }
 
 void flash_forward(const AttnParams &p) {

@@ -6,6 +6,8 @@
 // barrier left out is a data race that ThreadSanitizer reports. Blocks run one after another. Shared memory is NaN at
 // the start of each, so that a value read before it is written shows. As in CUDA, every thread of a block must reach
 // every barrier; unlike in CUDA, none may return early.
+//
+// Read next: flash_host.cpp, which includes both kernels.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +27,11 @@
 #include <vector>
 
 #define __global__
+#define __host__
 #define __device__
 #define __launch_bounds__(...)
+
+using std::exp2, std::fabs, std::fma, std::fmax, std::fmin, std::log, std::max, std::min;
 
 namespace host {
 
@@ -100,7 +105,7 @@ inline void __pipeline_wait_prior(int) {  // for all that is pending: the kernel
 
 template <typename Tiles> Tiles &shared_memory() { return *reinterpret_cast<Tiles *>(host_block->shared.data()); }
 
-inline size_t max_shared_memory() { return std::numeric_limits<size_t>::max(); }
+inline size_t max_shared_memory() { return std::numeric_limits<size_t>::max(); }  // that of device.h is of a GPU
 
 // Run kernel(args...) for every block of the grid and return when all are done. There are no streams.
 template <typename... Args>
@@ -133,7 +138,5 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
     start.notify_all();
     if (start < 0) throw std::runtime_error("minimal_attn: could not start " + std::to_string(threads) + " threads");
 }
-
-using std::exp2, std::fabs, std::fmax, std::log, std::max, std::min;
 
 }  // namespace host

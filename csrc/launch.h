@@ -1,12 +1,13 @@
 // What the kernels need of the CUDA runtime: element types, dynamic shared memory, and one function that launches or
 // throws. host_cuda.h has the same for the CPU, in its namespace host: both are linked into one library.
+//
+// Read next: device.h, what is asked of the GPU.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_pipeline.h>
 
-#include <atomic>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -46,33 +47,6 @@ inline void check_cuda(cudaError_t error) {
                    std::to_string(gpu.major) + "." + std::to_string(gpu.minor) + " (7.5 and newer are supported)";
     }
     throw std::runtime_error(message);
-}
-
-// ask(device), not 0, of the current device: asked once for each.
-template <typename Ask> int once_per_device(Ask ask) {
-    static std::atomic<int> known[64];
-    int device;
-    check_cuda(cudaGetDevice(&device));
-    if (device >= 64) return ask(device);
-    if (!known[device]) known[device] = ask(device);
-    return known[device];
-}
-
-// Bytes of shared memory that one block may have on the current device.
-inline size_t max_shared_memory() {
-    int device, bytes;
-    check_cuda(cudaGetDevice(&device));
-    check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    return bytes;
-}
-
-// Multiprocessors of the current device.
-inline int num_sms() {
-    return once_per_device([](int device) {
-        int count;
-        check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-        return count;
-    });
 }
 
 // Enqueue kernel<<<blocks, threads, shared_bytes, stream>>>(args...) on the current device. No blocks: nothing to do.

@@ -1,54 +1,88 @@
-// Which keys a row sees, for every kernel on tensor cores. The causal, tail and seq_lens masks together are one number
-// a row: `row` sees the keys [0, visible(row)). It never falls from one row to the next, up to the last valid one. So a
-// block of rows needs the key blocks [0, n_block_max), and only those from n_block_full on need a mask.
+// Which keys a query row sees, and which rows see a key: one mask for all kernels, forward and backward. The keys of a
+// row are one range, and neither end of it falls from one row to the next. So the blocks that a tile of rows needs are
+// a range too, and so are those among them that all its rows see whole, which need no mask.
 //
-// Read next: flash_sm80.cu.
+// Read next: scores.cuh, what a score is before it is masked.
 #pragma once
 
-#include <climits>
-#include <cmath>
+#include "sequence.cuh"
 
-#include "flash.h"
+struct Range {
+    int begin, end;  // [begin, end)
+    __device__ bool contains(int i) const { return i >= begin && i < end; }
+    __device__ bool is_empty() const { return begin >= end; }
+};
+
+// Blocks [begin, end) are needed, and those of them in [full_begin, full_end) need no mask.
+struct BlockRange {
+    int begin, full_begin, full_end, end;
+    __device__ bool is_full(int block) const { return block >= full_begin && block < full_end; }
+};
 
 struct Mask {
-    int seq_len;  // valid keys of the sample
-    int row_end;  // valid query rows: seq_lens may end them, and no row from seqlen_q on is written anyway
-    int shift;
+    int seqlen_q, seqlen_k;  // valid rows and keys
+    int diagonal;            // under a causal mask row i sees the keys j <= i + diagonal
     bool is_causal;
 
-    __device__ Mask(const AttnParams &p, int b)
-        : seq_len(p.seq_lens ? max(0, min(p.seq_lens[b], p.seqlen_k)) : p.seqlen_k),
-          row_end(p.seq_lens ? seq_len : INT_MAX), shift(p.seqlen_k - p.seqlen_q), is_causal(p.is_causal) {}
+    __device__ Mask(const Sequence &seq, bool is_causal)
+        : seqlen_q(seq.seqlen_q), seqlen_k(seq.seqlen_k), diagonal(seq.seqlen_k - seq.seqlen_q), is_causal(is_causal) {}
 
-    __device__ int visible(int row) const {
-        return row >= row_end ? 0 : is_causal ? max(0, min(seq_len, row + 1 + shift)) : seq_len;
+    // The keys that a row sees. A row beyond seqlen_q sees none.
+    __device__ Range keys(int row) const {
+        const int end = is_causal ? max(0, min(seqlen_k, row + 1 + diagonal)) : seqlen_k;
+        return {0, row < seqlen_q ? end : 0};
+    }
+    // The rows that see a key. A key beyond seqlen_k is seen by none.
+    __device__ Range rows(int key) const {
+        const int begin = is_causal ? max(0, min(seqlen_q, key - diagonal)) : 0;
+        return {key < seqlen_k ? begin : seqlen_q, seqlen_q};
     }
 
-    // Blocks of kBlockN keys that some row of [row0, row0 + kBlockM) sees, and how many of them every row sees whole.
-    template <int kBlockM, int kBlockN> __device__ int n_block_max(int row0) const {
-        return row0 >= row_end ? 0 : (visible(min(row0 + kBlockM, row_end) - 1) + kBlockN - 1) / kBlockN;
+    // Blocks of kBlockN keys for the rows [row0, row0 + kBlockM). Full is what all valid rows see: what a row beyond
+    // seqlen_q computes there is thrown away at the end, so that no valid row depends on where the sample ends.
+    template <int kBlockM, int kBlockN> __device__ BlockRange key_blocks(int row0) const {
+        const Range first = keys(row0), last = keys(min(row0 + kBlockM, seqlen_q) - 1);
+        return blocks<kBlockN>({first.begin, last.end}, {last.begin, first.end}, row0 >= seqlen_q);
     }
-    template <int kBlockM, int kBlockN> __device__ int n_block_full(int row0) const {
-        return row0 + kBlockM > row_end ? 0 : visible(row0) / kBlockN;
+    // Blocks of kBlockM rows for the keys [key0, key0 + kBlockN).
+    template <int kBlockM, int kBlockN> __device__ BlockRange row_blocks(int key0) const {
+        const Range first = rows(key0), last = rows(key0 + kBlockN - 1);
+        return blocks<kBlockM>({first.begin, first.end}, {last.begin, first.end}, key0 >= seqlen_k);
     }
 
-    // Scores of keys that a row does not see become -inf, the others are multiplied by `sign`. acc_s: accumulators as
-    // in softmax.cuh; `row` and `col` are the first of this lane's.
+    // Scores of keys that a row does not see become -inf. acc_s [rows, keys]: accumulators as in softmax.cuh; row and
+    // key are the first of this lane's.
     template <int kMTiles, int kNTiles>
-    __device__ void apply(float (&acc_s)[kMTiles][kNTiles][4], int row, int col, float sign) const {
+    __device__ void apply(float (&acc_s)[kMTiles][kNTiles][4], int row, int key) const {
+        hide(acc_s, -INFINITY, key, [&](int i) { return keys(row + i); });
+    }
+    // Probabilities of rows that do not see a key become 0. acc_p [keys, rows].
+    template <int kMTiles, int kNTiles>
+    __device__ void apply_transposed(float (&acc_p)[kMTiles][kNTiles][4], int key, int row) const {
+        hide(acc_p, 0.f, row, [&](int i) { return rows(key + i); });
+    }
+
+  private:
+    template <int kBlock> __device__ static BlockRange blocks(Range some, Range all, bool is_none) {
+        if (is_none || some.is_empty()) return {0, 0, 0, 0};
+        const int begin = some.begin / kBlock, end = (some.end + kBlock - 1) / kBlock;
+        const int full_begin = (all.begin + kBlock - 1) / kBlock;
+        return {begin, full_begin, max(all.end / kBlock, full_begin), end};
+    }
+
+    // Of row i of the fragment, what lies outside of columns_of(i) becomes `hidden`; col is the first of this lane's.
+    template <int kMTiles, int kNTiles, typename ColumnsOf>
+    __device__ static void hide(float (&acc)[kMTiles][kNTiles][4], float hidden, int col, ColumnsOf columns_of) {
 #pragma unroll
         for (int i = 0; i < 2 * kMTiles; i++) {
-            // visible(row + 8·i) - col, put so that no part of it is kept in a register from one block to the next.
-            int end = seq_len - col;
-            if (is_causal) end = min(end, row + 8 * i + 1 + (shift - col));
-            if (row + 8 * i >= row_end) end = 0;
+            const Range columns = columns_of(8 * i);
+            const int end = columns.end - col;
 #pragma unroll
             for (int n = 0; n < kNTiles; n++)
 #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float &s = acc_s[i / 2][n][i % 2 * 2 + e];
-                    s = 8 * n + e < end ? s * sign : -INFINITY;
-                }
+                for (int e = 0; e < 2; e++)  // a begin of 0, as of all keys(), costs no comparison
+                    if (8 * n + e >= end || (columns.begin > 0 && 8 * n + e < columns.begin - col))
+                        acc[i / 2][n][i % 2 * 2 + e] = hidden;
         }
     }
 };

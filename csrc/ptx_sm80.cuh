@@ -7,7 +7,7 @@
 //   B [16, 8]   b0 column r, rows 2c and 2c + 1; b1 rows + 8
 //   D [16, 8]   d[0], d[1] row r, columns 2c and 2c + 1; d[2], d[3] row r + 8
 //
-// Read next: softmax.cuh and mask.cuh, which work on D; flash_sm80.cu, the kernel.
+// Read next: softmax.cuh, which works on D.
 #pragma once
 
 #include <cuda_bf16.h>

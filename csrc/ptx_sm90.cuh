@@ -2,7 +2,7 @@
 // tiles by TMA, products by the four warps of a warpgroup. One wrapper an instruction, with its section in the
 // PTX ISA; see also ptx_sm80.cuh. They exist in code for sm_90a alone.
 //
-// Read next: flash_sm90.cu; flash_dmma.cu for the last one.
+// Read next: pipeline_sm90.cuh, which makes rings of the barriers.
 #pragma once
 
 #include <cuda.h>  // CUtensorMap
@@ -65,13 +65,13 @@ __device__ inline void tma_load(void *to, const CUtensorMap &map, Barrier &barri
         : "memory");
 }
 
-// The same from shared memory to the tensor; what would lie outside of it is left out. By commit_group the copies of
-// this thread so far become a group; wait_group.read waits until they have all read what they copy.
+// The same from shared memory to the tensor; what would lie outside of it is left out. commit_group makes a group of
+// this thread's copies so far; wait_group.read waits until they have all read what they copy.
 __device__ inline void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                  "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
-__device__ inline void tma_store_commit_and_wait_read() {
+__device__ inline void tma_store_wait_read() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
@@ -95,24 +95,24 @@ template <int kRegisters> __device__ void warpgroup_reg_dealloc() {
 // unless it is told, the compiler does so before.
 __device__ inline void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void warpgroup_commit_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kTiles> __device__ void touch(float (&x)[kTiles][4]) {
+template <int kTiles> __device__ void warpgroup_fence_operand(float (&x)[kTiles][4]) {
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; i++) asm volatile("" : "+f"(x[i / 4][i % 4])::"memory");
 }
-template <int kTiles> __device__ void touch(uint32_t (&x)[kTiles][4]) {
+template <int kTiles> __device__ void warpgroup_fence_operand(uint32_t (&x)[kTiles][4]) {
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; i++) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
 }
 template <int kPending, typename... Fragments> __device__ void warpgroup_wait(Fragments &...fragments) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-    (touch(fragments), ...);
+    (warpgroup_fence_operand(fragments), ...);
 }
 
 // "Asynchronous Warpgroup Level Matrix Shared Memory Layout: Matrix Descriptor" of a matrix of 16-bit elements in
 // panels of rows of kRowBytes, 128 or 64, swizzled as TMA swizzles them. Eight rows are a unit. The dimension along
 // which memory runs, 64 or 32 elements in a panel, goes on in the next one, `panel_bytes` further, if it is not that of
 // the sum. Of such a matrix, what begins n bytes further has n / 16 added.
-template <int kRowBytes> __device__ uint64_t matrix_descriptor(const void *p, int panel_bytes = 0) {
+template <int kRowBytes> __device__ uint64_t make_smem_desc(const void *p, int panel_bytes = 0) {
     constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
     return kSwizzle << 62 | uint64_t(8 * kRowBytes / 16) << 32 | uint64_t(panel_bytes / 16) << 16 |
            (shared_address(p) & 0x3ffff) / 16;
@@ -122,38 +122,27 @@ template <int kRowBytes> __device__ uint64_t matrix_descriptor(const void *p, in
 #define MINIMAL_ATTN_D(i)                                                                                          \
     "+f"(d[2 * i][0]), "+f"(d[2 * i][1]), "+f"(d[2 * i][2]), "+f"(d[2 * i][3]), "+f"(d[2 * i + 1][0]),             \
         "+f"(d[2 * i + 1][1]), "+f"(d[2 * i + 1][2]), "+f"(d[2 * i + 1][3])
-#define MINIMAL_ATTN_D_16 MINIMAL_ATTN_D(0)
-#define MINIMAL_ATTN_D_32 MINIMAL_ATTN_D_16, MINIMAL_ATTN_D(1)
-#define MINIMAL_ATTN_D_48 MINIMAL_ATTN_D_32, MINIMAL_ATTN_D(2)
-#define MINIMAL_ATTN_D_64 MINIMAL_ATTN_D_48, MINIMAL_ATTN_D(3)
+#define MINIMAL_ATTN_D_64 MINIMAL_ATTN_D(0), MINIMAL_ATTN_D(1), MINIMAL_ATTN_D(2), MINIMAL_ATTN_D(3)
 #define MINIMAL_ATTN_D_80 MINIMAL_ATTN_D_64, MINIMAL_ATTN_D(4)
 #define MINIMAL_ATTN_D_96 MINIMAL_ATTN_D_80, MINIMAL_ATTN_D(5)
-#define MINIMAL_ATTN_D_112 MINIMAL_ATTN_D_96, MINIMAL_ATTN_D(6)
-#define MINIMAL_ATTN_D_128 MINIMAL_ATTN_D_112, MINIMAL_ATTN_D(7)
-#define MINIMAL_ATTN_D_144 MINIMAL_ATTN_D_128, MINIMAL_ATTN_D(8)
-#define MINIMAL_ATTN_D_160 MINIMAL_ATTN_D_144, MINIMAL_ATTN_D(9)
-#define MINIMAL_ATTN_D_176 MINIMAL_ATTN_D_160, MINIMAL_ATTN_D(10)
-#define MINIMAL_ATTN_D_192 MINIMAL_ATTN_D_176, MINIMAL_ATTN_D(11)
-#define MINIMAL_ATTN_D_208 MINIMAL_ATTN_D_192, MINIMAL_ATTN_D(12)
-#define MINIMAL_ATTN_D_224 MINIMAL_ATTN_D_208, MINIMAL_ATTN_D(13)
-#define MINIMAL_ATTN_D_240 MINIMAL_ATTN_D_224, MINIMAL_ATTN_D(14)
-#define MINIMAL_ATTN_D_256 MINIMAL_ATTN_D_240, MINIMAL_ATTN_D(15)
-#define MINIMAL_ATTN_REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define MINIMAL_ATTN_REGS_32 MINIMAL_ATTN_REGS_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define MINIMAL_ATTN_REGS_48 MINIMAL_ATTN_REGS_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define MINIMAL_ATTN_REGS_64 MINIMAL_ATTN_REGS_48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define MINIMAL_ATTN_D_128 MINIMAL_ATTN_D_96, MINIMAL_ATTN_D(6), MINIMAL_ATTN_D(7)
+#define MINIMAL_ATTN_D_192 \
+    MINIMAL_ATTN_D_128, MINIMAL_ATTN_D(8), MINIMAL_ATTN_D(9), MINIMAL_ATTN_D(10), MINIMAL_ATTN_D(11)
+#define MINIMAL_ATTN_D_256 \
+    MINIMAL_ATTN_D_192, MINIMAL_ATTN_D(12), MINIMAL_ATTN_D(13), MINIMAL_ATTN_D(14), MINIMAL_ATTN_D(15)
+#define MINIMAL_ATTN_REGS_64 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define MINIMAL_ATTN_REGS_80 MINIMAL_ATTN_REGS_64 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define MINIMAL_ATTN_REGS_96 MINIMAL_ATTN_REGS_80 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define MINIMAL_ATTN_REGS_112 MINIMAL_ATTN_REGS_96 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define MINIMAL_ATTN_REGS_128 MINIMAL_ATTN_REGS_112 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define MINIMAL_ATTN_REGS_144 MINIMAL_ATTN_REGS_128 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define MINIMAL_ATTN_REGS_160 MINIMAL_ATTN_REGS_144 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define MINIMAL_ATTN_REGS_176 MINIMAL_ATTN_REGS_160 ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define MINIMAL_ATTN_REGS_192 MINIMAL_ATTN_REGS_176 ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define MINIMAL_ATTN_REGS_208 MINIMAL_ATTN_REGS_192 ", %96, %97, %98, %99, %100, %101, %102, %103"
-#define MINIMAL_ATTN_REGS_224 MINIMAL_ATTN_REGS_208 ", %104, %105, %106, %107, %108, %109, %110, %111"
-#define MINIMAL_ATTN_REGS_240 MINIMAL_ATTN_REGS_224 ", %112, %113, %114, %115, %116, %117, %118, %119"
-#define MINIMAL_ATTN_REGS_256 MINIMAL_ATTN_REGS_240 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define MINIMAL_ATTN_REGS_128 \
+    MINIMAL_ATTN_REGS_96 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MINIMAL_ATTN_REGS_192 \
+    MINIMAL_ATTN_REGS_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define MINIMAL_ATTN_REGS_256 \
+    MINIMAL_ATTN_REGS_192 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110" \
+    ", %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // The shapes m64nNk16 in use, with the numbers of the five operands after the accumulators.
 #define MINIMAL_ATTN_SHAPES(SHAPE)      \

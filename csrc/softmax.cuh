@@ -4,11 +4,12 @@
 // of a wgmma accumulator looks the same. The four lanes of a quad hold the same rows. A lane numbers its rows i = 2·m
 // for row r, 2·m + 1 for row r + 8 of tile m. acc_s is fp32, acc_o fp32 or fp64.
 //
-// The running maximum is lazy. P = exp2(scale_log2 · S - row_max) is right for any row_max near the true maximum, so it
-// stays until the true one is 8 binary orders ahead: P up to 2^8 rounds as well as P up to 1, and acc_o is rescaled at
-// a row's first keys and then almost never. flash_sm90.cu does not even look, until a sum of P is beyond 2^15.
+// The running maximum is lazy. P = exp2(softmax_scale_log2 · S - row_max) is right for any row_max near the true
+// maximum, so row_max stays until the true one is 8 binary orders ahead. P up to 2^8 rounds as well as P up to 1, and
+// acc_o is rescaled at a row's first keys and then almost never. Each row decides for itself: what happens to a row
+// never depends on the rows that its warp has beside it.
 //
-// Read next: mask.cuh.
+// Read next: tiles_sm80.cuh.
 #pragma once
 
 #include <cfloat>
@@ -23,37 +24,43 @@ template <typename Op> __device__ float quad_reduce(float x, Op op) {
 
 template <int kMTiles> struct Softmax {
     static constexpr int kRows = 2 * kMTiles;
-    static constexpr float kSlack = 8.f;
+    static constexpr float kRescaleThreshold = 8.f;  // in units of log2
 
-    // Above 0, so that a masked score of -inf stays -inf: the scores come with softmax_scale's sign, as 0 if it is 0.
-    float scale_log2;
-    float row_max[kRows];  // times scale_log2; finite before the first key, so that exp2(-inf - row_max) is 0, not NaN
-    float row_sum[kRows];  // over this lane's columns, until finalize()
+    float softmax_scale_log2;  // above 0: see scores.cuh
+    float row_max[kRows];      // times softmax_scale_log2; finite at the start: exp2(-inf - row_max) is 0, not NaN
+    float row_sum[kRows];      // over this lane's columns, until finalize()
 
-    __device__ explicit Softmax(float softmax_scale)
-        : scale_log2(softmax_scale == 0.f ? 1.f : fabsf(softmax_scale) * 1.4426950408889634f) {
+    __device__ explicit Softmax(float softmax_scale_log2) : softmax_scale_log2(softmax_scale_log2) {
         for (int i = 0; i < kRows; i++) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
     }
 
-    // Before the probabilities of a block: let row_max follow its scores. Returns whether that of some row of the warp
-    // has moved. Then what was summed so far is to be multiplied by alpha: row_sum has been, acc_o is by rescale().
-    template <int kNTiles> __device__ bool follow(const float (&acc_s)[kMTiles][kNTiles][4], float (&alpha)[kRows]) {
+    // Before the probabilities of a block: row_max grows where its scores are far ahead. Returns whether that of some
+    // row of the warp has. Then what was summed so far is to be multiplied by alpha: row_sum has been, acc_o is by
+    // rescale().
+    template <int kNTiles>
+    __device__ bool update_row_max(const float (&acc_s)[kMTiles][kNTiles][4], float (&alpha)[kRows]) {
         bool has_grown = false;
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
-            float block_max = -INFINITY;
-#pragma unroll
-            for (int n = 0; n < kNTiles; n++)
-                block_max = fmaxf(block_max, fmaxf(acc_s[i / 2][n][i % 2 * 2], acc_s[i / 2][n][i % 2 * 2 + 1]));
-            block_max = quad_reduce(block_max, fmaxf);
-            block_max = __fmul_rn(block_max, scale_log2);  // rounded, as row_max is: no FMA with what comes next
-            const float growth = block_max - row_max[i];
-            alpha[i] = growth > kSlack ? ptx::exp2_approx(-growth) : 1.f;
-            row_max[i] = growth > kSlack ? block_max : row_max[i];
-            has_grown |= growth > kSlack;
+            alpha[i] = 1.f;
+            has_grown |= update_row_max(acc_s, alpha[i], i);
         }
-        if (!__any_sync(~0u, has_grown)) return false;
-        for (int i = 0; i < kRows; i++) row_sum[i] *= alpha[i];
+        return __any_sync(~0u, has_grown);
+    }
+    // The same of row i alone, if `may_grow`. All lanes of the warp take part.
+    template <int kNTiles>
+    __device__ bool update_row_max(const float (&acc_s)[kMTiles][kNTiles][4], float &alpha, int i,
+                                   bool may_grow = true) {
+        float block_max = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < kNTiles; n++)
+            block_max = fmaxf(block_max, fmaxf(acc_s[i / 2][n][i % 2 * 2], acc_s[i / 2][n][i % 2 * 2 + 1]));
+        block_max = quad_reduce(block_max, fmaxf);
+        block_max = __fmul_rn(block_max, softmax_scale_log2);  // rounded, as row_max is: no FMA with what comes next
+        const float growth = block_max - row_max[i];
+        if (!may_grow || !(growth > kRescaleThreshold)) return false;
+        alpha = ptx::exp2_approx(-growth);
+        row_max[i] = block_max, row_sum[i] *= alpha;
         return true;
     }
 
@@ -66,11 +73,11 @@ template <int kMTiles> struct Softmax {
                 for (int e = 0; e < 2; e++) acc_o[i / 2][d][i % 2 * 2 + e] *= alpha[i];
     }
 
-    // Both in one.
+    // Both of them.
     template <int kNTiles, int kDTiles, typename Sum>
     __device__ void update(const float (&acc_s)[kMTiles][kNTiles][4], Sum (&acc_o)[kMTiles][kDTiles][4]) {
         float alpha[kRows];
-        if (follow(acc_s, alpha)) rescale(acc_o, alpha);
+        if (update_row_max(acc_s, alpha)) rescale(acc_o, alpha);
     }
 
     // The scores become P. `sum` is what this lane's columns of P come to, to be added to row_sum by the caller.
@@ -83,9 +90,23 @@ template <int kMTiles> struct Softmax {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float &x = acc_s[i / 2][n][i % 2 * 2 + e];
-                    x = ptx::exp2_approx(x * scale_log2 - row_max[i]);
+                    x = ptx::exp2_approx(x * softmax_scale_log2 - row_max[i]);
                     sum[i] += x;
                 }
+    }
+
+    // The same of row i alone.
+    template <int kNTiles> __device__ float exponentiate_row(float (&acc_s)[kMTiles][kNTiles][4], int i) const {
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < kNTiles; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float &x = acc_s[i / 2][n][i % 2 * 2 + e];
+                x = ptx::exp2_approx(x * softmax_scale_log2 - row_max[i]);
+                sum += x;
+            }
+        return sum;
     }
 
     // P of the columns [16·kk, 16·kk + 16) of tile m: added to row_sum, and rounded to T as the A operand of P V.
@@ -95,8 +116,8 @@ template <int kMTiles> struct Softmax {
         for (int j = 0; j < 4; j++) {
             const int i = 2 * m + j % 2;
             const float(&s)[4] = acc_s[2 * kk + j / 2];
-            const float x = ptx::exp2_approx(s[j % 2 * 2] * scale_log2 - row_max[i]);
-            const float y = ptx::exp2_approx(s[j % 2 * 2 + 1] * scale_log2 - row_max[i]);
+            const float x = ptx::exp2_approx(s[j % 2 * 2] * softmax_scale_log2 - row_max[i]);
+            const float y = ptx::exp2_approx(s[j % 2 * 2 + 1] * softmax_scale_log2 - row_max[i]);
             row_sum[i] += x + y;
             p[j] = ptx::pack<T>(x, y);
         }
@@ -109,14 +130,17 @@ template <int kMTiles> struct Softmax {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const int i = 2 * m + j % 2;
-            const float x = ptx::exp2_approx(acc_s[n][j % 2 * 2 + j / 2] * scale_log2 - row_max[i]);
+            const float x = ptx::exp2_approx(acc_s[n][j % 2 * 2 + j / 2] * softmax_scale_log2 - row_max[i]);
             row_sum[i] += x;
             p[j] = x;
         }
     }
 
-    // row_sum becomes the row's, and acc_o the output times `scale`: of empty rows 0, even where V times probabilities
-    // of 0 gave NaN.
+    // Row i is beyond the end of its sample: finalize() and lse() take it for one without keys.
+    __device__ void clear(int i) { row_max[i] = -FLT_MAX, row_sum[i] = 0.f; }
+
+    // row_sum becomes the row's, and acc_o the output times `scale`. In rows without keys it is 0, even where V times
+    // probabilities of 0 gave NaN.
     template <int kDTiles, typename Sum>
     __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float scale = 1.f) {
 #pragma unroll

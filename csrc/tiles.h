@@ -1,15 +1,21 @@
-// Tiles in shared memory, how they are loaded and multiplied, for flash.cu and flash_bwd.cu: Sum throughout, which is
-// fp32 whatever the tensors hold, and fp64 where they hold that (on the CPU alone).
+// Tiles in shared memory, how they are loaded and multiplied, for flash.cu and flash_bwd.cu. Their elements and all
+// sums are of type Sum: fp32 whatever the tensors hold, but fp64 for fp64, which only the CPU has.
 //
 // The threads of a block form a kTy × kTx grid over the product. Thread (ty, tx) has rows and columns in groups of four
 // neighbours, see place(), to read them as vectors. Both factors lie with the summed index first: a term of the sum is
 // the outer product of a row of each, which a thread adds in registers: 8 × 8 FMAs for 4 reads of 16 bytes.
+//
+// Read next: flash_bwd.cu, the backward pass on the same tiles.
 #pragma once
 
 #include <type_traits>
 #include <utility>
 
 #include "dropout.h"
+#include "mask.cuh"
+#include "scheduler.cuh"
+#include "scores.cuh"
+#include "sequence.cuh"
 
 namespace simt {
 
@@ -60,9 +66,9 @@ static_assert(sizeof(Tiles128) <= 99 << 10 && sizeof(Tiles256) <= 99 << 10);  //
 static_assert(sizeof(Tiles128Wide) <= 227 << 10 && sizeof(Tiles256Wide) <= 227 << 10);  // sm_90
 
 // Whether rows of a tensor can be read 4 elements at a time.
-template <typename T>
-bool is_aligned(const void *data, int64_t batch_stride, int64_t head_stride, int64_t row_stride, int head_dim) {
-    return (batch_stride | head_stride | row_stride | head_dim) % 4 == 0 && uintptr_t(data) % (4 * sizeof(T)) == 0;
+template <typename T> bool is_aligned(const Tensor &x, int head_dim) {
+    return (x.batch_stride | x.head_stride | x.row_stride | head_dim) % 4 == 0 &&
+           uintptr_t(x.data) % (4 * sizeof(T)) == 0;
 }
 
 template <int kWide, typename Sum> struct alignas(kWide * sizeof(Sum)) Vec { Sum x[kWide]; };
@@ -75,8 +81,9 @@ template <typename T> __device__ Vec<4, float> load4(const T *p) {
 // tile[r][d] = src[r][d], or tile[d][r] if transposed, kWide elements at a time. Where the tile is larger than the
 // rows × cols of src it gets copies of the last row and column, which the kernel masks, drops or multiplies by P = 0;
 // with rows <= 0 the last row lies before src.
-// What is not converted does not pass through registers, and is there after __pipeline_wait_prior(0). Transposed, a
-// warp copies 8 elements of 4 rows at a time: whole sectors of memory, to 32 banks if the pitch is 4 (mod 16) floats.
+// Elements that need no conversion are copied asynchronously and have arrived after __pipeline_wait_prior(0).
+// Transposed, a warp copies 8 elements of 4 rows at a time: whole sectors of memory, to 32 banks if the pitch is
+// 4 (mod 16) floats.
 template <int kNThreads, bool kTransposed, int kWide, int kM, int kN, typename T>
 __device__ void load_tile(Sum<T> (&tile)[kM][kN], const T *src, int64_t row_stride, int rows, int cols) {
     constexpr int kRows = kTransposed ? kN - 4 : kM, kCols = kTransposed ? kM : kN;
@@ -110,29 +117,35 @@ template <typename Step, typename Load> __device__ const Step &next_step(Step (&
     return step;
 }
 
-// Of each of Tc blocks of keys kStep columns of Kj after the other, then kStep rows of Vj after the other. Each step is
-// loaded while the one before it is used.
+// The stream of K and V through shared memory: for each of the blocks [j, j_end) of keys, kStep columns of Kj after the
+// other, then kStep rows of Vj after the other. Each step is loaded while the one before it is used.
 template <typename T, typename Tiles> struct Steps {
     static constexpr int kNThreads = Tiles::kNThreads, kStep = Tiles::kStep;
     using Step = std::remove_reference_t<decltype(std::declval<Tiles>().steps[0])>;
-    const AttnParams &p;
     Step (&steps)[2];
     const T *gK, *gV;
-    const int seq_len, Tc;
+    const int64_t k_row_stride, v_row_stride;
+    const int head_dim, seqlen_k;
     const bool aligned;
-    int j = 0, s = 0, at = 0;  // the step to load, and its place
+    int j;
+    const int j_end;
+    int s = 0, at = 0;  // the step of block j to load, and its buffer
 
-    __device__ Steps(const AttnParams &p, Step (&steps)[2], const T *gK, const T *gV, int seq_len, int Tc, bool aligned)
-        : p(p), steps(steps), gK(gK), gV(gV), seq_len(seq_len), Tc(Tc), aligned(aligned) { load(); }
+    __device__ Steps(const AttnParams &p, const Tile &tile, const Sequence &seq, const BlockRange &blocks,
+                     Step (&steps)[2], bool aligned)
+        : steps(steps), gK(rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin)),
+          gV(rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin)), k_row_stride(p.k.row_stride),
+          v_row_stride(p.v.row_stride), head_dim(p.head_dim), seqlen_k(seq.seqlen_k), aligned(aligned),
+          j(blocks.begin), j_end(blocks.end) { load(); }
 
     __device__ void load() {
-        if (j >= Tc) return;
-        const int steps_K = (p.head_dim + kStep - 1) / kStep, d = s * kStep;
-        const int c = j * Tiles::Bc + max(0, d - steps_K * kStep), rest = seq_len - c;
-        const T *k = gK + c * p.k_row_stride + d, *v = gV + c * p.v_row_stride;
-        if (s < steps_K) load_tile<kNThreads, true, 1>(steps[at].Kj, k, p.k_row_stride, rest, p.head_dim - d);
-        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].Vj, v, p.v_row_stride, rest, p.head_dim);
-        else load_tile<kNThreads, false, 1>(steps[at].Vj, v, p.v_row_stride, rest, p.head_dim);
+        if (j >= j_end) return;
+        const int steps_K = (head_dim + kStep - 1) / kStep, d = s * kStep;
+        const int key = j * Tiles::Bc + max(0, d - steps_K * kStep), rest = seqlen_k - key;
+        const T *k = gK + key * k_row_stride + d, *v = gV + key * v_row_stride;
+        if (s < steps_K) load_tile<kNThreads, true, 1>(steps[at].Kj, k, k_row_stride, rest, head_dim - d);
+        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].Vj, v, v_row_stride, rest, head_dim);
+        else load_tile<kNThreads, false, 1>(steps[at].Vj, v, v_row_stride, rest, head_dim);
         if (++s == steps_K + Tiles::Bc / kStep) s = 0, j++;
     }
 

@@ -33,6 +33,8 @@ TRITON_REF = PACKAGE.parent / "triton_ref"
 # (nvcc knows them from 12.8 on) and PTX for whatever follows.
 DEFAULT_ARCHS = "7.5;8.0;9.0a;10.0;12.0+PTX"
 
+GPU_KERNELS = ("simt", "sm80", "sm90", "dmma")  # as in csrc/kernels.h
+
 STALE_AFTER = 60  # seconds until torch's mark of a build, found while our own lock is ours, counts as left behind
 
 REBUILD = "Rebuild it (pip install --no-build-isolation --no-deps --force-reinstall . in the source tree), or delete " \
@@ -45,7 +47,7 @@ def load(verbose: bool = False) -> ModuleType:
     """Load csrc, compiled first if need be, which it says on stderr.
 
     Without nvcc it is the host build of flash.cu alone. MINIMAL_ATTN_BUILD_TIMEOUT is how many seconds to wait for the
-    build of another process, 600 if it is not set.
+    build of another process, 600 if it is not set. MINIMAL_ATTN_KERNEL is a kernel to force, as force_kernel does.
 
     Args:
         verbose: print what the compiler prints.
@@ -57,10 +59,14 @@ def load(verbose: bool = False) -> ModuleType:
     Raises:
         RuntimeError: no C++ compiler or no ninja; the compiler fails; another build does not end; or what was built at
             installation belongs to another torch or to other sources.
+        ValueError: MINIMAL_ATTN_KERNEL names no kernel.
     """
     with _lock:
         if NAME not in sys.modules:  # one for the process, even where this file was imported twice
+            forced = _kernel_from_environment()
             sys.modules[NAME] = _adopted() or _prebuilt() or _compiled(verbose)
+            if forced is not None:
+                sys.modules[NAME].force_kernel(forced)
             from . import ops  # here, for setup.py takes this file without its package
 
             ops.register()
@@ -103,7 +109,7 @@ def cannot_build_cuda():
 def recipe():
     """Sources and flags, as torch.utils.cpp_extension.load names them. Without nvcc it is the host build alone."""
     cuda = cannot_build_cuda() is None
-    sources = [CSRC / "main.cpp", CSRC / "flash_host.cpp", *(sorted(CSRC.glob("*.cu")) if cuda else [])]
+    sources = sorted(CSRC.glob("*.cpp")) + (sorted(CSRC.glob("*.cu")) if cuda else [])
     return {
         "sources": [str(source) for source in sources],
         # C++20 for std::barrier. MINIMAL_ATTN_TORCH is read by nobody: ninja rebuilds when a flag changes, but does not
@@ -124,13 +130,13 @@ def fused_multiply_add():
 
 def cuda_archs():
     """TORCH_CUDA_ARCH_LIST in torch's notation, with Hopper's own instructions (9.0a) wherever it says 9.0."""
-    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("Hopper", "9.0+PTX")
+    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("Hopper", "9.0+PTX").strip(" ;")
     if wanted in ("", "native"):
         visible = sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
         wanted = ";".join(f"{major}.{minor}" for major, minor in visible) or DEFAULT_ARCHS
     # The PTX of 9.0a runs on Hopper alone, so the PTX of 8.0 stands in for what is newer.
     hopper = {"9.0": ["9.0a"], "9.0+PTX": ["8.0+PTX", "9.0a"]}
-    archs = [arch for word in re.split("[ ;]+", wanted.strip(" ;")) for arch in hopper.get(word, [word])]
+    archs = [arch for word in re.split("[ ;]+", wanted) for arch in hopper.get(word, [word])]
     return ";".join(dict.fromkeys(archs))
 
 
@@ -151,6 +157,13 @@ def source_digest(*roots):
                 digest.update(file.relative_to(root.parent).as_posix().encode() + b"\0")
                 digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def _kernel_from_environment():
+    kernel = os.environ.get("MINIMAL_ATTN_KERNEL") or None
+    if kernel not in (None, *GPU_KERNELS):
+        raise ValueError(f"MINIMAL_ATTN_KERNEL is {kernel!r}: there are {', '.join(GPU_KERNELS)}")
+    return kernel
 
 
 def _registered():

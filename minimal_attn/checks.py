@@ -18,7 +18,8 @@ MAX_SEQLEN = 2**31 - 257
 MAX_SIZE = 2**31 - 2**16
 # Half of a multiprocessor's registers for sums, half for what feeds them.
 MAX_TILE = 2**15  # elements; fp32 products need four times the registers
-FLOAT_MAX = torch.finfo(torch.float32).max
+# Up to this magnitude sm_scale · log2(e), with which kernels take powers of two, is finite in fp32.
+MAX_SCALE = 2.3586e38
 
 
 def out_dtype(dtype):
@@ -27,7 +28,7 @@ def out_dtype(dtype):
 
 
 def empty_like(x, dtype=None):
-    """x's shape and order of dimensions, the last one contiguous, to be written; as new_like in csrc/main.cpp."""
+    """x's shape and order of dimensions, the last one contiguous, to be written; as new_like in csrc/torch_params.h."""
     like = torch.empty_like(x, dtype=dtype)
     # x may overlap itself, as sliding windows do.
     return like if like.stride(-1) == 1 else torch.empty(x.shape, dtype=like.dtype, device=x.device)
@@ -53,14 +54,14 @@ def check_tensor(name, x):
 
 def check_options(causal, sm_scale, name="sm_scale", *, deterministic=False):
     """TypeError unless causal and deterministic are bools and sm_scale, which the caller calls `name`, None or a
-    number; ValueError unless that is finite, as a float32 too."""
+    number; ValueError unless that is finite and at most MAX_SCALE in magnitude."""
     for option, value in (("causal", causal), ("deterministic", deterministic)):
         if not isinstance(value, bool):
             raise TypeError(f"{option} must be a bool, got {value!r}")
     if isinstance(sm_scale, (str, bytes, list, tuple, dict)):
         raise TypeError(f"{name} must be None or a number, got {sm_scale!r}")
-    if sm_scale is not None and not -FLOAT_MAX <= sm_scale <= FLOAT_MAX:
-        raise ValueError(f"{name} must be finite, got {sm_scale}")
+    if sm_scale is not None and not -MAX_SCALE <= sm_scale <= MAX_SCALE:
+        raise ValueError(f"{name} must be finite, got {sm_scale}: its magnitude goes up to {MAX_SCALE:g}")
 
 
 def check_dropout_p(dropout_p, name="dropout_p"):

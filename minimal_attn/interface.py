@@ -44,7 +44,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         sm_scale: factor of the scores, 1/sqrt(D) if None.
         seq_lens: valid length of each sample, 1 to S: a list, or an int32 or int64 tensor on q's device or the CPU, of
             shape (B,), or (1,) for 3D input. Needs Sq == Sk. Keys from the length on are masked; query rows from it on
-            give out 0 and lse -inf. Values of a GPU tensor are checked with one small read, which is skipped under
+            give out 0 and lse -inf. What is stored in this padding, NaN and inf too, changes no result. Values of a GPU tensor are checked with one small read, which is skipped under
             CUDA-graph capture and torch.compile; there a bad value is clamped. Capture takes GPU tensors alone.
         dropout_p: share in [0, 1] of the normalised probabilities set to 0, the rest scaled by 1/(1 - dropout_p). The
             same elements on every backend; "torch" then forms all scores as "reference" does, since the mask of
@@ -71,7 +71,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     Returns:
         out, of q's shape and dtype, bfloat16 for float8, under torch.autocast the dtype it casts to; with return_lse a
         tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A row that sees no
-        key has out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs.
+        key has out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs. NaN or inf in a key or
+        value that some rows see may also reach rows, of the same sample and head, that do not see it.
 
     Raises:
         TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, causal or deterministic
@@ -84,9 +85,16 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     """
     if (seq_lens is None and q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda")
             and _is_zero(dropout_p) and isinstance(deterministic, bool)):
-        result = _plain_forward(q, k, v, causal, sm_scale, False, return_lse)
+        result = _fast_path(q, k, v, causal, sm_scale, False, return_lse)
         if result is not None:
             return result
+    return _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend,
+                              seq_lens=seq_lens, descales=(q_descale, k_descale, v_descale), autotune=autotune)
+
+
+def _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend, *,
+                       seq_lens=None, descales=(None, None, None), autotune=True, scale_name="sm_scale"):
+    """flash_attention without its fast path. scale_name: what the caller calls sm_scale."""
     q, k, v = autocast(q, k, v)
     dropout_p = check_dropout_p(dropout_p)
     name = _auto_backend(q, k, v) if backend == "auto" else backend
@@ -94,17 +102,17 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
     check_qkv(q, k, v, chosen.dtypes)
-    check_options(causal, sm_scale, deterministic=deterministic)
+    check_options(causal, sm_scale, scale_name, deterministic=deterministic)
     why_not = chosen.why_not(q.device)
     if why_not is not None:
         raise why_not
     seq_lens = check_seq_lens(seq_lens, q, k)
     dropout = (dropout_p, check_dropout_seed(dropout_seed, q)) if dropout_p else None
-    descales = check_descales({"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}, q, k)
+    named_descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
+    descales = check_descales(named_descales, q, k)
     if not chosen.has_forward_mode:
         instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
-        check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, q_descale=q_descale,
-                            k_descale=k_descale, v_descale=v_descale,
+        check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, **named_descales,
                             has_backward=q.dtype not in FP8_DTYPES and not is_transformed())
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
@@ -147,7 +155,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     """
     if _is_zero(dropout_p) and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None:
         if (backend == "auto" or backend == "cuda") and isinstance(deterministic, bool):
-            result = _plain_forward(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs)
+            result = _fast_path(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs)
             if result is not None:
                 return (*result, None) if return_attn_probs else result
     unsupported = {"window_size": window_size not in ((-1, -1), [-1, -1]), "softcap": softcap != 0.0,
@@ -159,10 +167,9 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
         check_tensor(name, x)
         if x.ndim != 4:
             raise ValueError(f"flash_attn_func: {name} must be (B, S, H, D), got {tuple(x.shape)}")
-    check_options(causal, softmax_scale, "softmax_scale")
-    result = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
-                             dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
-                             return_lse=return_lse or return_attn_probs, backend=backend)
+    result = _checked_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
+                                dropout_p, dropout_seed, deterministic, return_lse or return_attn_probs, backend,
+                                scale_name="softmax_scale")
     if return_attn_probs:
         return result[0].transpose(1, 2), result[1], None
     return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
@@ -178,22 +185,22 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
     It depends on dtype (under torch.autocast its), head_dim, strides, alignment, the GPU and on whether there is
-    dropout. The environment variable MINIMAL_ATTN_KERNEL forces one of the CUDA kernels, for tests and benchmarks.
+    dropout. force_kernel forces one of the CUDA kernels, for tests and benchmarks.
 
     Args:
         As of flash_attention; causal, sm_scale and seq_lens are checked, but choose nothing.
 
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions) for float16 and bfloat16 on H100, H200 and what else is sm_90,
-        "sm80" (flash_sm80.cu, tensor cores) on other GPUs from Ampere on, for dropout, where rows of q, k or v overlap
-        or have 2^40 bytes and more between them, and where there are no keys; "dmma" (flash_dmma.cu, the tensor cores
+        "sm80" (flash_sm80.cu, tensor cores) on other GPUs from Ampere on, for dropout, where rows, heads or samples of
+        q, k or v overlap or have 2^40 bytes and more between them, and where there are no keys; "dmma" (flash_dmma.cu, the tensor cores
         for fp64) for float32 with head_dim 33 to 128 on H100, H200 and what else has such; all three where head_dim and
         the strides are multiples of 16 bytes and the tensors start at such. "simt" (flash.cu) for all else on a GPU,
         for dropout and gradients in place of "dmma"; "host" (flash.cu, built for the CPU) for CPU tensors. Gradients of
         "sm90" are those of "sm80".
 
     Raises:
-        ValueError: MINIMAL_ATTN_KERNEL names no kernel, or one that cannot serve the call.
+        ValueError: the forced kernel cannot serve the call.
         Otherwise as flash_attention.
     """
     q, k, v = autocast(q, k, v)
@@ -213,6 +220,34 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     if choice is None:
         raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
     return choice[0]
+
+
+class force_kernel:
+    """Serve calls with backend="cuda" on a GPU by one kernel of csrc, for tests and benchmarks.
+
+    From the call on, or for the block of a with statement: with force_kernel("sm80"): ... It holds for the whole
+    process, in the forward and the backward pass; gradients of "sm90" are those of "sm80", of "dmma" those of "simt". A
+    call that the kernel cannot serve raises ValueError. The environment variable MINIMAL_ATTN_KERNEL does the same from
+    the time when csrc is loaded.
+
+    Args:
+        kernel: "simt", "sm80", "sm90" or "dmma"; None: the kernel is chosen for each call again.
+
+    Raises:
+        ValueError: there is no such kernel.
+        RuntimeError: the extension cannot be built or loaded.
+    """
+
+    def __init__(self, kernel: str | None):
+        if kernel not in (None, *_build.GPU_KERNELS):
+            raise ValueError(f"unknown kernel {kernel!r}: None or one of {', '.join(map(repr, _build.GPU_KERNELS))}")
+        self._before = _build.load().force_kernel(kernel)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        _build.load().force_kernel(self._before)
 
 
 def available_backends() -> list[str]:
@@ -239,14 +274,13 @@ class Backend:
 # torch.compile runs this while it traces and keeps the answer: building a library cannot be part of a graph.
 @torch.compiler.assume_constant_result
 def _load_ops():
-    global _plain
+    global _fast_forward
     library = _build.load()
-    library.read_environment()
-    _plain = library.plain_forward if library.has_cuda else None
+    _fast_forward = library.fast_forward if library.has_cuda else None
     return True
 
 
-_plain = None  # of csrc/main.cpp, once it is loaded
+_fast_forward = None  # of csrc/fast_path.cpp, once it is loaded
 
 
 def _is_zero(dropout_p):
@@ -254,11 +288,11 @@ def _is_zero(dropout_p):
     return type(dropout_p) is float and dropout_p == 0
 
 
-def _plain_forward(q, k, v, causal, softmax_scale, seq_major, return_lse):
+def _fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse):
     """The result of an everyday call on CUDA tensors, straight from C++, or None for all others."""
-    if torch.compiler.is_compiling() or _plain is None:
+    if torch.compiler.is_compiling() or _fast_forward is None:
         return None
-    return _plain(q, k, v, causal, softmax_scale, seq_major, return_lse)
+    return _fast_forward(_warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse)
 
 
 @functools.cache  # once a reason
@@ -271,14 +305,18 @@ def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, deterministic, dropo
         raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone; allowed "
                         "on a GPU are float32, float16, bfloat16")
     _load_ops()
-    if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
-        choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
-        if choice and choice[1]:
-            _warn_slow(choice[1])
-    attend = torch.ops.minimal_attn.flash_forward
-    if any(map(wants_gradient, (q, k, v))) and is_eager(q, k, v):
-        attend = ops.Attention.apply
-    return attend(q, k, v, seq_lens, softmax_scale, causal, *(dropout or (0.0, None)), deterministic)
+    inputs = q, k, v, seq_lens, softmax_scale, causal, *(dropout or (0.0, None)), deterministic
+    if not is_eager(q, k, v):
+        if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
+            choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
+            if choice and choice[1]:
+                _warn_slow(choice[1])
+        return torch.ops.minimal_attn.flash_forward(*inputs)  # tensors alone, not why it is slow
+    attend = ops.Attention.apply if any(map(wants_gradient, (q, k, v))) else _build.load().flash_forward
+    out, lse, slow_because = attend(*inputs)
+    if slow_because:
+        _warn_slow(slow_because)
+    return out, lse
 
 
 def _cuda_why_not(device=None):
@@ -353,30 +391,47 @@ def triton_matmul(a: Tensor, b: Tensor, block_m: int | None = None, block_n: int
     return matmul.triton_matmul(a, b, block_m, block_n, block_k, use_autotune)
 
 
-def _aligned(x):
-    """x, or a copy if it does not start at a multiple of 16 bytes or has rows that do not: SDPA's CUDA kernels fail on
-    some such tensors with a misaligned address, after which the process has no GPU any more."""
-    step = 16 // x.element_size()
-    if not x.is_cuda:
-        return x
-    # Tracing cannot tell the offset, so there it is always a copy.
-    if torch.compiler.is_compiling() or x.storage_offset() % step or any(stride % step for stride in x.stride()[:-1]):
+def _copied_if_needed(x):
+    """x, or a copy of what SDPA's kernels cannot take.
+
+    On the CPU they do not write an output whose last dimension is not the innermost one, as it is not in the empty_like
+    of a q whose rows overlap. On a GPU they fail with a misaligned address for some tensors that do not start at a
+    multiple of 16 bytes, or have rows that do not, after which the process has no GPU any more.
+    """
+    overlaps = any(0 < stride < x.shape[-1] for stride in x.stride()[:-1])
+    if overlaps or x.is_cuda and not _is_aligned(x):
         return x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+def _is_aligned(x):
+    step = 16 // x.element_size()
+    # Tracing cannot tell the offset.
+    return not (torch.compiler.is_compiling() or x.storage_offset() % step
+                or any(stride % step for stride in x.stride()[:-1]))
+
+
+def _without_padding(q, k, v, mask):
+    """q, k and v with 0 in rows that see no key and in keys that no row sees: SDPA multiplies what it masks by 0, which
+    does not make NaN or inf 0."""
+    hidden_keys = ~mask.any(-2).unsqueeze(-1)
+    return q.masked_fill(~mask.any(-1, keepdim=True), 0), k.masked_fill(hidden_keys, 0), v.masked_fill(hidden_keys, 0)
 
 
 @without_autocast
 def _torch_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse, dropout):
     if dropout is not None:  # SDPA takes no seed and tells no mask
         return reference_forward(q, k, v, causal, softmax_scale, seq_lens, dropout)
-    if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
-        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
     # Under torch.compile with dynamic shapes a comparison is symbolic, and SDPA wants a bool: hence the two branches.
     square_causal = True if causal and q.shape[2] == k.shape[2] and seq_lens is None else False
     is_grouped = True if q.shape[1] != k.shape[1] else False
     # SDPA aligns its own causal mask top-left, which is ours only for equal lengths.
     mask = None if square_causal else visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
+    if mask is not None and (seq_lens is not None or q.shape[2] > k.shape[2]):
+        q, k, v = _without_padding(q, k, v, mask)
+    if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
+        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
+    q, k, v = map(_copied_if_needed, (q, k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square_causal, scale=softmax_scale,
                                        enable_gqa=is_grouped)
     if mask is not None:  # SDPA's own backends differ on rows that see no key

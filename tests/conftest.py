@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic mode asks for it
 os.environ.setdefault("MINIMAL_ATTN_AUTOTUNE", "0")  # hundreds of shapes; test_twin.py has the tests of tuning
 
-from minimal_attn import _build  # noqa: E402
+from minimal_attn import _build, force_kernel  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -207,16 +207,13 @@ def poisoned_outputs():
 
 @pytest.fixture(autouse=True)
 def forced_kernel(request):
-    """MINIMAL_ATTN_KERNEL for tests of one kernel by name."""
+    """For tests of one kernel by name."""
     impl = getattr(request.node, "callspec", None) and request.node.callspec.params.get("impl")
     if impl not in KERNEL_NEEDS:
         yield
         return
-    os.environ["MINIMAL_ATTN_KERNEL"] = impl.removeprefix("cuda:")
-    _build.load().read_environment()
-    yield
-    del os.environ["MINIMAL_ATTN_KERNEL"]
-    _build.load().read_environment()
+    with force_kernel(impl.removeprefix("cuda:")):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ import torch
 from matplotlib.figure import Figure
 
 from conftest import readme_in_one_line
-from minimal_attn import bench, benchmark, reference_attention
+from minimal_attn import _build, bench, benchmark, force_kernel, reference_attention
 from minimal_attn._build import source_digest
 from minimal_attn.bench import attention, backward, matmul, measure, page, pictures
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
@@ -701,39 +700,47 @@ def test_a_run_that_is_cut_short_keeps_its_rows(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_kernel_is_forced_for_one_call(monkeypatch):
-    """As the library sees it, which reads the environment when it is told to."""
-    seen = []
-    library = types.SimpleNamespace(read_environment=lambda: seen.append(os.environ.get("MINIMAL_ATTN_KERNEL")))
-    monkeypatch.setattr(attention._build, "load", lambda: library)
-    monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "dmma")
-    assert attention.by_kernel("sm80", lambda x: x + seen[-1])("by ") == "by sm80"
-    with pytest.raises(ZeroDivisionError):
-        attention.by_kernel("simt", lambda: 1 / 0)()
-    assert seen == ["sm80", "dmma", "simt", "dmma"] and os.environ["MINIMAL_ATTN_KERNEL"] == "dmma"
+@pytest.fixture
+def forced(monkeypatch):
+    """The kernels that are forced, the last one now."""
+    seen = [None]
+
+    def force(kernel):
+        seen.append(kernel)
+        return seen[-2]
+
+    monkeypatch.setattr(_build, "load", lambda: types.SimpleNamespace(force_kernel=force))
+    return seen
 
 
-def test_the_backward_forces_its_kernel(monkeypatch):
+def test_a_kernel_is_forced_for_one_call(forced):
+    with force_kernel("dmma"):
+        assert attention.by_kernel("sm80", lambda x: x + forced[-1])("by ") == "by sm80"
+        with pytest.raises(ZeroDivisionError):
+            attention.by_kernel("simt", lambda: 1 / 0)()
+    assert forced == [None, "dmma", "sm80", "dmma", "simt", "dmma", None]
+
+
+def test_the_backward_forces_its_kernel(forced):
     """The forward's is chosen in the forward, the backward's when that runs."""
     seen = []
 
     class Attend(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):
-            seen.append(os.environ["MINIMAL_ATTN_KERNEL"])
+            seen.append(forced[-1])
             return q + k + v
 
         @staticmethod
         def backward(ctx, dout):
-            seen.append(os.environ["MINIMAL_ATTN_KERNEL"])
+            seen.append(forced[-1])
             return dout, dout, dout
 
-    monkeypatch.setattr(attention._build, "load", lambda: types.SimpleNamespace(read_environment=lambda: None))
     q, k, v = (torch.ones(2, requires_grad=True) for _ in range(3))
     call = backward.backward_by("cuda:simt", lambda q, k, v, causal: Attend.apply(q, k, v))
     for _ in range(2):
         call(q, k, v, torch.ones(2), False)
-    assert seen == ["simt"] * 3 and not os.environ.get("MINIMAL_ATTN_KERNEL")
+    assert seen == ["simt"] * 3 and forced[-1] is None
 
 
 def run_backward(tmp_path):

@@ -168,6 +168,9 @@ def test_a_lock_that_goes_away_is_waited_for(build_dir, monkeypatch, capsys):
     ("Ampere", "Ampere"),
     ("native", "8.9;9.0a"),
     ("", "8.9;9.0a"),
+    (" ", "8.9;9.0a"),
+    (";", "8.9;9.0a"),
+    (" ; ", "8.9;9.0a"),
     (None, "8.9;9.0a"),
 ])
 def test_cuda_archs(given, expected, monkeypatch):
@@ -195,7 +198,7 @@ def test_cuda_sources_follow_nvcc(monkeypatch):
         monkeypatch.setattr(_build, "cannot_build_cuda", lambda: None if cuda else "there is no nvcc")
         recipe = _build.recipe()
         assert all(Path(source).is_file() for source in recipe["sources"])
-        assert {Path(source).name for source in recipe["sources"]} >= {"main.cpp", "flash_host.cpp"}
+        assert {Path(source).name for source in recipe["sources"]} >= {"main.cpp", "fast_path.cpp", "flash_host.cpp"}
         assert any(source.endswith("flash.cu") for source in recipe["sources"]) == cuda
         assert f"-DMINIMAL_ATTN_CUDA={int(cuda)}" in recipe["extra_cflags"]
         assert f"-DMINIMAL_ATTN_TORCH={torch.__version__}" in recipe["extra_cflags"]  # an upgrade of torch recompiles

@@ -411,7 +411,7 @@ def test_each_kernel_reads_any_strides(impl, dtype):
 @pytest.mark.parametrize("impl", FORWARD_ONLY)
 def test_some_have_no_dropout(impl):
     inputs = qkv(D=64, dtype=torch.float16 if impl in OF_16_BITS else torch.float32)
-    with pytest.raises(ValueError, match=f"MINIMAL_ATTN_KERNEL={impl[5:]} cannot serve: it has no dropout"):
+    with pytest.raises(ValueError, match=f"the forced kernel {impl[5:]} cannot serve: it has no dropout"):
         drop(*inputs, 0.3, "cuda")
     flash_attention(*inputs, backend="cuda")
 

@@ -220,6 +220,65 @@ def test_a_last_dimension_that_is_not_contiguous(backend, device):
     torch.testing.assert_close(out, reference_attention(q, k, v), rtol=1e-5, atol=1e-5)
 
 
+def out_and_gradients(q, k, v, dout, dlse, *args, **options):
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = flash_attention(*inputs, *args, **options, return_lse=True)
+    return out, lse, *torch.autograd.grad((out, lse), inputs, (dout, dlse))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("causal, seq_lens, Sk, unseen_rows", [
+    (False, [5, 20], 20, slice(5, None)), (True, [5, 20], 20, slice(5, None)), (True, None, 12, slice(8)),
+    (True, None, 30, slice(0))], ids=["seq_lens", "seq_lens, causal", "fewer keys", "more keys"])
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("sm_scale", [None, -0.3, 0.0])
+def test_what_no_row_sees_changes_nothing_with_torch(dtype, causal, seq_lens, Sk, unseen_rows, junk, sm_scale):
+    device = IMPLEMENTATIONS["torch"][1]
+    q, k, v = qkv(Hk=2, Sk=Sk, device=device, dtype=dtype)
+    dout, dlse = torch.ones_like(q), torch.ones_like(q[..., 0], dtype=torch.promote_types(dtype, torch.float32))
+    options = dict(causal=causal, seq_lens=seq_lens, sm_scale=sm_scale, backend="torch")
+    want = out_and_gradients(q, k, v, dout, dlse, **options)
+    for x in (q, dout, dlse):
+        x[0, :, unseen_rows] = junk
+    if seq_lens is not None:
+        k[0, :, seq_lens[0]:], v[0, :, seq_lens[0]:] = junk, junk
+    got = out_and_gradients(q, k, v, dout, dlse, **options)
+    out, lse, dq, dk, dv = got
+    assert (out[0, :, unseen_rows] == 0).all() and (lse[0, :, unseen_rows] == -math.inf).all()
+    assert (dq[0, :, unseen_rows] == 0).all()
+    if seq_lens is not None:
+        assert (dk[0, :, seq_lens[0]:] == 0).all() and (dv[0, :, seq_lens[0]:] == 0).all()
+    for x, y in zip(got, want):
+        assert x.equal(y)
+
+
+@pytest.fixture
+def junk_in_free_memory():
+    """What torch.empty finds on the CPU, where it takes the memory that was freed last."""
+    for _ in range(8):
+        torch.full((2 * 3 * 8 * 16,), math.nan)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("strides", [(104, 104, 1, 1), (0, 1, 0, 1), (1, 1, 16, 1), (16, 16, 16, 1), (1000, 16, 8, 1),
+                                     (384, 128, 0, 1), (0, 128, 16, 1)], ids=str)
+def test_inputs_that_overlap_themselves_with_torch(strides, name, causal, junk_in_free_memory):
+    device = IMPLEMENTATIONS["torch"][1]
+    shape = (1, 1, 8, 16) if strides == (0, 1, 0, 1) else (2, 3, 8, 16)
+    memory, *rest = randn((2000,), shape, shape, device=device)
+
+    def attend(view):
+        leaf = memory.clone().requires_grad_()
+        inputs = rest[:]
+        inputs.insert("qkv".index(name), view(leaf.as_strided(shape, strides)))
+        out, lse = flash_attention(*inputs, causal, return_lse=True, backend="torch")
+        return out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaf)
+
+    for x, y in zip(attend(lambda x: x), attend(lambda x: x.clone(memory_format=torch.contiguous_format))):
+        torch.testing.assert_close(x, y)
+
+
 def bad(error, match, **change):
     return pytest.param(error, match, change, id=match)
 
@@ -274,6 +333,39 @@ def test_bad_options(attention):
     for causal in (None, "yes", 1):
         with pytest.raises(TypeError, match="causal must be a bool"):
             attention(*qkv(), causal)
+
+
+def largest_scale():
+    """Of fp32: its product with log2(e), with which kernels take powers of two, is still finite there."""
+    log2_e = torch.tensor(math.log2(math.e))
+    scale = torch.tensor(torch.finfo(torch.float32).max) / log2_e
+    while (scale * log2_e).isinf():
+        scale = scale.nextafter(torch.tensor(0.0))
+    return scale.item()
+
+
+def test_a_scale_that_is_infinite_times_log2_e():
+    assert minimal_attn.checks.MAX_SCALE == pytest.approx(largest_scale(), rel=1e-4)
+    assert minimal_attn.checks.MAX_SCALE <= largest_scale()
+    q, k, v = (x * 1e-20 for x in qkv())
+    minimal_attn.load()
+    for scale in (2.359e38, 3.4028234e38, -3e38):
+        for call, name in ((flash_attention, "sm_scale"), (reference_attention, "sm_scale"),
+                           (flash_attn_func, "softmax_scale")):
+            with pytest.raises(ValueError, match=rf"^{name} must be finite.*its magnitude goes up to 2\.3586e\+38"):
+                call(q, k, v, **{name: scale})
+        with pytest.raises(ValueError, match=r"softmax_scale must be in -2\.3586e38\.\.2\.3586e38"):
+            torch.ops.minimal_attn.flash_forward(q, k, v, None, scale, False)
+
+
+@each_impl
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_scale(backend, device, sign):
+    q, k, v = (x * 1e-19 for x in qkv(device=device))
+    out, lse = flash_attention(q, k, v, sm_scale=sign * 2.3586e38, return_lse=True, backend=backend)
+    want, want_lse = reference_attention(*(x.double() for x in (q, k, v)), sm_scale=sign * 2.3586e38, return_lse=True)
+    torch.testing.assert_close(out.double() * 1e19, want * 1e19, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["cudnn", ["cuda"], None])

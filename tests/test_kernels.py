@@ -1,5 +1,8 @@
-"""Which kernel of csrc serves a call, and the direct way there for everyday calls."""
+"""Which kernel of csrc serves a call, and the fast path there for everyday calls."""
 
+import os
+import subprocess
+import sys
 import types
 import warnings
 from unittest import mock
@@ -10,7 +13,7 @@ import torch
 import minimal_attn
 from cases import Case, make_inputs
 from conftest import IMPLEMENTATIONS
-from minimal_attn import flash_attention, flash_attn_func, interface, which_kernel
+from minimal_attn import _build, flash_attention, flash_attn_func, force_kernel, interface, which_kernel
 
 HALF = torch.float16
 
@@ -100,55 +103,169 @@ def test_tensors_without_memory_have_no_kernel():
     assert seen == [None]
 
 
-def test_a_host_build_has_no_direct_way(monkeypatch):
-    """A CUDA torch without nvcc: what a call on CPU tensors has loaded is no way for CUDA tensors."""
-    library = types.SimpleNamespace(has_cuda=False, plain_forward=None, read_environment=lambda: None)
-    monkeypatch.setattr(interface._build, "load", lambda: library)
-    monkeypatch.setattr(interface, "_plain", "old")
-    interface._load_ops()
-    assert interface._plain is None
-
-
-def test_a_kernel_can_be_forced(monkeypatch):
+def test_overlapping_heads_and_samples_go_to_sm80():
     q, k, v = qkv()
-    monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "simt")
-    assert choose(q, k, v) == ("simt", None)
-    monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "sm80")
-    assert choose(q, k, v) == ("sm80", None)
-    with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL=sm80 cannot serve: head_dim is not a multiple of 16 "
-                                         "bytes"):
-        choose(*qkv(D=20))
-    with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL=sm80 cannot serve: the dtype is float32"):
-        choose(*qkv(dtype=torch.float32))
-    with pytest.raises(ValueError, match="cannot serve: the GPU, or what this build holds for it"):
-        choose(q, k, v, capability=75)
-    monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "sm90")
-    for tensors in (qkv(8), qkv(256, torch.bfloat16, layout="bshd"), qkv(72, layout="slice"),
-                    (q, k[:, :1].expand_as(k), v[:1].expand_as(v))):
-        assert choose(*tensors) == ("sm90", None)
+    memory = torch.empty(30000, dtype=HALF)
+    for strides in ((10240, 8, 256, 1), (8, 2560, 64, 1), (56, 56, 64, 1)):
+        overlapping = memory.as_strided(q.shape, strides)
+        for i, name in enumerate("qkv"):
+            tensors = [q, k, v]
+            tensors[i] = overlapping
+            assert choose(*tensors) == ("sm80", None)
+            with force_kernel("sm90"), pytest.raises(ValueError, match=f"heads or samples of {name} overlap"):
+                choose(*tensors)
+        assert choose(overlapping[:1, :1]) == ("sm80", None)  # as in a larger batch
+    for strides in ((0, 0, 64, 1), (64, 128, 256, 1), (10240, 64, 256, 1)):
+        assert choose(memory.as_strided(q.shape, strides)) == ("sm90", None)
+
+
+def test_a_host_build_has_no_fast_path(monkeypatch):
+    """A CUDA torch without nvcc: what a call on CPU tensors has loaded does not serve CUDA tensors."""
+    library = types.SimpleNamespace(has_cuda=False, fast_forward=None)
+    monkeypatch.setattr(interface._build, "load", lambda: library)
+    monkeypatch.setattr(interface, "_fast_forward", "old")
+    interface._load_ops()
+    assert interface._fast_forward is None
+
+
+def refused(kernel, why_not, *tensors, capability=90, **options):
+    with force_kernel(kernel), pytest.raises(ValueError, match=f"the forced kernel {kernel} cannot serve: {why_not}"):
+        choose(*tensors, capability=capability, **options)
+
+
+def test_forced_simt_and_sm80():
+    q, k, v = qkv()
+    with force_kernel("simt"):
+        assert choose(q, k, v) == choose(*qkv(D=20)) == ("simt", None)  # whoever forces it needs no warning
+    with force_kernel("sm80"):
+        assert choose(q, k, v) == choose(q, k, v, has_dropout=True) == ("sm80", None)
+    refused("sm80", "head_dim is not a multiple of 16 bytes", *qkv(D=20))
+    refused("sm80", "the dtype is float32", *qkv(dtype=torch.float32))
+    refused("sm80", "the GPU, or what this build holds for it", q, k, v, capability=75)
+
+
+def test_forced_sm90():
+    q, k, v = qkv()
+    with force_kernel("sm90"):
+        for tensors in (qkv(8), qkv(256, torch.bfloat16, layout="bshd"), qkv(72, layout="slice"),
+                        (q, k[:, :1].expand_as(k), v[:1].expand_as(v))):
+            assert choose(*tensors) == ("sm90", None)
     windows = torch.empty(5000, dtype=HALF).as_strided((2, 4, 40, 64), (880, 220, 16, 1))
     far = q[:1].as_strided((1, 4, 40, 64), (2**39, 2560, 64, 1))
-    for tensors, capability, why_not in (((q, k, v), 100, "the GPU, or what this build holds for it, is not sm_90"),
-                                         (qkv(dtype=torch.float32), 90, "the dtype is float32"),
-                                         (qkv(20), 90, "head_dim is not a multiple of 16 bytes"),
-                                         ((q, k[:, :, :1].expand_as(k), v), 90, "rows of k overlap"),
-                                         ((q, k, windows), 90, "rows of v overlap"),
-                                         ((far, far, far), 90, r"a stride is 2\^40 bytes or more")):
-        with pytest.raises(ValueError, match=f"MINIMAL_ATTN_KERNEL=sm90 cannot serve: {why_not}"):
-            choose(*tensors, capability=capability)
-    monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "dmma")
-    assert choose(*qkv(4, torch.float32), fast_fp64=False) == ("dmma", None)
-    for tensors, capability, why_not in (((q, k, v), 90, "the dtype is not float32"),
-                                         (qkv(256, torch.float32), 90, "head_dim is over 128"),
-                                         (qkv(30, torch.float32), 90, "head_dim is not a multiple of 16 bytes"),
-                                         (qkv(64, torch.float32), 100, "the GPU, or what this build holds for it")):
-        with pytest.raises(ValueError, match=f"MINIMAL_ATTN_KERNEL=dmma cannot serve: {why_not}"):
-            choose(*tensors, capability=capability)
-    monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "sm70")
-    with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL is 'sm70': there are simt, sm80, sm90 and dmma"):
-        choose(q, k, v)
-    monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "")
-    assert choose(q, k, v) == ("sm90", None)
+    refused("sm90", "the GPU, or what this build holds for it, is not sm_90", q, k, v, capability=100)
+    refused("sm90", "the dtype is float32", *qkv(dtype=torch.float32))
+    refused("sm90", "head_dim is not a multiple of 16 bytes", *qkv(20))
+    refused("sm90", "rows of k overlap", q, k[:, :, :1].expand_as(k), v)
+    refused("sm90", "rows of v overlap", q, k, windows)
+    refused("sm90", r"a stride is 2\^40 bytes or more", far)
+    refused("sm90", "there are no keys", q, k[:, :, :0], v[:, :, :0])
+    refused("sm90", "it has no dropout", q, k, v, has_dropout=True)
+
+
+def test_forced_dmma():
+    with force_kernel("dmma"):
+        assert choose(*qkv(4, torch.float32), fast_fp64=False) == ("dmma", None)
+    refused("dmma", "the dtype is not float32", *qkv())
+    refused("dmma", "head_dim is over 128", *qkv(256, torch.float32))
+    refused("dmma", "head_dim is not a multiple of 16 bytes", *qkv(30, torch.float32))
+    refused("dmma", "the GPU, or what this build holds for it", *qkv(64, torch.float32), capability=100)
+
+
+def forced():
+    """The name of the kernel that is forced, or None."""
+    kernel = choose(torch.empty(1, 1, 8, 20, dtype=HALF)[..., :16], capability=100)
+    return None if kernel[1] else kernel[0]
+
+
+def test_force_kernel_as_a_function_and_as_a_context():
+    try:
+        force_kernel("simt")
+        assert forced() == "simt"
+        with force_kernel(None):
+            assert forced() is None
+        assert forced() == "simt"
+        with pytest.raises(ZeroDivisionError), force_kernel("sm80"):
+            with pytest.raises(ValueError, match="the forced kernel sm80 cannot serve"):
+                forced()
+            1 / 0
+        assert forced() == "simt"
+    finally:
+        force_kernel(None)
+    assert forced() is None
+
+
+@pytest.mark.parametrize("name", ["sm70", "host", "", 80])
+def test_force_kernel_names_what_is_allowed(name):
+    with pytest.raises(ValueError, match=f"unknown kernel {name!r}: None or one of 'simt', 'sm80', 'sm90', 'dmma'"):
+        force_kernel(name)
+    assert forced() is None
+
+
+def test_the_library_has_the_kernels_that_can_be_forced():
+    for name in _build.GPU_KERNELS:
+        with force_kernel(name):
+            assert minimal_attn.load().force_kernel(name) == name
+    with pytest.raises(ValueError, match="there is no kernel 'sm70': a GPU has simt, sm80, sm90 and dmma"):
+        minimal_attn.load().force_kernel("sm70")
+
+
+def in_a_new_process(code, **env):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200,
+                          env={**os.environ, **env})
+
+
+def test_the_environment_is_read_once_when_csrc_is_loaded():
+    code = """
+import os, minimal_attn, torch
+q = torch.empty(1, 1, 8, 64, dtype=torch.float16)
+choose = lambda: minimal_attn.load().which_kernel(q, q, q, capability=90)[0]
+print(choose())
+os.environ["MINIMAL_ATTN_KERNEL"] = "simt"
+print(choose())
+with minimal_attn.force_kernel(None):
+    print(choose())
+print(choose())
+"""
+    assert in_a_new_process(code, MINIMAL_ATTN_KERNEL="sm80").stdout.split() == ["sm80", "sm80", "sm90", "sm80"]
+    assert in_a_new_process(code, MINIMAL_ATTN_KERNEL="").stdout.split() == ["sm90"] * 4
+    error = in_a_new_process(code, MINIMAL_ATTN_KERNEL="sm70").stderr
+    assert "ValueError: MINIMAL_ATTN_KERNEL is 'sm70': there are simt, sm80, sm90, dmma" in error
+
+
+@pytest.fixture
+def slow_library(monkeypatch):
+    """csrc as it answers where tensor cores cannot serve a call. Nothing but the call itself may ask for the kernel."""
+    library = minimal_attn.load()
+
+    def flash_forward(*inputs):
+        out, lse, _ = library.flash_forward(*inputs)
+        return out, lse, "of a test"
+
+    def fast_forward(warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse):
+        warn_slow("of a test")
+        return q
+
+    slow = types.SimpleNamespace(has_cuda=False, flash_forward=flash_forward, flash_backward=library.flash_backward)
+    monkeypatch.setattr(_build, "load", lambda: slow)
+    interface._warn_slow.cache_clear()
+    yield types.FunctionType(fast_forward.__code__, vars(interface))  # no frame of this file, as in C++
+    interface._warn_slow.cache_clear()
+
+
+@pytest.mark.parametrize("way", ["eager", "gradients", "fast path"])
+def test_a_reason_becomes_one_warning_at_the_callers_line(way, slow_library, monkeypatch):
+    q, k, v = (x.requires_grad_(way == "gradients") for x in qkv())
+    if way == "fast path":
+        monkeypatch.setattr(interface, "_fast_forward", slow_library)
+    for call in (flash_attention, flash_attn_func):
+        interface._warn_slow.cache_clear()
+        with pytest.warns(UserWarning) as caught:
+            line = sys._getframe().f_lineno + 1
+            outs = [call(q, k, v, backend="cuda") for _ in range(3)]
+        said = "minimal_attn: tensor cores cannot serve this call, which is slower without them: of a test"
+        assert [(str(x.message), x.filename, x.lineno) for x in caught] == [(said, __file__, line)]
+        if way == "gradients":
+            outs[0].sum().backward()
 
 
 def test_which_kernel_on_the_cpu():
@@ -162,12 +279,16 @@ def test_which_kernel_on_the_cpu():
         which_kernel(q, k, v, dropout_p=1.5)
 
 
-def plain(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False):
-    return minimal_attn.load().plain_forward(q, k, v, causal, scale, seq_major, return_lse)
+def no_warning(reason):
+    raise AssertionError(reason)
 
 
-def test_the_direct_way_is_for_gpus():
-    assert plain(*qkv()) is None
+def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, warn_slow=no_warning):
+    return minimal_attn.load().fast_forward(warn_slow, q, k, v, causal, scale, seq_major, return_lse)
+
+
+def test_the_fast_path_is_for_gpus():
+    assert fast(*qkv()) is None
 
 
 @pytest.fixture
@@ -180,92 +301,136 @@ def gpu():
 
 
 @pytest.mark.gpu
-def test_which_kernel(gpu, monkeypatch):
+def test_which_kernel(gpu):
     kernel = "sm90" if "cuda:sm90" in IMPLEMENTATIONS else "sm80"
     assert which_kernel(*gpu) == which_kernel(*(x[:, 0] for x in gpu)) == kernel
     assert which_kernel(*(x.transpose(2, 3) for x in gpu)) == kernel  # copied, and then aligned
     assert which_kernel(*gpu, dropout_p=0.1) == "sm80"
     is_dmma = "cuda:dmma" in IMPLEMENTATIONS  # with slow fp64, as on H20, it would not be
     assert which_kernel(*(x.float() for x in gpu)) == ("dmma" if is_dmma else "simt")
-    monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "simt")
-    assert which_kernel(*gpu) == "simt"
+    with force_kernel("simt"):
+        assert which_kernel(*gpu) == "simt"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_direct_way_gives_the_same_bits(dtype):
+def test_the_fast_path_gives_the_same_bits(dtype):
     q, k, v = qkv(device="cuda", dtype=dtype)
     interface._load_ops()
     for causal, scale in ((False, None), (True, 0.3), (True, -0.5), (False, 0.0)):
         want, want_lse = torch.ops.minimal_attn.flash_forward(q, k, v, None, 0.125 if scale is None else scale, causal)
-        out, lse = plain(q, k, v, causal, scale, return_lse=True)
-        assert out.equal(want) and lse.equal(want_lse) and plain(q, k, v, causal, scale).equal(want)
+        out, lse = fast(q, k, v, causal, scale, return_lse=True)
+        assert out.equal(want) and lse.equal(want_lse) and fast(q, k, v, causal, scale).equal(want)
         rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-        out, lse = plain(*rows, causal, scale, seq_major=True, return_lse=True)
+        out, lse = fast(*rows, causal, scale, seq_major=True, return_lse=True)
         assert out.is_contiguous() and out.equal(want.transpose(1, 2)) and lse.equal(want_lse)
         out, lse, none = flash_attn_func(*rows, softmax_scale=scale, causal=causal, return_attn_probs=True)
         assert out.equal(want.transpose(1, 2)) and lse.equal(want_lse) and none is None
 
 
 @pytest.mark.gpu
-def test_what_does_not_go_the_direct_way(gpu):
+def test_what_does_not_take_the_fast_path(gpu):
     q, k, v = gpu
-    assert plain(q, k, v) is not None and plain(q.requires_grad_().detach(), k, v) is not None
+    assert fast(q, k, v) is not None and fast(q.requires_grad_().detach(), k, v) is not None
     q = q.detach()
     grad = q.clone().requires_grad_()
-    assert plain(grad, k, v) is None
+    assert fast(grad, k, v) is None
     with torch.no_grad():
-        assert plain(grad, k, v) is not None
-    odd = qkv(D=20, device="cuda")
+        assert fast(grad, k, v) is not None
     none = torch.tensor(1.0, device="cuda", dtype=HALF)
-    for tensors in (qkv(), odd, (none, none, none), (q, k.float(), v), (q[:, 0], k[:, 0], v[:, 0]), (q, k, v[:, :3]),
+    for tensors in (qkv(), (none, none, none), (q, k.float(), v), (q[:, 0], k[:, 0], v[:, 0]), (q, k, v[:, :3]),
                     (q[:0], k[:0], v[:0]), (q.transpose(2, 3), k, v), (q, k, "v"), (q, k, v.cpu()),
                     (q[:, :3], k, v[:, :, :3])):
-        assert plain(*tensors) is None
-    assert plain(q, k, v, None) is plain(q, k, v, 1) is plain(q, k, v, True, 1) is None
-    assert plain(q, k, v, True, torch.nan) is plain(q, k, v, True, 1e39) is None
+        assert fast(*tensors) is None
+    assert fast(q, k, v, None) is fast(q, k, v, 1) is fast(q, k, v, True, 1) is None
+    assert fast(q, k, v, True, torch.nan) is fast(q, k, v, True, 1e39) is None
     with torch.profiler.profile() as profile:
-        assert plain(q, k, v) is None
+        assert fast(q, k, v) is None
         flash_attention(q, k, v)
     assert "minimal_attn::flash_forward" in {event.name for event in profile.events()}
     with torch.device("cuda"):  # a torch-function mode
-        assert plain(q, k, v) is None
+        assert fast(q, k, v) is None
     with torch.autograd.forward_ad.dual_level():
-        assert plain(torch.autograd.forward_ad.make_dual(q, q), k, v) is None
+        assert fast(torch.autograd.forward_ad.make_dual(q, q), k, v) is None
         for grad in (True, False):
             with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError, match="has a tangent"):
                 flash_attention(torch.autograd.forward_ad.make_dual(q, q), k, v)
-    assert torch.func.vmap(lambda q: torch.tensor(plain(q, k, v) is None))(q[None]).all()
+    assert torch.func.vmap(lambda q: torch.tensor(fast(q, k, v) is None))(q[None]).all()
     assert torch.func.vmap(lambda q: flash_attention(q, k, v))(q[None])[0].equal(flash_attention(q, k, v))
     with torch.inference_mode():
-        assert plain(q.clone(), k, v).equal(flash_attention(q, k, v))
+        assert fast(q.clone(), k, v).equal(flash_attention(q, k, v))
 
     class Subclass(torch.Tensor):
         pass
 
-    assert plain(q.as_subclass(Subclass), k, v) is None
+    assert fast(q.as_subclass(Subclass), k, v) is None
     with torch.autocast("cuda"):
-        assert plain(q, k, v) is not None
+        assert fast(q, k, v) is not None
+
+
+SLOW = "tensor cores cannot serve.*head_dim is not a multiple of 16 bytes"
+
+
+@pytest.fixture
+def slow(gpu):
+    """Inputs of which no warning has been given."""
+    interface._warn_slow.cache_clear()
+    yield qkv(D=20, device="cuda")
+    interface._warn_slow.cache_clear()
+
+
+def on_the_fast_path(*qkv):
+    return flash_attention(*qkv)
+
+
+def in_the_layout_of_flash_attn(*qkv):
+    return flash_attn_func(*(x.transpose(1, 2) for x in qkv))
+
+
+def with_seq_lens(*qkv):
+    return flash_attention(*qkv, seq_lens=[40, 40], backend="cuda")
+
+
+def with_gradients(*qkv):
+    return flash_attention(*(x.requires_grad_() for x in qkv), backend="cuda")
+
+
+def with_a_default_device(*qkv):
+    with torch.device("cuda"):
+        return flash_attention(*qkv)
 
 
 @pytest.mark.gpu
-def test_a_slow_call_warns_once_and_says_why(gpu):
-    interface._warn_slow.cache_clear()
-    q, k, v = qkv(D=20, device="cuda")
-    with pytest.warns(UserWarning, match="tensor cores cannot serve.*head_dim is not a multiple of 16 bytes") as caught:
-        flash_attention(q, k, v)
+@pytest.mark.parametrize("call", [on_the_fast_path, in_the_layout_of_flash_attn, with_seq_lens, with_gradients,
+                                  with_a_default_device])
+def test_unaligned_input_warns_once(gpu, slow, call):
+    with pytest.warns(UserWarning, match=SLOW) as caught:
+        out = call(*slow)
     assert len(caught) == 1 and caught[0].filename == __file__
+    want = flash_attention(*slow, backend="reference")
+    torch.testing.assert_close(out if out.shape == want.shape else out.transpose(1, 2), want, rtol=1e-2, atol=1e-2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        flash_attention(q, k, v)
+        for again in (call, on_the_fast_path, with_seq_lens, with_gradients):
+            again(*slow)
         flash_attention(*gpu)
-        flash_attention(*(x.float() for x in (q, k, v)))
+        flash_attention(*(x.detach().float() for x in slow))
 
 
 @pytest.mark.gpu
-def test_a_forced_kernel_that_cannot_serve(gpu, monkeypatch):
-    monkeypatch.setenv("MINIMAL_ATTN_KERNEL", "sm80")
-    for tensors in (qkv(D=20, device="cuda"), qkv(dtype=torch.float32, device="cuda")):
-        for call in (flash_attention, which_kernel):
-            with pytest.raises(ValueError, match="MINIMAL_ATTN_KERNEL=sm80 cannot serve"):
-                call(*tensors)
+def test_the_fast_path_hands_over_the_reason(slow):
+    said = []
+    out = fast(*slow, warn_slow=said.append)
+    assert said == ["head_dim is not a multiple of 16 bytes"]
+    assert out.equal(flash_attention(*slow, backend="cuda", seq_lens=[40, 40]))
+    with force_kernel("simt"):
+        assert fast(*slow).equal(out)
+
+
+@pytest.mark.gpu
+def test_a_forced_kernel_that_cannot_serve(gpu):
+    with force_kernel("sm80"):
+        for tensors in (qkv(D=20, device="cuda"), qkv(dtype=torch.float32, device="cuda")):
+            for call in (flash_attention, which_kernel):
+                with pytest.raises(ValueError, match="the forced kernel sm80 cannot serve"):
+                    call(*tensors)

@@ -7,7 +7,6 @@ import functools
 import importlib
 import importlib.util
 import math
-import os
 import warnings
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import _build, flash_attention, reference_attention
+from .. import flash_attention, force_kernel, reference_attention
 from ..checks import MAX_HEAD_DIM
 from ..reference import visible_keys
 from ..validation import allowed_error
@@ -100,25 +99,13 @@ def sdpa_with(backend):
     return forward
 
 
-GPU_KERNELS = ("simt", "sm80", "sm90", "dmma")
-
-
 def by_kernel(kernel, function):
     """function, which calls flash_attention or its derivative, by one kernel of csrc for GPUs."""
     def forced(*args):
-        before = os.environ.get("MINIMAL_ATTN_KERNEL", "")  # empty is as good as none
-        try:
-            set_kernel(kernel)
+        with force_kernel(kernel):
             return function(*args)
-        finally:
-            set_kernel(before)
 
     return forced
-
-
-def set_kernel(kernel):
-    os.environ["MINIMAL_ATTN_KERNEL"] = kernel
-    _build.load().read_environment()  # which the facade does in a forward pass alone
 
 
 @functools.lru_cache(maxsize=1)  # one shape at a time, tuned at its first call and forgotten at that of the next

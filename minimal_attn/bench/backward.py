@@ -8,10 +8,11 @@ import functools
 import torch
 
 from .. import reference_attention
+from .._build import GPU_KERNELS
 from ..validation import allowed_error
 from . import attention
 from .attention import BASELINE, DEFAULT_SEQLENS, DEFAULT_SHAPES, ROW, SHAPES, Shape  # noqa: F401: as options.py asks
-from .attention import GPU_KERNELS, by_kernel
+from .attention import by_kernel
 from .measure import DTYPE_NAMES
 
 DTYPES = DTYPE_NAMES

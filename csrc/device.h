@@ -1,0 +1,11 @@
+// What is asked of the current GPU. Each answer is remembered. They throw std::runtime_error where there is no GPU.
+//
+// Read next: device.cu, the answers.
+#pragma once
+
+#include <cstddef>
+
+int compute_capability();    // 90 for Hopper; that of the code which this build holds for the GPU, if that is older
+bool has_fast_fp64();        // fp64 is half as fast as fp32, as on H100 and H200, and not a small fraction
+int num_sms();               // multiprocessors
+size_t max_shared_memory();  // bytes that one block may have

@@ -1,0 +1,48 @@
+// How the warps of a Hopper block hand over what lies in shared memory: rings of buffers between a producer and its
+// consumers, and named barriers among consumers.
+//
+// Read next: tiles_sm90.cuh, what the buffers hold.
+#pragma once
+
+#include "ptx_sm90.cuh"
+
+namespace sm90 {
+
+using namespace ptx;
+
+// A ring of kStages buffers, each with two barriers. Item i of the stream lies in buffer i % kStages until item
+// i + kStages takes its place:
+//
+//   producer ── TMA ──▶ full[stage] ──▶ consumers ── wgmma ──▶ empty[stage] ──▶ producer
+template <int kStages> struct Ring {
+    static_assert(!(kStages & kStages - 1), "items are counted modulo 2^32");
+    Barrier full[kStages], empty[kStages];
+
+    __device__ static uint32_t stage(uint32_t i) { return i % kStages; }
+
+    // By one thread, before fence_mbarrier_init(). A buffer is empty again once so many warps have released it.
+    __device__ void init(int consumer_warps) {
+        for (int s = 0; s < kStages; s++) mbarrier_init(full[s], 1), mbarrier_init(empty[s], consumer_warps);
+    }
+    // Wait until item i has a buffer.
+    __device__ void producer_acquire(uint32_t i) { mbarrier_wait(empty[stage(i)], i / kStages % 2 ^ 1); }
+    // Wait until item i is there.
+    __device__ void consumer_wait(uint32_t i) { mbarrier_wait(full[stage(i)], i / kStages % 2); }
+    // This warp has read item i. Its lanes have met since they waited for it.
+    __device__ void consumer_release(uint32_t i) {
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(empty[stage(i)]);
+    }
+};
+
+// Barriers by number; 0 is that of __syncthreads().
+enum NamedBarrier : int {
+    kAllConsumers = 1,
+    kOneConsumer = 2,  // and those after it, one for each consumer warpgroup
+};
+__device__ inline void named_barrier_sync(int barrier, int threads) { barrier_sync(barrier, threads); }
+
+// x, which is the same in all lanes, so that the compiler sees that it is: what follows from it goes to the uniform
+// registers that wgmma takes its descriptors from.
+__device__ inline uint32_t warp_uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
+
+}  // namespace sm90

@@ -1,0 +1,57 @@
+// Where a raw score q·k becomes the number that softmax sees, and the way back. Today this is the scale alone:
+//
+//   forward    score = sign · q·k                P = exp2(softmax_scale_log2 · score - row_max)
+//   backward   P = exp(softmax_scale · q·k - lse)    d(q·k) = softmax_scale · dS
+//
+// The softmax multiplies by a factor above 0, so that a masked score of -inf stays -inf. A negative scale therefore
+// flips the scores, and a scale of 0 makes all of them 0.
+//
+// Read next: scheduler.cuh, which tile a block of threads computes.
+#pragma once
+
+#include <cmath>
+
+#include "flash.h"
+
+template <typename Sum = float> struct Scores {
+    static constexpr Sum kLog2E = Sum(1.4426950408889634);
+    Sum softmax_scale;       // and the derivative of a score by q·k
+    Sum softmax_scale_log2;  // the factor that the forward pass leaves to exp2: above 0
+    Sum sign;
+    bool is_raw;             // q·k needs no change
+
+    __device__ explicit Scores(const AttnParams &p)
+        : softmax_scale(Sum(p.softmax_scale)),
+          softmax_scale_log2(softmax_scale == 0 ? Sum(1) : fabs(softmax_scale) * kLog2E),
+          sign((softmax_scale > 0) - (softmax_scale < 0)), is_raw(softmax_scale > 0) {}
+
+    __device__ Sum score(Sum qk) const { return qk * sign; }
+
+    // acc_s: accumulators of Q Kᵀ.
+    template <int kMTiles, int kNTiles> __device__ void apply(Sum (&acc_s)[kMTiles][kNTiles][4]) const {
+        if (is_raw) return;
+#pragma unroll
+        for (int i = 0; i < kMTiles * kNTiles * 4; i++) {
+            Sum &s = acc_s[i / (kNTiles * 4)][i / 4 % kNTiles][i % 4];
+            s = score(s);
+        }
+    }
+
+    // P from lse itself: for fp32 and fp64. Large scores and their lse cancel: their difference is formed first,
+    // rounded once, and brought to units of log2 after. It is never above 0, but for rounding. A row without keys has
+    // lse -inf.
+    __device__ Sum probability(Sum qk, Sum lse) const {
+        return lse == -INFINITY ? Sum(0) : exp2(fmin(fma(qk, softmax_scale, -lse), Sum(0)) * kLog2E);
+    }
+
+    // For 16 bits the same with one operation less: lse in units of log2, by the factor that softmax_scale_log2 has
+    // been rounded to, so that it cancels. +inf for rows without keys, whose P is 0 then.
+    __device__ float lse_log2(float lse) const {
+        const double log2_e = softmax_scale == 0 ? double(kLog2E) : softmax_scale_log2 / fabs(double(softmax_scale));
+        return lse == -INFINITY ? INFINITY : float(lse * log2_e);
+    }
+    // P = exp2 of this.
+    __device__ float probability_log2(float qk, float lse_log2) const {
+        return fminf(qk * (sign * softmax_scale_log2) - lse_log2, 0.f);
+    }
+};

@@ -1,0 +1,120 @@
+// Tiles of 16-bit elements in shared memory for Hopper: how TMA loads and stores them, and what wgmma is told of them.
+//
+// Read next: flash_sm90.cu.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "flash.h"
+#include "launch.h"
+#include "ptx_sm90.cuh"
+
+namespace sm90 {
+
+using namespace ptx;
+
+// [kRows, kHeadDim] in panels of kCols columns, which are as wide as a swizzle.
+template <int kRows, int kHeadDim> struct SmemTile {
+    static constexpr int kCols = kHeadDim % 64 ? 32 : 64, kPanels = kHeadDim / kCols, kRowBytes = 2 * kCols;
+    alignas(1024) uint16_t panel[kPanels][kRows][kCols];
+
+    // wgmma's descriptor of the columns [16·kk, 16·kk + 16), for a product that sums along columns.
+    __device__ uint64_t columns_desc(int kk) const {
+        const int bytes = 16 * kk / kCols * (kRows * kRowBytes) + 16 * kk % kCols * 2;
+        return make_smem_desc<kRowBytes>(panel) + bytes / 16;
+    }
+    // The same of the rows [16·kk, 16·kk + 16), for a product that sums along rows.
+    __device__ uint64_t rows_desc(int kk) const {
+        return make_smem_desc<kRowBytes>(panel, kRows * kRowBytes) + 16 * kk * kRowBytes / 16;
+    }
+    // Of eight elements of a row, for ldmatrix and stmatrix.
+    __device__ uint32_t address(int row, int col) const {
+        const uint32_t x = shared_address(panel) + ((col / kCols * kRows + row) * kCols + col % kCols) * 2;
+        return x ^ (x >> 3 & (kRowBytes - 16));  // swizzled
+    }
+};
+
+// acc [64, kN] = A Bᵀ, by a warpgroup.
+template <typename T, int kN, int kHeadDim>
+__device__ void multiply_abt(float (&acc)[kN / 8][4], const SmemTile<64, kHeadDim> &a,
+                             const SmemTile<kN, kHeadDim> &b) {
+#pragma unroll
+    for (int kk = 0; kk < kHeadDim / 16; kk++) wgmma<T>(acc, a.columns_desc(kk), b.columns_desc(kk), kk > 0);
+    warpgroup_commit_batch();
+}
+
+// acc [64, kHeadDim] += A B, A [64, kN] in registers.
+template <typename T, int kN, int kHeadDim>
+__device__ void multiply_ab(float (&acc)[kHeadDim / 8][4], const uint32_t (&a)[kN / 16][4],
+                            const SmemTile<kN, kHeadDim> &b) {
+#pragma unroll
+    for (int kk = 0; kk < kN / 16; kk++) wgmma<T>(acc, a[kk], b.rows_desc(kk));
+    warpgroup_commit_batch();
+}
+
+// A tensor [batch_size, heads, rows, head_dim] as TMA knows it, and the box of rows of one head that a copy takes.
+struct TmaTensor {
+    CUtensorMap map;
+    int head_step, batch_step;  // 0 along an expanded dimension, which TMA takes for one of size 1
+};
+
+// All of a tile arrives at `full`: rows from `row` on, and zeros for what lies outside of the tensor.
+template <int kRows, int kHeadDim>
+__device__ void load_tile(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b) {
+    mbarrier_arrive_expect_tx(full, sizeof(tile));
+#pragma unroll
+    for (int i = 0; i < tile.kPanels; i++)
+        tma_load(tile.panel[i], x.map, full, i * tile.kCols, row, h * x.head_step, b * x.batch_step);
+}
+
+// Rows of a tile, from tile_row on and as many as the box has, to those of the tensor from `row` on.
+template <int kRows, int kHeadDim>
+__device__ void store_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_row, const TmaTensor &x, int row, int h,
+                           int b) {
+    for (int i = 0; i < tile.kPanels; i++)
+        tma_store(tile.panel[i][tile_row], x.map, i * tile.kCols, row, h * x.head_step, b * x.batch_step);
+}
+
+// The driver's function that encodes tensor maps. It is looked up on first use, so that nothing links libcuda and a
+// machine without a GPU loads this.
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+    static decltype(&cuTensorMapEncodeTiled) const encode = [] {
+        const char *name = "cuTensorMapEncodeTiled";
+        void *function = nullptr;
+        cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+        device::check_cuda(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found));
+#else
+        device::check_cuda(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found));
+#endif
+        if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("minimal_attn: the driver has no TMA");
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+    }();
+    return encode;
+}
+
+// A box is box_rows rows and a panel of tiles of kHeadDim columns. L2 fetches 256 bytes at a time.
+template <int kHeadDim>
+TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batch_size, int heads, int rows, int head_dim,
+                          int box_rows) {
+    constexpr int kCols = SmemTile<64, kHeadDim>::kCols;
+    auto size = [](int64_t n, int64_t stride) { return cuuint64_t(stride ? n : 1); };
+    auto bytes = [=](int64_t stride) { return cuuint64_t(2 * (stride ? stride : head_dim)); };
+    const cuuint64_t sizes[] = {cuuint64_t(head_dim), size(rows, x.row_stride), size(heads, x.head_stride),
+                                size(batch_size, x.batch_stride)};
+    const cuuint64_t strides[] = {bytes(x.row_stride), bytes(x.head_stride), bytes(x.batch_stride)};
+    const cuuint32_t box[] = {kCols, cuuint32_t(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
+    TmaTensor tensor{{}, x.head_stride != 0, x.batch_stride != 0};
+    const CUresult result = tensor_map_encoder()(
+        &tensor.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, x.data, sizes, strides, box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, kCols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result == CUDA_SUCCESS) return tensor;
+    throw std::runtime_error("minimal_attn: TMA cannot take " + std::string(name) + ": CUDA error " +
+                             std::to_string(int(result)));
+}
+
+}  // namespace sm90
