@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import hypothesis
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.utils.checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, LAYOUTS, Case, base, check_error, dropout, exact, lengths,
                    make_inputs, make_tensor, options, serves)
@@ -281,6 +284,135 @@ def test_rows_and_keys_that_are_none_get_0(impl, dtype):
         dq, dk, dv = gradients(by(impl, case), q, k, v, dout)
         assert (dq[:, :, kept] == 0).all()
         assert case.causal or (dk[:, :, kept] == 0).all() and (dv[:, :, kept] == 0).all()
+
+
+def assert_finite_where_math_is(function, case, q, k, v, dout):
+    by_math = gradients(lambda *qkv: base(case, *qkv), q, k, v, dout)
+    for name, x, y in zip(("dq", "dk", "dv"), gradients(function, q, k, v, dout), by_math):
+        assert not (~x.isfinite() & y.isfinite()).any(), f"{name} is not finite where that of torch's math is"
+        assert y.isfinite().float().mean() > 0.9
+
+
+@pytest.mark.parametrize("impl, dtype", [
+    *(pytest.param(impl, torch.bfloat16 if impl in OF_16_BITS else torch.float32, id=impl) for impl in KERNELS),
+    pytest.param("triton", torch.float16, id="triton-float16"),
+    pytest.param("reference", torch.float32, id="reference")])
+@pytest.mark.parametrize("hidden", [slice(None), slice(30), slice(30, None)], ids=["all", "first", "last"])
+@pytest.mark.parametrize("case", [
+    Case("rows", H=2, Hk=1, Sq=70, Sk=90), Case("causal", H=2, Hk=1, Sq=70, Sk=70, causal=True),
+    Case("lengths", B=2, Sq=70, Sk=70, seq_lens=(50, 64)), Case("empty_rows", Sq=80, Sk=64, causal=True),
+    Case("whole_tiles", Sq=128, Sk=128)], ids=str)
+def test_gradients_of_minus_infinite_scores_are_finite(impl, dtype, case, hidden):
+    """Keys of -inf: rows may see scores of -inf alone, and a row of zeros beyond the end has scores of NaN."""
+    backend, device = IMPLEMENTATIONS.get(impl, ("reference", "cuda" if HAS_GPU else "cpu"))
+    q, k, v, dout = make_all(case, dtype, device)
+    q.detach()[..., 0] = 1
+    k.detach()[:, :, hidden, 0] = -torch.inf
+    function = functools.partial(flash_attention, backend=backend, **options(case, device))
+    assert_finite_where_math_is(function, case, q, k, v, dout)
+
+
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+@pytest.mark.parametrize("case", [Case("lengths", B=3, H=4, Hk=2, Sq=40, Sk=40, seq_lens=(17, 40, 1)),
+                                  Case("causal", B=2, Sq=40, Sk=40, seq_lens=(17, 1), causal=True),
+                                  Case("dropout", B=2, Sq=40, Sk=40, seq_lens=(17, 1), dropout_p=0.3),
+                                  Case("empty_rows", B=2, Sq=40, Sk=25, causal=True)], ids=str)
+def test_reference_never_reads_padding(case, junk):
+    q, k, v, dout = make_all(case, torch.float32, "cpu")
+    function = functools.partial(flash_attention, backend="reference", return_lse=True, **options(case, "cpu"))
+    is_row = function(q, k, v)[1].detach() != -torch.inf
+    dlse = torch.randn(is_row.shape, generator=torch.Generator().manual_seed(2)).masked_fill(~is_row, junk)
+    dout = dout.masked_fill(~is_row[..., None], junk)
+
+    def results():
+        out, lse = function(q, k, v)
+        return out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+
+    clean = results()
+    assert all(x.isfinite().all() for x in (clean[0], *clean[2:]))
+    q.detach()[~is_row] = junk
+    for b, n in enumerate(case.seq_lens or ()):
+        k.detach()[b, :, n:] = v.detach()[b, :, n:] = junk
+    assert all(map(torch.equal, results(), clean))
+
+
+@each_kernel
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+def test_nan_in_an_input_shows_in_gradients(impl, dtype, name):
+    """A clamp of P, or a maximum, must not turn NaN into a number."""
+    case = Case("nan", Sq=70, Sk=90)
+    inputs = dict(zip(("q", "k", "v", "dout"), make_all(case, dtype, IMPLEMENTATIONS[impl][1])))
+    inputs[name].detach()[0, 1, 3, 0] = torch.nan
+    dq, dk, dv = gradients(by(impl, case), *inputs.values())
+    assert all(x[0, 0].isfinite().all() for x in (dq, dk, dv))
+    assert dq[0, 1, 3].isnan().all() and dk[0, 1].isnan().all(-1).any()
+    if name != "v":  # which has no part in dv
+        assert dv[0, 1].isnan().any()
+    if name in "qk":  # NaN in all P of a row
+        assert dv[0, 1].isnan().all()
+
+
+def large_scores(exponent, dtype, device):
+    """Inputs with scores of about ±2^exponent, and what every rounding but that of lse leaves exact.
+
+    q·k is a large product, the same for all keys of a row, and a small sum of small integers. With a factor of few bits
+    the scores have no more than the 24 bits of fp32; softmax_scale · log2(e), rounded to fp32, is as far off as any.
+    """
+    case = Case("large", H=2, Hk=1, Sq=64, Sk=96, sm_scale=45 / 64 * 2.0 ** max(0, exponent - 20))
+    bits = min(exponent, 20)  # of scores before a larger scale
+    generator = torch.Generator().manual_seed(exponent)
+
+    def integers(low, high, *shape):
+        return torch.randint(low, high + 1, shape, generator=generator).to(dtype)
+
+    q, k = integers(-1, 1, 1, case.H, case.Sq, case.D), integers(-1, 1, 1, case.Hk, case.Sk, case.D)
+    q[..., 0] = integers(82, 90, 1, case.H, case.Sq) * 2.0 ** (bits // 2 - 6)
+    q[:, :, ::2, 0] *= -1
+    k[..., 0] = 2.0 ** (bits - bits // 2)
+    k[..., 1:] *= 2.0 ** max(0, bits - 17)
+    v, dout = (torch.randn(1, n, s, case.D, generator=generator) for n, s in ((case.Hk, case.Sk), (case.H, case.Sq)))
+    return case, *(x.to(device, dtype).requires_grad_() for x in (q, k, v)), dout.to(device, dtype)
+
+
+def half_ulp(x):
+    """Of x as fp32: by how much rounding to fp32 can be off."""
+    x = x.float().abs()
+    return (torch.nextafter(x, x.new_tensor(torch.inf)) - x).double() / 2
+
+
+@each_kernel_and_dtype
+@pytest.mark.parametrize("exponent", [14, 20, 40])
+def test_gradients_at_large_scores(impl, dtype, exponent):
+    """P is formed from lse: it is as far off as lse was rounded, in 16 bits also in units of log2, and by nothing else.
+    At scores of 1e12 that says nothing any more; there gradients are numbers, if not those that fp16 cannot hold."""
+    case, q, k, v, dout = large_scores(exponent, dtype, IMPLEMENTATIONS[impl][1])
+    found = gradients(by(impl, case), q, k, v, dout)
+    assert found[2].isfinite().all() and not any(x.isnan().any() for x in found)
+    assert dtype == torch.float16 or all(x.isfinite().all() for x in found)
+    if exponent > 20:
+        return
+    *_, ref = by_fp64(case, q, k, v, dout)
+    k64 = k.detach().double().repeat_interleave(case.H // case.Hk, 1)
+    scores = q.detach().double() @ k64.mT * case.sm_scale
+    lse = scores.logsumexp(-1, keepdim=True)
+    off = half_ulp(lse)
+    if dtype != torch.float32:  # in the forward pass the maximum, in the backward pass lse, both in units of log2
+        off = off + 2 * math.log(2) * half_ulp(lse / math.log(2))
+    # Beside that P is rounded to dtype, where it may be subnormal, and exp2 and the sums are off by a few ulps of fp32.
+    info = torch.finfo(dtype)
+    tiny = max(info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal)
+    P = (scores - lse).exp()
+    bound = ((torch.expm1(off) + info.eps + 2**-19) * P + tiny).mT @ dout.double().abs()
+    bound = bound.unflatten(1, (case.Hk, -1)).sum(2) + info.eps * ref.abs()
+    err = (found[2].double() - ref).abs()
+    worst = (err / bound).max()
+    assert worst <= 1, f"{worst:.2f} times the bound"
+    if q.is_cuda:
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            *_, theirs = gradients(functools.partial(scaled_dot_product_attention, scale=case.sm_scale), q,
+                                   *(x.repeat_interleave(case.H // case.Hk, 1) for x in (k, v)), dout)
+        err_theirs = (theirs.unflatten(1, (case.Hk, -1)).double().sum(2) - ref).abs()
+        assert err.mean() <= 1.1 * err_theirs.mean()
 
 
 @each_kernel
