@@ -231,7 +231,7 @@ def test_gradcheck(backend, causal, Hk, dropout_p):
 
 
 @each_kernel
-def test_only_what_is_asked_for(impl, dtype):
+def test_gradient_of_v_alone(impl, dtype):
     case = Case("v alone", Sq=20, Sk=20)
     q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
     _, _, expected = gradients(by(impl, case), q, k, v, dout)
@@ -241,7 +241,7 @@ def test_only_what_is_asked_for(impl, dtype):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("needed, sides", [("q", ["q"]), ("k", ["kv"]), ("v", ["kv"]), ("qkv", ["kv", "q"])])
-def test_only_what_is_needed_runs(monkeypatch, needed, sides, compiled):
+def test_twin_launches_only_needed_kernels(monkeypatch, needed, sides, compiled):
     """By the twin: of its two kernels, one owns the keys and one the rows."""
     pytest.importorskip("triton", reason="triton is not installed")
     from triton_ref import attention_bwd
@@ -275,7 +275,7 @@ def test_gradients_of_some_inputs(impl, dtype, needed):
 
 
 @each_kernel
-def test_rows_and_keys_that_are_none_get_0(impl, dtype):
+def test_gradients_of_padding_and_empty_rows_are_0(impl, dtype):
     """Even where K, V or dout of the others is not finite: rows without a key, and all beyond a sample's end."""
     for case, kept in ((Case("rows", Sq=30, Sk=20, causal=True), slice(10)),
                        (Case("padding", Sq=30, Sk=30, seq_lens=(7,)), slice(7, None))):
@@ -416,7 +416,7 @@ def test_gradients_at_large_scores(impl, dtype, exponent):
 
 
 @each_kernel
-def test_a_dout_that_is_not_what_it_seems(impl, dtype):
+def test_batched_negated_and_zero_dout(impl, dtype):
     """Batched, negated without a copy, and of zeros without memory: the way past the dispatcher is not for these."""
     case = Case("seems", Sq=20, Sk=24)
     q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
@@ -434,7 +434,7 @@ def test_a_dout_that_is_not_what_it_seems(impl, dtype):
 
 
 @each_kernel
-def test_compiled_in_one_graph(impl, dtype):
+def test_torch_compile_fullgraph(impl, dtype):
     """Forward and backward, with gradients of out and lse, and operations before and after for Inductor to fuse."""
     case = Case("compiled", Sq=40, Sk=40, causal=True)
     device = IMPLEMENTATIONS[impl][1]
@@ -468,7 +468,7 @@ def test_opcheck(impl, dtype):
                                                  *more))
 
 
-def test_a_tangent_of_dout_is_not_lost():
+def test_tangent_of_dout_raises():
     from triton_ref.classic import attention
 
     q, k, v, dout = make_all(Case("tangent", Sq=20, Sk=20), torch.float16, IMPLEMENTATIONS["triton"][1])
@@ -477,7 +477,7 @@ def test_a_tangent_of_dout_is_not_lost():
             torch.autograd.grad(out, q, torch.autograd.forward_ad.make_dual(dout, dout.clone()))
 
 
-def test_transforms_of_torch_func_are_told_where_to_go():
+def test_torch_func_transforms_name_another_backend():
     q, k, v, _ = (x.detach() for x in make_all(Case("func", Sq=20, Sk=20), torch.float32, IMPLEMENTATIONS["triton"][1]))
     with pytest.raises(NotImplementedError, match="use backend='torch'"):
         torch.func.grad(lambda q: flash_attention(q, k, v, backend="triton").sum())(q)
@@ -517,7 +517,7 @@ def test_no_second_derivative(impl, dtype):
 
 @pytest.mark.parametrize("dtype, causal, BM, BN", [(torch.float16, True, 32, 32), (torch.float32, False, 64, 16),
                                                    (torch.float16, False, 16, 64)], ids=str)
-def test_the_classic_name_has_a_derivative(dtype, causal, BM, BN):
+def test_classic_attention_has_a_derivative(dtype, causal, BM, BN):
     from triton_ref.classic import attention
 
     case = Case("classic", Sq=70, Sk=70, causal=causal)
@@ -561,7 +561,7 @@ def test_drawn_shapes(impl, part, poisoned_outputs):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("impl", ["cuda:simt", "cuda:sm80", "triton"])
-def test_tensors_of_a_gpu_that_is_not_the_current_one(impl):
+def test_tensors_on_another_gpu(impl):
     """By autograd, in whose thread it is the current one, and by the op, in whose it is not."""
     dtype = torch.float32 if impl == "cuda:simt" else torch.bfloat16
     case = Case("other_gpu", B=2, H=4, Hk=2, Sq=200, Sk=200, D=128, causal=True)  # from D 128 on on two streams
@@ -581,7 +581,7 @@ def test_tensors_of_a_gpu_that_is_not_the_current_one(impl):
 
 
 @pytest.mark.gpu
-def test_auto_takes_what_has_a_derivative():
+def test_auto_backend_has_a_derivative():
     q, k, v, dout = make_all(Case("auto", Sq=40, Sk=40), torch.bfloat16, "cuda")
     expected = gradients(lambda *qkv: flash_attention(*qkv, backend="triton"), q, k, v, dout)
     assert all(map(torch.equal, gradients(flash_attention, q, k, v, dout), expected))

@@ -81,7 +81,7 @@ def test_cuda_against_triton(dtype, case):
     check_lse(lse, twin_lse.double())
 
 
-def test_some_scores_are_too_large_for_exp():
+def test_cases_have_scores_too_large_for_exp():
     case = next(case for case in CASES if case.name == "large_few_keys")
     lse = exact(case, *make_inputs(case, torch.float32, "cpu"))[1]
     assert lse.min() < -88 and lse.max() > 88
@@ -116,7 +116,7 @@ def test_same_inputs_same_bits(impl, dtype, case):
 
 @each_bitwise_case
 @each_kernel_and_dtype
-def test_a_sample_does_not_depend_on_its_batch(impl, dtype, case):
+def test_batch_invariance(impl, dtype, case):
     case = servable(impl, case)
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     out, lse = run(impl, case, q, k, v)
@@ -220,7 +220,7 @@ def test_length_of_the_padding_does_not_change_valid_rows(impl, dtype, causal):
 
 
 @each_kernel_and_dtype
-def test_masked_keys_are_never_read(impl, dtype):
+def test_padding_is_never_read(impl, dtype):
     """NaN in the padding of a sample, which real batches hold, reaches nothing."""
     case = Case("padding", B=2, Sq=100, Sk=100, seq_lens=(37, 64))
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
@@ -243,7 +243,7 @@ def test_nan_in_the_input_shows(impl, dtype):
 
 
 @each_kernel_in_one_dtype
-def test_rows_without_keys_are_0_whatever_v_holds(impl, dtype):
+def test_rows_without_keys_are_0_for_infinite_v(impl, dtype):
     case = Case("inf", Sq=70, Sk=40, causal=True)
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     v[:, :, 5] = torch.inf
@@ -385,7 +385,7 @@ def test_compile_with_dynamic_shapes(impl, dtype):
 
 
 @each_impl_in_one_dtype
-def test_lengths_that_torch_compile_cannot_read_are_clamped(impl, dtype):
+def test_seq_lens_are_clamped_under_torch_compile(impl, dtype):
     backend, device = IMPLEMENTATIONS[impl]
     q = torch.randn(3, 2, 20, 16, device=device, dtype=dtype)
     attend = torch.compile(lambda q, lengths: flash_attention(q, q, q, seq_lens=lengths, backend=backend),
