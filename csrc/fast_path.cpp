@@ -1,7 +1,7 @@
-// The whole facade in one step, for everyday calls on CUDA tensors: where there is nothing to do but to launch a kernel,
-// Python's checks and the dispatcher take longer than a small attention does.
+// The fast path: the whole facade in one step, for calls on CUDA tensors with nothing to do but to launch a kernel. The
+// checks in Python and the dispatcher would take longer than a small attention does.
 //
-// Read next: main.cpp, the ops, which serve every other call.
+// Read next: ../minimal_attn/__init__.py, the Python side.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>

@@ -126,8 +126,11 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its part of the rows, and of dK's columns, by 8
     float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
 
-    // Made anew where it is needed: that takes less than the registers to keep it.
+    // Made anew where they are needed, which costs less than the registers to keep them.
     __device__ Mask mask() const { return Mask(Sequence(p, tile.b), p.is_causal); }
+    __device__ BlockRange row_blocks() const {
+        return mask().template row_blocks<kBlockM, kBlockN>(tile.block * kBlockN);
+    }
 
     // Rows [begin, end) of a tile, counted from `from`; zeros for the others.
     template <int kRows>
@@ -162,7 +165,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     }
 
     // P and dS of the rows [row0, row0 + kSub) of a step, and what they add to dK and dV.
-    __device__ void add_own_rows(int stage, int h, int m_block, bool is_full, int row0) {
+    __device__ void add_own_rows(int stage, int h, int m_block, int row0) {
         const uint32_t k_address = shared_address(shared.sK[key0]) + Swizzle::down(lane_idx);
         const uint32_t q_across = shared_address(shared.steps[stage].sQ) + Swizzle::across(lane_idx);
         Fragment acc_s = {}, acc_dp;
@@ -183,7 +186,9 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
                 for (int e = 0; e < 4; e++)
                     acc_s[m][n][e] = exp2_approx(scores.probability_log2(acc_s[m][n][e], e % 2 ? lse.y : lse.x));
         }
-        if (!is_full) mask().apply_transposed(acc_s, tile.block * kBlockN + key0 + r, m_block * kBlockM + row0 + c);
+        scores.clamp(acc_s);
+        if (!row_blocks().is_full(m_block))
+            mask().apply_transposed(acc_s, tile.block * kBlockN + key0 + r, m_block * kBlockM + row0 + c);
         if constexpr (kDropout) drop(acc_s, acc_dp, stage, h, m_block, row0);
         multiply_own_rows(acc_s, acc_dp, stage, row0);
     }
@@ -323,7 +328,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     }
     const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx, p.deterministic && p.is_causal);
     Backward<T, Shape, kDropout> backward{p, shared, tile};
-    const BlockRange blocks = backward.mask().template row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
+    const BlockRange blocks = backward.row_blocks();
     const int h_end = blocks.begin < blocks.end ? tile.h + p.nheads / p.nheads_k : 0;
     if (h_end > 0) backward.load_keys(), backward.load_rows(0, tile.h, blocks.begin);
 
@@ -338,7 +343,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         if (kStages == 2) load_next();
 #pragma unroll 1
         for (int row0 = backward.part * Shape::kSub; row0 < kBlockM; row0 += Shape::kSub * Shape::kDimSplit)
-            backward.add_own_rows(stage, h, m_block, blocks.is_full(m_block), row0);
+            backward.add_own_rows(stage, h, m_block, row0);
         __syncthreads();  // dS and P are there
         backward.add_other_rows(stage);
         if (p.dq.data) backward.add_dq(h, m_block);

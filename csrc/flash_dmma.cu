@@ -122,8 +122,10 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();  // V has arrived, K has been read
-        scores.apply(acc_s);
-        if (!blocks.is_full(n_block)) mask.apply(acc_s, row0 + warp_idx * 16 + r, n_block * kBlockN + c * 2);
+        if (!scores.is_raw || !blocks.is_full(n_block)) {
+            scores.apply(acc_s);
+            mask.apply(acc_s, row0 + warp_idx * 16 + r, n_block * kBlockN + c * 2);
+        }
         softmax.update(acc_s, acc_o);
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {

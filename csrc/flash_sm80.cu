@@ -92,8 +92,10 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         __syncthreads();  // V has arrived, K has been read
         if (n_block + 1 < blocks.end) load_kv(sK, gK, p.k.row_stride, n_block + 1);
 
-        scores.apply(acc_s);
-        if (!blocks.is_full(n_block)) mask.apply(acc_s, warp_row, n_block * kBlockN + lane_idx % 4 * 2);
+        if (!scores.is_raw || !blocks.is_full(n_block)) {
+            scores.apply(acc_s);
+            mask.apply(acc_s, warp_row, n_block * kBlockN + lane_idx % 4 * 2);
+        }
         softmax.update(acc_s, acc_o);
 #pragma unroll
         for (int kk = 0; kk < kBlockN / 16; kk++) {

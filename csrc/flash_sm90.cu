@@ -41,12 +41,16 @@ template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQ
 };
 
 template <typename Shape> struct SharedMemory {
-    SmemTile<64, Shape::kHeadDim> sQ[Shape::kQStages][Shape::kConsumers];  // rows of out at the end
+    SmemTile<64, Shape::kHeadDim> sQ[Shape::kQStages * Shape::kConsumers];  // then rows of out
     SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages], sV[Shape::kStages];
     Ring<Shape::kQStages> q[Shape::kConsumers];  // one for each consumer: they reach the end of a tile one by one
     Ring<Shape::kStages> k, v;
-    Tile tiles[Shape::kQStages];  // which tile Q is of, written before Q is asked for
+    // Which tile Q is of: written before Q is asked for. A place is taken again when the tile after next is, and by
+    // then all consumers have released the Q that belonged to it.
+    Tile tiles[2 * Shape::kQStages];
 
+    __device__ static int q_index(uint32_t i, int consumer) { return i % Shape::kQStages * Shape::kConsumers + consumer; }
+    __device__ Tile &tile(uint32_t i) { return tiles[i % (2 * Shape::kQStages)]; }
     __device__ void init_barriers() {
         for (auto &ring : q) ring.init(4);
         k.init(4 * Shape::kConsumers), v.init(4 * Shape::kConsumers);
@@ -92,37 +96,40 @@ template <typename Shape> __device__ void produce(const Params<Shape> &p, Shared
     prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
     uint32_t num_tiles = 0, num_blocks = 0;  // so far
     for (int idx = blockIdx.x;; num_tiles++) {
-        const uint32_t q_stage = num_tiles % Shape::kQStages;
-#pragma unroll 1
-        for (auto &ring : shared.q) ring.producer_acquire(num_tiles);
-        Tile &tile = shared.tiles[q_stage];  // read anew where it is needed: the producer has few registers
+        Tile &tile = shared.tile(num_tiles);  // read anew where it is needed: the producer has few registers
         tile = p.scheduler.at(p, idx);
         if (!tile.is_valid) break;
         idx = p.scheduler.next(p, idx);
 
         const Sequence seq(p, tile.b);
-        const BlockRange blocks = Mask(seq, p.is_causal).key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
 #pragma unroll 1
-        for (int c = 0; c < Shape::kConsumers; c++)
-            load_tile(shared.sQ[q_stage][c], p.q_tma, shared.q[c].full[q_stage],
+        for (int c = 0; c < Shape::kConsumers; c++) {
+            shared.q[c].producer_acquire(num_tiles);
+            load_tile(shared.sQ[shared.q_index(num_tiles, c)], p.q_tma, shared.q[c].full_barrier(num_tiles),
                       seq.q_begin + tile.block * kBlockM + 64 * c, tile.h, tile.b);
+        }
+        const BlockRange blocks = Mask(seq, p.is_causal).key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
+        const int h_k = tile.h_k, b = tile.b;
 #pragma unroll 1
         for (int n_block = blocks.end - 1; n_block >= blocks.begin; n_block--, num_blocks++) {
             const uint32_t stage = num_blocks % Shape::kStages;
             const int key = seq.k_begin + n_block * kBlockN;
             shared.k.producer_acquire(num_blocks);
-            load_tile(shared.sK[stage], p.k_tma, shared.k.full[stage], key, tile.h_k, tile.b);
+            load_tile(shared.sK[stage], p.k_tma, shared.k.full_barrier(num_blocks), key, h_k, b);
             shared.v.producer_acquire(num_blocks);
-            load_tile(shared.sV[stage], p.v_tma, shared.v.full[stage], key, tile.h_k, tile.b);
+            load_tile(shared.sV[stage], p.v_tma, shared.v.full_barrier(num_blocks), key, h_k, b);
         }
     }
-    for (auto &ring : shared.q) mbarrier_arrive(ring.full[num_tiles % Shape::kQStages]);  // there is no tile left
+    for (auto &ring : shared.q) {  // there is no tile left
+        ring.producer_acquire(num_tiles);
+        mbarrier_arrive(ring.full_barrier(num_tiles));
+    }
 }
 
 // A warpgroup: 64 rows of out and lse of each tile.
 template <typename T, typename Shape> struct Consumer {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages;
-    static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8, kQStages = Shape::kQStages;
+    static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
     static constexpr float kMaxSum = 1 << 15;  // of a lane's columns of P: less than fp16 holds
 
     const Params<Shape> &p;
@@ -136,7 +143,7 @@ template <typename T, typename Shape> struct Consumer {
     __device__ void run() {
         for (;; num_tiles++) {
             shared.q[consumer].consumer_wait(num_tiles);
-            const Tile &tile = shared.tiles[num_tiles % kQStages];
+            const Tile &tile = shared.tile(num_tiles);
             if (!tile.is_valid) return;
             Softmax<1> softmax(scores.softmax_scale_log2);
             for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
@@ -147,6 +154,8 @@ template <typename T, typename Shape> struct Consumer {
     }
 
   private:
+    __device__ int q_index() const { return shared.q_index(num_tiles, consumer); }
+
     // acc_o and softmax of a tile's rows, over all keys that they see.
     __device__ void attend(const Tile &tile, Softmax<1> &softmax) {
         const Sequence seq(p, tile.b);
@@ -163,10 +172,11 @@ template <typename T, typename Shape> struct Consumer {
         if (!__any_sync(~0u, n_block >= blocks.begin)) return;  // the same in a warp, as the compiler sees
         shared.k.consumer_wait(num_blocks);
         warpgroup_arrive();
-        multiply_abt<T>(acc_s[0], shared.sQ[num_tiles % kQStages][consumer], shared.sK[num_blocks % kStages]);
+        multiply_abt<T>(acc_s[0], shared.sQ[q_index()], shared.sK[num_blocks % kStages]);
         warpgroup_wait<0>(acc_s[0]);
         for (;; n_block--, num_blocks++) {
-            const uint32_t block = warp_uniform(num_blocks), q_stage = warp_uniform(num_tiles) % kQStages;
+            // Found anew in every iteration: kept from one to the next, Q's descriptors fill the uniform registers.
+            const uint32_t block = warp_uniform(num_blocks), q_idx = warp_uniform(q_index());
             if (n_block >= edit_begin) {
                 scores.apply(acc_s);
                 mask.apply(acc_s, row, n_block * kBlockN + col);
@@ -187,7 +197,7 @@ template <typename T, typename Shape> struct Consumer {
             if (n_block == blocks.begin) break;
             shared.k.consumer_wait(num_blocks + 1);
             warpgroup_arrive();
-            multiply_abt<T>(acc_s[0], shared.sQ[q_stage][consumer], shared.sK[(block + 1) % kStages]);
+            multiply_abt<T>(acc_s[0], shared.sQ[q_idx], shared.sK[(block + 1) % kStages]);
             multiply_ab<T>(acc_o[0], P, shared.sV[block % kStages]);
             warpgroup_wait<1>(acc_s[0]);
         }
@@ -244,7 +254,7 @@ template <typename T, typename Shape> struct Consumer {
         const int warp_idx = thread_idx() / 32 % 4, lane_idx = thread_idx() % 32;  // no register in the usual case
         bool is_large[2];
         for (int i = 0; i < 2; i++) is_large[i] = quad_reduce(sum[i], fmaxf) > kMaxSum;
-        const auto &sQ = shared.sQ[num_tiles % kQStages][consumer];
+        const auto &sQ = shared.sQ[q_index()];
         const auto &sK = shared.sK[num_blocks % kStages];
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
@@ -280,7 +290,7 @@ template <typename T, typename Shape> struct Consumer {
 #pragma unroll
         for (int i = 0; i < 2; i++)
             if (row + 8 * i < seq.padded_q && lane_idx % 4 == 0) lse[row + 8 * i] = softmax.lse(i);
-        auto &sO = shared.sQ[num_tiles % kQStages][consumer];
+        auto &sO = shared.sQ[q_index()];
         named_barrier_sync(kOneConsumer + consumer, 128);
 #pragma unroll
         for (int d = 0; d < kDTiles; d += 2) {

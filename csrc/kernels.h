@@ -1,5 +1,5 @@
-// Which kernel serves a call on a GPU: one function of dtype, head_dim, alignment, strides and the GPU. It does not look
-// at the number of samples and heads, so that a sample's bits do not depend on its batch.
+// Which kernel serves a call on a GPU: one function of dtype, head_dim, alignment, strides and the GPU. The numbers of
+// samples and heads do not enter, so that a sample's bits do not depend on its batch.
 //
 // Read next: torch_params.h, which asks.
 #pragma once

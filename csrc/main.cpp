@@ -1,5 +1,5 @@
-// The ops minimal_attn::flash_forward and flash_backward, and the Python module; importing the module registers the ops,
-// and ops.py ties them together.
+// The ops minimal_attn::flash_forward and flash_backward, and the Python module. Importing it registers the ops; ops.py
+// adds their derivative.
 //
 // Messages here are put together without iostreams, which crash where a toolchain links libstdc++ statically (seen with
 // g++ 13).
@@ -72,7 +72,8 @@ std::tuple<at::Tensor, at::Tensor> flash_forward_op(const at::Tensor &q, const a
                                                     const std::optional<at::Tensor> &seq_lens, double softmax_scale,
                                                     bool causal, double dropout_p,
                                                     const std::optional<at::Tensor> &dropout_seed, bool deterministic) {
-    auto [out, lse, _] = flash_forward(q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed, deterministic);
+    auto [out, lse, slow_because] =
+        flash_forward(q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed, deterministic);
     return {out, lse};
 }
 

@@ -18,19 +18,19 @@ template <int kStages> struct Ring {
     static_assert(!(kStages & kStages - 1), "items are counted modulo 2^32");
     Barrier full[kStages], empty[kStages];
 
-    __device__ static uint32_t stage(uint32_t i) { return i % kStages; }
+    __device__ Barrier &full_barrier(uint32_t i) { return full[i % kStages]; }
 
     // By one thread, before fence_mbarrier_init(). A buffer is empty again once so many warps have released it.
     __device__ void init(int consumer_warps) {
         for (int s = 0; s < kStages; s++) mbarrier_init(full[s], 1), mbarrier_init(empty[s], consumer_warps);
     }
     // Wait until item i has a buffer.
-    __device__ void producer_acquire(uint32_t i) { mbarrier_wait(empty[stage(i)], i / kStages % 2 ^ 1); }
+    __device__ void producer_acquire(uint32_t i) { mbarrier_wait(empty[i % kStages], i / kStages % 2 ^ 1); }
     // Wait until item i is there.
-    __device__ void consumer_wait(uint32_t i) { mbarrier_wait(full[stage(i)], i / kStages % 2); }
+    __device__ void consumer_wait(uint32_t i) { mbarrier_wait(full[i % kStages], i / kStages % 2); }
     // This warp has read item i. Its lanes have met since they waited for it.
     __device__ void consumer_release(uint32_t i) {
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(empty[stage(i)]);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(empty[i % kStages]);
     }
 };
 

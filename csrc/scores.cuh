@@ -29,7 +29,6 @@ template <typename Sum = float> struct Scores {
 
     // acc_s: accumulators of Q Kᵀ.
     template <int kMTiles, int kNTiles> __device__ void apply(Sum (&acc_s)[kMTiles][kNTiles][4]) const {
-        if (is_raw) return;
 #pragma unroll
         for (int i = 0; i < kMTiles * kNTiles * 4; i++) {
             Sum &s = acc_s[i / (kNTiles * 4)][i / 4 % kNTiles][i % 4];
@@ -37,21 +36,35 @@ template <typename Sum = float> struct Scores {
         }
     }
 
-    // P from lse itself: for fp32 and fp64. Large scores and their lse cancel: their difference is formed first,
-    // rounded once, and brought to units of log2 after. It is never above 0, but for rounding. A row without keys has
-    // lse -inf.
+    // P of the backward pass, from lse itself: for fp32 and fp64. Large scores and their lse cancel: the difference is
+    // formed first, rounded once, and brought to units of log2 after. It is above 0 by rounding alone, and becomes 0
+    // then: of huge scores P would be infinite. A row without keys has lse -inf.
     __device__ Sum probability(Sum qk, Sum lse) const {
-        return lse == -INFINITY ? Sum(0) : exp2(fmin(fma(qk, softmax_scale, -lse), Sum(0)) * kLog2E);
+        const Sum x = fma(qk, softmax_scale, -lse);
+        return lse == -INFINITY ? Sum(0) : exp2((x > 0 ? Sum(0) : x) * kLog2E);
     }
 
-    // For 16 bits the same with one operation less: lse in units of log2, by the factor that softmax_scale_log2 has
-    // been rounded to, so that it cancels. +inf for rows without keys, whose P is 0 then.
+    // For 16 bits the same with fewer operations: P = exp2(probability_log2(q·k, lse_log2)). lse is in units of log2,
+    // by the factor that softmax_scale_log2 has been rounded to, so that the two cancel; +inf for a row without keys.
     __device__ float lse_log2(float lse) const {
         const double log2_e = softmax_scale == 0 ? double(kLog2E) : softmax_scale_log2 / fabs(double(softmax_scale));
         return lse == -INFINITY ? INFINITY : float(lse * log2_e);
     }
-    // P = exp2 of this.
     __device__ float probability_log2(float qk, float lse_log2) const {
-        return fminf(qk * (sign * softmax_scale_log2) - lse_log2, 0.f);
+        return qk * (sign * softmax_scale_log2) - lse_log2;
+    }
+    // Probabilities that rounding has brought above 1, which huge scores do, become 1. One from 2 on has bit 30 set, so
+    // that the usual case costs half an operation an element.
+    template <int kMTiles, int kNTiles> __device__ static void clamp(float (&acc_p)[kMTiles][kNTiles][4]) {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int i = 0; i < kMTiles * kNTiles * 4; i++)
+            bits |= reinterpret_cast<const uint32_t &>(acc_p[i / (kNTiles * 4)][i / 4 % kNTiles][i % 4]);
+        if (!(bits & 1u << 30)) return;
+#pragma unroll
+        for (int i = 0; i < kMTiles * kNTiles * 4; i++) {
+            float &P = acc_p[i / (kNTiles * 4)][i / 4 % kNTiles][i % 4];
+            P = P > 1.f ? 1.f : P;
+        }
     }
 };

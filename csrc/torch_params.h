@@ -80,8 +80,8 @@ inline Fault find_fault(const at::Tensor &seq_lens, const at::Tensor &q, const a
     return {};
 }
 
-// x as kernels see it; also one without head_dim, as lse is. A stride of rows that nobody takes is 0. Those of the batch
-// and the heads stay as they are even for one sample or one head, which must choose the kernel that many would.
+// x as kernels see it; also dlse, which has no head_dim. A single row gets the row stride 0. The strides of a single
+// sample or head stay as they are: it must be served by the kernel that serves many of them.
 inline ::Tensor tensor_of(const at::Tensor &x, Layout dim) {
     const int64_t row_stride = x.size(dim.row) > 1 ? x.stride(dim.row) : 0;
     return {const_cast<void *>(x.const_data_ptr()), x.stride(0), x.stride(dim.head), row_stride};

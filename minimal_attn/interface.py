@@ -44,8 +44,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         sm_scale: factor of the scores, 1/sqrt(D) if None.
         seq_lens: valid length of each sample, 1 to S: a list, or an int32 or int64 tensor on q's device or the CPU, of
             shape (B,), or (1,) for 3D input. Needs Sq == Sk. Keys from the length on are masked; query rows from it on
-            give out 0 and lse -inf. What is stored in this padding, NaN and inf too, changes no result. Values of a GPU tensor are checked with one small read, which is skipped under
-            CUDA-graph capture and torch.compile; there a bad value is clamped. Capture takes GPU tensors alone.
+            give out 0 and lse -inf. What is stored in this padding, NaN and inf too, changes no result. Values of a GPU
+            tensor are checked with one small read, which is skipped under CUDA-graph capture and torch.compile; there a
+            bad value is clamped. Capture takes GPU tensors alone.
         dropout_p: share in [0, 1] of the normalised probabilities set to 0, the rest scaled by 1/(1 - dropout_p). The
             same elements on every backend; "torch" then forms all scores as "reference" does, since the mask of
             scaled_dot_product_attention is another, and not known outside it.
@@ -193,11 +194,11 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions) for float16 and bfloat16 on H100, H200 and what else is sm_90,
         "sm80" (flash_sm80.cu, tensor cores) on other GPUs from Ampere on, for dropout, where rows, heads or samples of
-        q, k or v overlap or have 2^40 bytes and more between them, and where there are no keys; "dmma" (flash_dmma.cu, the tensor cores
-        for fp64) for float32 with head_dim 33 to 128 on H100, H200 and what else has such; all three where head_dim and
-        the strides are multiples of 16 bytes and the tensors start at such. "simt" (flash.cu) for all else on a GPU,
-        for dropout and gradients in place of "dmma"; "host" (flash.cu, built for the CPU) for CPU tensors. Gradients of
-        "sm90" are those of "sm80".
+        q, k or v overlap or have 2^40 bytes and more between them, and where there are no keys; "dmma" (flash_dmma.cu,
+        the tensor cores for fp64) for float32 with head_dim 33 to 128 on H100, H200 and what else has such; all three
+        where head_dim and the strides are multiples of 16 bytes and the tensors start at such. "simt" (flash.cu) for
+        all else on a GPU, for dropout and gradients in place of "dmma"; "host" (flash.cu, built for the CPU) for CPU
+        tensors. Gradients of "sm90" are those of "sm80".
 
     Raises:
         ValueError: the forced kernel cannot serve the call.

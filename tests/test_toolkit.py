@@ -328,6 +328,7 @@ SIGNATURES = {
     "flash_attn_func": dict(dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                             alibi_slopes=None, deterministic=False, return_attn_probs=False, dropout_seed=None,
                             return_lse=False, backend="auto"),
+    "force_kernel": {},
     "which_kernel": dict(causal=False, sm_scale=None, seq_lens=None, dropout_p=0.0),
     "reference_attention": dict(causal=False, sm_scale=None, seq_lens=None, dropout_p=0.0, dropout_seed=None,
                                 return_lse=False),
