@@ -165,8 +165,8 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
     q = _load(q_base, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
     if kNegateQ:  # a masked score of -inf needs a scale above 0
         q = (-q.to(tl.float32)).to(q.dtype)
-    # exp(scale · (s - max)) = exp2(softmax_scale_log2 · (s - max)). A scale of 0 makes all scores alike; so does the least
-    # number, which does not turn a masked -inf into NaN. A descale below 0 is an error that only the GPU can see.
+    # exp(scale · (s - max)) = exp2(softmax_scale_log2 · (s - max)). A scale of 0 makes all scores alike; so does the
+    # least number, which does not turn a masked -inf into NaN. A descale below 0 is an error that only the GPU can see.
     scale, scale_o = tl.abs(softmax_scale), keep_scale
     if q_descale_ptr is not None:
         scale *= tl.load(q_descale_ptr + b * nheads_k + h_k)

@@ -28,7 +28,6 @@ from .dropout import arguments as dropout_arguments
 from .dropout import keep_tile
 from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember, to_float
 
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
