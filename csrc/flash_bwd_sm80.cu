@@ -61,7 +61,7 @@ template <typename Shape> struct BwdSharedMemory {
         alignas(128) uint16_t sdS[Shape::kDimSplit > 1 ? 2 : 1][Shape::kBlockN][Shape::kBlockM];  // [1] is sP
         int ticket;  // before the first step
     };
-    float lse_log2[Shape::kStages][Shape::kBlockM], delta[Shape::kStages][Shape::kBlockM];
+    float half_lse_log2[Shape::kStages][Shape::kBlockM], delta[Shape::kStages][Shape::kBlockM];
 };
 
 // Global memory beyond the tensors: dq_accum [batch_size, nheads, m_blocks, kBlockM · kHeadDim], and if deterministic
@@ -126,11 +126,8 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its part of the rows, and of dK's columns, by 8
     float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
 
-    // Made anew where they are needed, which costs less than the registers to keep them.
+    // Made anew where it is needed: that takes less than the registers to keep it.
     __device__ Mask mask() const { return Mask(Sequence(p, tile.b), p.is_causal); }
-    __device__ BlockRange row_blocks() const {
-        return mask().template row_blocks<kBlockM, kBlockN>(tile.block * kBlockN);
-    }
 
     // Rows [begin, end) of a tile, counted from `from`; zeros for the others.
     template <int kRows>
@@ -158,14 +155,14 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
         const int i = thread_idx();
         if (i < kBlockM) {
             const int64_t row = lse_index(p, tile.b, h) + row0 + i;
-            cp_async_4(&shared.lse_log2[stage][i], p.lse_log2 + row, i >= begin && i < end);
+            cp_async_4(&shared.half_lse_log2[stage][i], p.half_lse_log2 + row, i >= begin && i < end);
             cp_async_4(&shared.delta[stage][i], static_cast<const float *>(p.delta) + row, i >= begin && i < end);
         }
         cp_async_commit();
     }
 
     // P and dS of the rows [row0, row0 + kSub) of a step, and what they add to dK and dV.
-    __device__ void add_own_rows(int stage, int h, int m_block, int row0) {
+    __device__ void add_own_rows(int stage, int h, int m_block, bool is_full, int row0) {
         const uint32_t k_address = shared_address(shared.sK[key0]) + Swizzle::down(lane_idx);
         const uint32_t q_across = shared_address(shared.steps[stage].sQ) + Swizzle::across(lane_idx);
         Fragment acc_s = {}, acc_dp;
@@ -181,14 +178,12 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
         const Scores<> scores(p);
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
-            const float2 lse = *reinterpret_cast<const float2 *>(&shared.lse_log2[stage][row0 + 8 * n + c]);
+            const float2 lse = *reinterpret_cast<const float2 *>(&shared.half_lse_log2[stage][row0 + 8 * n + c]);
             for (int m = 0; m < kMTiles; m++)
                 for (int e = 0; e < 4; e++)
                     acc_s[m][n][e] = exp2_approx(scores.probability_log2(acc_s[m][n][e], e % 2 ? lse.y : lse.x));
         }
-        scores.clamp(acc_s);
-        if (!row_blocks().is_full(m_block))
-            mask().apply_transposed(acc_s, tile.block * kBlockN + key0 + r, m_block * kBlockM + row0 + c);
+        if (!is_full) mask().apply_transposed(acc_s, tile.block * kBlockN + key0 + r, m_block * kBlockM + row0 + c);
         if constexpr (kDropout) drop(acc_s, acc_dp, stage, h, m_block, row0);
         multiply_own_rows(acc_s, acc_dp, stage, row0);
     }
@@ -328,7 +323,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     }
     const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx, p.deterministic && p.is_causal);
     Backward<T, Shape, kDropout> backward{p, shared, tile};
-    const BlockRange blocks = backward.row_blocks();
+    const BlockRange blocks = backward.mask().template row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
     const int h_end = blocks.begin < blocks.end ? tile.h + p.nheads / p.nheads_k : 0;
     if (h_end > 0) backward.load_keys(), backward.load_rows(0, tile.h, blocks.begin);
 
@@ -343,7 +338,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         if (kStages == 2) load_next();
 #pragma unroll 1
         for (int row0 = backward.part * Shape::kSub; row0 < kBlockM; row0 += Shape::kSub * Shape::kDimSplit)
-            backward.add_own_rows(stage, h, m_block, row0);
+            backward.add_own_rows(stage, h, m_block, blocks.is_full(m_block), row0);
         __syncthreads();  // dS and P are there
         backward.add_other_rows(stage);
         if (p.dq.data) backward.add_dq(h, m_block);
@@ -372,11 +367,11 @@ __global__ void __launch_bounds__(Shape::kNThreads) flash_bwd_dq(const __grid_co
     for (int j = 0; j < 2 * Shape::kDqTiles; j++)
         *reinterpret_cast<float4 *>(acc_dq[j % 2][j / 2]) = *reinterpret_cast<const float4 *>(dq_accum + 128 * j);
     const int warp_idx = threadIdx.x / 32, row0 = tile.block * Shape::kBlockM;
-    const float *lse_log2 = p.lse_log2 + lse_index(p, tile.b, tile.h) + row0;
+    const float *half_lse_log2 = p.half_lse_log2 + lse_index(p, tile.b, tile.h) + row0;
     store_tile<T>(acc_dq, Scores<>(p).softmax_scale, shared_memory<uint16_t[Shape::kBlockM][Shape::kHeadDim]>(),
                   warp_idx / Shape::kDqSplit * 32, warp_idx % Shape::kDqSplit * Shape::kDqTiles,
                   rows_of<T>(p.dq, tile.b, tile.h, seq.q_begin + row0), p.dq.row_stride, seq.padded_q - row0,
-                  p.head_dim, [&](int r) { return lse_log2[r] == INFINITY; });  // no keys: 0, where 0 · NaN is not
+                  p.head_dim, [&](int r) { return half_lse_log2[r] == INFINITY; });  // no keys: 0, where 0 · NaN is not
 #endif
 }
 

@@ -44,27 +44,15 @@ template <typename Sum = float> struct Scores {
         return lse == -INFINITY ? Sum(0) : exp2((x > 0 ? Sum(0) : x) * kLog2E);
     }
 
-    // For 16 bits the same with fewer operations: P = exp2(probability_log2(q·k, lse_log2)). lse is in units of log2,
-    // by the factor that softmax_scale_log2 has been rounded to, so that the two cancel; +inf for a row without keys.
-    __device__ float lse_log2(float lse) const {
+    // For 16 bits the same with fewer operations: P = exp2(probability_log2(q·k, half_lse_log2)). lse is halved and in
+    // units of log2, by the factor that softmax_scale_log2 has been rounded to, so that the two cancel; +inf for a row
+    // without keys. For x of half the size x - |x| is min(2 x, 0), by an addition: a minimum takes twice as long.
+    __device__ float half_lse_log2(float lse) const {
         const double log2_e = softmax_scale == 0 ? double(kLog2E) : softmax_scale_log2 / fabs(double(softmax_scale));
-        return lse == -INFINITY ? INFINITY : float(lse * log2_e);
+        return lse == -INFINITY ? INFINITY : float(lse * log2_e / 2);
     }
-    __device__ float probability_log2(float qk, float lse_log2) const {
-        return qk * (sign * softmax_scale_log2) - lse_log2;
-    }
-    // Probabilities that rounding has brought above 1, which huge scores do, become 1. One from 2 on has bit 30 set, so
-    // that the usual case costs half an operation an element.
-    template <int kMTiles, int kNTiles> __device__ static void clamp(float (&acc_p)[kMTiles][kNTiles][4]) {
-        uint32_t bits = 0;
-#pragma unroll
-        for (int i = 0; i < kMTiles * kNTiles * 4; i++)
-            bits |= reinterpret_cast<const uint32_t &>(acc_p[i / (kNTiles * 4)][i / 4 % kNTiles][i % 4]);
-        if (!(bits & 1u << 30)) return;
-#pragma unroll
-        for (int i = 0; i < kMTiles * kNTiles * 4; i++) {
-            float &P = acc_p[i / (kNTiles * 4)][i / 4 % kNTiles][i % 4];
-            P = P > 1.f ? 1.f : P;
-        }
+    __device__ float probability_log2(float qk, float half_lse_log2) const {
+        const float x = qk * (sign * softmax_scale_log2 / 2) - half_lse_log2;
+        return x - fabsf(x);
     }
 };
