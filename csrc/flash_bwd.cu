@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx) flash_bwd_prepr
         if (tx > 0 || row >= seq.padded_q) continue;
         if (dlse && !is_empty(row)) sum[i] -= dlse[row * p.dlse.row_stride];
         static_cast<Sum *>(p.delta)[rows + row] = sum[i];
-        if (p.lse_log2) p.lse_log2[rows + row] = Scores<>(p).lse_log2(float(lse[row]));
+        if (p.lse_log2) p.lse_log2[rows + row] = Scores<>::lse_log2(float(lse[row]));
     }
 }
 

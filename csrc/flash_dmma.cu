@@ -146,7 +146,9 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 
     // Column 2c + e of product d + i is column 8·d + 4·(2c + e) + i of O.
     const int row = row0 + warp_idx * 16 + r;  // and row + 8
-    softmax.finalize(acc_o, static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h), scores, seq, row);
+    // flash_bwd.cu wants an lse without the rounding of softmax_scale_log2.
+    const double ln_2 = fabs(p.softmax_scale) / scores.softmax_scale_log2;
+    softmax.finalize(acc_o, static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h), seq, row, 1.f, ln_2);
     float *gO = rows_of<float>(p.o, tile.b, tile.h, seq.q_begin);
 #pragma unroll
     for (int i = 0; i < 2; i++) {

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     }
 
     float *gLse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
-    softmax.finalize(acc_o, gLse, scores, seq, warp_row, kDropout ? float(p.keep_scale) : 1.f);
+    softmax.finalize(acc_o, gLse, seq, warp_row, kDropout ? float(p.keep_scale) : 1.f);
     store_tile<T>(acc_o, 1.f, sQ, warp_idx * kWarpM, 0, rows_of<T>(p.o, tile.b, tile.h, seq.q_begin + row0),
                   p.o.row_stride, seq.padded_q - row0, p.head_dim, [](int) { return false; });
 #endif

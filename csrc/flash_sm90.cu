@@ -284,7 +284,7 @@ template <typename T, typename Shape> struct Consumer {
         const Sequence seq(p, tile.b);
         const int row0 = tile.block * Shape::kBlockM + 64 * consumer + 16 * warp_idx;
         float *gLse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
-        softmax.finalize(acc_o, gLse, scores, seq, row0 + lane_idx / 4);
+        softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4);
         auto &sO = shared.sQ[q_index()];
         named_barrier_sync(kOneConsumer + consumer, 128);
 #pragma unroll

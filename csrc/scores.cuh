@@ -36,12 +36,6 @@ template <typename Sum = float> struct Scores {
         }
     }
 
-    // lse of a row whose exponentials add up to sum · exp2(row_max): in fp64, since softmax_scale_log2 has been
-    // rounded.
-    __device__ float lse(float row_max, float sum) const {
-        return float(row_max * (fabs(double(softmax_scale)) / softmax_scale_log2) + logf(sum));
-    }
-
     // P of the backward pass. Large scores and their lse cancel. Their difference is never above 0 but for rounding,
     // and -|x| then keeps P from becoming infinite. In fp32 and fp64 the difference is rounded once, before it is
     // brought to units of log2. A row without keys has lse -inf.
@@ -49,10 +43,10 @@ template <typename Sum = float> struct Scores {
         return lse == -INFINITY ? Sum(0) : exp2(-fabs(fma(qk, softmax_scale, -lse)) * kLog2E);
     }
     // For 16 bits P = exp2(probability_log2(q·k, lse_log2)), which takes one operation less. lse is brought to units of
-    // log2 before, by the factor that softmax_scale_log2 has been rounded to; it is +inf for a row without keys.
-    __device__ float lse_log2(float lse) const {
-        const double log2_e = softmax_scale == 0 ? double(kLog2E) : softmax_scale_log2 / fabs(double(softmax_scale));
-        return lse == -INFINITY ? INFINITY : float(lse * log2_e);
+    // log2 before, where the forward pass has it from, so that the rounding of softmax_scale_log2 cancels. It is +inf
+    // for a row without keys.
+    __device__ static float lse_log2(float lse) {
+        return lse == -INFINITY ? INFINITY : float(lse * 1.4426950408889634);
     }
     __device__ float probability_log2(float qk, float lse_log2) const {
         return -fabsf(qk * (sign * softmax_scale_log2) - lse_log2);

@@ -16,7 +16,6 @@
 #include <cmath>
 
 #include "ptx_sm80.cuh"
-#include "scores.cuh"
 #include "sequence.cuh"
 
 template <typename Op> __device__ float quad_reduce(float x, Op op) {
@@ -142,8 +141,8 @@ template <int kMTiles> struct Softmax {
     // and gLse has that of row 0. A row without keys, as those beyond the end of the sample are taken for, has output
     // 0, even where V times probabilities of 0 gave NaN.
     template <int kDTiles, typename Sum>
-    __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float *gLse, const Scores<> &scores, const Sequence &seq,
-                             int row, float scale = 1.f) {
+    __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float *gLse, const Sequence &seq, int row,
+                             float scale = 1.f, double ln_2 = 0.6931471805599453) {
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
             if (row + 8 * i >= seq.seqlen_q) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
@@ -157,7 +156,8 @@ template <int kMTiles> struct Softmax {
                     x = row_sum[i] == 0.f ? nothing : x * scale_o;
                 }
             if (row + 8 * i < seq.padded_q && threadIdx.x % 4 == 0)
-                gLse[row + 8 * i] = row_sum[i] == 0.f ? nothing - INFINITY : scores.lse(row_max[i], row_sum[i]);
+                gLse[row + 8 * i] =
+                    row_sum[i] == 0.f ? nothing - INFINITY : float(row_max[i] * ln_2 + logf(row_sum[i]));
         }
     }
 };
