@@ -278,13 +278,13 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
             dq_semaphore = workspace.dq_semaphore(p, tile.b, h, m_block);
             if (lane_idx == 0)
                 while (load_acquire(dq_semaphore) != turn) {}
-            __syncwarp();  // unobserved: the sanitizers know of no order in global memory
+            __syncwarp();  // unobserved by racecheck: it knows of no order in global memory
         }
         float *dq_accum = workspace.dq_accum(p, tile.b, h, m_block);
 #pragma unroll
         for (int j = 0; j < 2 * Shape::kDqTiles; j++) red_add(dq_accum + 128 * j, acc_dq[j % 2][j / 2]);
         if (p.deterministic) {
-            __syncwarp();  // unobserved: the sanitizers know of no order in global memory
+            __syncwarp();  // unobserved by racecheck: it knows of no order in global memory
             if (lane_idx == 0) store_release(dq_semaphore, turn + 1);
         }
     }
@@ -321,7 +321,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     if (p.deterministic && p.dq.data) {
         // Blocks that wait for their turn are numbered as they start, so that none waits for one that cannot start.
         if (threadIdx.x == 0) shared.ticket = atomicAdd(Workspace<Shape>(p).ticket(p), 1);
-        __syncthreads();
+        __syncthreads();  // unobserved by racecheck: without it a block may wait for ever
         block_idx = shared.ticket;
     }
     const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx, p.deterministic && p.is_causal);

@@ -304,7 +304,7 @@ template <typename T, typename Shape> struct Consumer {
 
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_constant__ Params<Shape> p) {
-#if !defined(__CUDA_ARCH_FEAT_SM90_ALL) && !MINIMAL_ATTN_EMULATED
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
     auto &shared = shared_memory<SharedMemory<Shape>>();

@@ -2,8 +2,8 @@
 with compute-sanitizer.
 
 A clean run means little where the tool would not have seen a fault, so each is also shown one: a row that is not there,
-and a kernel with any one of its barriers taken out. TMA's copies, those of flash_sm90.cu, it does not see: the faults
-of that kernel are shown to the emulator, in test_emulator.py.
+and a kernel without any one of its barriers (faults.py finds them). compute-sanitizer does not see TMA's copies, so the
+faults of flash_sm90.cu are shown to the emulator alone, in test_emulator.py.
 """
 import os
 import re
@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
+import faults
 from conftest import made_once
 
 pytestmark = pytest.mark.timeout(900)  # a compiler may take the 240 s of run(), and then a tool
@@ -24,20 +25,10 @@ CSRC = DRIVER.parents[1] / "csrc"
 CXX = os.environ.get("CXX", "g++")
 
 
-def barriers(pattern, *files, but=r"(?!)"):
-    """Parameters (file, match) for every barrier in some files of csrc; not those with `but` in a line beside them."""
-    found = [(file, match) for file in files for match in re.finditer(pattern, (CSRC / file).read_text())]
-    return [pytest.param(file, match, id=f"{file}:{match.string.count(chr(10), 0, match.start()) + 1}")
-            for file, match in found if not re.search(but, beside(match))]
-
-
-def beside(match):
-    """The lines before and after that of a match, and its own."""
-    before, after = match.string[:match.start()].split("\n")[-2:], match.string[match.start():].split("\n", 3)[:3]
-    return "\n".join([*before, *after])
-
-
-BARRIERS = barriers(r"(__sync\w+\(|__pipeline_wait_prior\(0)\);", "flash.cu", "flash_bwd.cu", "tiles.h")
+def missing(pattern, *files):
+    """Parameters for every statement of some files whose primitive matches a pattern."""
+    return [pytest.param(statement, id=str(statement)) for statement in faults.statements(*files)
+            if re.fullmatch(pattern, statement.name)]
 
 
 def run(*command, timeout=240, **env):
@@ -52,16 +43,16 @@ def compiled(directory, *command, csrc=CSRC):
     return directory / "driver"
 
 
-def without_barrier(directory, file, barrier):
-    """A copy of csrc that lacks one barrier of a file."""
-    shutil.copytree(CSRC, directory / "csrc")
-    source = barrier.string[:barrier.start()] + barrier.string[barrier.end():]
-    (directory / "csrc" / file).write_text(source)
-    return directory / "csrc"
+def csrc_without(statement, directory):
+    """A copy of csrc that lacks a statement."""
+    csrc = Path(shutil.copytree(CSRC, directory / "csrc"))
+    faults.leave_out(statement, csrc)
+    return csrc
 
 
 def assert_passed(done):
-    assert done.returncode == 0 and " 0 failed" in done.stdout, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and re.search(r"^[1-9]\d* passed, 0 failed", done.stdout, re.MULTILINE), said
 
 
 # On the CPU
@@ -114,12 +105,13 @@ def test_no_data_race(tmp_path):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("file, barrier", BARRIERS)
-def test_every_barrier_is_needed_and_seen(file, barrier, tmp_path):
-    driver = compiled(tmp_path, *cxx("thread", "-O0"), csrc=without_barrier(tmp_path, file, barrier))
+@pytest.mark.parametrize("statement", missing("__sync.*|__pipeline_wait_prior", "flash.cu", "flash_bwd.cu", "tiles.h"))
+def test_missing_barrier_is_seen(statement, tmp_path):
+    driver = compiled(tmp_path, *cxx("thread", "-O0"), csrc=csrc_without(statement, tmp_path))
     done = run_tsan(driver, "fp32_64")
     # Without the wait for its copies a thread computes with what was in shared memory before: no race, a wrong result.
-    wanted = "ThreadSanitizer: data race" in done.stderr if "sync" in barrier[0] else " 1 failed" in done.stdout
+    is_race = statement.name.startswith("__sync")
+    wanted = "ThreadSanitizer: data race" in done.stderr if is_race else " 1 failed" in done.stdout
     assert done.returncode and wanted, "this barrier is not needed, or not tested"
 
 
@@ -180,10 +172,9 @@ def gpu_objects(tmp_path_factory):
     return {source: folder / f"{Path(source).stem}.o" for source in sources}
 
 
-def driver_without_barrier(directory, file, barrier, gpu_objects):
-    csrc = without_barrier(directory, file, barrier)
-    changed = ["flash.cu", "flash_bwd.cu"] if file == "tiles.h" else [file]
-    return linked(directory, {**gpu_objects, **objects(directory, *changed, csrc=csrc)})
+def driver_without(statement, directory, gpu_objects):
+    changed = FILES_WITH.get(statement.file, [statement.file])
+    return linked(directory, {**gpu_objects, **objects(directory, *changed, csrc=csrc_without(statement, directory))})
 
 
 @pytest.mark.gpu
@@ -213,39 +204,43 @@ def test_memcheck_sees_an_overrun(case, whole_driver):
     assert done.returncode and "Invalid __global__ read" in done.stdout, done.stdout
 
 
+# The sources that include a file.
+FILES_WITH = {"tiles.h": ["flash.cu", "flash_bwd.cu"], "tiles_sm80.cuh": ["flash_sm80.cu", "flash_bwd_sm80.cu"]}
 # The cases that show a fault in a file: of a barrier between threads, and of a wait for a copy or a warp.
+SM80 = "flash_sm80.cu", "flash_bwd_sm80.cu", "tiles_sm80.cuh"
 FAULT_CASES = {
     "sync": {"tiles.h": "bf16_64",  # whose tiles are written by plain stores
-             **dict.fromkeys(["flash_sm80.cu", "flash_bwd_sm80.cu"], "sm80_fp16_192"),
-             "flash_dmma.cu": "dmma_128_causal"},
-    "wait": {**dict.fromkeys(["flash_sm80.cu", "flash_bwd_sm80.cu"],
-                             ["sm80_fp16_192", "sm80_bf16_256", "sm80_fp16_128", "sm80_bf16_64"]),
+             **dict.fromkeys(SM80[:2], "sm80_fp16_192"), "flash_dmma.cu": "dmma_128_causal"},
+    "wait": {**dict.fromkeys(SM80, ["sm80_fp16_192", "sm80_bf16_256", "sm80_fp16_128", "sm80_bf16_64"]),
              "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128", "dmma_128_causal"]},
 }
 
 
-# Not the barrier after the ticket, without which a block may wait for ever: no GPU ends that by itself.
+def missing_from(kind, pattern):
+    """missing() from the files that have cases for this kind of fault; not what racecheck cannot see."""
+    return [param for param in missing(pattern, *FAULT_CASES[kind]) if param.values[0].unobserved_by != "racecheck"]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("file, barrier", barriers(r"__syncthreads\(\);", *FAULT_CASES["sync"], but=r"= ticket;"))
-def test_racecheck_sees_a_missing_barrier(file, barrier, tmp_path, gpu_objects):
-    needs_hopper(file)
-    if "kStages == 1" in beside(barrier):  # as a narrow tile alone has
-        csrc = without_barrier(tmp_path, file, barrier)
+@pytest.mark.parametrize("statement", missing_from("sync", "__syncthreads"))
+def test_racecheck_sees_a_missing_barrier(statement, tmp_path, gpu_objects):
+    needs_hopper(statement.file)
+    line_before = (CSRC / statement.file).read_text().splitlines()[statement.line - 2]
+    if "kStages == 1" in line_before:  # as a narrow tile alone has
+        csrc = csrc_without(statement, tmp_path)
         case, driver = "sm80_256_narrow", compiled(tmp_path, *nvcc(), "-split-compile=0", csrc=csrc)
     else:
-        case, driver = FAULT_CASES["sync"][file], driver_without_barrier(tmp_path, file, barrier, gpu_objects)
+        case, driver = FAULT_CASES["sync"][statement.file], driver_without(statement, tmp_path, gpu_objects)
     done, summary = compute_sanitizer("racecheck", driver, case)
     assert done.returncode and re.match("RACECHECK SUMMARY: [1-9]", summary), done.stdout
 
 
-# Not those around a turn: racecheck knows of no order in global memory, as there is between lane 0 and its warp.
 @pytest.mark.gpu
-@pytest.mark.parametrize("file, barrier", barriers(r"(cp_async_wait<\d>\(|__syncwarp\()\);", *FAULT_CASES["wait"],
-                                                   but=r"!= turn|lane_idx == 0\)\n"))
-def test_a_missing_wait_is_seen(file, barrier, tmp_path, gpu_objects):
+@pytest.mark.parametrize("statement", missing_from("wait", "cp_async_wait|__syncwarp"))
+def test_a_missing_wait_is_seen(statement, tmp_path, gpu_objects):
     """By racecheck, or by a wrong result, with or without the tool."""
-    needs_hopper(file)
-    driver, cases = driver_without_barrier(tmp_path, file, barrier, gpu_objects), FAULT_CASES["wait"][file]
+    needs_hopper(statement.file)
+    driver, cases = driver_without(statement, tmp_path, gpu_objects), FAULT_CASES["wait"][statement.file]
     checked, summary = compute_sanitizer("racecheck", driver, *cases)
     alone = run(driver, *cases)
     assert all(" failed" in done.stdout for done in (checked, alone)), checked.stdout + alone.stdout + alone.stderr

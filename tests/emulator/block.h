@@ -1,7 +1,7 @@
-// What a block of threads has: shared memory, barriers, and its warps, each with the products that it has under way.
+// What a block of threads has: shared memory, barriers, the copies of its threads, and its warps with their products.
 // Plain data, new for every block.
 //
-// Read next: instructions.cpp and wgmma.cpp, what works on it.
+// Read next: instructions.cpp and products.cpp, what works on it.
 #pragma once
 
 #include <cstdlib>
@@ -30,7 +30,7 @@ struct SharedMemory {
         if (size > kMaxBytes) fail("%zu bytes of shared memory, of %u", size, kMaxBytes);
     }
     View new_view() const {
-        char *p = static_cast<char *>(std::aligned_alloc(1024, bytes));
+        char *p = static_cast<char *>(std::aligned_alloc(1024, (bytes + 1023) / 1024 * 1024));
         std::memset(p, 0xff, bytes);
         return View(p);
     }
@@ -75,6 +75,23 @@ struct Stores {
     uint32_t issued = 0, read = 0, awaited = 0;
 };
 
+// Copies by cp.async of a thread, in groups counted from 0 on: those up to `awaited` have been waited for.
+struct Copies {
+    struct Copy {
+        uint32_t group, to;
+        const void *from;  // nullptr: zeros
+        uint32_t bytes;
+    };
+    std::vector<Copy> under_way;
+    uint32_t committed = 0, awaited = 0, end = 0;  // end: of the last group with a copy in it
+};
+
+// What a thread has last read by ld.acquire.
+struct Acquired {
+    const int *from = nullptr;
+    int value;
+};
+
 // 16 rows of the accumulators of some products of a warp. Until the warp has waited for the last of them, the registers
 // are NaN and this is what they will be.
 struct Accumulators {
@@ -111,17 +128,18 @@ struct Block {
     std::map<uint32_t, MBarrier> mbarriers;  // by address
     NamedBarrier barriers[16];
     std::vector<Warp> warps;
-    std::vector<Stores> stores;  // by thread
+    std::vector<Stores> stores;      // by thread
+    std::vector<Copies> copies;      // by thread
+    std::vector<Acquired> acquired;  // by thread
     std::vector<std::vector<Product>> products;  // by warpgroup
     uint32_t free_registers = 0;
 
     Block(int threads, size_t shared_bytes)
-        : shared(threads, shared_bytes), warps(threads / 32), stores(threads), products((threads + 127) / 128) {
+        : shared(threads, shared_bytes), warps(threads / 32), stores(threads), copies(threads), acquired(threads),
+          products((threads + 127) / 128) {
         for (Warp &warp : warps) warp.registers = kRegisters / threads / 8 * 8;
     }
 };
-
-inline Block *block;
 
 inline Warp &this_warp() { return block->warps[threadIdx.x / 32]; }
 

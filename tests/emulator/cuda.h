@@ -1,7 +1,7 @@
-// What tensor_map.h wants of the CUDA driver, for the emulator: its types, and the function that encodes tensor maps,
-// which wants what the driver wants. A tensor map is its arguments.
+// What tiles_sm90.cuh of csrc needs of the CUDA driver, for the emulator: its types, and the function that encodes tensor maps,
+// with the driver's requirements. A tensor map is its arguments.
 //
-// Read next: tensor_map.h of csrc, which calls it; ptx_sm90.cuh, which copies by such maps.
+// Read next: tiles_sm90.cuh of csrc, which calls it; ptx_sm90.cuh, which copies by such maps.
 #pragma once
 
 #include <cstdint>

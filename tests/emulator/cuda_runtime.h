@@ -1,4 +1,4 @@
-// What tensor_map.h wants of the CUDA runtime, for the emulator: the way to the driver's function of cuda.h.
+// What csrc needs of the CUDA runtime, for the emulator: the way to the driver's function of cuda.h.
 #pragma once
 
 #include <cstring>

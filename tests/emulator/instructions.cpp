@@ -1,10 +1,12 @@
-// The emulator's instructions but for wgmma: the grid, warps that meet, barriers, TMA, registers that change hands.
+// The emulator's instructions but for products: the grid, warps that meet, barriers, cp.async and TMA, registers that
+// change hands.
 //
-// Read next: wgmma.cpp.
+// Read next: products.cpp.
 #include <cstdarg>
 #include <cstdio>
 
 #include "block.h"
+#include "device.h"
 #include "host_cuda.h"
 
 namespace emulator {
@@ -19,26 +21,27 @@ void fail(const char *format, ...) {
     throw std::runtime_error(text);
 }
 
-// The blocks of a grid run one after another.
-void run_grid(int64_t blocks, int threads, size_t shared_bytes, void (*thread)(void *), void *args) {
-    Scheduler threads_of_block(threads);
-    gridDim.x = unsigned(blocks), blockDim.x = threads;
-    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
-        Block new_block(threads, shared_bytes);
-        block = &new_block;
-        threads_of_block.run([=] { thread(args); });
-        if (threads_of_block.has_events()) fail("the block ends with copies or products under way");
-        for (const auto &[address, barrier] : block->mbarriers)
-            if (barrier.tx_bytes) fail("the block ends with %d bytes to come, barrier %#x", barrier.tx_bytes, address);
-        for (int i = 0; i < threads; i++)
-            if (block->stores[i].issued != block->stores[i].awaited)
-                fail("the block ends with copies that thread %d has not waited for", i);
-        for (size_t i = 0; i < block->warps.size(); i++) {
-            const Warp &warp = block->warps[i];
-            if (!warp.accumulators.empty()) fail("the block ends with products that warp %zu has not waited for", i);
-            if (warp.issued != block->products[i / 4].size()) fail("warp %zu lacks products of its warpgroup", i);
-        }
+// What a block must not leave behind.
+static void check_end(const Block &block) {
+    if (scheduler->has_events(block)) fail("the block ends with copies or products under way");
+    for (const auto &[address, barrier] : block.mbarriers)
+        if (barrier.tx_bytes) fail("the block ends with %d bytes to come, barrier %#x", barrier.tx_bytes, address);
+    for (size_t i = 0; i < block.stores.size(); i++)
+        if (block.stores[i].issued != block.stores[i].awaited || block.copies[i].end > block.copies[i].awaited)
+            fail("the block ends with copies that thread %zu has not waited for", i);
+    for (size_t i = 0; i < block.warps.size(); i++) {
+        const Warp &warp = block.warps[i];
+        if (warp.meeting.lanes) fail("some lanes of warp %zu end before they come to %s", i, warp.meeting.what);
+        if (!warp.accumulators.empty()) fail("the block ends with products that warp %zu has not waited for", i);
+        if (warp.issued != block.products[i / 4].size()) fail("warp %zu lacks products of its warpgroup", i);
     }
+}
+
+void run_grid(int64_t blocks, int threads, size_t shared_bytes, void (*thread)(void *), void *args) {
+    const Grid grid{unsigned(blocks), threads, [=] { thread(args); },
+                    [=] { return std::make_unique<Block>(threads, shared_bytes); }, check_end};
+    gridDim.x = grid.blocks, blockDim.x = threads;
+    Scheduler(grid, std::min<int64_t>(blocks, gpu.num_sms)).run();
 }
 
 void *shared_memory() { return block->shared.generic.get(); }
@@ -88,19 +91,30 @@ void sync(const char *what, int id, int threads) {
     });
 }
 
-// ldmatrix and stmatrix: act(register of a lane, the two elements in shared memory that it holds). Lane l names where
-// row l % 8 of matrix l / 8 lies; lane 4·r + c holds columns 2c and 2c + 1 of row r, a register for each matrix.
+// ldmatrix and stmatrix: act(half of a register of a lane, the element in shared memory). Lane l gives the address of
+// row l % 8 of matrix l / 8. Lane 4·r + c holds columns 2c and 2c + 1 of row r of the matrix, or of its transpose, in
+// a register for each matrix.
 struct Matrices {
     uint32_t *x, row;
 };
-template <typename Act> void for_matrices(void *(&lanes)[32], Act act) {
+template <bool kTransposed, typename Act> void for_matrices(void *(&lanes)[32], Act act) {
     const SharedMemory &shared = block->shared;
     for (int i = 0; i < 32; i++) {
-        const uint32_t row = static_cast<Matrices *>(lanes[i])->row;
-        if (row % 16) fail("a row of a matrix at %#x, no multiple of 16", row);
-        char *pairs = shared.at(shared.generic, row, 16);
-        for (int c = 0; c < 4; c++) act(static_cast<Matrices *>(lanes[i % 8 * 4 + c])->x[i / 8], pairs + 4 * c);
+        const uint32_t address = static_cast<Matrices *>(lanes[i])->row;
+        if (address % 16) fail("a row of a matrix at %#x, no multiple of 16", address);
+        char *elements = shared.at(shared.generic, address, 16);
+        for (int j = 0; j < 8; j++) {
+            const int row = kTransposed ? j : i % 8, col = kTransposed ? i % 8 : j;
+            auto *halves = reinterpret_cast<uint16_t *>(&static_cast<Matrices *>(lanes[row * 4 + col / 2])->x[i / 8]);
+            act(halves[col % 2], *reinterpret_cast<uint16_t *>(elements + 2 * j));
+        }
     }
+}
+template <bool kTransposed> void load_matrices(void *(&lanes)[32]) {
+    for_matrices<kTransposed>(lanes, [](uint16_t &x, uint16_t element) { x = element; });
+}
+void store_matrices(void *(&lanes)[32]) {
+    for_matrices<false>(lanes, [](uint16_t x, uint16_t &element) { element = x; });
 }
 
 // "setmaxnreg". What a warp gives back is free for others; one that wants more waits until enough is.
@@ -120,6 +134,11 @@ void set_registers(const char *what, int per_thread) {
 
 }  // namespace emulator
 
+int compute_capability() { return emulator::gpu.capability; }
+bool has_fast_fp64() { return true; }
+int num_sms() { return emulator::gpu.num_sms; }
+size_t max_shared_memory() { return emulator::gpu.max_shared_memory; }
+
 namespace device {
 
 float to_float(__half x) { return host::to_float(host::__half{x.bits}); }
@@ -134,24 +153,49 @@ namespace ptx {
 
 using namespace emulator;
 
-uint32_t shared_address(const void *p) { return block->shared.address(p); }
-
 void ldmatrix(uint32_t (&x)[4], uint32_t row) {
     Matrices mine{x, row};
-    meet("ldmatrix", &mine, [](void *(&lanes)[32]) {
-        for_matrices(lanes, [](uint32_t &x, const char *pair) { std::memcpy(&x, pair, 4); });
-    });
+    meet("ldmatrix", &mine, load_matrices<false>);
+}
+void ldmatrix_trans(uint32_t (&x)[4], uint32_t row) {
+    Matrices mine{x, row};
+    meet("ldmatrix.trans", &mine, load_matrices<true>);
 }
 
 // A row is stored by the lane that names it.
 void stmatrix(const uint32_t (&x)[4], uint32_t row) {
     uint32_t copy[4] = {x[0], x[1], x[2], x[3]};
     Matrices mine{copy, row};
-    meet("stmatrix", &mine, [](void *(&lanes)[32]) {
-        for_matrices(lanes, [](const uint32_t &x, char *pair) { std::memcpy(pair, &x, 4); });
-    });
+    meet("stmatrix", &mine, store_matrices);
     block->shared.unfenced[threadIdx.x].push_back(row);
     scheduler->pass();
+}
+
+void store_shared(uint32_t to, uint32_t x) {
+    if (to % 4) fail("4 bytes are stored at %#x, no multiple of 4", to);
+    std::memcpy(block->shared.at(block->shared.generic, to, 4), &x, 4);
+}
+
+void red_add(float *to, const float (&x)[4]) {
+    if (uintptr_t(to) % 16) fail("red of 16 bytes to %p", static_cast<void *>(to));
+    for (int e = 0; e < 4; e++) to[e] += x[e];
+    scheduler->pass();
+}
+
+// Another block changes the number. A thread that reads it a second time waits until one has: if none can, that is a
+// deadlock.
+int load_acquire(const int *from) {
+    Acquired &last = block->acquired[threadIdx.x];
+    if (last.from == from)
+        scheduler->wait(*reinterpret_cast<const uint32_t *>(from), last.value, ~0u, [] { return "another block"; });
+    last = {from, *from};
+    scheduler->pass();
+    return last.value;
+}
+void store_release(int *to, int x) {
+    *to = x;
+    block->acquired[threadIdx.x] = {};
+    scheduler->let_others_go();
 }
 
 // "mbarrier". The barriers are not in shared memory, but in block->mbarriers.
@@ -202,6 +246,54 @@ void fence_proxy_async() {
         std::memcpy(shared.at(shared.async, address, 16), shared.at(shared.generic, address, 16), 16);
     addresses.clear();
 }
+
+}  // namespace ptx
+
+namespace emulator {
+
+static void deliver(Block &block, const Copies::Copy &copy) {
+    char *to = block.shared.at(block.shared.generic, copy.to, copy.bytes);
+    copy.from ? std::memcpy(to, copy.from, copy.bytes) : std::memset(to, 0, copy.bytes);
+}
+
+// "cp.async". Until it is delivered, the destination is NaN.
+void copy_async(uint32_t to, const void *from, uint32_t bytes, bool is_inside) {
+    if (to % bytes || uintptr_t(from) % bytes) fail("cp.async of %u bytes to %#x from %p", bytes, to, from);
+    Copies &copies = block->copies[threadIdx.x];
+    const Copies::Copy copy{copies.committed, to, is_inside ? from : nullptr, bytes};
+    std::memset(block->shared.at(block->shared.generic, to, bytes), 0xff, bytes);
+    copies.end = copies.committed + 1;
+    const bool is_early = schedule.mode == Mode::kEarly || (schedule.mode == Mode::kRandom && scheduler->one_in(4));
+    is_early ? deliver(*block, copy) : copies.under_way.push_back(copy);
+}
+
+void commit_copies() { block->copies[threadIdx.x].committed++; }
+
+void wait_for_copies(uint32_t pending) {
+    Copies &copies = block->copies[threadIdx.x];
+    if (copies.committed > pending) copies.awaited = std::max(copies.awaited, copies.committed - pending);
+    std::erase_if(copies.under_way, [&](const Copies::Copy &copy) {
+        if (copy.group >= copies.awaited) return false;
+        deliver(*block, copy);
+        return true;
+    });
+    scheduler->pass();
+}
+
+void let_copies_arrive(Block &block) {
+    Copies &copies = block.copies[scheduler->random_below(block.copies.size())];
+    std::erase_if(copies.under_way, [&](const Copies::Copy &copy) {
+        if (scheduler->one_in(2)) return false;
+        deliver(block, copy);
+        return true;
+    });
+}
+
+uint32_t address_in_shared_memory(const void *p) { return block->shared.address(p); }
+
+}  // namespace emulator
+
+namespace ptx {
 
 // act(address in shared memory, element in global memory) for the box of a tensor map that begins at some coordinates,
 // and which lies in shared memory from `address` on. What is outside of the tensor is null.
@@ -264,7 +356,7 @@ void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2,
     scheduler->pass();
 }
 
-void tma_store_commit_and_wait_read() {
+void tma_store_wait_read() {
     Stores &stores = block->stores[threadIdx.x];
     while (stores.read < stores.issued)
         scheduler->wait(stores.read, stores.read, ~0u, [] { return "copies to be read"; });

@@ -1,8 +1,8 @@
 // launch.h of csrc for the emulator: the CUDA C++ that a kernel speaks, and a launch that runs its blocks on the CPU. A
 // kernel runs as it is written; what it may do that no GPU allows is an error.
 //
-// Read next: ptx_sm90.cuh, Hopper's instructions; then what is behind them, scheduler.h, block.h, instructions.cpp and
-// wgmma.cpp.
+// Read next: ptx_sm80.cuh and ptx_sm90.cuh, the instructions; then what is behind them, scheduler.h, block.h,
+// instructions.cpp and products.cpp.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,10 @@
 #include <type_traits>
 #include <utility>
 
+#include "cuda_runtime.h"
+
 #define __global__
+#define __host__
 #define __device__
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -26,9 +29,19 @@ enum class Mode { kEarly, kLate, kRandom };
 struct Schedule {
     Mode mode;
     unsigned seed;
-    int num_sms;  // that the GPU has
 };
-inline Schedule schedule{Mode::kEarly, 0, 1};
+inline Schedule schedule{Mode::kEarly, 0};
+
+// What device.h answers. As many blocks run at a time as there are multiprocessors.
+struct Gpu {
+    int capability = 90, num_sms = 1;
+    size_t max_shared_memory = 227 << 10;
+};
+inline Gpu gpu;
+
+// A fault: the statement of a kernel that is left out, by its number. faults.py writes the questions into the kernels.
+inline int left_out = -1;
+inline bool is_left_out(int statement) { return statement == left_out; }
 
 [[noreturn, gnu::format(printf, 1, 2)]] void fail(const char *format, ...);
 
@@ -36,7 +49,13 @@ inline Schedule schedule{Mode::kEarly, 0, 1};
 void meet(const char *what, void *mine, void (*act)(void *(&lanes)[32]));
 void sync(const char *what, int id, int threads);  // at a barrier, by its number
 
+// cp.async, and its groups.
+void copy_async(uint32_t to, const void *from, uint32_t bytes, bool is_inside);
+void commit_copies();
+void wait_for_copies(uint32_t pending);
+
 void *shared_memory();
+uint32_t address_in_shared_memory(const void *p);
 void stored_16_bytes(const void *to);
 
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, void (*thread)(void *args), void *args);
@@ -47,11 +66,14 @@ struct Index { unsigned x; };
 
 inline emulator::Index threadIdx, blockIdx, blockDim, gridDim;
 
-using std::max, std::min;
+using std::exp2, std::fabs, std::fma, std::fmax, std::fmin, std::log, std::max, std::min;
 
 struct __half { uint16_t bits; };
 struct __nv_bfloat16 { uint16_t bits; };
 
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) double2 { double x, y; };
 struct alignas(16) uint4 {
     uint32_t x, y, z, w;
     uint4 &operator=(const uint4 &other) {
@@ -93,7 +115,11 @@ inline void __syncwarp() {
 }
 inline void __syncthreads() { emulator::sync("__syncthreads", 0, blockDim.x); }
 
-inline int compute_capability() { return 90; }
+inline void __pipeline_memcpy_async(void *to, const void *from, size_t bytes) {
+    emulator::copy_async(emulator::address_in_shared_memory(to), from, uint32_t(bytes), true);
+}
+inline void __pipeline_commit() { emulator::commit_copies(); }
+inline void __pipeline_wait_prior(int pending) { emulator::wait_for_copies(pending); }
 
 namespace device {
 
@@ -102,14 +128,13 @@ float to_float(__nv_bfloat16 x);
 inline float to_float(float x) { return x; }
 template <typename T> T from_float(float x);  // rounds to nearest even
 
-inline int num_sms() { return emulator::schedule.num_sms; }
-
 template <typename Tiles> Tiles &shared_memory() { return *static_cast<Tiles *>(emulator::shared_memory()); }
 
 // Run kernel(args...) for every block of the grid and return when all are done. There are no streams.
 template <typename... Args>
 void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
             std::type_identity_t<Args>... args) {
+    if (blocks == 0) return;
     if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
     auto call = [&] { kernel(args...); };
     auto thread = [](void *p) { (*static_cast<decltype(call) *>(p))(); };

@@ -1,6 +1,6 @@
-// ptx_sm80.cuh of csrc for the emulator: what of it kernels for Hopper use.
+// ptx_sm80.cuh of csrc for the emulator: Ampere's instructions by the same names.
 //
-// Read next: ptx_sm90.cuh; instructions.cpp and wgmma.cpp, what they do.
+// Read next: ptx_sm90.cuh; instructions.cpp and products.cpp, what they do.
 #pragma once
 
 #include "launch.h"
@@ -19,8 +19,23 @@ template <typename T> void multiply(void *(&lanes)[32]);
 
 namespace ptx {
 
-uint32_t shared_address(const void *p);
+inline uint32_t shared_address(const void *p) { return emulator::address_in_shared_memory(p); }
+inline int thread_idx() { return int(threadIdx.x); }
+
+inline void cp_async(uint32_t to, const void *from, bool inside) { emulator::copy_async(to, from, 16, inside); }
+inline void cp_async_4(void *to, const void *from, bool inside) {
+    emulator::copy_async(shared_address(to), from, 4, inside);
+}
+inline void cp_async_commit() { emulator::commit_copies(); }
+template <int kPending> void cp_async_wait() { emulator::wait_for_copies(kPending); }
+
 void ldmatrix(uint32_t (&x)[4], uint32_t row);
+void ldmatrix_trans(uint32_t (&x)[4], uint32_t row);
+void store_shared(uint32_t to, uint32_t x);
+
+int load_acquire(const int *from);
+void store_release(int *to, int x);
+void red_add(float *to, const float (&x)[4]);
 
 template <typename T> void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     emulator::SmallProduct mine{d, a, {b0, b1}};

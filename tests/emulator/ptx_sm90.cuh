@@ -1,7 +1,7 @@
 // ptx_sm90.cuh of csrc for the emulator: Hopper's instructions by the same names, as the PTX ISA describes them and not
 // as a kernel uses them. What the ISA leaves undefined is an error, or makes NaN.
 //
-// Read next: instructions.cpp and wgmma.cpp, what they do.
+// Read next: instructions.cpp and products.cpp, what they do.
 #pragma once
 
 #include <optional>
@@ -30,6 +30,13 @@ void wait_group(int pending, const Registers *named, int count);
 
 void set_registers(const char *what, int per_thread);
 
+// mma.m16n8k8 in f64, of one lane.
+struct DoubleProduct {
+    double (&d)[4];
+    const double (&a)[4], (&b)[2];
+};
+void multiply_double(void *(&lanes)[32]);
+
 }  // namespace emulator
 
 namespace ptx {
@@ -48,7 +55,7 @@ inline void barrier_sync(int id, int threads) { emulator::sync("barrier.sync", i
 inline void prefetch(const CUtensorMap &) {}
 void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3);
 void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2, int c3);
-void tma_store_commit_and_wait_read();
+void tma_store_wait_read();
 
 void stmatrix(const uint32_t (&x)[4], uint32_t row);
 
@@ -69,6 +76,11 @@ template <typename T, int kTiles> void wgmma(float (&d)[kTiles][4], const uint32
     emulator::issue({d, kTiles, 0, b, a, std::is_same_v<T, __half>, true});
 }
 
-#include "matrix_descriptor.cuh"  // that function of csrc's ptx_sm90.cuh, which has no asm, as it is there
+inline void mma(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
+    emulator::DoubleProduct mine{d, a, b};
+    emulator::meet("mma of f64", &mine, emulator::multiply_double);
+}
+
+#include "make_smem_desc.cuh"  // that function of csrc's ptx_sm90.cuh, which has no asm, as it is there
 
 }  // namespace ptx

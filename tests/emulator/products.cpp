@@ -75,6 +75,19 @@ template <typename T> void multiply(void *(&lanes)[32]) {
 template void multiply<__half>(void *(&)[32]);
 template void multiply<__nv_bfloat16>(void *(&)[32]);
 
+// The same, m16n8k8 in f64.
+void multiply_double(void *(&lanes)[32]) {
+    auto lane = [&](int i) -> DoubleProduct & { return *static_cast<DoubleProduct *>(lanes[i]); };
+    double a[16][8], b[8][8];
+    for (int l = 0; l < 32; l++) {
+        for (int i = 0; i < 4; i++) a[l / 4 + i % 2 * 8][l % 4 + i / 2 * 4] = lane(l).a[i];
+        for (int i = 0; i < 2; i++) b[l % 4 + i * 4][l / 4] = lane(l).b[i];
+    }
+    for (int l = 0; l < 32; l++)
+        for (int i = 0; i < 4; i++)
+            for (int k = 0; k < 8; k++) lane(l).d[i] += a[fragment_row(l, i)][k] * b[k][fragment_col(l, i)];
+}
+
 using Fragments = std::array<const uint32_t *, 32>;  // of each lane, A in registers
 
 template <typename T> void multiply(Accumulators &d, Product &product, const Fragments &fragments, int warp_idx) {

@@ -1,0 +1,138 @@
+// How the fibers of scheduler.h take turns.
+//
+// Read next: block.h.
+#include "scheduler.h"
+
+#include "block.h"
+
+namespace emulator {
+
+Scheduler::Scheduler(const Grid &grid, int slots)
+    : grid(grid), slots(slots), fibers(slots * grid.threads), order(fibers.size() / 32), random(schedule.seed) {
+    slow_fiber = random_below(fibers.size());
+    for (unsigned i = 0; i < order.size(); i++) order[i] = i;
+    std::ranges::shuffle(order, random);
+    for (Fiber &fiber : fibers) {
+        auto &[context, bytes] = *fiber.stack;
+        getcontext(&context);
+        context.uc_stack.ss_sp = bytes, context.uc_stack.ss_size = sizeof(bytes);
+        makecontext(&context, enter, 0);
+    }
+}
+Scheduler::~Scheduler() = default;
+
+void Scheduler::run() {
+    scheduler = this;
+    for (unsigned slot = 0; slot < slots.size(); slot++) start_block(slot);
+    resume(next());
+    swapcontext(&main, &fibers[current].stack->context);
+    if (error) std::rethrow_exception(error);
+}
+
+// The first and last function of every fiber, which it does not leave: there is nothing below it.
+void Scheduler::enter() {
+    try {
+        for (;;) {
+            scheduler->grid.kernel();
+            scheduler->end_thread();
+        }
+    } catch (...) {
+        scheduler->error = std::current_exception();
+    }
+    setcontext(&scheduler->main);
+}
+
+bool Scheduler::start_block(unsigned slot) {
+    if (next_block == grid.blocks) return false;
+    slots[slot] = {grid.begin(), next_block++, grid.threads};
+    for (int i = 0; i < grid.threads; i++) fibers[slot * grid.threads + i].is_done = false;
+    return true;
+}
+
+// The last thread of a block starts another one in its place. When there is none left, run() returns.
+void Scheduler::end_thread() {
+    const unsigned slot = current / grid.threads;
+    fibers[current].is_done = true;
+    if (--slots[slot].running == 0) {
+        grid.end(*slots[slot].block);
+        if (!start_block(slot) && std::ranges::all_of(fibers, &Fiber::is_done)) setcontext(&main);
+    }
+    go_on();
+}
+
+void Scheduler::shuffle(unsigned warp) {
+    std::erase(order, warp);
+    order.insert(order.begin() + random_below(order.size() + 1), warp);
+}
+
+// The fiber that is to run next, or -1.
+int Scheduler::next() {
+    if (one_in(32)) shuffle(random_below(order.size()));
+    if (one_in(1 << 14)) slow_fiber = random_below(fibers.size());
+    const unsigned first = random_below(32);
+    for (unsigned warp : order)
+        for (unsigned i = 0; i < 32; i++)
+            if (const unsigned fiber = warp * 32 + (first + i) % 32; fiber != slow_fiber && fibers[fiber].can_run())
+                return fiber;
+    return -1;
+}
+
+bool Scheduler::let_something_happen(bool is_slow) {
+    Block *const running = block;
+    std::vector<size_t> possible;
+    for (size_t i = 0; i < events.size(); i++) {
+        block = events[i].block;
+        if (events[i].is_slow == is_slow && events[i].may_happen()) possible.push_back(i);
+    }
+    if (!possible.empty()) {
+        const size_t i = possible[random_below(possible.size())];
+        const Event event = std::move(events[i]);
+        events.erase(events.begin() + i);
+        block = event.block;
+        event.happen();
+    }
+    block = running;
+    return !possible.empty();
+}
+
+void Scheduler::resume(unsigned fiber) {
+    const Slot &slot = slots[fiber / grid.threads];
+    current = fiber;
+    threadIdx.x = fiber % grid.threads, blockIdx.x = slot.block_idx, block = slot.block.get();
+}
+
+// Leave the calling fiber, which waits, makes room or is done, for one that can run.
+void Scheduler::go_on() {
+    if (schedule.mode == Mode::kRandom && one_in(4)) {
+        let_something_happen(false);
+        if (Block *other = slots[random_below(slots.size())].block.get()) let_copies_arrive(*other);
+    }
+    int fiber;
+    while ((fiber = next()) < 0) {
+        if (let_something_happen(false)) continue;
+        if (fibers[fiber = slow_fiber].can_run()) break;
+        if (!let_something_happen(true)) throw std::runtime_error(deadlock());
+    }
+    Fiber &from = fibers[current], &to = fibers[fiber];
+    resume(fiber);
+    if (&from != &to) swapcontext(&from.stack->context, &to.stack->context);
+}
+
+std::string Scheduler::deadlock() {
+    std::string text = "deadlock";
+    auto what = [&](size_t i) { return fibers[i].is_done ? std::string() : fibers[i].what(); };
+    for (size_t slot = 0; slot < slots.size(); slot++) {
+        block = slots[slot].block.get();
+        if (slots[slot].running) text += "; block " + std::to_string(slots[slot].block_idx) + " waits for";
+        const size_t begin = slot * grid.threads, end = begin + grid.threads;
+        for (size_t first = begin, last; first < end; first = last) {
+            for (last = first + 1; last < end && what(last) == what(first);) last++;
+            if (!what(first).empty())
+                text += " [threads " + std::to_string(first - begin) + " to " + std::to_string(last - 1 - begin) +
+                        "] " + what(first);
+        }
+    }
+    return text;
+}
+
+}  // namespace emulator

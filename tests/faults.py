@@ -1,0 +1,93 @@
+"""The statements of csrc's kernels that synchronize, for tests that leave out one at a time.
+
+They are found by the names of the primitives. Such a call is a statement of its own at the start of a line, or after an
+`if (...)` or `for (...)` there. If a tool cannot observe that one is missing, its line says so:
+`// unobserved by racecheck: why`, or `by the emulator`.
+"""
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+CSRC = Path(__file__).parents[1] / "csrc"
+# What the primitives are made of, and where they are not called.
+NO_KERNELS = "ptx_sm80.cuh", "ptx_sm90.cuh", "launch.h", "host_cuda.h"
+
+PRIMITIVES = (
+    "__syncthreads", "__syncwarp", "named_barrier_sync", "named_barrier_arrive",  # threads with threads
+    "producer_acquire", "consumer_wait", "consumer_release",  # the ends of a ring of buffers
+    "cp_async_wait", "__pipeline_wait_prior", r"tma_store_\w*wait\w*",  # threads with copies
+    "fence_mbarrier_init", "fence_proxy_async",  # what other units see
+    "warpgroup_arrive", "warpgroup_wait",  # threads with products
+)
+CALL = re.compile(rf"(?:[\w\].]+(?:\[[^;()]*?\])?\.)?\b({'|'.join(PRIMITIVES)})(?:<[^;()]*?>)?\(")
+BEFORE = re.compile(r" *(?:(?:if|for) \(.*\) )?")  # what may stand before it on its line
+
+
+class Statement(NamedTuple):
+    file: str
+    name: str
+    line: int
+    begin: int  # of the call in the file's text, and the end after its semicolon
+    end: int
+    unobserved_by: str  # a tool, or ""
+
+    def __str__(self):
+        return f"{self.file}:{self.line}-{self.name}"
+
+
+def code_only(text):
+    """The text with blanks for comments and preprocessor lines, so that places stay what they are."""
+    return re.sub(r"//.*|^ *#(?:.*\\\n)*.*", lambda match: re.sub(r"[^\n]", " ", match[0]), text, flags=re.MULTILINE)
+
+
+def closing(text, at):
+    """The place after the parenthesis that closes the one at `at`."""
+    depth = 0
+    for i in range(at, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i + 1
+    raise ValueError("a parenthesis is not closed")
+
+
+def calls(file, text):
+    """(Statement, is_alone) of every call of a primitive in a file's text; is_alone: it is a statement of its own."""
+    code = code_only(text)
+    for match in CALL.finditer(code):
+        begin_of_line = code.rfind("\n", 0, match.start()) + 1
+        before, end = code[begin_of_line:match.start()], closing(code, match.end() - 1)
+        if "__device__" in before:  # its definition
+            continue
+        is_alone = bool(BEFORE.fullmatch(before)) and code[end:end + 1] == ";"
+        tool = re.search(r"// unobserved by (racecheck|the emulator): .", text[end:text.find("\n", end)])
+        line = text.count("\n", 0, match.start()) + 1
+        yield Statement(file, match[1], line, match.start(), end + 1, tool[1] if tool else ""), is_alone
+
+
+def kernel_files(csrc=CSRC):
+    return [file for file in sorted(csrc.iterdir())
+            if file.suffix in (".cu", ".cuh", ".h") and file.name not in NO_KERNELS]
+
+
+def statements(*files, csrc=CSRC):
+    """Those of some files of csrc, or of all."""
+    paths = [csrc / file for file in files] or kernel_files(csrc)
+    return [call for path in paths for call, is_alone in calls(path.name, path.read_text()) if is_alone]
+
+
+def leave_out(statement, csrc):
+    """Leaves the statement out of a copy of csrc."""
+    path = csrc / statement.file
+    text = path.read_text()
+    path.write_text(text[:statement.begin] + ";" + text[statement.end:])
+
+
+def make_switchable(csrc):
+    """Lets emulator::is_left_out(n) decide of each statement in a copy of csrc, the n-th of statements()."""
+    found = statements(csrc=csrc)
+    for path in kernel_files(csrc):
+        text = path.read_text()
+        for n, statement in reversed(list(enumerate(found))):
+            if statement.file == path.name:
+                text = f"{text[:statement.begin]}if (emulator::is_left_out({n})) {{}} else {text[statement.begin:]}"
+        path.write_text(text)
