@@ -30,21 +30,17 @@ int compute_capability() {
     return once_per_device([](int device) {
         cudaFuncAttributes kernel;
         device::check_cuda(cudaFuncGetAttributes(&kernel, probe));
-        return std::min(10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
-                            attribute(cudaDevAttrComputeCapabilityMinor, device), kernel.ptxVersion);
+        const int major = attribute(cudaDevAttrComputeCapabilityMajor, device);
+        return std::min(10 * major + attribute(cudaDevAttrComputeCapabilityMinor, device), kernel.ptxVersion);
     });
 }
-
 bool has_fast_fp64() {
-    return once_per_device([](int device) {
-        return attribute(cudaDevAttrSingleToDoublePrecisionPerfRatio, device);
-    }) <= 2;
+    auto ratio = [](int device) { return attribute(cudaDevAttrSingleToDoublePrecisionPerfRatio, device); };
+    return once_per_device(ratio) <= 2;
 }
-
 int num_sms() {
     return once_per_device([](int device) { return attribute(cudaDevAttrMultiProcessorCount, device); });
 }
-
 size_t max_shared_memory() {
     return once_per_device([](int device) { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); });
 }

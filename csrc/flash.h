@@ -45,7 +45,7 @@ struct AttnBackwardParams : AttnParams {
     // [batch_size, nheads, seqlen_q] in any order, or data is nullptr if nobody used lse. fp32, or fp64 for fp64.
     Tensor dlse;
     void *delta;        // workspace like lse: rowsum(dout ∘ o) - dlse
-    float *half_lse_log2;  // workspace like lse: see scores.cuh; nullptr for flash_bwd.cu, which does without
+    float *lse_log2;    // workspace like lse: see scores.cuh; nullptr for flash_bwd.cu, which does without
     void *workspace;    // sm80::backward_workspace bytes, or nullptr if dq is not needed
     bool deterministic;
 };
@@ -56,7 +56,7 @@ struct AttnBackwardParams : AttnParams {
 namespace simt {
 void flash_forward(const AttnParams &p);                  // flash.cu: CUDA cores, every GPU
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd.cu, the same
-void preprocess_backward(const AttnBackwardParams &p);    // flash_bwd.cu: delta and half_lse_log2, for every backward
+void preprocess_backward(const AttnBackwardParams &p);    // flash_bwd.cu: delta and lse_log2, for every backward
 }
 namespace sm80 {
 void flash_forward(const AttnParams &p);                  // flash_sm80.cu: Ampere's tensor cores

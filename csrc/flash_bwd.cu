@@ -27,8 +27,8 @@ namespace simt { using namespace device; }
 
 namespace simt {
 
-// Preprocess: delta and half_lse_log2 of 32 rows a block; 16 threads share a row. Of a row without keys, whose lse is -inf,
-// nothing else is read: its dO may be NaN, and its delta is 0.
+// Preprocess: delta and lse_log2 of 32 rows a block; 16 threads share a row. Of a row without keys, whose lse is
+// -inf, nothing else is read: its dO may be NaN, and its delta is 0.
 constexpr int kPreprocessTy = 8, kPreprocessTx = 16, kPreprocessM = 32;
 template <typename Sum> struct PreprocessTiles { Sum partial[kPreprocessTx][kPreprocessM + 4]; };
 
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx) flash_bwd_prepr
         if (tx > 0 || row >= seq.padded_q) continue;
         if (dlse && !is_empty(row)) sum[i] -= dlse[row * p.dlse.row_stride];
         static_cast<Sum *>(p.delta)[rows + row] = sum[i];
-        if (p.half_lse_log2) p.half_lse_log2[rows + row] = Scores<>(p).half_lse_log2(float(lse[row]));
+        if (p.lse_log2) p.lse_log2[rows + row] = Scores<>::lse_log2(float(lse[row]));
     }
 }
 

@@ -61,7 +61,7 @@ template <typename Shape> struct BwdSharedMemory {
         alignas(128) uint16_t sdS[Shape::kDimSplit > 1 ? 2 : 1][Shape::kBlockN][Shape::kBlockM];  // [1] is sP
         int ticket;  // before the first step
     };
-    float half_lse_log2[Shape::kStages][Shape::kBlockM], delta[Shape::kStages][Shape::kBlockM];
+    float lse_log2[Shape::kStages][Shape::kBlockM], delta[Shape::kStages][Shape::kBlockM];
 };
 
 // Global memory beyond the tensors: dq_accum [batch_size, nheads, m_blocks, kBlockM · kHeadDim], and if deterministic
@@ -75,20 +75,23 @@ template <typename Shape> struct Workspace {
     __host__ __device__ int64_t bytes(bool deterministic) const {
         return 4 * (floats() + (deterministic ? tiles * Shape::kNWarps + 1 : 0));
     }
-    // A lane's part of the tile of a row block. Fragment i of its 2 · kDqTiles begins 128 floats after the one before.
+    // A warp's part of the tile of a row block, and this lane's in it. Fragment i of 2 · kDqTiles is 128·i floats
+    // further.
     __device__ float *dq_accum(const AttnBackwardParams &p, int b, int h, int m_block) const {
-        const int64_t tile = (int64_t(b) * p.nheads + h) * m_blocks + m_block;
-        const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-        return static_cast<float *>(p.workspace) + tile * (Shape::kBlockM * Shape::kHeadDim) +
-               warp_idx * (256 * Shape::kDqTiles) + lane_idx * 4;
+        const int lane_idx = threadIdx.x % 32;
+        return static_cast<float *>(p.workspace) + part(p, b, h, m_block) * (256 * Shape::kDqTiles) + lane_idx * 4;
     }
-    // The key blocks that have added to this warp's part of the tile so far.
+    // The key blocks that have added to it so far.
     __device__ int *dq_semaphore(const AttnBackwardParams &p, int b, int h, int m_block) const {
-        const int64_t tile = (int64_t(b) * p.nheads + h) * m_blocks + m_block;
-        return static_cast<int *>(p.workspace) + floats() + tile * Shape::kNWarps + threadIdx.x / 32;
+        return static_cast<int *>(p.workspace) + floats() + part(p, b, h, m_block);
     }
     __device__ int *ticket(const AttnBackwardParams &p) const {
         return static_cast<int *>(p.workspace) + floats() + tiles * Shape::kNWarps;
+    }
+
+  private:
+    __device__ int64_t part(const AttnBackwardParams &p, int b, int h, int m_block) const {
+        return ((int64_t(b) * p.nheads + h) * m_blocks + m_block) * Shape::kNWarps + threadIdx.x / 32;
     }
 };
 
@@ -155,7 +158,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
         const int i = thread_idx();
         if (i < kBlockM) {
             const int64_t row = lse_index(p, tile.b, h) + row0 + i;
-            cp_async_4(&shared.half_lse_log2[stage][i], p.half_lse_log2 + row, i >= begin && i < end);
+            cp_async_4(&shared.lse_log2[stage][i], p.lse_log2 + row, i >= begin && i < end);
             cp_async_4(&shared.delta[stage][i], static_cast<const float *>(p.delta) + row, i >= begin && i < end);
         }
         cp_async_commit();
@@ -178,7 +181,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
         const Scores<> scores(p);
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
-            const float2 lse = *reinterpret_cast<const float2 *>(&shared.half_lse_log2[stage][row0 + 8 * n + c]);
+            const float2 lse = *reinterpret_cast<const float2 *>(&shared.lse_log2[stage][row0 + 8 * n + c]);
             for (int m = 0; m < kMTiles; m++)
                 for (int e = 0; e < 4; e++)
                     acc_s[m][n][e] = exp2_approx(scores.probability_log2(acc_s[m][n][e], e % 2 ? lse.y : lse.x));
@@ -367,11 +370,11 @@ __global__ void __launch_bounds__(Shape::kNThreads) flash_bwd_dq(const __grid_co
     for (int j = 0; j < 2 * Shape::kDqTiles; j++)
         *reinterpret_cast<float4 *>(acc_dq[j % 2][j / 2]) = *reinterpret_cast<const float4 *>(dq_accum + 128 * j);
     const int warp_idx = threadIdx.x / 32, row0 = tile.block * Shape::kBlockM;
-    const float *half_lse_log2 = p.half_lse_log2 + lse_index(p, tile.b, tile.h) + row0;
+    const float *lse_log2 = p.lse_log2 + lse_index(p, tile.b, tile.h) + row0;
     store_tile<T>(acc_dq, Scores<>(p).softmax_scale, shared_memory<uint16_t[Shape::kBlockM][Shape::kHeadDim]>(),
                   warp_idx / Shape::kDqSplit * 32, warp_idx % Shape::kDqSplit * Shape::kDqTiles,
                   rows_of<T>(p.dq, tile.b, tile.h, seq.q_begin + row0), p.dq.row_stride, seq.padded_q - row0,
-                  p.head_dim, [&](int r) { return half_lse_log2[r] == INFINITY; });  // no keys: 0, where 0 · NaN is not
+                  p.head_dim, [&](int r) { return lse_log2[r] == INFINITY; });  // no keys: 0, where 0 · NaN is not
 #endif
 }
 

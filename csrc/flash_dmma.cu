@@ -146,15 +146,13 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 
     // Column 2c + e of product d + i is column 8·d + 4·(2c + e) + i of O.
     const int row = row0 + warp_idx * 16 + r;  // and row + 8
-    for (int i = 0; i < 2; i++)
-        if (row + 8 * i >= seq.seqlen_q) softmax.clear(i);
-    softmax.finalize(acc_o);
+    // flash_bwd.cu wants an lse without the rounding of softmax_scale_log2.
+    const double ln_2 = fabs(p.softmax_scale) / scores.softmax_scale_log2;
+    softmax.finalize(acc_o, static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h), seq, row, 1.f, ln_2);
     float *gO = rows_of<float>(p.o, tile.b, tile.h, seq.q_begin);
-    float *lse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         if (row + 8 * i >= seq.padded_q) continue;
-        if (c == 0) lse[row + 8 * i] = softmax.lse(i);
 #pragma unroll
         for (int d = 0; d < kDTiles; d += 4)
             for (int e = 2 * i; e < 2 * i + 2; e++) {

@@ -112,12 +112,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         if (n_block + 1 < blocks.end) load_kv(sV, gV, p.v.row_stride, n_block + 1);
     }
 
-    for (int i = 0; i < 2 * kMTiles; i++)
-        if (warp_row + 8 * i >= seq.seqlen_q) softmax.clear(i);
-    softmax.finalize(acc_o, kDropout ? float(p.keep_scale) : 1.f);
-    float *lse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
-    for (int i = 0; i < 2 * kMTiles; i++)
-        if (warp_row + 8 * i < seq.padded_q && lane_idx % 4 == 0) lse[warp_row + 8 * i] = softmax.lse(i);
+    float *gLse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
+    softmax.finalize(acc_o, gLse, seq, warp_row, kDropout ? float(p.keep_scale) : 1.f);
     store_tile<T>(acc_o, 1.f, sQ, warp_idx * kWarpM, 0, rows_of<T>(p.o, tile.b, tile.h, seq.q_begin + row0),
                   p.o.row_stride, seq.padded_q - row0, p.head_dim, [](int) { return false; });
 #endif

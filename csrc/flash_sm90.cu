@@ -49,7 +49,7 @@ template <typename Shape> struct SharedMemory {
     // then all consumers have released the Q that belonged to it.
     Tile tiles[2 * Shape::kQStages];
 
-    __device__ static int q_index(uint32_t i, int consumer) { return i % Shape::kQStages * Shape::kConsumers + consumer; }
+    __device__ static int q_index(uint32_t i, int c) { return i % Shape::kQStages * Shape::kConsumers + c; }
     __device__ Tile &tile(uint32_t i) { return tiles[i % (2 * Shape::kQStages)]; }
     __device__ void init_barriers() {
         for (auto &ring : q) ring.init(4);
@@ -282,14 +282,9 @@ template <typename T, typename Shape> struct Consumer {
     // out and lse. out goes by way of where Q was, as the four warps have all read it.
     __device__ void store(const Tile &tile, Softmax<1> &softmax) {
         const Sequence seq(p, tile.b);
-        const int row0 = tile.block * Shape::kBlockM + 64 * consumer + 16 * warp_idx, row = row0 + lane_idx / 4;
-        for (int i = 0; i < 2; i++)
-            if (row + 8 * i >= seq.seqlen_q) softmax.clear(i);
-        softmax.finalize(acc_o);
-        float *lse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            if (row + 8 * i < seq.padded_q && lane_idx % 4 == 0) lse[row + 8 * i] = softmax.lse(i);
+        const int row0 = tile.block * Shape::kBlockM + 64 * consumer + 16 * warp_idx;
+        float *gLse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
+        softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4);
         auto &sO = shared.sQ[q_index()];
         named_barrier_sync(kOneConsumer + consumer, 128);
 #pragma unroll

@@ -95,8 +95,8 @@ Fault find_backward_fault(const at::Tensor &dout, const std::optional<at::Tensor
 void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tensor &lse, Kernel kernel) {
     p.stream = current_stream(k);
     if (kernel != Kernel::kSm80) return simt::flash_backward(p);
-    at::Tensor unneeded_dk, unneeded_dv, workspace, half_lse_log2 = at::empty_like(lse);
-    p.half_lse_log2 = half_lse_log2.data_ptr<float>();
+    at::Tensor unneeded_dk, unneeded_dv, workspace, lse_log2 = at::empty_like(lse);
+    p.lse_log2 = lse_log2.data_ptr<float>();
     if (!p.dk.data) {  // its one kernel makes all three gradients
         unneeded_dk = new_like(k), unneeded_dv = new_like(k);
         p.dk = tensor_of(unneeded_dk, kBHSD), p.dv = tensor_of(unneeded_dv, kBHSD);

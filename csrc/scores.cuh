@@ -36,23 +36,19 @@ template <typename Sum = float> struct Scores {
         }
     }
 
-    // P of the backward pass, from lse itself: for fp32 and fp64. Large scores and their lse cancel: the difference is
-    // formed first, rounded once, and brought to units of log2 after. It is above 0 by rounding alone, and becomes 0
-    // then: of huge scores P would be infinite. A row without keys has lse -inf.
+    // P of the backward pass. Large scores and their lse cancel. Their difference is never above 0 but for rounding,
+    // and -|x| then keeps P from becoming infinite. In fp32 and fp64 the difference is rounded once, before it is
+    // brought to units of log2. A row without keys has lse -inf.
     __device__ Sum probability(Sum qk, Sum lse) const {
-        const Sum x = fma(qk, softmax_scale, -lse);
-        return lse == -INFINITY ? Sum(0) : exp2((x > 0 ? Sum(0) : x) * kLog2E);
+        return lse == -INFINITY ? Sum(0) : exp2(-fabs(fma(qk, softmax_scale, -lse)) * kLog2E);
     }
-
-    // For 16 bits the same with fewer operations: P = exp2(probability_log2(q·k, half_lse_log2)). lse is halved and in
-    // units of log2, by the factor that softmax_scale_log2 has been rounded to, so that the two cancel; +inf for a row
-    // without keys. For x of half the size x - |x| is min(2 x, 0), by an addition: a minimum takes twice as long.
-    __device__ float half_lse_log2(float lse) const {
-        const double log2_e = softmax_scale == 0 ? double(kLog2E) : softmax_scale_log2 / fabs(double(softmax_scale));
-        return lse == -INFINITY ? INFINITY : float(lse * log2_e / 2);
+    // For 16 bits P = exp2(probability_log2(q·k, lse_log2)), which takes one operation less. lse is brought to units of
+    // log2 before, where the forward pass has it from, so that the rounding of softmax_scale_log2 cancels. It is +inf
+    // for a row without keys.
+    __device__ static float lse_log2(float lse) {
+        return lse == -INFINITY ? INFINITY : float(lse * 1.4426950408889634);
     }
-    __device__ float probability_log2(float qk, float half_lse_log2) const {
-        const float x = qk * (sign * softmax_scale_log2 / 2) - half_lse_log2;
-        return x - fabsf(x);
+    __device__ float probability_log2(float qk, float lse_log2) const {
+        return -fabsf(qk * (sign * softmax_scale_log2) - lse_log2);
     }
 };

@@ -27,7 +27,7 @@ template <typename T> __device__ T *rows_of(const Tensor &x, int64_t b, int64_t 
     return static_cast<T *>(x.data) + b * x.batch_stride + h * x.head_stride + row * x.row_stride;
 }
 
-// Index of row 0 of head h of sample b in lse, delta and half_lse_log2, which are [batch_size, nheads, seqlen_q].
+// Index of row 0 of head h of sample b in lse, delta and lse_log2, which are [batch_size, nheads, seqlen_q].
 __device__ inline int64_t lse_index(const AttnParams &p, int64_t b, int64_t h) {
     return (b * p.nheads + h) * p.seqlen_q;
 }

@@ -16,6 +16,7 @@
 #include <cmath>
 
 #include "ptx_sm80.cuh"
+#include "sequence.cuh"
 
 template <typename Op> __device__ float quad_reduce(float x, Op op) {
     x = op(x, __shfl_xor_sync(~0u, x, 1));
@@ -136,15 +137,15 @@ template <int kMTiles> struct Softmax {
         }
     }
 
-    // Row i is beyond the end of its sample: finalize() and lse() take it for one without keys.
-    __device__ void clear(int i) { row_max[i] = -FLT_MAX, row_sum[i] = 0.f; }
-
-    // row_sum becomes the row's, and acc_o the output times `scale`. In rows without keys it is 0, even where V times
-    // probabilities of 0 gave NaN.
+    // The end of a row: acc_o becomes the output times `scale`, and lse is written. `row` is the first of this lane's,
+    // and gLse has that of row 0. A row without keys, as those beyond the end of the sample are taken for, has output
+    // 0, even where V times probabilities of 0 gave NaN.
     template <int kDTiles, typename Sum>
-    __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float scale = 1.f) {
+    __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float *gLse, const Sequence &seq, int row,
+                             float scale = 1.f, double ln_2 = 0.6931471805599453) {
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
+            if (row + 8 * i >= seq.seqlen_q) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
             row_sum[i] = quad_reduce(row_sum[i], [](float x, float y) { return x + y; });
             const Sum scale_o = Sum(scale) / row_sum[i];
             const float nothing = row_max[i] - row_max[i];  // 0, or NaN if a score overflowed
@@ -154,12 +155,9 @@ template <int kMTiles> struct Softmax {
                     Sum &x = acc_o[i / 2][d][i % 2 * 2 + e];
                     x = row_sum[i] == 0.f ? nothing : x * scale_o;
                 }
+            if (row + 8 * i < seq.padded_q && threadIdx.x % 4 == 0)
+                gLse[row + 8 * i] =
+                    row_sum[i] == 0.f ? nothing - INFINITY : float(row_max[i] * ln_2 + logf(row_sum[i]));
         }
-    }
-
-    // Natural logarithm of row i's sum of exponentials, after finalize().
-    __device__ float lse(int i) const {
-        if (row_sum[i] == 0.f) return row_max[i] - row_max[i] - INFINITY;  // NaN if a score overflowed
-        return row_max[i] * 0.6931471805599453f + logf(row_sum[i]);
     }
 };

@@ -20,7 +20,7 @@ from . import _build, ops
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, autocast, check_descales, check_dropout_p,
                      check_dropout_seed, check_fp8, check_no_derivative, check_options, check_qkv, check_seq_lens,
                      check_tensor, is_eager, is_transformed, out_dtype, wants_gradient)
-from .reference import DTYPES, reference_forward, visible_keys, without_autocast
+from .reference import DTYPES, reference_forward, visible_keys, without_autocast, without_padding
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
@@ -412,13 +412,6 @@ def _is_aligned(x):
                 or any(stride % step for stride in x.stride()[:-1]))
 
 
-def _without_padding(q, k, v, mask):
-    """q, k and v with 0 in rows that see no key and in keys that no row sees: SDPA multiplies what it masks by 0, which
-    does not make NaN or inf 0."""
-    hidden_keys = ~mask.any(-2).unsqueeze(-1)
-    return q.masked_fill(~mask.any(-1, keepdim=True), 0), k.masked_fill(hidden_keys, 0), v.masked_fill(hidden_keys, 0)
-
-
 @without_autocast
 def _torch_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse, dropout):
     if dropout is not None:  # SDPA takes no seed and tells no mask
@@ -429,7 +422,7 @@ def _torch_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse, dropout
     # SDPA aligns its own causal mask top-left, which is ours only for equal lengths.
     mask = None if square_causal else visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
     if mask is not None and (seq_lens is not None or q.shape[2] > k.shape[2]):
-        q, k, v = _without_padding(q, k, v, mask)
+        q, k, v = without_padding(q, k, v, mask)
     if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
     q, k, v = map(_copied_if_needed, (q, k, v))

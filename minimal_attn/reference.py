@@ -76,17 +76,27 @@ def visible_keys(seqlen_q, seqlen_k, causal, seq_lens, device):
     return mask
 
 
+def without_padding(q, k, v, mask):
+    """q, k and v with 0 in the rows that see no key and in the keys that no row sees. What is masked is multiplied by
+    0, forwards or backwards, which does not make a NaN or inf 0."""
+    hidden_keys = ~mask.any(-2).unsqueeze(-1)
+    return q.masked_fill(~mask.any(-1, keepdim=True), 0), k.masked_fill(hidden_keys, 0), v.masked_fill(hidden_keys, 0)
+
+
 @without_autocast
 def reference_forward(q, k, v, causal, softmax_scale, seq_lens, dropout=None):
     """(out, lse) of checked 4D inputs; dropout: (dropout_p, dropout_seed) or None."""
     acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     groups = q.shape[1] // k.shape[1]  # query heads that share a key/value head
-    k, v = (x.to(acc_dtype).repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = q.to(acc_dtype) @ k.transpose(-2, -1) * scale
     mask = visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
+        q, k, v = without_padding(q, k, v, mask)
+    k, v = (x.to(acc_dtype).repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = q.to(acc_dtype) @ k.transpose(-2, -1) * scale
+    # Scores of -inf are masked as well: the derivative of logsumexp is NaN in rows that hold nothing else.
+    is_masked = scores == -math.inf if mask is None else ~mask | (scores == -math.inf)
+    scores = scores.masked_fill(is_masked, -math.inf)
     lse = scores.logsumexp(-1)
     # A row without keys has lse -inf; against 0 its probabilities exp(-inf - 0) are 0 rather than NaN.
     probabilities = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()

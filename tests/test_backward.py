@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import hypothesis
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.utils.checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, LAYOUTS, Case, base, check_error, dropout, exact, lengths,
                    make_inputs, make_tensor, options, serves)
@@ -228,7 +231,7 @@ def test_gradcheck(backend, causal, Hk, dropout_p):
 
 
 @each_kernel
-def test_only_what_is_asked_for(impl, dtype):
+def test_gradient_of_v_alone(impl, dtype):
     case = Case("v alone", Sq=20, Sk=20)
     q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
     _, _, expected = gradients(by(impl, case), q, k, v, dout)
@@ -238,7 +241,7 @@ def test_only_what_is_asked_for(impl, dtype):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("needed, sides", [("q", ["q"]), ("k", ["kv"]), ("v", ["kv"]), ("qkv", ["kv", "q"])])
-def test_only_what_is_needed_runs(monkeypatch, needed, sides, compiled):
+def test_twin_launches_only_needed_kernels(monkeypatch, needed, sides, compiled):
     """By the twin: of its two kernels, one owns the keys and one the rows."""
     pytest.importorskip("triton", reason="triton is not installed")
     from triton_ref import attention_bwd
@@ -272,7 +275,7 @@ def test_gradients_of_some_inputs(impl, dtype, needed):
 
 
 @each_kernel
-def test_rows_and_keys_that_are_none_get_0(impl, dtype):
+def test_gradients_of_padding_and_empty_rows_are_0(impl, dtype):
     """Even where K, V or dout of the others is not finite: rows without a key, and all beyond a sample's end."""
     for case, kept in ((Case("rows", Sq=30, Sk=20, causal=True), slice(10)),
                        (Case("padding", Sq=30, Sk=30, seq_lens=(7,)), slice(7, None))):
@@ -283,8 +286,137 @@ def test_rows_and_keys_that_are_none_get_0(impl, dtype):
         assert case.causal or (dk[:, :, kept] == 0).all() and (dv[:, :, kept] == 0).all()
 
 
+def assert_finite_where_math_is(function, case, q, k, v, dout):
+    by_math = gradients(lambda *qkv: base(case, *qkv), q, k, v, dout)
+    for name, x, y in zip(("dq", "dk", "dv"), gradients(function, q, k, v, dout), by_math):
+        assert not (~x.isfinite() & y.isfinite()).any(), f"{name} is not finite where that of torch's math is"
+        assert y.isfinite().float().mean() > 0.9
+
+
+@pytest.mark.parametrize("impl, dtype", [
+    *(pytest.param(impl, torch.bfloat16 if impl in OF_16_BITS else torch.float32, id=impl) for impl in KERNELS),
+    pytest.param("triton", torch.float16, id="triton-float16"),
+    pytest.param("reference", torch.float32, id="reference")])
+@pytest.mark.parametrize("hidden", [slice(None), slice(30), slice(30, None)], ids=["all", "first", "last"])
+@pytest.mark.parametrize("case", [
+    Case("rows", H=2, Hk=1, Sq=70, Sk=90), Case("causal", H=2, Hk=1, Sq=70, Sk=70, causal=True),
+    Case("lengths", B=2, Sq=70, Sk=70, seq_lens=(50, 64)), Case("empty_rows", Sq=80, Sk=64, causal=True),
+    Case("whole_tiles", Sq=128, Sk=128)], ids=str)
+def test_gradients_of_minus_infinite_scores_are_finite(impl, dtype, case, hidden):
+    """Keys of -inf: rows may see scores of -inf alone, and a row of zeros beyond the end has scores of NaN."""
+    backend, device = IMPLEMENTATIONS.get(impl, ("reference", "cuda" if HAS_GPU else "cpu"))
+    q, k, v, dout = make_all(case, dtype, device)
+    q.detach()[..., 0] = 1
+    k.detach()[:, :, hidden, 0] = -torch.inf
+    function = functools.partial(flash_attention, backend=backend, **options(case, device))
+    assert_finite_where_math_is(function, case, q, k, v, dout)
+
+
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+@pytest.mark.parametrize("case", [Case("lengths", B=3, H=4, Hk=2, Sq=40, Sk=40, seq_lens=(17, 40, 1)),
+                                  Case("causal", B=2, Sq=40, Sk=40, seq_lens=(17, 1), causal=True),
+                                  Case("dropout", B=2, Sq=40, Sk=40, seq_lens=(17, 1), dropout_p=0.3),
+                                  Case("empty_rows", B=2, Sq=40, Sk=25, causal=True)], ids=str)
+def test_reference_never_reads_padding(case, junk):
+    q, k, v, dout = make_all(case, torch.float32, "cpu")
+    function = functools.partial(flash_attention, backend="reference", return_lse=True, **options(case, "cpu"))
+    is_row = function(q, k, v)[1].detach() != -torch.inf
+    dlse = torch.randn(is_row.shape, generator=torch.Generator().manual_seed(2)).masked_fill(~is_row, junk)
+    dout = dout.masked_fill(~is_row[..., None], junk)
+
+    def results():
+        out, lse = function(q, k, v)
+        return out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+
+    clean = results()
+    assert all(x.isfinite().all() for x in (clean[0], *clean[2:]))
+    q.detach()[~is_row] = junk
+    for b, n in enumerate(case.seq_lens or ()):
+        k.detach()[b, :, n:] = v.detach()[b, :, n:] = junk
+    assert all(map(torch.equal, results(), clean))
+
+
 @each_kernel
-def test_a_dout_that_is_not_what_it_seems(impl, dtype):
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+def test_nan_in_an_input_shows_in_gradients(impl, dtype, name):
+    """A clamp of P, or a maximum, must not turn NaN into a number."""
+    case = Case("nan", Sq=70, Sk=90)
+    inputs = dict(zip(("q", "k", "v", "dout"), make_all(case, dtype, IMPLEMENTATIONS[impl][1])))
+    inputs[name].detach()[0, 1, 3, 0] = torch.nan
+    dq, dk, dv = gradients(by(impl, case), *inputs.values())
+    assert all(x[0, 0].isfinite().all() for x in (dq, dk, dv))
+    assert dq[0, 1, 3].isnan().all() and dk[0, 1].isnan().all(-1).any()
+    if name != "v":  # which has no part in dv
+        assert dv[0, 1].isnan().any()
+    if name in "qk":  # NaN in all P of a row
+        assert dv[0, 1].isnan().all()
+
+
+def large_scores(exponent, dtype, device):
+    """Inputs with scores of about ±2^exponent, and what every rounding but that of lse leaves exact.
+
+    q·k is a large product, the same for all keys of a row, and a small sum of small integers. With a factor of few bits
+    the scores have no more than the 24 bits of fp32; softmax_scale · log2(e), rounded to fp32, is as far off as any.
+    """
+    case = Case("large", H=2, Hk=1, Sq=64, Sk=96, sm_scale=45 / 64 * 2.0 ** max(0, exponent - 20))
+    bits = min(exponent, 20)  # of scores before a larger scale
+    generator = torch.Generator().manual_seed(exponent)
+
+    def integers(low, high, *shape):
+        return torch.randint(low, high + 1, shape, generator=generator).to(dtype)
+
+    q, k = integers(-1, 1, 1, case.H, case.Sq, case.D), integers(-1, 1, 1, case.Hk, case.Sk, case.D)
+    q[..., 0] = integers(82, 90, 1, case.H, case.Sq) * 2.0 ** (bits // 2 - 6)
+    q[:, :, ::2, 0] *= -1
+    k[..., 0] = 2.0 ** (bits - bits // 2)
+    k[..., 1:] *= 2.0 ** max(0, bits - 17)
+    v, dout = (torch.randn(1, n, s, case.D, generator=generator) for n, s in ((case.Hk, case.Sk), (case.H, case.Sq)))
+    return case, *(x.to(device, dtype).requires_grad_() for x in (q, k, v)), dout.to(device, dtype)
+
+
+def half_ulp(x):
+    """Of x as fp32: by how much rounding to fp32 can be off."""
+    x = x.float().abs()
+    return (torch.nextafter(x, x.new_tensor(torch.inf)) - x).double() / 2
+
+
+@each_kernel_and_dtype
+@pytest.mark.parametrize("exponent", [14, 20, 40])
+def test_gradients_at_large_scores(impl, dtype, exponent):
+    """P is formed from lse: it is as far off as lse was rounded, in 16 bits also in units of log2, and by nothing else.
+    At scores of 1e12 that says nothing any more; there gradients are numbers, if not those that fp16 cannot hold."""
+    case, q, k, v, dout = large_scores(exponent, dtype, IMPLEMENTATIONS[impl][1])
+    found = gradients(by(impl, case), q, k, v, dout)
+    assert found[2].isfinite().all() and not any(x.isnan().any() for x in found)
+    assert dtype == torch.float16 or all(x.isfinite().all() for x in found)
+    if exponent > 20:
+        return
+    *_, ref = by_fp64(case, q, k, v, dout)
+    k64 = k.detach().double().repeat_interleave(case.H // case.Hk, 1)
+    scores = q.detach().double() @ k64.mT * case.sm_scale
+    lse = scores.logsumexp(-1, keepdim=True)
+    off = half_ulp(lse)
+    if dtype != torch.float32:  # in the forward pass the maximum, in the backward pass lse, both in units of log2
+        off = off + 2 * math.log(2) * half_ulp(lse / math.log(2))
+    # Beside that P is rounded to dtype, where it may be subnormal, and exp2 and the sums are off by a few ulps of fp32.
+    info = torch.finfo(dtype)
+    tiny = max(info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal)
+    P = (scores - lse).exp()
+    bound = ((torch.expm1(off) + info.eps + 2**-19) * P + tiny).mT @ dout.double().abs()
+    bound = bound.unflatten(1, (case.Hk, -1)).sum(2) + info.eps * ref.abs()
+    err = (found[2].double() - ref).abs()
+    worst = (err / bound).max()
+    assert worst <= 1, f"{worst:.2f} times the bound"
+    if q.is_cuda:
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            *_, theirs = gradients(functools.partial(scaled_dot_product_attention, scale=case.sm_scale), q,
+                                   *(x.repeat_interleave(case.H // case.Hk, 1) for x in (k, v)), dout)
+        err_theirs = (theirs.unflatten(1, (case.Hk, -1)).double().sum(2) - ref).abs()
+        assert err.mean() <= 1.1 * err_theirs.mean()
+
+
+@each_kernel
+def test_batched_negated_and_zero_dout(impl, dtype):
     """Batched, negated without a copy, and of zeros without memory: the way past the dispatcher is not for these."""
     case = Case("seems", Sq=20, Sk=24)
     q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
@@ -302,7 +434,7 @@ def test_a_dout_that_is_not_what_it_seems(impl, dtype):
 
 
 @each_kernel
-def test_compiled_in_one_graph(impl, dtype):
+def test_torch_compile_fullgraph(impl, dtype):
     """Forward and backward, with gradients of out and lse, and operations before and after for Inductor to fuse."""
     case = Case("compiled", Sq=40, Sk=40, causal=True)
     device = IMPLEMENTATIONS[impl][1]
@@ -336,7 +468,7 @@ def test_opcheck(impl, dtype):
                                                  *more))
 
 
-def test_a_tangent_of_dout_is_not_lost():
+def test_tangent_of_dout_raises():
     from triton_ref.classic import attention
 
     q, k, v, dout = make_all(Case("tangent", Sq=20, Sk=20), torch.float16, IMPLEMENTATIONS["triton"][1])
@@ -345,7 +477,7 @@ def test_a_tangent_of_dout_is_not_lost():
             torch.autograd.grad(out, q, torch.autograd.forward_ad.make_dual(dout, dout.clone()))
 
 
-def test_transforms_of_torch_func_are_told_where_to_go():
+def test_torch_func_transforms_name_another_backend():
     q, k, v, _ = (x.detach() for x in make_all(Case("func", Sq=20, Sk=20), torch.float32, IMPLEMENTATIONS["triton"][1]))
     with pytest.raises(NotImplementedError, match="use backend='torch'"):
         torch.func.grad(lambda q: flash_attention(q, k, v, backend="triton").sum())(q)
@@ -385,7 +517,7 @@ def test_no_second_derivative(impl, dtype):
 
 @pytest.mark.parametrize("dtype, causal, BM, BN", [(torch.float16, True, 32, 32), (torch.float32, False, 64, 16),
                                                    (torch.float16, False, 16, 64)], ids=str)
-def test_the_classic_name_has_a_derivative(dtype, causal, BM, BN):
+def test_classic_attention_has_a_derivative(dtype, causal, BM, BN):
     from triton_ref.classic import attention
 
     case = Case("classic", Sq=70, Sk=70, causal=causal)
@@ -429,7 +561,7 @@ def test_drawn_shapes(impl, part, poisoned_outputs):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("impl", ["cuda:simt", "cuda:sm80", "triton"])
-def test_tensors_of_a_gpu_that_is_not_the_current_one(impl):
+def test_tensors_on_another_gpu(impl):
     """By autograd, in whose thread it is the current one, and by the op, in whose it is not."""
     dtype = torch.float32 if impl == "cuda:simt" else torch.bfloat16
     case = Case("other_gpu", B=2, H=4, Hk=2, Sq=200, Sk=200, D=128, causal=True)  # from D 128 on on two streams
@@ -449,7 +581,7 @@ def test_tensors_of_a_gpu_that_is_not_the_current_one(impl):
 
 
 @pytest.mark.gpu
-def test_auto_takes_what_has_a_derivative():
+def test_auto_backend_has_a_derivative():
     q, k, v, dout = make_all(Case("auto", Sq=40, Sk=40), torch.bfloat16, "cuda")
     expected = gradients(lambda *qkv: flash_attention(*qkv, backend="triton"), q, k, v, dout)
     assert all(map(torch.equal, gradients(flash_attention, q, k, v, dout), expected))

@@ -233,16 +233,16 @@ def compile_twin_backward(capability, config, side, dtype, head_dim, causal, dro
     function = {"kv": attention_bwd._flash_bwd_kv, "q": attention_bwd._flash_bwd_q}[side]
     config = dict(config)
     options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
-    owned, walked = config["owned"], config["walked"]
-    kBlockM, kBlockN = (walked, owned) if side == "kv" else (owned, walked)
-    tma, kBlockD = capability >= 90 and dtype != "fp32", config["kBlockD"]
+    kBlockM, kBlockN, kBlockD = config.values()
+    tma = capability >= 90 and dtype != "fp32"
     constexprs = dict(kIsCausal=causal, kEmptyRows=False, kMaskCols=head_dim < kBlockD, kTma=tma, kBlockM=kBlockM,
                       kBlockN=kBlockN, kBlockD=kBlockD, seq_lens_ptr=None)
+    constexprs.update({"kRaggedRows": True} if side == "kv" else {})
     constexprs.update({} if dropout else {"seed_ptr": None})
     types = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(["softmax_scale", "keep_scale"], "fp32")
-    for name, rows in (("q", kBlockM), ("k", kBlockN), ("v", kBlockN), ("do", kBlockM)):
+    for name, rows in (("q", kBlockM), ("k", kBlockN), ("v", kBlockN), ("dout", kBlockM)):
         types[f"{name}_ptr"] = f"tensordesc<{dtype}[1, 1, {rows}, {kBlockD}]>" if tma else f"*{dtype}"
-    types |= dict.fromkeys(["lse_log2_ptr", "delta_ptr"], f"tensordesc<fp32[1, {kBlockM}]>" if tma else "*fp32")
+    types |= dict.fromkeys(["lse_ptr", "delta_ptr"], f"tensordesc<fp32[1, {kBlockM}]>" if tma else "*fp32")
     types |= dict.fromkeys(["dk_ptr", "dv_ptr"] if side == "kv" else ["dq_ptr"], f"*{dtype}") | {"seed_ptr": "*i64"}
     return compile_for(capability, function, types, constexprs, options)
 

@@ -81,7 +81,7 @@ def test_cuda_against_triton(dtype, case):
     check_lse(lse, twin_lse.double())
 
 
-def test_some_scores_are_too_large_for_exp():
+def test_cases_have_scores_too_large_for_exp():
     case = next(case for case in CASES if case.name == "large_few_keys")
     lse = exact(case, *make_inputs(case, torch.float32, "cpu"))[1]
     assert lse.min() < -88 and lse.max() > 88
@@ -116,7 +116,7 @@ def test_same_inputs_same_bits(impl, dtype, case):
 
 @each_bitwise_case
 @each_kernel_and_dtype
-def test_a_sample_does_not_depend_on_its_batch(impl, dtype, case):
+def test_batch_invariance(impl, dtype, case):
     case = servable(impl, case)
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     out, lse = run(impl, case, q, k, v)
@@ -126,42 +126,101 @@ def test_a_sample_does_not_depend_on_its_batch(impl, dtype, case):
         assert one[0].equal(out[b]) and one_lse[0].equal(lse[b])
 
 
+def same_rows(rows, first, second):
+    """Whether two results (out, lse) hold the same bits in some rows."""
+    return all(x[:, :, rows].equal(y[:, :, rows]) for x, y in zip(first, second))
+
+
 @each_kernel_and_dtype
 @pytest.mark.parametrize("cut", [1, 40, 64, 129])
-def test_the_future_never_changes_the_past(impl, dtype, cut):
+def test_later_keys_do_not_change_earlier_rows(impl, dtype, cut):
     case = Case("causal", Sq=150, Sk=150, causal=True)
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
-    out, lse = run(impl, case, q, k, v)
+    before = run(impl, case, q, k, v)
     k[:, :, cut:] *= -3
     v[:, :, cut:] += 7
-    changed, changed_lse = run(impl, case, q, k, v)
-    assert changed[:, :, :cut].equal(out[:, :, :cut]) and changed_lse[:, :, :cut].equal(lse[:, :, :cut])
-    assert not changed[:, :, cut:].equal(out[:, :, cut:])
+    after = run(impl, case, q, k, v)
+    assert same_rows(slice(cut), before, after) and not same_rows(slice(cut, None), before, after)
+
+
+def inputs_with_a_free_dimension(case, dtype, device):
+    """q, k and v with small scores, and a first dimension of 0 by which a test adds to them what it wants."""
+    q, k, v = make_inputs(case, dtype, device)
+    q[..., 0] = k[..., 0] = 0
+    return q, k, v
+
+
+# A lazy maximum lets scores grow by some powers of two; beyond, it is moved, or the row is computed again. Kernels on
+# tensor cores take the last keys first, so that it is the first keys that have the large scores.
+OCTAVES = [12, 36, 90, 300]  # 2^300 is beyond fp32
+each_growth = pytest.mark.parametrize("octaves", OCTAVES)
 
 
 @each_kernel_and_dtype
+@each_growth
 @pytest.mark.parametrize("cut", [400, 409])
-def test_the_future_changes_last_bits_of_a_warp_at_most(impl, dtype, cut):
-    """The first keys have scores of 9 for the rows before the cut, and of 25 for the others, where all else is about 0.
-    sm90 lets 9 pass and computes a warp's 16 rows again for 25, unless the last keys of these rows had that as well."""
+def test_later_rows_that_overflow_do_not_change_earlier_rows(impl, dtype, octaves, cut):
+    """The rows from the cut on overflow unless their last keys have large scores as well, which is what changes."""
     case = Case("causal", Sq=512, Sk=512, causal=True)
-    q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
-    q[:, :, :cut, 0], q[:, :, cut:, 0] = 9, 25
-    k[..., 0] = 0
-    k[:, :, :8, 0] = k[:, :, cut:, 0] = 8
-    out, lse = run(impl, case, q, k, v)
+    q, k, v = inputs_with_a_free_dimension(case, dtype, IMPLEMENTATIONS[impl][1])
+    q[:, :, :cut, 0], q[:, :, cut:, 0] = 9, octaves * math.log(2)
+    k[:, :, :8, 0] = k[:, :, cut:, 0] = case.D**0.5
+    before = run(impl, case, q, k, v)
     k[:, :, cut:] *= -3
     v[:, :, cut:] += 7
-    changed, changed_lse = run(impl, case, q, k, v)
-    same = cut // 16 * 16 if impl == "cuda:sm90" else cut
-    assert changed[:, :, :same].equal(out[:, :, :same]) and changed_lse[:, :, :same].equal(lse[:, :, :same])
-    torch.testing.assert_close(changed[:, :, :cut], out[:, :, :cut], rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(changed_lse[:, :, :cut], lse[:, :, :cut], rtol=1e-5, atol=1e-5)
-    assert not changed[:, :, cut:].equal(out[:, :, cut:])
+    after = run(impl, case, q, k, v)
+    assert same_rows(slice(cut), before, after) and not same_rows(slice(cut, None), before, after)
 
 
 @each_kernel_and_dtype
-def test_masked_keys_are_never_read(impl, dtype):
+@each_growth
+@pytest.mark.parametrize("causal", [False, True])
+def test_other_queries_do_not_change_a_row(impl, dtype, octaves, causal):
+    """Every third row gets scores that overflow a lazy maximum; the bits of its neighbours stay."""
+    case = Case("neighbours", Sq=300, Sk=320, causal=causal)
+    q, k, v = inputs_with_a_free_dimension(case, dtype, IMPLEMENTATIONS[impl][1])
+    k[:, :, :8, 0] = case.D**0.5
+    before = run(impl, case, q, k, v)
+    others = torch.arange(case.Sq) % 3 != 1
+    q[:, :, 1::3] *= -2
+    q[:, :, 1::3, 0] = octaves * math.log(2)
+    after = run(impl, case, q, k, v)
+    assert same_rows(others, before, after) and not same_rows(~others, before, after)
+
+
+@each_kernel_and_dtype
+@pytest.mark.parametrize("D", [64, 128, 256] if HAS_GPU else [64])  # each has tiles of its own
+def test_causal_prefix_has_the_bits_of_the_whole(impl, dtype, D):
+    """Of lengths with the same tiles: those of flash.cu change at 512 rows, those of flash_sm90.cu at 2048 keys."""
+    case = servable(impl, Case("whole", Sq=500 if HAS_GPU else 200, Sk=500 if HAS_GPU else 200, D=D, causal=True))
+    q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
+    q[:, :, ::5] *= 40  # some rows with scores that overflow a lazy maximum
+    whole = run(impl, case, q, k, v)
+    for n in (1, 15, 40, 64, 129, 192, 193, 384, 499):
+        if n < case.Sq:
+            prefix = dataclasses.replace(case, Sq=n, Sk=n)
+            alone = run(impl, prefix, q[:, :, :n], k[:, :, :n], v[:, :, :n])
+            assert same_rows(slice(n), whole, alone), f"the first {n} rows"
+
+
+@each_kernel_and_dtype
+@pytest.mark.parametrize("causal", [False, True])
+def test_length_of_the_padding_does_not_change_valid_rows(impl, dtype, causal):
+    case = Case("padded", B=3, H=2, Hk=1, Sq=300, Sk=300, causal=causal, seq_lens=(5, 64, 130))
+    inputs = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
+    whole = run(impl, case, *inputs)
+    for length in (130, 131, 192, 257):
+        for b, n in enumerate(case.seq_lens):
+            for x in inputs:
+                x[b, :, n:] = (torch.inf, torch.nan, 1000)[b]
+        shorter = [x[:, :, :length] for x in inputs]
+        result = run(impl, dataclasses.replace(case, Sq=length, Sk=length), *shorter)
+        for b, n in enumerate(case.seq_lens):
+            assert all(x[b, :, :n].equal(y[b, :, :n]) for x, y in zip(whole, result)), (length, n)
+
+
+@each_kernel_and_dtype
+def test_padding_is_never_read(impl, dtype):
     """NaN in the padding of a sample, which real batches hold, reaches nothing."""
     case = Case("padding", B=2, Sq=100, Sk=100, seq_lens=(37, 64))
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
@@ -184,7 +243,7 @@ def test_nan_in_the_input_shows(impl, dtype):
 
 
 @each_kernel_in_one_dtype
-def test_rows_without_keys_are_0_whatever_v_holds(impl, dtype):
+def test_rows_without_keys_are_0_for_infinite_v(impl, dtype):
     case = Case("inf", Sq=70, Sk=40, causal=True)
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     v[:, :, 5] = torch.inf
@@ -207,19 +266,26 @@ def test_scores_of_minus_infinity(impl, dtype, hidden, others):
     torch.testing.assert_close(lse, rest_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl not in ("torch", *ON_TENSOR_CORES)])
+@pytest.mark.parametrize("impl, dtype", [
+    pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
+    for impl in IMPLEMENTATIONS if impl not in ("torch", *ON_TENSOR_CORES) for dtype in DTYPES])
 @pytest.mark.parametrize("strides", [(64, 64, 1, 1), (0, 1, 0, 1)], ids=str)
-def test_a_query_that_overlaps_itself(impl, strides):
-    """Sliding windows: empty_like of such a tensor does not keep head_dim innermost."""
-    q = torch.randn(200, device=IMPLEMENTATIONS[impl][1]).as_strided((1, 1, 8, 16), strides)
-    k, v = torch.randn(2, 1, 1, 20, 16, device=q.device)
-    case = Case("windows", Sq=8, Sk=20, D=16)
-    out, _ = run(impl, case, q, k, v)
-    torch.testing.assert_close(out.double(), exact(case, q, k, v)[0], rtol=1e-5, atol=1e-5)
-    op = getattr(torch.ops.minimal_attn, OPS[IMPLEMENTATIONS[impl][0]])
-    with FakeTensorMode() as mode:
-        fake, _ = op(*(mode.from_tensor(x) for x in (q, k, v)), None, 0.25, False)
-    assert fake.stride() == op(q, k, v, None, 0.25, False)[0].stride()
+def test_inputs_that_overlap_themselves(impl, dtype, strides):
+    """Sliding windows: empty_like and .float() of such a tensor do not keep head_dim innermost."""
+    device, generator = IMPLEMENTATIONS[impl][1], torch.Generator().manual_seed(0)
+    memory = [torch.randn(200, generator=generator).to(device, dtype) for _ in "qkv"]
+    windows = [x.as_strided((1, 1, n, 16), strides) for x, n in zip(memory, (8, 20, 20))]
+    case = Case("windows", H=1, Hk=1, Sq=8, Sk=20, D=16)
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in windows]
+    for inputs in ((windows[0], *copies[1:]), windows):
+        out, lse = run(impl, case, *inputs)
+        ref, ref_lse = exact(case, *inputs)
+        check_error(out, ref, base(case, *copies), factor=4)  # few numbers
+        check_lse(lse, ref_lse)
+        op = getattr(torch.ops.minimal_attn, OPS[IMPLEMENTATIONS[impl][0]])
+        with FakeTensorMode() as mode:
+            fake, _ = op(*(mode.from_tensor(x) for x in inputs), None, 0.25, False)
+        assert fake.stride() == op(*inputs, None, 0.25, False)[0].stride()
 
 
 @each_kernel_in_one_dtype
@@ -319,7 +385,7 @@ def test_compile_with_dynamic_shapes(impl, dtype):
 
 
 @each_impl_in_one_dtype
-def test_lengths_that_torch_compile_cannot_read_are_clamped(impl, dtype):
+def test_seq_lens_are_clamped_under_torch_compile(impl, dtype):
     backend, device = IMPLEMENTATIONS[impl]
     q = torch.randn(3, 2, 20, 16, device=device, dtype=dtype)
     attend = torch.compile(lambda q, lengths: flash_attention(q, q, q, seq_lens=lengths, backend=backend),

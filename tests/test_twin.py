@@ -106,7 +106,30 @@ def test_fp8_without_descales_is_descaled_by_1(dtype):
 
 
 @needs_fp8
-def test_a_descale_below_0_shows_and_of_0_is_a_scale_of_0():
+@each_fp8
+@pytest.mark.parametrize("strides", [(64, 64, 1, 1), (0, 1, 0, 1)], ids=str)
+def test_fp8_inputs_that_overlap_themselves(dtype, strides):
+    memory = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    windows = [x.as_strided((1, 1, n, 16), strides) for x, n in zip(memory, (8, 20, 20))]
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in windows]
+    assert torch.equal(flash_attention(*windows, backend="triton"), flash_attention(*copies, backend="triton"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strides", [(64, 64, 1, 1), (0, 1, 0, 1)], ids=str)
+def test_gradients_of_inputs_that_overlap_themselves(dtype, strides):
+    memory = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    windows = [x.as_strided((1, 1, n, 16), strides) for x, n in zip(memory, (8, 20, 20))]
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in windows]
+    dout = torch.randn(1, 1, 8, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    by_twin = by("triton", Case("windows", H=1, Hk=1, Sq=8, Sk=20, D=16), deterministic=True)
+    first, second = (gradients(by_twin, *(x.detach().requires_grad_() for x in inputs), dout)
+                     for inputs in (windows, copies))
+    assert all(map(torch.equal, first, second))
+
+
+@needs_fp8
+def test_fp8_descale_of_0_and_below():
     (q, k, v), _ = fp8_inputs(Case("", B=1, Sq=33, Sk=40, causal=True), torch.float8_e4m3fn)
     descale = torch.tensor([[-1.0, 0.0]], device=DEVICE)
     out = flash_attention(q, k, v, True, k_descale=descale, backend="triton")
@@ -119,13 +142,13 @@ def test_a_descale_below_0_shows_and_of_0_is_a_scale_of_0():
     (TypeError, "Unsupported dtype: q_descale is torch.float64", lambda x: x.double()),
     (ValueError, r"q_descale must have shape \(2, 2\)", lambda x: x[:1]),
 ])
-def test_descales_that_do_not_fit(error, match, change):
+def test_bad_descales_raise(error, match, change):
     (q, k, v), descales = fp8_inputs(Case("", B=2, Sq=20, Sk=20), torch.float8_e5m2)
     with pytest.raises(error, match=match):
         flash_attention(q, k, v, backend="triton", **{**descales, "q_descale": change(descales["q_descale"])})
 
 
-def test_descales_are_for_fp8_and_fp8_is_for_the_twin():
+def test_unsupported_fp8_and_descales_raise():
     (q, k, v), descales = fp8_inputs(Case("", B=2, Sq=20, Sk=20), torch.float8_e5m2)
     for backend in ("auto", "cuda", "triton", "torch", "reference"):
         with pytest.raises(ValueError, match="v_descale is for float8 inputs, and q is torch.float32"):
@@ -139,7 +162,7 @@ def test_descales_are_for_fp8_and_fp8_is_for_the_twin():
 
 @pytest.mark.gpu
 @needs_fp8
-def test_auto_serves_fp8():
+def test_auto_backend_serves_fp8():
     (q, k, v), descales = fp8_inputs(Case("", B=2, Sq=70, Sk=70), torch.float8_e4m3fn)
     assert torch.equal(flash_attention(q, k, v, **descales), flash_attention(q, k, v, **descales, backend="triton"))
 
@@ -205,7 +228,7 @@ def test_every_backward_tile(monkeypatch, dtype, head_dim, side, config):
 
 @pytest.mark.parametrize("limit", [64 << 10, 99 << 10, 163 << 10, 227 << 10])
 @pytest.mark.parametrize("dtype", TWIN_DTYPES, ids=str)
-def test_tiles_fit_every_gpu(dtype, limit):
+def test_tile_configs_fit_shared_memory(dtype, limit):
     for head_dim in (1, 16, 40, 64, 100, 128, 129, 256):
         configs = tile_configs(dtype, head_dim, limit)
         assert configs, (dtype, head_dim, limit)
@@ -354,7 +377,7 @@ def test_tuning_happens_once_a_key_and_is_kept(tuner, monkeypatch, tmp_path, cap
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", """{"('k', 1)": 7}""", """{"('k', 1)": "x"}"""])
-def test_a_bad_file_is_no_file(text, tuner, monkeypatch, tmp_path):
+def test_tuning_ignores_corrupt_file(text, tuner, monkeypatch, tmp_path):
     choose()
     (file,) = (tmp_path / "cache").iterdir()
     file.write_text(text)
@@ -362,7 +385,7 @@ def test_a_bad_file_is_no_file(text, tuner, monkeypatch, tmp_path):
     assert choose() == {"n": 1} and len(tuner) == 18 and json.loads(file.read_text()) == {"('k', 1)": 1}
 
 
-def test_tuning_skips_what_is_too_large(tuner):
+def test_tuning_skips_configs_out_of_resources(tuner):
     def run(config):
         if config["n"] == 1:
             raise autotune.OutOfResources(2, 1, "shared memory")
@@ -375,7 +398,7 @@ def test_tuning_skips_what_is_too_large(tuner):
         choose(("k", 4), run=lambda config: 1 / 0)
 
 
-def test_no_memory_to_measure_with(tuner, tmp_path):
+def test_tuning_out_of_memory_is_not_kept(tuner, tmp_path):
     def run(config):
         raise torch.OutOfMemoryError
 
@@ -383,7 +406,7 @@ def test_no_memory_to_measure_with(tuner, tmp_path):
     assert choose() == {"n": 1}  # later there may be
 
 
-def test_a_small_gain_may_be_noise(tuner):
+def test_tuning_ignores_gains_below_3_percent(tuner):
     assert choose(configs=[{"n": 100}, {"n": 98}]) == {"n": 100}
     assert choose(("k", 2), configs=[{"n": 100}, {"n": 96}]) == {"n": 96}
 
@@ -396,7 +419,7 @@ def test_tuning_can_be_off(tuner, monkeypatch):
     assert choose() == {"n": 3} and not tuner
 
 
-def test_tuning_without_a_place_to_keep_it(tuner, monkeypatch, tmp_path, capsys):
+def test_tuning_without_writable_cache(tuner, monkeypatch, tmp_path, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setattr(autotune, "cache_dir", lambda: tmp_path / "file")
     assert choose() == {"n": 1}
@@ -431,7 +454,7 @@ def test_nothing_is_tuned_under_graph_capture(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
-def test_hopper_runs_in_gluon(monkeypatch):
+def test_hopper_selects_gluon(monkeypatch):
     launched = []
     real = attention_hopper.launch
     monkeypatch.setattr(attention_hopper, "launch", lambda *args: launched.append(args[0]) or real(*args))
@@ -448,7 +471,7 @@ def test_hopper_runs_in_gluon(monkeypatch):
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_programs_that_compute_several_tiles(head_dim, causal, monkeypatch):
+def test_bits_do_not_depend_on_number_of_programs(head_dim, causal, monkeypatch):
     """The bits do not depend on how tiles are dealt to programs: 3 of them go on for long, with a mask in pairs."""
     case = Case("", B=3, H=4, Hk=2, Sq=700, Sk=777, D=head_dim, causal=causal)
     q, k, v = make_inputs(case, torch.bfloat16, "cuda")
@@ -469,7 +492,7 @@ def test_more_tiles_than_programs():
 
 
 @pytest.mark.gpu
-def test_plans_are_for_calls_that_are_alike(monkeypatch):
+def test_plans_are_keyed_by_layout_and_options(monkeypatch):
     """Alignment, strides, sign of the scale, seq_lens and dtype: each a kernel of its own, in any order."""
     monkeypatch.setattr(twin, "_plans", {})
     monkeypatch.setattr(launching, "MAX_PLANS", 5)
@@ -486,7 +509,7 @@ def test_plans_are_for_calls_that_are_alike(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, 1])
-def test_plain_tiles_beyond_2_to_31_elements(offset):
+def test_classic_tiles_beyond_2_to_31_elements(offset):
     """By tensor descriptors and by pointers: on Hopper the tests of test_gpu.py reach neither."""
     config = tile_configs(torch.float16, 64)[-1]
     buffer = torch.randn(2**31 + 2**22, device="cuda", dtype=torch.half)
@@ -497,7 +520,7 @@ def test_plain_tiles_beyond_2_to_31_elements(offset):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
-def test_another_gluon_is_no_end(monkeypatch):
+def test_incompatible_gluon_falls_back(monkeypatch):
     """A Triton that compiles attention_hopper.py no more costs its speed, not the twin."""
     monkeypatch.setattr(twin, "attention_hopper", attention_hopper)  # to be restored
     monkeypatch.setattr(twin, "_plans", {})
@@ -514,7 +537,7 @@ def test_another_gluon_is_no_end(monkeypatch):
     flash_attention(other, other, other, True, backend="triton")
 
 
-def test_without_gluon_its_plans_are_gone(monkeypatch):
+def test_giving_up_gluon_clears_plans(monkeypatch):
     monkeypatch.setattr(twin, "attention_hopper", attention_hopper)  # to be restored
     monkeypatch.setattr(twin, "_plans", {"key": "plan"})
     with pytest.warns(UserWarning, match="does not compile with Triton .*no such operation"):
@@ -523,7 +546,7 @@ def test_without_gluon_its_plans_are_gone(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype, tangent", [(torch.float16, True), (torch.float8_e5m2, False)])
-def test_what_to_use_for_a_derivative_has_one(dtype, tangent):
+def test_suggested_backend_has_the_derivative(dtype, tangent):
     x = torch.randn(1, 2, 20, 16, device=DEVICE).to(dtype)
     with torch.autograd.forward_ad.dual_level():
         q = torch.autograd.forward_ad.make_dual(x, x.clone()) if tangent else x.clone().requires_grad_()

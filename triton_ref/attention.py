@@ -22,7 +22,7 @@ from minimal_attn.checks import FP8_DTYPES, empty_like, out_dtype
 from . import autotune as tuner
 from .dropout import arguments as dropout_arguments
 from .dropout import keep_tile
-from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember
+from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember, to_float
 
 try:
     from . import attention_hopper
@@ -54,7 +54,7 @@ def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.const
 
 @triton.jit
 def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, n_block_min, n_block_max,
-            visible, seqlen_k, seq_len, head_dim, scale_log2, seed_ptr, threshold, kMasked: tl.constexpr,
+            visible, seqlen_k, seq_len, head_dim, softmax_scale_log2, seed_ptr, threshold, kMasked: tl.constexpr,
             kMaskCols: tl.constexpr, kHasSeqLens: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
             kTma: tl.constexpr):
     """Online softmax over the key blocks [n_block_min, n_block_max): the new acc_o, row_max, row_sum."""
@@ -70,10 +70,10 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
         # A row that has seen no key, or only scores of -inf: exp2(-inf) is 0, not NaN.
         max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)
         if q.dtype == tl.float32:  # a key that a row sees alone has p = 1 exactly
-            p = tl.exp2((acc_s - max_sub[:, None]) * scale_log2)
+            p = tl.exp2((acc_s - max_sub[:, None]) * softmax_scale_log2)
         else:  # one FMA an element; in fp8 p goes up to 2^8, so that less of it is subnormal
-            p = tl.exp2(acc_s * scale_log2 - (max_sub * scale_log2 - (8.0 if kIsFp8 else 0.0))[:, None])
-        rescale = tl.exp2((row_max - max_sub) * scale_log2)
+            p = tl.exp2(acc_s * softmax_scale_log2 - (max_sub * softmax_scale_log2 - (8.0 if kIsFp8 else 0.0))[:, None])
+        rescale = tl.exp2((row_max - max_sub) * softmax_scale_log2)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         if seed_ptr is not None:  # of what meets V alone: the sum normalises what there was before
             p = tl.where(keep_tile(seed_ptr, threshold, b, h, row0, col0, p.shape[0], kBlockN), p, 0.0)
@@ -165,8 +165,8 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
     q = _load(q_base, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
     if kNegateQ:  # a masked score of -inf needs a scale above 0
         q = (-q.to(tl.float32)).to(q.dtype)
-    # exp(scale · (s - max)) = exp2(scale_log2 · (s - max)). A scale of 0 makes all scores alike; so does the least
-    # number, which does not turn a masked -inf into NaN. A descale below 0 is an error that only the GPU can see.
+    # exp(scale · (s - max)) = exp2(softmax_scale_log2 · (s - max)). A scale of 0 makes all scores alike; so does the
+    # least number, which does not turn a masked -inf into NaN. A descale below 0 is an error that only the GPU can see.
     scale, scale_o = tl.abs(softmax_scale), keep_scale
     if q_descale_ptr is not None:
         scale *= tl.load(q_descale_ptr + b * nheads_k + h_k)
@@ -174,19 +174,20 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
         scale *= tl.load(k_descale_ptr + b * nheads_k + h_k)
     if v_descale_ptr is not None:
         scale_o *= tl.load(v_descale_ptr + b * nheads_k + h_k)
-    scale_log2 = tl.where(scale < 0, float("nan"), tl.maximum(scale * 1.4426950408889634, 1e-37))
+    softmax_scale_log2 = tl.where(scale < 0, float("nan"), tl.maximum(scale * 1.4426950408889634, 1e-37))
     acc_o = tl.zeros([kBlockM, kBlockD], tl.float32)
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
     # First the blocks that every row sees whole, then those that a mask cuts.
     kHasSeqLens: tl.constexpr = seq_lens_ptr is not None
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
-                                      v_row_stride, 0, n_block_full, visible, seqlen_k, seq_len, head_dim, scale_log2,
-                                      seed_ptr, threshold, False, kMaskCols, kHasSeqLens, kBlockN, kBlockD, kTma)
+                                      v_row_stride, 0, n_block_full, visible, seqlen_k, seq_len, head_dim,
+                                      softmax_scale_log2, seed_ptr, threshold, False, kMaskCols, kHasSeqLens, kBlockN,
+                                      kBlockD, kTma)
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
                                       v_row_stride, n_block_full, n_block_max, visible, seqlen_k, seq_len, head_dim,
-                                      scale_log2, seed_ptr, threshold, True, kMaskCols, kHasSeqLens, kBlockN, kBlockD,
-                                      kTma)
+                                      softmax_scale_log2, seed_ptr, threshold, True, kMaskCols, kHasSeqLens, kBlockN,
+                                      kBlockD, kTma)
 
     empty = (visible <= 0) | (row_sum == 0.0)
     row_sum = tl.where(empty, 1.0, row_sum)
@@ -312,10 +313,8 @@ _plans = {}  # {all that a launch depends on: (its config, whether by TMA, the c
 def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, config=None, dropout=None):
     """(out, lse) of checked inputs, by config or else by one of tile_configs; dropout: (dropout_p, seed) or None."""
     if INTERPRETING and q.dtype not in (torch.float32, torch.float16):
-        # Triton's interpreter (3.6 to 3.9) gets dots and casts of the other dtypes wrong.
-        descales = [None if x is None else x.float() for x in descales]
-        out, lse = run(q.float(), k.float(), v.float(), seq_lens, descales, softmax_scale, causal, autotune, config,
-                       dropout)
+        out, lse = run(*map(to_float, (q, k, v)), seq_lens, [*map(to_float, descales)], softmax_scale, causal, autotune,
+                       config, dropout)
         return empty_outputs(q)[0].copy_(out), lse
     out, lse = empty_outputs(q)
     if not out.numel():

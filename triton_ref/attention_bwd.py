@@ -1,10 +1,12 @@
 """FlashAttention backward in Triton: dq, dk and dv from dout, and from dlse where the log-sum-exp was used as well.
 
 P is formed again from lse. With dP = dO Vᵀ and delta = rowsum(dO ∘ O), dS = P ∘ (dP - delta), and the gradients are
-dV = Pᵀ dO, dK = scale · dSᵀ Q, dQ = scale · dS K; d lse / d S = P makes dlse a part of delta. One kernel owns blocks of
-keys and walks along the rows that see them, for dK and dV; another owns blocks of rows and walks along the keys, for
-dQ. So Q Kᵀ and dO Vᵀ are formed twice, but nothing is added up in memory: no workspace of Q's size, no atomics, the
-same bits in every run. With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
+dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse / d S = P makes dlse a part of delta.
+
+Three kernels. _preprocess computes delta. _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows
+that see it; _flash_bwd_q computes dQ of one block of rows and loops over the keys. Q Kᵀ and dO Vᵀ are therefore formed
+twice, but no partial sums go through memory: there is no workspace of Q's size, there are no atomics, and every run
+gives the same bits. With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
 
 Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: attention.py, the forward.
 """
@@ -24,15 +26,21 @@ from .attention import _load, block_d, can_use_tma, triton_forward
 from .attention import run as forward_run
 from .dropout import arguments as dropout_arguments
 from .dropout import keep_tile
-from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember
+from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember, to_float
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _row_sums(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr, o_batch_stride, o_head_stride, o_row_stride,
-              do_batch_stride, do_head_stride, do_row_stride, dlse_batch_stride, dlse_head_stride, dlse_row_stride,
-              nheads, seqlen_q, seqlen_pad, head_dim, kBlockM: tl.constexpr, kBlockD: tl.constexpr):
-    """delta = rowsum(dO ∘ O) - dlse, and lse in powers of two, (B, H, seqlen_pad). Rows without a key have 0, whatever
-    dO and dlse hold, and inf, so that their P is 0; so have the rows from seqlen_q on, for all tiles to be whole."""
+def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_padded_ptr, o_batch_stride, o_head_stride,
+                o_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride, dlse_batch_stride, dlse_head_stride,
+                dlse_row_stride, nheads, seqlen_q, seqlen_pad, head_dim, softmax_scale, kBlockM: tl.constexpr,
+                kBlockD: tl.constexpr):
+    """delta = rowsum(dO ∘ O) - dlse, and lse as _probabilities takes it, both (B, H, seqlen_pad).
+
+    Rows without a key get delta 0, whatever dO and dlse hold, and lse inf, so that their P is 0. So do the rows from
+    seqlen_q on, which make every tile whole.
+    """
     m_blocks = tl.cdiv(seqlen_pad, kBlockM)
     bh = (tl.program_id(0) // m_blocks).to(tl.int64)
     b, h = bh // nheads, bh % nheads
@@ -41,27 +49,55 @@ def _row_sums(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr, o_batch
     is_row = rows < seqlen_q
     o = _load(o_ptr + b * o_batch_stride + h * o_head_stride, b, h, row0, 0, o_row_stride, seqlen_q, head_dim, True,
               True, kBlockM, kBlockD, False)
-    do = _load(do_ptr + b * do_batch_stride + h * do_head_stride, b, h, row0, 0, do_row_stride, seqlen_q, head_dim,
-               True, True, kBlockM, kBlockD, False)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    dout = _load(dout_ptr + b * dout_batch_stride + h * dout_head_stride, b, h, row0, 0, dout_row_stride, seqlen_q,
+                 head_dim, True, True, kBlockM, kBlockD, False)
+    delta = tl.sum(o.to(tl.float32) * dout.to(tl.float32), 1)
     if dlse_ptr is not None:
         dlse = dlse_ptr + b * dlse_batch_stride + h * dlse_head_stride + rows.to(tl.int64) * dlse_row_stride
         delta -= tl.load(dlse, mask=is_row, other=0.0)
     lse = tl.load(lse_ptr + bh * seqlen_q + rows, mask=is_row, other=float("-inf"))
     is_empty = lse == float("-inf")
+    if o.dtype != tl.float32:
+        # The factor is not log2(e) but what the rounded softmax_scale_log2 has made of it. One rounding, hence fp64.
+        scale = tl.cast(softmax_scale, tl.float32)
+        factor = _in_log2(scale).to(tl.float64) / tl.where(scale == 0, 1.0, scale).to(tl.float64)
+        lse = (lse.to(tl.float64) * tl.where(scale == 0, 1.4426950408889634, factor)).to(tl.float32)
     tl.store(delta_ptr + bh * seqlen_pad + rows, tl.where(is_empty, 0.0, delta))
-    tl.store(lse_log2_ptr + bh * seqlen_pad + rows, tl.where(is_empty, float("inf"), lse * 1.4426950408889634))
+    tl.store(lse_padded_ptr + bh * seqlen_pad + rows, tl.where(is_empty, float("inf"), lse))
 
 
 @triton.jit
-def _load_sums(x, bh, row0, seqlen_pad, kBlockM: tl.constexpr, kTma: tl.constexpr):
-    """[kBlockM] of delta or lse_log2. By TMA they come once; as a load of pointers each thread would copy all that it
+def _in_log2(softmax_scale):
+    """softmax_scale_log2, rounded to fp32 alike in every kernel."""
+    return tl.cast(softmax_scale, tl.float32) * LOG2_E
+
+
+@triton.jit
+def _probabilities(s, lse, softmax_scale, kIsFp32: tl.constexpr):
+    """P = exp(softmax_scale · S - lse), with lse of _preprocess, which broadcasts to the shape of S.
+
+    At large scores the exponent is a small difference of large numbers. lse was rounded, and the FMA here adds no other
+    rounding. lse is natural in fp32, and in powers of two in 16 bits, which spares a multiplication an element.
+
+    The exponent is above 0 by rounding alone. With the other sign it is as far off, and P cannot overflow. Sign and
+    absolute value are part of the instruction for exp2, which a minimum is not, and a NaN stays NaN.
+    """
+    if kIsFp32:
+        p = tl.exp2(tl.abs(s * softmax_scale - lse) * -LOG2_E)
+    else:
+        p = tl.exp2(tl.abs(s * _in_log2(softmax_scale) - lse) * -1.0)  # a sign, where Triton's minus is 0 - x
+    return p
+
+
+@triton.jit
+def _load_per_row(x, bh, row0, seqlen_pad, kBlockM: tl.constexpr, kTma: tl.constexpr):
+    """[kBlockM] of delta or lse_padded. By TMA they come once; as a load of pointers each thread would copy all that it
     needs, four bytes at a time."""
     if kTma:
-        sums = x.load([bh, row0]).reshape(kBlockM)
+        values = x.load([bh, row0]).reshape(kBlockM)
     else:
-        sums = tl.load(x + bh.to(tl.int64) * seqlen_pad + row0 + tl.arange(0, kBlockM))
-    return sums
+        values = tl.load(x + bh.to(tl.int64) * seqlen_pad + row0 + tl.arange(0, kBlockM))
+    return values
 
 
 @triton.jit
@@ -76,57 +112,76 @@ def _add_product(acc, a, b):
 
 
 @triton.jit
-def _load_do(do, lse_log2_ptr, b, h, bh, row0, row_stride, row_end, seqlen_pad, head_dim, kEmptyRows: tl.constexpr,
-             kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
+def _load_dout(dout, lse_ptr, b, h, bh, row0, row_stride, row_end, seqlen_pad, head_dim, kEmptyRows: tl.constexpr,
+               kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
     """dO [kBlockM, kBlockD]; with kEmptyRows 0 in rows without a key, where it may be NaN."""
-    do_tile = _load(do, b, h, row0, 0, row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+    dout_tile = _load(dout, b, h, row0, 0, row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
     if kEmptyRows:
-        lse_log2 = _load_sums(lse_log2_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
-        do_tile = tl.where((lse_log2 == float("inf"))[:, None], tl.zeros_like(do_tile), do_tile)
-    return do_tile
+        lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        dout_tile = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout_tile), dout_tile)
+    return dout_tile
 
 
 @triton.jit
-def _walk_rows(dk, dv, k, v, q, do, lse_log2_ptr, delta_ptr, b, h, bh, q_row_stride, do_row_stride, m_block_min,
-               m_block_max, col0, shift, row_end, seqlen_pad, head_dim, scale_log2, seed_ptr, threshold, keep_scale,
-               kMasked: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr,
-               kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
-    """dk, dv / keep_scale [kBlockN, kBlockD] with what the row blocks [m_block_min, m_block_max) of a query head add."""
+def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_stride, dout_row_stride, m_block_min,
+                     m_block_full, m_block_max, col0, shift, row_end, seqlen_pad, head_dim, softmax_scale, seed_ptr,
+                     threshold, keep_scale, kMasked: tl.constexpr, kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr,
+                     kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
+                     kBlockD: tl.constexpr, kTma: tl.constexpr):
+    """dk, dv / keep_scale [kBlockN, kBlockD] with what the row blocks of one query head add.
+
+    With kMasked these are the blocks that a mask cuts: [m_block_min, m_block_full), and with kRaggedRows the last one,
+    if it has fewer than kBlockM rows. Without kMasked they are all the others.
+    """
     cols = col0 + tl.arange(0, kBlockN)
-    for m_block in range(m_block_min, m_block_max):
+    n_ragged = 0
+    if kRaggedRows:
+        n_ragged = tl.where((m_block_full < m_block_max) & (m_block_max * kBlockM > row_end), 1, 0)
+    begin, end = m_block_full, m_block_max - n_ragged
+    if kMasked:
+        begin, end = m_block_min, m_block_full + n_ragged
+    for i in range(begin, end):
+        m_block = i
+        if kMasked and kRaggedRows:
+            m_block = tl.where(i < m_block_full, i, m_block_max - 1)
         row0 = m_block * kBlockM
         rows = row0 + tl.arange(0, kBlockM)
         q_tile = _load(q, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
         s = tl.dot(k, q_tile.T, input_precision="ieee")  # Sᵀ
-        lse_log2 = _load_sums(lse_log2_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
-        p = tl.exp2(s * scale_log2 - lse_log2[None, :])
+        lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        p = _probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
         if kMasked:
-            p = tl.where(cols[:, None] < rows[None, :] + shift, p, 0.0)
+            visible = tl.full([kBlockM], 0, tl.int32) + col0 + kBlockN  # the row sees the keys [0, visible)
+            if kIsCausal:
+                visible = rows + shift
+            if kRaggedRows:  # Q is 0 from row_end on, and its score NaN where a key is infinite
+                visible = tl.where(rows < row_end, visible, 0)
+            p = tl.where(cols[:, None] < visible[None, :], p, 0.0)
         p_dropped = p
         if seed_ptr is not None:
             keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN).T
             p_dropped = tl.where(keep, p, 0.0)
-        do_tile = _load_do(do, lse_log2_ptr, b, h, bh, row0, do_row_stride, row_end, seqlen_pad, head_dim,
-                           kMasked and kEmptyRows, kMaskCols, kBlockM, kBlockD, kTma)
-        dv = _add_product(dv, p_dropped.to(k.dtype), do_tile)
-        dp = tl.dot(v, do_tile.T, input_precision="ieee")  # dPᵀ, beside the product before it
+        dout_tile = _load_dout(dout, lse_ptr, b, h, bh, row0, dout_row_stride, row_end, seqlen_pad, head_dim,
+                               kMasked and kEmptyRows, kMaskCols, kBlockM, kBlockD, kTma)
+        dv = _add_product(dv, p_dropped.to(k.dtype), dout_tile)
+        dp = tl.dot(v, dout_tile.T, input_precision="ieee")  # dPᵀ, beside the product before it
         if seed_ptr is not None:
             dp = tl.where(keep, dp * keep_scale, 0.0)
-        delta = _load_sums(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        delta = _load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
         ds = p * (dp - delta[None, :])  # dSᵀ
         dk = _add_product(dk, ds.to(k.dtype), q_tile)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["threshold"])
-def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, seq_lens_ptr, seed_ptr,
+def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, seq_lens_ptr, seed_ptr,
                   threshold, keep_scale,
                   q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
-                  v_batch_stride, v_head_stride, v_row_stride, do_batch_stride, do_head_stride, do_row_stride,
+                  v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
                   dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
                   nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad, head_dim, softmax_scale,
                   kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr,
-                  kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
+                  kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kRaggedRows: tl.constexpr):
     """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it."""
     # The keys that most rows see under a causal mask go first.
     n_blocks = tl.cdiv(seqlen_k, kBlockN)
@@ -155,24 +210,23 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, del
     v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq_len, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
     dk = tl.zeros([kBlockN, kBlockD], tl.float32)
     dv = tl.zeros([kBlockN, kBlockD], tl.float32)
-    scale_log2 = softmax_scale * 1.4426950408889634
     group = nheads // nheads_k
     for i in range(group):
         h = h_k * group + i
-        q_base, do_base = q_ptr, do_ptr
+        q_base, dout_base = q_ptr, dout_ptr
         if not kTma:
             q_base = q_ptr + b.to(tl.int64) * q_batch_stride + h.to(tl.int64) * q_head_stride
-            do_base = do_ptr + b.to(tl.int64) * do_batch_stride + h.to(tl.int64) * do_head_stride
+            dout_base = dout_ptr + b.to(tl.int64) * dout_batch_stride + h.to(tl.int64) * dout_head_stride
         bh = b * nheads + h
-        if kIsCausal:
-            dk, dv = _walk_rows(dk, dv, k, v, q_base, do_base, lse_log2_ptr, delta_ptr, b, h, bh, q_row_stride,
-                                do_row_stride, m_block_min, m_block_full, col0, shift, row_end, seqlen_pad, head_dim,
-                                scale_log2, seed_ptr, threshold, keep_scale, True, kEmptyRows, kMaskCols, kBlockM,
-                                kBlockN, kBlockD, kTma)
-        dk, dv = _walk_rows(dk, dv, k, v, q_base, do_base, lse_log2_ptr, delta_ptr, b, h, bh, q_row_stride,
-                            do_row_stride, m_block_full, m_block_max, col0, shift, row_end, seqlen_pad, head_dim,
-                            scale_log2, seed_ptr, threshold, keep_scale, False, kEmptyRows, kMaskCols, kBlockM, kBlockN,
-                            kBlockD, kTma)
+        if kIsCausal or kRaggedRows:
+            dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
+                                      dout_row_stride, m_block_min, m_block_full, m_block_max, col0, shift, row_end,
+                                      seqlen_pad, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, True,
+                                      kIsCausal, kEmptyRows, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+        dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
+                                  dout_row_stride, m_block_min, m_block_full, m_block_max, col0, shift, row_end,
+                                  seqlen_pad, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, False,
+                                  kIsCausal, kEmptyRows, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
 
     dims = tl.arange(0, kBlockD)
     is_stored = (cols[:, None] < seqlen_k) & (dims[None, :] < head_dim)
@@ -187,20 +241,21 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, del
 
 
 @triton.jit
-def _walk_keys(dq, q, do, lse_log2, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, n_block_min, n_block_max,
-               visible, seq_len, head_dim, scale_log2, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
-               kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
-               kTma: tl.constexpr):
+def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, n_block_min, n_block_max,
+                   visible, seq_len, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
+                   kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
+                   kTma: tl.constexpr):
     """dq [kBlockM, kBlockD] with what the key blocks [n_block_min, n_block_max) add."""
     for n_block in range(n_block_min, n_block_max):
         col0 = n_block * kBlockN
         cols = col0 + tl.arange(0, kBlockN)
         k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq_len, head_dim, kMasked, kMaskCols, kBlockN, kBlockD, kTma)
         v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq_len, head_dim, kMasked, kMaskCols, kBlockN, kBlockD, kTma)
-        p = tl.exp2(tl.dot(q, k_tile.T, input_precision="ieee") * scale_log2 - lse_log2[:, None])
+        s = tl.dot(q, k_tile.T, input_precision="ieee")
+        p = _probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
         if kMasked:
             p = tl.where(cols[None, :] < visible[:, None], p, 0.0)
-        dp = tl.dot(do, v_tile.T, input_precision="ieee")
+        dp = tl.dot(dout, v_tile.T, input_precision="ieee")
         if seed_ptr is not None:
             keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN)
             dp = tl.where(keep, dp * keep_scale, 0.0)
@@ -210,10 +265,10 @@ def _walk_keys(dq, q, do, lse_log2, delta, k, v, b, h, h_k, row0, k_row_stride, 
 
 
 @triton.jit(do_not_specialize=["threshold"])
-def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, seq_lens_ptr, seed_ptr, threshold,
+def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, seq_lens_ptr, seed_ptr, threshold,
                  keep_scale,
                  q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
-                 v_batch_stride, v_head_stride, v_row_stride, do_batch_stride, do_head_stride, do_row_stride,
+                 v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
                  dq_batch_stride, dq_head_stride, dq_row_stride, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad,
                  head_dim, softmax_scale, kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr,
                  kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
@@ -239,27 +294,26 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, s
     n_block_max = tl.where(row0 < row_end, tl.cdiv(tl.maximum(last_visible, 0), kBlockN), 0)
     n_block_full = tl.minimum(tl.maximum(first_visible, 0) // kBlockN, n_block_max)
 
-    q_base, k_base, v_base, do_base = q_ptr, k_ptr, v_ptr, do_ptr
+    q_base, k_base, v_base, dout_base = q_ptr, k_ptr, v_ptr, dout_ptr
     if not kTma:
         q_base = q_ptr + b.to(tl.int64) * q_batch_stride + h.to(tl.int64) * q_head_stride
         k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
         v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
-        do_base = do_ptr + b.to(tl.int64) * do_batch_stride + h.to(tl.int64) * do_head_stride
+        dout_base = dout_ptr + b.to(tl.int64) * dout_batch_stride + h.to(tl.int64) * dout_head_stride
     q = _load(q_base, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
-    do = _load(do_base, b, h, row0, 0, do_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
-    lse_log2 = _load_sums(lse_log2_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
-    delta = _load_sums(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+    dout = _load(dout_base, b, h, row0, 0, dout_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+    lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+    delta = _load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
     if kEmptyRows:
-        do = tl.where((lse_log2 == float("inf"))[:, None], tl.zeros_like(do), do)
+        dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
-    scale_log2 = softmax_scale * 1.4426950408889634
-    dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, 0,
-                    n_block_full, visible, seq_len, head_dim, scale_log2, seed_ptr, threshold, keep_scale, False,
-                    kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
-    dq = _walk_keys(dq, q, do, lse_log2, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride,
-                    n_block_full, n_block_max, visible, seq_len, head_dim, scale_log2, seed_ptr, threshold, keep_scale,
-                    True, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
-    dq = tl.where((lse_log2 == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
+    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, 0,
+                        n_block_full, visible, seq_len, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, False,
+                        kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride,
+                        n_block_full, n_block_max, visible, seq_len, head_dim, softmax_scale, seed_ptr, threshold,
+                        keep_scale, True, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+    dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     dims = tl.arange(0, kBlockD)
     dq_base = dq_ptr + b.to(tl.int64) * dq_batch_stride + h.to(tl.int64) * dq_head_stride
     tl.store(dq_base + rows.to(tl.int64)[:, None] * dq_row_stride + dims[None, :],
@@ -267,20 +321,23 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr, s
              mask=(rows[:, None] < seqlen_q) & (dims[None, :] < head_dim))
 
 
-# (owned, walked, num_warps, num_stages) by bytes of an element and kBlockD, as TILES in attention.py: how many keys, or
-# rows, a program owns, and how many rows, or keys, it takes at a step. Two sums and two operands, of keys, need twice
-# the registers of rows, so that programs own fewer keys.
+# (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and kBlockD, as TILES in attention.py: rows and keys
+# of a tile. dK and dV take two sums and two operands, twice the registers of dQ: a program has fewer keys than rows.
 KV_TILES = {
+    (4, 64): [(32, 32, 4, 1)],
+    (4, 128): [(16, 32, 4, 1)],
+    (4, 256): [(16, 16, 4, 1)],
+    (2, 64): [(128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2)],
+    (2, 128): [(64, 64, 4, 2), (32, 64, 4, 2)],
+    (2, 256): [(32, 64, 8, 2), (32, 32, 4, 1)],
+}
+Q_TILES = {
     (4, 64): [(32, 32, 4, 1)],
     (4, 128): [(32, 16, 4, 1)],
     (4, 256): [(16, 16, 4, 1)],
-    (2, 64): [(64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2)],
-    (2, 128): [(64, 64, 4, 2), (64, 32, 4, 2)],
-    (2, 256): [(64, 32, 8, 2), (32, 32, 4, 1)],
-}
-Q_TILES = KV_TILES | {
     (2, 64): [(64, 64, 4, 2), (128, 64, 8, 3)],
     (2, 128): [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
+    (2, 256): [(64, 32, 8, 2), (32, 32, 4, 1)],
 }
 
 
@@ -289,41 +346,47 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10):
     """Launch options to choose from; the first is the choice without tuning.
 
     Args:
-        side: "kv" or "q", what a program owns.
+        side: "kv" or "q", whose gradients the kernel computes.
         dtype, head_dim: of q.
         max_shared_memory: bytes that one program can have; 227 KB on Hopper.
     """
     kBlockD = block_d(dtype, head_dim)
-    fitting = [tile for tile in (KV_TILES if side == "kv" else Q_TILES)[dtype.itemsize, max(64, kBlockD)]
-               if 2 * (tile[0] + tile[3] * tile[1]) * kBlockD * dtype.itemsize + 4096 <= max_shared_memory]
-    return [dict(owned=owned, walked=walked, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
-            for owned, walked, num_warps, num_stages in fitting or [(16, 16, 4, 1)]]
+
+    def fits(kBlockM, kBlockN, num_warps, num_stages):
+        """Two tiles of the program's own block, and num_stages of each of the two that the loop loads."""
+        own, other = (kBlockN, kBlockM) if side == "kv" else (kBlockM, kBlockN)
+        return 2 * (own + num_stages * other) * kBlockD * dtype.itemsize + 4096 <= max_shared_memory
+
+    tiles = (KV_TILES if side == "kv" else Q_TILES)[dtype.itemsize, max(64, kBlockD)]
+    return [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
+            for kBlockM, kBlockN, num_warps, num_stages in
+            [tile for tile in tiles if fits(*tile)] or [(16, 16, 4, 1)]]
 
 
-def _launch(side, config, tma, gradients, q, k, v, dout, lse_log2, delta, seq_lens, softmax_scale, causal, dropout,
+def _launch(side, config, tma, gradients, q, k, v, dout, lse_padded, delta, seq_lens, softmax_scale, causal, dropout,
             kernel=None):
-    """The kernel that owns "kv" or "q", for its own gradients. Returns it compiled, to spare the next such call looking
+    """The kernel for the gradients of one side, "kv" or "q". Returns it compiled, to spare the next such call looking
     for it."""
     batch_size, nheads, seqlen_q, head_dim = q.shape
     nheads_k, seqlen_k = k.shape[1:3]
-    owned, walked, kBlockD, num_warps, num_stages = config.values()
+    kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
+    function, blocks = _flash_bwd_q, -(-seqlen_q // kBlockM) * nheads
     if side == "kv":
-        function, kBlockM, kBlockN, blocks = _flash_bwd_kv, walked, owned, -(-seqlen_k // owned) * nheads_k
-    else:
-        function, kBlockM, kBlockN, blocks = _flash_bwd_q, owned, walked, -(-seqlen_q // owned) * nheads
+        function, blocks = _flash_bwd_kv, -(-seqlen_k // kBlockN) * nheads_k
     programs = blocks * batch_size
     if programs > MAX_PROGRAMS:
-        raise ValueError(f"too many blocks: {programs} of {owned}, a launch takes {MAX_PROGRAMS}")
-    tensors, sums, seqlen_pad = (q, k, v, dout), (lse_log2, delta), delta.shape[1]
+        raise ValueError(f"too many blocks: {programs} of tiles {kBlockM} x {kBlockN}, a launch takes {MAX_PROGRAMS}")
+    tensors, per_row, seqlen_pad = (q, k, v, dout), (lse_padded, delta), delta.shape[1]
     tiles = tensors
     if tma:
         tiles = [descriptor(x, (1, 1, n, kBlockD)) for x, n in zip(tensors, (kBlockM, kBlockN, kBlockN, kBlockM))]
-        sums = [descriptor(x, (1, kBlockM)) for x in sums]
+        per_row = [descriptor(x, (1, kBlockM)) for x in per_row]
     strides = (stride for x in (*tensors, *gradients) for stride in x.stride()[:3])
     has_empty_rows = causal and seqlen_q > seqlen_k
-    arguments = (*tiles, *gradients, *sums, seq_lens, *dropout_arguments(dropout), *strides, nheads, nheads_k, seqlen_q,
-                 seqlen_k, seqlen_pad, head_dim, softmax_scale, causal, has_empty_rows, head_dim < kBlockD, tma,
-                 kBlockM, kBlockN, kBlockD)
+    has_ragged_rows = () if side == "q" else (seq_lens is not None or seqlen_q % kBlockM != 0,)
+    arguments = (*tiles, *gradients, *per_row, seq_lens, *dropout_arguments(dropout), *strides, nheads, nheads_k,
+                 seqlen_q, seqlen_k, seqlen_pad, head_dim, softmax_scale, causal, has_empty_rows, head_dim < kBlockD,
+                 tma, kBlockM, kBlockN, kBlockD, *has_ragged_rows)
     if kernel is None:
         return function[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
     kernel[(programs, 1, 1)](*arguments)
@@ -337,9 +400,9 @@ def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune
         need_dkv=True):
     """(dq, dk, dv) of checked inputs and what the forward made of them; dlse may be None, dropout is that of the
     forward's run. Without need_dq dq is None, without need_dkv dk and dv are, and nothing is spent on them."""
-    if INTERPRETING and q.dtype == torch.bfloat16:  # Triton's interpreter (3.6 to 3.9) gets its dots and casts wrong
-        gradients = run(*(x if x is None else x.float() for x in (dout, dlse, q, k, v, out)), lse, seq_lens,
-                        softmax_scale, causal, autotune, dropout, need_dq, need_dkv)
+    if INTERPRETING and q.dtype == torch.bfloat16:
+        gradients = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, seq_lens, softmax_scale, causal, autotune,
+                        dropout, need_dq, need_dkv)
         return tuple(x if x is None else x.bfloat16() for x in gradients)
     gradients = {"kv": [empty_like(k), empty_like(v)] if need_dkv else [None, None],
                  "q": [empty_like(q) if need_dq else None]}
@@ -351,13 +414,13 @@ def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune
         dout = dout.contiguous()
     batch_size, nheads, seqlen_q, head_dim = q.shape
     seqlen_pad = -(-seqlen_q // 128) * 128
-    delta, lse_log2 = (lse.new_empty(batch_size * nheads, seqlen_pad) for _ in range(2))
+    delta, lse_padded = (lse.new_empty(batch_size * nheads, seqlen_pad) for _ in range(2))
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
-        _row_sums[(seqlen_pad // 64 * batch_size * nheads,)](
-            out, dout, lse, dlse, delta, lse_log2, *out.stride()[:3], *dout.stride()[:3],
-            *(dlse.stride() if dlse is not None else (0, 0, 0)), nheads, seqlen_q, seqlen_pad, head_dim, kBlockM=64,
-            kBlockD=block_d(q.dtype, head_dim))
-        args = q, k, v, dout, lse_log2, delta, seq_lens, softmax_scale, causal, dropout
+        _preprocess[(seqlen_pad // 64 * batch_size * nheads,)](
+            out, dout, lse, dlse, delta, lse_padded, *out.stride()[:3], *dout.stride()[:3],
+            *(dlse.stride() if dlse is not None else (0, 0, 0)), nheads, seqlen_q, seqlen_pad, head_dim,
+            softmax_scale, kBlockM=64, kBlockD=block_d(q.dtype, head_dim))
+        args = q, k, v, dout, lse_padded, delta, seq_lens, softmax_scale, causal, dropout
         autotune = autotune and tuner.is_on()
         key = (q.device, causal, autotune, *sides, *((x.dtype, x.shape, x.stride(), x.data_ptr() % 16)
                                                      if x is not None else None
@@ -405,7 +468,7 @@ def _beside(device, pays):
         first.wait_stream(second)
 
 
-def _choose(side, autotune, tma, gradients, q, k, v, dout, lse_log2, delta, seq_lens, softmax_scale, causal, dropout):
+def _choose(side, autotune, tma, gradients, q, k, v, dout, lse_padded, delta, seq_lens, softmax_scale, causal, dropout):
     """One of tile_configs: the first, or the fastest."""
     configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory)
     if not autotune:
@@ -416,8 +479,8 @@ def _choose(side, autotune, tma, gradients, q, k, v, dout, lse_log2, delta, seq_
 
     def run_config(config):
         name = tuple(config.values())
-        kernels[name] = _launch(side, config, tma, gradients, q, k, v, dout, lse_log2, delta, seq_lens, softmax_scale,
-                                causal, dropout, kernels.get(name))
+        kernels[name] = _launch(side, config, tma, gradients, q, k, v, dout, lse_padded, delta, seq_lens,
+                                softmax_scale, causal, dropout, kernels.get(name))
 
     return tuner.fastest(f"attention_bwd_{side}", key, configs, run_config, q.device)
 

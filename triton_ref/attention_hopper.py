@@ -99,7 +99,7 @@ def _produce(q_desc, k_desc, v_desc, shared, sizes, kIsCausal: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(acc_s, row_max, row_sum, visible, col0, scale_log2, kMasked: gl.constexpr):
+def _softmax(acc_s, row_max, row_sum, visible, col0, softmax_scale_log2, kMasked: gl.constexpr):
     """P = exp(scale · (S - max)), the factor that rescales what was summed so far, the new row_max and row_sum."""
     if kMasked:
         cols = col0 + gl.arange(0, acc_s.shape[1], gl.SliceLayout(0, acc_s.type.layout))
@@ -107,13 +107,13 @@ def _softmax(acc_s, row_max, row_sum, visible, col0, scale_log2, kMasked: gl.con
     new_max = gl.maximum(row_max, gl.max(acc_s, 1))
     # A row that has seen no key, or only scores of -inf: exp2(-inf) is 0, not NaN.
     max_sub = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p = gl.exp2(acc_s * scale_log2 - (max_sub * scale_log2)[:, None])
-    rescale = gl.exp2((row_max - max_sub) * scale_log2)
+    p = gl.exp2(acc_s * softmax_scale_log2 - (max_sub * softmax_scale_log2)[:, None])
+    rescale = gl.exp2((row_max - max_sub) * softmax_scale_log2)
     return p, rescale, new_max, row_sum * rescale + gl.sum(p, 1)
 
 
 @gluon.jit
-def _attend(acc_o, p, row_max, row_sum, q, shared, done, first, last, n_block_max, visible, scale_log2,
+def _attend(acc_o, p, row_max, row_sum, q, shared, done, first, last, n_block_max, visible, softmax_scale_log2,
             kMasked: gl.constexpr, kConvertLate: gl.constexpr):
     """The blocks i of [first, last), counted from the right: S of block i, and acc_o += P V of block i - 1."""
     sQ, sK, sV, sO, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
@@ -133,7 +133,7 @@ def _attend(acc_o, p, row_max, row_sum, q, shared, done, first, last, n_block_ma
         acc_s = warpgroup_mma_wait(1, deps=[s_token])
         mbarrier.arrive(k_empty.index(k_stage), count=1)
         new_p, rescale, row_max, row_sum = _softmax(acc_s, row_max, row_sum, visible, (n_block_max - 1 - i) * kBlockN,
-                                                    scale_log2, kMasked)
+                                                    softmax_scale_log2, kMasked)
         # ptxas would move the wait for P V to before the softmax, but not across a branch, such as that of a barrier,
         # which here is open. Converted late, the old and the new P never need registers at once, which 160 do not hold.
         if not kConvertLate:
@@ -164,7 +164,7 @@ def _consume(o_desc, lse_ptr, shared, sizes, softmax_scale, consumer_idx: gl.con
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kBlockD, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     # A scale of 0 makes all scores alike; so does the least number, which does not turn a masked -inf into NaN.
-    scale_log2 = gl.maximum(softmax_scale * 1.4426950408889634, 1e-37)
+    softmax_scale_log2 = gl.maximum(softmax_scale * 1.4426950408889634, 1e-37)
     q = _tile(sQ, consumer_idx)
     done, phase_q = 0, 0
     for n in range(_num_tiles(sizes)):
@@ -190,13 +190,13 @@ def _consume(o_desc, lse_ptr, shared, sizes, softmax_scale, consumer_idx: gl.con
         row_max = gl.full([kBlockM], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = gl.full([kBlockM], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         p, rescale, row_max, row_sum = _softmax(acc_s, row_max, row_sum, visible, (n_block_max - 1) * kBlockN,
-                                                scale_log2, True)
+                                                softmax_scale_log2, True)
         p = gl.convert_layout(p.to(sQ.dtype), p_layout)
         acc_o = gl.zeros([kBlockM, kBlockD], gl.float32, o_layout)
         acc_o, p, row_max, row_sum = _attend(acc_o, p, row_max, row_sum, q, shared, done, 1, n_masked, n_block_max,
-                                             visible, scale_log2, True, kConvertLate)
+                                             visible, softmax_scale_log2, True, kConvertLate)
         acc_o, p, row_max, row_sum = _attend(acc_o, p, row_max, row_sum, q, shared, done, gl.maximum(n_masked, 1),
-                                             n_block_max, n_block_max, visible, scale_log2, False, kConvertLate)
+                                             n_block_max, n_block_max, visible, softmax_scale_log2, False, kConvertLate)
         if kOwnO:
             mbarrier.arrive(q_empty.index(consumer_idx), count=1)
         done += n_block_max

@@ -37,6 +37,13 @@ def properties(device):
     return Properties(capability, found["max_shared_mem"], found["multiprocessor_count"])
 
 
+def to_float(x):
+    """x in fp32, contiguous, or None for None: what Triton's interpreter (3.6 to 3.9), which gets dots and casts of
+    bf16 and fp8 wrong, is given instead. x.float() would choose strides of its own where x overlaps itself, and the
+    kernels take it that head_dim is contiguous."""
+    return None if x is None else x.to(torch.float32, memory_format=torch.contiguous_format)
+
+
 @dataclass(frozen=True)
 class _Memory:
     """What a descriptor asks of its tensor; unlike that, it keeps no memory alive."""
