@@ -390,7 +390,7 @@ template <typename T> struct Tensors {
     Buffer<T> dk{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, out_layout};
     Buffer<T> dv{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, out_layout};
     Buffer<S> lse{c.batch_size, c.nheads, c.seqlen_q, 1}, delta{c.batch_size, c.nheads, c.seqlen_q, 1};
-    Buffer<float> half_lse_log2{c.batch_size, c.nheads, c.seqlen_q, 1};
+    Buffer<float> lse_log2{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<int> seq_lens{c.batch_size, 1, 1, 1}, tile_counter{1, 1, 1, 1};
     Buffer<int64_t> seed{1, 1, 1, 1};
     std::optional<Buffer<char>> workspace;
@@ -428,16 +428,14 @@ template <typename T> struct Tensors {
         p.deterministic = c.dropout_p == 0;  // of each some
 #if HAS_GPU
         if (!is_sm80(c)) return;
-        p.half_lse_log2 = half_lse_log2.device;
+        p.lse_log2 = lse_log2.device;
         p.workspace = workspace.emplace(1, 1, 1, sm80::backward_workspace(p)).device;  // enough for narrow tiles too
 #endif
     }
 
     // Calls f with the name of each result of a pass and its buffer.
     void for_forward(auto f) { f("out", o), f("lse", lse); }
-    void for_backward(auto f) {
-        f("dq", dq), f("dk", dk), f("dv", dv), f("delta", delta), f("half_lse_log2", half_lse_log2);
-    }
+    void for_backward(auto f) { f("dq", dq), f("dk", dk), f("dv", dv), f("delta", delta), f("lse_log2", lse_log2); }
 
     int valid(int b, int rows) const { return c.seq_lens.empty() ? rows : std::clamp(c.seq_lens[b], 0, rows); }
     int visible(int b, int row) const {  // it sees the keys before this one
@@ -454,7 +452,7 @@ template <typename T> struct Reference {
     std::vector<double> scale = P;  // of a probability: 0 where dropout drops it
     Expected out{"out", c.batch_size, c.nheads, c.seqlen_q, c.head_dim};
     Expected lse{"lse", c.batch_size, c.nheads, c.seqlen_q, 1};
-    Expected half_lse_log2{"half_lse_log2", c.batch_size, c.nheads, c.seqlen_q, 1};
+    Expected lse_log2{"lse_log2", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected delta{"delta", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected dq{"dq", c.batch_size, c.nheads, c.seqlen_q, c.head_dim};
     Expected dk{"dk", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim};
@@ -483,7 +481,7 @@ template <typename T> struct Reference {
             const double log_sum = form_P(b, h, h_k, i);
             const bool is_empty = std::isinf(log_sum);
             lse.add(lse.index(b, h, i), log_sum, is_empty ? 0 : log_sum);
-            half_lse_log2.add(lse.index(b, h, i), is_empty ? -log_sum : log_sum / std::log(4.), is_empty ? 0 : log_sum);
+            lse_log2.add(lse.index(b, h, i), is_empty ? -log_sum : log_sum / std::log(2.), is_empty ? 0 : log_sum);
             for (int j = 0; j < x.visible(b, i); j++)
                 for (int d = 0; d < c.head_dim; d++)
                     out.add(out.index(b, h, i) + d, P[j] * scale[j] * x.v.at(b, h_k, j, d));
@@ -530,7 +528,7 @@ template <typename T> void run_and_check(Tensors<T> &x, Reference<T> &expected, 
     backward<T>(c, x.p);
     if (expected.delta.magnitude == std::vector<double>(expected.delta.magnitude.size())) expected.backward();
     check(x.delta, expected.delta, 2e-6, 0);
-    if (x.p.half_lse_log2) check(x.half_lse_log2, expected.half_lse_log2, lse_error, 0);
+    if (x.p.lse_log2) check(x.lse_log2, expected.lse_log2, lse_error, 0);
     check(x.dq, expected.dq, error, epsilon);
     check(x.dk, expected.dk, error, epsilon);
     check(x.dv, expected.dv, error, epsilon);
