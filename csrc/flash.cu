@@ -14,12 +14,6 @@
 // need no barrier of the block. Kj and Vj come in steps that are loaded while the step before them is multiplied.
 //
 // Read next: flash.h, the parameters.
-#include "flash.h"
-#ifdef __CUDACC__
-#include "device.h"
-#include "launch.h"
-namespace simt { using namespace device; }
-#endif
 #include "tiles.h"
 
 namespace simt {
@@ -47,7 +41,10 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     if (blocks.begin < blocks.end)
         load_tile<kNThreads, true, 1>(tiles.Qi, rows_of<const T>(p.q, tile.b, tile.h, seq.q_begin + row0),
                                       p.q.row_stride, seq.seqlen_q - row0, p.head_dim);
-    Steps<T, Tiles> steps(p, tile, seq, blocks, tiles.steps, aligned);
+    Steps<T, Tiles> steps{tiles.steps, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin),
+                          rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin), p.k.row_stride, p.v.row_stride,
+                          p.head_dim, seq.seqlen_k, aligned, blocks.end, blocks.begin};
+    steps.load();
     for (int j = blocks.begin; j < blocks.end; j++) {
         Sum S[kRows][kCols] = {};
         auto multiply_QK = [&](Sum (&acc)[kRows][kCols], int d) {

@@ -17,12 +17,6 @@
 // Algorithm 2, sums dQ in memory instead.) The threads form a grid over the products as in flash.cu.
 //
 // Read next: host_cuda.h, how these kernels run on a CPU.
-#include "flash.h"
-#ifdef __CUDACC__
-#include "device.h"
-#include "launch.h"
-namespace simt { using namespace device; }
-#endif
 #include "tiles.h"
 
 namespace simt {
@@ -106,12 +100,6 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     enum { kColsC, kColsD, kRowsD, kRowsC } of = kColsC;
     int x = 0, at = 0;
 
-    __device__ Walk(Step (&steps)[2], Matrix<T> C, Matrix<T> D, int heads, int begin, int end, int head_dim,
-                    bool aligned)
-        : steps(steps), C(C), D(D), heads(heads), begin(begin), end(end), head_dim(head_dim), aligned(aligned) {
-        load();
-    }
-
     __device__ void load() {
         if (heads == 0 || begin >= end) return;
         const bool is_C = of == kColsC || of == kRowsC, is_cols = of <= kColsD;
@@ -168,7 +156,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
         load_tile<kNThreads, true, 1>(tiles.A, A.data + own0 * A.row_stride, A.row_stride, own_rows, p.head_dim);
         load_tile<kNThreads, true, 1>(tiles.B, B.data + own0 * B.row_stride, B.row_stride, own_rows, p.head_dim);
     }
-    Walk<T, Tiles, kOwnsKeys> walk(tiles.steps, C, D, heads, walked.begin, walked.end, p.head_dim, aligned);
+    Walk<T, Tiles, kOwnsKeys> walk{tiles.steps, C, D, heads, walked.begin, walked.end, p.head_dim, aligned};
+    walk.load();
     auto product = [&](Sum (&acc)[kRows][kCols], const Sum (*own)[kBlockM + 4]) {  // A Cᵀ or B Dᵀ
         for (int d0 = 0; d0 < p.head_dim; d0 += 64) {  // short sums round less, as in flash.cu
             Sum sum[kRows][kCols] = {};

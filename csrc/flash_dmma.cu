@@ -126,7 +126,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
             scores.apply(acc_s);
             mask.apply(acc_s, row0 + warp_idx * 16 + r, n_block * kBlockN + c * 2);
         }
-        softmax.update(acc_s, acc_o);
+        float alpha[2];
+        if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
             copy(sK, gK, p.k.row_stride, n_block + 1, n, kNTiles);

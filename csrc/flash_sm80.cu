@@ -96,7 +96,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
             scores.apply(acc_s);
             mask.apply(acc_s, warp_row, n_block * kBlockN + lane_idx % 4 * 2);
         }
-        softmax.update(acc_s, acc_o);
+        float alpha[2 * kMTiles];
+        if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
 #pragma unroll
         for (int kk = 0; kk < kBlockN / 16; kk++) {
             uint32_t P[kMTiles][4];

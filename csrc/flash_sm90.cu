@@ -231,7 +231,7 @@ template <typename T, typename Shape> struct Consumer {
             for (int i = row_end * kVecs + threadIdx.x - 128; i < kBlockN * kVecs; i += kThreads)
                 reinterpret_cast<uint4 *>(panel)[i] = uint4{};
         fence_proxy_async();
-        named_barrier_sync(kAllConsumers, kThreads);
+        barrier_sync(kAllConsumers, kThreads);
     }
 
     // acc_s becomes P, and softmax takes it in. Returns whether acc_o is to be rescaled by alpha.
@@ -286,7 +286,7 @@ template <typename T, typename Shape> struct Consumer {
         float *gLse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
         softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4);
         auto &sO = shared.sQ[q_index()];
-        named_barrier_sync(kOneConsumer + consumer, 128);
+        barrier_sync(kOneConsumer + consumer, 128);
 #pragma unroll
         for (int d = 0; d < kDTiles; d += 2) {
             uint32_t x[4];
@@ -327,9 +327,7 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
     const int64_t num_tiles = RowTiles<kBlockM>::count(p), blocks = std::min<int64_t>(num_tiles, num_sms());
     if (num_tiles == 0) return;
     if (num_tiles + blocks > INT32_MAX)
-        throw std::runtime_error("minimal_attn: q has " + std::to_string(num_tiles) + " tiles of " +
-                                 std::to_string(kBlockM) + " rows; at most " + std::to_string(INT32_MAX - blocks) +
-                                 " are supported");
+        throw std::runtime_error("minimal_attn: batch_size · nheads · seqlen_q is too large: q has more than 2^31 tiles");
     if (num_tiles == blocks) p.tile_counter = nullptr;
     if (p.tile_counter)
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));

@@ -39,7 +39,6 @@ enum NamedBarrier : int {
     kAllConsumers = 1,
     kOneConsumer = 2,  // and those after it, one for each consumer warpgroup
 };
-__device__ inline void named_barrier_sync(int barrier, int threads) { barrier_sync(barrier, threads); }
 
 // x, which is the same in all lanes, so that the compiler sees that it is: what follows from it goes to the uniform
 // registers that wgmma takes its descriptors from.

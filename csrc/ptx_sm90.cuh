@@ -157,6 +157,12 @@ template <int kRowBytes> __device__ uint64_t make_smem_desc(const void *p, int p
 template <int kTiles> constexpr bool is_wgmma_shape = false MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_IS_SHAPE);
 #undef MINIMAL_ATTN_IS_SHAPE
 
+#define MINIMAL_ATTN_SHAPE(N, X0, X1, X2, X3, X4)                                                                    \
+    if constexpr (kTiles == N / 8) {                                                                                 \
+        if constexpr (std::is_same_v<T, __half>) MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, "f16");                   \
+        else MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, "bf16");                                                      \
+    }
+
 // "wgmma.mma_async", d [64, 8·kTiles] of fp32 (+)= A B with A [64, 16] and B [16, 8·kTiles] of type T. A warp of the
 // warpgroup holds 16 rows of d, as it does of m16n8k16 in ptx_sm80.cuh, and so it does of an A in registers.
 //
@@ -164,18 +170,12 @@ template <int kTiles> constexpr bool is_wgmma_shape = false MINIMAL_ATTN_SHAPES(
 template <typename T, int kTiles>
 __device__ void wgmma(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
     static_assert(is_wgmma_shape<kTiles>);
-#define MINIMAL_ATTN_SHAPE(N, X0, X1, X2, X3, X4)                                                                    \
-    if constexpr (kTiles == N / 8) {                                                                                 \
-        if constexpr (std::is_same_v<T, __half>) MINIMAL_ATTN_WGMMA(N, X0, X1, X2, "f16");                           \
-        else MINIMAL_ATTN_WGMMA(N, X0, X1, X2, "bf16");                                                              \
-    }
-#define MINIMAL_ATTN_WGMMA(N, X0, X1, X2, T)                                                                         \
+#define MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, T)                                                                 \
     asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #X2 ", 0;\n"                                 \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." T "." T " {" MINIMAL_ATTN_REGS_##N "}, "          \
                  "%" #X0 ", %" #X1 ", accumulate, 1, 1, 0, 0;\n}"                                                    \
                  : MINIMAL_ATTN_D_##N : "l"(a), "l"(b), "r"(int(accumulate)))
     MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_SHAPE)
-#undef MINIMAL_ATTN_SHAPE
 #undef MINIMAL_ATTN_WGMMA
 }
 
@@ -183,18 +183,12 @@ __device__ void wgmma(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumu
 template <typename T, int kTiles>
 __device__ void wgmma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
     static_assert(is_wgmma_shape<kTiles>);
-#define MINIMAL_ATTN_SHAPE(N, X0, X1, X2, X3, X4)                                                                    \
-    if constexpr (kTiles == N / 8) {                                                                                 \
-        if constexpr (std::is_same_v<T, __half>) MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, "f16");                   \
-        else MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, "bf16");                                                      \
-    }
 #define MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, T)                                                                 \
     asm volatile("{\n.reg .pred accumulate;\nsetp.eq.b32 accumulate, 0, 0;\n"                                       \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." T "." T " {" MINIMAL_ATTN_REGS_##N "}, "          \
                  "{%" #X0 ", %" #X1 ", %" #X2 ", %" #X3 "}, %" #X4 ", accumulate, 1, 1, 1;\n}"                       \
                  : MINIMAL_ATTN_D_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
     MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_SHAPE)
-#undef MINIMAL_ATTN_SHAPE
 #undef MINIMAL_ATTN_WGMMA
 }
 

@@ -74,13 +74,6 @@ template <int kMTiles> struct Softmax {
                 for (int e = 0; e < 2; e++) acc_o[i / 2][d][i % 2 * 2 + e] *= alpha[i];
     }
 
-    // Both of them.
-    template <int kNTiles, int kDTiles, typename Sum>
-    __device__ void update(const float (&acc_s)[kMTiles][kNTiles][4], Sum (&acc_o)[kMTiles][kDTiles][4]) {
-        float alpha[kRows];
-        if (update_row_max(acc_s, alpha)) rescale(acc_o, alpha);
-    }
-
     // The scores become P. `sum` is what this lane's columns of P come to, to be added to row_sum by the caller.
     template <int kNTiles> __device__ void exponentiate(float (&acc_s)[kMTiles][kNTiles][4], float (&sum)[kRows]) {
         for (int i = 0; i < kRows; i++) sum[i] = 0.f;

@@ -11,6 +11,11 @@
 #include <type_traits>
 #include <utility>
 
+#ifdef __CUDACC__
+#include "device.h"
+#include "launch.h"
+namespace simt { using namespace device; }
+#endif
 #include "dropout.h"
 #include "mask.cuh"
 #include "scheduler.cuh"
@@ -127,16 +132,9 @@ template <typename T, typename Tiles> struct Steps {
     const int64_t k_row_stride, v_row_stride;
     const int head_dim, seqlen_k;
     const bool aligned;
-    int j;
     const int j_end;
-    int s = 0, at = 0;  // the step of block j to load, and its buffer
-
-    __device__ Steps(const AttnParams &p, const Tile &tile, const Sequence &seq, const BlockRange &blocks,
-                     Step (&steps)[2], bool aligned)
-        : steps(steps), gK(rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin)),
-          gV(rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin)), k_row_stride(p.k.row_stride),
-          v_row_stride(p.v.row_stride), head_dim(p.head_dim), seqlen_k(seq.seqlen_k), aligned(aligned),
-          j(blocks.begin), j_end(blocks.end) { load(); }
+    int j;              // the block to load,
+    int s = 0, at = 0;  // the step of it, and its buffer
 
     __device__ void load() {
         if (j >= j_end) return;
