@@ -44,13 +44,6 @@ bool is_autocast_to_another_dtype(const at::Tensor &q) {
            at::autocast::get_autocast_dtype(at::kCUDA) != q.scalar_type();
 }
 
-// softmax_scale as a number, or nothing if it is none that needs no conversion.
-std::optional<double> scale_of(py::handle softmax_scale, int64_t head_dim) {
-    if (softmax_scale.is_none()) return 1 / std::sqrt(double(head_dim));
-    if (!PyFloat_CheckExact(softmax_scale.ptr())) return std::nullopt;
-    return PyFloat_AS_DOUBLE(softmax_scale.ptr());
-}
-
 }  // namespace
 
 // out, or (out, lse). None if the call is no everyday one, or wrong: then Python and the dispatcher serve it, or say
@@ -60,21 +53,19 @@ py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::
     if (!needs_only_a_kernel({q_, k_, v_}) || !PyBool_Check(causal.ptr())) return py::none();
     const at::Tensor &q = THPVariable_Unpack(q_.ptr()), &k = THPVariable_Unpack(k_.ptr());
     const at::Tensor &v = THPVariable_Unpack(v_.ptr());
-    const std::optional<double> scale = scale_of(softmax_scale, q.size(3));
+    const double scale = softmax_scale.is_none()                   ? 1 / std::sqrt(double(q.size(3)))
+                         : PyFloat_CheckExact(softmax_scale.ptr()) ? PyFloat_AS_DOUBLE(softmax_scale.ptr())
+                                                                   : NAN;  // a fault
     const Layout dim = seq_major ? kBSHD : kBHSD;
-    if (!scale || is_autocast_to_another_dtype(q) || find_fault(q, k, v, *scale, dim)) return py::none();
-    const auto p = params_of<AttnParams>(q, k, v, *scale, causal.ptr() == Py_True, dim);
-    std::tuple<at::Tensor, at::Tensor> result;
-    Reason slow_because;
-    {
+    if (is_autocast_to_another_dtype(q) || find_type_fault(q, k, v) || find_fault(q, k, v, scale, dim))
+        return py::none();
+    AttnParams p{};
+    set_inputs(p, q, k, v, scale, causal.ptr() == Py_True, dim);
+    auto [out, lse, slow_because] = [&] {
         const py::gil_scoped_release released;  // a launch may wait, for memory or a place in the queue
-        const c10::DeviceGuard guard(q.device());
-        const Choice choice = choose(p, q.device());
-        result = run_forward(p, q, choice.kernel, dim);
-        slow_because = choice.slow_because;
-    }
-    if (slow_because) warn_slow(slow_because.text());
-    auto &[out, lse] = result;
+        return run_forward(p, q, dim);
+    }();
+    if (slow_because) warn_slow(*slow_because);
     if (return_lse) return py::make_tuple(std::move(out), std::move(lse));
     return py::cast(std::move(out));
 }

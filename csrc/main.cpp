@@ -25,75 +25,67 @@ py::object fast_forward(py::handle warn_slow, py::handle q, py::handle k, py::ha
 
 namespace {
 
-using Text = std::optional<std::string>;
+using OptionalTensor = std::optional<at::Tensor>;
 
-// The seed and what follows from dropout_p, as in dropout.py.
-void set_dropout(AttnParams &p, const at::Tensor &q, double dropout_p, const std::optional<at::Tensor> &seed) {
+bool is_like(const at::Tensor &x, at::IntArrayRef sizes, at::ScalarType dtype, const at::Device &device) {
+    return x.sizes() == sizes && x.scalar_type() == dtype && x.device() == device;
+}
+
+// What the forward and the backward pass have in common, checked. q [batch_size, nheads, seqlen_q, head_dim], k and v
+// [batch_size, nheads_k, seqlen_k, head_dim], head_dim contiguous, seq_lens int32 [batch_size], dropout_seed one int64.
+void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                const OptionalTensor &seq_lens, double softmax_scale, bool causal, double dropout_p,
+                const OptionalTensor &dropout_seed) {
+    const Reason type_fault = find_type_fault(q, k, v), fault = find_fault(q, k, v, softmax_scale, kBHSD);
+    TORCH_CHECK_TYPE(!type_fault, *type_fault);
+    TORCH_CHECK_VALUE(!fault, *fault);
+    set_inputs(p, q, k, v, softmax_scale, causal, kBHSD);
+    if (seq_lens) {
+        TORCH_CHECK_VALUE(is_like(*seq_lens, {q.size(0)}, at::kInt, q.device()) && seq_lens->is_contiguous(),
+                          "seq_lens must be a contiguous int32 tensor of shape (batch_size,) on the device of q");
+        TORCH_CHECK_VALUE(p.seqlen_q == p.seqlen_k, "seq_lens needs seqlen_q == seqlen_k");
+        p.seq_lens = seq_lens->const_data_ptr<int>();
+    }
     TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, "dropout_p must be in [0, 1]");
     if (dropout_p == 0) return;
-    TORCH_CHECK_VALUE(seed && seed->numel() == 1 && seed->scalar_type() == at::kLong && seed->device() == q.device(),
+    TORCH_CHECK_VALUE(dropout_seed && dropout_seed->numel() == 1 &&
+                          is_like(*dropout_seed, dropout_seed->sizes(), at::kLong, q.device()),
                       "dropout_seed must be one int64 in a tensor on the device of q");
-    p.dropout_seed = seed->const_data_ptr<int64_t>();
-    p.drop_threshold = uint32_t(std::min(std::nearbyint(dropout_p * 0x1p32), 0x1p32 - 1));
+    p.dropout_seed = dropout_seed->const_data_ptr<int64_t>();
+    p.drop_threshold = uint32_t(std::min(std::nearbyint(dropout_p * 0x1p32), 0x1p32 - 1));  // as in dropout.py
     p.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
 }
 
-// What the forward and the backward pass have in common, checked.
-template <typename Params>
-Params checked_params(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                      const std::optional<at::Tensor> &seq_lens, double softmax_scale, bool causal, double dropout_p,
-                      const std::optional<at::Tensor> &dropout_seed) {
-    throw_if(find_fault(q, k, v, softmax_scale, kBHSD));
-    Params p = params_of<Params>(q, k, v, softmax_scale, causal, kBHSD);
-    if (seq_lens) {
-        throw_if(find_fault(*seq_lens, q, k, kBHSD));
-        p.seq_lens = seq_lens->const_data_ptr<int>();
-    }
-    set_dropout(p, q, dropout_p, dropout_seed);
-    return p;
-}
-
-// out, lse, and the reason why tensor cores could not serve a call that they usually serve. q [batch_size, nheads,
-// seqlen_q, head_dim], k and v [batch_size, nheads_k, seqlen_k, head_dim], head_dim contiguous, seq_lens int32
-// [batch_size], dropout_seed one int64. `deterministic` is for the backward pass.
-std::tuple<at::Tensor, at::Tensor, Text> flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                                       const std::optional<at::Tensor> &seq_lens, double softmax_scale,
-                                                       bool causal, double dropout_p,
-                                                       const std::optional<at::Tensor> &dropout_seed, bool) {
-    const auto p = checked_params<AttnParams>(q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed);
-    const c10::DeviceGuard guard(q.device());
-    const auto [kernel, slow_because] = choose(p, q.device());
-    auto [out, lse] = run_forward(p, q, kernel, kBHSD);
-    return {out, lse, slow_because ? Text(slow_because.text()) : std::nullopt};
+// The op and the reason beside it. `deterministic` is for the backward pass.
+Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const OptionalTensor &seq_lens,
+                     double softmax_scale, bool causal, double dropout_p, const OptionalTensor &dropout_seed, bool) {
+    AttnParams p{};
+    set_params(p, q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed);
+    return run_forward(p, q, kBHSD);
 }
 
 // The op, which returns tensors alone.
 std::tuple<at::Tensor, at::Tensor> flash_forward_op(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                                    const std::optional<at::Tensor> &seq_lens, double softmax_scale,
-                                                    bool causal, double dropout_p,
-                                                    const std::optional<at::Tensor> &dropout_seed, bool deterministic) {
-    auto [out, lse, slow_because] =
-        flash_forward(q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed, deterministic);
+                                                    const OptionalTensor &seq_lens, double softmax_scale, bool causal,
+                                                    double dropout_p, const OptionalTensor &dropout_seed, bool) {
+    const auto [out, lse, _] = flash_forward(q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed, false);
     return {out, lse};
 }
 
-// What is wrong with what the backward pass takes beside q, k and v, in which there is no fault.
-Fault find_backward_fault(const at::Tensor &dout, const std::optional<at::Tensor> &dlse, const at::Tensor &q,
-                          const at::Tensor &out, const at::Tensor &lse) {
-    for (const at::Tensor *x : {&dout, &out})
-        if (x->sizes() != q.sizes() || x->scalar_type() != q.scalar_type() || x->device() != q.device())
-            return {"dout and out must be like q"};
-    if (out.stride(3) != 1 && q.size(3) != 1) return {"out must have a contiguous last dimension"};
-    for (const at::Tensor *x : {&lse, dlse ? &*dlse : &lse})
-        if (x->sizes() != q.sizes().slice(0, 3) || x->scalar_type() != lse_dtype(q) || x->device() != q.device())
-            return {"lse and dlse must be (batch_size, nheads, seqlen_q), float32, or float64 for float64"};
-    if (!lse.is_contiguous()) return {"lse must be contiguous"};
-    return {};
+// Checks what the backward pass takes beside checked q, k and v.
+void check_backward(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &out,
+                    const at::Tensor &lse) {
+    auto is_like_q = [&](const at::Tensor &x) { return is_like(x, q.sizes(), q.scalar_type(), q.device()); };
+    auto is_of_rows = [&](const at::Tensor &x) { return is_like(x, q.sizes().slice(0, 3), lse_dtype(q), q.device()); };
+    TORCH_CHECK_VALUE(is_like_q(dout) && is_like_q(out), "dout and out must be like q");
+    TORCH_CHECK_VALUE(out.stride(3) == 1 || q.size(3) == 1, "out must have a contiguous last dimension");
+    TORCH_CHECK_VALUE(is_of_rows(lse) && (!dlse || is_of_rows(*dlse)),
+                      "lse and dlse must be (batch_size, nheads, seqlen_q), float32, or float64 for float64");
+    TORCH_CHECK_VALUE(lse.is_contiguous(), "lse must be contiguous");
 }
 
 #if MINIMAL_ATTN_CUDA
 void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tensor &lse, Kernel kernel) {
-    p.stream = current_stream(k);
     if (kernel != Kernel::kSm80) return simt::flash_backward(p);
     at::Tensor unneeded_dk, unneeded_dv, workspace, lse_log2 = at::empty_like(lse);
     p.lse_log2 = lse_log2.data_ptr<float>();
@@ -112,12 +104,12 @@ void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tenso
 // The op: dq, dk and dv of what flash_forward made of its inputs, without elements where they are not needed. dout as
 // out, dlse as lse or none, both of any strides.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
-    const at::Tensor &dout_, const std::optional<at::Tensor> &dlse, const at::Tensor &q, const at::Tensor &k,
-    const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse, const std::optional<at::Tensor> &seq_lens,
-    double softmax_scale, bool causal, double dropout_p, const std::optional<at::Tensor> &dropout_seed,
-    bool deterministic, bool need_dq, bool need_dkv) {
-    auto p = checked_params<AttnBackwardParams>(q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed);
-    throw_if(find_backward_fault(dout_, dlse, q, out, lse));
+    const at::Tensor &dout_, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+    const at::Tensor &out, const at::Tensor &lse, const OptionalTensor &seq_lens, double softmax_scale, bool causal,
+    double dropout_p, const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv) {
+    AttnBackwardParams p{};
+    set_params(p, q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed);
+    check_backward(dout_, dlse, q, out, lse);
     const c10::DeviceGuard guard(q.device());
     auto gradient = [](const at::Tensor &x, bool is_needed) {
         return is_needed ? new_like(x) : at::empty({0}, x.options());
@@ -125,12 +117,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
     at::Tensor dq = gradient(q, need_dq), dk = gradient(k, need_dkv), dv = gradient(v, need_dkv);
     if (q.numel() == 0 || k.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_()};
 
-    const Kernel kernel = choose(p, q.device()).kernel;
+    const Kernel kernel = choose(p, q.device(), true).kernel;
     at::Tensor dout = dout_, delta = at::empty_like(lse);
     p.dout = tensor_of(dout, kBHSD);
     // The gradient of a sum has strides of 0, and others do not begin where the loads of tensor cores can: a copy costs
     // less than a kernel without tensor cores.
-    if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && !is_dout_aligned(p))) {
+    if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && why_not_16_bytes("dout", p.dout, 8))) {
         dout = dout.clone(at::MemoryFormat::Contiguous);
         p.dout = tensor_of(dout, kBHSD);
     }
@@ -146,33 +138,31 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
     return {dq, dk, dv};
 }
 
-// (name of the kernel that serves valid tensors, why it is not the fast one or None); None for tensors without memory
+// (name of the kernel that serves the tensors, why it is not the fast one or None); None for tensors without memory
 // of their own, as vmap has them. capability and fast_fp64: of a GPU that need not be here, as in kernels.h; without
 // a capability, of the tensors' device. has_dropout: of a call with dropout.
-std::optional<std::pair<std::string, Text>> which_kernel(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                                         bool has_dropout, std::optional<int> capability,
-                                                         bool fast_fp64) {
+std::optional<std::pair<std::string, Reason>> which_kernel(const at::Tensor &q, const at::Tensor &k,
+                                                           const at::Tensor &v, bool has_dropout,
+                                                           std::optional<int> capability, bool fast_fp64) {
     if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
-    throw_if(find_fault(q, k, v, 1, kBHSD));
-    const c10::DeviceGuard guard(q.device());
-    auto p = params_of<AttnParams>(q, k, v, 1, false, kBHSD);
+    AttnParams p{};
+    set_params(p, q, k, v, {}, 1, false, 0, {});
     const int64_t seed = 0;
     if (has_dropout) p.dropout_seed = &seed;
-    const auto [kernel, slow_because] = capability
-                                            ? choose_kernel(p, Gpu{*capability, fast_fp64}, forced_kernel.load())
-                                            : choose(p, q.device());
-    return std::pair(std::string(kKernelNames[int(kernel)]), slow_because ? Text(slow_because.text()) : std::nullopt);
+    const c10::DeviceGuard guard(q.device());
+    const auto [kernel, slow_because] =
+        capability ? choose_kernel(p, Gpu{*capability, fast_fp64}, false) : choose(p, q.device(), false);
+    return std::pair(std::string(kKernelNames[int(kernel)]), slow_because);
 }
 
-// Forces a kernel by its name, or none, and returns which one was forced before.
-Text force_kernel(const Text &name) {
-    const auto before = forced_kernel.exchange(name ? std::optional(kernel_of(*name)) : std::nullopt);
-    return before ? Text(kKernelNames[int(*before)]) : std::nullopt;
-}
-
-void define_ops(torch::Library &m) {
-    m.impl("flash_forward", &flash_forward_op);
-    m.impl("flash_backward", &flash_backward);
+// Forces a kernel for GPUs by its name, or none, and returns which one was forced before.
+std::optional<std::string> force_kernel(const std::optional<std::string> &name) {
+    std::optional<Kernel> forced;
+    for (Kernel kernel : {Kernel::kSimt, Kernel::kSm80, Kernel::kSm90, Kernel::kDmma})
+        if (name == kKernelNames[int(kernel)]) forced = kernel;
+    TORCH_CHECK_VALUE(!name || forced, "there is no kernel '" + *name + "': a GPU has simt, sm80, sm90 and dmma");
+    const auto before = forced_kernel.exchange(forced);
+    return before ? std::optional(std::string(kKernelNames[int(*before)])) : std::nullopt;
 }
 
 }  // namespace
@@ -183,9 +173,11 @@ TORCH_LIBRARY(minimal_attn, m) {
     m.def("flash_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
           "Tensor? seq_lens, float softmax_scale, bool causal, float dropout_p=0.0, Tensor? dropout_seed=None, "
           "bool deterministic=False, bool need_dq=True, bool need_dkv=True) -> (Tensor dq, Tensor dk, Tensor dv)");
+    for (c10::DeviceType device : {at::kCPU, at::kCUDA}) {
+        m.impl("flash_forward", torch::dispatch(device, &flash_forward_op));
+        m.impl("flash_backward", torch::dispatch(device, &flash_backward));
+    }
 }
-TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) { define_ops(m); }
-TORCH_LIBRARY_IMPL(minimal_attn, CUDA, m) { define_ops(m); }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("torch_version") = TORCH_VERSION;

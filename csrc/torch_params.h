@@ -8,10 +8,11 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <atomic>
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <tuple>
@@ -26,57 +27,42 @@ namespace minimal_attn {
 struct Layout { int head, row; };
 constexpr Layout kBHSD{1, 2}, kBSHD{2, 1};
 
-// The kernel that serves all calls of the process, for tests and benchmarks. Any thread may read it at any time.
-inline std::atomic<std::optional<Kernel>> forced_kernel;
-
 // Up to this magnitude softmax_scale · log2(e) is finite in fp32. As in checks.py.
 constexpr double kMaxScale = 2.3586e38;
 
-// What is wrong with a call; nothing without a message.
-struct Fault {
-    const char *message = nullptr;
-    bool is_type = false;  // a TypeError, otherwise a ValueError
-
-    explicit operator bool() const { return message; }
-};
-
-inline void throw_if(Fault fault) {
-    TORCH_CHECK_TYPE(!fault || !fault.is_type, fault.message);
-    TORCH_CHECK_VALUE(!fault, fault.message);
-}
-
-inline bool is_one_of_ours(at::ScalarType dtype, const at::Device &device) {
-    return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
-           (dtype == at::kDouble && device.is_cpu());
-}
-
-// Everything that a kernel relies on. dim: of q, k and v.
-inline Fault find_fault(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double softmax_scale,
-                        Layout dim) {
-    if (!is_one_of_ours(q.scalar_type(), q.device()))
-        return {"Unsupported dtype: float32, float16, bfloat16 and, on the CPU, float64 are supported", true};
-    if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return {"q, k and v must be 4D"};
-    const int64_t head_dim = q.size(3), nheads_k = k.size(dim.head);
-    if (k.sizes() != v.sizes() || k.size(0) != q.size(0) || k.size(3) != head_dim)
-        return {"the shapes of q, k and v do not match"};
-    if (nheads_k == 0 || q.size(dim.head) % nheads_k) return {"nheads must be a multiple of nheads_k"};
-    if (head_dim < 1 || head_dim > 256) return {"Unsupported head_dim: 1 to 256 is supported"};
-    if (std::max({q.size(1), q.size(2), k.size(dim.row)}) > INT32_MAX - 256) return {"a dimension is over 2^31 - 257"};
-    for (const at::Tensor *x : {&q, &k, &v}) {
-        if (x->scalar_type() != q.scalar_type()) return {"dtypes must match", true};
-        if (x->device() != q.device()) return {"q, k and v must be on the same device"};
-        if (x->stride(3) != 1 && head_dim != 1) return {"the last dimension must be contiguous"};
+// Nothing for a dtype that no kernel takes on the device of x.
+inline std::optional<DType> dtype_of(const at::Tensor &x) {
+    switch (x.scalar_type()) {
+        case at::kFloat: return DType::kFloat32;
+        case at::kHalf: return DType::kFloat16;
+        case at::kBFloat16: return DType::kBFloat16;
+        case at::kDouble: return x.is_cpu() ? std::optional(DType::kFloat64) : std::nullopt;
+        default: return {};
     }
-    if (!(std::abs(softmax_scale) <= kMaxScale)) return {"softmax_scale must be in -2.3586e38..2.3586e38"};
+}
+
+// What is wrong with the dtypes: a TypeError.
+inline Reason find_type_fault(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v) {
+    if (!dtype_of(q)) return "Unsupported dtype: float32, float16, bfloat16 and, on the CPU, float64 are supported";
+    if (k.scalar_type() != q.scalar_type() || v.scalar_type() != q.scalar_type()) return "dtypes must match";
     return {};
 }
 
-// What is wrong with seq_lens beside q and k without a fault.
-inline Fault find_fault(const at::Tensor &seq_lens, const at::Tensor &q, const at::Tensor &k, Layout dim) {
-    if (seq_lens.dim() != 1 || seq_lens.size(0) != q.size(0) || !seq_lens.is_contiguous() ||
-        seq_lens.scalar_type() != at::kInt || seq_lens.device() != q.device())
-        return {"seq_lens must be a contiguous int32 tensor of shape (batch_size,) on the device of q"};
-    if (q.size(dim.row) != k.size(dim.row)) return {"seq_lens needs seqlen_q == seqlen_k"};
+// What is wrong with all else that a kernel relies on: a ValueError. dim: of q, k and v.
+inline Reason find_fault(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double softmax_scale,
+                         Layout dim) {
+    if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return "q, k and v must be 4D";
+    const int64_t head_dim = q.size(3), nheads_k = k.size(dim.head);
+    if (k.sizes() != v.sizes() || k.size(0) != q.size(0) || k.size(3) != head_dim)
+        return "the shapes of q, k and v do not match";
+    if (nheads_k == 0 || q.size(dim.head) % nheads_k) return "nheads must be a multiple of nheads_k";
+    if (head_dim < 1 || head_dim > 256) return "Unsupported head_dim: 1 to 256 is supported";
+    if (std::max({q.size(1), q.size(2), k.size(dim.row)}) > INT32_MAX - 256) return "a dimension is over 2^31 - 257";
+    for (const at::Tensor *x : {&q, &k, &v}) {
+        if (x->device() != q.device()) return "q, k and v must be on the same device";
+        if (x->stride(3) != 1 && head_dim != 1) return "the last dimension must be contiguous";
+    }
+    if (!(std::abs(softmax_scale) <= kMaxScale)) return "softmax_scale must be in -2.3586e38..2.3586e38";
     return {};
 }
 
@@ -87,36 +73,25 @@ inline ::Tensor tensor_of(const at::Tensor &x, Layout dim) {
     return {const_cast<void *>(x.const_data_ptr()), x.stride(0), x.stride(dim.head), row_stride};
 }
 
-inline DType dtype_of(const at::Tensor &x) {
-    switch (x.scalar_type()) {
-        case at::kFloat: return DType::kFloat32;
-        case at::kHalf: return DType::kFloat16;
-        case at::kDouble: return DType::kFloat64;
-        default: return DType::kBFloat16;
-    }
-}
-
-// The struct of inputs without a fault, in Params, AttnParams or AttnBackwardParams. Outputs and stream are still to
-// come.
-template <typename Params>
-Params params_of(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double softmax_scale, bool causal,
-                 Layout dim) {
-    Params p{};
+// Sets what follows from inputs without a fault. The outputs are still to come.
+inline void set_inputs(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                       double softmax_scale, bool causal, Layout dim) {
     p.q = tensor_of(q, dim), p.k = tensor_of(k, dim), p.v = tensor_of(v, dim);
     p.batch_size = q.size(0), p.head_dim = int(q.size(3));
     p.nheads = int(q.size(dim.head)), p.nheads_k = int(k.size(dim.head));
     p.seqlen_q = int(q.size(dim.row)), p.seqlen_k = int(k.size(dim.row));
-    p.dtype = dtype_of(q), p.is_causal = causal;
+    p.dtype = *dtype_of(q), p.is_causal = causal;
     // Rounded here, so that a scale that is 0 in fp32 is 0 for every kernel.
     p.softmax_scale = p.dtype == DType::kFloat64 ? softmax_scale : float(softmax_scale);
-    return p;
+    if (q.is_cuda()) p.stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(q.device()).native_handle();
 }
 
 // The kernel for tensors of a device, which is the current one.
-template <typename Params> Choice choose([[maybe_unused]] const Params &p, const at::Device &device) {
-    if (device.is_cpu()) return {Kernel::kHost, {}};
+inline Choice choose([[maybe_unused]] const AttnParams &p, const at::Device &device,
+                     [[maybe_unused]] bool is_backward) {
+    if (device.is_cpu()) return {Kernel::kHost};
 #if MINIMAL_ATTN_CUDA
-    if (device.is_cuda()) return choose_kernel(p, Gpu{compute_capability(), has_fast_fp64()}, forced_kernel.load());
+    if (device.is_cuda()) return choose_kernel(p, Gpu{compute_capability(), has_fast_fp64()}, is_backward);
 #endif
     TORCH_CHECK(false, "minimal_attn: this build has no kernel for the device of q, k and v");
 }
@@ -127,40 +102,34 @@ inline at::Tensor new_like(const at::Tensor &x) {
     return like.stride(3) == 1 ? like : at::empty(x.sizes(), x.options());  // x overlaps itself, as sliding windows do
 }
 
-inline at::ScalarType lse_dtype(const at::Tensor &q) {
-    return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
+// fp32, or fp64 for fp64.
+inline at::ScalarType lse_dtype(const at::Tensor &q) { return at::toOpMathType(q.scalar_type()); }
 
-#if MINIMAL_ATTN_CUDA
-inline void *current_stream(const at::Tensor &q) {
-    return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(q.device()).native_handle();
-}
+// out like q, lse [batch_size, nheads, seqlen_q], and why tensor cores could not serve a call that they usually serve.
+using Output = std::tuple<at::Tensor, at::Tensor, Reason>;
 
-inline void launch_forward(AttnParams &p, const at::Tensor &q, Kernel kernel) {
-    p.stream = current_stream(q);
-    at::Tensor tile_counter;
+inline Output run_forward(AttnParams p, const at::Tensor &q, Layout dim) {
+    const c10::DeviceGuard guard(q.device());
+    const auto [kernel, slow_because] = choose(p, q.device(), false);
+    at::Tensor out = new_like(q), tile_counter;
+    at::Tensor lse = at::empty({p.batch_size, p.nheads, p.seqlen_q}, q.options().dtype(lse_dtype(q)));
+    p.o = tensor_of(out, dim), p.lse = lse.data_ptr();
     if (kernel == Kernel::kSm90 && (p.is_causal || p.seq_lens)) {
         tile_counter = at::empty({1}, q.options().dtype(at::kInt));
         p.tile_counter = tile_counter.data_ptr<int>();
     }
-    auto *forward = kernel == Kernel::kSm80   ? sm80::flash_forward
-                    : kernel == Kernel::kSm90 ? sm90::flash_forward
-                    : kernel == Kernel::kDmma ? dmma::flash_forward
-                                              : simt::flash_forward;
-    forward(p);
-}
-#endif
-
-// out like q, lse [batch_size, nheads, seqlen_q] in float32, float64 for float64, on the current device and its stream.
-inline std::tuple<at::Tensor, at::Tensor> run_forward(AttnParams p, const at::Tensor &q, Kernel kernel, Layout dim) {
-    at::Tensor out = new_like(q);
-    at::Tensor lse = at::empty({p.batch_size, p.nheads, p.seqlen_q}, q.options().dtype(lse_dtype(q)));
-    p.o = tensor_of(out, dim), p.lse = lse.data_ptr();
-    if (kernel == Kernel::kHost) host::flash_forward(p);
+    switch (kernel) {
+        case Kernel::kHost: host::flash_forward(p); break;
 #if MINIMAL_ATTN_CUDA
-    else launch_forward(p, q, kernel);
+        case Kernel::kSimt: simt::flash_forward(p); break;
+        case Kernel::kSm80: sm80::flash_forward(p); break;
+        case Kernel::kSm90: sm90::flash_forward(p); break;
+        case Kernel::kDmma: dmma::flash_forward(p); break;
+#else
+        default: break;
 #endif
-    return {out, lse};
+    }
+    return {out, lse, slow_because};
 }
 
 }  // namespace minimal_attn

@@ -193,12 +193,12 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
 
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions) for float16 and bfloat16 on H100, H200 and what else is sm_90,
-        "sm80" (flash_sm80.cu, tensor cores) on other GPUs from Ampere on, for dropout, where rows, heads or samples of
-        q, k or v overlap or have 2^40 bytes and more between them, and where there are no keys; "dmma" (flash_dmma.cu,
-        the tensor cores for fp64) for float32 with head_dim 33 to 128 on H100, H200 and what else has such; all three
-        where head_dim and the strides are multiples of 16 bytes and the tensors start at such. "simt" (flash.cu) for
-        all else on a GPU, for dropout and gradients in place of "dmma"; "host" (flash.cu, built for the CPU) for CPU
-        tensors. Gradients of "sm90" are those of "sm80".
+        "sm80" (flash_sm80.cu, tensor cores) on other GPUs from Ampere on, for dropout, where rows of q, k or v overlap,
+        where a stride is 2^40 bytes or more, and where there are no keys; "dmma" (flash_dmma.cu, the tensor cores for
+        fp64) for float32 with head_dim 33 to 128 on H100, H200 and what else has such; all three where head_dim and the
+        strides are multiples of 16 bytes and the tensors start at such. "simt" (flash.cu) for all else on a GPU, for
+        dropout and gradients in place of "dmma"; "host" (flash.cu, built for the CPU) for CPU tensors. Gradients of
+        "sm90" are those of "sm80".
 
     Raises:
         ValueError: the forced kernel cannot serve the call.

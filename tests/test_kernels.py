@@ -103,20 +103,18 @@ def test_tensors_without_memory_have_no_kernel():
     assert seen == [None]
 
 
-def test_overlapping_heads_and_samples_go_to_sm80():
+# Of (2, 4, 40, 64), in which heads or samples begin within each other. Rows do not overlap.
+OVERLAPPING = [(10240, 8, 256, 1), (8, 2560, 64, 1), (56, 56, 64, 1), (0, 0, 64, 1), (64, 128, 256, 1)]
+
+
+@pytest.mark.parametrize("strides", OVERLAPPING, ids=str)
+def test_overlapping_heads_and_samples_go_to_sm90(strides):
     q, k, v = qkv()
-    memory = torch.empty(30000, dtype=HALF)
-    for strides in ((10240, 8, 256, 1), (8, 2560, 64, 1), (56, 56, 64, 1)):
-        overlapping = memory.as_strided(q.shape, strides)
-        for i, name in enumerate("qkv"):
-            tensors = [q, k, v]
-            tensors[i] = overlapping
-            assert choose(*tensors) == ("sm80", None)
-            with force_kernel("sm90"), pytest.raises(ValueError, match=f"heads or samples of {name} overlap"):
-                choose(*tensors)
-        assert choose(overlapping[:1, :1]) == ("sm80", None)  # as in a larger batch
-    for strides in ((0, 0, 64, 1), (64, 128, 256, 1), (10240, 64, 256, 1)):
-        assert choose(memory.as_strided(q.shape, strides)) == ("sm90", None)
+    overlapping = torch.empty(30000, dtype=HALF).as_strided(q.shape, strides)
+    for tensors in ((overlapping, k, v), (q, overlapping, v), (q, k, overlapping)):
+        assert choose(*tensors) == ("sm90", None)
+        with force_kernel("sm90"):
+            assert choose(*tensors) == ("sm90", None)
 
 
 def test_a_host_build_has_no_fast_path(monkeypatch):
@@ -326,6 +324,22 @@ def test_the_fast_path_gives_the_same_bits(dtype):
         assert out.is_contiguous() and out.equal(want.transpose(1, 2)) and lse.equal(want_lse)
         out, lse, none = flash_attn_func(*rows, softmax_scale=scale, causal=causal, return_attn_probs=True)
         assert out.equal(want.transpose(1, 2)) and lse.equal(want_lse) and none is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strides", OVERLAPPING, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_sm90_reads_overlapping_heads_and_samples(strides, causal):
+    if "cuda:sm90" not in IMPLEMENTATIONS:
+        pytest.skip("needs a GPU of sm_90")
+    shape, memory = (2, 4, 40, 64), torch.randn(3, 30000, dtype=HALF, device="cuda")
+    overlapping = [x.as_strided(shape, strides, x.storage_offset()) for x in memory]
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in overlapping]
+    with force_kernel("sm90"):
+        out, lse = flash_attention(*overlapping, causal, return_lse=True, backend="cuda")
+        want, want_lse = flash_attention(*copies, causal, return_lse=True, backend="cuda")
+    assert out.equal(want) and lse.equal(want_lse)
+    torch.testing.assert_close(want, flash_attention(*copies, causal, backend="reference"), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.gpu

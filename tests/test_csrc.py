@@ -1,0 +1,80 @@
+"""The sources of csrc as one reads them: their order, their size, and what stays in which file."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[1] / "csrc"
+SOURCES = {file.name: file.read_text() for file in CSRC.iterdir() if file.is_file()}
+CODE = {name: re.sub(r"//.*", "", source) for name, source in SOURCES.items()}
+TORCH_SIDE = {"torch_params.h", "main.cpp", "fast_path.cpp", "kernels.h"}
+
+pytestmark = pytest.mark.cpu
+
+
+def definitions(lines):
+    """Lists of lines, from the one of column 0 that begins a function or struct to the brace that ends it."""
+    begin = None
+    for i, line in enumerate(lines):
+        if re.match(r"(?!namespace\b)\w", line):
+            begin = i
+        if line.startswith("}") or begin == i and line.endswith("}"):
+            if begin is not None:  # otherwise the end of a namespace
+                yield lines[begin:i + 1]
+            begin = None
+
+
+def functions(lines):
+    """The same of functions alone, those in structs included."""
+    for found in definitions(lines):
+        if re.match(r"(template <.*> )?struct ", found[0]):
+            yield from functions([line[4:] if line.startswith("    ") else "" for line in found[1:-1]])
+        else:
+            yield found
+
+
+FUNCTIONS = {name: list(functions([line.rstrip() for line in code.splitlines()])) for name, code in CODE.items()}
+
+
+def test_the_reading_order_visits_every_file_once():
+    order, name = [], "flash.cu"
+    while name in SOURCES and name not in order:
+        order.append(name)
+        name, = re.findall(r"^// Read next: ([^\s,]+?)[.,]?\s", SOURCES[name], re.M)
+    assert name.startswith("../minimal_attn/") and (CSRC / name).is_file()
+    assert sorted(order) == sorted(SOURCES)
+
+
+def test_csrc_is_small():
+    lines = {name: len(source.splitlines()) for name, source in SOURCES.items()}
+    assert sum(lines.values()) <= 3600
+    assert {name: count for name, count in lines.items() if count > 450} == {}
+
+
+def test_functions_and_lines_are_short():
+    for name, source in SOURCES.items():
+        kernels = [function for function in FUNCTIONS[name] if function[0].startswith("__global__")]
+        assert len(kernels) == CODE[name].count("__global__ void"), name  # functions() finds what there is
+        assert [(name, function[0]) for function in FUNCTIONS[name] if len(function) > 120] == []
+        assert [(name, line) for line in source.splitlines() if len(line) > 120] == []
+
+
+def test_only_three_files_include_torch():
+    including = {name for name, code in CODE.items() if re.search(r"#include <(torch|ATen|c10)/", code)}
+    assert including == {"torch_params.h", "main.cpp", "fast_path.cpp"}
+
+
+def test_only_the_wrappers_of_instructions_hold_assembly():
+    assert {name for name, code in CODE.items() if re.search(r"\basm\b", code)} == {"ptx_sm80.cuh", "ptx_sm90.cuh"}
+
+
+def test_only_a_sequence_knows_the_lengths_of_a_sample():
+    """Kernels ask sequence.cuh. The lengths of the call are for those who count tiles, and for code on the host."""
+    readers = {name for name, code in CODE.items() if re.search(r"\bp\.seq_lens\b", code)}
+    assert "sequence.cuh" in readers and readers <= {"sequence.cuh"} | TORCH_SIDE
+    for name in SOURCES.keys() - TORCH_SIDE - {"sequence.cuh", "scheduler.cuh"}:
+        for function in FUNCTIONS[name]:
+            text = "\n".join(function)
+            if "__global__" in text or "__device__" in text and "__host__" not in text:
+                assert not re.search(r"\bp\.seqlen_", text), (name, function[0])
