@@ -63,13 +63,10 @@ void flash_forward(const AttnParams &p);                  // flash_sm80.cu: Ampe
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd_sm80.cu, the same
 int64_t backward_workspace(const AttnBackwardParams &p);  // bytes
 }
-namespace sm90 {
-void flash_forward(const AttnParams &p);                  // flash_sm90.cu: Hopper's tensor cores and TMA
-}
-namespace dmma {
-void flash_forward(const AttnParams &p);                  // flash_dmma.cu: fp32 on Hopper's fp64 tensor cores
-}
+// Hopper's tensor cores and TMA in flash_sm90.cu; fp32 on Hopper's fp64 tensor cores in flash_dmma.cu.
+namespace sm90 { void flash_forward(const AttnParams &p); }
+namespace dmma { void flash_forward(const AttnParams &p); }
 namespace host {
-void flash_forward(const AttnParams &p);                  // flash.cu on the CPU; returns when it is done
-void flash_backward(const AttnBackwardParams &p);         // flash_bwd.cu on the CPU
+void flash_forward(const AttnParams &p);           // flash.cu on the CPU; returns when it is done
+void flash_backward(const AttnBackwardParams &p);  // flash_bwd.cu on the CPU
 }

@@ -88,8 +88,6 @@ template <typename Shape> struct Workspace {
     __device__ int *ticket(const AttnBackwardParams &p) const {
         return static_cast<int *>(p.workspace) + floats() + tiles * Shape::kNWarps;
     }
-
-  private:
     __device__ int64_t part(const AttnBackwardParams &p, int b, int h, int m_block) const {
         return ((int64_t(b) * p.nheads + h) * m_blocks + m_block) * Shape::kNWarps + threadIdx.x / 32;
     }
@@ -302,7 +300,6 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
         store(acc_dv, kDropout ? float(p.keep_scale) : 1.f, shared.sV, p.dv);
     }
 
-  private:
     // Of the columns of Q that this warp sums dK over; those of dO lie kToDO further.
     __device__ uint32_t q_address(int stage) const {
         return Swizzle::move(shared_address(shared.steps[stage].sQ) + Swizzle::down(lane_idx), 0, dim0 / 2);
@@ -394,8 +391,8 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
 // The tiles for sm_86, sm_89 and sm_120, where a block may have 99 KB.
 using BwdShape128Narrow = BwdShape<128, 32, 64, 4, 1, 2, 1>;
 using BwdShape256Narrow = BwdShape<256, 32, 32, 4, 2, 1, 1>;
-static_assert(sizeof(BwdSharedMemory<BwdShape128Narrow>) <= 99 << 10);
-static_assert(sizeof(BwdSharedMemory<BwdShape256Narrow>) <= 99 << 10);
+static_assert(sizeof(BwdSharedMemory<BwdShape128Narrow>) <= 99 << 10 &&
+              sizeof(BwdSharedMemory<BwdShape256Narrow>) <= 99 << 10);
 
 // Calls f with the tile for p. {kHeadDim, kBlockM, kBlockN, kNWarps, kDimSplit, kStages, kBlocksPerSM}
 template <typename F> auto with_shape(const AttnBackwardParams &p, F f) {

@@ -138,8 +138,7 @@ template <typename T> void dispatch(const AttnParams &p) {
 }
 
 void flash_forward(const AttnParams &p) {
-    if (p.dtype == DType::kFloat16) dispatch<__half>(p);
-    else dispatch<__nv_bfloat16>(p);
+    p.dtype == DType::kFloat16 ? dispatch<__half>(p) : dispatch<__nv_bfloat16>(p);
 }
 
 }  // namespace sm80

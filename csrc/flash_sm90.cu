@@ -45,8 +45,7 @@ template <typename Shape> struct SharedMemory {
     SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages], sV[Shape::kStages];
     Ring<Shape::kQStages> q[Shape::kConsumers];  // one for each consumer: they reach the end of a tile one by one
     Ring<Shape::kStages> k, v;
-    // Which tile Q is of: written before Q is asked for. A place is taken again when the tile after next is, and by
-    // then all consumers have released the Q that belonged to it.
+    // Which tile Q is of: written before Q is asked for, and again only when all consumers have released that Q.
     Tile tiles[2 * Shape::kQStages];
 
     __device__ static int q_index(uint32_t i, int c) { return i % Shape::kQStages * Shape::kConsumers + c; }
@@ -62,21 +61,20 @@ template <typename Shape> struct SharedMemory {
 // not, a block that is done takes the next one by a counter in memory, and tiles of a group of heads are neighbours: as
 // many heads as have K and V in L2 together.
 template <int kBlockM> struct Scheduler {
-    int num_tiles, m_blocks;
-    int64_t group;
+    int num_tiles, m_blocks, group;
 
     Scheduler(const AttnParams &p, int64_t num_tiles)
         : num_tiles(int(num_tiles)), m_blocks(num_blocks<kBlockM>(p.seqlen_q)), group(1) {
         if (!p.tile_counter) return;
         const int64_t heads = p.nheads * p.batch_size, l2_bytes = 32 << 20;
         const double head_bytes = 4. * p.seqlen_k * p.head_dim / (p.nheads / p.nheads_k);  // K and V of 16 bits
-        while (2 * group * head_bytes <= l2_bytes && 2 * group <= heads) group *= 2;
+        while (2 * group * head_bytes <= l2_bytes && 2 * int64_t(group) <= heads) group *= 2;
     }
     // Among the tiles of a group the last rows, which see most under a causal mask, go first.
     __device__ Tile at(const AttnParams &p, int idx) const {
         if (idx >= num_tiles) return {0, 0, 0, 0, false};
-        const int heads_in_group = int(group), bh0 = idx / (heads_in_group * m_blocks) * heads_in_group;
-        const int i = idx - bh0 * m_blocks, heads = min(heads_in_group, num_tiles / m_blocks - bh0);
+        const int bh0 = idx / (group * m_blocks) * group, i = idx - bh0 * m_blocks;
+        const int heads = min(group, num_tiles / m_blocks - bh0);
         const int bh = bh0 + i % heads, h = bh % p.nheads;
         return {bh / p.nheads, h, h / (p.nheads / p.nheads_k), m_blocks - 1 - i / heads, true};
     }
@@ -153,7 +151,6 @@ template <typename T, typename Shape> struct Consumer {
         }
     }
 
-  private:
     __device__ int q_index() const { return shared.q_index(num_tiles, consumer); }
 
     // acc_o and softmax of a tile's rows, over all keys that they see.
@@ -272,11 +269,9 @@ template <typename T, typename Shape> struct Consumer {
             for (int e = 0; e < 4; e++)
                 if (is_large[e / 2]) acc_s[0][n][e] = s[0][0][e];
         }
-        for (int i = 0; i < 2; i++) {
-            alpha[i] = 1.f;
-            softmax.update_row_max(acc_s, alpha[i], i, is_large[i]);
+        softmax.update_row_max(acc_s, alpha, is_large);
+        for (int i = 0; i < 2; i++)
             if (is_large[i]) sum[i] = softmax.exponentiate_row(acc_s, i);
-        }
     }
 
     // out and lse. out goes by way of where Q was, as the four warps have all read it.
@@ -327,7 +322,7 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
     const int64_t num_tiles = RowTiles<kBlockM>::count(p), blocks = std::min<int64_t>(num_tiles, num_sms());
     if (num_tiles == 0) return;
     if (num_tiles + blocks > INT32_MAX)
-        throw std::runtime_error("minimal_attn: batch_size · nheads · seqlen_q is too large: q has more than 2^31 tiles");
+        throw std::runtime_error("minimal_attn: batch_size · nheads · seqlen_q is too large: q has over 2^31 tiles");
     if (num_tiles == blocks) p.tile_counter = nullptr;
     if (p.tile_counter)
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
@@ -358,8 +353,7 @@ template <typename T> void dispatch(const AttnParams &p) {
 
 void flash_forward(const AttnParams &p) {
     if (compute_capability() != 90) throw std::runtime_error("minimal_attn: flash_sm90.cu needs a GPU of sm_90");
-    if (p.dtype == DType::kFloat16) dispatch<__half>(p);
-    else dispatch<__nv_bfloat16>(p);
+    p.dtype == DType::kFloat16 ? dispatch<__half>(p) : dispatch<__nv_bfloat16>(p);
 }
 
 }  // namespace sm90

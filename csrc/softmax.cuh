@@ -35,33 +35,29 @@ template <int kMTiles> struct Softmax {
         for (int i = 0; i < kRows; i++) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
     }
 
-    // Before the probabilities of a block: row_max grows where its scores are far ahead. Returns whether that of some
-    // row of the warp has. Then what was summed so far is to be multiplied by alpha: row_sum has been, acc_o is by
-    // rescale().
+    // Before the probabilities of a block: row_max grows where its scores are far ahead, in all rows or in those that
+    // may_grow. Returns whether that of some row of the warp has. Then what was summed so far is to be multiplied by
+    // alpha: row_sum has been, acc_o is by rescale().
     template <int kNTiles>
-    __device__ bool update_row_max(const float (&acc_s)[kMTiles][kNTiles][4], float (&alpha)[kRows]) {
+    __device__ bool update_row_max(const float (&acc_s)[kMTiles][kNTiles][4], float (&alpha)[kRows],
+                                   const bool *may_grow = nullptr) {
         bool has_grown = false;
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
-            alpha[i] = 1.f;
-            has_grown |= update_row_max(acc_s, alpha[i], i);
-        }
-        return __any_sync(~0u, has_grown);
-    }
-    // The same of row i alone, if `may_grow`. All lanes of the warp take part.
-    template <int kNTiles>
-    __device__ bool update_row_max(const float (&acc_s)[kMTiles][kNTiles][4], float &alpha, int i,
-                                   bool may_grow = true) {
-        float block_max = -INFINITY;
+            float block_max = -INFINITY;
 #pragma unroll
-        for (int n = 0; n < kNTiles; n++)
-            block_max = fmaxf(block_max, fmaxf(acc_s[i / 2][n][i % 2 * 2], acc_s[i / 2][n][i % 2 * 2 + 1]));
-        block_max = quad_reduce(block_max, fmaxf);
-        block_max = __fmul_rn(block_max, softmax_scale_log2);  // rounded, as row_max is: no FMA with what comes next
-        const float growth = block_max - row_max[i];
-        if (!may_grow || !(growth > kRescaleThreshold)) return false;
-        alpha = ptx::exp2_approx(-growth);
-        row_max[i] = block_max, row_sum[i] *= alpha;
+            for (int n = 0; n < kNTiles; n++)
+                block_max = fmaxf(block_max, fmaxf(acc_s[i / 2][n][i % 2 * 2], acc_s[i / 2][n][i % 2 * 2 + 1]));
+            block_max = quad_reduce(block_max, fmaxf);
+            block_max = __fmul_rn(block_max, softmax_scale_log2);  // rounded as row_max is: no FMA with what follows
+            const float growth = block_max - row_max[i];
+            const bool grows = growth > kRescaleThreshold && (!may_grow || may_grow[i]);
+            alpha[i] = grows ? ptx::exp2_approx(-growth) : 1.f;
+            row_max[i] = grows ? block_max : row_max[i];
+            has_grown |= grows;
+        }
+        if (!__any_sync(~0u, has_grown)) return false;
+        for (int i = 0; i < kRows; i++) row_sum[i] *= alpha[i];
         return true;
     }
 

@@ -10,11 +10,9 @@
 
 #include "flash.h"
 #include "launch.h"
-#include "ptx_sm90.cuh"
+#include "pipeline_sm90.cuh"
 
 namespace sm90 {
-
-using namespace ptx;
 
 // [kRows, kHeadDim] in panels of kCols columns, which are as wide as a swizzle.
 template <int kRows, int kHeadDim> struct SmemTile {
