@@ -33,24 +33,24 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx) flash_bwd_prepr
     const int tx = threadIdx.x % kTx, ty = threadIdx.x / kTx;
     const Tile tile = RowTiles<kPreprocessM>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);
-    const int row0 = tile.block * kPreprocessM + place<kTy, kRows>(ty, 0);  // of kRows neighbours
-    const T *gO = rows_of<const T>(p.o, tile.b, tile.h, seq.q_begin + row0);
-    const T *gdO = rows_of<const T>(p.dout, tile.b, tile.h, seq.q_begin + row0);
-    const int64_t at = lse_index(p, tile.b, tile.h) + row0;
-    Sum lse[kRows], sum[kRows] = {};
-    for (int i = 0; i < kRows; i++)
-        lse[i] = row0 + i < seq.padded_q ? static_cast<const Sum *>(p.lse)[at + i] : -INFINITY;
-    for (int d = tx; d < p.head_dim; d += kTx)
-        for (int i = 0; i < kRows; i++)
-            if (lse[i] != -INFINITY)
-                sum[i] += to_float(gO[i * p.o.row_stride + d]) * to_float(gdO[i * p.dout.row_stride + d]);
+    const T *gO = rows_of<const T>(p.o, tile.b, tile.h, seq.q_begin);
+    const T *gdO = rows_of<const T>(p.dout, tile.b, tile.h, seq.q_begin);
+    const int64_t at = lse_index(p, tile.b, tile.h);
+    const Sum *lse = static_cast<const Sum *>(p.lse) + at;
+    auto is_empty = [&](int row) { return row >= seq.padded_q || lse[row] == -INFINITY; };
+    Sum sum[kRows] = {};
+    for (int i = 0; i < kRows; i++) {
+        const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i);
+        for (int d = is_empty(row) ? p.head_dim : tx; d < p.head_dim; d += kTx)
+            sum[i] += to_float(gO[row * p.o.row_stride + d]) * to_float(gdO[row * p.dout.row_stride + d]);
+    }
     reduce_rows<kTy>(sum, shared_memory<PreprocessTiles<Sum>>().partial, ty, tx, [](Sum x, Sum y) { return x + y; });
-    if (tx > 0) return;
-    for (int i = 0; i < min(kRows, seq.padded_q - row0); i++) {
-        if (p.dlse.data && lse[i] != -INFINITY)
-            sum[i] -= rows_of<const Sum>(p.dlse, tile.b, tile.h, row0 + i)[0];
-        static_cast<Sum *>(p.delta)[at + i] = sum[i];
-        if (p.lse_log2) p.lse_log2[at + i] = Scores<>::lse_log2(float(lse[i]));
+    for (int i = 0; i < kRows; i++) {
+        const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i);
+        if (tx > 0 || row >= seq.padded_q) continue;
+        if (p.dlse.data && !is_empty(row)) sum[i] -= rows_of<const Sum>(p.dlse, tile.b, tile.h, row)[0];
+        static_cast<Sum *>(p.delta)[at + row] = sum[i];
+        if (p.lse_log2) p.lse_log2[at + row] = Scores<>::lse_log2(float(lse[row]));
     }
 }
 

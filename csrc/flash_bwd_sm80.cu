@@ -19,8 +19,6 @@
 // turns by dq_semaphore.
 //
 // Read next: ptx_sm90.cuh, Hopper's instructions.
-#include <algorithm>
-
 #include "device.h"
 #include "dropout.h"
 #include "flash.h"
@@ -42,7 +40,7 @@ struct BwdShape {
     static constexpr int kDimSplit = kDimSplit_, kStages = kStages_, kBlocksPerSM = kBlocksPerSM_;
     static constexpr int kNThreads = 32 * kNWarps;
     static constexpr int kWarpN = kBlockN * kDimSplit / kNWarps;    // keys of a warp
-    static constexpr int kSub = std::min(32, kBlockM / kDimSplit);  // rows whose scores it forms at a time
+    static constexpr int kSub = kBlockM / kDimSplit < 32 ? kBlockM / kDimSplit : 32;  // rows whose scores it forms at a time
     // acc_dq: of 32 rows, and of kHeadDim / kDqSplit columns.
     static constexpr int kDqSplit = kNWarps / (kBlockM / 32), kDqTiles = kHeadDim / kDqSplit / 8;
     static_assert(kWarpN % 16 == 0 && kBlockM % 32 == 0 && kDqTiles % 2 == 0 && kHeadDim % (16 * kDimSplit) == 0);
@@ -335,10 +333,11 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
             if (h + is_last < h_end)
                 backward.load_rows(stage ^ (kStages - 1), h + is_last, is_last ? blocks.begin : m_block + 1);
         };
+        const bool is_full = blocks.is_full(m_block);
         if (kStages == 2) load_next();
 #pragma unroll 1
         for (int row0 = backward.part * Shape::kSub; row0 < kBlockM; row0 += Shape::kSub * Shape::kDimSplit)
-            backward.add_own_rows(stage, h, m_block, blocks.is_full(m_block), row0);
+            backward.add_own_rows(stage, h, m_block, is_full, row0);
         __syncthreads();  // dS and P are there
         backward.add_other_rows(stage);
         if (p.dq.data) backward.add_dq(h, m_block);
