@@ -40,7 +40,7 @@ struct BwdShape {
     static constexpr int kDimSplit = kDimSplit_, kStages = kStages_, kBlocksPerSM = kBlocksPerSM_;
     static constexpr int kNThreads = 32 * kNWarps;
     static constexpr int kWarpN = kBlockN * kDimSplit / kNWarps;    // keys of a warp
-    static constexpr int kSub = kBlockM / kDimSplit < 32 ? kBlockM / kDimSplit : 32;  // rows whose scores it forms at a time
+    static constexpr int kSub = kBlockM / kDimSplit < 32 ? kBlockM / kDimSplit : 32;  // rows that it scores at a time
     // acc_dq: of 32 rows, and of kHeadDim / kDqSplit columns.
     static constexpr int kDqSplit = kNWarps / (kBlockM / 32), kDqTiles = kHeadDim / kDqSplit / 8;
     static_assert(kWarpN % 16 == 0 && kBlockM % 32 == 0 && kDqTiles % 2 == 0 && kHeadDim % (16 * kDimSplit) == 0);
