@@ -1,6 +1,6 @@
 // Which probabilities dropout keeps: a pure function of seed, batch, head, row and column, the same bit for bit in
-// every kernel, on the CPU and in minimal_attn/dropout.py, which describes it. No tile size and no order of threads has
-// a say.
+// every kernel, on the CPU and in minimal_attn/dropout.py, which describes it. Neither tile sizes nor the order of
+// threads change it.
 //
 // Philox-4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) gives four
 // words at a time. They are for the rows r and r + 8, r % 16 < 8, and the columns c and c + 1, c even: what one lane
@@ -15,7 +15,7 @@ class Dropout {
   public:
     const uint32_t threshold;  // an element is kept if its word is not below it
 
-    // Of one head of one sample. p.dropout_seed is read here, where kernels can.
+    // For one head of one sample. The seed is in the kernel's memory: the host cannot read it.
     __device__ Dropout(const AttnParams &p, int64_t b, int64_t h)
         : threshold(p.drop_threshold), seed(p.dropout_seed ? *p.dropout_seed : 0), head(uint32_t(h)),
           batch(uint32_t(b)) {}
@@ -32,7 +32,7 @@ class Dropout {
         }
     }
 
-    // Drops of P [16, 16], a 16-bit A operand (ptx_sm80.cuh); row and col are the first that this lane holds.
+    // Zeroes what is dropped of P [16, 16], a 16-bit A operand (ptx_sm80.cuh). row and col are this lane's first.
     __device__ void apply(uint32_t (&P)[4], int row, int col) const {
         for (int half = 0; half < 2; half++) {
             uint32_t word[4];

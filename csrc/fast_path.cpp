@@ -46,8 +46,8 @@ bool is_autocast_to_another_dtype(const at::Tensor &q) {
 
 }  // namespace
 
-// out, or (out, lse). None if the call is no everyday one, or wrong: then Python and the dispatcher serve it, or say
-// what is wrong. Calls warn_slow with the reason why tensor cores could not serve it, if there is one.
+// Returns out, or (out, lse). Returns None if the call is unusual or wrong: Python and the dispatcher then serve it or
+// say what is wrong. Calls warn_slow with the reason why tensor cores could not serve it, if there is one.
 py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::handle v_, py::handle causal,
                         py::handle softmax_scale, bool seq_major, bool return_lse) {
     if (!needs_only_a_kernel({q_, k_, v_}) || !PyBool_Check(causal.ptr())) return py::none();

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     constexpr int kNThreads = Tiles::kNThreads, kRows = Br / kTy, kCols = Bc / kTx, kDims = Tiles::kHeadDim / kTx;
     static_assert(kRows * kTy == Br && kCols * kTx == Bc && kDims * kTx == Tiles::kHeadDim && 16 % kTx == 0);
     Tiles &tiles = shared_memory<Tiles>();
-    // Neighbouring lanes have two rows, pairs of them the columns: a warp's 16-byte reads take the fewest passes.
+    // Lanes 2n and 2n + 1 have neighbouring ty and the same tx: a warp's 16-byte reads then take the fewest passes.
     const int tx = threadIdx.x / 2 % kTx, ty = threadIdx.x / (2 * kTx) * 2 + threadIdx.x % 2;
 
     const Tile tile = RowTiles<Br>::at(p, blockIdx.x);
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
         auto multiply_QK = [&](Sum (&acc)[kRows][kCols], int d) {
             multiply<kTy, kTx>(acc, tiles.Qi + d, steps.next().Kj, ty, tx, min(kStep, p.head_dim - d));
         };
-        if constexpr (Tiles::kHeadDim <= 64 || kRows * kCols == 64)  // the latter have no registers for more sums
+        if constexpr (Tiles::kHeadDim <= 64 || kRows * kCols == 64)  // 64 scores leave no registers for `sum`
             for (int d = 0; d < p.head_dim; d += kStep) multiply_QK(S, d);
         else
             for (int end = 64; end - 64 < p.head_dim; end += 64) {  // 64 products at a time: short sums round less
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
         }
         for (int c = 0; c < kCols; c++)
             for (int i = 0; i < kRows; i++) tiles.P[place<kTx, kCols>(tx, c)][place<kTy, kRows>(ty, i)] = S[i][c];
-        if (p.dropout_seed) {  // l has summed what is dropped now; S has left its registers to the words
+        if (p.dropout_seed) {  // after l is summed. Philox needs S's registers, so P is changed in memory
             auto row = [&](int i) { return row0 + place<kTy, kRows>(ty, i); };
             auto col = [&](int c) { return j * Bc + place<kTx, kCols>(tx, c); };
             const uint64_t keep = kept<kRows, kCols>(Dropout(p, tile.b, tile.h), row, col);
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     for (int i = 0; i < kRows; i++) {
         const int row = row0 + place<kTy, kRows>(ty, i);
         if (row >= seq.padded_q) continue;
-        // The out of a row without keys is 0, even where V, times its probabilities of 0, gave NaN.
+        // A row without keys gets out 0. Its sums may be NaN: 0 · NaN, if V holds NaN.
         const bool is_empty = l[i] == 0 || row >= seq.seqlen_q;
         const Sum scale_o = keep_scale / l[i];
         if (tx == 0) lse[row] = is_empty ? Sum(-INFINITY) : m[i] * fabs(scores.softmax_scale) + log(l[i]);

@@ -21,13 +21,15 @@
 
 namespace simt {
 
-// Preprocess: delta and lse_log2 of 32 rows a block; 16 threads share a row. Of a row without keys, whose lse is
-// -inf, nothing else is read: its dO may be NaN, and its delta is 0.
-constexpr int kPreprocessTy = 8, kPreprocessTx = 16, kPreprocessM = 32;
+// Preprocess: delta and lse_log2 of 64 rows a block. 8 threads share a row. Each adds 4 neighbours at a time, so that
+// the order of the sum, and its bits, do not depend on how rows are aligned. Of a row without keys, whose lse is -inf,
+// nothing else is read: its dO may be NaN, and its delta is 0.
+constexpr int kPreprocessTy = 16, kPreprocessTx = 8, kPreprocessM = 64;
 template <typename Sum> struct PreprocessTiles { Sum partial[kPreprocessTx][kPreprocessM + 4]; };
 
 template <typename T>
-__global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx) flash_bwd_preprocess(const AttnBackwardParams p) {
+__global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx) flash_bwd_preprocess(const AttnBackwardParams p,
+                                                                                    const bool aligned) {
     using Sum = simt::Sum<T>;
     constexpr int kTy = kPreprocessTy, kTx = kPreprocessTx, kRows = kPreprocessM / kTy;
     const int tx = threadIdx.x % kTx, ty = threadIdx.x / kTx;
@@ -39,16 +41,25 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx) flash_bwd_prepr
     const Sum *lse = static_cast<const Sum *>(p.lse) + at;
     auto is_empty = [&](int row) { return row >= seq.padded_q || lse[row] == -INFINITY; };
     Sum sum[kRows] = {};
-    for (int i = 0; i < kRows; i++) {
-        const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i);
-        for (int d = is_empty(row) ? p.head_dim : tx; d < p.head_dim; d += kTx)
-            sum[i] += to_float(gO[row * p.o.row_stride + d]) * to_float(gdO[row * p.dout.row_stride + d]);
-    }
+    auto add_products = [&]<bool kAligned>() {
+#pragma unroll
+        for (int i = 0; i < kRows; i++) {
+            const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i), end = is_empty(row) ? 0 : p.head_dim;
+#pragma unroll 2
+            for (int d = 4 * tx; d < end; d += 4 * kTx) {
+                const auto o = load4<kAligned>(gO + row * p.o.row_stride + d, end - d);
+                const auto dout = load4<kAligned>(gdO + row * p.dout.row_stride + d, end - d);
+                for (int e = 0; e < 4; e++) sum[i] = fma(o.x[e], dout.x[e], sum[i]);
+            }
+        }
+    };
+    if (aligned) add_products.template operator()<true>();
+    else add_products.template operator()<false>();
     reduce_rows<kTy>(sum, shared_memory<PreprocessTiles<Sum>>().partial, ty, tx, [](Sum x, Sum y) { return x + y; });
     for (int i = 0; i < kRows; i++) {
         const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i);
         if (tx > 0 || row >= seq.padded_q) continue;
-        if (p.dlse.data && !is_empty(row)) sum[i] -= rows_of<const Sum>(p.dlse, tile.b, tile.h, row)[0];
+        if (p.dlse.data && !is_empty(row)) sum[i] -= *rows_of<const Sum>(p.dlse, tile.b, tile.h, seq.q_begin + row);
         static_cast<Sum *>(p.delta)[at + row] = sum[i];
         if (p.lse_log2) p.lse_log2[at + row] = Scores<>::lse_log2(float(lse[row]));
     }
@@ -67,7 +78,7 @@ template <typename Sum, int kHeadDim_, int kBlockM_, int kBlockN_, int kTy_, int
 };
 
 // By head_dim: {kHeadDim, kBlockM, kBlockN, kTy, kTx, kStep}. What is owned stays in shared memory, its sums in 2 · 32
-// registers a thread, so that the wider a row the fewer there are. All fit the 64 KB of sm_75.
+// registers a thread: the wider a row is, the fewer rows there are. All fit the 64 KB of sm_75.
 template <typename Sum> using BwdTiles64 = BwdTiles<Sum, 64, 64, 64, 16, 8, 16>;
 template <typename Sum> using BwdTiles128 = BwdTiles<Sum, 128, 32, 64, 8, 16, 16>;
 template <typename Sum> using BwdTiles256 = BwdTiles<Sum, 256, 16, 64, 8, 16, 8>;
@@ -82,9 +93,9 @@ template <typename T> struct Matrix {  // [rows, head_dim] of a head
         : data(rows_of<const T>(x, b, h, row)), head_stride(x.head_stride), row_stride(x.row_stride) {}
 };
 
-// The stream of C and D through shared memory: the rows [begin, end) of some heads, kBlockN at a time: of each block
-// kStep columns of C after the other, then of D, then kStep rows of D after the other (with kOwnsKeys), then of C. Each
-// step is loaded while the one before it is used.
+// The stream of C and D through shared memory: the rows [begin, end) of some heads, in blocks of kBlockN. A block comes
+// in steps: C by kStep columns, D by kStep columns, D by kStep rows (only with kOwnsKeys), C by kStep rows. Each step
+// is loaded while the one before it is used.
 template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     static constexpr int kNThreads = Tiles::kNThreads, kStep = Tiles::kStep;
     using Step = typename Tiles::Step;
@@ -141,8 +152,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     const Matrix<T> K(p.k, tile.b, tile.h_k, seq.k_begin), V(p.v, tile.b, tile.h_k, seq.k_begin);
     const Matrix<T> A = kOwnsKeys ? K : Q, B = kOwnsKeys ? V : dO, C = kOwnsKeys ? Q : K, D = kOwnsKeys ? dO : V;
 
-    // What is walked along. Not by whole blocks: of a row that sees no key of this tile, or is beyond the last one that
-    // does, nothing is loaded, since its dO may be NaN. Where such a row is owned it meets only its own sums.
+    // The rows to walk along, not rounded to blocks: a query row that sees no key of this tile is not loaded, since its
+    // dO may be NaN. If this block owns such a row, the NaN reaches only that row's own sums.
     const int own_end = kOwnsKeys ? seq.seqlen_k : seq.seqlen_q, own_rows = min(kBlockM, own_end - own0);
     const Range walked = own_rows <= 0 ? Range{0, 0}
                          : kOwnsKeys   ? mask.rows(own0)
@@ -218,7 +229,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
         for (int i = 0; i < kRows; i++) {
             const int row = own0 + place<kTy, kRows>(ty, i);
             if (row >= (kOwnsKeys ? seq.padded_k : seq.padded_q)) continue;
-            // 0 where nothing is seen, even if the sum of products by 0 is NaN.
+            // The gradient is 0 where nothing is seen. The sum may be NaN there, from 0 · NaN.
             const bool is_empty = kOwnsKeys ? mask.rows(row).is_empty() : mask.keys(row).is_empty();
 #pragma unroll
             for (int d = 0; d < kDims; d++) {
@@ -251,7 +262,8 @@ template <typename T, typename Tiles> void launch_bwd(const AttnBackwardParams &
 void preprocess_backward(const AttnBackwardParams &p) {
     with_dtype(p.dtype, [&]<typename T>() {
         launch(flash_bwd_preprocess<T>, RowTiles<kPreprocessM>::count(p), kPreprocessTy * kPreprocessTx,
-               sizeof(PreprocessTiles<Sum<T>>), p.stream, p);
+               sizeof(PreprocessTiles<Sum<T>>), p.stream, p,
+               is_aligned<T>(p.o, p.head_dim) && is_aligned<T>(p.dout, p.head_dim));
     });
 }
 

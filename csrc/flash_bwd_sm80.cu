@@ -125,7 +125,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its part of the rows, and of dK's columns, by 8
     float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
 
-    // Made anew where it is needed: that takes less than the registers to keep it.
+    // Computed where it is needed: that costs less than the registers to keep it.
     __device__ Mask mask() const { return Mask(Sequence(p, tile.b), p.is_causal); }
 
     // Rows [begin, end) of a tile, counted from `from`; zeros for the others.
@@ -146,7 +146,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     __device__ void load_rows(int stage, int h, int m_block) {
         const Sequence seq(p, tile.b);
         const int64_t row0 = int64_t(m_block) * kBlockM;
-        const Range seeing = mask().rows(0);
+        const Range seeing = Mask(seq, p.is_causal).rows(0);
         const int begin = seeing.begin - row0, end = seeing.end - row0;
         load(shared.steps[stage].sQ, rows_of<const T>(p.q, tile.b, h, seq.q_begin + row0), p.q.row_stride, begin, end);
         load(shared.steps[stage].sdO, rows_of<const T>(p.dout, tile.b, h, seq.q_begin + row0), p.dout.row_stride, begin,
@@ -182,12 +182,13 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
                 for (int e = 0; e < 4; e++)
                     acc_s[m][n][e] = exp2_approx(scores.probability_log2(acc_s[m][n][e], e % 2 ? lse.y : lse.x));
         }
-        if (!is_full) mask().apply_transposed(acc_s, tile.block * kBlockN + key0 + r, m_block * kBlockM + row0 + c);
+        if (!is_full) [[unlikely]]
+            mask().apply_transposed(acc_s, tile.block * kBlockN + key0 + r, m_block * kBlockM + row0 + c);
         if constexpr (kDropout) drop(acc_s, acc_dp, stage, h, m_block, row0);
         multiply_own_rows(acc_s, acc_dp, stage, row0);
     }
 
-    // Dropout of P and dP. What is dropped of P stays for dS, with another sign.
+    // Dropout of P and dP. A dropped P is needed for dS, so it stays, and a negative sign marks it.
     __device__ void drop(Fragment &acc_s, Fragment &acc_dp, int stage, int h, int m_block, int row0) {
         const Dropout dropout(p, tile.b, h);
         const float keep_scale = float(p.keep_scale);
@@ -252,7 +253,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
             }
     }
 
-    // This block's share of dQ, of a step, is added to dq_accum. A warp's part of it is its own, and so are its turns.
+    // Adds this block's share of a step's dQ to dq_accum. Each warp adds a part of its own and waits for its own turns.
     __device__ void add_dq(int h, int m_block) {
         const uint32_t ds_across = shared_address(shared.sdS) + SwizzleS::across(lane_idx);
         const uint32_t k_down = shared_address(shared.sK) + Swizzle::down(lane_idx);
@@ -285,17 +286,17 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
         }
     }
 
-    // dK and dV go by way of sK and sV, each warp's by its own part.
+    // dK and dV go through sK and sV. Each warp has its own part of them.
     __device__ void store() {
         const Sequence seq(p, tile.b);
         const int key = tile.block * kBlockN;
-        auto is_zero = [&](int i) { return key + i >= seq.seqlen_k; };  // where a sum of 0 · NaN is not
-        auto store = [&](const auto &acc, float scale, auto &sX, const Tensor &x) {
+        auto is_zero = [&](int i) { return key + i >= seq.seqlen_k; };  // the sum may be NaN, from 0 · NaN
+        auto store_keys = [&](const auto &acc, float scale, auto &sX, const Tensor &x) {
             store_tile<T>(acc, scale, sX, key0, dim0, rows_of<T>(x, tile.b, tile.h_k, seq.k_begin + key), x.row_stride,
                           min(kBlockN, seq.padded_k - key), p.head_dim, is_zero);
         };
-        store(acc_dk, Scores<>(p).softmax_scale, shared.sK, p.dk);
-        store(acc_dv, kDropout ? float(p.keep_scale) : 1.f, shared.sV, p.dv);
+        store_keys(acc_dk, Scores<>(p).softmax_scale, shared.sK, p.dk);
+        store_keys(acc_dv, kDropout ? float(p.keep_scale) : 1.f, shared.sV, p.dv);
     }
 
     // Of the columns of Q that this warp sums dK over; those of dO lie kToDO further.
@@ -370,13 +371,13 @@ __global__ void __launch_bounds__(Shape::kNThreads) flash_bwd_dq(const __grid_co
     store_tile<T>(acc_dq, Scores<>(p).softmax_scale, shared_memory<uint16_t[Shape::kBlockM][Shape::kHeadDim]>(),
                   warp_idx / Shape::kDqSplit * 32, warp_idx % Shape::kDqSplit * Shape::kDqTiles,
                   rows_of<T>(p.dq, tile.b, tile.h, seq.q_begin + row0), p.dq.row_stride, seq.padded_q - row0,
-                  p.head_dim, [&](int r) { return lse_log2[r] == INFINITY; });  // no keys: 0, where 0 · NaN is not
+                  p.head_dim, [&](int r) { return lse_log2[r] == INFINITY; });  // no keys: the sum may be NaN
 #endif
 }
 
 template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &p) {
     const Workspace<Shape> workspace(p);
-    constexpr int kSharedBytes = sizeof(BwdSharedMemory<Shape>), kPerSM = 164 << 10;  // sm_80; 1 KB a block is taken
+    constexpr int kSharedBytes = sizeof(BwdSharedMemory<Shape>), kPerSM = 164 << 10;  // sm_80; a block costs 1 KB more
     static_assert(Shape::kBlocksPerSM * (kSharedBytes + 1024) <= kPerSM);
     auto *stream = static_cast<cudaStream_t>(p.stream);
     if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.bytes(p.deterministic), stream));

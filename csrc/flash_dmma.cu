@@ -8,8 +8,8 @@
 //   sums = Q Kᵀ         Q is fp64 in shared memory, K becomes it on its way to the registers
 //   P = softmax(sums)   in fp32, then fp64: the accumulators of one product are the A operand of the next
 //   acc_o += P V        V as K
-// An operand's rows and columns may be numbered at will if the other's are too. That is why a lane takes 16 bytes at a
-// time: of Q and K four neighbouring elements of head_dim, of V four neighbouring columns of four products.
+// A sum may take its terms in any order, if both operands have the same, and a product its columns. So a lane reads 16
+// bytes at a time: of Q and K four neighbours along head_dim, of V four neighbours, one for each of four products.
 //
 // K and V have one buffer each, and what one product leaves idle is refilled during the other, a few copies a step:
 //   tensor cores          Q K(0)ᵀ         P V(0)          Q K(1)ᵀ   ...
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     const float *gK = rows_of<const float>(p.k, tile.b, tile.h_k, seq.k_begin);
     const float *gV = rows_of<const float>(p.v, tile.b, tile.h_k, seq.k_begin);
 
-    // The share of a step in the copies of a block of keys, which are all under way after half of the steps. What lies
-    // outside of K and V, or after the last block, is not read and becomes 0.
+    // Step `step` of `steps` starts its share of the copies of a block of keys. All have begun after half of the steps.
+    // What lies outside of K and V, or after the last block, is not read and becomes 0.
     const int key_end = min(seq.seqlen_k, blocks.end * kBlockN);
     auto copy = [&](auto &tile, const float *from, int64_t row_stride, int n_block, int step, int steps) {
         constexpr int kRowStep = kNThreads / kVecs, kCopies = kBlockN / kRowStep;

@@ -23,7 +23,6 @@
 namespace sm80 {
 
 using namespace device;
-using namespace ptx;
 
 template <int kHeadDim_, int kBlockM_, int kBlockN_> struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kNWarps = 4;

@@ -43,7 +43,7 @@ template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQ
 template <typename Shape> struct SharedMemory {
     SmemTile<64, Shape::kHeadDim> sQ[Shape::kQStages * Shape::kConsumers];  // then rows of out
     SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages], sV[Shape::kStages];
-    Ring<Shape::kQStages> q[Shape::kConsumers];  // one for each consumer: they reach the end of a tile one by one
+    Ring<Shape::kQStages> q[Shape::kConsumers];  // one for each consumer: they end a tile at different times
     Ring<Shape::kStages> k, v;
     // Which tile Q is of: written before Q is asked for, and again only when all consumers have released that Q.
     Tile tiles[2 * Shape::kQStages];
@@ -57,9 +57,9 @@ template <typename Shape> struct SharedMemory {
     }
 };
 
-// Tiles of query rows for persistent blocks of threads. If all tiles take equally long they are dealt out in turn. If
-// not, a block that is done takes the next one by a counter in memory, and tiles of a group of heads are neighbours: as
-// many heads as have K and V in L2 together.
+// Tiles of query rows for persistent blocks of threads. If all tiles take equally long, they are dealt out in turn. If
+// not, a block that is done takes the next one by a counter in memory. Tiles of a group of heads are then neighbours;
+// the K and V of a group fit L2 together.
 template <int kBlockM> struct Scheduler {
     int num_tiles, m_blocks, group;
 
@@ -92,9 +92,9 @@ template <typename Shape> struct Params : AttnParams {
 template <typename Shape> __device__ void produce(const Params<Shape> &p, SharedMemory<Shape> &shared) {
     constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
-    uint32_t num_tiles = 0, num_blocks = 0;  // so far
-    for (int idx = blockIdx.x;; num_tiles++) {
-        Tile &tile = shared.tile(num_tiles);  // read anew where it is needed: the producer has few registers
+    uint32_t q_item = 0, kv_item = 0;  // of the rings
+    for (int idx = blockIdx.x;; q_item++) {
+        Tile &tile = shared.tile(q_item);  // read anew where it is needed: the producer has few registers
         tile = p.scheduler.at(p, idx);
         if (!tile.is_valid) break;
         idx = p.scheduler.next(p, idx);
@@ -102,25 +102,25 @@ template <typename Shape> __device__ void produce(const Params<Shape> &p, Shared
         const Sequence seq(p, tile.b);
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++) {
-            shared.q[c].producer_acquire(num_tiles);
-            load_tile(shared.sQ[shared.q_index(num_tiles, c)], p.q_tma, shared.q[c].full_barrier(num_tiles),
+            shared.q[c].producer_acquire(q_item);
+            load_tile(shared.sQ[shared.q_index(q_item, c)], p.q_tma, shared.q[c].full_barrier(q_item),
                       seq.q_begin + tile.block * kBlockM + 64 * c, tile.h, tile.b);
         }
         const BlockRange blocks = Mask(seq, p.is_causal).key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
         const int h_k = tile.h_k, b = tile.b;
 #pragma unroll 1
-        for (int n_block = blocks.end - 1; n_block >= blocks.begin; n_block--, num_blocks++) {
-            const uint32_t stage = num_blocks % Shape::kStages;
+        for (int n_block = blocks.end - 1; n_block >= blocks.begin; n_block--, kv_item++) {
+            const uint32_t stage = kv_item % Shape::kStages;
             const int key = seq.k_begin + n_block * kBlockN;
-            shared.k.producer_acquire(num_blocks);
-            load_tile(shared.sK[stage], p.k_tma, shared.k.full_barrier(num_blocks), key, h_k, b);
-            shared.v.producer_acquire(num_blocks);
-            load_tile(shared.sV[stage], p.v_tma, shared.v.full_barrier(num_blocks), key, h_k, b);
+            shared.k.producer_acquire(kv_item);
+            load_tile(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item), key, h_k, b);
+            shared.v.producer_acquire(kv_item);
+            load_tile(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item), key, h_k, b);
         }
     }
-    for (auto &ring : shared.q) {  // there is no tile left
-        ring.producer_acquire(num_tiles);
-        mbarrier_arrive(ring.full_barrier(num_tiles));
+    for (auto &ring : shared.q) {  // the tile that is not valid ends each consumer
+        ring.producer_acquire(q_item);
+        mbarrier_arrive(ring.full_barrier(q_item));
     }
 }
 
@@ -134,24 +134,24 @@ template <typename T, typename Shape> struct Consumer {
     SharedMemory<Shape> &shared;
     const int consumer, warp_idx = threadIdx.x / 32 % 4, lane_idx = threadIdx.x % 32;
     const Scores<> scores{p};
-    uint32_t num_tiles = 0, num_blocks = 0;  // so far
+    uint32_t q_item = 0, kv_item = 0;  // of the rings
     float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4];
     uint32_t P[kBlockN / 16][4];
 
     __device__ void run() {
-        for (;; num_tiles++) {
-            shared.q[consumer].consumer_wait(num_tiles);
-            const Tile &tile = shared.tile(num_tiles);
+        for (;; q_item++) {
+            shared.q[consumer].consumer_wait(q_item);
+            const Tile &tile = shared.tile(q_item);
             if (!tile.is_valid) return;
             Softmax<1> softmax(scores.softmax_scale_log2);
             for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
             attend(tile, softmax);
             store(tile, softmax);
-            shared.q[consumer].consumer_release(num_tiles);
+            shared.q[consumer].consumer_release(q_item);
         }
     }
 
-    __device__ int q_index() const { return shared.q_index(num_tiles, consumer); }
+    __device__ int q_index() const { return shared.q_index(q_item, consumer); }
 
     // acc_o and softmax of a tile's rows, over all keys that they see.
     __device__ void attend(const Tile &tile, Softmax<1> &softmax) {
@@ -166,25 +166,25 @@ template <typename T, typename Shape> struct Consumer {
 
         int n_block = tile_blocks.end - 1;
         skip_blocks(seq, n_block, blocks.end);
-        if (!__any_sync(~0u, n_block >= blocks.begin)) return;  // the same in a warp, as the compiler sees
-        shared.k.consumer_wait(num_blocks);
+        if (!__any_sync(~0u, n_block >= blocks.begin)) return;  // shows the compiler that a warp agrees
+        shared.k.consumer_wait(kv_item);
         warpgroup_arrive();
-        multiply_abt<T>(acc_s[0], shared.sQ[q_index()], shared.sK[num_blocks % kStages]);
+        multiply_abt<T>(acc_s[0], shared.sQ[q_index()], shared.sK[kv_item % kStages]);
         warpgroup_wait<0>(acc_s[0]);
-        for (;; n_block--, num_blocks++) {
+        for (;; n_block--, kv_item++) {
             // Found anew in every iteration: kept from one to the next, Q's descriptors fill the uniform registers.
-            const uint32_t block = warp_uniform(num_blocks), q_idx = warp_uniform(q_index());
+            const uint32_t block = warp_uniform(kv_item), q_idx = warp_uniform(q_index());
             if (n_block >= edit_begin) {
                 scores.apply(acc_s);
                 mask.apply(acc_s, row, n_block * kBlockN + col);
             }
             float alpha[2];
-            // row_max follows the scores of blocks with a mask, and of one without: each row has seen keys then.
+            // row_max is updated in blocks with a mask and in the first one without: then each row has seen keys.
             const bool has_grown = exponentiate(softmax, n_block >= blocks.full_end - 1, alpha);
-            shared.k.consumer_release(num_blocks);
+            shared.k.consumer_release(kv_item);
 
             warpgroup_wait<0>(acc_o[0], P);  // P V of the block before
-            if (n_block + 1 < blocks.end) shared.v.consumer_release(num_blocks - 1);
+            if (n_block + 1 < blocks.end) shared.v.consumer_release(kv_item - 1);
 #pragma unroll
             for (int i = 0; i < 2 * kNTiles; i++)
                 P[i / 4][i % 4] = pack<T>(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
@@ -192,51 +192,51 @@ template <typename T, typename Shape> struct Consumer {
 
             wait_for_v(seq, n_block);
             if (n_block == blocks.begin) break;
-            shared.k.consumer_wait(num_blocks + 1);
+            shared.k.consumer_wait(kv_item + 1);
             warpgroup_arrive();
             multiply_abt<T>(acc_s[0], shared.sQ[q_idx], shared.sK[(block + 1) % kStages]);
             multiply_ab<T>(acc_o[0], P, shared.sV[block % kStages]);
             warpgroup_wait<1>(acc_s[0]);
         }
         warpgroup_arrive();
-        multiply_ab<T>(acc_o[0], P, shared.sV[warp_uniform(num_blocks) % kStages]);
+        multiply_ab<T>(acc_o[0], P, shared.sV[warp_uniform(kv_item) % kStages]);
         warpgroup_wait<0>(acc_o[0], P);
-        shared.v.consumer_release(num_blocks++);
+        shared.v.consumer_release(kv_item++);
         skip_blocks(seq, --n_block, tile_blocks.begin);
     }
 
     // Blocks of the tile, from n_block down to `end`, that only other consumers need.
     __device__ void skip_blocks(const Sequence &seq, int &n_block, int end) {
-        for (; n_block >= end; n_block--, num_blocks++) {
-            shared.k.consumer_wait(num_blocks);
+        for (; n_block >= end; n_block--, kv_item++) {
+            shared.k.consumer_wait(kv_item);
             __syncwarp();
-            shared.k.consumer_release(num_blocks);
+            shared.k.consumer_release(kv_item);
             wait_for_v(seq, n_block);
             __syncwarp();
-            shared.v.consumer_release(num_blocks);
+            shared.v.consumer_release(kv_item);
         }
     }
 
-    // Rows of V after the sample's end may hold anything, NaN as well, which a probability of 0 does not undo. All
-    // consumers clear them, those that skip the block too.
+    // Rows of V after the sample's end may hold NaN, and 0 · NaN is NaN. All consumers clear them together, also those
+    // that skip the block.
     __device__ void wait_for_v(const Sequence &seq, int n_block) {
-        shared.v.consumer_wait(num_blocks);
+        shared.v.consumer_wait(kv_item);
         const int row_end = seq.seqlen_k - n_block * kBlockN;
         if (row_end >= kBlockN || seq.seqlen_k == seq.padded_k) return;
         constexpr int kThreads = 128 * Shape::kConsumers, kVecs = SmemTile<kBlockN, kHeadDim>::kRowBytes / 16;
-        for (auto &panel : shared.sV[num_blocks % kStages].panel)
+        for (auto &panel : shared.sV[kv_item % kStages].panel)
             for (int i = row_end * kVecs + threadIdx.x - 128; i < kBlockN * kVecs; i += kThreads)
                 reinterpret_cast<uint4 *>(panel)[i] = uint4{};
         fence_proxy_async();
         barrier_sync(kAllConsumers, kThreads);
     }
 
-    // acc_s becomes P, and softmax takes it in. Returns whether acc_o is to be rescaled by alpha.
+    // acc_s becomes P, and its sums are added to row_sum. Returns whether acc_o must be multiplied by alpha.
     __device__ bool exponentiate(Softmax<1> &softmax, bool updates_max, float (&alpha)[2]) {
         bool has_grown = false;
         float sum[2];
         if (updates_max) has_grown = softmax.update_row_max(acc_s, alpha);
-        softmax.exponentiate(acc_s, sum);
+        for (int i = 0; i < 2; i++) sum[i] = softmax.exponentiate(acc_s, i);
         if (!updates_max && __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
             exponentiate_again(softmax, sum, alpha);
             has_grown = true;
@@ -252,7 +252,7 @@ template <typename T, typename Shape> struct Consumer {
         bool is_large[2];
         for (int i = 0; i < 2; i++) is_large[i] = quad_reduce(sum[i], fmaxf) > kMaxSum;
         const auto &sQ = shared.sQ[q_index()];
-        const auto &sK = shared.sK[num_blocks % kStages];
+        const auto &sK = shared.sK[kv_item % kStages];
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
             float s[1][1][4] = {};
@@ -271,10 +271,10 @@ template <typename T, typename Shape> struct Consumer {
         }
         softmax.update_row_max(acc_s, alpha, is_large);
         for (int i = 0; i < 2; i++)
-            if (is_large[i]) sum[i] = softmax.exponentiate_row(acc_s, i);
+            if (is_large[i]) sum[i] = softmax.exponentiate(acc_s, i);
     }
 
-    // out and lse. out goes by way of where Q was, as the four warps have all read it.
+    // Writes out and lse. out goes through the buffer of Q, once all four warps have read Q.
     __device__ void store(const Tile &tile, Softmax<1> &softmax) {
         const Sequence seq(p, tile.b);
         const int row0 = tile.block * Shape::kBlockM + 64 * consumer + 16 * warp_idx;

@@ -114,7 +114,7 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
     if (blocks == 0) return;
     if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
     HostBlock block(threads, shared_bytes);
-    std::atomic<int> start = 0;  // 1: go, -1: go home, since a thread that is missing would be waited for in vain
+    std::atomic<int> start = 0;  // 1: run. -1: return, since barriers would wait for a missing thread for ever
     std::vector<std::jthread> pool;
     auto run = [&](int t) {
         start.wait(0);

@@ -1,7 +1,7 @@
 // Which kernel serves a call on a GPU: one function of dtype, head_dim, alignment, strides and the GPU. The numbers of
 // samples and heads do not enter, so that a sample's bits do not depend on its batch.
 //
-// Read next: torch_params.h, which asks.
+// Read next: torch_params.h, which calls this.
 #pragma once
 
 #include <atomic>
@@ -39,7 +39,7 @@ inline Reason why_not_16_bytes(const std::string &name, const Tensor &x, int n) 
 // Why TMA cannot read x: its rows must not overlap, as heads and samples may, and its strides are below 2^40 bytes.
 inline Reason why_not_tma(const std::string &name, const Tensor &x, int rows, int head_dim) {
     if (rows > 1 && x.row_stride < head_dim) return "rows of " + name + " overlap";
-    if (all_strides(x) >> 39) return "a stride is 2^40 bytes or more";
+    if (all_strides(x) >> 39) return "a stride of " + name + " is 2^40 bytes or more";
     return {};
 }
 
@@ -69,7 +69,7 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu) {
 
 struct Choice {
     Kernel kernel;
-    Reason slow_because = {};  // what it is about 16-bit tensors that costs them the tensor cores
+    Reason slow_because = {};  // why 16-bit tensors must do without tensor cores
 };
 
 // The kernel for p, or for its backward pass. sm90 and dmma have no backward pass: sm80 and simt serve what they serve.

@@ -101,8 +101,8 @@ void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tenso
 }
 #endif
 
-// The op: dq, dk and dv of what flash_forward made of its inputs, without elements where they are not needed. dout as
-// out, dlse as lse or none, both of any strides.
+// The op: dq, dk and dv, which have no elements where they are not needed. dout is like out, dlse like lse or none;
+// both may have any strides.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
     const at::Tensor &dout_, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
     const at::Tensor &out, const at::Tensor &lse, const OptionalTensor &seq_lens, double softmax_scale, bool causal,
@@ -120,7 +120,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
     const Kernel kernel = choose(p, q.device(), true).kernel;
     at::Tensor dout = dout_, delta = at::empty_like(lse);
     p.dout = tensor_of(dout, kBHSD);
-    // The gradient of a sum has strides of 0, and others do not begin where the loads of tensor cores can: a copy costs
+    // Some dout cannot be loaded as it is: that of a sum has strides of 0, others are not 16-byte aligned. A copy costs
     // less than a kernel without tensor cores.
     if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && why_not_16_bytes("dout", p.dout, 8))) {
         dout = dout.clone(at::MemoryFormat::Contiguous);

@@ -1,6 +1,6 @@
 // Which keys a query row sees, and which rows see a key: one mask for all kernels, forward and backward. The keys of a
-// row are one range, and neither end of it falls from one row to the next. So the blocks that a tile of rows needs are
-// a range too, and so are those among them that all its rows see whole, which need no mask.
+// row are one range, and neither end of it moves back from one row to the next. So the blocks that a tile of rows needs
+// are a range too. The full blocks, which all its rows see whole, are a range within it. They need no mask.
 //
 // Read next: scores.cuh, what a score is before it is masked.
 #pragma once
@@ -38,8 +38,8 @@ struct Mask {
         return {key < seqlen_k ? begin : seqlen_q, seqlen_q};
     }
 
-    // Blocks of kBlockN keys for the rows [row0, row0 + kBlockM). Full is what all valid rows see: what a row beyond
-    // seqlen_q computes there is thrown away at the end, so that no valid row depends on where the sample ends.
+    // Blocks of kBlockN keys for the rows [row0, row0 + kBlockM). A block is full if all valid rows see it whole. Rows
+    // beyond seqlen_q do not count: their results are thrown away, and valid rows must not depend on the sample's end.
     template <int kBlockM, int kBlockN> __device__ BlockRange key_blocks(int row0) const {
         const Range first = keys(row0), last = keys(min(row0 + kBlockM, seqlen_q) - 1);
         return blocks<kBlockN>({first.begin, last.end}, {last.begin, first.end}, row0 >= seqlen_q);
@@ -80,7 +80,7 @@ struct Mask {
 #pragma unroll
             for (int n = 0; n < kNTiles; n++)
 #pragma unroll
-                for (int e = 0; e < 2; e++)  // a begin of 0, as of all keys(), costs no comparison
+                for (int e = 0; e < 2; e++)  // keys() begins at 0: the compiler drops the second test
                     if (8 * n + e >= end || (columns.begin > 0 && 8 * n + e < columns.begin - col))
                         acc[i / 2][n][i % 2 * 2 + e] = hidden;
         }

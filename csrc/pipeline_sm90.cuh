@@ -20,7 +20,7 @@ template <int kStages> struct Ring {
 
     __device__ Barrier &full_barrier(uint32_t i) { return full[i % kStages]; }
 
-    // By one thread, before fence_mbarrier_init(). A buffer is empty again once so many warps have released it.
+    // By one thread, before fence_mbarrier_init(). A buffer is empty again once consumer_warps warps have released it.
     __device__ void init(int consumer_warps) {
         for (int s = 0; s < kStages; s++) mbarrier_init(full[s], 1), mbarrier_init(empty[s], consumer_warps);
     }
@@ -28,7 +28,7 @@ template <int kStages> struct Ring {
     __device__ void producer_acquire(uint32_t i) { mbarrier_wait(empty[i % kStages], i / kStages % 2 ^ 1); }
     // Wait until item i is there.
     __device__ void consumer_wait(uint32_t i) { mbarrier_wait(full[i % kStages], i / kStages % 2); }
-    // This warp has read item i. Its lanes have met since they waited for it.
+    // This warp has read item i. The caller has synchronized its lanes after their last read.
     __device__ void consumer_release(uint32_t i) {
         if (threadIdx.x % 32 == 0) mbarrier_arrive(empty[i % kStages]);
     }
@@ -40,8 +40,8 @@ enum NamedBarrier : int {
     kOneConsumer = 2,  // and those after it, one for each consumer warpgroup
 };
 
-// x, which is the same in all lanes, so that the compiler sees that it is: what follows from it goes to the uniform
-// registers that wgmma takes its descriptors from.
+// Returns x, which is the same in all lanes. The shuffle shows that to the compiler, which then keeps what it computes
+// from x in uniform registers, where wgmma takes its descriptors from.
 __device__ inline uint32_t warp_uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 
 }  // namespace sm90

@@ -21,8 +21,8 @@ namespace ptx {
 // The address of an object in shared memory, as the instructions take it.
 __device__ inline uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// "Data Movement and Conversion Instructions: cp.async": 16 bytes from global to shared memory, not by way of registers
-// or L1. Outside, nothing is read and the 16 bytes become 0.
+// "Data Movement and Conversion Instructions: cp.async": 16 bytes from global to shared memory, past registers and L1.
+// If not `inside`, nothing is read and the 16 bytes become 0.
 __device__ inline void cp_async(uint32_t to, const void *from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
@@ -34,7 +34,7 @@ __device__ inline void cp_async_4(void *to, const void *from, bool inside) {
                  : "memory");
 }
 
-// "Special Registers: %tid". Read anew each time: what follows from it is not kept in registers across a loop.
+// "Special Registers: %tid". Read at every call, so that no value made of it stays in a register across a loop.
 __device__ inline int thread_idx() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));

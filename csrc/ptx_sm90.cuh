@@ -1,6 +1,6 @@
 // Hopper's instructions that CUDA C++ has no name for: barriers in shared memory that count bytes, copies of whole
-// tiles by TMA, products by the four warps of a warpgroup. One wrapper an instruction, with its section in the
-// PTX ISA; see also ptx_sm80.cuh. They exist in code for sm_90a alone.
+// tiles by TMA, products by the four warps of a warpgroup, a product in fp64. One wrapper an instruction, with its
+// section in the PTX ISA; see also ptx_sm80.cuh. wgmma and setmaxnreg exist in code for sm_90a alone.
 //
 // Read next: pipeline_sm90.cuh, which makes rings of the barriers.
 #pragma once
@@ -91,8 +91,8 @@ template <int kRegisters> __device__ void warpgroup_reg_dealloc() {
 
 // "Asynchronous wgmma instructions". wgmma.fence comes before the first product that uses registers which were written
 // since the last one; commit_group makes a group of the products since the last; wait_group waits until all but the
-// newest kPending groups are done. From there on the registers of the others, `fragments`, may be read and written:
-// unless it is told, the compiler does so before.
+// newest kPending groups are done. Then the registers of the finished products, `fragments`, may be read and written.
+// Naming them here keeps the compiler from doing so earlier.
 __device__ inline void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void warpgroup_commit_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kTiles> __device__ void warpgroup_fence_operand(float (&x)[kTiles][4]) {
@@ -109,9 +109,9 @@ template <int kPending, typename... Fragments> __device__ void warpgroup_wait(Fr
 }
 
 // "Asynchronous Warpgroup Level Matrix Shared Memory Layout: Matrix Descriptor" of a matrix of 16-bit elements in
-// panels of rows of kRowBytes, 128 or 64, swizzled as TMA swizzles them. Eight rows are a unit. The dimension along
-// which memory runs, 64 or 32 elements in a panel, goes on in the next one, `panel_bytes` further, if it is not that of
-// the sum. Of such a matrix, what begins n bytes further has n / 16 added.
+// panels of rows of kRowBytes, 128 or 64, swizzled as TMA swizzles them. Eight rows are a unit. A panel has 64 or 32
+// columns; the next panel lies `panel_bytes` further. Only a product that sums along rows crosses panels and needs it.
+// The descriptor of a part that begins n bytes further is this one plus n / 16.
 template <int kRowBytes> __device__ uint64_t make_smem_desc(const void *p, int panel_bytes = 0) {
     constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
     return kSwizzle << 62 | uint64_t(8 * kRowBytes / 16) << 32 | uint64_t(panel_bytes / 16) << 16 |

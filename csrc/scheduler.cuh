@@ -1,14 +1,15 @@
 // Which tile of the result a block of threads computes. Tiles of one head are neighbours, so that the blocks that run
-// at the same time share its K and V (or Q and dO) in L2. Under a causal mask the tiles that take longest go first.
+// at the same time share its K and V (or Q and dO) in L2. The tiles that take longest under a causal mask go first,
+// except in a deterministic backward pass.
 //
-// Read next: dropout.h.
+// Read next: dropout.h, which probabilities are dropped.
 #pragma once
 
 #include "flash.h"
 
 struct Tile {
     int b, h, h_k;  // sample; query head, or the first of those that read h_k; key/value head
-    int block;      // the tile has rows or keys [block, block + 1) times its size
+    int block;      // which tile of the head: it begins at row or key `block` times its size
     bool is_valid;  // false when there are no more tiles
 };
 

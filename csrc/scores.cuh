@@ -36,15 +36,15 @@ template <typename Sum = float> struct Scores {
         }
     }
 
-    // P of the backward pass. Large scores and their lse cancel. Their difference is never above 0 but for rounding,
-    // and -|x| then keeps P from becoming infinite. In fp32 and fp64 the difference is rounded once, before it is
-    // brought to units of log2. A row without keys has lse -inf.
+    // P of the backward pass. Large scores and their lse cancel. Only rounding makes their difference positive, and
+    // -|x| then keeps P finite. In fp32 and fp64 one FMA forms the difference, so that it is rounded once, before the
+    // factor log2(e). A row without keys has lse -inf.
     __device__ Sum probability(Sum qk, Sum lse) const {
         return lse == -INFINITY ? Sum(0) : exp2(-fabs(fma(qk, softmax_scale, -lse)) * kLog2E);
     }
-    // For 16 bits P = exp2(probability_log2(q·k, lse_log2)), which takes one operation less. lse is brought to units of
-    // log2 before, where the forward pass has it from, so that the rounding of softmax_scale_log2 cancels. It is +inf
-    // for a row without keys.
+    // For 16 bits P = exp2(probability_log2(q·k, lse_log2)), which takes one operation less. lse_log2 is lse in units
+    // of log2. The forward pass formed lse in them, so the rounding of softmax_scale_log2 cancels. A row without keys
+    // has lse_log2 +inf.
     __device__ static float lse_log2(float lse) {
         return lse == -INFINITY ? INFINITY : float(lse * 1.4426950408889634);
     }

@@ -1,14 +1,14 @@
-// The lengths of one sample and where its rows are in memory. Nothing else reads seq_lens or the lengths of a call.
+// The lengths of one sample and where its rows are in memory. Only this file reads seq_lens in a kernel.
 //
 // Read next: mask.cuh, which keys a row sees.
 #pragma once
 
 #include "flash.h"
 
-// Query rows [0, seqlen_q) and keys [0, seqlen_k) of a sample are valid. The rows of out and dq up to padded_q, and of
-// dk and dv up to padded_k, are its to write: beyond the valid ones with zeros.
+// Query rows [0, seqlen_q) and keys [0, seqlen_k) of a sample are valid. The rows after them are padding, up to
+// padded_q and padded_k. Kernels write zeros there: to out and dq, and to dk and dv.
 struct Sequence {
-    int q_begin, k_begin;  // of its row 0 in q and of its key 0 in k: 0, as every sample has its own place in a batch
+    int q_begin, k_begin;  // where it begins in q and in k: at 0, since the batch is a dimension of its own
     int seqlen_q, seqlen_k;
     int padded_q, padded_k;
 
@@ -22,7 +22,7 @@ struct Sequence {
     }
 };
 
-// Row `row` of head h of sample b, and with the tensor's row_stride those after it.
+// A pointer to row `row` of head h of sample b. The next rows follow at the tensor's row_stride.
 template <typename T> __device__ T *rows_of(const Tensor &x, int64_t b, int64_t h, int64_t row) {
     return static_cast<T *>(x.data) + b * x.batch_stride + h * x.head_stride + row * x.row_stride;
 }

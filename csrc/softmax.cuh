@@ -9,7 +9,7 @@
 // acc_o is rescaled at a row's first keys and then almost never. Each row decides for itself: what happens to a row
 // never depends on the rows that its warp has beside it.
 //
-// Read next: tiles_sm80.cuh.
+// Read next: tiles_sm80.cuh, the products before and after it.
 #pragma once
 
 #include <cfloat>
@@ -35,9 +35,9 @@ template <int kMTiles> struct Softmax {
         for (int i = 0; i < kRows; i++) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
     }
 
-    // Before the probabilities of a block: row_max grows where its scores are far ahead, in all rows or in those that
-    // may_grow. Returns whether that of some row of the warp has. Then what was summed so far is to be multiplied by
-    // alpha: row_sum has been, acc_o is by rescale().
+    // Call it before the probabilities of a block. row_max grows in rows whose scores are far ahead of it, but only in
+    // those that may_grow, if given. Returns whether it grew in some row of the warp. Then the sums so far must be
+    // multiplied by alpha: row_sum is here, acc_o by rescale().
     template <int kNTiles>
     __device__ bool update_row_max(const float (&acc_s)[kMTiles][kNTiles][4], float (&alpha)[kRows],
                                    const bool *may_grow = nullptr) {
@@ -70,31 +70,15 @@ template <int kMTiles> struct Softmax {
                 for (int e = 0; e < 2; e++) acc_o[i / 2][d][i % 2 * 2 + e] *= alpha[i];
     }
 
-    // The scores become P. `sum` is what this lane's columns of P come to, to be added to row_sum by the caller.
-    template <int kNTiles> __device__ void exponentiate(float (&acc_s)[kMTiles][kNTiles][4], float (&sum)[kRows]) {
-        for (int i = 0; i < kRows; i++) sum[i] = 0.f;
-#pragma unroll
-        for (int n = 0; n < kNTiles; n++)
-#pragma unroll
-            for (int i = 0; i < kRows; i++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float &x = acc_s[i / 2][n][i % 2 * 2 + e];
-                    x = ptx::exp2_approx(x * softmax_scale_log2 - row_max[i]);
-                    sum[i] += x;
-                }
-    }
-
-    // The same of row i alone.
-    template <int kNTiles> __device__ float exponentiate_row(float (&acc_s)[kMTiles][kNTiles][4], int i) const {
+    // The scores of row i become P. Returns the sum of this lane's columns, which the caller adds to row_sum.
+    template <int kNTiles> __device__ float exponentiate(float (&acc_s)[kMTiles][kNTiles][4], int i) const {
         float sum = 0.f;
 #pragma unroll
         for (int n = 0; n < kNTiles; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float &x = acc_s[i / 2][n][i % 2 * 2 + e];
-                x = ptx::exp2_approx(x * softmax_scale_log2 - row_max[i]);
-                sum += x;
+                sum += x = ptx::exp2_approx(x * softmax_scale_log2 - row_max[i]);
             }
         return sum;
     }
@@ -126,9 +110,9 @@ template <int kMTiles> struct Softmax {
         }
     }
 
-    // The end of a row: acc_o becomes the output times `scale`, and lse is written. `row` is the first of this lane's,
-    // and gLse has that of row 0. A row without keys, as those beyond the end of the sample are taken for, has output
-    // 0, even where V times probabilities of 0 gave NaN.
+    // The end of a row: acc_o becomes the output times `scale`, and lse is written. `row` is this lane's first row, and
+    // gLse is the lse of row 0. A row without keys gets output 0, as its sum may be NaN, from 0 · NaN. So does a row
+    // beyond the end of the sample.
     template <int kDTiles, typename Sum>
     __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float *gLse, const Sequence &seq, int row,
                              float scale = 1.f, double ln_2 = 0.6931471805599453) {
@@ -137,7 +121,7 @@ template <int kMTiles> struct Softmax {
             if (row + 8 * i >= seq.seqlen_q) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
             row_sum[i] = quad_reduce(row_sum[i], [](float x, float y) { return x + y; });
             const Sum scale_o = Sum(scale) / row_sum[i];
-            const float nothing = row_max[i] - row_max[i];  // 0, or NaN if a score overflowed
+            const float nothing = row_max[i] - row_max[i];  // 0, or NaN if a score overflowed to +inf
 #pragma unroll
             for (int d = 0; d < kDTiles; d++)
                 for (int e = 0; e < 2; e++) {

@@ -9,7 +9,6 @@
 #pragma once
 
 #include <type_traits>
-#include <utility>
 
 #ifdef __CUDACC__
 #include "device.h"
@@ -46,7 +45,7 @@ template <int kHeadDim_, int Br_, int Bc_, int kTy_, int kTx_, int kStep_, typen
     static constexpr int kNThreads = kTy * kTx;
     alignas(4 * sizeof(Sum)) Sum Qi[kHeadDim][Br + 4];
     Sum P[Bc][Br + 4];
-    union {
+    union Step {
         Sum Kj[kStep][Bc + 4];    // kStep elements of every row of Kj
         Sum Vj[kStep][kHeadDim];  // kStep rows of Vj
     } steps[2];
@@ -78,14 +77,17 @@ template <typename T> bool is_aligned(const Tensor &x, int head_dim) {
 
 template <int kWide, typename Sum> struct alignas(kWide * sizeof(Sum)) Vec { Sum x[kWide]; };
 
-template <typename T> __device__ Vec<4, float> load4(const T *p) {
-    struct alignas(4 * sizeof(T)) Raw { T x[4]; } raw = *reinterpret_cast<const Raw *>(p);
+// 4 neighbours, and 0 in place of those from `count` on.
+template <bool kAligned, typename T> __device__ Vec<4, Sum<T>> load4(const T *p, int count) {
+    struct alignas(4 * sizeof(T)) Raw { T x[4]; } raw = {};
+    if constexpr (kAligned) raw = *reinterpret_cast<const Raw *>(p);
+    else for (int e = 0; e < 4 && e < count; e++) raw.x[e] = p[e];
     return {to_float(raw.x[0]), to_float(raw.x[1]), to_float(raw.x[2]), to_float(raw.x[3])};
 }
 
-// tile[r][d] = src[r][d], or tile[d][r] if transposed, kWide elements at a time. Where the tile is larger than the
-// rows × cols of src it gets copies of the last row and column, which the kernel masks, drops or multiplies by P = 0;
-// with rows <= 0 the last row lies before src.
+// tile[r][d] = src[r][d], or tile[d][r] if transposed, kWide elements at a time. A tile larger than the rows × cols of
+// src gets copies of the last row and column. The kernel masks them, drops them or multiplies them by P = 0. With
+// rows <= 0 the last row lies before src.
 // Elements that need no conversion are copied asynchronously and have arrived after __pipeline_wait_prior(0).
 // Transposed, a warp copies 8 elements of 4 rows at a time: whole sectors of memory, to 32 banks if the pitch is
 // 4 (mod 16) floats.
@@ -103,7 +105,7 @@ __device__ void load_tile(Sum<T> (&tile)[kM][kN], const T *src, int64_t row_stri
                 Sum<T> *to = kTransposed ? &tile[d0 + d][r0 + i] : &tile[r0 + i][d0 + d];
                 const T *from = row + (kWhole ? d0 + d : min(d0 + d, cols - kWide));
                 if constexpr (std::is_same_v<T, Sum<T>>) __pipeline_memcpy_async(to, from, kWide * sizeof(T));
-                else if constexpr (kWide == 4) *reinterpret_cast<Vec<4, float> *>(to) = load4(from);
+                else if constexpr (kWide == 4) *reinterpret_cast<Vec<4, float> *>(to) = load4<true>(from, 4);
                 else *to = to_float(*from);
             }
         }
@@ -113,7 +115,7 @@ __device__ void load_tile(Sum<T> (&tile)[kM][kN], const T *src, int64_t row_stri
     __pipeline_commit();
 }
 
-// steps[at], which has been waited for. Its successor is loaded by load() while it is used.
+// Waits for steps[at] and returns it. load() starts the copies of the next step, which run while this one is used.
 template <typename Step, typename Load> __device__ const Step &next_step(Step (&steps)[2], int &at, Load load) {
     __pipeline_wait_prior(0);
     __syncthreads();  // the next step is written, and the last one has been read
@@ -126,7 +128,7 @@ template <typename Step, typename Load> __device__ const Step &next_step(Step (&
 // other, then kStep rows of Vj after the other. Each step is loaded while the one before it is used.
 template <typename T, typename Tiles> struct Steps {
     static constexpr int kNThreads = Tiles::kNThreads, kStep = Tiles::kStep;
-    using Step = std::remove_reference_t<decltype(std::declval<Tiles>().steps[0])>;
+    using Step = typename Tiles::Step;
     Step (&steps)[2];
     const T *gK, *gV;
     const int64_t k_row_stride, v_row_stride;
@@ -150,7 +152,7 @@ template <typename T, typename Tiles> struct Steps {
     __device__ const Step &next() { return next_step(steps, at, [&] { load(); }); }
 };
 
-// The place in a tile of a thread's i-th row or column, of kCount: it is the t-th of n threads.
+// Where in a tile row or column i lies, of the kCount that the t-th of n threads has.
 template <int n, int kCount> __device__ int place(int t, int i) {
     constexpr int kWide = kCount < 4 ? kCount : 4;
     return kWide * (t + n * (i / kWide)) + i % kWide;
@@ -165,8 +167,8 @@ template <int n, int kCount, typename Sum> __device__ void read(Sum (&x)[kCount]
     }
 }
 
-// Each x[i], a row's share of this thread, becomes op over the shares of all kTx threads of the row, which are in one
-// warp. A barrier must lie between two calls: the last reads of partial have none behind them.
+// x[i] is this thread's share of a row. It becomes op over the shares of the row's kTx threads, all in one warp. A
+// barrier must lie between two calls: nothing here waits for the last reads of partial.
 template <int kTy, int kRows, int kTx, int kLd, typename Sum, typename Op>
 __device__ void reduce_rows(Sum (&x)[kRows], Sum (&partial)[kTx][kLd], int ty, int tx, Op op) {
     for (int i = 0; i < kRows; i++) partial[tx][place<kTy, kRows>(ty, i)] = x[i];
@@ -196,7 +198,7 @@ __device__ void multiply(Sum (&acc)[kRows][kCols], const Sum (*A)[kLdA], const S
 }
 
 // Which probabilities dropout keeps: bit i · kCols + c is for row row(i) and column col(c) of the scores, i < kRows and
-// c < kCols. Columns come in pairs; of the four words for one, two are for a row that another thread has.
+// c < kCols. Philox gives four words for a pair of columns; two of them belong to a row of another thread.
 template <int kRows, int kCols, typename Row, typename Col>
 __device__ uint64_t kept(const Dropout &dropout, Row row, Col col) {
     static_assert(kRows * kCols <= 64 && kCols % 2 == 0);

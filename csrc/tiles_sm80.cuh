@@ -1,7 +1,7 @@
 // Tiles of 16-bit elements in shared memory for the kernels on Ampere's tensor cores: where their vectors lie, how they
 // come from global memory, the products of a warp, and how results go back. Forward and backward use the same.
 //
-// Read next: flash_sm80.cu.
+// Read next: flash_sm80.cu, the kernel made of these.
 #pragma once
 
 #include <climits>
@@ -90,9 +90,9 @@ __device__ void multiply_ab(float (&acc)[kMTiles][kNTiles][4], const uint32_t (&
     }
 }
 
-// scale · acc, a warp's accumulators, becomes rows of `to`, by way of the rows from row0 on and the columns from 8·n0
-// on of a tile, which are the warp's own, to be written 16 bytes a lane. What lies outside of `rows` and `cols`,
-// counted in the tile and in `to`, is not written; where is_zero(row in the tile), zeros are.
+// Writes scale · acc, a warp's accumulators, to `to`. They go through the tile, so that a lane writes 16 bytes: through
+// its rows from row0 on and its columns from 8·n0 on, which are the warp's own. Rows from `rows` on and columns from
+// `cols` on are not written. Rows with is_zero(row) become zeros. All rows and columns are counted in the tile.
 template <typename T, int kHeadDim, int kMTiles, int kNTiles, typename IsZero>
 __device__ void store_tile(const float (&acc)[kMTiles][kNTiles][4], float scale, uint16_t (*tile)[kHeadDim], int row0,
                            int n0, T *to, int64_t row_stride, int rows, int cols, IsZero is_zero) {

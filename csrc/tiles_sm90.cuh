@@ -1,9 +1,8 @@
 // Tiles of 16-bit elements in shared memory for Hopper: how TMA loads and stores them, and what wgmma is told of them.
 //
-// Read next: flash_sm90.cu.
+// Read next: flash_sm90.cu, the kernel made of these.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <string>
@@ -28,7 +27,7 @@ template <int kRows, int kHeadDim> struct SmemTile {
     __device__ uint64_t rows_desc(int kk) const {
         return make_smem_desc<kRowBytes>(panel, kRows * kRowBytes) + 16 * kk * kRowBytes / 16;
     }
-    // Of eight elements of a row, for ldmatrix and stmatrix.
+    // The address of eight elements of a row, for ldmatrix and stmatrix.
     __device__ uint32_t address(int row, int col) const {
         const uint32_t x = shared_address(panel) + ((col / kCols * kRows + row) * kCols + col % kCols) * 2;
         return x ^ (x >> 3 & (kRowBytes - 16));  // swizzled
@@ -56,7 +55,7 @@ __device__ void multiply_ab(float (&acc)[kHeadDim / 8][4], const uint32_t (&a)[k
 // A tensor [batch_size, heads, rows, head_dim] as TMA knows it, and the box of rows of one head that a copy takes.
 struct TmaTensor {
     CUtensorMap map;
-    int head_step, batch_step;  // 0 along an expanded dimension, which TMA takes for one of size 1
+    int head_step, batch_step;  // 0 along an expanded dimension, which has size 1 in the map; else 1
 };
 
 // All of a tile arrives at `full`: rows from `row` on, and zeros for what lies outside of the tensor.
@@ -94,7 +93,7 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
     return encode;
 }
 
-// A box is box_rows rows and a panel of tiles of kHeadDim columns. L2 fetches 256 bytes at a time.
+// A box is box_rows rows of one panel of a SmemTile. L2 fetches 256 bytes at a time.
 template <int kHeadDim>
 TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batch_size, int heads, int rows, int head_dim,
                           int box_rows) {

@@ -30,7 +30,7 @@ constexpr Layout kBHSD{1, 2}, kBSHD{2, 1};
 // Up to this magnitude softmax_scale · log2(e) is finite in fp32. As in checks.py.
 constexpr double kMaxScale = 2.3586e38;
 
-// Nothing for a dtype that no kernel takes on the device of x.
+// The dtype of x, or nothing if no kernel takes it on the device of x.
 inline std::optional<DType> dtype_of(const at::Tensor &x) {
     switch (x.scalar_type()) {
         case at::kFloat: return DType::kFloat32;
@@ -96,7 +96,7 @@ inline Choice choose([[maybe_unused]] const AttnParams &p, const at::Device &dev
     TORCH_CHECK(false, "minimal_attn: this build has no kernel for the device of q, k and v");
 }
 
-// What is to be written of x's gradient or of the output like x: x's order of dimensions, the last one contiguous.
+// A new tensor for x's gradient or for an output like x: dimensions in x's order, the last one contiguous.
 inline at::Tensor new_like(const at::Tensor &x) {
     at::Tensor like = at::empty_like(x);
     return like.stride(3) == 1 ? like : at::empty(x.sizes(), x.options());  // x overlaps itself, as sliding windows do
@@ -105,7 +105,7 @@ inline at::Tensor new_like(const at::Tensor &x) {
 // fp32, or fp64 for fp64.
 inline at::ScalarType lse_dtype(const at::Tensor &q) { return at::toOpMathType(q.scalar_type()); }
 
-// out like q, lse [batch_size, nheads, seqlen_q], and why tensor cores could not serve a call that they usually serve.
+// out like q, lse [batch_size, nheads, seqlen_q], and why a 16-bit call had to do without tensor cores.
 using Output = std::tuple<at::Tensor, at::Tensor, Reason>;
 
 inline Output run_forward(AttnParams p, const at::Tensor &q, Layout dim) {

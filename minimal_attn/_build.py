@@ -2,7 +2,7 @@
 
 load() is the one way in. It returns the library the process already has; else the minimal_attn._C that was built at
 installation; else it compiles csrc into torch's extensions directory, where later processes find it up to date.
-setup.py takes its sources and flags from here. Next: csrc/main.cpp, the ops; interface.py, which calls them.
+setup.py takes its sources and flags from here. Read next: ../csrc/main.cpp, the ops; interface.py, which calls them.
 """
 import contextlib
 import hashlib
@@ -64,12 +64,13 @@ def load(verbose: bool = False) -> ModuleType:
     with _lock:
         if NAME not in sys.modules:  # one for the process, even where this file was imported twice
             forced = _kernel_from_environment()
-            sys.modules[NAME] = _adopted() or _prebuilt() or _compiled(verbose)
+            library = _adopted() or _prebuilt() or _compiled(verbose)
             if forced is not None:
-                sys.modules[NAME].force_kernel(forced)
+                library.force_kernel(forced)
             from . import ops  # here, for setup.py takes this file without its package
 
             ops.register()
+            sys.modules[NAME] = library
         return sys.modules[NAME]
 
 
@@ -162,7 +163,8 @@ def source_digest(*roots):
 def _kernel_from_environment():
     kernel = os.environ.get("MINIMAL_ATTN_KERNEL") or None
     if kernel not in (None, *GPU_KERNELS):
-        raise ValueError(f"MINIMAL_ATTN_KERNEL is {kernel!r}: there are {', '.join(GPU_KERNELS)}")
+        names = ", ".join(map(repr, GPU_KERNELS))
+        raise ValueError(f"MINIMAL_ATTN_KERNEL must be unset or one of {names}, got {kernel!r}")
     return kernel
 
 

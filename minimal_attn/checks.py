@@ -58,10 +58,12 @@ def check_options(causal, sm_scale, name="sm_scale", *, deterministic=False):
     for option, value in (("causal", causal), ("deterministic", deterministic)):
         if not isinstance(value, bool):
             raise TypeError(f"{option} must be a bool, got {value!r}")
-    if isinstance(sm_scale, (str, bytes, list, tuple, dict)):
+    is_number = isinstance(sm_scale, (numbers.Real, torch.SymFloat)) and not isinstance(sm_scale, bool)
+    is_scalar = isinstance(sm_scale, torch.Tensor) and sm_scale.numel() == 1 and not sm_scale.is_complex()
+    if not (sm_scale is None or is_number or is_scalar):
         raise TypeError(f"{name} must be None or a number, got {sm_scale!r}")
     if sm_scale is not None and not -MAX_SCALE <= sm_scale <= MAX_SCALE:
-        raise ValueError(f"{name} must be finite, got {sm_scale}: its magnitude goes up to {MAX_SCALE:g}")
+        raise ValueError(f"{name} must be finite and at most {MAX_SCALE:g} in magnitude, got {sm_scale}")
 
 
 def check_dropout_p(dropout_p, name="dropout_p"):

@@ -78,7 +78,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     Raises:
         TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, causal or deterministic
             that is no bool, or a dropout_p or dropout_seed of another type.
-        ValueError: shapes, devices, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed or backend.
+        ValueError: shapes, devices, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed or backend; or a forced
+            kernel that cannot serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
             derivative: fp8 has none, "cuda" and "triton" none of forward mode or of second order.
@@ -226,10 +227,12 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
 class force_kernel:
     """Serve calls with backend="cuda" on a GPU by one kernel of csrc, for tests and benchmarks.
 
-    From the call on, or for the block of a with statement: with force_kernel("sm80"): ... It holds for the whole
-    process, in the forward and the backward pass; gradients of "sm90" are those of "sm80", of "dmma" those of "simt". A
-    call that the kernel cannot serve raises ValueError. The environment variable MINIMAL_ATTN_KERNEL does the same from
-    the time when csrc is loaded.
+    It holds from the call on, or for the block of a with statement: with force_kernel("sm80"): ... It holds for the
+    whole process, so force from one thread at a time. It holds for each forward and each backward pass that runs in
+    that time; gradients of "sm90" are those of "sm80", of "dmma" those of "simt". A call that the kernel cannot serve
+    raises ValueError. backend="auto" may still choose "triton", and CPU tensors have the host build. Under
+    torch.compile, enter the block around the compiled function. The environment variable MINIMAL_ATTN_KERNEL does the
+    same from the time when csrc is loaded.
 
     Args:
         kernel: "simt", "sm80", "sm90" or "dmma"; None: the kernel is chosen for each call again.
@@ -242,9 +245,11 @@ class force_kernel:
     def __init__(self, kernel: str | None):
         if kernel not in (None, *_build.GPU_KERNELS):
             raise ValueError(f"unknown kernel {kernel!r}: None or one of {', '.join(map(repr, _build.GPU_KERNELS))}")
+        self._kernel = kernel
         self._before = _build.load().force_kernel(kernel)
 
     def __enter__(self):
+        _build.load().force_kernel(self._kernel)  # for one that is entered again
         return self
 
     def __exit__(self, *exception):

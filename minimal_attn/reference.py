@@ -77,8 +77,8 @@ def visible_keys(seqlen_q, seqlen_k, causal, seq_lens, device):
 
 
 def without_padding(q, k, v, mask):
-    """q, k and v with 0 in the rows that see no key and in the keys that no row sees. What is masked is multiplied by
-    0, forwards or backwards, which does not make a NaN or inf 0."""
+    """q, k and v with 0 in the rows that see no key and in the keys that no row sees. A mask multiplies by 0, and
+    0 · NaN is NaN, so what is masked must be finite."""
     hidden_keys = ~mask.any(-2).unsqueeze(-1)
     return q.masked_fill(~mask.any(-1, keepdim=True), 0), k.masked_fill(hidden_keys, 0), v.masked_fill(hidden_keys, 0)
 

@@ -312,16 +312,21 @@ def test_gradients_of_minus_infinite_scores_are_finite(impl, dtype, case, hidden
     assert_finite_where_math_is(function, case, q, k, v, dout)
 
 
+@pytest.mark.parametrize("impl, dtype", [
+    *(pytest.param(impl, torch.bfloat16 if impl in OF_16_BITS else torch.float32, id=impl) for impl in KERNELS),
+    pytest.param("reference", torch.float32, id="reference")])
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf])
 @pytest.mark.parametrize("case", [Case("lengths", B=3, H=4, Hk=2, Sq=40, Sk=40, seq_lens=(17, 40, 1)),
                                   Case("causal", B=2, Sq=40, Sk=40, seq_lens=(17, 1), causal=True),
                                   Case("dropout", B=2, Sq=40, Sk=40, seq_lens=(17, 1), dropout_p=0.3),
                                   Case("empty_rows", B=2, Sq=40, Sk=25, causal=True)], ids=str)
-def test_reference_never_reads_padding(case, junk):
-    q, k, v, dout = make_all(case, torch.float32, "cpu")
-    function = functools.partial(flash_attention, backend="reference", return_lse=True, **options(case, "cpu"))
+def test_padding_and_empty_rows_reach_nothing(impl, dtype, case, junk):
+    backend, device = IMPLEMENTATIONS.get(impl, ("reference", "cpu"))
+    q, k, v, dout = make_all(case, dtype, device)
+    function = functools.partial(flash_attention, backend=backend, return_lse=True, deterministic=True,
+                                 **options(case, device))
     is_row = function(q, k, v)[1].detach() != -torch.inf
-    dlse = torch.randn(is_row.shape, generator=torch.Generator().manual_seed(2)).masked_fill(~is_row, junk)
+    dlse = torch.randn(is_row.shape, generator=torch.Generator().manual_seed(2)).to(device).masked_fill(~is_row, junk)
     dout = dout.masked_fill(~is_row[..., None], junk)
 
     def results():
@@ -455,7 +460,9 @@ def test_torch_compile_fullgraph(impl, dtype):
         torch.testing.assert_close(x, y)
 
 
-@each_kernel
+@pytest.mark.parametrize("impl, dtype", [
+    *(pytest.param(impl, torch.bfloat16 if impl in OF_16_BITS else torch.float32, id=impl) for impl in KERNELS),
+    pytest.param("triton", torch.bfloat16, id="triton-bfloat16")])  # which the interpreter is given as fp32
 def test_opcheck(impl, dtype):
     case, ops = Case("op", Sq=20, Sk=24), torch.ops.minimal_attn
     q, k, v, _ = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
@@ -463,7 +470,7 @@ def test_opcheck(impl, dtype):
     forward, backward = ((ops.triton_forward, ops.triton_backward) if impl == "triton" else
                          (ops.flash_forward, ops.flash_backward))
     torch.library.opcheck(forward.default, (q, k, v, None, 0.25, True))
-    q, k, v, dout = (x.detach() for x in make_all(Case("op", Sq=20, Sk=20), dtype, q.device))
+    q, k, v, dout = (x.detach() for x in make_all(Case("op", H=3, Hk=3, Sq=20, Sk=20, layout="bshd"), dtype, q.device))
     seq_lens = torch.tensor([13], dtype=torch.int32, device=q.device)
     for use_lse, lengths in ((False, seq_lens), (True, None)):
         out, lse = forward(q, k, v, lengths, 0.25, True)

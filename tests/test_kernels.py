@@ -155,7 +155,7 @@ def test_forced_sm90():
     refused("sm90", "head_dim is not a multiple of 16 bytes", *qkv(20))
     refused("sm90", "rows of k overlap", q, k[:, :, :1].expand_as(k), v)
     refused("sm90", "rows of v overlap", q, k, windows)
-    refused("sm90", r"a stride is 2\^40 bytes or more", far)
+    refused("sm90", r"a stride of q is 2\^40 bytes or more", far)
     refused("sm90", "there are no keys", q, k[:, :, :0], v[:, :, :0])
     refused("sm90", "it has no dropout", q, k, v, has_dropout=True)
 
@@ -182,6 +182,11 @@ def test_force_kernel_as_a_function_and_as_a_context():
         with force_kernel(None):
             assert forced() is None
         assert forced() == "simt"
+        sm90 = force_kernel("sm90")
+        for _ in range(2):
+            with sm90:
+                assert minimal_attn.load().force_kernel("sm90") == "sm90"
+            assert forced() == "simt"
         with pytest.raises(ZeroDivisionError), force_kernel("sm80"):
             with pytest.raises(ValueError, match="the forced kernel sm80 cannot serve"):
                 forced()
@@ -227,7 +232,7 @@ print(choose())
     assert in_a_new_process(code, MINIMAL_ATTN_KERNEL="sm80").stdout.split() == ["sm80", "sm80", "sm90", "sm80"]
     assert in_a_new_process(code, MINIMAL_ATTN_KERNEL="").stdout.split() == ["sm90"] * 4
     error = in_a_new_process(code, MINIMAL_ATTN_KERNEL="sm70").stderr
-    assert "ValueError: MINIMAL_ATTN_KERNEL is 'sm70': there are simt, sm80, sm90, dmma" in error
+    assert "MINIMAL_ATTN_KERNEL must be unset or one of 'simt', 'sm80', 'sm90', 'dmma', got 'sm70'" in error
 
 
 @pytest.fixture

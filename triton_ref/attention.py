@@ -5,7 +5,7 @@ sees whole go first, without a mask; only the blocks at the causal diagonal and 
 come by tensor descriptors, that is TMA, where the GPU, the dtype and the strides allow it, else through pointers.
 Nothing here belongs to one vendor, so other Triton backends and Triton's interpreter (TRITON_INTERPRET=1) run it too.
 
-Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: ../csrc/flash.cu, the same in CUDA C++; autotune.py.
+Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: launching.py; ../csrc/flash.cu, the same in CUDA C++.
 """
 
 import functools
@@ -28,6 +28,7 @@ try:
     from . import attention_hopper
 except (ImportError, AttributeError, TypeError):  # a Triton without Gluon, or with another
     attention_hopper = None
+hopper_compiles = attention_hopper is not None  # as far as is known
 
 
 @triton.jit
@@ -167,7 +168,7 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
         q = (-q.to(tl.float32)).to(q.dtype)
     # exp(scale · (s - max)) = exp2(softmax_scale_log2 · (s - max)). A scale of 0 makes all scores alike; so does the
     # least number, which does not turn a masked -inf into NaN. A descale below 0 is an error that only the GPU can see.
-    scale, scale_o = tl.abs(softmax_scale), keep_scale
+    scale, scale_o = tl.abs(tl.cast(softmax_scale, tl.float32)), keep_scale
     if q_descale_ptr is not None:
         scale *= tl.load(q_descale_ptr + b * nheads_k + h_k)
     if k_descale_ptr is not None:
@@ -332,11 +333,12 @@ def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, confi
             launch(plan[0], *args, *plan[1:])
         else:
             tma = can_use_tma(q, k, v)
+            may_be_hopper = config is None and candidates(q, out, tma, seq_lens, softmax_scale, dropout)[1]
             try:
                 chosen = config or choose(autotune, tma, *args)
                 kernel = launch(chosen, *args, tma)
             except CompilationError as error:
-                if config or not candidates(q, out, tma, seq_lens, softmax_scale, dropout)[1]:
+                if not may_be_hopper:
                     raise
                 give_up_hopper(error)
                 chosen = choose(autotune, tma, *args)
@@ -347,8 +349,8 @@ def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, confi
 
 def give_up_hopper(error):
     """Gluon changes from one Triton to the next: without it attention.py serves alone."""
-    global attention_hopper
-    attention_hopper = None
+    global hopper_compiles
+    hopper_compiles = False
     _plans.clear()
     warnings.warn(f"minimal_attn: attention_hopper.py does not compile with Triton {triton.__version__}, calls are "
                   f"slower without it: {error}", stacklevel=2)
@@ -357,7 +359,7 @@ def give_up_hopper(error):
 def candidates(q, out, tma, seq_lens=None, softmax_scale=1.0, dropout=None):
     """tile_configs for a call, and whether attention_hopper.py is among them."""
     found = properties(q.device)
-    is_hopper = (found.capability // 10 == 9 and tma and attention_hopper is not None and can_use_tma(out)
+    is_hopper = (found.capability // 10 == 9 and tma and hopper_compiles and can_use_tma(out)
                  and seq_lens is None and softmax_scale >= 0 and dropout is None)
     return tile_configs(q.dtype, q.shape[-1], found.max_shared_memory, is_hopper), is_hopper
 

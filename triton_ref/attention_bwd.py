@@ -38,8 +38,8 @@ def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_padded_ptr, o
                 kBlockD: tl.constexpr):
     """delta = rowsum(dO ∘ O) - dlse, and lse as _probabilities takes it, both (B, H, seqlen_pad).
 
-    Rows without a key get delta 0, whatever dO and dlse hold, and lse inf, so that their P is 0. So do the rows from
-    seqlen_q on, which make every tile whole.
+    Rows whose lse is -inf get delta 0, whatever dO and dlse hold, and lse inf, so that their P is 0. So do the rows
+    from seqlen_q on, which make every tile whole.
     """
     m_blocks = tl.cdiv(seqlen_pad, kBlockM)
     bh = (tl.program_id(0) // m_blocks).to(tl.int64)
@@ -60,8 +60,10 @@ def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_padded_ptr, o
     if o.dtype != tl.float32:
         # The factor is not log2(e) but what the rounded softmax_scale_log2 has made of it. One rounding, hence fp64.
         scale = tl.cast(softmax_scale, tl.float32)
-        factor = _in_log2(scale).to(tl.float64) / tl.where(scale == 0, 1.0, scale).to(tl.float64)
-        lse = (lse.to(tl.float64) * tl.where(scale == 0, 1.4426950408889634, factor)).to(tl.float32)
+        # A scale below 2^-126 has few bits or none to be exact with.
+        is_small = tl.abs(scale) < 1.1754944e-38
+        factor = _in_log2(scale).to(tl.float64) / tl.where(is_small, 1.0, scale).to(tl.float64)
+        lse = (lse.to(tl.float64) * tl.where(is_small, 1.4426950408889634, factor)).to(tl.float32)
     tl.store(delta_ptr + bh * seqlen_pad + rows, tl.where(is_empty, 0.0, delta))
     tl.store(lse_padded_ptr + bh * seqlen_pad + rows, tl.where(is_empty, float("inf"), lse))
 
@@ -79,8 +81,8 @@ def _probabilities(s, lse, softmax_scale, kIsFp32: tl.constexpr):
     At large scores the exponent is a small difference of large numbers. lse was rounded, and the FMA here adds no other
     rounding. lse is natural in fp32, and in powers of two in 16 bits, which spares a multiplication an element.
 
-    The exponent is above 0 by rounding alone. With the other sign it is as far off, and P cannot overflow. Sign and
-    absolute value are part of the instruction for exp2, which a minimum is not, and a NaN stays NaN.
+    Only rounding can make the exponent positive. Its sign is then flipped: the error keeps its size, and P is at most
+    1. Unlike a minimum, this takes no instruction of its own, and a NaN stays NaN.
     """
     if kIsFp32:
         p = tl.exp2(tl.abs(s * softmax_scale - lse) * -LOG2_E)
@@ -147,6 +149,8 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         row0 = m_block * kBlockM
         rows = row0 + tl.arange(0, kBlockM)
         q_tile = _load(q, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+        if kMasked and kEmptyRows:  # Q of rows without a key may be NaN, and 0 · NaN would reach dK
+            q_tile = tl.where((rows + shift > 0)[:, None], q_tile, tl.zeros_like(q_tile))
         s = tl.dot(k, q_tile.T, input_precision="ieee")  # Sᵀ
         lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
         p = _probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
@@ -205,7 +209,7 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     if not kTma:
         k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
         v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
-    # Keys from seq_len on are 0 here. Theirs are the rows of Pᵀ that reach no other gradient and are not stored.
+    # Keys from seq_len on are 0 here. Their rows of Pᵀ reach no other key's gradient, and 0 is stored for them.
     k = _load(k_base, b, h_k, col0, 0, k_row_stride, seq_len, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
     v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq_len, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
     dk = tl.zeros([kBlockN, kBlockD], tl.float32)

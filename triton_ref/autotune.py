@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,10 +117,10 @@ def _read(file):
 
 
 def _write(file, stored):
-    """Whole or not at all. Two processes that tune at once may lose a choice, which is then made again."""
+    """Whole or not at all. Two that tune at once may lose a choice, which is then made again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
+        part = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         part.write_text(json.dumps(stored, indent=1))
         part.replace(file)
     except OSError as error:

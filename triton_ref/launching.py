@@ -5,12 +5,15 @@ Read next: autotune.py, which chooses what a plan holds.
 """
 
 import functools
+import threading
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minimal_attn.checks import empty_like
 
 # With TRITON_INTERPRET=1 at import the kernels run on the CPU, in numpy.
 INTERPRETING = triton.knobs.runtime.interpret
@@ -38,10 +41,9 @@ def properties(device):
 
 
 def to_float(x):
-    """x in fp32, contiguous, or None for None: what Triton's interpreter (3.6 to 3.9), which gets dots and casts of
-    bf16 and fp8 wrong, is given instead. x.float() would choose strides of its own where x overlaps itself, and the
-    kernels take it that head_dim is contiguous."""
-    return None if x is None else x.to(torch.float32, memory_format=torch.contiguous_format)
+    """x in fp32 with a contiguous last dimension, or None for None. Triton's interpreter (3.6 to 3.9) gets dots and
+    casts of bf16 and fp8 wrong, so it is given this instead. The order of dimensions stays: fake kernels rely on it."""
+    return None if x is None else empty_like(x, torch.float32).copy_(x)
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,17 @@ def _descriptor(address, dtype, shape, strides, block, layout):
     return GluonDescriptor(memory, list(shape), list(strides), list(block), layout)
 
 
+_thread = threading.local()
+
+
 def descriptor(x, block, layout=None):
-    """A tensor descriptor of x, whose last dimension is contiguous: where x is, for TMA to copy tiles of the shape
-    `block`; layout is how Gluon's shared memory holds them. The stride of a dimension of 1 is no matter."""
+    """Tells TMA where x is, to copy tiles of the shape `block`. x is on the current device, and its last dimension is
+    contiguous. layout is that of Gluon's shared memory, None for Triton's. A dimension of 1 may have any stride."""
+    if x.is_cuda and not hasattr(_thread, "has_context"):
+        # Triton's launcher encodes descriptors in the CUDA context of the calling thread. A new thread has none until
+        # it calls the CUDA runtime, as this does, also while a graph is captured.
+        torch.cuda.is_current_stream_capturing()
+        _thread.has_context = True
     shape = tuple(x.shape)
     strides = tuple(stride if n > 1 else 16 for n, stride in zip(shape[:-1], x.stride()))
     return _descriptor(x.data_ptr(), x.dtype, shape, (*strides, 1), tuple(block), layout)
