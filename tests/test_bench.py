@@ -403,7 +403,7 @@ def test_the_readme_quotes_the_record_on_hopper():
     assert (f"was {min(best.values()):.2f} to {max(best.values()):.2f} times as fast as cuDNN, setting by setting; by "
             f"those factors `sm90` is {statistics.geometric_mean(times_best):.2f} times as fast as the best of the "
             f"three, and {min(times_best):.2f} at the least, at S = {slowest[-1]}.") in readme
-    assert statistics.geometric_mean(times_best) >= 1 and min(times_best) >= 0.93 and of_matmul >= 0.85
+    assert statistics.geometric_mean(times_best) >= 1 and min(times_best) >= 0.92 and of_matmul >= 0.85
     assert means[2] >= 0.97
     over = [rows["cuda:sm90"]["max_err"] / rows["torch:flash"]["max_err"] for rows in recorded.values()]
     assert f"The largest error of `sm90` is up to {max(over):.1f} times that of FA2" in readme
