@@ -759,6 +759,47 @@ def test_backward(tmp_path):
         assert row["tflops"] == pytest.approx(10 * 4 * 20 * 30 * 16 / 2 / row["ms"] / 1e9, rel=1e-4)
 
 
+SHARED_KEYS = {"GQA": attention.Shape(1, 4, 20, 16, 2, 20), "MQA": attention.Shape(2, 4, 20, 16, 1, 30)}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHARED_KEYS.values(), ids=SHARED_KEYS)
+def test_backward_with_shared_keys(shape, causal, tmp_path):
+    """All that serve are right, FLOPs count query heads, and memory counts the keys that are there once."""
+    file = tmp_path / "shared.json"
+    code, out = run("--op", "backward", "--no-profile", "--seqlens", "", "--shape", shape, "--causal",
+                    "yes" if causal else "no", "--json", file)
+    assert code == 0 and "WrongResult" not in out
+    served = {row["impl"]: row for row in check_format(file.read_text()) if row["ms"]}
+    of_torch = ("torch:math", "torch:flash") if DEVICE == "cpu" else ("torch:math",)  # on a GPU flash is for 16 bits
+    assert {"manual", OURS, "triton", *of_torch} <= set(served)
+    b, h, seqlen_q, d, h_k, seqlen_k = shape
+    products = 5 * 2 * b * h * seqlen_q * seqlen_k * d / (2 if causal else 1)
+    moved = 4 * b * d * (4 * h * seqlen_q + 4 * h_k * seqlen_k)  # q, out, dout, dq; k, v, dk, dv
+    for row in served.values():
+        assert (row["nheads"], row["nheads_k"]) == (h, h_k) and row["max_err"] < 1e-4
+        assert row["tflops"] == pytest.approx(products / row["ms"] / 1e9, rel=1e-4)
+        assert row["gbps"] == pytest.approx(moved / row["ms"] / 1e6, rel=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHARED_KEYS.values(), ids=SHARED_KEYS)
+def test_gradients_of_shared_keys_are_sums_over_the_group(shape, causal):
+    """The truth is what keys of their own for each query head would get, summed, and nothing less is accepted."""
+    case = backward.Case(Setting(shape, "float32", causal), "cpu")
+    group = shape.nheads // shape.nheads_k
+    q, k, v, dout, _ = (x.detach().double() if torch.is_tensor(x) else x for x in case.args)
+    qkv = [x.requires_grad_() for x in (q, *(x.repeat_interleave(group, dim=1) for x in (k, v)))]
+    dq, *dkv = torch.autograd.grad(attention.manual_attn(*qkv, causal), qkv, dout)
+    dk, dv = (x.unflatten(1, (shape.nheads_k, group)) for x in dkv)
+    torch.testing.assert_close(case.truth, (dq, dk.sum(2), dv.sum(2)))
+    case.impls = {"sum": Impl(lambda *args: (dq, dk.sum(2), dv.sum(2))),
+                  "one head": Impl(lambda *args: (dq, dk[:, :, 0], dv[:, :, 0]))}
+    measure.judge(case, "sum")
+    with pytest.raises(measure.WrongResult):
+        measure.judge(case, "one head")
+
+
 def test_backward_is_checked_where_its_truth_fits(monkeypatch):
     """It takes three times the memory of the forward's, which has room for a head of the shape that is asked for."""
     monkeypatch.setattr(attention, "truth_fits", lambda elements, device: elements <= 3 * 64 * 64)
