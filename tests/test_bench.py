@@ -676,6 +676,25 @@ def test_flex(causal, tmp_path):
     assert all(row["ms"] for row in check_format(file.read_text()))
 
 
+def test_the_time_on_the_host(monkeypatch):
+    """The median of 7 times 2000 calls after a warm-up, each within a context that is entered once."""
+    now, entered = [0.0], []
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.append(now.pop() + 1))
+
+    @contextlib.contextmanager
+    def forced():
+        entered.append(now[0])
+        yield
+
+    def wait(seconds):
+        now[0] += seconds
+
+    calls = {"slow": lambda: wait(3e-6), "forced": lambda: wait(2e-6)}
+    assert measure.host_us(calls, {"forced": forced}) == {"slow": 3, "forced": 2} and len(entered) == 1
+
+
 @pytest.mark.gpu
 def test_host_cost(tmp_path):
     file = tmp_path / "host.json"

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from .measure import (Setting, WrongResult, environment, host_cost, in_words, judge, matmul_ceiling, measured,
-                      must_serve, profiled)
+from .measure import Setting, WrongResult, environment, in_words, judge, matmul_ceiling, measured, must_serve, profiled
 from .options import OPS, parse_args
 from .tables import console, print_table, print_tables
 
@@ -33,7 +32,7 @@ def main(argv=None, program="minimal-attn bench"):
     told, failed = set(), False
 
     if args.host_cost:
-        meta["host_us"] = host_cost()
+        meta["host_us"] = op.host_cost(device)
         numbers = {name: [us] for name, us in meta["host_us"].items()}
         print_table("µs of host time for (1,4,64,64) bfloat16", ["µs"], numbers)
 

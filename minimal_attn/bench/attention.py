@@ -14,11 +14,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import flash_attention, force_kernel, reference_attention
+from .. import flash_attention, flash_attn_func, force_kernel, reference_attention
 from ..checks import MAX_HEAD_DIM
 from ..reference import visible_keys
 from ..validation import allowed_error
-from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, MEASURED, Impl, normal, truth_fits
+from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, MEASURED, Impl, host_us, normal, truth_fits
 
 DTYPES = DTYPE_NAMES + FP8_DTYPE_NAMES
 HALVES = ("float16", "bfloat16")
@@ -165,6 +165,21 @@ PROFILES = {
     "flex": ("FlexAttention", flex),
     **{module: (module, package(module)) for module in ("flash_attn", "flash_attn_interface")},
 }
+
+HOST_CONTEXTS = {"torch:flash": functools.partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION),
+                 "torch:efficient": functools.partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION)}
+
+
+@torch.no_grad()
+def host_cost(device):
+    """{name: µs} that a small forward pass takes on the host."""
+    q = torch.randn(1, 4, 64, 64, device=device, dtype=torch.bfloat16)
+    rows = q.transpose(1, 2).contiguous()  # (B, S, H, D)
+    return host_us({"flash_attention": lambda: flash_attention(q, q, q),
+                    "flash_attn_func": lambda: flash_attn_func(rows, rows, rows),
+                    "torch:flash": lambda: scaled_dot_product_attention(q, q, q),
+                    "torch:efficient": lambda: scaled_dot_product_attention(q, q, q),
+                    "empty_like": lambda: torch.empty_like(q)}, HOST_CONTEXTS)
 
 
 def attention_with_fp8_probabilities(q, k, v, causal):
