@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from conftest import readme_in_one_line
 from minimal_attn import _build, bench, benchmark, force_kernel, reference_attention
 from minimal_attn._build import source_digest
-from minimal_attn.bench import attention, backward, matmul, measure, page, pictures
+from minimal_attn.bench import attention, backward, forward_backward, matmul, measure, page, pictures
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,7 +69,7 @@ def check_format(text):
     for row in rows:
         op = matmul if row["op"] == "matmul" else attention
         assert list(row) == list(op.ROW)
-        assert row["op"] in ("forward", "backward", "matmul", "decode")
+        assert row["op"] in ("forward", "backward", "forward_backward", "matmul", "decode")
         assert row["impl"] in set(op.IMPLS) | OPTIONAL and row["dtype"] in op.DTYPES
         assert isinstance(row.get("causal", False), bool)
         sizes = ("m", "n", "k") if op is matmul else ("head_dim", *SIZES)
@@ -544,7 +544,8 @@ def test_pictures_need_their_package(monkeypatch, capsys):
 def test_the_file_at_the_top_is_the_same_benchmark(monkeypatch, tmp_path):
     said = subprocess.run([sys.executable, ROOT / "bench.py", "--help"], cwd=tmp_path, capture_output=True, text=True)
     assert said.returncode == 0
-    assert said.stdout.startswith("usage: python bench.py [-h] [--op {attention,backward,matmul}]")
+    usage = " ".join(said.stdout.split())  # its lines are as wide as the terminal
+    assert usage.startswith("usage: python bench.py [-h] [--op {attention,backward,forward_backward,matmul}]")
 
 
 def run_matmul(tmp_path, *options):
@@ -695,14 +696,29 @@ def test_the_time_on_the_host(monkeypatch):
     assert measure.host_us(calls, {"forced": forced}) == {"slow": 3, "forced": 2} and len(entered) == 1
 
 
+HOST_CALLS = {"attention": ("flash_attention", "flash_attn_func", "torch:flash", "torch:efficient", "empty_like"),
+              "forward_backward": ("flash_attention", "cuda:sm80", "triton", "torch:flash", "torch:cudnn")}
+
+
 @pytest.mark.gpu
-def test_host_cost(tmp_path):
+@pytest.mark.parametrize("op, names", HOST_CALLS.items())
+def test_host_cost(op, names, tmp_path):
     file = tmp_path / "host.json"
-    code, out = run(*SMALL, "--impls", "manual", "--host-cost", "--json", file)
+    code, out = run("--op", op, *SMALL, "--impls", "manual", "--host-cost", "--json", file)
     assert code == 0 and "µs of host time" in out
     cost = json.loads(file.read_text())["meta"]["host_us"]
-    assert set(cost) == {"flash_attention", "flash_attn_func", "torch:flash", "torch:efficient", "empty_like"}
-    assert all(0 < us < 1000 for us in cost.values())
+    assert tuple(cost) == names and all(0 < us < 5000 for us in cost.values())
+
+
+def test_the_host_makes_both_passes(monkeypatch):
+    """All of the calls whose time on the host is measured give the same gradients, and each of a graph of its own."""
+    monkeypatch.setattr(forward_backward, "host_us", lambda calls, contexts: (calls, contexts))
+    calls, contexts = forward_backward.host_cost("cpu")
+    assert tuple(calls) == HOST_CALLS["forward_backward"] and set(contexts) < set(calls)
+    right = calls["torch:flash"]()
+    for call in calls.values():
+        for gradients in (call(), call()):
+            torch.testing.assert_close(gradients, right, rtol=0.02, atol=0.02)
 
 
 def test_a_run_that_is_cut_short_keeps_its_rows(monkeypatch, tmp_path):
@@ -741,8 +757,9 @@ def test_a_kernel_is_forced_for_one_call(forced):
     assert [kernel for kernel, _ in itertools.groupby(forced)] == [None, "dmma", "sm80", "dmma", "simt", "dmma", None]
 
 
-def test_the_backward_forces_its_kernel(forced):
-    """The forward's is chosen in the forward, the backward's when that runs."""
+@pytest.mark.parametrize("gradients_of, passes", [(backward.backward_of, 3), (forward_backward.step_of, 4)])
+def test_the_backward_forces_its_kernel(gradients_of, passes, forced):
+    """The forward's is chosen in the forward, the backward's when that runs; a step of training runs both each time."""
     seen = []
 
     class Attend(torch.autograd.Function):
@@ -757,10 +774,10 @@ def test_the_backward_forces_its_kernel(forced):
             return dout, dout, dout
 
     q, k, v = (torch.ones(2, requires_grad=True) for _ in range(3))
-    call = backward.backward_by("cuda:simt", lambda q, k, v, causal: Attend.apply(q, k, v))
+    call = backward.forced_by("cuda:simt", gradients_of(lambda q, k, v, causal: Attend.apply(q, k, v)))
     for _ in range(2):
         call(q, k, v, torch.ones(2), False)
-    assert seen == ["simt"] * 3 and forced[-1] is None
+    assert seen == ["simt"] * passes and forced[-1] is None
 
 
 def run_backward(tmp_path):
@@ -781,23 +798,26 @@ def test_backward(tmp_path):
 SHARED_KEYS = {"GQA": attention.Shape(1, 4, 20, 16, 2, 20), "MQA": attention.Shape(2, 4, 20, 16, 1, 30)}
 
 
+@pytest.mark.parametrize("op, products, times_moved", [
+    ("backward", 5, (4, 4)),  # q, out, dout, dq; k, v, dk, dv
+    ("forward_backward", 7, (6, 6))])  # and q, out; k, v
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHARED_KEYS.values(), ids=SHARED_KEYS)
-def test_backward_with_shared_keys(shape, causal, tmp_path):
+def test_gradients_with_shared_keys(shape, causal, op, products, times_moved, tmp_path):
     """All that serve are right, FLOPs count query heads, and memory counts the keys that are there once."""
     file = tmp_path / "shared.json"
-    code, out = run("--op", "backward", "--no-profile", "--seqlens", "", "--shape", shape, "--causal",
+    code, out = run("--op", op, "--no-profile", "--seqlens", "", "--shape", shape, "--causal",
                     "yes" if causal else "no", "--json", file)
     assert code == 0 and "WrongResult" not in out
     served = {row["impl"]: row for row in check_format(file.read_text()) if row["ms"]}
     of_torch = ("torch:math", "torch:flash") if DEVICE == "cpu" else ("torch:math",)  # on a GPU flash is for 16 bits
     assert {"manual", OURS, "triton", *of_torch} <= set(served)
     b, h, seqlen_q, d, h_k, seqlen_k = shape
-    products = 5 * 2 * b * h * seqlen_q * seqlen_k * d / (2 if causal else 1)
-    moved = 4 * b * d * (4 * h * seqlen_q + 4 * h_k * seqlen_k)  # q, out, dout, dq; k, v, dk, dv
+    flops = products * 2 * b * h * seqlen_q * seqlen_k * d / (2 if causal else 1)
+    moved = 4 * b * d * (times_moved[0] * h * seqlen_q + times_moved[1] * h_k * seqlen_k)
     for row in served.values():
-        assert (row["nheads"], row["nheads_k"]) == (h, h_k) and row["max_err"] < 1e-4
-        assert row["tflops"] == pytest.approx(products / row["ms"] / 1e9, rel=1e-4)
+        assert (row["op"], row["nheads"], row["nheads_k"]) == (op, h, h_k) and row["max_err"] < 1e-4
+        assert row["tflops"] == pytest.approx(flops / row["ms"] / 1e9, rel=1e-4)
         assert row["gbps"] == pytest.approx(moved / row["ms"] / 1e6, rel=1e-4)
 
 
@@ -827,7 +847,7 @@ def test_backward_is_checked_where_its_truth_fits(monkeypatch):
     assert code == 0 and "=== checking (16,12,64,64) float32" in out and "torch:math: max error" in out
 
 
-@pytest.mark.parametrize("op", [attention, backward])
+@pytest.mark.parametrize("op", [attention, backward, forward_backward])
 def test_a_head_is_judged_where_the_truth_of_all_does_not_fit(op, monkeypatch):
     setting = Setting(attention.Shape(2, 4, 50, 16, 2, 70), "float32", True)
     whole = op.Case(setting, "cpu")
@@ -841,7 +861,7 @@ def test_a_head_is_judged_where_the_truth_of_all_does_not_fit(op, monkeypatch):
         wrong = [x.clone() for x in measure.each(right)]
         wrong[i][-1, -heads[i], -1, -1] += 0.01
         case.impls = {"right": Impl(lambda *args: right),
-                      "wrong": Impl(lambda *args: tuple(wrong) if op is backward else wrong[0])}
+                      "wrong": Impl(lambda *args: wrong[0] if op is attention else tuple(wrong))}
         measure.judge(case, "right")
         with pytest.raises(measure.WrongResult):
             measure.judge(case, "wrong")

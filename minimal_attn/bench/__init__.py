@@ -1,8 +1,9 @@
 """Everything that computes attention on this machine side by side: checked against the reference, profiled, timed.
 
 Without arguments it runs on the GPU if there is one, else on the CPU; --op backward does the same for the derivative,
---op matmul for the product of matrices. main() is the whole run. Read next: attention.py, what is compared; measure.py,
-how one of it is measured; tables.py, pictures.py and page.py, what becomes of the numbers.
+--op forward_backward for both passes in one call, --op matmul for the product of matrices. main() is the whole run.
+Read next: attention.py, what is compared; measure.py, how one of it is measured; tables.py, pictures.py and page.py,
+what becomes of the numbers.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """What is compared in the backward pass: dq, dk and dv of the implementations of attention.py that have a derivative.
 
-Only the backward pass is timed; a graph is made once for each case. Read next: attention.py; measure.py.
+Only the backward pass is timed; a graph is made once for each case. Read next: forward_backward.py, both passes in one
+call; measure.py.
 """
 
 import functools
@@ -32,15 +33,20 @@ def graph_of(forward, q, k, v, causal):
     return forward(q, k, v, causal)
 
 
-def backward_by(name, forward):
-    """backward_of, by the kernel of csrc that a name of IMPLS forces: for the backward pass it is chosen there anew."""
+def forced_by(name, function):
+    """function, by the kernel of csrc that a name of IMPLS forces: for the backward pass it is chosen there anew."""
     kernel = name.removeprefix("cuda:")
-    return by_kernel(kernel, backward_of(forward)) if kernel in GPU_KERNELS else backward_of(forward)
+    return by_kernel(kernel, function) if kernel in GPU_KERNELS else function
 
 
-IMPLS = {name: impl._replace(forward=backward_by(name, impl.forward),
-                             dtypes=tuple(x for x in impl.dtypes if x in DTYPES))
-         for name, impl in attention.IMPLS.items() if name not in ("cuda:sm90", "cuda:dmma")}  # theirs is of others
+def impls_of(gradients_of):
+    """The table of implementations, with gradients_of(forward) for the forward pass of each."""
+    return {name: impl._replace(forward=forced_by(name, gradients_of(impl.forward)),
+                                dtypes=tuple(x for x in impl.dtypes if x in DTYPES))
+            for name, impl in attention.IMPLS.items() if name not in ("cuda:sm90", "cuda:dmma")}  # theirs is of others
+
+
+IMPLS = impls_of(backward_of)
 PROFILES = {name: (f"{heading}, backward", backward_of(forward))
             for name, (heading, forward) in attention.PROFILES.items()}
 
@@ -51,6 +57,7 @@ class Case(attention.Case):
     impls = IMPLS
     op = "backward"
     scores_kept = 3  # autograd keeps the scores and makes their gradients
+    flops_of_forward = 2.5  # five products instead of two; Q Kᵀ is formed again
 
     def __init__(self, setting, device):
         super().__init__(setting, device)
@@ -58,7 +65,7 @@ class Case(attention.Case):
         qkv = [x.requires_grad_() for x in qkv]
         dout = torch.randn_like(qkv[0])
         self.args = *qkv, dout, causal
-        self.flops *= 2.5  # five products instead of two; Q Kᵀ is formed again
+        self.flops *= self.flops_of_forward
         self.out_bytes = sum(x.nbytes for x in qkv)
         self.bytes = 2 * self.out_bytes + 2 * dout.nbytes  # dout and out, which gives delta
         self.truth = self.tolerance = None

@@ -4,10 +4,10 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from . import attention, backward, matmul
+from . import attention, backward, forward_backward, matmul
 
 # Each has its shapes, dtypes, implementations and a Case.
-OPS = {"attention": attention, "backward": backward, "matmul": matmul}
+OPS = {"attention": attention, "backward": backward, "forward_backward": forward_backward, "matmul": matmul}
 
 CAUSALS = {"no": (False,), "yes": (True,), "both": (False, True)}
 
@@ -72,7 +72,8 @@ def parse_args(program, argv, device, description):
             help="mask the future (bottom-right aligned); both: with and without")
         add("--seqlens", type=ints, metavar="S,S,...", default=op.DEFAULT_SEQLENS[device],
             help="sweep the first shape over these lengths, '' for none (default: %(default)s)")
-        add("--host-cost", action="store_true", help="also measure the host's time for a small call")
+        add("--host-cost", action="store_true",
+            help="also measure the host's time for a small call: forward, or both passes with --op forward_backward")
     else:
         parser.set_defaults(causal="no", seqlens=[], host_cost=False)
     args = parser.parse_args(argv)
