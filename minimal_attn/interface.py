@@ -227,12 +227,12 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
 class force_kernel:
     """Serve calls with backend="cuda" on a GPU by one kernel of csrc, for tests and benchmarks.
 
-    It holds from the call on, or for the block of a with statement: with force_kernel("sm80"): ... It holds for the
-    whole process, so force from one thread at a time. It holds for each forward and each backward pass that runs in
-    that time; gradients of "sm90" are those of "sm80", of "dmma" those of "simt". A call that the kernel cannot serve
-    raises ValueError. backend="auto" may still choose "triton", and CPU tensors have the host build. Under
-    torch.compile, enter the block around the compiled function. The environment variable MINIMAL_ATTN_KERNEL does the
-    same from the time when csrc is loaded.
+    The kernel is forced from this call on, or inside a with statement: with force_kernel("sm80"): ... It is forced for
+    the whole process, so use one thread at a time. Forward and backward passes obey what is forced when they run. The
+    gradients of "sm90" are those of "sm80", and those of "dmma" are those of "simt". A call that the kernel cannot
+    serve raises ValueError. backend="auto" may still choose "triton", and CPU tensors always use the host build. With
+    torch.compile, put the with statement around the compiled function. The environment variable MINIMAL_ATTN_KERNEL
+    forces a kernel from the time when csrc is loaded.
 
     Args:
         kernel: "simt", "sm80", "sm90" or "dmma"; None: the kernel is chosen for each call again.

@@ -27,8 +27,9 @@ KERNELS = [impl for impl in IMPLS if impl != "torch"]
 each_kernel_and_dtype = pytest.mark.parametrize("impl, dtype", [
     pytest.param(impl, dtype, id=f"{impl}-{str(dtype).removeprefix('torch.')}")
     for impl in KERNELS for dtype in DTYPES if serves(impl, Case("any"), dtype)])
-each_kernel = pytest.mark.parametrize("impl, dtype", [
-    pytest.param(impl, torch.bfloat16 if impl in OF_16_BITS else torch.float32, id=impl) for impl in KERNELS])
+KERNELS_AND_DTYPES = [pytest.param(impl, torch.bfloat16 if impl in OF_16_BITS else torch.float32, id=impl)
+                      for impl in KERNELS]
+each_kernel = pytest.mark.parametrize("impl, dtype", KERNELS_AND_DTYPES)
 
 
 def make_all(case, dtype, device):
@@ -294,7 +295,7 @@ def assert_finite_where_math_is(function, case, q, k, v, dout):
 
 
 @pytest.mark.parametrize("impl, dtype", [
-    *(pytest.param(impl, torch.bfloat16 if impl in OF_16_BITS else torch.float32, id=impl) for impl in KERNELS),
+    *KERNELS_AND_DTYPES,
     pytest.param("triton", torch.float16, id="triton-float16"),
     pytest.param("reference", torch.float32, id="reference")])
 @pytest.mark.parametrize("hidden", [slice(None), slice(30), slice(30, None)], ids=["all", "first", "last"])
@@ -312,9 +313,8 @@ def test_gradients_of_minus_infinite_scores_are_finite(impl, dtype, case, hidden
     assert_finite_where_math_is(function, case, q, k, v, dout)
 
 
-@pytest.mark.parametrize("impl, dtype", [
-    *(pytest.param(impl, torch.bfloat16 if impl in OF_16_BITS else torch.float32, id=impl) for impl in KERNELS),
-    pytest.param("reference", torch.float32, id="reference")])
+@pytest.mark.parametrize("impl, dtype", [*KERNELS_AND_DTYPES,
+                                         pytest.param("reference", torch.float32, id="reference")])
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf])
 @pytest.mark.parametrize("case", [Case("lengths", B=3, H=4, Hk=2, Sq=40, Sk=40, seq_lens=(17, 40, 1)),
                                   Case("causal", B=2, Sq=40, Sk=40, seq_lens=(17, 1), causal=True),
@@ -461,7 +461,7 @@ def test_torch_compile_fullgraph(impl, dtype):
 
 
 @pytest.mark.parametrize("impl, dtype", [
-    *(pytest.param(impl, torch.bfloat16 if impl in OF_16_BITS else torch.float32, id=impl) for impl in KERNELS),
+    *KERNELS_AND_DTYPES,
     pytest.param("triton", torch.bfloat16, id="triton-bfloat16")])  # which the interpreter is given as fp32
 def test_opcheck(impl, dtype):
     case, ops = Case("op", Sq=20, Sk=24), torch.ops.minimal_attn

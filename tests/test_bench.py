@@ -707,7 +707,14 @@ def test_host_cost(op, names, tmp_path):
     code, out = run("--op", op, *SMALL, "--impls", "manual", "--host-cost", "--json", file)
     assert code == 0 and "µs of host time" in out
     cost = json.loads(file.read_text())["meta"]["host_us"]
-    assert tuple(cost) == names and all(0 < us < 5000 for us in cost.values())
+    assert tuple(cost) == names and all(0 < us < 1000 for us in cost.values())
+
+
+@pytest.mark.parametrize("op", ["backward", "matmul"])
+def test_ops_without_a_host_cost_refuse_it(op):
+    command = [sys.executable, ROOT / "bench.py", "--op", op, "--host-cost"]
+    said = subprocess.run(command, capture_output=True, text=True)
+    assert said.returncode == 2 and "unrecognized arguments: --host-cost" in said.stderr
 
 
 def test_the_host_makes_both_passes(monkeypatch):

@@ -13,7 +13,7 @@ from .._build import GPU_KERNELS
 from ..validation import allowed_error
 from . import attention
 from .attention import BASELINE, DEFAULT_SEQLENS, DEFAULT_SHAPES, ROW, SHAPES, Shape  # noqa: F401: as options.py asks
-from .attention import by_kernel, host_cost  # noqa: F401: the host's time is that of the forward pass
+from .attention import by_kernel
 from .measure import DTYPE_NAMES
 
 DTYPES = DTYPE_NAMES

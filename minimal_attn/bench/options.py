@@ -72,10 +72,12 @@ def parse_args(program, argv, device, description):
             help="mask the future (bottom-right aligned); both: with and without")
         add("--seqlens", type=ints, metavar="S,S,...", default=op.DEFAULT_SEQLENS[device],
             help="sweep the first shape over these lengths, '' for none (default: %(default)s)")
-        add("--host-cost", action="store_true",
-            help="also measure the host's time for a small call: forward, or both passes with --op forward_backward")
     else:
-        parser.set_defaults(causal="no", seqlens=[], host_cost=False)
+        parser.set_defaults(causal="no", seqlens=[])
+    if hasattr(op, "host_cost"):
+        add("--host-cost", action="store_true", help="also measure the host's time for a small call")
+    else:
+        parser.set_defaults(host_cost=False)
     args = parser.parse_args(argv)
     args.op, args.shapes, args.causals = op, args.shapes or op.DEFAULT_SHAPES[device], CAUSALS[args.causal]
     if args.host_cost and device == "cpu":
