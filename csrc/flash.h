@@ -46,7 +46,7 @@ struct AttnBackwardParams : AttnParams {
     Tensor dlse;
     void *delta;        // workspace like lse: rowsum(dout ∘ o) - dlse
     float *lse_log2;    // workspace like lse: see scores.cuh; nullptr for flash_bwd.cu, which does without
-    void *workspace;    // sm80::backward_workspace bytes, or nullptr if dq is not needed
+    void *workspace;    // sm80::backward_workspace bytes, or nullptr if that is 0
     bool deterministic;
 };
 

@@ -42,10 +42,10 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx) flash_bwd_prepr
     auto is_empty = [&](int row) { return row >= seq.padded_q || lse[row] == -INFINITY; };
     Sum sum[kRows] = {};
     auto add_products = [&]<bool kAligned>() {
-#pragma unroll
+#pragma unroll(kAligned ? kRows : 1)
         for (int i = 0; i < kRows; i++) {
             const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i), end = is_empty(row) ? 0 : p.head_dim;
-#pragma unroll 2
+#pragma unroll(kAligned ? 2 : 1)
             for (int d = 4 * tx; d < end; d += 4 * kTx) {
                 const auto o = load4<kAligned>(gO + row * p.o.row_stride + d, end - d);
                 const auto dout = load4<kAligned>(gdO + row * p.dout.row_stride + d, end - d);

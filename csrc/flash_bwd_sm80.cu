@@ -14,6 +14,9 @@
 // Q and dO have two buffers each; a step's copies run while the step before it is computed, with two barriers a step.
 // Where that is too much memory they have one buffer, and a third barrier.
 //
+// Where many query heads read one key head, several blocks of threads share a tile of keys: each walks along a part of
+// the heads and of their rows. They leave their sums in memory, and flash_bwd_dkv adds them up in a fixed order.
+//
 // dq_accum holds dQ in the order of acc_dq's registers, so that a warp adds 512 neighbouring bytes; flash_bwd_dq brings
 // it into q's order and type. The additions come in any order unless `deterministic` is set: then blocks of keys take
 // turns by dq_semaphore.
@@ -62,16 +65,35 @@ template <typename Shape> struct BwdSharedMemory {
     float lse_log2[Shape::kStages][Shape::kBlockM], delta[Shape::kStages][Shape::kBlockM];
 };
 
-// Global memory beyond the tensors: dq_accum [batch_size, nheads, m_blocks, kBlockM · kHeadDim], and if deterministic
-// dq_semaphore [batch_size, nheads, m_blocks, kNWarps] and a ticket for every block of threads.
+// How many blocks of threads share a tile of keys. They get 1024 rows or more each, to be worth their sums in memory. It
+// depends on nothing but the sample's length and the query heads of a key head, so that the bits of a sample do not
+// depend on its batch, and it does not fall where a sample is longer.
+__host__ __device__ inline int num_splits(const AttnParams &p, int seqlen_q) {
+    const int64_t group = p.nheads / p.nheads_k, limit = group < 16 ? group : 16, splits = group * seqlen_q / 1024;
+    return int(splits < 1 ? 1 : splits < limit ? splits : limit);
+}
+
+// Global memory beyond the tensors:
+//   dq_accum      [batch_size, nheads, m_blocks, kBlockM · kHeadDim], if dq is needed
+//   dq_semaphore  [batch_size, nheads, m_blocks, kNWarps], and a ticket for every block of threads, if deterministic
+//   dkv_partial   [splits, 2, batch_size, nheads_k, n_blocks · kBlockN, kHeadDim], if there are several splits
 template <typename Shape> struct Workspace {
-    int m_blocks;
-    int64_t tiles;
+    int m_blocks, n_blocks, splits;
+    int64_t tiles, partial_floats;  // of query rows; of dK, or dV, of a split
     explicit __host__ __device__ Workspace(const AttnBackwardParams &p)
-        : m_blocks(num_blocks<Shape::kBlockM>(p.seqlen_q)), tiles(RowTiles<Shape::kBlockM>::count(p)) {}
+        : m_blocks(num_blocks<Shape::kBlockM>(p.seqlen_q)), n_blocks(num_blocks<Shape::kBlockN>(p.seqlen_k)),
+          splits(num_splits(p, p.seqlen_q)), tiles(p.dq.data ? RowTiles<Shape::kBlockM>::count(p) : 0),
+          partial_floats(splits > 1 ? p.batch_size * p.nheads_k * n_blocks * (Shape::kBlockN * Shape::kHeadDim) : 0) {}
     __host__ __device__ int64_t floats() const { return tiles * (Shape::kBlockM * Shape::kHeadDim); }
-    __host__ __device__ int64_t bytes(bool deterministic) const {
-        return 4 * (floats() + (deterministic ? tiles * Shape::kNWarps + 1 : 0));
+    // Of dq_accum and, if there are any, of semaphores and ticket: what begins with 0.
+    __host__ __device__ int64_t zeroed_bytes(bool deterministic) const {
+        return 4 * floats() + (deterministic && tiles ? (4 * (tiles * Shape::kNWarps + 1) + 15) / 16 * 16 : 0);
+    }
+    __host__ __device__ int64_t bytes(const AttnBackwardParams &p) const {
+        return zeroed_bytes(p.deterministic) + 4 * splits * 2 * partial_floats;
+    }
+    __host__ __device__ float *dkv_partial(const AttnBackwardParams &p) const {
+        return reinterpret_cast<float *>(static_cast<char *>(p.workspace) + zeroed_bytes(p.deterministic));
     }
     // A warp's part of the tile of a row block, and this lane's in it. Fragment i of 2 · kDqTiles is 128·i floats
     // further.
@@ -299,6 +321,23 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
         store_keys(acc_dv, kDropout ? float(p.keep_scale) : 1.f, shared.sV, p.dv);
     }
 
+    // The sums of a split to dkv_partial.
+    __device__ void store_partial(int split) {
+        const Workspace<Shape> workspace(p);
+        const int64_t key_tile = (int64_t(tile.b) * p.nheads_k + tile.h_k) * workspace.n_blocks + tile.block;
+        float *dk = workspace.dkv_partial(p) + 2 * split * workspace.partial_floats +
+                    (key_tile * kBlockN + key0 + r) * kHeadDim + 8 * dim0 + c;
+        float *dv = dk + workspace.partial_floats;
+#pragma unroll
+        for (int i = 0; i < 2 * kMTiles; i++)
+#pragma unroll
+            for (int d = 0; d < kDTiles; d++) {
+                const float(&k)[4] = acc_dk[i / 2][d], (&v)[4] = acc_dv[i / 2][d];
+                *reinterpret_cast<float2 *>(dk + 8 * i * kHeadDim + 8 * d) = {k[i % 2 * 2], k[i % 2 * 2 + 1]};
+                *reinterpret_cast<float2 *>(dv + 8 * i * kHeadDim + 8 * d) = {v[i % 2 * 2], v[i % 2 * 2 + 1]};
+            }
+    }
+
     // Of the columns of Q that this warp sums dK over; those of dO lie kToDO further.
     __device__ uint32_t q_address(int stage) const {
         return Swizzle::move(shared_address(shared.steps[stage].sQ) + Swizzle::down(lane_idx), 0, dim0 / 2);
@@ -320,18 +359,25 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         __syncthreads();  // unobserved by racecheck: without it a block may wait for ever
         block_idx = shared.ticket;
     }
-    const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx, p.deterministic && p.is_causal);
+    const int max_splits = num_splits(p, p.seqlen_q), split = block_idx % max_splits;
+    const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits, p.deterministic && p.is_causal);
+    const int splits = num_splits(p, Sequence(p, tile.b).seqlen_q);
+    if (split >= splits) return;
     Backward<T, Shape, kDropout> backward{p, shared, tile};
+    // The steps of a tile are the row blocks of one head after the other. The splits share them evenly.
     const BlockRange blocks = backward.mask().template row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
-    const int h_end = blocks.begin < blocks.end ? tile.h + p.nheads / p.nheads_k : 0;
-    if (h_end > 0) backward.load_keys(), backward.load_rows(0, tile.h, blocks.begin);
+    const int m_blocks = blocks.end - blocks.begin, steps = m_blocks * (p.nheads / p.nheads_k);
+    const int step0 = steps / splits * split + min(split, steps % splits);
+    int steps_left = steps / splits + (split < steps % splits);
+    int h = tile.h + step0 / max(1, m_blocks), m_block = blocks.begin + step0 % max(1, m_blocks);
+    if (steps_left > 0) backward.load_keys(), backward.load_rows(0, h, m_block);
 
-    for (int h = tile.h, m_block = blocks.begin, stage = 0; h < h_end; stage ^= kStages - 1) {
+    for (int stage = 0; steps_left > 0; steps_left--, stage ^= kStages - 1) {
         cp_async_wait<0>();
         __syncthreads();  // the step's tiles have arrived; sdS, sP and the other stage have been read
         const bool is_last = m_block + 1 == blocks.end;  // of this head
         auto load_next = [&] {
-            if (h + is_last < h_end)
+            if (steps_left > 1)
                 backward.load_rows(stage ^ (kStages - 1), h + is_last, is_last ? blocks.begin : m_block + 1);
         };
         const bool is_full = blocks.is_full(m_block);
@@ -349,8 +395,36 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         h += is_last, m_block = is_last ? blocks.begin : m_block + 1;
     }
     __syncthreads();  // sK has been read
-    backward.store();
+    if (splits == 1) backward.store();
+    else backward.store_partial(split);
 #endif
+}
+
+// dk and dv of keys whose tiles were split: the sums of the splits, added up in order. A thread has 8 columns of a key.
+constexpr int kCombineThreads = 256;
+
+template <typename T>
+__global__ void __launch_bounds__(kCombineThreads)
+    flash_bwd_dkv(const __grid_constant__ AttnBackwardParams p, const float *partial, int64_t partial_floats,
+                  int padded_keys, int padded_dim) {
+    const int64_t vec = int64_t(blockIdx.x) * kCombineThreads + threadIdx.x, row = vec / (padded_dim / 8);
+    const int key = row % padded_keys, col = vec % (padded_dim / 8) * 8;
+    const int b = row / padded_keys / p.nheads_k, h_k = row / padded_keys % p.nheads_k;
+    if (b >= p.batch_size || key >= p.seqlen_k || col >= p.head_dim) return;
+    const Sequence seq(p, b);
+    const int splits = num_splits(p, seq.seqlen_q);
+    if (splits == 1) return;  // not split: dk and dv are there
+    auto combine = [&](const float *from, float scale, const Tensor &x) {
+        float sum[8] = {};
+        for (int split = 0; split < splits && key < seq.seqlen_k; split++, from += 2 * partial_floats)
+            for (int i = 0; i < 8; i++) sum[i] += from[i];
+        uint32_t packed[4];
+        for (int i = 0; i < 4; i++) packed[i] = pack<T>(sum[2 * i] * scale, sum[2 * i + 1] * scale);
+        *reinterpret_cast<uint4 *>(rows_of<T>(x, b, h_k, seq.k_begin + key) + col) =
+            {packed[0], packed[1], packed[2], packed[3]};
+    };
+    combine(partial + 8 * vec, Scores<>(p).softmax_scale, p.dk);
+    combine(partial + partial_floats + 8 * vec, p.dropout_seed ? float(p.keep_scale) : 1.f, p.dv);
 }
 
 // dq of kBlockM rows: dq_accum times softmax_scale, as rows of q's type.
@@ -380,9 +454,13 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
     constexpr int kSharedBytes = sizeof(BwdSharedMemory<Shape>), kPerSM = 164 << 10;  // sm_80; a block costs 1 KB more
     static_assert(Shape::kBlocksPerSM * (kSharedBytes + 1024) <= kPerSM);
     auto *stream = static_cast<cudaStream_t>(p.stream);
-    if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.bytes(p.deterministic), stream));
+    if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.zeroed_bytes(p.deterministic), stream));
     auto *kernel = p.dropout_seed ? flash_bwd<T, Shape, true> : flash_bwd<T, Shape, false>;
-    launch(kernel, KeyTiles<Shape::kBlockN>::count(p), Shape::kNThreads, kSharedBytes, p.stream, p);
+    launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.splits, Shape::kNThreads, kSharedBytes, p.stream, p);
+    if (const int64_t vecs = workspace.partial_floats / 8)
+        launch(flash_bwd_dkv<T>, (vecs + kCombineThreads - 1) / kCombineThreads, kCombineThreads, 0, p.stream, p,
+               workspace.dkv_partial(p), workspace.partial_floats, workspace.n_blocks * Shape::kBlockN,
+               Shape::kHeadDim);
     if (p.dq.data)
         launch(flash_bwd_dq<T, Shape>, workspace.tiles, Shape::kNThreads, 2 * Shape::kBlockM * Shape::kHeadDim,
                p.stream, p);
@@ -410,7 +488,7 @@ template <typename F> auto with_shape(const AttnBackwardParams &p, F f) {
 }
 
 int64_t backward_workspace(const AttnBackwardParams &p) {
-    return with_shape(p, [&]<typename Shape> { return Workspace<Shape>(p).bytes(p.deterministic); });
+    return with_shape(p, [&]<typename Shape> { return Workspace<Shape>(p).bytes(p); });
 }
 
 void flash_backward(const AttnBackwardParams &p) {

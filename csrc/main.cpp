@@ -93,8 +93,8 @@ void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tenso
         unneeded_dk = new_like(k), unneeded_dv = new_like(k);
         p.dk = tensor_of(unneeded_dk, kBHSD), p.dv = tensor_of(unneeded_dv, kBHSD);
     }
-    if (p.dq.data) {
-        workspace = at::empty({sm80::backward_workspace(p)}, k.options().dtype(at::kByte));
+    if (const int64_t bytes = sm80::backward_workspace(p)) {
+        workspace = at::empty({bytes}, k.options().dtype(at::kByte));
         p.workspace = workspace.data_ptr();
     }
     sm80::flash_backward(p);

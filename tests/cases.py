@@ -135,6 +135,12 @@ BACKWARD_TILE_CASES = [
     for D, sizes in {96: [(63, 65), (129, 127), (193, 191)], 128: [(63, 127), (65, 129), (127, 257), (257, 255)],
                      256: [(31, 65), (33, 63), (65, 129), (127, 127)]}.items()
     for Sq, Sk in sizes for causal in (False, True)
+] + [  # Many query heads of few key heads, whose tiles of keys are split.
+    Case(f"heads_{H}_{Hk}_D{D}{'_causal' * causal}", B=2, H=H, Hk=Hk, Sq=Sq, Sk=Sq, D=D, causal=causal,
+         seq_lens=seq_lens, dropout_p=dropout_p, gpu_only=True)
+    for H, Hk, Sq, D, seq_lens, dropout_p in [(16, 1, 300, 64, None, 0.0), (12, 4, 700, 128, (700, 300), 0.0),
+                                              (32, 1, 130, 256, (60, 130), 0.0), (9, 1, 500, 96, None, 0.2)]
+    for causal in (False, True)
 ]
 
 

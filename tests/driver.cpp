@@ -129,6 +129,9 @@ const std::vector<Case> cases = {
     {"sm80_bf16_128",     b16, 1, 2, 1, 129,  65, 104, true,  kRows,     {},   kSm80, 0.5},
     {"sm80_bf16_192",     b16, 1, 2, 1,  65,  65, 192, false, kRows,     {64}, kSm80},
     {"sm80_bf16_256",     b16, 1, 1, 1,  66, 100, 200, true,  kHeads,    {},   kSm80},
+    // 20 heads that share keys: the tile of the first sample is split in two, that of the second is not.
+    {"sm80_splits",       b16, 2, 20, 1, 110, 110, 64, true,  kRows,     {110, 40}, kSm80},
+    {"sm80_splits_drop",  f16, 1, 20, 1, 105,  70, 104, false, kHeads,   {},   kSm80, 0.25},
     {"sm80_128_narrow",   f16, 1, 2, 1,  70, 130, 120, true,  kHeads,    {},   kSm80Narrow, 0.25},
     {"sm80_256_narrow",   b16, 1, 2, 1,  70,  70, 200, true,  kRows,     {65}, kSm80Narrow},
     {"sm80_one",          b16, 1, 1, 1,   1,   1,   8, true,  kHeads,    {},   kSm80},

@@ -1,6 +1,7 @@
 """What only a GPU can show: streams, graphs, offsets past 2^31, memory, a build for another GPU."""
 
 import dataclasses
+import functools
 import math
 import os
 import subprocess
@@ -142,6 +143,21 @@ def test_a_sample_does_not_depend_on_how_many_there_are(impl, backend, dtype, D,
     for b in (0, 23):
         alone = flash_attention(*(x[b:b + 1] for x in (q, k, v)), causal, return_lse=True, backend=backend)
         assert alone[0][0].equal(out[b]) and alone[1][0].equal(lse[b])
+
+
+@each_kernel
+@pytest.mark.parametrize("H, Hk", [(4, 4), (16, 1), (12, 2)])
+def test_gradients_of_a_sample_do_not_depend_on_its_batch(backend, dtype, H, Hk):
+    """Neither on how many samples and heads there are, nor on the padding; query heads that share keys are split."""
+    case = Case("samples", B=6, H=H, Hk=Hk, Sq=300, Sk=300, D=64)
+    q, k, v = (x.requires_grad_() for x in make_inputs(case, dtype, "cuda"))
+    dout, seq_lens = torch.randn_like(q), (300, 200, 60, 1, 300, 128)
+    attend = functools.partial(flash_attention, causal=True, backend=backend, deterministic=True)
+    whole = gradients(attend, q, k, v, dout, seq_lens=seq_lens)
+    for b, n in enumerate(seq_lens):
+        sample = [x[b:b + 1, :, :n].detach().requires_grad_() for x in (q, k, v)]
+        alone = gradients(attend, *sample, dout[b:b + 1, :, :n], seq_lens=(n,))
+        assert all(x[0].equal(y[b, :, :n]) for x, y in zip(alone, whole))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
