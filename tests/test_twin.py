@@ -223,7 +223,7 @@ def test_every_backward_tile(monkeypatch, dtype, head_dim, side, config):
     for case in cases:
         q, k, v, dout = make_all(case, dtype, DEVICE)
         check(case, gradients(by("triton", case), q, k, v, dout), q, k, v, dout)
-    assert all(chosen[side][0] == config for _, chosen in attention_bwd._plans.values())
+    assert all(chosen[side][0] == config for _, _, chosen in attention_bwd._plans.values())
 
 
 @pytest.mark.parametrize("limit", [64 << 10, 99 << 10, 163 << 10, 227 << 10])

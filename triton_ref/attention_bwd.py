@@ -5,8 +5,10 @@ dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse /
 
 Three kernels. _preprocess computes delta. _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows
 that see it; _flash_bwd_q computes dQ of one block of rows and loops over the keys. Q Kᵀ and dO Vᵀ are therefore formed
-twice, but no partial sums go through memory: there is no workspace of Q's size, there are no atomics, and every run
-gives the same bits. With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
+twice, but there is no workspace of Q's size, there are no atomics, and every run gives the same bits. Where many query
+heads read one key head, several programs share them. The sums of each go through memory, and sum_splits adds them up.
+
+With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
 
 Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: attention.py, the forward.
 """
@@ -26,9 +28,10 @@ from .attention import _load, block_d, can_use_tma, triton_forward
 from .attention import run as forward_run
 from .dropout import arguments as dropout_arguments
 from .dropout import keep_tile
-from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember, to_float
+from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember, sum_splits, to_float
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+ROWS_PER_SPLIT = tl.constexpr(1024)
 
 
 @triton.jit
@@ -185,12 +188,15 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
                   dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
                   nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad, head_dim, softmax_scale,
                   kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr,
-                  kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kRaggedRows: tl.constexpr):
-    """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it."""
+                  kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kRaggedRows: tl.constexpr,
+                  splits, split_stride):
+    """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it, or over the part of
+    them that one of several splits has."""
     # The keys that most rows see under a causal mask go first.
     n_blocks = tl.cdiv(seqlen_k, kBlockN)
-    col0 = tl.program_id(0) % n_blocks * kBlockN
-    bh_k = tl.program_id(0) // n_blocks
+    split, tile = tl.program_id(0) % splits, tl.program_id(0) // splits
+    col0 = tile % n_blocks * kBlockN
+    bh_k = tile // n_blocks
     b, h_k = bh_k // nheads_k, bh_k % nheads_k
     cols = col0 + tl.arange(0, kBlockN)
     seq_len, row_end = seqlen_k, seqlen_q
@@ -215,7 +221,10 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     dk = tl.zeros([kBlockN, kBlockD], tl.float32)
     dv = tl.zeros([kBlockN, kBlockD], tl.float32)
     group = nheads // nheads_k
-    for i in range(group):
+    sample_splits = tl.maximum(1, tl.minimum(splits, (group * tl.cast(row_end, tl.int64) // ROWS_PER_SPLIT).to(tl.int32)))
+    begin = tl.minimum(group, (group * split + sample_splits - 1) // sample_splits)
+    end = tl.minimum(group, (group * (split + 1) + sample_splits - 1) // sample_splits)
+    for i in range(begin, end):  # none in a split that a short sample does without
         h = h_k * group + i
         q_base, dout_base = q_ptr, dout_ptr
         if not kTma:
@@ -234,6 +243,8 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
 
     dims = tl.arange(0, kBlockD)
     is_stored = (cols[:, None] < seqlen_k) & (dims[None, :] < head_dim)
+    dk_ptr += split.to(tl.int64) * split_stride
+    dv_ptr += split.to(tl.int64) * split_stride
     dk_base = dk_ptr + b.to(tl.int64) * dk_batch_stride + h_k.to(tl.int64) * dk_head_stride
     dv_base = dv_ptr + b.to(tl.int64) * dv_batch_stride + h_k.to(tl.int64) * dv_head_stride
     dk = tl.where(cols[:, None] < seq_len, dk * softmax_scale, 0.0)
@@ -367,6 +378,12 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10):
             [tile for tile in tiles if fits(*tile)] or [(16, 16, 4, 1)]]
 
 
+def num_splits(group, seqlen_q):
+    """How many programs share a block of keys that `group` query heads read: by the rule of csrc/flash_bwd_sm80.cu, that
+    is by the length of a sample and not by how many samples and heads there are."""
+    return max(1, min(group, 16, group * seqlen_q // ROWS_PER_SPLIT.value))
+
+
 def _launch(side, config, tma, gradients, q, k, v, dout, lse_padded, delta, seq_lens, softmax_scale, causal, dropout,
             kernel=None):
     """The kernel for the gradients of one side, "kv" or "q". Returns it compiled, to spare the next such call looking
@@ -374,9 +391,12 @@ def _launch(side, config, tma, gradients, q, k, v, dout, lse_padded, delta, seq_
     batch_size, nheads, seqlen_q, head_dim = q.shape
     nheads_k, seqlen_k = k.shape[1:3]
     kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
-    function, blocks = _flash_bwd_q, -(-seqlen_q // kBlockM) * nheads
+    function, blocks, of_side = _flash_bwd_q, -(-seqlen_q // kBlockM) * nheads, ()
     if side == "kv":
-        function, blocks = _flash_bwd_kv, -(-seqlen_k // kBlockN) * nheads_k
+        splits = num_splits(nheads // nheads_k, seqlen_q)
+        function, blocks = _flash_bwd_kv, -(-seqlen_k // kBlockN) * nheads_k * splits
+        has_ragged_rows = seq_lens is not None or seqlen_q % kBlockM != 0
+        of_side = has_ragged_rows, splits, k.numel()
     programs = blocks * batch_size
     if programs > MAX_PROGRAMS:
         raise ValueError(f"too many blocks: {programs} of tiles {kBlockM} x {kBlockN}, a launch takes {MAX_PROGRAMS}")
@@ -387,17 +407,30 @@ def _launch(side, config, tma, gradients, q, k, v, dout, lse_padded, delta, seq_
         per_row = [descriptor(x, (1, kBlockM)) for x in per_row]
     strides = (stride for x in (*tensors, *gradients) for stride in x.stride()[:3])
     has_empty_rows = causal and seqlen_q > seqlen_k
-    has_ragged_rows = () if side == "q" else (seq_lens is not None or seqlen_q % kBlockM != 0,)
     arguments = (*tiles, *gradients, *per_row, seq_lens, *dropout_arguments(dropout), *strides, nheads, nheads_k,
                  seqlen_q, seqlen_k, seqlen_pad, head_dim, softmax_scale, causal, has_empty_rows, head_dim < kBlockD,
-                 tma, kBlockM, kBlockN, kBlockD, *has_ragged_rows)
+                 tma, kBlockM, kBlockN, kBlockD, *of_side)
     if kernel is None:
         return function[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
     kernel[(programs, 1, 1)](*arguments)
     return kernel
 
 
-_plans = {}  # {all that the launches depend on: (whether by TMA, {side: (its config, the compiled kernel)})}
+# {all that launches depend on: (the compiled _preprocess, whether by TMA, {side: (its config, the compiled kernel)})}
+_plans = {}
+
+
+def _launch_preprocess(out, dout, lse, dlse, delta, lse_padded, softmax_scale, kernel=None):
+    """delta and lse_padded. Returns the compiled kernel, as _launch."""
+    (nheads, seqlen_q, head_dim), seqlen_pad, kBlockM = out.shape[1:], delta.shape[1], 64
+    programs = seqlen_pad // kBlockM * delta.shape[0]
+    arguments = (out, dout, lse, dlse, delta, lse_padded, *out.stride()[:3], *dout.stride()[:3],
+                 *(dlse.stride() if dlse is not None else (0, 0, 0)), nheads, seqlen_q, seqlen_pad, head_dim,
+                 softmax_scale, kBlockM, block_d(out.dtype, head_dim))
+    if kernel is None:
+        return _preprocess[(programs,)](*arguments)
+    kernel[(programs, 1, 1)](*arguments)
+    return kernel
 
 
 def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune=True, dropout=None, need_dq=True,
@@ -419,31 +452,37 @@ def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune
     batch_size, nheads, seqlen_q, head_dim = q.shape
     seqlen_pad = -(-seqlen_q // 128) * 128
     delta, lse_padded = (lse.new_empty(batch_size * nheads, seqlen_pad) for _ in range(2))
+    outputs, splits = dict(gradients), num_splits(nheads // k.shape[1], seqlen_q)
+    if need_dkv and splits > 1:
+        partial = [lse.new_empty(splits, k.numel(), dtype=torch.float32) for _ in range(2)]
+        outputs["kv"] = [x.as_strided(k.shape, dx.stride()) for x, dx in zip(partial, gradients["kv"])]
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
-        _preprocess[(seqlen_pad // 64 * batch_size * nheads,)](
-            out, dout, lse, dlse, delta, lse_padded, *out.stride()[:3], *dout.stride()[:3],
-            *(dlse.stride() if dlse is not None else (0, 0, 0)), nheads, seqlen_q, seqlen_pad, head_dim,
-            softmax_scale, kBlockM=64, kBlockD=block_d(q.dtype, head_dim))
         args = q, k, v, dout, lse_padded, delta, seq_lens, softmax_scale, causal, dropout
         autotune = autotune and tuner.is_on()
         key = (q.device, causal, autotune, *sides, *((x.dtype, x.shape, x.stride(), x.data_ptr() % 16)
                                                      if x is not None else None
-                                                     for x in (q, k, v, dout, seq_lens, dropout and dropout[1])))
+                                                     for x in (q, k, v, out, dout, lse, dlse, seq_lens,
+                                                               dropout and dropout[1])))
         plan = _plans.get(key)
+        preprocess = _launch_preprocess(out, dout, lse, dlse, delta, lse_padded, softmax_scale, plan and plan[0])
         if plan is None:
             # A descriptor ends with the tensor, not with the sample.
             tma, chosen = seq_lens is None and can_use_tma(q, k, v, dout), {}
             for side in sides:
-                chosen[side] = _choose(side, autotune, tma, gradients[side], *args), None
+                chosen[side] = _choose(side, autotune, tma, outputs[side], *args), None
         else:
-            tma, chosen = plan
-        with _beside(q.device, len(sides) == 2 and q.is_cuda and block_d(q.dtype, head_dim) >= 128) as second_stream:
+            _, tma, chosen = plan
+        with _beside(q.device, len(sides) == 2 and q.is_cuda and is_worth_a_stream(q, k)) as second_stream:
             kernels = {}
             for side in sides:
                 with second_stream if side == "q" else contextlib.nullcontext():
-                    kernels[side] = _launch(side, chosen[side][0], tma, gradients[side], *args, chosen[side][1])
+                    kernels[side] = _launch(side, chosen[side][0], tma, outputs[side], *args, chosen[side][1])
+            if outputs["kv"] is not gradients["kv"]:
+                for x, dx in zip(partial, gradients["kv"]):
+                    sum_splits(x, dx, x.shape[1], splits)
         if plan is None:
-            remember(_plans, key, (tma, {side: (chosen[side][0], kernels[side]) for side in sides}), q.device)
+            plan = preprocess, tma, {side: (chosen[side][0], kernels[side]) for side in sides}
+            remember(_plans, key, plan, q.device)
     return result
 
 
@@ -453,13 +492,16 @@ def _stream(device, first):
     return torch.cuda.Stream(device)
 
 
+def is_worth_a_stream(q, k):
+    """Whether the two kernels should run beside each other: one fills the multiprocessors that the other leaves at its
+    end. At head_dim 128 that is worth 2 to 5 %, at 64 it can cost as much. In a small call the host has no time for it.
+    """
+    return block_d(q.dtype, q.shape[-1]) >= 128 and q.numel() * k.shape[2] >= 2**34
+
+
 @contextlib.contextmanager
 def _beside(device, pays):
-    """A context for launches on a second stream, which begins with the current one and ends before it goes on.
-
-    The two kernels have nothing to do with each other, and one fills the multiprocessors that the other leaves at its
-    end. At head_dim 128 that is worth 2 to 5 %, at 64 it can cost as much.
-    """
+    """A context for launches on a second stream, which begins with the current one and ends before it goes on."""
     if not pays:
         yield contextlib.nullcontext()
         return

@@ -1,5 +1,5 @@
-"""What the launchers of attention.py and matmul.py share: what a GPU has, tensor descriptors, and plans, which spare a
-call the work that the call before it did.
+"""What the launchers of attention.py, attention_bwd.py and matmul.py share: what a GPU has, tensor descriptors, sums of
+partial results, and plans, which spare a call the work that the call before it did.
 
 Read next: autotune.py, which chooses what a plan holds.
 """
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minimal_attn.checks import empty_like
@@ -79,6 +80,22 @@ def descriptor(x, block, layout=None):
     shape = tuple(x.shape)
     strides = tuple(stride if n > 1 else 16 for n, stride in zip(shape[:-1], x.stride()))
     return _descriptor(x.data_ptr(), x.dtype, shape, (*strides, 1), tuple(block), layout)
+
+
+@triton.jit
+def _sum_splits(partial, out, numel, split_stride, kSplits: tl.constexpr, kBlock: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * kBlock + tl.arange(0, kBlock)
+    acc = tl.zeros([kBlock], tl.float32)
+    for split in tl.static_range(kSplits):
+        acc += tl.load(partial + split * split_stride + i, mask=i < numel)
+    tl.store(out + i, acc.to(out.dtype.element_ty), mask=i < numel)
+
+
+def sum_splits(partial, out, split_stride, kSplits):
+    """out = the sum of kSplits tensors that lie in memory as out does, from the first to the last. They are in fp32, and
+    each begins split_stride elements after the one before. out has no gaps in memory."""
+    numel = out.numel()
+    _sum_splits[(triton.cdiv(numel, 1024),)](partial, out, numel, split_stride, kSplits=kSplits, kBlock=1024)
 
 
 def remember(plans, key, plan, device):

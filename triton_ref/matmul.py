@@ -20,7 +20,7 @@ from torch import Tensor
 from minimal_attn.checks import check_matmul, check_no_derivative, is_eager
 
 from . import autotune
-from .launching import INTERPRETING, descriptor, properties, remember
+from .launching import INTERPRETING, descriptor, properties, remember, sum_splits
 
 
 @triton.jit
@@ -74,16 +74,6 @@ def _matmul(a, b, c, m, n, k, a_row_stride, a_col_stride, b_row_stride, b_col_st
             row_end = m if kSplits == 1 else kSplits * m_blocks * kBlockM
             tl.store(c + rows.to(tl.int64)[:, None] * n + cols[None, :], acc.to(c.dtype.element_ty),
                      mask=(rows < row_end)[:, None] & (cols < n)[None, :])
-
-
-@triton.jit
-def _sum_splits(partial, c, numel, split_stride, kSplits: tl.constexpr, kBlock: tl.constexpr):
-    """c = the sum of kSplits matrices, in fp32 and from the first to the last."""
-    i = tl.program_id(0).to(tl.int64) * kBlock + tl.arange(0, kBlock)
-    acc = tl.zeros([kBlock], tl.float32)
-    for split in tl.static_range(kSplits):
-        acc += tl.load(partial + split * split_stride + i, mask=i < numel)
-    tl.store(c + i, acc.to(c.dtype.element_ty), mask=i < numel)
 
 
 # (kBlockM, kBlockN, kBlockK, TFLOP/s of one multiprocessor on such tiles), by size of an element, measured on an H200.
@@ -189,7 +179,7 @@ def _launch(a, b, c, dims, num_sms, config, kernel=None):
     else:
         kernel[(programs, 1, 1)](*arguments)
     if kSplits > 1:
-        _sum_splits[(_cdiv(m * n, 1024),)](out, c, m * n, m_blocks * kBlockM * n, kSplits=kSplits, kBlock=1024)
+        sum_splits(out, c, m_blocks * kBlockM * n, kSplits)
     return kernel
 
 
