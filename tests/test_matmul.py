@@ -14,7 +14,7 @@ from conftest import HAS_GPU, needs_gib
 from minimal_attn import checks, triton_matmul, validate_matmul
 
 pytest.importorskip("triton", reason="triton is not installed")
-from triton_ref import autotune, matmul  # noqa: E402
+from triton_ref import autotune, launching, matmul  # noqa: E402
 from triton_ref.launching import properties  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -269,7 +269,8 @@ def test_descriptors():
     x = torch.zeros(40, 64, device=DEVICE, dtype=torch.float16)
     for y, dim in ((x[:, :48], 1), (x[:, :48].T, 0)):
         assert matmul._contiguous_dim(y) == dim
-        described = matmul._describe(y, dim, 16, 32)
+        tile, block = matmul._tile(y, dim, 16, 32)
+        described = launching._descriptor(launching._TileMap(tile, block), y.data_ptr())
         assert described.base.data_ptr() == x.data_ptr() and described.base.dtype == torch.float16
         assert tuple(described.shape) == (40, 48) and tuple(described.strides) == (64, 1)
         assert tuple(described.block_shape) == ((16, 32) if dim == 1 else (32, 16))

@@ -20,9 +20,8 @@ from triton.compiler.errors import CompilationError
 from minimal_attn.checks import FP8_DTYPES, empty_like, out_dtype
 
 from . import autotune as tuner
-from .dropout import arguments as dropout_arguments
-from .dropout import keep_tile
-from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember, to_float
+from .dropout import keep_tile, threshold_and_scale
+from .launching import INTERPRETING, Launch, layouts, once, properties, remember, to_float
 
 try:
     from . import attention_hopper
@@ -281,34 +280,22 @@ def empty_outputs(q):
     return empty_like(q, out_dtype(q.dtype)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, dropout, tma, kernel=None):
-    """One launch for checked inputs; v is Vᵀ if they are fp8.
-
-    Returns the compiled kernel: passed to the next call with such tensors, it spares Triton looking for it.
-    """
+def launch(config, q, k, v, out, softmax_scale, causal, dropout_p, tma):
+    """The launch (q, k, v, out, lse, seq_lens, *descales, seed) for checked inputs; v is Vᵀ if they are fp8."""
     if "kConsumers" in config:
-        return attention_hopper.launch(config, q, k, v, out, lse, softmax_scale, causal,
-                                       properties(q.device).num_sms, kernel)
+        return attention_hopper.launch(config, q, k, v, out, softmax_scale, causal, properties(q.device).num_sms)
     batch_size, nheads, seqlen_q, head_dim = q.shape
     kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
-    tiles = q, k, v
-    if tma:
-        v_tile = (kBlockD, kBlockN) if q.dtype in FP8_DTYPES else (kBlockN, kBlockD)
-        tiles = [descriptor(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)),
-                                                              (v, v_tile))]
-    programs = -(-seqlen_q // kBlockM) * batch_size * nheads
-    if programs > MAX_PROGRAMS:
-        raise ValueError(f"too many rows: {programs} blocks of {kBlockM}, a launch takes {MAX_PROGRAMS}")
-    arguments = (*tiles, out, lse, seq_lens, *descales, *dropout_arguments(dropout), *q.stride()[:3], *k.stride()[:3],
-                 *v.stride()[:3], *out.stride()[:3], nheads, k.shape[1], seqlen_q, k.shape[2], head_dim, softmax_scale,
-                 causal, softmax_scale < 0, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
-    if kernel is None:
-        return _flash_fwd[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
-    kernel[(programs, 1, 1)](*arguments)
-    return kernel
+    v_tile = (kBlockD, kBlockN) if q.dtype in FP8_DTYPES else (kBlockN, kBlockD)
+    tiles = [(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)), (v, v_tile))]
+    constants = (*threshold_and_scale(dropout_p), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+                 nheads, k.shape[1], seqlen_q, k.shape[2], head_dim, softmax_scale, causal, softmax_scale < 0,
+                 head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
+    return Launch(_flash_fwd, -(-seqlen_q // kBlockM) * batch_size * nheads, constants, tiles if tma else (),
+                  num_warps=num_warps, num_stages=num_stages)
 
 
-_plans = {}  # {all that a launch depends on: (its config, whether by TMA, the compiled kernel)}
+_plans = {}  # {all that a launch depends on: the launch}
 
 
 def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, config=None, dropout=None):
@@ -320,31 +307,36 @@ def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, confi
     out, lse = empty_outputs(q)
     if not out.numel():
         return out, lse
+    dropout_p, seed = dropout or (0.0, None)
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         if q.dtype in FP8_DTYPES:
             v = transposed(v, seq_lens)
-        args = q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, dropout
         autotune = autotune and tuner.is_on()
-        key = (q.device, softmax_scale < 0, causal, autotune, config and tuple(config.values()),
-               *((x.dtype, x.shape, x.stride(), x.data_ptr() % 16) if x is not None else None
-                 for x in (q, k, v, seq_lens, *descales, dropout and dropout[1])))
+        key = (q.device, softmax_scale, causal, dropout_p, autotune, config and tuple(config.values()),
+               *layouts(q, k, v, seq_lens, *descales, seed))
+        tensors = q, k, v, out, lse, seq_lens, *descales, seed
         plan = _plans.get(key)
-        if plan is not None:
-            launch(plan[0], *args, *plan[1:])
-        else:
-            tma = can_use_tma(q, k, v)
-            may_be_hopper = config is None and candidates(q, out, tma, seq_lens, softmax_scale, dropout)[1]
+        if plan is None:
+            options = softmax_scale, causal, dropout_p
             try:
-                chosen = config or choose(autotune, tma, *args)
-                kernel = launch(chosen, *args, tma)
+                plan = _plan(config, autotune, tensors, *options)
             except CompilationError as error:
-                if not may_be_hopper:
+                if config is not None or not candidates(q, out, can_use_tma(q, k, v), seq_lens, softmax_scale, seed)[1]:
                     raise
                 give_up_hopper(error)
-                chosen = choose(autotune, tma, *args)
-                kernel = launch(chosen, *args, tma)
-            remember(_plans, key, (chosen, tma, kernel), q.device)
+                plan = _plan(config, autotune, tensors, *options)
+            remember(_plans, key, plan, q.device)
+        plan(*tensors)
     return out, lse
+
+
+def _plan(config, autotune, tensors, *options):
+    """The launch of a config, or of the one that choose takes, compiled."""
+    q, k, v, out, *_ = tensors
+    tma = can_use_tma(q, k, v)
+    plan = launch(config, q, k, v, out, *options, tma) if config else choose(autotune, tma, tensors, *options)
+    plan(*tensors)
+    return plan
 
 
 def give_up_hopper(error):
@@ -356,31 +348,26 @@ def give_up_hopper(error):
                   f"slower without it: {error}", stacklevel=2)
 
 
-def candidates(q, out, tma, seq_lens=None, softmax_scale=1.0, dropout=None):
+def candidates(q, out, tma, seq_lens=None, softmax_scale=1.0, seed=None):
     """tile_configs for a call, and whether attention_hopper.py is among them."""
     found = properties(q.device)
     is_hopper = (found.capability // 10 == 9 and tma and hopper_compiles and can_use_tma(out)
-                 and seq_lens is None and softmax_scale >= 0 and dropout is None)
+                 and seq_lens is None and softmax_scale >= 0 and seed is None)
     return tile_configs(q.dtype, q.shape[-1], found.max_shared_memory, is_hopper), is_hopper
 
 
-def choose(autotune, tma, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, dropout):
-    """One of the candidates: the first, or the fastest."""
-    configs, is_hopper = candidates(q, out, tma, seq_lens, softmax_scale, dropout)
+def choose(autotune, tma, tensors, softmax_scale, causal, dropout_p):
+    """The launch of one of the candidates: the first, or the fastest."""
+    q, k, v, out, _, seq_lens, *_, seed = tensors
+    configs, is_hopper = candidates(q, out, tma, seq_lens, softmax_scale, seed)
+    launch_of = once(lambda config: launch(config, q, k, v, out, softmax_scale, causal, dropout_p, tma))
     if not autotune:
-        return configs[0]
+        return launch_of(configs[0])
     # Lengths by the power of two that they reach: 1025 to 2048 are tuned as one.
     lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2]))
-    key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, is_hopper, dropout is not None,
+    key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, is_hopper, seed is not None,
            *lengths)
-    kernels = {}
-
-    def run_config(config):
-        name = tuple(config.values())
-        kernels[name] = launch(config, q, k, v, out, lse, seq_lens, descales, softmax_scale, causal, dropout, tma,
-                               kernels.get(name))
-
-    return tuner.fastest("attention", key, configs, run_config, q.device)
+    return launch_of(tuner.fastest("attention", key, configs, lambda config: launch_of(config)(*tensors), q.device))
 
 
 @torch.library.custom_op("minimal_attn::triton_forward", mutates_args=())

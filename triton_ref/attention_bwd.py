@@ -26,9 +26,8 @@ from minimal_attn.checks import FP8_DTYPES, check_no_derivative, empty_like, is_
 from . import autotune as tuner
 from .attention import _load, block_d, can_use_tma, triton_forward
 from .attention import run as forward_run
-from .dropout import arguments as dropout_arguments
-from .dropout import keep_tile
-from .launching import INTERPRETING, MAX_PROGRAMS, descriptor, properties, remember, sum_splits, to_float
+from .dropout import keep_tile, threshold_and_scale
+from .launching import INTERPRETING, Launch, layouts, once, properties, remember, sum_splits, to_float
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 ROWS_PER_SPLIT = tl.constexpr(1024)
@@ -221,7 +220,8 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     dk = tl.zeros([kBlockN, kBlockD], tl.float32)
     dv = tl.zeros([kBlockN, kBlockD], tl.float32)
     group = nheads // nheads_k
-    sample_splits = tl.maximum(1, tl.minimum(splits, (group * tl.cast(row_end, tl.int64) // ROWS_PER_SPLIT).to(tl.int32)))
+    sample_splits = tl.minimum(splits, tl.cast(group * tl.cast(row_end, tl.int64) // ROWS_PER_SPLIT, tl.int32))
+    sample_splits = tl.maximum(1, sample_splits)
     begin = tl.minimum(group, (group * split + sample_splits - 1) // sample_splits)
     end = tl.minimum(group, (group * (split + 1) + sample_splits - 1) // sample_splits)
     for i in range(begin, end):  # none in a split that a short sample does without
@@ -379,15 +379,15 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10):
 
 
 def num_splits(group, seqlen_q):
-    """How many programs share a block of keys that `group` query heads read: by the rule of csrc/flash_bwd_sm80.cu, that
-    is by the length of a sample and not by how many samples and heads there are."""
+    """How many programs share a block of keys that `group` query heads read: by the rule of csrc/flash_bwd_sm80.cu, by
+    the length of a sample and not by how many samples and heads there are."""
     return max(1, min(group, 16, group * seqlen_q // ROWS_PER_SPLIT.value))
 
 
-def _launch(side, config, tma, gradients, q, k, v, dout, lse_padded, delta, seq_lens, softmax_scale, causal, dropout,
-            kernel=None):
-    """The kernel for the gradients of one side, "kv" or "q". Returns it compiled, to spare the next such call looking
-    for it."""
+def _launch(side, config, tma, tensors, softmax_scale, causal, dropout_p):
+    """The launch (*tensors) for the gradients of one side, "kv" or "q": tensors are q, k, v, dout, these gradients,
+    lse_padded, delta, seq_lens and seed."""
+    q, k, v, dout, *gradients, lse_padded, delta, seq_lens, _ = tensors
     batch_size, nheads, seqlen_q, head_dim = q.shape
     nheads_k, seqlen_k = k.shape[1:3]
     kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
@@ -397,40 +397,26 @@ def _launch(side, config, tma, gradients, q, k, v, dout, lse_padded, delta, seq_
         function, blocks = _flash_bwd_kv, -(-seqlen_k // kBlockN) * nheads_k * splits
         has_ragged_rows = seq_lens is not None or seqlen_q % kBlockM != 0
         of_side = has_ragged_rows, splits, k.numel()
-    programs = blocks * batch_size
-    if programs > MAX_PROGRAMS:
-        raise ValueError(f"too many blocks: {programs} of tiles {kBlockM} x {kBlockN}, a launch takes {MAX_PROGRAMS}")
-    tensors, per_row, seqlen_pad = (q, k, v, dout), (lse_padded, delta), delta.shape[1]
-    tiles = tensors
-    if tma:
-        tiles = [descriptor(x, (1, 1, n, kBlockD)) for x, n in zip(tensors, (kBlockM, kBlockN, kBlockN, kBlockM))]
-        per_row = [descriptor(x, (1, kBlockM)) for x in per_row]
-    strides = (stride for x in (*tensors, *gradients) for stride in x.stride()[:3])
+    rows, keys, row = (1, 1, kBlockM, kBlockD), (1, 1, kBlockN, kBlockD), (1, kBlockM)
+    tiles = [(q, rows), (k, keys), (v, keys), (dout, rows), *[None] * len(gradients), (lse_padded, row), (delta, row)]
+    strides = (stride for x in (q, k, v, dout, *gradients) for stride in x.stride()[:3])
     has_empty_rows = causal and seqlen_q > seqlen_k
-    arguments = (*tiles, *gradients, *per_row, seq_lens, *dropout_arguments(dropout), *strides, nheads, nheads_k,
-                 seqlen_q, seqlen_k, seqlen_pad, head_dim, softmax_scale, causal, has_empty_rows, head_dim < kBlockD,
-                 tma, kBlockM, kBlockN, kBlockD, *of_side)
-    if kernel is None:
-        return function[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
-    kernel[(programs, 1, 1)](*arguments)
-    return kernel
+    constants = (*threshold_and_scale(dropout_p), *strides, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1],
+                 head_dim, softmax_scale, causal, has_empty_rows, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD,
+                 *of_side)
+    return Launch(function, blocks * batch_size, constants, tiles if tma else (), num_warps=num_warps,
+                  num_stages=num_stages)
 
 
-# {all that launches depend on: (the compiled _preprocess, whether by TMA, {side: (its config, the compiled kernel)})}
-_plans = {}
-
-
-def _launch_preprocess(out, dout, lse, dlse, delta, lse_padded, softmax_scale, kernel=None):
-    """delta and lse_padded. Returns the compiled kernel, as _launch."""
+def _launch_preprocess(out, dout, lse, dlse, delta, lse_padded, softmax_scale):
+    """The launch (out, dout, lse, dlse, delta, lse_padded) of _preprocess."""
     (nheads, seqlen_q, head_dim), seqlen_pad, kBlockM = out.shape[1:], delta.shape[1], 64
-    programs = seqlen_pad // kBlockM * delta.shape[0]
-    arguments = (out, dout, lse, dlse, delta, lse_padded, *out.stride()[:3], *dout.stride()[:3],
-                 *(dlse.stride() if dlse is not None else (0, 0, 0)), nheads, seqlen_q, seqlen_pad, head_dim,
-                 softmax_scale, kBlockM, block_d(out.dtype, head_dim))
-    if kernel is None:
-        return _preprocess[(programs,)](*arguments)
-    kernel[(programs, 1, 1)](*arguments)
-    return kernel
+    strides = *out.stride()[:3], *dout.stride()[:3], *(dlse.stride() if dlse is not None else (0, 0, 0))
+    constants = *strides, nheads, seqlen_q, seqlen_pad, head_dim, softmax_scale, kBlockM, block_d(out.dtype, head_dim)
+    return Launch(_preprocess, seqlen_pad // kBlockM * delta.shape[0], constants)
+
+
+_plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q" or "sum", those that are needed: the launch}}
 
 
 def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune=True, dropout=None, need_dq=True,
@@ -441,49 +427,48 @@ def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune
         gradients = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, seq_lens, softmax_scale, causal, autotune,
                         dropout, need_dq, need_dkv)
         return tuple(x if x is None else x.bfloat16() for x in gradients)
-    gradients = {"kv": [empty_like(k), empty_like(v)] if need_dkv else [None, None],
-                 "q": [empty_like(q) if need_dq else None]}
-    sides = [side for side, is_needed in (("kv", need_dkv), ("q", need_dq)) if is_needed]
-    result = *gradients["q"], *gradients["kv"]
+    dq = empty_like(q) if need_dq else None
+    dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
     if not q.numel() or not k.numel():
-        return tuple(x if x is None else x.zero_() for x in result)
+        return tuple(x if x is None else x.zero_() for x in (dq, dk, dv))
     if dout.stride(-1) != 1:  # as the gradient of a sum
         dout = dout.contiguous()
     batch_size, nheads, seqlen_q, head_dim = q.shape
-    seqlen_pad = -(-seqlen_q // 128) * 128
-    delta, lse_padded = (lse.new_empty(batch_size * nheads, seqlen_pad) for _ in range(2))
-    outputs, splits = dict(gradients), num_splits(nheads // k.shape[1], seqlen_q)
-    if need_dkv and splits > 1:
-        partial = [lse.new_empty(splits, k.numel(), dtype=torch.float32) for _ in range(2)]
-        outputs["kv"] = [x.as_strided(k.shape, dx.stride()) for x, dx in zip(partial, gradients["kv"])]
+    dropout_p, seed = dropout or (0.0, None)
+    lse_padded, delta = (lse.new_empty(batch_size * nheads, -(-seqlen_q // 128) * 128) for _ in range(2))
+    preprocessed = out, dout, lse, dlse, delta, lse_padded
+    sides, splits = {}, num_splits(nheads // k.shape[1], seqlen_q) if need_dkv else 1
+    if need_dkv:
+        partial = [lse.new_empty(splits, k.numel()) for _ in range(2)] if splits > 1 else []
+        # A split's part lies in memory as the gradient does.
+        sums = [x.as_strided(k.shape, dx.stride()) for x, dx in zip(partial, (dk, dv))] or (dk, dv)
+        sides["kv"] = q, k, v, dout, *sums, lse_padded, delta, seq_lens, seed
+    if need_dq:
+        sides["q"] = q, k, v, dout, dq, lse_padded, delta, seq_lens, seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
-        args = q, k, v, dout, lse_padded, delta, seq_lens, softmax_scale, causal, dropout
         autotune = autotune and tuner.is_on()
-        key = (q.device, causal, autotune, *sides, *((x.dtype, x.shape, x.stride(), x.data_ptr() % 16)
-                                                     if x is not None else None
-                                                     for x in (q, k, v, out, dout, lse, dlse, seq_lens,
-                                                               dropout and dropout[1])))
+        key = (q.device, softmax_scale, causal, dropout_p, autotune, *sides,
+               *layouts(q, k, v, out, dout, lse, dlse, seq_lens, seed))
         plan = _plans.get(key)
-        preprocess = _launch_preprocess(out, dout, lse, dlse, delta, lse_padded, softmax_scale, plan and plan[0])
         if plan is None:
-            # A descriptor ends with the tensor, not with the sample.
-            tma, chosen = seq_lens is None and can_use_tma(q, k, v, dout), {}
-            for side in sides:
-                chosen[side] = _choose(side, autotune, tma, outputs[side], *args), None
-        else:
-            _, tma, chosen = plan
-        with _beside(q.device, len(sides) == 2 and q.is_cuda and is_worth_a_stream(q, k)) as second_stream:
-            kernels = {}
-            for side in sides:
-                with second_stream if side == "q" else contextlib.nullcontext():
-                    kernels[side] = _launch(side, chosen[side][0], tma, outputs[side], *args, chosen[side][1])
-            if outputs["kv"] is not gradients["kv"]:
-                for x, dx in zip(partial, gradients["kv"]):
-                    sum_splits(x, dx, x.shape[1], splits)
-        if plan is None:
-            plan = preprocess, tma, {side: (chosen[side][0], kernels[side]) for side in sides}
+            plan = {"preprocess": _launch_preprocess(*preprocessed, softmax_scale)}
+            plan["preprocess"](*preprocessed)
+            for side, tensors in sides.items():
+                plan[side] = _choose(side, autotune, tensors, softmax_scale, causal, dropout_p)
+            if splits > 1:
+                plan["sum"] = sum_splits(dk, k.numel(), splits)
             remember(_plans, key, plan, q.device)
-    return result
+        plan["preprocess"](*preprocessed)
+        with _beside(q.device, len(sides) == 2 and q.is_cuda and is_worth_a_stream(q, k)) as second_stream:
+            if need_dkv:
+                plan["kv"](*sides["kv"])
+            if need_dq:
+                with second_stream:
+                    plan["q"](*sides["q"])
+            if splits > 1:
+                plan["sum"](partial[0], dk)
+                plan["sum"](partial[1], dv)
+    return dq, dk, dv
 
 
 @functools.cache
@@ -514,21 +499,18 @@ def _beside(device, pays):
         first.wait_stream(second)
 
 
-def _choose(side, autotune, tma, gradients, q, k, v, dout, lse_padded, delta, seq_lens, softmax_scale, causal, dropout):
-    """One of tile_configs: the first, or the fastest."""
+def _choose(side, autotune, tensors, softmax_scale, causal, dropout_p):
+    """The launch of one of tile_configs: the first, or the fastest."""
+    q, k, v, dout, *_, seq_lens, seed = tensors
     configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory)
+    tma = seq_lens is None and can_use_tma(q, k, v, dout)  # a descriptor ends with the tensor, not with the sample
+    launch_of = once(lambda config: _launch(side, config, tma, tensors, softmax_scale, causal, dropout_p))
     if not autotune:
-        return configs[0]
+        return launch_of(configs[0])
     lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2]))
-    key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, dropout is not None, *lengths)
-    kernels = {}
-
-    def run_config(config):
-        name = tuple(config.values())
-        kernels[name] = _launch(side, config, tma, gradients, q, k, v, dout, lse_padded, delta, seq_lens,
-                                softmax_scale, causal, dropout, kernels.get(name))
-
-    return tuner.fastest(f"attention_bwd_{side}", key, configs, run_config, q.device)
+    key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, seed is not None, *lengths)
+    return launch_of(tuner.fastest(f"attention_bwd_{side}", key, configs, lambda config: launch_of(config)(*tensors),
+                                   q.device))
 
 
 @torch.library.custom_op("minimal_attn::triton_backward", mutates_args=())

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, tma, warpgroup_mma,
                                                               warpgroup_mma_wait)
 
-from .launching import MAX_PROGRAMS, descriptor
+from .launching import MAX_PROGRAMS, Launch
 
 # Triton 3.6 has the longer names alone, 3.9 the shorter ones.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -274,10 +274,10 @@ def _layout(rows, kBlockD, dtype):
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, kBlockD], getattr(gl, str(dtype).removeprefix("torch.")))
 
 
-def launch(config, q, k, v, out, lse, softmax_scale, causal, num_sms, kernel=None):
-    """One launch for checked inputs that TMA reaches; kernel and result as of attention.launch."""
+def launch(config, q, k, v, out, softmax_scale, causal, num_sms):
+    """attention.launch for checked inputs that TMA reaches; all after lse is None."""
     kConsumers, kBlockN, kBlockD, kStages = config.values()
-    tiles = [descriptor(x, (1, 1, rows, kBlockD), _layout(rows, kBlockD, x.dtype))
+    tiles = [(x, (1, 1, rows, kBlockD), _layout(rows, kBlockD, x.dtype))
              for x, rows in ((q, 64), (k, kBlockN), (v, kBlockN), (out, 64))]
     num_tiles = -(-q.shape[2] // (64 * kConsumers)) * q.shape[0] * q.shape[1]
     if num_tiles > MAX_PROGRAMS:
@@ -289,9 +289,6 @@ def launch(config, q, k, v, out, lse, softmax_scale, causal, num_sms, kernel=Non
         programs, chunk = (num_sms, 2) if num_tiles >= 8 * num_sms else (num_tiles, 1)
     if kBlockD > 128:
         programs, chunk = num_tiles, 1
-    arguments = (*tiles, lse, q.shape[1], k.shape[1], num_tiles, chunk, q.shape[2], k.shape[2], softmax_scale, causal,
-                 kConsumers, kStages, REGISTERS[kConsumers])
-    if kernel is None:
-        return _flash_fwd[(programs,)](*arguments, num_warps=4)
-    kernel[(programs, 1, 1)](*arguments)
-    return kernel
+    constants = (q.shape[1], k.shape[1], num_tiles, chunk, q.shape[2], k.shape[2], softmax_scale, causal, kConsumers,
+                 kStages, REGISTERS[kConsumers])
+    return Launch(_flash_fwd, programs, constants, tiles, takes=5, num_warps=4)

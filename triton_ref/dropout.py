@@ -26,14 +26,11 @@ def keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM: tl.constexpr, kBlo
     return keep.permute(0, 3, 1, 2, 4).reshape(kBlockM, kBlockN)
 
 
-def arguments(dropout):
-    """(seed_ptr, threshold, keep_scale) of a kernel, for (dropout_p, seed) or None; a seed of None is no dropout.
+def threshold_and_scale(dropout_p):
+    """(threshold, keep_scale) of a kernel; those of 0 where a seed of None says that there is no dropout.
 
     The threshold goes as the int32 with its bits, the only type that every launch then has. At dropout_p = 1 it keeps
     one element in 2³², and the scale of 0 drops that.
     """
-    if dropout is None:
-        return None, 0, 1.0
-    dropout_p, seed = dropout
     threshold = min(drop_threshold(dropout_p), MASK32)
-    return seed, threshold - (threshold >> 31 << 32), keep_scale(dropout_p)
+    return threshold - (threshold >> 31 << 32), keep_scale(dropout_p)

@@ -1,5 +1,5 @@
-"""What the launchers of attention.py, attention_bwd.py and matmul.py share: what a GPU has, tensor descriptors, sums of
-partial results, and plans, which spare a call the work that the call before it did.
+"""What attention.py, attention_bwd.py and matmul.py share on the host: what a GPU has, launches that keep all that the
+next call can use again, plans of such launches, and sums of partial results.
 
 Read next: autotune.py, which chooses what a plan holds.
 """
@@ -57,29 +57,77 @@ class _Memory:
         return self.address
 
 
+class _TileMap:
+    """How TMA finds tiles of the shape `block` in tensors such as x, wherever they begin. The last dimension of x is
+    contiguous; one of size 1 may have any stride. layout is that of Gluon's shared memory, None for Triton's."""
+
+    def __init__(self, x, block, layout=None):
+        strides = [stride if n > 1 else 16 for n, stride in zip(x.shape[:-1], x.stride())]
+        self.dtype, self.sizes = x.dtype, (list(x.shape), [*strides, 1], list(block))
+        self.layout = layout
+
+    def at(self, address):
+        memory = _Memory(address, self.dtype)
+        if self.layout is None:
+            return TensorDescriptor(memory, *self.sizes)
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+        return GluonDescriptor(memory, *self.sizes, self.layout)
+
+
 @functools.lru_cache(maxsize=4096)
-def _descriptor(address, dtype, shape, strides, block, layout):
-    memory = _Memory(address, dtype)
-    if layout is None:
-        return TensorDescriptor(memory, list(shape), list(strides), list(block))
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-    return GluonDescriptor(memory, list(shape), list(strides), list(block), layout)
+def _descriptor(tile_map, address):
+    return tile_map.at(address)
 
 
 _thread = threading.local()
 
 
-def descriptor(x, block, layout=None):
-    """Tells TMA where x is, to copy tiles of the shape `block`. x is on the current device, and its last dimension is
-    contiguous. layout is that of Gluon's shared memory, None for Triton's. A dimension of 1 may have any stride."""
-    if x.is_cuda and not hasattr(_thread, "has_context"):
-        # Triton's launcher encodes descriptors in the CUDA context of the calling thread. A new thread has none until
-        # it calls the CUDA runtime, as this does, also while a graph is captured.
+def _need_context():
+    """Triton's launcher encodes descriptors in the CUDA context of the calling thread. A new thread has none until it
+    calls the CUDA runtime, as this does, also while a graph is captured."""
+    if not hasattr(_thread, "has_context"):
         torch.cuda.is_current_stream_capturing()
         _thread.has_context = True
-    shape = tuple(x.shape)
-    strides = tuple(stride if n > 1 else 16 for n, stride in zip(shape[:-1], x.stride()))
-    return _descriptor(x.data_ptr(), x.dtype, shape, (*strides, 1), tuple(block), layout)
+
+
+class Launch:
+    """A kernel with all that stays the same from call to call; the first call compiles it. A small attention takes less
+    time than looking a kernel up and putting its arguments together.
+
+    Args:
+        function: the kernel. Its parameters are tensors, then what is in `constants`.
+        programs: how many.
+        constants: sizes, strides, numbers and constexprs, for all tensors of the layouts that the calls will have.
+        tiles: for each tensor (x, block) or (x, block, layout) where TMA reads it, as for _TileMap, None where the
+            kernel gets its address. Shorter than the tensors: None for the rest.
+        takes: how many of the tensors the kernel has, if calls give it others as well.
+        options: num_warps and num_stages.
+
+    Raises:
+        ValueError: more programs than a launch can have.
+    """
+
+    def __init__(self, function, programs, constants, tiles=(), takes=None, **options):
+        if programs > MAX_PROGRAMS:
+            raise ValueError(f"too many blocks: {programs}, and a launch takes {MAX_PROGRAMS}")
+        self.function, self.grid, self.constants, self.options = function, (programs, 1, 1), constants, options
+        self.takes = takes
+        self.tile_maps = [tile and _TileMap(*tile) for tile in tiles]
+        self.kernel = None  # compiled; None for ever in the interpreter
+
+    def __call__(self, *tensors):
+        """Launch on the current device and stream. A tensor may be None if that of the first call was."""
+        tensors = tensors[:self.takes]
+        if self.tile_maps:
+            if tensors[0].is_cuda:
+                _need_context()
+            tiles = [x if tile_map is None else _descriptor(tile_map, x.data_ptr())
+                     for x, tile_map in zip(tensors, self.tile_maps)]
+            tensors = (*tiles, *tensors[len(tiles):])
+        if self.kernel is None:
+            self.kernel = self.function[self.grid](*tensors, *self.constants, **self.options)
+        else:
+            self.kernel[self.grid](*tensors, *self.constants)
 
 
 @triton.jit
@@ -91,16 +139,35 @@ def _sum_splits(partial, out, numel, split_stride, kSplits: tl.constexpr, kBlock
     tl.store(out + i, acc.to(out.dtype.element_ty), mask=i < numel)
 
 
-def sum_splits(partial, out, split_stride, kSplits):
-    """out = the sum of kSplits tensors that lie in memory as out does, from the first to the last. They are in fp32, and
-    each begins split_stride elements after the one before. out has no gaps in memory."""
-    numel = out.numel()
-    _sum_splits[(triton.cdiv(numel, 1024),)](partial, out, numel, split_stride, kSplits=kSplits, kBlock=1024)
+def sum_splits(out, split_stride, kSplits):
+    """The launch (partial, out) for out = the sum of kSplits tensors that lie in memory as out does, from the first to
+    the last. They are in fp32, and each begins split_stride elements after the one before. out has no gaps in memory.
+    """
+    return Launch(_sum_splits, -(-out.numel() // 1024), (out.numel(), split_stride, kSplits, 1024))
+
+
+def once(launch):
+    """launch(config), called once for each config."""
+    made = {}
+
+    def launch_of(config):
+        name = tuple(config.values())
+        if name not in made:
+            made[name] = launch(config)
+        return made[name]
+
+    return launch_of
+
+
+def layouts(*tensors):
+    """All of tensors, or None, that a compiled kernel depends on."""
+    return tuple(x if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors)
 
 
 def remember(plans, key, plan, device):
-    """Keep a plan for the calls of its key. One made under graph capture is not kept: it was not free to measure."""
+    """plan, which is kept for the calls of its key. One made under graph capture is not: it was not free to measure."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         if len(plans) >= MAX_PLANS:
             plans.clear()
         plans[key] = plan
+    return plan

@@ -20,7 +20,7 @@ from torch import Tensor
 from minimal_attn.checks import check_matmul, check_no_derivative, is_eager
 
 from . import autotune
-from .launching import INTERPRETING, descriptor, properties, remember, sum_splits
+from .launching import INTERPRETING, Launch, layouts, once, properties, remember, sum_splits, to_float
 
 
 @triton.jit
@@ -152,62 +152,61 @@ def _contiguous_dim(x):
     return None
 
 
-def _describe(x, dim, kBlockRows, kBlockCols):
-    """A tensor descriptor of x, or of its transpose where dimension 0 is the contiguous one."""
-    return descriptor(x, (kBlockRows, kBlockCols)) if dim == 1 else descriptor(x.T, (kBlockCols, kBlockRows))
+def _tile(x, dim, kBlockRows, kBlockCols):
+    """What Launch asks of a matrix, whose transpose TMA reads where dimension 0 is the contiguous one."""
+    return (x, (kBlockRows, kBlockCols)) if dim == 1 else (x.T, (kBlockCols, kBlockRows))
 
 
-def _launch(a, b, c, dims, num_sms, config, kernel=None):
-    """Write a @ b to c. dims: the contiguous dimensions of a and b for TMA, or None to read through pointers.
-
-    Returns the compiled kernel: passed to the next call with such tensors, it spares Triton looking for it.
-    """
+def _launch(a, b, c, dims, num_sms, config):
+    """The launch (a, b, c) for c = a @ b. dims: the contiguous dimensions of a and b for TMA, or None to read through
+    pointers."""
     (m, k), n = a.shape, b.shape[1]
     kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages = config.values()
     m_blocks = _cdiv(m, kBlockM)
-    programs = m_blocks * _cdiv(n, kBlockN) * kSplits
-    out = c if kSplits == 1 else c.new_empty((kSplits * m_blocks * kBlockM, n), dtype=torch.float32)
-    tensors, is_trans = (a, b, out), (False, False)
+    programs, is_trans, tiles = m_blocks * _cdiv(n, kBlockN) * kSplits, (False, False), ()
+
+    def new_partial(c):
+        return c.new_empty((kSplits * m_blocks * kBlockM, n), dtype=torch.float32)
+
     if dims:
         programs, is_trans = min(programs, num_sms), (dims[0] == 0, dims[1] == 0)
-        tensors = (_describe(a, dims[0], kBlockM, kBlockK), _describe(b, dims[1], kBlockK, kBlockN),
-                   _describe(out, 1, kBlockM, kBlockN))
-    arguments = (*tensors, m, n, k, *a.stride(), *b.stride(), dims is not None, *is_trans, kBlockM, kBlockN, kBlockK,
-                 kSplits)
-    if kernel is None:
-        kernel = _matmul[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
-    else:
-        kernel[(programs, 1, 1)](*arguments)
-    if kSplits > 1:
-        sum_splits(out, c, m_blocks * kBlockM * n, kSplits)
-    return kernel
+        tiles = (_tile(a, dims[0], kBlockM, kBlockK), _tile(b, dims[1], kBlockK, kBlockN),
+                 _tile(c if kSplits == 1 else new_partial(c), 1, kBlockM, kBlockN))
+    constants = m, n, k, *a.stride(), *b.stride(), dims is not None, *is_trans, kBlockM, kBlockN, kBlockK, kSplits
+    product = Launch(_matmul, programs, constants, tiles, num_warps=num_warps, num_stages=num_stages)
+    if kSplits == 1:
+        return product
+    add = sum_splits(c, m_blocks * kBlockM * n, kSplits)
+
+    def product_of_splits(a, b, c):
+        partial = new_partial(c)
+        product(a, b, partial)
+        add(partial, c)
+
+    return product_of_splits
 
 
 def _multiply(a: Tensor, b: Tensor, block_m: Optional[int], block_n: Optional[int], block_k: Optional[int],
               use_autotune: bool) -> Tensor:
     """triton_matmul of checked arguments."""
-    if INTERPRETING and a.dtype == torch.bfloat16:  # Triton's interpreter (3.6 to 3.9) gets bf16 dots and casts wrong
-        return _multiply(a.float(), b.float(), block_m, block_n, block_k, use_autotune).bfloat16()
+    if INTERPRETING and a.dtype == torch.bfloat16:
+        return _multiply(to_float(a), to_float(b), block_m, block_n, block_k, use_autotune).bfloat16()
     c = a.new_empty((a.shape[0], b.shape[1]))
     if 0 in a.shape or 0 in b.shape:
         return c.zero_()
     options = block_m, block_n, block_k, use_autotune and autotune.is_on()
-    key = (a.dtype, a.device, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() % 16, b.data_ptr() % 16, *options)
+    key = (a.device, *layouts(a, b), *options)
     with torch.accelerator.device_index(a.device.index):  # no index, nothing to do: the CPU
-        plan = _plans.get(key)
-        if plan is not None:
-            _launch(a, b, c, *plan)
-        else:
-            plan = _plan(a, b, c, *options)
-            remember(_plans, key, (*plan, _launch(a, b, c, *plan)), a.device)
+        plan = _plans.get(key) or remember(_plans, key, _plan(a, b, c, *options), a.device)
+        plan(a, b, c)
     return c
 
 
-_plans = {}  # {all that a launch depends on: what _launch takes after the tensors}
+_plans = {}  # {all that a launch depends on: the launch}
 
 
 def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
-    """(dims, num_sms, config) for _launch. Autotuning overwrites c."""
+    """The launch (a, b, c). Autotuning overwrites c."""
     (m, k), n = a.shape, b.shape[1]
     capability, shared_memory, num_sms = properties(a.device)
     dims = _contiguous_dim(a), _contiguous_dim(b)
@@ -215,6 +214,7 @@ def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
     if capability < 90 or None in dims or a.dtype == torch.float32 or n % 8:
         dims = None
     gpu = dims is not None, num_sms, shared_memory
+    launch_of = once(lambda config: _launch(a, b, c, dims, num_sms, config))
     if None not in (block_m, block_n, block_k):
         config = _config(a.dtype, block_m, block_n, block_k, 1, dims is not None, shared_memory)
         if config["num_stages"] < 1:
@@ -223,17 +223,11 @@ def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
     elif use_autotune:
         sizes = _bucket(m), _bucket(n), _bucket(k)
         layout = dims or tuple(stride == 1 for stride in (*a.stride(), *b.stride()))
-        kernels = {}
-
-        def run(config):
-            name = tuple(config.values())
-            kernels[name] = _launch(a, b, c, dims, num_sms, config, kernels.get(name))
-
-        configs = _ranked(a.dtype, *sizes, *gpu)
-        config = autotune.fastest("matmul", (str(a.dtype), *sizes, *layout), configs, run, a.device)
+        configs, key = _ranked(a.dtype, *sizes, *gpu), (str(a.dtype), *sizes, *layout)
+        config = autotune.fastest("matmul", key, configs, lambda config: launch_of(config)(a, b, c), a.device)
     else:
         config = tile_config(a.dtype, m, n, k, *gpu)
-    return dims, num_sms, config
+    return launch_of(config)
 
 
 def _bucket(size):
