@@ -1,10 +1,9 @@
-// The ops minimal_attn::flash_forward and flash_backward, and the Python module. Importing it registers the ops; ops.py
-// adds their derivative.
+// The ops minimal_attn::flash_forward and flash_backward, and the Python module. Importing it registers the ops.
 //
 // Messages here are put together without iostreams, which crash where a toolchain links libstdc++ statically (seen with
 // g++ 13).
 //
-// Read next: fast_path.cpp, which goes past the ops.
+// Read next: autograd.cpp, their derivative.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <torch/version.h>
@@ -13,19 +12,18 @@
 #include <string>
 #include <utility>
 
-#include "torch_params.h"
+#include "ops.h"
 
 namespace minimal_attn {
 
 namespace py = pybind11;
 
 // fast_path.cpp
-py::object fast_forward(py::handle warn_slow, py::handle q, py::handle k, py::handle v, py::handle causal,
-                        py::handle softmax_scale, bool seq_major, bool return_lse);
+py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q, py::handle k, py::handle v,
+                        py::handle causal, py::handle softmax_scale, bool seq_major, bool return_lse,
+                        bool deterministic);
 
 namespace {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 bool is_like(const at::Tensor &x, at::IntArrayRef sizes, at::ScalarType dtype, const at::Device &device) {
     return x.sizes() == sizes && x.scalar_type() == dtype && x.device() == device;
@@ -56,6 +54,8 @@ void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const a
     p.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
 }
 
+}  // namespace
+
 // The op and the reason beside it. `deterministic` is for the backward pass.
 Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const OptionalTensor &seq_lens,
                      double softmax_scale, bool causal, double dropout_p, const OptionalTensor &dropout_seed, bool) {
@@ -63,6 +63,8 @@ Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor 
     set_params(p, q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed);
     return run_forward(p, q, kBHSD);
 }
+
+namespace {
 
 // The op, which returns tensors alone.
 std::tuple<at::Tensor, at::Tensor> flash_forward_op(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
@@ -101,12 +103,14 @@ void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tenso
 }
 #endif
 
+}  // namespace
+
 // The op: dq, dk and dv, which have no elements where they are not needed. dout is like out, dlse like lse or none;
 // both may have any strides.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
-    const at::Tensor &dout_, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-    const at::Tensor &out, const at::Tensor &lse, const OptionalTensor &seq_lens, double softmax_scale, bool causal,
-    double dropout_p, const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv) {
+Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &k,
+                         const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
+                         const OptionalTensor &seq_lens, double softmax_scale, bool causal, double dropout_p,
+                         const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv) {
     AttnBackwardParams p{};
     set_params(p, q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed);
     check_backward(dout_, dlse, q, out, lse);
@@ -137,6 +141,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
 #endif
     return {dq, dk, dv};
 }
+
+namespace {
 
 // (name of the kernel that serves the tensors, why it is not the fast one or None); None for tensors without memory
 // of their own, as vmap has them. capability and fast_fp64: of a GPU that need not be here, as in kernels.h; without
@@ -186,9 +192,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("csrc_digest") = C10_STRINGIZE(MINIMAL_ATTN_DIGEST);  // of what is built at installation; see _build.py
 #endif
     m.def("fast_forward", &fast_forward);
-    // The ops without the dispatcher, for ops.py and interface.py.
+    // The forward pass without the dispatcher, for interface.py.
     m.def("flash_forward", &flash_forward, py::call_guard<py::gil_scoped_release>());
-    m.def("flash_backward", &flash_backward, py::call_guard<py::gil_scoped_release>());
+    m.def("differentiable_forward", &differentiable_forward, py::call_guard<py::gil_scoped_release>());
     m.def("force_kernel", &force_kernel);
     m.def("which_kernel", &which_kernel, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("has_dropout") = false,
           py::arg("capability") = py::none(), py::arg("fast_fp64") = true);

@@ -1,10 +1,10 @@
-// What main.cpp and fast_path.cpp share: the checks that a kernel's memory safety rests on, AttnParams from torch's
+// What the ops and the fast path share: the checks that a kernel's memory safety rests on, AttnParams from torch's
 // tensors, the choice of the kernel and the forward pass. torch's tensor is at::Tensor here, ours is ::Tensor.
 //
 // No CUDA header, so that it compiles with a CPU-only torch as well. The checks that speak to users are in
 // minimal_attn/checks.py.
 //
-// Read next: main.cpp, the ops.
+// Read next: ops.h.
 #pragma once
 
 #include <ATen/ATen.h>

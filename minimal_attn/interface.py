@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from . import _build, ops
+from . import _build
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, autocast, check_descales, check_dropout_p,
                      check_dropout_seed, check_fp8, check_no_derivative, check_options, check_qkv, check_seq_lens,
                      check_tensor, is_eager, is_transformed, out_dtype, wants_gradient)
+from .choice import twin_trains
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast, without_padding
 
 
@@ -60,8 +61,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         return_lse: also return each row's log-sum-exp, that of the scores before dropout.
         backend: "cuda" (csrc: on CPU tensors the host build of flash.cu), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto": "torch" for CPU tensors; for CUDA tensors "cuda",
-            "triton" if they are float8, or of 16 bits and one requires grad, each in place of the other where that is
-            missing ("torch" for gradients under a transform of torch.func).
+            "triton" if they are float8, or if one requires grad and "triton" is faster at that (choice.py has the
+            table), each in place of the other where that is missing ("torch" for gradients under a transform of
+            torch.func).
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk): what the values of each key/value head, and
             of the query heads that read it, are to be multiplied by, 1 if None; not below 0, which gives NaN
             (FlashAttention-3's arguments).
@@ -87,7 +89,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     """
     if (seq_lens is None and q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda")
             and _is_zero(dropout_p) and isinstance(deterministic, bool)):
-        result = _fast_path(q, k, v, causal, sm_scale, False, return_lse)
+        result = _fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, backend)
         if result is not None:
             return result
     return _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend,
@@ -157,7 +159,8 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     """
     if _is_zero(dropout_p) and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None:
         if (backend == "auto" or backend == "cuda") and isinstance(deterministic, bool):
-            result = _fast_path(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs)
+            result = _fast_path(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs, deterministic,
+                                backend)
             if result is not None:
                 return (*result, None) if return_attn_probs else result
     unsupported = {"window_size": window_size not in ((-1, -1), [-1, -1]), "softcap": softcap != 0.0,
@@ -294,11 +297,21 @@ def _is_zero(dropout_p):
     return type(dropout_p) is float and dropout_p == 0
 
 
-def _fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse):
+def _fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, backend):
     """The result of an everyday call on CUDA tensors, straight from C++, or None for all others."""
     if torch.compiler.is_compiling() or _fast_forward is None:
         return None
-    return _fast_forward(_warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse)
+    may_train = _csrc_trains[seq_major] if backend == "auto" else _yes
+    return _fast_forward(_warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic)
+
+
+def _yes(q, k):
+    return True
+
+
+# By whether tensors are (B, S, H, D).
+_csrc_trains = {False: lambda q, k: not twin_trains(q, k),
+                True: lambda q, k: not twin_trains(q.transpose(1, 2), k.transpose(1, 2))}
 
 
 @functools.cache  # once a reason
@@ -318,7 +331,8 @@ def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, deterministic, dropo
             if choice and choice[1]:
                 _warn_slow(choice[1])
         return torch.ops.minimal_attn.flash_forward(*inputs)  # tensors alone, not why it is slow
-    attend = ops.Attention.apply if any(map(wants_gradient, (q, k, v))) else _build.load().flash_forward
+    library = _build.load()
+    attend = library.differentiable_forward if any(map(wants_gradient, (q, k, v))) else library.flash_forward
     out, lse, slow_because = attend(*inputs)
     if slow_because:
         _warn_slow(slow_because)
@@ -488,7 +502,7 @@ def _auto_backend(q, k, v):
     needs_grad = any(map(wants_gradient, (q, k, v)))
     if needs_grad and is_transformed():
         return "torch"
-    return _first_available(needs_grad and q.dtype != torch.float32)
+    return _first_available(needs_grad and twin_trains(q, k))
 
 
 # Dynamo looks through functools.cache, so the cached function is not itself the constant one.
@@ -499,7 +513,7 @@ def _first_available(prefers_triton):
 
 @functools.cache
 def _choose_first_available(prefers_triton):
-    """"auto" for CUDA tensors. csrc has the faster kernels, but for the backward pass in 16 bits."""
+    """"auto" for CUDA tensors. csrc has the faster kernels, but for what choice.py lists."""
     reasons = []
     for name in ("triton", "cuda") if prefers_triton else ("cuda", "triton"):
         reason = _load_triton()[0] if name == "triton" else _build.why_not(on_gpu=True)
@@ -509,7 +523,7 @@ def _choose_first_available(prefers_triton):
     else:
         name = "torch"
     if reasons:
-        what = " for 16-bit inputs that require grad" if prefers_triton else ""
+        what = " for inputs that require grad" if prefers_triton else ""
         _warn(f"backend='auto' takes {name}{what}, since {'; '.join(reasons)}")
     return name
 

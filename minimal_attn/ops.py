@@ -1,7 +1,7 @@
 """What Python adds to the ops of csrc/main.cpp: the shapes that torch.compile asks for, and the derivative.
 
 The derivative comes twice. register_autograd gives it to the dispatcher, for torch.compile and all that watches ops;
-Attention is the same without the dispatcher, whose Python part costs more than a small attention takes.
+../csrc/autograd.cpp is the same without the dispatcher, whose Python part costs more than a small attention takes.
 
 Read next: ../csrc/main.cpp; interface.py, which calls both.
 """
@@ -10,8 +10,7 @@ import functools
 
 import torch
 
-from . import _build
-from .checks import check_no_derivative, empty_like, is_eager
+from .checks import check_no_derivative, empty_like
 
 
 def _forward_shapes(q, k, v, seq_lens, softmax_scale, causal, dropout_p=0.0, dropout_seed=None, deterministic=False):
@@ -37,28 +36,11 @@ def _backward(ctx, dout, dlse):
                         dlse=dlse)
     if dout is None:
         dout = torch.zeros_like(out)
-    op = torch.ops.minimal_attn.flash_backward
-    if is_eager(dout, dlse, q, k, v) and not torch.is_grad_enabled():  # no one wants a second derivative
-        op = _build.load().flash_backward
     need_q, *need_kv = ctx.needs_input_grad[:3]
-    gradients = op(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.dropout_p, dropout_seed,
-                   ctx.deterministic, need_q, any(need_kv))
+    gradients = torch.ops.minimal_attn.flash_backward(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale,
+                                                      ctx.causal, ctx.dropout_p, dropout_seed, ctx.deterministic,
+                                                      need_q, any(need_kv))
     return (*(x if is_needed else None for x, is_needed in zip(gradients, (need_q, *need_kv))), *[None] * 6)
-
-
-class Attention(torch.autograd.Function):
-    """minimal_attn::flash_forward with its derivative. apply takes all arguments of the op and returns (out, lse, why
-    tensor cores could not serve the call, or None)."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        *output, slow_because = _build.load().flash_forward(*inputs)
-        _save(ctx, inputs, output)
-        return *output, slow_because
-
-    @staticmethod
-    def backward(ctx, dout, dlse, _):
-        return _backward(ctx, dout, dlse)
 
 
 def _no_second(ctx, *gradients):

@@ -17,6 +17,7 @@ from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, LAYOUTS, Case, base, chec
                    make_inputs, make_tensor, options, serves)
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
 from minimal_attn import flash_attention
+from minimal_attn.choice import twin_trains
 from minimal_attn.dropout import keep_mask, keep_scale
 from minimal_attn.reference import visible_keys
 
@@ -594,10 +595,33 @@ def test_tensors_on_another_gpu(impl):
 
 
 @pytest.mark.gpu
-def test_auto_backend_has_a_derivative():
-    q, k, v, dout = make_all(Case("auto", Sq=40, Sk=40), torch.bfloat16, "cuda")
-    expected = gradients(lambda *qkv: flash_attention(*qkv, backend="triton"), q, k, v, dout)
-    assert all(map(torch.equal, gradients(flash_attention, q, k, v, dout), expected))
+@pytest.mark.parametrize("seqlen, head_dim, dtype", [(40, 64, torch.bfloat16), (600, 64, torch.half),
+                                                     (600, 256, torch.half), (600, 64, torch.float32)], ids=str)
+def test_auto_takes_the_gradients_of_the_table(seqlen, head_dim, dtype):
+    """Bit for bit; deterministic, or atomics would sum dq in another order each time."""
+    q, k, v, dout = make_all(Case("auto", Sq=seqlen, Sk=seqlen, D=head_dim), dtype, "cuda")
+    backend, is_hopper = "triton" if twin_trains(q, k) else "cuda", torch.cuda.get_device_capability()[0] == 9
+    assert (backend == "triton") == ((seqlen, head_dim, dtype) == (600, 64, torch.half) and is_hopper)
+    expected, auto = (gradients(lambda *qkv: flash_attention(*qkv, deterministic=True, backend=name), q, k, v, dout)
+                      for name in (backend, "auto"))
+    assert all(map(torch.equal, auto, expected))
+
+
+@pytest.mark.parametrize("shape, dtype, is_twin", [
+    ((8, 16, 2048, 128), torch.bfloat16, True), ((1, 1, 2048, 128), torch.half, True),
+    ((8, 16, 2048, 128), torch.float32, False), ((8, 16, 2048, 129), torch.half, False),
+    ((8, 16, 200, 128), torch.half, False), ((1024, 64), torch.half, False), ((8, 1024, 64), torch.half, True)], ids=str)
+def test_what_the_twin_trains(shape, dtype, is_twin, monkeypatch):
+    """By dtype, head_dim and lengths, for tensors of any shape."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert twin_trains(*[torch.empty(shape, device="meta", dtype=dtype)] * 2) is is_twin
+
+
+def test_what_the_twin_trains_depends_on_both_lengths_and_the_group(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    x = torch.empty(2, 8, 1024, 128, device="meta", dtype=torch.half)
+    assert twin_trains(x, x) and not twin_trains(x, x[:, :, :300]) and not twin_trains(x[:, :, :300], x)
+    assert twin_trains(x[:, :, :600], x[:, :2]) and not twin_trains(x[:, :, :600], x) and not twin_trains(x, x[:, 0])
 
 
 @pytest.mark.gpu

@@ -50,7 +50,7 @@ def test_the_reading_order_visits_every_file_once():
 
 def test_csrc_is_small():
     lines = {name: len(source.splitlines()) for name, source in SOURCES.items()}
-    assert sum(lines.values()) <= 3700
+    assert sum(lines.values()) <= 3850
     assert {name: count for name, count in lines.items() if count > 450} == {}
 
 
@@ -62,9 +62,9 @@ def test_functions_and_lines_are_short():
         assert [(name, line) for line in source.splitlines() if len(line) > 120] == []
 
 
-def test_only_three_files_include_torch():
+def test_only_the_ops_include_torch():
     including = {name for name, code in CODE.items() if re.search(r"#include <(torch|ATen|c10)/", code)}
-    assert including == {"torch_params.h", "main.cpp", "fast_path.cpp"}
+    assert including == {"torch_params.h", "ops.h", "main.cpp", "autograd.cpp", "fast_path.cpp"}
 
 
 def test_only_the_wrappers_of_instructions_hold_assembly():

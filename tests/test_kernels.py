@@ -240,15 +240,15 @@ def slow_library(monkeypatch):
     """csrc as it answers where tensor cores cannot serve a call. Nothing but the call itself may ask for the kernel."""
     library = minimal_attn.load()
 
-    def flash_forward(*inputs):
-        out, lse, _ = library.flash_forward(*inputs)
-        return out, lse, "of a test"
+    def slow_forward(forward):
+        return lambda *inputs: (*forward(*inputs)[:2], "of a test")
 
-    def fast_forward(warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse):
+    def fast_forward(warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic):
         warn_slow("of a test")
         return q
 
-    slow = types.SimpleNamespace(has_cuda=False, flash_forward=flash_forward, flash_backward=library.flash_backward)
+    slow = types.SimpleNamespace(has_cuda=False, flash_forward=slow_forward(library.flash_forward),
+                                 differentiable_forward=slow_forward(library.differentiable_forward))
     monkeypatch.setattr(_build, "load", lambda: slow)
     interface._warn_slow.cache_clear()
     yield types.FunctionType(fast_forward.__code__, vars(interface))  # no frame of this file, as in C++
@@ -286,8 +286,9 @@ def no_warning(reason):
     raise AssertionError(reason)
 
 
-def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, warn_slow=no_warning):
-    return minimal_attn.load().fast_forward(warn_slow, q, k, v, causal, scale, seq_major, return_lse)
+def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, warn_slow=no_warning, trains=True):
+    return minimal_attn.load().fast_forward(warn_slow, lambda q, k: trains, q, k, v, causal, scale, seq_major,
+                                            return_lse, False)
 
 
 def test_the_fast_path_is_for_gpus():
@@ -332,6 +333,22 @@ def test_the_fast_path_gives_the_same_bits(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("seq_major", [False, True])
+def test_the_fast_path_gives_the_same_gradients(seq_major):
+    """As the dispatcher, whose derivative is that of ops.py."""
+    interface._load_ops()
+    inputs = [x.requires_grad_() for x in qkv(device="cuda")]
+    dout = torch.randn_like(inputs[0])
+    dlse = torch.randn(dout.shape[:3], device="cuda")
+    want = torch.autograd.grad(torch.ops.minimal_attn.flash_forward(*inputs, None, 0.3, True), inputs, (dout, dlse))
+    rows = [x.transpose(1, 2) if seq_major else x for x in inputs]
+    out, lse = fast(*rows, True, 0.3, seq_major, return_lse=True)
+    got = torch.autograd.grad((out.transpose(1, 2) if seq_major else out, lse), inputs, (dout, dlse))
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)  # atomics sum dq in any order
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("strides", OVERLAPPING, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_sm90_reads_overlapping_heads_and_samples(strides, causal):
@@ -353,9 +370,9 @@ def test_what_does_not_take_the_fast_path(gpu):
     assert fast(q, k, v) is not None and fast(q.requires_grad_().detach(), k, v) is not None
     q = q.detach()
     grad = q.clone().requires_grad_()
-    assert fast(grad, k, v) is None
+    assert fast(grad, k, v, trains=False) is None and fast(grad, k, v).requires_grad
     with torch.no_grad():
-        assert fast(grad, k, v) is not None
+        assert fast(grad, k, v, trains=False) is not None
     none = torch.tensor(1.0, device="cuda", dtype=HALF)
     for tensors in (qkv(), (none, none, none), (q, k.float(), v), (q[:, 0], k[:, 0], v[:, 0]), (q, k, v[:, :3]),
                     (q[:0], k[:0], v[:0]), (q.transpose(2, 3), k, v), (q, k, "v"), (q, k, v.cpu()),
