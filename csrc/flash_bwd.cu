@@ -28,8 +28,8 @@ constexpr int kPreprocessTy = 16, kPreprocessTx = 8, kPreprocessM = 64;
 template <typename Sum> struct PreprocessTiles { Sum partial[kPreprocessTx][kPreprocessM + 4]; };
 
 template <typename T>
-__global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx) flash_bwd_preprocess(const AttnBackwardParams p,
-                                                                                    const bool aligned) {
+__global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
+    flash_bwd_preprocess(const AttnBackwardParams p, const bool aligned) {
     using Sum = simt::Sum<T>;
     constexpr int kTy = kPreprocessTy, kTx = kPreprocessTx, kRows = kPreprocessM / kTy;
     const int tx = threadIdx.x % kTx, ty = threadIdx.x / kTx;
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx) flash_bwd_prepr
     auto is_empty = [&](int row) { return row >= seq.padded_q || lse[row] == -INFINITY; };
     Sum sum[kRows] = {};
     auto add_products = [&]<bool kAligned>() {
-#pragma unroll(kAligned ? kRows : 1)
+#pragma unroll
         for (int i = 0; i < kRows; i++) {
             const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i), end = is_empty(row) ? 0 : p.head_dim;
 #pragma unroll(kAligned ? 2 : 1)

@@ -43,6 +43,13 @@ REBUILD = "Rebuild it (pip install --no-build-isolation --no-deps --force-reinst
 _lock = threading.Lock()
 
 
+def assume_constant_result(function):
+    """torch.compile calls function while it traces, and keeps what it returns. As torch.compiler's decorator of this
+    name, which imports torch._dynamo to set one attribute and so makes `import minimal_attn` take a second longer."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 def load(verbose: bool = False) -> ModuleType:
     """Load csrc, compiled first if need be, which it says on stderr.
 
@@ -74,7 +81,7 @@ def load(verbose: bool = False) -> ModuleType:
         return sys.modules[NAME]
 
 
-@torch.compiler.assume_constant_result  # torch.compile would trace into the search for a compiler
+@assume_constant_result  # torch.compile would trace into the search for a compiler
 def why_not(on_gpu=False):
     """Why csrc cannot serve tensors of the CPU, or of a GPU, in words, or None. Compiles nothing."""
     if not (_registered() or importlib.util.find_spec(PREBUILT)):

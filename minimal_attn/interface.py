@@ -281,7 +281,7 @@ class Backend:
 
 
 # torch.compile runs this while it traces and keeps the answer: building a library cannot be part of a graph.
-@torch.compiler.assume_constant_result
+@_build.assume_constant_result
 def _load_ops():
     global _fast_forward
     library = _build.load()
@@ -346,7 +346,7 @@ def _cuda_why_not(device=None):
     return RuntimeError(reason) if reason else None
 
 
-@torch.compiler.assume_constant_result
+@_build.assume_constant_result
 def _load_triton():
     """Import the twin, which registers its op: (None, whether its kernel is interpreted), or (why not, None)."""
     try:
@@ -506,7 +506,7 @@ def _auto_backend(q, k, v):
 
 
 # Dynamo looks through functools.cache, so the cached function is not itself the constant one.
-@torch.compiler.assume_constant_result
+@_build.assume_constant_result
 def _first_available(prefers_triton):
     return _choose_first_available(prefers_triton)
 

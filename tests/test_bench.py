@@ -23,6 +23,7 @@ from minimal_attn import _build, bench, benchmark, force_kernel, reference_atten
 from minimal_attn._build import source_digest
 from minimal_attn.bench import attention, backward, forward_backward, matmul, measure, page, pictures
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
+from minimal_attn.choice import twin_trains
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OURS = "cuda:simt" if DEVICE == "cuda" else "cuda:host"
@@ -449,6 +450,21 @@ def test_the_readme_quotes_the_record_of_shared_keys_and_other_head_dims():
 
 
 TRITON_RECORD, MATMUL_RECORD = ROOT / "benchmarks/h200/triton.json", ROOT / "benchmarks/h200/matmul.json"
+
+
+def test_auto_takes_the_faster_gradients_of_the_record(monkeypatch):
+    """In every setting of the run that choice.py names, to within 5 %."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # whatever GPU is here, the table's is meant
+    recorded = {}
+    for row in check_format((ROOT / "benchmarks/h200/backward.json").read_text()):
+        setting = tuple(row[name] for name in ("batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k", "head_dim",
+                                               "dtype", "causal"))
+        recorded.setdefault(setting, {})[row["impl"]] = row["tflops"]
+    for (batch, heads, heads_k, rows, keys, head_dim, dtype, _), tflops in recorded.items():
+        q, k = (torch.empty(batch, h, n, head_dim, device="meta", dtype=getattr(torch, dtype))
+                for h, n in ((heads, rows), (heads_k, keys)))
+        taken = tflops["triton" if twin_trains(q, k) else "cuda:sm80"]
+        assert taken >= 0.95 * max(tflops["triton"], tflops["cuda:sm80"]), (q.shape, k.shape)
 
 
 def test_the_readme_quotes_the_record_of_the_backward_pass():

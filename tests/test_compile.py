@@ -17,6 +17,8 @@ import pytest
 
 from minimal_attn._build import recipe
 
+pytestmark = pytest.mark.cpu
+
 ROOT = Path(__file__).resolve().parents[1]
 # Of each file by target; sm_86 shares the PTX of sm_80, since nvcc makes the same for both.
 TARGETS = {"flash.cu": ["75", "80", "90a", "120"], "flash_bwd.cu": ["75", "80", "90a", "120"],
@@ -26,7 +28,7 @@ TARGETS = {"flash.cu": ["75", "80", "90a", "120"], "flash_bwd.cu": ["75", "80", 
 # (file, whether with dropout): how many bytes of stack, and of spills, a kernel may have where it is not none. These
 # use all 255 registers and keep a number or two beyond them in memory: in the backward pass dK, dV and the tiles of S
 # and dP fill them, in the forward pass the rounds of Philox come on top.
-SPILLS = {("flash_bwd_sm80.cu", False): 64,  # on sm_120, in a tile that no such GPU has the memory for; 12 on sm_90
+SPILLS = {("flash_bwd_sm80.cu", False): 72,  # on sm_120; 32 on sm_90
           ("flash_bwd_sm80.cu", True): 64,   # on sm_90
           ("flash_sm80.cu", False): 24, ("flash_sm80.cu", True): 112,  # on sm_120; 0 and 24 on sm_90
           ("flash.cu", False): 24}           # on sm_120, in 16 bits

@@ -475,6 +475,22 @@ def in_a_new_process(code, **env):
                           env={**os.environ, **env})
 
 
+def test_the_import_is_light():
+    """torch._dynamo alone takes a second; Triton and what builds csrc are for the calls that need them."""
+    result = in_a_new_process("import torch, sys, time; start = time.perf_counter(); import minimal_attn;"
+                              "print(time.perf_counter() - start);"
+                              "print({'torch._dynamo', 'triton', 'triton_ref'} & sys.modules.keys())")
+    seconds, heavy = result.stdout.split(maxsplit=1)
+    assert float(seconds) < 0.3 and heavy.strip() == "set()", result.stderr
+
+
+def test_what_is_constant_for_torch_compile_is_marked_as_torch_marks_it():
+    def mark(decorate):
+        return vars(decorate(lambda: None))
+
+    assert mark(minimal_attn._build.assume_constant_result) == mark(torch.compiler.assume_constant_result)
+
+
 def test_triton_on_cpu_tensors_needs_the_interpreter():
     result = in_a_new_process("import torch, minimal_attn; x = torch.ones(1, 1, 4, 16);"
                               "minimal_attn.flash_attention(x, x, x, backend='triton')", TRITON_INTERPRET="0")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cpu
+
 # By compute capability: shared memory of a program, and the instruction that a 16-bit product becomes.
 GPUS = {80: (163 << 10, "mma.sync"), 90: (227 << 10, "wgmma.mma_async"), 100: (227 << 10, "tcgen05.mma")}
 # dtype, kTma, kTransA, kTransB, kSplits.
