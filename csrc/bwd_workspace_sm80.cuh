@@ -33,35 +33,42 @@ struct BwdShape {
     static_assert(kDimSplit == 1 || kSub * kDimSplit == kBlockM);  // each forms its part in one go
 };
 
-// How many blocks of threads share a tile of keys. Each gets 1024 rows or more, to be worth its sums in memory. This
-// depends on nothing but the length of a sample and the query heads of a key head, so that a sample's bits do not
-// depend on its batch. It never falls with the length.
-__host__ __device__ inline int num_splits(const AttnParams &p, int seqlen_q) {
-    const int64_t group = p.nheads / p.nheads_k, limit = group < 16 ? group : 16, splits = group * seqlen_q / 1024;
-    return int(splits < 1 ? 1 : splits < limit ? splits : limit);
+// How many blocks of threads share a tile of keys of a sample, one block or more for each. A split has at least 1024 of
+// the group's rows, masked ones included, to be worth its sums in memory. All splits together have no more sums than
+// the group has elements of Q. The number depends on the sample's lengths and the group alone, so that a sample's bits
+// do not depend on its batch. It does not fall where both lengths grow, so that the padded lengths give the maximum.
+__host__ __device__ inline int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
+    const int64_t group = p.nheads / p.nheads_k, rows = group * seqlen_q;
+    int64_t splits = group < 16 ? group : 16;
+    while (splits > 1 && (splits * 1024 > rows || splits * seqlen_k > rows)) splits--;  // a division takes registers
+    return int(splits);
 }
 
 // Global memory beyond the tensors:
 //   dq_accum      [batch_size, nheads, m_blocks, kBlockM · kHeadDim], if dq is needed
-//   dq_semaphore  [batch_size, nheads, m_blocks, kNWarps], and a ticket for every block of threads, if deterministic
-//   dkv_partial   [splits, 2, batch_size, nheads_k, n_blocks · kBlockN, kHeadDim], if there are several splits
+//   dq_semaphore  [batch_size, nheads, m_blocks, kNWarps], and one counter of tickets, if deterministic
+//   dkv_accum     [max_splits, 2, batch_size, nheads_k, n_blocks · kBlockN, kHeadDim], if there are several splits
 template <typename Shape> struct Workspace {
-    int m_blocks, n_blocks, splits;
-    int64_t tiles, partial_floats;  // of query rows; of dK, or dV, of a split
+    int m_blocks, n_blocks, max_splits;
+    int64_t tiles;       // of query rows; 0 if dq is not needed
+    int64_t dkv_floats;  // of one split's dK, and of its dV; 0 if nothing is split
     explicit __host__ __device__ Workspace(const AttnBackwardParams &p)
         : m_blocks(num_blocks<Shape::kBlockM>(p.seqlen_q)), n_blocks(num_blocks<Shape::kBlockN>(p.seqlen_k)),
-          splits(num_splits(p, p.seqlen_q)), tiles(p.dq.data ? RowTiles<Shape::kBlockM>::count(p) : 0),
-          partial_floats(splits > 1 ? p.batch_size * p.nheads_k * n_blocks * (Shape::kBlockN * Shape::kHeadDim) : 0) {}
+          max_splits(num_splits(p, p.seqlen_q, p.seqlen_k)),
+          tiles(p.dq.data ? RowTiles<Shape::kBlockM>::count(p) : 0),
+          dkv_floats(max_splits > 1 ? p.batch_size * p.nheads_k * n_blocks * (Shape::kBlockN * Shape::kHeadDim) : 0) {}
     __host__ __device__ int64_t floats() const { return tiles * (Shape::kBlockM * Shape::kHeadDim); }
-    // Of dq_accum and, if there are any, of semaphores and ticket: what begins with 0.
+    // What the launcher sets to 0: dq_accum and, if deterministic, semaphores and counter.
     __host__ __device__ int64_t zeroed_bytes(bool deterministic) const {
         return 4 * floats() + (deterministic && tiles ? (4 * (tiles * Shape::kNWarps + 1) + 15) / 16 * 16 : 0);
     }
     __host__ __device__ int64_t bytes(const AttnBackwardParams &p) const {
-        return zeroed_bytes(p.deterministic) + 4 * splits * 2 * partial_floats;
+        return zeroed_bytes(p.deterministic) + 4 * max_splits * 2 * dkv_floats;
     }
-    __host__ __device__ float *dkv_partial(const AttnBackwardParams &p) const {
-        return reinterpret_cast<float *>(static_cast<char *>(p.workspace) + zeroed_bytes(p.deterministic));
+    // Of dK; that of dV follows.
+    __host__ __device__ float *dkv_accum(const AttnBackwardParams &p, int split_idx) const {
+        char *begin = static_cast<char *>(p.workspace) + zeroed_bytes(p.deterministic);
+        return reinterpret_cast<float *>(begin) + 2 * split_idx * dkv_floats;
     }
     // A warp's part of the tile of a row block, and this lane's in it. Fragment i of 2 · kDqTiles is 128·i floats
     // further.
@@ -84,31 +91,35 @@ template <typename Shape> struct Workspace {
 // dk and dv of keys whose tiles were split: the sums of the splits, added up in order. A thread has 8 columns of a key.
 constexpr int kCombineThreads = 256;
 
-template <typename T>
-__global__ void __launch_bounds__(kCombineThreads)
-    flash_bwd_dkv(const __grid_constant__ AttnBackwardParams p, const float *partial, int64_t partial_floats,
-                  int padded_keys, int padded_dim) {
+template <typename T, typename Shape>
+__global__ void __launch_bounds__(kCombineThreads) flash_bwd_dkv(const __grid_constant__ AttnBackwardParams p) {
 #if __CUDA_ARCH__ < 800  // of a build for several GPUs, the part for those that have no such instructions
     __trap();
 #else
-    const int64_t vec = int64_t(blockIdx.x) * kCombineThreads + threadIdx.x, row = vec / (padded_dim / 8);
-    const int key = row % padded_keys, col = vec % (padded_dim / 8) * 8;
+    constexpr int kVecs = Shape::kHeadDim / 8;
+    const Workspace<Shape> workspace(p);
+    const int64_t vec = int64_t(blockIdx.x) * kCombineThreads + threadIdx.x, row = vec / kVecs;
+    const int padded_keys = workspace.n_blocks * Shape::kBlockN, key = row % padded_keys, col = vec % kVecs * 8;
     const int b = row / padded_keys / p.nheads_k, h_k = row / padded_keys % p.nheads_k;
     if (b >= p.batch_size) return;
     const Sequence seq(p, b);
-    const int splits = num_splits(p, seq.seqlen_q);
+    const int splits = num_splits(p, seq.seqlen_q, seq.seqlen_k);
     if (key >= seq.padded_k || col >= p.head_dim || splits == 1) return;  // if not split, dk and dv are there
-    auto combine = [&](const float *from, float scale, const Tensor &x) {
+    auto combine = [&](int64_t offset, float scale, const Tensor &x) {
         float sum[8] = {};
-        for (int split = 0; split < splits && key < seq.seqlen_k; split++, from += 2 * partial_floats)
-            for (int i = 0; i < 8; i++) sum[i] += from[i];
+        for (int split_idx = 0; split_idx < splits && key < seq.seqlen_k; split_idx++) {
+            const auto *from = reinterpret_cast<const float4 *>(workspace.dkv_accum(p, split_idx) + offset);
+            const float4 low = from[0], high = from[1];
+            const float part[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            for (int i = 0; i < 8; i++) sum[i] += part[i];
+        }
         uint32_t packed[4];
         for (int i = 0; i < 4; i++) packed[i] = pack<T>(sum[2 * i] * scale, sum[2 * i + 1] * scale);
         *reinterpret_cast<uint4 *>(rows_of<T>(x, b, h_k, seq.k_begin + key) + col) =
             {packed[0], packed[1], packed[2], packed[3]};
     };
-    combine(partial + 8 * vec, Scores<>(p).softmax_scale, p.dk);
-    combine(partial + partial_floats + 8 * vec, p.dropout_seed ? float(p.keep_scale) : 1.f, p.dv);
+    combine(8 * vec, Scores<>(p).softmax_scale, p.dk);
+    combine(workspace.dkv_floats + 8 * vec, p.dropout_seed ? float(p.keep_scale) : 1.f, p.dv);
 #endif
 }
 

@@ -15,16 +15,11 @@ namespace py = pybind11;
 
 namespace {
 
-// Whether all three are plain CUDA tensors, which nothing watches, of shapes that the kernels take as they are.
-bool are_plain(py::handle q, py::handle k, py::handle v) {
-    if (at::impl::torch_function_mode_enabled()) return false;
-    for (py::handle handle : {q, k, v}) {
-        if (!THPVariable_CheckExact(handle.ptr())) return false;
-        const at::Tensor &x = THPVariable_Unpack(handle.ptr());
-        if (!x.is_cuda() || x.dim() != 4 || x.numel() == 0 || x.stride(3) != 1) return false;
-    }
-    return needs_no_dispatcher({&THPVariable_Unpack(q.ptr()), &THPVariable_Unpack(k.ptr()),
-                                &THPVariable_Unpack(v.ptr())});
+// Whether q, k and v are plain CUDA tensors, which nothing watches, of shapes that the kernels take as they are.
+bool are_plain(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v) {
+    for (const at::Tensor *x : {&q, &k, &v})
+        if (!x->is_cuda() || x->dim() != 4 || x->numel() == 0 || x->stride(3) != 1) return false;
+    return !at::impl::torch_function_mode_enabled() && needs_no_dispatcher({&q, &k, &v});
 }
 
 bool is_autocast_to_another_dtype(const at::Tensor &q) {
@@ -36,13 +31,15 @@ bool is_autocast_to_another_dtype(const at::Tensor &q) {
 
 // Returns out, or (out, lse). Returns None if the call is unusual or wrong: Python and the dispatcher then serve it or
 // say what is wrong. Calls warn_slow with the reason why tensor cores could not serve it, if there is one. If gradients
-// are wanted, it asks may_train(q, k) whether csrc is to make them.
+// are wanted and may_train is not None, may_train(q, k, seq_major) says whether csrc is to make them.
 py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q_, py::handle k_, py::handle v_,
                         py::handle causal, py::handle softmax_scale, bool seq_major, bool return_lse,
                         bool deterministic) {
-    if (!are_plain(q_, k_, v_) || !PyBool_Check(causal.ptr())) return py::none();
+    for (py::handle x : {q_, k_, v_})
+        if (!THPVariable_CheckExact(x.ptr())) return py::none();
     const at::Tensor &q = THPVariable_Unpack(q_.ptr()), &k = THPVariable_Unpack(k_.ptr());
     const at::Tensor &v = THPVariable_Unpack(v_.ptr());
+    if (!are_plain(q, k, v) || !PyBool_Check(causal.ptr())) return py::none();
     const double scale = softmax_scale.is_none()                   ? 1 / std::sqrt(double(q.size(3)))
                          : PyFloat_CheckExact(softmax_scale.ptr()) ? PyFloat_AS_DOUBLE(softmax_scale.ptr())
                                                                    : NAN;  // a fault
@@ -52,7 +49,7 @@ py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q
     const bool is_causal = causal.ptr() == Py_True;
     const bool needs_grad =
         at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
-    if (needs_grad && !may_train(q_, k_).cast<bool>()) return py::none();
+    if (needs_grad && !may_train.is_none() && !may_train(q_, k_, seq_major).cast<bool>()) return py::none();
     auto [out, lse, slow_because] = [&]() -> Output {
         const py::gil_scoped_release released;  // a launch may wait, for memory or a place in the queue
         if (needs_grad) {

@@ -250,13 +250,12 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
         store_keys(acc_dv, kDropout ? float(p.keep_scale) : 1.f, shared.sV, p.dv);
     }
 
-    // The sums of a split to dkv_partial.
-    __device__ void store_partial(int split) {
+    // The sums of a split to dkv_accum.
+    __device__ void store_split(int split_idx) {
         const Workspace<Shape> workspace(p);
         const int64_t key_tile = (int64_t(tile.b) * p.nheads_k + tile.h_k) * workspace.n_blocks + tile.block;
-        float *dk = workspace.dkv_partial(p) + 2 * split * workspace.partial_floats +
-                    (key_tile * kBlockN + key0 + r) * kHeadDim + 8 * dim0 + c;
-        float *dv = dk + workspace.partial_floats;
+        float *dk = workspace.dkv_accum(p, split_idx) + (key_tile * kBlockN + key0 + r) * kHeadDim + 8 * dim0 + c;
+        float *dv = dk + workspace.dkv_floats;
 #pragma unroll
         for (int i = 0; i < 2 * kMTiles; i++)
 #pragma unroll
@@ -288,16 +287,17 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         __syncthreads();  // unobserved by racecheck: without it a block may wait for ever
         block_idx = shared.ticket;
     }
-    const int max_splits = Workspace<Shape>(p).splits, split = block_idx % max_splits;
+    const int max_splits = Workspace<Shape>(p).max_splits, split_idx = block_idx % max_splits;
     const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits, p.deterministic && p.is_causal);
-    const int splits = num_splits(p, Sequence(p, tile.b).seqlen_q);
-    if (split >= splits) return;
+    const Sequence seq(p, tile.b);
+    const int splits = num_splits(p, seq.seqlen_q, seq.seqlen_k);
+    if (split_idx >= splits) return;
     Backward<T, Shape, kDropout> backward{p, shared, tile};
     // The steps of a tile are the row blocks of one head after the other. The splits share them evenly.
     const BlockRange blocks = backward.mask().template row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
     const int m_blocks = blocks.end - blocks.begin, steps = m_blocks * (p.nheads / p.nheads_k);
-    const int step0 = steps / splits * split + min(split, steps % splits);
-    int steps_left = steps / splits + (split < steps % splits);
+    const int step0 = steps / splits * split_idx + min(split_idx, steps % splits);
+    int steps_left = steps / splits + (split_idx < steps % splits);
     int h = tile.h + step0 / max(1, m_blocks), m_block = blocks.begin + step0 % max(1, m_blocks);
     if (steps_left > 0) backward.load_keys(), backward.load_rows(0, h, m_block);
 
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     }
     __syncthreads();  // sK has been read
     if (splits == 1) backward.store();
-    else backward.store_partial(split);
+    else backward.store_split(split_idx);
 #endif
 }
 
@@ -336,11 +336,11 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
     auto *stream = static_cast<cudaStream_t>(p.stream);
     if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.zeroed_bytes(p.deterministic), stream));
     auto *kernel = p.dropout_seed ? flash_bwd<T, Shape, true> : flash_bwd<T, Shape, false>;
-    launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.splits, Shape::kNThreads, kSharedBytes, p.stream, p);
-    if (const int64_t vecs = workspace.partial_floats / 8)
-        launch(flash_bwd_dkv<T>, (vecs + kCombineThreads - 1) / kCombineThreads, kCombineThreads, 0, p.stream, p,
-               workspace.dkv_partial(p), workspace.partial_floats, workspace.n_blocks * Shape::kBlockN,
-               Shape::kHeadDim);
+    launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads, kSharedBytes,
+           p.stream, p);
+    if (const int64_t vecs = workspace.dkv_floats / 8)
+        launch(flash_bwd_dkv<T, Shape>, (vecs + kCombineThreads - 1) / kCombineThreads, kCombineThreads, 0, p.stream,
+               p);
     if (p.dq.data)
         launch(flash_bwd_dq<T, Shape>, workspace.tiles, Shape::kNThreads, 2 * Shape::kBlockM * Shape::kHeadDim,
                p.stream, p);

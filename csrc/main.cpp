@@ -54,18 +54,6 @@ void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const a
     p.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
 }
 
-}  // namespace
-
-// The op and the reason beside it. `deterministic` is for the backward pass.
-Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const OptionalTensor &seq_lens,
-                     double softmax_scale, bool causal, double dropout_p, const OptionalTensor &dropout_seed, bool) {
-    AttnParams p{};
-    set_params(p, q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed);
-    return run_forward(p, q, kBHSD);
-}
-
-namespace {
-
 // The op, which returns tensors alone.
 std::tuple<at::Tensor, at::Tensor> flash_forward_op(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
                                                     const OptionalTensor &seq_lens, double softmax_scale, bool causal,
@@ -103,7 +91,42 @@ void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tenso
 }
 #endif
 
+// (name of the kernel that serves the tensors, why it is not the fast one or None); None for tensors without memory
+// of their own, as vmap has them. capability and fast_fp64: of a GPU that need not be here, as in kernels.h; without
+// a capability, of the tensors' device. has_dropout: of a call with dropout.
+std::optional<std::pair<std::string, Reason>> which_kernel(const at::Tensor &q, const at::Tensor &k,
+                                                           const at::Tensor &v, bool has_dropout,
+                                                           std::optional<int> capability, bool fast_fp64) {
+    if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
+    AttnParams p{};
+    set_params(p, q, k, v, {}, 1, false, 0, {});
+    const int64_t seed = 0;
+    if (has_dropout) p.dropout_seed = &seed;
+    const c10::DeviceGuard guard(q.device());
+    const auto [kernel, slow_because] =
+        capability ? choose_kernel(p, Gpu{*capability, fast_fp64}, false) : choose(p, q.device(), false);
+    return std::pair(std::string(kKernelNames[int(kernel)]), slow_because);
+}
+
+// Forces a kernel for GPUs by its name, or none, and returns which one was forced before.
+std::optional<std::string> force_kernel(const std::optional<std::string> &name) {
+    std::optional<Kernel> forced;
+    for (Kernel kernel : {Kernel::kSimt, Kernel::kSm80, Kernel::kSm90, Kernel::kDmma})
+        if (name == kKernelNames[int(kernel)]) forced = kernel;
+    TORCH_CHECK_VALUE(!name || forced, "there is no kernel '" + *name + "': a GPU has simt, sm80, sm90 and dmma");
+    const auto before = forced_kernel.exchange(forced);
+    return before ? std::optional(std::string(kKernelNames[int(*before)])) : std::nullopt;
+}
+
 }  // namespace
+
+// The op and the reason beside it. `deterministic` is for the backward pass.
+Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const OptionalTensor &seq_lens,
+                     double softmax_scale, bool causal, double dropout_p, const OptionalTensor &dropout_seed, bool) {
+    AttnParams p{};
+    set_params(p, q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed);
+    return run_forward(p, q, kBHSD);
+}
 
 // The op: dq, dk and dv, which have no elements where they are not needed. dout is like out, dlse like lse or none;
 // both may have any strides.
@@ -141,37 +164,6 @@ Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, co
 #endif
     return {dq, dk, dv};
 }
-
-namespace {
-
-// (name of the kernel that serves the tensors, why it is not the fast one or None); None for tensors without memory
-// of their own, as vmap has them. capability and fast_fp64: of a GPU that need not be here, as in kernels.h; without
-// a capability, of the tensors' device. has_dropout: of a call with dropout.
-std::optional<std::pair<std::string, Reason>> which_kernel(const at::Tensor &q, const at::Tensor &k,
-                                                           const at::Tensor &v, bool has_dropout,
-                                                           std::optional<int> capability, bool fast_fp64) {
-    if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
-    AttnParams p{};
-    set_params(p, q, k, v, {}, 1, false, 0, {});
-    const int64_t seed = 0;
-    if (has_dropout) p.dropout_seed = &seed;
-    const c10::DeviceGuard guard(q.device());
-    const auto [kernel, slow_because] =
-        capability ? choose_kernel(p, Gpu{*capability, fast_fp64}, false) : choose(p, q.device(), false);
-    return std::pair(std::string(kKernelNames[int(kernel)]), slow_because);
-}
-
-// Forces a kernel for GPUs by its name, or none, and returns which one was forced before.
-std::optional<std::string> force_kernel(const std::optional<std::string> &name) {
-    std::optional<Kernel> forced;
-    for (Kernel kernel : {Kernel::kSimt, Kernel::kSm80, Kernel::kSm90, Kernel::kDmma})
-        if (name == kKernelNames[int(kernel)]) forced = kernel;
-    TORCH_CHECK_VALUE(!name || forced, "there is no kernel '" + *name + "': a GPU has simt, sm80, sm90 and dmma");
-    const auto before = forced_kernel.exchange(forced);
-    return before ? std::optional(std::string(kKernelNames[int(*before)])) : std::nullopt;
-}
-
-}  // namespace
 
 TORCH_LIBRARY(minimal_attn, m) {
     m.def("flash_forward(Tensor q, Tensor k, Tensor v, Tensor? seq_lens, float softmax_scale, bool causal, "

@@ -1,8 +1,8 @@
 """The facade: one function, several backends behind it, one table of them.
 
 flash_attention checks its input (checks.py), picks a backend from BACKENDS and calls it on 4D tensors. flash_attn_func
-and forward are other spellings of the same call. Read next: ../csrc/main.cpp and ../csrc/flash.cu, or
-../triton_ref/attention.py.
+and forward are other spellings of the same call. Read next: choice.py, which backend "auto" takes for gradients; then
+../csrc/main.cpp and ../csrc/flash.cu, or ../triton_ref/attention.py.
 """
 
 import functools
@@ -301,17 +301,13 @@ def _fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse, determinis
     """The result of an everyday call on CUDA tensors, straight from C++, or None for all others."""
     if torch.compiler.is_compiling() or _fast_forward is None:
         return None
-    may_train = _csrc_trains[seq_major] if backend == "auto" else _yes
+    may_train = _csrc_trains if backend == "auto" else None
     return _fast_forward(_warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic)
 
 
-def _yes(q, k):
-    return True
-
-
-# By whether tensors are (B, S, H, D).
-_csrc_trains = {False: lambda q, k: not twin_trains(q, k),
-                True: lambda q, k: not twin_trains(q.transpose(1, 2), k.transpose(1, 2))}
+def _csrc_trains(q, k, seq_major):
+    """Whether "auto" takes csrc for a forward and a backward pass."""
+    return not twin_trains(q, k, seq_major) or _first_available(True) == "cuda"
 
 
 @functools.cache  # once a reason

@@ -140,7 +140,8 @@ BACKWARD_TILE_CASES = [
     Case(f"heads_{H}_{Hk}_D{D}{'_causal' * causal}", B=2, H=H, Hk=Hk, Sq=Sq, Sk=Sq, D=D, causal=causal,
          seq_lens=seq_lens, dropout_p=dropout_p, gpu_only=True)
     for H, Hk, Sq, D, seq_lens, dropout_p in [(16, 1, 300, 64, None, 0.0), (12, 4, 700, 128, (700, 300), 0.0),
-                                              (32, 1, 130, 256, (60, 130), 0.0), (9, 1, 500, 96, None, 0.2)]
+                                              (32, 1, 130, 256, (60, 130), 0.0), (9, 1, 500, 96, None, 0.2),
+                                              (2, 1, 2100, 64, None, 0.0), (32, 1, 600, 64, (600, 10), 0.0)]
     for causal in (False, True)
 ]
 

@@ -477,11 +477,9 @@ def in_a_new_process(code, **env):
 
 def test_the_import_is_light():
     """torch._dynamo alone takes a second; Triton and what builds csrc are for the calls that need them."""
-    result = in_a_new_process("import torch, sys, time; start = time.perf_counter(); import minimal_attn;"
-                              "print(time.perf_counter() - start);"
+    result = in_a_new_process("import minimal_attn, sys;"
                               "print({'torch._dynamo', 'triton', 'triton_ref'} & sys.modules.keys())")
-    seconds, heavy = result.stdout.split(maxsplit=1)
-    assert float(seconds) < 0.3 and heavy.strip() == "set()", result.stderr
+    assert result.stdout.strip() == "set()", result.stderr
 
 
 def test_what_is_constant_for_torch_compile_is_marked_as_torch_marks_it():

@@ -149,15 +149,15 @@ def test_a_sample_does_not_depend_on_how_many_there_are(impl, backend, dtype, D,
 @pytest.mark.parametrize("H, Hk", [(4, 4), (16, 1), (12, 2)])
 def test_gradients_of_a_sample_do_not_depend_on_its_batch(backend, dtype, H, Hk):
     """Neither on how many samples and heads there are, nor on the padding; query heads that share keys are split."""
-    case = Case("samples", B=6, H=H, Hk=Hk, Sq=300, Sk=300, D=64)
+    case = Case("samples", B=6, H=H, Hk=Hk, Sq=700, Sk=700, D=64)
     q, k, v = (x.requires_grad_() for x in make_inputs(case, dtype, "cuda"))
-    dout, seq_lens = torch.randn_like(q), (300, 200, 60, 1, 300, 128)
+    dout, seq_lens = torch.randn_like(q), (700, 200, 60, 1, 700, 400)
     attend = functools.partial(flash_attention, causal=True, backend=backend, deterministic=True)
     whole = gradients(attend, q, k, v, dout, seq_lens=seq_lens)
-    for b, n in enumerate(seq_lens):
-        sample = [x[b:b + 1, :, :n].detach().requires_grad_() for x in (q, k, v)]
-        alone = gradients(attend, *sample, dout[b:b + 1, :, :n], seq_lens=(n,))
-        assert all(x[0].equal(y[b, :, :n]) for x, y in zip(alone, whole))
+    for b, n in enumerate(seq_lens):  # one sample, and of that its first key head
+        sample = [x[b:b + 1, :heads, :n].detach().requires_grad_() for x, heads in ((q, H // Hk), (k, 1), (v, 1))]
+        alone = gradients(attend, *sample, dout[b:b + 1, :H // Hk, :n], seq_lens=(n,))
+        assert all(x[0].equal(y[b, :x.shape[1], :n]) for x, y in zip(alone, whole))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -177,8 +177,11 @@ def gradients(attend, q, k, v, dout, **options):
 
 @each_kernel
 @pytest.mark.parametrize("has_lens", [False, True])
-def test_graph_of_forward_and_backward(backend, dtype, has_lens):
-    q, k, v, dout = make_all(CASE, dtype, "cuda")
+@pytest.mark.parametrize("D", [64, 128])
+def test_graph_of_forward_and_backward(backend, dtype, has_lens, D, monkeypatch):
+    if backend == "triton":
+        monkeypatch.setattr("triton_ref.attention_bwd.MIN_WORK_FOR_A_STREAM", 0)
+    q, k, v, dout = make_all(dataclasses.replace(CASE, D=D), dtype, "cuda")
     seq_lens = torch.tensor([200, 7, 64], device="cuda") if has_lens else None
     step = lambda: gradients(flash_attention, q, k, v, dout, causal=True, seq_lens=seq_lens,  # noqa: E731
                              deterministic=True, backend=backend)
@@ -195,8 +198,12 @@ def test_graph_of_forward_and_backward(backend, dtype, has_lens):
 
 
 @each_kernel
-def test_backward_on_a_side_stream(backend, dtype):
-    q, k, v, dout = make_all(CASE, dtype, "cuda")
+@pytest.mark.parametrize("D", [64, 128])
+def test_backward_on_a_side_stream(backend, dtype, D, monkeypatch):
+    """Also where the twin runs its two kernels beside each other."""
+    if backend == "triton":
+        monkeypatch.setattr("triton_ref.attention_bwd.MIN_WORK_FOR_A_STREAM", 0)
+    q, k, v, dout = make_all(dataclasses.replace(CASE, D=D), dtype, "cuda")
     options = dict(causal=True, deterministic=True, backend=backend)
     want = gradients(flash_attention, q, k, v, dout, **options)
     late, late_dout = (torch.zeros_like(x) for x in (q, dout))

@@ -287,8 +287,8 @@ def no_warning(reason):
 
 
 def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, warn_slow=no_warning, trains=True):
-    return minimal_attn.load().fast_forward(warn_slow, lambda q, k: trains, q, k, v, causal, scale, seq_major,
-                                            return_lse, False)
+    return minimal_attn.load().fast_forward(warn_slow, lambda q, k, seq_major: trains, q, k, v, causal, scale,
+                                            seq_major, return_lse, False)
 
 
 def test_the_fast_path_is_for_gpus():

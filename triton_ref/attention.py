@@ -125,9 +125,10 @@ def _transpose_v(v_ptr, vt_ptr, seq_lens_ptr, v_batch_stride, v_head_stride, v_r
 def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and strides as AttnParams in csrc/flash.h
                q_descale_ptr, k_descale_ptr, v_descale_ptr,  # fp8: (B, Hk), contiguous; and v is Vᵀ
                seed_ptr, threshold, keep_scale,  # of dropout.py; a seed_ptr of None: no dropout
+               softmax_scale,
                q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                v_batch_stride, v_head_stride, v_row_stride, o_batch_stride, o_head_stride, o_row_stride,
-               nheads, nheads_k, seqlen_q, seqlen_k, head_dim, softmax_scale, kIsCausal: tl.constexpr,
+               nheads, nheads_k, seqlen_q, seqlen_k, head_dim, kIsCausal: tl.constexpr,
                kNegateQ: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr, kBlockM: tl.constexpr,
                kBlockN: tl.constexpr, kBlockD: tl.constexpr):
     # Blocks of one head are neighbours, to share its K and V in L2; the rows that see most under a causal mask go
@@ -280,17 +281,17 @@ def empty_outputs(q):
     return empty_like(q, out_dtype(q.dtype)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def launch(config, q, k, v, out, softmax_scale, causal, dropout_p, tma):
-    """The launch (q, k, v, out, lse, seq_lens, *descales, seed) for checked inputs; v is Vᵀ if they are fp8."""
+def launch(config, q, k, v, out, causal, is_negative, tma):
+    """A Launch for checked inputs, to be called with (q, k, v, out, lse, seq_lens, *descales, seed, threshold,
+    keep_scale, softmax_scale). v is Vᵀ if they are fp8; is_negative: softmax_scale is."""
     if "kConsumers" in config:
-        return attention_hopper.launch(config, q, k, v, out, softmax_scale, causal, properties(q.device).num_sms)
+        return attention_hopper.launch(config, q, k, v, out, causal, properties(q.device).num_sms)
     batch_size, nheads, seqlen_q, head_dim = q.shape
     kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
     v_tile = (kBlockD, kBlockN) if q.dtype in FP8_DTYPES else (kBlockN, kBlockD)
     tiles = [(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)), (v, v_tile))]
-    constants = (*threshold_and_scale(dropout_p), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-                 nheads, k.shape[1], seqlen_q, k.shape[2], head_dim, softmax_scale, causal, softmax_scale < 0,
-                 head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
+    constants = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], nheads, k.shape[1], seqlen_q,
+                 k.shape[2], head_dim, causal, is_negative, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
     return Launch(_flash_fwd, -(-seqlen_q // kBlockM) * batch_size * nheads, constants, tiles if tma else (),
                   num_warps=num_warps, num_stages=num_stages)
 
@@ -311,32 +312,25 @@ def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, confi
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         if q.dtype in FP8_DTYPES:
             v = transposed(v, seq_lens)
-        autotune = autotune and tuner.is_on()
-        key = (q.device, softmax_scale, causal, dropout_p, autotune, config and tuple(config.values()),
+        autotune, is_negative = autotune and tuner.is_on(), softmax_scale < 0
+        arguments = q, k, v, out, lse, seq_lens, *descales, seed, *threshold_and_scale(dropout_p), softmax_scale
+        key = (q.device, is_negative, causal, autotune, config and tuple(config.values()),
                *layouts(q, k, v, seq_lens, *descales, seed))
-        tensors = q, k, v, out, lse, seq_lens, *descales, seed
         plan = _plans.get(key)
-        if plan is None:
-            options = softmax_scale, causal, dropout_p
-            try:
-                plan = _plan(config, autotune, tensors, *options)
-            except CompilationError as error:
-                if config is not None or not candidates(q, out, can_use_tma(q, k, v), seq_lens, softmax_scale, seed)[1]:
-                    raise
-                give_up_hopper(error)
-                plan = _plan(config, autotune, tensors, *options)
-            remember(_plans, key, plan, q.device)
-        plan(*tensors)
+        if plan is not None:
+            plan(*arguments)
+            return out, lse
+        try:
+            plan = choose(config, autotune, arguments, causal, is_negative)
+            plan(*arguments)
+        except CompilationError as error:
+            if config or not candidates(q, out, can_use_tma(q, k, v), seq_lens, is_negative, seed)[1]:
+                raise
+            give_up_hopper(error)
+            plan = choose(config, autotune, arguments, causal, is_negative)
+            plan(*arguments)
+        remember(_plans, key, plan, q.device)
     return out, lse
-
-
-def _plan(config, autotune, tensors, *options):
-    """The launch of a config, or of the one that choose takes, compiled."""
-    q, k, v, out, *_ = tensors
-    tma = can_use_tma(q, k, v)
-    plan = launch(config, q, k, v, out, *options, tma) if config else choose(autotune, tma, tensors, *options)
-    plan(*tensors)
-    return plan
 
 
 def give_up_hopper(error):
@@ -348,26 +342,30 @@ def give_up_hopper(error):
                   f"slower without it: {error}", stacklevel=2)
 
 
-def candidates(q, out, tma, seq_lens=None, softmax_scale=1.0, seed=None):
+def candidates(q, out, tma, seq_lens=None, is_negative=False, seed=None):
     """tile_configs for a call, and whether attention_hopper.py is among them."""
     found = properties(q.device)
     is_hopper = (found.capability // 10 == 9 and tma and hopper_compiles and can_use_tma(out)
-                 and seq_lens is None and softmax_scale >= 0 and seed is None)
+                 and seq_lens is None and not is_negative and seed is None)
     return tile_configs(q.dtype, q.shape[-1], found.max_shared_memory, is_hopper), is_hopper
 
 
-def choose(autotune, tma, tensors, softmax_scale, causal, dropout_p):
-    """The launch of one of the candidates: the first, or the fastest."""
-    q, k, v, out, _, seq_lens, *_, seed = tensors
-    configs, is_hopper = candidates(q, out, tma, seq_lens, softmax_scale, seed)
-    launch_of = once(lambda config: launch(config, q, k, v, out, softmax_scale, causal, dropout_p, tma))
+def choose(config, autotune, arguments, causal, is_negative):
+    """The Launch of config, or else of one of the candidates: the first, or the fastest."""
+    q, k, v, out, _, seq_lens, *_, seed, _, _, _ = arguments
+    tma = can_use_tma(q, k, v)
+    launch_of = once(lambda config: launch(config, q, k, v, out, causal, is_negative, tma))
+    if config:
+        return launch_of(config)
+    configs, is_hopper = candidates(q, out, tma, seq_lens, is_negative, seed)
     if not autotune:
         return launch_of(configs[0])
     # Lengths by the power of two that they reach: 1025 to 2048 are tuned as one.
     lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2]))
     key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, is_hopper, seed is not None,
            *lengths)
-    return launch_of(tuner.fastest("attention", key, configs, lambda config: launch_of(config)(*tensors), q.device))
+    run_config = lambda config: launch_of(config)(*arguments)  # noqa: E731
+    return launch_of(tuner.fastest("attention", key, configs, run_config, q.device))
 
 
 @torch.library.custom_op("minimal_attn::triton_forward", mutates_args=())

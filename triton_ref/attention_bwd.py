@@ -5,8 +5,9 @@ dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse /
 
 Three kernels. _preprocess computes delta. _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows
 that see it; _flash_bwd_q computes dQ of one block of rows and loops over the keys. Q Kᵀ and dO Vᵀ are therefore formed
-twice, but there is no workspace of Q's size, there are no atomics, and every run gives the same bits. Where many query
-heads read one key head, several programs share them. The sums of each go through memory, and sum_splits adds them up.
+twice, but there are no atomics, and every run gives the same bits. Where query heads share keys, several programs may
+share a block of keys: each sums over a part of the heads, in fp32 in memory, and sum_splits adds these up. Otherwise
+there is no workspace of Q's size.
 
 With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
 
@@ -34,10 +35,10 @@ ROWS_PER_SPLIT = tl.constexpr(1024)
 
 
 @triton.jit
-def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_padded_ptr, o_batch_stride, o_head_stride,
-                o_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride, dlse_batch_stride, dlse_head_stride,
-                dlse_row_stride, nheads, seqlen_q, seqlen_pad, head_dim, softmax_scale, kBlockM: tl.constexpr,
-                kBlockD: tl.constexpr):
+def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_padded_ptr, softmax_scale,
+                o_batch_stride, o_head_stride, o_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
+                dlse_batch_stride, dlse_head_stride, dlse_row_stride, nheads, seqlen_q, seqlen_pad, head_dim,
+                kBlockM: tl.constexpr, kBlockD: tl.constexpr):
     """delta = rowsum(dO ∘ O) - dlse, and lse as _probabilities takes it, both (B, H, seqlen_pad).
 
     Rows whose lse is -inf get delta 0, whatever dO and dlse hold, and lse inf, so that their P is 0. So do the rows
@@ -181,19 +182,19 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
 
 @triton.jit(do_not_specialize=["threshold"])
 def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, seq_lens_ptr, seed_ptr,
-                  threshold, keep_scale,
+                  threshold, keep_scale, softmax_scale,
                   q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                   v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
                   dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
-                  nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad, head_dim, softmax_scale,
-                  kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr,
-                  kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kRaggedRows: tl.constexpr,
-                  splits, split_stride):
+                  nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad, head_dim, max_splits, split_stride,
+                  kRaggedRows: tl.constexpr, kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr,
+                  kMaskCols: tl.constexpr, kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
+                  kBlockD: tl.constexpr):
     """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it, or over the part of
     them that one of several splits has."""
     # The keys that most rows see under a causal mask go first.
     n_blocks = tl.cdiv(seqlen_k, kBlockN)
-    split, tile = tl.program_id(0) % splits, tl.program_id(0) // splits
+    split_idx, tile = tl.program_id(0) % max_splits, tl.program_id(0) // max_splits
     col0 = tile % n_blocks * kBlockN
     bh_k = tile // n_blocks
     b, h_k = bh_k // nheads_k, bh_k % nheads_k
@@ -220,10 +221,11 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     dk = tl.zeros([kBlockN, kBlockD], tl.float32)
     dv = tl.zeros([kBlockN, kBlockD], tl.float32)
     group = nheads // nheads_k
-    sample_splits = tl.minimum(splits, tl.cast(group * tl.cast(row_end, tl.int64) // ROWS_PER_SPLIT, tl.int32))
-    sample_splits = tl.maximum(1, sample_splits)
-    begin = tl.minimum(group, (group * split + sample_splits - 1) // sample_splits)
-    end = tl.minimum(group, (group * (split + 1) + sample_splits - 1) // sample_splits)
+    # As _num_splits: a sample with a length of its own has as many rows as keys.
+    num_splits = tl.cast(tl.minimum(max_splits, group * tl.cast(row_end, tl.int64) // ROWS_PER_SPLIT), tl.int32)
+    num_splits = tl.maximum(1, num_splits)
+    begin = tl.minimum(group, (group * split_idx + num_splits - 1) // num_splits)
+    end = tl.minimum(group, (group * (split_idx + 1) + num_splits - 1) // num_splits)
     for i in range(begin, end):  # none in a split that a short sample does without
         h = h_k * group + i
         q_base, dout_base = q_ptr, dout_ptr
@@ -243,8 +245,8 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
 
     dims = tl.arange(0, kBlockD)
     is_stored = (cols[:, None] < seqlen_k) & (dims[None, :] < head_dim)
-    dk_ptr += split.to(tl.int64) * split_stride
-    dv_ptr += split.to(tl.int64) * split_stride
+    dk_ptr += split_idx.to(tl.int64) * split_stride
+    dv_ptr += split_idx.to(tl.int64) * split_stride
     dk_base = dk_ptr + b.to(tl.int64) * dk_batch_stride + h_k.to(tl.int64) * dk_head_stride
     dv_base = dv_ptr + b.to(tl.int64) * dv_batch_stride + h_k.to(tl.int64) * dv_head_stride
     dk = tl.where(cols[:, None] < seq_len, dk * softmax_scale, 0.0)
@@ -281,11 +283,11 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride,
 
 @triton.jit(do_not_specialize=["threshold"])
 def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, seq_lens_ptr, seed_ptr, threshold,
-                 keep_scale,
+                 keep_scale, softmax_scale,
                  q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                  v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
                  dq_batch_stride, dq_head_stride, dq_row_stride, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad,
-                 head_dim, softmax_scale, kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr,
+                 head_dim, kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr,
                  kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
     """dQ of kBlockM rows of one head."""
     m_blocks = tl.cdiv(seqlen_q, kBlockM)
@@ -378,45 +380,45 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10):
             [tile for tile in tiles if fits(*tile)] or [(16, 16, 4, 1)]]
 
 
-def num_splits(group, seqlen_q):
-    """How many programs share a block of keys that `group` query heads read: by the rule of csrc/flash_bwd_sm80.cu, by
-    the length of a sample and not by how many samples and heads there are."""
-    return max(1, min(group, 16, group * seqlen_q // ROWS_PER_SPLIT.value))
+def _num_splits(group, seqlen_q, seqlen_k):
+    """How many programs share a block of keys that `group` query heads read: num_splits of csrc/bwd_workspace_sm80.cuh,
+    which says why. Here a split has whole heads."""
+    rows = group * seqlen_q
+    return max(1, min(group, 16, rows // ROWS_PER_SPLIT.value, rows // seqlen_k))
 
 
-def _launch(side, config, tma, tensors, softmax_scale, causal, dropout_p):
-    """The launch (*tensors) for the gradients of one side, "kv" or "q": tensors are q, k, v, dout, these gradients,
-    lse_padded, delta, seq_lens and seed."""
+def _launch(side, config, tma, tensors, causal):
+    """A Launch for the gradients of one side, "kv" or "q", to be called with (*tensors, threshold, keep_scale,
+    softmax_scale). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, seq_lens, seed."""
     q, k, v, dout, *gradients, lse_padded, delta, seq_lens, _ = tensors
     batch_size, nheads, seqlen_q, head_dim = q.shape
     nheads_k, seqlen_k = k.shape[1:3]
     kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
     function, blocks, of_side = _flash_bwd_q, -(-seqlen_q // kBlockM) * nheads, ()
     if side == "kv":
-        splits = num_splits(nheads // nheads_k, seqlen_q)
-        function, blocks = _flash_bwd_kv, -(-seqlen_k // kBlockN) * nheads_k * splits
+        max_splits = _num_splits(nheads // nheads_k, seqlen_q, seqlen_k)
+        function, blocks = _flash_bwd_kv, -(-seqlen_k // kBlockN) * nheads_k * max_splits
         has_ragged_rows = seq_lens is not None or seqlen_q % kBlockM != 0
-        of_side = has_ragged_rows, splits, k.numel()
+        of_side = max_splits, k.numel(), has_ragged_rows
     rows, keys, row = (1, 1, kBlockM, kBlockD), (1, 1, kBlockN, kBlockD), (1, kBlockM)
     tiles = [(q, rows), (k, keys), (v, keys), (dout, rows), *[None] * len(gradients), (lse_padded, row), (delta, row)]
     strides = (stride for x in (q, k, v, dout, *gradients) for stride in x.stride()[:3])
     has_empty_rows = causal and seqlen_q > seqlen_k
-    constants = (*threshold_and_scale(dropout_p), *strides, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1],
-                 head_dim, softmax_scale, causal, has_empty_rows, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD,
-                 *of_side)
+    constants = (*strides, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, *of_side, causal,
+                 has_empty_rows, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
     return Launch(function, blocks * batch_size, constants, tiles if tma else (), num_warps=num_warps,
                   num_stages=num_stages)
 
 
-def _launch_preprocess(out, dout, lse, dlse, delta, lse_padded, softmax_scale):
-    """The launch (out, dout, lse, dlse, delta, lse_padded) of _preprocess."""
+def _launch_preprocess(out, dout, lse, dlse, delta, lse_padded):
+    """A Launch of _preprocess, to be called with these and softmax_scale."""
     (nheads, seqlen_q, head_dim), seqlen_pad, kBlockM = out.shape[1:], delta.shape[1], 64
     strides = *out.stride()[:3], *dout.stride()[:3], *(dlse.stride() if dlse is not None else (0, 0, 0))
-    constants = *strides, nheads, seqlen_q, seqlen_pad, head_dim, softmax_scale, kBlockM, block_d(out.dtype, head_dim)
+    constants = *strides, nheads, seqlen_q, seqlen_pad, head_dim, kBlockM, block_d(out.dtype, head_dim)
     return Launch(_preprocess, seqlen_pad // kBlockM * delta.shape[0], constants)
 
 
-_plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q" or "sum", those that are needed: the launch}}
+_plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q" or "sum", those that are needed: the Launch}}
 
 
 def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune=True, dropout=None, need_dq=True,
@@ -435,39 +437,39 @@ def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune
         dout = dout.contiguous()
     batch_size, nheads, seqlen_q, head_dim = q.shape
     dropout_p, seed = dropout or (0.0, None)
+    numbers = *threshold_and_scale(dropout_p), softmax_scale
     lse_padded, delta = (lse.new_empty(batch_size * nheads, -(-seqlen_q // 128) * 128) for _ in range(2))
     preprocessed = out, dout, lse, dlse, delta, lse_padded
-    sides, splits = {}, num_splits(nheads // k.shape[1], seqlen_q) if need_dkv else 1
+    sides, max_splits = {}, _num_splits(nheads // k.shape[1], seqlen_q, k.shape[2]) if need_dkv else 1
     if need_dkv:
-        partial = [lse.new_empty(splits, k.numel()) for _ in range(2)] if splits > 1 else []
-        # A split's part lies in memory as the gradient does.
-        sums = [x.as_strided(k.shape, dx.stride()) for x, dx in zip(partial, (dk, dv))] or (dk, dv)
+        dkv_accum = [lse.new_empty(max_splits, k.numel()) for _ in range(2)] if max_splits > 1 else []
+        # A split's sums lie in memory as the gradient does.
+        sums = [x.as_strided(k.shape, dx.stride()) for x, dx in zip(dkv_accum, (dk, dv))] or (dk, dv)
         sides["kv"] = q, k, v, dout, *sums, lse_padded, delta, seq_lens, seed
     if need_dq:
         sides["q"] = q, k, v, dout, dq, lse_padded, delta, seq_lens, seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         autotune = autotune and tuner.is_on()
-        key = (q.device, softmax_scale, causal, dropout_p, autotune, *sides,
-               *layouts(q, k, v, out, dout, lse, dlse, seq_lens, seed))
+        key = q.device, causal, autotune, *sides, *layouts(q, k, v, out, dout, lse, dlse, seq_lens, seed)
         plan = _plans.get(key)
-        if plan is None:
-            plan = {"preprocess": _launch_preprocess(*preprocessed, softmax_scale)}
-            plan["preprocess"](*preprocessed)
-            for side, tensors in sides.items():
-                plan[side] = _choose(side, autotune, tensors, softmax_scale, causal, dropout_p)
-            if splits > 1:
-                plan["sum"] = sum_splits(dk, k.numel(), splits)
+        is_new = plan is None
+        if is_new:
+            plan = {"preprocess": _launch_preprocess(*preprocessed)}
+        plan["preprocess"](*preprocessed, softmax_scale)
+        if is_new:  # tiles are timed on what _preprocess made
+            plan |= {side: _choose(side, autotune, tensors, numbers, causal) for side, tensors in sides.items()}
+            if max_splits > 1:
+                plan["sum"] = sum_splits(dk, k.numel(), max_splits)
             remember(_plans, key, plan, q.device)
-        plan["preprocess"](*preprocessed)
-        with _beside(q.device, len(sides) == 2 and q.is_cuda and is_worth_a_stream(q, k)) as second_stream:
+        with _beside(q.device, need_dq and need_dkv and _pays_beside(q, k)) as second_stream:
             if need_dkv:
-                plan["kv"](*sides["kv"])
+                plan["kv"](*sides["kv"], *numbers)
             if need_dq:
                 with second_stream:
-                    plan["q"](*sides["q"])
-            if splits > 1:
-                plan["sum"](partial[0], dk)
-                plan["sum"](partial[1], dv)
+                    plan["q"](*sides["q"], *numbers)
+            if max_splits > 1:
+                plan["sum"](dkv_accum[0], dk)
+                plan["sum"](dkv_accum[1], dv)
     return dq, dk, dv
 
 
@@ -477,11 +479,15 @@ def _stream(device, first):
     return torch.cuda.Stream(device)
 
 
-def is_worth_a_stream(q, k):
+MIN_WORK_FOR_A_STREAM = 2**34  # elements of Q times keys
+
+
+def _pays_beside(q, k):
     """Whether the two kernels should run beside each other: one fills the multiprocessors that the other leaves at its
-    end. At head_dim 128 that is worth 2 to 5 %, at 64 it can cost as much. In a small call the host has no time for it.
-    """
-    return block_d(q.dtype, q.shape[-1]) >= 128 and q.numel() * k.shape[2] >= 2**34
+    end. At head_dim 128 that is worth 2 to 5 %, at 64 it can cost as much. In a small call the second stream costs the
+    host more than it saves."""
+    is_large = q.numel() * k.shape[2] >= MIN_WORK_FOR_A_STREAM
+    return q.is_cuda and is_large and block_d(q.dtype, q.shape[-1]) >= 128
 
 
 @contextlib.contextmanager
@@ -499,18 +505,18 @@ def _beside(device, pays):
         first.wait_stream(second)
 
 
-def _choose(side, autotune, tensors, softmax_scale, causal, dropout_p):
-    """The launch of one of tile_configs: the first, or the fastest."""
+def _choose(side, autotune, tensors, numbers, causal):
+    """The Launch of one of tile_configs: the first, or the fastest."""
     q, k, v, dout, *_, seq_lens, seed = tensors
     configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory)
     tma = seq_lens is None and can_use_tma(q, k, v, dout)  # a descriptor ends with the tensor, not with the sample
-    launch_of = once(lambda config: _launch(side, config, tma, tensors, softmax_scale, causal, dropout_p))
+    launch_of = once(lambda config: _launch(side, config, tma, tensors, causal))
     if not autotune:
         return launch_of(configs[0])
     lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2]))
     key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, seed is not None, *lengths)
-    return launch_of(tuner.fastest(f"attention_bwd_{side}", key, configs, lambda config: launch_of(config)(*tensors),
-                                   q.device))
+    run_config = lambda config: launch_of(config)(*tensors, *numbers)  # noqa: E731
+    return launch_of(tuner.fastest(f"attention_bwd_{side}", key, configs, run_config, q.device))
 
 
 @torch.library.custom_op("minimal_attn::triton_backward", mutates_args=())

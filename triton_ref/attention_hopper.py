@@ -221,8 +221,8 @@ def _consume(o_desc, lse_ptr, shared, sizes, softmax_scale, consumer_idx: gl.con
 
 
 @gluon.jit(do_not_specialize=["nheads", "nheads_k", "num_tiles", "chunk", "seqlen_q", "seqlen_k"])
-def _flash_fwd(q_desc, k_desc, v_desc, o_desc, lse_ptr, nheads, nheads_k, num_tiles, chunk, seqlen_q, seqlen_k,
-               softmax_scale, kIsCausal: gl.constexpr, kConsumers: gl.constexpr, kStages: gl.constexpr,
+def _flash_fwd(q_desc, k_desc, v_desc, o_desc, lse_ptr, softmax_scale, nheads, nheads_k, num_tiles, chunk, seqlen_q,
+               seqlen_k, kIsCausal: gl.constexpr, kConsumers: gl.constexpr, kStages: gl.constexpr,
                kRegisters: gl.constexpr):
     sQ = gl.allocate_shared_memory(q_desc.dtype, [kConsumers] + q_desc.block_type.shape, q_desc.layout)
     sK = gl.allocate_shared_memory(k_desc.dtype, [kStages] + k_desc.block_type.shape, k_desc.layout)
@@ -274,8 +274,9 @@ def _layout(rows, kBlockD, dtype):
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, kBlockD], getattr(gl, str(dtype).removeprefix("torch.")))
 
 
-def launch(config, q, k, v, out, softmax_scale, causal, num_sms):
-    """attention.launch for checked inputs that TMA reaches; all after lse is None."""
+def launch(config, q, k, v, out, causal, num_sms):
+    """attention.launch for checked inputs that TMA reaches, with a softmax_scale of at least 0 and without seq_lens,
+    descales and dropout."""
     kConsumers, kBlockN, kBlockD, kStages = config.values()
     tiles = [(x, (1, 1, rows, kBlockD), _layout(rows, kBlockD, x.dtype))
              for x, rows in ((q, 64), (k, kBlockN), (v, kBlockN), (out, 64))]
@@ -289,6 +290,13 @@ def launch(config, q, k, v, out, softmax_scale, causal, num_sms):
         programs, chunk = (num_sms, 2) if num_tiles >= 8 * num_sms else (num_tiles, 1)
     if kBlockD > 128:
         programs, chunk = num_tiles, 1
-    constants = (q.shape[1], k.shape[1], num_tiles, chunk, q.shape[2], k.shape[2], softmax_scale, causal, kConsumers,
-                 kStages, REGISTERS[kConsumers])
-    return Launch(_flash_fwd, programs, constants, tiles, takes=5, num_warps=4)
+    constants = (q.shape[1], k.shape[1], num_tiles, chunk, q.shape[2], k.shape[2], causal, kConsumers, kStages,
+                 REGISTERS[kConsumers])
+    start = Launch(_flash_fwd, programs, constants, tiles, num_warps=4)
+
+    def start_without(q, k, v, out, lse, seq_lens, q_descale, k_descale, v_descale, seed, threshold, keep_scale,
+                      softmax_scale):
+        assert seq_lens is q_descale is k_descale is v_descale is seed is None
+        start(q, k, v, out, lse, softmax_scale)
+
+    return start_without

@@ -95,54 +95,51 @@ class Launch:
     time than looking a kernel up and putting its arguments together.
 
     Args:
-        function: the kernel. Its parameters are tensors, then what is in `constants`.
+        function: the kernel. Its parameters are tensors and what else a call gives, then what is in `constants`.
         programs: how many.
-        constants: sizes, strides, numbers and constexprs, for all tensors of the layouts that the calls will have.
+        constants: sizes, strides and constexprs, for all tensors of the layouts that the calls will have.
         tiles: for each tensor (x, block) or (x, block, layout) where TMA reads it, as for _TileMap, None where the
             kernel gets its address. Shorter than the tensors: None for the rest.
-        takes: how many of the tensors the kernel has, if calls give it others as well.
         options: num_warps and num_stages.
 
     Raises:
         ValueError: more programs than a launch can have.
     """
 
-    def __init__(self, function, programs, constants, tiles=(), takes=None, **options):
+    def __init__(self, function, programs, constants, tiles=(), **options):
         if programs > MAX_PROGRAMS:
             raise ValueError(f"too many blocks: {programs}, and a launch takes {MAX_PROGRAMS}")
         self.function, self.grid, self.constants, self.options = function, (programs, 1, 1), constants, options
-        self.takes = takes
         self.tile_maps = [tile and _TileMap(*tile) for tile in tiles]
         self.kernel = None  # compiled; None for ever in the interpreter
 
-    def __call__(self, *tensors):
-        """Launch on the current device and stream. A tensor may be None if that of the first call was."""
-        tensors = tensors[:self.takes]
+    def __call__(self, *arguments):
+        """Launch on the current device and stream. A tensor is None in every call or in none."""
         if self.tile_maps:
-            if tensors[0].is_cuda:
+            if arguments[0].is_cuda:
                 _need_context()
             tiles = [x if tile_map is None else _descriptor(tile_map, x.data_ptr())
-                     for x, tile_map in zip(tensors, self.tile_maps)]
-            tensors = (*tiles, *tensors[len(tiles):])
+                     for x, tile_map in zip(arguments, self.tile_maps)]
+            arguments = (*tiles, *arguments[len(tiles):])
         if self.kernel is None:
-            self.kernel = self.function[self.grid](*tensors, *self.constants, **self.options)
+            self.kernel = self.function[self.grid](*arguments, *self.constants, **self.options)
         else:
-            self.kernel[self.grid](*tensors, *self.constants)
+            self.kernel[self.grid](*arguments, *self.constants)
 
 
 @triton.jit
 def _sum_splits(partial, out, numel, split_stride, kSplits: tl.constexpr, kBlock: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * kBlock + tl.arange(0, kBlock)
     acc = tl.zeros([kBlock], tl.float32)
-    for split in tl.static_range(kSplits):
-        acc += tl.load(partial + split * split_stride + i, mask=i < numel)
+    for split_idx in tl.static_range(kSplits):
+        acc += tl.load(partial + tl.cast(split_stride, tl.int64) * split_idx + i, mask=i < numel)
     tl.store(out + i, acc.to(out.dtype.element_ty), mask=i < numel)
 
 
 def sum_splits(out, split_stride, kSplits):
-    """The launch (partial, out) for out = the sum of kSplits tensors that lie in memory as out does, from the first to
-    the last. They are in fp32, and each begins split_stride elements after the one before. out has no gaps in memory.
-    """
+    """A Launch, to be called with (partial, out): out = the sum of kSplits tensors, from first to last, which lie
+    in memory as out does. They are in fp32, and each begins split_stride elements after the one before. out has no gaps
+    in memory."""
     return Launch(_sum_splits, -(-out.numel() // 1024), (out.numel(), split_stride, kSplits, 1024))
 
 
@@ -165,9 +162,8 @@ def layouts(*tensors):
 
 
 def remember(plans, key, plan, device):
-    """plan, which is kept for the calls of its key. One made under graph capture is not: it was not free to measure."""
+    """Keep plan for later calls with this key. One made under graph capture is not kept: it was not free to measure."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         if len(plans) >= MAX_PLANS:
             plans.clear()
         plans[key] = plan
-    return plan

@@ -20,7 +20,7 @@ from torch import Tensor
 from minimal_attn.checks import check_matmul, check_no_derivative, is_eager
 
 from . import autotune
-from .launching import INTERPRETING, Launch, layouts, once, properties, remember, sum_splits, to_float
+from .launching import INTERPRETING, Launch, layouts, once, properties, remember, sum_splits
 
 
 @triton.jit
@@ -158,20 +158,20 @@ def _tile(x, dim, kBlockRows, kBlockCols):
 
 
 def _launch(a, b, c, dims, num_sms, config):
-    """The launch (a, b, c) for c = a @ b. dims: the contiguous dimensions of a and b for TMA, or None to read through
-    pointers."""
+    """What is to be called with (a, b, c) for c = a @ b. dims: the contiguous dimensions of a and b for TMA, or None to
+    read through pointers."""
     (m, k), n = a.shape, b.shape[1]
     kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages = config.values()
     m_blocks = _cdiv(m, kBlockM)
     programs, is_trans, tiles = m_blocks * _cdiv(n, kBlockN) * kSplits, (False, False), ()
 
-    def new_partial(c):
-        return c.new_empty((kSplits * m_blocks * kBlockM, n), dtype=torch.float32)
+    def new_partial(c, device=None):
+        return c.new_empty((kSplits * m_blocks * kBlockM, n), dtype=torch.float32, device=device)
 
     if dims:
         programs, is_trans = min(programs, num_sms), (dims[0] == 0, dims[1] == 0)
         tiles = (_tile(a, dims[0], kBlockM, kBlockK), _tile(b, dims[1], kBlockK, kBlockN),
-                 _tile(c if kSplits == 1 else new_partial(c), 1, kBlockM, kBlockN))
+                 _tile(c if kSplits == 1 else new_partial(c, "meta"), 1, kBlockM, kBlockN))
     constants = m, n, k, *a.stride(), *b.stride(), dims is not None, *is_trans, kBlockM, kBlockN, kBlockK, kSplits
     product = Launch(_matmul, programs, constants, tiles, num_warps=num_warps, num_stages=num_stages)
     if kSplits == 1:
@@ -189,15 +189,18 @@ def _launch(a, b, c, dims, num_sms, config):
 def _multiply(a: Tensor, b: Tensor, block_m: Optional[int], block_n: Optional[int], block_k: Optional[int],
               use_autotune: bool) -> Tensor:
     """triton_matmul of checked arguments."""
-    if INTERPRETING and a.dtype == torch.bfloat16:
-        return _multiply(to_float(a), to_float(b), block_m, block_n, block_k, use_autotune).bfloat16()
+    if INTERPRETING and a.dtype == torch.bfloat16:  # Triton's interpreter (3.6 to 3.9) gets bf16 dots and casts wrong
+        return _multiply(a.float(), b.float(), block_m, block_n, block_k, use_autotune).bfloat16()
     c = a.new_empty((a.shape[0], b.shape[1]))
     if 0 in a.shape or 0 in b.shape:
         return c.zero_()
     options = block_m, block_n, block_k, use_autotune and autotune.is_on()
     key = (a.device, *layouts(a, b), *options)
     with torch.accelerator.device_index(a.device.index):  # no index, nothing to do: the CPU
-        plan = _plans.get(key) or remember(_plans, key, _plan(a, b, c, *options), a.device)
+        plan = _plans.get(key)
+        if plan is None:
+            plan = _plan(a, b, c, *options)
+            remember(_plans, key, plan, a.device)
         plan(a, b, c)
     return c
 
@@ -206,7 +209,7 @@ _plans = {}  # {all that a launch depends on: the launch}
 
 
 def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
-    """The launch (a, b, c). Autotuning overwrites c."""
+    """As _launch, by the config that is to be. Autotuning overwrites c."""
     (m, k), n = a.shape, b.shape[1]
     capability, shared_memory, num_sms = properties(a.device)
     dims = _contiguous_dim(a), _contiguous_dim(b)
