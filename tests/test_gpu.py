@@ -181,13 +181,14 @@ def gradients(attend, q, k, v, dout, **options):
 def test_graph_of_forward_and_backward(backend, dtype, has_lens, D, monkeypatch):
     if backend == "triton":
         monkeypatch.setattr("triton_ref.attention_bwd.MIN_WORK_FOR_A_STREAM", 0)
-    q, k, v, dout = make_all(dataclasses.replace(CASE, D=D), dtype, "cuda")
+    case = dataclasses.replace(CASE, D=D)
+    q, k, v, dout = make_all(case, dtype, "cuda")
     seq_lens = torch.tensor([200, 7, 64], device="cuda") if has_lens else None
     step = lambda: gradients(flash_attention, q, k, v, dout, causal=True, seq_lens=seq_lens,  # noqa: E731
                              deterministic=True, backend=backend)
     graph, results = captured(step)
     for seed in (1, 2):
-        for x, new in zip((q, k, v), make_inputs(CASE, dtype, "cuda", seed)):
+        for x, new in zip((q, k, v), make_inputs(case, dtype, "cuda", seed)):
             x.detach().copy_(new)
         dout.mul_(-0.5)
         if has_lens:
