@@ -10,6 +10,8 @@ import functools
 
 import torch
 
+from ._build import assume_constant_result
+
 # In 16 bits on Hopper the twin is the faster one up to this head_dim, from so many rows and keys on, however many query
 # heads share keys. The runs behind this are backward.json, backward_shared_keys.json and backward_lengths.json in
 # benchmarks/h200, with which tests/test_bench.py compares it. On other GPUs nothing was measured, and csrc, whose
@@ -32,7 +34,13 @@ def twin_trains(q: torch.Tensor, k: torch.Tensor, seq_major: bool = False) -> bo
     return is_long and q.shape[-1] <= TWIN_HEAD_DIM and _is_hopper(q.device)
 
 
-@functools.cache
+# Dynamo looks through functools.cache, so the cached function is not itself the constant one.
+@assume_constant_result
 def _is_hopper(device):
-    """Without a GPU there are fake tensors alone, for which the table is meant as it is."""
+    return _device_is_hopper(device)
+
+
+@functools.cache
+def _device_is_hopper(device):
+    """Without a GPU there are fake tensors alone, for which the rule holds as it is."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9

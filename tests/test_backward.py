@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, LAYOUTS, Case, base, check_error, dropout, exact, lengths,
                    make_inputs, make_tensor, options, serves)
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
-from minimal_attn import flash_attention
+from minimal_attn import choice, flash_attention
 from minimal_attn.choice import twin_trains
 from minimal_attn.dropout import keep_mask, keep_scale
 from minimal_attn.reference import visible_keys
@@ -620,6 +620,16 @@ def test_what_the_twin_trains(shape, dtype, is_twin, monkeypatch):
     """By dtype, head_dim and lengths, for tensors of any shape."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert twin_trains(*[torch.empty(shape, device="meta", dtype=dtype)] * 2) is is_twin
+
+
+def test_the_gpu_is_a_constant_for_torch_compile(monkeypatch):
+    """It is asked while torch.compile traces, so that the graph stays one."""
+    torch.compiler.reset()
+    asked = []
+    monkeypatch.setattr(choice, "_device_is_hopper", lambda device: asked.append(device) or True)
+    q = torch.randn(1, 2, 600, 64, dtype=torch.half)
+    compiled = torch.compile(lambda q: q + 1 if twin_trains(q, q) else q, fullgraph=True, backend="eager")
+    assert all(compiled(q).equal(q + 1) for _ in range(2)) and asked == [q.device]
 
 
 def test_what_the_twin_trains_depends_on_both_lengths(monkeypatch):
