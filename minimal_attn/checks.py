@@ -5,6 +5,7 @@ Each error names the argument, what was given and what is allowed. Read next: in
 
 import numbers
 import operator
+import reprlib
 
 import torch
 from torch.autograd import forward_ad
@@ -45,32 +46,50 @@ def is_eager(*tensors):
                     for x in tensors))
 
 
+class _Shown(reprlib.Repr):
+    """repr, cut short. A tensor is shown by its dtype and shape: its values would fill the screen."""
+
+    def repr1(self, x, level):
+        if not isinstance(x, torch.Tensor):
+            return super().repr1(x, level)
+        # A nested tensor raises when it is asked for its shape.
+        return "a nested tensor" if x.is_nested else f"a {x.dtype} tensor of shape {tuple(x.shape)}"
+
+
+shown = _Shown().repr  # what an error says of a wrong argument
+
+
 def check_tensor(name, x):
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got {shown(x)}: torch.nested.to_padded_tensor makes it dense")
     if x.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got {x.layout}")
 
 
 def check_options(causal, sm_scale, name="sm_scale", *, deterministic=False):
-    """TypeError unless causal and deterministic are bools and sm_scale, which the caller calls `name`, None or a
+    """TypeError unless causal and deterministic are bools and sm_scale, which the caller calls `name`, None or one real
     number; ValueError unless that is finite and at most MAX_SCALE in magnitude."""
+    if isinstance(causal, torch.Tensor):
+        raise TypeError(f"causal must be a bool, got {shown(causal)}; the fourth argument of flash_attention is "
+                        "causal, and masks are not supported yet")
     for option, value in (("causal", causal), ("deterministic", deterministic)):
         if not isinstance(value, bool):
-            raise TypeError(f"{option} must be a bool, got {value!r}")
+            raise TypeError(f"{option} must be a bool, got {shown(value)}")
     is_number = isinstance(sm_scale, (numbers.Real, torch.SymFloat)) and not isinstance(sm_scale, bool)
     is_scalar = isinstance(sm_scale, torch.Tensor) and sm_scale.numel() == 1 and not sm_scale.is_complex()
     if not (sm_scale is None or is_number or is_scalar):
-        raise TypeError(f"{name} must be None or a number, got {sm_scale!r}")
+        raise TypeError(f"{name} must be None or one real number, got {shown(sm_scale)}")
     if sm_scale is not None and not -MAX_SCALE <= sm_scale <= MAX_SCALE:
-        raise ValueError(f"{name} must be finite and at most {MAX_SCALE:g} in magnitude, got {sm_scale}")
+        raise ValueError(f"{name} must be finite and at most {MAX_SCALE:g} in magnitude, got {shown(sm_scale)}")
 
 
 def check_dropout_p(dropout_p, name="dropout_p"):
     """dropout_p, which the caller calls `name`, as a float; TypeError unless it is a number, ValueError unless it is in
     [0, 1]."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {dropout_p!r}")
+        raise TypeError(f"{name} must be a number, got {shown(dropout_p)}")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"{name} must be in [0, 1], got {dropout_p}")
     return float(dropout_p)
@@ -86,7 +105,7 @@ def check_dropout_seed(dropout_seed, q):
     # Not a number: a CUDA graph would keep its value, and torch.compile would compile anew for each.
     wanted = f"dropout_seed must be one int64 in a tensor on q's device: torch.tensor([5], device='{q.device}')"
     if not isinstance(dropout_seed, torch.Tensor):
-        raise TypeError(f"{wanted}, got {dropout_seed!r}")
+        raise TypeError(f"{wanted}, got {shown(dropout_seed)}")
     check_tensor("dropout_seed", dropout_seed)
     if dropout_seed.dtype != torch.int64 or dropout_seed.numel() != 1 or dropout_seed.device != q.device:
         raise ValueError(f"{wanted}, got {dropout_seed.dtype} of shape {tuple(dropout_seed.shape)} on "
@@ -116,7 +135,9 @@ def check_qkv(q, k, v, dtypes):
         check_tensor(name, x)
         if x.dtype not in dtypes:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-            raise TypeError(f"Unsupported dtype: {name} is {x.dtype}, allowed are {allowed}")
+            is_fp8 = x.dtype in FP8_DTYPES
+            elsewhere = "; flash_attention takes float8 with backend='triton' or 'reference'" if is_fp8 else ""
+            raise TypeError(f"Unsupported dtype: {name} is {x.dtype}, allowed are {allowed}{elsewhere}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"dtypes must match: q is {q.dtype}, k is {k.dtype}, v is {v.dtype}")
     if not q.device == k.device == v.device:
@@ -167,7 +188,7 @@ def check_matmul(a, b, block_m, block_n, block_k):
         if block is None:
             continue
         if type(block) is not int or block < 16 or block & (block - 1):
-            raise ValueError(f"{name} must be a power of two and at least 16, got {block!r}")
+            raise ValueError(f"{name} must be a power of two and at least 16, got {shown(block)}")
         limit = max(16, (size + 15) // 16 * 16)
         if block > limit:
             raise ValueError(f"{name} must not exceed {limit}, the dimension {size} rounded up to a multiple of 16, "
@@ -194,6 +215,8 @@ def check_seq_lens(seq_lens, q, k):
     """
     if seq_lens is None:
         return None
+    if isinstance(seq_lens, torch.Tensor):
+        check_tensor("seq_lens", seq_lens)
     seqlen = q.shape[-2]
     if seqlen != k.shape[-2]:
         raise ValueError(f"seq_lens needs equal lengths of q and k, got seqlen_q {seqlen} and seqlen_k {k.shape[-2]}")
@@ -204,8 +227,8 @@ def check_seq_lens(seq_lens, q, k):
         try:
             lengths = [operator.index(n) for n in seq_lens]
         except TypeError:
-            raise ValueError(f"seq_lens must be integers, in a list or an int32 or int64 tensor, got {seq_lens!r}") \
-                from None
+            raise ValueError("seq_lens must be integers, in a list or an int32 or int64 tensor, got "
+                             f"{shown(seq_lens)}") from None
         if any(not 0 < n <= seqlen for n in lengths):
             raise ValueError(f"seq_lens must be in 1..{seqlen}, got {lengths}")
         seq_lens, can_read = torch.tensor(lengths, dtype=torch.int32, device="cpu"), False  # they have been read

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from . import _build
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, autocast, check_descales, check_dropout_p,
                      check_dropout_seed, check_fp8, check_no_derivative, check_options, check_qkv, check_seq_lens,
-                     check_tensor, is_eager, is_transformed, out_dtype, wants_gradient)
+                     check_tensor, is_eager, is_transformed, out_dtype, shown, wants_gradient)
 from .choice import twin_trains
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast, without_padding
 
@@ -103,7 +103,7 @@ def _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deter
     dropout_p = check_dropout_p(dropout_p)
     name = _auto_backend(q, k, v) if backend == "auto" else backend
     if name not in tuple(BACKENDS):  # a dict would not take a list as a key
-        raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+        raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
     check_qkv(q, k, v, chosen.dtypes)
     check_options(causal, sm_scale, scale_name, deterministic=deterministic)
@@ -247,7 +247,8 @@ class force_kernel:
 
     def __init__(self, kernel: str | None):
         if kernel not in (None, *_build.GPU_KERNELS):
-            raise ValueError(f"unknown kernel {kernel!r}: None or one of {', '.join(map(repr, _build.GPU_KERNELS))}")
+            names = ", ".join(map(repr, _build.GPU_KERNELS))
+            raise ValueError(f"unknown kernel {shown(kernel)}: None or one of {names}")
         self._kernel = kernel
         self._before = _build.load().force_kernel(kernel)
 
@@ -302,7 +303,13 @@ def _fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse, determinis
     if torch.compiler.is_compiling() or _fast_forward is None:
         return None
     may_train = _csrc_trains if backend == "auto" else None
-    return _fast_forward(_warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic)
+    try:
+        return _fast_forward(_warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse,
+                             deterministic)
+    except RuntimeError:
+        if not any(x.is_nested for x in (q, k, v)):
+            raise
+        return None  # C++ asked for strides, which nested tensors do not have: the checks refuse them
 
 
 def _csrc_trains(q, k, seq_major):
@@ -491,7 +498,9 @@ BACKENDS = {
 
 
 def _auto_backend(q, k, v):
-    if not (isinstance(q, torch.Tensor) and q.is_cuda):
+    for name, x in (("q", q), ("k", k), ("v", v)):  # twin_trains asks for dtypes and shapes
+        check_tensor(name, x)
+    if not q.is_cuda:
         return "torch"
     if q.dtype in FP8_DTYPES:
         return "triton"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .checks import MAX_HEAD_DIM, check_dropout_p, check_options, check_tensor
+from .checks import MAX_HEAD_DIM, check_dropout_p, check_options, check_tensor, shown
 from .interface import BACKENDS, flash_attention
 
 
@@ -57,7 +57,7 @@ class FlashMHA(nn.Module):
         dropout = check_dropout_p(dropout, "dropout")
         check_options(causal, None)
         if backend not in ("auto", *BACKENDS):
-            raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+            raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
         self.embed_dim, self.num_heads, self.num_heads_k, self.head_dim = embed_dim, num_heads, num_heads_k, head_dim
         self.dropout, self.causal, self.backend = dropout, causal, backend
         self.Wqkv = nn.Linear(embed_dim, (num_heads + 2 * num_heads_k) * head_dim, bias, device, dtype)

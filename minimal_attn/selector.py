@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .checks import KERNEL_DTYPES, check_fp8, check_qkv
+from .checks import KERNEL_DTYPES, check_fp8, check_qkv, shown
 from .gpu import detect_gpu
 from .interface import BACKENDS, _auto_backend, flash_attention, which_kernel
 
@@ -53,7 +53,7 @@ class AdaptiveKernelSelector:
         if backend == "torch":
             return {"backend": "torch", "kernel": "torch.matmul"}
         if backend != "triton":
-            raise ValueError(f"unknown backend {backend!r}: 'auto', 'triton' or 'torch'")
+            raise ValueError(f"unknown backend {shown(backend)}: 'auto', 'triton' or 'torch'")
         if dtype not in KERNEL_DTYPES:
             raise TypeError(f"Unsupported dtype: {dtype}, allowed are float32, float16, bfloat16")
         from triton_ref.launching import properties
@@ -85,7 +85,7 @@ class AdaptiveKernelSelector:
         if backend == "auto":
             backend = _auto_backend(*[torch.empty(0, device=self.device, dtype=dtype)] * 3)
         if backend not in tuple(BACKENDS):
-            raise ValueError(f"unknown backend {backend!r}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+            raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
         if (why_not := BACKENDS[backend].why_not(self.device)) is not None:
             raise why_not
         q = torch.empty(1, 1, 64, max(head_dim, 0), device=self.device, dtype=dtype)

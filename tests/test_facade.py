@@ -1,6 +1,7 @@
 """The facade: its conventions, its other spellings, and an error for every bad input before any launch."""
 
 import dataclasses
+import functools
 import math
 import os
 import subprocess
@@ -333,6 +334,97 @@ def test_bad_options(attention):
     for causal in (None, "yes", 1):
         with pytest.raises(TypeError, match="causal must be a bool"):
             attention(*qkv(), causal)
+
+
+@pytest.mark.parametrize("attention", [flash_attention, reference_attention, minimal_attn.which_kernel])
+def test_a_mask_as_the_fourth_argument(attention):
+    for mask in (torch.ones(20, 20), torch.ones(20, 20, dtype=torch.bool)):
+        with pytest.raises(TypeError, match="^causal must be a bool, got a torch.* tensor of shape .20, 20.; the "
+                                            "fourth argument of flash_attention is causal, and masks are not "
+                                            "supported yet$"):
+            attention(*qkv(), mask)
+
+
+@pytest.mark.parametrize("name", ["causal", "sm_scale", "seq_lens", "dropout_p", "dropout_seed", "deterministic",
+                                  "backend"])
+def test_no_error_shows_the_values_of_a_tensor(name):
+    needed = {"dropout_p": 0.5} if name == "dropout_seed" else {}
+    for value in (torch.full((3, 3), 77.5), [torch.full((3, 3), 77.5)]):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            flash_attention(*qkv(), **{**needed, name: value})
+        assert name in str(caught.value) and "77" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sm_scale, got", [(torch.ones(3), r"a torch.float32 tensor of shape \(3,\)"),
+                                           (torch.ones(0), r"a torch.float32 tensor of shape \(0,\)"),
+                                           (torch.tensor(1j), r"a torch.complex64 tensor of shape \(\)"),
+                                           (1j, "1j"), ([0.3], r"\[0.3\]"), (True, "True")],
+                         ids=["vector", "empty", "complex tensor", "complex", "list", "bool"])
+def test_a_scale_is_one_real_number(sm_scale, got):
+    with pytest.raises(TypeError, match=f"^sm_scale must be None or one real number, got {got}$"):
+        flash_attention(*qkv(), sm_scale=sm_scale)
+
+
+@pytest.fixture(params=[torch.strided, torch.jagged], ids=str)
+def nested(request):
+    return torch.nested.nested_tensor(randn((3, 4, 16), (5, 4, 16)), layout=request.param)
+
+
+NOT_NESTED = "must be a dense tensor, got a nested tensor: torch.nested.to_padded_tensor makes it dense"
+
+
+def test_nested_tensors(nested):
+    q = qkv()[0]
+    for call in (*(functools.partial(flash_attention, backend=backend) for backend in ("auto", *BACKENDS)),
+                 flash_attn_func, reference_attention, minimal_attn.which_kernel):
+        with pytest.raises(TypeError, match=f"q {NOT_NESTED}"):
+            call(nested, nested, nested)
+        with pytest.raises(TypeError, match=f"v {NOT_NESTED}"):
+            call(q, q, nested)
+
+
+def test_seq_lens_that_are_nested():
+    seq_lens = torch.nested.nested_tensor([torch.tensor([5]), torch.tensor([20])])
+    with pytest.raises(TypeError, match=f"seq_lens {NOT_NESTED}"):
+        flash_attention(*qkv(), seq_lens=seq_lens)
+
+
+def test_the_fast_path_leaves_nested_tensors_to_the_checks(monkeypatch):
+    """fast_path.cpp asks for strides, which makes torch raise an internal error for the strided layout."""
+    ask = lambda warn_slow, may_train, q, *args: q.stride(3)  # noqa: E731
+    monkeypatch.setattr(minimal_attn.interface, "_fast_forward", ask)
+    q = torch.nested.nested_tensor(randn((3, 4, 16), (5, 4, 16)))
+    for call in (flash_attention, flash_attn_func):
+        with pytest.raises(TypeError, match=f"q {NOT_NESTED}"):
+            call(q, q, q)
+
+
+def test_errors_of_the_fast_path_are_not_hidden(monkeypatch):
+    def out_of_memory(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(minimal_attn.interface, "_fast_forward", out_of_memory)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        flash_attention(*qkv())
+
+
+def test_what_auto_looks_at_is_checked_first(gradients):
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 20, 16, device="cuda", dtype=torch.float16)
+        with pytest.raises(TypeError, match="k must be a torch.Tensor, got list"):
+            flash_attention(q, [1.0], q)
+
+
+def test_fp8_on_a_backend_that_does_not_take_it():
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv())
+    takers = [name for name, backend in BACKENDS.items() if q.dtype in backend.dtypes]
+    said = f"; flash_attention takes float8 with backend={' or '.join(map(repr, takers))}$"
+    for call in (*(functools.partial(flash_attention, backend=name) for name in BACKENDS if name not in takers),
+                 reference_attention, minimal_attn.which_kernel):
+        with pytest.raises(TypeError, match=f"^Unsupported dtype: q is torch.float8_e4m3fn, allowed are .*{said}"):
+            call(q, k, v)
+    with pytest.raises(TypeError, match="allowed are float32, float16, bfloat16, float64$"):
+        flash_attention(*(x.int() for x in qkv()))
 
 
 def largest_scale():
@@ -679,5 +771,5 @@ def test_a_scale_is_called_what_the_caller_calls_it():
     for call, name in ((flash_attention, "sm_scale"), (flash_attn_func, "softmax_scale")):
         with pytest.raises(ValueError, match=f"^{name} must be finite .*, got nan"):
             call(q, k, v, **{name: math.nan})
-        with pytest.raises(TypeError, match=f"^{name} must be None or a number, got '0.3'"):
+        with pytest.raises(TypeError, match=f"^{name} must be None or one real number, got '0.3'"):
             call(q, k, v, **{name: "0.3"})

@@ -238,6 +238,9 @@ def test_bad_inputs():
             module(bad)
     with pytest.raises(TypeError, match="x must be a torch.Tensor, got list"):
         module(x.tolist())
+    for layout in (torch.strided, torch.jagged):
+        with pytest.raises(TypeError, match="x must be a dense tensor, got a nested tensor"):
+            module(torch.nested.nested_tensor([x[0], x[1, :3]], layout=layout))
     with pytest.raises(ValueError, match="seq_lens must be in"):
         module(x, [0, S])
 
