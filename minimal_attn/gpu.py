@@ -82,7 +82,10 @@ def detect_gpu(device_id: int = 0) -> GPUCapabilities:
 
 
 def print_gpu_info(device_id: int = 0) -> None:
-    """Print what detect_gpu finds, a line each; raises as it does."""
+    """Print what detect_gpu finds, a line each, or that there is no GPU; ValueError if there is none of that number."""
+    if not torch.cuda.is_available():
+        print("torch sees no CUDA GPU on this machine.")
+        return
     gpu = detect_gpu(device_id)
     yes_no = {True: "yes", False: "no"}
     major, minor = gpu.compute_capability
