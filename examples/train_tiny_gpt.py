@@ -155,9 +155,12 @@ def main(argv=None):
             setattr(args, name, defaults[is_cpu])
     if args.steps < 2:
         parser.error("argument --steps: at least 2")
-    backends = [name for name, backend in BACKENDS.items()
-                if name in args.backend or "all" in args.backend and backend.why_not(args.device) is None]
-
+    backends = []
+    for name, backend in BACKENDS.items():
+        if name in args.backend or "all" in args.backend and (why_not := backend.why_not(args.device)) is None:
+            backends.append(name)
+        elif "all" in args.backend:
+            print(f"{name} is left out: {why_not}", file=sys.stderr)
     if not 0 < args.seqlen < len(text()):
         parser.error(f"argument --seqlen: 1 to {len(text()) - 1}, as the text has {len(text())} bytes")
     console, losses, tokens_per_s = Console(highlight=False), {}, {}

@@ -1,5 +1,6 @@
 """The examples: they run, and train alike with every backend."""
 
+import dataclasses
 import hashlib
 import json
 
@@ -9,6 +10,7 @@ import torch
 from conftest import HAS_GPU, IMPLEMENTATIONS
 from examples import train_tiny_gpt
 from minimal_attn._build import source_digest
+from minimal_attn.interface import BACKENDS
 
 SMALL = "--layers 2 --embed-dim 32 --heads 2 --seqlen 24 --batch-size 2 --steps 20 --dtype float32".split()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -40,6 +42,21 @@ def test_the_curves_are_drawn(trained):
 
 def test_few_steps():
     train_tiny_gpt.main(["--backend", "reference", *SMALL, "--steps", "10"])
+
+
+def test_a_backend_that_is_left_out_is_named(monkeypatch, capsys):
+    """With its reason, on stderr, by "all" alone: to ask for it by name is to get its error."""
+    missing = dataclasses.replace(BACKENDS["triton"], why_not=lambda device: RuntimeError("there is no triton"))
+    monkeypatch.setitem(BACKENDS, "triton", missing)
+    trained = []
+    monkeypatch.setattr(train_tiny_gpt, "train", lambda args, backend, console: trained.append(backend) or ([1.0], 1.0))
+    train_tiny_gpt.main(["--backend", "all"])
+    assert capsys.readouterr().err == "triton is left out: there is no triton\n" and "triton" not in trained
+    assert {"torch", "reference"} <= set(trained)
+    train_tiny_gpt.main(["--backend", "torch"])
+    assert trained[-1] == "torch" and not capsys.readouterr().err
+    train_tiny_gpt.main(["--backend", "all", "triton"])
+    assert "triton" in trained
 
 
 def losses_in(directory):
