@@ -4,6 +4,7 @@ Vaswani et al., Attention Is All You Need, 2017, section 3.2.2. With fewer key/v
 grouped-query attention of Ainslie et al., GQA, 2023. Read next: interface.py, for flash_attention.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -69,8 +70,9 @@ class FlashMHA(nn.Module):
         """A FlashMHA with copies of mha's weights, which then gives what mha gives for query = key = value = x.
 
         The copies keep device, dtype and requires_grad; dropout and training mode are mha's too. FlashMHA itself always
-        takes (B, S, E): where mha has batch_first=False, swap the first two dimensions of its (S, B, E). Of the masks
-        that mha takes in a call, a causal one becomes `causal` here, padding at the end becomes forward's seq_lens.
+        takes (B, S, E): where mha has batch_first=False, swap the first two dimensions of its (S, B, E), of which a
+        warning reminds. Of the masks that mha takes in a call, a causal one becomes `causal` here, padding at the end
+        becomes forward's seq_lens.
 
         Raises:
             TypeError: mha is of another class, also of one derived from it, which may compute something else.
@@ -84,6 +86,10 @@ class FlashMHA(nn.Module):
         for name, given in (("add_bias_kv", mha.bias_k is not None), ("add_zero_attn", mha.add_zero_attn)):
             if given:
                 raise ValueError(f"from_torch: {name} is not supported")
+        if not mha.batch_first:  # an input of the wrong layout would give wrong results, and no error
+            warnings.warn("from_torch: mha has batch_first=False and takes (S, B, E), but FlashMHA takes and gives "
+                          "(B, S, E): swap the first two dimensions; to silence this warning, set mha.batch_first = "
+                          "True before the call", stacklevel=2)
         has_bias = mha.in_proj_bias is not None
         # On the device meta nothing is drawn from the generator for values that are replaced at once.
         module = cls(mha.embed_dim, mha.num_heads, bias=has_bias, dropout=mha.dropout, causal=causal, device="meta",

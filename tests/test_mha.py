@@ -175,6 +175,7 @@ def test_dropout(backend):
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.filterwarnings("ignore:from_torch. mha has batch_first=False")
 def test_from_torch_copies(batch_first):
     mha = torch_mha(batch_first=batch_first, dropout=0.25, dtype=torch.float64).eval()
     mha.in_proj_bias.requires_grad_(False)
@@ -192,6 +193,17 @@ def test_from_torch_copies(batch_first):
     x = an_input(torch.float64)
     swap = (lambda x: x) if batch_first else (lambda x: x.transpose(0, 1))
     assert_close(module(x), swap(attend(mha, swap(x), True)))
+
+
+def test_from_torch_warns_of_the_other_layout(recwarn):
+    mha = torch_mha(batch_first=False)
+    with pytest.warns(UserWarning, match=r"mha has batch_first=False and takes \(S, B, E\), but FlashMHA takes and "
+                                         r"gives \(B, S, E\): swap the first two dimensions") as caught:
+        FlashMHA.from_torch(mha)
+    assert [warning.filename for warning in caught] == [__file__]
+    mha.batch_first = True
+    FlashMHA.from_torch(mha)
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("match, kw", [("kdim", dict(kdim=32)), ("vdim", dict(vdim=32)),
