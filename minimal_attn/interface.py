@@ -24,6 +24,7 @@ from .choice import twin_trains
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast, without_padding
 
 
+
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
                     seq_lens: Tensor | Sequence[int] | None = None, *, dropout_p: float = 0.0,
                     dropout_seed: Tensor | None = None, deterministic: bool = False, return_lse: bool = False,
@@ -147,7 +148,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
             flash_attention.
         dropout_p, dropout_seed: as flash_attention; flash-attn, which has no such seed, drops other elements.
         softmax_scale: factor of the scores, 1/sqrt(D) if None.
-        window_size, softcap, alibi_slopes: only their defaults so far.
+        window_size: (-1, -1), or (-1, 0), which means causal=True. softcap, alibi_slopes: only their defaults so far.
         return_attn_probs: return (out, lse, None); the probabilities themselves are never formed.
         return_lse: return (out, lse).
 
@@ -157,6 +158,8 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     Raises:
         NotImplementedError: an argument that is not supported yet, by name; otherwise as flash_attention.
     """
+    if window_size == (-1, 0) or window_size == [-1, 0]:  # flash-attn's other way to say causal
+        causal, window_size = causal is False or causal, (-1, -1)
     if _is_zero(dropout_p) and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None:
         if (backend == "auto" or backend == "cuda") and isinstance(deterministic, bool):
             result = _fast_path(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs, deterministic,

@@ -68,6 +68,21 @@ def test_flash_attn_func_names_what_is_not_there_yet(argument):
     assert flash_attn_func(q, k, v, window_size=[-1, -1]).equal(flash_attn_func(q, k, v))
 
 
+def test_flash_attn_funcs_window_without_a_right_side_is_causal():
+    """flash-attn itself turns causal=True into these two numbers, aligned bottom-right as causal is."""
+    q, k, v = (x.transpose(1, 2) for x in qkv(Sq=20, Sk=33))
+    want = flash_attn_func(q, k, v, causal=True)
+    for causal in (False, True):
+        for window_size in ((-1, 0), [-1, 0]):
+            assert flash_attn_func(q, k, v, causal=causal, window_size=window_size).equal(want)
+    assert flash_attn_func(q, k, v, causal=True, window_size=(-1, -1)).equal(want)
+    for window_size in ((0, 0), (-1, 1), (5, -1)):
+        with pytest.raises(NotImplementedError, match="window_size is not supported yet"):
+            flash_attn_func(q, k, v, causal=True, window_size=window_size)
+    with pytest.raises(TypeError, match="causal must be a bool, got None"):
+        flash_attn_func(q, k, v, causal=None, window_size=(-1, 0))
+
+
 def test_flash_attn_func_wants_4d_tensors():
     q, k, v = qkv()
     with pytest.raises(TypeError, match="k must be a torch.Tensor, got list"):
