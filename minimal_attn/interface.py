@@ -23,13 +23,22 @@ from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, autocast, check_des
 from .choice import twin_trains
 from .reference import DTYPES, reference_forward, visible_keys, without_autocast, without_padding
 
+# Keywords of scaled_dot_product_attention and flash-attn, and what flash_attention's error says of each.
+OTHER_NAMES = {
+    "is_causal": "; it is called causal here",
+    "scale": "; it is called sm_scale here",
+    "softmax_scale": "; it is called sm_scale here",
+    "enable_gqa": "; it is not needed: heads are matched by their numbers",
+    "attn_mask": "; masks are not supported yet",
+}
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
                     seq_lens: Tensor | Sequence[int] | None = None, *, dropout_p: float = 0.0,
                     dropout_seed: Tensor | None = None, deterministic: bool = False, return_lse: bool = False,
                     backend: str = "auto", q_descale: Tensor | None = None, k_descale: Tensor | None = None,
-                    v_descale: Tensor | None = None, autotune: bool = True) -> Tensor | tuple[Tensor, Tensor]:
+                    v_descale: Tensor | None = None, autotune: bool = True,
+                    **unknown) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
     q, k and v are used by their strides, in any order of batch, head and sequence, without copies; only a last
@@ -80,7 +89,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 
     Raises:
         TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, causal or deterministic
-            that is no bool, or a dropout_p or dropout_seed of another type.
+            that is no bool, a dropout_p or dropout_seed of another type, or an unknown keyword: the error says what
+            scaled_dot_product_attention's and flash-attn's are called here.
         ValueError: shapes, devices, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed or backend; or a forced
             kernel that cannot serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
@@ -88,6 +98,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             derivative: fp8 has none, "cuda" and "triton" none of forward mode or of second order.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
+    if unknown:
+        name = next(iter(unknown))
+        raise TypeError(f"flash_attention() got an unexpected keyword argument {name!r}{OTHER_NAMES.get(name, '')}")
     if (seq_lens is None and q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda")
             and _is_zero(dropout_p) and isinstance(deterministic, bool)):
         result = _fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, backend)

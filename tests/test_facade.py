@@ -442,6 +442,19 @@ def test_fp8_on_a_backend_that_does_not_take_it():
         flash_attention(*(x.int() for x in qkv()))
 
 
+# What others call what has another name here, or none.
+KEYWORDS = {"is_causal": "; it is called causal here", "scale": "; it is called sm_scale here",
+            "softmax_scale": "; it is called sm_scale here", "attn_mask": "; masks are not supported yet",
+            "enable_gqa": "; it is not needed: heads are matched by their numbers", "colour": ""}
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_unknown_keywords_are_told_their_names_here(keyword):
+    said = rf"^flash_attention\(\) got an unexpected keyword argument '{keyword}'{KEYWORDS[keyword]}$"
+    with pytest.raises(TypeError, match=said):
+        flash_attention(*qkv(), **{keyword: None})
+
+
 def largest_scale():
     """Of fp32: its product with log2(e), with which kernels take powers of two, is still finite there."""
     log2_e = torch.tensor(math.log2(math.e))
