@@ -1,13 +1,15 @@
 """Builds and loads csrc/: where the sources are, which flags they get, and how the extension enters the process.
 
 load() is the one way in. It returns the library the process already has; else the minimal_attn._C that was built at
-installation; else it compiles csrc into torch's extensions directory, where later processes find it up to date.
+installation; else it compiles csrc into a folder of this environment in torch's extensions directory, where later
+processes find it up to date.
 setup.py takes its sources and flags from here. Read next: ../csrc/main.cpp, the ops; interface.py, which calls them.
 """
 import contextlib
 import hashlib
 import importlib
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -64,8 +66,8 @@ def load(verbose: bool = False) -> ModuleType:
         and has_cuda say what it was built for.
 
     Raises:
-        RuntimeError: no C++ compiler or no ninja; the compiler fails; another build does not end; or what was built at
-            installation belongs to another torch or to other sources.
+        RuntimeError: no C++ compiler or no ninja; the compiler fails; the folder cannot be written; another build does
+            not end; or what was built at installation belongs to another torch or to other sources.
         ValueError: MINIMAL_ATTN_KERNEL names no kernel.
     """
     with _lock:
@@ -127,7 +129,7 @@ def recipe():
         # No --use_fast_math: fp32 means fp32, and a kernel that wants a fast intrinsic calls it by name.
         # Compressed, the code for the GPU takes half the space.
         "extra_cuda_cflags": ["-O3", "-std=c++20", "-Xptxas=-warn-spills", "-Xfatbin=-compress-all"],
-        "extra_ldflags": ["-pthread"],
+        "extra_ldflags": ["-pthread", "-s"],  # -s: without the table of symbols, which only a debugger reads
     }
 
 
@@ -155,6 +157,19 @@ def environment():
     if cannot_build_cuda() is None:
         env["TORCH_CUDA_ARCH_LIST"] = cuda_archs()
     return env
+
+
+def build_directory():
+    """Where csrc is compiled on first use. Its name tells environments apart, so that none recompiles for another: the
+    commands hold the paths of csrc and torch. An edited source changes no name, and only its objects are built anew."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    archs = environment().get("TORCH_CUDA_ARCH_LIST")
+    target = "sm_" + archs.replace(".", "").replace(";", "_") if archs else "cpu"
+    paths = hashlib.sha256(f"{CSRC}\n{torch.__file__}".encode()).hexdigest()[:8]
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+    return Path(root) / NAME / f"{python}_torch{torch.__version__}_{target}_{paths}"
 
 
 def source_digest(*roots):
@@ -223,13 +238,48 @@ def _compiled(verbose):
     env = environment()
     archs = env.get("TORCH_CUDA_ARCH_LIST")
     target = "sm_" + archs.replace(".", "").replace(";", ", sm_") if archs else "cpu host"
-    directory = Path(cpp_extension._get_build_directory(NAME, verbose))
+    directory = build_directory()
     start = time.monotonic()
-    with _turn(directory), _environ(env), _saying(f"compiling csrc for {target}..."):
-        module = cpp_extension.load(NAME, build_directory=str(directory), verbose=verbose, **recipe())
+    # torch counts a build that failed or was interrupted as done, and would not try again in this process.
+    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(NAME, None)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _turn(directory), _verified(directory), _environ(env), _saying(f"compiling csrc for {target}..."):
+            module = cpp_extension.load(NAME, build_directory=str(directory), verbose=verbose, **recipe())
+    except OSError as error:
+        raise RuntimeError(f"csrc cannot be built in {directory}: {error}. Set TORCH_EXTENSIONS_DIR to a folder that "
+                           "can be written.") from error
+    except ImportError as error:
+        raise RuntimeError(f"csrc was built in {directory} and does not load: {error}") from error
     if (seconds := time.monotonic() - start) > 1:
         _say(f"csrc is ready after {seconds:.1f} s")
     return module
+
+
+@contextlib.contextmanager
+def _verified(directory):
+    """Makes ninja build again what it wrongly takes for up to date, since it compares times alone: a library that was
+    cut short, and objects of a source that an older file has replaced. A note keeps the digests of both."""
+    note, library = directory / "built.json", directory / f"{NAME}.so"
+    sources = {file.name: _digest(file) for file in sorted(CSRC.iterdir()) if file.is_file()}
+    try:
+        built = json.loads(note.read_text())
+    except (OSError, ValueError):  # none yet, or cut short itself
+        built = {"sources": {}, "library": None}
+    changed = [CSRC / name for name in sources if built["sources"].get(name) != sources[name]]
+    if any(not note.exists() or file.stat().st_mtime <= note.stat().st_mtime for file in changed):
+        for file in directory.glob("*.o"):
+            file.unlink()
+    if library.exists() and built["library"] != _digest(library):
+        library.unlink()
+    if changed:  # noted before the objects change, for the build may be interrupted
+        note.write_text(json.dumps({"sources": sources, "library": None}))
+    yield
+    note.write_text(json.dumps({"sources": sources, "library": _digest(library)}))
+
+
+def _digest(file):
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -41,14 +41,8 @@ def library() -> Path | None:
     """The build of csrc that load() would take up, if there is one; it compiles what has changed since."""
     if prebuilt := importlib.util.find_spec(_build.PREBUILT):
         return Path(prebuilt.origin)
-    jit = build_directory() / f"{_build.NAME}.so"
+    jit = _build.build_directory() / f"{_build.NAME}.so"
     return jit if jit.exists() else None
-
-
-def build_directory() -> Path:
-    from torch.utils import cpp_extension
-
-    return Path(cpp_extension._get_build_directory(_build.NAME, False))
 
 
 def print_info() -> None:
@@ -76,7 +70,7 @@ def print_info() -> None:
         print(f"  {name:<18} " + "".join(f"{_serves(dtype, d, built):<14}" for d in HEAD_DIMS).rstrip())
 
     print("\nPlaces")
-    print(f"  csrc               {_short(built) if built else f'{_short(build_directory())}, on first use'}")
+    print(f"  csrc               {_short(built) if built else f'{_short(_build.build_directory())}, on first use'}")
     print(f"  Triton's choices   {_choices()}")
 
 

@@ -97,9 +97,15 @@ def test_an_unknown_library_with_our_ops_is_not_doubled(monkeypatch):
         _build.load()
 
 
+def no_build(name, build_directory, **options):
+    """In place of cpp_extension.load."""
+    (Path(build_directory) / f"{name}.so").touch()
+    return "module"
+
+
 def test_speaks_up_only_if_it_takes_time(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(cpp_extension, "load", lambda *args, **kwargs: "module")
+    monkeypatch.setattr(cpp_extension, "load", no_build)
     assert _build._compiled(verbose=False) == "module"
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(cpp_extension, "load", lambda *args, **kwargs: time.sleep(1.3))
@@ -125,20 +131,127 @@ def test_a_build_sees_its_environment_and_leaves_ours(monkeypatch, tmp_path):
     assert (seen["PATH"], seen["MINIMAL_ATTN_NEW"]) == ("/changed", "1") and os.environ == before
 
 
+# Builds that went wrong, and what they leave behind.
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A csrc that compiles in a second; small(answer) writes it, and the module has that answer."""
+    def write(answer):
+        (csrc / "main.cpp").write_text(f"""#include <Python.h>
+static PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "{_build.NAME}", nullptr, -1, nullptr}};
+PyMODINIT_FUNC PyInit_{_build.NAME}() {{
+    PyObject* module = PyModule_Create(&definition);
+    PyModule_AddIntConstant(module, "answer", {answer});
+    return module;
+}}
+""")
+
+    csrc = tmp_path / "csrc"
+    csrc.mkdir()
+    monkeypatch.setattr(_build, "CSRC", csrc)
+    monkeypatch.setattr(_build, "cannot_build_cuda", lambda: "not needed")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    write(1)
+    return write
+
+
+def build_only():
+    """Leaves a library as another process would: built, and not in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpp_extension, "_import_module_from_library", lambda *args: None)
+        _build._compiled(verbose=False)
+    return _build.build_directory() / f"{_build.NAME}.so"
+
+
+def test_a_failed_build_is_tried_again(small):
+    build_only()
+    small("no_such_name")
+    for _ in range(2):  # neither the older library nor an ImportError
+        with pytest.raises(RuntimeError, match="no_such_name.* was not declared"):
+            _build._compiled(verbose=False)
+    small(2)
+    assert _build._compiled(verbose=False).answer == 2
+
+
+def test_an_interrupted_build_is_tried_again(small, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(cpp_extension, "_run_ninja_build", interrupted)
+        _build._compiled(verbose=False)
+    assert _build._compiled(verbose=False).answer == 1
+
+
+def test_a_truncated_library_is_linked_again(small):
+    library = build_only()
+    compiled = library.with_name("main.o").stat().st_mtime_ns
+    os.truncate(library, 5000)
+    assert _build._compiled(verbose=False).answer == 1
+    assert library.with_name("main.o").stat().st_mtime_ns == compiled
+
+
+def test_a_source_replaced_by_an_older_file_is_compiled(small):
+    build_only()
+    small(2)
+    os.utime(_build.CSRC / "main.cpp", (0, 0))  # as cp -p or rsync -a leave it
+    assert _build._compiled(verbose=False).answer == 2
+
+
+def test_a_library_that_was_built_and_does_not_load(small):
+    file = _build.CSRC / "main.cpp"
+    file.write_text(file.read_text().replace("PyInit_", "PyInit_another_"))
+    with pytest.raises(RuntimeError, match="was built in .* and does not load"):
+        _build._compiled(verbose=False)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()  # what lies below a file can be made by nobody, not even by root
+    env = dict(XDG_CACHE_HOME=str(tmp_path / "file"), HOME=str(tmp_path / "file"), TORCH_EXTENSIONS_DIR="")
+    assert "minimal_attn_C" in python("from minimal_attn import cli; cli.main(['info'])", **env)
+    assert "Set TORCH_EXTENSIONS_DIR to a folder" in python("""
+from minimal_attn import _build
+try:
+    _build._compiled(verbose=False)
+except RuntimeError as error:
+    print(error)
+""", **env)
+
+
+def test_environments_do_not_share_a_folder(monkeypatch):
+    monkeypatch.setattr(_build, "environment", lambda: {"TORCH_CUDA_ARCH_LIST": archs})
+    archs = "8.0;9.0a"
+    folders = {_build.build_directory()}
+    assert f"torch{torch.__version__}_sm_80_90a_" in str(folders)
+    archs = "12.0+PTX"
+    folders.add(_build.build_directory())
+    for target, value in ((torch, "__version__"), (torch, "__file__"), (_build, "CSRC")):
+        monkeypatch.setattr(target, value, "another")
+        folders.add(_build.build_directory())
+    monkeypatch.setattr(sys, "version_info", types.SimpleNamespace(major=4, minor=0))
+    folders.add(_build.build_directory())
+    assert len(folders) == 6
+
+
+def test_the_library_is_stripped():
+    sections = subprocess.run(["readelf", "-S", _build.load().__file__], capture_output=True, text=True, check=True)
+    assert ".dynsym" in sections.stdout and ".symtab" not in sections.stdout
+
+
 # Locks.
 
 @pytest.fixture
 def build_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("MINIMAL_ATTN_BUILD_TIMEOUT", "0.3")
-    monkeypatch.setattr(cpp_extension, "load", lambda *args, **kwargs: "module")
-    (tmp_path / _build.NAME).mkdir()
-    return tmp_path / _build.NAME
+    monkeypatch.setattr(cpp_extension, "load", no_build)
+    _build.build_directory().mkdir(parents=True)
+    return _build.build_directory()
 
 
 def test_a_stale_lock_is_named(build_dir):
     (build_dir / "lock").touch()
-    with pytest.raises(RuntimeError, match=f"{build_dir}/lock .*Delete it"):
+    with pytest.raises(RuntimeError, match=f"{re.escape(str(build_dir))}/lock .*Delete it"):
         _build._compiled(verbose=False)
 
 
