@@ -1,5 +1,6 @@
-"""Builds minimal_attn._C where torch can be imported (--no-build-isolation) and csrc can be compiled. Elsewhere the
-sources are installed as they are, and minimal_attn.load() compiles them on first use. The rest is in pyproject.toml."""
+"""Builds minimal_attn._C where torch can be imported (--no-build-isolation), and fails where csrc cannot be compiled
+then. Without torch, or with MINIMAL_ATTN_SOURCES_ONLY=1, the sources are installed as they are, and minimal_attn.load()
+compiles them on first use. The rest is in pyproject.toml."""
 import importlib.util
 import os
 from pathlib import Path
@@ -8,19 +9,26 @@ from setuptools import setup
 
 
 def extension():
-    """The arguments of setup() that build minimal_attn._C; none, and a line that says why, where that cannot be."""
+    """The arguments of setup() that build minimal_attn._C; none, and a line that says why, for the sources alone."""
+    if os.environ.get("MINIMAL_ATTN_SOURCES_ONLY") == "1":
+        return sources_only("MINIMAL_ATTN_SOURCES_ONLY is 1")
     try:
         import torch
     except ImportError as error:
         return sources_only(f"torch cannot be imported here ({error}); --no-build-isolation lets a build see it")
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+
     # By its path: importing the package would need all that the package needs.
     spec = importlib.util.spec_from_file_location("_build", Path(__file__).parent / "minimal_attn" / "_build.py")
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
-    if reason := build.cannot_build():
-        return sources_only(reason)
 
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+    class Build(BuildExtension):
+        def run(self):  # here, since an sdist needs no compiler
+            if reason := build.cannot_build():
+                raise SystemExit(f"minimal_attn: cannot compile csrc: {reason}. MINIMAL_ATTN_SOURCES_ONLY=1 installs "
+                                 "the sources, to be compiled on first use.")
+            super().run()
 
     os.environ.update(build.environment())
     recipe = build.recipe()
@@ -35,7 +43,7 @@ def extension():
         extra_compile_args={"cxx": [*recipe["extra_cflags"], digest], "nvcc": recipe["extra_cuda_cflags"]},
         extra_link_args=recipe["extra_ldflags"],
     )
-    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension}}
+    return {"ext_modules": [module], "cmdclass": {"build_ext": Build}}
 
 
 def sources_only(reason):
