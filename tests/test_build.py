@@ -40,10 +40,10 @@ def python(code, cwd=ROOT, **env):
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of what an installation reads."""
-    for name in ("csrc", "minimal_attn", "triton_ref"):
+    """A copy of what an installation and its tests read."""
+    for name in ("csrc", "minimal_attn", "triton_ref", "tests", "benchmarks", "examples"):
         shutil.copytree(ROOT / name, tmp_path / "tree" / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile", "bench.py"):
         shutil.copy(ROOT / name, tmp_path / "tree")
     return tmp_path / "tree"
 
@@ -453,11 +453,12 @@ def no_torch(tmp_path):
 
 def test_without_torch_the_sources_are_packaged(tree, tmp_path, no_torch):
     csrc = {file.name for file in (tree / "csrc").iterdir()}
+    files = {file.relative_to(tree).as_posix() for file in tree.rglob("*") if file.is_file()}
     sdist, _ = build("sdist", tree, tmp_path, **no_torch)
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     shutil.unpack_archive(sdist, tmp_path)
-    assert names >= PACKAGED | {f"csrc/{name}" for name in csrc} | {"setup.py", "pyproject.toml", "LICENSE"}
+    assert names >= files  # with the tests, and what they read
 
     wheel, said = build("wheel", tmp_path / sdist.name.removesuffix(".tar.gz"), tmp_path, **no_torch)
     assert "compiled on first use: torch cannot be imported" in said
@@ -467,6 +468,35 @@ def test_without_torch_the_sources_are_packaged(tree, tmp_path, no_torch):
     assert not any(name.endswith(".so") for name in names)
     scripts = zipfile.ZipFile(wheel).read("minimal_attn-0.1.0.dist-info/entry_points.txt").decode()
     assert scripts.split() == ["[console_scripts]", "minimal-attn", "=", "minimal_attn.cli:main"]
+    about = zipfile.ZipFile(wheel).read("minimal_attn-0.1.0.dist-info/METADATA").decode()
+    assert "\nLicense-Expression: MIT\n" in about and "\nAuthor: the minimal_attn developers\n" in about
+    assert (ROOT / "LICENSE").read_text() in \
+        zipfile.ZipFile(wheel).read("minimal_attn-0.1.0.dist-info/licenses/LICENSE").decode()
+
+
+def test_without_a_compiler_the_sources_are_asked_for(tree, tmp_path):
+    backend = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+    env = os.environ | {"CXX": "no-such-compiler"}
+    for what in ("build_wheel", "build_editable"):
+        run = subprocess.run([sys.executable, "-c", backend, what, str(tmp_path)], cwd=tree, env=env,
+                             capture_output=True, text=True)
+        assert run.returncode and "\nminimal_attn: cannot compile csrc: no C++ compiler: no-such-compiler" in run.stderr
+        assert run.stderr.endswith("MINIMAL_ATTN_SOURCES_ONLY=1 installs the sources, to be compiled on first use.\n")
+    build("sdist", tree, tmp_path, CXX="no-such-compiler")
+    wheel, said = build("wheel", tree, tmp_path, CXX="no-such-compiler", MINIMAL_ATTN_SOURCES_ONLY="1")
+    assert wheel.name.endswith("-none-any.whl") and "on first use: MINIMAL_ATTN_SOURCES_ONLY is 1" in said
+
+
+def test_an_editable_install_reads_the_source_tree(tree, tmp_path):
+    wheel, _ = build("editable", tree, tmp_path, MINIMAL_ATTN_SOURCES_ONLY="1")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    assert python(f"""
+import site
+site.addsitedir({str(tmp_path / "site")!r})
+import minimal_attn, triton_ref
+from minimal_attn import _build
+print(minimal_attn.__file__, triton_ref.__file__, _build.CSRC)
+""", cwd=tmp_path).split() == [f"{tree}/minimal_attn/__init__.py", f"{tree}/triton_ref/__init__.py", f"{tree}/csrc"]
 
 
 @pytest.mark.timeout(600)
