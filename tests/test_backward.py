@@ -208,8 +208,8 @@ def test_dout_of_any_strides(impl, dtype):
 @pytest.mark.parametrize("causal, dropout_p, has_lens", [(False, 0.0, False), (True, 0.0, False), (True, 0.2, True)])
 def test_same_bits_in_every_run(impl, dtype, D, causal, dropout_p, has_lens):
     size, B, runs = (1000, 2, 10) if IMPLEMENTATIONS[impl][1] == "cuda" else (70, 1, 1)
-    case = Case("bits", B=B, H=(16 if HAS_GPU else 2) * B, Hk=B, Sq=size, Sk=size + 20 * (not has_lens), D=D, causal=causal,
-                dropout_p=dropout_p, seq_lens=(size - 7, size // 2)[:B] if has_lens else None)
+    case = Case("bits", B=B, H=(16 if HAS_GPU else 2) * B, Hk=B, Sq=size, Sk=size + 20 * (not has_lens), D=D,
+                causal=causal, dropout_p=dropout_p, seq_lens=(size - 7, size // 2)[:B] if has_lens else None)
     inputs = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
     first = gradients(by(impl, case, deterministic=True), *inputs)
     for _ in range(runs):
@@ -602,7 +602,7 @@ def test_tensors_on_another_gpu(impl):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlen, head_dim, dtype", [(40, 64, torch.bfloat16), (600, 64, torch.half),
                                                      (600, 256, torch.half), (600, 64, torch.float32)], ids=str)
-def test_auto_takes_the_gradients_of_the_table(seqlen, head_dim, dtype):
+def test_auto_takes_the_gradients_of_the_faster_backend(seqlen, head_dim, dtype):
     """Bit for bit; deterministic, or atomics would sum dq in another order each time."""
     q, k, v, dout = make_all(Case("auto", Sq=seqlen, Sk=seqlen, D=head_dim), dtype, "cuda")
     backend, is_hopper = "triton" if twin_trains(q, k) else "cuda", torch.cuda.get_device_capability()[0] == 9
@@ -615,7 +615,8 @@ def test_auto_takes_the_gradients_of_the_table(seqlen, head_dim, dtype):
 @pytest.mark.parametrize("shape, dtype, is_twin", [
     ((8, 16, 2048, 128), torch.bfloat16, True), ((1, 1, 2048, 128), torch.half, True),
     ((8, 16, 2048, 128), torch.float32, False), ((8, 16, 2048, 129), torch.half, False),
-    ((8, 16, 200, 128), torch.half, False), ((1024, 64), torch.half, False), ((8, 1024, 64), torch.half, True)], ids=str)
+    ((8, 16, 200, 128), torch.half, False), ((1024, 64), torch.half, False),
+    ((8, 1024, 64), torch.half, True)], ids=str)
 def test_what_the_twin_trains(shape, dtype, is_twin, monkeypatch):
     """By dtype, head_dim and lengths, for tensors of any shape."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

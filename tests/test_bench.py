@@ -459,7 +459,8 @@ def test_auto_takes_the_faster_gradients_of_the_records(monkeypatch):
     """In every setting of the runs that choice.py names, to within 5 %; in some that is csrc, in others the twin."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # whatever GPU is here, the rule's is meant
     recorded, chosen = {}, set()
-    for row in [row for name in BACKWARD_RECORDS for row in check_format((ROOT / "benchmarks/h200" / name).read_text())]:
+    records = [check_format((ROOT / "benchmarks/h200" / name).read_text()) for name in BACKWARD_RECORDS]
+    for row in itertools.chain(*records):
         setting = tuple(row[name] for name in ("batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k", "head_dim",
                                                "dtype", "causal"))
         recorded.setdefault(setting, {})[row["impl"]] = row["tflops"]

@@ -214,8 +214,12 @@ def test_every_backward_tile(monkeypatch, dtype, head_dim, side, config):
     monkeypatch.setattr(attention_bwd, "tile_configs", lambda x, *args: [config] if x == side else first(x, *args))
     monkeypatch.setattr(attention_bwd, "_plans", {})
     launched, launch = set(), attention_bwd._launch
-    monkeypatch.setattr(attention_bwd, "_launch", lambda x, config, *args: launched.add((x, *config.values())) or launch(
-        x, config, *args))
+
+    def record(of_side, config, *args):
+        launched.add((of_side, *config.values()))
+        return launch(of_side, config, *args)
+
+    monkeypatch.setattr(attention_bwd, "_launch", record)
     cases = [Case("", H=2, Hk=1, Sq=140, Sk=130, D=head_dim, causal=True),
              Case("", H=1, Hk=1, Sq=70, Sk=150, D=head_dim)]
     if HAS_GPU:  # by descriptors, and where samples have their lengths by pointers
