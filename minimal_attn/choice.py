@@ -13,9 +13,9 @@ import torch
 from ._build import assume_constant_result
 
 # In 16 bits on Hopper the twin is the faster one up to this head_dim, from so many rows and keys on, however many query
-# heads share keys. The runs behind this are backward.json, backward_shared_keys.json and backward_lengths.json in
-# benchmarks/h200, with which tests/test_bench.py compares it. On other GPUs nothing was measured, and csrc, whose
-# kernel was written for Ampere, is taken.
+# heads share keys. The runs behind this are backward.json and backward_lengths.json in benchmarks/h200, with which
+# tests/test_bench.py compares it. On other GPUs nothing was measured, and csrc, whose kernel was written for Ampere, is
+# taken.
 TWIN_HEAD_DIM, TWIN_LENGTH = 128, 512
 
 
