@@ -18,7 +18,7 @@ namespace {
 // Whether q, k and v are plain CUDA tensors, which nothing watches, of shapes that the kernels take as they are.
 bool are_plain(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v) {
     for (const at::Tensor *x : {&q, &k, &v})
-        if (!x->is_cuda() || x->dim() != 4 || x->numel() == 0 || x->stride(3) != 1) return false;
+        if (!x->is_cuda() || x->is_nested() || x->dim() != 4 || x->numel() == 0 || x->stride(3) != 1) return false;
     return !at::impl::torch_function_mode_enabled() && needs_no_dispatcher({&q, &k, &v});
 }
 

@@ -5,9 +5,9 @@ Read next: interface.py, the facade; then csrc/flash.cu, the kernel.
 
 from ._build import load
 from .benchmark import BenchmarkResult, BenchmarkRunner, benchmark_fn
+from .cuda import force_kernel
 from .gpu import GPUArch, GPUCapabilities, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
-from .interface import (available_backends, flash_attention, flash_attn_func, force_kernel, forward, triton_matmul,
-                        which_kernel)
+from .interface import (available_backends, flash_attention, flash_attn_func, forward, triton_matmul, which_kernel)
 from .mha import FlashMHA
 from .reference import blockwise_attention, reference_attention
 from .selector import (AdaptiveKernelSelector, get_attention_config, get_matmul_config, get_optimal_attention,

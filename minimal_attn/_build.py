@@ -3,7 +3,7 @@
 load() is the one way in. It returns the library the process already has; else the minimal_attn._C that was built at
 installation; else it compiles csrc into a folder of this environment in torch's extensions directory, where later
 processes find it up to date.
-setup.py takes its sources and flags from here. Read next: ../csrc/main.cpp, the ops; interface.py, which calls them.
+setup.py takes its sources and flags from here. Read next: ../csrc/main.cpp, the ops; cuda.py, which calls them.
 """
 import contextlib
 import hashlib
@@ -78,7 +78,7 @@ def load(verbose: bool = False) -> ModuleType:
                 library.force_kernel(forced)
             from . import ops  # here, for setup.py takes this file without its package
 
-            ops.register()
+            ops.register_csrc()
             sys.modules[NAME] = library
         return sys.modules[NAME]
 

@@ -35,6 +35,12 @@ def empty_like(x, dtype=None):
     return like if like.stride(-1) == 1 else torch.empty(x.shape, dtype=like.dtype, device=x.device)
 
 
+def empty_outputs(q):
+    """out like q, in bfloat16 if q is fp8, and lse (B, H, Sq) in fp32, fp64 if q is, to be written."""
+    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return empty_like(q, out_dtype(q.dtype)), q.new_empty(q.shape[:3], dtype=acc_dtype)
+
+
 def is_eager(*tensors):
     """Whether nothing traces, transforms or watches operations on these tensors, or None, and they are what they seem:
     a kernel may then be launched without the dispatcher, whose Python operators take 15 µs and more."""

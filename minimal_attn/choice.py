@@ -1,16 +1,19 @@
-"""Which of csrc and the twin makes gradients where backend="auto" may take either: the faster one, as measured.
+"""Which backend serves backend="auto". Where both csrc and the twin can make gradients, it is the faster one.
 
 The choice depends on dtype, head_dim and the lengths of the tensors, not on batch_size or the number of heads. Padding a
 batch further can change it, and with it the last bits of a result.
 
-Read next: checks.py, what every call is checked for.
+Read next: backends.py, what a backend is.
 """
 
 import functools
 
 import torch
 
+from . import _build, twin
 from ._build import assume_constant_result
+from .backends import warn
+from .checks import FP8_DTYPES, check_tensor, is_transformed, wants_gradient
 
 # In 16 bits on Hopper the twin is the faster one up to this head_dim, from so many rows and keys on, however many query
 # heads share keys. The runs behind this are backward.json and backward_lengths.json in benchmarks/h200, with which
@@ -44,3 +47,45 @@ def _is_hopper(device):
 def _device_is_hopper(device):
     """Without a GPU there are fake tensors alone, for which the rule holds as it is."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
+
+
+def auto_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    """The name of the backend that serves a call with backend="auto", of inputs that are not checked yet."""
+    for name, x in (("q", q), ("k", k), ("v", v)):  # twin_trains asks for dtypes and shapes
+        check_tensor(name, x)
+    if not q.is_cuda:
+        return "torch"
+    if q.dtype in FP8_DTYPES:
+        return "triton"
+    needs_grad = any(map(wants_gradient, (q, k, v)))
+    if needs_grad and is_transformed():
+        return "torch"
+    return _first_available(needs_grad and twin_trains(q, k))
+
+
+def csrc_trains(q: torch.Tensor, k: torch.Tensor, seq_major: bool) -> bool:
+    """Whether "auto" takes csrc for a forward and a backward pass; arguments as of twin_trains."""
+    return not twin_trains(q, k, seq_major) or _first_available(True) == "cuda"
+
+
+# Dynamo looks through functools.cache, so the cached function is not itself the constant one.
+@assume_constant_result
+def _first_available(prefers_triton):
+    return _choose_first_available(prefers_triton)
+
+
+@functools.cache
+def _choose_first_available(prefers_triton):
+    """"auto" for CUDA tensors. csrc has the faster kernels, but for what twin_trains says."""
+    reasons = []
+    for name in ("triton", "cuda") if prefers_triton else ("cuda", "triton"):
+        reason = twin.why_not_imported() if name == "triton" else _build.why_not(on_gpu=True)
+        if reason is None:
+            break
+        reasons.append(f"{name} is not available: {reason}")
+    else:
+        name = "torch"
+    if reasons:
+        what = " for inputs that require grad" if prefers_triton else ""
+        warn(f"backend='auto' takes {name}{what}, since {'; '.join(reasons)}")
+    return name

@@ -1,27 +1,22 @@
 """The facade: one function, several backends behind it, one table of them.
 
 flash_attention checks its input (checks.py), picks a backend from BACKENDS and calls it on 4D tensors. flash_attn_func
-and forward are other spellings of the same call. Read next: choice.py, which backend "auto" takes for gradients; then
-../csrc/main.cpp and ../csrc/flash.cu, or ../triton_ref/attention.py.
+and forward are other spellings of the same call. Read next: checks.py; choice.py, which backend "auto" takes.
 """
 
-import functools
 import math
-import sys
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from . import _build
-from .checks import (FP8_DTYPES, KERNEL_DTYPES, TWIN_DTYPES, autocast, check_descales, check_dropout_p,
-                     check_dropout_seed, check_fp8, check_no_derivative, check_options, check_qkv, check_seq_lens,
-                     check_tensor, is_eager, is_transformed, out_dtype, shown, wants_gradient)
-from .choice import twin_trains
-from .reference import DTYPES, reference_forward, visible_keys, without_autocast, without_padding
+from . import cuda, reference, sdpa, twin
+from .backends import Options
+from .checks import (FP8_DTYPES, KERNEL_DTYPES, autocast, check_descales, check_dropout_p, check_dropout_seed,
+                     check_no_derivative, check_options, check_qkv, check_seq_lens, check_tensor, is_transformed, shown)
+from .choice import auto_backend
+from .cuda import fast_path
+
+BACKENDS = {"cuda": cuda.BACKEND, "triton": twin.BACKEND, "torch": sdpa.BACKEND, "reference": reference.BACKEND}
 
 # Keywords of scaled_dot_product_attention and flash-attn, and what flash_attention's error says of each.
 OTHER_NAMES = {
@@ -103,11 +98,16 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         raise TypeError(f"flash_attention() got an unexpected keyword argument {name!r}{OTHER_NAMES.get(name, '')}")
     if (seq_lens is None and q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda")
             and _is_zero(dropout_p) and isinstance(deterministic, bool)):
-        result = _fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, backend)
+        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, backend)
         if result is not None:
             return result
     return _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend,
                               seq_lens=seq_lens, descales=(q_descale, k_descale, v_descale), autotune=autotune)
+
+
+def _is_zero(dropout_p):
+    """Whether this is the default, and needs no check: False is not, which equals 0."""
+    return type(dropout_p) is float and dropout_p == 0
 
 
 def _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend, *,
@@ -115,7 +115,7 @@ def _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deter
     """flash_attention without its fast path. scale_name: what the caller calls sm_scale."""
     q, k, v = autocast(q, k, v)
     dropout_p = check_dropout_p(dropout_p)
-    name = _auto_backend(q, k, v) if backend == "auto" else backend
+    name = auto_backend(q, k, v) if backend == "auto" else backend
     if name not in tuple(BACKENDS):  # a dict would not take a list as a key
         raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
@@ -125,7 +125,7 @@ def _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deter
     if why_not is not None:
         raise why_not
     seq_lens = check_seq_lens(seq_lens, q, k)
-    dropout = (dropout_p, check_dropout_seed(dropout_seed, q)) if dropout_p else None
+    seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
     named_descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
     descales = check_descales(named_descales, q, k)
     if not chosen.has_forward_mode:
@@ -136,14 +136,13 @@ def _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deter
     is_3d = q.ndim == 3
     if is_3d:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+    options = Options(causal, scale, seq_lens, dropout_p, seed, deterministic, autotune, descales, return_lse)
     if q.numel() == 0 or k.numel() == 0:
         # Nothing to launch. The oracle's empty products leave the outputs in the graph of inputs that require grad.
-        out, lse = _reference_forward(q, k, v, causal, scale, seq_lens)
+        out, lse = reference.BACKEND.forward(q, k, v, options)
     else:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        call = {"return_lse": return_lse, "descales": descales, "autotune": autotune, "dropout": dropout,
-                "deterministic": deterministic}
-        out, lse = chosen.forward(q, k, v, causal, scale, seq_lens, **{x: call[x] for x in chosen.options})
+        out, lse = chosen.forward(q, k, v, options)
     if is_3d:
         out, lse = out.squeeze(1), lse.squeeze(1) if return_lse else None
     return (out, lse) if return_lse else out
@@ -175,7 +174,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
         causal, window_size = causal is False or causal, (-1, -1)
     if _is_zero(dropout_p) and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None:
         if (backend == "auto" or backend == "cuda") and isinstance(deterministic, bool):
-            result = _fast_path(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs, deterministic,
+            result = fast_path(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs, deterministic,
                                 backend)
             if result is not None:
                 return (*result, None) if return_attn_probs else result
@@ -229,176 +228,12 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     check_options(causal, sm_scale)
     check_seq_lens(seq_lens, q, k)
     has_dropout = check_dropout_p(dropout_p) > 0
-    why_not = _cuda_why_not(q.device)
-    if why_not is not None:
-        raise why_not
-    if not q.is_cuda:
-        return "host"
-    # A last dimension that is not contiguous is copied, to rows that are aligned as far as head_dim allows: such a
-    # tensor is made here too.
-    q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
-    choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), has_dropout)
-    if choice is None:
-        raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
-    return choice[0]
-
-
-class force_kernel:
-    """Serve calls with backend="cuda" on a GPU by one kernel of csrc, for tests and benchmarks.
-
-    The kernel is forced from this call on, or inside a with statement: with force_kernel("sm80"): ... It is forced for
-    the whole process, so use one thread at a time. Forward and backward passes obey what is forced when they run. The
-    gradients of "sm90" are those of "sm80", and those of "dmma" are those of "simt". A call that the kernel cannot
-    serve raises ValueError. backend="auto" may still choose "triton", and CPU tensors always use the host build. With
-    torch.compile, put the with statement around the compiled function. The environment variable MINIMAL_ATTN_KERNEL
-    forces a kernel from the time when csrc is loaded.
-
-    Args:
-        kernel: "simt", "sm80", "sm90" or "dmma"; None: the kernel is chosen for each call again.
-
-    Raises:
-        ValueError: there is no such kernel.
-        RuntimeError: the extension cannot be built or loaded.
-    """
-
-    def __init__(self, kernel: str | None):
-        if kernel not in (None, *_build.GPU_KERNELS):
-            names = ", ".join(map(repr, _build.GPU_KERNELS))
-            raise ValueError(f"unknown kernel {shown(kernel)}: None or one of {names}")
-        self._kernel = kernel
-        self._before = _build.load().force_kernel(kernel)
-
-    def __enter__(self):
-        _build.load().force_kernel(self._kernel)  # for one that is entered again
-        return self
-
-    def __exit__(self, *exception):
-        _build.load().force_kernel(self._before)
+    return cuda.kernel_of(q, k, v, has_dropout)
 
 
 def available_backends() -> list[str]:
     """The names that flash_attention's backend takes on this machine, as a list."""
     return [name for name, backend in BACKENDS.items() if backend.why_not() is None]
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One implementation behind the facade."""
-
-    # (q, k, v, causal, softmax_scale, seq_lens, **options) -> (out, lse): checked 4D inputs with a contiguous last
-    # dimension, seq_lens int32 (B,) or None; lse may be None unless return_lse.
-    forward: Callable
-    # What else it takes: "return_lse", "descales", "autotune", "deterministic", "dropout", which is (dropout_p,
-    # dropout_seed) or None.
-    options: tuple
-    dtypes: tuple
-    has_forward_mode: bool  # its derivatives; all have those of a backward pass, but for fp8
-    # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
-    why_not: Callable[[torch.device | None], Exception | None]
-
-
-# torch.compile runs this while it traces and keeps the answer: building a library cannot be part of a graph.
-@_build.assume_constant_result
-def _load_ops():
-    global _fast_forward
-    library = _build.load()
-    _fast_forward = library.fast_forward if library.has_cuda else None
-    return True
-
-
-_fast_forward = None  # of csrc/fast_path.cpp, once it is loaded
-
-
-def _is_zero(dropout_p):
-    """Whether this is the default, and needs no check: False is not, which equals 0."""
-    return type(dropout_p) is float and dropout_p == 0
-
-
-def _fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, backend):
-    """The result of an everyday call on CUDA tensors, straight from C++, or None for all others."""
-    if torch.compiler.is_compiling() or _fast_forward is None:
-        return None
-    may_train = _csrc_trains if backend == "auto" else None
-    try:
-        return _fast_forward(_warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse,
-                             deterministic)
-    except RuntimeError:
-        if not any(x.is_nested for x in (q, k, v)):
-            raise
-        return None  # C++ asked for strides, which nested tensors do not have: the checks refuse them
-
-
-def _csrc_trains(q, k, seq_major):
-    """Whether "auto" takes csrc for a forward and a backward pass."""
-    return not twin_trains(q, k, seq_major) or _first_available(True) == "cuda"
-
-
-@functools.cache  # once a reason
-def _warn_slow(reason):
-    _warn(f"tensor cores cannot serve this call, which is slower without them: {reason}")
-
-
-def _cuda_forward(q, k, v, causal, softmax_scale, seq_lens, deterministic, dropout):
-    if q.is_cuda and q.dtype == torch.float64:
-        raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone; allowed "
-                        "on a GPU are float32, float16, bfloat16")
-    _load_ops()
-    inputs = q, k, v, seq_lens, softmax_scale, causal, *(dropout or (0.0, None)), deterministic
-    if not is_eager(q, k, v):
-        if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
-            choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
-            if choice and choice[1]:
-                _warn_slow(choice[1])
-        return torch.ops.minimal_attn.flash_forward(*inputs)  # tensors alone, not why it is slow
-    library = _build.load()
-    attend = library.differentiable_forward if any(map(wants_gradient, (q, k, v))) else library.flash_forward
-    out, lse, slow_because = attend(*inputs)
-    if slow_because:
-        _warn_slow(slow_because)
-    return out, lse
-
-
-def _cuda_why_not(device=None):
-    if device is not None and device.type not in ("cuda", "cpu"):
-        return ValueError(f"CUDA tensors required: backend='cuda' takes CUDA or CPU tensors, got {device}")
-    reason = _build.why_not(on_gpu=device is not None and device.type == "cuda")
-    return RuntimeError(reason) if reason else None
-
-
-@_build.assume_constant_result
-def _load_triton():
-    """Import the twin, which registers its op: (None, whether its kernel is interpreted), or (why not, None)."""
-    try:
-        from triton_ref import attention, attention_bwd  # noqa: F401: it registers the op's derivative
-    except ImportError as error:  # no Triton, or one that is broken
-        return str(error), None
-    return None, attention.INTERPRETING
-
-
-def _triton_forward(q, k, v, causal, softmax_scale, seq_lens, descales, autotune, deterministic, dropout):
-    check_fp8(q)
-    # Tiles that are timed may be others in the next run.
-    autotune = autotune and not (deterministic or torch.are_deterministic_algorithms_enabled())
-    if is_eager(q, k, v):
-        from triton_ref.attention import run
-        from triton_ref.attention_bwd import Attention
-
-        if not any(map(wants_gradient, (q, k, v))):
-            return run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune, dropout=dropout)
-        return Attention.apply(q, k, v, seq_lens, softmax_scale, causal, *descales, autotune, *(dropout or (0.0, None)))
-    return torch.ops.minimal_attn.triton_forward(q, k, v, seq_lens, softmax_scale, causal, *descales, autotune,
-                                                 *(dropout or (0.0, None)))
-
-
-def _triton_why_not(device=None):
-    error, is_interpreted = _load_triton()
-    if error:
-        return ModuleNotFoundError(f"triton is required for backend='triton' (pip install triton): {error}")
-    on_cpu = device.type == "cpu" if device is not None else not torch.accelerator.is_available()
-    if on_cpu and not is_interpreted:
-        return ValueError("CUDA tensors required: backend='triton' got CPU tensors, and Triton's interpreter, which "
-                          "runs the kernel on the CPU, is off; set TRITON_INTERPRET=1 before Python starts")
-    return None
 
 
 def triton_matmul(a: Tensor, b: Tensor, block_m: int | None = None, block_n: int | None = None,
@@ -423,135 +258,4 @@ def triton_matmul(a: Tensor, b: Tensor, block_m: int | None = None, block_n: int
         NotImplementedError: an input requires grad or has a forward-mode tangent: there is no derivative.
         ModuleNotFoundError: no Triton.
     """
-    error, _ = _load_triton()
-    if error:
-        raise ModuleNotFoundError(f"triton is required for triton_matmul (pip install triton): {error}")
-    from triton_ref import matmul
-    return matmul.triton_matmul(a, b, block_m, block_n, block_k, use_autotune)
-
-
-def _copied_if_needed(x):
-    """x, or a copy of what SDPA's kernels cannot take.
-
-    On the CPU they do not write an output whose last dimension is not the innermost one, as it is not in the empty_like
-    of a q whose rows overlap. On a GPU they fail with a misaligned address for some tensors that do not start at a
-    multiple of 16 bytes, or have rows that do not, after which the process has no GPU any more.
-    """
-    overlaps = any(0 < stride < x.shape[-1] for stride in x.stride()[:-1])
-    if overlaps or x.is_cuda and not _is_aligned(x):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
-
-
-def _is_aligned(x):
-    step = 16 // x.element_size()
-    # Tracing cannot tell the offset.
-    return not (torch.compiler.is_compiling() or x.storage_offset() % step
-                or any(stride % step for stride in x.stride()[:-1]))
-
-
-@without_autocast
-def _torch_forward(q, k, v, causal, softmax_scale, seq_lens, return_lse, dropout):
-    if dropout is not None:  # SDPA takes no seed and tells no mask
-        return reference_forward(q, k, v, causal, softmax_scale, seq_lens, dropout)
-    # Under torch.compile with dynamic shapes a comparison is symbolic, and SDPA wants a bool: hence the two branches.
-    square_causal = True if causal and q.shape[2] == k.shape[2] and seq_lens is None else False
-    is_grouped = True if q.shape[1] != k.shape[1] else False
-    # SDPA aligns its own causal mask top-left, which is ours only for equal lengths.
-    mask = None if square_causal else visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
-    if mask is not None and (seq_lens is not None or q.shape[2] > k.shape[2]):
-        q, k, v = without_padding(q, k, v, mask)
-    if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
-        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
-    q, k, v = map(_copied_if_needed, (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square_causal, scale=softmax_scale,
-                                       enable_gqa=is_grouped)
-    if mask is not None:  # SDPA's own backends differ on rows that see no key
-        out = out.masked_fill(~mask.any(-1, keepdim=True), 0)
-    return out, _torch_lse(q, k, causal, softmax_scale, seq_lens) if return_lse else None
-
-
-LSE_ROWS = 128  # how many rows of scores _torch_lse forms at a time
-
-
-def _torch_lse(q, k, causal, softmax_scale, seq_lens):
-    """SDPA does not return lse (B, H, Sq): form the scores again, a few rows at a time."""
-    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    mask = visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
-    q = q.unflatten(1, (k.shape[1], -1)).to(acc_dtype)  # (B, Hk, group, Sq, D)
-    k = k.to(acc_dtype).transpose(-2, -1).unsqueeze(2)
-    parts = []
-    for row0 in range(0, q.shape[3], LSE_ROWS):
-        rows = slice(row0, row0 + LSE_ROWS)
-        scores = (q[..., rows, :] @ k * softmax_scale).flatten(1, 2)
-        if mask is not None:
-            scores = scores.masked_fill(~mask[..., rows, :], -math.inf)
-        parts.append(scores.logsumexp(-1))
-    return torch.cat(parts, -1)
-
-
-def _reference_forward(q, k, v, causal, softmax_scale, seq_lens, descales=(None, None, None), dropout=None):
-    dtype = out_dtype(q.dtype)
-    if dtype != q.dtype:
-        heads = q.shape[1] // k.shape[1], 1, 1
-        q, k, v = (x.float() if descale is None else x.float() * descale.repeat_interleave(n, 1)[..., None, None]
-                   for x, descale, n in zip((q, k, v), descales, heads))
-    out, lse = reference_forward(q, k, v, causal, softmax_scale, seq_lens, dropout)
-    return out.to(dtype), lse
-
-
-def _always(device=None):
-    return None
-
-
-BACKENDS = {
-    "cuda": Backend(_cuda_forward, ("deterministic", "dropout"), DTYPES, False, _cuda_why_not),
-    "triton": Backend(_triton_forward, ("descales", "autotune", "deterministic", "dropout"), TWIN_DTYPES, False,
-                      _triton_why_not),
-    "torch": Backend(_torch_forward, ("return_lse", "dropout"), DTYPES, True, _always),
-    "reference": Backend(_reference_forward, ("descales", "dropout"), DTYPES + FP8_DTYPES, True, _always),
-}
-
-
-def _auto_backend(q, k, v):
-    for name, x in (("q", q), ("k", k), ("v", v)):  # twin_trains asks for dtypes and shapes
-        check_tensor(name, x)
-    if not q.is_cuda:
-        return "torch"
-    if q.dtype in FP8_DTYPES:
-        return "triton"
-    needs_grad = any(map(wants_gradient, (q, k, v)))
-    if needs_grad and is_transformed():
-        return "torch"
-    return _first_available(needs_grad and twin_trains(q, k))
-
-
-# Dynamo looks through functools.cache, so the cached function is not itself the constant one.
-@_build.assume_constant_result
-def _first_available(prefers_triton):
-    return _choose_first_available(prefers_triton)
-
-
-@functools.cache
-def _choose_first_available(prefers_triton):
-    """"auto" for CUDA tensors. csrc has the faster kernels, but for what choice.py lists."""
-    reasons = []
-    for name in ("triton", "cuda") if prefers_triton else ("cuda", "triton"):
-        reason = _load_triton()[0] if name == "triton" else _build.why_not(on_gpu=True)
-        if reason is None:
-            break
-        reasons.append(f"{name} is not available: {reason}")
-    else:
-        name = "torch"
-    if reasons:
-        what = " for inputs that require grad" if prefers_triton else ""
-        _warn(f"backend='auto' takes {name}{what}, since {'; '.join(reasons)}")
-    return name
-
-
-def _warn(text):
-    """A warning at the line that called into this module, whichever of its functions that was."""
-    frame, depth = sys._getframe(), 1
-    while frame.f_globals is globals():
-        frame, depth = frame.f_back, depth + 1
-    warnings.warn(f"minimal_attn: {text}", stacklevel=depth)
+    return twin.matmul()(a, b, block_m, block_n, block_k, use_autotune)

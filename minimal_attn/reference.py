@@ -2,6 +2,8 @@
 
 reference_attention forms all scores at once: slow, big, and plainly right. Every kernel is judged against it.
 blockwise_attention walks along the keys as the kernels do, to be read beside csrc/flash.cu.
+
+Read next: dropout.py, which probabilities survive.
 """
 
 import functools
@@ -11,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .checks import check_dropout_p, check_dropout_seed, check_options, check_qkv, check_seq_lens
+from .backends import Backend, Options
+from .checks import FP8_DTYPES, check_dropout_p, check_dropout_seed, check_options, check_qkv, check_seq_lens, out_dtype
 from .dropout import keep_mask, keep_scale
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -55,12 +58,13 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     check_options(causal, sm_scale)
     seq_lens = check_seq_lens(seq_lens, q, k)
     dropout_p = check_dropout_p(dropout_p)
-    dropout = (dropout_p, check_dropout_seed(dropout_seed, q)) if dropout_p else None
+    seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
+    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
+    options = Options(causal, scale, seq_lens, dropout_p, seed)
     if q.ndim == 3:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-        out, lse = (x.squeeze(1) for x in reference_forward(q, k, v, causal, sm_scale, seq_lens, dropout))
+        out, lse = (x.squeeze(1) for x in reference_forward(*(x.unsqueeze(1) for x in (q, k, v)), options))
     else:
-        out, lse = reference_forward(q, k, v, causal, sm_scale, seq_lens, dropout)
+        out, lse = reference_forward(q, k, v, options)
     return (out, lse) if return_lse else out
 
 
@@ -84,28 +88,45 @@ def without_padding(q, k, v, mask):
 
 
 @without_autocast
-def reference_forward(q, k, v, causal, softmax_scale, seq_lens, dropout=None):
-    """(out, lse) of checked 4D inputs; dropout: (dropout_p, dropout_seed) or None."""
+def reference_forward(q, k, v, options):
+    """(out, lse) of checked 4D inputs, as a Backend's forward; not for fp8."""
     acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     groups = q.shape[1] // k.shape[1]  # query heads that share a key/value head
-    mask = visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
+    mask = visible_keys(q.shape[2], k.shape[2], options.causal, options.seq_lens, q.device)
     if mask is not None:
         q, k, v = without_padding(q, k, v, mask)
     k, v = (x.to(acc_dtype).repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = q.to(acc_dtype) @ k.transpose(-2, -1) * scale
+    scores = q.to(acc_dtype) @ k.transpose(-2, -1) * options.softmax_scale
     # Scores of -inf are masked as well: the derivative of logsumexp is NaN in rows that hold nothing else.
     is_masked = scores == -math.inf if mask is None else ~mask | (scores == -math.inf)
     scores = scores.masked_fill(is_masked, -math.inf)
     lse = scores.logsumexp(-1)
     # A row without keys has lse -inf; against 0 its probabilities exp(-inf - 0) are 0 rather than NaN.
     probabilities = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
-    if dropout is not None:
-        dropout_p, seed = dropout
-        keep = keep_mask(seed, dropout_p, *scores.shape, q.device)
-        probabilities = probabilities.masked_fill(~keep, 0) * keep_scale(dropout_p)
+    if options.dropout_seed is not None:
+        keep = keep_mask(options.dropout_seed, options.dropout_p, *scores.shape, q.device)
+        probabilities = probabilities.masked_fill(~keep, 0) * keep_scale(options.dropout_p)
     out = probabilities @ v
     return out.masked_fill((lse == -math.inf)[..., None], 0).to(q.dtype), lse  # 0, also where V is not finite
+
+
+def _forward(q, k, v, options):
+    """reference_forward, and fp8: in fp32 with what the descales make of it."""
+    dtype = out_dtype(q.dtype)
+    if dtype != q.dtype:
+        heads = q.shape[1] // k.shape[1], 1, 1
+        q, k, v = (x.float() if descale is None else x.float() * descale.repeat_interleave(n, 1)[..., None, None]
+                   for x, descale, n in zip((q, k, v), options.descales, heads))
+    out, lse = reference_forward(q, k, v, options)
+    return out.to(dtype), lse
+
+
+def always(device=None):
+    """Backend's why_not of what runs anywhere."""
+    return None
+
+
+BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, always)
 
 
 @without_autocast

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from .checks import KERNEL_DTYPES, check_fp8, check_qkv, shown
+from .checks import KERNEL_DTYPES, check_fp8, check_qkv, empty_outputs, shown
+from .choice import auto_backend
 from .gpu import detect_gpu
-from .interface import BACKENDS, _auto_backend, flash_attention, which_kernel
+from .interface import BACKENDS, flash_attention, which_kernel
 
 SIZE = 4096  # of the matrices that nothing is said about
 
@@ -83,7 +84,7 @@ class AdaptiveKernelSelector:
             As flash_attention: ValueError, TypeError, ModuleNotFoundError, RuntimeError.
         """
         if backend == "auto":
-            backend = _auto_backend(*[torch.empty(0, device=self.device, dtype=dtype)] * 3)
+            backend = auto_backend(*[torch.empty(0, device=self.device, dtype=dtype)] * 3)
         if backend not in tuple(BACKENDS):
             raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
         if (why_not := BACKENDS[backend].why_not(self.device)) is not None:
@@ -92,7 +93,7 @@ class AdaptiveKernelSelector:
         check_qkv(q, q, q, BACKENDS[backend].dtypes)
         check_fp8(q)
         if backend == "triton":
-            from triton_ref.attention import can_use_tma, candidates, empty_outputs
+            from triton_ref.attention import can_use_tma, candidates
 
             config, *_ = candidates(q, empty_outputs(q)[0], can_use_tma(q))[0]
             kernel = "attention_hopper.py" if "kConsumers" in config else "attention.py"

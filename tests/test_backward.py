@@ -481,7 +481,7 @@ def test_opcheck(impl, dtype):
     seq_lens = torch.tensor([13], dtype=torch.int32, device=q.device)
     for use_lse, lengths in ((False, seq_lens), (True, None)):
         out, lse = forward(q, k, v, lengths, 0.25, True)
-        more = (0.0, None, True) if impl != "triton" else (False,)  # the same bits, or without tuning
+        more = 0.0, None, impl != "triton"  # the same bits, or without tuning
         torch.library.opcheck(backward.default, (dout, lse if use_lse else None, q, k, v, out, lse, lengths, 0.25, True,
                                                  *more))
 
@@ -584,7 +584,7 @@ def test_tensors_on_another_gpu(impl):
     """By autograd, in whose thread it is the current one, and by the op, in whose it is not."""
     dtype = torch.float32 if impl == "cuda:simt" else torch.bfloat16
     case = Case("other_gpu", B=2, H=4, Hk=2, Sq=200, Sk=200, D=128, causal=True)  # from D 128 on on two streams
-    name, more = ("triton_backward", (False,)) if impl == "triton" else ("flash_backward", (0.0, None, True))
+    name = "triton_backward" if impl == "triton" else "flash_backward"
     results = []
     for device, current in ((0, 0), (1, 0), (0, 1)):
         with torch.cuda.device(current):
@@ -592,8 +592,8 @@ def test_tensors_on_another_gpu(impl):
             out, lse = by(impl, case, deterministic=True, return_lse=True)(q, k, v)
             results.append(torch.autograd.grad(out, (q, k, v), dout))
             saved = [x.detach() for x in (q, k, v, out, lse)]
-            op = getattr(torch.ops.minimal_attn, name)  # without tuning, or the same bits
-            results.append(op(dout, None, *saved, None, case.D**-0.5, True, *more))
+            op = getattr(torch.ops.minimal_attn, name)
+            results.append(op(dout, None, *saved, None, case.D**-0.5, True, 0.0, None, impl != "triton"))
             assert all(x.device == q.device for result in results[-2:] for x in result)
     for result in results:
         assert all(x.to("cuda:0").equal(y) for x, y in zip(result, results[0]))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from conftest import HAS_GPU
-from minimal_attn import __version__, available_backends, cli, crosscheck, info, interface, reference_attention
+from minimal_attn import (__version__, _build, available_backends, choice, cli, crosscheck, info, interface,
+                          reference_attention)
 from test_build import python
 
 ROOT = Path(__file__).parents[1]
@@ -38,10 +39,10 @@ def test_info(capsys, monkeypatch):
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    monkeypatch.setattr(interface._build, "why_not", lambda on_gpu=False: "no compiler today")
-    interface._choose_first_available.cache_clear()
+    monkeypatch.setattr(_build, "why_not", lambda on_gpu=False: "no compiler today")
+    choice._choose_first_available.cache_clear()
     yield
-    interface._choose_first_available.cache_clear()
+    choice._choose_first_available.cache_clear()
 
 
 def test_info_says_why_a_backend_is_not_there(capsys, no_compiler):
@@ -51,7 +52,7 @@ def test_info_says_why_a_backend_is_not_there(capsys, no_compiler):
 
 @pytest.mark.gpu
 def test_info_names_the_kernels(capsys):
-    interface._build.load()
+    _build.load()
     cli.main(["info"])
     lines = {line[:20].strip(): line[20:].split() for line in capsys.readouterr().out.splitlines()}
     for dtype in interface.KERNEL_DTYPES:
@@ -100,17 +101,19 @@ def test_check(capsys, monkeypatch):
         assert all(0 < float(cell) < errors[dtype] for cell in cells)
 
 
-def no_scale(q, k, v, causal, softmax_scale, seq_lens, **options):
-    return reference_attention(q, k, v, causal, 1.0, seq_lens, return_lse=True)
+def no_scale(q, k, v, options):
+    return reference_attention(q, k, v, options.causal, 1.0, options.seq_lens, return_lse=True)
 
 
-def shifted_lse(q, k, v, causal, softmax_scale, seq_lens, **options):
-    out, lse = reference_attention(q, k, v, causal, softmax_scale, seq_lens, return_lse=True)
+def shifted_lse(q, k, v, options):
+    out, lse = reference_attention(q, k, v, options.causal, options.softmax_scale, options.seq_lens,
+                                   return_lse=True)
     return out, lse + 1e-3
 
 
-def all_rows_see(q, k, v, causal, softmax_scale, seq_lens, **options):
-    out, lse = reference_attention(q, k, v, causal, softmax_scale, seq_lens, return_lse=True)
+def all_rows_see(q, k, v, options):
+    out, lse = reference_attention(q, k, v, options.causal, options.softmax_scale, options.seq_lens,
+                                   return_lse=True)
     return out, lse.clamp(min=-50)
 
 

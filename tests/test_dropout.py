@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cases import SEED, check_lse
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, captured
-from minimal_attn import FlashMHA, available_backends, flash_attention, flash_attn_func, interface, reference_attention
+from minimal_attn import FlashMHA, available_backends, flash_attention, flash_attn_func, choice, reference_attention
 from minimal_attn.dropout import drop_threshold, keep_mask, keep_scale, philox
 from minimal_attn.interface import BACKENDS
 from minimal_attn.reference import visible_keys
@@ -239,7 +239,7 @@ def test_auto_takes_what_it_takes_without_dropout(monkeypatch):
     for name, backend in BACKENDS.items():
         record = lambda q, *args, name=name, **options: chosen.append(name) or (q, None)  # noqa: E731
         monkeypatch.setitem(BACKENDS, name, dataclasses.replace(backend, forward=record, why_not=lambda device: None))
-    monkeypatch.setattr(interface, "_first_available", lambda prefers_triton: "triton" if prefers_triton else "cuda")
+    monkeypatch.setattr(choice, "_first_available", lambda prefers_triton: "triton" if prefers_triton else "cuda")
     on_cpu = torch.empty(2, 4, 20, 16)
     with FakeTensorMode():
         on_gpu = torch.empty(2, 4, 1024, 16, device="cuda")
@@ -433,9 +433,8 @@ def test_the_op(impl, dtype):
     q, k, v = kernel_inputs(impl, dtype, Sq=20, Sk=24)
     seed = seed_of(device=q.device)
     drop(q, k, v, 0.3, IMPLEMENTATIONS[impl][0])  # which registers the ops
-    op, options = ((torch.ops.minimal_attn.triton_forward, (None, None, None, True, 0.3, seed)) if impl == "triton" else
-                   (torch.ops.minimal_attn.flash_forward, (0.3, seed, True)))
-    torch.library.opcheck(op.default, (q, k, v, None, 0.25, True, *options))
+    op = torch.ops.minimal_attn.triton_forward if impl == "triton" else torch.ops.minimal_attn.flash_forward
+    torch.library.opcheck(op.default, (q, k, v, None, 0.25, True, 0.3, seed, True))
 
 
 @each_backend

@@ -404,11 +404,11 @@ def test_seq_lens_that_are_nested():
         flash_attention(*qkv(), seq_lens=seq_lens)
 
 
-def test_the_fast_path_leaves_nested_tensors_to_the_checks(monkeypatch):
-    """fast_path.cpp asks for strides, which makes torch raise an internal error for the strided layout."""
-    ask = lambda warn_slow, may_train, q, *args: q.stride(3)  # noqa: E731
-    monkeypatch.setattr(minimal_attn.interface, "_fast_forward", ask)
-    q = torch.nested.nested_tensor(randn((3, 4, 16), (5, 4, 16)))
+@pytest.mark.gpu
+def test_the_fast_path_leaves_nested_tensors_to_the_checks():
+    """Their strides would make torch raise an internal error."""
+    flash_attention(*qkv(device="cuda"))  # loads the fast path
+    q = torch.nested.nested_tensor([x.cuda() for x in randn((3, 4, 16), (5, 4, 16))])
     for call in (flash_attention, flash_attn_func):
         with pytest.raises(TypeError, match=f"q {NOT_NESTED}"):
             call(q, q, q)
@@ -418,7 +418,7 @@ def test_errors_of_the_fast_path_are_not_hidden(monkeypatch):
     def out_of_memory(*args):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(minimal_attn.interface, "_fast_forward", out_of_memory)
+    monkeypatch.setattr(minimal_attn.cuda, "_fast_forward", out_of_memory)
     with pytest.raises(RuntimeError, match="out of memory"):
         flash_attention(*qkv())
 
@@ -634,9 +634,9 @@ def test_a_triton_that_cannot_be_imported(tmp_path):
 @pytest.fixture
 def choosing():
     """"auto" chooses anew among what the test says is there."""
-    minimal_attn.interface._choose_first_available.cache_clear()
+    minimal_attn.choice._choose_first_available.cache_clear()
     yield
-    minimal_attn.interface._choose_first_available.cache_clear()
+    minimal_attn.choice._choose_first_available.cache_clear()
 
 
 @pytest.fixture
@@ -651,13 +651,13 @@ def no_nvcc(monkeypatch, choosing):
 
 @pytest.fixture
 def no_triton(monkeypatch, choosing):
-    monkeypatch.setattr(minimal_attn.interface, "_load_triton", lambda: ("there is no triton", None))
+    monkeypatch.setattr(minimal_attn.twin, "why_not_imported", lambda: "there is no triton")
 
 
 @pytest.fixture
 def gradients(monkeypatch):
     """Wanted of fake CUDA tensors, of which autograd makes no graph where torch has no CUDA."""
-    monkeypatch.setattr(minimal_attn.interface, "wants_gradient", lambda x: True)
+    monkeypatch.setattr(minimal_attn.choice, "wants_gradient", lambda x: True)
 
 
 # What is missing, and what "auto" then takes and says.
@@ -700,8 +700,8 @@ def test_auto_compiles_as_one_graph_whatever_is_there(missing, backend, said, re
 
 @pytest.mark.filterwarnings("error")
 def test_auto_with_everything_there_says_nothing(nvcc):
-    assert minimal_attn.interface._first_available(False) == "cuda"
-    assert minimal_attn.interface._first_available(True) == "triton"
+    assert minimal_attn.choice._first_available(False) == "cuda"
+    assert minimal_attn.choice._first_available(True) == "triton"
 
 
 def test_what_asks_for_csrc_without_nvcc_is_told(no_nvcc):

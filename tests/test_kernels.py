@@ -13,7 +13,7 @@ import torch
 import minimal_attn
 from cases import Case, make_inputs
 from conftest import IMPLEMENTATIONS
-from minimal_attn import _build, flash_attention, flash_attn_func, force_kernel, interface, which_kernel
+from minimal_attn import _build, cuda, flash_attention, flash_attn_func, force_kernel, which_kernel
 
 HALF = torch.float16
 
@@ -120,10 +120,10 @@ def test_overlapping_heads_and_samples_go_to_sm90(strides):
 def test_a_host_build_has_no_fast_path(monkeypatch):
     """A CUDA torch without nvcc: what a call on CPU tensors has loaded does not serve CUDA tensors."""
     library = types.SimpleNamespace(has_cuda=False, fast_forward=None)
-    monkeypatch.setattr(interface._build, "load", lambda: library)
-    monkeypatch.setattr(interface, "_fast_forward", "old")
-    interface._load_ops()
-    assert interface._fast_forward is None
+    monkeypatch.setattr(_build, "load", lambda: library)
+    monkeypatch.setattr(cuda, "_fast_forward", "old")
+    cuda._load_ops()
+    assert cuda._fast_forward is None
 
 
 def refused(kernel, why_not, *tensors, capability=90, **options):
@@ -250,18 +250,18 @@ def slow_library(monkeypatch):
     slow = types.SimpleNamespace(has_cuda=False, flash_forward=slow_forward(library.flash_forward),
                                  differentiable_forward=slow_forward(library.differentiable_forward))
     monkeypatch.setattr(_build, "load", lambda: slow)
-    interface._warn_slow.cache_clear()
-    yield types.FunctionType(fast_forward.__code__, vars(interface))  # no frame of this file, as in C++
-    interface._warn_slow.cache_clear()
+    cuda._warn_slow.cache_clear()
+    yield types.FunctionType(fast_forward.__code__, vars(cuda))  # no frame of this file, as in C++
+    cuda._warn_slow.cache_clear()
 
 
 @pytest.mark.parametrize("way", ["eager", "gradients", "fast path"])
 def test_a_reason_becomes_one_warning_at_the_callers_line(way, slow_library, monkeypatch):
     q, k, v = (x.requires_grad_(way == "gradients") for x in qkv())
     if way == "fast path":
-        monkeypatch.setattr(interface, "_fast_forward", slow_library)
+        monkeypatch.setattr(cuda, "_fast_forward", slow_library)
     for call in (flash_attention, flash_attn_func):
-        interface._warn_slow.cache_clear()
+        cuda._warn_slow.cache_clear()
         with pytest.warns(UserWarning) as caught:
             line = sys._getframe().f_lineno + 1
             outs = [call(q, k, v, backend="cuda") for _ in range(3)]
@@ -300,7 +300,7 @@ def gpu():
     if "cuda:sm80" not in IMPLEMENTATIONS:
         pytest.skip("needs a GPU from sm_80 on")
     q, k, v = qkv(device="cuda")
-    interface._load_ops()
+    cuda._load_ops()
     return q, k, v
 
 
@@ -320,7 +320,7 @@ def test_which_kernel(gpu):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_fast_path_gives_the_same_bits(dtype):
     q, k, v = qkv(device="cuda", dtype=dtype)
-    interface._load_ops()
+    cuda._load_ops()
     for causal, scale in ((False, None), (True, 0.3), (True, -0.5), (False, 0.0)):
         want, want_lse = torch.ops.minimal_attn.flash_forward(q, k, v, None, 0.125 if scale is None else scale, causal)
         out, lse = fast(q, k, v, causal, scale, return_lse=True)
@@ -336,7 +336,7 @@ def test_the_fast_path_gives_the_same_bits(dtype):
 @pytest.mark.parametrize("seq_major", [False, True])
 def test_the_fast_path_gives_the_same_gradients(seq_major):
     """As the dispatcher, whose derivative is that of ops.py."""
-    interface._load_ops()
+    cuda._load_ops()
     inputs = [x.requires_grad_() for x in qkv(device="cuda")]
     dout = torch.randn_like(inputs[0])
     dlse = torch.randn(dout.shape[:3], device="cuda")
@@ -410,9 +410,9 @@ SLOW = "tensor cores cannot serve.*head_dim is not a multiple of 16 bytes"
 @pytest.fixture
 def slow(gpu):
     """Inputs of which no warning has been given."""
-    interface._warn_slow.cache_clear()
+    cuda._warn_slow.cache_clear()
     yield qkv(D=20, device="cuda")
-    interface._warn_slow.cache_clear()
+    cuda._warn_slow.cache_clear()
 
 
 def on_the_fast_path(*qkv):

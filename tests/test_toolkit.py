@@ -13,6 +13,7 @@ from conftest import HAS_GPU
 from minimal_attn import (AdaptiveKernelSelector, BenchmarkResult, BenchmarkRunner, benchmark, benchmark_fn,
                           flash_attention, get_attention_config, get_matmul_config, get_optimal_attention,
                           get_optimal_matmul, gpu, which_kernel)
+from minimal_attn.backends import Options
 from minimal_attn.gpu import GPUArch, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
 from minimal_attn.validation import validate_attention, validate_matmul
 
@@ -389,7 +390,7 @@ def test_the_tiles_of_the_twin_are_those_it_launches(head_dim, dtype, monkeypatc
     if not HAS_GPU and dtype == torch.bfloat16:
         pytest.skip("the interpreter computes it in fp32")
     q = torch.randn(2, 2, 70, head_dim, device=DEVICE, dtype=dtype)
-    attention.run(q, q, q, None, (None, None, None), 0.1, True, autotune=False)
+    attention.run(q, q, q, Options(causal=True, softmax_scale=0.1, autotune=False))
     config = get_attention_config(head_dim, dtype, "triton")
     kernel = "attention_hopper.py" if "kConsumers" in launched[0] else "attention.py"
     assert (config.pop("backend"), config.pop("kernel")) == ("triton", kernel) and launched == [config]

@@ -9,15 +9,15 @@ Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: launching.py; ../csrc/f
 """
 
 import functools
+import importlib
 import warnings
-from typing import Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.compiler.errors import CompilationError
 
-from minimal_attn.checks import FP8_DTYPES, empty_like, out_dtype
+from minimal_attn.checks import FP8_DTYPES, empty_outputs
 
 from . import autotune as tuner
 from .dropout import keep_tile, threshold_and_scale
@@ -276,11 +276,6 @@ def transposed(v, seq_lens):
     return vt
 
 
-def empty_outputs(q):
-    """out like q, in bf16 if q is fp8, and lse, to be written."""
-    return empty_like(q, out_dtype(q.dtype)), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
 def launch(config, q, k, v, out, causal, is_negative, tma):
     """A Launch for checked inputs, to be called with (q, k, v, out, lse, seq_lens, *descales, seed, threshold,
     keep_scale, softmax_scale). v is Vᵀ if they are fp8; is_negative: softmax_scale is."""
@@ -299,23 +294,24 @@ def launch(config, q, k, v, out, causal, is_negative, tma):
 _plans = {}  # {all that a launch depends on: the launch}
 
 
-def run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune=True, config=None, dropout=None):
-    """(out, lse) of checked inputs, by config or else by one of tile_configs; dropout: (dropout_p, seed) or None."""
+def run(q, k, v, options, config=None):
+    """(out, lse) of checked inputs and minimal_attn.backends.Options, by config or else by one of tile_configs."""
     if INTERPRETING and q.dtype not in (torch.float32, torch.float16):
-        out, lse = run(*map(to_float, (q, k, v)), seq_lens, [*map(to_float, descales)], softmax_scale, causal, autotune,
-                       config, dropout)
+        options = options._replace(descales=tuple(map(to_float, options.descales)))
+        out, lse = run(*map(to_float, (q, k, v)), options, config)
         return empty_outputs(q)[0].copy_(out), lse
     out, lse = empty_outputs(q)
     if not out.numel():
         return out, lse
-    dropout_p, seed = dropout or (0.0, None)
+    causal, seq_lens, seed = options.causal, options.seq_lens, options.dropout_seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         if q.dtype in FP8_DTYPES:
             v = transposed(v, seq_lens)
-        autotune, is_negative = autotune and tuner.is_on(), softmax_scale < 0
-        arguments = q, k, v, out, lse, seq_lens, *descales, seed, *threshold_and_scale(dropout_p), softmax_scale
+        autotune, is_negative = options.autotune and tuner.is_on(), options.softmax_scale < 0
+        numbers = *threshold_and_scale(options.dropout_p), options.softmax_scale
+        arguments = q, k, v, out, lse, seq_lens, *options.descales, seed, *numbers
         key = (q.device, is_negative, causal, autotune, config and tuple(config.values()),
-               *layouts(q, k, v, seq_lens, *descales, seed))
+               *layouts(q, k, v, seq_lens, *options.descales, seed))
         plan = _plans.get(key)
         if plan is not None:
             plan(*arguments)
@@ -368,28 +364,8 @@ def choose(config, autotune, arguments, causal, is_negative):
     return launch_of(tuner.fastest("attention", key, configs, run_config, q.device))
 
 
-@torch.library.custom_op("minimal_attn::triton_forward", mutates_args=())
-def triton_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Optional[torch.Tensor],
-                   softmax_scale: float, causal: bool, q_descale: Optional[torch.Tensor] = None,
-                   k_descale: Optional[torch.Tensor] = None, v_descale: Optional[torch.Tensor] = None,
-                   autotune: bool = True, dropout_p: float = 0.0,
-                   dropout_seed: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, torch.Tensor]:
-    """out like q, bf16 if q is fp8, and lse fp32 (B, H, Sq), of checked inputs: q (B, H, Sq, D), k, v (B, Hk, Sk, D),
-    all with a contiguous last dimension, seq_lens int32 (B,) or None, descales fp32 (B, Hk), contiguous, or None,
-    dropout_seed int64, one element, or None for no dropout. minimal_attn.flash_attention checks and describes them."""
-    dropout = None if dropout_seed is None else (dropout_p, dropout_seed)
-    return run(q, k, v, seq_lens, (q_descale, k_descale, v_descale), softmax_scale, causal, autotune, dropout=dropout)
-
-
-@triton_forward.register_fake
-def _(q, k, v, seq_lens, softmax_scale, causal, q_descale=None, k_descale=None, v_descale=None, autotune=True,
-      dropout_p=0.0, dropout_seed=None):
-    return empty_outputs(q)
-
-
 def __getattr__(name):
     """attention and calculate_block_sizes are here as well, for those who look for them beside the kernel."""
     if name in ("attention", "calculate_block_sizes"):
-        from . import classic
-        return getattr(classic, name)
+        return getattr(importlib.import_module(".classic", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,17 +16,15 @@ Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead
 
 import contextlib
 import functools
-from typing import Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
 
-from minimal_attn.checks import FP8_DTYPES, check_no_derivative, empty_like, is_eager
+from minimal_attn.checks import empty_like
 
 from . import autotune as tuner
-from .attention import _load, block_d, can_use_tma, triton_forward
-from .attention import run as forward_run
+from .attention import _load, block_d, can_use_tma
 from .dropout import keep_tile, threshold_and_scale
 from .launching import INTERPRETING, Launch, layouts, once, properties, remember, sum_splits, to_float
 
@@ -421,13 +419,11 @@ def _launch_preprocess(out, dout, lse, dlse, delta, lse_padded):
 _plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q" or "sum", those that are needed: the Launch}}
 
 
-def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune=True, dropout=None, need_dq=True,
-        need_dkv=True):
-    """(dq, dk, dv) of checked inputs and what the forward made of them; dlse may be None, dropout is that of the
-    forward's run. Without need_dq dq is None, without need_dkv dk and dv are, and nothing is spent on them."""
+def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True):
+    """(dq, dk, dv) of checked inputs and what the forward made of them with these options; dlse may be None. Without
+    need_dq dq is None, without need_dkv dk and dv are, and nothing is spent on them."""
     if INTERPRETING and q.dtype == torch.bfloat16:
-        gradients = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, seq_lens, softmax_scale, causal, autotune,
-                        dropout, need_dq, need_dkv)
+        gradients = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, options, need_dq, need_dkv)
         return tuple(x if x is None else x.bfloat16() for x in gradients)
     dq = empty_like(q) if need_dq else None
     dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
@@ -436,8 +432,8 @@ def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune
     if dout.stride(-1) != 1:  # as the gradient of a sum
         dout = dout.contiguous()
     batch_size, nheads, seqlen_q, head_dim = q.shape
-    dropout_p, seed = dropout or (0.0, None)
-    numbers = *threshold_and_scale(dropout_p), softmax_scale
+    causal, seq_lens, seed = options.causal, options.seq_lens, options.dropout_seed
+    numbers = *threshold_and_scale(options.dropout_p), options.softmax_scale
     lse_padded, delta = (lse.new_empty(batch_size * nheads, -(-seqlen_q // 128) * 128) for _ in range(2))
     preprocessed = out, dout, lse, dlse, delta, lse_padded
     sides, max_splits = {}, _num_splits(nheads // k.shape[1], seqlen_q, k.shape[2]) if need_dkv else 1
@@ -449,13 +445,13 @@ def run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune
     if need_dq:
         sides["q"] = q, k, v, dout, dq, lse_padded, delta, seq_lens, seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
-        autotune = autotune and tuner.is_on()
+        autotune = options.autotune and tuner.is_on()
         key = q.device, causal, autotune, *sides, *layouts(q, k, v, out, dout, lse, dlse, seq_lens, seed)
         plan = _plans.get(key)
         is_new = plan is None
         if is_new:
             plan = {"preprocess": _launch_preprocess(*preprocessed)}
-        plan["preprocess"](*preprocessed, softmax_scale)
+        plan["preprocess"](*preprocessed, options.softmax_scale)
         if is_new:  # tiles are timed on what _preprocess made
             plan |= {side: _choose(side, autotune, tensors, numbers, causal) for side, tensors in sides.items()}
             if max_splits > 1:
@@ -517,73 +513,3 @@ def _choose(side, autotune, tensors, numbers, causal):
     key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, seed is not None, *lengths)
     run_config = lambda config: launch_of(config)(*tensors, *numbers)  # noqa: E731
     return launch_of(tuner.fastest(f"attention_bwd_{side}", key, configs, run_config, q.device))
-
-
-@torch.library.custom_op("minimal_attn::triton_backward", mutates_args=())
-def triton_backward(dout: torch.Tensor, dlse: Optional[torch.Tensor], q: torch.Tensor, k: torch.Tensor,
-                    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, seq_lens: Optional[torch.Tensor],
-                    softmax_scale: float, causal: bool, autotune: bool, dropout_p: float = 0.0,
-                    dropout_seed: Optional[torch.Tensor] = None, need_dq: bool = True,
-                    need_dkv: bool = True) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq like q, dk like k, dv like v: what minimal_attn::triton_forward's inputs get of dout (B, H, Sq, D) and dlse
-    (B, H, Sq), or None. Those that are not needed have no elements."""
-    dropout = None if dropout_seed is None else (dropout_p, dropout_seed)
-    gradients = run(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune, dropout, need_dq,
-                    need_dkv)
-    return tuple(q.new_empty(0) if x is None else x for x in gradients)
-
-
-@triton_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, autotune, dropout_p=0.0, dropout_seed=None,
-      need_dq=True, need_dkv=True):
-    return tuple(empty_like(x) if is_needed else q.new_empty(0)
-                 for x, is_needed in ((q, need_dq), (k, need_dkv), (v, need_dkv)))
-
-
-def _save(ctx, inputs, output):
-    q, k, v, seq_lens, ctx.softmax_scale, ctx.causal, *_, ctx.autotune, ctx.dropout_p, dropout_seed = inputs
-    ctx.save_for_backward(q, k, v, *output, seq_lens, dropout_seed)
-    ctx.set_materialize_grads(False)  # an lse that nobody uses has no gradient
-
-
-def _backward(ctx, dout, dlse):
-    q, k, v, out, lse, seq_lens, dropout_seed = ctx.saved_tensors
-    if q.dtype in FP8_DTYPES:
-        raise NotImplementedError(f"minimal_attn::triton_forward has no backward pass in {q.dtype}")
-    # Their tangents would be lost: Hessian-vector products, forwards over backwards, do this.
-    check_no_derivative("the backward pass of attention by Triton", "backend='reference'", has_backward=True, dout=dout,
-                        dlse=dlse)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    need_q, *need_kv = ctx.needs_input_grad[:3]
-    args = dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.autotune
-    if is_eager(dout, dlse, q, k, v) and not torch.is_grad_enabled():  # no one wants a second derivative
-        gradients = run(*args, dropout_seed if dropout_seed is None else (ctx.dropout_p, dropout_seed), need_q,
-                        any(need_kv))
-    else:
-        gradients = triton_backward(*args, ctx.dropout_p, dropout_seed, need_q, any(need_kv))
-    return (*(x if is_needed else None for x, is_needed in zip(gradients, (need_q, *need_kv))), *[None] * 9)
-
-
-class Attention(torch.autograd.Function):
-    """minimal_attn::triton_forward with its derivative, without the dispatcher, whose Python part costs more than
-    a small attention takes; apply takes all arguments of the op."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        q, k, v, seq_lens, softmax_scale, causal, *descales, autotune, dropout_p, dropout_seed = inputs
-        dropout = None if dropout_seed is None else (dropout_p, dropout_seed)
-        output = forward_run(q, k, v, seq_lens, descales, softmax_scale, causal, autotune, dropout=dropout)
-        _save(ctx, inputs, output)
-        return output
-
-    backward = staticmethod(_backward)
-
-
-def _no_second(ctx, *gradients):
-    raise NotImplementedError("attention by Triton has no second derivative: use backend='torch' with SDPBackend.MATH, "
-                              "or backend='reference'")
-
-
-triton_forward.register_autograd(_backward, setup_context=_save)
-triton_backward.register_autograd(_no_second)

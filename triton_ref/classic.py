@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from minimal_attn import flash_attn_func as minimal_flash_attn_func
 from minimal_attn import reference_attention
+from minimal_attn.backends import Options
 from minimal_attn.checks import (FP8_DTYPES, MAX_HEAD_DIM, TWIN_DTYPES, check_fp8, check_no_derivative, check_options,
                                  check_qkv, check_tile)
 
@@ -73,9 +74,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, softmax_scale, causal, config):
-        out, lse = run(q, k, v, None, (None, None, None), softmax_scale, causal, config=config)
+        ctx.options = Options(causal, softmax_scale)
+        out, lse = run(q, k, v, ctx.options, config)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = None, softmax_scale, causal
         return out
 
     @staticmethod
@@ -83,7 +84,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout):
         check_no_derivative("the backward pass of attention", "minimal_attn.flash_attention with backend='reference'",
                             has_backward=True, dout=dout)
-        return (*attention_bwd.run(dout, None, *ctx.saved_tensors, *ctx.options), None, None, None)
+        return (*attention_bwd.run(dout, None, *ctx.saved_tensors, ctx.options), None, None, None)
 
 
 def _driver_device():

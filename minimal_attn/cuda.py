@@ -1,0 +1,118 @@
+"""backend="cuda": the way to csrc, and the choice of one of its kernels.
+
+Read next: _build.py, which compiles and loads csrc; ops.py, the derivative; ../csrc/main.cpp and ../csrc/flash.cu.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from . import _build
+from .backends import Backend, warn
+from .checks import is_eager, shown, wants_gradient
+from .choice import csrc_trains
+from .reference import DTYPES
+
+
+# torch.compile runs this while it traces and keeps the answer: building a library cannot be part of a graph.
+@_build.assume_constant_result
+def _load_ops():
+    global _fast_forward
+    library = _build.load()
+    _fast_forward = library.fast_forward if library.has_cuda else None
+    return True
+
+
+_fast_forward = None  # of csrc/fast_path.cpp, once it is loaded
+
+
+def fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, backend):
+    """The result of an everyday call on CUDA tensors, straight from C++, or None for all others."""
+    if torch.compiler.is_compiling() or _fast_forward is None:
+        return None
+    may_train = csrc_trains if backend == "auto" else None
+    return _fast_forward(_warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic)
+
+
+@functools.cache  # once a reason
+def _warn_slow(reason):
+    warn(f"tensor cores cannot serve this call, which is slower without them: {reason}")
+
+
+def _forward(q, k, v, options):
+    if q.is_cuda and q.dtype == torch.float64:
+        raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone; allowed "
+                        "on a GPU are float32, float16, bfloat16")
+    _load_ops()
+    inputs = q, k, v, *options.of_op(), options.deterministic
+    if not is_eager(q, k, v):
+        if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
+            choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
+            if choice and choice[1]:
+                _warn_slow(choice[1])
+        return torch.ops.minimal_attn.flash_forward(*inputs)  # tensors alone, not why it is slow
+    library = _build.load()
+    attend = library.differentiable_forward if any(map(wants_gradient, (q, k, v))) else library.flash_forward
+    out, lse, slow_because = attend(*inputs)
+    if slow_because:
+        _warn_slow(slow_because)
+    return out, lse
+
+
+def _why_not(device=None):
+    if device is not None and device.type not in ("cuda", "cpu"):
+        return ValueError(f"CUDA tensors required: backend='cuda' takes CUDA or CPU tensors, got {device}")
+    reason = _build.why_not(on_gpu=device is not None and device.type == "cuda")
+    return RuntimeError(reason) if reason else None
+
+
+BACKEND = Backend(_forward, DTYPES, False, _why_not)
+
+
+def kernel_of(q, k, v, has_dropout):
+    """interface.which_kernel of checked arguments."""
+    if (why_not := _why_not(q.device)) is not None:
+        raise why_not
+    if not q.is_cuda:
+        return "host"
+    # A last dimension that is not contiguous is copied, to rows that are aligned as far as head_dim allows: such a
+    # tensor is made here too.
+    q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
+    choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), has_dropout)
+    if choice is None:
+        raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
+    return choice[0]
+
+
+class force_kernel:
+    """Serve calls with backend="cuda" on a GPU by one kernel of csrc, for tests and benchmarks.
+
+    The kernel is forced from this call on, or inside a with statement: with force_kernel("sm80"): ... It is forced for
+    the whole process, so use one thread at a time. Forward and backward passes obey what is forced when they run. The
+    gradients of "sm90" are those of "sm80", and those of "dmma" are those of "simt". A call that the kernel cannot
+    serve raises ValueError. backend="auto" may still choose "triton", and CPU tensors always use the host build. With
+    torch.compile, put the with statement around the compiled function. The environment variable MINIMAL_ATTN_KERNEL
+    forces a kernel from the time when csrc is loaded.
+
+    Args:
+        kernel: "simt", "sm80", "sm90" or "dmma"; None: the kernel is chosen for each call again.
+
+    Raises:
+        ValueError: there is no such kernel.
+        RuntimeError: the extension cannot be built or loaded.
+    """
+
+    def __init__(self, kernel: str | None):
+        if kernel not in (None, *_build.GPU_KERNELS):
+            names = ", ".join(map(repr, _build.GPU_KERNELS))
+            raise ValueError(f"unknown kernel {shown(kernel)}: None or one of {names}")
+        self._kernel = kernel
+        self._before = _build.load().force_kernel(kernel)
+
+    def __enter__(self):
+        _build.load().force_kernel(self._kernel)  # for one that is entered again
+        return self
+
+    def __exit__(self, *exception):
+        _build.load().force_kernel(self._before)

@@ -1,0 +1,76 @@
+"""backend="torch": scaled_dot_product_attention, brought to the conventions of this project.
+
+Read next: reference.py, the same in plain torch.
+"""
+
+import math
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from .backends import Backend
+from .reference import DTYPES, always, reference_forward, visible_keys, without_autocast, without_padding
+
+
+def _copied_if_needed(x):
+    """x, or a copy of what SDPA's kernels cannot take.
+
+    On the CPU they do not write an output whose last dimension is not the innermost one, as it is not in the empty_like
+    of a q whose rows overlap. On a GPU they fail with a misaligned address for some tensors that do not start at a
+    multiple of 16 bytes, or have rows that do not, after which the process has no GPU any more.
+    """
+    overlaps = any(0 < stride < x.shape[-1] for stride in x.stride()[:-1])
+    if overlaps or x.is_cuda and not _is_aligned(x):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _is_aligned(x):
+    step = 16 // x.element_size()
+    # Tracing cannot tell the offset.
+    return not (torch.compiler.is_compiling() or x.storage_offset() % step
+                or any(stride % step for stride in x.stride()[:-1]))
+
+
+@without_autocast
+def _forward(q, k, v, options):
+    if options.dropout_seed is not None:  # SDPA takes no seed and tells no mask
+        return reference_forward(q, k, v, options)
+    causal, softmax_scale, seq_lens = options.causal, options.softmax_scale, options.seq_lens
+    # Under torch.compile with dynamic shapes a comparison is symbolic, and SDPA wants a bool: hence the two branches.
+    square_causal = True if causal and q.shape[2] == k.shape[2] and seq_lens is None else False
+    is_grouped = True if q.shape[1] != k.shape[1] else False
+    # SDPA aligns its own causal mask top-left, which is ours only for equal lengths.
+    mask = None if square_causal else visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
+    if mask is not None and (seq_lens is not None or q.shape[2] > k.shape[2]):
+        q, k, v = without_padding(q, k, v, mask)
+    if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
+        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
+    q, k, v = map(_copied_if_needed, (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square_causal, scale=softmax_scale,
+                                       enable_gqa=is_grouped)
+    if mask is not None:  # SDPA's own backends differ on rows that see no key
+        out = out.masked_fill(~mask.any(-1, keepdim=True), 0)
+    return out, _lse(q, k, causal, softmax_scale, seq_lens) if options.return_lse else None
+
+
+LSE_ROWS = 128  # how many rows of scores _lse forms at a time
+
+
+def _lse(q, k, causal, softmax_scale, seq_lens):
+    """SDPA does not return lse (B, H, Sq): form the scores again, a few rows at a time."""
+    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    mask = visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
+    q = q.unflatten(1, (k.shape[1], -1)).to(acc_dtype)  # (B, Hk, group, Sq, D)
+    k = k.to(acc_dtype).transpose(-2, -1).unsqueeze(2)
+    parts = []
+    for row0 in range(0, q.shape[3], LSE_ROWS):
+        rows = slice(row0, row0 + LSE_ROWS)
+        scores = (q[..., rows, :] @ k * softmax_scale).flatten(1, 2)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[..., rows, :], -math.inf)
+        parts.append(scores.logsumexp(-1))
+    return torch.cat(parts, -1)
+
+
+BACKEND = Backend(_forward, DTYPES, True, always)

@@ -1,0 +1,77 @@
+"""backend="triton": the way to triton_ref, which needs Triton and is therefore imported on first use.
+
+triton_ref registers itself here, so that nothing in this package depends on how it is made. Read next:
+../triton_ref/ops.py, which registers; ../triton_ref/attention.py, the kernel.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ._build import assume_constant_result
+from .backends import Backend
+from .checks import TWIN_DTYPES
+
+
+@dataclass(frozen=True)
+class Twin:
+    """What triton_ref offers."""
+
+    forward: Callable  # as Backend's
+    matmul: Callable  # interface.triton_matmul
+    is_interpreted: bool  # its kernels run on the CPU, in Triton's interpreter
+
+
+_twin = None
+
+
+def register(twin: Twin) -> None:
+    """Called by triton_ref when it is imported."""
+    global _twin
+    _twin = twin
+
+
+# torch.compile runs this while it traces and keeps the answer: an import cannot be part of a graph.
+@assume_constant_result
+def why_not_imported() -> str | None:
+    """Import triton_ref: None, or why that fails."""
+    try:
+        importlib.import_module("triton_ref.ops")
+    except ImportError as error:  # no Triton, or one that is broken
+        return str(error)
+    return None
+
+
+@assume_constant_result
+def _is_interpreted():
+    return _twin.is_interpreted
+
+
+def matmul() -> Callable:
+    """triton_ref's product.
+
+    Raises:
+        ModuleNotFoundError: no Triton.
+    """
+    if error := why_not_imported():
+        raise ModuleNotFoundError(f"triton is required for triton_matmul (pip install triton): {error}")
+    return _twin.matmul
+
+
+def _forward(q, k, v, options):
+    return _twin.forward(q, k, v, options)
+
+
+def _why_not(device=None):
+    if error := why_not_imported():
+        return ModuleNotFoundError(f"triton is required for backend='triton' (pip install triton): {error}")
+    on_cpu = device.type == "cpu" if device is not None else not torch.accelerator.is_available()
+    if on_cpu and not _is_interpreted():
+        return ValueError("CUDA tensors required: backend='triton' got CPU tensors, and Triton's interpreter, which "
+                          "runs the kernel on the CPU, is off; set TRITON_INTERPRET=1 before Python starts")
+    return None
+
+
+BACKEND = Backend(_forward, TWIN_DTYPES, False, _why_not)

@@ -1,0 +1,51 @@
+"""The import graph of the Python packages: no circles, and a bottom layer that imports nothing of the project."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = "minimal_attn", "triton_ref"
+FILES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+         for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
+# Everything else stands on these.
+BOTTOM = "backends", "benchmark", "checks", "dropout", "gpu"
+
+pytestmark = pytest.mark.cpu
+
+
+def imports_of(name):
+    """The modules of the project that a module imports, at its top or inside a function."""
+    package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in FILES)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[:len(package.split(".")) + 1 - node.level] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:  # from package import module, or from module import name
+                yield from [x for x in (f"{module}.{alias.name}", module) if x in FILES][:1]
+
+
+GRAPH = {name: set(imports_of(name)) for name in FILES}
+
+
+def test_imports_form_no_circle():
+    try:
+        order = list(graphlib.TopologicalSorter(GRAPH).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+    assert sorted(order) == sorted(FILES)
+
+
+def test_imports_of_the_bottom_layer_are_none():
+    assert {name: GRAPH[f"minimal_attn.{name}"] for name in BOTTOM} == {name: set() for name in BOTTOM}
+
+
+def test_imports_of_the_facade_leave_out_triton_ref():
+    """triton_ref registers itself with minimal_attn.twin; only tools that show its tables look inside."""
+    users = {name for name, imported in GRAPH.items() if name.startswith("minimal_attn")
+             and any(x.startswith("triton_ref") for x in imported)}
+    assert users == {"minimal_attn.selector", "minimal_attn.info", "minimal_attn.bench.matmul"}
