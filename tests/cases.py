@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conftest import FORWARD_ONLY, OF_16_BITS, ON_TENSOR_CORES
-from minimal_attn.reference import reference_forward, visible_keys
+from minimal_attn.reference import reference_attention, visible_keys
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP32_TOLERANCE = 1e-5  # on unit-normal inputs
@@ -179,15 +179,11 @@ def serves(impl, case, dtype):
     return is_aligned and is_its_own and not (case.dropout_p and impl in FORWARD_ONLY)
 
 
-def dropout(case, device):
-    """(dropout_p, dropout_seed), or None."""
-    return (case.dropout_p, torch.tensor([SEED], device=device)) if case.dropout_p else None
-
-
 def options(case, device):
-    dropout_p, dropout_seed = dropout(case, device) or (0.0, None)
+    """The keyword arguments of flash_attention for a case."""
+    seed = torch.tensor([SEED], device=device) if case.dropout_p else None
     return dict(causal=case.causal, sm_scale=case.sm_scale, seq_lens=case.seq_lens and list(case.seq_lens),
-                dropout_p=dropout_p, dropout_seed=dropout_seed)
+                dropout_p=case.dropout_p, dropout_seed=seed)
 
 
 def lengths(case, device):
@@ -196,8 +192,7 @@ def lengths(case, device):
 
 def exact(case, q, k, v):
     """(out, lse) in fp64."""
-    q, k, v = (x.double() for x in (q, k, v))
-    return reference_forward(q, k, v, case.causal, case.sm_scale, lengths(case, q.device), dropout(case, q.device))
+    return reference_attention(*(x.double() for x in (q, k, v)), **options(case, q.device), return_lse=True)
 
 
 def base(case, q, k, v):
@@ -205,7 +200,7 @@ def base(case, q, k, v):
     mask MATH does not take, the oracle in that dtype: like MATH it forms 16-bit scores in fp32."""
     seq_lens = lengths(case, q.device)
     if case.dropout_p:
-        return reference_forward(q, k, v, case.causal, case.sm_scale, seq_lens, dropout(case, q.device))[0]
+        return reference_attention(q, k, v, **options(case, q.device))
     mask = visible_keys(case.Sq, case.Sk, case.causal, seq_lens, q.device)
     k, v = (x.repeat_interleave(case.H // case.Hk, dim=1) for x in (k, v))
     # For a single row in fp32 cuBLAS has kernels with errors several times smaller than those of its other products.
