@@ -571,13 +571,14 @@ def test_missing_gluon_is_named_once(monkeypatch):
     monkeypatch.setattr(twin, "hopper_works", True)  # to be restored
     monkeypatch.setattr(twin, "_plans", {})
     monkeypatch.setattr(twin, "attention_hopper", None)
-    monkeypatch.setattr(twin, "hopper_error", ImportError("no gluon here"), raising=False)
+    monkeypatch.setattr(twin, "hopper_error", ImportError("no gluon here"))
     monkeypatch.setattr(twin, "properties", lambda device: Properties(90, 227 << 10, 132))
     q = torch.zeros(1, 1, 64, 64, dtype=torch.half)
     without = tile_configs(torch.half, 64), False
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert twin.candidates(q, q, True, is_negative=True) == without
+        assert not twin.candidates(*2 * [q.to(torch.float8_e5m2)], True)[1]
     with pytest.warns(UserWarning, match="attention_hopper.py does not work with Triton .*no gluon here"):
         assert twin.candidates(q, q, True) == without
     with warnings.catch_warnings():

@@ -26,7 +26,8 @@ from .mask import block_of, key_blocks, keys_of, make_mask, sees, sequence, step
 
 try:
     from . import attention_hopper
-except Exception as error:  # of a Triton without Gluon, or with another; candidates says so where it matters
+    hopper_error = None
+except Exception as error:  # a Triton without Gluon, or with another; candidates() says so on Hopper
     attention_hopper, hopper_error = None, error
 hopper_works = True  # as far as is known
 
@@ -328,6 +329,7 @@ def candidates(q, out, tma, seq_lens=None, is_negative=False, seed=None):
     """tile_configs for a call, and whether attention_hopper.py is among them."""
     found = properties(q.device)
     is_hopper = (found.capability // 10 == 9 and tma and hopper_works and can_use_tma(out)
+                 and q.dtype.itemsize == 2 and q.shape[-1] > 32
                  and seq_lens is None and not is_negative and seed is None)
     if is_hopper and attention_hopper is None:
         give_up_hopper(hopper_error)

@@ -11,7 +11,8 @@ A consumer multiplies Q Kᵀ of one block and P V of the block before it in one 
 while the second runs (Shah et al., FlashAttention-3, 2024, section 3.2). Keys go from right to left, so that the blocks
 a mask cuts come first and the loop over the others has no mask.
 
-Read next: attention.py for the softmax, mask.py for the mask; the PTX ISA, sections on mbarrier, cp.async.bulk.tensor and wgmma.
+Read next: mask.py for the mask, attention.py for the softmax; the PTX ISA, sections on mbarrier, cp.async.bulk.tensor
+and wgmma.
 """
 
 import functools
