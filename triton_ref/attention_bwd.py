@@ -145,7 +145,7 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         s = tl.dot(k, q_tile.T, input_precision="ieee")  # Sᵀ
         lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
         p = _probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
-        if kMasked:
+        if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
             p = tl.where(seen_by(seeing, rows, kRaggedRows), p, 0.0)
         p_dropped = p
         if seed_ptr is not None:
@@ -165,8 +165,8 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
 
 @triton.jit
 def _splits_of(rows, max_splits):
-    """How many programs share a block of keys that `rows` rows read, of all heads of the group: at most max_splits. A
-    split has at least 1024 rows, to be worth its sums in memory. The kernel and the host call this."""
+    """How many programs share a block of keys, at most max_splits. `rows` counts the query rows of all heads that read
+    it. A split has at least 1024 of them, to be worth its sums in memory. The kernel and the host call this."""
     return max(1, min(max_splits, rows // 1024))
 
 

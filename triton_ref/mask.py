@@ -112,7 +112,7 @@ def steps(blocks, kMasked: tl.constexpr):
 @triton.jit
 def block_of(blocks, step, kMasked: tl.constexpr):
     block = step
-    if kMasked:  # steps leave no gap for the full blocks: the cut blocks before these come that much later
+    if kMasked:  # the full blocks have no steps: those of the cut blocks before them are shifted by their number
         block = tl.where(step < blocks.full_end, step - (blocks.full_end - blocks.full_begin), step)
     return block
 
@@ -120,7 +120,7 @@ def block_of(blocks, step, kMasked: tl.constexpr):
 @triton.jit
 def sees(visible, cols):
     """Whether each row sees each key: bool [rows, cols], with visible = keys_of(mask, rows)."""
-    return cols[None, :] < visible.end[:, None]  # they begin at 0
+    return cols[None, :] < visible.end[:, None]  # visible.begin is 0
 
 
 @triton.jit
