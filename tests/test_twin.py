@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -542,7 +543,7 @@ def test_classic_tiles_beyond_2_to_31_elements(offset):
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 def test_incompatible_gluon_falls_back(monkeypatch):
     """A Triton that compiles attention_hopper.py no more costs its speed, not the twin."""
-    monkeypatch.setattr(twin, "hopper_compiles", True)  # to be restored
+    monkeypatch.setattr(twin, "hopper_works", True)  # to be restored
     monkeypatch.setattr(twin, "_plans", {})
 
     def fail(*args):
@@ -551,18 +552,46 @@ def test_incompatible_gluon_falls_back(monkeypatch):
     q, other = (torch.randn(2, 4, 70, head_dim, device="cuda", dtype=torch.half) for head_dim in (64, 128))
     flash_attention(other, other, other, True, backend="triton")  # by Gluon, which it then has a plan for
     monkeypatch.setattr(attention_hopper, "launch", fail)
-    with pytest.warns(UserWarning, match="attention_hopper.py does not compile with Triton"):
+    with pytest.warns(UserWarning, match="attention_hopper.py does not work with Triton"):
         out = flash_attention(q, q, q, True, backend="triton")
     torch.testing.assert_close(out, reference_attention(q, q, q, True), rtol=2e-3, atol=2e-3)
     flash_attention(other, other, other, True, backend="triton")
 
 
 def test_giving_up_gluon_clears_plans(monkeypatch):
-    monkeypatch.setattr(twin, "hopper_compiles", True)  # to be restored
+    monkeypatch.setattr(twin, "hopper_works", True)  # to be restored
     monkeypatch.setattr(twin, "_plans", {"key": "plan"})
-    with pytest.warns(UserWarning, match="does not compile with Triton .*no such operation"):
+    with pytest.warns(UserWarning, match="does not work with Triton .*no such operation"):
         twin.give_up_hopper("no such operation")
-    assert not twin.hopper_compiles and not twin._plans
+    assert not twin.hopper_works and not twin._plans
+
+
+def test_missing_gluon_is_named_once(monkeypatch):
+    """By the first call on Hopper that attention_hopper.py would have served."""
+    monkeypatch.setattr(twin, "hopper_works", True)  # to be restored
+    monkeypatch.setattr(twin, "_plans", {})
+    monkeypatch.setattr(twin, "attention_hopper", None)
+    monkeypatch.setattr(twin, "hopper_error", ImportError("no gluon here"))
+    monkeypatch.setattr(twin, "properties", lambda device: Properties(90, 227 << 10, 132))
+    q = torch.zeros(1, 1, 64, 64, dtype=torch.half)
+    without = tile_configs(torch.half, 64), False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert twin.candidates(q, q, True, is_negative=True) == without
+        assert not twin.candidates(*2 * [q.to(torch.float8_e5m2)], True)[1]
+    with pytest.warns(UserWarning, match="attention_hopper.py does not work with Triton .*no gluon here"):
+        assert twin.candidates(q, q, True) == without
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert twin.candidates(q, q, True) == without
+
+
+def test_twin_imports_without_gluon():
+    program = ("import sys; sys.modules['triton.experimental.gluon'] = None; from triton_ref import attention;"
+               "print(attention.attention_hopper, attention.hopper_error)")
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=240)
+    assert done.stdout.startswith("None import of triton.experimental.gluon halted"), done
 
 
 @pytest.mark.parametrize("dtype, tangent", [(torch.float16, True), (torch.float8_e5m2, False)])

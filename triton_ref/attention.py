@@ -5,7 +5,7 @@ sees whole go first, without a mask; only the blocks at the causal diagonal and 
 come by tensor descriptors, that is TMA, where the GPU, the dtype and the strides allow it, else through pointers.
 Nothing here belongs to one vendor, so other Triton backends and Triton's interpreter (TRITON_INTERPRET=1) run it too.
 
-Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: launching.py; ../csrc/flash.cu, the same in CUDA C++.
+Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: mask.py, the mask; ../csrc/flash.cu, the same in CUDA C++.
 """
 
 import functools
@@ -22,12 +22,14 @@ from minimal_attn.checks import FP8_DTYPES, empty_outputs
 from . import autotune as tuner
 from .dropout import keep_tile, threshold_and_scale
 from .launching import INTERPRETING, Launch, layouts, once, properties, remember, to_float
+from .mask import block_of, key_blocks, keys_of, make_mask, sees, sequence, steps
 
 try:
     from . import attention_hopper
-except (ImportError, AttributeError, TypeError):  # a Triton without Gluon, or with another
-    attention_hopper = None
-hopper_compiles = attention_hopper is not None  # as far as is known
+    hopper_error = None
+except Exception as error:  # a Triton without Gluon, or with another; candidates() says so on Hopper
+    attention_hopper, hopper_error = None, error
+hopper_works = True  # as far as is known
 
 
 @triton.jit
@@ -53,19 +55,20 @@ def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.const
 
 
 @triton.jit
-def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, n_block_min, n_block_max,
-            visible, seqlen_k, seq_len, head_dim, softmax_scale_log2, seed_ptr, threshold, kMasked: tl.constexpr,
-            kMaskCols: tl.constexpr, kHasSeqLens: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
-            kTma: tl.constexpr):
-    """Online softmax over the key blocks [n_block_min, n_block_max): the new acc_o, row_max, row_sum."""
+def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, seqlen_k,
+            seq, head_dim, softmax_scale_log2, seed_ptr, threshold, kMasked: tl.constexpr, kMaskCols: tl.constexpr,
+            kHasSeqLens: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
+    """Online softmax over the full blocks of keys, with kMasked over the cut ones: the new acc_o, row_max, row_sum."""
     kIsFp8: tl.constexpr = q.dtype.primitive_bitwidth == 8
-    for n_block in range(n_block_min, n_block_max):
-        col0 = n_block * kBlockN
+    loop = steps(blocks, kMasked)
+    for step in range(loop.begin, loop.end):
+        col0 = block_of(blocks, step, kMasked) * kBlockN
         cols = col0 + tl.arange(0, kBlockN)
-        k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq_len, head_dim, kMasked, kMaskCols, kBlockN, kBlockD, kTma)
+        k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
+                       kTma)
         acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
         if kMasked:
-            acc_s = tl.where(cols[None, :] < visible[:, None], acc_s, float("-inf"))
+            acc_s = tl.where(sees(visible, cols), acc_s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(acc_s, 1))
         # A row that has seen no key, or only scores of -inf: exp2(-inf) is 0, not NaN.
         max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -82,11 +85,11 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
                            kBlockD, kBlockN, kTma).T
             p_tile = p.to(q.dtype).reshape(p.shape[0], kBlockN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(p.shape)
         else:
-            v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq_len, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
-                           kTma)
+            v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN,
+                           kBlockD, kTma)
             p_tile = p.to(q.dtype)
             if kMasked and kTma and kHasSeqLens:  # a descriptor ends with the tensor, not with the sample
-                v_tile = tl.where(cols[:, None] < seq_len, v_tile, tl.zeros_like(v_tile))
+                v_tile = tl.where(cols[:, None] < seq.seqlen_k, v_tile, tl.zeros_like(v_tile))
         if q.dtype == tl.float32:
             # Summed apart from acc_o: short sums round less. A plain addition would be folded back into the dot.
             acc_o = tl.fma(acc_o, tl.broadcast_to(rescale[:, None], acc_o.shape),
@@ -110,13 +113,11 @@ def _transpose_v(v_ptr, vt_ptr, seq_lens_ptr, v_batch_stride, v_head_stride, v_r
     b, h_k = bh // nheads_k, bh % nheads_k
     places = tl.program_id(0) % n_blocks * kBlockN + tl.arange(0, kBlockN)
     keys = places // 16 * 16 + places // 2 % 2 * 8 + places // 4 % 4 * 2 + places % 2
-    seq_len = seqlen_k
-    if seq_lens_ptr is not None:
-        seq_len = tl.minimum(tl.load(seq_lens_ptr + b), seqlen_k)
+    seq = sequence(seq_lens_ptr, b, seqlen_k, seqlen_k)
     dims = tl.arange(0, kBlockD)
     v_base = v_ptr + b * v_batch_stride + h_k * v_head_stride
     v = tl.load(v_base + keys.to(tl.int64)[:, None] * v_row_stride + dims[None, :],
-                mask=(keys[:, None] < seq_len) & (dims[None, :] < head_dim), other=0.0)
+                mask=(keys[:, None] < seq.seqlen_k) & (dims[None, :] < head_dim), other=0.0)
     tl.store(vt_ptr + (bh * head_dim + dims[:, None]) * seqlen_vt + places[None, :], v.T,
              mask=(dims[:, None] < head_dim) & (places[None, :] < seqlen_vt))
 
@@ -141,29 +142,17 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
     row0 = m_block * kBlockM
     rows = row0 + tl.arange(0, kBlockM)
 
-    # The whole mask is one number a row: it sees the keys [0, visible).
-    seq_len, row_end = seqlen_k, seqlen_q
-    if seq_lens_ptr is not None:
-        seq_len = tl.maximum(0, tl.minimum(tl.load(seq_lens_ptr + b), seqlen_k))
-        row_end = seq_len
-    last_row = tl.minimum(row0 + kBlockM, row_end) - 1
-    visible = tl.full([kBlockM], 0, tl.int32) + seq_len
-    first_visible, last_visible = seq_len, seq_len
-    if kIsCausal:
-        shift = 1 + seqlen_k - seqlen_q
-        visible = tl.minimum(visible, rows + shift)
-        first_visible = tl.minimum(seq_len, row0 + shift)
-        last_visible = tl.minimum(seq_len, last_row + shift)
-    visible = tl.where(rows < row_end, visible, 0)
-    n_block_max = tl.where(row0 < row_end, tl.cdiv(tl.maximum(last_visible, 0), kBlockN), 0)
-    n_block_full = tl.minimum(tl.maximum(first_visible, 0) // kBlockN, n_block_max)
+    seq = sequence(seq_lens_ptr, b, seqlen_q, seqlen_k)
+    mask = make_mask(seq, kIsCausal)
+    visible = keys_of(mask, rows)
+    blocks = key_blocks(mask, row0, kBlockM, kBlockN)
 
     q_base, k_base, v_base = q_ptr, k_ptr, v_ptr
     if not kTma:
         q_base = q_ptr + b.to(tl.int64) * q_batch_stride + h.to(tl.int64) * q_head_stride
         k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
         v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
-    q = _load(q_base, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+    q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
     if kNegateQ:  # a masked score of -inf needs a scale above 0
         q = (-q.to(tl.float32)).to(q.dtype)
     # exp(scale · (s - max)) = exp2(softmax_scale_log2 · (s - max)). A scale of 0 makes all scores alike; so does the
@@ -182,15 +171,13 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
     # First the blocks that every row sees whole, then those that a mask cuts.
     kHasSeqLens: tl.constexpr = seq_lens_ptr is not None
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
-                                      v_row_stride, 0, n_block_full, visible, seqlen_k, seq_len, head_dim,
-                                      softmax_scale_log2, seed_ptr, threshold, False, kMaskCols, kHasSeqLens, kBlockN,
-                                      kBlockD, kTma)
+                                      v_row_stride, blocks, visible, seqlen_k, seq, head_dim, softmax_scale_log2,
+                                      seed_ptr, threshold, False, kMaskCols, kHasSeqLens, kBlockN, kBlockD, kTma)
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
-                                      v_row_stride, n_block_full, n_block_max, visible, seqlen_k, seq_len, head_dim,
-                                      softmax_scale_log2, seed_ptr, threshold, True, kMaskCols, kHasSeqLens, kBlockN,
-                                      kBlockD, kTma)
+                                      v_row_stride, blocks, visible, seqlen_k, seq, head_dim, softmax_scale_log2,
+                                      seed_ptr, threshold, True, kMaskCols, kHasSeqLens, kBlockN, kBlockD, kTma)
 
-    empty = (visible <= 0) | (row_sum == 0.0)
+    empty = (visible.begin >= visible.end) | (row_sum == 0.0)
     row_sum = tl.where(empty, 1.0, row_sum)
     lse = row_max * scale + tl.log(row_sum)
     if q.dtype.primitive_bitwidth == 8:  # p was 2^8 times what it is
@@ -331,18 +318,22 @@ def run(q, k, v, options, config=None):
 
 def give_up_hopper(error):
     """Gluon changes from one Triton to the next: without it attention.py serves alone."""
-    global hopper_compiles
-    hopper_compiles = False
+    global hopper_works
+    hopper_works = False
     _plans.clear()
-    warnings.warn(f"minimal_attn: attention_hopper.py does not compile with Triton {triton.__version__}, calls are "
+    warnings.warn(f"minimal_attn: attention_hopper.py does not work with Triton {triton.__version__}, calls are "
                   f"slower without it: {error}", stacklevel=2)
 
 
 def candidates(q, out, tma, seq_lens=None, is_negative=False, seed=None):
     """tile_configs for a call, and whether attention_hopper.py is among them."""
     found = properties(q.device)
-    is_hopper = (found.capability // 10 == 9 and tma and hopper_compiles and can_use_tma(out)
+    is_hopper = (found.capability // 10 == 9 and tma and hopper_works and can_use_tma(out)
+                 and q.dtype.itemsize == 2 and q.shape[-1] > 32
                  and seq_lens is None and not is_negative and seed is None)
+    if is_hopper and attention_hopper is None:
+        give_up_hopper(hopper_error)
+        is_hopper = False
     return tile_configs(q.dtype, q.shape[-1], found.max_shared_memory, is_hopper), is_hopper
 
 

@@ -27,9 +27,10 @@ from . import autotune as tuner
 from .attention import _load, block_d, can_use_tma
 from .dropout import keep_tile, threshold_and_scale
 from .launching import INTERPRETING, Launch, layouts, once, properties, remember, sum_splits, to_float
+from .mask import (block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, sequence,
+                   steps)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-ROWS_PER_SPLIT = tl.constexpr(1024)
 
 
 @triton.jit
@@ -126,47 +127,31 @@ def _load_dout(dout, lse_ptr, b, h, bh, row0, row_stride, row_end, seqlen_pad, h
 
 
 @triton.jit
-def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_stride, dout_row_stride, m_block_min,
-                     m_block_full, m_block_max, col0, shift, row_end, seqlen_pad, head_dim, softmax_scale, seed_ptr,
-                     threshold, keep_scale, kMasked: tl.constexpr, kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr,
-                     kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
-                     kBlockD: tl.constexpr, kTma: tl.constexpr):
-    """dk, dv / keep_scale [kBlockN, kBlockD] with what the row blocks of one query head add.
-
-    With kMasked these are the blocks that a mask cuts: [m_block_min, m_block_full), and with kRaggedRows the last one,
-    if it has fewer than kBlockM rows. Without kMasked they are all the others.
-    """
-    cols = col0 + tl.arange(0, kBlockN)
-    n_ragged = 0
-    if kRaggedRows:
-        n_ragged = tl.where((m_block_full < m_block_max) & (m_block_max * kBlockM > row_end), 1, 0)
-    begin, end = m_block_full, m_block_max - n_ragged
-    if kMasked:
-        begin, end = m_block_min, m_block_full + n_ragged
-    for i in range(begin, end):
-        m_block = i
-        if kMasked and kRaggedRows:
-            m_block = tl.where(i < m_block_full, i, m_block_max - 1)
-        row0 = m_block * kBlockM
+def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_stride, dout_row_stride, blocks, mask,
+                     col0, seqlen_pad, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
+                     kEmptyRows: tl.constexpr, kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr,
+                     kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
+    """dk, dv / keep_scale [kBlockN, kBlockD] with what one query head adds: its full blocks of rows, or with kMasked
+    the cut ones."""
+    seqlen_q = mask.seqlen_q
+    seeing = rows_of(mask, col0 + tl.arange(0, kBlockN))
+    loop = steps(blocks, kMasked)
+    for step in range(loop.begin, loop.end):
+        row0 = block_of(blocks, step, kMasked) * kBlockM
         rows = row0 + tl.arange(0, kBlockM)
-        q_tile = _load(q, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+        q_tile = _load(q, b, h, row0, 0, q_row_stride, seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
         if kMasked and kEmptyRows:  # Q of rows without a key may be NaN, and 0 · NaN would reach dK
-            q_tile = tl.where((rows + shift > 0)[:, None], q_tile, tl.zeros_like(q_tile))
+            q_tile = tl.where(has_keys(mask, rows)[:, None], q_tile, tl.zeros_like(q_tile))
         s = tl.dot(k, q_tile.T, input_precision="ieee")  # Sᵀ
         lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
         p = _probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
-        if kMasked:
-            visible = tl.full([kBlockM], 0, tl.int32) + col0 + kBlockN  # the row sees the keys [0, visible)
-            if kIsCausal:
-                visible = rows + shift
-            if kRaggedRows:  # Q is 0 from row_end on, and its score NaN where a key is infinite
-                visible = tl.where(rows < row_end, visible, 0)
-            p = tl.where(cols[:, None] < visible[None, :], p, 0.0)
+        if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
+            p = tl.where(seen_by(seeing, rows, kRaggedRows), p, 0.0)
         p_dropped = p
         if seed_ptr is not None:
             keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN).T
             p_dropped = tl.where(keep, p, 0.0)
-        dout_tile = _load_dout(dout, lse_ptr, b, h, bh, row0, dout_row_stride, row_end, seqlen_pad, head_dim,
+        dout_tile = _load_dout(dout, lse_ptr, b, h, bh, row0, dout_row_stride, seqlen_q, seqlen_pad, head_dim,
                                kMasked and kEmptyRows, kMaskCols, kBlockM, kBlockD, kTma)
         dv = _add_product(dv, p_dropped.to(k.dtype), dout_tile)
         dp = tl.dot(v, dout_tile.T, input_precision="ieee")  # dPᵀ, beside the product before it
@@ -176,6 +161,13 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         ds = p * (dp - delta[None, :])  # dSᵀ
         dk = _add_product(dk, ds.to(k.dtype), q_tile)
     return dk, dv
+
+
+@triton.jit
+def _splits_of(rows, max_splits):
+    """How many programs share a block of keys, at most max_splits. `rows` counts the query rows of all heads that read
+    it. A split has at least 1024 of them, to be worth its sums in memory. The kernel and the host call this."""
+    return max(1, min(max_splits, rows // 1024))
 
 
 @triton.jit(do_not_specialize=["threshold"])
@@ -197,31 +189,21 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     bh_k = tile // n_blocks
     b, h_k = bh_k // nheads_k, bh_k % nheads_k
     cols = col0 + tl.arange(0, kBlockN)
-    seq_len, row_end = seqlen_k, seqlen_q
-    if seq_lens_ptr is not None:
-        seq_len = tl.maximum(0, tl.minimum(tl.load(seq_lens_ptr + b), seqlen_k))
-        row_end = seq_len
-    # Rows from m_block_min on see a key of this block, those from m_block_full on see all of them.
-    shift = 1 + seqlen_k - seqlen_q  # row i sees the keys j < i + shift
-    m_block_max = tl.where(col0 < seq_len, tl.cdiv(row_end, kBlockM), 0)
-    m_block_min, m_block_full = 0, 0
-    if kIsCausal:
-        m_block_min = tl.minimum(tl.maximum(col0 + 1 - shift, 0) // kBlockM, m_block_max)
-        m_block_full = tl.minimum(tl.cdiv(tl.maximum(col0 + kBlockN - shift, 0), kBlockM), m_block_max)
+    seq = sequence(seq_lens_ptr, b, seqlen_q, seqlen_k)
+    mask = make_mask(seq, kIsCausal)
+    blocks = row_blocks(mask, col0, kBlockM, kBlockN)
 
     k_base, v_base = k_ptr, v_ptr
     if not kTma:
         k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
         v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
-    # Keys from seq_len on are 0 here. Their rows of Pᵀ reach no other key's gradient, and 0 is stored for them.
-    k = _load(k_base, b, h_k, col0, 0, k_row_stride, seq_len, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
-    v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq_len, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
+    # Keys beyond the sample's end are 0 here. Their rows of Pᵀ reach no other key's gradient, and 0 is stored for them.
+    k = _load(k_base, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
+    v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
     dk = tl.zeros([kBlockN, kBlockD], tl.float32)
     dv = tl.zeros([kBlockN, kBlockD], tl.float32)
     group = nheads // nheads_k
-    # As _num_splits: a sample with a length of its own has as many rows as keys.
-    num_splits = tl.cast(tl.minimum(max_splits, group * tl.cast(row_end, tl.int64) // ROWS_PER_SPLIT), tl.int32)
-    num_splits = tl.maximum(1, num_splits)
+    num_splits = tl.cast(_splits_of(group * tl.cast(seq.seqlen_q, tl.int64), max_splits), tl.int32)
     begin = tl.minimum(group, (group * split_idx + num_splits - 1) // num_splits)
     end = tl.minimum(group, (group * (split_idx + 1) + num_splits - 1) // num_splits)
     for i in range(begin, end):  # none in a split that a short sample does without
@@ -233,13 +215,13 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
         bh = b * nheads + h
         if kIsCausal or kRaggedRows:
             dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
-                                      dout_row_stride, m_block_min, m_block_full, m_block_max, col0, shift, row_end,
-                                      seqlen_pad, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, True,
-                                      kIsCausal, kEmptyRows, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+                                      dout_row_stride, blocks, mask, col0, seqlen_pad, head_dim, softmax_scale,
+                                      seed_ptr, threshold, keep_scale, True, kEmptyRows, kRaggedRows, kMaskCols,
+                                      kBlockM, kBlockN, kBlockD, kTma)
         dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
-                                  dout_row_stride, m_block_min, m_block_full, m_block_max, col0, shift, row_end,
-                                  seqlen_pad, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, False,
-                                  kIsCausal, kEmptyRows, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+                                  dout_row_stride, blocks, mask, col0, seqlen_pad, head_dim, softmax_scale, seed_ptr,
+                                  threshold, keep_scale, False, kEmptyRows, kRaggedRows, kMaskCols, kBlockM, kBlockN,
+                                  kBlockD, kTma)
 
     dims = tl.arange(0, kBlockD)
     is_stored = (cols[:, None] < seqlen_k) & (dims[None, :] < head_dim)
@@ -247,8 +229,8 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     dv_ptr += split_idx.to(tl.int64) * split_stride
     dk_base = dk_ptr + b.to(tl.int64) * dk_batch_stride + h_k.to(tl.int64) * dk_head_stride
     dv_base = dv_ptr + b.to(tl.int64) * dv_batch_stride + h_k.to(tl.int64) * dv_head_stride
-    dk = tl.where(cols[:, None] < seq_len, dk * softmax_scale, 0.0)
-    dv = tl.where(cols[:, None] < seq_len, dv * keep_scale, 0.0)
+    dk = tl.where(cols[:, None] < seq.seqlen_k, dk * softmax_scale, 0.0)
+    dv = tl.where(cols[:, None] < seq.seqlen_k, dv * keep_scale, 0.0)
     tl.store(dk_base + cols.to(tl.int64)[:, None] * dk_row_stride + dims[None, :], dk.to(dk_ptr.dtype.element_ty),
              mask=is_stored)
     tl.store(dv_base + cols.to(tl.int64)[:, None] * dv_row_stride + dims[None, :], dv.to(dv_ptr.dtype.element_ty),
@@ -256,20 +238,23 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
 
 
 @triton.jit
-def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, n_block_min, n_block_max,
-                   visible, seq_len, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
+def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, seq,
+                   head_dim, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
                    kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
                    kTma: tl.constexpr):
-    """dq [kBlockM, kBlockD] with what the key blocks [n_block_min, n_block_max) add."""
-    for n_block in range(n_block_min, n_block_max):
-        col0 = n_block * kBlockN
+    """dq [kBlockM, kBlockD] with what the full blocks of keys add, or with kMasked the cut ones."""
+    loop = steps(blocks, kMasked)
+    for step in range(loop.begin, loop.end):
+        col0 = block_of(blocks, step, kMasked) * kBlockN
         cols = col0 + tl.arange(0, kBlockN)
-        k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq_len, head_dim, kMasked, kMaskCols, kBlockN, kBlockD, kTma)
-        v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq_len, head_dim, kMasked, kMaskCols, kBlockN, kBlockD, kTma)
+        k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
+                       kTma)
+        v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
+                       kTma)
         s = tl.dot(q, k_tile.T, input_precision="ieee")
         p = _probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
         if kMasked:
-            p = tl.where(cols[None, :] < visible[:, None], p, 0.0)
+            p = tl.where(sees(visible, cols), p, 0.0)
         dp = tl.dot(dout, v_tile.T, input_precision="ieee")
         if seed_ptr is not None:
             keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN)
@@ -294,20 +279,10 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, seq_
     b, h = bh // nheads, bh % nheads
     h_k = h // (nheads // nheads_k)
     rows = row0 + tl.arange(0, kBlockM)
-    seq_len, row_end = seqlen_k, seqlen_q
-    if seq_lens_ptr is not None:
-        seq_len = tl.maximum(0, tl.minimum(tl.load(seq_lens_ptr + b), seqlen_k))
-        row_end = seq_len
-    # As in the forward: a row sees the keys [0, visible); blocks that every row sees whole come first.
-    visible = tl.full([kBlockM], 0, tl.int32) + seq_len
-    first_visible, last_visible = seq_len, seq_len
-    if kIsCausal:
-        shift = 1 + seqlen_k - seqlen_q
-        visible = tl.minimum(visible, rows + shift)
-        first_visible = tl.minimum(seq_len, row0 + shift)
-        last_visible = tl.minimum(seq_len, tl.minimum(row0 + kBlockM, row_end) - 1 + shift)
-    n_block_max = tl.where(row0 < row_end, tl.cdiv(tl.maximum(last_visible, 0), kBlockN), 0)
-    n_block_full = tl.minimum(tl.maximum(first_visible, 0) // kBlockN, n_block_max)
+    seq = sequence(seq_lens_ptr, b, seqlen_q, seqlen_k)
+    mask = make_mask(seq, kIsCausal)
+    visible = keys_of(mask, rows)
+    blocks = key_blocks(mask, row0, kBlockM, kBlockN)
 
     q_base, k_base, v_base, dout_base = q_ptr, k_ptr, v_ptr, dout_ptr
     if not kTma:
@@ -315,19 +290,20 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, seq_
         k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
         v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
         dout_base = dout_ptr + b.to(tl.int64) * dout_batch_stride + h.to(tl.int64) * dout_head_stride
-    q = _load(q_base, b, h, row0, 0, q_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
-    dout = _load(dout_base, b, h, row0, 0, dout_row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+    q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+    dout = _load(dout_base, b, h, row0, 0, dout_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD,
+                 kTma)
     lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
     delta = _load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
     if kEmptyRows:
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
-    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, 0,
-                        n_block_full, visible, seq_len, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, False,
-                        kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
-    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride,
-                        n_block_full, n_block_max, visible, seq_len, head_dim, softmax_scale, seed_ptr, threshold,
-                        keep_scale, True, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
+                        visible, seq, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, False, kMaskCols,
+                        kBlockM, kBlockN, kBlockD, kTma)
+    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
+                        visible, seq, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, True, kMaskCols,
+                        kBlockM, kBlockN, kBlockD, kTma)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     dims = tl.arange(0, kBlockD)
     dq_base = dq_ptr + b.to(tl.int64) * dq_batch_stride + h.to(tl.int64) * dq_head_stride
@@ -380,9 +356,10 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10):
 
 def _num_splits(group, seqlen_q, seqlen_k):
     """How many programs share a block of keys that `group` query heads read: num_splits of csrc/bwd_workspace_sm80.cuh,
-    which says why. Here a split has whole heads."""
+    which says why. Here a split has whole heads. A sample with a length of its own has as many rows as keys, so that
+    rows // seqlen_k is the group: the kernel finds its number by _splits_of, with this one as max_splits."""
     rows = group * seqlen_q
-    return max(1, min(group, 16, rows // ROWS_PER_SPLIT.value, rows // seqlen_k))
+    return _splits_of.fn(rows, min(group, 16, rows // seqlen_k))
 
 
 def _launch(side, config, tma, tensors, causal):

@@ -11,7 +11,8 @@ A consumer multiplies Q Kᵀ of one block and P V of the block before it in one 
 while the second runs (Shah et al., FlashAttention-3, 2024, section 3.2). Keys go from right to left, so that the blocks
 a mask cuts come first and the loop over the others has no mask.
 
-Read next: attention.py for the mask and the softmax; the PTX ISA, sections on mbarrier, cp.async.bulk.tensor and wgmma.
+Read next: mask.py for the mask, attention.py for the softmax; the PTX ISA, sections on mbarrier, cp.async.bulk.tensor
+and wgmma.
 """
 
 import functools
@@ -22,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared
                                                               warpgroup_mma_wait)
 
 from .launching import MAX_PROGRAMS, Launch
+from .mask import Sequence, key_blocks, keys_of, make_mask, sees
 
 # Triton 3.6 has the longer names alone, 3.9 the shorter ones.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -42,34 +44,33 @@ def _tile(ring, stage):
 @gluon.jit
 def _num_tiles(sizes):
     """How many tiles of out this program computes: chunks of `chunk` of them, num_programs apart."""
-    nheads, nheads_k, m_blocks, num_tiles, chunk, seqlen_q, seqlen_k = sizes
+    nheads, nheads_k, m_blocks, num_tiles, chunk, mask = sizes
     chunks = gl.cdiv(gl.cdiv(num_tiles, chunk) - gl.program_id(0), gl.num_programs(0))
     last = gl.program_id(0) + (chunks - 1) * gl.num_programs(0)
     return chunks * chunk - gl.maximum((last + 1) * chunk - num_tiles, 0)
 
 
 @gluon.jit
-def _tile_of(n, sizes, kBlockM: gl.constexpr, kBlockN: gl.constexpr, kIsCausal: gl.constexpr):
+def _tile_of(n, sizes, kBlockM: gl.constexpr, kBlockN: gl.constexpr):
     """This program's n-th tile of out: (b, h, h_k, bh, its first row, the blocks of keys that it sees).
 
     Tiles of one head are neighbours, to share its K and V in L2. In chunks of one, those that see most under a causal
     mask come first; in chunks of two, each of them has one that sees much and one that sees little.
     """
-    nheads, nheads_k, m_blocks, num_tiles, chunk, seqlen_q, seqlen_k = sizes
+    nheads, nheads_k, m_blocks, num_tiles, chunk, mask = sizes
     tile_idx = (gl.program_id(0) + n // chunk * gl.num_programs(0)) * chunk + n % chunk
     bh, m_block = tile_idx // m_blocks, tile_idx % m_blocks
     if chunk == 2:
         m_block = gl.where(m_block % 2 == 0, m_block // 2, m_blocks - 1 - m_block // 2)
     m_block = m_blocks - 1 - m_block
-    row0, last_visible = m_block * kBlockM, seqlen_k
-    if kIsCausal:
-        last_visible = gl.minimum(seqlen_k, gl.minimum(row0 + kBlockM, seqlen_q) + seqlen_k - seqlen_q)
-    n_block_max = gl.cdiv(gl.maximum(last_visible, 1), kBlockN)  # at least one, which may be masked all over
+    row0 = m_block * kBlockM
+    blocks = key_blocks(mask, row0, kBlockM, kBlockN)
+    n_block_max = gl.maximum(blocks.end, 1)  # at least one, which may be masked all over
     return bh // nheads, bh % nheads, bh % nheads // (nheads // nheads_k), bh, row0, n_block_max
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, shared, sizes, kIsCausal: gl.constexpr):
+def _produce(q_desc, k_desc, v_desc, shared, sizes):
     """For each tile Q, then K and V block by block, V one block behind K, as the consumers take them."""
     sQ, sK, sV, sO, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
     kConsumers: gl.constexpr = sQ.shape[0]
@@ -78,7 +79,7 @@ def _produce(q_desc, k_desc, v_desc, shared, sizes, kIsCausal: gl.constexpr):
     kBlockN: gl.constexpr = sK.shape[3]
     done, phase_q = 0, 0
     for n in range(_num_tiles(sizes)):
-        b, h, h_k, bh, row0, n_block_max = _tile_of(n, sizes, kBlockM * kConsumers, kBlockN, kIsCausal)
+        b, h, h_k, bh, row0, n_block_max = _tile_of(n, sizes, kBlockM * kConsumers, kBlockN)
         for c in gl.static_range(kConsumers):
             mbarrier.wait(q_empty.index(c), phase_q ^ 1)
             mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
@@ -103,7 +104,7 @@ def _softmax(acc_s, row_max, row_sum, visible, col0, softmax_scale_log2, kMasked
     """P = exp(scale · (S - max)), the factor that rescales what was summed so far, the new row_max and row_sum."""
     if kMasked:
         cols = col0 + gl.arange(0, acc_s.shape[1], gl.SliceLayout(0, acc_s.type.layout))
-        acc_s = gl.where(cols[None, :] < visible[:, None], acc_s, float("-inf"))
+        acc_s = gl.where(sees(visible, cols), acc_s, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(acc_s, 1))
     # A row that has seen no key, or only scores of -inf: exp2(-inf) is 0, not NaN.
     max_sub = gl.where(new_max == float("-inf"), 0.0, new_max)
@@ -149,11 +150,10 @@ def _attend(acc_o, p, row_max, row_sum, q, shared, done, first, last, n_block_ma
 
 
 @gluon.jit
-def _consume(o_desc, lse_ptr, shared, sizes, softmax_scale, consumer_idx: gl.constexpr, kIsCausal: gl.constexpr,
-             kOwnO: gl.constexpr):
+def _consume(o_desc, lse_ptr, shared, sizes, softmax_scale, consumer_idx: gl.constexpr, kOwnO: gl.constexpr):
     """64 rows of out and lse of each tile."""
     sQ, sK, sV, sO, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
-    nheads, nheads_k, m_blocks, num_tiles, chunk, seqlen_q, seqlen_k = sizes
+    nheads, nheads_k, m_blocks, num_tiles, chunk, mask = sizes
     kConsumers: gl.constexpr = sQ.shape[0]
     kBlockM: gl.constexpr = sQ.shape[3]
     kBlockD: gl.constexpr = sQ.shape[4]
@@ -168,18 +168,13 @@ def _consume(o_desc, lse_ptr, shared, sizes, softmax_scale, consumer_idx: gl.con
     q = _tile(sQ, consumer_idx)
     done, phase_q = 0, 0
     for n in range(_num_tiles(sizes)):
-        b, h, h_k, bh, row0, n_block_max = _tile_of(n, sizes, kBlockM * kConsumers, kBlockN, kIsCausal)
-        # The whole mask is one number a row: it sees the keys [0, visible).
+        b, h, h_k, bh, row0, n_block_max = _tile_of(n, sizes, kBlockM * kConsumers, kBlockN)
         row0 += consumer_idx * kBlockM
         rows = row0 + gl.arange(0, kBlockM, gl.SliceLayout(1, s_layout))
-        visible = gl.full([kBlockM], 0, gl.int32, gl.SliceLayout(1, s_layout)) + seqlen_k
-        first_visible = seqlen_k
-        if kIsCausal:
-            shift = 1 + seqlen_k - seqlen_q
-            visible = gl.minimum(visible, rows + shift)
-            first_visible = gl.minimum(seqlen_k, row0 + shift)
-        visible = gl.where(rows < seqlen_q, visible, 0)
-        n_masked = n_block_max - gl.minimum(gl.maximum(first_visible, 0) // kBlockN, n_block_max)
+        visible = keys_of(mask, rows)
+        # A consumer whose rows are all beyond the end keeps pace with the others.
+        blocks = key_blocks(mask, gl.minimum(row0, mask.seqlen_q - 1), kBlockM, kBlockN)
+        n_masked = n_block_max - blocks.full_end
 
         mbarrier.wait(q_full.index(consumer_idx), phase_q)
         stage = done % kStages
@@ -206,10 +201,10 @@ def _consume(o_desc, lse_ptr, shared, sizes, softmax_scale, consumer_idx: gl.con
         acc_o = warpgroup_mma(p, _tile(sV, stage), acc_o)
         mbarrier.arrive(v_empty.index(stage), count=1)
 
-        empty = (visible <= 0) | (row_sum == 0.0)
+        empty = (visible.begin >= visible.end) | (row_sum == 0.0)
         row_sum = gl.where(empty, 1.0, row_sum)
         lse = gl.where(empty, float("-inf"), row_max * softmax_scale + gl.log(row_sum))
-        gl.store(lse_ptr + bh.to(gl.int64) * seqlen_q + rows, lse, mask=rows < seqlen_q)
+        gl.store(lse_ptr + bh.to(gl.int64) * mask.seqlen_q + rows, lse, mask=rows < mask.seqlen_q)
         # The out of an empty row is 0 even where V, times probabilities of 0, gave NaN.
         empty = gl.convert_layout(empty, gl.SliceLayout(1, o_layout))
         row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, o_layout))
@@ -249,17 +244,18 @@ def _flash_fwd(q_desc, k_desc, v_desc, o_desc, lse_ptr, softmax_scale, nheads, n
     fence_async_shared()
     shared = (sQ, sK, sV, sO, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     m_blocks = gl.cdiv(seqlen_q, q_desc.block_type.shape[2] * kConsumers)
-    sizes = (nheads, nheads_k, m_blocks, num_tiles, chunk, seqlen_q, seqlen_k)
+    mask = make_mask(Sequence(seqlen_q, seqlen_k), kIsCausal)
+    sizes = (nheads, nheads_k, m_blocks, num_tiles, chunk, mask)
     if kConsumers == 2:
-        gl.warp_specialize([(_consume, (o_desc, lse_ptr, shared, sizes, softmax_scale, 0, kIsCausal, kOwnO)),
-                            (_consume, (o_desc, lse_ptr, shared, sizes, softmax_scale, 1, kIsCausal, kOwnO)),
-                            (_produce, (q_desc, k_desc, v_desc, shared, sizes, kIsCausal))],
+        gl.warp_specialize([(_consume, (o_desc, lse_ptr, shared, sizes, softmax_scale, 0, kOwnO)),
+                            (_consume, (o_desc, lse_ptr, shared, sizes, softmax_scale, 1, kOwnO)),
+                            (_produce, (q_desc, k_desc, v_desc, shared, sizes))],
                            [4, 1], [kRegisters, 24])
     else:
-        gl.warp_specialize([(_consume, (o_desc, lse_ptr, shared, sizes, softmax_scale, 0, kIsCausal, kOwnO)),
-                            (_consume, (o_desc, lse_ptr, shared, sizes, softmax_scale, 1, kIsCausal, kOwnO)),
-                            (_consume, (o_desc, lse_ptr, shared, sizes, softmax_scale, 2, kIsCausal, kOwnO)),
-                            (_produce, (q_desc, k_desc, v_desc, shared, sizes, kIsCausal))],
+        gl.warp_specialize([(_consume, (o_desc, lse_ptr, shared, sizes, softmax_scale, 0, kOwnO)),
+                            (_consume, (o_desc, lse_ptr, shared, sizes, softmax_scale, 1, kOwnO)),
+                            (_consume, (o_desc, lse_ptr, shared, sizes, softmax_scale, 2, kOwnO)),
+                            (_produce, (q_desc, k_desc, v_desc, shared, sizes))],
                            [4, 4, 1], [kRegisters, kRegisters, 24])
 
 
