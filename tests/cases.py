@@ -7,10 +7,11 @@ import math
 from dataclasses import dataclass
 from typing import Optional
 
+import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from conftest import FORWARD_ONLY, OF_16_BITS, ON_TENSOR_CORES
+from conftest import FORWARD_ONLY, HAS_GPU, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn.reference import reference_forward, visible_keys
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -144,6 +145,33 @@ BACKWARD_TILE_CASES = [
                                               (2, 1, 2100, 64, None, 0.0), (32, 1, 600, 64, (600, 10), 0.0)]
     for causal in (False, True)
 ]
+
+
+# What `make test` runs of these: of each kind a case that takes little time.
+GATE = {"S1", "S129_causal", "D255", "one_key", "more_queries_causal", "gqa", "mqa", "seq_lens", "seq_lens_gqa",
+        "slice", "odd_D17", "k_bshd_v_bhsd", "expanded", "sm_scale_negative", "tiny", "dropout_seq_lens"}
+
+
+def slow_unless(is_in_gate):
+    """Marks of a parameter."""
+    return () if is_in_gate else pytest.mark.slow
+
+
+def case_params(cases):
+    """Parameters for cases; those that are not in GATE are slow."""
+    return [pytest.param(case, id=case.name, marks=slow_unless(case.name in GATE)) for case in cases]
+
+
+def dtypes_of(impl):
+    """The dtypes in which an implementation differs: Triton's interpreter is given fp32 in place of bfloat16."""
+    return DTYPES[:2] if impl == "triton" and not HAS_GPU else DTYPES
+
+
+def dtype_params(impls):
+    """Parameters (impl, dtype) for all that an implementation serves. In the interpreter fp16 is slow."""
+    return [pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""),
+                         marks=slow_unless(HAS_GPU or (impl, dtype) != ("triton", torch.float16)))
+            for impl in impls for dtype in dtypes_of(impl) if serves(impl, Case("any"), dtype)]
 
 
 def make_tensor(shape, dtype, device, layout="bhsd", scale=1.0, generator=None):

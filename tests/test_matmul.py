@@ -217,7 +217,7 @@ def test_no_derivative():
             triton_matmul(dual, b)
 
 
-def test_a_cpu_tensor_without_the_interpreter(monkeypatch):
+def test_cpu_tensor_without_the_interpreter(monkeypatch):
     monkeypatch.setattr(matmul, "INTERPRETING", False)
     with pytest.raises(ValueError, match="CUDA tensors required: .*TRITON_INTERPRET=1"):
         triton_matmul(torch.zeros(4, 4), torch.zeros(4, 4))
@@ -248,7 +248,7 @@ def test_op():
         torch.library.opcheck(torch.ops.minimal_attn.triton_matmul, (a, b, *rest))
 
 
-def test_table():
+def test_tile_config():
     """Known without a GPU; every config fits the GPU, and its tile is no larger than it must be."""
     config = matmul.tile_config(torch.float16, 4096, 4096, 4096)
     assert config == dict(kBlockM=128, kBlockN=256, kBlockK=64, kSplits=1, num_warps=8, num_stages=3)
@@ -279,7 +279,7 @@ def test_descriptors():
         assert matmul._contiguous_dim(y) is None
 
 
-def test_tuning_is_asked_once_for_sizes_alike(monkeypatch):
+def test_autotune_is_asked_once_for_sizes_alike(monkeypatch):
     asked = []
 
     def fastest(kernel, key, configs, run, device):
