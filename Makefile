@@ -29,7 +29,7 @@ demo: packages
 
 # A test of the gate that takes half a minute fails, and so does a gate of more than 3 minutes after the build: what is
 # slow gets the marker for it.
-test: SELECT = -m "not slow" --timeout 30 --session-timeout 180
+test: SELECT = -m "not slow" --timeout 30 --timeout-method signal --session-timeout 180
 test-all: SELECT =
 gpu-record: SELECT = --gpu-record tests/gpu_record.json --durations 25
 campaign: SELECT =

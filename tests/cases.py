@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conftest import FORWARD_ONLY, HAS_GPU, OF_16_BITS, ON_TENSOR_CORES
-from minimal_attn.reference import reference_forward, visible_keys
+from minimal_attn.reference import reference_attention, visible_keys
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP32_TOLERANCE = 1e-5  # on unit-normal inputs
@@ -174,6 +174,11 @@ def dtype_params(impls):
             for impl in impls for dtype in dtypes_of(impl) if serves(impl, Case("any"), dtype)]
 
 
+def compiler_for(impl):
+    """The backend of torch.compile: Inductor takes long, so it gets one kernel of each op."""
+    return "inductor" if HAS_GPU and impl in ("cuda:sm80", "triton") else "aot_eager"
+
+
 def make_tensor(shape, dtype, device, layout="bhsd", scale=1.0, generator=None):
     """Normal values of standard deviation `scale` in a tensor of `shape` (B, H, S, D) with `layout`, NaN all around."""
     order, padding = LAYOUTS[layout]
@@ -225,16 +230,15 @@ def lengths(case, device):
 def exact(case, q, k, v):
     """(out, lse) in fp64."""
     q, k, v = (x.double() for x in (q, k, v))
-    return reference_forward(q, k, v, case.causal, case.sm_scale, lengths(case, q.device), dropout(case, q.device))
+    return reference_attention(q, k, v, **options(case, q.device), return_lse=True)
 
 
 def base(case, q, k, v):
     """torch's MATH backend on the same inputs in their own dtype: the yardstick of the error rule. With dropout, whose
     mask MATH does not take, the oracle in that dtype: like MATH it forms 16-bit scores in fp32."""
-    seq_lens = lengths(case, q.device)
     if case.dropout_p:
-        return reference_forward(q, k, v, case.causal, case.sm_scale, seq_lens, dropout(case, q.device))[0]
-    mask = visible_keys(case.Sq, case.Sk, case.causal, seq_lens, q.device)
+        return reference_attention(q, k, v, **options(case, q.device))
+    mask = visible_keys(case.Sq, case.Sk, case.causal, lengths(case, q.device), q.device)
     k, v = (x.repeat_interleave(case.H // case.Hk, dim=1) for x in (k, v))
     # For a single row in fp32 cuBLAS has kernels with errors several times smaller than those of its other products.
     q = q.expand(-1, -1, 16, -1) if case.Sq == 1 and q.is_cuda and q.dtype == torch.float32 else q

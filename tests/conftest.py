@@ -76,6 +76,7 @@ def pytest_configure(config):
         raise pytest.UsageError("--gpu-record-part counts whole test files: select nothing within them")
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k have deselected tests
 def pytest_collection_modifyitems(config, items):
     is_record = config.getoption("--gpu-record")
     for item in items:

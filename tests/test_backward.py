@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, GATE, LAYOUTS, Case, base, check_error, dropout,
-                   dtype_params, dtypes_of, exact, lengths, make_inputs, make_tensor, options, serves, slow_unless)
+from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, GATE, LAYOUTS, Case, base, check_error,
+                   compiler_for, dropout, dtype_params, dtypes_of, exact, lengths, make_inputs, make_tensor, options, serves, slow_unless)
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
 from minimal_attn import choice, flash_attention
 from minimal_attn.choice import twin_trains
@@ -462,7 +462,7 @@ def test_torch_compile_fullgraph(impl, dtype):
         out, lse = by(impl, case, return_lse=True)(2 * q, k, v)
         return out + 1, lse.square()
 
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    compiled = torch.compile(attend, fullgraph=True, backend=compiler_for(impl))
     expected = gradients(attend, q, k, v, (dout, dlse))
     for x, y in zip(gradients(compiled, q, k, v, (dout, dlse)), expected):
         torch.testing.assert_close(x, y)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cases import (CASES, DTYPES, FP32_TOLERANCE, TILE_CASES, Case, base, case_params, check_error, check_lse,
-                   dtype_params, dtypes_of, exact, make_inputs, options, serves, slow_unless)
+                   compiler_for, dtype_params, dtypes_of, exact, make_inputs, options, serves, slow_unless)
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import flash_attention
 
@@ -366,7 +366,7 @@ def test_compile_fullgraph(impl, dtype):
         return out + 1, lse
 
     seq_lens = torch.tensor([3, 33], dtype=torch.int32, device=device)
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    compiled = torch.compile(attend, fullgraph=True, backend=compiler_for(impl))
     for lengths in (None, seq_lens):
         for got, want in zip(compiled(q, k, v, lengths), attend(q, k, v, lengths)):
             assert got.stride() == want.stride()

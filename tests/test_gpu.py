@@ -14,7 +14,6 @@ import torch
 from cases import Case, base, check_error, check_lse, exact, make_inputs, serves
 from conftest import CORES, FORWARD_ONLY, OF_16_BITS, captured, needs_gib
 from minimal_attn import flash_attention, reference_attention
-from minimal_attn.reference import reference_forward
 from test_backward import check, make_all
 
 pytestmark = pytest.mark.gpu
@@ -230,8 +229,8 @@ def test_more_than_2_31_elements_of_q(backend, much_memory):
     assert q.numel() > 2**31
     out, lse = flash_attention(q, k, v, return_lse=True, backend=backend)
     tail = q[:, :, -300:]
-    ref, ref_lse = reference_forward(tail.double(), k.double(), v.double(), False, None, None)
-    base = reference_forward(tail, k, v, False, None, None)[0]
+    ref, ref_lse = reference_attention(tail.double(), k.double(), v.double(), return_lse=True)
+    base = reference_attention(tail, k, v)
     check_error(out[:, :, -300:], ref, base)
     check_lse(lse[:, :, -300:], ref_lse)
 
@@ -368,6 +367,7 @@ def build(tmp_path, **env):
     return time.monotonic() - start, result.stdout.split()[-1]
 
 
+@pytest.mark.timeout(300)
 def test_build_from_nothing(tmp_path, record_property):
     seconds, library = build(tmp_path)
     workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
@@ -381,8 +381,9 @@ def test_build_from_nothing(tmp_path, record_property):
         assert seconds <= (240 if workers else 75)
 
 
+@pytest.mark.timeout(300)
 def test_built_for_another_gpu(tmp_path):
-    other = "8.0" if torch.cuda.get_device_capability() != (8, 0) else "9.0"
+    other = "7.5" if torch.cuda.get_device_capability() != (7, 5) else "8.0"  # sm_75 has the fewest kernels
     code = ("import torch, minimal_attn; x = torch.ones(1, 1, 4, 16, device='cuda');"
             "minimal_attn.flash_attention(x, x, x, backend='cuda')")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, env={
@@ -392,6 +393,7 @@ def test_built_for_another_gpu(tmp_path):
         assert part in result.stderr, result.stderr
 
 
+@pytest.mark.timeout(300)
 def test_ptx_of_an_older_gpu(tmp_path):
     """The driver compiles it for this GPU, but there are no tensor cores in it: flash.cu serves."""
     code = ("import torch, minimal_attn; from minimal_attn import flash_attention, which_kernel;"

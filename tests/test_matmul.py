@@ -308,7 +308,7 @@ def test_autotune_is_asked_once_for_sizes_alike(monkeypatch):
 
 
 @pytest.mark.gpu
-@each_dtype
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # float16 has the tiles of bfloat16
 @pytest.mark.parametrize("b_rows_first", [True, False], ids=["b", "b.T"])
 @pytest.mark.parametrize("a_rows_first", [True, False], ids=["a", "a.T"])
 def test_every_tile_of_the_table(a_rows_first, b_rows_first, dtype, monkeypatch, poisoned_outputs):

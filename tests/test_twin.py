@@ -169,10 +169,26 @@ def test_auto_backend_serves_fp8():
     assert torch.equal(flash_attention(q, k, v, **descales), flash_attention(q, k, v, **descales, backend="triton"))
 
 
+# One dtype of each size: the others have the same tiles, and test_forward.py and test_fp8 run them.
+TILE_DTYPES = torch.float32, torch.bfloat16 if HAS_GPU else torch.float16, torch.float8_e4m3fn
+
+
+def test_tile_configs_depend_on_the_size_of_the_dtype():
+    for dtype in TWIN_DTYPES:
+        like = next(x for x in TILE_DTYPES if x.itemsize == dtype.itemsize)
+        for head_dim in (16, 64, 128, 256):
+            for memory in (99 << 10, 227 << 10):
+                assert tile_configs(dtype, head_dim, memory, True) == tile_configs(like, head_dim, memory, True)
+                if dtype.itemsize > 1:  # fp8 has no backward pass
+                    for side in ("kv", "q"):
+                        assert attention_bwd.tile_configs(side, dtype, head_dim, memory) == \
+                            attention_bwd.tile_configs(side, like, head_dim, memory)
+
+
 def every_config():
     """(dtype, head_dim, config) of all tiles on this machine."""
     memory = properties(torch.device(DEVICE, 0)).max_shared_memory
-    for dtype in TWIN_DTYPES:
+    for dtype in TILE_DTYPES:
         for head_dim in (64, 128, 256):
             for config in tile_configs(dtype, head_dim, memory, IS_HOPPER):
                 name = "-".join(map(str, (dtype, head_dim, *config.values())))
@@ -201,13 +217,12 @@ def test_every_tile(dtype, head_dim, config):
 
 def every_backward_config():
     """(dtype, head_dim, side, config) of all tiles of the backward pass that there is a choice of: those of 16 bits."""
-    memory = properties(torch.device(DEVICE, 0)).max_shared_memory
-    for dtype in (torch.float16, torch.bfloat16) if HAS_GPU else (torch.float16,):
-        for head_dim in (64, 128, 256):
-            for side in ("kv", "q"):
-                for config in attention_bwd.tile_configs(side, dtype, head_dim, memory):
-                    name = "-".join(map(str, (dtype, head_dim, side, *config.values())))
-                    yield pytest.param(dtype, head_dim, side, config, id=name, marks=slow_unless(head_dim == 64))
+    memory, dtype = properties(torch.device(DEVICE, 0)).max_shared_memory, TILE_DTYPES[1]
+    for head_dim in (64, 128, 256):
+        for side in ("kv", "q"):
+            for config in attention_bwd.tile_configs(side, dtype, head_dim, memory):
+                name = "-".join(map(str, (dtype, head_dim, side, *config.values())))
+                yield pytest.param(dtype, head_dim, side, config, id=name, marks=slow_unless(head_dim == 64))
 
 
 @pytest.mark.parametrize("dtype, head_dim, side, config", list(every_backward_config()))
