@@ -8,8 +8,8 @@ import pytest
 
 import test_backward
 import test_forward
-from cases import Case, serves
-from conftest import OF_16_BITS, ON_TENSOR_CORES
+from cases import Case, dtypes_of, serves
+from conftest import IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from test_sanitizers import check_missing_barrier, check_missing_wait, gpu_objects, missing_from  # noqa: F401
 
 pytestmark = pytest.mark.timeout(1800)
@@ -17,7 +17,7 @@ SEEDS = range(16)
 
 
 def dtypes_served(impl):
-    return [dtype for dtype in test_forward.dtypes_of(impl) if serves(impl, Case("any"), dtype)]
+    return [dtype for dtype in dtypes_of(impl) if serves(impl, Case("any"), dtype)]
 
 
 def head_dims_of(impl):
@@ -26,7 +26,7 @@ def head_dims_of(impl):
     return range(4, 129, 4) if impl in ON_TENSOR_CORES else range(1, 257)
 
 
-@pytest.mark.parametrize("impl", [impl for impl in test_forward.IMPLEMENTATIONS if impl != "torch"])
+@pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl != "torch"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_drawn_forward(impl, seed, poisoned_outputs):
     test_forward.check_drawn_cases(impl, seed, 50, head_dims_of(impl), dtypes_served(impl))

@@ -567,7 +567,7 @@ def check_drawn_cases(impl, seed, max_examples, head_dims, dtypes):
     @given(case=drawn_cases(st.sampled_from(head_dims)), dtype=st.sampled_from(dtypes), deterministic=st.booleans())
     def check_drawn(case, dtype, deterministic):
         if impl == "cuda:sm80":  # tensor cores load 16 bytes
-            case = dataclasses.replace(case, D=-(-case.D // 8) * 8, layout=case.layout.replace("odd", "slice"))
+            case = dataclasses.replace(case, layout=case.layout.replace("odd", "slice"))
         q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
         torch.use_deterministic_algorithms(deterministic)
         # Of hundreds of small cases one had an error of 3.4 times the yardstick.

@@ -1,10 +1,13 @@
-"""`make test` leaves out tests that are slow, but no implementation, no kernel and no test file."""
+"""`make test` leaves out tests that are slow, but no implementation, no kernel and no test file. Nothing but
+`make campaign` runs campaign.py."""
 
 from pathlib import Path
 
 import pytest
 
-from conftest import FORWARD_ONLY, IMPLEMENTATIONS
+import campaign
+from cases import Case, serves
+from conftest import FORWARD_ONLY, IMPLEMENTATIONS, KERNEL_NEEDS
 from minimal_attn.interface import BACKENDS
 from test_emulator import KERNELS
 
@@ -42,3 +45,9 @@ def test_gate_has_every_backend(gate):
 
 def test_gate_has_every_kernel(gate):
     assert set(KERNELS) <= values(gate["test_emulator.py"], "kernel")
+
+
+@pytest.mark.parametrize("name", ["cuda:host", *KERNEL_NEEDS, "triton"])
+def test_campaign_draws_what_is_served(name):
+    dtypes = campaign.dtypes_served(name)
+    assert dtypes and all(serves(name, Case("any", D=D), dtype) for D in campaign.head_dims_of(name) for dtype in dtypes)
