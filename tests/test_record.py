@@ -40,6 +40,11 @@ def test_record_has_no_failure(record):
     assert seconds and max(seconds) <= 75 and record["evidence"]["MB of the built library"] <= 12
 
 
+def test_record_took_6_minutes_at_most(record):
+    """So that every change can have one. Otherwise the longest tests get shorter, or go to campaign.py."""
+    assert record["duration_s"] <= 360
+
+
 def test_record_is_of_these_sources(record):
     check_sources(record)
 
