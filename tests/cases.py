@@ -167,10 +167,15 @@ def dtypes_of(impl):
     return DTYPES[:2] if impl == "triton" and not HAS_GPU else DTYPES
 
 
+def is_fast(impl, dtype):
+    """All but fp16 in Triton's interpreter, which is as slow there as fp32 and shows little else."""
+    return HAS_GPU or (impl, dtype) != ("triton", torch.float16)
+
+
 def dtype_params(impls):
-    """Parameters (impl, dtype) for all that an implementation serves. In the interpreter fp16 is slow."""
+    """Parameters (impl, dtype) for all that an implementation serves."""
     return [pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""),
-                         marks=slow_unless(HAS_GPU or (impl, dtype) != ("triton", torch.float16)))
+                         marks=slow_unless(is_fast(impl, dtype)))
             for impl in impls for dtype in dtypes_of(impl) if serves(impl, Case("any"), dtype)]
 
 

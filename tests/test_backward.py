@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, GATE, LAYOUTS, Case, base, check_error,
-                   compiler_for, dropout, dtype_params, dtypes_of, exact, lengths, make_inputs, make_tensor, options, serves, slow_unless)
+from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, GATE, LAYOUTS, Case, base, check_error, compiler_for, dropout,
+                   dtype_params, dtypes_of, exact, is_fast, lengths, make_inputs, make_tensor, options, serves,
+                   slow_unless)
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
 from minimal_attn import choice, flash_attention
 from minimal_attn.choice import twin_trains
@@ -105,7 +106,7 @@ def is_worth_its_time(impl, dtype, case):
 
 @pytest.mark.parametrize("impl, dtype, case", [
     pytest.param(impl, dtype, case, id=f"{impl}-{dtype}-{case}".replace("torch.", ""),
-                 marks=slow_unless(case.name in GATE))
+                 marks=slow_unless(case.name in GATE and is_fast(impl, dtype)))
     for impl in IMPLS for dtype in dtypes_of(impl) for case in CASES_HERE if is_worth_its_time(impl, dtype, case)])
 def test_against_fp64(impl, dtype, case, poisoned_outputs):
     if IMPLEMENTATIONS[impl][1] == "cpu" and (case.gpu_only or max(case.Sq, case.Sk) > 200):
@@ -203,7 +204,8 @@ def test_dout_of_any_strides(impl, dtype):
 
 @each_kernel_and_dtype
 @pytest.mark.parametrize("D", [64, 96, 128, 256] if HAS_GPU else [64])  # each has tiles of its own
-@pytest.mark.parametrize("causal, dropout_p, has_lens", [(False, 0.0, False), (True, 0.0, False), (True, 0.2, True)])
+@pytest.mark.parametrize("causal, dropout_p, has_lens", [pytest.param(False, 0.0, False, marks=pytest.mark.slow),
+                                                          (True, 0.0, False), (True, 0.2, True)])
 def test_deterministic_gives_the_same_bits(impl, dtype, D, causal, dropout_p, has_lens):
     size, B, runs = (1000, 2, 10) if IMPLEMENTATIONS[impl][1] == "cuda" else (70, 1, 1)
     case = Case("bits", B=B, H=(16 if HAS_GPU else 2) * B, Hk=B, Sq=size, Sk=size + 20 * (not has_lens), D=D,
@@ -323,7 +325,7 @@ def test_gradients_of_minus_infinite_scores_are_finite(impl, dtype, case, hidden
 
 @pytest.mark.parametrize("impl, dtype", [*KERNELS_AND_DTYPES,
                                          pytest.param("reference", torch.float32, id="reference")])
-@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+@pytest.mark.parametrize("junk", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [Case("lengths", B=3, H=4, Hk=2, Sq=40, Sk=40, seq_lens=(17, 40, 1)),
                                   Case("causal", B=2, Sq=40, Sk=40, seq_lens=(17, 1), causal=True),
                                   Case("dropout", B=2, Sq=40, Sk=40, seq_lens=(17, 1), dropout_p=0.3),

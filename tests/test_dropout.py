@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cases import SEED, check_lse
+from cases import SEED, check_lse, slow_unless
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, captured
 from minimal_attn import FlashMHA, available_backends, flash_attention, flash_attn_func, choice, reference_attention
 from minimal_attn.dropout import drop_threshold, keep_mask, keep_scale, philox
@@ -194,8 +194,9 @@ def test_seed_is_drawn_by_torch_manual_seed(backend):
     torch.testing.assert_close(reference_attention(*inputs, dropout_p=0.5), first)
 
 
-@pytest.mark.parametrize("backend, dynamic", [(name, dynamic) for name in available_backends()
-                                              for dynamic in (False, True) if not dynamic or name != "reference"])
+@pytest.mark.parametrize("backend, dynamic", [
+    pytest.param(name, dynamic, marks=slow_unless(not dynamic)) for name in available_backends()
+    for dynamic in (False, True) if not dynamic or name != "reference"])
 def test_compiles_as_one_graph(backend, dynamic):
     """One for all seeds, forward and backward, and with dynamic shapes for all lengths."""
     torch.compiler.reset()

@@ -97,7 +97,8 @@ def servable(impl, case):
     return dataclasses.replace(case, D=D, layout=case.layout.replace("odd", "slice"))
 
 
-each_bitwise_case = pytest.mark.parametrize("case", BITWISE, ids=str)
+each_bitwise_case = pytest.mark.parametrize("case", [
+    pytest.param(case, id=case.name, marks=slow_unless(case.D in (64, 128))) for case in BITWISE])
 
 
 @each_bitwise_case

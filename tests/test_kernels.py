@@ -217,6 +217,7 @@ def in_a_new_process(code, **env):
                           env={**os.environ, **env})
 
 
+@pytest.mark.slow
 def test_minimal_attn_kernel_variable_is_read_at_load():
     code = """
 import os, minimal_attn, torch

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import check_error
+from cases import check_error, slow_unless
 from conftest import HAS_GPU, needs_gib
 from minimal_attn import checks, triton_matmul, validate_matmul
 
@@ -19,7 +19,9 @@ from triton_ref.launching import properties  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Triton's interpreter is given fp32 in place of bfloat16.
+each_dtype = pytest.mark.parametrize("dtype", [
+    pytest.param(x, id=str(x), marks=slow_unless(HAS_GPU or x != torch.bfloat16)) for x in DTYPES])
 
 SHAPES = [(1, 1, 1), (16, 16, 16), (17, 33, 65), (70, 50, 300), (1, 70, 40), (70, 1, 40), (70, 40, 1), (130, 66, 5),
           (16, 24, 1000)]

@@ -84,7 +84,7 @@ def test_seq_lens_against_key_padding_mask(backend, dtype, causal):
 
 @each_backend
 @pytest.mark.parametrize("causal, seq_lens", [(False, None), (True, None), (False, LENS), (True, LENS)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_against_torch(backend, causal, seq_lens, bias):
     mha = torch_mha(bias)
     module = FlashMHA.from_torch(mha, causal, backend)
