@@ -1,5 +1,8 @@
 # make demo: build csrc, then check and profile every implementation on this machine
-# make test: run the tests, on all cores (WORKERS=... processes)
+# make test: run the tests that take seconds, on all cores (WORKERS=... processes): at most 4 minutes on two cores
+# make test-all: run all tests
+# make gpu-record: run all tests that a GPU has a part in, and write tests/gpu_record.json
+# make campaign: run tests/campaign.py, long draws of shapes and, on a GPU, every fault that compute-sanitizer can see
 # make clean: remove what make and the builds left here
 #
 # A Python that has torch is used as it is (PYTHON=... names another one); for one that has not, .venv is made.
@@ -24,10 +27,21 @@ demo: packages
 	@$(PY) -c 'import minimal_attn; minimal_attn.load()'
 	@$(TWIN) $(PY) bench.py
 
-test: NEEDS = filelock hypothesis matplotlib ninja numpy pytest pytest-timeout pytest-xdist rich
-test: WORKERS ?= auto
-test: packages
-	@$(TWIN) $(PY) -m pytest tests -n $(WORKERS) --dist worksteal
+# What is slow gets the marker for it. Here a test that takes 30 s fails, and so do all of them together after 300 s. Both
+# limits leave room for a machine half as fast.
+test: SELECT = -m "not slow" --timeout 30 --timeout-method signal --session-timeout 300
+test-all: SELECT =
+gpu-record: SELECT = --gpu-record tests/gpu_record.json --durations 25
+campaign: SELECT =
+campaign: TESTS = tests/campaign.py
+
+TESTS = tests
+WORKERS ?= auto
+test test-all gpu-record campaign: NEEDS = filelock hypothesis matplotlib ninja numpy pytest pytest-timeout \
+                                           pytest-xdist rich
+test test-all gpu-record campaign: packages
+	@$(PY) -c 'import minimal_attn; minimal_attn.load()'
+	@$(TWIN) $(PY) -m pytest $(TESTS) -n $(WORKERS) --dist worksteal $(SELECT)
 
 packages: $(VENV)
 	@$(PY) -c 'import sys, importlib.metadata as m; \
@@ -44,4 +58,4 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis minimal_attn/_C*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help demo test packages clean
+.PHONY: help demo test test-all gpu-record campaign packages clean

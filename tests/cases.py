@@ -7,10 +7,11 @@ import math
 from dataclasses import dataclass
 from typing import Optional
 
+import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from conftest import FORWARD_ONLY, OF_16_BITS, ON_TENSOR_CORES
+from conftest import FORWARD_ONLY, HAS_GPU, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn.reference import reference_attention, visible_keys
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -146,6 +147,43 @@ BACKWARD_TILE_CASES = [
 ]
 
 
+# What `make test` runs of these: of each kind a case that takes little time.
+GATE = {"S1", "S129_causal", "D255", "one_key", "more_queries_causal", "gqa", "mqa", "seq_lens", "seq_lens_gqa",
+        "slice", "odd_D17", "k_bshd_v_bhsd", "expanded", "sm_scale_negative", "tiny", "dropout_seq_lens"}
+
+
+def slow_unless(is_in_gate):
+    """Marks of a parameter."""
+    return () if is_in_gate else pytest.mark.slow
+
+
+def case_params(cases):
+    """Parameters for cases; those that are not in GATE are slow."""
+    return [pytest.param(case, id=case.name, marks=slow_unless(case.name in GATE)) for case in cases]
+
+
+def dtypes_of(impl):
+    """The dtypes in which an implementation differs: Triton's interpreter is given fp32 in place of bfloat16."""
+    return DTYPES[:2] if impl == "triton" and not HAS_GPU else DTYPES
+
+
+def is_fast(impl, dtype):
+    """All but fp16 in Triton's interpreter, which is as slow there as fp32 and shows little else."""
+    return HAS_GPU or (impl, dtype) != ("triton", torch.float16)
+
+
+def dtype_params(impls):
+    """Parameters (impl, dtype) for all that an implementation serves."""
+    return [pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""),
+                         marks=slow_unless(is_fast(impl, dtype)))
+            for impl in impls for dtype in dtypes_of(impl) if serves(impl, Case("any"), dtype)]
+
+
+def compiler_for(impl):
+    """The backend of torch.compile: Inductor takes long, so it gets one kernel of each op."""
+    return "inductor" if HAS_GPU and impl in ("cuda:sm80", "triton") else "aot_eager"
+
+
 def make_tensor(shape, dtype, device, layout="bhsd", scale=1.0, generator=None):
     """Normal values of standard deviation `scale` in a tensor of `shape` (B, H, S, D) with `layout`, NaN all around."""
     order, padding = LAYOUTS[layout]
@@ -179,11 +217,15 @@ def serves(impl, case, dtype):
     return is_aligned and is_its_own and not (case.dropout_p and impl in FORWARD_ONLY)
 
 
+def dropout(case, device):
+    """(dropout_p, dropout_seed), or None."""
+    return (case.dropout_p, torch.tensor([SEED], device=device)) if case.dropout_p else None
+
+
 def options(case, device):
-    """The keyword arguments of flash_attention for a case."""
-    seed = torch.tensor([SEED], device=device) if case.dropout_p else None
+    dropout_p, dropout_seed = dropout(case, device) or (0.0, None)
     return dict(causal=case.causal, sm_scale=case.sm_scale, seq_lens=case.seq_lens and list(case.seq_lens),
-                dropout_p=case.dropout_p, dropout_seed=seed)
+                dropout_p=dropout_p, dropout_seed=dropout_seed)
 
 
 def lengths(case, device):
@@ -192,16 +234,16 @@ def lengths(case, device):
 
 def exact(case, q, k, v):
     """(out, lse) in fp64."""
-    return reference_attention(*(x.double() for x in (q, k, v)), **options(case, q.device), return_lse=True)
+    q, k, v = (x.double() for x in (q, k, v))
+    return reference_attention(q, k, v, **options(case, q.device), return_lse=True)
 
 
 def base(case, q, k, v):
     """torch's MATH backend on the same inputs in their own dtype: the yardstick of the error rule. With dropout, whose
     mask MATH does not take, the oracle in that dtype: like MATH it forms 16-bit scores in fp32."""
-    seq_lens = lengths(case, q.device)
     if case.dropout_p:
         return reference_attention(q, k, v, **options(case, q.device))
-    mask = visible_keys(case.Sq, case.Sk, case.causal, seq_lens, q.device)
+    mask = visible_keys(case.Sq, case.Sk, case.causal, lengths(case, q.device), q.device)
     k, v = (x.repeat_interleave(case.H // case.Hk, dim=1) for x in (k, v))
     # For a single row in fp32 cuBLAS has kernels with errors several times smaller than those of its other products.
     q = q.expand(-1, -1, 16, -1) if case.Sq == 1 and q.is_cuda and q.dtype == torch.float32 else q

@@ -5,6 +5,7 @@ Without a GPU, Triton's interpreter runs the twin; that has to be decided before
 
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import shutil
@@ -75,6 +76,7 @@ def pytest_configure(config):
         raise pytest.UsageError("--gpu-record-part counts whole test files: select nothing within them")
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k have deselected tests
 def pytest_collection_modifyitems(config, items):
     is_record = config.getoption("--gpu-record")
     for item in items:
@@ -85,6 +87,19 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=f"needs {KERNEL_NEEDS[impl]}"))
         if is_record and (impl == "cuda:host" or item.get_closest_marker("cpu")):
             item.add_marker(pytest.mark.skip(reason="no matter of the GPU that the record is of"))
+    items[:] = longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def longest_first(items, workers):
+    """The longest tests are those with a time limit of their own. pytest-xdist gives each worker one run of consecutive
+    tests, and here every such run begins with its share of the longest."""
+    is_long = [item.get_closest_marker("timeout") is not None for item in items]
+    longest = [item for item, x in zip(items, is_long) if x]
+    rest = iter([item for item, x in zip(items, is_long) if not x])
+    ends = [len(items) * (i + 1) // workers for i in range(workers)]
+    shares = [longest[i::workers] for i in range(workers)]
+    return [item for begin, end, share in zip([0, *ends], ends, shares)
+            for item in (*share, *itertools.islice(rest, max(0, end - begin - len(share))))]
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -177,10 +192,6 @@ def captured(call, warm_up=None):
     with torch.cuda.graph(graph):
         result = call()
     return graph, result
-
-
-def readme_in_one_line():
-    return " ".join((Path(__file__).parents[1] / "README.md").read_text().split())
 
 
 def needs_gib(n):

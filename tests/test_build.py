@@ -67,7 +67,7 @@ def test_threads_share_one_module(monkeypatch):
     assert calls == ["once"]
 
 
-def test_a_library_loaded_another_way_is_adopted():
+def test_load_adopts_a_library_loaded_by_torch():
     file = _build.load().__file__
     assert python(f"""
 import torch
@@ -88,7 +88,7 @@ with FakeTensorMode():
 """) == "(2, 4, 20, 16) (2, 4, 20)\n"
 
 
-def test_an_unknown_library_with_our_ops_is_not_doubled(monkeypatch):
+def test_load_refuses_ops_that_another_library_registered(monkeypatch):
     monkeypatch.setattr(_build, "_registered", lambda: True)
     monkeypatch.setattr(torch.ops, "loaded_libraries", {"/elsewhere/libother.so"})
     monkeypatch.delitem(sys.modules, _build.PREBUILT, raising=False)
@@ -103,7 +103,7 @@ def no_build(name, build_directory, **options):
     return "module"
 
 
-def test_speaks_up_only_if_it_takes_time(monkeypatch, tmp_path, capsys):
+def test_build_prints_only_if_it_takes_time(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(cpp_extension, "load", no_build)
     assert _build._compiled(verbose=False) == "module"
@@ -114,7 +114,7 @@ def test_speaks_up_only_if_it_takes_time(monkeypatch, tmp_path, capsys):
     assert first.startswith("minimal_attn: compiling csrc for") and last.endswith(" s")
 
 
-def test_a_build_sees_its_environment_and_leaves_ours(monkeypatch, tmp_path):
+def test_build_environment_is_restored(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(_build, "environment", lambda: {"PATH": "/changed", "MINIMAL_ATTN_NEW": "1"})
     monkeypatch.setattr(_build, "cannot_build", lambda: None)
@@ -165,7 +165,7 @@ def build_only():
     return _build.build_directory() / f"{_build.NAME}.so"
 
 
-def test_a_failed_build_is_tried_again(small):
+def test_failed_build_is_tried_again(small):
     build_only()
     small("no_such_name")
     for _ in range(2):  # neither the older library nor an ImportError
@@ -175,7 +175,7 @@ def test_a_failed_build_is_tried_again(small):
     assert _build._compiled(verbose=False).answer == 2
 
 
-def test_an_interrupted_build_is_tried_again(small, monkeypatch):
+def test_interrupted_build_is_tried_again(small, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -185,7 +185,7 @@ def test_an_interrupted_build_is_tried_again(small, monkeypatch):
     assert _build._compiled(verbose=False).answer == 1
 
 
-def test_a_truncated_library_is_linked_again(small):
+def test_truncated_library_is_linked_again(small):
     library = build_only()
     compiled = library.with_name("main.o").stat().st_mtime_ns
     os.truncate(library, 5000)
@@ -193,21 +193,21 @@ def test_a_truncated_library_is_linked_again(small):
     assert library.with_name("main.o").stat().st_mtime_ns == compiled
 
 
-def test_a_source_replaced_by_an_older_file_is_compiled(small):
+def test_source_replaced_by_an_older_file_is_compiled(small):
     build_only()
     small(2)
     os.utime(_build.CSRC / "main.cpp", (0, 0))  # as cp -p or rsync -a leave it
     assert _build._compiled(verbose=False).answer == 2
 
 
-def test_a_library_that_was_built_and_does_not_load(small):
+def test_library_that_was_built_and_does_not_load(small):
     file = _build.CSRC / "main.cpp"
     file.write_text(file.read_text().replace("PyInit_", "PyInit_another_"))
     with pytest.raises(RuntimeError, match="was built in .* and does not load"):
         _build._compiled(verbose=False)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_extensions_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()  # what lies below a file can be made by nobody, not even by root
     env = dict(XDG_CACHE_HOME=str(tmp_path / "file"), HOME=str(tmp_path / "file"), TORCH_EXTENSIONS_DIR="")
     assert "minimal_attn_C" in python("from minimal_attn import cli; cli.main(['info'])", **env)
@@ -220,7 +220,7 @@ except RuntimeError as error:
 """, **env)
 
 
-def test_environments_do_not_share_a_folder(monkeypatch):
+def test_build_directory_differs_by_environment(monkeypatch):
     monkeypatch.setattr(_build, "environment", lambda: {"TORCH_CUDA_ARCH_LIST": archs})
     archs = "8.0;9.0a"
     folders = {_build.build_directory()}
@@ -235,7 +235,7 @@ def test_environments_do_not_share_a_folder(monkeypatch):
     assert len(folders) == 6
 
 
-def test_the_library_is_stripped():
+def test_library_is_stripped():
     sections = subprocess.run(["readelf", "-S", _build.load().__file__], capture_output=True, text=True, check=True)
     assert ".dynsym" in sections.stdout and ".symtab" not in sections.stdout
 
@@ -251,18 +251,18 @@ def build_dir(tmp_path, monkeypatch):
     return _build.build_directory()
 
 
-def test_a_stale_lock_is_named(build_dir):
+def test_stale_lock_is_named(build_dir):
     (build_dir / "lock").touch()
     with pytest.raises(RuntimeError, match=f"{re.escape(str(build_dir))}/lock .*Delete it"):
         _build._compiled(verbose=False)
 
 
-def test_a_build_of_another_process_is_named(build_dir):
+def test_lock_of_another_build_is_named(build_dir):
     with filelock.FileLock(build_dir / "minimal_attn.lock"), pytest.raises(RuntimeError, match="/minimal_attn.lock"):
         _build._compiled(verbose=False)
 
 
-def test_a_lock_that_goes_away_is_waited_for(build_dir, monkeypatch, capsys):
+def test_lock_that_goes_away_is_waited_for(build_dir, monkeypatch, capsys):
     monkeypatch.setenv("MINIMAL_ATTN_BUILD_TIMEOUT", "30")
     (build_dir / "lock").touch()
     threading.Timer(1.3, (build_dir / "lock").unlink).start()
@@ -339,7 +339,7 @@ def test_ninja_may_lie_beside_python(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("home, place", [(None, "on PATH"), (str(ROOT), f"in {ROOT}/bin")])
-def test_without_nvcc_gpus_alone_are_refused(home, place, monkeypatch):
+def test_why_not_without_nvcc_refuses_gpus_alone(home, place, monkeypatch):
     monkeypatch.setattr(_build, "_registered", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", home)
@@ -347,7 +347,7 @@ def test_without_nvcc_gpus_alone_are_refused(home, place, monkeypatch):
     assert _build.why_not() is None and not any(source.endswith(".cu") for source in _build.recipe()["sources"])
 
 
-def test_a_library_without_cuda_says_so(monkeypatch):
+def test_why_not_names_a_library_without_cuda(monkeypatch):
     library = types.SimpleNamespace(has_cuda=False, __file__="_C.so")
     monkeypatch.setattr(_build, "_registered", lambda: True)
     monkeypatch.setattr(_build, "load", lambda: library)
@@ -375,7 +375,7 @@ def test_why_not_can_be_compiled(monkeypatch):
 
 # The module built at installation.
 
-def test_another_torch_and_other_sources_are_refused(monkeypatch):
+def test_prebuilt_of_another_torch_or_other_sources_is_refused(monkeypatch):
     prebuilt = types.SimpleNamespace(torch_version="1.0.0", __file__="_C.so")
     monkeypatch.setitem(sys.modules, _build.PREBUILT, prebuilt)
     with pytest.raises(RuntimeError, match=r"torch 1\.0\.0, and this is torch (\S+)\. Rebuild it") as error:
@@ -391,7 +391,7 @@ def test_another_torch_and_other_sources_are_refused(monkeypatch):
     assert _build._prebuilt() is prebuilt
 
 
-def test_a_library_that_does_not_load_is_explained(monkeypatch, tmp_path):
+def test_prebuilt_that_does_not_load_is_explained(monkeypatch, tmp_path):
     (tmp_path / "broken_attn").mkdir()
     (tmp_path / "broken_attn" / "__init__.py").touch()
     (tmp_path / "broken_attn" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")
@@ -453,7 +453,7 @@ def no_torch(tmp_path):
     return {"PYTHONPATH": str(tmp_path / "no_torch")}
 
 
-def test_without_torch_the_sources_are_packaged(tree, tmp_path, no_torch):
+def test_sdist_and_wheel_without_torch_hold_the_sources(tree, tmp_path, no_torch):
     csrc = {file.name for file in (tree / "csrc").iterdir()}
     files = {file.relative_to(tree).as_posix() for file in tree.rglob("*") if file.is_file()}
     sdist, _ = build("sdist", tree, tmp_path, **no_torch)
@@ -477,7 +477,8 @@ def test_without_torch_the_sources_are_packaged(tree, tmp_path, no_torch):
         zipfile.ZipFile(wheel).read("minimal_attn-0.1.0.dist-info/licenses/LICENSE").decode()
 
 
-def test_without_a_compiler_the_sources_are_asked_for(tree, tmp_path):
+@pytest.mark.slow
+def test_wheel_without_a_compiler_fails_or_holds_the_sources(tree, tmp_path):
     backend = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
     env = os.environ | {"CXX": "no-such-compiler"}
     for what in ("build_wheel", "build_editable"):
@@ -490,7 +491,7 @@ def test_without_a_compiler_the_sources_are_asked_for(tree, tmp_path):
     assert wheel.name.endswith("-none-any.whl") and "on first use: MINIMAL_ATTN_SOURCES_ONLY is 1" in said
 
 
-def test_an_editable_install_reads_the_source_tree(tree, tmp_path):
+def test_editable_install_reads_the_source_tree(tree, tmp_path):
     wheel, _ = build("editable", tree, tmp_path, MINIMAL_ATTN_SOURCES_ONLY="1")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     assert python(f"""
@@ -502,8 +503,9 @@ print(minimal_attn.__file__, triton_ref.__file__, _build.CSRC)
 """, cwd=tmp_path).split() == [f"{tree}/minimal_attn/__init__.py", f"{tree}/triton_ref/__init__.py", f"{tree}/csrc"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_with_torch_the_extension_is_built(tree, tmp_path):
+def test_wheel_with_torch_holds_the_extension(tree, tmp_path):
     for source in (tree / "csrc").glob("*.cpp"):  # nothing here is calculated, and g++ takes half the time
         source.write_text('#pragma GCC optimize("O0")\n' + source.read_text())
     wheel, _ = build("wheel", tree, tmp_path)
@@ -524,13 +526,3 @@ print(module.__name__, module.__file__)
     assert python(load, **there).startswith(f"minimal_attn._C {site}/")
     (site / "minimal_attn" / "csrc" / "flash.cu").open("a").write("// edited\n")
     assert "was built from other sources" in python(load, **there)
-
-
-def test_the_readme_lists_the_sources():
-    """In its reading order: every file of csrc and triton_ref, and about how many lines it has."""
-    rows = dict(re.findall(r"^\| `((?:csrc|triton_ref)/\S+)` \| (\d+) \|", (ROOT / "README.md").read_text(), re.M))
-    files = {f"{folder}/{file.name}" for folder in ("csrc", "triton_ref") for file in (ROOT / folder).iterdir()
-             if file.is_file() and not file.name.startswith("__")}
-    assert files == set(rows)
-    for file, lines in rows.items():
-        assert abs(len((ROOT / file).read_text().splitlines()) - int(lines)) <= max(5, int(lines) // 20), file

@@ -68,6 +68,7 @@ def test_no_fast_math():
     assert not any("fast" in flag for flag in recipe()["extra_cuda_cflags"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not nvcc(), reason="no nvcc on PATH or in CUDA_HOME")
 @pytest.mark.parametrize("file, target", [(file, target) for file in TARGETS for target in TARGETS[file]])
 def test_cuda_kernels_do_not_spill(file, target, tmp_path):
@@ -125,6 +126,7 @@ def printed(directory, *arguments):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", TWIN_MMA)
 def test_twin_compiles(capability, tmp_path):
     kernels = printed(tmp_path, capability)
@@ -142,6 +144,7 @@ def twin_cases(capability):
     return TWIN_CASES + SLOW_TWIN_CASES.get(capability, []) + FP8_TWIN_CASES.get(capability, [])
 
 
+@pytest.mark.slow
 def test_hopper_twin_compiles(tmp_path):
     """attention_hopper.py, every tile: tensor cores, TMA and registers that move from the producer to the consumers."""
     pytest.importorskip("triton.experimental.gluon", reason="needs a Triton with Gluon")
@@ -152,6 +155,7 @@ def test_hopper_twin_compiles(tmp_path):
         assert kernel["stack"] <= 256, kernel  # 0 to 32 with Triton 3.6, up to 168 with 3.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_twin_backward_compiles(capability, tmp_path):
     kernels = printed(tmp_path, "backward", capability)

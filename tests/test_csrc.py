@@ -37,7 +37,7 @@ def functions(lines):
 FUNCTIONS = {name: list(functions([line.rstrip() for line in code.splitlines()])) for name, code in CODE.items()}
 
 
-def test_the_reading_order_visits_every_file_once():
+def test_reading_order_visits_every_file_once():
     order, name = [], "flash.cu"
     while name in SOURCES and name not in order:
         order.append(name)
@@ -62,16 +62,16 @@ def test_functions_and_lines_are_short():
         assert [(name, line) for line in source.splitlines() if len(line) > 120] == []
 
 
-def test_only_the_ops_include_torch():
+def test_only_ops_include_torch():
     including = {name for name, code in CODE.items() if re.search(r"#include <(torch|ATen|c10)/", code)}
     assert including == {"torch_params.h", "ops.h", "main.cpp", "autograd.cpp", "fast_path.cpp"}
 
 
-def test_only_the_wrappers_of_instructions_hold_assembly():
+def test_only_ptx_headers_hold_asm():
     assert {name for name, code in CODE.items() if re.search(r"\basm\b", code)} == {"ptx_sm80.cuh", "ptx_sm90.cuh"}
 
 
-def test_only_a_sequence_knows_the_lengths_of_a_sample():
+def test_only_sequence_cuh_reads_seq_lens():
     """Kernels ask sequence.cuh. The lengths of the call are for those who count tiles, and for code on the host."""
     readers = {name for name, code in CODE.items() if re.search(r"\bp\.seq_lens\b", code)}
     assert "sequence.cuh" in readers and readers <= {"sequence.cuh"} | HOST_SIDE

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cases import SEED, check_lse
+from cases import SEED, check_lse, slow_unless
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, captured
 from minimal_attn import FlashMHA, available_backends, flash_attention, flash_attn_func, choice, reference_attention
 from minimal_attn.dropout import drop_threshold, keep_mask, keep_scale, philox
@@ -74,7 +74,7 @@ def keep_one(seed, dropout_p, batch, head, row, col):
 
 
 @pytest.mark.parametrize("seed", [0, SEED, -1, -2**63, 2**63 - 1])
-def test_the_mask_is_that_of_plain_python(seed):
+def test_keep_mask_against_plain_python(seed):
     shape = B, H, Sq, Sk = 2, 3, 37, 5
     mask = keep_mask(seed_of(seed), 0.3, *shape, DEVICE)
     assert mask.dtype == torch.bool and mask.shape == shape
@@ -83,21 +83,21 @@ def test_the_mask_is_that_of_plain_python(seed):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 16, 8), (3, 2, 17, 33), (1, 5, 40, 47), (0, 5, 0, 47)], ids=str)
-def test_an_element_does_not_know_the_shape(shape):
+def test_keep_mask_does_not_depend_on_the_shape(shape):
     whole = keep_mask(seed_of(), 0.5, 3, 5, 50, 48, DEVICE)
     B, H, Sq, Sk = shape
     assert keep_mask(seed_of(), 0.5, *shape, DEVICE).equal(whole[:B, :H, :Sq, :Sk])
 
 
 @pytest.mark.parametrize("dropout_p", [1e-3, 0.1, 0.25, 0.5, 0.9, 0.999])
-def test_the_keep_rate(dropout_p):
+def test_keep_mask_has_the_rate(dropout_p):
     kept = keep_mask(seed_of(), dropout_p, 2, 4, 256, 256, DEVICE)
     for part in kept, kept[:, :, ::16, 1::2]:  # all, and one word of the four
         sigma = math.sqrt(dropout_p * (1 - dropout_p) / part.numel())
         assert abs(part.double().mean().item() - (1 - dropout_p)) < 5 * sigma
 
 
-def test_nothing_and_everything():
+def test_keep_mask_of_0_and_1():
     assert keep_mask(seed_of(), 0.0, 2, 2, 64, 64, DEVICE).all()
     assert not keep_mask(seed_of(), 1.0, 2, 2, 64, 64, DEVICE).any()
     assert drop_threshold(math.nextafter(1, 0)) == 2**32 - 1  # 32 bits for all that is not 1
@@ -105,7 +105,7 @@ def test_nothing_and_everything():
     assert keep_scale(0.75) == 4 and keep_scale(1.0) == 0
 
 
-def test_masks_of_seeds_heads_and_batches_differ():
+def test_keep_mask_differs_by_seed_head_and_batch():
     seeds = [0, 1, 2, 2**32, 2**63 - 1, -1]  # the high half counts as well
     masks = torch.cat([keep_mask(seed_of(seed), 0.5, 2, 3, 32, 64, DEVICE) for seed in seeds]).flatten(0, 1)
     agreement = (masks[:, None] == masks).double().mean((-1, -2))
@@ -117,7 +117,7 @@ def test_masks_of_seeds_heads_and_batches_differ():
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"seq_lens": [9, 30]},
                                      {"causal": True, "seq_lens": [9, 30]}], ids=str)
-def test_it_drops_normalised_probabilities(backend, dropout_p, options):
+def test_dropout_after_softmax(backend, dropout_p, options):
     inputs = qkv(Sq=30 if "seq_lens" in options else 21, Sk=30, dtype=torch.float32)
     q, k, v = (x.double() for x in inputs)
     p = probabilities(q, k, v, **options)
@@ -133,7 +133,7 @@ def test_it_drops_normalised_probabilities(backend, dropout_p, options):
     check_lse(lse, want_lse)
 
 
-def test_the_spellings_agree():
+def test_dropout_in_flash_attn_func_and_reference():
     q, k, v = qkv(dtype=torch.float32)
     options = {"dropout_p": 0.3, "dropout_seed": seed_of()}
     oracle = reference_attention(q, k, v, True, **options, return_lse=True)
@@ -182,7 +182,7 @@ def test_gradients(backend, dropout_p):
 
 
 @each_backend
-def test_torch_draws_the_seed(backend):
+def test_seed_is_drawn_by_torch_manual_seed(backend):
     inputs = qkv(dtype=torch.float32)
     draw = lambda: flash_attention(*inputs, dropout_p=0.5, backend=backend)  # noqa: E731
     torch.manual_seed(7)
@@ -194,8 +194,9 @@ def test_torch_draws_the_seed(backend):
     torch.testing.assert_close(reference_attention(*inputs, dropout_p=0.5), first)
 
 
-@pytest.mark.parametrize("backend, dynamic", [(name, dynamic) for name in available_backends()
-                                              for dynamic in (False, True) if not dynamic or name != "reference"])
+@pytest.mark.parametrize("backend, dynamic", [
+    pytest.param(name, dynamic, marks=slow_unless(not dynamic)) for name in available_backends()
+    for dynamic in (False, True) if not dynamic or name != "reference"])
 def test_compiles_as_one_graph(backend, dynamic):
     """One for all seeds, forward and backward, and with dynamic shapes for all lengths."""
     torch.compiler.reset()
@@ -212,7 +213,7 @@ def test_compiles_as_one_graph(backend, dynamic):
     assert counter.frame_count == 1
 
 
-def test_a_compiled_call_draws_a_seed_each_time():
+def test_compiled_call_draws_a_seed_each_time():
     inputs = qkv(dtype=torch.float32)
     draw = torch.compile(lambda: flash_attention(*inputs, dropout_p=0.5), fullgraph=True, backend="aot_eager")
     torch.manual_seed(7)
@@ -223,7 +224,7 @@ def test_a_compiled_call_draws_a_seed_each_time():
 
 
 @each_backend
-def test_the_seed_is_never_read_on_the_host(backend):
+def test_seed_is_never_read_on_the_host(backend):
     """A tensor without values, whose .item() raises, goes through."""
     with FakeTensorMode():
         q = torch.empty(2, 4, 20, 16, device=DEVICE, requires_grad=True)
@@ -234,7 +235,7 @@ def test_the_seed_is_never_read_on_the_host(backend):
             assert out.shape == dq.shape == q.shape and lse.shape == q.shape[:3]
 
 
-def test_auto_takes_what_it_takes_without_dropout(monkeypatch):
+def test_auto_backend_does_not_depend_on_dropout(monkeypatch):
     chosen = []
     for name, backend in BACKENDS.items():
         record = lambda q, *args, name=name, **options: chosen.append(name) or (q, None)  # noqa: E731
@@ -254,7 +255,7 @@ def test_auto_takes_what_it_takes_without_dropout(monkeypatch):
 
 @pytest.mark.parametrize("dropout_seed", [None, seed_of(), 5])
 @pytest.mark.parametrize("dropout_p", [0.0, -0.0, 0])
-def test_without_dropout_the_seed_is_ignored(dropout_p, dropout_seed):
+def test_seed_is_ignored_without_dropout(dropout_p, dropout_seed):
     inputs = qkv(dtype=torch.float32)
     for attention in (flash_attention, reference_attention):
         got = attention(*inputs, dropout_p=dropout_p, dropout_seed=dropout_seed)
@@ -332,14 +333,16 @@ def masks(q, k, v, dropout_p, backend, **options):
 
 
 @pytest.mark.parametrize("shape, options, seed", [
-    (dict(Sq=1, Sk=1), {}, 0), (dict(Sq=15, Sk=17), {}, -1), (dict(Sq=64, Sk=33, D=64), {}, -2**63),
-    (dict(B=1, H=2, Sq=70, Sk=150, D=80), dict(causal=True), 2**62),
-    (dict(B=1, H=2, Sq=150, Sk=70, D=96), dict(causal=True), 7),
-    (dict(B=1, H=2, Hk=1, Sq=131, Sk=133, D=128), {}, SEED), (dict(B=1, H=3, Hk=1, Sq=66, Sk=65, D=256), {}, 5),
+    (dict(Sq=1, Sk=1), {}, 0), (dict(Sq=15, Sk=17), {}, -1),
     (dict(H=2, Hk=1, Sq=70, Sk=70, D=40), dict(causal=True, seq_lens=[9, 70]), 2**63 - 1),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in (
+        (dict(Sq=64, Sk=33, D=64), {}, -2**63),
+        (dict(B=1, H=2, Sq=70, Sk=150, D=80), dict(causal=True), 2**62),
+        (dict(B=1, H=2, Sq=150, Sk=70, D=96), dict(causal=True), 7),
+        (dict(B=1, H=2, Hk=1, Sq=131, Sk=133, D=128), {}, SEED), (dict(B=1, H=3, Hk=1, Sq=66, Sk=65, D=256), {}, 5))),
 ], ids=str)
 @each_impl
-def test_each_kernel_drops_what_the_mask_says(impl, dtype, shape, options, seed):
+def test_kernel_drops_what_keep_mask_says(impl, dtype, shape, options, seed):
     q, k, v = kernel_inputs(impl, dtype, **shape)
     want = keep_mask(seed_of(seed, q.device), 0.4, *q.shape[:3], k.shape[2], q.device)
     lengths = torch.tensor(options["seq_lens"], device=q.device) if "seq_lens" in options else None
@@ -354,7 +357,7 @@ def test_each_kernel_drops_what_the_mask_says(impl, dtype, shape, options, seed)
     (0.9, dict(B=1, H=1, Hk=1, Sq=20, D=128), dict(sm_scale=-0.5)), (1e-12, dict(Sq=20, Sk=20), dict()),
 ], ids=str)
 @each_impl
-def test_each_kernel_against_the_reference(impl, dtype, shape, options, dropout_p):
+def test_kernel_against_reference(impl, dtype, shape, options, dropout_p):
     """out, lse, which is that of the undropped softmax, and gradients, those through lse as well."""
     inputs = kernel_inputs(impl, dtype, **shape)
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -373,7 +376,7 @@ def test_each_kernel_against_the_reference(impl, dtype, shape, options, dropout_
 
 
 @each_impl
-def test_a_share_of_0_and_one_that_rounds_to_it_change_nothing(impl, dtype):
+def test_dropout_p_of_0_and_almost_0_change_nothing(impl, dtype):
     backend = IMPLEMENTATIONS[impl][0]
     inputs = kernel_inputs(impl, dtype)
     want = flash_attention(*inputs, causal=True, backend=backend)
@@ -382,17 +385,18 @@ def test_a_share_of_0_and_one_that_rounds_to_it_change_nothing(impl, dtype):
     torch.testing.assert_close(drop(*inputs, 1e-12, backend, causal=True), want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl not in ("cuda:sm80", "torch")])  # sm80 is above
-def test_16_bits_drop_the_same(impl, dtype):
+def test_16_bits_have_the_same_mask(impl, dtype):
     q, k, v = kernel_inputs(impl, dtype, B=1, Sq=70, Sk=33, D=80)
     want = keep_mask(seed_of(device=q.device), 0.4, *q.shape[:3], k.shape[2], q.device)
     assert all(mask.equal(want) for mask in masks(q, k, v, 0.4, IMPLEMENTATIONS[impl][0]))
 
 
 @each_impl
-def test_each_kernel_reads_any_strides(impl, dtype):
-    q, k, v = kernel_inputs(impl, dtype, H=2, Hk=1, Sq=70)
+def test_kernel_reads_any_strides(impl, dtype):
+    q, k, v = kernel_inputs(impl, dtype, H=2, Hk=1, Sq=33)
     attend = lambda *qkv: drop(*qkv, 0.3, IMPLEMENTATIONS[impl][0], causal=True, deterministic=True)  # noqa: E731
     gradients = lambda out: torch.autograd.grad(out.square().sum(), (q, k, v))  # noqa: E731
     want = attend(q, k, v)
@@ -410,14 +414,14 @@ def test_each_kernel_reads_any_strides(impl, dtype):
 
 
 @pytest.mark.parametrize("impl", FORWARD_ONLY)
-def test_some_have_no_dropout(impl):
+def test_forward_only_kernels_refuse_dropout(impl):
     inputs = qkv(D=64, dtype=torch.float16 if impl in OF_16_BITS else torch.float32)
     with pytest.raises(ValueError, match=f"the forced kernel {impl[5:]} cannot serve: it has no dropout"):
         drop(*inputs, 0.3, "cuda")
     flash_attention(*inputs, backend="cuda")
 
 
-def test_fp8_in_the_twin():
+def test_fp8_dropout_in_triton():
     pytest.importorskip("triton", reason="triton is not installed")
     if HAS_GPU and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 needs a GPU from 8.9 on")
@@ -427,7 +431,7 @@ def test_fp8_in_the_twin():
 
 
 @each_impl
-def test_the_op(impl, dtype):
+def test_opcheck(impl, dtype):
     if impl == "torch":
         pytest.skip("not an op of ours")
     q, k, v = kernel_inputs(impl, dtype, Sq=20, Sk=24)
@@ -438,7 +442,7 @@ def test_the_op(impl, dtype):
 
 
 @each_backend
-def test_modules_train_alike(backend):
+def test_flash_mha_trains_alike_on_every_backend(backend):
     """Three steps of FlashMHA from the same seed: every backend drops the same, so every backend learns the same."""
     def train(backend):
         torch.manual_seed(3)
@@ -460,7 +464,7 @@ def test_modules_train_alike(backend):
 
 @pytest.mark.gpu
 @each_impl
-def test_a_replayed_graph_draws_anew(impl, dtype):
+def test_graph_replay_reads_the_seed_again(impl, dtype):
     """Forward and backward in one CUDA graph: what changes the seed in place changes the mask of both."""
     backend, device = IMPLEMENTATIONS[impl]
     if backend == "torch" or device == "cpu":
@@ -482,7 +486,7 @@ def test_a_replayed_graph_draws_anew(impl, dtype):
 
 @pytest.mark.gpu
 @each_impl
-def test_a_replayed_graph_draws_its_own_seed(impl, dtype):
+def test_graph_replay_draws_a_seed(impl, dtype):
     """Without a seed of the caller's, torch's generator, which graphs know, draws one in each replay."""
     backend, device = IMPLEMENTATIONS[impl]
     if backend == "torch" or device == "cpu":

@@ -63,6 +63,7 @@ def losses_in(directory):
     return torch.tensor(list(json.loads((directory / "training.json").read_text())["losses"].values()))
 
 
+@pytest.mark.slow
 def test_dropout_drops_the_same_with_every_backend(trained, tmp_path):
     train_tiny_gpt.main([*EVERY_BACKEND, *SMALL, "--steps", "6", "--out", str(tmp_path), "--dropout", "0.3"])
     dropped = losses_in(tmp_path)

@@ -44,7 +44,7 @@ def test_3d_is_4d_with_one_head(backend, device):
 
 
 @each_impl
-def test_flash_attn_func_has_flash_attns_layout(backend, device):
+def test_flash_attn_func_layout(backend, device):
     q, k, v = qkv(H=4, Hk=2, Sq=20, Sk=33, device=device)
     want, want_lse = flash_attention(q, k, v, True, 0.3, return_lse=True, backend=backend)
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
@@ -61,14 +61,14 @@ def test_flash_attn_func_has_flash_attns_layout(backend, device):
 
 @pytest.mark.parametrize("argument", [dict(window_size=(4, 0)), dict(window_size=None), dict(softcap=30.0),
                                       dict(alibi_slopes=torch.ones(4))], ids=str)
-def test_flash_attn_func_names_what_is_not_there_yet(argument):
+def test_flash_attn_func_names_unsupported_options(argument):
     q, k, v = (x.transpose(1, 2) for x in qkv())
     with pytest.raises(NotImplementedError, match=next(iter(argument))):
         flash_attn_func(q, k, v, **argument)
     assert flash_attn_func(q, k, v, window_size=[-1, -1]).equal(flash_attn_func(q, k, v))
 
 
-def test_flash_attn_funcs_window_without_a_right_side_is_causal():
+def test_flash_attn_func_window_size_of_causal():
     """flash-attn itself turns causal=True into these two numbers, aligned bottom-right as causal is."""
     q, k, v = (x.transpose(1, 2) for x in qkv(Sq=20, Sk=33))
     want = flash_attn_func(q, k, v, causal=True)
@@ -98,7 +98,7 @@ def qkv_of(dtypes, device):
 @each_impl
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.float16)], ids=str)
-def test_autocast_is_a_cast(backend, device, dtype, dtypes):
+def test_autocast_casts_inputs(backend, device, dtype, dtypes):
     """Also of three dtypes, as for scaled_dot_product_attention."""
     q, k, v = qkv_of(dtypes, device)
     want, want_lse = flash_attention(*(x.to(dtype) for x in (q, k, v)), True, return_lse=True, backend=backend)
@@ -176,7 +176,7 @@ def test_autocast_leaves_float8_and_the_oracle():
             flash_attention(*qkv()[:2], qkv()[2].tolist())
 
 
-def test_forward_is_the_minimal_call():
+def test_forward_is_flash_attention():
     q, k, v = qkv()
     assert forward(q, k, v).equal(flash_attention(q, k, v))
 
@@ -229,7 +229,7 @@ def test_ops_take_empty_inputs(backend, device):
 
 
 @each_impl
-def test_a_last_dimension_that_is_not_contiguous(backend, device):
+def test_last_dimension_that_is_not_contiguous(backend, device):
     q, k, v = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in qkv(device=device))
     assert q.stride(-1) != 1
     out = flash_attention(q, k, v, backend=backend)
@@ -248,7 +248,7 @@ def out_and_gradients(q, k, v, dout, dlse, *args, **options):
     (True, None, 30, slice(0))], ids=["seq_lens", "seq_lens, causal", "fewer keys", "more keys"])
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
 @pytest.mark.parametrize("sm_scale", [None, -0.3, 0.0])
-def test_what_no_row_sees_changes_nothing_with_torch(dtype, causal, seq_lens, Sk, unseen_rows, junk, sm_scale):
+def test_torch_backend_ignores_nan_in_padding(dtype, causal, seq_lens, Sk, unseen_rows, junk, sm_scale):
     device = IMPLEMENTATIONS["torch"][1]
     q, k, v = qkv(Hk=2, Sk=Sk, device=device, dtype=dtype)
     dout, dlse = torch.ones_like(q), torch.ones_like(q[..., 0], dtype=torch.promote_types(dtype, torch.float32))
@@ -279,7 +279,7 @@ def junk_in_free_memory():
 @pytest.mark.parametrize("name", "qkv")
 @pytest.mark.parametrize("strides", [(104, 104, 1, 1), (0, 1, 0, 1), (1, 1, 16, 1), (16, 16, 16, 1), (1000, 16, 8, 1),
                                      (384, 128, 0, 1), (0, 128, 16, 1)], ids=str)
-def test_inputs_that_overlap_themselves_with_torch(strides, name, causal, junk_in_free_memory):
+def test_torch_backend_with_overlapping_inputs(strides, name, causal, junk_in_free_memory):
     device = IMPLEMENTATIONS["torch"][1]
     shape = (1, 1, 8, 16) if strides == (0, 1, 0, 1) else (2, 3, 8, 16)
     memory, *rest = randn((2000,), shape, shape, device=device)
@@ -352,7 +352,7 @@ def test_bad_options(attention):
 
 
 @pytest.mark.parametrize("attention", [flash_attention, reference_attention, minimal_attn.which_kernel])
-def test_a_mask_as_the_fourth_argument(attention):
+def test_attn_mask_as_the_fourth_argument(attention):
     for mask in (torch.ones(20, 20), torch.ones(20, 20, dtype=torch.bool)):
         with pytest.raises(TypeError, match="^causal must be a bool, got a torch.* tensor of shape .20, 20.; the "
                                             "fourth argument of flash_attention is causal, and masks are not "
@@ -362,7 +362,7 @@ def test_a_mask_as_the_fourth_argument(attention):
 
 @pytest.mark.parametrize("name", ["causal", "sm_scale", "seq_lens", "dropout_p", "dropout_seed", "deterministic",
                                   "backend"])
-def test_no_error_shows_the_values_of_a_tensor(name):
+def test_errors_do_not_print_tensors(name):
     needed = {"dropout_p": 0.5} if name == "dropout_seed" else {}
     for value in (torch.full((3, 3), 77.5), [torch.full((3, 3), 77.5)]):
         with pytest.raises((TypeError, ValueError)) as caught:
@@ -375,7 +375,7 @@ def test_no_error_shows_the_values_of_a_tensor(name):
                                            (torch.tensor(1j), r"a torch.complex64 tensor of shape \(\)"),
                                            (1j, "1j"), ([0.3], r"\[0.3\]"), (True, "True")],
                          ids=["vector", "empty", "complex tensor", "complex", "list", "bool"])
-def test_a_scale_is_one_real_number(sm_scale, got):
+def test_sm_scale_is_one_real_number(sm_scale, got):
     with pytest.raises(TypeError, match=f"^sm_scale must be None or one real number, got {got}$"):
         flash_attention(*qkv(), sm_scale=sm_scale)
 
@@ -398,14 +398,14 @@ def test_nested_tensors(nested):
             call(q, q, nested)
 
 
-def test_seq_lens_that_are_nested():
+def test_nested_seq_lens():
     seq_lens = torch.nested.nested_tensor([torch.tensor([5]), torch.tensor([20])])
     with pytest.raises(TypeError, match=f"seq_lens {NOT_NESTED}"):
         flash_attention(*qkv(), seq_lens=seq_lens)
 
 
 @pytest.mark.gpu
-def test_the_fast_path_leaves_nested_tensors_to_the_checks():
+def test_fast_path_leaves_nested_tensors_to_the_checks():
     """Their strides would make torch raise an internal error."""
     flash_attention(*qkv(device="cuda"))  # loads the fast path
     q = torch.nested.nested_tensor([x.cuda() for x in randn((3, 4, 16), (5, 4, 16))])
@@ -414,7 +414,7 @@ def test_the_fast_path_leaves_nested_tensors_to_the_checks():
             call(q, q, q)
 
 
-def test_errors_of_the_fast_path_are_not_hidden(monkeypatch):
+def test_fast_path_errors_are_not_hidden(monkeypatch):
     def out_of_memory(*args):
         raise RuntimeError("out of memory")
 
@@ -423,14 +423,14 @@ def test_errors_of_the_fast_path_are_not_hidden(monkeypatch):
         flash_attention(*qkv())
 
 
-def test_what_auto_looks_at_is_checked_first(gradients):
+def test_auto_backend_checks_inputs_first(gradients):
     with FakeTensorMode():
         q = torch.empty(2, 4, 20, 16, device="cuda", dtype=torch.float16)
         with pytest.raises(TypeError, match="k must be a torch.Tensor, got list"):
             flash_attention(q, [1.0], q)
 
 
-def test_fp8_on_a_backend_that_does_not_take_it():
+def test_fp8_error_names_the_backends_that_take_it():
     q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv())
     takers = [name for name, backend in BACKENDS.items() if q.dtype in backend.dtypes]
     said = f"; flash_attention takes float8 with backend={' or '.join(map(repr, takers))}$"
@@ -449,7 +449,7 @@ KEYWORDS = {"is_causal": "; it is called causal here", "scale": "; it is called 
 
 
 @pytest.mark.parametrize("keyword", KEYWORDS)
-def test_unknown_keywords_are_told_their_names_here(keyword):
+def test_unknown_keyword_error_names_ours(keyword):
     said = rf"^flash_attention\(\) got an unexpected keyword argument '{keyword}'{KEYWORDS[keyword]}$"
     with pytest.raises(TypeError, match=said):
         flash_attention(*qkv(), **{keyword: None})
@@ -464,7 +464,7 @@ def largest_scale():
     return scale.item()
 
 
-def test_a_scale_that_is_infinite_times_log2_e():
+def test_sm_scale_too_large():
     assert minimal_attn.checks.MAX_SCALE == pytest.approx(largest_scale(), rel=1e-4)
     assert minimal_attn.checks.MAX_SCALE <= largest_scale()
     q, k, v = (x * 1e-20 for x in qkv())
@@ -480,7 +480,7 @@ def test_a_scale_that_is_infinite_times_log2_e():
 
 @each_impl
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_largest_scale(backend, device, sign):
+def test_sm_scale_at_its_maximum(backend, device, sign):
     q, k, v = (x * 1e-19 for x in qkv(device=device))
     out, lse = flash_attention(q, k, v, sm_scale=sign * 2.3586e38, return_lse=True, backend=backend)
     want, want_lse = reference_attention(*(x.double() for x in (q, k, v)), sm_scale=sign * 2.3586e38, return_lse=True)
@@ -533,7 +533,7 @@ def test_fp64(monkeypatch):
             flash_attention(q, q, q, backend="triton")
 
 
-def test_the_op_refuses_what_would_read_out_of_bounds():
+def test_op_refuses_what_would_read_out_of_bounds():
     """Called past the facade, the compiled op still never touches memory that is not there."""
     minimal_attn.load()
     op = torch.ops.minimal_attn.flash_forward
@@ -573,7 +573,7 @@ def test_inputs_with_a_tangent(backend, device):
         torch.func.jvp(attend, (v,), (torch.ones_like(v),))
 
 
-def test_the_op_has_a_first_derivative_alone():
+def test_op_has_no_second_derivative():
     minimal_attn.load()
     q, k, v = qkv()
     op = lambda v: torch.ops.minimal_attn.flash_forward(q, k, v, None, 0.25, False)[0]  # noqa: E731
@@ -595,14 +595,14 @@ def in_a_new_process(code, **env):
                           env={**os.environ, **env})
 
 
-def test_the_import_is_light():
+def test_import_loads_neither_triton_nor_dynamo():
     """torch._dynamo alone takes a second; Triton and what builds csrc are for the calls that need them."""
     result = in_a_new_process("import minimal_attn, sys;"
                               "print({'torch._dynamo', 'triton', 'triton_ref'} & sys.modules.keys())")
     assert result.stdout.strip() == "set()", result.stderr
 
 
-def test_what_is_constant_for_torch_compile_is_marked_as_torch_marks_it():
+def test_assume_constant_result_is_that_of_torch():
     def mark(decorate):
         return vars(decorate(lambda: None))
 
@@ -623,7 +623,7 @@ def test_without_triton():
     assert "triton" not in result.stdout
 
 
-def test_a_triton_that_cannot_be_imported(tmp_path):
+def test_triton_that_cannot_be_imported(tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError('libcuda.so.1: no such file')")
     result = in_a_new_process("import minimal_attn, torch; print(minimal_attn.available_backends());"
                               "print(minimal_attn.interface.BACKENDS['triton'].why_not())", PYTHONPATH=str(tmp_path))
@@ -673,7 +673,7 @@ MISSING = pytest.mark.parametrize("missing, backend, said", [
 
 @MISSING
 @pytest.mark.parametrize("call", [flash_attention, flash_attn_func, forward])
-def test_auto_takes_what_is_there_and_says_so_once(call, missing, backend, said, request, monkeypatch):
+def test_auto_backend_warns_once_of_what_is_missing(call, missing, backend, said, request, monkeypatch):
     for fixture in missing:
         request.getfixturevalue(fixture)
     chosen = []
@@ -689,7 +689,7 @@ def test_auto_takes_what_is_there_and_says_so_once(call, missing, backend, said,
 
 
 @MISSING
-def test_auto_compiles_as_one_graph_whatever_is_there(missing, backend, said, request):
+def test_auto_backend_compiles_fullgraph(missing, backend, said, request):
     for fixture in missing:
         request.getfixturevalue(fixture)
     with FakeTensorMode(), pytest.warns(UserWarning, match=f"backend='auto' {said}"):
@@ -699,12 +699,12 @@ def test_auto_compiles_as_one_graph_whatever_is_there(missing, backend, said, re
 
 
 @pytest.mark.filterwarnings("error")
-def test_auto_with_everything_there_says_nothing(nvcc):
+def test_auto_backend_does_not_warn(nvcc):
     assert minimal_attn.choice._first_available(False) == "cuda"
     assert minimal_attn.choice._first_available(True) == "triton"
 
 
-def test_what_asks_for_csrc_without_nvcc_is_told(no_nvcc):
+def test_cuda_backend_without_nvcc(no_nvcc):
     with FakeTensorMode(), pytest.raises(RuntimeError, match="there is no nvcc"):
         q = torch.empty(2, 4, 20, 16, device="cuda")
         flash_attention(q, q, q, backend="cuda")
@@ -718,7 +718,7 @@ def test_reference_against_sdpa():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_oracle_computes_16_bit_inputs_in_fp32(dtype):
+def test_reference_computes_16_bit_inputs_in_fp32(dtype):
     q, k, v = (x.to(dtype) for x in qkv(H=1, Hk=1))
     out, lse = reference_attention(q.float(), k.float(), v.float(), True, return_lse=True)
     got, got_lse = reference_attention(q, k, v, True, return_lse=True)
@@ -739,13 +739,13 @@ def test_reference_by_hand():
 
 @pytest.mark.parametrize("scale", [1.0, 3.0, 30.0])
 @pytest.mark.parametrize("n, block_size", [(256, 64), (100, 33), (5, 1), (7, 64)])
-def test_blockwise_rescales(scale, n, block_size):
+def test_blockwise_attention_against_reference(scale, n, block_size):
     q, k, v = (x * scale for x in randn(*[(2, n, 64)] * 3, dtype=torch.float64))
     out = blockwise_attention(q, k, v, block_size)
     torch.testing.assert_close(out, reference_attention(q, k, v), rtol=1e-9, atol=1e-9)
 
 
-def test_the_rescaling_matters():
+def test_blockwise_attention_needs_its_rescaling():
     """Without the factor exp(m_old - m_new), N = 256 in blocks of 64 is wrong by 0.45: the test above would see it."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 256, 64) for _ in "qkv")
@@ -758,7 +758,7 @@ def test_the_rescaling_matters():
     assert (blockwise_attention(q, k, v) - reference_attention(q, k, v)).abs().max() < 1e-5
 
 
-def test_blockwise_dropout():
+def test_blockwise_attention_dropout():
     torch.manual_seed(0)
     q, k = randn((2, 64, 64), (2, 64, 64))
     v = torch.eye(64).expand(2, 64, 64)  # the output is the probabilities
@@ -770,7 +770,7 @@ def test_blockwise_dropout():
     assert (blockwise_attention(q, k, v, dropout_p=1.0) == 0).all()
 
 
-def test_blockwise_refuses():
+def test_blockwise_attention_bad_input():
     q, k, v = randn(*[(2, 8, 16)] * 3)
     with pytest.raises(ValueError, match="block_size must be at least 1"):
         blockwise_attention(q, k, v, 0)
@@ -780,7 +780,7 @@ def test_blockwise_refuses():
         blockwise_attention(q[None], k[None], v[None])
 
 
-def test_the_same_errors_from_the_reference():
+def test_reference_bad_input():
     q, k, v = qkv()
     with pytest.raises(ValueError, match="same head_dim"):
         reference_attention(q[..., 1:], k, v)
@@ -794,7 +794,7 @@ def test_public_names():
         assert callable(getattr(minimal_attn, name)) and getattr(minimal_attn, name).__doc__
 
 
-def test_a_scale_is_called_what_the_caller_calls_it():
+def test_sm_scale_and_softmax_scale_in_errors():
     q, k, v = qkv()
     for call, name in ((flash_attention, "sm_scale"), (flash_attn_func, "softmax_scale")):
         with pytest.raises(ValueError, match=f"^{name} must be finite .*, got nan"):

@@ -11,17 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cases import (CASES, DTYPES, FP32_TOLERANCE, TILE_CASES, Case, base, check_error, check_lse, exact, make_inputs,
-                   options, serves)
+from cases import (CASES, DTYPES, FP32_TOLERANCE, TILE_CASES, Case, base, case_params, check_error, check_lse,
+                   compiler_for, dtype_params, dtypes_of, exact, make_inputs, options, serves, slow_unless)
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import flash_attention
 
 CASES_HERE = [case for case in CASES + TILE_CASES if HAS_GPU or not case.gpu_only]
-each_case = pytest.mark.parametrize("case", CASES_HERE, ids=str)
-each_kernel = pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl != "torch"])
-each_kernel_and_dtype = pytest.mark.parametrize("impl, dtype", [
-    pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
-    for impl in IMPLEMENTATIONS for dtype in DTYPES if impl != "torch" and serves(impl, Case("any"), dtype)])
+each_case = pytest.mark.parametrize("case", case_params(CASES_HERE))
+each_kernel_and_dtype = pytest.mark.parametrize("impl, dtype", dtype_params(x for x in IMPLEMENTATIONS if x != "torch"))
 IN_ONE_DTYPE = [pytest.param(impl, torch.bfloat16 if impl in OF_16_BITS else torch.float32, id=impl)
                 for impl in IMPLEMENTATIONS]
 each_impl_in_one_dtype = pytest.mark.parametrize("impl, dtype", IN_ONE_DTYPE)
@@ -60,8 +57,7 @@ def check_case(impl, case, dtype, seed=0, factor=2):
 @each_case
 @pytest.mark.parametrize("impl, dtype", [
     pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
-    for impl in IMPLEMENTATIONS for dtype in DTYPES
-    if HAS_GPU or (impl, dtype) != ("triton", torch.bfloat16)])  # in whose place the interpreter is given fp32
+    for impl in IMPLEMENTATIONS for dtype in dtypes_of(impl)])
 def test_against_fp64(impl, dtype, case, poisoned_outputs):
     check_case(impl, case, dtype)
 
@@ -81,7 +77,7 @@ def test_cuda_against_triton(dtype, case):
     check_lse(lse, twin_lse.double())
 
 
-def test_cases_have_scores_too_large_for_exp():
+def test_cases_large_few_keys_overflows_exp():
     case = next(case for case in CASES if case.name == "large_few_keys")
     lse = exact(case, *make_inputs(case, torch.float32, "cpu"))[1]
     assert lse.min() < -88 and lse.max() > 88
@@ -101,7 +97,8 @@ def servable(impl, case):
     return dataclasses.replace(case, D=D, layout=case.layout.replace("odd", "slice"))
 
 
-each_bitwise_case = pytest.mark.parametrize("case", BITWISE, ids=str)
+each_bitwise_case = pytest.mark.parametrize("case", [
+    pytest.param(case, id=case.name, marks=slow_unless(case.D in (64, 128))) for case in BITWISE])
 
 
 @each_bitwise_case
@@ -133,7 +130,7 @@ def same_rows(rows, first, second):
 
 @each_kernel_and_dtype
 @pytest.mark.parametrize("cut", [1, 40, 64, 129])
-def test_later_keys_do_not_change_earlier_rows(impl, dtype, cut):
+def test_causal_rows_do_not_depend_on_later_keys(impl, dtype, cut):
     case = Case("causal", Sq=150, Sk=150, causal=True)
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     before = run(impl, case, q, k, v)
@@ -153,13 +150,13 @@ def inputs_with_a_free_dimension(case, dtype, device):
 # A lazy maximum lets scores grow by some powers of two; beyond, it is moved, or the row is computed again. Kernels on
 # tensor cores take the last keys first, so that it is the first keys that have the large scores.
 OCTAVES = [12, 36, 90, 300]  # 2^300 is beyond fp32
-each_growth = pytest.mark.parametrize("octaves", OCTAVES)
+each_growth = pytest.mark.parametrize("octaves", [pytest.param(x, marks=slow_unless(x == 90)) for x in OCTAVES])
 
 
 @each_kernel_and_dtype
 @each_growth
-@pytest.mark.parametrize("cut", [400, 409])
-def test_later_rows_that_overflow_do_not_change_earlier_rows(impl, dtype, octaves, cut):
+@pytest.mark.parametrize("cut", [pytest.param(400, marks=pytest.mark.slow), 409])
+def test_causal_rows_do_not_depend_on_overflow_of_later_rows(impl, dtype, octaves, cut):
     """The rows from the cut on overflow unless their last keys have large scores as well, which is what changes."""
     case = Case("causal", Sq=512, Sk=512, causal=True)
     q, k, v = inputs_with_a_free_dimension(case, dtype, IMPLEMENTATIONS[impl][1])
@@ -175,7 +172,7 @@ def test_later_rows_that_overflow_do_not_change_earlier_rows(impl, dtype, octave
 @each_kernel_and_dtype
 @each_growth
 @pytest.mark.parametrize("causal", [False, True])
-def test_other_queries_do_not_change_a_row(impl, dtype, octaves, causal):
+def test_rows_do_not_depend_on_other_queries(impl, dtype, octaves, causal):
     """Every third row gets scores that overflow a lazy maximum; the bits of its neighbours stay."""
     case = Case("neighbours", Sq=300, Sk=320, causal=causal)
     q, k, v = inputs_with_a_free_dimension(case, dtype, IMPLEMENTATIONS[impl][1])
@@ -205,7 +202,7 @@ def test_causal_prefix_has_the_bits_of_the_whole(impl, dtype, D):
 
 @each_kernel_and_dtype
 @pytest.mark.parametrize("causal", [False, True])
-def test_length_of_the_padding_does_not_change_valid_rows(impl, dtype, causal):
+def test_seq_lens_rows_do_not_depend_on_the_padding(impl, dtype, causal):
     case = Case("padded", B=3, H=2, Hk=1, Sq=300, Sk=300, causal=causal, seq_lens=(5, 64, 130))
     inputs = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     whole = run(impl, case, *inputs)
@@ -220,7 +217,7 @@ def test_length_of_the_padding_does_not_change_valid_rows(impl, dtype, causal):
 
 
 @each_kernel_and_dtype
-def test_padding_is_never_read(impl, dtype):
+def test_seq_lens_padding_is_never_read(impl, dtype):
     """NaN in the padding of a sample, which real batches hold, reaches nothing."""
     case = Case("padding", B=2, Sq=100, Sk=100, seq_lens=(37, 64))
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
@@ -233,7 +230,7 @@ def test_padding_is_never_read(impl, dtype):
 
 
 @each_kernel_in_one_dtype
-def test_nan_in_the_input_shows(impl, dtype):
+def test_nan_in_q_shows_in_its_row_alone(impl, dtype):
     case = Case("nan", Sq=70, Sk=70)
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     q[0, 1, 3, 0] = torch.nan
@@ -268,9 +265,9 @@ def test_scores_of_minus_infinity(impl, dtype, hidden, others):
 
 @pytest.mark.parametrize("impl, dtype", [
     pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
-    for impl in IMPLEMENTATIONS if impl not in ("torch", *ON_TENSOR_CORES) for dtype in DTYPES])
+    for impl in IMPLEMENTATIONS if impl not in ("torch", *ON_TENSOR_CORES) for dtype in dtypes_of(impl)])
 @pytest.mark.parametrize("strides", [(64, 64, 1, 1), (0, 1, 0, 1)], ids=str)
-def test_inputs_that_overlap_themselves(impl, dtype, strides):
+def test_overlapping_inputs(impl, dtype, strides):
     """Sliding windows: empty_like and .float() of such a tensor do not keep head_dim innermost."""
     device, generator = IMPLEMENTATIONS[impl][1], torch.Generator().manual_seed(0)
     memory = [torch.randn(200, generator=generator).to(device, dtype) for _ in "qkv"]
@@ -290,8 +287,9 @@ def test_inputs_that_overlap_themselves(impl, dtype, strides):
 
 @each_kernel_in_one_dtype
 @pytest.mark.parametrize("D", [16, 96, 128, 192, 256])
-@pytest.mark.parametrize("octaves", [3.0, 7.8, 20.0, -3.0, -7.8, -12.0, -14.9, -20.0])
-def test_maxima_that_grow_from_block_to_block(impl, dtype, D, octaves):
+@pytest.mark.parametrize("octaves", [pytest.param(x, marks=slow_unless(x in (7.8, -14.9)))
+                                     for x in (3.0, 7.8, 20.0, -3.0, -7.8, -12.0, -14.9, -20.0)])
+def test_row_max_that_grows_from_block_to_block(impl, dtype, D, octaves):
     """By so many powers of two with every 64 keys: below and above what a lazy maximum lets pass. Kernels on tensor
     cores take the last keys first, so that it is below 0 that their maxima grow."""
     case = servable(impl, Case("growing", Sq=150 if HAS_GPU else 33, Sk=300, D=D, sm_scale=1.0))
@@ -306,12 +304,10 @@ def test_maxima_that_grow_from_block_to_block(impl, dtype, D, octaves):
 
 
 @st.composite
-def drawn_cases(draw, impl):
+def drawn_cases(draw, impl, head_dims):
     some = st.integers(1, 3 if HAS_GPU else 2)
     length = st.integers(1, 140 if IMPLEMENTATIONS[impl][1] == "cpu" else 420)
-    Hk, group, Sq = draw(some), draw(some), draw(length)
-    step, most = (8, 256) if impl in OF_16_BITS else (4, 128) if impl in ON_TENSOR_CORES else (1, 256)  # of head_dim
-    B, D = draw(some), step * draw(st.integers(1, most // step))
+    Hk, group, Sq, B, D = draw(some), draw(some), draw(length), draw(some), draw(head_dims)
     B *= -(-200 // (Hk * group * Sq * D))  # the largest error of a handful of numbers is a matter of luck
     seq_lens = draw(st.none() | st.lists(st.integers(1, Sq), min_size=B, max_size=B).map(tuple))
     Sk = Sq if seq_lens else draw(length)
@@ -320,26 +316,31 @@ def drawn_cases(draw, impl):
                 layout=draw(st.sampled_from(layouts)), expand=draw(st.booleans()))
 
 
-@each_kernel
-# Parts of the draws, for test workers to share; each begins with the simplest.
-@pytest.mark.parametrize("part", range(6 if HAS_GPU else 2))
-def test_drawn_shapes(impl, part, poisoned_outputs):
-    @hypothesis.seed(part)
-    @settings(max_examples=13, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(case=drawn_cases(impl), seed=st.integers(0, 99),
-           dtype=st.sampled_from([dtype for dtype in DTYPES if serves(impl, Case("any"), dtype)]))
-    def check_drawn(case, dtype, seed):
+def check_drawn_cases(impl, seed, max_examples, head_dims, dtypes):
+    """Cases with a head_dim and a dtype of these, the same ones for the same seed."""
+    @hypothesis.seed(seed)
+    @settings(max_examples=max_examples, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(case=drawn_cases(impl, st.sampled_from(head_dims)), seed=st.integers(0, 99), dtype=st.sampled_from(dtypes))
+    def check(case, dtype, seed):
         assert serves(impl, case, dtype)
         check_case(impl, case, dtype, seed, factor=4)  # twice the rule: the drawn shapes are still small
 
-    check_drawn()
+    check()
+
+
+# campaign.py draws the head_dims and dtypes as well; each pair is another kernel for Triton to compile.
+@each_kernel_in_one_dtype
+@pytest.mark.parametrize("D", [40, pytest.param(128, marks=pytest.mark.slow)])
+def test_drawn_shapes(impl, dtype, D, poisoned_outputs):
+    check_drawn_cases(impl, seed=D, max_examples=8, head_dims=[D], dtypes=[dtype])
 
 
 OPS = {"cuda": "flash_forward", "triton": "triton_forward"}
 
 
 @each_kernel_in_one_dtype
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "slice", "odd"])
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=slow_unless(x == "bshd"))
+                                    for x in ("bhsd", "bshd", "slice", "odd")])
 def test_opcheck(impl, dtype, layout):
     """Schema, fake kernel (shapes and strides), tracing, by torch's own checks."""
     backend, device = IMPLEMENTATIONS[impl]
@@ -366,7 +367,7 @@ def test_compile_fullgraph(impl, dtype):
         return out + 1, lse
 
     seq_lens = torch.tensor([3, 33], dtype=torch.int32, device=device)
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    compiled = torch.compile(attend, fullgraph=True, backend=compiler_for(impl))
     for lengths in (None, seq_lens):
         for got, want in zip(compiled(q, k, v, lengths), attend(q, k, v, lengths)):
             assert got.stride() == want.stride()

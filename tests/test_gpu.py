@@ -63,7 +63,7 @@ def test_graph_capture_and_replay(backend, dtype, has_lens):
 
 
 @each_kernel
-def test_lengths_that_cannot_be_checked_are_clamped(backend, dtype):
+def test_seq_lens_under_capture_are_clamped(backend, dtype):
     """Under capture no value is read on the host, and no value makes the kernel read beyond the end."""
     q, k, v = make_inputs(CASE, dtype, "cuda")
     seq_lens = torch.tensor([-3, 2**31 - 1, 2**32 + 5], device="cuda")
@@ -119,7 +119,7 @@ def test_several_streams_at_once(backend, dtype, causal):
 @each_kernel_and_dtype_of_sm90
 @pytest.mark.parametrize("causal", [False, True])
 @each_tile_of_sm90
-def test_the_same_bits_in_200_runs(impl, backend, dtype, D, Sk, causal):
+def test_same_bits_in_200_runs(impl, backend, dtype, D, Sk, causal):
     case = dataclasses.replace(CASE, Sq=300, Sk=Sk, D=D)
     if not serves(impl, case, dtype):
         pytest.skip("cannot serve it")
@@ -132,7 +132,7 @@ def test_the_same_bits_in_200_runs(impl, backend, dtype, D, Sk, causal):
 @each_kernel_and_dtype_of_sm90
 @pytest.mark.parametrize("causal", [False, True])
 @each_tile_of_sm90
-def test_a_sample_does_not_depend_on_how_many_there_are(impl, backend, dtype, D, Sk, causal):
+def test_batch_invariance_of_a_full_gpu(impl, backend, dtype, D, Sk, causal):
     """Alone it leaves SMs idle; among others a block of threads has several tiles, of rows and of samples."""
     case = Case("samples", B=24, H=8, Hk=2, Sq=300, Sk=Sk, D=D)
     if not serves(impl, case, dtype):
@@ -146,7 +146,7 @@ def test_a_sample_does_not_depend_on_how_many_there_are(impl, backend, dtype, D,
 
 @each_kernel
 @pytest.mark.parametrize("H, Hk", [(4, 4), (16, 1), (12, 2)])
-def test_gradients_of_a_sample_do_not_depend_on_its_batch(backend, dtype, H, Hk):
+def test_batch_invariance_of_gradients(backend, dtype, H, Hk):
     """Neither on how many samples and heads there are, nor on the padding; query heads that share keys are split."""
     case = Case("samples", B=6, H=H, Hk=Hk, Sq=700, Sk=700, D=64)
     q, k, v = (x.requires_grad_() for x in make_inputs(case, dtype, "cuda"))
@@ -161,7 +161,7 @@ def test_gradients_of_a_sample_do_not_depend_on_its_batch(backend, dtype, H, Hk)
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @each_kernel
-def test_tensors_of_a_gpu_that_is_not_the_current_one(backend, dtype):
+def test_tensors_on_another_gpu(backend, dtype):
     inputs = make_inputs(CASE, dtype, "cuda:0")
     want = flash_attention(*inputs, True, backend=backend)
     for device in (0, 1):
@@ -344,7 +344,7 @@ def test_gradients_of_more_than_65535_heads_and_samples(impl, backend, dtype):
 
 
 @each_kernel
-def test_memory_is_linear_in_the_length(impl, backend, dtype, record_property):
+def test_memory_is_linear_in_seqlen(impl, backend, dtype, record_property):
     """At S = 32768 the scores alone would be 16 GiB in fp32; beyond inputs and output there is only lse."""
     q, k, v = (torch.randn(1, 4, 32768, 64, device="cuda", dtype=dtype) for _ in "qkv")
     flash_attention(q[:, :, :64], k, v, backend=backend)
@@ -367,6 +367,7 @@ def build(tmp_path, **env):
     return time.monotonic() - start, result.stdout.split()[-1]
 
 
+@pytest.mark.timeout(300)
 def test_build_from_nothing(tmp_path, record_property):
     seconds, library = build(tmp_path)
     workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
@@ -380,8 +381,9 @@ def test_build_from_nothing(tmp_path, record_property):
         assert seconds <= (240 if workers else 75)
 
 
+@pytest.mark.timeout(300)
 def test_built_for_another_gpu(tmp_path):
-    other = "8.0" if torch.cuda.get_device_capability() != (8, 0) else "9.0"
+    other = "7.5" if torch.cuda.get_device_capability() != (7, 5) else "8.0"  # sm_75 has the fewest kernels
     code = ("import torch, minimal_attn; x = torch.ones(1, 1, 4, 16, device='cuda');"
             "minimal_attn.flash_attention(x, x, x, backend='cuda')")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, env={
@@ -391,6 +393,7 @@ def test_built_for_another_gpu(tmp_path):
         assert part in result.stderr, result.stderr
 
 
+@pytest.mark.timeout(300)
 def test_ptx_of_an_older_gpu(tmp_path):
     """The driver compiles it for this GPU, but there are no tensor cores in it: flash.cu serves."""
     code = ("import torch, minimal_attn; from minimal_attn import flash_attention, which_kernel;"

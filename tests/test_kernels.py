@@ -31,20 +31,20 @@ def qkv(D=64, dtype=HALF, device="cpu", layout="bhsd", H=4):
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "slice"])
-def test_tensor_cores_take_16_bits(capability, dtype, layout):
+def test_which_kernel_for_16_bits(capability, dtype, layout):
     for D in (8, 64, 72, 256):
         kernel = "sm90" if capability == 90 else "sm80"
         assert choose(*qkv(D, dtype, layout=layout), capability=capability) == (kernel, None)
 
 
-def test_what_tma_cannot_take_goes_to_sm80():
+def test_which_kernel_without_tma_is_sm80():
     q, k, v = qkv()
     windows = torch.empty(5000, dtype=HALF).as_strided((2, 4, 40, 64), (960, 240, 16, 1))
     for tensors in ((q, k[:, :, :1].expand_as(k), v), (q, k, windows), (windows, k, v), (q, k[:, :, :0], v[:, :, :0])):
         assert choose(*tensors) == ("sm80", None)
 
 
-def test_strides_of_2_40_bytes_go_to_sm80():
+def test_which_kernel_for_strides_of_2_40_bytes():
     near, below, far = (torch.empty(10240, dtype=HALF).as_strided((1, 4, 40, 64), (stride, 2560, 64, 1))
                         for stride in (10240, 2**39 - 8, 2**39))
     assert choose(below) == ("sm90", None)
@@ -52,12 +52,12 @@ def test_strides_of_2_40_bytes_go_to_sm80():
         assert choose(*tensors) == ("sm80", None)
 
 
-def test_dropout_goes_to_sm80_and_simt():
+def test_which_kernel_with_dropout():
     assert choose(*qkv(), has_dropout=True) == ("sm80", None)
     assert choose(*qkv(dtype=torch.float32), has_dropout=True) == ("simt", None)
 
 
-def test_fp64_tensor_cores_take_fp32():
+def test_which_kernel_for_fp32():
     for D, kernel in ((1, "simt"), (32, "simt"), (36, "dmma"), (64, "dmma"), (128, "dmma"), (132, "simt")):
         tensors = qkv(D, torch.float32)
         assert choose(*tensors) == (kernel, None)
@@ -67,13 +67,13 @@ def test_fp64_tensor_cores_take_fp32():
     assert choose(*qkv(64, torch.float32, layout="odd")) == choose(*qkv(50, torch.float32)) == ("simt", None)
 
 
-def test_what_is_no_fault_of_the_tensors_is_no_reason_to_warn():
+def test_which_kernel_does_not_warn_of_the_gpu():
     assert choose(*qkv(dtype=torch.float32), capability=80) == ("simt", None)
     assert choose(*qkv(), capability=75) == ("simt", None)
     assert choose(*qkv(D=20), capability=75) == ("simt", None)
 
 
-def test_the_reason_names_the_argument():
+def test_which_kernel_names_the_unaligned_argument():
     q, k, v = qkv()
     assert choose(*qkv(D=20)) == ("simt", "head_dim is not a multiple of 16 bytes")
     shifted = torch.empty(q.numel() + 1, dtype=HALF)[1:].view_as(q)
@@ -88,7 +88,7 @@ def test_the_reason_names_the_argument():
     assert choose(one_row) == ("sm90", None)
 
 
-def test_the_batch_has_no_say():
+def test_which_kernel_does_not_depend_on_the_batch():
     q = torch.empty(1, 1, 40, 64, dtype=HALF)
     assert {choose(q.expand(B, H, -1, -1)) for B in (1, 2, 70000) for H in (1, 3, 64)} == {("sm90", None)}
     for strides in ((10241, 2560, 64, 1), (10240, 2561, 64, 1)):
@@ -96,7 +96,7 @@ def test_the_batch_has_no_say():
         assert choose(q) == choose(q[:1]) == choose(q[:, :1]) == choose(q[:1, :1]) == ("simt", mock.ANY)
 
 
-def test_tensors_without_memory_have_no_kernel():
+def test_which_kernel_of_tensors_without_memory():
     q = qkv()[0]
     seen = []
     torch.func.vmap(lambda q: seen.append(choose(q)) or q)(q[None])
@@ -108,7 +108,7 @@ OVERLAPPING = [(10240, 8, 256, 1), (8, 2560, 64, 1), (56, 56, 64, 1), (0, 0, 64,
 
 
 @pytest.mark.parametrize("strides", OVERLAPPING, ids=str)
-def test_overlapping_heads_and_samples_go_to_sm90(strides):
+def test_which_kernel_for_overlapping_heads(strides):
     q, k, v = qkv()
     overlapping = torch.empty(30000, dtype=HALF).as_strided(q.shape, strides)
     for tensors in ((overlapping, k, v), (q, overlapping, v), (q, k, overlapping)):
@@ -117,7 +117,7 @@ def test_overlapping_heads_and_samples_go_to_sm90(strides):
             assert choose(*tensors) == ("sm90", None)
 
 
-def test_a_host_build_has_no_fast_path(monkeypatch):
+def test_fast_path_is_not_in_a_host_build(monkeypatch):
     """A CUDA torch without nvcc: what a call on CPU tensors has loaded does not serve CUDA tensors."""
     library = types.SimpleNamespace(has_cuda=False, fast_forward=None)
     monkeypatch.setattr(_build, "load", lambda: library)
@@ -131,7 +131,7 @@ def refused(kernel, why_not, *tensors, capability=90, **options):
         choose(*tensors, capability=capability, **options)
 
 
-def test_forced_simt_and_sm80():
+def test_force_kernel_simt_and_sm80():
     q, k, v = qkv()
     with force_kernel("simt"):
         assert choose(q, k, v) == choose(*qkv(D=20)) == ("simt", None)  # whoever forces it needs no warning
@@ -142,7 +142,7 @@ def test_forced_simt_and_sm80():
     refused("sm80", "the GPU, or what this build holds for it", q, k, v, capability=75)
 
 
-def test_forced_sm90():
+def test_force_kernel_sm90():
     q, k, v = qkv()
     with force_kernel("sm90"):
         for tensors in (qkv(8), qkv(256, torch.bfloat16, layout="bshd"), qkv(72, layout="slice"),
@@ -160,7 +160,7 @@ def test_forced_sm90():
     refused("sm90", "it has no dropout", q, k, v, has_dropout=True)
 
 
-def test_forced_dmma():
+def test_force_kernel_dmma():
     with force_kernel("dmma"):
         assert choose(*qkv(4, torch.float32), fast_fp64=False) == ("dmma", None)
     refused("dmma", "the dtype is not float32", *qkv())
@@ -175,7 +175,7 @@ def forced():
     return None if kernel[1] else kernel[0]
 
 
-def test_force_kernel_as_a_function_and_as_a_context():
+def test_force_kernel_is_undone_after_with():
     try:
         force_kernel("simt")
         assert forced() == "simt"
@@ -204,7 +204,7 @@ def test_force_kernel_names_what_is_allowed(name):
     assert forced() is None
 
 
-def test_the_library_has_the_kernels_that_can_be_forced():
+def test_force_kernel_names_are_those_of_csrc():
     for name in _build.GPU_KERNELS:
         with force_kernel(name):
             assert minimal_attn.load().force_kernel(name) == name
@@ -217,7 +217,8 @@ def in_a_new_process(code, **env):
                           env={**os.environ, **env})
 
 
-def test_the_environment_is_read_once_when_csrc_is_loaded():
+@pytest.mark.slow
+def test_minimal_attn_kernel_variable_is_read_at_load():
     code = """
 import os, minimal_attn, torch
 q = torch.empty(1, 1, 8, 64, dtype=torch.float16)
@@ -256,7 +257,7 @@ def slow_library(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["eager", "gradients", "fast path"])
-def test_a_reason_becomes_one_warning_at_the_callers_line(way, slow_library, monkeypatch):
+def test_slow_kernel_warns_once_at_the_callers_line(way, slow_library, monkeypatch):
     q, k, v = (x.requires_grad_(way == "gradients") for x in qkv())
     if way == "fast path":
         monkeypatch.setattr(cuda, "_fast_forward", slow_library)
@@ -291,7 +292,7 @@ def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, w
                                             seq_major, return_lse, False)
 
 
-def test_the_fast_path_is_for_gpus():
+def test_fast_path_refuses_cpu_tensors():
     assert fast(*qkv()) is None
 
 
@@ -318,7 +319,7 @@ def test_which_kernel(gpu):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_fast_path_gives_the_same_bits(dtype):
+def test_fast_path_gives_the_same_bits(dtype):
     q, k, v = qkv(device="cuda", dtype=dtype)
     cuda._load_ops()
     for causal, scale in ((False, None), (True, 0.3), (True, -0.5), (False, 0.0)):
@@ -334,7 +335,7 @@ def test_the_fast_path_gives_the_same_bits(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seq_major", [False, True])
-def test_the_fast_path_gives_the_same_gradients(seq_major):
+def test_fast_path_gives_the_same_gradients(seq_major):
     """As the dispatcher, whose derivative is that of ops.py."""
     cuda._load_ops()
     inputs = [x.requires_grad_() for x in qkv(device="cuda")]
@@ -365,7 +366,7 @@ def test_sm90_reads_overlapping_heads_and_samples(strides, causal):
 
 
 @pytest.mark.gpu
-def test_what_does_not_take_the_fast_path(gpu):
+def test_fast_path_refuses(gpu):
     q, k, v = gpu
     assert fast(q, k, v) is not None and fast(q.requires_grad_().detach(), k, v) is not None
     q = q.detach()
@@ -454,7 +455,7 @@ def test_unaligned_input_warns_once(gpu, slow, call):
 
 
 @pytest.mark.gpu
-def test_the_fast_path_hands_over_the_reason(slow):
+def test_fast_path_hands_over_the_reason(slow):
     said = []
     out = fast(*slow, warn_slow=said.append)
     assert said == ["head_dim is not a multiple of 16 bytes"]
@@ -464,7 +465,7 @@ def test_the_fast_path_hands_over_the_reason(slow):
 
 
 @pytest.mark.gpu
-def test_a_forced_kernel_that_cannot_serve(gpu):
+def test_force_kernel_that_cannot_serve(gpu):
     with force_kernel("sm80"):
         for tensors in (qkv(D=20, device="cuda"), qkv(dtype=torch.float32, device="cuda")):
             for call in (flash_attention, which_kernel):

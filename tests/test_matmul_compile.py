@@ -25,8 +25,8 @@ def cases(capability):
     return CASES + (TMA_CASES if capability >= 90 else [])
 
 
-@pytest.mark.parametrize("capability", GPUS)
-def test_compiles(capability, tmp_path):
+@pytest.mark.parametrize("capability", [90, *(pytest.param(x, marks=pytest.mark.slow) for x in (80, 100))])
+def test_matmul_compiles(capability, tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "TRITON_CACHE_DIR": str(tmp_path)}
     env.pop("TRITON_INTERPRET", None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import add_up, count_by_file, pytest_configure, readme_in_one_line
+from conftest import add_up, count_by_file, longest_first, pytest_configure
 from minimal_attn._build import source_digest
 
 RECORD = Path(__file__).parent / "gpu_record.json"
@@ -29,25 +29,27 @@ def check_sources(record):
     warnings.warn(f"{stale}, and no GPU could be reached: {record['stale_because']}")
 
 
-def test_the_gpu_run_was_clean(record):
+def test_record_has_no_failure(record):
     assert KEYS <= record.keys()
     assert record["failed"] == 0 and record["passed"] > 0
     assert not record.get("missing"), "the record lacks a part"
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
-        assert "SUMMARY: 0 " in record["evidence"][f"compute_sanitizer {tool}"]
+        said = [x for name, x in record["evidence"].items() if name.startswith(f"compute_sanitizer {tool}")]
+        assert said and all("SUMMARY: 0 " in x for x in said), tool
     seconds = [x for name, x in record["evidence"].items() if name.startswith("seconds of the JIT build")]
     assert seconds and max(seconds) <= 75 and record["evidence"]["MB of the built library"] <= 12
-    readme = readme_in_one_line()
-    assert f"{record['passed']} passed, {record['skipped']} skipped" in readme
-    took = " to ".join(dict.fromkeys(f"{x:.0f}" for x in (min(seconds), max(seconds))))
-    assert f"takes {took} s to build from nothing beside 16 workers of the tests" in readme
 
 
-def test_the_gpu_run_was_of_these_sources(record):
+def test_record_took_6_minutes_at_most(record):
+    """So that every change can have one. Otherwise the longest tests get shorter, or go to campaign.py."""
+    assert record["duration_s"] <= 360
+
+
+def test_record_is_of_these_sources(record):
     check_sources(record)
 
 
-def test_a_record_of_other_sources_fails_unless_it_says_why():
+def test_stale_record_fails_unless_it_says_why():
     with pytest.raises(AssertionError, match="other sources"):
         check_sources({"source_digest": "of others"})
     with pytest.raises(AssertionError, match="other sources"):  # the excuse is for some sources alone
@@ -63,7 +65,7 @@ def part(files, **kw):
     return {**keys, "parts": 1, "duration_s": 1.5, "evidence": dict.fromkeys(files, "seen"), "files": files, **kw}
 
 
-def test_a_record_in_parts_adds_up():
+def test_record_parts_add_up():
     whole = ["test_a.py", "test_b.py", "test_c.py"]
     first = add_up(part({"test_a.py": (5, 0, 1), "test_b.py": (7, 2, 0)}), {}, whole)
     assert [first[x] for x in ("parts", "passed", "failed", "skipped", "missing")] == [1, 12, 2, 1, ["test_c.py"]]
@@ -75,19 +77,29 @@ def test_a_record_in_parts_adds_up():
 
 
 @pytest.mark.parametrize("other", ["device", "driver", "torch", "triton", "cuda", "source_digest"])
-def test_parts_of_other_sources_or_machines_do_not_add_up(other):
+def test_record_parts_of_other_sources_or_machines_are_dropped(other):
     earlier = add_up(part({"test_a.py": (5, 0, 1)}, **{other: "another"}), {}, ["test_a.py", "test_b.py"])
     record = add_up(part({"test_b.py": (1, 0, 0)}), earlier, ["test_a.py", "test_b.py"])
     assert (record["parts"], record["passed"], record["missing"]) == (1, 1, ["test_a.py"])
 
 
-def test_an_error_counts_as_a_failure():
+def test_count_by_file_counts_an_error_as_a_failure():
     report = [types.SimpleNamespace(nodeid="tests/test_a.py::test_b[c::d]")]
     stats = {"passed": report * 3, "error": report, "failed": report, "warnings": report}
     assert count_by_file(stats) == {"test_a.py": {"passed": 3, "failed": 2, "skipped": 0}}
 
 
-def test_a_part_is_of_whole_files():
+def test_longest_first_gives_each_worker_its_share():
+    long = [types.SimpleNamespace(get_closest_marker=lambda name: name) for _ in range(5)]
+    short = [types.SimpleNamespace(get_closest_marker=lambda name: None) for _ in range(8)]
+    items = longest_first([*short, *long], 3)
+    assert len(items) == 13 and set(map(id, items)) == set(map(id, [*short, *long]))
+    assert [items[i] for i in (0, 1, 4, 5, 8)] == [long[i] for i in (0, 3, 1, 4, 2)]
+    assert [x for x in items if x in short] == short
+    assert len(longest_first(long, 2)) == 5
+
+
+def test_gpu_record_part_is_of_whole_files():
     config = types.SimpleNamespace(getoption=lambda name, default=None: values.get(name, default), args=["tests"])
     for values in ({"keyword": "causal"}, {"markexpr": "gpu"}):
         values["--gpu-record-part"] = True

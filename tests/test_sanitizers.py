@@ -76,14 +76,16 @@ def asan(tmp_path_factory):
 
 
 @pytest.mark.cpu
-def test_no_bad_access_or_undefined_behaviour(asan):
+@pytest.mark.slow
+def test_address_sanitizer_finds_nothing(asan):
     done = run(asan)
     assert_passed(done)
     assert not done.stderr
 
 
 @pytest.mark.cpu
-def test_address_sanitizer_sees_an_overrun(asan):
+@pytest.mark.slow
+def test_address_sanitizer_sees_overrun(asan):
     done = run(asan, "--overrun", "one")
     assert done.returncode and "AddressSanitizer: heap-buffer-overflow" in done.stderr
 
@@ -98,15 +100,17 @@ def run_tsan(driver, *cases):
 
 
 @pytest.mark.cpu
-def test_no_data_race(tmp_path):
+@pytest.mark.slow
+def test_thread_sanitizer_finds_nothing(tmp_path):
     done = run_tsan(compiled(tmp_path, *cxx("thread", "-O1")))
     assert_passed(done)
     assert not done.stderr
 
 
 @pytest.mark.cpu
+@pytest.mark.slow
 @pytest.mark.parametrize("statement", missing("__sync.*|__pipeline_wait_prior", "flash.cu", "flash_bwd.cu", "tiles.h"))
-def test_missing_barrier_is_seen(statement, tmp_path):
+def test_thread_sanitizer_sees_missing_barrier(statement, tmp_path):
     driver = compiled(tmp_path, *cxx("thread", "-O0"), csrc=csrc_without(statement, tmp_path))
     done = run_tsan(driver, "fp32_64")
     # Without the wait for its copies a thread computes with what was in shared memory before: no race, a wrong result.
@@ -182,13 +186,31 @@ def test_gpu_driver(whole_driver):
     assert_passed(run(whole_driver))
 
 
+# racecheck takes several times as long as the other tools. What it looks for does not depend on lengths, so it gets a
+# case for each size of tiles.
+RACECHECK_CASES = [
+    "fp32_64", "fp32_128", "fp32_256", "fp32_128_narrow", "fp32_256_narrow", "fp32_64_wide", "fp32_128_wide",
+    "fp32_256_wide", "fp16_64", "fp16_128", "bf16_256", "fp16_128_narrow", "bf16_256_narrow", "dropout",
+    "sm80_fp16_64", "sm80_bf16_96", "sm80_fp16_128", "sm80_bf16_192", "sm80_fp16_256", "sm80_128_narrow",
+    "sm80_256_narrow", "sm80_splits_drop", "dmma_64", "dmma_128_causal",
+    "sm90_64", "sm90_96", "sm90_104", "sm90_192", "sm90_200_causal", "sm90_many_lens"]
+# Arguments of the driver for each run. The parts of racecheck are for several workers.
+SANITIZER_RUNS = {"memcheck": [], "initcheck": ["--valid-only"], "synccheck": [],
+                  "racecheck, part 1": RACECHECK_CASES[::2], "racecheck, part 2": RACECHECK_CASES[1::2]}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
-def test_compute_sanitizer(tool, whole_driver, record_property):
-    done, summary = compute_sanitizer(tool, whole_driver, *["--valid-only"] * (tool == "initcheck"))
-    record_property(f"compute_sanitizer {tool}", summary)
+@pytest.mark.parametrize("name", SANITIZER_RUNS)
+def test_compute_sanitizer(name, whole_driver, record_property):
+    done, summary = compute_sanitizer(name.partition(",")[0], whole_driver, *SANITIZER_RUNS[name])
+    record_property(f"compute_sanitizer {name}", summary)
     assert_passed(done)
     assert "SUMMARY: 0 " in summary
+
+
+@pytest.mark.cpu
+def test_driver_has_the_cases_of_racecheck():
+    assert set(RACECHECK_CASES) <= set(re.findall(r'^    {"(\w+)",', DRIVER.read_text(), re.MULTILINE))
 
 
 def needs_hopper(file):
@@ -198,7 +220,7 @@ def needs_hopper(file):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["one", "sm80_one", "dmma_one"])
-def test_memcheck_sees_an_overrun(case, whole_driver):
+def test_memcheck_sees_overrun(case, whole_driver):
     needs_hopper(case)
     done, _ = compute_sanitizer("memcheck", whole_driver, "--overrun", case)
     assert done.returncode and "Invalid __global__ read" in done.stdout, done.stdout
@@ -216,14 +238,22 @@ FAULT_CASES = {
 }
 
 
-def missing_from(kind, pattern):
+PATTERNS = {"sync": "__syncthreads", "wait": "cp_async_wait|__syncwarp"}
+
+
+def missing_from(kind):
     """missing() from the files that have cases for this kind of fault; not what racecheck cannot see."""
-    return [param for param in missing(pattern, *FAULT_CASES[kind]) if param.values[0].unobserved_by != "racecheck"]
+    return [param for param in missing(PATTERNS[kind], *FAULT_CASES[kind])
+            if param.values[0].unobserved_by != "racecheck"]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("statement", missing_from("sync", "__syncthreads"))
-def test_racecheck_sees_a_missing_barrier(statement, tmp_path, gpu_objects):
+def first_of_each_file(params):
+    """That the tool sees faults at all. campaign.py shows it every statement, test_emulator.py the emulator."""
+    return [param for i, param in enumerate(params)
+            if param.values[0].file not in [x.values[0].file for x in params[:i]]]
+
+
+def check_missing_barrier(statement, tmp_path, gpu_objects):
     needs_hopper(statement.file)
     line_before = (CSRC / statement.file).read_text().splitlines()[statement.line - 2]
     if "kStages == 1" in line_before:  # as a narrow tile alone has
@@ -235,9 +265,7 @@ def test_racecheck_sees_a_missing_barrier(statement, tmp_path, gpu_objects):
     assert done.returncode and re.match("RACECHECK SUMMARY: [1-9]", summary), done.stdout
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("statement", missing_from("wait", "cp_async_wait|__syncwarp"))
-def test_a_missing_wait_is_seen(statement, tmp_path, gpu_objects):
+def check_missing_wait(statement, tmp_path, gpu_objects):
     """By racecheck, or by a wrong result, with or without the tool."""
     needs_hopper(statement.file)
     driver, cases = driver_without(statement, tmp_path, gpu_objects), FAULT_CASES["wait"][statement.file]
@@ -245,3 +273,15 @@ def test_a_missing_wait_is_seen(statement, tmp_path, gpu_objects):
     alone = run(driver, *cases)
     assert all(" failed" in done.stdout for done in (checked, alone)), checked.stdout + alone.stdout + alone.stderr
     assert checked.returncode or alone.returncode, summary
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("statement", first_of_each_file(missing_from("sync")))
+def test_racecheck_sees_missing_barrier(statement, tmp_path, gpu_objects):
+    check_missing_barrier(statement, tmp_path, gpu_objects)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("statement", first_of_each_file(missing_from("wait")))
+def test_missing_wait_is_seen(statement, tmp_path, gpu_objects):
+    check_missing_wait(statement, tmp_path, gpu_objects)

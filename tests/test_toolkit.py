@@ -49,7 +49,7 @@ def no_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("capability, arch, tma, fp8, wgmma", GPUS, ids=str)
-def test_what_a_gpu_can_do(capability, arch, tma, fp8, wgmma, pretend, capsys):
+def test_detect_gpu(capability, arch, tma, fp8, wgmma, pretend, capsys):
     pretend(capability)
     assert detect_gpu() == gpu.GPUCapabilities("NVIDIA Test", GPUArch[arch], capability, tma, fp8, wgmma, 228 << 10,
                                                132, 3)
@@ -62,12 +62,12 @@ def test_what_a_gpu_can_do(capability, arch, tma, fp8, wgmma, pretend, capsys):
         assert part in printed
 
 
-def test_the_values_of_the_architectures():
+def test_gpu_arch_values():
     values = ["sm_70", "sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "unknown"]
     assert [arch.value for arch in GPUArch] == values
 
 
-def test_without_a_gpu(no_gpu, capsys):
+def test_detect_gpu_without_a_gpu(no_gpu, capsys):
     with pytest.raises(RuntimeError, match="CUDA is not available"):
         detect_gpu()
     print_gpu_info()
@@ -78,14 +78,14 @@ def test_without_a_gpu(no_gpu, capsys):
 
 
 @pytest.mark.parametrize("device_id", [-1, 1])
-def test_a_gpu_that_is_not_there(device_id, pretend):
+def test_detect_gpu_of_a_wrong_device_id(device_id, pretend):
     pretend((9, 0))
     with pytest.raises(ValueError, match=f"device_id must be in 0..0, got {device_id}"):
         detect_gpu(device_id)
 
 
 @pytest.mark.gpu
-def test_the_gpu_at_hand():
+def test_detect_gpu_here():
     caps = detect_gpu()
     assert caps.name == torch.cuda.get_device_name() and caps.compute_capability == torch.cuda.get_device_capability()
     assert caps.num_sms > 0 and caps.sram_per_sm >= 64 << 10 and caps.total_memory_gb > 1
@@ -96,7 +96,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, tor
 
 
 @each_dtype
-def test_what_is_right_is_valid(dtype, capsys):
+def test_validate_accepts_what_is_right(dtype, capsys):
     """At the default tolerance too, which no bf16 result of this size could keep."""
     passed, difference = validate_matmul(torch.matmul, 70, 50, 300, dtype=dtype, device=DEVICE, verbose=True)
     assert passed and (difference > 1e-3) == (dtype != torch.float32)
@@ -109,7 +109,7 @@ def test_what_is_right_is_valid(dtype, capsys):
 
 
 @each_dtype
-def test_what_is_wrong_is_not(dtype, capsys):
+def test_validate_rejects_what_is_wrong(dtype, capsys):
     wrong_scale = functools.partial(flash_attention, backend="torch", sm_scale=0.2)
     no_mask = lambda q, k, v, causal: flash_attention(q, k, v, backend="torch")  # noqa: E731
     nan = lambda q, k, v, causal: torch.full_like(q, torch.nan)  # noqa: E731
@@ -121,7 +121,7 @@ def test_what_is_wrong_is_not(dtype, capsys):
         validate_matmul(lambda a, b: (a @ b).T, 70, 50, 300, dtype=dtype, device=DEVICE)
 
 
-def test_a_wider_tolerance_is_taken():
+def test_validate_takes_a_wider_tolerance():
     shifted = lambda a, b: a @ b + 0.5  # noqa: E731
     assert not validate_matmul(shifted, 20, 20, 20, dtype=torch.float32, device=DEVICE)[0]
     assert validate_matmul(shifted, 20, 20, 20, atol=0.6, dtype=torch.float32, device=DEVICE)[0]
@@ -145,7 +145,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_the_timer_counts_calls_and_hands_on_arguments(clock):
+def test_benchmark_fn_counts_calls_and_hands_on_arguments(clock):
     calls = []
 
     def work(x, y, *, z):
@@ -158,7 +158,7 @@ def test_the_timer_counts_calls_and_hands_on_arguments(clock):
     assert benchmark_fn(lambda x: None, cpu) == (0, 0, 0)
 
 
-def test_the_timer_returns_the_quantiles_that_are_asked_for(clock):
+def test_benchmark_fn_quantiles(clock):
     durations = iter([9e9, 1, 2, 3, 4, 5])
 
     def work(x):
@@ -168,20 +168,20 @@ def test_the_timer_returns_the_quantiles_that_are_asked_for(clock):
         pytest.approx((1, 5, 2, 3))
 
 
-def test_the_timer_by_default(clock):
+def test_benchmark_fn_defaults(clock):
     calls = []
     benchmark_fn(calls.append, torch.empty(0))
     assert len(calls) == 25 + 100
 
 
 @pytest.mark.parametrize("counts", [{"warmup": -1}, {"rep": 0}])
-def test_the_timer_refuses(counts):
+def test_benchmark_fn_bad_counts(counts):
     with pytest.raises(ValueError, match="warmup must be at least 0 and rep at least 1"):
         benchmark_fn(torch.empty, 1, **counts)
 
 
 @pytest.mark.gpu
-def test_the_timer_on_the_gpu():
+def test_benchmark_fn_on_gpu():
     """It times the kernel rather than the launch, and what runs on the CPU by the clock."""
     x = torch.empty(1 << 28, device="cuda")  # 1 GiB: 0.2 ms and more on any GPU, a launch takes a hundredth of that
     median, p20, p80 = benchmark_fn(torch.zero_, x, warmup=3, rep=10)
@@ -190,7 +190,7 @@ def test_the_timer_on_the_gpu():
     assert benchmark.peak_bytes(torch.clone, x) == x.nbytes
 
 
-def test_memory_is_not_counted_without_a_gpu(no_gpu):
+def test_peak_bytes_without_a_gpu(no_gpu):
     assert benchmark.peak_bytes(torch.clone, torch.empty(5)) is None
 
 
@@ -255,7 +255,7 @@ def test_benchmark_attention(causal, two_ms):
     assert seen[0] == ((4, 8, 16, 64), torch.float16, False)
 
 
-def test_the_comparison_table(capsys):
+def test_print_comparison_table(capsys):
     runner = BenchmarkRunner("cpu")
     size = (512, 512, 256)
     blocks = {"block_m": 64, "block_n": 32}
@@ -274,13 +274,13 @@ def test_the_comparison_table(capsys):
     assert "Another" in printed and "1×2×3" in printed and "512" not in printed and "–" in printed
 
 
-def test_the_comparison_table_needs_rich(monkeypatch):
+def test_print_comparison_table_needs_rich(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs rich: pip install 'minimal_attn\[bench\]'"):
         BenchmarkRunner("cpu").print_comparison_table([])
 
 
-def test_a_gpu_is_missed_only_when_it_is_needed(no_gpu):
+def test_benchmark_runner_without_a_gpu(no_gpu):
     runner = BenchmarkRunner()
     assert (runner.device, runner.warmup, runner.rep, runner.results) == ("cuda", 25, 100, [])
     for call in (lambda: runner.benchmark_matmul(torch.matmul, [(8, 8, 8)]),
@@ -290,7 +290,7 @@ def test_a_gpu_is_missed_only_when_it_is_needed(no_gpu):
 
 
 @pytest.mark.gpu
-def test_the_runner_on_the_gpu():
+def test_benchmark_runner_on_gpu():
     runner = BenchmarkRunner(warmup=2, rep=5)
     q_bytes = 4 * 8 * 512 * 64 * 2
     torch_result, ours = runner.benchmark_attention(flash_attention, [512])
@@ -339,19 +339,19 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_names_and_defaults(name):
+def test_signatures(name):
     found = functools.reduce(getattr, name.split("."), minimal_attn)
     defaults = {parameter.name: parameter.default for parameter in inspect.signature(found).parameters.values()
                 if parameter.default is not inspect.Parameter.empty}
     assert defaults == SIGNATURES[name] and name.split(".")[0] in minimal_attn.__all__
 
 
-def test_the_fields_of_a_result():
+def test_benchmark_result_fields():
     assert list(inspect.signature(BenchmarkResult).parameters) == \
         ["name", "size", "time_ms", "tflops", "memory_mb", "block_config"]
 
 
-def test_the_kernels_that_are_chosen_run():
+def test_adaptive_kernel_selector_runs():
     selector = AdaptiveKernelSelector()
     assert (selector.gpu is None) == (not HAS_GPU) and selector.device.type == DEVICE
     for attend in (selector.select_attention_kernel(), get_optimal_attention()):
@@ -361,7 +361,7 @@ def test_the_kernels_that_are_chosen_run():
         assert validate_matmul(multiply, 70, 50, 300, device=DEVICE)[0]
 
 
-def test_what_is_chosen_without_a_gpu(no_gpu):
+def test_get_attention_config_without_a_gpu(no_gpu):
     assert get_attention_config() == {"backend": "torch", "kernel": "scaled_dot_product_attention"}
     assert get_attention_config(backend="cuda") == {"backend": "cuda", "kernel": "host"}
     assert get_matmul_config() == {"backend": "torch", "kernel": "torch.matmul"}
@@ -369,7 +369,7 @@ def test_what_is_chosen_without_a_gpu(no_gpu):
 
 
 @pytest.mark.gpu
-def test_what_is_chosen_on_a_gpu():
+def test_get_attention_config_on_gpu():
     kernels = set()
     for head_dim, dtype in ((64, torch.float16), (64, torch.float32), (100, torch.float16)):
         kernel = which_kernel(*torch.empty(3, 2, 4, 128, head_dim, device="cuda", dtype=dtype))
@@ -381,7 +381,7 @@ def test_what_is_chosen_on_a_gpu():
 
 @pytest.mark.parametrize("head_dim, dtype", [(64, torch.float16), (100, torch.bfloat16), (128, torch.float32),
                                              (128, torch.bfloat16), (256, torch.float16), (33, torch.float16)])
-def test_the_tiles_of_the_twin_are_those_it_launches(head_dim, dtype, monkeypatch):
+def test_get_attention_config_has_the_launched_tiles(head_dim, dtype, monkeypatch):
     from triton_ref import attention
 
     launched, launch = [], attention.launch
@@ -397,7 +397,7 @@ def test_the_tiles_of_the_twin_are_those_it_launches(head_dim, dtype, monkeypatc
     assert config["kBlockD"] >= head_dim
 
 
-def test_no_config_for_what_cannot_be_served():
+def test_get_config_bad_input():
     for error, match, call in (
             (TypeError, "Unsupported dtype: q is torch.float64",
              lambda: get_attention_config(64, torch.float64, "triton")),
@@ -409,7 +409,7 @@ def test_no_config_for_what_cannot_be_served():
             call()
 
 
-def test_the_tiles_of_matmul_are_those_of_its_table():
+def test_get_matmul_config_has_the_tiles_of_the_table():
     matmul = pytest.importorskip("triton_ref.matmul")
     config = get_matmul_config(512, 1024, 64, torch.float32, "triton")
     assert config.keys() >= matmul.tile_config(torch.float32, 512, 1024, 64).keys()
@@ -418,7 +418,7 @@ def test_the_tiles_of_matmul_are_those_of_its_table():
                           **matmul.tile_config(torch.float32, 512, 1024, 64)}
 
 
-def test_a_backend_that_there_is_not():
+def test_get_config_of_an_unknown_backend():
     with pytest.raises(ValueError, match="unknown backend 'cublas': 'auto', 'triton' or 'torch'"):
         get_matmul_config(backend="cublas")
     with pytest.raises(ValueError, match="unknown backend 'fast': 'auto' or one of 'cuda', "):

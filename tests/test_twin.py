@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from cases import Case, base, check_error, check_lse, exact, make_inputs  # noqa: E402
+from cases import Case, base, check_error, check_lse, exact, make_inputs, slow_unless  # noqa: E402
 from conftest import HAS_GPU  # noqa: E402
 
 from minimal_attn import flash_attention, reference_attention  # noqa: E402
@@ -44,6 +44,7 @@ FP8_CASES = [
     Case("S1000", B=2, Sq=1000, Sk=1000, causal=True, D=128, gpu_only=True),
     Case("S4096", Sq=4096, Sk=4096, gpu_only=True),
 ]
+FP8_GATE = {"more_keys", "D17", "gqa", "seq_lens"}  # what `make test` runs of these
 
 
 def fp8_inputs(case, dtype):
@@ -77,7 +78,8 @@ def fp8_base(case, q, k, v, dtype):
 
 @needs_fp8
 @each_fp8
-@pytest.mark.parametrize("case", [x for x in FP8_CASES if HAS_GPU or not x.gpu_only], ids=str)
+@pytest.mark.parametrize("case", [pytest.param(x, marks=slow_unless(x.name in FP8_GATE), id=x.name) for x in FP8_CASES
+                                  if HAS_GPU or not x.gpu_only])
 def test_fp8(case, dtype):
     tensors, descales = fp8_inputs(case, dtype)
     options = dict(causal=case.causal, sm_scale=case.sm_scale, seq_lens=case.seq_lens and list(case.seq_lens))
@@ -168,10 +170,26 @@ def test_auto_backend_serves_fp8():
     assert torch.equal(flash_attention(q, k, v, **descales), flash_attention(q, k, v, **descales, backend="triton"))
 
 
+# One dtype of each size: the others have the same tiles, and test_forward.py and test_fp8 run them.
+TILE_DTYPES = torch.float32, torch.bfloat16 if HAS_GPU else torch.float16, torch.float8_e4m3fn
+
+
+def test_tile_configs_depend_on_the_size_of_the_dtype():
+    for dtype in TWIN_DTYPES:
+        like = next(x for x in TILE_DTYPES if x.itemsize == dtype.itemsize)
+        for head_dim in (16, 64, 128, 256):
+            for memory in (99 << 10, 227 << 10):
+                assert tile_configs(dtype, head_dim, memory, True) == tile_configs(like, head_dim, memory, True)
+                if dtype.itemsize > 1:  # fp8 has no backward pass
+                    for side in ("kv", "q"):
+                        assert attention_bwd.tile_configs(side, dtype, head_dim, memory) == \
+                            attention_bwd.tile_configs(side, like, head_dim, memory)
+
+
 def every_config():
     """(dtype, head_dim, config) of all tiles on this machine."""
     memory = properties(torch.device(DEVICE, 0)).max_shared_memory
-    for dtype in TWIN_DTYPES:
+    for dtype in TILE_DTYPES:
         for head_dim in (64, 128, 256):
             for config in tile_configs(dtype, head_dim, memory, IS_HOPPER):
                 name = "-".join(map(str, (dtype, head_dim, *config.values())))
@@ -179,7 +197,7 @@ def every_config():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype, head_dim, config", every_config() if HAS_GPU else [])
+@pytest.mark.parametrize("dtype, head_dim, config", list(every_config()) if HAS_GPU else [])
 def test_every_tile(dtype, head_dim, config):
     if dtype in FP8_DTYPES and not HAS_FP8:
         pytest.skip("needs fp8 tensor cores")
@@ -200,16 +218,15 @@ def test_every_tile(dtype, head_dim, config):
 
 def every_backward_config():
     """(dtype, head_dim, side, config) of all tiles of the backward pass that there is a choice of: those of 16 bits."""
-    memory = properties(torch.device(DEVICE, 0)).max_shared_memory
-    for dtype in (torch.float16, torch.bfloat16) if HAS_GPU else (torch.float16,):
-        for head_dim in (64, 128, 256):
-            for side in ("kv", "q"):
-                for config in attention_bwd.tile_configs(side, dtype, head_dim, memory):
-                    name = "-".join(map(str, (dtype, head_dim, side, *config.values())))
-                    yield pytest.param(dtype, head_dim, side, config, id=name)
+    memory, dtype = properties(torch.device(DEVICE, 0)).max_shared_memory, TILE_DTYPES[1]
+    for head_dim in (64, 128, 256):
+        for side in ("kv", "q"):
+            for config in attention_bwd.tile_configs(side, dtype, head_dim, memory):
+                name = "-".join(map(str, (dtype, head_dim, side, *config.values())))
+                yield pytest.param(dtype, head_dim, side, config, id=name, marks=slow_unless(head_dim == 64))
 
 
-@pytest.mark.parametrize("dtype, head_dim, side, config", every_backward_config())
+@pytest.mark.parametrize("dtype, head_dim, side, config", list(every_backward_config()))
 def test_every_backward_tile(monkeypatch, dtype, head_dim, side, config):
     first = attention_bwd.tile_configs
     monkeypatch.setattr(attention_bwd, "tile_configs", lambda x, *args: [config] if x == side else first(x, *args))
@@ -234,7 +251,7 @@ def test_every_backward_tile(monkeypatch, dtype, head_dim, side, config):
     assert {x[1:] for x in launched if x[0] == side} == {tuple(config.values())}
 
 
-def test_splits_are_worth_their_memory():
+def test_num_splits_of_the_backward_pass():
     """At least 1024 rows each, no more than heads, no more sums than the heads have elements; more with the length."""
     for group in (1, 2, 7, 16, 40):
         before = 1
@@ -273,7 +290,8 @@ def test_attention_with_given_tiles(BM, BN, causal):
     check_error(attention(q, k, v, causal, 0.5, BM, BN), exact(case, q, k, v)[0], base(case, q, k, v))
 
 
-def test_the_checks_of_the_examples(capsys, monkeypatch):
+@pytest.mark.slow
+def test_classic_main_prints_its_checks(capsys, monkeypatch):
     if not HAS_GPU:  # 128 heads are many for the interpreter
         monkeypatch.setattr(classic, "OP_CASES", [(1, min(H, 2), *case) for _, H, *case in classic.OP_CASES])
     classic.main()
@@ -283,13 +301,13 @@ def test_the_checks_of_the_examples(capsys, monkeypatch):
                      for *_, dtype, BM, BN in classic.OP_CASES] and len(lines) == 7
 
 
-def test_the_checks_of_the_examples_can_fail(monkeypatch):
+def test_classic_check_op_can_fail(monkeypatch):
     monkeypatch.setattr(classic, "attention", lambda q, *args: q)
     with pytest.raises(AssertionError):
         classic.check_op(*classic.OP_CASES[0])
 
 
-def test_the_classic_names_are_beside_the_kernel_too():
+def test_classic_names_are_in_attention_too():
     assert twin.attention is attention and twin.calculate_block_sizes is calculate_block_sizes
     with pytest.raises(AttributeError, match="has no attribute 'atention'"):
         twin.atention

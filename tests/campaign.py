@@ -1,0 +1,50 @@
+"""Long campaigns over drawn shapes and over every fault, which `make campaign` runs and no other target.
+
+A few shapes with fixed seeds are drawn by test_forward.py and test_backward.py as well, and test_sanitizers.py shows
+compute-sanitizer one fault of each kind in each file of csrc.
+"""
+
+import pytest
+
+import test_backward
+import test_forward
+from cases import Case, dtypes_of, serves
+from conftest import IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
+from test_sanitizers import check_missing_barrier, check_missing_wait, gpu_objects, missing_from  # noqa: F401
+
+pytestmark = pytest.mark.timeout(1800)
+SEEDS = range(16)
+
+
+def dtypes_served(impl):
+    return [dtype for dtype in dtypes_of(impl) if serves(impl, Case("any"), dtype)]
+
+
+def head_dims_of(impl):
+    if impl in OF_16_BITS:
+        return range(8, 257, 8)
+    return range(4, 129, 4) if impl in ON_TENSOR_CORES else range(1, 257)
+
+
+@pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl != "torch"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drawn_forward(impl, seed, poisoned_outputs):
+    test_forward.check_drawn_cases(impl, seed, 50, head_dims_of(impl), dtypes_served(impl))
+
+
+@pytest.mark.parametrize("impl", test_backward.KERNELS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drawn_backward(impl, seed, poisoned_outputs):
+    test_backward.check_drawn_cases(impl, seed, 30, head_dims_of(impl), dtypes_served(impl))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("statement", missing_from("sync"))
+def test_racecheck_sees_missing_barrier(statement, tmp_path, gpu_objects):  # noqa: F811
+    check_missing_barrier(statement, tmp_path, gpu_objects)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("statement", missing_from("wait"))
+def test_missing_wait_is_seen(statement, tmp_path, gpu_objects):  # noqa: F811
+    check_missing_wait(statement, tmp_path, gpu_objects)

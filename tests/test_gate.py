@@ -1,0 +1,53 @@
+"""`make test` leaves out tests that are slow, but no implementation, no kernel and no test file. Nothing but
+`make campaign` runs campaign.py."""
+
+from pathlib import Path
+
+import pytest
+
+import campaign
+from cases import Case, serves
+from conftest import FORWARD_ONLY, IMPLEMENTATIONS, KERNEL_NEEDS
+from minimal_attn.interface import BACKENDS
+from test_emulator import KERNELS
+
+
+@pytest.fixture
+def gate(request):
+    """{test file: its tests} of `make test`."""
+    config = request.config
+    if (config.option.markexpr, config.option.keyword, config.args) != ("not slow", "", ["tests"]):
+        pytest.skip("this run is not that of `make test`")
+    files = {}
+    for item in request.session.items:
+        files.setdefault(item.path.name, []).append(item)
+    return files
+
+
+def values(items, name):
+    """Those of a parameter."""
+    return {item.callspec.params.get(name) for item in items if hasattr(item, "callspec")}
+
+
+def test_gate_has_every_file(gate):
+    assert set(gate) == {file.name for file in Path(__file__).parent.glob("test_*.py")}
+
+
+def test_gate_has_every_implementation(gate):
+    assert set(IMPLEMENTATIONS) <= values(gate["test_forward.py"], "impl")
+    for file in ("test_backward.py", "test_dropout.py"):
+        assert set(IMPLEMENTATIONS) - set(FORWARD_ONLY) <= values(gate[file], "impl")
+
+
+def test_gate_has_every_backend(gate):
+    assert set(BACKENDS) <= values(gate["test_mha.py"], "backend")
+
+
+def test_gate_has_every_kernel(gate):
+    assert set(KERNELS) <= values(gate["test_emulator.py"], "kernel")
+
+
+@pytest.mark.parametrize("name", ["cuda:host", *KERNEL_NEEDS, "triton"])
+def test_campaign_draws_what_is_served(name):
+    dtypes = campaign.dtypes_served(name)
+    assert dtypes and all(serves(name, Case("any", D=D), dtype) for D in campaign.head_dims_of(name) for dtype in dtypes)
