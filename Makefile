@@ -1,4 +1,4 @@
-# make demo: build csrc, then check and profile every implementation on this machine
+# make demo: build csrc, check every implementation on this machine and, on a GPU, time them; PROFILE=1: profiles too
 # make test: run the tests, on all cores (WORKERS=... processes)
 # make clean: remove what make and the builds left here
 #
@@ -21,8 +21,7 @@ help:
 
 demo: NEEDS = filelock ninja rich
 demo: packages
-	@$(PY) -c 'import minimal_attn; minimal_attn.load()'
-	@$(TWIN) $(PY) bench.py
+	@$(TWIN) $(PY) -m minimal_attn demo $(if $(PROFILE),--profile)
 
 test: NEEDS = filelock hypothesis matplotlib ninja numpy pytest pytest-timeout pytest-xdist rich
 test: WORKERS ?= auto
