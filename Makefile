@@ -1,4 +1,4 @@
-# make demo: build csrc, then check and profile every implementation on this machine
+# make demo: build csrc, check every implementation on this machine and, on a GPU, time them; PROFILE=1: profiles too
 # make test: run the tests that take seconds, on all cores (WORKERS=... processes): at most 4 minutes on two cores
 # make test-all: run all tests
 # make gpu-record: run all tests that a GPU has a part in, and write tests/gpu_record.json
@@ -24,8 +24,7 @@ help:
 
 demo: NEEDS = filelock ninja rich
 demo: packages
-	@$(PY) -c 'import minimal_attn; minimal_attn.load()'
-	@$(TWIN) $(PY) bench.py
+	@$(TWIN) $(PY) -m minimal_attn demo $(if $(PROFILE),--profile)
 
 # What is slow gets the marker for it. Here a test that takes 30 s fails, and so do all of them together after 300 s. Both
 # limits leave room for a machine half as fast.

@@ -1,6 +1,6 @@
 """A small GPT trained on this repository's own kernels with each backend: the same loss curve, at what speed?
 
-    python -m examples.train_tiny_gpt --backend cuda triton torch --out benchmarks/h200
+    python -m examples.train_tiny_gpt --backend cuda triton torch --out training
 
 From the repository's root. All backends start from the same weights and see the same batches, so their losses may
 differ by rounding alone. With --dropout too: which probabilities are dropped is a function of a seed that torch's
@@ -24,13 +24,14 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import track
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from minimal_attn import FlashMHA
 from minimal_attn.bench.measure import environment
+from minimal_attn.cli import guarded
 from minimal_attn.interface import BACKENDS
+from minimal_attn.progress import watched
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = "csrc/*", "triton_ref/*.py"  # what source_digest, which every record holds, is of
@@ -96,7 +97,7 @@ def train(args, backend, console):
                            generator=torch.Generator().manual_seed(args.seed)).to(args.device)
     window = torch.arange(args.seqlen + 1, device=args.device)
     losses = torch.empty(args.steps, device=args.device)  # read at the end: .item() would wait for the GPU in each step
-    for step in track(range(args.steps), backend, console=console):
+    for step in watched(range(args.steps), lambda step: f"training with {backend}", console):
         if step == warm_up:
             start = now(args.device)
         batch = data[starts[step] + window].long()  # (B, S + 1)
@@ -135,19 +136,27 @@ def draw(file, losses, tokens_per_s, title):
     figure.savefig(file)
 
 
+def count(text):
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--backend", nargs="+", choices=[*BACKENDS, "all"], default=["all"],
-                        help="all: every one that has a derivative here (default)")
+                        help="one after the other; all: every one that is available here (default)")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16, on a CPU float32")
     parser.add_argument("--dropout", type=float, default=0.0, help="of the attention probabilities")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write training.json and training.png into it")
     for name, (gpu, cpu) in SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"default: {gpu}, on a CPU {cpu}")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=count, help=f"default: {gpu}, on a CPU {cpu}")
     args = parser.parse_args(argv)
+    if args.device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch sees no GPU")
     is_cpu = args.device.type == "cpu"
     args.dtype = args.dtype or ("float32" if is_cpu else "bfloat16")
     for name, defaults in SIZES.items():
@@ -155,12 +164,13 @@ def main(argv=None):
             setattr(args, name, defaults[is_cpu])
     if args.steps < 2:
         parser.error("argument --steps: at least 2")
-    backends = []
-    for name, backend in BACKENDS.items():
-        if name in args.backend or "all" in args.backend and (why_not := backend.why_not(args.device)) is None:
-            backends.append(name)
-        elif "all" in args.backend:
+    backends = [name for name in BACKENDS if name in args.backend or "all" in args.backend]
+    for name in tuple(backends):
+        if (why_not := BACKENDS[name].why_not(args.device)) is not None:
+            if name in args.backend:
+                parser.error(f"argument --backend: {name} is not available: {why_not}")
             print(f"{name} is left out: {why_not}", file=sys.stderr)
+            backends.remove(name)
     if not 0 < args.seqlen < len(text()):
         parser.error(f"argument --seqlen: 1 to {len(text()) - 1}, as the text has {len(text())} bytes")
     console, losses, tokens_per_s = Console(highlight=False), {}, {}
@@ -177,7 +187,8 @@ def main(argv=None):
         (args.out / "training.json").write_text(json.dumps(result, indent=1) + "\n")
         draw(args.out / "training.png", losses, tokens_per_s, f"A GPT of {args.layers} layers, {args.dtype}, on "
              f"{meta['device']}")
+        console.print(f"wrote {args.out / 'training.json'}, {args.out / 'training.png'}", soft_wrap=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded("train_tiny_gpt", main))

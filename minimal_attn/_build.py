@@ -308,13 +308,26 @@ def _turn(directory):
 
 @contextlib.contextmanager
 def _saying(text):
-    """Say it if what follows takes more than a second."""
-    notice = threading.Timer(1, _say, [text])
-    notice.start()
+    """Say it if what follows takes more than a second. On a terminal the line counts the seconds, and then goes."""
+    ended = threading.Event()
+
+    def speak():
+        start = time.monotonic()
+        if ended.wait(1):
+            return
+        if not sys.stderr.isatty():
+            return _say(text)
+        while not ended.wait(0.2):
+            _show(f"minimal_attn: {text} {time.monotonic() - start:.0f} s")
+        _show("")
+
+    speaker = threading.Thread(target=speak, daemon=True)
+    speaker.start()
     try:
         yield
     finally:
-        notice.cancel()
+        ended.set()
+        speaker.join()
 
 
 @contextlib.contextmanager
@@ -330,3 +343,8 @@ def _environ(values):
 
 def _say(text):
     print(f"minimal_attn: {text}", file=sys.stderr, flush=True)
+
+
+def _show(line):
+    """On a terminal, in place of the line that is there."""
+    print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ Read next: info.py, crosscheck.py and bench/, which do the work.
 import argparse
 import os
 import sys
+from collections.abc import Callable
 
 from . import __version__
 from .info import print_info
@@ -13,9 +14,38 @@ from .info import print_info
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line argv, sys.argv's if None; the exit code."""
+    return guarded("minimal-attn", lambda: _run(argv))
+
+
+def guarded(program: str, command: Callable[[], int | None]) -> int:
+    """The exit code of command(), which ends in one line rather than in a traceback: 130 after Ctrl-C, 1 if the machine
+    lacks something, 2 if a package is missing. A closed pipe (| head -1) ends it without a word, also with 1."""
+    try:
+        try:
+            return command() or 0
+        finally:
+            print(end="", flush=True)  # here, where a closed pipe can still be caught
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return 130
+    except ModuleNotFoundError as error:
+        if error.name.split(".")[0] != "rich":
+            raise
+        print(f"{program}: this needs rich, of the extra \"bench\": pip install 'minimal_attn[bench]'", file=sys.stderr)
+        return 2
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+    return 1
+
+
+def _run(argv):
     parser = argparse.ArgumentParser(prog="minimal-attn", description="Attention for PyTorch: tools of minimal_attn.")
     parser.add_argument("--version", action="version", version=f"minimal_attn {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    of_demo = commands.add_parser("demo", help="one screen: is it right here, and fast? start here")
+    of_demo.add_argument("--profile", action="store_true", help="also print the profiler's tables")
     commands.add_parser("info", help="GPU, versions, backends, kernels, and where builds are kept")
     commands.add_parser("check", help="every backend against the reference; exit code 1 if one is wrong")
     commands.add_parser("bench", help="time everything side by side; bench --help for its options", add_help=False)
@@ -24,35 +54,28 @@ def main(argv: list[str] | None = None) -> int:
         return bench(rest, "minimal-attn bench")
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return info() if args.command == "info" else check()
+    if args.command == "demo":
+        return demo(args.profile)
+    return {None: parser.print_help, "info": print_info, "check": check}[args.command]()
 
 
-def info() -> int:
-    print_info()
-    return 0
+# Imported where they run: they need rich, which info does without.
+
+def demo(with_profile: bool) -> int:
+    from .bench.demo import run
+
+    return run(with_profile)
 
 
 def check() -> int:
     os.environ.setdefault("MINIMAL_ATTN_AUTOTUNE", "0")  # to tune for its few small shapes would take the most time
-    try:
-        from .crosscheck import run
-    except ModuleNotFoundError as error:
-        return _lacks("check", error)
+    from .crosscheck import run
+
     return run()
 
 
 def bench(argv: list[str], program: str) -> int:
     """bench/ with the options argv; program is how the command was called."""
-    try:
-        from .bench import main
-    except ModuleNotFoundError as error:
-        return _lacks("bench", error)
+    from .bench import main
+
     return main(argv, program)
-
-
-def _lacks(command: str, error: ModuleNotFoundError) -> int:
-    if error.name.split(".")[0] != "rich":
-        raise error
-    print(f"minimal-attn {command} needs rich, of the extra \"bench\": pip install 'minimal_attn[bench]'",
-          file=sys.stderr)
-    return 2

@@ -217,15 +217,11 @@ def serves(impl, case, dtype):
     return is_aligned and is_its_own and not (case.dropout_p and impl in FORWARD_ONLY)
 
 
-def dropout(case, device):
-    """(dropout_p, dropout_seed), or None."""
-    return (case.dropout_p, torch.tensor([SEED], device=device)) if case.dropout_p else None
-
-
 def options(case, device):
-    dropout_p, dropout_seed = dropout(case, device) or (0.0, None)
+    """The keyword arguments of flash_attention for a case."""
+    seed = torch.tensor([SEED], device=device) if case.dropout_p else None
     return dict(causal=case.causal, sm_scale=case.sm_scale, seq_lens=case.seq_lens and list(case.seq_lens),
-                dropout_p=dropout_p, dropout_seed=dropout_seed)
+                dropout_p=case.dropout_p, dropout_seed=seed)
 
 
 def lengths(case, device):

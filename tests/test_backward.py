@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, GATE, LAYOUTS, Case, base, check_error, compiler_for, dropout,
+from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, GATE, LAYOUTS, Case, base, check_error, compiler_for,
                    dtype_params, dtypes_of, exact, is_fast, lengths, make_inputs, make_tensor, options, serves,
                    slow_unless)
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
@@ -68,8 +68,8 @@ def by_hand(case, q, k, v, dout):
     delta = (dout * out.to(dtype).float()).sum(-1, keepdim=True)
     dP, kept = dout @ v.mT, P
     if case.dropout_p:
-        dropout_p, seed = dropout(case, q.device)
-        factor = keep_mask(seed, dropout_p, *P.shape, q.device) * keep_scale(dropout_p)
+        seed = options(case, q.device)["dropout_seed"]
+        factor = keep_mask(seed, case.dropout_p, *P.shape, q.device) * keep_scale(case.dropout_p)
         dP, kept = dP * factor, P * factor
     dS = (P * (dP - delta)).to(dtype).float()
     dq, dk, dv = dS @ k * scale, dS.mT @ q * scale, kept.to(dtype).float().mT @ dout

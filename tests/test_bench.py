@@ -50,7 +50,7 @@ def whole(tmp_path_factory):
     directory = tmp_path_factory.mktemp("bench")
     rows, plot, trace = directory / "rows.json", directory / "plot.png", directory / "trace.json"
     svg, report = directory / "plot.svg", directory / "report.html"
-    code, out = run("--shape", "2,4,64,64", "--shape", "2,4,48,32,2,80", "--causal", "--seqlens", "32,64",
+    code, out = run("--profile", "--shape", "2,4,64,64", "--shape", "2,4,48,32,2,80", "--causal", "--seqlens", "32,64",
                     "--json", rows, f"--plot={plot}", "--trace", trace, "--plot", svg, "--report", report)
     return types.SimpleNamespace(code=code, out=out, rows=rows.read_text(), plot=plot, trace=trace,
                                  svg=svg.read_text(), report=report.read_text())
@@ -117,9 +117,9 @@ def test_json(whole):
     meta = json.loads(whole.rows)["meta"]
     assert set(meta) == META | {"matmul_tflops"} and meta["source_digest"] == source_digest()
     assert set(meta["matmul_tflops"]) == {"float32"}
-    assert meta["command"].endswith("bench.py --shape 2,4,64,64 --shape 2,4,48,32,2,80 --causal --seqlens 32,64 "
-                                    "--json rows.json --plot=plot.png --trace trace.json --plot plot.svg "
-                                    "--report report.html")
+    assert meta["command"].endswith("bench.py --profile --shape 2,4,64,64 --shape 2,4,48,32,2,80 --causal "
+                                    "--seqlens 32,64 --json rows.json --plot=plot.png --trace trace.json "
+                                    "--plot plot.svg --report report.html")
     impls = [impl for impl in attention.IMPLS if DEVICE in attention.IMPLS[impl].devices]
     lengths = [(64, 64), (48, 80), (32, 32)]  # the sweep's 64 is the first shape, which is measured once
     assert [(row["seqlen_q"], row["seqlen_k"]) for row in rows] == [x for x in lengths for _ in impls]
@@ -632,8 +632,9 @@ def test_interrupted_run_keeps_its_rows(monkeypatch, tmp_path):
 
     monkeypatch.setattr(bench, "measured", measured)
     file = tmp_path / "rows.json"
-    with pytest.raises(KeyboardInterrupt):
-        run("--shape", "2,4,64,64", "--seqlens", "32", "--no-profile", "--impls", "manual,torch:math", "--json", file)
+    code, out = run("--shape", "2,4,64,64", "--seqlens", "32", "--no-profile", "--impls", "manual,torch:math", "--json",
+                    file)
+    assert code == 130 and "interrupted: 1 of 2 settings were measured in full" in out and f"wrote {file}\n" in out
     rows = json.loads(file.read_text())["rows"]
     assert [(row["impl"], row["seqlen_q"]) for row in rows] == [("manual", 64), ("torch:math", 64), ("torch:math", 32)]
     assert list(tmp_path.iterdir()) == [file]

@@ -3,6 +3,8 @@
 import dataclasses
 import hashlib
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -36,16 +38,17 @@ def test_every_backend_trains_alike(trained):
     assert result["meta"]["steps"] == 20 and result["meta"]["dtype"] == "float32"
 
 
+def test_the_files_are_named(tmp_path, capsys):
+    train_tiny_gpt.main(["--backend", "reference", *SMALL, "--steps", "2", "--out", str(tmp_path / "new")])
+    assert capsys.readouterr().out.endswith(f"wrote {tmp_path}/new/training.json, {tmp_path}/new/training.png\n")
+
+
 def test_the_curves_are_drawn(trained):
     assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_few_steps():
-    train_tiny_gpt.main(["--backend", "reference", *SMALL, "--steps", "10"])
-
-
 def test_a_backend_that_is_left_out_is_named(monkeypatch, capsys):
-    """With its reason, on stderr, by "all" alone: to ask for it by name is to get its error."""
+    """With its reason: on stderr, where "all" was asked for; by an error, where it was asked for by name."""
     missing = dataclasses.replace(BACKENDS["triton"], why_not=lambda device: RuntimeError("there is no triton"))
     monkeypatch.setitem(BACKENDS, "triton", missing)
     trained = []
@@ -55,8 +58,12 @@ def test_a_backend_that_is_left_out_is_named(monkeypatch, capsys):
     assert {"torch", "reference"} <= set(trained)
     train_tiny_gpt.main(["--backend", "torch"])
     assert trained[-1] == "torch" and not capsys.readouterr().err
-    train_tiny_gpt.main(["--backend", "all", "triton"])
-    assert "triton" in trained
+    trained.clear()
+    for asked in (["triton"], ["torch", "triton"], ["all", "triton"]):
+        with pytest.raises(SystemExit, match="2"):
+            train_tiny_gpt.main(["--backend", *asked])
+        assert "argument --backend: triton is not available: there is no triton\n" in capsys.readouterr().err
+    assert not trained
 
 
 def losses_in(directory):
@@ -85,6 +92,15 @@ def test_recorded_curves_lie_on_each_other(file):
 
 
 def test_bad_options():
-    for options in (["--steps", "1"], ["--seqlen", "0"], ["--seqlen", "9999999"], ["--backend", "cudnn"]):
+    for options in (["--steps", "1"], ["--seqlen", "0"], ["--seqlen", "9999999"], ["--layers", "-1"],
+                    ["--backend", "cudnn"], *([] if HAS_GPU else [["--device", "cuda"]])):
         with pytest.raises(SystemExit, match="2"):
             train_tiny_gpt.main(options)
+
+
+def test_a_mistake_ends_in_one_line():
+    for options, said in ((["--device", "toaster"], "device"), (["--heads", "3", "--embed-dim", "32"], "num_heads")):
+        run = subprocess.run([sys.executable, "-m", "examples.train_tiny_gpt", "--backend", "reference", *options],
+                             cwd=train_tiny_gpt.ROOT, capture_output=True, text=True)
+        assert run.returncode == 1 and run.stderr.startswith("train_tiny_gpt: ") and said in run.stderr
+        assert run.stderr.count("\n") == 1

@@ -1,101 +1,160 @@
-"""Everything that computes attention on this machine side by side: checked against the reference, profiled, timed.
+"""Everything that computes attention on this machine side by side: checked against the reference, then timed.
 
 Without arguments it runs on the GPU if there is one, else on the CPU; --op backward does the same for the derivative,
 --op forward_backward for both passes in one call, --op matmul for the product of matrices. main() is the whole run.
 Read next: attention.py, what is compared; measure.py, how one of it is measured; tables.py, pictures.py and page.py,
-what becomes of the numbers.
+what becomes of the numbers; demo.py, a short run with a verdict.
 """
 
 import functools
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
-from rich.progress import track
 
-from .measure import Setting, WrongResult, environment, in_words, judge, matmul_ceiling, measured, must_serve, profiled
+from ..progress import watched
+from .measure import (BUDGET, Setting, WrongResult, environment, in_words, judge, load_csrc, matmul_ceiling, measured,
+                      must_serve, profiled)
 from .options import OPS, parse_args
 from .tables import console, print_table, print_tables
 
 
 def main(argv=None, program="minimal-attn bench"):
-    """Run with the options argv; the exit code: 1 if a result is wrong or one of ours fails where it has to serve."""
+    """Run with the options argv; the exit code: 1 if a result is wrong or one of ours fails where it has to serve, 130
+    if Ctrl-C ended the run, which then still writes what it has."""
     argv = sys.argv[1:] if argv is None else argv
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = parse_args(program, argv, device, __doc__.splitlines()[0])
-    op = args.op
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32 for the peers too
-    meta = environment(device, program, argv)
-    kinds = [(dtype, causal) for dtype in args.dtypes for causal in args.causals]
-    on_device = f"on {meta['device']}" + " (TF32 off)" * (device == "cuda" and "float32" in args.dtypes)
-    case_of = functools.lru_cache(maxsize=1)(lambda setting: op.Case(setting, device))
-    told, failed = set(), False
+    run = Run(args, device, environment(device, program, argv))
+    try:
+        run.measure()
+    except KeyboardInterrupt:
+        run.interrupted = True
+    run.report()
+    return 130 if run.interrupted else int(run.failed or WrongResult in (kind for _, kind in run.told))
 
-    if args.host_cost:
-        meta["host_us"] = op.host_cost(device)
-        numbers = {name: [us] for name, us in meta["host_us"].items()}
-        print_table("µs of host time for (1,4,64,64) bfloat16", ["µs"], numbers)
 
-    shape = next(x for x in (*args.shapes, *op.DEFAULT_SHAPES[device]) if op.Case.has_truth(x, device))
-    for dtype, causal in kinds:
-        case = case_of(Setting(shape, dtype, causal))
-        console.print(f"=== checking {Setting(shape, dtype, causal)} {on_device} ===", soft_wrap=True)
-        able = {}
-        for impl in serving(op, args.impls, dtype):
-            if (max_err := attempt(told, impl, judge, case, impl)) is not None:
+class Run:
+    """The options args, and what has been found so far."""
+
+    def __init__(self, args, device, meta):
+        self.args, self.op, self.device, self.meta = args, args.op, device, meta
+        self.on_device = f"on {meta['device']}" + " (TF32 off)" * (device == "cuda" and "float32" in args.dtypes)
+        self.case_of = functools.lru_cache(maxsize=1)(lambda setting: args.op.Case(setting, device))
+        self.kinds = [(dtype, causal) for dtype in args.dtypes for causal in args.causals]
+        self.sweep = [args.shapes[0]._replace(seqlen_q=x, seqlen_k=x) for x in args.seqlens]
+        self.checked = next(x for x in (*args.shapes, *self.op.DEFAULT_SHAPES[device])
+                            if self.op.Case.has_truth(x, device))
+        self.seconds = {}  # {impl: of its last call in check()}
+        self.results = {}  # {setting: {impl: row}}
+        self.ceilings = {}  # {dtype: TFLOP/s}
+        self.files = []  # that were written
+        self.told = set()  # (name, kind of exception)
+        self.failed = self.interrupted = False
+
+    def measure(self):
+        if self.args.host_cost:
+            self.meta["host_us"] = self.op.host_cost(self.device)
+            numbers = {name: [us] for name, us in self.meta["host_us"].items()}
+            print_table("µs of host time for (1,4,64,64) bfloat16", ["µs"], numbers)
+        load_csrc([self.op.IMPLS[impl] for impl in self.args.impls], self.device)
+        for kind in self.kinds:
+            case, able = self.check(Setting(self.checked, *kind))
+        if self.args.profile:
+            print_profiles(self.op, serving(self.op, self.args.impls, case.dtype), case, self.told)
+        if self.args.trace:
+            profiled(able, case).export_chrome_trace(self.args.trace)
+            self.files.append(self.args.trace)
+        self.time_all()
+        if self.op is not OPS["matmul"]:
+            self.ceilings = {dtype: tflops for dtype in self.args.dtypes if (
+                tflops := attempt(self.told, f"matmul, {dtype}", matmul_ceiling, dtype, self.device))}
+
+    def check(self, setting):
+        """(the case of setting, {impl: its function} of those that are right)"""
+        case, able = self.case_of(setting), {}
+        console.print(f"=== checking {setting} {self.on_device} ===", soft_wrap=True)
+        serve = serving(self.op, self.args.impls, setting.dtype)
+        for impl in watched(serve, lambda impl: f"checking {impl} {setting}", console):
+            start = time.perf_counter()
+            if (max_err := attempt(self.told, impl, judge, case, impl)) is not None:
                 console.print(f"{impl}: max error {in_words(max_err)} against fp64, allowed "
                               f"{in_words(case.tolerance)}", soft_wrap=True)
-                able[impl] = op.IMPLS[impl].forward
+                able[impl] = self.op.IMPLS[impl].forward
             else:
-                failed |= must_serve(op.IMPLS[impl], dtype, device)
+                self.failed |= must_serve(self.op.IMPLS[impl], setting.dtype, self.device)
+            self.seconds[impl] = time.perf_counter() - start
+        return case, able
 
-    families = dict.fromkeys(impl.split(":")[0] for impl in serving(op, args.impls, case.dtype))
-    for heading, forward in [] if args.no_profile else [op.PROFILES[x] for x in families]:
+    def time_all(self):
+        """Fills self.results, and the JSON with each row."""
+        args, impls = self.args, self.args.impls
+        self.results = {Setting(x, *kind): dict.fromkeys(impls)
+                        for kind in self.kinds for x in dict.fromkeys((*args.shapes, *self.sweep))}
+        # By turns another is the first of a setting, as whichever comes first finds a GPU that has cooled a little.
+        # Every other round goes back, as what ran before a setting has warmed the GPU.
+        turns = list(enumerate(self.results))
+        jobs = [(setting, impls[(first + turn + i) % len(impls)])
+                for first in range(args.rounds) for turn, setting in (turns[::-1] if first % 2 else turns)
+                for i in range(len(impls))]
+        if (seconds := self.expected_seconds(jobs)) > 60:
+            console.print(f"timing takes about {seconds / 60:.0f} min, longer if kernels are compiled or tuned; Ctrl-C "
+                          "ends it and keeps what was measured", soft_wrap=True)
+        taken = {}  # {(setting, impl): what was measured, round by round}
+        for setting, impl in watched(jobs, lambda job: f"timing {job[1]} {job[0]}", console):
+            case = self.case_of(setting)
+            is_served = impl in serving(self.op, impls, setting.dtype)
+            numbers = attempt(self.told, impl, measured, case, impl) if is_served else None
+            taken.setdefault((setting, impl), []).append(numbers)
+            self.results[setting][impl] = case.row(impl, middle(taken[setting, impl]))
+            if args.json:  # a run that is killed keeps what it has
+                write_json(args.json, self.meta, self.results)
+
+    def expected_seconds(self, jobs):
+        """About what it takes to time jobs. On a CPU, where one call may take longer than its budget, as in Triton's
+        interpreter, by what the two calls of a measurement took in check()."""
+        served = [(setting, impl) for setting, impl in jobs if impl in serving(self.op, [impl], setting.dtype)]
+        calls = 2 if self.device == "cpu" else 0
+        return sum(BUDGET[self.device] + calls * self.seconds[impl] * setting.shape.elements / self.checked.elements
+                   for setting, impl in served)
+
+    def report(self):
+        """Tables, pictures, files, of the settings that were measured in full; the JSON has every row."""
+        args, title = self.args, f"{self.op.TITLE} {self.on_device}"
+        complete = {setting: rows for setting, rows in self.results.items() if all(rows.values())}
+        drawn = {setting: rows for setting, rows in complete.items() if not self.sweep or setting.shape in self.sweep}
+        print_tables(complete, args, self.sweep, self.on_device)
+        if self.interrupted:
+            console.print(f"interrupted: {len(complete)} of {len(self.results)} settings were measured in full; tables "
+                          "and pictures show these" if self.results else "interrupted: nothing was timed yet")
+        if args.json and any(any(rows.values()) for rows in self.results.values()):
+            if self.ceilings:
+                self.meta["matmul_tflops"] = self.ceilings
+            write_json(args.json, self.meta, self.results)
+            self.files.append(args.json)
+        if drawn and (args.plots or args.report):
+            from .page import html
+            from .pictures import plot
+
+            for file in args.plots:
+                plot(file, drawn, title, self.op, self.ceilings)
+            if args.report:
+                Path(args.report).write_text(html(complete, args, title, self.meta, self.ceilings))
+            self.files += [*args.plots, *filter(None, [args.report])]
+        if self.files:
+            console.print(f"wrote {', '.join(self.files)}", soft_wrap=True)
+
+
+def print_profiles(op, impls, case, told):
+    """A table for each first part of a name in impls: ours by any kernel is one."""
+    for heading, forward in (op.PROFILES[x] for x in dict.fromkeys(impl.split(":")[0] for impl in impls)):
         console.print(f"=== profiling {heading} ===")
         if prof := attempt(told, heading, profiled, {heading: forward}, case):
-            sort_by = "device_time_total" if device == "cuda" else "cpu_time_total"
+            sort_by = "device_time_total" if case.device == "cuda" else "cpu_time_total"
             print(prof.key_averages().table(sort_by=sort_by, row_limit=10, max_name_column_width=40))
-    if args.trace:
-        profiled(able, case).export_chrome_trace(args.trace)
-
-    sweep = [args.shapes[0]._replace(seqlen_q=x, seqlen_k=x) for x in args.seqlens]
-    results = {Setting(x, *kind): dict.fromkeys(args.impls)
-               for kind in kinds for x in dict.fromkeys((*args.shapes, *sweep))}
-    # By turns another is the first of a setting, as whichever comes first finds a GPU that has cooled a little. Every
-    # other round goes back, as what ran before a setting has warmed the GPU.
-    turns = list(enumerate(results))
-    jobs = [(setting, args.impls[(first + turn + i) % len(args.impls)])
-            for first in range(args.rounds) for turn, setting in (turns[::-1] if first % 2 else turns)
-            for i in range(len(args.impls))]
-    taken = {}  # {(setting, impl): what was measured, round by round}
-    for setting, impl in track(jobs, "timing", console=console, transient=True):
-        case = case_of(setting)
-        is_served = impl in serving(op, args.impls, setting.dtype)
-        numbers = attempt(told, impl, measured, case, impl) if is_served else None
-        taken.setdefault((setting, impl), []).append(numbers)
-        results[setting][impl] = case.row(impl, middle(taken[setting, impl]))
-        if args.json:  # a run that is cut short keeps what it has
-            write_json(args.json, meta, results)
-    ceilings = {} if op is OPS["matmul"] else {
-        dtype: tflops for dtype in args.dtypes
-        if (tflops := attempt(told, f"matmul, {dtype}", matmul_ceiling, dtype, device))}
-    if ceilings:
-        meta["matmul_tflops"] = ceilings
-
-    print_tables(results, args, sweep, on_device)
-    title = f"{op.TITLE} {on_device}"
-    drawn = {setting: results[setting] for setting in results if not sweep or setting.shape in sweep}
-    if args.json:
-        write_json(args.json, meta, results)
-    if args.plots or args.report:
-        from .page import html
-        from .pictures import plot
-    for file in args.plots:
-        plot(file, drawn, title, op, ceilings)
-    if args.report:
-        Path(args.report).write_text(html(results, args, title, meta, ceilings))
-    return int(failed or WrongResult in (kind for _, kind in told))
 
 
 def middle(rounds):

@@ -21,12 +21,14 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it when it first 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from .._build import source_digest
+from .._build import load, source_digest
 from ..benchmark import benchmark_fn, peak_bytes
 from ..gpu import supports_fp8
 from ..info import driver_version, triton_version
 from ..checks import KERNEL_DTYPES
 from ..interface import BACKENDS
+
+BUDGET = {"cuda": 0.3, "cpu": 0.2}  # seconds in which calls are timed
 
 # The numbers of a row; what could not be measured is null.
 MEASURED = ("ms", "ms_p20", "ms_p80", "tflops", "gbps", "peak_mb", "max_err")
@@ -74,10 +76,15 @@ def judge(case, impl):
         return None
     errors = tuple((case.judged(x).double() - truth).abs().max().item()
                    for x, truth in zip(each(out), each(case.truth)))
-    is_judged = impl != "manual" or case.dtype == "float32"  # by hand, 16 bits round the scores too: no bug
-    if is_judged and not all(error <= allowed for error, allowed in zip(errors, each(case.tolerance))):  # NaN is wrong
+    is_right = all(error <= allowed for error, allowed in zip(errors, each(case.tolerance)))  # NaN is wrong
+    if is_judged(impl, case.dtype) and not is_right:
         raise WrongResult(f"max error {in_words(errors)}, allowed {in_words(case.tolerance)}")
     return errors if isinstance(out, tuple) else errors[0]
+
+
+def is_judged(impl, dtype):
+    """By hand, 16 bits round the scores too, which is no bug."""
+    return impl != "manual" or dtype == "float32"
 
 
 def each(x):
@@ -94,6 +101,12 @@ def must_serve(impl, dtype, device):
         return False
     backend = BACKENDS.get(impl.backend)
     return backend is not None and backend.why_not(torch.device(device)) is None
+
+
+def load_csrc(impls, device):
+    """Compile csrc now, if one of impls needs it: no first call of a kernel is to hold the build."""
+    if any(impl.backend == "cuda" and must_serve(impl, "float32", device) for impl in impls):
+        load()
 
 
 def profiled(forwards, case):
@@ -123,11 +136,11 @@ def measured(case, impl):
 
 
 def timed(device, forward, *args):
-    """benchmark_fn of as many calls as take 0.3 s, and of 20 at least; on a CPU 0.2 s, where one call may be enough."""
-    seconds, least, guess = (0.3, 20, 3) if device == "cuda" else (0.2, 1, 1)
+    """benchmark_fn of as many calls as take BUDGET, and of 20 at least; on a CPU one call may be enough."""
+    least, guess = (20, 3) if device == "cuda" else (1, 1)
     start = time.perf_counter()
     first = benchmark_fn(forward, *args, warmup=0, rep=guess)
-    rep = max(least, int(seconds * guess / (time.perf_counter() - start)))
+    rep = max(least, int(BUDGET[device] * guess / (time.perf_counter() - start)))
     return first if rep <= guess else benchmark_fn(forward, *args, warmup=rep // 10, rep=rep)
 
 

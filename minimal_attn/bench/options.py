@@ -66,7 +66,7 @@ def parse_args(program, argv, device, description):
         dest="plots", help="draw TFLOP/s of the sweep, else of the shapes; may be repeated")
     add("--report", type=file(".html", needs="matplotlib"), metavar="FILE", help="write one page with everything")
     add("--trace", type=file(".json"), metavar="FILE", help="write a Chrome trace of one call of each")
-    add("--no-profile", action="store_true", help="skip the profiler's tables")
+    add("--profile", action=argparse.BooleanOptionalAction, default=False, help="also print the profiler's tables")
     if op is not matmul:
         add("--causal", nargs="?", const="yes", default="no", choices=CAUSALS,
             help="mask the future (bottom-right aligned); both: with and without")

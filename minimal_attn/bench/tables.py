@@ -43,5 +43,8 @@ def print_tables(results, args, sweep, on_device):
         numbers = {str(setting): [rows[x]["tflops"] for x in rows] for setting, rows in of_shapes.items()}
         print_table(f"TFLOP/s {on_device}", args.impls, numbers)
     for dtype, causal in dict.fromkeys((x.dtype, x.causal) for x in results) if sweep else ():
-        numbers = {impl: [results[Setting(shape, dtype, causal)][impl]["ms"] for shape in sweep] for impl in args.impls}
-        print_table(f"ms over S in {Setting(args.shapes[0], dtype, causal)}", [shape.x for shape in sweep], numbers)
+        measured = {shape.x: results[Setting(shape, dtype, causal)] for shape in sweep
+                    if Setting(shape, dtype, causal) in results}
+        numbers = {impl: [rows[impl]["ms"] for rows in measured.values()] for impl in args.impls}
+        if measured:
+            print_table(f"ms over S in {Setting(args.shapes[0], dtype, causal)}", measured, numbers)
