@@ -56,7 +56,7 @@ def run() -> int:
     jobs = [(check, dtype) for check in CHECKS for dtype in DTYPES]
     if "cuda" in backends:
         load()
-    for check, dtype in watched(jobs, lambda job: f"checking {job[0].name}, {job[1]}", console):
+    for check, dtype in watched(jobs, lambda job: f"checking {job[0].name} in {job[1]}", console):
         inputs, cells = Inputs(check, dtype, device), []
         for backend in backends:
             error, failure = inputs.judge(backend)

@@ -1,10 +1,10 @@
-"""A moving line on a terminal that names the job at work."""
+"""A moving line on a terminal that names the job at work, for crosscheck.py, bench/ and the examples."""
 
 from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, \
-    TimeRemainingColumn
+from rich.progress import (BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn,
+                           TimeRemainingColumn)
 
 
 def watched(jobs: Iterable, name: Callable[..., str], console: Console) -> Iterator:

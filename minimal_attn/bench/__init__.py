@@ -77,8 +77,8 @@ class Run:
         """(the case of setting, {impl: its function} of those that are right)"""
         case, able = self.case_of(setting), {}
         console.print(f"=== checking {setting} {self.on_device} ===", soft_wrap=True)
-        serve = serving(self.op, self.args.impls, setting.dtype)
-        for impl in watched(serve, lambda impl: f"checking {impl} {setting}", console):
+        impls = serving(self.op, self.args.impls, setting.dtype)
+        for impl in watched(impls, lambda impl: f"checking {impl} {setting}", console):
             start = time.perf_counter()
             if (max_err := attempt(self.told, impl, judge, case, impl)) is not None:
                 console.print(f"{impl}: max error {in_words(max_err)} against fp64, allowed "
@@ -116,10 +116,9 @@ class Run:
     def expected_seconds(self, jobs):
         """About what it takes to time jobs. On a CPU, where one call may take longer than its budget, as in Triton's
         interpreter, by what the two calls of a measurement took in check()."""
-        served = [(setting, impl) for setting, impl in jobs if impl in serving(self.op, [impl], setting.dtype)]
         calls = 2 if self.device == "cpu" else 0
         return sum(BUDGET[self.device] + calls * self.seconds[impl] * setting.shape.elements / self.checked.elements
-                   for setting, impl in served)
+                   for setting, impl in jobs if setting.dtype in self.op.IMPLS[impl].dtypes)
 
     def report(self):
         """Tables, pictures, files, of the settings that were measured in full; the JSON has every row."""

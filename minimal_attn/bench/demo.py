@@ -61,10 +61,10 @@ def run(with_profile=False):
         if (why_not := BACKENDS[backend].why_not(torch.device(device))) is not None:
             console.print(f"{backend} is left out: {why_not}", soft_wrap=True)
             impls = [name for name in impls if IMPLS[name].backend != backend]
-    if kernels := [name.removeprefix("cuda:") for name in impls if IMPLS[name].backend == "cuda"]:
+    if kernels := [name for name in impls if IMPLS[name].backend == "cuda"]:
         megabytes = Path(load().__file__).stat().st_size / 1e6
-        console.print(f"csrc is built ({megabytes:.1f} MB; minimal-attn info says where) with the kernels "
-                      f"{', '.join(kernels)}", soft_wrap=True)
+        console.print(f"csrc is built: {', '.join(kernels)} ({megabytes:.1f} MB; minimal-attn info says where)",
+                      soft_wrap=True)
     results = measure_all(impls, device)
     if with_profile:
         setting = Setting(SHAPES[device], DTYPES[0])
