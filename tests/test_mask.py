@@ -89,8 +89,8 @@ def check(seq_lens, seqlens_q, seqlens_k, causal, kBlockM, kBlockN):
         assert torch.equal(row_visits[b].cpu(), visits(is_seen.T, seqlen_k, kBlockN, kBlockM)), name
 
 
-@pytest.mark.parametrize("kBlockM, kBlockN", [(4, 2), (2, 4)])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kBlockM, kBlockN", [(4, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_length(causal, kBlockM, kBlockN):
     lengths = range(1, 12)
     check(None, [n for n in lengths for _ in lengths], [n for _ in lengths for n in lengths], causal, kBlockM, kBlockN)
