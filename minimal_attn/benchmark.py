@@ -5,6 +5,7 @@ bench/, which measures every attention of this machine with benchmark_fn; valida
 """
 
 import functools
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ def peak_bytes(fn: Callable, *args: Any, **kwargs: Any) -> int | None:
     gpu = _gpu_of(*args, *kwargs.values())
     if gpu is None:
         return None
+    gc.collect()  # else what other calls left behind may be freed in this one, and counted
     torch.cuda.synchronize(gpu)
     torch.cuda.reset_peak_memory_stats(gpu)
     before = torch.cuda.memory_allocated(gpu)

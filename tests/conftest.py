@@ -228,6 +228,14 @@ def forced_kernel(request):
 
 
 @pytest.fixture(autouse=True)
+def shared_gpu():
+    """Several workers share one GPU: none keeps much of its memory from one test to the next."""
+    yield
+    if HAS_GPU and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def exact_fp32():
     """No TF32 in the oracle or in torch's kernels."""
     torch.backends.cuda.matmul.allow_tf32 = False

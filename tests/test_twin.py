@@ -17,6 +17,7 @@ from cases import Case, base, check_error, check_lse, exact, make_inputs, slow_u
 from conftest import HAS_GPU  # noqa: E402
 
 from minimal_attn import flash_attention, reference_attention  # noqa: E402
+from minimal_attn.backends import Options  # noqa: E402
 from minimal_attn.checks import FP8_DTYPES, TWIN_DTYPES  # noqa: E402
 from minimal_attn.reference import visible_keys  # noqa: E402
 from test_backward import by, check, gradients, make_all  # noqa: E402
@@ -207,7 +208,7 @@ def test_every_tile(dtype, head_dim, config):
         q, k, v = make_inputs(case, torch.float32 if dtype in FP8_DTYPES else dtype, DEVICE)
         if dtype in FP8_DTYPES:
             q, k, v = (x.to(dtype) for x in (q, k, v))
-        out, lse = run(q, k, v, None, (None, None, None), 1 / math.sqrt(case.D), case.causal, config=config)
+        out, lse = run(q, k, v, Options(case.causal, 1 / math.sqrt(case.D)), config)
         truth, lse_truth = exact(case, q, k, v)
         if dtype in FP8_DTYPES:
             check_error(out, truth, fp8_base(case, *(x.double() for x in (q, k, v)), dtype))
@@ -514,10 +515,10 @@ def test_bits_do_not_depend_on_number_of_programs(head_dim, causal, monkeypatch)
     case = Case("", B=3, H=4, Hk=2, Sq=700, Sk=777, D=head_dim, causal=causal)
     q, k, v = make_inputs(case, torch.bfloat16, "cuda")
     for config in attention_hopper.configs(torch.bfloat16, head_dim):
-        want = run(q, k, v, None, (None, None, None), 0.1, causal, config=config)
+        want = run(q, k, v, Options(causal, 0.1), config)
         monkeypatch.setattr(twin, "properties", lambda device: Properties(90, 227 << 10, 3))
         monkeypatch.setattr(twin, "_plans", {})
-        got = run(q, k, v, None, (None, None, None), 0.1, causal, config=config)
+        got = run(q, k, v, Options(causal, 0.1), config)
         monkeypatch.undo()
         assert all(torch.equal(x, y) for x, y in zip(got, want))
 
@@ -553,7 +554,7 @@ def test_classic_tiles_beyond_2_to_31_elements(offset):
     config = tile_configs(torch.float16, 64)[-1]
     buffer = torch.randn(2**31 + 2**22, device="cuda", dtype=torch.half)
     q, k, v = (buffer.as_strided((1, 2, 70, 64), (0, 2**31, 64 + 8 * i, 1), offset) for i in range(3))
-    out, _ = run(q, k, v, None, (None, None, None), 0.1, True, config=config)
+    out, _ = run(q, k, v, Options(True, 0.1), config)
     torch.testing.assert_close(out, reference_attention(q, k, v, True, 0.1), rtol=2e-3, atol=2e-3)
 
 
