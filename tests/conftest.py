@@ -91,15 +91,35 @@ def pytest_collection_modifyitems(config, items):
 
 
 def longest_first(items, workers):
-    """The longest tests are those with a time limit of their own. pytest-xdist gives each worker one run of consecutive
-    tests, and here every such run begins with its share of the longest."""
-    is_long = [item.get_closest_marker("timeout") is not None for item in items]
-    longest = [item for item, x in zip(items, is_long) if x]
-    rest = iter([item for item, x in zip(items, is_long) if not x])
-    ends = [len(items) * (i + 1) // workers for i in range(workers)]
-    shares = [longest[i::workers] for i in range(workers)]
-    return [item for begin, end, share in zip([0, *ends], ends, shares)
-            for item in (*share, *itertools.islice(rest, max(0, end - begin - len(share))))]
+    """items in an order that keeps all workers busy. pytest-xdist gives each of them one run of consecutive tests.
+
+    The first worker begins with the tests that need the GPU's memory to themselves. The others begin with the longest
+    tests, which have a time limit of their own. Those of compute-sanitizer come a little later, but for one of them:
+    it compiles what they all wait for.
+    """
+    skipped = {item for item in items if item.get_closest_marker("skip")}
+    of_memory = [item for item in items if "much_memory" in item.fixturenames and item not in skipped]
+    longest = [item for item in items if item.get_closest_marker("timeout") and item not in skipped]
+    sanitized = [item for item in longest if item.path.name == "test_sanitizers.py"]
+    placed = {*of_memory, *longest}
+    rest = [item for item in items if item not in placed]
+    runs = [[] for _ in range(workers)]
+
+    def deal(tests):
+        for i, item in enumerate(tests):
+            runs[-1 - i % max(1, workers - 1)].append(item)
+
+    runs[0] += of_memory
+    deal([*sanitized[:1], *(item for item in longest if item not in sanitized)])
+    early = len(rest) // 5
+    for i, run in enumerate(runs):
+        run += rest[:early][i::workers]
+    deal(sanitized[1:])
+    late = iter(rest[early:])
+    for i, run in enumerate(runs):
+        size = len(items) * (i + 1) // workers - len(items) * i // workers
+        run += itertools.islice(late, max(0, size - len(run)))
+    return [item for run in runs for item in run] + list(late)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -94,9 +94,10 @@ def check(case, got, q, k, v, dout, factor=3, mean_factor=2):
 
 
 def is_worth_its_time(impl, dtype, case):
-    # In simt and on the host the two 16-bit types differ in nothing but how they convert, which the forward shows;
-    # torch is here for our conventions.
-    if dtype == torch.float16 and impl in ("cuda:simt", "cuda:host", "torch"):
+    # In simt, on the host and in Triton the two 16-bit types differ in nothing but how they convert, which the forward
+    # shows; torch is here for our conventions.
+    if dtype == torch.float16 and (impl in ("cuda:simt", "cuda:host", "torch")
+                                   or HAS_GPU and impl == "triton" and case.name not in GATE):
         return False
     if HAS_GPU or dtype == torch.float32:
         return True
@@ -207,6 +208,8 @@ def test_dout_of_any_strides(impl, dtype):
 @pytest.mark.parametrize("causal, dropout_p, has_lens", [pytest.param(False, 0.0, False, marks=pytest.mark.slow),
                                                           (True, 0.0, False), (True, 0.2, True)])
 def test_deterministic_gives_the_same_bits(impl, dtype, D, causal, dropout_p, has_lens):
+    if impl == "triton" and D in (96, 256):
+        pytest.skip("no tiles that add up in another way than those of 64 and 128")
     size, B, runs = (1000, 2, 10) if IMPLEMENTATIONS[impl][1] == "cuda" else (70, 1, 1)
     case = Case("bits", B=B, H=(16 if HAS_GPU else 2) * B, Hk=B, Sq=size, Sk=size + 20 * (not has_lens), D=D,
                 causal=causal, dropout_p=dropout_p, seq_lens=(size - 7, size // 2)[:B] if has_lens else None)

@@ -89,14 +89,27 @@ def test_count_by_file_counts_an_error_as_a_failure():
     assert count_by_file(stats) == {"test_a.py": {"passed": 3, "failed": 2, "skipped": 0}}
 
 
+class Item:
+    """As much of pytest's as longest_first looks at."""
+
+    def __init__(self, *markers, file="test_a.py", fixtures=()):
+        self.get_closest_marker, self.path, self.fixturenames = markers.count, Path(file), fixtures
+
+
 def test_longest_first_gives_each_worker_its_share():
-    long = [types.SimpleNamespace(get_closest_marker=lambda name: name) for _ in range(5)]
-    short = [types.SimpleNamespace(get_closest_marker=lambda name: None) for _ in range(8)]
-    items = longest_first([*short, *long], 3)
-    assert len(items) == 13 and set(map(id, items)) == set(map(id, [*short, *long]))
-    assert [items[i] for i in (0, 1, 4, 5, 8)] == [long[i] for i in (0, 3, 1, 4, 2)]
-    assert [x for x in items if x in short] == short
-    assert len(longest_first(long, 2)) == 5
+    short = [Item() for _ in range(20)]
+    memory = [Item(fixtures=["much_memory"]) for _ in range(2)]
+    sanitized = [Item("timeout", file="test_sanitizers.py") for _ in range(3)]
+    long, skipped = [Item("timeout") for _ in range(3)], Item("timeout", "skip")
+    given = [*short, skipped, *sanitized, *memory, *long]
+    items = longest_first(given, 3)
+    assert len(items) == 29 and set(items) == set(given)
+    first, second, third = items[:9], items[9:19], items[19:]
+    assert first[:2] == memory and not {*long, *sanitized} & {*first}
+    assert third[:2] == [sanitized[0], long[1]] and second[:2] == [long[0], long[2]]
+    assert [run.index(x) > 2 for run, x in ((third, sanitized[1]), (second, sanitized[2]))] == [True, True]
+    for workers in (1, 2, 16):
+        assert sorted(map(id, longest_first(given, workers))) == sorted(map(id, given))
 
 
 def test_gpu_record_part_is_of_whole_files():
