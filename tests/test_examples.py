@@ -27,6 +27,7 @@ def trained(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_every_backend_trains_alike(trained):
     result = json.loads((trained / "training.json").read_text())
     assert set(result["losses"]) == set(result["tokens_per_s"]) == {*HERE, "reference"}
@@ -43,6 +44,7 @@ def test_the_files_are_named(tmp_path, capsys):
     assert capsys.readouterr().out.endswith(f"wrote {tmp_path}/new/training.json, {tmp_path}/new/training.png\n")
 
 
+@pytest.mark.slow
 def test_the_curves_are_drawn(trained):
     assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
 
