@@ -3,7 +3,8 @@
 load() is the one way in. It returns the library the process already has; else the minimal_attn._C that was built at
 installation; else it compiles csrc into a folder of this environment in torch's extensions directory, where later
 processes find it up to date.
-setup.py takes its sources and flags from here. Read next: ../csrc/main.cpp, the ops; cuda.py, which calls them.
+setup.py takes its sources and flags from here. Read next: ops.py, the derivative of the ops that csrc
+defines; ../csrc/main.cpp.
 """
 import contextlib
 import hashlib

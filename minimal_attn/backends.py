@@ -44,8 +44,8 @@ class Backend:
 
 
 def warn(text: str) -> None:
-    """A warning at the line that called into this package, whichever of its functions that was."""
+    """A warning at the line that called into minimal_attn or triton_ref, whichever of their functions that was."""
     frame, depth = sys._getframe(), 1
-    while frame.f_globals.get("__package__") == __package__:
+    while frame is not None and frame.f_globals.get("__package__") in (__package__, "triton_ref"):
         frame, depth = frame.f_back, depth + 1
     warnings.warn(f"minimal_attn: {text}", stacklevel=depth)

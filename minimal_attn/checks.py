@@ -1,6 +1,6 @@
 """What every entry point checks before any launch, in one place, so that all backends refuse the same input alike.
 
-Each error names the argument, what was given and what is allowed. Read next: interface.py.
+Each error names the argument, what was given and what is allowed. Read next: choice.py, which backend serves a call.
 """
 
 import numbers

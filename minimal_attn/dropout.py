@@ -2,7 +2,7 @@
 
 keep_mask numbers the elements of (B, H, Sq, Sk) and asks Philox-4x32-10, a random number generator without state, for
 their words. No tile size, no order of threads and no other call has a say in it, so a kernel that forms one tile at a
-time, forward or backward, drops what reference.py drops. Read next: reference.py, which applies the mask.
+time, forward or backward, drops what reference.py drops. Read next: _build.py, which compiles csrc.
 """
 
 import torch

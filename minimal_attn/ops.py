@@ -2,7 +2,8 @@
 
 An op forward(q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed, mode, ...) gives (out, lse), and
 backward(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, dropout_p, dropout_seed, mode, need_dq,
-need_dkv) gives (dq, dk, dv). mode is the one bool that both of an implementation take: deterministic or autotune.
+need_dkv) gives (dq, dk, dv). mode is the one bool that both ops of an implementation take: csrc's deterministic, the
+twin's autotune.
 
 The dispatcher's Python part costs more than a small attention takes. ../csrc/autograd.cpp and ../triton_ref/ops.py
 therefore go past it where nothing traces or watches.

@@ -39,8 +39,8 @@ def why_not_imported() -> str | None:
     """Import triton_ref: None, or why that fails."""
     try:
         importlib.import_module("triton_ref.ops")
-    except ImportError as error:  # no Triton, or one that is broken
-        return str(error)
+    except Exception as error:  # no Triton, or one that is broken
+        return f"{type(error).__name__}: {error}"
     return None
 
 

@@ -10,7 +10,8 @@ import test_backward
 import test_forward
 from cases import Case, dtypes_of, serves
 from conftest import IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
-from test_sanitizers import check_missing_barrier, check_missing_wait, gpu_objects, missing_from  # noqa: F401
+from test_sanitizers import (assert_passed, check_missing_barrier, check_missing_wait, compute_sanitizer,  # noqa: F401
+                             gpu_objects, missing_from, whole_driver)
 
 pytestmark = pytest.mark.timeout(1800)
 SEEDS = range(16)
@@ -36,6 +37,13 @@ def test_drawn_forward(impl, seed, poisoned_outputs):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_drawn_backward(impl, seed, poisoned_outputs):
     test_backward.check_drawn_cases(impl, seed, 30, head_dims_of(impl), dtypes_served(impl))
+
+
+@pytest.mark.gpu
+def test_racecheck_of_all_cases(whole_driver):  # noqa: F811
+    done, summary = compute_sanitizer("racecheck", whole_driver)
+    assert_passed(done)
+    assert "SUMMARY: 0 " in summary
 
 
 @pytest.mark.gpu

@@ -87,11 +87,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=f"needs {KERNEL_NEEDS[impl]}"))
         if is_record and (impl == "cuda:host" or item.get_closest_marker("cpu")):
             item.add_marker(pytest.mark.skip(reason="no matter of the GPU that the record is of"))
-    items[:] = longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        items[:] = longest_first(items, workers)
 
 
 def longest_first(items, workers):
-    """items in an order that keeps all workers busy. pytest-xdist gives each of them one run of consecutive tests.
+    """items in an order that keeps all workers busy. `--dist worksteal` gives each of them one run of consecutive tests.
 
     The first worker begins with the tests that need the GPU's memory to themselves. The others begin with the longest
     tests, which have a time limit of their own. Those of compute-sanitizer come a little later, but for one of them:

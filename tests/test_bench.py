@@ -335,17 +335,26 @@ def speedups(rows, ours, peer):
             if all(name in x and x[name]["ms"] for name in (ours, peer))]
 
 
-# File, implementation and peer: the geometric mean of the speedups is at least this.
+# File, how many settings it has, implementation and peer: the geometric mean of the speedups is at least this.
 SPEED_RECORDS = [
-    ("forward.json", "cuda:sm90", "torch:cudnn", 1.05), ("forward.json", "cuda:sm90", "torch:flash", 1.8),
-    ("sm80.json", "cuda:sm80", "torch:flash", 1.05), ("backward.json", "cuda:sm80", "torch:flash", 1.05),
-    ("backward.json", "triton", "torch:flash", 1.1), ("triton.json", "triton", "torch:flash", 1.0),
+    ("forward.json", 48, "cuda:sm90", "torch:cudnn", 1.05), ("forward.json", 48, "cuda:sm90", "torch:flash", 1.8),
+    ("sm80.json", 48, "cuda:sm80", "torch:flash", 1.05), ("backward.json", 30, "cuda:sm80", "torch:flash", 1.0),
+    ("backward.json", 30, "triton", "torch:flash", 1.1), ("triton.json", 16, "triton", "torch:flash", 1.4),
+    ("triton.json", 16, "triton", "flex", 1.1),
 ]
 
 
-@pytest.mark.parametrize("file, ours, peer, least", SPEED_RECORDS)
-def test_recorded_speed_against_torch(file, ours, peer, least):
-    assert statistics.geometric_mean(speedups(recorded(file), ours, peer)) >= least
+@pytest.mark.parametrize("file, settings, ours, peer, least", SPEED_RECORDS)
+def test_recorded_speed_against_torch(file, settings, ours, peer, least):
+    found = speedups(recorded(file), ours, peer)
+    assert len(found) == settings and statistics.geometric_mean(found) >= least
+
+
+def test_recorded_speed_of_gradients_with_shared_keys():
+    """sm80 is no slower than FlashAttention-2 in one sample, with 1 to 64 query heads a key head."""
+    rows = {x: y for x, y in recorded("backward.json").items() if x.batch_size == 1 and x.head_dim == 128 and x.causal}
+    assert len(speedups(rows, "cuda:sm80", "torch:flash")) >= 6
+    assert min(speedups(rows, "cuda:sm80", "torch:flash")) >= 1
 
 
 def test_recorded_speed_of_sm90_against_the_best_peer():
@@ -356,7 +365,7 @@ def test_recorded_speed_of_sm90_against_the_best_peer():
         best[row["head_dim"], row["causal"], row["seqlen"]] = fastest / row["cudnn"]
     times_best = [rows["torch:cudnn"]["ms"] / rows["cuda:sm90"]["ms"] / best[x.head_dim, x.causal, x.seqlen_q]
                   for x, rows in recorded("forward.json").items() if x.dtype == "bfloat16"]
-    assert statistics.geometric_mean(times_best) >= 1 and min(times_best) >= 0.9
+    assert statistics.geometric_mean(times_best) >= 1 and min(times_best) >= 0.92
 
 
 def test_recorded_speed_of_sm90_against_matmul():
@@ -370,7 +379,7 @@ def test_recorded_speed_of_fp16_is_that_of_bf16():
     rows = recorded("forward.json")
     ratios = [x["cuda:sm90"]["tflops"] / rows[setting._replace(dtype="bfloat16")]["cuda:sm90"]["tflops"]
               for setting, x in rows.items() if setting.dtype == "float16"]
-    assert statistics.geometric_mean(ratios) >= 0.95
+    assert statistics.geometric_mean(ratios) >= 0.965
 
 
 def test_recorded_speed_of_shared_keys():
@@ -379,7 +388,7 @@ def test_recorded_speed_of_shared_keys():
     shared = {x: y["cuda:sm90"]["tflops"] for x, y in rows.items() if x.nheads_k < x.nheads}
     assert {x.nheads // x.nheads_k for x in shared} == {4, 32}
     for setting, tflops in shared.items():
-        assert tflops >= 0.95 * rows[setting._replace(nheads_k=setting.nheads)]["cuda:sm90"]["tflops"], setting
+        assert tflops >= 0.97 * rows[setting._replace(nheads_k=setting.nheads)]["cuda:sm90"]["tflops"], setting
 
 
 @pytest.mark.parametrize("head_dim, padded", [(80, 96), (160, 192)])
@@ -387,7 +396,7 @@ def test_recorded_speed_of_padded_head_dims(head_dim, padded):
     """A head_dim that is padded inside costs no more than the one that it is padded to."""
     of = {(x.head_dim, x.causal): rows["cuda:sm90"]["tflops"] for x, rows in recorded("heads.json").items()}
     for causal in (False, True):
-        assert of[head_dim, causal] * padded / head_dim >= 0.95 * of[padded, causal]
+        assert of[head_dim, causal] * padded / head_dim >= 0.97 * of[padded, causal]
 
 
 @pytest.mark.parametrize("file, ours, peer, times", [

@@ -16,6 +16,10 @@ BOTTOM = "backends", "benchmark", "checks", "dropout", "gpu"
 pytestmark = pytest.mark.cpu
 
 
+# By importlib, on first use: triton_ref registers itself with twin.py, and attention.py has the names of classic.py.
+LAZY = {("minimal_attn.twin", "triton_ref.ops"), ("triton_ref.attention", ".classic")}
+
+
 def imports_of(name):
     """The modules of the project that a module imports, at its top or inside a function."""
     package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
@@ -42,6 +46,13 @@ def test_imports_form_no_circle():
 
 def test_imports_of_the_bottom_layer_are_none():
     assert {name: GRAPH[f"minimal_attn.{name}"] for name in BOTTOM} == {name: set() for name in BOTTOM}
+
+
+def test_imports_by_importlib_are_known():
+    calls = {(name, node.args[0].value) for name, file in FILES.items() for node in ast.walk(ast.parse(file.read_text()))
+             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module"
+             and isinstance(node.args[0], ast.Constant)}
+    assert calls == LAZY
 
 
 def test_imports_of_the_facade_leave_out_triton_ref():

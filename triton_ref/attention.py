@@ -10,13 +10,13 @@ Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: mask.py, the mask; ../c
 
 import functools
 import importlib
-import warnings
 
 import torch
 import triton
 import triton.language as tl
 from triton.compiler.errors import CompilationError
 
+from minimal_attn.backends import warn
 from minimal_attn.checks import FP8_DTYPES, empty_outputs
 
 from . import autotune as tuner
@@ -27,9 +27,9 @@ from .mask import block_of, key_blocks, keys_of, make_mask, sees, sequence, step
 try:
     from . import attention_hopper
     hopper_error = None
-except Exception as error:  # a Triton without Gluon, or with another; candidates() says so on Hopper
-    attention_hopper, hopper_error = None, error
-hopper_works = True  # as far as is known
+except Exception as error:  # Gluon is experimental, so its import can fail in any way. warn_hopper says so once.
+    attention_hopper, hopper_error = None, f"{type(error).__name__}: {error}"
+hopper_works = attention_hopper is not None  # as far as is known
 
 
 @triton.jit
@@ -295,7 +295,7 @@ def run(q, k, v, options, config=None):
         if q.dtype in FP8_DTYPES:
             v = transposed(v, seq_lens)
         autotune, is_negative = options.autotune and tuner.is_on(), options.softmax_scale < 0
-        numbers = *threshold_and_scale(options.dropout_p), options.softmax_scale
+        numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
         arguments = q, k, v, out, lse, seq_lens, *options.descales, seed, *numbers
         key = (q.device, is_negative, causal, autotune, config and tuple(config.values()),
                *layouts(q, k, v, seq_lens, *options.descales, seed))
@@ -303,38 +303,46 @@ def run(q, k, v, options, config=None):
         if plan is not None:
             plan(*arguments)
             return out, lse
+        suits_hopper = not config and hopper_serves(q, out, can_use_tma(q, k, v), seq_lens, is_negative, seed)
+        if suits_hopper and attention_hopper is None:
+            warn_hopper(hopper_error)
         try:
             plan = choose(config, autotune, arguments, causal, is_negative)
             plan(*arguments)
         except CompilationError as error:
-            if config or not candidates(q, out, can_use_tma(q, k, v), seq_lens, is_negative, seed)[1]:
+            if not suits_hopper:
                 raise
-            give_up_hopper(error)
+            give_up_hopper(f"{type(error).__name__}: {error}")
             plan = choose(config, autotune, arguments, causal, is_negative)
             plan(*arguments)
         remember(_plans, key, plan, q.device)
     return out, lse
 
 
-def give_up_hopper(error):
-    """Gluon changes from one Triton to the next: without it attention.py serves alone."""
+def give_up_hopper(reason):
+    """Without attention_hopper.py, which this Triton cannot compile, attention.py serves alone."""
     global hopper_works
     hopper_works = False
     _plans.clear()
-    warnings.warn(f"minimal_attn: attention_hopper.py does not work with Triton {triton.__version__}, calls are "
-                  f"slower without it: {error}", stacklevel=2)
+    warn_hopper(reason)
+
+
+@functools.cache  # once a reason
+def warn_hopper(reason):
+    """Gluon changes from one Triton to the next."""
+    warn(f"attention_hopper.py does not work with Triton {triton.__version__}, calls are slower without it: {reason}")
+
+
+def hopper_serves(q, out, tma, seq_lens=None, is_negative=False, seed=None):
+    """Whether attention_hopper.py is for a call, if it works. Its TILES begin at kBlockD 64."""
+    return (properties(q.device).capability // 10 == 9 and tma and can_use_tma(out) and q.dtype.itemsize == 2
+            and q.shape[-1] > 32 and seq_lens is None and not is_negative and seed is None)
 
 
 def candidates(q, out, tma, seq_lens=None, is_negative=False, seed=None):
     """tile_configs for a call, and whether attention_hopper.py is among them."""
-    found = properties(q.device)
-    is_hopper = (found.capability // 10 == 9 and tma and hopper_works and can_use_tma(out)
-                 and q.dtype.itemsize == 2 and q.shape[-1] > 32
-                 and seq_lens is None and not is_negative and seed is None)
-    if is_hopper and attention_hopper is None:
-        give_up_hopper(hopper_error)
-        is_hopper = False
-    return tile_configs(q.dtype, q.shape[-1], found.max_shared_memory, is_hopper), is_hopper
+    is_hopper = hopper_works and hopper_serves(q, out, tma, seq_lens, is_negative, seed)
+    return tile_configs(q.dtype, q.shape[-1], properties(q.device).max_shared_memory, is_hopper), is_hopper
 
 
 def choose(config, autotune, arguments, causal, is_negative):

@@ -356,8 +356,8 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10):
 
 def _num_splits(group, seqlen_q, seqlen_k):
     """How many programs share a block of keys that `group` query heads read: num_splits of csrc/bwd_workspace_sm80.cuh,
-    which says why. Here a split has whole heads. A sample with a length of its own has as many rows as keys, so that
-    rows // seqlen_k is the group: the kernel finds its number by _splits_of, with this one as max_splits."""
+    which says why. Here a split has whole heads. A sample with a length of its own has as many rows as keys, so
+    rows // seqlen_k is the group. The kernel calls _splits_of with this result as max_splits."""
     rows = group * seqlen_q
     return _splits_of.fn(rows, min(group, 16, rows // seqlen_k))
 
@@ -410,7 +410,7 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True):
         dout = dout.contiguous()
     batch_size, nheads, seqlen_q, head_dim = q.shape
     causal, seq_lens, seed = options.causal, options.seq_lens, options.dropout_seed
-    numbers = *threshold_and_scale(options.dropout_p), options.softmax_scale
+    numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
     lse_padded, delta = (lse.new_empty(batch_size * nheads, -(-seqlen_q // 128) * 128) for _ in range(2))
     preprocessed = out, dout, lse, dlse, delta, lse_padded
     sides, max_splits = {}, _num_splits(nheads // k.shape[1], seqlen_q, k.shape[2]) if need_dkv else 1

@@ -52,7 +52,7 @@ def _num_tiles(sizes):
 
 @gluon.jit
 def _tile_of(n, sizes, kBlockM: gl.constexpr, kBlockN: gl.constexpr):
-    """This program's n-th tile of out: (b, h, h_k, bh, its first row, the blocks of keys that it sees).
+    """This program's n-th tile of out: (b, h, h_k, bh, its first row, how many blocks of keys it needs, at least 1).
 
     Tiles of one head are neighbours, to share its K and V in L2. In chunks of one, those that see most under a causal
     mask come first; in chunks of two, each of them has one that sees much and one that sees little.

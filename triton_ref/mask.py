@@ -2,7 +2,8 @@
 
 It is that of csrc/sequence.cuh and csrc/mask.cuh. The keys of a row are one range, and neither end of it moves back
 from one row to the next. So the blocks that a tile of rows needs are a range too. The full blocks, which all its rows
-see whole, are a range within it. They need no mask. The other ones, before and after them, are cut by the mask.
+see whole, are a range within it. They need no mask. The other ones, before and after them, are cut by the mask. Today
+the range of a row begins at key 0. sees and attention_hopper.py rely on that.
 
 Triton and Gluon share these functions: a jit function is compiled in the language of the kernel that calls it. A value
 of a NamedTuple is a number or a tensor there.
@@ -70,7 +71,7 @@ def keys_of(mask, row):
 
 @triton.jit
 def has_keys(mask, row):
-    """Whether a valid row sees a key, if there are any. keys_of takes more instructions to say so."""
+    """Whether a valid row sees a key, if the sample has keys. This takes fewer instructions than keys_of."""
     return row + mask.diagonal >= 0
 
 
@@ -111,8 +112,9 @@ def steps(blocks, kMasked: tl.constexpr):
 
 @triton.jit
 def block_of(blocks, step, kMasked: tl.constexpr):
+    """The block of a step of steps(blocks, kMasked)."""
     block = step
-    if kMasked:  # the full blocks have no steps: those of the cut blocks before them are shifted by their number
+    if kMasked:  # the steps of the cut blocks before the full ones are shifted up by the number of full blocks
         block = tl.where(step < blocks.full_end, step - (blocks.full_end - blocks.full_begin), step)
     return block
 
@@ -127,6 +129,6 @@ def sees(visible, cols):
 def seen_by(seeing, rows, kRaggedRows: tl.constexpr):
     """Whether each row sees each key, transposed: bool [cols, rows], with seeing = rows_of(mask, cols). Without
     kRaggedRows no row is beyond seqlen_q."""
-    if kRaggedRows:  # no key is seen by row -1
+    if kRaggedRows:  # row -1 sees no key, for begin is at least 0
         rows = tl.where(rows < seeing.end, rows, -1)
     return rows[None, :] >= seeing.begin[:, None]
