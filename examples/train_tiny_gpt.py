@@ -22,16 +22,15 @@ import time
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from minimal_attn import FlashMHA
-from minimal_attn.bench.measure import environment
+from minimal_attn.checks import check_dropout_p
 from minimal_attn.cli import guarded
 from minimal_attn.interface import BACKENDS
-from minimal_attn.progress import watched
+
+# What needs rich or matplotlib is imported in functions, where guarded() says in one line that they are missing.
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = "csrc/*", "triton_ref/*.py"  # what source_digest, which every record holds, is of
@@ -85,6 +84,8 @@ def text():
 
 def train(args, backend, console):
     """(the loss of each step, tokens per second after the warm-up) with one backend."""
+    from minimal_attn.progress import watched
+
     torch.manual_seed(args.seed)  # the weights, drawn on the CPU for any device, and the seeds of dropout
     model = TinyGPT(args, backend).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
@@ -123,6 +124,8 @@ def now(device):
 
 def draw(file, losses, tokens_per_s, title):
     """The curves, each thinner than those below it, and how far each is from the last of them."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     baseline = list(losses)[-1]
@@ -142,14 +145,28 @@ def count(text):
     return int(text)
 
 
+def device(text):
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device of torch") from None
+
+
+def probability(text):
+    try:
+        return check_dropout_p(float(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1") from None
+
+
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--backend", nargs="+", choices=[*BACKENDS, "all"], default=["all"],
                         help="one after the other; all: every one that is available here (default)")
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16, on a CPU float32")
-    parser.add_argument("--dropout", type=float, default=0.0, help="of the attention probabilities")
+    parser.add_argument("--dropout", type=probability, default=0.0, help="of the attention probabilities")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write training.json and training.png into it")
     for name, (gpu, cpu) in SIZES.items():
@@ -173,6 +190,13 @@ def main(argv=None):
             backends.remove(name)
     if not 0 < args.seqlen < len(text()):
         parser.error(f"argument --seqlen: 1 to {len(text()) - 1}, as the text has {len(text())} bytes")
+    from rich.console import Console
+
+    from minimal_attn.bench.measure import environment
+
+    if args.out:
+        import matplotlib.figure  # noqa: F401: where it is missing, say so before the training
+
     console, losses, tokens_per_s = Console(highlight=False), {}, {}
     for backend in backends:
         losses[backend], tokens_per_s[backend] = train(args, backend, console)

@@ -245,7 +245,8 @@ def _compiled(verbose):
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(NAME, None)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _turn(directory), _verified(directory), _environ(env), _saying(f"compiling csrc for {target}..."):
+        saying = _saying(f"compiling csrc for {target}...", moving=not verbose)  # verbose: ninja prints there too
+        with _turn(directory), _verified(directory), _environ(env), saying:
             module = cpp_extension.load(NAME, build_directory=str(directory), verbose=verbose, **recipe())
     except OSError as error:
         raise RuntimeError(f"csrc cannot be built in {directory}: {error}. Set TORCH_EXTENSIONS_DIR to a folder that "
@@ -308,18 +309,24 @@ def _turn(directory):
 
 
 @contextlib.contextmanager
-def _saying(text):
-    """Say it if what follows takes more than a second. On a terminal the line counts the seconds, and then goes."""
+def _saying(text, moving=True):
+    """Say it if what follows takes more than a second. On a terminal the line counts the seconds, and then goes, unless
+    moving is False: then other output goes there too, and the text is said once."""
     ended = threading.Event()
 
     def speak():
         start = time.monotonic()
         if ended.wait(1):
             return
-        if not sys.stderr.isatty():
+        if not (moving and sys.stderr.isatty()):
             return _say(text)
+        # A line that wraps cannot be replaced: every update would leave one more on the screen.
+        room = max(0, shutil.get_terminal_size().columns - 1 - len(" 9999 s"))
+        line = f"minimal_attn: {text}"
+        if len(line) > room:
+            _say(text)  # once in full
         while not ended.wait(0.2):
-            _show(f"minimal_attn: {text} {time.monotonic() - start:.0f} s")
+            _show(f"{line[:room]} {time.monotonic() - start:.0f} s")
         _show("")
 
     speaker = threading.Thread(target=speak, daemon=True)

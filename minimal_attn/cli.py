@@ -18,8 +18,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def guarded(program: str, command: Callable[[], int | None]) -> int:
-    """The exit code of command(), which ends in one line rather than in a traceback: 130 after Ctrl-C, 1 if the machine
-    lacks something, 2 if a package is missing. A closed pipe (| head -1) ends it without a word, also with 1."""
+    """The exit code of command(), which ends in one line rather than in a traceback: 130 after Ctrl-C, 1 after an error
+    (which is raised all the same if MINIMAL_ATTN_TRACEBACK is set), 2 if a package of the extra "bench" is missing. A
+    closed pipe (| head -1) ends it without a word, also with 1."""
     try:
         try:
             return command() or 0
@@ -31,12 +32,17 @@ def guarded(program: str, command: Callable[[], int | None]) -> int:
         print(f"{program}: interrupted", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
-        if error.name.split(".")[0] != "rich":
+        package = (error.name or "").split(".")[0]
+        if package not in ("rich", "matplotlib"):
             raise
-        print(f"{program}: this needs rich, of the extra \"bench\": pip install 'minimal_attn[bench]'", file=sys.stderr)
+        print(f"{program}: this needs {package}, of the extra \"bench\": pip install 'minimal_attn[bench]'",
+              file=sys.stderr)
         return 2
     except (OSError, RuntimeError, ValueError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        if os.environ.get("MINIMAL_ATTN_TRACEBACK"):
+            raise
+        said = [*str(error).strip().splitlines(), type(error).__name__][0]
+        print(f"{program}: {said} (MINIMAL_ATTN_TRACEBACK=1 shows the traceback)", file=sys.stderr)
     return 1
 
 

@@ -8,7 +8,7 @@ from rich.progress import (BarColumn, MofNCompleteColumn, Progress, SpinnerColum
 
 
 def watched(jobs: Iterable, name: Callable[..., str], console: Console) -> Iterator:
-    """jobs one by one, each under the line name(job); no line where nobody watches, as in a file."""
+    """jobs one by one, each under the line name(job). Shows nothing unless console is a terminal."""
     jobs = list(jobs)
     columns = (SpinnerColumn(), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"),
                TimeRemainingColumn(), TextColumn("{task.description}", markup=False))

@@ -61,7 +61,7 @@ def check_format(text):
     content = json.loads(text, parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
     assert set(content) == {"meta", "rows"} and content["rows"]
     meta, rows = content["meta"], content["rows"]
-    assert set(meta) - {"host_us", "matmul_tflops"} == META
+    assert set(meta) - {"host_us", "matmul_tflops"} == META  # no "interrupted": a run that was cut short is no record
     assert all(tflops > 0 for tflops in meta.get("matmul_tflops", {}).values())
     date = datetime.fromisoformat(meta["date"])
     assert date.tzinfo and date.isoformat(timespec="seconds") == meta["date"]
@@ -124,6 +124,13 @@ def test_json(whole):
     lengths = [(64, 64), (48, 80), (32, 32)]  # the sweep's 64 is the first shape, which is measured once
     assert [(row["seqlen_q"], row["seqlen_k"]) for row in rows] == [x for x in lengths for _ in impls]
     assert [row["impl"] for row in rows] == impls * 3
+
+
+def test_check_format_refuses_interrupted(whole):
+    content = json.loads(whole.rows)
+    content["meta"]["interrupted"] = "6 of 8 timings"
+    with pytest.raises(AssertionError, match="interrupted"):
+        check_format(json.dumps(content))
 
 
 def test_json_has_rows_of_all_that_serve(whole):
@@ -643,8 +650,12 @@ def test_interrupted_run_keeps_its_rows(monkeypatch, tmp_path):
     file = tmp_path / "rows.json"
     code, out = run("--shape", "2,4,64,64", "--seqlens", "32", "--no-profile", "--impls", "manual,torch:math", "--json",
                     file)
-    assert code == 130 and "interrupted: 1 of 2 settings were measured in full" in out and f"wrote {file}\n" in out
-    rows = json.loads(file.read_text())["rows"]
+    assert code == 130 and f"wrote {file}\n" in out
+    assert ("interrupted after 3 of 4 timings; tables and pictures show the 1 settings that every implementation has a "
+            "row for\n") in out
+    content = json.loads(file.read_text())
+    assert content["meta"]["interrupted"] == "3 of 4 timings"
+    rows = content["rows"]
     assert [(row["impl"], row["seqlen_q"]) for row in rows] == [("manual", 64), ("torch:math", 64), ("torch:math", 32)]
     assert list(tmp_path.iterdir()) == [file]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import subprocess
 import sys
 
@@ -28,7 +29,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_backend_trains_alike(trained):
+def test_train_same_losses_with_every_backend(trained):
     result = json.loads((trained / "training.json").read_text())
     assert set(result["losses"]) == set(result["tokens_per_s"]) == {*HERE, "reference"}
     expected = torch.tensor(result["losses"]["reference"])
@@ -39,17 +40,17 @@ def test_every_backend_trains_alike(trained):
     assert result["meta"]["steps"] == 20 and result["meta"]["dtype"] == "float32"
 
 
-def test_the_files_are_named(tmp_path, capsys):
+def test_train_names_files_written(tmp_path, capsys):
     train_tiny_gpt.main(["--backend", "reference", *SMALL, "--steps", "2", "--out", str(tmp_path / "new")])
     assert capsys.readouterr().out.endswith(f"wrote {tmp_path}/new/training.json, {tmp_path}/new/training.png\n")
 
 
 @pytest.mark.slow
-def test_the_curves_are_drawn(trained):
+def test_train_draws_curves(trained):
     assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_backend_that_is_left_out_is_named(monkeypatch, capsys):
+def test_train_unavailable_backend(monkeypatch, capsys):
     """With its reason: on stderr, where "all" was asked for; by an error, where it was asked for by name."""
     missing = dataclasses.replace(BACKENDS["triton"], why_not=lambda device: RuntimeError("there is no triton"))
     monkeypatch.setitem(BACKENDS, "triton", missing)
@@ -73,7 +74,7 @@ def losses_in(directory):
 
 
 @pytest.mark.slow
-def test_dropout_drops_the_same_with_every_backend(trained, tmp_path):
+def test_train_dropout_same_with_every_backend(trained, tmp_path):
     train_tiny_gpt.main([*EVERY_BACKEND, *SMALL, "--steps", "6", "--out", str(tmp_path), "--dropout", "0.3"])
     dropped = losses_in(tmp_path)
     torch.testing.assert_close(dropped, dropped[-1:].expand_as(dropped), rtol=1e-5, atol=0)
@@ -81,7 +82,7 @@ def test_dropout_drops_the_same_with_every_backend(trained, tmp_path):
 
 
 @pytest.mark.parametrize("file", sorted(train_tiny_gpt.ROOT.glob("benchmarks/*/training.json")), ids=str)
-def test_recorded_curves_lie_on_each_other(file):
+def test_train_recorded_curves(file):
     """In bf16, where rounding differs from the first step on: at every step within half a percent of torch."""
     result = json.loads(file.read_text())
     assert set(result["losses"]) == set(result["tokens_per_s"]) == {"cuda", "triton", "torch"}
@@ -93,16 +94,31 @@ def test_recorded_curves_lie_on_each_other(file):
         assert result["meta"]["text_digest"] == hashlib.sha256(train_tiny_gpt.text()).hexdigest()
 
 
-def test_bad_options():
+def test_train_bad_options():
     for options in (["--steps", "1"], ["--seqlen", "0"], ["--seqlen", "9999999"], ["--layers", "-1"],
-                    ["--backend", "cudnn"], *([] if HAS_GPU else [["--device", "cuda"]])):
+                    ["--backend", "cudnn"], ["--device", "toaster"], ["--dropout", "2"], ["--dropout", "nan"],
+                    ["--dropout", "x"], *([] if HAS_GPU else [["--device", "cuda"]])):
         with pytest.raises(SystemExit, match="2"):
             train_tiny_gpt.main(options)
 
 
-def test_a_mistake_ends_in_one_line():
-    for options, said in ((["--device", "toaster"], "device"), (["--heads", "3", "--embed-dim", "32"], "num_heads")):
-        run = subprocess.run([sys.executable, "-m", "examples.train_tiny_gpt", "--backend", "reference", *options],
-                             cwd=train_tiny_gpt.ROOT, capture_output=True, text=True)
-        assert run.returncode == 1 and run.stderr.startswith("train_tiny_gpt: ") and said in run.stderr
-        assert run.stderr.count("\n") == 1
+def ended(*options, **env):
+    """The process train_tiny_gpt.py with options, at its end."""
+    return subprocess.run([sys.executable, "-m", "examples.train_tiny_gpt", "--backend", "reference", *options],
+                          cwd=train_tiny_gpt.ROOT, env=os.environ | env, capture_output=True, text=True)
+
+
+def test_train_bad_option_one_line():
+    run = ended("--heads", "3", "--embed-dim", "32")
+    assert run.returncode == 1 and run.stderr.startswith("train_tiny_gpt: ") and "num_heads" in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("package, options", [("rich", []), ("matplotlib", ["--out", "nowhere"])])
+def test_train_missing_package_one_line(package, options, tmp_path):
+    """Before the training."""
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name='{package}')")
+    run = ended(*options, PYTHONPATH=str(tmp_path))
+    assert run.returncode == 2 and run.stdout == ""
+    assert run.stderr == (f"train_tiny_gpt: this needs {package}, of the extra \"bench\": pip install "
+                          "'minimal_attn[bench]'\n")

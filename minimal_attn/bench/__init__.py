@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 
 from ..progress import watched
-from .measure import (BUDGET, Setting, WrongResult, environment, in_words, judge, load_csrc, matmul_ceiling, measured,
-                      must_serve, profiled)
+from .measure import (SECONDS_PER_TIMING, Setting, WrongResult, environment, in_words, judge, load_csrc, matmul_ceiling,
+                      measured, must_serve, profiled)
 from .options import OPS, parse_args
 from .tables import console, print_table, print_tables
 
 
 def main(argv=None, program="minimal-attn bench"):
     """Run with the options argv; the exit code: 1 if a result is wrong or one of ours fails where it has to serve, 130
-    if Ctrl-C ended the run, which then still writes what it has."""
+    if Ctrl-C ended the run. That, or an exception, which is raised, leaves what was measured in tables and files."""
     argv = sys.argv[1:] if argv is None else argv
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = parse_args(program, argv, device, __doc__.splitlines()[0])
@@ -32,9 +32,10 @@ def main(argv=None, program="minimal-attn bench"):
     try:
         run.measure()
     except KeyboardInterrupt:
-        run.interrupted = True
-    run.report()
-    return 130 if run.interrupted else int(run.failed or WrongResult in (kind for _, kind in run.told))
+        return 130
+    finally:
+        run.report()
+    return int(run.failed or WrongResult in (kind for _, kind in run.told))
 
 
 class Run:
@@ -48,12 +49,14 @@ class Run:
         self.sweep = [args.shapes[0]._replace(seqlen_q=x, seqlen_k=x) for x in args.seqlens]
         self.checked = next(x for x in (*args.shapes, *self.op.DEFAULT_SHAPES[device])
                             if self.op.Case.has_truth(x, device))
-        self.seconds = {}  # {impl: of its last call in check()}
+        self.judge_seconds = {}  # {impl: seconds that judging it took, the last time}
+        self.jobs = []  # (setting, impl) of each timing
+        self.done = 0  # of the jobs
         self.results = {}  # {setting: {impl: row}}
         self.ceilings = {}  # {dtype: TFLOP/s}
         self.files = []  # that were written
         self.told = set()  # (name, kind of exception)
-        self.failed = self.interrupted = False
+        self.failed = self.ended = False  # ended: measure() came to its end
 
     def measure(self):
         if self.args.host_cost:
@@ -72,6 +75,7 @@ class Run:
         if self.op is not OPS["matmul"]:
             self.ceilings = {dtype: tflops for dtype in self.args.dtypes if (
                 tflops := attempt(self.told, f"matmul, {dtype}", matmul_ceiling, dtype, self.device))}
+        self.ended = True
 
     def check(self, setting):
         """(the case of setting, {impl: its function} of those that are right)"""
@@ -86,7 +90,7 @@ class Run:
                 able[impl] = self.op.IMPLS[impl].forward
             else:
                 self.failed |= must_serve(self.op.IMPLS[impl], setting.dtype, self.device)
-            self.seconds[impl] = time.perf_counter() - start
+            self.judge_seconds[impl] = time.perf_counter() - start
         return case, able
 
     def time_all(self):
@@ -97,44 +101,53 @@ class Run:
         # By turns another is the first of a setting, as whichever comes first finds a GPU that has cooled a little.
         # Every other round goes back, as what ran before a setting has warmed the GPU.
         turns = list(enumerate(self.results))
-        jobs = [(setting, impls[(first + turn + i) % len(impls)])
-                for first in range(args.rounds) for turn, setting in (turns[::-1] if first % 2 else turns)
-                for i in range(len(impls))]
-        if (seconds := self.expected_seconds(jobs)) > 60:
-            console.print(f"timing takes about {seconds / 60:.0f} min, longer if kernels are compiled or tuned; Ctrl-C "
-                          "ends it and keeps what was measured", soft_wrap=True)
+        self.jobs = [(setting, impls[(first + turn + i) % len(impls)])
+                     for first in range(args.rounds) for turn, setting in (turns[::-1] if first % 2 else turns)
+                     for i in range(len(impls))]
+        if (seconds := self.expected_seconds()) > 60:
+            how_sure = "about" if self.device == "cpu" else "at least"
+            console.print(f"timing takes {how_sure} {seconds / 60:.0f} min, longer if kernels are compiled or tuned; "
+                          "Ctrl-C ends it and keeps what was measured", soft_wrap=True)
         taken = {}  # {(setting, impl): what was measured, round by round}
-        for setting, impl in watched(jobs, lambda job: f"timing {job[1]} {job[0]}", console):
+        for setting, impl in watched(self.jobs, lambda job: f"timing {job[1]} {job[0]}", console):
             case = self.case_of(setting)
             is_served = impl in serving(self.op, impls, setting.dtype)
             numbers = attempt(self.told, impl, measured, case, impl) if is_served else None
             taken.setdefault((setting, impl), []).append(numbers)
             self.results[setting][impl] = case.row(impl, middle(taken[setting, impl]))
+            self.done += 1
             if args.json:  # a run that is killed keeps what it has
                 write_json(args.json, self.meta, self.results)
 
-    def expected_seconds(self, jobs):
-        """About what it takes to time jobs. On a CPU, where one call may take longer than its budget, as in Triton's
-        interpreter, by what the two calls of a measurement took in check()."""
+    def expected_seconds(self):
+        """How long the jobs take. For a GPU it counts the repeated calls alone, so it is too low. For a CPU, where one
+        call may be slow (Triton's interpreter), it adds the two calls before them, each as slow as in check()."""
         calls = 2 if self.device == "cpu" else 0
-        return sum(BUDGET[self.device] + calls * self.seconds[impl] * setting.shape.elements / self.checked.elements
-                   for setting, impl in jobs if setting.dtype in self.op.IMPLS[impl].dtypes)
+        return sum(SECONDS_PER_TIMING[self.device]
+                   + calls * self.judge_seconds[impl] * setting.shape.elements / self.checked.elements
+                   for setting, impl in self.jobs if setting.dtype in self.op.IMPLS[impl].dtypes)
 
     def report(self):
-        """Tables, pictures, files, of the settings that were measured in full; the JSON has every row."""
+        """Tables, pictures and files of the settings with a row of every implementation; the JSON has every row."""
         args, title = self.args, f"{self.op.TITLE} {self.on_device}"
         complete = {setting: rows for setting, rows in self.results.items() if all(rows.values())}
-        drawn = {setting: rows for setting, rows in complete.items() if not self.sweep or setting.shape in self.sweep}
+        drawn = {setting: rows for setting, rows in complete.items() if setting.shape in self.sweep} or complete
         print_tables(complete, args, self.sweep, self.on_device)
-        if self.interrupted:
-            console.print(f"interrupted: {len(complete)} of {len(self.results)} settings were measured in full; tables "
-                          "and pictures show these" if self.results else "interrupted: nothing was timed yet")
+        if not self.ended:
+            timings = self.meta["interrupted"] = f"{self.done} of {len(self.jobs)} timings"
+            console.print(f"interrupted after {timings}; tables and pictures show the {len(complete)} settings that "
+                          "every implementation has a row for" if self.done else "interrupted: nothing was timed yet",
+                          soft_wrap=True)
         if args.json and any(any(rows.values()) for rows in self.results.values()):
             if self.ceilings:
                 self.meta["matmul_tflops"] = self.ceilings
             write_json(args.json, self.meta, self.results)
             self.files.append(args.json)
-        if drawn and (args.plots or args.report):
+        pictured = [*args.plots, *filter(None, [args.report])]
+        if pictured and not complete:
+            console.print(f"not written, as no setting has a row of every implementation: {', '.join(pictured)}",
+                          soft_wrap=True)
+        elif pictured:
             from .page import html
             from .pictures import plot
 
@@ -142,7 +155,7 @@ class Run:
                 plot(file, drawn, title, self.op, self.ceilings)
             if args.report:
                 Path(args.report).write_text(html(complete, args, title, self.meta, self.ceilings))
-            self.files += [*args.plots, *filter(None, [args.report])]
+            self.files += pictured
         if self.files:
             console.print(f"wrote {', '.join(self.files)}", soft_wrap=True)
 

@@ -33,8 +33,8 @@ and debugging; for CPU tensors flash_attention takes torch. To step through the 
     gdb -ex 'break flash_fwd' -ex run a.out
 """
 NEXT = {
-    "cuda": ("python -m minimal_attn bench --dtype bfloat16 --shape 2,32,4096,128 --report page.html",
-             "every peer of this machine, at a shape of yours and over lengths, as one page"),
+    "cuda": ("python -m minimal_attn bench --dtype bfloat16 --shape 2,32,4096,128",
+             "every peer of this machine, at a shape of yours and over lengths"),
     "cpu": ("python -m minimal_attn check", "more cases: masks, grouped heads, other head dimensions"),
 }
 
@@ -48,6 +48,7 @@ class Result(NamedTuple):
     max_err: float | None = None  # None if it is wrong or does not serve
     numbers: dict = {}  # those of measured(), if it was timed
     failure: str | None = None  # of a wrong result, or of one of ours that does not serve
+    excuse: str | None = None  # of a peer that does not serve
 
 
 def run(with_profile=False):
@@ -63,8 +64,7 @@ def run(with_profile=False):
             impls = [name for name in impls if IMPLS[name].backend != backend]
     if kernels := [name for name in impls if IMPLS[name].backend == "cuda"]:
         megabytes = Path(load().__file__).stat().st_size / 1e6
-        console.print(f"csrc is built: {', '.join(kernels)} ({megabytes:.1f} MB; minimal-attn info says where)",
-                      soft_wrap=True)
+        console.print(f"csrc is built ({megabytes:.1f} MB). Its kernels here: {', '.join(kernels)}", soft_wrap=True)
     results = measure_all(impls, device)
     if with_profile:
         setting = Setting(SHAPES[device], DTYPES[0])
@@ -76,7 +76,7 @@ def run(with_profile=False):
 def measure_all(impls, device):
     """A Result for each of impls in each dtype that it is for."""
     jobs = [(dtype, impl) for dtype in DTYPES for impl in serving(attention, impls, dtype)]
-    doing = "timing" if device == "cuda" else "checking"
+    doing = "checking and timing" if device == "cuda" else "checking"
     results, case = [], None
     for dtype, impl in watched(jobs, lambda job: f"{doing} {job[1]} in {job[0]}", console):
         if case is None or case.dtype != dtype:
@@ -91,10 +91,11 @@ def result_of(case, impl):
         if case.device == "cpu":
             return result._replace(max_err=judge(case, impl))
         numbers = measured(case, impl)
-        return result._replace(max_err=numbers["max_err"], numbers=numbers)
+        return result._replace(max_err=numbers.get("max_err", math.nan), numbers=numbers)
     except Exception as error:
         has_to = isinstance(error, WrongResult) or must_serve(IMPLS[impl], case.dtype, case.device)
-        return result._replace(failure=f"{type(error).__name__}: {error}".splitlines()[0] if has_to else None)
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        return result._replace(failure=said) if has_to else result._replace(excuse=said)
 
 
 def show(results, device):
@@ -102,12 +103,14 @@ def show(results, device):
     failed = [x for x in results if x.failure]
     right = [x for x in results if x.max_err is not None]
     console.print("", table_of(right + failed, device), sep="\n")
-    if silent := [f"{x.impl} in {x.dtype}" for x in results if x not in failed + right]:
-        console.print(f"does not serve: {', '.join(silent)}", soft_wrap=True)
+    for excuse in dict.fromkeys(x.excuse for x in results if x.excuse):
+        excused = ", ".join(f"{x.impl} in {x.dtype}" for x in results if x.excuse == excuse)
+        console.print(f"does not serve: {excused}: {excuse}", soft_wrap=True)
     for x in failed:
         console.print(f"{x.impl} in {x.dtype}: {x.failure}", soft_wrap=True)
     judged = [x for x in right + failed if x.allowed]
-    console.print(f"{sum(x in right for x in judged)} of {len(judged)} results agree with attention in fp64.\n")
+    agree = sum(x.max_err is not None for x in judged)
+    console.print(f"{agree} of {len(judged)} results agree with attention in fp64.\n")
     if device == "cuda":
         for dtype in DTYPES:
             console.print(verdict(results, dtype), soft_wrap=True)

@@ -28,7 +28,7 @@ from ..info import driver_version, triton_version
 from ..checks import KERNEL_DTYPES
 from ..interface import BACKENDS
 
-BUDGET = {"cuda": 0.3, "cpu": 0.2}  # seconds in which calls are timed
+SECONDS_PER_TIMING = {"cuda": 0.3, "cpu": 0.2}  # A timing repeats its call for about so long.
 
 # The numbers of a row; what could not be measured is null.
 MEASURED = ("ms", "ms_p20", "ms_p80", "tflops", "gbps", "peak_mb", "max_err")
@@ -136,11 +136,11 @@ def measured(case, impl):
 
 
 def timed(device, forward, *args):
-    """benchmark_fn of as many calls as take BUDGET, and of 20 at least; on a CPU one call may be enough."""
+    """benchmark_fn of as many calls as fill SECONDS_PER_TIMING, 20 at least; on a CPU one call may be enough."""
     least, guess = (20, 3) if device == "cuda" else (1, 1)
     start = time.perf_counter()
     first = benchmark_fn(forward, *args, warmup=0, rep=guess)
-    rep = max(least, int(BUDGET[device] * guess / (time.perf_counter() - start)))
+    rep = max(least, int(SECONDS_PER_TIMING[device] * guess / (time.perf_counter() - start)))
     return first if rep <= guess else benchmark_fn(forward, *args, warmup=rep // 10, rep=rep)
 
 
