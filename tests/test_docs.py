@@ -36,3 +36,7 @@ def test_write_tables_knows_every_block():
         begun = re.findall(r"<!-- begin (\w+) -->", file.read_text())
         assert begun and len(begun) == len(write_tables.BLOCK.findall(file.read_text())), f"unpaired block in {file}"
         assert sorted(begun) == sorted(write_tables.BLOCKS)
+
+
+def test_readme_has_no_placeholder_left():
+    assert not re.search(r"^[A-Z]{4,}$|\b(CPU)?TEST(S|MIN|COUNT|ALL)\b", (ROOT / "README.md").read_text(), re.MULTILINE)
