@@ -3,6 +3,15 @@
 Read next: interface.py, the facade; then csrc/flash.cu, the kernel.
 """
 
+import sys
+
+try:
+    import torch  # noqa: F401: this takes a second or two
+except KeyboardInterrupt:
+    if sys.argv[0] == "-m" or sys.argv[0].endswith(("minimal-attn", "bench.py")):  # a command ends without a traceback
+        sys.exit(130)
+    raise
+
 from ._build import load
 from .benchmark import BenchmarkResult, BenchmarkRunner, benchmark_fn
 from .cuda import force_kernel

@@ -229,6 +229,19 @@ def test_closed_pipe_exits_silently(command, start):
     assert process.stderr.read() == "" and process.wait() == 1
 
 
+@pytest.mark.parametrize("command", [["-m", "minimal_attn"], ["-m", "minimal_attn", "check"], ["bench.py"]])
+def test_sigint_while_torch_is_imported(command, tmp_path, start):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    process = start([sys.executable, *command], PYTHONPATH=str(tmp_path))
+    assert (*process.communicate(timeout=20), process.returncode) == ("", "", 130)
+
+
+def test_sigint_in_import_of_the_package_reaches_the_program(tmp_path, start):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    process = start([sys.executable, "-c", "import minimal_attn"], PYTHONPATH=str(tmp_path))
+    assert "KeyboardInterrupt" in process.communicate(timeout=20)[1]
+
+
 def test_sigint_bench_writes_files(tmp_path, start):
     files = [tmp_path / name for name in ("rows.json", "plot.png", "page.html")]
     process = start([*BENCH, "--impls", "manual,torch:math", "--rounds", "1000", "--json", files[0], "--plot", files[1],
