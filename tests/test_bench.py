@@ -386,7 +386,7 @@ def test_recorded_speed_of_fp16_is_that_of_bf16():
     rows = recorded("forward.json")
     ratios = [x["cuda:sm90"]["tflops"] / rows[setting._replace(dtype="bfloat16")]["cuda:sm90"]["tflops"]
               for setting, x in rows.items() if setting.dtype == "float16"]
-    assert statistics.geometric_mean(ratios) >= 0.965
+    assert statistics.geometric_mean(ratios) >= 0.97
 
 
 def test_recorded_speed_of_shared_keys():
