@@ -13,12 +13,11 @@ import re
 import sys
 import textwrap
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean as geomean
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md"]
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
-OF_TORCH = {"torch:flash": "FA2", "torch:cudnn": "cuDNN", "torch:efficient": "efficient", "flex": "Flex"}
 
 
 def record(name):
@@ -75,7 +74,7 @@ def size(head_dim, causal, seqlen):
 
 def headline():
     hopper, ampere = settings("forward", *SIZE, dtype="bfloat16"), settings("sm80", "dtype", *SIZE)
-    by_cudnn, by_flash, of_ampere = (geometric_mean(ratios(*x).values()) for x in (
+    by_cudnn, by_flash, of_ampere = (geomean(ratios(*x).values()) for x in (
         (hopper, "cuda:sm90", "torch:cudnn"), (hopper, "cuda:sm90", "torch:flash"),
         (ampere, "cuda:sm80", "torch:flash")))
     return paragraph(f"""On an H200, in bf16 and by the geometric mean, `flash_sm90.cu` is {by_cudnn:.2f} times as fast
@@ -92,7 +91,8 @@ def tests():
 
 def backward():
     rows_of = settings("backward", "batch_size", "nheads", "nheads_k", *SIZE)
-    full = {(d, causal, s): rows for (b, h, _, d, causal, s), rows in rows_of.items() if b * s == 16384 and h * d == 2048}
+    full = {(d, causal, s): rows for (b, h, _, d, causal, s), rows in rows_of.items()
+            if b * s == 16384 and h * d == 2048}
     sm80, twin = (ratios(full, ours, "torch:flash") for ours in ("cuda:sm80", "triton"))
     cudnn = ratios(full, "triton", "torch:cudnn")
     small = [setting for setting in full if setting[0] <= 128]
@@ -101,16 +101,18 @@ def backward():
     impls = "cuda:sm80", "triton", "torch:flash", "torch:cudnn"
     cells = [[*size(*setting), *tflops(rows, impls), f"**{sm80[setting]:.2f}**", f"**{twin[setting]:.2f}**",
               f"{cudnn[setting]:.2f}"] for setting, rows in by_size(full)]
-    shared = [[f"{b},{h},{h_k},{s}", *tflops(rows, impls), f"**{ratios({0: rows}, 'cuda:sm80', 'torch:flash')[0]:.2f}**",
-               f"**{ratios({0: rows}, 'triton', 'torch:flash')[0]:.2f}**"]
-              for (b, h, h_k, d, causal, s), rows in rows_of.items() if b == 1 and d == 128 and s < 16384 and causal]
-    of = lambda values: [values[setting] for setting in small]  # noqa: E731
+    shared = []
+    for (b, h, h_k, d, causal, s), rows in rows_of.items():
+        if b == 1 and d == 128 and s < 16384 and causal:
+            speedups = (rows["torch:flash"]["ms"] / rows[ours]["ms"] for ours in ("cuda:sm80", "triton"))
+            shared.append([f"{b},{h},{h_k},{s}", *tflops(rows, impls), *(f"**{x:.2f}**" for x in speedups)])
+    sm80_small, twin_small, cudnn_small = ([values[setting] for setting in small] for values in (sm80, twin, cudnn))
     return "\n".join([
         paragraph(f"""**Speed of the backward pass** (dq, dk and dv) on one H200, TFLOP/s in bf16 with B·S = 16384 and
             H·D = 2048, medians of one run, FLOPs 2.5 times those of the forward. Up to head_dim 128 and by the
-            geometric mean, `sm80` is {geometric_mean(of(sm80)):.2f} times as fast as FA2, by setting {span(of(sm80))}. `triton`
-            is {geometric_mean(of(twin)):.2f} times as fast as FA2, by setting {span(of(twin))}, and reaches
-            {geometric_mean(of(cudnn)):.2f} of cuDNN. At head_dim 256 `sm80` reaches
+            geometric mean, `sm80` is {geomean(sm80_small):.2f} times as fast as FA2, by setting {span(sm80_small)}.
+            `triton` is {geomean(twin_small):.2f} times as fast as FA2, by setting {span(twin_small)}, and reaches
+            {geomean(cudnn_small):.2f} of cuDNN. At head_dim 256 `sm80` reaches
             {span([sm80[x] for x in sm80 if x[0] == 256])} of FA2. The largest error of ours is up to {worst:.1f} times
             that of FA2."""),
         table(["head_dim", "causal", "S", "cuda:sm80", "triton", "FA2", "cuDNN", "sm80 × FA2", "triton × FA2",
@@ -143,8 +145,8 @@ def twin():
     return "\n".join([
         paragraph(f"""**Speed** on one H200, TFLOP/s in bf16 with B·S = 16384 and H·D = 2048, medians of one run; fp8 is
             e4m3fn, with Vᵀ made in every call. By the geometric mean of {len(halves)} settings in bf16 it is
-            {geometric_mean(by_best.values()):.2f} times as fast as the better of FlexAttention and FA2, by setting
-            {span(by_best.values())}. It reaches {geometric_mean(cudnn.values()):.2f} of cuDNN, by setting
+            {geomean(by_best.values()):.2f} times as fast as the better of FlexAttention and FA2, by setting
+            {span(by_best.values())}. It reaches {geomean(cudnn.values()):.2f} of cuDNN, by setting
             {span(cudnn.values())}. fp8 at head_dim 128 and S = 16384 is {fp8[128, False, 16384]:.2f} times as fast as
             bf16, and {fp8[128, True, 16384]:.2f} times with a causal mask."""),
         table(["head_dim", "causal", "S", "triton", "fp8", "Flex", "FA2", "cuDNN", "× best of Flex, FA2", "× cuDNN"],
@@ -161,7 +163,7 @@ def matmul():
             cells[-1] += [*tflops(rows_of[m, n, k, dtype], ("triton", "cublas")), f"**{faster[m, n, k, dtype]:.2f}**"]
     return "\n".join([
         paragraph(f"""**Speed of the product** on one H200, TFLOP/s, medians of one run: by the geometric mean,
-            {geometric_mean(faster.values()):.2f} times as fast as cuBLAS; by size and dtype {span(faster.values())}."""),
+            {geomean(faster.values()):.2f} times as fast as cuBLAS; by size and dtype {span(faster.values())}."""),
         table(["(M,N,K)", "fp16 triton", "fp16 cuBLAS", "fp16 ×", "bf16 triton", "bf16 cuBLAS", "bf16 ×"], cells), ""])
 
 
@@ -182,16 +184,16 @@ def forward():
               f"**{cudnn[setting]:.2f}**"] for setting, rows in by_size(rows_of)]
     return "\n".join([
         paragraph(f"""**bfloat16 on Hopper**, TFLOP/s with B·S = 16384 and H·D = 2048, by `flash_sm90.cu`. By the
-            geometric mean of {len(rows_of)} settings it is {geometric_mean(cudnn.values()):.2f} times as fast as cuDNN, by
-            setting {span(cudnn.values())}, and {geometric_mean(flash.values()):.2f} times as fast as FA2. In fp16 it reaches
-            {geometric_mean(half):.2f} of that, by setting {span(half)}. At head_dim 128 and S = 16384 it does {of_matmul:.2f} of
-            what torch's matmul of 8192³ does in the same run. That matmul reaches
+            geometric mean of {len(rows_of)} settings it is {geomean(cudnn.values()):.2f} times as fast as cuDNN, by
+            setting {span(cudnn.values())}, and {geomean(flash.values()):.2f} times as fast as FA2. In fp16 it reaches
+            {geomean(half):.2f} of that, by setting {span(half)}. At head_dim 128 and S = 16384 it does
+            {of_matmul:.2f} of what torch's matmul of 8192³ does in the same run. That matmul reaches
             {ceiling['float16'] / ceiling['bfloat16']:.2f} of it in fp16."""),
         table(["head_dim, bf16", "causal", "S", "cuda:sm90", "FA2", "cuDNN", "× FA2", "× cuDNN"], cells), "",
         "![TFLOP/s over S](benchmarks/h200/forward.svg)\n",
         paragraph(f"""FlashAttention-3 and 4 are not on that machine. On another H200 (`benchmarks/peers.json`) the best
             of them and cuDNN was {span([best[setting] for setting in cudnn])} times as fast as cuDNN, by setting. With
-            these factors `sm90` is {geometric_mean(by_best.values()):.2f} times as fast as the best of the three, and
+            these factors `sm90` is {geomean(by_best.values()):.2f} times as fast as the best of the three, and
             {min(by_best.values()):.2f} at the least, at S = {min(by_best, key=by_best.get)[-1]}. Each number is the
             median of {rounds} rounds. From S = 8192 on the GPU's power limits its clock, in the matmul too, and more in
             fp16, whose mantissas are longer. The largest error of `sm90` is up to {worst:.1f} times that of FA2, within
@@ -234,9 +236,9 @@ def ampere():
     return "\n".join([
         paragraph(f"""**bfloat16 in the instructions of Ampere**, by `flash_sm80.cu`. FA2 is torch's FLASH_ATTENTION
             backend, built from the same instructions; cuDNN uses Hopper's own. By the geometric mean of {len(faster)}
-            settings (fp16 and bf16, S up to 16384) ours is {geometric_mean(faster.values()):.2f} times as fast as FA2, by setting
-            {span(faster.values())}. The largest error is up to {worst:.1f} times that of FA2, within the tests' rule of
-            twice torch's MATH backend: the price of the lazy maximum, see `csrc/softmax.cuh`. Where tensor cores cannot
+            settings (fp16 and bf16, S up to 16384) ours is {geomean(faster.values()):.2f} times as fast as FA2, by
+            setting {span(faster.values())}. The largest error is up to {worst:.1f} times that of FA2, within the tests'
+            rule of twice torch's MATH backend: the price of the lazy maximum, see `csrc/softmax.cuh`. Where tensor cores cannot
             serve a 16-bit call, `simt` takes {1 / max(fallback.values()):.0f} to {1 / min(fallback.values()):.0f} times
             as long."""),
         table(["head_dim", "causal", "S", "cuda:sm80", "FA2", "cuDNN", "manual", "× FA2"], cells), ""])
@@ -256,7 +258,7 @@ def fp32():
     return "\n".join([
         paragraph(f"""**float32** with TF32 off: ms, and the speed of ours, which is `dmma` where it is measured and
             `simt` elsewhere, over that of `manual` and of torch's memory-efficient kernel. The largest errors are those
-            of ours / `manual`. By the geometric mean `dmma` is {geometric_mean(dmma.values()):.2f} times as fast as the
+            of ours / `manual`. By the geometric mean `dmma` is {geomean(dmma.values()):.2f} times as fast as the
             memory-efficient kernel."""),
         table(["(B,H,S,D)", "manual", "efficient", "cuda:simt", "cuda:dmma", "triton", "× manual", "× efficient",
                "max error"], cells), ""])
@@ -275,7 +277,8 @@ def build():
     evidence = json.loads((ROOT / "tests/gpu_record.json").read_text())["evidence"]
     (seconds,) = (x for name, x in evidence.items() if name.startswith("seconds of the JIT build"))
     return paragraph(f"""The library has {evidence['MB of the built library']:.1f} MB. `minimal_attn.load()` takes
-        {seconds:.0f} s to build it from nothing, beside 16 workers of the tests, many of which compile at that time.""")
+        {seconds:.0f} s to build it from nothing, beside 16 workers of the tests, many of which compile at that
+        time.""")
 
 
 BLOCKS = {block.__name__: block for block in (headline, tests, backward, training, twin, matmul, forward, heads, ampere,

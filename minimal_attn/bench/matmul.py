@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import triton_matmul
 from ..validation import allowed_error
 from .measure import DTYPE_NAMES, MEASURED, Impl, normal, truth_fits
 
@@ -44,12 +45,6 @@ DEFAULT_SHAPES = {
     "cuda": [*(Shape(n, n, n) for n in (512, 1024, 2048, 4096, 8192)), Shape(4096, 11008, 4096), Shape(16, 4096, 4096)],
     "cpu": [Shape(64, 64, 64), Shape(128, 128, 128), Shape(16, 128, 96)],
 }
-
-
-def triton_matmul(a, b):
-    from triton_ref.matmul import triton_matmul
-
-    return triton_matmul(a, b)
 
 
 IMPLS = {
