@@ -239,8 +239,8 @@ def ampere():
             settings (fp16 and bf16, S up to 16384) ours is {geomean(faster.values()):.2f} times as fast as FA2, by
             setting {span(faster.values())}. The largest error is up to {worst:.1f} times that of FA2, within the tests'
             rule of twice torch's MATH backend: the price of the lazy maximum, see `csrc/softmax.cuh`. Where tensor
-            cores cannot serve a 16-bit call, `simt` takes {1 / max(fallback.values()):.0f} to {1 / min(fallback.values()):.0f} times
-            as long."""),
+            cores cannot serve a 16-bit call, `simt` takes {1 / max(fallback.values()):.0f} to
+            {1 / min(fallback.values()):.0f} times as long."""),
         table(["head_dim", "causal", "S", "cuda:sm80", "FA2", "cuDNN", "manual", "× FA2"], cells), ""])
 
 
