@@ -14,8 +14,8 @@
 // Q and dO have two buffers each; a step's copies run while the step before it is computed, with two barriers a step.
 // Where that is too much memory they have one buffer, and a third barrier.
 //
-// Where many query heads read one key head, several blocks of threads share a tile of keys: each walks along a part of
-// the heads and of their rows. They leave their sums in memory, and flash_bwd_dkv adds them up in a fixed order.
+// Where many query heads read one key head, several blocks of threads share a tile of keys, and each takes some of the
+// heads. They leave their sums in memory, and flash_bwd_dkv adds them up in a fixed order.
 //
 // dq_accum holds dQ in the order of acc_dq's registers, so that a warp adds 512 neighbouring bytes; flash_bwd_dq brings
 // it into q's order and type. The additions come in any order unless `deterministic` is set: then blocks of keys take
@@ -272,7 +272,8 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     }
 };
 
-template <typename T, typename Shape, bool kDropout>
+// kSplit: blocks of threads may share a tile of keys. At compile time, because the loop has no register left for it.
+template <typename T, typename Shape, bool kDropout, bool kSplit>
 __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     flash_bwd(const __grid_constant__ AttnBackwardParams p) {
 #if __CUDA_ARCH__ < 800
@@ -287,26 +288,23 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         __syncthreads();  // unobserved by racecheck: without it a block may wait for ever
         block_idx = shared.ticket;
     }
-    const int max_splits = Workspace<Shape>(p).max_splits, split_idx = block_idx % max_splits;
+    const int max_splits = kSplit ? Workspace<Shape>(p).max_splits : 1, split_idx = block_idx % max_splits;
     const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits, p.deterministic && p.is_causal);
     const Sequence seq(p, tile.b);
-    const int splits = num_splits(p, seq.seqlen_q, seq.seqlen_k);
+    const int splits = kSplit ? num_splits(p, seq.seqlen_q, seq.seqlen_k) : 1;
     if (split_idx >= splits) return;
     Backward<T, Shape, kDropout> backward{p, shared, tile};
-    // The steps of a tile are the row blocks of one head after the other. The splits share them evenly.
     const BlockRange blocks = backward.mask().template row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
-    const int m_blocks = blocks.end - blocks.begin, steps = m_blocks * (p.nheads / p.nheads_k);
-    const int step0 = steps / splits * split_idx + min(split_idx, steps % splits);
-    int steps_left = steps / splits + (split_idx < steps % splits);
-    int h = tile.h + step0 / max(1, m_blocks), m_block = blocks.begin + step0 % max(1, m_blocks);
-    if (steps_left > 0) backward.load_keys(), backward.load_rows(0, h, m_block);
+    const int group = p.nheads / p.nheads_k, h_begin = tile.h + group * split_idx / splits;
+    const int h_end = blocks.begin < blocks.end ? tile.h + group * (split_idx + 1) / splits : 0;
+    if (h_begin < h_end) backward.load_keys(), backward.load_rows(0, h_begin, blocks.begin);
 
-    for (int stage = 0; steps_left > 0; steps_left--, stage ^= kStages - 1) {
+    for (int h = h_begin, m_block = blocks.begin, stage = 0; h < h_end; stage ^= kStages - 1) {
         cp_async_wait<0>();
         __syncthreads();  // the step's tiles have arrived; sdS, sP and the other stage have been read
         const bool is_last = m_block + 1 == blocks.end;  // of this head
         auto load_next = [&] {
-            if (steps_left > 1)
+            if (h + is_last < h_end)
                 backward.load_rows(stage ^ (kStages - 1), h + is_last, is_last ? blocks.begin : m_block + 1);
         };
         const bool is_full = blocks.is_full(m_block);
@@ -335,7 +333,9 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
     static_assert(Shape::kBlocksPerSM * (kSharedBytes + 1024) <= kPerSM);
     auto *stream = static_cast<cudaStream_t>(p.stream);
     if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.zeroed_bytes(p.deterministic), stream));
-    auto *kernel = p.dropout_seed ? flash_bwd<T, Shape, true> : flash_bwd<T, Shape, false>;
+    auto *kernel = workspace.max_splits > 1
+                       ? (p.dropout_seed ? flash_bwd<T, Shape, true, true> : flash_bwd<T, Shape, false, true>)
+                       : (p.dropout_seed ? flash_bwd<T, Shape, true, false> : flash_bwd<T, Shape, false, false>);
     launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads, kSharedBytes,
            p.stream, p);
     if (const int64_t vecs = workspace.dkv_floats / 8)
