@@ -28,8 +28,11 @@ th:first-child { text-align: left; position: sticky; left: 0; background: Canvas
 td.best { font-weight: bold; } summary { cursor: pointer; }
 """
 
+CEILING = "The dashed line is a large matrix multiplication in the dtype of the heading."
+
 
 def digest_of_page(results, title, meta, ceilings):
+    """The digest that html() puts into a page of the same."""
     return digest_of(digest_of_plot(results, title, ceilings), facts_of(meta, ceilings), meta["command"],
                      code=(__file__, tables.__file__))
 
@@ -61,7 +64,7 @@ def html(results, title, meta, ceilings):
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p>Medians of one run. {'The dashed line is a large matrix multiplication in the dtype of the heading.' * bool(ceilings)}</p>
+<p>Medians of one run. {CEILING * bool(ceilings)}</p>
 <dl>{facts}</dl>
 <details><summary>The command</summary><p><code>{escape(meta["command"])}</code></p></details>
 <nav><h2>Contents</h2>

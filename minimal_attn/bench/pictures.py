@@ -104,6 +104,7 @@ def save(figure, file, description=None, **options):
 
 
 def digest_of_plot(results, title, ceilings):
+    """The digest that plot() puts into a picture of the same."""
     panels = [(panel.title, panel.shared, [(words(setting.shape.parts), rows) for setting, rows in
                                            panel.results.items()]) for panel in panels_of(results)]
     return digest_of(title, ceilings, panels)
@@ -115,8 +116,9 @@ def plot(file, results, title, ceilings):
     lines, bars = ([panel for panel in panels if panel.is_sweep == kind] for kind in (True, False))
     rows = math.ceil(len(lines) / 3)
     columns = math.ceil(len(lines) / max(1, rows))  # four are two by two
-    heights = [2.7 * rows] * bool(lines) + [max(map(height_of_bars, bars), default=0)] * bool(bars)
-    figure = Figure(figsize=(max(9, 3.4 * columns), sum(heights) + 1), dpi=150, layout="constrained")
+    heights = [4.2 if len(lines) == 1 else 2.7 * rows] * bool(lines)
+    heights += [max(map(height_of_bars, bars), default=0)] * bool(bars)
+    figure = Figure(figsize=(max(9, 3.4 * columns, 3.2 * len(bars)), sum(heights) + 1), dpi=150, layout="constrained")
     parts = iter(figure.subfigures(len(heights), height_ratios=heights, squeeze=False).flat)
     if lines:
         axes = next(parts).subplots(rows, columns, sharey=True, squeeze=False)
@@ -173,11 +175,12 @@ def draw_all(axes, panels, ceilings):
         elif panel.is_sweep:
             ax.set_ylim(bottom=0)
         elif values:  # with room for the numbers beside the bars
-            ax.set_xlim(0, max(1.3 * max(values), 1.05 * max(ceilings.values(), default=0)))
+            dtypes = {setting.dtype for panel in panels for setting in panel.results}
+            ax.set_xlim(0, max(1.3 * max(values), *(1.05 * ceilings.get(dtype, 0) for dtype in dtypes)))
 
 
 def draw_lines(ax, panel, ceilings):
-    """TFLOP/s over S. The title names the first dtype; any other has its own kind of line and its name in the legend."""
+    """TFLOP/s over S. The title names the first dtype, the legend the others, which have another kind of line."""
     dtypes = dict.fromkeys(setting.dtype for setting in panel.results)
     for dtype, line in zip(dtypes, LINES):
         results = sorted((setting.shape.x, rows) for setting, rows in panel.results.items() if setting.dtype == dtype)
@@ -222,10 +225,11 @@ def draw_bars(ax, panel, ceilings):
     ax.set_yticks(range(len(shapes)), [words({letter: size for letter, size in shape.parts.items()
                                              if letter not in shared}) for shape in shapes])
     ax.set_ylim(len(shapes) - 0.5, -0.5)
-    ax.set_xlabel("TFLOP/s" + (f" (×: over {STYLES[panel.baseline].label})" if panel.baseline else ""))
+    ax.set_xlabel("TFLOP/s" + (f" (× {STYLES[panel.baseline].label.partition(' (')[0]})" if panel.baseline else ""))
 
 
 def digest_of_losses(losses, tokens_per_s, title):
+    """The digest that plot_losses() puts into a picture of the same."""
     return digest_of(losses, tokens_per_s, title)
 
 
