@@ -3,6 +3,7 @@
 # make test-all: run all tests
 # make gpu-record: run all tests that a GPU has a part in, and write tests/gpu_record.json
 # make campaign: run tests/campaign.py, long draws of shapes and, on a GPU, every fault that compute-sanitizer can see
+# make docs: write the tables, pictures and pages of README.md and docs/ from benchmarks/h200/*.json
 # make clean: remove what make and the builds left here
 #
 # A Python that has torch is used as it is (PYTHON=... names another one); for one that has not, .venv is made.
@@ -42,6 +43,11 @@ test test-all gpu-record campaign: packages
 	@$(PY) -c 'import minimal_attn; minimal_attn.load()'
 	@$(TWIN) $(PY) -m pytest $(TESTS) -n $(WORKERS) --dist worksteal $(SELECT)
 
+docs: NEEDS = filelock matplotlib ninja rich
+docs: packages
+	@$(PY) benchmarks/write_tables.py
+	@$(PY) benchmarks/write_pictures.py
+
 packages: $(VENV)
 	@$(PY) -c 'import sys, importlib.metadata as m; \
 	    lacks = [x for x in sys.argv[1:] if not any(m.distributions(name=x))]; \
@@ -57,4 +63,4 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis minimal_attn/_C*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help demo test test-all gpu-record campaign packages clean
+.PHONY: help demo test test-all gpu-record campaign docs packages clean

@@ -122,21 +122,9 @@ def now(device):
     return time.perf_counter()
 
 
-def draw(file, losses, tokens_per_s, title):
-    """The curves, each thinner than those below it, and how far each is from the last of them."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
-    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
-    baseline = list(losses)[-1]
-    for i, (backend, values) in enumerate(losses.items()):
-        label = f"{backend}, {tokens_per_s[backend]:,.0f} tokens/s"
-        above.plot(values, label=label, linewidth=2 * (len(losses) - i) - 1, alpha=0.7)
-        below.plot(torch.tensor(values) - torch.tensor(losses[baseline]), linewidth=1)
-    above.set(ylabel="loss, nats a byte", title=title)
-    above.legend()
-    below.set(xlabel="step", ylabel=f"minus {baseline}")
-    figure.savefig(file)
+def title_of(meta):
+    """Of the picture of the run that meta describes."""
+    return f"A GPT of {meta['layers']} layers, {meta['dtype']}, on {meta['device']}"
 
 
 def count(text):
@@ -195,7 +183,7 @@ def main(argv=None):
     from minimal_attn.bench.measure import environment
 
     if args.out:
-        import matplotlib.figure  # noqa: F401: where it is missing, say so before the training
+        from minimal_attn.bench.pictures import plot_losses  # where matplotlib is missing, say so before the training
 
     console, losses, tokens_per_s = Console(highlight=False), {}, {}
     for backend in backends:
@@ -209,8 +197,7 @@ def main(argv=None):
                  **{name: getattr(args, name) for name in ("dtype", "seed", "dropout", *SIZES)}}
         result = {"meta": meta, "tokens_per_s": tokens_per_s, "losses": losses}
         (args.out / "training.json").write_text(json.dumps(result, indent=1) + "\n")
-        draw(args.out / "training.png", losses, tokens_per_s, f"A GPT of {args.layers} layers, {args.dtype}, on "
-             f"{meta['device']}")
+        plot_losses(args.out / "training.png", losses, tokens_per_s, title_of(meta))
         console.print(f"wrote {args.out / 'training.json'}, {args.out / 'training.png'}", soft_wrap=True)
 
 

@@ -18,7 +18,7 @@ from ..progress import watched
 from .measure import (SECONDS_PER_TIMING, Setting, WrongResult, environment, in_words, judge, load_csrc, matmul_ceiling,
                       measured, must_serve, profiled)
 from .options import OPS, parse_args
-from .tables import console, print_table, print_tables
+from .tables import console, place, print_table, print_tables
 
 
 def main(argv=None, program="minimal-attn bench"):
@@ -43,7 +43,7 @@ class Run:
 
     def __init__(self, args, device, meta):
         self.args, self.op, self.device, self.meta = args, args.op, device, meta
-        self.on_device = f"on {meta['device']}" + " (TF32 off)" * (device == "cuda" and "float32" in args.dtypes)
+        self.on_device = place(meta, args.dtypes)
         self.case_of = functools.lru_cache(maxsize=1)(lambda setting: args.op.Case(setting, device))
         self.kinds = [(dtype, causal) for dtype in args.dtypes for causal in args.causals]
         self.sweep = [args.shapes[0]._replace(seqlen_q=x, seqlen_k=x) for x in args.seqlens]
@@ -131,7 +131,6 @@ class Run:
         """Tables, pictures and files of the settings with a row of every implementation; the JSON has every row."""
         args, title = self.args, f"{self.op.TITLE} {self.on_device}"
         complete = {setting: rows for setting, rows in self.results.items() if all(rows.values())}
-        drawn = {setting: rows for setting, rows in complete.items() if setting.shape in self.sweep} or complete
         print_tables(complete, args, self.sweep, self.on_device)
         if not self.ended:
             timings = self.meta["interrupted"] = f"{self.done} of {len(self.jobs)} timings"
@@ -152,9 +151,9 @@ class Run:
             from .pictures import plot
 
             for file in args.plots:
-                plot(file, drawn, title, self.op, self.ceilings)
+                plot(file, complete, title, self.ceilings)
             if args.report:
-                Path(args.report).write_text(html(complete, args, title, self.meta, self.ceilings))
+                Path(args.report).write_text(html(complete, title, self.meta, self.ceilings))
             self.files += pictured
         if self.files:
             console.print(f"wrote {', '.join(self.files)}", soft_wrap=True)

@@ -22,7 +22,7 @@ from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, MEASURED, Impl, host_us, norm
 
 DTYPES = DTYPE_NAMES + FP8_DTYPE_NAMES
 HALVES = ("float16", "bfloat16")
-TITLE = "Attention forward"
+TITLE = "Attention forward pass"
 BASELINE = "manual"  # of the speed-ups
 ROW = ("op", "impl", "dtype", "head_dim", "causal", "batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k",
        *MEASURED)
@@ -55,9 +55,18 @@ class Shape(NamedTuple):
         return self.seqlen_q
 
     @property
-    def family(self):
-        """What a picture of its own is for."""
-        return f"head_dim {self.head_dim}"
+    def parts(self):
+        """{letter: size}. H and S are of the queries and, behind a slash, of the keys where they differ."""
+        heads, lengths = (str(x) if x == y else f"{x}/{y}" for x, y in ((self.nheads, self.nheads_k),
+                                                                        (self.seqlen_q, self.seqlen_k)))
+        return {"B": str(self.batch_size), "H": heads, "S": lengths, "D": str(self.head_dim)}
+
+    @property
+    def sweeps(self):
+        """The sweeps over S that it can be part of, as (head_dim, what else is fixed): B·S, or else B."""
+        heads = f"H {self.parts['H']}"
+        fixed = f"B·S {self.batch_size * self.seqlen_q}", f"B {self.batch_size}"
+        return [(f"head_dim {self.head_dim}", f"{heads}, {x}") for x in fixed] if self.seqlen_q == self.seqlen_k else []
 
     @property
     def elements(self):

@@ -17,7 +17,7 @@ from .attention import by_kernel
 from .measure import DTYPE_NAMES
 
 DTYPES = DTYPE_NAMES
-TITLE = "Attention backward"
+TITLE = "Attention backward pass"
 
 
 def backward_of(forward):

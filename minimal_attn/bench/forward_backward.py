@@ -17,7 +17,7 @@ from .attention import flash_cuda, flash_triton
 from .backward import DTYPES  # noqa: F401
 from .measure import host_us
 
-TITLE = "Attention forward and backward"
+TITLE = "Attention forward and backward pass"
 
 
 def step_of(forward):

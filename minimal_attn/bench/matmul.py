@@ -32,9 +32,11 @@ class Shape(NamedTuple):
             raise ValueError(f"not {SHAPES}")
         return cls(*sizes)
 
-    x = None  # not one line of lengths
+    @property
+    def parts(self):
+        return {"M": str(self.m), "N": str(self.n), "K": str(self.k)}
 
-    family = "matmul"
+    sweeps = ()
 
     @property
     def elements(self):

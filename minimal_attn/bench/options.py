@@ -63,7 +63,7 @@ def parse_args(program, argv, device, description):
         help="time everything N times over and take the median round, to compare settings (default: %(default)s)")
     add("--json", type=file(".json"), metavar="FILE", help="write all rows")
     add("--plot", type=file(".png", ".svg", needs="matplotlib"), action="append", metavar="FILE", default=[],
-        dest="plots", help="draw TFLOP/s of the sweep, else of the shapes; may be repeated")
+        dest="plots", help="draw TFLOP/s; may be repeated")
     add("--report", type=file(".html", needs="matplotlib"), metavar="FILE", help="write one page with everything")
     add("--trace", type=file(".json"), metavar="FILE", help="write a Chrome trace of one call of each")
     add("--profile", action=argparse.BooleanOptionalAction, default=False, help="also print the profiler's tables")

@@ -6,8 +6,10 @@ Read next: pictures.py, whose panels are its sections.
 import base64
 from html import escape
 
+from . import tables
 from .measure import MEASURED
-from .pictures import panels_of, svg
+from .pictures import digest_of, digest_of_plot, panels_of, svg, words
+from .styles import STYLES
 from .tables import HEADINGS, number, speedup
 
 # A table that is wider than the screen scrolls by itself, with the names of its rows in sight.
@@ -26,47 +28,76 @@ th:first-child { text-align: left; position: sticky; left: 0; background: Canvas
 td.best { font-weight: bold; } summary { cursor: pointer; }
 """
 
+CEILING = "The dashed line is a large matrix multiplication in the dtype of the heading."
 
-def html(results, args, title, meta, ceilings):
-    """The page, of results {setting: {impl: row}}, as environment() describes the run; ceilings: {dtype: TFLOP/s}."""
+
+def digest_of_page(results, title, meta, ceilings):
+    """The digest that html() puts into a page of the same."""
+    return digest_of(digest_of_plot(results, title, ceilings), facts_of(meta, ceilings), meta["command"],
+                     code=(__file__, tables.__file__))
+
+
+def facts_of(meta, ceilings):
+    """{name: value} of what the page says of the run, as environment() describes it."""
     facts = {key: meta[key] for key in ("device", "driver", "cuda", "torch", "triton", "date") if meta[key]}
     facts |= {"sources": meta["source_digest"][:16]}
     facts |= {f"matmul, {dtype}": f"{number(tflops)} TFLOP/s" for dtype, tflops in ceilings.items()}
-    facts |= {f"host, {name}": f"{us} µs a call" for name, us in meta.get("host_us", {}).items()}
-    rows = (f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
-    sections = "\n".join(section(name, panel, args.op, ceilings) for name, panel in panels_of(results).items())
+    return facts | {f"host, {name}": f"{us} µs a call" for name, us in meta.get("host_us", {}).items()}
+
+
+def html(results, title, meta, ceilings):
+    """The page, of results {setting: {impl: row}}; ceilings: {dtype: TFLOP/s}."""
+    panels = panels_of(results)
+    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>"
+                    for name, value in facts_of(meta, ceilings).items())
+    contents = "\n".join(f'<li><a href="#section-{i}">{escape(heading(panel))}</a></li>'
+                         for i, panel in enumerate(panels, 1))
+    sections = "\n".join(section(f"section-{i}", panel, ceilings) for i, panel in enumerate(panels, 1))
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="digest" content="data-sha256 {digest_of_page(results, title, meta, ceilings)}">
 <title>{escape(title)}</title>
 <style>{STYLE}</style>
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p>Medians of one run. {'The dashed line is a matrix multiplication of the same dtype.' * bool(ceilings)}</p>
-<dl>{"".join(rows)}</dl>
+<p>Medians of one run. {CEILING * bool(ceilings)}</p>
+<dl>{facts}</dl>
 <details><summary>The command</summary><p><code>{escape(meta["command"])}</code></p></details>
+<nav><h2>Contents</h2>
+<ol>
+{contents}
+</ol></nav>
 {sections}
 </body>
 </html>
 """
 
 
-def section(name, panel, op, ceilings):
+def heading(panel):
+    return panel.title + f" ({panel.shared})" * bool(panel.shared)
+
+
+def section(name, panel, ceilings):
     """One panel: its picture, TFLOP/s by shape, and behind a click every number."""
-    picture = base64.b64encode(svg(panel, op, ceilings).encode()).decode()
-    impls = list(next(iter(panel.values())))
-    measured = [impl for impl in impls if any(rows[impl]["ms"] for rows in panel.values())]
-    tflops = {str(setting.shape): [rows[impl]["tflops"] for impl in measured] for setting, rows in panel.items()}
-    everything = {f"{setting.shape} {impl}": [*(rows[impl][key] for key in MEASURED), speedup(rows, impl, op.BASELINE)]
-                  for setting, rows in panel.items() for impl in measured}
-    return f"""<h2>{escape(name)}</h2>
-<img alt="TFLOP/s, {escape(name)}" src="data:image/svg+xml;base64,{picture}">
-{table("TFLOP/s", measured, tflops, best=True)}
+    picture = base64.b64encode(svg(panel, ceilings).encode()).decode()
+    labels = {impl: STYLES[impl].label for impl in panel.impls}
+    dtypes = {setting.dtype for setting in panel.results}
+    rows_of = {words(setting.shape.parts) + f", {setting.dtype}" * (len(dtypes) > 1): rows
+               for setting, rows in panel.results.items()}
+    tflops = {shape: [rows[impl]["tflops"] for impl in labels] for shape, rows in rows_of.items()}
+    baseline = [panel.baseline] if panel.baseline else []
+    everything = {f"{shape}: {label}": [*(rows[impl][key] for key in MEASURED),
+                                        *(speedup(rows, impl, x) for x in baseline)]
+                  for shape, rows in rows_of.items() for impl, label in labels.items() if rows[impl]["ms"]}
+    return f"""<h2 id="{name}">{escape(heading(panel))}</h2>
+<img alt="TFLOP/s, {escape(heading(panel))}" src="data:image/svg+xml;base64,{picture}">
+{table("TFLOP/s", labels.values(), tflops, best=True)}
 <details><summary>All numbers</summary>
-{table(op.SHAPES.split(" or ")[0], [*HEADINGS, f"× {op.BASELINE}"], everything)}
+{table("", [*HEADINGS, *(f"× {labels[x]}" for x in baseline)], everything)}
 </details>"""
 
 

@@ -1,101 +1,254 @@
-"""TFLOP/s in pictures: a panel for each dtype, head_dim and mask. results is everywhere {setting: {impl: row}}.
+"""TFLOP/s and loss curves in pictures. Every picture holds a digest of what it was drawn from.
 
-Read next: page.py, which puts one panel a picture into a page.
+results is everywhere {setting: {impl: row}}, and ceilings {dtype: TFLOP/s of a matmul}. Shapes that differ in their
+length alone are drawn as lines over S, all others as bars. Read next: styles.py, then page.py, which puts the panels
+into a page.
 """
 
+import hashlib
 import io
+import json
 import math
+import re
+from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from . import styles
+from .styles import MATMUL, STYLES
 from .tables import speedup
+
+BASELINES = "manual", "cublas", "torch", "torch:cudnn", "torch:flash"  # speed-ups are over the first of these
+LINES = "-", ":", "-.", (0, (1, 3)), (0, (6, 2, 1, 2, 1, 2))  # for each dtype of a panel
+DIGEST = re.compile(rb"data-sha256 ([0-9a-f]{64})")
+
+
+class Panel(NamedTuple):
+    title: str
+    shared: str  # the sizes that all its shapes share, in words
+    is_sweep: bool  # lines over S
+    results: dict
+
+    @property
+    def impls(self):
+        return measured_in(self.results)
+
+    @property
+    def baseline(self):
+        return next((impl for impl in BASELINES if impl in self.impls), None)
+
+
+def measured_in(results):
+    """The implementations that have a number in results, in the order of STYLES."""
+    return [impl for impl in STYLES if any(rows[impl]["tflops"] for rows in results.values() if impl in rows)]
 
 
 def panels_of(results):
-    """{title: the results that belong in one panel}"""
-    panels = {}
+    """A Panel of lines for each sweep over S, dtype and mask, then one of bars for each other dtype and mask.
+
+    A sweep has three lengths at least. Lines of a dtype that has only one are drawn into the panel of another dtype.
+    """
+    lengths, parts, merged = {}, {}, {}
+    for setting in results:
+        for sweep in setting.shape.sweeps:
+            lengths.setdefault(sweep, set()).add(setting.shape.x)
     for setting, rows in results.items():
-        title = f"{setting.shape.family}, {setting.dtype}{', causal' * setting.causal}"
-        panels.setdefault(title, {})[setting] = rows
-    return panels
+        sweep = next((sweep for sweep in setting.shape.sweeps if len(lengths[sweep]) > 2), None)
+        parts.setdefault((sweep, setting.dtype, setting.causal), {})[setting] = rows
+    for (sweep, dtype, causal), part in parts.items():
+        alike = [key for key in parts if sweep and key[::2] == (sweep, causal)]
+        key = (sweep, dtype, causal)
+        if sweep and len(measured_in(part)) == 1:
+            key = next((key for key in alike if len(measured_in(parts[key])) > 1), alike[0])
+        merged.setdefault(key, {}).update(part)
+    panels = []
+    for (sweep, dtype, causal), part in merged.items():
+        head_dim, shared = sweep or (None, words(common([setting.shape for setting in part])))
+        title = ", ".join(filter(None, [head_dim, dtype, "causal" * causal]))
+        panels.append(Panel(title, shared, sweep is not None, part))
+    return sorted(panels, key=lambda panel: not panel.is_sweep)
 
 
-def is_sweep(panel):
-    """Whether it is a few lengths of one kind: lines over S rather than bars by shape."""
-    return len({setting.shape.x for setting in panel}) == len(panel) > 2
+def common(shapes):
+    """{letter: size} of what several shapes have in common."""
+    first, *others = (shape.parts.items() for shape in shapes)
+    return dict(sorted(set(first).intersection(*others), key=list(first).index)) if others else {}
 
 
-def plot(file, results, title, op, ceilings):
-    """Every panel in one picture, PNG or SVG by the suffix of file; ceilings: {dtype: TFLOP/s of a matmul}."""
+def words(parts):
+    """{"B": 4, "H": "32/8"} -> "B 4, H 32/8" """
+    return ", ".join(f"{letter} {size}" for letter, size in parts.items())
+
+
+def digest_of(*drawn, code=()):
+    """A digest of what a picture shows, as JSON, and of the code that draws it: this file, styles.py and the files
+    code."""
+    digest = hashlib.sha256(json.dumps(drawn).encode())
+    for file in (__file__, styles.__file__, *code):
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
+
+
+def digest_in(file):
+    """The digest that a picture or a page holds; None if there is no such file, or none in it."""
+    found = Path(file).exists() and DIGEST.search(Path(file).read_bytes())
+    return found[1].decode() if found else None
+
+
+def save(figure, file, description=None, **options):
+    """PNG or SVG. The same figure makes the same file."""
+    with rc_context({"svg.hashsalt": "minimal_attn"}):
+        figure.savefig(file, metadata={"Description": description, "Date": None}, **options)
+
+
+def digest_of_plot(results, title, ceilings):
+    """The digest that plot() puts into a picture of the same."""
+    panels = [(panel.title, panel.shared, [(words(setting.shape.parts), rows) for setting, rows in
+                                           panel.results.items()]) for panel in panels_of(results)]
+    return digest_of(title, ceilings, panels)
+
+
+def plot(file, results, title, ceilings):
+    """Every panel in one picture, PNG or SVG by the suffix of file."""
     panels = panels_of(results)
-    if not all(map(is_sweep, panels.values())) and len({setting[1:] for setting in results}) == 1:
-        panels = {"": results}  # shapes alone differ: side by side
-    rows = math.ceil(len(panels) / 3)
-    columns = math.ceil(len(panels) / rows)  # four are two by two
-    figure = Figure(figsize=(9, 5) if len(panels) == 1 else (4 * columns, 3.2 * rows), dpi=150, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flat
-    for ax in axes[len(panels):]:
-        ax.remove()
-    for ax, (name, panel) in zip(axes, panels.items()):
-        draw(ax, panel, op, ceilings)
-        if len(panels) > 1:
-            ax.set_title(name, fontsize="medium")
-    legend(figure, loc="outside right upper")
+    lines, bars = ([panel for panel in panels if panel.is_sweep == kind] for kind in (True, False))
+    rows = math.ceil(len(lines) / 3)
+    columns = math.ceil(len(lines) / max(1, rows))  # four are two by two
+    heights = [4.2 if len(lines) == 1 else 2.7 * rows] * bool(lines)
+    heights += [max(map(height_of_bars, bars), default=0)] * bool(bars)
+    figure = Figure(figsize=(max(9, 3.4 * columns, 3.2 * len(bars)), sum(heights) + 1), dpi=150, layout="constrained")
+    parts = iter(figure.subfigures(len(heights), height_ratios=heights, squeeze=False).flat)
+    if lines:
+        axes = next(parts).subplots(rows, columns, sharey=True, squeeze=False)
+        draw_all(list(axes.flat), lines, ceilings)
+    if bars:
+        same_shapes = len({tuple(setting.shape for setting in panel.results) for panel in bars}) == 1
+        axes = next(parts).subplots(1, len(bars), sharex=True, sharey=same_shapes, squeeze=False)
+        draw_all(list(axes.flat), bars, ceilings)
+    legend(figure)
     figure.suptitle(title)
-    figure.savefig(file)
+    save(figure, file, f"data-sha256 {digest_of_plot(results, title, ceilings)}")
 
 
-def svg(panel, op, ceilings):
+def svg(panel, ceilings):
     """One panel as the text of an SVG, made to be read on a phone too."""
-    figure = Figure(figsize=(6, 4.8), layout="constrained")
-    draw(figure.subplots(), panel, op, ceilings)
-    legend(figure, loc="outside lower center", ncols=3)
+    height = 3.8 if panel.is_sweep else height_of_bars(panel)
+    figure = Figure(figsize=(6, height + 1), layout="constrained")
+    draw_all([figure.subplots()], [panel], ceilings)
+    legend(figure)
     text = io.StringIO()
-    with rc_context({"svg.hashsalt": "minimal_attn"}):  # the same picture is the same text
-        figure.savefig(text, format="svg", metadata={"Date": None})
+    save(figure, text, format="svg")
     return text.getvalue()
 
 
-def legend(figure, **where):
-    handles = {label: handle for ax in figure.axes for handle, label in zip(*ax.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles, **where)
+def legend(figure):
+    """One for all panels, in the order of STYLES, with as many columns as fit."""
+    order = [style.label for style in (*STYLES.values(), MATMUL)]
+    handles = {}
+    for ax in figure.axes:
+        for handle, label in zip(*ax.get_legend_handles_labels()):
+            handles.setdefault(label, handle)
+    labels = sorted(handles, key=lambda label: (order.index(label.partition(",")[0]), label))
+    inches = 0.6 + 0.075 * max(map(len, labels), default=0)
+    figure.legend([handles[label] for label in labels], labels, loc="outside lower center", frameon=False,
+                  ncols=max(1, int(figure.get_figwidth() / inches)))
 
 
-def draw(ax, panel, op, ceilings):
-    """Lines over S, or bars by shape with their speed-up over the baseline."""
-    lines = is_sweep(panel)
-    impls = next(iter(panel.values()))
-    tflops = {impl: [rows[impl]["tflops"] or math.nan for rows in panel.values()] for impl in impls}
-    tflops = {impl: y for impl, y in tflops.items() if not all(map(math.isnan, y))}
-    x = [math.log2(setting.shape.x) if lines else i for i, setting in enumerate(panel)]
-    width = 0.8 / max(1, len(tflops))
-    colors = list(op.IMPLS)
-    for i, (impl, y) in enumerate(tflops.items()):
-        color = colors.index(impl)  # the same in every picture; there are ten
-        style = dict(label=impl, color=f"C{color}")
-        if lines:
-            ax.plot(*zip(*sorted(zip(x, y))), "o-" if color < 10 else "s-", **style)
-        else:
-            bars = ax.bar([middle + (i + 0.5) * width - 0.4 for middle in x], y, width, **style)
-            factors = [impl != op.BASELINE and speedup(rows, impl, op.BASELINE) for rows in panel.values()]
-            ax.bar_label(bars, [f"{factor:.2g}×" if factor else "" for factor in factors], fontsize=8)
-    if ceiling := ceilings.get(next(iter(panel)).dtype):  # they are all of one
-        ax.axhline(ceiling, color="gray", linestyle="--", label="matmul")
-    values = [value for y in tflops.values() for value in y if value > 0]
-    if values and max(values) > 300 * min(values):  # Triton's interpreter beside compiled code
-        ax.set_yscale("log")
-    else:
-        ax.set_ylim(bottom=0)
-    if lines:
-        ax.set_xticks(x, [setting.shape.x for setting in panel])
-        ax.set_xlabel("sequence length S")
-    else:
-        labels = [str(setting.shape) for setting in panel]
-        if len(labels) > 4:
-            ax.set_xticks(x, [label.replace(",", "\n") for label in labels], fontsize="small")
-        else:
-            ax.set_xticks(x, labels)
-        ax.set_xlabel(f"{op.SHAPES.split(' or ')[0]}, and n×: speed-up over {op.BASELINE}")
-    ax.set(ylabel="TFLOP/s", axisbelow=True)
-    ax.grid(axis="y", alpha=0.3)
+def draw_all(axes, panels, ceilings):
+    """Panels of one kind on one scale. Axes beyond their number are removed."""
+    for ax in axes[len(panels):]:
+        ax.remove()
+    for ax, panel in zip(axes, panels):
+        (draw_lines if panel.is_sweep else draw_bars)(ax, panel, ceilings)
+        ax.set_title(f"{panel.title}\n{panel.shared}".rstrip(), fontsize="medium")
+        ax.set_axisbelow(True)
+    values = [rows[impl]["tflops"] for panel in panels for rows in panel.results.values() for impl in panel.impls
+              if rows[impl]["tflops"]]
+    is_log = values and max(values) > 300 * min(values)  # Triton's interpreter beside compiled code
+    for ax, panel in zip(axes, panels):
+        name = "y" if panel.is_sweep else "x"
+        ax.grid(axis=name, alpha=0.3)
+        if is_log:
+            ax.set(**{f"{name}scale": "log"})
+        elif panel.is_sweep:
+            ax.set_ylim(bottom=0)
+        elif values:  # with room for the numbers beside the bars
+            dtypes = {setting.dtype for panel in panels for setting in panel.results}
+            ax.set_xlim(0, max(1.3 * max(values), *(1.05 * ceilings.get(dtype, 0) for dtype in dtypes)))
+
+
+def draw_lines(ax, panel, ceilings):
+    """TFLOP/s over S. The title names the first dtype, the legend the others, which have another kind of line."""
+    dtypes = dict.fromkeys(setting.dtype for setting in panel.results)
+    for dtype, line in zip(dtypes, LINES):
+        results = sorted((setting.shape.x, rows) for setting, rows in panel.results.items() if setting.dtype == dtype)
+        for impl in panel.impls:
+            style = STYLES[impl]
+            y = [rows[impl]["tflops"] or math.nan for _, rows in results]
+            if not all(map(math.isnan, y)):
+                ax.plot([math.log2(x) for x, _ in results], y, linestyle=line, color=style.color, marker=style.marker,
+                        markerfacecolor=style.color if style.is_ours else "white", zorder=3 if style.is_ours else 2,
+                        linewidth=2.5 if style.is_ours else 1.2,
+                        label=style.label + f", {dtype}" * (line != LINES[0]))
+    if ceiling := ceilings.get(next(iter(dtypes))):
+        ax.axhline(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label)
+    lengths = sorted({setting.shape.x for setting in panel.results})
+    ax.set_xticks([math.log2(x) for x in lengths], [f"{x // 1024}k" if x % 1024 == 0 else x for x in lengths])
+    ax.set_xlabel("sequence length S")
+    if ax.get_subplotspec().is_first_col():
+        ax.set_ylabel("TFLOP/s")
+
+
+def height_of_bars(panel):
+    """Of a panel of bars, in inches."""
+    return 1.2 + len(panel.results) * (0.16 * len(panel.impls) + 0.12)
+
+
+def draw_bars(ax, panel, ceilings):
+    """Shapes from top to bottom, and beside each bar its TFLOP/s and the speed-up over the baseline."""
+    impls, shapes = panel.impls, [setting.shape for setting in panel.results]
+    height = 0.8 / max(1, len(impls))
+    for i, impl in enumerate(impls):
+        style = STYLES[impl]
+        tflops = [rows[impl]["tflops"] or math.nan for rows in panel.results.values()]
+        bars = ax.barh([y + (i + 0.5) * height - 0.4 for y in range(len(shapes))], tflops, height, label=style.label,
+                       edgecolor=style.color, facecolor=style.color if style.is_ours else (style.color, 0.2))
+        factors = [impl != panel.baseline and speedup(rows, impl, panel.baseline) for rows in panel.results.values()]
+        ax.bar_label(bars, ["" if math.isnan(x) else f"{x:.3g}" + (f" ({factor:.2f}×)" if factor else "")
+                            for x, factor in zip(tflops, factors)], padding=3, fontsize=8,
+                     bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
+    if ceiling := ceilings.get(next(iter(panel.results)).dtype):  # a panel of bars has one dtype
+        ax.axvline(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label, zorder=0)
+    shared = common(shapes)
+    ax.set_yticks(range(len(shapes)), [words({letter: size for letter, size in shape.parts.items()
+                                             if letter not in shared}) for shape in shapes])
+    ax.set_ylim(len(shapes) - 0.5, -0.5)
+    ax.set_xlabel("TFLOP/s" + (f" (× {STYLES[panel.baseline].label.partition(' (')[0]})" if panel.baseline else ""))
+
+
+def digest_of_losses(losses, tokens_per_s, title):
+    """The digest that plot_losses() puts into a picture of the same."""
+    return digest_of(losses, tokens_per_s, title)
+
+
+def plot_losses(file, losses, tokens_per_s, title):
+    """The curves of {backend: loss of each step}, each thinner than those below it, and how far each is from the last
+    backend."""
+    figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
+    *others, baseline = losses
+    above, *below = figure.subplots(1 + bool(others), sharex=True, height_ratios=(3, 1)[:1 + bool(others)],
+                                    squeeze=False).flat
+    for i, (backend, values) in enumerate(losses.items()):
+        style = STYLES[backend]
+        label = f"{style.label}: {float(f'{tokens_per_s[backend]:.3g}'):,.0f} tokens/s"
+        above.plot(values, label=label, color=style.color, linewidth=2.5 * (len(losses) - i) - 1.5)
+        for ax in below:
+            ax.plot([x - y for x, y in zip(values, losses[baseline])], color=style.color, linewidth=1)
+    above.set(ylabel="loss, nats per byte", title=title)
+    above.legend()
+    for ax in below:
+        ax.set_ylabel(f"loss − loss\nwith {baseline}")
+    figure.axes[-1].set_xlabel("step")
+    save(figure, file, f"data-sha256 {digest_of_losses(losses, tokens_per_s, title)}")

@@ -21,6 +21,12 @@ def number(x):
     return "–" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
 
 
+def place(meta, dtypes):
+    """Where a run was, as its meta says, and whether TF32 was an issue there."""
+    is_cpu = meta["device"].endswith(" CPU")
+    return f"on {meta['device']}" + " (TF32 off)" * ("float32" in dtypes and not is_cpu)
+
+
 def print_table(title, headings, rows):
     """rows: {impl: numbers}"""
     table = Table("", box=box.SIMPLE_HEAD, show_edge=False, padding=0)

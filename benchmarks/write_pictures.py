@@ -1,0 +1,88 @@
+"""Draw the pictures of README.md and docs/, and the pages of results, from benchmarks/h200/*.json.
+
+    python benchmarks/write_pictures.py            # draw those that are stale
+    python benchmarks/write_pictures.py --all      # draw all of them
+    python benchmarks/write_pictures.py --check    # draw nothing; exit code 1 if one is stale
+
+A picture is stale when the digest that it holds is not that of its numbers and of the code that draws it. A run of
+minimal-attn bench with --plot or --report draws the same pictures.
+"""
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+from examples import train_tiny_gpt  # noqa: E402
+from minimal_attn.bench import page, pictures  # noqa: E402
+from minimal_attn.bench.measure import Setting  # noqa: E402
+from minimal_attn.bench.options import OPS  # noqa: E402
+from minimal_attn.bench.tables import place  # noqa: E402
+
+FOLDER = ROOT / "benchmarks/h200"
+# Each file, the JSON it shows, and the dtype if it shows only one.
+FILES = {
+    "forward.svg": ("forward", None),
+    "forward_bf16.svg": ("forward", "bfloat16"),
+    "forward.html": ("forward", None),
+    "heads.svg": ("heads", None),
+    "sm80.png": ("sm80", None),
+    "backward.png": ("backward", None),
+    "fp32.png": ("fp32", None),
+    "matmul.png": ("matmul", None),
+    "triton.png": ("triton", None),
+    "triton.html": ("triton", None),
+    "training.png": ("training", None),
+}
+
+
+def results_of(content, only_dtype=None):
+    """(results {setting: {impl: row}}, title, ceilings {dtype: TFLOP/s}) of the JSON of a run of bench."""
+    meta, results = content["meta"], {}
+    op = OPS[{"forward": "attention"}.get(content["rows"][0]["op"], content["rows"][0]["op"])]
+    for row in content["rows"]:
+        if only_dtype in (None, row["dtype"]):
+            shape = op.Shape(*(row[x] for x in op.Shape._fields))
+            setting = Setting(shape, row["dtype"], row.get("causal", False))
+            results.setdefault(setting, {})[row["impl"]] = row
+    title = f"{op.TITLE} {place(meta, {setting.dtype for setting in results})}"
+    return results, title, meta.get("matmul_tflops", {})
+
+
+def drawing(file):
+    """(the digest that file should hold, a function that draws it)"""
+    name, only_dtype = FILES[file.name]
+    content = json.loads((FOLDER / f"{name}.json").read_text())
+    if name == "training":
+        what = content["losses"], content["tokens_per_s"], train_tiny_gpt.title_of(content["meta"])
+        return pictures.digest_of_losses(*what), partial(pictures.plot_losses, file, *what)
+    results, title, ceilings = results_of(content, only_dtype)
+    if file.suffix == ".html":
+        what = results, title, content["meta"], ceilings
+        return page.digest_of_page(*what), lambda: file.write_text(page.html(*what))
+    return pictures.digest_of_plot(results, title, ceilings), partial(pictures.plot, file, results, title, ceilings)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--check", action="store_true", help="draw nothing; exit code 1 if a picture is stale")
+    which.add_argument("--all", action="store_true", help="draw all, not only what is stale")
+    args = parser.parse_args(argv)
+    stale = False
+    for file in (FOLDER / name for name in FILES):
+        digest, draw = drawing(file)
+        if args.all or pictures.digest_in(file) != digest:
+            stale = True
+            if not args.check:
+                draw()
+            print(f"{file.relative_to(ROOT)} is {'stale: run make docs' if args.check else 'drawn'}")
+    return int(args.check and stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

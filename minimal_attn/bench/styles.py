@@ -1,0 +1,49 @@
+"""How each implementation looks in every picture of the project, by its name in bench, benchmarks/peers.json and
+examples/train_tiny_gpt.py.
+
+The colors are those of Okabe and Ito (jfly.uni-koeln.de/color), completed by the "muted" ones of Paul Tol
+(personal.sron.nl/~pault): readers with any color vision can tell them apart. Ours have thick lines, filled markers and
+solid bars, the others thin lines, hollow markers and light bars. Read next: pictures.py.
+"""
+
+from typing import NamedTuple
+
+
+class Style(NamedTuple):
+    label: str  # without a comma: pictures.py may add a dtype after one
+    color: str
+    marker: str
+    is_ours: bool = False
+
+
+VERMILLION, BLUE, ORANGE, PURPLE, GREEN, SKY, BLACK = (  # Okabe and Ito
+    "#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#000000")
+WINE, OLIVE, INDIGO, TEAL, MAGENTA, ROSE = "#882255", "#999933", "#332288", "#44AA99", "#AA4499", "#CC6677"  # Tol
+GRAY, DARK_GRAY = "#999999", "#555555"
+
+FA3 = Style("FlashAttention-3", MAGENTA, "P")
+
+# In the order of legends and bars. Names with one color are never in one picture.
+STYLES = {
+    "cuda:sm90": Style("cuda:sm90 (ours)", VERMILLION, "o", True),
+    "cuda:sm80": Style("cuda:sm80 (ours)", ORANGE, "^", True),
+    "cuda:dmma": Style("cuda:dmma (ours)", PURPLE, "D", True),
+    "cuda:simt": Style("cuda:simt (ours)", WINE, "v", True),
+    "cuda:host": Style("cuda:host (ours)", VERMILLION, "h", True),
+    "cuda": Style("cuda (ours)", VERMILLION, "p", True),
+    "triton": Style("triton (ours)", BLUE, "s", True),
+    "torch:cudnn": Style("cuDNN (torch)", BLACK, "o"),
+    "fa4": Style("FlashAttention-4", ROSE, "X"),
+    "fa3": FA3,
+    "flash_attn_interface": FA3,
+    "flash_attn": Style("FlashAttention-2 (flash_attn)", TEAL, "<"),
+    "torch:flash": Style("FlashAttention-2 (torch)", GREEN, "^"),
+    "flex": Style("FlexAttention (torch)", SKY, "D"),
+    "torch:efficient": Style("memory-efficient (torch)", OLIVE, "v"),
+    "torch:math": Style("math (torch)", INDIGO, ">"),
+    "manual": Style("plain PyTorch (manual)", GRAY, "s"),
+    "cublas": Style("cuBLAS (torch)", BLACK, "s"),
+    "torch": Style("torch", BLACK, "d"),
+    "reference": Style("reference", GRAY, "d"),
+}
+MATMUL = Style("large matmul (torch)", DARK_GRAY, "")  # the ceiling: a dashed line

@@ -1,0 +1,238 @@
+"""The pictures: what they show, that no two implementations look alike, and that benchmarks/h200 has no stale one."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from minimal_attn import bench
+from minimal_attn.bench import attention, backward, forward_backward, matmul, pictures
+from minimal_attn.bench.measure import MEASURED, Setting
+from minimal_attn.bench.styles import MATMUL, STYLES
+from minimal_attn.interface import BACKENDS
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import write_pictures  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+
+GPU_IMPLS = {name for name, impl in attention.IMPLS.items() if "cuda" in impl.devices} | {
+    "cuda:sm80", "cuda:sm90", "cuda:dmma", "flash_attn", "flash_attn_interface", "fa4"}
+CPU_IMPLS = {name for name, impl in attention.IMPLS.items() if "cpu" in impl.devices}
+IN_ONE_PICTURE = GPU_IMPLS, CPU_IMPLS, set(matmul.IMPLS) - {"torch"}, set(BACKENDS)
+
+
+def results_of(shapes, tflops, dtype="bfloat16", causal=False):
+    """{setting: {impl: row}}; tflops: {impl: one number for each shape, None if it does not serve}."""
+    return {Setting(shape, dtype, causal): {
+        impl: dict.fromkeys(MEASURED, 1.0) | {"tflops": y[i], "ms": y[i] and 8 / y[i]} for impl, y in tflops.items()}
+        for i, shape in enumerate(shapes)}
+
+
+def square(B, H, S, D, Hk=None):
+    return attention.Shape(B, H, S, D, Hk or H, S)
+
+
+def axes_of(results, ceilings=()):
+    """The axes of the only panel of results, drawn."""
+    (panel,) = pictures.panels_of(results)
+    ax = Figure().subplots()
+    pictures.draw_all([ax], [panel], dict(ceilings))
+    return ax
+
+
+def labels(ticks):
+    return [tick.get_text() for tick in ticks]
+
+
+# Styles.
+
+def test_styles_has_every_implementation():
+    for op in (attention, backward, forward_backward, matmul):
+        assert set(op.IMPLS) <= set(STYLES)
+    rows = json.loads((ROOT / "benchmarks/peers.json").read_text())["rows"]
+    assert {"fa3", "fa4"} <= set(rows[0]) and {"fa3", "fa4", *BACKENDS} <= set(STYLES)
+    for file in ROOT.glob("benchmarks/h200/*.json"):
+        assert {row["impl"] for row in json.loads(file.read_text()).get("rows", [])} <= set(STYLES)
+
+
+def test_styles_are_never_alike():
+    different = {*STYLES.values(), MATMUL}
+    assert len({(style.color, style.marker) for style in different}) == len(different)
+    assert len({style.label for style in different}) == len(different)
+    for names in IN_ONE_PICTURE:
+        assert len({STYLES[name].color for name in names} | {MATMUL.color}) == len(names) + 1, names
+
+
+def test_styles_of_ours_come_first():
+    is_ours = [style.is_ours for style in STYLES.values()]
+    assert is_ours == sorted(is_ours, reverse=True)
+    assert {name for name, style in STYLES.items() if style.is_ours} == {
+        name for name in STYLES if name.startswith(("cuda", "triton"))}
+
+
+# Lines and bars.
+
+def test_lines_over_the_lengths_in_order():
+    """A line for each implementation, ours emphasised, and the matmul of the same dtype."""
+    results = results_of([square(1, 2, S, 64) for S in (2048, 64, 128)],
+                         {"torch:flash": [1.0, 3.0, 2.0], "triton": [40.0, 20.0, 30.0]})
+    ax = axes_of(results, {"float32": 7.0, "bfloat16": 99.0})
+    triton, flash, ceiling = ax.get_lines()
+    assert (list(flash.get_xdata()), list(flash.get_ydata())) == ([6, 7, 11], [3, 2, 1])
+    assert list(triton.get_ydata()) == [20, 30, 40]
+    for line, impl in ((triton, "triton"), (flash, "torch:flash")):
+        assert (line.get_label(), line.get_color(), line.get_marker()) == STYLES[impl][:3]
+    assert triton.get_linewidth() > flash.get_linewidth() and triton.get_zorder() > flash.get_zorder()
+    assert (triton.get_markerfacecolor(), flash.get_markerfacecolor()) == (STYLES["triton"].color, "white")
+    assert set(ceiling.get_ydata()) == {99} and ceiling.get_linestyle() == "--"
+    assert labels(ax.get_xticklabels()) == ["64", "128", "2k"]
+    assert ax.get_title() == "head_dim 64, bfloat16\nH 2, B 1" and ax.get_ylim()[0] == 0
+
+
+def test_bars_for_other_shapes():
+    """Each with its number and the speed-up over the baseline, and shapes in words."""
+    shapes = [square(1, 8, 64, 128), square(1, 8, 64, 128, Hk=2)]
+    ax = axes_of(results_of(shapes, {"manual": [2.0, 4.0], "triton": [1.0, 12.0], "flex": [None, 3.0]}))
+    assert [bars.get_label() for bars in ax.containers] == [STYLES[x].label for x in ("triton", "flex", "manual")]
+    assert [bar.get_width() for bar in ax.containers[0]] == [1, 12]
+    assert labels(ax.texts) == ["1 (0.50×)", "12 (3.00×)", "", "3 (0.75×)", "2", "4"]
+    assert labels(ax.get_yticklabels()) == ["H 8", "H 8/2"]
+    assert ax.get_title() == "bfloat16\nB 1, S 64, D 128" and "plain PyTorch" in ax.get_xlabel()
+
+
+def test_bars_of_matmul():
+    shapes = [matmul.Shape(64, 64, 64), matmul.Shape(16, 128, 96)]
+    ax = axes_of(results_of(shapes, {"cublas": [2.0, 4.0], "triton": [1.0, 12.0]}))
+    assert labels(ax.get_yticklabels()) == ["M 64, N 64, K 64", "M 16, N 128, K 96"]
+    assert labels(ax.texts) == ["1 (0.50×)", "12 (3.00×)", "2", "4"]
+
+
+def test_scale_is_logarithmic_beside_an_interpreter():
+    shapes = [square(1, 2, S, 64) for S in (32, 64, 128)]
+    assert axes_of(results_of(shapes, {"manual": [1.0] * 3, "triton": [1e-3] * 3})).get_yscale() == "log"
+    assert axes_of(results_of(shapes, {"manual": [1.0] * 3, "triton": [0.5] * 3})).get_yscale() == "linear"
+
+
+def test_panels_for_each_sweep():
+    """Shapes with as many tokens, or of one batch size, are a sweep; what is left is compared by bars."""
+    tokens = [square(B, 16, 4096 // B, 128) for B in (1, 2, 4)]
+    batch = [square(3, 2, S, 64, Hk=1) for S in (32, 64, 128)]
+    others = [square(1, 64, 512, 128), square(1, 64, 512, 128, Hk=8), attention.Shape(1, 2, 32, 64, 2, 99)]
+    panels = pictures.panels_of(results_of([others[0], *tokens, *batch, *others[1:]], {"manual": [1.0] * 9}))
+    assert [panel[:3] for panel in panels] == [
+        ("head_dim 128, bfloat16", "H 16, B·S 4096", True), ("head_dim 64, bfloat16", "H 2/1, B 3", True),
+        ("bfloat16", "B 1", False)]
+    assert [setting.shape for setting in panels[-1].results] == others
+    assert others[2].parts == {"B": "1", "H": "2", "S": "32/99", "D": "64"}
+
+
+def test_panels_of_one_line_join_another_dtype():
+    """fp8, which triton alone serves, is drawn beside bf16, as a dotted line."""
+    shapes = [square(1, 2, S, 64) for S in (32, 64, 128)]
+    halves = results_of(shapes, {"triton": [2.0] * 3, "flex": [1.0] * 3})
+    eighths = results_of(shapes, {"triton": [4.0] * 3, "flex": [None] * 3}, "float8_e4m3fn")
+    ax = axes_of(halves | eighths)
+    assert [(line.get_label(), line.get_linestyle()) for line in ax.get_lines()] == [
+        ("triton (ours)", "-"), ("FlexAttention (torch)", "-"), ("triton (ours), float8_e4m3fn", ":")]
+    assert [len(pictures.panels_of(x)) for x in (eighths, halves | results_of(shapes, {"triton": [1.0] * 3},
+                                                                              causal=True))] == [1, 2]
+
+
+@pytest.mark.parametrize("name", sorted(set(write_pictures.FILES) - {"training.png"}))
+def test_recorded_panels_have_several_lines(name):
+    record, dtype = write_pictures.FILES[name]
+    content = json.loads((write_pictures.FOLDER / f"{record}.json").read_text())
+    for panel in pictures.panels_of(write_pictures.results_of(content, dtype)[0]):
+        assert len(panel.impls) > 1, panel.title
+
+
+@pytest.mark.parametrize("name, title", [("fp32", "Attention forward pass on NVIDIA H200 (TF32 off)"),
+                                         ("backward", "Attention backward pass on NVIDIA H200")])
+def test_title_of_recorded_results(name, title):
+    content = json.loads((write_pictures.FOLDER / f"{name}.json").read_text())
+    assert write_pictures.results_of(content)[1] == title
+
+
+def test_plot_of_losses(monkeypatch):
+    figures = []
+    monkeypatch.setattr(pictures, "save", lambda figure, *args: figures.append(figure))
+    pictures.plot_losses("x.png", {"cuda": [3.0, 2.0], "torch": [3.0, 2.5]}, {"cuda": 1234567.0, "torch": 10.0}, "title")
+    above, below = figures[0].axes
+    assert labels(above.get_legend().get_texts()) == ["cuda (ours): 1,230,000 tokens/s", "torch: 10 tokens/s"]
+    assert [list(line.get_ydata()) for line in below.get_lines()] == [[0, -0.5], [0, 0]]
+    assert [line.get_color() for line in above.get_lines()] == [STYLES["cuda"].color, STYLES["torch"].color]
+    pictures.plot_losses("x.png", {"cuda": [3.0, 2.0]}, {"cuda": 1.0}, "title")
+    assert len(figures[1].axes) == 1  # there is nothing to compare with
+
+
+# Files.
+
+def test_pictures_of_docs_are_not_stale(capsys):
+    assert write_pictures.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_pictures_of_docs_are_all_known():
+    """Every picture and page of benchmarks/h200 is one that write_pictures.py can check."""
+    files = {file.name for file in write_pictures.FOLDER.iterdir() if file.suffix in (".png", ".svg", ".html")}
+    assert files == set(write_pictures.FILES)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A FOLDER of write_pictures.py that holds matmul.json."""
+    monkeypatch.setattr(write_pictures, "FOLDER", tmp_path)
+    monkeypatch.setattr(write_pictures, "ROOT", tmp_path)
+    monkeypatch.setattr(write_pictures, "FILES", {f"x.{suffix}": ("matmul", None) for suffix in ("png", "svg", "html")})
+    (tmp_path / "matmul.json").write_text((ROOT / "benchmarks/h200/matmul.json").read_text())
+    return tmp_path
+
+
+def test_write_pictures_draws_what_is_stale(folder, capsys):
+    assert write_pictures.main(["--check"]) == 1 and not (folder / "x.png").exists()
+    assert capsys.readouterr().out == "".join(f"x.{x} is stale: run make docs\n" for x in ("png", "svg", "html"))
+    assert write_pictures.main([]) == 0 and write_pictures.main(["--check"]) == 0
+    drawn = {file.name: file.read_bytes() for file in folder.glob("x.*")}
+    assert (imread(folder / "x.png")[0, 0] == 1).all()  # white, on a dark page too
+    content = json.loads((folder / "matmul.json").read_text())
+    content["rows"][0]["tflops"] += 1
+    (folder / "matmul.json").write_text(json.dumps(content))
+    assert write_pictures.main(["--check"]) == 1
+    assert write_pictures.main([]) == 0 and write_pictures.main(["--check"]) == 0
+    assert all((folder / name).read_bytes() != before for name, before in drawn.items())
+    capsys.readouterr()
+    assert write_pictures.main([]) == 0 and not capsys.readouterr().out
+    assert write_pictures.main(["--all"]) == 0 and capsys.readouterr().out.count("is drawn") == 3
+
+
+def test_digest_is_of_the_code_too(tmp_path, monkeypatch):
+    before = pictures.digest_of("data")
+    code = tmp_path / "styles.py"
+    code.write_text(Path(pictures.styles.__file__).read_text() + "#")
+    monkeypatch.setattr(pictures.styles, "__file__", str(code))
+    assert pictures.digest_of("data") != before
+
+
+def test_digest_in_other_files(tmp_path):
+    (tmp_path / "x.svg").write_text("<svg/>")
+    assert pictures.digest_in(tmp_path / "x.svg") is None and pictures.digest_in(tmp_path / "none.svg") is None
+
+
+def test_bench_draws_what_its_json_holds(tmp_path):
+    """The picture and the page of a run have the digests of those that are drawn from its JSON."""
+    options = ["--shape", "1,2,16,8", "--seqlens", "16,24,32", "--impls", "manual,torch:math", "--causal", "both"]
+    files = {name: str(tmp_path / name) for name in ("x.json", "x.png", "x.html")}
+    assert bench.main([*options, "--json", files["x.json"], "--plot", files["x.png"], "--report", files["x.html"]]) == 0
+    content = json.loads(Path(files["x.json"]).read_text())
+    results, title, ceilings = write_pictures.results_of(content)
+    assert pictures.digest_in(files["x.png"]) == pictures.digest_of_plot(results, title, ceilings)
+    assert pictures.digest_in(files["x.html"]) == write_pictures.page.digest_of_page(results, title, content["meta"],
+                                                                                       ceilings)
+    assert re.findall("<li><a href=\"#section-[12]\">(.*?)</a></li>", Path(files["x.html"]).read_text()) == [
+        "head_dim 8, float32 (H 2, B 1)", "head_dim 8, float32, causal (H 2, B 1)"]
