@@ -3,8 +3,8 @@
     python benchmarks/write_tables.py            # rewrite the files in place
     python benchmarks/write_tables.py --check    # change nothing; exit code 1 if a file is stale
 
-The text of a Markdown file between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` is a block, which the function
-NAME of this file returns. The numbers come from benchmarks/h200/*.json, benchmarks/peers.json and
+The text of a Markdown file between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` is a block. The function
+NAME of this file returns it. The numbers come from benchmarks/h200/*.json, benchmarks/peers.json and
 tests/gpu_record.json.
 """
 
@@ -115,21 +115,23 @@ def results():
     rows_of, backward_of = by_size(settings("forward", *SIZE, dtype="bfloat16")), backward_settings()
     cudnn, flash = (ratios(rows_of, "cuda:sm90", peer) for peer in ("torch:cudnn", "torch:flash"))
     shown = {(d, s): rows for (d, causal, s), rows in rows_of.items() if causal and s != 8192}
-    small, large = (ratios(up_to_128(backward_of), "triton", "torch:cudnn"),
-                    ratios(from_256(backward_of), "cuda:sm80", "torch:cudnn"))
+    small = [ratios(up_to_128(backward_of), "triton", peer) for peer in ("torch:cudnn", "torch:flash")]
+    large = [ratios(from_256(backward_of), "cuda:sm80", peer) for peer in ("torch:cudnn", "torch:flash")]
     fp32 = ratios(settings("fp32", *SHAPE), "cuda:dmma", "torch:efficient")
     return "\n".join([
-        paragraph("""Forward pass in bf16 with a causal mask on one NVIDIA H200, in TFLOP/s. Every row has 16384 tokens
-            and a model width of 2048. `sm90` is the kernel of this library that serves these calls. cuDNN and FA2
-            (FlashAttention-2) are the kernels behind PyTorch's `scaled_dot_product_attention`, timed in the same run.
-            The last two columns are ratios of speeds: above 1, `sm90` is faster."""),
+        paragraph("""Forward pass in bf16 with a causal mask on one NVIDIA H200, in TFLOP/s. S is the sequence length;
+            every row has 16384 tokens and a model width of 2048. `sm90` is the kernel of this library that serves these
+            calls. cuDNN and FA2 (FlashAttention-2) are two of the kernels behind PyTorch's
+            `scaled_dot_product_attention`. All were timed in the same run. The last two columns are ratios of speeds:
+            above 1, `sm90` is faster."""),
         speeds(shown, ("cuda:sm90", "torch:cudnn", "torch:flash"),
                (("cuda:sm90", "torch:cudnn"), ("cuda:sm90", "torch:flash")), ("head_dim", "S")),
         bullet(f"""**Forward, bf16.** Over all {len(rows_of)} settings, with and without a mask, `sm90` is on average
             {mean(cudnn)} times as fast as cuDNN ({span(cudnn)}) and {mean(flash)} times as fast as FA2."""),
-        bullet(f"""**Backward, bf16: not fast yet.** Up to head_dim 128, the Triton kernels reach {mean(small)} of the
-            speed of cuDNN on average ({span(small)}). At head_dim 256, the CUDA kernel reaches {mean(large)} of it
-            ({span(large)})."""),
+        bullet(f"""**Backward, bf16: not fast yet.** Up to head_dim 128, the Triton kernels reach {mean(small[0])} of
+            the speed of cuDNN on average ({span(small[0])}), which is {mean(small[1])} times the speed of FA2. At
+            head_dim 256, the CUDA kernel reaches {mean(large[0])} of the speed of cuDNN ({span(large[0])}), which is
+            {mean(large[1])} times the speed of FA2."""),
         bullet(f"""**Forward, fp32 without TF32.** Up to head_dim 128, the kernel `dmma` is on average {mean(fp32)}
             times as fast as PyTorch's memory-efficient kernel ({span(fp32)})."""), ""])
 
@@ -194,9 +196,10 @@ def ampere():
     return "\n".join([
         paragraph(f"""On average over {len(faster)} settings (fp16 and bf16, S from 512 to 16384), `sm80` is
             {mean(faster)} times as fast as FA2 ({span(faster)}). Its largest error is up to
-            {largest_error(rows_of, "cuda:sm80", "torch:flash"):.1f} times that of FA2; `csrc/softmax.cuh` explains why.
-            Where tensor cores cannot serve a 16-bit call, `simt` serves it and takes {min(slower.values()):.0f} to
-            {max(slower.values()):.0f} times as long."""),
+            {largest_error(rows_of, "cuda:sm80", "torch:flash"):.1f} times that of FA2, because a row's largest
+            probability is rounded like any other (the lazy maximum of `csrc/softmax.cuh`). Where tensor cores cannot
+            serve a 16-bit call, `simt` serves it and takes {min(slower.values()):.0f} to {max(slower.values()):.0f}
+            times as long."""),
         speeds(shown, ("cuda:sm80", "torch:flash", "torch:cudnn", "manual"), (("cuda:sm80", "torch:flash"),))])
 
 
@@ -319,6 +322,14 @@ def build():
         used the same cores.""")
 
 
+def memory():
+    measured = {name: x for name, x in gpu_record()["evidence"].items() if name.startswith("bytes beyond inputs")}
+    (shape,) = {re.search(r"\([\d,]+\)", name)[0].replace(",", ", ") for name in measured}
+    return paragraph(f"""Beyond inputs and output, a forward pass at {shape} needed at most
+        {max(measured.values()) >> 10} KiB of GPU memory, on every kernel: the size of `lse`. `sm90` may also need a
+        counter of four bytes, and Triton in fp8 needs the transposed copy of V.""")
+
+
 def tests():
     gpu = gpu_record()
     parts = f" in {gpu['parts']} parts" if gpu["parts"] > 1 else ""
@@ -327,7 +338,7 @@ def tests():
 
 
 BLOCKS = {block.__name__: block for block in (results, forward, peers, heads, ampere, fp32, backward, backward_heads,
-                                              triton, matmul, training, host, build, tests)}
+                                              triton, matmul, training, host, memory, build, tests)}
 
 
 def rewritten(text):
