@@ -1,10 +1,11 @@
-"""Write the tables of README.md, and the sentences that quote them, from benchmarks/h200/*.json and the GPU record.
+"""Write the result tables of README.md and docs/, and the sentences that quote them, from the recorded results.
 
     python benchmarks/write_tables.py            # rewrite the files in place
     python benchmarks/write_tables.py --check    # change nothing; exit code 1 if a file is stale
 
-Each block of a Markdown file between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` is what the function NAME
-of this file returns. Everything outside these lines is written by hand.
+The text of a Markdown file between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` is a block. The function
+NAME of this file returns it. The numbers come from benchmarks/h200/*.json, benchmarks/peers.json and
+tests/gpu_record.json.
 """
 
 import argparse
@@ -13,15 +14,26 @@ import re
 import sys
 import textwrap
 from pathlib import Path
-from statistics import geometric_mean as geomean
+from statistics import geometric_mean
 
 ROOT = Path(__file__).parents[1]
-FILES = [ROOT / "README.md"]
+FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
 
+SIZE = "head_dim", "causal", "seqlen_q"
+SHAPE = "batch_size", "nheads", "seqlen_q", "head_dim"
+NAMES = {"cuda:sm90": "sm90", "cuda:sm80": "sm80", "cuda:dmma": "dmma", "cuda:simt": "simt", "torch:flash": "FA2",
+         "torch:cudnn": "cuDNN", "torch:efficient": "efficient", "flex": "FlexAttention", "fp8": "triton fp8"}
+
+
+# Reading the records.
 
 def record(name):
     return json.loads((ROOT / "benchmarks/h200" / f"{name}.json").read_text())
+
+
+def gpu_record():
+    return json.loads((ROOT / "tests/gpu_record.json").read_text())
 
 
 def settings(name, *keys, **only):
@@ -33,256 +45,300 @@ def settings(name, *keys, **only):
     return found
 
 
-def by_size(rows_of):
-    """The items of settings(..., *SIZE) from the smallest size on."""
-    return sorted(rows_of.items(), key=lambda item: item[0])
+def rounds(name):
+    return re.search(r"--rounds (\d+)", record(name)["meta"]["command"])[1]
+
+
+# Comparing rows.
+
+def ratio(rows, ours, peer):
+    """The speed of ours divided by that of peer."""
+    return rows[peer]["ms"] / rows[ours]["ms"]
 
 
 def ratios(rows_of, ours, peer):
-    """How many times as fast ours is as peer, setting by setting."""
-    return {setting: rows[peer]["ms"] / rows[ours]["ms"] for setting, rows in rows_of.items()
-            if ours in rows and peer in rows}
+    """{setting: ratio} of the settings that have both."""
+    return {setting: ratio(rows, ours, peer) for setting, rows in rows_of.items() if ours in rows and peer in rows}
+
+
+def mean(values):
+    return f"{geometric_mean(values.values()):.2f}"
 
 
 def span(values):
-    return f"{min(values):.2f} to {max(values):.2f}"
+    return f"{min(values.values()):.2f} to {max(values.values()):.2f}"
+
+
+def largest_error(rows_of, ours, peer):
+    """The largest error of ours, as a multiple of that of peer in the same setting."""
+    return max(rows[ours]["max_err"] / rows[peer]["max_err"] for rows in rows_of.values())
+
+
+# Writing Markdown.
+
+def paragraph(text):
+    return textwrap.fill(" ".join(text.split()), 120, break_on_hyphens=False) + "\n"
+
+
+def bullet(text):
+    return textwrap.fill(" ".join(text.split()), 120, initial_indent="- ", subsequent_indent="  ",
+                         break_on_hyphens=False)
+
+
+def table(headings, rows):
+    heading, *lines = (f"| {' | '.join(line)} |" for line in (headings, *rows))
+    return "\n".join([heading, "|" + "---|" * len(headings), *lines]) + "\n"
 
 
 def tflops(rows, impls):
     return [f"{rows[impl]['tflops']:.0f}" if impl in rows else "–" for impl in impls]
 
 
-def paragraph(text):
-    return textwrap.fill(" ".join(text.split()), 120, break_on_hyphens=False) + "\n"
+def names(impls):
+    return [NAMES.get(impl, impl) for impl in impls]
 
 
-def table(headings, rows):
-    heading, *lines = (f"| {' | '.join(line)} |" for line in (headings, *rows))
-    return "\n".join([heading, "|" + "---|" * len(headings), *lines])
+def speeds(rows_of, impls, pairs, head=("head_dim", "causal", "S")):
+    """A table with a line for each setting: TFLOP/s of impls, then the ratios of the speeds of pairs."""
+    cells = [[*("yes" if x is True else "no" if x is False else str(x) for x in setting), *tflops(rows, impls),
+              *(f"{ratio(rows, *pair):.2f}" for pair in pairs)] for setting, rows in rows_of.items()]
+    return table([*head, *names(impls), *(" / ".join(names(pair)) for pair in pairs)], cells)
 
 
-def yes_or_no(flag):
-    return "yes" if flag else "no"
+def by_size(rows_of):
+    return dict(sorted(rows_of.items()))
 
 
-SIZE = "head_dim", "causal", "seqlen_q"
+# The blocks.
 
-
-def size(head_dim, causal, seqlen):
-    return [str(head_dim), yes_or_no(causal), str(seqlen)]
-
-
-def headline():
-    hopper, ampere = settings("forward", *SIZE, dtype="bfloat16"), settings("sm80", "dtype", *SIZE)
-    by_cudnn, by_flash, of_ampere = (geomean(ratios(*x).values()) for x in (
-        (hopper, "cuda:sm90", "torch:cudnn"), (hopper, "cuda:sm90", "torch:flash"),
-        (ampere, "cuda:sm80", "torch:flash")))
-    return paragraph(f"""On an H200, in bf16 and by the geometric mean, `flash_sm90.cu` is {by_cudnn:.2f} times as fast
-        as cuDNN and {by_flash:.2f} times as fast as the FlashAttention-2 in torch. `flash_sm80.cu`, in Ampere's
-        instructions, is {of_ampere:.2f} times as fast as the latter.""")
-
-
-def tests():
-    gpu = json.loads((ROOT / "tests/gpu_record.json").read_text())
-    parts = f"in {gpu['parts']} parts, {gpu['duration_s'] / 60:.0f} minutes together" if gpu["parts"] > 1 else \
-        f"in {gpu['duration_s'] / 60:.1f} minutes"
-    return paragraph(f"On an {gpu['device']}, {gpu['passed']} tests passed and {gpu['skipped']} were skipped, {parts}.")
-
-
-def backward():
-    rows_of = settings("backward", "batch_size", "nheads", "nheads_k", *SIZE)
-    full = {(d, causal, s): rows for (b, h, _, d, causal, s), rows in rows_of.items()
-            if b * s == 16384 and h * d == 2048}
-    sm80, twin = (ratios(full, ours, "torch:flash") for ours in ("cuda:sm80", "triton"))
-    cudnn = ratios(full, "triton", "torch:cudnn")
-    small = [setting for setting in full if setting[0] <= 128]
-    worst = max(rows[ours]["max_err"] / rows["torch:flash"]["max_err"] for rows in full.values()
-                for ours in ("cuda:sm80", "triton"))
-    impls = "cuda:sm80", "triton", "torch:flash", "torch:cudnn"
-    cells = [[*size(*setting), *tflops(rows, impls), f"**{sm80[setting]:.2f}**", f"**{twin[setting]:.2f}**",
-              f"{cudnn[setting]:.2f}"] for setting, rows in by_size(full)]
-    shared = []
-    for (b, h, h_k, d, causal, s), rows in rows_of.items():
-        if b == 1 and d == 128 and s < 16384 and causal:
-            speedups = (rows["torch:flash"]["ms"] / rows[ours]["ms"] for ours in ("cuda:sm80", "triton"))
-            shared.append([f"{b},{h},{h_k},{s}", *tflops(rows, impls), *(f"**{x:.2f}**" for x in speedups)])
-    sm80_small, twin_small, cudnn_small = ([values[setting] for setting in small] for values in (sm80, twin, cudnn))
+def results():
+    rows_of, backward_of = by_size(settings("forward", *SIZE, dtype="bfloat16")), backward_settings()
+    cudnn, flash = (ratios(rows_of, "cuda:sm90", peer) for peer in ("torch:cudnn", "torch:flash"))
+    shown = {(d, s): rows for (d, causal, s), rows in rows_of.items() if causal and s != 8192}
+    small = [ratios(up_to_128(backward_of), "triton", peer) for peer in ("torch:cudnn", "torch:flash")]
+    large = [ratios(from_256(backward_of), "cuda:sm80", peer) for peer in ("torch:cudnn", "torch:flash")]
+    fp32 = ratios(settings("fp32", *SHAPE), "cuda:dmma", "torch:efficient")
     return "\n".join([
-        paragraph(f"""**Speed of the backward pass** (dq, dk and dv) on one H200, TFLOP/s in bf16 with B·S = 16384 and
-            H·D = 2048, medians of one run, FLOPs 2.5 times those of the forward. Up to head_dim 128 and by the
-            geometric mean, `sm80` is {geomean(sm80_small):.2f} times as fast as FA2, by setting {span(sm80_small)}.
-            `triton` is {geomean(twin_small):.2f} times as fast as FA2, by setting {span(twin_small)}, and reaches
-            {geomean(cudnn_small):.2f} of cuDNN. At head_dim 256 `sm80` reaches
-            {span([sm80[x] for x in sm80 if x[0] == 256])} of FA2. The largest error of ours is up to {worst:.1f} times
-            that of FA2."""),
-        table(["head_dim", "causal", "S", "cuda:sm80", "triton", "FA2", "cuDNN", "sm80 × FA2", "triton × FA2",
-               "triton × cuDNN"], cells), "",
-        "![TFLOP/s of the backward pass](benchmarks/h200/backward.png)\n",
-        paragraph("""One sample, with and without shared keys, bf16, head_dim 128, causal, TFLOP/s of the backward pass
-            in the same run:"""),
-        table(["B,H,Hk,S", "cuda:sm80", "triton", "FA2", "cuDNN", "sm80 × FA2", "triton × FA2"], shared), ""])
-
-
-def training():
-    run = record("training")
-    speed = {backend: f"{tokens / 1e6:.2f}" for backend, tokens in run["tokens_per_s"].items()}
-    meta = run["meta"]
-    return paragraph(f"""The picture is of {meta['steps']} steps with {meta['batch_size']} rows of {meta['seqlen']}
-        bytes: cuda {speed['cuda']}, triton {speed['triton']}, torch {speed['torch']} million tokens a second.""")
-
-
-def twin():
-    halves = settings("triton", *SIZE, dtype="bfloat16")
-    eighths = settings("triton", *SIZE, dtype="float8_e4m3fn")
-    best = {setting: max(rows[peer]["tflops"] for peer in ("flex", "torch:flash") if peer in rows)
-            for setting, rows in halves.items()}
-    by_best = {setting: rows["triton"]["tflops"] / best[setting] for setting, rows in halves.items()}
-    cudnn = ratios(halves, "triton", "torch:cudnn")
-    fp8 = {setting: eighths[setting]["triton"]["tflops"] / halves[setting]["triton"]["tflops"] for setting in eighths}
-    cells = [[*size(*setting), f"{rows['triton']['tflops']:.0f}", f"{eighths[setting]['triton']['tflops']:.0f}",
-              *tflops(rows, ("flex", "torch:flash", "torch:cudnn")), f"**{by_best[setting]:.2f}**",
-              f"{cudnn[setting]:.2f}"] for setting, rows in by_size(halves)]
-    return "\n".join([
-        paragraph(f"""**Speed** on one H200, TFLOP/s in bf16 with B·S = 16384 and H·D = 2048, medians of one run; fp8 is
-            e4m3fn, with Vᵀ made in every call. By the geometric mean of {len(halves)} settings in bf16 it is
-            {geomean(by_best.values()):.2f} times as fast as the better of FlexAttention and FA2, by setting
-            {span(by_best.values())}. It reaches {geomean(cudnn.values()):.2f} of cuDNN, by setting
-            {span(cudnn.values())}. fp8 at head_dim 128 and S = 16384 is {fp8[128, False, 16384]:.2f} times as fast as
-            bf16, and {fp8[128, True, 16384]:.2f} times with a causal mask."""),
-        table(["head_dim", "causal", "S", "triton", "fp8", "Flex", "FA2", "cuDNN", "× best of Flex, FA2", "× cuDNN"],
-              cells), ""])
-
-
-def matmul():
-    rows_of = settings("matmul", "m", "n", "k", "dtype")
-    faster = {setting: rows["cublas"]["ms"] / rows["triton"]["ms"] for setting, rows in rows_of.items()}
-    cells = []
-    for m, n, k in dict.fromkeys(setting[:3] for setting in rows_of):
-        cells.append([f"{m},{n},{k}"])
-        for dtype in ("float16", "bfloat16"):
-            cells[-1] += [*tflops(rows_of[m, n, k, dtype], ("triton", "cublas")), f"**{faster[m, n, k, dtype]:.2f}**"]
-    return "\n".join([
-        paragraph(f"""**Speed of the product** on one H200, TFLOP/s, medians of one run: by the geometric mean,
-            {geomean(faster.values()):.2f} times as fast as cuBLAS; by size and dtype {span(faster.values())}."""),
-        table(["(M,N,K)", "fp16 triton", "fp16 cuBLAS", "fp16 ×", "bf16 triton", "bf16 cuBLAS", "bf16 ×"], cells), ""])
+        paragraph("""Forward pass in bf16 with a causal mask on one NVIDIA H200, in TFLOP/s. S is the sequence length;
+            every row has 16384 tokens and a model width of 2048. `sm90` is the kernel of this library that serves these
+            calls. cuDNN and FA2 (FlashAttention-2) are two of the kernels behind PyTorch's
+            `scaled_dot_product_attention`. All were timed in the same run. The last two columns are ratios of speeds:
+            above 1, `sm90` is faster."""),
+        speeds(shown, ("cuda:sm90", "torch:cudnn", "torch:flash"),
+               (("cuda:sm90", "torch:cudnn"), ("cuda:sm90", "torch:flash")), ("head_dim", "S")),
+        bullet(f"""**Forward, bf16.** Over all {len(rows_of)} settings, with and without a mask, `sm90` is on average
+            {mean(cudnn)} times as fast as cuDNN ({span(cudnn)}) and {mean(flash)} times as fast as FA2."""),
+        bullet(f"""**Backward, bf16: not fast yet.** Up to head_dim 128, the Triton kernels reach {mean(small[0])} of
+            the speed of cuDNN on average ({span(small[0])}), which is {mean(small[1])} times the speed of FA2. At
+            head_dim 256, the CUDA kernel reaches {mean(large[0])} of the speed of cuDNN ({span(large[0])}), which is
+            {mean(large[1])} times the speed of FA2."""),
+        bullet(f"""**Forward, fp32 without TF32.** Up to head_dim 128, the kernel `dmma` is on average {mean(fp32)}
+            times as fast as PyTorch's memory-efficient kernel ({span(fp32)})."""), ""])
 
 
 def forward():
-    run, rows_of = record("forward"), settings("forward", *SIZE, dtype="bfloat16")
+    run, rows_of = record("forward"), by_size(settings("forward", *SIZE, dtype="bfloat16"))
     flash, cudnn = (ratios(rows_of, "cuda:sm90", peer) for peer in ("torch:flash", "torch:cudnn"))
-    half = [rows_of[setting]["cuda:sm90"]["ms"] / rows["cuda:sm90"]["ms"]
-            for setting, rows in settings("forward", *SIZE, dtype="float16").items()]
+    half = {setting: rows_of[setting]["cuda:sm90"]["ms"] / rows["cuda:sm90"]["ms"]
+            for setting, rows in settings("forward", *SIZE, dtype="float16").items()}
     ceiling = run["meta"]["matmul_tflops"]
     of_matmul = rows_of[128, False, 16384]["cuda:sm90"]["tflops"] / ceiling["bfloat16"]
+    return "\n".join([
+        paragraph(f"""Each number is the median of {rounds("forward")} rounds. On average over {len(rows_of)} settings,
+            `sm90` is {mean(cudnn)} times as fast as cuDNN ({span(cudnn)}) and {mean(flash)} times as fast as FA2
+            ({span(flash)}). In fp16, `sm90` reaches {mean(half)} of its speed in bf16 ({span(half)}). At head_dim 128
+            and S = 16384 without a mask, `sm90` reaches {of_matmul:.2f} of the TFLOP/s of torch's matmul of 8192³ in
+            the same run. The largest error of `sm90` is up to
+            {largest_error(rows_of, "cuda:sm90", "torch:flash"):.1f} times that of FA2."""),
+        speeds(rows_of, ("cuda:sm90", "torch:cudnn", "torch:flash"),
+               (("cuda:sm90", "torch:cudnn"), ("cuda:sm90", "torch:flash")))])
+
+
+def peers():
+    cudnn = ratios(settings("forward", *SIZE, dtype="bfloat16"), "cuda:sm90", "torch:cudnn")
     best = {(row["head_dim"], row["causal"], row["seqlen"]):
             max(row[peer] or 0 for peer in ("cudnn", "fa3", "fa4")) / row["cudnn"]
             for row in json.loads((ROOT / "benchmarks/peers.json").read_text())["rows"]}
+    best = {setting: best[setting] for setting in cudnn}
     by_best = {setting: cudnn[setting] / best[setting] for setting in cudnn}
-    worst = max(rows["cuda:sm90"]["max_err"] / rows["torch:flash"]["max_err"] for rows in rows_of.values())
-    rounds = re.search(r"--rounds (\d+)", run["meta"]["command"])[1]
-    cells = [[*size(*setting), *tflops(rows, ("cuda:sm90", "torch:flash", "torch:cudnn")), f"{flash[setting]:.2f}",
-              f"**{cudnn[setting]:.2f}**"] for setting, rows in by_size(rows_of)]
-    return "\n".join([
-        paragraph(f"""**bfloat16 on Hopper**, TFLOP/s with B·S = 16384 and H·D = 2048, by `flash_sm90.cu`. By the
-            geometric mean of {len(rows_of)} settings it is {geomean(cudnn.values()):.2f} times as fast as cuDNN, by
-            setting {span(cudnn.values())}, and {geomean(flash.values()):.2f} times as fast as FA2. In fp16 it reaches
-            {geomean(half):.2f} of that, by setting {span(half)}. At head_dim 128 and S = 16384 it does
-            {of_matmul:.2f} of what torch's matmul of 8192³ does in the same run. That matmul reaches
-            {ceiling['float16'] / ceiling['bfloat16']:.2f} of it in fp16."""),
-        table(["head_dim, bf16", "causal", "S", "cuda:sm90", "FA2", "cuDNN", "× FA2", "× cuDNN"], cells), "",
-        "![TFLOP/s over S](benchmarks/h200/forward.svg)\n",
-        paragraph(f"""FlashAttention-3 and 4 are not on that machine. On another H200 (`benchmarks/peers.json`) the best
-            of them and cuDNN was {span([best[setting] for setting in cudnn])} times as fast as cuDNN, by setting. With
-            these factors `sm90` is {geomean(by_best.values()):.2f} times as fast as the best of the three, and
-            {min(by_best.values()):.2f} at the least, at S = {min(by_best, key=by_best.get)[-1]}. Each number is the
-            median of {rounds} rounds. From S = 8192 on the GPU's power limits its clock, in the matmul too, and more in
-            fp16, whose mantissas are longer. The largest error of `sm90` is up to {worst:.1f} times that of FA2, within
-            the tests' rule.""")])
+    lowest = min(by_best, key=by_best.get)
+    return paragraph(f"""FlashAttention-3 and FlashAttention-4 were not installed on this machine. They were measured
+        beside cuDNN on another H200 ([peers.json](../benchmarks/peers.json)). There, the fastest of the three was
+        {span(best)} times as fast as cuDNN, depending on the setting. If these factors are applied to the table above,
+        `sm90` is on average {mean(by_best)} times as fast as the fastest of the three, and {by_best[lowest]:.2f} times
+        in its worst setting (head_dim {lowest[0]}, S = {lowest[2]}). This is an estimate from two machines, not a
+        measurement.""")
 
 
 def heads():
     rows_of = settings("heads", "batch_size", "nheads", "nheads_k", "seqlen_q", "head_dim", "causal")
-    shapes = list(dict.fromkeys(setting[:5] for setting in rows_of))
-    cells = []
-    for shape in shapes:
-        cells.append([",".join(map(str, shape))])
-        for causal in (False, True):
-            rows = rows_of[*shape, causal]
-            cells[-1] += [*tflops(rows, ("cuda:sm90", "torch:cudnn")),
-                          f"**{rows['torch:cudnn']['ms'] / rows['cuda:sm90']['ms']:.2f}**"]
 
     def shared(nheads_k):
         """Speed with nheads_k key heads over that with 32, at head_dim 128."""
-        return span([rows_of[b, 32, nheads_k, s, 128, causal]["cuda:sm90"]["tflops"]
+        return span({(b, s, causal): rows_of[b, 32, nheads_k, s, 128, causal]["cuda:sm90"]["tflops"]
                      / rows_of[b, 32, 32, s, 128, causal]["cuda:sm90"]["tflops"]
-                     for b, s in ((8, 2048), (2, 8192)) for causal in (False, True)])
+                     for b, s in ((8, 2048), (2, 8192)) for causal in (False, True)})
 
-    rounds = re.search(r"--rounds (\d+)", record("heads")["meta"]["command"])[1]
     return "\n".join([
-        paragraph(f"""**Shared keys and other head_dims**, TFLOP/s of `sm90` in bf16, medians of {rounds} rounds; the
-            columns from *causal* on are with a mask. GQA runs at {shared(8)} of the speed of MHA, MQA at {shared(1)}.
-            Two runs differ by up to 5 %."""),
-        table(["(B,H,Hk,S,D)", "cuda:sm90", "cuDNN", "× cuDNN", "causal", "cuDNN", "× cuDNN"], cells), ""])
+        paragraph(f"""Each number is the median of {rounds("heads")} rounds; two such runs differ by up to 5 %. With 32
+            query heads, 8 key heads (GQA) are {shared(8)} times as fast as 32 key heads (MHA), and 1 key head (MQA) is
+            {shared(1)} times as fast."""),
+        speeds(rows_of, ("cuda:sm90", "torch:cudnn"), (("cuda:sm90", "torch:cudnn"),),
+               ("B", "H", "Hk", "S", "D", "causal"))])
 
 
 def ampere():
     rows_of = settings("sm80", "dtype", *SIZE)
     faster = ratios(rows_of, "cuda:sm80", "torch:flash")
-    fallback = ratios(settings("fallback", "head_dim"), "cuda:simt", "cuda:sm80")
-    worst = max(rows["cuda:sm80"]["max_err"] / rows["torch:flash"]["max_err"] for rows in rows_of.values())
-    cells = [[*size(*setting), *tflops(rows, ("cuda:sm80", "torch:flash", "torch:cudnn", "manual")),
-              f"**{faster[dtype, *setting]:.2f}**"] for (dtype, *setting), rows in by_size(rows_of)
-             if dtype == "bfloat16" and setting[-1] != 8192]
+    shown = by_size({tuple(size): rows for (dtype, *size), rows in rows_of.items()
+                     if dtype == "bfloat16" and size[-1] != 8192})
+    slower = {x: 1 / value for x, value in ratios(settings("fallback", "head_dim"), "cuda:simt", "cuda:sm80").items()}
     return "\n".join([
-        paragraph(f"""**bfloat16 in the instructions of Ampere**, by `flash_sm80.cu`. FA2 is torch's FLASH_ATTENTION
-            backend, built from the same instructions; cuDNN uses Hopper's own. By the geometric mean of {len(faster)}
-            settings (fp16 and bf16, S up to 16384) ours is {geomean(faster.values()):.2f} times as fast as FA2, by
-            setting {span(faster.values())}. The largest error is up to {worst:.1f} times that of FA2, within the tests'
-            rule of twice torch's MATH backend: the price of the lazy maximum, see `csrc/softmax.cuh`. Where tensor
-            cores cannot serve a 16-bit call, `simt` takes {1 / max(fallback.values()):.0f} to
-            {1 / min(fallback.values()):.0f} times as long."""),
-        table(["head_dim", "causal", "S", "cuda:sm80", "FA2", "cuDNN", "manual", "× FA2"], cells), ""])
+        paragraph(f"""On average over {len(faster)} settings (fp16 and bf16, S from 512 to 16384), `sm80` is
+            {mean(faster)} times as fast as FA2 ({span(faster)}). Its largest error is up to
+            {largest_error(rows_of, "cuda:sm80", "torch:flash"):.1f} times that of FA2, because a row's largest
+            probability is rounded like any other (the lazy maximum of `csrc/softmax.cuh`). Where tensor cores cannot
+            serve a 16-bit call, `simt` serves it and takes {min(slower.values()):.0f} to {max(slower.values()):.0f}
+            times as long."""),
+        speeds(shown, ("cuda:sm80", "torch:flash", "torch:cudnn", "manual"), (("cuda:sm80", "torch:flash"),))])
 
 
 def fp32():
-    rows_of = settings("fp32", "batch_size", "nheads", "seqlen_q", "head_dim")
-    impls = "manual", "torch:efficient", "cuda:simt", "cuda:dmma", "triton"
+    rows_of = settings("fp32", *SHAPE)
+    impls = "cuda:dmma", "cuda:simt", "triton", "torch:efficient", "manual"
     cells = []
     for setting, rows in rows_of.items():
-        ours = rows.get("cuda:dmma") or rows["cuda:simt"]
-        cells.append([",".join(map(str, setting)), *(f"{rows[x]['ms']:.3g}" if x in rows else "–" for x in impls),
-                      f"**{rows['manual']['ms'] / ours['ms']:.2f}**",
-                      f"**{rows['torch:efficient']['ms'] / ours['ms']:.2f}**",
-                      f"{ours['max_err']:.1e} / {rows['manual']['max_err']:.1e}"])
+        ours = "cuda:dmma" if "cuda:dmma" in rows else "cuda:simt"
+        cells.append([*map(str, setting), *(f"{rows[x]['ms']:.3g}" if x in rows else "–" for x in impls),
+                      f"{ratio(rows, ours, 'torch:efficient'):.2f}", f"{ratio(rows, ours, 'manual'):.2f}",
+                      f"{rows[ours]['max_err']:.1e}", f"{rows['manual']['max_err']:.1e}"])
     dmma = ratios(rows_of, "cuda:dmma", "torch:efficient")
     return "\n".join([
-        paragraph(f"""**float32** with TF32 off: ms, and the speed of ours, which is `dmma` where it is measured and
-            `simt` elsewhere, over that of `manual` and of torch's memory-efficient kernel. The largest errors are those
-            of ours / `manual`. By the geometric mean `dmma` is {geomean(dmma.values()):.2f} times as fast as the
-            memory-efficient kernel."""),
-        table(["(B,H,S,D)", "manual", "efficient", "cuda:simt", "cuda:dmma", "triton", "× manual", "× efficient",
-               "max error"], cells), ""])
+        paragraph(f"""The times are in milliseconds. "Ours" is `dmma`; at head_dim 256, which `dmma` does not serve, it
+            is `simt`. On average over {len(dmma)} shapes, `dmma` is {mean(dmma)} times as fast as PyTorch's
+            memory-efficient kernel ({span(dmma)})."""),
+        table(["B", "H", "S", "D", *names(impls), "ours / efficient", "ours / manual", "error of ours",
+               "error of manual"], cells)])
+
+
+def backward_settings():
+    """The settings with 16384 tokens and a width of 2048: {(head_dim, causal, S): {impl: row}}."""
+    rows_of = settings("backward", "batch_size", "nheads", *SIZE)
+    return by_size({(d, causal, s): rows for (b, h, d, causal, s), rows in rows_of.items()
+                    if b * s == 16384 and h * d == 2048})
+
+
+def up_to_128(rows_of):
+    return {setting: rows for setting, rows in rows_of.items() if setting[0] <= 128}
+
+
+def from_256(rows_of):
+    return {setting: rows for setting, rows in rows_of.items() if setting[0] >= 256}
+
+
+BACKWARD_IMPLS = "cuda:sm80", "triton", "torch:flash", "torch:cudnn"
+
+
+def backward():
+    rows_of = backward_settings()
+    small, large = up_to_128(rows_of), from_256(rows_of)
+    triton_flash, triton_cudnn = (ratios(small, "triton", peer) for peer in ("torch:flash", "torch:cudnn"))
+    sm80_flash, sm80_cudnn = (ratios(small, "cuda:sm80", peer) for peer in ("torch:flash", "torch:cudnn"))
+    large_flash, large_cudnn = (ratios(large, "cuda:sm80", peer) for peer in ("torch:flash", "torch:cudnn"))
+    errors = max(largest_error(rows_of, ours, "torch:flash") for ours in ("cuda:sm80", "triton"))
+    return "\n".join([
+        paragraph(f"""Up to head_dim 128 and on average, `triton` is {mean(triton_flash)} times as fast as FA2
+            ({span(triton_flash)}) and reaches {mean(triton_cudnn)} of the speed of cuDNN ({span(triton_cudnn)}). `sm80`
+            is {mean(sm80_flash)} times as fast as FA2 ({span(sm80_flash)}) and reaches {mean(sm80_cudnn)} of cuDNN. At
+            head_dim 256, `sm80` reaches {mean(large_flash)} of FA2 ({span(large_flash)}) and {mean(large_cudnn)} of
+            cuDNN. The largest error of ours is up to {errors:.1f} times that of FA2."""),
+        speeds(rows_of, BACKWARD_IMPLS, (("cuda:sm80", "torch:flash"), ("triton", "torch:flash"),
+                                         ("cuda:sm80", "torch:cudnn"), ("triton", "torch:cudnn")))])
+
+
+def backward_heads():
+    rows_of = settings("backward", "nheads", "nheads_k", "seqlen_q", batch_size=1, head_dim=128, causal=True)
+    shown = {setting: rows for setting, rows in rows_of.items() if setting[2] < 16384}
+    return speeds(shown, BACKWARD_IMPLS, (("cuda:sm80", "torch:flash"), ("triton", "torch:flash")), ("H", "Hk", "S"))
+
+
+def triton():
+    rows_of = by_size(settings("triton", *SIZE, dtype="bfloat16"))
+    for setting, rows in settings("triton", *SIZE, dtype="float8_e4m3fn").items():
+        rows_of[setting]["fp8"] = rows["triton"]
+    best = {setting: min(ratio(rows, "triton", peer) for peer in ("flex", "torch:flash") if peer in rows)
+            for setting, rows in rows_of.items()}
+    cudnn = ratios(rows_of, "triton", "torch:cudnn")
+    fp8 = ratios(rows_of, "fp8", "triton")
+    return "\n".join([
+        paragraph(f"""On average over {len(rows_of)} settings in bf16, `triton` is {mean(best)} times as fast as the
+            faster one of FlexAttention and FA2 ({span(best)}). It reaches {mean(cudnn)} of the speed of cuDNN
+            ({span(cudnn)}). At head_dim 128 and S = 16384, fp8 (e4m3fn) is {fp8[128, False, 16384]:.2f} times as fast
+            as bf16, and {fp8[128, True, 16384]:.2f} times with a causal mask. The time for fp8 includes the transpose
+            of V, which every call makes."""),
+        speeds(rows_of, ("triton", "fp8", "flex", "torch:flash", "torch:cudnn"),
+               (("triton", "flex"), ("triton", "torch:flash"), ("triton", "torch:cudnn")))])
+
+
+def matmul():
+    rows_of = settings("matmul", "m", "n", "k", "dtype")
+    faster = ratios(rows_of, "triton", "cublas")
+    cells = []
+    for size in dict.fromkeys(setting[:3] for setting in rows_of):
+        cells.append([*map(str, size)])
+        for dtype in ("float16", "bfloat16"):
+            cells[-1] += [*tflops(rows_of[*size, dtype], ("triton", "cublas")), f"{faster[*size, dtype]:.2f}"]
+    headings = [f"{dtype} {column}" for dtype in ("fp16", "bf16") for column in ("triton", "cuBLAS", "ratio")]
+    return "\n".join([
+        paragraph(f"""On average over all sizes and both dtypes, `triton_matmul` is {mean(faster)} times as fast as
+            cuBLAS ({span(faster)})."""),
+        table(["M", "N", "K", *headings], cells)])
+
+
+def training():
+    run = record("training")
+    cells = [[f"`{backend}`", f"{tokens / 1e6:.2f}"] for backend, tokens in run["tokens_per_s"].items()]
+    meta = run["meta"]
+    return "\n".join([
+        paragraph(f"""One run on an H200: {meta['steps']} steps with {meta['batch_size']} sequences of {meta['seqlen']}
+            bytes."""), table(["backend", "million tokens per second"], cells)])
 
 
 def host():
     one, both = record("forward")["meta"]["host_us"], record("host")["meta"]["host_us"]
-    return paragraph(f"""**Host**, from a Python call to its return at (1,4,64,64) bf16: `flash_attention`
-        {one['flash_attention']:.1f} µs, `flash_attn_func` {one['flash_attn_func']:.1f}, torch's FLASH_ATTENTION
-        {one['torch:flash']:.1f}, EFFICIENT_ATTENTION {one['torch:efficient']:.1f}. Forward and backward together, in
-        another run: `flash_attention` {both['flash_attention']:.0f} µs, SDPA by cuDNN {both['torch:cudnn']:.0f}, by FA2
-        {both['torch:flash']:.0f}, `backend="triton"` {both['triton']:.0f}.""")
+    calls = {"`flash_attention`": "flash_attention", "`flash_attn_func`": "flash_attn_func",
+             "`flash_attention(backend=\"triton\")`": "triton", "SDPA, FA2": "torch:flash",
+             "SDPA, cuDNN": "torch:cudnn", "SDPA, memory-efficient": "torch:efficient"}
+    cells = [[call, f"{one[key]:.1f}" if key in one else "–", f"{both[key]:.0f}" if key in both else "–"]
+             for call, key in calls.items()]
+    return table(["call", "forward, µs", "forward and backward, µs"], cells)
 
 
 def build():
-    evidence = json.loads((ROOT / "tests/gpu_record.json").read_text())["evidence"]
+    evidence = gpu_record()["evidence"]
     (seconds,) = (x for name, x in evidence.items() if name.startswith("seconds of the JIT build"))
-    return paragraph(f"""The library has {evidence['MB of the built library']:.1f} MB. `minimal_attn.load()` takes
-        {seconds:.0f} s to build it from nothing, beside 16 workers of the tests, many of which compile at that
-        time.""")
+    return paragraph(f"""The compiled library has {evidence['MB of the built library']:.1f} MB. In the run of all GPU
+        tests, `minimal_attn.load()` took {seconds:.0f} s to build it from nothing on 16 cores, while 16 test processes
+        used the same cores.""")
 
 
-BLOCKS = {block.__name__: block for block in (headline, tests, backward, training, twin, matmul, forward, heads, ampere,
-                                              fp32, host, build)}
+def memory():
+    measured = {name: x for name, x in gpu_record()["evidence"].items() if name.startswith("bytes beyond inputs")}
+    (shape,) = {re.search(r"\([\d,]+\)", name)[0].replace(",", ", ") for name in measured}
+    return paragraph(f"""Beyond inputs and output, a forward pass at {shape} needed at most
+        {max(measured.values()) >> 10} KiB of GPU memory, on every kernel: the size of `lse`. `sm90` may also need a
+        counter of four bytes, and Triton in fp8 needs the transposed copy of V.""")
+
+
+def tests():
+    gpu = gpu_record()
+    parts = f" in {gpu['parts']} parts" if gpu["parts"] > 1 else ""
+    return paragraph(f"""The recorded run on an {gpu['device']} (torch {gpu['torch']}, Triton {gpu['triton']}) passed
+        {gpu['passed']} tests, skipped {gpu['skipped']} and took {gpu['duration_s'] / 60:.1f} minutes{parts}.""")
+
+
+BLOCKS = {block.__name__: block for block in (results, forward, peers, heads, ampere, fp32, backward, backward_heads,
+                                              triton, matmul, training, host, memory, build, tests)}
 
 
 def rewritten(text):

@@ -1,4 +1,4 @@
-"""Attention for PyTorch that can be read in a sitting: CUDA C++ kernels and their Triton twin behind one facade.
+"""Attention for PyTorch in a few CUDA C++ and Triton kernels that are written to be read, behind one function.
 
 Read next: interface.py, the facade; then csrc/flash.cu, the kernel.
 """

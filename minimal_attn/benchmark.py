@@ -24,10 +24,10 @@ def benchmark_fn(fn: Callable, *args: Any, warmup: int = 25, rep: int = 100, qua
     """Time fn(*args, **kwargs).
 
     Args:
-        fn: what to call. It is taken to run on the GPU, if there is one, unless tensors are given and none is there.
-        *args, **kwargs: handed to fn.
-        warmup: how many calls come first, untimed.
-        rep: how many calls are timed.
+        fn: what to call. If there is a GPU, fn is timed there, unless all tensors among its arguments are on the CPU.
+        *args, **kwargs: the arguments of fn.
+        warmup: number of calls before the timed ones.
+        rep: number of timed calls.
         quantiles: which quantiles of the times to return, each in [0, 1].
 
     Returns:

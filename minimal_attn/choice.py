@@ -1,7 +1,7 @@
 """Which backend serves backend="auto". Where both csrc and the twin can make gradients, it is the faster one.
 
-The choice depends on dtype, head_dim and the lengths of the tensors, not on batch_size or the number of heads. Padding a
-batch further can change it, and with it the last bits of a result.
+The choice depends on dtype, head_dim and the lengths of the tensors, not on batch_size or the number of heads. Padding
+a batch further can change it, and with it the last bits of a result.
 
 Read next: backends.py, what a backend is.
 """

@@ -54,12 +54,12 @@ def detect_gpu(device_id: int = 0) -> GPUCapabilities:
         device_id: number of the GPU, as torch counts them.
 
     Returns:
-        Its GPUCapabilities. A GPU that this version does not know is GPUArch.UNKNOWN, with its numbers; so is
-        one of AMD, of compute capability (0, 0).
+        Its GPUCapabilities. arch is GPUArch.UNKNOWN for a GPU that this version does not know, and for GPUs of AMD,
+        whose compute capability is (0, 0) here.
 
     Raises:
         RuntimeError: there is no CUDA GPU.
-        ValueError: there is none of that number.
+        ValueError: there is no GPU of that number.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("detect_gpu: CUDA is not available: torch sees no GPU")
@@ -97,7 +97,7 @@ def print_gpu_info(device_id: int = 0) -> None:
 
 
 def check_hopper_features() -> dict[str, Any]:
-    """What GPU 0 has of what came with Hopper.
+    """Which of Hopper's features GPU 0 has.
 
     Returns:
         {"tma_available", "fp8_available", "wgmma_available": bool, "arch": such as "hopper", "compute_capability":

@@ -36,61 +36,62 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
                     **unknown) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
-    q, k and v are used by their strides, in any order of batch, head and sequence, without copies; only a last
-    dimension that is not contiguous is copied, as flash-attn does. torch.autocast casts them first, as it does for
-    scaled_dot_product_attention: float32, float16 and bfloat16, also of three different dtypes, to its own; float64 and
-    float8 stay. Gradients come back in the dtypes that were given.
+    q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Only a last
+    dimension that is not contiguous is copied, as flash-attn does. torch.autocast casts float32, float16 and bfloat16
+    inputs first, as for scaled_dot_product_attention; the three may then have different dtypes. It leaves float64 and
+    float8 as they are. Gradients have the dtypes of the inputs.
 
     Args:
-        q: (B, H, Sq, D) or (B·H, Sq, D); float32 (computed in true fp32), float16 or bfloat16; float64 with the
-            backends "torch" and "reference", and with "cuda" on the CPU; float8_e4m3fn or float8_e5m2 with "triton",
-            on GPUs from 8.9 (Ada) on, and with "reference"; D from 1 to 256.
+        q: (B, H, Sq, D) or (B·H, Sq, D), with D from 1 to 256. float32 (computed in true fp32), float16 or bfloat16.
+            float64 with the backends "torch" and "reference", and with "cuda" on the CPU. float8_e4m3fn or float8_e5m2
+            with "triton", on GPUs of compute capability 8.9 or higher, and with "reference".
         k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D).
         causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
-        sm_scale: factor of the scores, 1/sqrt(D) if None.
+        sm_scale: factor of the scores; 1/sqrt(D) if None.
         seq_lens: valid length of each sample, 1 to S: a list, or an int32 or int64 tensor on q's device or the CPU, of
-            shape (B,), or (1,) for 3D input. Needs Sq == Sk. Keys from the length on are masked; query rows from it on
-            give out 0 and lse -inf. What is stored in this padding, NaN and inf too, changes no result. Values of a GPU
-            tensor are checked with one small read, which is skipped under CUDA-graph capture and torch.compile; there a
-            bad value is clamped. Capture takes GPU tensors alone.
-        dropout_p: share in [0, 1] of the normalised probabilities set to 0, the rest scaled by 1/(1 - dropout_p). The
-            same elements on every backend; "torch" then forms all scores as "reference" does, since the mask of
-            scaled_dot_product_attention is another, and not known outside it.
-        dropout_seed: int64 tensor of one element on q's device. The mask is a function of it and of batch, head, row
-            and column alone (dropout.py); 3D input has head 0. None: drawn by torch's generator of that device, so that
-            torch.manual_seed repeats it. Never read on the host; ignored if dropout_p is 0.
-        deterministic: gradients bitwise the same in every run, also under torch.use_deterministic_algorithms. For
-            "cuda": without it the blocks of 16-bit dq are added up by atomics, in any order; with it they take turns,
-            which is slower. "triton" then takes its tiles from a table, without timing any. All else in both repeats
-            bitwise anyway; "torch" and "reference" as far as torch's operations do.
-        return_lse: also return each row's log-sum-exp, that of the scores before dropout.
-        backend: "cuda" (csrc: on CPU tensors the host build of flash.cu), "triton", "torch"
-            (scaled_dot_product_attention), "reference", or "auto": "torch" for CPU tensors; for CUDA tensors "cuda",
-            "triton" if they are float8, or if one requires grad and "triton" is faster at that (choice.py has the
-            table), each in place of the other where that is missing ("torch" for gradients under a transform of
-            torch.func).
-        q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk): what the values of each key/value head, and
-            of the query heads that read it, are to be multiplied by, 1 if None; not below 0, which gives NaN
-            (FlashAttention-3's arguments).
+            shape (B,), or (1,) for 3D input. Needs Sq == Sk. Keys from the length on are masked. Query rows from the
+            length on give out 0 and lse -inf. The values in this padding, also NaN and inf, change no result. The
+            lengths in a GPU tensor are checked by one small read. CUDA graph capture and torch.compile skip this read;
+            then lengths out of range are clamped. Graph capture takes only GPU tensors.
+        dropout_p: share in [0, 1] of the normalised probabilities set to 0; the rest is scaled by 1/(1 - dropout_p).
+            All backends drop the same elements. "torch" then forms all scores, as "reference" does, since
+            scaled_dot_product_attention does not tell what it drops.
+        dropout_seed: int64 tensor of one element on q's device. Which elements are dropped depends only on the seed,
+            the sample, the head, the row and the column (dropout.py); 3D input has head 0. If None, torch's generator
+            of that device draws a seed, so that torch.manual_seed repeats it. The host never reads it. Ignored if
+            dropout_p is 0.
+        deterministic: gradients that are bitwise the same in every run; torch.use_deterministic_algorithms does the
+            same. Without it, "cuda" adds up dq of 16-bit inputs by atomics, in any order; with it, in a fixed order,
+            which is slower. With it, "triton" takes its tiles from a table and times nothing. All else of these two
+            backends repeats bitwise anyway; "torch" and "reference" repeat as far as torch's operations do.
+        return_lse: also return each row's log-sum-exp, of the scores before dropout.
+        backend: "cuda" (csrc; on CPU tensors flash.cu compiled for the CPU), "triton", "torch"
+            (scaled_dot_product_attention), "reference", or "auto". "auto" takes "torch" for CPU tensors and "cuda" for
+            CUDA tensors. It takes "triton" for float8, and for inputs that require grad where "triton" is faster
+            (choice.py). If the one is missing, it takes the other. For gradients under a transform of torch.func it
+            takes "torch".
+        q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk): factors of the values of each key/value
+            head and of the query heads that read it; 1 if None. Negative ones give NaN. As in FlashAttention-3.
         autotune: let "triton" time its tiles once for each GPU, dtype, head_dim, mask and power of two of the lengths,
-            and keep the choice on disk. False, or the environment variable MINIMAL_ATTN_AUTOTUNE=0, takes a fixed
-            table; so does graph capture where nothing is chosen yet.
+            and keep the choice on disk. False, or the environment variable MINIMAL_ATTN_AUTOTUNE=0, takes the tiles of
+            a table. So does graph capture if nothing was chosen before.
 
     Returns:
-        out, of q's shape and dtype, bfloat16 for float8, under torch.autocast the dtype it casts to; with return_lse a
-        tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A row that sees no
-        key has out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs. NaN or inf in a key or
-        value that some rows see may also reach rows, of the same sample and head, that do not see it.
+        out, of q's shape and dtype; bfloat16 for float8, autocast's dtype under torch.autocast. With return_lse a tuple
+        (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A row that sees no key has
+        out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs. NaN or inf in a key or value that
+        some rows see may also reach rows of the same sample and head that do not see it.
 
     Raises:
-        TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ, causal or deterministic
-            that is no bool, a dropout_p or dropout_seed of another type, or an unknown keyword: the error says what
-            scaled_dot_product_attention's and flash-attn's are called here.
-        ValueError: shapes, devices, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed or backend; or a forced
+        TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, an argument of the
+            wrong type, or an unknown keyword. For the keywords of scaled_dot_product_attention and flash-attn the error
+            says what they are called here.
+        ValueError: a wrong shape, device, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed or backend; or a forced
             kernel that cannot serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
-            derivative: fp8 has none, "cuda" and "triton" none of forward mode or of second order.
+            derivative. float8 has no gradients with "triton"; "cuda" and "triton" have no forward-mode and no second
+            derivatives.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
     if unknown:
@@ -158,17 +159,18 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     Args:
         q: (B, Sq, H, D); k, v: (B, Sk, Hk, D). Dtypes, head dimensions, causal, deterministic, backend: as
             flash_attention.
-        dropout_p, dropout_seed: as flash_attention; flash-attn, which has no such seed, drops other elements.
+        dropout_p, dropout_seed: as flash_attention. flash-attn has no such seed and drops other elements.
         softmax_scale: factor of the scores, 1/sqrt(D) if None.
-        window_size: (-1, -1), or (-1, 0), which means causal=True. softcap, alibi_slopes: only their defaults so far.
+        window_size: (-1, -1), or (-1, 0), which means causal=True.
+        softcap, alibi_slopes: only their defaults are supported.
         return_attn_probs: return (out, lse, None); the probabilities themselves are never formed.
         return_lse: return (out, lse).
 
     Returns:
-        out (B, Sq, H, D) in q's dtype, cast by torch.autocast; lse (B, H, Sq) in fp32, natural log.
+        out (B, Sq, H, D) in q's dtype, or in autocast's; lse (B, H, Sq) in fp32, natural log.
 
     Raises:
-        NotImplementedError: an argument that is not supported yet, by name; otherwise as flash_attention.
+        NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
     """
     if window_size == (-1, 0) or window_size == [-1, 0]:  # flash-attn's other way to say causal
         causal, window_size = causal is False or causal, (-1, -1)
@@ -204,20 +206,20 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
                  seq_lens: Tensor | Sequence[int] | None = None, dropout_p: float = 0.0) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
-    It depends on dtype (under torch.autocast its), head_dim, strides, alignment, the GPU and on whether there is
-    dropout. force_kernel forces one of the CUDA kernels, for tests and benchmarks.
+    It depends on the dtype (under torch.autocast on its dtype), head_dim, strides, alignment, dropout and the GPU.
+    force_kernel overrides it.
 
     Args:
-        As of flash_attention; causal, sm_scale and seq_lens are checked, but choose nothing.
+        As of flash_attention; causal, sm_scale and seq_lens are checked, but do not affect the choice.
 
     Returns:
-        "sm90" (flash_sm90.cu, Hopper's own instructions) for float16 and bfloat16 on H100, H200 and what else is sm_90,
-        "sm80" (flash_sm80.cu, tensor cores) on other GPUs from Ampere on, for dropout, where rows of q, k or v overlap,
-        where a stride is 2^40 bytes or more, and where there are no keys; "dmma" (flash_dmma.cu, the tensor cores for
-        fp64) for float32 with head_dim 33 to 128 on H100, H200 and what else has such; all three where head_dim and the
-        strides are multiples of 16 bytes and the tensors start at such. "simt" (flash.cu) for all else on a GPU, for
-        dropout and gradients in place of "dmma"; "host" (flash.cu, built for the CPU) for CPU tensors. Gradients of
-        "sm90" are those of "sm80".
+        "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
+        "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for dropout,
+        where rows of q, k or v overlap, where a stride is 2^40 bytes or more, and where there are no keys. "dmma"
+        (flash_dmma.cu, tensor cores for fp64): float32 with head_dim 33 to 128 and without dropout on GPUs of sm_90.
+        These three need a head_dim, strides and addresses that are multiples of 16 bytes. "simt" (flash.cu): everything
+        else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors. The gradients of "sm90" are those of "sm80",
+        and those of "dmma" are those of "simt".
 
     Raises:
         ValueError: the forced kernel cannot serve the call.
@@ -232,30 +234,31 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
 
 
 def available_backends() -> list[str]:
-    """The names that flash_attention's backend takes on this machine, as a list."""
+    """The values of flash_attention's backend that work on this machine, besides "auto"."""
     return [name for name, backend in BACKENDS.items() if backend.why_not() is None]
 
 
 def triton_matmul(a: Tensor, b: Tensor, block_m: int | None = None, block_n: int | None = None,
                   block_k: int | None = None, use_autotune: bool = True) -> Tensor:
-    """a @ b in Triton: read by their strides without copies, summed in fp32, the same in every run of one tile.
+    """a @ b in Triton: inputs are read by their strides without copies, and sums are in fp32. The same tile gives the
+    same bits in every run.
 
     Args:
         a: (M, K), float16, bfloat16, or float32, which is multiplied in true fp32: no TF32, nothing cast to float16.
         b: (K, N), of a's dtype and on a's device. M, N and K may be 0.
-        block_m, block_n, block_k: the tile: powers of two from 16 on that do not exceed M, N and K rounded up to
-            a multiple of 16; two of them multiplied are at most 32768, in float32 8192. Unless all three are given, the
-            tile is chosen here.
-        use_autotune: choose by timing a few, once for sizes alike on one kind of GPU (triton_ref/autotune.py); False:
-            by triton_ref.matmul.tile_config, a model of the time.
+        block_m, block_n, block_k: the tile. Powers of two from 16 on that do not exceed M, N and K rounded up to a
+            multiple of 16. The product of any two is at most 32768, in float32 at most 8192. If one is None, the tile
+            is chosen here.
+        use_autotune: choose by timing a few tiles, once for similar sizes on one kind of GPU (triton_ref/autotune.py).
+            False: by a model of the time (triton_ref.matmul.tile_config).
 
     Returns:
         c (M, N) of a's dtype, contiguous.
 
     Raises:
-        TypeError: what is no dense tensor, a dtype that is unsupported, dtypes that differ.
-        ValueError: dimensions, devices or blocks.
+        TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ.
+        ValueError: a wrong dimension, device or block.
         NotImplementedError: an input requires grad or has a forward-mode tangent: there is no derivative.
-        ModuleNotFoundError: no Triton.
+        ModuleNotFoundError: Triton is not installed.
     """
     return twin.matmul()(a, b, block_m, block_n, block_k, use_autotune)

@@ -21,17 +21,16 @@ class FlashMHA(nn.Module):
     key heads, then all value heads) and out_proj (E, E), with E = H·D. For Hk = H that is also the order of
     nn.MultiheadAttention, from which from_torch takes weights.
 
-    They start as nn.MultiheadAttention's do, for which this module stands in, so that training starts alike:
-    Xavier-uniform for the whole of Wqkv, nn.Linear's own for out_proj, zeros for biases. reset_parameters draws
-    what nn.MultiheadAttention draws from the same seed.
+    The initial values are drawn as in nn.MultiheadAttention: Xavier-uniform for the whole of Wqkv, nn.Linear's own for
+    out_proj, zeros for biases. From the same seed, reset_parameters draws what nn.MultiheadAttention draws.
 
     Args:
         embed_dim: E, a multiple of num_heads; head_dim D = E / H goes up to 256.
         num_heads: H, of the queries.
         num_heads_k: Hk, of keys and values, a divisor of H; H if None.
-        bias: whether both projections add one.
+        bias: whether both projections have one.
         dropout: share in [0, 1] of the attention probabilities that training mode drops.
-        causal: each position sees itself and what is before it.
+        causal: each position sees itself and the positions before it.
         device, dtype: of the parameters. The backend decides which dtypes it takes (flash_attention); all take float32.
         backend: of flash_attention.
 
@@ -69,13 +68,13 @@ class FlashMHA(nn.Module):
     def from_torch(cls, mha: nn.MultiheadAttention, causal: bool = False, backend: str = "auto") -> "FlashMHA":
         """A FlashMHA with copies of mha's weights, which then gives what mha gives for query = key = value = x.
 
-        The copies keep device, dtype and requires_grad; dropout and training mode are mha's too. FlashMHA itself always
-        takes (B, S, E): where mha has batch_first=False, swap the first two dimensions of its (S, B, E), of which a
-        warning reminds. Of the masks that mha takes in a call, a causal one becomes `causal` here, padding at the end
-        becomes forward's seq_lens.
+        The copies keep device, dtype and requires_grad; dropout and training mode are mha's too. FlashMHA always takes
+        (B, S, E). If mha has batch_first=False and so takes (S, B, E), a warning says to swap the first two dimensions.
+        In place of the masks that mha takes in a call, use `causal` here, and forward's seq_lens for padding at the
+        end.
 
         Raises:
-            TypeError: mha is of another class, also of one derived from it, which may compute something else.
+            TypeError: mha is of another class, also of a derived class, which may compute something else.
             ValueError: kdim or vdim other than embed_dim, add_bias_kv or add_zero_attn; otherwise as FlashMHA.
         """
         if type(mha) is not nn.MultiheadAttention:
@@ -115,15 +114,14 @@ class FlashMHA(nn.Module):
 
         Args:
             x: (B, S, E), of the parameters' device and dtype; torch.autocast casts it.
-            seq_lens: valid length of each sample, 1 to S, as flash_attention takes it: positions from it on are seen by
-                none and give out_proj's bias, 0 if there is none.
+            seq_lens: valid length of each sample, 1 to S, as in flash_attention. No position sees those from the length
+                on, and their result is out_proj's bias, or 0 without one.
 
         Returns:
-            (B, S, E), of x's dtype, under torch.autocast of its own.
+            (B, S, E), of x's dtype; under torch.autocast of autocast's.
 
         Raises:
-            TypeError, ValueError: x is no dense tensor, or not (B, S, E); otherwise as flash_attention, whose
-            NotImplementedError says that a backend has no derivative.
+            TypeError, ValueError: x is not a dense tensor, or not (B, S, E). Otherwise as flash_attention.
         """
         check_tensor("x", x)
         if x.ndim != 3 or x.shape[-1] != self.embed_dim:

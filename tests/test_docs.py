@@ -1,42 +1,365 @@
-"""Numbers in README.md: the blocks that benchmarks/write_tables.py writes hold what the records say."""
+"""README.md and docs/: numbers, links, snippets, commands, signatures and quoted messages are those of the code."""
 
+import argparse
+import ast
+import functools
+import importlib.util
+import inspect
+import os
 import re
+import shlex
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from markdown_it import MarkdownIt
+
+import minimal_attn
+from minimal_attn import cli
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import write_tables  # noqa: E402
 
-pytestmark = pytest.mark.cpu
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+API, DEVELOPING, TROUBLESHOOTING = (ROOT / "docs" / f"{name}.md" for name in ("api", "developing", "troubleshooting"))
+TOKENS = {page: MarkdownIt("commonmark").enable("table").parse(page.read_text()) for page in PAGES}
+FOLDERS = "csrc", "triton_ref", "minimal_attn", "tests", "benchmarks", "examples", "docs"
+
+cpu = pytest.mark.cpu
 
 
+class Fence(NamedTuple):
+    page: Path
+    line: int
+    language: str
+    text: str
+    comment: str  # the HTML comment in the line before it, or ""
+
+    def __str__(self):
+        return f"{self.page.name}:{self.line}"
+
+
+def fences_of(page):
+    before = ""
+    for token in TOKENS[page]:
+        if token.type == "fence":
+            yield Fence(page, token.map[0] + 1, token.info, token.content, before)
+        before = token.content.strip() if token.type == "html_block" else ""
+
+
+def inline_of(page, kind):
+    """The tokens of a kind (link_open, image, code_inline) within the text of a page."""
+    return [child for token in TOKENS[page] for child in token.children or () if child.type == kind]
+
+
+def text_of(token):
+    return "".join(child.content for child in token.children)
+
+
+FENCES = [fence for page in PAGES for fence in fences_of(page)]
+
+
+# Numbers.
+
+@cpu
 def test_write_tables_check_finds_no_stale_numbers(capsys):
     assert write_tables.main(["--check"]) == 0, capsys.readouterr().out
 
 
+@cpu
 def test_write_tables_rewrites_a_stale_block(monkeypatch, tmp_path, capsys):
     file = tmp_path / "page.md"
-    file.write_text("before\n<!-- begin headline -->\nold\n<!-- end headline -->\nafter\n")
+    file.write_text("before\n<!-- begin forward -->\nold\n<!-- end forward -->\nafter\n")
     monkeypatch.setattr(write_tables, "FILES", [file])
     monkeypatch.setattr(write_tables, "ROOT", tmp_path)
-    monkeypatch.setitem(write_tables.BLOCKS, "headline", lambda: "new\n")
+    monkeypatch.setitem(write_tables.BLOCKS, "forward", lambda: "new\n")
     assert write_tables.main(["--check"]) == 1 and "old" in file.read_text()
     assert "page.md is stale" in capsys.readouterr().out
     assert write_tables.main([]) == 0
-    assert file.read_text() == "before\n<!-- begin headline -->\nnew\n<!-- end headline -->\nafter\n"
+    assert file.read_text() == "before\n<!-- begin forward -->\nnew\n<!-- end forward -->\nafter\n"
     assert write_tables.main(["--check"]) == 0
 
 
-def test_write_tables_knows_every_block():
-    for file in write_tables.FILES:
-        begun = re.findall(r"<!-- begin (\w+) -->", file.read_text())
-        assert begun and len(begun) == len(write_tables.BLOCK.findall(file.read_text())), f"unpaired block in {file}"
-        assert sorted(begun) == sorted(write_tables.BLOCKS)
+@cpu
+def test_every_block_is_on_one_page():
+    assert write_tables.FILES == PAGES
+    pages = [page.read_text() for page in PAGES]
+    begun = [name for text in pages for name in re.findall(r"<!-- begin (\w+) -->", text)]
+    assert sorted(begun) == sorted(write_tables.BLOCKS)
+    assert len(begun) == sum(len(write_tables.BLOCK.findall(text)) for text in pages), "an end is missing"
 
 
-def test_readme_has_no_placeholder_left():
-    assert not re.search(r"^[A-Z]{4,}$|\b(CPU)?TEST(S|MIN|COUNT|ALL)\b", (ROOT / "README.md").read_text(), re.MULTILINE)
+# Form and links.
+
+@cpu
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+@cpu
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_and_tables_have_their_form(page):
+    lines = page.read_text().splitlines()
+    tables = [token.map for token in TOKENS[page] if token.type == "table_open"]
+    free = {i for token in TOKENS[page] if token.type in ("fence", "table_open") for i in range(*token.map)}
+    assert [line for i, line in enumerate(lines) if len(line) > 120 and i not in free] == []
+    for begin, end in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines[begin:end]}) == 1, lines[begin]
+
+
+def anchors_of(page):
+    """Those that a code host gives to headings."""
+    slugs = Counter()
+    for token, following in zip(TOKENS[page], TOKENS[page][1:]):
+        if token.type == "heading_open":
+            slug = re.sub(r"[^\w\- ]", "", text_of(following).lower()).replace(" ", "-")
+            yield f"{slug}-{slugs[slug]}" if slugs[slug] else slug
+            slugs[slug] += 1
+
+
+@cpu
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    links = [token.attrs["href"] for token in inline_of(page, "link_open")]
+    links += [token.attrs["src"] for token in inline_of(page, "image")]
+    assert links or page.name == "api.md"
+    for link in links:
+        if not re.match(r"https?://", link):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors_of(target), link
+
+
+@cpu
+def test_readme_links_every_page():
+    targets = {token.attrs["href"].partition("#")[0] for token in inline_of(ROOT / "README.md", "link_open")}
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= targets
+
+
+@cpu
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page):
+    for token in inline_of(page, "code_inline"):
+        if re.fullmatch(rf"({'|'.join(FOLDERS)})/[\w./*]+", token.content):
+            assert list(ROOT.glob(token.content.rstrip("/"))), token.content
+
+
+@cpu
+@pytest.mark.parametrize("folder", ["csrc", "triton_ref", "minimal_attn", "tests"])
+def test_developing_names_every_file(folder):
+    section = DEVELOPING.read_text().split(f"## The files of {folder}\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    named = {name.rstrip("/") for row in rows for name in re.findall(r"`(.+?)`", row)}
+    files = {file.name for file in (ROOT / folder).iterdir() if file.suffix in (".cu", ".cuh", ".h", ".cpp", ".py")}
+    assert files - named <= {"__init__.py", "__main__.py"}
+    assert named <= {file.name for file in (ROOT / folder).iterdir()}
+
+
+# Snippets.
+
+SNIPPETS = [pytest.param(fence, id=str(fence), marks=[pytest.mark.gpu] * (fence.comment == "<!-- test: gpu -->"))
+            for fence in FENCES if fence.language == "python"]
+
+
+@pytest.mark.parametrize("fence", SNIPPETS)
+def test_snippet_runs(fence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(fence.text, str(fence), "exec"), {"__name__": "__main__"})
+
+
+@cpu
+def test_snippets_for_a_gpu_compile_and_import():
+    for fence in (snippet.values[0] for snippet in SNIPPETS if snippet.marks):
+        compile(fence.text, str(fence), "exec")
+        exec("\n".join(line for line in fence.text.splitlines() if re.match("import|from", line)), {})
+
+
+# Commands.
+
+class Parsed(Exception):
+    """A program has understood its command line."""
+
+
+def parse_make(words, monkeypatch):
+    for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+        monkeypatch.delenv(variable, raising=False)
+    python = [] if any(word.startswith("PYTHON=") for word in words) else [f"PYTHON={sys.executable}"]
+    done = subprocess.run(["make", "-n", *words, *python], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def parse_minimal_attn(words, monkeypatch):
+    def parsed(*args):
+        raise Parsed
+
+    for name in ("demo", "check", "print_info"):
+        monkeypatch.setattr(cli, name, parsed)
+    run_main(cli, words, monkeypatch)
+
+
+def run_main(module, words, monkeypatch):
+    """module.main(words) up to where its options are parsed."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(*args, **kwargs):
+        parse_args(*args, **kwargs)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    with pytest.raises(Parsed):
+        module.main(words)
+
+
+def parse_python(words, monkeypatch):
+    if words[0] != "-m":
+        assert (ROOT / words[0]).is_file()
+    elif words[1:2] == ["minimal_attn"] and words[2:]:
+        parse_minimal_attn(words[2:], monkeypatch)
+    elif words[2:]:
+        run_main(importlib.import_module(words[1]), words[2:], monkeypatch)
+    else:
+        assert importlib.util.find_spec(f"{words[1]}.__main__")
+
+
+@functools.cache
+def pip_help(command):
+    return subprocess.run([sys.executable, "-m", "pip", command, "--help"], capture_output=True, text=True).stdout
+
+
+def parse_pip(words, monkeypatch):
+    command, *words = words
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().split("optional-dep")[1], re.M)
+    for word in words:
+        if word.startswith("-"):
+            assert re.search(rf"(^|\s){word}\b", pip_help(command)), word
+        elif extra := re.fullmatch(r"(?:\.|minimal_attn)\[(.*)\]", word):
+            assert set(extra[1].split(",")) <= set(extras)
+        else:
+            assert word in (".", "triton")
+
+
+def parse_gxx(words, monkeypatch):
+    assert all((ROOT / word).exists() for word in words if not word.startswith("-"))
+
+
+PROGRAMS = {"make": parse_make, "minimal-attn": parse_minimal_attn, "python": parse_python, "pip": parse_pip,
+            "g++": parse_gxx, "gdb": lambda words, monkeypatch: None}
+
+
+def commands():
+    """{command line: where it is}, of fences and of what is quoted in a sentence."""
+    found = {}
+    for fence in FENCES:
+        if fence.language == "bash":
+            for line in fence.text.splitlines():
+                found.setdefault(shlex.join(shlex.split(line, comments=True)), str(fence))
+    for page in PAGES:
+        for token in inline_of(page, "code_inline"):
+            if re.match(rf"({'|'.join(map(re.escape, PROGRAMS))}) ", token.content):
+                found.setdefault(shlex.join(shlex.split(token.content)), page.name)
+    return found
+
+
+@cpu
+@pytest.mark.parametrize("command", [pytest.param(line, id=f"{place}-{line}") for line, place in commands().items()])
+def test_command_is_understood(command, monkeypatch):
+    program, *words = shlex.split(command)
+    PROGRAMS[program](words, monkeypatch)
+
+
+@cpu
+@pytest.mark.parametrize("command", ["make no-such-target", "minimal-attn bench --no-such-option",
+                                     "minimal-attn no-such-command", "python no_such_file.py", "pip install .[no]",
+                                     "pip install --no-such-option .", "python -m examples.train_tiny_gpt --no-such"])
+def test_command_that_is_wrong_is_noticed(command, monkeypatch):
+    program, *words = shlex.split(command)
+    with pytest.raises((AssertionError, SystemExit)):
+        PROGRAMS[program](words, monkeypatch)
+
+
+@cpu
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [line for line in commands() if line.startswith(("python -m triton_ref", "g++"))])
+def test_slow_command_runs(command, tmp_path):
+    words = shlex.split(command)
+    program = [sys.executable] if words[0] == "python" else ["g++", "-o", str(tmp_path / "a.out")]
+    done = subprocess.run([*program, *words[1:]], cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# api.md.
+
+def documented():
+    """(dotted name, its signature as the page has it) of each fence of api.md."""
+    for fence in fences_of(API):
+        if fence.language == "py":
+            name, _, arguments = " ".join(fence.text.split()).partition("(")
+            yield name, "(" + arguments
+
+
+def signature(name):
+    """That of the code, without annotations, self and arguments that exist only to be refused."""
+    found = minimal_attn
+    for part in name.split("."):
+        found = getattr(found, part)
+    found = inspect.signature(found)
+    parameters = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in found.parameters.values()
+                  if parameter.name not in ("self", "unknown")]
+    return str(found.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+@cpu
+@pytest.mark.parametrize("name, written", [pytest.param(*found, id=found[0]) for found in documented()])
+def test_api_signature(name, written):
+    assert written == signature(name)
+
+
+@cpu
+def test_api_has_every_public_name():
+    headings = {text_of(following) for token, following in zip(TOKENS[API], TOKENS[API][1:])
+                if token.type == "heading_open" and token.tag == "h3"}
+    assert headings == set(minimal_attn.__all__)
+    methods = {f"{name}.{method}" for name in ("FlashMHA", "BenchmarkRunner", "AdaptiveKernelSelector")
+               for method, value in vars(getattr(minimal_attn, name)).items()
+               if not method.startswith("_") and (inspect.isfunction(value) or isinstance(value, classmethod))}
+    assert methods - {"FlashMHA.extra_repr"} <= {name for name, _ in documented()}
+
+
+@cpu
+def test_api_has_every_environment_variable():
+    sources = [*ROOT.glob("minimal_attn/**/*.py"), *ROOT.glob("triton_ref/*.py"), ROOT / "setup.py"]
+    read = {name for file in sources for name in re.findall(r"environ\S*?[(\[]\"(MINIMAL_ATTN_\w+)", file.read_text())}
+    assert len(read) >= 4
+    assert read <= {token.content.partition("=")[0] for token in inline_of(API, "code_inline")}
+
+
+# troubleshooting.md.
+
+def literals():
+    """The strings of the sources, in Python those of an f-string without its values."""
+    files = [*ROOT.glob("minimal_attn/**/*.py"), *ROOT.glob("triton_ref/*.py"), ROOT / "setup.py"]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "…".join(part.value if isinstance(part, ast.Constant) else "" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+    for file in [*ROOT.glob("csrc/*"), ROOT / "Makefile"]:
+        yield re.sub(r'"\s*"', "", file.read_text())
+
+
+MESSAGES = [line for fence in fences_of(TROUBLESHOOTING) if fence.language == "text"
+            for line in fence.text.splitlines()]
+
+
+@cpu
+def test_messages_are_in_the_sources():
+    sources = "\n".join(literals())
+    missing = [(message, part) for message in MESSAGES for part in message.split("…") if part not in sources]
+    assert len(MESSAGES) > 40 and missing == []
