@@ -82,7 +82,7 @@ def ladder_milestones():
     flash = [f"{tflops(file, 'torch:flash', BF16):.0f}" for file in ("fallback", "sm80", "forward")]
     peers = " and ".join(f"{name} reaches {tflops(file, impl, BF16):.0f}" for name, file, impl in BF16_PEERS)
     return "\n".join([
-        "fp32, B 4, H 16, S 4096, D 128:\n", steps(FP32_STEPS, FP32, "fp32 FMA units"), "",
+        "fp32 with TF32 off, B 4, H 16, S 4096, D 128:\n", steps(FP32_STEPS, FP32, "fp32 FMA units"), "",
         paragraph(f"A plain matrix product of 8192³ reaches {matmul('fp32', 'float32'):.0f} TFLOP/s in the same run."),
         "\nbf16, B 8, H 16, S 2048, D 128:\n", steps(BF16_STEPS, BF16, "tensor cores, by cuBLAS"), "",
         paragraph(f"""{peers}. A plain matrix product of 8192³ reaches {matmul('forward', 'bfloat16'):.0f}. The rows
@@ -97,7 +97,7 @@ def ladder_forward():
             rows.setdefault((row["head_dim"], row["causal"], row["seqlen_q"]), {})[row["impl"]] = row["ms"]
     ratios = [ms["torch:cudnn"] / ms["cuda:sm90"] for ms in rows.values()]
     longest = dict(head_dim=128, causal=False, seqlen_q=16384, dtype="bfloat16")
-    return paragraph(f"""The recorded result: over {len(ratios)} settings in bf16 `flash_sm90.cu` is
+    return paragraph(f"""Over {len(ratios)} recorded settings in bf16 `flash_sm90.cu` is
         {geometric_mean(ratios):.2f} times as fast as cuDNN by the geometric mean, and {min(ratios):.2f} to
         {max(ratios):.2f} times by setting. At head_dim 128 and S = 16384 without a mask it reaches
         {tflops('forward', 'cuda:sm90', longest):.0f} TFLOP/s. A plain matrix product of 8192³ reaches

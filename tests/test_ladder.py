@@ -24,10 +24,12 @@ pytestmark = pytest.mark.cpu
 
 
 def is_quoted(code, source):
-    """Whether the lines of code are in source, in order; a line with … alone stands for lines that are left out."""
+    """Whether the lines of code are in source, in order and whatever their indentation; a line with … alone stands for
+    lines that are left out."""
+    code, source = ("\n" + "".join(line.strip() + "\n" for line in text.splitlines()) for text in (code, source))
     at = 0
     for lines in code.split("…\n"):
-        at = f"\n{source}".find(f"\n{lines}", at)
+        at = source.find("\n" + lines.lstrip("\n"), at)
         if at < 0:
             return False
     return True
@@ -56,7 +58,8 @@ def test_quoted_code_is_in_its_file():
         assert is_quoted(code, (ROOT / file).read_text()), f"{file} has no longer\n{code}"
 
 
-@pytest.mark.parametrize("code, expected", [("b\nc\n", True), ("a\n…\nc\n", True), ("c\n…\na\n", False), ("b2\n", False)])
+@pytest.mark.parametrize("code, expected", [("b\nc\n", True), ("a\n…\n  c\n", True), ("c\n…\na\n", False),
+                                            ("b2\n", False)])
 def test_is_quoted(code, expected):
     assert is_quoted(code, "a\nb\nc\n") == expected
 
