@@ -1,0 +1,116 @@
+"""docs/ladder.md: its code is that of the kernels, its numbers are those of the journal, its links lead somewhere."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import ladder_tables  # noqa: E402
+
+PAGE = ROOT / "docs/ladder.md"
+TEXT = PAGE.read_text()
+JOURNAL = (ROOT / "benchmarks/journal.md").read_text()
+QUOTE = re.compile(r"^From \[`(\S+?)`\]\(\.\./\S+?\)[^`]*?:\n\n```cpp\n(.*?)```$", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+# The part of the journal that a table of steps quotes, by the heading of its third column.
+PARTS = {"TFLOP/s": "", "× FlashAttention-2": "", "× best peer": "Hopper's forward in csrc",
+         "ms, D 64": "The backward pass in csrc"}
+
+pytestmark = pytest.mark.cpu
+
+
+def is_quoted(code, source):
+    """Whether the lines of code are in source, in order and whatever their indentation; a line with … alone stands for
+    lines that are left out."""
+    code, source = ("\n" + "".join(line.strip() + "\n" for line in text.splitlines()) for text in (code, source))
+    at = 0
+    for lines in code.split("…\n"):
+        at = source.find("\n" + lines.lstrip("\n"), at)
+        if at < 0:
+            return False
+    return True
+
+
+def journal_entries():
+    """{heading of a part: {number of an entry: its text; 0: what stands before the entries}}"""
+    parts = re.split(r"^## (.*)\n", "## \n" + JOURNAL, flags=re.MULTILINE)[1:]
+    return {heading: {int(n or 0): text for n, text in zip([0, *re.findall(r"^(\d+)\. ", part, re.MULTILINE)],
+                                                           re.split(r"^\d+\. ", part, flags=re.MULTILINE))}
+            for heading, part in zip(parts[::2], parts[1::2])}
+
+
+def step_tables():
+    """(headings, rows) of every table with a column for the journal, as lists of cells."""
+    for lines in re.findall(r"(?:^\|.*\n)+", TEXT, re.MULTILINE):
+        headings, _, *rows = ([cell.strip() for cell in line.strip("|\n").split("|")] for line in lines.splitlines())
+        if headings[-1] == "Journal":
+            yield headings, rows
+
+
+def test_quoted_code_is_in_its_file():
+    quotes = QUOTE.findall(TEXT)
+    assert len(quotes) == TEXT.count("```cpp") > 5
+    for file, code in quotes:
+        assert is_quoted(code, (ROOT / file).read_text()), f"{file} has no longer\n{code}"
+
+
+@pytest.mark.parametrize("code, expected", [("b\nc\n", True), ("a\n…\n  c\n", True), ("c\n…\na\n", False),
+                                            ("b2\n", False)])
+def test_is_quoted(code, expected):
+    assert is_quoted(code, "a\nb\nc\n") == expected
+
+
+def test_step_tables_quote_the_journal():
+    entries, seen = journal_entries(), 0
+    for headings, rows in step_tables():
+        part = entries[PARTS[headings[2]]]
+        for row in rows:
+            measured = [cell for cell, heading in zip(row[2:-1], headings[2:]) if heading != "× before"]
+            for number in NUMBER.findall(" ".join(measured)):
+                assert number in NUMBER.findall(part[int(row[-1] or 0)]), f"{number} of {row}"
+                seen += 1
+    assert seen > 50
+
+
+def test_step_tables_compare_with_the_row_before():
+    compared = 0
+    for headings, rows in step_tables():
+        if "× before" not in headings:
+            continue
+        last = {}
+        for step, _, measured, before, _ in rows:
+            values = {i: float(x) for i, x in enumerate(measured.split(" / ")) if x != "–"}
+            if before:
+                expected = " / ".join(f"{values[i] / last[i]:.2f}" if i in values else "–"
+                                      for i in range(measured.count("/") + 1))
+                assert before == expected, step
+                compared += 1
+            last |= values
+    assert compared > 15
+
+
+def test_decimals_of_the_text_are_in_the_journal():
+    text = re.sub(r"<!-- begin (\w+) -->.*?<!-- end \1 -->|```.*?```|^\|.*?$", "", TEXT, flags=re.DOTALL | re.MULTILINE)
+    decimals = re.findall(r"\d+\.\d+", text[:text.index("## Further reading")])
+    assert len(decimals) > 30
+    assert not {number for number in decimals if number not in NUMBER.findall(JOURNAL)}
+
+
+def test_links_lead_somewhere():
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+               for heading in re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE)}
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXT):
+        if target.startswith("#"):
+            assert target[1:] in anchors
+        elif not target.startswith("https://"):
+            assert (PAGE.parent / target).exists(), target
+
+
+def test_blocks_and_picture_are_of_the_records():
+    blocks = dict(re.findall(r"<!-- begin (\w+) -->\n(.*?)<!-- end \1 -->\n", TEXT, re.DOTALL))
+    assert blocks == {name: block() for name, block in ladder_tables.BLOCKS.items()}
+    assert ladder_tables.PICTURE.read_text() == ladder_tables.picture()
