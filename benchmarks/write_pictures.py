@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
+import ladder_tables  # noqa: E402
 from examples import train_tiny_gpt  # noqa: E402
 from minimal_attn.bench import page, pictures  # noqa: E402
 from minimal_attn.bench.measure import Setting  # noqa: E402
@@ -37,6 +38,7 @@ FILES = {
     "triton.png": ("triton", None),
     "triton.html": ("triton", None),
     "training.png": ("training", None),
+    "ladder.svg": ("ladder", None),
 }
 
 
@@ -56,6 +58,9 @@ def results_of(content, only_dtype=None):
 def drawing(file):
     """(the digest that file should hold, a function that draws it)"""
     name, only_dtype = FILES[file.name]
+    if name == "ladder":
+        what = ladder_tables.steps(), "Attention forward pass on NVIDIA H200"
+        return pictures.digest_of_steps(*what), partial(pictures.plot_steps, file, *what)
     content = json.loads((FOLDER / f"{name}.json").read_text())
     if name == "training":
         what = content["losses"], content["tokens_per_s"], train_tiny_gpt.title_of(content["meta"])

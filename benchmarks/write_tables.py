@@ -3,113 +3,23 @@
     python benchmarks/write_tables.py            # rewrite the files in place
     python benchmarks/write_tables.py --check    # change nothing; exit code 1 if a file is stale
 
-The text of a Markdown file between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` is a block. The function
-NAME of this file returns it. The numbers come from benchmarks/h200/*.json, benchmarks/peers.json and
-tests/gpu_record.json.
+make docs runs this file and write_pictures.py. The text of a Markdown file between the lines `<!-- begin NAME -->` and
+`<!-- end NAME -->` is a block. The function NAME of this file or of ladder_tables.py returns it. The numbers come from
+benchmarks/h200/*.json, benchmarks/peers.json and tests/gpu_record.json.
 """
 
 import argparse
 import json
 import re
 import sys
-import textwrap
-from pathlib import Path
-from statistics import geometric_mean
 
-ROOT = Path(__file__).parents[1]
+import ladder_tables
+from recorded import (ROOT, SHAPE, SIZE, bullet, by_size, gpu_record, largest_error, mean, names, paragraph, ratio,
+                      ratios, record, rounds, settings, span, speeds, table, tflops)
+
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
 
-SIZE = "head_dim", "causal", "seqlen_q"
-SHAPE = "batch_size", "nheads", "seqlen_q", "head_dim"
-NAMES = {"cuda:sm90": "sm90", "cuda:sm80": "sm80", "cuda:dmma": "dmma", "cuda:simt": "simt", "torch:flash": "FA2",
-         "torch:cudnn": "cuDNN", "torch:efficient": "efficient", "flex": "FlexAttention", "fp8": "triton fp8"}
-
-
-# Reading the records.
-
-def record(name):
-    return json.loads((ROOT / "benchmarks/h200" / f"{name}.json").read_text())
-
-
-def gpu_record():
-    return json.loads((ROOT / "tests/gpu_record.json").read_text())
-
-
-def settings(name, *keys, **only):
-    """{values of keys: {impl: row}} of the rows of a record that were measured and have the values `only`."""
-    found = {}
-    for row in record(name)["rows"]:
-        if row["ms"] and all(row[key] == value for key, value in only.items()):
-            found.setdefault(tuple(row[key] for key in keys), {})[row["impl"]] = row
-    return found
-
-
-def rounds(name):
-    return re.search(r"--rounds (\d+)", record(name)["meta"]["command"])[1]
-
-
-# Comparing rows.
-
-def ratio(rows, ours, peer):
-    """The speed of ours divided by that of peer."""
-    return rows[peer]["ms"] / rows[ours]["ms"]
-
-
-def ratios(rows_of, ours, peer):
-    """{setting: ratio} of the settings that have both."""
-    return {setting: ratio(rows, ours, peer) for setting, rows in rows_of.items() if ours in rows and peer in rows}
-
-
-def mean(values):
-    return f"{geometric_mean(values.values()):.2f}"
-
-
-def span(values):
-    return f"{min(values.values()):.2f} to {max(values.values()):.2f}"
-
-
-def largest_error(rows_of, ours, peer):
-    """The largest error of ours, as a multiple of that of peer in the same setting."""
-    return max(rows[ours]["max_err"] / rows[peer]["max_err"] for rows in rows_of.values())
-
-
-# Writing Markdown.
-
-def paragraph(text):
-    return textwrap.fill(" ".join(text.split()), 120, break_on_hyphens=False) + "\n"
-
-
-def bullet(text):
-    return textwrap.fill(" ".join(text.split()), 120, initial_indent="- ", subsequent_indent="  ",
-                         break_on_hyphens=False)
-
-
-def table(headings, rows):
-    heading, *lines = (f"| {' | '.join(line)} |" for line in (headings, *rows))
-    return "\n".join([heading, "|" + "---|" * len(headings), *lines]) + "\n"
-
-
-def tflops(rows, impls):
-    return [f"{rows[impl]['tflops']:.0f}" if impl in rows else "–" for impl in impls]
-
-
-def names(impls):
-    return [NAMES.get(impl, impl) for impl in impls]
-
-
-def speeds(rows_of, impls, pairs, head=("head_dim", "causal", "S")):
-    """A table with a line for each setting: TFLOP/s of impls, then the ratios of the speeds of pairs."""
-    cells = [[*("yes" if x is True else "no" if x is False else str(x) for x in setting), *tflops(rows, impls),
-              *(f"{ratio(rows, *pair):.2f}" for pair in pairs)] for setting, rows in rows_of.items()]
-    return table([*head, *names(impls), *(" / ".join(names(pair)) for pair in pairs)], cells)
-
-
-def by_size(rows_of):
-    return dict(sorted(rows_of.items()))
-
-
-# The blocks.
 
 def results():
     rows_of, backward_of = by_size(settings("forward", *SIZE, dtype="bfloat16")), backward_settings()
@@ -154,13 +64,19 @@ def forward():
                (("cuda:sm90", "torch:cudnn"), ("cuda:sm90", "torch:flash")))])
 
 
-def peers():
+def other_flash():
+    """Two dicts by setting, of the fastest of cuDNN, FlashAttention-3 and 4: its speed over that of cuDNN, measured on
+    another H200, and the estimate of the speed of sm90 over that of it."""
     cudnn = ratios(settings("forward", *SIZE, dtype="bfloat16"), "cuda:sm90", "torch:cudnn")
     best = {(row["head_dim"], row["causal"], row["seqlen"]):
             max(row[peer] or 0 for peer in ("cudnn", "fa3", "fa4")) / row["cudnn"]
             for row in json.loads((ROOT / "benchmarks/peers.json").read_text())["rows"]}
-    best = {setting: best[setting] for setting in cudnn}
-    by_best = {setting: cudnn[setting] / best[setting] for setting in cudnn}
+    return ({setting: best[setting] for setting in cudnn},
+            {setting: ratio / best[setting] for setting, ratio in cudnn.items()})
+
+
+def peers():
+    best, by_best = other_flash()
     lowest = min(by_best, key=by_best.get)
     return paragraph(f"""FlashAttention-3 and FlashAttention-4 were not installed on this machine. They were measured
         beside cuDNN on another H200 ([peers.json](../benchmarks/peers.json)). There, the fastest of the three was
@@ -339,6 +255,7 @@ def tests():
 
 BLOCKS = {block.__name__: block for block in (results, forward, peers, heads, ampere, fp32, backward, backward_heads,
                                               triton, matmul, training, host, memory, build, tests)}
+BLOCKS |= ladder_tables.BLOCKS
 
 
 def rewritten(text):
@@ -353,7 +270,7 @@ def main(argv=None):
     for file in stale:
         if not check:
             file.write_text(rewritten(file.read_text()))
-        print(f"{file.relative_to(ROOT)} {'is stale: python benchmarks/write_tables.py' if check else 'is rewritten'}")
+        print(f"{file.relative_to(ROOT)} is {'stale: run make docs' if check else 'rewritten'}")
     return int(check and bool(stale))
 
 

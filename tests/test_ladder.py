@@ -1,18 +1,15 @@
-"""docs/ladder.md: its code is that of the kernels, its numbers are those of the journal, its links lead somewhere."""
+"""docs/ladder.md: its code is that of the kernels, and its numbers are those of the journal.
+
+test_docs.py has the tests of its form, its links and its recorded numbers.
+"""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import ladder_tables  # noqa: E402
-
-PAGE = ROOT / "docs/ladder.md"
-TEXT = PAGE.read_text()
+TEXT = (ROOT / "docs/ladder.md").read_text()
 JOURNAL = (ROOT / "benchmarks/journal.md").read_text()
 QUOTE = re.compile(r"^From \[`(\S+?)`\]\(\.\./\S+?\)[^`]*?:\n\n```cpp\n(.*?)```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -98,19 +95,3 @@ def test_decimals_of_the_text_are_in_the_journal():
     decimals = re.findall(r"\d+\.\d+", text[:text.index("## Further reading")])
     assert len(decimals) > 30
     assert not {number for number in decimals if number not in NUMBER.findall(JOURNAL)}
-
-
-def test_links_lead_somewhere():
-    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-               for heading in re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE)}
-    for target in re.findall(r"\]\(([^)\s]+)\)", TEXT):
-        if target.startswith("#"):
-            assert target[1:] in anchors
-        elif not target.startswith("https://"):
-            assert (PAGE.parent / target).exists(), target
-
-
-def test_blocks_and_picture_are_of_the_records():
-    blocks = dict(re.findall(r"<!-- begin (\w+) -->\n(.*?)<!-- end \1 -->\n", TEXT, re.DOTALL))
-    assert blocks == {name: block() for name, block in ladder_tables.BLOCKS.items()}
-    assert ladder_tables.PICTURE.read_text() == ladder_tables.picture()

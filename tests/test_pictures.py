@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -145,7 +146,7 @@ def test_panels_of_one_line_join_another_dtype():
                                                                               causal=True))] == [1, 2]
 
 
-@pytest.mark.parametrize("name", sorted(set(write_pictures.FILES) - {"training.png"}))
+@pytest.mark.parametrize("name", sorted(set(write_pictures.FILES) - {"training.png", "ladder.svg"}))
 def test_recorded_panels_have_several_lines(name):
     record, dtype = write_pictures.FILES[name]
     content = json.loads((write_pictures.FOLDER / f"{record}.json").read_text())
@@ -170,6 +171,23 @@ def test_plot_of_losses(monkeypatch):
     assert [line.get_color() for line in above.get_lines()] == [STYLES["cuda"].color, STYLES["torch"].color]
     pictures.plot_losses("x.png", {"cuda": [3.0, 2.0]}, {"cuda": 1.0}, "title")
     assert len(figures[1].axes) == 1  # there is nothing to compare with
+
+
+def test_plot_of_steps(monkeypatch):
+    figures = []
+    monkeypatch.setattr(pictures, "save", lambda figure, *args: figures.append(figure))
+    bars = [("flash.cu", "cuda:simt", 50.0), ("cuDNN", "torch:cudnn", 20.0)]
+    pictures.plot_steps("x.svg", {"fp32": (bars, 70.0), "bf16": (bars[:1], 7.0)}, "title")
+    above, below = figures[0].axes
+    assert [above.get_title(), below.get_title()] == ["fp32", "bf16"]
+    assert labels(above.get_yticklabels()) == ["cuDNN", "flash.cu"] and above.yaxis_inverted()
+    assert [bar.get_facecolor() for bar in above.patches] == [to_rgba(STYLES["torch:cudnn"].color, 0.2),
+                                                              to_rgba(STYLES["cuda:simt"].color)]
+    assert labels(above.texts) == ["20", "50"]
+    for ax, ceiling in ((above, 70), (below, 7)):
+        (line,) = ax.get_lines()
+        assert set(line.get_xdata()) == {ceiling} and ax.get_xlim()[1] > ceiling
+    assert labels(figures[0].legends[0].get_texts()) == [MATMUL.label]
 
 
 # Files.

@@ -252,3 +252,31 @@ def plot_losses(file, losses, tokens_per_s, title):
         ax.set_ylabel(f"loss − loss\nwith {baseline}")
     figure.axes[-1].set_xlabel("step")
     save(figure, file, f"data-sha256 {digest_of_losses(losses, tokens_per_s, title)}")
+
+
+def digest_of_steps(panels, title):
+    """The digest that plot_steps() puts into a picture of the same."""
+    return digest_of(panels, title)
+
+
+def plot_steps(file, panels, title):
+    """Bars from the slowest to the fastest, in panels that have a scale each: {title of a panel: (bars as (name,
+    implementation, TFLOP/s), TFLOP/s of a matmul)}."""
+    counts = [len(bars) for bars, _ in panels.values()]
+    figure = Figure(figsize=(9, 0.36 * sum(counts) + 0.8 * len(counts) + 0.7), dpi=150, layout="constrained")
+    axes = figure.subplots(len(panels), height_ratios=[count + 1 for count in counts], squeeze=False).flat
+    for ax, (heading, (bars, ceiling)) in zip(axes, panels.items()):
+        names, impls, tflops = zip(*sorted(bars, key=lambda bar: bar[2]))
+        shown = [STYLES[impl] for impl in impls]
+        drawn = ax.barh(names, tflops, 0.7, edgecolor=[style.color for style in shown],
+                        color=[(style.color, 1 if style.is_ours else 0.2) for style in shown])
+        ax.bar_label(drawn, fmt="%.0f", padding=3, bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
+        ax.axvline(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label, zorder=0)
+        ax.set(ylim=(len(bars) - 0.5, -0.5), xlim=(0, 1.1 * max(ceiling, *tflops)))
+        ax.set_title(heading, fontsize="medium")
+        ax.set_axisbelow(True)
+        ax.grid(axis="x", alpha=0.3)
+    figure.axes[-1].set_xlabel("TFLOP/s")
+    legend(figure)
+    figure.suptitle(title)
+    save(figure, file, f"data-sha256 {digest_of_steps(panels, title)}")
