@@ -16,7 +16,7 @@ else
 PY := $(PYTHON)
 endif
 
-# With no GPU the Triton twin runs in Triton's interpreter.
+# Without a GPU, the Triton kernels run in Triton's interpreter.
 TWIN = if ! $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
        then export TRITON_INTERPRET=1; fi;
 

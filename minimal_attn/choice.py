@@ -1,4 +1,4 @@
-"""Which backend serves backend="auto". Where both csrc and the twin can make gradients, it is the faster one.
+"""Which backend serves backend="auto". Gradients are computed by the faster one of csrc and Triton.
 
 The choice depends on dtype, head_dim and the lengths of the tensors, not on batch_size or the number of heads. Padding
 a batch further can change it, and with it the last bits of a result.
@@ -15,10 +15,9 @@ from ._build import assume_constant_result
 from .backends import warn
 from .checks import FP8_DTYPES, check_tensor, is_transformed, wants_gradient
 
-# In 16 bits on Hopper the twin is the faster one up to this head_dim, from so many rows and keys on, however many query
-# heads share keys. The runs behind this are backward.json and backward_lengths.json in benchmarks/h200, with which
-# tests/test_bench.py compares it. On other GPUs nothing was measured, and csrc, whose kernel was written for Ampere, is
-# taken.
+# In 16 bits on Hopper, the Triton kernels are faster up to this head_dim and from so many rows and keys on, however many
+# query heads share keys. tests/test_bench.py compares this with backward.json and backward_lengths.json in
+# benchmarks/h200. On other GPUs nothing was measured, and csrc is taken, whose kernel was written for Ampere.
 TWIN_HEAD_DIM, TWIN_LENGTH = 128, 512
 
 

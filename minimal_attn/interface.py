@@ -139,7 +139,7 @@ def _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deter
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     options = Options(causal, scale, seq_lens, dropout_p, seed, deterministic, autotune, descales, return_lse)
     if q.numel() == 0 or k.numel() == 0:
-        # Nothing to launch. The oracle's empty products leave the outputs in the graph of inputs that require grad.
+        # Nothing to launch. The reference's empty products leave the outputs in the graph of inputs that require grad.
         out, lse = reference.BACKEND.forward(q, k, v, options)
     else:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

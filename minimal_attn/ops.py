@@ -1,9 +1,9 @@
-"""The derivative of an attention op, and the shapes that torch.compile asks for: the same for csrc and for the twin.
+"""The derivative of an attention op, and the shapes that torch.compile asks for: the same for csrc and for Triton.
 
 An op forward(q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed, mode, ...) gives (out, lse), and
 backward(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, dropout_p, dropout_seed, mode, need_dq,
-need_dkv) gives (dq, dk, dv). mode is the one bool that both ops of an implementation take: csrc's deterministic, the
-twin's autotune.
+need_dkv) gives (dq, dk, dv). mode is the one bool that both ops of an implementation take: csrc's deterministic,
+Triton's autotune.
 
 The dispatcher's Python part costs more than a small attention takes. ../csrc/autograd.cpp and ../triton_ref/ops.py
 therefore go past it where nothing traces or watches.

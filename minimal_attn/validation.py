@@ -2,7 +2,7 @@
 
 A result of 16 bits cannot be nearer to the truth than its rounding, so the tolerance is the larger of what the caller
 gives and what torch's own error in that dtype allows, by the error rule of tests/cases.py: twice torch's largest error,
-and half an ulp of the largest value. Read next: reference.py, the oracle.
+and half an ulp of the largest value. Read next: reference.py.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def validate_matmul(triton_fn: Callable, m: int, n: int, k: int, rtol: float = 1
 def validate_attention(flash_fn: Callable, batch: int, heads: int, seq_len: int, head_dim: int, causal: bool = False,
                        rtol: float = 1e-3, atol: float = 1e-3, dtype: torch.dtype = torch.float16,
                        device: str = "cuda", verbose: bool = False) -> tuple[bool, float]:
-    """Compare flash_fn(q, k, v, causal=causal), on normal (batch, heads, seq_len, head_dim), with the oracle.
+    """Compare flash_fn(q, k, v, causal=causal), on normal (batch, heads, seq_len, head_dim), with the reference.
 
     Args:
         flash_fn: (q, k, v, causal) -> out, of q's shape.

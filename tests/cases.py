@@ -129,7 +129,7 @@ TILE_CASES = [
 ]
 
 # Of the backward pass alone, about the blocks of (rows, keys) of flash_bwd_sm80.cu: (64, 64), (64, 128), (32, 64), and
-# of the twin, whose programs own 64 keys or 64 or 128 rows. What is beside blocks of head_dim 64 is in CASES.
+# of Triton, whose programs own 64 keys or 64 or 128 rows. What is beside blocks of head_dim 64 is in CASES.
 BACKWARD_TILE_CASES = [
     Case(f"backward_{Sq}_{Sk}_D{D}{'_causal' * causal}", B=3, H=4, Hk=2, Sq=Sq, Sk=Sk, D=D, causal=causal,
          gpu_only=True)
@@ -236,7 +236,7 @@ def exact(case, q, k, v):
 
 def base(case, q, k, v):
     """torch's MATH backend on the same inputs in their own dtype: the yardstick of the error rule. With dropout, whose
-    mask MATH does not take, the oracle in that dtype: like MATH it forms 16-bit scores in fp32."""
+    mask MATH does not take, the reference in that dtype: like MATH it forms 16-bit scores in fp32."""
     if case.dropout_p:
         return reference_attention(q, k, v, **options(case, q.device))
     mask = visible_keys(case.Sq, case.Sk, case.causal, lengths(case, q.device), q.device)

@@ -1,6 +1,6 @@
 """What every test shares: the implementations of this machine, and the record of a run on a GPU.
 
-Without a GPU, Triton's interpreter runs the twin; that has to be decided before Triton is imported.
+Without a GPU, the Triton kernels run in Triton's interpreter; that has to be decided before Triton is imported.
 """
 
 import datetime
@@ -258,5 +258,5 @@ def shared_gpu():
 
 @pytest.fixture(autouse=True)
 def exact_fp32():
-    """No TF32 in the oracle or in torch's kernels."""
+    """No TF32 in the reference or in torch's kernels."""
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -228,7 +228,7 @@ def test_deterministic_gives_the_same_bits(impl, dtype, D, causal, dropout_p, ha
 @pytest.mark.parametrize("causal, Hk, dropout_p", [pytest.param(False, 2, 0.0, marks=pytest.mark.slow),
                                                    (True, 1, 0.0), pytest.param(True, 2, 0.4, marks=pytest.mark.slow)])
 def test_gradcheck(backend, causal, Hk, dropout_p):
-    """Numerical derivatives in fp64, of out and lse, by the oracle and by the host build of flash.cu."""
+    """Numerical derivatives in fp64, of out and lse, by the reference and by the host build of flash.cu."""
     generator = torch.Generator().manual_seed(0)
     shapes = (1, 2, 4, 2), (1, Hk, 5, 2), (1, Hk, 5, 2)
     inputs = [torch.randn(x, generator=generator, dtype=torch.float64).requires_grad_() for x in shapes]
@@ -248,7 +248,7 @@ def test_gradient_of_v_alone(impl, dtype):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("needed, sides", [("q", ["q"]), ("k", ["kv"]), ("v", ["kv"]), ("qkv", ["kv", "q"])])
 def test_twin_launches_only_needed_kernels(monkeypatch, needed, sides, compiled):
-    """By the twin: of its two kernels, one owns the keys and one the rows."""
+    """Of the two Triton kernels, one owns the keys and one the rows."""
     pytest.importorskip("triton", reason="triton is not installed")
     from triton_ref import attention_bwd, launching
 

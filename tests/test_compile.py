@@ -1,7 +1,7 @@
-"""Compiles the kernels for GPUs that need not be here: csrc/*.cu with nvcc, the Triton twin ahead of time.
+"""Compiles the kernels for GPUs that need not be here: csrc/*.cu with nvcc, Triton's ahead of time.
 
-Triton's compiler and its interpreter do not share a process, so this file is also the program that compiles the twin:
-`python test_compile.py 90`, `backward 90` or `hopper` prints what came out, one JSON object a line.
+Triton's compiler and its interpreter do not share a process, so this file is also a program. It compiles the Triton
+kernels: `python test_compile.py 90`, `backward 90` or `hopper` prints what came out, one JSON object a line.
 """
 import importlib.util
 import json

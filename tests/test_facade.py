@@ -516,7 +516,7 @@ def test_seq_lens_under_capture_must_be_on_the_gpu(seq_lens, monkeypatch):
 
 
 def test_fp64(monkeypatch):
-    """By torch and the oracle wherever the tensors are, by csrc on the CPU, never by the twin."""
+    """By torch and the reference on every device, by csrc on the CPU, never by Triton."""
     for device in {"cpu", "cuda" if HAS_GPU else "cpu"}:
         q, k, v = qkv(dtype=torch.float64, device=device)
         want = reference_attention(q, k, v, return_lse=True)

@@ -200,7 +200,7 @@ def test_graph_of_forward_and_backward(backend, dtype, has_lens, D, monkeypatch)
 @each_kernel
 @pytest.mark.parametrize("D", [64, 128])
 def test_backward_on_a_side_stream(backend, dtype, D, monkeypatch):
-    """Also where the twin runs its two kernels beside each other."""
+    """Also where the two Triton kernels run at the same time."""
     if backend == "triton":
         monkeypatch.setattr("triton_ref.attention_bwd.MIN_WORK_FOR_A_STREAM", 0)
     q, k, v, dout = make_all(dataclasses.replace(CASE, D=D), dtype, "cuda")

@@ -1,4 +1,4 @@
-"""The mask of the Triton twin, function by function, against a boolean matrix for all small lengths."""
+"""The mask of the Triton kernels, function by function, against a boolean matrix for all small lengths."""
 
 import pytest
 import torch

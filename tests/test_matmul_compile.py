@@ -1,4 +1,4 @@
-"""Compiles the Triton matmul for GPUs that need not be here, as test_compile.py does the twin.
+"""Compiles the Triton matmul for GPUs that need not be here, as test_compile.py does the other kernels.
 
 This file is also the program that does it, in a process without the interpreter: `python test_matmul_compile.py 90`
 prints what came out for sm_90, one JSON object a line.

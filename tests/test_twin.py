@@ -1,4 +1,4 @@
-"""What the Triton twin has beyond the shared cases of test_forward.py: fp8, every tile, tuning, the classic names."""
+"""The Triton kernels beyond the shared cases of test_forward.py: fp8, every tile, tuning, the classic names."""
 
 import json
 import math
@@ -563,7 +563,7 @@ def test_classic_tiles_beyond_2_to_31_elements(offset):
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 def test_incompatible_gluon_falls_back(monkeypatch):
-    """A Triton that compiles attention_hopper.py no more costs its speed, not the twin."""
+    """A Triton that cannot compile attention_hopper.py costs speed and nothing else."""
     monkeypatch.setattr(twin, "hopper_works", True)  # to be restored
     monkeypatch.setattr(twin, "_plans", {})
 
