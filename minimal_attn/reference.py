@@ -1,4 +1,4 @@
-"""The reference, which all kernels are tested against, and the online softmax in a few lines of PyTorch.
+"""The reference, and the online softmax in a few lines of PyTorch.
 
 reference_attention forms all scores at once: slow, big, and plainly right. Every kernel is judged against it.
 blockwise_attention walks along the keys as the kernels do, to be read beside csrc/flash.cu.
