@@ -66,7 +66,7 @@ def ladder_milestones():
         "bf16, B 8, H 16, S 2048, D 128:\n", table_of(BF16_STEPS, BF16, "tensor cores, by cuBLAS"),
         paragraph(f"""{peers}. A plain matrix product of 8192³ reaches {matmul('forward', 'bfloat16'):.0f}. The rows
             come from three runs. FlashAttention-2 ran in all three, as a control, and reached
-            {flash[0]}, {flash[1]} and {flash[2]} TFLOP/s.""")])
+            {' / '.join(flash)} TFLOP/s.""")])
 
 
 def ladder_forward():

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 SIZE = "head_dim", "causal", "seqlen_q"
 SHAPE = "batch_size", "nheads", "seqlen_q", "head_dim"
 NAMES = {"cuda:sm90": "sm90", "cuda:sm80": "sm80", "cuda:dmma": "dmma", "cuda:simt": "simt", "torch:flash": "FA2",
-         "torch:cudnn": "cuDNN", "torch:efficient": "efficient", "flex": "FlexAttention", "fp8": "triton fp8"}
+         "torch:cudnn": "cuDNN", "torch:efficient": "efficient", "flex": "Flex"}
 
 
 # Reading.
@@ -79,7 +79,7 @@ def bullet(text):
 def table(headings, rows):
     """Columns of numbers are aligned on the right."""
     heading, *lines = (f"| {' | '.join(line)} |" for line in (headings, *rows))
-    aligned = ("---:" if all(re.fullmatch(r"[\d.e-]+|–|", cell) for cell in column) else "---" for column in zip(*rows))
+    aligned = ("---:" if all(re.fullmatch(r"[\d.–]*", cell) for cell in column) else "---" for column in zip(*rows))
     return "\n".join([heading, f"|{'|'.join(aligned)}|", *lines]) + "\n"
 
 

@@ -15,7 +15,7 @@ from ._build import assume_constant_result
 from .backends import warn
 from .checks import FP8_DTYPES, check_tensor, is_transformed, wants_gradient
 
-# In 16 bits on Hopper, the Triton kernels are faster up to this head_dim and from so many rows and keys on, no matter how
+# In 16 bits on Hopper, the Triton kernels are faster up to this head_dim and from so many rows and keys on, however
 # many query heads share keys. tests/test_bench.py compares this with backward.json and backward_lengths.json in
 # benchmarks/h200. On other GPUs nothing was measured, and csrc is taken, whose kernel was written for Ampere.
 TWIN_HEAD_DIM, TWIN_LENGTH = 128, 512
