@@ -128,8 +128,7 @@ def fp32():
     cells = []
     for setting, rows in rows_of.items():
         ours = "cuda:dmma" if "cuda:dmma" in rows else "cuda:simt"
-        shape = ", ".join(f"{letter} {size}" for letter, size in zip("BHSD", setting))
-        cells.append([shape, *(f"{rows[x]['ms']:.3g}" if x in rows else "–" for x in impls),
+        cells.append([",".join(map(str, setting)), *(f"{rows[x]['ms']:.3g}" if x in rows else "–" for x in impls),
                       f"{ratio(rows, ours, 'torch:efficient'):.2f}",
                       *(f"{rows[x]['max_err'] * 1e7:.1f}" for x in (ours, "manual"))])
     dmma = ratios(rows_of, "cuda:dmma", "torch:efficient")
@@ -137,7 +136,7 @@ def fp32():
         paragraph(f"""The times are in milliseconds, and the errors in units of 10⁻⁷. "Ours" is `dmma`, or `simt` at
             head_dim 256, which `dmma` does not serve. On average over {len(dmma)} shapes, `dmma` is {mean(dmma)} times
             as fast as PyTorch's memory-efficient kernel ({span(dmma)})."""),
-        table(["shape", *names(impls), "ours / efficient", "error of ours", "error of manual"], cells)])
+        table(["B,H,S,D", *names(impls), "ours / efficient", "error of ours", "error of manual"], cells)])
 
 
 def backward_settings():
