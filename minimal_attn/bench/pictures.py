@@ -100,7 +100,8 @@ def digest_in(file):
 def save(figure, file, description=None, **options):
     """PNG or SVG. The same figure makes the same file."""
     with rc_context({"svg.hashsalt": "minimal_attn"}):
-        figure.savefig(file, metadata={"Description": description, "Date": None}, **options)
+        figure.savefig(file, metadata={"Description": description, "Date": None}, bbox_inches="tight", pad_inches=0.15,
+                       **options)
 
 
 def digest_of_plot(results, title, ceilings):
@@ -167,16 +168,21 @@ def draw_all(axes, panels, ceilings):
     values = [rows[impl]["tflops"] for panel in panels for rows in panel.results.values() for impl in panel.impls
               if rows[impl]["tflops"]]
     is_log = values and max(values) > 300 * min(values)  # Triton's interpreter beside compiled code
+    ceiling = max(ceiling_of(panel, ceilings) or 0 for panel in panels)
     for ax, panel in zip(axes, panels):
         name = "y" if panel.is_sweep else "x"
         ax.grid(axis=name, alpha=0.3)
         if is_log:
             ax.set(**{f"{name}scale": "log"})
-        elif panel.is_sweep:
-            ax.set_ylim(bottom=0)
+        elif values and panel.is_sweep:
+            ax.set_ylim(0, 1.08 * max(*values, ceiling))
         elif values:  # with room for the numbers beside the bars
-            dtypes = {setting.dtype for panel in panels for setting in panel.results}
-            ax.set_xlim(0, max(1.3 * max(values), *(1.05 * ceilings.get(dtype, 0) for dtype in dtypes)))
+            ax.set_xlim(0, max(1.3 * max(values), 1.05 * ceiling))
+
+
+def ceiling_of(panel, ceilings):
+    """The matmul in the dtype that its title names, or None."""
+    return ceilings.get(next(iter(panel.results)).dtype)
 
 
 def draw_lines(ax, panel, ceilings):
@@ -192,7 +198,7 @@ def draw_lines(ax, panel, ceilings):
                         markerfacecolor=style.color if style.is_ours else "white", zorder=3 if style.is_ours else 2,
                         linewidth=2.5 if style.is_ours else 1.2,
                         label=style.label + f", {dtype}" * (line != LINES[0]))
-    if ceiling := ceilings.get(next(iter(dtypes))):
+    if ceiling := ceiling_of(panel, ceilings):
         ax.axhline(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label)
     lengths = sorted({setting.shape.x for setting in panel.results})
     ax.set_xticks([math.log2(x) for x in lengths], [f"{x // 1024}k" if x % 1024 == 0 else x for x in lengths])
@@ -219,7 +225,7 @@ def draw_bars(ax, panel, ceilings):
         ax.bar_label(bars, ["" if math.isnan(x) else f"{x:.3g}" + (f" ({factor:.2f}×)" if factor else "")
                             for x, factor in zip(tflops, factors)], padding=3, fontsize=8,
                      bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
-    if ceiling := ceilings.get(next(iter(panel.results)).dtype):  # a panel of bars has one dtype
+    if ceiling := ceiling_of(panel, ceilings):
         ax.axvline(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label, zorder=0)
     shared = common(shapes)
     ax.set_yticks(range(len(shapes)), [words({letter: size for letter, size in shape.parts.items()
