@@ -40,8 +40,8 @@ def ladder_problem():
                ["exponentials", "B·H·S²", f"{scores / 2e6:,.0f} million"]]),
         paragraph(f"""The memory of an H200 moves {bandwidth / 1e9:,.0f} GB/s by its data sheet, so it needs
             {tensors / bandwidth * 1e6:,.0f} µs to read Q, K and V and to write O. A bf16 matmul of
-            8192³ by torch reaches {ceiling:.0f} TFLOP/s. At that rate the two products take {flops / ceiling / 1e6:,.0f} µs.
-            So attention is not bound by memory, as long as the scores stay on the chip."""),
+            8192³ by torch reaches {ceiling:.0f} TFLOP/s. At that rate the two products take
+            {flops / ceiling / 1e6:,.0f} µs. So attention is not bound by memory, as long as the scores stay on the chip."""),
         paragraph(f"""The plain PyTorch code of step 1 does not keep them there. It writes and reads the scores six
             times: the first product writes them, the scaling and the softmax read and write them, and the second
             product reads them. That is {6 * scores / 1e6:,.0f} MB and at least {6 * scores / bandwidth * 1e6:,.0f} µs.
@@ -77,8 +77,8 @@ def ladder_forward():
     return paragraph(f"""Over {len(cudnn)} recorded settings in bf16, `flash_sm90.cu` is on average {mean(cudnn)} times
         as fast as cuDNN ({span(cudnn)} by setting). At head_dim 128 and S = 16384 without a mask it reaches
         {tflops('forward', 'cuda:sm90', longest):.0f} TFLOP/s, and torch's matmul of 8192³ reaches
-        {matmul('forward', 'bfloat16'):.0f} in the same run. In the unit of the table, the kernel of today is at {today},
-        and at {span(by_best)} by setting. Like the table, this is an estimate from two machines.""")
+        {matmul('forward', 'bfloat16'):.0f} in the same run. In the unit of the table, the kernel of today is at
+        {today}, and at {span(by_best)} by setting. Like the table, this is an estimate from two machines.""")
 
 
 def ladder_backward():

@@ -13,8 +13,8 @@ import re
 import sys
 
 import ladder_tables
-from recorded import (ROOT, SHAPE, SIZE, bullet, by_size, gpu_record, largest_error, mean, names, other_flash, paragraph,
-                      ratio, ratios, record, rounds, settings, span, speeds, table, tflops)
+from recorded import (ROOT, SHAPE, SIZE, bullet, by_size, gpu_record, largest_error, mean, names, other_flash,
+                      paragraph, ratio, ratios, record, rounds, settings, span, speeds, table, tflops)
 
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
@@ -26,9 +26,10 @@ def opening():
     backward = (ratios(up_to_128(rows_of), "triton", "torch:cudnn")
                 | ratios(from_256(rows_of), "cuda:sm80", "torch:cudnn"))
     short = max(s for (_, _, s), value in forward.items() if value <= 1)
-    (is_short, is_long) = ({x: value for x, value in forward.items() if (x[2] <= short) == kind} for kind in (1, 0))
-    return paragraph(f"""On an H200, the bf16 forward pass is {span(is_long)} times as fast as that of cuDNN for
-        sequence lengths S from {min(s for _, _, s in is_long)} on, and {span(is_short)} times as fast at S = {short}.
+    longer = {setting: value for setting, value in forward.items() if setting[2] > short}
+    shorter = {setting: value for setting, value in forward.items() if setting[2] <= short}
+    return paragraph(f"""On an H200, the bf16 forward pass is {span(longer)} times as fast as that of cuDNN for sequence
+        lengths S from {min(s for _, _, s in longer)} on, and {span(shorter)} times as fast up to S = {short}.
         The bf16 backward pass is slower than that of cuDNN: it reaches {span(backward)} of its speed.""")
 
 
@@ -83,9 +84,9 @@ def results():
             {mean(cudnn)} times as fast as cuDNN ({span(cudnn)}) and {mean(flash)} times as fast as FA2. Its largest
             error is up to {largest_error(rows_of, "cuda:sm90", "torch:flash"):.1f} times that of FA2. The tests allow
             [twice the error of PyTorch's math kernel](docs/benchmarks.md#how-it-is-measured), plus rounding."""),
-        bullet(f"""**FlashAttention-3 and FlashAttention-4** were not installed on this machine. `sm90` is about level
-            with the fastest of them and cuDNN ({span(by_best)} by setting). This is an estimate, through cuDNN and a
-            run on another H200."""),
+        bullet(f"""**FlashAttention-3 and FlashAttention-4** were not installed on this machine. `sm90` is about as
+            fast as the fastest of these two and cuDNN ({span(by_best)} times, by setting). This is an estimate, through
+            cuDNN and a run on another H200."""),
         bullet(f"""**Backward, bf16: not fast yet.** On average, up to head_dim 128, the Triton kernels reach
             {mean(small[0])} of the speed of cuDNN ({span(small[0])}) and {mean(small[1])} times the speed of FA2. At
             head_dim 256, the CUDA kernel reaches {mean(large[0])} of the speed of cuDNN ({span(large[0])}) and
@@ -94,9 +95,10 @@ def results():
             the two passes, which were timed separately, it reaches {mean(both[0])} of the speed of cuDNN
             ({span(both[0])}) and {mean(both[1])} times the speed of FA2."""),
         bullet(f"""**fp32 without TF32.** On average, up to head_dim 128, the forward kernel `dmma` is {mean(dmma)}
-            times as fast as PyTorch's memory-efficient kernel ({span(dmma)}). At head_dim 256, `simt` is slower: it
-            reaches {simt:.2f} of that speed. The Triton kernels take {min(by_triton):.1f} to {max(by_triton):.1f} times
-            as long as ours in CUDA. The backward pass is [slower](docs/training.md#speed) than PyTorch's."""),
+            times as fast as PyTorch's memory-efficient kernel ({span(dmma)}). At head_dim 256, `simt` serves and
+            reaches {simt:.2f} of the speed of that kernel. The Triton kernels take {min(by_triton):.1f} to
+            {max(by_triton):.1f} times as long as the CUDA kernels. The backward pass is slower than PyTorch's
+            ([docs/training.md](docs/training.md#speed))."""),
         bullet(f"""**Unaligned 16-bit calls.** A 16-bit call whose head_dim is not a multiple of 8, or whose strides or
             addresses are not multiples of 16 bytes, takes {slower_unaligned("forward", "cuda:sm90")} times as long as
             with `sm90`, because `simt` serves it. One warning names the reason."""), ""])

@@ -34,9 +34,10 @@ def is_quoted(code, source):
 def journal_entries():
     """{anchor of a section: {number of an entry: its text; 0: what stands before the entries}}"""
     parts = re.split(r"^## (.*)\n", JOURNAL, flags=re.MULTILINE)[1:]
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"): {int(n or 0): text for n, text in zip([0, *re.findall(r"^(\d+)\. ", part, re.MULTILINE)],
-                                                           re.split(r"^\d+\. ", part, flags=re.MULTILINE))}
-            for heading, part in zip(parts[::2], parts[1::2])}
+    anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in parts[::2]]
+    return {anchor: {int(n): text for n, text in zip([0, *re.findall(r"^(\d+)\. ", part, re.MULTILINE)],
+                                                     re.split(r"^\d+\. ", part, flags=re.MULTILINE))}
+            for anchor, part in zip(anchors, parts[1::2])}
 
 
 def step_tables():
