@@ -51,7 +51,7 @@ def results_of(content, only_dtype=None):
             shape = op.Shape(*(row[x] for x in op.Shape._fields))
             setting = Setting(shape, row["dtype"], row.get("causal", False))
             results.setdefault(setting, {})[row["impl"]] = row
-    title = f"{op.TITLE} {place(meta, {setting.dtype for setting in results})}"
+    title = pictures.title_of(op.TITLE, results, place(meta, {setting.dtype for setting in results}))
     return results, title, meta.get("matmul_tflops", {})
 
 

@@ -9,16 +9,55 @@ benchmarks/h200/*.json, benchmarks/peers.json and tests/gpu_record.json.
 """
 
 import argparse
-import json
 import re
 import sys
 
 import ladder_tables
-from recorded import (ROOT, SHAPE, SIZE, bullet, by_size, gpu_record, largest_error, mean, names, paragraph, ratio,
-                      ratios, record, rounds, settings, span, speeds, table, tflops)
+from recorded import (ROOT, SHAPE, SIZE, bullet, by_size, gpu_record, largest_error, mean, names, other_flash,
+                      paragraph, ratio, ratios, record, rounds, settings, span, speeds, table, tflops)
 
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
+
+
+def opening():
+    forward = ratios(settings("forward", *SIZE, dtype="bfloat16"), "cuda:sm90", "torch:cudnn")
+    rows_of = backward_settings()
+    backward = (ratios(up_to_128(rows_of), "triton", "torch:cudnn")
+                | ratios(from_256(rows_of), "cuda:sm80", "torch:cudnn"))
+    short = max(s for (_, _, s), value in forward.items() if value <= 1)
+    longer = {setting: value for setting, value in forward.items() if setting[2] > short}
+    shorter = {setting: value for setting, value in forward.items() if setting[2] <= short}
+    return paragraph(f"""On an H200, the bf16 forward pass is {span(longer)} times as fast as that of cuDNN for sequence
+        lengths S from {min(s for _, _, s in longer)} on, and {span(shorter)} times as fast up to S = {short}.
+        The bf16 backward pass is slower than that of cuDNN: it reaches {span(backward)} of its speed.""")
+
+
+def choice():
+    us = record("host")["meta"]["host_us"]
+    return paragraph(f"""The argument `backend` of `flash_attention` selects one of four implementations. The default,
+        `"auto"`, takes `torch` for CPU tensors and `cuda` for GPU tensors. It takes `triton` for fp8. It also takes
+        `triton` for training in 16 bits on Hopper, up to head_dim 128 and from 512 rows and keys on ([the exact
+        rule](docs/api.md#backends)), because the backward kernels of `triton` took less GPU time there.
+        But a small forward and backward pass takes the host {us["triton"] / 1000:.1f} ms with `triton` and
+        {us["flash_attention"] / 1000:.2f} ms with `cuda` ([host time](docs/benchmarks.md#host-time)). So pass
+        `backend="cuda"` if the model or the batch is small.""")
+
+
+def both_passes(backward_of):
+    """{setting: {impl: row}} with the sum of the times of the forward and the backward pass, which were timed apart."""
+    forward_of = settings("triton", *SIZE, dtype="bfloat16")
+    return {setting: {impl: {"ms": forward_of[setting][impl]["ms"] + rows[impl]["ms"]}
+                      for impl in ("triton", "torch:cudnn", "torch:flash")} for setting, rows in backward_of.items()}
+
+
+def slower_unaligned(name, kernel):
+    """How many times as long simt takes for calls that a kernel serves, whose times are in the record `name`."""
+    keys = "batch_size", "nheads", "dtype", *SIZE
+    kernel_of = settings(name, *keys)
+    slower = [rows["cuda:simt"]["ms"] / kernel_of[setting][kernel]["ms"]
+              for setting, rows in settings("fallback", *keys).items()]
+    return f"{min(slower):.0f} to {max(slower):.0f}"
 
 
 def results():
@@ -27,26 +66,42 @@ def results():
     shown = {(d, s): rows for (d, causal, s), rows in rows_of.items() if causal and s != 8192}
     small = [ratios(up_to_128(backward_of), "triton", peer) for peer in ("torch:cudnn", "torch:flash")]
     large = [ratios(from_256(backward_of), "cuda:sm80", peer) for peer in ("torch:cudnn", "torch:flash")]
-    fp32 = ratios(settings("fp32", *SHAPE), "cuda:dmma", "torch:efficient")
+    both = [ratios(both_passes(up_to_128(backward_of)), "triton", peer) for peer in ("torch:cudnn", "torch:flash")]
+    fp32_of = settings("fp32", *SHAPE)
+    dmma = ratios(fp32_of, "cuda:dmma", "torch:efficient")
+    (simt,) = [ratio(rows, "cuda:simt", "torch:efficient") for rows in fp32_of.values() if "cuda:dmma" not in rows]
+    by_triton = [rows["triton"]["ms"] / rows["cuda:dmma" if "cuda:dmma" in rows else "cuda:simt"]["ms"]
+                 for rows in fp32_of.values()]
     _, by_best = other_flash()
     return "\n".join([
-        paragraph("""The numbers with a causal mask, in TFLOP/s. S is the sequence length. Every row has 16384 tokens in
-            its batch, and heads times head_dim is 2048. `sm90` is the kernel of this library that serves these calls.
-            cuDNN and FA2 (FlashAttention-2) are two of the kernels behind PyTorch's `scaled_dot_product_attention`. All
-            were timed in the same run. The last two columns are ratios of speeds. Above 1, `sm90` is faster."""),
+        paragraph("""TFLOP/s with a causal mask. Each batch has B·S = 16384 tokens, and H·D = 2048. `sm90` is the kernel
+            of this library that serves these calls. cuDNN and FA2 (FlashAttention-2) are two of the kernels behind
+            PyTorch's `scaled_dot_product_attention`. All were timed in the same run. The last two columns are ratios of
+            speeds. Above 1, `sm90` is faster."""),
         speeds(shown, ("cuda:sm90", "torch:cudnn", "torch:flash"),
                (("cuda:sm90", "torch:cudnn"), ("cuda:sm90", "torch:flash")), ("head_dim", "S")),
         bullet(f"""**Forward, bf16.** Over all {len(rows_of)} settings, with and without a mask, `sm90` is on average
-            {mean(cudnn)} times as fast as cuDNN ({span(cudnn)}) and {mean(flash)} times as fast as FA2."""),
-        bullet(f"""**FlashAttention-3 and FlashAttention-4** were not installed on this machine, but measured beside
-            cuDNN on another H200. From both machines we estimate that `sm90` is on average {mean(by_best)} times as
-            fast as the fastest of FlashAttention-3, FlashAttention-4 and cuDNN ({span(by_best)})."""),
-        bullet(f"""**Backward, bf16: not fast yet.** Up to head_dim 128, the Triton kernels reach {mean(small[0])} of
-            the speed of cuDNN on average ({span(small[0])}) and {mean(small[1])} times the speed of FA2. At head_dim
-            256, the CUDA kernel reaches {mean(large[0])} of the speed of cuDNN ({span(large[0])}) and {mean(large[1])}
-            times the speed of FA2."""),
-        bullet(f"""**Forward, fp32 without TF32.** Up to head_dim 128, the kernel `dmma` is on average {mean(fp32)}
-            times as fast as PyTorch's memory-efficient kernel ({span(fp32)})."""), ""])
+            {mean(cudnn)} times as fast as cuDNN ({span(cudnn)}) and {mean(flash)} times as fast as FA2. Its largest
+            error is up to {largest_error(rows_of, "cuda:sm90", "torch:flash"):.1f} times that of FA2. The tests allow
+            [twice the error of PyTorch's math kernel](docs/benchmarks.md#how-it-is-measured), plus rounding."""),
+        bullet(f"""**FlashAttention-3 and FlashAttention-4** were not installed on this machine. `sm90` is about as
+            fast as the fastest of these two and cuDNN ({span(by_best)} times, by setting). This is an estimate, through
+            cuDNN and a run on another H200."""),
+        bullet(f"""**Backward, bf16: not fast yet.** On average, up to head_dim 128, the Triton kernels reach
+            {mean(small[0])} of the speed of cuDNN ({span(small[0])}) and {mean(small[1])} times the speed of FA2. At
+            head_dim 256, the CUDA kernel reaches {mean(large[0])} of the speed of cuDNN ({span(large[0])}) and
+            {mean(large[1])} times the speed of FA2."""),
+        bullet(f"""**Training, bf16.** Up to head_dim 128, `backend="auto"` runs Triton for both passes. By the sum of
+            the two passes, which were timed separately, it reaches {mean(both[0])} of the speed of cuDNN
+            ({span(both[0])}) and {mean(both[1])} times the speed of FA2."""),
+        bullet(f"""**fp32 without TF32.** On average, up to head_dim 128, the forward kernel `dmma` is {mean(dmma)}
+            times as fast as PyTorch's memory-efficient kernel ({span(dmma)}). At head_dim 256, `simt` serves and
+            reaches {simt:.2f} of the speed of that kernel. The Triton kernels take {min(by_triton):.1f} to
+            {max(by_triton):.1f} times as long as the CUDA kernels. The backward pass is slower than PyTorch's
+            ([docs/training.md](docs/training.md#speed))."""),
+        bullet(f"""**Unaligned 16-bit calls.** A 16-bit call whose head_dim is not a multiple of 8, or whose strides or
+            addresses are not multiples of 16 bytes, takes {slower_unaligned("forward", "cuda:sm90")} times as long as
+            with `sm90`, because `simt` serves it. One warning names the reason."""), ""])
 
 
 def forward():
@@ -60,22 +115,11 @@ def forward():
         paragraph(f"""Each number is the median of {rounds("forward")} rounds. On average over {len(rows_of)} settings,
             `sm90` is {mean(cudnn)} times as fast as cuDNN ({span(cudnn)}) and {mean(flash)} times as fast as FA2
             ({span(flash)}). In fp16, `sm90` reaches {mean(half)} of its speed in bf16 ({span(half)}). At head_dim 128
-            and S = 16384 without a mask, `sm90` reaches {of_matmul:.2f} of the TFLOP/s of torch's matmul of 8192³ in
-            the same run. The largest error of `sm90` is up to
+            and S = 16384 without a mask, `sm90` reaches {of_matmul:.2f} of the TFLOP/s of torch's bf16 matmul of 8192³
+            in the same run. The largest error of `sm90` is up to
             {largest_error(rows_of, "cuda:sm90", "torch:flash"):.1f} times that of FA2."""),
         speeds(rows_of, ("cuda:sm90", "torch:cudnn", "torch:flash"),
                (("cuda:sm90", "torch:cudnn"), ("cuda:sm90", "torch:flash")))])
-
-
-def other_flash():
-    """Two dicts by setting, of the fastest of cuDNN, FlashAttention-3 and 4: its speed over that of cuDNN, measured on
-    another H200, and the estimate of the speed of sm90 over that of it."""
-    cudnn = ratios(settings("forward", *SIZE, dtype="bfloat16"), "cuda:sm90", "torch:cudnn")
-    best = {(row["head_dim"], row["causal"], row["seqlen"]):
-            max(row[peer] or 0 for peer in ("cudnn", "fa3", "fa4")) / row["cudnn"]
-            for row in json.loads((ROOT / "benchmarks/peers.json").read_text())["rows"]}
-    return ({setting: best[setting] for setting in cudnn},
-            {setting: ratio / best[setting] for setting, ratio in cudnn.items()})
 
 
 def peers():
@@ -100,8 +144,8 @@ def heads():
 
     return "\n".join([
         paragraph(f"""Each number is the median of {rounds("heads")} rounds; two such runs differ by up to 5 %. With 32
-            query heads, 8 key heads (GQA) are {shared(8)} times as fast as 32 key heads (MHA), and 1 key head (MQA) is
-            {shared(1)} times as fast."""),
+            query heads, 8 key heads (GQA) reach {shared(8)} times the speed of 32 key heads (MHA), and 1 key head (MQA)
+            reaches {shared(1)} times that speed. Differences below 5 % can be noise."""),
         speeds(rows_of, ("cuda:sm90", "torch:cudnn"), (("cuda:sm90", "torch:cudnn"),),
                ("B", "H", "Hk", "S", "D", "causal"))])
 
@@ -111,14 +155,13 @@ def ampere():
     faster = ratios(rows_of, "cuda:sm80", "torch:flash")
     shown = by_size({tuple(size): rows for (dtype, *size), rows in rows_of.items()
                      if dtype == "bfloat16" and size[-1] != 8192})
-    slower = {x: 1 / value for x, value in ratios(settings("fallback", "head_dim"), "cuda:simt", "cuda:sm80").items()}
     return "\n".join([
         paragraph(f"""On average over {len(faster)} settings (fp16 and bf16, S from 512 to 16384), `sm80` is
             {mean(faster)} times as fast as FA2 ({span(faster)}). Its largest error is up to
             {largest_error(rows_of, "cuda:sm80", "torch:flash"):.1f} times that of FA2, because a row's largest
             probability is rounded like any other (the lazy maximum of `csrc/softmax.cuh`). Where tensor cores cannot
-            serve a 16-bit call, `simt` serves it and takes {min(slower.values()):.0f} to {max(slower.values()):.0f}
-            times as long."""),
+            serve a 16-bit call, `simt` serves it. It takes {slower_unaligned("fallback", "cuda:sm80")} times as long as
+            `sm80`, and {slower_unaligned("forward", "cuda:sm90")} times as long as `sm90`."""),
         speeds(shown, ("cuda:sm80", "torch:flash", "torch:cudnn", "manual"), (("cuda:sm80", "torch:flash"),))])
 
 
@@ -165,7 +208,7 @@ def backward():
     large_flash, large_cudnn = (ratios(large, "cuda:sm80", peer) for peer in ("torch:flash", "torch:cudnn"))
     errors = max(largest_error(rows_of, ours, "torch:flash") for ours in ("cuda:sm80", "triton"))
     return "\n".join([
-        paragraph(f"""Up to head_dim 128 and on average, `triton` is {mean(triton_flash)} times as fast as FA2
+        paragraph(f"""On average, up to head_dim 128, `triton` is {mean(triton_flash)} times as fast as FA2
             ({span(triton_flash)}) and reaches {mean(triton_cudnn)} of the speed of cuDNN ({span(triton_cudnn)}). `sm80`
             is {mean(sm80_flash)} times as fast as FA2 ({span(sm80_flash)}) and reaches {mean(sm80_cudnn)} of cuDNN. At
             head_dim 256, `sm80` reaches {mean(large_flash)} of FA2 ({span(large_flash)}) and {mean(large_cudnn)} of
@@ -187,13 +230,14 @@ def triton():
     best = {setting: min(ratio(rows, "triton", peer) for peer in ("flex", "torch:flash") if peer in rows)
             for setting, rows in rows_of.items()}
     cudnn = ratios(rows_of, "triton", "torch:cudnn")
-    fp8 = ratios(rows_of, "fp8", "triton")
+    fp8, ceiling = ratios(rows_of, "fp8", "triton"), record("triton")["meta"]["matmul_tflops"]
     return "\n".join([
         paragraph(f"""On average over {len(rows_of)} settings in bf16, `triton` is {mean(best)} times as fast as the
-            faster one of Flex and FA2 ({span(best)}). It reaches {mean(cudnn)} of the speed of cuDNN
+            faster of Flex and FA2 ({span(best)}). It reaches {mean(cudnn)} of the speed of cuDNN
             ({span(cudnn)}). At head_dim 128 and S = 16384, fp8 (e4m3fn) is {fp8[128, False, 16384]:.2f} times as fast
             as bf16, and {fp8[128, True, 16384]:.2f} times with a causal mask. The time for fp8 includes the transpose
-            of V, which every call makes."""),
+            of V, which every call makes. In the same run, torch's matmul of 8192³ reaches {ceiling["bfloat16"]:.0f}
+            TFLOP/s in bf16, which is the dashed line of the picture, and {ceiling["float8_e4m3fn"]:.0f} in fp8."""),
         speeds(rows_of, ("triton", "fp8", "flex", "torch:flash", "torch:cudnn"),
                (("triton", "flex"), ("triton", "torch:flash"), ("triton", "torch:cudnn")))])
 
@@ -201,6 +245,7 @@ def triton():
 def matmul():
     rows_of = settings("matmul", "m", "n", "k", "dtype")
     faster = ratios(rows_of, "triton", "cublas")
+    small, large = (rows_of[n, n, n, "bfloat16"]["cublas"]["tflops"] for n in (4096, 8192))
     cells = []
     for size in dict.fromkeys(setting[:3] for setting in rows_of):
         cells.append([*map(str, size)])
@@ -209,7 +254,8 @@ def matmul():
     headings = [f"{dtype} {column}" for dtype in ("fp16", "bf16") for column in ("triton", "cuBLAS", "ratio")]
     return "\n".join([
         paragraph(f"""On average over all sizes and both dtypes, `triton_matmul` is {mean(faster)} times as fast as
-            cuBLAS ({span(faster)})."""),
+            cuBLAS ({span(faster)}). In bf16, cuBLAS reaches {small:.0f} TFLOP/s at 4096³, but {large:.0f} at 8192³.
+            The power limit of the GPU is the likely reason: it lowers the clock in long products."""),
         table(["M", "N", "K", *headings], cells)])
 
 
@@ -229,7 +275,12 @@ def host():
              "SDPA, cuDNN": "torch:cudnn", "SDPA, memory-efficient": "torch:efficient"}
     cells = [[call, f"{one[key]:.1f}" if key in one else "–", f"{both[key]:.0f}" if key in both else "–"]
              for call, key in calls.items()]
-    return table(["call", "forward, µs", "forward and backward, µs"], cells)
+    other = record("sm80")["meta"]["host_us"]
+    apart = max(max(one[key] / other[key], other[key] / one[key]) for key in calls.values() if key in other)
+    return "\n".join([
+        table(["call", "forward, µs", "forward and backward, µs"], cells),
+        paragraph(f"""The columns are from two runs (forward.json and host.json). Host times vary between runs: another
+            run of the first column (sm80.json) differs by a factor of up to {apart:.1f}.""")])
 
 
 def build():
@@ -255,8 +306,8 @@ def tests():
         {gpu['passed']} tests, skipped {gpu['skipped']} and took {gpu['duration_s'] / 60:.1f} minutes{parts}.""")
 
 
-BLOCKS = {block.__name__: block for block in (results, forward, peers, heads, ampere, fp32, backward, backward_heads,
-                                              triton, matmul, training, host, memory, build, tests)}
+BLOCKS = {block.__name__: block for block in (opening, choice, results, forward, peers, heads, ampere, fp32, backward,
+                                              backward_heads, triton, matmul, training, host, memory, build, tests)}
 BLOCKS |= ladder_tables.BLOCKS
 
 

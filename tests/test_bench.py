@@ -194,7 +194,8 @@ def test_report_is_one_page_with_everything(whole):
         assert "</svg>" in base64.b64decode(picture.partition(",")[2]).decode()
     for fact in (meta["device"], meta["torch"], meta["date"], meta["command"], meta["source_digest"][:16]):
         assert fact in shown.cells
-    assert shown.cells[0] == f"Attention forward pass on {meta['device']}" + " (TF32 off)" * (DEVICE == "cuda")
+    assert shown.cells[0].startswith("Attention forward pass (")
+    assert shown.cells[0].endswith(f", triton) on {meta['device']}" + " (TF32 off)" * (DEVICE == "cuda"))
     for row in rows:
         if row["ms"]:
             assert all(f"{row[x]:.3g}" in shown.cells for x in ("ms", "ms_p20", "tflops", "max_err") if row[x] < 1000)
@@ -447,7 +448,7 @@ def test_op_matmul(tmp_path, monkeypatch):
     assert all(0 < row["max_err"] < (1e-4 if row["dtype"] == "float32" else 0.3) for row in rows)
     assert "=== checking (64,64,64) float32 on " in out and f"× {matmul.BASELINE}" in out
     shown = Page((tmp_path / "page.html").read_text())
-    assert shown.cells[0].startswith("Matrix multiplication on ") and len(shown.loads) == 2
+    assert shown.cells[0].startswith("Matrix multiplication (triton) on ") and len(shown.loads) == 2
     assert {"M 64, N 64, K 64", "M 16, N 128, K 96: triton (ours)"} <= set(shown.cells)
 
     monkeypatch.setitem(matmul.IMPLS, "triton", Impl(lambda a, b: a @ b * 1.05, backend="triton"))

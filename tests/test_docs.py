@@ -27,7 +27,8 @@ import write_tables  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 API, DEVELOPING, TROUBLESHOOTING = (ROOT / "docs" / f"{name}.md" for name in ("api", "developing", "troubleshooting"))
-TOKENS = {page: MarkdownIt("commonmark").enable("table").parse(page.read_text()) for page in PAGES}
+TOKENS = {page: MarkdownIt("commonmark").enable("table").parse(page.read_text())
+          for page in (*PAGES, ROOT / "benchmarks/journal.md")}
 FOLDERS = "csrc", "triton_ref", "minimal_attn", "tests", "benchmarks", "examples", "docs"
 
 cpu = pytest.mark.cpu
@@ -241,7 +242,7 @@ def parse_pip(words, monkeypatch):
         elif extra := re.fullmatch(r"(?:\.|minimal_attn)\[(.*)\]", word):
             assert set(extra[1].split(",")) <= set(extras)
         else:
-            assert word in (".", "triton")
+            assert word in (".", "triton", "ninja", "setuptools")
 
 
 def parse_gxx(words, monkeypatch):

@@ -139,9 +139,10 @@ def test_panels_of_one_line_join_another_dtype():
     shapes = [square(1, 2, S, 64) for S in (32, 64, 128)]
     halves = results_of(shapes, {"triton": [2.0] * 3, "flex": [1.0] * 3})
     eighths = results_of(shapes, {"triton": [4.0] * 3, "flex": [None] * 3}, "float8_e4m3fn")
-    ax = axes_of(halves | eighths)
+    ax = axes_of(halves | eighths, {"bfloat16": 3.0, "float8_e4m3fn": 6.0})
     assert [(line.get_label(), line.get_linestyle()) for line in ax.get_lines()] == [
-        ("triton (ours)", "-"), ("FlexAttention (torch)", "-"), ("triton (ours), float8_e4m3fn", ":")]
+        ("triton (ours)", "-"), ("FlexAttention (torch)", "-"), ("triton (ours), float8_e4m3fn", ":"),
+        (f"{MATMUL.label}, bfloat16", "--")]
     assert [len(pictures.panels_of(x)) for x in (eighths, halves | results_of(shapes, {"triton": [1.0] * 3},
                                                                               causal=True))] == [1, 2]
 
@@ -154,8 +155,9 @@ def test_recorded_panels_have_several_lines(name):
         assert len(panel.impls) > 1, panel.title
 
 
-@pytest.mark.parametrize("name, title", [("fp32", "Attention forward pass on NVIDIA H200 (TF32 off)"),
-                                         ("backward", "Attention backward pass on NVIDIA H200")])
+@pytest.mark.parametrize("name, title", [
+    ("fp32", "Attention forward pass (dmma, simt, triton) on NVIDIA H200 (TF32 off)"),
+    ("backward", "Attention backward pass (sm80, triton) on NVIDIA H200")])
 def test_title_of_recorded_results(name, title):
     content = json.loads((write_pictures.FOLDER / f"{name}.json").read_text())
     assert write_pictures.results_of(content)[1] == title
@@ -169,6 +171,7 @@ def test_plot_of_losses(monkeypatch):
     assert labels(above.get_legend().get_texts()) == ["cuda (ours): 1,230,000 tokens/s", "torch: 10 tokens/s"]
     assert [list(line.get_ydata()) for line in below.get_lines()] == [[0, -0.5], [0, 0]]
     assert [line.get_color() for line in above.get_lines()] == [STYLES["cuda"].color, STYLES["torch"].color]
+    assert [line.get_markevery() for line in above.get_lines()] == [(0, 8), (4, 8)]  # by turns
     pictures.plot_losses("x.png", {"cuda": [3.0, 2.0]}, {"cuda": 1.0}, "title")
     assert len(figures[1].axes) == 1  # there is nothing to compare with
 

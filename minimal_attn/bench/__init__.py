@@ -129,7 +129,7 @@ class Run:
 
     def report(self):
         """Tables, pictures and files of the settings with a row of every implementation; the JSON has every row."""
-        args, title = self.args, f"{self.op.TITLE} {self.on_device}"
+        args = self.args
         complete = {setting: rows for setting, rows in self.results.items() if all(rows.values())}
         print_tables(complete, args, self.sweep, self.on_device)
         if not self.ended:
@@ -148,8 +148,9 @@ class Run:
                           soft_wrap=True)
         elif pictured:
             from .page import html
-            from .pictures import plot
+            from .pictures import plot, title_of
 
+            title = title_of(self.op.TITLE, complete, self.on_device)
             for file in args.plots:
                 plot(file, complete, title, self.ceilings)
             if args.report:

@@ -22,6 +22,7 @@ from .tables import speedup
 
 BASELINES = "manual", "cublas", "torch", "torch:cudnn", "torch:flash"  # speed-ups are over the first of these
 LINES = "-", ":", "-.", (0, (1, 3)), (0, (6, 2, 1, 2, 1, 2))  # for each dtype of a panel
+STEPS = 4  # from a marker of a loss curve to one of the next curve
 DIGEST = re.compile(rb"data-sha256 ([0-9a-f]{64})")
 
 
@@ -43,6 +44,12 @@ class Panel(NamedTuple):
 def measured_in(results):
     """The implementations that have a number in results, in the order of STYLES."""
     return [impl for impl in STYLES if any(rows[impl]["tflops"] for rows in results.values() if impl in rows)]
+
+
+def title_of(title, results, where):
+    """The title of a picture or page, with the names of ours that it shows."""
+    ours = [STYLES[impl].label.removesuffix(" (ours)") for impl in measured_in(results) if STYLES[impl].is_ours]
+    return f"{title} ({', '.join(ours)}) {where}" if ours else f"{title} {where}"
 
 
 def panels_of(results):
@@ -199,7 +206,8 @@ def draw_lines(ax, panel, ceilings):
                         linewidth=2.5 if style.is_ours else 1.2,
                         label=style.label + f", {dtype}" * (line != LINES[0]))
     if ceiling := ceiling_of(panel, ceilings):
-        ax.axhline(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label)
+        ax.axhline(ceiling, color=MATMUL.color, linestyle="--",
+                   label=MATMUL.label + f", {next(iter(dtypes))}" * (len(dtypes) > 1))
     lengths = sorted({setting.shape.x for setting in panel.results})
     ax.set_xticks([math.log2(x) for x in lengths], [f"{x // 1024}k" if x % 1024 == 0 else x for x in lengths])
     ax.set_xlabel("sequence length S")
@@ -240,8 +248,8 @@ def digest_of_losses(losses, tokens_per_s, title):
 
 
 def plot_losses(file, losses, tokens_per_s, title):
-    """The curves of {backend: loss of each step}, each thinner than those below it, and how far each is from the last
-    backend."""
+    """The curves of {backend: loss of each step}, and how far each is from the last backend. The curves have their
+    markers by turns, so that one line with all markers means equal losses."""
     figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
     *others, baseline = losses
     above, *below = figure.subplots(1 + bool(others), sharex=True, height_ratios=(3, 1)[:1 + bool(others)],
@@ -249,7 +257,9 @@ def plot_losses(file, losses, tokens_per_s, title):
     for i, (backend, values) in enumerate(losses.items()):
         style = STYLES[backend]
         label = f"{style.label}: {float(f'{tokens_per_s[backend]:.3g}'):,.0f} tokens/s"
-        above.plot(values, label=label, color=style.color, linewidth=2.5 * (len(losses) - i) - 1.5)
+        above.plot(values, label=label, color=style.color, linewidth=1, marker=style.marker, markersize=5,
+                   markerfacecolor=style.color if style.is_ours else "white",
+                   markevery=(STEPS * i, STEPS * len(losses)))
         for ax in below:
             ax.plot([x - y for x, y in zip(values, losses[baseline])], color=style.color, linewidth=1)
     above.set(ylabel="loss, nats per byte", title=title)

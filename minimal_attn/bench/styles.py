@@ -25,11 +25,11 @@ FA3 = Style("FlashAttention-3", MAGENTA, "P")
 
 # In the order of legends and bars. Names with one color are never in one picture.
 STYLES = {
-    "cuda:sm90": Style("cuda:sm90 (ours)", VERMILLION, "o", True),
-    "cuda:sm80": Style("cuda:sm80 (ours)", ORANGE, "^", True),
-    "cuda:dmma": Style("cuda:dmma (ours)", PURPLE, "D", True),
-    "cuda:simt": Style("cuda:simt (ours)", WINE, "v", True),
-    "cuda:host": Style("cuda:host (ours)", VERMILLION, "h", True),
+    "cuda:sm90": Style("sm90 (ours)", VERMILLION, "o", True),
+    "cuda:sm80": Style("sm80 (ours)", ORANGE, "^", True),
+    "cuda:dmma": Style("dmma (ours)", PURPLE, "D", True),
+    "cuda:simt": Style("simt (ours)", WINE, "v", True),
+    "cuda:host": Style("host (ours)", VERMILLION, "h", True),
     "cuda": Style("cuda (ours)", VERMILLION, "p", True),
     "triton": Style("triton (ours)", BLUE, "s", True),
     "torch:cudnn": Style("cuDNN (torch)", BLACK, "o"),
