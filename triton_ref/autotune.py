@@ -4,6 +4,7 @@ Triton's own autotuner keeps nothing on disk for kernels with tensor descriptors
 Read next: attention.py and matmul.py, which tune.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -75,9 +76,16 @@ def device_name(device):
     return torch.get_device_module(device).get_device_name(device)
 
 
+@functools.cache
+def _sources() -> str:
+    """A digest of this package: a choice that was measured with other kernels may not be the best for these."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 def _file(kernel, configs, device):
-    """Another GPU, another Triton or another list of configs is another file."""
-    digest = hashlib.sha256(repr((triton.__version__, configs)).encode()).hexdigest()[:12]
+    """Another GPU, another Triton, other sources or another list of configs is another file."""
+    digest = hashlib.sha256(repr((triton.__version__, _sources(), configs)).encode()).hexdigest()[:12]
     return cache_dir() / f"{kernel}-{re.sub('[^A-Za-z0-9]+', '-', device_name(device))}-{digest}.json"
 
 

@@ -27,6 +27,7 @@ class Mask(NamedTuple):
     seqlen_q: Any  # those of the Sequence
     seqlen_k: Any
     diagonal: Any  # row i sees the keys j <= i + diagonal
+    kIsCausal: Any  # False: every row sees every key
 
 
 class Range(NamedTuple):
@@ -59,7 +60,7 @@ def make_mask(seq, kIsCausal: tl.constexpr):
     diagonal = seq.seqlen_k  # beyond every key, for every row
     if kIsCausal:
         diagonal = seq.seqlen_k - seq.seqlen_q
-    return Mask(seq.seqlen_q, seq.seqlen_k, diagonal)
+    return Mask(seq.seqlen_q, seq.seqlen_k, diagonal, kIsCausal)
 
 
 @triton.jit
@@ -94,10 +95,12 @@ def key_blocks(mask, row0, kBlockM: tl.constexpr, kBlockN: tl.constexpr):
 @triton.jit
 def row_blocks(mask, key0, kBlockM: tl.constexpr, kBlockN: tl.constexpr):
     """Blocks of kBlockM rows for the keys [key0, key0 + kBlockN). Keys beyond seqlen_k do not count."""
-    first = rows_of(mask, key0)
-    last = rows_of(mask, tl.minimum(key0 + kBlockN, mask.seqlen_k) - 1)
-    end = tl.where(key0 < mask.seqlen_k, last.end, 0)
-    begin, full_begin = tl.minimum(first.begin, end) // kBlockM, tl.cdiv(tl.minimum(last.begin, end), kBlockM)
+    end = tl.where(key0 < mask.seqlen_k, mask.seqlen_q, 0)
+    begin, full_begin = 0, 0  # numbers that the compiler knows save registers, and so may fit another block on an SM
+    if mask.kIsCausal:
+        last_key = tl.minimum(key0 + kBlockN, mask.seqlen_k) - 1
+        begin = tl.minimum(rows_of(mask, key0).begin, end) // kBlockM
+        full_begin = tl.cdiv(tl.minimum(rows_of(mask, last_key).begin, end), kBlockM)
     return BlockRange(begin, full_begin, tl.maximum(end // kBlockM, full_begin), tl.cdiv(end, kBlockM))
 
 
