@@ -209,7 +209,8 @@ def test_library_that_was_built_and_does_not_load(small):
 
 def test_extensions_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()  # what lies below a file can be made by nobody, not even by root
-    env = dict(XDG_CACHE_HOME=str(tmp_path / "file"), HOME=str(tmp_path / "file"), TORCH_EXTENSIONS_DIR="")
+    env = dict(XDG_CACHE_HOME=str(tmp_path / "file"), HOME=str(tmp_path / "file"), TORCH_EXTENSIONS_DIR="",
+               TRITON_CACHE_DIR=str(tmp_path / "triton"))  # Triton needs a folder too, which this is not about
     assert "minimal_attn_C" in python("from minimal_attn import cli; cli.main(['info'])", **env)
     assert "Set TORCH_EXTENSIONS_DIR to a folder" in python("""
 from minimal_attn import _build
