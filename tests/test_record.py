@@ -40,9 +40,10 @@ def test_record_has_no_failure(record):
     assert seconds and max(seconds) <= 75 and record["evidence"]["MB of the built library"] <= 12
 
 
-def test_record_took_6_minutes_at_most(record):
-    """So that every change can have one. Otherwise the longest tests get shorter, or go to campaign.py."""
-    assert record["duration_s"] <= 360
+def test_record_took_10_minutes_at_most(record):
+    """So that every change can have one, on a slow host too, with the tests that were run again. Otherwise the longest
+    tests get shorter, or go to campaign.py."""
+    assert record["duration_s"] <= 600
 
 
 def test_record_is_of_these_sources(record):
