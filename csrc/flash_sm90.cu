@@ -172,8 +172,8 @@ template <typename T, typename Shape> struct Consumer {
         const int row = row0 + 16 * warp_idx + lane_idx / 4, col = lane_idx % 4 * 2;  // the first of this lane's
 
         int n_block = tile_blocks.end - 1;
-        skip_blocks(seq, n_block, blocks.end);
-        if (!__any_sync(~0u, n_block >= blocks.begin)) return;  // shows the compiler that a warp agrees
+        skip_blocks(seq, n_block, max(blocks.end, tile_blocks.begin));  // 64 rows without keys have no blocks
+        if (!__any_sync(~0u, blocks.begin < blocks.end)) return;  // shows the compiler that a warp agrees
         shared.k.consumer_wait(kv_item);
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sQ[q_index()], shared.sK[kv_item % kStages]);
@@ -303,6 +303,7 @@ template <typename T, typename Shape> struct Consumer {
             __syncwarp();
             store_some_rows(sO, 16 * warp_idx, rows_of<uint16_t>(p.o, tile.b, tile.h, seq.q_begin + row0),
                             p.o.row_stride, seq.padded_q - row0, p.head_dim);
+            __syncwarp();  // sO has been read
             return;
         }
         fence_proxy_async();
