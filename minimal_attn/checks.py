@@ -1,6 +1,7 @@
 """What every entry point checks before any launch, in one place, so that all backends refuse the same input alike.
 
-Each error names the argument, what was given and what is allowed. Read next: lengths.py, the checks of lengths and windows.
+Each error names the argument, what was given and what is allowed. Read next: lengths.py, the
+checks of lengths and windows.
 """
 
 import numbers

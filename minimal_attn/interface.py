@@ -1,7 +1,7 @@
 """The facade: one function, several backends behind it, one table of them.
 
-flash_attention checks its input (checks.py), picks a backend from BACKENDS and calls it on 4D tensors. flash_attn_func
-and forward are other spellings of the same call. Read next: checks.py; choice.py, which backend "auto" takes.
+flash_attention checks its input (checks.py), picks a backend from BACKENDS and calls it on 4D tensors. Read next:
+flash_attn.py, the same call as flash-attn spells it; checks.py.
 """
 
 import math
@@ -26,6 +26,18 @@ OTHER_NAMES = {
     "softmax_scale": "; it is called sm_scale here",
     "enable_gqa": "; it is not needed: heads are matched by their numbers",
     "attn_mask": "; masks are not supported yet",
+    "cu_seqlens": "; it is called cu_seqlens_q and cu_seqlens_k here",
+    "max_seqlen": "; it is called max_seqlen_q and max_seqlen_k here",
+    "key_padding_mask": "; FlashMHA takes it, and unpad_input packs a batch by it",
+    "softcap": "; it is not supported yet",
+    "alibi_slopes": "; it is not supported yet",
+    "block_table": "; page tables are not supported yet",
+    "page_table": "; page tables are not supported yet",
+    "sinks": "; it is not supported yet",
+    "s_aux": "; it is not supported yet",
+    "learnable_sink": "; it is not supported yet",
+    "return_attn_probs": "; return_lse=True returns lse",
+    "return_softmax_lse": "; it is called return_lse here",
 }
 
 
@@ -79,6 +91,25 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         autotune: let "triton" time its tiles once for each GPU, dtype, head_dim, mask and power of two of the lengths,
             and keep the choice on disk. False, or the environment variable MINIMAL_ATTN_AUTOTUNE=0, takes the tiles of
             a table. So does graph capture if nothing was chosen before.
+        window_size: (left, right). Query row i sees the keys from i + seqlen_k - seqlen_q - left to
+            i + seqlen_k - seqlen_q + right, both inclusive, where seqlen_q and seqlen_k are the lengths of its sample;
+            -1 or None is no bound. causal=True makes right 0. Blocks of keys outside are skipped.
+        cu_seqlens_q, cu_seqlens_k: for a packed batch of B samples, whose rows lie one after the other: q is
+            (1, H, Tq, D), k and v are (1, Hk, Tk, D). int32 (B + 1,), contiguous, on q's device. Sample b has the rows
+            from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] to the next entry. The first entry is 0, the others
+            ascend up to at most Tq or Tk. A sample may be empty.
+        max_seqlen_q, max_seqlen_k: an int or a tensor of one element, as flash-attn asks for; not used or read here.
+        seqused_q, seqused_k: int32 (B,), contiguous, on q's device: how many of its rows and keys, from the first on,
+            a sample uses; all if None. May be 0, and in a padded batch Sq and Sk may differ. In a packed batch with
+            seqused_k, a sample's keys start at cu_seqlens_k[b] and may also be those of others; "cuda" and "triton"
+            then have no gradients, and "auto" takes "torch" for them.
+
+        Rows that a sample does not use give out 0 and lse -inf. Neither they nor keys that no row of a sample uses
+        change any result or gradient, also as NaN and inf. The values of cu_seqlens and seqused are checked for CPU
+        tensors. On a GPU, "cuda" and "triton" never read them on the host, so that CUDA graphs may change them, and
+        clamp what is out of range; "torch" and "reference" copy a packed batch to a padded one, for which they read
+        the largest length, unless a CUDA graph is captured or torch.compile traces. In packed batches, the tiles of
+        "cuda" and "triton" depend on head_dim alone, so that a sample's bits do not depend on its batch.
 
     Returns:
         out, of q's shape and dtype; bfloat16 for float8, autocast's dtype under torch.autocast. With return_lse a tuple
@@ -90,12 +121,13 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, an argument of the
             wrong type, or an unknown keyword. For the keywords of scaled_dot_product_attention and flash-attn the error
             says what they are called here.
-        ValueError: a wrong shape, device, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed or backend; or a forced
-            kernel that cannot serve the call.
+        ValueError: a wrong shape, device, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed, window_size,
+            cu_seqlens, seqused or backend; seq_lens together with cu_seqlens or seqused; or a forced kernel that cannot
+            serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
             derivative. float8 has no gradients with "triton"; "cuda" and "triton" have no forward-mode and no second
-            derivatives.
+            derivatives, and no gradients of packed batches with seqused_k.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
     if unknown:

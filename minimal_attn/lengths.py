@@ -14,16 +14,22 @@ from .checks import MAX_SEQLEN, can_read, check_tensor, shown
 NO_WINDOW = (-1, -1)
 
 
-def check_window(window_size, causal, lengths, q, k):
-    """window_size and causal as Options' window; TypeError unless it is a pair of ints or Nones, ValueError unless both
-    are at least -1. q, k and lengths are checked."""
+def check_window_size(window_size):
+    """window_size as a tuple of two ints; TypeError unless it is a pair of ints or Nones, ValueError unless both are at
+    least -1."""
     sides = window_size if isinstance(window_size, (tuple, list)) else ()
     sides = [-1 if x is None else x for x in sides]
     if len(sides) != 2 or any(isinstance(x, (bool, torch.Tensor)) or not hasattr(x, "__index__") for x in sides):
         raise TypeError(f"window_size must be a pair of ints, (left, right), got {shown(window_size)}")
     if min(sides) < -1:
         raise ValueError(f"window_size must be at least -1 on both sides, and -1 is no bound, got {shown(window_size)}")
-    left, right = (min(operator.index(x), MAX_SEQLEN) for x in sides)
+    left, right = sides
+    return min(operator.index(left), MAX_SEQLEN), min(operator.index(right), MAX_SEQLEN)
+
+
+def check_window(window_size, causal, lengths, q, k):
+    """window_size and causal as Options' window; errors as of check_window_size. q, k and lengths are checked."""
+    left, right = check_window_size(window_size)
     if causal:
         right = 0
     if not lengths.are_given:  # kernels may be faster without a bound, and these hide nothing

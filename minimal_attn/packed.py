@@ -55,7 +55,7 @@ def pad_input(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
 
 
 def check_mask(name, mask, x):
-    """TypeError unless mask is a dense bool tensor, ValueError unless it is (B, S) and on the device of x (B, S, ...)."""
+    """TypeError unless mask is a dense bool tensor, ValueError unless it is (B, S), on the device of x (B, S, ...)."""
     check_tensor(name, mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"{name} must be bool, True where a position is valid, got {mask.dtype}")
