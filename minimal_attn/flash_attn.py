@@ -100,6 +100,9 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     _refuse("flash_attn_varlen_func", softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table,
             page_table=page_table, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks, q_descale=q_descale,
             k_descale=k_descale, v_descale=v_descale, qv=qv, attention_chunk=attention_chunk)
+    if cu_seqlens_k is None and seqused_k is not None:
+        raise NotImplementedError("flash_attn_varlen_func: seqused_k without cu_seqlens_k belongs to page tables, which "
+                                  "are not supported yet")
     _check_layout("flash_attn_varlen_func", "(T, H, D)", q=q, k=k, v=v)
     check_max_seqlen("max_seqlen_q", max_seqlen_q)
     check_max_seqlen("max_seqlen_k", max_seqlen_k)

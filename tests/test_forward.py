@@ -285,8 +285,8 @@ def test_overlapping_inputs(impl, dtype, strides):
         check_lse(lse, ref_lse)
         op = getattr(torch.ops.minimal_attn, OPS[IMPLEMENTATIONS[impl][0]])
         with FakeTensorMode() as mode:
-            fake, _ = op(*(mode.from_tensor(x) for x in inputs), None, 0.25, False)
-        assert fake.stride() == op(*inputs, None, 0.25, False)[0].stride()
+            fake, _ = op(*(mode.from_tensor(x) for x in inputs), *Options(0.25).of_op())
+        assert fake.stride() == op(*inputs, *Options(0.25).of_op())[0].stride()
 
 
 @each_kernel_in_one_dtype
