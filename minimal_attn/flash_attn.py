@@ -61,10 +61,12 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
             attention_chunk=attention_chunk)
     _check_layout("flash_attn_func", "(B, S, H, D)", q=q, k=k, v=v)
     _check_out(out, q, k, v)
-    o, lse = checked_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
-                               dropout_p, dropout_seed, deterministic, True, backend, scale_name="softmax_scale",
-                               window_size=NO_WINDOW if window_size is None else window_size)
-    return _returned(o.transpose(1, 2), lse, out, return_attn_probs, return_lse)
+    result = checked_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
+                               dropout_p, dropout_seed, deterministic, return_lse or return_attn_probs, backend,
+                               window_size=NO_WINDOW if window_size is None else window_size,
+                               scale_name="softmax_scale")
+    o, *lse = result if isinstance(result, tuple) else (result,)
+    return _returned(o.transpose(1, 2), lse, out, return_attn_probs)
 
 
 def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
@@ -107,11 +109,13 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     check_max_seqlen("max_seqlen_q", max_seqlen_q)
     check_max_seqlen("max_seqlen_k", max_seqlen_k)
     _check_out(out, q, k, v)
-    o, lse = checked_attention(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), causal, softmax_scale, dropout_p,
-                               dropout_seed, deterministic, True, backend, scale_name="softmax_scale",
-                               window_size=NO_WINDOW if window_size is None else window_size,
-                               lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
-    return _returned(o[0].transpose(0, 1), lse[0], out, return_attn_probs, return_lse or return_softmax_lse)
+    result = checked_attention(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), causal, softmax_scale, dropout_p,
+                               dropout_seed, deterministic, return_lse or return_softmax_lse or return_attn_probs,
+                               backend, window_size=NO_WINDOW if window_size is None else window_size,
+                               lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
+                               scale_name="softmax_scale")
+    o, *lse = (x[0] for x in (result if isinstance(result, tuple) else (result,)))
+    return _returned(o.transpose(0, 1), lse, out, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
@@ -204,7 +208,7 @@ def _check_out(out, q, k, v):
         raise ValueError("out cannot be given where gradients are wanted: call under torch.no_grad()")
 
 
-def _returned(result, lse, out, return_attn_probs, return_lse):
-    """What flash-attn returns: the result, in out if that is given, and what else was asked for."""
+def _returned(result, lse, out, return_attn_probs):
+    """What flash-attn returns: the result, in out if that is given, and [lse] if that was asked for."""
     result = result if out is None else out.copy_(result)
-    return (result, lse, None) if return_attn_probs else (result, lse) if return_lse else result
+    return (result, *lse, None) if return_attn_probs else (result, *lse) if lse else result

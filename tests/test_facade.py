@@ -443,7 +443,10 @@ def test_fp8_error_names_the_backends_that_take_it():
 # What others call what has another name here, or none.
 KEYWORDS = {"is_causal": "; it is called causal here", "scale": "; it is called sm_scale here",
             "softmax_scale": "; it is called sm_scale here", "attn_mask": "; masks are not supported yet",
-            "enable_gqa": "; it is not needed: heads are matched by their numbers", "colour": ""}
+            "enable_gqa": "; it is not needed: heads are matched by their numbers", "colour": "",
+            "cu_seqlens": "; it is called cu_seqlens_q and cu_seqlens_k here",
+            "block_table": "; page tables are not supported yet", "softcap": "; it is not supported yet",
+            "return_softmax_lse": "; it is called return_lse here"}
 
 
 @pytest.mark.parametrize("keyword", KEYWORDS)
