@@ -280,9 +280,10 @@ def test_neighbours_never_reach_a_sample(impl, value):
 
 
 @each_kernel
-@pytest.mark.parametrize("D", [40, 64, 128])
+@pytest.mark.parametrize("D", [40, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
 def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D):
-    batch = Batch("bits", (20, 133, 7, 300), (18, 140, 9, 310), causal=True, D=D)
+    rows, keys = ((20, 133, 7, 300), (18, 140, 9, 310)) if HAS_GPU else ((20, 66, 7), (18, 70, 9))
+    batch = Batch("bits", rows, keys, causal=True, D=D, Hk=4)
     q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out, lse = run(impl, batch, *inputs, deterministic=True)
@@ -298,11 +299,13 @@ def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D):
 
 @each_kernel
 def test_deterministic(impl):
-    batch = Batch("bits", (40, 133, 7), (18, 140, 9), window=(60, 5), H=6)
+    rows, keys = ((40, 533, 7), (18, 540, 9)) if HAS_GPU else ((20, 33, 7), (18, 40, 9))
+    batch = Batch("deterministic", rows, keys, window=(60, 5))
     q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    runs = [torch.autograd.grad(run(impl, batch, *inputs, deterministic=True)[0], inputs, dout) for _ in range(3)]
-    assert all(map(torch.equal, *runs[:2])) and all(map(torch.equal, *runs[1:]))
+    first, second = (torch.autograd.grad(run(impl, batch, *inputs, deterministic=True)[0], inputs, dout)
+                     for _ in range(2))
+    assert all(map(torch.equal, first, second))
 
 
 @each_kernel
@@ -489,7 +492,9 @@ def test_ops_survive_what_does_not_ascend(impl):
 
 
 @each_kernel
-@pytest.mark.parametrize("batch", [x for x in BATCHES if x.name in ("packed_window", "padded_seqused_window")], ids=str)
+@pytest.mark.parametrize("batch", [
+    Batch("packed", (9, 11), (7, 20), (9, 5), window=(7, 2), H=2),
+    Batch("padded", (20,) * 2, (24,) * 2, (9, 5), (24, 5), window=(7, -1), H=2, is_packed=False, layout="bshd")], ids=str)
 def test_opcheck(impl, batch):
     q, k, v, dout, dlse = (x.nan_to_num() for x in make(batch, DTYPES[impl], IMPLS[impl][1]))
     forward, backward = op_of(impl)
