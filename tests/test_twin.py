@@ -15,13 +15,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from cases import Case, base, check_error, check_lse, exact, make_inputs, slow_unless  # noqa: E402
+from cases import Case, base, check_error, check_lse, exact, make_inputs, mask_of, slow_unless  # noqa: E402
 from conftest import HAS_GPU  # noqa: E402
 
 from minimal_attn import flash_attention, reference_attention  # noqa: E402
 from minimal_attn.backends import Options  # noqa: E402
 from minimal_attn.checks import FP8_DTYPES, TWIN_DTYPES  # noqa: E402
-from minimal_attn.reference import visible_keys  # noqa: E402
 from test_backward import by, check, gradients, make_all  # noqa: E402
 from triton_ref import attention as twin  # noqa: E402
 from triton_ref import attention_bwd, attention_hopper, autotune, classic, launching  # noqa: E402
@@ -69,8 +68,7 @@ def fp8_base(case, q, k, v, dtype):
     """fp64 but for P, which is rounded to fp8, and out, in bf16: the yardstick of the error rule."""
     k, v = (x.repeat_interleave(case.H // case.Hk, 1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(case.D) if case.sm_scale is None else case.sm_scale)
-    seq_lens = None if case.seq_lens is None else torch.tensor(case.seq_lens, device=q.device)
-    mask = visible_keys(case.Sq, case.Sk, case.causal, seq_lens, q.device)
+    mask = mask_of(case, q.device)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
         v = v.nan_to_num()
