@@ -13,12 +13,25 @@ import torch
 from torch import Tensor
 
 
+class Lengths(NamedTuple):
+    """int32 tensors, contiguous, on q's device, or None."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+    @property
+    def is_packed(self):
+        return self.cu_seqlens_q is not None
+
+
 class Options(NamedTuple):
     """What a call asks for beside q, k and v, checked. Every backend gets all of it and takes what it knows."""
 
-    causal: bool
     softmax_scale: float
-    seq_lens: Tensor | None = None  # int32 (B,)
+    window: tuple[int, int] = (-1, -1)  # causal is (-1, 0)
+    lengths: Lengths = Lengths()
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None  # int64, one element; None without dropout
     deterministic: bool = False
@@ -28,7 +41,7 @@ class Options(NamedTuple):
 
     def of_op(self):
         """The arguments of an op that follow q, k and v, as far as all ops have them."""
-        return self.seq_lens, self.softmax_scale, self.causal, self.dropout_p, self.dropout_seed
+        return (*self.lengths, self.softmax_scale, *self.window, self.dropout_p, self.dropout_seed)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import cuda, reference, sdpa, twin
-from .backends import Options
+from .backends import Lengths, Options
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, autocast, check_descales, check_dropout_p, check_dropout_seed,
                      check_no_derivative, check_options, check_qkv, check_seq_lens, check_tensor, is_transformed, shown)
 from .choice import auto_backend
@@ -137,7 +137,7 @@ def _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deter
     is_3d = q.ndim == 3
     if is_3d:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    options = Options(causal, scale, seq_lens, dropout_p, seed, deterministic, autotune, descales, return_lse)
+    options = Options(scale, (-1, 0 if causal else -1), Lengths(None, None, seq_lens, seq_lens), dropout_p, seed, deterministic, autotune, descales, return_lse)
     if q.numel() == 0 or k.numel() == 0:
         # Nothing to launch. The reference's empty products leave the outputs in the graph of inputs that require grad.
         out, lse = reference.BACKEND.forward(q, k, v, options)

@@ -20,9 +20,10 @@ from .checks import FP8_DTYPES, check_no_derivative, empty_like, empty_outputs
 
 def save(ctx, inputs, output):
     """What backward_of's function needs of an op's forward pass."""
-    q, k, v, seq_lens, ctx.softmax_scale, ctx.causal, ctx.dropout_p, dropout_seed, ctx.mode, *_ = inputs
+    q, k, v, *lengths, ctx.softmax_scale, left, right, ctx.dropout_p, dropout_seed, ctx.mode = inputs[:13]
+    ctx.window = left, right
     ctx.num_inputs = len(inputs)
-    ctx.save_for_backward(q, k, v, *output, seq_lens, dropout_seed)
+    ctx.save_for_backward(q, k, v, *output, *lengths, dropout_seed)
     ctx.set_materialize_grads(False)  # an lse that nobody uses has no gradient
 
 
@@ -30,7 +31,7 @@ def backward_of(run, backend):
     """(ctx, dout, dlse) -> the gradients of an op's inputs, by run, which takes the arguments of a backward op."""
 
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, seq_lens, dropout_seed = ctx.saved_tensors
+        q, k, v, out, lse, *lengths, dropout_seed = ctx.saved_tensors
         if q.dtype in FP8_DTYPES:
             raise NotImplementedError(f"backend={backend!r} has no backward pass in {q.dtype}")
         # Their tangents would be lost: Hessian-vector products, forwards over backwards, do this.
@@ -39,8 +40,8 @@ def backward_of(run, backend):
         if dout is None:
             dout = torch.zeros_like(out)
         need_q, *need_kv = ctx.needs_input_grad[:3]
-        gradients = run(dout, dlse, q, k, v, out, lse, seq_lens, ctx.softmax_scale, ctx.causal, ctx.dropout_p,
-                        dropout_seed, ctx.mode, need_q, any(need_kv))
+        gradients = run(dout, dlse, q, k, v, out, lse, *lengths, ctx.softmax_scale, *ctx.window,
+                        ctx.dropout_p, dropout_seed, ctx.mode, need_q, any(need_kv))
         needed = [x if is_needed else None for x, is_needed in zip(gradients, (need_q, *need_kv))]
         return *needed, *[None] * (ctx.num_inputs - 3)
 
@@ -51,8 +52,8 @@ def _forward_shapes(q, k, v, *options, **more_options):
     return empty_outputs(q)
 
 
-def _backward_shapes(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, dropout_p=0.0,
-                     dropout_seed=None, mode=False, need_dq=True, need_dkv=True):
+def _backward_shapes(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+                     softmax_scale, window_left, window_right, dropout_p=0.0, dropout_seed=None, mode=False, need_dq=True, need_dkv=True):
     return tuple(empty_like(x) if is_needed else x.new_empty(0)
                  for x, is_needed in ((q, need_dq), (k, need_dkv), (v, need_dkv)))
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .backends import Backend, Options
+from .backends import Backend, Lengths, Options
 from .checks import FP8_DTYPES, check_dropout_p, check_dropout_seed, check_options, check_qkv, check_seq_lens, out_dtype
 from .dropout import keep_mask, keep_scale
 
@@ -60,7 +60,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     dropout_p = check_dropout_p(dropout_p)
     seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
-    options = Options(causal, scale, seq_lens, dropout_p, seed)
+    options = Options(scale, (-1, 0 if causal else -1), Lengths(None, None, seq_lens, seq_lens), dropout_p, seed)
     if q.ndim == 3:
         out, lse = (x.squeeze(1) for x in reference_forward(*(x.unsqueeze(1) for x in (q, k, v)), options))
     else:
@@ -92,7 +92,7 @@ def reference_forward(q, k, v, options):
     """(out, lse) of checked 4D inputs, as a Backend's forward; not for fp8."""
     acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     groups = q.shape[1] // k.shape[1]  # query heads that share a key/value head
-    mask = visible_keys(q.shape[2], k.shape[2], options.causal, options.seq_lens, q.device)
+    mask = visible_keys(q.shape[2], k.shape[2], options.window == (-1, 0), options.lengths.seqused_q, q.device)
     if mask is not None:
         q, k, v = without_padding(q, k, v, mask)
     k, v = (x.to(acc_dtype).repeat_interleave(groups, dim=1) for x in (k, v))

@@ -36,7 +36,7 @@ def _is_aligned(x):
 def _forward(q, k, v, options):
     if options.dropout_seed is not None:  # SDPA takes no seed and tells no mask
         return reference_forward(q, k, v, options)
-    causal, softmax_scale, seq_lens = options.causal, options.softmax_scale, options.seq_lens
+    causal, softmax_scale, seq_lens = options.window == (-1, 0), options.softmax_scale, options.lengths.seqused_q
     # Under torch.compile with dynamic shapes a comparison is symbolic, and SDPA wants a bool: hence the two branches.
     square_causal = True if causal and q.shape[2] == k.shape[2] and seq_lens is None else False
     is_grouped = True if q.shape[1] != k.shape[1] else False
