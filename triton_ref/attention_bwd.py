@@ -164,7 +164,7 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
         p = _probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
         if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
-            p = tl.where(seen_by(seeing, rows, kIsLocal, kRaggedRows), p, 0.0)
+            p = tl.where(seen_by(seeing, rows, seqlen_q, kIsLocal, kRaggedRows), p, 0.0)
         p_dropped = p
         if seed_ptr is not None:
             keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN).T

@@ -132,13 +132,13 @@ def sees(visible, cols, kIsLocal: tl.constexpr):
 
 
 @triton.jit
-def seen_by(seeing, rows, kIsLocal: tl.constexpr, kRaggedRows: tl.constexpr):
+def seen_by(seeing, rows, seqlen_q, kIsLocal: tl.constexpr, kRaggedRows: tl.constexpr):
     """Whether each row sees each key, transposed: bool [cols, rows], with seeing = rows_of(mask, cols). Without
-    kRaggedRows no row is beyond seqlen_q."""
+    kRaggedRows no row is beyond seqlen_q, that of the mask."""
     if kIsLocal:
         is_seen = (rows[None, :] >= seeing.begin[:, None]) & (rows[None, :] < seeing.end[:, None])
     else:
         if kRaggedRows:  # row -1 sees no key, for begin is at least 0
-            rows = tl.where(rows < seeing.end, rows, -1)
+            rows = tl.where(rows < seqlen_q, rows, -1)
         is_seen = rows[None, :] >= seeing.begin[:, None]
     return is_seen
