@@ -3,7 +3,7 @@
 P is formed again from lse. With dP = dO Vᵀ and delta = rowsum(dO ∘ O), dS = P ∘ (dP - delta), and the gradients are
 dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse / d S = P makes dlse a part of delta.
 
-Three kernels. _preprocess computes delta. _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows
+Three kernels. That of preprocess.py computes delta. _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows
 that see it; _flash_bwd_q computes dQ of one block of rows and loops over the keys. Q Kᵀ and dO Vᵀ are therefore formed
 twice, but there are no atomics, and every run gives the same bits. Where query heads share keys, several programs may
 share a block of keys: each sums over a part of the heads, in fp32 in memory, and sum_splits adds these up. Otherwise
@@ -11,7 +11,7 @@ there is no workspace of Q's size.
 
 With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
 
-Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: attention.py, the forward.
+Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: preprocess.py; attention.py, the forward.
 """
 
 import contextlib
@@ -30,95 +30,8 @@ from .dropout import keep_tile, threshold_and_scale
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, sum_splits, to_float)
 from .mask import block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, steps
+from .preprocess import first_padded_row, launch_preprocess, load_per_row, padded_rows, probabilities
 from .sequence import block_of_slot, head_of, num_slots, sequence
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-PAD = 128  # rows of delta and lse_padded come in multiples of this, so that every tile is whole
-kPad = tl.constexpr(PAD)
-
-
-@triton.jit
-def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_padded_ptr, cu_seqlens_q_ptr, softmax_scale,
-                o_batch_stride, o_head_stride, o_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
-                dlse_batch_stride, dlse_head_stride, dlse_row_stride, batch_size, nheads, seqlen_q, seqlen_pad,
-                head_dim, kBlockM: tl.constexpr, kBlockD: tl.constexpr):
-    """delta = rowsum(dO ∘ O) - dlse, and lse as _probabilities takes it, both (B, H, seqlen_pad). In a packed batch
-    sample b begins at its first slot of kPad rows.
-
-    Rows whose lse is -inf get delta 0, whatever dO and dlse hold, and lse inf, so that their P is 0. So do the rows
-    behind a sample's end, which make every tile whole.
-    """
-    m_blocks = tl.cdiv(seqlen_pad, kBlockM)
-    bh = (tl.program_id(0) // m_blocks).to(tl.int64)
-    b, h = bh // nheads, bh % nheads
-    row0 = tl.program_id(0) % m_blocks * kBlockM  # of delta; row 0 of a sample is row q_begin of o
-    padded_rows = row0 + tl.arange(0, kBlockM)
-    q_begin, row_end = 0, seqlen_q
-    if cu_seqlens_q_ptr is not None:
-        sample, slot = block_of_slot(cu_seqlens_q_ptr, row0 // kPad, batch_size, seqlen_q, kPad)
-        seq = sequence(cu_seqlens_q_ptr, cu_seqlens_q_ptr, None, None, sample, batch_size, seqlen_q, seqlen_q)
-        q_begin, row_end, row0 = seq.q_begin, seq.seqlen_q, slot * kPad + row0 % kPad
-    rows = row0 + tl.arange(0, kBlockM)
-    is_row = rows < row_end
-    o = _load(head_of(o_ptr, b, h, q_begin, o_batch_stride, o_head_stride, o_row_stride), b, h, row0, 0, o_row_stride,
-              row_end, head_dim, True, True, kBlockM, kBlockD, False)
-    dout = _load(head_of(dout_ptr, b, h, q_begin, dout_batch_stride, dout_head_stride, dout_row_stride), b, h, row0, 0,
-                 dout_row_stride, row_end, head_dim, True, True, kBlockM, kBlockD, False)
-    delta = tl.sum(o.to(tl.float32) * dout.to(tl.float32), 1)
-    if dlse_ptr is not None:
-        dlse = head_of(dlse_ptr, b, h, q_begin, dlse_batch_stride, dlse_head_stride, dlse_row_stride)
-        delta -= tl.load(dlse + rows.to(tl.int64) * dlse_row_stride, mask=is_row, other=0.0)
-    lse = tl.load(lse_ptr + bh * seqlen_q + q_begin + rows, mask=is_row, other=float("-inf"))
-    is_empty = lse == float("-inf")
-    if o.dtype != tl.float32:
-        # The factor is not log2(e) but what the rounded softmax_scale_log2 has made of it. One rounding, hence fp64.
-        scale = tl.cast(softmax_scale, tl.float32)
-        # A scale below 2^-126 has few bits or none to be exact with.
-        is_small = tl.abs(scale) < 1.1754944e-38
-        factor = _in_log2(scale).to(tl.float64) / tl.where(is_small, 1.0, scale).to(tl.float64)
-        lse = (lse.to(tl.float64) * tl.where(is_small, 1.4426950408889634, factor)).to(tl.float32)
-    tl.store(delta_ptr + bh * seqlen_pad + padded_rows, tl.where(is_empty, 0.0, delta))
-    tl.store(lse_padded_ptr + bh * seqlen_pad + padded_rows, tl.where(is_empty, float("inf"), lse))
-
-
-@triton.jit
-def _in_log2(softmax_scale):
-    """softmax_scale_log2, rounded to fp32 alike in every kernel."""
-    return tl.cast(softmax_scale, tl.float32) * LOG2_E
-
-
-@triton.jit
-def _probabilities(s, lse, softmax_scale, kIsFp32: tl.constexpr):
-    """P = exp(softmax_scale · S - lse), with lse of _preprocess, which broadcasts to the shape of S.
-
-    At large scores the exponent is a small difference of large numbers. lse was rounded, and the FMA here adds no other
-    rounding. lse is natural in fp32, and in powers of two in 16 bits, which spares a multiplication an element.
-
-    Only rounding can make the exponent positive. Its sign is then flipped: the error keeps its size, and P is at most
-    1. Unlike a minimum, this takes no instruction of its own, and a NaN stays NaN.
-    """
-    if kIsFp32:
-        p = tl.exp2(tl.abs(s * softmax_scale - lse) * -LOG2_E)
-    else:
-        p = tl.exp2(tl.abs(s * _in_log2(softmax_scale) - lse) * -1.0)  # a sign, where Triton's minus is 0 - x
-    return p
-
-
-@triton.jit
-def first_padded_row(seq):
-    """The first row of a Sequence of a packed batch in delta and lse_padded."""
-    return (seq.q_begin // kPad + seq.b) * kPad
-
-
-@triton.jit
-def _load_per_row(x, bh, row0, seqlen_pad, kBlockM: tl.constexpr, kTma: tl.constexpr):
-    """[kBlockM] of delta or lse_padded. By TMA they come once; as a load of pointers each thread would copy all that it
-    needs, four bytes at a time."""
-    if kTma:
-        values = x.load([bh, row0]).reshape(kBlockM)
-    else:
-        values = tl.load(x + bh.to(tl.int64) * seqlen_pad + row0 + tl.arange(0, kBlockM))
-    return values
 
 
 @triton.jit
@@ -138,7 +51,7 @@ def _load_dout(dout, lse_ptr, b, h, bh, row0, row_stride, row_end, seqlen_pad, h
     """dO [kBlockM, kBlockD]; with kEmptyRows 0 in rows without a key, where it may be NaN."""
     dout_tile = _load(dout, b, h, row0, 0, row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
     if kEmptyRows:
-        lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        lse = load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
         dout_tile = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout_tile), dout_tile)
     return dout_tile
 
@@ -161,8 +74,8 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         if kMasked and kEmptyRows:  # Q of rows without a key may be NaN, and 0 · NaN would reach dK
             q_tile = tl.where(has_keys(mask, rows)[:, None], q_tile, tl.zeros_like(q_tile))
         s = tl.dot(k, q_tile.T, input_precision="ieee")  # Sᵀ
-        lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
-        p = _probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
+        lse = load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        p = probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
         if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
             p = tl.where(seen_by(seeing, rows, seqlen_q, kIsLocal, kRaggedRows), p, 0.0)
         p_dropped = p
@@ -175,7 +88,7 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         dp = tl.dot(v, dout_tile.T, input_precision="ieee")  # dPᵀ, beside the product before it
         if seed_ptr is not None:
             dp = tl.where(keep, dp * keep_scale, 0.0)
-        delta = _load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        delta = load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
         ds = p * (dp - delta[None, :])  # dSᵀ
         dk = _add_product(dk, ds.to(k.dtype), q_tile)
     return dk, dv
@@ -281,7 +194,7 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride,
         v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
                        kTma)
         s = tl.dot(q, k_tile.T, input_precision="ieee")
-        p = _probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
+        p = probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
         if kMasked:
             p = tl.where(sees(visible, cols, kIsLocal), p, 0.0)
         dp = tl.dot(dout, v_tile.T, input_precision="ieee")
@@ -334,8 +247,8 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
     q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
     dout = _load(dout_base, b, h, row0, 0, dout_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD,
                  kTma)
-    lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
-    delta = _load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+    lse = load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+    delta = load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
     if kEmptyRows:
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
@@ -353,9 +266,8 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
              mask=(rows[:, None] < seq.padded_q) & (dims[None, :] < head_dim))
 
 
-_preprocess_packed, _flash_bwd_kv_packed, _flash_bwd_q_packed = (
-    triton.jit(do_not_specialize=["threshold", *WINDOW, *PACKED_SIZES])(x.fn)
-    for x in (_preprocess, _flash_bwd_kv, _flash_bwd_q))
+_flash_bwd_kv_packed, _flash_bwd_q_packed = (triton.jit(do_not_specialize=["threshold", *WINDOW, *PACKED_SIZES])(x.fn)
+                                             for x in (_flash_bwd_kv, _flash_bwd_q))
 
 # (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and kBlockD, as TILES in attention.py: rows and keys
 # of a tile. dK and dV take two sums and two operands, twice the registers of dQ: a program has fewer keys than rows.
@@ -441,16 +353,6 @@ def _launch(side, config, tma, tensors, window):
                   num_stages=num_stages)
 
 
-def _launch_preprocess(out, dout, lse, dlse, delta, lse_padded, cu_seqlens_q):
-    """A Launch of _preprocess, to be called with these and softmax_scale."""
-    (nheads, seqlen_q, head_dim), seqlen_pad, kBlockM = out.shape[1:], delta.shape[1], 64
-    strides = *out.stride()[:3], *dout.stride()[:3], *(dlse.stride() if dlse is not None else (0, 0, 0))
-    batch_size = num_samples(out, Lengths(cu_seqlens_q))
-    constants = *strides, batch_size, nheads, seqlen_q, seqlen_pad, head_dim, kBlockM, block_d(out.dtype, head_dim)
-    function = _preprocess if cu_seqlens_q is None else _preprocess_packed
-    return Launch(function, seqlen_pad // kBlockM * delta.shape[0], constants)
-
-
 _plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q" or "sum", those that are needed: the Launch}}
 
 
@@ -476,7 +378,7 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True):
         dout = dout.contiguous()
     batch_size, nheads, seqlen_q, _ = q.shape
     numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
-    seqlen_pad = num_slots.fn(lengths.cu_seqlens_q, num_samples(q, lengths), seqlen_q, PAD) * PAD
+    seqlen_pad = padded_rows(seqlen_q, lengths, num_samples(q, lengths))
     lse_padded, delta = (lse.new_empty(batch_size * nheads, seqlen_pad) for _ in range(2))
     preprocessed = out, dout, lse, dlse, delta, lse_padded, lengths.cu_seqlens_q
     max_splits = _num_splits(nheads // k.shape[1], seqlen_q, k.shape[2], lengths.is_packed) if need_dkv else 1
@@ -494,9 +396,9 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True):
         plan = _plans.get(key)
         is_new = plan is None
         if is_new:
-            plan = {"preprocess": _launch_preprocess(*preprocessed)}
+            plan = {"preprocess": launch_preprocess(*preprocessed)}
         plan["preprocess"](*preprocessed, options.softmax_scale)
-        if is_new:  # tiles are timed on what _preprocess made
+        if is_new:  # tiles are timed on what preprocess.py made
             plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window) for side, tensors in sides.items()}
             if max_splits > 1:
                 plan["sum"] = sum_splits(dk, k.numel(), max_splits)
