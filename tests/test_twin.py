@@ -612,7 +612,7 @@ def test_missing_gluon_is_named_once(monkeypatch, on_hopper):
         run(small, small, small, fixed)
     with pytest.warns(UserWarning, match="attention_hopper.py does not work with Triton .*no gluon here") as caught:
         run(q, q, q, fixed)
-        run(q, q, q, fixed._replace(causal=True))
+        run(q, q, q, fixed._replace(window=(-1, 0)))
     assert [warning.filename for warning in caught] == [__file__]
 
 
@@ -630,18 +630,19 @@ def test_two_threads_that_cannot_compile_gluon_both_fall_back(monkeypatch, on_ho
     q = torch.zeros(1, 1, 64, 64, dtype=torch.half, device=DEVICE)
     with warnings.catch_warnings(), ThreadPoolExecutor(2) as pool:
         warnings.simplefilter("ignore")
-        list(pool.map(lambda causal: run(q, q, q, Options(0.1, (-1, 0 if causal else -1), autotune=False)), (False, True)))
+        list(pool.map(lambda window: run(q, q, q, Options(0.1, window, autotune=False)), ((-1, -1), (-1, 0))))
     assert len(served) == 2 and not twin.hopper_works
 
 
 def test_op_without_a_seed_has_no_dropout():
     q = torch.randn(1, 2, 20, 16, device=DEVICE)
     flash_attention(q, q, q, backend="triton")  # registers the op
-    out, lse = torch.ops.minimal_attn.triton_forward(q, q, q, None, 0.25, False, 0.5, None)
+    options = *[None] * 4, 0.25, -1, -1
+    out, lse = torch.ops.minimal_attn.triton_forward(q, q, q, *options, 0.5, None)
     want = reference_attention(q, q, q)
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
-    gradients = torch.ops.minimal_attn.triton_backward(q, None, q, q, q, out, lse, None, 0.25, False, 0.5, None)
-    plain = torch.ops.minimal_attn.triton_backward(q, None, q, q, q, out, lse, None, 0.25, False)
+    gradients = torch.ops.minimal_attn.triton_backward(q, None, q, q, q, out, lse, *options, 0.5, None)
+    plain = torch.ops.minimal_attn.triton_backward(q, None, q, q, q, out, lse, *options)
     assert all(map(torch.equal, gradients, plain))
 
 
