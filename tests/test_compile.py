@@ -148,11 +148,11 @@ def test_twin_compiles(capability, tmp_path):
 
 
 def uses_tma(capability, dtype, lengths):
-    return capability >= 90 and dtype != "fp32" and lengths != "packed"
+    return capability >= 90 and dtype != "fp32"
 
 
 def lengths_of(lengths):
-    """The types of a kernel's parameters for "packed" and "used" lengths, and the constexprs of those it goes without."""
+    """The types of a kernel's parameters for "packed" or "used" lengths, and None for those it goes without."""
     given = {None: (), "used": ("seqused_q", "seqused_k"), "packed": ("cu_seqlens_q", "cu_seqlens_k")}[lengths]
     absent = {"seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k"}.difference(given)
     return {f"{name}_ptr": "*i32" for name in given}, {f"{name}_ptr": None for name in absent}
@@ -184,7 +184,8 @@ def test_twin_backward_compiles(capability, tmp_path):
         assert not kernel["tf32"] and kernel["mma"] == (not is_fp32), kernel
         assert kernel["tma"] == uses_tma(capability, kernel["dtype"], kernel["lengths"]), kernel
         if capability == 90:  # with Triton 3.9: 0 to 64 in 16 bits, 608 with dropout, up to 376 in fp32
-            assert kernel["stack"] <= (1024 if kernel["dropout"] or is_fp32 else 256), kernel
+            is_large = kernel["dropout"] or is_fp32 or kernel["lengths"] == "packed"  # 280 and less with Triton 3.6
+            assert kernel["stack"] <= (1024 if is_large else 256), kernel
 
 
 def max_shared_memory(capability):

@@ -1,5 +1,5 @@
-"""The mask and the sequences of the Triton kernels, function by function, against boolean matrices for all small lengths
-and windows, and against lists of samples."""
+"""The mask of the Triton kernels, function by function, against boolean matrices for all small lengths and windows, and
+their sequences against lists of samples."""
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ def test_every_length(window, kBlockM, kBlockN):
 @pytest.mark.parametrize("kBlockM, kBlockN", [(4, 2), (2, 4)])
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(11, 11), (6, 11), (11, 6), (1, 9), (9, 1)])
 def test_every_window(seqlen_q, seqlen_k, kBlockM, kBlockN):
-    sides = [-1, *range(12), 2**31 - 257, 2**31 - 1]
+    sides = [-1, 0, 1, 4, 10, 11, 2**31 - 1]
     check([(seqlen_q, seqlen_k, (left, right)) for left in sides for right in sides
            if (left, right) not in (NO_MASK, CAUSAL)], kBlockM, kBlockN)
 
