@@ -133,7 +133,8 @@ def check(batch, results, window, dropout_p=0.0):
         for name, got, want, zeros, index in zip(("out", "lse", "dq", "dk", "dv"), results, expected, rest,
                                                  (of_q, of_q, of_q, of_k, of_k)):
             torch.testing.assert_close(got[index].double(), want.detach(), rtol=atol,
-                                       atol=atol * (3 if name[0] == "d" else 1), msg=lambda text: f"{name} of sample {b}: {text}")
+                                       atol=atol * (3 if name[0] == "d" else 1),
+                                       msg=lambda text: f"{name} of sample {b}: {text}")
             zeros[index] = 0
     for name, zeros in zip(("out", "lse", "dq", "dk", "dv"), rest):
         assert (zeros == 0).all(), f"{name} beyond the samples"
