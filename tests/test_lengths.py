@@ -105,6 +105,8 @@ BATCHES = [
     Batch("packed_window", (5, 70, 1, 40), (9, 33, 33, 90), window=(7, 2)),
     Batch("packed_window_causal", (5, 70, 40), (9, 33, 90), window=(7, -1), causal=True, layout="bshd"),
     Batch("packed_dropout", (5, 17, 40), (9, 33, 41), causal=True, dropout_p=0.3),
+    # One call of Philox serves a pair of keys: here a window begins in the middle of one.
+    Batch("window_dropout", (40,), (45,), window=(4, 3), dropout_p=0.2, is_packed=False),
     *(Batch(f"window_{left}_{right}_{rows}_{keys}", (rows,) * 2, (keys,) * 2, window=(left, right), is_packed=False)
       for left, right in ((0, 0), (3, 0), (0, 5), (20, 70), (-1, 4), (6, -1), (-1, 0)) for rows, keys in
       ((70, 70), (40, 100), (100, 40))),
@@ -120,7 +122,7 @@ BATCHES = [
     Batch("D256", (70, 9), (64, 40), window=(20, 5), D=256),
 ]
 GATE = {"packed_causal", "empty_samples", "seqused_both", "shared_keys", "packed_window", "packed_dropout",
-        "window_3_0_40_100", "window_0_5_100_40", "static_cache", "padded_seqused_window"}
+        "window_dropout", "window_3_0_40_100", "window_0_5_100_40", "static_cache", "padded_seqused_window"}
 
 
 def make(batch, dtype, device, seed=0):
@@ -131,7 +133,7 @@ def make(batch, dtype, device, seed=0):
                      for shape in (shape_q, shape_k, shape_k, shape_q))
     dlse = torch.randn(shape_q[:3], generator=generator, dtype=torch.float64).to(
         device, torch.float64 if dtype == torch.float64 else torch.float32)
-    is_used = torch.zeros(shape_q[0], shape_q[2], dtype=torch.bool), torch.zeros(shape_k[0], shape_k[2], dtype=torch.bool)
+    is_used = [torch.zeros(shape[0], shape[2], dtype=torch.bool) for shape in (shape_q, shape_k)]
     for b, rows, keys in batch.samples():
         is_used[0][b, rows], is_used[1][b, keys] = True, True
     unused_q, unused_k = (~x.to(device)[:, None] for x in is_used)
@@ -494,7 +496,8 @@ def test_ops_survive_what_does_not_ascend(impl):
 @each_kernel
 @pytest.mark.parametrize("batch", [
     Batch("packed", (9, 11), (7, 20), (9, 5), window=(7, 2), H=2),
-    Batch("padded", (20,) * 2, (24,) * 2, (9, 5), (24, 5), window=(7, -1), H=2, is_packed=False, layout="bshd")], ids=str)
+    Batch("padded", (20,) * 2, (24,) * 2, (9, 5), (24, 5), window=(7, -1), H=2, is_packed=False, layout="bshd")],
+    ids=str)
 def test_opcheck(impl, batch):
     q, k, v, dout, dlse = (x.nan_to_num() for x in make(batch, DTYPES[impl], IMPLS[impl][1]))
     forward, backward = op_of(impl)
@@ -633,8 +636,8 @@ def test_flash_attn_packed_funcs(impl):
     close(got.view(want.shape), want.double(), TOLERANCE[want.dtype])
 
 
-@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "s_aux", "learnable_sink", "sinks", "q_descale", "k_descale",
-                                  "v_descale", "qv", "attention_chunk", "block_table", "page_table"])
+@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "s_aux", "learnable_sink", "sinks", "q_descale",
+                                  "k_descale", "v_descale", "qv", "attention_chunk", "block_table", "page_table"])
 def test_what_is_not_there_is_refused_by_name(name):
     value = {"softcap": 30.0, "attention_chunk": 16}.get(name, torch.ones(4))
     (q, k, v), lengths = varlen()
