@@ -153,11 +153,12 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     const Matrix<T> A = kOwnsKeys ? K : Q, B = kOwnsKeys ? V : dO, C = kOwnsKeys ? Q : K, D = kOwnsKeys ? dO : V;
 
     // The rows to walk along, not rounded to blocks: a query row that sees no key of this tile is not loaded, since its
-    // dO may be NaN. If this block owns such a row, the NaN reaches only that row's own sums.
+    // dO may be NaN. If this block owns such a row, the NaN reaches only that row's own sums. Keys begin at an even one:
+    // dropout's words are for pairs of them.
     const int own_end = kOwnsKeys ? seq.seqlen_k : seq.seqlen_q, own_rows = min(kBlockM, own_end - own0);
     const Range walked = own_rows <= 0 ? Range{0, 0}
                          : kOwnsKeys   ? Range{mask.rows(own0).begin, mask.rows(own0 + own_rows - 1).end}
-                                       : Range{mask.keys(own0).begin, mask.keys(own0 + own_rows - 1).end};
+                                       : Range{mask.keys(own0).begin / 2 * 2, mask.keys(own0 + own_rows - 1).end};
 
     const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
     Sum dA[kRows][kDims] = {}, dB[kOwnsKeys ? kRows : 1][kDims] = {};
