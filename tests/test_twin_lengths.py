@@ -276,6 +276,16 @@ def test_gradients_by_the_op(forward, layout):
     assert all(map(torch.equal, (*output, *gradients), want))
 
 
+def test_opcheck_of_a_packed_batch():
+    """Schema, fake kernels and tracing, by torch's own checks."""
+    batch, twin = make_batch([20, 33], [40, 20], "packed"), torch.ops.minimal_attn
+    options = *Options(SCALE, (9, 2), batch.lengths).of_op(), False
+    q, k, v, dout, dlse = (x.nan_to_num(0.0) for x in (batch.q, batch.k, batch.v, batch.dout, batch.dlse))
+    out, lse = twin.triton_forward(q, k, v, *options)
+    torch.library.opcheck(twin.triton_forward.default, (q, k, v, *options))
+    torch.library.opcheck(twin.triton_backward.default, (dout, dlse, q, k, v, out, lse, *options))
+
+
 GARBAGE = [[0, 20, 10, 40, 64], [5, 70, -3, 1000, 2**31 - 1], [-(2**31), 2**31 - 1, -(2**31), 64, 0],
            [64, 48, 32, 16, 0], [0, 0, 0, 0, 0], [-7, -6, -5, -4, -3]]
 
