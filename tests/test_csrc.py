@@ -1,6 +1,8 @@
 """The sources of csrc as one reads them: their order, their size, and what stays in which file."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,9 @@ def test_only_sequence_cuh_reads_seq_lens():
             text = "\n".join(function)
             if "__global__" in text or "__device__" in text and "__host__" not in text:
                 assert not re.search(r"\bp(arams)?(\.|->)seqlen_[qk]\b", text), (name, function[0])
+
+
+def test_compare_builds_calls_what_flash_h_declares():
+    caller = CSRC.parent / "benchmarks/compare_builds.cpp"
+    subprocess.run([os.environ.get("CXX", "g++"), "-std=c++20", "-Wall", "-Wextra", "-Werror", "-fsyntax-only",
+                    f"-I{CSRC}", caller], check=True)
