@@ -46,7 +46,7 @@ py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q
     const Layout dim = seq_major ? kBSHD : kBHSD;
     if (is_autocast_to_another_dtype(q) || find_type_fault(q, k, v) || find_fault(q, k, v, scale, dim))
         return py::none();
-    const bool is_causal = causal.ptr() == Py_True;
+    const Window window = causal.ptr() == Py_True ? kCausal : kAllKeys;
     const bool needs_grad =
         at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
     if (needs_grad && !may_train.is_none() && !may_train(q_, k_, seq_major).cast<bool>()) return py::none();
@@ -54,12 +54,13 @@ py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q
         const py::gil_scoped_release released;  // a launch may wait, for memory or a place in the queue
         if (needs_grad) {
             auto heads_first = [&](const at::Tensor &x) { return seq_major ? x.transpose(1, 2) : x; };
-            auto [out, lse, reason] = differentiable_forward(heads_first(q), heads_first(k), heads_first(v), {}, scale,
-                                                             is_causal, 0, {}, deterministic);
+            auto [out, lse, reason] = differentiable_forward(
+                heads_first(q), heads_first(k), heads_first(v),
+                {.softmax_scale = scale, .window_left = window.left, .window_right = window.right}, deterministic);
             return {heads_first(out), lse, reason};
         }
         AttnParams p{};
-        set_inputs(p, q, k, v, scale, is_causal, dim);
+        set_inputs(p, q, k, v, scale, window, dim);
         return run_forward(p, q, dim);
     }();
     if (slow_because) warn_slow(*slow_because);

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
 
     const Tile tile = RowTiles<Br>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);
-    const Mask mask(seq, p.is_causal);
+    const Mask mask(seq, p);
     const Scores<Sum> scores(p);
     const int row0 = tile.block * Br;
     const BlockRange blocks = mask.key_blocks<Br, Bc>(row0);
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     reduce_rows<kTy>(l, tiles.partial, ty, tx, [](Sum x, Sum y) { return x + y; });
     const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
     T *gO = rows_of<T>(p.o, tile.b, tile.h, seq.q_begin);
-    Sum *lse = static_cast<Sum *>(p.lse) + lse_index(p, tile.b, tile.h);
+    Sum *lse = static_cast<Sum *>(p.lse) + lse_index(p, seq, tile.b, tile.h);
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
         const int row = row0 + place<kTy, kRows>(ty, i);
@@ -130,7 +130,8 @@ void launch_best(const AttnParams &p, bool wide) {
 }
 
 void flash_forward(const AttnParams &p) {
-    const bool is_long = p.seqlen_q > 512;  // not by batch or heads: a sample's bits must not depend on them
+    // Not by batch or heads, nor by the length of a whole packed batch: a sample's bits must not depend on them.
+    const bool is_long = p.cu_seqlens_q || p.seqlen_q > 512;
     with_dtype(p.dtype, [&]<typename T>() {
         if constexpr (std::is_same_v<T, double>)
             p.head_dim <= 64 ? launch_fwd<T, Tiles64Double>(p) : launch_fwd<T, Tiles256Double>(p);

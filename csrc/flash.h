@@ -20,14 +20,22 @@ struct AttnParams {
     Tensor o;             // as q
     void *lse;            // [batch_size, nheads, seqlen_q] contiguous: natural log of each row's sum of exponentials;
                           // fp32, or fp64 for fp64
-    const int *seq_lens;  // [batch_size] valid length of each sample, or nullptr; needs seqlen_q == seqlen_k
+    int64_t lse_batch_stride;
 
-    int64_t batch_size;
+    // In a packed batch the samples lie one after the other, and where one begins is in the kernel's memory:
+    // [batch_size + 1], or nullptr twice. The tensors then have one sample of seqlen_q rows and seqlen_k keys, and their
+    // batch strides are 0; lse is [nheads, seqlen_q].
+    const int *cu_seqlens_q, *cu_seqlens_k;
+    const int *seqused_q, *seqused_k;  // [batch_size] how many rows and keys of a sample are valid, or nullptr: all
+
+    int64_t batch_size;    // samples
     int nheads, nheads_k;  // nheads is a multiple of nheads_k; query head h reads K/V head h / (nheads / nheads_k)
     int seqlen_q, seqlen_k, head_dim;
     double softmax_scale;  // representable in fp32 unless dtype is fp64
-    bool is_causal;        // bottom-right aligned: query row i sees the keys j <= i + seqlen_k - seqlen_q
-    DType dtype;           // of q, k, v and o
+    // Row i of a sample sees the keys from i + d - window_left to i + d + window_right, d being its keys minus its rows
+    // (bottom-right aligned). Below 0: no bound. Under a causal mask window_right is 0.
+    int window_left, window_right;
+    DType dtype;  // of q, k, v and o
 
     // Dropout of the normalised probabilities, see dropout.h.
     const int64_t *dropout_seed;  // one number in the kernel's memory, or nullptr: no dropout

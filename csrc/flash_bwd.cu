@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
     const Sequence seq(p, tile.b);
     const T *gO = rows_of<const T>(p.o, tile.b, tile.h, seq.q_begin);
     const T *gdO = rows_of<const T>(p.dout, tile.b, tile.h, seq.q_begin);
-    const int64_t at = lse_index(p, tile.b, tile.h);
+    const int64_t at = lse_index(p, seq, tile.b, tile.h);
     const Sum *lse = static_cast<const Sum *>(p.lse) + at;
     auto is_empty = [&](int row) { return row >= seq.padded_q || lse[row] == -INFINITY; };
     Sum sum[kRows] = {};
@@ -146,18 +146,19 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     const int own0 = tile.block * kBlockM;
     const int heads = kOwnsKeys ? p.nheads / p.nheads_k : 1;  // query heads to walk along, from tile.h on
     const Sequence seq(p, tile.b);
-    const Mask mask(seq, p.is_causal);
+    const Mask mask(seq, p);
     const Scores<Sum> scores(p);
     const Matrix<T> Q(p.q, tile.b, tile.h, seq.q_begin), dO(p.dout, tile.b, tile.h, seq.q_begin);
     const Matrix<T> K(p.k, tile.b, tile.h_k, seq.k_begin), V(p.v, tile.b, tile.h_k, seq.k_begin);
     const Matrix<T> A = kOwnsKeys ? K : Q, B = kOwnsKeys ? V : dO, C = kOwnsKeys ? Q : K, D = kOwnsKeys ? dO : V;
 
     // The rows to walk along, not rounded to blocks: a query row that sees no key of this tile is not loaded, since its
-    // dO may be NaN. If this block owns such a row, the NaN reaches only that row's own sums.
+    // dO may be NaN. If this block owns such a row, the NaN reaches only that row's own sums. Keys begin at an even one:
+    // dropout's words are for pairs of them.
     const int own_end = kOwnsKeys ? seq.seqlen_k : seq.seqlen_q, own_rows = min(kBlockM, own_end - own0);
     const Range walked = own_rows <= 0 ? Range{0, 0}
-                         : kOwnsKeys   ? mask.rows(own0)
-                                       : Range{mask.keys(own0).begin, mask.keys(own0 + own_rows - 1).end};
+                         : kOwnsKeys   ? Range{mask.rows(own0).begin, mask.rows(own0 + own_rows - 1).end}
+                                       : Range{mask.keys(own0).begin / 2 * 2, mask.keys(own0 + own_rows - 1).end};
 
     const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
     Sum dA[kRows][kDims] = {}, dB[kOwnsKeys ? kRows : 1][kDims] = {};
@@ -201,8 +202,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
             Sum lse[kStats], delta[kStats];
             for (int n = 0; n < kStats; n++) {
                 const int row = min(kOwnsKeys ? walk_row(n) : own(n), seq.seqlen_q - 1);
-                lse[n] = static_cast<const Sum *>(p.lse)[lse_index(p, tile.b, h) + row];
-                delta[n] = static_cast<const Sum *>(p.delta)[lse_index(p, tile.b, h) + row];
+                lse[n] = static_cast<const Sum *>(p.lse)[lse_index(p, seq, tile.b, h) + row];
+                delta[n] = static_cast<const Sum *>(p.delta)[lse_index(p, seq, tile.b, h) + row];
             }
 #pragma unroll
             for (int i = 0; i < kRows; i++)

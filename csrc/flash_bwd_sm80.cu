@@ -76,8 +76,18 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its part of the rows, and of dK's columns, by 8
     float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
 
-    // Computed where it is needed: that costs less than the registers to keep it.
-    __device__ Mask mask() const { return Mask(Sequence(p, tile.b), p.is_causal); }
+    // What the loop needs of its sample, one number in a lane each: it has a register for one of them. first_row is the
+    // first that sees a key, first_tile that of head 0 in the workspace.
+    enum Number { kQBegin, kSeqlenQ, kSeqlenK, kFirstRow, kFirstTile };
+    int numbers;
+    __device__ int get(Number i) const { return __shfl_sync(~0u, numbers, i); }
+    __device__ void set_numbers(const Sequence &seq) {
+        const int all[] = {seq.q_begin, seq.seqlen_q, seq.seqlen_k, Mask(seq, p).rows(0).begin,
+                           RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads)};
+        for (int i = 0; i < 5; i++)
+            if (lane_idx == i) numbers = all[i];
+    }
+    __device__ Mask mask() const { return Mask(get(kSeqlenQ), get(kSeqlenK), p); }
 
     // Rows [begin, end) of a tile, counted from `from`; zeros for the others.
     template <int kRows>
@@ -87,24 +97,21 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
         load_tile<kRows, kHeadDim, Shape::kNThreads>(shared_address(to) + Swizzle::offset(row, vec), from, row_stride,
                                                      end - row, p.head_dim - vec * 8, begin - row);
     }
-    __device__ void load_keys() {
-        const Sequence seq(p, tile.b);
+    __device__ void load_keys(const Sequence &seq) {
         const int key = tile.block * kBlockN, end = seq.seqlen_k - key;
         load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, 0, end);
         load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, 0, end);
     }
     // Rows that see no key of any block are not read: everything about them is 0, and they add nothing.
     __device__ void load_rows(int stage, int h, int m_block) {
-        const Sequence seq(p, tile.b);
-        const int64_t row0 = int64_t(m_block) * kBlockM;
-        const Range seeing = Mask(seq, p.is_causal).rows(0);
-        const int begin = seeing.begin - row0, end = seeing.end - row0;
-        load(shared.steps[stage].sQ, rows_of<const T>(p.q, tile.b, h, seq.q_begin + row0), p.q.row_stride, begin, end);
-        load(shared.steps[stage].sdO, rows_of<const T>(p.dout, tile.b, h, seq.q_begin + row0), p.dout.row_stride, begin,
+        const int row0 = m_block * kBlockM, begin = get(kFirstRow) - row0, end = get(kSeqlenQ) - row0;
+        const int q_begin = get(kQBegin);
+        load(shared.steps[stage].sQ, rows_of<const T>(p.q, tile.b, h, q_begin + row0), p.q.row_stride, begin, end);
+        load(shared.steps[stage].sdO, rows_of<const T>(p.dout, tile.b, h, q_begin + row0), p.dout.row_stride, begin,
              end);
         const int i = thread_idx();
         if (i < kBlockM) {
-            const int64_t row = lse_index(p, tile.b, h) + row0 + i;
+            const int64_t row = lse_index(p, q_begin, tile.b, h) + row0 + i;
             cp_async_4(&shared.lse_log2[stage][i], p.lse_log2 + row, i >= begin && i < end);
             cp_async_4(&shared.delta[stage][i], static_cast<const float *>(p.delta) + row, i >= begin && i < end);
         }
@@ -217,18 +224,19 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
             multiply_ab<T, kHeadDim>(acc_dq, dS, k_down, 16 * kk * Swizzle::kRowBytes, n0);
         }
         const Workspace<Shape> workspace(p);
+        const int row_tile = get(kFirstTile) + h * workspace.row_tiles.slots + m_block;
         int *dq_semaphore = nullptr;
         int turn = 0;
         if (p.deterministic) {
             // Under a causal mask the last block of keys that sees these rows goes first: it begins with them.
             const BlockRange blocks = mask().template key_blocks<kBlockM, kBlockN>(m_block * kBlockM);
-            turn = p.is_causal ? blocks.end - 1 - tile.block : tile.block - blocks.begin;
-            dq_semaphore = workspace.dq_semaphore(p, tile.b, h, m_block);
+            turn = p.window_right >= 0 ? blocks.end - 1 - tile.block : tile.block - blocks.begin;
+            dq_semaphore = workspace.dq_semaphore(p, row_tile);
             if (lane_idx == 0)
                 while (load_acquire(dq_semaphore) != turn) {}
             __syncwarp();  // unobserved by racecheck: it knows of no order in global memory
         }
-        float *dq_accum = workspace.dq_accum(p, tile.b, h, m_block);
+        float *dq_accum = workspace.dq_accum(p, row_tile);
 #pragma unroll
         for (int j = 0; j < 2 * Shape::kDqTiles; j++) red_add(dq_accum + 128 * j, acc_dq[j % 2][j / 2]);
         if (p.deterministic) {
@@ -289,15 +297,17 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         block_idx = shared.ticket;
     }
     const int max_splits = kSplit ? Workspace<Shape>(p).max_splits : 1, split_idx = block_idx % max_splits;
-    const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits, p.deterministic && p.is_causal);
+    const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits, p.deterministic && p.window_right >= 0);
     const Sequence seq(p, tile.b);
-    const int splits = kSplit ? num_splits(p, seq.seqlen_q, seq.seqlen_k) : 1;
+    const int splits = kSplit ? min(max_splits, num_splits(p, seq.seqlen_q, seq.seqlen_k)) : 1;
     if (split_idx >= splits) return;
     Backward<T, Shape, kDropout> backward{p, shared, tile};
-    const BlockRange blocks = backward.mask().template row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
+    backward.set_numbers(seq);
+    const BlockRange blocks = 
+        Mask(seq, p).row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
     const int group = p.nheads / p.nheads_k, h_begin = tile.h + group * split_idx / splits;
     const int h_end = blocks.begin < blocks.end ? tile.h + group * (split_idx + 1) / splits : 0;
-    if (h_begin < h_end) backward.load_keys(), backward.load_rows(0, h_begin, blocks.begin);
+    if (h_begin < h_end) backward.load_keys(seq), backward.load_rows(0, h_begin, blocks.begin);
 
     for (int h = h_begin, m_block = blocks.begin, stage = 0; h < h_end; stage ^= kStages - 1) {
         cp_async_wait<0>();

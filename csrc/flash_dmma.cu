@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 
     const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);
-    const Mask mask(seq, p.is_causal);
+    const Mask mask(seq, p);
     const Scores<> scores(p);
     const int row0 = tile.block * kBlockM;
     const BlockRange blocks = mask.key_blocks<kBlockM, kBlockN>(row0);
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         __syncthreads();  // V has arrived, K has been read
         if (!scores.is_raw || !blocks.is_full(n_block)) {
             scores.apply(acc_s);
-            mask.apply(acc_s, row0 + warp_idx * 16 + r, n_block * kBlockN + c * 2);
+            mask.apply(acc_s, blocks, n_block, row0 + warp_idx * 16 + r, n_block * kBlockN + c * 2);
         }
         float alpha[2];
         if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     const int row = row0 + warp_idx * 16 + r;  // and row + 8
     // flash_bwd.cu wants an lse without the rounding of softmax_scale_log2.
     const double ln_2 = fabs(p.softmax_scale) / scores.softmax_scale_log2;
-    softmax.finalize(acc_o, static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h), seq, row, 1.f, ln_2);
+    softmax.finalize(acc_o, static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h), seq, row, 1.f, ln_2);
     float *gO = rows_of<float>(p.o, tile.b, tile.h, seq.q_begin);
 #pragma unroll
     for (int i = 0; i < 2; i++) {

@@ -33,6 +33,8 @@ template <int kHeadDim_, int kBlockM_, int kBlockN_> struct Shape {
 template <typename Shape> struct SharedMemory {
     alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];  // O at the end
     uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
+    Sequence seq;  // here, since the loop has no register left for what it seldom needs
+    Mask mask;
 };
 
 template <typename T, typename Shape, bool kDropout>
@@ -46,16 +48,16 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     constexpr int kMTiles = kWarpM / 16, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
     static_assert(kMTiles * 16 == kWarpM && kBlockN % 64 == 0 && kHeadDim % 32 == 0);
     using Swizzle = sm80::Swizzle<kHeadDim>;
-    auto &[sQ, sK, sV] = shared_memory<SharedMemory<Shape>>();
+    auto &[sQ, sK, sV, seq, mask] = shared_memory<SharedMemory<Shape>>();
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
 
     const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
-    const Sequence seq(p, tile.b);
-    const Mask mask(seq, p.is_causal);
+    if (threadIdx.x == 0) seq = Sequence(p, tile.b), mask = Mask(seq, p);
+    __syncthreads();
     const Scores<> scores(p);
     const Dropout dropout(p, tile.b, tile.h);
     const int row0 = tile.block * kBlockM, warp_row = row0 + warp_idx * kWarpM + lane_idx / 4;  // this lane's first row
-    const BlockRange blocks = mask.key_blocks<kBlockM, kBlockN>(row0);
+    const BlockRange blocks = mask.template key_blocks<kBlockM, kBlockN>(row0);
 
     // This thread's first copy of every tile. The limit is not spelled p.head_dim - 8 * vec, which would keep vec in
     // registers.
@@ -93,7 +95,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 
         if (!scores.is_raw || !blocks.is_full(n_block)) {
             scores.apply(acc_s);
-            mask.apply(acc_s, warp_row, n_block * kBlockN + lane_idx % 4 * 2);
+            mask.apply(acc_s, blocks, n_block, warp_row, n_block * kBlockN + lane_idx % 4 * 2);
         }
         float alpha[2 * kMTiles];
         if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         if (n_block + 1 < blocks.end) load_kv(sV, gV, p.v.row_stride, n_block + 1);
     }
 
-    float *gLse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
+    float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h);
     softmax.finalize(acc_o, gLse, seq, warp_row, kDropout ? float(p.keep_scale) : 1.f);
     store_tile<T>(acc_o, 1.f, sQ, warp_idx * kWarpM, 0, rows_of<T>(p.o, tile.b, tile.h, seq.q_begin + row0),
                   p.o.row_stride, seq.padded_q - row0, p.head_dim, [](int) { return false; });

@@ -40,16 +40,23 @@ template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQ
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 };
 
+// A tile of out, and what the producer found out about its sample, so that consumers need no registers for it.
+struct Work {
+    Tile tile;
+    Sequence seq;
+    Mask mask;
+};
+
 template <typename Shape> struct SharedMemory {
     SmemTile<64, Shape::kHeadDim> sQ[Shape::kQStages * Shape::kConsumers];  // then rows of out
     SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages], sV[Shape::kStages];
     Ring<Shape::kQStages> q[Shape::kConsumers];  // one for each consumer: they end a tile at different times
     Ring<Shape::kStages> k, v;
-    // Which tile Q is of: written before Q is asked for, and again only when all consumers have released that Q.
-    Tile tiles[2 * Shape::kQStages];
+    // What Q is of: written before Q is asked for, and again only when all consumers have released that Q.
+    Work works[2 * Shape::kQStages];
 
     __device__ static int q_index(uint32_t i, int c) { return i % Shape::kQStages * Shape::kConsumers + c; }
-    __device__ Tile &tile(uint32_t i) { return tiles[i % (2 * Shape::kQStages)]; }
+    __device__ Work &work(uint32_t i) { return works[i % (2 * Shape::kQStages)]; }
     __device__ void init_barriers() {
         for (auto &ring : q) ring.init(4);
         k.init(4 * Shape::kConsumers), v.init(4 * Shape::kConsumers);
@@ -61,22 +68,21 @@ template <typename Shape> struct SharedMemory {
 // not, a block that is done takes the next one by a counter in memory. Tiles of a group of heads are then neighbours;
 // the K and V of a group fit L2 together.
 template <int kBlockM> struct Scheduler {
-    int num_tiles, m_blocks, group;
+    RowTiles<kBlockM> tiles;
+    int num_tiles, group;
 
-    Scheduler(const AttnParams &p, int64_t num_tiles)
-        : num_tiles(int(num_tiles)), m_blocks(num_blocks<kBlockM>(p.seqlen_q)), group(1) {
+    Scheduler(const AttnParams &p, int64_t num_tiles) : tiles(p), num_tiles(int(num_tiles)), group(1) {
         if (!p.tile_counter) return;
-        const int64_t heads = p.nheads * p.batch_size, l2_bytes = 32 << 20;
+        const int64_t heads = num_tiles / tiles.slots, l2_bytes = 32 << 20;
         const double head_bytes = 4. * p.seqlen_k * p.head_dim / (p.nheads / p.nheads_k);  // K and V of 16 bits
         while (2 * group * head_bytes <= l2_bytes && 2 * int64_t(group) <= heads) group *= 2;
     }
     // Among the tiles of a group the last rows, which see most under a causal mask, go first.
     __device__ Tile at(const AttnParams &p, int idx) const {
         if (idx >= num_tiles) return {0, 0, 0, 0, false};
-        const int bh0 = idx / (group * m_blocks) * group, i = idx - bh0 * m_blocks;
-        const int heads = min(group, num_tiles / m_blocks - bh0);
-        const int bh = bh0 + i % heads, h = bh % p.nheads;
-        return {bh / p.nheads, h, h / (p.nheads / p.nheads_k), m_blocks - 1 - i / heads, true};
+        const int slots = tiles.slots, bh0 = idx / (group * slots) * group, i = idx - bh0 * slots;
+        const int heads = min(group, num_tiles / slots - bh0);
+        return tiles.Tiling<kBlockM>::at(bh0 + i % heads, slots - 1 - i / heads, p.nheads, p.nheads / p.nheads_k);
     }
     __device__ int next(const AttnParams &p, int idx) const {
         return gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : idx);
@@ -93,20 +99,22 @@ template <typename Shape> __device__ void produce(const Params<Shape> &p, Shared
     constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
     uint32_t q_item = 0, kv_item = 0;  // of the rings
-    for (int idx = blockIdx.x;; q_item++) {
-        Tile &tile = shared.tile(q_item);  // read anew where it is needed: the producer has few registers
-        tile = p.scheduler.at(p, idx);
+    for (int idx = blockIdx.x;;) {
+        Work &work = shared.work(q_item);  // read anew where it is needed: the producer has few registers
+        work.tile = p.scheduler.at(p, idx);
+        const Tile &tile = work.tile;
         if (!tile.is_valid) break;
         idx = p.scheduler.next(p, idx);
-
-        const Sequence seq(p, tile.b);
+        const Sequence &seq = work.seq = Sequence(p, tile.b);
+        work.mask = Mask(seq, p);
+        if (tile.block * kBlockM >= seq.padded_q) continue;  // a slot that its sample does without
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++) {
             shared.q[c].producer_acquire(q_item);
             load_tile(shared.sQ[shared.q_index(q_item, c)], p.q_tma, shared.q[c].full_barrier(q_item),
                       seq.q_begin + tile.block * kBlockM + 64 * c, tile.h, tile.b);
         }
-        const BlockRange blocks = Mask(seq, p.is_causal).key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
+        const BlockRange blocks = work.mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
         const int h_k = tile.h_k, b = tile.b;
 #pragma unroll 1
         for (int n_block = blocks.end - 1; n_block >= blocks.begin; n_block--, kv_item++) {
@@ -117,6 +125,7 @@ template <typename Shape> __device__ void produce(const Params<Shape> &p, Shared
             shared.v.producer_acquire(kv_item);
             load_tile(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item), key, h_k, b);
         }
+        q_item++;
     }
     for (auto &ring : shared.q) {  // the tile that is not valid ends each consumer
         ring.producer_acquire(q_item);
@@ -141,12 +150,12 @@ template <typename T, typename Shape> struct Consumer {
     __device__ void run() {
         for (;; q_item++) {
             shared.q[consumer].consumer_wait(q_item);
-            const Tile &tile = shared.tile(q_item);
-            if (!tile.is_valid) return;
+            const Work &work = shared.work(q_item);
+            if (!work.tile.is_valid) return;
             Softmax<1> softmax(scores.softmax_scale_log2);
             for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
-            attend(tile, softmax);
-            store(tile, softmax);
+            attend(work, softmax);
+            store(work, softmax);
             shared.q[consumer].consumer_release(q_item);
         }
     }
@@ -154,19 +163,17 @@ template <typename T, typename Shape> struct Consumer {
     __device__ int q_index() const { return shared.q_index(q_item, consumer); }
 
     // acc_o and softmax of a tile's rows, over all keys that they see.
-    __device__ void attend(const Tile &tile, Softmax<1> &softmax) {
-        const Sequence seq(p, tile.b);
-        const Mask mask(seq, p.is_causal);
+    __device__ void attend(const Work &work, Softmax<1> &softmax) {
+        const auto &[tile, seq, mask] = work;
         const BlockRange tile_blocks = mask.key_blocks<Shape::kBlockM, kBlockN>(tile.block * Shape::kBlockM);
         const int row0 = tile.block * Shape::kBlockM + 64 * consumer;
-        const BlockRange blocks = mask.key_blocks<64, kBlockN>(row0);
-        // Blocks from edit_begin on need a mask, or a change of all scores.
-        const int edit_begin = scores.is_raw ? blocks.full_end : 0;
+        BlockRange blocks = mask.key_blocks<64, kBlockN>(row0);
+        if (!scores.is_raw) blocks.full_begin = blocks.end;  // all blocks need a change of their scores
         const int row = row0 + 16 * warp_idx + lane_idx / 4, col = lane_idx % 4 * 2;  // the first of this lane's
 
         int n_block = tile_blocks.end - 1;
-        skip_blocks(seq, n_block, blocks.end);
-        if (!__any_sync(~0u, n_block >= blocks.begin)) return;  // shows the compiler that a warp agrees
+        skip_blocks(seq, n_block, max(blocks.end, tile_blocks.begin));  // 64 rows without keys have no blocks
+        if (!__any_sync(~0u, blocks.begin < blocks.end)) return;  // shows the compiler that a warp agrees
         shared.k.consumer_wait(kv_item);
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sQ[q_index()], shared.sK[kv_item % kStages]);
@@ -174,13 +181,14 @@ template <typename T, typename Shape> struct Consumer {
         for (;; n_block--, kv_item++) {
             // Found anew in every iteration: kept from one to the next, Q's descriptors fill the uniform registers.
             const uint32_t block = warp_uniform(kv_item), q_idx = warp_uniform(q_index());
-            if (n_block >= edit_begin) {
+            const bool is_full = blocks.is_full(n_block);
+            if (!is_full) {
                 scores.apply(acc_s);
-                mask.apply(acc_s, row, n_block * kBlockN + col);
+                mask.apply(acc_s, blocks, n_block, row, n_block * kBlockN + col);
             }
             float alpha[2];
             // row_max is updated in blocks with a mask and in the first one without: then each row has seen keys.
-            const bool has_grown = exponentiate(softmax, n_block >= blocks.full_end - 1, alpha);
+            const bool has_grown = exponentiate(softmax, !is_full || n_block == blocks.full_end - 1, alpha);
             shared.k.consumer_release(kv_item);
 
             warpgroup_wait<0>(acc_o[0], P);  // P V of the block before
@@ -218,11 +226,11 @@ template <typename T, typename Shape> struct Consumer {
     }
 
     // Rows of V after the sample's end may hold NaN, and 0 · NaN is NaN. All consumers clear them together, also those
-    // that skip the block.
+    // that skip the block. What lies beyond the tensor is 0 already.
     __device__ void wait_for_v(const Sequence &seq, int n_block) {
         shared.v.consumer_wait(kv_item);
         const int row_end = seq.seqlen_k - n_block * kBlockN;
-        if (row_end >= kBlockN || seq.seqlen_k == seq.padded_k) return;
+        if (row_end >= kBlockN || seq.k_begin + seq.seqlen_k == p.seqlen_k) return;
         constexpr int kThreads = 128 * Shape::kConsumers, kVecs = SmemTile<kBlockN, kHeadDim>::kRowBytes / 16;
         for (auto &panel : shared.sV[kv_item % kStages].panel)
             for (int i = row_end * kVecs + threadIdx.x - 128; i < kBlockN * kVecs; i += kThreads)
@@ -275,10 +283,11 @@ template <typename T, typename Shape> struct Consumer {
     }
 
     // Writes out and lse. out goes through the buffer of Q, once all four warps have read Q.
-    __device__ void store(const Tile &tile, Softmax<1> &softmax) {
-        const Sequence seq(p, tile.b);
+    __device__ void store(const Work &work, Softmax<1> &softmax) {
+        const Tile &tile = work.tile;
+        const Sequence &seq = work.seq;
         const int row0 = tile.block * Shape::kBlockM + 64 * consumer + 16 * warp_idx;
-        float *gLse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
+        float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h);
         softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4);
         auto &sO = shared.sQ[q_index()];
         barrier_sync(kOneConsumer + consumer, 128);
@@ -288,6 +297,14 @@ template <typename T, typename Shape> struct Consumer {
             for (int j = 0; j < 4; j++)
                 x[j] = pack<T>(acc_o[0][d + j / 2][j % 2 * 2], acc_o[0][d + j / 2][j % 2 * 2 + 1]);
             stmatrix(x, sO.address(16 * warp_idx + lane_idx % 16, 8 * d + lane_idx / 16 * 8));
+        }
+        // TMA would write all 16 rows, and those of the next sample may follow.
+        if (__any_sync(~0u, row0 + 16 > seq.padded_q && seq.q_begin + seq.padded_q < p.seqlen_q)) {
+            __syncwarp();
+            store_some_rows(sO, 16 * warp_idx, rows_of<uint16_t>(p.o, tile.b, tile.h, seq.q_begin + row0),
+                            p.o.row_stride, seq.padded_q - row0, p.head_dim);
+            __syncwarp();  // sO has been read
+            return;
         }
         fence_proxy_async();
         __syncwarp();
@@ -344,8 +361,9 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
 template <typename T> void dispatch(const AttnParams &p) {
     if (p.head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
     else if (p.head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
-    // Registers leave 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper).
-    else if (p.head_dim <= 128 && p.seqlen_k <= 2048) launch_fwd<T, Shape<128, 3, 64, 4>>(p);
+    // Registers leave 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper). A packed
+    // batch has the same tiles whatever its length is: a sample's bits must not depend on it.
+    else if (p.head_dim <= 128 && (p.cu_seqlens_k || p.seqlen_k <= 2048)) launch_fwd<T, Shape<128, 3, 64, 4>>(p);
     else if (p.head_dim <= 128) launch_fwd<T, Shape<128, 3, 80>>(p);
     else if (p.head_dim <= 192) launch_fwd<T, Shape<192, 2, 80>>(p);
     else launch_fwd<T, Shape<256, 2, 64, 2, 1>>(p);  // shared memory has no room for a second Q

@@ -29,21 +29,40 @@ bool is_like(const at::Tensor &x, at::IntArrayRef sizes, at::ScalarType dtype, c
     return x.sizes() == sizes && x.scalar_type() == dtype && x.device() == device;
 }
 
+// The lengths of a batch. cu_seqlens int32 [batch_size + 1], for q and for k or for neither; seqused int32 [batch_size].
+// Their values stay on the GPU, where kernels clamp them.
+void set_lengths(AttnParams &p, const at::Tensor &q, const Options &options) {
+    if (options.cu_seqlens_q || options.cu_seqlens_k) {
+        TORCH_CHECK_VALUE(options.cu_seqlens_q && options.cu_seqlens_k && options.cu_seqlens_q->numel() >= 2,
+                          "cu_seqlens_q and cu_seqlens_k go together and have at least two elements");
+        TORCH_CHECK_VALUE(q.size(0) == 1, "a packed batch is one sample to q, k and v");
+        p.batch_size = options.cu_seqlens_q->numel() - 1;
+        p.q.batch_stride = p.k.batch_stride = p.v.batch_stride = p.lse_batch_stride = 0;
+    }
+    auto pointer = [&](const char *name, const OptionalTensor &x, int64_t size) -> const int * {
+        if (!x) return nullptr;
+        TORCH_CHECK_VALUE(is_like(*x, {size}, at::kInt, q.device()) && x->is_contiguous(), name,
+                          " must be a contiguous int32 tensor of shape (", size, ",) on the device of q");
+        return x->const_data_ptr<int>();
+    };
+    p.cu_seqlens_q = pointer("cu_seqlens_q", options.cu_seqlens_q, p.batch_size + 1);
+    p.cu_seqlens_k = pointer("cu_seqlens_k", options.cu_seqlens_k, p.batch_size + 1);
+    p.seqused_q = pointer("seqused_q", options.seqused_q, p.batch_size);
+    p.seqused_k = pointer("seqused_k", options.seqused_k, p.batch_size);
+}
+
 // What the forward and the backward pass have in common, checked. q [batch_size, nheads, seqlen_q, head_dim], k and v
-// [batch_size, nheads_k, seqlen_k, head_dim], head_dim contiguous, seq_lens int32 [batch_size], dropout_seed one int64.
-void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                const OptionalTensor &seq_lens, double softmax_scale, bool causal, double dropout_p,
-                const OptionalTensor &dropout_seed) {
-    const Reason type_fault = find_type_fault(q, k, v), fault = find_fault(q, k, v, softmax_scale, kBHSD);
+// [batch_size, nheads_k, seqlen_k, head_dim], head_dim contiguous, dropout_seed one int64.
+void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options) {
+    const Reason type_fault = find_type_fault(q, k, v);
+    const Reason fault = find_fault(q, k, v, options.softmax_scale, kBHSD);
     TORCH_CHECK_TYPE(!type_fault, *type_fault);
     TORCH_CHECK_VALUE(!fault, *fault);
-    set_inputs(p, q, k, v, softmax_scale, causal, kBHSD);
-    if (seq_lens) {
-        TORCH_CHECK_VALUE(is_like(*seq_lens, {q.size(0)}, at::kInt, q.device()) && seq_lens->is_contiguous(),
-                          "seq_lens must be a contiguous int32 tensor of shape (batch_size,) on the device of q");
-        TORCH_CHECK_VALUE(p.seqlen_q == p.seqlen_k, "seq_lens needs seqlen_q == seqlen_k");
-        p.seq_lens = seq_lens->const_data_ptr<int>();
-    }
+    TORCH_CHECK_VALUE(options.window_left >= -1 && options.window_right >= -1,
+                      "window_left and window_right must be at least 0, or -1 for no bound");
+    set_inputs(p, q, k, v, options.softmax_scale, {options.window_left, options.window_right}, kBHSD);
+    set_lengths(p, q, options);
+    const auto &[dropout_p, dropout_seed] = std::tie(options.dropout_p, options.dropout_seed);
     TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, "dropout_p must be in [0, 1]");
     if (dropout_p == 0) return;
     TORCH_CHECK_VALUE(dropout_seed && dropout_seed->numel() == 1 &&
@@ -54,11 +73,27 @@ void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const a
     p.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
 }
 
-// The op, which returns tensors alone.
-std::tuple<at::Tensor, at::Tensor> flash_forward_op(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                                    const OptionalTensor &seq_lens, double softmax_scale, bool causal,
-                                                    double dropout_p, const OptionalTensor &dropout_seed, bool) {
-    const auto [out, lse, _] = flash_forward(q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed, false);
+// function(q, k, v, options, deterministic), as Python and the dispatcher call it.
+template <auto function>
+auto with_options(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const OptionalTensor &cu_seqlens_q,
+                  const OptionalTensor &cu_seqlens_k, const OptionalTensor &seqused_q, const OptionalTensor &seqused_k,
+                  double softmax_scale, int64_t window_left, int64_t window_right, double dropout_p,
+                  const OptionalTensor &dropout_seed, bool deterministic) {
+    return function(q, k, v,
+                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, window_left, window_right,
+                     dropout_p, dropout_seed},
+                    deterministic);
+}
+
+// Only the backward pass asks whether it is to be deterministic.
+Output forward_only(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options, bool) {
+    return flash_forward(q, k, v, options);
+}
+
+// As the op, which returns tensors alone.
+std::tuple<at::Tensor, at::Tensor> tensors_only(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                                                const Options &options, bool) {
+    const auto [out, lse, _] = flash_forward(q, k, v, options);
     return {out, lse};
 }
 
@@ -81,7 +116,7 @@ void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tenso
     p.lse_log2 = lse_log2.data_ptr<float>();
     if (!p.dk.data) {  // its one kernel makes all three gradients
         unneeded_dk = new_like(k), unneeded_dv = new_like(k);
-        p.dk = tensor_of(unneeded_dk, kBHSD), p.dv = tensor_of(unneeded_dv, kBHSD);
+        p.dk = tensor_of(unneeded_dk, kBHSD, p.cu_seqlens_k), p.dv = tensor_of(unneeded_dv, kBHSD, p.cu_seqlens_k);
     }
     if (const int64_t bytes = sm80::backward_workspace(p)) {
         workspace = at::empty({bytes}, k.options().dtype(at::kByte));
@@ -99,7 +134,7 @@ std::optional<std::pair<std::string, Reason>> which_kernel(const at::Tensor &q, 
                                                            std::optional<int> capability, bool fast_fp64) {
     if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
     AttnParams p{};
-    set_params(p, q, k, v, {}, 1, false, 0, {});
+    set_params(p, q, k, v, {.softmax_scale = 1, .window_left = -1, .window_right = -1});
     const int64_t seed = 0;
     if (has_dropout) p.dropout_seed = &seed;
     const c10::DeviceGuard guard(q.device());
@@ -120,22 +155,24 @@ std::optional<std::string> force_kernel(const std::optional<std::string> &name) 
 
 }  // namespace
 
-// The op and the reason beside it. `deterministic` is for the backward pass.
-Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const OptionalTensor &seq_lens,
-                     double softmax_scale, bool causal, double dropout_p, const OptionalTensor &dropout_seed, bool) {
+// The op and the reason beside it.
+Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options) {
     AttnParams p{};
-    set_params(p, q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed);
+    set_params(p, q, k, v, options);
     return run_forward(p, q, kBHSD);
 }
 
 // The op: dq, dk and dv, which have no elements where they are not needed. dout is like out, dlse like lse or none;
 // both may have any strides.
 Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &k,
-                         const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
-                         const OptionalTensor &seq_lens, double softmax_scale, bool causal, double dropout_p,
-                         const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv) {
+                         const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse, const Options &options,
+                         bool deterministic, bool need_dq, bool need_dkv) {
     AttnBackwardParams p{};
-    set_params(p, q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed);
+    set_params(p, q, k, v, options);
+    const bool is_packed = p.cu_seqlens_q;
+    TORCH_CHECK_NOT_IMPLEMENTED(!is_packed || !p.seqused_k,
+                                "the backward pass of backend='cuda' does not take seqused_k with cu_seqlens_k, since "
+                                "the keys of samples may overlap: use backend='torch'");
     check_backward(dout_, dlse, q, out, lse);
     const c10::DeviceGuard guard(q.device());
     auto gradient = [](const at::Tensor &x, bool is_needed) {
@@ -146,18 +183,23 @@ Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, co
 
     const Kernel kernel = choose(p, q.device(), true).kernel;
     at::Tensor dout = dout_, delta = at::empty_like(lse);
-    p.dout = tensor_of(dout, kBHSD);
+    p.dout = tensor_of(dout, kBHSD, is_packed);
     // Some dout cannot be loaded as it is: that of a sum has strides of 0, others are not 16-byte aligned. A copy costs
     // less than a kernel without tensor cores.
     if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && why_not_16_bytes("dout", p.dout, 8))) {
         dout = dout.clone(at::MemoryFormat::Contiguous);
-        p.dout = tensor_of(dout, kBHSD);
+        p.dout = tensor_of(dout, kBHSD, is_packed);
     }
-    p.o = tensor_of(out, kBHSD), p.lse = lse.data_ptr(), p.delta = delta.data_ptr();
-    if (dlse) p.dlse = tensor_of(*dlse, kBHSD);
-    if (need_dq) p.dq = tensor_of(dq, kBHSD);
-    if (need_dkv) p.dk = tensor_of(dk, kBHSD), p.dv = tensor_of(dv, kBHSD);
+    p.o = tensor_of(out, kBHSD, is_packed), p.lse = lse.data_ptr(), p.delta = delta.data_ptr();
+    if (dlse) p.dlse = tensor_of(*dlse, kBHSD, is_packed);
+    if (need_dq) p.dq = tensor_of(dq, kBHSD, is_packed);
+    if (need_dkv) p.dk = tensor_of(dk, kBHSD, is_packed), p.dv = tensor_of(dv, kBHSD, is_packed);
     p.deterministic = deterministic || at::globalContext().deterministicAlgorithms();
+    at::Tensor ascending;
+    if (is_packed && p.deterministic) {  // blocks of keys wait for one another: none may be missing, whatever is given
+        ascending = std::get<0>(options.cu_seqlens_k->cummax(0));
+        p.cu_seqlens_k = ascending.const_data_ptr<int>();
+    }
     if (kernel == Kernel::kHost) host::flash_backward(p);
 #if MINIMAL_ATTN_CUDA
     else launch_backward(p, k, lse, kernel);
@@ -165,15 +207,29 @@ Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, co
     return {dq, dk, dv};
 }
 
+Gradients flash_backward_op(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q,
+                            const at::Tensor &k, const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
+                            const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,
+                            const OptionalTensor &seqused_q, const OptionalTensor &seqused_k, double softmax_scale,
+                            int64_t window_left, int64_t window_right, double dropout_p,
+                            const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv) {
+    return flash_backward(dout, dlse, q, k, v, out, lse,
+                          {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, window_left, window_right,
+                           dropout_p, dropout_seed},
+                          deterministic, need_dq, need_dkv);
+}
+
+#define OPTIONS                                                                                                 \
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, float softmax_scale, "   \
+    "int window_left, int window_right, float dropout_p=0.0, Tensor? dropout_seed=None, bool deterministic=False"
+
 TORCH_LIBRARY(minimal_attn, m) {
-    m.def("flash_forward(Tensor q, Tensor k, Tensor v, Tensor? seq_lens, float softmax_scale, bool causal, "
-          "float dropout_p=0.0, Tensor? dropout_seed=None, bool deterministic=False) -> (Tensor out, Tensor lse)");
-    m.def("flash_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-          "Tensor? seq_lens, float softmax_scale, bool causal, float dropout_p=0.0, Tensor? dropout_seed=None, "
-          "bool deterministic=False, bool need_dq=True, bool need_dkv=True) -> (Tensor dq, Tensor dk, Tensor dv)");
+    m.def("flash_forward(Tensor q, Tensor k, Tensor v, " OPTIONS ") -> (Tensor out, Tensor lse)");
+    m.def("flash_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " OPTIONS
+          ", bool need_dq=True, bool need_dkv=True) -> (Tensor dq, Tensor dk, Tensor dv)");
     for (c10::DeviceType device : {at::kCPU, at::kCUDA}) {
-        m.impl("flash_forward", torch::dispatch(device, &flash_forward_op));
-        m.impl("flash_backward", torch::dispatch(device, &flash_backward));
+        m.impl("flash_forward", torch::dispatch(device, &with_options<&tensors_only>));
+        m.impl("flash_backward", torch::dispatch(device, &flash_backward_op));
     }
 }
 
@@ -185,8 +241,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #endif
     m.def("fast_forward", &fast_forward);
     // The forward pass without the dispatcher, for interface.py.
-    m.def("flash_forward", &flash_forward, py::call_guard<py::gil_scoped_release>());
-    m.def("differentiable_forward", &differentiable_forward, py::call_guard<py::gil_scoped_release>());
+    m.def("flash_forward", &with_options<&forward_only>, py::call_guard<py::gil_scoped_release>());
+    m.def("differentiable_forward", &with_options<&differentiable_forward>, py::call_guard<py::gil_scoped_release>());
     m.def("force_kernel", &force_kernel);
     m.def("which_kernel", &which_kernel, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("has_dropout") = false,
           py::arg("capability") = py::none(), py::arg("fast_fp64") = true);

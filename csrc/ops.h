@@ -17,19 +17,30 @@ namespace minimal_attn {
 using OptionalTensor = std::optional<at::Tensor>;
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
+// What a call asks for beside q, k and v. The ops have these as arguments of their own, in this order.
+struct Options {
+    OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+    double softmax_scale;
+    int64_t window_left, window_right;
+    double dropout_p = 0;
+    OptionalTensor dropout_seed = {};
+};
+
 // main.cpp describes them.
-Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const OptionalTensor &seq_lens,
-                     double softmax_scale, bool causal, double dropout_p, const OptionalTensor &dropout_seed,
-                     bool deterministic);
+Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options);
 Gradients flash_backward(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &k,
-                         const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
-                         const OptionalTensor &seq_lens, double softmax_scale, bool causal, double dropout_p,
-                         const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv);
+                         const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse, const Options &options,
+                         bool deterministic, bool need_dq, bool need_dkv);
+Gradients flash_backward_op(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q,
+                            const at::Tensor &k, const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
+                            const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,
+                            const OptionalTensor &seqused_q, const OptionalTensor &seqused_k, double softmax_scale,
+                            int64_t window_left, int64_t window_right, double dropout_p,
+                            const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv);
 
 // autograd.cpp: flash_forward, with flash_backward as its derivative. No dispatcher, no Python in the backward pass.
-Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                              const OptionalTensor &seq_lens, double softmax_scale, bool causal, double dropout_p,
-                              const OptionalTensor &dropout_seed, bool deterministic);
+Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options,
+                              bool deterministic);
 
 // Whether an op on these tensors, some of them perhaps undefined, has nothing but a kernel to launch besides what
 // autograd does: no tracing, vmap, fake tensors, dispatch modes, tangents or profiler.

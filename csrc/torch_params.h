@@ -27,6 +27,10 @@ namespace minimal_attn {
 struct Layout { int head, row; };
 constexpr Layout kBHSD{1, 2}, kBSHD{2, 1};
 
+// As in flash.h: below 0 there is no bound.
+struct Window { int64_t left, right; };
+constexpr Window kAllKeys{-1, -1}, kCausal{-1, 0};
+
 // Up to this magnitude softmax_scale · log2(e) is finite in fp32. As in checks.py.
 constexpr double kMaxScale = 2.3586e38;
 
@@ -67,20 +71,24 @@ inline Reason find_fault(const at::Tensor &q, const at::Tensor &k, const at::Ten
 }
 
 // x as kernels see it; also dlse, which has no head_dim. A single row gets the row stride 0. The strides of a single
-// sample or head stay as they are: it must be served by the kernel that serves many of them.
-inline ::Tensor tensor_of(const at::Tensor &x, Layout dim) {
+// sample or head stay as they are: it must be served by the kernel that serves many of them. The samples of a packed
+// batch have no stride.
+inline ::Tensor tensor_of(const at::Tensor &x, Layout dim, bool is_packed = false) {
     const int64_t row_stride = x.size(dim.row) > 1 ? x.stride(dim.row) : 0;
-    return {const_cast<void *>(x.const_data_ptr()), x.stride(0), x.stride(dim.head), row_stride};
+    return {const_cast<void *>(x.const_data_ptr()), is_packed ? 0 : x.stride(0), x.stride(dim.head), row_stride};
 }
 
 // Sets what follows from inputs without a fault. The outputs are still to come.
 inline void set_inputs(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                       double softmax_scale, bool causal, Layout dim) {
+                       double softmax_scale, Window window, Layout dim) {
     p.q = tensor_of(q, dim), p.k = tensor_of(k, dim), p.v = tensor_of(v, dim);
     p.batch_size = q.size(0), p.head_dim = int(q.size(3));
     p.nheads = int(q.size(dim.head)), p.nheads_k = int(k.size(dim.head));
     p.seqlen_q = int(q.size(dim.row)), p.seqlen_k = int(k.size(dim.row));
-    p.dtype = *dtype_of(q), p.is_causal = causal;
+    p.lse_batch_stride = int64_t(p.nheads) * p.seqlen_q;
+    p.dtype = *dtype_of(q);
+    auto limited = [](int64_t n) { return int(std::min<int64_t>(n, INT32_MAX)); };
+    p.window_left = limited(window.left), p.window_right = limited(window.right);
     // Rounded here, so that a scale that is 0 in fp32 is 0 for every kernel.
     p.softmax_scale = p.dtype == DType::kFloat64 ? softmax_scale : float(softmax_scale);
     if (q.is_cuda()) p.stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(q.device()).native_handle();
@@ -112,9 +120,11 @@ inline Output run_forward(AttnParams p, const at::Tensor &q, Layout dim) {
     const c10::DeviceGuard guard(q.device());
     const auto [kernel, slow_because] = choose(p, q.device(), false);
     at::Tensor out = new_like(q), tile_counter;
-    at::Tensor lse = at::empty({p.batch_size, p.nheads, p.seqlen_q}, q.options().dtype(lse_dtype(q)));
-    p.o = tensor_of(out, dim), p.lse = lse.data_ptr();
-    if (kernel == Kernel::kSm90 && (p.is_causal || p.seq_lens)) {
+    at::Tensor lse = at::empty({q.size(0), p.nheads, p.seqlen_q}, q.options().dtype(lse_dtype(q)));
+    p.o = tensor_of(out, dim, p.cu_seqlens_q), p.lse = lse.data_ptr();
+    if (q.numel() == 0) return {out, lse, {}};
+    const bool are_tiles_equal = !p.cu_seqlens_q && !p.seqused_q && !p.seqused_k && p.window_left < 0;
+    if (kernel == Kernel::kSm90 && !(are_tiles_equal && p.window_right < 0)) {
         tile_counter = at::empty({1}, q.options().dtype(at::kInt));
         p.tile_counter = tile_counter.data_ptr<int>();
     }

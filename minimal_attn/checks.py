@@ -1,10 +1,10 @@
 """What every entry point checks before any launch, in one place, so that all backends refuse the same input alike.
 
-Each error names the argument, what was given and what is allowed. Read next: choice.py, which backend serves a call.
+Each error names the argument, what was given and what is allowed. Read next: lengths.py, the
+checks of lengths and windows.
 """
 
 import numbers
-import operator
 import reprlib
 
 import torch
@@ -50,6 +50,11 @@ def is_eager(*tensors):
             and all(x is None or type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_neg()
                     and not x._is_zerotensor() and not torch._C._functorch.is_legacy_batchedtensor(x)
                     for x in tensors))
+
+
+def can_read(x):
+    """Whether the host may read x: nothing traces or watches, and no CUDA graph is captured, which would fail."""
+    return is_eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class _Shown(reprlib.Repr):
@@ -211,50 +216,6 @@ def check_tile(dtype, **blocks):
     limit = MAX_TILE // (4 if dtype == torch.float32 else 1)
     if block1 * block2 > limit:
         raise ValueError(f"{name1} times {name2} must not exceed {limit} in {dtype}, got {block1} and {block2}")
-
-
-def check_seq_lens(seq_lens, q, k):
-    """seq_lens as an int32 tensor of shape (q.shape[0],) on q's device, or None; ValueError unless it fits q and k.
-
-    Values are checked at once for a list or a CPU tensor. For a GPU tensor that takes one small read, which is skipped
-    while a CUDA graph is captured or torch.compile traces; the kernels clamp, so a bad value never reads out of bounds.
-    """
-    if seq_lens is None:
-        return None
-    if isinstance(seq_lens, torch.Tensor):
-        check_tensor("seq_lens", seq_lens)
-    seqlen = q.shape[-2]
-    if seqlen != k.shape[-2]:
-        raise ValueError(f"seq_lens needs equal lengths of q and k, got seqlen_q {seqlen} and seqlen_k {k.shape[-2]}")
-    is_tracing = torch.compiler.is_compiling()
-    is_capturing = q.is_cuda and not is_tracing and torch.cuda.is_current_stream_capturing()
-    can_read = not (is_tracing or is_capturing)
-    if not isinstance(seq_lens, torch.Tensor):
-        try:
-            lengths = [operator.index(n) for n in seq_lens]
-        except TypeError:
-            raise ValueError("seq_lens must be integers, in a list or an int32 or int64 tensor, got "
-                             f"{shown(seq_lens)}") from None
-        if any(not 0 < n <= seqlen for n in lengths):
-            raise ValueError(f"seq_lens must be in 1..{seqlen}, got {lengths}")
-        seq_lens, can_read = torch.tensor(lengths, dtype=torch.int32, device="cpu"), False  # they have been read
-    elif seq_lens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"seq_lens must be a list or an int32 or int64 tensor, got {seq_lens.dtype}")
-    elif seq_lens.device != q.device and seq_lens.device.type != "cpu":
-        raise ValueError(f"seq_lens must be on the same device as q ({q.device}) or on the CPU, got {seq_lens.device}")
-    if is_capturing and not seq_lens.is_cuda:
-        raise ValueError("seq_lens on the CPU cannot be copied while a CUDA graph is captured: pass a GPU tensor")
-    batch_size = 1 if q.ndim == 3 else q.shape[0]
-    if seq_lens.shape != (batch_size,):
-        why = "one value for all of a 3D q" if q.ndim == 3 else "one value a sample"
-        raise ValueError(f"seq_lens must have shape ({batch_size},), {why}, got {tuple(seq_lens.shape)}")
-    if can_read and seq_lens.numel():
-        low, high = torch.stack(seq_lens.aminmax()).tolist()
-        if low < 1 or high > seqlen:
-            raise ValueError(f"seq_lens must be in 1..{seqlen}, got values from {low} to {high}")
-    # Outside 0..2^31 only where the values could not be read: keep the wrap to 32 bits from making such a value valid.
-    seq_lens = seq_lens.clamp(0, seqlen).to(device=q.device, dtype=torch.int32)
-    return seq_lens.expand(q.shape[0]).contiguous()
 
 
 def wants_gradient(x):

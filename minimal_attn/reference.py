@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .backends import Backend, Options
-from .checks import FP8_DTYPES, check_dropout_p, check_dropout_seed, check_options, check_qkv, check_seq_lens, out_dtype
+from .backends import Backend, Lengths, Options
+from .checks import FP8_DTYPES, check_dropout_p, check_dropout_seed, check_options, check_qkv, out_dtype
 from .dropout import keep_mask, keep_scale
+from .lengths import check_lengths, check_window
+from .packed import as_padded
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -33,8 +35,10 @@ def without_autocast(function):
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
                         seq_lens: Tensor | Sequence[int] | None = None, *, dropout_p: float = 0.0,
-                        dropout_seed: Tensor | None = None,
-                        return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+                        dropout_seed: Tensor | None = None, return_lse: bool = False,
+                        window_size: tuple[int, int] = (-1, -1), cu_seqlens_q: Tensor | None = None,
+                        cu_seqlens_k: Tensor | None = None, seqused_q: Tensor | None = None,
+                        seqused_k: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
 
     The same function as flash_attention, which describes arguments and errors, but torch.autocast casts nothing here.
@@ -49,6 +53,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
         dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p).
         dropout_seed: int64, one element, on q's device: decides which (dropout.py); drawn by torch if None.
         return_lse: also return each row's log-sum-exp.
+        window_size, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as flash_attention.
 
     Returns:
         out, of q's shape and dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for
@@ -56,11 +61,12 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     """
     check_qkv(q, k, v, DTYPES)
     check_options(causal, sm_scale)
-    seq_lens = check_seq_lens(seq_lens, q, k)
+    lengths = check_lengths(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), seq_lens, q, k)
+    window = check_window(window_size, causal, lengths, q, k)
     dropout_p = check_dropout_p(dropout_p)
     seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
-    options = Options(causal, scale, seq_lens, dropout_p, seed)
+    options = Options(scale, window, lengths, dropout_p, seed)
     if q.ndim == 3:
         out, lse = (x.squeeze(1) for x in reference_forward(*(x.unsqueeze(1) for x in (q, k, v)), options))
     else:
@@ -68,16 +74,28 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     return (out, lse) if return_lse else out
 
 
-def visible_keys(seqlen_q, seqlen_k, causal, seq_lens, device):
-    """Which keys a row sees: bool, broadcastable to (B, H, Sq, Sk), or None when every row sees every key."""
+def visible_keys(seqlen_q, seqlen_k, window, lengths, device):
+    """Which keys a row of a padded batch sees: bool, broadcastable to (B, H, Sq, Sk), or None when every row sees every
+    key. window and lengths as in Options."""
     rows = torch.arange(seqlen_q, device=device)[:, None]
     cols = torch.arange(seqlen_k, device=device)
-    mask = cols <= rows + seqlen_k - seqlen_q if causal else None
-    if seq_lens is not None:
-        lengths = seq_lens[:, None, None, None]
-        valid = (rows < lengths) & (cols < lengths)
-        mask = valid if mask is None else mask & valid
-    return mask
+    conditions = []
+    if lengths.seqused_q is not None:
+        seqlen_q = lengths.seqused_q.long().clamp(0, seqlen_q)[:, None, None, None]
+        conditions.append(rows < seqlen_q)
+    if lengths.seqused_k is not None:
+        seqlen_k = lengths.seqused_k.long().clamp(0, seqlen_k)[:, None, None, None]
+        conditions.append(cols < seqlen_k)
+    diagonal = rows + seqlen_k - seqlen_q  # the last row sees up to the last key
+    left, right = window
+    if left >= 0:
+        conditions.append(cols >= diagonal - left)
+    if right >= 0:
+        conditions.append(cols <= diagonal + right)
+    if not conditions:
+        return None
+    mask = functools.reduce(torch.logical_and, conditions)
+    return mask.expand(*mask.shape[:-2], rows.shape[0], cols.shape[0])
 
 
 def without_padding(q, k, v, mask):
@@ -90,9 +108,11 @@ def without_padding(q, k, v, mask):
 @without_autocast
 def reference_forward(q, k, v, options):
     """(out, lse) of checked 4D inputs, as a Backend's forward; not for fp8."""
+    if options.lengths.is_packed:
+        return as_padded(reference_forward, q, k, v, options)
     acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     groups = q.shape[1] // k.shape[1]  # query heads that share a key/value head
-    mask = visible_keys(q.shape[2], k.shape[2], options.causal, options.seq_lens, q.device)
+    mask = visible_keys(q.shape[2], k.shape[2], options.window, options.lengths, q.device)
     if mask is not None:
         q, k, v = without_padding(q, k, v, mask)
     k, v = (x.to(acc_dtype).repeat_interleave(groups, dim=1) for x in (k, v))

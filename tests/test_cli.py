@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 
 from conftest import HAS_GPU
-from minimal_attn import (__version__, _build, available_backends, bench, choice, cli, crosscheck, info, interface,
-                          reference_attention)
+from minimal_attn import __version__, _build, available_backends, bench, choice, cli, crosscheck, info, interface
 from minimal_attn.bench import attention, demo
 from minimal_attn.bench.attention import IMPLS
 from minimal_attn.bench.measure import MEASURED
 from minimal_attn.progress import watched
+from minimal_attn.reference import reference_forward
 from test_build import python
 
 ROOT = Path(__file__).parents[1]
@@ -115,18 +115,16 @@ def test_check(capsys, monkeypatch):
 
 
 def no_scale(q, k, v, options):
-    return reference_attention(q, k, v, options.causal, 1.0, options.seq_lens, return_lse=True)
+    return reference_forward(q, k, v, options._replace(softmax_scale=1.0))
 
 
 def shifted_lse(q, k, v, options):
-    out, lse = reference_attention(q, k, v, options.causal, options.softmax_scale, options.seq_lens,
-                                   return_lse=True)
+    out, lse = reference_forward(q, k, v, options)
     return out, lse + 1e-3
 
 
 def all_rows_see(q, k, v, options):
-    out, lse = reference_attention(q, k, v, options.causal, options.softmax_scale, options.seq_lens,
-                                   return_lse=True)
+    out, lse = reference_forward(q, k, v, options)
     return out, lse.clamp(min=-50)
 
 

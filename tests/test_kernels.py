@@ -14,6 +14,7 @@ import minimal_attn
 from cases import Case, make_inputs
 from conftest import IMPLEMENTATIONS
 from minimal_attn import _build, cuda, flash_attention, flash_attn_func, force_kernel, which_kernel
+from minimal_attn.backends import Options
 
 HALF = torch.float16
 
@@ -323,7 +324,8 @@ def test_fast_path_gives_the_same_bits(dtype):
     q, k, v = qkv(device="cuda", dtype=dtype)
     cuda._load_ops()
     for causal, scale in ((False, None), (True, 0.3), (True, -0.5), (False, 0.0)):
-        want, want_lse = torch.ops.minimal_attn.flash_forward(q, k, v, None, 0.125 if scale is None else scale, causal)
+        options = Options(0.125 if scale is None else scale, (-1, 0 if causal else -1)).of_op()
+        want, want_lse = torch.ops.minimal_attn.flash_forward(q, k, v, *options)
         out, lse = fast(q, k, v, causal, scale, return_lse=True)
         assert out.equal(want) and lse.equal(want_lse) and fast(q, k, v, causal, scale).equal(want)
         rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
@@ -341,7 +343,8 @@ def test_fast_path_gives_the_same_gradients(seq_major):
     inputs = [x.requires_grad_() for x in qkv(device="cuda")]
     dout = torch.randn_like(inputs[0])
     dlse = torch.randn(dout.shape[:3], device="cuda")
-    want = torch.autograd.grad(torch.ops.minimal_attn.flash_forward(*inputs, None, 0.3, True), inputs, (dout, dlse))
+    outputs = torch.ops.minimal_attn.flash_forward(*inputs, *Options(0.3, (-1, 0)).of_op())
+    want = torch.autograd.grad(outputs, inputs, (dout, dlse))
     rows = [x.transpose(1, 2) if seq_major else x for x in inputs]
     out, lse = fast(*rows, True, 0.3, seq_major, return_lse=True)
     got = torch.autograd.grad((out.transpose(1, 2) if seq_major else out, lse), inputs, (dout, dlse))

@@ -1,8 +1,9 @@
 """FlashAttention forward in Triton, the twin of csrc/flash.cu: the same function of the same arguments, and fp8.
 
 One program owns kBlockM query rows of one head and walks along the keys with the online softmax. Blocks that every row
-sees whole go first, without a mask; only the blocks at the causal diagonal and at the end take the masked path. Tiles
-come by tensor descriptors, that is TMA, where the GPU, the dtype and the strides allow it, else through pointers.
+sees whole go first, without a mask; only the blocks at the edges of a window and at the end take the masked path. Tiles
+come by tensor descriptors, that is TMA, where the GPU, the dtype and the strides allow it, else through pointers. So do
+packed batches: a descriptor would also bring rows of the next sample.
 Nothing here belongs to one vendor, so other Triton backends and Triton's interpreter (TRITON_INTERPRET=1) run it too.
 
 Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: mask.py, the mask; ../csrc/flash.cu, the same in CUDA C++.
@@ -16,13 +17,15 @@ import triton
 import triton.language as tl
 from triton.compiler.errors import CompilationError
 
-from minimal_attn.backends import warn
+from minimal_attn.backends import Lengths, warn
 from minimal_attn.checks import FP8_DTYPES, empty_outputs
 
 from . import autotune as tuner
 from .dropout import keep_tile, threshold_and_scale
-from .launching import INTERPRETING, Launch, layouts, once, properties, remember, to_float
-from .mask import block_of, key_blocks, keys_of, make_mask, sees, sequence, steps
+from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
+                        properties, remember, to_float)
+from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
+from .sequence import block_of_slot, head_of, num_slots, sequence, used
 
 try:
     from . import attention_hopper
@@ -57,7 +60,8 @@ def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.const
 @triton.jit
 def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, seqlen_k,
             seq, head_dim, softmax_scale_log2, seed_ptr, threshold, kMasked: tl.constexpr, kMaskCols: tl.constexpr,
-            kHasSeqLens: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
+            kIsLocal: tl.constexpr, kHasUsedK: tl.constexpr, kIsPacked: tl.constexpr, kBlockN: tl.constexpr,
+            kBlockD: tl.constexpr, kTma: tl.constexpr):
     """Online softmax over the full blocks of keys, with kMasked over the cut ones: the new acc_o, row_max, row_sum."""
     kIsFp8: tl.constexpr = q.dtype.primitive_bitwidth == 8
     loop = steps(blocks, kMasked)
@@ -68,7 +72,7 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
                        kTma)
         acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
         if kMasked:
-            acc_s = tl.where(sees(visible, cols), acc_s, float("-inf"))
+            acc_s = tl.where(sees(visible, cols, kIsLocal), acc_s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(acc_s, 1))
         # A row that has seen no key, or only scores of -inf: exp2(-inf) is 0, not NaN.
         max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -80,7 +84,7 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
         row_sum = row_sum * rescale + tl.sum(p, 1)
         if seed_ptr is not None:  # of what meets V alone: the sum normalises what there was before
             p = tl.where(keep_tile(seed_ptr, threshold, b, h, row0, col0, p.shape[0], kBlockN), p, 0.0)
-        if kIsFp8:  # v is Vᵀ, its keys in the order of _transpose_v
+        if kIsFp8 and not kIsPacked:  # v is Vᵀ, its keys in the order of _transpose_v
             v_tile = _load(v, b, h_k, 0, col0, v_row_stride, head_dim, tl.cdiv(seqlen_k, 16) * 16, kMaskCols, kMasked,
                            kBlockD, kBlockN, kTma).T
             p_tile = p.to(q.dtype).reshape(p.shape[0], kBlockN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(p.shape)
@@ -88,7 +92,7 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
             v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN,
                            kBlockD, kTma)
             p_tile = p.to(q.dtype)
-            if kMasked and kTma and kHasSeqLens:  # a descriptor ends with the tensor, not with the sample
+            if kMasked and kTma and kHasUsedK:  # a descriptor ends with the tensor, not with the sample
                 v_tile = tl.where(cols[:, None] < seq.seqlen_k, v_tile, tl.zeros_like(v_tile))
         if q.dtype == tl.float32:
             # Summed apart from acc_o: short sums round less. A plain addition would be folded back into the dot.
@@ -101,7 +105,7 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
 
 
 @triton.jit
-def _transpose_v(v_ptr, vt_ptr, seq_lens_ptr, v_batch_stride, v_head_stride, v_row_stride, nheads_k, seqlen_k,
+def _transpose_v(v_ptr, vt_ptr, seqused_k_ptr, v_batch_stride, v_head_stride, v_row_stride, nheads_k, seqlen_k,
                  seqlen_vt, head_dim, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
     """Vᵀ (B, Hk, D, seqlen_vt), contiguous, of fp8 V: tensor cores take an 8-bit second operand that way alone.
 
@@ -113,45 +117,53 @@ def _transpose_v(v_ptr, vt_ptr, seq_lens_ptr, v_batch_stride, v_head_stride, v_r
     b, h_k = bh // nheads_k, bh % nheads_k
     places = tl.program_id(0) % n_blocks * kBlockN + tl.arange(0, kBlockN)
     keys = places // 16 * 16 + places // 2 % 2 * 8 + places // 4 % 4 * 2 + places % 2
-    seq = sequence(seq_lens_ptr, b, seqlen_k, seqlen_k)
     dims = tl.arange(0, kBlockD)
     v_base = v_ptr + b * v_batch_stride + h_k * v_head_stride
     v = tl.load(v_base + keys.to(tl.int64)[:, None] * v_row_stride + dims[None, :],
-                mask=(keys[:, None] < seq.seqlen_k) & (dims[None, :] < head_dim), other=0.0)
+                mask=(keys[:, None] < used(seqused_k_ptr, b, seqlen_k)) & (dims[None, :] < head_dim), other=0.0)
     tl.store(vt_ptr + (bh * head_dim + dims[:, None]) * seqlen_vt + places[None, :], v.T,
              mask=(dims[:, None] < head_dim) & (places[None, :] < seqlen_vt))
 
 
-@triton.jit(do_not_specialize=["threshold"])
-def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and strides as AttnParams in csrc/flash.h
-               q_descale_ptr, k_descale_ptr, v_descale_ptr,  # fp8: (B, Hk), contiguous; and v is Vᵀ
+@triton.jit(do_not_specialize=["threshold", *WINDOW])
+def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as AttnParams in csrc/flash.h
+               cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr,
+               q_descale_ptr, k_descale_ptr, v_descale_ptr,  # fp8: (B, Hk), contiguous; and v is Vᵀ, if not packed
                seed_ptr, threshold, keep_scale,  # of dropout.py; a seed_ptr of None: no dropout
                softmax_scale,
                q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                v_batch_stride, v_head_stride, v_row_stride, o_batch_stride, o_head_stride, o_row_stride,
-               nheads, nheads_k, seqlen_q, seqlen_k, head_dim, kIsCausal: tl.constexpr,
-               kNegateQ: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr, kBlockM: tl.constexpr,
-               kBlockN: tl.constexpr, kBlockD: tl.constexpr):
+               batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim, window_left, window_right,
+               kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kNegateQ: tl.constexpr, kMaskCols: tl.constexpr,
+               kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
     # Blocks of one head are neighbours, to share its K and V in L2; the rows that see most under a causal mask go
     # first.
-    m_blocks = tl.cdiv(seqlen_q, kBlockM)
+    kIsPacked: tl.constexpr = cu_seqlens_q_ptr is not None
+    m_blocks = num_slots(cu_seqlens_q_ptr, batch_size, seqlen_q, kBlockM)
     m_block = m_blocks - 1 - tl.program_id(0) % m_blocks
     bh = tl.program_id(0) // m_blocks
     b, h = bh // nheads, bh % nheads
     h_k = h // (nheads // nheads_k)
+    sample = b
+    if kIsPacked:
+        sample, m_block = block_of_slot(cu_seqlens_q_ptr, m_block, batch_size, seqlen_q, kBlockM)
     row0 = m_block * kBlockM
     rows = row0 + tl.arange(0, kBlockM)
 
-    seq = sequence(seq_lens_ptr, b, seqlen_q, seqlen_k)
-    mask = make_mask(seq, kIsCausal)
+    seq = sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, sample, batch_size, seqlen_q,
+                   seqlen_k)
+    if kIsPacked:
+        if row0 >= seq.padded_q:
+            return
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     visible = keys_of(mask, rows)
     blocks = key_blocks(mask, row0, kBlockM, kBlockN)
 
     q_base, k_base, v_base = q_ptr, k_ptr, v_ptr
     if not kTma:
-        q_base = q_ptr + b.to(tl.int64) * q_batch_stride + h.to(tl.int64) * q_head_stride
-        k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
-        v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
+        q_base = head_of(q_ptr, b, h, seq.q_begin, q_batch_stride, q_head_stride, q_row_stride)
+        k_base = head_of(k_ptr, b, h_k, seq.k_begin, k_batch_stride, k_head_stride, k_row_stride)
+        v_base = head_of(v_ptr, b, h_k, seq.k_begin, v_batch_stride, v_head_stride, v_row_stride)
     q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
     if kNegateQ:  # a masked score of -inf needs a scale above 0
         q = (-q.to(tl.float32)).to(q.dtype)
@@ -159,37 +171,42 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and 
     # least number, which does not turn a masked -inf into NaN. A descale below 0 is an error that only the GPU can see.
     scale, scale_o = tl.abs(tl.cast(softmax_scale, tl.float32)), keep_scale
     if q_descale_ptr is not None:
-        scale *= tl.load(q_descale_ptr + b * nheads_k + h_k)
+        scale *= tl.load(q_descale_ptr + seq.b * nheads_k + h_k)
     if k_descale_ptr is not None:
-        scale *= tl.load(k_descale_ptr + b * nheads_k + h_k)
+        scale *= tl.load(k_descale_ptr + seq.b * nheads_k + h_k)
     if v_descale_ptr is not None:
-        scale_o *= tl.load(v_descale_ptr + b * nheads_k + h_k)
+        scale_o *= tl.load(v_descale_ptr + seq.b * nheads_k + h_k)
     softmax_scale_log2 = tl.where(scale < 0, float("nan"), tl.maximum(scale * 1.4426950408889634, 1e-37))
     acc_o = tl.zeros([kBlockM, kBlockD], tl.float32)
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
     # First the blocks that every row sees whole, then those that a mask cuts.
-    kHasSeqLens: tl.constexpr = seq_lens_ptr is not None
-    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
+    kHasUsedK: tl.constexpr = seqused_k_ptr is not None
+    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, seq.b, h, h_k, row0, k_row_stride,
                                       v_row_stride, blocks, visible, seqlen_k, seq, head_dim, softmax_scale_log2,
-                                      seed_ptr, threshold, False, kMaskCols, kHasSeqLens, kBlockN, kBlockD, kTma)
-    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
+                                      seed_ptr, threshold, False, kMaskCols, kIsLocal, kHasUsedK, kIsPacked, kBlockN,
+                                      kBlockD, kTma)
+    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, seq.b, h, h_k, row0, k_row_stride,
                                       v_row_stride, blocks, visible, seqlen_k, seq, head_dim, softmax_scale_log2,
-                                      seed_ptr, threshold, True, kMaskCols, kHasSeqLens, kBlockN, kBlockD, kTma)
+                                      seed_ptr, threshold, True, kMaskCols, kIsLocal, kHasUsedK, kIsPacked, kBlockN,
+                                      kBlockD, kTma)
 
     empty = (visible.begin >= visible.end) | (row_sum == 0.0)
     row_sum = tl.where(empty, 1.0, row_sum)
     lse = row_max * scale + tl.log(row_sum)
     if q.dtype.primitive_bitwidth == 8:  # p was 2^8 times what it is
         lse -= 8 * 0.6931471805599453
-    tl.store(lse_ptr + bh.to(tl.int64) * seqlen_q + rows, tl.where(empty, float("-inf"), lse), mask=rows < seqlen_q)
+    tl.store(lse_ptr + bh.to(tl.int64) * seqlen_q + seq.q_begin + rows, tl.where(empty, float("-inf"), lse),
+             mask=rows < seq.padded_q)
     # "/" would round to two ulps. The out of an empty row is 0 even where V, times probabilities of 0, gave NaN.
     out = tl.where(empty[:, None], 0.0, acc_o * tl.div_rn(scale_o, row_sum)[:, None])
     cols = tl.arange(0, kBlockD)
-    o_base = o_ptr + b.to(tl.int64) * o_batch_stride + h.to(tl.int64) * o_head_stride
+    o_base = head_of(o_ptr, b, h, seq.q_begin, o_batch_stride, o_head_stride, o_row_stride)
     tl.store(o_base + rows.to(tl.int64)[:, None] * o_row_stride + cols[None, :], out.to(o_ptr.dtype.element_ty),
-             mask=(rows[:, None] < seqlen_q) & (cols[None, :] < head_dim))
+             mask=(rows[:, None] < seq.padded_q) & (cols[None, :] < head_dim))
 
+
+_flash_fwd_packed = triton.jit(do_not_specialize=["threshold", *WINDOW, *PACKED_SIZES])(_flash_fwd.fn)
 
 # (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and kBlockD. The first that fits the GPU's shared
 # memory is the one without tuning; each list ends with one for the 99 KB of sm_86, sm_89 and sm_120.
@@ -251,31 +268,34 @@ def can_use_tma(*tensors):
                        for n, stride in zip(x.shape[:-1], x.stride()[:-1])) for x in tensors)
 
 
-def transposed(v, seq_lens):
+def transposed(v, seqused_k):
     """Vᵀ of fp8 V by _transpose_v; the length is rounded up to 16, for its rows to start where TMA can."""
     batch_size, nheads_k, seqlen_k, head_dim = v.shape
     seqlen_vt = triton.cdiv(seqlen_k, 16) * 16
     vt = v.new_empty(batch_size, nheads_k, head_dim, seqlen_vt)
     if vt.numel():
         grid = (triton.cdiv(seqlen_vt, 64) * batch_size * nheads_k,)
-        _transpose_v[grid](v, vt, seq_lens, *v.stride()[:3], nheads_k, seqlen_k, seqlen_vt, head_dim, kBlockN=64,
+        _transpose_v[grid](v, vt, seqused_k, *v.stride()[:3], nheads_k, seqlen_k, seqlen_vt, head_dim, kBlockN=64,
                            kBlockD=block_d(v.dtype, head_dim))
     return vt
 
 
-def launch(config, q, k, v, out, causal, is_negative, tma):
-    """A Launch for checked inputs, to be called with (q, k, v, out, lse, seq_lens, *descales, seed, threshold,
-    keep_scale, softmax_scale). v is Vᵀ if they are fp8; is_negative: softmax_scale is."""
+def launch(config, q, k, v, out, lengths, window, is_negative, tma):
+    """A Launch for checked inputs, to be called with (q, k, v, out, lse, *lengths, *descales, seed, threshold,
+    keep_scale, softmax_scale). v is Vᵀ if they are fp8 and not packed; is_negative: softmax_scale is."""
     if "kConsumers" in config:
-        return attention_hopper.launch(config, q, k, v, out, causal, properties(q.device).num_sms)
-    batch_size, nheads, seqlen_q, head_dim = q.shape
+        return attention_hopper.launch(config, q, k, v, out, window == (-1, 0), properties(q.device).num_sms)
+    nheads, seqlen_q, head_dim = q.shape[1:]
+    function, batch_size = (_flash_fwd_packed if lengths.is_packed else _flash_fwd), num_samples(q, lengths)
     kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
     v_tile = (kBlockD, kBlockN) if q.dtype in FP8_DTYPES else (kBlockN, kBlockD)
     tiles = [(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)), (v, v_tile))]
-    constants = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], nheads, k.shape[1], seqlen_q,
-                 k.shape[2], head_dim, causal, is_negative, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
-    return Launch(_flash_fwd, -(-seqlen_q // kBlockM) * batch_size * nheads, constants, tiles if tma else (),
-                  num_warps=num_warps, num_stages=num_stages)
+    constants = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], batch_size, nheads, k.shape[1],
+                 seqlen_q, k.shape[2], head_dim, *mask_of(window), is_negative, head_dim < kBlockD, tma, kBlockM,
+                 kBlockN, kBlockD)
+    slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM)
+    return Launch(function, slots * q.shape[0] * nheads, constants, tiles if tma else (), num_warps=num_warps,
+                  num_stages=num_stages)
 
 
 _plans = {}  # {all that a launch depends on: the launch}
@@ -290,30 +310,31 @@ def run(q, k, v, options, config=None):
     out, lse = empty_outputs(q)
     if not out.numel():
         return out, lse
-    causal, seq_lens, seed = options.causal, options.seq_lens, options.dropout_seed
+    lengths, window, seed = options.lengths, options.window, options.dropout_seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
-        if q.dtype in FP8_DTYPES:
-            v = transposed(v, seq_lens)
+        if q.dtype in FP8_DTYPES and not lengths.is_packed:
+            v = transposed(v, lengths.seqused_k)
         autotune, is_negative = options.autotune and tuner.is_on(), options.softmax_scale < 0
         numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
-        arguments = q, k, v, out, lse, seq_lens, *options.descales, seed, *numbers
-        key = (q.device, is_negative, causal, autotune, config and tuple(config.values()),
-               *layouts(q, k, v, seq_lens, *options.descales, seed))
+        arguments = q, k, v, out, lse, *lengths, *options.descales, seed, *numbers
+        key = (q.device, is_negative, window, autotune, config and tuple(config.values()),
+               *layouts(q, k, v, *lengths, *options.descales, seed))
         plan = _plans.get(key)
         if plan is not None:
             plan(*arguments)
             return out, lse
-        suits_hopper = not config and hopper_serves(q, out, can_use_tma(q, k, v), seq_lens, is_negative, seed)
+        tma = not lengths.is_packed and can_use_tma(q, k, v)
+        suits_hopper = not config and hopper_serves(q, out, tma, lengths, window, is_negative, seed)
         if suits_hopper and attention_hopper is None:
             warn_hopper(hopper_error)
         try:
-            plan = choose(config, autotune, arguments, causal, is_negative)
+            plan = choose(config, autotune, arguments, lengths, window, is_negative, tma)
             plan(*arguments)
         except CompilationError as error:
             if not suits_hopper:
                 raise
             give_up_hopper(f"{type(error).__name__}: {error}")
-            plan = choose(config, autotune, arguments, causal, is_negative)
+            plan = choose(config, autotune, arguments, lengths, window, is_negative, tma)
             plan(*arguments)
         remember(_plans, key, plan, q.device)
     return out, lse
@@ -333,32 +354,29 @@ def warn_hopper(reason):
     warn(f"attention_hopper.py does not work with Triton {triton.__version__}, calls are slower without it: {reason}")
 
 
-def hopper_serves(q, out, tma, seq_lens=None, is_negative=False, seed=None):
+def hopper_serves(q, out, tma, lengths=Lengths(), window=(-1, -1), is_negative=False, seed=None):
     """Whether attention_hopper.py is for a call, if it works. Its TILES begin at kBlockD 64."""
     return (properties(q.device).capability // 10 == 9 and tma and can_use_tma(out) and q.dtype.itemsize == 2
-            and q.shape[-1] > 32 and seq_lens is None and not is_negative and seed is None)
+            and q.shape[-1] > 32 and all(x is None for x in lengths) and window in ((-1, -1), (-1, 0))
+            and not is_negative and seed is None)
 
 
-def candidates(q, out, tma, seq_lens=None, is_negative=False, seed=None):
+def candidates(q, out, tma, lengths=Lengths(), window=(-1, -1), is_negative=False, seed=None):
     """tile_configs for a call, and whether attention_hopper.py is among them."""
-    is_hopper = hopper_works and hopper_serves(q, out, tma, seq_lens, is_negative, seed)
+    is_hopper = hopper_works and hopper_serves(q, out, tma, lengths, window, is_negative, seed)
     return tile_configs(q.dtype, q.shape[-1], properties(q.device).max_shared_memory, is_hopper), is_hopper
 
 
-def choose(config, autotune, arguments, causal, is_negative):
+def choose(config, autotune, arguments, lengths, window, is_negative, tma):
     """The Launch of config, or else of one of the candidates: the first, or the fastest."""
-    q, k, v, out, _, seq_lens, *_, seed, _, _, _ = arguments
-    tma = can_use_tma(q, k, v)
-    launch_of = once(lambda config: launch(config, q, k, v, out, causal, is_negative, tma))
+    q, k, v, out, *_, seed, _, _, _ = arguments
+    launch_of = once(lambda config: launch(config, q, k, v, out, lengths, window, is_negative, tma))
     if config:
         return launch_of(config)
-    configs, is_hopper = candidates(q, out, tma, seq_lens, is_negative, seed)
+    configs, is_hopper = candidates(q, out, tma, lengths, window, is_negative, seed)
     if not autotune:
         return launch_of(configs[0])
-    # Lengths by the power of two that they reach: 1025 to 2048 are tuned as one.
-    lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2]))
-    key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, is_hopper, seed is not None,
-           *lengths)
+    key = str(q.dtype), configs[0]["kBlockD"], *kind_of(q, k, lengths, window), tma, is_hopper, seed is not None
     run_config = lambda config: launch_of(config)(*arguments)  # noqa: E731
     return launch_of(tuner.fastest("attention", key, configs, run_config, q.device))
 

@@ -3,7 +3,7 @@
 P is formed again from lse. With dP = dO Vᵀ and delta = rowsum(dO ∘ O), dS = P ∘ (dP - delta), and the gradients are
 dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse / d S = P makes dlse a part of delta.
 
-Three kernels. _preprocess computes delta. _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows
+Three kernels. That of preprocess.py computes delta. _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows
 that see it; _flash_bwd_q computes dQ of one block of rows and loops over the keys. Q Kᵀ and dO Vᵀ are therefore formed
 twice, but there are no atomics, and every run gives the same bits. Where query heads share keys, several programs may
 share a block of keys: each sums over a part of the heads, in fp32 in memory, and sum_splits adds these up. Otherwise
@@ -11,7 +11,7 @@ there is no workspace of Q's size.
 
 With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
 
-Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: attention.py, the forward.
+Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: preprocess.py; attention.py, the forward.
 """
 
 import contextlib
@@ -21,87 +21,17 @@ import torch
 import triton
 import triton.language as tl
 
+from minimal_attn.backends import Lengths
 from minimal_attn.checks import empty_like
 
 from . import autotune as tuner
 from .attention import _load, block_d, can_use_tma
 from .dropout import keep_tile, threshold_and_scale
-from .launching import INTERPRETING, Launch, layouts, once, properties, remember, sum_splits, to_float
-from .mask import (block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, sequence,
-                   steps)
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_padded_ptr, softmax_scale,
-                o_batch_stride, o_head_stride, o_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
-                dlse_batch_stride, dlse_head_stride, dlse_row_stride, nheads, seqlen_q, seqlen_pad, head_dim,
-                kBlockM: tl.constexpr, kBlockD: tl.constexpr):
-    """delta = rowsum(dO ∘ O) - dlse, and lse as _probabilities takes it, both (B, H, seqlen_pad).
-
-    Rows whose lse is -inf get delta 0, whatever dO and dlse hold, and lse inf, so that their P is 0. So do the rows
-    from seqlen_q on, which make every tile whole.
-    """
-    m_blocks = tl.cdiv(seqlen_pad, kBlockM)
-    bh = (tl.program_id(0) // m_blocks).to(tl.int64)
-    b, h = bh // nheads, bh % nheads
-    row0 = tl.program_id(0) % m_blocks * kBlockM
-    rows = row0 + tl.arange(0, kBlockM)
-    is_row = rows < seqlen_q
-    o = _load(o_ptr + b * o_batch_stride + h * o_head_stride, b, h, row0, 0, o_row_stride, seqlen_q, head_dim, True,
-              True, kBlockM, kBlockD, False)
-    dout = _load(dout_ptr + b * dout_batch_stride + h * dout_head_stride, b, h, row0, 0, dout_row_stride, seqlen_q,
-                 head_dim, True, True, kBlockM, kBlockD, False)
-    delta = tl.sum(o.to(tl.float32) * dout.to(tl.float32), 1)
-    if dlse_ptr is not None:
-        dlse = dlse_ptr + b * dlse_batch_stride + h * dlse_head_stride + rows.to(tl.int64) * dlse_row_stride
-        delta -= tl.load(dlse, mask=is_row, other=0.0)
-    lse = tl.load(lse_ptr + bh * seqlen_q + rows, mask=is_row, other=float("-inf"))
-    is_empty = lse == float("-inf")
-    if o.dtype != tl.float32:
-        # The factor is not log2(e) but what the rounded softmax_scale_log2 has made of it. One rounding, hence fp64.
-        scale = tl.cast(softmax_scale, tl.float32)
-        # A scale below 2^-126 has few bits or none to be exact with.
-        is_small = tl.abs(scale) < 1.1754944e-38
-        factor = _in_log2(scale).to(tl.float64) / tl.where(is_small, 1.0, scale).to(tl.float64)
-        lse = (lse.to(tl.float64) * tl.where(is_small, 1.4426950408889634, factor)).to(tl.float32)
-    tl.store(delta_ptr + bh * seqlen_pad + rows, tl.where(is_empty, 0.0, delta))
-    tl.store(lse_padded_ptr + bh * seqlen_pad + rows, tl.where(is_empty, float("inf"), lse))
-
-
-@triton.jit
-def _in_log2(softmax_scale):
-    """softmax_scale_log2, rounded to fp32 alike in every kernel."""
-    return tl.cast(softmax_scale, tl.float32) * LOG2_E
-
-
-@triton.jit
-def _probabilities(s, lse, softmax_scale, kIsFp32: tl.constexpr):
-    """P = exp(softmax_scale · S - lse), with lse of _preprocess, which broadcasts to the shape of S.
-
-    At large scores the exponent is a small difference of large numbers. lse was rounded, and the FMA here adds no other
-    rounding. lse is natural in fp32, and in powers of two in 16 bits, which spares a multiplication an element.
-
-    Only rounding can make the exponent positive. Its sign is then flipped: the error keeps its size, and P is at most
-    1. Unlike a minimum, this takes no instruction of its own, and a NaN stays NaN.
-    """
-    if kIsFp32:
-        p = tl.exp2(tl.abs(s * softmax_scale - lse) * -LOG2_E)
-    else:
-        p = tl.exp2(tl.abs(s * _in_log2(softmax_scale) - lse) * -1.0)  # a sign, where Triton's minus is 0 - x
-    return p
-
-
-@triton.jit
-def _load_per_row(x, bh, row0, seqlen_pad, kBlockM: tl.constexpr, kTma: tl.constexpr):
-    """[kBlockM] of delta or lse_padded. By TMA they come once; as a load of pointers each thread would copy all that it
-    needs, four bytes at a time."""
-    if kTma:
-        values = x.load([bh, row0]).reshape(kBlockM)
-    else:
-        values = tl.load(x + bh.to(tl.int64) * seqlen_pad + row0 + tl.arange(0, kBlockM))
-    return values
+from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
+                        properties, remember, sum_splits, to_float)
+from .mask import block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, steps
+from .preprocess import first_padded_row, launch_preprocess, load_per_row, padded_rows, probabilities
+from .sequence import block_of_slot, head_of, num_slots, sequence
 
 
 @triton.jit
@@ -121,7 +51,7 @@ def _load_dout(dout, lse_ptr, b, h, bh, row0, row_stride, row_end, seqlen_pad, h
     """dO [kBlockM, kBlockD]; with kEmptyRows 0 in rows without a key, where it may be NaN."""
     dout_tile = _load(dout, b, h, row0, 0, row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
     if kEmptyRows:
-        lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        lse = load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
         dout_tile = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout_tile), dout_tile)
     return dout_tile
 
@@ -129,8 +59,9 @@ def _load_dout(dout, lse_ptr, b, h, bh, row0, row_stride, row_end, seqlen_pad, h
 @triton.jit
 def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_stride, dout_row_stride, blocks, mask,
                      col0, seqlen_pad, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
-                     kEmptyRows: tl.constexpr, kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr,
-                     kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
+                     kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr, kRaggedRows: tl.constexpr,
+                     kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
+                     kTma: tl.constexpr):
     """dk, dv / keep_scale [kBlockN, kBlockD] with what one query head adds: its full blocks of rows, or with kMasked
     the cut ones."""
     seqlen_q = mask.seqlen_q
@@ -143,10 +74,10 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         if kMasked and kEmptyRows:  # Q of rows without a key may be NaN, and 0 · NaN would reach dK
             q_tile = tl.where(has_keys(mask, rows)[:, None], q_tile, tl.zeros_like(q_tile))
         s = tl.dot(k, q_tile.T, input_precision="ieee")  # Sᵀ
-        lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
-        p = _probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
+        lse = load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        p = probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
         if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
-            p = tl.where(seen_by(seeing, rows, kRaggedRows), p, 0.0)
+            p = tl.where(seen_by(seeing, rows, seqlen_q, kIsLocal, kRaggedRows), p, 0.0)
         p_dropped = p
         if seed_ptr is not None:
             keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN).T
@@ -157,7 +88,7 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         dp = tl.dot(v, dout_tile.T, input_precision="ieee")  # dPᵀ, beside the product before it
         if seed_ptr is not None:
             dp = tl.where(keep, dp * keep_scale, 0.0)
-        delta = _load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        delta = load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
         ds = p * (dp - delta[None, :])  # dSᵀ
         dk = _add_product(dk, ds.to(k.dtype), q_tile)
     return dk, dv
@@ -170,33 +101,44 @@ def _splits_of(rows, max_splits):
     return max(1, min(max_splits, rows // 1024))
 
 
-@triton.jit(do_not_specialize=["threshold"])
-def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, seq_lens_ptr, seed_ptr,
-                  threshold, keep_scale, softmax_scale,
+@triton.jit(do_not_specialize=["threshold", *WINDOW])
+def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_seqlens_q_ptr,
+                  cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, seed_ptr, threshold, keep_scale, softmax_scale,
                   q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                   v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
                   dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
-                  nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad, head_dim, max_splits, split_stride,
-                  kRaggedRows: tl.constexpr, kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr,
-                  kMaskCols: tl.constexpr, kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
-                  kBlockD: tl.constexpr):
+                  batch_size, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad, head_dim, max_splits, split_stride,
+                  kRaggedRows: tl.constexpr, window_left, window_right, kIsCausal: tl.constexpr,
+                  kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr,
+                  kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
     """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it, or over the part of
     them that one of several splits has."""
     # The keys that most rows see under a causal mask go first.
-    n_blocks = tl.cdiv(seqlen_k, kBlockN)
+    kIsPacked: tl.constexpr = cu_seqlens_k_ptr is not None
+    n_blocks = num_slots(cu_seqlens_k_ptr, batch_size, seqlen_k, kBlockN)
     split_idx, tile = tl.program_id(0) % max_splits, tl.program_id(0) // max_splits
-    col0 = tile % n_blocks * kBlockN
+    n_block = tile % n_blocks
     bh_k = tile // n_blocks
     b, h_k = bh_k // nheads_k, bh_k % nheads_k
+    sample = b
+    if kIsPacked:
+        sample, n_block = block_of_slot(cu_seqlens_k_ptr, n_block, batch_size, seqlen_k, kBlockN)
+    col0 = n_block * kBlockN
     cols = col0 + tl.arange(0, kBlockN)
-    seq = sequence(seq_lens_ptr, b, seqlen_q, seqlen_k)
-    mask = make_mask(seq, kIsCausal)
+    seq = sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, sample, batch_size, seqlen_q,
+                   seqlen_k)
+    if kIsPacked:
+        if col0 >= seq.padded_k:
+            return
+        lse_ptr += first_padded_row(seq)
+        delta_ptr += first_padded_row(seq)
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     blocks = row_blocks(mask, col0, kBlockM, kBlockN)
 
     k_base, v_base = k_ptr, v_ptr
     if not kTma:
-        k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
-        v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
+        k_base = head_of(k_ptr, b, h_k, seq.k_begin, k_batch_stride, k_head_stride, k_row_stride)
+        v_base = head_of(v_ptr, b, h_k, seq.k_begin, v_batch_stride, v_head_stride, v_row_stride)
     # Keys beyond the sample's end are 0 here. Their rows of Pᵀ reach no other key's gradient, and 0 is stored for them.
     k = _load(k_base, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
     v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
@@ -210,25 +152,25 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
         h = h_k * group + i
         q_base, dout_base = q_ptr, dout_ptr
         if not kTma:
-            q_base = q_ptr + b.to(tl.int64) * q_batch_stride + h.to(tl.int64) * q_head_stride
-            dout_base = dout_ptr + b.to(tl.int64) * dout_batch_stride + h.to(tl.int64) * dout_head_stride
+            q_base = head_of(q_ptr, b, h, seq.q_begin, q_batch_stride, q_head_stride, q_row_stride)
+            dout_base = head_of(dout_ptr, b, h, seq.q_begin, dout_batch_stride, dout_head_stride, dout_row_stride)
         bh = b * nheads + h
-        if kIsCausal or kRaggedRows:
-            dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
+        if kIsCausal or kIsLocal or kRaggedRows:
+            dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, seq.b, h, bh, q_row_stride,
                                       dout_row_stride, blocks, mask, col0, seqlen_pad, head_dim, softmax_scale,
-                                      seed_ptr, threshold, keep_scale, True, kEmptyRows, kRaggedRows, kMaskCols,
-                                      kBlockM, kBlockN, kBlockD, kTma)
-        dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
+                                      seed_ptr, threshold, keep_scale, True, kIsLocal, kEmptyRows, kRaggedRows,
+                                      kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+        dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, seq.b, h, bh, q_row_stride,
                                   dout_row_stride, blocks, mask, col0, seqlen_pad, head_dim, softmax_scale, seed_ptr,
-                                  threshold, keep_scale, False, kEmptyRows, kRaggedRows, kMaskCols, kBlockM, kBlockN,
-                                  kBlockD, kTma)
+                                  threshold, keep_scale, False, kIsLocal, kEmptyRows, kRaggedRows, kMaskCols, kBlockM,
+                                  kBlockN, kBlockD, kTma)
 
     dims = tl.arange(0, kBlockD)
-    is_stored = (cols[:, None] < seqlen_k) & (dims[None, :] < head_dim)
+    is_stored = (cols[:, None] < seq.padded_k) & (dims[None, :] < head_dim)
     dk_ptr += split_idx.to(tl.int64) * split_stride
     dv_ptr += split_idx.to(tl.int64) * split_stride
-    dk_base = dk_ptr + b.to(tl.int64) * dk_batch_stride + h_k.to(tl.int64) * dk_head_stride
-    dv_base = dv_ptr + b.to(tl.int64) * dv_batch_stride + h_k.to(tl.int64) * dv_head_stride
+    dk_base = head_of(dk_ptr, b, h_k, seq.k_begin, dk_batch_stride, dk_head_stride, dk_row_stride)
+    dv_base = head_of(dv_ptr, b, h_k, seq.k_begin, dv_batch_stride, dv_head_stride, dv_row_stride)
     dk = tl.where(cols[:, None] < seq.seqlen_k, dk * softmax_scale, 0.0)
     dv = tl.where(cols[:, None] < seq.seqlen_k, dv * keep_scale, 0.0)
     tl.store(dk_base + cols.to(tl.int64)[:, None] * dk_row_stride + dims[None, :], dk.to(dk_ptr.dtype.element_ty),
@@ -240,8 +182,8 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
 @triton.jit
 def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, seq,
                    head_dim, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
-                   kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
-                   kTma: tl.constexpr):
+                   kIsLocal: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
+                   kBlockD: tl.constexpr, kTma: tl.constexpr):
     """dq [kBlockM, kBlockD] with what the full blocks of keys add, or with kMasked the cut ones."""
     loop = steps(blocks, kMasked)
     for step in range(loop.begin, loop.end):
@@ -252,9 +194,9 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride,
         v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
                        kTma)
         s = tl.dot(q, k_tile.T, input_precision="ieee")
-        p = _probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
+        p = probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
         if kMasked:
-            p = tl.where(sees(visible, cols), p, 0.0)
+            p = tl.where(sees(visible, cols, kIsLocal), p, 0.0)
         dp = tl.dot(dout, v_tile.T, input_precision="ieee")
         if seed_ptr is not None:
             keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN)
@@ -264,53 +206,68 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride,
     return dq
 
 
-@triton.jit(do_not_specialize=["threshold"])
-def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, seq_lens_ptr, seed_ptr, threshold,
-                 keep_scale, softmax_scale,
+@triton.jit(do_not_specialize=["threshold", *WINDOW])
+def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+                 seqused_q_ptr, seqused_k_ptr, seed_ptr, threshold, keep_scale, softmax_scale,
                  q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                  v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
-                 dq_batch_stride, dq_head_stride, dq_row_stride, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad,
-                 head_dim, kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr,
-                 kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
+                 dq_batch_stride, dq_head_stride, dq_row_stride, batch_size, nheads, nheads_k, seqlen_q, seqlen_k,
+                 seqlen_pad, head_dim, window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr,
+                 kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr, kBlockM: tl.constexpr,
+                 kBlockN: tl.constexpr, kBlockD: tl.constexpr):
     """dQ of kBlockM rows of one head."""
-    m_blocks = tl.cdiv(seqlen_q, kBlockM)
-    row0 = (m_blocks - 1 - tl.program_id(0) % m_blocks) * kBlockM
+    kIsPacked: tl.constexpr = cu_seqlens_q_ptr is not None
+    m_blocks = num_slots(cu_seqlens_q_ptr, batch_size, seqlen_q, kBlockM)
+    m_block = m_blocks - 1 - tl.program_id(0) % m_blocks
     bh = tl.program_id(0) // m_blocks
     b, h = bh // nheads, bh % nheads
     h_k = h // (nheads // nheads_k)
+    sample = b
+    if kIsPacked:
+        sample, m_block = block_of_slot(cu_seqlens_q_ptr, m_block, batch_size, seqlen_q, kBlockM)
+    row0 = m_block * kBlockM
     rows = row0 + tl.arange(0, kBlockM)
-    seq = sequence(seq_lens_ptr, b, seqlen_q, seqlen_k)
-    mask = make_mask(seq, kIsCausal)
+    seq = sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, sample, batch_size, seqlen_q,
+                   seqlen_k)
+    if kIsPacked:
+        if row0 >= seq.padded_q:
+            return
+        lse_ptr += first_padded_row(seq)
+        delta_ptr += first_padded_row(seq)
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     visible = keys_of(mask, rows)
     blocks = key_blocks(mask, row0, kBlockM, kBlockN)
 
     q_base, k_base, v_base, dout_base = q_ptr, k_ptr, v_ptr, dout_ptr
     if not kTma:
-        q_base = q_ptr + b.to(tl.int64) * q_batch_stride + h.to(tl.int64) * q_head_stride
-        k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
-        v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
-        dout_base = dout_ptr + b.to(tl.int64) * dout_batch_stride + h.to(tl.int64) * dout_head_stride
+        q_base = head_of(q_ptr, b, h, seq.q_begin, q_batch_stride, q_head_stride, q_row_stride)
+        k_base = head_of(k_ptr, b, h_k, seq.k_begin, k_batch_stride, k_head_stride, k_row_stride)
+        v_base = head_of(v_ptr, b, h_k, seq.k_begin, v_batch_stride, v_head_stride, v_row_stride)
+        dout_base = head_of(dout_ptr, b, h, seq.q_begin, dout_batch_stride, dout_head_stride, dout_row_stride)
     q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
     dout = _load(dout_base, b, h, row0, 0, dout_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD,
                  kTma)
-    lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
-    delta = _load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+    lse = load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+    delta = load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
     if kEmptyRows:
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
-    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, seq, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, False, kMaskCols,
-                        kBlockM, kBlockN, kBlockD, kTma)
-    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, seq, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, True, kMaskCols,
-                        kBlockM, kBlockN, kBlockD, kTma)
+    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, seq.b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
+                        visible, seq, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, False, kIsLocal,
+                        kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, seq.b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
+                        visible, seq, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, True, kIsLocal,
+                        kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     dims = tl.arange(0, kBlockD)
-    dq_base = dq_ptr + b.to(tl.int64) * dq_batch_stride + h.to(tl.int64) * dq_head_stride
+    dq_base = head_of(dq_ptr, b, h, seq.q_begin, dq_batch_stride, dq_head_stride, dq_row_stride)
     tl.store(dq_base + rows.to(tl.int64)[:, None] * dq_row_stride + dims[None, :],
              (dq * softmax_scale).to(dq_ptr.dtype.element_ty),
-             mask=(rows[:, None] < seqlen_q) & (dims[None, :] < head_dim))
+             mask=(rows[:, None] < seq.padded_q) & (dims[None, :] < head_dim))
 
+
+_flash_bwd_kv_packed, _flash_bwd_q_packed = (triton.jit(do_not_specialize=["threshold", *WINDOW, *PACKED_SIZES])(x.fn)
+                                             for x in (_flash_bwd_kv, _flash_bwd_q))
 
 # (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and kBlockD, as TILES in attention.py: rows and keys
 # of a tile. dK and dV take two sums and two operands, twice the registers of dQ: a program has fewer keys than rows.
@@ -354,43 +311,46 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10):
             [tile for tile in tiles if fits(*tile)] or [(16, 16, 4, 1)]]
 
 
-def _num_splits(group, seqlen_q, seqlen_k):
+def _num_splits(group, seqlen_q, seqlen_k, is_packed=False):
     """How many programs share a block of keys that `group` query heads read: num_splits of csrc/bwd_workspace_sm80.cuh,
     which says why. Here a split has whole heads. A sample with a length of its own has as many rows as keys, so
-    rows // seqlen_k is the group. The kernel calls _splits_of with this result as max_splits."""
+    rows // seqlen_k is the group. The kernel calls _splits_of with this result as max_splits.
+
+    One in a packed batch, whose lengths the host does not know."""
+    if is_packed:
+        return 1
     rows = group * seqlen_q
     return _splits_of.fn(rows, min(group, 16, rows // seqlen_k))
 
 
-def _launch(side, config, tma, tensors, causal):
+def _launch(side, config, tma, tensors, window):
     """A Launch for the gradients of one side, "kv" or "q", to be called with (*tensors, threshold, keep_scale,
-    softmax_scale). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, seq_lens, seed."""
-    q, k, v, dout, *gradients, lse_padded, delta, seq_lens, _ = tensors
-    batch_size, nheads, seqlen_q, head_dim = q.shape
+    softmax_scale). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, *lengths, seed."""
+    q, k, v, dout, *gradients, lse_padded, delta = tensors[:-5]
+    lengths = Lengths(*tensors[-5:-1])
+    nheads, seqlen_q, head_dim = q.shape[1:]
     nheads_k, seqlen_k = k.shape[1:3]
+    batch_size, is_packed = num_samples(q, lengths), lengths.is_packed
     kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
-    function, blocks, of_side = _flash_bwd_q, -(-seqlen_q // kBlockM) * nheads, ()
     if side == "kv":
-        max_splits = _num_splits(nheads // nheads_k, seqlen_q, seqlen_k)
-        function, blocks = _flash_bwd_kv, -(-seqlen_k // kBlockN) * nheads_k * max_splits
-        has_ragged_rows = seq_lens is not None or seqlen_q % kBlockM != 0
+        function = _flash_bwd_kv_packed if is_packed else _flash_bwd_kv
+        max_splits = _num_splits(nheads // nheads_k, seqlen_q, seqlen_k, is_packed)
+        blocks = num_slots.fn(lengths.cu_seqlens_k, batch_size, seqlen_k, kBlockN) * nheads_k * max_splits
+        has_ragged_rows = is_packed or lengths.seqused_q is not None or seqlen_q % kBlockM != 0
         of_side = max_splits, k.numel(), has_ragged_rows
+    else:
+        function, of_side = _flash_bwd_q_packed if is_packed else _flash_bwd_q, ()
+        blocks = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM) * nheads
     rows, keys, row = (1, 1, kBlockM, kBlockD), (1, 1, kBlockN, kBlockD), (1, kBlockM)
     tiles = [(q, rows), (k, keys), (v, keys), (dout, rows), *[None] * len(gradients), (lse_padded, row), (delta, row)]
     strides = (stride for x in (q, k, v, dout, *gradients) for stride in x.stride()[:3])
-    has_empty_rows = causal and seqlen_q > seqlen_k
-    constants = (*strides, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, *of_side, causal,
-                 has_empty_rows, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
-    return Launch(function, blocks * batch_size, constants, tiles if tma else (), num_warps=num_warps,
+    # Samples of different lengths may have rows without a key, which the host cannot see.
+    may_differ = is_packed or lengths.seqused_q is not lengths.seqused_k
+    has_empty_rows = window[1] >= 0 and (may_differ or seqlen_q > seqlen_k + window[1])
+    constants = (*strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, *of_side,
+                 *mask_of(window), has_empty_rows, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
+    return Launch(function, blocks * q.shape[0], constants, tiles if tma else (), num_warps=num_warps,
                   num_stages=num_stages)
-
-
-def _launch_preprocess(out, dout, lse, dlse, delta, lse_padded):
-    """A Launch of _preprocess, to be called with these and softmax_scale."""
-    (nheads, seqlen_q, head_dim), seqlen_pad, kBlockM = out.shape[1:], delta.shape[1], 64
-    strides = *out.stride()[:3], *dout.stride()[:3], *(dlse.stride() if dlse is not None else (0, 0, 0))
-    constants = *strides, nheads, seqlen_q, seqlen_pad, head_dim, kBlockM, block_d(out.dtype, head_dim)
-    return Launch(_preprocess, seqlen_pad // kBlockM * delta.shape[0], constants)
 
 
 _plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q" or "sum", those that are needed: the Launch}}
@@ -398,7 +358,15 @@ _plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q" or "su
 
 def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True):
     """(dq, dk, dv) of checked inputs and what the forward made of them with these options; dlse may be None. Without
-    need_dq dq is None, without need_dkv dk and dv are, and nothing is spent on them."""
+    need_dq dq is None, without need_dkv dk and dv are, and nothing is spent on them.
+
+    Raises:
+        NotImplementedError: a packed batch with seqused_k.
+    """
+    lengths, window, seed = options.lengths, options.window, options.dropout_seed
+    if lengths.is_packed and lengths.seqused_k is not None:
+        raise NotImplementedError("backend='triton' has no backward pass for cu_seqlens with seqused_k: key ranges may "
+                                  "overlap")
     if INTERPRETING and q.dtype == torch.bfloat16:
         gradients = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, options, need_dq, need_dkv)
         return tuple(x if x is None else x.bfloat16() for x in gradients)
@@ -408,29 +376,30 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True):
         return tuple(x if x is None else x.zero_() for x in (dq, dk, dv))
     if dout.stride(-1) != 1:  # as the gradient of a sum
         dout = dout.contiguous()
-    batch_size, nheads, seqlen_q, head_dim = q.shape
-    causal, seq_lens, seed = options.causal, options.seq_lens, options.dropout_seed
+    batch_size, nheads, seqlen_q, _ = q.shape
     numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
-    lse_padded, delta = (lse.new_empty(batch_size * nheads, -(-seqlen_q // 128) * 128) for _ in range(2))
-    preprocessed = out, dout, lse, dlse, delta, lse_padded
-    sides, max_splits = {}, _num_splits(nheads // k.shape[1], seqlen_q, k.shape[2]) if need_dkv else 1
+    seqlen_pad = padded_rows(seqlen_q, lengths, num_samples(q, lengths))
+    lse_padded, delta = (lse.new_empty(batch_size * nheads, seqlen_pad) for _ in range(2))
+    preprocessed = out, dout, lse, dlse, delta, lse_padded, lengths.cu_seqlens_q
+    max_splits = _num_splits(nheads // k.shape[1], seqlen_q, k.shape[2], lengths.is_packed) if need_dkv else 1
+    sides = {}
     if need_dkv:
         dkv_accum = [lse.new_empty(max_splits, k.numel()) for _ in range(2)] if max_splits > 1 else []
         # A split's sums lie in memory as the gradient does.
         sums = [x.as_strided(k.shape, dx.stride()) for x, dx in zip(dkv_accum, (dk, dv))] or (dk, dv)
-        sides["kv"] = q, k, v, dout, *sums, lse_padded, delta, seq_lens, seed
+        sides["kv"] = q, k, v, dout, *sums, lse_padded, delta, *lengths, seed
     if need_dq:
-        sides["q"] = q, k, v, dout, dq, lse_padded, delta, seq_lens, seed
+        sides["q"] = q, k, v, dout, dq, lse_padded, delta, *lengths, seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         autotune = options.autotune and tuner.is_on()
-        key = q.device, causal, autotune, *sides, *layouts(q, k, v, out, dout, lse, dlse, seq_lens, seed)
+        key = q.device, window, autotune, *sides, *layouts(q, k, v, out, dout, lse, dlse, *lengths, seed)
         plan = _plans.get(key)
         is_new = plan is None
         if is_new:
-            plan = {"preprocess": _launch_preprocess(*preprocessed)}
+            plan = {"preprocess": launch_preprocess(*preprocessed)}
         plan["preprocess"](*preprocessed, options.softmax_scale)
-        if is_new:  # tiles are timed on what _preprocess made
-            plan |= {side: _choose(side, autotune, tensors, numbers, causal) for side, tensors in sides.items()}
+        if is_new:  # tiles are timed on what preprocess.py made
+            plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window) for side, tensors in sides.items()}
             if max_splits > 1:
                 plan["sum"] = sum_splits(dk, k.numel(), max_splits)
             remember(_plans, key, plan, q.device)
@@ -478,15 +447,15 @@ def _beside(device, pays):
         first.wait_stream(second)
 
 
-def _choose(side, autotune, tensors, numbers, causal):
+def _choose(side, autotune, tensors, numbers, lengths, window):
     """The Launch of one of tile_configs: the first, or the fastest."""
-    q, k, v, dout, *_, seq_lens, seed = tensors
+    q, k, v, dout, *_, seed = tensors
     configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory)
-    tma = seq_lens is None and can_use_tma(q, k, v, dout)  # a descriptor ends with the tensor, not with the sample
-    launch_of = once(lambda config: _launch(side, config, tma, tensors, causal))
+    # A descriptor ends with the tensor, not with the sample.
+    tma = all(x is None for x in lengths) and can_use_tma(q, k, v, dout)
+    launch_of = once(lambda config: _launch(side, config, tma, tensors, window))
     if not autotune:
         return launch_of(configs[0])
-    lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2]))
-    key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, seed is not None, *lengths)
+    key = str(q.dtype), configs[0]["kBlockD"], *kind_of(q, k, lengths, window), tma, seed is not None
     run_config = lambda config: launch_of(config)(*tensors, *numbers)  # noqa: E731
     return launch_of(tuner.fastest(f"attention_bwd_{side}", key, configs, run_config, q.device))

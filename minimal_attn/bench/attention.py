@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import flash_attention, flash_attn_func, force_kernel, reference_attention
+from ..backends import Lengths
 from ..checks import MAX_HEAD_DIM
 from ..reference import visible_keys
 from ..validation import allowed_error
@@ -79,7 +80,7 @@ DEFAULT_SEQLENS = {"cuda": "64,128,256,512,1024,2048,4096", "cpu": "32,64,128"} 
 
 @functools.lru_cache(maxsize=1)  # not part of what is timed
 def causal_mask(seqlen_q, seqlen_k, device):
-    return visible_keys(seqlen_q, seqlen_k, True, None, device)
+    return visible_keys(seqlen_q, seqlen_k, (-1, 0), Lengths(), device)
 
 
 def manual_attn(q, k, v, causal):

@@ -1,0 +1,337 @@
+"""Windows, packed batches and lengths of samples in the Triton kernels, against one sample at a time in fp64.
+
+All that is no valid row or key of a sample is NaN: the rows of padding and those around the tensors.
+"""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from cases import SEED, make_tensor, slow_unless  # noqa: E402
+from conftest import HAS_GPU  # noqa: E402
+
+from minimal_attn.backends import Lengths, Options  # noqa: E402
+from minimal_attn.dropout import keep_mask, keep_scale  # noqa: E402
+from triton_ref import attention, attention_bwd, ops  # noqa: E402
+from triton_ref.launching import kind_of  # noqa: E402
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+H, HK, D = 2, 1, 16
+SCALE = 0.3
+NONE, CAUSAL = (-1, -1), (-1, 0)
+WINDOWS = [NONE, CAUSAL, (7, 0), (0, 0), (20, 5), (-1, 30), (40, -1), (2**31 - 1, 2**31 - 1)]
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+@dataclass
+class Batch:
+    """q, k, v and dout (B, H, S, D), or packed (1, H, T, D), and what is valid: of sample b, rows[b] and keys[b] are
+    indices (element of the batch, begin, end)."""
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor
+    lengths: Lengths
+    rows: list
+    keys: list
+
+    def run(self, window, **options):
+        """out, lse, dq, dk, dv"""
+        options = Options(SCALE, window, self.lengths, **options)
+        out, lse = attention.run(self.q, self.k, self.v, options)
+        return out, lse, *attention_bwd.run(self.dout, self.dlse, self.q, self.k, self.v, out, lse, options)
+
+
+def int32(values):
+    return torch.tensor(list(values), dtype=torch.int32, device=DEVICE)
+
+
+def values(sample, name, length, heads):
+    """(heads, length, D) of a sample, which do not depend on its batch."""
+    generator = torch.Generator().manual_seed(10 * sample + "qkvdl".index(name))
+    return torch.randn(heads, length, D, generator=generator, dtype=torch.float64)
+
+
+def poisoned(shape, dtype):
+    x = make_tensor(shape, dtype, DEVICE)  # with NaN around it
+    return x.fill_(math.nan)
+
+
+def make_batch(lengths_q, lengths_k, layout, dtype=torch.float32, samples=None):
+    """layout: "padded", its lengths in seqused, "packed", or "packed used", with seqused_q and rows that no sample has.
+    samples: their numbers, 0 and up by default."""
+    samples = range(len(lengths_q)) if samples is None else samples
+    is_packed, gap = layout.startswith("packed"), 3 if layout == "packed used" else 0
+    if is_packed:
+        cu_seqlens = [[sum(n + gap for n in x[:i]) for i in range(len(x) + 1)] for x in (lengths_q, lengths_k)]
+        # With gaps the keys' lengths are in cu_seqlens alone: there a gap is part of the sample.
+        lengths_k = [n + gap for n in lengths_k]
+        rows, keys = ([(0, begin, begin + n) for begin, n in zip(x, y)] for x, y in zip(cu_seqlens, (lengths_q, lengths_k)))
+        sizes = [(1, x[-1] + 5) for x in cu_seqlens]  # the last five rows belong to no sample
+        lengths = Lengths(*map(int32, cu_seqlens), int32(lengths_q) if gap else None)
+    else:
+        rows, keys = ([(b, 0, n) for b, n in enumerate(x)] for x in (lengths_q, lengths_k))
+        sizes = [(len(x), max(*x, 1) + 2) for x in (lengths_q, lengths_k)]
+        lengths = Lengths(None, None, int32(lengths_q), int32(lengths_k))
+    tensors = {}
+    for name, heads, (size, seqlen), places in (("q", H, sizes[0], rows), ("k", HK, sizes[1], keys),
+                                                ("v", HK, sizes[1], keys), ("d", H, sizes[0], rows),
+                                                ("l", H, sizes[0], rows)):
+        tensors[name] = poisoned((size, heads, seqlen, D), dtype if name != "l" else torch.float32)
+        for sample, (element, begin, end) in zip(samples, places):
+            tensors[name][element, :, begin:end] = values(sample, name, end - begin, heads).to(DEVICE)
+    q, k, v, dout, dlse = tensors.values()
+    return Batch(q, k, v, dout, dlse[..., 0], lengths, rows, keys)
+
+
+def is_visible(seqlen_q, seqlen_k, window):
+    left, right = window
+    diagonal = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    cols = torch.arange(seqlen_k)[None, :]
+    after, before = cols <= diagonal + right, cols >= diagonal - left
+    everywhere = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    return ((after if right >= 0 else everywhere) & (before if left >= 0 else everywhere)).to(DEVICE)
+
+
+def exact(q, k, v, window, keep=None, dropout_p=0.0):
+    """(out, lse) of a sample (H, S, D) in fp64."""
+    k, v = (x.repeat_interleave(H // HK, 0) for x in (k, v))
+    mask = is_visible(q.shape[1], k.shape[1], window)
+    scores = (q @ k.transpose(1, 2) * SCALE).masked_fill(~mask, -math.inf)
+    is_empty = ~mask.any(1)
+    lse = scores.masked_fill(is_empty[:, None], 0).logsumexp(2).masked_fill(is_empty, -math.inf)
+    p = (scores - lse.masked_fill(is_empty, 0)[..., None]).exp()
+    if keep is not None:
+        p = p.masked_fill(~keep, 0) * keep_scale(dropout_p)
+    return p @ v, lse
+
+
+def check(batch, results, window, dropout_p=0.0):
+    """Every sample against fp64, and zeros everywhere else."""
+    atol = TOLERANCES[batch.q.dtype]
+    rest = [x.clone() for x in results]
+    rest[1] = torch.where(rest[1] == -math.inf, 0.0, rest[1])
+    for b, ((element_q, *rows), (element_k, *keys)) in enumerate(zip(batch.rows, batch.keys)):
+        of_q, of_k = (element_q, slice(None), slice(*rows)), (element_k, slice(None), slice(*keys))
+        q, k, v = (x[i].double().requires_grad_() for x, i in ((batch.q, of_q), (batch.k, of_k), (batch.v, of_k)))
+        keep = None
+        if dropout_p:
+            seed = torch.tensor([SEED], device=DEVICE)
+            keep = keep_mask(seed, dropout_p, b + 1, H, q.shape[1], k.shape[1], q.device)[b]
+        out, lse = exact(q, k, v, window, keep, dropout_p)
+        is_empty = lse == -math.inf
+        used_lse = torch.where(is_empty, 0.0, batch.dlse[of_q].double()) * torch.where(is_empty, 0.0, lse)
+        loss = (out * batch.dout[of_q].double()).sum() + used_lse.sum()
+        expected = out, lse, *torch.autograd.grad(loss, (q, k, v))
+        for name, got, want, zeros, index in zip(("out", "lse", "dq", "dk", "dv"), results, expected, rest,
+                                                 (of_q, of_q, of_q, of_k, of_k)):
+            torch.testing.assert_close(got[index].double(), want.detach(), rtol=atol, atol=atol * (3 if name[0] == "d" else 1),
+                                       msg=lambda text: f"{name} of sample {b}: {text}")
+            zeros[index] = 0
+    for name, zeros in zip(("out", "lse", "dq", "dk", "dv"), rest):
+        assert (zeros == 0).all(), f"{name} beyond the samples"
+    assert (results[1][results[0].abs().sum(-1) == 0] == -math.inf).all()
+
+
+# Lengths of q and of k: empty samples, more rows than keys and the other way round, several blocks.
+SHAPES = {"few": ([5, 0, 33, 1, 7], [9, 4, 0, 1, 3]), "blocks": ([70, 1, 130], [150, 40, 65]),
+          "alike": ([33, 64, 2], [33, 64, 2])}
+GATE = {("packed", "few", (7, 0)), ("packed used", "blocks", (20, 5)), ("padded", "blocks", (20, 5)),
+        ("packed", "blocks", CAUSAL), ("padded", "few", (0, 0)), ("packed", "alike", NONE)}
+
+
+@pytest.mark.parametrize("layout, shape, window", [
+    pytest.param(*x, id=f"{x[0]}-{x[1]}-{x[2]}", marks=slow_unless(x in GATE))
+    for x in ((layout, shape, window) for layout in ("padded", "packed", "packed used") for shape in SHAPES
+              for window in WINDOWS)])
+def test_samples_are_those_of_fp64(layout, shape, window):
+    batch = make_batch(*SHAPES[shape], layout)
+    check(batch, batch.run(window), window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["padded", "packed", "packed used"])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_16_bit_samples_are_those_of_fp64(layout, window, dtype):
+    batch = make_batch([700, 1, 0, 333], [650, 90, 8, 700], layout, dtype)
+    check(batch, batch.run(window), window)
+
+
+@pytest.mark.parametrize("sizes", [(70, 70), (65, 150), pytest.param((150, 65), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("window", [(7, 0), (0, 0), pytest.param((20, 5), marks=pytest.mark.slow),
+                                    pytest.param((-1, 30), marks=pytest.mark.slow), (40, -1)], ids=str)
+def test_windows_without_lengths(sizes, window):
+    batch = make_batch([sizes[0]] * 2, [sizes[1]] * 2, "padded")
+    batch.q, batch.k, batch.v, batch.dout = (x[:, :, :n] for x, n in zip((batch.q, batch.k, batch.v, batch.dout),
+                                                                         (*sizes, sizes[1], sizes[0])))
+    batch.dlse, batch.lengths = batch.dlse[:, :, :sizes[0]], Lengths()
+    check(batch, batch.run(window), window)
+
+
+@pytest.mark.parametrize("used_q, used_k", [(True, False), (False, True)])
+def test_lengths_of_one_side(used_q, used_k):
+    batch = make_batch([70, 0, 33], [40, 65, 50], "padded")
+    for name, heads, places, is_used in (("q", H, batch.rows, used_q), ("d", H, batch.rows, used_q),
+                                         ("k", HK, batch.keys, used_k), ("v", HK, batch.keys, used_k)):
+        tensor = {"q": batch.q, "d": batch.dout, "k": batch.k, "v": batch.v}[name]
+        if not is_used:
+            for b in range(3):
+                tensor[b] = values(b, name, tensor.shape[2], heads).to(DEVICE)
+    if not used_q:
+        batch.dlse.fill_(0.5)
+        batch.rows = [(b, 0, batch.q.shape[2]) for b in range(3)]
+    if not used_k:
+        batch.keys = [(b, 0, batch.k.shape[2]) for b in range(3)]
+    batch.lengths = Lengths(None, None, batch.lengths.seqused_q if used_q else None,
+                            batch.lengths.seqused_k if used_k else None)
+    check(batch, batch.run((20, 5)), (20, 5))
+
+
+def test_lengths_out_of_range_are_clamped():
+    results = []
+    for lengths in (([30, 0, 42], [42, 0, 20]), ([30, -5, 2**31 - 1], [2**31 - 1, -(2**31), 20])):
+        batch = make_batch([30, 0, 40], [40, 0, 20], "padded")  # 42 rows and keys each
+        for x in (batch.q, batch.k, batch.v, batch.dout, batch.dlse):
+            x.nan_to_num_(0.5)
+        batch.lengths = Lengths(None, None, *map(int32, lengths))
+        results.append(batch.run(CAUSAL))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("layout", ["packed", pytest.param("packed used", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("window", [pytest.param(NONE, marks=pytest.mark.slow), CAUSAL, (20, 5)], ids=str)
+def test_a_sample_has_the_same_bits_in_every_batch(layout, window):
+    lengths_q, lengths_k = [50, 3, 70, 0, 21], [80, 40, 35, 9, 21]
+    together = make_batch(lengths_q, lengths_k, layout)
+    results = together.run(window)
+    for b in (0, 2, 4):
+        alone = make_batch([lengths_q[b]], [lengths_k[b]], layout, samples=[b])
+        places = [(alone.rows[0], together.rows[b])] * 3 + [(alone.keys[0], together.keys[b])] * 2
+        for got, want, ((_, *mine), (_, *its)) in zip(alone.run(window), results, places):
+            assert torch.equal(got[0, :, slice(*mine)], want[0, :, slice(*its)]), b
+
+
+def test_packed_dropout_drops_what_padded_dropout_drops():
+    lengths = [33, 0, 40], [65, 9, 20]
+    options = dict(dropout_p=0.3, dropout_seed=torch.tensor([SEED], device=DEVICE))
+    packed, padded = (make_batch(*lengths, layout) for layout in ("packed", "padded"))
+    by_packed, by_padded = packed.run((30, 4), **options), padded.run((30, 4), **options)
+    check(packed, by_packed, (30, 4), 0.3)
+    check(padded, by_padded, (30, 4), 0.3)
+    for i, (x, y) in enumerate(zip(by_packed, by_padded)):
+        for (_, *place), (b, *own) in zip(*((packed.rows, padded.rows) if i < 3 else (packed.keys, padded.keys))):
+            torch.testing.assert_close(x[0, :, slice(*place)], y[b, :, slice(*own)], rtol=1e-6, atol=1e-6)
+
+
+def shared_keys():
+    """A packed batch whose samples read the same keys: the first 20, the first 50 and, from key 10 on, 30."""
+    batch = make_batch([20, 33, 7], [60], "packed")
+    lengths = Lengths(batch.lengths.cu_seqlens_q, int32([0, 0, 10, 3]), None, int32([20, 50, 30]))
+    batch.k[:, :, 50:], batch.v[:, :, 50:] = math.nan, math.nan
+    batch.lengths, batch.keys = lengths, [(0, 0, 20), (0, 0, 50), (0, 10, 40)]
+    return batch
+
+
+@pytest.mark.parametrize("window", [CAUSAL, (5, 2)], ids=str)
+def test_keys_that_samples_share(window):
+    batch = shared_keys()
+    out, lse = attention.run(batch.q, batch.k, batch.v, Options(SCALE, window, batch.lengths))
+    for (_, *rows), (_, *keys) in zip(batch.rows, batch.keys):
+        of_q, of_k = (0, slice(None), slice(*rows)), (0, slice(None), slice(*keys))
+        want, want_lse = exact(batch.q[of_q].double(), batch.k[of_k].double(), batch.v[of_k].double(), window)
+        torch.testing.assert_close(out[of_q].double(), want, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(lse[of_q].double(), want_lse, rtol=2e-5, atol=2e-5)
+        out[of_q], lse[of_q] = 0, -math.inf
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("forward", [ops.Attention.apply, torch.ops.minimal_attn.triton_forward], ids=["eager", "op"])
+def test_no_gradients_of_keys_that_samples_share(forward, monkeypatch):
+    batch = shared_keys()
+    q = batch.q.nan_to_num(0.0).requires_grad_()
+    out, _ = forward(q, batch.k, batch.v, *Options(SCALE, CAUSAL, batch.lengths).of_op(), True, None, None, None)
+    monkeypatch.setattr(attention_bwd, "Launch", None)  # nothing may be launched
+    with pytest.raises(NotImplementedError, match="key ranges may overlap"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("forward", [ops.Attention.apply, torch.ops.minimal_attn.triton_forward], ids=["eager", "op"])
+def test_gradients_by_the_op(forward, layout):
+    batch = make_batch([20, 33], [40, 20], layout)
+    want = batch.run((9, 2))
+    q, k, v = (x.detach().requires_grad_() for x in (batch.q, batch.k, batch.v))
+    options = Options(SCALE, (9, 2), batch.lengths)
+    output = forward(q, k, v, *options.of_op(), True, None, None, None)
+    gradients = torch.autograd.grad(output, (q, k, v), (batch.dout, batch.dlse))
+    assert all(map(torch.equal, (*output, *gradients), want))
+
+
+GARBAGE = [[0, 20, 10, 40, 64], [5, 70, -3, 1000, 2**31 - 1], [-(2**31), 2**31 - 1, -(2**31), 64, 0], [64, 48, 32, 16, 0],
+           [0, 0, 0, 0, 0], [-7, -6, -5, -4, -3]]
+
+
+@pytest.mark.parametrize("cu_seqlens_q", GARBAGE, ids=str)
+@pytest.mark.parametrize("has_used", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_garbage_in_cu_seqlens_stays_within_the_tensors(cu_seqlens_q, has_used, monkeypatch):
+    guarded = []
+
+    def inside(shape, dtype, like=None):
+        """Zeros in the middle of sevens."""
+        buffer = torch.full((math.prod(shape) + 256,), 7.0, dtype=dtype, device=DEVICE)
+        x = buffer[128:-128].view(shape).zero_()
+        guarded.append(buffer)
+        return x
+
+    monkeypatch.setattr(attention, "empty_outputs", lambda q: (inside(q.shape, q.dtype), inside(q.shape[:3], torch.float32)))
+    monkeypatch.setattr(attention_bwd, "empty_like", lambda x: inside(x.shape, x.dtype))
+    q, k, v, dout = (make_tensor((1, heads, 64, D), torch.float32, DEVICE) for heads in (H, HK, HK, H))
+    for cu_seqlens_k in GARBAGE[:3]:
+        lengths = Lengths(int32(cu_seqlens_q), int32(cu_seqlens_k))
+        if has_used:
+            lengths = lengths._replace(seqused_q=int32([-1, 2**31 - 1, 3, -(2**31)]))
+        options = Options(SCALE, (9, 2), lengths)
+        out, lse = attention.run(q, k, v, options)
+        gradients = attention_bwd.run(dout, None, q, k, v, out, lse, options)
+        assert all(x.isfinite().all() for x in (out, *gradients)) and not lse.isnan().any()
+    for buffer in guarded:
+        assert (buffer[:128] == 7).all() and (buffer[-128:] == 7).all()
+
+
+@pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="needs fp8 tensor cores")
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_fp8_with_a_window_and_lengths(layout):
+    batch = make_batch([70, 0, 33], [150, 40, 33], layout)
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in (batch.q, batch.k, batch.v))
+    options = Options(SCALE, (20, 5), batch.lengths, descales=(None, None, torch.full((3, HK), 2.0, device=DEVICE)))
+    out, lse = attention.run(q, k, v, options)
+    assert out.dtype == torch.bfloat16 and out.isfinite().all()
+    for (element_q, *rows), (element_k, *keys) in zip(batch.rows, batch.keys):
+        of_q, of_k = (element_q, slice(None), slice(*rows)), (element_k, slice(None), slice(*keys))
+        want, want_lse = exact(*(x.double()[i] for x, i in ((q, of_q), (k, of_k), (v, of_k))), (20, 5))
+        torch.testing.assert_close(out[of_q].double(), 2 * want, rtol=6e-2, atol=6e-2)
+        torch.testing.assert_close(lse[of_q].double(), want_lse, rtol=1e-3, atol=2e-3)
+
+
+def test_packed_tiles_do_not_depend_on_the_batch():
+    kinds = set()
+    for n, samples in ((10, 1), (1000, 3), (70000, 200)):
+        q, lengths = torch.empty(1, H, n, D), Lengths(*[int32([0] * samples + [n])] * 2)
+        kinds.add(kind_of(q, q, lengths, CAUSAL))
+        assert attention_bwd._num_splits(16, n, n, lengths.is_packed) == 1
+    assert len(kinds) == 1
+    assert kind_of(q, q, Lengths(), CAUSAL) not in kinds and kind_of(q, q, lengths, (8, 0)) not in kinds
+
+
+def test_a_packed_call_is_planned_once(monkeypatch):
+    batch = make_batch([20, 33], [40, 20], "packed")
+    batch.run((9, 2))
+    for module in (attention, attention_bwd):
+        monkeypatch.setattr(module, "Launch", None)  # a second plan would fail
+    batch.run((9, 2))
