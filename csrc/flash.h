@@ -33,8 +33,16 @@ struct AttnParams {
     int seqlen_q, seqlen_k, head_dim;
     double softmax_scale;  // representable in fp32 unless dtype is fp64
     // Row i of a sample sees the keys from i + d - window_left to i + d + window_right, d being its keys minus its rows
-    // (bottom-right aligned). Below 0: no bound. Under a causal mask window_right is 0.
+    // (bottom-right aligned). Under a causal mask window_right is 0. A window of seqlen_k keys to the left or of seqlen_q
+    // to the right hides nothing: that is no bound.
     int window_left, window_right;
+    // After the lengths; -1 is no bound.
+    void set_window(int64_t left, int64_t right) {
+        window_left = left < 0 || left > seqlen_k ? seqlen_k : int(left);
+        window_right = right < 0 || right > seqlen_q ? seqlen_q : int(right);
+    }
+    bool has_left_bound() const { return window_left < seqlen_k; }
+    bool has_right_bound() const { return window_right < seqlen_q; }
     DType dtype;  // of q, k, v and o
 
     // Dropout of the normalised probabilities, see dropout.h.

@@ -56,6 +56,11 @@ __device__ inline void words_transposed(const Dropout &dropout, uint32_t (&word)
     }
 }
 
+// Whether the tiles with the last keys start first. Under a causal mask they have the fewest rows and the first turns.
+__device__ inline bool is_last_first(const AttnBackwardParams &p) {
+    return p.deterministic && p.window_right < p.seqlen_q;
+}
+
 // What a block of threads does for its keys, step by step. A step is kBlockM rows of one query head.
 template <typename T, typename Shape, bool kDropout> struct Backward {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
@@ -70,24 +75,21 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     const AttnBackwardParams &p;
     BwdSharedMemory<Shape> &shared;
     const Tile tile;
+    const Sequence &seq;
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
     const int r = lane_idx / 4, c = lane_idx % 4 * 2;     // a lane has keys r and r + 8 of 16, rows c and c + 1 of 8
     const int key0 = warp_idx / kDimSplit * kWarpN;       // the warp's first, in the block
     const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its part of the rows, and of dK's columns, by 8
     float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
 
-    // What the loop needs of its sample, one number in a lane each: it has a register for one of them. first_row is the
-    // first that sees a key, first_tile that of head 0 in the workspace.
-    enum Number { kQBegin, kSeqlenQ, kSeqlenK, kFirstRow, kFirstTile };
-    int numbers;
-    __device__ int get(Number i) const { return __shfl_sync(~0u, numbers, i); }
-    __device__ void set_numbers(const Sequence &seq) {
-        const int all[] = {seq.q_begin, seq.seqlen_q, seq.seqlen_k, Mask(seq, p).rows(0).begin,
-                           RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads)};
-        for (int i = 0; i < 5; i++)
-            if (lane_idx == i) numbers = all[i];
-    }
-    __device__ Mask mask() const { return Mask(get(kSeqlenQ), get(kSeqlenK), p); }
+    // What the loop needs of its sample. first_row is the first that sees a key, first_tile that of head 0 in the
+    // workspace. The shuffles show that all lanes agree: then these stay in uniform registers, as the loop has no other.
+    const int q_begin = uniform(seq.q_begin), seqlen_q = uniform(seq.seqlen_q), seqlen_k = uniform(seq.seqlen_k);
+    const int first_row = uniform(Mask(seq, p).rows(0).begin);
+    const int first_tile = uniform(RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads));
+
+    __device__ static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+    __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, p); }
 
     // Rows [begin, end) of a tile, counted from `from`; zeros for the others.
     template <int kRows>
@@ -97,15 +99,14 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
         load_tile<kRows, kHeadDim, Shape::kNThreads>(shared_address(to) + Swizzle::offset(row, vec), from, row_stride,
                                                      end - row, p.head_dim - vec * 8, begin - row);
     }
-    __device__ void load_keys(const Sequence &seq) {
+    __device__ void load_keys() {
         const int key = tile.block * kBlockN, end = seq.seqlen_k - key;
         load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, 0, end);
         load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, 0, end);
     }
     // Rows that see no key of any block are not read: everything about them is 0, and they add nothing.
     __device__ void load_rows(int stage, int h, int m_block) {
-        const int row0 = m_block * kBlockM, begin = get(kFirstRow) - row0, end = get(kSeqlenQ) - row0;
-        const int q_begin = get(kQBegin);
+        const int row0 = m_block * kBlockM, begin = first_row - row0, end = seqlen_q - row0;
         load(shared.steps[stage].sQ, rows_of<const T>(p.q, tile.b, h, q_begin + row0), p.q.row_stride, begin, end);
         load(shared.steps[stage].sdO, rows_of<const T>(p.dout, tile.b, h, q_begin + row0), p.dout.row_stride, begin,
              end);
@@ -224,13 +225,13 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
             multiply_ab<T, kHeadDim>(acc_dq, dS, k_down, 16 * kk * Swizzle::kRowBytes, n0);
         }
         const Workspace<Shape> workspace(p);
-        const int row_tile = get(kFirstTile) + h * workspace.row_tiles.slots + m_block;
+        const int row_tile = first_tile + h * workspace.row_tiles.slots + m_block;
         int *dq_semaphore = nullptr;
         int turn = 0;
         if (p.deterministic) {
             // Under a causal mask the last block of keys that sees these rows goes first: it begins with them.
             const BlockRange blocks = mask().template key_blocks<kBlockM, kBlockN>(m_block * kBlockM);
-            turn = p.window_right >= 0 ? blocks.end - 1 - tile.block : tile.block - blocks.begin;
+            turn = is_last_first(p) ? blocks.end - 1 - tile.block : tile.block - blocks.begin;
             dq_semaphore = workspace.dq_semaphore(p, row_tile);
             if (lane_idx == 0)
                 while (load_acquire(dq_semaphore) != turn) {}
@@ -297,17 +298,15 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         block_idx = shared.ticket;
     }
     const int max_splits = kSplit ? Workspace<Shape>(p).max_splits : 1, split_idx = block_idx % max_splits;
-    const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits, p.deterministic && p.window_right >= 0);
+    const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits, is_last_first(p));
     const Sequence seq(p, tile.b);
     const int splits = kSplit ? min(max_splits, num_splits(p, seq.seqlen_q, seq.seqlen_k)) : 1;
     if (split_idx >= splits) return;
-    Backward<T, Shape, kDropout> backward{p, shared, tile};
-    backward.set_numbers(seq);
-    const BlockRange blocks = 
-        Mask(seq, p).row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
+    Backward<T, Shape, kDropout> backward{p, shared, tile, seq};
+    const BlockRange blocks = Mask(seq, p).row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
     const int group = p.nheads / p.nheads_k, h_begin = tile.h + group * split_idx / splits;
     const int h_end = blocks.begin < blocks.end ? tile.h + group * (split_idx + 1) / splits : 0;
-    if (h_begin < h_end) backward.load_keys(seq), backward.load_rows(0, h_begin, blocks.begin);
+    if (h_begin < h_end) backward.load_keys(), backward.load_rows(0, h_begin, blocks.begin);
 
     for (int h = h_begin, m_block = blocks.begin, stage = 0; h < h_end; stage ^= kStages - 1) {
         cp_async_wait<0>();

@@ -33,8 +33,7 @@ template <int kHeadDim_, int kBlockM_, int kBlockN_> struct Shape {
 template <typename Shape> struct SharedMemory {
     alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];  // O at the end
     uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
-    Sequence seq;  // here, since the loop has no register left for what it seldom needs
-    Mask mask;
+    Mask mask;  // here, since the loop has no register left for what it seldom needs
 };
 
 template <typename T, typename Shape, bool kDropout>
@@ -48,16 +47,16 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     constexpr int kMTiles = kWarpM / 16, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
     static_assert(kMTiles * 16 == kWarpM && kBlockN % 64 == 0 && kHeadDim % 32 == 0);
     using Swizzle = sm80::Swizzle<kHeadDim>;
-    auto &[sQ, sK, sV, seq, mask] = shared_memory<SharedMemory<Shape>>();
+    auto &[sQ, sK, sV, mask] = shared_memory<SharedMemory<Shape>>();
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
 
     const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
-    if (threadIdx.x == 0) seq = Sequence(p, tile.b), mask = Mask(seq, p);
-    __syncthreads();
+    const Sequence seq(p, tile.b);
+    if (threadIdx.x == 0) mask = Mask(seq, p);
     const Scores<> scores(p);
     const Dropout dropout(p, tile.b, tile.h);
     const int row0 = tile.block * kBlockM, warp_row = row0 + warp_idx * kWarpM + lane_idx / 4;  // this lane's first row
-    const BlockRange blocks = mask.template key_blocks<kBlockM, kBlockN>(row0);
+    const BlockRange blocks = Mask(seq, p).key_blocks<kBlockM, kBlockN>(row0);
 
     // This thread's first copy of every tile. The limit is not spelled p.head_dim - 8 * vec, which would keep vec in
     // registers.

@@ -45,6 +45,7 @@ struct Work {
     Tile tile;
     Sequence seq;
     Mask mask;
+    BlockRange blocks;  // of keys
 };
 
 template <typename Shape> struct SharedMemory {
@@ -106,20 +107,20 @@ template <typename Shape> __device__ void produce(const Params<Shape> &p, Shared
         if (!tile.is_valid) break;
         idx = p.scheduler.next(p, idx);
         const Sequence &seq = work.seq = Sequence(p, tile.b);
-        work.mask = Mask(seq, p);
         if (tile.block * kBlockM >= seq.padded_q) continue;  // a slot that its sample does without
+        work.mask = Mask(seq, p);
+        work.blocks = work.mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++) {
             shared.q[c].producer_acquire(q_item);
             load_tile(shared.sQ[shared.q_index(q_item, c)], p.q_tma, shared.q[c].full_barrier(q_item),
                       seq.q_begin + tile.block * kBlockM + 64 * c, tile.h, tile.b);
         }
-        const BlockRange blocks = work.mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
-        const int h_k = tile.h_k, b = tile.b;
+        const int h_k = tile.h_k, b = tile.b, k_begin = seq.k_begin, n_begin = work.blocks.begin;
 #pragma unroll 1
-        for (int n_block = blocks.end - 1; n_block >= blocks.begin; n_block--, kv_item++) {
+        for (int n_block = work.blocks.end - 1; n_block >= n_begin; n_block--, kv_item++) {
             const uint32_t stage = kv_item % Shape::kStages;
-            const int key = seq.k_begin + n_block * kBlockN;
+            const int key = k_begin + n_block * kBlockN;
             shared.k.producer_acquire(kv_item);
             load_tile(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item), key, h_k, b);
             shared.v.producer_acquire(kv_item);
@@ -164,12 +165,11 @@ template <typename T, typename Shape> struct Consumer {
 
     // acc_o and softmax of a tile's rows, over all keys that they see.
     __device__ void attend(const Work &work, Softmax<1> &softmax) {
-        const auto &[tile, seq, mask] = work;
-        const BlockRange tile_blocks = mask.key_blocks<Shape::kBlockM, kBlockN>(tile.block * Shape::kBlockM);
+        const auto &[tile, seq, mask, tile_blocks] = work;
         const int row0 = tile.block * Shape::kBlockM + 64 * consumer;
-        BlockRange blocks = mask.key_blocks<64, kBlockN>(row0);
-        if (!scores.is_raw) blocks.full_begin = blocks.end;  // all blocks need a change of their scores
-        const int row = row0 + 16 * warp_idx + lane_idx / 4, col = lane_idx % 4 * 2;  // the first of this lane's
+        const BlockRange blocks = mask.key_blocks<64, kBlockN>(row0);
+        const uint32_t num_full = warp_uniform(scores.is_raw ? max(0, blocks.full_end - blocks.full_begin) : 0);
+        const int update_begin = warp_uniform(blocks.full_begin < blocks.full_end ? blocks.full_end - 1 : 0);
 
         int n_block = tile_blocks.end - 1;
         skip_blocks(seq, n_block, max(blocks.end, tile_blocks.begin));  // 64 rows without keys have no blocks
@@ -178,17 +178,19 @@ template <typename T, typename Shape> struct Consumer {
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sQ[q_index()], shared.sK[kv_item % kStages]);
         warpgroup_wait<0>(acc_s[0]);
-        for (;; n_block--, kv_item++) {
+        for (int i = n_block - blocks.full_begin;; n_block--, i--, kv_item++) {
             // Found anew in every iteration: kept from one to the next, Q's descriptors fill the uniform registers.
             const uint32_t block = warp_uniform(kv_item), q_idx = warp_uniform(q_index());
-            const bool is_full = blocks.is_full(n_block);
+            const bool is_full = uint32_t(i) < num_full;  // as BlockRange::is_full
+            // row_max is updated until each row has seen keys: in the blocks before the first full one, and there.
+            const bool updates_max = n_block >= update_begin;
             if (!is_full) {
                 scores.apply(acc_s);
-                mask.apply(acc_s, blocks, n_block, row, n_block * kBlockN + col);
+                const int lane_idx = thread_idx() % 32, row = row0 + thread_idx() % 128 / 32 * 16 + lane_idx / 4;
+                mask.apply(acc_s, blocks, n_block, row, n_block * kBlockN + lane_idx % 4 * 2);
             }
             float alpha[2];
-            // row_max is updated in blocks with a mask and in the first one without: then each row has seen keys.
-            const bool has_grown = exponentiate(softmax, !is_full || n_block == blocks.full_end - 1, alpha);
+            const bool has_grown = exponentiate(softmax, updates_max, alpha);
             shared.k.consumer_release(kv_item);
 
             warpgroup_wait<0>(acc_o[0], P);  // P V of the block before
@@ -198,7 +200,8 @@ template <typename T, typename Shape> struct Consumer {
                 P[i / 4][i % 4] = pack<T>(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
             if (has_grown) softmax.rescale(acc_o, alpha);
 
-            wait_for_v(seq, n_block);
+            shared.v.consumer_wait(kv_item);
+            if (!is_full) clear_v(seq, n_block);
             if (n_block == blocks.begin) break;
             shared.k.consumer_wait(kv_item + 1);
             warpgroup_arrive();
@@ -219,16 +222,16 @@ template <typename T, typename Shape> struct Consumer {
             shared.k.consumer_wait(kv_item);
             __syncwarp();
             shared.k.consumer_release(kv_item);
-            wait_for_v(seq, n_block);
+            shared.v.consumer_wait(kv_item);
+            clear_v(seq, n_block);
             __syncwarp();
             shared.v.consumer_release(kv_item);
         }
     }
 
     // Rows of V after the sample's end may hold NaN, and 0 · NaN is NaN. All consumers clear them together, also those
-    // that skip the block. What lies beyond the tensor is 0 already.
-    __device__ void wait_for_v(const Sequence &seq, int n_block) {
-        shared.v.consumer_wait(kv_item);
+    // that skip the block: it is full for none. What lies beyond the tensor is 0 already.
+    __device__ void clear_v(const Sequence &seq, int n_block) {
         const int row_end = seq.seqlen_k - n_block * kBlockN;
         if (row_end >= kBlockN || seq.k_begin + seq.seqlen_k == p.seqlen_k) return;
         constexpr int kThreads = 128 * Shape::kConsumers, kVecs = SmemTile<kBlockN, kHeadDim>::kRowBytes / 16;

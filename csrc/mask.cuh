@@ -23,25 +23,22 @@ struct BlockRange {
 };
 
 struct Mask {
-    int seqlen_q, seqlen_k;    // valid rows and keys
-    int left, right;           // row i sees the keys from i + left to i + right,
-    bool has_left, has_right;  // if it has such a bound
+    int seqlen_q, seqlen_k;  // valid rows and keys
+    int left, right;         // row i sees the keys from i + left to i + right
 
     __device__ Mask(const Sequence &seq, const AttnParams &p) : Mask(seq.seqlen_q, seq.seqlen_k, p) {}
+    // Beyond the limits of left and right nothing changes, and within them no sum below overflows.
     __device__ Mask(int seqlen_q, int seqlen_k, const AttnParams &p)
-        : seqlen_q(seqlen_q), seqlen_k(seqlen_k), has_left(p.window_left >= 0), has_right(p.window_right >= 0) {
-        // Beyond these limits nothing changes, and no sum below overflows.
-        const int diagonal = seqlen_k - seqlen_q;
-        left = int(max(int64_t(diagonal) - p.window_left, -int64_t(seqlen_q)));
-        right = int(min(int64_t(diagonal) + p.window_right, int64_t(seqlen_k)));
-    }
+        : seqlen_q(seqlen_q), seqlen_k(seqlen_k), left(max(seqlen_k - seqlen_q - p.window_left, -seqlen_q)),
+          right(min(seqlen_k - seqlen_q + p.window_right, seqlen_k)) {}
 
     // The keys that a row sees. A row beyond seqlen_q sees none.
-    __device__ Range keys(int row) const { return {first_key(row), row < seqlen_q ? key_end(row) : 0}; }
+    __device__ Range keys(int row) const {
+        return {max(0, row + left), row < seqlen_q ? max(0, min(seqlen_k, row + 1 + right)) : 0};
+    }
     // The rows that see a key. A key beyond seqlen_k is seen by none.
     __device__ Range rows(int key) const {
-        const int begin = has_right ? max(0, min(seqlen_q, key - right)) : 0;
-        return {key < seqlen_k ? begin : seqlen_q, has_left ? max(0, min(seqlen_q, key + 1 - left)) : seqlen_q};
+        return {key < seqlen_k ? max(0, min(seqlen_q, key - right)) : seqlen_q, max(0, min(seqlen_q, key + 1 - left))};
     }
 
     // Blocks of kBlockN keys for the rows [row0, row0 + kBlockM). A block is full if all valid rows see it whole. Rows
@@ -65,7 +62,7 @@ struct Mask {
         if (block >= blocks.full_end)
             hide(acc_s, -INFINITY, [&](int i) { return Range{INT_MIN, keys(row + i).end - key}; });
         if (block < blocks.full_begin)
-            hide(acc_s, -INFINITY, [&](int i) { return Range{first_key(row + i) - key, INT_MAX}; });
+            hide(acc_s, -INFINITY, [&](int i) { return Range{keys(row + i).begin - key, INT_MAX}; });
     }
     // Probabilities of rows that do not see a key become 0. acc_p [keys, rows].
     template <int kMTiles, int kNTiles>
@@ -77,11 +74,6 @@ struct Mask {
     }
 
   private:
-    __device__ int first_key(int row) const { return has_left ? max(0, min(row, seqlen_k - left) + left) : 0; }
-    __device__ int key_end(int row) const {
-        return has_right ? max(0, min(row, seqlen_k - 1 - right) + 1 + right) : seqlen_k;
-    }
-
     template <int kBlock> __device__ static BlockRange blocks(Range some, Range all, bool is_none) {
         if (is_none || some.is_empty()) return {0, 0, 0, 0};
         return {some.begin / kBlock, (all.begin + kBlock - 1) / kBlock, all.end / kBlock,

@@ -27,7 +27,7 @@ namespace minimal_attn {
 struct Layout { int head, row; };
 constexpr Layout kBHSD{1, 2}, kBSHD{2, 1};
 
-// As in flash.h: below 0 there is no bound.
+// How many keys a row sees beside its own; -1 is no bound.
 struct Window { int64_t left, right; };
 constexpr Window kAllKeys{-1, -1}, kCausal{-1, 0};
 
@@ -87,8 +87,7 @@ inline void set_inputs(AttnParams &p, const at::Tensor &q, const at::Tensor &k, 
     p.seqlen_q = int(q.size(dim.row)), p.seqlen_k = int(k.size(dim.row));
     p.lse_batch_stride = int64_t(p.nheads) * p.seqlen_q;
     p.dtype = *dtype_of(q);
-    auto limited = [](int64_t n) { return int(std::min<int64_t>(n, INT32_MAX)); };
-    p.window_left = limited(window.left), p.window_right = limited(window.right);
+    p.set_window(window.left, window.right);
     // Rounded here, so that a scale that is 0 in fp32 is 0 for every kernel.
     p.softmax_scale = p.dtype == DType::kFloat64 ? softmax_scale : float(softmax_scale);
     if (q.is_cuda()) p.stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(q.device()).native_handle();
@@ -123,8 +122,8 @@ inline Output run_forward(AttnParams p, const at::Tensor &q, Layout dim) {
     at::Tensor lse = at::empty({q.size(0), p.nheads, p.seqlen_q}, q.options().dtype(lse_dtype(q)));
     p.o = tensor_of(out, dim, p.cu_seqlens_q), p.lse = lse.data_ptr();
     if (q.numel() == 0) return {out, lse, {}};
-    const bool are_tiles_equal = !p.cu_seqlens_q && !p.seqused_q && !p.seqused_k && p.window_left < 0;
-    if (kernel == Kernel::kSm90 && !(are_tiles_equal && p.window_right < 0)) {
+    const bool are_tiles_equal = !p.cu_seqlens_q && !p.seqused_q && !p.seqused_k && !p.has_left_bound();
+    if (kernel == Kernel::kSm90 && !(are_tiles_equal && !p.has_right_bound())) {
         tile_counter = at::empty({1}, q.options().dtype(at::kInt));
         p.tile_counter = tile_counter.data_ptr<int>();
     }

@@ -505,12 +505,12 @@ template <typename T> struct Tensors {
         p.cu_seqlens_q = uploaded(cu_seqlens_q, c.cu_seqlens_q), p.cu_seqlens_k = uploaded(cu_seqlens_k, c.cu_seqlens_k);
         p.seqused_q = uploaded(seqused_q, c.seq_lens);
         p.seqused_k = uploaded(seqused_k, c.seqused_k.empty() ? c.seq_lens : c.seqused_k);
-        p.window_left = c.window_left, p.window_right = c.is_causal ? 0 : c.window_right;
         p.lse = lse.device, p.lse_batch_stride = c.is_packed() ? 0 : int64_t(c.nheads) * c.seqlen_q;
-        if (p.window_left >= 0 || p.window_right >= 0 || p.cu_seqlens_q || p.seqused_q || p.seqused_k)
-            p.tile_counter = tile_counter.device;
         p.batch_size = c.samples(), p.nheads = c.nheads, p.nheads_k = c.nheads_k, p.seqlen_q = c.seqlen_q;
         p.seqlen_k = c.seqlen_k + overrun, p.head_dim = c.head_dim, p.dtype = c.dtype;
+        p.set_window(c.window_left, window_right());
+        if (p.has_left_bound() || p.has_right_bound() || p.cu_seqlens_q || p.seqused_q || p.seqused_k)
+            p.tile_counter = tile_counter.device;
         const double scale = c.layout == kGaps ? -c.scale : c.scale;  // of any sign
         p.softmax_scale = float(scale / std::sqrt(double(c.head_dim)));
         if (c.dropout_p > 0) p.dropout_seed = seed.device;
@@ -557,9 +557,10 @@ template <typename T> struct Tensors {
     bool sees(int b, int row, int key) const {
         const int seqlen_q = rows_of(b).valid, seqlen_k = keys_of(b).valid, diagonal = row + seqlen_k - seqlen_q;
         const bool is_valid = row < seqlen_q && key < seqlen_k;
-        return is_valid && (p.window_left < 0 || key >= diagonal - p.window_left) &&
-               (p.window_right < 0 || key <= diagonal + p.window_right);
+        return is_valid && (c.window_left < 0 || key >= diagonal - c.window_left) &&
+               (window_right() < 0 || key <= diagonal + window_right());
     }
+    int window_right() const { return c.is_causal ? 0 : c.window_right; }
     bool is_empty(int b, int row) const {
         for (int j = 0; j < keys_of(b).valid; j++)
             if (sees(b, row, j)) return false;

@@ -16,7 +16,8 @@ from conftest import HAS_GPU  # noqa: E402
 
 from minimal_attn.backends import Lengths, Options  # noqa: E402
 from minimal_attn.dropout import keep_mask, keep_scale  # noqa: E402
-from triton_ref import attention, attention_bwd, ops  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+from triton_ref import attention, attention_bwd, launching, ops  # noqa: E402
 from triton_ref.launching import kind_of  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -71,7 +72,8 @@ def make_batch(lengths_q, lengths_k, layout, dtype=torch.float32, samples=None):
         cu_seqlens = [[sum(n + gap for n in x[:i]) for i in range(len(x) + 1)] for x in (lengths_q, lengths_k)]
         # With gaps the keys' lengths are in cu_seqlens alone: there a gap is part of the sample.
         lengths_k = [n + gap for n in lengths_k]
-        rows, keys = ([(0, begin, begin + n) for begin, n in zip(x, y)] for x, y in zip(cu_seqlens, (lengths_q, lengths_k)))
+        rows, keys = ([(0, begin, begin + n) for begin, n in zip(x, y)]
+                      for x, y in zip(cu_seqlens, (lengths_q, lengths_k)))
         sizes = [(1, x[-1] + 5) for x in cu_seqlens]  # the last five rows belong to no sample
         lengths = Lengths(*map(int32, cu_seqlens), int32(lengths_q) if gap else None)
     else:
@@ -130,7 +132,8 @@ def check(batch, results, window, dropout_p=0.0):
         expected = out, lse, *torch.autograd.grad(loss, (q, k, v))
         for name, got, want, zeros, index in zip(("out", "lse", "dq", "dk", "dv"), results, expected, rest,
                                                  (of_q, of_q, of_q, of_k, of_k)):
-            torch.testing.assert_close(got[index].double(), want.detach(), rtol=atol, atol=atol * (3 if name[0] == "d" else 1),
+            torch.testing.assert_close(got[index].double(), want.detach(), rtol=atol,
+                                       atol=atol * (3 if name[0] == "d" else 1),
                                        msg=lambda text: f"{name} of sample {b}: {text}")
             zeros[index] = 0
     for name, zeros in zip(("out", "lse", "dq", "dk", "dv"), rest):
@@ -273,8 +276,18 @@ def test_gradients_by_the_op(forward, layout):
     assert all(map(torch.equal, (*output, *gradients), want))
 
 
-GARBAGE = [[0, 20, 10, 40, 64], [5, 70, -3, 1000, 2**31 - 1], [-(2**31), 2**31 - 1, -(2**31), 64, 0], [64, 48, 32, 16, 0],
-           [0, 0, 0, 0, 0], [-7, -6, -5, -4, -3]]
+def test_opcheck_of_a_packed_batch():
+    """Schema, fake kernels and tracing, by torch's own checks."""
+    batch, twin = make_batch([20, 33], [40, 20], "packed"), torch.ops.minimal_attn
+    options = *Options(SCALE, (9, 2), batch.lengths).of_op(), False
+    q, k, v, dout, dlse = (x.nan_to_num(0.0) for x in (batch.q, batch.k, batch.v, batch.dout, batch.dlse))
+    out, lse = twin.triton_forward(q, k, v, *options)
+    torch.library.opcheck(twin.triton_forward.default, (q, k, v, *options))
+    torch.library.opcheck(twin.triton_backward.default, (dout, dlse, q, k, v, out, lse, *options))
+
+
+GARBAGE = [[0, 20, 10, 40, 64], [5, 70, -3, 1000, 2**31 - 1], [-(2**31), 2**31 - 1, -(2**31), 64, 0],
+           [64, 48, 32, 16, 0], [0, 0, 0, 0, 0], [-7, -6, -5, -4, -3]]
 
 
 @pytest.mark.parametrize("cu_seqlens_q", GARBAGE, ids=str)
@@ -282,14 +295,15 @@ GARBAGE = [[0, 20, 10, 40, 64], [5, 70, -3, 1000, 2**31 - 1], [-(2**31), 2**31 -
 def test_garbage_in_cu_seqlens_stays_within_the_tensors(cu_seqlens_q, has_used, monkeypatch):
     guarded = []
 
-    def inside(shape, dtype, like=None):
+    def inside(shape, dtype):
         """Zeros in the middle of sevens."""
         buffer = torch.full((math.prod(shape) + 256,), 7.0, dtype=dtype, device=DEVICE)
         x = buffer[128:-128].view(shape).zero_()
         guarded.append(buffer)
         return x
 
-    monkeypatch.setattr(attention, "empty_outputs", lambda q: (inside(q.shape, q.dtype), inside(q.shape[:3], torch.float32)))
+    monkeypatch.setattr(attention, "empty_outputs",
+                        lambda q: (inside(q.shape, q.dtype), inside(q.shape[:3], torch.float32)))
     monkeypatch.setattr(attention_bwd, "empty_like", lambda x: inside(x.shape, x.dtype))
     q, k, v, dout = (make_tensor((1, heads, 64, D), torch.float32, DEVICE) for heads in (H, HK, HK, H))
     for cu_seqlens_k in GARBAGE[:3]:
@@ -335,3 +349,55 @@ def test_a_packed_call_is_planned_once(monkeypatch):
     for module in (attention, attention_bwd):
         monkeypatch.setattr(module, "Launch", None)  # a second plan would fail
     batch.run((9, 2))
+
+
+@pytest.fixture
+def descriptors(monkeypatch):
+    """Kernels read by descriptors in Triton's interpreter too, where TMA is not."""
+
+    def call(self, *arguments):
+        tiles = [x if tile_map is None else TensorDescriptor(x, *tile_map.sizes)
+                 for x, tile_map in zip(arguments, self.tile_maps)]
+        self.function[self.grid](*tiles, *arguments[len(tiles):], *self.constants, **self.options)
+
+    for module in (attention, attention_bwd):
+        monkeypatch.setattr(module, "can_use_tma", lambda *tensors: True)
+        monkeypatch.setattr(module, "_plans", {})
+    monkeypatch.setattr(launching.Launch, "__call__", call)
+
+
+needs_interpreter = pytest.mark.skipif(HAS_GPU, reason="for Triton's interpreter; on a GPU 16 bits go by TMA")
+
+
+@needs_interpreter
+@pytest.mark.parametrize("layout, window", [("packed", (7, 0)), ("packed used", (20, 5)), ("packed used", NONE),
+                                            pytest.param("packed", CAUSAL, marks=pytest.mark.slow)])
+def test_packed_samples_by_descriptors(layout, window, descriptors):
+    batch = make_batch(*SHAPES["blocks"], layout)
+    check(batch, batch.run(window), window)
+
+
+def check_neighbours(dtype):
+    """The others' bits stay where two of the samples are NaN and infinite all over."""
+    batch = make_batch([40, 33, 64, 70], [50, 33, 20, 90], "packed", dtype)
+    for window in (NONE, CAUSAL, (20, 5)):
+        want = batch.run(window)
+        bad = make_batch([40, 33, 64, 70], [50, 33, 20, 90], "packed", dtype)
+        for b, value in ((1, math.nan), (3, math.inf)):
+            for x, places in ((bad.q, bad.rows), (bad.dout, bad.rows), (bad.dlse, bad.rows), (bad.k, bad.keys),
+                              (bad.v, bad.keys)):
+                x[:, :, slice(*places[b][1:])] = value
+        for i, (x, y) in enumerate(zip(bad.run(window), want)):
+            for b in (0, 2):
+                place = (0, slice(None), slice(*(batch.rows if i < 3 else batch.keys)[b][1:]))
+                assert torch.equal(x[place], y[place]), (window, b, i)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+def test_nan_of_a_neighbour_reaches_nothing(dtype):
+    check_neighbours(dtype)
+
+
+@needs_interpreter
+def test_nan_of_a_neighbour_reaches_nothing_by_descriptors(descriptors):
+    check_neighbours(torch.float32)

@@ -2,8 +2,7 @@
 
 One program owns kBlockM query rows of one head and walks along the keys with the online softmax. Blocks that every row
 sees whole go first, without a mask; only the blocks at the edges of a window and at the end take the masked path. Tiles
-come by tensor descriptors, that is TMA, where the GPU, the dtype and the strides allow it, else through pointers. So do
-packed batches: a descriptor would also bring rows of the next sample.
+come by tensor descriptors, that is TMA, where the GPU, the dtype and the strides allow it, else through pointers.
 Nothing here belongs to one vendor, so other Triton backends and Triton's interpreter (TRITON_INTERPRET=1) run it too.
 
 Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: mask.py, the mask; ../csrc/flash.cu, the same in CUDA C++.
@@ -37,11 +36,14 @@ hopper_works = attention_hopper is not None  # as far as is known
 
 @triton.jit
 def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.constexpr, kMaskCols: tl.constexpr,
-          kRows: tl.constexpr, kCols: tl.constexpr, kTma: tl.constexpr):
+          kRows: tl.constexpr, kCols: tl.constexpr, kTma: tl.constexpr, begin=0):
     """[kRows, kCols] of a matrix: of head h of sample b where x is a descriptor, else of the one that x points to.
-    Elements from row_end or col_end on become 0; without its mask, a pointer's rows or columns must all be there."""
+    Elements from row_end or col_end on become 0; without its mask, a pointer's rows or columns must all be there.
+
+    begin: the matrix's first row in a descriptor, which ends with the tensor: in a packed batch, rows from row_end on
+    may be the next sample's."""
     if kTma:
-        tile = x.load([b, h, row0, col0]).reshape(kRows, kCols)
+        tile = x.load([b, h, begin + row0, col0]).reshape(kRows, kCols)
     else:
         rows = row0 + tl.arange(0, kRows)
         cols = col0 + tl.arange(0, kCols)
@@ -60,7 +62,7 @@ def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.const
 @triton.jit
 def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, seqlen_k,
             seq, head_dim, softmax_scale_log2, seed_ptr, threshold, kMasked: tl.constexpr, kMaskCols: tl.constexpr,
-            kIsLocal: tl.constexpr, kHasUsedK: tl.constexpr, kIsPacked: tl.constexpr, kBlockN: tl.constexpr,
+            kIsLocal: tl.constexpr, kClearV: tl.constexpr, kIsPacked: tl.constexpr, kBlockN: tl.constexpr,
             kBlockD: tl.constexpr, kTma: tl.constexpr):
     """Online softmax over the full blocks of keys, with kMasked over the cut ones: the new acc_o, row_max, row_sum."""
     kIsFp8: tl.constexpr = q.dtype.primitive_bitwidth == 8
@@ -69,7 +71,7 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
         col0 = block_of(blocks, step, kMasked) * kBlockN
         cols = col0 + tl.arange(0, kBlockN)
         k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
-                       kTma)
+                       kTma, seq.k_begin)
         acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
         if kMasked:
             acc_s = tl.where(sees(visible, cols, kIsLocal), acc_s, float("-inf"))
@@ -83,16 +85,16 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
         rescale = tl.exp2((row_max - max_sub) * softmax_scale_log2)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         if seed_ptr is not None:  # of what meets V alone: the sum normalises what there was before
-            p = tl.where(keep_tile(seed_ptr, threshold, b, h, row0, col0, p.shape[0], kBlockN), p, 0.0)
+            p = tl.where(keep_tile(seed_ptr, threshold, seq.b, h, row0, col0, p.shape[0], kBlockN), p, 0.0)
         if kIsFp8 and not kIsPacked:  # v is Vᵀ, its keys in the order of _transpose_v
             v_tile = _load(v, b, h_k, 0, col0, v_row_stride, head_dim, tl.cdiv(seqlen_k, 16) * 16, kMaskCols, kMasked,
                            kBlockD, kBlockN, kTma).T
             p_tile = p.to(q.dtype).reshape(p.shape[0], kBlockN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(p.shape)
         else:
             v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN,
-                           kBlockD, kTma)
+                           kBlockD, kTma, seq.k_begin)
             p_tile = p.to(q.dtype)
-            if kMasked and kTma and kHasUsedK:  # a descriptor ends with the tensor, not with the sample
+            if kMasked and kClearV:  # a descriptor ends with the tensor, not with the sample
                 v_tile = tl.where(cols[:, None] < seq.seqlen_k, v_tile, tl.zeros_like(v_tile))
         if q.dtype == tl.float32:
             # Summed apart from acc_o: short sums round less. A plain addition would be folded back into the dot.
@@ -164,7 +166,8 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
         q_base = head_of(q_ptr, b, h, seq.q_begin, q_batch_stride, q_head_stride, q_row_stride)
         k_base = head_of(k_ptr, b, h_k, seq.k_begin, k_batch_stride, k_head_stride, k_row_stride)
         v_base = head_of(v_ptr, b, h_k, seq.k_begin, v_batch_stride, v_head_stride, v_row_stride)
-    q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+    q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma,
+              seq.q_begin)
     if kNegateQ:  # a masked score of -inf needs a scale above 0
         q = (-q.to(tl.float32)).to(q.dtype)
     # exp(scale · (s - max)) = exp2(softmax_scale_log2 · (s - max)). A scale of 0 makes all scores alike; so does the
@@ -181,14 +184,14 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
     # First the blocks that every row sees whole, then those that a mask cuts.
-    kHasUsedK: tl.constexpr = seqused_k_ptr is not None
-    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, seq.b, h, h_k, row0, k_row_stride,
+    kClearV: tl.constexpr = kTma and (kIsPacked or seqused_k_ptr is not None)
+    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
                                       v_row_stride, blocks, visible, seqlen_k, seq, head_dim, softmax_scale_log2,
-                                      seed_ptr, threshold, False, kMaskCols, kIsLocal, kHasUsedK, kIsPacked, kBlockN,
+                                      seed_ptr, threshold, False, kMaskCols, kIsLocal, kClearV, kIsPacked, kBlockN,
                                       kBlockD, kTma)
-    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, seq.b, h, h_k, row0, k_row_stride,
+    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
                                       v_row_stride, blocks, visible, seqlen_k, seq, head_dim, softmax_scale_log2,
-                                      seed_ptr, threshold, True, kMaskCols, kIsLocal, kHasUsedK, kIsPacked, kBlockN,
+                                      seed_ptr, threshold, True, kMaskCols, kIsLocal, kClearV, kIsPacked, kBlockN,
                                       kBlockD, kTma)
 
     empty = (visible.begin >= visible.end) | (row_sum == 0.0)
@@ -288,7 +291,7 @@ def launch(config, q, k, v, out, lengths, window, is_negative, tma):
     nheads, seqlen_q, head_dim = q.shape[1:]
     function, batch_size = (_flash_fwd_packed if lengths.is_packed else _flash_fwd), num_samples(q, lengths)
     kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
-    v_tile = (kBlockD, kBlockN) if q.dtype in FP8_DTYPES else (kBlockN, kBlockD)
+    v_tile = (kBlockD, kBlockN) if q.dtype in FP8_DTYPES and not lengths.is_packed else (kBlockN, kBlockD)
     tiles = [(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)), (v, v_tile))]
     constants = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], batch_size, nheads, k.shape[1],
                  seqlen_q, k.shape[2], head_dim, *mask_of(window), is_negative, head_dim < kBlockD, tma, kBlockM,
@@ -323,7 +326,7 @@ def run(q, k, v, options, config=None):
         if plan is not None:
             plan(*arguments)
             return out, lse
-        tma = not lengths.is_packed and can_use_tma(q, k, v)
+        tma = can_use_tma(q, k, v)
         suits_hopper = not config and hopper_serves(q, out, tma, lengths, window, is_negative, seed)
         if suits_hopper and attention_hopper is None:
             warn_hopper(hopper_error)

@@ -3,15 +3,15 @@
 P is formed again from lse. With dP = dO Vᵀ and delta = rowsum(dO ∘ O), dS = P ∘ (dP - delta), and the gradients are
 dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse / d S = P makes dlse a part of delta.
 
-Three kernels. That of preprocess.py computes delta. _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows
-that see it; _flash_bwd_q computes dQ of one block of rows and loops over the keys. Q Kᵀ and dO Vᵀ are therefore formed
-twice, but there are no atomics, and every run gives the same bits. Where query heads share keys, several programs may
-share a block of keys: each sums over a part of the heads, in fp32 in memory, and sum_splits adds these up. Otherwise
-there is no workspace of Q's size.
+Three kernels. That of preprocess.py computes delta. _flash_bwd_kv computes dK and dV of one block of keys and loops
+over the rows that see it; _flash_bwd_q computes dQ of one block of rows and loops over the keys. Q Kᵀ and dO Vᵀ are
+therefore formed twice, but there are no atomics, and every run gives the same bits. Where query heads share keys,
+several programs may share a block of keys: each sums over a part of the heads, in fp32 in memory, and sum_splits adds
+these up. Otherwise there is no workspace of Q's size.
 
 With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
 
-Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: preprocess.py; attention.py, the forward.
+Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: preprocess.py, delta.
 """
 
 import contextlib
@@ -46,49 +46,55 @@ def _add_product(acc, a, b):
 
 
 @triton.jit
-def _load_dout(dout, lse_ptr, b, h, bh, row0, row_stride, row_end, seqlen_pad, head_dim, kEmptyRows: tl.constexpr,
-               kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
+def _load_dout(dout, lse_ptr, b, h, bh, row0, row_stride, seq, pad_begin, seqlen_pad, head_dim,
+               kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockD: tl.constexpr,
+               kTma: tl.constexpr):
     """dO [kBlockM, kBlockD]; with kEmptyRows 0 in rows without a key, where it may be NaN."""
-    dout_tile = _load(dout, b, h, row0, 0, row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+    dout_tile = _load(dout, b, h, row0, 0, row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma,
+                      seq.q_begin)
     if kEmptyRows:
-        lse = load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        lse = load_per_row(lse_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
         dout_tile = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout_tile), dout_tile)
     return dout_tile
 
 
 @triton.jit
 def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_stride, dout_row_stride, blocks, mask,
-                     col0, seqlen_pad, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
-                     kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr, kRaggedRows: tl.constexpr,
-                     kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
-                     kTma: tl.constexpr):
+                     seq, pad_begin, col0, seqlen_pad, head_dim, softmax_scale, seed_ptr, threshold, keep_scale,
+                     kMasked: tl.constexpr, kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr,
+                     kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
+                     kBlockD: tl.constexpr, kTma: tl.constexpr):
     """dk, dv / keep_scale [kBlockN, kBlockD] with what one query head adds: its full blocks of rows, or with kMasked
-    the cut ones."""
+    the cut ones. kEmptyRows: rows without a key, or the next sample's, may be among those of the cut ones."""
     seqlen_q = mask.seqlen_q
     seeing = rows_of(mask, col0 + tl.arange(0, kBlockN))
     loop = steps(blocks, kMasked)
     for step in range(loop.begin, loop.end):
         row0 = block_of(blocks, step, kMasked) * kBlockM
         rows = row0 + tl.arange(0, kBlockM)
-        q_tile = _load(q, b, h, row0, 0, q_row_stride, seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
-        if kMasked and kEmptyRows:  # Q of rows without a key may be NaN, and 0 · NaN would reach dK
-            q_tile = tl.where(has_keys(mask, rows)[:, None], q_tile, tl.zeros_like(q_tile))
+        q_tile = _load(q, b, h, row0, 0, q_row_stride, seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma,
+                       seq.q_begin)
+        if kMasked and kEmptyRows:  # Q may be NaN there, and 0 · NaN would reach dK
+            is_used = has_keys(mask, rows)
+            if kRaggedRows:
+                is_used &= rows < seqlen_q
+            q_tile = tl.where(is_used[:, None], q_tile, tl.zeros_like(q_tile))
         s = tl.dot(k, q_tile.T, input_precision="ieee")  # Sᵀ
-        lse = load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        lse = load_per_row(lse_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
         p = probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
         if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
             p = tl.where(seen_by(seeing, rows, seqlen_q, kIsLocal, kRaggedRows), p, 0.0)
         p_dropped = p
         if seed_ptr is not None:
-            keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN).T
+            keep = keep_tile(seed_ptr, threshold, seq.b, h, row0, col0, kBlockM, kBlockN).T
             p_dropped = tl.where(keep, p, 0.0)
-        dout_tile = _load_dout(dout, lse_ptr, b, h, bh, row0, dout_row_stride, seqlen_q, seqlen_pad, head_dim,
-                               kMasked and kEmptyRows, kMaskCols, kBlockM, kBlockD, kTma)
+        dout_tile = _load_dout(dout, lse_ptr, b, h, bh, row0, dout_row_stride, seq, pad_begin, seqlen_pad,
+                               head_dim, kMasked and kEmptyRows, kMaskCols, kBlockM, kBlockD, kTma)
         dv = _add_product(dv, p_dropped.to(k.dtype), dout_tile)
         dp = tl.dot(v, dout_tile.T, input_precision="ieee")  # dPᵀ, beside the product before it
         if seed_ptr is not None:
             dp = tl.where(keep, dp * keep_scale, 0.0)
-        delta = load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        delta = load_per_row(delta_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
         ds = p * (dp - delta[None, :])  # dSᵀ
         dk = _add_product(dk, ds.to(k.dtype), q_tile)
     return dk, dv
@@ -127,11 +133,11 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     cols = col0 + tl.arange(0, kBlockN)
     seq = sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, sample, batch_size, seqlen_q,
                    seqlen_k)
+    pad_begin = 0
     if kIsPacked:
         if col0 >= seq.padded_k:
             return
-        lse_ptr += first_padded_row(seq)
-        delta_ptr += first_padded_row(seq)
+        pad_begin = first_padded_row(seq)
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     blocks = row_blocks(mask, col0, kBlockM, kBlockN)
 
@@ -139,9 +145,12 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     if not kTma:
         k_base = head_of(k_ptr, b, h_k, seq.k_begin, k_batch_stride, k_head_stride, k_row_stride)
         v_base = head_of(v_ptr, b, h_k, seq.k_begin, v_batch_stride, v_head_stride, v_row_stride)
-    # Keys beyond the sample's end are 0 here. Their rows of Pᵀ reach no other key's gradient, and 0 is stored for them.
-    k = _load(k_base, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
-    v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
+    # Keys beyond the sample's end are 0 here, or the next sample's. Their rows of Pᵀ reach no other key's gradient, and
+    # 0 is stored for them.
+    k = _load(k_base, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma,
+              seq.k_begin)
+    v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma,
+              seq.k_begin)
     dk = tl.zeros([kBlockN, kBlockD], tl.float32)
     dv = tl.zeros([kBlockN, kBlockD], tl.float32)
     group = nheads // nheads_k
@@ -156,14 +165,14 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
             dout_base = head_of(dout_ptr, b, h, seq.q_begin, dout_batch_stride, dout_head_stride, dout_row_stride)
         bh = b * nheads + h
         if kIsCausal or kIsLocal or kRaggedRows:
-            dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, seq.b, h, bh, q_row_stride,
-                                      dout_row_stride, blocks, mask, col0, seqlen_pad, head_dim, softmax_scale,
-                                      seed_ptr, threshold, keep_scale, True, kIsLocal, kEmptyRows, kRaggedRows,
-                                      kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
-        dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, seq.b, h, bh, q_row_stride,
-                                  dout_row_stride, blocks, mask, col0, seqlen_pad, head_dim, softmax_scale, seed_ptr,
-                                  threshold, keep_scale, False, kIsLocal, kEmptyRows, kRaggedRows, kMaskCols, kBlockM,
-                                  kBlockN, kBlockD, kTma)
+            dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
+                                      dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
+                                      softmax_scale, seed_ptr, threshold, keep_scale, True, kIsLocal, kEmptyRows,
+                                      kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+        dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
+                                  dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
+                                  softmax_scale, seed_ptr, threshold, keep_scale, False, kIsLocal, kEmptyRows,
+                                  kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
 
     dims = tl.arange(0, kBlockD)
     is_stored = (cols[:, None] < seq.padded_k) & (dims[None, :] < head_dim)
@@ -182,24 +191,28 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
 @triton.jit
 def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, seq,
                    head_dim, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
-                   kIsLocal: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
-                   kBlockD: tl.constexpr, kTma: tl.constexpr):
+                   kIsLocal: tl.constexpr, kClearKeys: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr,
+                   kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
     """dq [kBlockM, kBlockD] with what the full blocks of keys add, or with kMasked the cut ones."""
     loop = steps(blocks, kMasked)
     for step in range(loop.begin, loop.end):
         col0 = block_of(blocks, step, kMasked) * kBlockN
         cols = col0 + tl.arange(0, kBlockN)
         k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
-                       kTma)
+                       kTma, seq.k_begin)
         v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
-                       kTma)
+                       kTma, seq.k_begin)
+        if kMasked and kClearKeys:  # those of the next sample, which may be NaN
+            is_key = cols[:, None] < seq.seqlen_k
+            k_tile = tl.where(is_key, k_tile, tl.zeros_like(k_tile))
+            v_tile = tl.where(is_key, v_tile, tl.zeros_like(v_tile))
         s = tl.dot(q, k_tile.T, input_precision="ieee")
         p = probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
         if kMasked:
             p = tl.where(sees(visible, cols, kIsLocal), p, 0.0)
         dp = tl.dot(dout, v_tile.T, input_precision="ieee")
         if seed_ptr is not None:
-            keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN)
+            keep = keep_tile(seed_ptr, threshold, seq.b, h, row0, col0, kBlockM, kBlockN)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
         dq = _add_product(dq, ds.to(q.dtype), k_tile)
@@ -229,11 +242,11 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
     rows = row0 + tl.arange(0, kBlockM)
     seq = sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, sample, batch_size, seqlen_q,
                    seqlen_k)
+    pad_begin = 0
     if kIsPacked:
         if row0 >= seq.padded_q:
             return
-        lse_ptr += first_padded_row(seq)
-        delta_ptr += first_padded_row(seq)
+        pad_begin = first_padded_row(seq)
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     visible = keys_of(mask, rows)
     blocks = key_blocks(mask, row0, kBlockM, kBlockN)
@@ -244,20 +257,22 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
         k_base = head_of(k_ptr, b, h_k, seq.k_begin, k_batch_stride, k_head_stride, k_row_stride)
         v_base = head_of(v_ptr, b, h_k, seq.k_begin, v_batch_stride, v_head_stride, v_row_stride)
         dout_base = head_of(dout_ptr, b, h, seq.q_begin, dout_batch_stride, dout_head_stride, dout_row_stride)
-    q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+    q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma,
+              seq.q_begin)
     dout = _load(dout_base, b, h, row0, 0, dout_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD,
-                 kTma)
-    lse = load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
-    delta = load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+                 kTma, seq.q_begin)
+    lse = load_per_row(lse_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
+    delta = load_per_row(delta_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
     if kEmptyRows:
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
+    kClearKeys: tl.constexpr = kIsPacked and kTma
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
-    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, seq.b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
+    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
                         visible, seq, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, False, kIsLocal,
-                        kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
-    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, seq.b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
+                        kClearKeys, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+    dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
                         visible, seq, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, True, kIsLocal,
-                        kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+                        kClearKeys, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     dims = tl.arange(0, kBlockD)
     dq_base = head_of(dq_ptr, b, h, seq.q_begin, dq_batch_stride, dq_head_stride, dq_row_stride)
@@ -345,8 +360,8 @@ def _launch(side, config, tma, tensors, window):
     tiles = [(q, rows), (k, keys), (v, keys), (dout, rows), *[None] * len(gradients), (lse_padded, row), (delta, row)]
     strides = (stride for x in (q, k, v, dout, *gradients) for stride in x.stride()[:3])
     # Samples of different lengths may have rows without a key, which the host cannot see.
-    may_differ = is_packed or lengths.seqused_q is not lengths.seqused_k
-    has_empty_rows = window[1] >= 0 and (may_differ or seqlen_q > seqlen_k + window[1])
+    may_differ = lengths.seqused_q is not lengths.seqused_k
+    has_empty_rows = is_packed or window[1] >= 0 and (may_differ or seqlen_q > seqlen_k + window[1])
     constants = (*strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, *of_side,
                  *mask_of(window), has_empty_rows, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
     return Launch(function, blocks * q.shape[0], constants, tiles if tma else (), num_warps=num_warps,
@@ -399,7 +414,8 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True):
             plan = {"preprocess": launch_preprocess(*preprocessed)}
         plan["preprocess"](*preprocessed, options.softmax_scale)
         if is_new:  # tiles are timed on what preprocess.py made
-            plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window) for side, tensors in sides.items()}
+            plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window)
+                     for side, tensors in sides.items()}
             if max_splits > 1:
                 plan["sum"] = sum_splits(dk, k.numel(), max_splits)
             remember(_plans, key, plan, q.device)
@@ -451,8 +467,8 @@ def _choose(side, autotune, tensors, numbers, lengths, window):
     """The Launch of one of tile_configs: the first, or the fastest."""
     q, k, v, dout, *_, seed = tensors
     configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory)
-    # A descriptor ends with the tensor, not with the sample.
-    tma = all(x is None for x in lengths) and can_use_tma(q, k, v, dout)
+    # A descriptor ends with the tensor, not with a padded sample.
+    tma = (lengths.is_packed or all(x is None for x in lengths)) and can_use_tma(q, k, v, dout)
     launch_of = once(lambda config: _launch(side, config, tma, tensors, window))
     if not autotune:
         return launch_of(configs[0])

@@ -173,8 +173,8 @@ def num_samples(q, lengths):
 
 
 def kind_of(q, k, lengths, window):
-    """What a choice of tiles depends on beside dtype and head_dim. The lengths of tensors count by the power of two that
-    they reach: 1025 to 2048 are tuned as one. In a packed batch they do not: no sample's result depends on its batch."""
+    """What a choice of tiles depends on beside dtype and head_dim. Lengths of tensors count by the power of two that
+    they reach: 1025 to 2048 are tuned as one. A packed batch's do not: no sample's result may depend on its batch."""
     kind = (*mask_of(window)[2:], lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None)
     sizes = () if lengths.is_packed else (q.shape[2], k.shape[2])
     return (*kind, *(min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in sizes))

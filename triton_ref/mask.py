@@ -4,9 +4,9 @@ It is that of csrc/mask.cuh. The keys of a row are one range, and neither end of
 So the blocks that a tile of rows needs are a range too. The full blocks, which all its rows see whole, are a range
 within it. They need no mask. The other ones, before and after them, are cut by the mask.
 
-Without a window the range of a row begins at key 0, and without a mask that of a key at row 0: numbers that the compiler
-finds out, since it knows the flags of a mask. They save registers, and so may fit another block on an SM.
-attention_hopper.py relies on the first of them.
+Without a window the range of a row begins at key 0, and without a mask that of a key at row 0. The compiler finds out
+both, since it knows the flags of a mask. That saves registers, and so may fit another block on an SM.
+attention_hopper.py relies on the first.
 
 Triton and Gluon share these functions: a jit function is compiled in the language of the kernel that calls it. A value
 of a NamedTuple is a number or a tensor there.

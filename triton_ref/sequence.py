@@ -4,7 +4,7 @@ In a padded batch every sample is an element of the first dimension. In a packed
 in the rows of a single element, and cu_seqlens says where each begins. The host never reads it: the programs of a head
 have slots, of kBlock rows each, and every program finds out on the device whose slot it has.
 
-Only this file reads cu_seqlens and seqused in a kernel. Their values may be anything. They are brought into the tensors.
+Only this file reads cu_seqlens and seqused in a kernel. Their values may be anything: they are clamped to the tensors.
 Triton and Gluon share these functions, as those of mask.py. Read next: mask.py, which keys a row sees.
 """
 
