@@ -52,6 +52,7 @@ class Options(NamedTuple):
     # lengths of its sample. -1 is no bound, and (-1, 0) is causal.
     window: tuple[int, int] = (-1, -1)
     lengths: Lengths = Lengths()
+    sinks: Tensor | None = None  # (H,), contiguous, fp32 or, for fp64, fp64: one more score of each row, without a value
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None  # int64, one element; None without dropout
     deterministic: bool = False
@@ -61,14 +62,14 @@ class Options(NamedTuple):
 
     def of_op(self):
         """The arguments of an op that follow q, k and v, as far as all ops have them."""
-        return *self.lengths, self.softmax_scale, *self.window, self.dropout_p, self.dropout_seed
+        return *self.lengths, self.sinks, self.softmax_scale, *self.window, self.dropout_p, self.dropout_seed
 
 
 @dataclass(frozen=True)
 class Backend:
     """One implementation behind the facade."""
 
-    # (q, k, v, options) -> (out, lse): checked 4D inputs with a contiguous last dimension.
+    # (q, k, v, options) -> (out, lse): checked 4D inputs with a contiguous last dimension. out has the head_dim of v.
     forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor | None]]
     dtypes: tuple
     has_forward_mode: bool  # of its derivatives; all backends have those of a backward pass, but for fp8

@@ -28,6 +28,11 @@ def out_dtype(dtype):
     return torch.bfloat16 if dtype in FP8_DTYPES else dtype
 
 
+def sum_dtype(dtype):
+    """The dtype of sums, and so of lse and sinks."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def empty_like(x, dtype=None):
     """x's shape and order of dimensions, the last one contiguous, to be written; as new_like in csrc/torch_params.h."""
     like = torch.empty_like(x, dtype=dtype)
@@ -35,10 +40,13 @@ def empty_like(x, dtype=None):
     return like if like.stride(-1) == 1 else torch.empty(x.shape, dtype=like.dtype, device=x.device)
 
 
-def empty_outputs(q):
-    """out like q, in bfloat16 if q is fp8, and lse (B, H, Sq) in fp32, fp64 if q is, to be written."""
-    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return empty_like(q, out_dtype(q.dtype)), q.new_empty(q.shape[:3], dtype=acc_dtype)
+def empty_outputs(q, v):
+    """out like q, in bfloat16 if q is fp8 and with v's head_dim, and lse (B, H, Sq) in fp32, fp64 if q is, to be
+    written."""
+    head_dim = v.shape[-1]
+    # Another head_dim: q's order of dimensions, without gaps.
+    like = q if q.shape[-1] == head_dim else q[..., :1].expand(*q.shape[:-1], head_dim)
+    return empty_like(like, out_dtype(q.dtype)), q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
 
 
 def is_eager(*tensors):
@@ -140,7 +148,8 @@ def autocast(q, k, v):
 def check_qkv(q, k, v, dtypes):
     """Raise unless q (B, H, Sq, D) or (B·H, Sq, D), k and v (B, Hk, Sk, D) or (B·H, Sk, D) fit together.
 
-    TypeError for what is no dense tensor of an allowed dtype, ValueError for everything else.
+    v may have another head_dim. TypeError for what is no dense tensor of an allowed dtype, ValueError for everything
+    else.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
@@ -157,19 +166,40 @@ def check_qkv(q, k, v, dtypes):
         raise ValueError("q, k and v must hold values, and tensors on the device meta have none")
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
         raise ValueError(f"Expected 3D or 4D tensors, all alike: q has {q.ndim}, k {k.ndim}, v {v.ndim} dimensions")
-    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
-        raise ValueError(f"Unsupported head_dim {q.shape[-1]}: 1 to {MAX_HEAD_DIM} is supported")
+    for head_dim in (q.shape[-1], v.shape[-1]):
+        if not 1 <= head_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"Unsupported head_dim {head_dim}: 1 to {MAX_HEAD_DIM} is supported")
     shapes = f"q is {tuple(q.shape)}, k is {tuple(k.shape)}, v is {tuple(v.shape)}"
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape: {shapes}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k and v must have the same shape, but for the head_dim of v: {shapes}")
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q, k and v must have the same head_dim: {shapes}")
+        raise ValueError(f"q and k must have the same head_dim: {shapes}")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q, k and v must have the same batch size: {shapes}")
     if q.ndim == 4 and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
         raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads: {shapes}")
     if max(q.shape[1:-1] + k.shape[1:-1]) > MAX_SEQLEN:
         raise ValueError(f"heads and sequence lengths go up to {MAX_SEQLEN}: {shapes}")
+
+
+def check_sinks(sinks, q, name="sinks"):
+    """None, or sinks, which the caller calls `name`, in the dtype of sums and contiguous.
+
+    TypeError for what is no dense tensor of a float dtype, ValueError unless it is (H,) on q's device.
+    """
+    if sinks is None:
+        return None
+    check_tensor(name, sinks)
+    allowed = (torch.float64,) if q.dtype == torch.float64 else KERNEL_DTYPES
+    if sinks.dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise TypeError(f"Unsupported dtype: {name} is {sinks.dtype}, allowed for q in {q.dtype} are {names}")
+    shape = (q.shape[1] if q.ndim == 4 else 1,)
+    if sinks.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, one for each query head, got {tuple(sinks.shape)}")
+    if sinks.device != q.device:
+        raise ValueError(f"{name} must be on the same device as q ({q.device}), got {sinks.device}")
+    return sinks.to(sum_dtype(q.dtype)).contiguous()
 
 
 def check_matmul(a, b, block_m, block_n, block_k):

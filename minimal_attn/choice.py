@@ -48,7 +48,8 @@ def _device_is_hopper(device):
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
 
 
-def auto_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths = Lengths()) -> str:
+def auto_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths = Lengths(),
+                 sinks: torch.Tensor | None = None) -> str:
     """The name of the backend that serves a call with backend="auto", of inputs that are not checked yet."""
     for name, x in (("q", q), ("k", k), ("v", v)):  # twin_trains asks for dtypes and shapes
         check_tensor(name, x)
@@ -56,7 +57,7 @@ def auto_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Len
         return "torch"
     if q.dtype in FP8_DTYPES:
         return "triton"
-    needs_grad = any(map(wants_gradient, (q, k, v)))
+    needs_grad = any(map(wants_gradient, (q, k, v, sinks)))
     if needs_grad and (is_transformed() or lengths.may_share_keys):
         return "torch"
     # How long a packed batch is says nothing of its samples, whose results must not depend on it.

@@ -53,7 +53,7 @@ def _forward(q, k, v, options):
                 _warn_slow(choice[1])
         return torch.ops.minimal_attn.flash_forward(*inputs)  # tensors alone, not why it is slow
     library = _build.load()
-    attend = library.differentiable_forward if any(map(wants_gradient, (q, k, v))) else library.flash_forward
+    attend = library.differentiable_forward if any(map(wants_gradient, (q, k, v, options.sinks))) else library.flash_forward
     out, lse, slow_because = attend(*inputs)
     if slow_because:
         _warn_slow(slow_because)

@@ -27,20 +27,21 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     """flash_attention with the signature and the layout of flash-attn (flash_attn.flash_attn_func).
 
     Args:
-        q: (B, Sq, H, D); k, v: (B, Sk, Hk, D). Dtypes, head dimensions, causal, deterministic, backend: as
+        q: (B, Sq, H, D); k, v: (B, Sk, Hk, D), v also with another head_dim. Dtypes, head dimensions, causal, deterministic, backend: as
             flash_attention.
         dropout_p, dropout_seed: as flash_attention. flash-attn has no such seed and drops other elements.
         softmax_scale: factor of the scores, 1/sqrt(D) if None.
         window_size: (left, right), as flash_attention; None is (-1, -1).
         return_attn_probs: return (out, lse, None); the probabilities themselves are never formed.
         return_softmax_lse, return_lse: return (out, lse).
-        out: (B, Sq, H, D), of the result's dtype, on q's device: the result is copied into it. Not with gradients.
-        softcap, alibi_slopes, s_aux, learnable_sink, sinks, q_descale, k_descale, v_descale, qv, attention_chunk: only
-            their defaults are supported.
+        out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result is copied into it. Not with gradients.
+        s_aux, learnable_sink, sinks: three names of one argument, those of flash-attn 3, flash-attn 4 and vLLM: sinks
+            (H,) as of flash_attention.
+        softcap, alibi_slopes, q_descale, k_descale, v_descale, qv, attention_chunk: only their defaults are supported.
         num_splits, pack_gqa, sm_margin, fa_version: change nothing.
 
     Returns:
-        out (B, Sq, H, D) in q's dtype, or in autocast's; lse (B, H, Sq) in fp32, natural log.
+        out (B, Sq, H, D), with v's head_dim, in q's dtype, or in autocast's; lse (B, H, Sq) in fp32, natural log.
 
     Raises:
         NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
@@ -56,15 +57,15 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
                            backend)
         if result is not None:
             return (*result, None) if return_attn_probs else result
-    _refuse("flash_attn_func", softcap=softcap, alibi_slopes=alibi_slopes, s_aux=s_aux, learnable_sink=learnable_sink,
-            sinks=sinks, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
-            attention_chunk=attention_chunk)
+    _refuse("flash_attn_func", softcap=softcap, alibi_slopes=alibi_slopes, q_descale=q_descale, k_descale=k_descale,
+            v_descale=v_descale, qv=qv, attention_chunk=attention_chunk)
     _check_layout("flash_attn_func", "(B, S, H, D)", q=q, k=k, v=v)
-    _check_out(out, q, k, v)
+    sinks = _one_of("flash_attn_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
+    _check_out(out, q, k, v, sinks)
     result = checked_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
                                dropout_p, dropout_seed, deterministic, return_lse or return_attn_probs, backend,
                                window_size=NO_WINDOW if window_size is None else window_size,
-                               scale_name="softmax_scale")
+                               sinks=sinks, scale_name="softmax_scale")
     o, *lse = result if isinstance(result, tuple) else (result,)
     return _returned(o.transpose(1, 2), lse, out, return_attn_probs)
 
@@ -88,32 +89,33 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     """Attention of a packed batch, whose samples lie one after the other (flash_attn.flash_attn_varlen_func).
 
     Args:
-        q: (Tq, H, D); k, v: (Tk, Hk, D).
+        q: (Tq, H, D); k, v: (Tk, Hk, D), v also with another head_dim.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k: as flash_attention.
         block_table, page_table, scheduler_metadata: the first two must be None, the last changes nothing.
         All others: as flash_attn_func, but out is (Tq, H, D).
 
     Returns:
-        out (Tq, H, D) in q's dtype, or in autocast's; lse (H, Tq) in fp32, natural log; in a tuple as flash_attn_func.
+        out (Tq, H, D), with v's head_dim, in q's dtype, or in autocast's; lse (H, Tq) in fp32, natural log; in a tuple as flash_attn_func.
 
     Raises:
         NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
     """
     _refuse("flash_attn_varlen_func", softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table,
-            page_table=page_table, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks, q_descale=q_descale,
-            k_descale=k_descale, v_descale=v_descale, qv=qv, attention_chunk=attention_chunk)
+            page_table=page_table, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
+            attention_chunk=attention_chunk)
     if cu_seqlens_k is None and seqused_k is not None:
         raise NotImplementedError("flash_attn_varlen_func: seqused_k without cu_seqlens_k belongs to page tables, which "
                                   "are not supported yet")
     _check_layout("flash_attn_varlen_func", "(T, H, D)", q=q, k=k, v=v)
     check_max_seqlen("max_seqlen_q", max_seqlen_q)
     check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    _check_out(out, q, k, v)
+    sinks = _one_of("flash_attn_varlen_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
+    _check_out(out, q, k, v, sinks)
     result = checked_attention(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), causal, softmax_scale, dropout_p,
                                dropout_seed, deterministic, return_lse or return_softmax_lse or return_attn_probs,
                                backend, window_size=NO_WINDOW if window_size is None else window_size,
                                lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
-                               scale_name="softmax_scale")
+                               sinks=sinks, scale_name="softmax_scale")
     o, *lse = (x[0] for x in (result if isinstance(result, tuple) else (result,)))
     return _returned(o.transpose(0, 1), lse, out, return_attn_probs)
 
@@ -179,6 +181,14 @@ def _refuse(function, **arguments):
             raise NotImplementedError(f"{function}: {name} is not supported yet, only its default is")
 
 
+def _one_of(function, **arguments):
+    """The value of the one argument that is given, or None; TypeError if several are."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if len(given) > 1:
+        raise TypeError(f"{function}: {' and '.join(given)} are names of the same argument, give one of them")
+    return next(iter(given.values()), None)
+
+
 def _check_layout(function, layout, **tensors):
     for name, x in tensors.items():
         check_tensor(name, x)
@@ -195,16 +205,16 @@ def _parts(function, layout, **tensor):
     return x.unbind(-3)
 
 
-def _check_out(out, q, k, v):
+def _check_out(out, q, k, v, sinks):
     """ValueError unless out is None or can take the result."""
     if out is None:
         return
     check_tensor("out", out)
     dtype = out_dtype(autocast(q.new_empty(0), None, None)[0].dtype)
-    if (out.shape, out.dtype, out.device) != (q.shape, dtype, q.device):
-        raise ValueError(f"out must be {dtype} of shape {tuple(q.shape)} on {q.device}, got {shown(out)} on "
-                         f"{out.device}")
-    if any(map(wants_gradient, (q, k, v, out))):
+    shape = *q.shape[:-1], v.shape[-1]
+    if (out.shape, out.dtype, out.device) != (shape, dtype, q.device):
+        raise ValueError(f"out must be {dtype} of shape {shape} on {q.device}, got {shown(out)} on {out.device}")
+    if any(map(wants_gradient, (q, k, v, sinks, out))):
         raise ValueError("out cannot be given where gradients are wanted: call under torch.no_grad()")
 
 

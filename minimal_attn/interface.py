@@ -12,7 +12,8 @@ from torch import Tensor
 from . import cuda, reference, sdpa, twin
 from .backends import Lengths, Options
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, autocast, check_descales, check_dropout_p, check_dropout_seed,
-                     check_no_derivative, check_options, check_qkv, is_transformed, shown, wants_gradient)
+                     check_no_derivative, check_options, check_qkv, check_sinks, is_transformed, shown,
+                     wants_gradient)
 from .choice import auto_backend
 from .cuda import fast_path
 from .lengths import NO_WINDOW, check_lengths, check_max_seqlen, check_seq_lens, check_window
@@ -33,9 +34,8 @@ OTHER_NAMES = {
     "alibi_slopes": "; it is not supported yet",
     "block_table": "; page tables are not supported yet",
     "page_table": "; page tables are not supported yet",
-    "sinks": "; it is not supported yet",
-    "s_aux": "; it is not supported yet",
-    "learnable_sink": "; it is not supported yet",
+    "s_aux": "; it is called sinks here",
+    "learnable_sink": "; it is called sinks here",
     "return_attn_probs": "; return_lse=True returns lse",
     "return_softmax_lse": "; it is called return_lse here",
 }
@@ -49,7 +49,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
                     window_size: tuple[int, int] = NO_WINDOW, cu_seqlens_q: Tensor | None = None,
                     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
                     max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
-                    seqused_k: Tensor | None = None, **unknown) -> Tensor | tuple[Tensor, Tensor]:
+                    seqused_k: Tensor | None = None, sinks: Tensor | None = None, **unknown) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
     q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Only a last
@@ -61,7 +61,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         q: (B, H, Sq, D) or (B·H, Sq, D), with D from 1 to 256. float32 (computed in true fp32), float16 or bfloat16.
             float64 with the backends "torch" and "reference", and with "cuda" on the CPU. float8_e4m3fn or float8_e5m2
             with "triton", on GPUs of compute capability 8.9 or higher, and with "reference".
-        k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D).
+        k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D). v, and
+            then out, may have another head_dim than q and k, also from 1 to 256.
         causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
         sm_scale: factor of the scores; 1/sqrt(D) if None.
         seq_lens: valid length of each sample, 1 to S: a list, or an int32 or int64 tensor on q's device or the CPU, of
@@ -103,6 +104,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             a sample uses; all if None. May be 0, and in a padded batch Sq and Sk may differ. In a packed batch with
             seqused_k, a sample's keys start at cu_seqlens_k[b] and may also be those of others; "cuda" and "triton"
             then have no gradients, and "auto" takes "torch" for them.
+        sinks: (H,), float32, float16 or bfloat16, or float64 for float64, on q's device: one more score of each row of
+            a query head, in units of sm_scale · QKᵀ. It takes its share of the softmax, and no value goes with it (Xiao
+            et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. "torch" then forms all scores, as "reference"
+            does. Differentiable.
 
         Rows that a sample does not use give out 0 and lse -inf. Neither they nor keys that no row of a sample uses
         change any result or gradient, also as NaN and inf. The values of cu_seqlens and seqused are checked for CPU
@@ -112,9 +117,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         "cuda" and "triton" depend on head_dim alone, so that a sample's bits do not depend on its batch.
 
     Returns:
-        out, of q's shape and dtype; bfloat16 for float8, autocast's dtype under torch.autocast. With return_lse a tuple
-        (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A row that sees no key has
-        out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs. NaN or inf in a key or value that
+        out, of q's shape, with v's head_dim, and q's dtype; bfloat16 for float8, autocast's dtype under torch.autocast.
+        With return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A
+        row that sees no key has out 0 and lse -inf, or its sink. Empty batches and lengths of 0 give empty or zero outputs. NaN or inf in a key or value that
         some rows see may also reach rows of the same sample and head that do not see it.
 
     Raises:
@@ -122,7 +127,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             wrong type, or an unknown keyword. For the keywords of scaled_dot_product_attention and flash-attn the error
             says what they are called here.
         ValueError: a wrong shape, device, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed, window_size,
-            cu_seqlens, seqused or backend; seq_lens together with cu_seqlens or seqused; or a forced kernel that cannot
+            cu_seqlens, seqused, sinks or backend; seq_lens together with cu_seqlens or seqused; or a forced kernel that cannot
             serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
@@ -134,7 +139,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         name = next(iter(unknown))
         raise TypeError(f"flash_attention() got an unexpected keyword argument {name!r}{OTHER_NAMES.get(name, '')}")
     if (seq_lens is cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is seqused_q is seqused_k is None
-            and q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda")
+            and q_descale is k_descale is v_descale is sinks is None and (backend == "auto" or backend == "cuda")
             and (window_size is NO_WINDOW or isinstance(window_size, tuple) and window_size == NO_WINDOW)
             and is_zero(dropout_p) and isinstance(deterministic, bool)):
         result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, backend)
@@ -144,7 +149,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     check_max_seqlen("max_seqlen_k", max_seqlen_k)
     return checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend,
                              window_size=window_size, seq_lens=seq_lens, descales=(q_descale, k_descale, v_descale),
-                             lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), autotune=autotune)
+                             lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks=sinks,
+                             autotune=autotune)
 
 
 def is_zero(dropout_p):
@@ -154,11 +160,11 @@ def is_zero(dropout_p):
 
 def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend, *,
                       window_size=NO_WINDOW, seq_lens=None, lengths=Lengths(), descales=(None, None, None),
-                      autotune=True, scale_name="sm_scale"):
+                      sinks=None, autotune=True, scale_name="sm_scale"):
     """flash_attention without its fast path. scale_name: what the caller calls sm_scale."""
     q, k, v = autocast(q, k, v)
     dropout_p = check_dropout_p(dropout_p)
-    name = auto_backend(q, k, v, lengths) if backend == "auto" else backend
+    name = auto_backend(q, k, v, lengths, sinks) if backend == "auto" else backend
     if name not in tuple(BACKENDS):  # a dict would not take a list as a key
         raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
@@ -169,12 +175,14 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
         raise why_not
     lengths = check_lengths(lengths, seq_lens, q, k)
     window = check_window(window_size, causal, lengths, q, k)
+    sinks = check_sinks(sinks, q)
     seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
     named_descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
     descales = check_descales(named_descales, q, k)
     if not chosen.has_forward_mode:
         instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
-        check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, **named_descales,
+        check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, sinks=sinks,
+                            **named_descales,
                             has_backward=q.dtype not in FP8_DTYPES and not is_transformed())
         if lengths.may_share_keys and any(map(wants_gradient, (q, k, v))):
             raise NotImplementedError(f"backend={name!r} has no backward pass of packed batches with seqused_k, whose "
@@ -183,7 +191,7 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     is_3d = q.ndim == 3
     if is_3d:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    options = Options(scale, window, lengths, dropout_p, seed, deterministic, autotune, descales, return_lse)
+    options = Options(scale, window, lengths, sinks, dropout_p, seed, deterministic, autotune, descales, return_lse)
     if q.numel() == 0 or k.numel() == 0:
         # Nothing to launch. The reference's empty products leave the outputs in the graph of inputs that require grad.
         out, lse = reference.BACKEND.forward(q, k, v, options)

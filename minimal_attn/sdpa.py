@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .backends import Backend
+from .checks import sum_dtype
 from .packed import as_padded
 from .reference import DTYPES, always, reference_forward, visible_keys, without_autocast, without_padding
 
@@ -35,7 +36,7 @@ def _is_aligned(x):
 
 @without_autocast
 def _forward(q, k, v, options):
-    if options.dropout_seed is not None:  # SDPA takes no seed and tells no mask
+    if options.dropout_seed is not None or options.sinks is not None:  # SDPA takes neither a seed nor sinks
         return reference_forward(q, k, v, options)
     if options.lengths.is_packed:
         return as_padded(_forward, q, k, v, options)
@@ -63,7 +64,7 @@ LSE_ROWS = 128  # how many rows of scores _lse forms at a time
 
 def _lse(q, k, softmax_scale, window, lengths):
     """SDPA does not return lse (B, H, Sq): form the scores again, a few rows at a time."""
-    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    acc_dtype = sum_dtype(q.dtype)
     mask = visible_keys(q.shape[2], k.shape[2], window, lengths, q.device)
     q = q.unflatten(1, (k.shape[1], -1)).to(acc_dtype)  # (B, Hk, group, Sq, D)
     k = k.to(acc_dtype).transpose(-2, -1).unsqueeze(2)
