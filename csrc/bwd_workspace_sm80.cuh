@@ -105,8 +105,9 @@ __global__ void __launch_bounds__(kCombineThreads) flash_bwd_dkv(const __grid_co
     if (b >= p.batch_size) return;
     const Sequence seq(p, b);
     const int splits = min(workspace.max_splits, num_splits(p, seq.seqlen_q, seq.seqlen_k));
-    if (key >= seq.padded_k || col >= p.head_dim || splits == 1) return;  // if not split, dk and dv are there
-    auto combine = [&](int64_t offset, float scale, const Tensor &x) {
+    if (key >= seq.padded_k || splits == 1) return;  // if not split, dk and dv are there
+    auto combine = [&](int64_t offset, float scale, const Tensor &x, int cols) {
+        if (col >= cols) return;
         float sum[8] = {};
         for (int split_idx = 0; split_idx < splits && key < seq.seqlen_k; split_idx++) {
             const auto *from = reinterpret_cast<const float4 *>(workspace.dkv_accum(p, split_idx) + offset);
@@ -119,8 +120,9 @@ __global__ void __launch_bounds__(kCombineThreads) flash_bwd_dkv(const __grid_co
         *reinterpret_cast<uint4 *>(rows_of<T>(x, b, h_k, seq.k_begin + key) + col) =
             {packed[0], packed[1], packed[2], packed[3]};
     };
-    combine(8 * vec, Scores<>(p).softmax_scale, p.dk);
-    combine(workspace.dkv_floats + 8 * vec, p.dropout_seed ? float(p.keep_scale) : 1.f, p.dv);
+    combine(8 * vec, Scores<>(p).softmax_scale, p.dk, p.head_dim);
+    combine(workspace.dkv_floats + 8 * vec, p.dropout_seed ? float(p.keep_scale) : 1.f, p.dv,
+            p.head_dim_v);
 #endif
 }
 

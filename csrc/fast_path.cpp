@@ -61,7 +61,7 @@ py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q
         }
         AttnParams p{};
         set_inputs(p, q, k, v, scale, window, dim);
-        return run_forward(p, q, dim);
+        return run_forward(p, q, v, dim);
     }();
     if (slow_because) warn_slow(*slow_because);
     if (return_lse) return py::make_tuple(std::move(out), std::move(lse));

@@ -93,23 +93,27 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
 
     // Rows [begin, end) of a tile, counted from `from`; zeros for the others.
     template <int kRows>
-    __device__ void load(uint16_t (&to)[kRows][kHeadDim], const T *from, int64_t row_stride, int begin, int end) {
+    __device__ void load(uint16_t (&to)[kRows][kHeadDim], const T *from, int64_t row_stride, int begin, int end,
+                         int cols) {
         const int row = thread_idx() / Swizzle::kVecs, vec = thread_idx() % Swizzle::kVecs;
         from += row * row_stride + vec * 8;
         load_tile<kRows, kHeadDim, Shape::kNThreads>(shared_address(to) + Swizzle::offset(row, vec), from, row_stride,
-                                                     end - row, p.head_dim - vec * 8, begin - row);
+                                                     end - row, cols - vec * 8, begin - row);
     }
     __device__ void load_keys() {
         const int key = tile.block * kBlockN, end = seq.seqlen_k - key;
-        load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, 0, end);
-        load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, 0, end);
+        load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, 0, end,
+             p.head_dim);
+        load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, 0, end,
+             p.head_dim_v);
     }
     // Rows that see no key of any block are not read: everything about them is 0, and they add nothing.
     __device__ void load_rows(int stage, int h, int m_block) {
         const int row0 = m_block * kBlockM, begin = first_row - row0, end = seqlen_q - row0;
-        load(shared.steps[stage].sQ, rows_of<const T>(p.q, tile.b, h, q_begin + row0), p.q.row_stride, begin, end);
+        load(shared.steps[stage].sQ, rows_of<const T>(p.q, tile.b, h, q_begin + row0), p.q.row_stride, begin, end,
+             p.head_dim);
         load(shared.steps[stage].sdO, rows_of<const T>(p.dout, tile.b, h, q_begin + row0), p.dout.row_stride, begin,
-             end);
+             end, p.head_dim_v);
         const int i = thread_idx();
         if (i < kBlockM) {
             const int64_t row = lse_index(p, q_begin, tile.b, h) + row0 + i;
@@ -251,12 +255,12 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
         const Sequence seq(p, tile.b);
         const int key = tile.block * kBlockN;
         auto is_zero = [&](int i) { return key + i >= seq.seqlen_k; };  // the sum may be NaN, from 0 · NaN
-        auto store_keys = [&](const auto &acc, float scale, auto &sX, const Tensor &x) {
+        auto store_keys = [&](const auto &acc, float scale, auto &sX, const Tensor &x, int cols) {
             store_tile<T>(acc, scale, sX, key0, dim0, rows_of<T>(x, tile.b, tile.h_k, seq.k_begin + key), x.row_stride,
-                          min(kBlockN, seq.padded_k - key), p.head_dim, is_zero);
+                          min(kBlockN, seq.padded_k - key), cols, is_zero);
         };
-        store_keys(acc_dk, Scores<>(p).softmax_scale, shared.sK, p.dk);
-        store_keys(acc_dv, kDropout ? float(p.keep_scale) : 1.f, shared.sV, p.dv);
+        store_keys(acc_dk, Scores<>(p).softmax_scale, shared.sK, p.dk, p.head_dim);
+        store_keys(acc_dv, kDropout ? float(p.keep_scale) : 1.f, shared.sV, p.dv, p.head_dim_v);
     }
 
     // The sums of a split to dkv_accum.
@@ -365,11 +369,12 @@ static_assert(sizeof(BwdSharedMemory<BwdShape128Narrow>) <= 99 << 10 &&
 template <typename F> auto with_shape(const AttnBackwardParams &p, F f) {
     const bool narrow = max_shared_memory() < 160 << 10;
     // 32 keys a warp: what it loads of Q and dO feeds two products.
-    if (p.head_dim <= 64) return f.template operator()<BwdShape<64, 64, 128, 4, 1, 2, 2>>();
-    if (p.head_dim <= 96) return f.template operator()<BwdShape<96, 64, 64, 4, 1, 2, 2>>();
+    const int head_dim = p.max_head_dim();
+    if (head_dim <= 64) return f.template operator()<BwdShape<64, 64, 128, 4, 1, 2, 2>>();
+    if (head_dim <= 96) return f.template operator()<BwdShape<96, 64, 64, 4, 1, 2, 2>>();
     // 32 keys for two warps, a half of dK and dV each, which take 128 of 255 registers. 128 keys a block, twice those
     // of smaller tiles, halve what is added up in memory.
-    if (p.head_dim <= 128)
+    if (head_dim <= 128)
         return narrow ? f.template operator()<BwdShape128Narrow>()
                       : f.template operator()<BwdShape<128, 64, 128, 8, 2, 2, 1>>();
     return narrow ? f.template operator()<BwdShape256Narrow>()

@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     // Step `step` of `steps` starts its share of the copies of a block of keys. All have begun after half of the steps.
     // What lies outside of K and V, or after the last block, is not read and becomes 0.
     const int key_end = min(seq.seqlen_k, blocks.end * kBlockN);
-    auto copy = [&](auto &tile, const float *from, int64_t row_stride, int n_block, int step, int steps) {
+    auto copy = [&](auto &tile, const float *from, int64_t row_stride, int cols, int n_block, int step,
+                    int steps) {
         constexpr int kRowStep = kNThreads / kVecs, kCopies = kBlockN / kRowStep;
         static_assert(kRowStep * kVecs == kNThreads && kCopies * kRowStep == kBlockN);
 #pragma unroll
@@ -79,11 +80,11 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
             const int row = threadIdx.x / kVecs + i * kRowStep, col = threadIdx.x % kVecs * 4;
             const int key = n_block * kBlockN + row;
             cp_async(shared_address(&tile[row][col]), from + key * row_stride + col,
-                     key < key_end && col < p.head_dim);
+                     key < key_end && col < cols);
         }
     };
 
-    copy(sK, gK, p.k.row_stride, blocks.begin, 0, 2);
+    copy(sK, gK, p.k.row_stride, p.head_dim, blocks.begin, 0, 2);
     const int rows = seq.seqlen_q - row0;
 #pragma unroll 4
     for (int i = threadIdx.x; i < kBlockM / 2 * kVecs; i += kNThreads) {
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         double sums[kNTiles][4] = {};
 #pragma unroll
         for (int kk = 0; kk < kHeadDim / 16; kk++) {
-            copy(sV, gV, p.v.row_stride, n_block, kk, kHeadDim / 16);
+            copy(sV, gV, p.v.row_stride, p.head_dim_v, n_block, kk, kHeadDim / 16);
             float k[kNTiles][4];
 #pragma unroll
             for (int n = 0; n < kNTiles; n++) read4(k[n], &sK[8 * n + r][16 * kk + 4 * c]);
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
-            copy(sK, gK, p.k.row_stride, n_block + 1, n, kNTiles);
+            copy(sK, gK, p.k.row_stride, p.head_dim, n_block + 1, n, kNTiles);
             double P[4];
             softmax.probabilities(P, acc_s[0], 0, n);
 #pragma unroll
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     const int row = row0 + warp_idx * 16 + r;  // and row + 8
     // flash_bwd.cu wants an lse without the rounding of softmax_scale_log2.
     const double ln_2 = fabs(p.softmax_scale) / scores.softmax_scale_log2;
-    softmax.finalize(acc_o, static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h), seq, row, 1.f, ln_2);
+    softmax.finalize(acc_o, static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h), seq, row, nullptr, 1.f, ln_2);
     float *gO = rows_of<float>(p.o, tile.b, tile.h, seq.q_begin);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
             for (int e = 2 * i; e < 2 * i + 2; e++) {
                 const int col = 8 * d + 4 * (2 * c + e % 2);
                 const auto &o = acc_o[0];
-                if (col < p.head_dim)
+                if (col < p.head_dim_v)
                     *reinterpret_cast<float4 *>(gO + (row + 8 * i) * p.o.row_stride + col) = {
                         float(o[d][e]), float(o[d + 1][e]), float(o[d + 2][e]), float(o[d + 3][e])};
             }
@@ -175,7 +176,7 @@ template <typename Shape> void launch_fwd(const AttnParams &p) {
 
 // Tiles by head_dim: {kHeadDim, kBlockN}. What lies between two is padded with zeros, on chip.
 void flash_forward(const AttnParams &p) {
-    if (p.head_dim <= 64) launch_fwd<Shape<64, 64>>(p);
+    if (p.max_head_dim() <= 64) launch_fwd<Shape<64, 64>>(p);
     else launch_fwd<Shape<128, 32>>(p);  // acc_o alone takes half the registers
 }
 

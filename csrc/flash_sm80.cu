@@ -67,10 +67,12 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     const int key0 = blocks.begin * kBlockN;
     const T *gK = rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key0 + row) + vec * 8;
     const T *gV = rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key0 + row) + vec * 8;
-    auto load_kv = [&](auto &to, const T *&from, int64_t row_stride, int n_block) {
+    auto load_kv = [&](auto &to, const T *&from, int64_t row_stride, int more_cols, int n_block) {
         load_tile<kBlockN, kHeadDim, kNThreads>(shared_address(to) + copy_offset, from, row_stride,
-                                                seq.seqlen_k - n_block * kBlockN - row, cols);
+                                                seq.seqlen_k - n_block * kBlockN - row, cols + more_cols);
     };
+    auto load_k = [&](int n_block) { load_kv(sK, gK, p.k.row_stride, 0, n_block); };
+    auto load_v = [&](int n_block) { load_kv(sV, gV, p.v.row_stride, p.head_dim_v - p.head_dim, n_block); };
 
     const uint32_t q_address = shared_address(sQ[warp_idx * kWarpM]) + Swizzle::down(lane_idx);
     const uint32_t k_address = shared_address(sK) + Swizzle::across(lane_idx);
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     if (blocks.begin < blocks.end) {
         load_tile<kBlockM, kHeadDim, kNThreads>(shared_address(sQ) + copy_offset, gQ, p.q.row_stride,
                                                 seq.seqlen_q - row0 - row, cols);
-        load_kv(sK, gK, p.k.row_stride, blocks.begin), load_kv(sV, gV, p.v.row_stride, blocks.begin);
+        load_k(blocks.begin), load_v(blocks.begin);
     }
     cp_async_wait<1>();
     __syncthreads();  // Q and K have arrived
@@ -90,7 +92,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 
         cp_async_wait<0>();
         __syncthreads();  // V has arrived, K has been read
-        if (n_block + 1 < blocks.end) load_kv(sK, gK, p.k.row_stride, n_block + 1);
+        if (n_block + 1 < blocks.end) load_k(n_block + 1);
 
         if (!scores.is_raw || !blocks.is_full(n_block)) {
             scores.apply(acc_s);
@@ -110,13 +112,13 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         }
         cp_async_wait<0>();
         __syncthreads();  // K has arrived, V has been read
-        if (n_block + 1 < blocks.end) load_kv(sV, gV, p.v.row_stride, n_block + 1);
+        if (n_block + 1 < blocks.end) load_v(n_block + 1);
     }
 
     float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h);
-    softmax.finalize(acc_o, gLse, seq, warp_row, kDropout ? float(p.keep_scale) : 1.f);
+    softmax.finalize(acc_o, gLse, seq, warp_row, sink_of<float>(p, tile.h), kDropout ? float(p.keep_scale) : 1.f);
     store_tile<T>(acc_o, 1.f, sQ, warp_idx * kWarpM, 0, rows_of<T>(p.o, tile.b, tile.h, seq.q_begin + row0),
-                  p.o.row_stride, seq.padded_q - row0, p.head_dim, [](int) { return false; });
+                  p.o.row_stride, seq.padded_q - row0, p.head_dim_v, [](int) { return false; });
 #endif
 }
 
@@ -130,10 +132,11 @@ template <typename T, typename Shape> void launch_fwd(const AttnParams &p) {
 // warp has 32 rows, so that what it loads of K and V feeds two products; beyond, only 16 rows of acc_o fit its
 // registers.
 template <typename T> void dispatch(const AttnParams &p) {
-    if (p.head_dim <= 64) launch_fwd<T, Shape<64, 128, 128>>(p);  // half the barriers of 64 keys: 4 % faster
-    else if (p.head_dim <= 96) launch_fwd<T, Shape<96, 128, 64>>(p);
-    else if (p.head_dim <= 128) launch_fwd<T, Shape<128, 128, 64>>(p);  // acc_o and acc_s take 192 of 255 registers
-    else if (p.head_dim <= 192) launch_fwd<T, Shape<192, 64, 64>>(p);
+    const int head_dim = p.max_head_dim();
+    if (head_dim <= 64) launch_fwd<T, Shape<64, 128, 128>>(p);  // half the barriers of 64 keys: 4 % faster
+    else if (head_dim <= 96) launch_fwd<T, Shape<96, 128, 64>>(p);
+    else if (head_dim <= 128) launch_fwd<T, Shape<128, 128, 64>>(p);  // acc_o and acc_s take 192 of 255 registers
+    else if (head_dim <= 192) launch_fwd<T, Shape<192, 64, 64>>(p);
     else launch_fwd<T, Shape<256, 64, 64>>(p);  // 96 KB: two blocks an SM of 228 KB, one of 100 or 164
 }
 

@@ -75,7 +75,7 @@ template <int kBlockM> struct Scheduler {
     Scheduler(const AttnParams &p, int64_t num_tiles) : tiles(p), num_tiles(int(num_tiles)), group(1) {
         if (!p.tile_counter) return;
         const int64_t heads = num_tiles / tiles.slots, l2_bytes = 32 << 20;
-        const double head_bytes = 4. * p.seqlen_k * p.head_dim / (p.nheads / p.nheads_k);  // K and V of 16 bits
+        const double head_bytes = 2. * p.seqlen_k * (p.head_dim + p.head_dim_v) / (p.nheads / p.nheads_k);  // K and V of 16 bits
         while (2 * group * head_bytes <= l2_bytes && 2 * int64_t(group) <= heads) group *= 2;
     }
     // Among the tiles of a group the last rows, which see most under a causal mask, go first.
@@ -291,7 +291,7 @@ template <typename T, typename Shape> struct Consumer {
         const Sequence &seq = work.seq;
         const int row0 = tile.block * Shape::kBlockM + 64 * consumer + 16 * warp_idx;
         float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h);
-        softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4);
+        softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4, sink_of<float>(p, tile.h));
         auto &sO = shared.sQ[q_index()];
         barrier_sync(kOneConsumer + consumer, 128);
 #pragma unroll
@@ -305,7 +305,7 @@ template <typename T, typename Shape> struct Consumer {
         if (__any_sync(~0u, row0 + 16 > seq.padded_q && seq.q_begin + seq.padded_q < p.seqlen_q)) {
             __syncwarp();
             store_some_rows(sO, 16 * warp_idx, rows_of<uint16_t>(p.o, tile.b, tile.h, seq.q_begin + row0),
-                            p.o.row_stride, seq.padded_q - row0, p.head_dim);
+                            p.o.row_stride, seq.padded_q - row0, p.head_dim_v);
             __syncwarp();  // sO has been read
             return;
         }
@@ -346,14 +346,14 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
     if (num_tiles == blocks) p.tile_counter = nullptr;
     if (p.tile_counter)
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
-    auto tma = [&](const char *name, const Tensor &x, int heads, int rows, int box_rows) {
-        return make_tma_tensor<kHeadDim>(name, x, p.batch_size, heads, rows, p.head_dim, box_rows);
+    auto tma = [&](const char *name, const Tensor &x, int heads, int rows, int head_dim, int box_rows) {
+        return make_tma_tensor<kHeadDim>(name, x, p.batch_size, heads, rows, head_dim, box_rows);
     };
     const Params<Shape> params{p,
-                               tma("q", p.q, p.nheads, p.seqlen_q, 64),
-                               tma("k", p.k, p.nheads_k, p.seqlen_k, kBlockN),
-                               tma("v", p.v, p.nheads_k, p.seqlen_k, kBlockN),
-                               tma("out", p.o, p.nheads, p.seqlen_q, 16),  // the rows of a warp
+                               tma("q", p.q, p.nheads, p.seqlen_q, p.head_dim, 64),
+                               tma("k", p.k, p.nheads_k, p.seqlen_k, p.head_dim, kBlockN),
+                               tma("v", p.v, p.nheads_k, p.seqlen_k, p.head_dim_v, kBlockN),
+                               tma("out", p.o, p.nheads, p.seqlen_q, p.head_dim_v, 16),  // the rows of a warp
                                {p, num_tiles}};
     launch(flash_fwd<T, Shape>, blocks, Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, params);
 }
@@ -362,13 +362,14 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
 // TMA. Three consumers hide one another's softmax better than two do and load K and V less often. A thread's share of
 // S, P and O has to fit 160 registers then.
 template <typename T> void dispatch(const AttnParams &p) {
-    if (p.head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
-    else if (p.head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
+    const int head_dim = p.max_head_dim();
+    if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
+    else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
     // Registers leave 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper). A packed
     // batch has the same tiles whatever its length is: a sample's bits must not depend on it.
-    else if (p.head_dim <= 128 && (p.cu_seqlens_k || p.seqlen_k <= 2048)) launch_fwd<T, Shape<128, 3, 64, 4>>(p);
-    else if (p.head_dim <= 128) launch_fwd<T, Shape<128, 3, 80>>(p);
-    else if (p.head_dim <= 192) launch_fwd<T, Shape<192, 2, 80>>(p);
+    else if (head_dim <= 128 && (p.cu_seqlens_k || p.seqlen_k <= 2048)) launch_fwd<T, Shape<128, 3, 64, 4>>(p);
+    else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 80>>(p);
+    else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80>>(p);
     else launch_fwd<T, Shape<256, 2, 64, 2, 1>>(p);  // shared memory has no room for a second Q
 }
 

@@ -51,8 +51,16 @@ void set_lengths(AttnParams &p, const at::Tensor &q, const Options &options) {
     p.seqused_k = pointer("seqused_k", options.seqused_k, p.batch_size);
 }
 
+void set_sinks(AttnParams &p, const at::Tensor &q, const OptionalTensor &sinks) {
+    if (!sinks) return;
+    TORCH_CHECK_VALUE(is_like(*sinks, {p.nheads}, lse_dtype(q), q.device()) && sinks->is_contiguous(),
+                      "sinks must be a contiguous tensor of shape (nheads,) on the device of q, float32, or float64 for "
+                      "float64");
+    p.sinks = sinks->const_data_ptr();
+}
+
 // What the forward and the backward pass have in common, checked. q [batch_size, nheads, seqlen_q, head_dim], k and v
-// [batch_size, nheads_k, seqlen_k, head_dim], head_dim contiguous, dropout_seed one int64.
+// [batch_size, nheads_k, seqlen_k, head_dim], v's head_dim may differ; head_dim contiguous, dropout_seed one int64.
 void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options) {
     const Reason type_fault = find_type_fault(q, k, v);
     const Reason fault = find_fault(q, k, v, options.softmax_scale, kBHSD);
@@ -62,6 +70,7 @@ void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const a
                       "window_left and window_right must be at least 0, or -1 for no bound");
     set_inputs(p, q, k, v, options.softmax_scale, {options.window_left, options.window_right}, kBHSD);
     set_lengths(p, q, options);
+    set_sinks(p, q, options.sinks);
     const auto &[dropout_p, dropout_seed] = std::tie(options.dropout_p, options.dropout_seed);
     TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, "dropout_p must be in [0, 1]");
     if (dropout_p == 0) return;
@@ -77,10 +86,10 @@ void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const a
 template <auto function>
 auto with_options(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const OptionalTensor &cu_seqlens_q,
                   const OptionalTensor &cu_seqlens_k, const OptionalTensor &seqused_q, const OptionalTensor &seqused_k,
-                  double softmax_scale, int64_t window_left, int64_t window_right, double dropout_p,
+                  const OptionalTensor &sinks, double softmax_scale, int64_t window_left, int64_t window_right, double dropout_p,
                   const OptionalTensor &dropout_seed, bool deterministic) {
     return function(q, k, v,
-                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, window_left, window_right,
+                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softmax_scale, window_left, window_right,
                      dropout_p, dropout_seed},
                     deterministic);
 }
@@ -98,24 +107,36 @@ std::tuple<at::Tensor, at::Tensor> tensors_only(const at::Tensor &q, const at::T
 }
 
 // Checks what the backward pass takes beside checked q, k and v.
-void check_backward(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &out,
-                    const at::Tensor &lse) {
-    auto is_like_q = [&](const at::Tensor &x) { return is_like(x, q.sizes(), q.scalar_type(), q.device()); };
+void check_backward(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &v,
+                    const at::Tensor &out, const at::Tensor &lse) {
+    auto is_like_out = [&](const at::Tensor &x) {
+        return x.dim() == 4 && x.size(3) == v.size(3) &&
+               is_like(x.select(3, 0), q.sizes().slice(0, 3), q.scalar_type(), q.device());
+    };
     auto is_of_rows = [&](const at::Tensor &x) { return is_like(x, q.sizes().slice(0, 3), lse_dtype(q), q.device()); };
-    TORCH_CHECK_VALUE(is_like_q(dout) && is_like_q(out), "dout and out must be like q");
-    TORCH_CHECK_VALUE(out.stride(3) == 1 || q.size(3) == 1, "out must have a contiguous last dimension");
+    TORCH_CHECK_VALUE(is_like_out(dout) && is_like_out(out), "dout and out must be like q, with the head_dim of v");
+    TORCH_CHECK_VALUE(out.stride(3) == 1 || out.size(3) == 1, "out must have a contiguous last dimension");
     TORCH_CHECK_VALUE(is_of_rows(lse) && (!dlse || is_of_rows(*dlse)),
                       "lse and dlse must be (batch_size, nheads, seqlen_q), float32, or float64 for float64");
     TORCH_CHECK_VALUE(lse.is_contiguous(), "lse must be contiguous");
 }
 
+// With P = exp(sink - lse), the share of the sink in a row's softmax, its gradient is the sum of P · (0 - delta) over the
+// head's rows. A row beyond the end of its sample has lse -inf. The sum is in a fixed order.
+at::Tensor gradient_of_sinks(const at::Tensor &sinks, const at::Tensor &lse, const at::Tensor &delta) {
+    const at::Tensor share = (sinks.unsqueeze(1) - lse).exp_().masked_fill_(lse == -INFINITY, 0);
+    return share.mul_(delta).sum({0, 2}).neg_();
+}
+
 #if MINIMAL_ATTN_CUDA
-void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tensor &lse, Kernel kernel) {
-    if (kernel != Kernel::kSm80) return simt::flash_backward(p);
+void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tensor &v, const at::Tensor &lse,
+                     Kernel kernel) {
+    // Without dq, dk and dv simt::flash_backward forms delta alone, for dsinks.
+    if (kernel != Kernel::kSm80 || !(p.dq.data || p.dk.data)) return simt::flash_backward(p);
     at::Tensor unneeded_dk, unneeded_dv, workspace, lse_log2 = at::empty_like(lse);
     p.lse_log2 = lse_log2.data_ptr<float>();
     if (!p.dk.data) {  // its one kernel makes all three gradients
-        unneeded_dk = new_like(k), unneeded_dv = new_like(k);
+        unneeded_dk = new_like(k), unneeded_dv = new_like(v);
         p.dk = tensor_of(unneeded_dk, kBHSD, p.cu_seqlens_k), p.dv = tensor_of(unneeded_dv, kBHSD, p.cu_seqlens_k);
     }
     if (const int64_t bytes = sm80::backward_workspace(p)) {
@@ -159,27 +180,28 @@ std::optional<std::string> force_kernel(const std::optional<std::string> &name) 
 Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options) {
     AttnParams p{};
     set_params(p, q, k, v, options);
-    return run_forward(p, q, kBHSD);
+    return run_forward(p, q, v, kBHSD);
 }
 
-// The op: dq, dk and dv, which have no elements where they are not needed. dout is like out, dlse like lse or none;
-// both may have any strides.
+// The op: dq, dk, dv and dsinks, which have no elements where they are not needed. dout is like out, dlse like lse or
+// none; both may have any strides.
 Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &k,
                          const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse, const Options &options,
-                         bool deterministic, bool need_dq, bool need_dkv) {
+                         bool deterministic, bool need_dq, bool need_dkv, bool need_dsinks) {
     AttnBackwardParams p{};
     set_params(p, q, k, v, options);
     const bool is_packed = p.cu_seqlens_q;
     TORCH_CHECK_NOT_IMPLEMENTED(!is_packed || !p.seqused_k,
                                 "the backward pass of backend='cuda' does not take seqused_k with cu_seqlens_k, since "
                                 "the keys of samples may overlap: use backend='torch'");
-    check_backward(dout_, dlse, q, out, lse);
+    check_backward(dout_, dlse, q, v, out, lse);
     const c10::DeviceGuard guard(q.device());
     auto gradient = [](const at::Tensor &x, bool is_needed) {
         return is_needed ? new_like(x) : at::empty({0}, x.options());
     };
     at::Tensor dq = gradient(q, need_dq), dk = gradient(k, need_dkv), dv = gradient(v, need_dkv);
-    if (q.numel() == 0 || k.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_()};
+    at::Tensor dsinks = need_dsinks ? at::zeros_like(*options.sinks) : at::empty({0}, lse.options());
+    if (q.numel() == 0 || k.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks};
 
     const Kernel kernel = choose(p, q.device(), true).kernel;
     at::Tensor dout = dout_, delta = at::empty_like(lse);
@@ -202,31 +224,34 @@ Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, co
     }
     if (kernel == Kernel::kHost) host::flash_backward(p);
 #if MINIMAL_ATTN_CUDA
-    else launch_backward(p, k, lse, kernel);
+    else launch_backward(p, k, v, lse, kernel);
 #endif
-    return {dq, dk, dv};
+    if (need_dsinks) dsinks = gradient_of_sinks(*options.sinks, lse, delta);
+    return {dq, dk, dv, dsinks};
 }
 
 Gradients flash_backward_op(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q,
                             const at::Tensor &k, const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
                             const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,
-                            const OptionalTensor &seqused_q, const OptionalTensor &seqused_k, double softmax_scale,
-                            int64_t window_left, int64_t window_right, double dropout_p,
-                            const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv) {
+                            const OptionalTensor &seqused_q, const OptionalTensor &seqused_k, const OptionalTensor &sinks,
+                            double softmax_scale, int64_t window_left, int64_t window_right, double dropout_p,
+                            const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv,
+                            bool need_dsinks) {
     return flash_backward(dout, dlse, q, k, v, out, lse,
-                          {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, window_left, window_right,
-                           dropout_p, dropout_seed},
-                          deterministic, need_dq, need_dkv);
+                          {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softmax_scale, window_left,
+                           window_right, dropout_p, dropout_seed},
+                          deterministic, need_dq, need_dkv, need_dsinks);
 }
 
 #define OPTIONS                                                                                                 \
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, float softmax_scale, "   \
-    "int window_left, int window_right, float dropout_p=0.0, Tensor? dropout_seed=None, bool deterministic=False"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? sinks, "         \
+    "float softmax_scale, int window_left, int window_right, float dropout_p=0.0, Tensor? dropout_seed=None, bool deterministic=False"
 
 TORCH_LIBRARY(minimal_attn, m) {
     m.def("flash_forward(Tensor q, Tensor k, Tensor v, " OPTIONS ") -> (Tensor out, Tensor lse)");
     m.def("flash_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " OPTIONS
-          ", bool need_dq=True, bool need_dkv=True) -> (Tensor dq, Tensor dk, Tensor dv)");
+          ", bool need_dq=True, bool need_dkv=True, bool need_dsinks=False)"
+          " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
     for (c10::DeviceType device : {at::kCPU, at::kCUDA}) {
         m.impl("flash_forward", torch::dispatch(device, &with_options<&tensors_only>));
         m.impl("flash_backward", torch::dispatch(device, &flash_backward_op));

@@ -15,11 +15,11 @@
 namespace minimal_attn {
 
 using OptionalTensor = std::optional<at::Tensor>;
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv, dsinks
 
 // What a call asks for beside q, k and v. The ops have these as arguments of their own, in this order.
 struct Options {
-    OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+    OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks;
     double softmax_scale;
     int64_t window_left, window_right;
     double dropout_p = 0;
@@ -30,13 +30,14 @@ struct Options {
 Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options);
 Gradients flash_backward(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &k,
                          const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse, const Options &options,
-                         bool deterministic, bool need_dq, bool need_dkv);
+                         bool deterministic, bool need_dq, bool need_dkv, bool need_dsinks);
 Gradients flash_backward_op(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q,
                             const at::Tensor &k, const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
                             const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,
-                            const OptionalTensor &seqused_q, const OptionalTensor &seqused_k, double softmax_scale,
-                            int64_t window_left, int64_t window_right, double dropout_p,
-                            const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv);
+                            const OptionalTensor &seqused_q, const OptionalTensor &seqused_k, const OptionalTensor &sinks,
+                            double softmax_scale, int64_t window_left, int64_t window_right, double dropout_p,
+                            const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv,
+                            bool need_dsinks);
 
 // autograd.cpp: flash_forward, with flash_backward as its derivative. No dispatcher, no Python in the backward pass.
 Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options,

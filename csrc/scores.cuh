@@ -13,6 +13,11 @@
 
 #include "flash.h"
 
+// The sink of a query head, or nullptr.
+template <typename Sum> __device__ const Sum *sink_of(const AttnParams &p, int h) {
+    return p.sinks ? static_cast<const Sum *>(p.sinks) + h : nullptr;
+}
+
 template <typename Sum = float> struct Scores {
     static constexpr Sum kLog2E = Sum(1.4426950408889634);
     Sum softmax_scale;       // and the derivative of a score by q·k

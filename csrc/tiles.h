@@ -132,7 +132,7 @@ template <typename T, typename Tiles> struct Steps {
     Step (&steps)[2];
     const T *gK, *gV;
     const int64_t k_row_stride, v_row_stride;
-    const int head_dim, seqlen_k;
+    const int head_dim, head_dim_v, seqlen_k;
     const bool aligned;
     const int j_end;
     int j;              // the block to load,
@@ -144,8 +144,8 @@ template <typename T, typename Tiles> struct Steps {
         const int key = j * Tiles::Bc + max(0, d - steps_K * kStep), rest = seqlen_k - key;
         const T *k = gK + key * k_row_stride + d, *v = gV + key * v_row_stride;
         if (s < steps_K) load_tile<kNThreads, true, 1>(steps[at].Kj, k, k_row_stride, rest, head_dim - d);
-        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].Vj, v, v_row_stride, rest, head_dim);
-        else load_tile<kNThreads, false, 1>(steps[at].Vj, v, v_row_stride, rest, head_dim);
+        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].Vj, v, v_row_stride, rest, head_dim_v);
+        else load_tile<kNThreads, false, 1>(steps[at].Vj, v, v_row_stride, rest, head_dim_v);
         if (++s == steps_K + Tiles::Bc / kStep) s = 0, j++;
     }
 

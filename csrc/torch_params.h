@@ -57,14 +57,15 @@ inline Reason find_fault(const at::Tensor &q, const at::Tensor &k, const at::Ten
                          Layout dim) {
     if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return "q, k and v must be 4D";
     const int64_t head_dim = q.size(3), nheads_k = k.size(dim.head);
-    if (k.sizes() != v.sizes() || k.size(0) != q.size(0) || k.size(3) != head_dim)
+    if (k.sizes().slice(0, 3) != v.sizes().slice(0, 3) || k.size(0) != q.size(0) || k.size(3) != head_dim)
         return "the shapes of q, k and v do not match";
     if (nheads_k == 0 || q.size(dim.head) % nheads_k) return "nheads must be a multiple of nheads_k";
-    if (head_dim < 1 || head_dim > 256) return "Unsupported head_dim: 1 to 256 is supported";
+    if (std::min(head_dim, v.size(3)) < 1 || std::max(head_dim, v.size(3)) > 256)
+        return "Unsupported head_dim: 1 to 256 is supported";
     if (std::max({q.size(1), q.size(2), k.size(dim.row)}) > INT32_MAX - 256) return "a dimension is over 2^31 - 257";
     for (const at::Tensor *x : {&q, &k, &v}) {
         if (x->device() != q.device()) return "q, k and v must be on the same device";
-        if (x->stride(3) != 1 && head_dim != 1) return "the last dimension must be contiguous";
+        if (x->stride(3) != 1 && x->size(3) != 1) return "the last dimension must be contiguous";
     }
     if (!(std::abs(softmax_scale) <= kMaxScale)) return "softmax_scale must be in -2.3586e38..2.3586e38";
     return {};
@@ -82,7 +83,7 @@ inline ::Tensor tensor_of(const at::Tensor &x, Layout dim, bool is_packed = fals
 inline void set_inputs(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
                        double softmax_scale, Window window, Layout dim) {
     p.q = tensor_of(q, dim), p.k = tensor_of(k, dim), p.v = tensor_of(v, dim);
-    p.batch_size = q.size(0), p.head_dim = int(q.size(3));
+    p.batch_size = q.size(0), p.head_dim = int(q.size(3)), p.head_dim_v = int(v.size(3));
     p.nheads = int(q.size(dim.head)), p.nheads_k = int(k.size(dim.head));
     p.seqlen_q = int(q.size(dim.row)), p.seqlen_k = int(k.size(dim.row));
     p.lse_batch_stride = int64_t(p.nheads) * p.seqlen_q;
@@ -109,16 +110,22 @@ inline at::Tensor new_like(const at::Tensor &x) {
     return like.stride(3) == 1 ? like : at::empty(x.sizes(), x.options());  // x overlaps itself, as sliding windows do
 }
 
+// A new tensor for out: dimensions in q's order, with v's head_dim.
+inline at::Tensor new_out(const at::Tensor &q, const at::Tensor &v) {
+    if (q.size(3) == v.size(3)) return new_like(q);
+    return new_like(q.narrow(3, 0, 1).expand({q.size(0), q.size(1), q.size(2), v.size(3)}));
+}
+
 // fp32, or fp64 for fp64.
 inline at::ScalarType lse_dtype(const at::Tensor &q) { return at::toOpMathType(q.scalar_type()); }
 
-// out like q, lse [batch_size, nheads, seqlen_q], and why a 16-bit call had to do without tensor cores.
+// out like q, with v's head_dim, lse [batch_size, nheads, seqlen_q], and why a 16-bit call had to do without tensor cores.
 using Output = std::tuple<at::Tensor, at::Tensor, Reason>;
 
-inline Output run_forward(AttnParams p, const at::Tensor &q, Layout dim) {
+inline Output run_forward(AttnParams p, const at::Tensor &q, const at::Tensor &v, Layout dim) {
     const c10::DeviceGuard guard(q.device());
     const auto [kernel, slow_because] = choose(p, q.device(), false);
-    at::Tensor out = new_like(q), tile_counter;
+    at::Tensor out = new_out(q, v), tile_counter;
     at::Tensor lse = at::empty({q.size(0), p.nheads, p.seqlen_q}, q.options().dtype(lse_dtype(q)));
     p.o = tensor_of(out, dim, p.cu_seqlens_q), p.lse = lse.data_ptr();
     if (q.numel() == 0) return {out, lse, {}};
