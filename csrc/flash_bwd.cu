@@ -22,8 +22,8 @@
 namespace simt {
 
 // Preprocess: delta and lse_log2 of 64 rows a block. 8 threads share a row. Each adds 4 neighbours at a time, so that
-// the order of the sum, and its bits, do not depend on how rows are aligned. Of a row without keys, whose lse is -inf,
-// nothing else is read: its dO may be NaN, and its delta is 0.
+// the order of the sum, and its bits, do not depend on how rows are aligned. The O and dO of a row without keys are not
+// read: its dO may be NaN. Its delta is 0, or -dlse if it has a sink, and its lse_log2 is +inf.
 constexpr int kPreprocessTy = 16, kPreprocessTx = 8, kPreprocessM = 64;
 template <typename Sum> struct PreprocessTiles { Sum partial[kPreprocessTx][kPreprocessM + 4]; };
 
@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
     const T *gdO = rows_of<const T>(p.dout, tile.b, tile.h, seq.q_begin);
     const int64_t at = lse_index(p, seq, tile.b, tile.h);
     const Sum *lse = static_cast<const Sum *>(p.lse) + at;
-    auto is_empty = [&](int row) { return row >= seq.padded_q || lse[row] == -INFINITY; };
+    const Mask mask(seq, p);
+    auto is_empty = [&](int row) { return mask.keys(row).is_empty() || lse[row] == -INFINITY; };
     Sum sum[kRows] = {};
     auto add_products = [&]<bool kAligned>() {
 #pragma unroll
@@ -59,9 +60,10 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
     for (int i = 0; i < kRows; i++) {
         const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i);
         if (tx > 0 || row >= seq.padded_q) continue;
-        if (p.dlse.data && !is_empty(row)) sum[i] -= *rows_of<const Sum>(p.dlse, tile.b, tile.h, seq.q_begin + row);
+        if (p.dlse.data && lse[row] != -INFINITY)
+            sum[i] -= *rows_of<const Sum>(p.dlse, tile.b, tile.h, seq.q_begin + row);
         static_cast<Sum *>(p.delta)[at + row] = sum[i];
-        if (p.lse_log2) p.lse_log2[at + row] = Scores<>::lse_log2(float(lse[row]));
+        if (p.lse_log2) p.lse_log2[at + row] = is_empty(row) ? INFINITY : Scores<>::lse_log2(float(lse[row]));
     }
 }
 

@@ -49,10 +49,8 @@ template <typename Sum = float> struct Scores {
     }
     // For 16 bits P = exp2(probability_log2(q·k, lse_log2)), which takes one operation less. lse_log2 is lse in units
     // of log2. The forward pass formed lse in them, so the rounding of softmax_scale_log2 cancels. A row without keys
-    // has lse_log2 +inf.
-    __device__ static float lse_log2(float lse) {
-        return lse == -INFINITY ? INFINITY : float(lse * 1.4426950408889634);
-    }
+    // has lse_log2 +inf instead.
+    __device__ static float lse_log2(float lse) { return float(lse * 1.4426950408889634); }
     __device__ float probability_log2(float qk, float lse_log2) const {
         return -fabsf(qk * (sign * softmax_scale_log2) - lse_log2);
     }

@@ -91,7 +91,10 @@ struct Case {
     int window_left = -1, window_right = -1;  // of a causal case window_right is 0
     std::vector<int> cu_seqlens_q = {}, cu_seqlens_k = {};  // of a packed batch, whose batch_size is 1
     std::vector<int> seqused_k = {};
+    int head_dim_v = head_dim;
+    bool has_sinks = false;
 
+    int max_head_dim() const { return std::max(head_dim, head_dim_v); }
     bool is_packed() const { return !cu_seqlens_q.empty(); }
     int samples() const { return is_packed() ? int(cu_seqlens_q.size()) - 1 : batch_size; }
 };
@@ -105,6 +108,14 @@ Case packed(Case c, std::vector<int> cu_seqlens_q, std::vector<int> cu_seqlens_k
     c.cu_seqlens_q = cu_seqlens_q, c.cu_seqlens_k = cu_seqlens_k, c.seqused_k = seqused_k;
     if (!c.seqlen_q) c.seqlen_q = cu_seqlens_q.back() + 9;
     if (!c.seqlen_k) c.seqlen_k = cu_seqlens_k.back() + 9;
+    return c;
+}
+Case head_dim_of_v(Case c, int head_dim_v) {
+    c.head_dim_v = head_dim_v;
+    return c;
+}
+Case with_sinks(Case c) {
+    c.has_sinks = true;
     return c;
 }
 Case lengths_of_keys(Case c, std::vector<int> seqused_k) {
@@ -280,6 +291,26 @@ const std::vector<Case> cases = {
     packed({"sm90_clamped",       f16, 1, 1, 1, 99, 139, 64, true, kHeads, {}, kSm90}, {-7, 50, 60, 1 << 30},
            {3, 140, 90, 1 << 30}),
 #endif
+    // V, and out, of another head_dim; sinks, also of rows without keys and of rows beyond the end of a sample.
+    head_dim_of_v({"simt_wide_v",  f32, 1, 2, 1,  70,  70,  20, true,  kRows,  {65}}, 72),
+    head_dim_of_v({"simt_narrow_v", f16, 1, 1, 1, 66,  65,  72, false, kGaps,  {}, kBest, 0.25}, 5),
+    with_sinks({"simt_sinks",      f32, 2, 2, 1,  70,  40,  20, true,  kRows,  {70, 33}}),
+    packed(with_sinks({"simt_packed_sinks", f32, 1, 2, 1, 0, 0, 40, true, kRows}), {0, 40, 40, 61}, {0, 20, 30, 90}),
+#if HAS_GPU
+    head_dim_of_v({"dmma_wide_v",   f32, 1, 1, 1,  66, 130,  40, true,  kHeads, {}, kDmma}, 100),
+    head_dim_of_v({"sm80_wide_v",   b16, 2, 4, 2, 140, 140,  40, true,  kRows,  {3, 129}, kSm80, 0.25}, 104),
+    head_dim_of_v({"sm80_narrow_v", f16, 1, 2, 1,  70, 130, 192, false, kSlices, {}, kSm80}, 128),
+    head_dim_of_v({"sm80_splits_v", b16, 2, 20, 1, 110, 110, 64, true,  kRows,  {110, 40}, kSm80}, 24),
+    with_sinks({"sm80_sinks",       f16, 2, 4, 2, 140, 100,  64, true,  kRows,  {140, 65}, kSm80}),
+    with_sinks({"sm80_sinks_drop",  b16, 1, 2, 1, 130,  65, 128, true,  kHeads, {}, kSm80, 0.25}),
+    head_dim_of_v({"sm90_wide_v",   b16, 2, 4, 2, 250, 250,  40, true,  kRows,  {3, 229}, kSm90}, 104),
+    head_dim_of_v({"sm90_narrow_v", f16, 1, 2, 1, 150, 260, 192, true,  kSlices, {}, kSm90}, 128),
+    packed(head_dim_of_v({"sm90_packed_v", b16, 1, 2, 1, 0, 0, 96, true, kRows, {}, kSm90}, 40), {0, 70, 199, 200},
+           {0, 70, 199, 200}),
+    with_sinks({"sm90_sinks",       f16, 2, 4, 2, 200, 130,  64, true,  kRows,  {200, 165}, kSm90}),
+    packed(with_sinks({"sm90_packed_sinks", b16, 1, 2, 1, 0, 0, 128, true, kRows, {}, kSm90}), {0, 70, 70, 271},
+           {0, 70, 99, 100}),
+#endif
 #if MINIMAL_ATTN_EMULATED  // a backward pass is not asked for it
     {"sm90_no_rows",      f16, 1, 2, 1,   0, 200,  64, false, kHeads,    {},   kSm90},
 #endif
@@ -391,10 +422,10 @@ template <typename T> void narrow_backward(const Case &c, const AttnBackwardPara
 template <typename T> void named_forward(const Case &c, const AttnParams &p) {
     if constexpr (!std::is_same_v<T, double>)
         if (c.tiling == kNarrow)
-            return c.head_dim <= 128 ? launch_fwd<T, Tiles128Narrow>(p) : launch_fwd<T, Tiles256Narrow>(p);
+            return c.max_head_dim() <= 128 ? launch_fwd<T, Tiles128Narrow>(p) : launch_fwd<T, Tiles256Narrow>(p);
     if constexpr (std::is_same_v<T, float>) {
-        if (c.head_dim <= 64) return launch_fwd<T, Tiles64Wide>(p);
-        return c.head_dim <= 128 ? launch_fwd<T, Tiles128Wide>(p) : launch_fwd<T, Tiles256Wide>(p);
+        if (c.max_head_dim() <= 64) return launch_fwd<T, Tiles64Wide>(p);
+        return c.max_head_dim() <= 128 ? launch_fwd<T, Tiles128Wide>(p) : launch_fwd<T, Tiles256Wide>(p);
     }
     throw std::runtime_error("there are no such tiles of this type");
 }
@@ -402,7 +433,7 @@ template <typename T> void named_forward(const Case &c, const AttnParams &p) {
 template <typename T> void narrow_backward(const Case &c, const AttnBackwardParams &p) {
     if constexpr (sizeof(T) == 2) {
         simt::preprocess_backward(p);
-        c.head_dim <= 128 ? sm80::launch_bwd<T, sm80::BwdShape128Narrow>(p)
+        c.max_head_dim() <= 128 ? sm80::launch_bwd<T, sm80::BwdShape128Narrow>(p)
                           : sm80::launch_bwd<T, sm80::BwdShape256Narrow>(p);
     }
 }
@@ -463,19 +494,20 @@ template <typename T> struct Tensors {
     const bool poison = !valid_only;
     Buffer<T> q{c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout, poison};
     Buffer<T> k{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout, poison};
-    Buffer<T> v{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout, poison};
+    Buffer<T> v{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim_v, c.layout, poison};
     // What belongs to rows that see no key may be read, and is then not used.
-    Buffer<T> dout{c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout};
+    Buffer<T> dout{c.batch_size, c.nheads, c.seqlen_q, c.head_dim_v, c.layout};
     Buffer<S> dlse{c.batch_size, c.nheads, c.seqlen_q, 1, c.layout};
-    Buffer<T> o{c.batch_size, c.nheads, c.seqlen_q, c.head_dim, out_layout};
+    Buffer<T> o{c.batch_size, c.nheads, c.seqlen_q, c.head_dim_v, out_layout};
     Buffer<T> dq{c.batch_size, c.nheads, c.seqlen_q, c.head_dim, out_layout};
     Buffer<T> dk{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, out_layout};
-    Buffer<T> dv{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, out_layout};
+    Buffer<T> dv{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim_v, out_layout};
     Buffer<S> lse{c.batch_size, c.nheads, c.seqlen_q, 1}, delta{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<float> lse_log2{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<int> seqused_q{c.samples(), 1, 1, 1}, seqused_k{c.samples(), 1, 1, 1}, tile_counter{1, 1, 1, 1};
     Buffer<int> cu_seqlens_q{c.samples() + 1, 1, 1, 1}, cu_seqlens_k{c.samples() + 1, 1, 1, 1};
     Buffer<int64_t> seed{1, 1, 1, 1};
+    Buffer<S> sinks{1, 1, 1, c.nheads};
     std::optional<Buffer<char>> workspace;
     AttnBackwardParams p{};
 
@@ -483,14 +515,15 @@ template <typename T> struct Tensors {
         set_forward_params(), set_backward_params();
         copy(seed.device, &kSeed, sizeof(kSeed));
         std::mt19937 random;
+        if (c.has_sinks) sinks.randomize(0, 0, 1, random);
         for (int b = 0; b < c.samples(); b++) {
             const Span rows = rows_of(b), keys = keys_of(b);
             q.randomize(batch_of(b), rows.begin, rows.begin + rows.valid, random);
             for (Buffer<T> *x : {&k, &v}) x->randomize(batch_of(b), keys.begin, keys.begin + keys.valid, random);
             for (int i = 0; i < rows.valid; i++) {
-                if (is_empty(b, i)) continue;
-                dout.randomize(batch_of(b), rows.begin + i, rows.begin + i + 1, random);
-                dlse.randomize(batch_of(b), rows.begin + i, rows.begin + i + 1, random);
+                const bool sees_none = is_empty(b, i);
+                if (!sees_none) dout.randomize(batch_of(b), rows.begin + i, rows.begin + i + 1, random);
+                if (!sees_none || c.has_sinks) dlse.randomize(batch_of(b), rows.begin + i, rows.begin + i + 1, random);
             }
         }
     }
@@ -507,7 +540,8 @@ template <typename T> struct Tensors {
         p.seqused_k = uploaded(seqused_k, c.seqused_k.empty() ? c.seq_lens : c.seqused_k);
         p.lse = lse.device, p.lse_batch_stride = c.is_packed() ? 0 : int64_t(c.nheads) * c.seqlen_q;
         p.batch_size = c.samples(), p.nheads = c.nheads, p.nheads_k = c.nheads_k, p.seqlen_q = c.seqlen_q;
-        p.seqlen_k = c.seqlen_k + overrun, p.head_dim = c.head_dim, p.dtype = c.dtype;
+        p.seqlen_k = c.seqlen_k + overrun, p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v;
+        p.dtype = c.dtype, p.sinks = c.has_sinks ? sinks.device : nullptr;
         p.set_window(c.window_left, window_right());
         if (p.has_left_bound() || p.has_right_bound() || p.cu_seqlens_q || p.seqused_q || p.seqused_k)
             p.tile_counter = tile_counter.device;
@@ -574,13 +608,13 @@ template <typename T> struct Reference {
     const Case &c = x.c;
     std::vector<double> P = std::vector<double>(c.seqlen_k);
     std::vector<double> scale = P;  // of a probability: 0 where dropout drops it
-    Expected out{"out", c.batch_size, c.nheads, c.seqlen_q, c.head_dim};
+    Expected out{"out", c.batch_size, c.nheads, c.seqlen_q, c.head_dim_v};
     Expected lse{"lse", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected lse_log2{"lse_log2", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected delta{"delta", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected dq{"dq", c.batch_size, c.nheads, c.seqlen_q, c.head_dim};
     Expected dk{"dk", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim};
-    Expected dv{"dv", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim};
+    Expected dv{"dv", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim_v};
 
     struct Row { int b, h, h_k, i, at; };  // sample, heads, row of the sample, and of the buffers
 
@@ -601,6 +635,7 @@ template <typename T> struct Reference {
         const auto [b, h, h_k, i, at] = row;
         const int batch = x.batch_of(b);
         double sum = 0;  // small scores: no maximum to subtract
+        if (c.has_sinks && i < x.rows_of(b).valid) sum = std::exp(x.sinks.at(0, 0, 0, h));
         for_keys(row, [&](int j, int key) {
             double score = 0;
             for (int d = 0; d < c.head_dim; d++) score += x.q.at(batch, h, at, d) * x.k.at(batch, h_k, key, d);
@@ -616,11 +651,11 @@ template <typename T> struct Reference {
             const auto [b, h, h_k, i, at] = row;
             const int batch = x.batch_of(b);
             const double log_sum = form_P(row);
-            const bool is_empty = std::isinf(log_sum);
-            lse.add(lse.index(batch, h, at), log_sum, is_empty ? 0 : log_sum);
-            lse_log2.add(lse.index(batch, h, at), is_empty ? -log_sum : log_sum / std::log(2.), is_empty ? 0 : log_sum);
+            const bool is_empty = x.is_empty(b, i);
+            lse.add(lse.index(batch, h, at), log_sum, std::isinf(log_sum) ? 0 : log_sum);
+            lse_log2.add(lse.index(batch, h, at), is_empty ? INFINITY : log_sum / std::log(2.), is_empty ? 0 : log_sum);
             for_keys(row, [&](int j, int key) {
-                for (int d = 0; d < c.head_dim; d++)
+                for (int d = 0; d < c.head_dim_v; d++)
                     out.add(out.index(batch, h, at) + d, P[j] * scale[j] * x.v.at(batch, h_k, key, d));
             });
         });
@@ -631,14 +666,18 @@ template <typename T> struct Reference {
         for_rows([&](const Row &row) {
             const auto [b, h, h_k, i, at] = row;
             const int batch = x.batch_of(b);
-            if (x.is_empty(b, i)) return;
-            form_P(row);
             const size_t of_row = delta.index(batch, h, at);
-            for (int d = 0; d < c.head_dim; d++) delta.add(of_row, x.dout.at(batch, h, at, d) * x.o.at(batch, h, at, d));
+            if (x.is_empty(b, i)) {
+                if (c.has_sinks && x.p.dlse.data && i < x.rows_of(b).valid)
+                    delta.add(of_row, -x.dlse.at(batch, h, at, 0));
+                return;
+            }
+            form_P(row);
+            for (int d = 0; d < c.head_dim_v; d++) delta.add(of_row, x.dout.at(batch, h, at, d) * x.o.at(batch, h, at, d));
             if (x.p.dlse.data) delta.add(of_row, -x.dlse.at(batch, h, at, 0));
             for_keys(row, [&](int j, int key) {
                 double dP = 0, dP_size = 0;
-                for (int d = 0; d < c.head_dim; d++) {
+                for (int d = 0; d < c.head_dim_v; d++) {
                     const double term = scale[j] * x.dout.at(batch, h, at, d) * x.v.at(batch, h_k, key, d);
                     dP += term, dP_size += std::abs(term);
                 }
@@ -648,8 +687,9 @@ template <typename T> struct Reference {
                     const double x_q = x.q.at(batch, h, at, d), x_k = x.k.at(batch, h_k, key, d);
                     dq.add(dq.index(batch, h, at) + d, dS * x_k, dS_size * x_k);
                     dk.add(dk.index(batch, h_k, key) + d, dS * x_q, dS_size * x_q);
-                    dv.add(dv.index(batch, h_k, key) + d, P[j] * scale[j] * x.dout.at(batch, h, at, d));
                 }
+                for (int d = 0; d < c.head_dim_v; d++)
+                    dv.add(dv.index(batch, h_k, key) + d, P[j] * scale[j] * x.dout.at(batch, h, at, d));
             });
         });
     }
