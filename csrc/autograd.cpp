@@ -28,7 +28,8 @@ void check_no_tangent(const char *name, const at::Tensor &x) {
 // torch shows this name in errors and profiles.
 struct FlashAttention : torch::autograd::Function<FlashAttention> {
     static variable_list forward(AutogradContext *ctx, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                 const OptionalTensor &sinks, const Options &options, bool deterministic, Reason *slow_because) {
+                                 const OptionalTensor &sinks, const Options &options, bool deterministic,
+                                 Reason *slow_because) {
         const auto [out, lse, reason] = flash_forward(q, k, v, options);
         *slow_because = reason;
         const auto &[cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, softmax_scale, window_left, window_right,
@@ -38,7 +39,8 @@ struct FlashAttention : torch::autograd::Function<FlashAttention> {
             saved.push_back(x->value_or(at::Tensor()));
         ctx->save_for_backward(saved);
         ctx->set_materialize_grads(false);  // an lse that nobody uses has no gradient
-        ctx->saved_data["options"] = std::make_tuple(softmax_scale, window_left, window_right, dropout_p, deterministic);
+        ctx->saved_data["options"] =
+            std::make_tuple(softmax_scale, window_left, window_right, dropout_p, deterministic);
         return {out, lse};
     }
 
@@ -64,9 +66,9 @@ struct FlashAttention : torch::autograd::Function<FlashAttention> {
             is_direct ? flash_backward(dout, if_defined(dlse), q, k, v, out, lse, options, deterministic, need_dq,
                                        need_dk || need_dv, need_dsinks)
                       : op.call(dout, if_defined(dlse), q, k, v, out, lse, options.cu_seqlens_q, options.cu_seqlens_k,
-                                options.seqused_q, options.seqused_k, options.sinks, softmax_scale, window_left, window_right,
-                                dropout_p, options.dropout_seed, deterministic, need_dq, need_dk || need_dv,
-                                need_dsinks);
+                                options.seqused_q, options.seqused_k, options.sinks, softmax_scale, window_left,
+                                window_right, dropout_p, options.dropout_seed, deterministic, need_dq,
+                                need_dk || need_dv, need_dsinks);
         variable_list result(7);  // one for each argument of forward
         if (need_dq) result[0] = dq;
         if (need_dk) result[1] = dk;

@@ -73,8 +73,8 @@ template <typename Shape> struct Workspace {
         char *begin = static_cast<char *>(p.workspace) + zeroed_bytes(p.deterministic);
         return reinterpret_cast<float *>(begin) + 2 * split_idx * dkv_floats;
     }
-    // A warp's part of the sums of a tile of query rows, and this lane's in it. Fragment i of 2 · kDqTiles is 128·i floats
-    // further.
+    // A warp's part of the sums of a tile of query rows, and this lane's in it. Fragment i of 2 · kDqTiles is 128·i
+    // floats further.
     __device__ float *dq_accum(const AttnBackwardParams &p, int tile) const {
         const int lane_idx = threadIdx.x % 32;
         return static_cast<float *>(p.workspace) + part(tile) * (256 * Shape::kDqTiles) + lane_idx * 4;

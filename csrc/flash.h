@@ -24,8 +24,8 @@ struct AttnParams {
     int64_t lse_batch_stride;
 
     // In a packed batch the samples lie one after the other, and where one begins is in the kernel's memory:
-    // [batch_size + 1], or nullptr twice. The tensors then have one sample of seqlen_q rows and seqlen_k keys, and their
-    // batch strides are 0; lse is [nheads, seqlen_q].
+    // [batch_size + 1], or nullptr twice. The tensors then have one sample of seqlen_q rows and seqlen_k keys, and
+    // their batch strides are 0; lse is [nheads, seqlen_q].
     const int *cu_seqlens_q, *cu_seqlens_k;
     const int *seqused_q, *seqused_k;  // [batch_size] how many rows and keys of a sample are valid, or nullptr: all
 
@@ -35,8 +35,8 @@ struct AttnParams {
     int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
     double softmax_scale;  // representable in fp32 unless dtype is fp64
     // Row i of a sample sees the keys from i + d - window_left to i + d + window_right, d being its keys minus its rows
-    // (bottom-right aligned). Under a causal mask window_right is 0. A window of seqlen_k keys to the left or of seqlen_q
-    // to the right hides nothing: that is no bound.
+    // (bottom-right aligned). Under a causal mask window_right is 0. A window of seqlen_k keys to the left or of
+    // seqlen_q to the right hides nothing: that is no bound.
     int window_left, window_right;
     // After the lengths; -1 is no bound.
     void set_window(int64_t left, int64_t right) {

@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
     auto add_products = [&]<bool kAligned>() {
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
-            const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i), end = is_empty(row) ? 0 : p.head_dim_v;
+            const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i);
+            const int end = is_empty(row) ? 0 : p.head_dim_v;
 #pragma unroll(kAligned ? 2 : 1)
             for (int d = 4 * tx; d < end; d += 4 * kTx) {
                 const auto o = load4<kAligned>(gO + row * p.o.row_stride + d, end - d);
@@ -152,13 +153,15 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     const Sequence seq(p, tile.b);
     const Mask mask(seq, p);
     const Scores<Sum> scores(p);
-    const Matrix<T> Q(p.q, p.head_dim, tile.b, tile.h, seq.q_begin), dO(p.dout, p.head_dim_v, tile.b, tile.h, seq.q_begin);
-    const Matrix<T> K(p.k, p.head_dim, tile.b, tile.h_k, seq.k_begin), V(p.v, p.head_dim_v, tile.b, tile.h_k, seq.k_begin);
+    const Matrix<T> Q(p.q, p.head_dim, tile.b, tile.h, seq.q_begin);
+    const Matrix<T> K(p.k, p.head_dim, tile.b, tile.h_k, seq.k_begin);
+    const Matrix<T> V(p.v, p.head_dim_v, tile.b, tile.h_k, seq.k_begin);
+    const Matrix<T> dO(p.dout, p.head_dim_v, tile.b, tile.h, seq.q_begin);
     const Matrix<T> A = kOwnsKeys ? K : Q, B = kOwnsKeys ? V : dO, C = kOwnsKeys ? Q : K, D = kOwnsKeys ? dO : V;
 
     // The rows to walk along, not rounded to blocks: a query row that sees no key of this tile is not loaded, since its
-    // dO may be NaN. If this block owns such a row, the NaN reaches only that row's own sums. Keys begin at an even one:
-    // dropout's words are for pairs of them.
+    // dO may be NaN. If this block owns such a row, the NaN reaches only that row's own sums. Keys begin at an even
+    // one: dropout's words are for pairs of them.
     const int own_end = kOwnsKeys ? seq.seqlen_k : seq.seqlen_q, own_rows = min(kBlockM, own_end - own0);
     const Range walked = own_rows <= 0 ? Range{0, 0}
                          : kOwnsKeys   ? Range{mask.rows(own0).begin, mask.rows(own0 + own_rows - 1).end}

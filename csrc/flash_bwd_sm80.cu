@@ -56,11 +56,6 @@ __device__ inline void words_transposed(const Dropout &dropout, uint32_t (&word)
     }
 }
 
-// Whether the tiles with the last keys start first. Under a causal mask they have the fewest rows and the first turns.
-__device__ inline bool is_last_first(const AttnBackwardParams &p) {
-    return p.deterministic && p.window_right < p.seqlen_q;
-}
-
 // What a block of threads does for its keys, step by step. A step is kBlockM rows of one query head.
 template <typename T, typename Shape, bool kDropout> struct Backward {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
@@ -83,7 +78,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
 
     // What the loop needs of its sample. first_row is the first that sees a key, first_tile that of head 0 in the
-    // workspace. The shuffles show that all lanes agree: then these stay in uniform registers, as the loop has no other.
+    // workspace. The shuffles show that all lanes agree. These then stay in uniform registers: the loop has no others.
     const int q_begin = uniform(seq.q_begin), seqlen_q = uniform(seq.seqlen_q), seqlen_k = uniform(seq.seqlen_k);
     const int first_row = uniform(Mask(seq, p).rows(0).begin);
     const int first_tile = uniform(RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads));
@@ -235,7 +230,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
         if (p.deterministic) {
             // Under a causal mask the last block of keys that sees these rows goes first: it begins with them.
             const BlockRange blocks = mask().template key_blocks<kBlockM, kBlockN>(m_block * kBlockM);
-            turn = is_last_first(p) ? blocks.end - 1 - tile.block : tile.block - blocks.begin;
+            turn = KeyTiles<kBlockN>::is_last_first(p) ? blocks.end - 1 - tile.block : tile.block - blocks.begin;
             dq_semaphore = workspace.dq_semaphore(p, row_tile);
             if (lane_idx == 0)
                 while (load_acquire(dq_semaphore) != turn) {}
@@ -302,7 +297,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         block_idx = shared.ticket;
     }
     const int max_splits = kSplit ? Workspace<Shape>(p).max_splits : 1, split_idx = block_idx % max_splits;
-    const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits, is_last_first(p));
+    const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits);
     const Sequence seq(p, tile.b);
     const int splits = kSplit ? min(max_splits, num_splits(p, seq.seqlen_q, seq.seqlen_k)) : 1;
     if (split_idx >= splits) return;

@@ -46,6 +46,21 @@ __device__ inline void read4(float (&x)[4], const float *from) {
     x[0] = vec.x, x[1] = vec.y, x[2] = vec.z, x[3] = vec.w;
 }
 
+// rows × cols of Q, and zeros for the rest of the tile.
+template <typename Shape>
+__device__ void load_q(decltype(SharedMemory<Shape>::sQ) &sQ, const float *gQ, int64_t row_stride, int rows, int cols) {
+    constexpr int kVecs = Shape::kHeadDim / 4;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < Shape::kBlockM / 2 * kVecs; i += Shape::kNThreads) {
+        const int vec = i % kVecs, pair = i / kVecs, row = pair / 8 * 16 + pair % 8;
+        const float *from = gQ + row * row_stride + vec * 4;
+        float x[4] = {}, y[4] = {};
+        if (row < rows && vec * 4 < cols) read4(x, from);
+        if (row + 8 < rows && vec * 4 < cols) read4(y, from + 8 * row_stride);
+        for (int e = 0; e < 4; e++) sQ[pair / 8][pair % 8][vec / 4 * 16 + 4 * e + vec % 4] = {x[e], y[e]};
+    }
+}
+
 template <typename Shape>
 __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up to 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
@@ -71,8 +86,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     // Step `step` of `steps` starts its share of the copies of a block of keys. All have begun after half of the steps.
     // What lies outside of K and V, or after the last block, is not read and becomes 0.
     const int key_end = min(seq.seqlen_k, blocks.end * kBlockN);
-    auto copy = [&](auto &tile, const float *from, int64_t row_stride, int cols, int n_block, int step,
-                    int steps) {
+    auto copy = [&](auto &tile, const float *from, int64_t row_stride, int cols, int n_block, int step, int steps) {
         constexpr int kRowStep = kNThreads / kVecs, kCopies = kBlockN / kRowStep;
         static_assert(kRowStep * kVecs == kNThreads && kCopies * kRowStep == kBlockN);
 #pragma unroll
@@ -85,16 +99,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     };
 
     copy(sK, gK, p.k.row_stride, p.head_dim, blocks.begin, 0, 2);
-    const int rows = seq.seqlen_q - row0;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kBlockM / 2 * kVecs; i += kNThreads) {
-        const int vec = i % kVecs, pair = i / kVecs, row = pair / 8 * 16 + pair % 8;
-        const float *from = gQ + row * p.q.row_stride + vec * 4;
-        float x[4] = {}, y[4] = {};
-        if (row < rows && vec * 4 < p.head_dim) read4(x, from);
-        if (row + 8 < rows && vec * 4 < p.head_dim) read4(y, from + 8 * p.q.row_stride);
-        for (int e = 0; e < 4; e++) sQ[pair / 8][pair % 8][vec / 4 * 16 + 4 * e + vec % 4] = {x[e], y[e]};
-    }
+    load_q<Shape>(sQ, gQ, p.q.row_stride, seq.seqlen_q - row0, p.head_dim);
     double acc_o[1][kDTiles][4] = {};
     Softmax<1> softmax(scores.softmax_scale_log2);
     cp_async_commit();
@@ -146,23 +151,25 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         __syncthreads();  // K has arrived, V has been read
     }
 
+    const Sequence again(p, tile.b);  // seq once more, which would take registers in the loop
     // Column 2c + e of product d + i is column 8·d + 4·(2c + e) + i of O.
     const int row = row0 + warp_idx * 16 + r;  // and row + 8
     // flash_bwd.cu wants an lse without the rounding of softmax_scale_log2.
     const double ln_2 = fabs(p.softmax_scale) / scores.softmax_scale_log2;
-    softmax.finalize(acc_o, static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h), seq, row, nullptr, 1.f, ln_2);
-    float *gO = rows_of<float>(p.o, tile.b, tile.h, seq.q_begin);
+    float *gLse = static_cast<float *>(p.lse) + lse_index(p, again, tile.b, tile.h);
+    softmax.finalize(acc_o, gLse, again, row, nullptr, 1.f, ln_2);
+    float *gO = rows_of<float>(p.o, tile.b, tile.h, again.q_begin);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        if (row + 8 * i >= seq.padded_q) continue;
+        if (row + 8 * i >= again.padded_q) continue;
 #pragma unroll
         for (int d = 0; d < kDTiles; d += 4)
             for (int e = 2 * i; e < 2 * i + 2; e++) {
                 const int col = 8 * d + 4 * (2 * c + e % 2);
+                if (col >= p.head_dim_v) continue;
                 const auto &o = acc_o[0];
-                if (col < p.head_dim_v)
-                    *reinterpret_cast<float4 *>(gO + (row + 8 * i) * p.o.row_stride + col) = {
-                        float(o[d][e]), float(o[d + 1][e]), float(o[d + 2][e]), float(o[d + 3][e])};
+                *reinterpret_cast<float4 *>(gO + (row + 8 * i) * p.o.row_stride + col) = {
+                    float(o[d][e]), float(o[d + 1][e]), float(o[d + 2][e]), float(o[d + 3][e])};
             }
     }
 #endif

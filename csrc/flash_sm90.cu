@@ -75,7 +75,8 @@ template <int kBlockM> struct Scheduler {
     Scheduler(const AttnParams &p, int64_t num_tiles) : tiles(p), num_tiles(int(num_tiles)), group(1) {
         if (!p.tile_counter) return;
         const int64_t heads = num_tiles / tiles.slots, l2_bytes = 32 << 20;
-        const double head_bytes = 2. * p.seqlen_k * (p.head_dim + p.head_dim_v) / (p.nheads / p.nheads_k);  // K and V of 16 bits
+        // K and V, of 16 bits.
+        const double head_bytes = 2. * p.seqlen_k * (p.head_dim + p.head_dim_v) / (p.nheads / p.nheads_k);
         while (2 * group * head_bytes <= l2_bytes && 2 * int64_t(group) <= heads) group *= 2;
     }
     // Among the tiles of a group the last rows, which see most under a causal mask, go first.
@@ -233,7 +234,7 @@ template <typename T, typename Shape> struct Consumer {
     // that skip the block: it is full for none. What lies beyond the tensor is 0 already.
     __device__ void clear_v(const Sequence &seq, int n_block) {
         const int row_end = seq.seqlen_k - n_block * kBlockN;
-        if (row_end >= kBlockN || seq.k_begin + seq.seqlen_k == p.seqlen_k) return;
+        if (row_end >= kBlockN || !seq.keys_follow(p)) return;
         constexpr int kThreads = 128 * Shape::kConsumers, kVecs = SmemTile<kBlockN, kHeadDim>::kRowBytes / 16;
         for (auto &panel : shared.sV[kv_item % kStages].panel)
             for (int i = row_end * kVecs + threadIdx.x - 128; i < kBlockN * kVecs; i += kThreads)
@@ -302,7 +303,7 @@ template <typename T, typename Shape> struct Consumer {
             stmatrix(x, sO.address(16 * warp_idx + lane_idx % 16, 8 * d + lane_idx / 16 * 8));
         }
         // TMA would write all 16 rows, and those of the next sample may follow.
-        if (__any_sync(~0u, row0 + 16 > seq.padded_q && seq.q_begin + seq.padded_q < p.seqlen_q)) {
+        if (__any_sync(~0u, row0 + 16 > seq.padded_q && seq.rows_follow(p))) {
             __syncwarp();
             store_some_rows(sO, 16 * warp_idx, rows_of<uint16_t>(p.o, tile.b, tile.h, seq.q_begin + row0),
                             p.o.row_stride, seq.padded_q - row0, p.head_dim_v);

@@ -29,8 +29,8 @@ bool is_like(const at::Tensor &x, at::IntArrayRef sizes, at::ScalarType dtype, c
     return x.sizes() == sizes && x.scalar_type() == dtype && x.device() == device;
 }
 
-// The lengths of a batch. cu_seqlens int32 [batch_size + 1], for q and for k or for neither; seqused int32 [batch_size].
-// Their values stay on the GPU, where kernels clamp them.
+// The lengths of a batch. cu_seqlens int32 [batch_size + 1], for q and for k or for neither; seqused int32
+// [batch_size]. Their values stay on the GPU, where kernels clamp them.
 void set_lengths(AttnParams &p, const at::Tensor &q, const Options &options) {
     if (options.cu_seqlens_q || options.cu_seqlens_k) {
         TORCH_CHECK_VALUE(options.cu_seqlens_q && options.cu_seqlens_k && options.cu_seqlens_q->numel() >= 2,
@@ -54,8 +54,8 @@ void set_lengths(AttnParams &p, const at::Tensor &q, const Options &options) {
 void set_sinks(AttnParams &p, const at::Tensor &q, const OptionalTensor &sinks) {
     if (!sinks) return;
     TORCH_CHECK_VALUE(is_like(*sinks, {p.nheads}, lse_dtype(q), q.device()) && sinks->is_contiguous(),
-                      "sinks must be a contiguous tensor of shape (nheads,) on the device of q, float32, or float64 for "
-                      "float64");
+                      "sinks must be a contiguous tensor of shape (nheads,) on the device of q, float32, or float64 "
+                      "for float64");
     p.sinks = sinks->const_data_ptr();
 }
 
@@ -86,8 +86,8 @@ void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const a
 template <auto function>
 auto with_options(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const OptionalTensor &cu_seqlens_q,
                   const OptionalTensor &cu_seqlens_k, const OptionalTensor &seqused_q, const OptionalTensor &seqused_k,
-                  const OptionalTensor &sinks, double softmax_scale, int64_t window_left, int64_t window_right, double dropout_p,
-                  const OptionalTensor &dropout_seed, bool deterministic) {
+                  const OptionalTensor &sinks, double softmax_scale, int64_t window_left, int64_t window_right,
+                  double dropout_p, const OptionalTensor &dropout_seed, bool deterministic) {
     return function(q, k, v,
                     {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softmax_scale, window_left, window_right,
                      dropout_p, dropout_seed},
@@ -121,8 +121,8 @@ void check_backward(const at::Tensor &dout, const OptionalTensor &dlse, const at
     TORCH_CHECK_VALUE(lse.is_contiguous(), "lse must be contiguous");
 }
 
-// With P = exp(sink - lse), the share of the sink in a row's softmax, its gradient is the sum of P · (0 - delta) over the
-// head's rows. A row beyond the end of its sample has lse -inf. The sum is in a fixed order.
+// With P = exp(sink - lse), the share of the sink in a row's softmax, its gradient is the sum of P · (0 - delta) over
+// the head's rows. A row beyond the end of its sample has lse -inf. The sum is in a fixed order.
 at::Tensor gradient_of_sinks(const at::Tensor &sinks, const at::Tensor &lse, const at::Tensor &delta) {
     const at::Tensor share = (sinks.unsqueeze(1) - lse).exp_().masked_fill_(lse == -INFINITY, 0);
     return share.mul_(delta).sum({0, 2}).neg_();
@@ -233,10 +233,10 @@ Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, co
 Gradients flash_backward_op(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q,
                             const at::Tensor &k, const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
                             const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,
-                            const OptionalTensor &seqused_q, const OptionalTensor &seqused_k, const OptionalTensor &sinks,
-                            double softmax_scale, int64_t window_left, int64_t window_right, double dropout_p,
-                            const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv,
-                            bool need_dsinks) {
+                            const OptionalTensor &seqused_q, const OptionalTensor &seqused_k,
+                            const OptionalTensor &sinks, double softmax_scale, int64_t window_left,
+                            int64_t window_right, double dropout_p, const OptionalTensor &dropout_seed,
+                            bool deterministic, bool need_dq, bool need_dkv, bool need_dsinks) {
     return flash_backward(dout, dlse, q, k, v, out, lse,
                           {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softmax_scale, window_left,
                            window_right, dropout_p, dropout_seed},
@@ -245,7 +245,8 @@ Gradients flash_backward_op(const at::Tensor &dout, const OptionalTensor &dlse, 
 
 #define OPTIONS                                                                                                 \
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? sinks, "         \
-    "float softmax_scale, int window_left, int window_right, float dropout_p=0.0, Tensor? dropout_seed=None, bool deterministic=False"
+    "float softmax_scale, int window_left, int window_right, float dropout_p=0.0, Tensor? dropout_seed=None, "  \
+    "bool deterministic=False"
 
 TORCH_LIBRARY(minimal_attn, m) {
     m.def("flash_forward(Tensor q, Tensor k, Tensor v, " OPTIONS ") -> (Tensor out, Tensor lse)");

@@ -34,10 +34,10 @@ Gradients flash_backward(const at::Tensor &dout, const OptionalTensor &dlse, con
 Gradients flash_backward_op(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q,
                             const at::Tensor &k, const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
                             const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,
-                            const OptionalTensor &seqused_q, const OptionalTensor &seqused_k, const OptionalTensor &sinks,
-                            double softmax_scale, int64_t window_left, int64_t window_right, double dropout_p,
-                            const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv,
-                            bool need_dsinks);
+                            const OptionalTensor &seqused_q, const OptionalTensor &seqused_k,
+                            const OptionalTensor &sinks, double softmax_scale, int64_t window_left,
+                            int64_t window_right, double dropout_p, const OptionalTensor &dropout_seed,
+                            bool deterministic, bool need_dq, bool need_dkv, bool need_dsinks);
 
 // autograd.cpp: flash_forward, with flash_backward as its derivative. No dispatcher, no Python in the backward pass.
 Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options,

@@ -18,8 +18,8 @@ template <int kBlock> __host__ __device__ int num_blocks(int seqlen) {
 }
 
 // How the rows of a head, or its keys, are cut into tiles of kBlock. No tile has rows of two samples. The host does not
-// know the lengths in a packed batch, but it knows that a sample of n rows has at most n / kBlock + 1 tiles. So sample b
-// has the slots from begin / kBlock + b on, and some slots stay empty: their tiles begin beyond the sample's rows.
+// know the lengths in a packed batch, but it knows that a sample of n rows has at most n / kBlock + 1 tiles. So sample
+// b has the slots from begin / kBlock + b on, and some slots stay empty: their tiles begin beyond the sample's rows.
 template <int kBlock> struct Tiling {
     const int *cu_seqlens;
     int seqlen;
@@ -56,7 +56,9 @@ template <int kBlockM> struct RowTiles : Tiling<kBlockM> {
     __host__ __device__ explicit RowTiles(const AttnParams &p)
         : Tiling<kBlockM>(p.cu_seqlens_q, p.seqlen_q, p.batch_size) {}
 
-    __host__ __device__ static int64_t count(const AttnParams &p) { return RowTiles(p).Tiling<kBlockM>::count(p.nheads); }
+    __host__ __device__ static int64_t count(const AttnParams &p) {
+        return RowTiles(p).Tiling<kBlockM>::count(p.nheads);
+    }
     __device__ static Tile at(const AttnParams &p, int idx) {
         const RowTiles tiles(p);
         return tiles.Tiling<kBlockM>::at(idx / tiles.slots, tiles.slots - 1 - idx % tiles.slots, p.nheads,
@@ -64,7 +66,7 @@ template <int kBlockM> struct RowTiles : Tiling<kBlockM> {
     }
 };
 
-// Tiles of kBlockN keys of a key/value head, one for each block of threads: the first keys first, or the last.
+// Tiles of kBlockN keys of a key/value head, one for each block of threads.
 template <int kBlockN> struct KeyTiles : Tiling<kBlockN> {
     __host__ __device__ explicit KeyTiles(const AttnParams &p)
         : Tiling<kBlockN>(p.cu_seqlens_k, p.seqlen_k, p.batch_size) {}
@@ -72,10 +74,15 @@ template <int kBlockN> struct KeyTiles : Tiling<kBlockN> {
     __host__ __device__ static int64_t count(const AttnParams &p) {
         return KeyTiles(p).Tiling<kBlockN>::count(p.nheads_k);
     }
-    __device__ static Tile at(const AttnParams &p, int idx, bool last_first = false) {
+    // Whether the last keys go first: in a deterministic pass with a causal mask or the like, under which they are seen
+    // by the fewest rows and take the first turns.
+    __device__ static bool is_last_first(const AttnBackwardParams &p) {
+        return p.deterministic && p.window_right < p.seqlen_q;
+    }
+    __device__ static Tile at(const AttnBackwardParams &p, int idx) {
         const KeyTiles tiles(p);
         const int slot = idx % tiles.slots;
-        Tile tile = tiles.Tiling<kBlockN>::at(idx / tiles.slots, last_first ? tiles.slots - 1 - slot : slot,
+        Tile tile = tiles.Tiling<kBlockN>::at(idx / tiles.slots, is_last_first(p) ? tiles.slots - 1 - slot : slot,
                                               p.nheads_k, 1);
         tile.h = tile.h_k * (p.nheads / p.nheads_k);
         return tile;

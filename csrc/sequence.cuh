@@ -29,6 +29,10 @@ struct Sequence {
         if (p.seqused_k) seqlen_k = max(0, min(p.seqused_k[b], p.seqlen_k - k_begin));
     }
 
+    // Whether the tensor has more rows after those of the sample and their padding, and more keys after the valid ones.
+    __device__ bool rows_follow(const AttnParams &p) const { return q_begin + padded_q < p.seqlen_q; }
+    __device__ bool keys_follow(const AttnParams &p) const { return k_begin + seqlen_k < p.seqlen_k; }
+
   private:
     // length is that of the tensor, and becomes that of the sample.
     __device__ static void find(const int *cu_seqlens, int b, int64_t batch_size, int &begin, int &length,

@@ -110,9 +110,9 @@ template <int kMTiles> struct Softmax {
         }
     }
 
-    // The end of a row: acc_o becomes the output times `scale`, and lse is written. `row` is this lane's first row, gLse
-    // is the lse of row 0, and sink is that of the head or nullptr. A row without keys gets output 0, as its sum may be
-    // NaN, from 0 · NaN. So does a row beyond the end of the sample.
+    // The end of a row: acc_o becomes the output times `scale`, and lse is written. `row` is this lane's first row,
+    // gLse is the lse of row 0, and sink is that of the head or nullptr. A row without keys gets output 0, as its sum
+    // may be NaN, from 0 · NaN. So does a row beyond the end of the sample.
     template <int kDTiles, typename Sum>
     __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float *gLse, const Sequence &seq, int row,
                              const float *sink, float scale = 1.f, double ln_2 = 0.6931471805599453) {

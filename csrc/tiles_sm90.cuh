@@ -81,8 +81,8 @@ __device__ void store_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_row, 
         tma_store(tile.panel[i][tile_row], x.map, i * tile.kCols, row, h * x.head_step, b * x.batch_step);
 }
 
-// The first `rows` of 16 rows of a tile, from tile_row on, by the lanes of a warp. All lanes take every step, so that the
-// compiler sees that they stay together.
+// The first `rows` of 16 rows of a tile, from tile_row on, by the lanes of a warp. All lanes take every step, so that
+// the compiler sees that they stay together.
 template <int kRows, int kHeadDim>
 __device__ void store_some_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_row, uint16_t *to, int64_t row_stride,
                                 int rows, int head_dim) {

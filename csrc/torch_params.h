@@ -119,7 +119,8 @@ inline at::Tensor new_out(const at::Tensor &q, const at::Tensor &v) {
 // fp32, or fp64 for fp64.
 inline at::ScalarType lse_dtype(const at::Tensor &q) { return at::toOpMathType(q.scalar_type()); }
 
-// out like q, with v's head_dim, lse [batch_size, nheads, seqlen_q], and why a 16-bit call had to do without tensor cores.
+// out like q, with v's head_dim, lse [batch_size, nheads, seqlen_q], and why a 16-bit call had to do without tensor
+// cores.
 using Output = std::tuple<at::Tensor, at::Tensor, Reason>;
 
 inline Output run_forward(AttnParams p, const at::Tensor &q, const at::Tensor &v, Layout dim) {
