@@ -116,21 +116,25 @@ template <int kMTiles> struct Softmax {
     template <int kDTiles, typename Sum>
     __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float *gLse, const Sequence &seq, int row,
                              const float *sink, float scale = 1.f, double ln_2 = 0.6931471805599453) {
+        bool has_keys[kRows];
+        float scale_sum[kRows];  // of what was summed without the sink
+        for (int i = 0; i < kRows; i++) {
+            if (row + 8 * i >= seq.seqlen_q) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
+            row_sum[i] = quad_reduce(row_sum[i], [](float x, float y) { return x + y; });
+            has_keys[i] = row_sum[i] != 0.f, scale_sum[i] = scale;
+        }
+        if (sink) [[unlikely]]
+            for (int i = 0; i < kRows; i++)
+                if (row + 8 * i < seq.seqlen_q) scale_sum[i] *= add_sink(i, *sink * 1.4426950408889634f);
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
-            const bool is_valid = row + 8 * i < seq.seqlen_q;
-            if (!is_valid) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
-            row_sum[i] = quad_reduce(row_sum[i], [](float x, float y) { return x + y; });
-            const bool has_keys = row_sum[i] != 0.f;
-            Sum scale_o = scale;
-            if (sink && is_valid) scale_o *= add_sink(i, *sink * 1.4426950408889634f);
-            scale_o /= row_sum[i];
+            const Sum scale_o = Sum(scale_sum[i]) / row_sum[i];
             const float nothing = row_max[i] - row_max[i];  // 0, or NaN if a score overflowed to +inf
 #pragma unroll
             for (int d = 0; d < kDTiles; d++)
                 for (int e = 0; e < 2; e++) {
                     Sum &x = acc_o[i / 2][d][i % 2 * 2 + e];
-                    x = has_keys ? x * scale_o : nothing;
+                    x = has_keys[i] ? x * scale_o : nothing;
                 }
             if (row + 8 * i < seq.padded_q && threadIdx.x % 4 == 0)
                 gLse[row + 8 * i] =

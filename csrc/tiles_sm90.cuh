@@ -87,7 +87,8 @@ template <int kRows, int kHeadDim>
 __device__ void store_some_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_row, uint16_t *to, int64_t row_stride,
                                 int rows, int head_dim) {
     for (int step = 0; step < kHeadDim / 16; step++) {
-        const int i = 32 * step + threadIdx.x % 32, row = i / (kHeadDim / 8), col = i % (kHeadDim / 8) * 8;
+        // By thread_idx(), or all of this is computed once for all tiles, in registers that are not free.
+        const int i = 32 * step + thread_idx() % 32, row = i / (kHeadDim / 8), col = i % (kHeadDim / 8) * 8;
         if (row < rows && col < head_dim)
             *reinterpret_cast<uint4 *>(to + row * row_stride + col) = tile.vec(tile_row + row, col);
     }
