@@ -143,7 +143,8 @@ template <typename T, typename Shape> struct Consumer {
 
     const Params<Shape> &p;
     SharedMemory<Shape> &shared;
-    const int consumer, warp_idx = threadIdx.x / 32 % 4, lane_idx = threadIdx.x % 32;
+    const int consumer, warp_idx = threadIdx.x / 32 % 4;
+    const int lane_idx = thread_idx() % 32;  // kept: the loop would wait for threadIdx.x, which is a special register
     const Scores<> scores{p};
     uint32_t q_item = 0, kv_item = 0;  // of the rings
     float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4];
@@ -158,7 +159,7 @@ template <typename T, typename Shape> struct Consumer {
             for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
             attend(work, softmax);
             store(work, softmax);
-            shared.q[consumer].consumer_release(q_item);
+            shared.q[consumer].consumer_release(q_item, lane_idx);
         }
     }
 
@@ -192,10 +193,10 @@ template <typename T, typename Shape> struct Consumer {
             }
             float alpha[2];
             const bool has_grown = exponentiate(softmax, updates_max, alpha);
-            shared.k.consumer_release(kv_item);
+            shared.k.consumer_release(kv_item, lane_idx);
 
             warpgroup_wait<0>(acc_o[0], P);  // P V of the block before
-            if (n_block + 1 < blocks.end) shared.v.consumer_release(kv_item - 1);
+            if (n_block + 1 < blocks.end) shared.v.consumer_release(kv_item - 1, lane_idx);
 #pragma unroll
             for (int i = 0; i < 2 * kNTiles; i++)
                 P[i / 4][i % 4] = pack<T>(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
@@ -213,7 +214,7 @@ template <typename T, typename Shape> struct Consumer {
         warpgroup_arrive();
         multiply_ab<T>(acc_o[0], P, shared.sV[warp_uniform(kv_item) % kStages]);
         warpgroup_wait<0>(acc_o[0], P);
-        shared.v.consumer_release(kv_item++);
+        shared.v.consumer_release(kv_item++, lane_idx);
         skip_blocks(seq, --n_block, tile_blocks.begin);
     }
 
@@ -222,11 +223,11 @@ template <typename T, typename Shape> struct Consumer {
         for (; n_block >= end; n_block--, kv_item++) {
             shared.k.consumer_wait(kv_item);
             __syncwarp();
-            shared.k.consumer_release(kv_item);
+            shared.k.consumer_release(kv_item, lane_idx);
             shared.v.consumer_wait(kv_item);
             clear_v(seq, n_block);
             __syncwarp();
-            shared.v.consumer_release(kv_item);
+            shared.v.consumer_release(kv_item, lane_idx);
         }
     }
 
