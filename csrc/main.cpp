@@ -21,43 +21,9 @@ namespace py = pybind11;
 // fast_path.cpp
 py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q, py::handle k, py::handle v,
                         py::handle causal, py::handle softmax_scale, bool seq_major, bool return_lse,
-                        bool deterministic);
+                        bool deterministic, py::handle window_size, py::tuple lengths, py::handle sinks);
 
 namespace {
-
-bool is_like(const at::Tensor &x, at::IntArrayRef sizes, at::ScalarType dtype, const at::Device &device) {
-    return x.sizes() == sizes && x.scalar_type() == dtype && x.device() == device;
-}
-
-// The lengths of a batch. cu_seqlens int32 [batch_size + 1], for q and for k or for neither; seqused int32
-// [batch_size]. Their values stay on the GPU, where kernels clamp them.
-void set_lengths(AttnParams &p, const at::Tensor &q, const Options &options) {
-    if (options.cu_seqlens_q || options.cu_seqlens_k) {
-        TORCH_CHECK_VALUE(options.cu_seqlens_q && options.cu_seqlens_k && options.cu_seqlens_q->numel() >= 2,
-                          "cu_seqlens_q and cu_seqlens_k go together and have at least two elements");
-        TORCH_CHECK_VALUE(q.size(0) == 1, "a packed batch is one sample to q, k and v");
-        p.batch_size = options.cu_seqlens_q->numel() - 1;
-        p.q.batch_stride = p.k.batch_stride = p.v.batch_stride = p.lse_batch_stride = 0;
-    }
-    auto pointer = [&](const char *name, const OptionalTensor &x, int64_t size) -> const int * {
-        if (!x) return nullptr;
-        TORCH_CHECK_VALUE(is_like(*x, {size}, at::kInt, q.device()) && x->is_contiguous(), name,
-                          " must be a contiguous int32 tensor of shape (", size, ",) on the device of q");
-        return x->const_data_ptr<int>();
-    };
-    p.cu_seqlens_q = pointer("cu_seqlens_q", options.cu_seqlens_q, p.batch_size + 1);
-    p.cu_seqlens_k = pointer("cu_seqlens_k", options.cu_seqlens_k, p.batch_size + 1);
-    p.seqused_q = pointer("seqused_q", options.seqused_q, p.batch_size);
-    p.seqused_k = pointer("seqused_k", options.seqused_k, p.batch_size);
-}
-
-void set_sinks(AttnParams &p, const at::Tensor &q, const OptionalTensor &sinks) {
-    if (!sinks) return;
-    TORCH_CHECK_VALUE(is_like(*sinks, {p.nheads}, lse_dtype(q), q.device()) && sinks->is_contiguous(),
-                      "sinks must be a contiguous tensor of shape (nheads,) on the device of q, float32, or float64 "
-                      "for float64");
-    p.sinks = sinks->const_data_ptr();
-}
 
 // What the forward and the backward pass have in common, checked. q [batch_size, nheads, seqlen_q, head_dim], k and v
 // [batch_size, nheads_k, seqlen_k, head_dim], v's head_dim may differ; head_dim contiguous, dropout_seed one int64.
@@ -69,8 +35,9 @@ void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const a
     TORCH_CHECK_VALUE(options.window_left >= -1 && options.window_right >= -1,
                       "window_left and window_right must be at least 0, or -1 for no bound");
     set_inputs(p, q, k, v, options.softmax_scale, {options.window_left, options.window_right}, kBHSD);
-    set_lengths(p, q, options);
-    set_sinks(p, q, options.sinks);
+    const Reason options_fault = find_fault(q, kBHSD, options);
+    TORCH_CHECK_VALUE(!options_fault, *options_fault);
+    set_lengths_and_sinks(p, options);
     const auto &[dropout_p, dropout_seed] = std::tie(options.dropout_p, options.dropout_seed);
     TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, "dropout_p must be in [0, 1]");
     if (dropout_p == 0) return;

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from . import _build
-from .backends import Backend, warn
+from .backends import Backend, Lengths, warn
 from .checks import is_eager, shown, wants_gradient
 from .choice import csrc_trains
+from .lengths import NO_WINDOW
 from .reference import DTYPES
 
 
@@ -25,14 +26,17 @@ def _load_ops():
 
 
 _fast_forward = None  # of csrc/fast_path.cpp, once it is loaded
+NO_LENGTHS = Lengths()
 
 
-def fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, backend):
+def fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, backend, window_size=NO_WINDOW,
+              lengths=NO_LENGTHS, sinks=None):
     """The result of an everyday call on CUDA tensors, straight from C++, or None for all others."""
     if torch.compiler.is_compiling() or _fast_forward is None:
         return None
     may_train = csrc_trains if backend == "auto" else None
-    return _fast_forward(_warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic)
+    return _fast_forward(_warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic,
+                         window_size, lengths, sinks)
 
 
 @functools.cache  # once a reason

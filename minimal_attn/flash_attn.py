@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .backends import Lengths
 from .checks import autocast, check_tensor, out_dtype, shown, wants_gradient
-from .cuda import fast_path
+from .cuda import NO_LENGTHS, fast_path
 from .interface import checked_attention, is_zero
 from .lengths import NO_WINDOW, check_max_seqlen
 
@@ -49,23 +49,23 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     if window_size == (-1, 0) or window_size == [-1, 0]:  # flash-attn's other way to say causal
         causal, window_size = causal is False or causal, NO_WINDOW
     return_lse = return_lse or return_softmax_lse
-    if (is_zero(dropout_p) and (window_size is NO_WINDOW or window_size == NO_WINDOW) and softcap == 0.0
-            and alibi_slopes is out is s_aux is learnable_sink is sinks is q_descale is k_descale is v_descale is qv
+    window_size = NO_WINDOW if window_size is None else window_size
+    if s_aux is not None or learnable_sink is not None:
+        sinks = _one_of("flash_attn_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
+    if (is_zero(dropout_p) and softcap == 0.0 and alibi_slopes is out is q_descale is k_descale is v_descale is qv
             is None and attention_chunk == 0 and (backend == "auto" or backend == "cuda")
             and isinstance(deterministic, bool)):
         result = fast_path(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs, deterministic,
-                           backend)
+                           backend, window_size, NO_LENGTHS, sinks)
         if result is not None:
             return (*result, None) if return_attn_probs else result
     _refuse("flash_attn_func", softcap=softcap, alibi_slopes=alibi_slopes, q_descale=q_descale, k_descale=k_descale,
             v_descale=v_descale, qv=qv, attention_chunk=attention_chunk)
     _check_layout("flash_attn_func", "(B, S, H, D)", q=q, k=k, v=v)
-    sinks = _one_of("flash_attn_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
     _check_out(out, q, k, v, sinks)
     result = checked_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
                                dropout_p, dropout_seed, deterministic, return_lse or return_attn_probs, backend,
-                               window_size=NO_WINDOW if window_size is None else window_size,
-                               sinks=sinks, scale_name="softmax_scale")
+                               window_size=window_size, sinks=sinks, scale_name="softmax_scale")
     o, *lse = result if isinstance(result, tuple) else (result,)
     return _returned(o.transpose(1, 2), lse, out, return_attn_probs)
 
@@ -100,6 +100,20 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     Raises:
         NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
     """
+    window_size = NO_WINDOW if window_size is None else window_size
+    if s_aux is not None or learnable_sink is not None:
+        sinks = _one_of("flash_attn_varlen_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    return_lse = return_lse or return_softmax_lse or return_attn_probs
+    if (is_zero(dropout_p) and softcap == 0.0 and alibi_slopes is block_table is page_table is out is q_descale
+            is k_descale is v_descale is qv is None and attention_chunk == 0
+            and (backend == "auto" or backend == "cuda") and isinstance(deterministic, bool)):
+        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, backend, window_size,
+                           lengths, sinks)
+        if result is not None:
+            return (*result, None) if return_attn_probs else result
     _refuse("flash_attn_varlen_func", softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table,
             page_table=page_table, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
             attention_chunk=attention_chunk)
@@ -107,15 +121,10 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
         raise NotImplementedError("flash_attn_varlen_func: seqused_k without cu_seqlens_k belongs to page tables, which "
                                   "are not supported yet")
     _check_layout("flash_attn_varlen_func", "(T, H, D)", q=q, k=k, v=v)
-    check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    sinks = _one_of("flash_attn_varlen_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
     _check_out(out, q, k, v, sinks)
     result = checked_attention(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), causal, softmax_scale, dropout_p,
-                               dropout_seed, deterministic, return_lse or return_softmax_lse or return_attn_probs,
-                               backend, window_size=NO_WINDOW if window_size is None else window_size,
-                               lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
-                               sinks=sinks, scale_name="softmax_scale")
+                               dropout_seed, deterministic, return_lse, backend, window_size=window_size,
+                               lengths=Lengths(*lengths), sinks=sinks, scale_name="softmax_scale")
     o, *lse = (x[0] for x in (result if isinstance(result, tuple) else (result,)))
     return _returned(o.transpose(0, 1), lse, out, return_attn_probs)
 

@@ -119,16 +119,17 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     Returns:
         out, of q's shape, with v's head_dim, and q's dtype; bfloat16 for float8, autocast's dtype under torch.autocast.
         With return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A
-        row that sees no key has out 0 and lse -inf, or its sink. Empty batches and lengths of 0 give empty or zero outputs. NaN or inf in a key or value that
-        some rows see may also reach rows of the same sample and head that do not see it.
+        row that sees no key has out 0 and lse -inf, or its sink. Empty batches and lengths of 0 give empty or zero
+        outputs. NaN or inf in a key or value that some rows see may also reach rows of the same sample and head that do
+        not see it.
 
     Raises:
         TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, an argument of the
             wrong type, or an unknown keyword. For the keywords of scaled_dot_product_attention and flash-attn the error
             says what they are called here.
         ValueError: a wrong shape, device, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed, window_size,
-            cu_seqlens, seqused, sinks or backend; seq_lens together with cu_seqlens or seqused; or a forced kernel that cannot
-            serve the call.
+            cu_seqlens, seqused, sinks or backend; seq_lens together with cu_seqlens or seqused; or a forced kernel that
+            cannot serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
             derivative. float8 has no gradients with "triton"; "cuda" and "triton" have no forward-mode and no second
@@ -138,19 +139,19 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     if unknown:
         name = next(iter(unknown))
         raise TypeError(f"flash_attention() got an unexpected keyword argument {name!r}{OTHER_NAMES.get(name, '')}")
-    if (seq_lens is cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is seqused_q is seqused_k is None
-            and q_descale is k_descale is v_descale is sinks is None and (backend == "auto" or backend == "cuda")
-            and (window_size is NO_WINDOW or isinstance(window_size, tuple) and window_size == NO_WINDOW)
+    if max_seqlen_q is not None or max_seqlen_k is not None:
+        check_max_seqlen("max_seqlen_q", max_seqlen_q)
+        check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    if (seq_lens is q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda")
             and is_zero(dropout_p) and isinstance(deterministic, bool)):
-        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, backend)
+        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, backend, window_size, lengths,
+                           sinks)
         if result is not None:
             return result
-    check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    check_max_seqlen("max_seqlen_k", max_seqlen_k)
     return checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend,
                              window_size=window_size, seq_lens=seq_lens, descales=(q_descale, k_descale, v_descale),
-                             lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks=sinks,
-                             autotune=autotune)
+                             lengths=Lengths(*lengths), sinks=sinks, autotune=autotune)
 
 
 def is_zero(dropout_p):

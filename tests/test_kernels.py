@@ -14,7 +14,7 @@ import minimal_attn
 from cases import Case, make_inputs
 from conftest import IMPLEMENTATIONS
 from minimal_attn import _build, cuda, flash_attention, flash_attn_func, force_kernel, which_kernel
-from minimal_attn.backends import Options
+from minimal_attn.backends import Lengths, Options
 
 HALF = torch.float16
 
@@ -245,7 +245,7 @@ def slow_library(monkeypatch):
     def slow_forward(forward):
         return lambda *inputs: (*forward(*inputs)[:2], "of a test")
 
-    def fast_forward(warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic):
+    def fast_forward(warn_slow, may_train, q, *rest):
         warn_slow("of a test")
         return q
 
@@ -288,9 +288,10 @@ def no_warning(reason):
     raise AssertionError(reason)
 
 
-def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, warn_slow=no_warning, trains=True):
+def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, warn_slow=no_warning, trains=True,
+         window_size=(-1, -1), lengths=Lengths(), sinks=None):
     return minimal_attn.load().fast_forward(warn_slow, lambda q, k, seq_major: trains, q, k, v, causal, scale,
-                                            seq_major, return_lse, False)
+                                            seq_major, return_lse, False, window_size, lengths, sinks)
 
 
 def test_fast_path_refuses_cpu_tensors():
@@ -333,6 +334,27 @@ def test_fast_path_gives_the_same_bits(dtype):
         assert out.is_contiguous() and out.equal(want.transpose(1, 2)) and lse.equal(want_lse)
         out, lse, none = flash_attn_func(*rows, softmax_scale=scale, causal=causal, return_attn_probs=True)
         assert out.equal(want.transpose(1, 2)) and lse.equal(want_lse) and none is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sinks_dtype", [None, torch.float32, HALF])
+def test_fast_path_takes_windows_lengths_and_sinks(gpu, sinks_dtype):
+    q, k, v = gpu
+    sinks = None if sinks_dtype is None else torch.randn(q.shape[1], device="cuda").to(sinks_dtype)
+    sums = None if sinks is None else sinks.float()
+    used = torch.tensor([30, 7], dtype=torch.int32, device="cuda")
+    for lengths in (Lengths(), Lengths(seqused_q=used, seqused_k=used)):
+        want = torch.ops.minimal_attn.flash_forward(q, k, v, *Options(0.125, (9, 5), lengths, sums).of_op())
+        got = fast(q, k, v, False, 0.125, return_lse=True, window_size=(9, 5), lengths=lengths, sinks=sinks)
+        assert all(map(torch.equal, got, want))
+    cu_seqlens = torch.tensor([0, 9, 9, 40], dtype=torch.int32, device="cuda")
+    lengths = Lengths(cu_seqlens, cu_seqlens)
+    q, k, v = (x[:1] for x in (q, k, v))
+    out, lse = torch.ops.minimal_attn.flash_forward(q, k, v, *Options(0.125, (-1, 0), lengths, sums).of_op())
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]  # (T, H, D)
+    for tensors, seq_major in (((q, k, v), False), (rows, True)):
+        got = fast(*tensors, True, 0.125, seq_major, True, lengths=lengths, sinks=sinks)
+        assert got[0].equal(out[0].transpose(0, 1) if seq_major else out) and got[1].equal(lse[0] if seq_major else lse)
 
 
 @pytest.mark.gpu
@@ -384,6 +406,13 @@ def test_fast_path_refuses(gpu):
         assert fast(*tensors) is None
     assert fast(q, k, v, None) is fast(q, k, v, 1) is fast(q, k, v, True, 1) is None
     assert fast(q, k, v, True, torch.nan) is fast(q, k, v, True, 1e39) is None
+    used = torch.tensor([1, 2], dtype=torch.int32, device="cuda")
+    for wrong in ({"window_size": (1,)}, {"window_size": [1, 2]}, {"window_size": (-2, 0)}, {"window_size": (True, 0)},
+                  {"lengths": Lengths(seqused_q=used.long())}, {"lengths": Lengths(seqused_k=used.cpu())},
+                  {"lengths": Lengths(used, None)}, {"lengths": Lengths(used, used)}, {"sinks": used},
+                  {"sinks": torch.ones(3, device="cuda")}, {"sinks": 1.0},
+                  {"sinks": torch.ones(q.shape[1], device="cuda", requires_grad=True)}):
+        assert fast(q, k, v, **wrong) is None
     with torch.profiler.profile() as profile:
         assert fast(q, k, v) is None
         flash_attention(q, k, v)
