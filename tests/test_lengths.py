@@ -373,6 +373,22 @@ def test_windows_that_hide_nothing(impl):
         assert not flash_attention(q, k, v, window_size=window, backend=backend).equal(want)
 
 
+@pytest.mark.parametrize("window, is_fast", [((32, 32), True), ((32, 0), True), ((40, -1), True), ((31, 32), False),
+                                             ((32, 31), False)], ids=str)
+def test_windows_that_hide_nothing_need_no_mask_of_sdpa(window, is_fast, monkeypatch):
+    """Nor does a window that is no more than causal."""
+    masks = []
+
+    def spy(*args, attn_mask, **options):
+        masks.append(attn_mask)
+        return torch.nn.functional.scaled_dot_product_attention(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(minimal_attn.sdpa, "scaled_dot_product_attention", spy)
+    q = torch.randn(1, 2, 33, 16)
+    flash_attention(q, q, q, window_size=window, backend="torch")
+    assert (masks[0] is None) == is_fast
+
+
 @each_impl
 def test_seq_lens_are_both_lengths(impl):
     backend, device = IMPLS[impl]
@@ -711,6 +727,24 @@ def test_unpad_input_and_pad_input(kind):
     assert cu_seqlens.tolist() == [0, *itertools.accumulate(seqused.tolist())]
     assert cu_seqlens.dtype == seqused.dtype == torch.int32
     assert pad_input(packed, indices, 3, 12).equal(x.masked_fill(~mask[..., None, None], 0))
+
+
+@each_impl
+def test_left_padding_by_packing(impl):
+    """A decoding step with left padding: the last 3 rows of samples whose keys end with theirs, as one packed batch."""
+    backend, device = IMPLS[impl]
+    q, k, v = (torch.randn(3, S, H, 40, device=device, dtype=DTYPES[impl]) for S, H in ((3, 4), (12, 2), (12, 2)))
+    mask = mask_of("left").to(device)
+    rows, indices, cu_seqlens_q, max_seqlen_q, _ = unpad_input(q, mask[:, -3:])
+    keys, _, cu_seqlens_k, max_seqlen_k, _ = unpad_input(torch.stack([k, v], 2), mask)
+    options = dict(causal=True, window_size=(3, 0), backend=backend)
+    packed = minimal_attn.flash_attn_varlen_kvpacked_func(rows, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                                                          max_seqlen_k, **options)
+    out = pad_input(packed, indices, 3, 3)
+    assert out.shape == q.shape and (out[1] == 0).all()
+    for b in (0, 2):
+        want = flash_attn_func(q[b:b + 1], k[b:b + 1, mask[b]], v[b:b + 1, mask[b]], **options)
+        close(out[b], want[0].double(), TOLERANCE[out.dtype])
 
 
 @pytest.mark.parametrize("backend", minimal_attn.interface.BACKENDS)
