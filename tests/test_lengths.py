@@ -221,8 +221,7 @@ def check_batch(impl, batch, dtype, seed=0):
     q, k, v, dout, dlse = make(batch, dtype, IMPLS[impl][1], seed)
     given = [q, k, v, *make_sinks(batch, dtype, IMPLS[impl][1], seed)]
     want_out, want_lse = by_loop(batch, *(inputs := [x.double().requires_grad_() for x in given]))
-    has_lse = want_lse > -math.inf
-    sees = by_loop(batch, q, k, v)[1] > -math.inf if batch.has_sinks else has_lse
+    sees = want_lse > -math.inf  # a key or a sink
     has_backward = impl in ("reference", "torch") or not batch.may_share_keys
     given = [x.requires_grad_(has_backward) for x in given]
     out, lse = run(impl, batch, *given)
@@ -231,10 +230,10 @@ def check_batch(impl, batch, dtype, seed=0):
     close(lse, want_lse.detach(), 1e-10 if dtype == torch.float64 else 1e-5)
     if not has_backward:
         return
-    # Rows without keys get nothing, whatever dout holds there, and without a sink whatever dlse holds.
-    dout, dlse = dout.masked_fill(~sees[..., None], math.nan), dlse.masked_fill(~has_lse, math.nan)
+    # Rows without both get nothing, whatever dout and dlse hold there.
+    dout, dlse = dout.masked_fill(~sees[..., None], math.nan), dlse.masked_fill(~sees, math.nan)
     want = [None] * len(given)
-    if has_lse.any():
+    if sees.any():
         results, upstream = zip(*((x, dx.double().nan_to_num()) for x, dx in ((want_out, dout), (want_lse, dlse))
                                   if x.requires_grad))
         want = torch.autograd.grad(results, inputs, upstream, allow_unused=True)
