@@ -1,7 +1,7 @@
 """Models of transformers with our functions in the place of flash-attn's, beside their own eager attention.
 
-transformers gets this package as a kernel of its hub, by the name of a repository, and does all else by itself: it reads
-the signatures of our functions, packs padded batches, finds packed ones by their position_ids and cuts static caches.
+transformers gets this package as a kernel of its hub, by the name of a repository. All else it does by itself: it reads
+the signatures of our functions, packs padded batches, finds packed ones by their position_ids, and cuts static caches.
 """
 
 import functools
