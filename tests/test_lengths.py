@@ -323,15 +323,16 @@ def test_neighbours_never_reach_a_sample(impl, value):
 @pytest.mark.parametrize("D", [40, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
 def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D):
     rows, keys = ((20, 133, 7, 300), (18, 140, 9, 310)) if HAS_GPU else ((20, 66, 7), (18, 70, 9))
-    batch = Batch("bits", rows, keys, causal=True, D=D, Hk=4)
+    batch = Batch("bits", rows, keys, causal=True, D=D, Hk=4, has_sinks=impl in HAVE_SINKS)
     q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
+    sinks = make_sinks(batch, DTYPES[impl], IMPLS[impl][1])
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = run(impl, batch, *inputs, deterministic=True)
+    out, lse = run(impl, batch, *inputs, *sinks, deterministic=True)
     gradients = torch.autograd.grad(out, inputs, dout)
     for b, (_, rows, keys) in enumerate(batch.samples()):
         alone = dataclasses.replace(batch, rows=batch.rows[b:b + 1], keys=batch.keys[b:b + 1])
         mine = [x[:, :, part].detach().clone().requires_grad_() for x, part in ((q, rows), (k, keys), (v, keys))]
-        got = run(impl, alone, *mine, deterministic=True)
+        got = run(impl, alone, *mine, *sinks, deterministic=True)
         assert got[0].equal(out[:, :, rows]) and got[1].equal(lse[:, :, rows])
         for x, y, part in zip(torch.autograd.grad(got[0], mine, dout[:, :, rows]), gradients, (rows, keys, keys)):
             assert x.equal(y[:, :, part])
@@ -340,9 +341,9 @@ def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D):
 @each_kernel
 def test_deterministic(impl):
     rows, keys = ((40, 533, 7), (18, 540, 9)) if HAS_GPU else ((20, 33, 7), (18, 40, 9))
-    batch = Batch("deterministic", rows, keys, window=(60, 5))
+    batch = Batch("deterministic", rows, keys, window=(60, 5), has_sinks=impl in HAVE_SINKS)
     q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    inputs = [x.requires_grad_() for x in (q, k, v, *make_sinks(batch, DTYPES[impl], IMPLS[impl][1]))]
     first, second = (torch.autograd.grad(run(impl, batch, *inputs, deterministic=True)[0], inputs, dout)
                      for _ in range(2))
     assert all(map(torch.equal, first, second))
@@ -593,12 +594,16 @@ def test_compile_fullgraph(impl):
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", [x for x in IMPLS if IMPLS[x] != ("cuda", "cpu")])
 def test_cuda_graph_with_other_lengths_in_each_replay(impl):
-    batch = Batch("graph", (50, 150), (60, 140), window=(70, -1), causal=True)
+    is_new = impl in HAVE_SINKS
+    batch = Batch("graph", (50, 150), (60, 140), window=(70, -1), causal=True, has_sinks=is_new,
+                  head_dim_v=64 if is_new else None)
     q, k, v, _, _ = make(batch, DTYPES[impl], "cuda")
+    sinks = make_sinks(batch, DTYPES[impl], "cuda")
     backend, lengths = IMPLS[impl][0], batch.lengths("cuda")
 
     def attend():
-        return flash_attention(q, k, v, True, window_size=(70, 0), **lengths, backend=backend)
+        return flash_attention(q, k, v, True, window_size=(70, 0), **lengths, sinks=next(iter(sinks), None),
+                               backend=backend)
 
     graph, out = captured(attend)
     for rows, keys in (((50, 150), (60, 140)), ((0, 200), (199, 1)), ((123, 77), (1, 199))):
@@ -607,7 +612,7 @@ def test_cuda_graph_with_other_lengths_in_each_replay(impl):
             if x is not None:
                 lengths[name].copy_(x)
         graph.replay()
-        close(out, by_loop(other, q, k, v)[0], TOLERANCE[out.dtype])
+        close(out, by_loop(other, q, k, v, *sinks)[0], TOLERANCE[out.dtype])
 
 
 def test_lists_of_ops_and_options_agree():
