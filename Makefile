@@ -38,7 +38,7 @@ TESTS = tests
 SELECT =
 WORKERS ?= auto
 test test-all gpu-record campaign: NEEDS = filelock hypothesis markdown-it-py matplotlib ninja numpy pytest \
-                                           pytest-timeout pytest-xdist rich
+                                           pytest-timeout pytest-xdist rich transformers
 test test-all gpu-record campaign: packages
 	@$(PY) -c 'import minimal_attn; minimal_attn.load()'
 	@$(TWIN) $(PY) -m pytest $(TESTS) -n $(WORKERS) --dist worksteal $(SELECT)

@@ -27,14 +27,15 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     """flash_attention with the signature and the layout of flash-attn (flash_attn.flash_attn_func).
 
     Args:
-        q: (B, Sq, H, D); k, v: (B, Sk, Hk, D), v also with another head_dim. Dtypes, head dimensions, causal, deterministic, backend: as
-            flash_attention.
+        q: (B, Sq, H, D); k, v: (B, Sk, Hk, D), v also with another head_dim. Dtypes, head dimensions, causal,
+            deterministic, backend: as flash_attention.
         dropout_p, dropout_seed: as flash_attention. flash-attn has no such seed and drops other elements.
         softmax_scale: factor of the scores, 1/sqrt(D) if None.
         window_size: (left, right), as flash_attention; None is (-1, -1).
         return_attn_probs: return (out, lse, None); the probabilities themselves are never formed.
         return_softmax_lse, return_lse: return (out, lse).
-        out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result is copied into it. Not with gradients.
+        out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result is copied into it. Not
+            with gradients.
         s_aux, learnable_sink, sinks: three names of one argument, those of flash-attn 3, flash-attn 4 and vLLM: sinks
             (H,) as of flash_attention.
         softcap, alibi_slopes, q_descale, k_descale, v_descale, qv, attention_chunk: only their defaults are supported.
@@ -95,7 +96,8 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
         All others: as flash_attn_func, but out is (Tq, H, D).
 
     Returns:
-        out (Tq, H, D), with v's head_dim, in q's dtype, or in autocast's; lse (H, Tq) in fp32, natural log; in a tuple as flash_attn_func.
+        out (Tq, H, D), with v's head_dim, in q's dtype, or in autocast's; lse (H, Tq) in fp32, natural log; in a tuple
+        as flash_attn_func.
 
     Raises:
         NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.

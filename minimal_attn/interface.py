@@ -16,7 +16,7 @@ from .checks import (FP8_DTYPES, KERNEL_DTYPES, autocast, check_descales, check_
                      wants_gradient)
 from .choice import auto_backend
 from .cuda import fast_path
-from .lengths import NO_WINDOW, check_lengths, check_max_seqlen, check_seq_lens, check_window
+from .lengths import NO_WINDOW, check_lengths, check_max_seqlen, check_window
 
 BACKENDS = {"cuda": cuda.BACKEND, "triton": twin.BACKEND, "torch": sdpa.BACKEND, "reference": reference.BACKEND}
 
@@ -49,7 +49,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
                     window_size: tuple[int, int] = NO_WINDOW, cu_seqlens_q: Tensor | None = None,
                     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
                     max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
-                    seqused_k: Tensor | None = None, sinks: Tensor | None = None, **unknown) -> Tensor | tuple[Tensor, Tensor]:
+                    seqused_k: Tensor | None = None, sinks: Tensor | None = None,
+                    **unknown) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
     q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Only a last
@@ -108,6 +109,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             a query head, in units of sm_scale · QKᵀ. It takes its share of the softmax, and no value goes with it (Xiao
             et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. "torch" then forms all scores, as "reference"
             does. Differentiable.
+
+        Lengths count from a sample's first row and key. Where padding comes first (left padding), unpad_input makes a
+        packed batch of q, and of k and v, and pad_input undoes it.
 
         Rows that a sample does not use give out 0 and lse -inf. Neither they nor keys that no row of a sample uses
         change any result or gradient, also as NaN and inf. The values of cu_seqlens and seqused are checked for CPU
@@ -210,20 +214,24 @@ def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
-                 seq_lens: Tensor | Sequence[int] | None = None, dropout_p: float = 0.0) -> str:
+                 seq_lens: Tensor | Sequence[int] | None = None, dropout_p: float = 0.0, *,
+                 window_size: tuple[int, int] = NO_WINDOW, cu_seqlens_q: Tensor | None = None,
+                 cu_seqlens_k: Tensor | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+                 sinks: Tensor | None = None) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
-    It depends on the dtype (under torch.autocast on its dtype), head_dim, strides, alignment, dropout and the GPU.
-    force_kernel overrides it.
+    It depends on the dtype (under torch.autocast on its dtype), both head_dims, strides, alignment, dropout, sinks and
+    the GPU. force_kernel overrides it.
 
     Args:
-        As of flash_attention; causal, sm_scale and seq_lens are checked, but do not affect the choice.
+        As of flash_attention; causal, sm_scale, window_size and all lengths are checked, but do not affect the choice.
 
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
         "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for dropout,
         where rows of q, k or v overlap, where a stride is 2^40 bytes or more, and where there are no keys. "dmma"
-        (flash_dmma.cu, tensor cores for fp64): float32 with head_dim 33 to 128 and without dropout on GPUs of sm_90.
+        (flash_dmma.cu, tensor cores for fp64): float32 with head_dim 33 to 128 and without dropout and sinks on GPUs of
+        sm_90.
         These three need a head_dim, strides and addresses that are multiples of 16 bytes. "simt" (flash.cu): everything
         else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors. The gradients of "sm90" are those of "sm80",
         and those of "dmma" are those of "simt".
@@ -235,9 +243,11 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, KERNEL_DTYPES)
     check_options(causal, sm_scale)
-    check_seq_lens(seq_lens, q, k)
+    lengths = check_lengths(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), seq_lens, q, k)
+    check_window(window_size, causal, lengths, q, k)
+    sinks = check_sinks(sinks, q)
     has_dropout = check_dropout_p(dropout_p) > 0
-    return cuda.kernel_of(q, k, v, has_dropout)
+    return cuda.kernel_of(q, k, v, has_dropout, sinks is not None, lengths.is_packed)
 
 
 def available_backends() -> list[str]:

@@ -24,9 +24,9 @@ SINKS = 7  # where sinks are among them
 
 def save(ctx, inputs, output):
     """What backward_of's function needs of an op's forward pass."""
-    q, k, v, *lengths_and_sinks, softmax_scale, window_left, window_right, dropout_p, dropout_seed, mode = inputs[:NUM_INPUTS]
+    q, k, v, *lengths_and_sinks, softmax_scale, left, right, dropout_p, dropout_seed, mode = inputs[:NUM_INPUTS]
     ctx.num_inputs = len(inputs)
-    ctx.numbers = softmax_scale, window_left, window_right, dropout_p
+    ctx.numbers = softmax_scale, left, right, dropout_p
     ctx.mode = mode
     ctx.save_for_backward(q, k, v, *output, *lengths_and_sinks, dropout_seed)
     ctx.set_materialize_grads(False)  # an lse that nobody uses has no gradient

@@ -58,8 +58,9 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
         window_size, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks: as flash_attention.
 
     Returns:
-        out, of q's shape, with v's head_dim, and q's dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for
-        fp64 inputs), natural log, of the scores before dropout. A row that sees no key has out 0 and lse -inf, or its sink.
+        out, of q's shape, with v's head_dim, and q's dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or
+        (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log, of the scores before dropout. A row that sees no key has
+        out 0 and lse -inf, or its sink.
     """
     check_qkv(q, k, v, DTYPES)
     check_options(causal, sm_scale)

@@ -302,7 +302,7 @@ def bad(error, match, **change):
     bad(ValueError, "Expected 3D or 4D tensors", q=lambda q: q[0, 0]),
     bad(ValueError, "Expected 3D or 4D tensors, all alike", k=lambda k: k[0]),
     bad(ValueError, "same shape", k=lambda k: k[:, :, 1:]),
-    bad(ValueError, "same shape.*", v=lambda v: v[..., 1:]),
+    bad(ValueError, "same shape, but for the head_dim of v", v=lambda v: v[:, 1:]),
     bad(ValueError, "same head_dim", q=lambda q: q[..., 1:]),
     bad(ValueError, "same batch size", q=lambda q: q[1:]),
     bad(ValueError, "Unsupported head_dim 0", q=lambda x: x[..., :0], k=lambda x: x[..., :0], v=lambda x: x[..., :0]),

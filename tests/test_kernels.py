@@ -19,10 +19,10 @@ from minimal_attn.backends import Lengths, Options
 HALF = torch.float16
 
 
-def choose(q, k=None, v=None, has_dropout=False, capability=90, fast_fp64=True):
+def choose(q, k=None, v=None, has_dropout=False, capability=90, fast_fp64=True, has_sinks=False):
     """(name, why not the fast one) of a GPU that need not be here."""
     k, v = q if k is None else k, q if v is None else v
-    return minimal_attn.load().which_kernel(q, k, v, has_dropout, capability, fast_fp64)
+    return minimal_attn.load().which_kernel(q, k, v, has_dropout, capability, fast_fp64, has_sinks)
 
 
 def qkv(D=64, dtype=HALF, device="cpu", layout="bhsd", H=4):
@@ -56,6 +56,21 @@ def test_which_kernel_for_strides_of_2_40_bytes():
 def test_which_kernel_with_dropout():
     assert choose(*qkv(), has_dropout=True) == ("sm80", None)
     assert choose(*qkv(dtype=torch.float32), has_dropout=True) == ("simt", None)
+
+
+def test_which_kernel_with_sinks():
+    assert choose(*qkv(), has_sinks=True) == ("sm90", None)
+    assert choose(*qkv(dtype=torch.float32), has_sinks=True) == ("simt", None)
+
+
+def test_which_kernel_for_v_of_another_head_dim():
+    for dtype, D, head_dim_v, kernel in (
+            (HALF, 192, 128, "sm90"), (HALF, 8, 256, "sm90"), (torch.float32, 128, 36, "dmma"),
+            (torch.float32, 32, 64, "dmma"), (torch.float32, 32, 8, "simt"), (torch.float32, 64, 132, "simt")):
+        q, k, _ = qkv(D, dtype)
+        assert choose(q, k, qkv(head_dim_v, dtype)[2]) == (kernel, None)
+    q, k, _ = qkv(64)
+    assert choose(q, k, qkv(50)[2]) == ("simt", "head_dim is not a multiple of 16 bytes")
 
 
 def test_which_kernel_for_fp32():
@@ -282,6 +297,43 @@ def test_which_kernel_on_the_cpu():
         which_kernel(q, k.float(), v)
     with pytest.raises(ValueError, match="dropout_p"):
         which_kernel(q, k, v, dropout_p=1.5)
+
+
+LENGTHS = torch.tensor([3, 40], dtype=torch.int32)
+CU_SEQLENS = torch.tensor([0, 15, 40], dtype=torch.int32)
+
+
+def test_which_kernel_takes_lengths_windows_and_sinks():
+    q, k, v = qkv()
+    assert which_kernel(q, k, v[..., :8], window_size=(7, 2), seqused_q=LENGTHS, seqused_k=LENGTHS,
+                        sinks=torch.zeros(4)) == "host"
+    assert which_kernel(q[:1], k[:1], v[:1], cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS) == "host"
+    for error, match, arguments in [
+            (TypeError, "window_size must be a pair", dict(window_size=3)),
+            (ValueError, "must both be given", dict(cu_seqlens_q=CU_SEQLENS)),
+            (ValueError, "q, k and v must be packed", dict(cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS)),
+            (ValueError, r"seqused_q must be in 0\.\.40 for sample 1", dict(seqused_q=LENGTHS + 1)),
+            (ValueError, "seqused_k must be int32", dict(seqused_k=LENGTHS.long())),
+            (ValueError, "seq_lens cannot be given together", dict(seq_lens=[3, 3], seqused_k=LENGTHS)),
+            (ValueError, r"sinks must have shape \(4,\)", dict(sinks=torch.zeros(3)))]:
+        with pytest.raises(error, match=match):
+            which_kernel(q, k, v, **arguments)
+
+
+def test_which_kernel_tells_csrc_what_decides(monkeypatch):
+    """Dropout, sinks and strides; a packed batch has none between its samples."""
+    told = []
+
+    def answer(q, k, v, has_dropout, has_sinks):
+        told.append((q.stride(0), has_dropout, has_sinks))
+        return "simt", None
+
+    monkeypatch.setattr(_build, "load", lambda: types.SimpleNamespace(which_kernel=answer))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    q = torch.empty(4 * 40 * 64, dtype=HALF).as_strided((1, 4, 40, 64), (3, 2560, 64, 1))
+    which_kernel(q, q, q, dropout_p=0.1)
+    which_kernel(q, q, q, sinks=torch.zeros(4), cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS)
+    assert told == [(3, True, False), (10240, False, True)]
 
 
 def no_warning(reason):

@@ -1,4 +1,5 @@
-"""Packed batches, lengths of samples and sliding windows: every implementation against a loop over samples in fp64."""
+"""Packed batches, lengths of samples, sliding windows, attention sinks and V of another head_dim: every implementation
+against a loop over samples in fp64."""
 
 import dataclasses
 import inspect
@@ -16,7 +17,7 @@ from torch.testing import assert_close
 
 import minimal_attn
 from cases import SEED, compiler_for, make_tensor, slow_unless
-from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, captured
+from conftest import FORWARD_ONLY, HAS_GPU, HAVE_SINKS, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES, captured
 from minimal_attn import FlashMHA, choice, flash_attention, flash_attn_func, pad_input, reference_attention, unpad_input
 from minimal_attn.backends import Lengths, Options
 from minimal_attn.dropout import keep_mask, keep_scale
@@ -52,6 +53,8 @@ class Batch:
     Hk: int = 2
     D: int = 40
     layout: str = "bhsd"
+    head_dim_v: Optional[int] = None  # D, if None
+    has_sinks: bool = False
 
     def __str__(self):
         return self.name
@@ -61,9 +64,12 @@ class Batch:
         return self.is_packed and self.seqused_k is not None
 
     def shapes(self):
+        """Of q, k, v and out."""
         B = 1 if self.is_packed else len(self.rows)
-        return [(B, H, sum(sizes) if self.is_packed else sizes[0], self.D)
-                for H, sizes in ((self.H, self.rows), (self.Hk, self.keys))]
+        rows, keys = (sum(sizes) if self.is_packed else sizes[0] for sizes in (self.rows, self.keys))
+        head_dim_v = self.head_dim_v or self.D
+        return [(B, self.H, rows, self.D), (B, self.Hk, keys, self.D), (B, self.Hk, keys, head_dim_v),
+                (B, self.H, rows, head_dim_v)]
 
     def samples(self):
         """Of each sample: its index in the tensors, its slice of rows and its slice of keys."""
@@ -120,17 +126,29 @@ BATCHES = [
           is_packed=False),
     Batch("D128", (70, 9, 130), (64, 40, 200), window=(50, -1), causal=True, D=128),
     Batch("D256", (70, 9), (64, 40), window=(20, 5), D=256),
+    Batch("sinks", (40,) * 2, (70,) * 2, causal=True, is_packed=False, has_sinks=True),
+    Batch("sinks_more_rows", (70,) * 2, (40,) * 2, window=(9, 0), is_packed=False, has_sinks=True, layout="bshd"),
+    Batch("sinks_packed", (5, 17, 70, 0), (9, 0, 33, 7), causal=True, has_sinks=True),
+    Batch("sinks_seqused_dropout", (40,) * 3, (70,) * 3, seqused_q=(30, 0, 40), seqused_k=(7, 70, 0), window=(9, 2),
+          dropout_p=0.3, is_packed=False, has_sinks=True),
+    Batch("v_narrow", (40,) * 2, (70,) * 2, causal=True, is_packed=False, D=64, head_dim_v=24),
+    Batch("v_wide", (40,) * 2, (70,) * 2, causal=True, is_packed=False, D=24, head_dim_v=64, layout="bshd"),
+    Batch("v_packed_window", (5, 70, 1, 40), (9, 33, 33, 90), window=(7, 2), D=96, head_dim_v=128, layout="slice"),
+    Batch("v_dropout_sinks", (5, 17, 40), (9, 33, 41), dropout_p=0.3, head_dim_v=16, has_sinks=True),
+    Batch("D192_128", (70, 9, 130), (64, 40, 200), causal=True, D=192, head_dim_v=128),
+    Batch("D8_256", (70, 9), (64, 40), window=(20, 5), D=8, head_dim_v=256, has_sinks=True),
 ]
 GATE = {"packed_causal", "empty_samples", "seqused_both", "shared_keys", "packed_window", "packed_dropout",
-        "window_dropout", "window_3_0_40_100", "window_0_5_100_40", "static_cache", "padded_seqused_window"}
+        "window_dropout", "window_3_0_40_100", "window_0_5_100_40", "static_cache", "padded_seqused_window",
+        "sinks_more_rows", "sinks_packed", "sinks_seqused_dropout", "v_narrow", "v_wide", "v_packed_window",
+        "v_dropout_sinks"}
 
 
 def make(batch, dtype, device, seed=0):
     """q, k, v, dout and dlse, with NaN around them and in all that no sample uses; dout and dlse hold NaN there too."""
     generator = torch.Generator().manual_seed(seed)
-    shape_q, shape_k = batch.shapes()
-    q, k, v, dout = (make_tensor(shape, dtype, device, batch.layout, generator=generator)
-                     for shape in (shape_q, shape_k, shape_k, shape_q))
+    shapes = shape_q, shape_k, _, _ = batch.shapes()
+    q, k, v, dout = (make_tensor(shape, dtype, device, batch.layout, generator=generator) for shape in shapes)
     dlse = torch.randn(shape_q[:3], generator=generator, dtype=torch.float64).to(
         device, torch.float64 if dtype == torch.float64 else torch.float32)
     is_used = [torch.zeros(shape[0], shape[2], dtype=torch.bool) for shape in (shape_q, shape_k)]
@@ -142,14 +160,24 @@ def make(batch, dtype, device, seed=0):
     return q, k, v, dout, dlse.masked_fill(unused_q, math.nan)
 
 
+def make_sinks(batch, dtype, device, seed=0):
+    """[sinks] or, without them, []. Those of 16-bit inputs have 16 bits too; one is far above all scores."""
+    if not batch.has_sinks:
+        return []
+    sinks = torch.randn(batch.H, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    sinks[0] += 8 if seed % 2 else 0
+    return [sinks.to(device, dtype)]
+
+
 def window_of(batch):
     return batch.window[0], 0 if batch.causal else batch.window[1]
 
 
-def by_loop(batch, q, k, v):
+def by_loop(batch, q, k, v, sinks=None):
     """(out, lse) in fp64, a sample at a time, by the definitions."""
     q, k, v = (x.double() for x in (q, k, v))
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf)
+    sinks = q.new_full((batch.H,), -math.inf) if sinks is None else sinks.double()
+    out, lse = q.new_zeros(batch.shapes()[3]), q.new_full(q.shape[:3], -math.inf)
     left, right = window_of(batch)
     for sample, (b, rows, keys) in enumerate(batch.samples()):
         seqlen_q, seqlen_k = rows.stop - rows.start, keys.stop - keys.start
@@ -159,22 +187,23 @@ def by_loop(batch, q, k, v):
         for i in range(seqlen_q):
             cols = sees[i].nonzero().squeeze(1).to(q.device)
             if not len(cols):
+                lse[b, :, rows.start + i] = sinks
                 continue
             ks, vs = (x[b, :, keys][:, cols].repeat_interleave(batch.H // batch.Hk, 0) for x in (k, v))
             scores = (q[b, :, rows][:, i, None] @ ks.mT).squeeze(1) / math.sqrt(batch.D)
-            p = scores.softmax(-1)
+            lse[b, :, rows.start + i] = torch.cat([scores, sinks[:, None]], 1).logsumexp(-1)
+            p = torch.cat([scores, sinks[:, None]], 1).softmax(-1)[:, :-1]
             if batch.dropout_p:
                 seed = torch.tensor([SEED], device=q.device)
                 kept = keep_mask(seed, batch.dropout_p, sample + 1, batch.H, seqlen_q, seqlen_k, q.device)
                 p = p * kept[sample, :, i][:, cols] * keep_scale(batch.dropout_p)
             out[b, :, rows.start + i] = (p[:, None] @ vs).squeeze(1)
-            lse[b, :, rows.start + i] = scores.logsumexp(-1)
     return out, lse
 
 
-def run(impl, batch, q, k, v, **options):
+def run(impl, batch, q, k, v, sinks=None, **options):
     backend, device = IMPLS[impl]
-    return flash_attention(q, k, v, **batch.options(device), **options, return_lse=True, backend=backend)
+    return flash_attention(q, k, v, **batch.options(device), **options, sinks=sinks, return_lse=True, backend=backend)
 
 
 def close(got, want, tolerance):
@@ -184,28 +213,32 @@ def close(got, want, tolerance):
 
 
 def serves(impl, batch):
-    return not (impl in FORWARD_ONLY and batch.dropout_p)
+    is_new = batch.has_sinks or batch.head_dim_v
+    return not (impl in FORWARD_ONLY and batch.dropout_p or is_new and impl not in HAVE_SINKS)
 
 
 def check_batch(impl, batch, dtype, seed=0):
     q, k, v, dout, dlse = make(batch, dtype, IMPLS[impl][1], seed)
-    want_out, want_lse = by_loop(batch, *(inputs := [x.double().requires_grad_() for x in (q, k, v)]))
-    sees = want_lse > -math.inf
+    given = [q, k, v, *make_sinks(batch, dtype, IMPLS[impl][1], seed)]
+    want_out, want_lse = by_loop(batch, *(inputs := [x.double().requires_grad_() for x in given]))
+    sees = want_lse > -math.inf  # a key or a sink
     has_backward = impl in ("reference", "torch") or not batch.may_share_keys
-    q, k, v = (x.requires_grad_(has_backward) for x in (q, k, v))
-    out, lse = run(impl, batch, q, k, v)
+    given = [x.requires_grad_(has_backward) for x in given]
+    out, lse = run(impl, batch, *given)
     assert out.dtype == dtype
     close(out, want_out.detach(), TOLERANCE[dtype])
     close(lse, want_lse.detach(), 1e-10 if dtype == torch.float64 else 1e-5)
     if not has_backward:
         return
-    # Rows without keys get nothing, whatever dout and dlse hold there.
+    # Rows without both get nothing, whatever dout and dlse hold there.
     dout, dlse = dout.masked_fill(~sees[..., None], math.nan), dlse.masked_fill(~sees, math.nan)
-    want = [None] * 3
+    want = [None] * len(given)
     if sees.any():
-        upstream = [x.double().nan_to_num() for x in (dout, dlse)]
-        want = torch.autograd.grad([want_out, want_lse], inputs, upstream, allow_unused=True)
-    for got, ref in zip(torch.autograd.grad([out, lse], (q, k, v), [dout, dlse]), want):
+        results, upstream = zip(*((x, dx.double().nan_to_num()) for x, dx in ((want_out, dout), (want_lse, dlse))
+                                  if x.requires_grad))
+        want = torch.autograd.grad(results, inputs, upstream, allow_unused=True)
+    for x, got, ref in zip(given, torch.autograd.grad([out, lse], given, [dout, dlse]), want):
+        assert got.dtype == x.dtype
         close(got, torch.zeros_like(got, dtype=torch.float64) if ref is None else ref, 3 * TOLERANCE[dtype])
 
 
@@ -213,7 +246,7 @@ def check_batch(impl, batch, dtype, seed=0):
 @each_impl
 def test_against_a_loop(impl, batch, poisoned_outputs):
     if not serves(impl, batch):
-        pytest.skip("has no dropout")
+        pytest.skip("does not serve it")
     check_batch(impl, batch, DTYPES[impl])
 
 
@@ -240,9 +273,14 @@ def drawn_batches(draw, impl):
         begin_k = (0, *(draw(st.integers(0, sum(keys) - n)) for n in seqused_k[1:]))
     bound = st.sampled_from([-1, 0, 1, 2, 3, 5, 8, 20, 100, 2**40])
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    return Batch("drawn", tuple(rows), tuple(keys), seqused_q, seqused_k, begin_k, (draw(bound), draw(bound)),
-                 draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 0.3])) if impl not in FORWARD_ONLY else 0.0,
-                 is_packed, Hk * group, Hk, 16, draw(st.sampled_from(["bhsd", "bshd", "slice"])))
+    batch = Batch("drawn", tuple(rows), tuple(keys), seqused_q, seqused_k, begin_k, (draw(bound), draw(bound)),
+                  draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 0.3])) if impl not in FORWARD_ONLY else 0.0,
+                  is_packed, Hk * group, Hk, 16, draw(st.sampled_from(["bhsd", "bshd", "slice"])))
+    if impl not in HAVE_SINKS:
+        return batch
+    head_dims = [8, 64] if impl in ON_TENSOR_CORES else [8, 37, 64]
+    return dataclasses.replace(batch, D=draw(st.sampled_from([16, *head_dims])), has_sinks=draw(st.booleans()),
+                               head_dim_v=draw(st.sampled_from([None, *head_dims])))
 
 
 def check_drawn_batches(impl, seed, max_examples):
@@ -285,15 +323,16 @@ def test_neighbours_never_reach_a_sample(impl, value):
 @pytest.mark.parametrize("D", [40, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
 def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D):
     rows, keys = ((20, 133, 7, 300), (18, 140, 9, 310)) if HAS_GPU else ((20, 66, 7), (18, 70, 9))
-    batch = Batch("bits", rows, keys, causal=True, D=D, Hk=4)
+    batch = Batch("bits", rows, keys, causal=True, D=D, Hk=4, has_sinks=impl in HAVE_SINKS)
     q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
+    sinks = make_sinks(batch, DTYPES[impl], IMPLS[impl][1])
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = run(impl, batch, *inputs, deterministic=True)
+    out, lse = run(impl, batch, *inputs, *sinks, deterministic=True)
     gradients = torch.autograd.grad(out, inputs, dout)
     for b, (_, rows, keys) in enumerate(batch.samples()):
         alone = dataclasses.replace(batch, rows=batch.rows[b:b + 1], keys=batch.keys[b:b + 1])
         mine = [x[:, :, part].detach().clone().requires_grad_() for x, part in ((q, rows), (k, keys), (v, keys))]
-        got = run(impl, alone, *mine, deterministic=True)
+        got = run(impl, alone, *mine, *sinks, deterministic=True)
         assert got[0].equal(out[:, :, rows]) and got[1].equal(lse[:, :, rows])
         for x, y, part in zip(torch.autograd.grad(got[0], mine, dout[:, :, rows]), gradients, (rows, keys, keys)):
             assert x.equal(y[:, :, part])
@@ -302,9 +341,9 @@ def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D):
 @each_kernel
 def test_deterministic(impl):
     rows, keys = ((40, 533, 7), (18, 540, 9)) if HAS_GPU else ((20, 33, 7), (18, 40, 9))
-    batch = Batch("deterministic", rows, keys, window=(60, 5))
+    batch = Batch("deterministic", rows, keys, window=(60, 5), has_sinks=impl in HAVE_SINKS)
     q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    inputs = [x.requires_grad_() for x in (q, k, v, *make_sinks(batch, DTYPES[impl], IMPLS[impl][1]))]
     first, second = (torch.autograd.grad(run(impl, batch, *inputs, deterministic=True)[0], inputs, dout)
                      for _ in range(2))
     assert all(map(torch.equal, first, second))
@@ -371,6 +410,22 @@ def test_windows_that_hide_nothing(impl):
     assert flash_attention(q, k, v, window_size=(-1, 0), backend=backend).equal(causal)
     for window in ((31, -1), (-1, 18)):
         assert not flash_attention(q, k, v, window_size=window, backend=backend).equal(want)
+
+
+@pytest.mark.parametrize("window, is_fast", [((32, 32), True), ((32, 0), True), ((40, -1), True), ((31, 32), False),
+                                             ((32, 31), False)], ids=str)
+def test_windows_that_hide_nothing_need_no_mask_of_sdpa(window, is_fast, monkeypatch):
+    """Nor does a window that is no more than causal."""
+    masks = []
+
+    def spy(*args, attn_mask, **options):
+        masks.append(attn_mask)
+        return torch.nn.functional.scaled_dot_product_attention(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(minimal_attn.sdpa, "scaled_dot_product_attention", spy)
+    q = torch.randn(1, 2, 33, 16)
+    flash_attention(q, q, q, window_size=window, backend="torch")
+    assert (masks[0] is None) == is_fast
 
 
 @each_impl
@@ -539,12 +594,16 @@ def test_compile_fullgraph(impl):
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", [x for x in IMPLS if IMPLS[x] != ("cuda", "cpu")])
 def test_cuda_graph_with_other_lengths_in_each_replay(impl):
-    batch = Batch("graph", (50, 150), (60, 140), window=(70, -1), causal=True)
+    is_new = impl in HAVE_SINKS
+    batch = Batch("graph", (50, 150), (60, 140), window=(70, -1), causal=True, has_sinks=is_new,
+                  head_dim_v=64 if is_new else None)
     q, k, v, _, _ = make(batch, DTYPES[impl], "cuda")
+    sinks = make_sinks(batch, DTYPES[impl], "cuda")
     backend, lengths = IMPLS[impl][0], batch.lengths("cuda")
 
     def attend():
-        return flash_attention(q, k, v, True, window_size=(70, 0), **lengths, backend=backend)
+        return flash_attention(q, k, v, True, window_size=(70, 0), **lengths, sinks=next(iter(sinks), None),
+                               backend=backend)
 
     graph, out = captured(attend)
     for rows, keys in (((50, 150), (60, 140)), ((0, 200), (199, 1)), ((123, 77), (1, 199))):
@@ -553,11 +612,11 @@ def test_cuda_graph_with_other_lengths_in_each_replay(impl):
             if x is not None:
                 lengths[name].copy_(x)
         graph.replay()
-        close(out, by_loop(other, q, k, v)[0], TOLERANCE[out.dtype])
+        close(out, by_loop(other, q, k, v, *sinks)[0], TOLERANCE[out.dtype])
 
 
 def test_lists_of_ops_and_options_agree():
-    assert len(Options(1.0).of_op()) == 9 and Lengths._fields == ("cu_seqlens_q", "cu_seqlens_k", "seqused_q",
+    assert len(Options(1.0).of_op()) == 10 and Lengths._fields == ("cu_seqlens_q", "cu_seqlens_k", "seqused_q",
                                                                   "seqused_k")
 
 
@@ -636,8 +695,8 @@ def test_flash_attn_packed_funcs(impl):
     close(got.view(want.shape), want.double(), TOLERANCE[want.dtype])
 
 
-@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "s_aux", "learnable_sink", "sinks", "q_descale",
-                                  "k_descale", "v_descale", "qv", "attention_chunk", "block_table", "page_table"])
+@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "q_descale", "k_descale", "v_descale", "qv",
+                                  "attention_chunk", "block_table", "page_table"])
 def test_what_is_not_there_is_refused_by_name(name):
     value = {"softcap": 30.0, "attention_chunk": 16}.get(name, torch.ones(4))
     (q, k, v), lengths = varlen()
@@ -711,6 +770,24 @@ def test_unpad_input_and_pad_input(kind):
     assert cu_seqlens.tolist() == [0, *itertools.accumulate(seqused.tolist())]
     assert cu_seqlens.dtype == seqused.dtype == torch.int32
     assert pad_input(packed, indices, 3, 12).equal(x.masked_fill(~mask[..., None, None], 0))
+
+
+@each_impl
+def test_left_padding_by_packing(impl):
+    """A decoding step with left padding: the last 3 rows of samples whose keys end with theirs, as one packed batch."""
+    backend, device = IMPLS[impl]
+    q, k, v = (torch.randn(3, S, H, 40, device=device, dtype=DTYPES[impl]) for S, H in ((3, 4), (12, 2), (12, 2)))
+    mask = mask_of("left").to(device)
+    rows, indices, cu_seqlens_q, max_seqlen_q, _ = unpad_input(q, mask[:, -3:])
+    keys, _, cu_seqlens_k, max_seqlen_k, _ = unpad_input(torch.stack([k, v], 2), mask)
+    options = dict(causal=True, window_size=(3, 0), backend=backend)
+    packed = minimal_attn.flash_attn_varlen_kvpacked_func(rows, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                                                          max_seqlen_k, **options)
+    out = pad_input(packed, indices, 3, 3)
+    assert out.shape == q.shape and (out[1] == 0).all()
+    for b in (0, 2):
+        want = flash_attn_func(q[b:b + 1], k[b:b + 1, mask[b]], v[b:b + 1, mask[b]], **options)
+        close(out[b], want[0].double(), TOLERANCE[out.dtype])
 
 
 @pytest.mark.parametrize("backend", minimal_attn.interface.BACKENDS)
