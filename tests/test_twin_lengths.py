@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from cases import SEED, make_tensor, slow_unless  # noqa: E402
 from conftest import HAS_GPU  # noqa: E402
 
+from minimal_attn import flash_attention, reference_attention  # noqa: E402
 from minimal_attn.backends import Lengths, Options  # noqa: E402
 from minimal_attn.dropout import keep_mask, keep_scale  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
@@ -342,6 +343,25 @@ def test_fp8_with_a_window_and_lengths(layout):
         want, want_lse = exact(*(x.double()[i] for x, i in ((q, of_q), (k, of_k), (v, of_k))), (20, 5))
         torch.testing.assert_close(out[of_q].double(), 2 * want, rtol=6e-2, atol=6e-2)
         torch.testing.assert_close(lse[of_q].double(), want_lse, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="needs fp8 tensor cores")
+def test_descales_of_a_packed_batch_are_those_of_its_samples():
+    batch = make_batch([70, 0, 33], [150, 40, 33], "packed")
+    q, k, v = (x.nan_to_num(0.0).to(torch.float8_e4m3fn) for x in (batch.q, batch.k, batch.v))
+    cu_seqlens = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), batch.lengths))
+    descales = {f"{name}_descale": torch.linspace(low, 2.0, 3, device=DEVICE)[:, None].repeat(1, HK)
+                for name, low in (("q", 0.5), ("k", 1.0), ("v", 0.1))}
+    out, want = (flash_attention(q, k, v, True, **cu_seqlens, **descales, backend=backend)
+                 for backend in ("triton", "reference"))
+    torch.testing.assert_close(out, want, rtol=6e-2, atol=6e-2)
+    for (_, *rows), (_, *keys), *scales in zip(batch.rows, batch.keys, *descales.values()):
+        q_sample, k_sample, v_sample = (x[:, :, slice(*n)].double() * scale for x, n, scale in zip(
+            (q, k, v), (rows, keys, keys), scales))
+        alone = reference_attention(q_sample, k_sample, v_sample, True)
+        torch.testing.assert_close(want[:, :, slice(*rows)].double(), alone, rtol=1e-2, atol=1e-2)
+    with pytest.raises(ValueError, match=rf"v_descale must have shape \(3, {HK}\)"):
+        flash_attention(q, k, v, **cu_seqlens, v_descale=descales["v_descale"][:1], backend="triton")
 
 
 def test_packed_tiles_do_not_depend_on_the_batch():
