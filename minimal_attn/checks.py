@@ -278,8 +278,9 @@ def check_fp8(q):
                                f"{torch.cuda.get_device_name(q.device)} has none")
 
 
-def check_descales(descales, q, k):
+def check_descales(descales, q, k, lengths):
     """The three of q, k and v, by their names, as contiguous tensors or None; each a float32 (B, Hk) on q's device.
+    B is the number of samples in a packed batch too. lengths is checked.
 
     TypeError for what is none, ValueError for everything else, and for any with inputs that are not fp8.
     """
@@ -291,7 +292,8 @@ def check_descales(descales, q, k):
             raise ValueError(f"{name} is for float8 inputs, and q is {q.dtype}")
         if descale.dtype != torch.float32:
             raise TypeError(f"Unsupported dtype: {name} is {descale.dtype}, allowed is float32")
-        shape = (q.shape[0], k.shape[1] if k.ndim == 4 else 1)
+        batch_size = lengths.cu_seqlens_q.shape[0] - 1 if lengths.is_packed else q.shape[0]
+        shape = (batch_size, k.shape[1] if k.ndim == 4 else 1)
         if descale.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, (batch size, key/value heads), got "
                              f"{tuple(descale.shape)}")

@@ -88,8 +88,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             CUDA tensors. It takes "triton" for float8, and for inputs that require grad where "triton" is faster
             (choice.py). If the one is missing, it takes the other. For gradients under a transform of torch.func it
             takes "torch".
-        q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk): factors of the values of each key/value
-            head and of the query heads that read it; 1 if None. Negative ones give NaN. As in FlashAttention-3.
+        q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk), also of a packed batch's B samples: factors
+            of the values of each key/value head and of the query heads that read it; 1 if None. Negative ones give NaN.
+            As in FlashAttention-3.
         autotune: let "triton" time its tiles once for each GPU, dtype, head_dim, mask and power of two of the lengths,
             and keep the choice on disk. False, or the environment variable MINIMAL_ATTN_AUTOTUNE=0, takes the tiles of
             a table. So does graph capture if nothing was chosen before.
@@ -183,7 +184,7 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     sinks = check_sinks(sinks, q)
     seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
     named_descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
-    descales = check_descales(named_descales, q, k)
+    descales = check_descales(named_descales, q, k, lengths)
     if not chosen.has_forward_mode:
         instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
         check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, sinks=sinks,

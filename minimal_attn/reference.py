@@ -143,6 +143,8 @@ def _forward(q, k, v, options):
     """reference_forward, and fp8: in fp32 with what the descales make of it."""
     dtype = out_dtype(q.dtype)
     if dtype != q.dtype:
+        if options.lengths.is_packed:  # descales are those of samples
+            return as_padded(_forward, q, k, v, options)
         heads = q.shape[1] // k.shape[1], 1, 1
         q, k, v = (x.float() if descale is None else x.float() * descale.repeat_interleave(n, 1)[..., None, None]
                    for x, descale, n in zip((q, k, v), options.descales, heads))

@@ -36,12 +36,13 @@ SPILLS = {("flash_bwd_sm80.cu", False): 96,  # on sm_120; 12 on sm_90
 # The instruction a 16-bit product becomes, by compute capability.
 TWIN_MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 # dtype, head_dim, mask, lengths, dropout: the first of tile_configs, full and partial kBlockD, each mask with and
-# without lengths.
+# without lengths. A pair of head_dims is that of q and k and that of v, and then there are sinks too.
 TWIN_CASES = [
     ("fp32", 64, "causal", None, False), ("fp32", 128, None, "used", False),
     ("fp16", 64, None, None, False), ("fp16", 256, "causal", "used", False), ("fp16", 64, "local", None, False),
     ("bf16", 40, "causal", None, False), ("bf16", 128, None, "used", False), ("bf16", 128, "causal", None, True),
-    ("bf16", 128, "local", "packed", False),
+    ("bf16", 128, "local", "packed", False), ("bf16", (192, 128), "causal", None, False),
+    ("fp16", (64, 256), "local", "packed", False), ("fp32", (64, 32), "causal", "used", False),
 ]
 # side, dtype, head_dim, mask, lengths, dropout: of each of the two kernels every head_dim.
 TWIN_BACKWARD_CASES = [
@@ -55,6 +56,8 @@ TWIN_BACKWARD_CASES = [
     ("q", "bf16", 128, "causal", None, False), ("q", "fp16", 256, "causal", None, False),
     ("q", "fp32", 64, "causal", None, False), ("q", "fp32", 256, None, None, True),
     ("q", "bf16", 128, "local", None, False), ("q", "fp16", 64, "causal", "packed", False),
+    ("kv", "bf16", (192, 128), "causal", None, False), ("q", "bf16", (192, 128), "causal", None, False),
+    ("kv", "fp16", (64, 32), "local", "packed", False), ("q", "fp16", (64, 32), "local", "packed", False),
 ]
 FP8_TWIN_CASES = {90: [("fp8e4nv", 128, "causal", "used", False), ("fp8e5", 64, None, None, False),
                        ("fp8e4nv", 128, "local", "packed", False)]}
@@ -144,11 +147,11 @@ def test_twin_compiles(capability, tmp_path):
             assert not kernel["tf32"] and not kernel["mma"], kernel  # products in true fp32
         else:
             assert kernel["mma"], kernel
-        assert kernel["tma"] == uses_tma(capability, kernel["dtype"], kernel["lengths"]), kernel
+        assert kernel["tma"] == uses_tma(capability, kernel["dtype"]), kernel
 
 
-def uses_tma(capability, dtype, lengths):
-    return capability >= 90 and dtype != "fp32" and lengths != "packed"
+def uses_tma(capability, dtype):
+    return capability >= 90 and dtype != "fp32"
 
 
 def lengths_of(lengths):
@@ -182,8 +185,8 @@ def test_twin_backward_compiles(capability, tmp_path):
         is_fp32 = kernel["dtype"] == "fp32"
         assert kernel["shared"] <= max_shared_memory(capability), kernel
         assert not kernel["tf32"] and kernel["mma"] == (not is_fp32), kernel
-        assert kernel["tma"] == uses_tma(capability, kernel["dtype"], kernel["lengths"]), kernel
-        if capability == 90:  # with Triton 3.9: 0 to 64 in 16 bits, 608 with dropout, up to 376 in fp32
+        assert kernel["tma"] == uses_tma(capability, kernel["dtype"]), kernel
+        if capability == 90:  # with Triton 3.9: 0 to 248 in 16 bits, 608 with dropout, up to 376 in fp32
             assert kernel["stack"] <= (1024 if kernel["dropout"] or is_fp32 else 256), kernel
 
 
@@ -221,27 +224,34 @@ def torch_dtype(dtype):
             "fp8e5": torch.float8_e5m2}[dtype]
 
 
+def both(head_dim):
+    """The head_dim of q and k, and that of v."""
+    return head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+
+
 def compile_twin(capability, dtype, head_dim, mask, lengths, dropout):
     from triton_ref.attention import _flash_fwd, tile_configs
 
-    tma, fp8 = uses_tma(capability, dtype, lengths), dtype.startswith("fp8")
+    (head_dim, head_dim_v), has_sinks = both(head_dim), isinstance(head_dim, tuple)
+    tma, fp8 = uses_tma(capability, dtype), dtype.startswith("fp8")
     length_types, absent_lengths = lengths_of(lengths)
-    constexprs = dict(tile_configs(torch_dtype(dtype), head_dim, 99 << 10)[0])
+    constexprs = dict(tile_configs(torch_dtype(dtype), head_dim, 99 << 10, head_dim_v=head_dim_v)[0])
     options = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
-    kBlockM, kBlockN, kBlockD = (constexprs[name] for name in ("kBlockM", "kBlockN", "kBlockD"))
+    kBlockM, kBlockN, kBlockD, kBlockDv = constexprs.values()
     constexprs.update(kIsCausal=mask == "causal", kIsLocal=mask == "local", kNegateQ=False,
-                      kMaskCols=head_dim < kBlockD, kTma=tma, **absent_lengths)
+                      kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, kTma=tma, **absent_lengths)
     constexprs.update({} if dropout else {"seed_ptr": None})
+    constexprs.update({} if has_sinks else {"sinks_ptr": None})
     constexprs.update({} if fp8 else {f"{x}_descale_ptr": None for x in "qkv"})
     types = dict.fromkeys(_flash_fwd.arg_names, "i32")
     types |= dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], f"*{dtype}")
     if tma:
-        v_tile = f"{kBlockD}, {kBlockN}" if fp8 else f"{kBlockN}, {kBlockD}"
+        v_tile = f"{kBlockDv}, {kBlockN}" if fp8 and lengths != "packed" else f"{kBlockN}, {kBlockDv}"
         types |= {"q_ptr": f"tensordesc<{dtype}[1, 1, {kBlockM}, {kBlockD}]>",
                   "k_ptr": f"tensordesc<{dtype}[1, 1, {kBlockN}, {kBlockD}]>",
                   "v_ptr": f"tensordesc<{dtype}[1, 1, {v_tile}]>"}
-    types |= {"o_ptr": "*bf16" if fp8 else f"*{dtype}", "lse_ptr": "*fp32", "softmax_scale": "fp32",
-              "seed_ptr": "*i64", "keep_scale": "fp32", **length_types}
+    types |= {"o_ptr": "*bf16" if fp8 else f"*{dtype}", "lse_ptr": "*fp32", "sinks_ptr": "*fp32", "seed_ptr": "*i64",
+              "softmax_scale": "fp32", "keep_scale": "fp32", **length_types}
     types |= {f"{x}_descale_ptr": "*fp32" for x in "qkv"}
     return compile_for(capability, _flash_fwd, types, constexprs, options)
 
@@ -251,8 +261,9 @@ def backward_configs(capability, side, dtype, head_dim, mask, lengths, dropout):
     where the others are for GPUs with less memory and have fewer rows than wgmma."""
     from triton_ref.attention_bwd import tile_configs
 
-    configs = tile_configs(side, torch_dtype(dtype), head_dim, max_shared_memory(capability))
-    return configs if capability == 90 and not dropout and head_dim < 256 else configs[:1]
+    head_dim, head_dim_v = both(head_dim)
+    configs = tile_configs(side, torch_dtype(dtype), head_dim, max_shared_memory(capability), head_dim_v)
+    return configs if capability == 90 and not dropout and max(head_dim, head_dim_v) <= 128 else configs[:1]
 
 
 def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengths, dropout):
@@ -261,17 +272,18 @@ def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengt
     function = {"kv": attention_bwd._flash_bwd_kv, "q": attention_bwd._flash_bwd_q}[side]
     config = dict(config)
     options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
-    kBlockM, kBlockN, kBlockD = config.values()
-    tma = uses_tma(capability, dtype, lengths)
+    kBlockM, kBlockN, kBlockD, kBlockDv = config.values()
+    head_dim, head_dim_v = both(head_dim)
+    tma = uses_tma(capability, dtype)
     length_types, absent_lengths = lengths_of(lengths)
     constexprs = dict(kIsCausal=mask == "causal", kIsLocal=mask == "local", kEmptyRows=lengths == "packed",
-                      kMaskCols=head_dim < kBlockD, kTma=tma, kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD,
-                      **absent_lengths)
+                      kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, kTma=tma, **config, **absent_lengths)
     constexprs.update({"kRaggedRows": True} if side == "kv" else {})
     constexprs.update({} if dropout else {"seed_ptr": None})
     types = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(["softmax_scale", "keep_scale"], "fp32")
-    for name, rows in (("q", kBlockM), ("k", kBlockN), ("v", kBlockN), ("dout", kBlockM)):
-        types[f"{name}_ptr"] = f"tensordesc<{dtype}[1, 1, {rows}, {kBlockD}]>" if tma else f"*{dtype}"
+    for name, rows, columns in (("q", kBlockM, kBlockD), ("k", kBlockN, kBlockD), ("v", kBlockN, kBlockDv),
+                                ("dout", kBlockM, kBlockDv)):
+        types[f"{name}_ptr"] = f"tensordesc<{dtype}[1, 1, {rows}, {columns}]>" if tma else f"*{dtype}"
     types |= dict.fromkeys(["lse_ptr", "delta_ptr"], f"tensordesc<fp32[1, {kBlockM}]>" if tma else "*fp32")
     types |= dict.fromkeys(["dk_ptr", "dv_ptr"] if side == "kv" else ["dq_ptr"], f"*{dtype}")
     types |= length_types | {"seed_ptr": "*i64"}

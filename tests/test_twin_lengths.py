@@ -5,6 +5,7 @@ All that is no valid row or key of a sample is NaN: the rows of padding and thos
 
 import math
 from dataclasses import dataclass
+from typing import Optional
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from cases import SEED, make_tensor, slow_unless  # noqa: E402
 from conftest import HAS_GPU  # noqa: E402
 
+from minimal_attn import flash_attention, reference_attention  # noqa: E402
 from minimal_attn.backends import Lengths, Options  # noqa: E402
 from minimal_attn.dropout import keep_mask, keep_scale  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
@@ -40,22 +42,25 @@ class Batch:
     lengths: Lengths
     rows: list
     keys: list
+    sinks: Optional[torch.Tensor] = None
 
     def run(self, window, **options):
-        """out, lse, dq, dk, dv"""
-        options = Options(SCALE, window, self.lengths, **options)
+        """out, lse, dq, dk, dv and, if there are sinks, dsinks"""
+        options = Options(SCALE, window, self.lengths, self.sinks, **options)
         out, lse = attention.run(self.q, self.k, self.v, options)
-        return out, lse, *attention_bwd.run(self.dout, self.dlse, self.q, self.k, self.v, out, lse, options)
+        *gradients, dsinks = attention_bwd.run(self.dout, self.dlse, self.q, self.k, self.v, out, lse, options, True,
+                                               True, self.sinks is not None)
+        return out, lse, *gradients, *([] if dsinks is None else [dsinks])
 
 
 def int32(values):
     return torch.tensor(list(values), dtype=torch.int32, device=DEVICE)
 
 
-def values(sample, name, length, heads):
-    """(heads, length, D) of a sample, which do not depend on its batch."""
+def values(sample, name, length, heads, head_dim=D):
+    """(heads, length, head_dim) of a sample, which do not depend on its batch."""
     generator = torch.Generator().manual_seed(10 * sample + "qkvdl".index(name))
-    return torch.randn(heads, length, D, generator=generator, dtype=torch.float64)
+    return torch.randn(heads, length, head_dim, generator=generator, dtype=torch.float64)
 
 
 def poisoned(shape, dtype):
@@ -63,9 +68,9 @@ def poisoned(shape, dtype):
     return x.fill_(math.nan)
 
 
-def make_batch(lengths_q, lengths_k, layout, dtype=torch.float32, samples=None):
+def make_batch(lengths_q, lengths_k, layout, dtype=torch.float32, samples=None, head_dims=(D, D), sinks=None):
     """layout: "padded", its lengths in seqused, "packed", or "packed used", with seqused_q and rows that no sample has.
-    samples: their numbers, 0 and up by default."""
+    samples: their numbers, 0 and up by default. head_dims: of q and k, and of v. sinks: a number for each head."""
     samples = range(len(lengths_q)) if samples is None else samples
     is_packed, gap = layout.startswith("packed"), 3 if layout == "packed used" else 0
     if is_packed:
@@ -80,15 +85,16 @@ def make_batch(lengths_q, lengths_k, layout, dtype=torch.float32, samples=None):
         rows, keys = ([(b, 0, n) for b, n in enumerate(x)] for x in (lengths_q, lengths_k))
         sizes = [(len(x), max(*x, 1) + 2) for x in (lengths_q, lengths_k)]
         lengths = Lengths(None, None, int32(lengths_q), int32(lengths_k))
-    tensors = {}
-    for name, heads, (size, seqlen), places in (("q", H, sizes[0], rows), ("k", HK, sizes[1], keys),
-                                                ("v", HK, sizes[1], keys), ("d", H, sizes[0], rows),
-                                                ("l", H, sizes[0], rows)):
-        tensors[name] = poisoned((size, heads, seqlen, D), dtype if name != "l" else torch.float32)
+    tensors, (head_dim, head_dim_v) = {}, head_dims
+    for name, heads, (size, seqlen), places, columns in (
+            ("q", H, sizes[0], rows, head_dim), ("k", HK, sizes[1], keys, head_dim),
+            ("v", HK, sizes[1], keys, head_dim_v), ("d", H, sizes[0], rows, head_dim_v), ("l", H, sizes[0], rows, D)):
+        tensors[name] = poisoned((size, heads, seqlen, columns), dtype if name != "l" else torch.float32)
         for sample, (element, begin, end) in zip(samples, places):
-            tensors[name][element, :, begin:end] = values(sample, name, end - begin, heads).to(DEVICE)
+            tensors[name][element, :, begin:end] = values(sample, name, end - begin, heads, columns).to(DEVICE)
     q, k, v, dout, dlse = tensors.values()
-    return Batch(q, k, v, dout, dlse[..., 0], lengths, rows, keys)
+    sinks = None if sinks is None else torch.tensor(sinks, device=DEVICE)
+    return Batch(q, k, v, dout, dlse[..., 0], lengths, rows, keys, sinks)
 
 
 def is_visible(seqlen_q, seqlen_k, window):
@@ -100,24 +106,28 @@ def is_visible(seqlen_q, seqlen_k, window):
     return ((after if right >= 0 else everywhere) & (before if left >= 0 else everywhere)).to(DEVICE)
 
 
-def exact(q, k, v, window, keep=None, dropout_p=0.0):
-    """(out, lse) of a sample (H, S, D) in fp64."""
+def exact(q, k, v, window, keep=None, dropout_p=0.0, sinks=None):
+    """(out, lse) of a sample (H, S, D) in fp64. A row that sees no key has out 0, whatever its lse is."""
     k, v = (x.repeat_interleave(H // HK, 0) for x in (k, v))
     mask = is_visible(q.shape[1], k.shape[1], window)
     scores = (q @ k.transpose(1, 2) * SCALE).masked_fill(~mask, -math.inf)
     is_empty = ~mask.any(1)
     lse = scores.masked_fill(is_empty[:, None], 0).logsumexp(2).masked_fill(is_empty, -math.inf)
-    p = (scores - lse.masked_fill(is_empty, 0)[..., None]).exp()
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks[:, None])
+    p = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
     if keep is not None:
         p = p.masked_fill(~keep, 0) * keep_scale(dropout_p)
     return p @ v, lse
 
 
 def check(batch, results, window, dropout_p=0.0):
-    """Every sample against fp64, and zeros everywhere else."""
-    atol = TOLERANCES[batch.q.dtype]
-    rest = [x.clone() for x in results]
-    rest[1] = torch.where(rest[1] == -math.inf, 0.0, rest[1])
+    """Every sample against fp64, and everywhere else an lse of -inf, and zeros. The dout of a row without keys may be
+    NaN."""
+    atol, names = TOLERANCES[batch.q.dtype], ("out", "lse", "dq", "dk", "dv")
+    rest = [x.clone() for x in results[:5]]
+    sinks = None if batch.sinks is None else batch.sinks.double().requires_grad_()
+    dsinks = 0
     for b, ((element_q, *rows), (element_k, *keys)) in enumerate(zip(batch.rows, batch.keys)):
         of_q, of_k = (element_q, slice(None), slice(*rows)), (element_k, slice(None), slice(*keys))
         q, k, v = (x[i].double().requires_grad_() for x, i in ((batch.q, of_q), (batch.k, of_k), (batch.v, of_k)))
@@ -125,20 +135,22 @@ def check(batch, results, window, dropout_p=0.0):
         if dropout_p:
             seed = torch.tensor([SEED], device=DEVICE)
             keep = keep_mask(seed, dropout_p, b + 1, H, q.shape[1], k.shape[1], q.device)[b]
-        out, lse = exact(q, k, v, window, keep, dropout_p)
+        out, lse = exact(q, k, v, window, keep, dropout_p, sinks)
         is_empty = lse == -math.inf
         used_lse = torch.where(is_empty, 0.0, batch.dlse[of_q].double()) * torch.where(is_empty, 0.0, lse)
-        loss = (out * batch.dout[of_q].double()).sum() + used_lse.sum()
-        expected = out, lse, *torch.autograd.grad(loss, (q, k, v))
-        for name, got, want, zeros, index in zip(("out", "lse", "dq", "dk", "dv"), results, expected, rest,
-                                                 (of_q, of_q, of_q, of_k, of_k)):
+        loss = (out * batch.dout[of_q].double().nan_to_num(0.0)).sum() + used_lse.sum()
+        gradients = torch.autograd.grad(loss, (q, k, v) if sinks is None else (q, k, v, sinks))
+        dsinks += gradients[3] if sinks is not None else 0
+        for name, got, want, others, index in zip(names, results, (out, lse, *gradients), rest,
+                                                  (of_q, of_q, of_q, of_k, of_k)):
             torch.testing.assert_close(got[index].double(), want.detach(), rtol=atol,
                                        atol=atol * (3 if name[0] == "d" else 1),
                                        msg=lambda text: f"{name} of sample {b}: {text}")
-            zeros[index] = 0
-    for name, zeros in zip(("out", "lse", "dq", "dk", "dv"), rest):
-        assert (zeros == 0).all(), f"{name} beyond the samples"
-    assert (results[1][results[0].abs().sum(-1) == 0] == -math.inf).all()
+            others[index] = -math.inf if name == "lse" else 0
+    for name, others in zip(names, rest):
+        assert (others == (-math.inf if name == "lse" else 0)).all(), f"{name} beyond the samples"
+    if sinks is not None:
+        torch.testing.assert_close(results[5].double(), dsinks, rtol=10 * atol, atol=10 * atol)
 
 
 # Lengths of q and of k: empty samples, more rows than keys and the other way round, several blocks.
@@ -303,7 +315,7 @@ def test_garbage_in_cu_seqlens_stays_within_the_tensors(cu_seqlens_q, has_used, 
         return x
 
     monkeypatch.setattr(attention, "empty_outputs",
-                        lambda q: (inside(q.shape, q.dtype), inside(q.shape[:3], torch.float32)))
+                        lambda q, v: (inside(q.shape, q.dtype), inside(q.shape[:3], torch.float32)))
     monkeypatch.setattr(attention_bwd, "empty_like", lambda x: inside(x.shape, x.dtype))
     q, k, v, dout = (make_tensor((1, heads, 64, D), torch.float32, DEVICE) for heads in (H, HK, HK, H))
     for cu_seqlens_k in GARBAGE[:3]:
@@ -312,7 +324,7 @@ def test_garbage_in_cu_seqlens_stays_within_the_tensors(cu_seqlens_q, has_used, 
             lengths = lengths._replace(seqused_q=int32([-1, 2**31 - 1, 3, -(2**31)]))
         options = Options(SCALE, (9, 2), lengths)
         out, lse = attention.run(q, k, v, options)
-        gradients = attention_bwd.run(dout, None, q, k, v, out, lse, options)
+        gradients = attention_bwd.run(dout, None, q, k, v, out, lse, options)[:3]  # dsinks is None
         assert all(x.isfinite().all() for x in (out, *gradients)) and not lse.isnan().any()
     for buffer in guarded:
         assert (buffer[:128] == 7).all() and (buffer[-128:] == 7).all()
@@ -333,6 +345,25 @@ def test_fp8_with_a_window_and_lengths(layout):
         torch.testing.assert_close(lse[of_q].double(), want_lse, rtol=1e-3, atol=2e-3)
 
 
+@pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="needs fp8 tensor cores")
+def test_descales_of_a_packed_batch_are_those_of_its_samples():
+    batch = make_batch([70, 0, 33], [150, 40, 33], "packed")
+    q, k, v = (x.nan_to_num(0.0).to(torch.float8_e4m3fn) for x in (batch.q, batch.k, batch.v))
+    cu_seqlens = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), batch.lengths))
+    descales = {f"{name}_descale": torch.linspace(low, 2.0, 3, device=DEVICE)[:, None].repeat(1, HK)
+                for name, low in (("q", 0.5), ("k", 1.0), ("v", 0.1))}
+    out, want = (flash_attention(q, k, v, True, **cu_seqlens, **descales, backend=backend)
+                 for backend in ("triton", "reference"))
+    torch.testing.assert_close(out, want, rtol=6e-2, atol=6e-2)
+    for (_, *rows), (_, *keys), *scales in zip(batch.rows, batch.keys, *descales.values()):
+        q_sample, k_sample, v_sample = (x[:, :, slice(*n)].double() * scale for x, n, scale in zip(
+            (q, k, v), (rows, keys, keys), scales))
+        alone = reference_attention(q_sample, k_sample, v_sample, True)
+        torch.testing.assert_close(want[:, :, slice(*rows)].double(), alone, rtol=1e-2, atol=1e-2)
+    with pytest.raises(ValueError, match=rf"v_descale must have shape \(3, {HK}\)"):
+        flash_attention(q, k, v, **cu_seqlens, v_descale=descales["v_descale"][:1], backend="triton")
+
+
 def test_packed_tiles_do_not_depend_on_the_batch():
     kinds = set()
     for n, samples in ((10, 1), (1000, 3), (70000, 200)):
@@ -341,6 +372,13 @@ def test_packed_tiles_do_not_depend_on_the_batch():
         assert attention_bwd._num_splits(16, n, n, lengths.is_packed) == 1
     assert len(kinds) == 1
     assert kind_of(q, q, Lengths(), CAUSAL) not in kinds and kind_of(q, q, lengths, (8, 0)) not in kinds
+
+
+@pytest.mark.parametrize("lengths", [Lengths(), Lengths(*[int32([0, 70])] * 2)], ids=["padded", "packed"])
+def test_windows_are_tuned_by_how_many_keys_they_show(lengths):
+    q = torch.empty(1, H, 70, D)
+    kinds = [kind_of(q, q, lengths, window) for window in ((8, 0), (30, 33), (100, 0), (1000, 20), (1023, 0), (-1, 5))]
+    assert kinds[0] == kinds[1] and kinds[3] == kinds[4] and len(set(kinds)) == 4
 
 
 def test_a_packed_call_is_planned_once(monkeypatch):

@@ -1,13 +1,14 @@
-"""FlashAttention backward in Triton: dq, dk and dv from dout, and from dlse where the log-sum-exp was used as well.
+"""FlashAttention backward in Triton: dq, dk, dv and dsinks from dout, and from dlse where lse was used as well.
 
 P is formed again from lse. With dP = dO Vᵀ and delta = rowsum(dO ∘ O), dS = P ∘ (dP - delta), and the gradients are
-dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse / d S = P makes dlse a part of delta.
+dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse / d S = P makes dlse a part of delta. A sink is
+a score whose value is 0, and thus its dP: its gradient is the sum of -P · delta.
 
-Three kernels. That of preprocess.py computes delta. _flash_bwd_kv computes dK and dV of one block of keys and loops
-over the rows that see it; _flash_bwd_q computes dQ of one block of rows and loops over the keys. Q Kᵀ and dO Vᵀ are
-therefore formed twice, but there are no atomics, and every run gives the same bits. Where query heads share keys,
-several programs may share a block of keys: each sums over a part of the heads, in fp32 in memory, and sum_splits adds
-these up. Otherwise there is no workspace of Q's size.
+Three kernels. That of preprocess.py computes delta, and what each row adds to dsinks. _flash_bwd_kv computes dK and dV
+of one block of keys and loops over the rows that see it; _flash_bwd_q computes dQ of one block of rows and loops over
+the keys. Q Kᵀ and dO Vᵀ are therefore formed twice, but there are no atomics, and every run gives the same bits. Where
+query heads share keys, several programs may share a block of keys: each sums over a part of the heads, in fp32 in
+memory, and sum_splits adds these up. Otherwise there is no workspace of Q's size.
 
 With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
 
@@ -16,6 +17,7 @@ Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead
 
 import contextlib
 import functools
+import math
 
 import torch
 import triton
@@ -46,26 +48,14 @@ def _add_product(acc, a, b):
 
 
 @triton.jit
-def _load_dout(dout, lse_ptr, b, h, bh, row0, row_stride, seq, pad_begin, seqlen_pad, head_dim,
-               kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockD: tl.constexpr,
-               kTma: tl.constexpr):
-    """dO [kBlockM, kBlockD]; with kEmptyRows 0 in rows without a key, where it may be NaN."""
-    dout_tile = _load(dout, b, h, row0, 0, row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma,
-                      seq.q_begin)
-    if kEmptyRows:
-        lse = load_per_row(lse_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
-        dout_tile = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout_tile), dout_tile)
-    return dout_tile
-
-
-@triton.jit
 def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_stride, dout_row_stride, blocks, mask,
-                     seq, pad_begin, col0, seqlen_pad, head_dim, softmax_scale, seed_ptr, threshold, keep_scale,
-                     kMasked: tl.constexpr, kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr,
+                     seq, pad_begin, col0, seqlen_pad, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold,
+                     keep_scale, kMasked: tl.constexpr, kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr,
                      kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
-                     kBlockD: tl.constexpr, kTma: tl.constexpr):
-    """dk, dv / keep_scale [kBlockN, kBlockD] with what one query head adds: its full blocks of rows, or with kMasked
-    the cut ones. kEmptyRows: rows without a key, or the next sample's, may be among those of the cut ones."""
+                     kBlockD: tl.constexpr, kBlockDv: tl.constexpr, kTma: tl.constexpr):
+    """dk [kBlockN, kBlockD] and dv / keep_scale [kBlockN, kBlockDv] with what one query head adds: its full blocks of
+    rows, or with kMasked the cut ones. kEmptyRows: rows without a key, or the next sample's, may be among those of the
+    cut ones."""
     seqlen_q = mask.seqlen_q
     seeing = rows_of(mask, col0 + tl.arange(0, kBlockN))
     loop = steps(blocks, kMasked)
@@ -74,7 +64,7 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         rows = row0 + tl.arange(0, kBlockM)
         q_tile = _load(q, b, h, row0, 0, q_row_stride, seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma,
                        seq.q_begin)
-        if kMasked and kEmptyRows:  # Q may be NaN there, and 0 · NaN would reach dK
+        if kMasked and kEmptyRows:  # Q and dO may be NaN there, and 0 · NaN would reach dK and dV
             is_used = has_keys(mask, rows)
             if kRaggedRows:
                 is_used &= rows < seqlen_q
@@ -88,8 +78,10 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         if seed_ptr is not None:
             keep = keep_tile(seed_ptr, threshold, seq.b, h, row0, col0, kBlockM, kBlockN).T
             p_dropped = tl.where(keep, p, 0.0)
-        dout_tile = _load_dout(dout, lse_ptr, b, h, bh, row0, dout_row_stride, seq, pad_begin, seqlen_pad,
-                               head_dim, kMasked and kEmptyRows, kMaskCols, kBlockM, kBlockD, kTma)
+        dout_tile = _load(dout, b, h, row0, 0, dout_row_stride, seqlen_q, head_dim_v, True, kMaskCols, kBlockM,
+                          kBlockDv, kTma, seq.q_begin)
+        if kMasked and kEmptyRows:
+            dout_tile = tl.where(is_used[:, None], dout_tile, tl.zeros_like(dout_tile))
         dv = _add_product(dv, p_dropped.to(k.dtype), dout_tile)
         dp = tl.dot(v, dout_tile.T, input_precision="ieee")  # dPᵀ, beside the product before it
         if seed_ptr is not None:
@@ -113,10 +105,10 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
                   q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                   v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
                   dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
-                  batch_size, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad, head_dim, max_splits, split_stride,
-                  kRaggedRows: tl.constexpr, window_left, window_right, kIsCausal: tl.constexpr,
+                  batch_size, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad, head_dim, head_dim_v, max_splits,
+                  split_stride, kRaggedRows: tl.constexpr, window_left, window_right, kIsCausal: tl.constexpr,
                   kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr,
-                  kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
+                  kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr):
     """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it, or over the part of
     them that one of several splits has."""
     # The keys that most rows see under a causal mask go first.
@@ -149,10 +141,10 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     # 0 is stored for them.
     k = _load(k_base, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma,
               seq.k_begin)
-    v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma,
+    v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim_v, True, kMaskCols, kBlockN, kBlockDv, kTma,
               seq.k_begin)
     dk = tl.zeros([kBlockN, kBlockD], tl.float32)
-    dv = tl.zeros([kBlockN, kBlockD], tl.float32)
+    dv = tl.zeros([kBlockN, kBlockDv], tl.float32)
     group = nheads // nheads_k
     num_splits = tl.cast(_splits_of(group * tl.cast(seq.seqlen_q, tl.int64), max_splits), tl.int32)
     begin = tl.minimum(group, (group * split_idx + num_splits - 1) // num_splits)
@@ -167,15 +159,18 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
         if kIsCausal or kIsLocal or kRaggedRows:
             dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
                                       dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
-                                      softmax_scale, seed_ptr, threshold, keep_scale, True, kIsLocal, kEmptyRows,
-                                      kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+                                      head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, True, kIsLocal,
+                                      kEmptyRows, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
         dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
                                   dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
-                                  softmax_scale, seed_ptr, threshold, keep_scale, False, kIsLocal, kEmptyRows,
-                                  kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+                                  head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, False, kIsLocal,
+                                  kEmptyRows, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
 
-    dims = tl.arange(0, kBlockD)
-    is_stored = (cols[:, None] < seq.padded_k) & (dims[None, :] < head_dim)
+    dims, dims_v = tl.arange(0, kBlockD), tl.arange(0, kBlockDv)
+    is_key = cols[:, None] < seq.padded_k
+    is_dk, is_dv = is_key, is_key
+    if kMaskCols:
+        is_dk, is_dv = is_key & (dims[None, :] < head_dim), is_key & (dims_v[None, :] < head_dim_v)
     dk_ptr += split_idx.to(tl.int64) * split_stride
     dv_ptr += split_idx.to(tl.int64) * split_stride
     dk_base = head_of(dk_ptr, b, h_k, seq.k_begin, dk_batch_stride, dk_head_stride, dk_row_stride)
@@ -183,16 +178,16 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     dk = tl.where(cols[:, None] < seq.seqlen_k, dk * softmax_scale, 0.0)
     dv = tl.where(cols[:, None] < seq.seqlen_k, dv * keep_scale, 0.0)
     tl.store(dk_base + cols.to(tl.int64)[:, None] * dk_row_stride + dims[None, :], dk.to(dk_ptr.dtype.element_ty),
-             mask=is_stored)
-    tl.store(dv_base + cols.to(tl.int64)[:, None] * dv_row_stride + dims[None, :], dv.to(dv_ptr.dtype.element_ty),
-             mask=is_stored)
+             mask=is_dk)
+    tl.store(dv_base + cols.to(tl.int64)[:, None] * dv_row_stride + dims_v[None, :], dv.to(dv_ptr.dtype.element_ty),
+             mask=is_dv)
 
 
 @triton.jit
 def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, seq,
-                   head_dim, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
+                   head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
                    kIsLocal: tl.constexpr, kClearKeys: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr,
-                   kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
+                   kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr, kTma: tl.constexpr):
     """dq [kBlockM, kBlockD] with what the full blocks of keys add, or with kMasked the cut ones."""
     loop = steps(blocks, kMasked)
     for step in range(loop.begin, loop.end):
@@ -200,8 +195,8 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride,
         cols = col0 + tl.arange(0, kBlockN)
         k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
                        kTma, seq.k_begin)
-        v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
-                       kTma, seq.k_begin)
+        v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim_v, kMasked, kMaskCols, kBlockN,
+                       kBlockDv, kTma, seq.k_begin)
         if kMasked and kClearKeys:  # those of the next sample, which may be NaN
             is_key = cols[:, None] < seq.seqlen_k
             k_tile = tl.where(is_key, k_tile, tl.zeros_like(k_tile))
@@ -225,9 +220,9 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
                  q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                  v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
                  dq_batch_stride, dq_head_stride, dq_row_stride, batch_size, nheads, nheads_k, seqlen_q, seqlen_k,
-                 seqlen_pad, head_dim, window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr,
-                 kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr, kBlockM: tl.constexpr,
-                 kBlockN: tl.constexpr, kBlockD: tl.constexpr):
+                 seqlen_pad, head_dim, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr,
+                 kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr,
+                 kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr):
     """dQ of kBlockM rows of one head."""
     kIsPacked: tl.constexpr = cu_seqlens_q_ptr is not None
     m_blocks = num_slots(cu_seqlens_q_ptr, batch_size, seqlen_q, kBlockM)
@@ -259,20 +254,21 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
         dout_base = head_of(dout_ptr, b, h, seq.q_begin, dout_batch_stride, dout_head_stride, dout_row_stride)
     q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma,
               seq.q_begin)
-    dout = _load(dout_base, b, h, row0, 0, dout_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD,
-                 kTma, seq.q_begin)
+    dout = _load(dout_base, b, h, row0, 0, dout_row_stride, seq.seqlen_q, head_dim_v, True, kMaskCols, kBlockM,
+                 kBlockDv, kTma, seq.q_begin)
     lse = load_per_row(lse_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
     delta = load_per_row(delta_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
-    if kEmptyRows:
+    if kEmptyRows:  # a row without a key has an lse if there are sinks
+        lse = tl.where(visible.begin >= visible.end, float("inf"), lse)
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
     kClearKeys: tl.constexpr = kIsPacked and kTma
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, seq, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, False, kIsLocal,
-                        kClearKeys, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+                        visible, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, False,
+                        kIsLocal, kClearKeys, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, seq, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, True, kIsLocal,
-                        kClearKeys, kMaskCols, kBlockM, kBlockN, kBlockD, kTma)
+                        visible, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, True,
+                        kIsLocal, kClearKeys, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     dims = tl.arange(0, kBlockD)
     dq_base = head_of(dq_ptr, b, h, seq.q_begin, dq_batch_stride, dq_head_stride, dq_row_stride)
@@ -284,8 +280,9 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
 _flash_bwd_kv_packed, _flash_bwd_q_packed = (triton.jit(do_not_specialize=["threshold", *WINDOW, *PACKED_SIZES])(x.fn)
                                              for x in (_flash_bwd_kv, _flash_bwd_q))
 
-# (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and kBlockD, as TILES in attention.py: rows and keys
-# of a tile. dK and dV take two sums and two operands, twice the registers of dQ: a program has fewer keys than rows.
+# (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and the larger of kBlockD and kBlockDv, as TILES in
+# attention.py: rows and keys of a tile. dK and dV take two sums and two operands, twice the registers of dQ: a program
+# has fewer keys than rows.
 KV_TILES = {
     (4, 64): [(32, 32, 4, 1)],
     (4, 128): [(16, 32, 4, 1)],
@@ -305,23 +302,26 @@ Q_TILES = {
 
 
 @functools.cache
-def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10):
+def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=None):
     """Launch options to choose from; the first is the choice without tuning.
 
     Args:
         side: "kv" or "q", whose gradients the kernel computes.
         dtype, head_dim: of q.
         max_shared_memory: bytes that one program can have; 227 KB on Hopper.
+        head_dim_v: of v, if it is another.
     """
-    kBlockD = block_d(dtype, head_dim)
+    kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v or head_dim)
+    largest = max(kBlockD, kBlockDv)
 
     def fits(kBlockM, kBlockN, num_warps, num_stages):
         """Two tiles of the program's own block, and num_stages of each of the two that the loop loads."""
         own, other = (kBlockN, kBlockM) if side == "kv" else (kBlockM, kBlockN)
-        return 2 * (own + num_stages * other) * kBlockD * dtype.itemsize + 4096 <= max_shared_memory
+        return 2 * (own + num_stages * other) * largest * dtype.itemsize + 4096 <= max_shared_memory
 
-    tiles = (KV_TILES if side == "kv" else Q_TILES)[dtype.itemsize, max(64, kBlockD)]
-    return [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
+    tiles = (KV_TILES if side == "kv" else Q_TILES)[dtype.itemsize, max(64, largest)]
+    return [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, kBlockDv=kBlockDv, num_warps=num_warps,
+                 num_stages=num_stages)
             for kBlockM, kBlockN, num_warps, num_stages in
             [tile for tile in tiles if fits(*tile)] or [(16, 16, 4, 1)]]
 
@@ -338,42 +338,51 @@ def _num_splits(group, seqlen_q, seqlen_k, is_packed=False):
     return _splits_of.fn(rows, min(group, 16, rows // seqlen_k))
 
 
+def _split_stride(k, v):
+    """Elements from one split's sums of dK, or of dV, to the next one's."""
+    return max(k.numel(), v.numel())
+
+
 def _launch(side, config, tma, tensors, window):
     """A Launch for the gradients of one side, "kv" or "q", to be called with (*tensors, threshold, keep_scale,
     softmax_scale). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, *lengths, seed."""
     q, k, v, dout, *gradients, lse_padded, delta = tensors[:-5]
     lengths = Lengths(*tensors[-5:-1])
-    nheads, seqlen_q, head_dim = q.shape[1:]
+    (nheads, seqlen_q, head_dim), head_dim_v = q.shape[1:], v.shape[-1]
     nheads_k, seqlen_k = k.shape[1:3]
     batch_size, is_packed = num_samples(q, lengths), lengths.is_packed
-    kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
+    kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
     if side == "kv":
         function = _flash_bwd_kv_packed if is_packed else _flash_bwd_kv
         max_splits = _num_splits(nheads // nheads_k, seqlen_q, seqlen_k, is_packed)
         blocks = num_slots.fn(lengths.cu_seqlens_k, batch_size, seqlen_k, kBlockN) * nheads_k * max_splits
         has_ragged_rows = is_packed or lengths.seqused_q is not None or seqlen_q % kBlockM != 0
-        of_side = max_splits, k.numel(), has_ragged_rows
+        of_side = max_splits, _split_stride(k, v), has_ragged_rows
     else:
         function, of_side = _flash_bwd_q_packed if is_packed else _flash_bwd_q, ()
         blocks = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM) * nheads
-    rows, keys, row = (1, 1, kBlockM, kBlockD), (1, 1, kBlockN, kBlockD), (1, kBlockM)
-    tiles = [(q, rows), (k, keys), (v, keys), (dout, rows), *[None] * len(gradients), (lse_padded, row), (delta, row)]
+    tiles = [(q, (1, 1, kBlockM, kBlockD)), (k, (1, 1, kBlockN, kBlockD)), (v, (1, 1, kBlockN, kBlockDv)),
+             (dout, (1, 1, kBlockM, kBlockDv)), *[None] * len(gradients), (lse_padded, (1, kBlockM)),
+             (delta, (1, kBlockM))]
     strides = (stride for x in (q, k, v, dout, *gradients) for stride in x.stride()[:3])
     # Samples of different lengths may have rows without a key, which the host cannot see.
     may_differ = lengths.seqused_q is not lengths.seqused_k
     has_empty_rows = is_packed or window[1] >= 0 and (may_differ or seqlen_q > seqlen_k + window[1])
-    constants = (*strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, *of_side,
-                 *mask_of(window), has_empty_rows, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
+    constants = (*strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v,
+                 *of_side, *mask_of(window), has_empty_rows, head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM,
+                 kBlockN, kBlockD, kBlockDv)
     return Launch(function, blocks * q.shape[0], constants, tiles if tma else (), num_warps=num_warps,
                   num_stages=num_stages)
 
 
-_plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q" or "sum", those that are needed: the Launch}}
+# {all that the launches depend on: {"preprocess", "kv", "q", "sum_k" or "sum_v", those that are needed: the Launch}}
+_plans = {}
 
 
-def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True):
-    """(dq, dk, dv) of checked inputs and what the forward made of them with these options; dlse may be None. Without
-    need_dq dq is None, without need_dkv dk and dv are, and nothing is spent on them.
+def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, need_dsinks=False):
+    """(dq, dk, dv, dsinks) of checked inputs and what the forward made of them with these options; dlse may be None.
+    Without need_dq dq is None, without need_dkv dk and dv are, without need_dsinks dsinks is, and nothing is spent on
+    them.
 
     Raises:
         NotImplementedError: a packed batch with seqused_k.
@@ -383,31 +392,37 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True):
         raise NotImplementedError("backend='triton' has no backward pass for cu_seqlens with seqused_k: key ranges may "
                                   "overlap")
     if INTERPRETING and q.dtype == torch.bfloat16:
-        gradients = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, options, need_dq, need_dkv)
-        return tuple(x if x is None else x.bfloat16() for x in gradients)
+        *gradients, dsinks = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, options, need_dq, need_dkv,
+                                 need_dsinks)
+        return *(x if x is None else x.bfloat16() for x in gradients), dsinks
     dq = empty_like(q) if need_dq else None
     dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
-    if not q.numel() or not k.numel():
-        return tuple(x if x is None else x.zero_() for x in (dq, dk, dv))
+    if not q.numel() or not k.numel():  # without keys out does not depend on the sinks, and lse is its row's sink
+        dsinks = torch.zeros_like(options.sinks) if need_dsinks else None
+        if need_dsinks and dlse is not None:
+            dsinks += dlse.masked_fill(lse == -math.inf, 0).sum((0, 2))
+        return *(x if x is None else x.zero_() for x in (dq, dk, dv)), dsinks
     if dout.stride(-1) != 1:  # as the gradient of a sum
         dout = dout.contiguous()
     batch_size, nheads, seqlen_q, _ = q.shape
     numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
     seqlen_pad = padded_rows(seqlen_q, lengths, num_samples(q, lengths))
     lse_padded, delta = (lse.new_empty(batch_size * nheads, seqlen_pad) for _ in range(2))
-    preprocessed = out, dout, lse, dlse, delta, lse_padded, lengths.cu_seqlens_q
+    sinks, dsinks_of_rows = (options.sinks, torch.empty_like(delta)) if need_dsinks else (None, None)
+    preprocessed = out, dout, lse, dlse, sinks, delta, lse_padded, dsinks_of_rows, lengths.cu_seqlens_q
     max_splits = _num_splits(nheads // k.shape[1], seqlen_q, k.shape[2], lengths.is_packed) if need_dkv else 1
     sides = {}
     if need_dkv:
-        dkv_accum = [lse.new_empty(max_splits, k.numel()) for _ in range(2)] if max_splits > 1 else []
+        split_stride = _split_stride(k, v)
+        dkv_accum = [lse.new_empty(max_splits, split_stride) for _ in range(2)] if max_splits > 1 else []
         # A split's sums lie in memory as the gradient does.
-        sums = [x.as_strided(k.shape, dx.stride()) for x, dx in zip(dkv_accum, (dk, dv))] or (dk, dv)
+        sums = [x.as_strided(dx.shape, dx.stride()) for x, dx in zip(dkv_accum, (dk, dv))] or (dk, dv)
         sides["kv"] = q, k, v, dout, *sums, lse_padded, delta, *lengths, seed
     if need_dq:
         sides["q"] = q, k, v, dout, dq, lse_padded, delta, *lengths, seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         autotune = options.autotune and tuner.is_on()
-        key = q.device, window, autotune, *sides, *layouts(q, k, v, out, dout, lse, dlse, *lengths, seed)
+        key = q.device, window, autotune, *sides, *layouts(q, k, v, out, dout, lse, dlse, sinks, *lengths, seed)
         plan = _plans.get(key)
         is_new = plan is None
         if is_new:
@@ -417,18 +432,20 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True):
             plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window)
                      for side, tensors in sides.items()}
             if max_splits > 1:
-                plan["sum"] = sum_splits(dk, k.numel(), max_splits)
+                plan |= {"sum_k": sum_splits(dk, split_stride, max_splits),
+                         "sum_v": sum_splits(dv, split_stride, max_splits)}
             remember(_plans, key, plan, q.device)
-        with _beside(q.device, need_dq and need_dkv and _pays_beside(q, k)) as second_stream:
+        with _beside(q.device, need_dq and need_dkv and _pays_beside(q, k, v)) as second_stream:
             if need_dkv:
                 plan["kv"](*sides["kv"], *numbers)
             if need_dq:
                 with second_stream:
                     plan["q"](*sides["q"], *numbers)
             if max_splits > 1:
-                plan["sum"](dkv_accum[0], dk)
-                plan["sum"](dkv_accum[1], dv)
-    return dq, dk, dv
+                plan["sum_k"](dkv_accum[0], dk)
+                plan["sum_v"](dkv_accum[1], dv)
+    dsinks = dsinks_of_rows.view(batch_size, nheads, -1).sum((0, 2)) if need_dsinks else None
+    return dq, dk, dv, dsinks
 
 
 @functools.cache
@@ -440,12 +457,12 @@ def _stream(device, first):
 MIN_WORK_FOR_A_STREAM = 2**34  # elements of Q times keys
 
 
-def _pays_beside(q, k):
+def _pays_beside(q, k, v):
     """Whether the two kernels should run beside each other: one fills the multiprocessors that the other leaves at its
     end. At head_dim 128 that is worth 2 to 5 %, at 64 it can cost as much. In a small call the second stream costs the
     host more than it saves."""
     is_large = q.numel() * k.shape[2] >= MIN_WORK_FOR_A_STREAM
-    return q.is_cuda and is_large and block_d(q.dtype, q.shape[-1]) >= 128
+    return q.is_cuda and is_large and block_d(q.dtype, max(q.shape[-1], v.shape[-1])) >= 128
 
 
 @contextlib.contextmanager
@@ -466,12 +483,13 @@ def _beside(device, pays):
 def _choose(side, autotune, tensors, numbers, lengths, window):
     """The Launch of one of tile_configs: the first, or the fastest."""
     q, k, v, dout, *_, seed = tensors
-    configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory)
+    configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1])
     # A descriptor ends with the tensor, not with a padded sample.
     tma = (lengths.is_packed or all(x is None for x in lengths)) and can_use_tma(q, k, v, dout)
     launch_of = once(lambda config: _launch(side, config, tma, tensors, window))
     if not autotune:
         return launch_of(configs[0])
-    key = str(q.dtype), configs[0]["kBlockD"], *kind_of(q, k, lengths, window), tma, seed is not None
+    head_dims = configs[0]["kBlockD"], configs[0]["kBlockDv"]
+    key = str(q.dtype), *head_dims, *kind_of(q, k, lengths, window), tma, seed is not None
     run_config = lambda config: launch_of(config)(*tensors, *numbers)  # noqa: E731
     return launch_of(tuner.fastest(f"attention_bwd_{side}", key, configs, run_config, q.device))

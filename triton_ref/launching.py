@@ -174,9 +174,14 @@ def num_samples(q, lengths):
 
 def kind_of(q, k, lengths, window):
     """What a choice of tiles depends on beside dtype and head_dim. Lengths of tensors count by the power of two that
-    they reach: 1025 to 2048 are tuned as one. A packed batch's do not: no sample's result may depend on its batch."""
-    kind = (*mask_of(window)[2:], lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None)
+    they reach: 1025 to 2048 are tuned as one. A packed batch's do not: no sample's result may depend on its batch.
+    Of a window that is neither none nor causal, the number of keys that a row sees counts in the same way: in a narrow
+    one a large tile computes much that the mask then drops."""
+    left, right, is_causal, is_local = mask_of(window)
+    kind = is_causal, is_local, lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None
     sizes = () if lengths.is_packed else (q.shape[2], k.shape[2])
+    if is_local:
+        sizes += (left + right + 1,)
     return (*kind, *(min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in sizes))
 
 

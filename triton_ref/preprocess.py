@@ -1,6 +1,7 @@
 """What the backward pass needs of each row beside its tensors: delta, and lse, from which P is formed again.
 
-_preprocess computes both into tensors whose rows are padded, so that every tile is whole. Read next: attention.py.
+_preprocess computes both into tensors whose rows are padded, so that every tile is whole, and if it is needed what each
+row adds to dsinks. Read next: attention.py.
 """
 
 import triton
@@ -18,15 +19,16 @@ kPad = tl.constexpr(PAD)
 
 
 @triton.jit
-def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_padded_ptr, cu_seqlens_q_ptr, softmax_scale,
-                o_batch_stride, o_head_stride, o_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
-                dlse_batch_stride, dlse_head_stride, dlse_row_stride, batch_size, nheads, seqlen_q, seqlen_pad,
-                head_dim, kBlockM: tl.constexpr, kBlockD: tl.constexpr):
+def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, sinks_ptr, delta_ptr, lse_padded_ptr, dsinks_ptr,
+                cu_seqlens_q_ptr, softmax_scale, o_batch_stride, o_head_stride, o_row_stride, dout_batch_stride,
+                dout_head_stride, dout_row_stride, dlse_batch_stride, dlse_head_stride, dlse_row_stride, batch_size,
+                nheads, seqlen_q, seqlen_pad, head_dim_v, kBlockM: tl.constexpr, kBlockDv: tl.constexpr):
     """delta = rowsum(dO ∘ O) - dlse, and lse as probabilities takes it, both (B, H, seqlen_pad). In a packed batch
-    sample b begins at its first slot of kPad rows.
+    sample b begins at its first slot of kPad rows. With sinks_ptr also -exp(sink - lse) · delta of each row.
 
     Rows whose lse is -inf get delta 0, whatever dO and dlse hold, and lse inf, so that their P is 0. So do the rows
-    behind a sample's end, which make every tile whole.
+    behind a sample's end, which make every tile whole. A row without keys may have a sink as its lse: its O is 0, and
+    its dO may be NaN.
     """
     m_blocks = tl.cdiv(seqlen_pad, kBlockM)
     bh = (tl.program_id(0) // m_blocks).to(tl.int64)
@@ -41,15 +43,19 @@ def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_padded_ptr, c
     rows = row0 + tl.arange(0, kBlockM)
     is_row = rows < row_end
     o = _load(head_of(o_ptr, b, h, q_begin, o_batch_stride, o_head_stride, o_row_stride), b, h, row0, 0, o_row_stride,
-              row_end, head_dim, True, True, kBlockM, kBlockD, False)
+              row_end, head_dim_v, True, True, kBlockM, kBlockDv, False)
     dout = _load(head_of(dout_ptr, b, h, q_begin, dout_batch_stride, dout_head_stride, dout_row_stride), b, h, row0, 0,
-                 dout_row_stride, row_end, head_dim, True, True, kBlockM, kBlockD, False)
-    delta = tl.sum(o.to(tl.float32) * dout.to(tl.float32), 1)
+                 dout_row_stride, row_end, head_dim_v, True, True, kBlockM, kBlockDv, False)
+    delta = tl.sum(tl.where(o == 0, 0.0, o.to(tl.float32) * dout.to(tl.float32)), 1)
     if dlse_ptr is not None:
         dlse = head_of(dlse_ptr, b, h, q_begin, dlse_batch_stride, dlse_head_stride, dlse_row_stride)
         delta -= tl.load(dlse + rows.to(tl.int64) * dlse_row_stride, mask=is_row, other=0.0)
     lse = tl.load(lse_ptr + bh * seqlen_q + q_begin + rows, mask=is_row, other=float("-inf"))
     is_empty = lse == float("-inf")
+    delta = tl.where(is_empty, 0.0, delta)
+    if sinks_ptr is not None:
+        p = tl.where(is_empty, 0.0, tl.exp(tl.load(sinks_ptr + h) - lse))
+        tl.store(dsinks_ptr + bh * seqlen_pad + rows_of_delta, -p * delta)
     if o.dtype != tl.float32:
         # The factor is not log2(e) but what the rounded softmax_scale_log2 has made of it. One rounding, hence fp64.
         scale = tl.cast(softmax_scale, tl.float32)
@@ -57,7 +63,7 @@ def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_padded_ptr, c
         is_small = tl.abs(scale) < 1.1754944e-38
         factor = in_log2(scale).to(tl.float64) / tl.where(is_small, 1.0, scale).to(tl.float64)
         lse = (lse.to(tl.float64) * tl.where(is_small, 1.4426950408889634, factor)).to(tl.float32)
-    tl.store(delta_ptr + bh * seqlen_pad + rows_of_delta, tl.where(is_empty, 0.0, delta))
+    tl.store(delta_ptr + bh * seqlen_pad + rows_of_delta, delta)
     tl.store(lse_padded_ptr + bh * seqlen_pad + rows_of_delta, tl.where(is_empty, float("inf"), lse))
 
 
@@ -109,11 +115,12 @@ def padded_rows(seqlen_q, lengths, num_samples):
     return num_slots.fn(lengths.cu_seqlens_q, num_samples, seqlen_q, PAD) * PAD
 
 
-def launch_preprocess(out, dout, lse, dlse, delta, lse_padded, cu_seqlens_q):
-    """A Launch of _preprocess, to be called with these and softmax_scale."""
-    (nheads, seqlen_q, head_dim), seqlen_pad, kBlockM = out.shape[1:], delta.shape[1], 64
+def launch_preprocess(out, dout, lse, dlse, sinks, delta, lse_padded, dsinks, cu_seqlens_q):
+    """A Launch of _preprocess, to be called with these and softmax_scale. sinks and dsinks: None where the gradient is
+    not needed."""
+    (nheads, seqlen_q, head_dim_v), seqlen_pad, kBlockM = out.shape[1:], delta.shape[1], 64
     strides = *out.stride()[:3], *dout.stride()[:3], *(dlse.stride() if dlse is not None else (0, 0, 0))
     batch_size = num_samples(out, Lengths(cu_seqlens_q))
-    constants = *strides, batch_size, nheads, seqlen_q, seqlen_pad, head_dim, kBlockM, block_d(out.dtype, head_dim)
+    constants = *strides, batch_size, nheads, seqlen_q, seqlen_pad, head_dim_v, kBlockM, block_d(out.dtype, head_dim_v)
     function = _preprocess if cu_seqlens_q is None else _preprocess_packed
     return Launch(function, seqlen_pad // kBlockM * delta.shape[0], constants)
