@@ -52,7 +52,6 @@ KERNEL_NEEDS = {"cuda:simt": "a GPU", "cuda:sm80": "a GPU from sm_80 on", "cuda:
 ON_TENSOR_CORES = ("cuda:sm80", "cuda:sm90", "cuda:dmma")  # whose loads want 16 bytes
 OF_16_BITS = ("cuda:sm80", "cuda:sm90")
 FORWARD_ONLY = ("cuda:sm90", "cuda:dmma")  # without dropout, and with the backward pass of another
-HAVE_SINKS = ("reference", "torch")  # and V of another head_dim
 
 
 def pytest_addoption(parser):

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 import minimal_attn
 from cases import SEED, compiler_for, make_tensor, slow_unless
-from conftest import FORWARD_ONLY, HAS_GPU, HAVE_SINKS, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES, captured
+from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES, captured
 from minimal_attn import FlashMHA, choice, flash_attention, flash_attn_func, pad_input, reference_attention, unpad_input
 from minimal_attn.backends import Lengths, Options
 from minimal_attn.dropout import keep_mask, keep_scale
@@ -213,8 +213,7 @@ def close(got, want, tolerance):
 
 
 def serves(impl, batch):
-    is_new = batch.has_sinks or batch.head_dim_v
-    return not (impl in FORWARD_ONLY and batch.dropout_p or is_new and impl not in HAVE_SINKS)
+    return not (impl in FORWARD_ONLY and batch.dropout_p)
 
 
 def check_batch(impl, batch, dtype, seed=0):
@@ -246,7 +245,7 @@ def check_batch(impl, batch, dtype, seed=0):
 @each_impl
 def test_against_a_loop(impl, batch, poisoned_outputs):
     if not serves(impl, batch):
-        pytest.skip("does not serve it")
+        pytest.skip("has no dropout")
     check_batch(impl, batch, DTYPES[impl])
 
 
@@ -273,14 +272,12 @@ def drawn_batches(draw, impl):
         begin_k = (0, *(draw(st.integers(0, sum(keys) - n)) for n in seqused_k[1:]))
     bound = st.sampled_from([-1, 0, 1, 2, 3, 5, 8, 20, 100, 2**40])
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    batch = Batch("drawn", tuple(rows), tuple(keys), seqused_q, seqused_k, begin_k, (draw(bound), draw(bound)),
-                  draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 0.3])) if impl not in FORWARD_ONLY else 0.0,
-                  is_packed, Hk * group, Hk, 16, draw(st.sampled_from(["bhsd", "bshd", "slice"])))
-    if impl not in HAVE_SINKS:
-        return batch
     head_dims = [8, 64] if impl in ON_TENSOR_CORES else [8, 37, 64]
-    return dataclasses.replace(batch, D=draw(st.sampled_from([16, *head_dims])), has_sinks=draw(st.booleans()),
-                               head_dim_v=draw(st.sampled_from([None, *head_dims])))
+    return Batch("drawn", tuple(rows), tuple(keys), seqused_q, seqused_k, begin_k, (draw(bound), draw(bound)),
+                 draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 0.3])) if impl not in FORWARD_ONLY else 0.0,
+                 is_packed, Hk * group, Hk, draw(st.sampled_from([16, *head_dims])),
+                 draw(st.sampled_from(["bhsd", "bshd", "slice"])), draw(st.sampled_from([None, *head_dims])),
+                 draw(st.booleans()))
 
 
 def check_drawn_batches(impl, seed, max_examples):
@@ -323,7 +320,7 @@ def test_neighbours_never_reach_a_sample(impl, value):
 @pytest.mark.parametrize("D", [40, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
 def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D):
     rows, keys = ((20, 133, 7, 300), (18, 140, 9, 310)) if HAS_GPU else ((20, 66, 7), (18, 70, 9))
-    batch = Batch("bits", rows, keys, causal=True, D=D, Hk=4, has_sinks=impl in HAVE_SINKS)
+    batch = Batch("bits", rows, keys, causal=True, D=D, Hk=4, has_sinks=True)
     q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
     sinks = make_sinks(batch, DTYPES[impl], IMPLS[impl][1])
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -341,7 +338,7 @@ def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D):
 @each_kernel
 def test_deterministic(impl):
     rows, keys = ((40, 533, 7), (18, 540, 9)) if HAS_GPU else ((20, 33, 7), (18, 40, 9))
-    batch = Batch("deterministic", rows, keys, window=(60, 5), has_sinks=impl in HAVE_SINKS)
+    batch = Batch("deterministic", rows, keys, window=(60, 5), has_sinks=True)
     q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
     inputs = [x.requires_grad_() for x in (q, k, v, *make_sinks(batch, DTYPES[impl], IMPLS[impl][1]))]
     first, second = (torch.autograd.grad(run(impl, batch, *inputs, deterministic=True)[0], inputs, dout)
@@ -594,16 +591,13 @@ def test_compile_fullgraph(impl):
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", [x for x in IMPLS if IMPLS[x] != ("cuda", "cpu")])
 def test_cuda_graph_with_other_lengths_in_each_replay(impl):
-    is_new = impl in HAVE_SINKS
-    batch = Batch("graph", (50, 150), (60, 140), window=(70, -1), causal=True, has_sinks=is_new,
-                  head_dim_v=64 if is_new else None)
+    batch = Batch("graph", (50, 150), (60, 140), window=(70, -1), causal=True, has_sinks=True, head_dim_v=64)
     q, k, v, _, _ = make(batch, DTYPES[impl], "cuda")
-    sinks = make_sinks(batch, DTYPES[impl], "cuda")
+    sinks, = make_sinks(batch, DTYPES[impl], "cuda")
     backend, lengths = IMPLS[impl][0], batch.lengths("cuda")
 
     def attend():
-        return flash_attention(q, k, v, True, window_size=(70, 0), **lengths, sinks=next(iter(sinks), None),
-                               backend=backend)
+        return flash_attention(q, k, v, True, window_size=(70, 0), **lengths, sinks=sinks, backend=backend)
 
     graph, out = captured(attend)
     for rows, keys in (((50, 150), (60, 140)), ((0, 200), (199, 1)), ((123, 77), (1, 199))):
@@ -612,7 +606,7 @@ def test_cuda_graph_with_other_lengths_in_each_replay(impl):
             if x is not None:
                 lengths[name].copy_(x)
         graph.replay()
-        close(out, by_loop(other, q, k, v, *sinks)[0], TOLERANCE[out.dtype])
+        close(out, by_loop(other, q, k, v, sinks)[0], TOLERANCE[out.dtype])
 
 
 def test_lists_of_ops_and_options_agree():

@@ -10,13 +10,13 @@ import torch
 from torch.testing import assert_close
 
 from cases import compiler_for
-from conftest import HAS_GPU, HAVE_SINKS, IMPLEMENTATIONS, OF_16_BITS
+from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
 from minimal_attn import (choice, flash_attention, flash_attn_func, flash_attn_kvpacked_func, flash_attn_varlen_func,
                           reference_attention)
 from minimal_attn.backends import Lengths, Options
 
-IMPLS = {impl: where for impl, where in {"reference": ("reference", "cuda" if HAS_GPU else "cpu"),
-                                         **IMPLEMENTATIONS}.items() if impl in HAVE_SINKS}
+IMPLS = {"reference": ("reference", "cuda" if HAS_GPU else "cpu"),
+         **{impl: where for impl, where in IMPLEMENTATIONS.items() if impl != "cuda:dmma"}}
 KERNELS = [impl for impl in IMPLS if impl not in ("reference", "torch")]
 each_impl = pytest.mark.parametrize("impl", IMPLS)
 

@@ -12,7 +12,7 @@ import torch
 
 import minimal_attn
 from cases import slow_unless
-from conftest import HAS_GPU, HAVE_SINKS, IMPLEMENTATIONS, OF_16_BITS
+from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,7 +33,7 @@ def each_model(is_short):
     """Parameters impl and kind. Triton's interpreter, which is slow, has one model of the short tests in the gate."""
     return pytest.mark.parametrize("impl, kind", [
         pytest.param(impl, kind, marks=slow_unless(HAS_GPU or impl != "triton" or is_short and kind == "mistral"))
-        for impl in IMPLS for kind in MODELS if kind != "gpt_oss" or impl in HAVE_SINKS])
+        for impl in IMPLS for kind in MODELS])
 
 
 @pytest.fixture
