@@ -52,7 +52,7 @@ def dropout(p):
 GATE = [
     ("padded", "few", (7, 0), (16, 16), SINKS, 0.0, torch.float32),
     ("packed", "few", CAUSAL, (16, 16), SINKS, 0.3, torch.float16),
-    ("packed used", "blocks", (20, 5), (64, 32), FAR, 0.0, torch.float32),
+    ("packed used", "few", (20, 5), (64, 32), FAR, 0.0, torch.float32),
     ("dense", None, CAUSAL, (24, 40), SINKS, 0.0, torch.bfloat16),
     ("dense", None, (20, 5), (1, 70), SINKS, 0.3, torch.float32),
     ("dense", None, NONE, (16, 16), FAR, 0.0, torch.float16),
