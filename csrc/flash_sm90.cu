@@ -84,7 +84,7 @@ template <int kBlockM> struct Scheduler {
         if (idx >= num_tiles) return {0, 0, 0, 0, false};
         const int slots = tiles.slots, bh0 = idx / (group * slots) * group, i = idx - bh0 * slots;
         const int heads = min(group, num_tiles / slots - bh0);
-        return tiles.Tiling<kBlockM>::at(bh0 + i % heads, slots - 1 - i / heads, p.nheads, p.nheads / p.nheads_k);
+        return tiles.TileSlots<kBlockM>::at(bh0 + i % heads, slots - 1 - i / heads, p.nheads, p.nheads / p.nheads_k);
     }
     __device__ int next(const AttnParams &p, int idx) const {
         return gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : idx);

@@ -20,13 +20,13 @@ template <int kBlock> __host__ __device__ int num_blocks(int seqlen) {
 // How the rows of a head, or its keys, are cut into tiles of kBlock. No tile has rows of two samples. The host does not
 // know the lengths in a packed batch, but it knows that a sample of n rows has at most n / kBlock + 1 tiles. So sample
 // b has the slots from begin / kBlock + b on, and some slots stay empty: their tiles begin beyond the sample's rows.
-template <int kBlock> struct Tiling {
+template <int kBlock> struct TileSlots {
     const int *cu_seqlens;
     int seqlen;
     int64_t batch_size;
     int slots;  // of a head: those of one sample, or of all samples of a packed batch
 
-    __host__ __device__ Tiling(const int *cu_seqlens, int seqlen, int64_t batch_size)
+    __host__ __device__ TileSlots(const int *cu_seqlens, int seqlen, int64_t batch_size)
         : cu_seqlens(cu_seqlens), seqlen(seqlen), batch_size(batch_size),
           slots(cu_seqlens ? int(seqlen / kBlock + batch_size) : num_blocks<kBlock>(seqlen)) {}
 
@@ -52,27 +52,27 @@ template <int kBlock> struct Tiling {
 };
 
 // Tiles of kBlockM query rows of a head, one for each block of threads.
-template <int kBlockM> struct RowTiles : Tiling<kBlockM> {
+template <int kBlockM> struct RowTiles : TileSlots<kBlockM> {
     __host__ __device__ explicit RowTiles(const AttnParams &p)
-        : Tiling<kBlockM>(p.cu_seqlens_q, p.seqlen_q, p.batch_size) {}
+        : TileSlots<kBlockM>(p.cu_seqlens_q, p.seqlen_q, p.batch_size) {}
 
     __host__ __device__ static int64_t count(const AttnParams &p) {
-        return RowTiles(p).Tiling<kBlockM>::count(p.nheads);
+        return RowTiles(p).TileSlots<kBlockM>::count(p.nheads);
     }
     __device__ static Tile at(const AttnParams &p, int idx) {
         const RowTiles tiles(p);
-        return tiles.Tiling<kBlockM>::at(idx / tiles.slots, tiles.slots - 1 - idx % tiles.slots, p.nheads,
+        return tiles.TileSlots<kBlockM>::at(idx / tiles.slots, tiles.slots - 1 - idx % tiles.slots, p.nheads,
                                          p.nheads / p.nheads_k);
     }
 };
 
 // Tiles of kBlockN keys of a key/value head, one for each block of threads.
-template <int kBlockN> struct KeyTiles : Tiling<kBlockN> {
+template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
     __host__ __device__ explicit KeyTiles(const AttnParams &p)
-        : Tiling<kBlockN>(p.cu_seqlens_k, p.seqlen_k, p.batch_size) {}
+        : TileSlots<kBlockN>(p.cu_seqlens_k, p.seqlen_k, p.batch_size) {}
 
     __host__ __device__ static int64_t count(const AttnParams &p) {
-        return KeyTiles(p).Tiling<kBlockN>::count(p.nheads_k);
+        return KeyTiles(p).TileSlots<kBlockN>::count(p.nheads_k);
     }
     // Whether the last keys go first: in a deterministic pass with a causal mask or the like, under which they are seen
     // by the fewest rows and take the first turns.
@@ -82,7 +82,7 @@ template <int kBlockN> struct KeyTiles : Tiling<kBlockN> {
     __device__ static Tile at(const AttnBackwardParams &p, int idx) {
         const KeyTiles tiles(p);
         const int slot = idx % tiles.slots;
-        Tile tile = tiles.Tiling<kBlockN>::at(idx / tiles.slots, is_last_first(p) ? tiles.slots - 1 - slot : slot,
+        Tile tile = tiles.TileSlots<kBlockN>::at(idx / tiles.slots, is_last_first(p) ? tiles.slots - 1 - slot : slot,
                                               p.nheads_k, 1);
         tile.h = tile.h_k * (p.nheads / p.nheads_k);
         return tile;
