@@ -29,8 +29,8 @@ bool is_autocast_to_another_dtype(const at::Tensor &q) {
 
 // The window of (left, right) and causal, or nothing if they are not plain.
 std::optional<Window> window_of(py::handle window_size, py::handle causal) {
-    if (!PyBool_Check(causal.ptr()) || !PyTuple_CheckExact(window_size.ptr()) || PyTuple_GET_SIZE(window_size.ptr()) != 2)
-        return {};
+    if (!PyBool_Check(causal.ptr()) || !PyTuple_CheckExact(window_size.ptr())) return {};
+    if (PyTuple_GET_SIZE(window_size.ptr()) != 2) return {};
     int64_t sides[2];
     for (int i = 0; i < 2; i++) {
         PyObject *side = PyTuple_GET_ITEM(window_size.ptr(), i);

@@ -365,11 +365,12 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
 // S, P and O has to fit 160 registers then.
 template <typename T> void dispatch(const AttnParams &p) {
     const int head_dim = p.max_head_dim();
+    const int64_t keys_of_a_row = std::min<int64_t>(p.seqlen_k, int64_t(p.window_left) + p.window_right + 1);
     if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
     else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
     // Registers leave 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper). A packed
     // batch has the same tiles whatever its length is: a sample's bits must not depend on it.
-    else if (head_dim <= 128 && (p.cu_seqlens_k || p.seqlen_k <= 2048)) launch_fwd<T, Shape<128, 3, 64, 4>>(p);
+    else if (head_dim <= 128 && (p.cu_seqlens_k || keys_of_a_row <= 2048)) launch_fwd<T, Shape<128, 3, 64, 4>>(p);
     else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 80>>(p);
     else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80>>(p);
     else launch_fwd<T, Shape<256, 2, 64, 2, 1>>(p);  // shared memory has no room for a second Q

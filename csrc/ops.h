@@ -30,8 +30,8 @@ inline bool is_like(const at::Tensor &x, at::IntArrayRef sizes, at::ScalarType d
     return x.sizes() == sizes && x.scalar_type() == dtype && x.device() == device;
 }
 
-// What is wrong with the lengths and sinks of a call, whose q is without a fault: a ValueError. Their values stay on the
-// GPU, where kernels clamp the lengths.
+// What is wrong with the lengths and sinks of a call, whose q is without a fault: a ValueError. Their values stay on
+// the GPU, where kernels clamp the lengths.
 inline Reason find_fault(const at::Tensor &q, Layout dim, const Options &options) {
     const auto &[cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks] =
         std::tie(options.cu_seqlens_q, options.cu_seqlens_k, options.seqused_q, options.seqused_k, options.sinks);

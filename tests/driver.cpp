@@ -247,7 +247,7 @@ const std::vector<Case> cases = {
     window({"sm90_window_one",  b16, 1, 4, 1, 200, 300, 192, false, kRows,   {}, kSm90}, 0, 0),
     window({"sm90_window_left", f16, 1, 1, 1, 400, 150,  96, false, kSlices, {}, kSm90}, 70, -1),
     window({"sm90_window_256",  b16, 1, 1, 1,  70, 400, 256, false, kHeads,  {}, kSm90}, 100, 64),
-    window({"sm90_window_long", f16, 1, 1, 1,  70, 2100, 128, false, kRows,  {}, kSm90}, 700, 0),
+    window({"sm90_window_long", f16, 1, 1, 1,  70, 2100, 128, false, kRows,  {}, kSm90}, 2060, 0),
     window({"sm90_window_scale_30", f16, 1, 1, 1, 70, 500, 64, false, kHeads, {}, kSm90, 0, 30}, 300, 0),
     window({"sm90_window_below_0", f16, 1, 1, 1, 70, 300, 64, false, kHeads, {}, kSm90, 0, -1}, 150, 0),
 #endif
