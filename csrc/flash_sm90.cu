@@ -40,8 +40,9 @@ template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQ
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 };
 
-// A tile of out, and what the producer found out about its sample, so that consumers need no registers for it.
-struct Work {
+// A tile of out, and what the producer found out about its sample, so that consumers need no registers for it. Aligned,
+// so that 16 bytes at a time are written and read.
+struct alignas(16) Work {
     Tile tile;
     Sequence seq;
     Mask mask;
