@@ -42,11 +42,12 @@ template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQ
 
 // A tile of out, and what the producer found out about its sample, so that consumers need no registers for it. Aligned,
 // so that 16 bytes at a time are written and read.
-struct alignas(16) Work {
+template <int kConsumers> struct alignas(16) Work {
+    BlockRange blocks[kConsumers];  // of keys, for the rows of a consumer
+    int blocks_begin, blocks_end;   // those of all consumers
     Tile tile;
     Sequence seq;
     Mask mask;
-    BlockRange blocks;  // of keys
 };
 
 template <typename Shape> struct SharedMemory {
@@ -55,6 +56,7 @@ template <typename Shape> struct SharedMemory {
     Ring<Shape::kQStages> q[Shape::kConsumers];  // one for each consumer: they end a tile at different times
     Ring<Shape::kStages> k, v;
     // What Q is of: written before Q is asked for, and again only when all consumers have released that Q.
+    using Work = sm90::Work<Shape::kConsumers>;
     Work works[2 * Shape::kQStages];
 
     __device__ static int q_index(uint32_t i, int c) { return i % Shape::kQStages * Shape::kConsumers + c; }
@@ -103,24 +105,28 @@ template <typename Shape> __device__ void produce(const Params<Shape> &p, Shared
     prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
     uint32_t q_item = 0, kv_item = 0;  // of the rings
     for (int idx = blockIdx.x;;) {
-        Work &work = shared.work(q_item);  // read anew where it is needed: the producer has few registers
+        auto &work = shared.work(q_item);  // read anew where it is needed: the producer has few registers
         work.tile = p.scheduler.at(p, idx);
         const Tile &tile = work.tile;
         if (!tile.is_valid) break;
         idx = p.scheduler.next(p, idx);
         const Sequence &seq = work.seq = Sequence(p, tile.b);
         if (tile.block * kBlockM >= seq.padded_q) continue;  // a slot that its sample does without
-        work.mask = Mask(seq, p);
-        work.blocks = work.mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
+        const Mask mask = work.mask = Mask(seq, p);
+        const BlockRange all = mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
+        work.blocks_begin = all.begin, work.blocks_end = all.end;
+#pragma unroll 1
+        for (int c = 0; c < Shape::kConsumers; c++)
+            work.blocks[c] = mask.key_blocks<64, kBlockN>(tile.block * kBlockM + 64 * c);
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++) {
             shared.q[c].producer_acquire(q_item);
             load_tile(shared.sQ[shared.q_index(q_item, c)], p.q_tma, shared.q[c].full_barrier(q_item),
                       seq.q_begin + tile.block * kBlockM + 64 * c, tile.h, tile.b);
         }
-        const int h_k = tile.h_k, b = tile.b, k_begin = seq.k_begin, n_begin = work.blocks.begin;
+        const int h_k = tile.h_k, b = tile.b, k_begin = seq.k_begin, n_begin = work.blocks_begin;
 #pragma unroll 1
-        for (int n_block = work.blocks.end - 1; n_block >= n_begin; n_block--, kv_item++) {
+        for (int n_block = work.blocks_end - 1; n_block >= n_begin; n_block--, kv_item++) {
             const uint32_t stage = kv_item % Shape::kStages;
             const int key = k_begin + n_block * kBlockN;
             shared.k.producer_acquire(kv_item);
@@ -138,6 +144,7 @@ template <typename Shape> __device__ void produce(const Params<Shape> &p, Shared
 
 // A warpgroup: 64 rows of out and lse of each tile.
 template <typename T, typename Shape> struct Consumer {
+    using Work = SharedMemory<Shape>::Work;
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages;
     static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
     static constexpr float kMaxSum = 1 << 15;  // of a lane's columns of P: less than fp16 holds
@@ -168,14 +175,14 @@ template <typename T, typename Shape> struct Consumer {
 
     // acc_o and softmax of a tile's rows, over all keys that they see.
     __device__ void attend(const Work &work, Softmax<1> &softmax) {
-        const auto &[tile, seq, mask, tile_blocks] = work;
+        const auto &[_, tile_begin, tile_end, tile, seq, mask] = work;
         const int row0 = tile.block * Shape::kBlockM + 64 * consumer;
-        const BlockRange blocks = mask.key_blocks<64, kBlockN>(row0);
+        const BlockRange blocks = work.blocks[consumer];
         const uint32_t num_full = warp_uniform(scores.is_raw ? max(0, blocks.full_end - blocks.full_begin) : 0);
         const int update_begin = warp_uniform(blocks.full_begin < blocks.full_end ? blocks.full_end - 1 : 0);
 
-        int n_block = tile_blocks.end - 1;
-        skip_blocks(seq, n_block, max(blocks.end, tile_blocks.begin));  // 64 rows without keys have no blocks
+        int n_block = tile_end - 1;
+        skip_blocks(seq, n_block, max(blocks.end, tile_begin));  // 64 rows without keys have no blocks
         if (!__any_sync(~0u, blocks.begin < blocks.end)) return;  // shows the compiler that a warp agrees
         shared.k.consumer_wait(kv_item);
         warpgroup_arrive();
@@ -216,7 +223,7 @@ template <typename T, typename Shape> struct Consumer {
         multiply_ab<T>(acc_o[0], P, shared.sV[warp_uniform(kv_item) % kStages]);
         warpgroup_wait<0>(acc_o[0], P);
         shared.v.consumer_release(kv_item++, lane_idx);
-        skip_blocks(seq, --n_block, tile_blocks.begin);
+        skip_blocks(seq, --n_block, tile_begin);
     }
 
     // Blocks of the tile, from n_block down to `end`, that only other consumers need.
