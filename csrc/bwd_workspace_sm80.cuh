@@ -35,8 +35,8 @@ struct BwdShape {
 
 // How many blocks of threads share a tile of keys of a sample, one block or more for each. A split has at least 1024 of
 // the group's rows, masked ones included, to be worth its sums in memory. All splits together have no more sums than
-// the group has elements of Q. The number depends on the sample's lengths and the group alone, so that a sample's bits
-// do not depend on its batch. The padded lengths give the maximum. In a packed batch nothing is split: the host knows
+// the group has elements of Q. The number depends on the sample's lengths and the group, and the padded lengths give
+// the maximum. In a packed batch nothing is split: the host knows
 // the lengths of no sample.
 __host__ __device__ inline int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
     if (p.cu_seqlens_q) return 1;

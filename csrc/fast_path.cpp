@@ -29,14 +29,15 @@ bool is_autocast_to_another_dtype(const at::Tensor &q) {
 
 // The window of (left, right) and causal, or nothing if they are not plain.
 std::optional<Window> window_of(py::handle window_size, py::handle causal) {
-    if (!PyBool_Check(causal.ptr()) || !PyTuple_CheckExact(window_size.ptr())) return {};
-    if (PyTuple_GET_SIZE(window_size.ptr()) != 2) return {};
+    PyObject *window = window_size.ptr();
+    if (!PyBool_Check(causal.ptr()) || !(PyTuple_CheckExact(window) || PyList_CheckExact(window))) return {};
+    if (PySequence_Fast_GET_SIZE(window) != 2) return {};
     int64_t sides[2];
     for (int i = 0; i < 2; i++) {
-        PyObject *side = PyTuple_GET_ITEM(window_size.ptr(), i);
+        PyObject *side = PySequence_Fast_GET_ITEM(window, i);
         int overflow = 0;
-        if (!PyLong_CheckExact(side)) return {};
-        sides[i] = PyLong_AsLongLongAndOverflow(side, &overflow);
+        if (side != Py_None && !PyLong_CheckExact(side)) return {};
+        sides[i] = side == Py_None ? -1 : PyLong_AsLongLongAndOverflow(side, &overflow);
         if (overflow || sides[i] < -1) return {};
     }
     return Window{sides[0], causal.ptr() == Py_True ? 0 : sides[1]};
@@ -73,16 +74,17 @@ py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q
     Options options{.softmax_scale = scale, .window_left = window->left, .window_right = window->right};
     if (!take_optional(options.cu_seqlens_q, lengths[0]) || !take_optional(options.cu_seqlens_k, lengths[1]) ||
         !take_optional(options.seqused_q, lengths[2]) || !take_optional(options.seqused_k, lengths[3]) ||
-        !take_optional(options.sinks, sinks)) return py::none();
-    // As check_sinks does.
-    if (options.sinks && at::isReducedFloatingType(options.sinks->scalar_type()))
-        options.sinks = options.sinks->to(lse_dtype(q)).contiguous();
-    if (is_autocast_to_another_dtype(q) || find_type_fault(q, k, v) ||
-        find_fault(q, k, v, scale, dim) || find_fault(q, dim, options))
+        !take_optional(options.sinks, sinks))
         return py::none();
+    const bool is_packed = options.cu_seqlens_q.has_value();
+    if ((seq_major && has_no_batch != is_packed) || is_autocast_to_another_dtype(q) || find_type_fault(q, k, v) ||
+        find_fault(q, k, v, scale, dim))
+        return py::none();
+    if (options.sinks && at::isReducedFloatingType(options.sinks->scalar_type()))  // as check_sinks does
+        options.sinks = options.sinks->to(lse_dtype(q)).contiguous();
+    if (find_fault(q, dim, options)) return py::none();
     const bool needs_grad =
         at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
-    const bool is_packed = options.cu_seqlens_q.has_value();
     if (needs_grad && is_packed && options.seqused_k) return py::none();  // there are no such gradients
     if (needs_grad && !is_packed && !may_train.is_none() && !may_train(q_, k_, seq_major).cast<bool>())
         return py::none();

@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
                                       p.q.row_stride, seq.seqlen_q - row0, p.head_dim);
     Steps<T, Tiles> steps{tiles.steps, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin),
                           rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin), p.k.row_stride, p.v.row_stride,
-                          p.head_dim, p.head_dim_v, seq.seqlen_k, aligned, blocks.end, blocks.begin};
+                          p.head_dim, p.head_dim_v, mask.keys(row0).begin, seq.seqlen_k, aligned, blocks.end,
+                          blocks.begin};
     steps.load();
     for (int j = blocks.begin; j < blocks.end; j++) {
         Sum S[kRows][kCols] = {};

@@ -38,7 +38,8 @@ struct AttnParams {
     // (bottom-right aligned). Under a causal mask window_right is 0. A window of seqlen_k keys to the left or of
     // seqlen_q to the right hides nothing: that is no bound.
     int window_left, window_right;
-    // After the lengths. -1 is no bound, and neither is a window in which every row sees all keys on that side.
+    // Call it when seqlen_q and seqlen_k are set. -1 is no bound, and neither is a window in which every row sees all
+    // keys on that side.
     void set_window(int64_t left, int64_t right) {
         window_left = left < 0 || left >= seqlen_k - 1 ? seqlen_k : int(left);
         window_right = right < 0 || right >= seqlen_q - 1 ? seqlen_q : int(right);

@@ -106,7 +106,7 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     Step (&steps)[2];
     Matrix<T> C, D;
     int heads;  // still to come
-    const int begin, end;
+    const int begin, first, end;  // those before `first` are not used, and may hold NaN
     const bool aligned;
     // The step to load: its block, what it is of, its first column or row in the block, and its place.
     int row = begin;
@@ -119,9 +119,10 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
         const int64_t row_stride = is_C ? C.row_stride : D.row_stride;
         const int cols = is_C ? C.cols : D.cols;
         const T *src = (is_C ? C.data : D.data) + row * row_stride + x * (is_cols ? 1 : row_stride);
-        if (is_cols) load_tile<kNThreads, true, 1>(steps[at].cols, src, row_stride, end - row, cols - x);
-        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].rows, src, row_stride, end - row - x, cols);
-        else load_tile<kNThreads, false, 1>(steps[at].rows, src, row_stride, end - row - x, cols);
+        const int row0 = row + (is_cols ? 0 : x);
+        if (is_cols) load_tile<kNThreads, true, 1>(steps[at].cols, src, row_stride, end - row0, cols - x, first - row0);
+        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].rows, src, row_stride, end - row0, cols, first - row0);
+        else load_tile<kNThreads, false, 1>(steps[at].rows, src, row_stride, end - row0, cols, first - row0);
         if ((x += kStep) < (is_cols ? cols : Tiles::kBlockN)) return;
         x = 0;
         if (of == kColsC) of = kColsD;
@@ -163,9 +164,10 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     // dO may be NaN. If this block owns such a row, the NaN reaches only that row's own sums. Keys begin at an even
     // one: dropout's words are for pairs of them.
     const int own_end = kOwnsKeys ? seq.seqlen_k : seq.seqlen_q, own_rows = min(kBlockM, own_end - own0);
+    const int first = kOwnsKeys ? mask.rows(own0).begin : mask.keys(own0).begin;
     const Range walked = own_rows <= 0 ? Range{0, 0}
-                         : kOwnsKeys   ? Range{mask.rows(own0).begin, mask.rows(own0 + own_rows - 1).end}
-                                       : Range{mask.keys(own0).begin / 2 * 2, mask.keys(own0 + own_rows - 1).end};
+                         : kOwnsKeys   ? Range{first, mask.rows(own0 + own_rows - 1).end}
+                                       : Range{first / 2 * 2, mask.keys(own0 + own_rows - 1).end};
 
     const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
     Sum dA[kRows][kDims] = {}, dB[kOwnsKeys ? kRows : 1][kDims] = {};
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
         load_tile<kNThreads, true, 1>(tiles.A, A.data + own0 * A.row_stride, A.row_stride, own_rows, A.cols);
         load_tile<kNThreads, true, 1>(tiles.B, B.data + own0 * B.row_stride, B.row_stride, own_rows, B.cols);
     }
-    Walk<T, Tiles, kOwnsKeys> walk{tiles.steps, C, D, heads, walked.begin, walked.end, aligned};
+    Walk<T, Tiles, kOwnsKeys> walk{tiles.steps, C, D, heads, walked.begin, first, walked.end, aligned};
     walk.load();
     auto product = [&](Sum (&acc)[kRows][kCols], const Sum (*own)[kBlockM + 4], int cols) {  // A Cᵀ or B Dᵀ
         for (int d0 = 0; d0 < cols; d0 += 64) {  // short sums round less, as in flash.cu

@@ -96,10 +96,11 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
                                                      end - row, cols - vec * 8, begin - row);
     }
     __device__ void load_keys() {
-        const int key = tile.block * kBlockN, end = seq.seqlen_k - key;
-        load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, 0, end,
+        // Keys that no row sees are not read: they may hold NaN.
+        const int key = tile.block * kBlockN, end = seq.seqlen_k - key, begin = Mask(seq, p).keys(0).begin - key;
+        load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, begin, end,
              p.head_dim);
-        load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, 0, end,
+        load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, begin, end,
              p.head_dim_v);
     }
     // Rows that see no key of any block are not read: everything about them is 0, and they add nothing.
@@ -247,7 +248,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
 
     // dK and dV go through sK and sV. Each warp has its own part of them.
     __device__ void store() {
-        const Sequence seq(p, tile.b);
+        const Sequence seq(p, tile.b);  // once more: the loop has no registers for it
         const int key = tile.block * kBlockN;
         auto is_zero = [&](int i) { return key + i >= seq.seqlen_k; };  // the sum may be NaN, from 0 · NaN
         auto store_keys = [&](const auto &acc, float scale, auto &sX, const Tensor &x, int cols) {

@@ -85,7 +85,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 
     // Step `step` of `steps` starts its share of the copies of a block of keys. All have begun after half of the steps.
     // What lies outside of K and V, or after the last block, is not read and becomes 0.
-    const int key_end = min(seq.seqlen_k, blocks.end * kBlockN);
+    // Nor are keys before those that the tile's first row sees: V may hold NaN there, and 0 · NaN is NaN.
+    const int key_begin = mask.keys(row0).begin, num_keys = max(0, min(seq.seqlen_k, blocks.end * kBlockN) - key_begin);
     auto copy = [&](auto &tile, const float *from, int64_t row_stride, int cols, int n_block, int step, int steps) {
         constexpr int kRowStep = kNThreads / kVecs, kCopies = kBlockN / kRowStep;
         static_assert(kRowStep * kVecs == kNThreads && kCopies * kRowStep == kBlockN);
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
             const int row = threadIdx.x / kVecs + i * kRowStep, col = threadIdx.x % kVecs * 4;
             const int key = n_block * kBlockN + row;
             cp_async(shared_address(&tile[row][col]), from + key * row_stride + col,
-                     key < key_end && col < cols);
+                     uint32_t(key - key_begin) < num_keys && col < cols);
         }
     };
 

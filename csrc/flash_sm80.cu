@@ -67,12 +67,14 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     const int key0 = blocks.begin * kBlockN;
     const T *gK = rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key0 + row) + vec * 8;
     const T *gV = rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key0 + row) + vec * 8;
-    auto load_kv = [&](auto &to, const T *&from, int64_t row_stride, int more_cols, int n_block) {
+    auto load_kv = [&](auto &to, const T *&from, int64_t row_stride, int more_cols, int n_block, int begin = INT_MIN) {
         load_tile<kBlockN, kHeadDim, kNThreads>(shared_address(to) + copy_offset, from, row_stride,
-                                                seq.seqlen_k - n_block * kBlockN - row, cols + more_cols);
+                                                seq.seqlen_k - n_block * kBlockN - row, cols + more_cols, begin);
     };
     auto load_k = [&](int n_block) { load_kv(sK, gK, p.k.row_stride, 0, n_block); };
-    auto load_v = [&](int n_block) { load_kv(sV, gV, p.v.row_stride, p.head_dim_v - p.head_dim, n_block); };
+    auto load_v = [&](int n_block, int begin = INT_MIN) {
+        load_kv(sV, gV, p.v.row_stride, p.head_dim_v - p.head_dim, n_block, begin);
+    };
 
     const uint32_t q_address = shared_address(sQ[warp_idx * kWarpM]) + Swizzle::down(lane_idx);
     const uint32_t k_address = shared_address(sK) + Swizzle::across(lane_idx);
@@ -82,7 +84,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     if (blocks.begin < blocks.end) {
         load_tile<kBlockM, kHeadDim, kNThreads>(shared_address(sQ) + copy_offset, gQ, p.q.row_stride,
                                                 seq.seqlen_q - row0 - row, cols);
-        load_k(blocks.begin), load_v(blocks.begin);
+        // Keys that no row of the tile sees may hold NaN, and 0 · NaN is NaN: their rows of V become 0.
+        load_k(blocks.begin), load_v(blocks.begin, Mask(seq, p).keys(row0).begin - key0 - row);
     }
     cp_async_wait<1>();
     __syncthreads();  // Q and K have arrived

@@ -45,6 +45,7 @@ template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQ
 template <int kConsumers> struct alignas(16) Work {
     BlockRange blocks[kConsumers];  // of keys, for the rows of a consumer
     int blocks_begin, blocks_end;   // those of all consumers
+    int first_key;                  // those before it are seen by no row of the tile
     Tile tile;
     Sequence seq;
     Mask mask;
@@ -87,7 +88,7 @@ template <int kBlockM> struct Scheduler {
         if (idx >= num_tiles) return {0, 0, 0, 0, false};
         const int slots = tiles.slots, bh0 = idx / (group * slots) * group, i = idx - bh0 * slots;
         const int heads = min(group, num_tiles / slots - bh0);
-        return tiles.TileSlots<kBlockM>::at(bh0 + i % heads, slots - 1 - i / heads, p.nheads, p.nheads / p.nheads_k);
+        return tiles.tile(bh0 + i % heads, slots - 1 - i / heads, p.nheads, p.nheads / p.nheads_k);
     }
     __device__ int next(const AttnParams &p, int idx) const {
         return gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : idx);
@@ -115,6 +116,7 @@ template <typename Shape> __device__ void produce(const Params<Shape> &p, Shared
         const Mask mask = work.mask = Mask(seq, p);
         const BlockRange all = mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
         work.blocks_begin = all.begin, work.blocks_end = all.end;
+        work.first_key = mask.keys(tile.block * kBlockM).begin;
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++)
             work.blocks[c] = mask.key_blocks<64, kBlockN>(tile.block * kBlockM + 64 * c);
@@ -175,32 +177,32 @@ template <typename T, typename Shape> struct Consumer {
 
     // acc_o and softmax of a tile's rows, over all keys that they see.
     __device__ void attend(const Work &work, Softmax<1> &softmax) {
-        const auto &[_, tile_begin, tile_end, tile, seq, mask] = work;
-        const int row0 = tile.block * Shape::kBlockM + 64 * consumer;
+        const Mask &mask = work.mask;
+        const int row0 = work.tile.block * Shape::kBlockM + 64 * consumer, tile_begin = work.blocks_begin;
         const BlockRange blocks = work.blocks[consumer];
         const uint32_t num_full = warp_uniform(scores.is_raw ? max(0, blocks.full_end - blocks.full_begin) : 0);
-        const int update_begin = warp_uniform(blocks.full_begin < blocks.full_end ? blocks.full_end - 1 : 0);
+        // row_max is updated in blocks with a mask and in the first one without: then each row has seen keys. In the other
+        // blocks scores may be formed once more, which is done without a mask.
+        const uint32_t update_begin = warp_uniform(max(num_full, 1u) - 1);
 
-        int n_block = tile_end - 1;
-        skip_blocks(seq, n_block, max(blocks.end, tile_begin));  // 64 rows without keys have no blocks
+        int n_block = work.blocks_end - 1;
+        skip_blocks(work, n_block, max(blocks.end, tile_begin));  // 64 rows without keys have no blocks
         if (!__any_sync(~0u, blocks.begin < blocks.end)) return;  // shows the compiler that a warp agrees
         shared.k.consumer_wait(kv_item);
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sQ[q_index()], shared.sK[kv_item % kStages]);
         warpgroup_wait<0>(acc_s[0]);
-        for (int i = n_block - blocks.full_begin;; n_block--, i--, kv_item++) {
+        for (uint32_t from_full = n_block - blocks.full_begin;; n_block--, from_full--, kv_item++) {
             // Found anew in every iteration: kept from one to the next, Q's descriptors fill the uniform registers.
             const uint32_t block = warp_uniform(kv_item), q_idx = warp_uniform(q_index());
-            const bool is_full = uint32_t(i) < num_full;  // as BlockRange::is_full
-            // row_max is updated until each row has seen keys: in the blocks before the first full one, and there.
-            const bool updates_max = n_block >= update_begin;
+            const bool is_full = from_full < num_full;  // as BlockRange::is_full
             if (!is_full) {
                 scores.apply(acc_s);
                 const int lane_idx = thread_idx() % 32, row = row0 + thread_idx() % 128 / 32 * 16 + lane_idx / 4;
                 mask.apply(acc_s, blocks, n_block, row, n_block * kBlockN + lane_idx % 4 * 2);
             }
             float alpha[2];
-            const bool has_grown = exponentiate(softmax, updates_max, alpha);
+            const bool has_grown = exponentiate(softmax, from_full >= update_begin, alpha);
             shared.k.consumer_release(kv_item, lane_idx);
 
             warpgroup_wait<0>(acc_o[0], P);  // P V of the block before
@@ -211,7 +213,7 @@ template <typename T, typename Shape> struct Consumer {
             if (has_grown) softmax.rescale(acc_o, alpha);
 
             shared.v.consumer_wait(kv_item);
-            if (!is_full) clear_v(seq, n_block);
+            if (!is_full) clear_v(work, n_block);
             if (n_block == blocks.begin) break;
             shared.k.consumer_wait(kv_item + 1);
             warpgroup_arrive();
@@ -223,31 +225,33 @@ template <typename T, typename Shape> struct Consumer {
         multiply_ab<T>(acc_o[0], P, shared.sV[warp_uniform(kv_item) % kStages]);
         warpgroup_wait<0>(acc_o[0], P);
         shared.v.consumer_release(kv_item++, lane_idx);
-        skip_blocks(seq, --n_block, tile_begin);
+        skip_blocks(work, --n_block, tile_begin);
     }
 
     // Blocks of the tile, from n_block down to `end`, that only other consumers need.
-    __device__ void skip_blocks(const Sequence &seq, int &n_block, int end) {
+    __device__ void skip_blocks(const Work &work, int &n_block, int end) {
         for (; n_block >= end; n_block--, kv_item++) {
             shared.k.consumer_wait(kv_item);
             __syncwarp();
             shared.k.consumer_release(kv_item, lane_idx);
             shared.v.consumer_wait(kv_item);
-            clear_v(seq, n_block);
+            clear_v(work, n_block);
             __syncwarp();
             shared.v.consumer_release(kv_item, lane_idx);
         }
     }
 
-    // Rows of V after the sample's end may hold NaN, and 0 · NaN is NaN. All consumers clear them together, also those
-    // that skip the block: it is full for none. What lies beyond the tensor is 0 already.
-    __device__ void clear_v(const Sequence &seq, int n_block) {
-        const int row_end = seq.seqlen_k - n_block * kBlockN;
-        if (row_end >= kBlockN || !seq.keys_follow(p)) return;
+    // Keys that no row of the tile sees, after the sample's end or before a window, may hold NaN, and 0 · NaN is NaN.
+    // All consumers clear their rows of V together, also those that skip the block: it is full for none. What lies
+    // beyond the tensor is 0 already.
+    __device__ void clear_v(const Work &work, int n_block) {
+        const int key0 = n_block * kBlockN, begin = work.first_key - key0;
+        const int end = work.seq.keys_follow(p) ? work.seq.seqlen_k - key0 : kBlockN;
+        if (begin <= 0 && end >= kBlockN) return;
         constexpr int kThreads = 128 * Shape::kConsumers, kVecs = SmemTile<kBlockN, kHeadDim>::kRowBytes / 16;
         for (auto &panel : shared.sV[kv_item % kStages].panel)
-            for (int i = row_end * kVecs + threadIdx.x - 128; i < kBlockN * kVecs; i += kThreads)
-                reinterpret_cast<uint4 *>(panel)[i] = uint4{};
+            for (int i = threadIdx.x - 128; i < kBlockN * kVecs; i += kThreads)
+                if (i / kVecs < begin || i / kVecs >= end) reinterpret_cast<uint4 *>(panel)[i] = uint4{};
         fence_proxy_async();
         barrier_sync(kAllConsumers, kThreads);
     }
@@ -316,7 +320,8 @@ template <typename T, typename Shape> struct Consumer {
             __syncwarp();
             store_some_rows(sO, 16 * warp_idx, rows_of<uint16_t>(p.o, tile.b, tile.h, seq.q_begin + row0),
                             p.o.row_stride, seq.padded_q - row0, p.head_dim_v);
-            __syncwarp();  // sO has been read
+            fence_proxy_async();
+            __syncwarp();  // sO has been read, and TMA may write to it
             return;
         }
         fence_proxy_async();

@@ -34,9 +34,9 @@ void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const a
     TORCH_CHECK_VALUE(!fault, *fault);
     TORCH_CHECK_VALUE(options.window_left >= -1 && options.window_right >= -1,
                       "window_left and window_right must be at least 0, or -1 for no bound");
-    set_inputs(p, q, k, v, options.softmax_scale, {options.window_left, options.window_right}, kBHSD);
     const Reason options_fault = find_fault(q, kBHSD, options);
     TORCH_CHECK_VALUE(!options_fault, *options_fault);
+    set_inputs(p, q, k, v, options.softmax_scale, {options.window_left, options.window_right}, kBHSD);
     set_lengths_and_sinks(p, options);
     const auto &[dropout_p, dropout_seed] = std::tie(options.dropout_p, options.dropout_seed);
     TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, "dropout_p must be in [0, 1]");
@@ -170,7 +170,10 @@ Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, co
     };
     at::Tensor dq = gradient(q, need_dq), dk = gradient(k, need_dkv), dv = gradient(v, need_dkv);
     at::Tensor dsinks = need_dsinks ? at::zeros_like(*options.sinks) : at::empty({0}, lse.options());
-    if (q.numel() == 0 || k.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks};
+    if (q.numel() == 0 || k.numel() == 0) {  // lse is that of the sinks alone
+        if (need_dsinks && dlse) dsinks = dlse->masked_fill(lse == -INFINITY, 0).sum({0, 2});
+        return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks};
+    }
 
     const Kernel kernel = choose(p, q.device(), true).kernel;
     at::Tensor dout = dout_, delta = at::empty_like(lse);
@@ -188,8 +191,10 @@ Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, co
     p.deterministic = deterministic || at::globalContext().deterministicAlgorithms();
     at::Tensor ascending;
     if (is_packed && p.deterministic) {  // blocks of keys wait for one another: none may be missing, whatever is given
-        ascending = std::get<0>(options.cu_seqlens_k->cummax(0));
-        p.cu_seqlens_k = ascending.const_data_ptr<int>();
+        ascending = at::stack({*options.cu_seqlens_q, *options.cu_seqlens_k});
+        ascending.select(1, 0).zero_();  // as kernels take the first one
+        ascending = std::get<0>(ascending.cummax(1)).contiguous();
+        p.cu_seqlens_q = ascending.const_data_ptr<int>(), p.cu_seqlens_k = p.cu_seqlens_q + p.batch_size + 1;
     }
     if (kernel == Kernel::kHost) host::flash_backward(p);
 #if MINIMAL_ATTN_CUDA

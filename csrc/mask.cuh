@@ -16,7 +16,7 @@ struct Range {
 };
 
 // Blocks [begin, end) are needed. Those before full_begin are cut at their first columns for some row, those from
-// full_end on at their last ones. The others, if there are any, need no mask.
+// full_end on at their last ones: all of them on one side or both if full_end <= full_begin. The others need no mask.
 struct BlockRange {
     int begin, full_begin, full_end, end;
     __device__ bool is_full(int block) const { return block >= full_begin && block < full_end; }
@@ -27,7 +27,7 @@ struct Mask {
     int left, right;         // row i sees the keys from i + left to i + right
 
     __device__ Mask(const Sequence &seq, const AttnParams &p) : Mask(seq.seqlen_q, seq.seqlen_k, p) {}
-    // Beyond the limits of left and right nothing changes, and within them no sum below overflows.
+    // left and right are cut to values beyond which the mask stays the same, so that no sum below overflows.
     __device__ Mask(int seqlen_q, int seqlen_k, const AttnParams &p)
         : seqlen_q(seqlen_q), seqlen_k(seqlen_k), left(max(seqlen_k - seqlen_q - p.window_left, -seqlen_q)),
           right(min(seqlen_k - seqlen_q + p.window_right, seqlen_k)) {}

@@ -30,7 +30,7 @@ template <int kBlock> struct TileSlots {
         : cu_seqlens(cu_seqlens), seqlen(seqlen), batch_size(batch_size),
           slots(cu_seqlens ? int(seqlen / kBlock + batch_size) : num_blocks<kBlock>(seqlen)) {}
 
-    __host__ __device__ int64_t count(int heads) const { return slots * (cu_seqlens ? 1 : batch_size) * heads; }
+    __host__ __device__ int64_t num_tiles(int heads) const { return slots * (cu_seqlens ? 1 : batch_size) * heads; }
     __device__ int first_slot(int b) const { return begin_of(cu_seqlens, b, seqlen) / kBlock + b; }
     // The sample of a slot: the last one that does not begin after it.
     __device__ int sample_of(int slot) const {
@@ -43,7 +43,7 @@ template <int kBlock> struct TileSlots {
         return b;
     }
     // `bh` counts heads: of one sample after the other, or once for all samples of a packed batch.
-    __device__ Tile at(int bh, int slot, int heads, int group) const {
+    __device__ Tile tile(int bh, int slot, int heads, int group) const {
         const int b = cu_seqlens ? sample_of(slot) : bh / heads, h = cu_seqlens ? bh : bh % heads;
         return {b, h, h / group, cu_seqlens ? slot - first_slot(b) : slot, true};
     }
@@ -56,13 +56,10 @@ template <int kBlockM> struct RowTiles : TileSlots<kBlockM> {
     __host__ __device__ explicit RowTiles(const AttnParams &p)
         : TileSlots<kBlockM>(p.cu_seqlens_q, p.seqlen_q, p.batch_size) {}
 
-    __host__ __device__ static int64_t count(const AttnParams &p) {
-        return RowTiles(p).TileSlots<kBlockM>::count(p.nheads);
-    }
+    __host__ __device__ static int64_t count(const AttnParams &p) { return RowTiles(p).num_tiles(p.nheads); }
     __device__ static Tile at(const AttnParams &p, int idx) {
         const RowTiles tiles(p);
-        return tiles.TileSlots<kBlockM>::at(idx / tiles.slots, tiles.slots - 1 - idx % tiles.slots, p.nheads,
-                                         p.nheads / p.nheads_k);
+        return tiles.tile(idx / tiles.slots, tiles.slots - 1 - idx % tiles.slots, p.nheads, p.nheads / p.nheads_k);
     }
 };
 
@@ -72,18 +69,17 @@ template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
         : TileSlots<kBlockN>(p.cu_seqlens_k, p.seqlen_k, p.batch_size) {}
 
     __host__ __device__ static int64_t count(const AttnParams &p) {
-        return KeyTiles(p).TileSlots<kBlockN>::count(p.nheads_k);
+        return KeyTiles(p).num_tiles(p.nheads_k);
     }
-    // Whether the last keys go first: in a deterministic pass with a causal mask or the like, under which they are seen
-    // by the fewest rows and take the first turns.
+    // Whether the last keys go first: in a deterministic pass with a bound on the right, as under a causal mask. The
+    // fewest rows see them then, and they take the first turns.
     __device__ static bool is_last_first(const AttnBackwardParams &p) {
         return p.deterministic && p.window_right < p.seqlen_q;
     }
     __device__ static Tile at(const AttnBackwardParams &p, int idx) {
         const KeyTiles tiles(p);
         const int slot = idx % tiles.slots;
-        Tile tile = tiles.TileSlots<kBlockN>::at(idx / tiles.slots, is_last_first(p) ? tiles.slots - 1 - slot : slot,
-                                              p.nheads_k, 1);
+        Tile tile = tiles.tile(idx / tiles.slots, is_last_first(p) ? tiles.slots - 1 - slot : slot, p.nheads_k, 1);
         tile.h = tile.h_k * (p.nheads / p.nheads_k);
         return tile;
     }

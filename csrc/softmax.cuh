@@ -143,8 +143,10 @@ template <int kMTiles> struct Softmax {
     }
 
   private:
-    // One more score, in units of log2, joins the sum of row i. Returns what the terms so far are multiplied by.
+    // One more score, in units of log2, joins the sum of row i. Returns what the terms so far are multiplied by. A sink
+    // that is larger than fp32 in these units counts as FLT_MAX.
     __device__ float add_sink(int i, float sink_log2) {
+        if (sink_log2 > FLT_MAX) sink_log2 = FLT_MAX;
         const float new_max = fmaxf(row_max[i], sink_log2), factor = ptx::exp2_approx(row_max[i] - new_max);
         row_sum[i] = row_sum[i] * factor + ptx::exp2_approx(sink_log2 - new_max);
         row_max[i] = new_max;

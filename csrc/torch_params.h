@@ -55,7 +55,8 @@ inline Reason find_type_fault(const at::Tensor &q, const at::Tensor &k, const at
 inline Reason find_fault(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double softmax_scale,
                          Layout dim) {
     const int last = dim.head_dim, ndim = last + 1;
-    if (q.dim() != ndim || k.dim() != ndim || v.dim() != ndim) return "q, k and v must be 4D";
+    if (q.dim() != ndim || k.dim() != ndim || v.dim() != ndim)
+        return "q, k and v must be " + std::to_string(ndim) + "D";
     const int64_t head_dim = q.size(last), head_dim_v = v.size(last), nheads_k = k.size(dim.head);
     if (k.sizes().slice(0, last) != v.sizes().slice(0, last) || k.size(last) != head_dim ||
         (dim.batch == 0 && k.size(0) != q.size(0)))
@@ -138,8 +139,9 @@ inline Output run_forward(AttnParams p, const at::Tensor &q, const at::Tensor &v
                                    : at::empty({q.size(dim.batch), p.nheads, p.seqlen_q}, lse_options);
     p.o = tensor_of(out, dim, p.cu_seqlens_q), p.lse = lse.data_ptr();
     if (q.numel() == 0) return {out, lse, {}};
-    const bool are_tiles_equal = !p.cu_seqlens_q && !p.seqused_q && !p.seqused_k && !p.has_left_bound();
-    if (kernel == Kernel::kSm90 && !(are_tiles_equal && !p.has_right_bound())) {
+    const bool do_tiles_differ =
+        p.cu_seqlens_q || p.seqused_q || p.seqused_k || p.has_left_bound() || p.has_right_bound();
+    if (kernel == Kernel::kSm90 && do_tiles_differ) {
         tile_counter = at::empty({1}, q.options().dtype(at::kInt));
         p.tile_counter = tile_counter.data_ptr<int>();
     }

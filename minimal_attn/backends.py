@@ -52,7 +52,7 @@ class Options(NamedTuple):
     # lengths of its sample. -1 is no bound, and (-1, 0) is causal.
     window: tuple[int, int] = (-1, -1)
     lengths: Lengths = Lengths()
-    sinks: Tensor | None = None  # (H,), contiguous, fp32 or, for fp64, fp64: one more score of each row, without a value
+    sinks: Tensor | None = None  # (H,), contiguous, fp32, or fp64 for fp64: one more score of each row, without a value
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None  # int64, one element; None without dropout
     deterministic: bool = False

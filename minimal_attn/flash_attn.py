@@ -47,8 +47,6 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     Raises:
         NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
     """
-    if window_size == (-1, 0) or window_size == [-1, 0]:  # flash-attn's other way to say causal
-        causal, window_size = causal is False or causal, NO_WINDOW
     return_lse = return_lse or return_softmax_lse
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
@@ -120,8 +118,8 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
             page_table=page_table, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
             attention_chunk=attention_chunk)
     if cu_seqlens_k is None and seqused_k is not None:
-        raise NotImplementedError("flash_attn_varlen_func: seqused_k without cu_seqlens_k belongs to page tables, which "
-                                  "are not supported yet")
+        raise NotImplementedError("flash_attn_varlen_func: seqused_k without cu_seqlens_k belongs to page tables, "
+                                  "which are not supported yet")
     _check_layout("flash_attn_varlen_func", "(T, H, D)", q=q, k=k, v=v)
     _check_out(out, q, k, v, sinks)
     result = checked_attention(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), causal, softmax_scale, dropout_p,

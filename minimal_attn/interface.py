@@ -190,7 +190,7 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
         check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, sinks=sinks,
                             **named_descales,
                             has_backward=q.dtype not in FP8_DTYPES and not is_transformed())
-        if lengths.may_share_keys and any(map(wants_gradient, (q, k, v))):
+        if lengths.may_share_keys and any(map(wants_gradient, (q, k, v, sinks))):
             raise NotImplementedError(f"backend={name!r} has no backward pass of packed batches with seqused_k, whose "
                                       "key ranges may overlap: use backend='torch'")
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)

@@ -122,7 +122,7 @@ def check_seq_lens(seq_lens, q, k):
         raise ValueError(f"seq_lens needs equal lengths of q and k, got seqlen_q {seqlen} and seqlen_k {k.shape[-2]}")
     is_tracing = torch.compiler.is_compiling()
     is_capturing = q.is_cuda and not is_tracing and torch.cuda.is_current_stream_capturing()
-    can_read = not (is_tracing or is_capturing)
+    is_readable = not (is_tracing or is_capturing)
     if not isinstance(seq_lens, torch.Tensor):
         try:
             lengths = [operator.index(n) for n in seq_lens]
@@ -131,7 +131,7 @@ def check_seq_lens(seq_lens, q, k):
                              f"{shown(seq_lens)}") from None
         if any(not 0 < n <= seqlen for n in lengths):
             raise ValueError(f"seq_lens must be in 1..{seqlen}, got {lengths}")
-        seq_lens, can_read = torch.tensor(lengths, dtype=torch.int32, device="cpu"), False  # they have been read
+        seq_lens, is_readable = torch.tensor(lengths, dtype=torch.int32, device="cpu"), False  # they have been read
     elif seq_lens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"seq_lens must be a list or an int32 or int64 tensor, got {seq_lens.dtype}")
     elif seq_lens.device != q.device and seq_lens.device.type != "cpu":
@@ -142,7 +142,7 @@ def check_seq_lens(seq_lens, q, k):
     if seq_lens.shape != (batch_size,):
         why = "one value for all of a 3D q" if q.ndim == 3 else "one value a sample"
         raise ValueError(f"seq_lens must have shape ({batch_size},), {why}, got {tuple(seq_lens.shape)}")
-    if can_read and seq_lens.numel():
+    if is_readable and seq_lens.numel():
         low, high = torch.stack(seq_lens.aminmax()).tolist()
         if low < 1 or high > seqlen:
             raise ValueError(f"seq_lens must be in 1..{seqlen}, got values from {low} to {high}")

@@ -119,14 +119,15 @@ class FlashMHA(nn.Module):
         """Self-attention of x. At most one of seq_lens, cu_seqlens and key_padding_mask is given.
 
         Args:
-            x: (B, S, E), or packed (T, E) with cu_seqlens, of the parameters' device and dtype; torch.autocast casts it.
+            x: (B, S, E), or packed (T, E) with cu_seqlens, on the device and of the dtype of the parameters;
+                torch.autocast casts it.
             seq_lens: valid length of each sample, 1 to S, as in flash_attention. No position sees those from the length
                 on, and their result is out_proj's bias, or 0 without one.
             cu_seqlens: int32 (B + 1,) on x's device: where the samples of a packed x begin, as in flash_attention.
             max_seqlen: an int or a tensor of one element, which nothing here needs.
             key_padding_mask: bool (B, S) on x's device, True where a position is valid, as in flash-attn, and the
                 opposite of nn.MultiheadAttention. The valid positions, wherever they lie, are packed, and windows count
-                these alone. All others change nothing, and their result is 0. The host waits for their number, once, so
+                these alone. All others change nothing, and their result is 0. The host waits for their number, twice, so
                 a CUDA graph cannot be captured.
 
         Returns:

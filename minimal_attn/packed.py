@@ -15,7 +15,7 @@ from .checks import can_read, check_tensor
 def unpad_input(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Pack a padded batch: take what mask says is valid, wherever it lies in a sample (flash_attn.bert_padding).
 
-    The host waits for the number of valid positions, once.
+    The host waits for the number of valid positions, and for the largest length.
 
     Args:
         x: (B, S, ...).

@@ -93,6 +93,7 @@ struct Case {
     std::vector<int> seqused_k = {};
     int head_dim_v = head_dim;
     bool has_sinks = false;
+    std::vector<int> spike = {};  // the keys [begin, end) whose scores are alike and far above those of all others
 
     int max_head_dim() const { return std::max(head_dim, head_dim_v); }
     bool is_packed() const { return !cu_seqlens_q.empty(); }
@@ -112,6 +113,10 @@ Case packed(Case c, std::vector<int> cu_seqlens_q, std::vector<int> cu_seqlens_k
 }
 Case head_dim_of_v(Case c, int head_dim_v) {
     c.head_dim_v = head_dim_v;
+    return c;
+}
+Case with_spike(Case c, int begin, int end) {
+    c.spike = {begin, end};
     return c;
 }
 Case with_sinks(Case c) {
@@ -249,6 +254,9 @@ const std::vector<Case> cases = {
     window({"sm90_window_256",  b16, 1, 1, 1,  70, 400, 256, false, kHeads,  {}, kSm90}, 100, 64),
     window({"sm90_window_long", f16, 1, 1, 1,  70, 2100, 128, false, kRows,  {}, kSm90}, 2060, 0),
     window({"sm90_window_scale_30", f16, 1, 1, 1, 70, 500, 64, false, kHeads, {}, kSm90, 0, 30}, 300, 0),
+    // A block that is cut on the left has the largest scores, also of keys that are hidden.
+    window(with_spike({"sm90_window_spike", f16, 1, 1, 1, 400, 400, 64, false, kHeads, {}, kSm90, 0, 30}, 128, 256),
+           200, 0),
     window({"sm90_window_below_0", f16, 1, 1, 1, 70, 300, 64, false, kHeads, {}, kSm90, 0, -1}, 150, 0),
 #endif
     // Packed batches: samples of no rows, of no keys, of one row, and longer than a tile.
@@ -345,6 +353,13 @@ template <typename T> struct Buffer {
     void make_nan(bool on_device = true) {
         std::memset(static_cast<void *>(host.data()), 0xff, bytes());
         if (on_device) copy(device, host.data(), bytes());
+    }
+    // Of the first sample in kHeads: zeros in all other columns.
+    void set_first_column(auto value_of) {
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t r = 0; r < batch_stride / heads / head_dim; r++)
+                for (int64_t d = 0; d < head_dim; d++) host[index(0, h, r) + d] = encode<T>(d ? 0.f : value_of(r));
+        copy(device, host.data(), bytes());
     }
     void randomize(int64_t b, int64_t begin, int64_t end, std::mt19937 &random) {
         for (int64_t h = 0; h < heads; h++)
@@ -519,13 +534,17 @@ template <typename T> struct Tensors {
         for (int b = 0; b < c.samples(); b++) {
             const Span rows = rows_of(b), keys = keys_of(b);
             q.randomize(batch_of(b), rows.begin, rows.begin + rows.valid, random);
-            for (Buffer<T> *x : {&k, &v}) x->randomize(batch_of(b), keys.begin, keys.begin + keys.valid, random);
+            const int first = first_key(b);  // those before it stay NaN: no row sees them
+            for (Buffer<T> *x : {&k, &v}) x->randomize(batch_of(b), keys.begin + first, keys.begin + keys.valid, random);
             for (int i = 0; i < rows.valid; i++) {
                 const bool sees_none = is_empty(b, i);
                 if (!sees_none) dout.randomize(batch_of(b), rows.begin + i, rows.begin + i + 1, random);
                 if (!sees_none || c.has_sinks) dlse.randomize(batch_of(b), rows.begin + i, rows.begin + i + 1, random);
             }
         }
+        if (c.spike.empty()) return;
+        q.set_first_column([](int64_t) { return 2.f; });
+        k.set_first_column([&](int64_t key) { return key >= c.spike[0] && key < c.spike[1] ? 2.f : 0.f; });
     }
 
     void set_forward_params() {
@@ -586,6 +605,13 @@ template <typename T> struct Tensors {
     Span rows_of(int b) const { return span(c.cu_seqlens_q, c.seq_lens, b, c.seqlen_q, false); }
     Span keys_of(int b) const {
         return span(c.cu_seqlens_k, c.seqused_k.empty() ? c.seq_lens : c.seqused_k, b, c.seqlen_k, true);
+    }
+    int first_key(int b) const {
+        const int valid = keys_of(b).valid;
+        for (int j = 0; j < valid; j++)
+            for (int i = 0; i < rows_of(b).valid; i++)
+                if (sees(b, i, j)) return j;
+        return valid;
     }
     int batch_of(int b) const { return c.is_packed() ? 0 : b; }  // where the sample is in the buffers
     bool sees(int b, int row, int key) const {
