@@ -197,8 +197,8 @@ def beside_dense(name, op, dense_op, ours):
 
 def packed_table(rows_of, dense, of_dense, impls, pairs, ours):
     """speeds(), and behind it the dense rate of ours and what the packed batch reaches of it."""
-    cells = [[lengths, "yes" if causal else "no", *tflops(rows, impls), *(f"{ratio(rows, *pair):.2f}" for pair in pairs),
-              *tflops(dense[lengths, causal], [ours]), f"{of_dense[lengths, causal]:.2f}"]
+    cells = [[lengths, "yes" if causal else "no", *tflops(rows, impls),
+              *(f"{ratio(rows, *pair):.2f}" for pair in pairs), *tflops(dense[lengths, causal], [ours]), f"{of_dense[lengths, causal]:.2f}"]
              for (lengths, causal), rows in rows_of.items()]
     (name,) = names([ours])
     return table(["lengths", "causal", *names(impls), *(" / ".join(names(pair)) for pair in pairs), f"{name}, dense",
@@ -348,10 +348,11 @@ def training():
 def host():
     one, both = record("forward")["meta"]["host_us"], record("host")["meta"]["host_us"]
     calls = {"`flash_attention`": "flash_attention", "`flash_attn_func`": "flash_attn_func",
+             "`flash_attn_varlen_func`": "flash_attn_varlen_func",
              "`flash_attention(backend=\"triton\")`": "triton", "SDPA, FA2": "torch:flash",
              "SDPA, cuDNN": "torch:cudnn", "SDPA, memory-efficient": "torch:efficient"}
     cells = [[call, f"{one[key]:.1f}" if key in one else "–", f"{both[key]:.0f}" if key in both else "–"]
-             for call, key in calls.items()]
+             for call, key in calls.items() if key in one or key in both]
     other = record("sm80")["meta"]["host_us"]
     apart = max(max(one[key] / other[key], other[key] / one[key]) for key in calls.values() if key in other)
     return "\n".join([

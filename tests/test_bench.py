@@ -998,8 +998,9 @@ def test_recorded_speed_of_packed_batches():
     times = [ours[x] / peer[x] for x in ours]
     assert len(times) == 6 and min(times) >= 1.5 and statistics.geometric_mean(times) >= 1.7
     dense = rates(VARLEN_JSON, "forward", "cuda:sm90", "seqlen_q", "causal")
-    for lengths, seqlen, least, least_causal in (("16 of 64..4096", "2048", 0.98, 0.98), ("32 x 512", "512", 0.97, 0.97),
-                                                 ("8192 + 64 x 128", "8192", 0.96, 0.90)):
+    for lengths, seqlen, least, least_causal in (
+            ("16 of 64..4096", "2048", 0.98, 0.98), ("32 x 512", "512", 0.97, 0.97),
+            ("8192 + 64 x 128", "8192", 0.96, 0.90)):
         assert ours[lengths, "False"] >= least * dense[seqlen, "False"]
         assert ours[lengths, "True"] >= least_causal * dense[seqlen, "True"]
 
