@@ -198,8 +198,8 @@ def beside_dense(name, op, dense_op, ours):
 def packed_table(rows_of, dense, of_dense, impls, pairs, ours):
     """speeds(), and behind it the dense rate of ours and what the packed batch reaches of it."""
     cells = [[lengths, "yes" if causal else "no", *tflops(rows, impls),
-              *(f"{ratio(rows, *pair):.2f}" for pair in pairs), *tflops(dense[lengths, causal], [ours]), f"{of_dense[lengths, causal]:.2f}"]
-             for (lengths, causal), rows in rows_of.items()]
+              *(f"{ratio(rows, *pair):.2f}" for pair in pairs), *tflops(dense[lengths, causal], [ours]),
+              f"{of_dense[lengths, causal]:.2f}"] for (lengths, causal), rows in rows_of.items()]
     (name,) = names([ours])
     return table(["lengths", "causal", *names(impls), *(" / ".join(names(pair)) for pair in pairs), f"{name}, dense",
                   f"{name} / dense"], cells)
@@ -218,12 +218,13 @@ def varlen():
         paragraph(f"""`flash_attn_varlen_func` with 16 query heads, 4 key heads and head_dim 128, in TFLOP/s. FLOPs are
             those of the samples. `32 x 512` are 32 samples of length 512, and `16 of 64..4096` are 16 lengths that were
             drawn once (`minimal_attn/bench/varlen.py`). varlen_attn is `torch.nn.attention.varlen.varlen_attn`, which
-            is FlashAttention-2. The dense batches have a length of {', '.join(map(str, DENSE.values()))}. On average,
+            is FlashAttention-2. The dense batches have lengths of {', '.join(map(str, DENSE.values()))}, in this order,
+            and about as many tokens as the packed ones. On average,
             `sm90` is {mean(faster)} times as fast as varlen_attn ({span(faster)}), and packed batches reach
             {mean(of_dense)} of the speed of dense ones ({span(of_dense)}). {us}"""),
         packed_table(rows_of, dense, of_dense, ("cuda:sm90", "cuda:sm80", "triton", "torch:varlen"),
                      (("cuda:sm90", "torch:varlen"), ("triton", "torch:varlen")), "cuda:sm90"),
-        "![TFLOP/s of packed batches by lengths](../benchmarks/h200/varlen.svg)\n", ""])
+        "![TFLOP/s of packed batches by lengths](../benchmarks/h200/varlen.svg)\n"])
 
 
 def varlen_backward():
@@ -256,7 +257,7 @@ def window():
             {mean(flex[0])} times and `triton` {mean(flex[1])} times as fast as Flex. With attention sinks and without a
             window, `sm90` reaches {span(of_dense)} of its speed without them."""),
         table(["window", "S", "causal", *names(impls), "sm90 / Flex", "triton / Flex"], cells),
-        "![TFLOP/s of sliding windows and of attention sinks](../benchmarks/h200/window.svg)\n", ""])
+        "![TFLOP/s of sliding windows and of attention sinks](../benchmarks/h200/window.svg)\n"])
 
 
 def backward_settings():

@@ -33,6 +33,7 @@ OPTIONAL = {"cuda:sm90", "flash_attn", "flash_attn_interface"}  # of the format,
 # Not smaller: the largest of a few rounding errors is a matter of luck.
 SMALL = ("--shape", "2,4,64,64", "--seqlens", "", "--no-profile")
 ROOT = Path(__file__).parents[1]
+IMPLS = {impl for op in OPS.values() for impl in op.IMPLS}
 CASES = {case.op: case for op in OPS.values() for case in op.CASES.values()}  # by the op of a row
 RECORDED = sorted(set(ROOT.glob("benchmarks/h200/*.json")) - {ROOT / "benchmarks/h200/training.json"})
 
@@ -71,7 +72,7 @@ def check_format(text):
     for row in rows:
         case = CASES[row["op"]]
         assert list(row) == list(case.columns)
-        assert row["impl"] in set(case.impls) | set(attention.IMPLS) | OPTIONAL and row["dtype"] in attention.DTYPES
+        assert row["impl"] in IMPLS | OPTIONAL and row["dtype"] in attention.DTYPES
         assert isinstance(row.get("causal", False), bool)
         sizes = ("m", "n", "k") if row["op"] == "matmul" else ("head_dim", *SIZES)
         assert all(isinstance(row[x], int) and row[x] > 0 for x in sizes)
