@@ -353,7 +353,7 @@ BENCH_32 = ["bench", "--shape", "2,4,64,64", "--seqlens", "32", "--impls", "manu
 def test_bench_error_keeps_tables(capsys, monkeypatch, tmp_path):
     """The pictures are of the shapes if no length of the sweep was measured."""
     files = [str(tmp_path / name) for name in ("rows.json", "plot.png", "page.html")]
-    monkeypatch.setattr(attention, "Case", failing_at(32))
+    monkeypatch.setitem(attention.CASES, attention.Shape, failing_at(32))
     monkeypatch.setattr(bench, "measured", lambda case, impl: dict.fromkeys(MEASURED, 1.0))
     assert cli.main([*BENCH_32, "--json", files[0], "--plot", files[1], "--report", files[2]]) == 1
     out, err = capsys.readouterr()
@@ -364,7 +364,7 @@ def test_bench_error_keeps_tables(capsys, monkeypatch, tmp_path):
 
 def test_bench_names_files_not_written(capsys, monkeypatch, tmp_path):
     page = tmp_path / "page.html"
-    monkeypatch.setattr(attention, "Case", failing_at(64))
+    monkeypatch.setitem(attention.CASES, attention.Shape, failing_at(64))
     assert cli.main([*BENCH_32, "--report", str(page)]) == 1
     out = capsys.readouterr().out
     assert "interrupted: nothing was timed yet\n" in out and not page.exists()
