@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     const BlockRange blocks = Mask(seq, p).key_blocks<kBlockM, kBlockN>(row0);
 
     // This thread's first copy of every tile. The limit is not spelled p.head_dim - 8 * vec, which would keep vec in
-    // registers.
-    const int row = threadIdx.x / Swizzle::kVecs, vec = threadIdx.x % Swizzle::kVecs;
+    // registers; row stays in one, or the loop would find it anew.
+    const int row = thread_idx() / Swizzle::kVecs, vec = threadIdx.x % Swizzle::kVecs;
     const int cols = p.head_dim - int(threadIdx.x * 8 % (8 * Swizzle::kVecs));
     const uint32_t copy_offset = Swizzle::offset(row, vec);
     const T *gQ = rows_of<const T>(p.q, tile.b, tile.h, seq.q_begin + row0 + row) + vec * 8;
@@ -84,8 +84,11 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     if (blocks.begin < blocks.end) {
         load_tile<kBlockM, kHeadDim, kNThreads>(shared_address(sQ) + copy_offset, gQ, p.q.row_stride,
                                                 seq.seqlen_q - row0 - row, cols);
+        load_k(blocks.begin);
         // Keys that no row of the tile sees may hold NaN, and 0 · NaN is NaN: their rows of V become 0.
-        load_k(blocks.begin), load_v(blocks.begin, Mask(seq, p).keys(row0).begin - key0 - row);
+        const int first_key = Mask(seq, p).keys(row0).begin;
+        if (first_key <= key0) load_v(blocks.begin);
+        else load_v(blocks.begin, first_key - key0 - row);
     }
     cp_async_wait<1>();
     __syncthreads();  // Q and K have arrived
