@@ -27,7 +27,7 @@ from minimal_attn.backends import Lengths
 from minimal_attn.checks import empty_like
 
 from . import autotune as tuner
-from .attention import _load, block_d, can_use_tma
+from .attention import _load, _load_keys, block_d, can_use_tma
 from .dropout import keep_tile, threshold_and_scale
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, sum_splits, to_float)
@@ -137,8 +137,8 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     if not kTma:
         k_base = head_of(k_ptr, b, h_k, seq.k_begin, k_batch_stride, k_head_stride, k_row_stride)
         v_base = head_of(v_ptr, b, h_k, seq.k_begin, v_batch_stride, v_head_stride, v_row_stride)
-    # Keys beyond the sample's end are 0 here, or the next sample's. Their rows of Pᵀ reach no other key's gradient, and
-    # 0 is stored for them.
+    # Keys beyond the sample's end are 0 here, or the next sample's. Those that a window hides from all rows may be NaN.
+    # Their rows of Pᵀ and dSᵀ reach no other key's gradient, and 0 is stored for them.
     k = _load(k_base, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma,
               seq.k_begin)
     v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim_v, True, kMaskCols, kBlockN, kBlockDv, kTma,
@@ -175,8 +175,11 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     dv_ptr += split_idx.to(tl.int64) * split_stride
     dk_base = head_of(dk_ptr, b, h_k, seq.k_begin, dk_batch_stride, dk_head_stride, dk_row_stride)
     dv_base = head_of(dv_ptr, b, h_k, seq.k_begin, dv_batch_stride, dv_head_stride, dv_row_stride)
-    dk = tl.where(cols[:, None] < seq.seqlen_k, dk * softmax_scale, 0.0)
-    dv = tl.where(cols[:, None] < seq.seqlen_k, dv * keep_scale, 0.0)
+    is_used = cols[:, None] < seq.seqlen_k
+    if kIsLocal:
+        is_used &= cols[:, None] >= keys_of(mask, 0).begin
+    dk = tl.where(is_used, dk * softmax_scale, 0.0)
+    dv = tl.where(is_used, dv * keep_scale, 0.0)
     tl.store(dk_base + cols.to(tl.int64)[:, None] * dk_row_stride + dims[None, :], dk.to(dk_ptr.dtype.element_ty),
              mask=is_dk)
     tl.store(dv_base + cols.to(tl.int64)[:, None] * dv_row_stride + dims_v[None, :], dv.to(dv_ptr.dtype.element_ty),
@@ -184,23 +187,20 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
 
 
 @triton.jit
-def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, seq,
-                   head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
-                   kIsLocal: tl.constexpr, kClearKeys: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr,
-                   kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr, kTma: tl.constexpr):
+def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible,
+                   first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                   kMasked: tl.constexpr, kIsLocal: tl.constexpr, kClearKeys: tl.constexpr, kMaskCols: tl.constexpr,
+                   kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
+                   kTma: tl.constexpr):
     """dq [kBlockM, kBlockD] with what the full blocks of keys add, or with kMasked the cut ones."""
     loop = steps(blocks, kMasked)
     for step in range(loop.begin, loop.end):
         col0 = block_of(blocks, step, kMasked) * kBlockN
         cols = col0 + tl.arange(0, kBlockN)
-        k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
-                       kTma, seq.k_begin)
-        v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim_v, kMasked, kMaskCols, kBlockN,
-                       kBlockDv, kTma, seq.k_begin)
-        if kMasked and kClearKeys:  # those of the next sample, which may be NaN
-            is_key = cols[:, None] < seq.seqlen_k
-            k_tile = tl.where(is_key, k_tile, tl.zeros_like(k_tile))
-            v_tile = tl.where(is_key, v_tile, tl.zeros_like(v_tile))
+        k_tile = _load_keys(k, b, h_k, col0, k_row_stride, first_key, seq, head_dim, kMasked, kMaskCols, kIsLocal,
+                            kClearKeys, kBlockN, kBlockD, kTma)
+        v_tile = _load_keys(v, b, h_k, col0, v_row_stride, first_key, seq, head_dim_v, kMasked, kMaskCols, kIsLocal,
+                            kClearKeys, kBlockN, kBlockDv, kTma)
         s = tl.dot(q, k_tile.T, input_precision="ieee")
         p = probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
         if kMasked:
@@ -245,6 +245,7 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     visible = keys_of(mask, rows)
     blocks = key_blocks(mask, row0, kBlockM, kBlockN)
+    first_key = keys_of(mask, row0).begin  # no row of the tile sees one before it
 
     q_base, k_base, v_base, dout_base = q_ptr, k_ptr, v_ptr, dout_ptr
     if not kTma:
@@ -261,14 +262,13 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
     if kEmptyRows:  # a row without a key has an lse if there are sinks
         lse = tl.where(visible.begin >= visible.end, float("inf"), lse)
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
-    kClearKeys: tl.constexpr = kIsPacked and kTma
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, False,
-                        kIsLocal, kClearKeys, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
+                        visible, first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                        False, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, True,
-                        kIsLocal, kClearKeys, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
+                        visible, first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                        True, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     dims = tl.arange(0, kBlockD)
     dq_base = head_of(dq_ptr, b, h, seq.q_begin, dq_batch_stride, dq_head_stride, dq_row_stride)
