@@ -495,3 +495,16 @@ def test_nan_of_hidden_keys_in_fp8():
     assert all(map(torch.equal, attention.run(q, k, v, options), want))
     # The interpreter takes another way, without this copy.
     assert not attention.transposed(v.half() if not HAS_GPU else v, 4, options.lengths, (4, 0)).isnan().any()
+
+
+def test_a_plan_of_equal_lengths_is_not_that_of_others():
+    """Only where the lengths of q and k differ does a causal mask leave rows without a key, whose q and dout may be
+    NaN."""
+    q, k, v, dout = (torch.randn(1, heads, 8, D, device=DEVICE) for heads in (H, HK, HK, H))
+    batch = Batch(q, k, v, dout, q[..., 0].contiguous(), Lengths(None, None, *[int32([6])] * 2), [], [])
+    batch.run(CAUSAL)
+    batch.q[:, :, :4], batch.dout[:, :, :4] = math.nan, math.nan
+    batch.lengths, batch.rows, batch.keys = Lengths(None, None, int32([8]), int32([4])), [(0, 0, 8)], [(0, 0, 4)]
+    results = batch.run(CAUSAL)
+    batch.q.nan_to_num_(0.0)
+    check(batch, results, CAUSAL)

@@ -343,7 +343,14 @@ def _split_stride(k, v):
     return max(k.numel(), v.numel())
 
 
-def _launch(side, config, tma, tensors, window):
+def _has_empty_rows(q, k, lengths, window):
+    """Whether there may be rows without a key. The host does not read lengths. It sees whether those of q and of k are
+    one tensor: then a sample has more rows than keys only where q is longer than k."""
+    used_q, used_k = (None if x is None else x.data_ptr() for x in (lengths.seqused_q, lengths.seqused_k))
+    return lengths.is_packed or window[1] >= 0 and (used_q != used_k or q.shape[2] > k.shape[2] + window[1])
+
+
+def _launch(side, config, tma, tensors, window, has_empty_rows):
     """A Launch for the gradients of one side, "kv" or "q", to be called with (*tensors, threshold, keep_scale,
     softmax_scale). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, *lengths, seed."""
     q, k, v, dout, *gradients, lse_padded, delta = tensors[:-5]
@@ -365,9 +372,6 @@ def _launch(side, config, tma, tensors, window):
              (dout, (1, 1, kBlockM, kBlockDv)), *[None] * len(gradients), (lse_padded, (1, kBlockM)),
              (delta, (1, kBlockM))]
     strides = (stride for x in (q, k, v, dout, *gradients) for stride in x.stride()[:3])
-    # Samples of different lengths may have rows without a key, which the host cannot see.
-    may_differ = lengths.seqused_q is not lengths.seqused_k
-    has_empty_rows = is_packed or window[1] >= 0 and (may_differ or seqlen_q > seqlen_k + window[1])
     constants = (*strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v,
                  *of_side, *mask_of(window), has_empty_rows, head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM,
                  kBlockN, kBlockD, kBlockDv)
@@ -422,14 +426,16 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
         sides["q"] = q, k, v, dout, dq, lse_padded, delta, *lengths, seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         autotune = options.autotune and tuner.is_on()
-        key = q.device, window, autotune, *sides, *layouts(q, k, v, out, dout, lse, dlse, sinks, *lengths, seed)
+        has_empty_rows = _has_empty_rows(q, k, lengths, window)
+        key = (q.device, window, has_empty_rows, autotune, *sides,
+               *layouts(q, k, v, out, dout, lse, dlse, sinks, *lengths, seed))
         plan = _plans.get(key)
         is_new = plan is None
         if is_new:
             plan = {"preprocess": launch_preprocess(*preprocessed)}
         plan["preprocess"](*preprocessed, options.softmax_scale)
         if is_new:  # tiles are timed on what preprocess.py made
-            plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window)
+            plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows)
                      for side, tensors in sides.items()}
             if max_splits > 1:
                 plan |= {"sum_k": sum_splits(dk, split_stride, max_splits),
@@ -480,13 +486,13 @@ def _beside(device, pays):
         first.wait_stream(second)
 
 
-def _choose(side, autotune, tensors, numbers, lengths, window):
+def _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows):
     """The Launch of one of tile_configs: the first, or the fastest."""
     q, k, v, dout, *_, seed = tensors
     configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1])
     # A descriptor ends with the tensor, not with a padded sample.
     tma = (lengths.is_packed or all(x is None for x in lengths)) and can_use_tma(q, k, v, dout)
-    launch_of = once(lambda config: _launch(side, config, tma, tensors, window))
+    launch_of = once(lambda config: _launch(side, config, tma, tensors, window, has_empty_rows))
     if not autotune:
         return launch_of(configs[0])
     head_dims = configs[0]["kBlockD"], configs[0]["kBlockDv"]
