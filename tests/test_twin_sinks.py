@@ -146,6 +146,18 @@ def test_only_needed_gradients():
             assert torch.equal(x, y) if is_needed else x is None
 
 
+def test_nan_in_dlse_of_rows_without_keys():
+    """Their lse is their sink, whose gradient it is then NaN, and nothing else."""
+    q, k, v, dout = (torch.randn(1, heads, n, 16, device=DEVICE) for heads, n in ((H, 8), (HK, 4), (HK, 4), (H, 8)))
+    options = Options(SCALE, CAUSAL, sinks=torch.tensor(SINKS, device=DEVICE))
+    out, lse = attention.run(q, k, v, options)
+    dlse = torch.randn(1, H, 8, device=DEVICE)
+    *want, _ = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dsinks=True)
+    dlse[:, :, :4] = math.nan
+    *got, dsinks = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dsinks=True)
+    assert all(map(torch.equal, got, want)) and dsinks.isnan().all()
+
+
 @pytest.mark.parametrize("has_dlse", [False, True])
 def test_without_keys_lse_is_the_sink(has_dlse):
     q, k, v = (torch.randn(2, heads, n, 16, device=DEVICE) for heads, n in ((H, 7), (HK, 0), (HK, 0)))
@@ -182,6 +194,17 @@ def test_opcheck(layout):
     torch.library.opcheck(twin.triton_forward.default, (q, k, v, *options))
     needed = layout == "dense", layout == "dense", True
     torch.library.opcheck(twin.triton_backward.default, (dout, dlse, q, k, v, out, lse, *options, *needed))
+
+
+def test_opcheck_of_a_gradient_of_sinks_that_is_not_needed():
+    """It has the dtype of sinks, that of sums, also where q is of 16 bits."""
+    batch, twin = batch_of("dense", dtype=torch.float16), torch.ops.minimal_attn
+    options = *Options(SCALE, CAUSAL, sinks=batch.sinks).of_op(), False
+    out, lse = twin.triton_forward(batch.q, batch.k, batch.v, *options)
+    inputs = batch.dout, batch.dlse, batch.q, batch.k, batch.v, out, lse, *options, True, True, False
+    torch.library.opcheck(twin.triton_backward.default, inputs)
+    dsinks = twin.triton_backward(*inputs)[3]
+    assert dsinks.dtype == torch.float32 and not dsinks.numel()
 
 
 def test_compile_fullgraph():

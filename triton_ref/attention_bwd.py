@@ -87,6 +87,8 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         if seed_ptr is not None:
             dp = tl.where(keep, dp * keep_scale, 0.0)
         delta = load_per_row(delta_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
+        if kMasked and kEmptyRows:  # dlse may be NaN
+            delta = tl.where(is_used, delta, 0.0)
         ds = p * (dp - delta[None, :])  # dSᵀ
         dk = _add_product(dk, ds.to(k.dtype), q_tile)
     return dk, dv
