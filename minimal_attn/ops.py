@@ -64,7 +64,7 @@ def _backward_shapes(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, 
                      need_dq=True, need_dkv=True, need_dsinks=False):
     needed = [empty_like(x) if is_needed else x.new_empty(0)
               for x, is_needed in ((q, need_dq), (k, need_dkv), (v, need_dkv))]
-    return *needed, torch.empty_like(sinks) if need_dsinks else q.new_empty(0)
+    return *needed, torch.empty_like(sinks) if need_dsinks else lse.new_empty(0)
 
 
 def register(forward, backward, run, backend):
