@@ -65,25 +65,16 @@ def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.const
 
 
 @triton.jit
-def _load_keys(x, b, h_k, col0, row_stride, first_key, seq, head_dim, kMasked: tl.constexpr, kMaskCols: tl.constexpr,
-               kIsLocal: tl.constexpr, kClear: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
-               kTma: tl.constexpr):
-    """[kBlockN, kBlockD] of K or V as the operand of a product with P or dS, which are 0 where a row does not see a key:
-    0 · NaN would be NaN. With kMasked, keys that a window hides from every row of the tile, those before first_key,
-    become 0. So do those beyond the sample's end, with kClear also where a descriptor has the next sample's."""
-    row_begin = None
-    if kIsLocal:
-        row_begin = first_key
-    tile = _load(x, b, h_k, col0, 0, row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD, kTma,
-                 seq.k_begin, row_begin)
-    if kMasked and kTma:  # a descriptor has no such bounds
-        cols = col0 + tl.arange(0, kBlockN)
-        if kIsLocal and kClear:
-            tile = tl.where(((cols >= first_key) & (cols < seq.seqlen_k))[:, None], tile, tl.zeros_like(tile))
-        elif kIsLocal:
-            tile = tl.where(cols[:, None] >= first_key, tile, tl.zeros_like(tile))
-        elif kClear:
-            tile = tl.where(cols[:, None] < seq.seqlen_k, tile, tl.zeros_like(tile))
+def _clear_keys(tile, cols, first_key, seqlen_k, kClear: tl.constexpr):
+    """A tile [kBlockN, kBlockD] of K or V, which TMA has loaded, with 0 in keys that no row of the program sees: those
+    before first_key, if a window hides any, and with kClear those of the next sample, or of padding. They may be NaN,
+    and a probability of 0 times NaN is NaN."""
+    if first_key is not None and kClear:
+        tile = tl.where(((cols >= first_key) & (cols < seqlen_k))[:, None], tile, tl.zeros_like(tile))
+    elif first_key is not None:
+        tile = tl.where(cols[:, None] >= first_key, tile, tl.zeros_like(tile))
+    elif kClear:
+        tile = tl.where(cols[:, None] < seqlen_k, tile, tl.zeros_like(tile))
     return tile
 
 
@@ -119,9 +110,11 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
                            kMasked, kBlockDv, kBlockN, kTma).T
             p_tile = p.to(q.dtype).reshape(p.shape[0], kBlockN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(p.shape)
         else:
-            v_tile = _load_keys(v, b, h_k, col0, v_row_stride, first_key, seq, head_dim_v, kMasked, kMaskCols, kIsLocal,
-                                kClearV, kBlockN, kBlockDv, kTma)
+            v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim_v, kMasked, kMaskCols, kBlockN,
+                           kBlockDv, kTma, seq.k_begin, first_key)
             p_tile = p.to(q.dtype)
+            if kMasked and kTma:
+                v_tile = _clear_keys(v_tile, cols, first_key, seq.seqlen_k, kClearV)
         if q.dtype == tl.float32:
             # Summed apart from acc_o: short sums round less. A plain addition would be folded back into the dot.
             acc_o = tl.fma(acc_o, tl.broadcast_to(rescale[:, None], acc_o.shape),
@@ -203,7 +196,9 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     visible = keys_of(mask, rows)
     blocks = key_blocks(mask, row0, kBlockM, kBlockN)
-    first_key = keys_of(mask, row0).begin  # no row of the tile sees one before it
+    first_key = None
+    if kIsLocal:  # the rows see no key before it
+        first_key = keys_of(mask, row0).begin
 
     q_base, k_base, v_base = q_ptr, k_ptr, v_ptr
     if not kTma:

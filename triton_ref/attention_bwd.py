@@ -27,7 +27,7 @@ from minimal_attn.backends import Lengths
 from minimal_attn.checks import empty_like
 
 from . import autotune as tuner
-from .attention import _load, _load_keys, block_d, can_use_tma
+from .attention import _clear_keys, _load, block_d, can_use_tma
 from .dropout import keep_tile, threshold_and_scale
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, sum_splits, to_float)
@@ -199,10 +199,13 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride,
     for step in range(loop.begin, loop.end):
         col0 = block_of(blocks, step, kMasked) * kBlockN
         cols = col0 + tl.arange(0, kBlockN)
-        k_tile = _load_keys(k, b, h_k, col0, k_row_stride, first_key, seq, head_dim, kMasked, kMaskCols, kIsLocal,
-                            kClearKeys, kBlockN, kBlockD, kTma)
-        v_tile = _load_keys(v, b, h_k, col0, v_row_stride, first_key, seq, head_dim_v, kMasked, kMaskCols, kIsLocal,
-                            kClearKeys, kBlockN, kBlockDv, kTma)
+        k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
+                       kTma, seq.k_begin, first_key)
+        v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim_v, kMasked, kMaskCols, kBlockN,
+                       kBlockDv, kTma, seq.k_begin, first_key)
+        if kMasked and kTma:
+            k_tile = _clear_keys(k_tile, cols, first_key, seq.seqlen_k, kClearKeys)
+            v_tile = _clear_keys(v_tile, cols, first_key, seq.seqlen_k, kClearKeys)
         s = tl.dot(q, k_tile.T, input_precision="ieee")
         p = probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
         if kMasked:
@@ -247,7 +250,9 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     visible = keys_of(mask, rows)
     blocks = key_blocks(mask, row0, kBlockM, kBlockN)
-    first_key = keys_of(mask, row0).begin  # no row of the tile sees one before it
+    first_key = None
+    if kIsLocal:  # the rows see no key before it
+        first_key = keys_of(mask, row0).begin
 
     q_base, k_base, v_base, dout_base = q_ptr, k_ptr, v_ptr, dout_ptr
     if not kTma:
