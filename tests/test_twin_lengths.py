@@ -439,3 +439,72 @@ def test_nan_of_a_neighbour_reaches_nothing(dtype):
 @needs_interpreter
 def test_nan_of_a_neighbour_reaches_nothing_by_descriptors(descriptors):
     check_neighbours(torch.float32)
+
+
+HIDDEN = {"few": ([5, 33, 1], [100, 150, 70]), "one": ([4], [100])}  # a window of 4 shows the last keys alone
+
+
+def check_hidden_keys(layout, shape, dtype=torch.float32):
+    """Keys that a window hides from every row of a sample are NaN: nothing changes, and their gradients are 0."""
+    lengths_q, lengths_k = HIDDEN[shape]
+    for window in ((4, 0), (0, 2)):
+        want = make_batch(lengths_q, lengths_k, layout, dtype).run(window)
+        bad = make_batch(lengths_q, lengths_k, layout, dtype)
+        for (_, row, end), (element, first, last) in zip(bad.rows, bad.keys):
+            hidden = slice(first, last - (end - row) - window[0])
+            bad.k[element, :, hidden], bad.v[element, :, hidden] = math.nan, math.nan
+            for x in want[3:]:
+                assert (x[element, :, hidden] == 0).all()
+        assert all(map(torch.equal, bad.run(window), want)), window
+
+
+@pytest.mark.parametrize("layout, shape", [("padded", "few"), ("packed", "few"), ("padded", "one"),
+                                           pytest.param("packed used", "few", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+def test_nan_of_hidden_keys_reaches_nothing(layout, shape, dtype):
+    check_hidden_keys(layout, shape, dtype)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("layout", ["packed", "packed used"])
+def test_nan_of_hidden_keys_reaches_nothing_by_descriptors(layout, descriptors):
+    check_hidden_keys(layout, "few")
+
+
+@pytest.mark.parametrize("by_descriptors", [False, pytest.param(True, marks=needs_interpreter)])
+def test_nan_of_hidden_keys_without_lengths(by_descriptors, request):
+    if by_descriptors:
+        request.getfixturevalue("descriptors")
+    q, k, v = (torch.randn(2, heads, n, D, device=DEVICE) for heads, n in ((H, 4), (HK, 100), (HK, 100)))
+    batch = Batch(q, k, v, q, q[..., 0].contiguous(), Lengths(), [], [])
+    want = batch.run((4, 0))
+    batch.k, batch.v = k.clone(), v.clone()
+    batch.k[:, :, :92], batch.v[:, :, :92] = math.nan, math.nan
+    assert all(map(torch.equal, batch.run((4, 0)), want))
+
+
+@pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="needs fp8 tensor cores")
+def test_nan_of_hidden_keys_in_fp8():
+    q, k, v = (torch.randn(2, heads, n, 32, device=DEVICE).to(torch.float8_e4m3fn)
+               for heads, n in ((H, 4), (HK, 100), (HK, 100)))
+    options = Options(SCALE, (4, 0), Lengths(None, None, int32([4, 3]), int32([100, 70])), descales=(None,) * 3)
+    want = attention.run(q, k, v, options)
+    for x in k, v:
+        for b, end in enumerate((92, 63)):
+            x.view(torch.uint8)[b, :, :end] = 0x7f  # NaN
+    assert all(map(torch.equal, attention.run(q, k, v, options), want))
+    # The interpreter takes another way, without this copy.
+    assert not attention.transposed(v.half() if not HAS_GPU else v, 4, options.lengths, (4, 0)).isnan().any()
+
+
+def test_a_plan_of_equal_lengths_is_not_that_of_others():
+    """Only where the lengths of q and k differ does a causal mask leave rows without a key, whose q and dout may be
+    NaN."""
+    q, k, v, dout = (torch.randn(1, heads, 8, D, device=DEVICE) for heads in (H, HK, HK, H))
+    batch = Batch(q, k, v, dout, q[..., 0].contiguous(), Lengths(None, None, *[int32([6])] * 2), [], [])
+    batch.run(CAUSAL)
+    batch.q[:, :, :4], batch.dout[:, :, :4] = math.nan, math.nan
+    batch.lengths, batch.rows, batch.keys = Lengths(None, None, int32([8]), int32([4])), [(0, 0, 8)], [(0, 0, 4)]
+    results = batch.run(CAUSAL)
+    batch.q.nan_to_num_(0.0)
+    check(batch, results, CAUSAL)

@@ -115,6 +115,35 @@ def test_scores_as_large_as_their_sink():
         torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("sinks", [[3e38, math.inf], [2.4e38, -3e38]], ids=str)
+@pytest.mark.parametrize("window", [NONE, CAUSAL], ids=str)
+def test_sinks_as_far_as_can_be(sinks, window):
+    """A sink that leaves the keys nothing is lse, and the gradient of lse is its own. One of -3e38 is so only for a row
+    without keys. In powers of two, 2.4e38 and more are infinite."""
+    for dtype in (torch.float32, torch.float16):
+        q, k, v = (torch.randn(1, heads, n, 16, device=DEVICE).to(dtype) for heads, n in ((H, 8), (HK, 5), (HK, 5)))
+        options = Options(SCALE, window, sinks=torch.tensor(sinks, device=DEVICE))
+        out, lse = attention.run(q, k, v, options)
+        dlse = torch.randn(1, H, 8, device=DEVICE)
+        dq, dk, dv, dsinks = attention_bwd.run(q, dlse, q, k, v, out, lse, options, need_dsinks=True)
+        inputs = [x[0].double().requires_grad_() for x in (q, k, v)]
+        want, want_lse = exact(*inputs, window)
+        is_empty = want_lse == -math.inf
+        want_lse = torch.where(is_empty, 0.0, want_lse)
+        has_keys = torch.tensor([sink < 0 for sink in sinks], device=DEVICE)  # whether they get a share
+        loss = (want * q[0]).sum(2) + torch.where(is_empty, 0.0, want_lse * dlse[0])
+        gradients = torch.autograd.grad(loss[has_keys].sum(), inputs)
+        is_sink = is_empty | ~has_keys[:, None]
+        want_lse = torch.where(is_sink, options.sinks[:, None], want_lse.float())
+        atol = 1e-2 if dtype == torch.float16 else 1e-4
+        close = dict(rtol=atol, atol=atol, check_dtype=False)
+        torch.testing.assert_close(lse[0], want_lse, **close)
+        torch.testing.assert_close(out[0].double(), want.masked_fill(~has_keys[:, None, None], 0), **close)
+        torch.testing.assert_close(dsinks, (dlse[0] * is_sink).sum(1), **close)
+        for x, y in zip((dq, dk, dv), gradients):
+            torch.testing.assert_close(x[0].double(), y, **close)
+
+
 def exact_of(q, k, v, sinks):
     out, lse = exact(q[0].double() / SCALE * 0.25, k[0].double(), v[0].double(), NONE, sinks=sinks.double())
     return out[None], lse[None]
@@ -144,6 +173,18 @@ def test_only_needed_gradients():
                                 True)
         for x, y, is_needed in zip(got, want, (need_dq, need_dkv, need_dkv, True)):
             assert torch.equal(x, y) if is_needed else x is None
+
+
+def test_nan_in_dlse_of_rows_without_keys():
+    """Their lse is their sink, whose gradient it is then NaN, and nothing else."""
+    q, k, v, dout = (torch.randn(1, heads, n, 16, device=DEVICE) for heads, n in ((H, 8), (HK, 4), (HK, 4), (H, 8)))
+    options = Options(SCALE, CAUSAL, sinks=torch.tensor(SINKS, device=DEVICE))
+    out, lse = attention.run(q, k, v, options)
+    dlse = torch.randn(1, H, 8, device=DEVICE)
+    *want, _ = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dsinks=True)
+    dlse[:, :, :4] = math.nan
+    *got, dsinks = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dsinks=True)
+    assert all(map(torch.equal, got, want)) and dsinks.isnan().all()
 
 
 @pytest.mark.parametrize("has_dlse", [False, True])
@@ -182,6 +223,17 @@ def test_opcheck(layout):
     torch.library.opcheck(twin.triton_forward.default, (q, k, v, *options))
     needed = layout == "dense", layout == "dense", True
     torch.library.opcheck(twin.triton_backward.default, (dout, dlse, q, k, v, out, lse, *options, *needed))
+
+
+def test_opcheck_of_a_gradient_of_sinks_that_is_not_needed():
+    """It has the dtype of sinks, that of sums, also where q is of 16 bits."""
+    batch, twin = batch_of("dense", dtype=torch.float16), torch.ops.minimal_attn
+    options = *Options(SCALE, CAUSAL, sinks=batch.sinks).of_op(), False
+    out, lse = twin.triton_forward(batch.q, batch.k, batch.v, *options)
+    inputs = batch.dout, batch.dlse, batch.q, batch.k, batch.v, out, lse, *options, True, True, False
+    torch.library.opcheck(twin.triton_backward.default, inputs)
+    dsinks = twin.triton_backward(*inputs)[3]
+    assert dsinks.dtype == torch.float32 and not dsinks.numel()
 
 
 def test_compile_fullgraph():

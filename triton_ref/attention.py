@@ -25,7 +25,7 @@ from .dropout import keep_tile, threshold_and_scale
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, to_float)
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
-from .sequence import block_of_slot, head_of, num_slots, sequence, used
+from .sequence import block_of_slot, head_of, num_slots, sequence
 
 try:
     from . import attention_hopper
@@ -37,22 +37,26 @@ hopper_works = attention_hopper is not None  # as far as is known
 
 @triton.jit
 def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.constexpr, kMaskCols: tl.constexpr,
-          kRows: tl.constexpr, kCols: tl.constexpr, kTma: tl.constexpr, begin=0):
+          kRows: tl.constexpr, kCols: tl.constexpr, kTma: tl.constexpr, begin=0, row_begin=None):
     """[kRows, kCols] of a matrix: of head h of sample b where x is a descriptor, else of the one that x points to.
     Elements from row_end or col_end on become 0; without its mask, a pointer's rows or columns must all be there.
 
     begin: the matrix's first row in a descriptor, which ends with the tensor: in a packed batch, rows from row_end on
-    may be the next sample's."""
+    may be the next sample's.
+    row_begin: with kMaskRows, what a pointer has before this row becomes 0 too."""
     if kTma:
         tile = x.load([b, h, begin + row0, col0]).reshape(kRows, kCols)
     else:
         rows = row0 + tl.arange(0, kRows)
         cols = col0 + tl.arange(0, kCols)
         pointers = x + rows.to(tl.int64)[:, None] * row_stride + cols[None, :]
+        is_row = rows[:, None] < row_end
+        if row_begin is not None:
+            is_row &= rows[:, None] >= row_begin
         if kMaskRows and kMaskCols:
-            tile = tl.load(pointers, mask=(rows[:, None] < row_end) & (cols[None, :] < col_end), other=0.0)
+            tile = tl.load(pointers, mask=is_row & (cols[None, :] < col_end), other=0.0)
         elif kMaskRows:
-            tile = tl.load(pointers, mask=rows[:, None] < row_end, other=0.0)
+            tile = tl.load(pointers, mask=is_row, other=0.0)
         elif kMaskCols:
             tile = tl.load(pointers, mask=cols[None, :] < col_end, other=0.0)
         else:
@@ -61,8 +65,22 @@ def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.const
 
 
 @triton.jit
-def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, seqlen_k,
-            seq, head_dim, head_dim_v, softmax_scale_log2, seed_ptr, threshold, kMasked: tl.constexpr,
+def _clear_keys(tile, cols, first_key, seqlen_k, kClear: tl.constexpr):
+    """A tile [kBlockN, kBlockD] of K or V, which TMA has loaded, with 0 in keys that no row of the program sees: those
+    before first_key, if a window hides any, and with kClear those of the next sample, or of padding. They may be NaN,
+    and a probability of 0 times NaN is NaN."""
+    if first_key is not None and kClear:
+        tile = tl.where(((cols >= first_key) & (cols < seqlen_k))[:, None], tile, tl.zeros_like(tile))
+    elif first_key is not None:
+        tile = tl.where(cols[:, None] >= first_key, tile, tl.zeros_like(tile))
+    elif kClear:
+        tile = tl.where(cols[:, None] < seqlen_k, tile, tl.zeros_like(tile))
+    return tile
+
+
+@triton.jit
+def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, first_key,
+            seqlen_k, seq, head_dim, head_dim_v, softmax_scale_log2, seed_ptr, threshold, kMasked: tl.constexpr,
             kMaskCols: tl.constexpr, kIsLocal: tl.constexpr, kClearV: tl.constexpr, kIsPacked: tl.constexpr,
             kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr, kTma: tl.constexpr):
     """Online softmax over the full blocks of keys, with kMasked over the cut ones: the new acc_o, row_max, row_sum."""
@@ -93,10 +111,10 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
             p_tile = p.to(q.dtype).reshape(p.shape[0], kBlockN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(p.shape)
         else:
             v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim_v, kMasked, kMaskCols, kBlockN,
-                           kBlockDv, kTma, seq.k_begin)
+                           kBlockDv, kTma, seq.k_begin, first_key)
             p_tile = p.to(q.dtype)
-            if kMasked and kClearV:  # a descriptor ends with the tensor, not with the sample
-                v_tile = tl.where(cols[:, None] < seq.seqlen_k, v_tile, tl.zeros_like(v_tile))
+            if kMasked and kTma:
+                v_tile = _clear_keys(v_tile, cols, first_key, seq.seqlen_k, kClearV)
         if q.dtype == tl.float32:
             # Summed apart from acc_o: short sums round less. A plain addition would be folded back into the dot.
             acc_o = tl.fma(acc_o, tl.broadcast_to(rescale[:, None], acc_o.shape),
@@ -107,13 +125,15 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
     return acc_o, row_max, row_sum
 
 
-@triton.jit
-def _transpose_v(v_ptr, vt_ptr, seqused_k_ptr, v_batch_stride, v_head_stride, v_row_stride, nheads_k, seqlen_k,
-                 seqlen_vt, head_dim_v, kBlockN: tl.constexpr, kBlockDv: tl.constexpr):
+@triton.jit(do_not_specialize=WINDOW)
+def _transpose_v(v_ptr, vt_ptr, seqused_q_ptr, seqused_k_ptr, v_batch_stride, v_head_stride, v_row_stride, nheads_k,
+                 seqlen_q, seqlen_k, seqlen_vt, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr,
+                 kIsLocal: tl.constexpr, kBlockN: tl.constexpr, kBlockDv: tl.constexpr):
     """Vᵀ (B, Hk, Dv, seqlen_vt), contiguous, of fp8 V: tensor cores take an 8-bit second operand that way alone.
 
     Within 16 keys, the two axes of [2, 4] pairs are exchanged. With P's columns in the same order a thread's results of
-    Q Kᵀ are, as they lie in its registers, its operand of P V. Keys beyond a sample's end become 0.
+    Q Kᵀ are, as they lie in its registers, its operand of P V. Keys beyond a sample's end become 0, and those that a
+    window hides from all its rows.
     """
     n_blocks = tl.cdiv(seqlen_vt, kBlockN)
     bh = (tl.program_id(0) // n_blocks).to(tl.int64)
@@ -122,8 +142,12 @@ def _transpose_v(v_ptr, vt_ptr, seqused_k_ptr, v_batch_stride, v_head_stride, v_
     keys = places // 16 * 16 + places // 2 % 2 * 8 + places // 4 % 4 * 2 + places % 2
     dims = tl.arange(0, kBlockDv)
     v_base = v_ptr + b * v_batch_stride + h_k * v_head_stride
+    seq = sequence(None, None, seqused_q_ptr, seqused_k_ptr, b, 1, seqlen_q, seqlen_k)
+    is_key = keys < seq.seqlen_k
+    if kIsLocal:
+        is_key &= keys >= keys_of(make_mask(seq, window_left, window_right, kIsCausal, kIsLocal), 0).begin
     v = tl.load(v_base + keys.to(tl.int64)[:, None] * v_row_stride + dims[None, :],
-                mask=(keys[:, None] < used(seqused_k_ptr, b, seqlen_k)) & (dims[None, :] < head_dim_v), other=0.0)
+                mask=is_key[:, None] & (dims[None, :] < head_dim_v), other=0.0)
     tl.store(vt_ptr + (bh * head_dim_v + dims[:, None]) * seqlen_vt + places[None, :], v.T,
              mask=(dims[:, None] < head_dim_v) & (places[None, :] < seqlen_vt))
 
@@ -172,6 +196,9 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     visible = keys_of(mask, rows)
     blocks = key_blocks(mask, row0, kBlockM, kBlockN)
+    first_key = None
+    if kIsLocal:  # the rows see no key before it
+        first_key = keys_of(mask, row0).begin
 
     q_base, k_base, v_base = q_ptr, k_ptr, v_ptr
     if not kTma:
@@ -196,13 +223,13 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
     # First the blocks that every row sees whole, then those that a mask cuts.
-    kClearV: tl.constexpr = kTma and (kIsPacked or seqused_k_ptr is not None)
+    kClearV: tl.constexpr = kIsPacked or seqused_k_ptr is not None
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
-                                      v_row_stride, blocks, visible, seqlen_k, seq, head_dim, head_dim_v,
+                                      v_row_stride, blocks, visible, first_key, seqlen_k, seq, head_dim, head_dim_v,
                                       softmax_scale_log2, seed_ptr, threshold, False, kMaskCols, kIsLocal, kClearV,
                                       kIsPacked, kBlockN, kBlockD, kBlockDv, kTma)
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
-                                      v_row_stride, blocks, visible, seqlen_k, seq, head_dim, head_dim_v,
+                                      v_row_stride, blocks, visible, first_key, seqlen_k, seq, head_dim, head_dim_v,
                                       softmax_scale_log2, seed_ptr, threshold, True, kMaskCols, kIsLocal, kClearV,
                                       kIsPacked, kBlockN, kBlockD, kBlockDv, kTma)
 
@@ -295,15 +322,15 @@ def can_use_tma(*tensors):
                        for n, stride in zip(x.shape[:-1], x.stride()[:-1])) for x in tensors)
 
 
-def transposed(v, seqused_k):
+def transposed(v, seqlen_q, lengths, window):
     """Vᵀ of fp8 V by _transpose_v; the length is rounded up to 16, for its rows to start where TMA can."""
     batch_size, nheads_k, seqlen_k, head_dim_v = v.shape
     seqlen_vt = triton.cdiv(seqlen_k, 16) * 16
     vt = v.new_empty(batch_size, nheads_k, head_dim_v, seqlen_vt)
     if vt.numel():
         grid = (triton.cdiv(seqlen_vt, 64) * batch_size * nheads_k,)
-        _transpose_v[grid](v, vt, seqused_k, *v.stride()[:3], nheads_k, seqlen_k, seqlen_vt, head_dim_v, kBlockN=64,
-                           kBlockDv=block_d(v.dtype, head_dim_v))
+        _transpose_v[grid](v, vt, lengths.seqused_q, lengths.seqused_k, *v.stride()[:3], nheads_k, seqlen_q, seqlen_k,
+                           seqlen_vt, head_dim_v, *mask_of(window), kBlockN=64, kBlockDv=block_d(v.dtype, head_dim_v))
     return vt
 
 
@@ -340,7 +367,7 @@ def run(q, k, v, options, config=None):
     lengths, window, sinks, seed = options.lengths, options.window, options.sinks, options.dropout_seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         if q.dtype in FP8_DTYPES and not lengths.is_packed:
-            v = transposed(v, lengths.seqused_k)
+            v = transposed(v, q.shape[2], lengths, window)
         autotune, is_negative = options.autotune and tuner.is_on(), options.softmax_scale < 0
         numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
         arguments = q, k, v, out, lse, *lengths, sinks, *options.descales, seed, *numbers

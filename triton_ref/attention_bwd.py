@@ -27,7 +27,7 @@ from minimal_attn.backends import Lengths
 from minimal_attn.checks import empty_like
 
 from . import autotune as tuner
-from .attention import _load, block_d, can_use_tma
+from .attention import _clear_keys, _load, block_d, can_use_tma
 from .dropout import keep_tile, threshold_and_scale
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, sum_splits, to_float)
@@ -87,6 +87,8 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         if seed_ptr is not None:
             dp = tl.where(keep, dp * keep_scale, 0.0)
         delta = load_per_row(delta_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
+        if kMasked and kEmptyRows:  # dlse may be NaN
+            delta = tl.where(is_used, delta, 0.0)
         ds = p * (dp - delta[None, :])  # dSᵀ
         dk = _add_product(dk, ds.to(k.dtype), q_tile)
     return dk, dv
@@ -137,8 +139,8 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     if not kTma:
         k_base = head_of(k_ptr, b, h_k, seq.k_begin, k_batch_stride, k_head_stride, k_row_stride)
         v_base = head_of(v_ptr, b, h_k, seq.k_begin, v_batch_stride, v_head_stride, v_row_stride)
-    # Keys beyond the sample's end are 0 here, or the next sample's. Their rows of Pᵀ reach no other key's gradient, and
-    # 0 is stored for them.
+    # Keys beyond the sample's end are 0 here, or the next sample's. Those that a window hides from all rows may be NaN.
+    # Their rows of Pᵀ and dSᵀ reach no other key's gradient, and 0 is stored for them.
     k = _load(k_base, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma,
               seq.k_begin)
     v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim_v, True, kMaskCols, kBlockN, kBlockDv, kTma,
@@ -175,8 +177,11 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     dv_ptr += split_idx.to(tl.int64) * split_stride
     dk_base = head_of(dk_ptr, b, h_k, seq.k_begin, dk_batch_stride, dk_head_stride, dk_row_stride)
     dv_base = head_of(dv_ptr, b, h_k, seq.k_begin, dv_batch_stride, dv_head_stride, dv_row_stride)
-    dk = tl.where(cols[:, None] < seq.seqlen_k, dk * softmax_scale, 0.0)
-    dv = tl.where(cols[:, None] < seq.seqlen_k, dv * keep_scale, 0.0)
+    is_used = cols[:, None] < seq.seqlen_k
+    if kIsLocal:
+        is_used &= cols[:, None] >= keys_of(mask, 0).begin
+    dk = tl.where(is_used, dk * softmax_scale, 0.0)
+    dv = tl.where(is_used, dv * keep_scale, 0.0)
     tl.store(dk_base + cols.to(tl.int64)[:, None] * dk_row_stride + dims[None, :], dk.to(dk_ptr.dtype.element_ty),
              mask=is_dk)
     tl.store(dv_base + cols.to(tl.int64)[:, None] * dv_row_stride + dims_v[None, :], dv.to(dv_ptr.dtype.element_ty),
@@ -184,23 +189,23 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
 
 
 @triton.jit
-def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, seq,
-                   head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
-                   kIsLocal: tl.constexpr, kClearKeys: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr,
-                   kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr, kTma: tl.constexpr):
+def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible,
+                   first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                   kMasked: tl.constexpr, kIsLocal: tl.constexpr, kClearKeys: tl.constexpr, kMaskCols: tl.constexpr,
+                   kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
+                   kTma: tl.constexpr):
     """dq [kBlockM, kBlockD] with what the full blocks of keys add, or with kMasked the cut ones."""
     loop = steps(blocks, kMasked)
     for step in range(loop.begin, loop.end):
         col0 = block_of(blocks, step, kMasked) * kBlockN
         cols = col0 + tl.arange(0, kBlockN)
         k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
-                       kTma, seq.k_begin)
+                       kTma, seq.k_begin, first_key)
         v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim_v, kMasked, kMaskCols, kBlockN,
-                       kBlockDv, kTma, seq.k_begin)
-        if kMasked and kClearKeys:  # those of the next sample, which may be NaN
-            is_key = cols[:, None] < seq.seqlen_k
-            k_tile = tl.where(is_key, k_tile, tl.zeros_like(k_tile))
-            v_tile = tl.where(is_key, v_tile, tl.zeros_like(v_tile))
+                       kBlockDv, kTma, seq.k_begin, first_key)
+        if kMasked and kTma:
+            k_tile = _clear_keys(k_tile, cols, first_key, seq.seqlen_k, kClearKeys)
+            v_tile = _clear_keys(v_tile, cols, first_key, seq.seqlen_k, kClearKeys)
         s = tl.dot(q, k_tile.T, input_precision="ieee")
         p = probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
         if kMasked:
@@ -245,6 +250,9 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     visible = keys_of(mask, rows)
     blocks = key_blocks(mask, row0, kBlockM, kBlockN)
+    first_key = None
+    if kIsLocal:  # the rows see no key before it
+        first_key = keys_of(mask, row0).begin
 
     q_base, k_base, v_base, dout_base = q_ptr, k_ptr, v_ptr, dout_ptr
     if not kTma:
@@ -261,14 +269,13 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
     if kEmptyRows:  # a row without a key has an lse if there are sinks
         lse = tl.where(visible.begin >= visible.end, float("inf"), lse)
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
-    kClearKeys: tl.constexpr = kIsPacked and kTma
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, False,
-                        kIsLocal, kClearKeys, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
+                        visible, first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                        False, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, True,
-                        kIsLocal, kClearKeys, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
+                        visible, first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                        True, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     dims = tl.arange(0, kBlockD)
     dq_base = head_of(dq_ptr, b, h, seq.q_begin, dq_batch_stride, dq_head_stride, dq_row_stride)
@@ -328,8 +335,9 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=
 
 def _num_splits(group, seqlen_q, seqlen_k, is_packed=False):
     """How many programs share a block of keys that `group` query heads read: num_splits of csrc/bwd_workspace_sm80.cuh,
-    which says why. Here a split has whole heads. A sample with a length of its own has as many rows as keys, so
-    rows // seqlen_k is the group. The kernel calls _splits_of with this result as max_splits.
+    which says why. Here a split has whole heads. The kernel calls _splits_of with a sample's own rows and this result as
+    max_splits, which counts the padded rows and keys. Only where both are padded alike is it at least what the sample
+    would have alone. Else the last bits of its dK and dV may depend on how far its batch is padded.
 
     One in a packed batch, whose lengths the host does not know."""
     if is_packed:
@@ -343,7 +351,14 @@ def _split_stride(k, v):
     return max(k.numel(), v.numel())
 
 
-def _launch(side, config, tma, tensors, window):
+def _has_empty_rows(q, k, lengths, window):
+    """Whether there may be rows without a key. The host does not read lengths. It sees whether those of q and of k are
+    one tensor: then a sample has more rows than keys only where q is longer than k."""
+    used_q, used_k = (None if x is None else x.data_ptr() for x in (lengths.seqused_q, lengths.seqused_k))
+    return lengths.is_packed or window[1] >= 0 and (used_q != used_k or q.shape[2] > k.shape[2] + window[1])
+
+
+def _launch(side, config, tma, tensors, window, has_empty_rows):
     """A Launch for the gradients of one side, "kv" or "q", to be called with (*tensors, threshold, keep_scale,
     softmax_scale). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, *lengths, seed."""
     q, k, v, dout, *gradients, lse_padded, delta = tensors[:-5]
@@ -365,9 +380,6 @@ def _launch(side, config, tma, tensors, window):
              (dout, (1, 1, kBlockM, kBlockDv)), *[None] * len(gradients), (lse_padded, (1, kBlockM)),
              (delta, (1, kBlockM))]
     strides = (stride for x in (q, k, v, dout, *gradients) for stride in x.stride()[:3])
-    # Samples of different lengths may have rows without a key, which the host cannot see.
-    may_differ = lengths.seqused_q is not lengths.seqused_k
-    has_empty_rows = is_packed or window[1] >= 0 and (may_differ or seqlen_q > seqlen_k + window[1])
     constants = (*strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v,
                  *of_side, *mask_of(window), has_empty_rows, head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM,
                  kBlockN, kBlockD, kBlockDv)
@@ -422,14 +434,16 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
         sides["q"] = q, k, v, dout, dq, lse_padded, delta, *lengths, seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         autotune = options.autotune and tuner.is_on()
-        key = q.device, window, autotune, *sides, *layouts(q, k, v, out, dout, lse, dlse, sinks, *lengths, seed)
+        has_empty_rows = _has_empty_rows(q, k, lengths, window)
+        key = (q.device, window, has_empty_rows, autotune, *sides,
+               *layouts(q, k, v, out, dout, lse, dlse, sinks, *lengths, seed))
         plan = _plans.get(key)
         is_new = plan is None
         if is_new:
             plan = {"preprocess": launch_preprocess(*preprocessed)}
         plan["preprocess"](*preprocessed, options.softmax_scale)
         if is_new:  # tiles are timed on what preprocess.py made
-            plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window)
+            plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows)
                      for side, tensors in sides.items()}
             if max_splits > 1:
                 plan |= {"sum_k": sum_splits(dk, split_stride, max_splits),
@@ -480,13 +494,13 @@ def _beside(device, pays):
         first.wait_stream(second)
 
 
-def _choose(side, autotune, tensors, numbers, lengths, window):
+def _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows):
     """The Launch of one of tile_configs: the first, or the fastest."""
     q, k, v, dout, *_, seed = tensors
     configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1])
     # A descriptor ends with the tensor, not with a padded sample.
     tma = (lengths.is_packed or all(x is None for x in lengths)) and can_use_tma(q, k, v, dout)
-    launch_of = once(lambda config: _launch(side, config, tma, tensors, window))
+    launch_of = once(lambda config: _launch(side, config, tma, tensors, window, has_empty_rows))
     if not autotune:
         return launch_of(configs[0])
     head_dims = configs[0]["kBlockD"], configs[0]["kBlockDv"]

@@ -56,8 +56,8 @@ def triton_backward(dout: torch.Tensor, dlse: Optional[torch.Tensor], q: torch.T
     dlse (B, H, Sq), or None. Those that are not needed have no elements."""
     options = _options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softmax_scale, window_left,
                        window_right, dropout_p, dropout_seed, autotune)
-    gradients = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dq, need_dkv, need_dsinks)
-    return tuple(q.new_empty(0) if x is None else x for x in gradients)
+    *gradients, dsinks = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dq, need_dkv, need_dsinks)
+    return *(q.new_empty(0) if x is None else x for x in gradients), lse.new_empty(0) if dsinks is None else dsinks
 
 
 def _backward(*inputs):

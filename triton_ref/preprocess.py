@@ -54,7 +54,9 @@ def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, sinks_ptr, delta_ptr, lse_pa
     is_empty = lse == float("-inf")
     delta = tl.where(is_empty, 0.0, delta)
     if sinks_ptr is not None:
-        p = tl.where(is_empty, 0.0, tl.exp(tl.load(sinks_ptr + h) - lse))
+        sink = tl.load(sinks_ptr + h)
+        p = tl.where(sink == lse, 1.0, tl.exp(sink - lse))  # also where both are infinite
+        p = tl.where(is_empty, 0.0, p)
         tl.store(dsinks_ptr + bh * seqlen_pad + rows_of_delta, -p * delta)
     if o.dtype != tl.float32:
         # The factor is not log2(e) but what the rounded softmax_scale_log2 has made of it. One rounding, hence fp64.
