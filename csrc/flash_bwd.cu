@@ -119,10 +119,10 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
         const int64_t row_stride = is_C ? C.row_stride : D.row_stride;
         const int cols = is_C ? C.cols : D.cols;
         const T *src = (is_C ? C.data : D.data) + row * row_stride + x * (is_cols ? 1 : row_stride);
-        const int row0 = row + (is_cols ? 0 : x);
-        if (is_cols) load_tile<kNThreads, true, 1>(steps[at].cols, src, row_stride, end - row0, cols - x, first - row0);
-        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].rows, src, row_stride, end - row0, cols, first - row0);
-        else load_tile<kNThreads, false, 1>(steps[at].rows, src, row_stride, end - row0, cols, first - row0);
+        const int row0 = row + (is_cols ? 0 : x), rows = end - row0, first_row = first - row0;
+        if (is_cols) load_tile<kNThreads, true, 1>(steps[at].cols, src, row_stride, rows, cols - x, first_row);
+        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].rows, src, row_stride, rows, cols, first_row);
+        else load_tile<kNThreads, false, 1>(steps[at].rows, src, row_stride, rows, cols, first_row);
         if ((x += kStep) < (is_cols ? cols : Tiles::kBlockN)) return;
         x = 0;
         if (of == kColsC) of = kColsD;

@@ -181,8 +181,8 @@ template <typename T, typename Shape> struct Consumer {
         const int row0 = work.tile.block * Shape::kBlockM + 64 * consumer, tile_begin = work.blocks_begin;
         const BlockRange blocks = work.blocks[consumer];
         const uint32_t num_full = warp_uniform(scores.is_raw ? max(0, blocks.full_end - blocks.full_begin) : 0);
-        // row_max is updated in blocks with a mask and in the first one without: then each row has seen keys. In the other
-        // blocks scores may be formed once more, which is done without a mask.
+        // row_max is updated in blocks with a mask and in the first one without: then each row has seen keys. In the
+        // other blocks scores may be formed once more, which is done without a mask.
         const uint32_t update_begin = warp_uniform(max(num_full, 1u) - 1);
 
         int n_block = work.blocks_end - 1;

@@ -127,8 +127,8 @@ class FlashMHA(nn.Module):
             max_seqlen: an int or a tensor of one element, which nothing here needs.
             key_padding_mask: bool (B, S) on x's device, True where a position is valid, as in flash-attn, and the
                 opposite of nn.MultiheadAttention. The valid positions, wherever they lie, are packed, and windows count
-                these alone. All others change nothing, and their result is 0. The host waits for their number, twice, so
-                a CUDA graph cannot be captured.
+                these alone. All others change nothing, and their result is 0. The host waits for their number, so that a
+                CUDA graph cannot be captured.
 
         Returns:
             Of x's shape and dtype; under torch.autocast of autocast's dtype.

@@ -335,11 +335,10 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=
 
 def _num_splits(group, seqlen_q, seqlen_k, is_packed=False):
     """How many programs share a block of keys that `group` query heads read: num_splits of csrc/bwd_workspace_sm80.cuh,
-    which says why. Here a split has whole heads. The kernel calls _splits_of with a sample's own rows and this result as
-    max_splits, which counts the padded rows and keys. Only where both are padded alike is it at least what the sample
-    would have alone. Else the last bits of its dK and dV may depend on how far its batch is padded.
-
-    One in a packed batch, whose lengths the host does not know."""
+    which says why. Here a split has whole heads. The kernel calls _splits_of with a sample's own rows and this result
+    as max_splits, which counts the padded rows and keys. Only where both are padded alike is it at least what the
+    sample would have alone. Else the last bits of its dK and dV may depend on how far its batch is padded. One in a
+    packed batch, whose lengths the host does not know."""
     if is_packed:
         return 1
     rows = group * seqlen_q
