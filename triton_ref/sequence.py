@@ -54,17 +54,17 @@ def used(seqused_ptr, b, seqlen):
 def _packed(cu_seqlens_ptr, b, batch_size, total):
     """Where sample b begins, how many rows it owns, and how many of them it could use: the last sample also owns the
     rows that cu_seqlens leaves over."""
-    begin = _begin(cu_seqlens_ptr, b, batch_size, total)
+    begin = _begin(cu_seqlens_ptr, b, total)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), 0), total)
     padded = tl.where(b + 1 == batch_size, total, end) - begin
     return begin, tl.maximum(padded, 0), tl.maximum(end - begin, 0)
 
 
 @triton.jit
-def _begin(cu_seqlens_ptr, b, batch_size, total):
-    """The first row of sample b, also of the one that would follow the last."""
+def _begin(cu_seqlens_ptr, b, total):
+    """The first row of sample b."""
     begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
-    return tl.where(b == 0, 0, tl.where(b == batch_size, total, begin))
+    return tl.where(b == 0, 0, begin)
 
 
 @triton.jit
@@ -78,9 +78,9 @@ def num_slots(cu_seqlens_ptr, batch_size, seqlen, kBlock: tl.constexpr):
 
 
 @triton.jit
-def _first_slot(cu_seqlens_ptr, b, batch_size, total, kBlock: tl.constexpr):
+def _first_slot(cu_seqlens_ptr, b, total, kBlock: tl.constexpr):
     """In a packed batch. Between two samples' first slots there are as many as the first one's rows need."""
-    return _begin(cu_seqlens_ptr, b, batch_size, total) // kBlock + b
+    return _begin(cu_seqlens_ptr, b, total) // kBlock + b
 
 
 @triton.jit
@@ -90,10 +90,10 @@ def block_of_slot(cu_seqlens_ptr, slot, batch_size, total, kBlock: tl.constexpr)
     b, end = 0, batch_size
     while b + 1 < end:
         middle = (b + end) // 2
-        is_behind = _first_slot(cu_seqlens_ptr, middle, batch_size, total, kBlock) > slot
+        is_behind = _first_slot(cu_seqlens_ptr, middle, total, kBlock) > slot
         b = tl.where(is_behind, b, middle)
         end = tl.where(is_behind, middle, end)
-    return b, slot - _first_slot(cu_seqlens_ptr, b, batch_size, total, kBlock)
+    return b, slot - _first_slot(cu_seqlens_ptr, b, total, kBlock)
 
 
 @triton.jit
