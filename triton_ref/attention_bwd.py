@@ -51,11 +51,12 @@ def _add_product(acc, a, b):
 def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_stride, dout_row_stride, blocks, mask,
                      seq, pad_begin, col0, seqlen_pad, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold,
                      keep_scale, kMasked: tl.constexpr, kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr,
-                     kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
-                     kBlockD: tl.constexpr, kBlockDv: tl.constexpr, kTma: tl.constexpr):
+                     kClearDelta: tl.constexpr, kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr,
+                     kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
+                     kTma: tl.constexpr):
     """dk [kBlockN, kBlockD] and dv / keep_scale [kBlockN, kBlockDv] with what one query head adds: its full blocks of
     rows, or with kMasked the cut ones. kEmptyRows: rows without a key, or the next sample's, may be among those of the
-    cut ones."""
+    cut ones. kClearDelta: and delta may be NaN there."""
     seqlen_q = mask.seqlen_q
     seeing = rows_of(mask, col0 + tl.arange(0, kBlockN))
     loop = steps(blocks, kMasked)
@@ -87,7 +88,7 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         if seed_ptr is not None:
             dp = tl.where(keep, dp * keep_scale, 0.0)
         delta = load_per_row(delta_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
-        if kMasked and kEmptyRows:  # dlse may be NaN
+        if kMasked and kClearDelta:
             delta = tl.where(is_used, delta, 0.0)
         ds = p * (dp - delta[None, :])  # dSᵀ
         dk = _add_product(dk, ds.to(k.dtype), q_tile)
@@ -108,9 +109,10 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
                   v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
                   dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
                   batch_size, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad, head_dim, head_dim_v, max_splits,
-                  split_stride, kRaggedRows: tl.constexpr, window_left, window_right, kIsCausal: tl.constexpr,
-                  kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr,
-                  kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr):
+                  split_stride, kRaggedRows: tl.constexpr, kClearDelta: tl.constexpr, window_left, window_right,
+                  kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr,
+                  kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
+                  kBlockDv: tl.constexpr):
     """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it, or over the part of
     them that one of several splits has."""
     # The keys that most rows see under a causal mask go first.
@@ -162,11 +164,13 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
             dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
                                       dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
                                       head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, True, kIsLocal,
-                                      kEmptyRows, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
+                                      kEmptyRows, kClearDelta, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD,
+                                      kBlockDv, kTma)
         dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
                                   dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
                                   head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, False, kIsLocal,
-                                  kEmptyRows, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
+                                  kEmptyRows, kClearDelta, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD,
+                                  kBlockDv, kTma)
 
     dims, dims_v = tl.arange(0, kBlockD), tl.arange(0, kBlockDv)
     is_key = cols[:, None] < seq.padded_k
@@ -335,10 +339,11 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=
 
 def _num_splits(group, seqlen_q, seqlen_k, is_packed=False):
     """How many programs share a block of keys that `group` query heads read: num_splits of csrc/bwd_workspace_sm80.cuh,
-    which says why. Here a split has whole heads. The kernel calls _splits_of with a sample's own rows and this result
-    as max_splits, which counts the padded rows and keys. Only where both are padded alike is it at least what the
-    sample would have alone. Else the last bits of its dK and dV may depend on how far its batch is padded. One in a
-    packed batch, whose lengths the host does not know."""
+    which says why. Here a split has whole heads. The kernel calls _splits_of with the rows of its sample and this
+    result as max_splits. That is of the padded lengths. Where seqused_q and seqused_k differ, a sample may thus have
+    another number of splits than it would have alone, and the last bits of its dK and dV depend on the padding.
+
+    One in a packed batch, whose lengths the host does not know."""
     if is_packed:
         return 1
     rows = group * seqlen_q
@@ -357,9 +362,11 @@ def _has_empty_rows(q, k, lengths, window):
     return lengths.is_packed or window[1] >= 0 and (used_q != used_k or q.shape[2] > k.shape[2] + window[1])
 
 
-def _launch(side, config, tma, tensors, window, has_empty_rows):
+def _launch(side, config, tma, tensors, window, has_empty_rows, clears_delta):
     """A Launch for the gradients of one side, "kv" or "q", to be called with (*tensors, threshold, keep_scale,
-    softmax_scale). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, *lengths, seed."""
+    softmax_scale). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, *lengths, seed.
+
+    clears_delta: delta may be NaN in rows without a key."""
     q, k, v, dout, *gradients, lse_padded, delta = tensors[:-5]
     lengths = Lengths(*tensors[-5:-1])
     (nheads, seqlen_q, head_dim), head_dim_v = q.shape[1:], v.shape[-1]
@@ -371,7 +378,7 @@ def _launch(side, config, tma, tensors, window, has_empty_rows):
         max_splits = _num_splits(nheads // nheads_k, seqlen_q, seqlen_k, is_packed)
         blocks = num_slots.fn(lengths.cu_seqlens_k, batch_size, seqlen_k, kBlockN) * nheads_k * max_splits
         has_ragged_rows = is_packed or lengths.seqused_q is not None or seqlen_q % kBlockM != 0
-        of_side = max_splits, _split_stride(k, v), has_ragged_rows
+        of_side = max_splits, _split_stride(k, v), has_ragged_rows, clears_delta
     else:
         function, of_side = _flash_bwd_q_packed if is_packed else _flash_bwd_q, ()
         blocks = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM) * nheads
@@ -434,7 +441,9 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         autotune = options.autotune and tuner.is_on()
         has_empty_rows = _has_empty_rows(q, k, lengths, window)
-        key = (q.device, window, has_empty_rows, autotune, *sides,
+        # A row without a key has an lse if there are sinks, and so its dlse counts.
+        clears_delta = has_empty_rows and dlse is not None and options.sinks is not None
+        key = (q.device, window, has_empty_rows, clears_delta, autotune, *sides,
                *layouts(q, k, v, out, dout, lse, dlse, sinks, *lengths, seed))
         plan = _plans.get(key)
         is_new = plan is None
@@ -442,7 +451,7 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
             plan = {"preprocess": launch_preprocess(*preprocessed)}
         plan["preprocess"](*preprocessed, options.softmax_scale)
         if is_new:  # tiles are timed on what preprocess.py made
-            plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows)
+            plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows, clears_delta)
                      for side, tensors in sides.items()}
             if max_splits > 1:
                 plan |= {"sum_k": sum_splits(dk, split_stride, max_splits),
@@ -493,13 +502,13 @@ def _beside(device, pays):
         first.wait_stream(second)
 
 
-def _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows):
+def _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows, clears_delta):
     """The Launch of one of tile_configs: the first, or the fastest."""
     q, k, v, dout, *_, seed = tensors
     configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1])
     # A descriptor ends with the tensor, not with a padded sample.
     tma = (lengths.is_packed or all(x is None for x in lengths)) and can_use_tma(q, k, v, dout)
-    launch_of = once(lambda config: _launch(side, config, tma, tensors, window, has_empty_rows))
+    launch_of = once(lambda config: _launch(side, config, tma, tensors, window, has_empty_rows, clears_delta))
     if not autotune:
         return launch_of(configs[0])
     head_dims = configs[0]["kBlockD"], configs[0]["kBlockDv"]
