@@ -3,15 +3,17 @@
     git archive HEAD~1 csrc | tar x -C /tmp/old
     python benchmarks/compare_builds.py /tmp/old/csrc csrc
 
-Kernels are launched without torch's ops and the clock of the GPU is the same for all versions, so that a change of half
-a percent shows. Everything is dense, bf16, 16384 tokens and 2048 columns of heads. Needs a GPU of sm_90 and nvcc.
+Kernels are launched without torch's ops. The versions take turns, so that a change of the GPU's clock meets all of them
+alike. Everything is dense, in bf16, with 16384 tokens and about 2048 = heads times head_dim. Needs a GPU of sm_90, and
+nvcc.
 
-Read next: compare_builds.cpp, how a version is called.
+Read next: compare_builds.cpp, which calls the kernels of a version.
 """
 
 import argparse
 import ctypes
 import itertools
+import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ import torch
 
 KERNELS = "sm90", "sm80", "backward"  # as numbered in compare_builds.cpp
 SOURCES = "flash_sm90", "flash_sm80", "flash_bwd_sm80", "flash_bwd", "device"
-TOKENS, COLUMNS = 16384, 2048
+TOKENS, WIDTH = 16384, 2048  # of all samples together; heads times head_dim
 TENSORS = "q", "k", "v", "o", "lse", "tile_counter", "dout", "dq", "dk", "dv", "delta", "lse_log2", "workspace"
 NUMBERS = "batch_size", "nheads", "seqlen", "head_dim", "is_causal", "workspace_bytes"
 
@@ -51,7 +53,7 @@ def build(csrc, folder):
 
 def make_call(seqlen, head_dim, is_causal):
     """A Call and the tensors that it points to, by name."""
-    batch_size, nheads = TOKENS // seqlen, COLUMNS // head_dim
+    batch_size, nheads = TOKENS // seqlen, WIDTH // head_dim
     shape = batch_size, nheads, seqlen, head_dim
     tensors = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16)
                for name in ("q", "k", "v", "o", "dout", "dq", "dk", "dv")}
@@ -89,6 +91,8 @@ def compare(libraries, kernel, seqlen, head_dim, is_causal, rounds):
 
         if kernel == "backward":  # of an out and lse that belong together
             assert library.run(KERNELS.index("sm80"), ctypes.byref(call))
+        for name in results:
+            tensors[name].fill_(torch.nan)  # what is not written equals nothing
         launch()
         launches.append(launch)
         bits.append([tensors[name].clone() for name in results])
@@ -98,9 +102,9 @@ def compare(libraries, kernel, seqlen, head_dim, is_causal, rounds):
     return [median(column) for column in zip(*times)], same
 
 
-def tflops(kernel, seqlen, is_causal, ms):
-    products = 5 if kernel == "backward" else 2
-    return products * 2 * TOKENS * seqlen * COLUMNS / (2 if is_causal else 1) / ms / 1e9
+def tflops(kernel, seqlen, head_dim, is_causal, ms):
+    products, width = 5 if kernel == "backward" else 2, WIDTH // head_dim * head_dim
+    return products * 2 * TOKENS * seqlen * width / (2 if is_causal else 1) / ms / 1e9
 
 
 def numbers(text):
@@ -110,24 +114,33 @@ def numbers(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("csrc", nargs="+", type=Path, help="folders of sources; the others are compared with the first")
-    parser.add_argument("--kernels", default=",".join(KERNELS), help="of sm90, sm80, backward")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--head-dims", type=numbers, default=[64, 96, 128, 192, 256])
     parser.add_argument("--seqlens", type=numbers, default=[512, 2048, 8192, 16384])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    for csrc in options.csrc:
+        if not (csrc / "flash.h").is_file():
+            parser.error(f"{csrc} is not a folder with the sources of csrc: it has no flash.h")
+    if not all(1 <= seqlen <= TOKENS and TOKENS % seqlen == 0 for seqlen in options.seqlens):
+        parser.error(f"--seqlens must divide {TOKENS}, got {options.seqlens}")
+    if not all(8 <= head_dim <= 256 and head_dim % 8 == 0 for head_dim in options.head_dims):
+        parser.error(f"--head-dims must be multiples of 8 from 8 to 256, got {options.head_dims}")
+    if not shutil.which("nvcc") or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        parser.error("needs nvcc on the PATH and a GPU of sm_90, such as an H100 or H200")
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder, str(i)) for i in range(len(options.csrc))]
         for place in places:
             place.mkdir()
         libraries = [build(csrc.resolve(), place) for csrc, place in zip(options.csrc, places)]
     print("kernel, head_dim, seqlen, causal, TFLOP/s of the first, speed of the others by its, = for the same bits")
-    for kernel in options.kernels.split(","):
+    for kernel in options.kernels:
         ratios = []
         for head_dim, seqlen, is_causal in itertools.product(options.head_dims, options.seqlens, (False, True)):
             times, same = compare(libraries, kernel, seqlen, head_dim, is_causal, options.rounds)
             ratios.append([times[0] / ms for ms in times])
             others = [f"{ratio:.3f}{'=' if equal else ' '}" for ratio, equal in zip(ratios[-1][1:], same[1:])]
-            speed = tflops(kernel, seqlen, is_causal, times[0])
+            speed = tflops(kernel, seqlen, head_dim, is_causal, times[0])
             print(f"{kernel:8} {head_dim:3} {seqlen:5} {is_causal!s:5} {speed:4.0f}", *others, flush=True)
         print(f"{kernel}: geometric means", *(f"{geometric_mean(column):.4f}" for column in list(zip(*ratios))[1:]),
               "least", *(f"{min(column):.3f}" for column in list(zip(*ratios))[1:]), flush=True)

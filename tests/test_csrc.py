@@ -1,5 +1,6 @@
 """The sources of csrc as one reads them: their order, their size, and what stays in which file."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -84,7 +85,11 @@ def test_only_sequence_cuh_reads_seq_lens():
                 assert not re.search(r"\bp(arams)?(\.|->)seqlen_[qk]\b", text), (name, function[0])
 
 
-def test_compare_builds_calls_what_flash_h_declares():
+def test_compare_builds_calls_what_flash_h_declares(monkeypatch):
     caller = CSRC.parent / "benchmarks/compare_builds.cpp"
+    monkeypatch.syspath_prepend(caller.parent)
+    members = re.search(r"struct Call \{(.*?)\n\};", caller.read_text(), re.S)[1]
+    names = re.findall(r"(\w+)[,;]", re.sub(r"//.*", "", members))
+    assert names == [name for name, _ in importlib.import_module("compare_builds").Call._fields_]
     subprocess.run([os.environ.get("CXX", "g++"), "-std=c++20", "-Wall", "-Wextra", "-Werror", "-fsyntax-only",
                     f"-I{CSRC}", caller], check=True)
