@@ -14,13 +14,19 @@ ROOT = Path(__file__).parents[1]
 SIZE = "head_dim", "causal", "seqlen_q"
 SHAPE = "batch_size", "nheads", "seqlen_q", "head_dim"
 NAMES = {"cuda:sm90": "sm90", "cuda:sm80": "sm80", "cuda:dmma": "dmma", "cuda:simt": "simt", "torch:flash": "FA2",
-         "torch:cudnn": "cuDNN", "torch:efficient": "efficient", "flex": "Flex"}
+         "torch:cudnn": "cuDNN", "torch:efficient": "efficient", "torch:varlen": "varlen_attn",
+         "flex": "Flex"}
 
 
 # Reading.
 
 def record(name):
     return json.loads((ROOT / "benchmarks/h200" / f"{name}.json").read_text())
+
+
+def is_recorded(name):
+    """Whether there is such a record. A block of one that is not there yet is empty."""
+    return (ROOT / "benchmarks/h200" / f"{name}.json").exists()
 
 
 def gpu_record():
@@ -32,8 +38,12 @@ def settings(name, *keys, **only):
     found = {}
     for row in record(name)["rows"]:
         if row["ms"] and all(row[key] == value for key, value in only.items()):
-            found.setdefault(tuple(row[key] for key in keys), {})[row["impl"]] = row
+            found.setdefault(tuple(hashable(row[key]) for key in keys), {})[row["impl"]] = row
     return found
+
+
+def hashable(value):
+    return tuple(value) if isinstance(value, list) else value
 
 
 def rounds(name):

@@ -23,6 +23,7 @@ from minimal_attn.bench import page, pictures  # noqa: E402
 from minimal_attn.bench.measure import Setting  # noqa: E402
 from minimal_attn.bench.options import OPS  # noqa: E402
 from minimal_attn.bench.tables import place  # noqa: E402
+from recorded import hashable  # noqa: E402
 
 FOLDER = ROOT / "benchmarks/h200"
 # Each file, the JSON it shows, and the dtype if it shows only one.
@@ -40,6 +41,8 @@ FILES = {
     "training.png": ("training", None),
     "ladder.svg": ("ladder", None),
 }
+FILES |= {f"{name}.svg": (name, None) for name in ("varlen", "window") if (FOLDER / f"{name}.json").exists()}
+SHAPES = {case.op: shape for op in OPS.values() for shape, case in op.CASES.items()}  # by the op of a row
 
 
 def results_of(content, only_dtype=None):
@@ -48,7 +51,8 @@ def results_of(content, only_dtype=None):
     op = OPS[{"forward": "attention"}.get(content["rows"][0]["op"], content["rows"][0]["op"])]
     for row in content["rows"]:
         if only_dtype in (None, row["dtype"]):
-            shape = op.Shape(*(row[x] for x in op.Shape._fields))
+            shape_class = SHAPES[row["op"]]
+            shape = shape_class(*(hashable(row[x]) for x in shape_class._fields))
             setting = Setting(shape, row["dtype"], row.get("causal", False))
             results.setdefault(setting, {})[row["impl"]] = row
     title = pictures.title_of(op.TITLE, results, place(meta, {setting.dtype for setting in results}))

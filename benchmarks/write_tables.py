@@ -13,8 +13,8 @@ import re
 import sys
 
 import ladder_tables
-from recorded import (ROOT, SHAPE, SIZE, bullet, by_size, gpu_record, largest_error, mean, names, other_flash,
-                      paragraph, ratio, ratios, record, rounds, settings, span, speeds, table, tflops)
+from recorded import (ROOT, SHAPE, SIZE, bullet, by_size, gpu_record, is_recorded, largest_error, mean, names,
+                      other_flash, paragraph, ratio, ratios, record, rounds, settings, span, speeds, table, tflops)
 
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
@@ -182,6 +182,84 @@ def fp32():
         table(["B,H,S,D", *names(impls), "ours / efficient", "error of ours", "error of manual"], cells)])
 
 
+# The dense length whose speed a packed batch is compared with.
+DENSE = {"16 of 64..4096": 2048, "32 x 512": 512, "8192 + 64 x 128": 8192}
+
+
+def beside_dense(name, op, dense_op, ours):
+    """({(lengths, causal): {impl: row}}, the same for the dense batches, {the same: speed of ours over its dense one}).
+    A row of `dense` is at the length that DENSE names."""
+    rows_of = settings(name, "lengths", "causal", op=op)
+    dense_of = settings(name, "seqlen_q", "causal", op=dense_op)
+    dense = {(lengths, causal): dense_of[DENSE[lengths], causal] for lengths, causal in rows_of}
+    return rows_of, dense, {x: rows[ours]["tflops"] / dense[x][ours]["tflops"] for x, rows in rows_of.items()}
+
+
+def packed_table(rows_of, dense, of_dense, impls, pairs, ours):
+    """speeds(), and behind it the dense rate of ours and what the packed batch reaches of it."""
+    cells = [[lengths, "yes" if causal else "no", *tflops(rows, impls),
+              *(f"{ratio(rows, *pair):.2f}" for pair in pairs), *tflops(dense[lengths, causal], [ours]),
+              f"{of_dense[lengths, causal]:.2f}"] for (lengths, causal), rows in rows_of.items()]
+    (name,) = names([ours])
+    return table(["lengths", "causal", *names(impls), *(" / ".join(names(pair)) for pair in pairs), f"{name}, dense",
+                  f"{name} / dense"], cells)
+
+
+def varlen():
+    if not is_recorded("varlen"):
+        return ""
+    rows_of, dense, of_dense = beside_dense("varlen", "varlen", "forward", "cuda:sm90")
+    faster = ratios(rows_of, "cuda:sm90", "torch:varlen")
+    host = record("varlen")["meta"].get("host_us", {})
+    us = f"""A small packed call takes the host {host["flash_attn_varlen_func"]:.1f} µs, and a dense one
+        {host["flash_attn_func"]:.1f} µs.""" if host else ""
+    return "\n".join([
+        "## Packed batches, bf16\n",
+        paragraph(f"""`flash_attn_varlen_func` with 16 query heads, 4 key heads and head_dim 128, in TFLOP/s. FLOPs are
+            those of the samples. `32 x 512` are 32 samples of length 512, and `16 of 64..4096` are 16 lengths that were
+            drawn once (`minimal_attn/bench/varlen.py`). varlen_attn is `torch.nn.attention.varlen.varlen_attn`, which
+            is FlashAttention-2. The dense batches have lengths of {', '.join(map(str, DENSE.values()))}, in this order,
+            and about as many tokens as the packed ones. On average,
+            `sm90` is {mean(faster)} times as fast as varlen_attn ({span(faster)}), and packed batches reach
+            {mean(of_dense)} of the speed of dense ones ({span(of_dense)}). {us}"""),
+        packed_table(rows_of, dense, of_dense, ("cuda:sm90", "cuda:sm80", "triton", "torch:varlen"),
+                     (("cuda:sm90", "torch:varlen"), ("triton", "torch:varlen")), "cuda:sm90"),
+        "![TFLOP/s of packed batches by lengths](../benchmarks/h200/varlen.svg)\n"])
+
+
+def varlen_backward():
+    if not is_recorded("varlen_backward"):
+        return ""
+    rows_of, dense, of_dense = beside_dense("varlen_backward", "varlen_backward", "backward", "cuda:sm80")
+    return "\n".join([
+        paragraph(f"""The backward pass of the same batches. `sm80` reaches {mean(of_dense)} of the speed of its dense
+            backward pass ({span(of_dense)})."""),
+        packed_table(rows_of, dense, of_dense, ("cuda:sm80", "triton", "torch:varlen"),
+                     (("cuda:sm80", "torch:varlen"), ("triton", "torch:varlen")), "cuda:sm80")])
+
+
+def window():
+    if not is_recorded("window"):
+        return ""
+    impls, size = ("cuda:sm90", "cuda:sm80", "triton", "flex"), ("seqlen_q", "causal")
+    rows_of = settings("window", "window_size", *size, op="window")
+    flex = [ratios(rows_of, impl, "flex") for impl in ("cuda:sm90", "triton")]
+    dense, sinks = (settings("window", *size, op=op) for op in ("forward", "sinks"))
+    of_dense = {setting: rows["cuda:sm90"]["tflops"] / dense[setting]["cuda:sm90"]["tflops"]
+                for setting, rows in sinks.items()}
+    cells = [[str(window_size), str(s), "yes" if causal else "no", *(f"{rows[x]['ms']:.3f}" for x in impls),
+              *(f"{by[window_size, s, causal]:.2f}" for by in flex)]
+             for (window_size, s, causal), rows in rows_of.items()]
+    return "\n".join([
+        "## Sliding windows and sinks, bf16\n",
+        paragraph(f"""16 query heads, 4 key heads and head_dim 128, in milliseconds. A window (left, right) counts the
+            keys before and after the one of the row. Flex has a block mask of the same window. On average, `sm90` is
+            {mean(flex[0])} times and `triton` {mean(flex[1])} times as fast as Flex. With attention sinks and without a
+            window, `sm90` reaches {span(of_dense)} of its speed without them."""),
+        table(["window", "S", "causal", *names(impls), "sm90 / Flex", "triton / Flex"], cells),
+        "![TFLOP/s of sliding windows and of attention sinks](../benchmarks/h200/window.svg)\n"])
+
+
 def backward_settings():
     """The settings with 16384 tokens and a width of 2048: {(head_dim, causal, S): {impl: row}}."""
     rows_of = settings("backward", "batch_size", "nheads", *SIZE)
@@ -271,10 +349,11 @@ def training():
 def host():
     one, both = record("forward")["meta"]["host_us"], record("host")["meta"]["host_us"]
     calls = {"`flash_attention`": "flash_attention", "`flash_attn_func`": "flash_attn_func",
+             "`flash_attn_varlen_func`": "flash_attn_varlen_func",
              "`flash_attention(backend=\"triton\")`": "triton", "SDPA, FA2": "torch:flash",
              "SDPA, cuDNN": "torch:cudnn", "SDPA, memory-efficient": "torch:efficient"}
     cells = [[call, f"{one[key]:.1f}" if key in one else "–", f"{both[key]:.0f}" if key in both else "–"]
-             for call, key in calls.items()]
+             for call, key in calls.items() if key in one or key in both]
     other = record("sm80")["meta"]["host_us"]
     apart = max(max(one[key] / other[key], other[key] / one[key]) for key in calls.values() if key in other)
     return "\n".join([
@@ -306,8 +385,9 @@ def tests():
         {gpu['passed']} tests, skipped {gpu['skipped']} and took {gpu['duration_s'] / 60:.1f} minutes{parts}.""")
 
 
-BLOCKS = {block.__name__: block for block in (opening, choice, results, forward, peers, heads, ampere, fp32, backward,
-                                              backward_heads, triton, matmul, training, host, memory, build, tests)}
+BLOCKS = {block.__name__: block for block in (opening, choice, results, forward, peers, heads, ampere, fp32, varlen,
+                                              varlen_backward, window, backward, backward_heads, triton, matmul,
+                                              training, host, memory, build, tests)}
 BLOCKS |= ladder_tables.BLOCKS
 
 

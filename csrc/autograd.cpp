@@ -28,52 +28,60 @@ void check_no_tangent(const char *name, const at::Tensor &x) {
 // torch shows this name in errors and profiles.
 struct FlashAttention : torch::autograd::Function<FlashAttention> {
     static variable_list forward(AutogradContext *ctx, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                 const OptionalTensor &seq_lens, double softmax_scale, bool causal, double dropout_p,
-                                 const OptionalTensor &dropout_seed, bool deterministic, Reason *slow_because) {
-        const auto [out, lse, reason] = flash_forward(q, k, v, seq_lens, softmax_scale, causal, dropout_p,
-                                                      dropout_seed, deterministic);
+                                 const OptionalTensor &sinks, const Options &options, bool deterministic,
+                                 Reason *slow_because) {
+        const auto [out, lse, reason] = flash_forward(q, k, v, options);
         *slow_because = reason;
-        ctx->save_for_backward({q, k, v, out, lse, seq_lens.value_or(at::Tensor()),
-                                dropout_seed.value_or(at::Tensor())});
+        const auto &[cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, softmax_scale, window_left, window_right,
+                     dropout_p, dropout_seed] = options;
+        variable_list saved{q, k, v, out, lse};
+        for (const OptionalTensor *x : {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &sinks, &dropout_seed})
+            saved.push_back(x->value_or(at::Tensor()));
+        ctx->save_for_backward(saved);
         ctx->set_materialize_grads(false);  // an lse that nobody uses has no gradient
-        ctx->saved_data["options"] = std::make_tuple(softmax_scale, causal, dropout_p, deterministic);
+        ctx->saved_data["options"] =
+            std::make_tuple(softmax_scale, window_left, window_right, dropout_p, deterministic);
         return {out, lse};
     }
 
     static variable_list backward(AutogradContext *ctx, variable_list gradients) {
         const variable_list saved = ctx->get_saved_variables();
         const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &out = saved[3], &lse = saved[4];
-        const at::Tensor &seq_lens = saved[5], &dropout_seed = saved[6], &dlse = gradients[1];
+        const at::Tensor &dlse = gradients[1];
         const at::Tensor dout = gradients[0].defined() ? gradients[0] : at::zeros_like(out);
         check_no_tangent("dout", dout);
         check_no_tangent("dlse", dlse);
-        const auto [softmax_scale, causal, dropout_p, deterministic] =
-            ctx->saved_data["options"].to<std::tuple<double, bool, double, bool>>();
+        const auto [softmax_scale, window_left, window_right, dropout_p, deterministic] =
+            ctx->saved_data["options"].to<std::tuple<double, int64_t, int64_t, double, bool>>();
+        const Options options{if_defined(saved[5]), if_defined(saved[6]), if_defined(saved[7]), if_defined(saved[8]),
+                              if_defined(saved[9]), softmax_scale, window_left, window_right, dropout_p,
+                              if_defined(saved[10])};
         const bool need_dq = ctx->needs_input_grad(0), need_dk = ctx->needs_input_grad(1);
-        const bool need_dv = ctx->needs_input_grad(2);
+        const bool need_dv = ctx->needs_input_grad(2), need_dsinks = options.sinks && ctx->needs_input_grad(3);
         static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("minimal_attn::flash_backward", "")
-                                   .typed<decltype(flash_backward)>();
+                                   .typed<decltype(flash_backward_op)>();
         // In grad mode a second derivative may follow, which ops.py refuses.
         const bool is_direct = !at::GradMode::is_enabled() && needs_no_dispatcher({&dout, &dlse, &q, &k, &v});
-        auto run = [&](auto &&function) {
-            return function(dout, if_defined(dlse), q, k, v, out, lse, if_defined(seq_lens), softmax_scale, causal,
-                            dropout_p, if_defined(dropout_seed), deterministic, need_dq, need_dk || need_dv);
-        };
-        const auto [dq, dk, dv] = is_direct ? run(flash_backward) : run([](auto &&...x) { return op.call(x...); });
-        variable_list result(10);  // one for each argument of forward
+        const auto [dq, dk, dv, dsinks] =
+            is_direct ? flash_backward(dout, if_defined(dlse), q, k, v, out, lse, options, deterministic, need_dq,
+                                       need_dk || need_dv, need_dsinks)
+                      : op.call(dout, if_defined(dlse), q, k, v, out, lse, options.cu_seqlens_q, options.cu_seqlens_k,
+                                options.seqused_q, options.seqused_k, options.sinks, softmax_scale, window_left,
+                                window_right, dropout_p, options.dropout_seed, deterministic, need_dq,
+                                need_dk || need_dv, need_dsinks);
+        variable_list result(7);  // one for each argument of forward
         if (need_dq) result[0] = dq;
         if (need_dk) result[1] = dk;
         if (need_dv) result[2] = dv;
+        if (need_dsinks) result[3] = dsinks;
         return result;
     }
 };
 
-Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                              const OptionalTensor &seq_lens, double softmax_scale, bool causal, double dropout_p,
-                              const OptionalTensor &dropout_seed, bool deterministic) {
+Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options,
+                              bool deterministic) {
     Reason slow_because;
-    const variable_list outputs = FlashAttention::apply(q, k, v, seq_lens, softmax_scale, causal, dropout_p,
-                                                        dropout_seed, deterministic, &slow_because);
+    const variable_list outputs = FlashAttention::apply(q, k, v, options.sinks, options, deterministic, &slow_because);
     return {outputs[0], outputs[1], slow_because};
 }
 

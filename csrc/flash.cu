@@ -18,6 +18,11 @@
 
 namespace simt {
 
+// log(exp(x) + exp(y)). Both may be -inf.
+template <typename Sum> __device__ Sum log_add_exp(Sum x, Sum y) {
+    return x == y ? x + log(Sum(2)) : fmax(x, y) + log1p(exp(-fabs(x - y)));
+}
+
 template <typename T, typename Tiles>
 __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 8 warps an SM: 255 registers a thread
     flash_fwd(const AttnParams p, const bool aligned) {
@@ -31,7 +36,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
 
     const Tile tile = RowTiles<Br>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);
-    const Mask mask(seq, p.is_causal);
+    const Mask mask(seq, p);
     const Scores<Sum> scores(p);
     const int row0 = tile.block * Br;
     const BlockRange blocks = mask.key_blocks<Br, Bc>(row0);
@@ -43,7 +48,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
                                       p.q.row_stride, seq.seqlen_q - row0, p.head_dim);
     Steps<T, Tiles> steps{tiles.steps, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin),
                           rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin), p.k.row_stride, p.v.row_stride,
-                          p.head_dim, seq.seqlen_k, aligned, blocks.end, blocks.begin};
+                          p.head_dim, p.head_dim_v, mask.keys(row0).begin, seq.seqlen_k, aligned, blocks.end,
+                          blocks.begin};
     steps.load();
     for (int j = blocks.begin; j < blocks.end; j++) {
         Sum S[kRows][kCols] = {};
@@ -99,18 +105,21 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     reduce_rows<kTy>(l, tiles.partial, ty, tx, [](Sum x, Sum y) { return x + y; });
     const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
     T *gO = rows_of<T>(p.o, tile.b, tile.h, seq.q_begin);
-    Sum *lse = static_cast<Sum *>(p.lse) + lse_index(p, tile.b, tile.h);
+    Sum *lse = static_cast<Sum *>(p.lse) + lse_index(p, seq, tile.b, tile.h);
+    const Sum *sink = sink_of<Sum>(p, tile.h);
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
         const int row = row0 + place<kTy, kRows>(ty, i);
         if (row >= seq.padded_q) continue;
         // A row without keys gets out 0. Its sums may be NaN: 0 · NaN, if V holds NaN.
         const bool is_empty = l[i] == 0 || row >= seq.seqlen_q;
-        const Sum scale_o = keep_scale / l[i];
-        if (tx == 0) lse[row] = is_empty ? Sum(-INFINITY) : m[i] * fabs(scores.softmax_scale) + log(l[i]);
+        const Sum lse_keys = is_empty ? Sum(-INFINITY) : m[i] * fabs(scores.softmax_scale) + log(l[i]);
+        const Sum lse_row = sink && row < seq.seqlen_q ? log_add_exp(lse_keys, *sink) : lse_keys;
+        const Sum scale_o = keep_scale / l[i] * (sink ? exp(lse_keys - lse_row) : Sum(1));
+        if (tx == 0) lse[row] = lse_row;
         for (int d = 0; d < kDims; d++) {
             const int x = place<kTx, kDims>(tx, d);
-            if (x < p.head_dim) gO[row * p.o.row_stride + x] = from_float<T>(is_empty ? Sum(0) : O[i][d] * scale_o);
+            if (x < p.head_dim_v) gO[row * p.o.row_stride + x] = from_float<T>(is_empty ? Sum(0) : O[i][d] * scale_o);
         }
     }
 }
@@ -118,7 +127,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
 template <typename T, typename Tiles> void launch_fwd(const AttnParams &p) {
     // Only v: the rows of q and k are transposed one element at a time.
     launch(flash_fwd<T, Tiles>, RowTiles<Tiles::Br>::count(p), Tiles::kNThreads, sizeof(Tiles), p.stream, p,
-           is_aligned<T>(p.v, p.head_dim));
+           is_aligned<T>(p.v, p.head_dim_v));
 }
 
 template <typename T, typename Narrow, typename Medium, typename Wide>
@@ -130,12 +139,14 @@ void launch_best(const AttnParams &p, bool wide) {
 }
 
 void flash_forward(const AttnParams &p) {
-    const bool is_long = p.seqlen_q > 512;  // not by batch or heads: a sample's bits must not depend on them
+    // Not by batch or heads, nor by the length of a whole packed batch: a sample's bits must not depend on them.
+    const int head_dim = p.max_head_dim();
+    const bool is_long = p.cu_seqlens_q || p.seqlen_q > 512;
     with_dtype(p.dtype, [&]<typename T>() {
         if constexpr (std::is_same_v<T, double>)
-            p.head_dim <= 64 ? launch_fwd<T, Tiles64Double>(p) : launch_fwd<T, Tiles256Double>(p);
-        else if (p.head_dim <= 64) launch_best<T, Tiles64, Tiles64, Tiles64Wide>(p, is_long);
-        else if (p.head_dim <= 128) launch_best<T, Tiles128Narrow, Tiles128, Tiles128Wide>(p, is_long);
+            head_dim <= 64 ? launch_fwd<T, Tiles64Double>(p) : launch_fwd<T, Tiles256Double>(p);
+        else if (head_dim <= 64) launch_best<T, Tiles64, Tiles64, Tiles64Wide>(p, is_long);
+        else if (head_dim <= 128) launch_best<T, Tiles128Narrow, Tiles128, Tiles128Wide>(p, is_long);
         else launch_best<T, Tiles256Narrow, Tiles256, Tiles256Wide>(p, is_long);
     });
 }

@@ -16,18 +16,41 @@ struct Tensor {
 
 struct AttnParams {
     Tensor q;             // [batch_size, nheads, seqlen_q, head_dim]
-    Tensor k, v;          // [batch_size, nheads_k, seqlen_k, head_dim]
-    Tensor o;             // as q
+    Tensor k;             // [batch_size, nheads_k, seqlen_k, head_dim]
+    Tensor v;             // [batch_size, nheads_k, seqlen_k, head_dim_v]
+    Tensor o;             // [batch_size, nheads, seqlen_q, head_dim_v]
     void *lse;            // [batch_size, nheads, seqlen_q] contiguous: natural log of each row's sum of exponentials;
                           // fp32, or fp64 for fp64
-    const int *seq_lens;  // [batch_size] valid length of each sample, or nullptr; needs seqlen_q == seqlen_k
+    int64_t lse_batch_stride;
 
-    int64_t batch_size;
+    // In a packed batch the samples lie one after the other, and where one begins is in the kernel's memory:
+    // [batch_size + 1], or nullptr twice. The tensors then have one sample of seqlen_q rows and seqlen_k keys, and
+    // their batch strides are 0; lse is [nheads, seqlen_q].
+    const int *cu_seqlens_q, *cu_seqlens_k;
+    const int *seqused_q, *seqused_k;  // [batch_size] how many rows and keys of a sample are valid, or nullptr: all
+
+    int64_t batch_size;    // samples
     int nheads, nheads_k;  // nheads is a multiple of nheads_k; query head h reads K/V head h / (nheads / nheads_k)
-    int seqlen_q, seqlen_k, head_dim;
+    int seqlen_q, seqlen_k, head_dim, head_dim_v;
+    int max_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
     double softmax_scale;  // representable in fp32 unless dtype is fp64
-    bool is_causal;        // bottom-right aligned: query row i sees the keys j <= i + seqlen_k - seqlen_q
-    DType dtype;           // of q, k, v and o
+    // Row i of a sample sees the keys from i + d - window_left to i + d + window_right, d being its keys minus its rows
+    // (bottom-right aligned). Under a causal mask window_right is 0. A window of seqlen_k keys to the left or of
+    // seqlen_q to the right hides nothing: that is no bound.
+    int window_left, window_right;
+    // Call it when seqlen_q and seqlen_k are set. -1 is no bound, and neither is a window in which every row sees all
+    // keys on that side.
+    void set_window(int64_t left, int64_t right) {
+        window_left = left < 0 || left >= seqlen_k - 1 ? seqlen_k : int(left);
+        window_right = right < 0 || right >= seqlen_q - 1 ? seqlen_q : int(right);
+    }
+    bool has_left_bound() const { return window_left < seqlen_k; }
+    bool has_right_bound() const { return window_right < seqlen_q; }
+    DType dtype;  // of q, k, v and o
+
+    // [nheads] of lse's type, or nullptr: one more score of each row of a head, in units of softmax_scale · q·k. No key
+    // and no value go with it (Xiao et al., StreamingLLM, 2023; as in gpt-oss). lse includes it.
+    const void *sinks;
 
     // Dropout of the normalised probabilities, see dropout.h.
     const int64_t *dropout_seed;  // one number in the kernel's memory, or nullptr: no dropout
@@ -40,8 +63,8 @@ struct AttnParams {
 
 // The backward pass. q, k, v, o, lse and the options are those of the forward pass; o and lse are read.
 struct AttnBackwardParams : AttnParams {
-    Tensor dout;        // as q
-    Tensor dq, dk, dv;  // as q and k; data is nullptr where a gradient is not needed (dk and dv go together)
+    Tensor dout;        // as o
+    Tensor dq, dk, dv;  // as q, k and v; data is nullptr where a gradient is not needed (dk and dv go together)
     // [batch_size, nheads, seqlen_q] in any order, or data is nullptr if nobody used lse. fp32, or fp64 for fp64.
     Tensor dlse;
     void *delta;        // workspace like lse: rowsum(dout ∘ o) - dlse
@@ -50,7 +73,8 @@ struct AttnBackwardParams : AttnParams {
     bool deterministic;
 };
 
-// flash_forward enqueues out = softmax(softmax_scale · Q Kᵀ) V and lse. A row that sees no key gets out 0 and lse -inf.
+// flash_forward enqueues out = softmax(softmax_scale · Q Kᵀ) V and lse. A row that sees no key gets out 0 and lse -inf,
+// or its sink.
 // flash_backward enqueues dq, dk, dv. A row that sees no key adds nothing to dk and dv, whatever its dout and dlse; its
 // dq is 0. Both throw std::runtime_error when a kernel cannot be launched. kernels.h says what each kernel serves.
 namespace simt {

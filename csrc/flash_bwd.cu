@@ -22,8 +22,8 @@
 namespace simt {
 
 // Preprocess: delta and lse_log2 of 64 rows a block. 8 threads share a row. Each adds 4 neighbours at a time, so that
-// the order of the sum, and its bits, do not depend on how rows are aligned. Of a row without keys, whose lse is -inf,
-// nothing else is read: its dO may be NaN, and its delta is 0.
+// the order of the sum, and its bits, do not depend on how rows are aligned. The O and dO of a row without keys are not
+// read: its dO may be NaN. Its delta is 0, or -dlse if it has a sink, and its lse_log2 is +inf.
 constexpr int kPreprocessTy = 16, kPreprocessTx = 8, kPreprocessM = 64;
 template <typename Sum> struct PreprocessTiles { Sum partial[kPreprocessTx][kPreprocessM + 4]; };
 
@@ -37,14 +37,16 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
     const Sequence seq(p, tile.b);
     const T *gO = rows_of<const T>(p.o, tile.b, tile.h, seq.q_begin);
     const T *gdO = rows_of<const T>(p.dout, tile.b, tile.h, seq.q_begin);
-    const int64_t at = lse_index(p, tile.b, tile.h);
+    const int64_t at = lse_index(p, seq, tile.b, tile.h);
     const Sum *lse = static_cast<const Sum *>(p.lse) + at;
-    auto is_empty = [&](int row) { return row >= seq.padded_q || lse[row] == -INFINITY; };
+    const Mask mask(seq, p);
+    auto is_empty = [&](int row) { return mask.keys(row).is_empty() || lse[row] == -INFINITY; };
     Sum sum[kRows] = {};
     auto add_products = [&]<bool kAligned>() {
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
-            const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i), end = is_empty(row) ? 0 : p.head_dim;
+            const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i);
+            const int end = is_empty(row) ? 0 : p.head_dim_v;
 #pragma unroll(kAligned ? 2 : 1)
             for (int d = 4 * tx; d < end; d += 4 * kTx) {
                 const auto o = load4<kAligned>(gO + row * p.o.row_stride + d, end - d);
@@ -59,9 +61,10 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
     for (int i = 0; i < kRows; i++) {
         const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i);
         if (tx > 0 || row >= seq.padded_q) continue;
-        if (p.dlse.data && !is_empty(row)) sum[i] -= *rows_of<const Sum>(p.dlse, tile.b, tile.h, seq.q_begin + row);
+        if (p.dlse.data && lse[row] != -INFINITY)
+            sum[i] -= *rows_of<const Sum>(p.dlse, tile.b, tile.h, seq.q_begin + row);
         static_cast<Sum *>(p.delta)[at + row] = sum[i];
-        if (p.lse_log2) p.lse_log2[at + row] = Scores<>::lse_log2(float(lse[row]));
+        if (p.lse_log2) p.lse_log2[at + row] = is_empty(row) ? INFINITY : Scores<>::lse_log2(float(lse[row]));
     }
 }
 
@@ -85,12 +88,13 @@ template <typename Sum> using BwdTiles256 = BwdTiles<Sum, 256, 16, 64, 8, 16, 8>
 static_assert(sizeof(BwdTiles64<float>) <= 64 << 10 && sizeof(BwdTiles128<float>) <= 64 << 10 &&
               sizeof(BwdTiles256<float>) <= 64 << 10);
 
-template <typename T> struct Matrix {  // [rows, head_dim] of a head
+template <typename T> struct Matrix {  // [rows, cols] of a head
     const T *data;
     int64_t head_stride, row_stride;
+    int cols;
 
-    __device__ Matrix(const Tensor &x, int64_t b, int64_t h, int64_t row)
-        : data(rows_of<const T>(x, b, h, row)), head_stride(x.head_stride), row_stride(x.row_stride) {}
+    __device__ Matrix(const Tensor &x, int cols, int64_t b, int64_t h, int64_t row)
+        : data(rows_of<const T>(x, b, h, row)), head_stride(x.head_stride), row_stride(x.row_stride), cols(cols) {}
 };
 
 // The stream of C and D through shared memory: the rows [begin, end) of some heads, in blocks of kBlockN. A block comes
@@ -102,7 +106,7 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     Step (&steps)[2];
     Matrix<T> C, D;
     int heads;  // still to come
-    const int begin, end, head_dim;
+    const int begin, first, end;  // those before `first` are not used, and may hold NaN
     const bool aligned;
     // The step to load: its block, what it is of, its first column or row in the block, and its place.
     int row = begin;
@@ -113,11 +117,13 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
         if (heads == 0 || begin >= end) return;
         const bool is_C = of == kColsC || of == kRowsC, is_cols = of <= kColsD;
         const int64_t row_stride = is_C ? C.row_stride : D.row_stride;
+        const int cols = is_C ? C.cols : D.cols;
         const T *src = (is_C ? C.data : D.data) + row * row_stride + x * (is_cols ? 1 : row_stride);
-        if (is_cols) load_tile<kNThreads, true, 1>(steps[at].cols, src, row_stride, end - row, head_dim - x);
-        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].rows, src, row_stride, end - row - x, head_dim);
-        else load_tile<kNThreads, false, 1>(steps[at].rows, src, row_stride, end - row - x, head_dim);
-        if ((x += kStep) < (is_cols ? head_dim : Tiles::kBlockN)) return;
+        const int row0 = row + (is_cols ? 0 : x), rows = end - row0, first_row = first - row0;
+        if (is_cols) load_tile<kNThreads, true, 1>(steps[at].cols, src, row_stride, rows, cols - x, first_row);
+        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].rows, src, row_stride, rows, cols, first_row);
+        else load_tile<kNThreads, false, 1>(steps[at].rows, src, row_stride, rows, cols, first_row);
+        if ((x += kStep) < (is_cols ? cols : Tiles::kBlockN)) return;
         x = 0;
         if (of == kColsC) of = kColsD;
         else if (of == kColsD) of = kOwnsKeys ? kRowsD : kRowsC;
@@ -146,32 +152,36 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     const int own0 = tile.block * kBlockM;
     const int heads = kOwnsKeys ? p.nheads / p.nheads_k : 1;  // query heads to walk along, from tile.h on
     const Sequence seq(p, tile.b);
-    const Mask mask(seq, p.is_causal);
+    const Mask mask(seq, p);
     const Scores<Sum> scores(p);
-    const Matrix<T> Q(p.q, tile.b, tile.h, seq.q_begin), dO(p.dout, tile.b, tile.h, seq.q_begin);
-    const Matrix<T> K(p.k, tile.b, tile.h_k, seq.k_begin), V(p.v, tile.b, tile.h_k, seq.k_begin);
+    const Matrix<T> Q(p.q, p.head_dim, tile.b, tile.h, seq.q_begin);
+    const Matrix<T> K(p.k, p.head_dim, tile.b, tile.h_k, seq.k_begin);
+    const Matrix<T> V(p.v, p.head_dim_v, tile.b, tile.h_k, seq.k_begin);
+    const Matrix<T> dO(p.dout, p.head_dim_v, tile.b, tile.h, seq.q_begin);
     const Matrix<T> A = kOwnsKeys ? K : Q, B = kOwnsKeys ? V : dO, C = kOwnsKeys ? Q : K, D = kOwnsKeys ? dO : V;
 
     // The rows to walk along, not rounded to blocks: a query row that sees no key of this tile is not loaded, since its
-    // dO may be NaN. If this block owns such a row, the NaN reaches only that row's own sums.
+    // dO may be NaN. If this block owns such a row, the NaN reaches only that row's own sums. Keys begin at an even
+    // one: dropout's words are for pairs of them.
     const int own_end = kOwnsKeys ? seq.seqlen_k : seq.seqlen_q, own_rows = min(kBlockM, own_end - own0);
+    const int first = kOwnsKeys ? mask.rows(own0).begin : mask.keys(own0).begin;
     const Range walked = own_rows <= 0 ? Range{0, 0}
-                         : kOwnsKeys   ? mask.rows(own0)
-                                       : Range{mask.keys(own0).begin, mask.keys(own0 + own_rows - 1).end};
+                         : kOwnsKeys   ? Range{first, mask.rows(own0 + own_rows - 1).end}
+                                       : Range{first / 2 * 2, mask.keys(own0 + own_rows - 1).end};
 
     const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
     Sum dA[kRows][kDims] = {}, dB[kOwnsKeys ? kRows : 1][kDims] = {};
     if (!walked.is_empty()) {
-        load_tile<kNThreads, true, 1>(tiles.A, A.data + own0 * A.row_stride, A.row_stride, own_rows, p.head_dim);
-        load_tile<kNThreads, true, 1>(tiles.B, B.data + own0 * B.row_stride, B.row_stride, own_rows, p.head_dim);
+        load_tile<kNThreads, true, 1>(tiles.A, A.data + own0 * A.row_stride, A.row_stride, own_rows, A.cols);
+        load_tile<kNThreads, true, 1>(tiles.B, B.data + own0 * B.row_stride, B.row_stride, own_rows, B.cols);
     }
-    Walk<T, Tiles, kOwnsKeys> walk{tiles.steps, C, D, heads, walked.begin, walked.end, p.head_dim, aligned};
+    Walk<T, Tiles, kOwnsKeys> walk{tiles.steps, C, D, heads, walked.begin, first, walked.end, aligned};
     walk.load();
-    auto product = [&](Sum (&acc)[kRows][kCols], const Sum (*own)[kBlockM + 4]) {  // A Cᵀ or B Dᵀ
-        for (int d0 = 0; d0 < p.head_dim; d0 += 64) {  // short sums round less, as in flash.cu
+    auto product = [&](Sum (&acc)[kRows][kCols], const Sum (*own)[kBlockM + 4], int cols) {  // A Cᵀ or B Dᵀ
+        for (int d0 = 0; d0 < cols; d0 += 64) {  // short sums round less, as in flash.cu
             Sum sum[kRows][kCols] = {};
-            for (int d = d0; d < min(d0 + 64, p.head_dim); d += kStep)
-                multiply<kTy, kTx>(sum, own + d, walk.next().cols, ty, tx, min(kStep, p.head_dim - d));
+            for (int d = d0; d < min(d0 + 64, cols); d += kStep)
+                multiply<kTy, kTx>(sum, own + d, walk.next().cols, ty, tx, min(kStep, cols - d));
             for (int i = 0; i < kRows; i++)
                 for (int c = 0; c < kCols; c++) acc[i][c] += sum[i][c];
         }
@@ -195,14 +205,14 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
                 else keep = kept<kRows, kCols>(Dropout(p, tile.b, h), own, walk_row);
             }
             Sum S[kRows][kCols] = {}, dP[kRows][kCols] = {};
-            product(S, tiles.A), product(dP, tiles.B);
+            product(S, tiles.A, A.cols), product(dP, tiles.B, B.cols);
 
             constexpr int kStats = kOwnsKeys ? kCols : kRows;
             Sum lse[kStats], delta[kStats];
             for (int n = 0; n < kStats; n++) {
                 const int row = min(kOwnsKeys ? walk_row(n) : own(n), seq.seqlen_q - 1);
-                lse[n] = static_cast<const Sum *>(p.lse)[lse_index(p, tile.b, h) + row];
-                delta[n] = static_cast<const Sum *>(p.delta)[lse_index(p, tile.b, h) + row];
+                lse[n] = static_cast<const Sum *>(p.lse)[lse_index(p, seq, tile.b, h) + row];
+                delta[n] = static_cast<const Sum *>(p.delta)[lse_index(p, seq, tile.b, h) + row];
             }
 #pragma unroll
             for (int i = 0; i < kRows; i++)
@@ -223,7 +233,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
             add_product(dA, dP);
         }
 
-    auto store = [&](const Tensor &to, int64_t begin, auto &acc, Sum factor) {
+    auto store = [&](const Tensor &to, int cols, int64_t begin, auto &acc, Sum factor) {
         T *x = rows_of<T>(to, tile.b, kOwnsKeys ? tile.h_k : tile.h, begin);
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
@@ -234,22 +244,22 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
 #pragma unroll
             for (int d = 0; d < kDims; d++) {
                 const int col = place<kTx, kDims>(tx, d);
-                if (col >= p.head_dim) continue;
+                if (col >= cols) continue;
                 x[row * to.row_stride + col] = from_float<T>(is_empty ? Sum(0) : acc[i][d] * factor);
             }
         }
     };
     if constexpr (kOwnsKeys) {
-        store(p.dk, seq.k_begin, dA, scores.softmax_scale);
-        store(p.dv, seq.k_begin, dB, keep_scale);
+        store(p.dk, p.head_dim, seq.k_begin, dA, scores.softmax_scale);
+        store(p.dv, p.head_dim_v, seq.k_begin, dB, keep_scale);
     } else {
-        store(p.dq, seq.q_begin, dA, scores.softmax_scale);
+        store(p.dq, p.head_dim, seq.q_begin, dA, scores.softmax_scale);
     }
 }
 
 template <typename T, typename Tiles> void launch_bwd(const AttnBackwardParams &p) {
     // The rows of q and dout, or of k. Of v and of what is owned only columns are loaded, element by element.
-    const bool aligned_kv = is_aligned<T>(p.q, p.head_dim) && is_aligned<T>(p.dout, p.head_dim);
+    const bool aligned_kv = is_aligned<T>(p.q, p.head_dim) && is_aligned<T>(p.dout, p.head_dim_v);
     const bool aligned_q = is_aligned<T>(p.k, p.head_dim);
     if (p.dk.data)
         launch(flash_bwd<T, Tiles, true>, KeyTiles<Tiles::kBlockM>::count(p), Tiles::kNThreads, sizeof(Tiles), p.stream,
@@ -263,15 +273,15 @@ void preprocess_backward(const AttnBackwardParams &p) {
     with_dtype(p.dtype, [&]<typename T>() {
         launch(flash_bwd_preprocess<T>, RowTiles<kPreprocessM>::count(p), kPreprocessTy * kPreprocessTx,
                sizeof(PreprocessTiles<Sum<T>>), p.stream, p,
-               is_aligned<T>(p.o, p.head_dim) && is_aligned<T>(p.dout, p.head_dim));
+               is_aligned<T>(p.o, p.head_dim_v) && is_aligned<T>(p.dout, p.head_dim_v));
     });
 }
 
 void flash_backward(const AttnBackwardParams &p) {
     preprocess_backward(p);
     with_dtype(p.dtype, [&]<typename T>() {
-        if (p.head_dim <= 64) launch_bwd<T, BwdTiles64<Sum<T>>>(p);
-        else if (p.head_dim <= 128) launch_bwd<T, BwdTiles128<Sum<T>>>(p);
+        if (p.max_head_dim() <= 64) launch_bwd<T, BwdTiles64<Sum<T>>>(p);
+        else if (p.max_head_dim() <= 128) launch_bwd<T, BwdTiles128<Sum<T>>>(p);
         else launch_bwd<T, BwdTiles256<Sum<T>>>(p);
     });
 }

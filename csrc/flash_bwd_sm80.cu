@@ -70,41 +70,49 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     const AttnBackwardParams &p;
     BwdSharedMemory<Shape> &shared;
     const Tile tile;
+    const Sequence &seq;
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
     const int r = lane_idx / 4, c = lane_idx % 4 * 2;     // a lane has keys r and r + 8 of 16, rows c and c + 1 of 8
     const int key0 = warp_idx / kDimSplit * kWarpN;       // the warp's first, in the block
     const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its part of the rows, and of dK's columns, by 8
     float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
 
-    // Computed where it is needed: that costs less than the registers to keep it.
-    __device__ Mask mask() const { return Mask(Sequence(p, tile.b), p.is_causal); }
+    // What the loop needs of its sample. first_row is the first that sees a key, first_tile that of head 0 in the
+    // workspace. The shuffles show that all lanes agree. These then stay in uniform registers: the loop has no others.
+    const int q_begin = uniform(seq.q_begin), seqlen_q = uniform(seq.seqlen_q), seqlen_k = uniform(seq.seqlen_k);
+    const int first_row = uniform(Mask(seq, p).rows(0).begin);
+    const int first_tile = uniform(RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads));
+
+    __device__ static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+    __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, p); }
 
     // Rows [begin, end) of a tile, counted from `from`; zeros for the others.
     template <int kRows>
-    __device__ void load(uint16_t (&to)[kRows][kHeadDim], const T *from, int64_t row_stride, int begin, int end) {
+    __device__ void load(uint16_t (&to)[kRows][kHeadDim], const T *from, int64_t row_stride, int begin, int end,
+                         int cols) {
         const int row = thread_idx() / Swizzle::kVecs, vec = thread_idx() % Swizzle::kVecs;
         from += row * row_stride + vec * 8;
         load_tile<kRows, kHeadDim, Shape::kNThreads>(shared_address(to) + Swizzle::offset(row, vec), from, row_stride,
-                                                     end - row, p.head_dim - vec * 8, begin - row);
+                                                     end - row, cols - vec * 8, begin - row);
     }
     __device__ void load_keys() {
-        const Sequence seq(p, tile.b);
-        const int key = tile.block * kBlockN, end = seq.seqlen_k - key;
-        load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, 0, end);
-        load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, 0, end);
+        // Keys that no row sees are not read: they may hold NaN.
+        const int key = tile.block * kBlockN, end = seq.seqlen_k - key, begin = Mask(seq, p).keys(0).begin - key;
+        load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, begin, end,
+             p.head_dim);
+        load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, begin, end,
+             p.head_dim_v);
     }
     // Rows that see no key of any block are not read: everything about them is 0, and they add nothing.
     __device__ void load_rows(int stage, int h, int m_block) {
-        const Sequence seq(p, tile.b);
-        const int64_t row0 = int64_t(m_block) * kBlockM;
-        const Range seeing = Mask(seq, p.is_causal).rows(0);
-        const int begin = seeing.begin - row0, end = seeing.end - row0;
-        load(shared.steps[stage].sQ, rows_of<const T>(p.q, tile.b, h, seq.q_begin + row0), p.q.row_stride, begin, end);
-        load(shared.steps[stage].sdO, rows_of<const T>(p.dout, tile.b, h, seq.q_begin + row0), p.dout.row_stride, begin,
-             end);
+        const int row0 = m_block * kBlockM, begin = first_row - row0, end = seqlen_q - row0;
+        load(shared.steps[stage].sQ, rows_of<const T>(p.q, tile.b, h, q_begin + row0), p.q.row_stride, begin, end,
+             p.head_dim);
+        load(shared.steps[stage].sdO, rows_of<const T>(p.dout, tile.b, h, q_begin + row0), p.dout.row_stride, begin,
+             end, p.head_dim_v);
         const int i = thread_idx();
         if (i < kBlockM) {
-            const int64_t row = lse_index(p, tile.b, h) + row0 + i;
+            const int64_t row = lse_index(p, q_begin, tile.b, h) + row0 + i;
             cp_async_4(&shared.lse_log2[stage][i], p.lse_log2 + row, i >= begin && i < end);
             cp_async_4(&shared.delta[stage][i], static_cast<const float *>(p.delta) + row, i >= begin && i < end);
         }
@@ -217,18 +225,19 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
             multiply_ab<T, kHeadDim>(acc_dq, dS, k_down, 16 * kk * Swizzle::kRowBytes, n0);
         }
         const Workspace<Shape> workspace(p);
+        const int row_tile = first_tile + h * workspace.row_tiles.slots + m_block;
         int *dq_semaphore = nullptr;
         int turn = 0;
         if (p.deterministic) {
             // Under a causal mask the last block of keys that sees these rows goes first: it begins with them.
             const BlockRange blocks = mask().template key_blocks<kBlockM, kBlockN>(m_block * kBlockM);
-            turn = p.is_causal ? blocks.end - 1 - tile.block : tile.block - blocks.begin;
-            dq_semaphore = workspace.dq_semaphore(p, tile.b, h, m_block);
+            turn = KeyTiles<kBlockN>::is_last_first(p) ? blocks.end - 1 - tile.block : tile.block - blocks.begin;
+            dq_semaphore = workspace.dq_semaphore(p, row_tile);
             if (lane_idx == 0)
                 while (load_acquire(dq_semaphore) != turn) {}
             __syncwarp();  // unobserved by racecheck: it knows of no order in global memory
         }
-        float *dq_accum = workspace.dq_accum(p, tile.b, h, m_block);
+        float *dq_accum = workspace.dq_accum(p, row_tile);
 #pragma unroll
         for (int j = 0; j < 2 * Shape::kDqTiles; j++) red_add(dq_accum + 128 * j, acc_dq[j % 2][j / 2]);
         if (p.deterministic) {
@@ -239,15 +248,15 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
 
     // dK and dV go through sK and sV. Each warp has its own part of them.
     __device__ void store() {
-        const Sequence seq(p, tile.b);
+        const Sequence seq(p, tile.b);  // once more: the loop has no registers for it
         const int key = tile.block * kBlockN;
         auto is_zero = [&](int i) { return key + i >= seq.seqlen_k; };  // the sum may be NaN, from 0 · NaN
-        auto store_keys = [&](const auto &acc, float scale, auto &sX, const Tensor &x) {
+        auto store_keys = [&](const auto &acc, float scale, auto &sX, const Tensor &x, int cols) {
             store_tile<T>(acc, scale, sX, key0, dim0, rows_of<T>(x, tile.b, tile.h_k, seq.k_begin + key), x.row_stride,
-                          min(kBlockN, seq.padded_k - key), p.head_dim, is_zero);
+                          min(kBlockN, seq.padded_k - key), cols, is_zero);
         };
-        store_keys(acc_dk, Scores<>(p).softmax_scale, shared.sK, p.dk);
-        store_keys(acc_dv, kDropout ? float(p.keep_scale) : 1.f, shared.sV, p.dv);
+        store_keys(acc_dk, Scores<>(p).softmax_scale, shared.sK, p.dk, p.head_dim);
+        store_keys(acc_dv, kDropout ? float(p.keep_scale) : 1.f, shared.sV, p.dv, p.head_dim_v);
     }
 
     // The sums of a split to dkv_accum.
@@ -289,12 +298,12 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         block_idx = shared.ticket;
     }
     const int max_splits = kSplit ? Workspace<Shape>(p).max_splits : 1, split_idx = block_idx % max_splits;
-    const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits, p.deterministic && p.is_causal);
+    const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits);
     const Sequence seq(p, tile.b);
-    const int splits = kSplit ? num_splits(p, seq.seqlen_q, seq.seqlen_k) : 1;
+    const int splits = kSplit ? min(max_splits, num_splits(p, seq.seqlen_q, seq.seqlen_k)) : 1;
     if (split_idx >= splits) return;
-    Backward<T, Shape, kDropout> backward{p, shared, tile};
-    const BlockRange blocks = backward.mask().template row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
+    Backward<T, Shape, kDropout> backward{p, shared, tile, seq};
+    const BlockRange blocks = Mask(seq, p).row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
     const int group = p.nheads / p.nheads_k, h_begin = tile.h + group * split_idx / splits;
     const int h_end = blocks.begin < blocks.end ? tile.h + group * (split_idx + 1) / splits : 0;
     if (h_begin < h_end) backward.load_keys(), backward.load_rows(0, h_begin, blocks.begin);
@@ -356,11 +365,12 @@ static_assert(sizeof(BwdSharedMemory<BwdShape128Narrow>) <= 99 << 10 &&
 template <typename F> auto with_shape(const AttnBackwardParams &p, F f) {
     const bool narrow = max_shared_memory() < 160 << 10;
     // 32 keys a warp: what it loads of Q and dO feeds two products.
-    if (p.head_dim <= 64) return f.template operator()<BwdShape<64, 64, 128, 4, 1, 2, 2>>();
-    if (p.head_dim <= 96) return f.template operator()<BwdShape<96, 64, 64, 4, 1, 2, 2>>();
+    const int head_dim = p.max_head_dim();
+    if (head_dim <= 64) return f.template operator()<BwdShape<64, 64, 128, 4, 1, 2, 2>>();
+    if (head_dim <= 96) return f.template operator()<BwdShape<96, 64, 64, 4, 1, 2, 2>>();
     // 32 keys for two warps, a half of dK and dV each, which take 128 of 255 registers. 128 keys a block, twice those
     // of smaller tiles, halve what is added up in memory.
-    if (p.head_dim <= 128)
+    if (head_dim <= 128)
         return narrow ? f.template operator()<BwdShape128Narrow>()
                       : f.template operator()<BwdShape<128, 64, 128, 8, 2, 2, 1>>();
     return narrow ? f.template operator()<BwdShape256Narrow>()

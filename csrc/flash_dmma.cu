@@ -46,6 +46,21 @@ __device__ inline void read4(float (&x)[4], const float *from) {
     x[0] = vec.x, x[1] = vec.y, x[2] = vec.z, x[3] = vec.w;
 }
 
+// rows × cols of Q, and zeros for the rest of the tile.
+template <typename Shape>
+__device__ void load_q(decltype(SharedMemory<Shape>::sQ) &sQ, const float *gQ, int64_t row_stride, int rows, int cols) {
+    constexpr int kVecs = Shape::kHeadDim / 4;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < Shape::kBlockM / 2 * kVecs; i += Shape::kNThreads) {
+        const int vec = i % kVecs, pair = i / kVecs, row = pair / 8 * 16 + pair % 8;
+        const float *from = gQ + row * row_stride + vec * 4;
+        float x[4] = {}, y[4] = {};
+        if (row < rows && vec * 4 < cols) read4(x, from);
+        if (row + 8 < rows && vec * 4 < cols) read4(y, from + 8 * row_stride);
+        for (int e = 0; e < 4; e++) sQ[pair / 8][pair % 8][vec / 4 * 16 + 4 * e + vec % 4] = {x[e], y[e]};
+    }
+}
+
 template <typename Shape>
 __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up to 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
@@ -60,7 +75,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 
     const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);
-    const Mask mask(seq, p.is_causal);
+    const Mask mask(seq, p);
     const Scores<> scores(p);
     const int row0 = tile.block * kBlockM;
     const BlockRange blocks = mask.key_blocks<kBlockM, kBlockN>(row0);
@@ -70,8 +85,9 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 
     // Step `step` of `steps` starts its share of the copies of a block of keys. All have begun after half of the steps.
     // What lies outside of K and V, or after the last block, is not read and becomes 0.
-    const int key_end = min(seq.seqlen_k, blocks.end * kBlockN);
-    auto copy = [&](auto &tile, const float *from, int64_t row_stride, int n_block, int step, int steps) {
+    // Nor are keys before those that the tile's first row sees: V may hold NaN there, and 0 · NaN is NaN.
+    const int key_begin = mask.keys(row0).begin, num_keys = max(0, min(seq.seqlen_k, blocks.end * kBlockN) - key_begin);
+    auto copy = [&](auto &tile, const float *from, int64_t row_stride, int cols, int n_block, int step, int steps) {
         constexpr int kRowStep = kNThreads / kVecs, kCopies = kBlockN / kRowStep;
         static_assert(kRowStep * kVecs == kNThreads && kCopies * kRowStep == kBlockN);
 #pragma unroll
@@ -79,21 +95,12 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
             const int row = threadIdx.x / kVecs + i * kRowStep, col = threadIdx.x % kVecs * 4;
             const int key = n_block * kBlockN + row;
             cp_async(shared_address(&tile[row][col]), from + key * row_stride + col,
-                     key < key_end && col < p.head_dim);
+                     uint32_t(key - key_begin) < num_keys && col < cols);
         }
     };
 
-    copy(sK, gK, p.k.row_stride, blocks.begin, 0, 2);
-    const int rows = seq.seqlen_q - row0;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kBlockM / 2 * kVecs; i += kNThreads) {
-        const int vec = i % kVecs, pair = i / kVecs, row = pair / 8 * 16 + pair % 8;
-        const float *from = gQ + row * p.q.row_stride + vec * 4;
-        float x[4] = {}, y[4] = {};
-        if (row < rows && vec * 4 < p.head_dim) read4(x, from);
-        if (row + 8 < rows && vec * 4 < p.head_dim) read4(y, from + 8 * p.q.row_stride);
-        for (int e = 0; e < 4; e++) sQ[pair / 8][pair % 8][vec / 4 * 16 + 4 * e + vec % 4] = {x[e], y[e]};
-    }
+    copy(sK, gK, p.k.row_stride, p.head_dim, blocks.begin, 0, 2);
+    load_q<Shape>(sQ, gQ, p.q.row_stride, seq.seqlen_q - row0, p.head_dim);
     double acc_o[1][kDTiles][4] = {};
     Softmax<1> softmax(scores.softmax_scale_log2);
     cp_async_commit();
@@ -103,7 +110,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         double sums[kNTiles][4] = {};
 #pragma unroll
         for (int kk = 0; kk < kHeadDim / 16; kk++) {
-            copy(sV, gV, p.v.row_stride, n_block, kk, kHeadDim / 16);
+            copy(sV, gV, p.v.row_stride, p.head_dim_v, n_block, kk, kHeadDim / 16);
             float k[kNTiles][4];
 #pragma unroll
             for (int n = 0; n < kNTiles; n++) read4(k[n], &sK[8 * n + r][16 * kk + 4 * c]);
@@ -124,13 +131,13 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         __syncthreads();  // V has arrived, K has been read
         if (!scores.is_raw || !blocks.is_full(n_block)) {
             scores.apply(acc_s);
-            mask.apply(acc_s, row0 + warp_idx * 16 + r, n_block * kBlockN + c * 2);
+            mask.apply(acc_s, blocks, n_block, row0 + warp_idx * 16 + r, n_block * kBlockN + c * 2);
         }
         float alpha[2];
         if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
-            copy(sK, gK, p.k.row_stride, n_block + 1, n, kNTiles);
+            copy(sK, gK, p.k.row_stride, p.head_dim, n_block + 1, n, kNTiles);
             double P[4];
             softmax.probabilities(P, acc_s[0], 0, n);
 #pragma unroll
@@ -145,23 +152,25 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         __syncthreads();  // K has arrived, V has been read
     }
 
+    const Sequence again(p, tile.b);  // seq once more, which would take registers in the loop
     // Column 2c + e of product d + i is column 8·d + 4·(2c + e) + i of O.
     const int row = row0 + warp_idx * 16 + r;  // and row + 8
     // flash_bwd.cu wants an lse without the rounding of softmax_scale_log2.
     const double ln_2 = fabs(p.softmax_scale) / scores.softmax_scale_log2;
-    softmax.finalize(acc_o, static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h), seq, row, 1.f, ln_2);
-    float *gO = rows_of<float>(p.o, tile.b, tile.h, seq.q_begin);
+    float *gLse = static_cast<float *>(p.lse) + lse_index(p, again, tile.b, tile.h);
+    softmax.finalize(acc_o, gLse, again, row, nullptr, 1.f, ln_2);
+    float *gO = rows_of<float>(p.o, tile.b, tile.h, again.q_begin);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        if (row + 8 * i >= seq.padded_q) continue;
+        if (row + 8 * i >= again.padded_q) continue;
 #pragma unroll
         for (int d = 0; d < kDTiles; d += 4)
             for (int e = 2 * i; e < 2 * i + 2; e++) {
                 const int col = 8 * d + 4 * (2 * c + e % 2);
+                if (col >= p.head_dim_v) continue;
                 const auto &o = acc_o[0];
-                if (col < p.head_dim)
-                    *reinterpret_cast<float4 *>(gO + (row + 8 * i) * p.o.row_stride + col) = {
-                        float(o[d][e]), float(o[d + 1][e]), float(o[d + 2][e]), float(o[d + 3][e])};
+                *reinterpret_cast<float4 *>(gO + (row + 8 * i) * p.o.row_stride + col) = {
+                    float(o[d][e]), float(o[d + 1][e]), float(o[d + 2][e]), float(o[d + 3][e])};
             }
     }
 #endif
@@ -175,7 +184,7 @@ template <typename Shape> void launch_fwd(const AttnParams &p) {
 
 // Tiles by head_dim: {kHeadDim, kBlockN}. What lies between two is padded with zeros, on chip.
 void flash_forward(const AttnParams &p) {
-    if (p.head_dim <= 64) launch_fwd<Shape<64, 64>>(p);
+    if (p.max_head_dim() <= 64) launch_fwd<Shape<64, 64>>(p);
     else launch_fwd<Shape<128, 32>>(p);  // acc_o alone takes half the registers
 }
 

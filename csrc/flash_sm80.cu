@@ -33,6 +33,7 @@ template <int kHeadDim_, int kBlockM_, int kBlockN_> struct Shape {
 template <typename Shape> struct SharedMemory {
     alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];  // O at the end
     uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
+    Mask mask;  // here, since the loop has no register left for what it seldom needs
 };
 
 template <typename T, typename Shape, bool kDropout>
@@ -46,29 +47,34 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     constexpr int kMTiles = kWarpM / 16, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
     static_assert(kMTiles * 16 == kWarpM && kBlockN % 64 == 0 && kHeadDim % 32 == 0);
     using Swizzle = sm80::Swizzle<kHeadDim>;
-    auto &[sQ, sK, sV] = shared_memory<SharedMemory<Shape>>();
+    auto &[sQ, sK, sV, mask] = shared_memory<SharedMemory<Shape>>();
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
 
     const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);
-    const Mask mask(seq, p.is_causal);
+    if (threadIdx.x == 0) mask = Mask(seq, p);
     const Scores<> scores(p);
     const Dropout dropout(p, tile.b, tile.h);
     const int row0 = tile.block * kBlockM, warp_row = row0 + warp_idx * kWarpM + lane_idx / 4;  // this lane's first row
-    const BlockRange blocks = mask.key_blocks<kBlockM, kBlockN>(row0);
+    BlockRange blocks = Mask(seq, p).key_blocks<kBlockM, kBlockN>(row0);
+    if (!scores.is_raw) blocks.full_end = 0;  // no block is left as it is
 
-    // This thread's first copy of every tile. The limit is not spelled p.head_dim - 8 * vec, which would keep vec in
-    // registers.
-    const int row = threadIdx.x / Swizzle::kVecs, vec = threadIdx.x % Swizzle::kVecs;
-    const int cols = p.head_dim - int(threadIdx.x * 8 % (8 * Swizzle::kVecs));
+    // This thread's first copy of every tile. row stays in a register, or the loop would find it anew.
+    const int row = thread_idx() / Swizzle::kVecs, vec = threadIdx.x % Swizzle::kVecs;
     const uint32_t copy_offset = Swizzle::offset(row, vec);
     const T *gQ = rows_of<const T>(p.q, tile.b, tile.h, seq.q_begin + row0 + row) + vec * 8;
     const int key0 = blocks.begin * kBlockN;
     const T *gK = rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key0 + row) + vec * 8;
     const T *gV = rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key0 + row) + vec * 8;
-    auto load_kv = [&](auto &to, const T *&from, int64_t row_stride, int n_block) {
+    // By thread_idx(), or vec stays in a register.
+    auto cols = [&](int head_dim) { return head_dim - int(thread_idx() % Swizzle::kVecs * 8); };
+    auto load_kv = [&](auto &to, const T *&from, int64_t row_stride, int head_dim, int n_block, int begin = INT_MIN) {
         load_tile<kBlockN, kHeadDim, kNThreads>(shared_address(to) + copy_offset, from, row_stride,
-                                                seq.seqlen_k - n_block * kBlockN - row, cols);
+                                                seq.seqlen_k - n_block * kBlockN - row, cols(head_dim), begin);
+    };
+    auto load_k = [&](int n_block) { load_kv(sK, gK, p.k.row_stride, p.head_dim, n_block); };
+    auto load_v = [&](int n_block, int begin = INT_MIN) {
+        load_kv(sV, gV, p.v.row_stride, p.head_dim_v, n_block, begin);
     };
 
     const uint32_t q_address = shared_address(sQ[warp_idx * kWarpM]) + Swizzle::down(lane_idx);
@@ -78,8 +84,12 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     Softmax<kMTiles> softmax(scores.softmax_scale_log2);
     if (blocks.begin < blocks.end) {
         load_tile<kBlockM, kHeadDim, kNThreads>(shared_address(sQ) + copy_offset, gQ, p.q.row_stride,
-                                                seq.seqlen_q - row0 - row, cols);
-        load_kv(sK, gK, p.k.row_stride, blocks.begin), load_kv(sV, gV, p.v.row_stride, blocks.begin);
+                                                seq.seqlen_q - row0 - row, cols(p.head_dim));
+        load_k(blocks.begin);
+        // Keys that no row of the tile sees may hold NaN, and 0 · NaN is NaN: their rows of V become 0.
+        const int first_key = Mask(seq, p).keys(row0).begin;
+        if (first_key <= key0) load_v(blocks.begin);
+        else load_v(blocks.begin, first_key - key0 - row);
     }
     cp_async_wait<1>();
     __syncthreads();  // Q and K have arrived
@@ -89,11 +99,11 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 
         cp_async_wait<0>();
         __syncthreads();  // V has arrived, K has been read
-        if (n_block + 1 < blocks.end) load_kv(sK, gK, p.k.row_stride, n_block + 1);
+        if (n_block + 1 < blocks.end) load_k(n_block + 1);
 
-        if (!scores.is_raw || !blocks.is_full(n_block)) {
+        if (!blocks.is_full(n_block)) {
             scores.apply(acc_s);
-            mask.apply(acc_s, warp_row, n_block * kBlockN + lane_idx % 4 * 2);
+            mask.apply(acc_s, blocks, n_block, warp_row, n_block * kBlockN + lane_idx % 4 * 2);
         }
         float alpha[2 * kMTiles];
         if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
@@ -109,13 +119,13 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         }
         cp_async_wait<0>();
         __syncthreads();  // K has arrived, V has been read
-        if (n_block + 1 < blocks.end) load_kv(sV, gV, p.v.row_stride, n_block + 1);
+        if (n_block + 1 < blocks.end) load_v(n_block + 1);
     }
 
-    float *gLse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
-    softmax.finalize(acc_o, gLse, seq, warp_row, kDropout ? float(p.keep_scale) : 1.f);
+    float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h);
+    softmax.finalize(acc_o, gLse, seq, warp_row, sink_of<float>(p, tile.h), kDropout ? float(p.keep_scale) : 1.f);
     store_tile<T>(acc_o, 1.f, sQ, warp_idx * kWarpM, 0, rows_of<T>(p.o, tile.b, tile.h, seq.q_begin + row0),
-                  p.o.row_stride, seq.padded_q - row0, p.head_dim, [](int) { return false; });
+                  p.o.row_stride, seq.padded_q - row0, p.head_dim_v, [](int) { return false; });
 #endif
 }
 
@@ -129,10 +139,11 @@ template <typename T, typename Shape> void launch_fwd(const AttnParams &p) {
 // warp has 32 rows, so that what it loads of K and V feeds two products; beyond, only 16 rows of acc_o fit its
 // registers.
 template <typename T> void dispatch(const AttnParams &p) {
-    if (p.head_dim <= 64) launch_fwd<T, Shape<64, 128, 128>>(p);  // half the barriers of 64 keys: 4 % faster
-    else if (p.head_dim <= 96) launch_fwd<T, Shape<96, 128, 64>>(p);
-    else if (p.head_dim <= 128) launch_fwd<T, Shape<128, 128, 64>>(p);  // acc_o and acc_s take 192 of 255 registers
-    else if (p.head_dim <= 192) launch_fwd<T, Shape<192, 64, 64>>(p);
+    const int head_dim = p.max_head_dim();
+    if (head_dim <= 64) launch_fwd<T, Shape<64, 128, 128>>(p);  // half the barriers of 64 keys: 4 % faster
+    else if (head_dim <= 96) launch_fwd<T, Shape<96, 128, 64>>(p);
+    else if (head_dim <= 128) launch_fwd<T, Shape<128, 128, 64>>(p);  // acc_o and acc_s take 192 of 255 registers
+    else if (head_dim <= 192) launch_fwd<T, Shape<192, 64, 64>>(p);
     else launch_fwd<T, Shape<256, 64, 64>>(p);  // 96 KB: two blocks an SM of 228 KB, one of 100 or 164
 }
 

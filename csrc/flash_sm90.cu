@@ -40,16 +40,28 @@ template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQ
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 };
 
+// A tile of out, and what the producer found out about its sample, so that consumers need no registers for it. Aligned,
+// so that 16 bytes at a time are written and read.
+template <int kConsumers> struct alignas(16) Work {
+    BlockRange blocks[kConsumers];  // of keys, for the rows of a consumer
+    int blocks_begin, blocks_end;   // those of all consumers
+    int first_key;                  // those before it are seen by no row of the tile
+    Tile tile;
+    Sequence seq;
+    Mask mask;
+};
+
 template <typename Shape> struct SharedMemory {
     SmemTile<64, Shape::kHeadDim> sQ[Shape::kQStages * Shape::kConsumers];  // then rows of out
     SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages], sV[Shape::kStages];
     Ring<Shape::kQStages> q[Shape::kConsumers];  // one for each consumer: they end a tile at different times
     Ring<Shape::kStages> k, v;
-    // Which tile Q is of: written before Q is asked for, and again only when all consumers have released that Q.
-    Tile tiles[2 * Shape::kQStages];
+    // What Q is of: written before Q is asked for, and again only when all consumers have released that Q.
+    using Work = sm90::Work<Shape::kConsumers>;
+    Work works[2 * Shape::kQStages];
 
     __device__ static int q_index(uint32_t i, int c) { return i % Shape::kQStages * Shape::kConsumers + c; }
-    __device__ Tile &tile(uint32_t i) { return tiles[i % (2 * Shape::kQStages)]; }
+    __device__ Work &work(uint32_t i) { return works[i % (2 * Shape::kQStages)]; }
     __device__ void init_barriers() {
         for (auto &ring : q) ring.init(4);
         k.init(4 * Shape::kConsumers), v.init(4 * Shape::kConsumers);
@@ -61,22 +73,26 @@ template <typename Shape> struct SharedMemory {
 // not, a block that is done takes the next one by a counter in memory. Tiles of a group of heads are then neighbours;
 // the K and V of a group fit L2 together.
 template <int kBlockM> struct Scheduler {
-    int num_tiles, m_blocks, group;
+    RowTiles<kBlockM> tiles;
+    uint32_t num_tiles;
+    uint32_t heads;         // nheads, times batch_size unless the batch is packed
+    uint32_t group;         // heads whose K and V fit L2 together
+    uint32_t heads_per_kv;  // query heads that read one key/value head
 
     Scheduler(const AttnParams &p, int64_t num_tiles)
-        : num_tiles(int(num_tiles)), m_blocks(num_blocks<kBlockM>(p.seqlen_q)), group(1) {
+        : tiles(p), num_tiles(num_tiles), heads(num_tiles / tiles.slots), group(1),
+          heads_per_kv(p.nheads / p.nheads_k) {
         if (!p.tile_counter) return;
-        const int64_t heads = p.nheads * p.batch_size, l2_bytes = 32 << 20;
-        const double head_bytes = 4. * p.seqlen_k * p.head_dim / (p.nheads / p.nheads_k);  // K and V of 16 bits
-        while (2 * group * head_bytes <= l2_bytes && 2 * int64_t(group) <= heads) group *= 2;
+        // K and V, of 16 bits.
+        const double head_bytes = 2. * p.seqlen_k * (p.head_dim + p.head_dim_v) / heads_per_kv, l2_bytes = 32 << 20;
+        while (2 * group * head_bytes <= l2_bytes && 2 * group <= heads) group *= 2;
     }
     // Among the tiles of a group the last rows, which see most under a causal mask, go first.
-    __device__ Tile at(const AttnParams &p, int idx) const {
+    __device__ Tile at(const AttnParams &p, uint32_t idx) const {
         if (idx >= num_tiles) return {0, 0, 0, 0, false};
-        const int bh0 = idx / (group * m_blocks) * group, i = idx - bh0 * m_blocks;
-        const int heads = min(group, num_tiles / m_blocks - bh0);
-        const int bh = bh0 + i % heads, h = bh % p.nheads;
-        return {bh / p.nheads, h, h / (p.nheads / p.nheads_k), m_blocks - 1 - i / heads, true};
+        const uint32_t slots = tiles.slots, bh0 = idx / (group * slots) * group, i = idx - bh0 * slots;
+        const uint32_t heads_now = min(group, heads - bh0), row = i / heads_now;
+        return tiles.tile(bh0 + i - row * heads_now, slots - 1 - row, p.nheads, heads_per_kv);
     }
     __device__ int next(const AttnParams &p, int idx) const {
         return gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : idx);
@@ -93,30 +109,38 @@ template <typename Shape> __device__ void produce(const Params<Shape> &p, Shared
     constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
     uint32_t q_item = 0, kv_item = 0;  // of the rings
-    for (int idx = blockIdx.x;; q_item++) {
-        Tile &tile = shared.tile(q_item);  // read anew where it is needed: the producer has few registers
-        tile = p.scheduler.at(p, idx);
+    for (int idx = blockIdx.x;;) {
+        auto &work = shared.work(q_item);  // read anew where it is needed: the producer has few registers
+        work.tile = p.scheduler.at(p, idx);
+        const Tile &tile = work.tile;
         if (!tile.is_valid) break;
         idx = p.scheduler.next(p, idx);
-
-        const Sequence seq(p, tile.b);
+        const Sequence &seq = work.seq = Sequence(p, tile.b);
+        if (tile.block * kBlockM >= seq.padded_q) continue;  // a slot that its sample does without
+        const Mask mask = work.mask = Mask(seq, p);
+        const BlockRange all = mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
+        work.blocks_begin = all.begin, work.blocks_end = all.end;
+        work.first_key = mask.keys(tile.block * kBlockM).begin;
+#pragma unroll 1
+        for (int c = 0; c < Shape::kConsumers; c++)
+            work.blocks[c] = mask.key_blocks<64, kBlockN>(tile.block * kBlockM + 64 * c);
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++) {
             shared.q[c].producer_acquire(q_item);
             load_tile(shared.sQ[shared.q_index(q_item, c)], p.q_tma, shared.q[c].full_barrier(q_item),
                       seq.q_begin + tile.block * kBlockM + 64 * c, tile.h, tile.b);
         }
-        const BlockRange blocks = Mask(seq, p.is_causal).key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
-        const int h_k = tile.h_k, b = tile.b;
+        const int h_k = tile.h_k, b = tile.b, k_begin = seq.k_begin, n_begin = work.blocks_begin;
 #pragma unroll 1
-        for (int n_block = blocks.end - 1; n_block >= blocks.begin; n_block--, kv_item++) {
+        for (int n_block = work.blocks_end - 1; n_block >= n_begin; n_block--, kv_item++) {
             const uint32_t stage = kv_item % Shape::kStages;
-            const int key = seq.k_begin + n_block * kBlockN;
+            const int key = k_begin + n_block * kBlockN;
             shared.k.producer_acquire(kv_item);
             load_tile(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item), key, h_k, b);
             shared.v.producer_acquire(kv_item);
             load_tile(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item), key, h_k, b);
         }
+        q_item++;
     }
     for (auto &ring : shared.q) {  // the tile that is not valid ends each consumer
         ring.producer_acquire(q_item);
@@ -126,13 +150,15 @@ template <typename Shape> __device__ void produce(const Params<Shape> &p, Shared
 
 // A warpgroup: 64 rows of out and lse of each tile.
 template <typename T, typename Shape> struct Consumer {
+    using Work = SharedMemory<Shape>::Work;
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages;
     static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
     static constexpr float kMaxSum = 1 << 15;  // of a lane's columns of P: less than fp16 holds
 
     const Params<Shape> &p;
     SharedMemory<Shape> &shared;
-    const int consumer, warp_idx = threadIdx.x / 32 % 4, lane_idx = threadIdx.x % 32;
+    const int consumer, warp_idx = warp_uniform(threadIdx.x / 32 % 4);
+    const int lane_idx = thread_idx() % 32;  // kept: the loop would wait for threadIdx.x, which is a special register
     const Scores<> scores{p};
     uint32_t q_item = 0, kv_item = 0;  // of the rings
     float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4];
@@ -141,56 +167,58 @@ template <typename T, typename Shape> struct Consumer {
     __device__ void run() {
         for (;; q_item++) {
             shared.q[consumer].consumer_wait(q_item);
-            const Tile &tile = shared.tile(q_item);
-            if (!tile.is_valid) return;
+            const Work &work = shared.work(q_item);
+            if (!work.tile.is_valid) return;
             Softmax<1> softmax(scores.softmax_scale_log2);
             for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
-            attend(tile, softmax);
-            store(tile, softmax);
-            shared.q[consumer].consumer_release(q_item);
+            attend(work, softmax);
+            store(work, softmax);
+            shared.q[consumer].consumer_release(q_item, lane_idx);
         }
     }
 
     __device__ int q_index() const { return shared.q_index(q_item, consumer); }
 
     // acc_o and softmax of a tile's rows, over all keys that they see.
-    __device__ void attend(const Tile &tile, Softmax<1> &softmax) {
-        const Sequence seq(p, tile.b);
-        const Mask mask(seq, p.is_causal);
-        const BlockRange tile_blocks = mask.key_blocks<Shape::kBlockM, kBlockN>(tile.block * Shape::kBlockM);
-        const int row0 = tile.block * Shape::kBlockM + 64 * consumer;
-        const BlockRange blocks = mask.key_blocks<64, kBlockN>(row0);
-        // Blocks from edit_begin on need a mask, or a change of all scores.
-        const int edit_begin = scores.is_raw ? blocks.full_end : 0;
-        const int row = row0 + 16 * warp_idx + lane_idx / 4, col = lane_idx % 4 * 2;  // the first of this lane's
+    __device__ void attend(const Work &work, Softmax<1> &softmax) {
+        const Mask &mask = work.mask;
+        const int row0 = work.tile.block * Shape::kBlockM + 64 * consumer, tile_begin = work.blocks_begin;
+        const BlockRange blocks = work.blocks[consumer];
+        const uint32_t num_full = warp_uniform(scores.is_raw ? max(0, blocks.full_end - blocks.full_begin) : 0);
 
-        int n_block = tile_blocks.end - 1;
-        skip_blocks(seq, n_block, blocks.end);
-        if (!__any_sync(~0u, n_block >= blocks.begin)) return;  // shows the compiler that a warp agrees
+        int n_block = work.blocks_end - 1;
+        skip_blocks(work, n_block, max(blocks.end, tile_begin));  // 64 rows without keys have no blocks
+        if (!__any_sync(~0u, blocks.begin < blocks.end)) return;  // shows the compiler that a warp agrees
         shared.k.consumer_wait(kv_item);
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sQ[q_index()], shared.sK[kv_item % kStages]);
         warpgroup_wait<0>(acc_s[0]);
-        for (;; n_block--, kv_item++) {
+        bool was_full = false;
+        for (uint32_t from_full = n_block - blocks.full_begin;; n_block--, from_full--, kv_item++) {
             // Found anew in every iteration: kept from one to the next, Q's descriptors fill the uniform registers.
             const uint32_t block = warp_uniform(kv_item), q_idx = warp_uniform(q_index());
-            if (n_block >= edit_begin) {
-                scores.apply(acc_s);
-                mask.apply(acc_s, row, n_block * kBlockN + col);
+            // row_max is updated in blocks with a mask and in the first one without: then each row has seen keys.
+            // exponentiate() may form the scores of other blocks once more, without a mask.
+            const bool is_full = from_full < num_full, updates_max = !is_full || !was_full;  // as BlockRange::is_full
+            was_full = is_full;
+            if (!is_full) {
+                if (!scores.is_raw) scores.apply(acc_s);
+                mask.apply(acc_s, blocks, n_block, row0 + 16 * warp_idx + lane_idx / 4,
+                           n_block * kBlockN + lane_idx % 4 * 2);
             }
             float alpha[2];
-            // row_max is updated in blocks with a mask and in the first one without: then each row has seen keys.
-            const bool has_grown = exponentiate(softmax, n_block >= blocks.full_end - 1, alpha);
-            shared.k.consumer_release(kv_item);
+            const bool has_grown = exponentiate(softmax, updates_max, alpha);
+            shared.k.consumer_release(kv_item, lane_idx);
 
             warpgroup_wait<0>(acc_o[0], P);  // P V of the block before
-            if (n_block + 1 < blocks.end) shared.v.consumer_release(kv_item - 1);
+            if (n_block + 1 < blocks.end) shared.v.consumer_release(kv_item - 1, lane_idx);
 #pragma unroll
             for (int i = 0; i < 2 * kNTiles; i++)
                 P[i / 4][i % 4] = pack<T>(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
             if (has_grown) softmax.rescale(acc_o, alpha);
 
-            wait_for_v(seq, n_block);
+            shared.v.consumer_wait(kv_item);
+            if (!is_full) clear_v(work, n_block);
             if (n_block == blocks.begin) break;
             shared.k.consumer_wait(kv_item + 1);
             warpgroup_arrive();
@@ -201,32 +229,34 @@ template <typename T, typename Shape> struct Consumer {
         warpgroup_arrive();
         multiply_ab<T>(acc_o[0], P, shared.sV[warp_uniform(kv_item) % kStages]);
         warpgroup_wait<0>(acc_o[0], P);
-        shared.v.consumer_release(kv_item++);
-        skip_blocks(seq, --n_block, tile_blocks.begin);
+        shared.v.consumer_release(kv_item++, lane_idx);
+        skip_blocks(work, --n_block, tile_begin);
     }
 
     // Blocks of the tile, from n_block down to `end`, that only other consumers need.
-    __device__ void skip_blocks(const Sequence &seq, int &n_block, int end) {
+    __device__ void skip_blocks(const Work &work, int &n_block, int end) {
         for (; n_block >= end; n_block--, kv_item++) {
             shared.k.consumer_wait(kv_item);
             __syncwarp();
-            shared.k.consumer_release(kv_item);
-            wait_for_v(seq, n_block);
+            shared.k.consumer_release(kv_item, lane_idx);
+            shared.v.consumer_wait(kv_item);
+            clear_v(work, n_block);
             __syncwarp();
-            shared.v.consumer_release(kv_item);
+            shared.v.consumer_release(kv_item, lane_idx);
         }
     }
 
-    // Rows of V after the sample's end may hold NaN, and 0 · NaN is NaN. All consumers clear them together, also those
-    // that skip the block.
-    __device__ void wait_for_v(const Sequence &seq, int n_block) {
-        shared.v.consumer_wait(kv_item);
-        const int row_end = seq.seqlen_k - n_block * kBlockN;
-        if (row_end >= kBlockN || seq.seqlen_k == seq.padded_k) return;
+    // Keys that no row of the tile sees, after the sample's end or before a window, may hold NaN, and 0 · NaN is NaN.
+    // All consumers clear their rows of V together, also those that skip the block: it is full for none. What lies
+    // beyond the tensor is 0 already.
+    __device__ void clear_v(const Work &work, int n_block) {
+        const int key0 = n_block * kBlockN, begin = work.first_key - key0;
+        const int end = work.seq.keys_follow(p) ? work.seq.seqlen_k - key0 : kBlockN;
+        if (begin <= 0 && end >= kBlockN) return;
         constexpr int kThreads = 128 * Shape::kConsumers, kVecs = SmemTile<kBlockN, kHeadDim>::kRowBytes / 16;
         for (auto &panel : shared.sV[kv_item % kStages].panel)
-            for (int i = row_end * kVecs + threadIdx.x - 128; i < kBlockN * kVecs; i += kThreads)
-                reinterpret_cast<uint4 *>(panel)[i] = uint4{};
+            for (int i = threadIdx.x - 128; i < kBlockN * kVecs; i += kThreads)
+                if (i / kVecs < begin || i / kVecs >= end) reinterpret_cast<uint4 *>(panel)[i] = uint4{};
         fence_proxy_async();
         barrier_sync(kAllConsumers, kThreads);
     }
@@ -275,11 +305,13 @@ template <typename T, typename Shape> struct Consumer {
     }
 
     // Writes out and lse. out goes through the buffer of Q, once all four warps have read Q.
-    __device__ void store(const Tile &tile, Softmax<1> &softmax) {
-        const Sequence seq(p, tile.b);
+    __device__ void store(const Work &work, Softmax<1> &softmax) {
+        const Tile &tile = work.tile;
+        const Sequence &seq = work.seq;
         const int row0 = tile.block * Shape::kBlockM + 64 * consumer + 16 * warp_idx;
-        float *gLse = static_cast<float *>(p.lse) + lse_index(p, tile.b, tile.h);
-        softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4);
+        const int lane_idx = thread_idx() % 32;  // or addresses in sO stay in registers from one tile to the next
+        float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h);
+        softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4, sink_of<float>(p, tile.h));
         auto &sO = shared.sQ[q_index()];
         barrier_sync(kOneConsumer + consumer, 128);
 #pragma unroll
@@ -288,6 +320,15 @@ template <typename T, typename Shape> struct Consumer {
             for (int j = 0; j < 4; j++)
                 x[j] = pack<T>(acc_o[0][d + j / 2][j % 2 * 2], acc_o[0][d + j / 2][j % 2 * 2 + 1]);
             stmatrix(x, sO.address(16 * warp_idx + lane_idx % 16, 8 * d + lane_idx / 16 * 8));
+        }
+        // TMA would write all 16 rows, and those of the next sample may follow.
+        if (__any_sync(~0u, row0 + 16 > seq.padded_q && seq.rows_follow(p))) {
+            __syncwarp();  // unobserved by the emulator: stmatrix waits for all lanes there
+            store_some_rows(sO, 16 * warp_idx, rows_of<uint16_t>(p.o, tile.b, tile.h, seq.q_begin + row0),
+                            p.o.row_stride, seq.padded_q - row0, p.head_dim_v);
+            fence_proxy_async();  // unobserved by the emulator: what stmatrix wrote comes before what TMA will write
+            __syncwarp();  // sO has been read
+            return;
         }
         fence_proxy_async();
         __syncwarp();
@@ -326,14 +367,14 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
     if (num_tiles == blocks) p.tile_counter = nullptr;
     if (p.tile_counter)
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
-    auto tma = [&](const char *name, const Tensor &x, int heads, int rows, int box_rows) {
-        return make_tma_tensor<kHeadDim>(name, x, p.batch_size, heads, rows, p.head_dim, box_rows);
+    auto tma = [&](const char *name, const Tensor &x, int heads, int rows, int head_dim, int box_rows) {
+        return make_tma_tensor<kHeadDim>(name, x, p.batch_size, heads, rows, head_dim, box_rows);
     };
     const Params<Shape> params{p,
-                               tma("q", p.q, p.nheads, p.seqlen_q, 64),
-                               tma("k", p.k, p.nheads_k, p.seqlen_k, kBlockN),
-                               tma("v", p.v, p.nheads_k, p.seqlen_k, kBlockN),
-                               tma("out", p.o, p.nheads, p.seqlen_q, 16),  // the rows of a warp
+                               tma("q", p.q, p.nheads, p.seqlen_q, p.head_dim, 64),
+                               tma("k", p.k, p.nheads_k, p.seqlen_k, p.head_dim, kBlockN),
+                               tma("v", p.v, p.nheads_k, p.seqlen_k, p.head_dim_v, kBlockN),
+                               tma("out", p.o, p.nheads, p.seqlen_q, p.head_dim_v, 16),  // the rows of a warp
                                {p, num_tiles}};
     launch(flash_fwd<T, Shape>, blocks, Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, params);
 }
@@ -342,12 +383,15 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
 // TMA. Three consumers hide one another's softmax better than two do and load K and V less often. A thread's share of
 // S, P and O has to fit 160 registers then.
 template <typename T> void dispatch(const AttnParams &p) {
-    if (p.head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
-    else if (p.head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
-    // Registers leave 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper).
-    else if (p.head_dim <= 128 && p.seqlen_k <= 2048) launch_fwd<T, Shape<128, 3, 64, 4>>(p);
-    else if (p.head_dim <= 128) launch_fwd<T, Shape<128, 3, 80>>(p);
-    else if (p.head_dim <= 192) launch_fwd<T, Shape<192, 2, 80>>(p);
+    const int head_dim = p.max_head_dim();
+    const int64_t keys_of_a_row = std::min<int64_t>(p.seqlen_k, int64_t(p.window_left) + p.window_right + 1);
+    if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
+    else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
+    // Registers leave 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper). A packed
+    // batch has the same tiles whatever its length is: a sample's bits must not depend on it.
+    else if (head_dim <= 128 && (p.cu_seqlens_k || keys_of_a_row <= 2048)) launch_fwd<T, Shape<128, 3, 64, 4>>(p);
+    else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 80>>(p);
+    else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80>>(p);
     else launch_fwd<T, Shape<256, 2, 64, 2, 1>>(p);  // shared memory has no room for a second Q
 }
 

@@ -53,18 +53,19 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu) {
     if (is_fp32 && !is_dmma) return "the dtype is float32, which its tensor cores would round";
     if (!is_fp32 && is_dmma) return "the dtype is not float32";
     if (p.dropout_seed && !is_sm80) return "it has no dropout";
-    if (p.head_dim > 128 && is_dmma) return "head_dim is over 128";
+    if (p.sinks && is_dmma) return "it has no sinks";
+    if (p.max_head_dim() > 128 && is_dmma) return "head_dim is over 128";
     if (p.seqlen_k == 0 && is_sm90) return "there are no keys";  // TMA takes no empty tensor
 
     const int n = is_fp32 ? 4 : 8;
-    if (p.head_dim % n) return "head_dim is not a multiple of 16 bytes";
-    auto why_not_load = [&](const char *name, const Tensor &x, int rows) {
-        const Reason reason = is_sm90 ? why_not_tma(name, x, rows, p.head_dim) : Reason();
+    if (p.head_dim % n || p.head_dim_v % n) return "head_dim is not a multiple of 16 bytes";
+    auto why_not_load = [&](const char *name, const Tensor &x, int rows, int head_dim) {
+        const Reason reason = is_sm90 ? why_not_tma(name, x, rows, head_dim) : Reason();
         return reason ? reason : why_not_16_bytes(name, x, n);
     };
-    if (const Reason reason = why_not_load("q", p.q, p.seqlen_q)) return reason;
-    if (const Reason reason = why_not_load("k", p.k, p.seqlen_k)) return reason;
-    return why_not_load("v", p.v, p.seqlen_k);
+    if (const Reason reason = why_not_load("q", p.q, p.seqlen_q, p.head_dim)) return reason;
+    if (const Reason reason = why_not_load("k", p.k, p.seqlen_k, p.head_dim)) return reason;
+    return why_not_load("v", p.v, p.seqlen_k, p.head_dim_v);
 }
 
 struct Choice {
@@ -87,7 +88,7 @@ inline Choice choose_kernel(const AttnParams &p, Gpu gpu, bool is_backward) {
     const Reason not_sm80 = why_not(Kernel::kSm80, p, gpu);
     if (!not_sm80) return {Kernel::kSm80};
     // Up to 32 flash.cu multiplies less of what pads head_dim to 64.
-    const bool is_dmma_fast = gpu.fast_fp64 && p.head_dim > 32;
+    const bool is_dmma_fast = gpu.fast_fp64 && p.max_head_dim() > 32;
     if (!is_backward && is_dmma_fast && !why_not(Kernel::kDmma, p, gpu)) return {Kernel::kDmma};
     const bool is_expected = gpu.capability < 80 || p.dtype == DType::kFloat32;
     return {Kernel::kSimt, is_expected ? Reason() : not_sm80};

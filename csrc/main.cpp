@@ -21,29 +21,24 @@ namespace py = pybind11;
 // fast_path.cpp
 py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q, py::handle k, py::handle v,
                         py::handle causal, py::handle softmax_scale, bool seq_major, bool return_lse,
-                        bool deterministic);
+                        bool deterministic, py::handle window_size, py::tuple lengths, py::handle sinks);
 
 namespace {
 
-bool is_like(const at::Tensor &x, at::IntArrayRef sizes, at::ScalarType dtype, const at::Device &device) {
-    return x.sizes() == sizes && x.scalar_type() == dtype && x.device() == device;
-}
-
 // What the forward and the backward pass have in common, checked. q [batch_size, nheads, seqlen_q, head_dim], k and v
-// [batch_size, nheads_k, seqlen_k, head_dim], head_dim contiguous, seq_lens int32 [batch_size], dropout_seed one int64.
-void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                const OptionalTensor &seq_lens, double softmax_scale, bool causal, double dropout_p,
-                const OptionalTensor &dropout_seed) {
-    const Reason type_fault = find_type_fault(q, k, v), fault = find_fault(q, k, v, softmax_scale, kBHSD);
+// [batch_size, nheads_k, seqlen_k, head_dim], v's head_dim may differ; head_dim contiguous, dropout_seed one int64.
+void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options) {
+    const Reason type_fault = find_type_fault(q, k, v);
+    const Reason fault = find_fault(q, k, v, options.softmax_scale, kBHSD);
     TORCH_CHECK_TYPE(!type_fault, *type_fault);
     TORCH_CHECK_VALUE(!fault, *fault);
-    set_inputs(p, q, k, v, softmax_scale, causal, kBHSD);
-    if (seq_lens) {
-        TORCH_CHECK_VALUE(is_like(*seq_lens, {q.size(0)}, at::kInt, q.device()) && seq_lens->is_contiguous(),
-                          "seq_lens must be a contiguous int32 tensor of shape (batch_size,) on the device of q");
-        TORCH_CHECK_VALUE(p.seqlen_q == p.seqlen_k, "seq_lens needs seqlen_q == seqlen_k");
-        p.seq_lens = seq_lens->const_data_ptr<int>();
-    }
+    TORCH_CHECK_VALUE(options.window_left >= -1 && options.window_right >= -1,
+                      "window_left and window_right must be at least 0, or -1 for no bound");
+    const Reason options_fault = find_fault(q, kBHSD, options);
+    TORCH_CHECK_VALUE(!options_fault, *options_fault);
+    set_inputs(p, q, k, v, options.softmax_scale, {options.window_left, options.window_right}, kBHSD);
+    set_lengths_and_sinks(p, options);
+    const auto &[dropout_p, dropout_seed] = std::tie(options.dropout_p, options.dropout_seed);
     TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, "dropout_p must be in [0, 1]");
     if (dropout_p == 0) return;
     TORCH_CHECK_VALUE(dropout_seed && dropout_seed->numel() == 1 &&
@@ -54,34 +49,62 @@ void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const a
     p.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
 }
 
-// The op, which returns tensors alone.
-std::tuple<at::Tensor, at::Tensor> flash_forward_op(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                                    const OptionalTensor &seq_lens, double softmax_scale, bool causal,
-                                                    double dropout_p, const OptionalTensor &dropout_seed, bool) {
-    const auto [out, lse, _] = flash_forward(q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed, false);
+// function(q, k, v, options, deterministic), as Python and the dispatcher call it.
+template <auto function>
+auto with_options(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const OptionalTensor &cu_seqlens_q,
+                  const OptionalTensor &cu_seqlens_k, const OptionalTensor &seqused_q, const OptionalTensor &seqused_k,
+                  const OptionalTensor &sinks, double softmax_scale, int64_t window_left, int64_t window_right,
+                  double dropout_p, const OptionalTensor &dropout_seed, bool deterministic) {
+    return function(q, k, v,
+                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softmax_scale, window_left, window_right,
+                     dropout_p, dropout_seed},
+                    deterministic);
+}
+
+// Only the backward pass asks whether it is to be deterministic.
+Output forward_only(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options, bool) {
+    return flash_forward(q, k, v, options);
+}
+
+// As the op, which returns tensors alone.
+std::tuple<at::Tensor, at::Tensor> tensors_only(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                                                const Options &options, bool) {
+    const auto [out, lse, _] = flash_forward(q, k, v, options);
     return {out, lse};
 }
 
 // Checks what the backward pass takes beside checked q, k and v.
-void check_backward(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &out,
-                    const at::Tensor &lse) {
-    auto is_like_q = [&](const at::Tensor &x) { return is_like(x, q.sizes(), q.scalar_type(), q.device()); };
+void check_backward(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &v,
+                    const at::Tensor &out, const at::Tensor &lse) {
+    auto is_like_out = [&](const at::Tensor &x) {
+        return x.dim() == 4 && x.size(3) == v.size(3) &&
+               is_like(x.select(3, 0), q.sizes().slice(0, 3), q.scalar_type(), q.device());
+    };
     auto is_of_rows = [&](const at::Tensor &x) { return is_like(x, q.sizes().slice(0, 3), lse_dtype(q), q.device()); };
-    TORCH_CHECK_VALUE(is_like_q(dout) && is_like_q(out), "dout and out must be like q");
-    TORCH_CHECK_VALUE(out.stride(3) == 1 || q.size(3) == 1, "out must have a contiguous last dimension");
+    TORCH_CHECK_VALUE(is_like_out(dout) && is_like_out(out), "dout and out must be like q, with the head_dim of v");
+    TORCH_CHECK_VALUE(out.stride(3) == 1 || out.size(3) == 1, "out must have a contiguous last dimension");
     TORCH_CHECK_VALUE(is_of_rows(lse) && (!dlse || is_of_rows(*dlse)),
                       "lse and dlse must be (batch_size, nheads, seqlen_q), float32, or float64 for float64");
     TORCH_CHECK_VALUE(lse.is_contiguous(), "lse must be contiguous");
 }
 
+// With P = exp(sink - lse), the share of the sink in a row's softmax, its gradient is the sum of P · (0 - delta) over
+// the head's rows. A row beyond the end of its sample has lse -inf. The sum is in a fixed order.
+at::Tensor gradient_of_sinks(const at::Tensor &sinks, const at::Tensor &lse, const at::Tensor &delta) {
+    const at::Tensor share = (sinks.unsqueeze(1) - lse).exp_().masked_fill_(lse == -INFINITY, 0);
+    return share.mul_(delta).sum(at::IntArrayRef({0, 2})).neg_();
+}
+
 #if MINIMAL_ATTN_CUDA
-void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tensor &lse, Kernel kernel) {
-    if (kernel != Kernel::kSm80) return simt::flash_backward(p);
+void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tensor &v, const at::Tensor &lse,
+                     Kernel kernel) {
+    // Without dq, dk and dv simt::flash_backward forms delta alone, for dsinks.
+    if (kernel != Kernel::kSm80 || !(p.dq.data || p.dk.data)) return simt::flash_backward(p);
     at::Tensor unneeded_dk, unneeded_dv, workspace, lse_log2 = at::empty_like(lse);
     p.lse_log2 = lse_log2.data_ptr<float>();
     if (!p.dk.data) {  // its one kernel makes all three gradients
-        unneeded_dk = new_like(k), unneeded_dv = new_like(k);
-        p.dk = tensor_of(unneeded_dk, kBHSD), p.dv = tensor_of(unneeded_dv, kBHSD);
+        unneeded_dk = new_like(k), unneeded_dv = new_like(v);
+        p.dk = tensor_of(unneeded_dk, kBHSD, p.cu_seqlens_k), p.dv = tensor_of(unneeded_dv, kBHSD, p.cu_seqlens_k);
     }
     if (const int64_t bytes = sm80::backward_workspace(p)) {
         workspace = at::empty({bytes}, k.options().dtype(at::kByte));
@@ -93,15 +116,17 @@ void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tenso
 
 // (name of the kernel that serves the tensors, why it is not the fast one or None); None for tensors without memory
 // of their own, as vmap has them. capability and fast_fp64: of a GPU that need not be here, as in kernels.h; without
-// a capability, of the tensors' device. has_dropout: of a call with dropout.
+// a capability, of the tensors' device. has_dropout, has_sinks: of a call with dropout, or with sinks.
 std::optional<std::pair<std::string, Reason>> which_kernel(const at::Tensor &q, const at::Tensor &k,
                                                            const at::Tensor &v, bool has_dropout,
-                                                           std::optional<int> capability, bool fast_fp64) {
+                                                           std::optional<int> capability, bool fast_fp64,
+                                                           bool has_sinks) {
     if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
     AttnParams p{};
-    set_params(p, q, k, v, {}, 1, false, 0, {});
+    set_params(p, q, k, v, {.softmax_scale = 1, .window_left = -1, .window_right = -1});
     const int64_t seed = 0;
     if (has_dropout) p.dropout_seed = &seed;
+    if (has_sinks) p.sinks = &seed;
     const c10::DeviceGuard guard(q.device());
     const auto [kernel, slow_because] =
         capability ? choose_kernel(p, Gpu{*capability, fast_fp64}, false) : choose(p, q.device(), false);
@@ -120,60 +145,91 @@ std::optional<std::string> force_kernel(const std::optional<std::string> &name) 
 
 }  // namespace
 
-// The op and the reason beside it. `deterministic` is for the backward pass.
-Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const OptionalTensor &seq_lens,
-                     double softmax_scale, bool causal, double dropout_p, const OptionalTensor &dropout_seed, bool) {
+// The op and the reason beside it.
+Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options) {
     AttnParams p{};
-    set_params(p, q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed);
-    return run_forward(p, q, kBHSD);
+    set_params(p, q, k, v, options);
+    return run_forward(p, q, v, kBHSD);
 }
 
-// The op: dq, dk and dv, which have no elements where they are not needed. dout is like out, dlse like lse or none;
-// both may have any strides.
+// The op: dq, dk, dv and dsinks, which have no elements where they are not needed. dout is like out, dlse like lse or
+// none; both may have any strides.
 Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &k,
-                         const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
-                         const OptionalTensor &seq_lens, double softmax_scale, bool causal, double dropout_p,
-                         const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv) {
+                         const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse, const Options &options,
+                         bool deterministic, bool need_dq, bool need_dkv, bool need_dsinks) {
     AttnBackwardParams p{};
-    set_params(p, q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed);
-    check_backward(dout_, dlse, q, out, lse);
+    set_params(p, q, k, v, options);
+    const bool is_packed = p.cu_seqlens_q;
+    TORCH_CHECK_NOT_IMPLEMENTED(!is_packed || !p.seqused_k,
+                                "the backward pass of backend='cuda' does not take seqused_k with cu_seqlens_k, since "
+                                "the keys of samples may overlap: use backend='torch'");
+    check_backward(dout_, dlse, q, v, out, lse);
     const c10::DeviceGuard guard(q.device());
     auto gradient = [](const at::Tensor &x, bool is_needed) {
         return is_needed ? new_like(x) : at::empty({0}, x.options());
     };
     at::Tensor dq = gradient(q, need_dq), dk = gradient(k, need_dkv), dv = gradient(v, need_dkv);
-    if (q.numel() == 0 || k.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_()};
+    at::Tensor dsinks = need_dsinks ? at::zeros_like(*options.sinks) : at::empty({0}, lse.options());
+    if (q.numel() == 0 || k.numel() == 0) {  // lse is that of the sinks alone
+        if (need_dsinks && dlse) dsinks = dlse->masked_fill(lse == -INFINITY, 0).sum(at::IntArrayRef({0, 2}));
+        return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks};
+    }
 
     const Kernel kernel = choose(p, q.device(), true).kernel;
     at::Tensor dout = dout_, delta = at::empty_like(lse);
-    p.dout = tensor_of(dout, kBHSD);
+    p.dout = tensor_of(dout, kBHSD, is_packed);
     // Some dout cannot be loaded as it is: that of a sum has strides of 0, others are not 16-byte aligned. A copy costs
     // less than a kernel without tensor cores.
     if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && why_not_16_bytes("dout", p.dout, 8))) {
         dout = dout.clone(at::MemoryFormat::Contiguous);
-        p.dout = tensor_of(dout, kBHSD);
+        p.dout = tensor_of(dout, kBHSD, is_packed);
     }
-    p.o = tensor_of(out, kBHSD), p.lse = lse.data_ptr(), p.delta = delta.data_ptr();
-    if (dlse) p.dlse = tensor_of(*dlse, kBHSD);
-    if (need_dq) p.dq = tensor_of(dq, kBHSD);
-    if (need_dkv) p.dk = tensor_of(dk, kBHSD), p.dv = tensor_of(dv, kBHSD);
+    p.o = tensor_of(out, kBHSD, is_packed), p.lse = lse.data_ptr(), p.delta = delta.data_ptr();
+    if (dlse) p.dlse = tensor_of(*dlse, kBHSD, is_packed);
+    if (need_dq) p.dq = tensor_of(dq, kBHSD, is_packed);
+    if (need_dkv) p.dk = tensor_of(dk, kBHSD, is_packed), p.dv = tensor_of(dv, kBHSD, is_packed);
     p.deterministic = deterministic || at::globalContext().deterministicAlgorithms();
+    at::Tensor ascending;
+    if (is_packed && p.deterministic) {  // blocks of keys wait for one another: none may be missing, whatever is given
+        ascending = at::stack({*options.cu_seqlens_q, *options.cu_seqlens_k});
+        ascending.select(1, 0).zero_();  // as kernels take the first one
+        ascending = std::get<0>(ascending.cummax(1)).contiguous();
+        p.cu_seqlens_q = ascending.const_data_ptr<int>(), p.cu_seqlens_k = p.cu_seqlens_q + p.batch_size + 1;
+    }
     if (kernel == Kernel::kHost) host::flash_backward(p);
 #if MINIMAL_ATTN_CUDA
-    else launch_backward(p, k, lse, kernel);
+    else launch_backward(p, k, v, lse, kernel);
 #endif
-    return {dq, dk, dv};
+    if (need_dsinks) dsinks = gradient_of_sinks(*options.sinks, lse, delta);
+    return {dq, dk, dv, dsinks};
 }
 
+Gradients flash_backward_op(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q,
+                            const at::Tensor &k, const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
+                            const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,
+                            const OptionalTensor &seqused_q, const OptionalTensor &seqused_k,
+                            const OptionalTensor &sinks, double softmax_scale, int64_t window_left,
+                            int64_t window_right, double dropout_p, const OptionalTensor &dropout_seed,
+                            bool deterministic, bool need_dq, bool need_dkv, bool need_dsinks) {
+    return flash_backward(dout, dlse, q, k, v, out, lse,
+                          {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softmax_scale, window_left,
+                           window_right, dropout_p, dropout_seed},
+                          deterministic, need_dq, need_dkv, need_dsinks);
+}
+
+#define OPTIONS                                                                                                 \
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? sinks, "         \
+    "float softmax_scale, int window_left, int window_right, float dropout_p=0.0, Tensor? dropout_seed=None, "  \
+    "bool deterministic=False"
+
 TORCH_LIBRARY(minimal_attn, m) {
-    m.def("flash_forward(Tensor q, Tensor k, Tensor v, Tensor? seq_lens, float softmax_scale, bool causal, "
-          "float dropout_p=0.0, Tensor? dropout_seed=None, bool deterministic=False) -> (Tensor out, Tensor lse)");
-    m.def("flash_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-          "Tensor? seq_lens, float softmax_scale, bool causal, float dropout_p=0.0, Tensor? dropout_seed=None, "
-          "bool deterministic=False, bool need_dq=True, bool need_dkv=True) -> (Tensor dq, Tensor dk, Tensor dv)");
+    m.def("flash_forward(Tensor q, Tensor k, Tensor v, " OPTIONS ") -> (Tensor out, Tensor lse)");
+    m.def("flash_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " OPTIONS
+          ", bool need_dq=True, bool need_dkv=True, bool need_dsinks=False)"
+          " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
     for (c10::DeviceType device : {at::kCPU, at::kCUDA}) {
-        m.impl("flash_forward", torch::dispatch(device, &flash_forward_op));
-        m.impl("flash_backward", torch::dispatch(device, &flash_backward));
+        m.impl("flash_forward", torch::dispatch(device, &with_options<&tensors_only>));
+        m.impl("flash_backward", torch::dispatch(device, &flash_backward_op));
     }
 }
 
@@ -185,11 +241,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #endif
     m.def("fast_forward", &fast_forward);
     // The forward pass without the dispatcher, for interface.py.
-    m.def("flash_forward", &flash_forward, py::call_guard<py::gil_scoped_release>());
-    m.def("differentiable_forward", &differentiable_forward, py::call_guard<py::gil_scoped_release>());
+    m.def("flash_forward", &with_options<&forward_only>, py::call_guard<py::gil_scoped_release>());
+    m.def("differentiable_forward", &with_options<&differentiable_forward>, py::call_guard<py::gil_scoped_release>());
     m.def("force_kernel", &force_kernel);
     m.def("which_kernel", &which_kernel, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("has_dropout") = false,
-          py::arg("capability") = py::none(), py::arg("fast_fp64") = true);
+          py::arg("capability") = py::none(), py::arg("fast_fp64") = true, py::arg("has_sinks") = false);
 }
 
 }  // namespace minimal_attn

@@ -15,21 +15,70 @@
 namespace minimal_attn {
 
 using OptionalTensor = std::optional<at::Tensor>;
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // dq, dk, dv, dsinks
+
+// What a call asks for beside q, k and v. The ops have these as arguments of their own, in this order.
+struct Options {
+    OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks;
+    double softmax_scale;
+    int64_t window_left, window_right;
+    double dropout_p = 0;
+    OptionalTensor dropout_seed = {};
+};
+
+inline bool is_like(const at::Tensor &x, at::IntArrayRef sizes, at::ScalarType dtype, const at::Device &device) {
+    return x.sizes() == sizes && x.scalar_type() == dtype && x.device() == device;
+}
+
+// What is wrong with the lengths and sinks of a call, whose q is without a fault: a ValueError. Their values stay on
+// the GPU, where kernels clamp the lengths.
+inline Reason find_fault(const at::Tensor &q, Layout dim, const Options &options) {
+    const auto &[cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks] =
+        std::tie(options.cu_seqlens_q, options.cu_seqlens_k, options.seqused_q, options.seqused_k, options.sinks);
+    if (cu_seqlens_q.has_value() != cu_seqlens_k.has_value() || (cu_seqlens_q && cu_seqlens_q->numel() < 2))
+        return "cu_seqlens_q and cu_seqlens_k go together and have at least two elements";
+    if (cu_seqlens_q && dim.batch == 0 && q.size(0) != 1) return "a packed batch is one sample to q, k and v";
+    if (!cu_seqlens_q && dim.batch < 0) return "without cu_seqlens_q there must be a batch dimension";
+    const int64_t batch_size = cu_seqlens_q ? cu_seqlens_q->numel() - 1 : q.size(dim.batch);
+    auto is_wrong = [&](const OptionalTensor &x, int64_t size, at::ScalarType dtype) {
+        return x && !(is_like(*x, {size}, dtype, q.device()) && x->is_contiguous());
+    };
+    if (is_wrong(cu_seqlens_q, batch_size + 1, at::kInt) || is_wrong(cu_seqlens_k, batch_size + 1, at::kInt))
+        return "cu_seqlens_q and cu_seqlens_k must be contiguous int32 tensors of one shape on the device of q";
+    if (is_wrong(seqused_q, batch_size, at::kInt) || is_wrong(seqused_k, batch_size, at::kInt))
+        return "seqused_q and seqused_k must be contiguous int32 tensors with one value a sample on the device of q";
+    if (is_wrong(sinks, q.size(dim.head), lse_dtype(q)))
+        return "sinks must be a contiguous tensor with one value a head on the device of q, of the dtype of lse";
+    return {};
+}
+
+// Of options without a fault.
+inline void set_lengths_and_sinks(AttnParams &p, const Options &options) {
+    auto pointer = [](const OptionalTensor &x) { return x ? x->const_data_ptr<int>() : nullptr; };
+    p.cu_seqlens_q = pointer(options.cu_seqlens_q), p.cu_seqlens_k = pointer(options.cu_seqlens_k);
+    p.seqused_q = pointer(options.seqused_q), p.seqused_k = pointer(options.seqused_k);
+    if (options.sinks) p.sinks = options.sinks->const_data_ptr();
+    if (!options.cu_seqlens_q) return;
+    p.batch_size = options.cu_seqlens_q->numel() - 1;
+    p.q.batch_stride = p.k.batch_stride = p.v.batch_stride = p.lse_batch_stride = 0;
+}
 
 // main.cpp describes them.
-Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const OptionalTensor &seq_lens,
-                     double softmax_scale, bool causal, double dropout_p, const OptionalTensor &dropout_seed,
-                     bool deterministic);
+Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options);
 Gradients flash_backward(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &k,
-                         const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
-                         const OptionalTensor &seq_lens, double softmax_scale, bool causal, double dropout_p,
-                         const OptionalTensor &dropout_seed, bool deterministic, bool need_dq, bool need_dkv);
+                         const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse, const Options &options,
+                         bool deterministic, bool need_dq, bool need_dkv, bool need_dsinks);
+Gradients flash_backward_op(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q,
+                            const at::Tensor &k, const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
+                            const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,
+                            const OptionalTensor &seqused_q, const OptionalTensor &seqused_k,
+                            const OptionalTensor &sinks, double softmax_scale, int64_t window_left,
+                            int64_t window_right, double dropout_p, const OptionalTensor &dropout_seed,
+                            bool deterministic, bool need_dq, bool need_dkv, bool need_dsinks);
 
 // autograd.cpp: flash_forward, with flash_backward as its derivative. No dispatcher, no Python in the backward pass.
-Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                              const OptionalTensor &seq_lens, double softmax_scale, bool causal, double dropout_p,
-                              const OptionalTensor &dropout_seed, bool deterministic);
+Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options,
+                              bool deterministic);
 
 // Whether an op on these tensors, some of them perhaps undefined, has nothing but a kernel to launch besides what
 // autograd does: no tracing, vmap, fake tensors, dispatch modes, tangents or profiler.

@@ -29,8 +29,8 @@ template <int kStages> struct Ring {
     // Wait until item i is there.
     __device__ void consumer_wait(uint32_t i) { mbarrier_wait(full[i % kStages], i / kStages % 2); }
     // This warp has read item i. The caller has synchronized its lanes after their last read.
-    __device__ void consumer_release(uint32_t i) {
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(empty[i % kStages]);
+    __device__ void consumer_release(uint32_t i, int lane_idx) {
+        if (lane_idx == 0) mbarrier_arrive(empty[i % kStages]);
     }
 };
 

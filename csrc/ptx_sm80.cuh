@@ -35,8 +35,8 @@ __device__ inline void cp_async_4(void *to, const void *from, bool inside) {
 }
 
 // "Special Registers: %tid". Read at every call, so that no value made of it stays in a register across a loop.
-__device__ inline int thread_idx() {
-    int x;
+__device__ inline uint32_t thread_idx() {
+    uint32_t x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
 }

@@ -5,7 +5,7 @@
 // Read next: dropout.h, which probabilities are dropped.
 #pragma once
 
-#include "flash.h"
+#include "sequence.cuh"
 
 struct Tile {
     int b, h, h_k;  // sample; query head, or the first of those that read h_k; key/value head
@@ -17,25 +17,78 @@ template <int kBlock> __host__ __device__ int num_blocks(int seqlen) {
     return int((int64_t(seqlen) + kBlock - 1) / kBlock);
 }
 
-// Tiles of kBlockM query rows of a head, one for each block of threads.
-template <int kBlockM> struct RowTiles {
-    __host__ __device__ static int64_t count(const AttnParams &p) {
-        return num_blocks<kBlockM>(p.seqlen_q) * p.batch_size * p.nheads;
+// How the rows of a head, or its keys, are cut into tiles of kBlock. No tile has rows of two samples. The host does not
+// know the lengths in a packed batch, but it knows that a sample of n rows has at most n / kBlock + 1 tiles. So sample
+// b has the slots from begin / kBlock + b on, and some slots stay empty: their tiles begin beyond the sample's rows.
+template <int kBlock> struct TileSlots {
+    const int *cu_seqlens;
+    int seqlen;
+    int64_t batch_size;
+    int slots;  // of a head: those of one sample, or of all samples of a packed batch
+
+    __host__ __device__ TileSlots(const int *cu_seqlens, int seqlen, int64_t batch_size)
+        : cu_seqlens(cu_seqlens), seqlen(seqlen), batch_size(batch_size),
+          slots(cu_seqlens ? int(seqlen / kBlock + batch_size) : num_blocks<kBlock>(seqlen)) {}
+
+    __host__ __device__ int64_t num_tiles(int heads) const { return slots * (cu_seqlens ? 1 : batch_size) * heads; }
+    __device__ int first_slot(int b) const { return begin_of(cu_seqlens, b, seqlen) / kBlock + b; }
+    // The sample of a slot: the last one that does not begin after it.
+    __device__ int sample_of(int slot) const {
+        int b = 0, end = int(batch_size);
+        while (end - b > 1) {
+            const int middle = b + (end - b) / 2;
+            if (first_slot(middle) <= slot) b = middle;
+            else end = middle;
+        }
+        return b;
     }
+    // `bh` counts heads: of one sample after the other, or once for all samples of a packed batch. heads_per_kv of them
+    // read one key/value head. Unsigned, since a GPU divides such numbers with fewer instructions.
+    __device__ Tile tile(uint32_t bh, int slot, uint32_t heads, uint32_t heads_per_kv) const {
+        int b, h = bh;
+        if (cu_seqlens) {
+            b = sample_of(slot);
+            slot -= first_slot(b);
+        } else {
+            b = bh / heads;
+            h = bh - b * heads;
+        }
+        return {b, h, int(h / heads_per_kv), slot, true};
+    }
+    // The index of a sample's first tile of head 0 among all tiles. The same tile of the next head is `slots` further.
+    __device__ int first_tile(int b, int heads) const { return cu_seqlens ? first_slot(b) : b * heads * slots; }
+};
+
+// Tiles of kBlockM query rows of a head, one for each block of threads.
+template <int kBlockM> struct RowTiles : TileSlots<kBlockM> {
+    __host__ __device__ explicit RowTiles(const AttnParams &p)
+        : TileSlots<kBlockM>(p.cu_seqlens_q, p.seqlen_q, p.batch_size) {}
+
+    __host__ __device__ static int64_t count(const AttnParams &p) { return RowTiles(p).num_tiles(p.nheads); }
     __device__ static Tile at(const AttnParams &p, int idx) {
-        const int m_blocks = num_blocks<kBlockM>(p.seqlen_q), bh = idx / m_blocks, h = bh % p.nheads;
-        return {bh / p.nheads, h, h / (p.nheads / p.nheads_k), m_blocks - 1 - idx % m_blocks, true};
+        const RowTiles tiles(p);
+        return tiles.tile(idx / tiles.slots, tiles.slots - 1 - idx % tiles.slots, p.nheads, p.nheads / p.nheads_k);
     }
 };
 
-// Tiles of kBlockN keys of a key/value head, one for each block of threads: the first keys first, or the last.
-template <int kBlockN> struct KeyTiles {
+// Tiles of kBlockN keys of a key/value head, one for each block of threads.
+template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
+    __host__ __device__ explicit KeyTiles(const AttnParams &p)
+        : TileSlots<kBlockN>(p.cu_seqlens_k, p.seqlen_k, p.batch_size) {}
+
     __host__ __device__ static int64_t count(const AttnParams &p) {
-        return num_blocks<kBlockN>(p.seqlen_k) * p.batch_size * p.nheads_k;
+        return KeyTiles(p).num_tiles(p.nheads_k);
     }
-    __device__ static Tile at(const AttnParams &p, int idx, bool last_first = false) {
-        const int n_blocks = num_blocks<kBlockN>(p.seqlen_k), bh = idx / n_blocks, h_k = bh % p.nheads_k;
-        const int n_block = last_first ? n_blocks - 1 - idx % n_blocks : idx % n_blocks;
-        return {bh / p.nheads_k, h_k * (p.nheads / p.nheads_k), h_k, n_block, true};
+    // Whether the last keys go first: in a deterministic pass with a bound on the right, as under a causal mask. The
+    // fewest rows see them then, and they take the first turns.
+    __device__ static bool is_last_first(const AttnBackwardParams &p) {
+        return p.deterministic && p.window_right < p.seqlen_q;
+    }
+    __device__ static Tile at(const AttnBackwardParams &p, int idx) {
+        const KeyTiles tiles(p);
+        const int slot = idx % tiles.slots;
+        Tile tile = tiles.tile(idx / tiles.slots, is_last_first(p) ? tiles.slots - 1 - slot : slot, p.nheads_k, 1);
+        tile.h = tile.h_k * (p.nheads / p.nheads_k);
+        return tile;
     }
 };

@@ -13,6 +13,11 @@
 
 #include "flash.h"
 
+// The sink of a query head, or nullptr.
+template <typename Sum> __device__ const Sum *sink_of(const AttnParams &p, int h) {
+    return p.sinks ? static_cast<const Sum *>(p.sinks) + h : nullptr;
+}
+
 template <typename Sum = float> struct Scores {
     static constexpr Sum kLog2E = Sum(1.4426950408889634);
     Sum softmax_scale;       // and the derivative of a score by q·k
@@ -23,7 +28,7 @@ template <typename Sum = float> struct Scores {
     __device__ explicit Scores(const AttnParams &p)
         : softmax_scale(Sum(p.softmax_scale)),
           softmax_scale_log2(softmax_scale == 0 ? Sum(1) : fabs(softmax_scale) * kLog2E),
-          sign((softmax_scale > 0) - (softmax_scale < 0)), is_raw(softmax_scale > 0) {}
+          sign((softmax_scale > 0) - (softmax_scale < 0)), is_raw(sign == 1) {}
 
     __device__ Sum score(Sum qk) const { return qk * sign; }
 
@@ -44,10 +49,8 @@ template <typename Sum = float> struct Scores {
     }
     // For 16 bits P = exp2(probability_log2(q·k, lse_log2)), which takes one operation less. lse_log2 is lse in units
     // of log2. The forward pass formed lse in them, so the rounding of softmax_scale_log2 cancels. A row without keys
-    // has lse_log2 +inf.
-    __device__ static float lse_log2(float lse) {
-        return lse == -INFINITY ? INFINITY : float(lse * 1.4426950408889634);
-    }
+    // has lse_log2 +inf instead.
+    __device__ static float lse_log2(float lse) { return float(lse * 1.4426950408889634); }
     __device__ float probability_log2(float qk, float lse_log2) const {
         return -fabsf(qk * (sign * softmax_scale_log2) - lse_log2);
     }

@@ -1,24 +1,47 @@
-// The lengths of one sample and where its rows are in memory. Only this file reads seq_lens in a kernel.
+// The lengths of one sample and where its rows are in memory. Only this file reads lengths that the GPU alone knows.
 //
 // Read next: mask.cuh, which keys a row sees.
 #pragma once
 
 #include "flash.h"
 
-// Query rows [0, seqlen_q) and keys [0, seqlen_k) of a sample are valid. The rows after them are padding, up to
-// padded_q and padded_k. Kernels write zeros there: to out and dq, and to dk and dv.
+// Where sample b of a packed batch begins. The first one begins at 0, and what lies beyond the tensor is clamped.
+__device__ inline int begin_of(const int *cu_seqlens, int64_t b, int seqlen) {
+    return b == 0 ? 0 : max(0, min(cu_seqlens[b], seqlen));
+}
+
+// The query rows [q_begin, q_begin + seqlen_q) of the tensor are those of the sample, and so for its keys. The rows
+// after them are padding, up to padded_q and padded_k rows. Kernels write zeros there: to out and dq, and to dk and dv.
 struct Sequence {
-    int q_begin, k_begin;  // where it begins in q and in k: at 0, since the batch is a dimension of its own
+    int q_begin, k_begin;
     int seqlen_q, seqlen_k;
     int padded_q, padded_k;
 
     __device__ Sequence(const AttnParams &p, int b)
-        : q_begin(0), k_begin(0), seqlen_q(valid(p, b, p.seqlen_q)), seqlen_k(valid(p, b, p.seqlen_k)),
-          padded_q(p.seqlen_q), padded_k(p.seqlen_k) {}
+        : q_begin(0), k_begin(0), seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k), padded_q(p.seqlen_q),
+          padded_k(p.seqlen_k) {
+        if (p.cu_seqlens_q) {
+            find(p.cu_seqlens_q, b, p.batch_size, q_begin, seqlen_q, padded_q);
+            find(p.cu_seqlens_k, b, p.batch_size, k_begin, seqlen_k, padded_k);
+        }
+        if (p.seqused_q) seqlen_q = max(0, min(p.seqused_q[b], seqlen_q));
+        // The keys of samples may overlap if each has a length of its own.
+        if (p.seqused_k) seqlen_k = max(0, min(p.seqused_k[b], p.seqlen_k - k_begin));
+    }
+
+    // Whether the tensor has more rows after those of the sample and their padding, and more keys after the valid ones.
+    __device__ bool rows_follow(const AttnParams &p) const { return q_begin + padded_q < p.seqlen_q; }
+    __device__ bool keys_follow(const AttnParams &p) const { return k_begin + seqlen_k < p.seqlen_k; }
 
   private:
-    __device__ static int valid(const AttnParams &p, int b, int seqlen) {
-        return p.seq_lens ? max(0, min(p.seq_lens[b], seqlen)) : seqlen;
+    // length is that of the tensor, and becomes that of the sample.
+    __device__ static void find(const int *cu_seqlens, int b, int64_t batch_size, int &begin, int &length,
+                                int &padded) {
+        const int seqlen = length;
+        begin = begin_of(cu_seqlens, b, seqlen);
+        const int end = max(begin, begin_of(cu_seqlens, b + 1, seqlen));
+        length = end - begin;
+        padded = (b + 1 == batch_size ? seqlen : end) - begin;
     }
 };
 
@@ -27,7 +50,10 @@ template <typename T> __device__ T *rows_of(const Tensor &x, int64_t b, int64_t 
     return static_cast<T *>(x.data) + b * x.batch_stride + h * x.head_stride + row * x.row_stride;
 }
 
-// Index of row 0 of head h of sample b in lse, delta and lse_log2, which are [batch_size, nheads, seqlen_q].
-__device__ inline int64_t lse_index(const AttnParams &p, int64_t b, int64_t h) {
-    return (b * p.nheads + h) * p.seqlen_q;
+// Index of a sample's row 0 of head h in lse, delta and lse_log2.
+__device__ inline int64_t lse_index(const AttnParams &p, int q_begin, int64_t b, int64_t h) {
+    return b * p.lse_batch_stride + h * p.seqlen_q + q_begin;
+}
+__device__ inline int64_t lse_index(const AttnParams &p, const Sequence &seq, int64_t b, int64_t h) {
+    return lse_index(p, seq.q_begin, b, h);
 }

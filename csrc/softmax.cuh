@@ -110,27 +110,46 @@ template <int kMTiles> struct Softmax {
         }
     }
 
-    // The end of a row: acc_o becomes the output times `scale`, and lse is written. `row` is this lane's first row, and
-    // gLse is the lse of row 0. A row without keys gets output 0, as its sum may be NaN, from 0 · NaN. So does a row
-    // beyond the end of the sample.
+    // The end of a row: acc_o becomes the output times `scale`, and lse is written. `row` is this lane's first row,
+    // gLse is the lse of row 0, and sink is that of the head or nullptr. A row without keys gets output 0, as its sum
+    // may be NaN, from 0 · NaN. So does a row beyond the end of the sample.
     template <int kDTiles, typename Sum>
     __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float *gLse, const Sequence &seq, int row,
-                             float scale = 1.f, double ln_2 = 0.6931471805599453) {
-#pragma unroll
+                             const float *sink, float scale = 1.f, double ln_2 = 0.6931471805599453) {
+        bool has_keys[kRows];
+        float scale_sum[kRows];  // of what was summed without the sink
         for (int i = 0; i < kRows; i++) {
             if (row + 8 * i >= seq.seqlen_q) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
             row_sum[i] = quad_reduce(row_sum[i], [](float x, float y) { return x + y; });
-            const Sum scale_o = Sum(scale) / row_sum[i];
+            has_keys[i] = row_sum[i] != 0.f, scale_sum[i] = scale;
+        }
+        if (sink) [[unlikely]]
+            for (int i = 0; i < kRows; i++)
+                if (row + 8 * i < seq.seqlen_q) scale_sum[i] *= add_sink(i, *sink * 1.4426950408889634f);
+#pragma unroll
+        for (int i = 0; i < kRows; i++) {
+            const Sum scale_o = Sum(scale_sum[i]) / row_sum[i];
             const float nothing = row_max[i] - row_max[i];  // 0, or NaN if a score overflowed to +inf
 #pragma unroll
             for (int d = 0; d < kDTiles; d++)
                 for (int e = 0; e < 2; e++) {
                     Sum &x = acc_o[i / 2][d][i % 2 * 2 + e];
-                    x = row_sum[i] == 0.f ? nothing : x * scale_o;
+                    x = has_keys[i] ? x * scale_o : nothing;
                 }
             if (row + 8 * i < seq.padded_q && threadIdx.x % 4 == 0)
                 gLse[row + 8 * i] =
                     row_sum[i] == 0.f ? nothing - INFINITY : float(row_max[i] * ln_2 + logf(row_sum[i]));
         }
+    }
+
+  private:
+    // One more score, in units of log2, joins the sum of row i. Returns what the terms so far are multiplied by. A sink
+    // that is larger than fp32 in these units counts as FLT_MAX.
+    __device__ float add_sink(int i, float sink_log2) {
+        if (sink_log2 > FLT_MAX) sink_log2 = FLT_MAX;
+        const float new_max = fmaxf(row_max[i], sink_log2), factor = ptx::exp2_approx(row_max[i] - new_max);
+        row_sum[i] = row_sum[i] * factor + ptx::exp2_approx(sink_log2 - new_max);
+        row_max[i] = new_max;
+        return factor;
     }
 };

@@ -87,12 +87,13 @@ template <bool kAligned, typename T> __device__ Vec<4, Sum<T>> load4(const T *p,
 
 // tile[r][d] = src[r][d], or tile[d][r] if transposed, kWide elements at a time. A tile larger than the rows × cols of
 // src gets copies of the last row and column. The kernel masks them, drops them or multiplies them by P = 0. With
-// rows <= 0 the last row lies before src.
+// rows <= 0 the last row lies before src. Rows before first_row, which may hold NaN, become copies of that one.
 // Elements that need no conversion are copied asynchronously and have arrived after __pipeline_wait_prior(0).
 // Transposed, a warp copies 8 elements of 4 rows at a time: whole sectors of memory, to 32 banks if the pitch is
 // 4 (mod 16) floats.
 template <int kNThreads, bool kTransposed, int kWide, int kM, int kN, typename T>
-__device__ void load_tile(Sum<T> (&tile)[kM][kN], const T *src, int64_t row_stride, int rows, int cols) {
+__device__ void load_tile(Sum<T> (&tile)[kM][kN], const T *src, int64_t row_stride, int rows, int cols,
+                          int first_row = 0) {
     constexpr int kRows = kTransposed ? kN - 4 : kM, kCols = kTransposed ? kM : kN;
     constexpr int kLanes = kTransposed ? 8 : kN / 4, kPass = kNThreads / kLanes;
     static_assert(kRows % kPass == 0 && kCols % (kLanes * kWide) == 0);
@@ -100,7 +101,7 @@ __device__ void load_tile(Sum<T> (&tile)[kM][kN], const T *src, int64_t row_stri
     auto copy = [&]<bool kWhole>() {
 #pragma unroll(kWhole ? kRows / kPass : 1)
         for (int i = 0; i < kRows; i += kPass) {
-            const T *row = src + (kWhole ? r0 + i : min(r0 + i, rows - 1)) * row_stride;
+            const T *row = src + (kWhole ? r0 + i : max(first_row, min(r0 + i, rows - 1))) * row_stride;
             for (int d = 0; d < kCols; d += kLanes * kWide) {
                 Sum<T> *to = kTransposed ? &tile[d0 + d][r0 + i] : &tile[r0 + i][d0 + d];
                 const T *from = row + (kWhole ? d0 + d : min(d0 + d, cols - kWide));
@@ -110,7 +111,7 @@ __device__ void load_tile(Sum<T> (&tile)[kM][kN], const T *src, int64_t row_stri
             }
         }
     };
-    if (rows >= kRows && cols >= kCols) copy.template operator()<true>();
+    if (rows >= kRows && cols >= kCols && first_row <= 0) copy.template operator()<true>();
     else copy.template operator()<false>();
     __pipeline_commit();
 }
@@ -132,7 +133,7 @@ template <typename T, typename Tiles> struct Steps {
     Step (&steps)[2];
     const T *gK, *gV;
     const int64_t k_row_stride, v_row_stride;
-    const int head_dim, seqlen_k;
+    const int head_dim, head_dim_v, first_key, seqlen_k;
     const bool aligned;
     const int j_end;
     int j;              // the block to load,
@@ -141,11 +142,11 @@ template <typename T, typename Tiles> struct Steps {
     __device__ void load() {
         if (j >= j_end) return;
         const int steps_K = (head_dim + kStep - 1) / kStep, d = s * kStep;
-        const int key = j * Tiles::Bc + max(0, d - steps_K * kStep), rest = seqlen_k - key;
+        const int key = j * Tiles::Bc + max(0, d - steps_K * kStep), rest = seqlen_k - key, first = first_key - key;
         const T *k = gK + key * k_row_stride + d, *v = gV + key * v_row_stride;
         if (s < steps_K) load_tile<kNThreads, true, 1>(steps[at].Kj, k, k_row_stride, rest, head_dim - d);
-        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].Vj, v, v_row_stride, rest, head_dim);
-        else load_tile<kNThreads, false, 1>(steps[at].Vj, v, v_row_stride, rest, head_dim);
+        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].Vj, v, v_row_stride, rest, head_dim_v, first);
+        else load_tile<kNThreads, false, 1>(steps[at].Vj, v, v_row_stride, rest, head_dim_v, first);
         if (++s == steps_K + Tiles::Bc / kStep) s = 0, j++;
     }
 

@@ -28,9 +28,15 @@ template <int kRows, int kHeadDim> struct SmemTile {
         return make_smem_desc<kRowBytes>(panel, kRows * kRowBytes) + 16 * kk * kRowBytes / 16;
     }
     // The address of eight elements of a row, for ldmatrix and stmatrix.
-    __device__ uint32_t address(int row, int col) const {
-        const uint32_t x = shared_address(panel) + ((col / kCols * kRows + row) * kCols + col % kCols) * 2;
-        return x ^ (x >> 3 & (kRowBytes - 16));  // swizzled
+    __device__ uint32_t address(int row, int col) const { return shared_address(panel) + offset(row, col); }
+    __device__ const uint4 &vec(int row, int col) const {
+        return *reinterpret_cast<const uint4 *>(reinterpret_cast<const char *>(panel) + offset(row, col));
+    }
+
+  private:
+    __device__ static uint32_t offset(int row, int col) {
+        const uint32_t x = ((col / kCols * kRows + row) * kCols + col % kCols) * 2;
+        return x ^ (x >> 3 & (kRowBytes - 16));  // swizzled, as `panel` is aligned to 1024 bytes
     }
 };
 
@@ -73,6 +79,19 @@ __device__ void store_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_row, 
                            int b) {
     for (int i = 0; i < tile.kPanels; i++)
         tma_store(tile.panel[i][tile_row], x.map, i * tile.kCols, row, h * x.head_step, b * x.batch_step);
+}
+
+// The first `rows` of 16 rows of a tile, from tile_row on, by the lanes of a warp. All lanes take every step, so that
+// the compiler sees that they stay together.
+template <int kRows, int kHeadDim>
+__device__ void store_some_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_row, uint16_t *to, int64_t row_stride,
+                                int rows, int head_dim) {
+    for (int step = 0; step < kHeadDim / 16; step++) {
+        // By thread_idx(), or all of this is computed once for all tiles, in registers that are not free.
+        const int i = 32 * step + thread_idx() % 32, row = i / (kHeadDim / 8), col = i % (kHeadDim / 8) * 8;
+        if (row < rows && col < head_dim)
+            *reinterpret_cast<uint4 *>(to + row * row_stride + col) = tile.vec(tile_row + row, col);
+    }
 }
 
 // The driver's function that encodes tensor maps. It is looked up on first use, so that nothing links libcuda and a

@@ -23,9 +23,12 @@
 
 namespace minimal_attn {
 
-// Which dimensions of q, k, v and out are heads and rows; 0 is the batch, 3 head_dim.
-struct Layout { int head, row; };
-constexpr Layout kBHSD{1, 2}, kBSHD{2, 1};
+// Which dimensions of q, k, v and out are what. The batch of a packed one may be no dimension: -1.
+struct Layout { int batch, head, row, head_dim; };
+constexpr Layout kBHSD{0, 1, 2, 3}, kBSHD{0, 2, 1, 3}, kTHD{-1, 1, 0, 2};
+
+// How many keys a row sees beside its own; -1 is no bound.
+struct Window { int64_t left, right; };
 
 // Up to this magnitude softmax_scale · log2(e) is finite in fp32. As in checks.py.
 constexpr double kMaxScale = 2.3586e38;
@@ -51,36 +54,46 @@ inline Reason find_type_fault(const at::Tensor &q, const at::Tensor &k, const at
 // What is wrong with all else that a kernel relies on: a ValueError. dim: of q, k and v.
 inline Reason find_fault(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double softmax_scale,
                          Layout dim) {
-    if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return "q, k and v must be 4D";
-    const int64_t head_dim = q.size(3), nheads_k = k.size(dim.head);
-    if (k.sizes() != v.sizes() || k.size(0) != q.size(0) || k.size(3) != head_dim)
+    const int last = dim.head_dim, ndim = last + 1;
+    if (q.dim() != ndim || k.dim() != ndim || v.dim() != ndim)
+        return "q, k and v must be " + std::to_string(ndim) + "D";
+    const int64_t head_dim = q.size(last), head_dim_v = v.size(last), nheads_k = k.size(dim.head);
+    if (k.sizes().slice(0, last) != v.sizes().slice(0, last) || k.size(last) != head_dim ||
+        (dim.batch == 0 && k.size(0) != q.size(0)))
         return "the shapes of q, k and v do not match";
     if (nheads_k == 0 || q.size(dim.head) % nheads_k) return "nheads must be a multiple of nheads_k";
-    if (head_dim < 1 || head_dim > 256) return "Unsupported head_dim: 1 to 256 is supported";
-    if (std::max({q.size(1), q.size(2), k.size(dim.row)}) > INT32_MAX - 256) return "a dimension is over 2^31 - 257";
+    if (std::min(head_dim, head_dim_v) < 1 || std::max(head_dim, head_dim_v) > 256)
+        return "Unsupported head_dim: 1 to 256 is supported";
+    if (std::max(q.size(dim.head), q.size(dim.row) + k.size(dim.row)) > INT32_MAX - 256)
+        return "there are over 2^31 - 257 heads, or rows and keys together";
     for (const at::Tensor *x : {&q, &k, &v}) {
         if (x->device() != q.device()) return "q, k and v must be on the same device";
-        if (x->stride(3) != 1 && head_dim != 1) return "the last dimension must be contiguous";
+        if (x->stride(last) != 1 && x->size(last) != 1) return "the last dimension must be contiguous";
     }
     if (!(std::abs(softmax_scale) <= kMaxScale)) return "softmax_scale must be in -2.3586e38..2.3586e38";
     return {};
 }
 
 // x as kernels see it; also dlse, which has no head_dim. A single row gets the row stride 0. The strides of a single
-// sample or head stay as they are: it must be served by the kernel that serves many of them.
-inline ::Tensor tensor_of(const at::Tensor &x, Layout dim) {
+// sample or head stay as they are: it must be served by the kernel that serves many of them. The samples of a packed
+// batch have no stride.
+inline ::Tensor tensor_of(const at::Tensor &x, Layout dim, bool is_packed = false) {
     const int64_t row_stride = x.size(dim.row) > 1 ? x.stride(dim.row) : 0;
-    return {const_cast<void *>(x.const_data_ptr()), x.stride(0), x.stride(dim.head), row_stride};
+    const int64_t batch_stride = is_packed || dim.batch < 0 ? 0 : x.stride(dim.batch);
+    return {const_cast<void *>(x.const_data_ptr()), batch_stride, x.stride(dim.head), row_stride};
 }
 
 // Sets what follows from inputs without a fault. The outputs are still to come.
 inline void set_inputs(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                       double softmax_scale, bool causal, Layout dim) {
+                       double softmax_scale, Window window, Layout dim) {
     p.q = tensor_of(q, dim), p.k = tensor_of(k, dim), p.v = tensor_of(v, dim);
-    p.batch_size = q.size(0), p.head_dim = int(q.size(3));
+    p.batch_size = dim.batch < 0 ? 1 : q.size(dim.batch);
+    p.head_dim = int(q.size(dim.head_dim)), p.head_dim_v = int(v.size(dim.head_dim));
     p.nheads = int(q.size(dim.head)), p.nheads_k = int(k.size(dim.head));
     p.seqlen_q = int(q.size(dim.row)), p.seqlen_k = int(k.size(dim.row));
-    p.dtype = *dtype_of(q), p.is_causal = causal;
+    p.lse_batch_stride = int64_t(p.nheads) * p.seqlen_q;
+    p.dtype = *dtype_of(q);
+    p.set_window(window.left, window.right);
     // Rounded here, so that a scale that is 0 in fp32 is 0 for every kernel.
     p.softmax_scale = p.dtype == DType::kFloat64 ? softmax_scale : float(softmax_scale);
     if (q.is_cuda()) p.stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(q.device()).native_handle();
@@ -99,22 +112,36 @@ inline Choice choose([[maybe_unused]] const AttnParams &p, const at::Device &dev
 // A new tensor for x's gradient or for an output like x: dimensions in x's order, the last one contiguous.
 inline at::Tensor new_like(const at::Tensor &x) {
     at::Tensor like = at::empty_like(x);
-    return like.stride(3) == 1 ? like : at::empty(x.sizes(), x.options());  // x overlaps itself, as sliding windows do
+    return like.stride(-1) == 1 ? like : at::empty(x.sizes(), x.options());  // x overlaps itself, as sliding windows do
+}
+
+// A new tensor for out: dimensions in q's order, with v's head_dim.
+inline at::Tensor new_out(const at::Tensor &q, const at::Tensor &v) {
+    if (q.size(-1) == v.size(-1)) return new_like(q);
+    at::DimVector sizes(q.sizes());
+    sizes.back() = v.size(-1);
+    return new_like(q.narrow(-1, 0, 1).expand(sizes));
 }
 
 // fp32, or fp64 for fp64.
 inline at::ScalarType lse_dtype(const at::Tensor &q) { return at::toOpMathType(q.scalar_type()); }
 
-// out like q, lse [batch_size, nheads, seqlen_q], and why a 16-bit call had to do without tensor cores.
+// out like q, with v's head_dim, lse [batch_size, nheads, seqlen_q], and why a 16-bit call had to do without tensor
+// cores.
 using Output = std::tuple<at::Tensor, at::Tensor, Reason>;
 
-inline Output run_forward(AttnParams p, const at::Tensor &q, Layout dim) {
+inline Output run_forward(AttnParams p, const at::Tensor &q, const at::Tensor &v, Layout dim) {
     const c10::DeviceGuard guard(q.device());
     const auto [kernel, slow_because] = choose(p, q.device(), false);
-    at::Tensor out = new_like(q), tile_counter;
-    at::Tensor lse = at::empty({p.batch_size, p.nheads, p.seqlen_q}, q.options().dtype(lse_dtype(q)));
-    p.o = tensor_of(out, dim), p.lse = lse.data_ptr();
-    if (kernel == Kernel::kSm90 && (p.is_causal || p.seq_lens)) {
+    at::Tensor out = new_out(q, v), tile_counter;
+    const auto lse_options = q.options().dtype(lse_dtype(q));
+    at::Tensor lse = dim.batch < 0 ? at::empty({p.nheads, p.seqlen_q}, lse_options)
+                                   : at::empty({q.size(dim.batch), p.nheads, p.seqlen_q}, lse_options);
+    p.o = tensor_of(out, dim, p.cu_seqlens_q), p.lse = lse.data_ptr();
+    if (q.numel() == 0) return {out, lse, {}};
+    const bool do_tiles_differ =
+        p.cu_seqlens_q || p.seqused_q || p.seqused_k || p.has_left_bound() || p.has_right_bound();
+    if (kernel == Kernel::kSm90 && do_tiles_differ) {
         tile_counter = at::empty({1}, q.options().dtype(at::kInt));
         p.tile_counter = tile_counter.data_ptr<int>();
     }

@@ -15,9 +15,12 @@ except KeyboardInterrupt:
 from ._build import load
 from .benchmark import BenchmarkResult, BenchmarkRunner, benchmark_fn
 from .cuda import force_kernel
+from .flash_attn import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
+                         flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func)
 from .gpu import GPUArch, GPUCapabilities, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
-from .interface import (available_backends, flash_attention, flash_attn_func, forward, triton_matmul, which_kernel)
+from .interface import (available_backends, flash_attention, forward, triton_matmul, which_kernel)
 from .mha import FlashMHA
+from .packed import pad_input, unpad_input
 from .reference import blockwise_attention, reference_attention
 from .selector import (AdaptiveKernelSelector, get_attention_config, get_matmul_config, get_optimal_attention,
                        get_optimal_matmul)
@@ -39,6 +42,11 @@ __all__ = [
     "detect_gpu",
     "flash_attention",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "force_kernel",
     "forward",
     "get_attention_config",
@@ -46,10 +54,12 @@ __all__ = [
     "get_optimal_attention",
     "get_optimal_matmul",
     "load",
+    "pad_input",
     "print_gpu_info",
     "reference_attention",
     "supports_fp8",
     "triton_matmul",
+    "unpad_input",
     "validate_attention",
     "validate_matmul",
     "which_kernel",

@@ -13,12 +13,46 @@ import torch
 from torch import Tensor
 
 
+class Lengths(NamedTuple):
+    """Where samples begin and how long they are, by int32 tensors on q's device, contiguous, whose values the host does
+    not know. Kernels clamp them to what the tensors hold.
+
+    In a padded batch, q (B, H, Sq, D) and k, v (B, Hk, Sk, D), the first seqused_q[b] rows and seqused_k[b] keys of
+    sample b are valid, or all of them.
+
+    In a packed batch, q (1, H, Tq, D) and k, v (1, Hk, Tk, D), sample b has the rows and keys from cu_seqlens[b] to
+    cu_seqlens[b + 1], of which the first seqused_q[b] rows are valid. seqused_k[b] keys from cu_seqlens_k[b] on are, in
+    whichever samples they are too.
+    """
+
+    cu_seqlens_q: Tensor | None = None  # (B + 1,); this and the next one are both given in a packed batch alone
+    cu_seqlens_k: Tensor | None = None  # (B + 1,)
+    seqused_q: Tensor | None = None  # (B,)
+    seqused_k: Tensor | None = None  # (B,)
+
+    @property
+    def are_given(self):
+        return any(x is not None for x in self)
+
+    @property
+    def is_packed(self):
+        return self.cu_seqlens_q is not None
+
+    @property
+    def may_share_keys(self):
+        """Whether two samples may have the same keys."""
+        return self.is_packed and self.seqused_k is not None
+
+
 class Options(NamedTuple):
     """What a call asks for beside q, k and v, checked. Every backend gets all of it and takes what it knows."""
 
-    causal: bool
     softmax_scale: float
-    seq_lens: Tensor | None = None  # int32 (B,)
+    # (left, right): row i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right, by the
+    # lengths of its sample. -1 is no bound, and (-1, 0) is causal.
+    window: tuple[int, int] = (-1, -1)
+    lengths: Lengths = Lengths()
+    sinks: Tensor | None = None  # (H,), contiguous, fp32, or fp64 for fp64: one more score of each row, without a value
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None  # int64, one element; None without dropout
     deterministic: bool = False
@@ -28,14 +62,14 @@ class Options(NamedTuple):
 
     def of_op(self):
         """The arguments of an op that follow q, k and v, as far as all ops have them."""
-        return self.seq_lens, self.softmax_scale, self.causal, self.dropout_p, self.dropout_seed
+        return *self.lengths, self.sinks, self.softmax_scale, *self.window, self.dropout_p, self.dropout_seed
 
 
 @dataclass(frozen=True)
 class Backend:
     """One implementation behind the facade."""
 
-    # (q, k, v, options) -> (out, lse): checked 4D inputs with a contiguous last dimension.
+    # (q, k, v, options) -> (out, lse): checked 4D inputs with a contiguous last dimension. out has the head_dim of v.
     forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor | None]]
     dtypes: tuple
     has_forward_mode: bool  # of its derivatives; all backends have those of a backward pass, but for fp8

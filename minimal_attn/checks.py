@@ -1,10 +1,10 @@
 """What every entry point checks before any launch, in one place, so that all backends refuse the same input alike.
 
-Each error names the argument, what was given and what is allowed. Read next: choice.py, which backend serves a call.
+Each error names the argument, what was given and what is allowed. Read next: lengths.py, the checks of lengths and
+windows.
 """
 
 import numbers
-import operator
 import reprlib
 
 import torch
@@ -28,6 +28,11 @@ def out_dtype(dtype):
     return torch.bfloat16 if dtype in FP8_DTYPES else dtype
 
 
+def sum_dtype(dtype):
+    """The dtype of sums, and so of lse and sinks."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def empty_like(x, dtype=None):
     """x's shape and order of dimensions, the last one contiguous, to be written; as new_like in csrc/torch_params.h."""
     like = torch.empty_like(x, dtype=dtype)
@@ -35,10 +40,13 @@ def empty_like(x, dtype=None):
     return like if like.stride(-1) == 1 else torch.empty(x.shape, dtype=like.dtype, device=x.device)
 
 
-def empty_outputs(q):
-    """out like q, in bfloat16 if q is fp8, and lse (B, H, Sq) in fp32, fp64 if q is, to be written."""
-    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return empty_like(q, out_dtype(q.dtype)), q.new_empty(q.shape[:3], dtype=acc_dtype)
+def empty_outputs(q, v):
+    """out like q, in bfloat16 if q is fp8 and with v's head_dim, and lse (B, H, Sq) in fp32, fp64 if q is, to be
+    written."""
+    head_dim = v.shape[-1]
+    # Another head_dim: q's order of dimensions, without gaps.
+    like = q if q.shape[-1] == head_dim else q[..., :1].expand(*q.shape[:-1], head_dim)
+    return empty_like(like, out_dtype(q.dtype)), q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
 
 
 def is_eager(*tensors):
@@ -50,6 +58,11 @@ def is_eager(*tensors):
             and all(x is None or type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_neg()
                     and not x._is_zerotensor() and not torch._C._functorch.is_legacy_batchedtensor(x)
                     for x in tensors))
+
+
+def can_read(x):
+    """Whether the host may read x: nothing traces or watches, and no CUDA graph is captured, which would fail."""
+    return is_eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class _Shown(reprlib.Repr):
@@ -135,7 +148,8 @@ def autocast(q, k, v):
 def check_qkv(q, k, v, dtypes):
     """Raise unless q (B, H, Sq, D) or (B·H, Sq, D), k and v (B, Hk, Sk, D) or (B·H, Sk, D) fit together.
 
-    TypeError for what is no dense tensor of an allowed dtype, ValueError for everything else.
+    v may have another head_dim. TypeError for what is no dense tensor of an allowed dtype, ValueError for everything
+    else.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
@@ -152,19 +166,40 @@ def check_qkv(q, k, v, dtypes):
         raise ValueError("q, k and v must hold values, and tensors on the device meta have none")
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
         raise ValueError(f"Expected 3D or 4D tensors, all alike: q has {q.ndim}, k {k.ndim}, v {v.ndim} dimensions")
-    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
-        raise ValueError(f"Unsupported head_dim {q.shape[-1]}: 1 to {MAX_HEAD_DIM} is supported")
+    for head_dim in (q.shape[-1], v.shape[-1]):
+        if not 1 <= head_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"Unsupported head_dim {head_dim}: 1 to {MAX_HEAD_DIM} is supported")
     shapes = f"q is {tuple(q.shape)}, k is {tuple(k.shape)}, v is {tuple(v.shape)}"
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape: {shapes}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k and v must have the same shape, but for the head_dim of v: {shapes}")
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q, k and v must have the same head_dim: {shapes}")
+        raise ValueError(f"q and k must have the same head_dim: {shapes}")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q, k and v must have the same batch size: {shapes}")
     if q.ndim == 4 and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
         raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads: {shapes}")
-    if max(q.shape[1:-1] + k.shape[1:-1]) > MAX_SEQLEN:
-        raise ValueError(f"heads and sequence lengths go up to {MAX_SEQLEN}: {shapes}")
+    if max(*q.shape[1:-1], q.shape[-2] + k.shape[-2]) > MAX_SEQLEN:
+        raise ValueError(f"heads go up to {MAX_SEQLEN}, and so do rows and keys together: {shapes}")
+
+
+def check_sinks(sinks, q, name="sinks"):
+    """None, or sinks, which the caller calls `name`, in the dtype of sums and contiguous.
+
+    TypeError for what is no dense tensor of a float dtype, ValueError unless it is (H,) on q's device.
+    """
+    if sinks is None:
+        return None
+    check_tensor(name, sinks)
+    allowed = (torch.float64,) if q.dtype == torch.float64 else KERNEL_DTYPES
+    if sinks.dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise TypeError(f"Unsupported dtype: {name} is {sinks.dtype}, allowed for q in {q.dtype} are {names}")
+    shape = (q.shape[1] if q.ndim == 4 else 1,)
+    if sinks.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, one for each query head, got {tuple(sinks.shape)}")
+    if sinks.device != q.device:
+        raise ValueError(f"{name} must be on the same device as q ({q.device}), got {sinks.device}")
+    return sinks.to(sum_dtype(q.dtype)).contiguous()
 
 
 def check_matmul(a, b, block_m, block_n, block_k):
@@ -213,50 +248,6 @@ def check_tile(dtype, **blocks):
         raise ValueError(f"{name1} times {name2} must not exceed {limit} in {dtype}, got {block1} and {block2}")
 
 
-def check_seq_lens(seq_lens, q, k):
-    """seq_lens as an int32 tensor of shape (q.shape[0],) on q's device, or None; ValueError unless it fits q and k.
-
-    Values are checked at once for a list or a CPU tensor. For a GPU tensor that takes one small read, which is skipped
-    while a CUDA graph is captured or torch.compile traces; the kernels clamp, so a bad value never reads out of bounds.
-    """
-    if seq_lens is None:
-        return None
-    if isinstance(seq_lens, torch.Tensor):
-        check_tensor("seq_lens", seq_lens)
-    seqlen = q.shape[-2]
-    if seqlen != k.shape[-2]:
-        raise ValueError(f"seq_lens needs equal lengths of q and k, got seqlen_q {seqlen} and seqlen_k {k.shape[-2]}")
-    is_tracing = torch.compiler.is_compiling()
-    is_capturing = q.is_cuda and not is_tracing and torch.cuda.is_current_stream_capturing()
-    can_read = not (is_tracing or is_capturing)
-    if not isinstance(seq_lens, torch.Tensor):
-        try:
-            lengths = [operator.index(n) for n in seq_lens]
-        except TypeError:
-            raise ValueError("seq_lens must be integers, in a list or an int32 or int64 tensor, got "
-                             f"{shown(seq_lens)}") from None
-        if any(not 0 < n <= seqlen for n in lengths):
-            raise ValueError(f"seq_lens must be in 1..{seqlen}, got {lengths}")
-        seq_lens, can_read = torch.tensor(lengths, dtype=torch.int32, device="cpu"), False  # they have been read
-    elif seq_lens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"seq_lens must be a list or an int32 or int64 tensor, got {seq_lens.dtype}")
-    elif seq_lens.device != q.device and seq_lens.device.type != "cpu":
-        raise ValueError(f"seq_lens must be on the same device as q ({q.device}) or on the CPU, got {seq_lens.device}")
-    if is_capturing and not seq_lens.is_cuda:
-        raise ValueError("seq_lens on the CPU cannot be copied while a CUDA graph is captured: pass a GPU tensor")
-    batch_size = 1 if q.ndim == 3 else q.shape[0]
-    if seq_lens.shape != (batch_size,):
-        why = "one value for all of a 3D q" if q.ndim == 3 else "one value a sample"
-        raise ValueError(f"seq_lens must have shape ({batch_size},), {why}, got {tuple(seq_lens.shape)}")
-    if can_read and seq_lens.numel():
-        low, high = torch.stack(seq_lens.aminmax()).tolist()
-        if low < 1 or high > seqlen:
-            raise ValueError(f"seq_lens must be in 1..{seqlen}, got values from {low} to {high}")
-    # Outside 0..2^31 only where the values could not be read: keep the wrap to 32 bits from making such a value valid.
-    seq_lens = seq_lens.clamp(0, seqlen).to(device=q.device, dtype=torch.int32)
-    return seq_lens.expand(q.shape[0]).contiguous()
-
-
 def wants_gradient(x):
     """Whether x takes part in a graph for the backward pass."""
     return isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()
@@ -287,8 +278,9 @@ def check_fp8(q):
                                f"{torch.cuda.get_device_name(q.device)} has none")
 
 
-def check_descales(descales, q, k):
+def check_descales(descales, q, k, lengths):
     """The three of q, k and v, by their names, as contiguous tensors or None; each a float32 (B, Hk) on q's device.
+    B is the number of samples in a packed batch too. lengths is checked.
 
     TypeError for what is none, ValueError for everything else, and for any with inputs that are not fp8.
     """
@@ -300,7 +292,8 @@ def check_descales(descales, q, k):
             raise ValueError(f"{name} is for float8 inputs, and q is {q.dtype}")
         if descale.dtype != torch.float32:
             raise TypeError(f"Unsupported dtype: {name} is {descale.dtype}, allowed is float32")
-        shape = (q.shape[0], k.shape[1] if k.ndim == 4 else 1)
+        batch_size = lengths.cu_seqlens_q.shape[0] - 1 if lengths.is_packed else q.shape[0]
+        shape = (batch_size, k.shape[1] if k.ndim == 4 else 1)
         if descale.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, (batch size, key/value heads), got "
                              f"{tuple(descale.shape)}")

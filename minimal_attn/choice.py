@@ -12,7 +12,7 @@ import torch
 
 from . import _build, twin
 from ._build import assume_constant_result
-from .backends import warn
+from .backends import Lengths, warn
 from .checks import FP8_DTYPES, check_tensor, is_transformed, wants_gradient
 
 # In 16 bits on Hopper, the Triton kernels are faster up to this head_dim and from so many rows and keys on, however
@@ -48,7 +48,8 @@ def _device_is_hopper(device):
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
 
 
-def auto_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+def auto_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths = Lengths(),
+                 sinks: torch.Tensor | None = None) -> str:
     """The name of the backend that serves a call with backend="auto", of inputs that are not checked yet."""
     for name, x in (("q", q), ("k", k), ("v", v)):  # twin_trains asks for dtypes and shapes
         check_tensor(name, x)
@@ -56,10 +57,11 @@ def auto_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
         return "torch"
     if q.dtype in FP8_DTYPES:
         return "triton"
-    needs_grad = any(map(wants_gradient, (q, k, v)))
-    if needs_grad and is_transformed():
+    needs_grad = any(map(wants_gradient, (q, k, v, sinks)))
+    if needs_grad and (is_transformed() or lengths.may_share_keys):
         return "torch"
-    return _first_available(needs_grad and twin_trains(q, k))
+    # How long a packed batch is says nothing of its samples, whose results must not depend on it.
+    return _first_available(needs_grad and not lengths.is_packed and twin_trains(q, k))
 
 
 def csrc_trains(q: torch.Tensor, k: torch.Tensor, seq_major: bool) -> bool:

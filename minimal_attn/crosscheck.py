@@ -37,6 +37,9 @@ CHECKS = [
     Check("head_dim 33", (4, 4, 50, 33), (4, 4, 70, 33)),
     Check("head_dim 256, scale", (4, 4, 40, 256), (4, 4, 40, 256), {"sm_scale": 0.1}),
     Check("seq_lens", (2, 4, 80, 64), (2, 4, 80, 64), {"causal": True, "seq_lens": [17, 80]}),
+    Check("window", (2, 4, 80, 64), (2, 4, 100, 64), {"window_size": (20, 5)}),
+    Check("packed", (1, 8, 100, 64), (1, 4, 130, 64),
+          {"causal": True, "cu_seqlens_q": [0, 33, 33, 100], "cu_seqlens_k": [0, 40, 60, 130]}),
     Check("rows without a key", (4, 2, 70, 64), (4, 2, 30, 64), {"causal": True}),
 ]
 
@@ -91,7 +94,9 @@ class Inputs:
 
     def __init__(self, check, dtype, device):
         torch.manual_seed(0)
-        self.dtype, self.options = str(dtype).removeprefix("torch."), check.options
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.options = {name: torch.tensor(x, dtype=torch.int32, device=device) if name.startswith("cu_seqlens") else x
+                        for name, x in check.options.items()}
         shapes = check.q_shape, check.k_shape, check.k_shape
         self.qkv = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
         self.out, self.lse = reference_attention(*(x.double() for x in self.qkv), **self.options, return_lse=True)

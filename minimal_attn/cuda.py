@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from . import _build
-from .backends import Backend, warn
+from .backends import Backend, Lengths, warn
 from .checks import is_eager, shown, wants_gradient
 from .choice import csrc_trains
+from .lengths import NO_WINDOW
 from .reference import DTYPES
 
 
@@ -25,14 +26,17 @@ def _load_ops():
 
 
 _fast_forward = None  # of csrc/fast_path.cpp, once it is loaded
+NO_LENGTHS = Lengths()
 
 
-def fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, backend):
+def fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, backend, window_size=NO_WINDOW,
+              lengths=NO_LENGTHS, sinks=None):
     """The result of an everyday call on CUDA tensors, straight from C++, or None for all others."""
     if torch.compiler.is_compiling() or _fast_forward is None:
         return None
     may_train = csrc_trains if backend == "auto" else None
-    return _fast_forward(_warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic)
+    return _fast_forward(_warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic,
+                         window_size, lengths, sinks)
 
 
 @functools.cache  # once a reason
@@ -53,7 +57,8 @@ def _forward(q, k, v, options):
                 _warn_slow(choice[1])
         return torch.ops.minimal_attn.flash_forward(*inputs)  # tensors alone, not why it is slow
     library = _build.load()
-    attend = library.differentiable_forward if any(map(wants_gradient, (q, k, v))) else library.flash_forward
+    needs_grad = any(map(wants_gradient, (q, k, v, options.sinks)))
+    attend = library.differentiable_forward if needs_grad else library.flash_forward
     out, lse, slow_because = attend(*inputs)
     if slow_because:
         _warn_slow(slow_because)
@@ -70,7 +75,7 @@ def _why_not(device=None):
 BACKEND = Backend(_forward, DTYPES, False, _why_not)
 
 
-def kernel_of(q, k, v, has_dropout):
+def kernel_of(q, k, v, has_dropout, has_sinks, is_packed):
     """interface.which_kernel of checked arguments."""
     if (why_not := _why_not(q.device)) is not None:
         raise why_not
@@ -79,7 +84,10 @@ def kernel_of(q, k, v, has_dropout):
     # A last dimension that is not contiguous is copied, to rows that are aligned as far as head_dim allows: such a
     # tensor is made here too.
     q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
-    choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), has_dropout)
+    if is_packed:  # whose samples have no stride
+        q, k, v = (x[0].unsqueeze(0) for x in (q, k, v))
+    choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), has_dropout,
+                                        has_sinks=has_sinks)
     if choice is None:
         raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
     return choice[0]

@@ -1,7 +1,7 @@
 """The facade: one function, several backends behind it, one table of them.
 
-flash_attention checks its input (checks.py), picks a backend from BACKENDS and calls it on 4D tensors. flash_attn_func
-and forward are other spellings of the same call. Read next: checks.py; choice.py, which backend "auto" takes.
+flash_attention checks its input (checks.py), picks a backend from BACKENDS and calls it on 4D tensors. Read next:
+flash_attn.py, the same call as flash-attn spells it; checks.py.
 """
 
 import math
@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import cuda, reference, sdpa, twin
-from .backends import Options
+from .backends import Lengths, Options
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, autocast, check_descales, check_dropout_p, check_dropout_seed,
-                     check_no_derivative, check_options, check_qkv, check_seq_lens, check_tensor, is_transformed, shown)
+                     check_no_derivative, check_options, check_qkv, check_sinks, is_transformed, shown,
+                     wants_gradient)
 from .choice import auto_backend
 from .cuda import fast_path
+from .lengths import NO_WINDOW, check_lengths, check_max_seqlen, check_window
 
 BACKENDS = {"cuda": cuda.BACKEND, "triton": twin.BACKEND, "torch": sdpa.BACKEND, "reference": reference.BACKEND}
 
@@ -25,6 +27,17 @@ OTHER_NAMES = {
     "softmax_scale": "; it is called sm_scale here",
     "enable_gqa": "; it is not needed: heads are matched by their numbers",
     "attn_mask": "; masks are not supported yet",
+    "cu_seqlens": "; it is called cu_seqlens_q and cu_seqlens_k here",
+    "max_seqlen": "; it is called max_seqlen_q and max_seqlen_k here",
+    "key_padding_mask": "; FlashMHA takes it, and unpad_input packs a batch by it",
+    "softcap": "; it is not supported yet",
+    "alibi_slopes": "; it is not supported yet",
+    "block_table": "; page tables are not supported yet",
+    "page_table": "; page tables are not supported yet",
+    "s_aux": "; it is called sinks here",
+    "learnable_sink": "; it is called sinks here",
+    "return_attn_probs": "; return_lse=True returns lse",
+    "return_softmax_lse": "; it is called return_lse here",
 }
 
 
@@ -33,6 +46,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
                     dropout_seed: Tensor | None = None, deterministic: bool = False, return_lse: bool = False,
                     backend: str = "auto", q_descale: Tensor | None = None, k_descale: Tensor | None = None,
                     v_descale: Tensor | None = None, autotune: bool = True,
+                    window_size: tuple[int, int] = NO_WINDOW, cu_seqlens_q: Tensor | None = None,
+                    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
+                    max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
+                    seqused_k: Tensor | None = None, sinks: Tensor | None = None,
                     **unknown) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
@@ -45,7 +62,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         q: (B, H, Sq, D) or (B·H, Sq, D), with D from 1 to 256. float32 (computed in true fp32), float16 or bfloat16.
             float64 with the backends "torch" and "reference", and with "cuda" on the CPU. float8_e4m3fn or float8_e5m2
             with "triton", on GPUs of compute capability 8.9 or higher, and with "reference".
-        k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D).
+        k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D). v, and
+            then out, may have another head_dim than q and k, also from 1 to 256.
         causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
         sm_scale: factor of the scores; 1/sqrt(D) if None.
         seq_lens: valid length of each sample, 1 to S: a list, or an int32 or int64 tensor on q's device or the CPU, of
@@ -70,53 +88,89 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             CUDA tensors. It takes "triton" for float8, and for inputs that require grad where "triton" is faster
             (choice.py). If the one is missing, it takes the other. For gradients under a transform of torch.func it
             takes "torch".
-        q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk): factors of the values of each key/value
-            head and of the query heads that read it; 1 if None. Negative ones give NaN. As in FlashAttention-3.
+        q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk), also of a packed batch's B samples: factors
+            of the values of each key/value head and of the query heads that read it; 1 if None. Negative ones give NaN.
+            As in FlashAttention-3.
         autotune: let "triton" time its tiles once for each GPU, dtype, head_dim, mask and power of two of the lengths,
             and keep the choice on disk. False, or the environment variable MINIMAL_ATTN_AUTOTUNE=0, takes the tiles of
             a table. So does graph capture if nothing was chosen before.
+        window_size: (left, right). Query row i sees the keys from i + seqlen_k - seqlen_q - left to
+            i + seqlen_k - seqlen_q + right, both inclusive, where seqlen_q and seqlen_k are the lengths of its sample;
+            -1 or None is no bound. causal=True makes right 0. Blocks of keys outside are skipped.
+        cu_seqlens_q, cu_seqlens_k: for a packed batch of B samples, whose rows lie one after the other: q is
+            (1, H, Tq, D), k and v are (1, Hk, Tk, D). int32 (B + 1,), contiguous, on q's device. Sample b has the rows
+            from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] to the next entry. The first entry is 0, the others
+            ascend up to at most Tq or Tk. A sample may be empty.
+        max_seqlen_q, max_seqlen_k: an int or a tensor of one element, as flash-attn asks for; not used or read here.
+        seqused_q, seqused_k: int32 (B,), contiguous, on q's device: how many of its rows and keys, from the first on,
+            a sample uses; all if None. May be 0, and in a padded batch Sq and Sk may differ. In a packed batch with
+            seqused_k, a sample's keys start at cu_seqlens_k[b] and may also be those of others; "cuda" and "triton"
+            then have no gradients, and "auto" takes "torch" for them.
+        sinks: (H,), float32, float16 or bfloat16, or float64 for float64, on q's device: one more score of each row of
+            a query head, in units of sm_scale · QKᵀ. It takes its share of the softmax, and no value goes with it (Xiao
+            et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. "torch" then forms all scores, as "reference"
+            does. Differentiable.
+
+        Lengths count from a sample's first row and key. Where padding comes first (left padding), unpad_input makes a
+        packed batch of q, and of k and v, and pad_input undoes it.
+
+        Rows that a sample does not use give out 0 and lse -inf. Neither they nor keys that no row of a sample uses
+        change any result or gradient, also as NaN and inf. The values of cu_seqlens and seqused are checked for CPU
+        tensors. On a GPU, "cuda" and "triton" never read them on the host, so that CUDA graphs may change them, and
+        clamp what is out of range; "torch" and "reference" copy a packed batch to a padded one, for which they read
+        the largest length, unless a CUDA graph is captured or torch.compile traces. In packed batches, the tiles of
+        "cuda" and "triton" depend on head_dim alone, so that a sample's bits do not depend on its batch.
 
     Returns:
-        out, of q's shape and dtype; bfloat16 for float8, autocast's dtype under torch.autocast. With return_lse a tuple
-        (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A row that sees no key has
-        out 0 and lse -inf. Empty batches and lengths of 0 give empty or zero outputs. NaN or inf in a key or value that
-        some rows see may also reach rows of the same sample and head that do not see it.
+        out, of q's shape, with v's head_dim, and q's dtype; bfloat16 for float8, autocast's dtype under torch.autocast.
+        With return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A
+        row that sees no key has out 0 and lse -inf, or its sink. Empty batches and lengths of 0 give empty or zero
+        outputs. NaN or inf in a key or value that some rows see may also reach rows of the same sample and head that do
+        not see it.
 
     Raises:
         TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, an argument of the
             wrong type, or an unknown keyword. For the keywords of scaled_dot_product_attention and flash-attn the error
             says what they are called here.
-        ValueError: a wrong shape, device, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed or backend; or a forced
-            kernel that cannot serve the call.
+        ValueError: a wrong shape, device, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed, window_size,
+            cu_seqlens, seqused, sinks or backend; seq_lens together with cu_seqlens or seqused; or a forced kernel that
+            cannot serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
             derivative. float8 has no gradients with "triton"; "cuda" and "triton" have no forward-mode and no second
-            derivatives.
+            derivatives, and no gradients of packed batches with seqused_k.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
     if unknown:
         name = next(iter(unknown))
         raise TypeError(f"flash_attention() got an unexpected keyword argument {name!r}{OTHER_NAMES.get(name, '')}")
-    if (seq_lens is None and q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda")
-            and _is_zero(dropout_p) and isinstance(deterministic, bool)):
-        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, backend)
+    if max_seqlen_q is not None or max_seqlen_k is not None:
+        check_max_seqlen("max_seqlen_q", max_seqlen_q)
+        check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    if (seq_lens is q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda")
+            and is_zero(dropout_p) and isinstance(deterministic, bool)):
+        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, backend, window_size, lengths,
+                           sinks)
         if result is not None:
             return result
-    return _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend,
-                              seq_lens=seq_lens, descales=(q_descale, k_descale, v_descale), autotune=autotune)
+    return checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend,
+                             window_size=window_size, seq_lens=seq_lens, descales=(q_descale, k_descale, v_descale),
+                             lengths=Lengths(*lengths), sinks=sinks, autotune=autotune)
 
 
-def _is_zero(dropout_p):
+def is_zero(dropout_p):
     """Whether this is the default, and needs no check: False is not, which equals 0."""
     return type(dropout_p) is float and dropout_p == 0
 
 
-def _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend, *,
-                       seq_lens=None, descales=(None, None, None), autotune=True, scale_name="sm_scale"):
+def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend, *,
+                      window_size=NO_WINDOW, seq_lens=None, lengths=Lengths(), descales=(None, None, None),
+                      sinks=None, autotune=True, scale_name="sm_scale"):
     """flash_attention without its fast path. scale_name: what the caller calls sm_scale."""
     q, k, v = autocast(q, k, v)
     dropout_p = check_dropout_p(dropout_p)
-    name = auto_backend(q, k, v) if backend == "auto" else backend
+    name = auto_backend(q, k, v, lengths, sinks) if backend == "auto" else backend
     if name not in tuple(BACKENDS):  # a dict would not take a list as a key
         raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
@@ -125,19 +179,25 @@ def _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deter
     why_not = chosen.why_not(q.device)
     if why_not is not None:
         raise why_not
-    seq_lens = check_seq_lens(seq_lens, q, k)
+    lengths = check_lengths(lengths, seq_lens, q, k)
+    window = check_window(window_size, causal, lengths, q, k)
+    sinks = check_sinks(sinks, q)
     seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
     named_descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
-    descales = check_descales(named_descales, q, k)
+    descales = check_descales(named_descales, q, k, lengths)
     if not chosen.has_forward_mode:
         instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
-        check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, **named_descales,
+        check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, sinks=sinks,
+                            **named_descales,
                             has_backward=q.dtype not in FP8_DTYPES and not is_transformed())
+        if lengths.may_share_keys and any(map(wants_gradient, (q, k, v, sinks))):
+            raise NotImplementedError(f"backend={name!r} has no backward pass of packed batches with seqused_k, whose "
+                                      "key ranges may overlap: use backend='torch'")
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
     if is_3d:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    options = Options(causal, scale, seq_lens, dropout_p, seed, deterministic, autotune, descales, return_lse)
+    options = Options(scale, window, lengths, sinks, dropout_p, seed, deterministic, autotune, descales, return_lse)
     if q.numel() == 0 or k.numel() == 0:
         # Nothing to launch. The reference's empty products leave the outputs in the graph of inputs that require grad.
         out, lse = reference.BACKEND.forward(q, k, v, options)
@@ -149,75 +209,32 @@ def _checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deter
     return (out, lse) if return_lse else out
 
 
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-                    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-                    *, dropout_seed: Tensor | None = None, return_lse: bool = False,
-                    backend: str = "auto") -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
-    """flash_attention with the signature and the layout of flash-attn (flash_attn.flash_attn_func).
-
-    Args:
-        q: (B, Sq, H, D); k, v: (B, Sk, Hk, D). Dtypes, head dimensions, causal, deterministic, backend: as
-            flash_attention.
-        dropout_p, dropout_seed: as flash_attention. flash-attn has no such seed and drops other elements.
-        softmax_scale: factor of the scores, 1/sqrt(D) if None.
-        window_size: (-1, -1), or (-1, 0), which means causal=True.
-        softcap, alibi_slopes: only their defaults are supported.
-        return_attn_probs: return (out, lse, None); the probabilities themselves are never formed.
-        return_lse: return (out, lse).
-
-    Returns:
-        out (B, Sq, H, D) in q's dtype, or in autocast's; lse (B, H, Sq) in fp32, natural log.
-
-    Raises:
-        NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
-    """
-    if window_size == (-1, 0) or window_size == [-1, 0]:  # flash-attn's other way to say causal
-        causal, window_size = causal is False or causal, (-1, -1)
-    if _is_zero(dropout_p) and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None:
-        if (backend == "auto" or backend == "cuda") and isinstance(deterministic, bool):
-            result = fast_path(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs, deterministic,
-                                backend)
-            if result is not None:
-                return (*result, None) if return_attn_probs else result
-    unsupported = {"window_size": window_size not in ((-1, -1), [-1, -1]), "softcap": softcap != 0.0,
-                   "alibi_slopes": alibi_slopes is not None}
-    for argument, given in unsupported.items():
-        if given:
-            raise NotImplementedError(f"flash_attn_func: {argument} is not supported yet, only its default is")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
-        if x.ndim != 4:
-            raise ValueError(f"flash_attn_func: {name} must be (B, S, H, D), got {tuple(x.shape)}")
-    result = _checked_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
-                                dropout_p, dropout_seed, deterministic, return_lse or return_attn_probs, backend,
-                                scale_name="softmax_scale")
-    if return_attn_probs:
-        return result[0].transpose(1, 2), result[1], None
-    return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The classic minimal call: flash_attention(q, k, v) with every default. q, k, v: (B, H, S, D)."""
     return flash_attention(q, k, v)
 
 
 def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
-                 seq_lens: Tensor | Sequence[int] | None = None, dropout_p: float = 0.0) -> str:
+                 seq_lens: Tensor | Sequence[int] | None = None, dropout_p: float = 0.0, *,
+                 window_size: tuple[int, int] = NO_WINDOW, cu_seqlens_q: Tensor | None = None,
+                 cu_seqlens_k: Tensor | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+                 sinks: Tensor | None = None) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
-    It depends on the dtype (under torch.autocast on its dtype), head_dim, strides, alignment, dropout and the GPU.
-    force_kernel overrides it.
+    It depends on the dtype (under torch.autocast on its dtype), both head_dims, strides, alignment, dropout, sinks and
+    the GPU. force_kernel overrides it.
 
     Args:
-        As of flash_attention; causal, sm_scale and seq_lens are checked, but do not affect the choice.
+        As of flash_attention; causal, sm_scale, window_size and the values of all lengths are checked, but do not
+        affect the choice.
 
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
         "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for dropout,
         where rows of q, k or v overlap, where a stride is 2^40 bytes or more, and where there are no keys. "dmma"
-        (flash_dmma.cu, tensor cores for fp64): float32 with head_dim 33 to 128 and without dropout on GPUs of sm_90.
-        These three need a head_dim, strides and addresses that are multiples of 16 bytes. "simt" (flash.cu): everything
+        (flash_dmma.cu, tensor cores for fp64): float32 with head_dim 33 to 128 and without dropout and sinks on GPUs of
+        sm_90.
+        These three need head_dims, strides and addresses that are multiples of 16 bytes. "simt" (flash.cu): everything
         else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors. The gradients of "sm90" are those of "sm80",
         and those of "dmma" are those of "simt".
 
@@ -228,9 +245,11 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, KERNEL_DTYPES)
     check_options(causal, sm_scale)
-    check_seq_lens(seq_lens, q, k)
+    lengths = check_lengths(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), seq_lens, q, k)
+    check_window(window_size, causal, lengths, q, k)
+    sinks = check_sinks(sinks, q)
     has_dropout = check_dropout_p(dropout_p) > 0
-    return cuda.kernel_of(q, k, v, has_dropout)
+    return cuda.kernel_of(q, k, v, has_dropout, sinks is not None, lengths.is_packed)
 
 
 def available_backends() -> list[str]:

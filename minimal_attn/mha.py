@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from .checks import MAX_HEAD_DIM, check_dropout_p, check_options, check_tensor, shown
 from .interface import BACKENDS, flash_attention
+from .lengths import NO_WINDOW, check_window_size
+from .packed import check_mask, pad_input, unpad_input
 
 
 class FlashMHA(nn.Module):
@@ -33,14 +35,15 @@ class FlashMHA(nn.Module):
         causal: each position sees itself and the positions before it.
         device, dtype: of the parameters. The backend decides which dtypes it takes (flash_attention); all take float32.
         backend: of flash_attention.
+        window_size: of flash_attention: how many positions before and after its own a position sees; -1 is no bound.
 
     Raises:
-        ValueError: sizes, dropout or backend; TypeError: causal or dropout.
+        ValueError: sizes, dropout, window_size or backend; TypeError: causal, dropout or window_size.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, num_heads_k: int | None = None, bias: bool = True,
                  dropout: float = 0.0, causal: bool = False, device: torch.device | str | None = None,
-                 dtype: torch.dtype | None = None, backend: str = "auto"):
+                 dtype: torch.dtype | None = None, backend: str = "auto", window_size: tuple[int, int] = NO_WINDOW):
         super().__init__()
         num_heads_k = num_heads if num_heads_k is None else num_heads_k
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_heads_k", num_heads_k)):
@@ -56,22 +59,24 @@ class FlashMHA(nn.Module):
                              f"1 to {MAX_HEAD_DIM} is supported")
         dropout = check_dropout_p(dropout, "dropout")
         check_options(causal, None)
+        check_window_size(window_size)
         if backend not in ("auto", *BACKENDS):
             raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
         self.embed_dim, self.num_heads, self.num_heads_k, self.head_dim = embed_dim, num_heads, num_heads_k, head_dim
-        self.dropout, self.causal, self.backend = dropout, causal, backend
+        self.dropout, self.causal, self.window_size, self.backend = dropout, causal, window_size, backend
         self.Wqkv = nn.Linear(embed_dim, (num_heads + 2 * num_heads_k) * head_dim, bias, device, dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
         self.reset_parameters()
 
     @classmethod
-    def from_torch(cls, mha: nn.MultiheadAttention, causal: bool = False, backend: str = "auto") -> "FlashMHA":
+    def from_torch(cls, mha: nn.MultiheadAttention, causal: bool = False, backend: str = "auto",
+                   window_size: tuple[int, int] = NO_WINDOW) -> "FlashMHA":
         """A FlashMHA with copies of mha's weights, which then gives what mha gives for query = key = value = x.
 
         The copies keep device, dtype and requires_grad; dropout and training mode are mha's too. FlashMHA always takes
         (B, S, E). If mha has batch_first=False and so takes (S, B, E), a warning says to swap the first two dimensions.
-        In place of the masks that mha takes in a call, use `causal` here, and forward's seq_lens for padding at the
-        end.
+        In place of the masks that mha takes in a call, use `causal` and `window_size` here, and forward's seq_lens for
+        padding at the end, or its key_padding_mask, which is True where mha's is False.
 
         Raises:
             TypeError: mha is of another class, also of a derived class, which may compute something else.
@@ -92,7 +97,7 @@ class FlashMHA(nn.Module):
         has_bias = mha.in_proj_bias is not None
         # On the device meta nothing is drawn from the generator for values that are replaced at once.
         module = cls(mha.embed_dim, mha.num_heads, bias=has_bias, dropout=mha.dropout, causal=causal, device="meta",
-                     backend=backend)
+                     backend=backend, window_size=window_size)
 
         def copy(x):
             return None if x is None else nn.Parameter(x.detach().clone(), requires_grad=x.requires_grad)
@@ -109,31 +114,58 @@ class FlashMHA(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def forward(self, x: Tensor, seq_lens: Tensor | Sequence[int] | None = None) -> Tensor:
-        """Self-attention of x.
+    def forward(self, x: Tensor, seq_lens: Tensor | Sequence[int] | None = None, *, cu_seqlens: Tensor | None = None,
+                max_seqlen: int | Tensor | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Self-attention of x. At most one of seq_lens, cu_seqlens and key_padding_mask is given.
 
         Args:
-            x: (B, S, E), of the parameters' device and dtype; torch.autocast casts it.
+            x: (B, S, E), or packed (T, E) with cu_seqlens, on the device and of the dtype of the parameters;
+                torch.autocast casts it.
             seq_lens: valid length of each sample, 1 to S, as in flash_attention. No position sees those from the length
                 on, and their result is out_proj's bias, or 0 without one.
+            cu_seqlens: int32 (B + 1,) on x's device: where the samples of a packed x begin, as in flash_attention.
+            max_seqlen: an int or a tensor of one element, which nothing here needs.
+            key_padding_mask: bool (B, S) on x's device, True where a position is valid, as in flash-attn, and the
+                opposite of nn.MultiheadAttention. The valid positions, wherever they lie, are packed, and windows count
+                these alone. All others change nothing, and their result is 0. The host waits for their number, so that a
+                CUDA graph cannot be captured.
 
         Returns:
-            (B, S, E), of x's dtype; under torch.autocast of autocast's.
+            Of x's shape and dtype; under torch.autocast of autocast's dtype.
 
         Raises:
-            TypeError, ValueError: x is not a dense tensor, or not (B, S, E). Otherwise as flash_attention.
+            TypeError, ValueError: x is not a dense tensor, or of another shape; a mask that does not fit it, or more
+                than one of the three. RuntimeError: a mask under CUDA graph capture. Otherwise as flash_attention.
         """
         check_tensor("x", x)
-        if x.ndim != 3 or x.shape[-1] != self.embed_dim:
-            raise ValueError(f"x must be (B, S, {self.embed_dim}), got {tuple(x.shape)}")
+        if sum(given is not None for given in (seq_lens, cu_seqlens, key_padding_mask)) > 1:
+            raise ValueError("at most one of seq_lens, cu_seqlens and key_padding_mask can be given")
+        if max_seqlen is not None and cu_seqlens is None:
+            raise ValueError("max_seqlen is of a packed batch: give cu_seqlens with it")
+        layout = "B, S" if cu_seqlens is None else "T"
+        if x.ndim != layout.count(",") + 2 or x.shape[-1] != self.embed_dim:
+            raise ValueError(f"x must be ({layout}, {self.embed_dim}), got {tuple(x.shape)}")
+        if key_padding_mask is not None:
+            check_mask("key_padding_mask", key_padding_mask, x)
+            packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, key_padding_mask)
+            out = self.forward(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            return pad_input(out, indices, *x.shape[:2])
         sizes = self.num_heads, self.num_heads_k, self.num_heads_k
         # Views of the projection's result (B, S, H + 2·Hk, D): flash_attention reads them by their strides.
-        qkv = self.Wqkv(x).unflatten(-1, (sum(sizes), self.head_dim)).transpose(1, 2)
+        qkv = self.Wqkv(x).unflatten(-1, (sum(sizes), self.head_dim)).transpose(-2, -3)
+        options = {"window_size": self.window_size, "backend": self.backend}
+        if self.training and self.dropout > 0:
+            options["dropout_p"] = self.dropout
+        if cu_seqlens is None:
+            options["seq_lens"] = seq_lens
+        else:
+            qkv = qkv.unsqueeze(0)
+            options |= dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen,
+                            max_seqlen_k=max_seqlen)
         q, k, v = qkv.split(sizes, dim=1)
-        options = {"dropout_p": self.dropout} if self.training and self.dropout > 0 else {}
-        out = flash_attention(q, k, v, self.causal, seq_lens=seq_lens, backend=self.backend, **options)
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+        out = flash_attention(q, k, v, self.causal, **options)
+        return self.out_proj(out.transpose(1, 2).flatten(2).view(x.shape))
 
     def extra_repr(self) -> str:
-        names = "embed_dim", "num_heads", "num_heads_k", "dropout", "causal", "backend"
+        names = "embed_dim", "num_heads", "num_heads_k", "dropout", "causal", "window_size", "backend"
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

@@ -13,9 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .backends import Backend, Options
-from .checks import FP8_DTYPES, check_dropout_p, check_dropout_seed, check_options, check_qkv, check_seq_lens, out_dtype
+from .backends import Backend, Lengths, Options
+from .checks import (FP8_DTYPES, check_dropout_p, check_dropout_seed, check_options, check_qkv, check_sinks, out_dtype,
+                     sum_dtype)
 from .dropout import keep_mask, keep_scale
+from .lengths import check_lengths, check_window
+from .packed import as_padded
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -33,8 +36,11 @@ def without_autocast(function):
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
                         seq_lens: Tensor | Sequence[int] | None = None, *, dropout_p: float = 0.0,
-                        dropout_seed: Tensor | None = None,
-                        return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+                        dropout_seed: Tensor | None = None, return_lse: bool = False,
+                        window_size: tuple[int, int] = (-1, -1), cu_seqlens_q: Tensor | None = None,
+                        cu_seqlens_k: Tensor | None = None, seqused_q: Tensor | None = None,
+                        seqused_k: Tensor | None = None,
+                        sinks: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
 
     The same function as flash_attention, which describes arguments and errors, but torch.autocast casts nothing here.
@@ -49,18 +55,21 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
         dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p).
         dropout_seed: int64, one element, on q's device: decides which (dropout.py); drawn by torch if None.
         return_lse: also return each row's log-sum-exp.
+        window_size, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks: as flash_attention.
 
     Returns:
-        out, of q's shape and dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for
-        fp64 inputs), natural log, of the scores before dropout. A row that sees no key has out 0 and lse -inf.
+        out, of q's shape, with v's head_dim, and q's dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or
+        (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log, of the scores before dropout. A row that sees no key has
+        out 0 and lse -inf, or its sink.
     """
     check_qkv(q, k, v, DTYPES)
     check_options(causal, sm_scale)
-    seq_lens = check_seq_lens(seq_lens, q, k)
+    lengths = check_lengths(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), seq_lens, q, k)
+    window = check_window(window_size, causal, lengths, q, k)
     dropout_p = check_dropout_p(dropout_p)
     seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
-    options = Options(causal, scale, seq_lens, dropout_p, seed)
+    options = Options(scale, window, lengths, check_sinks(sinks, q), dropout_p, seed)
     if q.ndim == 3:
         out, lse = (x.squeeze(1) for x in reference_forward(*(x.unsqueeze(1) for x in (q, k, v)), options))
     else:
@@ -68,16 +77,28 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     return (out, lse) if return_lse else out
 
 
-def visible_keys(seqlen_q, seqlen_k, causal, seq_lens, device):
-    """Which keys a row sees: bool, broadcastable to (B, H, Sq, Sk), or None when every row sees every key."""
+def visible_keys(seqlen_q, seqlen_k, window, lengths, device):
+    """Which keys a row of a padded batch sees: bool, broadcastable to (B, H, Sq, Sk), or None when every row sees every
+    key. window and lengths as in Options."""
     rows = torch.arange(seqlen_q, device=device)[:, None]
     cols = torch.arange(seqlen_k, device=device)
-    mask = cols <= rows + seqlen_k - seqlen_q if causal else None
-    if seq_lens is not None:
-        lengths = seq_lens[:, None, None, None]
-        valid = (rows < lengths) & (cols < lengths)
-        mask = valid if mask is None else mask & valid
-    return mask
+    conditions = []
+    if lengths.seqused_q is not None:
+        seqlen_q = lengths.seqused_q.long().clamp(0, seqlen_q)[:, None, None, None]
+        conditions.append(rows < seqlen_q)
+    if lengths.seqused_k is not None:
+        seqlen_k = lengths.seqused_k.long().clamp(0, seqlen_k)[:, None, None, None]
+        conditions.append(cols < seqlen_k)
+    diagonal = rows + seqlen_k - seqlen_q  # the last row sees up to the last key
+    left, right = window
+    if left >= 0:
+        conditions.append(cols >= diagonal - left)
+    if right >= 0:
+        conditions.append(cols <= diagonal + right)
+    if not conditions:
+        return None
+    mask = functools.reduce(torch.logical_and, conditions)
+    return mask.expand(*mask.shape[:-2], rows.shape[0], cols.shape[0])
 
 
 def without_padding(q, k, v, mask):
@@ -90,9 +111,11 @@ def without_padding(q, k, v, mask):
 @without_autocast
 def reference_forward(q, k, v, options):
     """(out, lse) of checked 4D inputs, as a Backend's forward; not for fp8."""
-    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if options.lengths.is_packed:
+        return as_padded(reference_forward, q, k, v, options)
+    acc_dtype = sum_dtype(q.dtype)
     groups = q.shape[1] // k.shape[1]  # query heads that share a key/value head
-    mask = visible_keys(q.shape[2], k.shape[2], options.causal, options.seq_lens, q.device)
+    mask = visible_keys(q.shape[2], k.shape[2], options.window, options.lengths, q.device)
     if mask is not None:
         q, k, v = without_padding(q, k, v, mask)
     k, v = (x.to(acc_dtype).repeat_interleave(groups, dim=1) for x in (k, v))
@@ -101,19 +124,27 @@ def reference_forward(q, k, v, options):
     is_masked = scores == -math.inf if mask is None else ~mask | (scores == -math.inf)
     scores = scores.masked_fill(is_masked, -math.inf)
     lse = scores.logsumexp(-1)
+    sees_no_key = (lse == -math.inf)[..., None]
+    if options.sinks is not None:  # one more term of each sum, but not in padding
+        lse = torch.logaddexp(lse, options.sinks[:, None])
+        if options.lengths.seqused_q is not None:
+            rows = torch.arange(q.shape[2], device=q.device)
+            lse = lse.masked_fill(rows >= options.lengths.seqused_q[:, None, None], -math.inf)
     # A row without keys has lse -inf; against 0 its probabilities exp(-inf - 0) are 0 rather than NaN.
     probabilities = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
     if options.dropout_seed is not None:
         keep = keep_mask(options.dropout_seed, options.dropout_p, *scores.shape, q.device)
         probabilities = probabilities.masked_fill(~keep, 0) * keep_scale(options.dropout_p)
     out = probabilities @ v
-    return out.masked_fill((lse == -math.inf)[..., None], 0).to(q.dtype), lse  # 0, also where V is not finite
+    return out.masked_fill(sees_no_key, 0).to(q.dtype), lse  # 0, also where V is not finite
 
 
 def _forward(q, k, v, options):
     """reference_forward, and fp8: in fp32 with what the descales make of it."""
     dtype = out_dtype(q.dtype)
     if dtype != q.dtype:
+        if options.lengths.is_packed:  # descales are those of samples
+            return as_padded(_forward, q, k, v, options)
         heads = q.shape[1] // k.shape[1], 1, 1
         q, k, v = (x.float() if descale is None else x.float() * descale.repeat_interleave(n, 1)[..., None, None]
                    for x, descale, n in zip((q, k, v), options.descales, heads))
@@ -142,7 +173,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, d
             it is above 0, as torch's scaled_dot_product_attention does.
 
     Returns:
-        (B, N, D) in q's dtype.
+        (B, N, D), with v's head_dim, in q's dtype.
 
     Raises:
         ValueError: shapes, block_size or dropout_p; TypeError: dtypes.
@@ -154,11 +185,11 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, d
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
-    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    acc_dtype = sum_dtype(q.dtype)
     scale = 1 / math.sqrt(q.shape[-1])
     row_max = torch.full((*q.shape[:2], 1), -math.inf, dtype=acc_dtype, device=q.device)
     row_sum = torch.zeros_like(row_max)
-    acc_o = torch.zeros(q.shape, dtype=acc_dtype, device=q.device)
+    acc_o = torch.zeros(*q.shape[:2], v.shape[-1], dtype=acc_dtype, device=q.device)
     for k_block, v_block in zip(k.split(block_size, dim=1), v.split(block_size, dim=1)):
         scores = q.to(acc_dtype) @ k_block.to(acc_dtype).transpose(-2, -1) * scale
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))

@@ -9,6 +9,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .backends import Backend
+from .checks import sum_dtype
+from .packed import as_padded
 from .reference import DTYPES, always, reference_forward, visible_keys, without_autocast, without_padding
 
 
@@ -34,15 +36,18 @@ def _is_aligned(x):
 
 @without_autocast
 def _forward(q, k, v, options):
-    if options.dropout_seed is not None:  # SDPA takes no seed and tells no mask
+    if options.dropout_seed is not None or options.sinks is not None:  # SDPA takes neither a seed nor sinks
         return reference_forward(q, k, v, options)
-    causal, softmax_scale, seq_lens = options.causal, options.softmax_scale, options.seq_lens
+    if options.lengths.is_packed:
+        return as_padded(_forward, q, k, v, options)
+    window, lengths, softmax_scale = options.window, options.lengths, options.softmax_scale
+    is_causal, has_lengths = window == (-1, 0), lengths.are_given
     # Under torch.compile with dynamic shapes a comparison is symbolic, and SDPA wants a bool: hence the two branches.
-    square_causal = True if causal and q.shape[2] == k.shape[2] and seq_lens is None else False
+    square_causal = True if is_causal and q.shape[2] == k.shape[2] and not has_lengths else False
     is_grouped = True if q.shape[1] != k.shape[1] else False
     # SDPA aligns its own causal mask top-left, which is ours only for equal lengths.
-    mask = None if square_causal else visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
-    if mask is not None and (seq_lens is not None or q.shape[2] > k.shape[2]):
+    mask = None if square_causal else visible_keys(q.shape[2], k.shape[2], window, lengths, q.device)
+    if mask is not None and (has_lengths or not is_causal or q.shape[2] > k.shape[2]):
         q, k, v = without_padding(q, k, v, mask)
     if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
@@ -51,16 +56,16 @@ def _forward(q, k, v, options):
                                        enable_gqa=is_grouped)
     if mask is not None:  # SDPA's own backends differ on rows that see no key
         out = out.masked_fill(~mask.any(-1, keepdim=True), 0)
-    return out, _lse(q, k, causal, softmax_scale, seq_lens) if options.return_lse else None
+    return out, _lse(q, k, softmax_scale, window, lengths) if options.return_lse else None
 
 
 LSE_ROWS = 128  # how many rows of scores _lse forms at a time
 
 
-def _lse(q, k, causal, softmax_scale, seq_lens):
+def _lse(q, k, softmax_scale, window, lengths):
     """SDPA does not return lse (B, H, Sq): form the scores again, a few rows at a time."""
-    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    mask = visible_keys(q.shape[2], k.shape[2], causal, seq_lens, q.device)
+    acc_dtype = sum_dtype(q.dtype)
+    mask = visible_keys(q.shape[2], k.shape[2], window, lengths, q.device)
     q = q.unflatten(1, (k.shape[1], -1)).to(acc_dtype)  # (B, Hk, group, Sq, D)
     k = k.to(acc_dtype).transpose(-2, -1).unsqueeze(2)
     parts = []

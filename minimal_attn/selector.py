@@ -95,7 +95,7 @@ class AdaptiveKernelSelector:
         if backend == "triton":
             from triton_ref.attention import can_use_tma, candidates
 
-            config, *_ = candidates(q, empty_outputs(q)[0], can_use_tma(q))[0]
+            config, *_ = candidates(q, empty_outputs(q, q)[0], can_use_tma(q))[0]
             kernel = "attention_hopper.py" if "kConsumers" in config else "attention.py"
             return {"backend": "triton", "kernel": kernel, **config}
         kernel = {"torch": "scaled_dot_product_attention", "reference": "reference_attention"}.get(backend)

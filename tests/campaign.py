@@ -1,13 +1,14 @@
 """Long campaigns over drawn shapes and over every fault, which `make campaign` runs and no other target.
 
-A few shapes with fixed seeds are drawn by test_forward.py and test_backward.py as well, and test_sanitizers.py shows
-compute-sanitizer one fault of each kind in each file of csrc.
+A few shapes with fixed seeds are drawn by test_forward.py, test_backward.py and test_lengths.py as well, and
+test_sanitizers.py shows compute-sanitizer one fault of each kind in each file of csrc.
 """
 
 import pytest
 
 import test_backward
 import test_forward
+import test_lengths
 from cases import Case, dtypes_of, serves
 from conftest import IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from test_sanitizers import (assert_passed, check_missing_barrier, check_missing_wait, compute_sanitizer,  # noqa: F401
@@ -15,6 +16,8 @@ from test_sanitizers import (assert_passed, check_missing_barrier, check_missing
 
 pytestmark = pytest.mark.timeout(1800)
 SEEDS = range(16)
+# How many batches of lengths each seed draws: 3,200 for a kernel on a GPU, fewer where each takes long.
+BATCHES = {"cuda:host": 63, "triton": 13}
 
 
 def dtypes_served(impl):
@@ -37,6 +40,12 @@ def test_drawn_forward(impl, seed, poisoned_outputs):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_drawn_backward(impl, seed, poisoned_outputs):
     test_backward.check_drawn_cases(impl, seed, 30, head_dims_of(impl), dtypes_served(impl))
+
+
+@pytest.mark.parametrize("impl", test_lengths.KERNELS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drawn_lengths(impl, seed, poisoned_outputs):
+    test_lengths.check_drawn_batches(impl, seed, BATCHES.get(impl, 200))
 
 
 @pytest.mark.gpu

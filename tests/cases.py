@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conftest import FORWARD_ONLY, HAS_GPU, OF_16_BITS, ON_TENSOR_CORES
+from minimal_attn.backends import Lengths
 from minimal_attn.reference import reference_attention, visible_keys
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -224,8 +225,11 @@ def options(case, device):
                 dropout_p=case.dropout_p, dropout_seed=seed)
 
 
-def lengths(case, device):
-    return None if case.seq_lens is None else torch.tensor(case.seq_lens, device=device)
+def mask_of(case, device):
+    """The keys that a row of a case sees: bool, broadcastable to (B, H, Sq, Sk), or None for all."""
+    seq_lens = None if case.seq_lens is None else torch.tensor(case.seq_lens, device=device)
+    window = -1, 0 if case.causal else -1
+    return visible_keys(case.Sq, case.Sk, window, Lengths(None, None, seq_lens, seq_lens), device)
 
 
 def exact(case, q, k, v):
@@ -239,7 +243,7 @@ def base(case, q, k, v):
     mask MATH does not take, the reference in that dtype: like MATH it forms 16-bit scores in fp32."""
     if case.dropout_p:
         return reference_attention(q, k, v, **options(case, q.device))
-    mask = visible_keys(case.Sq, case.Sk, case.causal, lengths(case, q.device), q.device)
+    mask = mask_of(case, q.device)
     k, v = (x.repeat_interleave(case.H // case.Hk, dim=1) for x in (k, v))
     # For a single row in fp32 cuBLAS has kernels with errors several times smaller than those of its other products.
     q = q.expand(-1, -1, 16, -1) if case.Sq == 1 and q.is_cuda and q.dtype == torch.float32 else q

@@ -14,13 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, GATE, LAYOUTS, Case, base, check_error, compiler_for,
-                   dtype_params, dtypes_of, exact, is_fast, lengths, make_inputs, make_tensor, options, serves,
+                   dtype_params, dtypes_of, exact, is_fast, make_inputs, make_tensor, mask_of, options, serves,
                    slow_unless)
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
 from minimal_attn import choice, flash_attention
+from minimal_attn.backends import Lengths, Options
 from minimal_attn.choice import twin_trains
 from minimal_attn.dropout import keep_mask, keep_scale
-from minimal_attn.reference import visible_keys
 
 CASES_HERE = [case for case in CASES + BACKWARD_TILE_CASES
               if HAS_GPU or not (case.gpu_only or max(case.Sq, case.Sk) > 200)]
@@ -61,7 +61,7 @@ def by_hand(case, q, k, v, dout):
     dtype, (q, k, v, dout) = q.dtype, (x.detach().float() for x in (q, k, v, dout))
     groups, scale = case.H // case.Hk, case.D**-0.5 if case.sm_scale is None else case.sm_scale
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    mask = visible_keys(case.Sq, case.Sk, case.causal, lengths(case, q.device), q.device)
+    mask = mask_of(case, q.device)
     P = (q @ k.mT * scale - lse.float()[..., None]).exp()
     if mask is not None:
         P = P.masked_fill(~mask, 0)
@@ -483,14 +483,14 @@ def test_opcheck(impl, dtype):
     by(impl, case)(q, k, v)  # which registers the ops
     forward, backward = ((ops.triton_forward, ops.triton_backward) if impl == "triton" else
                          (ops.flash_forward, ops.flash_backward))
-    torch.library.opcheck(forward.default, (q, k, v, None, 0.25, True))
+    torch.library.opcheck(forward.default, (q, k, v, *Options(0.25, (-1, 0)).of_op()))
     q, k, v, dout = (x.detach() for x in make_all(Case("op", H=3, Hk=3, Sq=20, Sk=20, layout="bshd"), dtype, q.device))
     seq_lens = torch.tensor([13], dtype=torch.int32, device=q.device)
     for use_lse, lengths in ((False, seq_lens), (True, None)):
-        out, lse = forward(q, k, v, lengths, 0.25, True)
-        more = 0.0, None, impl != "triton"  # the same bits, or without tuning
-        torch.library.opcheck(backward.default, (dout, lse if use_lse else None, q, k, v, out, lse, lengths, 0.25, True,
-                                                 *more))
+        options = Options(0.25, (-1, 0), Lengths(seqused_q=lengths, seqused_k=lengths)).of_op()
+        out, lse = forward(q, k, v, *options)
+        mode = impl != "triton"  # the same bits, or without tuning
+        torch.library.opcheck(backward.default, (dout, lse if use_lse else None, q, k, v, out, lse, *options, mode))
 
 
 def test_tangent_of_dout_raises():
@@ -605,7 +605,7 @@ def test_tensors_on_another_gpu(impl):
             results.append(torch.autograd.grad(out, (q, k, v), dout))
             saved = [x.detach() for x in (q, k, v, out, lse)]
             op = getattr(torch.ops.minimal_attn, name)
-            results.append(op(dout, None, *saved, None, case.D**-0.5, True, 0.0, None, impl != "triton"))
+            results.append(op(dout, None, *saved, *Options(case.D**-0.5, (-1, 0)).of_op(), impl != "triton"))
             assert all(x.device == q.device for result in results[-2:] for x in result)
     for result in results:
         assert all(x.to("cuda:0").equal(y) for x, y in zip(result, results[0]))

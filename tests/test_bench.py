@@ -19,8 +19,10 @@ import pytest
 import torch
 from minimal_attn import _build, bench, benchmark, force_kernel, reference_attention
 from minimal_attn._build import source_digest
-from minimal_attn.bench import attention, backward, forward_backward, matmul, measure, page
+from minimal_attn.bench import (attention, backward, forward_backward, matmul, measure, page, varlen, varlen_backward,
+                                window)
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
+from minimal_attn.bench.options import OPS
 from minimal_attn.choice import twin_trains
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,6 +33,7 @@ OPTIONAL = {"cuda:sm90", "flash_attn", "flash_attn_interface"}  # of the format,
 # Not smaller: the largest of a few rounding errors is a matter of luck.
 SMALL = ("--shape", "2,4,64,64", "--seqlens", "", "--no-profile")
 ROOT = Path(__file__).parents[1]
+CASES = {case.op: case for op in OPS.values() for case in op.CASES.values()}  # by the op of a row
 RECORDED = sorted(set(ROOT.glob("benchmarks/h200/*.json")) - {ROOT / "benchmarks/h200/training.json"})
 
 
@@ -65,20 +68,20 @@ def check_format(text):
     assert date.tzinfo and date.isoformat(timespec="seconds") == meta["date"]
     assert re.fullmatch("[0-9a-f]{64}", meta["source_digest"])
     assert "/" not in meta["command"].replace("benchmarks/h200/", "")
+    impls = OPTIONAL.union(*(op.IMPLS for op in OPS.values()))
     for row in rows:
-        op = matmul if row["op"] == "matmul" else attention
-        assert list(row) == list(op.ROW)
-        assert row["op"] in ("forward", "backward", "forward_backward", "matmul", "decode")
-        assert row["impl"] in set(op.IMPLS) | OPTIONAL and row["dtype"] in op.DTYPES
+        case = CASES[row["op"]]
+        assert list(row) == list(case.columns)
+        assert row["impl"] in impls and row["dtype"] in attention.DTYPES
         assert isinstance(row.get("causal", False), bool)
-        sizes = ("m", "n", "k") if op is matmul else ("head_dim", *SIZES)
+        sizes = ("m", "n", "k") if row["op"] == "matmul" else ("head_dim", *SIZES)
         assert all(isinstance(row[x], int) and row[x] > 0 for x in sizes)
         assert all(row[x] is None or isinstance(row[x], float) and row[x] >= 0 for x in MEASURED)
         if row["ms"] is None:
             assert all(row[x] is None for x in MEASURED)
-        elif row["op"] in ("forward", "matmul"):
+        elif row["op"] in ("forward", "matmul", "varlen", "window", "sinks"):
             check_arithmetic(row)
-    measured_as = [tuple(value for x, value in row.items() if x not in MEASURED) for row in rows]
+    measured_as = [tuple(str(value) for x, value in row.items() if x not in MEASURED) for row in rows]
     assert len(set(measured_as)) == len(rows)
     return rows
 
@@ -90,8 +93,18 @@ def check_arithmetic(row):
         flops, read, written = 2 * m * n * k, m * k + k * n, m * n
     else:
         b, h, h_k, seqlen_q, seqlen_k = (row[x] for x in SIZES)
-        flops = 4 * b * h * seqlen_q * seqlen_k * row["head_dim"] / (2 if row["causal"] else 1)
-        read, written = (b * row["head_dim"] * x for x in (h * seqlen_q + 2 * h_k * seqlen_k, h * seqlen_q))
+        rows, keys, pairs = b * seqlen_q, b * seqlen_k, b * seqlen_q * seqlen_k / (2 if row["causal"] else 1)
+        if row["op"] == "varlen":
+            lengths = varlen.lengths_of(row["lengths"])
+            assert (b, seqlen_q, seqlen_k) == (len(lengths), max(lengths), max(lengths))
+            rows = keys = sum(lengths)
+            pairs = sum(x**2 for x in lengths) / (2 if row["causal"] else 1)
+        if row["op"] == "window":
+            (left, right), last = row["window_size"], seqlen_k - 1
+            assert right == (0 if row["causal"] else left) and seqlen_q == seqlen_k
+            pairs = b * sum(min(i + right, last) - max(i - left, 0) + 1 for i in range(seqlen_q))
+        flops = 4 * h * row["head_dim"] * pairs
+        read, written = (row["head_dim"] * x for x in (h * rows + 2 * h_k * keys, h * rows))
     assert row["tflops"] == pytest.approx(flops / (row["ms"] * 1e-3) / 1e12, rel=1e-4)
     assert row["gbps"] == pytest.approx((read * size + written * (out_size or size)) / (row["ms"] * 1e-3) / 1e9,
                                         rel=1e-4)
@@ -232,6 +245,14 @@ def test_manual_attn_against_reference(shape, causal):
     (["--seqlens", "64,x"], "--seqlens: 'x' is not a positive integer"),
     (["--dtype", "float16,float8"], "--dtype: 'float8' is none of float32, float16, bfloat16, float8"),
     (["--causal", "maybe"], "--causal: invalid choice: 'maybe'"),
+    (["--op", "varlen", "--shape", "8 of 1..9,4,16,2"],
+     "--shape: '8 of 1..9,4,16,2': '8 of 1..9' is neither '16 of 64..4096' nor lengths such as '8192 + 64 x 128'"),
+    (["--op", "varlen", "--shape", "2 x 0,4,16,2"], "'2 x 0' is neither"),
+    (["--op", "varlen", "--shape", "2 x 8,4,16"], "--shape: '2 x 8,4,16': neither LENGTHS,H,D,Hk nor B,H,S,D nor"),
+    (["--op", "varlen", "--shape", "2 x 8,4,16,3"], "H must be a multiple of Hk"),
+    (["--op", "varlen", "--seqlens", "64"], "unrecognized arguments: --seqlens"),
+    (["--op", "window", "--shape", "1,4,8,16 window x"], "there is ' window LEFT' or ' sinks', not 'window x'"),
+    (["--op", "window", "--shape", "1,4,8,16 sinks 3"], "there is ' window LEFT' or ' sinks', not 'sinks 3'"),
     (["--impls", "manual,cuda:none"], "--impls: 'cuda:none' is none of manual, cuda:"),
     (["--json", "nowhere/x.json"], "--json: 'nowhere/x.json' is no .json file in an existing directory"),
     (["--plot", "picture.txt"], "--plot: 'picture.txt' is no .png or .svg file"),
@@ -422,7 +443,8 @@ def test_bench_py_help(monkeypatch, tmp_path):
     said = subprocess.run([sys.executable, ROOT / "bench.py", "--help"], cwd=tmp_path, capture_output=True, text=True)
     assert said.returncode == 0
     usage = " ".join(said.stdout.split())  # its lines are as wide as the terminal
-    assert usage.startswith("usage: python bench.py [-h] [--op {attention,backward,forward_backward,matmul}]")
+    assert usage.startswith("usage: python bench.py [-h] "
+                            "[--op {attention,backward,forward_backward,varlen,varlen_backward,window,matmul}]")
 
 
 def run_matmul(tmp_path, *options):
@@ -573,7 +595,8 @@ def test_host_us(monkeypatch):
     assert measure.host_us(calls, {"forced": forced}) == {"slow": 3, "forced": 2} and len(entered) == 1
 
 
-HOST_CALLS = {"attention": ("flash_attention", "flash_attn_func", "torch:flash", "torch:efficient", "empty_like"),
+HOST_CALLS = {"attention": ("flash_attention", "flash_attn_func", "flash_attn_varlen_func", "torch:flash",
+                            "torch:efficient", "empty_like"),
               "forward_backward": ("flash_attention", "cuda:sm80", "triton", "torch:flash", "torch:cudnn")}
 
 
@@ -817,3 +840,180 @@ def test_backward_judges_every_gradient_by_its_own():
     assert measure.judge(case, "exact") == (0, 0, 0) and max(case.tolerance) > 2 * min(case.tolerance)
     with pytest.raises(measure.WrongResult, match=" / "):
         measure.judge(case, "wrong")
+
+
+# Packed batches, windows and sinks.
+
+@pytest.mark.parametrize("text, lengths", [("7", (7,)), ("3 x 5", (5, 5, 5)), ("8 + 2 x 3 + 1", (8, 3, 3, 1))])
+def test_lengths_of(text, lengths):
+    assert varlen.lengths_of(text) == lengths
+
+
+def test_lengths_that_were_drawn():
+    lengths = varlen.lengths_of("16 of 64..4096")
+    assert len(lengths) == 16 and sum(lengths) == 35901 and min(lengths) >= 64 and max(lengths) <= 4096
+
+
+@pytest.mark.parametrize("text", ["", "0", "2 x", "x 3", "2x3", "4 + ", "-1", "1 x 2 x 3", "17 of 64..4096", "٣"])
+def test_unknown_lengths_are_refused(text):
+    with pytest.raises(ValueError, match="is neither '16 of 64..4096' nor lengths such as '8192"):
+        varlen.lengths_of(text)
+
+
+def run_op(op, tmp_path, *options):
+    file = tmp_path / "rows.json"
+    code, out = run("--op", op, *options, "--json", file)
+    return code, out, check_format(file.read_text())
+
+
+PACKED_SHAPES = "--shape", "9 + 2 x 32 + 1,4,16,2", "--shape", "2,4,32,16,2,32"
+
+
+@pytest.mark.parametrize("op, dense_op, products", [
+    ("varlen", "forward", 2), ("varlen_backward", "backward", 5)])
+def test_op_varlen(op, dense_op, products, tmp_path):
+    """Packed batches and dense ones, in bf16, with and without a mask; FLOPs by counting the pairs one by one."""
+    code, out, rows = run_op(op, tmp_path, *PACKED_SHAPES, "--impls", f"{OURS},triton")
+    assert code == 0 and out.count("=== checking (9 + 2 x 32 + 1,4,16,2) bfloat16") == 2
+    assert [(row["op"], row["causal"]) for row in rows[::2]] == [(op, False), (dense_op, False), (op, True),
+                                                                 (dense_op, True)]
+    for row in rows:
+        assert row["ms"] and row["max_err"] < 0.1 and row["dtype"] == "bfloat16" and row["impl"] in (OURS, "triton")
+        lengths = (9, 32, 32, 1) if row["op"] == op else (32, 32)
+        seen = sum(1 for n in lengths for _ in itertools.product(range(n), range(n))) / (2 if row["causal"] else 1)
+        assert row["tflops"] == pytest.approx(2 * products * 4 * 16 * seen / row["ms"] / 1e9, rel=1e-4)
+    assert {row.get("lengths") for row in rows} == {"9 + 2 x 32 + 1", None}
+    assert {(row["batch_size"], row["seqlen_q"], row["nheads_k"]) for row in rows} == {(4, 32, 2), (2, 32, 2)}
+
+
+def test_op_window(tmp_path):
+    """Windows, dense batches and sinks are told apart, and each is right."""
+    dense = "2,4,32,16,2,32"
+    code, _, rows = run_op("window", tmp_path, "--shape", f"{dense} window 5", "--shape", dense, "--shape",
+                           f"{dense} sinks", "--impls", f"{OURS},triton", "--causal", "both")
+    assert code == 0 and all(row["ms"] and row["max_err"] < 0.1 for row in rows)
+    assert [(row["op"], row["causal"], row.get("window_size")) for row in rows[::2]] == [
+        ("window", False, [5, 5]), ("forward", False, None), ("sinks", False, None),
+        ("window", True, [5, 0]), ("forward", True, None), ("sinks", True, None)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1), (7, 7), (12, 30)])
+@pytest.mark.parametrize("left", [0, 1, 5, 40])
+def test_flops_of_a_window_count_visible_pairs(causal, seqlen_q, seqlen_k, left):
+    shape = window.Shape(2, 4, seqlen_q, 8, 2, seqlen_k, (left, left))
+    case = window.Case(Setting(shape, "float32", causal), "cpu")
+    diagonal = seqlen_k - seqlen_q
+    seen = sum(-left <= col - row - diagonal <= (0 if causal else left)
+               for row in range(seqlen_q) for col in range(seqlen_k))
+    assert case.flops == 4 * 2 * 4 * 8 * seen
+    mask_mod = case.args[-1].mask_mod  # of FlexAttention
+    assert sum(bool(mask_mod(0, 0, row, col)) for row in range(seqlen_q) for col in range(seqlen_k)) == seen
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_mask_mod_of_packed_batches(causal):
+    case = varlen.Case(Setting(varlen.Shape("3 + 2 x 4", 2, 8, 1), "float32", causal), "cpu")
+    bounds = 0, 3, 7, 11
+    seen = {(row, col) for a, b in itertools.pairwise(bounds) for row in range(a, b) for col in range(a, b)
+            if not causal or col <= row}
+    mask_mod = case.args[-1].mask_mod
+    assert {x for x in itertools.product(range(11), range(11)) if mask_mod(0, 0, *map(torch.tensor, x))} == seen
+    assert case.args[-1].keywords["cu_seqlens_q"].tolist() == list(bounds)
+
+
+def without_keywords(q, k, v, call):
+    return reference_attention(q, k, v, call.causal)
+
+
+@pytest.mark.parametrize("op, shape, table", [
+    ("varlen", "9 + 2 x 32,4,16,2", varlen.PACKED), ("window", "2,4,32,16 window 5", window.WINDOWED),
+    ("window", "2,4,32,16 sinks", window.WITH_SINKS)])
+def test_what_ignores_lengths_windows_or_sinks_is_wrong(op, shape, table, monkeypatch, tmp_path):
+    monkeypatch.setitem(table, OURS, Impl(without_keywords, backend="cuda"))
+    code, out, (row,) = run_op(op, tmp_path, "--shape", shape, "--impls", OURS, "--causal", "yes")
+    assert code == 1 and f"{OURS}: WrongResult" in out and row["ms"] is None
+
+
+def test_shape_with_sinks_is_no_dense_shape():
+    """They would share a place in a dict."""
+    dense = attention.Shape(1, 2, 8, 16, 2, 8)
+    with_sinks = window.SinksShape(*dense)
+    assert len({dense, with_sinks}) == 2 and with_sinks == window.SinksShape(*dense)
+    assert dense not in [with_sinks] and with_sinks not in [dense]
+
+
+@pytest.mark.parametrize("op, default", [
+    (varlen, ["cuda:host", "triton", "torch:flash"]), (varlen_backward, ["cuda:host", "triton", "torch:flash"])])
+@pytest.mark.cpu
+def test_default_options_of_varlen(op, default):
+    args = bench.parse_args("bench", ["--op", op.__name__.rpartition(".")[2]], "cpu", "")
+    assert (args.impls, args.dtypes, args.causals) == (default, ["bfloat16"], (False, True))
+    assert {shape.lengths for shape in op.DEFAULT_SHAPES["cuda"] if isinstance(shape, varlen.Shape)} == {
+        "16 of 64..4096", "32 x 512", "8192 + 64 x 128"}
+    dense = [x for x in op.DEFAULT_SHAPES["cuda"] if isinstance(x, attention.Shape)]
+    assert [x.seqlen_q for x in dense] == [2048, 512, 8192]
+    packed_tokens = [sum(varlen.lengths_of(x.lengths)) for x in op.DEFAULT_SHAPES["cuda"][:3]]
+    assert all(0.95 < x.batch_size * x.seqlen_q / tokens < 1.05 for x, tokens in zip(dense, packed_tokens))
+
+
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_torch_varlen(newer, causal, monkeypatch):
+    """Keys are repeated where varlen_attn does not take shared ones."""
+    def attend(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
+        assert max_q == max_k == 7 and window_size == ((-1, 0) if causal else (-1, -1))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return reference_attention(q, k, v, causal, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k)[0].transpose(0, 1)
+
+    def older(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+        assert q.shape[1] == k.shape[1]
+        return attend(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size)
+
+    def with_gqa(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False):
+        assert k.shape[1] == 2 and enable_gqa
+        return attend(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", with_gqa if newer else older)
+    case = varlen.Case(Setting(varlen.Shape("7 + 2", 4, 8, 2), "float32", causal), "cpu")
+    torch.testing.assert_close(varlen.torch_varlen(*case.args).double(), case.truth, rtol=1e-5, atol=1e-5)
+
+
+VARLEN_JSON, WINDOW_JSON = "varlen.json", "window.json"
+
+
+def needs(file):
+    return pytest.mark.skipif(not (ROOT / "benchmarks/h200" / file).exists(), reason=f"{file} was not measured yet")
+
+
+def rates(file, op, impl, *keys):
+    """{values of keys: TFLOP/s} of the rows of a record."""
+    rows = check_format((ROOT / "benchmarks/h200" / file).read_text())
+    return {tuple(str(row[key]) for key in keys): row["tflops"] for row in rows
+            if (row["op"], row["impl"]) == (op, impl) and row["ms"]}
+
+
+@needs(VARLEN_JSON)
+def test_recorded_speed_of_packed_batches():
+    ours, peer = (rates(VARLEN_JSON, "varlen", impl, "lengths", "causal") for impl in ("cuda:sm90", "torch:varlen"))
+    times = [ours[x] / peer[x] for x in ours]
+    assert len(times) == 6 and min(times) >= 1.5 and statistics.geometric_mean(times) >= 1.7
+    dense = rates(VARLEN_JSON, "forward", "cuda:sm90", "seqlen_q", "causal")
+    for lengths, seqlen, least, least_causal in (
+            ("16 of 64..4096", "2048", 0.98, 0.98), ("32 x 512", "512", 0.97, 0.97),
+            ("8192 + 64 x 128", "8192", 0.96, 0.90)):
+        assert ours[lengths, "False"] >= least * dense[seqlen, "False"]
+        assert ours[lengths, "True"] >= least_causal * dense[seqlen, "True"]
+
+
+@needs(WINDOW_JSON)
+@pytest.mark.parametrize("impl, least", [("cuda:sm90", 1.3), ("triton", 1.1)])
+def test_recorded_speed_of_windows_against_flex(impl, least):
+    ours, flex = (rates(WINDOW_JSON, "window", x, "window_size", "causal") for x in (impl, "flex"))
+    assert len(flex) >= 2 and min(ours[x] / flex[x] for x in flex) >= least
+
+
+@needs(WINDOW_JSON)
+def test_recorded_speed_of_sinks():
+    sinks, dense = (rates(WINDOW_JSON, op, "cuda:sm90", "seqlen_q", "causal") for op in ("sinks", "forward"))
+    assert sinks.keys() == dense.keys() and statistics.geometric_mean(sinks[x] / dense[x] for x in sinks) >= 0.99

@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 
 from conftest import HAS_GPU
-from minimal_attn import (__version__, _build, available_backends, bench, choice, cli, crosscheck, info, interface,
-                          reference_attention)
+from minimal_attn import __version__, _build, available_backends, bench, choice, cli, crosscheck, info, interface
 from minimal_attn.bench import attention, demo
 from minimal_attn.bench.attention import IMPLS
 from minimal_attn.bench.measure import MEASURED
 from minimal_attn.progress import watched
+from minimal_attn.reference import reference_forward
 from test_build import python
 
 ROOT = Path(__file__).parents[1]
@@ -115,18 +115,16 @@ def test_check(capsys, monkeypatch):
 
 
 def no_scale(q, k, v, options):
-    return reference_attention(q, k, v, options.causal, 1.0, options.seq_lens, return_lse=True)
+    return reference_forward(q, k, v, options._replace(softmax_scale=1.0))
 
 
 def shifted_lse(q, k, v, options):
-    out, lse = reference_attention(q, k, v, options.causal, options.softmax_scale, options.seq_lens,
-                                   return_lse=True)
+    out, lse = reference_forward(q, k, v, options)
     return out, lse + 1e-3
 
 
 def all_rows_see(q, k, v, options):
-    out, lse = reference_attention(q, k, v, options.causal, options.softmax_scale, options.seq_lens,
-                                   return_lse=True)
+    out, lse = reference_forward(q, k, v, options)
     return out, lse.clamp(min=-50)
 
 
@@ -355,7 +353,7 @@ BENCH_32 = ["bench", "--shape", "2,4,64,64", "--seqlens", "32", "--impls", "manu
 def test_bench_error_keeps_tables(capsys, monkeypatch, tmp_path):
     """The pictures are of the shapes if no length of the sweep was measured."""
     files = [str(tmp_path / name) for name in ("rows.json", "plot.png", "page.html")]
-    monkeypatch.setattr(attention, "Case", failing_at(32))
+    monkeypatch.setitem(attention.CASES, attention.Shape, failing_at(32))
     monkeypatch.setattr(bench, "measured", lambda case, impl: dict.fromkeys(MEASURED, 1.0))
     assert cli.main([*BENCH_32, "--json", files[0], "--plot", files[1], "--report", files[2]]) == 1
     out, err = capsys.readouterr()
@@ -366,7 +364,7 @@ def test_bench_error_keeps_tables(capsys, monkeypatch, tmp_path):
 
 def test_bench_names_files_not_written(capsys, monkeypatch, tmp_path):
     page = tmp_path / "page.html"
-    monkeypatch.setattr(attention, "Case", failing_at(64))
+    monkeypatch.setitem(attention.CASES, attention.Shape, failing_at(64))
     assert cli.main([*BENCH_32, "--report", str(page)]) == 1
     out = capsys.readouterr().out
     assert "interrupted: nothing was timed yet\n" in out and not page.exists()

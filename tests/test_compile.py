@@ -30,28 +30,40 @@ TARGETS = {"flash.cu": ["75", "80", "90a", "120"], "flash_bwd.cu": ["75", "80", 
 # and dP fill them, in the forward pass the rounds of Philox come on top.
 SPILLS = {("flash_bwd_sm80.cu", False): 96,  # on sm_120; 12 on sm_90
           ("flash_bwd_sm80.cu", True): 136,  # on sm_90
-          ("flash_sm80.cu", False): 24, ("flash_sm80.cu", True): 112,  # on sm_120; 0 and 24 on sm_90
-          ("flash.cu", False): 24}           # on sm_120, in 16 bits
+          ("flash_sm80.cu", False): 32,  # on sm_90, before and after the loop
+          ("flash_sm80.cu", True): 112,  # on sm_120
+          ("flash_sm90.cu", False): 16,  # three numbers of the mask at head_dim 64, which full blocks do not read
+          ("flash.cu", False): 136}      # on sm_120, in fp32
 
 # The instruction a 16-bit product becomes, by compute capability.
 TWIN_MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
-# dtype, head_dim, causal, seq_lens, dropout: the first of tile_configs, full and partial kBlockD, each mask with and
-# without the other.
+# dtype, head_dim, mask, lengths, dropout: the first of tile_configs, full and partial kBlockD, each mask with and
+# without lengths. A pair of head_dims is that of q and k and that of v, and then there are sinks too.
 TWIN_CASES = [
-    ("fp32", 64, True, False, False), ("fp32", 128, False, True, False),
-    ("fp16", 64, False, False, False), ("fp16", 256, True, True, False),
-    ("bf16", 40, True, False, False), ("bf16", 128, False, True, False), ("bf16", 128, True, False, True),
+    ("fp32", 64, "causal", None, False), ("fp32", 128, None, "used", False),
+    ("fp16", 64, None, None, False), ("fp16", 256, "causal", "used", False), ("fp16", 64, "local", None, False),
+    ("bf16", 40, "causal", None, False), ("bf16", 128, None, "used", False), ("bf16", 128, "causal", None, True),
+    ("bf16", 128, "local", "packed", False), ("bf16", (192, 128), "causal", None, False),
+    ("fp16", (64, 256), "local", "packed", False), ("fp32", (64, 32), "causal", "used", False),
 ]
-# side, dtype, head_dim, causal, dropout: of each of the two kernels every head_dim.
+# side, dtype, head_dim, mask, lengths, dropout: of each of the two kernels every head_dim.
 TWIN_BACKWARD_CASES = [
-    ("kv", "bf16", 64, True, False), ("kv", "fp16", 64, False, True), ("kv", "bf16", 128, True, True),
-    ("kv", "fp16", 128, False, False), ("kv", "bf16", 256, True, False), ("kv", "fp32", 64, False, False),
-    ("kv", "fp32", 128, True, True), ("kv", "fp32", 256, False, False),
-    ("q", "fp16", 64, True, False), ("q", "bf16", 128, False, True), ("q", "bf16", 128, True, False),
-    ("q", "fp16", 256, True, False), ("q", "fp32", 64, True, False), ("q", "fp32", 256, False, True),
+    ("kv", "bf16", 64, "causal", None, False), ("kv", "fp16", 64, None, None, True),
+    ("kv", "bf16", 128, "causal", None, True), ("kv", "fp16", 128, None, None, False),
+    ("kv", "bf16", 256, "causal", None, False), ("kv", "fp32", 64, None, None, False),
+    ("kv", "fp32", 128, "causal", None, True), ("kv", "fp32", 256, None, None, False),
+    ("kv", "bf16", 64, "local", None, False), ("kv", "bf16", 64, "causal", "packed", False),
+    ("kv", "bf16", 128, "local", "packed", False),
+    ("q", "fp16", 64, "causal", None, False), ("q", "bf16", 128, None, None, True),
+    ("q", "bf16", 128, "causal", None, False), ("q", "fp16", 256, "causal", None, False),
+    ("q", "fp32", 64, "causal", None, False), ("q", "fp32", 256, None, None, True),
+    ("q", "bf16", 128, "local", None, False), ("q", "fp16", 64, "causal", "packed", False),
+    ("kv", "bf16", (192, 128), "causal", None, False), ("q", "bf16", (192, 128), "causal", None, False),
+    ("kv", "fp16", (64, 32), "local", "packed", False), ("q", "fp16", (64, 32), "local", "packed", False),
 ]
-FP8_TWIN_CASES = {90: [("fp8e4nv", 128, True, True, False), ("fp8e5", 64, False, False, False)]}
-SLOW_TWIN_CASES = {80: [("fp32", 256, True, True, False)]}  # 10 s each, and fp32 compiles much the same for all
+FP8_TWIN_CASES = {90: [("fp8e4nv", 128, "causal", "used", False), ("fp8e5", 64, None, None, False),
+                       ("fp8e4nv", 128, "local", "packed", False)]}
+SLOW_TWIN_CASES = {80: [("fp32", 256, "causal", "used", False)]}  # 10 s each, and fp32 compiles much the same for all
 
 
 def nvcc():
@@ -107,7 +119,7 @@ def kernels_overlap(sass):
         name = kernel.split()[0]
         head_dim, consumers, block_n = map(int, re.search(r"ShapeILi(\d+)ELi(\d+)ELi(\d+)", name).groups())
         assert f"HGMMA.64x{block_n}x16" in kernel and f"HGMMA.64x{head_dim}x16" in kernel and "UTMALDG" in kernel, name
-        assert "UTMASTG" in kernel and "LDL" not in kernel, name
+        assert "UTMASTG" in kernel and kernel.count("LDL") <= (3 if head_dim == 64 else 0), name
         # The loop, from the wait for the first Q Kᵀ on: a softmax, the wait for P V beside it, the products after it
         # and the wait for Q Kᵀ, which leaves P V running.
         _, softmax, products, _ = kernel.split("WARPGROUP.DEPBAR.LE gsb0, 0x0", 3)
@@ -137,7 +149,18 @@ def test_twin_compiles(capability, tmp_path):
             assert not kernel["tf32"] and not kernel["mma"], kernel  # products in true fp32
         else:
             assert kernel["mma"], kernel
-        assert kernel["tma"] == (capability >= 90 and kernel["dtype"] != "fp32"), kernel
+        assert kernel["tma"] == uses_tma(capability, kernel["dtype"]), kernel
+
+
+def uses_tma(capability, dtype):
+    return capability >= 90 and dtype != "fp32"
+
+
+def lengths_of(lengths):
+    """The types of a kernel's parameters for "packed" and "used" lengths, and the constexprs of those it goes without."""
+    given = {None: (), "used": ("seqused_q", "seqused_k"), "packed": ("cu_seqlens_q", "cu_seqlens_k")}[lengths]
+    absent = {"seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k"}.difference(given)
+    return {f"{name}_ptr": "*i32" for name in given}, {f"{name}_ptr": None for name in absent}
 
 
 def twin_cases(capability):
@@ -164,9 +187,9 @@ def test_twin_backward_compiles(capability, tmp_path):
         is_fp32 = kernel["dtype"] == "fp32"
         assert kernel["shared"] <= max_shared_memory(capability), kernel
         assert not kernel["tf32"] and kernel["mma"] == (not is_fp32), kernel
-        assert kernel["tma"] == (capability == 90 and not is_fp32), kernel
-        if capability == 90:  # with Triton 3.9: 0 to 64 in 16 bits, 608 with dropout, up to 376 in fp32
-            assert kernel["stack"] <= (1024 if kernel["dropout"] or is_fp32 else 256), kernel
+        assert kernel["tma"] == uses_tma(capability, kernel["dtype"]), kernel
+        if capability == 90:  # 0 to 264 in 16 bits with Triton 3.7 and 3.9, 608 with dropout, up to 376 in fp32
+            assert kernel["stack"] <= (1024 if kernel["dropout"] or is_fp32 else 272), kernel
 
 
 def max_shared_memory(capability):
@@ -203,56 +226,70 @@ def torch_dtype(dtype):
             "fp8e5": torch.float8_e5m2}[dtype]
 
 
-def compile_twin(capability, dtype, head_dim, causal, seq_lens, dropout):
+def both(head_dim):
+    """The head_dim of q and k, and that of v."""
+    return head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+
+
+def compile_twin(capability, dtype, head_dim, mask, lengths, dropout):
     from triton_ref.attention import _flash_fwd, tile_configs
 
-    tma, fp8 = capability >= 90 and dtype != "fp32", dtype.startswith("fp8")
-    constexprs = dict(tile_configs(torch_dtype(dtype), head_dim, 99 << 10)[0])
+    (head_dim, head_dim_v), has_sinks = both(head_dim), isinstance(head_dim, tuple)
+    tma, fp8 = uses_tma(capability, dtype), dtype.startswith("fp8")
+    length_types, absent_lengths = lengths_of(lengths)
+    constexprs = dict(tile_configs(torch_dtype(dtype), head_dim, 99 << 10, head_dim_v=head_dim_v)[0])
     options = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
-    kBlockM, kBlockN, kBlockD = (constexprs[name] for name in ("kBlockM", "kBlockN", "kBlockD"))
-    constexprs.update(kIsCausal=causal, kNegateQ=False, kMaskCols=head_dim < kBlockD, kTma=tma)
-    constexprs.update({} if seq_lens else {"seq_lens_ptr": None})
+    kBlockM, kBlockN, kBlockD, kBlockDv = constexprs.values()
+    constexprs.update(kIsCausal=mask == "causal", kIsLocal=mask == "local", kNegateQ=False,
+                      kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, kTma=tma, **absent_lengths)
     constexprs.update({} if dropout else {"seed_ptr": None})
+    constexprs.update({} if has_sinks else {"sinks_ptr": None})
     constexprs.update({} if fp8 else {f"{x}_descale_ptr": None for x in "qkv"})
     types = dict.fromkeys(_flash_fwd.arg_names, "i32")
     types |= dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], f"*{dtype}")
     if tma:
-        v_tile = f"{kBlockD}, {kBlockN}" if fp8 else f"{kBlockN}, {kBlockD}"
+        v_tile = f"{kBlockDv}, {kBlockN}" if fp8 and lengths != "packed" else f"{kBlockN}, {kBlockDv}"
         types |= {"q_ptr": f"tensordesc<{dtype}[1, 1, {kBlockM}, {kBlockD}]>",
                   "k_ptr": f"tensordesc<{dtype}[1, 1, {kBlockN}, {kBlockD}]>",
                   "v_ptr": f"tensordesc<{dtype}[1, 1, {v_tile}]>"}
-    types |= {"o_ptr": "*bf16" if fp8 else f"*{dtype}", "lse_ptr": "*fp32", "seq_lens_ptr": "*i32",
-              "softmax_scale": "fp32", "seed_ptr": "*i64", "keep_scale": "fp32"}
+    types |= {"o_ptr": "*bf16" if fp8 else f"*{dtype}", "lse_ptr": "*fp32", "sinks_ptr": "*fp32", "seed_ptr": "*i64",
+              "softmax_scale": "fp32", "keep_scale": "fp32", **length_types}
     types |= {f"{x}_descale_ptr": "*fp32" for x in "qkv"}
     return compile_for(capability, _flash_fwd, types, constexprs, options)
 
 
-def backward_configs(capability, side, dtype, head_dim, causal, dropout):
+def backward_configs(capability, side, dtype, head_dim, mask, lengths, dropout):
     """The first of tile_configs; for sm_90 all, but with dropout, which takes longer to compile, and of head_dim 256,
     where the others are for GPUs with less memory and have fewer rows than wgmma."""
     from triton_ref.attention_bwd import tile_configs
 
-    configs = tile_configs(side, torch_dtype(dtype), head_dim, max_shared_memory(capability))
-    return configs if capability == 90 and not dropout and head_dim < 256 else configs[:1]
+    head_dim, head_dim_v = both(head_dim)
+    configs = tile_configs(side, torch_dtype(dtype), head_dim, max_shared_memory(capability), head_dim_v)
+    return configs if capability == 90 and not dropout and max(head_dim, head_dim_v) <= 128 else configs[:1]
 
 
-def compile_twin_backward(capability, config, side, dtype, head_dim, causal, dropout):
+def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengths, dropout):
     from triton_ref import attention_bwd
 
     function = {"kv": attention_bwd._flash_bwd_kv, "q": attention_bwd._flash_bwd_q}[side]
     config = dict(config)
     options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
-    kBlockM, kBlockN, kBlockD = config.values()
-    tma = capability >= 90 and dtype != "fp32"
-    constexprs = dict(kIsCausal=causal, kEmptyRows=False, kMaskCols=head_dim < kBlockD, kTma=tma, kBlockM=kBlockM,
-                      kBlockN=kBlockN, kBlockD=kBlockD, seq_lens_ptr=None)
-    constexprs.update({"kRaggedRows": True} if side == "kv" else {})
+    kBlockM, kBlockN, kBlockD, kBlockDv = config.values()
+    head_dim, head_dim_v = both(head_dim)
+    tma = uses_tma(capability, dtype)
+    length_types, absent_lengths = lengths_of(lengths)
+    constexprs = dict(kIsCausal=mask == "causal", kIsLocal=mask == "local", kEmptyRows=lengths == "packed",
+                      kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, kTma=tma, **config, **absent_lengths)
+    has_sinks = head_dim != head_dim_v
+    constexprs.update({"kRaggedRows": True, "kClearDelta": has_sinks and lengths == "packed"} if side == "kv" else {})
     constexprs.update({} if dropout else {"seed_ptr": None})
     types = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(["softmax_scale", "keep_scale"], "fp32")
-    for name, rows in (("q", kBlockM), ("k", kBlockN), ("v", kBlockN), ("dout", kBlockM)):
-        types[f"{name}_ptr"] = f"tensordesc<{dtype}[1, 1, {rows}, {kBlockD}]>" if tma else f"*{dtype}"
+    for name, rows, columns in (("q", kBlockM, kBlockD), ("k", kBlockN, kBlockD), ("v", kBlockN, kBlockDv),
+                                ("dout", kBlockM, kBlockDv)):
+        types[f"{name}_ptr"] = f"tensordesc<{dtype}[1, 1, {rows}, {columns}]>" if tma else f"*{dtype}"
     types |= dict.fromkeys(["lse_ptr", "delta_ptr"], f"tensordesc<fp32[1, {kBlockM}]>" if tma else "*fp32")
-    types |= dict.fromkeys(["dk_ptr", "dv_ptr"] if side == "kv" else ["dq_ptr"], f"*{dtype}") | {"seed_ptr": "*i64"}
+    types |= dict.fromkeys(["dk_ptr", "dv_ptr"] if side == "kv" else ["dq_ptr"], f"*{dtype}")
+    types |= length_types | {"seed_ptr": "*i64"}
     return compile_for(capability, function, types, constexprs, options)
 
 
@@ -301,7 +338,7 @@ def print_twin(capability):
         ptx = kernel.asm["ptx"]
         facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx,
                  "tma": "cp.async.bulk.tensor" in ptx}
-        print(json.dumps({**dict(zip(("dtype", "head_dim", "causal", "seq_lens", "dropout"), case)), **facts}))
+        print(json.dumps({**dict(zip(("dtype", "head_dim", "mask", "lengths", "dropout"), case)), **facts}))
 
 
 def print_twin_backward(capability):
@@ -311,7 +348,7 @@ def print_twin_backward(capability):
             ptx = kernel.asm["ptx"]
             facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx,
                      "tma": "cp.async.bulk.tensor" in ptx, "stack": stack_bytes(kernel.asm["cubin"])}
-            names = "side", "dtype", "head_dim", "causal", "dropout"
+            names = "side", "dtype", "head_dim", "mask", "lengths", "dropout"
             print(json.dumps({**dict(zip(names, case)), **config, **facts}))
 
 

@@ -53,7 +53,7 @@ def test_reading_order_visits_every_file_once():
 
 def test_csrc_is_small():
     lines = {name: len(source.splitlines()) for name, source in SOURCES.items()}
-    assert sum(lines.values()) <= 3850
+    assert sum(lines.values()) <= 4300
     assert {name: count for name, count in lines.items() if count > 450} == {}
 
 
@@ -74,10 +74,10 @@ def test_only_ptx_headers_hold_asm():
     assert {name for name, code in CODE.items() if re.search(r"\basm\b", code)} == {"ptx_sm80.cuh", "ptx_sm90.cuh"}
 
 
-def test_only_sequence_cuh_reads_seq_lens():
+def test_only_sequence_cuh_reads_lengths_on_the_gpu():
     """Kernels ask sequence.cuh. The lengths of the call are for those who count tiles, and for code on the host."""
-    readers = {name for name, code in CODE.items() if re.search(r"\bp\.seq_lens\b", code)}
-    assert "sequence.cuh" in readers and readers <= {"sequence.cuh"} | HOST_SIDE
+    readers = {name for name, code in CODE.items() if re.search(r"\b(cu_seqlens|seqused)(_[qk])?\[", code)}
+    assert readers == {"sequence.cuh"}
     for name in SOURCES.keys() - HOST_SIDE - {"sequence.cuh", "scheduler.cuh"}:
         for function in FUNCTIONS[name]:
             text = "\n".join(function)

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cases import SEED, check_lse, slow_unless
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, captured
 from minimal_attn import FlashMHA, available_backends, flash_attention, flash_attn_func, choice, reference_attention
+from minimal_attn.backends import Lengths, Options
 from minimal_attn.dropout import drop_threshold, keep_mask, keep_scale, philox
 from minimal_attn.interface import BACKENDS
 from minimal_attn.reference import visible_keys
@@ -345,8 +346,9 @@ def masks(q, k, v, dropout_p, backend, **options):
 def test_kernel_drops_what_keep_mask_says(impl, dtype, shape, options, seed):
     q, k, v = kernel_inputs(impl, dtype, **shape)
     want = keep_mask(seed_of(seed, q.device), 0.4, *q.shape[:3], k.shape[2], q.device)
-    lengths = torch.tensor(options["seq_lens"], device=q.device) if "seq_lens" in options else None
-    visible = visible_keys(q.shape[2], k.shape[2], options.get("causal", False), lengths, q.device)
+    seq_lens = torch.tensor(options["seq_lens"], device=q.device) if "seq_lens" in options else None
+    window = -1, 0 if options.get("causal", False) else -1
+    visible = visible_keys(*want.shape[2:], window, Lengths(None, None, seq_lens, seq_lens), q.device)
     for mask in masks(q, k, v, 0.4, IMPLEMENTATIONS[impl][0], seed=seed, **options):
         assert mask.equal(want if visible is None else want & visible)
 
@@ -438,7 +440,8 @@ def test_opcheck(impl, dtype):
     seed = seed_of(device=q.device)
     drop(q, k, v, 0.3, IMPLEMENTATIONS[impl][0])  # which registers the ops
     op = torch.ops.minimal_attn.triton_forward if impl == "triton" else torch.ops.minimal_attn.flash_forward
-    torch.library.opcheck(op.default, (q, k, v, None, 0.25, True, 0.3, seed, True))
+    options = Options(0.25, (-1, 0), dropout_p=0.3, dropout_seed=seed)
+    torch.library.opcheck(op.default, (q, k, v, *options.of_op(), True))
 
 
 @each_backend

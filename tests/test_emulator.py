@@ -55,7 +55,8 @@ SHOWN_TO = {
     "tiles.h": SIMT, "flash.cu": SIMT, "flash_bwd.cu": SIMT,
     "tiles_sm80.cuh": SM80, "flash_sm80.cu": ["sm80_fp16_64", "sm80_fp16_192"], "flash_bwd_sm80.cu": SM80,
     "flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
-    "flash_sm90.cu": ["sm90_128_causal", "sm90_200_causal", "sm90_256", "sm90_lens_128", "sm90_many_causal"],
+    "flash_sm90.cu": ["sm90_128_causal", "sm90_200_causal", "sm90_256", "sm90_lens_128", "sm90_many_causal",
+                      "sm90_packed"],
 }
 
 # What is wrong in selftest.cpp, and what the emulator says.

@@ -16,6 +16,7 @@ import minimal_attn
 from conftest import HAS_GPU, IMPLEMENTATIONS, ON_TENSOR_CORES
 from minimal_attn import (available_backends, blockwise_attention, flash_attention, flash_attn_func, forward,
                           reference_attention)
+from minimal_attn.backends import Lengths, Options
 from minimal_attn.interface import BACKENDS
 
 HERE = {name: impl for name, impl in IMPLEMENTATIONS.items() if name not in ON_TENSOR_CORES}  # of csrc one alone
@@ -59,8 +60,7 @@ def test_flash_attn_func_layout(backend, device):
     assert out2.equal(out) and lse2.equal(lse)
 
 
-@pytest.mark.parametrize("argument", [dict(window_size=(4, 0)), dict(window_size=None), dict(softcap=30.0),
-                                      dict(alibi_slopes=torch.ones(4))], ids=str)
+@pytest.mark.parametrize("argument", [dict(softcap=30.0), dict(alibi_slopes=torch.ones(4))], ids=str)
 def test_flash_attn_func_names_unsupported_options(argument):
     q, k, v = (x.transpose(1, 2) for x in qkv())
     with pytest.raises(NotImplementedError, match=next(iter(argument))):
@@ -76,9 +76,7 @@ def test_flash_attn_func_window_size_of_causal():
         for window_size in ((-1, 0), [-1, 0]):
             assert flash_attn_func(q, k, v, causal=causal, window_size=window_size).equal(want)
     assert flash_attn_func(q, k, v, causal=True, window_size=(-1, -1)).equal(want)
-    for window_size in ((0, 0), (-1, 1), (5, -1)):
-        with pytest.raises(NotImplementedError, match="window_size is not supported yet"):
-            flash_attn_func(q, k, v, causal=True, window_size=window_size)
+    assert flash_attn_func(q, k, v, causal=True, window_size=(-1, 1)).equal(want)
     with pytest.raises(TypeError, match="causal must be a bool, got None"):
         flash_attn_func(q, k, v, causal=None, window_size=(-1, 0))
 
@@ -224,7 +222,7 @@ def test_ops_take_empty_inputs(backend, device):
     flash_attention(*qkv(device=device), backend=backend)  # loads the library
     for shape in ((0, 4, 4, 20, 20), (2, 4, 4, 0, 20), (2, 4, 4, 20, 0)):
         q, k, v = qkv(*shape, device=device)
-        out, lse = getattr(torch.ops.minimal_attn, op)(q, k, v, None, 0.25, False)
+        out, lse = getattr(torch.ops.minimal_attn, op)(q, k, v, *Options(0.25).of_op())
         assert (out == 0).all() and (lse == -math.inf).all()
 
 
@@ -304,7 +302,7 @@ def bad(error, match, **change):
     bad(ValueError, "Expected 3D or 4D tensors", q=lambda q: q[0, 0]),
     bad(ValueError, "Expected 3D or 4D tensors, all alike", k=lambda k: k[0]),
     bad(ValueError, "same shape", k=lambda k: k[:, :, 1:]),
-    bad(ValueError, "same shape.*", v=lambda v: v[..., 1:]),
+    bad(ValueError, "same shape, but for the head_dim of v", v=lambda v: v[:, 1:]),
     bad(ValueError, "same head_dim", q=lambda q: q[..., 1:]),
     bad(ValueError, "same batch size", q=lambda q: q[1:]),
     bad(ValueError, "Unsupported head_dim 0", q=lambda x: x[..., :0], k=lambda x: x[..., :0], v=lambda x: x[..., :0]),
@@ -313,8 +311,8 @@ def bad(error, match, **change):
     bad(ValueError, "multiple of the number of key/value heads.*", k=lambda k: k[:, :0], v=lambda v: v[:, :0]),
     bad(ValueError, "same device", k=lambda k: k.to("meta")),
     bad(ValueError, "the device meta", **dict.fromkeys("qkv", lambda x: x.to("meta"))),
-    bad(ValueError, "lengths go up to 2147483391", k=lambda k: k[:, :, :1].expand(-1, -1, 2**31 - 256, -1),
-        v=lambda v: v[:, :, :1].expand(-1, -1, 2**31 - 256, -1)),
+    bad(ValueError, "heads go up to 2147483391, and so do rows and keys together",
+        **dict.fromkeys("kv", lambda x: x[:, :, :1].expand(-1, -1, 2**31 - 256, -1))),
     bad(TypeError, "q must be a dense tensor, got torch.sparse_coo", q=lambda q: q.to_sparse()),
     bad(TypeError, "Unsupported dtype: q is torch.int64", **dict.fromkeys("qkv", lambda x: x.long())),
     bad(TypeError, "dtypes must match", k=lambda k: k.half()),
@@ -445,7 +443,10 @@ def test_fp8_error_names_the_backends_that_take_it():
 # What others call what has another name here, or none.
 KEYWORDS = {"is_causal": "; it is called causal here", "scale": "; it is called sm_scale here",
             "softmax_scale": "; it is called sm_scale here", "attn_mask": "; masks are not supported yet",
-            "enable_gqa": "; it is not needed: heads are matched by their numbers", "colour": ""}
+            "enable_gqa": "; it is not needed: heads are matched by their numbers", "colour": "",
+            "cu_seqlens": "; it is called cu_seqlens_q and cu_seqlens_k here",
+            "block_table": "; page tables are not supported yet", "softcap": "; it is not supported yet",
+            "return_softmax_lse": "; it is called return_lse here"}
 
 
 @pytest.mark.parametrize("keyword", KEYWORDS)
@@ -475,7 +476,7 @@ def test_sm_scale_too_large():
             with pytest.raises(ValueError, match=rf"^{name} must be finite and at most 2\.3586e\+38 in magnitude"):
                 call(q, k, v, **{name: scale})
         with pytest.raises(ValueError, match=r"softmax_scale must be in -2\.3586e38\.\.2\.3586e38"):
-            torch.ops.minimal_attn.flash_forward(q, k, v, None, scale, False)
+            torch.ops.minimal_attn.flash_forward(q, k, v, *Options(scale).of_op())
 
 
 @each_impl
@@ -544,11 +545,12 @@ def test_op_refuses_what_would_read_out_of_bounds():
         (TypeError, (q, k.half(), v)), (TypeError, (q.int(), k.int(), v.int())),
     ]:
         with pytest.raises(error):
-            op(*arguments, None, 0.25, False)
+            op(*arguments, *Options(0.25).of_op())
     for seq_lens in (torch.tensor([3, 3]), torch.ones(3, dtype=torch.int32), torch.ones(4, dtype=torch.int32)[::2]):
-        with pytest.raises(ValueError, match="seq_lens"):
-            op(q, k, v, seq_lens, 0.25, False)
-    out, _ = op(q, k, v, torch.tensor([-5, 2**31 - 1], dtype=torch.int32), 0.25, False)  # clamped to 0 and to 20
+        with pytest.raises(ValueError, match="seqused_q"):
+            op(q, k, v, *Options(0.25, lengths=Lengths(None, None, seq_lens, seq_lens)).of_op())
+    seq_lens = torch.tensor([-5, 2**31 - 1], dtype=torch.int32)  # clamped to 0 and to 20
+    out, _ = op(q, k, v, *Options(0.25, lengths=Lengths(None, None, seq_lens, seq_lens)).of_op())
     assert (out[0] == 0).all() and out[1].isfinite().all() and (out[1] != 0).any()
 
 
@@ -576,7 +578,7 @@ def test_inputs_with_a_tangent(backend, device):
 def test_op_has_no_second_derivative():
     minimal_attn.load()
     q, k, v = qkv()
-    op = lambda v: torch.ops.minimal_attn.flash_forward(q, k, v, None, 0.25, False)[0]  # noqa: E731
+    op = lambda v: torch.ops.minimal_attn.flash_forward(q, k, v, *Options(0.25).of_op())[0]  # noqa: E731
     (dv,) = torch.autograd.grad(op(v.requires_grad_()).square().sum(), v, create_graph=True)
     with pytest.raises(NotImplementedError, match="backend='cuda' has no second derivative"):
         dv.sum().backward()

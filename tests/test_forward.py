@@ -15,6 +15,7 @@ from cases import (CASES, DTYPES, FP32_TOLERANCE, TILE_CASES, Case, base, case_p
                    compiler_for, dtype_params, dtypes_of, exact, make_inputs, options, serves, slow_unless)
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import flash_attention
+from minimal_attn.backends import Lengths, Options
 
 CASES_HERE = [case for case in CASES + TILE_CASES if HAS_GPU or not case.gpu_only]
 each_case = pytest.mark.parametrize("case", case_params(CASES_HERE))
@@ -284,8 +285,8 @@ def test_overlapping_inputs(impl, dtype, strides):
         check_lse(lse, ref_lse)
         op = getattr(torch.ops.minimal_attn, OPS[IMPLEMENTATIONS[impl][0]])
         with FakeTensorMode() as mode:
-            fake, _ = op(*(mode.from_tensor(x) for x in inputs), None, 0.25, False)
-        assert fake.stride() == op(*inputs, None, 0.25, False)[0].stride()
+            fake, _ = op(*(mode.from_tensor(x) for x in inputs), *Options(0.25).of_op())
+        assert fake.stride() == op(*inputs, *Options(0.25).of_op())[0].stride()
 
 
 @each_kernel_in_one_dtype
@@ -354,8 +355,9 @@ def test_opcheck(impl, dtype, layout):
     run(impl, case, q, k, v)  # loads the library
     op = getattr(torch.ops.minimal_attn, OPS[backend]).default
     for seq_lens in (None, torch.tensor([3, 33], dtype=torch.int32, device=device)):
-        torch.library.opcheck(op, (q, k, v, seq_lens, 0.25, True))
-        out, lse = op(q, k, v, seq_lens, 0.25, True)
+        options = Options(0.25, (-1, 0), Lengths(seqused_q=seq_lens, seqused_k=seq_lens)).of_op()
+        torch.library.opcheck(op, (q, k, v, *options))
+        out, lse = op(q, k, v, *options)
         assert out.stride() == torch.empty_like(q).stride() and lse.is_contiguous()
 
 

@@ -14,14 +14,15 @@ import minimal_attn
 from cases import Case, make_inputs
 from conftest import IMPLEMENTATIONS
 from minimal_attn import _build, cuda, flash_attention, flash_attn_func, force_kernel, which_kernel
+from minimal_attn.backends import Lengths, Options
 
 HALF = torch.float16
 
 
-def choose(q, k=None, v=None, has_dropout=False, capability=90, fast_fp64=True):
+def choose(q, k=None, v=None, has_dropout=False, capability=90, fast_fp64=True, has_sinks=False):
     """(name, why not the fast one) of a GPU that need not be here."""
     k, v = q if k is None else k, q if v is None else v
-    return minimal_attn.load().which_kernel(q, k, v, has_dropout, capability, fast_fp64)
+    return minimal_attn.load().which_kernel(q, k, v, has_dropout, capability, fast_fp64, has_sinks)
 
 
 def qkv(D=64, dtype=HALF, device="cpu", layout="bhsd", H=4):
@@ -55,6 +56,21 @@ def test_which_kernel_for_strides_of_2_40_bytes():
 def test_which_kernel_with_dropout():
     assert choose(*qkv(), has_dropout=True) == ("sm80", None)
     assert choose(*qkv(dtype=torch.float32), has_dropout=True) == ("simt", None)
+
+
+def test_which_kernel_with_sinks():
+    assert choose(*qkv(), has_sinks=True) == ("sm90", None)
+    assert choose(*qkv(dtype=torch.float32), has_sinks=True) == ("simt", None)
+
+
+def test_which_kernel_for_v_of_another_head_dim():
+    for dtype, D, head_dim_v, kernel in (
+            (HALF, 192, 128, "sm90"), (HALF, 8, 256, "sm90"), (torch.float32, 128, 36, "dmma"),
+            (torch.float32, 32, 64, "dmma"), (torch.float32, 32, 8, "simt"), (torch.float32, 64, 132, "simt")):
+        q, k, _ = qkv(D, dtype)
+        assert choose(q, k, qkv(head_dim_v, dtype)[2]) == (kernel, None)
+    q, k, _ = qkv(64)
+    assert choose(q, k, qkv(50)[2]) == ("simt", "head_dim is not a multiple of 16 bytes")
 
 
 def test_which_kernel_for_fp32():
@@ -244,7 +260,7 @@ def slow_library(monkeypatch):
     def slow_forward(forward):
         return lambda *inputs: (*forward(*inputs)[:2], "of a test")
 
-    def fast_forward(warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic):
+    def fast_forward(warn_slow, may_train, q, *rest):
         warn_slow("of a test")
         return q
 
@@ -283,13 +299,51 @@ def test_which_kernel_on_the_cpu():
         which_kernel(q, k, v, dropout_p=1.5)
 
 
+LENGTHS = torch.tensor([3, 40], dtype=torch.int32)
+CU_SEQLENS = torch.tensor([0, 15, 40], dtype=torch.int32)
+
+
+def test_which_kernel_takes_lengths_windows_and_sinks():
+    q, k, v = qkv()
+    assert which_kernel(q, k, v[..., :8], window_size=(7, 2), seqused_q=LENGTHS, seqused_k=LENGTHS,
+                        sinks=torch.zeros(4)) == "host"
+    assert which_kernel(q[:1], k[:1], v[:1], cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS) == "host"
+    for error, match, arguments in [
+            (TypeError, "window_size must be a pair", dict(window_size=3)),
+            (ValueError, "must both be given", dict(cu_seqlens_q=CU_SEQLENS)),
+            (ValueError, "q, k and v must be packed", dict(cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS)),
+            (ValueError, r"seqused_q must be in 0\.\.40 for sample 1", dict(seqused_q=LENGTHS + 1)),
+            (ValueError, "seqused_k must be int32", dict(seqused_k=LENGTHS.long())),
+            (ValueError, "seq_lens cannot be given together", dict(seq_lens=[3, 3], seqused_k=LENGTHS)),
+            (ValueError, r"sinks must have shape \(4,\)", dict(sinks=torch.zeros(3)))]:
+        with pytest.raises(error, match=match):
+            which_kernel(q, k, v, **arguments)
+
+
+def test_which_kernel_tells_csrc_what_decides(monkeypatch):
+    """Dropout, sinks and strides; a packed batch has none between its samples."""
+    told = []
+
+    def answer(q, k, v, has_dropout, has_sinks):
+        told.append((q.stride(0), has_dropout, has_sinks))
+        return "simt", None
+
+    monkeypatch.setattr(_build, "load", lambda: types.SimpleNamespace(which_kernel=answer))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    q = torch.empty(4 * 40 * 64, dtype=HALF).as_strided((1, 4, 40, 64), (3, 2560, 64, 1))
+    which_kernel(q, q, q, dropout_p=0.1)
+    which_kernel(q, q, q, sinks=torch.zeros(4), cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS)
+    assert told == [(3, True, False), (10240, False, True)]
+
+
 def no_warning(reason):
     raise AssertionError(reason)
 
 
-def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, warn_slow=no_warning, trains=True):
+def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, warn_slow=no_warning, trains=True,
+         window_size=(-1, -1), lengths=Lengths(), sinks=None):
     return minimal_attn.load().fast_forward(warn_slow, lambda q, k, seq_major: trains, q, k, v, causal, scale,
-                                            seq_major, return_lse, False)
+                                            seq_major, return_lse, False, window_size, lengths, sinks)
 
 
 def test_fast_path_refuses_cpu_tensors():
@@ -323,7 +377,8 @@ def test_fast_path_gives_the_same_bits(dtype):
     q, k, v = qkv(device="cuda", dtype=dtype)
     cuda._load_ops()
     for causal, scale in ((False, None), (True, 0.3), (True, -0.5), (False, 0.0)):
-        want, want_lse = torch.ops.minimal_attn.flash_forward(q, k, v, None, 0.125 if scale is None else scale, causal)
+        options = Options(0.125 if scale is None else scale, (-1, 0 if causal else -1)).of_op()
+        want, want_lse = torch.ops.minimal_attn.flash_forward(q, k, v, *options)
         out, lse = fast(q, k, v, causal, scale, return_lse=True)
         assert out.equal(want) and lse.equal(want_lse) and fast(q, k, v, causal, scale).equal(want)
         rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
@@ -334,6 +389,29 @@ def test_fast_path_gives_the_same_bits(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sinks_dtype", [None, torch.float32, HALF])
+def test_fast_path_takes_windows_lengths_and_sinks(gpu, sinks_dtype):
+    q, k, v = gpu
+    sinks = None if sinks_dtype is None else torch.randn(q.shape[1], device="cuda").to(sinks_dtype)
+    sums = None if sinks is None else sinks.float()
+    used = torch.tensor([30, 7], dtype=torch.int32, device="cuda")
+    for lengths in (Lengths(), Lengths(seqused_q=used, seqused_k=used)):
+        want = torch.ops.minimal_attn.flash_forward(q, k, v, *Options(0.125, (9, 5), lengths, sums).of_op())
+        got = fast(q, k, v, False, 0.125, return_lse=True, window_size=(9, 5), lengths=lengths, sinks=sinks)
+        assert all(map(torch.equal, got, want))
+    cu_seqlens = torch.tensor([0, 9, 9, 40], dtype=torch.int32, device="cuda")
+    lengths = Lengths(cu_seqlens, cu_seqlens)
+    q, k, v = (x[:1] for x in (q, k, v))
+    out, lse = torch.ops.minimal_attn.flash_forward(q, k, v, *Options(0.125, (-1, 0), lengths, sums).of_op())
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]  # (T, H, D)
+    for tensors, seq_major in (((q, k, v), False), (rows, True)):
+        got = fast(*tensors, True, 0.125, seq_major, True, lengths=lengths, sinks=sinks)
+        assert got[0].equal(out[0].transpose(0, 1) if seq_major else out) and got[1].equal(lse[0] if seq_major else lse)
+    assert fast(*(x.transpose(1, 2) for x in (q, k, v)), True, 0.125, True, lengths=lengths) is None  # 4D and packed
+    assert fast(*rows, True, 0.125, True) is None  # 3D and not packed
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("seq_major", [False, True])
 def test_fast_path_gives_the_same_gradients(seq_major):
     """As the dispatcher, whose derivative is that of ops.py."""
@@ -341,7 +419,8 @@ def test_fast_path_gives_the_same_gradients(seq_major):
     inputs = [x.requires_grad_() for x in qkv(device="cuda")]
     dout = torch.randn_like(inputs[0])
     dlse = torch.randn(dout.shape[:3], device="cuda")
-    want = torch.autograd.grad(torch.ops.minimal_attn.flash_forward(*inputs, None, 0.3, True), inputs, (dout, dlse))
+    outputs = torch.ops.minimal_attn.flash_forward(*inputs, *Options(0.3, (-1, 0)).of_op())
+    want = torch.autograd.grad(outputs, inputs, (dout, dlse))
     rows = [x.transpose(1, 2) if seq_major else x for x in inputs]
     out, lse = fast(*rows, True, 0.3, seq_major, return_lse=True)
     got = torch.autograd.grad((out.transpose(1, 2) if seq_major else out, lse), inputs, (dout, dlse))
@@ -381,6 +460,13 @@ def test_fast_path_refuses(gpu):
         assert fast(*tensors) is None
     assert fast(q, k, v, None) is fast(q, k, v, 1) is fast(q, k, v, True, 1) is None
     assert fast(q, k, v, True, torch.nan) is fast(q, k, v, True, 1e39) is None
+    used = torch.tensor([1, 2], dtype=torch.int32, device="cuda")
+    for wrong in ({"window_size": (1,)}, {"window_size": "12"}, {"window_size": (-2, 0)}, {"window_size": (True, 0)},
+                  {"lengths": Lengths(seqused_q=used.long())}, {"lengths": Lengths(seqused_k=used.cpu())},
+                  {"lengths": Lengths(used, None)}, {"lengths": Lengths(used, used)}, {"sinks": used},
+                  {"sinks": torch.ones(3, device="cuda")}, {"sinks": 1.0},
+                  {"sinks": torch.ones(q.shape[1], device="cuda", requires_grad=True)}):
+        assert fast(q, k, v, **wrong) is None
     with torch.profiler.profile() as profile:
         assert fast(q, k, v) is None
         flash_attention(q, k, v)

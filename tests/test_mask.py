@@ -1,4 +1,5 @@
-"""The mask of the Triton kernels, function by function, against a boolean matrix for all small lengths."""
+"""The mask and the sequences of the Triton kernels, function by function, against boolean matrices for all small lengths
+and windows, and against lists of samples."""
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ tl = pytest.importorskip("triton.language")
 
 from conftest import HAS_GPU  # noqa: E402
 
+from triton_ref.launching import mask_of  # noqa: E402
 from triton_ref.mask import (block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks,  # noqa: E402
-                             rows_of, seen_by, sees, sequence, steps)
+                             rows_of, seen_by, sees, steps)
+from triton_ref.sequence import block_of_slot, num_slots, sequence  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 SIZE = 16  # rows and keys of a matrix
@@ -25,16 +28,17 @@ def _visit(out, blocks, kMasked: tl.constexpr):
 
 
 @triton.jit
-def _masks(seq_lens_ptr, seqlens_q_ptr, seqlens_k_ptr, sees_ptr, seen_by_ptr, has_keys_ptr, key_visits_ptr,
-           row_visits_ptr, kIsCausal: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kSize: tl.constexpr):
+def _masks(seqused_q_ptr, seqused_k_ptr, windows_ptr, sees_ptr, seen_by_ptr, has_keys_ptr, key_visits_ptr,
+           row_visits_ptr, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kBlockM: tl.constexpr,
+           kBlockN: tl.constexpr, kSize: tl.constexpr):
     """All of one sample: matrices [kSize, kSize], and the blocks that each tile visits, [tiles, blocks]."""
     b = tl.program_id(0)
-    seq = sequence(seq_lens_ptr, b, tl.load(seqlens_q_ptr + b), tl.load(seqlens_k_ptr + b))
-    mask = make_mask(seq, kIsCausal)
+    seq = sequence(None, None, seqused_q_ptr, seqused_k_ptr, b, 0, kSize - 5, kSize - 5)
+    mask = make_mask(seq, tl.load(windows_ptr + 2 * b), tl.load(windows_ptr + 2 * b + 1), kIsCausal, kIsLocal)
     rows, cols = tl.arange(0, kSize), tl.arange(0, kSize)
     matrix = b * kSize * kSize + tl.arange(0, kSize)[:, None] * kSize + tl.arange(0, kSize)[None, :]
-    tl.store(sees_ptr + matrix, sees(keys_of(mask, rows), cols))
-    tl.store(seen_by_ptr + matrix, seen_by(rows_of(mask, cols), rows, True))
+    tl.store(sees_ptr + matrix, sees(keys_of(mask, rows), cols, kIsLocal))
+    tl.store(seen_by_ptr + matrix, seen_by(rows_of(mask, cols), rows, mask.seqlen_q, kIsLocal, True))
     tl.store(has_keys_ptr + b * kSize + rows, has_keys(mask, rows))
     kTilesM: tl.constexpr = kSize // kBlockM
     kTilesN: tl.constexpr = kSize // kBlockN
@@ -48,11 +52,16 @@ def _masks(seq_lens_ptr, seqlens_q_ptr, seqlens_k_ptr, sees_ptr, seen_by_ptr, ha
         _visit(row_visits_ptr + (b * kTilesN + i) * kTilesM, blocks, True)
 
 
-def visible(seqlen_q, seqlen_k, causal):
+def visible(seqlen_q, seqlen_k, window):
     """Which key [.., cols] a row [rows, ..] sees."""
     rows, cols = torch.arange(SIZE)[:, None], torch.arange(SIZE)[None, :]
     is_seen = (rows < seqlen_q) & (cols < seqlen_k)
-    return is_seen & (cols <= rows + seqlen_k - seqlen_q) if causal else is_seen
+    left, right = window
+    if left >= 0:
+        is_seen &= cols >= rows + seqlen_k - seqlen_q - left
+    if right >= 0:
+        is_seen &= cols <= rows + seqlen_k - seqlen_q + right
+    return is_seen
 
 
 def visits(is_seen, size, tile, block):
@@ -67,20 +76,21 @@ def visits(is_seen, size, tile, block):
     return expected
 
 
-def check(seq_lens, seqlens_q, seqlens_k, causal, kBlockM, kBlockN):
-    """Run the kernel for samples of these sizes, cut to seq_lens unless that is None, and compare all that it found."""
-    n = len(seqlens_q)
+def check(samples, kBlockM, kBlockN):
+    """Run the kernel for samples (seqlen_q, seqlen_k, window), all with the same flags, and compare all it found."""
+    n = len(samples)
     sees_out, seen_by_out = (torch.zeros(n, SIZE, SIZE, dtype=torch.bool, device=DEVICE) for _ in range(2))
     has_keys_out = torch.zeros(n, SIZE, dtype=torch.bool, device=DEVICE)
     key_visits = torch.zeros(n, SIZE // kBlockM, SIZE // kBlockN, dtype=torch.int32, device=DEVICE)
     row_visits = torch.zeros(n, SIZE // kBlockN, SIZE // kBlockM, dtype=torch.int32, device=DEVICE)
-    sizes = [None if x is None else torch.tensor(x, dtype=torch.int32, device=DEVICE)
-             for x in (seq_lens, seqlens_q, seqlens_k)]
-    _masks[(n,)](*sizes, sees_out, seen_by_out, has_keys_out, key_visits, row_visits, causal, kBlockM, kBlockN, SIZE)
-    for b, (seqlen_q, seqlen_k) in enumerate(zip(seqlens_q, seqlens_k)):
-        if seq_lens is not None:
-            seqlen_q, seqlen_k = (max(0, min(seq_lens[b], x)) for x in (seqlen_q, seqlen_k))
-        is_seen, name = visible(seqlen_q, seqlen_k, causal), f"{seqlen_q} rows, {seqlen_k} keys"
+    masks = [mask_of(window) for _, _, window in samples]
+    flags, = {mask[2:] for mask in masks}
+    inputs = [torch.tensor(x, dtype=torch.int32, device=DEVICE)
+              for x in ([x[0] for x in samples], [x[1] for x in samples], [mask[:2] for mask in masks])]
+    _masks[(n,)](*inputs, sees_out, seen_by_out, has_keys_out, key_visits, row_visits, *flags, kBlockM, kBlockN, SIZE)
+    for b, (seqlen_q, seqlen_k, window) in enumerate(samples):
+        seqlen_q, seqlen_k = (max(0, min(x, SIZE - 5)) for x in (seqlen_q, seqlen_k))
+        is_seen, name = visible(seqlen_q, seqlen_k, window), f"{seqlen_q} rows, {seqlen_k} keys, window {window}"
         assert torch.equal(sees_out[b].cpu(), is_seen), name
         assert torch.equal(seen_by_out[b].cpu(), is_seen.T), name
         if seqlen_k:
@@ -89,15 +99,104 @@ def check(seq_lens, seqlens_q, seqlens_k, causal, kBlockM, kBlockN):
         assert torch.equal(row_visits[b].cpu(), visits(is_seen.T, seqlen_k, kBlockN, kBlockM)), name
 
 
+LENGTHS = range(SIZE - 4)
+CAUSAL, NO_MASK = (-1, 0), (-1, -1)
+
+
 @pytest.mark.parametrize("kBlockM, kBlockN", [(4, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_every_length(causal, kBlockM, kBlockN):
-    lengths = range(1, 12)
-    check(None, [n for n in lengths for _ in lengths], [n for _ in lengths for n in lengths], causal, kBlockM, kBlockN)
+@pytest.mark.parametrize("window", [pytest.param(NO_MASK, marks=pytest.mark.slow), CAUSAL, (3, 1),
+                                    pytest.param((0, 0), marks=pytest.mark.slow),
+                                    pytest.param((5, -1), marks=pytest.mark.slow),
+                                    pytest.param((-1, 2), marks=pytest.mark.slow),
+                                    pytest.param((2, 6), marks=pytest.mark.slow)], ids=str)
+def test_every_length(window, kBlockM, kBlockN):
+    check([(n, m, window) for n in LENGTHS for m in LENGTHS], kBlockM, kBlockN)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_length_of_each_sample(causal):
-    """Lengths below 0 and above that of the tensors, which only the GPU may see, are brought into them."""
-    seq_lens = [-3, *range(15)]
-    check(seq_lens, [11] * len(seq_lens), [11] * len(seq_lens), causal, 4, 4)
+@pytest.mark.slow
+@pytest.mark.parametrize("kBlockM, kBlockN", [(4, 2), (2, 4)])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(9, 9), (5, 9), (9, 5), (1, 9), (9, 1)])
+def test_every_window(seqlen_q, seqlen_k, kBlockM, kBlockN):
+    sides = [-1, *range(12), 2**31 - 257, 2**31 - 1]
+    check([(seqlen_q, seqlen_k, (left, right)) for left in sides for right in sides
+           if (left, right) not in (NO_MASK, CAUSAL)], kBlockM, kBlockN)
+
+
+@pytest.mark.parametrize("window", [NO_MASK, CAUSAL, (3, 1)], ids=str)
+def test_lengths_out_of_range(window):
+    """Lengths below 0 and above those of the tensors, which only the GPU may see, are brought into them."""
+    lengths = [-(2**31), -3, 0, 5, 11, 12, 2**31 - 1]
+    check([(n, m, window) for n in lengths for m in lengths], 4, 4)
+
+
+@triton.jit
+def _sequences(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, batch_size, total_q, total_k, out_ptr):
+    """The six numbers of each sample."""
+    b = tl.program_id(0)
+    seq = sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, b, batch_size, total_q, total_k)
+    tl.store(out_ptr + 6 * b, seq.q_begin)
+    tl.store(out_ptr + 6 * b + 1, seq.k_begin)
+    tl.store(out_ptr + 6 * b + 2, seq.seqlen_q)
+    tl.store(out_ptr + 6 * b + 3, seq.seqlen_k)
+    tl.store(out_ptr + 6 * b + 4, seq.padded_q)
+    tl.store(out_ptr + 6 * b + 5, seq.padded_k)
+
+
+@triton.jit
+def _slots(cu_seqlens_ptr, batch_size, total, out_ptr, kBlock: tl.constexpr):
+    """(b, block) of each slot."""
+    slot = tl.program_id(0)
+    b, block = block_of_slot(cu_seqlens_ptr, slot, batch_size, total, kBlock)
+    tl.store(out_ptr + 2 * slot, b)
+    tl.store(out_ptr + 2 * slot + 1, block)
+
+
+def int32(values):
+    return None if values is None else torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def sequences(cu_seqlens_q, cu_seqlens_k, total_q, total_k, seqused_q=None, seqused_k=None):
+    batch_size = len(cu_seqlens_q) - 1
+    out = torch.zeros(batch_size, 6, dtype=torch.int32, device=DEVICE)
+    _sequences[(batch_size,)](*map(int32, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)), batch_size, total_q,
+                              total_k, out)
+    return out.tolist()
+
+
+def test_sequences_of_a_packed_batch():
+    # q_begin, k_begin, seqlen_q, seqlen_k, padded_q, padded_k; the last sample owns what cu_seqlens leaves over
+    assert sequences([0, 3, 3, 9], [0, 5, 6, 7], 12, 8) == [[0, 0, 3, 5, 3, 5], [3, 5, 0, 1, 0, 1], [3, 6, 6, 1, 9, 2]]
+    used = sequences([0, 3, 3, 9], [0, 0, 6, 2], 12, 8, [2, 4, -1], [8, 9, 1])
+    assert [x[:5] for x in used] == [[0, 0, 2, 8, 3], [3, 0, 0, 8, 0], [3, 6, 0, 1, 9]]
+
+
+GARBAGE = [[7, -2, 50, 4, 3], [-(2**31), 2**31 - 1, -(2**31), 2**31 - 1, -5], [9, 8, 7, 6, 5], [0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("cu_seqlens", GARBAGE, ids=str)
+def test_garbage_gives_rows_within_the_tensors(cu_seqlens):
+    for q_begin, k_begin, seqlen_q, seqlen_k, padded_q, padded_k in [
+            *sequences(cu_seqlens, cu_seqlens, 11, 13),
+            *sequences(cu_seqlens, cu_seqlens, 11, 13, cu_seqlens[1:], cu_seqlens[:4])]:
+        assert 0 <= q_begin <= q_begin + seqlen_q <= q_begin + padded_q <= 11
+        assert 0 <= k_begin <= k_begin + seqlen_k <= 13 and 0 <= padded_k <= 13 - k_begin
+    for b, block in slots(cu_seqlens, 11, 4):
+        assert 0 <= b < 4 and block >= 0
+
+
+def slots(cu_seqlens, total, kBlock):
+    batch_size = len(cu_seqlens) - 1
+    count = num_slots.fn(cu_seqlens, batch_size, total, kBlock)
+    out = torch.zeros(count, 2, dtype=torch.int32, device=DEVICE)
+    _slots[(count,)](int32(cu_seqlens), batch_size, total, out, kBlock)
+    return out.tolist()
+
+
+@pytest.mark.parametrize("lengths", [[1], [0], [16], [5, 0, 0, 4, 1], [0, 0, 7], [4, 4, 4, 4], [3] * 9, [17, 1, 0, 30]],
+                         ids=str)
+@pytest.mark.parametrize("left_over", [0, 6])
+def test_slots_cover_every_row_once(lengths, left_over):
+    cu_seqlens = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    owned = [*lengths[:-1], lengths[-1] + left_over]
+    found = [(b, block) for b, block in slots(cu_seqlens, sum(owned), 4) if block * 4 < owned[b]]
+    assert found == [(b, block) for b, n in enumerate(owned) for block in range(-(-n // 4))]

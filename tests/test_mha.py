@@ -159,7 +159,7 @@ def test_dropout_is_passed_in_training_alone(received):
         for mode in (True, False):
             module.train(mode)(an_input())
             passed = {"dropout_p": dropout} if mode and dropout else {}
-            assert received.pop()[1] == {"seq_lens": None, "backend": "auto", **passed}
+            assert received.pop()[1] == {"seq_lens": None, "window_size": (-1, -1), "backend": "auto", **passed}
 
 
 @each_backend
@@ -321,4 +321,5 @@ def test_autocast_hands_over_its_dtype(received):
 
 def test_repr():
     assert repr(FlashMHA(E, H, 2, dropout=0.25)).startswith(
-        "FlashMHA(\n  embed_dim=64, num_heads=4, num_heads_k=2, dropout=0.25, causal=False, backend='auto'\n")
+        "FlashMHA(\n  embed_dim=64, num_heads=4, num_heads_k=2, dropout=0.25, causal=False, window_size=(-1, -1), "
+        "backend='auto'\n")

@@ -1,5 +1,6 @@
 """The pictures: what they show, that no two implementations look alike, and that benchmarks/h200 has no stale one."""
 
+import itertools
 import json
 import re
 import sys
@@ -11,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from minimal_attn import bench
-from minimal_attn.bench import attention, backward, forward_backward, matmul, pictures
+from minimal_attn.bench import (attention, backward, forward_backward, matmul, pictures, varlen, varlen_backward,
+                                window)
 from minimal_attn.bench.measure import MEASURED, Setting
 from minimal_attn.bench.styles import MATMUL, STYLES
 from minimal_attn.interface import BACKENDS
@@ -19,14 +21,17 @@ from minimal_attn.interface import BACKENDS
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import recorded  # noqa: E402
 import write_pictures  # noqa: E402
+import write_tables  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
 GPU_IMPLS = {name for name, impl in attention.IMPLS.items() if "cuda" in impl.devices} | {
     "cuda:sm80", "cuda:sm90", "cuda:dmma", "flash_attn", "flash_attn_interface", "fa4"}
 CPU_IMPLS = {name for name, impl in attention.IMPLS.items() if "cpu" in impl.devices}
-IN_ONE_PICTURE = GPU_IMPLS, CPU_IMPLS, set(matmul.IMPLS) - {"torch"}, set(BACKENDS)
+OF_PACKED = {*varlen.DEFAULTS["impls"], "flex"} - {"cuda:host"}
+IN_ONE_PICTURE = GPU_IMPLS, CPU_IMPLS, OF_PACKED, set(matmul.IMPLS) - {"torch"}, set(BACKENDS)
 
 
 def results_of(shapes, tflops, dtype="bfloat16", causal=False):
@@ -55,7 +60,7 @@ def labels(ticks):
 # Styles.
 
 def test_styles_has_every_implementation():
-    for op in (attention, backward, forward_backward, matmul):
+    for op in (attention, backward, forward_backward, varlen, varlen_backward, window, matmul):
         assert set(op.IMPLS) <= set(STYLES)
     rows = json.loads((ROOT / "benchmarks/peers.json").read_text())["rows"]
     assert {"fa3", "fa4"} <= set(rows[0]) and {"fa3", "fa4", *BACKENDS} <= set(STYLES)
@@ -257,3 +262,74 @@ def test_bench_draws_what_its_json_holds(tmp_path):
                                                                                        ceilings)
     assert re.findall("<li><a href=\"#section-[12]\">(.*?)</a></li>", Path(files["x.html"]).read_text()) == [
         "head_dim 8, float32 (H 2, B 1)", "head_dim 8, float32, causal (H 2, B 1)"]
+
+
+# Records of packed batches and windows, which may not have been measured yet.
+
+NUMBERS = dict.fromkeys(MEASURED, 1.0) | {"tflops": 500.0}
+META = {"device": "NVIDIA H200", "command": "python bench.py", "host_us": {"flash_attn_func": 9.0,
+                                                                          "flash_attn_varlen_func": 12.0}}
+
+
+def rows_of(op, names):
+    """A row of each implementation for the default shapes of an op on a GPU, as from a run."""
+    for shape, causal, name in itertools.product(op.DEFAULT_SHAPES["cuda"], (False, True), names):
+        case = object.__new__(op.CASES[type(shape)])
+        case.shape, case.dtype, case.causal = case.setting = Setting(shape, "bfloat16", causal)
+        measured = NUMBERS if name in case.impls or name.startswith("cuda") else {}
+        yield case.setting, json.loads(json.dumps(case.row(name, measured)))
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """A ROOT whose folder has the records of all implementations at one speed."""
+    monkeypatch.setattr(recorded, "ROOT", tmp_path)
+    (tmp_path / "benchmarks/h200").mkdir(parents=True)
+    results = {}
+    for op in (varlen, varlen_backward, window):
+        name = op.__name__.rpartition(".")[2]
+        rows = list(rows_of(op, ("cuda:sm90", "cuda:sm80", "triton", "torch:varlen", "torch:flash", "flex")))
+        for setting, row in rows:
+            results.setdefault(name, {}).setdefault(setting, {})[row["impl"]] = row
+        content = {"meta": META, "rows": [row for _, row in rows]}
+        (tmp_path / f"benchmarks/h200/{name}.json").write_text(json.dumps(content))
+    return results
+
+
+BLOCKS_TO_COME = ["varlen", "varlen_backward", "window"]
+
+
+@pytest.mark.parametrize("block", BLOCKS_TO_COME)
+def test_block_of_no_record_is_empty(block, tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded, "ROOT", tmp_path)
+    assert write_tables.BLOCKS[block]() == ""
+
+
+def test_blocks_of_records(measured):
+    varlen, gradients, windows = (write_tables.BLOCKS[block]() for block in BLOCKS_TO_COME)
+    assert "| 16 of 64..4096 | no | 500 | 500 | 500 | 500 | 1.00 | 1.00 | 500 | 1.00 |\n" in varlen
+    assert "12.0 µs, and a dense one 9.0 µs." in " ".join(varlen.split())
+    assert "| 8192 + 64 x 128 | yes | 500 | 500 | 500 | 1.00 | 1.00 | 500 | 1.00 |\n" in gradients
+    assert "| (512, 0) | 16384 | yes | 1.000 | 1.000 | 1.000 | 1.000 | 1.00 | 1.00 |\n" in windows
+    assert "| (4096, 4096) | 16384 | no |" in windows and "varlen.svg" in varlen and "window.svg" in windows
+    assert all(line.startswith("|") or len(line) <= 120 for block in (varlen, gradients, windows)
+               for line in block.splitlines())
+
+
+@pytest.mark.parametrize("name, shared", [("varlen", "H 16/4, D 128"), ("window", "H 16/4, D 128")])
+def test_picture_of_a_record_is_that_of_the_run(name, shared, measured):
+    """The rows of one file are of several ops, and each gets its own kind of shape back."""
+    content = json.loads((recorded.ROOT / f"benchmarks/h200/{name}.json").read_text())
+    results, title, _ = write_pictures.results_of(content)
+    assert title.endswith("on NVIDIA H200")
+    assert pictures.digest_of_plot(results, title, {}) == pictures.digest_of_plot(measured[name], title, {})
+    assert [type(x.shape) for x in results] == [type(x.shape) for x in measured[name]]
+    without_mask, causal = pictures.panels_of(results)
+    assert without_mask.shared == causal.shared == shared and not causal.is_sweep
+
+
+def test_bars_of_packed_batches():
+    shapes = [varlen.Shape("32 x 512", 16, 128, 4), square(32, 16, 512, 128, Hk=4)]
+    ax = axes_of(results_of(shapes, {"cuda:sm90": [400.0, 500.0], "torch:varlen": [200.0, None]}))
+    assert labels(ax.get_yticklabels()) == ["lengths 32 x 512", "B 32, S 512"]
+    assert labels(ax.texts)[:2] == ["400 (2.00×)", "500"]

@@ -326,15 +326,16 @@ SIGNATURES = {
     "triton_matmul": dict(block_m=None, block_n=None, block_k=None, use_autotune=True),
     "flash_attention": dict(causal=False, sm_scale=None, seq_lens=None, dropout_p=0.0, dropout_seed=None,
                             deterministic=False, return_lse=False, backend="auto", q_descale=None, k_descale=None,
-                            v_descale=None, autotune=True),
-    "flash_attn_func": dict(dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-                            alibi_slopes=None, deterministic=False, return_attn_probs=False, dropout_seed=None,
-                            return_lse=False, backend="auto"),
+                            v_descale=None, autotune=True, window_size=(-1, -1), cu_seqlens_q=None, cu_seqlens_k=None,
+                            max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, seqused_k=None, sinks=None),
     "force_kernel": {},
-    "which_kernel": dict(causal=False, sm_scale=None, seq_lens=None, dropout_p=0.0),
+    "which_kernel": dict(causal=False, sm_scale=None, seq_lens=None, dropout_p=0.0, window_size=(-1, -1),
+                         cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, sinks=None),
     "reference_attention": dict(causal=False, sm_scale=None, seq_lens=None, dropout_p=0.0, dropout_seed=None,
-                                return_lse=False),
-    "FlashMHA": dict(num_heads_k=None, bias=True, dropout=0.0, causal=False, device=None, dtype=None, backend="auto"),
+                                return_lse=False, window_size=(-1, -1), cu_seqlens_q=None, cu_seqlens_k=None,
+                                seqused_q=None, seqused_k=None, sinks=None),
+    "FlashMHA": dict(num_heads_k=None, bias=True, dropout=0.0, causal=False, device=None, dtype=None, backend="auto",
+                     window_size=(-1, -1)),
 }
 
 
@@ -390,7 +391,7 @@ def test_get_attention_config_has_the_launched_tiles(head_dim, dtype, monkeypatc
     if not HAS_GPU and dtype == torch.bfloat16:
         pytest.skip("the interpreter computes it in fp32")
     q = torch.randn(2, 2, 70, head_dim, device=DEVICE, dtype=dtype)
-    attention.run(q, q, q, Options(causal=True, softmax_scale=0.1, autotune=False))
+    attention.run(q, q, q, Options(0.1, (-1, 0), autotune=False))
     config = get_attention_config(head_dim, dtype, "triton")
     kernel = "attention_hopper.py" if "kConsumers" in launched[0] else "attention.py"
     assert (config.pop("backend"), config.pop("kernel")) == ("triton", kernel) and launched == [config]

@@ -15,13 +15,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from cases import Case, base, check_error, check_lse, exact, make_inputs, slow_unless  # noqa: E402
+from cases import Case, base, check_error, check_lse, exact, make_inputs, mask_of, slow_unless  # noqa: E402
 from conftest import HAS_GPU  # noqa: E402
 
 from minimal_attn import flash_attention, reference_attention  # noqa: E402
 from minimal_attn.backends import Options  # noqa: E402
 from minimal_attn.checks import FP8_DTYPES, TWIN_DTYPES  # noqa: E402
-from minimal_attn.reference import visible_keys  # noqa: E402
 from test_backward import by, check, gradients, make_all  # noqa: E402
 from triton_ref import attention as twin  # noqa: E402
 from triton_ref import attention_bwd, attention_hopper, autotune, classic, launching  # noqa: E402
@@ -69,8 +68,7 @@ def fp8_base(case, q, k, v, dtype):
     """fp64 but for P, which is rounded to fp8, and out, in bf16: the yardstick of the error rule."""
     k, v = (x.repeat_interleave(case.H // case.Hk, 1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(case.D) if case.sm_scale is None else case.sm_scale)
-    seq_lens = None if case.seq_lens is None else torch.tensor(case.seq_lens, device=q.device)
-    mask = visible_keys(case.Sq, case.Sk, case.causal, seq_lens, q.device)
+    mask = mask_of(case, q.device)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
         v = v.nan_to_num()
@@ -210,7 +208,7 @@ def test_every_tile(dtype, head_dim, config):
         q, k, v = make_inputs(case, torch.float32 if dtype in FP8_DTYPES else dtype, DEVICE)
         if dtype in FP8_DTYPES:
             q, k, v = (x.to(dtype) for x in (q, k, v))
-        out, lse = run(q, k, v, Options(case.causal, 1 / math.sqrt(case.D)), config)
+        out, lse = run(q, k, v, Options(1 / math.sqrt(case.D), (-1, 0 if case.causal else -1)), config)
         truth, lse_truth = exact(case, q, k, v)
         if dtype in FP8_DTYPES:
             check_error(out, truth, fp8_base(case, *(x.double() for x in (q, k, v)), dtype))
@@ -517,10 +515,10 @@ def test_bits_do_not_depend_on_number_of_programs(head_dim, causal, monkeypatch)
     case = Case("", B=3, H=4, Hk=2, Sq=700, Sk=777, D=head_dim, causal=causal)
     q, k, v = make_inputs(case, torch.bfloat16, "cuda")
     for config in attention_hopper.configs(torch.bfloat16, head_dim):
-        want = run(q, k, v, Options(causal, 0.1), config)
+        want = run(q, k, v, Options(0.1, (-1, 0 if causal else -1)), config)
         monkeypatch.setattr(twin, "properties", lambda device: Properties(90, 227 << 10, 3))
         monkeypatch.setattr(twin, "_plans", {})
-        got = run(q, k, v, Options(causal, 0.1), config)
+        got = run(q, k, v, Options(0.1, (-1, 0 if causal else -1)), config)
         monkeypatch.undo()
         assert all(torch.equal(x, y) for x, y in zip(got, want))
 
@@ -556,7 +554,7 @@ def test_classic_tiles_beyond_2_to_31_elements(offset):
     config = tile_configs(torch.float16, 64)[-1]
     buffer = torch.randn(2**31 + 2**22, device="cuda", dtype=torch.half)
     q, k, v = (buffer.as_strided((1, 2, 70, 64), (0, 2**31, 64 + 8 * i, 1), offset) for i in range(3))
-    out, _ = run(q, k, v, Options(True, 0.1), config)
+    out, _ = run(q, k, v, Options(0.1, (-1, 0)), config)
     torch.testing.assert_close(out, reference_attention(q, k, v, True, 0.1), rtol=2e-3, atol=2e-3)
 
 
@@ -605,14 +603,14 @@ def test_missing_gluon_is_named_once(monkeypatch, on_hopper):
     monkeypatch.setattr(twin, "hopper_works", False)
     monkeypatch.setattr(twin, "launch", lambda *args: lambda *tensors: None)
     q, small = (torch.zeros(1, 1, 64, head_dim, dtype=torch.half, device=DEVICE) for head_dim in (64, 32))
-    fixed = Options(False, 0.1, autotune=False)
+    fixed = Options(0.1, autotune=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(q, q, q, fixed._replace(softmax_scale=-0.1))
         run(small, small, small, fixed)
     with pytest.warns(UserWarning, match="attention_hopper.py does not work with Triton .*no gluon here") as caught:
         run(q, q, q, fixed)
-        run(q, q, q, fixed._replace(causal=True))
+        run(q, q, q, fixed._replace(window=(-1, 0)))
     assert [warning.filename for warning in caught] == [__file__]
 
 
@@ -630,18 +628,19 @@ def test_two_threads_that_cannot_compile_gluon_both_fall_back(monkeypatch, on_ho
     q = torch.zeros(1, 1, 64, 64, dtype=torch.half, device=DEVICE)
     with warnings.catch_warnings(), ThreadPoolExecutor(2) as pool:
         warnings.simplefilter("ignore")
-        list(pool.map(lambda causal: run(q, q, q, Options(causal, 0.1, autotune=False)), (False, True)))
+        list(pool.map(lambda window: run(q, q, q, Options(0.1, window, autotune=False)), ((-1, -1), (-1, 0))))
     assert len(served) == 2 and not twin.hopper_works
 
 
 def test_op_without_a_seed_has_no_dropout():
     q = torch.randn(1, 2, 20, 16, device=DEVICE)
     flash_attention(q, q, q, backend="triton")  # registers the op
-    out, lse = torch.ops.minimal_attn.triton_forward(q, q, q, None, 0.25, False, 0.5, None)
+    options = *[None] * 5, 0.25, -1, -1
+    out, lse = torch.ops.minimal_attn.triton_forward(q, q, q, *options, 0.5, None)
     want = reference_attention(q, q, q)
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
-    gradients = torch.ops.minimal_attn.triton_backward(q, None, q, q, q, out, lse, None, 0.25, False, 0.5, None)
-    plain = torch.ops.minimal_attn.triton_backward(q, None, q, q, q, out, lse, None, 0.25, False)
+    gradients = torch.ops.minimal_attn.triton_backward(q, None, q, q, q, out, lse, *options, 0.5, None)
+    plain = torch.ops.minimal_attn.triton_backward(q, None, q, q, q, out, lse, *options)
     assert all(map(torch.equal, gradients, plain))
 
 

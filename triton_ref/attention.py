@@ -1,8 +1,9 @@
 """FlashAttention forward in Triton, the twin of csrc/flash.cu: the same function of the same arguments, and fp8.
 
 One program owns kBlockM query rows of one head and walks along the keys with the online softmax. Blocks that every row
-sees whole go first, without a mask; only the blocks at the causal diagonal and at the end take the masked path. Tiles
-come by tensor descriptors, that is TMA, where the GPU, the dtype and the strides allow it, else through pointers.
+sees whole go first, without a mask; only the blocks at the edges of a window and at the end take the masked path. Tiles
+come by tensor descriptors, that is TMA, where the GPU, the dtype and the strides allow it, else through pointers. V and
+out may have another head_dim than Q and K, that is head_dim_v.
 Nothing here belongs to one vendor, so other Triton backends and Triton's interpreter (TRITON_INTERPRET=1) run it too.
 
 Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: mask.py, the mask; ../csrc/flash.cu, the same in CUDA C++.
@@ -16,13 +17,15 @@ import triton
 import triton.language as tl
 from triton.compiler.errors import CompilationError
 
-from minimal_attn.backends import warn
+from minimal_attn.backends import Lengths, warn
 from minimal_attn.checks import FP8_DTYPES, empty_outputs
 
 from . import autotune as tuner
 from .dropout import keep_tile, threshold_and_scale
-from .launching import INTERPRETING, Launch, layouts, once, properties, remember, to_float
-from .mask import block_of, key_blocks, keys_of, make_mask, sees, sequence, steps
+from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
+                        properties, remember, to_float)
+from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
+from .sequence import block_of_slot, head_of, num_slots, sequence
 
 try:
     from . import attention_hopper
@@ -34,19 +37,26 @@ hopper_works = attention_hopper is not None  # as far as is known
 
 @triton.jit
 def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.constexpr, kMaskCols: tl.constexpr,
-          kRows: tl.constexpr, kCols: tl.constexpr, kTma: tl.constexpr):
+          kRows: tl.constexpr, kCols: tl.constexpr, kTma: tl.constexpr, begin=0, row_begin=None):
     """[kRows, kCols] of a matrix: of head h of sample b where x is a descriptor, else of the one that x points to.
-    Elements from row_end or col_end on become 0; without its mask, a pointer's rows or columns must all be there."""
+    Elements from row_end or col_end on become 0; without its mask, a pointer's rows or columns must all be there.
+
+    begin: the matrix's first row in a descriptor, which ends with the tensor: in a packed batch, rows from row_end on
+    may be the next sample's.
+    row_begin: with kMaskRows, what a pointer has before this row becomes 0 too."""
     if kTma:
-        tile = x.load([b, h, row0, col0]).reshape(kRows, kCols)
+        tile = x.load([b, h, begin + row0, col0]).reshape(kRows, kCols)
     else:
         rows = row0 + tl.arange(0, kRows)
         cols = col0 + tl.arange(0, kCols)
         pointers = x + rows.to(tl.int64)[:, None] * row_stride + cols[None, :]
+        is_row = rows[:, None] < row_end
+        if row_begin is not None:
+            is_row &= rows[:, None] >= row_begin
         if kMaskRows and kMaskCols:
-            tile = tl.load(pointers, mask=(rows[:, None] < row_end) & (cols[None, :] < col_end), other=0.0)
+            tile = tl.load(pointers, mask=is_row & (cols[None, :] < col_end), other=0.0)
         elif kMaskRows:
-            tile = tl.load(pointers, mask=rows[:, None] < row_end, other=0.0)
+            tile = tl.load(pointers, mask=is_row, other=0.0)
         elif kMaskCols:
             tile = tl.load(pointers, mask=cols[None, :] < col_end, other=0.0)
         else:
@@ -55,9 +65,24 @@ def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.const
 
 
 @triton.jit
-def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, seqlen_k,
-            seq, head_dim, softmax_scale_log2, seed_ptr, threshold, kMasked: tl.constexpr, kMaskCols: tl.constexpr,
-            kHasSeqLens: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
+def _clear_keys(tile, cols, first_key, seqlen_k, kClear: tl.constexpr):
+    """A tile [kBlockN, kBlockD] of K or V, which TMA has loaded, with 0 in keys that no row of the program sees: those
+    before first_key, if a window hides any, and with kClear those of the next sample, or of padding. They may be NaN,
+    and a probability of 0 times NaN is NaN."""
+    if first_key is not None and kClear:
+        tile = tl.where(((cols >= first_key) & (cols < seqlen_k))[:, None], tile, tl.zeros_like(tile))
+    elif first_key is not None:
+        tile = tl.where(cols[:, None] >= first_key, tile, tl.zeros_like(tile))
+    elif kClear:
+        tile = tl.where(cols[:, None] < seqlen_k, tile, tl.zeros_like(tile))
+    return tile
+
+
+@triton.jit
+def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, first_key,
+            seqlen_k, seq, head_dim, head_dim_v, softmax_scale_log2, seed_ptr, threshold, kMasked: tl.constexpr,
+            kMaskCols: tl.constexpr, kIsLocal: tl.constexpr, kClearV: tl.constexpr, kIsPacked: tl.constexpr,
+            kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr, kTma: tl.constexpr):
     """Online softmax over the full blocks of keys, with kMasked over the cut ones: the new acc_o, row_max, row_sum."""
     kIsFp8: tl.constexpr = q.dtype.primitive_bitwidth == 8
     loop = steps(blocks, kMasked)
@@ -65,10 +90,10 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
         col0 = block_of(blocks, step, kMasked) * kBlockN
         cols = col0 + tl.arange(0, kBlockN)
         k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
-                       kTma)
+                       kTma, seq.k_begin)
         acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
         if kMasked:
-            acc_s = tl.where(sees(visible, cols), acc_s, float("-inf"))
+            acc_s = tl.where(sees(visible, cols, kIsLocal), acc_s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(acc_s, 1))
         # A row that has seen no key, or only scores of -inf: exp2(-inf) is 0, not NaN.
         max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -79,17 +104,17 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
         rescale = tl.exp2((row_max - max_sub) * softmax_scale_log2)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         if seed_ptr is not None:  # of what meets V alone: the sum normalises what there was before
-            p = tl.where(keep_tile(seed_ptr, threshold, b, h, row0, col0, p.shape[0], kBlockN), p, 0.0)
-        if kIsFp8:  # v is Vᵀ, its keys in the order of _transpose_v
-            v_tile = _load(v, b, h_k, 0, col0, v_row_stride, head_dim, tl.cdiv(seqlen_k, 16) * 16, kMaskCols, kMasked,
-                           kBlockD, kBlockN, kTma).T
+            p = tl.where(keep_tile(seed_ptr, threshold, seq.b, h, row0, col0, p.shape[0], kBlockN), p, 0.0)
+        if kIsFp8 and not kIsPacked:  # v is Vᵀ, its keys in the order of _transpose_v
+            v_tile = _load(v, b, h_k, 0, col0, v_row_stride, head_dim_v, tl.cdiv(seqlen_k, 16) * 16, kMaskCols,
+                           kMasked, kBlockDv, kBlockN, kTma).T
             p_tile = p.to(q.dtype).reshape(p.shape[0], kBlockN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(p.shape)
         else:
-            v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN,
-                           kBlockD, kTma)
+            v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim_v, kMasked, kMaskCols, kBlockN,
+                           kBlockDv, kTma, seq.k_begin, first_key)
             p_tile = p.to(q.dtype)
-            if kMasked and kTma and kHasSeqLens:  # a descriptor ends with the tensor, not with the sample
-                v_tile = tl.where(cols[:, None] < seq.seqlen_k, v_tile, tl.zeros_like(v_tile))
+            if kMasked and kTma:
+                v_tile = _clear_keys(v_tile, cols, first_key, seq.seqlen_k, kClearV)
         if q.dtype == tl.float32:
             # Summed apart from acc_o: short sums round less. A plain addition would be folded back into the dot.
             acc_o = tl.fma(acc_o, tl.broadcast_to(rescale[:, None], acc_o.shape),
@@ -100,99 +125,141 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
     return acc_o, row_max, row_sum
 
 
-@triton.jit
-def _transpose_v(v_ptr, vt_ptr, seq_lens_ptr, v_batch_stride, v_head_stride, v_row_stride, nheads_k, seqlen_k,
-                 seqlen_vt, head_dim, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
-    """Vᵀ (B, Hk, D, seqlen_vt), contiguous, of fp8 V: tensor cores take an 8-bit second operand that way alone.
+@triton.jit(do_not_specialize=WINDOW)
+def _transpose_v(v_ptr, vt_ptr, seqused_q_ptr, seqused_k_ptr, v_batch_stride, v_head_stride, v_row_stride, nheads_k,
+                 seqlen_q, seqlen_k, seqlen_vt, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr,
+                 kIsLocal: tl.constexpr, kBlockN: tl.constexpr, kBlockDv: tl.constexpr):
+    """Vᵀ (B, Hk, Dv, seqlen_vt), contiguous, of fp8 V: tensor cores take an 8-bit second operand that way alone.
 
     Within 16 keys, the two axes of [2, 4] pairs are exchanged. With P's columns in the same order a thread's results of
-    Q Kᵀ are, as they lie in its registers, its operand of P V. Keys beyond a sample's end become 0.
+    Q Kᵀ are, as they lie in its registers, its operand of P V. Keys beyond a sample's end become 0, and those that a
+    window hides from all its rows.
     """
     n_blocks = tl.cdiv(seqlen_vt, kBlockN)
     bh = (tl.program_id(0) // n_blocks).to(tl.int64)
     b, h_k = bh // nheads_k, bh % nheads_k
     places = tl.program_id(0) % n_blocks * kBlockN + tl.arange(0, kBlockN)
     keys = places // 16 * 16 + places // 2 % 2 * 8 + places // 4 % 4 * 2 + places % 2
-    seq = sequence(seq_lens_ptr, b, seqlen_k, seqlen_k)
-    dims = tl.arange(0, kBlockD)
+    dims = tl.arange(0, kBlockDv)
     v_base = v_ptr + b * v_batch_stride + h_k * v_head_stride
+    seq = sequence(None, None, seqused_q_ptr, seqused_k_ptr, b, 1, seqlen_q, seqlen_k)
+    is_key = keys < seq.seqlen_k
+    if kIsLocal:
+        is_key &= keys >= keys_of(make_mask(seq, window_left, window_right, kIsCausal, kIsLocal), 0).begin
     v = tl.load(v_base + keys.to(tl.int64)[:, None] * v_row_stride + dims[None, :],
-                mask=(keys[:, None] < seq.seqlen_k) & (dims[None, :] < head_dim), other=0.0)
-    tl.store(vt_ptr + (bh * head_dim + dims[:, None]) * seqlen_vt + places[None, :], v.T,
-             mask=(dims[:, None] < head_dim) & (places[None, :] < seqlen_vt))
+                mask=is_key[:, None] & (dims[None, :] < head_dim_v), other=0.0)
+    tl.store(vt_ptr + (bh * head_dim_v + dims[:, None]) * seqlen_vt + places[None, :], v.T,
+             mask=(dims[:, None] < head_dim_v) & (places[None, :] < seqlen_vt))
 
 
-@triton.jit(do_not_specialize=["threshold"])
-def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seq_lens_ptr,  # shapes and strides as AttnParams in csrc/flash.h
-               q_descale_ptr, k_descale_ptr, v_descale_ptr,  # fp8: (B, Hk), contiguous; and v is Vᵀ
+@triton.jit
+def _add_sink(row_max, row_sum, sink):
+    """row_sum with one more term exp(sink - max), the greater of row_max and sink as the new row_max, and the factor by
+    which what was summed before is less now. row_max, a natural logarithm, may be as far from sink as can be."""
+    above = row_max - sink
+    factor = tl.exp(tl.minimum(above, 0.0))
+    return tl.maximum(row_max, sink), row_sum * factor + tl.exp(tl.minimum(-above, 0.0)), factor
+
+
+@triton.jit(do_not_specialize=["threshold", *WINDOW])
+def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as AttnParams in csrc/flash.h
+               cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr,
+               sinks_ptr,  # (H,), one more score of each row, without a value, or None
+               q_descale_ptr, k_descale_ptr, v_descale_ptr,  # fp8: (B, Hk), contiguous; and v is Vᵀ, if not packed
                seed_ptr, threshold, keep_scale,  # of dropout.py; a seed_ptr of None: no dropout
                softmax_scale,
                q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                v_batch_stride, v_head_stride, v_row_stride, o_batch_stride, o_head_stride, o_row_stride,
-               nheads, nheads_k, seqlen_q, seqlen_k, head_dim, kIsCausal: tl.constexpr,
-               kNegateQ: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr, kBlockM: tl.constexpr,
-               kBlockN: tl.constexpr, kBlockD: tl.constexpr):
+               batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right,
+               kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kNegateQ: tl.constexpr, kMaskCols: tl.constexpr,
+               kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
+               kBlockDv: tl.constexpr):
     # Blocks of one head are neighbours, to share its K and V in L2; the rows that see most under a causal mask go
     # first.
-    m_blocks = tl.cdiv(seqlen_q, kBlockM)
+    kIsPacked: tl.constexpr = cu_seqlens_q_ptr is not None
+    m_blocks = num_slots(cu_seqlens_q_ptr, batch_size, seqlen_q, kBlockM)
     m_block = m_blocks - 1 - tl.program_id(0) % m_blocks
     bh = tl.program_id(0) // m_blocks
     b, h = bh // nheads, bh % nheads
     h_k = h // (nheads // nheads_k)
+    sample = b
+    if kIsPacked:
+        sample, m_block = block_of_slot(cu_seqlens_q_ptr, m_block, batch_size, seqlen_q, kBlockM)
     row0 = m_block * kBlockM
     rows = row0 + tl.arange(0, kBlockM)
 
-    seq = sequence(seq_lens_ptr, b, seqlen_q, seqlen_k)
-    mask = make_mask(seq, kIsCausal)
+    seq = sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, sample, batch_size, seqlen_q,
+                   seqlen_k)
+    if kIsPacked:
+        if row0 >= seq.padded_q:
+            return
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     visible = keys_of(mask, rows)
     blocks = key_blocks(mask, row0, kBlockM, kBlockN)
+    first_key = None
+    if kIsLocal:  # the rows see no key before it
+        first_key = keys_of(mask, row0).begin
 
     q_base, k_base, v_base = q_ptr, k_ptr, v_ptr
     if not kTma:
-        q_base = q_ptr + b.to(tl.int64) * q_batch_stride + h.to(tl.int64) * q_head_stride
-        k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
-        v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
-    q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
+        q_base = head_of(q_ptr, b, h, seq.q_begin, q_batch_stride, q_head_stride, q_row_stride)
+        k_base = head_of(k_ptr, b, h_k, seq.k_begin, k_batch_stride, k_head_stride, k_row_stride)
+        v_base = head_of(v_ptr, b, h_k, seq.k_begin, v_batch_stride, v_head_stride, v_row_stride)
+    q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma,
+              seq.q_begin)
     if kNegateQ:  # a masked score of -inf needs a scale above 0
         q = (-q.to(tl.float32)).to(q.dtype)
     # exp(scale · (s - max)) = exp2(softmax_scale_log2 · (s - max)). A scale of 0 makes all scores alike; so does the
     # least number, which does not turn a masked -inf into NaN. A descale below 0 is an error that only the GPU can see.
     scale, scale_o = tl.abs(tl.cast(softmax_scale, tl.float32)), keep_scale
     if q_descale_ptr is not None:
-        scale *= tl.load(q_descale_ptr + b * nheads_k + h_k)
+        scale *= tl.load(q_descale_ptr + seq.b * nheads_k + h_k)
     if k_descale_ptr is not None:
-        scale *= tl.load(k_descale_ptr + b * nheads_k + h_k)
+        scale *= tl.load(k_descale_ptr + seq.b * nheads_k + h_k)
     if v_descale_ptr is not None:
-        scale_o *= tl.load(v_descale_ptr + b * nheads_k + h_k)
+        scale_o *= tl.load(v_descale_ptr + seq.b * nheads_k + h_k)
     softmax_scale_log2 = tl.where(scale < 0, float("nan"), tl.maximum(scale * 1.4426950408889634, 1e-37))
-    acc_o = tl.zeros([kBlockM, kBlockD], tl.float32)
+    acc_o = tl.zeros([kBlockM, kBlockDv], tl.float32)
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
     # First the blocks that every row sees whole, then those that a mask cuts.
-    kHasSeqLens: tl.constexpr = seq_lens_ptr is not None
+    kClearV: tl.constexpr = kIsPacked or seqused_k_ptr is not None
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
-                                      v_row_stride, blocks, visible, seqlen_k, seq, head_dim, softmax_scale_log2,
-                                      seed_ptr, threshold, False, kMaskCols, kHasSeqLens, kBlockN, kBlockD, kTma)
+                                      v_row_stride, blocks, visible, first_key, seqlen_k, seq, head_dim, head_dim_v,
+                                      softmax_scale_log2, seed_ptr, threshold, False, kMaskCols, kIsLocal, kClearV,
+                                      kIsPacked, kBlockN, kBlockD, kBlockDv, kTma)
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
-                                      v_row_stride, blocks, visible, seqlen_k, seq, head_dim, softmax_scale_log2,
-                                      seed_ptr, threshold, True, kMaskCols, kHasSeqLens, kBlockN, kBlockD, kTma)
+                                      v_row_stride, blocks, visible, first_key, seqlen_k, seq, head_dim, head_dim_v,
+                                      softmax_scale_log2, seed_ptr, threshold, True, kMaskCols, kIsLocal, kClearV,
+                                      kIsPacked, kBlockN, kBlockD, kBlockDv, kTma)
 
     empty = (visible.begin >= visible.end) | (row_sum == 0.0)
     row_sum = tl.where(empty, 1.0, row_sum)
-    lse = row_max * scale + tl.log(row_sum)
+    row_max *= scale
     if q.dtype.primitive_bitwidth == 8:  # p was 2^8 times what it is
-        lse -= 8 * 0.6931471805599453
-    tl.store(lse_ptr + bh.to(tl.int64) * seqlen_q + rows, tl.where(empty, float("-inf"), lse), mask=rows < seqlen_q)
+        row_max -= 8 * 0.6931471805599453
+    empty_lse = float("-inf")
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + h)
+        row_max, row_sum, factor = _add_sink(row_max, row_sum, sink)
+        scale_o *= factor
+        empty_lse = tl.where(rows < seq.seqlen_q, sink, float("-inf"))  # padding has no sink
+    lse = row_max + tl.log(row_sum)
+    tl.store(lse_ptr + bh.to(tl.int64) * seqlen_q + seq.q_begin + rows, tl.where(empty, empty_lse, lse),
+             mask=rows < seq.padded_q)
     # "/" would round to two ulps. The out of an empty row is 0 even where V, times probabilities of 0, gave NaN.
     out = tl.where(empty[:, None], 0.0, acc_o * tl.div_rn(scale_o, row_sum)[:, None])
-    cols = tl.arange(0, kBlockD)
-    o_base = o_ptr + b.to(tl.int64) * o_batch_stride + h.to(tl.int64) * o_head_stride
+    cols = tl.arange(0, kBlockDv)
+    o_base = head_of(o_ptr, b, h, seq.q_begin, o_batch_stride, o_head_stride, o_row_stride)
     tl.store(o_base + rows.to(tl.int64)[:, None] * o_row_stride + cols[None, :], out.to(o_ptr.dtype.element_ty),
-             mask=(rows[:, None] < seqlen_q) & (cols[None, :] < head_dim))
+             mask=(rows[:, None] < seq.padded_q) & (cols[None, :] < head_dim_v))
 
 
-# (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and kBlockD. The first that fits the GPU's shared
-# memory is the one without tuning; each list ends with one for the 99 KB of sm_86, sm_89 and sm_120.
+_flash_fwd_packed = triton.jit(do_not_specialize=["threshold", *WINDOW, *PACKED_SIZES])(_flash_fwd.fn)
+
+# (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and the larger of kBlockD and kBlockDv. The first
+# that fits the GPU's shared memory is the one without tuning; each list ends with one for the 99 KB of sm_86, sm_89 and
+# sm_120.
 TILES = {
     # Products of true fp32 run on the plain FMA units and keep both operands in registers.
     (4, 64): [(64, 32, 4, 2)],
@@ -215,12 +282,13 @@ def block_d(dtype, head_dim):
 
 
 def shared_memory(dtype, kBlockM, kBlockN, kBlockD, num_stages):
-    """Bytes that a program asks for: Q, a ring of K and V, and barriers."""
+    """Bytes that a program asks for at most: Q, a ring of K and V, and barriers. kBlockD: the larger one, if V has
+    another."""
     return (kBlockM + 2 * num_stages * kBlockN) * kBlockD * dtype.itemsize + 1024
 
 
 @functools.cache
-def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False):
+def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False, head_dim_v=None):
     """Launch options to choose from, as a list of dictionaries; the first is the choice without tuning.
 
     Not by batch and heads, so that a sample's result does not depend on its batch.
@@ -229,12 +297,15 @@ def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False):
         dtype, head_dim: of q.
         max_shared_memory: bytes that one program can have; 227 KB on Hopper.
         is_hopper: attention_hopper.py can serve as well.
+        head_dim_v: of v, if it is another.
     """
-    kBlockD = block_d(dtype, head_dim)
+    kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v or head_dim)
+    largest = max(kBlockD, kBlockDv)
     smallest = (16, 16, 4, 1) if dtype == torch.float32 else (32, 32, 4, 1)  # for 64 KB, as Turing and AMD have
-    tiles = [tile for tile in TILES[dtype.itemsize, max(64, kBlockD)]
-             if shared_memory(dtype, *tile[:2], kBlockD, tile[3]) <= max_shared_memory] or [smallest]
-    configs = [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
+    tiles = [tile for tile in TILES[dtype.itemsize, max(64, largest)]
+             if shared_memory(dtype, *tile[:2], largest, tile[3]) <= max_shared_memory] or [smallest]
+    configs = [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, kBlockDv=kBlockDv, num_warps=num_warps,
+                    num_stages=num_stages)
                for kBlockM, kBlockN, num_warps, num_stages in tiles]
     return attention_hopper.configs(dtype, kBlockD) + configs if is_hopper else configs
 
@@ -251,31 +322,34 @@ def can_use_tma(*tensors):
                        for n, stride in zip(x.shape[:-1], x.stride()[:-1])) for x in tensors)
 
 
-def transposed(v, seq_lens):
+def transposed(v, seqlen_q, lengths, window):
     """Vᵀ of fp8 V by _transpose_v; the length is rounded up to 16, for its rows to start where TMA can."""
-    batch_size, nheads_k, seqlen_k, head_dim = v.shape
+    batch_size, nheads_k, seqlen_k, head_dim_v = v.shape
     seqlen_vt = triton.cdiv(seqlen_k, 16) * 16
-    vt = v.new_empty(batch_size, nheads_k, head_dim, seqlen_vt)
+    vt = v.new_empty(batch_size, nheads_k, head_dim_v, seqlen_vt)
     if vt.numel():
         grid = (triton.cdiv(seqlen_vt, 64) * batch_size * nheads_k,)
-        _transpose_v[grid](v, vt, seq_lens, *v.stride()[:3], nheads_k, seqlen_k, seqlen_vt, head_dim, kBlockN=64,
-                           kBlockD=block_d(v.dtype, head_dim))
+        _transpose_v[grid](v, vt, lengths.seqused_q, lengths.seqused_k, *v.stride()[:3], nheads_k, seqlen_q, seqlen_k,
+                           seqlen_vt, head_dim_v, *mask_of(window), kBlockN=64, kBlockDv=block_d(v.dtype, head_dim_v))
     return vt
 
 
-def launch(config, q, k, v, out, causal, is_negative, tma):
-    """A Launch for checked inputs, to be called with (q, k, v, out, lse, seq_lens, *descales, seed, threshold,
-    keep_scale, softmax_scale). v is Vᵀ if they are fp8; is_negative: softmax_scale is."""
+def launch(config, q, k, v, out, lengths, window, is_negative, tma):
+    """A Launch for checked inputs, to be called with (q, k, v, out, lse, *lengths, sinks, *descales, seed, threshold,
+    keep_scale, softmax_scale). v is Vᵀ if they are fp8 and not packed; is_negative: softmax_scale is."""
     if "kConsumers" in config:
-        return attention_hopper.launch(config, q, k, v, out, causal, properties(q.device).num_sms)
-    batch_size, nheads, seqlen_q, head_dim = q.shape
-    kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
-    v_tile = (kBlockD, kBlockN) if q.dtype in FP8_DTYPES else (kBlockN, kBlockD)
+        return attention_hopper.launch(config, q, k, v, out, window == (-1, 0), properties(q.device).num_sms)
+    (nheads, seqlen_q, head_dim), head_dim_v = q.shape[1:], out.shape[-1]
+    function, batch_size = (_flash_fwd_packed if lengths.is_packed else _flash_fwd), num_samples(q, lengths)
+    kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
+    v_tile = (kBlockDv, kBlockN) if q.dtype in FP8_DTYPES and not lengths.is_packed else (kBlockN, kBlockDv)
     tiles = [(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)), (v, v_tile))]
-    constants = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], nheads, k.shape[1], seqlen_q,
-                 k.shape[2], head_dim, causal, is_negative, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
-    return Launch(_flash_fwd, -(-seqlen_q // kBlockM) * batch_size * nheads, constants, tiles if tma else (),
-                  num_warps=num_warps, num_stages=num_stages)
+    constants = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], batch_size, nheads, k.shape[1],
+                 seqlen_q, k.shape[2], head_dim, head_dim_v, *mask_of(window), is_negative,
+                 head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM, kBlockN, kBlockD, kBlockDv)
+    slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM)
+    return Launch(function, slots * q.shape[0] * nheads, constants, tiles if tma else (), num_warps=num_warps,
+                  num_stages=num_stages)
 
 
 _plans = {}  # {all that a launch depends on: the launch}
@@ -286,34 +360,35 @@ def run(q, k, v, options, config=None):
     if INTERPRETING and q.dtype not in (torch.float32, torch.float16):
         options = options._replace(descales=tuple(map(to_float, options.descales)))
         out, lse = run(*map(to_float, (q, k, v)), options, config)
-        return empty_outputs(q)[0].copy_(out), lse
-    out, lse = empty_outputs(q)
+        return empty_outputs(q, v)[0].copy_(out), lse
+    out, lse = empty_outputs(q, v)
     if not out.numel():
         return out, lse
-    causal, seq_lens, seed = options.causal, options.seq_lens, options.dropout_seed
+    lengths, window, sinks, seed = options.lengths, options.window, options.sinks, options.dropout_seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
-        if q.dtype in FP8_DTYPES:
-            v = transposed(v, seq_lens)
+        if q.dtype in FP8_DTYPES and not lengths.is_packed:
+            v = transposed(v, q.shape[2], lengths, window)
         autotune, is_negative = options.autotune and tuner.is_on(), options.softmax_scale < 0
         numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
-        arguments = q, k, v, out, lse, seq_lens, *options.descales, seed, *numbers
-        key = (q.device, is_negative, causal, autotune, config and tuple(config.values()),
-               *layouts(q, k, v, seq_lens, *options.descales, seed))
+        arguments = q, k, v, out, lse, *lengths, sinks, *options.descales, seed, *numbers
+        key = (q.device, is_negative, window, autotune, config and tuple(config.values()),
+               *layouts(q, k, v, *lengths, sinks, *options.descales, seed))
         plan = _plans.get(key)
         if plan is not None:
             plan(*arguments)
             return out, lse
-        suits_hopper = not config and hopper_serves(q, out, can_use_tma(q, k, v), seq_lens, is_negative, seed)
+        tma = can_use_tma(q, k, v)
+        suits_hopper = not config and hopper_serves(q, out, tma, lengths, window, is_negative, seed, sinks)
         if suits_hopper and attention_hopper is None:
             warn_hopper(hopper_error)
         try:
-            plan = choose(config, autotune, arguments, causal, is_negative)
+            plan = choose(config, autotune, arguments, lengths, window, is_negative, tma)
             plan(*arguments)
         except CompilationError as error:
             if not suits_hopper:
                 raise
             give_up_hopper(f"{type(error).__name__}: {error}")
-            plan = choose(config, autotune, arguments, causal, is_negative)
+            plan = choose(config, autotune, arguments, lengths, window, is_negative, tma)
             plan(*arguments)
         remember(_plans, key, plan, q.device)
     return out, lse
@@ -333,32 +408,31 @@ def warn_hopper(reason):
     warn(f"attention_hopper.py does not work with Triton {triton.__version__}, calls are slower without it: {reason}")
 
 
-def hopper_serves(q, out, tma, seq_lens=None, is_negative=False, seed=None):
+def hopper_serves(q, out, tma, lengths=Lengths(), window=(-1, -1), is_negative=False, seed=None, sinks=None):
     """Whether attention_hopper.py is for a call, if it works. Its TILES begin at kBlockD 64."""
     return (properties(q.device).capability // 10 == 9 and tma and can_use_tma(out) and q.dtype.itemsize == 2
-            and q.shape[-1] > 32 and seq_lens is None and not is_negative and seed is None)
+            and q.shape[-1] > 32 and q.shape[-1] == out.shape[-1] and all(x is None for x in (*lengths, seed, sinks))
+            and window in ((-1, -1), (-1, 0)) and not is_negative)
 
 
-def candidates(q, out, tma, seq_lens=None, is_negative=False, seed=None):
+def candidates(q, out, tma, lengths=Lengths(), window=(-1, -1), is_negative=False, seed=None, sinks=None):
     """tile_configs for a call, and whether attention_hopper.py is among them."""
-    is_hopper = hopper_works and hopper_serves(q, out, tma, seq_lens, is_negative, seed)
-    return tile_configs(q.dtype, q.shape[-1], properties(q.device).max_shared_memory, is_hopper), is_hopper
+    is_hopper = hopper_works and hopper_serves(q, out, tma, lengths, window, is_negative, seed, sinks)
+    max_shared_memory = properties(q.device).max_shared_memory
+    return tile_configs(q.dtype, q.shape[-1], max_shared_memory, is_hopper, out.shape[-1]), is_hopper
 
 
-def choose(config, autotune, arguments, causal, is_negative):
+def choose(config, autotune, arguments, lengths, window, is_negative, tma):
     """The Launch of config, or else of one of the candidates: the first, or the fastest."""
-    q, k, v, out, _, seq_lens, *_, seed, _, _, _ = arguments
-    tma = can_use_tma(q, k, v)
-    launch_of = once(lambda config: launch(config, q, k, v, out, causal, is_negative, tma))
+    q, k, v, out, *_, sinks, _, _, _, seed, _, _, _ = arguments
+    launch_of = once(lambda config: launch(config, q, k, v, out, lengths, window, is_negative, tma))
     if config:
         return launch_of(config)
-    configs, is_hopper = candidates(q, out, tma, seq_lens, is_negative, seed)
+    configs, is_hopper = candidates(q, out, tma, lengths, window, is_negative, seed, sinks)
     if not autotune:
         return launch_of(configs[0])
-    # Lengths by the power of two that they reach: 1025 to 2048 are tuned as one.
-    lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2]))
-    key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, is_hopper, seed is not None,
-           *lengths)
+    head_dims = block_d(q.dtype, q.shape[-1]), block_d(q.dtype, out.shape[-1])
+    key = str(q.dtype), *head_dims, *kind_of(q, k, lengths, window), tma, is_hopper, seed is not None
     run_config = lambda config: launch_of(config)(*arguments)  # noqa: E731
     return launch_of(tuner.fastest("attention", key, configs, run_config, q.device))
 

@@ -1,107 +1,39 @@
-"""FlashAttention backward in Triton: dq, dk and dv from dout, and from dlse where the log-sum-exp was used as well.
+"""FlashAttention backward in Triton: dq, dk, dv and dsinks from dout, and from dlse where lse was used as well.
 
 P is formed again from lse. With dP = dO Vᵀ and delta = rowsum(dO ∘ O), dS = P ∘ (dP - delta), and the gradients are
-dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse / d S = P makes dlse a part of delta.
+dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse / d S = P makes dlse a part of delta. A sink is
+a score whose value is 0, and thus its dP: its gradient is the sum of -P · delta.
 
-Three kernels. _preprocess computes delta. _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows
-that see it; _flash_bwd_q computes dQ of one block of rows and loops over the keys. Q Kᵀ and dO Vᵀ are therefore formed
-twice, but there are no atomics, and every run gives the same bits. Where query heads share keys, several programs may
-share a block of keys: each sums over a part of the heads, in fp32 in memory, and sum_splits adds these up. Otherwise
-there is no workspace of Q's size.
+Three kernels. That of preprocess.py computes delta, and what each row adds to dsinks. _flash_bwd_kv computes dK and dV
+of one block of keys and loops over the rows that see it; _flash_bwd_q computes dQ of one block of rows and loops over
+the keys. Q Kᵀ and dO Vᵀ are therefore formed twice, but there are no atomics, and every run gives the same bits. Where
+query heads share keys, several programs may share a block of keys: each sums over a part of the heads, in fp32 in
+memory, and sum_splits adds these up. Otherwise there is no workspace of Q's size.
 
 With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
 
-Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: attention.py, the forward.
+Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: preprocess.py, delta.
 """
 
 import contextlib
 import functools
+import math
 
 import torch
 import triton
 import triton.language as tl
 
+from minimal_attn.backends import Lengths
 from minimal_attn.checks import empty_like
 
 from . import autotune as tuner
-from .attention import _load, block_d, can_use_tma
+from .attention import _clear_keys, _load, block_d, can_use_tma
 from .dropout import keep_tile, threshold_and_scale
-from .launching import INTERPRETING, Launch, layouts, once, properties, remember, sum_splits, to_float
-from .mask import (block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, sequence,
-                   steps)
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_padded_ptr, softmax_scale,
-                o_batch_stride, o_head_stride, o_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
-                dlse_batch_stride, dlse_head_stride, dlse_row_stride, nheads, seqlen_q, seqlen_pad, head_dim,
-                kBlockM: tl.constexpr, kBlockD: tl.constexpr):
-    """delta = rowsum(dO ∘ O) - dlse, and lse as _probabilities takes it, both (B, H, seqlen_pad).
-
-    Rows whose lse is -inf get delta 0, whatever dO and dlse hold, and lse inf, so that their P is 0. So do the rows
-    from seqlen_q on, which make every tile whole.
-    """
-    m_blocks = tl.cdiv(seqlen_pad, kBlockM)
-    bh = (tl.program_id(0) // m_blocks).to(tl.int64)
-    b, h = bh // nheads, bh % nheads
-    row0 = tl.program_id(0) % m_blocks * kBlockM
-    rows = row0 + tl.arange(0, kBlockM)
-    is_row = rows < seqlen_q
-    o = _load(o_ptr + b * o_batch_stride + h * o_head_stride, b, h, row0, 0, o_row_stride, seqlen_q, head_dim, True,
-              True, kBlockM, kBlockD, False)
-    dout = _load(dout_ptr + b * dout_batch_stride + h * dout_head_stride, b, h, row0, 0, dout_row_stride, seqlen_q,
-                 head_dim, True, True, kBlockM, kBlockD, False)
-    delta = tl.sum(o.to(tl.float32) * dout.to(tl.float32), 1)
-    if dlse_ptr is not None:
-        dlse = dlse_ptr + b * dlse_batch_stride + h * dlse_head_stride + rows.to(tl.int64) * dlse_row_stride
-        delta -= tl.load(dlse, mask=is_row, other=0.0)
-    lse = tl.load(lse_ptr + bh * seqlen_q + rows, mask=is_row, other=float("-inf"))
-    is_empty = lse == float("-inf")
-    if o.dtype != tl.float32:
-        # The factor is not log2(e) but what the rounded softmax_scale_log2 has made of it. One rounding, hence fp64.
-        scale = tl.cast(softmax_scale, tl.float32)
-        # A scale below 2^-126 has few bits or none to be exact with.
-        is_small = tl.abs(scale) < 1.1754944e-38
-        factor = _in_log2(scale).to(tl.float64) / tl.where(is_small, 1.0, scale).to(tl.float64)
-        lse = (lse.to(tl.float64) * tl.where(is_small, 1.4426950408889634, factor)).to(tl.float32)
-    tl.store(delta_ptr + bh * seqlen_pad + rows, tl.where(is_empty, 0.0, delta))
-    tl.store(lse_padded_ptr + bh * seqlen_pad + rows, tl.where(is_empty, float("inf"), lse))
-
-
-@triton.jit
-def _in_log2(softmax_scale):
-    """softmax_scale_log2, rounded to fp32 alike in every kernel."""
-    return tl.cast(softmax_scale, tl.float32) * LOG2_E
-
-
-@triton.jit
-def _probabilities(s, lse, softmax_scale, kIsFp32: tl.constexpr):
-    """P = exp(softmax_scale · S - lse), with lse of _preprocess, which broadcasts to the shape of S.
-
-    At large scores the exponent is a small difference of large numbers. lse was rounded, and the FMA here adds no other
-    rounding. lse is natural in fp32, and in powers of two in 16 bits, which spares a multiplication an element.
-
-    Only rounding can make the exponent positive. Its sign is then flipped: the error keeps its size, and P is at most
-    1. Unlike a minimum, this takes no instruction of its own, and a NaN stays NaN.
-    """
-    if kIsFp32:
-        p = tl.exp2(tl.abs(s * softmax_scale - lse) * -LOG2_E)
-    else:
-        p = tl.exp2(tl.abs(s * _in_log2(softmax_scale) - lse) * -1.0)  # a sign, where Triton's minus is 0 - x
-    return p
-
-
-@triton.jit
-def _load_per_row(x, bh, row0, seqlen_pad, kBlockM: tl.constexpr, kTma: tl.constexpr):
-    """[kBlockM] of delta or lse_padded. By TMA they come once; as a load of pointers each thread would copy all that it
-    needs, four bytes at a time."""
-    if kTma:
-        values = x.load([bh, row0]).reshape(kBlockM)
-    else:
-        values = tl.load(x + bh.to(tl.int64) * seqlen_pad + row0 + tl.arange(0, kBlockM))
-    return values
+from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
+                        properties, remember, sum_splits, to_float)
+from .mask import block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, steps
+from .preprocess import first_padded_row, launch_preprocess, load_per_row, padded_rows, probabilities
+from .sequence import block_of_slot, head_of, num_slots, sequence
 
 
 @triton.jit
@@ -116,48 +48,48 @@ def _add_product(acc, a, b):
 
 
 @triton.jit
-def _load_dout(dout, lse_ptr, b, h, bh, row0, row_stride, row_end, seqlen_pad, head_dim, kEmptyRows: tl.constexpr,
-               kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
-    """dO [kBlockM, kBlockD]; with kEmptyRows 0 in rows without a key, where it may be NaN."""
-    dout_tile = _load(dout, b, h, row0, 0, row_stride, row_end, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
-    if kEmptyRows:
-        lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
-        dout_tile = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout_tile), dout_tile)
-    return dout_tile
-
-
-@triton.jit
 def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_stride, dout_row_stride, blocks, mask,
-                     col0, seqlen_pad, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
-                     kEmptyRows: tl.constexpr, kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr,
-                     kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kTma: tl.constexpr):
-    """dk, dv / keep_scale [kBlockN, kBlockD] with what one query head adds: its full blocks of rows, or with kMasked
-    the cut ones."""
+                     seq, pad_begin, col0, seqlen_pad, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold,
+                     keep_scale, kMasked: tl.constexpr, kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr,
+                     kClearDelta: tl.constexpr, kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr,
+                     kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
+                     kTma: tl.constexpr):
+    """dk [kBlockN, kBlockD] and dv / keep_scale [kBlockN, kBlockDv] with what one query head adds: its full blocks of
+    rows, or with kMasked the cut ones. kEmptyRows: rows without a key, or the next sample's, may be among those of the
+    cut ones. kClearDelta: and delta may be NaN there."""
     seqlen_q = mask.seqlen_q
     seeing = rows_of(mask, col0 + tl.arange(0, kBlockN))
     loop = steps(blocks, kMasked)
     for step in range(loop.begin, loop.end):
         row0 = block_of(blocks, step, kMasked) * kBlockM
         rows = row0 + tl.arange(0, kBlockM)
-        q_tile = _load(q, b, h, row0, 0, q_row_stride, seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
-        if kMasked and kEmptyRows:  # Q of rows without a key may be NaN, and 0 · NaN would reach dK
-            q_tile = tl.where(has_keys(mask, rows)[:, None], q_tile, tl.zeros_like(q_tile))
+        q_tile = _load(q, b, h, row0, 0, q_row_stride, seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma,
+                       seq.q_begin)
+        if kMasked and kEmptyRows:  # Q and dO may be NaN there, and 0 · NaN would reach dK and dV
+            is_used = has_keys(mask, rows)
+            if kRaggedRows:
+                is_used &= rows < seqlen_q
+            q_tile = tl.where(is_used[:, None], q_tile, tl.zeros_like(q_tile))
         s = tl.dot(k, q_tile.T, input_precision="ieee")  # Sᵀ
-        lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
-        p = _probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
+        lse = load_per_row(lse_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
+        p = probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
         if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
-            p = tl.where(seen_by(seeing, rows, kRaggedRows), p, 0.0)
+            p = tl.where(seen_by(seeing, rows, seqlen_q, kIsLocal, kRaggedRows), p, 0.0)
         p_dropped = p
         if seed_ptr is not None:
-            keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN).T
+            keep = keep_tile(seed_ptr, threshold, seq.b, h, row0, col0, kBlockM, kBlockN).T
             p_dropped = tl.where(keep, p, 0.0)
-        dout_tile = _load_dout(dout, lse_ptr, b, h, bh, row0, dout_row_stride, seqlen_q, seqlen_pad, head_dim,
-                               kMasked and kEmptyRows, kMaskCols, kBlockM, kBlockD, kTma)
+        dout_tile = _load(dout, b, h, row0, 0, dout_row_stride, seqlen_q, head_dim_v, True, kMaskCols, kBlockM,
+                          kBlockDv, kTma, seq.q_begin)
+        if kMasked and kEmptyRows:
+            dout_tile = tl.where(is_used[:, None], dout_tile, tl.zeros_like(dout_tile))
         dv = _add_product(dv, p_dropped.to(k.dtype), dout_tile)
         dp = tl.dot(v, dout_tile.T, input_precision="ieee")  # dPᵀ, beside the product before it
         if seed_ptr is not None:
             dp = tl.where(keep, dp * keep_scale, 0.0)
-        delta = _load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
+        delta = load_per_row(delta_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
+        if kMasked and kClearDelta:
+            delta = tl.where(is_used, delta, 0.0)
         ds = p * (dp - delta[None, :])  # dSᵀ
         dk = _add_product(dk, ds.to(k.dtype), q_tile)
     return dk, dv
@@ -170,38 +102,53 @@ def _splits_of(rows, max_splits):
     return max(1, min(max_splits, rows // 1024))
 
 
-@triton.jit(do_not_specialize=["threshold"])
-def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, seq_lens_ptr, seed_ptr,
-                  threshold, keep_scale, softmax_scale,
+@triton.jit(do_not_specialize=["threshold", *WINDOW])
+def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_seqlens_q_ptr,
+                  cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, seed_ptr, threshold, keep_scale, softmax_scale,
                   q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                   v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
                   dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
-                  nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad, head_dim, max_splits, split_stride,
-                  kRaggedRows: tl.constexpr, kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr,
-                  kMaskCols: tl.constexpr, kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
-                  kBlockD: tl.constexpr):
+                  batch_size, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad, head_dim, head_dim_v, max_splits,
+                  split_stride, kRaggedRows: tl.constexpr, kClearDelta: tl.constexpr, window_left, window_right,
+                  kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr,
+                  kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
+                  kBlockDv: tl.constexpr):
     """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it, or over the part of
     them that one of several splits has."""
     # The keys that most rows see under a causal mask go first.
-    n_blocks = tl.cdiv(seqlen_k, kBlockN)
+    kIsPacked: tl.constexpr = cu_seqlens_k_ptr is not None
+    n_blocks = num_slots(cu_seqlens_k_ptr, batch_size, seqlen_k, kBlockN)
     split_idx, tile = tl.program_id(0) % max_splits, tl.program_id(0) // max_splits
-    col0 = tile % n_blocks * kBlockN
+    n_block = tile % n_blocks
     bh_k = tile // n_blocks
     b, h_k = bh_k // nheads_k, bh_k % nheads_k
+    sample = b
+    if kIsPacked:
+        sample, n_block = block_of_slot(cu_seqlens_k_ptr, n_block, batch_size, seqlen_k, kBlockN)
+    col0 = n_block * kBlockN
     cols = col0 + tl.arange(0, kBlockN)
-    seq = sequence(seq_lens_ptr, b, seqlen_q, seqlen_k)
-    mask = make_mask(seq, kIsCausal)
+    seq = sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, sample, batch_size, seqlen_q,
+                   seqlen_k)
+    pad_begin = 0
+    if kIsPacked:
+        if col0 >= seq.padded_k:
+            return
+        pad_begin = first_padded_row(seq)
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     blocks = row_blocks(mask, col0, kBlockM, kBlockN)
 
     k_base, v_base = k_ptr, v_ptr
     if not kTma:
-        k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
-        v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
-    # Keys beyond the sample's end are 0 here. Their rows of Pᵀ reach no other key's gradient, and 0 is stored for them.
-    k = _load(k_base, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
-    v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma)
+        k_base = head_of(k_ptr, b, h_k, seq.k_begin, k_batch_stride, k_head_stride, k_row_stride)
+        v_base = head_of(v_ptr, b, h_k, seq.k_begin, v_batch_stride, v_head_stride, v_row_stride)
+    # Keys beyond the sample's end are 0 here, or the next sample's. Those that a window hides from all rows may be NaN.
+    # Their rows of Pᵀ and dSᵀ reach no other key's gradient, and 0 is stored for them.
+    k = _load(k_base, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, True, kMaskCols, kBlockN, kBlockD, kTma,
+              seq.k_begin)
+    v = _load(v_base, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim_v, True, kMaskCols, kBlockN, kBlockDv, kTma,
+              seq.k_begin)
     dk = tl.zeros([kBlockN, kBlockD], tl.float32)
-    dv = tl.zeros([kBlockN, kBlockD], tl.float32)
+    dv = tl.zeros([kBlockN, kBlockDv], tl.float32)
     group = nheads // nheads_k
     num_splits = tl.cast(_splits_of(group * tl.cast(seq.seqlen_q, tl.int64), max_splits), tl.int32)
     begin = tl.minimum(group, (group * split_idx + num_splits - 1) // num_splits)
@@ -210,37 +157,46 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
         h = h_k * group + i
         q_base, dout_base = q_ptr, dout_ptr
         if not kTma:
-            q_base = q_ptr + b.to(tl.int64) * q_batch_stride + h.to(tl.int64) * q_head_stride
-            dout_base = dout_ptr + b.to(tl.int64) * dout_batch_stride + h.to(tl.int64) * dout_head_stride
+            q_base = head_of(q_ptr, b, h, seq.q_begin, q_batch_stride, q_head_stride, q_row_stride)
+            dout_base = head_of(dout_ptr, b, h, seq.q_begin, dout_batch_stride, dout_head_stride, dout_row_stride)
         bh = b * nheads + h
-        if kIsCausal or kRaggedRows:
+        if kIsCausal or kIsLocal or kRaggedRows:
             dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
-                                      dout_row_stride, blocks, mask, col0, seqlen_pad, head_dim, softmax_scale,
-                                      seed_ptr, threshold, keep_scale, True, kEmptyRows, kRaggedRows, kMaskCols,
-                                      kBlockM, kBlockN, kBlockD, kTma)
+                                      dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
+                                      head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, True, kIsLocal,
+                                      kEmptyRows, kClearDelta, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD,
+                                      kBlockDv, kTma)
         dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
-                                  dout_row_stride, blocks, mask, col0, seqlen_pad, head_dim, softmax_scale, seed_ptr,
-                                  threshold, keep_scale, False, kEmptyRows, kRaggedRows, kMaskCols, kBlockM, kBlockN,
-                                  kBlockD, kTma)
+                                  dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
+                                  head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, False, kIsLocal,
+                                  kEmptyRows, kClearDelta, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD,
+                                  kBlockDv, kTma)
 
-    dims = tl.arange(0, kBlockD)
-    is_stored = (cols[:, None] < seqlen_k) & (dims[None, :] < head_dim)
+    dims, dims_v = tl.arange(0, kBlockD), tl.arange(0, kBlockDv)
+    is_key = cols[:, None] < seq.padded_k
+    is_dk, is_dv = is_key, is_key
+    if kMaskCols:
+        is_dk, is_dv = is_key & (dims[None, :] < head_dim), is_key & (dims_v[None, :] < head_dim_v)
     dk_ptr += split_idx.to(tl.int64) * split_stride
     dv_ptr += split_idx.to(tl.int64) * split_stride
-    dk_base = dk_ptr + b.to(tl.int64) * dk_batch_stride + h_k.to(tl.int64) * dk_head_stride
-    dv_base = dv_ptr + b.to(tl.int64) * dv_batch_stride + h_k.to(tl.int64) * dv_head_stride
-    dk = tl.where(cols[:, None] < seq.seqlen_k, dk * softmax_scale, 0.0)
-    dv = tl.where(cols[:, None] < seq.seqlen_k, dv * keep_scale, 0.0)
+    dk_base = head_of(dk_ptr, b, h_k, seq.k_begin, dk_batch_stride, dk_head_stride, dk_row_stride)
+    dv_base = head_of(dv_ptr, b, h_k, seq.k_begin, dv_batch_stride, dv_head_stride, dv_row_stride)
+    is_used = cols[:, None] < seq.seqlen_k
+    if kIsLocal:
+        is_used &= cols[:, None] >= keys_of(mask, 0).begin
+    dk = tl.where(is_used, dk * softmax_scale, 0.0)
+    dv = tl.where(is_used, dv * keep_scale, 0.0)
     tl.store(dk_base + cols.to(tl.int64)[:, None] * dk_row_stride + dims[None, :], dk.to(dk_ptr.dtype.element_ty),
-             mask=is_stored)
-    tl.store(dv_base + cols.to(tl.int64)[:, None] * dv_row_stride + dims[None, :], dv.to(dv_ptr.dtype.element_ty),
-             mask=is_stored)
+             mask=is_dk)
+    tl.store(dv_base + cols.to(tl.int64)[:, None] * dv_row_stride + dims_v[None, :], dv.to(dv_ptr.dtype.element_ty),
+             mask=is_dv)
 
 
 @triton.jit
-def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, seq,
-                   head_dim, softmax_scale, seed_ptr, threshold, keep_scale, kMasked: tl.constexpr,
-                   kMaskCols: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
+def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible,
+                   first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                   kMasked: tl.constexpr, kIsLocal: tl.constexpr, kClearKeys: tl.constexpr, kMaskCols: tl.constexpr,
+                   kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
                    kTma: tl.constexpr):
     """dq [kBlockM, kBlockD] with what the full blocks of keys add, or with kMasked the cut ones."""
     loop = steps(blocks, kMasked)
@@ -248,72 +204,96 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride,
         col0 = block_of(blocks, step, kMasked) * kBlockN
         cols = col0 + tl.arange(0, kBlockN)
         k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
-                       kTma)
-        v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
-                       kTma)
+                       kTma, seq.k_begin, first_key)
+        v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim_v, kMasked, kMaskCols, kBlockN,
+                       kBlockDv, kTma, seq.k_begin, first_key)
+        if kMasked and kTma:
+            k_tile = _clear_keys(k_tile, cols, first_key, seq.seqlen_k, kClearKeys)
+            v_tile = _clear_keys(v_tile, cols, first_key, seq.seqlen_k, kClearKeys)
         s = tl.dot(q, k_tile.T, input_precision="ieee")
-        p = _probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
+        p = probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
         if kMasked:
-            p = tl.where(sees(visible, cols), p, 0.0)
+            p = tl.where(sees(visible, cols, kIsLocal), p, 0.0)
         dp = tl.dot(dout, v_tile.T, input_precision="ieee")
         if seed_ptr is not None:
-            keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN)
+            keep = keep_tile(seed_ptr, threshold, seq.b, h, row0, col0, kBlockM, kBlockN)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
         dq = _add_product(dq, ds.to(q.dtype), k_tile)
     return dq
 
 
-@triton.jit(do_not_specialize=["threshold"])
-def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, seq_lens_ptr, seed_ptr, threshold,
-                 keep_scale, softmax_scale,
+@triton.jit(do_not_specialize=["threshold", *WINDOW])
+def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+                 seqused_q_ptr, seqused_k_ptr, seed_ptr, threshold, keep_scale, softmax_scale,
                  q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                  v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
-                 dq_batch_stride, dq_head_stride, dq_row_stride, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad,
-                 head_dim, kIsCausal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr,
-                 kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr):
+                 dq_batch_stride, dq_head_stride, dq_row_stride, batch_size, nheads, nheads_k, seqlen_q, seqlen_k,
+                 seqlen_pad, head_dim, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr,
+                 kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr, kMaskCols: tl.constexpr, kTma: tl.constexpr,
+                 kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr):
     """dQ of kBlockM rows of one head."""
-    m_blocks = tl.cdiv(seqlen_q, kBlockM)
-    row0 = (m_blocks - 1 - tl.program_id(0) % m_blocks) * kBlockM
+    kIsPacked: tl.constexpr = cu_seqlens_q_ptr is not None
+    m_blocks = num_slots(cu_seqlens_q_ptr, batch_size, seqlen_q, kBlockM)
+    m_block = m_blocks - 1 - tl.program_id(0) % m_blocks
     bh = tl.program_id(0) // m_blocks
     b, h = bh // nheads, bh % nheads
     h_k = h // (nheads // nheads_k)
+    sample = b
+    if kIsPacked:
+        sample, m_block = block_of_slot(cu_seqlens_q_ptr, m_block, batch_size, seqlen_q, kBlockM)
+    row0 = m_block * kBlockM
     rows = row0 + tl.arange(0, kBlockM)
-    seq = sequence(seq_lens_ptr, b, seqlen_q, seqlen_k)
-    mask = make_mask(seq, kIsCausal)
+    seq = sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, sample, batch_size, seqlen_q,
+                   seqlen_k)
+    pad_begin = 0
+    if kIsPacked:
+        if row0 >= seq.padded_q:
+            return
+        pad_begin = first_padded_row(seq)
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     visible = keys_of(mask, rows)
     blocks = key_blocks(mask, row0, kBlockM, kBlockN)
+    first_key = None
+    if kIsLocal:  # the rows see no key before it
+        first_key = keys_of(mask, row0).begin
 
     q_base, k_base, v_base, dout_base = q_ptr, k_ptr, v_ptr, dout_ptr
     if not kTma:
-        q_base = q_ptr + b.to(tl.int64) * q_batch_stride + h.to(tl.int64) * q_head_stride
-        k_base = k_ptr + b.to(tl.int64) * k_batch_stride + h_k.to(tl.int64) * k_head_stride
-        v_base = v_ptr + b.to(tl.int64) * v_batch_stride + h_k.to(tl.int64) * v_head_stride
-        dout_base = dout_ptr + b.to(tl.int64) * dout_batch_stride + h.to(tl.int64) * dout_head_stride
-    q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma)
-    dout = _load(dout_base, b, h, row0, 0, dout_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD,
-                 kTma)
-    lse = _load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
-    delta = _load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, kTma)
-    if kEmptyRows:
+        q_base = head_of(q_ptr, b, h, seq.q_begin, q_batch_stride, q_head_stride, q_row_stride)
+        k_base = head_of(k_ptr, b, h_k, seq.k_begin, k_batch_stride, k_head_stride, k_row_stride)
+        v_base = head_of(v_ptr, b, h_k, seq.k_begin, v_batch_stride, v_head_stride, v_row_stride)
+        dout_base = head_of(dout_ptr, b, h, seq.q_begin, dout_batch_stride, dout_head_stride, dout_row_stride)
+    q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma,
+              seq.q_begin)
+    dout = _load(dout_base, b, h, row0, 0, dout_row_stride, seq.seqlen_q, head_dim_v, True, kMaskCols, kBlockM,
+                 kBlockDv, kTma, seq.q_begin)
+    lse = load_per_row(lse_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
+    delta = load_per_row(delta_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
+    if kEmptyRows:  # a row without a key has an lse if there are sinks
+        lse = tl.where(visible.begin >= visible.end, float("inf"), lse)
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, seq, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, False, kMaskCols,
-                        kBlockM, kBlockN, kBlockD, kTma)
+                        visible, first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                        False, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, seq, head_dim, softmax_scale, seed_ptr, threshold, keep_scale, True, kMaskCols,
-                        kBlockM, kBlockN, kBlockD, kTma)
+                        visible, first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                        True, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     dims = tl.arange(0, kBlockD)
-    dq_base = dq_ptr + b.to(tl.int64) * dq_batch_stride + h.to(tl.int64) * dq_head_stride
+    dq_base = head_of(dq_ptr, b, h, seq.q_begin, dq_batch_stride, dq_head_stride, dq_row_stride)
     tl.store(dq_base + rows.to(tl.int64)[:, None] * dq_row_stride + dims[None, :],
              (dq * softmax_scale).to(dq_ptr.dtype.element_ty),
-             mask=(rows[:, None] < seqlen_q) & (dims[None, :] < head_dim))
+             mask=(rows[:, None] < seq.padded_q) & (dims[None, :] < head_dim))
 
 
-# (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and kBlockD, as TILES in attention.py: rows and keys
-# of a tile. dK and dV take two sums and two operands, twice the registers of dQ: a program has fewer keys than rows.
+_flash_bwd_kv_packed, _flash_bwd_q_packed = (triton.jit(do_not_specialize=["threshold", *WINDOW, *PACKED_SIZES])(x.fn)
+                                             for x in (_flash_bwd_kv, _flash_bwd_q))
+
+# (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and the larger of kBlockD and kBlockDv, as TILES in
+# attention.py: rows and keys of a tile. dK and dV take two sums and two operands, twice the registers of dQ: a program
+# has fewer keys than rows.
 KV_TILES = {
     (4, 64): [(32, 32, 4, 1)],
     (4, 128): [(16, 32, 4, 1)],
@@ -333,117 +313,161 @@ Q_TILES = {
 
 
 @functools.cache
-def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10):
+def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=None):
     """Launch options to choose from; the first is the choice without tuning.
 
     Args:
         side: "kv" or "q", whose gradients the kernel computes.
         dtype, head_dim: of q.
         max_shared_memory: bytes that one program can have; 227 KB on Hopper.
+        head_dim_v: of v, if it is another.
     """
-    kBlockD = block_d(dtype, head_dim)
+    kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v or head_dim)
+    largest = max(kBlockD, kBlockDv)
 
     def fits(kBlockM, kBlockN, num_warps, num_stages):
         """Two tiles of the program's own block, and num_stages of each of the two that the loop loads."""
         own, other = (kBlockN, kBlockM) if side == "kv" else (kBlockM, kBlockN)
-        return 2 * (own + num_stages * other) * kBlockD * dtype.itemsize + 4096 <= max_shared_memory
+        return 2 * (own + num_stages * other) * largest * dtype.itemsize + 4096 <= max_shared_memory
 
-    tiles = (KV_TILES if side == "kv" else Q_TILES)[dtype.itemsize, max(64, kBlockD)]
-    return [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, num_warps=num_warps, num_stages=num_stages)
+    tiles = (KV_TILES if side == "kv" else Q_TILES)[dtype.itemsize, max(64, largest)]
+    return [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, kBlockDv=kBlockDv, num_warps=num_warps,
+                 num_stages=num_stages)
             for kBlockM, kBlockN, num_warps, num_stages in
             [tile for tile in tiles if fits(*tile)] or [(16, 16, 4, 1)]]
 
 
-def _num_splits(group, seqlen_q, seqlen_k):
+def _num_splits(group, seqlen_q, seqlen_k, is_packed=False):
     """How many programs share a block of keys that `group` query heads read: num_splits of csrc/bwd_workspace_sm80.cuh,
-    which says why. Here a split has whole heads. A sample with a length of its own has as many rows as keys, so
-    rows // seqlen_k is the group. The kernel calls _splits_of with this result as max_splits."""
+    which says why. Here a split has whole heads. The kernel calls _splits_of with the rows of its sample and this
+    result as max_splits. That is of the padded lengths. Where seqused_q and seqused_k differ, a sample may thus have
+    another number of splits than it would have alone, and the last bits of its dK and dV depend on the padding.
+
+    One in a packed batch, whose lengths the host does not know."""
+    if is_packed:
+        return 1
     rows = group * seqlen_q
     return _splits_of.fn(rows, min(group, 16, rows // seqlen_k))
 
 
-def _launch(side, config, tma, tensors, causal):
+def _split_stride(k, v):
+    """Elements from one split's sums of dK, or of dV, to the next one's."""
+    return max(k.numel(), v.numel())
+
+
+def _has_empty_rows(q, k, lengths, window):
+    """Whether there may be rows without a key. The host does not read lengths. It sees whether those of q and of k are
+    one tensor: then a sample has more rows than keys only where q is longer than k."""
+    used_q, used_k = (None if x is None else x.data_ptr() for x in (lengths.seqused_q, lengths.seqused_k))
+    return lengths.is_packed or window[1] >= 0 and (used_q != used_k or q.shape[2] > k.shape[2] + window[1])
+
+
+def _launch(side, config, tma, tensors, window, has_empty_rows, clears_delta):
     """A Launch for the gradients of one side, "kv" or "q", to be called with (*tensors, threshold, keep_scale,
-    softmax_scale). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, seq_lens, seed."""
-    q, k, v, dout, *gradients, lse_padded, delta, seq_lens, _ = tensors
-    batch_size, nheads, seqlen_q, head_dim = q.shape
+    softmax_scale). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, *lengths, seed.
+
+    clears_delta: delta may be NaN in rows without a key."""
+    q, k, v, dout, *gradients, lse_padded, delta = tensors[:-5]
+    lengths = Lengths(*tensors[-5:-1])
+    (nheads, seqlen_q, head_dim), head_dim_v = q.shape[1:], v.shape[-1]
     nheads_k, seqlen_k = k.shape[1:3]
-    kBlockM, kBlockN, kBlockD, num_warps, num_stages = config.values()
-    function, blocks, of_side = _flash_bwd_q, -(-seqlen_q // kBlockM) * nheads, ()
+    batch_size, is_packed = num_samples(q, lengths), lengths.is_packed
+    kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
     if side == "kv":
-        max_splits = _num_splits(nheads // nheads_k, seqlen_q, seqlen_k)
-        function, blocks = _flash_bwd_kv, -(-seqlen_k // kBlockN) * nheads_k * max_splits
-        has_ragged_rows = seq_lens is not None or seqlen_q % kBlockM != 0
-        of_side = max_splits, k.numel(), has_ragged_rows
-    rows, keys, row = (1, 1, kBlockM, kBlockD), (1, 1, kBlockN, kBlockD), (1, kBlockM)
-    tiles = [(q, rows), (k, keys), (v, keys), (dout, rows), *[None] * len(gradients), (lse_padded, row), (delta, row)]
+        function = _flash_bwd_kv_packed if is_packed else _flash_bwd_kv
+        max_splits = _num_splits(nheads // nheads_k, seqlen_q, seqlen_k, is_packed)
+        blocks = num_slots.fn(lengths.cu_seqlens_k, batch_size, seqlen_k, kBlockN) * nheads_k * max_splits
+        has_ragged_rows = is_packed or lengths.seqused_q is not None or seqlen_q % kBlockM != 0
+        of_side = max_splits, _split_stride(k, v), has_ragged_rows, clears_delta
+    else:
+        function, of_side = _flash_bwd_q_packed if is_packed else _flash_bwd_q, ()
+        blocks = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM) * nheads
+    tiles = [(q, (1, 1, kBlockM, kBlockD)), (k, (1, 1, kBlockN, kBlockD)), (v, (1, 1, kBlockN, kBlockDv)),
+             (dout, (1, 1, kBlockM, kBlockDv)), *[None] * len(gradients), (lse_padded, (1, kBlockM)),
+             (delta, (1, kBlockM))]
     strides = (stride for x in (q, k, v, dout, *gradients) for stride in x.stride()[:3])
-    has_empty_rows = causal and seqlen_q > seqlen_k
-    constants = (*strides, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, *of_side, causal,
-                 has_empty_rows, head_dim < kBlockD, tma, kBlockM, kBlockN, kBlockD)
-    return Launch(function, blocks * batch_size, constants, tiles if tma else (), num_warps=num_warps,
+    constants = (*strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v,
+                 *of_side, *mask_of(window), has_empty_rows, head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM,
+                 kBlockN, kBlockD, kBlockDv)
+    return Launch(function, blocks * q.shape[0], constants, tiles if tma else (), num_warps=num_warps,
                   num_stages=num_stages)
 
 
-def _launch_preprocess(out, dout, lse, dlse, delta, lse_padded):
-    """A Launch of _preprocess, to be called with these and softmax_scale."""
-    (nheads, seqlen_q, head_dim), seqlen_pad, kBlockM = out.shape[1:], delta.shape[1], 64
-    strides = *out.stride()[:3], *dout.stride()[:3], *(dlse.stride() if dlse is not None else (0, 0, 0))
-    constants = *strides, nheads, seqlen_q, seqlen_pad, head_dim, kBlockM, block_d(out.dtype, head_dim)
-    return Launch(_preprocess, seqlen_pad // kBlockM * delta.shape[0], constants)
+# {all that the launches depend on: {"preprocess", "kv", "q", "sum_k" or "sum_v", those that are needed: the Launch}}
+_plans = {}
 
 
-_plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q" or "sum", those that are needed: the Launch}}
+def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, need_dsinks=False):
+    """(dq, dk, dv, dsinks) of checked inputs and what the forward made of them with these options; dlse may be None.
+    Without need_dq dq is None, without need_dkv dk and dv are, without need_dsinks dsinks is, and nothing is spent on
+    them.
 
-
-def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True):
-    """(dq, dk, dv) of checked inputs and what the forward made of them with these options; dlse may be None. Without
-    need_dq dq is None, without need_dkv dk and dv are, and nothing is spent on them."""
+    Raises:
+        NotImplementedError: a packed batch with seqused_k.
+    """
+    lengths, window, seed = options.lengths, options.window, options.dropout_seed
+    if lengths.is_packed and lengths.seqused_k is not None:
+        raise NotImplementedError("backend='triton' has no backward pass for cu_seqlens with seqused_k: key ranges may "
+                                  "overlap")
     if INTERPRETING and q.dtype == torch.bfloat16:
-        gradients = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, options, need_dq, need_dkv)
-        return tuple(x if x is None else x.bfloat16() for x in gradients)
+        *gradients, dsinks = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, options, need_dq, need_dkv,
+                                 need_dsinks)
+        return *(x if x is None else x.bfloat16() for x in gradients), dsinks
     dq = empty_like(q) if need_dq else None
     dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
-    if not q.numel() or not k.numel():
-        return tuple(x if x is None else x.zero_() for x in (dq, dk, dv))
+    if not q.numel() or not k.numel():  # without keys out does not depend on the sinks, and lse is its row's sink
+        dsinks = torch.zeros_like(options.sinks) if need_dsinks else None
+        if need_dsinks and dlse is not None:
+            dsinks += dlse.masked_fill(lse == -math.inf, 0).sum((0, 2))
+        return *(x if x is None else x.zero_() for x in (dq, dk, dv)), dsinks
     if dout.stride(-1) != 1:  # as the gradient of a sum
         dout = dout.contiguous()
-    batch_size, nheads, seqlen_q, head_dim = q.shape
-    causal, seq_lens, seed = options.causal, options.seq_lens, options.dropout_seed
+    batch_size, nheads, seqlen_q, _ = q.shape
     numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
-    lse_padded, delta = (lse.new_empty(batch_size * nheads, -(-seqlen_q // 128) * 128) for _ in range(2))
-    preprocessed = out, dout, lse, dlse, delta, lse_padded
-    sides, max_splits = {}, _num_splits(nheads // k.shape[1], seqlen_q, k.shape[2]) if need_dkv else 1
+    seqlen_pad = padded_rows(seqlen_q, lengths, num_samples(q, lengths))
+    lse_padded, delta = (lse.new_empty(batch_size * nheads, seqlen_pad) for _ in range(2))
+    sinks, dsinks_of_rows = (options.sinks, torch.empty_like(delta)) if need_dsinks else (None, None)
+    preprocessed = out, dout, lse, dlse, sinks, delta, lse_padded, dsinks_of_rows, lengths.cu_seqlens_q
+    max_splits = _num_splits(nheads // k.shape[1], seqlen_q, k.shape[2], lengths.is_packed) if need_dkv else 1
+    sides = {}
     if need_dkv:
-        dkv_accum = [lse.new_empty(max_splits, k.numel()) for _ in range(2)] if max_splits > 1 else []
+        split_stride = _split_stride(k, v)
+        dkv_accum = [lse.new_empty(max_splits, split_stride) for _ in range(2)] if max_splits > 1 else []
         # A split's sums lie in memory as the gradient does.
-        sums = [x.as_strided(k.shape, dx.stride()) for x, dx in zip(dkv_accum, (dk, dv))] or (dk, dv)
-        sides["kv"] = q, k, v, dout, *sums, lse_padded, delta, seq_lens, seed
+        sums = [x.as_strided(dx.shape, dx.stride()) for x, dx in zip(dkv_accum, (dk, dv))] or (dk, dv)
+        sides["kv"] = q, k, v, dout, *sums, lse_padded, delta, *lengths, seed
     if need_dq:
-        sides["q"] = q, k, v, dout, dq, lse_padded, delta, seq_lens, seed
+        sides["q"] = q, k, v, dout, dq, lse_padded, delta, *lengths, seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         autotune = options.autotune and tuner.is_on()
-        key = q.device, causal, autotune, *sides, *layouts(q, k, v, out, dout, lse, dlse, seq_lens, seed)
+        has_empty_rows = _has_empty_rows(q, k, lengths, window)
+        # A row without a key has an lse if there are sinks, and so its dlse counts.
+        clears_delta = has_empty_rows and dlse is not None and options.sinks is not None
+        key = (q.device, window, has_empty_rows, clears_delta, autotune, *sides,
+               *layouts(q, k, v, out, dout, lse, dlse, sinks, *lengths, seed))
         plan = _plans.get(key)
         is_new = plan is None
         if is_new:
-            plan = {"preprocess": _launch_preprocess(*preprocessed)}
+            plan = {"preprocess": launch_preprocess(*preprocessed)}
         plan["preprocess"](*preprocessed, options.softmax_scale)
-        if is_new:  # tiles are timed on what _preprocess made
-            plan |= {side: _choose(side, autotune, tensors, numbers, causal) for side, tensors in sides.items()}
+        if is_new:  # tiles are timed on what preprocess.py made
+            plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows, clears_delta)
+                     for side, tensors in sides.items()}
             if max_splits > 1:
-                plan["sum"] = sum_splits(dk, k.numel(), max_splits)
+                plan |= {"sum_k": sum_splits(dk, split_stride, max_splits),
+                         "sum_v": sum_splits(dv, split_stride, max_splits)}
             remember(_plans, key, plan, q.device)
-        with _beside(q.device, need_dq and need_dkv and _pays_beside(q, k)) as second_stream:
+        with _beside(q.device, need_dq and need_dkv and _pays_beside(q, k, v)) as second_stream:
             if need_dkv:
                 plan["kv"](*sides["kv"], *numbers)
             if need_dq:
                 with second_stream:
                     plan["q"](*sides["q"], *numbers)
             if max_splits > 1:
-                plan["sum"](dkv_accum[0], dk)
-                plan["sum"](dkv_accum[1], dv)
-    return dq, dk, dv
+                plan["sum_k"](dkv_accum[0], dk)
+                plan["sum_v"](dkv_accum[1], dv)
+    dsinks = dsinks_of_rows.view(batch_size, nheads, -1).sum((0, 2)) if need_dsinks else None
+    return dq, dk, dv, dsinks
 
 
 @functools.cache
@@ -455,12 +479,12 @@ def _stream(device, first):
 MIN_WORK_FOR_A_STREAM = 2**34  # elements of Q times keys
 
 
-def _pays_beside(q, k):
+def _pays_beside(q, k, v):
     """Whether the two kernels should run beside each other: one fills the multiprocessors that the other leaves at its
     end. At head_dim 128 that is worth 2 to 5 %, at 64 it can cost as much. In a small call the second stream costs the
     host more than it saves."""
     is_large = q.numel() * k.shape[2] >= MIN_WORK_FOR_A_STREAM
-    return q.is_cuda and is_large and block_d(q.dtype, q.shape[-1]) >= 128
+    return q.is_cuda and is_large and block_d(q.dtype, max(q.shape[-1], v.shape[-1])) >= 128
 
 
 @contextlib.contextmanager
@@ -478,15 +502,16 @@ def _beside(device, pays):
         first.wait_stream(second)
 
 
-def _choose(side, autotune, tensors, numbers, causal):
+def _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows, clears_delta):
     """The Launch of one of tile_configs: the first, or the fastest."""
-    q, k, v, dout, *_, seq_lens, seed = tensors
-    configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory)
-    tma = seq_lens is None and can_use_tma(q, k, v, dout)  # a descriptor ends with the tensor, not with the sample
-    launch_of = once(lambda config: _launch(side, config, tma, tensors, causal))
+    q, k, v, dout, *_, seed = tensors
+    configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1])
+    # A descriptor ends with the tensor, not with a padded sample.
+    tma = (lengths.is_packed or all(x is None for x in lengths)) and can_use_tma(q, k, v, dout)
+    launch_of = once(lambda config: _launch(side, config, tma, tensors, window, has_empty_rows, clears_delta))
     if not autotune:
         return launch_of(configs[0])
-    lengths = (min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in (q.shape[2], k.shape[2]))
-    key = (str(q.dtype), configs[0]["kBlockD"], causal, seq_lens is not None, tma, seed is not None, *lengths)
+    head_dims = configs[0]["kBlockD"], configs[0]["kBlockDv"]
+    key = str(q.dtype), *head_dims, *kind_of(q, k, lengths, window), tma, seed is not None
     run_config = lambda config: launch_of(config)(*tensors, *numbers)  # noqa: E731
     return launch_of(tuner.fastest(f"attention_bwd_{side}", key, configs, run_config, q.device))

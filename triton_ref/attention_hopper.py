@@ -1,5 +1,5 @@
 """FlashAttention forward for Hopper in Gluon, Triton's lower level: what attention.py leaves to the compiler is written
-out here. 16-bit inputs without seq_lens; attention.py chooses it and serves all else.
+out here. 16-bit inputs without windows and lengths; attention.py chooses it and serves all else.
 
 A program computes tiles of kConsumers × 64 query rows of one head, one after the other. One warp, the producer, asks
 TMA for Q, K and V; every other warpgroup is a consumer of 64 rows. They meet in shared memory, K and V each in a ring
@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared
                                                               warpgroup_mma_wait)
 
 from .launching import MAX_PROGRAMS, Launch
-from .mask import Sequence, key_blocks, keys_of, make_mask, sees
+from .mask import key_blocks, keys_of, make_mask, sees
+from .sequence import sequence
 
 # Triton 3.6 has the longer names alone, 3.9 the shorter ones.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -104,7 +105,7 @@ def _softmax(acc_s, row_max, row_sum, visible, col0, softmax_scale_log2, kMasked
     """P = exp(scale · (S - max)), the factor that rescales what was summed so far, the new row_max and row_sum."""
     if kMasked:
         cols = col0 + gl.arange(0, acc_s.shape[1], gl.SliceLayout(0, acc_s.type.layout))
-        acc_s = gl.where(sees(visible, cols), acc_s, float("-inf"))
+        acc_s = gl.where(sees(visible, cols, False), acc_s, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(acc_s, 1))
     # A row that has seen no key, or only scores of -inf: exp2(-inf) is 0, not NaN.
     max_sub = gl.where(new_max == float("-inf"), 0.0, new_max)
@@ -244,7 +245,8 @@ def _flash_fwd(q_desc, k_desc, v_desc, o_desc, lse_ptr, softmax_scale, nheads, n
     fence_async_shared()
     shared = (sQ, sK, sV, sO, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     m_blocks = gl.cdiv(seqlen_q, q_desc.block_type.shape[2] * kConsumers)
-    mask = make_mask(Sequence(seqlen_q, seqlen_k), kIsCausal)
+    seq = sequence(None, None, None, None, 0, 1, seqlen_q, seqlen_k)  # of every sample alike
+    mask = make_mask(seq, 0, 0, kIsCausal, False)
     sizes = (nheads, nheads_k, m_blocks, num_tiles, chunk, mask)
     if kConsumers == 2:
         gl.warp_specialize([(_consume, (o_desc, lse_ptr, shared, sizes, softmax_scale, 0, kOwnO)),
@@ -271,8 +273,8 @@ def _layout(rows, kBlockD, dtype):
 
 
 def launch(config, q, k, v, out, causal, num_sms):
-    """attention.launch for checked inputs that TMA reaches, with a softmax_scale of at least 0 and without seq_lens,
-    descales and dropout."""
+    """attention.launch for checked inputs that TMA reaches, with a softmax_scale of at least 0 and without a window,
+    lengths, descales and dropout."""
     kConsumers, kBlockN, kBlockD, kStages = config.values()
     tiles = [(x, (1, 1, rows, kBlockD), _layout(rows, kBlockD, x.dtype))
              for x, rows in ((q, 64), (k, kBlockN), (v, kBlockN), (out, 64))]
@@ -290,9 +292,9 @@ def launch(config, q, k, v, out, causal, num_sms):
                  REGISTERS[kConsumers])
     start = Launch(_flash_fwd, programs, constants, tiles, num_warps=4)
 
-    def start_without(q, k, v, out, lse, seq_lens, q_descale, k_descale, v_descale, seed, threshold, keep_scale,
-                      softmax_scale):
-        assert seq_lens is q_descale is k_descale is v_descale is seed is None
+    def start_without(q, k, v, out, lse, *others):
+        *unused, threshold, keep_scale, softmax_scale = others
+        assert all(x is None for x in unused)  # lengths, descales and seed
         start(q, k, v, out, lse, softmax_scale)
 
     return start_without

@@ -18,6 +18,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from minimal_attn._build import TRITON_REF, source_digest
 from minimal_attn.benchmark import benchmark_fn
 
 ROUNDS = 3
@@ -79,8 +80,7 @@ def device_name(device):
 @functools.cache
 def _sources() -> str:
     """A digest of this package: a choice that was measured with other kernels may not be the best for these."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return source_digest(TRITON_REF)
 
 
 def _file(kernel, configs, device):

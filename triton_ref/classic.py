@@ -45,6 +45,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM
     check_options(causal, sm_scale)
     if q.ndim != 4:
         raise ValueError(f"attention: q, k and v must be (B, H, S, D), got {tuple(q.shape)}")
+    if v.shape != k.shape:
+        raise ValueError("attention: k and v must have the same shape, here also the same head_dim, got "
+                         f"{tuple(k.shape)} and {tuple(v.shape)}")
     smallest, head_dim = 32 if q.dtype in FP8_DTYPES else 16, q.shape[-1]
     for name, block in (("BM", BM), ("BN", BN)):
         if type(block) is not int or block < smallest or block & (block - 1):
@@ -62,7 +65,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM
     scale = 1 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
     kBlockD, limit = block_d(q.dtype, head_dim), properties(q.device).max_shared_memory
     num_stages = next((n for n in (3, 2) if shared_memory(q.dtype, BM, BN, kBlockD, n) <= limit), 1)
-    config = dict(kBlockM=BM, kBlockN=BN, kBlockD=kBlockD, num_warps=8 if BM >= 128 else 4, num_stages=num_stages)
+    config = dict(kBlockM=BM, kBlockN=BN, kBlockD=kBlockD, kBlockDv=kBlockD, num_warps=8 if BM >= 128 else 4,
+                  num_stages=num_stages)
     try:
         return _Attention.apply(q, k, v, scale, bool(causal), config)
     except OutOfResources as error:
@@ -74,7 +78,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, softmax_scale, causal, config):
-        ctx.options = Options(causal, softmax_scale)
+        ctx.options = Options(softmax_scale, (-1, 0 if causal else -1))
         out, lse = run(q, k, v, ctx.options, config)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -84,7 +88,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout):
         check_no_derivative("the backward pass of attention", "minimal_attn.flash_attention with backend='reference'",
                             has_backward=True, dout=dout)
-        return (*attention_bwd.run(dout, None, *ctx.saved_tensors, ctx.options), None, None, None)
+        return (*attention_bwd.run(dout, None, *ctx.saved_tensors, ctx.options)[:3], None, None, None)
 
 
 def _driver_device():

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from minimal_attn.checks import empty_like
+from minimal_attn.checks import MAX_SEQLEN, empty_like
 
 # With TRITON_INTERPRET=1 at import the kernels run on the CPU, in numpy.
 INTERPRETING = triton.knobs.runtime.interpret
@@ -154,6 +154,35 @@ def once(launch):
         return made[name]
 
     return launch_of
+
+
+# Parameters that should not be compiled for: a window's size, and in a packed batch what changes from call to call.
+WINDOW = "window_left", "window_right"
+PACKED_SIZES = "batch_size", "seqlen_q", "seqlen_k", "seqlen_pad"
+
+
+def mask_of(window):
+    """window_left, window_right, kIsCausal and kIsLocal of a kernel. A side without a bound is as wide as can be."""
+    is_causal = window == (-1, 0)
+    return (*(MAX_SEQLEN if n < 0 else min(n, MAX_SEQLEN) for n in window), is_causal,
+            not is_causal and window != (-1, -1))
+
+
+def num_samples(q, lengths):
+    return lengths.cu_seqlens_q.shape[0] - 1 if lengths.is_packed else q.shape[0]
+
+
+def kind_of(q, k, lengths, window):
+    """What a choice of tiles depends on beside dtype and head_dim. Lengths of tensors count by the power of two that
+    they reach: 1025 to 2048 are tuned as one. A packed batch's do not: no sample's result may depend on its batch.
+    Of a window that is neither none nor causal, the number of keys that a row sees counts in the same way: in a narrow
+    one a large tile computes much that the mask then drops."""
+    left, right, is_causal, is_local = mask_of(window)
+    kind = is_causal, is_local, lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None
+    sizes = () if lengths.is_packed else (q.shape[2], k.shape[2])
+    if is_local:
+        sizes += (left + right + 1,)
+    return (*kind, *(min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in sizes))
 
 
 def layouts(*tensors):

@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 import torch
 
 from minimal_attn import ops, twin
-from minimal_attn.backends import Options
+from minimal_attn.backends import Lengths, Options
 from minimal_attn.checks import check_fp8, is_eager, wants_gradient
 
 from . import attention, attention_bwd
@@ -16,40 +16,56 @@ from .launching import INTERPRETING
 from .matmul import triton_matmul
 
 
+def _options(*of_op):
+    """The Options of an op's arguments after its tensors: those of Options.of_op, autotune and in the forward pass
+    descales."""
+    *lengths, sinks, softmax_scale, left, right, dropout_p, dropout_seed, autotune = of_op[:11]
+    return Options(softmax_scale, (left, right), Lengths(*lengths), sinks, dropout_p, dropout_seed, autotune=autotune,
+                   descales=of_op[11:])
+
+
 @torch.library.custom_op("minimal_attn::triton_forward", mutates_args=())
-def triton_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Optional[torch.Tensor],
-                   softmax_scale: float, causal: bool, dropout_p: float = 0.0,
+def triton_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: Optional[torch.Tensor],
+                   cu_seqlens_k: Optional[torch.Tensor], seqused_q: Optional[torch.Tensor],
+                   seqused_k: Optional[torch.Tensor], sinks: Optional[torch.Tensor], softmax_scale: float,
+                   window_left: int, window_right: int, dropout_p: float = 0.0,
                    dropout_seed: Optional[torch.Tensor] = None, autotune: bool = True,
                    q_descale: Optional[torch.Tensor] = None, k_descale: Optional[torch.Tensor] = None,
                    v_descale: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, torch.Tensor]:
-    """out like q, bf16 if q is fp8, and lse fp32 (B, H, Sq), of checked inputs: q (B, H, Sq, D), k, v (B, Hk, Sk, D),
-    all with a contiguous last dimension, seq_lens int32 (B,) or None, descales fp32 (B, Hk), contiguous, or None,
-    dropout_seed int64, one element, or None for no dropout. minimal_attn.flash_attention checks and describes them."""
-    return attention.run(q, k, v, Options(causal, softmax_scale, seq_lens, dropout_p, dropout_seed, autotune=autotune,
-                                          descales=(q_descale, k_descale, v_descale)))
+    """out like q, bf16 if q is fp8 and with v's head_dim, and lse fp32 (B, H, Sq), of checked inputs: q (B, H, Sq, D),
+    k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), all with a contiguous last dimension; seqused_q and seqused_k int32 (B,) or
+    None; sinks fp32 (H,), contiguous, or None; descales fp32 (B, Hk), contiguous, or None; dropout_seed int64, one
+    element, or None for no dropout. A window of -1 has no bound on that side. With cu_seqlens_q and cu_seqlens_k, int32
+    (B + 1,), q, k and v are a packed batch: (1, H, Tq, D), (1, Hk, Tk, D) and (1, Hk, Tk, Dv).
+    minimal_attn.flash_attention checks and describes them."""
+    return attention.run(q, k, v, _options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softmax_scale,
+                                           window_left, window_right, dropout_p, dropout_seed, autotune, q_descale,
+                                           k_descale, v_descale))
 
 
 @torch.library.custom_op("minimal_attn::triton_backward", mutates_args=())
 def triton_backward(dout: torch.Tensor, dlse: Optional[torch.Tensor], q: torch.Tensor, k: torch.Tensor,
-                    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, seq_lens: Optional[torch.Tensor],
-                    softmax_scale: float, causal: bool, dropout_p: float = 0.0,
-                    dropout_seed: Optional[torch.Tensor] = None, autotune: bool = True, need_dq: bool = True,
-                    need_dkv: bool = True) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq like q, dk like k, dv like v: what triton_forward's inputs get of dout (B, H, Sq, D) and dlse (B, H, Sq), or
-    None. Those that are not needed have no elements."""
-    options = Options(causal, softmax_scale, seq_lens, dropout_p, dropout_seed, autotune=autotune)
-    gradients = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dq, need_dkv)
-    return tuple(q.new_empty(0) if x is None else x for x in gradients)
+                    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+                    cu_seqlens_q: Optional[torch.Tensor], cu_seqlens_k: Optional[torch.Tensor],
+                    seqused_q: Optional[torch.Tensor], seqused_k: Optional[torch.Tensor],
+                    sinks: Optional[torch.Tensor], softmax_scale: float, window_left: int, window_right: int,
+                    dropout_p: float = 0.0, dropout_seed: Optional[torch.Tensor] = None, autotune: bool = True,
+                    need_dq: bool = True, need_dkv: bool = True, need_dsinks: bool = False
+                    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq like q, dk like k, dv like v, dsinks like sinks: what triton_forward's inputs get of dout (B, H, Sq, Dv) and
+    dlse (B, H, Sq), or None. Those that are not needed have no elements."""
+    options = _options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softmax_scale, window_left,
+                       window_right, dropout_p, dropout_seed, autotune)
+    *gradients, dsinks = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dq, need_dkv, need_dsinks)
+    return *(q.new_empty(0) if x is None else x for x in gradients), lse.new_empty(0) if dsinks is None else dsinks
 
 
-def _backward(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, dropout_p, dropout_seed, autotune,
-              need_dq, need_dkv):
+def _backward(*inputs):
     """triton_backward, without the dispatcher where no one wants a second derivative."""
-    if is_eager(dout, dlse, q, k, v) and not torch.is_grad_enabled():
-        options = Options(causal, softmax_scale, seq_lens, dropout_p, dropout_seed, autotune=autotune)
-        return attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dq, need_dkv)
-    return triton_backward(dout, dlse, q, k, v, out, lse, seq_lens, softmax_scale, causal, dropout_p, dropout_seed,
-                           autotune, need_dq, need_dkv)
+    if not is_eager(*inputs[:5]) or torch.is_grad_enabled():
+        return triton_backward(*inputs)
+    *others, need_dq, need_dkv, need_dsinks = inputs
+    return attention_bwd.run(*others[:7], _options(*others[7:]), need_dq, need_dkv, need_dsinks)
 
 
 class Attention(torch.autograd.Function):
@@ -57,9 +73,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        q, k, v, seq_lens, softmax_scale, causal, dropout_p, dropout_seed, autotune, *descales = inputs
-        output = attention.run(q, k, v, Options(causal, softmax_scale, seq_lens, dropout_p, dropout_seed,
-                                                autotune=autotune, descales=descales))
+        output = attention.run(*inputs[:3], _options(*inputs[3:]))
         ops.save(ctx, inputs, output)
         return output
 
@@ -72,9 +86,10 @@ def _forward(q, k, v, options):
     # Tiles that are timed may be others in the next run.
     is_fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()
     options = options._replace(autotune=options.autotune and not is_fixed)
-    if is_eager(q, k, v) and not any(map(wants_gradient, (q, k, v))):
+    inputs = q, k, v, options.sinks
+    if is_eager(*inputs) and not any(map(wants_gradient, inputs)):
         return attention.run(q, k, v, options)
-    op = Attention.apply if is_eager(q, k, v) else torch.ops.minimal_attn.triton_forward
+    op = Attention.apply if is_eager(*inputs) else torch.ops.minimal_attn.triton_forward
     return op(q, k, v, *options.of_op(), options.autotune, *options.descales)
 
 

@@ -1,7 +1,8 @@
 """Everything that computes attention on this machine side by side: checked against the reference, then timed.
 
 Without arguments it runs on the GPU if there is one, else on the CPU; --op backward does the same for the derivative,
---op forward_backward for both passes in one call, --op matmul for the product of matrices. main() is the whole run.
+--op forward_backward for both passes in one call, --op varlen, varlen_backward and window for packed batches, windows
+and sinks, --op matmul for the product of matrices. main() is the whole run.
 Read next: attention.py, what is compared; measure.py, how one of it is measured; tables.py, pictures.py and page.py,
 what becomes of the numbers; demo.py, a short run with a verdict.
 """
@@ -44,11 +45,11 @@ class Run:
     def __init__(self, args, device, meta):
         self.args, self.op, self.device, self.meta = args, args.op, device, meta
         self.on_device = place(meta, args.dtypes)
-        self.case_of = functools.lru_cache(maxsize=1)(lambda setting: args.op.Case(setting, device))
+        self.case_of = functools.lru_cache(maxsize=1)(lambda setting: self.case_class(setting.shape)(setting, device))
         self.kinds = [(dtype, causal) for dtype in args.dtypes for causal in args.causals]
         self.sweep = [args.shapes[0]._replace(seqlen_q=x, seqlen_k=x) for x in args.seqlens]
         self.checked = next(x for x in (*args.shapes, *self.op.DEFAULT_SHAPES[device])
-                            if self.op.Case.has_truth(x, device))
+                            if self.case_class(x).has_truth(x, device))
         self.judge_seconds = {}  # {impl: seconds that judging it took, the last time}
         self.jobs = []  # (setting, impl) of each timing
         self.done = 0  # of the jobs
@@ -57,6 +58,9 @@ class Run:
         self.files = []  # that were written
         self.told = set()  # (name, kind of exception)
         self.failed = self.ended = False  # ended: measure() came to its end
+
+    def case_class(self, shape):
+        return self.op.CASES[type(shape)]
 
     def measure(self):
         if self.args.host_cost:
@@ -67,7 +71,7 @@ class Run:
         for kind in self.kinds:
             case, able = self.check(Setting(self.checked, *kind))
         if self.args.profile:
-            print_profiles(self.op, serving(self.op, self.args.impls, case.dtype), case, self.told)
+            print_profiles(self.op, serving(case.impls, self.args.impls, case.dtype), case, self.told)
         if self.args.trace:
             profiled(able, case).export_chrome_trace(self.args.trace)
             self.files.append(self.args.trace)
@@ -81,15 +85,15 @@ class Run:
         """(the case of setting, {impl: its function} of those that are right)"""
         case, able = self.case_of(setting), {}
         console.print(f"=== checking {setting} {self.on_device} ===", soft_wrap=True)
-        impls = serving(self.op, self.args.impls, setting.dtype)
+        impls = serving(case.impls, self.args.impls, setting.dtype)
         for impl in watched(impls, lambda impl: f"checking {impl} {setting}", console):
             start = time.perf_counter()
             if (max_err := attempt(self.told, impl, judge, case, impl)) is not None:
                 console.print(f"{impl}: max error {in_words(max_err)} against fp64, allowed "
                               f"{in_words(case.tolerance)}", soft_wrap=True)
-                able[impl] = self.op.IMPLS[impl].forward
+                able[impl] = case.impls[impl].forward
             else:
-                self.failed |= must_serve(self.op.IMPLS[impl], setting.dtype, self.device)
+                self.failed |= must_serve(case.impls[impl], setting.dtype, self.device)
             self.judge_seconds[impl] = time.perf_counter() - start
         return case, able
 
@@ -111,7 +115,7 @@ class Run:
         taken = {}  # {(setting, impl): what was measured, round by round}
         for setting, impl in watched(self.jobs, lambda job: f"timing {job[1]} {job[0]}", console):
             case = self.case_of(setting)
-            is_served = impl in serving(self.op, impls, setting.dtype)
+            is_served = impl in serving(case.impls, impls, setting.dtype)
             numbers = attempt(self.told, impl, measured, case, impl) if is_served else None
             taken.setdefault((setting, impl), []).append(numbers)
             self.results[setting][impl] = case.row(impl, middle(taken[setting, impl]))
@@ -124,8 +128,9 @@ class Run:
         call may be slow (Triton's interpreter), it adds the two calls before them, each as slow as in check()."""
         calls = 2 if self.device == "cpu" else 0
         return sum(SECONDS_PER_TIMING[self.device]
-                   + calls * self.judge_seconds[impl] * setting.shape.elements / self.checked.elements
-                   for setting, impl in self.jobs if setting.dtype in self.op.IMPLS[impl].dtypes)
+                   + calls * self.judge_seconds.get(impl, 0) * setting.shape.elements / self.checked.elements
+                   for setting, impl in self.jobs
+                   if serving(self.case_class(setting.shape).impls, [impl], setting.dtype))
 
     def report(self):
         """Tables, pictures and files of the settings with a row of every implementation; the JSON has every row."""
@@ -183,9 +188,9 @@ def write_json(file, meta, results):
     part.replace(file)
 
 
-def serving(op, impls, dtype):
-    """Those that are for a dtype at all."""
-    return [impl for impl in impls if dtype in op.IMPLS[impl].dtypes]
+def serving(table, impls, dtype):
+    """Those of impls that a table {name: Impl} has for a dtype at all."""
+    return [impl for impl in impls if impl in table and dtype in table[impl].dtypes]
 
 
 def attempt(told, name, function, *args):

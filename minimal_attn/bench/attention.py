@@ -1,6 +1,6 @@
 """What is compared in attention: the table of implementations, ours and every peer that can be imported, and a Case.
 
-Read next: measure.py, which makes a row of the JSON from one of each.
+Read next: varlen.py and window.py, calls that ask for more; measure.py, which makes a row of the JSON from one of each.
 """
 
 import functools
@@ -8,13 +8,16 @@ import importlib
 import importlib.util
 import math
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import flash_attention, flash_attn_func, force_kernel, reference_attention
+from .. import flash_attention, flash_attn_func, flash_attn_varlen_func, force_kernel, reference_attention
+from ..backends import Lengths
 from ..checks import MAX_HEAD_DIM
 from ..reference import visible_keys
 from ..validation import allowed_error
@@ -77,9 +80,22 @@ DEFAULT_SHAPES = {device: [Shape(16, 12, 64, 64, 12, 64)] for device in ("cuda",
 DEFAULT_SEQLENS = {"cuda": "64,128,256,512,1024,2048,4096", "cpu": "32,64,128"}  # Triton's interpreter is slow
 
 
+@dataclass(eq=False)  # one is like no other, so that what is cached by it is its own
+class Call:
+    """What a call asks for beside q, k and v, where that is more than a causal mask."""
+
+    causal: bool
+    keywords: dict = field(default_factory=dict)  # of flash_attention and reference_attention
+    mask_mod: Callable | None = None  # (b, h, row, col) -> whether the row sees the key, for FlexAttention
+
+
+def flash_call(q, k, v, call, backend):
+    return flash_attention(q, k, v, call.causal, backend=backend, **call.keywords)
+
+
 @functools.lru_cache(maxsize=1)  # not part of what is timed
 def causal_mask(seqlen_q, seqlen_k, device):
-    return visible_keys(seqlen_q, seqlen_k, True, None, device)
+    return visible_keys(seqlen_q, seqlen_k, (-1, 0), Lengths(), device)
 
 
 def manual_attn(q, k, v, causal):
@@ -118,22 +134,30 @@ def by_kernel(kernel, function):
 
 
 @functools.lru_cache(maxsize=1)  # one shape at a time, tuned at its first call and forgotten at that of the next
-def compiled_flex(shape_q, shape_k, dtype, causal):
+def compiled_flex(shape_q, shape_k, dtype, mask_mod):
     """FlexAttention compiled for one shape: (q, k, v) -> out. Its mask is made here, outside of what is timed."""
     from torch._inductor import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()
     config.compile_threads = 1  # threads alone: what worker processes compile, this one compiles again to time it
-    shift = shape_k[2] - shape_q[2]
-    mask = create_block_mask(lambda b, h, row, col: col <= row + shift, None, None, shape_q[2], shape_k[2],
-                             device="cuda") if causal else None
+    mask = mask_mod and create_block_mask(mask_mod, None, None, shape_q[2], shape_k[2], device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
     return functools.partial(compiled, block_mask=mask, enable_gqa=shape_q[1] != shape_k[1])
 
 
+@functools.lru_cache(maxsize=1)  # the same function for the same shift, as compiled_flex is cached by it
+def causal_mask_mod(shift):
+    return lambda b, h, row, col: col <= row + shift
+
+
 def flex(q, k, v, causal):
-    return compiled_flex(q.shape, k.shape, q.dtype, causal)(q, k, v)
+    mask_mod = causal_mask_mod(k.shape[2] - q.shape[2]) if causal else None
+    return compiled_flex(q.shape, k.shape, q.dtype, mask_mod)(q, k, v)
+
+
+def flex_call(q, k, v, call):
+    return compiled_flex(q.shape, k.shape, q.dtype, call.mask_mod)(q, k, v)
 
 
 def package(module):
@@ -147,16 +171,26 @@ def package(module):
 
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def ours(forward):
+    """Each kernel of this library, by forward(*args, backend=...)."""
+    by_cuda = functools.partial(forward, backend="cuda")
+    return {
+        "cuda:simt": Impl(by_kernel("simt", by_cuda), ("cuda",), "cuda"),
+        "cuda:sm80": Impl(by_kernel("sm80", by_cuda), ("cuda",) * (CAPABILITY >= (8, 0)), "cuda", HALVES),
+        "cuda:sm90": Impl(by_kernel("sm90", by_cuda), ("cuda",) * (CAPABILITY == (9, 0)), "cuda", HALVES),
+        "cuda:dmma": Impl(by_kernel("dmma", by_cuda), ("cuda",) * (CAPABILITY == (9, 0)), "cuda", ("float32",)),
+        "cuda:host": Impl(by_cuda, ("cpu",), "cuda"),
+        "triton": Impl(functools.partial(forward, backend="triton"), backend="triton", dtypes=DTYPES),
+    }
+
+
 flash_cuda = functools.partial(flash_attention, backend="cuda")
 flash_triton = functools.partial(flash_attention, backend="triton")
 IMPLS = {
     "manual": Impl(manual_attn),
-    "cuda:simt": Impl(by_kernel("simt", flash_cuda), ("cuda",), "cuda"),
-    "cuda:sm80": Impl(by_kernel("sm80", flash_cuda), ("cuda",) * (CAPABILITY >= (8, 0)), "cuda", HALVES),
-    "cuda:sm90": Impl(by_kernel("sm90", flash_cuda), ("cuda",) * (CAPABILITY == (9, 0)), "cuda", HALVES),
-    "cuda:dmma": Impl(by_kernel("dmma", flash_cuda), ("cuda",) * (CAPABILITY == (9, 0)), "cuda", ("float32",)),
-    "cuda:host": Impl(flash_cuda, ("cpu",), "cuda"),
-    "triton": Impl(flash_triton, backend="triton", dtypes=DTYPES),
+    **ours(flash_attention),
     "torch:cudnn": Impl(sdpa_with(SDPBackend.CUDNN_ATTENTION), ("cuda",)),
     "torch:flash": Impl(sdpa_with(SDPBackend.FLASH_ATTENTION)),
     "torch:efficient": Impl(sdpa_with(SDPBackend.EFFICIENT_ATTENTION), ("cuda",)),
@@ -184,8 +218,11 @@ def host_cost(device):
     """{name: µs} that a small forward pass takes on the host."""
     q = torch.randn(1, 4, 64, 64, device=device, dtype=torch.bfloat16)
     rows = q.transpose(1, 2).contiguous()  # (B, S, H, D)
+    packed, bounds = rows[0], torch.tensor([0, 64], dtype=torch.int32, device=device)
     return host_us({"flash_attention": lambda: flash_attention(q, q, q),
                     "flash_attn_func": lambda: flash_attn_func(rows, rows, rows),
+                    "flash_attn_varlen_func": lambda: flash_attn_varlen_func(packed, packed, packed, bounds, bounds,
+                                                                             64, 64),
                     "torch:flash": lambda: scaled_dot_product_attention(q, q, q),
                     "torch:efficient": lambda: scaled_dot_product_attention(q, q, q),
                     "empty_like": lambda: torch.empty_like(q)}, HOST_CONTEXTS)
@@ -208,30 +245,50 @@ class Case:
 
     impls = IMPLS
     op = "forward"
+    columns = ROW
     scores_kept = 1  # the memory that the truth takes, in that of the forward pass
 
     def __init__(self, setting, device):
-        self.shape, self.dtype, causal = self.setting = setting
+        self.shape, self.dtype, self.causal = self.setting = setting
         self.device = device
-        b, h, seqlen_q, d, h_k, seqlen_k = self.shape
         torch.manual_seed(0)
-        sizes = (b, h, seqlen_q, d), (b, h_k, seqlen_k, d), (b, h_k, seqlen_k, d)
-        q, k, v = (normal(size, device, self.dtype) for size in sizes)
-        self.args = q, k, v, causal
-        is_fp8 = self.dtype in FP8_DTYPE_NAMES
-        self.flops = 4 * b * h * seqlen_q * seqlen_k * d / (2 if causal else 1)
-        self.out_bytes = q.nbytes * (2 if is_fp8 else 1)
+        q, k, v = self.inputs()
+        self.args = q, k, v, self.call()
+        self.flops = 4 * self.shape.nheads * self.shape.head_dim * self.pairs()
+        self.out_bytes = q.nbytes * (2 if self.dtype in FP8_DTYPE_NAMES else 1)
         self.bytes = q.nbytes + k.nbytes + v.nbytes + self.out_bytes  # each read or written once
         self.truth = self.tolerance = None
         if self.has_truth(self.shape, device):
             q, k, v = map(self.judged, (q, k, v))
-            self.truth = reference_attention(q.double(), k.double(), v.double(), causal)
-            base = attention_with_fp8_probabilities if is_fp8 else IMPLS["torch:math"].forward
-            self.tolerance = allowed_error(base(q, k, v, causal), self.truth)
+            self.truth = self.exact(q.double(), k.double(), v.double())
+            self.tolerance = allowed_error(self.base(q, k, v), self.truth)
+
+    def inputs(self):
+        b, h, seqlen_q, d, h_k, seqlen_k = self.shape[:6]
+        sizes = (b, h, seqlen_q, d), (b, h_k, seqlen_k, d), (b, h_k, seqlen_k, d)
+        return [normal(size, self.device, self.dtype) for size in sizes]
+
+    def call(self):
+        """The argument of implementations after q, k and v."""
+        return self.causal
+
+    def pairs(self):
+        """How many pairs of a row and a key FLOPs count, in each head."""
+        return self.shape.batch_size * self.shape.seqlen_q * self.shape.seqlen_k / (2 if self.causal else 1)
+
+    def exact(self, q, k, v):
+        return reference_attention(q, k, v, self.causal)
+
+    def base(self, q, k, v):
+        """What PyTorch makes of the same, whose error the error rule takes."""
+        is_fp8 = self.dtype in FP8_DTYPE_NAMES
+        forward = attention_with_fp8_probabilities if is_fp8 else IMPLS["torch:math"].forward
+        return forward(q, k, v, self.causal)
 
     @classmethod
     def has_truth(cls, shape, device):
-        return truth_fits(cls.scores_kept * shape.elements // (shape.batch_size * shape.nheads_k), device)
+        heads = shape.nheads // shape.nheads_k
+        return truth_fits(cls.scores_kept * heads * shape.seqlen_q * shape.seqlen_k, device)
 
     def judged(self, x):
         """What is compared with the truth, of x (B, H or Hk, S, D): all, or, where fp64 has no room for that, the last
@@ -241,6 +298,11 @@ class Case:
         return x[-1:, -(x.shape[1] // self.shape.nheads_k):]
 
     def row(self, impl, measured):
-        known = dict(op=self.op, impl=impl, dtype=self.dtype, causal=self.setting.causal, **self.shape._asdict(),
-                     **measured)
-        return {key: known.get(key) for key in ROW}
+        known = dict(op=self.op, impl=impl, dtype=self.dtype, causal=self.causal, **self.sizes(), **measured)
+        return {key: known.get(key) for key in self.columns}
+
+    def sizes(self):
+        return self.shape._asdict()
+
+
+CASES = {Shape: Case}

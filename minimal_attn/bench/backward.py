@@ -8,7 +8,6 @@ import functools
 
 import torch
 
-from .. import reference_attention
 from .._build import GPU_KERNELS
 from ..validation import allowed_error
 from . import attention
@@ -39,11 +38,11 @@ def forced_by(name, function):
     return by_kernel(kernel, function) if kernel in GPU_KERNELS else function
 
 
-def impls_of(gradients_of):
-    """The table of implementations, with gradients_of(forward) for the forward pass of each."""
+def impls_of(gradients_of, impls=attention.IMPLS):
+    """impls with gradients_of(forward) for the forward pass of each."""
     return {name: impl._replace(forward=forced_by(name, gradients_of(impl.forward)),
                                 dtypes=tuple(x for x in impl.dtypes if x in DTYPES))
-            for name, impl in attention.IMPLS.items() if name not in ("cuda:sm90", "cuda:dmma")}  # theirs is of others
+            for name, impl in impls.items() if name not in ("cuda:sm90", "cuda:dmma")}  # theirs is of others
 
 
 IMPLS = impls_of(backward_of)
@@ -61,10 +60,10 @@ class Case(attention.Case):
 
     def __init__(self, setting, device):
         super().__init__(setting, device)
-        *qkv, causal = self.args
+        *qkv, call = self.args
         qkv = [x.requires_grad_() for x in qkv]
         dout = torch.randn_like(qkv[0])
-        self.args = *qkv, dout, causal
+        self.args = *qkv, dout, call
         self.flops *= self.flops_of_forward
         self.out_bytes = sum(x.nbytes for x in qkv)
         self.bytes = 2 * self.out_bytes + 2 * dout.nbytes  # dout and out, which gives delta
@@ -72,8 +71,10 @@ class Case(attention.Case):
         if self.has_truth(self.shape, device):
             judged, dout = [self.judged(x).detach().requires_grad_() for x in qkv], self.judged(dout)
             exact = [x.detach().double().requires_grad_() for x in judged]
-            out = reference_attention(*exact, causal)
-            self.truth = torch.autograd.grad(out, exact, dout.double())
-            by_math = backward_of(attention.IMPLS["torch:math"].forward)(*judged, dout, causal)
+            self.truth = torch.autograd.grad(self.exact(*exact), exact, dout.double())
+            by_math = torch.autograd.grad(self.base(*judged), judged, dout)
             # Four times the base's error, where the forward has two: MATH keeps P, all others form it again from lse.
             self.tolerance = tuple(2 * allowed_error(*pair) for pair in zip(by_math, self.truth))
+
+
+CASES = {Shape: Case}

@@ -68,14 +68,14 @@ def run(with_profile=False):
     results = measure_all(impls, device)
     if with_profile:
         setting = Setting(SHAPES[device], DTYPES[0])
-        print_profiles(attention, serving(attention, impls, setting.dtype), Case(setting, device), set())
+        print_profiles(attention, serving(IMPLS, impls, setting.dtype), Case(setting, device), set())
     show(results, device)
     return int(any(result.failure for result in results))
 
 
 def measure_all(impls, device):
     """A Result for each of impls in each dtype that it is for."""
-    jobs = [(dtype, impl) for dtype in DTYPES for impl in serving(attention, impls, dtype)]
+    jobs = [(dtype, impl) for dtype in DTYPES for impl in serving(IMPLS, impls, dtype)]
     doing = "checking and timing" if device == "cuda" else "checking"
     results, case = [], None
     for dtype, impl in watched(jobs, lambda job: f"{doing} {job[1]} in {job[0]}", console):

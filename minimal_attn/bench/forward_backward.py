@@ -59,3 +59,6 @@ class Case(backward.Case):
         super().__init__(setting, device)
         q, k, v, *_ = self.args
         self.bytes += 2 * q.nbytes + k.nbytes + v.nbytes  # q and out
+
+
+CASES = {Shape: Case}

@@ -63,6 +63,8 @@ class Case:
     """Normal a (m, k) and b (k, n), their product in fp64, and the error it allows."""
 
     impls = IMPLS
+    op = "matmul"
+    columns = ROW
 
     def __init__(self, setting, device):
         self.shape, self.dtype, _ = self.setting = setting
@@ -86,5 +88,8 @@ class Case:
         return x
 
     def row(self, impl, measured):
-        known = dict(op="matmul", impl=impl, dtype=self.dtype, **self.shape._asdict(), **measured)
-        return {key: known.get(key) for key in ROW}
+        known = dict(op=self.op, impl=impl, dtype=self.dtype, **self.shape._asdict(), **measured)
+        return {key: known.get(key) for key in self.columns}
+
+
+CASES = {Shape: Case}

@@ -4,10 +4,11 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from . import attention, backward, forward_backward, matmul
+from . import attention, backward, forward_backward, matmul, varlen, varlen_backward, window
 
 # Each has its shapes, dtypes, implementations and a Case.
-OPS = {"attention": attention, "backward": backward, "forward_backward": forward_backward, "matmul": matmul}
+OPS = {"attention": attention, "backward": backward, "forward_backward": forward_backward, "varlen": varlen,
+       "varlen_backward": varlen_backward, "window": window, "matmul": matmul}
 
 CAUSALS = {"no": (False,), "yes": (True,), "both": (False, True)}
 
@@ -16,7 +17,10 @@ def parse_args(program, argv, device, description):
     ops = argparse.ArgumentParser(prog=program, description=description, add_help=False, allow_abbrev=False)
     ops.add_argument("--op", choices=OPS, default="attention", help="what is computed (default: %(default)s)")
     op = OPS[ops.parse_known_args(argv)[0].op]  # the other options depend on it
+    defaults = {"dtypes": "float32", "causal": "no", "impls": op.IMPLS} | getattr(op, "DEFAULTS", {})
+    shape_of = getattr(op, "shape_of", lambda text, ints: op.Shape.of(ints(text)))
     impls = [impl for impl in op.IMPLS if device in op.IMPLS[impl].devices]
+    default_impls = [impl for impl in defaults["impls"] if impl in impls]
 
     def fail(message):  # argparse puts the argument's name before it
         raise argparse.ArgumentTypeError(message)
@@ -30,9 +34,8 @@ def parse_args(program, argv, device, description):
         return numbers[0] if len(numbers) == 1 else fail(f"{text!r} is not a positive integer")
 
     def shape(text):
-        sizes = ints(text)
         try:
-            return op.Shape.of(sizes)
+            return shape_of(text, ints)
         except ValueError as error:
             fail(f"{text!r}: {error}")
 
@@ -56,9 +59,10 @@ def parse_args(program, argv, device, description):
     add = parser.add_argument
     add("--shape", type=shape, action="append", metavar=op.SHAPES.split(" or ")[0], dest="shapes",
         help=f"{op.SHAPES}; may be repeated (default: {' '.join(map(str, op.DEFAULT_SHAPES[device]))})")
-    add("--dtype", type=dtypes, default="float32", metavar="DTYPE,...", dest="dtypes",
+    add("--dtype", type=dtypes, default=defaults["dtypes"], metavar="DTYPE,...", dest="dtypes",
         help=f"of {', '.join(op.DTYPES)} (default: %(default)s)")
-    add("--impls", type=names, metavar="NAME,...", default=impls, help=f"default: {','.join(impls)}")
+    add("--impls", type=names, metavar="NAME,...", default=default_impls,
+        help=f"default: {','.join(default_impls)}")
     add("--rounds", type=count, metavar="N", default=1,
         help="time everything N times over and take the median round, to compare settings (default: %(default)s)")
     add("--json", type=file(".json"), metavar="FILE", help="write all rows")
@@ -68,12 +72,15 @@ def parse_args(program, argv, device, description):
     add("--trace", type=file(".json"), metavar="FILE", help="write a Chrome trace of one call of each")
     add("--profile", action=argparse.BooleanOptionalAction, default=False, help="also print the profiler's tables")
     if op is not matmul:
-        add("--causal", nargs="?", const="yes", default="no", choices=CAUSALS,
-            help="mask the future (bottom-right aligned); both: with and without")
+        add("--causal", nargs="?", const="yes", default=defaults["causal"], choices=CAUSALS,
+            help="mask the future (bottom-right aligned); both: with and without (default: %(default)s)")
+    else:
+        parser.set_defaults(causal="no")
+    if hasattr(op, "DEFAULT_SEQLENS"):
         add("--seqlens", type=ints, metavar="S,S,...", default=op.DEFAULT_SEQLENS[device],
             help="sweep the first shape over these lengths, '' for none (default: %(default)s)")
     else:
-        parser.set_defaults(causal="no", seqlens=[])
+        parser.set_defaults(seqlens=[])
     if hasattr(op, "host_cost"):
         add("--host-cost", action="store_true", help="also measure the host's time for a small call")
     else:

@@ -20,7 +20,8 @@ from . import styles
 from .styles import MATMUL, STYLES
 from .tables import speedup
 
-BASELINES = "manual", "cublas", "torch", "torch:cudnn", "torch:flash"  # speed-ups are over the first of these
+# Speed-ups are over the first of these.
+BASELINES = "manual", "cublas", "torch", "torch:varlen", "torch:cudnn", "torch:flash"
 LINES = "-", ":", "-.", (0, (1, 3)), (0, (6, 2, 1, 2, 1, 2))  # for each dtype of a panel
 STEPS = 4  # from a marker of a loss curve to one of the next curve
 DIGEST = re.compile(rb"data-sha256 ([0-9a-f]{64})")

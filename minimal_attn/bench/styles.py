@@ -38,6 +38,7 @@ STYLES = {
     "flash_attn_interface": FA3,
     "flash_attn": Style("FlashAttention-2 (flash_attn)", TEAL, "<"),
     "torch:flash": Style("FlashAttention-2 (torch)", GREEN, "^"),
+    "torch:varlen": Style("varlen_attn (torch)", INDIGO, "X"),
     "flex": Style("FlexAttention (torch)", SKY, "D"),
     "torch:efficient": Style("memory-efficient (torch)", OLIVE, "v"),
     "torch:math": Style("math (torch)", INDIGO, ">"),

@@ -1,0 +1,235 @@
+"""The functions of flash-attn, by their names and in the order of flash-attn 2, over flash_attention.
+
+What flash-attn 3, flash-attn 4 and vLLM add to them are keywords. num_splits, pack_gqa, scheduler_metadata, sm_margin
+and fa_version tune kernels of theirs and change nothing here. Read next: packed.py, packed batches.
+"""
+
+from torch import Tensor
+
+from .backends import Lengths
+from .checks import autocast, check_tensor, out_dtype, shown, wants_gradient
+from .cuda import NO_LENGTHS, fast_path
+from .interface import checked_attention, is_zero
+from .lengths import NO_WINDOW, check_max_seqlen
+
+Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
+
+
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+                    causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+                    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+                    *, out: Tensor | None = None, s_aux: Tensor | None = None, learnable_sink: Tensor | None = None,
+                    sinks: Tensor | None = None, return_softmax_lse: bool = False, return_lse: bool = False,
+                    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+                    qv: Tensor | None = None, attention_chunk: int = 0, num_splits: int = 0,
+                    pack_gqa: bool | None = None, sm_margin: int = 0, fa_version: int | None = None,
+                    dropout_seed: Tensor | None = None, backend: str = "auto") -> Result:
+    """flash_attention with the signature and the layout of flash-attn (flash_attn.flash_attn_func).
+
+    Args:
+        q: (B, Sq, H, D); k, v: (B, Sk, Hk, D), v also with another head_dim. Dtypes, head dimensions, causal,
+            deterministic, backend: as flash_attention.
+        dropout_p, dropout_seed: as flash_attention. flash-attn has no such seed and drops other elements.
+        softmax_scale: factor of the scores, 1/sqrt(D) if None.
+        window_size: (left, right), as flash_attention; None is (-1, -1).
+        return_attn_probs: return (out, lse, None); the probabilities themselves are never formed.
+        return_softmax_lse, return_lse: return (out, lse).
+        out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result is copied into it. Not
+            with gradients.
+        s_aux, learnable_sink, sinks: three names of one argument, those of flash-attn 3, flash-attn 4 and vLLM: sinks
+            (H,) as of flash_attention.
+        softcap, alibi_slopes, q_descale, k_descale, v_descale, qv, attention_chunk: only their defaults are supported.
+        num_splits, pack_gqa, sm_margin, fa_version: change nothing.
+
+    Returns:
+        out (B, Sq, H, D), with v's head_dim, in q's dtype, or in autocast's; lse (B, H, Sq) in fp32, natural log.
+
+    Raises:
+        NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
+    """
+    return_lse = return_lse or return_softmax_lse
+    window_size = NO_WINDOW if window_size is None else window_size
+    if s_aux is not None or learnable_sink is not None:
+        sinks = _one_of("flash_attn_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
+    if (is_zero(dropout_p) and softcap == 0.0 and alibi_slopes is out is q_descale is k_descale is v_descale is qv
+            is None and attention_chunk == 0 and (backend == "auto" or backend == "cuda")
+            and isinstance(deterministic, bool)):
+        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs, deterministic,
+                           backend, window_size, NO_LENGTHS, sinks)
+        if result is not None:
+            return (*result, None) if return_attn_probs else result
+    _refuse("flash_attn_func", softcap=softcap, alibi_slopes=alibi_slopes, q_descale=q_descale, k_descale=k_descale,
+            v_descale=v_descale, qv=qv, attention_chunk=attention_chunk)
+    _check_layout("flash_attn_func", "(B, S, H, D)", q=q, k=k, v=v)
+    _check_out(out, q, k, v, sinks)
+    result = checked_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
+                               dropout_p, dropout_seed, deterministic, return_lse or return_attn_probs, backend,
+                               window_size=window_size, sinks=sinks, scale_name="softmax_scale")
+    o, *lse = result if isinstance(result, tuple) else (result,)
+    return _returned(o.transpose(1, 2), lse, out, return_attn_probs)
+
+
+def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
+                           max_seqlen_q: int | Tensor | None = None, max_seqlen_k: int | Tensor | None = None,
+                           dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+                           window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+                           alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                           return_attn_probs: bool = False, block_table: Tensor | None = None, *,
+                           out: Tensor | None = None, s_aux: Tensor | None = None,
+                           learnable_sink: Tensor | None = None, sinks: Tensor | None = None,
+                           seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+                           return_softmax_lse: bool = False, return_lse: bool = False,
+                           q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+                           v_descale: Tensor | None = None, qv: Tensor | None = None,
+                           page_table: Tensor | None = None, attention_chunk: int = 0, num_splits: int = 0,
+                           pack_gqa: bool | None = None, scheduler_metadata: Tensor | None = None, sm_margin: int = 0,
+                           fa_version: int | None = None, dropout_seed: Tensor | None = None,
+                           backend: str = "auto") -> Result:
+    """Attention of a packed batch, whose samples lie one after the other (flash_attn.flash_attn_varlen_func).
+
+    Args:
+        q: (Tq, H, D); k, v: (Tk, Hk, D), v also with another head_dim.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k: as flash_attention.
+        block_table, page_table, scheduler_metadata: the first two must be None, the last changes nothing.
+        All others: as flash_attn_func, but out is (Tq, H, D).
+
+    Returns:
+        out (Tq, H, D), with v's head_dim, in q's dtype, or in autocast's; lse (H, Tq) in fp32, natural log; in a tuple
+        as flash_attn_func.
+
+    Raises:
+        NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
+    """
+    window_size = NO_WINDOW if window_size is None else window_size
+    if s_aux is not None or learnable_sink is not None:
+        sinks = _one_of("flash_attn_varlen_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    return_lse = return_lse or return_softmax_lse or return_attn_probs
+    if (is_zero(dropout_p) and softcap == 0.0 and alibi_slopes is block_table is page_table is out is q_descale
+            is k_descale is v_descale is qv is None and attention_chunk == 0
+            and (backend == "auto" or backend == "cuda") and isinstance(deterministic, bool)):
+        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, backend, window_size,
+                           lengths, sinks)
+        if result is not None:
+            return (*result, None) if return_attn_probs else result
+    _refuse("flash_attn_varlen_func", softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table,
+            page_table=page_table, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
+            attention_chunk=attention_chunk)
+    if cu_seqlens_q is None:
+        raise ValueError("flash_attn_varlen_func: cu_seqlens_q must be given; flash_attn_func takes batches without it")
+    if cu_seqlens_k is None and seqused_k is not None:
+        raise NotImplementedError("flash_attn_varlen_func: seqused_k without cu_seqlens_k belongs to page tables, "
+                                  "which are not supported yet")
+    _check_layout("flash_attn_varlen_func", "(T, H, D)", q=q, k=k, v=v)
+    _check_out(out, q, k, v, sinks)
+    result = checked_attention(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), causal, softmax_scale, dropout_p,
+                               dropout_seed, deterministic, return_lse, backend, window_size=window_size,
+                               lengths=Lengths(*lengths), sinks=sinks, scale_name="softmax_scale")
+    o, *lse = (x[0] for x in (result if isinstance(result, tuple) else (result,)))
+    return _returned(o.transpose(0, 1), lse, out, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+                              causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+                              alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                              return_attn_probs: bool = False, *, return_lse: bool = False,
+                              dropout_seed: Tensor | None = None, backend: str = "auto") -> Result:
+    """flash_attn_func of qkv (B, S, 3, H, D), which holds q, k and v; none is copied. All else as there."""
+    q, k, v = _parts("flash_attn_qkvpacked_func", "(B, S, 3, H, D)", qkv=qkv)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+                           deterministic, return_attn_probs, return_lse=return_lse, dropout_seed=dropout_seed,
+                           backend=backend)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+                             causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+                             alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                             return_attn_probs: bool = False, *, return_lse: bool = False,
+                             dropout_seed: Tensor | None = None, backend: str = "auto") -> Result:
+    """flash_attn_func of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), which holds k and v; none is copied. All else as
+    there."""
+    k, v = _parts("flash_attn_kvpacked_func", "(B, S, 2, H, D)", kv=kv)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+                           deterministic, return_attn_probs, return_lse=return_lse, dropout_seed=dropout_seed,
+                           backend=backend)
+
+
+def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor | None = None,
+                                     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+                                     window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+                                     alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                                     return_attn_probs: bool = False, *, return_lse: bool = False,
+                                     dropout_seed: Tensor | None = None, backend: str = "auto") -> Result:
+    """flash_attn_varlen_func of qkv (T, 3, H, D), which holds q, k and v; none is copied. All else as there."""
+    q, k, v = _parts("flash_attn_varlen_qkvpacked_func", "(T, 3, H, D)", qkv=qkv)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
+                                  causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+                                  return_lse=return_lse, dropout_seed=dropout_seed, backend=backend)
+
+
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+                                    max_seqlen_q: int | Tensor | None = None, max_seqlen_k: int | Tensor | None = None,
+                                    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+                                    window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+                                    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                                    return_attn_probs: bool = False, *, return_lse: bool = False,
+                                    dropout_seed: Tensor | None = None, backend: str = "auto") -> Result:
+    """flash_attn_varlen_func of q (Tq, H, D) and kv (Tk, 2, Hk, D), which holds k and v; none is copied. All else as
+    there."""
+    k, v = _parts("flash_attn_varlen_kvpacked_func", "(T, 2, H, D)", kv=kv)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+                                  softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                                  return_attn_probs, return_lse=return_lse, dropout_seed=dropout_seed,
+                                  backend=backend)
+
+
+def _refuse(function, **arguments):
+    """NotImplementedError for the first argument that is not its default, None or 0."""
+    for name, value in arguments.items():
+        if not (value is None or isinstance(value, (int, float)) and value == 0):
+            raise NotImplementedError(f"{function}: {name} is not supported yet, only its default is")
+
+
+def _one_of(function, **arguments):
+    """The value of the one argument that is given, or None; TypeError if several are."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if len(given) > 1:
+        raise TypeError(f"{function}: {' and '.join(given)} are names of the same argument, give one of them")
+    return next(iter(given.values()), None)
+
+
+def _check_layout(function, layout, **tensors):
+    for name, x in tensors.items():
+        check_tensor(name, x)
+        if x.ndim != layout.count(",") + 1:
+            raise ValueError(f"{function}: {name} must be {layout}, got {tuple(x.shape)}")
+
+
+def _parts(function, layout, **tensor):
+    """The parts of a tensor of that layout, whose third dimension from the end numbers them."""
+    _check_layout(function, layout, **tensor)
+    (name, x), = tensor.items()
+    if x.shape[-3] != (3 if name == "qkv" else 2):
+        raise ValueError(f"{function}: {name} must be {layout}, got {tuple(x.shape)}")
+    return x.unbind(-3)
+
+
+def _check_out(out, q, k, v, sinks):
+    """ValueError unless out is None or can take the result."""
+    if out is None:
+        return
+    check_tensor("out", out)
+    dtype = out_dtype(autocast(q.new_empty(0), None, None)[0].dtype)
+    shape = *q.shape[:-1], v.shape[-1]
+    if (out.shape, out.dtype, out.device) != (shape, dtype, q.device):
+        raise ValueError(f"out must be {dtype} of shape {shape} on {q.device}, got {shown(out)} on {out.device}")
+    if any(map(wants_gradient, (q, k, v, sinks, out))):
+        raise ValueError("out cannot be given where gradients are wanted: call under torch.no_grad()")
+
+
+def _returned(result, lse, out, return_attn_probs):
+    """What flash-attn returns: the result, in out if that is given, and [lse] if that was asked for."""
+    result = result if out is None else out.copy_(result)
+    return (result, *lse, None) if return_attn_probs else (result, *lse) if lse else result

@@ -1,0 +1,119 @@
+"""Packed batches: samples of different lengths one after the other, without padding between them.
+
+unpad_input and pad_input go from a padded batch to a packed one and back. as_padded gives a packed batch to backends
+that know padded ones alone. Read next: lengths.py, what is checked of lengths.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .backends import Lengths
+from .checks import can_read, check_tensor
+
+
+def unpad_input(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Pack a padded batch: take what mask says is valid, wherever it lies in a sample (flash_attn.bert_padding).
+
+    The host waits for the number of valid positions, and for the largest length.
+
+    Args:
+        x: (B, S, ...).
+        mask: bool (B, S) on x's device, True where a position is valid.
+
+    Returns:
+        (x_packed (T, ...), indices int64 (T,) of its rows in x.flatten(0, 1), cu_seqlens int32 (B + 1,), the largest
+        length, seqused int32 (B,), the lengths).
+
+    Raises:
+        TypeError: what is no dense tensor, or a mask that is not bool. ValueError: a wrong shape or device.
+        RuntimeError: while a CUDA graph is captured, when the host cannot wait.
+    """
+    check_tensor("x", x)
+    check_mask("mask", mask, x)
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a mask cannot be read while a CUDA graph is captured: pack the batch before, or give "
+                           "cu_seqlens")
+    seqused = mask.sum(1, dtype=torch.int32)
+    indices = mask.flatten().nonzero().squeeze(1)
+    cu_seqlens = pad(seqused.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(seqused.max()) if seqused.numel() else 0
+    return x.flatten(0, 1).index_select(0, indices), indices, cu_seqlens, longest, seqused
+
+
+def pad_input(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The reverse of unpad_input (flash_attn.bert_padding, whose names these are): (batch, seqlen, ...) of x (T, ...),
+    0 where nothing was valid.
+
+    Args:
+        x: (T, ...).
+        indices: int64 (T,) on x's device, as of unpad_input.
+        batch, seqlen: sizes of the padded batch.
+
+    Raises:
+        TypeError: what is no dense tensor, or indices that are not int64. ValueError: a wrong shape or device, or more
+        rows than the padded batch has.
+    """
+    check_tensor("x", x)
+    check_tensor("indices", indices)
+    if indices.dtype != torch.int64:
+        raise TypeError(f"indices must be int64, got {indices.dtype}")
+    if indices.shape != x.shape[:1] or indices.device != x.device:
+        raise ValueError(f"indices must be ({x.shape[0] if x.ndim else 'T'},) on {x.device}, as x is "
+                         f"{tuple(x.shape)}; got {tuple(indices.shape)} on {indices.device}")
+    if x.shape[0] > batch * seqlen:
+        raise ValueError(f"x has {x.shape[0]} rows, more than batch · seqlen = {batch * seqlen}")
+    padded = x.new_zeros(batch * seqlen, *x.shape[1:]).index_copy(0, indices, x)
+    return padded.unflatten(0, (batch, seqlen))
+
+
+def check_mask(name, mask, x):
+    """TypeError unless mask is a dense bool tensor, ValueError unless it is (B, S), on the device of x (B, S, ...)."""
+    check_tensor(name, mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{name} must be bool, True where a position is valid, got {mask.dtype}")
+    if mask.ndim != 2 or mask.shape != x.shape[:2] or mask.device != x.device:
+        raise ValueError(f"{name} must have shape {tuple(x.shape[:2])}, (B, S), on {x.device}, got {tuple(mask.shape)} "
+                         f"on {mask.device}")
+
+
+def as_padded(forward, q, k, v, options):
+    """(out, lse) of a packed batch, by a Backend's forward of padded batches.
+
+    Each sample is copied to the start of rows of its own, so nothing of the others can reach it.
+    """
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = options.lengths
+    begin_q, seqlen_q = _samples(cu_seqlens_q, q.shape[2])
+    if seqused_q is not None:
+        seqlen_q = seqlen_q.minimum(seqused_q.clamp(min=0))
+    begin_k, seqlen_k = _samples(cu_seqlens_k, k.shape[2])
+    if seqused_k is not None:
+        seqlen_k = seqused_k.clamp(min=0).minimum(k.shape[2] - begin_k)
+    k_rows = _padded_rows(begin_k, seqlen_k, k.shape[2])
+    lengths = Lengths(seqused_q=seqlen_q.int(), seqused_k=seqlen_k.int())
+    padded = (x[0][:, rows].transpose(0, 1) for x, rows in (
+        (q, _padded_rows(begin_q, seqlen_q, q.shape[2])), (k, k_rows), (v, k_rows)))
+    out, lse = forward(*padded, options._replace(lengths=lengths))
+    # Where each row of the packed batch went.
+    row = torch.arange(q.shape[2], device=q.device)
+    sample = torch.searchsorted(begin_q[1:].cummax(0).values, row, right=True)
+    row = row - begin_q[sample]
+    is_padding = row >= seqlen_q[sample]
+    row = row.clamp(max=out.shape[2] - 1)
+    out = out[sample, :, row].transpose(0, 1)[None].masked_fill(is_padding[:, None], 0)
+    return out, None if lse is None else lse[sample, :, row].t()[None].masked_fill(is_padding, float("-inf"))
+
+
+def _samples(cu_seqlens, total):
+    """(B,) and (B,): where samples begin, and their lengths."""
+    bounds = cu_seqlens.long().clamp(0, total)
+    begin = pad(bounds[1:-1], (1, 0))
+    return begin, (bounds[1:] - begin).clamp(min=0)
+
+
+def _padded_rows(begin, seqlen, total):
+    """(B, S): the row of the packed tensor for each row of the padded one, whose length S holds the longest sample. It
+    is all of `total` where the lengths cannot be read."""
+    longest = max(1, int(seqlen.max())) if can_read(seqlen) else total
+    rows = begin[:, None] + torch.arange(min(longest, total), device=begin.device)
+    return rows.clamp(max=total - 1)

@@ -1,0 +1,306 @@
+"""Attention sinks and V of another head_dim: conventions, spellings, an error for every bad input.
+
+test_lengths.py compares their results and gradients with a loop in fp64, together with lengths, windows and dropout.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from cases import compiler_for
+from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
+from minimal_attn import (choice, flash_attention, flash_attn_func, flash_attn_kvpacked_func, flash_attn_varlen_func,
+                          reference_attention)
+from minimal_attn.backends import Lengths, Options
+
+IMPLS = {"reference": ("reference", "cuda" if HAS_GPU else "cpu"),
+         **{impl: where for impl, where in IMPLEMENTATIONS.items() if impl != "cuda:dmma"}}
+KERNELS = [impl for impl in IMPLS if impl not in ("reference", "torch")]
+each_impl = pytest.mark.parametrize("impl", IMPLS)
+
+
+def inputs(impl="torch", B=2, H=4, Hk=2, Sq=20, Sk=33, D=16, head_dim_v=24, dtype=None):
+    """q, k, v and sinks."""
+    device = IMPLS[impl][1]
+    dtype = dtype or (torch.bfloat16 if impl in OF_16_BITS else torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, head_dim_v), (H,)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def tolerance(x):
+    return dict(rtol=2e-2, atol=2e-2) if x.dtype.itemsize == 2 else dict(rtol=1e-5, atol=1e-5)
+
+
+@each_impl
+def test_a_sink_is_one_more_score_without_a_value(impl):
+    q, k, v, sinks = inputs(impl)
+    options = dict(causal=True, sm_scale=0.3, return_lse=True, backend=IMPLS[impl][0])
+    out, lse = flash_attention(q, k, v, **options)
+    got, got_lse = flash_attention(q, k, v, sinks=sinks, **options)
+    want_lse = torch.logaddexp(lse, sinks[:, None].float())
+    assert got.shape == (*q.shape[:3], 24) and got.dtype == q.dtype and got_lse.dtype == torch.float32
+    assert_close(got_lse, want_lse, rtol=1e-5, atol=1e-5)
+    assert_close(got.float(), out.float() * (lse - want_lse).exp()[..., None], **tolerance(q))
+
+
+@each_impl
+def test_rows_without_keys_have_their_sink(impl):
+    """Padding has not."""
+    q, k, v, sinks = inputs(impl, Sq=30, Sk=12)
+    used = torch.tensor([30, 20], dtype=torch.int32, device=q.device)
+    out, lse = flash_attention(q, k, v, True, sinks=sinks, seqused_q=used, return_lse=True, backend=IMPLS[impl][0])
+    want = sinks.float()[:, None]
+    assert_close(lse[0, :, :18], want.expand(4, 18))
+    assert_close(lse[1, :, :8], want.expand(4, 8))
+    assert (out[0, :, :18] == 0).all() and (out[1, :, :8] == 0).all()
+    assert (out[1, :, 20:] == 0).all() and (lse[1, :, 20:] == -math.inf).all()
+
+
+@each_impl
+def test_no_keys_at_all(impl):
+    q, k, v, sinks = (x.requires_grad_() for x in inputs(impl, Sk=0))
+    out, lse = flash_attention(q, k, v, sinks=sinks, return_lse=True, backend=IMPLS[impl][0])
+    assert out.shape == (2, 4, 20, 24) and (out == 0).all()
+    assert lse.equal(sinks.float()[:, None].expand_as(lse))
+    dlse = torch.randn_like(lse)
+    dq, dsinks = torch.autograd.grad([out, lse], [q, sinks], [torch.ones_like(out), dlse])
+    assert (dq == 0).all()
+    assert_close(dsinks, dlse.sum((0, 2)).to(dsinks.dtype))
+
+
+@each_impl
+def test_sinks_far_from_all_scores(impl):
+    """Those far below change nothing but rows without keys, those far above take all."""
+    q, k, v, _ = inputs(impl, Sq=30, Sk=12)
+    given = [x.requires_grad_() for x in (q, k, v)]
+    options = dict(causal=True, return_lse=True, backend=IMPLS[impl][0])
+    want, want_lse = flash_attention(*given, **options)
+    for value in (-100.0, -3e4):
+        sinks = torch.full((4,), value, dtype=torch.float32, device=q.device, requires_grad=True)
+        out, lse = flash_attention(*given, sinks=sinks, **options)
+        assert_close(out, want, **tolerance(q))
+        assert_close(lse[:, :, 18:], want_lse[:, :, 18:], rtol=1e-5, atol=1e-5)
+        assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum() + lse.sum(), [*given, sinks]))
+    sinks = torch.full((4,), 3e4, dtype=torch.float32, device=q.device, requires_grad=True)
+    out, lse = flash_attention(*given, sinks=sinks, **options)
+    assert (out == 0).all()
+    assert_close(lse, torch.full_like(lse, 3e4))
+    gradients = torch.autograd.grad(out.float().sum() + lse.sum(), [*given, sinks])
+    assert all((x == 0).all() for x in gradients[:3])
+    assert_close(gradients[3], torch.full_like(sinks, 2 * 30), rtol=1e-2, atol=0)  # an ulp of 3e4 is 2e-3
+
+
+@each_impl
+def test_3d_inputs_have_one_sink(impl):
+    q, k, v, _ = inputs(impl, H=1, Hk=1)
+    sinks = torch.tensor([0.7], device=q.device)
+    options = dict(causal=True, sinks=sinks, return_lse=True, backend=IMPLS[impl][0])
+    want, want_lse = flash_attention(q, k, v, **options)
+    out, lse = flash_attention(q[:, 0], k[:, 0], v[:, 0], **options)
+    assert out.shape == (2, 20, 24) and out.equal(want[:, 0]) and lse.equal(want_lse[:, 0])
+
+
+@each_impl
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gradient_of_sinks_has_their_dtype(impl, dtype):
+    q, k, v, sinks = inputs(impl)
+    sinks = sinks.to(dtype).requires_grad_()
+    out, lse = flash_attention(q, k, v, True, sinks=sinks, return_lse=True, backend=IMPLS[impl][0])
+    got, = torch.autograd.grad(out.float().square().sum() + lse.sum(), sinks)
+    exact = sinks.detach().double().requires_grad_()
+    out, lse = reference_attention(*(x.double() for x in (q, k, v)), True, sinks=exact, return_lse=True)
+    want, = torch.autograd.grad(out.square().sum() + lse.sum(), exact)
+    assert got.dtype == dtype
+    wide = dtype == torch.float32 and q.dtype == torch.float32
+    assert_close(got.double(), want, rtol=1e-4 if wide else 3e-2, atol=1e-4 if wide else 3e-2)
+
+
+@each_impl
+def test_sinks_of_any_memory(impl):
+    """A view, and an expanded one, whose gradient is a sum."""
+    q, k, v, sinks = inputs(impl)
+    backend = IMPLS[impl][0]
+    want = flash_attention(q, k, v, sinks=sinks, backend=backend)
+    assert flash_attention(q, k, v, sinks=torch.stack([sinks, sinks], 1)[:, 0], backend=backend).equal(want)
+    one = torch.tensor([0.3], device=q.device, requires_grad=True)
+    each = one.detach().repeat(4).requires_grad_()
+    got, want = (torch.autograd.grad(flash_attention(q, k, v, sinks=x, backend=backend).float().square().sum(), leaf)[0]
+                 for x, leaf in ((one.expand(4), one), (each, each)))
+    assert_close(got, want.sum()[None])
+
+
+@each_impl
+def test_autocast_leaves_sinks(impl):
+    """In their own dtype, as are their gradients."""
+    q, k, v, sinks = inputs(impl, dtype=torch.float32)
+    backend, device = IMPLS[impl]
+    sinks.requires_grad_()
+    want = flash_attention(*(x.bfloat16() for x in (q, k, v)), sinks=sinks, backend=backend)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = flash_attention(q, k, v, sinks=sinks, backend=backend)
+    assert out.dtype == torch.bfloat16 and out.equal(want)
+    assert torch.autograd.grad(out.float().sum(), sinks)[0].dtype == torch.float32
+
+
+@each_impl
+def test_compile_fullgraph(impl):
+    """Forward and backward in one graph each, with sinks, another head_dim of V, a window and lengths."""
+    backend = IMPLS[impl][0]
+    q, k, v, sinks = (x.requires_grad_() for x in inputs(impl))
+    used = torch.tensor([33, 7], dtype=torch.int32, device=q.device)
+
+    def attend(q, k, v, sinks, used):
+        out, lse = flash_attention(q * 2, k, v, True, sinks=sinks, window_size=(9, 0), seqused_k=used, return_lse=True,
+                                   backend=backend)
+        return out.float().square().sum() + lse.masked_fill(lse == -math.inf, 0).sum(), out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=compiler_for(impl))
+    (got_loss, got), (want_loss, want) = compiled(q, k, v, sinks, used), attend(q, k, v, sinks, used)
+    assert_close(got, want, **tolerance(q))
+    for x, y in zip(*(torch.autograd.grad(loss, (q, k, v, sinks)) for loss in (got_loss, want_loss))):
+        assert_close(x, y, **tolerance(q))
+
+
+@pytest.mark.parametrize("impl", KERNELS)
+def test_opcheck(impl):
+    q, k, v, sinks = inputs(impl)
+    backend = IMPLS[impl][0]
+    flash_attention(q, k, v, backend=backend)  # registers the ops
+    ops = torch.ops.minimal_attn
+    forward, backward = ((ops.triton_forward, ops.triton_backward) if backend == "triton" else
+                         (ops.flash_forward, ops.flash_backward))
+    options = Options(0.2, (-1, 0), Lengths(), sinks.float()).of_op()
+    torch.library.opcheck(forward.default, (q, k, v, *options))
+    out, lse = forward(q, k, v, *options)
+    arguments = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, *options, impl != "triton"
+    torch.library.opcheck(backward.default, (*arguments, True, True, True))
+    assert [x.numel() > 0 for x in backward(*arguments, False, False, True)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("head_dim_v", [1, 5, 256])
+@each_impl
+def test_lse_knows_nothing_of_v(impl, head_dim_v):
+    if impl in OF_16_BITS and head_dim_v != 256:
+        pytest.skip("cannot serve it")
+    q, k, v, _ = inputs(impl, head_dim_v=head_dim_v)
+    options = dict(causal=True, return_lse=True, backend=IMPLS[impl][0])
+    out, lse = flash_attention(q, k, v, **options)
+    assert out.shape == (2, 4, 20, head_dim_v)
+    assert_close(lse, flash_attention(q, k, k, **options)[1])
+    padded = torch.nn.functional.pad(v, (0, 256 - head_dim_v))
+    assert_close(out, flash_attention(q, k, padded, **options)[0][..., :head_dim_v], **tolerance(q))
+
+
+def test_float8_by_the_reference():
+    q, k, v, sinks = inputs()
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+    want = reference_attention(q.float(), k.float(), v.float(), sinks=sinks).bfloat16()
+    assert flash_attention(q, k, v, sinks=sinks, backend="reference").equal(want)
+
+
+def test_auto_counts_sinks_among_what_wants_gradients(monkeypatch):
+    monkeypatch.setattr(choice, "_first_available", lambda prefers_triton: "triton" if prefers_triton else "cuda")
+    monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    q, sinks = torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16), torch.zeros(2)
+    assert choice.auto_backend(q, q, q, sinks=sinks) == "cuda"
+    assert choice.auto_backend(q, q, q, sinks=sinks.requires_grad_()) == "triton"
+
+
+# The functions of flash-attn.
+
+def rows_first(x):
+    return x.transpose(1, 2)
+
+
+@each_impl
+@pytest.mark.parametrize("name", ["s_aux", "learnable_sink", "sinks"])
+def test_names_of_sinks(impl, name):
+    backend = IMPLS[impl][0]
+    q, k, v, sinks = inputs(impl)
+    want, want_lse = flash_attention(q, k, v, True, sinks=sinks, return_lse=True, backend=backend)
+    q, k, v = map(rows_first, (q, k, v))
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True, backend=backend, **{name: sinks})
+    assert_close(out, rows_first(want))
+    assert_close(lse, want_lse)
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32, device=q.device) for n in (20, 33))
+    out, lse = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), cu_seqlens_q, cu_seqlens_k, 20, 33,
+                                      causal=True, return_lse=True, backend=backend, **{name: sinks})
+    assert_close(out.view(2, 20, 4, 24), rows_first(want), **tolerance(q))
+    assert_close(lse.view(4, 2, 20).transpose(0, 1), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@each_impl
+def test_out_has_the_head_dim_of_v(impl):
+    backend = IMPLS[impl][0]
+    q, k, v, sinks = inputs(impl)
+    q, k, v = map(rows_first, (q, k, v))
+    place = torch.empty(2, 20, 4, 24, device=q.device, dtype=q.dtype)
+    assert flash_attn_func(q, k, v, out=place, s_aux=sinks, backend=backend) is place
+    assert place.equal(flash_attn_func(q, k, v, s_aux=sinks, backend=backend))
+    with pytest.raises(ValueError, match=r"out must be .* of shape \(2, 20, 4, 24\)"):
+        flash_attn_func(q, k, v, out=torch.empty_like(q), backend=backend)
+    with pytest.raises(ValueError, match="out cannot be given where gradients are wanted"):
+        flash_attn_func(q, k, v, out=place, s_aux=sinks.requires_grad_(), backend=backend)
+
+
+@pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])
+def test_two_names_at_once(function):
+    q, k, v, sinks = inputs(B=1)
+    q, k, v = map(rows_first, (q, k, v))
+    cu_seqlens = torch.tensor([0, 20], dtype=torch.int32)
+    arguments = (q, k, v) if function is flash_attn_func else (q[0], k[0], v[0], cu_seqlens, cu_seqlens)
+    with pytest.raises(TypeError, match=f"^{function.__name__}: s_aux and sinks are names of the same argument"):
+        function(*arguments, s_aux=sinks, sinks=sinks)
+    with pytest.raises(TypeError, match=f"^{function.__name__}: s_aux and learnable_sink are names of the same"):
+        function(*arguments, s_aux=sinks, learnable_sink=sinks)
+
+
+def test_tensors_that_hold_k_and_v_have_one_head_dim():
+    q, k, _, _ = inputs()
+    with pytest.raises(ValueError, match="q and k must have the same head_dim"):
+        flash_attn_kvpacked_func(rows_first(q)[..., 1:], torch.stack([rows_first(k)] * 2, 2))
+
+
+BAD = [
+    (TypeError, "sinks must be a torch.Tensor, got list", lambda x: x.tolist()),
+    (TypeError, "sinks must be a torch.Tensor, got float", lambda x: 1.0),
+    (TypeError, "sinks must be a dense tensor", lambda x: x.to_sparse()),
+    (TypeError, "sinks is torch.int64, allowed for q in torch.float32 are float32, float16", lambda x: x.long()),
+    (TypeError, "Unsupported dtype: sinks is torch.float64", lambda x: x.double()),
+    (ValueError, r"sinks must have shape \(4,\), one for each query head, got \(2,\)", lambda x: x[:2]),
+    (ValueError, r"sinks must have shape \(4,\), .*, got \(1, 4\)", lambda x: x[None]),
+    (ValueError, r"sinks must have shape \(4,\), .*, got \(\)", lambda x: x[0]),
+    (ValueError, r"sinks must be on the same device as q", lambda x: x.to("meta")),
+]
+
+
+@pytest.mark.parametrize("error, match, change", BAD, ids=lambda x: x if isinstance(x, str) else "")
+def test_bad_sinks(error, match, change):
+    q, k, v, sinks = inputs()
+    for call in (flash_attention, reference_attention):
+        with pytest.raises(error, match=match):
+            call(q, k, v, sinks=change(sinks))
+    with pytest.raises(error, match=match):
+        flash_attn_func(*map(rows_first, (q, k, v)), learnable_sink=change(sinks))
+
+
+def test_sinks_of_float64_and_of_3d_inputs():
+    q, k, v, sinks = (x.cpu() for x in inputs(dtype=torch.float64))
+    with pytest.raises(TypeError, match="sinks is torch.float32, allowed for q in torch.float64 are float64"):
+        flash_attention(q, k, v, sinks=sinks.float())
+    assert flash_attention(q, k, v, sinks=sinks).dtype == torch.float64
+    with pytest.raises(ValueError, match=r"sinks must have shape \(1,\)"):
+        flash_attention(q[:, 0], k[:, 0], v[:, 0], sinks=sinks)
+
+
+@pytest.mark.parametrize("head_dim_v", [0, 257])
+def test_head_dims_of_v_that_are_not_supported(head_dim_v):
+    q, k, v, _ = inputs(head_dim_v=head_dim_v)
+    for call in (flash_attention, reference_attention):
+        with pytest.raises(ValueError, match=f"Unsupported head_dim {head_dim_v}: 1 to 256 is supported"):
+            call(q, k, v)

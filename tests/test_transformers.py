@@ -1,0 +1,203 @@
+"""Models of transformers with our functions in the place of flash-attn's, beside their own eager attention.
+
+transformers gets this package as a kernel of its hub, by the name of a repository. All else it does by itself: it reads
+the signatures of our functions, packs padded batches, finds packed ones by their position_ids, and cuts static caches.
+"""
+
+import functools
+import types
+
+import pytest
+import torch
+
+import minimal_attn
+from cases import slow_unless
+from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
+
+transformers = pytest.importorskip("transformers")
+
+NAME = "minimal-attn/minimal-flash-attn"  # transformers packs for names with "flash" in them
+IMPLS = {impl: where for impl, where in IMPLEMENTATIONS.items() if impl != "cuda:dmma"}  # head_dim is 16
+VOCAB, WINDOW, LENGTH = 128, 4, 11
+SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=16, initializer_range=0.2, max_position_embeddings=64)
+MODELS = {
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", dict(sliding_window=WINDOW)),
+    # Attention sinks in each layer, and a window in every other one. All experts, or a rounding may change the choice.
+    "gpt_oss": ("GptOssForCausalLM", dict(sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=2)),
+}
+
+
+def each_model(is_short):
+    """Parameters impl and kind. Triton's interpreter, which is slow, has one model of the short tests in the gate."""
+    return pytest.mark.parametrize("impl, kind", [
+        pytest.param(impl, kind, marks=slow_unless(HAS_GPU or impl != "triton" or is_short and kind == "mistral"))
+        for impl in IMPLS for kind in MODELS])
+
+
+@pytest.fixture
+def impl_as_kernel(impl, monkeypatch):
+    """transformers' hub with one repository, whose functions run one implementation."""
+    from transformers import modeling_flash_attention_utils as utils
+    from transformers.integrations import hub_kernels
+
+    backend = IMPLS[impl][0]
+    kernel = types.ModuleType("minimal_flash_attn")
+    for name in ("flash_attn_func", "flash_attn_varlen_func"):
+        function = getattr(minimal_attn, name)
+        setattr(kernel, name, functools.partial(in_16_bits(function) if impl in OF_16_BITS else function,
+                                                backend=backend))
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda name, **options: {NAME: kernel}[name])
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    # The kernels that this model takes are listed by name.
+    monkeypatch.setattr(transformers.GptOssPreTrainedModel, "_compatible_flash_implementations", [NAME])
+
+
+def models(kind, impl):
+    """The same weights twice, in fp32: with our attention and with eager attention."""
+    name, options = MODELS[kind]
+    made = getattr(transformers, name)
+    torch.manual_seed(0)
+    weights = made(made.config_class(**SIZES, **options)).state_dict()
+    found = []
+    for attention in (NAME, "eager"):
+        config = made.config_class(**SIZES, **options, attn_implementation=attention)
+        model = made(config).to(IMPLS[impl][1])
+        assert model.config._attn_implementation == attention
+        model.load_state_dict(weights)
+        found.append(model.eval())
+    return found
+
+
+def in_16_bits(function):
+    """The same function for q, k and v in fp32, rounded to bf16 as its kernels want them."""
+    @functools.wraps(function)  # transformers looks at the signature
+    def rounding(*args, **options):
+        options |= {name: x.bfloat16() for name, x in options.items() if name in ("q", "k", "v")}
+        return function(*(x.bfloat16() for x in args[:3]), *args[3:], **options).float()
+
+    return rounding
+
+
+def check(got, want, impl):
+    """Some roundings of the attention. What is wrong is wrong by more: see the last test."""
+    assert got.isfinite().all() and (got - want).norm() <= (2**-3 if impl in OF_16_BITS else 2**-14) * want.norm()
+
+
+def tokens(*shape, device):
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def padding_mask(side, device):
+    """int64 (3, LENGTH): samples of 11, 4 and 7 tokens."""
+    position, lengths = torch.arange(LENGTH), torch.tensor([LENGTH, 4, 7])[:, None]
+    is_valid = position < lengths if side == "right" else position >= LENGTH - lengths
+    return is_valid.long().to(device)
+
+
+@each_model(is_short=True)
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_padding(kind, impl, side, impl_as_kernel):
+    """Padding is packed away; logits at valid positions, whatever the tokens in padding are."""
+    device = IMPLS[impl][1]
+    mask, ids = padding_mask(side, device), tokens(3, LENGTH, device=device)
+    ours, eager = models(kind, impl)
+    logits = [model(ids, attention_mask=mask).logits[mask.bool()] for model in (ours, eager)]
+    check(*logits, impl)
+    other = torch.where(mask.bool(), ids, 5)
+    assert ours(other, attention_mask=mask).logits[mask.bool()].equal(logits[0])
+
+
+@each_model(is_short=True)
+@torch.no_grad()
+def test_no_padding(kind, impl, impl_as_kernel):
+    ids = tokens(2, LENGTH, device=IMPLS[impl][1])
+    check(*(model(ids).logits for model in models(kind, impl)), impl)
+
+
+@each_model(is_short=True)
+@torch.no_grad()
+def test_packing(kind, impl, impl_as_kernel):
+    """Samples of 5, 1 and 8 tokens in one row, by their positions alone and by cu_seq_lens as a collator gives them."""
+    device = IMPLS[impl][1]
+    lengths = (5, 1, 8)
+    ids = tokens(1, sum(lengths), device=device)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
+    ours, eager = models(kind, impl)
+    got = ours(ids, position_ids=positions).logits
+    check(got, torch.cat([eager(x).logits for x in ids.split(lengths, 1)], 1), impl)
+    cu_seqlens = torch.tensor([0, 5, 6, 14], dtype=torch.int32, device=device)
+    again = ours(ids, position_ids=positions, cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=8,
+                 max_length_k=8).logits
+    assert again.equal(got)
+
+
+@each_model(is_short=False)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_cache(kind, impl, cache, impl_as_kernel):
+    """A prompt, three tokens at once and single tokens, with left padding, beside all tokens at once."""
+    device = IMPLS[impl][1]
+    mask, ids = padding_mask("left", device), tokens(3, LENGTH, device=device)
+    ours, eager = models(kind, impl)
+    config = ours.config
+    past = transformers.DynamicCache(config=config) if cache == "dynamic" else transformers.StaticCache(
+        config=config, max_cache_len=LENGTH + 6)
+    got, ends = [], (6, 9, 10, 11)
+    for begin, end in zip((0, *ends), ends):
+        found = ours(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=past)
+        got.append(found.logits)
+    want = eager(ids, attention_mask=mask, use_cache=False).logits
+    check(torch.cat(got, 1)[mask.bool()], want[mask.bool()], impl)
+
+
+@each_model(is_short=False)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate(kind, impl, cache, impl_as_kernel):
+    """Greedy tokens of left-padded prompts are those of eager attention."""
+    if impl in OF_16_BITS:
+        pytest.skip("a rounding may change a token")
+    if impl == "triton" and not HAS_GPU:
+        pytest.skip("Triton's interpreter takes long, and has the same calls in test_cache")
+    device = IMPLS[impl][1]
+    ids, mask = tokens(3, LENGTH, device=device), padding_mask("left", device)
+    got, want = (model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0,
+                                cache_implementation=cache, disable_compile=True) for model in models(kind, impl))
+    assert got.shape == (3, LENGTH + 5) and got.equal(want)
+
+
+@each_model(is_short=True)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_training_step_with_padding(kind, impl, side, impl_as_kernel):
+    """The loss and the gradients of all parameters, sinks among them."""
+    device = IMPLS[impl][1]
+    mask, ids = padding_mask(side, device), tokens(3, LENGTH, device=device)
+    # The token before a label must be valid too: its logits are in the loss.
+    labels = ids.masked_fill((mask * mask.roll(1, 1)) == 0, -100)
+    losses, gradients = [], []
+    for model in models(kind, impl):
+        loss = model.train()(ids, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: x.grad for name, x in model.named_parameters()})
+    check(*losses, impl)
+    assert any("sinks" in name for name in gradients[0]) == (kind == "gpt_oss")
+    for name in gradients[0]:
+        check(*(x[name] for x in gradients), impl)
+
+
+@pytest.mark.parametrize("impl, kind", [(impl, "mistral") for impl in IMPLS])
+@torch.no_grad()
+def test_a_window_matters(kind, impl, impl_as_kernel):
+    """So that the tests above see one that is wrong."""
+    ours, _ = models(kind, impl)
+    ids = tokens(2, LENGTH, device=IMPLS[impl][1])
+    windowed = ours(ids).logits
+    ours.config.sliding_window = WINDOW + 1
+    wider = ours(ids).logits
+    assert wider[:, :WINDOW].equal(windowed[:, :WINDOW])
+    with pytest.raises(AssertionError):
+        check(wider[:, WINDOW:], windowed[:, WINDOW:], impl)

@@ -1,0 +1,103 @@
+"""Which sample a program works on, how long it is, and where its rows are in memory: that of csrc/sequence.cuh.
+
+In a padded batch every sample is an element of the first dimension. In a packed one the samples lie one after the other
+in the rows of a single element, and cu_seqlens says where each begins. The host never reads it: the programs of a head
+have slots, of kBlock rows each, and every program finds out on the device whose slot it has.
+
+Only this file reads cu_seqlens and seqused in a kernel. Their values may be anything: they are clamped to the tensors.
+Triton and Gluon share these functions, as those of mask.py. Read next: mask.py, which keys a row sees.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Sequence(NamedTuple):
+    """Rows [0, seqlen_q) and keys [0, seqlen_k) of sample b are valid. What follows is padding, up to padded_q and
+    padded_k. Kernels write zeros there."""
+    b: Any
+    q_begin: Any  # its first row in q and in k: 0 in a padded batch
+    k_begin: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    padded_q: Any
+    padded_k: Any
+
+
+@triton.jit
+def sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, b, batch_size, seqlen_q, seqlen_k):
+    """The Sequence of sample b. seqlen_q, seqlen_k: rows of the tensors."""
+    q_begin, padded_q = 0, seqlen_q  # numbers that the compiler knows save registers
+    k_begin, padded_k = 0, seqlen_k
+    if cu_seqlens_q_ptr is not None:
+        q_begin, padded_q, seqlen_q = _packed(cu_seqlens_q_ptr, b, batch_size, seqlen_q)
+        k_begin, padded_k, packed_k = _packed(cu_seqlens_k_ptr, b, batch_size, seqlen_k)
+        if seqused_k_ptr is None:
+            seqlen_k = packed_k
+        else:  # the keys of several samples may be the same ones
+            seqlen_k -= k_begin
+    return Sequence(b, q_begin, k_begin, used(seqused_q_ptr, b, seqlen_q), used(seqused_k_ptr, b, seqlen_k), padded_q,
+                    padded_k)
+
+
+@triton.jit
+def used(seqused_ptr, b, seqlen):
+    """How many of the seqlen rows that sample b could have it uses."""
+    if seqused_ptr is not None:
+        seqlen = tl.minimum(tl.maximum(tl.load(seqused_ptr + b), 0), seqlen)
+    return seqlen
+
+
+@triton.jit
+def _packed(cu_seqlens_ptr, b, batch_size, total):
+    """Where sample b begins, how many rows it owns, and how many of them it could use: the last sample also owns the
+    rows that cu_seqlens leaves over."""
+    begin = _begin(cu_seqlens_ptr, b, total)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), 0), total)
+    padded = tl.where(b + 1 == batch_size, total, end) - begin
+    return begin, tl.maximum(padded, 0), tl.maximum(end - begin, 0)
+
+
+@triton.jit
+def _begin(cu_seqlens_ptr, b, total):
+    """The first row of sample b."""
+    begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
+    return tl.where(b == 0, 0, begin)
+
+
+@triton.jit
+def num_slots(cu_seqlens_ptr, batch_size, seqlen, kBlock: tl.constexpr):
+    """How many blocks of kBlock rows a head has, in a packed batch at most. The kernels and the host call this."""
+    if cu_seqlens_ptr is not None:
+        slots = seqlen // kBlock + batch_size
+    else:
+        slots = (seqlen + kBlock - 1) // kBlock
+    return slots
+
+
+@triton.jit
+def _first_slot(cu_seqlens_ptr, b, total, kBlock: tl.constexpr):
+    """In a packed batch. Between two samples' first slots there are as many as the first one's rows need."""
+    return _begin(cu_seqlens_ptr, b, total) // kBlock + b
+
+
+@triton.jit
+def block_of_slot(cu_seqlens_ptr, slot, batch_size, total, kBlock: tl.constexpr):
+    """(b, block) of a slot of a packed batch: the last sample whose first slot is not behind it, by bisection. The
+    block may lie behind the sample's end."""
+    b, end = 0, batch_size
+    while b + 1 < end:
+        middle = (b + end) // 2
+        is_behind = _first_slot(cu_seqlens_ptr, middle, total, kBlock) > slot
+        b = tl.where(is_behind, b, middle)
+        end = tl.where(is_behind, middle, end)
+    return b, slot - _first_slot(cu_seqlens_ptr, b, total, kBlock)
+
+
+@triton.jit
+def head_of(x, b, h, begin, batch_stride, head_stride, row_stride):
+    """A pointer to row `begin` of head h of element b of the first dimension of x."""
+    return (x + tl.cast(b, tl.int64) * batch_stride + tl.cast(h, tl.int64) * head_stride
+            + tl.cast(begin, tl.int64) * row_stride)
