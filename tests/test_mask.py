@@ -117,7 +117,7 @@ def test_every_length(window, kBlockM, kBlockN):
 @pytest.mark.parametrize("kBlockM, kBlockN", [(4, 2), (2, 4)])
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(7, 7), (5, 7), (7, 5), (1, 7), (7, 1)])
 def test_every_window(seqlen_q, seqlen_k, kBlockM, kBlockN):
-    sides = [-1, *range(12), 2**31 - 257, 2**31 - 1]
+    sides = [-1, *range(9), 2**31 - 257, 2**31 - 1]
     check([(seqlen_q, seqlen_k, (left, right)) for left in sides for right in sides
            if (left, right) not in (NO_MASK, CAUSAL)], kBlockM, kBlockN)
 
