@@ -121,8 +121,7 @@ __global__ void __launch_bounds__(kCombineThreads) flash_bwd_dkv(const __grid_co
             {packed[0], packed[1], packed[2], packed[3]};
     };
     combine(8 * vec, Scores<>(p).softmax_scale, p.dk, p.head_dim);
-    combine(workspace.dkv_floats + 8 * vec, p.dropout_seed ? float(p.keep_scale) : 1.f, p.dv,
-            p.head_dim_v);
+    combine(workspace.dkv_floats + 8 * vec, p.dropout_seed ? float(p.keep_scale) : 1.f, p.dv, p.head_dim_v);
 #endif
 }
 

@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     const float *gV = rows_of<const float>(p.v, tile.b, tile.h_k, seq.k_begin);
 
     // Step `step` of `steps` starts its share of the copies of a block of keys. All have begun after half of the steps.
-    // What lies outside of K and V, or after the last block, is not read and becomes 0.
-    // Nor are keys before those that the tile's first row sees: V may hold NaN there, and 0 · NaN is NaN.
+    // What lies outside of K and V, or after the last block, is not read and becomes 0. Nor is what comes before the
+    // first key that the tile sees: V may hold NaN there, and 0 · NaN is NaN.
     const int key_begin = mask.keys(row0).begin, num_keys = max(0, min(seq.seqlen_k, blocks.end * kBlockN) - key_begin);
     auto copy = [&](auto &tile, const float *from, int64_t row_stride, int cols, int n_block, int step, int steps) {
         constexpr int kRowStep = kNThreads / kVecs, kCopies = kBlockN / kRowStep;
