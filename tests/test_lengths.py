@@ -59,10 +59,6 @@ class Batch:
     def __str__(self):
         return self.name
 
-    @property
-    def may_share_keys(self):
-        return self.is_packed and self.seqused_k is not None
-
     def shapes(self):
         """Of q, k, v and out."""
         B = 1 if self.is_packed else len(self.rows)
@@ -221,14 +217,11 @@ def check_batch(impl, batch, dtype, seed=0):
     given = [q, k, v, *make_sinks(batch, dtype, IMPLS[impl][1], seed)]
     want_out, want_lse = by_loop(batch, *(inputs := [x.double().requires_grad_() for x in given]))
     sees = want_lse > -math.inf  # a key or a sink
-    has_backward = impl in ("reference", "torch") or not batch.may_share_keys
-    given = [x.requires_grad_(has_backward) for x in given]
+    given = [x.requires_grad_() for x in given]
     out, lse = run(impl, batch, *given)
     assert out.dtype == dtype
     close(out, want_out.detach(), TOLERANCE[dtype])
     close(lse, want_lse.detach(), 1e-10 if dtype == torch.float64 else 1e-5)
-    if not has_backward:
-        return
     # Rows without both get nothing, whatever dout and dlse hold there.
     dout, dlse = dout.masked_fill(~sees[..., None], math.nan), dlse.masked_fill(~sees, math.nan)
     want = [None] * len(given)
@@ -317,10 +310,12 @@ def test_neighbours_never_reach_a_sample(impl, value):
 
 
 @each_kernel
-@pytest.mark.parametrize("D", [40, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
-def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D):
-    rows, keys = ((20, 133, 7, 300), (18, 140, 9, 310)) if HAS_GPU else ((20, 66, 7), (18, 70, 9))
-    batch = Batch("bits", rows, keys, causal=True, D=D, Hk=4, has_sinks=True)
+@pytest.mark.parametrize("D, window", [(40, (-1, 0)), *(pytest.param(D, window, marks=pytest.mark.slow) for D, window in (
+    (64, (-1, 0)), (128, (-1, 0)), (40, (-1, 320)), (40, (320, -1))))], ids=str)
+def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D, window):
+    """Nor where a window is a bound by the length of the batch alone."""
+    rows, keys = ((20, 133, 7, 300), (18, 140, 9, 310)) if HAS_GPU else ((20, 66, 1, 7), (18, 70, 90, 9))
+    batch = Batch("bits", rows, keys, window=window, D=D, Hk=4, has_sinks=True)
     q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
     sinks = make_sinks(batch, DTYPES[impl], IMPLS[impl][1])
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -347,22 +342,46 @@ def test_deterministic(impl):
 
 
 @each_kernel
-def test_shared_keys_have_no_gradients_by_kernels(impl):
+def test_max_seqlen_of_shared_keys(impl):
+    """Gradients do not depend on max_seqlen_k, nor on the run, and a wrong one is an error where it can be seen."""
+    device = IMPLS[impl][1]
     batch = next(x for x in BATCHES if x.name == "shared_keys")
-    q, k, v, _, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
-    with pytest.raises(NotImplementedError, match="no backward pass of packed batches with seqused_k"):
-        run(impl, batch, q.requires_grad_(), k, v)
+    q, k, v, dout, _ = make(batch, DTYPES[impl], device)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    want, *others = (torch.autograd.grad(run(impl, batch, *inputs, deterministic=True, max_seqlen_k=x)[0], inputs, dout)
+                     for x in (None, 60, torch.tensor(60, device=device)))
+    assert all(map(torch.equal, want * len(others), sum(others, ())))
+    if device == "cpu":
+        with pytest.raises(ValueError, match="max_seqlen_k must be at least the largest of seqused_k, 60, got 59"):
+            run(impl, batch, *inputs, max_seqlen_k=59)
+    with torch.no_grad():
+        run(impl, batch, *inputs, max_seqlen_k=59)  # needs none
 
 
-def test_shared_keys_have_gradients_by_auto(monkeypatch):
-    """On a GPU by torch; a packed batch chooses nothing by its length."""
+@each_kernel
+def test_shared_keys_of_heads_that_overlap(impl):
+    """Of a signal: the copies of keys have a contiguous last dimension."""
+    device, dtype = IMPLS[impl][1], DTYPES[impl]
+    q = torch.randn(1, 2, 9, 8, device=device, dtype=dtype)
+    signal = torch.randn(64, device=device, dtype=dtype)
+    k = signal.as_strided((1, 2, 50, 8), (64, 1, 1, 1)).detach().requires_grad_()
+    lengths = {name: ints(*x, device=device) for name, x in
+               dict(cu_seqlens_q=(0, 4, 9), cu_seqlens_k=(0, 0, 50), seqused_k=(30, 50)).items()}
+    out = flash_attention(q, k, k, **lengths, backend=IMPLS[impl][0])
+    want = flash_attention(q, k.detach(), k.detach(), **lengths, backend="reference")
+    close(out.detach(), want.double(), TOLERANCE[dtype])
+    assert torch.autograd.grad(out.sum(), k)[0].isfinite().all()
+
+
+def test_auto_of_packed_batches(monkeypatch):
+    """The length of a packed batch, which is not that of a sample, chooses nothing."""
     monkeypatch.setattr(choice, "_first_available", lambda prefers_triton: "triton" if prefers_triton else "cuda")
     q = torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
     x = torch.empty(3)
     assert choice.auto_backend(q, q, q) == "triton" and choice.auto_backend(q, q, q, Lengths(x, x)) == "cuda"
-    assert choice.auto_backend(q, q, q, Lengths(x, x, None, x)) == "torch"
+    assert choice.auto_backend(q, q, q, Lengths(x, x, None, x)) == "cuda"
     assert choice.auto_backend(q, q, q, Lengths(None, None, None, x)) == "triton"
 
 
@@ -562,15 +581,17 @@ def test_opcheck(impl, batch):
 
 
 @each_impl
-def test_compile_fullgraph(impl):
-    """One graph for all values of cu_seqlens."""
+@pytest.mark.parametrize("shares_keys", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compile_fullgraph(impl, shares_keys):
+    """One graph for all values of cu_seqlens, and of a max_seqlen in a tensor."""
     backend, device = IMPLS[impl]
+    used = ints(10, 1, device=device) if shares_keys else None
     graphs = []
 
     def attend(q, k, v, cu_seqlens, max_seqlen):
         out, lse = flash_attention(q * 2, k, v, True, window_size=(9, 0), cu_seqlens_q=cu_seqlens,
                                    cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
-                                   return_lse=True, backend=backend)
+                                   seqused_k=used, return_lse=True, backend=backend)
         return out + 1, lse
 
     def count(graph, inputs):
@@ -588,6 +609,8 @@ def test_compile_fullgraph(impl):
         for x, y in zip(*(torch.autograd.grad(x[0].square().sum(), inputs) for x in (got, want))):
             close(x, y.double(), 3 * TOLERANCE[DTYPES[impl]])
     assert len(graphs) == 1
+    for longest in (30, 31):  # the second one is a symbol to Dynamo
+        compiled(*inputs, cu_seqlens, longest)
 
 
 @pytest.mark.gpu
