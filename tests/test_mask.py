@@ -104,7 +104,8 @@ CAUSAL, NO_MASK = (-1, 0), (-1, -1)
 
 
 @pytest.mark.parametrize("kBlockM, kBlockN", [(4, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("window", [pytest.param(NO_MASK, marks=pytest.mark.slow), CAUSAL, (3, 1),
+@pytest.mark.parametrize("window", [pytest.param(NO_MASK, marks=pytest.mark.slow), CAUSAL,
+                                    pytest.param((3, 1), marks=pytest.mark.slow),
                                     pytest.param((0, 0), marks=pytest.mark.slow),
                                     pytest.param((5, -1), marks=pytest.mark.slow),
                                     pytest.param((-1, 2), marks=pytest.mark.slow),

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import minimal_attn
-from cases import slow_unless
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
 
 transformers = pytest.importorskip("transformers")
@@ -30,9 +29,10 @@ MODELS = {
 
 
 def each_model(is_short):
-    """Parameters impl and kind. Triton's interpreter, which is slow, has one model of the short tests in the gate."""
+    """Parameters impl and kind. Triton's interpreter, which is slow, has one model of the short tests."""
+    needs_gpu = pytest.mark.skip(reason="slow in Triton's interpreter")
     return pytest.mark.parametrize("impl, kind", [
-        pytest.param(impl, kind, marks=slow_unless(HAS_GPU or impl != "triton" or is_short and kind == "mistral"))
+        pytest.param(impl, kind, marks=() if HAS_GPU or impl != "triton" or is_short and kind == "mistral" else needs_gpu)
         for impl in IMPLS for kind in MODELS])
 
 
@@ -160,8 +160,6 @@ def test_generate(kind, impl, cache, impl_as_kernel):
     """Greedy tokens of left-padded prompts are those of eager attention."""
     if impl in OF_16_BITS:
         pytest.skip("a rounding may change a token")
-    if impl == "triton" and not HAS_GPU:
-        pytest.skip("Triton's interpreter takes long, and has the same calls in test_cache")
     device = IMPLS[impl][1]
     ids, mask = tokens(3, LENGTH, device=device), padding_mask("left", device)
     got, want = (model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0,
