@@ -85,7 +85,7 @@ py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q
     if (find_fault(q, dim, options)) return py::none();
     const bool needs_grad =
         at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
-    if (needs_grad && is_packed && options.seqused_k) return py::none();  // there are no such gradients
+    if (needs_grad && is_packed && options.seqused_k) return py::none();  // packed.py gives samples keys of their own
     if (needs_grad && !is_packed && !may_train.is_none() && !may_train(q_, k_, seq_major).cast<bool>())
         return py::none();
     auto [out, lse, slow_because] = [&]() -> Output {

@@ -162,7 +162,7 @@ Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, co
     const bool is_packed = p.cu_seqlens_q;
     TORCH_CHECK_NOT_IMPLEMENTED(!is_packed || !p.seqused_k,
                                 "the backward pass of backend='cuda' does not take seqused_k with cu_seqlens_k, since "
-                                "the keys of samples may overlap: use backend='torch'");
+                                "the keys of samples may overlap: minimal_attn.flash_attention gives each its own");
     check_backward(dout_, dlse, q, v, out, lse);
     const c10::DeviceGuard guard(q.device());
     auto gradient = [](const at::Tensor &x, bool is_needed) {

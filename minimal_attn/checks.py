@@ -60,6 +60,11 @@ def is_eager(*tensors):
                     for x in tensors))
 
 
+def is_int(x):
+    """Whether x is an int to its callers: also numpy's, but no bool and no tensor."""
+    return hasattr(x, "__index__") and not isinstance(x, (bool, torch.Tensor))
+
+
 def can_read(x):
     """Whether the host may read x: nothing traces or watches, and no CUDA graph is captured, which would fail."""
     return is_eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())

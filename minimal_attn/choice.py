@@ -58,7 +58,7 @@ def auto_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Len
     if q.dtype in FP8_DTYPES:
         return "triton"
     needs_grad = any(map(wants_gradient, (q, k, v, sinks)))
-    if needs_grad and (is_transformed() or lengths.may_share_keys):
+    if needs_grad and is_transformed():
         return "torch"
     # How long a packed batch is says nothing of its samples, whose results must not depend on it.
     return _first_available(needs_grad and not lengths.is_packed and twin_trains(q, k))

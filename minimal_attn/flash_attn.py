@@ -126,7 +126,8 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     _check_out(out, q, k, v, sinks)
     result = checked_attention(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), causal, softmax_scale, dropout_p,
                                dropout_seed, deterministic, return_lse, backend, window_size=window_size,
-                               lengths=Lengths(*lengths), sinks=sinks, scale_name="softmax_scale")
+                               lengths=Lengths(*lengths), max_seqlen_k=max_seqlen_k, sinks=sinks,
+                               scale_name="softmax_scale")
     o, *lse = (x[0] for x in (result if isinstance(result, tuple) else (result,)))
     return _returned(o.transpose(0, 1), lse, out, return_attn_probs)
 

@@ -17,6 +17,7 @@ from .checks import (FP8_DTYPES, KERNEL_DTYPES, autocast, check_descales, check_
 from .choice import auto_backend
 from .cuda import fast_path
 from .lengths import NO_WINDOW, check_lengths, check_max_seqlen, check_window
+from .packed import with_own_keys
 
 BACKENDS = {"cuda": cuda.BACKEND, "triton": twin.BACKEND, "torch": sdpa.BACKEND, "reference": reference.BACKEND}
 
@@ -101,11 +102,13 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             (1, H, Tq, D), k and v are (1, Hk, Tk, D). int32 (B + 1,), contiguous, on q's device. Sample b has the rows
             from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] to the next entry. The first entry is 0, the others
             ascend up to at most Tq or Tk. A sample may be empty.
-        max_seqlen_q, max_seqlen_k: an int or a tensor of one element, as flash-attn asks for; not used or read here.
+        max_seqlen_q, max_seqlen_k: an int or a tensor of one element, as flash-attn asks for; no tensor on a GPU is
+            read. Only the gradients below need max_seqlen_k.
         seqused_q, seqused_k: int32 (B,), contiguous, on q's device: how many of its rows and keys, from the first on,
             a sample uses; all if None. May be 0, and in a padded batch Sq and Sk may differ. In a packed batch with
-            seqused_k, a sample's keys start at cu_seqlens_k[b] and may also be those of others; "cuda" and "triton"
-            then have no gradients, and "auto" takes "torch" for them.
+            seqused_k, a sample's keys start at cu_seqlens_k[b] and may also be those of others. For gradients all
+            backends then copy each sample's keys, B · max_seqlen_k rows with "cuda" and "triton" (B · Tk on a GPU if
+            max_seqlen_k is no int), and cut a longer sample to max_seqlen_k where that is not checked, on a GPU.
         sinks: (H,), float32, float16 or bfloat16, or float64 for float64, on q's device: one more score of each row of
             a query head, in units of sm_scale · QKᵀ. It takes its share of the softmax, and no value goes with it (Xiao
             et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. "torch" then forms all scores, as "reference"
@@ -138,7 +141,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
             derivative. float8 has no gradients with "triton"; "cuda" and "triton" have no forward-mode and no second
-            derivatives, and no gradients of packed batches with seqused_k.
+            derivatives.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
     if unknown:
@@ -156,7 +159,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             return result
     return checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend,
                              window_size=window_size, seq_lens=seq_lens, descales=(q_descale, k_descale, v_descale),
-                             lengths=Lengths(*lengths), sinks=sinks, autotune=autotune)
+                             lengths=Lengths(*lengths), max_seqlen_k=max_seqlen_k, sinks=sinks, autotune=autotune)
 
 
 def is_zero(dropout_p):
@@ -166,7 +169,7 @@ def is_zero(dropout_p):
 
 def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend, *,
                       window_size=NO_WINDOW, seq_lens=None, lengths=Lengths(), descales=(None, None, None),
-                      sinks=None, autotune=True, scale_name="sm_scale"):
+                      max_seqlen_k=None, sinks=None, autotune=True, scale_name="sm_scale"):
     """flash_attention without its fast path. scale_name: what the caller calls sm_scale."""
     q, k, v = autocast(q, k, v)
     dropout_p = check_dropout_p(dropout_p)
@@ -190,9 +193,6 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
         check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, sinks=sinks,
                             **named_descales,
                             has_backward=q.dtype not in FP8_DTYPES and not is_transformed())
-        if lengths.may_share_keys and any(map(wants_gradient, (q, k, v, sinks))):
-            raise NotImplementedError(f"backend={name!r} has no backward pass of packed batches with seqused_k, whose "
-                                      "key ranges may overlap: use backend='torch'")
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
     if is_3d:
@@ -203,6 +203,9 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
         out, lse = reference.BACKEND.forward(q, k, v, options)
     else:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        if lengths.may_share_keys and not chosen.has_forward_mode and any(map(wants_gradient, (q, k, v, sinks))):
+            k, v, lengths = with_own_keys(k, v, lengths, max_seqlen_k)
+            options = options._replace(lengths=lengths)
         out, lse = chosen.forward(q, k, v, options)
     if is_3d:
         out, lse = out.squeeze(1), lse.squeeze(1) if return_lse else None

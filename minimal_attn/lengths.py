@@ -9,7 +9,7 @@ import operator
 import torch
 
 from .backends import Lengths
-from .checks import MAX_SEQLEN, can_read, check_tensor, shown
+from .checks import MAX_SEQLEN, can_read, check_tensor, is_int, shown
 
 NO_WINDOW = (-1, -1)
 
@@ -19,7 +19,7 @@ def check_window_size(window_size):
     least -1."""
     sides = window_size if isinstance(window_size, (tuple, list)) else ()
     sides = [-1 if x is None else x for x in sides]
-    if len(sides) != 2 or any(isinstance(x, (bool, torch.Tensor)) or not hasattr(x, "__index__") for x in sides):
+    if len(sides) != 2 or not all(map(is_int, sides)):
         raise TypeError(f"window_size must be a pair of ints, (left, right), got {shown(window_size)}")
     if min(sides) < -1:
         raise ValueError(f"window_size must be at least -1 on both sides, and -1 is no bound, got {shown(window_size)}")
@@ -100,10 +100,9 @@ def _check_values(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, tot
 
 
 def check_max_seqlen(name, max_seqlen):
-    """TypeError unless max_seqlen, which nothing here needs, is None, an int or a tensor of one element."""
-    is_int = hasattr(max_seqlen, "__index__") and not isinstance(max_seqlen, (bool, torch.Tensor))
+    """TypeError unless max_seqlen is None, an int or a tensor of one element."""
     is_scalar = isinstance(max_seqlen, torch.Tensor) and max_seqlen.numel() == 1
-    if not (max_seqlen is None or is_int or is_scalar):
+    if not (max_seqlen is None or is_int(max_seqlen) or is_scalar):
         raise TypeError(f"{name} must be None, an int or a tensor of one element, got {shown(max_seqlen)}")
 
 

@@ -1,7 +1,8 @@
 """Packed batches: samples of different lengths one after the other, without padding between them.
 
 unpad_input and pad_input go from a padded batch to a packed one and back. as_padded gives a packed batch to backends
-that know padded ones alone. Read next: lengths.py, what is checked of lengths.
+that know padded ones alone, and with_own_keys gives one whose samples share keys to those that have no gradients of
+it. Read next: lengths.py, what is checked of lengths.
 """
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .backends import Lengths
-from .checks import can_read, check_tensor
+from .checks import can_read, check_tensor, is_int
 
 
 def unpad_input(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
@@ -86,9 +87,7 @@ def as_padded(forward, q, k, v, options):
     begin_q, seqlen_q = _samples(cu_seqlens_q, q.shape[2])
     if seqused_q is not None:
         seqlen_q = seqlen_q.minimum(seqused_q.clamp(min=0))
-    begin_k, seqlen_k = _samples(cu_seqlens_k, k.shape[2])
-    if seqused_k is not None:
-        seqlen_k = seqused_k.clamp(min=0).minimum(k.shape[2] - begin_k)
+    begin_k, seqlen_k = _keys(cu_seqlens_k, seqused_k, k.shape[2])
     k_rows = _padded_rows(begin_k, seqlen_k, k.shape[2])
     lengths = Lengths(seqused_q=seqlen_q.int(), seqused_k=seqlen_k.int())
     padded = (x[0][:, rows].transpose(0, 1) for x, rows in (
@@ -104,11 +103,71 @@ def as_padded(forward, q, k, v, options):
     return out, None if lse is None else lse[sample, :, row].t()[None].masked_fill(is_padding, float("-inf"))
 
 
+def with_own_keys(k, v, lengths, max_seqlen_k):
+    """k, v and lengths of the same packed batch, in which no two samples share keys: copies of the keys of one sample
+    after the other. Gradients of what was copied more than once are added up in fp32 and in a fixed order.
+
+    The copies have as many rows as the batch has samples of max_seqlen_k keys. If that is no number on the host, it is
+    the largest length on the CPU, and all keys on a GPU, which is not read.
+
+    Raises:
+        ValueError: on the CPU, a max_seqlen_k below the length of a sample.
+    """
+    total, batch_size = k.shape[2], lengths.seqused_k.shape[0]
+    begin, seqlen = _keys(lengths.cu_seqlens_k, lengths.seqused_k, total)
+    longest = int(seqlen.max()) if not seqlen.is_cuda and can_read(seqlen) else None
+    if isinstance(max_seqlen_k, Tensor) and not max_seqlen_k.is_cuda and can_read(max_seqlen_k):
+        max_seqlen_k = int(max_seqlen_k)
+    if not is_int(max_seqlen_k):
+        max_seqlen_k = total if longest is None else longest
+    if longest is not None and max_seqlen_k < longest:
+        raise ValueError(f"max_seqlen_k must be at least the largest of seqused_k, {longest}, got {max_seqlen_k}")
+    room = max(1, min(max_seqlen_k, total))
+    ends = seqlen.clamp(max=room).cumsum(0)
+    row = torch.arange(batch_size * room, device=k.device)
+    sample = torch.searchsorted(ends, row, right=True).clamp(max=batch_size - 1)
+    own_begin = pad(ends[:-1], (1, 0))
+    # Rows after the last sample are copies of any keys: nothing reads them, and their gradients are 0.
+    rows = torch.where(row < ends[-1], begin[sample] + row - own_begin[sample], row % total)
+    bounds = pad(ends, (1, 0)).int()
+    return _Take.apply(k, rows), _Take.apply(v, rows), lengths._replace(cu_seqlens_k=bounds, seqused_k=None)
+
+
+class _Take(torch.autograd.Function):
+    """x[:, :, rows] of x (1, H, T, D)."""
+
+    @staticmethod
+    def forward(x, rows):
+        return x[:, :, rows]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, rows = inputs
+        ctx.save_for_backward(rows)
+        ctx.total = x.shape[2]
+
+    @staticmethod
+    def backward(ctx, dout):
+        rows, = ctx.saved_tensors
+        dtype = torch.promote_types(dout.dtype, torch.float32)
+        parts = dout[0].transpose(0, 1).to(dtype)
+        dx = parts.new_zeros(ctx.total, *parts.shape[1:])
+        # The one of these two that adds in a fixed order: on a GPU index_add_ has atomics, on the CPU index_put_ has.
+        dx = dx.index_put_((rows,), parts, accumulate=True) if dx.is_cuda else dx.index_add_(0, rows, parts)
+        return dx.transpose(0, 1)[None].to(dout.dtype), None
+
+
 def _samples(cu_seqlens, total):
     """(B,) and (B,): where samples begin, and their lengths."""
     bounds = cu_seqlens.long().clamp(0, total)
     begin = pad(bounds[1:-1], (1, 0))
     return begin, (bounds[1:] - begin).clamp(min=0)
+
+
+def _keys(cu_seqlens_k, seqused_k, total):
+    """_samples of keys: with seqused_k, a sample's keys may reach into the next ones'."""
+    begin, seqlen = _samples(cu_seqlens_k, total)
+    return begin, seqlen if seqused_k is None else seqused_k.clamp(min=0).minimum(total - begin)
 
 
 def _padded_rows(begin, seqlen, total):

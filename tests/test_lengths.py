@@ -59,10 +59,6 @@ class Batch:
     def __str__(self):
         return self.name
 
-    @property
-    def may_share_keys(self):
-        return self.is_packed and self.seqused_k is not None
-
     def shapes(self):
         """Of q, k, v and out."""
         B = 1 if self.is_packed else len(self.rows)
@@ -221,14 +217,11 @@ def check_batch(impl, batch, dtype, seed=0):
     given = [q, k, v, *make_sinks(batch, dtype, IMPLS[impl][1], seed)]
     want_out, want_lse = by_loop(batch, *(inputs := [x.double().requires_grad_() for x in given]))
     sees = want_lse > -math.inf  # a key or a sink
-    has_backward = impl in ("reference", "torch") or not batch.may_share_keys
-    given = [x.requires_grad_(has_backward) for x in given]
+    given = [x.requires_grad_() for x in given]
     out, lse = run(impl, batch, *given)
     assert out.dtype == dtype
     close(out, want_out.detach(), TOLERANCE[dtype])
     close(lse, want_lse.detach(), 1e-10 if dtype == torch.float64 else 1e-5)
-    if not has_backward:
-        return
     # Rows without both get nothing, whatever dout and dlse hold there.
     dout, dlse = dout.masked_fill(~sees[..., None], math.nan), dlse.masked_fill(~sees, math.nan)
     want = [None] * len(given)
@@ -347,22 +340,33 @@ def test_deterministic(impl):
 
 
 @each_kernel
-def test_shared_keys_have_no_gradients_by_kernels(impl):
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_max_seqlen_of_shared_keys(impl, as_tensor):
+    """Gradients do not depend on max_seqlen_k, nor on the run, and a wrong one is an error where it can be seen."""
+    device = IMPLS[impl][1]
     batch = next(x for x in BATCHES if x.name == "shared_keys")
-    q, k, v, _, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
-    with pytest.raises(NotImplementedError, match="no backward pass of packed batches with seqused_k"):
-        run(impl, batch, q.requires_grad_(), k, v)
+    q, k, v, dout, _ = make(batch, DTYPES[impl], device)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    longest = torch.tensor(60, device=device) if as_tensor else 60
+    want, got, again = (torch.autograd.grad(run(impl, batch, *inputs, deterministic=True, max_seqlen_k=x)[0], inputs,
+                                            dout) for x in (None, longest, longest))
+    assert all(map(torch.equal, want, got)) and all(map(torch.equal, got, again))
+    if device == "cpu":
+        with pytest.raises(ValueError, match="max_seqlen_k must be at least the largest of seqused_k, 60, got 59"):
+            run(impl, batch, *inputs, max_seqlen_k=longest - 1)
+    with torch.no_grad():
+        run(impl, batch, *inputs, max_seqlen_k=59)  # needs none
 
 
-def test_shared_keys_have_gradients_by_auto(monkeypatch):
-    """On a GPU by torch; a packed batch chooses nothing by its length."""
+def test_auto_of_packed_batches(monkeypatch):
+    """The length of a packed batch, which is not that of a sample, chooses nothing."""
     monkeypatch.setattr(choice, "_first_available", lambda prefers_triton: "triton" if prefers_triton else "cuda")
     q = torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
     x = torch.empty(3)
     assert choice.auto_backend(q, q, q) == "triton" and choice.auto_backend(q, q, q, Lengths(x, x)) == "cuda"
-    assert choice.auto_backend(q, q, q, Lengths(x, x, None, x)) == "torch"
+    assert choice.auto_backend(q, q, q, Lengths(x, x, None, x)) == "cuda"
     assert choice.auto_backend(q, q, q, Lengths(None, None, None, x)) == "triton"
 
 
