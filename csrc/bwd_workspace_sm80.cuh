@@ -39,14 +39,21 @@ __host__ __device__ inline int64_t most_splits(const AttnParams &p) {
     return group < 16 ? group : 16;
 }
 
+constexpr int64_t kPackedSplitRows = 8192;
+
 // How many blocks of threads share a tile of keys of a sample. A split has at least 1024 of the group's rows, masked
-// ones included, to be worth its sums in memory. All splits of a sample together have at most most_splits keys for each
-// of its rows. The number depends on the sample's lengths and the group alone, so that a sample's bits do not depend on
-// its batch. It grows with seqlen_q and falls with seqlen_k.
+// ones included, to be worth its sums in memory. A packed batch has tiles enough. There splits only keep the tile that
+// most rows of a long sample see from being waited for, so they have more rows, and without a mask there are none. All
+// splits of a sample together have at most most_splits keys for each of its rows. The number depends on the sample's
+// lengths, the group and the mask alone, so that a sample's bits do not depend on its batch. It grows with seqlen_q and
+// falls with seqlen_k.
 __host__ __device__ inline int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
     const int64_t most = most_splits(p), rows = int64_t(p.nheads / p.nheads_k) * seqlen_q;
+    const bool has_mask = p.window_left < p.seqlen_k || p.window_right < p.seqlen_q;
+    if (p.cu_seqlens_q && !has_mask) return 1;
+    const int64_t least_rows = p.cu_seqlens_q ? kPackedSplitRows : 1024;
     int64_t splits = most;
-    while (splits > 1 && (splits * 1024 > rows || splits * seqlen_k > most * seqlen_q))
+    while (splits > 1 && (splits * least_rows > rows || splits * seqlen_k > most * seqlen_q))
         splits--;  // a division takes registers
     return int(splits);
 }

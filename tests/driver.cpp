@@ -276,7 +276,7 @@ const std::vector<Case> cases = {
            {0, 70, 199, 200, 430}),
     packed({"sm80_packed_drop",   b16, 1, 2, 2, 0, 0, 200, true,  kHeads, {}, kSm80, 0.25}, {0, 33, 70, 140},
            {0, 33, 70, 140}),
-    // The first sample and the last one are split in two.
+    // In the emulator the first sample and the last one are split in two.
     packed({"sm80_packed_splits", f16, 1, 20, 1, 0, 0, 64, true,  kRows,  {}, kSm80}, {0, 110, 140, 140, 250},
            {0, 60, 100, 110, 180}),
     packed({"sm90_packed",        f16, 1, 2, 1, 0, 0,  64, false, kRows,  {}, kSm90}, {0, 250, 250, 251, 300, 530},

@@ -328,6 +328,25 @@ def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D):
             assert x.equal(y[:, :, part])
 
 
+@pytest.mark.skipif(not HAS_GPU, reason="long")
+def test_gradients_of_a_long_sample():
+    """Many rows of a long sample read a key head, so several blocks of threads share its tiles of keys."""
+    batch = Batch("long", (40, 2100, 300), (50, 2150, 290), causal=True, D=64, H=16, Hk=2)
+    q, k, v, dout, _ = make(batch, torch.bfloat16, "cuda")
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    first, second = (torch.autograd.grad(flash_attention(*inputs, **batch.options("cuda"), deterministic=deterministic,
+                                                         backend="cuda"), inputs, dout)
+                     for deterministic in (False, True))
+    assert all(map(torch.equal, first[1:], second[1:]))  # of dk and dv
+    for _, rows, keys in batch.samples():
+        parts = rows, keys, keys
+        alone = [x.detach()[:, :, part].double().requires_grad_() for x, part in zip(inputs, parts)]
+        out = flash_attention(*alone, causal=True, backend="reference")
+        want = torch.autograd.grad(out, alone, dout[:, :, rows].double())
+        for x, y, part in zip(first, want, parts):
+            close(x[:, :, part], y, 3 * TOLERANCE[torch.bfloat16])
+
+
 @each_kernel
 def test_deterministic(impl):
     rows, keys = ((40, 533, 7), (18, 540, 9)) if HAS_GPU else ((20, 33, 7), (18, 40, 9))

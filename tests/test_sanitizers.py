@@ -194,9 +194,11 @@ RACECHECK_CASES = [
     "sm80_fp16_64", "sm80_bf16_96", "sm80_fp16_128", "sm80_bf16_192", "sm80_fp16_256", "sm80_128_narrow",
     "sm80_256_narrow", "sm80_splits_drop", "dmma_64", "dmma_128_causal",
     "sm90_64", "sm90_96", "sm90_104", "sm90_192", "sm90_200_causal", "sm90_many_lens"]
-# Arguments of the driver for each run. The parts of racecheck are for several workers.
-SANITIZER_RUNS = {"memcheck": [], "initcheck": ["--valid-only"], "synccheck": [],
-                  "racecheck, part 1": RACECHECK_CASES[::2], "racecheck, part 2": RACECHECK_CASES[1::2]}
+# Arguments of the driver for each run. The parts are for several workers.
+SANITIZER_RUNS = {**{f"memcheck, part {i + 1}": [f"--part={i}/2"] for i in range(2)},
+                  **{f"initcheck, part {i + 1}": ["--valid-only", f"--part={i}/4"] for i in range(4)},
+                  **{f"synccheck, part {i + 1}": [f"--part={i}/2"] for i in range(2)},
+                  **{f"racecheck, part {i + 1}": RACECHECK_CASES[i::2] for i in range(2)}}
 
 
 @pytest.mark.gpu
