@@ -61,9 +61,9 @@ __host__ __device__ inline int num_splits(const AttnParams &p, int seqlen_q, int
 // Global memory beyond the tensors:
 //   dq_accum      [tiles of query rows, kBlockM · kHeadDim], if dq is needed
 //   dq_semaphore  [tiles of query rows, kNWarps], and one counter of tickets, if deterministic
-//   dkv_accum     [2, batch_size or 1 if packed, nheads_k, dkv_rows, kHeadDim], if there are several splits: the sums of
-//                 a sample's splits, one after the other, each of its valid keys. A sample of a packed batch has room
-//                 for most_splits keys for each of its rows, since the host knows its lengths as little as its splits.
+//   dkv_accum     [2, batch_size, nheads_k, dkv_rows, kHeadDim], if there are several splits: the sums of a sample's
+//                 splits, one after the other, each of its valid keys. In a packed batch batch_size counts as 1. A
+//                 sample then has room for most_splits keys for each of its rows: the host does not know its lengths.
 template <typename Shape> struct Workspace {
     RowTiles<Shape::kBlockM> row_tiles;
     int max_splits;
