@@ -372,9 +372,14 @@ template <typename T> struct Buffer {
             for (int64_t r = begin; r < end; r++) {
                 T *x = &host[index(b, h, r)];  // multiples of 1/64 in [-2, 2): exact in every dtype
                 for (int64_t d = 0; d < head_dim; d++) x[d] = encode<T>((int(random() & 255) - 128) / 64.f);
-                if (!poison) copy(device + index(b, h, r), x, head_dim * sizeof(T));
             }
-        if (poison) copy(device, host.data(), bytes());
+        upload(b, begin, end);
+    }
+    void upload(int64_t b, int64_t begin, int64_t end) {
+        if (poison) return copy(device, host.data(), bytes());
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t r = begin; r < end; r++)
+                copy(device + index(b, h, r), &host[index(b, h, r)], head_dim * sizeof(T));
     }
 };
 
@@ -540,8 +545,11 @@ template <typename T> struct Tensors {
         for (int b = 0; b < c.samples(); b++) {
             const Span rows = rows_of(b), keys = keys_of(b);
             q.randomize(batch_of(b), rows.begin, rows.begin + rows.valid, random);
-            const int first = first_key(b);  // those before it stay NaN: no row sees them
-            for (Buffer<T> *x : {&k, &v}) x->randomize(batch_of(b), keys.begin + first, keys.begin + keys.valid, random);
+            const int first = first_key(b);  // those before it stay NaN: no row sees them, but a block may have them
+            for (Buffer<T> *x : {&k, &v}) {
+                x->upload(batch_of(b), keys.begin, keys.begin + first);
+                x->randomize(batch_of(b), keys.begin + first, keys.begin + keys.valid, random);
+            }
             for (int i = 0; i < rows.valid; i++) {
                 const bool sees_none = is_empty(b, i);
                 if (!sees_none) dout.randomize(batch_of(b), rows.begin + i, rows.begin + i + 1, random);
