@@ -33,68 +33,45 @@ struct BwdShape {
     static_assert(kDimSplit == 1 || kSub * kDimSplit == kBlockM);  // each forms its part in one go
 };
 
-// At most so many blocks of threads share a tile of keys, each with one query head or more of those that read it.
-__host__ __device__ inline int64_t most_splits(const AttnParams &p) {
-    const int64_t group = p.nheads / p.nheads_k;
-    return group < 16 ? group : 16;
-}
-
-constexpr int64_t kPackedSplitRows = 8192;
-
-// How many blocks of threads share a tile of keys of a sample. A split has at least 1024 of the group's rows, masked
-// ones included, to be worth its sums in memory. A packed batch has tiles enough. There splits only keep the tile that
-// most rows of a long sample see from being waited for, so they have more rows, and without a mask there are none. All
-// splits of a sample together have at most most_splits keys for each of its rows. The number depends on the sample's
-// lengths, the group and the mask alone, so that a sample's bits do not depend on its batch. It grows with seqlen_q and
-// falls with seqlen_k.
+// How many blocks of threads share a tile of keys of a sample, one block or more for each. A split has at least 1024 of
+// the group's rows, masked ones included, to be worth its sums in memory. All splits together have no more sums than
+// the group has elements of Q. The number depends on the sample's lengths and the group alone, so that a sample's bits
+// do not depend on its batch. It does not fall where the lengths grow, so the padded lengths give the maximum. A packed
+// batch is not split: the host knows the length of no sample.
 __host__ __device__ inline int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
-    const int64_t most = most_splits(p), rows = int64_t(p.nheads / p.nheads_k) * seqlen_q;
-    const bool has_mask = p.window_left < p.seqlen_k || p.window_right < p.seqlen_q;
-    if (p.cu_seqlens_q && !has_mask) return 1;
-    const int64_t least_rows = p.cu_seqlens_q ? kPackedSplitRows : 1024;
-    int64_t splits = most;
-    while (splits > 1 && (splits * least_rows > rows || splits * seqlen_k > most * seqlen_q))
-        splits--;  // a division takes registers
+    if (p.cu_seqlens_q) return 1;
+    const int64_t group = p.nheads / p.nheads_k, rows = group * seqlen_q;
+    int64_t splits = group < 16 ? group : 16;
+    while (splits > 1 && (splits * 1024 > rows || splits * seqlen_k > rows)) splits--;  // a division takes registers
     return int(splits);
 }
 
 // Global memory beyond the tensors:
 //   dq_accum      [tiles of query rows, kBlockM · kHeadDim], if dq is needed
 //   dq_semaphore  [tiles of query rows, kNWarps], and one counter of tickets, if deterministic
-//   dkv_accum     [2, batch_size, nheads_k, dkv_rows, kHeadDim], if there are several splits: the sums of a sample's
-//                 splits, one after the other, each of its valid keys. In a packed batch batch_size counts as 1. A
-//                 sample then has room for most_splits keys for each of its rows: the host does not know its lengths.
+//   dkv_accum     [max_splits, 2, batch_size, nheads_k, n_blocks · kBlockN, kHeadDim], if there are several splits
 template <typename Shape> struct Workspace {
     RowTiles<Shape::kBlockM> row_tiles;
-    int max_splits;
+    int n_blocks, max_splits;
     int64_t tiles;       // of query rows; 0 if dq is not needed
-    int64_t dkv_rows;    // of a key/value head; 0 if nothing is split
-    int64_t dkv_floats;  // of dK, and of dV
+    int64_t dkv_floats;  // of one split's dK, and of its dV; 0 if nothing is split
     explicit __host__ __device__ Workspace(const AttnBackwardParams &p)
-        : row_tiles(p),
-          max_splits(num_splits(p, p.seqlen_q, p.cu_seqlens_q || p.seqused_k ? 0 : p.seqlen_k)),
+        : row_tiles(p), n_blocks(num_blocks<Shape::kBlockN>(p.seqlen_k)),
+          max_splits(num_splits(p, p.seqlen_q, p.seqlen_k)),
           tiles(p.dq.data ? RowTiles<Shape::kBlockM>::count(p) : 0),
-          dkv_rows(max_splits > 1 ? num_dkv_rows(p) : 0),
-          dkv_floats((p.cu_seqlens_q ? 1 : p.batch_size) * p.nheads_k * dkv_rows * Shape::kHeadDim) {}
+          dkv_floats(max_splits > 1 ? p.batch_size * p.nheads_k * n_blocks * (Shape::kBlockN * Shape::kHeadDim) : 0) {}
     __host__ __device__ int64_t floats() const { return tiles * (Shape::kBlockM * Shape::kHeadDim); }
     // What the launcher sets to 0: dq_accum and, if deterministic, semaphores and counter.
     __host__ __device__ int64_t zeroed_bytes(bool deterministic) const {
         return 4 * floats() + (deterministic && tiles ? (4 * (tiles * Shape::kNWarps + 1) + 15) / 16 * 16 : 0);
     }
     __host__ __device__ int64_t bytes(const AttnBackwardParams &p) const {
-        return zeroed_bytes(p.deterministic) + 4 * 2 * dkv_floats;
+        return zeroed_bytes(p.deterministic) + 4 * max_splits * 2 * dkv_floats;
     }
-    __host__ __device__ int64_t num_dkv_rows(const AttnBackwardParams &p) const {
-        const int64_t by_rows = most_splits(p) * p.seqlen_q, by_keys = int64_t(max_splits) * p.seqlen_k;
-        return p.cu_seqlens_q || by_rows < by_keys ? by_rows : by_keys;
-    }
-    // A split's dK of a sample's first key; dkv_floats further is its dV.
-    __device__ float *dkv_accum(const AttnBackwardParams &p, const Sequence &seq, const Tile &tile,
-                                int split_idx) const {
-        const int64_t head = (p.cu_seqlens_q ? 0 : int64_t(tile.b) * p.nheads_k) + tile.h_k;
-        const int64_t row = head * dkv_rows + most_splits(p) * seq.q_begin + int64_t(split_idx) * seq.seqlen_k;
+    // Of dK; that of dV follows.
+    __host__ __device__ float *dkv_accum(const AttnBackwardParams &p, int split_idx) const {
         char *begin = static_cast<char *>(p.workspace) + zeroed_bytes(p.deterministic);
-        return reinterpret_cast<float *>(begin) + row * Shape::kHeadDim;
+        return reinterpret_cast<float *>(begin) + 2 * split_idx * dkv_floats;
     }
     // A warp's part of the sums of a tile of query rows, and this lane's in it. Fragment i of 2 · kDqTiles is 128·i
     // floats further.
@@ -112,42 +89,39 @@ template <typename Shape> struct Workspace {
     __device__ static int64_t part(int tile) { return int64_t(tile) * Shape::kNWarps + threadIdx.x / 32; }
 };
 
-// dk and dv of keys whose tiles were split: the sums of the splits, added up in order. A thread has 8 columns of a key,
-// and kCombineBlocks blocks of threads have a tile.
+// dk and dv of keys whose tiles were split: the sums of the splits, added up in order. A thread has 8 columns of a key.
 constexpr int kCombineThreads = 256;
-template <typename Shape> constexpr int kCombineBlocks = Shape::kBlockN * Shape::kHeadDim / 8 / kCombineThreads;
 
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(kCombineThreads) flash_bwd_dkv(const __grid_constant__ AttnBackwardParams p) {
 #if __CUDA_ARCH__ < 800  // of a build for several GPUs, the part for those that have no such instructions
     __trap();
 #else
-    constexpr int kVecs = Shape::kHeadDim / 8, kBlocks = kCombineBlocks<Shape>;
-    static_assert(kBlocks * kCombineThreads == Shape::kBlockN * kVecs);
+    constexpr int kVecs = Shape::kHeadDim / 8;
     const Workspace<Shape> workspace(p);
-    const Tile tile = KeyTiles<Shape::kBlockN>::at(p, blockIdx.x / kBlocks);
-    const int vec = blockIdx.x % kBlocks * kCombineThreads + threadIdx.x, col = vec % kVecs * 8;
-    const int key = tile.block * Shape::kBlockN + vec / kVecs;
-    const Sequence seq(p, tile.b);
-    const int splits = num_splits(p, seq.seqlen_q, seq.seqlen_k);
+    const int64_t vec = int64_t(blockIdx.x) * kCombineThreads + threadIdx.x, row = vec / kVecs;
+    const int padded_keys = workspace.n_blocks * Shape::kBlockN, key = row % padded_keys, col = vec % kVecs * 8;
+    const int b = row / padded_keys / p.nheads_k, h_k = row / padded_keys % p.nheads_k;
+    if (b >= p.batch_size) return;
+    const Sequence seq(p, b);
+    const int splits = min(workspace.max_splits, num_splits(p, seq.seqlen_q, seq.seqlen_k));
     if (key >= seq.padded_k || splits == 1) return;  // if not split, dk and dv are there
     auto combine = [&](int64_t offset, float scale, const Tensor &x, int cols) {
         if (col >= cols) return;
         float sum[8] = {};
         for (int split_idx = 0; split_idx < splits && key < seq.seqlen_k; split_idx++) {
-            const float *accum = workspace.dkv_accum(p, seq, tile, split_idx) + offset;
-            const auto *from = reinterpret_cast<const float4 *>(accum + int64_t(key) * Shape::kHeadDim + col);
+            const auto *from = reinterpret_cast<const float4 *>(workspace.dkv_accum(p, split_idx) + offset);
             const float4 low = from[0], high = from[1];
             const float part[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
             for (int i = 0; i < 8; i++) sum[i] += part[i];
         }
         uint32_t packed[4];
         for (int i = 0; i < 4; i++) packed[i] = pack<T>(sum[2 * i] * scale, sum[2 * i + 1] * scale);
-        *reinterpret_cast<uint4 *>(rows_of<T>(x, tile.b, tile.h_k, seq.k_begin + key) + col) =
+        *reinterpret_cast<uint4 *>(rows_of<T>(x, b, h_k, seq.k_begin + key) + col) =
             {packed[0], packed[1], packed[2], packed[3]};
     };
-    combine(0, Scores<>(p).softmax_scale, p.dk, p.head_dim);
-    combine(workspace.dkv_floats, p.dropout_seed ? float(p.keep_scale) : 1.f, p.dv, p.head_dim_v);
+    combine(8 * vec, Scores<>(p).softmax_scale, p.dk, p.head_dim);
+    combine(workspace.dkv_floats + 8 * vec, p.dropout_seed ? float(p.keep_scale) : 1.f, p.dv, p.head_dim_v);
 #endif
 }
 

@@ -39,13 +39,13 @@ struct AttnParams {
     // seqlen_q to the right hides nothing: that is no bound.
     int window_left, window_right;
     // Call it when seqlen_q and seqlen_k are set. -1 is no bound, and neither is a window in which every row sees all
-    // keys on that side.
+    // keys on that side, but for a causal mask.
     void set_window(int64_t left, int64_t right) {
         window_left = left < 0 || left >= seqlen_k - 1 ? seqlen_k : int(left);
-        window_right = right < 0 || right >= seqlen_q - 1 ? seqlen_q : int(right);
+        window_right = right < 0 || (right > 0 && right >= seqlen_q - 1) ? seqlen_q : int(right);
     }
     bool has_left_bound() const { return window_left < seqlen_k; }
-    bool has_right_bound() const { return window_right < seqlen_q; }
+    bool has_right_bound() const { return window_right < seqlen_q - 1; }  // a causal mask hides nothing from one row
     DType dtype;  // of q, k, v and o
 
     // [nheads] of lse's type, or nullptr: one more score of each row of a head, in units of softmax_scale · q·k. No key

@@ -262,20 +262,17 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
     // The sums of a split to dkv_accum.
     __device__ void store_split(int split_idx) {
         const Workspace<Shape> workspace(p);
-        const Sequence seq(p, tile.b);  // once more, as in store()
-        const int key = tile.block * kBlockN + key0 + r;
-        float *dk = workspace.dkv_accum(p, seq, tile, split_idx) + int64_t(key) * kHeadDim + 8 * dim0 + c;
+        const int64_t key_tile = (int64_t(tile.b) * p.nheads_k + tile.h_k) * workspace.n_blocks + tile.block;
+        float *dk = workspace.dkv_accum(p, split_idx) + (key_tile * kBlockN + key0 + r) * kHeadDim + 8 * dim0 + c;
         float *dv = dk + workspace.dkv_floats;
 #pragma unroll
-        for (int i = 0; i < 2 * kMTiles; i++) {
-            if (key + 8 * i >= seq.seqlen_k) return;
+        for (int i = 0; i < 2 * kMTiles; i++)
 #pragma unroll
             for (int d = 0; d < kDTiles; d++) {
                 const float(&k)[4] = acc_dk[i / 2][d], (&v)[4] = acc_dv[i / 2][d];
                 *reinterpret_cast<float2 *>(dk + 8 * i * kHeadDim + 8 * d) = {k[i % 2 * 2], k[i % 2 * 2 + 1]};
                 *reinterpret_cast<float2 *>(dv + 8 * i * kHeadDim + 8 * d) = {v[i % 2 * 2], v[i % 2 * 2 + 1]};
             }
-        }
     }
 
     // Of the columns of Q that this warp sums dK over; those of dO lie kToDO further.
@@ -303,7 +300,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     const int max_splits = kSplit ? Workspace<Shape>(p).max_splits : 1, split_idx = block_idx % max_splits;
     const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits);
     const Sequence seq(p, tile.b);
-    const int splits = kSplit ? num_splits(p, seq.seqlen_q, seq.seqlen_k) : 1;
+    const int splits = kSplit ? min(max_splits, num_splits(p, seq.seqlen_q, seq.seqlen_k)) : 1;
     if (split_idx >= splits) return;
     Backward<T, Shape, kDropout> backward{p, shared, tile, seq};
     const BlockRange blocks = Mask(seq, p).row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
@@ -350,9 +347,9 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
                        : (p.dropout_seed ? flash_bwd<T, Shape, true, false> : flash_bwd<T, Shape, false, false>);
     launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads, kSharedBytes,
            p.stream, p);
-    if (workspace.max_splits > 1)
-        launch(flash_bwd_dkv<T, Shape>, KeyTiles<Shape::kBlockN>::count(p) * kCombineBlocks<Shape>, kCombineThreads, 0,
-               p.stream, p);
+    if (const int64_t vecs = workspace.dkv_floats / 8)
+        launch(flash_bwd_dkv<T, Shape>, (vecs + kCombineThreads - 1) / kCombineThreads, kCombineThreads, 0, p.stream,
+               p);
     if (p.dq.data)
         launch(flash_bwd_dq<T, Shape>, workspace.tiles, Shape::kNThreads, 2 * Shape::kBlockM * Shape::kHeadDim,
                p.stream, p);

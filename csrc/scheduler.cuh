@@ -79,10 +79,11 @@ template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
     __host__ __device__ static int64_t count(const AttnParams &p) {
         return KeyTiles(p).num_tiles(p.nheads_k);
     }
-    // Whether the last keys go first: in a deterministic pass with a bound on the right, as under a causal mask. The
-    // fewest rows see them then, and they take the first turns.
+    // Whether the last keys go first: in a deterministic pass under a causal mask. The fewest rows see them then, and
+    // they take the first turns. Another window may be a bound for some samples of a packed batch and not for others,
+    // and the order of a sample must not depend on its batch.
     __device__ static bool is_last_first(const AttnBackwardParams &p) {
-        return p.deterministic && p.window_right < p.seqlen_q;
+        return p.deterministic && p.window_right == 0;
     }
     __device__ static Tile at(const AttnBackwardParams &p, int idx) {
         const KeyTiles tiles(p);

@@ -62,7 +62,8 @@ def is_eager(*tensors):
 
 def is_int(x):
     """Whether x is an int to its callers: also numpy's, but no bool and no tensor."""
-    return hasattr(x, "__index__") and not isinstance(x, (bool, torch.Tensor))
+    # isinstance first: Dynamo, for which an int may be a symbol, does not take hasattr.
+    return (isinstance(x, int) or hasattr(x, "__index__")) and not isinstance(x, (bool, torch.Tensor))
 
 
 def can_read(x):

@@ -102,13 +102,14 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             (1, H, Tq, D), k and v are (1, Hk, Tk, D). int32 (B + 1,), contiguous, on q's device. Sample b has the rows
             from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] to the next entry. The first entry is 0, the others
             ascend up to at most Tq or Tk. A sample may be empty.
-        max_seqlen_q, max_seqlen_k: an int or a tensor of one element, as flash-attn asks for; no tensor on a GPU is
-            read. Only the gradients below need max_seqlen_k.
+        max_seqlen_q, max_seqlen_k: an int or a tensor of one element, as flash-attn asks for. A tensor is never read.
+            Only gradients of packed batches with seqused_k use max_seqlen_k.
         seqused_q, seqused_k: int32 (B,), contiguous, on q's device: how many of its rows and keys, from the first on,
             a sample uses; all if None. May be 0, and in a padded batch Sq and Sk may differ. In a packed batch with
-            seqused_k, a sample's keys start at cu_seqlens_k[b] and may also be those of others. For gradients all
-            backends then copy each sample's keys, B · max_seqlen_k rows with "cuda" and "triton" (B · Tk on a GPU if
-            max_seqlen_k is no int), and cut a longer sample to max_seqlen_k where that is not checked, on a GPU.
+            seqused_k, a sample's keys start at cu_seqlens_k[b] and may also be those of others. For gradients, "cuda"
+            and "triton" then copy B · max_seqlen_k keys and values. If max_seqlen_k is no int, the host waits for the
+            largest length; where it cannot, in a CUDA graph or under torch.compile, B · Tk are copied. An int that is
+            too small is an error on the CPU. Where lengths are not read, it cuts longer samples.
         sinks: (H,), float32, float16 or bfloat16, or float64 for float64, on q's device: one more score of each row of
             a query head, in units of sm_scale · QKᵀ. It takes its share of the softmax, and no value goes with it (Xiao
             et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. "torch" then forms all scores, as "reference"
@@ -136,7 +137,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             wrong type, or an unknown keyword. For the keywords of scaled_dot_product_attention and flash-attn the error
             says what they are called here.
         ValueError: a wrong shape, device, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed, window_size,
-            cu_seqlens, seqused, sinks or backend; seq_lens together with cu_seqlens or seqused; or a forced kernel that
+            cu_seqlens, seqused, max_seqlen_k, sinks or backend; seq_lens together with cu_seqlens or seqused; or a forced kernel that
             cannot serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such

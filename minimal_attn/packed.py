@@ -107,17 +107,15 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
     """k, v and lengths of the same packed batch, in which no two samples share keys: copies of the keys of one sample
     after the other. Gradients of what was copied more than once are added up in fp32 and in a fixed order.
 
-    The copies have as many rows as the batch has samples of max_seqlen_k keys. If that is no number on the host, it is
-    the largest length on the CPU, and all keys on a GPU, which is not read.
+    The copies have B · max_seqlen_k rows. If max_seqlen_k is no int, the host waits for the largest length, as for
+    backend="torch". Where it cannot, in a CUDA graph or under torch.compile, there is room for all keys in each sample.
 
     Raises:
         ValueError: on the CPU, a max_seqlen_k below the length of a sample.
     """
     total, batch_size = k.shape[2], lengths.seqused_k.shape[0]
     begin, seqlen = _keys(lengths.cu_seqlens_k, lengths.seqused_k, total)
-    longest = int(seqlen.max()) if not seqlen.is_cuda and can_read(seqlen) else None
-    if isinstance(max_seqlen_k, Tensor) and not max_seqlen_k.is_cuda and can_read(max_seqlen_k):
-        max_seqlen_k = int(max_seqlen_k)
+    longest = int(seqlen.max()) if can_read(seqlen) and not (seqlen.is_cuda and is_int(max_seqlen_k)) else None
     if not is_int(max_seqlen_k):
         max_seqlen_k = total if longest is None else longest
     if longest is not None and max_seqlen_k < longest:
@@ -127,7 +125,7 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
     row = torch.arange(batch_size * room, device=k.device)
     sample = torch.searchsorted(ends, row, right=True).clamp(max=batch_size - 1)
     own_begin = pad(ends[:-1], (1, 0))
-    # Rows after the last sample are copies of any keys: nothing reads them, and their gradients are 0.
+    # Rows after the last sample are copies of any keys: no row of q sees them, and their gradients are 0.
     rows = torch.where(row < ends[-1], begin[sample] + row - own_begin[sample], row % total)
     bounds = pad(ends, (1, 0)).int()
     return _Take.apply(k, rows), _Take.apply(v, rows), lengths._replace(cu_seqlens_k=bounds, seqused_k=None)
@@ -138,7 +136,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def forward(x, rows):
-        return x[:, :, rows]
+        return x[:, :, rows].contiguous()  # heads that overlap would stay the innermost dimension
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -149,12 +147,26 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         rows, = ctx.saved_tensors
-        dtype = torch.promote_types(dout.dtype, torch.float32)
-        parts = dout[0].transpose(0, 1).to(dtype)
-        dx = parts.new_zeros(ctx.total, *parts.shape[1:])
-        # The one of these two that adds in a fixed order: on a GPU index_add_ has atomics, on the CPU index_put_ has.
-        dx = dx.index_put_((rows,), parts, accumulate=True) if dx.is_cuda else dx.index_add_(0, rows, parts)
-        return dx.transpose(0, 1)[None].to(dout.dtype), None
+        return _add_rows(dout[0].transpose(0, 1), rows, ctx.total).transpose(0, 1)[None], None
+
+
+# An op, since torch.compile would make atomics of what is in it.
+@torch.library.custom_op("minimal_attn::add_rows", mutates_args=())
+def _add_rows(parts: Tensor, rows: Tensor, total: int) -> Tensor:
+    """(total, ...) of parts (N, ...): the sum of those for each of the rows (N,)."""
+    dtype = torch.promote_types(parts.dtype, torch.float32)
+    sums = parts.new_zeros(total, *parts.shape[1:], dtype=dtype)
+    # The one of these two that adds in a fixed order: on a GPU index_add_ has atomics, on the CPU index_put_ has.
+    if parts.is_cuda:
+        sums.index_put_((rows,), parts.to(dtype), accumulate=True)
+    else:
+        sums.index_add_(0, rows, parts.to(dtype))
+    return sums.to(parts.dtype)
+
+
+@_add_rows.register_fake
+def _(parts, rows, total):
+    return parts.new_empty(total, *parts.shape[1:])
 
 
 def _samples(cu_seqlens, total):

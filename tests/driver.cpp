@@ -276,9 +276,6 @@ const std::vector<Case> cases = {
            {0, 70, 199, 200, 430}),
     packed({"sm80_packed_drop",   b16, 1, 2, 2, 0, 0, 200, true,  kHeads, {}, kSm80, 0.25}, {0, 33, 70, 140},
            {0, 33, 70, 140}),
-    // In the emulator the first sample and the last one are split in two.
-    packed({"sm80_packed_splits", f16, 1, 20, 1, 0, 0, 64, true,  kRows,  {}, kSm80}, {0, 110, 140, 140, 250},
-           {0, 60, 100, 110, 180}),
     packed({"sm90_packed",        f16, 1, 2, 1, 0, 0,  64, false, kRows,  {}, kSm90}, {0, 250, 250, 251, 300, 530},
            {0, 5, 70, 71, 71, 300}),
     packed({"sm90_packed_causal", b16, 1, 4, 2, 0, 0, 128, true,  kRows,  {}, kSm90}, {0, 70, 199, 200, 430},
@@ -294,8 +291,8 @@ const std::vector<Case> cases = {
            {0, 0, 30, 130}, {60, 130, 9}),
 #if HAS_GPU
     lengths_of_keys({"sm80_lengths", f16, 3, 4, 1, 150, 300,  64, true, kRows,  {150, 65, 0}, kSm80}, {300, 5, 60}),
-    // The sample is split in two, which the padded lengths have too many keys for.
-    lengths_of_keys({"sm80_splits_short", b16, 1, 32, 1, 64, 520, 64, true, kRows, {64}, kSm80}, {100}),
+    // The first sample has the most splits, more than the padded lengths would give it without a limit.
+    lengths_of_keys({"sm80_splits_short", b16, 2, 20, 1, 110, 200, 64, true, kRows, {110, 110}, kSm80}, {40, 200}),
     lengths_of_keys({"sm90_lengths", b16, 3, 4, 1, 250, 400, 128, true, kRows,  {250, 65, 0}, kSm90}, {400, 5, 60}),
     packed({"sm90_overlap",       f16, 1, 2, 1, 0, 0, 104, false, kSlices, {190, 66, 1}, kSm90}, {0, 200, 290, 300},
            {0, 0, 30, 330}, {160, 330, 9}),

@@ -113,13 +113,8 @@ def run(driver, *arguments):
 
 
 def emulated(csrc):
-    """A copy of csrc with the emulator's files in place of its own, and of ptx_sm90.cuh what has no asm. Backward passes
-    split samples of packed batches that are short enough to be emulated."""
+    """A copy of csrc with the emulator's files in place of its own, and of ptx_sm90.cuh what has no asm."""
     shutil.copytree(faults.CSRC, csrc, dirs_exist_ok=True)
-    workspace = csrc / "bwd_workspace_sm80.cuh"
-    text, found = re.subn("kPackedSplitRows = 8192", "kPackedSplitRows = 1024", workspace.read_text())
-    assert found == 1
-    workspace.write_text(text)
     faults.make_switchable(csrc)
     shutil.copytree(EMULATOR, csrc, dirs_exist_ok=True)
     ptx = (faults.CSRC / "ptx_sm90.cuh").read_text()

@@ -310,10 +310,12 @@ def test_neighbours_never_reach_a_sample(impl, value):
 
 
 @each_kernel
-@pytest.mark.parametrize("D", [40, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
-def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D):
-    rows, keys = ((20, 133, 7, 300), (18, 140, 9, 310)) if HAS_GPU else ((20, 66, 7), (18, 70, 9))
-    batch = Batch("bits", rows, keys, causal=True, D=D, Hk=4, has_sinks=True)
+@pytest.mark.parametrize("D, window", [(40, (-1, 0)), *(pytest.param(D, window, marks=pytest.mark.slow) for D, window in (
+    (64, (-1, 0)), (128, (-1, 0)), (40, (-1, 320)), (40, (320, -1))))], ids=str)
+def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D, window):
+    """Nor where a window is a bound by the length of the batch alone."""
+    rows, keys = ((20, 133, 7, 300), (18, 140, 9, 310)) if HAS_GPU else ((20, 66, 1, 7), (18, 70, 90, 9))
+    batch = Batch("bits", rows, keys, window=window, D=D, Hk=4, has_sinks=True)
     q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
     sinks = make_sinks(batch, DTYPES[impl], IMPLS[impl][1])
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -328,25 +330,6 @@ def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D):
             assert x.equal(y[:, :, part])
 
 
-@pytest.mark.skipif(not HAS_GPU, reason="long")
-def test_gradients_of_a_long_sample():
-    """Many rows of a long sample read a key head, so several blocks of threads share its tiles of keys."""
-    batch = Batch("long", (40, 2100, 300), (50, 2150, 290), causal=True, D=64, H=16, Hk=2)
-    q, k, v, dout, _ = make(batch, torch.bfloat16, "cuda")
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    first, second = (torch.autograd.grad(flash_attention(*inputs, **batch.options("cuda"), deterministic=deterministic,
-                                                         backend="cuda"), inputs, dout)
-                     for deterministic in (False, True))
-    assert all(map(torch.equal, first[1:], second[1:]))  # of dk and dv
-    for _, rows, keys in batch.samples():
-        parts = rows, keys, keys
-        alone = [x.detach()[:, :, part].double().requires_grad_() for x, part in zip(inputs, parts)]
-        out = flash_attention(*alone, causal=True, backend="reference")
-        want = torch.autograd.grad(out, alone, dout[:, :, rows].double())
-        for x, y, part in zip(first, want, parts):
-            close(x[:, :, part], y, 3 * TOLERANCE[torch.bfloat16])
-
-
 @each_kernel
 def test_deterministic(impl):
     rows, keys = ((40, 533, 7), (18, 540, 9)) if HAS_GPU else ((20, 33, 7), (18, 40, 9))
@@ -359,22 +342,35 @@ def test_deterministic(impl):
 
 
 @each_kernel
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_max_seqlen_of_shared_keys(impl, as_tensor):
+def test_max_seqlen_of_shared_keys(impl):
     """Gradients do not depend on max_seqlen_k, nor on the run, and a wrong one is an error where it can be seen."""
     device = IMPLS[impl][1]
     batch = next(x for x in BATCHES if x.name == "shared_keys")
     q, k, v, dout, _ = make(batch, DTYPES[impl], device)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    longest = torch.tensor(60, device=device) if as_tensor else 60
-    want, got, again = (torch.autograd.grad(run(impl, batch, *inputs, deterministic=True, max_seqlen_k=x)[0], inputs,
-                                            dout) for x in (None, longest, longest))
-    assert all(map(torch.equal, want, got)) and all(map(torch.equal, got, again))
+    want, *others = (torch.autograd.grad(run(impl, batch, *inputs, deterministic=True, max_seqlen_k=x)[0], inputs, dout)
+                     for x in (None, 60, torch.tensor(60, device=device)))
+    assert all(map(torch.equal, want * len(others), sum(others, ())))
     if device == "cpu":
         with pytest.raises(ValueError, match="max_seqlen_k must be at least the largest of seqused_k, 60, got 59"):
-            run(impl, batch, *inputs, max_seqlen_k=longest - 1)
+            run(impl, batch, *inputs, max_seqlen_k=59)
     with torch.no_grad():
         run(impl, batch, *inputs, max_seqlen_k=59)  # needs none
+
+
+@each_kernel
+def test_shared_keys_of_heads_that_overlap(impl):
+    """Of a signal: the copies of keys have a contiguous last dimension."""
+    device, dtype = IMPLS[impl][1], DTYPES[impl]
+    q = torch.randn(1, 2, 9, 8, device=device, dtype=dtype)
+    signal = torch.randn(64, device=device, dtype=dtype)
+    k = signal.as_strided((1, 2, 50, 8), (64, 1, 1, 1)).detach().requires_grad_()
+    lengths = {name: ints(*x, device=device) for name, x in
+               dict(cu_seqlens_q=(0, 4, 9), cu_seqlens_k=(0, 0, 50), seqused_k=(30, 50)).items()}
+    out = flash_attention(q, k, k, **lengths, backend=IMPLS[impl][0])
+    want = flash_attention(q, k.detach(), k.detach(), **lengths, backend="reference")
+    close(out.detach(), want.double(), TOLERANCE[dtype])
+    assert torch.autograd.grad(out.sum(), k)[0].isfinite().all()
 
 
 def test_auto_of_packed_batches(monkeypatch):
@@ -585,15 +581,17 @@ def test_opcheck(impl, batch):
 
 
 @each_impl
-def test_compile_fullgraph(impl):
-    """One graph for all values of cu_seqlens."""
+@pytest.mark.parametrize("shares_keys", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compile_fullgraph(impl, shares_keys):
+    """One graph for all values of cu_seqlens, and of a max_seqlen in a tensor."""
     backend, device = IMPLS[impl]
+    used = ints(10, 1, device=device) if shares_keys else None
     graphs = []
 
     def attend(q, k, v, cu_seqlens, max_seqlen):
         out, lse = flash_attention(q * 2, k, v, True, window_size=(9, 0), cu_seqlens_q=cu_seqlens,
                                    cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
-                                   return_lse=True, backend=backend)
+                                   seqused_k=used, return_lse=True, backend=backend)
         return out + 1, lse
 
     def count(graph, inputs):
@@ -611,6 +609,8 @@ def test_compile_fullgraph(impl):
         for x, y in zip(*(torch.autograd.grad(x[0].square().sum(), inputs) for x in (got, want))):
             close(x, y.double(), 3 * TOLERANCE[DTYPES[impl]])
     assert len(graphs) == 1
+    for longest in (30, 31):  # the second one is a symbol to Dynamo
+        compiled(*inputs, cu_seqlens, longest)
 
 
 @pytest.mark.gpu
