@@ -7,6 +7,7 @@ test_sanitizers.py shows compute-sanitizer one fault of each kind in each file o
 import pytest
 
 import test_backward
+import test_compile
 import test_forward
 import test_lengths
 from cases import Case, dtypes_of, serves
@@ -65,3 +66,10 @@ def test_racecheck_sees_missing_barrier(statement, tmp_path, gpu_objects):  # no
 @pytest.mark.parametrize("statement", missing_from("wait"))
 def test_missing_wait_is_seen(statement, tmp_path, gpu_objects):  # noqa: F811
     check_missing_wait(statement, tmp_path, gpu_objects)
+
+
+@pytest.mark.skipif(not test_compile.nvcc(), reason="no nvcc on PATH or in CUDA_HOME")
+@pytest.mark.parametrize("target", ["75", "80", "120"])
+@pytest.mark.parametrize("file", [file for file in test_compile.TARGETS if file != "device.cu"])
+def test_cuda_kernels_do_not_spill(file, target, tmp_path):
+    test_compile.check_spills(file, target, tmp_path)
