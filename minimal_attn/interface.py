@@ -137,8 +137,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             wrong type, or an unknown keyword. For the keywords of scaled_dot_product_attention and flash-attn the error
             says what they are called here.
         ValueError: a wrong shape, device, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed, window_size,
-            cu_seqlens, seqused, max_seqlen_k, sinks or backend; seq_lens together with cu_seqlens or seqused; or a forced kernel that
-            cannot serve the call.
+            cu_seqlens, seqused, max_seqlen_k, sinks or backend; seq_lens together with cu_seqlens or seqused; or a
+            forced kernel that cannot serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
             derivative. float8 has no gradients with "triton"; "cuda" and "triton" have no forward-mode and no second
@@ -204,6 +204,7 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
         out, lse = reference.BACKEND.forward(q, k, v, options)
     else:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        # Kernels, the backends without forward mode, do not add up gradients of keys that samples share.
         if lengths.may_share_keys and not chosen.has_forward_mode and any(map(wants_gradient, (q, k, v, sinks))):
             k, v, lengths = with_own_keys(k, v, lengths, max_seqlen_k)
             options = options._replace(lengths=lengths)

@@ -25,14 +25,10 @@ ROW = (*attention.ROW[:-len(MEASURED)], "window_size", *MEASURED)
 SHAPES = "B,H,S,D or B,H,Sq,D,Hk,Sk, also with ' window LEFT' or ' sinks' behind it"
 
 
-class Shape(NamedTuple):
-    batch_size: int
-    nheads: int
-    seqlen_q: int
-    head_dim: int
-    nheads_k: int
-    seqlen_k: int
-    window_size: tuple  # (left, right), of which a causal mask leaves (left, 0)
+class Shape(NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("window_size", tuple)])):
+    """That of a dense batch, and (left, right), of which a causal mask leaves (left, 0)."""
+
+    __slots__ = ()
 
     def __str__(self):
         return f"{self.dense} window {self.window_size[0]}"
