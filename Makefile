@@ -31,7 +31,6 @@ demo: packages
 # run after 600 s, which leaves room for a machine half as fast.
 test: SELECT = -m "not slow" --timeout 60 --session-timeout 600
 test: export MINIMAL_ATTN_GATE = 1
-gpu-record: SELECT = --gpu-record tests/gpu_record.json --durations 25
 campaign: TESTS = tests/campaign.py
 
 TESTS = tests
@@ -39,9 +38,16 @@ SELECT =
 WORKERS ?= auto
 test test-all gpu-record campaign: NEEDS = filelock hypothesis markdown-it-py matplotlib ninja numpy pytest \
                                            pytest-timeout pytest-xdist rich transformers
-test test-all gpu-record campaign: packages
+test test-all campaign: packages
 	@$(PY) -c 'import minimal_attn; minimal_attn.load()'
 	@$(TWIN) $(PY) -m pytest $(TESTS) -n $(WORKERS) --dist worksteal $(SELECT)
+
+# In two parts: test_jit.py measures how long a build takes while nothing else runs.
+gpu-record: SELECT = --gpu-record tests/gpu_record.json --gpu-record-part --durations 25
+gpu-record: packages
+	@rm -f tests/gpu_record.json
+	@$(PY) -m pytest tests/test_jit.py $(SELECT)
+	@$(PY) -m pytest tests --ignore tests/test_jit.py -n $(WORKERS) --dist worksteal $(SELECT)
 
 docs: NEEDS = filelock matplotlib ninja rich
 docs: packages

@@ -2,8 +2,8 @@
 //
 // A block of threads computes tiles of out, kBlockM query rows of one head each, and walks along K and V from the last
 // keys that its rows see to the first, kBlockN at a time (Dao, FlashAttention-2, 2023, Algorithm 1). Its warpgroups, of
-// four warps, have roles (Shah et al., FlashAttention-3, 2024, section 3): the producer asks TMA for tiles, and every
-// consumer multiplies 64 rows. One iteration of a consumer:
+// four warps, have roles (Shah et al., FlashAttention-3, 2024, section 3). In the producer one thread finds the tiles
+// and another one asks TMA for them. Every consumer multiplies 64 rows. One iteration of a consumer:
 //
 //   tensor cores   O += P(j+1) V(j+1)  ·················  S(j-1) = Q K(j-1)ᵀ, then O += P(j) V(j)  ·········
 //   other units    S(j) → P(j) by softmax │ wait, rescale O │                 wait for S(j-1) │ S(j-1) → P(j-1)
@@ -40,8 +40,8 @@ template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQ
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 };
 
-// A tile of out, and what the producer found out about its sample, so that consumers need no registers for it. Aligned,
-// so that 16 bytes at a time are written and read.
+// A tile of out and what find_tiles() knows of its sample, so that other threads need no registers for it. Aligned, so
+// that 16 bytes at a time are written and read.
 template <int kConsumers> struct alignas(16) Work {
     BlockRange blocks[kConsumers];  // of keys, for the rows of a consumer
     int blocks_begin, blocks_end;   // those of all consumers
@@ -56,15 +56,17 @@ template <typename Shape> struct SharedMemory {
     SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages], sV[Shape::kStages];
     Ring<Shape::kQStages> q[Shape::kConsumers];  // one for each consumer: they end a tile at different times
     Ring<Shape::kStages> k, v;
-    // What Q is of: written before Q is asked for, and again only when all consumers have released that Q.
+    // What Q is of. A place is written again only when all consumers have released that Q.
     using Work = sm90::Work<Shape::kConsumers>;
     Work works[2 * Shape::kQStages];
+    Ring<1> found;  // from the thread that finds tiles to the one that loads them
 
     __device__ static int q_index(uint32_t i, int c) { return i % Shape::kQStages * Shape::kConsumers + c; }
     __device__ Work &work(uint32_t i) { return works[i % (2 * Shape::kQStages)]; }
     __device__ void init_barriers() {
         for (auto &ring : q) ring.init(4);
         k.init(4 * Shape::kConsumers), v.init(4 * Shape::kConsumers);
+        found.init(1);
         fence_mbarrier_init();
     }
 };
@@ -104,13 +106,14 @@ template <typename Shape> struct Params : AttnParams {
     Scheduler<Shape::kBlockM> scheduler;
 };
 
-// One thread: for each tile Q, and K and V block by block.
-template <typename Shape> __device__ void produce(const Params<Shape> &p, SharedMemory<Shape> &shared) {
+// One thread finds the tiles. It looks for the next tile while another thread loads the last keys of this one, and no
+// earlier, so that a block of threads does not take a tile long before it needs one.
+template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) {
     constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
-    prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
-    uint32_t q_item = 0, kv_item = 0;  // of the rings
+    uint32_t item = 0;
     for (int idx = blockIdx.x;;) {
-        auto &work = shared.work(q_item);  // read anew where it is needed: the producer has few registers
+        shared.found.producer_acquire(item);
+        auto &work = shared.work(item);  // read anew where it is needed: this thread has few registers
         work.tile = p.scheduler.at(p, idx);
         const Tile &tile = work.tile;
         if (!tile.is_valid) break;
@@ -124,23 +127,42 @@ template <typename Shape> __device__ void produce(const Params<Shape> &p, Shared
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++)
             work.blocks[c] = mask.key_blocks<64, kBlockN>(tile.block * kBlockM + 64 * c);
+        mbarrier_arrive(shared.found.full_barrier(item++));
+    }
+    mbarrier_arrive(shared.found.full_barrier(item));  // the tile that is not valid
+}
+
+// One thread loads, for each tile, Q, and K and V block by block.
+template <typename Shape> __device__ void load_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) {
+    constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN, kAhead = 2 * Shape::kStages;
+    prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
+    uint32_t q_item = 0, kv_item = 0;  // of the rings
+    for (;; q_item++) {
+        shared.found.consumer_wait(q_item);
+        const auto &work = shared.work(q_item);
+        if (!work.tile.is_valid) break;
+        const int q_row = work.seq.q_begin + work.tile.block * kBlockM, b = work.tile.b;
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++) {
             shared.q[c].producer_acquire(q_item);
-            load_tile(shared.sQ[shared.q_index(q_item, c)], p.q_tma, shared.q[c].full_barrier(q_item),
-                      seq.q_begin + tile.block * kBlockM + 64 * c, tile.h, tile.b);
+            load_tile(shared.sQ[shared.q_index(q_item, c)], p.q_tma, shared.q[c].full_barrier(q_item), q_row + 64 * c,
+                      work.tile.h, b);
         }
-        const int h_k = tile.h_k, b = tile.b, k_begin = seq.k_begin, n_begin = work.blocks_begin;
+        const int h_k = work.tile.h_k, k_begin = work.seq.k_begin, n_begin = work.blocks_begin;
+        // From this block on the next tile is looked for. All consumers have released the tile whose place in `works`
+        // it takes, since they have released the Q before this one.
+        const int n_next = min(work.blocks_end - 1, n_begin + kAhead);
+        if (n_next < n_begin) shared.found.consumer_release(q_item, 0);
 #pragma unroll 1
         for (int n_block = work.blocks_end - 1; n_block >= n_begin; n_block--, kv_item++) {
             const uint32_t stage = kv_item % Shape::kStages;
             const int key = k_begin + n_block * kBlockN;
+            if (n_block == n_next) shared.found.consumer_release(q_item, 0);
             shared.k.producer_acquire(kv_item);
             load_tile(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item), key, h_k, b);
             shared.v.producer_acquire(kv_item);
             load_tile(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item), key, h_k, b);
         }
-        q_item++;
     }
     for (auto &ring : shared.q) {  // the tile that is not valid ends each consumer
         ring.producer_acquire(q_item);
@@ -349,7 +371,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
-        if (threadIdx.x == 0) produce<Shape>(p, shared);
+        if (threadIdx.x == 0) load_tiles<Shape>(p, shared);
+        else if (threadIdx.x == 32) find_tiles<Shape>(p, shared);
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
         Consumer<T, Shape>{p, shared, int(warpgroup_idx) - 1}.run();

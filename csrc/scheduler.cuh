@@ -87,8 +87,11 @@ template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
     }
     __device__ static Tile at(const AttnBackwardParams &p, int idx) {
         const KeyTiles tiles(p);
-        const int slot = idx % tiles.slots;
-        Tile tile = tiles.tile(idx / tiles.slots, is_last_first(p) ? tiles.slots - 1 - slot : slot, p.nheads_k, 1);
+        // In a packed batch the same tile of all heads goes first, so that no head's long tiles begin late.
+        const bool is_packed = p.cu_seqlens_k;
+        const int slot = is_packed ? idx / p.nheads_k : idx % tiles.slots;
+        const int bh = is_packed ? idx % p.nheads_k : idx / tiles.slots;
+        Tile tile = tiles.tile(bh, is_last_first(p) ? tiles.slots - 1 - slot : slot, p.nheads_k, 1);
         tile.h = tile.h_k * (p.nheads / p.nheads_k);
         return tile;
     }

@@ -128,29 +128,17 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
     # Rows after the last sample are copies of any keys: no row of q sees them, and their gradients are 0.
     rows = torch.where(row < ends[-1], begin[sample] + row - own_begin[sample], row % total)
     bounds = pad(ends, (1, 0)).int()
-    return _Take.apply(k, rows), _Take.apply(v, rows), lengths._replace(cu_seqlens_k=bounds, seqused_k=None)
+    return _take_rows(k, rows), _take_rows(v, rows), lengths._replace(cu_seqlens_k=bounds, seqused_k=None)
 
 
-class _Take(torch.autograd.Function):
+# These two are ops, since torch.compile would make atomics of what is in the second one, and Dynamo of torch 2.11 loses
+# the gradient of an autograd.Function around it.
+@torch.library.custom_op("minimal_attn::take_rows", mutates_args=())
+def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """x[:, :, rows] of x (1, H, T, D)."""
-
-    @staticmethod
-    def forward(x, rows):
-        return x[:, :, rows].contiguous()  # heads that overlap would stay the innermost dimension
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, rows = inputs
-        ctx.save_for_backward(rows)
-        ctx.total = x.shape[2]
-
-    @staticmethod
-    def backward(ctx, dout):
-        rows, = ctx.saved_tensors
-        return _add_rows(dout[0].transpose(0, 1), rows, ctx.total).transpose(0, 1)[None], None
+    return x[:, :, rows].contiguous()  # heads that overlap would stay the innermost dimension
 
 
-# An op, since torch.compile would make atomics of what is in it.
 @torch.library.custom_op("minimal_attn::add_rows", mutates_args=())
 def _add_rows(parts: Tensor, rows: Tensor, total: int) -> Tensor:
     """(total, ...) of parts (N, ...): the sum of those for each of the rows (N,)."""
@@ -164,9 +152,28 @@ def _add_rows(parts: Tensor, rows: Tensor, total: int) -> Tensor:
     return sums.to(parts.dtype)
 
 
+@_take_rows.register_fake
+def _(x, rows):
+    return x.new_empty(*x.shape[:2], rows.shape[0], x.shape[3])
+
+
 @_add_rows.register_fake
 def _(parts, rows, total):
     return parts.new_empty(total, *parts.shape[1:])
+
+
+def _save_rows(ctx, inputs, output):
+    x, rows = inputs
+    ctx.save_for_backward(rows)
+    ctx.total = x.shape[2]
+
+
+def _take_rows_backward(ctx, dout):
+    rows, = ctx.saved_tensors
+    return _add_rows(dout[0].transpose(0, 1), rows, ctx.total).transpose(0, 1)[None], None
+
+
+_take_rows.register_autograd(_take_rows_backward, setup_context=_save_rows)
 
 
 def _samples(cu_seqlens, total):

@@ -17,8 +17,9 @@ from test_sanitizers import (assert_passed, check_missing_barrier, check_missing
 
 pytestmark = pytest.mark.timeout(1800)
 SEEDS = range(16)
-# How many batches of lengths each seed draws: 3,200 for a kernel on a GPU, fewer where each takes long.
-BATCHES = {"cuda:host": 63, "triton": 13}
+# How many batches of lengths each seed draws: about 1,000 for each kernel of csrc, and 200 for Triton, which compiles for
+# each of them.
+BATCHES = {"triton": 13}
 
 
 def dtypes_served(impl):
@@ -46,7 +47,7 @@ def test_drawn_backward(impl, seed, poisoned_outputs):
 @pytest.mark.parametrize("impl", test_lengths.KERNELS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_drawn_lengths(impl, seed, poisoned_outputs):
-    test_lengths.check_drawn_batches(impl, seed, BATCHES.get(impl, 200))
+    test_lengths.check_drawn_batches(impl, seed, BATCHES.get(impl, 63))
 
 
 @pytest.mark.gpu

@@ -42,13 +42,13 @@ def test_record_has_no_failure(record):
     else:  # in parts of its own
         assert {x.partition(",")[0] for x in runs} == {x.partition(",")[0] for x in SANITIZER_RUNS}
     seconds = [x for name, x in record["evidence"].items() if name.startswith("seconds of the JIT build")]
-    assert seconds and max(seconds) <= 75 and record["evidence"]["MB of the built library"] <= 12
+    assert seconds and max(seconds) <= 60 and record["evidence"]["MB of the built library"] <= 12
 
 
-def test_record_took_15_minutes_at_most(record):
+def test_record_took_20_minutes_at_most(record):
     """So that every change can have one, on a slow host too, with the tests that were run again. Otherwise the longest
     tests get shorter, or go to campaign.py."""
-    assert record["duration_s"] <= 900
+    assert record["duration_s"] <= 1200
 
 
 def test_record_is_of_these_sources(record):
