@@ -15,7 +15,7 @@ from minimal_attn import FlashMHA, available_backends, flash_attention, flash_at
 from minimal_attn.backends import Lengths, Options
 from minimal_attn.dropout import drop_threshold, keep_mask, keep_scale, philox
 from minimal_attn.interface import BACKENDS
-from minimal_attn.reference import visible_keys
+from minimal_attn.scores import visible_keys
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 each_backend = pytest.mark.parametrize("backend", available_backends())
