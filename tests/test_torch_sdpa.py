@@ -70,7 +70,7 @@ def test_drawn_calls_agree_with_torch(backend, call):
     mask = None
     if mask_shape is not None:
         mask = randn(*mask_shape, seed=3) > 0 if dtype == torch.bool else randn(*mask_shape, seed=3, dtype=dtype)
-        leaves += [mask.requires_grad_()] * dtype.is_floating_point
+        leaves += [mask.requires_grad_()] if dtype.is_floating_point else []
     got = scaled_dot_product_attention(*leaves[:3], mask, backend=backend, **options)
     want = by_torch(*leaves[:3], mask, **options)
     assert got.shape == want.shape and got.dtype == want.dtype
