@@ -229,26 +229,56 @@ def test_packed_batches(shape, softcap, backend):
 # Conventions.
 
 @each_backend
-def test_rows_that_a_mask_hides(backend):
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_a_mask_hides(causal, backend):
     """By False and by -inf, with and without sinks; no gradient of them is NaN."""
     hides = mask(B, H, 7, 9)
     hides[0, :, 2] = hides[1, 1, 5] = False
-    hides[1, 1, 3] = True
-    is_hidden = ~hides.any(-1)
-    assert 5 <= is_hidden.sum() < 10
+    is_hidden = ~(hides.tril(2) if causal else hides).any(-1)
+    assert 5 <= is_hidden.sum() < 15
     q, k, v = (x.requires_grad_() for x in inputs())
     sinks = randn(H, seed=3)
     minus_inf = torch.zeros(hides.shape, device=DEVICE, dtype=torch.float64).masked_fill(~hides, -math.inf)
     for bias in (hides, minus_inf.requires_grad_()):
         for given in (None, sinks):
-            options = dict(attn_bias=bias, sinks=given, sm_scale=SCALE, return_lse=True, backend=backend)
+            options = dict(causal=causal, attn_bias=bias, sinks=given, sm_scale=SCALE, return_lse=True, backend=backend)
             out, lse = flash_attention(q, k, v, **options)
             want = torch.full_like(lse, -math.inf) if given is None else sinks[:, None].expand_as(lse)
             assert (out[is_hidden] == 0).all() and lse[is_hidden].equal(want[is_hidden])
-            compare((out, lse), by_loop(q, k, v, attn_bias=hides, sinks=given), [q, k, v])
+            compare((out, lse), by_loop(q, k, v, (-1, 0 if causal else -1), attn_bias=hides, sinks=given),
+                    [q, k, v])
             leaves = [q, k, v] + [bias] * bias.requires_grad
             gradients = torch.autograd.grad(loss(*flash_attention(q, k, v, **options)), leaves)
             assert all(x.isfinite().all() for x in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
+def test_rows_that_a_mask_hides_are_not_left_to_sdpa(dtype, monkeypatch):
+    """Its own backends differ on them."""
+    hides = mask(7, 9)
+    hides[2] = False
+
+    def spy(*args, **options):
+        out = torch.nn.functional.scaled_dot_product_attention(*args, **options)
+        return out.masked_fill(~hides.any(-1, keepdim=True), math.nan)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
+    bias = hides if dtype == torch.bool else torch.zeros_like(hides, dtype=dtype).masked_fill(~hides, -math.inf)
+    out = flash_attention(*inputs(), attn_bias=bias, backend="torch")
+    assert (out[:, :, 2] == 0).all() and out.isfinite().all()
+
+
+@pytest.mark.parametrize("scores", [dict(alibi_slopes=slopes(H)), dict(attn_bias=randn(7, 9, dtype=torch.float32)),
+                                    dict(alibi_slopes=slopes(H), attn_bias=mask(7, 9))], ids=lambda x: "_".join(x))
+def test_sdpa_gets_no_mask_that_is_wider_than_q(scores, monkeypatch):
+    """On a GPU it has no kernel for one."""
+    asked = []
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", lambda q, *_, **options: asked.append(options) or q)
+    flash_attention(*inputs(dtype=torch.bfloat16), backend="torch", **scores)
+    assert asked == []
+    q, k, _ = inputs(dtype=torch.float32)
+    flash_attention(q, k, k, backend="torch", **scores)
+    assert asked[0]["attn_mask"].dtype == torch.float32
 
 
 @each_backend

@@ -138,10 +138,11 @@ def test_heads_and_one_batch_dimension_are_not_copied(monkeypatch):
 
 def test_autocast():
     q, k, v = (randn(2, 3, 5, 8, seed=seed, dtype=torch.float32) for seed in range(3))
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        got = scaled_dot_product_attention(q, k, v, randn(5, 5, dtype=torch.float32))
-    assert got.dtype == torch.bfloat16
-    assert_close(got.float(), by_torch(q, k, v, randn(5, 5, dtype=torch.float32)), rtol=3e-2, atol=3e-2)
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            got = scaled_dot_product_attention(q, k, v, randn(5, 5, dtype=dtype))
+        assert got.dtype == torch.bfloat16
+        assert_close(got.float(), by_torch(q, k, v, randn(5, 5, dtype=torch.float32)), rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("shapes", [((2, 0, 8), (2, 7, 8)), ((2, 5, 8), (2, 0, 8)), ((0, 2, 5, 8), (0, 2, 7, 8)),
