@@ -86,9 +86,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         return_lse: also return each row's log-sum-exp, of the scores before dropout.
         backend: "cuda" (csrc; on CPU tensors flash.cu compiled for the CPU), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto". "auto" takes "torch" for CPU tensors and "cuda" for
-            CUDA tensors. It takes "torch" with softcap, alibi_slopes or attn_bias, which no kernel has yet. It takes "triton" for float8, and for inputs that require grad where "triton" is faster
-            (choice.py). If the one is missing, it takes the other. For gradients under a transform of torch.func it
-            takes "torch".
+            CUDA tensors. It takes "triton" for float8, and for inputs that require grad where "triton" is faster
+            (choice.py). If the one is missing, it takes the other. It takes "torch" for softcap, alibi_slopes and
+            attn_bias, which no kernel has yet, and for gradients under a transform of torch.func.
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk), also of a packed batch's B samples: factors
             of the values of each key/value head and of the query heads that read it; 1 if None. Negative ones give NaN.
             As in FlashAttention-3.

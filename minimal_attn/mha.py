@@ -131,12 +131,12 @@ class FlashMHA(nn.Module):
             max_seqlen: an int or a tensor of one element, which nothing here needs.
             key_padding_mask: bool (B, S) on x's device, True where a position is valid, as in flash-attn, and the
                 opposite of nn.MultiheadAttention. The valid positions, wherever they lie, are packed, and windows count
-                these alone. All others change nothing, and their result is 0. The host waits for their number, so that a
-                CUDA graph cannot be captured. With an attn_mask nothing is packed, and no host waits.
-            attn_mask: as of scaled_dot_product_attention, broadcastable to (B, H, S, S), on x's device: bool, True where
-                a position sees another, or float, which is added to the scores and has a gradient. Together with
-                `causal`, windows, seq_lens and key_padding_mask, which hide what it shows; but key_padding_mask does
-                not go with windows here, nor attn_mask with cu_seqlens.
+                these alone. All others change nothing, and their result is 0. The host waits for their number, so that
+                a CUDA graph cannot be captured. With an attn_mask nothing is packed, and no host waits.
+            attn_mask: as of scaled_dot_product_attention, broadcastable to (B, H, S, S), on x's device: bool, True
+                where a position sees another, or float, which is added to the scores and has a gradient. It goes with
+                `causal`, windows, seq_lens and key_padding_mask, all of which hide positions; but not with cu_seqlens,
+                nor with a key_padding_mask and a window at once.
 
         Returns:
             Of x's shape and dtype; under torch.autocast of autocast's dtype.
