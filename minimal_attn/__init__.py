@@ -24,6 +24,7 @@ from .packed import pad_input, unpad_input
 from .reference import blockwise_attention, reference_attention
 from .selector import (AdaptiveKernelSelector, get_attention_config, get_matmul_config, get_optimal_attention,
                        get_optimal_matmul)
+from .torch_sdpa import scaled_dot_product_attention
 from .validation import validate_attention, validate_matmul
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "pad_input",
     "print_gpu_info",
     "reference_attention",
+    "scaled_dot_product_attention",
     "supports_fp8",
     "triton_matmul",
     "unpad_input",

@@ -59,6 +59,15 @@ class Options(NamedTuple):
     autotune: bool = True
     descales: tuple = (None, None, None)  # of q, k and v in fp8: float32 (B, Hk), contiguous, or None
     return_lse: bool = True  # False: lse may be None
+    softcap: float = 0.0  # 0 is none
+    alibi_slopes: Tensor | None = None  # float32 (B, H), a view; B samples, also of a packed batch
+    # A view (B, H, Sq, Sk), bool (True: seen), q's dtype or float32, with stride 0 along what was broadcast.
+    attn_bias: Tensor | None = None
+
+    @property
+    def has_scores(self):
+        """Whether softcap, ALiBi or attn_bias change the scores."""
+        return self.softcap > 0 or self.alibi_slopes is not None or self.attn_bias is not None
 
     def of_op(self):
         """The arguments of an op that follow q, k and v, as far as all ops have them."""
@@ -75,6 +84,7 @@ class Backend:
     has_forward_mode: bool  # of its derivatives; all backends have those of a backward pass, but for fp8
     # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
     why_not: Callable[[torch.device | None], Exception | None]
+    has_scores: bool = False  # whether it serves softcap, alibi_slopes and attn_bias
 
 
 def warn(text: str) -> None:

@@ -98,7 +98,7 @@ def check_options(causal, sm_scale, name="sm_scale", *, deterministic=False):
     number; ValueError unless that is finite and at most MAX_SCALE in magnitude."""
     if isinstance(causal, torch.Tensor):
         raise TypeError(f"causal must be a bool, got {shown(causal)}; the fourth argument of flash_attention is "
-                        "causal, and masks are not supported yet")
+                        "causal, and masks are called attn_bias there")
     for option, value in (("causal", causal), ("deterministic", deterministic)):
         if not isinstance(value, bool):
             raise TypeError(f"{option} must be a bool, got {shown(value)}")

@@ -49,11 +49,12 @@ def _device_is_hopper(device):
 
 
 def auto_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths = Lengths(),
-                 sinks: torch.Tensor | None = None) -> str:
-    """The name of the backend that serves a call with backend="auto", of inputs that are not checked yet."""
+                 sinks: torch.Tensor | None = None, has_scores: bool = False) -> str:
+    """The name of the backend that serves a call with backend="auto", of inputs that are not checked yet. has_scores:
+    with softcap, alibi_slopes or attn_bias."""
     for name, x in (("q", q), ("k", k), ("v", v)):  # twin_trains asks for dtypes and shapes
         check_tensor(name, x)
-    if not q.is_cuda:
+    if not q.is_cuda or has_scores:  # no kernel has such scores yet
         return "torch"
     if q.dtype in FP8_DTYPES:
         return "triton"

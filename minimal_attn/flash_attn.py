@@ -38,7 +38,8 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
             with gradients.
         s_aux, learnable_sink, sinks: three names of one argument, those of flash-attn 3, flash-attn 4 and vLLM: sinks
             (H,) as of flash_attention.
-        softcap, alibi_slopes, q_descale, k_descale, v_descale, qv, attention_chunk: only their defaults are supported.
+        softcap, alibi_slopes: as flash_attention, which serves them by the backends "torch" and "reference".
+        q_descale, k_descale, v_descale, qv, attention_chunk: only their defaults are supported.
         num_splits, pack_gqa, sm_margin, fa_version: change nothing.
 
     Returns:
@@ -51,20 +52,21 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
         sinks = _one_of("flash_attn_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
-    if (is_zero(dropout_p) and softcap == 0.0 and alibi_slopes is out is q_descale is k_descale is v_descale is qv
+    if (is_zero(dropout_p) and is_zero(softcap) and alibi_slopes is out is q_descale is k_descale is v_descale is qv
             is None and attention_chunk == 0 and (backend == "auto" or backend == "cuda")
             and isinstance(deterministic, bool)):
         result = fast_path(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs, deterministic,
                            backend, window_size, NO_LENGTHS, sinks)
         if result is not None:
             return (*result, None) if return_attn_probs else result
-    _refuse("flash_attn_func", softcap=softcap, alibi_slopes=alibi_slopes, q_descale=q_descale, k_descale=k_descale,
-            v_descale=v_descale, qv=qv, attention_chunk=attention_chunk)
+    _refuse("flash_attn_func", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
+            attention_chunk=attention_chunk)
     _check_layout("flash_attn_func", "(B, S, H, D)", q=q, k=k, v=v)
     _check_out(out, q, k, v, sinks)
     result = checked_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
                                dropout_p, dropout_seed, deterministic, return_lse or return_attn_probs, backend,
-                               window_size=window_size, sinks=sinks, scale_name="softmax_scale")
+                               window_size=window_size, sinks=sinks, softcap=softcap, alibi_slopes=alibi_slopes,
+                               scale_name="softmax_scale")
     o, *lse = result if isinstance(result, tuple) else (result,)
     return _returned(o.transpose(1, 2), lse, out, return_attn_probs)
 
@@ -107,16 +109,15 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     check_max_seqlen("max_seqlen_k", max_seqlen_k)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     return_lse = return_lse or return_softmax_lse or return_attn_probs
-    if (is_zero(dropout_p) and softcap == 0.0 and alibi_slopes is block_table is page_table is out is q_descale
+    if (is_zero(dropout_p) and is_zero(softcap) and alibi_slopes is block_table is page_table is out is q_descale
             is k_descale is v_descale is qv is None and attention_chunk == 0
             and (backend == "auto" or backend == "cuda") and isinstance(deterministic, bool)):
         result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, backend, window_size,
                            lengths, sinks)
         if result is not None:
             return (*result, None) if return_attn_probs else result
-    _refuse("flash_attn_varlen_func", softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table,
-            page_table=page_table, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
-            attention_chunk=attention_chunk)
+    _refuse("flash_attn_varlen_func", block_table=block_table, page_table=page_table, q_descale=q_descale,
+            k_descale=k_descale, v_descale=v_descale, qv=qv, attention_chunk=attention_chunk)
     if cu_seqlens_q is None:
         raise ValueError("flash_attn_varlen_func: cu_seqlens_q must be given; flash_attn_func takes batches without it")
     if cu_seqlens_k is None and seqused_k is not None:
@@ -126,8 +127,8 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     _check_out(out, q, k, v, sinks)
     result = checked_attention(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), causal, softmax_scale, dropout_p,
                                dropout_seed, deterministic, return_lse, backend, window_size=window_size,
-                               lengths=Lengths(*lengths), max_seqlen_k=max_seqlen_k, sinks=sinks,
-                               scale_name="softmax_scale")
+                               lengths=Lengths(*lengths), max_seqlen_k=max_seqlen_k, sinks=sinks, softcap=softcap,
+                               alibi_slopes=alibi_slopes, scale_name="softmax_scale")
     o, *lse = (x[0] for x in (result if isinstance(result, tuple) else (result,)))
     return _returned(o.transpose(0, 1), lse, out, return_attn_probs)
 

@@ -18,6 +18,7 @@ from .choice import auto_backend
 from .cuda import fast_path
 from .lengths import NO_WINDOW, check_lengths, check_max_seqlen, check_window
 from .packed import with_own_keys
+from .scores import check_alibi_slopes, check_attn_bias, check_softcap
 
 BACKENDS = {"cuda": cuda.BACKEND, "triton": twin.BACKEND, "torch": sdpa.BACKEND, "reference": reference.BACKEND}
 
@@ -27,12 +28,10 @@ OTHER_NAMES = {
     "scale": "; it is called sm_scale here",
     "softmax_scale": "; it is called sm_scale here",
     "enable_gqa": "; it is not needed: heads are matched by their numbers",
-    "attn_mask": "; masks are not supported yet",
+    "attn_mask": "; it is called attn_bias here",
     "cu_seqlens": "; it is called cu_seqlens_q and cu_seqlens_k here",
     "max_seqlen": "; it is called max_seqlen_q and max_seqlen_k here",
     "key_padding_mask": "; FlashMHA takes it, and unpad_input packs a batch by it",
-    "softcap": "; it is not supported yet",
-    "alibi_slopes": "; it is not supported yet",
     "block_table": "; page tables are not supported yet",
     "page_table": "; page tables are not supported yet",
     "s_aux": "; it is called sinks here",
@@ -50,7 +49,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
                     window_size: tuple[int, int] = NO_WINDOW, cu_seqlens_q: Tensor | None = None,
                     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
                     max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
-                    seqused_k: Tensor | None = None, sinks: Tensor | None = None,
+                    seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0.0,
+                    alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None,
                     **unknown) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
@@ -87,8 +87,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         backend: "cuda" (csrc; on CPU tensors flash.cu compiled for the CPU), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto". "auto" takes "torch" for CPU tensors and "cuda" for
             CUDA tensors. It takes "triton" for float8, and for inputs that require grad where "triton" is faster
-            (choice.py). If the one is missing, it takes the other. For gradients under a transform of torch.func it
-            takes "torch".
+            (choice.py). If the one is missing, it takes the other. It takes "torch" for softcap, alibi_slopes and
+            attn_bias, which no kernel has yet, and for gradients under a transform of torch.func.
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk), also of a packed batch's B samples: factors
             of the values of each key/value head and of the query heads that read it; 1 if None. Negative ones give NaN.
             As in FlashAttention-3.
@@ -114,6 +114,17 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             a query head, in units of sm_scale · QKᵀ. It takes its share of the softmax, and no value goes with it (Xiao
             et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. "torch" then forms all scores, as "reference"
             does. Differentiable.
+        softcap: real number c >= 0: a score s = sm_scale · q·k becomes c · tanh(s / c), as in Gemma 2. 0 is none. All
+            of what follows, lse and sinks are in units of these scores. "torch" then forms all scores.
+        alibi_slopes: float32 (H,) or (B, H), also of a packed batch's B samples, on q's device: the score of row i and
+            key j loses slope · |i + seqlen_k - seqlen_q - j|, by the lengths of its sample (Press et al., ALiBi, 2022).
+            It has no gradient. In 16 bits, "torch" then forms all scores.
+        attn_bias: broadcastable to (B, H, Sq, Sk), of 3D input to (B·H, Sq, Sk), with 1 to 4 dimensions, on q's device.
+            bool: a row sees the keys where it is True. Otherwise it is added to the scores, after softcap: of q's
+            dtype, or float32 for 16 bits, with which "torch" forms all scores. It is read by its strides. -inf hides a
+            key, and NaN makes its row NaN. Differentiable, in its own shape. Not for packed batches, nor for float8.
+        softcap, alibi_slopes and attn_bias can be given together, also with windows, lengths, sinks and dropout. The
+            backends "torch" and "reference" serve them.
 
         Lengths count from a sample's first row and key. Where padding comes first (left padding), unpad_input makes a
         packed batch of q, and of k and v, and pad_input undoes it.
@@ -137,12 +148,13 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             wrong type, or an unknown keyword. For the keywords of scaled_dot_product_attention and flash-attn the error
             says what they are called here.
         ValueError: a wrong shape, device, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed, window_size,
-            cu_seqlens, seqused, max_seqlen_k, sinks or backend; seq_lens together with cu_seqlens or seqused; or a
-            forced kernel that cannot serve the call.
+            cu_seqlens, seqused, max_seqlen_k, sinks, softcap, alibi_slopes, attn_bias or backend; alibi_slopes that
+            require grad; seq_lens together with cu_seqlens or seqused; attn_bias together with cu_seqlens or float8; or
+            a forced kernel that cannot serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
             derivative. float8 has no gradients with "triton"; "cuda" and "triton" have no forward-mode and no second
-            derivatives.
+            derivatives, nor softcap, alibi_slopes and attn_bias.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
     if unknown:
@@ -152,29 +164,33 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         check_max_seqlen("max_seqlen_q", max_seqlen_q)
         check_max_seqlen("max_seqlen_k", max_seqlen_k)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if (seq_lens is q_descale is k_descale is v_descale is None and (backend == "auto" or backend == "cuda")
-            and is_zero(dropout_p) and isinstance(deterministic, bool)):
+    if (seq_lens is q_descale is k_descale is v_descale is alibi_slopes is attn_bias is None
+            and (backend == "auto" or backend == "cuda") and is_zero(dropout_p) and is_zero(softcap)
+            and isinstance(deterministic, bool)):
         result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, backend, window_size, lengths,
                            sinks)
         if result is not None:
             return result
     return checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend,
                              window_size=window_size, seq_lens=seq_lens, descales=(q_descale, k_descale, v_descale),
-                             lengths=Lengths(*lengths), max_seqlen_k=max_seqlen_k, sinks=sinks, autotune=autotune)
+                             lengths=Lengths(*lengths), max_seqlen_k=max_seqlen_k, sinks=sinks, softcap=softcap,
+                             alibi_slopes=alibi_slopes, attn_bias=attn_bias, autotune=autotune)
 
 
-def is_zero(dropout_p):
-    """Whether this is the default, and needs no check: False is not, which equals 0."""
-    return type(dropout_p) is float and dropout_p == 0
+def is_zero(x):
+    """Whether dropout_p or softcap is the default, and needs no check: False is not, which equals 0."""
+    return (type(x) is float or type(x) is int) and x == 0
 
 
 def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend, *,
                       window_size=NO_WINDOW, seq_lens=None, lengths=Lengths(), descales=(None, None, None),
-                      max_seqlen_k=None, sinks=None, autotune=True, scale_name="sm_scale"):
+                      max_seqlen_k=None, sinks=None, softcap=0.0, alibi_slopes=None, attn_bias=None, autotune=True,
+                      scale_name="sm_scale"):
     """flash_attention without its fast path. scale_name: what the caller calls sm_scale."""
     q, k, v = autocast(q, k, v)
-    dropout_p = check_dropout_p(dropout_p)
-    name = auto_backend(q, k, v, lengths, sinks) if backend == "auto" else backend
+    dropout_p, softcap = check_dropout_p(dropout_p), check_softcap(softcap)
+    has_scores = softcap > 0 or alibi_slopes is not None or attn_bias is not None
+    name = auto_backend(q, k, v, lengths, sinks, has_scores) if backend == "auto" else backend
     if name not in tuple(BACKENDS):  # a dict would not take a list as a key
         raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
@@ -186,6 +202,10 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     lengths = check_lengths(lengths, seq_lens, q, k)
     window = check_window(window_size, causal, lengths, q, k)
     sinks = check_sinks(sinks, q)
+    scores = dict(softcap=softcap, alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
+                  attn_bias=check_attn_bias(attn_bias, q, k, lengths))
+    if has_scores and not chosen.has_scores:
+        _refuse_scores(name, scores)
     seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
     named_descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
     descales = check_descales(named_descales, q, k, lengths)
@@ -198,7 +218,8 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     is_3d = q.ndim == 3
     if is_3d:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    options = Options(scale, window, lengths, sinks, dropout_p, seed, deterministic, autotune, descales, return_lse)
+    options = Options(scale, window, lengths, sinks, dropout_p, seed, deterministic, autotune, descales, return_lse,
+                      **scores)
     if q.numel() == 0 or k.numel() == 0:
         # Nothing to launch. The reference's empty products leave the outputs in the graph of inputs that require grad.
         out, lse = reference.BACKEND.forward(q, k, v, options)
@@ -212,6 +233,13 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     if is_3d:
         out, lse = out.squeeze(1), lse.squeeze(1) if return_lse else None
     return (out, lse) if return_lse else out
+
+
+def _refuse_scores(backend, scores):
+    """NotImplementedError that names the first of scores, some of which are given, and the backends that serve it."""
+    argument = next(name for name, x in scores.items() if x is not None and not is_zero(x))
+    takers = " or ".join(repr(name) for name, other in BACKENDS.items() if other.has_scores)
+    raise NotImplementedError(f"backend={backend!r} does not support {argument} yet: use backend={takers}")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

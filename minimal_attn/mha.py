@@ -4,16 +4,19 @@ Vaswani et al., Attention Is All You Need, 2017, section 3.2.2. With fewer key/v
 grouped-query attention of Ainslie et al., GQA, 2023. Read next: interface.py, for flash_attention.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from .backends import Lengths
 from .checks import MAX_HEAD_DIM, check_dropout_p, check_options, check_tensor, shown
 from .interface import BACKENDS, flash_attention
 from .lengths import NO_WINDOW, check_window_size
 from .packed import check_mask, pad_input, unpad_input
+from .scores import check_attn_bias, without_repeats
 
 
 class FlashMHA(nn.Module):
@@ -76,7 +79,7 @@ class FlashMHA(nn.Module):
         The copies keep device, dtype and requires_grad; dropout and training mode are mha's too. FlashMHA always takes
         (B, S, E). If mha has batch_first=False and so takes (S, B, E), a warning says to swap the first two dimensions.
         In place of the masks that mha takes in a call, use `causal` and `window_size` here, and forward's seq_lens for
-        padding at the end, or its key_padding_mask, which is True where mha's is False.
+        padding at the end, or its key_padding_mask. It and a bool attn_mask are True where mha's are False.
 
         Raises:
             TypeError: mha is of another class, also of a derived class, which may compute something else.
@@ -115,7 +118,8 @@ class FlashMHA(nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, seq_lens: Tensor | Sequence[int] | None = None, *, cu_seqlens: Tensor | None = None,
-                max_seqlen: int | Tensor | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
+                max_seqlen: int | Tensor | None = None, key_padding_mask: Tensor | None = None,
+                attn_mask: Tensor | None = None) -> Tensor:
         """Self-attention of x. At most one of seq_lens, cu_seqlens and key_padding_mask is given.
 
         Args:
@@ -127,29 +131,42 @@ class FlashMHA(nn.Module):
             max_seqlen: an int or a tensor of one element, which nothing here needs.
             key_padding_mask: bool (B, S) on x's device, True where a position is valid, as in flash-attn, and the
                 opposite of nn.MultiheadAttention. The valid positions, wherever they lie, are packed, and windows count
-                these alone. All others change nothing, and their result is 0. The host waits for their number, so that a
-                CUDA graph cannot be captured.
+                these alone. All others change nothing, and their result is 0. The host waits for their number, so that
+                a CUDA graph cannot be captured. With an attn_mask nothing is packed, and no host waits.
+            attn_mask: as of scaled_dot_product_attention, broadcastable to (B, H, S, S), on x's device: bool, True
+                where a position sees another, or float, which is added to the scores and has a gradient. It goes with
+                `causal`, windows, seq_lens and key_padding_mask, all of which hide positions; but not with cu_seqlens,
+                nor with a key_padding_mask and a window at once.
 
         Returns:
             Of x's shape and dtype; under torch.autocast of autocast's dtype.
 
         Raises:
             TypeError, ValueError: x is not a dense tensor, or of another shape; a mask that does not fit it, or more
-                than one of the three. RuntimeError: a mask under CUDA graph capture. Otherwise as flash_attention.
+                than one of the three, or attn_mask with what it does not go with. RuntimeError: a key_padding_mask that
+                packs under CUDA graph capture. Otherwise as flash_attention.
         """
         check_tensor("x", x)
         if sum(given is not None for given in (seq_lens, cu_seqlens, key_padding_mask)) > 1:
             raise ValueError("at most one of seq_lens, cu_seqlens and key_padding_mask can be given")
         if max_seqlen is not None and cu_seqlens is None:
             raise ValueError("max_seqlen is of a packed batch: give cu_seqlens with it")
+        if attn_mask is not None and cu_seqlens is not None:
+            raise ValueError("attn_mask cannot be given with cu_seqlens")
         layout = "B, S" if cu_seqlens is None else "T"
         if x.ndim != layout.count(",") + 2 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x must be ({layout}, {self.embed_dim}), got {tuple(x.shape)}")
         if key_padding_mask is not None:
             check_mask("key_padding_mask", key_padding_mask, x)
+        if key_padding_mask is not None and attn_mask is None:
             packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, key_padding_mask)
             out = self.forward(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
             return pad_input(out, indices, *x.shape[:2])
+        if key_padding_mask is not None:
+            if check_window_size(self.window_size) != NO_WINDOW:
+                raise ValueError("windows count the positions that key_padding_mask leaves, which cannot be packed "
+                                 "together with attn_mask: give one of the two")
+            x = x.masked_fill(~key_padding_mask[..., None], 0)  # what no position sees must be finite
         sizes = self.num_heads, self.num_heads_k, self.num_heads_k
         # Views of the projection's result (B, S, H + 2·Hk, D): flash_attention reads them by their strides.
         qkv = self.Wqkv(x).unflatten(-1, (sum(sizes), self.head_dim)).transpose(-2, -3)
@@ -163,9 +180,21 @@ class FlashMHA(nn.Module):
             options |= dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen,
                             max_seqlen_k=max_seqlen)
         q, k, v = qkv.split(sizes, dim=1)
+        if attn_mask is not None:
+            attn_mask = check_attn_bias(attn_mask, q, k, Lengths(), "attn_mask")
+            options["attn_bias"] = _without_padding(attn_mask, key_padding_mask)
         out = flash_attention(q, k, v, self.causal, **options)
-        return self.out_proj(out.transpose(1, 2).flatten(2).view(x.shape))
+        out = self.out_proj(out.transpose(1, 2).flatten(2).view(x.shape))
+        return out if key_padding_mask is None else out.masked_fill(~key_padding_mask[..., None], 0)
 
     def extra_repr(self) -> str:
         names = "embed_dim", "num_heads", "num_heads_k", "dropout", "causal", "window_size", "backend"
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def _without_padding(attn_mask, key_padding_mask):
+    """attn_mask (B, H, S, S), which hides all keys where key_padding_mask (B, S) is False, unless that is None."""
+    if key_padding_mask is None:
+        return attn_mask
+    attn_mask, is_valid = without_repeats(attn_mask), key_padding_mask[:, None, None]
+    return attn_mask & is_valid if attn_mask.dtype == torch.bool else torch.where(is_valid, attn_mask, -math.inf)

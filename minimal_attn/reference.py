@@ -3,7 +3,7 @@
 reference_attention forms all scores at once: slow, big, and plainly right. Every kernel is judged against it.
 blockwise_attention walks along the keys as the kernels do, to be read beside csrc/flash.cu.
 
-Read next: dropout.py, which probabilities survive.
+Read next: scores.py, what becomes of a score; dropout.py, which probabilities survive.
 """
 
 import functools
@@ -19,6 +19,7 @@ from .checks import (FP8_DTYPES, check_dropout_p, check_dropout_seed, check_opti
 from .dropout import keep_mask, keep_scale
 from .lengths import check_lengths, check_window
 from .packed import as_padded
+from .scores import check_alibi_slopes, check_attn_bias, check_softcap, visible_keys, with_scores
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -39,8 +40,9 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
                         dropout_seed: Tensor | None = None, return_lse: bool = False,
                         window_size: tuple[int, int] = (-1, -1), cu_seqlens_q: Tensor | None = None,
                         cu_seqlens_k: Tensor | None = None, seqused_q: Tensor | None = None,
-                        seqused_k: Tensor | None = None,
-                        sinks: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+                        seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0.0,
+                        alibi_slopes: Tensor | None = None,
+                        attn_bias: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
 
     The same function as flash_attention, which describes arguments and errors, but torch.autocast casts nothing here.
@@ -55,7 +57,8 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
         dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p).
         dropout_seed: int64, one element, on q's device: decides which (dropout.py); drawn by torch if None.
         return_lse: also return each row's log-sum-exp.
-        window_size, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks: as flash_attention.
+        window_size, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softcap, alibi_slopes, attn_bias: as
+            flash_attention.
 
     Returns:
         out, of q's shape, with v's head_dim, and q's dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or
@@ -69,36 +72,14 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     dropout_p = check_dropout_p(dropout_p)
     seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
-    options = Options(scale, window, lengths, check_sinks(sinks, q), dropout_p, seed)
+    options = Options(scale, window, lengths, check_sinks(sinks, q), dropout_p, seed, softcap=check_softcap(softcap),
+                      alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
+                      attn_bias=check_attn_bias(attn_bias, q, k, lengths))
     if q.ndim == 3:
         out, lse = (x.squeeze(1) for x in reference_forward(*(x.unsqueeze(1) for x in (q, k, v)), options))
     else:
         out, lse = reference_forward(q, k, v, options)
     return (out, lse) if return_lse else out
-
-
-def visible_keys(seqlen_q, seqlen_k, window, lengths, device):
-    """Which keys a row of a padded batch sees: bool, broadcastable to (B, H, Sq, Sk), or None when every row sees every
-    key. window and lengths as in Options."""
-    rows = torch.arange(seqlen_q, device=device)[:, None]
-    cols = torch.arange(seqlen_k, device=device)
-    conditions = []
-    if lengths.seqused_q is not None:
-        seqlen_q = lengths.seqused_q.long().clamp(0, seqlen_q)[:, None, None, None]
-        conditions.append(rows < seqlen_q)
-    if lengths.seqused_k is not None:
-        seqlen_k = lengths.seqused_k.long().clamp(0, seqlen_k)[:, None, None, None]
-        conditions.append(cols < seqlen_k)
-    diagonal = rows + seqlen_k - seqlen_q  # the last row sees up to the last key
-    left, right = window
-    if left >= 0:
-        conditions.append(cols >= diagonal - left)
-    if right >= 0:
-        conditions.append(cols <= diagonal + right)
-    if not conditions:
-        return None
-    mask = functools.reduce(torch.logical_and, conditions)
-    return mask.expand(*mask.shape[:-2], rows.shape[0], cols.shape[0])
 
 
 def without_padding(q, k, v, mask):
@@ -119,7 +100,7 @@ def reference_forward(q, k, v, options):
     if mask is not None:
         q, k, v = without_padding(q, k, v, mask)
     k, v = (x.to(acc_dtype).repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = q.to(acc_dtype) @ k.transpose(-2, -1) * options.softmax_scale
+    scores = with_scores(q.to(acc_dtype) @ k.transpose(-2, -1) * options.softmax_scale, options)
     # Scores of -inf are masked as well: the derivative of logsumexp is NaN in rows that hold nothing else.
     is_masked = scores == -math.inf if mask is None else ~mask | (scores == -math.inf)
     scores = scores.masked_fill(is_masked, -math.inf)
@@ -157,7 +138,7 @@ def always(device=None):
     return None
 
 
-BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, always)
+BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, always, has_scores=True)
 
 
 @without_autocast

@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from .backends import Backend
 from .checks import sum_dtype
 from .packed import as_padded
-from .reference import DTYPES, always, reference_forward, visible_keys, without_autocast, without_padding
+from .reference import DTYPES, always, reference_forward, without_autocast, without_padding
+from .scores import as_attn_mask, visible_keys
 
 
 def _copied_if_needed(x):
@@ -36,46 +37,61 @@ def _is_aligned(x):
 
 @without_autocast
 def _forward(q, k, v, options):
-    if options.dropout_seed is not None or options.sinks is not None:  # SDPA takes neither a seed nor sinks
+    # SDPA takes none of these, and on a GPU no mask that is wider than q, as ALiBi and a bias in fp32 may be.
+    is_wide = options.alibi_slopes is not None and sum_dtype(q.dtype) != q.dtype or (
+        options.attn_bias is not None and options.attn_bias.dtype not in (torch.bool, q.dtype))
+    if options.dropout_seed is not None or options.sinks is not None or options.softcap > 0 or is_wide:
         return reference_forward(q, k, v, options)
     if options.lengths.is_packed:
         return as_padded(_forward, q, k, v, options)
     window, lengths, softmax_scale = options.window, options.lengths, options.softmax_scale
     is_causal, has_lengths = window == (-1, 0), lengths.are_given
     # Under torch.compile with dynamic shapes a comparison is symbolic, and SDPA wants a bool: hence the two branches.
-    square_causal = True if is_causal and q.shape[2] == k.shape[2] and not has_lengths else False
+    is_square = is_causal and q.shape[2] == k.shape[2] and not has_lengths
+    square_causal = True if is_square and not options.has_scores else False
     is_grouped = True if q.shape[1] != k.shape[1] else False
     # SDPA aligns its own causal mask top-left, which is ours only for equal lengths.
-    mask = None if square_causal else visible_keys(q.shape[2], k.shape[2], window, lengths, q.device)
-    if mask is not None and (has_lengths or not is_causal or q.shape[2] > k.shape[2]):
-        q, k, v = without_padding(q, k, v, mask)
+    visible = None if square_causal else visible_keys(q.shape[2], k.shape[2], window, lengths, q.device)
+    if visible is not None and (has_lengths or not is_causal or q.shape[2] > k.shape[2]):
+        q, k, v = without_padding(q, k, v, visible)
+    mask = as_attn_mask(q, k, options, visible)
     if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
     q, k, v = map(_copied_if_needed, (q, k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square_causal, scale=softmax_scale,
                                        enable_gqa=is_grouped)
     if mask is not None:  # SDPA's own backends differ on rows that see no key
-        out = out.masked_fill(~mask.any(-1, keepdim=True), 0)
-    return out, _lse(q, k, softmax_scale, window, lengths) if options.return_lse else None
+        is_hidden = ~mask if mask.dtype == torch.bool else mask.detach() == -math.inf
+        out = out.masked_fill(is_hidden.all(-1, keepdim=True), 0)
+    if not options.return_lse:
+        return out, None
+    if square_causal:
+        mask = visible_keys(q.shape[2], k.shape[2], window, lengths, q.device)
+    return out, _lse(q, k, softmax_scale, mask)
 
 
 LSE_ROWS = 128  # how many rows of scores _lse forms at a time
 
 
-def _lse(q, k, softmax_scale, window, lengths):
-    """SDPA does not return lse (B, H, Sq): form the scores again, a few rows at a time."""
+def _lse(q, k, softmax_scale, mask):
+    """SDPA does not return lse (B, H, Sq): form the scores again, a few rows at a time. mask: its attn_mask."""
     acc_dtype = sum_dtype(q.dtype)
-    mask = visible_keys(q.shape[2], k.shape[2], window, lengths, q.device)
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:-2], q.shape[2], k.shape[2])
     q = q.unflatten(1, (k.shape[1], -1)).to(acc_dtype)  # (B, Hk, group, Sq, D)
     k = k.to(acc_dtype).transpose(-2, -1).unsqueeze(2)
     parts = []
     for row0 in range(0, q.shape[3], LSE_ROWS):
         rows = slice(row0, row0 + LSE_ROWS)
         scores = (q[..., rows, :] @ k * softmax_scale).flatten(1, 2)
-        if mask is not None:
+        if mask is not None and mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask[..., rows, :], -math.inf)
+        elif mask is not None:
+            scores = scores + mask[..., rows, :]
+            # The derivative of logsumexp is NaN in rows of -inf alone.
+            scores = scores.masked_fill(scores == -math.inf, -math.inf)
         parts.append(scores.logsumexp(-1))
     return torch.cat(parts, -1)
 
 
-BACKEND = Backend(_forward, DTYPES, True, always)
+BACKEND = Backend(_forward, DTYPES, True, always, has_scores=True)

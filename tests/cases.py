@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conftest import FORWARD_ONLY, HAS_GPU, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn.backends import Lengths
-from minimal_attn.reference import reference_attention, visible_keys
+from minimal_attn.reference import reference_attention
+from minimal_attn.scores import visible_keys
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP32_TOLERANCE = 1e-5  # on unit-normal inputs

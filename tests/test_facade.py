@@ -60,7 +60,7 @@ def test_flash_attn_func_layout(backend, device):
     assert out2.equal(out) and lse2.equal(lse)
 
 
-@pytest.mark.parametrize("argument", [dict(softcap=30.0), dict(alibi_slopes=torch.ones(4))], ids=str)
+@pytest.mark.parametrize("argument", [dict(qv=torch.ones(4)), dict(attention_chunk=16)], ids=str)
 def test_flash_attn_func_names_unsupported_options(argument):
     q, k, v = (x.transpose(1, 2) for x in qkv())
     with pytest.raises(NotImplementedError, match=next(iter(argument))):
@@ -353,8 +353,8 @@ def test_bad_options(attention):
 def test_attn_mask_as_the_fourth_argument(attention):
     for mask in (torch.ones(20, 20), torch.ones(20, 20, dtype=torch.bool)):
         with pytest.raises(TypeError, match="^causal must be a bool, got a torch.* tensor of shape .20, 20.; the "
-                                            "fourth argument of flash_attention is causal, and masks are not "
-                                            "supported yet$"):
+                                            "fourth argument of flash_attention is causal, and masks are "
+                                            "called attn_bias there$"):
             attention(*qkv(), mask)
 
 
@@ -442,10 +442,10 @@ def test_fp8_error_names_the_backends_that_take_it():
 
 # What others call what has another name here, or none.
 KEYWORDS = {"is_causal": "; it is called causal here", "scale": "; it is called sm_scale here",
-            "softmax_scale": "; it is called sm_scale here", "attn_mask": "; masks are not supported yet",
+            "softmax_scale": "; it is called sm_scale here", "attn_mask": "; it is called attn_bias here",
             "enable_gqa": "; it is not needed: heads are matched by their numbers", "colour": "",
             "cu_seqlens": "; it is called cu_seqlens_q and cu_seqlens_k here",
-            "block_table": "; page tables are not supported yet", "softcap": "; it is not supported yet",
+            "block_table": "; page tables are not supported yet",
             "return_softmax_lse": "; it is called return_lse here"}
 
 

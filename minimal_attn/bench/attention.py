@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .. import flash_attention, flash_attn_func, flash_attn_varlen_func, force_kernel, reference_attention
 from ..backends import Lengths
 from ..checks import MAX_HEAD_DIM
-from ..reference import visible_keys
+from ..scores import visible_keys
 from ..validation import allowed_error
 from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, MEASURED, Impl, host_us, normal, truth_fits
 

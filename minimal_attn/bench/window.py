@@ -13,7 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .. import reference_attention
 from ..backends import Lengths
-from ..reference import visible_keys
+from ..scores import visible_keys
 from . import attention
 from .attention import HALVES, Call, flash_call, flex_call, ours
 from .measure import DTYPE_NAMES, MEASURED, Impl

@@ -1,0 +1,152 @@
+"""What becomes of a score before the softmax: softcap, ALiBi, biases and masks. Their checks, and plain torch for them.
+
+The score of row i and key j is s = softmax_scale · q_i · k_j. With softcap it becomes softcap · tanh(s / softcap).
+ALiBi then subtracts slope · |i + seqlen_k - seqlen_q - j|, and a bias is added. A mask hides scores. Read next:
+reference.py, which forms all scores.
+"""
+
+import functools
+import math
+import numbers
+
+import torch
+
+from .checks import FP8_DTYPES, KERNEL_DTYPES, MAX_SCALE, check_tensor, shown, sum_dtype, wants_gradient
+
+
+def check_softcap(softcap):
+    """softcap as a float; TypeError unless it is a real number, ValueError unless it is in [0, MAX_SCALE]."""
+    if isinstance(softcap, bool) or not isinstance(softcap, (numbers.Real, torch.SymFloat)):
+        raise TypeError(f"softcap must be a number, and 0 is none, got {shown(softcap)}")
+    if not 0 <= softcap <= MAX_SCALE:  # kernels keep it in fp32
+        raise ValueError(f"softcap must be at least 0 and at most {MAX_SCALE:g}, got {softcap}")
+    return float(softcap)
+
+
+def check_alibi_slopes(alibi_slopes, q, lengths):
+    """None, or alibi_slopes as a view (B, H), with B samples in a packed batch too. q and lengths are checked.
+
+    TypeError for what is no dense float32 tensor, ValueError for everything else, and where a gradient is wanted of it.
+    """
+    if alibi_slopes is None:
+        return None
+    check_tensor("alibi_slopes", alibi_slopes)
+    if alibi_slopes.dtype != torch.float32:
+        raise TypeError(f"Unsupported dtype: alibi_slopes is {alibi_slopes.dtype}, allowed is float32")
+    batch_size = lengths.cu_seqlens_q.shape[0] - 1 if lengths.is_packed else q.shape[0]
+    nheads = q.shape[1] if q.ndim == 4 else 1
+    if alibi_slopes.shape not in ((nheads,), (batch_size, nheads)):
+        raise ValueError(f"alibi_slopes must have shape ({nheads},) or ({batch_size}, {nheads}), one for each query "
+                         f"head, got {tuple(alibi_slopes.shape)}")
+    if alibi_slopes.device != q.device:
+        raise ValueError(f"alibi_slopes must be on the same device as q ({q.device}), got {alibi_slopes.device}")
+    if wants_gradient(alibi_slopes):
+        raise ValueError("alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach()")
+    return alibi_slopes.expand(batch_size, nheads)
+
+
+def check_attn_bias(attn_bias, q, k, lengths, name="attn_bias"):
+    """None, or attn_bias, which the caller calls `name`, as an expanded view (B, H, Sq, Sk); of 3D inputs
+    (B·H, 1, Sq, Sk). q, k and lengths are checked.
+
+    TypeError for what is no dense tensor of an allowed dtype, ValueError for everything else, and for any with packed
+    batches and fp8.
+    """
+    if attn_bias is None:
+        return None
+    check_tensor(name, attn_bias)
+    if q.dtype in FP8_DTYPES:
+        raise ValueError(f"{name} cannot be given with float8 inputs, and q is {q.dtype}")
+    if lengths.is_packed:
+        raise ValueError(f"{name} cannot be given with cu_seqlens: samples of a packed batch have no rows and keys in "
+                         "common")
+    allowed = (torch.bool, q.dtype, torch.float32) if q.dtype in KERNEL_DTYPES else (torch.bool, q.dtype)
+    if attn_bias.dtype not in allowed:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(allowed))
+        raise TypeError(f"Unsupported dtype: {name} is {attn_bias.dtype}, allowed for q in {q.dtype} are {names}")
+    if attn_bias.device != q.device:
+        raise ValueError(f"{name} must be on the same device as q ({q.device}), got {attn_bias.device}")
+    shape = *q.shape[:-1], k.shape[-2]
+    sizes = (1,) * (len(shape) - attn_bias.ndim) + tuple(attn_bias.shape)
+    if attn_bias.ndim == 0 or len(sizes) > len(shape) or any(n not in (1, size) for n, size in zip(sizes, shape)):
+        raise ValueError(f"{name} must have 1 to {len(shape)} dimensions and broadcast to {shape}, (batch size, heads, "
+                         f"rows, keys), got {tuple(attn_bias.shape)}")
+    expanded = attn_bias.expand(shape)
+    return expanded if q.ndim == 4 else expanded.unsqueeze(1)
+
+
+def positions(seqlen_q, seqlen_k, lengths, device):
+    """Of a padded batch: rows (Sq, 1), keys (Sk,), and the lengths of samples, ints or (B, 1, 1, 1)."""
+    rows, cols = torch.arange(seqlen_q, device=device)[:, None], torch.arange(seqlen_k, device=device)
+    if lengths.seqused_q is not None:
+        seqlen_q = lengths.seqused_q.long().clamp(0, seqlen_q)[:, None, None, None]
+    if lengths.seqused_k is not None:
+        seqlen_k = lengths.seqused_k.long().clamp(0, seqlen_k)[:, None, None, None]
+    return rows, cols, seqlen_q, seqlen_k
+
+
+def visible_keys(seqlen_q, seqlen_k, window, lengths, device):
+    """Which keys a row of a padded batch sees: bool, broadcastable to (B, H, Sq, Sk), or None when every row sees every
+    key. window and lengths as in Options."""
+    rows, cols, seqlen_q, seqlen_k = positions(seqlen_q, seqlen_k, lengths, device)
+    conditions = []
+    if lengths.seqused_q is not None:
+        conditions.append(rows < seqlen_q)
+    if lengths.seqused_k is not None:
+        conditions.append(cols < seqlen_k)
+    diagonal = rows + seqlen_k - seqlen_q  # the last row sees up to the last key
+    left, right = window
+    if left >= 0:
+        conditions.append(cols >= diagonal - left)
+    if right >= 0:
+        conditions.append(cols <= diagonal + right)
+    if not conditions:
+        return None
+    mask = functools.reduce(torch.logical_and, conditions)
+    return mask.expand(*mask.shape[:-2], rows.shape[0], cols.shape[0])
+
+
+def alibi_bias(alibi_slopes, seqlen_q, seqlen_k, lengths, dtype):
+    """What ALiBi adds to the scores of a padded batch: dtype, broadcastable to (B, H, Sq, Sk)."""
+    slopes = without_repeats(alibi_slopes)
+    rows, cols, seqlen_q, seqlen_k = positions(seqlen_q, seqlen_k, lengths, slopes.device)
+    distances = (rows + seqlen_k - seqlen_q - cols).abs()
+    return -slopes[..., None, None].to(dtype) * distances
+
+
+def with_scores(scores, options):
+    """scores (B, H, Sq, Sk) of a padded batch, after softcap, ALiBi and attn_bias."""
+    if options.softcap > 0:
+        scores = options.softcap * (scores / options.softcap).tanh()
+    if options.alibi_slopes is not None:
+        scores = scores + alibi_bias(options.alibi_slopes, *scores.shape[2:], options.lengths, scores.dtype)
+    if options.attn_bias is None:
+        return scores
+    if options.attn_bias.dtype == torch.bool:
+        return scores.masked_fill(~without_repeats(options.attn_bias), -math.inf)
+    return scores + options.attn_bias
+
+
+def as_attn_mask(q, k, options, visible):
+    """attn_mask of SDPA for ALiBi, attn_bias and the keys that are visible (None: all): None, bool or float,
+    broadcastable to (B, H, Sq, Sk)."""
+    bias = None if options.attn_bias is None else without_repeats(options.attn_bias)
+    if bias is not None and bias.dtype == torch.bool:
+        visible, bias = bias if visible is None else bias & visible, None
+    if options.alibi_slopes is not None:
+        alibi = alibi_bias(options.alibi_slopes, q.shape[2], k.shape[2], options.lengths, sum_dtype(q.dtype))
+        bias = alibi if bias is None else bias + alibi
+    if bias is None or visible is None:
+        return visible if bias is None else bias
+    return torch.where(visible, bias, -math.inf)  # NaN in what is hidden changes nothing
+
+
+def without_repeats(x):
+    """x with one of each of its repeats: a view of size 1 along dimensions that are expanded. One that requires grad
+    stays, since the gradient of a slice is filled up with zeros."""
+    if wants_gradient(x):
+        return x
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride())):
+        if stride == 0 and size > 1:
+            x = x.narrow(dim, 0, 1)
+    return x

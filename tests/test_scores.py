@@ -1,0 +1,696 @@
+"""Softcap, ALiBi, biases and masks: against a loop in fp64, with everything they can be combined with; conventions,
+spellings, an error for every bad input.
+
+The backends "torch" and "reference" have them. test_torch_sdpa.py compares scaled_dot_product_attention with torch's.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from conftest import HAS_GPU
+from minimal_attn import (FlashMHA, backends, choice, flash_attention, flash_attn, flash_attn_func,
+                          flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, interface,
+                          reference_attention, sdpa)
+from minimal_attn.dropout import keep_mask
+from minimal_attn.scores import without_repeats
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+each_backend = pytest.mark.parametrize("backend", ["torch", "reference"])
+B, H, HK, D, HEAD_DIM_V, SCALE = 2, 4, 2, 8, 5, 0.6
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+
+
+def inputs(Sq=7, Sk=9, dtype=torch.float64):
+    return [randn(*shape, seed=seed, dtype=dtype) for seed, shape in
+            enumerate([(B, H, Sq, D), (B, HK, Sk, D), (B, HK, Sk, HEAD_DIM_V)])]
+
+
+def slopes(*shape):
+    return randn(*shape, seed=5).abs().float()
+
+
+def mask(*shape):
+    return randn(*shape, seed=6) > -0.5
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def by_loop(q, k, v, window=(-1, -1), lengths_q=None, lengths_k=None, softcap=0.0, alibi_slopes=None, attn_bias=None,
+            sinks=None, keep=None):
+    """(out, lse) of each row by the definition. keep: what dropout keeps of the probabilities, as a factor."""
+    (batch_size, nheads, rows, _), keys, head_dim_v = q.shape, k.shape[2], v.shape[3]
+    out, lse = q.new_zeros(batch_size, nheads, rows, head_dim_v), q.new_full((batch_size, nheads, rows), -math.inf)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, (batch_size, nheads, rows))).tolist():
+        seqlen_q, seqlen_k = (n if x is None else int(x[b]) for n, x in ((rows, lengths_q), (keys, lengths_k)))
+        if i >= seqlen_q:
+            continue
+        place, head, scores, seen = i + seqlen_k - seqlen_q, h // (nheads // k.shape[1]), [], []
+        for j in range(seqlen_k):
+            if window[0] >= 0 and j < place - window[0] or window[1] >= 0 and j > place + window[1]:
+                continue
+            score = SCALE * q[b, h, i] @ k[b, head, j]
+            if softcap:
+                score = softcap * torch.tanh(score / softcap)
+            if alibi_slopes is not None:
+                score = score - alibi_slopes.expand(batch_size, nheads)[b, h].double() * abs(place - j)
+            bias = None if attn_bias is None else attn_bias.expand(batch_size, nheads, rows, keys)[b, h, i, j]
+            if bias is not None and bias.dtype == torch.bool and not bias:
+                continue
+            scores.append(score + bias if bias is not None and bias.dtype != torch.bool else score)
+            seen.append(j)
+        terms = scores if sinks is None else [*scores, sinks[h]]
+        if terms:
+            lse[b, h, i] = torch.stack(terms).logsumexp(0)
+        if scores:
+            probabilities = (torch.stack(scores) - lse[b, h, i]).exp()
+            if keep is not None:
+                probabilities = probabilities * keep[b, h, i, seen]
+            out[b, h, i] = probabilities @ v[b, head, seen]
+    return out, lse
+
+
+def loss(out, lse):
+    """A function of both whose gradients depend on every element."""
+    lse = lse.masked_fill(lse == -math.inf, 0)
+    return (out * randn(*out.shape, seed=8)).sum() + (lse * randn(*lse.shape, seed=9)).sum()
+
+
+def compare(got, want, leaves):
+    """(out, lse) and the gradients of leaves."""
+    for x, y in zip(got, want):
+        assert x.dtype == torch.float64
+        assert_close(x, y, rtol=1e-10, atol=1e-10)
+    for x, y in zip(*(torch.autograd.grad(loss(*pair), leaves, allow_unused=True) for pair in (got, want))):
+        assert (x is None) == (y is None)
+        if x is not None:
+            assert x.shape == y.shape
+            assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+SCORES = {
+    "softcap": dict(softcap=0.7),
+    "alibi": dict(alibi_slopes=slopes(H)),
+    "alibi_of_samples": dict(alibi_slopes=slopes(B, H)),
+    **{f"bias_{'_'.join(map(str, shape))}": dict(attn_bias=randn(*shape, seed=4)) for shape in
+       [(9,), (7, 1), (1, 9), (7, 9), (H, 1, 9), (1, 7, 9), (B, 1, 1, 9), (1, H, 7, 9), (B, H, 7, 9), (1, 1, 1, 1)]},
+    "mask_of_keys": dict(attn_bias=mask(B, 1, 1, 9)),
+    "mask_of_rows": dict(attn_bias=mask(7, 1)),
+    "mask": dict(attn_bias=mask(B, H, 7, 9)),
+    "softcap_alibi": dict(softcap=2, alibi_slopes=slopes(H)),
+    "softcap_mask": dict(softcap=2.5, attn_bias=mask(7, 9)),
+    "alibi_bias": dict(alibi_slopes=slopes(B, H), attn_bias=randn(H, 7, 9, seed=4)),
+    "alibi_mask": dict(alibi_slopes=slopes(H), attn_bias=mask(B, 1, 7, 9)),
+    "softcap_alibi_bias": dict(softcap=1.5, alibi_slopes=slopes(H), attn_bias=randn(B, 1, 7, 9, seed=4)),
+}
+each_score = pytest.mark.parametrize("name", SCORES)
+
+
+def scores_of(name, Sq=7, Sk=9):
+    """Those of the name, cut to these lengths, and the bias if it has a gradient."""
+    scores = {**SCORES[name]}
+    bias = scores.get("attn_bias")
+    if bias is None:
+        return scores, []
+    rows = slice(Sq) if bias.ndim > 1 and bias.shape[-2] > 1 else slice(None)
+    keys = slice(Sk) if bias.shape[-1] > 1 else slice(None)
+    bias = bias[(..., rows, keys) if bias.ndim > 1 else keys].clone()
+    scores["attn_bias"] = bias.requires_grad_(bias.dtype != torch.bool)
+    return scores, [bias] * bias.requires_grad
+
+
+@each_backend
+@each_score
+def test_scores_against_a_loop(name, backend):
+    scores, leaves = scores_of(name)
+    q, k, v = (x.requires_grad_() for x in inputs())
+    got = flash_attention(q, k, v, sm_scale=SCALE, return_lse=True, backend=backend, **scores)
+    compare(got, by_loop(q, k, v, **scores), [q, k, v, *leaves])
+
+
+@each_backend
+@pytest.mark.parametrize("Sq, Sk", [(7, 9), (7, 4), (6, 6), (1, 9)])
+@pytest.mark.parametrize("name", ["softcap", "alibi", "alibi_of_samples", "bias_7_9", "mask", "alibi_mask",
+                                  "softcap_alibi_bias"])
+def test_scores_with_a_causal_mask(name, Sq, Sk, backend):
+    scores, leaves = scores_of(name, Sq, Sk)
+    q, k, v = (x.requires_grad_() for x in inputs(Sq, Sk))
+    got = flash_attention(q, k, v, True, SCALE, return_lse=True, backend=backend, **scores)
+    compare(got, by_loop(q, k, v, (-1, 0), **scores), [q, k, v, *leaves])
+
+
+@each_backend
+@each_score
+def test_scores_with_windows_lengths_and_sinks(name, backend):
+    """The distances of ALiBi are those of a sample's own lengths."""
+    scores, leaves = scores_of(name)
+    q, k, v = (x.requires_grad_() for x in inputs())
+    sinks = randn(H, seed=3).requires_grad_()
+    lengths_q, lengths_k = ints(7, 4), ints(5, 8)
+    for given, leaf in ((None, []), (sinks, [sinks])):
+        got = flash_attention(q, k, v, sm_scale=SCALE, window_size=(3, 1), seqused_q=lengths_q, seqused_k=lengths_k,
+                              sinks=given, return_lse=True, backend=backend, **scores)
+        want = by_loop(q, k, v, (3, 1), lengths_q, lengths_k, sinks=given, **scores)
+        compare(got, want, [q, k, v, *leaves, *leaf])
+
+
+@each_backend
+@each_score
+def test_scores_with_dropout(name, backend):
+    scores, leaves = scores_of(name)
+    q, k, v = (x.requires_grad_() for x in inputs())
+    seed = torch.tensor([7], device=DEVICE)
+    keep = keep_mask(seed, 0.3, B, H, 7, 9, DEVICE).double() / 0.7
+    got = flash_attention(q, k, v, sm_scale=SCALE, dropout_p=0.3, dropout_seed=seed, return_lse=True, backend=backend,
+                          **scores)
+    compare(got, by_loop(q, k, v, keep=keep, **scores), [q, k, v, *leaves])
+
+
+@each_score
+def test_reference_attention_takes_scores(name):
+    scores, _ = scores_of(name)
+    for x, y in zip(reference_attention(*inputs(), True, SCALE, return_lse=True, **scores),
+                    by_loop(*inputs(), (-1, 0), **scores)):
+        assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+@each_backend
+def test_scores_of_3d_inputs(backend):
+    """A batch of B·H samples, each of one head."""
+    q, k, v = (x[:, :HK] for x in inputs())
+    bias, each_slope = randn(B * HK, 7, 9, seed=4), slopes(B * HK, 1)
+    options = dict(sm_scale=SCALE, softcap=1.5, return_lse=True, backend=backend)
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    got = flash_attention(*flat, attn_bias=bias, alibi_slopes=each_slope, **options)
+    want = flash_attention(q, k, v, attn_bias=bias.view(B, HK, 7, 9), alibi_slopes=each_slope.view(B, HK), **options)
+    for x, y in zip(got, want):
+        assert_close(x, y.flatten(0, 1))
+    for row in (bias[0, 0], bias[0], bias[:1]):
+        assert_close(flash_attention(*flat, attn_bias=row, backend=backend),
+                     flash_attention(*flat, attn_bias=row.expand(4, 7, 9), backend=backend))
+    with pytest.raises(ValueError, match=r"attn_bias must have 1 to 3 dimensions and broadcast to \(4, 7, 9\)"):
+        flash_attention(*flat, attn_bias=bias[None], backend=backend)
+    with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(1,\) or \(4, 1\)"):
+        flash_attention(*flat, alibi_slopes=each_slope[:, 0], backend=backend)
+
+
+PACKED = (5, 0, 7), (9, 3, 4)  # rows and keys of each sample
+
+
+def packed():
+    bounds = [ints(0, *torch.tensor(lengths).cumsum(0).tolist()) for lengths in PACKED]
+    q, k, v = (randn(1, n, sum(lengths), d, seed=seed).requires_grad_() for seed, (n, lengths, d) in
+               enumerate([(H, PACKED[0], D), (HK, PACKED[1], D), (HK, PACKED[1], HEAD_DIM_V)]))
+    return q, k, v, *bounds
+
+
+@each_backend
+@pytest.mark.parametrize("shape", [(H,), (3, H)], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+def test_packed_batches(shape, softcap, backend):
+    """Each sample as if it were alone."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k = packed()
+    each_slope = slopes(*shape)
+    got = flash_attention(q, k, v, sm_scale=SCALE, window_size=(4, 2), cu_seqlens_q=cu_seqlens_q,
+                          cu_seqlens_k=cu_seqlens_k, softcap=softcap, alibi_slopes=each_slope, return_lse=True,
+                          backend=backend)
+    parts = zip(q.split(PACKED[0], 2), k.split(PACKED[1], 2), v.split(PACKED[1], 2), each_slope.expand(3, H))
+    wants = [by_loop(*part[:3], (4, 2), softcap=softcap, alibi_slopes=part[3]) for part in parts]
+    compare(got, [torch.cat(x, 2) for x in zip(*wants)], [q, k, v])
+
+
+# Conventions.
+
+@each_backend
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_a_mask_hides(causal, backend):
+    """By False and by -inf, with and without sinks; no gradient of them is NaN."""
+    hides = mask(B, H, 7, 9)
+    hides[0, :, 2] = hides[1, 1, 5] = False
+    is_hidden = ~(hides.tril(2) if causal else hides).any(-1)
+    assert 5 <= is_hidden.sum() < 15
+    q, k, v = (x.requires_grad_() for x in inputs())
+    sinks = randn(H, seed=3)
+    minus_inf = torch.zeros(hides.shape, device=DEVICE, dtype=torch.float64).masked_fill(~hides, -math.inf)
+    for bias in (hides, minus_inf.requires_grad_()):
+        for given in (None, sinks):
+            options = dict(causal=causal, attn_bias=bias, sinks=given, sm_scale=SCALE, return_lse=True, backend=backend)
+            out, lse = flash_attention(q, k, v, **options)
+            want = torch.full_like(lse, -math.inf) if given is None else sinks[:, None].expand_as(lse)
+            assert (out[is_hidden] == 0).all() and lse[is_hidden].equal(want[is_hidden])
+            compare((out, lse), by_loop(q, k, v, (-1, 0 if causal else -1), attn_bias=hides, sinks=given),
+                    [q, k, v])
+            leaves = [q, k, v] + [bias] * bias.requires_grad
+            gradients = torch.autograd.grad(loss(*flash_attention(q, k, v, **options)), leaves)
+            assert all(x.isfinite().all() for x in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
+def test_rows_that_a_mask_hides_are_not_left_to_sdpa(dtype, monkeypatch):
+    """Its own backends differ on them."""
+    hides = mask(7, 9)
+    hides[2] = False
+
+    def spy(*args, **options):
+        out = torch.nn.functional.scaled_dot_product_attention(*args, **options)
+        return out.masked_fill(~hides.any(-1, keepdim=True), math.nan)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
+    bias = hides if dtype == torch.bool else torch.zeros_like(hides, dtype=dtype).masked_fill(~hides, -math.inf)
+    out = flash_attention(*inputs(), attn_bias=bias, backend="torch")
+    assert (out[:, :, 2] == 0).all() and out.isfinite().all()
+
+
+@pytest.mark.parametrize("scores", [dict(alibi_slopes=slopes(H)), dict(attn_bias=randn(7, 9, dtype=torch.float32)),
+                                    dict(alibi_slopes=slopes(H), attn_bias=mask(7, 9))], ids=lambda x: "_".join(x))
+def test_sdpa_gets_no_mask_that_is_wider_than_q(scores, monkeypatch):
+    """On a GPU it has no kernel for one."""
+    asked = []
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", lambda q, *_, **options: asked.append(options) or q)
+    flash_attention(*inputs(dtype=torch.bfloat16), backend="torch", **scores)
+    assert asked == []
+    q, k, _ = inputs(dtype=torch.float32)
+    flash_attention(q, k, k, backend="torch", **scores)
+    assert asked[0]["attn_mask"].dtype == torch.float32
+
+
+@each_backend
+@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_infinities_and_nan_in_a_bias(value, dtype, backend):
+    """What torch's math makes of them."""
+    q, k, v = inputs(dtype=dtype)
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    bias = randn(1, H, 7, 9, seed=4, dtype=dtype)
+    bias[:, :, 3, 2] = bias[:, 1, 5, 0] = value
+    out, lse = flash_attention(q, k, v, attn_bias=bias, return_lse=True, backend=backend)
+    scores = q.double() @ k.double().mT / D**0.5 + bias.double()
+    want = scores.softmax(-1) @ v.double()
+    assert want.isnan().any() == (value != -math.inf)
+    assert out.isnan().equal(want.isnan())
+    assert_close(out.double(), want, equal_nan=True, **(dict(rtol=2e-2, atol=2e-2) if dtype == torch.bfloat16 else
+                                                       dict(rtol=1e-5, atol=1e-5)))
+    assert_close(lse.double(), scores.logsumexp(-1), equal_nan=True, rtol=1e-3, atol=1e-3)
+
+
+@each_backend
+def test_bias_of_hidden_keys_is_not_asked_for(backend):
+    """NaN in it changes nothing, and its gradient is 0."""
+    q, k, v = inputs()
+    bias = randn(7, 9, seed=4)
+    poisoned = bias.clone()
+    poisoned[:, 6:] = math.nan
+    want = flash_attention(q, k, v, attn_bias=bias, seqused_k=ints(6, 3), return_lse=True, backend=backend)
+    poisoned.requires_grad_()
+    got = flash_attention(q, k, v, attn_bias=poisoned, seqused_k=ints(6, 3), return_lse=True, backend=backend)
+    for x, y in zip(got, want):
+        assert_close(x, y)
+    gradient, = torch.autograd.grad(loss(*got), poisoned)
+    assert (gradient[:, 6:] == 0).all() and (gradient[:, :6] != 0).all()
+
+
+@each_backend
+@pytest.mark.parametrize("shape", [(1, 9), (H, 1, 9), (B, 1, 4, 9), (1, 1, 4, 1)], ids=str)
+def test_gradcheck(shape, backend):
+    """First derivatives by finite differences, of the bias in its own shape."""
+    q, k, v = (x[:, :, :4].requires_grad_() if i == 0 else x.requires_grad_() for i, x in enumerate(inputs()))
+    bias = randn(*shape, seed=4).requires_grad_()
+
+    def attend(q, k, v, bias):
+        return flash_attention(q, k, v, True, softcap=1.2 if backend == "reference" else 0.0, alibi_slopes=slopes(H),
+                               attn_bias=bias, return_lse=True, backend=backend)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, bias), check_forward_ad=backend == "reference", fast_mode=True)
+
+
+@each_backend
+def test_second_derivatives(backend):
+    """With softcap both backends form all scores."""
+    q, k, v = (x[:1, :2, :3, :4].clone().requires_grad_() for x in inputs())
+    bias = randn(3, 3, seed=4).requires_grad_()
+
+    def attend(q, k, v, bias):
+        return flash_attention(q, k, v, softcap=1.2, attn_bias=bias, backend=backend)
+
+    assert torch.autograd.gradgradcheck(attend, (q, k, v, bias), fast_mode=True)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["softcap", "alibi", "alibi_of_samples", "bias_1_H", "mask", "softcap_alibi_bias"])
+def test_dtypes(name, dtype, backend):
+    """A bias of q's dtype or in float32; the gradient has the same."""
+    scores = {**SCORES["bias_1_4_7_9" if name == "bias_1_H" else name]}
+    q, k, v = inputs(dtype=dtype)
+    tolerance = dict(rtol=2e-5, atol=2e-5) if dtype == torch.float32 else dict(rtol=3e-2, atol=3e-2)
+    bias = scores.get("attn_bias")
+    is_float = bias is not None and bias.dtype != torch.bool
+    for bias_dtype in {dtype, torch.float32} if is_float else {None}:
+        if is_float:
+            scores["attn_bias"] = bias.to(bias_dtype).requires_grad_()
+        out, lse = flash_attention(q, k, v, True, SCALE, return_lse=True, backend=backend, **scores)
+        assert out.dtype == dtype and lse.dtype == torch.float32
+        if is_float:
+            gradient, = torch.autograd.grad(loss(out.double(), lse.double()), scores["attn_bias"])
+            scores["attn_bias"] = scores["attn_bias"].detach().double().requires_grad_()
+        want, want_lse = by_loop(*(x.double() for x in (q, k, v)), (-1, 0), **scores)
+        assert_close(out.double(), want, **tolerance)
+        assert_close(lse.double(), want_lse, rtol=1e-3 if dtype.itemsize == 2 else 1e-5, atol=1e-5)
+        if is_float:
+            assert gradient.dtype == bias_dtype
+            assert_close(gradient.double(), torch.autograd.grad(loss(want, want_lse), scores["attn_bias"])[0],
+                         **tolerance)
+
+
+@each_backend
+def test_alibi_is_not_rounded_to_16_bits(backend):
+    """A distance of 300 is no bfloat16: its slope would be wrong by a part in 256."""
+    q, k, v = (torch.zeros(1, 1, n, 8, dtype=torch.bfloat16, device=DEVICE) for n in (1, 600, 600))
+    _, lse = flash_attention(q, k, v, alibi_slopes=torch.tensor([-1.0], device=DEVICE), return_lse=True,
+                             backend=backend)
+    want = torch.arange(600, dtype=torch.float64).logsumexp(0)
+    assert_close(lse.cpu().double(), want.view(1, 1, 1), rtol=1e-6, atol=0)
+
+
+@each_backend
+def test_autocast_leaves_the_bias(backend):
+    q, k, v = inputs(dtype=torch.float32)
+    bias = randn(7, 9, seed=4, dtype=torch.float32).requires_grad_()
+    want = flash_attention(*(x.bfloat16() for x in (q, k, v)), attn_bias=bias, backend=backend)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out = flash_attention(q, k, v, attn_bias=bias, alibi_slopes=torch.zeros(H, device=DEVICE), backend=backend)
+    assert out.dtype == torch.bfloat16
+    assert_close(out, want)
+    assert torch.autograd.grad(out.float().sum(), bias)[0].dtype == torch.float32
+
+
+@each_backend
+def test_biases_of_any_memory(backend):
+    """Transposed, with gaps, and one row for all, whose gradients add up."""
+    q, k, v = inputs()
+    bias = randn(B, H, 7, 9, seed=4)
+    want = flash_attention(q, k, v, attn_bias=bias, backend=backend)
+    gaps = torch.full((B, H, 14, 18), math.nan, dtype=torch.float64, device=DEVICE)
+    gaps[..., ::2, ::2] = bias
+    for view in (bias.mT.contiguous().mT, bias.transpose(0, 1).contiguous().transpose(0, 1), gaps[..., ::2, ::2]):
+        assert_close(flash_attention(q, k, v, attn_bias=view, backend=backend), want)
+    row = bias[0, 0, 0].clone().requires_grad_()
+    each = row.detach().expand(B, H, 7, 9).clone().requires_grad_()
+    got, want = (flash_attention(q, k, v, attn_bias=x, backend=backend) for x in (row.expand(B, H, 7, 9), each))
+    assert_close(got, want)
+    gradients = [torch.autograd.grad(x.square().sum(), leaf)[0] for x, leaf in ((got, row), (want, each))]
+    assert_close(gradients[0], gradients[1].sum((0, 1, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(9,), (7, 1), (B, 1, 1, 9), (1, H, 7, 9), (B, H, 7, 9)], ids=str)
+def test_no_bias_is_copied_on_the_way(shape, dtype, monkeypatch):
+    """To the backend as a view of all rows and keys, to SDPA with one of each of its repeats."""
+    seen, asked = [], []
+
+    def forward(q, k, v, options):
+        seen.append(options)
+        return sdpa.BACKEND.forward(q, k, v, options)
+
+    def spy(*args, attn_mask, **options):
+        asked.append(attn_mask)
+        return torch.nn.functional.scaled_dot_product_attention(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
+    monkeypatch.setitem(interface.BACKENDS, "torch", backends.Backend(forward, (dtype, torch.float64), True,
+                                                                      lambda device: None, True))
+    bias = mask(*shape) if dtype == torch.bool else randn(*shape, seed=4)
+    expanded = bias.expand(B, H, 7, 9)
+    for given in (bias, expanded):
+        flash_attention(*inputs(), attn_bias=given, backend="torch")
+        got = seen.pop().attn_bias
+        assert got.shape == (B, H, 7, 9) and got.data_ptr() == bias.data_ptr()
+        assert all(x == 0 for x, y in zip(got.stride(), expanded.stride()) if y == 0)
+        passed = asked.pop()
+        assert passed.data_ptr() == bias.data_ptr() and passed.numel() == bias.numel()
+
+
+def test_slopes_are_a_view_of_samples():
+    one, each = slopes(H), slopes(3, H)
+    q, _, _, *bounds = packed()
+    lengths = backends.Lengths(*bounds)
+    assert interface.check_alibi_slopes(one, q, lengths).stride() == (0, 1)
+    assert interface.check_alibi_slopes(each, q, lengths).data_ptr() == each.data_ptr()
+    assert without_repeats(one.expand(3, H)).shape == (1, H)
+
+
+@each_backend
+@pytest.mark.parametrize("Sq, Sk", [(7, 0), (0, 9)])
+def test_no_rows_or_keys(Sq, Sk, backend):
+    q, k, v = inputs(Sq, Sk)
+    bias = randn(1, H, Sq, Sk, seed=4).requires_grad_()
+    out, lse = flash_attention(q, k, v, softcap=1.0, alibi_slopes=slopes(H), attn_bias=bias, return_lse=True,
+                               backend=backend)
+    assert out.shape == (B, H, Sq, HEAD_DIM_V) and (out == 0).all() and (lse == -math.inf).all()
+    assert torch.autograd.grad(out.sum(), bias)[0].shape == bias.shape
+
+
+def test_compile_fullgraph():
+    q, k, v = (x.requires_grad_() for x in inputs(dtype=torch.float32))
+    bias, each_slope = randn(H, 7, 9, seed=4, dtype=torch.float32).requires_grad_(), slopes(B, H)
+
+    def attend(q, k, v, bias):
+        out = flash_attention(q * 2, k, v, True, softcap=2.0, alibi_slopes=each_slope, attn_bias=bias)
+        return flash_attention(q, k, v, alibi_slopes=each_slope, attn_bias=bias).sum() + out.square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for x, y in zip(*(torch.autograd.grad(call(q, k, v, bias), (q, k, v, bias)) for call in (compiled, attend))):
+        assert_close(x, y)
+
+
+def test_float8_by_the_reference():
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in inputs())
+    scores = dict(softcap=2.0, alibi_slopes=slopes(H))
+    want = reference_attention(q.float(), k.float(), v.float(), **scores).bfloat16()
+    assert flash_attention(q, k, v, backend="reference", **scores).equal(want)
+    with pytest.raises(ValueError, match="attn_bias cannot be given with float8 inputs, and q is torch.float8_e4m3fn"):
+        flash_attention(q, k, v, attn_bias=mask(7, 9), backend="reference")
+
+
+# Which backend serves them.
+
+GIVEN = {"softcap": 2.0, "alibi_slopes": slopes(H), "attn_bias": mask(7, 9)}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_kernels_refuse_scores_by_name(name):
+    q, k, v = inputs(dtype=torch.float32)
+    for backend in ("cuda", "triton"):
+        if backend in interface.available_backends():
+            said = f"^backend='{backend}' does not support {name} yet: use backend='torch' or 'reference'$"
+            with pytest.raises(NotImplementedError, match=said):
+                flash_attention(q, k, v, backend=backend, **{name: GIVEN[name]})
+    flash_attention(q, k, v, backend="cuda", softcap=0)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_auto_takes_torch(name, monkeypatch):
+    asked = []
+    monkeypatch.setattr(choice, "_first_available", lambda prefers_triton: "cuda")
+    q = torch.empty(1, 2, 4096, 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        assert choice.auto_backend(q, q, q) == "cuda" and choice.auto_backend(q, q, q, has_scores=True) == "torch"
+    monkeypatch.setattr(interface, "auto_backend", lambda *args: asked.append(args[5]) or "torch")
+    flash_attention(*inputs(), **{name: GIVEN[name]})
+    flash_attention(*inputs(), softcap=0.0)
+    assert asked == [True, False]
+
+
+def test_fast_path_is_not_asked(monkeypatch):
+    """It knows nothing of scores, and would leave them out."""
+    for module in (interface, flash_attn):
+        monkeypatch.setattr(module, "fast_path", lambda *args: "fast")
+    q, k, v = inputs(dtype=torch.float32)
+    by_rows = [x.transpose(1, 2) for x in (q, k, v)]
+    bounds = ints(0, 7), ints(0, 9)
+    flat = [x[0] for x in by_rows]
+    assert flash_attention(q, k, v) == flash_attention(q, k, v, softcap=0) == flash_attn_func(*by_rows) == "fast"
+    assert flash_attn_varlen_func(*flat, *bounds) == "fast"
+    for name, value in GIVEN.items():
+        assert flash_attention(q, k, v, **{name: value}) != "fast"
+        if name != "attn_bias":
+            assert flash_attn_func(*by_rows, **{name: value}) != "fast"
+            assert flash_attn_varlen_func(*flat, *bounds, **{name: value}) != "fast"
+
+
+# The functions of flash-attn.
+
+@each_backend
+@pytest.mark.parametrize("scores", [dict(softcap=0.7), dict(alibi_slopes=slopes(H)),
+                                    dict(softcap=3, alibi_slopes=slopes(B, H))], ids=lambda x: "_".join(x))
+def test_functions_of_flash_attn(scores, backend):
+    q, k, v = inputs()
+    want, want_lse = flash_attention(q, k, v, True, SCALE, return_lse=True, backend=backend, **scores)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    options = dict(softmax_scale=SCALE, causal=True, return_lse=True, backend=backend, **scores)
+    out, lse = flash_attn_func(q, k, v, **options)
+    assert_close(out, want.transpose(1, 2))
+    assert_close(lse, want_lse)
+    bounds = [ints(0, n, 2 * n) for n in (7, 9)]
+    out, lse = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *bounds, 7, 9, **options)
+    assert_close(out.view(B, 7, H, HEAD_DIM_V), want.transpose(1, 2))
+    assert_close(lse.view(H, B, 7).transpose(0, 1), want_lse)
+    packed_k = torch.stack([k, k], 2).flatten(0, 1)
+    out, _ = flash_attn_varlen_kvpacked_func(q.flatten(0, 1), packed_k, *bounds, 7, 9, **options)
+    assert_close(out, flash_attn_func(q, k, k, **options)[0].flatten(0, 1))
+    out, _ = flash_attn_qkvpacked_func(torch.stack([q] * 3, 2), **options)
+    assert_close(out, flash_attn_func(q, q, q, **options)[0])
+
+
+# FlashMHA.
+
+def mha_and_input(**options):
+    torch.manual_seed(0)
+    return FlashMHA(32, H, device=DEVICE, dtype=torch.float64, **options), randn(B, 6, 32)
+
+
+MHA_MASKS = {"bool": mask(B, H, 6, 6), "of_rows": mask(6, 6), "float": randn(6, 6, seed=4),
+             "of_heads": randn(H, 6, 6, seed=4)}
+
+
+@pytest.mark.parametrize("name", MHA_MASKS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_mha_takes_the_mask_of_sdpa(name, causal):
+    mha, x = mha_and_input(causal=causal)
+    given = MHA_MASKS[name]
+    q, k, v = mha.Wqkv(x).unflatten(-1, (3, H, 8)).permute(2, 0, 3, 1, 4)
+    bias = torch.zeros_like(given, dtype=torch.float64).masked_fill(~given, -math.inf) if name in ("bool", "of_rows") \
+        else given
+    bias = bias + torch.full((6, 6), -math.inf, device=DEVICE).triu(1) if causal else bias
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias).nan_to_num(0)
+    want = mha.out_proj(out.transpose(1, 2).flatten(2))
+    assert_close(mha(x, attn_mask=given), want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MHA_MASKS)
+def test_mha_takes_both_masks(name, causal):
+    """What both hide is hidden, wherever padding lies, and NaN in padding changes nothing."""
+    mha, x = mha_and_input(causal=causal)
+    valid = torch.tensor([[True] * 6, [False, True, True, False, True, False]], device=DEVICE)
+    given = MHA_MASKS[name].clone()
+    if given.dtype == torch.bool:
+        both = given.expand(B, H, 6, 6) & valid[:, None, None]
+    else:
+        both = given.expand(B, H, 6, 6).masked_fill(~valid[:, None, None], -math.inf)
+        given.requires_grad_()
+    want = mha(x, attn_mask=both).masked_fill(~valid[..., None], 0)
+    out = mha(x.masked_fill(~valid[..., None], math.nan), key_padding_mask=valid, attn_mask=given)
+    assert_close(out, want)
+    leaves = [mha.Wqkv.weight, *[given] * given.requires_grad]
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
+    assert_close(mha(x, key_padding_mask=valid, attn_mask=torch.ones_like(given, dtype=torch.bool)),
+                 mha(x, key_padding_mask=valid))
+
+
+def test_mha_takes_a_mask_with_lengths_and_windows():
+    mha, x = mha_and_input(window_size=(2, 1))
+    places = torch.arange(6, device=DEVICE)
+    distances = places[:, None] - places
+    hides = (distances <= 2) & (distances >= -1) & (places < torch.tensor([6, 4], device=DEVICE)[:, None, None, None])
+    given = MHA_MASKS["of_rows"]
+    wide, _ = mha_and_input()
+    got = mha(x, seq_lens=[6, 4], attn_mask=given)
+    want = wide(x, attn_mask=given & hides)
+    assert_close(got[0], want[0])
+    assert_close(got[1, :4], want[1, :4])
+
+
+def test_mha_bad_masks():
+    mha, x = mha_and_input()
+    with pytest.raises(ValueError, match=r"^attn_mask must have 1 to 4 dimensions and broadcast to \(2, 4, 6, 6\)"):
+        mha(x, attn_mask=mask(6, 5))
+    with pytest.raises(TypeError, match="^Unsupported dtype: attn_mask is torch.int64"):
+        mha(x, attn_mask=mask(6, 6).long())
+    with pytest.raises(ValueError, match="^attn_mask cannot be given with cu_seqlens$"):
+        mha(x[0], cu_seqlens=ints(0, 6), attn_mask=mask(6, 6))
+    local, _ = mha_and_input(window_size=(2, 2))
+    valid = torch.ones(B, 6, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(ValueError, match="windows count the positions that key_padding_mask leaves"):
+        local(x, key_padding_mask=valid, attn_mask=mask(6, 6))
+    with pytest.raises(ValueError, match="at most one of seq_lens"):
+        mha(x, [6, 6], key_padding_mask=valid, attn_mask=mask(6, 6))
+
+
+# Bad input.
+
+BAD = [
+    (TypeError, "softcap must be a number, and 0 is none, got True", dict(softcap=True)),
+    (TypeError, "softcap must be a number, and 0 is none, got False", dict(softcap=False)),
+    (TypeError, "softcap must be a number, and 0 is none, got None", dict(softcap=None)),
+    (TypeError, "softcap must be a number, .*, got '2'", dict(softcap="2")),
+    (TypeError, r"softcap must be a number, .*, got a torch.float32 tensor of shape \(4,\)", dict(softcap=slopes(H))),
+    (ValueError, r"softcap must be at least 0 and at most 2.3586e\+38, got -1.0", dict(softcap=-1.0)),
+    (ValueError, "softcap must be at least 0 .*, got nan", dict(softcap=math.nan)),
+    (ValueError, "softcap must be at least 0 .*, got inf", dict(softcap=math.inf)),
+    (TypeError, "alibi_slopes must be a torch.Tensor, got list", dict(alibi_slopes=[1.0] * H)),
+    (TypeError, "alibi_slopes must be a dense tensor", dict(alibi_slopes=slopes(H).to_sparse())),
+    (TypeError, "alibi_slopes is torch.float64, allowed is float32", dict(alibi_slopes=slopes(H).double())),
+    (ValueError, r"alibi_slopes must have shape \(4,\) or \(2, 4\), one for each query head, got \(2,\)",
+     dict(alibi_slopes=slopes(2))),
+    (ValueError, r"alibi_slopes must have shape .*, got \(1, 4\)", dict(alibi_slopes=slopes(1, H))),
+    (ValueError, r"alibi_slopes must have shape .*, got \(\)", dict(alibi_slopes=slopes(H)[0])),
+    (ValueError, "alibi_slopes must be on the same device as q", dict(alibi_slopes=slopes(H).to("meta"))),
+    (ValueError, r"alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach\(\)",
+     dict(alibi_slopes=slopes(H).requires_grad_())),
+    (TypeError, "attn_bias must be a torch.Tensor, got list", dict(attn_bias=[[True]])),
+    (TypeError, "attn_bias must be a dense tensor", dict(attn_bias=randn(7, 9).to_sparse())),
+    (TypeError, "attn_bias is torch.int64, allowed for q in torch.float64 are bool, float64$",
+     dict(attn_bias=randn(7, 9).long())),
+    (TypeError, "attn_bias is torch.float32, allowed for q in torch.float64 are bool, float64$",
+     dict(attn_bias=randn(7, 9).float())),
+    (ValueError, "attn_bias must be on the same device as q", dict(attn_bias=randn(7, 9).to("meta"))),
+    *((ValueError, rf"attn_bias must have 1 to 4 dimensions and broadcast to \(2, 4, 7, 9\), .*, got \({got}\)$",
+       dict(attn_bias=randn(*shape))) for shape, got in
+      [((8,), "8,"), ((9, 7), "9, 7"), ((2, 7, 9), "2, 7, 9"), ((3, 1, 7, 9), "3, 1, 7, 9"), ((), ""),
+       ((1, 1, 1, 7, 9), "1, 1, 1, 7, 9"), ((0, 9), "0, 9")]),
+]
+
+
+@pytest.mark.parametrize("error, match, scores", BAD, ids=lambda x: x if isinstance(x, str) else "")
+def test_bad_scores(error, match, scores):
+    for call in (flash_attention, reference_attention):
+        with pytest.raises(error, match=match):
+            call(*inputs(), **scores)
+    if "attn_bias" not in scores:
+        with pytest.raises(error, match=match):
+            flash_attn_func(*(x.transpose(1, 2) for x in inputs()), **scores)
+
+
+def test_bad_dtypes_of_a_bias():
+    allowed = "attn_bias is torch.{}, allowed for q in torch.{} are bool, {}$"
+    for dtype, bias, names in (("bfloat16", "float16", "bfloat16, float32"), ("float32", "bfloat16", "float32"),
+                               ("float16", "float64", "float16, float32")):
+        with pytest.raises(TypeError, match=allowed.format(bias, dtype, names)):
+            flash_attention(*inputs(dtype=getattr(torch, dtype)), attn_bias=randn(7, 9).to(getattr(torch, bias)))
+
+
+def test_slopes_that_require_grad_are_taken_without_gradients():
+    """As parameters of a module are."""
+    parameter = slopes(H).requires_grad_()
+    with torch.no_grad():
+        got = flash_attention(*inputs(), alibi_slopes=parameter)
+    assert got.equal(flash_attention(*inputs(), alibi_slopes=parameter.detach()))
+
+
+def test_packed_batches_have_no_bias():
+    q, k, v, cu_seqlens_q, cu_seqlens_k = packed()
+    for call in (flash_attention, reference_attention):
+        with pytest.raises(ValueError, match="^attn_bias cannot be given with cu_seqlens"):
+            call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, attn_bias=mask(12, 16))
+        with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(4,\) or \(3, 4\)"):
+            call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=slopes(1, H))

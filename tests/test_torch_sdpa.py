@@ -1,0 +1,210 @@
+"""scaled_dot_product_attention beside torch.nn.functional's: drawn shapes, masks and gradients in fp64, and errors."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+
+import minimal_attn
+from conftest import HAS_GPU
+from minimal_attn import scaled_dot_product_attention, sdpa
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+each_backend = pytest.mark.parametrize("backend", ["torch", "reference"])
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+
+
+def by_torch(*args, **options):
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(*args, **options)
+
+
+def broadcast_to(draw, shape):
+    """A shape that broadcasts to this one: some sizes are 1, and some of the first are left out."""
+    sizes = [1 if draw(st.integers(0, 3)) == 0 else n for n in shape]
+    missing = draw(st.integers(0, len(shape)))
+    return tuple(sizes[missing:]) if draw(st.booleans()) else tuple(sizes)
+
+
+@st.composite
+def calls(draw):
+    """(shapes of query, key and value, shape of attn_mask or None, its dtype, options)."""
+    size = st.integers(1, 3)
+    leading = tuple(draw(st.lists(size, max_size=3)))
+    enable_gqa = bool(leading) and draw(st.booleans())
+    Sq, Sk, D, Dv = (draw(st.integers(1, 9)) for _ in range(4))
+    if enable_gqa:
+        heads_k, heads_v, heads = draw(st.sampled_from([(1, 1, 3), (2, 2, 4), (3, 3, 3), (1, 2, 2), (2, 1, 4)]))
+        batches = [broadcast_to(draw, leading[:-1]) for _ in range(3)]
+        firsts = [(*batch, n) for batch, n in zip(batches, (heads, heads_k, heads_v))]
+    else:
+        firsts = [broadcast_to(draw, leading) for _ in range(3)]
+    shapes = [(*first, *last) for first, last in zip(firsts, ((Sq, D), (Sk, D), (Sk, Dv)))]
+    kind = draw(st.sampled_from(["none", "causal", "mask", "bias", "float32 bias"]))
+    options = {"enable_gqa": enable_gqa, "is_causal": kind == "causal",
+               "scale": draw(st.sampled_from([None, 0.7, -0.4]))}
+    if kind in ("none", "causal"):
+        return shapes, None, None, options
+    scores = torch.broadcast_shapes(*(first[:-1] for first in firsts[:2])) if enable_gqa else \
+        torch.broadcast_shapes(*firsts[:2])
+    scores = (*scores, heads) if enable_gqa else scores
+    dtype = {"mask": torch.bool, "bias": torch.float64, "float32 bias": torch.float32}[kind]
+    return shapes, broadcast_to(draw, (*scores, Sq, Sk)), dtype, options
+
+
+@each_backend
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(call=calls())
+def test_drawn_calls_agree_with_torch(backend, call):
+    """Results and gradients. Where a mask hides a row, both are 0."""
+    shapes, mask_shape, dtype, options = call
+    leaves = [randn(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
+    mask = None
+    if mask_shape is not None:
+        mask = randn(*mask_shape, seed=3) > 0 if dtype == torch.bool else randn(*mask_shape, seed=3, dtype=dtype)
+        leaves += [mask.requires_grad_()] if dtype.is_floating_point else []
+    got = scaled_dot_product_attention(*leaves[:3], mask, backend=backend, **options)
+    want = by_torch(*leaves[:3], mask, **options)
+    assert got.shape == want.shape and got.dtype == want.dtype
+    assert_close(got, want, rtol=1e-10, atol=1e-10)
+    dout = randn(*want.shape, seed=4)
+    for x, y in zip(*(torch.autograd.grad(out, leaves, dout) for out in (got, want))):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        assert_close(x, y, rtol=1e-6 if dtype == torch.float32 else 1e-9, atol=1e-6 if dtype == torch.float32 else 1e-9)
+
+
+def test_signature_is_torchs():
+    """That of its documentation, and `backend` besides."""
+    ours = inspect.signature(scaled_dot_product_attention).parameters
+    positional = {name: x.default for name, x in ours.items() if x.kind == x.POSITIONAL_OR_KEYWORD}
+    empty = inspect.Parameter.empty
+    assert positional == dict(query=empty, key=empty, value=empty, attn_mask=None, dropout_p=0.0, is_causal=False,
+                              scale=None, enable_gqa=False)
+    assert list(positional) == list(ours)[:-1] and ours["backend"].kind == inspect.Parameter.KEYWORD_ONLY
+    said = torch.nn.functional.scaled_dot_product_attention.__doc__
+    assert "attn_mask=None, dropout_p=0.0" in said and "is_causal=False, scale=None, enable_gqa=False" in said
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dtypes(dtype, backend):
+    q, k, v = (randn(2, 3, n, 8, seed=n, dtype=dtype) for n in (5, 7, 7))
+    tolerance = dict(rtol=2e-2, atol=2e-2) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-5)
+    for bias in (randn(5, 7, dtype=dtype), randn(5, 7, dtype=torch.float32), None):
+        got = scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None, backend=backend)
+        want = by_torch(*(x.double() for x in (q, k, v)), None if bias is None else bias.double(),
+                        is_causal=bias is None)
+        assert got.dtype == dtype
+        assert_close(got.double(), want, **tolerance)
+
+
+@each_backend
+def test_dropout_is_applied_whenever_it_is_given(backend):
+    q = torch.zeros(64, 64, device=DEVICE)
+    out = scaled_dot_product_attention(q, q, torch.eye(64, device=DEVICE), dropout_p=0.25, backend=backend)
+    kept = out != 0
+    assert_close(out[kept], torch.full_like(out[kept], 1 / 64 / 0.75))
+    assert 0.7 < kept.double().mean() < 0.8
+    assert (scaled_dot_product_attention(q, q, q + 1, dropout_p=1.0, backend=backend) == 0).all()
+
+
+def test_heads_and_one_batch_dimension_are_not_copied(monkeypatch):
+    """One key head for all is that of multi-query attention."""
+    asked = []
+
+    def spy(q, k, v, **options):
+        asked.append((q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
+    q, k, v = randn(2, 4, 5, 8), randn(1, 1, 7, 8, seed=1), randn(2, 1, 7, 8, seed=2)
+    for call in (lambda: scaled_dot_product_attention(q, k, v, is_causal=True, backend="torch"),
+                 lambda: scaled_dot_product_attention(q, k, v, is_causal=True, backend="torch", enable_gqa=True)):
+        assert_close(call(), by_torch(q, k, v, is_causal=True))
+        for given, got in zip((q, k, v), asked.pop()):
+            assert got.data_ptr() == given.data_ptr() and got.shape[1] == given.shape[1]
+    many = randn(2, 4, 7, 8, seed=3)
+    scaled_dot_product_attention(q, k, many, backend="torch")
+    assert asked.pop()[1].stride()[:2] == (0, 0)
+
+
+def test_autocast():
+    q, k, v = (randn(2, 3, 5, 8, seed=seed, dtype=torch.float32) for seed in range(3))
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            got = scaled_dot_product_attention(q, k, v, randn(5, 5, dtype=dtype))
+        assert got.dtype == torch.bfloat16
+        assert_close(got.float(), by_torch(q, k, v, randn(5, 5, dtype=torch.float32)), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("shapes", [((2, 0, 8), (2, 7, 8)), ((2, 5, 8), (2, 0, 8)), ((0, 2, 5, 8), (0, 2, 7, 8)),
+                                    ((3, 0, 2, 5, 8), (1, 2, 7, 8))], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_empty_inputs(shapes, is_causal):
+    q, k = (randn(*shape) for shape in shapes)
+    got = scaled_dot_product_attention(q, k, k, is_causal=is_causal)
+    assert got.equal(by_torch(q, k, k, is_causal=is_causal).nan_to_num(0))
+
+
+def test_compile_fullgraph():
+    q, k, v = (randn(2, 1, 4, 5, 8, seed=seed, dtype=torch.float32) for seed in range(3))
+    torch._dynamo.reset()
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    for options in (dict(is_causal=True), dict(attn_mask=randn(5, 5, dtype=torch.float32) > 0)):
+        assert_close(compiled(q, k, v, **options), scaled_dot_product_attention(q, k, v, **options))
+
+
+def attend(q=(2, 4, 5, 8), k=(2, 4, 7, 8), v=None, **options):
+    q, k, v = (randn(*shape) for shape in (q, k, v or k))
+    return scaled_dot_product_attention(q, k, v, **options)
+
+
+ONES = torch.ones(5, 7, dtype=torch.bool, device=DEVICE)
+BAD = [
+    (ValueError, "^attn_mask cannot be given together with is_causal=True$", dict(attn_mask=ONES, is_causal=True)),
+    (ValueError, r"^attn_mask must broadcast to \(2, 4, 5, 7\), got \(7, 5\)", dict(attn_mask=ONES.mT)),
+    (ValueError, r"^attn_mask must broadcast to \(2, 4, 5, 7\), got \(1, 1, 1, 5, 7\)",
+     dict(attn_mask=ONES[None, None, None])),
+    (TypeError, "^attn_mask must be a torch.Tensor, got list", dict(attn_mask=[True])),
+    (TypeError, "attn_mask is torch.int64, allowed for q in torch.float64 are bool, float64",
+     dict(attn_mask=ONES.long())),
+    (ValueError, "^attn_mask must be on the same device as q", dict(attn_mask=ONES.to("meta"))),
+    (TypeError, "^is_causal must be a bool, got 1$", dict(is_causal=1)),
+    (TypeError, "^enable_gqa must be a bool, got None$", dict(enable_gqa=None)),
+    (TypeError, "^scale must be None or one real number, got '1'", dict(scale="1")),
+    (ValueError, "^scale must be finite", dict(scale=math.nan)),
+    (ValueError, "^dropout_p must be in", dict(dropout_p=1.5)),
+    (ValueError, r"^query, key and value must have at least 2 dimensions: query is \(8,\)", dict(q=(8,))),
+    (ValueError, "^the leading dimensions must broadcast; heads need not with enable_gqa=True: query is",
+     dict(k=(2, 2, 7, 8))),
+    (ValueError, "^the leading dimensions must broadcast", dict(q=(3, 4, 5, 8))),
+    (ValueError, "^with enable_gqa=True, the number of query heads must be a multiple", dict(k=(2, 3, 7, 8),
+                                                                                            enable_gqa=True)),
+    (ValueError, "^with enable_gqa=True", dict(q=(5, 8), k=(7, 8), enable_gqa=True)),
+    (ValueError, "k and v must have the same shape", dict(v=(2, 4, 6, 8))),
+    (ValueError, "q and k must have the same head_dim", dict(k=(2, 4, 7, 9))),
+    (ValueError, "unknown backend 'flash'", dict(backend="flash")),
+]
+
+
+@pytest.mark.parametrize("error, match, options", BAD, ids=lambda x: x if isinstance(x, str) else "")
+def test_bad_input(error, match, options):
+    with pytest.raises(error, match=match):
+        attend(**options)
+
+
+def test_inputs_that_are_no_tensors():
+    q = randn(2, 5, 8)
+    with pytest.raises(TypeError, match="^key must be a torch.Tensor, got list"):
+        scaled_dot_product_attention(q, q.tolist(), q)
+    with pytest.raises(TypeError, match="^value must be a dense tensor"):
+        scaled_dot_product_attention(q, q, q.to_sparse())
+    assert minimal_attn.scaled_dot_product_attention is scaled_dot_product_attention
