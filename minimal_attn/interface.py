@@ -109,7 +109,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             seqused_k, a sample's keys start at cu_seqlens_k[b] and may also be those of others. For gradients, "cuda"
             and "triton" then copy B · max_seqlen_k keys and values. If max_seqlen_k is no int, the host waits for the
             largest length; where it cannot, in a CUDA graph or under torch.compile, B · Tk are copied. An int that is
-            too small is an error on the CPU. Where lengths are not read, it cuts longer samples.
+            too small is an error on the CPU. Where lengths are not read, longer samples give NaN, and so do their
+            gradients.
         sinks: (H,), float32, float16 or bfloat16, or float64 for float64, on q's device: one more score of each row of
             a query head, in units of sm_scale · QKᵀ. It takes its share of the softmax, and no value goes with it (Xiao
             et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. "torch" then forms all scores, as "reference"

@@ -100,10 +100,12 @@ def _check_values(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, tot
 
 
 def check_max_seqlen(name, max_seqlen):
-    """TypeError unless max_seqlen is None, an int or a tensor of one element."""
+    """TypeError unless max_seqlen is None, an int or a tensor of one element; ValueError for an int below 0."""
     is_scalar = isinstance(max_seqlen, torch.Tensor) and max_seqlen.numel() == 1
     if not (max_seqlen is None or is_int(max_seqlen) or is_scalar):
         raise TypeError(f"{name} must be None, an int or a tensor of one element, got {shown(max_seqlen)}")
+    if is_int(max_seqlen) and max_seqlen < 0:
+        raise ValueError(f"{name} must not be negative, got {max_seqlen}")
 
 
 def check_seq_lens(seq_lens, q, k):

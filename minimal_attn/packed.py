@@ -110,6 +110,9 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
     The copies have B · max_seqlen_k rows. If max_seqlen_k is no int, the host waits for the largest length, as for
     backend="torch". Where it cannot, in a CUDA graph or under torch.compile, there is room for all keys in each sample.
 
+    A max_seqlen_k below the length of a sample is an error where the host may read that. Elsewhere the keys of such a
+    sample are NaN, and so are its result and its gradients.
+
     Raises:
         ValueError: on the CPU, a max_seqlen_k below the length of a sample.
     """
@@ -128,7 +131,12 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
     # Rows after the last sample are copies of any keys: no row of q sees them, and their gradients are 0.
     rows = torch.where(row < ends[-1], begin[sample] + row - own_begin[sample], row % total)
     bounds = pad(ends, (1, 0)).int()
-    return _take_rows(k, rows), _take_rows(v, rows), lengths._replace(cu_seqlens_k=bounds, seqused_k=None)
+    k, v = _take_rows(k, rows), _take_rows(v, rows)
+    if longest is None and room < total:
+        # By a factor, which gradients have too: masked_fill would make theirs 0.
+        factor = k.new_ones(batch_size).masked_fill(seqlen > room, float("nan"))[sample, None]
+        k, v = k * factor, v * factor
+    return k, v, lengths._replace(cu_seqlens_k=bounds, seqused_k=None)
 
 
 # These two are ops, since torch.compile would make atomics of what is in the second one, and Dynamo of torch 2.11 loses
@@ -173,7 +181,19 @@ def _take_rows_backward(ctx, dout):
     return _add_rows(dout[0].transpose(0, 1), rows, ctx.total).transpose(0, 1)[None], None
 
 
+def _save_added_rows(ctx, inputs, output):
+    _, rows, _ = inputs
+    ctx.save_for_backward(rows)
+
+
+def _add_rows_backward(ctx, dsums):
+    rows, = ctx.saved_tensors
+    return _take_rows(dsums.transpose(0, 1)[None], rows)[0].transpose(0, 1), None, None
+
+
 _take_rows.register_autograd(_take_rows_backward, setup_context=_save_rows)
+# For second derivatives, which then reach a kernel, whose error says that it has none.
+_add_rows.register_autograd(_add_rows_backward, setup_context=_save_added_rows)
 
 
 def _samples(cu_seqlens, total):
