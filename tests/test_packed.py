@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import minimal_attn
-from minimal_attn import flash_attention
-from test_lengths import BATCHES, DTYPES, IMPLS, KERNELS, ints, make, run
+from minimal_attn import FlashMHA, flash_attention, reference_attention, unpad_input, which_kernel
+from test_lengths import BATCHES, DEVICE, DTYPES, IMPLS, KERNELS, ints, make, run
 
 SHARED_KEYS = next(x for x in BATCHES if x.name == "shared_keys")
 
@@ -56,3 +56,136 @@ def test_opcheck_of_the_copies():
     x, parts, rows = torch.randn(1, 2, 9, 4), torch.randn(5, 2, 4), torch.tensor([3, 3, 0, 8, 3])
     torch.library.opcheck(minimal_attn.packed._take_rows, (x.requires_grad_(), rows))
     torch.library.opcheck(minimal_attn.packed._add_rows, (parts.requires_grad_(), rows, 9))
+
+
+# The functions of packed qkv and kv.
+
+@pytest.mark.parametrize("name", ["qkvpacked", "kvpacked", "varlen_qkvpacked", "varlen_kvpacked"])
+def test_keywords_of_functions_of_packed_tensors(name):
+    """They reach the function of q, k and v, and errors speak of the one that was called, and of its arguments."""
+    name = f"flash_attn_{name}_func"
+    call, is_varlen = getattr(minimal_attn, name), "varlen" in name
+    whole = minimal_attn.flash_attn_varlen_func if is_varlen else minimal_attn.flash_attn_func
+    q, k, v = torch.randn(3, 10, 4, 16) if is_varlen else torch.randn(3, 2, 10, 4, 16)
+    lengths = [ints(0, 4, 10)] * 2 if is_varlen else []
+    given = (torch.stack([q, k, v], -3), *lengths[:1]) if "qkv" in name else (q, torch.stack([k, v], -3), *lengths)
+    sinks, place = torch.randn(4), torch.empty_like(q)
+    want = whole(q, k, v, *lengths, sinks=sinks, return_lse=True)
+    got = call(*given, s_aux=sinks, out=place, return_softmax_lse=True, num_splits=2, pack_gqa=True, sm_margin=1,
+               fa_version=3)
+    assert got[0] is place and got[0].equal(want[0]) and got[1].equal(want[1])
+    if is_varlen:
+        used = dict(seqused_q=ints(2, 6), seqused_k=ints(4, 3))
+        assert call(*given, **used, scheduler_metadata=ints(0)).equal(whole(q, k, v, *lengths, **used))
+    for error, match, bad in [
+            (NotImplementedError, f"^{name}: softcap is not supported yet", dict(softcap=3.0)),
+            (NotImplementedError, f"^{name}: mask_mod is not supported yet", dict(mask_mod=len)),
+            (TypeError, rf"^{name}\(\) got an unexpected keyword argument 'scale'", dict(scale=1.0)),
+            (TypeError, f"^{name}: s_aux and sinks are names of the same", dict(s_aux=sinks, sinks=sinks))]:
+        with pytest.raises(error, match=match):
+            call(*given, **bad)
+    if is_varlen and "qkv" in name:
+        for error, match, bad in [(TypeError, "^cu_seqlens must be int32, got torch.int64", lengths[0].long()),
+                                  (ValueError, "^cu_seqlens must ascend", ints(0, 8, 4)),
+                                  (ValueError, f"^{name}: cu_seqlens must be given", None),
+                                  (ValueError, r"^cu_seqlens must have one shape \(B \+ 1,\)", ints(0))]:
+            with pytest.raises(error, match=match):
+                call(given[0], bad)
+        with pytest.raises(TypeError, match="^max_seqlen must be None, an int"):
+            call(*given, 3.0)
+
+
+@pytest.mark.parametrize("name", ["score_mod", "mask_mod", "aux_tensors", "dynamic_causal", "min_seqlen_k",
+                                  "gather_kv_indices"])
+def test_keywords_of_other_libraries_are_refused_by_name(name):
+    q, cu_seqlens = torch.randn(10, 4, 16), ints(0, 4, 10)
+    calls = {"flash_attn_varlen_func": lambda **given: minimal_attn.flash_attn_varlen_func(
+        q, q, q, cu_seqlens, cu_seqlens, **given)}
+    if name in ("score_mod", "mask_mod", "aux_tensors"):
+        calls["flash_attn_func"] = lambda **given: minimal_attn.flash_attn_func(q[None], q[None], q[None], **given)
+    for function, call in calls.items():
+        assert call(**{name: None}).equal(call())
+        with pytest.raises(NotImplementedError, match=f"^{function}: {name} is not supported yet"):
+            call(**{name: [q]})
+
+
+@pytest.mark.parametrize("name", ["leftpad_k", "cache_seqlens"])
+def test_names_of_flash_attn_with_kvcache_are_explained(name):
+    q = torch.randn(1, 2, 10, 16)
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; it is "):
+        flash_attention(q, q, q, **{name: ints(3)})
+
+
+def test_packed_funcs_compile_fullgraph():
+    qkv, cu_seqlens = torch.randn(10, 3, 4, 16), ints(0, 4, 10)
+
+    def attend(qkv, cu_seqlens):
+        return minimal_attn.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 6, causal=True, num_splits=1)
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="aot_eager")(qkv, cu_seqlens),
+                               attend(qkv, cu_seqlens))
+
+
+# The other entry points.
+
+def test_max_seqlen_changes_nothing_in_reference_attention_and_which_kernel():
+    q, cu_seqlens = torch.randn(1, 2, 10, 16), ints(0, 4, 10)
+    lengths = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    given = dict(max_seqlen_q=1, max_seqlen_k=torch.tensor(6))
+    assert reference_attention(q, q, q, **lengths, **given).equal(reference_attention(q, q, q, **lengths))
+    assert which_kernel(q, q, q, **lengths, **given) == "host"
+
+
+def mha(**options):
+    return FlashMHA(32, 4, 2, causal=True, device=DEVICE, **options)
+
+
+def test_flash_mha_of_no_samples():
+    module, x = mha(backend="torch"), torch.empty(0, 12, 32, device=DEVICE)
+    want = module(x)
+    assert module(x, key_padding_mask=torch.ones(0, 12, dtype=torch.bool, device=DEVICE)).shape == want.shape
+    x = torch.empty(0, 32, device=DEVICE)
+    for values in ((0,), (0, 0), (0, 0, 0)):
+        out = module(x, cu_seqlens=ints(*values, device=DEVICE))
+        assert out.shape == x.shape and out.requires_grad
+    x = torch.empty(3, 0, 32, device=DEVICE)
+    assert module(x, key_padding_mask=torch.ones(3, 0, dtype=torch.bool, device=DEVICE)).shape == x.shape
+
+
+def test_flash_mha_speaks_of_its_own_arguments():
+    x = torch.randn(10, 32, device=DEVICE)
+    for error, match, arguments in [
+            (TypeError, "^cu_seqlens must be int32", dict(cu_seqlens=torch.arange(2, device=DEVICE))),
+            (TypeError, "^cu_seqlens must be a torch.Tensor", dict(cu_seqlens=[0, 3])),
+            (ValueError, r"^cu_seqlens must have one shape \(B \+ 1,\)", dict(cu_seqlens=ints(0, device=DEVICE))),
+            (TypeError, "^max_seqlen must be None", dict(cu_seqlens=ints(0, 3, device=DEVICE), max_seqlen=3.0))]:
+        with pytest.raises(error, match=match):
+            mha()(x, **arguments)
+
+
+@pytest.mark.parametrize("backend", minimal_attn.interface.BACKENDS)
+def test_flash_mha_of_a_packed_batch_compiles_fullgraph(backend):
+    """One graph for all values of cu_seqlens."""
+    module, x = mha(backend=backend), torch.randn(20, 32, device=DEVICE)
+    torch._dynamo.reset()
+    graphs = []
+    compiled = torch.compile(lambda x, cu_seqlens: module(x, cu_seqlens=cu_seqlens, max_seqlen=20), fullgraph=True,
+                             backend=lambda graph, inputs: graphs.append(graph) or graph)
+    for values in ((0, 13, 20), (0, 0, 20)):
+        cu_seqlens = ints(*values, device=DEVICE)
+        torch.testing.assert_close(compiled(x, cu_seqlens), module(x, cu_seqlens=cu_seqlens))
+    assert len(graphs) == 1
+
+
+# Packing.
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_masks_of_integers(dtype):
+    mask, x = torch.tensor([[0, 1, 1], [1, 0, 0]], dtype=dtype, device=DEVICE), torch.randn(2, 3, 32, device=DEVICE)
+    for got, want in zip(unpad_input(hidden_states=x, attention_mask=mask), unpad_input(x, mask.bool())):
+        assert got == want if isinstance(got, int) else got.equal(want)
+    module = mha(backend="torch")
+    assert module(x, key_padding_mask=mask).equal(module(x, key_padding_mask=mask.bool()))
+    with pytest.raises(TypeError, match="attention_mask must be bool, int64, int32 or uint8, .* got torch.float32"):
+        unpad_input(x, mask.float())
