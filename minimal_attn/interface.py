@@ -122,9 +122,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         packed batch of q, and of k and v, and pad_input undoes it.
 
         Rows that a sample does not use give out 0 and lse -inf. Neither they nor keys that no row of a sample uses
-        change any result or gradient, even if they are NaN or inf. The values of cu_seqlens and seqused are checked for CPU
-        tensors. On a GPU, "cuda" and "triton" do not read them on the host, so that CUDA graphs may change them, and
-        clamp what is out of range; "torch" and "reference" copy a packed batch to a padded one, for which they read
+        change any result or gradient, even if they are NaN or inf. The values of cu_seqlens and seqused are checked for
+        CPU tensors. On a GPU, "cuda" and "triton" do not read them on the host, so that CUDA graphs may change them,
+        and clamp what is out of range; "torch" and "reference" copy a packed batch to a padded one, for which they read
         the largest length, unless a CUDA graph is captured or torch.compile traces. In packed batches, the tiles of
         "cuda" and "triton" depend on head_dim alone, so that a sample's bits do not depend on its batch.
 

@@ -126,9 +126,9 @@ class FlashMHA(nn.Module):
             cu_seqlens: int32 (B + 1,) on x's device: where the samples of a packed x begin, as in flash_attention.
             max_seqlen: an int or a tensor of one element, which nothing here needs.
             key_padding_mask: (B, S) on x's device, True or not 0 where a position is valid, as in flash-attn, and the
-                opposite of nn.MultiheadAttention: bool, int64, int32 or uint8. The valid positions, wherever they lie, are packed, and windows count
-                these alone. All others change nothing, and their result is 0. The host waits for their number, so that a
-                CUDA graph cannot be captured.
+                opposite of nn.MultiheadAttention: bool, int64, int32 or uint8. The valid positions, wherever they lie,
+                are packed, and windows count these alone. All others change nothing, and their result is 0. The host
+                waits for their number, so that a CUDA graph cannot be captured.
 
         Returns:
             Of x's shape and dtype; under torch.autocast of autocast's dtype.
