@@ -1,11 +1,15 @@
 """Packed batches: what the lengths of their samples may be, and how a batch becomes one and is undone."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import minimal_attn
+from conftest import captured
 from minimal_attn import FlashMHA, flash_attention, reference_attention, unpad_input, which_kernel
-from test_lengths import BATCHES, DEVICE, DTYPES, IMPLS, KERNELS, ints, make, run
+from test_lengths import (BATCHES, DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, by_loop, close, ints, make,
+                          make_sinks, run)
 
 SHARED_KEYS = next(x for x in BATCHES if x.name == "shared_keys")
 
@@ -56,6 +60,56 @@ def test_opcheck_of_the_copies():
     x, parts, rows = torch.randn(1, 2, 9, 4), torch.randn(5, 2, 4), torch.tensor([3, 3, 0, 8, 3])
     torch.library.opcheck(minimal_attn.packed._take_rows, (x.requires_grad_(), rows))
     torch.library.opcheck(minimal_attn.packed._add_rows, (parts.requires_grad_(), rows, 9))
+
+
+# On a GPU.
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["cuda:sm90"])
+@pytest.mark.parametrize("D", [64, 96, 128, 192, 256])  # of each tile
+@pytest.mark.parametrize("causal", [False, True])
+def test_bits_of_samples_of_a_large_batch(impl, D, causal):
+    """More tiles than the GPU has SMs, of samples that are empty, of one row, or end beside a tile."""
+    sizes = (0, 1, 63, 64, 65, 127, 129, 191, 193, 300) * 4
+    batch = Batch("large", sizes, sizes[13:] + sizes[:13], causal=causal, H=16, Hk=4, D=D)
+    q, k, v, _, _ = make(batch, DTYPES[impl], "cuda")
+    out, lse = run(impl, batch, q, k, v)
+    want, want_lse = run("reference", batch, *(x.double() for x in (q, k, v)))
+    close(out, want, TOLERANCE[out.dtype])
+    close(lse, want_lse, 1e-5)
+    for b, (_, rows, keys) in list(enumerate(batch.samples()))[::7]:
+        alone = dataclasses.replace(batch, rows=batch.rows[b:b + 1], keys=batch.keys[b:b + 1])
+        got, got_lse = run(impl, alone, *(x[:, :, part].clone() for x, part in ((q, rows), (k, keys), (v, keys))))
+        assert got.equal(out[:, :, rows]) and got_lse.equal(lse[:, :, rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", [x for x in KERNELS if IMPLS[x][1] == "cuda"])
+def test_cuda_graph_of_the_backward_pass_with_other_lengths_in_each_replay(impl, monkeypatch):
+    if impl == "triton":
+        monkeypatch.setattr("triton_ref.attention_bwd.MIN_WORK_FOR_A_STREAM", 0)
+    batch = Batch("graph", (50, 150), (60, 140), window=(70, -1), causal=True, has_sinks=True, head_dim_v=64)
+    q, k, v, dout, _ = make(batch, DTYPES[impl], "cuda")
+    inputs = [x.requires_grad_() for x in (q, k, v, *make_sinks(batch, DTYPES[impl], "cuda"))]
+    lengths = batch.lengths("cuda")
+
+    def train():
+        q, k, v, sinks = inputs
+        out = flash_attention(q, k, v, True, window_size=(70, 0), **lengths, sinks=sinks, backend=IMPLS[impl][0])
+        return torch.autograd.grad(out, inputs, dout)
+
+    graph, gradients = captured(train)
+    for rows, keys in ((50, 150), (60, 140)), ((0, 200), (199, 1)), ((123, 77), (1, 199)):
+        other = dataclasses.replace(batch, rows=rows, keys=keys)
+        for name, x in other.lengths("cuda").items():
+            if x is not None:
+                lengths[name].copy_(x)
+        doubles = [x.detach().double().requires_grad_() for x in inputs]
+        want = torch.autograd.grad(by_loop(other, *doubles)[0], doubles, dout.double())
+        for _ in range(2):  # twice, for what a replay leaves behind in its workspace
+            graph.replay()
+            for got, ref in zip(gradients, want):
+                close(got, ref, 3 * TOLERANCE[got.dtype])
 
 
 # The functions of packed qkv and kv.
