@@ -21,8 +21,8 @@ class Lengths(NamedTuple):
     sample b are valid, or all of them.
 
     In a packed batch, q (1, H, Tq, D) and k, v (1, Hk, Tk, D), sample b has the rows and keys from cu_seqlens[b] to
-    cu_seqlens[b + 1], of which the first seqused_q[b] rows are valid. seqused_k[b] keys from cu_seqlens_k[b] on are, in
-    whichever samples they are too.
+    cu_seqlens[b + 1], of which the first seqused_q[b] rows are valid. With seqused_k, its keys are the seqused_k[b]
+    ones from cu_seqlens_k[b] on. Samples may share keys.
     """
 
     cu_seqlens_q: Tensor | None = None  # (B + 1,); this and the next one are both given in a packed batch alone

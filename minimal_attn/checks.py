@@ -123,7 +123,7 @@ def check_dropout_p(dropout_p, name="dropout_p"):
 def check_dropout_seed(dropout_seed, q):
     """dropout_seed, or one that torch draws if it is None, on q's device so that a CUDA graph draws anew each time.
 
-    TypeError for what is no dense tensor, ValueError unless it is int64, of one element and on q's device.
+    TypeError for what is no dense int64 tensor, ValueError unless it is of one element and on q's device.
     """
     if dropout_seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
@@ -132,9 +132,11 @@ def check_dropout_seed(dropout_seed, q):
     if not isinstance(dropout_seed, torch.Tensor):
         raise TypeError(f"{wanted}, got {shown(dropout_seed)}")
     check_tensor("dropout_seed", dropout_seed)
-    if dropout_seed.dtype != torch.int64 or dropout_seed.numel() != 1 or dropout_seed.device != q.device:
-        raise ValueError(f"{wanted}, got {dropout_seed.dtype} of shape {tuple(dropout_seed.shape)} on "
-                         f"{dropout_seed.device}")
+    got = f"got {dropout_seed.dtype} of shape {tuple(dropout_seed.shape)} on {dropout_seed.device}"
+    if dropout_seed.dtype != torch.int64:
+        raise TypeError(f"{wanted}, {got}")
+    if dropout_seed.numel() != 1 or dropout_seed.device != q.device:
+        raise ValueError(f"{wanted}, {got}")
     return dropout_seed
 
 

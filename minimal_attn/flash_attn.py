@@ -4,13 +4,16 @@ What flash-attn 3, flash-attn 4 and vLLM add to them are keywords. num_splits, p
 and fa_version tune kernels of theirs and change nothing here. Read next: packed.py, packed batches.
 """
 
+import functools
+import inspect
+
 from torch import Tensor
 
 from .backends import Lengths
 from .checks import autocast, check_tensor, out_dtype, shown, wants_gradient
 from .cuda import NO_LENGTHS, fast_path
 from .interface import checked_attention, is_zero
-from .lengths import NO_WINDOW, check_max_seqlen
+from .lengths import NO_WINDOW, check_max_seqlen, of_self_attention
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
@@ -23,6 +26,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
                     q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
                     qv: Tensor | None = None, attention_chunk: int = 0, num_splits: int = 0,
                     pack_gqa: bool | None = None, sm_margin: int = 0, fa_version: int | None = None,
+                    score_mod: None = None, mask_mod: None = None, aux_tensors: None = None,
                     dropout_seed: Tensor | None = None, backend: str = "auto") -> Result:
     """flash_attention with the signature and the layout of flash-attn (flash_attn.flash_attn_func).
 
@@ -40,6 +44,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
             (H,) as of flash_attention.
         softcap, alibi_slopes: as flash_attention, which serves them by the backends "torch" and "reference".
         q_descale, k_descale, v_descale, qv, attention_chunk: only their defaults are supported.
+        score_mod, mask_mod, aux_tensors: only None is supported.
         num_splits, pack_gqa, sm_margin, fa_version: change nothing.
 
     Returns:
@@ -48,6 +53,8 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     Raises:
         NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
     """
+    if not (score_mod is mask_mod is aux_tensors is None):
+        _refuse("flash_attn_func", score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
     return_lse = return_lse or return_softmax_lse
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
@@ -85,14 +92,17 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
                            v_descale: Tensor | None = None, qv: Tensor | None = None,
                            page_table: Tensor | None = None, attention_chunk: int = 0, num_splits: int = 0,
                            pack_gqa: bool | None = None, scheduler_metadata: Tensor | None = None, sm_margin: int = 0,
-                           fa_version: int | None = None, dropout_seed: Tensor | None = None,
-                           backend: str = "auto") -> Result:
+                           fa_version: int | None = None, score_mod: None = None, mask_mod: None = None,
+                           aux_tensors: None = None, dynamic_causal: bool | None = None,
+                           min_seqlen_k: int | None = None, gather_kv_indices: Tensor | None = None,
+                           dropout_seed: Tensor | None = None, backend: str = "auto") -> Result:
     """Attention of a packed batch, whose samples lie one after the other (flash_attn.flash_attn_varlen_func).
 
     Args:
         q: (Tq, H, D); k, v: (Tk, Hk, D), v also with another head_dim.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k: as flash_attention.
         block_table, page_table, scheduler_metadata: the first two must be None, the last changes nothing.
+        dynamic_causal, min_seqlen_k, gather_kv_indices: only None, False and 0 are supported.
         All others: as flash_attn_func, but out is (Tq, H, D).
 
     Returns:
@@ -102,6 +112,9 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     Raises:
         NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
     """
+    if not (score_mod is mask_mod is aux_tensors is dynamic_causal is min_seqlen_k is gather_kv_indices is None):
+        _refuse("flash_attn_varlen_func", score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors,
+                dynamic_causal=dynamic_causal, min_seqlen_k=min_seqlen_k, gather_kv_indices=gather_kv_indices)
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
         sinks = _one_of("flash_attn_varlen_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
@@ -133,58 +146,82 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     return _returned(o.transpose(0, 1), lse, out, return_attn_probs)
 
 
+def _of_parts(whole):
+    """Decorator of a function that calls `whole` with parts of packed tensors and passes **keywords on.
+
+    Its signature, which clients inspect, has the keyword-only arguments of `whole`, and errors speak of its own name.
+    """
+    keywords = [x for x in inspect.signature(whole).parameters.values() if x.kind == x.KEYWORD_ONLY]
+
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            try:
+                return function(*args, **kwargs)
+            except (TypeError, ValueError, NotImplementedError) as error:
+                error.args = str(error).replace(whole.__name__, function.__name__),
+                raise
+
+        signature = inspect.signature(function)
+        own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
+        wrapper.__signature__ = signature.replace(parameters=[*own, *keywords])
+        return wrapper
+
+    return decorate
+
+
+@_of_parts(flash_attn_func)
 def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
                               causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
                               alibi_slopes: Tensor | None = None, deterministic: bool = False,
-                              return_attn_probs: bool = False, *, return_lse: bool = False,
-                              dropout_seed: Tensor | None = None, backend: str = "auto") -> Result:
+                              return_attn_probs: bool = False, **keywords) -> Result:
     """flash_attn_func of qkv (B, S, 3, H, D), which holds q, k and v; none is copied. All else as there."""
     q, k, v = _parts("flash_attn_qkvpacked_func", "(B, S, 3, H, D)", qkv=qkv)
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-                           deterministic, return_attn_probs, return_lse=return_lse, dropout_seed=dropout_seed,
-                           backend=backend)
+                           deterministic, return_attn_probs, **keywords)
 
 
+@_of_parts(flash_attn_func)
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
                              causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
                              alibi_slopes: Tensor | None = None, deterministic: bool = False,
-                             return_attn_probs: bool = False, *, return_lse: bool = False,
-                             dropout_seed: Tensor | None = None, backend: str = "auto") -> Result:
+                             return_attn_probs: bool = False, **keywords) -> Result:
     """flash_attn_func of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), which holds k and v; none is copied. All else as
     there."""
     k, v = _parts("flash_attn_kvpacked_func", "(B, S, 2, H, D)", kv=kv)
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-                           deterministic, return_attn_probs, return_lse=return_lse, dropout_seed=dropout_seed,
-                           backend=backend)
+                           deterministic, return_attn_probs, **keywords)
 
 
+@_of_parts(flash_attn_varlen_func)
 def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor | None = None,
                                      dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
                                      window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
                                      alibi_slopes: Tensor | None = None, deterministic: bool = False,
-                                     return_attn_probs: bool = False, *, return_lse: bool = False,
-                                     dropout_seed: Tensor | None = None, backend: str = "auto") -> Result:
+                                     return_attn_probs: bool = False, **keywords) -> Result:
     """flash_attn_varlen_func of qkv (T, 3, H, D), which holds q, k and v; none is copied. All else as there."""
     q, k, v = _parts("flash_attn_varlen_qkvpacked_func", "(T, 3, H, D)", qkv=qkv)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
-                                  causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-                                  return_lse=return_lse, dropout_seed=dropout_seed, backend=backend)
+    try:
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p,
+                                      softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                                      return_attn_probs, **keywords)
+    except (TypeError, ValueError) as error:
+        raise of_self_attention(error)
 
 
+@_of_parts(flash_attn_varlen_func)
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
                                     max_seqlen_q: int | Tensor | None = None, max_seqlen_k: int | Tensor | None = None,
                                     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
                                     window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
                                     alibi_slopes: Tensor | None = None, deterministic: bool = False,
-                                    return_attn_probs: bool = False, *, return_lse: bool = False,
-                                    dropout_seed: Tensor | None = None, backend: str = "auto") -> Result:
+                                    return_attn_probs: bool = False, **keywords) -> Result:
     """flash_attn_varlen_func of q (Tq, H, D) and kv (Tk, 2, Hk, D), which holds k and v; none is copied. All else as
     there."""
     k, v = _parts("flash_attn_varlen_kvpacked_func", "(T, 2, H, D)", kv=kv)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
                                   softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                                  return_attn_probs, return_lse=return_lse, dropout_seed=dropout_seed,
-                                  backend=backend)
+                                  return_attn_probs, **keywords)
 
 
 def _refuse(function, **arguments):

@@ -34,6 +34,8 @@ OTHER_NAMES = {
     "key_padding_mask": "; FlashMHA takes it, and unpad_input packs a batch by it",
     "block_table": "; page tables are not supported yet",
     "page_table": "; page tables are not supported yet",
+    "leftpad_k": "; it is not supported, but unpad_input packs a batch whose padding comes first",
+    "cache_seqlens": "; it is called seqused_k here, and keys are not appended",
     "s_aux": "; it is called sinks here",
     "learnable_sink": "; it is called sinks here",
     "return_attn_probs": "; return_lse=True returns lse",
@@ -69,7 +71,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         sm_scale: factor of the scores; 1/sqrt(D) if None.
         seq_lens: valid length of each sample, 1 to S: a list, or an int32 or int64 tensor on q's device or the CPU, of
             shape (B,), or (1,) for 3D input. Needs Sq == Sk. Keys from the length on are masked. Query rows from the
-            length on give out 0 and lse -inf. The values in this padding, also NaN and inf, change no result. The
+            length on give out 0 and lse -inf. The values in this padding change no result, even if NaN or inf. The
             lengths in a GPU tensor are checked by one small read. CUDA graph capture and torch.compile skip this read;
             then lengths out of range are clamped. Graph capture takes only GPU tensors.
         dropout_p: share in [0, 1] of the normalised probabilities set to 0; the rest is scaled by 1/(1 - dropout_p).
@@ -109,7 +111,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             seqused_k, a sample's keys start at cu_seqlens_k[b] and may also be those of others. For gradients, "cuda"
             and "triton" then copy B · max_seqlen_k keys and values. If max_seqlen_k is no int, the host waits for the
             largest length; where it cannot, in a CUDA graph or under torch.compile, B · Tk are copied. An int that is
-            too small is an error on the CPU. Where lengths are not read, it cuts longer samples.
+            too small is an error on the CPU. Where lengths are not read, longer samples give NaN, and so do their
+            gradients.
         sinks: (H,), float32, float16 or bfloat16, or float64 for float64, on q's device: one more score of each row of
             a query head, in units of sm_scale · QKᵀ. It takes its share of the softmax, and no value goes with it (Xiao
             et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. "torch" then forms all scores, as "reference"
@@ -130,9 +133,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         packed batch of q, and of k and v, and pad_input undoes it.
 
         Rows that a sample does not use give out 0 and lse -inf. Neither they nor keys that no row of a sample uses
-        change any result or gradient, also as NaN and inf. The values of cu_seqlens and seqused are checked for CPU
-        tensors. On a GPU, "cuda" and "triton" do not read them on the host, so that CUDA graphs may change them, and
-        clamp what is out of range; "torch" and "reference" copy a packed batch to a padded one, for which they read
+        change any result or gradient, even if they are NaN or inf. The values of cu_seqlens and seqused are checked for
+        CPU tensors. On a GPU, "cuda" and "triton" do not read them on the host, so that CUDA graphs may change them,
+        and clamp what is out of range; "torch" and "reference" copy a packed batch to a padded one, for which they read
         the largest length, unless a CUDA graph is captured or torch.compile traces. In packed batches, the tiles of
         "cuda" and "triton" depend on head_dim alone, so that a sample's bits do not depend on its batch.
 
@@ -210,10 +213,12 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     named_descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
     descales = check_descales(named_descales, q, k, lengths)
     if not chosen.has_forward_mode:
+        if is_transformed() and q.dtype not in FP8_DTYPES and any(map(wants_gradient, (q, k, v, sinks))):
+            raise NotImplementedError(f"backend={name!r} does not support gradients under the transforms of torch.func:"
+                                      " use backend='torch' or backend='reference'")
         instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
         check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, sinks=sinks,
-                            **named_descales,
-                            has_backward=q.dtype not in FP8_DTYPES and not is_transformed())
+                            **named_descales, has_backward=q.dtype not in FP8_DTYPES)
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
     if is_3d:
@@ -250,16 +255,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
                  seq_lens: Tensor | Sequence[int] | None = None, dropout_p: float = 0.0, *,
                  window_size: tuple[int, int] = NO_WINDOW, cu_seqlens_q: Tensor | None = None,
-                 cu_seqlens_k: Tensor | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
-                 sinks: Tensor | None = None) -> str:
+                 cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
+                 max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
+                 seqused_k: Tensor | None = None, sinks: Tensor | None = None) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
     It depends on the dtype (under torch.autocast on its dtype), both head_dims, strides, alignment, dropout, sinks and
     the GPU. force_kernel overrides it.
 
     Args:
-        As of flash_attention; causal, sm_scale, window_size and the values of all lengths are checked, but do not
-        affect the choice.
+        As of flash_attention; causal, sm_scale, window_size, max_seqlen and the values of all lengths are checked, but
+        do not affect the choice.
 
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
@@ -278,6 +284,8 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, KERNEL_DTYPES)
     check_options(causal, sm_scale)
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
     lengths = check_lengths(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), seq_lens, q, k)
     check_window(window_size, causal, lengths, q, k)
     sinks = check_sinks(sinks, q)

@@ -5,6 +5,7 @@ its tensor. Read next: choice.py, which backend serves a call.
 """
 
 import operator
+import re
 
 import torch
 
@@ -41,7 +42,7 @@ def check_window(window_size, causal, lengths, q, k):
 def check_lengths(lengths, seq_lens, q, k):
     """lengths, or those that seq_lens means, if they fit q and k, which are checked.
 
-    TypeError for what is no dense tensor, ValueError for everything else.
+    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else.
     """
     if seq_lens is not None:
         if lengths.are_given:
@@ -58,7 +59,7 @@ def check_lengths(lengths, seq_lens, q, k):
             continue
         check_tensor(name, x)
         if x.dtype != torch.int32:
-            raise ValueError(f"{name} must be int32, got {x.dtype}")
+            raise TypeError(f"{name} must be int32, got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on the same device as q ({q.device}), got {x.device}")
         if x.ndim != 1 or not x.is_contiguous():
@@ -100,14 +101,23 @@ def _check_values(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, tot
 
 
 def check_max_seqlen(name, max_seqlen):
-    """TypeError unless max_seqlen is None, an int or a tensor of one element."""
+    """TypeError unless max_seqlen is None, an int or a tensor of one element; ValueError for an int below 0."""
     is_scalar = isinstance(max_seqlen, torch.Tensor) and max_seqlen.numel() == 1
     if not (max_seqlen is None or is_int(max_seqlen) or is_scalar):
         raise TypeError(f"{name} must be None, an int or a tensor of one element, got {shown(max_seqlen)}")
+    if is_int(max_seqlen) and max_seqlen < 0:
+        raise ValueError(f"{name} must not be negative, got {max_seqlen}")
+
+
+def of_self_attention(error):
+    """error, where the caller gave one cu_seqlens and one max_seqlen for both q and k."""
+    error.args = re.sub(r"(cu_seqlens|max_seqlen)_[qk](?: and \1_[qk])?", r"\1", str(error)),
+    return error
 
 
 def check_seq_lens(seq_lens, q, k):
-    """seq_lens as an int32 tensor of shape (q.shape[0],) on q's device, or None; ValueError unless it fits q and k.
+    """seq_lens as an int32 tensor of shape (q.shape[0],) on q's device, or None; TypeError unless it holds integers,
+    ValueError unless it fits q and k.
 
     Values are checked at once for a list or a CPU tensor. For a GPU tensor that takes one small read, which is skipped
     while a CUDA graph is captured or torch.compile traces; the kernels clamp, so a bad value never reads out of bounds.
@@ -126,13 +136,13 @@ def check_seq_lens(seq_lens, q, k):
         try:
             lengths = [operator.index(n) for n in seq_lens]
         except TypeError:
-            raise ValueError("seq_lens must be integers, in a list or an int32 or int64 tensor, got "
-                             f"{shown(seq_lens)}") from None
+            raise TypeError("seq_lens must be integers, in a list or an int32 or int64 tensor, got "
+                            f"{shown(seq_lens)}") from None
         if any(not 0 < n <= seqlen for n in lengths):
             raise ValueError(f"seq_lens must be in 1..{seqlen}, got {lengths}")
         seq_lens, is_readable = torch.tensor(lengths, dtype=torch.int32, device="cpu"), False  # they have been read
     elif seq_lens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"seq_lens must be a list or an int32 or int64 tensor, got {seq_lens.dtype}")
+        raise TypeError(f"seq_lens must be a list or an int32 or int64 tensor, got {seq_lens.dtype}")
     elif seq_lens.device != q.device and seq_lens.device.type != "cpu":
         raise ValueError(f"seq_lens must be on the same device as q ({q.device}) or on the CPU, got {seq_lens.device}")
     if is_capturing and not seq_lens.is_cuda:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .backends import Lengths
 from .checks import MAX_HEAD_DIM, check_dropout_p, check_options, check_tensor, shown
 from .interface import BACKENDS, flash_attention
-from .lengths import NO_WINDOW, check_window_size
+from .lengths import NO_WINDOW, check_window_size, of_self_attention
 from .packed import check_mask, pad_input, unpad_input
 from .scores import check_attn_bias, without_repeats
 
@@ -129,10 +129,11 @@ class FlashMHA(nn.Module):
                 on, and their result is out_proj's bias, or 0 without one.
             cu_seqlens: int32 (B + 1,) on x's device: where the samples of a packed x begin, as in flash_attention.
             max_seqlen: an int or a tensor of one element, which nothing here needs.
-            key_padding_mask: bool (B, S) on x's device, True where a position is valid, as in flash-attn, and the
-                opposite of nn.MultiheadAttention. The valid positions, wherever they lie, are packed, and windows count
-                these alone. All others change nothing, and their result is 0. The host waits for their number, so that
-                a CUDA graph cannot be captured. With an attn_mask nothing is packed, and no host waits.
+            key_padding_mask: (B, S) on x's device, True or not 0 where a position is valid, as in flash-attn, and the
+                opposite of nn.MultiheadAttention: bool, int64, int32 or uint8. The valid positions, wherever they lie,
+                are packed, and windows count these alone. All others change nothing, and their result is 0. The host
+                waits for their number, so that a CUDA graph cannot be captured. With an attn_mask nothing is packed,
+                and no host waits.
             attn_mask: as of scaled_dot_product_attention, broadcastable to (B, H, S, S), on x's device: bool, True
                 where a position sees another, or float, which is added to the scores and has a gradient. It goes with
                 `causal`, windows, seq_lens and key_padding_mask, all of which hide positions; but not with cu_seqlens,
@@ -157,7 +158,9 @@ class FlashMHA(nn.Module):
         if x.ndim != layout.count(",") + 2 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x must be ({layout}, {self.embed_dim}), got {tuple(x.shape)}")
         if key_padding_mask is not None:
-            check_mask("key_padding_mask", key_padding_mask, x)
+            key_padding_mask = check_mask("key_padding_mask", key_padding_mask, x)
+            if x.shape[0] == 0:
+                return self.forward(x)
         if key_padding_mask is not None and attn_mask is None:
             packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, key_padding_mask)
             out = self.forward(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
@@ -167,6 +170,8 @@ class FlashMHA(nn.Module):
                 raise ValueError("windows count the positions that key_padding_mask leaves, which cannot be packed "
                                  "together with attn_mask: give one of the two")
             x = x.masked_fill(~key_padding_mask[..., None], 0)  # what no position sees must be finite
+        if cu_seqlens is not None and x.shape[0] == 0 and getattr(cu_seqlens, "shape", None) == (1,):
+            return self.forward(x[None])[0]  # no samples, which flash_attention refuses
         sizes = self.num_heads, self.num_heads_k, self.num_heads_k
         # Views of the projection's result (B, S, H + 2·Hk, D): flash_attention reads them by their strides.
         qkv = self.Wqkv(x).unflatten(-1, (sum(sizes), self.head_dim)).transpose(-2, -3)
@@ -183,7 +188,10 @@ class FlashMHA(nn.Module):
         if attn_mask is not None:
             attn_mask = check_attn_bias(attn_mask, q, k, Lengths(), "attn_mask")
             options["attn_bias"] = _without_padding(attn_mask, key_padding_mask)
-        out = flash_attention(q, k, v, self.causal, **options)
+        try:
+            out = flash_attention(q, k, v, self.causal, **options)
+        except (TypeError, ValueError) as error:
+            raise of_self_attention(error)
         out = self.out_proj(out.transpose(1, 2).flatten(2).view(x.shape))
         return out if key_padding_mask is None else out.masked_fill(~key_padding_mask[..., None], 0)
 

@@ -10,28 +10,28 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .backends import Lengths
-from .checks import can_read, check_tensor, is_int
+from .checks import can_read, check_tensor, is_int, shown
 
 
-def unpad_input(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Pack a padded batch: take what mask says is valid, wherever it lies in a sample (flash_attn.bert_padding).
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Pack a padded batch: take what the mask says is valid, wherever it lies in a sample (flash_attn.bert_padding).
 
     The host waits for the number of valid positions, and for the largest length.
 
     Args:
-        x: (B, S, ...).
-        mask: bool (B, S) on x's device, True where a position is valid.
+        hidden_states: (B, S, ...).
+        attention_mask: (B, S) on its device, True or not 0 where a position is valid: bool, int64, int32 or uint8.
 
     Returns:
-        (x_packed (T, ...), indices int64 (T,) of its rows in x.flatten(0, 1), cu_seqlens int32 (B + 1,), the largest
-        length, seqused int32 (B,), the lengths).
+        (packed (T, ...), indices int64 (T,) of its rows in hidden_states.flatten(0, 1), cu_seqlens int32 (B + 1,), the
+        largest length, seqused int32 (B,), the lengths).
 
     Raises:
-        TypeError: what is no dense tensor, or a mask that is not bool. ValueError: a wrong shape or device.
+        TypeError: what is no dense tensor, or a mask of another dtype. ValueError: a wrong shape or device.
         RuntimeError: while a CUDA graph is captured, when the host cannot wait.
     """
-    check_tensor("x", x)
-    check_mask("mask", mask, x)
+    check_tensor("hidden_states", hidden_states)
+    mask = check_mask("attention_mask", attention_mask, hidden_states)
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a mask cannot be read while a CUDA graph is captured: pack the batch before, or give "
                            "cu_seqlens")
@@ -39,43 +39,51 @@ def unpad_input(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int, T
     indices = mask.flatten().nonzero().squeeze(1)
     cu_seqlens = pad(seqused.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(seqused.max()) if seqused.numel() else 0
-    return x.flatten(0, 1).index_select(0, indices), indices, cu_seqlens, longest, seqused
+    return hidden_states.flatten(0, 1).index_select(0, indices), indices, cu_seqlens, longest, seqused
 
 
-def pad_input(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The reverse of unpad_input (flash_attn.bert_padding, whose names these are): (batch, seqlen, ...) of x (T, ...),
-    0 where nothing was valid.
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The reverse of unpad_input (flash_attn.bert_padding): (batch, seqlen, ...), 0 where nothing was valid.
 
     Args:
-        x: (T, ...).
-        indices: int64 (T,) on x's device, as of unpad_input.
-        batch, seqlen: sizes of the padded batch.
+        hidden_states: (T, ...).
+        indices: int64 (T,) on its device, as of unpad_input.
+        batch, seqlen: sizes of the padded batch, ints from 0 on.
 
     Raises:
-        TypeError: what is no dense tensor, or indices that are not int64. ValueError: a wrong shape or device, or more
-        rows than the padded batch has.
+        TypeError: what is no dense tensor, indices that are not int64, or a size that is no int. ValueError: a wrong
+        shape, size or device, or more rows than the padded batch has.
     """
-    check_tensor("x", x)
+    x = hidden_states
+    check_tensor("hidden_states", x)
     check_tensor("indices", indices)
+    for name, size in (("batch", batch), ("seqlen", seqlen)):
+        if not is_int(size):
+            raise TypeError(f"{name} must be an int, got {shown(size)}")
+        if size < 0:
+            raise ValueError(f"{name} must not be negative, got {size}")
     if indices.dtype != torch.int64:
         raise TypeError(f"indices must be int64, got {indices.dtype}")
     if indices.shape != x.shape[:1] or indices.device != x.device:
-        raise ValueError(f"indices must be ({x.shape[0] if x.ndim else 'T'},) on {x.device}, as x is "
+        raise ValueError(f"indices must be ({x.shape[0] if x.ndim else 'T'},) on {x.device}, as hidden_states is "
                          f"{tuple(x.shape)}; got {tuple(indices.shape)} on {indices.device}")
     if x.shape[0] > batch * seqlen:
-        raise ValueError(f"x has {x.shape[0]} rows, more than batch · seqlen = {batch * seqlen}")
+        raise ValueError(f"hidden_states has {x.shape[0]} rows, more than batch · seqlen = {batch * seqlen}")
     padded = x.new_zeros(batch * seqlen, *x.shape[1:]).index_copy(0, indices, x)
     return padded.unflatten(0, (batch, seqlen))
 
 
 def check_mask(name, mask, x):
-    """TypeError unless mask is a dense bool tensor, ValueError unless it is (B, S), on the device of x (B, S, ...)."""
+    """mask as bool; TypeError unless it is a dense tensor of bools or integers, ValueError unless it is (B, S), on the
+    device of x (B, S, ...)."""
     check_tensor(name, mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"{name} must be bool, True where a position is valid, got {mask.dtype}")
+    if mask.dtype not in (torch.bool, torch.int64, torch.int32, torch.uint8):
+        raise TypeError(f"{name} must be bool, int64, int32 or uint8, and not 0 where a position is valid, got "
+                        f"{mask.dtype}")
     if mask.ndim != 2 or mask.shape != x.shape[:2] or mask.device != x.device:
         raise ValueError(f"{name} must have shape {tuple(x.shape[:2])}, (B, S), on {x.device}, got {tuple(mask.shape)} "
                          f"on {mask.device}")
+    return mask != 0
 
 
 def as_padded(forward, q, k, v, options):
@@ -110,6 +118,9 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
     The copies have B · max_seqlen_k rows. If max_seqlen_k is no int, the host waits for the largest length, as for
     backend="torch". Where it cannot, in a CUDA graph or under torch.compile, there is room for all keys in each sample.
 
+    A max_seqlen_k below the length of a sample is an error where the host may read that. Elsewhere the keys of such a
+    sample are NaN, and so are its result and its gradients.
+
     Raises:
         ValueError: on the CPU, a max_seqlen_k below the length of a sample.
     """
@@ -128,7 +139,12 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
     # Rows after the last sample are copies of any keys: no row of q sees them, and their gradients are 0.
     rows = torch.where(row < ends[-1], begin[sample] + row - own_begin[sample], row % total)
     bounds = pad(ends, (1, 0)).int()
-    return _take_rows(k, rows), _take_rows(v, rows), lengths._replace(cu_seqlens_k=bounds, seqused_k=None)
+    k, v = _take_rows(k, rows), _take_rows(v, rows)
+    if longest is None and room < total:
+        # By a factor, which gradients have too: masked_fill would make theirs 0.
+        factor = k.new_ones(batch_size).masked_fill(seqlen > room, float("nan"))[sample, None]
+        k, v = k * factor, v * factor
+    return k, v, lengths._replace(cu_seqlens_k=bounds, seqused_k=None)
 
 
 # These two are ops, since torch.compile would make atomics of what is in the second one, and Dynamo of torch 2.11 loses
@@ -173,7 +189,19 @@ def _take_rows_backward(ctx, dout):
     return _add_rows(dout[0].transpose(0, 1), rows, ctx.total).transpose(0, 1)[None], None
 
 
+def _save_added_rows(ctx, inputs, output):
+    _, rows, _ = inputs
+    ctx.save_for_backward(rows)
+
+
+def _add_rows_backward(ctx, dsums):
+    rows, = ctx.saved_tensors
+    return _take_rows(dsums.transpose(0, 1)[None], rows)[0].transpose(0, 1), None, None
+
+
 _take_rows.register_autograd(_take_rows_backward, setup_context=_save_rows)
+# For second derivatives, which then reach a kernel, whose error says that it has none.
+_add_rows.register_autograd(_add_rows_backward, setup_context=_save_added_rows)
 
 
 def _samples(cu_seqlens, total):

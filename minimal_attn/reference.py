@@ -17,7 +17,7 @@ from .backends import Backend, Lengths, Options
 from .checks import (FP8_DTYPES, check_dropout_p, check_dropout_seed, check_options, check_qkv, check_sinks, out_dtype,
                      sum_dtype)
 from .dropout import keep_mask, keep_scale
-from .lengths import check_lengths, check_window
+from .lengths import check_lengths, check_max_seqlen, check_window
 from .packed import as_padded
 from .scores import check_alibi_slopes, check_attn_bias, check_softcap, visible_keys, with_scores
 
@@ -39,7 +39,8 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
                         seq_lens: Tensor | Sequence[int] | None = None, *, dropout_p: float = 0.0,
                         dropout_seed: Tensor | None = None, return_lse: bool = False,
                         window_size: tuple[int, int] = (-1, -1), cu_seqlens_q: Tensor | None = None,
-                        cu_seqlens_k: Tensor | None = None, seqused_q: Tensor | None = None,
+                        cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
+                        max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
                         seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0.0,
                         alibi_slopes: Tensor | None = None,
                         attn_bias: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -59,6 +60,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
         return_lse: also return each row's log-sum-exp.
         window_size, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softcap, alibi_slopes, attn_bias: as
             flash_attention.
+        max_seqlen_q, max_seqlen_k: checked, but not used.
 
     Returns:
         out, of q's shape, with v's head_dim, and q's dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or
@@ -67,6 +69,8 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     """
     check_qkv(q, k, v, DTYPES)
     check_options(causal, sm_scale)
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
     lengths = check_lengths(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), seq_lens, q, k)
     window = check_window(window_size, causal, lengths, q, k)
     dropout_p = check_dropout_p(dropout_p)

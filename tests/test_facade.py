@@ -323,9 +323,9 @@ def bad(error, match, **change):
     bad(ValueError, "got values from -4294967293 to 3", seq_lens=torch.tensor([3, 3 - 2**32])),
     bad(ValueError, r"seq_lens must have shape \(2,\)", seq_lens=[3]),
     bad(ValueError, r"seq_lens must have shape \(2,\), .*, got \(2, 1\)", seq_lens=torch.tensor([[3], [3]])),
-    bad(ValueError, "seq_lens must be integers", seq_lens=[3.0, 3]),
-    bad(ValueError, "seq_lens must be integers.*got 3", seq_lens=3),
-    bad(ValueError, "int32 or int64 tensor, got torch.float32", seq_lens=torch.tensor([3.0, 3.0])),
+    bad(TypeError, "seq_lens must be integers", seq_lens=[3.0, 3]),
+    bad(TypeError, "seq_lens must be integers.*got 3", seq_lens=3),
+    bad(TypeError, "int32 or int64 tensor, got torch.float32", seq_lens=torch.tensor([3.0, 3.0])),
     bad(ValueError, "seq_lens needs equal lengths", q=lambda q: q[:, :, 1:], seq_lens=[3, 3]),
     bad(ValueError, "seq_lens must be on the same device", seq_lens=torch.ones(2, dtype=torch.int32, device="meta")),
 ])

@@ -313,7 +313,7 @@ def test_which_kernel_takes_lengths_windows_and_sinks():
             (ValueError, "must both be given", dict(cu_seqlens_q=CU_SEQLENS)),
             (ValueError, "q, k and v must be packed", dict(cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS)),
             (ValueError, r"seqused_q must be in 0\.\.40 for sample 1", dict(seqused_q=LENGTHS + 1)),
-            (ValueError, "seqused_k must be int32", dict(seqused_k=LENGTHS.long())),
+            (TypeError, "seqused_k must be int32", dict(seqused_k=LENGTHS.long())),
             (ValueError, "seq_lens cannot be given together", dict(seq_lens=[3, 3], seqused_k=LENGTHS)),
             (ValueError, r"sinks must have shape \(4,\)", dict(sinks=torch.zeros(3)))]:
         with pytest.raises(error, match=match):
