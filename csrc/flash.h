@@ -5,13 +5,21 @@
 
 #include <cstdint>
 
-enum class DType { kFloat32, kFloat16, kBFloat16, kFloat64 };  // kFloat64 only on the CPU
+enum class DType { kFloat32, kFloat16, kBFloat16, kFloat64, kBool };  // kFloat64 only on the CPU, kBool for masks
 
 // [batch_size, heads, rows, head_dim] in the kernel's memory. Strides count elements, not bytes. head_dim is always
 // contiguous; batch, heads and rows may lie in any order and may be expanded (stride 0). Inputs are only read.
 struct Tensor {
     void *data;
     int64_t batch_stride, head_stride, row_stride;
+};
+
+// [batch_size, nheads, seqlen_q, seqlen_k], with strides of 0 where it is shared: what is added to the scores, or of
+// bool, which keys a row sees.
+struct Bias {
+    const void *data;  // or nullptr: none
+    int64_t batch_stride, head_stride, row_stride, key_stride;
+    DType dtype;
 };
 
 struct AttnParams {
@@ -47,6 +55,13 @@ struct AttnParams {
     bool has_left_bound() const { return window_left < seqlen_k; }
     bool has_right_bound() const { return window_right < seqlen_q - 1; }  // a causal mask hides nothing from one row
     DType dtype;  // of q, k, v and o
+
+    // What changes the scores beside the scale, see scores.cuh.
+    double softcap;              // 0: none
+    const float *alibi_slopes;   // [batch_size, nheads], or nullptr: none
+    int64_t alibi_batch_stride;  // 0: [nheads]
+    Bias bias;                   // not in packed batches
+    bool has_score_mods() const { return softcap > 0 || alibi_slopes || bias.data; }
 
     // [nheads] of lse's type, or nullptr: one more score of each row of a head, in units of softmax_scale · q·k. No key
     // and no value go with it (Xiao et al., StreamingLLM, 2023; as in gpt-oss). lse includes it.
