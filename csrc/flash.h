@@ -80,6 +80,9 @@ struct AttnParams {
 struct AttnBackwardParams : AttnParams {
     Tensor dout;        // as o
     Tensor dq, dk, dv;  // as q, k and v; data is nullptr where a gradient is not needed (dk and dv go together)
+    // The gradient of bias: fp32, or fp64 for fp64; data is nullptr if it is not needed. A stride of 0 stands for a
+    // dimension that is shared, over which it is summed.
+    struct { void *data; int64_t batch_stride, head_stride, row_stride, key_stride; } dbias;
     // [batch_size, nheads, seqlen_q] in any order, or data is nullptr if nobody used lse. fp32, or fp64 for fp64.
     Tensor dlse;
     void *delta;        // workspace like lse: rowsum(dout ∘ o) - dlse
@@ -96,6 +99,7 @@ namespace simt {
 void flash_forward(const AttnParams &p);                  // flash.cu: CUDA cores, every GPU
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd.cu, the same
 void preprocess_backward(const AttnBackwardParams &p);    // flash_bwd.cu: delta and lse_log2, for every backward
+void bias_backward(const AttnBackwardParams &p);          // flash_bwd_bias.cu: dbias, for every backward
 }
 namespace sm80 {
 void flash_forward(const AttnParams &p);                  // flash_sm80.cu: Ampere's tensor cores

@@ -16,7 +16,7 @@
 // So S and dP are formed twice, but nothing is summed in memory: no atomics and the same bits in every run. (Dao 2023,
 // Algorithm 2, sums dQ in memory instead.) The threads form a grid over the products as in flash.cu.
 //
-// Read next: host_cuda.h, how these kernels run on a CPU.
+// Read next: flash_bwd_bias.cu, the gradient of a bias.
 #include "tiles.h"
 
 namespace simt {
@@ -297,6 +297,7 @@ void flash_backward(const AttnBackwardParams &p) {
         };
         p.has_score_mods() ? run.template operator()<true>() : run.template operator()<false>();
     });
+    if (p.dbias.data) bias_backward(p);
 }
 
 }  // namespace simt

@@ -406,6 +406,7 @@ void flash_backward(const AttnBackwardParams &p) {
         if (p.dtype == DType::kFloat16) launch_bwd<__half, Shape>(p);
         else launch_bwd<__nv_bfloat16, Shape>(p);
     });
+    if (p.dbias.data) simt::bias_backward(p);
 }
 
 }  // namespace sm80

@@ -41,6 +41,7 @@ template <typename> using Sum = float;
 #include "flash_sm90.cu"
 #include "flash_dmma.cu"
 #include "flash_bwd.cu"
+#include "flash_bwd_bias.cu"
 #include "flash_bwd_sm80.cu"
 using namespace simt;
 #else
@@ -579,6 +580,7 @@ template <typename T> struct Tensors {
                                    size_of('K', c.seqlen_k)};
     std::vector<double> bias;
     std::optional<Buffer<char>> bias_bytes;
+    std::optional<Buffer<S>> dbias;  // of a bias that is no mask
     std::optional<Buffer<char>> workspace;
     AttnBackwardParams p{};
 
@@ -640,6 +642,7 @@ template <typename T> struct Tensors {
         for (int64_t n = bias_sizes[0] * bias_sizes[1] * bias_sizes[2] * bias_sizes[3]; n > 0; n--)
             bias.push_back(*c.bias == boolean ? (random() % 4 ? 0 : -INFINITY) : (int(random() & 127) - 64) / 64.);
         const auto &[_, nheads, rows, keys] = bias_sizes;
+        auto stride = [&](int dim, int64_t step) { return bias_sizes[dim] == 1 ? 0 : step; };
         if (*c.bias == boolean) std::fill_n(bias.begin() + (rows > 5 ? 5 * keys : 0), keys, -INFINITY);  // a whole row
         auto upload = [&]<typename E>(E, auto encoded) {
             std::vector<E> elements;
@@ -654,7 +657,11 @@ template <typename T> struct Tensors {
             case f32: upload(float(), encode<float>); break;
             case f64: throw std::runtime_error("a bias of fp64 is not among the cases");
         }
-        auto stride = [&](int dim, int64_t step) { return bias_sizes[dim] == 1 ? 0 : step; };
+        if (*c.bias != boolean) {
+            dbias.emplace(int(bias_sizes[0]), int(nheads), int(rows), int(keys));
+            p.dbias = {dbias->device, stride(0, nheads * rows * keys), stride(1, rows * keys), stride(2, keys),
+                       stride(3, 1)};
+        }
         p.bias = {bias_bytes->device, stride(0, nheads * rows * keys), stride(1, rows * keys), stride(2, keys),
                   stride(3, 1), *c.bias};
     }
@@ -679,7 +686,10 @@ template <typename T> struct Tensors {
 
     // Calls f with the name of each result of a pass and its buffer.
     void for_forward(auto f) { f("out", o), f("lse", lse); }
-    void for_backward(auto f) { f("dq", dq), f("dk", dk), f("dv", dv), f("delta", delta), f("lse_log2", lse_log2); }
+    void for_backward(auto f) {
+        f("dq", dq), f("dk", dk), f("dv", dv), f("delta", delta), f("lse_log2", lse_log2);
+        if (dbias) f("dbias", *dbias);
+    }
 
     struct Span { int begin, valid, padded; };  // of a sample's rows or keys in the buffers
     static Span span(const std::vector<int> &cu_seqlens, const std::vector<int> &seqused, int b, int size,
@@ -738,6 +748,7 @@ template <typename T> struct Reference {
     Expected dq{"dq", c.batch_size, c.nheads, c.seqlen_q, c.head_dim};
     Expected dk{"dk", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim};
     Expected dv{"dv", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim_v};
+    Expected dbias{"dbias", int(x.bias_sizes[0]), int(x.bias_sizes[1]), int(x.bias_sizes[2]), int(x.bias_sizes[3])};
 
     struct Row { int b, h, h_k, i, at; };  // sample, heads, row of the sample, and of the buffers
 
@@ -811,8 +822,14 @@ template <typename T> struct Reference {
                     const double term = scale[j] * x.dout.at(batch, h, at, d) * x.v.at(batch, h_k, key, d);
                     dP += term, dP_size += std::abs(term);
                 }
-                const double dS = slope[j] * P[j] * (dP - delta.value[of_row]);
-                const double dS_size = std::abs(slope[j]) * P[j] * (dP_size + delta.magnitude[of_row]);
+                const double dscore = P[j] * (dP - delta.value[of_row]), dS = slope[j] * dscore;
+                const double dscore_size = P[j] * (dP_size + delta.magnitude[of_row]);
+                const double dS_size = std::abs(slope[j]) * dscore_size;
+                if (x.p.dbias.data) {
+                    const auto &d = x.p.dbias;
+                    const int64_t of_bias = b * d.batch_stride + h * d.head_stride + i * d.row_stride + j * d.key_stride;
+                    dbias.add(of_bias, dscore, dscore_size);
+                }
                 for (int d = 0; d < c.head_dim; d++) {
                     const double x_q = x.q.at(batch, h, at, d), x_k = x.k.at(batch, h_k, key, d);
                     dq.add(dq.index(batch, h, at) + d, dS * x_k, dS_size * x_k);
@@ -842,6 +859,7 @@ template <typename T> void run_and_check(Tensors<T> &x, Reference<T> &expected, 
     check(x.dq, expected.dq, error, epsilon);
     check(x.dk, expected.dk, error, epsilon);
     check(x.dv, expected.dv, error, epsilon);
+    if (x.p.dbias.data) check(*x.dbias, expected.dbias, 2e-5, 0);
 }
 
 #if MINIMAL_ATTN_EMULATED
