@@ -17,7 +17,7 @@ struct Tensor {
 // [batch_size, nheads, seqlen_q, seqlen_k], with strides of 0 where it is shared: what is added to the scores, or of
 // bool, which keys a row sees.
 struct Bias {
-    const void *data;  // or nullptr: none
+    void *data;  // or nullptr: none. Only that of a gradient is written
     int64_t batch_stride, head_stride, row_stride, key_stride;
     DType dtype;
 };
@@ -82,7 +82,7 @@ struct AttnBackwardParams : AttnParams {
     Tensor dq, dk, dv;  // as q, k and v; data is nullptr where a gradient is not needed (dk and dv go together)
     // The gradient of bias: fp32, or fp64 for fp64; data is nullptr if it is not needed. A stride of 0 stands for a
     // dimension that is shared, over which it is summed.
-    struct { void *data; int64_t batch_stride, head_stride, row_stride, key_stride; } dbias;
+    Bias dbias;
     // [batch_size, nheads, seqlen_q] in any order, or data is nullptr if nobody used lse. fp32, or fp64 for fp64.
     Tensor dlse;
     void *delta;        // workspace like lse: rowsum(dout ∘ o) - dlse
