@@ -132,7 +132,7 @@ def test_keywords_of_functions_of_packed_tensors(name):
         used = dict(seqused_q=ints(2, 6), seqused_k=ints(4, 3))
         assert call(*given, **used, scheduler_metadata=ints(0)).equal(whole(q, k, v, *lengths, **used))
     for error, match, bad in [
-            (NotImplementedError, f"^{name}: softcap is not supported yet", dict(softcap=3.0)),
+            (NotImplementedError, f"^{name}: attention_chunk is not supported yet", dict(attention_chunk=3)),
             (NotImplementedError, f"^{name}: mask_mod is not supported yet", dict(mask_mod=len)),
             (TypeError, rf"^{name}\(\) got an unexpected keyword argument 'scale'", dict(scale=1.0)),
             (TypeError, f"^{name}: s_aux and sinks are names of the same", dict(s_aux=sinks, sinks=sinks))]:
