@@ -28,19 +28,20 @@ void check_no_tangent(const char *name, const at::Tensor &x) {
 // torch shows this name in errors and profiles.
 struct FlashAttention : torch::autograd::Function<FlashAttention> {
     static variable_list forward(AutogradContext *ctx, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                 const OptionalTensor &sinks, const Options &options, bool deterministic,
-                                 Reason *slow_because) {
+                                 const OptionalTensor &sinks, const OptionalTensor &attn_bias, const Options &options,
+                                 bool deterministic, Reason *slow_because) {
         const auto [out, lse, reason] = flash_forward(q, k, v, options);
         *slow_because = reason;
-        const auto &[cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, softmax_scale, window_left, window_right,
-                     dropout_p, dropout_seed] = options;
         variable_list saved{q, k, v, out, lse};
-        for (const OptionalTensor *x : {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &sinks, &dropout_seed})
+        for (const OptionalTensor *x : {&options.cu_seqlens_q, &options.cu_seqlens_k, &options.seqused_q,
+                                        &options.seqused_k, &sinks, &options.alibi_slopes, &attn_bias,
+                                        &options.dropout_seed})
             saved.push_back(x->value_or(at::Tensor()));
         ctx->save_for_backward(saved);
         ctx->set_materialize_grads(false);  // an lse that nobody uses has no gradient
         ctx->saved_data["options"] =
-            std::make_tuple(softmax_scale, window_left, window_right, dropout_p, deterministic);
+            std::make_tuple(options.softmax_scale, options.softcap, options.window_left, options.window_right,
+                            options.dropout_p, deterministic);
         return {out, lse};
     }
 
@@ -51,29 +52,33 @@ struct FlashAttention : torch::autograd::Function<FlashAttention> {
         const at::Tensor dout = gradients[0].defined() ? gradients[0] : at::zeros_like(out);
         check_no_tangent("dout", dout);
         check_no_tangent("dlse", dlse);
-        const auto [softmax_scale, window_left, window_right, dropout_p, deterministic] =
-            ctx->saved_data["options"].to<std::tuple<double, int64_t, int64_t, double, bool>>();
+        const auto [softmax_scale, softcap, window_left, window_right, dropout_p, deterministic] =
+            ctx->saved_data["options"].to<std::tuple<double, double, int64_t, int64_t, double, bool>>();
         const Options options{if_defined(saved[5]), if_defined(saved[6]), if_defined(saved[7]), if_defined(saved[8]),
-                              if_defined(saved[9]), softmax_scale, window_left, window_right, dropout_p,
-                              if_defined(saved[10])};
+                              if_defined(saved[9]), if_defined(saved[10]), if_defined(saved[11]), softmax_scale, softcap,
+                              window_left, window_right, dropout_p, if_defined(saved[12])};
         const bool need_dq = ctx->needs_input_grad(0), need_dk = ctx->needs_input_grad(1);
         const bool need_dv = ctx->needs_input_grad(2), need_dsinks = options.sinks && ctx->needs_input_grad(3);
+        // Gradients are counted by the tensors among forward's arguments.
+        const bool need_dbias = options.attn_bias && ctx->needs_input_grad(options.sinks ? 4 : 3);
         static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("minimal_attn::flash_backward", "")
                                    .typed<decltype(flash_backward_op)>();
         // In grad mode a second derivative may follow, which ops.py refuses.
         const bool is_direct = !at::GradMode::is_enabled() && needs_no_dispatcher({&dout, &dlse, &q, &k, &v});
-        const auto [dq, dk, dv, dsinks] =
+        const auto [dq, dk, dv, dsinks, dbias] =
             is_direct ? flash_backward(dout, if_defined(dlse), q, k, v, out, lse, options, deterministic, need_dq,
-                                       need_dk || need_dv, need_dsinks)
+                                       need_dk || need_dv, need_dsinks, need_dbias)
                       : op.call(dout, if_defined(dlse), q, k, v, out, lse, options.cu_seqlens_q, options.cu_seqlens_k,
-                                options.seqused_q, options.seqused_k, options.sinks, softmax_scale, window_left,
-                                window_right, dropout_p, options.dropout_seed, deterministic, need_dq,
-                                need_dk || need_dv, need_dsinks);
-        variable_list result(7);  // one for each argument of forward
+                                options.seqused_q, options.seqused_k, options.sinks, options.alibi_slopes,
+                                options.attn_bias, softmax_scale, softcap, window_left, window_right, dropout_p,
+                                options.dropout_seed, deterministic, need_dq, need_dk || need_dv, need_dsinks,
+                                need_dbias);
+        variable_list result(8);  // one for each argument of forward
         if (need_dq) result[0] = dq;
         if (need_dk) result[1] = dk;
         if (need_dv) result[2] = dv;
         if (need_dsinks) result[3] = dsinks;
+        if (need_dbias) result[4] = dbias;
         return result;
     }
 };
@@ -81,7 +86,7 @@ struct FlashAttention : torch::autograd::Function<FlashAttention> {
 Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options,
                               bool deterministic) {
     Reason slow_because;
-    const variable_list outputs = FlashAttention::apply(q, k, v, options.sinks, options, deterministic, &slow_because);
+    const variable_list outputs = FlashAttention::apply(q, k, v, options.sinks, options.attn_bias, options, deterministic, &slow_because);
     return {outputs[0], outputs[1], slow_because};
 }
 

@@ -9,6 +9,7 @@
 #include "flash.h"
 #include "launch.h"
 #include "scheduler.cuh"
+#include "score_mods.cuh"
 #include "scores.cuh"
 #include "sequence.cuh"
 #include "tiles_sm80.cuh"
@@ -30,6 +31,7 @@ struct BwdShape {
     static constexpr int kDqSplit = kNWarps / (kBlockM / 32), kDqTiles = kHeadDim / kDqSplit / 8;
     static_assert(kWarpN % 16 == 0 && kBlockM % 32 == 0 && kDqTiles % 2 == 0 && kHeadDim % (16 * kDimSplit) == 0);
     static_assert(kNWarps % (kBlockM / 32) == 0 && kNThreads >= kBlockM && kStages <= 2);
+    static_assert(kWarpN * kSub / 32 <= 32);  // a lane's scores, of which Backward::drop() has a bit each
     static_assert(kDimSplit == 1 || kSub * kDimSplit == kBlockM);  // each forms its part in one go
 };
 

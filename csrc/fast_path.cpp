@@ -101,7 +101,7 @@ py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q
         }
         AttnParams p{};
         set_inputs(p, q, k, v, scale, *window, dim);
-        set_lengths_and_sinks(p, options);
+        set_options(p, options);
         return run_forward(p, q, v, dim);
     }();
     if (slow_because) warn_slow(*slow_because);

@@ -23,7 +23,8 @@ template <typename Sum> __device__ Sum log_add_exp(Sum x, Sum y) {
     return x == y ? x + log(Sum(2)) : fmax(x, y) + log1p(exp(-fabs(x - y)));
 }
 
-template <typename T, typename Tiles>
+// kMods: scores are changed by more than a factor, see score_mods.cuh.
+template <typename T, typename Tiles, bool kMods>
 __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 8 warps an SM: 255 registers a thread
     flash_fwd(const AttnParams p, const bool aligned) {
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, kTy = Tiles::kTy, kTx = Tiles::kTx, kStep = Tiles::kStep;
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     const Tile tile = RowTiles<Br>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);
     const Mask mask(seq, p);
-    const Scores<Sum> scores(p);
+    const auto scores = scores_of<kMods, Sum>(p, seq, tile.b, tile.h);
     const int row0 = tile.block * Br;
     const BlockRange blocks = mask.key_blocks<Br, Bc>(row0);
 
@@ -65,7 +66,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
                 for (int i = 0; i < kRows; i++)
                     for (int c = 0; c < kCols; c++) S[i][c] += sum[i][c];
             }
-        if (!scores.is_raw || !blocks.is_full(j))
+        if constexpr (kMods) scores.apply(grid_tile<kTy, kTx>(S, row0, ty, j * Bc, tx));
+        if (kMods || !scores.is_raw || !blocks.is_full(j))
             for (int i = 0; i < kRows; i++) {
                 const Range keys = mask.keys(row0 + place<kTy, kRows>(ty, i));
                 for (int c = 0; c < kCols; c++)
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
         if (row >= seq.padded_q) continue;
         // A row without keys gets out 0. Its sums may be NaN: 0 · NaN, if V holds NaN.
         const bool is_empty = l[i] == 0 || row >= seq.seqlen_q;
-        const Sum lse_keys = is_empty ? Sum(-INFINITY) : m[i] * fabs(scores.softmax_scale) + log(l[i]);
+        const Sum lse_keys = is_empty ? Sum(-INFINITY) : m[i] * scores.unit() + log(l[i]);
         const Sum lse_row = sink && row < seq.seqlen_q ? log_add_exp(lse_keys, *sink) : lse_keys;
         const Sum scale_o = keep_scale / l[i] * (sink ? exp(lse_keys - lse_row) : Sum(1));
         if (tx == 0) lse[row] = lse_row;
@@ -124,15 +126,17 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     }
 }
 
-template <typename T, typename Tiles> void launch_fwd(const AttnParams &p) {
+template <typename T, typename Tiles, bool kMods = false> void launch_fwd(const AttnParams &p) {
     // Only v: the rows of q and k are transposed one element at a time.
-    launch(flash_fwd<T, Tiles>, RowTiles<Tiles::Br>::count(p), Tiles::kNThreads, sizeof(Tiles), p.stream, p,
+    launch(flash_fwd<T, Tiles, kMods>, RowTiles<Tiles::Br>::count(p), Tiles::kNThreads, sizeof(Tiles), p.stream, p,
            is_aligned<T>(p.v, p.head_dim_v));
 }
 
 template <typename T, typename Narrow, typename Medium, typename Wide>
 void launch_best(const AttnParams &p, bool wide) {
     const size_t memory = max_shared_memory();
+    if (p.has_score_mods())
+        return sizeof(Medium) <= memory ? launch_fwd<T, Medium, true>(p) : launch_fwd<T, Narrow, true>(p);
     if constexpr (std::is_same_v<T, float>)  // for 16 bits there are faster kernels
         if (wide && sizeof(Wide) <= memory) return launch_fwd<T, Wide>(p);
     sizeof(Medium) <= memory ? launch_fwd<T, Medium>(p) : launch_fwd<T, Narrow>(p);
@@ -144,7 +148,8 @@ void flash_forward(const AttnParams &p) {
     const bool is_long = p.cu_seqlens_q || p.seqlen_q > 512;
     with_dtype(p.dtype, [&]<typename T>() {
         if constexpr (std::is_same_v<T, double>)
-            head_dim <= 64 ? launch_fwd<T, Tiles64Double>(p) : launch_fwd<T, Tiles256Double>(p);
+            head_dim <= 64 ? launch_best<T, Tiles64Double, Tiles64Double, Tiles64Double>(p, false)
+                           : launch_best<T, Tiles256Double, Tiles256Double, Tiles256Double>(p, false);
         else if (head_dim <= 64) launch_best<T, Tiles64, Tiles64, Tiles64Wide>(p, is_long);
         else if (head_dim <= 128) launch_best<T, Tiles128Narrow, Tiles128, Tiles128Wide>(p, is_long);
         else launch_best<T, Tiles256Narrow, Tiles256, Tiles256Wide>(p, is_long);

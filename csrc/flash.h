@@ -5,13 +5,21 @@
 
 #include <cstdint>
 
-enum class DType { kFloat32, kFloat16, kBFloat16, kFloat64 };  // kFloat64 only on the CPU
+enum class DType { kFloat32, kFloat16, kBFloat16, kFloat64, kBool };  // kFloat64 only on the CPU, kBool for masks
 
 // [batch_size, heads, rows, head_dim] in the kernel's memory. Strides count elements, not bytes. head_dim is always
 // contiguous; batch, heads and rows may lie in any order and may be expanded (stride 0). Inputs are only read.
 struct Tensor {
     void *data;
     int64_t batch_stride, head_stride, row_stride;
+};
+
+// [batch_size, nheads, seqlen_q, seqlen_k], with strides of 0 where it is shared: what is added to the scores, or of
+// bool, which keys a row sees.
+struct Bias {
+    void *data;  // or nullptr: none. Only that of a gradient is written
+    int64_t batch_stride, head_stride, row_stride, key_stride;
+    DType dtype;
 };
 
 struct AttnParams {
@@ -48,6 +56,13 @@ struct AttnParams {
     bool has_right_bound() const { return window_right < seqlen_q - 1; }  // a causal mask hides nothing from one row
     DType dtype;  // of q, k, v and o
 
+    // What changes the scores beside the scale, see scores.cuh.
+    double softcap;              // 0: none
+    const float *alibi_slopes;   // [batch_size, nheads], or nullptr: none
+    int64_t alibi_batch_stride;  // 0: [nheads]
+    Bias bias;                   // not in packed batches
+    bool has_score_mods() const { return softcap > 0 || alibi_slopes || bias.data; }
+
     // [nheads] of lse's type, or nullptr: one more score of each row of a head, in units of softmax_scale · q·k. No key
     // and no value go with it (Xiao et al., StreamingLLM, 2023; as in gpt-oss). lse includes it.
     const void *sinks;
@@ -65,6 +80,9 @@ struct AttnParams {
 struct AttnBackwardParams : AttnParams {
     Tensor dout;        // as o
     Tensor dq, dk, dv;  // as q, k and v; data is nullptr where a gradient is not needed (dk and dv go together)
+    // The gradient of bias: fp32, or fp64 for fp64; data is nullptr if it is not needed. A stride of 0 stands for a
+    // dimension that is shared, over which it is summed.
+    Bias dbias;
     // [batch_size, nheads, seqlen_q] in any order, or data is nullptr if nobody used lse. fp32, or fp64 for fp64.
     Tensor dlse;
     void *delta;        // workspace like lse: rowsum(dout ∘ o) - dlse
@@ -81,6 +99,7 @@ namespace simt {
 void flash_forward(const AttnParams &p);                  // flash.cu: CUDA cores, every GPU
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd.cu, the same
 void preprocess_backward(const AttnBackwardParams &p);    // flash_bwd.cu: delta and lse_log2, for every backward
+void bias_backward(const AttnBackwardParams &p);          // flash_bwd_bias.cu: dbias, for every backward
 }
 namespace sm80 {
 void flash_forward(const AttnParams &p);                  // flash_sm80.cu: Ampere's tensor cores

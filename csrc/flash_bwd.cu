@@ -16,7 +16,7 @@
 // So S and dP are formed twice, but nothing is summed in memory: no atomics and the same bits in every run. (Dao 2023,
 // Algorithm 2, sums dQ in memory instead.) The threads form a grid over the products as in flash.cu.
 //
-// Read next: host_cuda.h, how these kernels run on a CPU.
+// Read next: flash_bwd_bias.cu, the gradient of a bias.
 #include "tiles.h"
 
 namespace simt {
@@ -137,7 +137,7 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     __device__ const Step &next() { return next_step(steps, at, [&] { load(); }); }
 };
 
-template <typename T, typename Tiles, bool kOwnsKeys>
+template <typename T, typename Tiles, bool kOwnsKeys, bool kMods>
 __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     flash_bwd(const AttnBackwardParams p, const bool aligned) {
     using Sum = simt::Sum<T>;
@@ -153,7 +153,6 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     const int heads = kOwnsKeys ? p.nheads / p.nheads_k : 1;  // query heads to walk along, from tile.h on
     const Sequence seq(p, tile.b);
     const Mask mask(seq, p);
-    const Scores<Sum> scores(p);
     const Matrix<T> Q(p.q, p.head_dim, tile.b, tile.h, seq.q_begin);
     const Matrix<T> K(p.k, p.head_dim, tile.b, tile.h_k, seq.k_begin);
     const Matrix<T> V(p.v, p.head_dim_v, tile.b, tile.h_k, seq.k_begin);
@@ -214,17 +213,28 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
                 lse[n] = static_cast<const Sum *>(p.lse)[lse_index(p, seq, tile.b, h) + row];
                 delta[n] = static_cast<const Sum *>(p.delta)[lse_index(p, seq, tile.b, h) + row];
             }
+            auto keeps = [&](int i, int c) { return keep >> (kOwnsKeys ? c * kRows + i : i * kCols + c) & 1; };
+#pragma unroll
+            for (int i = 0; i < kRows; i++)
+#pragma unroll
+                for (int c = 0; c < kCols; c++)
+                    dP[i][c] = (keeps(i, c) ? dP[i][c] * keep_scale : Sum(0)) - delta[kOwnsKeys ? c : i];
+            const auto scores = scores_of<kMods, Sum>(p, seq, tile.b, h);
+            if constexpr (kMods && kOwnsKeys)
+                scores.apply(transposed(grid_tile<kTy, kTx>(S, own0, ty, walk0, tx)),
+                             [&](int i, int j) -> Sum & { return dP[j][i]; });
+            else if constexpr (kMods)
+                scores.apply(grid_tile<kTy, kTx>(S, own0, ty, walk0, tx),
+                             [&](int i, int j) -> Sum & { return dP[i][j]; });
 #pragma unroll
             for (int i = 0; i < kRows; i++)
 #pragma unroll
                 for (int c = 0; c < kCols; c++) {
                     const int row = kOwnsKeys ? walk_row(c) : own(i), key = kOwnsKeys ? own(i) : walk_row(c);
-                    const int n = kOwnsKeys ? c : i;
                     const bool sees = mask.keys(row).contains(key);
-                    const bool keeps = keep >> (kOwnsKeys ? c * kRows + i : i * kCols + c) & 1;
-                    const Sum P = sees ? scores.probability(S[i][c], lse[n]) : Sum(0);
-                    S[i][c] = keeps ? P : Sum(0);
-                    dP[i][c] = sees ? P * ((keeps ? dP[i][c] * keep_scale : Sum(0)) - delta[n]) : Sum(0);  // dS
+                    const Sum P = sees ? scores.probability(S[i][c], lse[kOwnsKeys ? c : i]) : Sum(0);
+                    S[i][c] = keeps(i, c) ? P : Sum(0);
+                    dP[i][c] = sees ? P * dP[i][c] : Sum(0);  // dS
                 }
             if constexpr (kOwnsKeys) {
                 add_product(dB, S);
@@ -250,22 +260,22 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
         }
     };
     if constexpr (kOwnsKeys) {
-        store(p.dk, p.head_dim, seq.k_begin, dA, scores.softmax_scale);
+        store(p.dk, p.head_dim, seq.k_begin, dA, Sum(p.softmax_scale));
         store(p.dv, p.head_dim_v, seq.k_begin, dB, keep_scale);
     } else {
-        store(p.dq, p.head_dim, seq.q_begin, dA, scores.softmax_scale);
+        store(p.dq, p.head_dim, seq.q_begin, dA, Sum(p.softmax_scale));
     }
 }
 
-template <typename T, typename Tiles> void launch_bwd(const AttnBackwardParams &p) {
+template <typename T, typename Tiles, bool kMods> void launch_bwd(const AttnBackwardParams &p) {
     // The rows of q and dout, or of k. Of v and of what is owned only columns are loaded, element by element.
     const bool aligned_kv = is_aligned<T>(p.q, p.head_dim) && is_aligned<T>(p.dout, p.head_dim_v);
     const bool aligned_q = is_aligned<T>(p.k, p.head_dim);
     if (p.dk.data)
-        launch(flash_bwd<T, Tiles, true>, KeyTiles<Tiles::kBlockM>::count(p), Tiles::kNThreads, sizeof(Tiles), p.stream,
+        launch(flash_bwd<T, Tiles, true, kMods>, KeyTiles<Tiles::kBlockM>::count(p), Tiles::kNThreads, sizeof(Tiles), p.stream,
                p, aligned_kv);
     if (p.dq.data)
-        launch(flash_bwd<T, Tiles, false>, RowTiles<Tiles::kBlockM>::count(p), Tiles::kNThreads, sizeof(Tiles),
+        launch(flash_bwd<T, Tiles, false, kMods>, RowTiles<Tiles::kBlockM>::count(p), Tiles::kNThreads, sizeof(Tiles),
                p.stream, p, aligned_q);
 }
 
@@ -280,10 +290,14 @@ void preprocess_backward(const AttnBackwardParams &p) {
 void flash_backward(const AttnBackwardParams &p) {
     preprocess_backward(p);
     with_dtype(p.dtype, [&]<typename T>() {
-        if (p.max_head_dim() <= 64) launch_bwd<T, BwdTiles64<Sum<T>>>(p);
-        else if (p.max_head_dim() <= 128) launch_bwd<T, BwdTiles128<Sum<T>>>(p);
-        else launch_bwd<T, BwdTiles256<Sum<T>>>(p);
+        auto run = [&]<bool kMods>() {
+            if (p.max_head_dim() <= 64) launch_bwd<T, BwdTiles64<Sum<T>>, kMods>(p);
+            else if (p.max_head_dim() <= 128) launch_bwd<T, BwdTiles128<Sum<T>>, kMods>(p);
+            else launch_bwd<T, BwdTiles256<Sum<T>>, kMods>(p);
+        };
+        p.has_score_mods() ? run.template operator()<true>() : run.template operator()<false>();
     });
+    if (p.dbias.data) bias_backward(p);
 }
 
 }  // namespace simt

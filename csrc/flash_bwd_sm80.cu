@@ -56,8 +56,9 @@ __device__ inline void words_transposed(const Dropout &dropout, uint32_t (&word)
     }
 }
 
-// What a block of threads does for its keys, step by step. A step is kBlockM rows of one query head.
-template <typename T, typename Shape, bool kDropout> struct Backward {
+// What a block of threads does for its keys, step by step. A step is kBlockM rows of one query head. kMods: scores are
+// changed by more than a factor, see score_mods.cuh, and there may be dropout too.
+template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     static constexpr int kWarpN = Shape::kWarpN, kSub = Shape::kSub, kDimSplit = Shape::kDimSplit;
     static constexpr int kMTiles = kWarpN / 16, kDTiles = kHeadDim / kDimSplit / 8, kNTiles = kSub / 8;
@@ -85,6 +86,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
 
     __device__ static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
     __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, p); }
+    __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
 
     // Rows [begin, end) of a tile, counted from `from`; zeros for the others.
     template <int kRows>
@@ -129,11 +131,16 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
         for (int n = 0; n < kNTiles; n++) {
             const float2 delta = *reinterpret_cast<const float2 *>(&shared.delta[stage][row0 + 8 * n + c]);
             for (int m = 0; m < kMTiles; m++)
-                for (int e = 0; e < 4; e++) acc_dp[m][n][e] = kDropout ? 0.f : -(e % 2 ? delta.y : delta.x);
+                for (int e = 0; e < 4; e++) acc_dp[m][n][e] = drops() ? 0.f : -(e % 2 ? delta.y : delta.x);
         }
         multiply_abt<T, kHeadDim>(acc_s, k_address, q_across, 0, row0 * Swizzle::kRowBytes);
         multiply_abt<T, kHeadDim>(acc_dp, k_address, q_across, kToV, row0 * Swizzle::kRowBytes + kToDO);
-        const Scores<> scores(p);
+        const int key = tile.block * kBlockN + key0 + r, row = m_block * kBlockM + row0 + c;  // this lane's first
+        const uint32_t dropped = drops() ? drop(acc_dp, stage, h, key, row, row0) : 0;
+        const auto scores = scores_of(h);
+        if constexpr (kMods)
+            scores.apply(transposed(score_tile(acc_s, key, row)),
+                         [&](int i, int j) -> float & { return acc_dp[j / 2][i / 2][j % 2 * 2 + i % 2]; });
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
             const float2 lse = *reinterpret_cast<const float2 *>(&shared.lse_log2[stage][row0 + 8 * n + c]);
@@ -141,14 +148,24 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
                 for (int e = 0; e < 4; e++)
                     acc_s[m][n][e] = exp2_approx(scores.probability_log2(acc_s[m][n][e], e % 2 ? lse.y : lse.x));
         }
-        if (!is_full) [[unlikely]]
-            mask().apply_transposed(acc_s, tile.block * kBlockN + key0 + r, m_block * kBlockM + row0 + c);
-        if constexpr (kDropout) drop(acc_s, acc_dp, stage, h, m_block, row0);
+        if (!is_full) [[unlikely]] mask().apply_transposed(acc_s, key, row);
+        if (drops())  // a dropped P is needed for dS, so it stays, and a negative sign marks it
+#pragma unroll
+            for (int i = 0; i < 4 * kMTiles * kNTiles; i++) {
+                float &s = acc_s[i / (4 * kNTiles)][i / 4 % kNTiles][i % 4];
+                s = dropped >> i & 1 ? -s : s;
+            }
         multiply_own_rows(acc_s, acc_dp, stage, row0);
     }
 
-    // Dropout of P and dP. A dropped P is needed for dS, so it stays, and a negative sign marks it.
-    __device__ void drop(Fragment &acc_s, Fragment &acc_dp, int stage, int h, int m_block, int row0) {
+    __device__ auto scores_of(int h) const {
+        if constexpr (kMods) return ScoreMods<float, ptx::tanh_approx>(p, Sequence(p, tile.b), tile.b, h);
+        else return Scores<>(p);
+    }
+
+    // acc_dp, which is dP, becomes dropout's dP - delta. Returns which elements are dropped, a bit for each.
+    __device__ uint32_t drop(Fragment &acc_dp, int stage, int h, int key, int row, int row0) {
+        uint32_t dropped = 0;
         const Dropout dropout(p, tile.b, h);
         const float keep_scale = float(p.keep_scale);
 #pragma unroll
@@ -156,19 +173,19 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
 #pragma unroll
             for (int j = 0; j < 2 * kMTiles; j++) {
                 uint32_t word[2][2];
-                words_transposed(dropout, word, m_block * kBlockM + row0 + 16 * kk + c,
-                                 tile.block * kBlockN + key0 + 8 * j + r);
+                words_transposed(dropout, word, row + 16 * kk, key + 8 * j);
                 for (int half = 0; half < 2; half++) {
                     const int n = 2 * kk + half;
                     const float2 delta = *reinterpret_cast<const float2 *>(&shared.delta[stage][row0 + 8 * n + c]);
                     for (int e = 0; e < 2; e++) {
-                        float &s = acc_s[j / 2][n][j % 2 * 2 + e], &dp = acc_dp[j / 2][n][j % 2 * 2 + e];
+                        float &dp = acc_dp[j / 2][n][j % 2 * 2 + e];
                         const bool kept = word[half][e] >= dropout.threshold;
                         dp = (kept ? dp * keep_scale : 0.f) - (e ? delta.y : delta.x);
-                        s = kept ? s : -s;
+                        dropped |= uint32_t(!kept) << (4 * (j / 2 * kNTiles + n) + j % 2 * 2 + e);
                     }
                 }
             }
+        return dropped;
     }
 
     // acc_s is P, acc_dp is dP - delta: dS and, for warps that share their keys, P go to shared memory; both are
@@ -256,7 +273,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
                           min(kBlockN, seq.padded_k - key), cols, is_zero);
         };
         store_keys(acc_dk, Scores<>(p).softmax_scale, shared.sK, p.dk, p.head_dim);
-        store_keys(acc_dv, kDropout ? float(p.keep_scale) : 1.f, shared.sV, p.dv, p.head_dim_v);
+        store_keys(acc_dv, drops() ? float(p.keep_scale) : 1.f, shared.sV, p.dv, p.head_dim_v);
     }
 
     // The sums of a split to dkv_accum.
@@ -282,7 +299,7 @@ template <typename T, typename Shape, bool kDropout> struct Backward {
 };
 
 // kSplit: blocks of threads may share a tile of keys. At compile time, because the loop has no register left for it.
-template <typename T, typename Shape, bool kDropout, bool kSplit>
+template <typename T, typename Shape, bool kDropout, bool kSplit, bool kMods>
 __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     flash_bwd(const __grid_constant__ AttnBackwardParams p) {
 #if __CUDA_ARCH__ < 800
@@ -302,7 +319,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     const Sequence seq(p, tile.b);
     const int splits = kSplit ? min(max_splits, num_splits(p, seq.seqlen_q, seq.seqlen_k)) : 1;
     if (split_idx >= splits) return;
-    Backward<T, Shape, kDropout> backward{p, shared, tile, seq};
+    Backward<T, Shape, kDropout, kMods> backward{p, shared, tile, seq};
     const BlockRange blocks = Mask(seq, p).row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
     const int group = p.nheads / p.nheads_k, h_begin = tile.h + group * split_idx / splits;
     const int h_end = blocks.begin < blocks.end ? tile.h + group * (split_idx + 1) / splits : 0;
@@ -342,9 +359,11 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
     static_assert(Shape::kBlocksPerSM * (kSharedBytes + 1024) <= kPerSM);
     auto *stream = static_cast<cudaStream_t>(p.stream);
     if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.zeroed_bytes(p.deterministic), stream));
-    auto *kernel = workspace.max_splits > 1
-                       ? (p.dropout_seed ? flash_bwd<T, Shape, true, true> : flash_bwd<T, Shape, false, true>)
-                       : (p.dropout_seed ? flash_bwd<T, Shape, true, false> : flash_bwd<T, Shape, false, false>);
+    const bool has_dropout = p.dropout_seed, is_split = workspace.max_splits > 1;
+    auto *kernel =
+        p.has_score_mods() ? flash_bwd<T, Shape, true, true, true>
+        : is_split ? (has_dropout ? flash_bwd<T, Shape, true, true, false> : flash_bwd<T, Shape, false, true, false>)
+                   : (has_dropout ? flash_bwd<T, Shape, true, false, false> : flash_bwd<T, Shape, false, false, false>);
     launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads, kSharedBytes,
            p.stream, p);
     if (const int64_t vecs = workspace.dkv_floats / 8)
@@ -387,6 +406,7 @@ void flash_backward(const AttnBackwardParams &p) {
         if (p.dtype == DType::kFloat16) launch_bwd<__half, Shape>(p);
         else launch_bwd<__nv_bfloat16, Shape>(p);
     });
+    if (p.dbias.data) simt::bias_backward(p);
 }
 
 }  // namespace sm80

@@ -5,3 +5,4 @@
 #define simt host
 #include "flash.cu"
 #include "flash_bwd.cu"
+#include "flash_bwd_bias.cu"

@@ -16,6 +16,7 @@
 #include "launch.h"
 #include "mask.cuh"
 #include "scheduler.cuh"
+#include "score_mods.cuh"
 #include "scores.cuh"
 #include "softmax.cuh"
 #include "tiles_sm80.cuh"
@@ -36,7 +37,8 @@ template <typename Shape> struct SharedMemory {
     Mask mask;  // here, since the loop has no register left for what it seldom needs
 };
 
-template <typename T, typename Shape, bool kDropout>
+// kMods: scores are changed by more than a factor, see score_mods.cuh. There may then be dropout too.
+template <typename T, typename Shape, bool kDropout, bool kMods>
 __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up to 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
 #if __CUDA_ARCH__ < 800  // of a build for several GPUs, the part for those that have no such instructions
@@ -54,10 +56,11 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     const Sequence seq(p, tile.b);
     if (threadIdx.x == 0) mask = Mask(seq, p);
     const Scores<> scores(p);
+    const ScoreMods<float, ptx::tanh_approx> mods(p, seq, tile.b, tile.h);
     const Dropout dropout(p, tile.b, tile.h);
     const int row0 = tile.block * kBlockM, warp_row = row0 + warp_idx * kWarpM + lane_idx / 4;  // this lane's first row
     BlockRange blocks = Mask(seq, p).key_blocks<kBlockM, kBlockN>(row0);
-    if (!scores.is_raw) blocks.full_end = 0;  // no block is left as it is
+    if (kMods || !scores.is_raw) blocks.full_end = 0;  // no block is left as it is
 
     // This thread's first copy of every tile. row stays in a register, or the loop would find it anew.
     const int row = thread_idx() / Swizzle::kVecs, vec = threadIdx.x % Swizzle::kVecs;
@@ -81,7 +84,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     const uint32_t k_address = shared_address(sK) + Swizzle::across(lane_idx);
     const uint32_t v_address = shared_address(sV) + Swizzle::down(lane_idx);
     float acc_o[kMTiles][kDTiles][4] = {};
-    Softmax<kMTiles> softmax(scores.softmax_scale_log2);
+    Softmax<kMTiles> softmax(kMods ? mods.softmax_scale_log2 : scores.softmax_scale_log2);
     if (blocks.begin < blocks.end) {
         load_tile<kBlockM, kHeadDim, kNThreads>(shared_address(sQ) + copy_offset, gQ, p.q.row_stride,
                                                 seq.seqlen_q - row0 - row, cols(p.head_dim));
@@ -102,7 +105,9 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         if (n_block + 1 < blocks.end) load_k(n_block + 1);
 
         if (!blocks.is_full(n_block)) {
-            scores.apply(acc_s);
+            if constexpr (kMods)
+                mods.apply(score_tile(acc_s, warp_row, n_block * kBlockN + lane_idx % 4 * 2));
+            else scores.apply(acc_s);
             mask.apply(acc_s, blocks, n_block, warp_row, n_block * kBlockN + lane_idx % 4 * 2);
         }
         float alpha[2 * kMTiles];
@@ -112,7 +117,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
             uint32_t P[kMTiles][4];
             for (int m = 0; m < kMTiles; m++) {
                 softmax.template probabilities<T>(P[m], acc_s[m], m, kk);
-                if constexpr (kDropout)
+                if (kDropout && (!kMods || p.dropout_seed))
                     dropout.apply(P[m], warp_row + 16 * m, n_block * kBlockN + 16 * kk + lane_idx % 4 * 2);
             }
             multiply_ab<T, kHeadDim>(acc_o, P, v_address, kk * 16 * Swizzle::kRowBytes);
@@ -123,7 +128,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     }
 
     float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h);
-    softmax.finalize(acc_o, gLse, seq, warp_row, sink_of<float>(p, tile.h), kDropout ? float(p.keep_scale) : 1.f);
+    softmax.finalize(acc_o, gLse, seq, warp_row, sink_of<float>(p, tile.h),
+                     kDropout && p.dropout_seed ? float(p.keep_scale) : 1.f);
     store_tile<T>(acc_o, 1.f, sQ, warp_idx * kWarpM, 0, rows_of<T>(p.o, tile.b, tile.h, seq.q_begin + row0),
                   p.o.row_stride, seq.padded_q - row0, p.head_dim_v, [](int) { return false; });
 #endif
@@ -131,7 +137,9 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 
 template <typename T, typename Shape> void launch_fwd(const AttnParams &p) {
     static_assert(sizeof(SharedMemory<Shape>) <= 99 << 10);  // what a block may have on sm_86, sm_89 and sm_120
-    auto *kernel = p.dropout_seed ? flash_fwd<T, Shape, true> : flash_fwd<T, Shape, false>;
+    auto *kernel = p.has_score_mods() ? flash_fwd<T, Shape, true, true>
+                   : p.dropout_seed   ? flash_fwd<T, Shape, true, false>
+                                      : flash_fwd<T, Shape, false, false>;
     launch(kernel, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, p);
 }
 

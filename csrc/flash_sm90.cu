@@ -23,6 +23,7 @@
 #include "mask.cuh"
 #include "pipeline_sm90.cuh"
 #include "scheduler.cuh"
+#include "score_mods.cuh"
 #include "scores.cuh"
 #include "softmax.cuh"
 #include "tiles_sm90.cuh"
@@ -170,8 +171,8 @@ template <typename Shape> __device__ void load_tiles(const Params<Shape> &p, Sha
     }
 }
 
-// A warpgroup: 64 rows of out and lse of each tile.
-template <typename T, typename Shape> struct Consumer {
+// A warpgroup: 64 rows of out and lse of each tile. kMods: scores are changed by more than a factor, see score_mods.cuh.
+template <typename T, typename Shape, bool kMods> struct Consumer {
     using Work = SharedMemory<Shape>::Work;
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages;
     static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
@@ -191,7 +192,7 @@ template <typename T, typename Shape> struct Consumer {
             shared.q[consumer].consumer_wait(q_item);
             const Work &work = shared.work(q_item);
             if (!work.tile.is_valid) return;
-            Softmax<1> softmax(scores.softmax_scale_log2);
+            Softmax<1> softmax(kMods ? mods(work).softmax_scale_log2 : scores.softmax_scale_log2);
             for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
             attend(work, softmax);
             store(work, softmax);
@@ -200,13 +201,16 @@ template <typename T, typename Shape> struct Consumer {
     }
 
     __device__ int q_index() const { return shared.q_index(q_item, consumer); }
+    __device__ ScoreMods<float, ptx::tanh_approx> mods(const Work &work) const {
+        return {p, work.seq, work.tile.b, work.tile.h};
+    }
 
     // acc_o and softmax of a tile's rows, over all keys that they see.
     __device__ void attend(const Work &work, Softmax<1> &softmax) {
         const Mask &mask = work.mask;
         const int row0 = work.tile.block * Shape::kBlockM + 64 * consumer, tile_begin = work.blocks_begin;
         const BlockRange blocks = work.blocks[consumer];
-        const uint32_t num_full = warp_uniform(scores.is_raw ? max(0, blocks.full_end - blocks.full_begin) : 0);
+        const uint32_t num_full = warp_uniform(!kMods && scores.is_raw ? max(0, blocks.full_end - blocks.full_begin) : 0);
 
         int n_block = work.blocks_end - 1;
         skip_blocks(work, n_block, max(blocks.end, tile_begin));  // 64 rows without keys have no blocks
@@ -224,9 +228,10 @@ template <typename T, typename Shape> struct Consumer {
             const bool is_full = from_full < num_full, updates_max = !is_full || !was_full;  // as BlockRange::is_full
             was_full = is_full;
             if (!is_full) {
-                if (!scores.is_raw) scores.apply(acc_s);
-                mask.apply(acc_s, blocks, n_block, row0 + 16 * warp_idx + lane_idx / 4,
-                           n_block * kBlockN + lane_idx % 4 * 2);
+                const int row = row0 + 16 * warp_idx + lane_idx / 4, key = n_block * kBlockN + lane_idx % 4 * 2;
+                if constexpr (kMods) mods(work).apply(score_tile(acc_s, row, key));
+                else if (!scores.is_raw) scores.apply(acc_s);
+                mask.apply(acc_s, blocks, n_block, row, key);
             }
             float alpha[2];
             const bool has_grown = exponentiate(softmax, updates_max, alpha);
@@ -289,10 +294,11 @@ template <typename T, typename Shape> struct Consumer {
         float sum[2];
         if (updates_max) has_grown = softmax.update_row_max(acc_s, alpha);
         for (int i = 0; i < 2; i++) sum[i] = softmax.exponentiate(acc_s, i);
-        if (!updates_max && __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
-            exponentiate_again(softmax, sum, alpha);
-            has_grown = true;
-        }
+        if constexpr (!kMods)  // with them, row_max is updated in every block
+            if (!updates_max && __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
+                exponentiate_again(softmax, sum, alpha);
+                has_grown = true;
+            }
         for (int i = 0; i < 2; i++) softmax.row_sum[i] += sum[i];
         return has_grown;
     }
@@ -360,7 +366,7 @@ template <typename T, typename Shape> struct Consumer {
     }
 };
 
-template <typename T, typename Shape>
+template <typename T, typename Shape, bool kMods>
 __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_constant__ Params<Shape> p) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
@@ -375,12 +381,12 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
         else if (threadIdx.x == 32) find_tiles<Shape>(p, shared);
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
-        Consumer<T, Shape>{p, shared, int(warpgroup_idx) - 1}.run();
+        Consumer<T, Shape, kMods>{p, shared, int(warpgroup_idx) - 1}.run();
     }
 #endif
 }
 
-template <typename T, typename Shape> void launch_fwd(AttnParams p) {
+template <typename T, typename Shape, bool kMods = false> void launch_fwd(AttnParams p) {
     static_assert(sizeof(SharedMemory<Shape>) <= 227 << 10);
     constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     const int64_t num_tiles = RowTiles<kBlockM>::count(p), blocks = std::min<int64_t>(num_tiles, num_sms());
@@ -399,16 +405,22 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
                                tma("v", p.v, p.nheads_k, p.seqlen_k, p.head_dim_v, kBlockN),
                                tma("out", p.o, p.nheads, p.seqlen_q, p.head_dim_v, 16),  // the rows of a warp
                                {p, num_tiles}};
-    launch(flash_fwd<T, Shape>, blocks, Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, params);
+    launch(flash_fwd<T, Shape, kMods>, blocks, Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, params);
 }
 
 // Tiles by head_dim: {kHeadDim, kConsumers, kBlockN, kStages, kQStages}. What lies between two is padded with zeros, by
 // TMA. Three consumers hide one another's softmax better than two do and load K and V less often. A thread's share of
-// S, P and O has to fit 160 registers then.
+// S, P and O has to fit 160 registers then, which leaves none for what changes scores.
 template <typename T> void dispatch(const AttnParams &p) {
     const int head_dim = p.max_head_dim();
     const int64_t keys_of_a_row = std::min<int64_t>(p.seqlen_k, int64_t(p.window_left) + p.window_right + 1);
-    if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
+    if (p.has_score_mods()) {
+        if (head_dim <= 64) launch_fwd<T, Shape<64, 2, 128, 4>, true>(p);
+        else if (head_dim <= 96) launch_fwd<T, Shape<96, 2, 128>, true>(p);
+        else if (head_dim <= 128) launch_fwd<T, Shape<128, 2, 96>, true>(p);
+        else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80>, true>(p);
+        else launch_fwd<T, Shape<256, 2, 64, 2, 1>, true>(p);
+    } else if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
     else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
     // Registers leave 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper). A packed
     // batch has the same tiles whatever its length is: a sample's bits must not depend on it.

@@ -37,7 +37,7 @@ void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const a
     const Reason options_fault = find_fault(q, kBHSD, options);
     TORCH_CHECK_VALUE(!options_fault, *options_fault);
     set_inputs(p, q, k, v, options.softmax_scale, {options.window_left, options.window_right}, kBHSD);
-    set_lengths_and_sinks(p, options);
+    set_options(p, options);
     const auto &[dropout_p, dropout_seed] = std::tie(options.dropout_p, options.dropout_seed);
     TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, "dropout_p must be in [0, 1]");
     if (dropout_p == 0) return;
@@ -53,11 +53,12 @@ void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const a
 template <auto function>
 auto with_options(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const OptionalTensor &cu_seqlens_q,
                   const OptionalTensor &cu_seqlens_k, const OptionalTensor &seqused_q, const OptionalTensor &seqused_k,
-                  const OptionalTensor &sinks, double softmax_scale, int64_t window_left, int64_t window_right,
-                  double dropout_p, const OptionalTensor &dropout_seed, bool deterministic) {
+                  const OptionalTensor &sinks, const OptionalTensor &alibi_slopes, const OptionalTensor &attn_bias,
+                  double softmax_scale, double softcap, int64_t window_left, int64_t window_right, double dropout_p,
+                  const OptionalTensor &dropout_seed, bool deterministic) {
     return function(q, k, v,
-                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softmax_scale, window_left, window_right,
-                     dropout_p, dropout_seed},
+                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, softmax_scale,
+                     softcap, window_left, window_right, dropout_p, dropout_seed},
                     deterministic);
 }
 
@@ -152,11 +153,11 @@ Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor 
     return run_forward(p, q, v, kBHSD);
 }
 
-// The op: dq, dk, dv and dsinks, which have no elements where they are not needed. dout is like out, dlse like lse or
+// The op: dq, dk, dv, dsinks and dbias, which have no elements where they are not needed. dout is like out, dlse like lse or
 // none; both may have any strides.
 Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &k,
                          const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse, const Options &options,
-                         bool deterministic, bool need_dq, bool need_dkv, bool need_dsinks) {
+                         bool deterministic, bool need_dq, bool need_dkv, bool need_dsinks, bool need_dbias) {
     AttnBackwardParams p{};
     set_params(p, q, k, v, options);
     const bool is_packed = p.cu_seqlens_q;
@@ -170,9 +171,11 @@ Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, co
     };
     at::Tensor dq = gradient(q, need_dq), dk = gradient(k, need_dkv), dv = gradient(v, need_dkv);
     at::Tensor dsinks = need_dsinks ? at::zeros_like(*options.sinks) : at::empty({0}, lse.options());
+    // Sums of many, so in the dtype of sums.
+    at::Tensor dbias = need_dbias ? at::zeros(options.attn_bias->sizes(), lse.options()) : at::empty({0}, lse.options());
     if (q.numel() == 0 || k.numel() == 0) {  // lse is that of the sinks alone
         if (need_dsinks && dlse) dsinks = dlse->masked_fill(lse == -INFINITY, 0).sum(at::IntArrayRef({0, 2}));
-        return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks};
+        return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks, need_dbias ? dbias.to(options.attn_bias->dtype()) : dbias};
     }
 
     const Kernel kernel = choose(p, q.device(), true).kernel;
@@ -188,6 +191,7 @@ Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, co
     if (dlse) p.dlse = tensor_of(*dlse, kBHSD, is_packed);
     if (need_dq) p.dq = tensor_of(dq, kBHSD, is_packed);
     if (need_dkv) p.dk = tensor_of(dk, kBHSD, is_packed), p.dv = tensor_of(dv, kBHSD, is_packed);
+    if (need_dbias) p.dbias = bias_of(dbias);
     p.deterministic = deterministic || at::globalContext().deterministicAlgorithms();
     at::Tensor ascending;
     if (is_packed && p.deterministic) {  // blocks of keys wait for one another: none may be missing, whatever is given
@@ -201,32 +205,33 @@ Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, co
     else launch_backward(p, k, v, lse, kernel);
 #endif
     if (need_dsinks) dsinks = gradient_of_sinks(*options.sinks, lse, delta);
-    return {dq, dk, dv, dsinks};
+    return {dq, dk, dv, dsinks, need_dbias ? dbias.to(options.attn_bias->dtype()) : dbias};
 }
 
 Gradients flash_backward_op(const at::Tensor &dout, const OptionalTensor &dlse, const at::Tensor &q,
                             const at::Tensor &k, const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse,
                             const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,
                             const OptionalTensor &seqused_q, const OptionalTensor &seqused_k,
-                            const OptionalTensor &sinks, double softmax_scale, int64_t window_left,
+                            const OptionalTensor &sinks, const OptionalTensor &alibi_slopes,
+                            const OptionalTensor &attn_bias, double softmax_scale, double softcap, int64_t window_left,
                             int64_t window_right, double dropout_p, const OptionalTensor &dropout_seed,
-                            bool deterministic, bool need_dq, bool need_dkv, bool need_dsinks) {
+                            bool deterministic, bool need_dq, bool need_dkv, bool need_dsinks, bool need_dbias) {
     return flash_backward(dout, dlse, q, k, v, out, lse,
-                          {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softmax_scale, window_left,
-                           window_right, dropout_p, dropout_seed},
-                          deterministic, need_dq, need_dkv, need_dsinks);
+                          {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias,
+                           softmax_scale, softcap, window_left, window_right, dropout_p, dropout_seed},
+                          deterministic, need_dq, need_dkv, need_dsinks, need_dbias);
 }
 
 #define OPTIONS                                                                                                 \
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? sinks, "         \
-    "float softmax_scale, int window_left, int window_right, float dropout_p=0.0, Tensor? dropout_seed=None, "  \
-    "bool deterministic=False"
+    "Tensor? alibi_slopes, Tensor? attn_bias, float softmax_scale, float softcap, int window_left, "            \
+    "int window_right, float dropout_p=0.0, Tensor? dropout_seed=None, bool deterministic=False"
 
 TORCH_LIBRARY(minimal_attn, m) {
     m.def("flash_forward(Tensor q, Tensor k, Tensor v, " OPTIONS ") -> (Tensor out, Tensor lse)");
     m.def("flash_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " OPTIONS
-          ", bool need_dq=True, bool need_dkv=True, bool need_dsinks=False)"
-          " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
+          ", bool need_dq=True, bool need_dkv=True, bool need_dsinks=False, bool need_dbias=False)"
+          " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)");
     for (c10::DeviceType device : {at::kCPU, at::kCUDA}) {
         m.impl("flash_forward", torch::dispatch(device, &with_options<&tensors_only>));
         m.impl("flash_backward", torch::dispatch(device, &flash_backward_op));

@@ -110,6 +110,13 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
+// "Floating Point Instructions: tanh", .approx: within 2^-11 of itself, as FlashAttention-3 has it for a softcap.
+__device__ inline float tanh_approx(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Two floats rounded to T, x in the low half: neighbouring columns of a fragment.
 template <typename T> __device__ uint32_t pack(float x, float y) {
     std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162> pair;

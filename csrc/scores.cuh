@@ -1,4 +1,4 @@
-// Where a raw score q·k becomes the number that softmax sees, and the way back. Today this is the scale alone:
+// Where a raw score q·k becomes the number that softmax sees, and the way back:
 //
 //   forward    score = sign · q·k                P = exp2(softmax_scale_log2 · score - row_max)
 //   backward   P = exp(softmax_scale · q·k - lse)    d(q·k) = softmax_scale · dS
@@ -6,7 +6,7 @@
 // The softmax multiplies by a factor above 0, so that a masked score of -inf stays -inf. A negative scale therefore
 // flips the scores, and a scale of 0 makes all of them 0.
 //
-// Read next: scheduler.cuh, which tile a block of threads computes.
+// Read next: score_mods.cuh, scores that are changed by more than a factor.
 #pragma once
 
 #include <cmath>
@@ -31,6 +31,7 @@ template <typename Sum = float> struct Scores {
           sign((softmax_scale > 0) - (softmax_scale < 0)), is_raw(sign == 1) {}
 
     __device__ Sum score(Sum qk) const { return qk * sign; }
+    __device__ Sum unit() const { return fabs(softmax_scale); }
 
     // acc_s: accumulators of Q Kᵀ.
     template <int kMTiles, int kNTiles> __device__ void apply(Sum (&acc_s)[kMTiles][kNTiles][4]) const {

@@ -18,12 +18,19 @@ namespace simt { using namespace device; }
 #include "dropout.h"
 #include "mask.cuh"
 #include "scheduler.cuh"
+#include "score_mods.cuh"
 #include "scores.cuh"
 #include "sequence.cuh"
 
 namespace simt {
 
 template <typename T> using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <bool kMods, typename Sum>
+__device__ auto scores_of(const AttnParams &p, const Sequence &seq, int64_t b, int64_t h) {
+    if constexpr (kMods) return ScoreMods<Sum>(p, seq, b, h);
+    else return Scores<Sum>(p);
+}
 
 // run<T>() for the type of the elements.
 template <typename Run> void with_dtype(DType dtype, Run run) {
@@ -36,6 +43,7 @@ template <typename Run> void with_dtype(DType dtype, Run run) {
 #else
         case DType::kFloat64: return run.template operator()<double>();
 #endif
+        case DType::kBool: throw std::runtime_error("minimal_attn: bool is for masks");
     }
 }
 
@@ -157,6 +165,14 @@ template <typename T, typename Tiles> struct Steps {
 template <int n, int kCount> __device__ int place(int t, int i) {
     constexpr int kWide = kCount < 4 ? kCount : 4;
     return kWide * (t + n * (i / kWide)) + i % kWide;
+}
+
+// The scores of thread (ty, tx), see score_mods.cuh. row0 and key0 are the first of the block.
+template <int kTy, int kTx, int kRows, int kCols, typename Sum>
+__device__ auto grid_tile(Sum (&S)[kRows][kCols], int row0, int ty, int key0, int tx) {
+    return score_tile<kRows, kCols>([&S](int i, int c) -> Sum & { return S[i][c]; },
+                                    row0 + place<kTy, kRows>(ty, 0), [](int i) { return place<kTy, kRows>(0, i); },
+                                    key0 + place<kTx, kCols>(tx, 0), [](int c) { return place<kTx, kCols>(0, c); });
 }
 
 // x[i] = row[place(t, i)]

@@ -83,6 +83,15 @@ inline ::Tensor tensor_of(const at::Tensor &x, Layout dim, bool is_packed = fals
     return {const_cast<void *>(x.const_data_ptr()), batch_stride, x.stride(dim.head), row_stride};
 }
 
+// A dimension of one element is shared.
+inline Bias bias_of(const at::Tensor &x) {
+    auto stride = [&](int dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
+    const DType dtype = x.scalar_type() == at::kBool     ? DType::kBool
+                        : x.scalar_type() == at::kDouble ? DType::kFloat64
+                                                         : *dtype_of(x);
+    return {const_cast<void *>(x.const_data_ptr()), stride(0), stride(1), stride(2), stride(3), dtype};
+}
+
 // Sets what follows from inputs without a fault. The outputs are still to come.
 inline void set_inputs(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
                        double softmax_scale, Window window, Layout dim) {

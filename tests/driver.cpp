@@ -41,6 +41,7 @@ template <typename> using Sum = float;
 #include "flash_sm90.cu"
 #include "flash_dmma.cu"
 #include "flash_bwd.cu"
+#include "flash_bwd_bias.cu"
 #include "flash_bwd_sm80.cu"
 using namespace simt;
 #else
@@ -93,6 +94,10 @@ struct Case {
     std::vector<int> seqused_k = {};
     int head_dim_v = head_dim;
     bool has_sinks = false;
+    double softcap = 0;
+    bool has_alibi = false;
+    std::optional<DType> bias = {};
+    std::string bias_shape = "BHRK";  // a dimension that is missing is shared
     std::vector<int> spike = {};  // the keys [begin, end) whose scores are alike and far above those of all others
 
     int max_head_dim() const { return std::max(head_dim, head_dim_v); }
@@ -123,12 +128,16 @@ Case with_sinks(Case c) {
     c.has_sinks = true;
     return c;
 }
+Case with_mods(Case c, double softcap, bool has_alibi, std::optional<DType> bias = {}, std::string shape = "BHRK") {
+    c.softcap = softcap, c.has_alibi = has_alibi, c.bias = bias, c.bias_shape = shape;
+    return c;
+}
 Case lengths_of_keys(Case c, std::vector<int> seqused_k) {
     c.seqused_k = seqused_k;
     return c;
 }
 
-constexpr DType f64 = DType::kFloat64, f32 = DType::kFloat32, f16 = DType::kFloat16, b16 = DType::kBFloat16;
+constexpr DType f64 = DType::kFloat64, boolean = DType::kBool, f32 = DType::kFloat32, f16 = DType::kFloat16, b16 = DType::kBFloat16;
 const std::vector<Case> cases = {
     // name, dtype, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim, is_causal, ...
     // Every tile in every dtype, with at least two blocks of rows and two of keys.
@@ -321,6 +330,40 @@ const std::vector<Case> cases = {
     with_sinks({"sm90_sinks",       f16, 2, 4, 2, 200, 130,  64, true,  kRows,  {200, 165}, kSm90}),
     packed(with_sinks({"sm90_packed_sinks", b16, 1, 2, 1, 0, 0, 128, true, kRows, {}, kSm90}), {0, 70, 70, 271},
            {0, 70, 99, 100}),
+#endif
+    // Softcap, ALiBi, biases of several dtypes and shapes, masks.
+    with_mods({"simt_softcap",      f32, 1, 2, 1,  70, 130,  40, true,  kGaps}, 2, false),
+    with_mods({"simt_alibi",        f16, 2, 2, 1, 140,  70,  72, false, kRows, {}, kBest, 0.25}, 0, true),
+    with_mods({"simt_bias",         f32, 2, 2, 2,  66,  65, 130, false, kRows, {66, 33}}, 3, true, f32, "HRK"),
+    with_mods({"simt_bias_of_keys", b16, 2, 2, 1,  66,  70,  40, true,  kHeads, {}, kBest, 0.25}, 0, false, b16, "BK"),
+    with_mods({"simt_mask",         f32, 2, 4, 2,  70,  66,  20, false, kRows}, 0, false, boolean, "BRK"),
+    packed(with_mods({"simt_packed_mods", f32, 1, 2, 1, 0, 0, 40, true, kRows}, 4, true), {0, 40, 40, 61},
+           {0, 20, 30, 90}),
+    with_sinks(with_mods({"simt_mask_sinks", f32, 1, 2, 1, 70, 66, 20, true, kRows}, 0, true, boolean, "HRK")),
+#if HAS_GPU
+    with_mods({"sm80_softcap",      f16, 1, 2, 1, 130, 150,  64, true,  kHeads, {}, kSm80}, 2, false),
+    with_mods({"sm80_softcap_drop", b16, 1, 4, 1, 130, 100, 128, false, kRows,  {}, kSm80, 0.25}, 2, false),
+    with_mods({"sm80_alibi",        b16, 2, 4, 2, 140, 140, 128, true,  kRows,  {3, 129}, kSm80}, 0, true),
+    with_mods({"sm80_bias",         f16, 2, 2, 1, 140, 200,  96, false, kRows,  {}, kSm80, 0.25}, 3, true, f16, "HRK"),
+    with_mods({"sm80_bias_fp32",    b16, 1, 2, 1,  70,  70, 192, true,  kRows,  {}, kSm80}, 0, false, f32, "BHRK"),
+    with_mods({"sm80_mask",         f16, 2, 4, 2, 130, 140, 256, false, kHeads, {}, kSm80}, 0, false, boolean, "BK"),
+    with_mods({"sm80_mask_narrow",  b16, 2, 2, 1,  70,  70, 136, true,  kRows,  {65, 70}, kSm80Narrow}, 0, true, boolean,
+              "BRK"),
+    packed(with_mods({"sm80_packed_mods", f16, 1, 2, 1, 0, 0, 64, true, kRows, {}, kSm80}, 4, true), {0, 70, 70, 199},
+           {0, 70, 99, 200}),
+    window(with_mods({"sm80_window_mods", b16, 1, 20, 1, 110, 110, 64, false, kRows, {}, kSm80}, 3, false, b16, "RK"), 20,
+           33),
+    with_mods({"sm90_softcap",      f16, 1, 2, 1, 250, 300,  64, true,  kHeads, {}, kSm90}, 2, false),
+    with_mods({"sm90_alibi",        b16, 2, 4, 2, 200, 200, 128, true,  kRows,  {3, 129}, kSm90}, 0, true),
+    with_mods({"sm90_bias",         f16, 2, 2, 1, 200, 300,  96, false, kRows,  {}, kSm90}, 3, true, f16, "HRK"),
+    with_mods({"sm90_bias_fp32",    b16, 1, 2, 1, 150, 170, 192, true,  kRows,  {}, kSm90}, 0, false, f32, "BHRK"),
+    with_mods({"sm90_mask",         f16, 2, 4, 2, 130, 240, 256, false, kHeads, {}, kSm90}, 0, false, boolean, "BK"),
+    with_mods({"sm90_mask_rows",    b16, 2, 2, 1, 270, 200, 128, true,  kSlices, {265, 200}, kSm90}, 0, true, boolean,
+              "BRK"),
+    packed(with_mods({"sm90_packed_mods", f16, 1, 2, 1, 0, 0, 64, true, kRows, {}, kSm90}, 4, true), {0, 70, 70, 299},
+           {0, 70, 99, 400}),
+    window(with_mods({"sm90_window_mods", b16, 1, 4, 1, 210, 310, 40, false, kRows, {}, kSm90}, 3, false, b16, "RK"), 20,
+           33),
 #endif
 #if MINIMAL_ATTN_EMULATED  // a backward pass is not asked for it
     {"sm90_no_rows",      f16, 1, 2, 1,   0, 200,  64, false, kHeads,    {},   kSm90},
@@ -531,6 +574,13 @@ template <typename T> struct Tensors {
     Buffer<int> cu_seqlens_q{c.samples() + 1, 1, 1, 1}, cu_seqlens_k{c.samples() + 1, 1, 1, 1};
     Buffer<int64_t> seed{1, 1, 1, 1};
     Buffer<S> sinks{1, 1, 1, c.nheads};
+    Buffer<float> slopes{1, c.samples(), c.nheads, 1};
+    // One element for each that is not shared. In double precision, and as the kernel reads it.
+    const int64_t bias_sizes[4] = {size_of('B', c.batch_size), size_of('H', c.nheads), size_of('R', c.seqlen_q),
+                                   size_of('K', c.seqlen_k)};
+    std::vector<double> bias;
+    std::optional<Buffer<char>> bias_bytes;
+    std::optional<Buffer<S>> dbias;  // of a bias that is no mask
     std::optional<Buffer<char>> workspace;
     AttnBackwardParams p{};
 
@@ -539,6 +589,9 @@ template <typename T> struct Tensors {
         copy(seed.device, &kSeed, sizeof(kSeed));
         std::mt19937 random;
         if (c.has_sinks) sinks.randomize(0, 0, 1, random);
+        if (c.has_alibi) slopes.randomize(0, 0, c.nheads, random), p.alibi_slopes = slopes.device;
+        p.alibi_batch_stride = c.nheads, p.softcap = c.softcap;
+        if (c.bias) set_bias(random);
         for (int b = 0; b < c.samples(); b++) {
             const Span rows = rows_of(b), keys = keys_of(b);
             q.randomize(batch_of(b), rows.begin, rows.begin + rows.valid, random);
@@ -584,6 +637,40 @@ template <typename T> struct Tensors {
         p.keep_scale = c.dropout_p == 1 ? 0 : 1 / (1 - c.dropout_p);
     }
 
+    int64_t size_of(char dim, int64_t size) const { return c.bias_shape.find(dim) != std::string::npos ? size : 1; }
+    void set_bias(std::mt19937 &random) {
+        for (int64_t n = bias_sizes[0] * bias_sizes[1] * bias_sizes[2] * bias_sizes[3]; n > 0; n--)
+            bias.push_back(*c.bias == boolean ? (random() % 4 ? 0 : -INFINITY) : (int(random() & 127) - 64) / 64.);
+        const auto &[_, nheads, rows, keys] = bias_sizes;
+        auto stride = [&](int dim, int64_t step) { return bias_sizes[dim] == 1 ? 0 : step; };
+        if (*c.bias == boolean) std::fill_n(bias.begin() + (rows > 5 ? 5 * keys : 0), keys, -INFINITY);  // a whole row
+        auto upload = [&]<typename E>(E, auto encoded) {
+            std::vector<E> elements;
+            for (double x : bias) elements.push_back(encoded(x));
+            copy(bias_bytes.emplace(1, 1, 1, int(elements.size() * sizeof(E))).device, elements.data(),
+                 elements.size() * sizeof(E));
+        };
+        switch (*c.bias) {
+            case boolean: upload(uint8_t(), [](double x) { return uint8_t(x == 0); }); break;
+            case f16: upload(__half(), encode<__half>); break;
+            case b16: upload(__nv_bfloat16(), encode<__nv_bfloat16>); break;
+            case f32: upload(float(), encode<float>); break;
+            case f64: throw std::runtime_error("a bias of fp64 is not among the cases");
+        }
+        if (*c.bias != boolean) {
+            dbias.emplace(int(bias_sizes[0]), int(nheads), int(rows), int(keys));
+            p.dbias = {dbias->device, stride(0, nheads * rows * keys), stride(1, rows * keys), stride(2, keys),
+                       stride(3, 1)};
+        }
+        p.bias = {bias_bytes->device, stride(0, nheads * rows * keys), stride(1, rows * keys), stride(2, keys),
+                  stride(3, 1), *c.bias};
+    }
+    double bias_at(int64_t b, int64_t h, int64_t row, int64_t key) const {
+        return bias.empty() ? 0
+                            : bias[b * p.bias.batch_stride + h * p.bias.head_stride + row * p.bias.row_stride +
+                                   key * p.bias.key_stride];
+    }
+
     void set_backward_params() {
         p.dout = dout.tensor(), p.dq = dq.tensor(), p.dk = dk.tensor(), p.dv = dv.tensor(), p.delta = delta.device;
         if (c.layout != kHeads) p.dlse = dlse.tensor();
@@ -599,7 +686,10 @@ template <typename T> struct Tensors {
 
     // Calls f with the name of each result of a pass and its buffer.
     void for_forward(auto f) { f("out", o), f("lse", lse); }
-    void for_backward(auto f) { f("dq", dq), f("dk", dk), f("dv", dv), f("delta", delta), f("lse_log2", lse_log2); }
+    void for_backward(auto f) {
+        f("dq", dq), f("dk", dk), f("dv", dv), f("delta", delta), f("lse_log2", lse_log2);
+        if (dbias) f("dbias", *dbias);
+    }
 
     struct Span { int begin, valid, padded; };  // of a sample's rows or keys in the buffers
     static Span span(const std::vector<int> &cu_seqlens, const std::vector<int> &seqused, int b, int size,
@@ -637,6 +727,11 @@ template <typename T> struct Tensors {
             if (sees(b, row, j)) return false;
         return true;
     }
+    bool is_hidden(int b, int h, int row) const {  // by a mask, or empty
+        for (int j = 0; j < keys_of(b).valid; j++)
+            if (sees(b, row, j) && bias_at(b, h, row, j) != -INFINITY) return false;
+        return true;
+    }
 };
 
 // Attention and its gradients in double precision, row by row.
@@ -645,6 +740,7 @@ template <typename T> struct Reference {
     const Case &c = x.c;
     std::vector<double> P = std::vector<double>(c.seqlen_k);
     std::vector<double> scale = P;  // of a probability: 0 where dropout drops it
+    std::vector<double> slope = P;  // of a score as a function of q·k
     Expected out{"out", c.batch_size, c.nheads, c.seqlen_q, c.head_dim_v};
     Expected lse{"lse", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected lse_log2{"lse_log2", c.batch_size, c.nheads, c.seqlen_q, 1};
@@ -652,6 +748,7 @@ template <typename T> struct Reference {
     Expected dq{"dq", c.batch_size, c.nheads, c.seqlen_q, c.head_dim};
     Expected dk{"dk", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim};
     Expected dv{"dv", c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim_v};
+    Expected dbias{"dbias", int(x.bias_sizes[0]), int(x.bias_sizes[1]), int(x.bias_sizes[2]), int(x.bias_sizes[3])};
 
     struct Row { int b, h, h_k, i, at; };  // sample, heads, row of the sample, and of the buffers
 
@@ -665,7 +762,7 @@ template <typename T> struct Reference {
     void for_keys(const Row &row, auto work) {
         const auto keys = x.keys_of(row.b);
         for (int j = 0; j < keys.valid; j++)
-            if (x.sees(row.b, row.i, j)) work(j, keys.begin + j);
+            if (x.sees(row.b, row.i, j) && x.bias_at(row.b, row.h, row.i, j) != -INFINITY) work(j, keys.begin + j);
     }
 
     double form_P(const Row &row) {  // and returns lse
@@ -676,7 +773,14 @@ template <typename T> struct Reference {
         for_keys(row, [&](int j, int key) {
             double score = 0;
             for (int d = 0; d < c.head_dim; d++) score += x.q.at(batch, h, at, d) * x.k.at(batch, h_k, key, d);
-            sum += P[j] = std::exp(score * x.p.softmax_scale);
+            score *= x.p.softmax_scale, slope[j] = x.p.softmax_scale;
+            if (c.softcap) {
+                score = c.softcap * std::tanh(score / c.softcap);
+                slope[j] *= 1 - score * score / (c.softcap * c.softcap);
+            }
+            const int distance = i + x.keys_of(b).valid - x.rows_of(b).valid - j;
+            if (c.has_alibi) score -= x.slopes.at(0, b, h, 0) * std::abs(distance);
+            sum += P[j] = std::exp(score + x.bias_at(b, h, i, j));
             scale[j] = !x.p.dropout_seed ? 1 : keeps(x.p.drop_threshold, b, h, i, j) ? x.p.keep_scale : 0;
         });
         for (double &probability : P) probability /= sum;
@@ -688,7 +792,7 @@ template <typename T> struct Reference {
             const auto [b, h, h_k, i, at] = row;
             const int batch = x.batch_of(b);
             const double log_sum = form_P(row);
-            const bool is_empty = x.is_empty(b, i);
+            const bool is_empty = x.is_hidden(b, h, i);
             lse.add(lse.index(batch, h, at), log_sum, std::isinf(log_sum) ? 0 : log_sum);
             lse_log2.add(lse.index(batch, h, at), is_empty ? INFINITY : log_sum / std::log(2.), is_empty ? 0 : log_sum);
             for_keys(row, [&](int j, int key) {
@@ -704,7 +808,7 @@ template <typename T> struct Reference {
             const auto [b, h, h_k, i, at] = row;
             const int batch = x.batch_of(b);
             const size_t of_row = delta.index(batch, h, at);
-            if (x.is_empty(b, i)) {
+            if (x.is_hidden(b, h, i)) {
                 if (c.has_sinks && x.p.dlse.data && i < x.rows_of(b).valid)
                     delta.add(of_row, -x.dlse.at(batch, h, at, 0));
                 return;
@@ -718,8 +822,14 @@ template <typename T> struct Reference {
                     const double term = scale[j] * x.dout.at(batch, h, at, d) * x.v.at(batch, h_k, key, d);
                     dP += term, dP_size += std::abs(term);
                 }
-                const double dS = x.p.softmax_scale * P[j] * (dP - delta.value[of_row]);
-                const double dS_size = std::abs(x.p.softmax_scale) * P[j] * (dP_size + delta.magnitude[of_row]);
+                const double dscore = P[j] * (dP - delta.value[of_row]), dS = slope[j] * dscore;
+                const double dscore_size = P[j] * (dP_size + delta.magnitude[of_row]);
+                const double dS_size = std::abs(slope[j]) * dscore_size;
+                if (x.p.dbias.data) {
+                    const auto &d = x.p.dbias;
+                    const int64_t of_bias = b * d.batch_stride + h * d.head_stride + i * d.row_stride + j * d.key_stride;
+                    dbias.add(of_bias, dscore, dscore_size);
+                }
                 for (int d = 0; d < c.head_dim; d++) {
                     const double x_q = x.q.at(batch, h, at, d), x_k = x.k.at(batch, h_k, key, d);
                     dq.add(dq.index(batch, h, at) + d, dS * x_k, dS_size * x_k);
@@ -749,6 +859,7 @@ template <typename T> void run_and_check(Tensors<T> &x, Reference<T> &expected, 
     check(x.dq, expected.dq, error, epsilon);
     check(x.dk, expected.dk, error, epsilon);
     check(x.dv, expected.dv, error, epsilon);
+    if (x.p.dbias.data) check(*x.dbias, expected.dbias, 2e-5, 0);
 }
 
 #if MINIMAL_ATTN_EMULATED

@@ -43,6 +43,7 @@ template <typename T> void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b
 }
 
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float tanh_approx(float x) { return std::tanh(x); }
 
 template <typename T> uint32_t pack(float x, float y) {
     return device::from_float<T>(x).bits | uint32_t(device::from_float<T>(y).bits) << 16;
