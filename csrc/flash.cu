@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     const Tile tile = RowTiles<Br>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);
     const Mask mask(seq, p);
-    const auto scores = scores_of<kMods, Sum>(p, seq, tile.b, tile.h);
+    const auto scores = scores_of<kMods, T>(p, seq, tile.b, tile.h);
     const int row0 = tile.block * Br;
     const BlockRange blocks = mask.key_blocks<Br, Bc>(row0);
 

@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
 #pragma unroll
                 for (int c = 0; c < kCols; c++)
                     dP[i][c] = (keeps(i, c) ? dP[i][c] * keep_scale : Sum(0)) - delta[kOwnsKeys ? c : i];
-            const auto scores = scores_of<kMods, Sum>(p, seq, tile.b, h);
+            const auto scores = scores_of<kMods, T>(p, seq, tile.b, h);
             if constexpr (kMods && kOwnsKeys)
                 scores.apply(transposed(grid_tile<kTy, kTx>(S, own0, ty, walk0, tx)),
                              [&](int i, int j) -> Sum & { return dP[j][i]; });

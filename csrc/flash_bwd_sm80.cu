@@ -158,8 +158,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         multiply_own_rows(acc_s, acc_dp, stage, row0);
     }
 
-    __device__ auto scores_of(int h) const {
-        if constexpr (kMods) return ScoreMods<float, ptx::tanh_approx>(p, Sequence(p, tile.b), tile.b, h);
+    __device__ auto scores_of(const int &h) const {
+        if constexpr (kMods) return ScoreMods<T, ptx::tanh_approx>(p, seqlen_q, seqlen_k, tile.b, h);
         else return Scores<>(p);
     }
 

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     const Sequence seq(p, tile.b);
     if (threadIdx.x == 0) mask = Mask(seq, p);
     const Scores<> scores(p);
-    const ScoreMods<float, ptx::tanh_approx> mods(p, seq, tile.b, tile.h);
+    const ScoreMods<T, ptx::tanh_approx> mods(p, seq.seqlen_q, seq.seqlen_k, tile.b, tile.h);
     const Dropout dropout(p, tile.b, tile.h);
     const int row0 = tile.block * kBlockM, warp_row = row0 + warp_idx * kWarpM + lane_idx / 4;  // this lane's first row
     BlockRange blocks = Mask(seq, p).key_blocks<kBlockM, kBlockN>(row0);
@@ -135,24 +135,27 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 #endif
 }
 
-template <typename T, typename Shape> void launch_fwd(const AttnParams &p) {
+template <typename T, typename Shape, bool kMods = false> void launch_fwd(const AttnParams &p) {
     static_assert(sizeof(SharedMemory<Shape>) <= 99 << 10);  // what a block may have on sm_86, sm_89 and sm_120
-    auto *kernel = p.has_score_mods() ? flash_fwd<T, Shape, true, true>
-                   : p.dropout_seed   ? flash_fwd<T, Shape, true, false>
-                                      : flash_fwd<T, Shape, false, false>;
+    auto *kernel = kMods || p.dropout_seed ? flash_fwd<T, Shape, true, kMods> : flash_fwd<T, Shape, kMods, kMods>;
     launch(kernel, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, p);
 }
 
 // Tiles by head_dim: {kHeadDim, kBlockM, kBlockN}. What lies between two is padded with zeros, on chip. Up to 128 a
 // warp has 32 rows, so that what it loads of K and V feeds two products; beyond, only 16 rows of acc_o fit its
 // registers.
-template <typename T> void dispatch(const AttnParams &p) {
+template <typename T, bool kMods> void dispatch(const AttnParams &p) {
     const int head_dim = p.max_head_dim();
-    if (head_dim <= 64) launch_fwd<T, Shape<64, 128, 128>>(p);  // half the barriers of 64 keys: 4 % faster
-    else if (head_dim <= 96) launch_fwd<T, Shape<96, 128, 64>>(p);
-    else if (head_dim <= 128) launch_fwd<T, Shape<128, 128, 64>>(p);  // acc_o and acc_s take 192 of 255 registers
-    else if (head_dim <= 192) launch_fwd<T, Shape<192, 64, 64>>(p);
-    else launch_fwd<T, Shape<256, 64, 64>>(p);  // 96 KB: two blocks an SM of 228 KB, one of 100 or 164
+    // 128 keys: half the barriers of 64, 4 % faster.
+    if (head_dim <= 64) launch_fwd<T, Shape<64, 128, kMods ? 64 : 128>, kMods>(p);
+    else if (head_dim <= 96) launch_fwd<T, Shape<96, 128, 64>, kMods>(p);
+    else if (head_dim <= 128) launch_fwd<T, Shape<128, 128, 64>, kMods>(p);  // acc_o and acc_s take 192 of 255 registers
+    else if (head_dim <= 192) launch_fwd<T, Shape<192, 64, 64>, kMods>(p);
+    else launch_fwd<T, Shape<256, 64, 64>, kMods>(p);  // 96 KB: two blocks an SM of 228 KB, one of 100 or 164
+}
+
+template <typename T> void dispatch(const AttnParams &p) {
+    p.has_score_mods() ? dispatch<T, true>(p) : dispatch<T, false>(p);
 }
 
 void flash_forward(const AttnParams &p) {

@@ -17,6 +17,7 @@
 // Read next: flash_dmma.cu, fp32 on the same GPUs.
 #include <algorithm>
 
+#include "bias_sm90.cuh"
 #include "device.h"
 #include "flash.h"
 #include "launch.h"
@@ -32,9 +33,12 @@ namespace sm90 {
 
 using namespace device;
 
-template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2> struct Shape {
+// kMods: scores are changed by more than a factor, see score_mods.cuh.
+template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, bool kMods_ = false>
+struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
     static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQStages = kQStages_;
+    static constexpr bool kMods = kMods_;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     // Registers a thread: what the producer does not need goes to the consumers.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
@@ -61,13 +65,15 @@ template <typename Shape> struct SharedMemory {
     using Work = sm90::Work<Shape::kConsumers>;
     Work works[2 * Shape::kQStages];
     Ring<1> found;  // from the thread that finds tiles to the one that loads them
+    [[no_unique_address]] std::conditional_t<Shape::kMods, BiasTiles<Shape::kConsumers, Shape::kBlockN>, NoBiasTiles>
+        bias;
 
     __device__ static int q_index(uint32_t i, int c) { return i % Shape::kQStages * Shape::kConsumers + c; }
     __device__ Work &work(uint32_t i) { return works[i % (2 * Shape::kQStages)]; }
     __device__ void init_barriers() {
         for (auto &ring : q) ring.init(4);
         k.init(4 * Shape::kConsumers), v.init(4 * Shape::kConsumers);
-        found.init(1);
+        found.init(1), bias.init_barriers();
         fence_mbarrier_init();
     }
 };
@@ -105,6 +111,8 @@ template <int kBlockM> struct Scheduler {
 template <typename Shape> struct Params : AttnParams {
     TmaTensor q_tma, k_tma, v_tma, o_tma;
     Scheduler<Shape::kBlockM> scheduler;
+    BiasTensor bias_tensor;
+    ScoreFactors<float> factors;
 };
 
 // One thread finds the tiles. It looks for the next tile while another thread loads the last keys of this one, and no
@@ -161,6 +169,8 @@ template <typename Shape> __device__ void load_tiles(const Params<Shape> &p, Sha
             if (n_block == n_next) shared.found.consumer_release(q_item, 0);
             shared.k.producer_acquire(kv_item);
             load_tile(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item), key, h_k, b);
+            if constexpr (Shape::kMods)
+                shared.bias.load(p.bias_tensor, kv_item, work.tile.block * kBlockM, key, work.tile.h, b);
             shared.v.producer_acquire(kv_item);
             load_tile(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item), key, h_k, b);
         }
@@ -171,11 +181,12 @@ template <typename Shape> __device__ void load_tiles(const Params<Shape> &p, Sha
     }
 }
 
-// A warpgroup: 64 rows of out and lse of each tile. kMods: scores are changed by more than a factor, see score_mods.cuh.
-template <typename T, typename Shape, bool kMods> struct Consumer {
+// A warpgroup: 64 rows of out and lse of each tile.
+template <typename T, typename Shape> struct Consumer {
     using Work = SharedMemory<Shape>::Work;
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages;
     static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
+    static constexpr bool kMods = Shape::kMods;
     static constexpr float kMaxSum = 1 << 15;  // of a lane's columns of P: less than fp16 holds
 
     const Params<Shape> &p;
@@ -184,6 +195,8 @@ template <typename T, typename Shape, bool kMods> struct Consumer {
     const int lane_idx = thread_idx() % 32;  // kept: the loop would wait for threadIdx.x, which is a special register
     const Scores<> scores{p};
     uint32_t q_item = 0, kv_item = 0;  // of the rings
+    float slope;  // of ALiBi, see score_mods.cuh
+    int shift;
     float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4];
     uint32_t P[kBlockN / 16][4];
 
@@ -192,7 +205,12 @@ template <typename T, typename Shape, bool kMods> struct Consumer {
             shared.q[consumer].consumer_wait(q_item);
             const Work &work = shared.work(q_item);
             if (!work.tile.is_valid) return;
-            Softmax<1> softmax(kMods ? mods(work).softmax_scale_log2 : scores.softmax_scale_log2);
+            Softmax<1> softmax(kMods ? p.factors.softmax_scale_log2 : scores.softmax_scale_log2);
+            if constexpr (kMods) {
+                auto mods = this->mods(work);
+                mods.set_alibi(p);
+                slope = mods.slope, shift = mods.shift;
+            }
             for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
             attend(work, softmax);
             store(work, softmax);
@@ -201,8 +219,35 @@ template <typename T, typename Shape, bool kMods> struct Consumer {
     }
 
     __device__ int q_index() const { return shared.q_index(q_item, consumer); }
-    __device__ ScoreMods<float, ptx::tanh_approx> mods(const Work &work) const {
-        return {p, work.seq, work.tile.b, work.tile.h};
+    __device__ auto mods(const Work &work) const {
+        ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, work.seq.seqlen_q, work.seq.seqlen_k, work.tile.b,
+                                                work.tile.h);
+        mods.slope = slope, mods.shift = shift;
+        mods.bias.data = nullptr;  // see bias_sm90.cuh
+        return mods;
+    }
+    // acc_s, which is Q Kᵀ, becomes scores. row and key are this lane's first.
+    __device__ void modify(const Work &work, int row, int key) {
+        const auto mods = this->mods(work);
+        mods.apply(score_tile(acc_s, row, key));
+        shared.bias.template add<T>(p.bias_tensor, kv_item, consumer, mods, acc_s[0]);
+    }
+
+    // With ALiBi scores grow from block to block until the keys are those of the rows.
+    __device__ bool scores_grow(int row0, int n_block) const {
+        return slope != 0 && (n_block + 1) * kBlockN > row0 + shift;
+    }
+    // The same of the scores of eight keys, whose bias is read from memory.
+    __device__ void modify_again(const Work &work, int n_block, int n, float (&s)[4]) {
+        auto mods = this->mods(work);
+        mods.bias = p.bias;
+        const int idx = thread_idx() % 128, key = n_block * kBlockN + 8 * n + idx % 4 * 2;
+        const int row = work.tile.block * Shape::kBlockM + 64 * consumer + idx / 32 * 16 + idx % 32 / 4;
+        auto zero = [](int) { return 0; };
+#pragma unroll 1
+        for (int e = 0; e < 4; e++)
+            mods.apply(score_tile<1, 1>([&](int, int) -> float & { return s[e]; }, row + e / 2 * 8, zero, key + e % 2,
+                                        zero));
     }
 
     // acc_o and softmax of a tile's rows, over all keys that they see.
@@ -210,7 +255,7 @@ template <typename T, typename Shape, bool kMods> struct Consumer {
         const Mask &mask = work.mask;
         const int row0 = work.tile.block * Shape::kBlockM + 64 * consumer, tile_begin = work.blocks_begin;
         const BlockRange blocks = work.blocks[consumer];
-        const uint32_t num_full = warp_uniform(!kMods && scores.is_raw ? max(0, blocks.full_end - blocks.full_begin) : 0);
+        const uint32_t num_full = warp_uniform(kMods || scores.is_raw ? max(0, blocks.full_end - blocks.full_begin) : 0);
 
         int n_block = work.blocks_end - 1;
         skip_blocks(work, n_block, max(blocks.end, tile_begin));  // 64 rows without keys have no blocks
@@ -225,16 +270,17 @@ template <typename T, typename Shape, bool kMods> struct Consumer {
             const uint32_t block = warp_uniform(kv_item), q_idx = warp_uniform(q_index());
             // row_max is updated in blocks with a mask and in the first one without: then each row has seen keys.
             // exponentiate() may form the scores of other blocks once more, without a mask.
-            const bool is_full = from_full < num_full, updates_max = !is_full || !was_full;  // as BlockRange::is_full
+            const bool is_full = from_full < num_full, updates_max = !is_full || !was_full || (kMods && scores_grow(row0, n_block));  // as BlockRange::is_full
             was_full = is_full;
+            const int row = row0 + 16 * warp_idx + lane_idx / 4, key = n_block * kBlockN + lane_idx % 4 * 2;
+            if constexpr (kMods) modify(work, row, key);
             if (!is_full) {
-                const int row = row0 + 16 * warp_idx + lane_idx / 4, key = n_block * kBlockN + lane_idx % 4 * 2;
-                if constexpr (kMods) mods(work).apply(score_tile(acc_s, row, key));
-                else if (!scores.is_raw) scores.apply(acc_s);
+                if (!kMods && !scores.is_raw) scores.apply(acc_s);
                 mask.apply(acc_s, blocks, n_block, row, key);
             }
             float alpha[2];
-            const bool has_grown = exponentiate(softmax, updates_max, alpha);
+            const bool has_grown = exponentiate(work, n_block, softmax, updates_max, alpha);
+            if constexpr (kMods) was_full &= !has_grown;
             shared.k.consumer_release(kv_item, lane_idx);
 
             warpgroup_wait<0>(acc_o[0], P);  // P V of the block before
@@ -266,6 +312,7 @@ template <typename T, typename Shape, bool kMods> struct Consumer {
             shared.k.consumer_wait(kv_item);
             __syncwarp();
             shared.k.consumer_release(kv_item, lane_idx);
+            if constexpr (kMods) shared.bias.skip(p.bias_tensor, kv_item, consumer);
             shared.v.consumer_wait(kv_item);
             clear_v(work, n_block);
             __syncwarp();
@@ -289,23 +336,24 @@ template <typename T, typename Shape, bool kMods> struct Consumer {
     }
 
     // acc_s becomes P, and its sums are added to row_sum. Returns whether acc_o must be multiplied by alpha.
-    __device__ bool exponentiate(Softmax<1> &softmax, bool updates_max, float (&alpha)[2]) {
+    __device__ bool exponentiate(const Work &work, int n_block, Softmax<1> &softmax, bool updates_max,
+                                 float (&alpha)[2]) {
         bool has_grown = false;
         float sum[2];
         if (updates_max) has_grown = softmax.update_row_max(acc_s, alpha);
         for (int i = 0; i < 2; i++) sum[i] = softmax.exponentiate(acc_s, i);
-        if constexpr (!kMods)  // with them, row_max is updated in every block
-            if (!updates_max && __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
-                exponentiate_again(softmax, sum, alpha);
-                has_grown = true;
-            }
+        if (!updates_max && __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
+            exponentiate_again(work, n_block, softmax, sum, alpha);
+            has_grown = true;
+        }
         for (int i = 0; i < 2; i++) softmax.row_sum[i] += sum[i];
         return has_grown;
     }
 
     // The rows whose P may be too large for T get their scores once more, a new row_max, and P by it. The warp computes
     // them alone, as flash_sm80.cu does. Its other rows keep their P: they must not depend on their neighbours.
-    __device__ void exponentiate_again(Softmax<1> &softmax, float (&sum)[2], float (&alpha)[2]) {
+    __device__ void exponentiate_again(const Work &work, int n_block, Softmax<1> &softmax, float (&sum)[2],
+                                       float (&alpha)[2]) {
         const int warp_idx = thread_idx() / 32 % 4, lane_idx = thread_idx() % 32;  // no register in the usual case
         bool is_large[2];
         for (int i = 0; i < 2; i++) is_large[i] = quad_reduce(sum[i], fmaxf) > kMaxSum;
@@ -323,7 +371,8 @@ template <typename T, typename Shape, bool kMods> struct Consumer {
                 ldmatrix(a, sQ.address(16 * warp_idx + lane_idx % 16, d + 16 + lane_idx / 16 * 8));
                 mma<T>(s[0][0], a, b[2], b[3]);
             }
-            scores.apply(s);
+            if constexpr (kMods) modify_again(work, n_block, n, s[0][0]);
+            else scores.apply(s);
             for (int e = 0; e < 4; e++)
                 if (is_large[e / 2]) acc_s[0][n][e] = s[0][0][e];
         }
@@ -366,7 +415,7 @@ template <typename T, typename Shape, bool kMods> struct Consumer {
     }
 };
 
-template <typename T, typename Shape, bool kMods>
+template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_constant__ Params<Shape> p) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
@@ -381,12 +430,12 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
         else if (threadIdx.x == 32) find_tiles<Shape>(p, shared);
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
-        Consumer<T, Shape, kMods>{p, shared, int(warpgroup_idx) - 1}.run();
+        Consumer<T, Shape>{p, shared, int(warpgroup_idx) - 1}.run();
     }
 #endif
 }
 
-template <typename T, typename Shape, bool kMods = false> void launch_fwd(AttnParams p) {
+template <typename T, typename Shape> void launch_fwd(AttnParams p) {
     static_assert(sizeof(SharedMemory<Shape>) <= 227 << 10);
     constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     const int64_t num_tiles = RowTiles<kBlockM>::count(p), blocks = std::min<int64_t>(num_tiles, num_sms());
@@ -404,8 +453,10 @@ template <typename T, typename Shape, bool kMods = false> void launch_fwd(AttnPa
                                tma("k", p.k, p.nheads_k, p.seqlen_k, p.head_dim, kBlockN),
                                tma("v", p.v, p.nheads_k, p.seqlen_k, p.head_dim_v, kBlockN),
                                tma("out", p.o, p.nheads, p.seqlen_q, p.head_dim_v, 16),  // the rows of a warp
-                               {p, num_tiles}};
-    launch(flash_fwd<T, Shape, kMods>, blocks, Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, params);
+                               {p, num_tiles},
+                               Shape::kMods ? make_bias_tensor<kBlockN>(p) : BiasTensor{},
+                               ScoreFactors<float>(p)};
+    launch(flash_fwd<T, Shape>, blocks, Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, params);
 }
 
 // Tiles by head_dim: {kHeadDim, kConsumers, kBlockN, kStages, kQStages}. What lies between two is padded with zeros, by
@@ -415,11 +466,11 @@ template <typename T> void dispatch(const AttnParams &p) {
     const int head_dim = p.max_head_dim();
     const int64_t keys_of_a_row = std::min<int64_t>(p.seqlen_k, int64_t(p.window_left) + p.window_right + 1);
     if (p.has_score_mods()) {
-        if (head_dim <= 64) launch_fwd<T, Shape<64, 2, 128, 4>, true>(p);
-        else if (head_dim <= 96) launch_fwd<T, Shape<96, 2, 128>, true>(p);
-        else if (head_dim <= 128) launch_fwd<T, Shape<128, 2, 96>, true>(p);
-        else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80>, true>(p);
-        else launch_fwd<T, Shape<256, 2, 64, 2, 1>, true>(p);
+        if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 2, 2, true>>(p);
+        else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 2, 2, true>>(p);
+        else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 80, 2, 2, true>>(p);
+        else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80, 2, 1, true>>(p);
+        else launch_fwd<T, Shape<256, 2, 64, 2, 1, true>>(p);
     } else if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
     else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
     // Registers leave 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper). A packed

@@ -43,6 +43,18 @@ inline Reason why_not_tma(const std::string &name, const Tensor &x, int rows, in
     return {};
 }
 
+// The same of a bias. A mask of bool is read two keys at a time.
+inline Reason why_not_tma(const Bias &x, int seqlen_k) {
+    const int bytes = x.dtype == DType::kBool ? 1 : 2;
+    const int64_t strides = x.batch_stride | x.head_stride | x.row_stride;
+    if (x.dtype == DType::kFloat32) return "attn_bias is float32";
+    if (x.key_stride != 1 || (x.row_stride && x.row_stride < seqlen_k)) return "rows of attn_bias are not contiguous";
+    if (bytes == 1 && seqlen_k % 2) return "attn_bias is bool and seqlen_k is odd";
+    if (uintptr_t(x.data) % 16 || strides * bytes % 16) return "rows of attn_bias do not start at multiples of 16 bytes";
+    if (strides >> 39) return "a stride of attn_bias is 2^39 or more";
+    return {};
+}
+
 // Why a kernel cannot serve the forward pass of p on a GPU.
 inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu) {
     const bool is_sm80 = kernel == Kernel::kSm80, is_sm90 = kernel == Kernel::kSm90, is_dmma = kernel == Kernel::kDmma;
@@ -54,6 +66,9 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu) {
     if (!is_fp32 && is_dmma) return "the dtype is not float32";
     if (p.dropout_seed && !is_sm80) return "it has no dropout";
     if (p.sinks && is_dmma) return "it has no sinks";
+    if (p.has_score_mods() && is_dmma) return "it has no softcap, alibi_slopes or attn_bias";
+    if (is_sm90 && p.bias.data)
+        if (const Reason reason = why_not_tma(p.bias, p.seqlen_k)) return reason;
     if (p.max_head_dim() > 128 && is_dmma) return "head_dim is over 128";
     if (p.seqlen_k == 0 && is_sm90) return "there are no keys";  // TMA takes no empty tensor
 

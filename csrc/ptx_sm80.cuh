@@ -124,5 +124,9 @@ template <typename T> __device__ uint32_t pack(float x, float y) {
     else pair = __floats2bfloat162_rn(x, y);
     return reinterpret_cast<const uint32_t &>(pair);
 }
+template <typename T> __device__ float2 unpack(uint32_t pair) {
+    if constexpr (std::is_same_v<T, __half>) return __half22float2(reinterpret_cast<const __half2 &>(pair));
+    else return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162 &>(pair));
+}
 
 }  // namespace ptx

@@ -1,12 +1,15 @@
 // Scores that are changed by more than a factor. ScoreMods is for them what Scores is for others:
 //
-//   score = sign · q·k                                        or tanh(softmax_scale / softcap · q·k) with a softcap
+//   score = of_qk · q·k                                           or of_tanh · tanh(of_qk · q·k) with a softcap
 //           - slope / unit · |row + seqlen_k - seqlen_q - key|    ALiBi (Press et al., 2022), bottom-right aligned
 //           + bias / unit                                         -inf where a mask of bool is false
-//   unit  = |softmax_scale|, or the softcap, so that tanh needs no factor (Gemma 2, 2024, section 2)
 //
 //   forward    P = exp2(softmax_scale_log2 · score - row_max), with softmax_scale_log2 = unit · log2(e)
 //   backward   P = exp(unit · score - lse)    dbias = dS    d(q·k) = softmax_scale · dS, times 1 - tanh² with a softcap
+//
+// The unit saves a factor. It is the softcap, so that tanh needs none (Gemma 2, 2024, section 2), or |softmax_scale|.
+// With a bias it is ln(2): then softmax_scale_log2 is 1 and products with it are exact. They would be wrong by more than
+// exp2 can take where a bias of -1e10 hides all keys of a row.
 //
 // A bias is read by its strides from memory. Rows and keys beyond the end read the last ones: they are masked later.
 //
@@ -52,38 +55,55 @@ __device__ auto score_tile(float (&acc_s)[kMTiles][kNTiles][4], int row, int key
         [](int i) { return 8 * i; }, key, [](int j) { return j / 2 * 8 + j % 2; });
 }
 
+template <typename T> using SumOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
 template <typename Sum> __device__ Sum tanh_exact(Sum x) { return tanh(x); }
 
-// Of the scores of one head. tanh_of: tensor cores for 16 bits make do with an approximation.
-template <typename Sum, Sum (*tanh_of)(Sum) = tanh_exact<Sum>> struct ScoreMods {
+// What depends on the call alone. A kernel that reads it from its parameters has registers left.
+template <typename Sum> struct ScoreFactors {
     static constexpr Sum kLog2E = Sum(1.4426950408889634);
-    // A finite bias below this is this: finfo.min, with which some models mask, would overflow to -inf, and rows that
-    // have no other are not without keys.
+
+    bool has_softcap;
+    Sum unit, per_unit, of_qk, of_tanh;  // see above; per_unit is 1 / unit, of_tanh is softcap / unit
+    Sum softmax_scale_log2;
+
+    __host__ __device__ explicit ScoreFactors(const AttnParams &p) : has_softcap(p.softcap > 0) {
+        const Sum softmax_scale = Sum(p.softmax_scale), softcap = Sum(p.softcap);
+        const bool has_bias = p.bias.data && p.bias.dtype != DType::kBool;
+        unit = has_bias ? 1 / kLog2E : has_softcap ? softcap : softmax_scale == 0 ? Sum(1) : Sum(fabs(softmax_scale));
+        per_unit = has_bias ? kLog2E : 1 / unit;
+        of_qk = has_softcap ? softmax_scale / softcap : softmax_scale * per_unit;
+        of_tanh = has_bias && has_softcap ? softcap * per_unit : 1;
+        softmax_scale_log2 = has_bias ? 1 : unit * kLog2E;
+    }
+};
+
+// Of the scores of one head, for inputs of type T. tanh_of: tensor cores for 16 bits make do with an approximation.
+template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
+    using Sum = SumOf<T>;
+    // A score that a finite bias takes below this is this: finfo.min, with which some models mask, would overflow to
+    // -inf, and rows that have no other are not without keys.
     static constexpr Sum kLowest = Sum(-1e30);
 
     static constexpr bool is_raw = false;
+    ScoreFactors<Sum> factors;
     Sum softmax_scale, softmax_scale_log2;
-    Sum unit_, factor;  // of q·k: sign, or what tanh takes
-    Sum per_unit, slope;
-    bool has_softcap;
-    int seqlen_q, seqlen_k;
-    const void *bias;  // of row 0 and key 0, or nullptr
-    int64_t bias_row_stride, bias_key_stride;
-    DType bias_dtype;
+    const int &seqlen_q, &seqlen_k, &b, &h;  // where they are in shared memory, they are read when they are needed
+    Bias bias;  // or one without data, if another part of the kernel adds it
+    Sum slope;  // of ALiBi, by unit, and
+    int shift;  // seqlen_k - seqlen_q
 
-    __device__ ScoreMods(const AttnParams &p, const Sequence &seq, int64_t b, int64_t h)
-        : softmax_scale(Sum(p.softmax_scale)), has_softcap(p.softcap > 0), seqlen_q(seq.seqlen_q),
-          seqlen_k(seq.seqlen_k), bias(p.bias.data), bias_row_stride(p.bias.row_stride),
-          bias_key_stride(p.bias.key_stride), bias_dtype(p.bias.dtype) {
-        unit_ = has_softcap ? Sum(p.softcap) : softmax_scale == 0 ? Sum(1) : fabs(softmax_scale);
-        per_unit = 1 / unit_, factor = softmax_scale / unit_, softmax_scale_log2 = unit_ * kLog2E;
-        slope = p.alibi_slopes ? Sum(p.alibi_slopes[b * p.alibi_batch_stride + h]) * per_unit : Sum(0);
-        if (!bias) return;
-        const int64_t at = b * p.bias.batch_stride + h * p.bias.head_stride;
-        bias = static_cast<const char *>(bias) + at * (bias_dtype == DType::kBool      ? 1
-                                                       : bias_dtype == DType::kFloat64 ? 8
-                                                       : bias_dtype == DType::kFloat32 ? 4
-                                                                                       : 2);
+    __device__ ScoreMods(const AttnParams &p, const int &seqlen_q, const int &seqlen_k, const int &b, const int &h)
+        : ScoreMods(p, ScoreFactors<Sum>(p), seqlen_q, seqlen_k, b, h) {
+        set_alibi(p);
+    }
+    __device__ ScoreMods(const AttnParams &p, const ScoreFactors<Sum> &factors, const int &seqlen_q,
+                         const int &seqlen_k, const int &b, const int &h)
+        : factors(factors), softmax_scale(Sum(p.softmax_scale)), softmax_scale_log2(factors.softmax_scale_log2),
+          seqlen_q(seqlen_q), seqlen_k(seqlen_k), b(b), h(h), bias(p.bias) {}
+    __device__ void set_alibi(const AttnParams &p) {
+        slope = p.alibi_slopes ? Sum(p.alibi_slopes[b * p.alibi_batch_stride + h]) * factors.per_unit : Sum(0);
+        shift = seqlen_k - seqlen_q;
     }
 
     // q·k become scores.
@@ -92,19 +112,25 @@ template <typename Sum, Sum (*tanh_of)(Sum) = tanh_exact<Sum>> struct ScoreMods 
     // The same, and dp becomes the derivative by factor · q·k. dp(i, j): that by the score.
     template <typename Tile, typename At> __device__ void apply(const Tile &tile, At dp) const {
         cap(tile);
-        if (has_softcap)
+        if (factors.has_softcap)
             for_each(tile, [&](int i, int j) { dp(i, j) *= 1 - tile.at(i, j) * tile.at(i, j); });
         add(tile);
     }
 
     // As those of Scores, of scores.
     __device__ Sum score(Sum score) const { return score; }
-    __device__ Sum unit() const { return unit_; }
+    __device__ Sum unit() const { return factors.unit; }
     __device__ Sum probability(Sum score, Sum lse) const {
-        return lse == -INFINITY ? Sum(0) : exp2(-fabs(fma(score, unit_, -lse)) * kLog2E);
+        return lse == -INFINITY ? Sum(0) : exp2(-fabs(fma(score, factors.unit, -lse)) * ScoreFactors<Sum>::kLog2E);
     }
     __device__ float probability_log2(float score, float lse_log2) const {
         return -fabsf(score * softmax_scale_log2 - lse_log2);
+    }
+
+    // score + x, an element of a bias. -inf and NaN stay what they are. Only x below kLowest / 2 can make it low.
+    __device__ Sum plus_bias(Sum score, Sum x) const {
+        const Sum sum = fma(x, factors.per_unit, score);
+        return sum < kLowest && x > -INFINITY ? kLowest : sum;
     }
 
   private:
@@ -115,41 +141,38 @@ template <typename Sum, Sum (*tanh_of)(Sum) = tanh_exact<Sum>> struct ScoreMods 
             for (int j = 0; j < Tile::kCols; j++) f(i, j);
     }
     template <typename Tile> __device__ void cap(const Tile &tile) const {
-        if (has_softcap) for_each(tile, [&](int i, int j) { tile.at(i, j) = tanh_of(tile.at(i, j) * factor); });
-        else if (factor != 1) for_each(tile, [&](int i, int j) { tile.at(i, j) *= factor; });
+        const Sum of_qk = factors.of_qk;
+        if (factors.has_softcap) for_each(tile, [&](int i, int j) { tile.at(i, j) = tanh_of(tile.at(i, j) * of_qk); });
+        else if (of_qk != 1) for_each(tile, [&](int i, int j) { tile.at(i, j) *= of_qk; });
     }
     template <typename Tile> __device__ void add(const Tile &tile) const {
+        if (factors.of_tanh != 1) for_each(tile, [&](int i, int j) { tile.at(i, j) *= factors.of_tanh; });
         if (slope != 0) {
-            const Sum distance = Sum(tile.row0 + seqlen_k - seqlen_q - tile.key0);
+            const Sum distance = Sum(tile.row0 + shift - tile.key0);
             for_each(tile, [&](int i, int j) {
                 tile.at(i, j) -= slope * fabs(distance + Sum(tile.row(i) - tile.key(j)));
             });
         }
-        if (!bias) return;
-        switch (bias_dtype) {
-            case DType::kBool: return add_bias<bool>(tile);
-            case DType::kFloat16: return add_bias<__half>(tile);
-            case DType::kBFloat16: return add_bias<__nv_bfloat16>(tile);
-            case DType::kFloat32: return add_bias<float>(tile);
-            case DType::kFloat64:
-                if constexpr (std::is_same_v<Sum, double>) add_bias<double>(tile);
-        }
+        if (!bias.data) return;
+        if (bias.dtype == DType::kBool) add_bias<bool>(tile);
+        else if (bias.dtype == DType::kFloat32) add_bias<float>(tile);
+        else add_bias<T>(tile);
     }
-    template <typename T, typename Tile> __device__ void add_bias(const Tile &tile) const {
+    template <typename Element, typename Tile> __device__ void add_bias(const Tile &tile) const {
+        auto *of_head = static_cast<const Element *>(bias.data) + b * bias.batch_stride + h * bias.head_stride;
+        const Element *of_row[Tile::kRows];
 #pragma unroll
-        for (int i = 0; i < Tile::kRows; i++) {
-            const int row = min(tile.row0 + tile.row(i), seqlen_q - 1);
-            const T *of_row = static_cast<const T *>(bias) + row * bias_row_stride;
+        for (int i = 0; i < Tile::kRows; i++)
+            of_row[i] = of_head + min(tile.row0 + tile.row(i), seqlen_q - 1) * bias.row_stride;
 #pragma unroll
-            for (int j = 0; j < Tile::kCols; j++)
-                tile.at(i, j) += value(of_row[min(tile.key0 + tile.key(j), seqlen_k - 1) * bias_key_stride]);
-        }
-    }
-    template <typename T> __device__ Sum value(T x) const {
-        if constexpr (std::is_same_v<T, bool>) return x ? Sum(0) : Sum(-INFINITY);
-        else {
-            const Sum y = Sum(to_float(x));
-            return y > -INFINITY ? fmax(y * per_unit, kLowest) : y;  // -inf and NaN stay what they are
+        for (int j = 0; j < Tile::kCols; j++) {
+            const int64_t key = min(tile.key0 + tile.key(j), seqlen_k - 1) * bias.key_stride;
+#pragma unroll
+            for (int i = 0; i < Tile::kRows; i++) {
+                const Element x = of_row[i][key];
+                if constexpr (std::is_same_v<Element, bool>) tile.at(i, j) = x ? tile.at(i, j) : Sum(-INFINITY);
+                else tile.at(i, j) = plus_bias(tile.at(i, j), Sum(to_float(x)));
+            }
         }
     }
 };

@@ -24,12 +24,12 @@ namespace simt { using namespace device; }
 
 namespace simt {
 
-template <typename T> using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+template <typename T> using Sum = SumOf<T>;
 
-template <bool kMods, typename Sum>
-__device__ auto scores_of(const AttnParams &p, const Sequence &seq, int64_t b, int64_t h) {
-    if constexpr (kMods) return ScoreMods<Sum>(p, seq, b, h);
-    else return Scores<Sum>(p);
+template <bool kMods, typename T>
+__device__ auto scores_of(const AttnParams &p, const Sequence &seq, const int &b, const int &h) {
+    if constexpr (kMods) return ScoreMods<T>(p, seq.seqlen_q, seq.seqlen_k, b, h);
+    else return Scores<Sum<T>>(p);
 }
 
 // run<T>() for the type of the elements.

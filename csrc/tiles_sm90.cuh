@@ -1,6 +1,6 @@
 // Tiles of 16-bit elements in shared memory for Hopper: how TMA loads and stores them, and what wgmma is told of them.
 //
-// Read next: flash_sm90.cu, the kernel made of these.
+// Read next: bias_sm90.cuh, the one of a bias.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +15,7 @@ namespace sm90 {
 
 // [kRows, kHeadDim] in panels of kCols columns, which are as wide as a swizzle.
 template <int kRows, int kHeadDim> struct SmemTile {
-    static constexpr int kCols = kHeadDim % 64 ? 32 : 64, kPanels = kHeadDim / kCols, kRowBytes = 2 * kCols;
+    static constexpr int kCols = kHeadDim % 64 == 0 ? 64 : kHeadDim % 32 == 0 ? 32 : 16, kPanels = kHeadDim / kCols, kRowBytes = 2 * kCols;
     alignas(1024) uint16_t panel[kPanels][kRows][kCols];
 
     // wgmma's descriptor of the columns [16·kk, 16·kk + 16), for a product that sums along columns.
@@ -29,11 +29,11 @@ template <int kRows, int kHeadDim> struct SmemTile {
     }
     // The address of eight elements of a row, for ldmatrix and stmatrix.
     __device__ uint32_t address(int row, int col) const { return shared_address(panel) + offset(row, col); }
-    __device__ const uint4 &vec(int row, int col) const {
-        return *reinterpret_cast<const uint4 *>(reinterpret_cast<const char *>(panel) + offset(row, col));
+    // The elements of a row from col on that are of this type together.
+    template <typename Vec> __device__ const Vec &at(int row, int col) const {
+        return *reinterpret_cast<const Vec *>(reinterpret_cast<const char *>(panel) + offset(row, col));
     }
 
-  private:
     __device__ static uint32_t offset(int row, int col) {
         const uint32_t x = ((col / kCols * kRows + row) * kCols + col % kCols) * 2;
         return x ^ (x >> 3 & (kRowBytes - 16));  // swizzled, as `panel` is aligned to 1024 bytes
@@ -64,13 +64,15 @@ struct TmaTensor {
     int head_step, batch_step;  // 0 along an expanded dimension, which has size 1 in the map; else 1
 };
 
-// All of a tile arrives at `full`: rows from `row` on, and zeros for what lies outside of the tensor.
+// All of a tile arrives at `full`: rows from `row` on, columns from `col` on, and zeros for what lies outside of the
+// tensor. box_rows: as many rows as the box of x has.
 template <int kRows, int kHeadDim>
-__device__ void load_tile(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b) {
-    mbarrier_arrive_expect_tx(full, sizeof(tile));
+__device__ void load_tile(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b,
+                          int col = 0, int box_rows = kRows) {
+    mbarrier_arrive_expect_tx(full, box_rows * kHeadDim * 2);
 #pragma unroll
     for (int i = 0; i < tile.kPanels; i++)
-        tma_load(tile.panel[i], x.map, full, i * tile.kCols, row, h * x.head_step, b * x.batch_step);
+        tma_load(tile.panel[i], x.map, full, col + i * tile.kCols, row, h * x.head_step, b * x.batch_step);
 }
 
 // Rows of a tile, from tile_row on and as many as the box has, to those of the tensor from `row` on.
@@ -90,7 +92,7 @@ __device__ void store_some_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_
         // By thread_idx(), or all of this is computed once for all tiles, in registers that are not free.
         const int i = 32 * step + thread_idx() % 32, row = i / (kHeadDim / 8), col = i % (kHeadDim / 8) * 8;
         if (row < rows && col < head_dim)
-            *reinterpret_cast<uint4 *>(to + row * row_stride + col) = tile.vec(tile_row + row, col);
+            *reinterpret_cast<uint4 *>(to + row * row_stride + col) = tile.template at<uint4>(tile_row + row, col);
     }
 }
 
@@ -119,14 +121,17 @@ TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batch_size,
     constexpr int kCols = SmemTile<64, kHeadDim>::kCols;
     auto size = [](int64_t n, int64_t stride) { return cuuint64_t(stride ? n : 1); };
     auto bytes = [=](int64_t stride) { return cuuint64_t(2 * (stride ? stride : head_dim)); };
-    const cuuint64_t sizes[] = {cuuint64_t(head_dim), size(rows, x.row_stride), size(heads, x.head_stride),
+    const cuuint64_t sizes[] = {cuuint64_t(head_dim), cuuint64_t(rows), size(heads, x.head_stride),
                                 size(batch_size, x.batch_stride)};
-    const cuuint64_t strides[] = {bytes(x.row_stride), bytes(x.head_stride), bytes(x.batch_stride)};
+    const cuuint64_t strides[] = {cuuint64_t(2 * x.row_stride), bytes(x.head_stride), bytes(x.batch_stride)};
     const cuuint32_t box[] = {kCols, cuuint32_t(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
     TmaTensor tensor{{}, x.head_stride != 0, x.batch_stride != 0};
+    const auto swizzle = kCols == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+                         : kCols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                       : CU_TENSOR_MAP_SWIZZLE_32B;
     const CUresult result = tensor_map_encoder()(
         &tensor.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, x.data, sizes, strides, box, steps,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, kCols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return tensor;
     throw std::runtime_error("minimal_attn: TMA cannot take " + std::string(name) + ": CUDA error " +

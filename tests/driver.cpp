@@ -137,7 +137,8 @@ Case lengths_of_keys(Case c, std::vector<int> seqused_k) {
     return c;
 }
 
-constexpr DType f64 = DType::kFloat64, boolean = DType::kBool, f32 = DType::kFloat32, f16 = DType::kFloat16, b16 = DType::kBFloat16;
+constexpr DType f64 = DType::kFloat64, boolean = DType::kBool, f32 = DType::kFloat32;
+constexpr DType f16 = DType::kFloat16, b16 = DType::kBFloat16;
 const std::vector<Case> cases = {
     // name, dtype, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim, is_causal, ...
     // Every tile in every dtype, with at least two blocks of rows and two of keys.
@@ -355,14 +356,16 @@ const std::vector<Case> cases = {
            33),
     with_mods({"sm90_softcap",      f16, 1, 2, 1, 250, 300,  64, true,  kHeads, {}, kSm90}, 2, false),
     with_mods({"sm90_alibi",        b16, 2, 4, 2, 200, 200, 128, true,  kRows,  {3, 129}, kSm90}, 0, true),
-    with_mods({"sm90_bias",         f16, 2, 2, 1, 200, 300,  96, false, kRows,  {}, kSm90}, 3, true, f16, "HRK"),
-    with_mods({"sm90_bias_fp32",    b16, 1, 2, 1, 150, 170, 192, true,  kRows,  {}, kSm90}, 0, false, f32, "BHRK"),
+    with_mods({"sm90_bias",         f16, 2, 2, 1, 200, 304,  96, false, kRows,  {}, kSm90}, 3, true, f16, "HRK"),
+    with_mods({"sm90_bias_of_keys", b16, 1, 2, 1, 150, 176, 192, true,  kRows,  {}, kSm90}, 0, false, b16, "BHK"),
     with_mods({"sm90_mask",         f16, 2, 4, 2, 130, 240, 256, false, kHeads, {}, kSm90}, 0, false, boolean, "BK"),
-    with_mods({"sm90_mask_rows",    b16, 2, 2, 1, 270, 200, 128, true,  kSlices, {265, 200}, kSm90}, 0, true, boolean,
+    with_mods({"sm90_mask_rows",    b16, 2, 2, 1, 270, 208, 128, true,  kSlices, {265, 208}, kSm90}, 0, true, boolean,
               "BRK"),
+    with_mods({"sm90_mods_scale_30", b16, 1, 2, 1, 150, 400, 128, false, kHeads, {}, kSm90, 0, 30}, 0, true, b16, "HRK"),
+    with_mods({"sm90_mask_scale_30", f16, 1, 2, 1, 200, 480, 64, true, kHeads, {}, kSm90, 0, 30}, 9, false, boolean, "RK"),
     packed(with_mods({"sm90_packed_mods", f16, 1, 2, 1, 0, 0, 64, true, kRows, {}, kSm90}, 4, true), {0, 70, 70, 299},
            {0, 70, 99, 400}),
-    window(with_mods({"sm90_window_mods", b16, 1, 4, 1, 210, 310, 40, false, kRows, {}, kSm90}, 3, false, b16, "RK"), 20,
+    window(with_mods({"sm90_window_mods", b16, 1, 4, 1, 210, 312, 40, false, kRows, {}, kSm90}, 3, false, b16, "RK"), 20,
            33),
 #endif
 #if MINIMAL_ATTN_EMULATED  // a backward pass is not asked for it

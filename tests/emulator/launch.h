@@ -84,6 +84,12 @@ struct alignas(16) uint4 {
     }
 };
 
+// Pairs of 16-bit numbers without a sign: the larger of a + b and c.
+inline unsigned __viaddmax_u16x2(unsigned a, unsigned b, unsigned c) {
+    auto larger = [=](int shift) { return max(uint16_t((a >> shift) + (b >> shift)), uint16_t(c >> shift)); };
+    return unsigned(larger(16)) << 16 | larger(0);
+}
+
 // Of whole warps: mask is all ones.
 template <typename T> T __shfl_sync(unsigned mask, T x, int lane) {
     struct Trade { T x, result; int from; };

@@ -48,5 +48,10 @@ inline float tanh_approx(float x) { return std::tanh(x); }
 template <typename T> uint32_t pack(float x, float y) {
     return device::from_float<T>(x).bits | uint32_t(device::from_float<T>(y).bits) << 16;
 }
+template <typename T> float2 unpack(uint32_t pair) {
+    T x, y;
+    x.bits = pair & 0xffff, y.bits = pair >> 16;
+    return {device::to_float(x), device::to_float(y)};
+}
 
 }  // namespace ptx
