@@ -281,8 +281,8 @@ def scores():
             `scaled_dot_product_attention`, which has neither softcap nor ALiBi, an `attn_mask`. Columns such as
             `sm90 / none` are the speed of a row over that of the same kernel in the first row. On average, `sm90` is
             {mean(flex[0])} times and `triton` {mean(flex[1])} times as fast as Flex. With a bias or a mask, `sm90` is
-            {span(efficient)} times as fast as PyTorch's memory-efficient kernel. In the picture, the numbers in brackets
-            are the speed over that of the same kernel without a score."""),
+            {span(efficient)} times as fast as PyTorch's memory-efficient kernel. In the picture, the numbers in
+            brackets are the speed over that of the same kernel without a score."""),
         table(["score", *names(impls), "sm90 / none", "triton / none", *(" / ".join(names(pair)) for pair in pairs)],
               cells),
         "![TFLOP/s by what changes the scores](../benchmarks/h200/scores.svg)\n"])

@@ -1,8 +1,8 @@
 """BERT's padding masks and T5's relative position biases, with our attention in transformers, beside eager attention.
 
-Our attention gets in by two routes. "sdpa": our scaled_dot_product_attention in the place of torch's, which transformers
-calls. "interface": flash_attention as an attention function of its own, registered with transformers by a name. Gemma 2,
-with a softcap, is in test_transformers.py.
+Our attention gets in by two routes. "sdpa": our scaled_dot_product_attention in the place of torch's, which
+transformers calls. "interface": flash_attention as an attention function of its own, registered with transformers by a
+name. Gemma 2, with a softcap, is in test_transformers.py.
 """
 
 import functools
