@@ -260,6 +260,39 @@ def window():
         "![TFLOP/s of sliding windows and of attention sinks](../benchmarks/h200/window.svg)\n"])
 
 
+def scores():
+    if not is_recorded("scores"):
+        return ""
+    by_score = {score: rows for (score,), rows in settings("scores", "score", op="scores", causal=False).items()}
+    impls = "cuda:sm90", "cuda:sm80", "triton", "flex", "torch:efficient", "torch:cudnn", "torch:flash"
+    pairs = ("cuda:sm90", "flex"), ("triton", "flex"), ("cuda:sm90", "torch:efficient")
+    cells = [[score, *tflops(rows, impls), *(of_dense(by_score, score, impl) for impl in ("cuda:sm90", "triton")),
+              *(f"{ratio(rows, *pair):.2f}" if all(x in rows for x in pair) else "–" for pair in pairs)]
+             for score, rows in by_score.items()]
+    flex = [ratios(by_score, impl, "flex") for impl in ("cuda:sm90", "triton")]
+    efficient = {score: x for score, x in ratios(by_score, "cuda:sm90", "torch:efficient").items() if score != "none"}
+    row = next(iter(by_score.values()))["cuda:sm90"]
+    return "\n".join([
+        "## Softcap, ALiBi, biases and masks, bf16\n",
+        paragraph(f"""B = {row["batch_size"]}, H = {row["nheads"]}, S = {row["seqlen_q"]}, head_dim {row["head_dim"]},
+            without a causal mask, in TFLOP/s. FLOPs count all pairs of a row and a key, also those that the mask hides.
+            The bias, one for each head, and the mask, one for all heads, are shared by the batch. The mask is random
+            and shows 3 of 4 keys. FlexAttention gets a `score_mod` for each, and PyTorch's
+            `scaled_dot_product_attention`, which has neither softcap nor ALiBi, an `attn_mask`. Columns such as
+            `sm90 / none` are the speed of a row over that of the same kernel in the first row. On average, `sm90` is
+            {mean(flex[0])} times and `triton` {mean(flex[1])} times as fast as Flex. With a bias or a mask, `sm90` is
+            {span(efficient)} times as fast as PyTorch's memory-efficient kernel. In the picture, the numbers in
+            brackets are the speed over that of the same kernel without a score."""),
+        table(["score", *names(impls), "sm90 / none", "triton / none", *(" / ".join(names(pair)) for pair in pairs)],
+              cells),
+        "![TFLOP/s by what changes the scores](../benchmarks/h200/scores.svg)\n"])
+
+
+def of_dense(by_score, score, impl):
+    """The speed of impl with a score over that without one."""
+    return f"{by_score['none'][impl]['ms'] / by_score[score][impl]['ms']:.2f}" if impl in by_score[score] else "–"
+
+
 def backward_settings():
     """The settings with 16384 tokens and a width of 2048: {(head_dim, causal, S): {impl: row}}."""
     rows_of = settings("backward", "batch_size", "nheads", *SIZE)
@@ -385,7 +418,7 @@ def tests():
 
 
 BLOCKS = {block.__name__: block for block in (opening, choice, results, forward, peers, heads, ampere, fp32, varlen,
-                                              varlen_backward, window, backward, backward_heads, triton, matmul,
+                                              varlen_backward, window, scores, backward, backward_heads, triton, matmul,
                                               training, host, memory, build, tests)}
 BLOCKS |= ladder_tables.BLOCKS
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 from minimal_attn import _build, bench, benchmark, cli, force_kernel, reference_attention
 from minimal_attn._build import source_digest
-from minimal_attn.bench import (attention, backward, forward_backward, matmul, measure, page, varlen, varlen_backward,
-                                window)
+from minimal_attn.bench import (attention, backward, forward_backward, matmul, measure, page, scores, varlen,
+                                varlen_backward, window)
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
 from minimal_attn.bench.options import OPS
 from minimal_attn.choice import twin_trains
@@ -79,7 +79,7 @@ def check_format(text):
         assert all(row[x] is None or isinstance(row[x], float) and row[x] >= 0 for x in MEASURED)
         if row["ms"] is None:
             assert all(row[x] is None for x in MEASURED)
-        elif row["op"] in ("forward", "matmul", "varlen", "window", "sinks"):
+        elif row["op"] in ("forward", "matmul", "varlen", "window", "sinks", "scores"):
             check_arithmetic(row)
     measured_as = [tuple(str(value) for x, value in row.items() if x not in MEASURED) for row in rows]
     assert len(set(measured_as)) == len(rows)
@@ -105,6 +105,8 @@ def check_arithmetic(row):
             pairs = b * sum(min(i + right, last) - max(i - left, 0) + 1 for i in range(seqlen_q))
         flops = 4 * h * row["head_dim"] * pairs
         read, written = (row["head_dim"] * x for x in (h * rows + 2 * h_k * keys, h * rows))
+        # The bias of each head, and the mask in bytes, are read once.
+        read += {"bias": h, "mask": 1 / size}.get(row.get("score"), 0) * seqlen_q * seqlen_k
     assert row["tflops"] == pytest.approx(flops / (row["ms"] * 1e-3) / 1e12, rel=1e-4)
     assert row["gbps"] == pytest.approx((read * size + written * (out_size or size)) / (row["ms"] * 1e-3) / 1e9,
                                         rel=1e-4)
@@ -253,6 +255,8 @@ def test_manual_attn_against_reference(shape, causal):
     (["--op", "varlen", "--seqlens", "64"], "unrecognized arguments: --seqlens"),
     (["--op", "window", "--shape", "1,4,8,16 window x"], "there is ' window LEFT' or ' sinks', not 'window x'"),
     (["--op", "window", "--shape", "1,4,8,16 sinks 3"], "there is ' window LEFT' or ' sinks', not 'sinks 3'"),
+    (["--op", "scores", "--shape", "1,4,8,16 tanh"], "is one of none, softcap, alibi, bias, mask, not 'tanh'"),
+    (["--op", "scores", "--shape", "1,4,8"], "--shape: '1,4,8': neither B,H,S,D nor"),
     (["--impls", "manual,cuda:none"], "--impls: 'cuda:none' is none of manual, cuda:"),
     (["--json", "nowhere/x.json"], "--json: 'nowhere/x.json' is no .json file in an existing directory"),
     (["--plot", "picture.txt"], "--plot: 'picture.txt' is no .png or .svg file"),
@@ -444,7 +448,7 @@ def test_bench_py_help(monkeypatch, tmp_path):
     assert said.returncode == 0
     usage = " ".join(said.stdout.split())  # its lines are as wide as the terminal
     assert usage.startswith("usage: python bench.py [-h] "
-                            "[--op {attention,backward,forward_backward,varlen,varlen_backward,window,matmul}]")
+                            "[--op {attention,backward,forward_backward,varlen,varlen_backward,window,scores,matmul}]")
 
 
 def run_matmul(tmp_path, *options):
@@ -817,15 +821,15 @@ def test_order_of_implementations_rotates(monkeypatch, tmp_path):
 
 
 def test_backward_judges_every_gradient(tmp_path, monkeypatch):
-    """dq, dk and dv, each spoilt in one element."""
-    right = backward.IMPLS["triton"]
+    """dq, dk and dv of one of ours, each spoilt in one element. They are torch's: Triton's interpreter is slow."""
+    right = backward.IMPLS["torch:math"].forward
     for which in range(3):
         def wrong(*args):
-            gradients = [x.clone() for x in right.forward(*args)]
+            gradients = [x.clone() for x in right(*args)]
             gradients[which][0, 0, -1, -1] += 0.01
             return tuple(gradients)
 
-        monkeypatch.setitem(backward.IMPLS, "triton", right._replace(forward=wrong))
+        monkeypatch.setitem(backward.IMPLS, "triton", Impl(wrong, backend="triton"))
         code, out, rows = run_backward(tmp_path)
         assert code == 1 and "triton: WrongResult" in out and rows["triton"]["ms"] is None
 
@@ -979,6 +983,100 @@ def test_torch_varlen(newer, causal, monkeypatch):
     torch.testing.assert_close(varlen.torch_varlen(*case.args).double(), case.truth, rtol=1e-5, atol=1e-5)
 
 
+# Softcap, ALiBi, biases and masks.
+
+def by_torch(q, k, v, call):
+    return attention.flash_call(q, k, v, call, "torch")
+
+
+@pytest.mark.parametrize("causal", ["no", "yes"])
+@pytest.mark.cpu
+def test_op_scores(causal, monkeypatch, tmp_path):
+    """Each score is right, grouped heads and unequal lengths too, and SDPA has numbers where it serves."""
+    monkeypatch.setitem(scores.SCORED, "triton", Impl(by_torch, backend="triton"))
+    options = [x for score in scores.SCORES for x in ("--shape", f"2,4,24,16,2,32 {score}".removesuffix(" none"))]
+    code, out, rows = run_op("scores", tmp_path, *options, "--impls", "triton,torch:flash", "--causal", causal)
+    assert code == 0 and out.count("torch:flash: NotImplementedError: SDPA has neither softcap nor ALiBi") == 1
+    assert [(row["op"], row["score"], row["causal"]) for row in rows[::2]] == [
+        ("scores", score, causal == "yes") for score in scores.SCORES]
+    assert all(row["max_err"] < 0.1 for row in rows if row["ms"])
+    assert [row["score"] for row in rows if not row["ms"]] == ["softcap", "alibi"]
+
+
+@pytest.mark.parametrize("name", [OURS, pytest.param("triton", marks=pytest.mark.slow)])
+def test_op_scores_of_ours(name, tmp_path):
+    options = [x for score in scores.SCORES for x in ("--shape", f"2,4,32,16,2,32 {score}")]
+    code, _, rows = run_op("scores", tmp_path, *options, "--impls", name)
+    assert code == 0 and [row["score"] for row in rows if row["ms"] and row["max_err"] < 0.1] == list(scores.SCORES)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("score", scores.SCORES)
+def test_score_mod_and_attn_mask(score, causal):
+    """What FlexAttention and SDPA get is what ours gets, pair by pair."""
+    seqlen_q, seqlen_k = 5, 8
+    case = scores.Case(Setting(scores.Shape(2, 4, seqlen_q, 8, 2, seqlen_k, score), "float32", causal), "cpu")
+    q, k, v, call = case.args
+    plain = q @ k.repeat_interleave(2, 1).transpose(-2, -1) / 8**0.5
+    changed = torch.full_like(plain, -torch.inf)
+    for place in itertools.product(*map(range, plain.shape)):
+        if call.mask_mod is None or call.mask_mod(*place):
+            changed[place] = plain[place] if call.score_mod is None else call.score_mod(
+                plain[place], *map(torch.tensor, place))
+    out = changed.softmax(-1) @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(by_torch(*case.args), out)
+    torch.testing.assert_close(out.double(), case.truth, rtol=1e-5, atol=1e-5)
+    if score in ("bias", "mask"):
+        torch.testing.assert_close(scores.sdpa_with()(*case.args), out)
+
+
+@pytest.mark.parametrize("score", scores.SCORES[1:])
+def test_what_ignores_a_score_is_wrong(score, monkeypatch, tmp_path):
+    monkeypatch.setitem(scores.SCORED, OURS, Impl(without_keywords, backend="cuda"))
+    code, out, (row,) = run_op("scores", tmp_path, "--shape", f"2,4,32,16 {score}", "--impls", OURS, "--dtype",
+                               "float32")
+    assert code == 1 and f"{OURS}: WrongResult" in out and row["ms"] is None
+
+
+def test_scores_are_judged_by_the_last_heads(monkeypatch):
+    """Where fp64 has no room for all heads, their slopes and biases are those of the last ones too."""
+    monkeypatch.setattr(attention, "truth_fits", lambda elements, device: elements <= 2 * 8 * 8)
+    for score in scores.SCORES:
+        case = scores.Case(Setting(scores.Shape(2, 4, 8, 8, 2, 8, score), "float32"), "cpu")
+        assert case.truth.shape == (1, 2, 8, 8)
+        torch.testing.assert_close(case.judged(by_torch(*case.args)).double(), case.truth, rtol=1e-5, atol=1e-5)
+
+
+def test_no_row_of_a_mask_is_empty():
+    for causal in (False, True):
+        case = scores.Case(Setting(scores.Shape(1, 1, 64, 8, 1, 64, "mask"), "float32", causal), "cpu")
+        assert case.args[-1].attn_mask.any(-1).all() and not case.args[-1].attn_mask.all()
+
+
+@pytest.mark.parametrize("nheads", [1, 8, 16])
+def test_slopes_of(nheads):
+    slopes = scores.slopes_of(nheads, "cpu")
+    assert slopes.dtype == torch.float32 and slopes[-1] == 2**-8
+    torch.testing.assert_close(slopes[1:] / slopes[:-1], torch.full((nheads - 1,), 2 ** (-8 / nheads)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", ["no", "yes"])
+def test_flex_of_scores(causal, tmp_path):
+    """A peer that is right with each score_mod."""
+    options = [x for score in scores.SCORES for x in ("--shape", f"2,4,128,64 {score}")]
+    code, _, rows = run_op("scores", tmp_path, *options, "--impls", "flex", "--causal", causal)
+    assert code == 0 and all(row["ms"] for row in rows)
+
+
+@pytest.mark.cpu
+def test_default_options_of_scores():
+    args = bench.parse_args("bench", ["--op", "scores"], "cpu", "")
+    assert (args.impls, args.dtypes, args.causals) == (["cuda:host", "triton", "torch:flash"], ["bfloat16"], (False,))
+    assert [shape.score for shape in args.shapes] == list(scores.SCORES)
+    assert {tuple(shape)[:-1] for shape in scores.DEFAULT_SHAPES["cuda"]} == {(2, 16, 8192, 128, 16, 8192)}
+
+
 VARLEN_JSON, WINDOW_JSON = "varlen.json", "window.json"
 PACKED_LENGTHS, DENSE_LENGTHS = ("16 of 64..4096", "32 x 512", "8192 + 64 x 128"), ("2048", "512", "8192")
 
@@ -1017,9 +1115,9 @@ def test_recorded_speed_of_the_backward_pass_of_packed_batches():
 
 
 @needs(WINDOW_JSON)
-@pytest.mark.parametrize("impl, least", [("cuda:sm90", 1.3), ("triton", 1.1)])
-def test_recorded_speed_of_windows_against_flex(impl, least):
-    ours, flex = (rates(WINDOW_JSON, "window", x, "window_size", "causal") for x in (impl, "flex"))
+@pytest.mark.parametrize("name, least", [("cuda:sm90", 1.3), ("triton", 1.1)])  # an `impl` would be run by its kernel
+def test_recorded_speed_of_windows_against_flex(name, least):
+    ours, flex = (rates(WINDOW_JSON, "window", x, "window_size", "causal") for x in (name, "flex"))
     assert len(flex) >= 2 and min(ours[x] / flex[x] for x in flex) >= least
 
 

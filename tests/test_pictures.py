@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from minimal_attn import bench
-from minimal_attn.bench import (attention, backward, forward_backward, matmul, pictures, varlen, varlen_backward,
-                                window)
+from minimal_attn.bench import (attention, backward, forward_backward, matmul, pictures, scores, varlen,
+                                varlen_backward, window)
 from minimal_attn.bench.measure import MEASURED, Setting
 from minimal_attn.bench.styles import MATMUL, STYLES
 from minimal_attn.interface import BACKENDS
@@ -31,7 +31,8 @@ GPU_IMPLS = {name for name, impl in attention.IMPLS.items() if "cuda" in impl.de
     "cuda:sm80", "cuda:sm90", "cuda:dmma", "flash_attn", "flash_attn_interface", "fa4"}
 CPU_IMPLS = {name for name, impl in attention.IMPLS.items() if "cpu" in impl.devices}
 OF_PACKED = {*varlen.DEFAULTS["impls"], "flex"} - {"cuda:host"}
-IN_ONE_PICTURE = GPU_IMPLS, CPU_IMPLS, OF_PACKED, set(matmul.IMPLS) - {"torch"}, set(BACKENDS)
+OF_SCORES = {*scores.DEFAULTS["impls"]} - {"cuda:host"}
+IN_ONE_PICTURE = GPU_IMPLS, CPU_IMPLS, OF_PACKED, OF_SCORES, set(matmul.IMPLS) - {"torch"}, set(BACKENDS)
 
 
 def results_of(shapes, tflops, dtype="bfloat16", causal=False):
@@ -60,7 +61,7 @@ def labels(ticks):
 # Styles.
 
 def test_styles_has_every_implementation():
-    for op in (attention, backward, forward_backward, varlen, varlen_backward, window, matmul):
+    for op in (attention, backward, forward_backward, varlen, varlen_backward, window, scores, matmul):
         assert set(op.IMPLS) <= set(STYLES)
     rows = json.loads((ROOT / "benchmarks/peers.json").read_text())["rows"]
     assert {"fa3", "fa4"} <= set(rows[0]) and {"fa3", "fa4", *BACKENDS} <= set(STYLES)
@@ -264,7 +265,7 @@ def test_bench_draws_what_its_json_holds(tmp_path):
         "head_dim 8, float32 (H 2, B 1)", "head_dim 8, float32, causal (H 2, B 1)"]
 
 
-# Records of packed batches and windows, which may not have been measured yet.
+# Records of packed batches, windows and scores, which may not have been measured yet.
 
 NUMBERS = dict.fromkeys(MEASURED, 1.0) | {"tflops": 500.0}
 META = {"device": "NVIDIA H200", "command": "python bench.py", "host_us": {"flash_attn_func": 9.0,
@@ -286,9 +287,10 @@ def measured(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "ROOT", tmp_path)
     (tmp_path / "benchmarks/h200").mkdir(parents=True)
     results = {}
-    for op in (varlen, varlen_backward, window):
+    for op in (varlen, varlen_backward, window, scores):
         name = op.__name__.rpartition(".")[2]
-        rows = list(rows_of(op, ("cuda:sm90", "cuda:sm80", "triton", "torch:varlen", "torch:flash", "flex")))
+        rows = list(rows_of(op, ("cuda:sm90", "cuda:sm80", "triton", "torch:varlen", "torch:flash",
+                             "torch:efficient", "flex")))
         for setting, row in rows:
             results.setdefault(name, {}).setdefault(setting, {})[row["impl"]] = row
         content = {"meta": META, "rows": [row for _, row in rows]}
@@ -296,7 +298,7 @@ def measured(tmp_path, monkeypatch):
     return results
 
 
-BLOCKS_TO_COME = ["varlen", "varlen_backward", "window"]
+BLOCKS_TO_COME = ["varlen", "varlen_backward", "window", "scores"]
 
 
 @pytest.mark.parametrize("block", BLOCKS_TO_COME)
@@ -306,17 +308,20 @@ def test_block_of_no_record_is_empty(block, tmp_path, monkeypatch):
 
 
 def test_blocks_of_records(measured):
-    varlen, gradients, windows = (write_tables.BLOCKS[block]() for block in BLOCKS_TO_COME)
+    varlen, gradients, windows, scores = (write_tables.BLOCKS[block]() for block in BLOCKS_TO_COME)
     assert "| 16 of 64..4096 | no | 500 | 500 | 500 | 500 | 1.00 | 1.00 | 500 | 1.00 |\n" in varlen
     assert "12.0 µs, and a dense one 9.0 µs." in " ".join(varlen.split())
     assert "| 8192 + 64 x 128 | yes | 500 | 500 | 500 | 1.00 | 1.00 | 500 | 1.00 |\n" in gradients
     assert "| (512, 0) | 16384 | yes | 1.000 | 1.000 | 1.000 | 1.000 | 1.00 | 1.00 |\n" in windows
     assert "| (4096, 4096) | 16384 | no |" in windows and "varlen.svg" in varlen and "window.svg" in windows
-    assert all(line.startswith("|") or len(line) <= 120 for block in (varlen, gradients, windows)
+    assert "| alibi | 500 | 500 | 500 | 500 | 500 | – | 500 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |\n" in scores
+    assert "scores.svg" in scores
+    assert all(line.startswith("|") or len(line) <= 120 for block in (varlen, gradients, windows, scores)
                for line in block.splitlines())
 
 
-@pytest.mark.parametrize("name, shared", [("varlen", "H 16/4, D 128"), ("window", "H 16/4, D 128")])
+@pytest.mark.parametrize("name, shared", [("varlen", "H 16/4, D 128"), ("window", "H 16/4, D 128"),
+                                          ("scores", "B 2, H 16, S 8192, D 128")])
 def test_picture_of_a_record_is_that_of_the_run(name, shared, measured):
     """The rows of one file are of several ops, and each gets its own kind of shape back."""
     content = json.loads((recorded.ROOT / f"benchmarks/h200/{name}.json").read_text())
@@ -333,3 +338,19 @@ def test_bars_of_packed_batches():
     ax = axes_of(results_of(shapes, {"cuda:sm90": [400.0, 500.0], "torch:varlen": [200.0, None]}))
     assert labels(ax.get_yticklabels()) == ["lengths 32 x 512", "B 32, S 512"]
     assert labels(ax.texts)[:2] == ["400 (2.00×)", "500"]
+
+
+def test_bars_of_scores():
+    """Groups by implementation, without what it does not serve, and the speed over the same call without a score."""
+    shapes = [scores.Shape(2, 4, 8, 16, 4, 8, score) for score in ("none", "softcap", "bias")]
+    ax = axes_of(results_of(shapes, {"cuda:sm90": [500.0, 400.0, 300.0], "torch:efficient": [200.0, None, 100.0]}))
+    assert [bars.get_label() for bars in ax.containers] == [STYLES[x].label for x in ("cuda:sm90", "torch:efficient")]
+    assert labels(ax.get_yticklabels()) == ["score none", "score softcap", "score bias", "score none", "score bias"]
+    assert labels(ax.texts) == ["500", "400 (0.80×)", "300 (0.60×)", "200", "100 (0.50×)"]
+    assert [bar.get_y() + 0.4 for bar in ax.patches] == pytest.approx([0, 1, 2, 4, 5])
+    assert ax.get_title() == "bfloat16\nB 2, H 4, S 8, D 16" and ax.get_xlabel() == "TFLOP/s (× score none)"
+
+
+def test_bars_of_scores_without_a_dense_call():
+    ax = axes_of(results_of([scores.Shape(2, 4, 8, 16, 4, 8, "alibi")], {"triton": [500.0]}))
+    assert labels(ax.texts) == ["500"]

@@ -23,6 +23,8 @@ SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_
 MODELS = {
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", dict(sliding_window=WINDOW)),
+    # A softcap that bends most scores in each layer, and a window in every other one.
+    "gemma2": ("Gemma2ForCausalLM", dict(sliding_window=WINDOW, attn_logit_softcapping=1.0, query_pre_attn_scalar=16)),
     # Attention sinks in each layer, and a window in every other one. All experts, or a rounding may change the choice.
     "gpt_oss": ("GptOssForCausalLM", dict(sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=2)),
 }
@@ -199,3 +201,17 @@ def test_a_window_matters(kind, impl, impl_as_kernel):
     assert wider[:, :WINDOW].equal(windowed[:, :WINDOW])
     with pytest.raises(AssertionError):
         check(wider[:, WINDOW:], windowed[:, WINDOW:], impl)
+
+
+@pytest.mark.parametrize("impl, kind", [(impl, "gemma2") for impl in IMPLS])
+@torch.no_grad()
+def test_a_softcap_matters(kind, impl, impl_as_kernel):
+    """So that the tests above see one that is left out. It is the test of Gemma 2 in Triton's interpreter."""
+    ours, eager = models(kind, impl)
+    ids = tokens(1, LENGTH, device=IMPLS[impl][1])
+    capped = ours(ids).logits
+    check(capped, eager(ids).logits, impl)
+    for layer in eager.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    with pytest.raises(AssertionError):
+        check(capped, eager(ids).logits, impl)

@@ -1,8 +1,8 @@
 """Everything that computes attention on this machine side by side: checked against the reference, then timed.
 
 Without arguments it runs on the GPU if there is one, else on the CPU; --op backward does the same for the derivative,
---op forward_backward for both passes in one call, --op varlen, varlen_backward and window for packed batches, windows
-and sinks, --op matmul for the product of matrices. main() is the whole run.
+--op forward_backward for both passes in one call, --op varlen, varlen_backward, window and scores for packed batches,
+windows and sinks, and what changes the scores, --op matmul for the product of matrices. main() is the whole run.
 Read next: attention.py, what is compared; measure.py, how one of it is measured; tables.py, pictures.py and page.py,
 what becomes of the numbers; demo.py, a short run with a verdict.
 """

@@ -1,6 +1,7 @@
 """What is compared in attention: the table of implementations, ours and every peer that can be imported, and a Case.
 
-Read next: varlen.py and window.py, calls that ask for more; measure.py, which makes a row of the JSON from one of each.
+Read next: varlen.py, window.py and scores.py, calls that ask for more; measure.py, which makes a row of the JSON from
+one of each.
 """
 
 import functools
@@ -87,6 +88,7 @@ class Call:
     causal: bool
     keywords: dict = field(default_factory=dict)  # of flash_attention and reference_attention
     mask_mod: Callable | None = None  # (b, h, row, col) -> whether the row sees the key, for FlexAttention
+    score_mod: Callable | None = None  # (score, b, h, row, col) -> score, for FlexAttention
 
 
 def flash_call(q, k, v, call, backend):
@@ -134,7 +136,7 @@ def by_kernel(kernel, function):
 
 
 @functools.lru_cache(maxsize=1)  # one shape at a time, tuned at its first call and forgotten at that of the next
-def compiled_flex(shape_q, shape_k, dtype, mask_mod):
+def compiled_flex(shape_q, shape_k, dtype, mask_mod, score_mod=None):
     """FlexAttention compiled for one shape: (q, k, v) -> out. Its mask is made here, outside of what is timed."""
     from torch._inductor import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -143,7 +145,7 @@ def compiled_flex(shape_q, shape_k, dtype, mask_mod):
     config.compile_threads = 1  # threads alone: what worker processes compile, this one compiles again to time it
     mask = mask_mod and create_block_mask(mask_mod, None, None, shape_q[2], shape_k[2], device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
-    return functools.partial(compiled, block_mask=mask, enable_gqa=shape_q[1] != shape_k[1])
+    return functools.partial(compiled, score_mod=score_mod, block_mask=mask, enable_gqa=shape_q[1] != shape_k[1])
 
 
 @functools.lru_cache(maxsize=1)  # the same function for the same shift, as compiled_flex is cached by it
@@ -157,7 +159,7 @@ def flex(q, k, v, causal):
 
 
 def flex_call(q, k, v, call):
-    return compiled_flex(q.shape, k.shape, q.dtype, call.mask_mod)(q, k, v)
+    return compiled_flex(q.shape, k.shape, q.dtype, call.mask_mod, call.score_mod)(q, k, v)
 
 
 def package(module):

@@ -4,11 +4,11 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from . import attention, backward, forward_backward, matmul, varlen, varlen_backward, window
+from . import attention, backward, forward_backward, matmul, scores, varlen, varlen_backward, window
 
 # Each has its shapes, dtypes, implementations and a Case.
 OPS = {"attention": attention, "backward": backward, "forward_backward": forward_backward, "varlen": varlen,
-       "varlen_backward": varlen_backward, "window": window, "matmul": matmul}
+       "varlen_backward": varlen_backward, "window": window, "scores": scores, "matmul": matmul}
 
 CAUSALS = {"no": (False,), "yes": (True,), "both": (False, True)}
 

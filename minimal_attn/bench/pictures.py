@@ -1,8 +1,8 @@
 """TFLOP/s and loss curves in pictures. Every picture holds a digest of what it was drawn from.
 
 results is everywhere {setting: {impl: row}}, and ceilings {dtype: TFLOP/s of a matmul}. Shapes that differ in their
-length alone are drawn as lines over S, all others as bars. Read next: styles.py, then page.py, which puts the panels
-into a page.
+length alone are drawn as lines over S, all others as bars: groups by shape, and for scores.py groups by implementation.
+Read next: styles.py, then page.py, which puts the panels into a page.
 """
 
 import hashlib
@@ -36,6 +36,11 @@ class Panel(NamedTuple):
     @property
     def impls(self):
         return measured_in(self.results)
+
+    @property
+    def has_scores(self):
+        """Whether its shapes are those of scores.py."""
+        return all(hasattr(setting.shape, "plain") for setting in self.results)
 
     @property
     def baseline(self):
@@ -134,6 +139,7 @@ def plot(file, results, title, ceilings):
         draw_all(list(axes.flat), lines, ceilings)
     if bars:
         same_shapes = len({tuple(setting.shape for setting in panel.results) for panel in bars}) == 1
+        same_shapes &= not any(panel.has_scores for panel in bars)  # which leave out what is not served
         axes = next(parts).subplots(1, len(bars), sharex=True, sharey=same_shapes, squeeze=False)
         draw_all(list(axes.flat), bars, ceilings)
     legend(figure)
@@ -170,7 +176,8 @@ def draw_all(axes, panels, ceilings):
     for ax in axes[len(panels):]:
         ax.remove()
     for ax, panel in zip(axes, panels):
-        (draw_lines if panel.is_sweep else draw_bars)(ax, panel, ceilings)
+        draw = draw_lines if panel.is_sweep else draw_scores if panel.has_scores else draw_bars
+        draw(ax, panel, ceilings)
         ax.set_title(f"{panel.title}\n{panel.shared}".rstrip(), fontsize="medium")
         ax.set_axisbelow(True)
     values = [rows[impl]["tflops"] for panel in panels for rows in panel.results.values() for impl in panel.impls
@@ -222,25 +229,57 @@ def height_of_bars(panel):
 
 
 def draw_bars(ax, panel, ceilings):
-    """Shapes from top to bottom, and beside each bar its TFLOP/s and the speed-up over the baseline."""
+    """Shapes from top to bottom, and for each a bar of each implementation, with the speed-up over the baseline."""
     impls, shapes = panel.impls, [setting.shape for setting in panel.results]
     height = 0.8 / max(1, len(impls))
     for i, impl in enumerate(impls):
-        style = STYLES[impl]
         tflops = [rows[impl]["tflops"] or math.nan for rows in panel.results.values()]
-        bars = ax.barh([y + (i + 0.5) * height - 0.4 for y in range(len(shapes))], tflops, height, label=style.label,
-                       edgecolor=style.color, facecolor=style.color if style.is_ours else (style.color, 0.2))
         factors = [impl != panel.baseline and speedup(rows, impl, panel.baseline) for rows in panel.results.values()]
-        ax.bar_label(bars, ["" if math.isnan(x) else f"{x:.3g}" + (f" ({factor:.2f}×)" if factor else "")
-                            for x, factor in zip(tflops, factors)], padding=3, fontsize=8,
-                     bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
+        bars_of(ax, impl, [y + (i + 0.5) * height - 0.4 for y in range(len(shapes))], tflops, factors, height)
+    ax.set_yticks(range(len(shapes)), different_words(shapes))
+    ax.set_ylim(len(shapes) - 0.5, -0.5)
+    baseline = f" (× {STYLES[panel.baseline].label.partition(' (')[0]})" if panel.baseline else ""
+    finish_bars(ax, panel, ceilings, f"TFLOP/s{baseline}")
+
+
+def draw_scores(ax, panel, ceilings):
+    """Implementations from top to bottom, and for each a bar of each shape that it serves, with its speed over that of
+    the same shape without a score."""
+    names, ticks = dict(zip(panel.results, different_words([setting.shape for setting in panel.results]))), {}
+    y = 0
+    for impl in panel.impls:
+        served = {setting: rows[impl]["tflops"] for setting, rows in panel.results.items() if rows[impl]["tflops"]}
+        plain = [x._replace(shape=x.shape.plain) for x in served]
+        factors = [x != dense and dense in served and served[x] / served[dense] for x, dense in zip(served, plain)]
+        places = range(y, y + len(served))
+        bars_of(ax, impl, places, list(served.values()), factors, 0.8)
+        ticks |= {place: names[setting] for place, setting in zip(places, served)}
+        y += len(served) + 1  # a gap between the groups
+    ax.set_yticks(list(ticks), list(ticks.values()))
+    ax.set_ylim(y - 1.5, -0.5)
+    finish_bars(ax, panel, ceilings, "TFLOP/s (× score none)")
+
+
+def bars_of(ax, impl, places, tflops, factors, height):
+    """Those of one implementation, and beside each its TFLOP/s and its factor, if it has one."""
+    style = STYLES[impl]
+    bars = ax.barh(places, tflops, height, label=style.label, edgecolor=style.color,
+                   facecolor=style.color if style.is_ours else (style.color, 0.2))
+    ax.bar_label(bars, ["" if math.isnan(x) else f"{x:.3g}" + (f" ({factor:.2f}×)" if factor else "")
+                        for x, factor in zip(tflops, factors)], padding=3, fontsize=8,
+                 bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
+
+
+def different_words(shapes):
+    """Each in words, without what all share."""
+    shared = common(shapes)
+    return [words({letter: size for letter, size in shape.parts.items() if letter not in shared}) for shape in shapes]
+
+
+def finish_bars(ax, panel, ceilings, label):
     if ceiling := ceiling_of(panel, ceilings):
         ax.axvline(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label, zorder=0)
-    shared = common(shapes)
-    ax.set_yticks(range(len(shapes)), [words({letter: size for letter, size in shape.parts.items()
-                                             if letter not in shared}) for shape in shapes])
-    ax.set_ylim(len(shapes) - 0.5, -0.5)
-    ax.set_xlabel("TFLOP/s" + (f" (× {STYLES[panel.baseline].label.partition(' (')[0]})" if panel.baseline else ""))
+    ax.set_xlabel(label)
 
 
 def digest_of_losses(losses, tokens_per_s, title):

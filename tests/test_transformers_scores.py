@@ -1,0 +1,157 @@
+"""BERT's padding masks and T5's relative position biases, with our attention in transformers, beside eager attention.
+
+Our attention gets in by two routes. "sdpa": our scaled_dot_product_attention in the place of torch's, which
+transformers calls. "interface": flash_attention as an attention function of its own, registered with transformers by a
+name. Gemma 2, with a softcap, is in test_transformers.py.
+"""
+
+import functools
+
+import pytest
+import torch
+
+import minimal_attn
+from conftest import HAS_GPU, OF_16_BITS
+from test_transformers import IMPLS, VOCAB, check, padding_mask, tokens
+
+transformers = pytest.importorskip("transformers")
+
+NAME = "minimal_attn"  # without "flash", so that transformers makes masks and does not pack
+MODELS = {
+    "bert": ("BertForMaskedLM", dict(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        initializer_range=0.2, max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
+    # A few tokens apart are in different buckets.
+    "t5": ("T5ForConditionalGeneration", dict(
+        vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, relative_attention_num_buckets=8,
+        relative_attention_max_distance=16, dropout_rate=0.0, decoder_start_token_id=0)),
+}
+each_route = pytest.mark.parametrize("route", ["sdpa", "interface"])
+TRAINING = [impl for impl in IMPLS if HAS_GPU or impl != "triton"]  # slow in Triton's interpreter
+
+
+@pytest.fixture
+def calls(impl, route, monkeypatch):
+    """The masks of all calls of our attention, while transformers calls it by this route."""
+    backend, seen = IMPLS[impl][0], []
+    dtype = torch.bfloat16 if impl in OF_16_BITS else torch.float32  # models are in fp32
+
+    def sdpa(query, key, value, attn_mask=None, **options):
+        seen.append(attn_mask)
+        qkv = (x.to(dtype) for x in (query, key, value))
+        return minimal_attn.scaled_dot_product_attention(*qkv, attn_mask, backend=backend, **options).float()
+
+    def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None,
+               position_bias=None, **_):
+        """As transformers asks for it: heads before rows in q, k and v, and after them in the result."""
+        causal = attention_mask is None and (module.is_causal if is_causal is None else is_causal)
+        bias = attention_mask if position_bias is None else position_bias
+        if position_bias is not None and attention_mask is not None:
+            bias = position_bias.masked_fill(~attention_mask, -torch.inf)
+        seen.append(bias)
+        qkv = (x.to(dtype) for x in (query, key, value))
+        out = minimal_attn.flash_attention(*qkv, causal, scaling, dropout_p=dropout, attn_bias=bias, backend=backend)
+        return out.float().transpose(1, 2), None
+
+    if route == "sdpa":
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    else:
+        masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+        for interface, function in ((transformers.AttentionInterface, attend),
+                                    (transformers.AttentionMaskInterface, masks["sdpa"])):
+            monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))  # register changes it
+            interface.register(NAME, function)
+    return seen
+
+
+def models(kind, route, device):
+    """The same weights twice, in fp32: with our attention and with eager attention."""
+    name, options = MODELS[kind]
+    made = getattr(transformers, name)
+    torch.manual_seed(0)
+    weights = made(made.config_class(**options)).state_dict()
+    weights |= {key: 2 * torch.randn_like(x) for key, x in weights.items() if "relative_attention_bias" in key}
+    found = []
+    for attention in (NAME if route == "interface" else "sdpa", "eager"):
+        model = made(made.config_class(**options, attn_implementation=attention)).to(device).eval()
+        assert model.config._attn_implementation == attention
+        model.load_state_dict(weights)
+        found.append(model)
+    return found
+
+
+def t5_inputs(device):
+    """Padding on the right of what the encoder reads, none in what the decoder reads."""
+    return dict(input_ids=tokens(3, 11, device=device), attention_mask=padding_mask("right", device),
+                decoder_input_ids=tokens(3, 6, device=device))
+
+
+@each_route
+@pytest.mark.parametrize("impl", TRAINING)
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_bert_with_padding(side, impl, route, calls):
+    """Logits at valid positions, whatever the tokens in padding are."""
+    device = IMPLS[impl][1]
+    mask, ids = padding_mask(side, device), tokens(3, 11, device=device)
+    ours, eager = models("bert", route, device)
+    logits = [model(ids, attention_mask=mask).logits[mask.bool()] for model in (ours, eager)]
+    check(*logits, impl)
+    assert len(calls) == 2 and all(x.dtype == torch.bool and not x.all() for x in calls)
+    other = torch.where(mask.bool(), ids, 5)
+    assert ours(other, attention_mask=mask).logits[mask.bool()].equal(logits[0])
+
+
+@each_route
+@pytest.mark.parametrize("impl", TRAINING)
+@torch.no_grad()
+def test_t5(impl, route, calls):
+    """Logits of an encoder with padding and of a causal decoder, whose layers share a bias of relative positions."""
+    device = IMPLS[impl][1]
+    ours, eager = models("t5", route, device)
+    check(*(model(**t5_inputs(device)).logits for model in (ours, eager)), impl)
+    assert len(calls) == 6 and all(x.dtype == torch.float32 for x in calls)
+
+
+@pytest.mark.parametrize("impl, route", [("triton", "sdpa")])
+@torch.no_grad()
+def test_t5_in_the_interpreter(impl, route, calls):
+    """The encoder alone: a bias and padding."""
+    device = IMPLS[impl][1]
+    ids, mask = tokens(2, 5, device=device), padding_mask("right", device)[1:, :5]
+    check(*(model.encoder(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+            for model in models("t5", route, device)), impl)
+    assert len(calls) == 2
+
+
+@each_route
+@pytest.mark.parametrize("impl", TRAINING)
+def test_training_t5(impl, route, calls):
+    """The loss and the gradients of all parameters, those of the relative positions among them."""
+    device = IMPLS[impl][1]
+    labels = tokens(3, 6, device=device)
+    losses, gradients = [], []
+    for model in models("t5", route, device):
+        inputs = t5_inputs(device) | dict(labels=labels)
+        loss = model.train()(**inputs).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: x.grad for name, x in model.named_parameters()})
+    check(*losses, impl)
+    assert sum("relative_attention_bias" in name and bool(x.any()) for name, x in gradients[0].items()) == 2
+    for name in gradients[0]:
+        check(*(x[name] for x in gradients), impl)
+
+
+@each_route
+@pytest.mark.parametrize("impl", ["torch"])
+@torch.no_grad()
+def test_a_bias_matters(impl, route, calls):
+    """So that the tests above see one that is wrong."""
+    device = IMPLS[impl][1]
+    ours, eager = models("t5", route, device)
+    for name, x in ours.named_parameters():
+        if "relative_attention_bias" in name:
+            x.copy_(x.roll(1, 0))
+    with pytest.raises(AssertionError):
+        check(*(model(**t5_inputs(device)).logits for model in (ours, eager)), "cuda:sm90")
