@@ -54,6 +54,7 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu) {
     if (!is_fp32 && is_dmma) return "the dtype is not float32";
     if (p.dropout_seed && !is_sm80) return "it has no dropout";
     if (p.sinks && is_dmma) return "it has no sinks";
+    if (p.has_score_mods() && is_dmma) return "it has no softcap, ALiBi and biases";
     if (p.max_head_dim() > 128 && is_dmma) return "head_dim is over 128";
     if (p.seqlen_k == 0 && is_sm90) return "there are no keys";  // TMA takes no empty tensor
 

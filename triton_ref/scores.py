@@ -1,0 +1,166 @@
+"""What becomes of a score before the softmax: softcap, ALiBi, biases and masks, for the kernels of both passes.
+
+    score = factor · q·k, or with a softcap its tanh          factor = softmax_scale / unit
+            - slope / unit · |row + seqlen_k - seqlen_q - key|
+            + bias / unit, or -inf where a mask is false
+    unit  = the softcap, so that its product takes no instruction of its own, or else 1
+    P     = exp(unit · score - lse)
+
+It is that of ../csrc/score_mods.cuh. A bias is read by its strides, each tile when it is needed. Read next: attention.py
+and attention_bwd.py, which change their scores by it; attention_bwd_bias.py, the gradient of a bias.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .launching import properties
+
+# A finite bias below this is this: finfo.min, with which some models mask, would overflow to -inf, and rows that have
+# no other are not without keys.
+LOWEST = tl.constexpr(-1e30)
+
+
+class Scores(NamedTuple):
+    """Those of one head of a sample. None is what the call is without."""
+    factor: Any
+    softcap: Any
+    per_unit: Any
+    slope: Any
+    bias: Any  # a pointer to that of row 0 and key 0
+    row_stride: Any  # None where all rows share one
+    key_stride: Any  # None where all keys do
+    seqlen_q: Any
+    seqlen_k: Any
+    kFastTanh: Any
+
+
+@triton.jit
+def make_scores(scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride, bias_batch_stride, bias_head_stride,
+                bias_row_stride, bias_key_stride, seq, h, kFastTanh: tl.constexpr):
+    """The Scores of head h of a Sequence, or None where nothing changes them. scale: of q·k, with its sign."""
+    scores = None
+    if softcap is not None or alibi_ptr is not None or bias_ptr is not None:
+        factor, per_unit, slope, bias = scale, None, None, None
+        if softcap is not None:
+            softcap = tl.cast(softcap, tl.float32)
+            per_unit = 1 / softcap
+            factor = scale / softcap
+        if alibi_ptr is not None:
+            slope = tl.load(alibi_ptr + seq.b * alibi_batch_stride + h)
+            if softcap is not None:
+                slope *= per_unit
+        if bias_ptr is not None:
+            bias = bias_ptr + tl.cast(seq.b, tl.int64) * bias_batch_stride + tl.cast(h, tl.int64) * bias_head_stride
+        scores = Scores(factor, softcap, per_unit, slope, bias, bias_row_stride, bias_key_stride, seq.seqlen_q,
+                        seq.seqlen_k, kFastTanh)
+    return scores
+
+
+@triton.jit
+def unit_of(scores, softmax_scale):
+    """What a score is multiplied by to become that of the softmax: softmax_scale where nothing changes it."""
+    unit = softmax_scale
+    if scores is not None:
+        unit = 1.0
+        if scores.softcap is not None:
+            unit = scores.softcap
+    return unit
+
+
+@triton.jit
+def capped(scores, s):
+    """factor · q·k, or its tanh."""
+    if scores is not None:
+        s *= scores.factor
+        if scores.softcap is not None:
+            s = _tanh(s, scores.kFastTanh)
+    return s
+
+
+@triton.jit
+def through_cap(scores, ds, s):
+    """The derivative by factor · q·k, of that by the score, ds. s: of capped."""
+    if scores is not None:
+        if scores.softcap is not None:
+            ds *= 1 - s * s
+    return ds
+
+
+@triton.jit
+def shifted(scores, s, rows, cols):
+    """What capped gives, with ALiBi and the bias. Of rows and cols, those of s, one is [:, None], the other [None, :]."""
+    if scores is not None:
+        if scores.slope is not None:
+            distances = (rows + (scores.seqlen_k - scores.seqlen_q)).to(tl.float32) - cols.to(tl.float32)
+            s -= scores.slope * tl.abs(distances)
+        if scores.bias is not None:
+            bias = _load_bias(scores, rows, cols)
+            if bias.dtype == tl.uint8:  # a mask
+                s = tl.where(bias != 0, s, float("-inf"))
+            else:
+                bias = bias.to(tl.float32)
+                in_units = bias
+                if scores.softcap is not None:
+                    in_units *= scores.per_unit
+                # -inf and NaN stay what they are.
+                s += tl.where(bias > float("-inf"), tl.maximum(in_units, LOWEST), bias)
+    return s
+
+
+@triton.jit
+def _load_bias(scores, rows, cols):
+    """That of all rows and keys of a tile, of size 1 along a dimension that shares one. Beyond the end it is 0."""
+    if scores.row_stride is None and scores.key_stride is None:
+        bias = tl.load(scores.bias)
+    elif scores.row_stride is None:
+        bias = tl.load(scores.bias + cols.to(tl.int64) * scores.key_stride, mask=cols < scores.seqlen_k, other=0)
+    elif scores.key_stride is None:
+        bias = tl.load(scores.bias + rows.to(tl.int64) * scores.row_stride, mask=rows < scores.seqlen_q, other=0)
+    else:
+        bias = tl.load(scores.bias + rows.to(tl.int64) * scores.row_stride + cols.to(tl.int64) * scores.key_stride,
+                       mask=(rows < scores.seqlen_q) & (cols < scores.seqlen_k), other=0)
+    return bias
+
+
+@triton.jit
+def _tanh(x, kFast: tl.constexpr):
+    """By NVIDIA's approximation, to 11 bits, or to the last bits of fp32: Cephes' tanhf (Moshier, 1992)."""
+    if kFast:
+        y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        z = x * x
+        small = tl.fma(z, -5.70498872745e-3, 2.06390887954e-2)
+        small = tl.fma(z, small, -5.37397155531e-2)
+        small = tl.fma(z, small, 1.33314422036e-1)
+        small = tl.fma(z, small, -3.33332819422e-1)
+        small = tl.fma(z * small, x, x)
+        large = 1 - 2 / (tl.exp2(tl.abs(x) * 2.8853900817779268) + 1)  # infinite powers make it 1
+        y = tl.where(tl.abs(x) >= 0.625, tl.where(x < 0, -large, large), small)
+    return y
+
+
+def score_tensors(options):
+    """(alibi_slopes, attn_bias) as kernels take them: a mask in bytes."""
+    bias = options.attn_bias
+    return options.alibi_slopes, bias.view(torch.uint8) if bias is not None and bias.dtype == torch.bool else bias
+
+
+def score_constants(q, alibi_slopes, bias, softcap):
+    """alibi_batch_stride, the four strides of the bias and kFastTanh of a kernel; None for what it goes without."""
+    alibi_batch_stride = None if alibi_slopes is None else alibi_slopes.stride(0) if alibi_slopes.ndim == 2 else 0
+    strides = [None] * 4
+    if bias is not None:
+        shared = 0, 0, None, None
+        strides = [x if n == 1 else stride for n, stride, x in zip(bias.shape, bias.stride(), shared)]
+    # To 16 bits an approximation is enough.
+    is_fast = softcap is not None and q.itemsize < 4 and properties(q.device).capability >= 75
+    return alibi_batch_stride, *strides, is_fast
+
+
+def kind_of_scores(alibi_slopes, bias, softcap):
+    """What a choice of tiles depends on beside all else."""
+    of_bias = None if bias is None else (str(bias.dtype), bias.shape[2] > 1, bias.shape[3] > 1)
+    return alibi_slopes is not None, of_bias, softcap is not None
