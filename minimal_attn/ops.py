@@ -19,7 +19,7 @@ import torch
 from .checks import FP8_DTYPES, check_no_derivative, empty_like, empty_outputs
 
 
-NUM_INPUTS = 16  # of a forward op, from q to mode; what follows has no part in the derivative
+NUM_INPUTS = 17  # of a forward op, from q to mode; what follows has no part in the derivative
 SINKS, ATTN_BIAS = 7, 9  # where these are among them
 
 

@@ -27,12 +27,15 @@ from minimal_attn.backends import Lengths
 from minimal_attn.checks import empty_like
 
 from . import autotune as tuner
-from .attention import _clear_keys, _load, block_d, can_use_tma
+from .attention import _clear_keys, _load, block_d, can_use_tma, in_float
+from .attention_bwd_bias import launch_bias
 from .dropout import keep_tile, threshold_and_scale
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, sum_splits, to_float)
 from .mask import block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, steps
 from .preprocess import first_padded_row, launch_preprocess, load_per_row, padded_rows, probabilities
+from .scores import (capped, kind_of_scores, make_scores, score_constants, score_tensors, shifted, through_cap,
+                     unit_of)
 from .sequence import block_of_slot, head_of, num_slots, sequence
 
 
@@ -49,7 +52,7 @@ def _add_product(acc, a, b):
 
 @triton.jit
 def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_stride, dout_row_stride, blocks, mask,
-                     seq, pad_begin, col0, seqlen_pad, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold,
+                     seq, pad_begin, col0, seqlen_pad, head_dim, head_dim_v, unit, scores, seed_ptr, threshold,
                      keep_scale, kMasked: tl.constexpr, kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr,
                      kClearDelta: tl.constexpr, kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr,
                      kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
@@ -58,7 +61,8 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
     rows, or with kMasked the cut ones. kEmptyRows: rows without a key, or the next sample's, may be among those of the
     cut ones. kClearDelta: and delta may be NaN there."""
     seqlen_q = mask.seqlen_q
-    seeing = rows_of(mask, col0 + tl.arange(0, kBlockN))
+    cols = col0 + tl.arange(0, kBlockN)
+    seeing = rows_of(mask, cols)
     loop = steps(blocks, kMasked)
     for step in range(loop.begin, loop.end):
         row0 = block_of(blocks, step, kMasked) * kBlockM
@@ -70,9 +74,9 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
             if kRaggedRows:
                 is_used &= rows < seqlen_q
             q_tile = tl.where(is_used[:, None], q_tile, tl.zeros_like(q_tile))
-        s = tl.dot(k, q_tile.T, input_precision="ieee")  # Sᵀ
+        s = capped(scores, tl.dot(k, q_tile.T, input_precision="ieee"))  # Sᵀ
         lse = load_per_row(lse_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
-        p = probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
+        p = probabilities(shifted(scores, s, rows[None, :], cols[:, None]), lse[None, :], unit, k.dtype == tl.float32)
         if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
             p = tl.where(seen_by(seeing, rows, seqlen_q, kIsLocal, kRaggedRows), p, 0.0)
         p_dropped = p
@@ -90,7 +94,7 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         delta = load_per_row(delta_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
         if kMasked and kClearDelta:
             delta = tl.where(is_used, delta, 0.0)
-        ds = p * (dp - delta[None, :])  # dSᵀ
+        ds = through_cap(scores, p * (dp - delta[None, :]), s)  # dSᵀ
         dk = _add_product(dk, ds.to(k.dtype), q_tile)
     return dk, dv
 
@@ -104,7 +108,9 @@ def _splits_of(rows, max_splits):
 
 @triton.jit(do_not_specialize=["threshold", *WINDOW])
 def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_seqlens_q_ptr,
-                  cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, seed_ptr, threshold, keep_scale, softmax_scale,
+                  cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, alibi_ptr, bias_ptr, seed_ptr, threshold, keep_scale,
+                  softmax_scale, softcap, alibi_batch_stride, bias_batch_stride, bias_head_stride, bias_row_stride,
+                  bias_key_stride, kFastTanh: tl.constexpr,
                   q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                   v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
                   dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
@@ -160,15 +166,18 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
             q_base = head_of(q_ptr, b, h, seq.q_begin, q_batch_stride, q_head_stride, q_row_stride)
             dout_base = head_of(dout_ptr, b, h, seq.q_begin, dout_batch_stride, dout_head_stride, dout_row_stride)
         bh = b * nheads + h
+        scores = make_scores(softmax_scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride, bias_batch_stride,
+                             bias_head_stride, bias_row_stride, bias_key_stride, seq, h, kFastTanh)
+        unit = unit_of(scores, softmax_scale)
         if kIsCausal or kIsLocal or kRaggedRows:
             dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
                                       dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
-                                      head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, True, kIsLocal,
+                                      head_dim_v, unit, scores, seed_ptr, threshold, keep_scale, True, kIsLocal,
                                       kEmptyRows, kClearDelta, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD,
                                       kBlockDv, kTma)
         dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
                                   dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
-                                  head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, False, kIsLocal,
+                                  head_dim_v, unit, scores, seed_ptr, threshold, keep_scale, False, kIsLocal,
                                   kEmptyRows, kClearDelta, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD,
                                   kBlockDv, kTma)
 
@@ -194,7 +203,7 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
 
 @triton.jit
 def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible,
-                   first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                   first_key, seq, head_dim, head_dim_v, unit, scores, seed_ptr, threshold, keep_scale,
                    kMasked: tl.constexpr, kIsLocal: tl.constexpr, kClearKeys: tl.constexpr, kMaskCols: tl.constexpr,
                    kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
                    kTma: tl.constexpr):
@@ -210,22 +219,25 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride,
         if kMasked and kTma:
             k_tile = _clear_keys(k_tile, cols, first_key, seq.seqlen_k, kClearKeys)
             v_tile = _clear_keys(v_tile, cols, first_key, seq.seqlen_k, kClearKeys)
-        s = tl.dot(q, k_tile.T, input_precision="ieee")
-        p = probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
+        s = capped(scores, tl.dot(q, k_tile.T, input_precision="ieee"))
+        shifted_s = shifted(scores, s, (row0 + tl.arange(0, kBlockM))[:, None], cols[None, :])
+        p = probabilities(shifted_s, lse[:, None], unit, q.dtype == tl.float32)
         if kMasked:
             p = tl.where(sees(visible, cols, kIsLocal), p, 0.0)
         dp = tl.dot(dout, v_tile.T, input_precision="ieee")
         if seed_ptr is not None:
             keep = keep_tile(seed_ptr, threshold, seq.b, h, row0, col0, kBlockM, kBlockN)
             dp = tl.where(keep, dp * keep_scale, 0.0)
-        ds = p * (dp - delta[:, None])
+        ds = through_cap(scores, p * (dp - delta[:, None]), s)
         dq = _add_product(dq, ds.to(q.dtype), k_tile)
     return dq
 
 
 @triton.jit(do_not_specialize=["threshold", *WINDOW])
 def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-                 seqused_q_ptr, seqused_k_ptr, seed_ptr, threshold, keep_scale, softmax_scale,
+                 seqused_q_ptr, seqused_k_ptr, alibi_ptr, bias_ptr, seed_ptr, threshold, keep_scale, softmax_scale,
+                 softcap, alibi_batch_stride, bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride,
+                 kFastTanh: tl.constexpr,
                  q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                  v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
                  dq_batch_stride, dq_head_stride, dq_row_stride, batch_size, nheads, nheads_k, seqlen_q, seqlen_k,
@@ -273,12 +285,15 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
     if kEmptyRows:  # a row without a key has an lse if there are sinks
         lse = tl.where(visible.begin >= visible.end, float("inf"), lse)
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
+    scores = make_scores(softmax_scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride, bias_batch_stride,
+                         bias_head_stride, bias_row_stride, bias_key_stride, seq, h, kFastTanh)
+    unit = unit_of(scores, softmax_scale)
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                        visible, first_key, seq, head_dim, head_dim_v, unit, scores, seed_ptr, threshold, keep_scale,
                         False, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                        visible, first_key, seq, head_dim, head_dim_v, unit, scores, seed_ptr, threshold, keep_scale,
                         True, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     dims = tl.arange(0, kBlockD)
@@ -362,13 +377,14 @@ def _has_empty_rows(q, k, lengths, window):
     return lengths.is_packed or window[1] >= 0 and (used_q != used_k or q.shape[2] > k.shape[2] + window[1])
 
 
-def _launch(side, config, tma, tensors, window, has_empty_rows, clears_delta):
+def _launch(side, config, tma, tensors, softcap, window, has_empty_rows, clears_delta):
     """A Launch for the gradients of one side, "kv" or "q", to be called with (*tensors, threshold, keep_scale,
-    softmax_scale). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, *lengths, seed.
+    softmax_scale, softcap). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, *lengths,
+    alibi_slopes, bias, seed.
 
     clears_delta: delta may be NaN in rows without a key."""
-    q, k, v, dout, *gradients, lse_padded, delta = tensors[:-5]
-    lengths = Lengths(*tensors[-5:-1])
+    q, k, v, dout, *gradients, lse_padded, delta = tensors[:-7]
+    lengths, alibi_slopes, bias = Lengths(*tensors[-7:-3]), *tensors[-3:-1]
     (nheads, seqlen_q, head_dim), head_dim_v = q.shape[1:], v.shape[-1]
     nheads_k, seqlen_k = k.shape[1:3]
     batch_size, is_packed = num_samples(q, lengths), lengths.is_packed
@@ -386,21 +402,21 @@ def _launch(side, config, tma, tensors, window, has_empty_rows, clears_delta):
              (dout, (1, 1, kBlockM, kBlockDv)), *[None] * len(gradients), (lse_padded, (1, kBlockM)),
              (delta, (1, kBlockM))]
     strides = (stride for x in (q, k, v, dout, *gradients) for stride in x.stride()[:3])
-    constants = (*strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v,
-                 *of_side, *mask_of(window), has_empty_rows, head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM,
+    constants = (*score_constants(q, alibi_slopes, bias, softcap), *strides, batch_size, nheads, nheads_k, seqlen_q,
+                 seqlen_k, delta.shape[1], head_dim, head_dim_v, *of_side, *mask_of(window), has_empty_rows, head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM,
                  kBlockN, kBlockD, kBlockDv)
     return Launch(function, blocks * q.shape[0], constants, tiles if tma else (), num_warps=num_warps,
                   num_stages=num_stages)
 
 
-# {all that the launches depend on: {"preprocess", "kv", "q", "sum_k" or "sum_v", those that are needed: the Launch}}
+# {all that the launches depend on: {"preprocess", "kv", "q", "bias", "sum_k" or "sum_v", those that are needed: the
+# Launch}}
 _plans = {}
 
 
-def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, need_dsinks=False):
-    """(dq, dk, dv, dsinks) of checked inputs and what the forward made of them with these options; dlse may be None.
-    Without need_dq dq is None, without need_dkv dk and dv are, without need_dsinks dsinks is, and nothing is spent on
-    them.
+def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, need_dsinks=False, need_dbias=False):
+    """(dq, dk, dv, dsinks, dbias) of checked inputs and what the forward made of them with these options; dlse may be
+    None. Without need_dq dq is None, without need_dkv dk and dv are, and so on, and nothing is spent on them.
 
     Raises:
         NotImplementedError: a packed batch with seqused_k.
@@ -410,20 +426,24 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
         raise NotImplementedError("backend='triton' has no backward pass for cu_seqlens with seqused_k: key ranges may "
                                   "overlap")
     if INTERPRETING and q.dtype == torch.bfloat16:
-        *gradients, dsinks = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, options, need_dq, need_dkv,
-                                 need_dsinks)
-        return *(x if x is None else x.bfloat16() for x in gradients), dsinks
+        *gradients, dsinks, dbias = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, in_float(options), need_dq,
+                                        need_dkv, need_dsinks, need_dbias)
+        return (*(x if x is None else x.bfloat16() for x in gradients), dsinks,
+                dbias if dbias is None else dbias.to(options.attn_bias.dtype))
     dq = empty_like(q) if need_dq else None
     dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
+    dbias = lse.new_zeros(options.attn_bias.shape) if need_dbias else None  # a sum of many, so as they are
     if not q.numel() or not k.numel():  # without keys out does not depend on the sinks, and lse is its row's sink
         dsinks = torch.zeros_like(options.sinks) if need_dsinks else None
         if need_dsinks and dlse is not None:
             dsinks += dlse.masked_fill(lse == -math.inf, 0).sum((0, 2))
-        return *(x if x is None else x.zero_() for x in (dq, dk, dv)), dsinks
+        return *(x if x is None else x.zero_() for x in (dq, dk, dv)), dsinks, dbias_of(options, dbias)
     if dout.stride(-1) != 1:  # as the gradient of a sum
         dout = dout.contiguous()
     batch_size, nheads, seqlen_q, _ = q.shape
-    numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
+    *score_inputs, softcap = *score_tensors(options), options.softcap or None
+    numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale, softcap
+    unit = options.softmax_scale if not options.has_scores else softcap or 1.0
     seqlen_pad = padded_rows(seqlen_q, lengths, num_samples(q, lengths))
     lse_padded, delta = (lse.new_empty(batch_size * nheads, seqlen_pad) for _ in range(2))
     sinks, dsinks_of_rows = (options.sinks, torch.empty_like(delta)) if need_dsinks else (None, None)
@@ -435,24 +455,27 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
         dkv_accum = [lse.new_empty(max_splits, split_stride) for _ in range(2)] if max_splits > 1 else []
         # A split's sums lie in memory as the gradient does.
         sums = [x.as_strided(dx.shape, dx.stride()) for x, dx in zip(dkv_accum, (dk, dv))] or (dk, dv)
-        sides["kv"] = q, k, v, dout, *sums, lse_padded, delta, *lengths, seed
+        sides["kv"] = q, k, v, dout, *sums, lse_padded, delta, *lengths, *score_inputs, seed
     if need_dq:
-        sides["q"] = q, k, v, dout, dq, lse_padded, delta, *lengths, seed
+        sides["q"] = q, k, v, dout, dq, lse_padded, delta, *lengths, *score_inputs, seed
+    of_bias = q, k, v, dout, dbias, lse_padded, delta, *lengths[2:], *score_inputs, seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         autotune = options.autotune and tuner.is_on()
         has_empty_rows = _has_empty_rows(q, k, lengths, window)
         # A row without a key has an lse if there are sinks, and so its dlse counts.
         clears_delta = has_empty_rows and dlse is not None and options.sinks is not None
-        key = (q.device, window, has_empty_rows, clears_delta, autotune, *sides,
-               *layouts(q, k, v, out, dout, lse, dlse, sinks, *lengths, seed))
+        key = (q.device, window, has_empty_rows, clears_delta, autotune, *sides, need_dbias, softcap is None,
+               *layouts(q, k, v, out, dout, lse, dlse, sinks, *lengths, *score_inputs, seed))
         plan = _plans.get(key)
         is_new = plan is None
         if is_new:
             plan = {"preprocess": launch_preprocess(*preprocessed)}
-        plan["preprocess"](*preprocessed, options.softmax_scale)
+        plan["preprocess"](*preprocessed, unit)
         if is_new:  # tiles are timed on what preprocess.py made
             plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows, clears_delta)
                      for side, tensors in sides.items()}
+            if need_dbias:
+                plan["bias"] = launch_bias(of_bias, softcap, window)
             if max_splits > 1:
                 plan |= {"sum_k": sum_splits(dk, split_stride, max_splits),
                          "sum_v": sum_splits(dv, split_stride, max_splits)}
@@ -466,8 +489,15 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
             if max_splits > 1:
                 plan["sum_k"](dkv_accum[0], dk)
                 plan["sum_v"](dkv_accum[1], dv)
+        if need_dbias:
+            plan["bias"](*of_bias, *numbers)
     dsinks = dsinks_of_rows.view(batch_size, nheads, -1).sum((0, 2)) if need_dsinks else None
-    return dq, dk, dv, dsinks
+    return dq, dk, dv, dsinks, dbias_of(options, dbias)
+
+
+def dbias_of(options, dbias):
+    """The gradient of a bias in its dtype, or None."""
+    return dbias if dbias is None else dbias.to(options.attn_bias.dtype)
 
 
 @functools.cache
@@ -504,14 +534,16 @@ def _beside(device, pays):
 
 def _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows, clears_delta):
     """The Launch of one of tile_configs: the first, or the fastest."""
-    q, k, v, dout, *_, seed = tensors
+    q, k, v, dout, *_, alibi_slopes, bias, seed = tensors
+    scores = alibi_slopes, bias, numbers[3]
     configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1])
     # A descriptor ends with the tensor, not with a padded sample.
     tma = (lengths.is_packed or all(x is None for x in lengths)) and can_use_tma(q, k, v, dout)
-    launch_of = once(lambda config: _launch(side, config, tma, tensors, window, has_empty_rows, clears_delta))
+    launch_of = once(lambda config: _launch(side, config, tma, tensors, numbers[3], window, has_empty_rows,
+                                            clears_delta))
     if not autotune:
         return launch_of(configs[0])
     head_dims = configs[0]["kBlockD"], configs[0]["kBlockDv"]
-    key = str(q.dtype), *head_dims, *kind_of(q, k, lengths, window), tma, seed is not None
+    key = (str(q.dtype), *head_dims, *kind_of(q, k, lengths, window), tma, seed is not None, *kind_of_scores(*scores))
     run_config = lambda config: launch_of(config)(*tensors, *numbers)  # noqa: E731
     return launch_of(tuner.fastest(f"attention_bwd_{side}", key, configs, run_config, q.device))

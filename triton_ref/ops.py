@@ -19,10 +19,10 @@ from .matmul import triton_matmul
 def _options(*of_op):
     """The Options of an op's arguments after its tensors: those of Options.of_op, autotune and in the forward pass
     descales."""
-    *tensors, softmax_scale, softcap, left, right, dropout_p, dropout_seed, autotune = of_op[:13]
+    *tensors, softmax_scale, softcap, left, right, dropout_p, dropout_seed, autotune = of_op[:14]
     *lengths, sinks, alibi_slopes, attn_bias = tensors
     return Options(softmax_scale, (left, right), Lengths(*lengths), sinks, dropout_p, dropout_seed, autotune=autotune,
-                   descales=of_op[13:], softcap=softcap, alibi_slopes=alibi_slopes, attn_bias=attn_bias)
+                   descales=of_op[14:], softcap=softcap, alibi_slopes=alibi_slopes, attn_bias=attn_bias)
 
 
 @torch.library.custom_op("minimal_attn::triton_forward", mutates_args=())
