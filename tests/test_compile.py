@@ -165,6 +165,21 @@ def lengths_of(lengths):
     return {f"{name}_ptr": "*i32" for name in given}, {f"{name}_ptr": None for name in absent}
 
 
+def scores_of(scores, capability, dtype):
+    """The same of the parameters of scores.py: "softcap", "mask" or "all"."""
+    types = {"softcap": "fp32"} if scores in ("softcap", "all") else {}
+    absent = {"alibi_ptr", "alibi_batch_stride", "bias_row_stride", "bias_key_stride", "bias_ptr", "bias_batch_stride",
+              "bias_head_stride", "softcap"}.difference(types)
+    if scores == "mask":
+        types |= {"bias_ptr": "*u8"}
+    if scores == "all":
+        types |= {"alibi_ptr": "*fp32", "bias_ptr": "*fp32"}
+    absent -= {"alibi_ptr", "alibi_batch_stride"} if scores == "all" else set()
+    absent -= {"bias_ptr", "bias_batch_stride", "bias_head_stride", "bias_row_stride"} if "bias_ptr" in types else set()
+    constexprs = dict.fromkeys(absent) | {"kFastTanh": "softcap" in types and dtype != "fp32" and capability >= 75}
+    return types, constexprs | ({"bias_key_stride": 1} if "bias_ptr" in types else {})
+
+
 def twin_cases(capability):
     return TWIN_CASES + SLOW_TWIN_CASES.get(capability, []) + FP8_TWIN_CASES.get(capability, [])
 
@@ -233,17 +248,19 @@ def both(head_dim):
     return head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
 
 
-def compile_twin(capability, dtype, head_dim, mask, lengths, dropout):
+def compile_twin(capability, dtype, head_dim, mask, lengths, dropout, scores=None):
     from triton_ref.attention import _flash_fwd, tile_configs
 
     (head_dim, head_dim_v), has_sinks = both(head_dim), isinstance(head_dim, tuple)
     tma, fp8 = uses_tma(capability, dtype), dtype.startswith("fp8")
-    length_types, absent_lengths = lengths_of(lengths)
+    (length_types, absent_lengths), (score_types, score_constants) = lengths_of(lengths), scores_of(scores, capability,
+                                                                                                   dtype)
     constexprs = dict(tile_configs(torch_dtype(dtype), head_dim, 99 << 10, head_dim_v=head_dim_v)[0])
     options = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
     kBlockM, kBlockN, kBlockD, kBlockDv = constexprs.values()
     constexprs.update(kIsCausal=mask == "causal", kIsLocal=mask == "local", kNegateQ=False,
-                      kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, kTma=tma, **absent_lengths)
+                      kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, kTma=tma, **absent_lengths,
+                      **score_constants)
     constexprs.update({} if dropout else {"seed_ptr": None})
     constexprs.update({} if has_sinks else {"sinks_ptr": None})
     constexprs.update({} if fp8 else {f"{x}_descale_ptr": None for x in "qkv"})
@@ -255,12 +272,12 @@ def compile_twin(capability, dtype, head_dim, mask, lengths, dropout):
                   "k_ptr": f"tensordesc<{dtype}[1, 1, {kBlockN}, {kBlockD}]>",
                   "v_ptr": f"tensordesc<{dtype}[1, 1, {v_tile}]>"}
     types |= {"o_ptr": "*bf16" if fp8 else f"*{dtype}", "lse_ptr": "*fp32", "sinks_ptr": "*fp32", "seed_ptr": "*i64",
-              "softmax_scale": "fp32", "keep_scale": "fp32", **length_types}
+              "softmax_scale": "fp32", "keep_scale": "fp32", **length_types, **score_types}
     types |= {f"{x}_descale_ptr": "*fp32" for x in "qkv"}
     return compile_for(capability, _flash_fwd, types, constexprs, options)
 
 
-def backward_configs(capability, side, dtype, head_dim, mask, lengths, dropout):
+def backward_configs(capability, side, dtype, head_dim, mask, lengths, dropout, scores=None):
     """The first of tile_configs; for sm_90 all, but with dropout, which takes longer to compile, and of head_dim 256,
     where the others are for GPUs with less memory and have fewer rows than wgmma."""
     from triton_ref.attention_bwd import tile_configs
@@ -270,7 +287,7 @@ def backward_configs(capability, side, dtype, head_dim, mask, lengths, dropout):
     return configs if capability == 90 and not dropout and max(head_dim, head_dim_v) <= 128 else configs[:1]
 
 
-def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengths, dropout):
+def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengths, dropout, scores=None):
     from triton_ref import attention_bwd
 
     function = {"kv": attention_bwd._flash_bwd_kv, "q": attention_bwd._flash_bwd_q}[side]
@@ -279,9 +296,11 @@ def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengt
     kBlockM, kBlockN, kBlockD, kBlockDv = config.values()
     head_dim, head_dim_v = both(head_dim)
     tma = uses_tma(capability, dtype)
-    length_types, absent_lengths = lengths_of(lengths)
+    (length_types, absent_lengths), (score_types, score_constants) = lengths_of(lengths), scores_of(scores, capability,
+                                                                                                   dtype)
     constexprs = dict(kIsCausal=mask == "causal", kIsLocal=mask == "local", kEmptyRows=lengths == "packed",
-                      kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, kTma=tma, **config, **absent_lengths)
+                      kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, kTma=tma, **config, **absent_lengths,
+                      **score_constants)
     has_sinks = head_dim != head_dim_v
     constexprs.update({"kRaggedRows": True, "kClearDelta": has_sinks and lengths == "packed"} if side == "kv" else {})
     constexprs.update({} if dropout else {"seed_ptr": None})
@@ -291,7 +310,7 @@ def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengt
         types[f"{name}_ptr"] = f"tensordesc<{dtype}[1, 1, {rows}, {columns}]>" if tma else f"*{dtype}"
     types |= dict.fromkeys(["lse_ptr", "delta_ptr"], f"tensordesc<fp32[1, {kBlockM}]>" if tma else "*fp32")
     types |= dict.fromkeys(["dk_ptr", "dv_ptr"] if side == "kv" else ["dq_ptr"], f"*{dtype}")
-    types |= length_types | {"seed_ptr": "*i64"}
+    types |= length_types | score_types | {"seed_ptr": "*i64"}
     return compile_for(capability, function, types, constexprs, options)
 
 

@@ -1,34 +1,53 @@
 """Softcap, ALiBi, biases and masks: against a loop in fp64, with everything they can be combined with; conventions,
 spellings, an error for every bad input.
 
-The backends "torch" and "reference" have them. test_torch_sdpa.py compares scaled_dot_product_attention with torch's.
+Every kernel is compared with the loop, and in drawn calls with dense scores in fp64. test_torch_sdpa.py compares
+scaled_dot_product_attention with torch's.
 """
 
+import dataclasses
 import math
+from dataclasses import dataclass
+from typing import Optional
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from conftest import HAS_GPU
+import minimal_attn
+from cases import SEED, check_error, compiler_for, make_tensor
+from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import (FlashMHA, backends, choice, flash_attention, flash_attn, flash_attn_func,
                           flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, interface,
-                          reference_attention, sdpa)
-from minimal_attn.dropout import keep_mask
-from minimal_attn.scores import without_repeats
+                          reference_attention, sdpa, which_kernel)
+from minimal_attn.dropout import keep_mask, keep_scale
+from minimal_attn.backends import Options
+from test_lengths import (DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, close, drawn_batches, make, make_sinks, op_of,
+                          window_of)
 
-DEVICE = "cuda" if HAS_GPU else "cpu"
-each_backend = pytest.mark.parametrize("backend", ["torch", "reference"])
+each_impl = pytest.mark.parametrize("impl", IMPLS)
+each_kernel = pytest.mark.parametrize("impl", KERNELS)
+# Those that take float64; "cuda" is the host build.
+each_backend = pytest.mark.parametrize("backend", ["torch", "reference", *["cuda"] * (not HAS_GPU)])
 B, H, HK, D, HEAD_DIM_V, SCALE = 2, 4, 2, 8, 5, 0.6
 
 
-def randn(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+def randn(*shape, seed=0, dtype=torch.float64, device=DEVICE):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
 
 
-def inputs(Sq=7, Sk=9, dtype=torch.float64):
-    return [randn(*shape, seed=seed, dtype=dtype) for seed, shape in
-            enumerate([(B, H, Sq, D), (B, HK, Sk, D), (B, HK, Sk, HEAD_DIM_V)])]
+def inputs(Sq=7, Sk=9, dtype=torch.float64, device=DEVICE, head_dim_v=HEAD_DIM_V):
+    return [randn(*shape, seed=seed, dtype=dtype, device=device) for seed, shape in
+            enumerate([(B, H, Sq, D), (B, HK, Sk, D), (B, HK, Sk, head_dim_v)])]
+
+
+def inputs_of(impl, Sq=7, Sk=9):
+    """Leaves that the kernel takes."""
+    head_dim_v = 16 if impl in ON_TENSOR_CORES else HEAD_DIM_V
+    return [x.requires_grad_() for x in inputs(Sq, Sk, DTYPES[impl], IMPLS[impl][1], head_dim_v)]
 
 
 def slopes(*shape):
@@ -52,25 +71,25 @@ def by_loop(q, k, v, window=(-1, -1), lengths_q=None, lengths_k=None, softcap=0.
         seqlen_q, seqlen_k = (n if x is None else int(x[b]) for n, x in ((rows, lengths_q), (keys, lengths_k)))
         if i >= seqlen_q:
             continue
-        place, head, scores, seen = i + seqlen_k - seqlen_q, h // (nheads // k.shape[1]), [], []
-        for j in range(seqlen_k):
-            if window[0] >= 0 and j < place - window[0] or window[1] >= 0 and j > place + window[1]:
-                continue
-            score = SCALE * q[b, h, i] @ k[b, head, j]
-            if softcap:
-                score = softcap * torch.tanh(score / softcap)
-            if alibi_slopes is not None:
-                score = score - alibi_slopes.expand(batch_size, nheads)[b, h].double() * abs(place - j)
-            bias = None if attn_bias is None else attn_bias.expand(batch_size, nheads, rows, keys)[b, h, i, j]
-            if bias is not None and bias.dtype == torch.bool and not bias:
-                continue
-            scores.append(score + bias if bias is not None and bias.dtype != torch.bool else score)
-            seen.append(j)
-        terms = scores if sinks is None else [*scores, sinks[h]]
-        if terms:
-            lse[b, h, i] = torch.stack(terms).logsumexp(0)
-        if scores:
-            probabilities = (torch.stack(scores) - lse[b, h, i]).exp()
+        place, head, keys_of_row = i + seqlen_k - seqlen_q, h // (nheads // k.shape[1]), range(seqlen_k)
+        seen = [j for j in keys_of_row if (window[0] < 0 or j >= place - window[0])
+                and (window[1] < 0 or j <= place + window[1])]
+        bias = None if attn_bias is None else attn_bias.expand(batch_size, nheads, rows, keys)[b, h, i]
+        if bias is not None and bias.dtype == torch.bool:
+            seen, bias = [j for j in seen if bias[j]], None
+        scores = SCALE * k[b, head, seen] @ q[b, h, i]
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if alibi_slopes is not None:
+            distances = torch.tensor([abs(place - j) for j in seen], device=q.device)
+            scores = scores - alibi_slopes.expand(batch_size, nheads)[b, h].double() * distances
+        if bias is not None:
+            scores = scores + bias[seen]
+        terms = scores if sinks is None else torch.cat([scores, sinks[h, None]])
+        if len(terms):
+            lse[b, h, i] = terms.logsumexp(0)
+        if seen:
+            probabilities = (scores - lse[b, h, i]).exp()
             if keep is not None:
                 probabilities = probabilities * keep[b, h, i, seen]
             out[b, h, i] = probabilities @ v[b, head, seen]
@@ -80,19 +99,20 @@ def by_loop(q, k, v, window=(-1, -1), lengths_q=None, lengths_k=None, softcap=0.
 def loss(out, lse):
     """A function of both whose gradients depend on every element."""
     lse = lse.masked_fill(lse == -math.inf, 0)
-    return (out * randn(*out.shape, seed=8)).sum() + (lse * randn(*lse.shape, seed=9)).sum()
+    dout, dlse = (randn(*x.shape, seed=seed, device=x.device) for seed, x in ((8, out), (9, lse)))
+    return (out * dout).sum() + (lse * dlse).sum()
 
 
 def compare(got, want, leaves):
-    """(out, lse) and the gradients of leaves."""
+    """(out, lse) and the gradients of leaves, up to so many parts of the largest value as the dtype of out allows."""
+    tolerance = TOLERANCE[got[0].dtype]
     for x, y in zip(got, want):
-        assert x.dtype == torch.float64
-        assert_close(x, y, rtol=1e-10, atol=1e-10)
+        close(x, y, tolerance)
     for x, y in zip(*(torch.autograd.grad(loss(*pair), leaves, allow_unused=True) for pair in (got, want))):
         assert (x is None) == (y is None)
         if x is not None:
             assert x.shape == y.shape
-            assert_close(x, y, rtol=1e-9, atol=1e-9)
+            close(x, y.double(), 3 * tolerance)
 
 
 SCORES = {
@@ -228,25 +248,27 @@ def test_packed_batches(shape, softcap, backend):
 
 # Conventions.
 
-@each_backend
+@each_impl
 @pytest.mark.parametrize("causal", [False, True])
-def test_rows_that_a_mask_hides(causal, backend):
+def test_rows_that_a_mask_hides(causal, impl):
     """By False and by -inf, with and without sinks; no gradient of them is NaN."""
-    hides = mask(B, H, 7, 9)
+    (backend, device), dtype = IMPLS[impl], DTYPES[impl]
+    hides = mask(B, H, 7, 9).to(device)
     hides[0, :, 2] = hides[1, 1, 5] = False
     is_hidden = ~(hides.tril(2) if causal else hides).any(-1)
     assert 5 <= is_hidden.sum() < 15
-    q, k, v = (x.requires_grad_() for x in inputs())
-    sinks = randn(H, seed=3)
-    minus_inf = torch.zeros(hides.shape, device=DEVICE, dtype=torch.float64).masked_fill(~hides, -math.inf)
+    q, k, v = inputs_of(impl)
+    sinks = randn(H, seed=3, dtype=dtype, device=device)
+    minus_inf = torch.zeros(hides.shape, device=device, dtype=dtype).masked_fill(~hides, -math.inf)
     for bias in (hides, minus_inf.requires_grad_()):
         for given in (None, sinks):
             options = dict(causal=causal, attn_bias=bias, sinks=given, sm_scale=SCALE, return_lse=True, backend=backend)
             out, lse = flash_attention(q, k, v, **options)
-            want = torch.full_like(lse, -math.inf) if given is None else sinks[:, None].expand_as(lse)
+            want = torch.full_like(lse, -math.inf) if given is None else sinks[:, None].expand_as(lse).to(lse.dtype)
             assert (out[is_hidden] == 0).all() and lse[is_hidden].equal(want[is_hidden])
-            compare((out, lse), by_loop(q, k, v, (-1, 0 if causal else -1), attn_bias=hides, sinks=given),
-                    [q, k, v])
+            doubles = [x.double() for x in (q, k, v)]
+            given = None if given is None else given.double()
+            compare((out, lse), by_loop(*doubles, (-1, 0 if causal else -1), attn_bias=hides, sinks=given), [q, k, v])
             leaves = [q, k, v] + [bias] * bias.requires_grad
             gradients = torch.autograd.grad(loss(*flash_attention(q, k, v, **options)), leaves)
             assert all(x.isfinite().all() for x in gradients)
@@ -281,14 +303,17 @@ def test_sdpa_gets_no_mask_that_is_wider_than_q(scores, monkeypatch):
     assert asked[0]["attn_mask"].dtype == torch.float32
 
 
-@each_backend
+@each_impl
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_infinities_and_nan_in_a_bias(value, dtype, backend):
+def test_infinities_and_nan_in_a_bias(value, dtype, impl):
     """What torch's math makes of them."""
-    q, k, v = inputs(dtype=dtype)
+    backend, device = IMPLS[impl]
+    if impl in OF_16_BITS and dtype != torch.bfloat16 or dtype == torch.float64 != DTYPES[impl]:
+        pytest.skip("cannot serve it")
+    q, k, v = inputs(dtype=dtype, device=device, head_dim_v=16)
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    bias = randn(1, H, 7, 9, seed=4, dtype=dtype)
+    bias = randn(1, H, 7, 9, seed=4, dtype=dtype, device=device)
     bias[:, :, 3, 2] = bias[:, 1, 5, 0] = value
     out, lse = flash_attention(q, k, v, attn_bias=bias, return_lse=True, backend=backend)
     scores = q.double() @ k.double().mT / D**0.5 + bias.double()
@@ -300,16 +325,17 @@ def test_infinities_and_nan_in_a_bias(value, dtype, backend):
     assert_close(lse.double(), scores.logsumexp(-1), equal_nan=True, rtol=1e-3, atol=1e-3)
 
 
-@each_backend
-def test_bias_of_hidden_keys_is_not_asked_for(backend):
+@each_impl
+def test_bias_of_hidden_keys_is_not_asked_for(impl):
     """NaN in it changes nothing, and its gradient is 0."""
-    q, k, v = inputs()
-    bias = randn(7, 9, seed=4)
-    poisoned = bias.clone()
+    backend, device = IMPLS[impl]
+    q, k, v = inputs_of(impl)
+    bias = randn(7, 9, seed=4, dtype=DTYPES[impl], device=device)
+    poisoned, lengths = bias.clone(), ints(6, 3).to(device)
     poisoned[:, 6:] = math.nan
-    want = flash_attention(q, k, v, attn_bias=bias, seqused_k=ints(6, 3), return_lse=True, backend=backend)
+    want = flash_attention(q, k, v, attn_bias=bias, seqused_k=lengths, return_lse=True, backend=backend)
     poisoned.requires_grad_()
-    got = flash_attention(q, k, v, attn_bias=poisoned, seqused_k=ints(6, 3), return_lse=True, backend=backend)
+    got = flash_attention(q, k, v, attn_bias=poisoned, seqused_k=lengths, return_lse=True, backend=backend)
     for x, y in zip(got, want):
         assert_close(x, y)
     gradient, = torch.autograd.grad(loss(*got), poisoned)
@@ -369,11 +395,12 @@ def test_dtypes(name, dtype, backend):
                          **tolerance)
 
 
-@each_backend
-def test_alibi_is_not_rounded_to_16_bits(backend):
+@each_impl
+def test_alibi_is_not_rounded_to_16_bits(impl):
     """A distance of 300 is no bfloat16: its slope would be wrong by a part in 256."""
-    q, k, v = (torch.zeros(1, 1, n, 8, dtype=torch.bfloat16, device=DEVICE) for n in (1, 600, 600))
-    _, lse = flash_attention(q, k, v, alibi_slopes=torch.tensor([-1.0], device=DEVICE), return_lse=True,
+    backend, device = IMPLS[impl]
+    q, k, v = (torch.zeros(1, 1, n, 8, dtype=torch.bfloat16, device=device) for n in (1, 600, 600))
+    _, lse = flash_attention(q, k, v, alibi_slopes=torch.tensor([-1.0], device=device), return_lse=True,
                              backend=backend)
     want = torch.arange(600, dtype=torch.float64).logsumexp(0)
     assert_close(lse.cpu().double(), want.view(1, 1, 1), rtol=1e-6, atol=0)
@@ -391,13 +418,14 @@ def test_autocast_leaves_the_bias(backend):
     assert torch.autograd.grad(out.float().sum(), bias)[0].dtype == torch.float32
 
 
-@each_backend
-def test_biases_of_any_memory(backend):
+@each_impl
+def test_biases_of_any_memory(impl):
     """Transposed, with gaps, and one row for all, whose gradients add up."""
-    q, k, v = inputs()
-    bias = randn(B, H, 7, 9, seed=4)
+    (backend, device), dtype = IMPLS[impl], DTYPES[impl]
+    q, k, v = inputs_of(impl)
+    bias = randn(B, H, 7, 9, seed=4, dtype=dtype, device=device)
     want = flash_attention(q, k, v, attn_bias=bias, backend=backend)
-    gaps = torch.full((B, H, 14, 18), math.nan, dtype=torch.float64, device=DEVICE)
+    gaps = torch.full((B, H, 14, 18), math.nan, dtype=dtype, device=device)
     gaps[..., ::2, ::2] = bias
     for view in (bias.mT.contiguous().mT, bias.transpose(0, 1).contiguous().transpose(0, 1), gaps[..., ::2, ::2]):
         assert_close(flash_attention(q, k, v, attn_bias=view, backend=backend), want)
@@ -406,13 +434,13 @@ def test_biases_of_any_memory(backend):
     got, want = (flash_attention(q, k, v, attn_bias=x, backend=backend) for x in (row.expand(B, H, 7, 9), each))
     assert_close(got, want)
     gradients = [torch.autograd.grad(x.square().sum(), leaf)[0] for x, leaf in ((got, row), (want, each))]
-    assert_close(gradients[0], gradients[1].sum((0, 1, 2)))
+    close(gradients[0], gradients[1].double().sum((0, 1, 2)), 3 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(9,), (7, 1), (B, 1, 1, 9), (1, H, 7, 9), (B, H, 7, 9)], ids=str)
 def test_no_bias_is_copied_on_the_way(shape, dtype, monkeypatch):
-    """To the backend as a view of all rows and keys, to SDPA with one of each of its repeats."""
+    """To the backend as a 4D view, to SDPA with one of each of its repeats."""
     seen, asked = [], []
 
     def forward(q, k, v, options):
@@ -425,35 +453,36 @@ def test_no_bias_is_copied_on_the_way(shape, dtype, monkeypatch):
 
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
     monkeypatch.setitem(interface.BACKENDS, "torch", backends.Backend(forward, (dtype, torch.float64), True,
-                                                                      lambda device: None, True))
+                                                                      lambda device: None))
     bias = mask(*shape) if dtype == torch.bool else randn(*shape, seed=4)
     expanded = bias.expand(B, H, 7, 9)
     for given in (bias, expanded):
         flash_attention(*inputs(), attn_bias=given, backend="torch")
         got = seen.pop().attn_bias
-        assert got.shape == (B, H, 7, 9) and got.data_ptr() == bias.data_ptr()
-        assert all(x == 0 for x, y in zip(got.stride(), expanded.stride()) if y == 0)
+        assert got.shape == (1,) * (4 - given.ndim) + given.shape and got.data_ptr() == bias.data_ptr()
+        assert got.expand(B, H, 7, 9).stride() == expanded.stride()
         passed = asked.pop()
         assert passed.data_ptr() == bias.data_ptr() and passed.numel() == bias.numel()
 
 
-def test_slopes_are_a_view_of_samples():
+def test_slopes_are_not_copied():
     one, each = slopes(H), slopes(3, H)
     q, _, _, *bounds = packed()
     lengths = backends.Lengths(*bounds)
-    assert interface.check_alibi_slopes(one, q, lengths).stride() == (0, 1)
-    assert interface.check_alibi_slopes(each, q, lengths).data_ptr() == each.data_ptr()
-    assert without_repeats(one.expand(3, H)).shape == (1, H)
+    for given in (one, each):
+        assert interface.check_alibi_slopes(given, q, lengths).data_ptr() == given.data_ptr()
+    assert interface.check_alibi_slopes(one.expand(3, H), q, lengths).is_contiguous()
 
 
-@each_backend
+@each_impl
 @pytest.mark.parametrize("Sq, Sk", [(7, 0), (0, 9)])
-def test_no_rows_or_keys(Sq, Sk, backend):
-    q, k, v = inputs(Sq, Sk)
-    bias = randn(1, H, Sq, Sk, seed=4).requires_grad_()
-    out, lse = flash_attention(q, k, v, softcap=1.0, alibi_slopes=slopes(H), attn_bias=bias, return_lse=True,
+def test_no_rows_or_keys(Sq, Sk, impl):
+    backend, device = IMPLS[impl]
+    q, k, v = inputs_of(impl, Sq, Sk)
+    bias = randn(1, H, Sq, Sk, seed=4, dtype=DTYPES[impl], device=device).requires_grad_()
+    out, lse = flash_attention(q, k, v, softcap=1.0, alibi_slopes=slopes(H).to(device), attn_bias=bias, return_lse=True,
                                backend=backend)
-    assert out.shape == (B, H, Sq, HEAD_DIM_V) and (out == 0).all() and (lse == -math.inf).all()
+    assert out.shape == (B, H, Sq, v.shape[3]) and (out == 0).all() and (lse == -math.inf).all()
     assert torch.autograd.grad(out.sum(), bias)[0].shape == bias.shape
 
 
@@ -486,28 +515,37 @@ GIVEN = {"softcap": 2.0, "alibi_slopes": slopes(H), "attn_bias": mask(7, 9)}
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_kernels_refuse_scores_by_name(name):
-    q, k, v = inputs(dtype=torch.float32)
-    for backend in ("cuda", "triton"):
-        if backend in interface.available_backends():
-            said = f"^backend='{backend}' does not support {name} yet: use backend='torch' or 'reference'$"
-            with pytest.raises(NotImplementedError, match=said):
-                flash_attention(q, k, v, backend=backend, **{name: GIVEN[name]})
-    flash_attention(q, k, v, backend="cuda", softcap=0)
-
-
-@pytest.mark.parametrize("name", GIVEN)
-def test_auto_takes_torch(name, monkeypatch):
-    asked = []
-    monkeypatch.setattr(choice, "_first_available", lambda prefers_triton: "cuda")
-    q = torch.empty(1, 2, 4096, 64)
+def test_auto_takes_csrc_on_a_gpu(name, monkeypatch):
+    """For gradients too, of which nothing was measured. On the CPU it takes torch."""
+    monkeypatch.setattr(choice, "_first_available", lambda prefers_triton: "triton" if prefers_triton else "cuda")
+    monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
+    q = torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
+    assert choice.auto_backend(q, q, q, has_scores=True) == "torch"
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", True)
-        assert choice.auto_backend(q, q, q) == "cuda" and choice.auto_backend(q, q, q, has_scores=True) == "torch"
-    monkeypatch.setattr(interface, "auto_backend", lambda *args: asked.append(args[5]) or "torch")
+        assert choice.auto_backend(q, q, q) == "triton" and choice.auto_backend(q, q, q, has_scores=True) == "cuda"
+    asked = []
+    monkeypatch.setattr(interface, "auto_backend", lambda *args: asked.append(args[6]) or "torch")
     flash_attention(*inputs(), **{name: GIVEN[name]})
     flash_attention(*inputs(), softcap=0.0)
     assert asked == [True, False]
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_which_kernel_takes_scores(name):
+    q, k, v = (x.cpu() for x in inputs())
+    given = GIVEN[name] if name == "softcap" else GIVEN[name].cpu()
+    assert which_kernel(q.float(), k.float(), v.float(), **{name: given}) == "host"
+    with pytest.raises(ValueError, match=name):
+        which_kernel(q.float(), k.float(), v.float(), **{name: -1.0 if name == "softcap" else given[:3]})
+
+
+def test_dmma_declines_scores():
+    q = torch.empty(1, 1, 64, 64)
+    kernel_of = minimal_attn.load().which_kernel
+    assert kernel_of(q, q, q, capability=90)[0] == "dmma" and kernel_of(q, q, q, capability=90, has_scores=True)[0] == "simt"
+    q = q.half()
+    assert kernel_of(q, q, q, capability=90, has_scores=True)[0] == "sm90"
 
 
 def test_fast_path_is_not_asked(monkeypatch):
