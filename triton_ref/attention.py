@@ -255,8 +255,6 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
         scale_o *= factor
         empty_lse = tl.where(rows < seq.seqlen_q, sink, float("-inf"))  # padding has no sink
     lse = row_max + tl.log(row_sum)
-    if bias_ptr is not None:
-        lse = tl.where(row_max == float("inf"), row_max, lse)
     tl.store(lse_ptr + bh.to(tl.int64) * seqlen_q + seq.q_begin + rows, tl.where(empty, empty_lse, lse),
              mask=rows < seq.padded_q)
     # "/" would round to two ulps. The out of an empty row is 0 even where V, times probabilities of 0, gave NaN.
