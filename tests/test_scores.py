@@ -343,7 +343,8 @@ def check_scored(impl, batch, dtype, seed=0):
     results = [(x, dx.double().nan_to_num()) for x, dx in ((want_out, dout), (want_lse, dlse)) if x.requires_grad]
     want = [None] * len(given)
     if results:
-        want = torch.autograd.grad(*zip(*results), doubles, allow_unused=True)
+        outputs, upstream = zip(*results)
+        want = torch.autograd.grad(outputs, doubles, upstream, allow_unused=True)
     for x, got, ref in zip(given, torch.autograd.grad([out, lse], given, [dout, dlse]), want):
         assert got.dtype == x.dtype and got.shape == x.shape
         close(got, torch.zeros_like(got, dtype=torch.float64) if ref is None else ref, 3 * TOLERANCE[dtype])

@@ -25,7 +25,7 @@ from .dropout import keep_tile, threshold_and_scale
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, to_float)
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
-from .scores import (capped, kind_of_scores, make_scores, score_constants, score_tensors, shifted, unit_of)
+from .scores import Scores, capped, kind_of_scores, score_constants, score_numbers, score_tensors, shifted
 from .sequence import block_of_slot, head_of, num_slots, sequence
 
 try:
@@ -224,10 +224,11 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
     if v_descale_ptr is not None:
         scale_o *= tl.load(v_descale_ptr + seq.b * nheads_k + h_k)
     softmax_scale_log2 = tl.where(scale < 0, float("nan"), tl.maximum(scale * 1.4426950408889634, 1e-37))
-    scores = make_scores(tl.where(scale < 0, float("nan"), scale), softcap, alibi_ptr, bias_ptr, alibi_batch_stride,
-                         bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, seq, h, kFastTanh)
-    if scores is not None:
-        scale = unit_of(scores, scale)
+    numbers = score_numbers(tl.where(scale < 0, float("nan"), scale), softcap, alibi_ptr, bias_ptr, alibi_batch_stride,
+                            bias_batch_stride, bias_head_stride, seq, h)
+    scores = Scores(numbers, softcap, alibi_ptr, bias_ptr, bias_row_stride, bias_key_stride, kFastTanh)
+    if softcap is not None or alibi_ptr is not None or bias_ptr is not None:
+        scale = numbers.unit
         softmax_scale_log2 = scale * 1.4426950408889634
     acc_o = tl.zeros([kBlockM, kBlockDv], tl.float32)
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)

@@ -34,8 +34,8 @@ from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, lay
                         properties, remember, sum_splits, to_float)
 from .mask import block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, steps
 from .preprocess import first_padded_row, launch_preprocess, load_per_row, padded_rows, probabilities
-from .scores import (capped, kind_of_scores, make_scores, score_constants, score_tensors, shifted, through_cap,
-                     unit_of)
+from .scores import (Scores, capped, kind_of_scores, score_constants, score_numbers, score_tensors, shifted,
+                     through_cap)
 from .sequence import block_of_slot, head_of, num_slots, sequence
 
 
@@ -52,7 +52,7 @@ def _add_product(acc, a, b):
 
 @triton.jit
 def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_stride, dout_row_stride, blocks, mask,
-                     seq, pad_begin, col0, seqlen_pad, head_dim, head_dim_v, unit, scores, seed_ptr, threshold,
+                     seq, pad_begin, col0, seqlen_pad, head_dim, head_dim_v, scores, seed_ptr, threshold,
                      keep_scale, kMasked: tl.constexpr, kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr,
                      kClearDelta: tl.constexpr, kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr,
                      kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
@@ -76,7 +76,8 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
             q_tile = tl.where(is_used[:, None], q_tile, tl.zeros_like(q_tile))
         s = capped(scores, tl.dot(k, q_tile.T, input_precision="ieee"))  # Sᵀ
         lse = load_per_row(lse_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
-        p = probabilities(shifted(scores, s, rows[None, :], cols[:, None]), lse[None, :], unit, k.dtype == tl.float32)
+        p = probabilities(shifted(scores, s, rows[None, :], cols[:, None]), lse[None, :], scores.numbers.unit,
+                          k.dtype == tl.float32)
         if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
             p = tl.where(seen_by(seeing, rows, seqlen_q, kIsLocal, kRaggedRows), p, 0.0)
         p_dropped = p
@@ -166,18 +167,18 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
             q_base = head_of(q_ptr, b, h, seq.q_begin, q_batch_stride, q_head_stride, q_row_stride)
             dout_base = head_of(dout_ptr, b, h, seq.q_begin, dout_batch_stride, dout_head_stride, dout_row_stride)
         bh = b * nheads + h
-        scores = make_scores(softmax_scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride, bias_batch_stride,
-                             bias_head_stride, bias_row_stride, bias_key_stride, seq, h, kFastTanh)
-        unit = unit_of(scores, softmax_scale)
+        numbers = score_numbers(softmax_scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride,
+                                bias_batch_stride, bias_head_stride, seq, h)
+        scores = Scores(numbers, softcap, alibi_ptr, bias_ptr, bias_row_stride, bias_key_stride, kFastTanh)
         if kIsCausal or kIsLocal or kRaggedRows:
             dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
                                       dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
-                                      head_dim_v, unit, scores, seed_ptr, threshold, keep_scale, True, kIsLocal,
+                                      head_dim_v, scores, seed_ptr, threshold, keep_scale, True, kIsLocal,
                                       kEmptyRows, kClearDelta, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD,
                                       kBlockDv, kTma)
         dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
                                   dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
-                                  head_dim_v, unit, scores, seed_ptr, threshold, keep_scale, False, kIsLocal,
+                                  head_dim_v, scores, seed_ptr, threshold, keep_scale, False, kIsLocal,
                                   kEmptyRows, kClearDelta, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD,
                                   kBlockDv, kTma)
 
@@ -203,7 +204,7 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
 
 @triton.jit
 def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible,
-                   first_key, seq, head_dim, head_dim_v, unit, scores, seed_ptr, threshold, keep_scale,
+                   first_key, seq, head_dim, head_dim_v, scores, seed_ptr, threshold, keep_scale,
                    kMasked: tl.constexpr, kIsLocal: tl.constexpr, kClearKeys: tl.constexpr, kMaskCols: tl.constexpr,
                    kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
                    kTma: tl.constexpr):
@@ -221,7 +222,7 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride,
             v_tile = _clear_keys(v_tile, cols, first_key, seq.seqlen_k, kClearKeys)
         s = capped(scores, tl.dot(q, k_tile.T, input_precision="ieee"))
         shifted_s = shifted(scores, s, (row0 + tl.arange(0, kBlockM))[:, None], cols[None, :])
-        p = probabilities(shifted_s, lse[:, None], unit, q.dtype == tl.float32)
+        p = probabilities(shifted_s, lse[:, None], scores.numbers.unit, q.dtype == tl.float32)
         if kMasked:
             p = tl.where(sees(visible, cols, kIsLocal), p, 0.0)
         dp = tl.dot(dout, v_tile.T, input_precision="ieee")
@@ -285,15 +286,15 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
     if kEmptyRows:  # a row without a key has an lse if there are sinks
         lse = tl.where(visible.begin >= visible.end, float("inf"), lse)
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
-    scores = make_scores(softmax_scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride, bias_batch_stride,
-                         bias_head_stride, bias_row_stride, bias_key_stride, seq, h, kFastTanh)
-    unit = unit_of(scores, softmax_scale)
+    numbers = score_numbers(softmax_scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride,
+                            bias_batch_stride, bias_head_stride, seq, h)
+    scores = Scores(numbers, softcap, alibi_ptr, bias_ptr, bias_row_stride, bias_key_stride, kFastTanh)
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, first_key, seq, head_dim, head_dim_v, unit, scores, seed_ptr, threshold, keep_scale,
+                        visible, first_key, seq, head_dim, head_dim_v, scores, seed_ptr, threshold, keep_scale,
                         False, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, first_key, seq, head_dim, head_dim_v, unit, scores, seed_ptr, threshold, keep_scale,
+                        visible, first_key, seq, head_dim, head_dim_v, scores, seed_ptr, threshold, keep_scale,
                         True, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     dims = tl.arange(0, kBlockD)

@@ -15,7 +15,7 @@ from .dropout import keep_tile
 from .launching import WINDOW, Launch, mask_of
 from .mask import key_blocks, keys_of, make_mask, sees
 from .preprocess import load_per_row, probabilities
-from .scores import capped, make_scores, score_constants, shifted, unit_of
+from .scores import Scores, capped, score_constants, score_numbers, shifted
 from .sequence import head_of, sequence
 
 
@@ -33,7 +33,7 @@ def _owned(idx, size, kIsShared: tl.constexpr):
 @triton.jit
 def _ds(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, q_batch_stride, q_head_stride, q_row_stride, k_batch_stride,
         k_head_stride, k_row_stride, v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride,
-        dout_row_stride, b, h, h_k, bh, row0, col0, seq, mask, scores, unit, seqlen_pad, head_dim, head_dim_v, seed_ptr,
+        dout_row_stride, b, h, h_k, bh, row0, col0, seq, mask, scores, seqlen_pad, head_dim, head_dim_v, seed_ptr,
         threshold, keep_scale, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
         kBlockDv: tl.constexpr):
     """dS [kBlockM, kBlockN] of one head of a sample, 0 where a row does not see a key."""
@@ -44,7 +44,7 @@ def _ds(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, q_batch_stride, q_hea
               seq.seqlen_k, head_dim, True, True, kBlockN, kBlockD, False)
     s = shifted(scores, capped(scores, tl.dot(q, k.T, input_precision="ieee")), rows[:, None], cols[None, :])
     lse = load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, False)
-    p = probabilities(s, lse[:, None], unit, q.dtype == tl.float32)
+    p = probabilities(s, lse[:, None], scores.numbers.unit, q.dtype == tl.float32)
     dout = _load(head_of(dout_ptr, b, h, 0, dout_batch_stride, dout_head_stride, dout_row_stride), b, h, row0, 0,
                  dout_row_stride, seq.seqlen_q, head_dim_v, True, True, kBlockM, kBlockDv, False)
     v = _load(head_of(v_ptr, b, h_k, 0, v_batch_stride, v_head_stride, v_row_stride), b, h_k, col0, 0, v_row_stride,
@@ -79,9 +79,9 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
         seq = sequence(None, None, seqused_q_ptr, seqused_k_ptr, b, batch_size, seqlen_q, seqlen_k)
         mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
         for h in range(h_begin, h_end):
-            scores = make_scores(softmax_scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride, bias_batch_stride,
-                                 bias_head_stride, bias_row_stride, bias_key_stride, seq, h, kFastTanh)
-            unit = unit_of(scores, softmax_scale)
+            numbers = score_numbers(softmax_scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride,
+                                    bias_batch_stride, bias_head_stride, seq, h)
+            scores = Scores(numbers, softcap, alibi_ptr, bias_ptr, bias_row_stride, bias_key_stride, kFastTanh)
             for m in range(m_begin, m_end):
                 blocks = key_blocks(mask, m * kBlockM, kBlockM, kBlockN)
                 for n in range(tl.maximum(n_begin, blocks.begin), tl.minimum(n_end, blocks.end)):
@@ -89,7 +89,7 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
                                  q_row_stride, k_batch_stride, k_head_stride, k_row_stride, v_batch_stride,
                                  v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride, b,
                                  h, h // (nheads // nheads_k), b * nheads + h, m * kBlockM, n * kBlockN, seq, mask,
-                                 scores, unit, seqlen_pad, head_dim, head_dim_v, seed_ptr, threshold, keep_scale,
+                                 scores, seqlen_pad, head_dim, head_dim_v, seed_ptr, threshold, keep_scale,
                                  kBlockM, kBlockN, kBlockD, kBlockDv)
 
     to = head_of(dbias_ptr, b_begin, h_begin, 0, dbias_batch_stride, dbias_head_stride, dbias_row_stride)

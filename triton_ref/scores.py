@@ -23,105 +23,96 @@ from .launching import properties
 LOWEST = tl.constexpr(-1e30)
 
 
-class Scores(NamedTuple):
-    """Those of one head of a sample. None is what the call is without."""
+class Numbers(NamedTuple):
+    """Those of one head of a sample. What a call goes without is a number that nobody reads: a function cannot return
+    None among others in Triton 3.6."""
     factor: Any
-    softcap: Any
-    per_unit: Any
-    slope: Any
+    unit: Any
+    per_unit: Any  # 1 / unit
+    slope: Any  # in units
     bias: Any  # a pointer to that of row 0 and key 0
-    row_stride: Any  # None where all rows share one
-    key_stride: Any  # None where all keys do
     seqlen_q: Any
     seqlen_k: Any
+
+
+class Scores(NamedTuple):
+    """What changes the scores of a tile; a kernel's parameters are None for what the call goes without."""
+    numbers: Any
+    softcap: Any
+    alibi_ptr: Any
+    bias_ptr: Any
+    row_stride: Any  # None: all rows share one
+    key_stride: Any
     kFastTanh: Any
 
 
 @triton.jit
-def make_scores(scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride, bias_batch_stride, bias_head_stride,
-                bias_row_stride, bias_key_stride, seq, h, kFastTanh: tl.constexpr):
-    """The Scores of head h of a Sequence, or None where nothing changes them. scale: of q·k, with its sign."""
-    scores = None
-    if softcap is not None or alibi_ptr is not None or bias_ptr is not None:
-        factor, per_unit, slope, bias = scale, None, None, None
-        if softcap is not None:
-            softcap = tl.cast(softcap, tl.float32)
-            per_unit = 1 / softcap
-            factor = scale / softcap
-        if alibi_ptr is not None:
-            slope = tl.load(alibi_ptr + seq.b * alibi_batch_stride + h)
-            if softcap is not None:
-                slope *= per_unit
-        if bias_ptr is not None:
-            bias = bias_ptr + tl.cast(seq.b, tl.int64) * bias_batch_stride + tl.cast(h, tl.int64) * bias_head_stride
-        scores = Scores(factor, softcap, per_unit, slope, bias, bias_row_stride, bias_key_stride, seq.seqlen_q,
-                        seq.seqlen_k, kFastTanh)
-    return scores
-
-
-@triton.jit
-def unit_of(scores, softmax_scale):
-    """What a score is multiplied by to become that of the softmax: softmax_scale where nothing changes it."""
-    unit = softmax_scale
-    if scores is not None:
+def score_numbers(scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride, bias_batch_stride, bias_head_stride, seq, h):
+    """The Numbers of head h of a Sequence. scale: of q·k, with its sign, and the unit of scores that nothing changes."""
+    factor, unit, per_unit, slope, bias = scale, scale, 1.0, 0.0, 0
+    if softcap is not None:
+        unit = tl.cast(softcap, tl.float32)
+        factor, per_unit = scale / unit, 1 / unit
+    elif alibi_ptr is not None or bias_ptr is not None:
         unit = 1.0
-        if scores.softcap is not None:
-            unit = scores.softcap
-    return unit
+    if alibi_ptr is not None:
+        slope = tl.load(alibi_ptr + seq.b * alibi_batch_stride + h) * per_unit
+    if bias_ptr is not None:
+        bias = bias_ptr + tl.cast(seq.b, tl.int64) * bias_batch_stride + tl.cast(h, tl.int64) * bias_head_stride
+    return Numbers(factor, unit, per_unit, slope, bias, seq.seqlen_q, seq.seqlen_k)
 
 
 @triton.jit
 def capped(scores, s):
-    """factor · q·k, or its tanh."""
-    if scores is not None:
-        s *= scores.factor
-        if scores.softcap is not None:
-            s = _tanh(s, scores.kFastTanh)
+    """factor · q·k, or its tanh; q·k where nothing changes it."""
+    if scores.softcap is not None or scores.alibi_ptr is not None or scores.bias_ptr is not None:
+        s *= scores.numbers.factor
+    if scores.softcap is not None:
+        s = _tanh(s, scores.kFastTanh)
     return s
 
 
 @triton.jit
 def through_cap(scores, ds, s):
     """The derivative by factor · q·k, of that by the score, ds. s: of capped."""
-    if scores is not None:
-        if scores.softcap is not None:
-            ds *= 1 - s * s
+    if scores.softcap is not None:
+        ds *= 1 - s * s
     return ds
 
 
 @triton.jit
 def shifted(scores, s, rows, cols):
     """What capped gives, with ALiBi and the bias. Of rows and cols, those of s, one is [:, None], the other [None, :]."""
-    if scores is not None:
-        if scores.slope is not None:
-            distances = (rows + (scores.seqlen_k - scores.seqlen_q)).to(tl.float32) - cols.to(tl.float32)
-            s -= scores.slope * tl.abs(distances)
-        if scores.bias is not None:
-            bias = _load_bias(scores, rows, cols)
-            if bias.dtype == tl.uint8:  # a mask
-                s = tl.where(bias != 0, s, float("-inf"))
-            else:
-                bias = bias.to(tl.float32)
-                in_units = bias
-                if scores.softcap is not None:
-                    in_units *= scores.per_unit
-                # -inf and NaN stay what they are.
-                s += tl.where(bias > float("-inf"), tl.maximum(in_units, LOWEST), bias)
+    if scores.alibi_ptr is not None:
+        distances = (rows + (scores.numbers.seqlen_k - scores.numbers.seqlen_q)).to(tl.float32) - cols.to(tl.float32)
+        s -= scores.numbers.slope * tl.abs(distances)
+    if scores.bias_ptr is not None:
+        bias = _load_bias(scores, rows, cols)
+        if bias.dtype == tl.uint8:  # a mask
+            s = tl.where(bias != 0, s, float("-inf"))
+        else:
+            bias = bias.to(tl.float32)
+            in_units = bias
+            if scores.softcap is not None:
+                in_units *= scores.numbers.per_unit
+            # -inf and NaN stay what they are.
+            s += tl.where(bias > float("-inf"), tl.maximum(in_units, LOWEST), bias)
     return s
 
 
 @triton.jit
 def _load_bias(scores, rows, cols):
     """That of all rows and keys of a tile, of size 1 along a dimension that shares one. Beyond the end it is 0."""
-    if scores.row_stride is None and scores.key_stride is None:
-        bias = tl.load(scores.bias)
-    elif scores.row_stride is None:
-        bias = tl.load(scores.bias + cols.to(tl.int64) * scores.key_stride, mask=cols < scores.seqlen_k, other=0)
-    elif scores.key_stride is None:
-        bias = tl.load(scores.bias + rows.to(tl.int64) * scores.row_stride, mask=rows < scores.seqlen_q, other=0)
+    base = scores.numbers.bias
+    if scores.row_stride is not None and scores.key_stride is not None:
+        bias = tl.load(base + rows.to(tl.int64) * scores.row_stride + cols.to(tl.int64) * scores.key_stride,
+                       mask=(rows < scores.numbers.seqlen_q) & (cols < scores.numbers.seqlen_k), other=0)
+    elif scores.row_stride is not None:
+        bias = tl.load(base + rows.to(tl.int64) * scores.row_stride, mask=rows < scores.numbers.seqlen_q, other=0)
+    elif scores.key_stride is not None:
+        bias = tl.load(base + cols.to(tl.int64) * scores.key_stride, mask=cols < scores.numbers.seqlen_k, other=0)
     else:
-        bias = tl.load(scores.bias + rows.to(tl.int64) * scores.row_stride + cols.to(tl.int64) * scores.key_stride,
-                       mask=(rows < scores.seqlen_q) & (cols < scores.seqlen_k), other=0)
+        bias = tl.load(base)
     return bias
 
 
