@@ -23,6 +23,7 @@ from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENS
 from minimal_attn import (FlashMHA, backends, choice, flash_attention, flash_attn, flash_attn_func,
                           flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, interface,
                           reference_attention, sdpa, which_kernel)
+from minimal_attn.checks import sum_dtype
 from minimal_attn.dropout import keep_mask, keep_scale
 from minimal_attn.backends import Options
 from test_lengths import (DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, close, drawn_batches, make, make_sinks, op_of,
@@ -260,7 +261,7 @@ class Scored(Batch):
 
     def tensors(self, dtype, device, seed):
         """alibi_slopes and attn_bias as flash_attention takes them. NaN in a bias lies where a sample's own has no row
-        or no key; -inf, some finfo.min and a row of them are among the others."""
+        or no key; -inf, and for some seeds a row of it, is among the others."""
         generator, found = torch.Generator().manual_seed(seed), {}
         if self.slopes:
             shape = (self.H,) if self.slopes == "heads" else (len(self.rows), self.H)
@@ -271,10 +272,9 @@ class Scored(Batch):
             bias = torch.randn(shape, generator=generator, dtype=torch.float64)
             hides = torch.rand(shape, generator=generator) < 0.2
             hides[..., shape[2] // 2, :] = seed % 2 == 0
-            dtype = {"same": dtype, "float32": torch.float32, "bool": torch.bool}[self.bias_dtype]
+            dtype = {"same": dtype, "float32": sum_dtype(dtype), "bool": torch.bool}[self.bias_dtype]
             if dtype == torch.bool:
                 return found | {"attn_bias": LIKE[self.memory](~hides, sizes).to(device)}
-            bias[torch.rand(shape, generator=generator) < 0.1] = torch.finfo(dtype).min
             bias = bias.to(dtype).masked_fill(hides, -math.inf)
             for b, (_, rows, keys) in enumerate(self.samples() if self.bias[0] else ()):
                 bias[b, :, rows.stop - rows.start:] = bias[b, ..., keys.stop - keys.start:] = math.nan
@@ -396,7 +396,7 @@ def drawn_scores(draw, impl):
     bias = tuple(draw(st.booleans()) for _ in range(4)) if has_bias else None
     return Scored(**vars(batch), softcap=draw(st.sampled_from([0.0, 0.0, 0.5, 3.0, 50.0])),
                   slopes=draw(st.sampled_from([None, "heads", "samples"])), bias=bias,
-                  bias_dtype=draw(st.sampled_from(["same", "bool", "float32" if DTYPES[impl].itemsize == 2 else "same"])),
+                  bias_dtype=draw(st.sampled_from(["same", "bool", "float32"])),
                   memory=draw(st.sampled_from(list(LIKE))))
 
 
@@ -495,6 +495,26 @@ def test_infinities_and_nan_in_a_bias(value, dtype, impl):
     want = scores.logsumexp(-1)
     assert lse.isfinite().equal(want.isfinite())  # some kernels have NaN for inf
     assert_close(lse.double()[want.isfinite()], want[want.isfinite()], rtol=1e-3, atol=1e-3)
+
+
+@each_kernel
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_finite_lowest_biases(softcap, impl):
+    """finfo.min hides a key as -inf does, but a row that has no other key sees all of them alike."""
+    (backend, device), dtype = IMPLS[impl], DTYPES[impl]
+    q, k, v = inputs_of(impl)
+    hides = mask(7, 9).to(device)
+    hides[:, 0] = True
+    bias = torch.zeros(7, 9, dtype=dtype, device=device).masked_fill(~hides, torch.finfo(dtype).min)
+    options = dict(softcap=softcap, sm_scale=SCALE, return_lse=True, backend=backend)
+    got, want = (flash_attention(q, k, v, attn_bias=x, **options) for x in (bias, hides))
+    for x, y in zip(got, want):
+        close(x, y.double(), TOLERANCE[dtype])
+    for x, y in zip(*(torch.autograd.grad(loss(*pair), (q, k, v)) for pair in (got, want))):
+        close(x, y.double(), 3 * TOLERANCE[dtype])
+    bias[2] = torch.finfo(dtype).min
+    out = flash_attention(q, k, v, attn_bias=bias, softcap=softcap, backend=backend)
+    close(out[:, :, 2], v.double().mean(2).repeat_interleave(2, 1), TOLERANCE[dtype])
 
 
 @each_impl
