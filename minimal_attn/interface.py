@@ -89,8 +89,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         backend: "cuda" (csrc; on CPU tensors flash.cu compiled for the CPU), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto". "auto" takes "torch" for CPU tensors and "cuda" for
             CUDA tensors. It takes "triton" for float8, and for inputs that require grad where "triton" is faster
-            (choice.py). If the one is missing, it takes the other. It takes "torch" for softcap, alibi_slopes and
-            attn_bias, which no kernel has yet, and for gradients under a transform of torch.func.
+            (choice.py). If the one is missing, it takes the other. It takes "torch" for gradients under a transform of
+            torch.func.
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk), also of a packed batch's B samples: factors
             of the values of each key/value head and of the query heads that read it; 1 if None. Negative ones give NaN.
             As in FlashAttention-3.
@@ -126,8 +126,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             bool: a row sees the keys where it is True. Otherwise it is added to the scores, after softcap: of q's
             dtype, or float32 for 16 bits, with which "torch" forms all scores. It is read by its strides. -inf hides a
             key, and NaN makes its row NaN. Differentiable, in its own shape. Not for packed batches, nor for float8.
-        softcap, alibi_slopes and attn_bias can be given together, also with windows, lengths, sinks and dropout. The
-            backends "torch" and "reference" serve them.
+        softcap, alibi_slopes and attn_bias can be given together, also with windows, lengths, sinks and dropout.
 
         Lengths count from a sample's first row and key. Where padding comes first (left padding), unpad_input makes a
         packed batch of q, and of k and v, and pad_input undoes it.
@@ -157,7 +156,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
             derivative. float8 has no gradients with "triton"; "cuda" and "triton" have no forward-mode and no second
-            derivatives, nor softcap, alibi_slopes and attn_bias.
+            derivatives.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
     if unknown:

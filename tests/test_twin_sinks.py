@@ -161,7 +161,7 @@ def test_heads_split_over_programs():
     assert attention_bwd._num_splits(2, 1024, 9) == 2
     options = Options(SCALE, sinks=torch.tensor(SINKS, device=DEVICE))
     out, lse = attention.run(q, k, v, options)
-    _, dk, dv, _ = attention_bwd.run(dout, None, q, k, v, out, lse, options, need_dq=False)
+    _, dk, dv, _, _ = attention_bwd.run(dout, None, q, k, v, out, lse, options, need_dq=False)
     inputs = [x[0].double().requires_grad_() for x in (q, k, v)]
     want, _ = exact(*inputs, NONE, sinks=options.sinks.double())
     for got, expected in zip((dk, dv), torch.autograd.grad(want, inputs[1:], dout[0].double())):
