@@ -5,7 +5,6 @@ Every kernel is compared with the loop, and in drawn calls with dense scores in 
 scaled_dot_product_attention with torch's.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Optional
@@ -18,8 +17,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import minimal_attn
-from cases import SEED, check_error, compiler_for, make_tensor
-from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
+from cases import SEED, check_error, compiler_for, dtype_params
+from conftest import FORWARD_ONLY, HAS_GPU, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import (FlashMHA, backends, choice, flash_attention, flash_attn, flash_attn_func,
                           flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, interface,
                           reference_attention, sdpa, which_kernel)
@@ -416,6 +415,99 @@ def test_drawn_scores(impl, poisoned_outputs):
     check_drawn_scores(impl, seed=1, max_examples=8 if impl == "triton" else 30)  # which compiles for each of them
 
 
+def eager(q, k, v, softcap=0.0, alibi_slopes=None, attn_bias=None):
+    """By torch's operations in the dtype of q, one after the other."""
+    s = q @ k.mT * SCALE
+    if softcap:
+        s = softcap * (s / softcap).tanh()
+    if alibi_slopes is not None:
+        places = torch.arange(max(q.shape[2], k.shape[2]), device=q.device)
+        distances = (places[:q.shape[2], None] + k.shape[2] - q.shape[2] - places[:k.shape[2]]).abs()
+        s = s - (alibi_slopes[:, None, None] * distances).to(q.dtype)
+    if attn_bias is not None:
+        s = s.masked_fill(~attn_bias, -math.inf) if attn_bias.dtype == torch.bool else s + attn_bias.to(q.dtype)
+    return s.softmax(-1) @ v
+
+
+ERRORS = {"softcap": dict(softcap=2.0), "wide_softcap": dict(softcap=50.0), "alibi": dict(alibi_slopes=slopes(H)),
+          "bias": dict(attn_bias=randn(65, 70, seed=4)), "mask": dict(attn_bias=mask(65, 70)),
+          "all": dict(softcap=20.0, alibi_slopes=slopes(H), attn_bias=randn(H, 1, 70, seed=4))}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("impl, dtype", dtype_params(KERNELS))
+def test_errors_are_at_most_twice_those_of_torch(impl, dtype, name):
+    """In one dtype; of out and of all gradients."""
+    backend, device = IMPLS[impl]
+    scores = {name: x if name == "softcap" else x.to(device) for name, x in ERRORS[name].items()}
+    bias = scores.get("attn_bias")
+    has_gradient = bias is not None and bias.dtype != torch.bool
+    if has_gradient:
+        scores["attn_bias"] = bias.to(dtype)
+    q, k, v = (randn(B, H, n, 64, seed=n, dtype=dtype, device=device) for n in (65, 70, 71))
+    v, dout = v[:, :, :70], randn(B, H, 65, 64, seed=8, dtype=dtype, device=device)
+
+    def results(dtype, attend):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, *[scores.get("attn_bias")] * has_gradient)]
+        given = {**scores, "attn_bias": leaves[3]} if has_gradient else scores
+        out = attend(*leaves[:3], **given)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+    got = results(dtype, lambda *qkv, **given: flash_attention(*qkv, sm_scale=SCALE, backend=backend, **given))
+    for x, ref, base in zip(got, results(torch.float64, eager), results(dtype, eager)):
+        check_error(x, ref, base)
+
+
+@each_kernel
+def test_opcheck(impl):
+    (backend, device), dtype = IMPLS[impl], DTYPES[impl]
+    forward, backward = op_of(impl)
+    q, k, v = (x.detach() for x in inputs_of(impl))
+    bias = randn(H, 1, 9, seed=4, dtype=dtype, device=device)[None]
+    options = Options(SCALE, (-1, 0), softcap=2.0, alibi_slopes=slopes(B, H).to(device), attn_bias=bias).of_op()
+    torch.library.opcheck(forward.default, (q, k, v, *options))
+    out, lse = forward(q, k, v, *options)
+    needed = False, True, True, False, True
+    torch.library.opcheck(backward.default, (out, None, q, k, v, out, lse, *options, *needed))
+    gradients = backward(out, None, q, k, v, out, lse, *options, *needed)
+    assert [x.numel() for x in gradients] == [q.numel(), k.numel(), v.numel(), 0, bias.numel()]
+    assert gradients[4].dtype == dtype and gradients[4].shape == bias.shape
+
+
+@each_kernel
+def test_compile_kernels(impl):
+    """One graph, with a gradient of the bias."""
+    backend, device = IMPLS[impl]
+    q, k, v = inputs_of(impl)
+    bias = randn(H, 1, 9, seed=4, dtype=DTYPES[impl], device=device).requires_grad_()
+
+    def attend(q, k, v, bias):
+        return flash_attention(q, k, v, True, softcap=2.0, alibi_slopes=each_slope, attn_bias=bias, backend=backend)
+
+    each_slope = slopes(H).to(device)
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=compiler_for(impl))
+    for x, y in zip(*(torch.autograd.grad(call(q, k, v, bias).square().sum(), (q, k, v, bias))
+                      for call in (compiled, attend))):
+        close(x, y.double(), 3 * TOLERANCE[x.dtype])
+
+
+@each_kernel
+def test_deterministic_gradients_of_a_bias(impl):
+    """The same bits in every run, and no other gradient depends on whether it is needed."""
+    batch = Scored("bits", **PADDED, bias=(0, 1, 0, 1), slopes="heads", softcap=2.0)
+    q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
+    tensors = batch.tensors(DTYPES[impl], IMPLS[impl][1], 1)
+    leaves = [x.requires_grad_() for x in (q, k, v, tensors["attn_bias"])]
+
+    def gradients(leaves):
+        out = flash_attention(q, k, v, softcap=2.0, **tensors, backend=IMPLS[impl][0], deterministic=True)
+        return torch.autograd.grad(out, leaves, dout)
+
+    first, second, others = gradients(leaves), gradients(leaves), gradients(leaves[:3])
+    assert all(map(torch.equal, first, second)) and all(map(torch.equal, first, others))
+
+
 # Conventions.
 
 @each_impl
@@ -690,6 +782,22 @@ def test_compile_fullgraph():
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for x, y in zip(*(torch.autograd.grad(call(q, k, v, bias), (q, k, v, bias)) for call in (compiled, attend))):
         assert_close(x, y)
+
+
+@pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="no fp8 tensor cores")
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_float8_by_triton(is_packed):
+    """Descales are a part of what the softcap sees."""
+    pytest.importorskip("triton")
+    q, k, v = (randn(1, 2, n, 32, seed=n).to(torch.float8_e4m3fn) for n in (37, 45, 46))
+    descale = torch.tensor([[0.7, 1.3]] * (1 + is_packed), device=DEVICE)
+    options = dict(softcap=2.0, alibi_slopes=slopes(2), q_descale=descale, return_lse=True)
+    if is_packed:
+        options |= dict(cu_seqlens_q=ints(0, 20, 37), cu_seqlens_k=ints(0, 20, 45))
+    (out, lse), (want, want_lse) = (flash_attention(q, k, v[:, :, :45], backend=backend, **options)
+                                    for backend in ("triton", "reference"))
+    close(out, want.double(), 5e-2)
+    close(lse, want_lse.double(), 3e-3)
 
 
 def test_float8_by_the_reference():

@@ -25,7 +25,8 @@ from .dropout import keep_tile, threshold_and_scale
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, to_float)
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
-from .scores import Scores, capped, kind_of_scores, score_constants, score_numbers, score_tensors, shifted
+from .scores import (Scores, bias_bytes, capped, kind_of_scores, score_constants, score_numbers, score_tensors,
+                     shifted)
 from .sequence import block_of_slot, head_of, num_slots, sequence
 
 try:
@@ -292,14 +293,15 @@ def block_d(dtype, head_dim):
     return max(32 if dtype in FP8_DTYPES else 16, triton.next_power_of_2(head_dim))
 
 
-def shared_memory(dtype, kBlockM, kBlockN, kBlockD, num_stages):
-    """Bytes that a program asks for at most: Q, a ring of K and V, and barriers. kBlockD: the larger one, if V has
-    another."""
-    return (kBlockM + 2 * num_stages * kBlockN) * kBlockD * dtype.itemsize + 1024
+def shared_memory(dtype, kBlockM, kBlockN, kBlockD, num_stages, bias_bytes=0):
+    """Bytes that a program asks for at most: Q, a ring of K, V and the bias, and barriers. kBlockD: the larger one, if V
+    has another."""
+    return ((kBlockM + 2 * num_stages * kBlockN) * kBlockD * dtype.itemsize + num_stages * kBlockM * kBlockN * bias_bytes
+            + 1024)
 
 
 @functools.cache
-def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False, head_dim_v=None):
+def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False, head_dim_v=None, bias_bytes=0):
     """Launch options to choose from, as a list of dictionaries; the first is the choice without tuning.
 
     Not by batch and heads, so that a sample's result does not depend on its batch.
@@ -309,12 +311,13 @@ def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False, 
         max_shared_memory: bytes that one program can have; 227 KB on Hopper.
         is_hopper: attention_hopper.py can serve as well.
         head_dim_v: of v, if it is another.
+        bias_bytes: of a bias, for each score.
     """
     kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v or head_dim)
     largest = max(kBlockD, kBlockDv)
     smallest = (16, 16, 4, 1) if dtype == torch.float32 else (32, 32, 4, 1)  # for 64 KB, as Turing and AMD have
     tiles = [tile for tile in TILES[dtype.itemsize, max(64, largest)]
-             if shared_memory(dtype, *tile[:2], largest, tile[3]) <= max_shared_memory] or [smallest]
+             if shared_memory(dtype, *tile[:2], largest, tile[3], bias_bytes) <= max_shared_memory] or [smallest]
     configs = [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, kBlockDv=kBlockDv, num_warps=num_warps,
                     num_stages=num_stages)
                for kBlockM, kBlockN, num_warps, num_stages in tiles]
@@ -440,7 +443,8 @@ def candidates(q, out, tma, lengths=Lengths(), window=(-1, -1), is_negative=Fals
     """tile_configs for a call, and whether attention_hopper.py is among them."""
     is_hopper = hopper_works and hopper_serves(q, out, tma, lengths, window, is_negative, seed, sinks, scores)
     max_shared_memory = properties(q.device).max_shared_memory
-    return tile_configs(q.dtype, q.shape[-1], max_shared_memory, is_hopper, out.shape[-1]), is_hopper
+    of_bias = bias_bytes(scores[1]) if scores else 0
+    return tile_configs(q.dtype, q.shape[-1], max_shared_memory, is_hopper, out.shape[-1], of_bias), is_hopper
 
 
 def choose(config, autotune, arguments, lengths, window, is_negative, tma):

@@ -34,8 +34,8 @@ from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, lay
                         properties, remember, sum_splits, to_float)
 from .mask import block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, steps
 from .preprocess import first_padded_row, launch_preprocess, load_per_row, padded_rows, probabilities
-from .scores import (Scores, capped, kind_of_scores, score_constants, score_numbers, score_tensors, shifted,
-                     through_cap)
+from .scores import (Scores, bias_bytes, capped, kind_of_scores, score_constants, score_numbers, score_tensors,
+                     shifted, through_cap)
 from .sequence import block_of_slot, head_of, num_slots, sequence
 
 
@@ -318,6 +318,9 @@ KV_TILES = {
     (2, 128): [(64, 64, 4, 2), (32, 64, 4, 2)],
     (2, 256): [(32, 64, 8, 2), (32, 32, 4, 1)],
 }
+# In 16 bits with scores that something changes, which takes registers: by the larger of kBlockD and kBlockDv.
+SCORES_KV_TILES = {64: [(64, 64, 8, 2), (64, 64, 4, 2)], 128: [(64, 64, 8, 2), (32, 64, 8, 2)],
+                   256: [(32, 64, 8, 2), (32, 32, 4, 1)]}
 Q_TILES = {
     (4, 64): [(32, 32, 4, 1)],
     (4, 128): [(32, 16, 4, 1)],
@@ -329,7 +332,7 @@ Q_TILES = {
 
 
 @functools.cache
-def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=None):
+def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=None, bias_bytes=0, has_scores=False):
     """Launch options to choose from; the first is the choice without tuning.
 
     Args:
@@ -337,6 +340,7 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=
         dtype, head_dim: of q.
         max_shared_memory: bytes that one program can have; 227 KB on Hopper.
         head_dim_v: of v, if it is another.
+        bias_bytes: of a bias, for each score. has_scores: something changes the scores.
     """
     kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v or head_dim)
     largest = max(kBlockD, kBlockDv)
@@ -344,9 +348,12 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=
     def fits(kBlockM, kBlockN, num_warps, num_stages):
         """Two tiles of the program's own block, and num_stages of each of the two that the loop loads."""
         own, other = (kBlockN, kBlockM) if side == "kv" else (kBlockM, kBlockN)
-        return 2 * (own + num_stages * other) * largest * dtype.itemsize + 4096 <= max_shared_memory
+        of_tiles = 2 * (own + num_stages * other) * largest * dtype.itemsize
+        return of_tiles + num_stages * kBlockM * kBlockN * bias_bytes + 4096 <= max_shared_memory
 
     tiles = (KV_TILES if side == "kv" else Q_TILES)[dtype.itemsize, max(64, largest)]
+    if side == "kv" and has_scores and dtype.itemsize == 2:
+        tiles = SCORES_KV_TILES[max(64, largest)]
     return [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, kBlockDv=kBlockDv, num_warps=num_warps,
                  num_stages=num_stages)
             for kBlockM, kBlockN, num_warps, num_stages in
@@ -537,7 +544,8 @@ def _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows, c
     """The Launch of one of tile_configs: the first, or the fastest."""
     q, k, v, dout, *_, alibi_slopes, bias, seed = tensors
     scores = alibi_slopes, bias, numbers[3]
-    configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1])
+    configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1],
+                           bias_bytes(bias), any(x is not None for x in scores))
     # A descriptor ends with the tensor, not with a padded sample.
     tma = (lengths.is_packed or all(x is None for x in lengths)) and can_use_tma(q, k, v, dout)
     launch_of = once(lambda config: _launch(side, config, tma, tensors, numbers[3], window, has_empty_rows,

@@ -151,6 +151,11 @@ def score_constants(q, alibi_slopes, bias, softcap):
     return alibi_batch_stride, *strides, is_fast
 
 
+def bias_bytes(bias):
+    """Bytes of a bias for each score of a tile, 0 where a row or a column is enough."""
+    return 0 if bias is None or 1 in bias.shape[2:] else bias.itemsize
+
+
 def kind_of_scores(alibi_slopes, bias, softcap):
     """What a choice of tiles depends on beside all else."""
     of_bias = None if bias is None else (str(bias.dtype), bias.shape[2] > 1, bias.shape[3] > 1)
