@@ -18,8 +18,8 @@ from test_sanitizers import (assert_passed, check_missing_barrier, check_missing
 
 pytestmark = pytest.mark.timeout(1800)
 SEEDS = range(16)
-# How many batches of lengths, and of scores, each seed draws: about 1,000 for each kernel of csrc, and 200 for Triton, which compiles
-# for each of them.
+# How many batches of lengths, and of scores, each seed draws: about 1,000 for each kernel of csrc, and 200 for Triton,
+# which compiles for each of them.
 BATCHES = {"triton": 13}
 
 

@@ -7,6 +7,8 @@ So dbias is summed in registers, without atomics, and every run gives the same b
 The twin of ../csrc/flash_bwd_bias.cu. Read next: preprocess.py, delta.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -102,7 +104,8 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
     elif kSharesKeys:
         tl.store(to_rows, tl.sum(dbias, 1), mask=rows < seqlen_q)
     else:
-        tl.store(to_rows[:, None] + cols[None, :], dbias, mask=(rows[:, None] < seqlen_q) & (cols[None, :] < seqlen_k))
+        is_there = (rows[:, None] < seqlen_q) & (cols[None, :] < seqlen_k)
+        tl.store(to_rows[:, None] + cols[None, :], dbias, mask=is_there)
 
 
 def launch_bias(tensors, softcap, window):
@@ -112,12 +115,10 @@ def launch_bias(tensors, softcap, window):
     (batch_size, nheads, seqlen_q, head_dim), (nheads_k, seqlen_k), head_dim_v = q.shape, k.shape[1:3], v.shape[-1]
     kBlockD, kBlockDv = block_d(q.dtype, head_dim), block_d(q.dtype, head_dim_v)
     # Both operands of both products are in shared memory, in fp32 in registers.
-    block = (16 if max(kBlockD, kBlockDv) > 128 else 32) if q.itemsize == 4 else 64 if max(kBlockD, kBlockDv) <= 128 else 32
+    block = (32 if q.itemsize == 4 else 64) // (2 if max(kBlockD, kBlockDv) > 128 else 1)
     shares = [n == 1 for n in dbias.shape]
     sizes = batch_size, nheads, triton.cdiv(seqlen_q, block), triton.cdiv(seqlen_k, block)
-    programs = 1
-    for size, is_shared in zip(sizes, shares):
-        programs *= 1 if is_shared else size
+    programs = math.prod(1 if is_shared else size for size, is_shared in zip(sizes, shares))
     strides = (stride for x in (q, k, v, dout) for stride in x.stride()[:3])
     of_dbias = (0 if is_shared else stride for is_shared, stride in zip(shares[:3], dbias.stride()))
     constants = (*score_constants(q, alibi_slopes, bias, softcap), *strides, *of_dbias, batch_size, nheads, nheads_k,
