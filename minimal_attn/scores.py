@@ -24,7 +24,7 @@ def check_softcap(softcap):
 
 
 def check_alibi_slopes(alibi_slopes, q, lengths):
-    """None, or alibi_slopes (H,) or (B, H), contiguous, with B samples in a packed batch too. q and lengths are checked.
+    """None, or alibi_slopes (H,) or (B, H), contiguous, B samples in a packed batch too. q and lengths are checked.
 
     TypeError for what is no dense float32 tensor, ValueError for everything else, and where a gradient is wanted of it.
     """

@@ -1,7 +1,7 @@
 """Long campaigns over drawn shapes and over every fault, which `make campaign` runs and no other target.
 
-A few shapes with fixed seeds are drawn by test_forward.py, test_backward.py, test_lengths.py and test_scores.py as well,
-and test_sanitizers.py shows compute-sanitizer one fault of each kind in each file of csrc.
+A few shapes with fixed seeds are drawn by test_forward.py, test_backward.py, test_lengths.py and test_scores.py too.
+test_sanitizers.py shows compute-sanitizer one fault of each kind in each file of csrc.
 """
 
 import pytest

@@ -44,6 +44,12 @@ TWIN_CASES = [
     ("bf16", 128, "local", "packed", False), ("bf16", (192, 128), "causal", None, False),
     ("fp16", (64, 256), "local", "packed", False), ("fp32", (64, 32), "causal", "used", False),
 ]
+# With scores that something changes: the same, and which.
+SCORED_TWIN_CASES = [("bf16", 64, "causal", None, False, "all"), ("fp16", 128, None, None, False, "softcap"),
+                     ("fp32", 64, None, None, False, "all"), ("bf16", 256, "causal", "used", False, "mask")]
+SCORED_BACKWARD_CASES = [("kv", "bf16", 64, "causal", None, False, "all"), ("q", "fp16", 128, None, None, False, "all"),
+                         ("kv", "bf16", 128, None, None, False, "mask"),
+                         ("q", "fp32", 64, None, None, False, "softcap")]
 # side, dtype, head_dim, mask, lengths, dropout: of each of the two kernels every head_dim.
 TWIN_BACKWARD_CASES = [
     ("kv", "bf16", 64, "causal", None, False), ("kv", "fp16", 64, None, None, True),
@@ -181,7 +187,7 @@ def scores_of(scores, capability, dtype):
 
 
 def twin_cases(capability):
-    return TWIN_CASES + SLOW_TWIN_CASES.get(capability, []) + FP8_TWIN_CASES.get(capability, [])
+    return TWIN_CASES + SCORED_TWIN_CASES + SLOW_TWIN_CASES.get(capability, []) + FP8_TWIN_CASES.get(capability, [])
 
 
 @pytest.mark.parametrize("head_dim", [*(pytest.param(x, marks=pytest.mark.slow) for x in (64, 128)), 256])
@@ -199,14 +205,16 @@ def test_hopper_twin_compiles(head_dim, tmp_path):
 @pytest.mark.parametrize("capability", [80, 90])
 def test_twin_backward_compiles(capability, tmp_path):
     kernels = printed(tmp_path, "backward", capability)
-    assert len(kernels) == sum(len(backward_configs(capability, *case)) for case in TWIN_BACKWARD_CASES)
+    cases = TWIN_BACKWARD_CASES + SCORED_BACKWARD_CASES
+    assert len(kernels) == sum(len(backward_configs(capability, *case)) for case in cases)
     for kernel in kernels:
         is_fp32 = kernel["dtype"] == "fp32"
         assert kernel["shared"] <= max_shared_memory(capability), kernel
         assert not kernel["tf32"] and kernel["mma"] == (not is_fp32), kernel
         assert kernel["tma"] == uses_tma(capability, kernel["dtype"]), kernel
         if capability == 90:  # 0 to 264 in 16 bits with Triton 3.7 and 3.9, 608 with dropout, up to 376 in fp32
-            assert kernel["stack"] <= (1024 if kernel["dropout"] or is_fp32 else 272), kernel
+            may_spill = kernel["dropout"] or kernel["scores"] or is_fp32
+            assert kernel["stack"] <= (1024 if may_spill else 272), kernel
 
 
 def max_shared_memory(capability):
@@ -255,7 +263,8 @@ def compile_twin(capability, dtype, head_dim, mask, lengths, dropout, scores=Non
     tma, fp8 = uses_tma(capability, dtype), dtype.startswith("fp8")
     (length_types, absent_lengths), (score_types, score_constants) = lengths_of(lengths), scores_of(scores, capability,
                                                                                                    dtype)
-    constexprs = dict(tile_configs(torch_dtype(dtype), head_dim, 99 << 10, head_dim_v=head_dim_v)[0])
+    constexprs = dict(tile_configs(torch_dtype(dtype), head_dim, 99 << 10, head_dim_v=head_dim_v,
+                                   bias_bytes={"all": 4, "mask": 1}.get(scores, 0))[0])
     options = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
     kBlockM, kBlockN, kBlockD, kBlockDv = constexprs.values()
     constexprs.update(kIsCausal=mask == "causal", kIsLocal=mask == "local", kNegateQ=False,
@@ -283,7 +292,8 @@ def backward_configs(capability, side, dtype, head_dim, mask, lengths, dropout, 
     from triton_ref.attention_bwd import tile_configs
 
     head_dim, head_dim_v = both(head_dim)
-    configs = tile_configs(side, torch_dtype(dtype), head_dim, max_shared_memory(capability), head_dim_v)
+    configs = tile_configs(side, torch_dtype(dtype), head_dim, max_shared_memory(capability), head_dim_v,
+                           4 if scores == "all" else 0, scores is not None)
     return configs if capability == 90 and not dropout and max(head_dim, head_dim_v) <= 128 else configs[:1]
 
 
@@ -363,14 +373,14 @@ def print_twin(capability):
 
 
 def print_twin_backward(capability):
-    for case in TWIN_BACKWARD_CASES:
+    for case in TWIN_BACKWARD_CASES + SCORED_BACKWARD_CASES:
         for config in backward_configs(capability, *case):
             kernel = compile_twin_backward(capability, config, *case)
             ptx = kernel.asm["ptx"]
             facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx,
                      "tma": "cp.async.bulk.tensor" in ptx, "stack": stack_bytes(kernel.asm["cubin"])}
-            names = "side", "dtype", "head_dim", "mask", "lengths", "dropout"
-            print(json.dumps({**dict(zip(names, case)), **config, **facts}))
+            names = "side", "dtype", "head_dim", "mask", "lengths", "dropout", "scores"
+            print(json.dumps({"scores": None, **dict(zip(names, case)), **config, **facts}))
 
 
 if __name__ == "__main__":

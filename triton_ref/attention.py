@@ -6,7 +6,8 @@ come by tensor descriptors, that is TMA, where the GPU, the dtype and the stride
 out may have another head_dim than Q and K, that is head_dim_v.
 Nothing here belongs to one vendor, so other Triton backends and Triton's interpreter (TRITON_INTERPRET=1) run it too.
 
-Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: mask.py, the mask; ../csrc/flash.cu, the same in CUDA C++.
+Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: mask.py, the mask; scores.py, softcap, ALiBi and biases;
+../csrc/flash.cu, the same in CUDA C++.
 """
 
 import functools
@@ -83,8 +84,9 @@ def _clear_keys(tile, cols, first_key, seqlen_k, kClear: tl.constexpr):
 @triton.jit
 def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, first_key,
             seqlen_k, seq, head_dim, head_dim_v, softmax_scale_log2, scores, seed_ptr, threshold,
-            kMasked: tl.constexpr, kMaskCols: tl.constexpr, kIsLocal: tl.constexpr, kClearV: tl.constexpr, kIsPacked: tl.constexpr,
-            kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr, kTma: tl.constexpr):
+            kMasked: tl.constexpr, kMaskCols: tl.constexpr, kIsLocal: tl.constexpr, kClearV: tl.constexpr,
+            kIsPacked: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
+            kTma: tl.constexpr):
     """Online softmax over the full blocks of keys, with kMasked over the cut ones: the new acc_o, row_max, row_sum."""
     kIsFp8: tl.constexpr = q.dtype.primitive_bitwidth == 8
     loop = steps(blocks, kMasked)
@@ -294,10 +296,10 @@ def block_d(dtype, head_dim):
 
 
 def shared_memory(dtype, kBlockM, kBlockN, kBlockD, num_stages, bias_bytes=0):
-    """Bytes that a program asks for at most: Q, a ring of K, V and the bias, and barriers. kBlockD: the larger one, if V
-    has another."""
-    return ((kBlockM + 2 * num_stages * kBlockN) * kBlockD * dtype.itemsize + num_stages * kBlockM * kBlockN * bias_bytes
-            + 1024)
+    """Bytes that a program asks for at most: Q, a ring of K, V and the bias, and barriers. kBlockD: the larger one, if
+    V has another."""
+    of_bias = num_stages * kBlockM * kBlockN * bias_bytes
+    return (kBlockM + 2 * num_stages * kBlockN) * kBlockD * dtype.itemsize + of_bias + 1024
 
 
 @functools.cache
@@ -349,9 +351,9 @@ def transposed(v, seqlen_q, lengths, window):
 
 
 def launch(config, q, k, v, out, lengths, window, is_negative, tma, scores=(None, None, None)):
-    """A Launch for checked inputs, to be called with (q, k, v, out, lse, *lengths, sinks, alibi_slopes, bias, *descales,
-    seed, threshold, keep_scale, softmax_scale, softcap). v is Vᵀ if they are fp8 and not packed; is_negative:
-    softmax_scale is. scores: alibi_slopes, bias and softcap."""
+    """A Launch for checked inputs, to be called with (q, k, v, out, lse, *lengths, sinks, alibi_slopes, bias,
+    *descales, seed, threshold, keep_scale, softmax_scale, softcap). v is Vᵀ if they are fp8 and not packed;
+    is_negative: softmax_scale is. scores: alibi_slopes, bias and softcap."""
     if "kConsumers" in config:
         return attention_hopper.launch(config, q, k, v, out, window == (-1, 0), properties(q.device).num_sms)
     (nheads, seqlen_q, head_dim), head_dim_v = q.shape[1:], out.shape[-1]

@@ -1,18 +1,20 @@
-"""FlashAttention backward in Triton: dq, dk, dv and dsinks from dout, and from dlse where lse was used as well.
+"""FlashAttention backward in Triton: dq, dk, dv, dsinks and dbias from dout, and from dlse where lse was used as well.
 
 P is formed again from lse. With dP = dO Vᵀ and delta = rowsum(dO ∘ O), dS = P ∘ (dP - delta), and the gradients are
 dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse / d S = P makes dlse a part of delta. A sink is
 a score whose value is 0, and thus its dP: its gradient is the sum of -P · delta.
 
-Three kernels. That of preprocess.py computes delta, and what each row adds to dsinks. _flash_bwd_kv computes dK and dV
-of one block of keys and loops over the rows that see it; _flash_bwd_q computes dQ of one block of rows and loops over
-the keys. Q Kᵀ and dO Vᵀ are therefore formed twice, but there are no atomics, and every run gives the same bits. Where
+Three kernels, and that of attention_bwd_bias.py where a bias has a gradient. That of preprocess.py computes delta, and
+what each row adds to dsinks. _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows that see it;
+_flash_bwd_q computes dQ of one block of rows and loops over the keys. Q Kᵀ and dO Vᵀ are therefore formed twice, but there are no atomics, and every run gives the same bits. Where
 query heads share keys, several programs may share a block of keys: each sums over a part of the heads, in fp32 in
 memory, and sum_splits adds these up. Otherwise there is no workspace of Q's size.
 
-With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
+With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s. With a softcap, dS goes through
+its tanh, see scores.py.
 
-Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: preprocess.py, delta.
+Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: preprocess.py, delta;
+attention_bwd_bias.py, the gradient of a bias.
 """
 
 import contextlib
@@ -411,8 +413,8 @@ def _launch(side, config, tma, tensors, softcap, window, has_empty_rows, clears_
              (delta, (1, kBlockM))]
     strides = (stride for x in (q, k, v, dout, *gradients) for stride in x.stride()[:3])
     constants = (*score_constants(q, alibi_slopes, bias, softcap), *strides, batch_size, nheads, nheads_k, seqlen_q,
-                 seqlen_k, delta.shape[1], head_dim, head_dim_v, *of_side, *mask_of(window), has_empty_rows, head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM,
-                 kBlockN, kBlockD, kBlockDv)
+                 seqlen_k, delta.shape[1], head_dim, head_dim_v, *of_side, *mask_of(window), has_empty_rows,
+                 head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM, kBlockN, kBlockD, kBlockDv)
     return Launch(function, blocks * q.shape[0], constants, tiles if tma else (), num_warps=num_warps,
                   num_stages=num_stages)
 

@@ -109,8 +109,8 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
 
 
 def launch_bias(tensors, softcap, window):
-    """A Launch for dbias, to be called with (*tensors, threshold, keep_scale, softmax_scale, softcap). tensors: q, k, v,
-    dout, dbias, lse_padded, delta, seqused_q, seqused_k, alibi_slopes, bias, seed. dbias is fp32 and contiguous."""
+    """A Launch for dbias, to be called with (*tensors, threshold, keep_scale, softmax_scale, softcap). tensors: q, k,
+    v, dout, dbias, lse_padded, delta, seqused_q, seqused_k, alibi_slopes, bias, seed. dbias is fp32 and contiguous."""
     q, k, v, dout, dbias, _, delta, _, _, alibi_slopes, bias, _ = tensors
     (batch_size, nheads, seqlen_q, head_dim), (nheads_k, seqlen_k), head_dim_v = q.shape, k.shape[1:3], v.shape[-1]
     kBlockD, kBlockDv = block_d(q.dtype, head_dim), block_d(q.dtype, head_dim_v)

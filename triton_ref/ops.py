@@ -38,8 +38,9 @@ def triton_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens
     k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), all with a contiguous last dimension; seqused_q and seqused_k int32 (B,) or
     None; sinks fp32 (H,), contiguous, or None; alibi_slopes fp32 (H,) or (B, H), contiguous, or None; attn_bias 4D,
     bool, of q's dtype or fp32, which broadcasts to (B, H, Sq, Sk), or None; descales fp32 (B, Hk), contiguous, or None;
-    dropout_seed int64, one element, or None for no dropout. A softcap of 0 is none. A window of -1 has no bound on that side. With cu_seqlens_q and cu_seqlens_k, int32
-    (B + 1,), q, k and v are a packed batch: (1, H, Tq, D), (1, Hk, Tk, D) and (1, Hk, Tk, Dv).
+    dropout_seed int64, one element, or None for no dropout. A softcap of 0 is none. A window of -1 has no bound on that
+    side. With cu_seqlens_q and cu_seqlens_k, int32 (B + 1,), q, k and v are a packed batch: (1, H, Tq, D), (1, Hk, Tk,
+    D) and (1, Hk, Tk, Dv).
     minimal_attn.flash_attention checks and describes them."""
     return attention.run(q, k, v, _options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes,
                                            attn_bias, softmax_scale, softcap, window_left, window_right, dropout_p,
@@ -57,8 +58,8 @@ def triton_backward(dout: torch.Tensor, dlse: Optional[torch.Tensor], q: torch.T
                     autotune: bool = True, need_dq: bool = True, need_dkv: bool = True, need_dsinks: bool = False,
                     need_dbias: bool = False
                     ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq like q, dk like k, dv like v, dsinks like sinks, dbias like attn_bias: what triton_forward's inputs get of dout
-    (B, H, Sq, Dv) and dlse (B, H, Sq), or None. Those that are not needed have no elements."""
+    """dq like q, dk like k, dv like v, dsinks like sinks, dbias like attn_bias: what triton_forward's inputs get of
+    dout (B, H, Sq, Dv) and dlse (B, H, Sq), or None. Those that are not needed have no elements."""
     options = _options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, softmax_scale,
                        softcap, window_left, window_right, dropout_p, dropout_seed, autotune)
     gradients = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dq, need_dkv, need_dsinks, need_dbias)

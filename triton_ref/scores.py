@@ -6,8 +6,9 @@
     unit  = the softcap, so that its product takes no instruction of its own, or else 1
     P     = exp(unit · score - lse)
 
-It is that of ../csrc/score_mods.cuh. A bias is read by its strides, each tile when it is needed. Read next: attention.py
-and attention_bwd.py, which change their scores by it; attention_bwd_bias.py, the gradient of a bias.
+It is that of ../csrc/score_mods.cuh. A bias is read by its strides, each tile when it is needed.
+
+Read next: attention_bwd.py, which changes its scores by it as well; attention_bwd_bias.py, the gradient of a bias.
 """
 
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ class Scores(NamedTuple):
 
 @triton.jit
 def score_numbers(scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride, bias_batch_stride, bias_head_stride, seq, h):
-    """The Numbers of head h of a Sequence. scale: of q·k, with its sign, and the unit of scores that nothing changes."""
+    """The Numbers of head h of a Sequence. scale: of q·k, and the unit of scores that nothing changes."""
     factor, unit, per_unit, slope, bias = scale, scale, 1.0, 0.0, 0
     if softcap is not None:
         unit = tl.cast(softcap, tl.float32)
@@ -82,7 +83,7 @@ def through_cap(scores, ds, s):
 
 @triton.jit
 def shifted(scores, s, rows, cols):
-    """What capped gives, with ALiBi and the bias. Of rows and cols, those of s, one is [:, None], the other [None, :]."""
+    """What capped gives, with ALiBi and the bias. Of rows and cols, one is [:, None], the other [None, :]."""
     if scores.alibi_ptr is not None:
         distances = (rows + (scores.numbers.seqlen_k - scores.numbers.seqlen_q)).to(tl.float32) - cols.to(tl.float32)
         s -= scores.numbers.slope * tl.abs(distances)
