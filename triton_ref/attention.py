@@ -288,6 +288,8 @@ TILES = {
     (1, 128): [(64, 128, 4, 3), (128, 128, 8, 3), (64, 128, 4, 2)],
     (1, 256): [(128, 128, 8, 2), (128, 64, 8, 2)],
 }
+# In 16 bits beside a bias, where none of these fits.
+BIAS_TILES = [(64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1)]
 
 
 def block_d(dtype, head_dim):
@@ -318,8 +320,14 @@ def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False, 
     kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v or head_dim)
     largest = max(kBlockD, kBlockDv)
     smallest = (16, 16, 4, 1) if dtype == torch.float32 else (32, 32, 4, 1)  # for 64 KB, as Turing and AMD have
-    tiles = [tile for tile in TILES[dtype.itemsize, max(64, largest)]
-             if shared_memory(dtype, *tile[:2], largest, tile[3], bias_bytes) <= max_shared_memory] or [smallest]
+
+    def fits(tile):
+        return shared_memory(dtype, *tile[:2], largest, tile[3], bias_bytes) <= max_shared_memory
+
+    tiles = list(filter(fits, TILES[dtype.itemsize, max(64, largest)]))
+    if not tiles and bias_bytes and dtype.itemsize == 2:
+        tiles = list(filter(fits, BIAS_TILES))
+    tiles = tiles or [smallest]
     configs = [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, kBlockDv=kBlockDv, num_warps=num_warps,
                     num_stages=num_stages)
                for kBlockM, kBlockN, num_warps, num_stages in tiles]
