@@ -117,17 +117,19 @@ void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tenso
 
 // (name of the kernel that serves the tensors, why it is not the fast one or None); None for tensors without memory
 // of their own, as vmap has them. capability and fast_fp64: of a GPU that need not be here, as in kernels.h; without
-// a capability, of the tensors' device. has_dropout, has_sinks: of a call with dropout, or with sinks.
+// a capability, of the tensors' device. has_dropout, has_sinks, has_scores: of a call with dropout, with sinks, or with
+// softcap, ALiBi or a bias.
 std::optional<std::pair<std::string, Reason>> which_kernel(const at::Tensor &q, const at::Tensor &k,
                                                            const at::Tensor &v, bool has_dropout,
                                                            std::optional<int> capability, bool fast_fp64,
-                                                           bool has_sinks) {
+                                                           bool has_sinks, bool has_scores) {
     if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
     AttnParams p{};
     set_params(p, q, k, v, {.softmax_scale = 1, .window_left = -1, .window_right = -1});
     const int64_t seed = 0;
     if (has_dropout) p.dropout_seed = &seed;
     if (has_sinks) p.sinks = &seed;
+    if (has_scores) p.softcap = 1;
     const c10::DeviceGuard guard(q.device());
     const auto [kernel, slow_because] =
         capability ? choose_kernel(p, Gpu{*capability, fast_fp64}, false) : choose(p, q.device(), false);
@@ -250,7 +252,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("differentiable_forward", &with_options<&differentiable_forward>, py::call_guard<py::gil_scoped_release>());
     m.def("force_kernel", &force_kernel);
     m.def("which_kernel", &which_kernel, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("has_dropout") = false,
-          py::arg("capability") = py::none(), py::arg("fast_fp64") = true, py::arg("has_sinks") = false);
+          py::arg("capability") = py::none(), py::arg("fast_fp64") = true, py::arg("has_sinks") = false,
+          py::arg("has_scores") = false);
 }
 
 }  // namespace minimal_attn

@@ -60,8 +60,8 @@ class Options(NamedTuple):
     descales: tuple = (None, None, None)  # of q, k and v in fp8: float32 (B, Hk), contiguous, or None
     return_lse: bool = True  # False: lse may be None
     softcap: float = 0.0  # 0 is none
-    alibi_slopes: Tensor | None = None  # float32 (B, H), a view; B samples, also of a packed batch
-    # A view (B, H, Sq, Sk), bool (True: seen), q's dtype or float32, with stride 0 along what was broadcast.
+    alibi_slopes: Tensor | None = None  # float32 (H,) or (B, H), contiguous; B samples, also of a packed batch
+    # 4D, bool (True: seen), q's dtype or float32, of any strides. It broadcasts to (B, H, Sq, Sk).
     attn_bias: Tensor | None = None
 
     @property
@@ -71,7 +71,8 @@ class Options(NamedTuple):
 
     def of_op(self):
         """The arguments of an op that follow q, k and v, as far as all ops have them."""
-        return *self.lengths, self.sinks, self.softmax_scale, *self.window, self.dropout_p, self.dropout_seed
+        return (*self.lengths, self.sinks, self.alibi_slopes, self.attn_bias, self.softmax_scale, self.softcap,
+                *self.window, self.dropout_p, self.dropout_seed)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,6 @@ class Backend:
     has_forward_mode: bool  # of its derivatives; all backends have those of a backward pass, but for fp8
     # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
     why_not: Callable[[torch.device | None], Exception | None]
-    has_scores: bool = False  # whether it serves softcap, alibi_slopes and attn_bias
 
 
 def warn(text: str) -> None:

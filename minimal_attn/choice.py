@@ -49,20 +49,22 @@ def _device_is_hopper(device):
 
 
 def auto_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths = Lengths(),
-                 sinks: torch.Tensor | None = None, has_scores: bool = False) -> str:
+                 sinks: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None,
+                 has_scores: bool = False) -> str:
     """The name of the backend that serves a call with backend="auto", of inputs that are not checked yet. has_scores:
     with softcap, alibi_slopes or attn_bias."""
     for name, x in (("q", q), ("k", k), ("v", v)):  # twin_trains asks for dtypes and shapes
         check_tensor(name, x)
-    if not q.is_cuda or has_scores:  # no kernel has such scores yet
+    if not q.is_cuda:
         return "torch"
     if q.dtype in FP8_DTYPES:
         return "triton"
-    needs_grad = any(map(wants_gradient, (q, k, v, sinks)))
+    needs_grad = any(map(wants_gradient, (q, k, v, sinks, attn_bias)))
     if needs_grad and is_transformed():
         return "torch"
-    # How long a packed batch is says nothing of its samples, whose results must not depend on it.
-    return _first_available(needs_grad and not lengths.is_packed and twin_trains(q, k))
+    # How long a packed batch is says nothing of its samples, whose results must not depend on it. Of scores that are
+    # changed nothing was measured.
+    return _first_available(needs_grad and not lengths.is_packed and not has_scores and twin_trains(q, k))
 
 
 def csrc_trains(q: torch.Tensor, k: torch.Tensor, seq_major: bool) -> bool:

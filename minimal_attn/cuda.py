@@ -50,14 +50,14 @@ def _forward(q, k, v, options):
                         "on a GPU are float32, float16, bfloat16")
     _load_ops()
     inputs = q, k, v, *options.of_op(), options.deterministic
-    if not is_eager(q, k, v):
+    if not is_eager(q, k, v, options.attn_bias):
         if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
             choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
             if choice and choice[1]:
                 _warn_slow(choice[1])
         return torch.ops.minimal_attn.flash_forward(*inputs)  # tensors alone, not why it is slow
     library = _build.load()
-    needs_grad = any(map(wants_gradient, (q, k, v, options.sinks)))
+    needs_grad = any(map(wants_gradient, (q, k, v, options.sinks, options.attn_bias)))
     attend = library.differentiable_forward if needs_grad else library.flash_forward
     out, lse, slow_because = attend(*inputs)
     if slow_because:
@@ -75,7 +75,7 @@ def _why_not(device=None):
 BACKEND = Backend(_forward, DTYPES, False, _why_not)
 
 
-def kernel_of(q, k, v, has_dropout, has_sinks, is_packed):
+def kernel_of(q, k, v, has_dropout, has_sinks, has_scores, is_packed):
     """interface.which_kernel of checked arguments."""
     if (why_not := _why_not(q.device)) is not None:
         raise why_not
@@ -87,7 +87,7 @@ def kernel_of(q, k, v, has_dropout, has_sinks, is_packed):
     if is_packed:  # whose samples have no stride
         q, k, v = (x[0].unsqueeze(0) for x in (q, k, v))
     choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), has_dropout,
-                                        has_sinks=has_sinks)
+                                        has_sinks=has_sinks, has_scores=has_scores)
     if choice is None:
         raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
     return choice[0]

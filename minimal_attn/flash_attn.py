@@ -42,7 +42,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
             with gradients.
         s_aux, learnable_sink, sinks: three names of one argument, those of flash-attn 3, flash-attn 4 and vLLM: sinks
             (H,) as of flash_attention.
-        softcap, alibi_slopes: as flash_attention, which serves them by the backends "torch" and "reference".
+        softcap, alibi_slopes: as flash_attention.
         q_descale, k_descale, v_descale, qv, attention_chunk: only their defaults are supported.
         score_mod, mask_mod, aux_tensors: only None is supported.
         num_splits, pack_gqa, sm_margin, fa_version: change nothing.

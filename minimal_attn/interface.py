@@ -89,8 +89,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         backend: "cuda" (csrc; on CPU tensors flash.cu compiled for the CPU), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto". "auto" takes "torch" for CPU tensors and "cuda" for
             CUDA tensors. It takes "triton" for float8, and for inputs that require grad where "triton" is faster
-            (choice.py). If the one is missing, it takes the other. It takes "torch" for softcap, alibi_slopes and
-            attn_bias, which no kernel has yet, and for gradients under a transform of torch.func.
+            (choice.py). If the one is missing, it takes the other. It takes "torch" for gradients under a transform of
+            torch.func.
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk), also of a packed batch's B samples: factors
             of the values of each key/value head and of the query heads that read it; 1 if None. Negative ones give NaN.
             As in FlashAttention-3.
@@ -126,8 +126,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             bool: a row sees the keys where it is True. Otherwise it is added to the scores, after softcap: of q's
             dtype, or float32 for 16 bits, with which "torch" forms all scores. It is read by its strides. -inf hides a
             key, and NaN makes its row NaN. Differentiable, in its own shape. Not for packed batches, nor for float8.
-        softcap, alibi_slopes and attn_bias can be given together, also with windows, lengths, sinks and dropout. The
-            backends "torch" and "reference" serve them.
+        softcap, alibi_slopes and attn_bias can be given together, also with windows, lengths, sinks and dropout.
 
         Lengths count from a sample's first row and key. Where padding comes first (left padding), unpad_input makes a
         packed batch of q, and of k and v, and pad_input undoes it.
@@ -157,7 +156,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
             derivative. float8 has no gradients with "triton"; "cuda" and "triton" have no forward-mode and no second
-            derivatives, nor softcap, alibi_slopes and attn_bias.
+            derivatives.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
     if unknown:
@@ -193,7 +192,7 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     q, k, v = autocast(q, k, v)
     dropout_p, softcap = check_dropout_p(dropout_p), check_softcap(softcap)
     has_scores = softcap > 0 or alibi_slopes is not None or attn_bias is not None
-    name = auto_backend(q, k, v, lengths, sinks, has_scores) if backend == "auto" else backend
+    name = auto_backend(q, k, v, lengths, sinks, attn_bias, has_scores) if backend == "auto" else backend
     if name not in tuple(BACKENDS):  # a dict would not take a list as a key
         raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
@@ -207,18 +206,16 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     sinks = check_sinks(sinks, q)
     scores = dict(softcap=softcap, alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
                   attn_bias=check_attn_bias(attn_bias, q, k, lengths))
-    if has_scores and not chosen.has_scores:
-        _refuse_scores(name, scores)
     seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
     named_descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
     descales = check_descales(named_descales, q, k, lengths)
     if not chosen.has_forward_mode:
-        if is_transformed() and q.dtype not in FP8_DTYPES and any(map(wants_gradient, (q, k, v, sinks))):
+        if is_transformed() and q.dtype not in FP8_DTYPES and any(map(wants_gradient, (q, k, v, sinks, attn_bias))):
             raise NotImplementedError(f"backend={name!r} does not support gradients under the transforms of torch.func:"
                                       " use backend='torch' or backend='reference'")
         instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
         check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, sinks=sinks,
-                            **named_descales, has_backward=q.dtype not in FP8_DTYPES)
+                            attn_bias=attn_bias, **named_descales, has_backward=q.dtype not in FP8_DTYPES)
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
     if is_3d:
@@ -240,13 +237,6 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     return (out, lse) if return_lse else out
 
 
-def _refuse_scores(backend, scores):
-    """NotImplementedError that names the first of scores, some of which are given, and the backends that serve it."""
-    argument = next(name for name, x in scores.items() if x is not None and not is_zero(x))
-    takers = " or ".join(repr(name) for name, other in BACKENDS.items() if other.has_scores)
-    raise NotImplementedError(f"backend={backend!r} does not support {argument} yet: use backend={takers}")
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The classic minimal call: flash_attention(q, k, v) with every default. q, k, v: (B, H, S, D)."""
     return flash_attention(q, k, v)
@@ -257,11 +247,12 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
                  window_size: tuple[int, int] = NO_WINDOW, cu_seqlens_q: Tensor | None = None,
                  cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
                  max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
-                 seqused_k: Tensor | None = None, sinks: Tensor | None = None) -> str:
+                 seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0.0,
+                 alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
-    It depends on the dtype (under torch.autocast on its dtype), both head_dims, strides, alignment, dropout, sinks and
-    the GPU. force_kernel overrides it.
+    It depends on the dtype (under torch.autocast on its dtype), both head_dims, strides, alignment, dropout, sinks,
+    whether softcap, alibi_slopes or attn_bias are given, and the GPU. force_kernel overrides it.
 
     Args:
         As of flash_attention; causal, sm_scale, window_size, max_seqlen and the values of all lengths are checked, but
@@ -271,8 +262,8 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
         "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for dropout,
         where rows of q, k or v overlap, where a stride is 2^40 bytes or more, and where there are no keys. "dmma"
-        (flash_dmma.cu, tensor cores for fp64): float32 with head_dim 33 to 128 and without dropout and sinks on GPUs of
-        sm_90.
+        (flash_dmma.cu, tensor cores for fp64): float32 with head_dim 33 to 128 on GPUs of sm_90, without dropout,
+        sinks, softcap, alibi_slopes and attn_bias.
         These three need head_dims, strides and addresses that are multiples of 16 bytes. "simt" (flash.cu): everything
         else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors. The gradients of "sm90" are those of "sm80",
         and those of "dmma" are those of "simt".
@@ -290,7 +281,10 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     check_window(window_size, causal, lengths, q, k)
     sinks = check_sinks(sinks, q)
     has_dropout = check_dropout_p(dropout_p) > 0
-    return cuda.kernel_of(q, k, v, has_dropout, sinks is not None, lengths.is_packed)
+    check_alibi_slopes(alibi_slopes, q, lengths)
+    check_attn_bias(attn_bias, q, k, lengths)
+    has_scores = check_softcap(softcap) > 0 or alibi_slopes is not None or attn_bias is not None
+    return cuda.kernel_of(q, k, v, has_dropout, sinks is not None, has_scores, lengths.is_packed)
 
 
 def available_backends() -> list[str]:

@@ -142,7 +142,7 @@ def always(device=None):
     return None
 
 
-BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, always, has_scores=True)
+BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, always)
 
 
 @without_autocast

@@ -24,7 +24,7 @@ def check_softcap(softcap):
 
 
 def check_alibi_slopes(alibi_slopes, q, lengths):
-    """None, or alibi_slopes as a view (B, H), with B samples in a packed batch too. q and lengths are checked.
+    """None, or alibi_slopes (H,) or (B, H), contiguous, B samples in a packed batch too. q and lengths are checked.
 
     TypeError for what is no dense float32 tensor, ValueError for everything else, and where a gradient is wanted of it.
     """
@@ -42,12 +42,12 @@ def check_alibi_slopes(alibi_slopes, q, lengths):
         raise ValueError(f"alibi_slopes must be on the same device as q ({q.device}), got {alibi_slopes.device}")
     if wants_gradient(alibi_slopes):
         raise ValueError("alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach()")
-    return alibi_slopes.expand(batch_size, nheads)
+    return alibi_slopes.contiguous()
 
 
 def check_attn_bias(attn_bias, q, k, lengths, name="attn_bias"):
-    """None, or attn_bias, which the caller calls `name`, as an expanded view (B, H, Sq, Sk); of 3D inputs
-    (B·H, 1, Sq, Sk). q, k and lengths are checked.
+    """None, or attn_bias, which the caller calls `name`, as a view that broadcasts to (B, H, Sq, Sk), of 3D inputs to
+    (B·H, 1, Sq, Sk): a dimension of size 1 is shared. q, k and lengths are checked.
 
     TypeError for what is no dense tensor of an allowed dtype, ValueError for everything else, and for any with packed
     batches and fp8.
@@ -71,8 +71,8 @@ def check_attn_bias(attn_bias, q, k, lengths, name="attn_bias"):
     if attn_bias.ndim == 0 or len(sizes) > len(shape) or any(n not in (1, size) for n, size in zip(sizes, shape)):
         raise ValueError(f"{name} must have 1 to {len(shape)} dimensions and broadcast to {shape}, (batch size, heads, "
                          f"rows, keys), got {tuple(attn_bias.shape)}")
-    expanded = attn_bias.expand(shape)
-    return expanded if q.ndim == 4 else expanded.unsqueeze(1)
+    attn_bias = attn_bias[(None,) * (len(shape) - attn_bias.ndim)]
+    return attn_bias if q.ndim == 4 else attn_bias.unsqueeze(1)
 
 
 def positions(seqlen_q, seqlen_k, lengths, device):
@@ -108,10 +108,9 @@ def visible_keys(seqlen_q, seqlen_k, window, lengths, device):
 
 def alibi_bias(alibi_slopes, seqlen_q, seqlen_k, lengths, dtype):
     """What ALiBi adds to the scores of a padded batch: dtype, broadcastable to (B, H, Sq, Sk)."""
-    slopes = without_repeats(alibi_slopes)
-    rows, cols, seqlen_q, seqlen_k = positions(seqlen_q, seqlen_k, lengths, slopes.device)
+    rows, cols, seqlen_q, seqlen_k = positions(seqlen_q, seqlen_k, lengths, alibi_slopes.device)
     distances = (rows + seqlen_k - seqlen_q - cols).abs()
-    return -slopes[..., None, None].to(dtype) * distances
+    return -alibi_slopes[..., None, None].to(dtype) * distances
 
 
 def with_scores(scores, options):

@@ -94,4 +94,4 @@ def _lse(q, k, softmax_scale, mask):
     return torch.cat(parts, -1)
 
 
-BACKEND = Backend(_forward, DTYPES, True, always, has_scores=True)
+BACKEND = Backend(_forward, DTYPES, True, always)

@@ -1,6 +1,6 @@
 """Long campaigns over drawn shapes and over every fault, which `make campaign` runs and no other target.
 
-A few shapes with fixed seeds are drawn by test_forward.py, test_backward.py and test_lengths.py as well, and
+A few shapes with fixed seeds are drawn by test_forward.py, test_backward.py, test_lengths.py and test_scores.py too.
 test_sanitizers.py shows compute-sanitizer one fault of each kind in each file of csrc.
 """
 
@@ -10,6 +10,7 @@ import test_backward
 import test_compile
 import test_forward
 import test_lengths
+import test_scores
 from cases import Case, dtypes_of, serves
 from conftest import IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from test_sanitizers import (assert_passed, check_missing_barrier, check_missing_wait, compute_sanitizer,  # noqa: F401
@@ -17,8 +18,8 @@ from test_sanitizers import (assert_passed, check_missing_barrier, check_missing
 
 pytestmark = pytest.mark.timeout(1800)
 SEEDS = range(16)
-# How many batches of lengths each seed draws: about 1,000 for each kernel of csrc, and 200 for Triton, which compiles
-# for each of them.
+# How many batches of lengths, and of scores, each seed draws: about 1,000 for each kernel of csrc, and 200 for Triton,
+# which compiles for each of them.
 BATCHES = {"triton": 13}
 
 
@@ -48,6 +49,12 @@ def test_drawn_backward(impl, seed, poisoned_outputs):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_drawn_lengths(impl, seed, poisoned_outputs):
     test_lengths.check_drawn_batches(impl, seed, BATCHES.get(impl, 63))
+
+
+@pytest.mark.parametrize("impl", test_scores.KERNELS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drawn_scores(impl, seed, poisoned_outputs):
+    test_scores.check_drawn_scores(impl, seed, BATCHES.get(impl, 63))
 
 
 @pytest.mark.gpu

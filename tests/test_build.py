@@ -84,7 +84,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 minimal_attn.load()
 with FakeTensorMode():
     q = torch.empty(2, 4, 20, 16)
-    print(*[tuple(x.shape) for x in torch.ops.minimal_attn.flash_forward(q, q, q, *[None] * 5, 0.25, -1, -1)])
+    print(*[tuple(x.shape) for x in torch.ops.minimal_attn.flash_forward(q, q, q, *[None] * 7, 0.25, 0.0, -1, -1)])
 """) == "(2, 4, 20, 16) (2, 4, 20)\n"
 
 

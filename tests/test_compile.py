@@ -44,6 +44,12 @@ TWIN_CASES = [
     ("bf16", 128, "local", "packed", False), ("bf16", (192, 128), "causal", None, False),
     ("fp16", (64, 256), "local", "packed", False), ("fp32", (64, 32), "causal", "used", False),
 ]
+# With scores that something changes: the same, and which.
+SCORED_TWIN_CASES = [("bf16", 64, "causal", None, False, "all"), ("fp16", 128, None, None, False, "softcap"),
+                     ("fp32", 64, None, None, False, "all"), ("bf16", 256, "causal", "used", False, "mask")]
+SCORED_BACKWARD_CASES = [("kv", "bf16", 64, "causal", None, False, "all"), ("q", "fp16", 128, None, None, False, "all"),
+                         ("kv", "bf16", 128, None, None, False, "mask"),
+                         ("q", "fp32", 64, None, None, False, "softcap")]
 # side, dtype, head_dim, mask, lengths, dropout: of each of the two kernels every head_dim.
 TWIN_BACKWARD_CASES = [
     ("kv", "bf16", 64, "causal", None, False), ("kv", "fp16", 64, None, None, True),
@@ -165,8 +171,23 @@ def lengths_of(lengths):
     return {f"{name}_ptr": "*i32" for name in given}, {f"{name}_ptr": None for name in absent}
 
 
+def scores_of(scores, capability, dtype):
+    """The same of the parameters of scores.py: "softcap", "mask" or "all"."""
+    types = {"softcap": "fp32"} if scores in ("softcap", "all") else {}
+    absent = {"alibi_ptr", "alibi_batch_stride", "bias_row_stride", "bias_key_stride", "bias_ptr", "bias_batch_stride",
+              "bias_head_stride", "softcap"}.difference(types)
+    if scores == "mask":
+        types |= {"bias_ptr": "*u8"}
+    if scores == "all":
+        types |= {"alibi_ptr": "*fp32", "bias_ptr": "*fp32"}
+    absent -= {"alibi_ptr", "alibi_batch_stride"} if scores == "all" else set()
+    absent -= {"bias_ptr", "bias_batch_stride", "bias_head_stride", "bias_row_stride"} if "bias_ptr" in types else set()
+    constexprs = dict.fromkeys(absent) | {"kFastTanh": "softcap" in types and dtype != "fp32" and capability >= 75}
+    return types, constexprs | ({"bias_key_stride": 1} if "bias_ptr" in types else {})
+
+
 def twin_cases(capability):
-    return TWIN_CASES + SLOW_TWIN_CASES.get(capability, []) + FP8_TWIN_CASES.get(capability, [])
+    return TWIN_CASES + SCORED_TWIN_CASES + SLOW_TWIN_CASES.get(capability, []) + FP8_TWIN_CASES.get(capability, [])
 
 
 @pytest.mark.parametrize("head_dim", [*(pytest.param(x, marks=pytest.mark.slow) for x in (64, 128)), 256])
@@ -184,14 +205,16 @@ def test_hopper_twin_compiles(head_dim, tmp_path):
 @pytest.mark.parametrize("capability", [80, 90])
 def test_twin_backward_compiles(capability, tmp_path):
     kernels = printed(tmp_path, "backward", capability)
-    assert len(kernels) == sum(len(backward_configs(capability, *case)) for case in TWIN_BACKWARD_CASES)
+    cases = TWIN_BACKWARD_CASES + SCORED_BACKWARD_CASES
+    assert len(kernels) == sum(len(backward_configs(capability, *case)) for case in cases)
     for kernel in kernels:
         is_fp32 = kernel["dtype"] == "fp32"
         assert kernel["shared"] <= max_shared_memory(capability), kernel
         assert not kernel["tf32"] and kernel["mma"] == (not is_fp32), kernel
         assert kernel["tma"] == uses_tma(capability, kernel["dtype"]), kernel
         if capability == 90:  # 0 to 264 in 16 bits with Triton 3.7 and 3.9, 608 with dropout, up to 376 in fp32
-            assert kernel["stack"] <= (1024 if kernel["dropout"] or is_fp32 else 272), kernel
+            may_spill = kernel["dropout"] or kernel["scores"] or is_fp32
+            assert kernel["stack"] <= (1024 if may_spill else 272), kernel
 
 
 def max_shared_memory(capability):
@@ -233,17 +256,20 @@ def both(head_dim):
     return head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
 
 
-def compile_twin(capability, dtype, head_dim, mask, lengths, dropout):
+def compile_twin(capability, dtype, head_dim, mask, lengths, dropout, scores=None):
     from triton_ref.attention import _flash_fwd, tile_configs
 
     (head_dim, head_dim_v), has_sinks = both(head_dim), isinstance(head_dim, tuple)
     tma, fp8 = uses_tma(capability, dtype), dtype.startswith("fp8")
-    length_types, absent_lengths = lengths_of(lengths)
-    constexprs = dict(tile_configs(torch_dtype(dtype), head_dim, 99 << 10, head_dim_v=head_dim_v)[0])
+    (length_types, absent_lengths), (score_types, score_constants) = lengths_of(lengths), scores_of(scores, capability,
+                                                                                                   dtype)
+    constexprs = dict(tile_configs(torch_dtype(dtype), head_dim, 99 << 10, head_dim_v=head_dim_v,
+                                   bias_bytes={"all": 4, "mask": 1}.get(scores, 0))[0])
     options = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
     kBlockM, kBlockN, kBlockD, kBlockDv = constexprs.values()
     constexprs.update(kIsCausal=mask == "causal", kIsLocal=mask == "local", kNegateQ=False,
-                      kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, kTma=tma, **absent_lengths)
+                      kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, kTma=tma, **absent_lengths,
+                      **score_constants)
     constexprs.update({} if dropout else {"seed_ptr": None})
     constexprs.update({} if has_sinks else {"sinks_ptr": None})
     constexprs.update({} if fp8 else {f"{x}_descale_ptr": None for x in "qkv"})
@@ -255,22 +281,23 @@ def compile_twin(capability, dtype, head_dim, mask, lengths, dropout):
                   "k_ptr": f"tensordesc<{dtype}[1, 1, {kBlockN}, {kBlockD}]>",
                   "v_ptr": f"tensordesc<{dtype}[1, 1, {v_tile}]>"}
     types |= {"o_ptr": "*bf16" if fp8 else f"*{dtype}", "lse_ptr": "*fp32", "sinks_ptr": "*fp32", "seed_ptr": "*i64",
-              "softmax_scale": "fp32", "keep_scale": "fp32", **length_types}
+              "softmax_scale": "fp32", "keep_scale": "fp32", **length_types, **score_types}
     types |= {f"{x}_descale_ptr": "*fp32" for x in "qkv"}
     return compile_for(capability, _flash_fwd, types, constexprs, options)
 
 
-def backward_configs(capability, side, dtype, head_dim, mask, lengths, dropout):
+def backward_configs(capability, side, dtype, head_dim, mask, lengths, dropout, scores=None):
     """The first of tile_configs; for sm_90 all, but with dropout, which takes longer to compile, and of head_dim 256,
     where the others are for GPUs with less memory and have fewer rows than wgmma."""
     from triton_ref.attention_bwd import tile_configs
 
     head_dim, head_dim_v = both(head_dim)
-    configs = tile_configs(side, torch_dtype(dtype), head_dim, max_shared_memory(capability), head_dim_v)
+    configs = tile_configs(side, torch_dtype(dtype), head_dim, max_shared_memory(capability), head_dim_v,
+                           4 if scores == "all" else 0, scores is not None)
     return configs if capability == 90 and not dropout and max(head_dim, head_dim_v) <= 128 else configs[:1]
 
 
-def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengths, dropout):
+def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengths, dropout, scores=None):
     from triton_ref import attention_bwd
 
     function = {"kv": attention_bwd._flash_bwd_kv, "q": attention_bwd._flash_bwd_q}[side]
@@ -279,9 +306,11 @@ def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengt
     kBlockM, kBlockN, kBlockD, kBlockDv = config.values()
     head_dim, head_dim_v = both(head_dim)
     tma = uses_tma(capability, dtype)
-    length_types, absent_lengths = lengths_of(lengths)
+    (length_types, absent_lengths), (score_types, score_constants) = lengths_of(lengths), scores_of(scores, capability,
+                                                                                                   dtype)
     constexprs = dict(kIsCausal=mask == "causal", kIsLocal=mask == "local", kEmptyRows=lengths == "packed",
-                      kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, kTma=tma, **config, **absent_lengths)
+                      kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, kTma=tma, **config, **absent_lengths,
+                      **score_constants)
     has_sinks = head_dim != head_dim_v
     constexprs.update({"kRaggedRows": True, "kClearDelta": has_sinks and lengths == "packed"} if side == "kv" else {})
     constexprs.update({} if dropout else {"seed_ptr": None})
@@ -291,7 +320,7 @@ def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengt
         types[f"{name}_ptr"] = f"tensordesc<{dtype}[1, 1, {rows}, {columns}]>" if tma else f"*{dtype}"
     types |= dict.fromkeys(["lse_ptr", "delta_ptr"], f"tensordesc<fp32[1, {kBlockM}]>" if tma else "*fp32")
     types |= dict.fromkeys(["dk_ptr", "dv_ptr"] if side == "kv" else ["dq_ptr"], f"*{dtype}")
-    types |= length_types | {"seed_ptr": "*i64"}
+    types |= length_types | score_types | {"seed_ptr": "*i64"}
     return compile_for(capability, function, types, constexprs, options)
 
 
@@ -344,14 +373,14 @@ def print_twin(capability):
 
 
 def print_twin_backward(capability):
-    for case in TWIN_BACKWARD_CASES:
+    for case in TWIN_BACKWARD_CASES + SCORED_BACKWARD_CASES:
         for config in backward_configs(capability, *case):
             kernel = compile_twin_backward(capability, config, *case)
             ptx = kernel.asm["ptx"]
             facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx,
                      "tma": "cp.async.bulk.tensor" in ptx, "stack": stack_bytes(kernel.asm["cubin"])}
-            names = "side", "dtype", "head_dim", "mask", "lengths", "dropout"
-            print(json.dumps({**dict(zip(names, case)), **config, **facts}))
+            names = "side", "dtype", "head_dim", "mask", "lengths", "dropout", "scores"
+            print(json.dumps({"scores": None, **dict(zip(names, case)), **config, **facts}))
 
 
 if __name__ == "__main__":

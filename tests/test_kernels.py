@@ -321,11 +321,11 @@ def test_which_kernel_takes_lengths_windows_and_sinks():
 
 
 def test_which_kernel_tells_csrc_what_decides(monkeypatch):
-    """Dropout, sinks and strides; a packed batch has none between its samples."""
+    """Dropout, sinks, scores and strides; a packed batch has none between its samples."""
     told = []
 
-    def answer(q, k, v, has_dropout, has_sinks):
-        told.append((q.stride(0), has_dropout, has_sinks))
+    def answer(q, k, v, has_dropout, has_sinks, has_scores):
+        told.append((q.stride(0), has_dropout, has_sinks, has_scores))
         return "simt", None
 
     monkeypatch.setattr(_build, "load", lambda: types.SimpleNamespace(which_kernel=answer))
@@ -333,7 +333,8 @@ def test_which_kernel_tells_csrc_what_decides(monkeypatch):
     q = torch.empty(4 * 40 * 64, dtype=HALF).as_strided((1, 4, 40, 64), (3, 2560, 64, 1))
     which_kernel(q, q, q, dropout_p=0.1)
     which_kernel(q, q, q, sinks=torch.zeros(4), cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS)
-    assert told == [(3, True, False), (10240, False, True)]
+    which_kernel(q, q, q, softcap=2.0)
+    assert told == [(3, True, False, False), (10240, False, True, False), (3, False, False, True)]
 
 
 def no_warning(reason):

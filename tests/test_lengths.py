@@ -643,7 +643,7 @@ def test_cuda_graph_with_other_lengths_in_each_replay(impl):
 
 
 def test_lists_of_ops_and_options_agree():
-    assert len(Options(1.0).of_op()) == 10 and Lengths._fields == ("cu_seqlens_q", "cu_seqlens_k", "seqused_q",
+    assert len(Options(1.0).of_op()) == 13 and Lengths._fields == ("cu_seqlens_q", "cu_seqlens_k", "seqused_q",
                                                                   "seqused_k")
 
 

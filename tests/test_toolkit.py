@@ -332,7 +332,7 @@ SIGNATURES = {
     "force_kernel": {},
     "which_kernel": dict(causal=False, sm_scale=None, seq_lens=None, dropout_p=0.0, window_size=(-1, -1),
                          cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None,
-                         seqused_k=None, sinks=None),
+                         seqused_k=None, sinks=None, softcap=0.0, alibi_slopes=None, attn_bias=None),
     "reference_attention": dict(causal=False, sm_scale=None, seq_lens=None, dropout_p=0.0, dropout_seed=None,
                                 return_lse=False, window_size=(-1, -1), cu_seqlens_q=None, cu_seqlens_k=None,
                                 max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, seqused_k=None, sinks=None,

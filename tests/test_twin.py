@@ -635,7 +635,7 @@ def test_two_threads_that_cannot_compile_gluon_both_fall_back(monkeypatch, on_ho
 def test_op_without_a_seed_has_no_dropout():
     q = torch.randn(1, 2, 20, 16, device=DEVICE)
     flash_attention(q, q, q, backend="triton")  # registers the op
-    options = *[None] * 5, 0.25, -1, -1
+    options = *[None] * 7, 0.25, 0.0, -1, -1
     out, lse = torch.ops.minimal_attn.triton_forward(q, q, q, *options, 0.5, None)
     want = reference_attention(q, q, q)
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)

@@ -129,7 +129,7 @@ def test_sinks_as_far_as_can_be(sinks, window):
         options = Options(SCALE, window, sinks=torch.tensor(sinks, device=DEVICE))
         out, lse = attention.run(q, k, v, options)
         dlse = torch.randn(1, H, 8, device=DEVICE)
-        dq, dk, dv, dsinks = attention_bwd.run(q, dlse, q, k, v, out, lse, options, need_dsinks=True)
+        dq, dk, dv, dsinks, _ = attention_bwd.run(q, dlse, q, k, v, out, lse, options, need_dsinks=True)
         inputs = [x[0].double().requires_grad_() for x in (q, k, v)]
         want, want_lse = exact(*inputs, window)
         is_empty = want_lse == -math.inf
@@ -161,7 +161,7 @@ def test_heads_split_over_programs():
     assert attention_bwd._num_splits(2, 1024, 9) == 2
     options = Options(SCALE, sinks=torch.tensor(SINKS, device=DEVICE))
     out, lse = attention.run(q, k, v, options)
-    _, dk, dv, _ = attention_bwd.run(dout, None, q, k, v, out, lse, options, need_dq=False)
+    _, dk, dv, _, _ = attention_bwd.run(dout, None, q, k, v, out, lse, options, need_dq=False)
     inputs = [x[0].double().requires_grad_() for x in (q, k, v)]
     want, _ = exact(*inputs, NONE, sinks=options.sinks.double())
     for got, expected in zip((dk, dv), torch.autograd.grad(want, inputs[1:], dout[0].double())):
@@ -185,9 +185,9 @@ def test_nan_in_dlse_of_rows_without_keys():
     options = Options(SCALE, CAUSAL, sinks=torch.tensor(SINKS, device=DEVICE))
     out, lse = attention.run(q, k, v, options)
     dlse = torch.randn(1, H, 8, device=DEVICE)
-    *want, _ = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dsinks=True)
+    *want, _, _ = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dsinks=True)
     dlse[:, :, :4] = math.nan
-    *got, dsinks = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dsinks=True)
+    *got, dsinks, _ = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dsinks=True)
     assert all(map(torch.equal, got, want)) and dsinks.isnan().all()
 
 
@@ -201,7 +201,7 @@ def test_without_keys_lse_is_the_sink(has_dlse):
     want[1, :, 3:] = -math.inf
     assert (out == 0).all() and torch.equal(lse, want)
     dlse = torch.randn(2, H, 7, device=DEVICE) if has_dlse else None
-    dq, dk, dv, dsinks = attention_bwd.run(q, dlse, q, k, v, out, lse, options, need_dsinks=True)
+    dq, dk, dv, dsinks, _ = attention_bwd.run(q, dlse, q, k, v, out, lse, options, need_dsinks=True)
     assert (dq == 0).all() and dk.shape == k.shape and dv.shape == v.shape
     torch.testing.assert_close(dsinks, dlse[0].sum(1) + dlse[1, :, :3].sum(1) if has_dlse else torch.zeros_like(dsinks))
 

@@ -6,7 +6,8 @@ come by tensor descriptors, that is TMA, where the GPU, the dtype and the stride
 out may have another head_dim than Q and K, that is head_dim_v.
 Nothing here belongs to one vendor, so other Triton backends and Triton's interpreter (TRITON_INTERPRET=1) run it too.
 
-Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: mask.py, the mask; ../csrc/flash.cu, the same in CUDA C++.
+Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: mask.py, the mask; scores.py, softcap, ALiBi and biases;
+../csrc/flash.cu, the same in CUDA C++.
 """
 
 import functools
@@ -25,6 +26,8 @@ from .dropout import keep_tile, threshold_and_scale
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, to_float)
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
+from .scores import (Scores, bias_bytes, capped, kind_of_scores, score_constants, score_numbers, score_tensors,
+                     shifted)
 from .sequence import block_of_slot, head_of, num_slots, sequence
 
 try:
@@ -80,9 +83,10 @@ def _clear_keys(tile, cols, first_key, seqlen_k, kClear: tl.constexpr):
 
 @triton.jit
 def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, first_key,
-            seqlen_k, seq, head_dim, head_dim_v, softmax_scale_log2, seed_ptr, threshold, kMasked: tl.constexpr,
-            kMaskCols: tl.constexpr, kIsLocal: tl.constexpr, kClearV: tl.constexpr, kIsPacked: tl.constexpr,
-            kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr, kTma: tl.constexpr):
+            seqlen_k, seq, head_dim, head_dim_v, softmax_scale_log2, scores, seed_ptr, threshold,
+            kMasked: tl.constexpr, kMaskCols: tl.constexpr, kIsLocal: tl.constexpr, kClearV: tl.constexpr,
+            kIsPacked: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
+            kTma: tl.constexpr):
     """Online softmax over the full blocks of keys, with kMasked over the cut ones: the new acc_o, row_max, row_sum."""
     kIsFp8: tl.constexpr = q.dtype.primitive_bitwidth == 8
     loop = steps(blocks, kMasked)
@@ -92,6 +96,7 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
         k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
                        kTma, seq.k_begin)
         acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
+        acc_s = shifted(scores, capped(scores, acc_s), (row0 + tl.arange(0, acc_s.shape[0]))[:, None], cols[None, :])
         if kMasked:
             acc_s = tl.where(sees(visible, cols, kIsLocal), acc_s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(acc_s, 1))
@@ -165,11 +170,14 @@ def _add_sink(row_max, row_sum, sink):
 def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as AttnParams in csrc/flash.h
                cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr,
                sinks_ptr,  # (H,), one more score of each row, without a value, or None
+               alibi_ptr, bias_ptr,  # of scores.py, or None
                q_descale_ptr, k_descale_ptr, v_descale_ptr,  # fp8: (B, Hk), contiguous; and v is Vᵀ, if not packed
                seed_ptr, threshold, keep_scale,  # of dropout.py; a seed_ptr of None: no dropout
-               softmax_scale,
+               softmax_scale, softcap,  # None: no softcap
                q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                v_batch_stride, v_head_stride, v_row_stride, o_batch_stride, o_head_stride, o_row_stride,
+               alibi_batch_stride, bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride,
+               kFastTanh: tl.constexpr,
                batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right,
                kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kNegateQ: tl.constexpr, kMaskCols: tl.constexpr,
                kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
@@ -219,6 +227,12 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
     if v_descale_ptr is not None:
         scale_o *= tl.load(v_descale_ptr + seq.b * nheads_k + h_k)
     softmax_scale_log2 = tl.where(scale < 0, float("nan"), tl.maximum(scale * 1.4426950408889634, 1e-37))
+    numbers = score_numbers(tl.where(scale < 0, float("nan"), scale), softcap, alibi_ptr, bias_ptr, alibi_batch_stride,
+                            bias_batch_stride, bias_head_stride, seq, h)
+    scores = Scores(numbers, softcap, alibi_ptr, bias_ptr, bias_row_stride, bias_key_stride, kFastTanh)
+    if softcap is not None or alibi_ptr is not None or bias_ptr is not None:
+        scale = numbers.unit
+        softmax_scale_log2 = scale * 1.4426950408889634
     acc_o = tl.zeros([kBlockM, kBlockDv], tl.float32)
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
@@ -226,12 +240,12 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
     kClearV: tl.constexpr = kIsPacked or seqused_k_ptr is not None
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
                                       v_row_stride, blocks, visible, first_key, seqlen_k, seq, head_dim, head_dim_v,
-                                      softmax_scale_log2, seed_ptr, threshold, False, kMaskCols, kIsLocal, kClearV,
-                                      kIsPacked, kBlockN, kBlockD, kBlockDv, kTma)
+                                      softmax_scale_log2, scores, seed_ptr, threshold, False, kMaskCols, kIsLocal,
+                                      kClearV, kIsPacked, kBlockN, kBlockD, kBlockDv, kTma)
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
                                       v_row_stride, blocks, visible, first_key, seqlen_k, seq, head_dim, head_dim_v,
-                                      softmax_scale_log2, seed_ptr, threshold, True, kMaskCols, kIsLocal, kClearV,
-                                      kIsPacked, kBlockN, kBlockD, kBlockDv, kTma)
+                                      softmax_scale_log2, scores, seed_ptr, threshold, True, kMaskCols, kIsLocal,
+                                      kClearV, kIsPacked, kBlockN, kBlockD, kBlockDv, kTma)
 
     empty = (visible.begin >= visible.end) | (row_sum == 0.0)
     row_sum = tl.where(empty, 1.0, row_sum)
@@ -274,6 +288,8 @@ TILES = {
     (1, 128): [(64, 128, 4, 3), (128, 128, 8, 3), (64, 128, 4, 2)],
     (1, 256): [(128, 128, 8, 2), (128, 64, 8, 2)],
 }
+# In 16 bits beside a bias, where none of these fits.
+BIAS_TILES = [(64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1)]
 
 
 def block_d(dtype, head_dim):
@@ -281,14 +297,15 @@ def block_d(dtype, head_dim):
     return max(32 if dtype in FP8_DTYPES else 16, triton.next_power_of_2(head_dim))
 
 
-def shared_memory(dtype, kBlockM, kBlockN, kBlockD, num_stages):
-    """Bytes that a program asks for at most: Q, a ring of K and V, and barriers. kBlockD: the larger one, if V has
-    another."""
-    return (kBlockM + 2 * num_stages * kBlockN) * kBlockD * dtype.itemsize + 1024
+def shared_memory(dtype, kBlockM, kBlockN, kBlockD, num_stages, bias_bytes=0):
+    """Bytes that a program asks for at most: Q, a ring of K, V and the bias, and barriers. kBlockD: the larger one, if
+    V has another."""
+    of_bias = num_stages * kBlockM * kBlockN * bias_bytes
+    return (kBlockM + 2 * num_stages * kBlockN) * kBlockD * dtype.itemsize + of_bias + 1024
 
 
 @functools.cache
-def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False, head_dim_v=None):
+def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False, head_dim_v=None, bias_bytes=0):
     """Launch options to choose from, as a list of dictionaries; the first is the choice without tuning.
 
     Not by batch and heads, so that a sample's result does not depend on its batch.
@@ -298,12 +315,19 @@ def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False, 
         max_shared_memory: bytes that one program can have; 227 KB on Hopper.
         is_hopper: attention_hopper.py can serve as well.
         head_dim_v: of v, if it is another.
+        bias_bytes: of a bias, for each score.
     """
     kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v or head_dim)
     largest = max(kBlockD, kBlockDv)
     smallest = (16, 16, 4, 1) if dtype == torch.float32 else (32, 32, 4, 1)  # for 64 KB, as Turing and AMD have
-    tiles = [tile for tile in TILES[dtype.itemsize, max(64, largest)]
-             if shared_memory(dtype, *tile[:2], largest, tile[3]) <= max_shared_memory] or [smallest]
+
+    def fits(tile):
+        return shared_memory(dtype, *tile[:2], largest, tile[3], bias_bytes) <= max_shared_memory
+
+    tiles = list(filter(fits, TILES[dtype.itemsize, max(64, largest)]))
+    if not tiles and bias_bytes and dtype.itemsize == 2:
+        tiles = list(filter(fits, BIAS_TILES))
+    tiles = tiles or [smallest]
     configs = [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, kBlockDv=kBlockDv, num_warps=num_warps,
                     num_stages=num_stages)
                for kBlockM, kBlockN, num_warps, num_stages in tiles]
@@ -334,9 +358,10 @@ def transposed(v, seqlen_q, lengths, window):
     return vt
 
 
-def launch(config, q, k, v, out, lengths, window, is_negative, tma):
-    """A Launch for checked inputs, to be called with (q, k, v, out, lse, *lengths, sinks, *descales, seed, threshold,
-    keep_scale, softmax_scale). v is Vᵀ if they are fp8 and not packed; is_negative: softmax_scale is."""
+def launch(config, q, k, v, out, lengths, window, is_negative, tma, scores=(None, None, None)):
+    """A Launch for checked inputs, to be called with (q, k, v, out, lse, *lengths, sinks, alibi_slopes, bias,
+    *descales, seed, threshold, keep_scale, softmax_scale, softcap). v is Vᵀ if they are fp8 and not packed;
+    is_negative: softmax_scale is. scores: alibi_slopes, bias and softcap."""
     if "kConsumers" in config:
         return attention_hopper.launch(config, q, k, v, out, window == (-1, 0), properties(q.device).num_sms)
     (nheads, seqlen_q, head_dim), head_dim_v = q.shape[1:], out.shape[-1]
@@ -344,9 +369,9 @@ def launch(config, q, k, v, out, lengths, window, is_negative, tma):
     kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
     v_tile = (kBlockDv, kBlockN) if q.dtype in FP8_DTYPES and not lengths.is_packed else (kBlockN, kBlockDv)
     tiles = [(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)), (v, v_tile))]
-    constants = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], batch_size, nheads, k.shape[1],
-                 seqlen_q, k.shape[2], head_dim, head_dim_v, *mask_of(window), is_negative,
-                 head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM, kBlockN, kBlockD, kBlockDv)
+    constants = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *score_constants(q, *scores),
+                 batch_size, nheads, k.shape[1], seqlen_q, k.shape[2], head_dim, head_dim_v, *mask_of(window),
+                 is_negative, head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM, kBlockN, kBlockD, kBlockDv)
     slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM)
     return Launch(function, slots * q.shape[0] * nheads, constants, tiles if tma else (), num_warps=num_warps,
                   num_stages=num_stages)
@@ -355,30 +380,38 @@ def launch(config, q, k, v, out, lengths, window, is_negative, tma):
 _plans = {}  # {all that a launch depends on: the launch}
 
 
+def in_float(options):
+    """options for inputs of to_float."""
+    bias = options.attn_bias
+    return options._replace(descales=tuple(map(to_float, options.descales)),
+                            attn_bias=bias if bias is None or bias.dtype != torch.bfloat16 else to_float(bias))
+
+
 def run(q, k, v, options, config=None):
     """(out, lse) of checked inputs and minimal_attn.backends.Options, by config or else by one of tile_configs."""
     if INTERPRETING and q.dtype not in (torch.float32, torch.float16):
-        options = options._replace(descales=tuple(map(to_float, options.descales)))
+        options = in_float(options)
         out, lse = run(*map(to_float, (q, k, v)), options, config)
         return empty_outputs(q, v)[0].copy_(out), lse
     out, lse = empty_outputs(q, v)
     if not out.numel():
         return out, lse
     lengths, window, sinks, seed = options.lengths, options.window, options.sinks, options.dropout_seed
+    scores = *score_tensors(options), options.softcap or None
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         if q.dtype in FP8_DTYPES and not lengths.is_packed:
             v = transposed(v, q.shape[2], lengths, window)
         autotune, is_negative = options.autotune and tuner.is_on(), options.softmax_scale < 0
-        numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
-        arguments = q, k, v, out, lse, *lengths, sinks, *options.descales, seed, *numbers
-        key = (q.device, is_negative, window, autotune, config and tuple(config.values()),
-               *layouts(q, k, v, *lengths, sinks, *options.descales, seed))
+        numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale, scores[2]
+        arguments = q, k, v, out, lse, *lengths, sinks, *scores[:2], *options.descales, seed, *numbers
+        key = (q.device, is_negative, window, autotune, config and tuple(config.values()), scores[2] is None,
+               *layouts(q, k, v, *lengths, sinks, *scores[:2], *options.descales, seed))
         plan = _plans.get(key)
         if plan is not None:
             plan(*arguments)
             return out, lse
         tma = can_use_tma(q, k, v)
-        suits_hopper = not config and hopper_serves(q, out, tma, lengths, window, is_negative, seed, sinks)
+        suits_hopper = not config and hopper_serves(q, out, tma, lengths, window, is_negative, seed, sinks, scores)
         if suits_hopper and attention_hopper is None:
             warn_hopper(hopper_error)
         try:
@@ -408,31 +441,35 @@ def warn_hopper(reason):
     warn(f"attention_hopper.py does not work with Triton {triton.__version__}, calls are slower without it: {reason}")
 
 
-def hopper_serves(q, out, tma, lengths=Lengths(), window=(-1, -1), is_negative=False, seed=None, sinks=None):
+def hopper_serves(q, out, tma, lengths=Lengths(), window=(-1, -1), is_negative=False, seed=None, sinks=None, scores=()):
     """Whether attention_hopper.py is for a call, if it works. Its TILES begin at kBlockD 64."""
     return (properties(q.device).capability // 10 == 9 and tma and can_use_tma(out) and q.dtype.itemsize == 2
-            and q.shape[-1] > 32 and q.shape[-1] == out.shape[-1] and all(x is None for x in (*lengths, seed, sinks))
-            and window in ((-1, -1), (-1, 0)) and not is_negative)
+            and q.shape[-1] > 32 and q.shape[-1] == out.shape[-1]
+            and all(x is None for x in (*lengths, seed, sinks, *scores)) and window in ((-1, -1), (-1, 0))
+            and not is_negative)
 
 
-def candidates(q, out, tma, lengths=Lengths(), window=(-1, -1), is_negative=False, seed=None, sinks=None):
+def candidates(q, out, tma, lengths=Lengths(), window=(-1, -1), is_negative=False, seed=None, sinks=None, scores=()):
     """tile_configs for a call, and whether attention_hopper.py is among them."""
-    is_hopper = hopper_works and hopper_serves(q, out, tma, lengths, window, is_negative, seed, sinks)
+    is_hopper = hopper_works and hopper_serves(q, out, tma, lengths, window, is_negative, seed, sinks, scores)
     max_shared_memory = properties(q.device).max_shared_memory
-    return tile_configs(q.dtype, q.shape[-1], max_shared_memory, is_hopper, out.shape[-1]), is_hopper
+    of_bias = bias_bytes(scores[1]) if scores else 0
+    return tile_configs(q.dtype, q.shape[-1], max_shared_memory, is_hopper, out.shape[-1], of_bias), is_hopper
 
 
 def choose(config, autotune, arguments, lengths, window, is_negative, tma):
     """The Launch of config, or else of one of the candidates: the first, or the fastest."""
-    q, k, v, out, *_, sinks, _, _, _, seed, _, _, _ = arguments
-    launch_of = once(lambda config: launch(config, q, k, v, out, lengths, window, is_negative, tma))
+    q, k, v, out, *_, sinks, alibi_slopes, bias, _, _, _, seed, _, _, _, softcap = arguments
+    scores = alibi_slopes, bias, softcap
+    launch_of = once(lambda config: launch(config, q, k, v, out, lengths, window, is_negative, tma, scores))
     if config:
         return launch_of(config)
-    configs, is_hopper = candidates(q, out, tma, lengths, window, is_negative, seed, sinks)
+    configs, is_hopper = candidates(q, out, tma, lengths, window, is_negative, seed, sinks, scores)
     if not autotune:
         return launch_of(configs[0])
     head_dims = block_d(q.dtype, q.shape[-1]), block_d(q.dtype, out.shape[-1])
-    key = str(q.dtype), *head_dims, *kind_of(q, k, lengths, window), tma, is_hopper, seed is not None
+    key = (str(q.dtype), *head_dims, *kind_of(q, k, lengths, window), tma, is_hopper, seed is not None,
+           *kind_of_scores(*scores))
     run_config = lambda config: launch_of(config)(*arguments)  # noqa: E731
     return launch_of(tuner.fastest("attention", key, configs, run_config, q.device))
 

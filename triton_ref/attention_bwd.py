@@ -1,18 +1,20 @@
-"""FlashAttention backward in Triton: dq, dk, dv and dsinks from dout, and from dlse where lse was used as well.
+"""FlashAttention backward in Triton: dq, dk, dv, dsinks and dbias from dout, and from dlse where lse was used as well.
 
 P is formed again from lse. With dP = dO Vᵀ and delta = rowsum(dO ∘ O), dS = P ∘ (dP - delta), and the gradients are
 dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse / d S = P makes dlse a part of delta. A sink is
 a score whose value is 0, and thus its dP: its gradient is the sum of -P · delta.
 
-Three kernels. That of preprocess.py computes delta, and what each row adds to dsinks. _flash_bwd_kv computes dK and dV
-of one block of keys and loops over the rows that see it; _flash_bwd_q computes dQ of one block of rows and loops over
-the keys. Q Kᵀ and dO Vᵀ are therefore formed twice, but there are no atomics, and every run gives the same bits. Where
+Three kernels, and that of attention_bwd_bias.py where a bias has a gradient. That of preprocess.py computes delta, and
+what each row adds to dsinks. _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows that see it;
+_flash_bwd_q computes dQ of one block of rows and loops over the keys. Q Kᵀ and dO Vᵀ are therefore formed twice, but there are no atomics, and every run gives the same bits. Where
 query heads share keys, several programs may share a block of keys: each sums over a part of the heads, in fp32 in
 memory, and sum_splits adds these up. Otherwise there is no workspace of Q's size.
 
-With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s.
+With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s. With a softcap, dS goes through
+its tanh, see scores.py.
 
-Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: preprocess.py, delta.
+Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: preprocess.py, delta;
+attention_bwd_bias.py, the gradient of a bias.
 """
 
 import contextlib
@@ -27,12 +29,15 @@ from minimal_attn.backends import Lengths
 from minimal_attn.checks import empty_like
 
 from . import autotune as tuner
-from .attention import _clear_keys, _load, block_d, can_use_tma
+from .attention import _clear_keys, _load, block_d, can_use_tma, in_float
+from .attention_bwd_bias import launch_bias
 from .dropout import keep_tile, threshold_and_scale
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, sum_splits, to_float)
 from .mask import block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, steps
 from .preprocess import first_padded_row, launch_preprocess, load_per_row, padded_rows, probabilities
+from .scores import (Scores, bias_bytes, capped, kind_of_scores, score_constants, score_numbers, score_tensors,
+                     shifted, through_cap)
 from .sequence import block_of_slot, head_of, num_slots, sequence
 
 
@@ -49,7 +54,7 @@ def _add_product(acc, a, b):
 
 @triton.jit
 def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_stride, dout_row_stride, blocks, mask,
-                     seq, pad_begin, col0, seqlen_pad, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold,
+                     seq, pad_begin, col0, seqlen_pad, head_dim, head_dim_v, scores, seed_ptr, threshold,
                      keep_scale, kMasked: tl.constexpr, kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr,
                      kClearDelta: tl.constexpr, kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr,
                      kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
@@ -58,7 +63,8 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
     rows, or with kMasked the cut ones. kEmptyRows: rows without a key, or the next sample's, may be among those of the
     cut ones. kClearDelta: and delta may be NaN there."""
     seqlen_q = mask.seqlen_q
-    seeing = rows_of(mask, col0 + tl.arange(0, kBlockN))
+    cols = col0 + tl.arange(0, kBlockN)
+    seeing = rows_of(mask, cols)
     loop = steps(blocks, kMasked)
     for step in range(loop.begin, loop.end):
         row0 = block_of(blocks, step, kMasked) * kBlockM
@@ -70,9 +76,10 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
             if kRaggedRows:
                 is_used &= rows < seqlen_q
             q_tile = tl.where(is_used[:, None], q_tile, tl.zeros_like(q_tile))
-        s = tl.dot(k, q_tile.T, input_precision="ieee")  # Sᵀ
+        s = capped(scores, tl.dot(k, q_tile.T, input_precision="ieee"))  # Sᵀ
         lse = load_per_row(lse_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
-        p = probabilities(s, lse[None, :], softmax_scale, k.dtype == tl.float32)
+        p = probabilities(shifted(scores, s, rows[None, :], cols[:, None]), lse[None, :], scores.numbers.unit,
+                          k.dtype == tl.float32)
         if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
             p = tl.where(seen_by(seeing, rows, seqlen_q, kIsLocal, kRaggedRows), p, 0.0)
         p_dropped = p
@@ -90,7 +97,7 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
         delta = load_per_row(delta_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTma)
         if kMasked and kClearDelta:
             delta = tl.where(is_used, delta, 0.0)
-        ds = p * (dp - delta[None, :])  # dSᵀ
+        ds = through_cap(scores, p * (dp - delta[None, :]), s)  # dSᵀ
         dk = _add_product(dk, ds.to(k.dtype), q_tile)
     return dk, dv
 
@@ -104,7 +111,9 @@ def _splits_of(rows, max_splits):
 
 @triton.jit(do_not_specialize=["threshold", *WINDOW])
 def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_seqlens_q_ptr,
-                  cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, seed_ptr, threshold, keep_scale, softmax_scale,
+                  cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, alibi_ptr, bias_ptr, seed_ptr, threshold, keep_scale,
+                  softmax_scale, softcap, alibi_batch_stride, bias_batch_stride, bias_head_stride, bias_row_stride,
+                  bias_key_stride, kFastTanh: tl.constexpr,
                   q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                   v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
                   dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
@@ -160,15 +169,18 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
             q_base = head_of(q_ptr, b, h, seq.q_begin, q_batch_stride, q_head_stride, q_row_stride)
             dout_base = head_of(dout_ptr, b, h, seq.q_begin, dout_batch_stride, dout_head_stride, dout_row_stride)
         bh = b * nheads + h
+        numbers = score_numbers(softmax_scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride,
+                                bias_batch_stride, bias_head_stride, seq, h)
+        scores = Scores(numbers, softcap, alibi_ptr, bias_ptr, bias_row_stride, bias_key_stride, kFastTanh)
         if kIsCausal or kIsLocal or kRaggedRows:
             dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
                                       dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
-                                      head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, True, kIsLocal,
+                                      head_dim_v, scores, seed_ptr, threshold, keep_scale, True, kIsLocal,
                                       kEmptyRows, kClearDelta, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD,
                                       kBlockDv, kTma)
         dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
                                   dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
-                                  head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale, False, kIsLocal,
+                                  head_dim_v, scores, seed_ptr, threshold, keep_scale, False, kIsLocal,
                                   kEmptyRows, kClearDelta, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD,
                                   kBlockDv, kTma)
 
@@ -194,7 +206,7 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
 
 @triton.jit
 def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible,
-                   first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                   first_key, seq, head_dim, head_dim_v, scores, seed_ptr, threshold, keep_scale,
                    kMasked: tl.constexpr, kIsLocal: tl.constexpr, kClearKeys: tl.constexpr, kMaskCols: tl.constexpr,
                    kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
                    kTma: tl.constexpr):
@@ -210,22 +222,25 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride,
         if kMasked and kTma:
             k_tile = _clear_keys(k_tile, cols, first_key, seq.seqlen_k, kClearKeys)
             v_tile = _clear_keys(v_tile, cols, first_key, seq.seqlen_k, kClearKeys)
-        s = tl.dot(q, k_tile.T, input_precision="ieee")
-        p = probabilities(s, lse[:, None], softmax_scale, q.dtype == tl.float32)
+        s = capped(scores, tl.dot(q, k_tile.T, input_precision="ieee"))
+        shifted_s = shifted(scores, s, (row0 + tl.arange(0, kBlockM))[:, None], cols[None, :])
+        p = probabilities(shifted_s, lse[:, None], scores.numbers.unit, q.dtype == tl.float32)
         if kMasked:
             p = tl.where(sees(visible, cols, kIsLocal), p, 0.0)
         dp = tl.dot(dout, v_tile.T, input_precision="ieee")
         if seed_ptr is not None:
             keep = keep_tile(seed_ptr, threshold, seq.b, h, row0, col0, kBlockM, kBlockN)
             dp = tl.where(keep, dp * keep_scale, 0.0)
-        ds = p * (dp - delta[:, None])
+        ds = through_cap(scores, p * (dp - delta[:, None]), s)
         dq = _add_product(dq, ds.to(q.dtype), k_tile)
     return dq
 
 
 @triton.jit(do_not_specialize=["threshold", *WINDOW])
 def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-                 seqused_q_ptr, seqused_k_ptr, seed_ptr, threshold, keep_scale, softmax_scale,
+                 seqused_q_ptr, seqused_k_ptr, alibi_ptr, bias_ptr, seed_ptr, threshold, keep_scale, softmax_scale,
+                 softcap, alibi_batch_stride, bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride,
+                 kFastTanh: tl.constexpr,
                  q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                  v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
                  dq_batch_stride, dq_head_stride, dq_row_stride, batch_size, nheads, nheads_k, seqlen_q, seqlen_k,
@@ -273,12 +288,15 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
     if kEmptyRows:  # a row without a key has an lse if there are sinks
         lse = tl.where(visible.begin >= visible.end, float("inf"), lse)
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
+    numbers = score_numbers(softmax_scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride,
+                            bias_batch_stride, bias_head_stride, seq, h)
+    scores = Scores(numbers, softcap, alibi_ptr, bias_ptr, bias_row_stride, bias_key_stride, kFastTanh)
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                        visible, first_key, seq, head_dim, head_dim_v, scores, seed_ptr, threshold, keep_scale,
                         False, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, first_key, seq, head_dim, head_dim_v, softmax_scale, seed_ptr, threshold, keep_scale,
+                        visible, first_key, seq, head_dim, head_dim_v, scores, seed_ptr, threshold, keep_scale,
                         True, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     dims = tl.arange(0, kBlockD)
@@ -302,6 +320,9 @@ KV_TILES = {
     (2, 128): [(64, 64, 4, 2), (32, 64, 4, 2)],
     (2, 256): [(32, 64, 8, 2), (32, 32, 4, 1)],
 }
+# In 16 bits with scores that something changes, which takes registers: by the larger of kBlockD and kBlockDv.
+SCORES_KV_TILES = {64: [(64, 64, 8, 2), (64, 64, 4, 2)], 128: [(64, 64, 8, 2), (32, 64, 8, 2)],
+                   256: [(32, 64, 8, 2), (32, 32, 4, 1)]}
 Q_TILES = {
     (4, 64): [(32, 32, 4, 1)],
     (4, 128): [(32, 16, 4, 1)],
@@ -313,7 +334,7 @@ Q_TILES = {
 
 
 @functools.cache
-def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=None):
+def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=None, bias_bytes=0, has_scores=False):
     """Launch options to choose from; the first is the choice without tuning.
 
     Args:
@@ -321,6 +342,7 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=
         dtype, head_dim: of q.
         max_shared_memory: bytes that one program can have; 227 KB on Hopper.
         head_dim_v: of v, if it is another.
+        bias_bytes: of a bias, for each score. has_scores: something changes the scores.
     """
     kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v or head_dim)
     largest = max(kBlockD, kBlockDv)
@@ -328,9 +350,12 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=
     def fits(kBlockM, kBlockN, num_warps, num_stages):
         """Two tiles of the program's own block, and num_stages of each of the two that the loop loads."""
         own, other = (kBlockN, kBlockM) if side == "kv" else (kBlockM, kBlockN)
-        return 2 * (own + num_stages * other) * largest * dtype.itemsize + 4096 <= max_shared_memory
+        of_tiles = 2 * (own + num_stages * other) * largest * dtype.itemsize
+        return of_tiles + num_stages * kBlockM * kBlockN * bias_bytes + 4096 <= max_shared_memory
 
     tiles = (KV_TILES if side == "kv" else Q_TILES)[dtype.itemsize, max(64, largest)]
+    if side == "kv" and has_scores and dtype.itemsize == 2:
+        tiles = SCORES_KV_TILES[max(64, largest)]
     return [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, kBlockDv=kBlockDv, num_warps=num_warps,
                  num_stages=num_stages)
             for kBlockM, kBlockN, num_warps, num_stages in
@@ -362,13 +387,14 @@ def _has_empty_rows(q, k, lengths, window):
     return lengths.is_packed or window[1] >= 0 and (used_q != used_k or q.shape[2] > k.shape[2] + window[1])
 
 
-def _launch(side, config, tma, tensors, window, has_empty_rows, clears_delta):
+def _launch(side, config, tma, tensors, softcap, window, has_empty_rows, clears_delta):
     """A Launch for the gradients of one side, "kv" or "q", to be called with (*tensors, threshold, keep_scale,
-    softmax_scale). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, *lengths, seed.
+    softmax_scale, softcap). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, *lengths,
+    alibi_slopes, bias, seed.
 
     clears_delta: delta may be NaN in rows without a key."""
-    q, k, v, dout, *gradients, lse_padded, delta = tensors[:-5]
-    lengths = Lengths(*tensors[-5:-1])
+    q, k, v, dout, *gradients, lse_padded, delta = tensors[:-7]
+    lengths, alibi_slopes, bias = Lengths(*tensors[-7:-3]), *tensors[-3:-1]
     (nheads, seqlen_q, head_dim), head_dim_v = q.shape[1:], v.shape[-1]
     nheads_k, seqlen_k = k.shape[1:3]
     batch_size, is_packed = num_samples(q, lengths), lengths.is_packed
@@ -386,21 +412,21 @@ def _launch(side, config, tma, tensors, window, has_empty_rows, clears_delta):
              (dout, (1, 1, kBlockM, kBlockDv)), *[None] * len(gradients), (lse_padded, (1, kBlockM)),
              (delta, (1, kBlockM))]
     strides = (stride for x in (q, k, v, dout, *gradients) for stride in x.stride()[:3])
-    constants = (*strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v,
-                 *of_side, *mask_of(window), has_empty_rows, head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM,
-                 kBlockN, kBlockD, kBlockDv)
+    constants = (*score_constants(q, alibi_slopes, bias, softcap), *strides, batch_size, nheads, nheads_k, seqlen_q,
+                 seqlen_k, delta.shape[1], head_dim, head_dim_v, *of_side, *mask_of(window), has_empty_rows,
+                 head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM, kBlockN, kBlockD, kBlockDv)
     return Launch(function, blocks * q.shape[0], constants, tiles if tma else (), num_warps=num_warps,
                   num_stages=num_stages)
 
 
-# {all that the launches depend on: {"preprocess", "kv", "q", "sum_k" or "sum_v", those that are needed: the Launch}}
+# {all that the launches depend on: {"preprocess", "kv", "q", "bias", "sum_k" or "sum_v", those that are needed: the
+# Launch}}
 _plans = {}
 
 
-def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, need_dsinks=False):
-    """(dq, dk, dv, dsinks) of checked inputs and what the forward made of them with these options; dlse may be None.
-    Without need_dq dq is None, without need_dkv dk and dv are, without need_dsinks dsinks is, and nothing is spent on
-    them.
+def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, need_dsinks=False, need_dbias=False):
+    """(dq, dk, dv, dsinks, dbias) of checked inputs and what the forward made of them with these options; dlse may be
+    None. Without need_dq dq is None, without need_dkv dk and dv are, and so on, and nothing is spent on them.
 
     Raises:
         NotImplementedError: a packed batch with seqused_k.
@@ -410,20 +436,24 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
         raise NotImplementedError("backend='triton' has no backward pass for cu_seqlens with seqused_k: key ranges may "
                                   "overlap")
     if INTERPRETING and q.dtype == torch.bfloat16:
-        *gradients, dsinks = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, options, need_dq, need_dkv,
-                                 need_dsinks)
-        return *(x if x is None else x.bfloat16() for x in gradients), dsinks
+        *gradients, dsinks, dbias = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, in_float(options), need_dq,
+                                        need_dkv, need_dsinks, need_dbias)
+        return (*(x if x is None else x.bfloat16() for x in gradients), dsinks,
+                dbias if dbias is None else dbias.to(options.attn_bias.dtype))
     dq = empty_like(q) if need_dq else None
     dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
+    dbias = lse.new_zeros(options.attn_bias.shape) if need_dbias else None  # a sum of many, so as they are
     if not q.numel() or not k.numel():  # without keys out does not depend on the sinks, and lse is its row's sink
         dsinks = torch.zeros_like(options.sinks) if need_dsinks else None
         if need_dsinks and dlse is not None:
             dsinks += dlse.masked_fill(lse == -math.inf, 0).sum((0, 2))
-        return *(x if x is None else x.zero_() for x in (dq, dk, dv)), dsinks
+        return *(x if x is None else x.zero_() for x in (dq, dk, dv)), dsinks, dbias_of(options, dbias)
     if dout.stride(-1) != 1:  # as the gradient of a sum
         dout = dout.contiguous()
     batch_size, nheads, seqlen_q, _ = q.shape
-    numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
+    *score_inputs, softcap = *score_tensors(options), options.softcap or None
+    numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale, softcap
+    unit = options.softmax_scale if not options.has_scores else softcap or 1.0
     seqlen_pad = padded_rows(seqlen_q, lengths, num_samples(q, lengths))
     lse_padded, delta = (lse.new_empty(batch_size * nheads, seqlen_pad) for _ in range(2))
     sinks, dsinks_of_rows = (options.sinks, torch.empty_like(delta)) if need_dsinks else (None, None)
@@ -435,24 +465,27 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
         dkv_accum = [lse.new_empty(max_splits, split_stride) for _ in range(2)] if max_splits > 1 else []
         # A split's sums lie in memory as the gradient does.
         sums = [x.as_strided(dx.shape, dx.stride()) for x, dx in zip(dkv_accum, (dk, dv))] or (dk, dv)
-        sides["kv"] = q, k, v, dout, *sums, lse_padded, delta, *lengths, seed
+        sides["kv"] = q, k, v, dout, *sums, lse_padded, delta, *lengths, *score_inputs, seed
     if need_dq:
-        sides["q"] = q, k, v, dout, dq, lse_padded, delta, *lengths, seed
+        sides["q"] = q, k, v, dout, dq, lse_padded, delta, *lengths, *score_inputs, seed
+    of_bias = q, k, v, dout, dbias, lse_padded, delta, *lengths[2:], *score_inputs, seed
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         autotune = options.autotune and tuner.is_on()
         has_empty_rows = _has_empty_rows(q, k, lengths, window)
         # A row without a key has an lse if there are sinks, and so its dlse counts.
         clears_delta = has_empty_rows and dlse is not None and options.sinks is not None
-        key = (q.device, window, has_empty_rows, clears_delta, autotune, *sides,
-               *layouts(q, k, v, out, dout, lse, dlse, sinks, *lengths, seed))
+        key = (q.device, window, has_empty_rows, clears_delta, autotune, *sides, need_dbias, softcap is None,
+               *layouts(q, k, v, out, dout, lse, dlse, sinks, *lengths, *score_inputs, seed))
         plan = _plans.get(key)
         is_new = plan is None
         if is_new:
             plan = {"preprocess": launch_preprocess(*preprocessed)}
-        plan["preprocess"](*preprocessed, options.softmax_scale)
+        plan["preprocess"](*preprocessed, unit)
         if is_new:  # tiles are timed on what preprocess.py made
             plan |= {side: _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows, clears_delta)
                      for side, tensors in sides.items()}
+            if need_dbias:
+                plan["bias"] = launch_bias(of_bias, softcap, window)
             if max_splits > 1:
                 plan |= {"sum_k": sum_splits(dk, split_stride, max_splits),
                          "sum_v": sum_splits(dv, split_stride, max_splits)}
@@ -466,8 +499,15 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
             if max_splits > 1:
                 plan["sum_k"](dkv_accum[0], dk)
                 plan["sum_v"](dkv_accum[1], dv)
+        if need_dbias:
+            plan["bias"](*of_bias, *numbers)
     dsinks = dsinks_of_rows.view(batch_size, nheads, -1).sum((0, 2)) if need_dsinks else None
-    return dq, dk, dv, dsinks
+    return dq, dk, dv, dsinks, dbias_of(options, dbias)
+
+
+def dbias_of(options, dbias):
+    """The gradient of a bias in its dtype, or None."""
+    return dbias if dbias is None else dbias.to(options.attn_bias.dtype)
 
 
 @functools.cache
@@ -504,14 +544,17 @@ def _beside(device, pays):
 
 def _choose(side, autotune, tensors, numbers, lengths, window, has_empty_rows, clears_delta):
     """The Launch of one of tile_configs: the first, or the fastest."""
-    q, k, v, dout, *_, seed = tensors
-    configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1])
+    q, k, v, dout, *_, alibi_slopes, bias, seed = tensors
+    scores = alibi_slopes, bias, numbers[3]
+    configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1],
+                           bias_bytes(bias), any(x is not None for x in scores))
     # A descriptor ends with the tensor, not with a padded sample.
     tma = (lengths.is_packed or all(x is None for x in lengths)) and can_use_tma(q, k, v, dout)
-    launch_of = once(lambda config: _launch(side, config, tma, tensors, window, has_empty_rows, clears_delta))
+    launch_of = once(lambda config: _launch(side, config, tma, tensors, numbers[3], window, has_empty_rows,
+                                            clears_delta))
     if not autotune:
         return launch_of(configs[0])
     head_dims = configs[0]["kBlockD"], configs[0]["kBlockDv"]
-    key = str(q.dtype), *head_dims, *kind_of(q, k, lengths, window), tma, seed is not None
+    key = (str(q.dtype), *head_dims, *kind_of(q, k, lengths, window), tma, seed is not None, *kind_of_scores(*scores))
     run_config = lambda config: launch_of(config)(*tensors, *numbers)  # noqa: E731
     return launch_of(tuner.fastest(f"attention_bwd_{side}", key, configs, run_config, q.device))

@@ -19,28 +19,32 @@ from .matmul import triton_matmul
 def _options(*of_op):
     """The Options of an op's arguments after its tensors: those of Options.of_op, autotune and in the forward pass
     descales."""
-    *lengths, sinks, softmax_scale, left, right, dropout_p, dropout_seed, autotune = of_op[:11]
+    *tensors, softmax_scale, softcap, left, right, dropout_p, dropout_seed, autotune = of_op[:14]
+    *lengths, sinks, alibi_slopes, attn_bias = tensors
     return Options(softmax_scale, (left, right), Lengths(*lengths), sinks, dropout_p, dropout_seed, autotune=autotune,
-                   descales=of_op[11:])
+                   descales=of_op[14:], softcap=softcap, alibi_slopes=alibi_slopes, attn_bias=attn_bias)
 
 
 @torch.library.custom_op("minimal_attn::triton_forward", mutates_args=())
 def triton_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: Optional[torch.Tensor],
                    cu_seqlens_k: Optional[torch.Tensor], seqused_q: Optional[torch.Tensor],
-                   seqused_k: Optional[torch.Tensor], sinks: Optional[torch.Tensor], softmax_scale: float,
-                   window_left: int, window_right: int, dropout_p: float = 0.0,
+                   seqused_k: Optional[torch.Tensor], sinks: Optional[torch.Tensor],
+                   alibi_slopes: Optional[torch.Tensor], attn_bias: Optional[torch.Tensor], softmax_scale: float,
+                   softcap: float, window_left: int, window_right: int, dropout_p: float = 0.0,
                    dropout_seed: Optional[torch.Tensor] = None, autotune: bool = True,
                    q_descale: Optional[torch.Tensor] = None, k_descale: Optional[torch.Tensor] = None,
                    v_descale: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, torch.Tensor]:
     """out like q, bf16 if q is fp8 and with v's head_dim, and lse fp32 (B, H, Sq), of checked inputs: q (B, H, Sq, D),
     k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), all with a contiguous last dimension; seqused_q and seqused_k int32 (B,) or
-    None; sinks fp32 (H,), contiguous, or None; descales fp32 (B, Hk), contiguous, or None; dropout_seed int64, one
-    element, or None for no dropout. A window of -1 has no bound on that side. With cu_seqlens_q and cu_seqlens_k, int32
-    (B + 1,), q, k and v are a packed batch: (1, H, Tq, D), (1, Hk, Tk, D) and (1, Hk, Tk, Dv).
+    None; sinks fp32 (H,), contiguous, or None; alibi_slopes fp32 (H,) or (B, H), contiguous, or None; attn_bias 4D,
+    bool, of q's dtype or fp32, which broadcasts to (B, H, Sq, Sk), or None; descales fp32 (B, Hk), contiguous, or None;
+    dropout_seed int64, one element, or None for no dropout. A softcap of 0 is none. A window of -1 has no bound on that
+    side. With cu_seqlens_q and cu_seqlens_k, int32 (B + 1,), q, k and v are a packed batch: (1, H, Tq, D), (1, Hk, Tk,
+    D) and (1, Hk, Tk, Dv).
     minimal_attn.flash_attention checks and describes them."""
-    return attention.run(q, k, v, _options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softmax_scale,
-                                           window_left, window_right, dropout_p, dropout_seed, autotune, q_descale,
-                                           k_descale, v_descale))
+    return attention.run(q, k, v, _options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes,
+                                           attn_bias, softmax_scale, softcap, window_left, window_right, dropout_p,
+                                           dropout_seed, autotune, q_descale, k_descale, v_descale))
 
 
 @torch.library.custom_op("minimal_attn::triton_backward", mutates_args=())
@@ -48,24 +52,26 @@ def triton_backward(dout: torch.Tensor, dlse: Optional[torch.Tensor], q: torch.T
                     v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
                     cu_seqlens_q: Optional[torch.Tensor], cu_seqlens_k: Optional[torch.Tensor],
                     seqused_q: Optional[torch.Tensor], seqused_k: Optional[torch.Tensor],
-                    sinks: Optional[torch.Tensor], softmax_scale: float, window_left: int, window_right: int,
-                    dropout_p: float = 0.0, dropout_seed: Optional[torch.Tensor] = None, autotune: bool = True,
-                    need_dq: bool = True, need_dkv: bool = True, need_dsinks: bool = False
-                    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq like q, dk like k, dv like v, dsinks like sinks: what triton_forward's inputs get of dout (B, H, Sq, Dv) and
-    dlse (B, H, Sq), or None. Those that are not needed have no elements."""
-    options = _options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softmax_scale, window_left,
-                       window_right, dropout_p, dropout_seed, autotune)
-    *gradients, dsinks = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dq, need_dkv, need_dsinks)
-    return *(q.new_empty(0) if x is None else x for x in gradients), lse.new_empty(0) if dsinks is None else dsinks
+                    sinks: Optional[torch.Tensor], alibi_slopes: Optional[torch.Tensor],
+                    attn_bias: Optional[torch.Tensor], softmax_scale: float, softcap: float, window_left: int,
+                    window_right: int, dropout_p: float = 0.0, dropout_seed: Optional[torch.Tensor] = None,
+                    autotune: bool = True, need_dq: bool = True, need_dkv: bool = True, need_dsinks: bool = False,
+                    need_dbias: bool = False
+                    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq like q, dk like k, dv like v, dsinks like sinks, dbias like attn_bias: what triton_forward's inputs get of
+    dout (B, H, Sq, Dv) and dlse (B, H, Sq), or None. Those that are not needed have no elements."""
+    options = _options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, softmax_scale,
+                       softcap, window_left, window_right, dropout_p, dropout_seed, autotune)
+    gradients = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dq, need_dkv, need_dsinks, need_dbias)
+    return tuple(like.new_empty(0) if x is None else x for x, like in zip(gradients, (q, q, q, lse, lse)))
 
 
 def _backward(*inputs):
     """triton_backward, without the dispatcher where no one wants a second derivative."""
     if not is_eager(*inputs[:5]) or torch.is_grad_enabled():
         return triton_backward(*inputs)
-    *others, need_dq, need_dkv, need_dsinks = inputs
-    return attention_bwd.run(*others[:7], _options(*others[7:]), need_dq, need_dkv, need_dsinks)
+    *others, need_dq, need_dkv, need_dsinks, need_dbias = inputs
+    return attention_bwd.run(*others[:7], _options(*others[7:]), need_dq, need_dkv, need_dsinks, need_dbias)
 
 
 class Attention(torch.autograd.Function):
@@ -86,7 +92,7 @@ def _forward(q, k, v, options):
     # Tiles that are timed may be others in the next run.
     is_fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()
     options = options._replace(autotune=options.autotune and not is_fixed)
-    inputs = q, k, v, options.sinks
+    inputs = q, k, v, options.sinks, options.attn_bias
     if is_eager(*inputs) and not any(map(wants_gradient, inputs)):
         return attention.run(q, k, v, options)
     op = Attention.apply if is_eager(*inputs) else torch.ops.minimal_attn.triton_forward
