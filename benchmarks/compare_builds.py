@@ -23,7 +23,8 @@ from statistics import geometric_mean, median
 import torch
 
 KERNELS = "sm90", "sm80", "backward"  # as numbered in compare_builds.cpp
-SOURCES = "flash_sm90", "flash_sm80", "flash_bwd_sm80", "flash_bwd", "device"
+# The last ones are not in every version.
+SOURCES = "flash_sm90", "flash_sm80", "flash_bwd_sm80", "flash_bwd", "device", "flash_bwd_bias"
 TOKENS, WIDTH = 16384, 2048  # of all samples together; heads times head_dim
 TENSORS = "q", "k", "v", "o", "lse", "tile_counter", "dout", "dq", "dk", "dv", "delta", "lse_log2", "workspace"
 NUMBERS = "batch_size", "nheads", "seqlen", "head_dim", "is_causal", "workspace_bytes"
@@ -43,7 +44,8 @@ def build(csrc, folder):
         subprocess.run(["nvcc", *flags, "-c", source, "-o", to], check=True)
         return to
 
-    sources = [Path(__file__).with_suffix(".cpp"), *(csrc / f"{name}.cu" for name in SOURCES)]
+    sources = [Path(__file__).with_suffix(".cpp"),
+               *(file for name in SOURCES if (file := csrc / f"{name}.cu").is_file())]
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compiled, sources))
     library = folder / "kernels.so"

@@ -54,9 +54,9 @@ struct FlashAttention : torch::autograd::Function<FlashAttention> {
         check_no_tangent("dlse", dlse);
         const auto [softmax_scale, softcap, window_left, window_right, dropout_p, deterministic] =
             ctx->saved_data["options"].to<std::tuple<double, double, int64_t, int64_t, double, bool>>();
-        const Options options{if_defined(saved[5]), if_defined(saved[6]), if_defined(saved[7]), if_defined(saved[8]),
-                              if_defined(saved[9]), if_defined(saved[10]), if_defined(saved[11]), softmax_scale, softcap,
-                              window_left, window_right, dropout_p, if_defined(saved[12])};
+        const Options options{if_defined(saved[5]),  if_defined(saved[6]),  if_defined(saved[7]), if_defined(saved[8]),
+                              if_defined(saved[9]),  if_defined(saved[10]), if_defined(saved[11]), softmax_scale,
+                              softcap, window_left, window_right, dropout_p, if_defined(saved[12])};
         const bool need_dq = ctx->needs_input_grad(0), need_dk = ctx->needs_input_grad(1);
         const bool need_dv = ctx->needs_input_grad(2), need_dsinks = options.sinks && ctx->needs_input_grad(3);
         // Gradients are counted by the tensors among forward's arguments.
@@ -86,7 +86,8 @@ struct FlashAttention : torch::autograd::Function<FlashAttention> {
 Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options,
                               bool deterministic) {
     Reason slow_because;
-    const variable_list outputs = FlashAttention::apply(q, k, v, options.sinks, options.attn_bias, options, deterministic, &slow_because);
+    const variable_list outputs = FlashAttention::apply(q, k, v, options.sinks, options.attn_bias, options,
+                                                        deterministic, &slow_because);
     return {outputs[0], outputs[1], slow_because};
 }
 

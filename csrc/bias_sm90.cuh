@@ -24,7 +24,7 @@ template <int kBlockN> BiasTensor make_bias_tensor(const AttnParams &p) {
     const int bytes = x.dtype == DType::kBool ? 1 : 2, per_word = 2 / bytes, box_rows = x.row_stride ? 64 : 1;
     const Tensor words{x.data, x.batch_stride / per_word, x.head_stride / per_word, x.row_stride / per_word};
     auto tma = [&]<int kCols>() {
-        return make_tma_tensor<kCols>("attn_bias", words, p.batch_size, p.nheads, box_rows == 1 ? 1 : p.seqlen_q,
+        return make_tma_tensor<kCols>("attn_bias", words, p.batch_size, p.nheads, p.seqlen_q,
                                       p.seqlen_k / per_word, box_rows);
     };
     if (bytes == 1) return {tma.template operator()<(kBlockN + 31) / 32 * 16>(), bytes, box_rows};
@@ -120,8 +120,8 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
                                                    at / Tile::kRowBytes * (64 * Tile::kRowBytes));
         }
     };
-    // most: the largest of some pairs of bf16 as integers plus 0x80. Those of low numbers are the largest, since that of
-    // -inf, 0xff80, begins again at 0. Below -1.6e29 a number is low here. In fp16 there is none.
+    // most: the largest of some pairs of bf16, as integers plus 0x80. Those of low numbers are the largest, since -inf,
+    // which is 0xff80, becomes 0. Below -1.6e29 a number is low here. No number of fp16 is.
     template <typename T> __device__ static bool may_be_low(uint32_t most) {
         return std::is_same_v<T, __nv_bfloat16> && (most >> 16 > 0xf080 || (most & 0xffff) > 0xf080);
     }

@@ -272,8 +272,8 @@ template <typename T, typename Tiles, bool kMods> void launch_bwd(const AttnBack
     const bool aligned_kv = is_aligned<T>(p.q, p.head_dim) && is_aligned<T>(p.dout, p.head_dim_v);
     const bool aligned_q = is_aligned<T>(p.k, p.head_dim);
     if (p.dk.data)
-        launch(flash_bwd<T, Tiles, true, kMods>, KeyTiles<Tiles::kBlockM>::count(p), Tiles::kNThreads, sizeof(Tiles), p.stream,
-               p, aligned_kv);
+        launch(flash_bwd<T, Tiles, true, kMods>, KeyTiles<Tiles::kBlockM>::count(p), Tiles::kNThreads, sizeof(Tiles),
+               p.stream, p, aligned_kv);
     if (p.dq.data)
         launch(flash_bwd<T, Tiles, false, kMods>, RowTiles<Tiles::kBlockM>::count(p), Tiles::kNThreads, sizeof(Tiles),
                p.stream, p, aligned_q);

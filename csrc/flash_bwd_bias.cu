@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(BiasTiles<Sum<T>>::kNThreads) flash_bwd_bias(c
                     const int row0 = m * kBlock, key0 = n * kBlock, h_k = h / (p.nheads / p.nheads_k);
                     // acc = x yᵀ, of the block's rows of x and its keys' rows of y
                     auto product = [&](Sum (&acc)[kRows][kCols], const Tensor &x, const Tensor &y, int cols) {
-                        const T *of_rows = rows_of<const T>(x, b, h, row0), *of_keys = rows_of<const T>(y, b, h_k, key0);
+                        const T *of_rows = rows_of<const T>(x, b, h, row0);
+                        const T *of_keys = rows_of<const T>(y, b, h_k, key0);
                         for (int d = 0; d < cols; d += kStep) {
                             load_tile<kNThreads, true, 1>(tiles.rows, of_rows + d, x.row_stride, seq.seqlen_q - row0,
                                                           cols - d);

@@ -149,7 +149,7 @@ template <typename T, bool kMods> void dispatch(const AttnParams &p) {
     // 128 keys: half the barriers of 64, 4 % faster.
     if (head_dim <= 64) launch_fwd<T, Shape<64, 128, kMods ? 64 : 128>, kMods>(p);
     else if (head_dim <= 96) launch_fwd<T, Shape<96, 128, 64>, kMods>(p);
-    else if (head_dim <= 128) launch_fwd<T, Shape<128, 128, 64>, kMods>(p);  // acc_o and acc_s take 192 of 255 registers
+    else if (head_dim <= 128) launch_fwd<T, Shape<128, 128, 64>, kMods>(p);  // acc_o and acc_s take 192 registers
     else if (head_dim <= 192) launch_fwd<T, Shape<192, 64, 64>, kMods>(p);
     else launch_fwd<T, Shape<256, 64, 64>, kMods>(p);  // 96 KB: two blocks an SM of 228 KB, one of 100 or 164
 }

@@ -197,6 +197,7 @@ template <typename T, typename Shape> struct Consumer {
     uint32_t q_item = 0, kv_item = 0;  // of the rings
     float slope;  // of ALiBi, see score_mods.cuh
     int shift;
+    bool grows[2] = {};  // with what changes scores: rows whose row_max was updated in the block before
     float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4];
     uint32_t P[kBlockN / 16][4];
 
@@ -221,7 +222,7 @@ template <typename T, typename Shape> struct Consumer {
     __device__ int q_index() const { return shared.q_index(q_item, consumer); }
     __device__ auto mods(const Work &work) const {
         ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, work.seq.seqlen_q, work.seq.seqlen_k, work.tile.b,
-                                                work.tile.h);
+                                            work.tile.h);
         mods.slope = slope, mods.shift = shift;
         mods.bias.data = nullptr;  // see bias_sm90.cuh
         return mods;
@@ -255,7 +256,8 @@ template <typename T, typename Shape> struct Consumer {
         const Mask &mask = work.mask;
         const int row0 = work.tile.block * Shape::kBlockM + 64 * consumer, tile_begin = work.blocks_begin;
         const BlockRange blocks = work.blocks[consumer];
-        const uint32_t num_full = warp_uniform(kMods || scores.is_raw ? max(0, blocks.full_end - blocks.full_begin) : 0);
+        const bool has_full = kMods || scores.is_raw;
+        const uint32_t num_full = warp_uniform(has_full ? max(0, blocks.full_end - blocks.full_begin) : 0);
 
         int n_block = work.blocks_end - 1;
         skip_blocks(work, n_block, max(blocks.end, tile_begin));  // 64 rows without keys have no blocks
@@ -270,7 +272,8 @@ template <typename T, typename Shape> struct Consumer {
             const uint32_t block = warp_uniform(kv_item), q_idx = warp_uniform(q_index());
             // row_max is updated in blocks with a mask and in the first one without: then each row has seen keys.
             // exponentiate() may form the scores of other blocks once more, without a mask.
-            const bool is_full = from_full < num_full, updates_max = !is_full || !was_full || (kMods && scores_grow(row0, n_block));  // as BlockRange::is_full
+            const bool is_full = from_full < num_full;  // as BlockRange::is_full
+            const bool updates_max = !is_full || !was_full || (kMods && scores_grow(row0, n_block));
             was_full = is_full;
             const int row = row0 + 16 * warp_idx + lane_idx / 4, key = n_block * kBlockN + lane_idx % 4 * 2;
             if constexpr (kMods) modify(work, row, key);
@@ -280,7 +283,6 @@ template <typename T, typename Shape> struct Consumer {
             }
             float alpha[2];
             const bool has_grown = exponentiate(work, n_block, softmax, updates_max, alpha);
-            if constexpr (kMods) was_full &= !has_grown;
             shared.k.consumer_release(kv_item, lane_idx);
 
             warpgroup_wait<0>(acc_o[0], P);  // P V of the block before
@@ -341,12 +343,19 @@ template <typename T, typename Shape> struct Consumer {
         bool has_grown = false;
         float sum[2];
         if (updates_max) has_grown = softmax.update_row_max(acc_s, alpha);
+        else if (kMods && __any_sync(~0u, grows[0] || grows[1]))  // they may go on growing
+            has_grown = softmax.update_row_max(acc_s, alpha, grows);
         for (int i = 0; i < 2; i++) sum[i] = softmax.exponentiate(acc_s, i);
         if (!updates_max && __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
+            const float before[] = {has_grown ? alpha[0] : 1.f, has_grown ? alpha[1] : 1.f};
             exponentiate_again(work, n_block, softmax, sum, alpha);
+            if constexpr (kMods)
+                for (int i = 0; i < 2; i++) alpha[i] *= before[i];
             has_grown = true;
         }
         for (int i = 0; i < 2; i++) softmax.row_sum[i] += sum[i];
+        if constexpr (kMods)
+            for (int i = 0; i < 2; i++) grows[i] = has_grown && alpha[i] != 1.f;
         return has_grown;
     }
 
@@ -461,7 +470,7 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
 
 // Tiles by head_dim: {kHeadDim, kConsumers, kBlockN, kStages, kQStages}. What lies between two is padded with zeros, by
 // TMA. Three consumers hide one another's softmax better than two do and load K and V less often. A thread's share of
-// S, P and O has to fit 160 registers then, which leaves none for what changes scores.
+// S, P and O has to fit 160 registers then.
 template <typename T> void dispatch(const AttnParams &p) {
     const int head_dim = p.max_head_dim();
     const int64_t keys_of_a_row = std::min<int64_t>(p.seqlen_k, int64_t(p.window_left) + p.window_right + 1);

@@ -36,6 +36,12 @@ void set_params(AttnParams &p, const at::Tensor &q, const at::Tensor &k, const a
                       "window_left and window_right must be at least 0, or -1 for no bound");
     const Reason options_fault = find_fault(q, kBHSD, options);
     TORCH_CHECK_VALUE(!options_fault, *options_fault);
+    if (options.attn_bias) {
+        const std::array<int64_t, 4> sizes{q.size(0), q.size(1), q.size(2), k.size(2)};
+        for (int i = 0; i < 4; i++)
+            TORCH_CHECK_VALUE(options.attn_bias->size(i) == 1 || options.attn_bias->size(i) == sizes[i],
+                              "attn_bias must broadcast to (batch_size, nheads, seqlen_q, seqlen_k)");
+    }
     set_inputs(p, q, k, v, options.softmax_scale, {options.window_left, options.window_right}, kBHSD);
     set_options(p, options);
     const auto &[dropout_p, dropout_seed] = std::tie(options.dropout_p, options.dropout_seed);
@@ -118,11 +124,12 @@ void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tenso
 // (name of the kernel that serves the tensors, why it is not the fast one or None); None for tensors without memory
 // of their own, as vmap has them. capability and fast_fp64: of a GPU that need not be here, as in kernels.h; without
 // a capability, of the tensors' device. has_dropout, has_sinks, has_scores: of a call with dropout, with sinks, or with
-// softcap, ALiBi or a bias.
+// softcap or ALiBi. attn_bias: a bias that is checked, 4D.
 std::optional<std::pair<std::string, Reason>> which_kernel(const at::Tensor &q, const at::Tensor &k,
                                                            const at::Tensor &v, bool has_dropout,
                                                            std::optional<int> capability, bool fast_fp64,
-                                                           bool has_sinks, bool has_scores) {
+                                                           bool has_sinks, bool has_scores,
+                                                           const OptionalTensor &attn_bias) {
     if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
     AttnParams p{};
     set_params(p, q, k, v, {.softmax_scale = 1, .window_left = -1, .window_right = -1});
@@ -130,6 +137,7 @@ std::optional<std::pair<std::string, Reason>> which_kernel(const at::Tensor &q, 
     if (has_dropout) p.dropout_seed = &seed;
     if (has_sinks) p.sinks = &seed;
     if (has_scores) p.softcap = 1;
+    if (attn_bias) p.bias = bias_of(*attn_bias);
     const c10::DeviceGuard guard(q.device());
     const auto [kernel, slow_because] =
         capability ? choose_kernel(p, Gpu{*capability, fast_fp64}, false) : choose(p, q.device(), false);
@@ -155,8 +163,8 @@ Output flash_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor 
     return run_forward(p, q, v, kBHSD);
 }
 
-// The op: dq, dk, dv, dsinks and dbias, which have no elements where they are not needed. dout is like out, dlse like lse or
-// none; both may have any strides.
+// The op: dq, dk, dv, dsinks and dbias, which have no elements where they are not needed. dout is like out, dlse like
+// lse or none; both may have any strides.
 Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, const at::Tensor &q, const at::Tensor &k,
                          const at::Tensor &v, const at::Tensor &out, const at::Tensor &lse, const Options &options,
                          bool deterministic, bool need_dq, bool need_dkv, bool need_dsinks, bool need_dbias) {
@@ -174,7 +182,7 @@ Gradients flash_backward(const at::Tensor &dout_, const OptionalTensor &dlse, co
     at::Tensor dq = gradient(q, need_dq), dk = gradient(k, need_dkv), dv = gradient(v, need_dkv);
     at::Tensor dsinks = need_dsinks ? at::zeros_like(*options.sinks) : at::empty({0}, lse.options());
     // Sums of many, so in the dtype of sums.
-    at::Tensor dbias = need_dbias ? at::zeros(options.attn_bias->sizes(), lse.options()) : at::empty({0}, lse.options());
+    at::Tensor dbias = at::zeros(need_dbias ? options.attn_bias->sizes() : at::IntArrayRef({0}), lse.options());
     if (q.numel() == 0 || k.numel() == 0) {  // lse is that of the sinks alone
         if (need_dsinks && dlse) dsinks = dlse->masked_fill(lse == -INFINITY, 0).sum(at::IntArrayRef({0, 2}));
         return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks, need_dbias ? dbias.to(options.attn_bias->dtype()) : dbias};
@@ -253,7 +261,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("force_kernel", &force_kernel);
     m.def("which_kernel", &which_kernel, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("has_dropout") = false,
           py::arg("capability") = py::none(), py::arg("fast_fp64") = true, py::arg("has_sinks") = false,
-          py::arg("has_scores") = false);
+          py::arg("has_scores") = false, py::arg("attn_bias") = py::none());
 }
 
 }  // namespace minimal_attn

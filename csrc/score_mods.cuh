@@ -8,8 +8,8 @@
 //   backward   P = exp(unit · score - lse)    dbias = dS    d(q·k) = softmax_scale · dS, times 1 - tanh² with a softcap
 //
 // The unit saves a factor. It is the softcap, so that tanh needs none (Gemma 2, 2024, section 2), or |softmax_scale|.
-// With a bias it is ln(2): then softmax_scale_log2 is 1 and products with it are exact. They would be wrong by more than
-// exp2 can take where a bias of -1e10 hides all keys of a row.
+// With a bias it is ln(2): then softmax_scale_log2 is 1, and products with it are exact. A bias of -1e10 that hides all
+// keys of a row would otherwise leave a rounding error that exp2 makes infinite.
 //
 // A bias is read by its strides from memory. Rows and keys beyond the end read the last ones: they are masked later.
 //

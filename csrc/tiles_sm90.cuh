@@ -15,7 +15,8 @@ namespace sm90 {
 
 // [kRows, kHeadDim] in panels of kCols columns, which are as wide as a swizzle.
 template <int kRows, int kHeadDim> struct SmemTile {
-    static constexpr int kCols = kHeadDim % 64 == 0 ? 64 : kHeadDim % 32 == 0 ? 32 : 16, kPanels = kHeadDim / kCols, kRowBytes = 2 * kCols;
+    static constexpr int kCols = kHeadDim % 64 == 0 ? 64 : kHeadDim % 32 == 0 ? 32 : 16;
+    static constexpr int kPanels = kHeadDim / kCols, kRowBytes = 2 * kCols;
     alignas(1024) uint16_t panel[kPanels][kRows][kCols];
 
     // wgmma's descriptor of the columns [16·kk, 16·kk + 16), for a product that sums along columns.
@@ -34,6 +35,7 @@ template <int kRows, int kHeadDim> struct SmemTile {
         return *reinterpret_cast<const Vec *>(reinterpret_cast<const char *>(panel) + offset(row, col));
     }
 
+    // In bytes, where the element lies.
     __device__ static uint32_t offset(int row, int col) {
         const uint32_t x = ((col / kCols * kRows + row) * kCols + col % kCols) * 2;
         return x ^ (x >> 3 & (kRowBytes - 16));  // swizzled, as `panel` is aligned to 1024 bytes
@@ -120,10 +122,10 @@ TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batch_size,
                           int box_rows) {
     constexpr int kCols = SmemTile<64, kHeadDim>::kCols;
     auto size = [](int64_t n, int64_t stride) { return cuuint64_t(stride ? n : 1); };
-    auto bytes = [=](int64_t stride) { return cuuint64_t(2 * (stride ? stride : head_dim)); };
-    const cuuint64_t sizes[] = {cuuint64_t(head_dim), cuuint64_t(rows), size(heads, x.head_stride),
+    auto bytes = [=](int64_t stride) { return cuuint64_t(2 * (stride ? stride : (head_dim + 7) / 8 * 8)); };
+    const cuuint64_t sizes[] = {cuuint64_t(head_dim), size(rows, x.row_stride), size(heads, x.head_stride),
                                 size(batch_size, x.batch_stride)};
-    const cuuint64_t strides[] = {cuuint64_t(2 * x.row_stride), bytes(x.head_stride), bytes(x.batch_stride)};
+    const cuuint64_t strides[] = {bytes(x.row_stride), bytes(x.head_stride), bytes(x.batch_stride)};
     const cuuint32_t box[] = {kCols, cuuint32_t(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
     TmaTensor tensor{{}, x.head_stride != 0, x.batch_stride != 0};
     const auto swizzle = kCols == 64   ? CU_TENSOR_MAP_SWIZZLE_128B

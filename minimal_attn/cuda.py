@@ -75,7 +75,7 @@ def _why_not(device=None):
 BACKEND = Backend(_forward, DTYPES, False, _why_not)
 
 
-def kernel_of(q, k, v, has_dropout, has_sinks, has_scores, is_packed):
+def kernel_of(q, k, v, has_dropout, has_sinks, has_scores, attn_bias, is_packed):
     """interface.which_kernel of checked arguments."""
     if (why_not := _why_not(q.device)) is not None:
         raise why_not
@@ -87,7 +87,7 @@ def kernel_of(q, k, v, has_dropout, has_sinks, has_scores, is_packed):
     if is_packed:  # whose samples have no stride
         q, k, v = (x[0].unsqueeze(0) for x in (q, k, v))
     choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), has_dropout,
-                                        has_sinks=has_sinks, has_scores=has_scores)
+                                        has_sinks=has_sinks, has_scores=has_scores, attn_bias=attn_bias)
     if choice is None:
         raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
     return choice[0]

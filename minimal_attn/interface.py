@@ -252,7 +252,7 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
     It depends on the dtype (under torch.autocast on its dtype), both head_dims, strides, alignment, dropout, sinks,
-    whether softcap, alibi_slopes or attn_bias are given, and the GPU. force_kernel overrides it.
+    whether softcap or alibi_slopes are given, attn_bias, and the GPU. force_kernel overrides it.
 
     Args:
         As of flash_attention; causal, sm_scale, window_size, max_seqlen and the values of all lengths are checked, but
@@ -261,7 +261,9 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
         "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for dropout,
-        where rows of q, k or v overlap, where a stride is 2^40 bytes or more, and where there are no keys. "dmma"
+        where rows of q, k or v overlap, where a stride is 2^40 bytes or more, where there are no keys, and for an
+        attn_bias that is float32, whose rows are not contiguous or do not begin at multiples of 16 bytes, or that is
+        bool with an odd number of keys. "dmma"
         (flash_dmma.cu, tensor cores for fp64): float32 with head_dim 33 to 128 on GPUs of sm_90, without dropout,
         sinks, softcap, alibi_slopes and attn_bias.
         These three need head_dims, strides and addresses that are multiples of 16 bytes. "simt" (flash.cu): everything
@@ -282,9 +284,9 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     sinks = check_sinks(sinks, q)
     has_dropout = check_dropout_p(dropout_p) > 0
     check_alibi_slopes(alibi_slopes, q, lengths)
-    check_attn_bias(attn_bias, q, k, lengths)
-    has_scores = check_softcap(softcap) > 0 or alibi_slopes is not None or attn_bias is not None
-    return cuda.kernel_of(q, k, v, has_dropout, sinks is not None, has_scores, lengths.is_packed)
+    attn_bias = check_attn_bias(attn_bias, q, k, lengths)
+    has_scores = check_softcap(softcap) > 0 or alibi_slopes is not None
+    return cuda.kernel_of(q, k, v, has_dropout, sinks is not None, has_scores, attn_bias, lengths.is_packed)
 
 
 def available_backends() -> list[str]:

@@ -21,17 +21,22 @@ pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[1]
 # Of each file by target. campaign.py has the others.
-TARGETS = {"flash.cu": ["75", "90a"], "flash_bwd.cu": ["90a"], "flash_sm80.cu": ["90a"], "flash_bwd_sm80.cu": ["90a"],
+TARGETS = {"flash.cu": ["75", "90a"], "flash_bwd.cu": ["90a"], "flash_bwd_bias.cu": ["90a"],
+           "flash_sm80.cu": ["90a"], "flash_bwd_sm80.cu": ["90a"],
            "flash_sm90.cu": ["75", "90a"], "flash_dmma.cu": ["75", "90a"], "device.cu": ["90a"]}
-# (file, whether with dropout): how many bytes of stack, and of spills, a kernel may have where it is not none. These
-# use all 255 registers and keep a number or two beyond them in memory: in the backward pass dK, dV and the tiles of S
-# and dP fill them, in the forward pass the rounds of Philox come on top.
-SPILLS = {("flash_bwd_sm80.cu", False): 96,  # on sm_120; 12 on sm_90
-          ("flash_bwd_sm80.cu", True): 136,  # on sm_90
-          ("flash_sm80.cu", False): 32,  # on sm_90, before and after the loop
-          ("flash_sm80.cu", True): 112,  # on sm_120
-          ("flash_sm90.cu", False): 16,  # three numbers of the mask at head_dim 64, which full blocks do not read
-          ("flash.cu", False): 136}      # on sm_120, in fp32
+# (file, kind of its kernel): how many bytes of stack, and of spills, a kernel may have where it is not none. These use
+# all their registers and keep a number or two beyond them in memory: in the backward pass dK, dV and the tiles of S and
+# dP fill them, in the forward pass the rounds of Philox, or the addresses of a bias, come on top.
+SPILLS = {("flash_bwd_sm80.cu", "dense"): 96,  # on sm_120; 12 on sm_90
+          ("flash_bwd_sm80.cu", "dropout"): 136,  # on sm_90
+          ("flash_bwd_sm80.cu", "scores"): 136,
+          ("flash_sm80.cu", "dense"): 32,  # on sm_90, before and after the loop
+          ("flash_sm80.cu", "dropout"): 112,  # on sm_120
+          ("flash_sm80.cu", "scores"): 288,  # at head_dim 128, where a bias is read by the element
+          ("flash_sm90.cu", "dense"): 16,  # three numbers of the mask at head_dim 64, which full blocks do not read
+          ("flash_sm90.cu", "scores"): 80,
+          ("flash_bwd_bias.cu", "dense"): 96,
+          ("flash.cu", "dense"): 136}      # on sm_120, in fp32
 
 # The instruction a 16-bit product becomes, by compute capability.
 TWIN_MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -104,12 +109,20 @@ def check_spills(file, target, tmp_path):
     memory = re.findall(r"Function properties for (\w+)\s+(\d+ bytes stack frame, .*)", done.stdout)
     assert {code for _, code in kernels} == set(codes) and len(memory) >= len(kernels), done.stdout
     spills = [f"{name}: {use}" for name, use in memory
-              if max(map(int, re.findall(r"(\d+) bytes", use))) > SPILLS.get((file, "Lb1EEEv" in name), 0)]
+              if max(map(int, re.findall(r"(\d+) bytes", use))) > SPILLS.get((file, kind_of(file, name)), 0)]
     assert not spills, "\n".join(spills)
     assert "serialized" not in done.stdout, done.stdout  # ptxas, of wgmma that it could not let run on
     if file == "flash_sm90.cu" and target == "90a" and cuobjdump():
         dump = subprocess.run([cuobjdump(), "-sass", tmp_path / "kernel"], capture_output=True, text=True, timeout=60)
         kernels_overlap(dump.stdout)
+
+
+def kind_of(file, name):
+    """What the kernel of this mangled name is for, by its template's last parameter and its first of type bool."""
+    flags = re.findall(r"Lb([01])E", name)
+    if flags and flags[-1] == "1":
+        return "scores"
+    return "dropout" if flags and flags[0] == "1" and "sm80" in file else "dense"
 
 
 def cuobjdump():
@@ -122,12 +135,16 @@ def cuobjdump():
 def kernels_overlap(sass):
     """Hopper's kernels load by TMA, and a block's exponentials come before the wait for the product beside them."""
     kernels = sass.split("Function : ")[1:]
-    assert len(kernels) == 12  # six tiles in two dtypes
+    assert len(kernels) == 22  # six tiles in two dtypes, and five where scores are changed
     for kernel in kernels:
         name = kernel.split()[0]
         head_dim, consumers, block_n = map(int, re.search(r"ShapeILi(\d+)ELi(\d+)ELi(\d+)", name).groups())
         assert f"HGMMA.64x{block_n}x16" in kernel and f"HGMMA.64x{head_dim}x16" in kernel and "UTMALDG" in kernel, name
-        assert "UTMASTG" in kernel and kernel.count("LDL") <= (3 if head_dim == 64 else 0), name
+        assert "UTMASTG" in kernel, name
+        if kind_of("flash_sm90.cu", name) == "scores":
+            assert "MUFU.TANH" in kernel and kernel.count("WARPGROUP.DEPBAR.LE gsb0, 0x1") == 1, name
+            continue
+        assert kernel.count("LDL") <= (3 if head_dim == 64 else 0), name
         # The loop, from the wait for the first Q Kᵀ on: a softmax, the wait for P V beside it, the products after it
         # and the wait for Q Kᵀ, which leaves P V running.
         _, softmax, products, _ = kernel.split("WARPGROUP.DEPBAR.LE gsb0, 0x0", 3)

@@ -35,28 +35,31 @@ MORE_SCHEDULES = [f"--{mode}={seed}" for seed in range(4, 12) for mode in ("earl
 SANITIZERS = "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
 SANITIZED_CASES = ["fp32_128", "bf16_256_narrow", "dropout", "gqa", "sm80_bf16_192", "sm80_256_narrow", "sm80_one",
                    "dmma_64_causal", "dmma_128", "sm90_40", "sm90_104", "sm90_136_causal", "sm90_96", "sm90_one",
-                   "sm90_lens_256", "sm90_scale_0", "sm90_scale_30_256"]
+                   "sm90_lens_256", "sm90_scale_0", "sm90_scale_30_256", "simt_bias", "sm80_mask", "sm90_bias"]
 
 # What `make test` runs of each kernel: a case for each size of tiles, with a mask, without one and with lengths.
 KERNEL_CASES = {
-    "flash.cu": ["fp32_64", "fp32_128", "fp32_256_long", "fp16_64", "fp16_128", "bf16_256", "dropout"],
-    "flash_bwd.cu": ["fp32_256", "fp16_256_narrow", "bf16_128", "gqa", "seq_lens_clamped", "rows_without_keys"],
-    "flash_sm80.cu": ["sm80_bf16_96", "sm80_fp16_192", "sm80_bf16_256", "sm80_128_narrow"],
-    "flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one"],
+    "flash.cu": ["fp32_64", "fp32_128", "fp32_256_long", "fp16_64", "fp16_128", "bf16_256", "dropout", "simt_softcap"],
+    "flash_bwd.cu": ["fp32_256", "fp16_256_narrow", "bf16_128", "gqa", "seq_lens_clamped", "rows_without_keys",
+                     "simt_alibi"],
+    "flash_bwd_bias.cu": ["simt_bias", "simt_bias_of_keys"],
+    "flash_sm80.cu": ["sm80_bf16_96", "sm80_fp16_192", "sm80_bf16_256", "sm80_128_narrow", "sm80_bias_fp32"],
+    "flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one", "sm80_softcap_drop"],
     "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
     "flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
-                      "sm90_scale_30_96"],
+                      "sm90_scale_30_96", "sm90_bias", "sm90_mask_rows", "sm90_mods_scale_30"],
 }
 
 # The cases that are shown the faults of a file.
 SIMT = ["fp32_64", "fp16_128", "fp16_256"]
 SM80 = ["sm80_one", "sm80_order", "sm80_fp16_192", "sm80_256_narrow"]
 SHOWN_TO = {
-    "tiles.h": SIMT, "flash.cu": SIMT, "flash_bwd.cu": SIMT,
+    "tiles.h": SIMT, "flash.cu": SIMT, "flash_bwd.cu": SIMT, "flash_bwd_bias.cu": ["simt_bias"],
     "tiles_sm80.cuh": SM80, "flash_sm80.cu": ["sm80_fp16_64", "sm80_fp16_192"], "flash_bwd_sm80.cu": SM80,
     "flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
     "flash_sm90.cu": ["sm90_128_causal", "sm90_200_causal", "sm90_256", "sm90_lens_128", "sm90_many_causal",
                       "sm90_packed"],
+    "bias_sm90.cuh": ["sm90_bias", "sm90_mask_rows"],
 }
 
 # What is wrong in selftest.cpp, and what the emulator says.

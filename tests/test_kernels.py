@@ -324,8 +324,8 @@ def test_which_kernel_tells_csrc_what_decides(monkeypatch):
     """Dropout, sinks, scores and strides; a packed batch has none between its samples."""
     told = []
 
-    def answer(q, k, v, has_dropout, has_sinks, has_scores):
-        told.append((q.stride(0), has_dropout, has_sinks, has_scores))
+    def answer(q, k, v, has_dropout, has_sinks, has_scores, attn_bias):
+        told.append((q.stride(0), has_dropout, has_sinks, has_scores, attn_bias is not None))
         return "simt", None
 
     monkeypatch.setattr(_build, "load", lambda: types.SimpleNamespace(which_kernel=answer))
@@ -334,7 +334,9 @@ def test_which_kernel_tells_csrc_what_decides(monkeypatch):
     which_kernel(q, q, q, dropout_p=0.1)
     which_kernel(q, q, q, sinks=torch.zeros(4), cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS)
     which_kernel(q, q, q, softcap=2.0)
-    assert told == [(3, True, False, False), (10240, False, True, False), (3, False, False, True)]
+    which_kernel(q, q, q, attn_bias=torch.zeros(40, dtype=HALF))
+    assert told == [(3, True, False, False, False), (10240, False, True, False, False), (3, False, False, True, False),
+                    (3, False, False, False, True)]
 
 
 def no_warning(reason):

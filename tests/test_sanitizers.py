@@ -230,7 +230,8 @@ def test_memcheck_sees_overrun(case, whole_driver):
 
 
 # The sources that include a file.
-FILES_WITH = {"tiles.h": ["flash.cu", "flash_bwd.cu"], "tiles_sm80.cuh": ["flash_sm80.cu", "flash_bwd_sm80.cu"]}
+FILES_WITH = {"tiles.h": ["flash.cu", "flash_bwd.cu", "flash_bwd_bias.cu"],
+              "tiles_sm80.cuh": ["flash_sm80.cu", "flash_bwd_sm80.cu"]}
 # The cases that show a fault in a file: of a barrier between threads, and of a wait for a copy or a warp.
 SM80 = "flash_sm80.cu", "flash_bwd_sm80.cu", "tiles_sm80.cuh"
 FAULT_CASES = {
