@@ -1,10 +1,10 @@
-// A bias for flash_sm90.cu: TMA loads it beside K, the tile [64, kBlockN] of a consumer's rows and a block of keys.
+// A bias for flash_sm90.cu. TMA loads it beside K: the tile [64, kBlockN] of a consumer's rows and a block of keys.
 //
 //   producer ── TMA ──▶ ring.full ──▶ one consumer ── adds it to its scores ──▶ ring.empty ──▶ producer
 //
 // A mask of bool is loaded as elements of 16 bits too, and each is two keys. kernels.h says what TMA does not take.
 //
-// Read next: flash_sm90.cu, the kernel made of these.
+// Read next: producer_sm90.cuh, what is loaded when.
 #pragma once
 
 #include "score_mods.cuh"

@@ -214,18 +214,16 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
                 delta[n] = static_cast<const Sum *>(p.delta)[lse_index(p, seq, tile.b, h) + row];
             }
             auto keeps = [&](int i, int c) { return keep >> (kOwnsKeys ? c * kRows + i : i * kCols + c) & 1; };
-#pragma unroll
             for (int i = 0; i < kRows; i++)
-#pragma unroll
                 for (int c = 0; c < kCols; c++)
                     dP[i][c] = (keeps(i, c) ? dP[i][c] * keep_scale : Sum(0)) - delta[kOwnsKeys ? c : i];
             const auto scores = scores_of<kMods, T>(p, seq, tile.b, h);
-            if constexpr (kMods && kOwnsKeys)
-                scores.apply(transposed(grid_tile<kTy, kTx>(S, own0, ty, walk0, tx)),
-                             [&](int i, int j) -> Sum & { return dP[j][i]; });
-            else if constexpr (kMods)
-                scores.apply(grid_tile<kTy, kTx>(S, own0, ty, walk0, tx),
-                             [&](int i, int j) -> Sum & { return dP[i][j]; });
+            if constexpr (kMods) {
+                auto of_row = [&](int i, int j) -> Sum & { return kOwnsKeys ? dP[j][i] : dP[i][j]; };
+                const auto grid = grid_tile<kTy, kTx>(S, own0, ty, walk0, tx);
+                if constexpr (kOwnsKeys) scores.apply(transposed(grid), of_row);
+                else scores.apply(grid, of_row);
+            }
 #pragma unroll
             for (int i = 0; i < kRows; i++)
 #pragma unroll

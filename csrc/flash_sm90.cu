@@ -2,8 +2,8 @@
 //
 // A block of threads computes tiles of out, kBlockM query rows of one head each, and walks along K and V from the last
 // keys that its rows see to the first, kBlockN at a time (Dao, FlashAttention-2, 2023, Algorithm 1). Its warpgroups, of
-// four warps, have roles (Shah et al., FlashAttention-3, 2024, section 3). In the producer one thread finds the tiles
-// and another one asks TMA for them. Every consumer multiplies 64 rows. One iteration of a consumer:
+// four warps, have roles (Shah et al., FlashAttention-3, 2024, section 3). The producer asks TMA for the tiles. Every
+// consumer multiplies 64 rows. One iteration of a consumer:
 //
 //   tensor cores   O += P(j+1) V(j+1)  ·················  S(j-1) = Q K(j-1)ᵀ, then O += P(j) V(j)  ·········
 //   other units    S(j) → P(j) by softmax │ wait, rescale O │                 wait for S(j-1) │ S(j-1) → P(j-1)
@@ -17,169 +17,16 @@
 // Read next: flash_dmma.cu, fp32 on the same GPUs.
 #include <algorithm>
 
-#include "bias_sm90.cuh"
 #include "device.h"
-#include "flash.h"
 #include "launch.h"
-#include "mask.cuh"
-#include "pipeline_sm90.cuh"
-#include "scheduler.cuh"
+#include "producer_sm90.cuh"
 #include "score_mods.cuh"
 #include "scores.cuh"
 #include "softmax.cuh"
-#include "tiles_sm90.cuh"
 
 namespace sm90 {
 
 using namespace device;
-
-// kMods: scores are changed by more than a factor, see score_mods.cuh.
-template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, bool kMods_ = false>
-struct Shape {
-    static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
-    static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQStages = kQStages_;
-    static constexpr bool kMods = kMods_;
-    static constexpr int kNThreads = 128 * (kConsumers + 1);
-    // Registers a thread: what the producer does not need goes to the consumers.
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-};
-
-// A tile of out and what find_tiles() knows of its sample, so that other threads need no registers for it. Aligned, so
-// that 16 bytes at a time are written and read.
-template <int kConsumers> struct alignas(16) Work {
-    BlockRange blocks[kConsumers];  // of keys, for the rows of a consumer
-    int blocks_begin, blocks_end;   // those of all consumers
-    int first_key;                  // those before it are seen by no row of the tile
-    Tile tile;
-    Sequence seq;
-    Mask mask;
-};
-
-template <typename Shape> struct SharedMemory {
-    SmemTile<64, Shape::kHeadDim> sQ[Shape::kQStages * Shape::kConsumers];  // then rows of out
-    SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages], sV[Shape::kStages];
-    Ring<Shape::kQStages> q[Shape::kConsumers];  // one for each consumer: they end a tile at different times
-    Ring<Shape::kStages> k, v;
-    // What Q is of. A place is written again only when all consumers have released that Q.
-    using Work = sm90::Work<Shape::kConsumers>;
-    Work works[2 * Shape::kQStages];
-    Ring<1> found;  // from the thread that finds tiles to the one that loads them
-    [[no_unique_address]] std::conditional_t<Shape::kMods, BiasTiles<Shape::kConsumers, Shape::kBlockN>, NoBiasTiles>
-        bias;
-
-    __device__ static int q_index(uint32_t i, int c) { return i % Shape::kQStages * Shape::kConsumers + c; }
-    __device__ Work &work(uint32_t i) { return works[i % (2 * Shape::kQStages)]; }
-    __device__ void init_barriers() {
-        for (auto &ring : q) ring.init(4);
-        k.init(4 * Shape::kConsumers), v.init(4 * Shape::kConsumers);
-        found.init(1), bias.init_barriers();
-        fence_mbarrier_init();
-    }
-};
-
-// Tiles of query rows for persistent blocks of threads. If all tiles take equally long, they are dealt out in turn. If
-// not, a block that is done takes the next one by a counter in memory. Tiles of a group of heads are then neighbours;
-// the K and V of a group fit L2 together.
-template <int kBlockM> struct Scheduler {
-    RowTiles<kBlockM> tiles;
-    uint32_t num_tiles;
-    uint32_t heads;         // nheads, times batch_size unless the batch is packed
-    uint32_t group;         // heads whose K and V fit L2 together
-    uint32_t heads_per_kv;  // query heads that read one key/value head
-
-    Scheduler(const AttnParams &p, int64_t num_tiles)
-        : tiles(p), num_tiles(num_tiles), heads(num_tiles / tiles.slots), group(1),
-          heads_per_kv(p.nheads / p.nheads_k) {
-        if (!p.tile_counter) return;
-        // K and V, of 16 bits.
-        const double head_bytes = 2. * p.seqlen_k * (p.head_dim + p.head_dim_v) / heads_per_kv, l2_bytes = 32 << 20;
-        while (2 * group * head_bytes <= l2_bytes && 2 * group <= heads) group *= 2;
-    }
-    // Among the tiles of a group the last rows, which see most under a causal mask, go first.
-    __device__ Tile at(const AttnParams &p, uint32_t idx) const {
-        if (idx >= num_tiles) return {0, 0, 0, 0, false};
-        const uint32_t slots = tiles.slots, bh0 = idx / (group * slots) * group, i = idx - bh0 * slots;
-        const uint32_t heads_now = min(group, heads - bh0), row = i / heads_now;
-        return tiles.tile(bh0 + i - row * heads_now, slots - 1 - row, p.nheads, heads_per_kv);
-    }
-    __device__ int next(const AttnParams &p, int idx) const {
-        return gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : idx);
-    }
-};
-
-template <typename Shape> struct Params : AttnParams {
-    TmaTensor q_tma, k_tma, v_tma, o_tma;
-    Scheduler<Shape::kBlockM> scheduler;
-    BiasTensor bias_tensor;
-    ScoreFactors<float> factors;
-};
-
-// One thread finds the tiles. It looks for the next tile while another thread loads the last keys of this one, and no
-// earlier, so that a block of threads does not take a tile long before it needs one.
-template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) {
-    constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
-    uint32_t item = 0;
-    for (int idx = blockIdx.x;;) {
-        shared.found.producer_acquire(item);
-        auto &work = shared.work(item);  // read anew where it is needed: this thread has few registers
-        work.tile = p.scheduler.at(p, idx);
-        const Tile &tile = work.tile;
-        if (!tile.is_valid) break;
-        idx = p.scheduler.next(p, idx);
-        const Sequence &seq = work.seq = Sequence(p, tile.b);
-        if (tile.block * kBlockM >= seq.padded_q) continue;  // a slot that its sample does without
-        const Mask mask = work.mask = Mask(seq, p);
-        const BlockRange all = mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
-        work.blocks_begin = all.begin, work.blocks_end = all.end;
-        work.first_key = mask.keys(tile.block * kBlockM).begin;
-#pragma unroll 1
-        for (int c = 0; c < Shape::kConsumers; c++)
-            work.blocks[c] = mask.key_blocks<64, kBlockN>(tile.block * kBlockM + 64 * c);
-        mbarrier_arrive(shared.found.full_barrier(item++));
-    }
-    mbarrier_arrive(shared.found.full_barrier(item));  // the tile that is not valid
-}
-
-// One thread loads, for each tile, Q, and K and V block by block.
-template <typename Shape> __device__ void load_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) {
-    constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN, kAhead = 2 * Shape::kStages;
-    prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
-    uint32_t q_item = 0, kv_item = 0;  // of the rings
-    for (;; q_item++) {
-        shared.found.consumer_wait(q_item);
-        const auto &work = shared.work(q_item);
-        if (!work.tile.is_valid) break;
-        const int q_row = work.seq.q_begin + work.tile.block * kBlockM, b = work.tile.b;
-#pragma unroll 1
-        for (int c = 0; c < Shape::kConsumers; c++) {
-            shared.q[c].producer_acquire(q_item);
-            load_tile(shared.sQ[shared.q_index(q_item, c)], p.q_tma, shared.q[c].full_barrier(q_item), q_row + 64 * c,
-                      work.tile.h, b);
-        }
-        const int h_k = work.tile.h_k, k_begin = work.seq.k_begin, n_begin = work.blocks_begin;
-        // From this block on the next tile is looked for. All consumers have released the tile whose place in `works`
-        // it takes, since they have released the Q before this one.
-        const int n_next = min(work.blocks_end - 1, n_begin + kAhead);
-        if (n_next < n_begin) shared.found.consumer_release(q_item, 0);
-#pragma unroll 1
-        for (int n_block = work.blocks_end - 1; n_block >= n_begin; n_block--, kv_item++) {
-            const uint32_t stage = kv_item % Shape::kStages;
-            const int key = k_begin + n_block * kBlockN;
-            if (n_block == n_next) shared.found.consumer_release(q_item, 0);
-            shared.k.producer_acquire(kv_item);
-            load_tile(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item), key, h_k, b);
-            if constexpr (Shape::kMods)
-                shared.bias.load(p.bias_tensor, kv_item, work.tile.block * kBlockM, key, work.tile.h, b);
-            shared.v.producer_acquire(kv_item);
-            load_tile(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item), key, h_k, b);
-        }
-    }
-    for (auto &ring : shared.q) {  // the tile that is not valid ends each consumer
-        ring.producer_acquire(q_item);
-        mbarrier_arrive(ring.full_barrier(q_item));
-    }
-}
 
 // A warpgroup: 64 rows of out and lse of each tile.
 template <typename T, typename Shape> struct Consumer {

@@ -59,6 +59,7 @@ SHOWN_TO = {
     "flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
     "flash_sm90.cu": ["sm90_128_causal", "sm90_200_causal", "sm90_256", "sm90_lens_128", "sm90_many_causal",
                       "sm90_packed"],
+    "producer_sm90.cuh": ["sm90_128_causal", "sm90_200_causal", "sm90_lens_128", "sm90_many_causal", "sm90_packed"],
     "bias_sm90.cuh": ["sm90_bias", "sm90_mask_rows"],
 }
 
