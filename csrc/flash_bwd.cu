@@ -137,6 +137,14 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     __device__ const Step &next() { return next_step(steps, at, [&] { load(); }); }
 };
 
+// The products in grid, of queries and keys or of keys and queries, become scores; dP becomes the derivative by them.
+template <bool kOwnsKeys, typename Mods, typename Grid, typename Sum, int kRows, int kCols>
+__device__ void modify(const Mods &scores, const Grid &grid, Sum (&dP)[kRows][kCols]) {
+    auto of_row = [&](int i, int j) -> Sum & { return kOwnsKeys ? dP[j][i] : dP[i][j]; };
+    if constexpr (kOwnsKeys) scores.apply(transposed(grid), of_row);
+    else scores.apply(grid, of_row);
+}
+
 template <typename T, typename Tiles, bool kOwnsKeys, bool kMods>
 __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     flash_bwd(const AttnBackwardParams p, const bool aligned) {
@@ -210,20 +218,15 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
             Sum lse[kStats], delta[kStats];
             for (int n = 0; n < kStats; n++) {
                 const int row = min(kOwnsKeys ? walk_row(n) : own(n), seq.seqlen_q - 1);
-                lse[n] = static_cast<const Sum *>(p.lse)[lse_index(p, seq, tile.b, h) + row];
-                delta[n] = static_cast<const Sum *>(p.delta)[lse_index(p, seq, tile.b, h) + row];
+                const int64_t at = lse_index(p, seq, tile.b, h) + row;
+                lse[n] = static_cast<const Sum *>(p.lse)[at], delta[n] = static_cast<const Sum *>(p.delta)[at];
             }
             auto keeps = [&](int i, int c) { return keep >> (kOwnsKeys ? c * kRows + i : i * kCols + c) & 1; };
             for (int i = 0; i < kRows; i++)
                 for (int c = 0; c < kCols; c++)
                     dP[i][c] = (keeps(i, c) ? dP[i][c] * keep_scale : Sum(0)) - delta[kOwnsKeys ? c : i];
             const auto scores = scores_of<kMods, T>(p, seq, tile.b, h);
-            if constexpr (kMods) {
-                auto of_row = [&](int i, int j) -> Sum & { return kOwnsKeys ? dP[j][i] : dP[i][j]; };
-                const auto grid = grid_tile<kTy, kTx>(S, own0, ty, walk0, tx);
-                if constexpr (kOwnsKeys) scores.apply(transposed(grid), of_row);
-                else scores.apply(grid, of_row);
-            }
+            if constexpr (kMods) modify<kOwnsKeys>(scores, grid_tile<kTy, kTx>(S, own0, ty, walk0, tx), dP);
 #pragma unroll
             for (int i = 0; i < kRows; i++)
 #pragma unroll
