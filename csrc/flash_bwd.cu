@@ -213,7 +213,6 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
             }
             Sum S[kRows][kCols] = {}, dP[kRows][kCols] = {};
             product(S, tiles.A, A.cols), product(dP, tiles.B, B.cols);
-
             constexpr int kStats = kOwnsKeys ? kCols : kRows;
             Sum lse[kStats], delta[kStats];
             for (int n = 0; n < kStats; n++) {
