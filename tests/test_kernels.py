@@ -19,10 +19,10 @@ from minimal_attn.backends import Lengths, Options
 HALF = torch.float16
 
 
-def choose(q, k=None, v=None, has_dropout=False, capability=90, fast_fp64=True, has_sinks=False):
+def choose(q, k=None, v=None, has_dropout=False, capability=90, fast_fp64=True, has_sinks=False, attn_bias=None):
     """(name, why not the fast one) of a GPU that need not be here."""
     k, v = q if k is None else k, q if v is None else v
-    return minimal_attn.load().which_kernel(q, k, v, has_dropout, capability, fast_fp64, has_sinks)
+    return minimal_attn.load().which_kernel(q, k, v, has_dropout, capability, fast_fp64, has_sinks, attn_bias=attn_bias)
 
 
 def qkv(D=64, dtype=HALF, device="cpu", layout="bhsd", H=4):
@@ -173,6 +173,26 @@ def test_force_kernel_sm90():
     refused("sm90", "rows of v overlap", q, k, windows)
     refused("sm90", r"a stride of q is 2\^40 bytes or more", far)
     refused("sm90", "there are no keys", q, k[:, :, :0], v[:, :, :0])
+
+
+def test_biases_of_sm90():
+    """TMA takes 16 bits or masks, in rows of neighbouring keys that are aligned, and one row for all."""
+    q, k, v = qkv()
+    bias = torch.zeros(2, 1, 40, 48, dtype=HALF)
+    for taken in (bias[..., :40], bias[:1, :, :1, :40], bias.bool()[..., :40], bias[:, :, :1].expand(2, 1, 40, 48)[..., :40]):
+        assert choose(q, k, v, attn_bias=taken) == ("sm90", None)
+    odd = k[:, :, :39], v[:, :, :39]
+    for why_not, kv, given in [
+            ("attn_bias is float32", (k, v), bias.float()[..., :40]),
+            ("rows of attn_bias are not contiguous", (k, v), bias[..., :1]),
+            ("rows of attn_bias are not contiguous", (k, v), bias[..., :40].mT),
+            ("attn_bias is bool and seqlen_k is odd", odd, bias.bool()[..., :39]),
+            ("rows of attn_bias start at no multiple of 16 bytes", (k, v), bias[..., 1:41]),
+            ("rows of attn_bias start at no multiple of 16 bytes", (k, v), torch.zeros(2, 1, 40, 41, dtype=HALF)[..., :40]),
+            ("rows of attn_bias start at no multiple of 16 bytes", (k, v), torch.zeros(2, 1, 40, 40).bool())]:
+        assert choose(q, *kv, attn_bias=given) == ("sm80", None)
+        refused("sm90", why_not, q, *kv, attn_bias=given)
+    assert choose(*qkv(dtype=torch.float32), attn_bias=bias.float()[..., :40]) == ("simt", None)
     refused("sm90", "it has no dropout", q, k, v, has_dropout=True)
 
 
