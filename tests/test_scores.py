@@ -50,15 +50,15 @@ def inputs_of(impl, Sq=7, Sk=9):
     return [x.requires_grad_() for x in inputs(Sq, Sk, DTYPES[impl], IMPLS[impl][1], head_dim_v)]
 
 
-def as_taken(bias, impl, seqlen_k=9):
-    """The same scores in memory that the kernel reads. TMA wants 16 bits or masks, and rows that are aligned."""
+def as_taken(bias, impl, seqlen_k=9, dtype=torch.bfloat16):
+    """The same scores in memory that the kernel reads. TMA wants masks or the dtype of q, and rows that are aligned."""
     if impl != "cuda:sm90" or bias is None:
         return bias
     if bias.dtype == torch.bool and seqlen_k % 2:
-        bias = torch.zeros_like(bias, dtype=torch.bfloat16).masked_fill(~bias, -math.inf)
-    bias = bias if bias.dtype == torch.bool else bias.to(DTYPES[impl])
-    bias = bias.expand(*bias.shape[:-1], seqlen_k)
-    return torch.nn.functional.pad(bias, (0, -seqlen_k % 16))[..., :seqlen_k]
+        bias = torch.zeros_like(bias, dtype=dtype).masked_fill(~bias, -math.inf)
+    bias = bias if bias.dtype == torch.bool else bias.to(dtype)
+    bias = bias.expand(*bias.shape[:-1], seqlen_k).contiguous()
+    return torch.nn.functional.pad(bias, (0, 16 - seqlen_k % 16))[..., :seqlen_k]
 
 
 def slopes(*shape):
@@ -340,7 +340,7 @@ def check_scored(impl, batch, dtype, seed=0):
     given = [q, k, v, *make_sinks(batch, dtype, device, seed), *[bias] * has_gradient]
     given = [x.requires_grad_() for x in given]
     sinks = given[3] if batch.has_sinks else None
-    taken = tensors | {"attn_bias": as_taken(bias, impl, k.shape[2])}
+    taken = tensors | {"attn_bias": as_taken(bias, impl, k.shape[2], dtype)}
     out, lse = flash_attention(*given[:3], sinks=sinks, softcap=batch.softcap, return_lse=True, backend=backend,
                                **taken, **batch.options(device))
     doubles = [x.detach().double().requires_grad_() for x in given]
@@ -467,7 +467,7 @@ def test_errors_are_at_most_twice_those_of_torch(impl, dtype, name):
         return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
 
     def ours(q, k, v, attn_bias=None, **given):
-        return flash_attention(q, k, v, attn_bias=as_taken(attn_bias, impl, 70), backend=backend, **given)
+        return flash_attention(q, k, v, attn_bias=as_taken(attn_bias, impl, 70, q.dtype), backend=backend, **given)
 
     got = results(dtype, ours)
     wants, bases = results(torch.float64, eager), results(dtype, eager)
@@ -480,8 +480,8 @@ def test_errors_are_at_most_twice_those_of_torch(impl, dtype, name):
 def test_opcheck(impl):
     (backend, device), dtype = IMPLS[impl], DTYPES[impl]
     forward, backward = op_of(impl)
-    q, k, v = (x.detach() for x in inputs_of(impl))
-    bias = as_taken(randn(H, 1, 9, seed=4, dtype=dtype, device=device)[None], impl)
+    q, k, v = (x.detach() for x in inputs_of(impl, Sk=16))
+    bias = randn(H, 1, 16, seed=4, dtype=dtype, device=device)[None]
     options = Options(SCALE, (-1, 0), softcap=2.0, alibi_slopes=slopes(B, H).to(device), attn_bias=bias).of_op()
     torch.library.opcheck(forward.default, (q, k, v, *options))
     out, lse = forward(q, k, v, *options)
