@@ -44,7 +44,7 @@ template <typename Shape> struct SharedMemory {
     SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages], sV[Shape::kStages];
     Ring<Shape::kQStages> q[Shape::kConsumers];  // one for each consumer: they end a tile at different times
     Ring<Shape::kStages> k, v;
-    // What Q is of. A place is written again only when all consumers have released that Q.
+    // The tile of each Q, and of as many before it: consumers still read them when find_tiles() writes the next one.
     using Work = sm90::Work<Shape::kConsumers>;
     Work works[2 * Shape::kQStages];
     Ring<1> found;  // from the thread that finds tiles to the one that loads them
@@ -141,8 +141,8 @@ template <typename Shape> __device__ void load_tiles(const Params<Shape> &p, Sha
                       work.tile.h, b);
         }
         const int h_k = work.tile.h_k, k_begin = work.seq.k_begin, n_begin = work.blocks_begin;
-        // From this block on the next tile is looked for. All consumers have released the tile whose place in `works`
-        // it takes, since they have released the Q before this one.
+        // When block n_next is loaded, find_tiles() may look for the next tile. It writes over the oldest of `works`.
+        // All consumers are done with that one: they have released a Q that came after it.
         const int n_next = min(work.blocks_end - 1, n_begin + kAhead);
         if (n_next < n_begin) shared.found.consumer_release(q_item, 0);
 #pragma unroll 1

@@ -6,7 +6,7 @@ scaled_dot_product_attention with torch's.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import hypothesis
@@ -56,7 +56,6 @@ def as_taken(bias, impl, seqlen_k=9, dtype=torch.bfloat16):
         return bias
     if bias.dtype == torch.bool and seqlen_k % 2:
         bias = torch.zeros_like(bias, dtype=dtype).masked_fill(~bias, -math.inf)
-    bias = bias if bias.dtype == torch.bool else bias.to(dtype)
     bias = bias.expand(*bias.shape[:-1], seqlen_k).contiguous()
     return torch.nn.functional.pad(bias, (0, 16 - seqlen_k % 16))[..., :seqlen_k]
 
@@ -333,6 +332,8 @@ def dense(batch, q, k, v, sinks=None, alibi_slopes=None, attn_bias=None):
 def check_scored(impl, batch, dtype, seed=0):
     """out, lse and all gradients."""
     backend, device = IMPLS[impl]
+    if impl == "cuda:sm90" and batch.bias_dtype == "float32":
+        batch = replace(batch, bias_dtype="same")
     q, k, v, dout, dlse = make(batch, dtype, device, seed)
     tensors = batch.tensors(dtype, device, seed)
     bias = tensors.get("attn_bias")
@@ -356,6 +357,10 @@ def check_scored(impl, batch, dtype, seed=0):
     if results:
         outputs, upstream = zip(*results)
         want = torch.autograd.grad(outputs, doubles, upstream, allow_unused=True)
+    if impl == "triton" and HAS_GPU and dtype == torch.float32 and batch.dropout_p and bias is not None:
+        with pytest.raises(NotImplementedError, match="no backward pass in float32 for dropout with attn_bias"):
+            torch.autograd.grad([out, lse], given, [dout, dlse])
+        return
     for x, got, ref in zip(given, torch.autograd.grad([out, lse], given, [dout, dlse]), want):
         assert got.dtype == x.dtype and got.shape == x.shape
         close(got, torch.zeros_like(got, dtype=torch.float64) if ref is None else ref, 3 * TOLERANCE[dtype])

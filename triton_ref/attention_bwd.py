@@ -429,12 +429,15 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
     None. Without need_dq dq is None, without need_dkv dk and dv are, and so on, and nothing is spent on them.
 
     Raises:
-        NotImplementedError: a packed batch with seqused_k.
+        NotImplementedError: a packed batch with seqused_k; on a GPU, float32 with dropout and a bias or a mask.
     """
     lengths, window, seed = options.lengths, options.window, options.dropout_seed
     if lengths.is_packed and lengths.seqused_k is not None:
         raise NotImplementedError("backend='triton' has no backward pass for cu_seqlens with seqused_k: key ranges may "
                                   "overlap")
+    # Triton 3.6 compiles it to a kernel whose dV is wrong on an H200, where its interpreter and 16 bits are right.
+    if q.dtype == torch.float32 and seed is not None and options.attn_bias is not None and not INTERPRETING:
+        raise NotImplementedError("backend='triton' has no backward pass in float32 for dropout with attn_bias")
     if INTERPRETING and q.dtype == torch.bfloat16:
         *gradients, dsinks, dbias = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, in_float(options), need_dq,
                                         need_dkv, need_dsinks, need_dbias)
