@@ -315,19 +315,24 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
     launch(flash_fwd<T, Shape>, blocks, Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, params);
 }
 
+// Where scores are changed, with as many keys as leave room for the tiles of a bias.
+template <typename T> void dispatch_mods(const AttnParams &p) {
+    const int head_dim = p.max_head_dim();
+    if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 2, 2, true>>(p);
+    else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 2, 2, true>>(p);
+    else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 80, 2, 2, true>>(p);
+    else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80, 2, 1, true>>(p);
+    else launch_fwd<T, Shape<256, 2, 64, 2, 1, true>>(p);
+}
+
 // Tiles by head_dim: {kHeadDim, kConsumers, kBlockN, kStages, kQStages}. What lies between two is padded with zeros, by
 // TMA. Three consumers hide one another's softmax better than two do and load K and V less often. A thread's share of
 // S, P and O has to fit 160 registers then.
 template <typename T> void dispatch(const AttnParams &p) {
     const int head_dim = p.max_head_dim();
     const int64_t keys_of_a_row = std::min<int64_t>(p.seqlen_k, int64_t(p.window_left) + p.window_right + 1);
-    if (p.has_score_mods()) {
-        if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 2, 2, true>>(p);
-        else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 2, 2, true>>(p);
-        else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 80, 2, 2, true>>(p);
-        else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80, 2, 1, true>>(p);
-        else launch_fwd<T, Shape<256, 2, 64, 2, 1, true>>(p);
-    } else if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
+    if (p.has_score_mods()) return dispatch_mods<T>(p);
+    if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
     else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
     // Registers leave 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper). A packed
     // batch has the same tiles whatever its length is: a sample's bits must not depend on it.
