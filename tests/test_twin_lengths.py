@@ -48,8 +48,8 @@ class Batch:
         """out, lse, dq, dk, dv and, if there are sinks, dsinks"""
         options = Options(SCALE, window, self.lengths, self.sinks, **options)
         out, lse = attention.run(self.q, self.k, self.v, options)
-        *gradients, dsinks = attention_bwd.run(self.dout, self.dlse, self.q, self.k, self.v, out, lse, options, True,
-                                               True, self.sinks is not None)
+        *gradients, dsinks, _ = attention_bwd.run(self.dout, self.dlse, self.q, self.k, self.v, out, lse, options, True,
+                                                  True, self.sinks is not None)
         return out, lse, *gradients, *([] if dsinks is None else [dsinks])
 
 
