@@ -108,10 +108,12 @@ def reference_forward(q, k, v, options):
     # Scores of -inf are masked as well: the derivative of logsumexp is NaN in rows that hold nothing else.
     is_masked = scores == -math.inf if mask is None else ~mask | (scores == -math.inf)
     scores = scores.masked_fill(is_masked, -math.inf)
+    # Relative to a row's largest score: beside finfo.min, which hides keys in some models, the logarithm would be lost.
+    scores, row_max = relative_to_max(scores)
     lse = scores.logsumexp(-1)
     sees_no_key = (lse == -math.inf)[..., None]
     if options.sinks is not None:  # one more term of each sum, but not in padding
-        lse = torch.logaddexp(lse, options.sinks[:, None])
+        lse = torch.logaddexp(lse, options.sinks[:, None] - row_max)
         if options.lengths.seqused_q is not None:
             rows = torch.arange(q.shape[2], device=q.device)
             lse = lse.masked_fill(rows >= options.lengths.seqused_q[:, None, None], -math.inf)
@@ -121,7 +123,16 @@ def reference_forward(q, k, v, options):
         keep = keep_mask(options.dropout_seed, options.dropout_p, *scores.shape, q.device)
         probabilities = probabilities.masked_fill(~keep, 0) * keep_scale(options.dropout_p)
     out = probabilities @ v
-    return out.masked_fill(sees_no_key, 0).to(q.dtype), lse  # 0, also where V is not finite
+    return out.masked_fill(sees_no_key, 0).to(q.dtype), lse + row_max  # 0, also where V is not finite
+
+
+def relative_to_max(scores):
+    """Scores minus the largest of their row, and these (B, H, Sq), which count as constants. 0 if it is not finite."""
+    if not scores.shape[-1]:
+        return scores, scores.new_zeros(scores.shape[:-1])
+    row_max = scores.detach().amax(-1)
+    row_max = row_max.masked_fill(~row_max.isfinite(), 0)
+    return scores - row_max[..., None], row_max
 
 
 def _forward(q, k, v, options):

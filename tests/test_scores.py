@@ -616,7 +616,7 @@ def test_infinities_and_nan_in_a_bias(value, dtype, impl):
     assert_close(lse.double()[want.isfinite()], want[want.isfinite()], rtol=1e-3, atol=1e-3)
 
 
-@each_kernel
+@each_impl
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_finite_lowest_biases(softcap, impl):
     """finfo.min hides a key as -inf does, but a row that has no other key sees all of them alike."""
