@@ -215,7 +215,8 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
                                       " use backend='torch' or backend='reference'")
         instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
         check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, sinks=sinks,
-                            attn_bias=attn_bias, **named_descales, has_backward=q.dtype not in FP8_DTYPES)
+                            attn_bias=attn_bias, alibi_slopes=alibi_slopes, **named_descales,
+                            has_backward=q.dtype not in FP8_DTYPES)
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     is_3d = q.ndim == 3
     if is_3d:

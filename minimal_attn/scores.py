@@ -13,13 +13,18 @@ import torch
 
 from .checks import FP8_DTYPES, KERNEL_DTYPES, MAX_SCALE, check_tensor, shown, sum_dtype, wants_gradient
 
+MIN_SOFTCAP = 1e-30  # kernels divide by it in fp32
+
 
 def check_softcap(softcap):
-    """softcap as a float; TypeError unless it is a real number, ValueError unless it is in [0, MAX_SCALE]."""
+    """softcap as a float; TypeError unless it is a real number, ValueError unless it is 0 or in [MIN_SOFTCAP,
+    MAX_SCALE]."""
     if isinstance(softcap, bool) or not isinstance(softcap, (numbers.Real, torch.SymFloat)):
         raise TypeError(f"softcap must be a number, and 0 is none, got {shown(softcap)}")
     if not 0 <= softcap <= MAX_SCALE:  # kernels keep it in fp32
         raise ValueError(f"softcap must be at least 0 and at most {MAX_SCALE:g}, got {softcap}")
+    if 0 < softcap < MIN_SOFTCAP:
+        raise ValueError(f"softcap must be 0 or at least {MIN_SOFTCAP:g}, got {softcap}")
     return float(softcap)
 
 

@@ -1003,6 +1003,7 @@ BAD = [
     (TypeError, r"softcap must be a number, .*, got a torch.float32 tensor of shape \(4,\)", dict(softcap=slopes(H))),
     (ValueError, r"softcap must be at least 0 and at most 2.3586e\+38, got -1.0", dict(softcap=-1.0)),
     (ValueError, "softcap must be at least 0 .*, got nan", dict(softcap=math.nan)),
+    (ValueError, "softcap must be 0 or at least 1e-30, got 1e-40", dict(softcap=1e-40)),
     (ValueError, "softcap must be at least 0 .*, got inf", dict(softcap=math.inf)),
     (TypeError, "alibi_slopes must be a torch.Tensor, got list", dict(alibi_slopes=[1.0] * H)),
     (TypeError, "alibi_slopes must be a dense tensor", dict(alibi_slopes=slopes(H).to_sparse())),
@@ -1044,6 +1045,17 @@ def test_bad_dtypes_of_a_bias():
                                ("float16", "float64", "float16, float32")):
         with pytest.raises(TypeError, match=allowed.format(bias, dtype, names)):
             flash_attention(*inputs(dtype=getattr(torch, dtype)), attn_bias=randn(7, 9).to(getattr(torch, bias)))
+
+
+def test_tangents_of_slopes_are_not_lost():
+    slope = slopes(H)
+    for backend in {"reference", *["cuda"] * (not HAS_GPU)}:
+        attend = lambda x, backend=backend: flash_attention(*inputs(), alibi_slopes=x, backend=backend)  # noqa: E731
+        if backend == "reference":
+            assert torch.func.jvp(attend, (slope,), (torch.ones_like(slope),))[1].abs().max() > 0
+        else:
+            with pytest.raises(NotImplementedError, match="no forward-mode derivative, but alibi_slopes has a tangent"):
+                torch.func.jvp(attend, (slope,), (torch.ones_like(slope),))
 
 
 def test_slopes_that_require_grad_are_taken_without_gradients():
