@@ -1125,3 +1125,29 @@ def test_recorded_speed_of_windows_against_flex(name, least):
 def test_recorded_speed_of_sinks():
     sinks, dense = (rates(WINDOW_JSON, op, "cuda:sm90", "seqlen_q", "causal") for op in ("sinks", "forward"))
     assert sinks.keys() == dense.keys() and statistics.geometric_mean(sinks[x] / dense[x] for x in sinks) >= 0.99
+
+
+def rates_of_scores(impl):
+    """{score: TFLOP/s} at (2, 16, 8192, 128) in bf16 without a causal mask."""
+    size = "batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k", "head_dim", "causal", "dtype"
+    wanted = "2", "16", "16", "8192", "8192", "128", "False", "bfloat16"
+    found = rates("scores.json", "scores", impl, "score", *size)
+    return {score: rate for (score, *rest), rate in found.items() if tuple(rest) == wanted}
+
+
+def test_recorded_speed_of_scores_against_dense_calls():
+    ours = rates_of_scores("cuda:sm90")
+    for score, least in {"softcap": 0.85, "alibi": 0.85, "bias": 0.70, "mask": 0.80}.items():
+        assert ours[score] >= least * ours["none"], score
+
+
+@pytest.mark.parametrize("name, least", [("cuda:sm90", 1.3), ("triton", 1.1)])
+def test_recorded_speed_of_scores_against_flex(name, least):
+    ours, flex = rates_of_scores(name), rates_of_scores("flex")
+    assert set(ours) == set(flex) == set(scores.SCORES) and min(ours[x] / flex[x] for x in flex) >= least
+
+
+def test_recorded_speed_of_scores_against_sdpa():
+    """With what SDPA serves."""
+    ours, sdpa = rates_of_scores("cuda:sm90"), rates_of_scores("torch:efficient")
+    assert all(ours[x] >= 2 * sdpa[x] for x in ("bias", "mask"))
