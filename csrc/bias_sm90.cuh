@@ -42,7 +42,8 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
         for (auto &ring : rings) ring.init(4);
     }
 
-    // By the producer: item of the ring is that of K. row is the first of all consumers, key the first of the block.
+    // The producer calls it for each block of keys. item counts blocks, as it does in the ring of K. row is the first
+    // row of all consumers, key the first key of the block.
     __device__ void load(const BiasTensor &bias, uint32_t item, int row, int key, int h, int b) {
         if (!bias.bytes) return;
 #pragma unroll 1
@@ -55,7 +56,7 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
         }
     }
 
-    // To acc_s, the scores of a warpgroup; where a mask is false they become -inf.
+    // Adds the bias to acc_s, the scores of a warpgroup. Where a mask is false they become -inf.
     template <typename T, typename Mods>
     __device__ void add(const BiasTensor &bias, uint32_t item, int c, const Mods &mods,
                         float (&acc_s)[kBlockN / 8][4]) {
@@ -95,7 +96,7 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
         __syncwarp();
         rings[c].consumer_release(item, thread_idx() % 32);
     }
-    // Of a block that this consumer does without.
+    // Releases the tile of a block that this consumer skips. It waits first: phases of the ring are counted by block.
     __device__ void skip(const BiasTensor &bias, uint32_t item, int c) {
         if (!bias.bytes) return;
         rings[c].consumer_wait(item);
@@ -107,7 +108,8 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
     // Two neighbouring keys of row r of this lane, and of row r + 8, of the keys [8·n, 8·n + 8): as acc_s has them.
     template <typename Tile, typename Pair> struct LanesPart {
         const char *panel;
-        uint32_t offset[2];  // of n = 0. By thread_idx(), or more of them stay in registers that are not free.
+        // Of n = 0, for both rows. They are found by thread_idx(), or the compiler keeps those of every n in registers.
+        uint32_t offset[2];
 
         __device__ LanesPart(const Tile &tile, int box_rows) : panel(reinterpret_cast<const char *>(tile.panel)) {
             const int row = box_rows == 1 ? 0 : thread_idx() / 32 % 4 * 16 + thread_idx() % 32 / 4;

@@ -93,8 +93,9 @@ struct AttnBackwardParams : AttnParams {
 
 // flash_forward enqueues out = softmax(softmax_scale · Q Kᵀ) V and lse. A row that sees no key gets out 0 and lse -inf,
 // or its sink.
-// flash_backward enqueues dq, dk, dv. A row that sees no key adds nothing to dk and dv, whatever its dout and dlse; its
-// dq is 0. Both throw std::runtime_error when a kernel cannot be launched. kernels.h says what each kernel serves.
+// flash_backward enqueues dq, dk, dv and dbias. A row that lengths or a window leave without keys adds nothing to dk
+// and dv, whatever its dout and dlse; its dq is 0. Where only a bias hides all keys of a row, its dout must be finite.
+// Both throw std::runtime_error when a kernel cannot be launched. kernels.h says what each kernel serves.
 namespace simt {
 void flash_forward(const AttnParams &p);                  // flash.cu: CUDA cores, every GPU
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd.cu, the same

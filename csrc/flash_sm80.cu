@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 
 template <typename T, typename Shape, bool kMods = false> void launch_fwd(const AttnParams &p) {
     static_assert(sizeof(SharedMemory<Shape>) <= 99 << 10);  // what a block may have on sm_86, sm_89 and sm_120
-    auto *kernel = kMods || p.dropout_seed ? flash_fwd<T, Shape, true, kMods> : flash_fwd<T, Shape, kMods, kMods>;
+    // With kMods there is one kernel, with dropout or without.
+    auto *kernel = p.dropout_seed ? flash_fwd<T, Shape, true, kMods> : flash_fwd<T, Shape, kMods, kMods>;
     launch(kernel, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, p);
 }
 

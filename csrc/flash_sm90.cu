@@ -42,9 +42,10 @@ template <typename T, typename Shape> struct Consumer {
     const int lane_idx = thread_idx() % 32;  // kept: the loop would wait for threadIdx.x, which is a special register
     const Scores<> scores{p};
     uint32_t q_item = 0, kv_item = 0;  // of the rings
-    float slope;  // of ALiBi, see score_mods.cuh
+    // With kMods: ALiBi's numbers, see score_mods.cuh, and whether row_max has grown in the block before, for each row.
+    float slope;
     int shift;
-    bool grows[2] = {};  // with what changes scores: rows whose row_max was updated in the block before
+    bool grows[2] = {};
     float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4];
     uint32_t P[kBlockN / 16][4];
 
@@ -81,11 +82,11 @@ template <typename T, typename Shape> struct Consumer {
         shared.bias.template add<T>(p.bias_tensor, kv_item, consumer, mods, acc_s[0]);
     }
 
-    // With ALiBi scores grow from block to block until the keys are those of the rows.
+    // With ALiBi the scores grow from block to block, until the diagonal is passed.
     __device__ bool scores_grow(int row0, int n_block) const {
         return slope != 0 && (n_block + 1) * kBlockN > row0 + shift;
     }
-    // The same of the scores of eight keys, whose bias is read from memory.
+    // modify() for the scores s of the keys [8·n, 8·n + 8) alone. It reads their bias from memory.
     __device__ void modify_again(const Work &work, int n_block, int n, float (&s)[4]) {
         auto mods = this->mods(work);
         mods.bias = p.bias;

@@ -9,6 +9,7 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 
@@ -105,7 +106,7 @@ at::Tensor gradient_of_sinks(const at::Tensor &sinks, const at::Tensor &lse, con
 #if MINIMAL_ATTN_CUDA
 void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tensor &v, const at::Tensor &lse,
                      Kernel kernel) {
-    // Without dq, dk and dv simt::flash_backward forms delta alone, for dsinks.
+    // Where neither dq nor dk and dv are needed, simt::flash_backward forms delta, for dsinks, and dbias.
     if (kernel != Kernel::kSm80 || !(p.dq.data || p.dk.data)) return simt::flash_backward(p);
     at::Tensor unneeded_dk, unneeded_dv, workspace, lse_log2 = at::empty_like(lse);
     p.lse_log2 = lse_log2.data_ptr<float>();
@@ -123,8 +124,8 @@ void launch_backward(AttnBackwardParams &p, const at::Tensor &k, const at::Tenso
 
 // (name of the kernel that serves the tensors, why it is not the fast one or None); None for tensors without memory
 // of their own, as vmap has them. capability and fast_fp64: of a GPU that need not be here, as in kernels.h; without
-// a capability, of the tensors' device. has_dropout, has_sinks, has_scores: of a call with dropout, with sinks, or with
-// softcap or ALiBi. attn_bias: a bias that is checked, 4D.
+// a capability, of the tensors' device. has_dropout, has_sinks, has_scores: of a call with dropout, with sinks, with
+// softcap or ALiBi. attn_bias: one that Python has checked, 4D.
 std::optional<std::pair<std::string, Reason>> which_kernel(const at::Tensor &q, const at::Tensor &k,
                                                            const at::Tensor &v, bool has_dropout,
                                                            std::optional<int> capability, bool fast_fp64,

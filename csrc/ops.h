@@ -42,7 +42,7 @@ inline Reason find_mods_fault(const at::Tensor &q, Layout dim, int64_t batch_siz
         return "alibi_slopes must be contiguous float32 with one value a head, or one a sample and head, on the device "
                "of q";
     if (!bias) return {};
-    if (options.cu_seqlens_q) return "attn_bias is for padded batches";
+    if (options.cu_seqlens_q) return "attn_bias cannot be given with cu_seqlens_q and cu_seqlens_k";
     const at::ScalarType dtype = bias->scalar_type();
     if (bias->device() != q.device() || bias->dim() != 4 ||
         (dtype != at::kBool && dtype != q.scalar_type() && dtype != lse_dtype(q)))

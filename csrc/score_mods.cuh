@@ -81,17 +81,18 @@ template <typename Sum> struct ScoreFactors {
 // Of the scores of one head, for inputs of type T. tanh_of: tensor cores for 16 bits make do with an approximation.
 template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
     using Sum = SumOf<T>;
-    // A score that a finite bias takes below this is this: finfo.min, with which some models mask, would overflow to
-    // -inf, and rows that have no other are not without keys.
+    // The lowest score that a finite bias can give. Some models mask with finfo.min. It would overflow to -inf here,
+    // and a row in which all keys have it would count as one without keys.
     static constexpr Sum kLowest = Sum(-1e30);
 
     static constexpr bool is_raw = false;
     ScoreFactors<Sum> factors;
     Sum softmax_scale, softmax_scale_log2;
-    const int &seqlen_q, &seqlen_k, &b, &h;  // where they are in shared memory, they are read when they are needed
+    const int &seqlen_q, &seqlen_k, &b, &h;  // references: flash_sm90.cu has them in shared memory
     Bias bias;  // or one without data, if another part of the kernel adds it
-    Sum slope;  // of ALiBi, by unit, and
-    int shift;  // seqlen_k - seqlen_q
+    // Of ALiBi: slope / unit, and seqlen_k - seqlen_q.
+    Sum slope;
+    int shift;
 
     __device__ ScoreMods(const AttnParams &p, const int &seqlen_q, const int &seqlen_k, const int &b, const int &h)
         : ScoreMods(p, ScoreFactors<Sum>(p), seqlen_q, seqlen_k, b, h) {

@@ -9,10 +9,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Optional
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -24,8 +22,8 @@ from minimal_attn import (FlashMHA, backends, choice, flash_attention, flash_att
                           reference_attention, sdpa, which_kernel)
 from minimal_attn.checks import sum_dtype
 from minimal_attn.dropout import keep_mask, keep_scale
-from test_lengths import (DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, close, drawn_batches, make, make_sinks,
-                          op_of, window_of)
+from test_lengths import (DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, check_drawn_batches, close, drawn_batches,
+                          make, make_sinks, op_of, window_of)
 from minimal_attn.backends import Options
 
 each_impl = pytest.mark.parametrize("impl", IMPLS)
@@ -417,14 +415,7 @@ def drawn_scores(draw, impl):
 
 
 def check_drawn_scores(impl, seed, max_examples):
-    """The same ones for the same seed."""
-    @hypothesis.seed(seed)
-    @settings(max_examples=max_examples, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(batch=drawn_scores(impl), seed=st.integers(0, 99))
-    def check(batch, seed):
-        check_scored(impl, batch, DTYPES[impl], seed)
-
-    check()
+    check_drawn_batches(impl, seed, max_examples, drawn_scores, check_scored)
 
 
 @each_impl

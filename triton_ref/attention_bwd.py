@@ -4,11 +4,12 @@ P is formed again from lse. With dP = dO Vᵀ and delta = rowsum(dO ∘ O), dS =
 dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse / d S = P makes dlse a part of delta. A sink is
 a score whose value is 0, and thus its dP: its gradient is the sum of -P · delta.
 
-Three kernels, and that of attention_bwd_bias.py where a bias has a gradient. That of preprocess.py computes delta, and
-what each row adds to dsinks. _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows that see it;
-_flash_bwd_q computes dQ of one block of rows and loops over the keys. Q Kᵀ and dO Vᵀ are therefore formed twice, but there are no atomics, and every run gives the same bits. Where
-query heads share keys, several programs may share a block of keys: each sums over a part of the heads, in fp32 in
-memory, and sum_splits adds these up. Otherwise there is no workspace of Q's size.
+There are three kernels, and that of attention_bwd_bias.py where a bias has a gradient. That of preprocess.py computes
+delta, and what each row adds to dsinks. _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows
+that see it; _flash_bwd_q computes dQ of one block of rows and loops over the keys. Q Kᵀ and dO Vᵀ are therefore formed
+twice, but there are no atomics, and every run gives the same bits. Where query heads share keys, several programs may
+share a block of keys: each sums over a part of the heads, in fp32 in memory, and sum_splits adds these up. Otherwise
+there is no workspace of Q's size.
 
 With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s. With a softcap, dS goes through
 its tanh, see scores.py.
@@ -381,8 +382,8 @@ def _split_stride(k, v):
 
 
 def _has_empty_rows(q, k, lengths, window):
-    """Whether there may be rows without a key. The host does not read lengths. It sees whether those of q and of k are
-    one tensor: then a sample has more rows than keys only where q is longer than k."""
+    """Whether lengths or a window may leave rows without a key. The host does not read lengths. It sees whether those
+    of q and of k are one tensor: then a sample has more rows than keys only where q is longer than k."""
     used_q, used_k = (None if x is None else x.data_ptr() for x in (lengths.seqused_q, lengths.seqused_k))
     return lengths.is_packed or window[1] >= 0 and (used_q != used_k or q.shape[2] > k.shape[2] + window[1])
 
