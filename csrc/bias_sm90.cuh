@@ -3,6 +3,8 @@
 //   producer ── TMA ──▶ ring.full ──▶ one consumer ── adds it to its scores ──▶ ring.empty ──▶ producer
 //
 // A mask of bool is loaded as elements of 16 bits too, and each is two keys. kernels.h says what TMA does not take.
+// Nothing is swizzled. A row of a tile is an odd number of 16 bytes instead, so that the same 16 bytes of eight rows
+// lie in different banks, and TMA writes whole rows. What pads a row is read beyond the block and never used.
 //
 // Read next: producer_sm90.cuh, what is loaded when.
 #pragma once
@@ -18,23 +20,66 @@ struct BiasTensor {
     int box_rows;  // 64, or 1 where all rows have the same bias
 };
 
+// [64, kBlockN] of elements of kBytes, as words of 16 bits.
+template <int kBlockN, int kBytes> struct BiasTile {
+    static constexpr int kRowBytes = (kBlockN * kBytes / 16 | 1) * 16;
+    static_assert(kBlockN * kBytes % 16 == 0);
+    alignas(128) uint16_t row[64][kRowBytes / 2];
+};
+
 template <int kBlockN> BiasTensor make_bias_tensor(const AttnParams &p) {
     const Bias &x = p.bias;
     if (!x.data) return {};
     const int bytes = x.dtype == DType::kBool ? 1 : 2, per_word = 2 / bytes, box_rows = x.row_stride ? 64 : 1;
+    const int row_bytes = bytes == 1 ? BiasTile<kBlockN, 1>::kRowBytes : BiasTile<kBlockN, 2>::kRowBytes;
     const Tensor words{x.data, x.batch_stride / per_word, x.head_stride / per_word, x.row_stride / per_word};
-    auto tma = [&]<int kCols>() {
-        return make_tma_tensor<kCols>("attn_bias", words, p.batch_size, p.nheads, p.seqlen_q,
-                                      p.seqlen_k / per_word, box_rows);
-    };
-    if (bytes == 1) return {tma.template operator()<(kBlockN + 31) / 32 * 16>(), bytes, box_rows};
-    return {tma.template operator()<kBlockN>(), bytes, box_rows};
+    return {make_tma_tensor("attn_bias", words, p.batch_size, p.nheads, p.seqlen_q, p.seqlen_k / per_word,
+                            row_bytes / 2, box_rows, CU_TENSOR_MAP_SWIZZLE_NONE),
+            bytes, box_rows};
 }
+
+// Where a lane finds the bias of its scores acc_s [2 rows, kBlockN keys], which are in units of log2.
+template <int kBlockN> struct LaneBias {
+    uint32_t address;          // of 16 bits: for ldmatrix
+    const uint16_t *words[2];  // of bool: each is two keys, from this lane's first on, of its two rows
+
+    // Adds a bias of 16 bits to the scores of the keys [8 n, 8 n + 16).
+    template <typename T, typename Plus>
+    __device__ void add(float (&acc_s)[kBlockN / 8][4], int n, Plus plus) const {
+        uint32_t x[4];  // rows r and r + 8 of eight keys, then of the next eight, as acc_s has them
+        ldmatrix(x, address + 16 * n);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float *s = &acc_s[n + i / 2][i % 2 * 2];
+            const float2 pair = unpack<T>(x[i]);
+            s[0] = plus(s[0], pair.x), s[1] = plus(s[1], pair.y);
+        }
+    }
+    // Scores of all keys become -inf where a mask is false. A bool is 0 or 1, so that up to seven words fit into one,
+    // and one instruction makes predicates of a byte of it.
+    __device__ void hide(float (&acc_s)[kBlockN / 8][4]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int n0 = 0; n0 < kBlockN / 8; n0 += 7) {
+                uint32_t seen = 0;
+#pragma unroll
+                for (int n = n0; n < min(n0 + 7, kBlockN / 8); n++) seen += uint32_t(words[i][4 * n]) << (n - n0);
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+#pragma unroll
+                    for (int n = n0; n < min(n0 + 7, kBlockN / 8); n++) {
+                        float &s = acc_s[n][2 * i + e];
+                        s = seen & 1 << (n - n0 + 8 * e) ? s : -INFINITY;
+                    }
+            }
+    }
+};
 
 // In shared memory, for each consumer.
 template <int kConsumers, int kBlockN> struct BiasTiles {
-    using Tile = SmemTile<64, kBlockN>;
-    using MaskTile = SmemTile<64, (kBlockN + 31) / 32 * 16>;  // in the same place
+    using Tile = BiasTile<kBlockN, 2>;
+    using MaskTile = BiasTile<kBlockN, 1>;  // in the same place
     Tile tiles[kConsumers];
     Ring<1> rings[kConsumers];
 
@@ -46,53 +91,30 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
     // row of all consumers, key the first key of the block.
     __device__ void load(const BiasTensor &bias, uint32_t item, int row, int key, int h, int b) {
         if (!bias.bytes) return;
+        const int row_bytes = bias.bytes == 2 ? Tile::kRowBytes : MaskTile::kRowBytes;
 #pragma unroll 1
         for (int c = 0; c < kConsumers; c++) {
             rings[c].producer_acquire(item);
             auto &full = rings[c].full_barrier(item);
-            const int first = bias.box_rows == 1 ? 0 : row + 64 * c;
-            if (bias.bytes == 2) load_tile(tiles[c], bias.tma, full, first, h, b, key, bias.box_rows);
-            else load_tile(mask_tile(c), bias.tma, full, first, h, b, key / 2, bias.box_rows);
+            mbarrier_arrive_expect_tx(full, bias.box_rows * row_bytes);
+            tma_load(&tiles[c], bias.tma.map, full, key * bias.bytes / 2, bias.box_rows == 1 ? 0 : row + 64 * c,
+                     h * bias.tma.head_step, b * bias.tma.batch_step);
         }
     }
 
-    // Adds the bias to acc_s, the scores of a warpgroup. Where a mask is false they become -inf.
-    template <typename T, typename Mods>
-    __device__ void add(const BiasTensor &bias, uint32_t item, int c, const Mods &mods,
-                        float (&acc_s)[kBlockN / 8][4]) {
-        if (!bias.bytes) return;
+    // Waits for the tile of a consumer.
+    __device__ LaneBias<kBlockN> wait(const BiasTensor &bias, uint32_t item, int c) {
         rings[c].consumer_wait(item);
-        if (bias.bytes == 1) {
-            const LanesPart<MaskTile, uint16_t> part(mask_tile(c), bias.box_rows);
-#pragma unroll
-            for (int i = 0; i < kBlockN / 4; i++) {
-                const uint32_t seen = part.pair(i / 2, i % 2);
-                float *s = &acc_s[i / 2][i % 2 * 2];
-                s[0] = seen & 0xff ? s[0] : -INFINITY, s[1] = seen & 0xff00 ? s[1] : -INFINITY;
-            }
-        } else {
-            const LanesPart<Tile, uint32_t> part(tiles[c], bias.box_rows);
-            uint32_t next[4];  // four pairs are read ahead
-            for (int i = 0; i < 4; i++) next[i] = part.pair(i / 2, i % 2);
-#pragma unroll
-            for (int i0 = 0; i0 < kBlockN / 4; i0 += 4) {
-                uint32_t pair[4], most = 0;
-                for (int i = 0; i < 4; i++) {
-                    pair[i] = next[i];
-                    if (i0 + 4 < kBlockN / 4) next[i] = part.pair((i0 + 4 + i) / 2, i % 2);
-                    most = __viaddmax_u16x2(pair[i], 0x00800080, most);
-                }
-                auto add = [&](auto plus) {
-                    for (int i = 0; i < 4; i++) {
-                        float *s = &acc_s[(i0 + i) / 2][i % 2 * 2];
-                        const float2 x = unpack<T>(pair[i]);
-                        s[0] = plus(s[0], x.x), s[1] = plus(s[1], x.y);
-                    }
-                };
-                if (!may_be_low<T>(most)) add([&](float s, float x) { return fmaf(x, mods.factors.per_unit, s); });
-                else add([&](float s, float x) { return mods.plus_bias(s, x); });
-            }
-        }
+        // Found by thread_idx(), or the compiler keeps addresses in registers from block to block.
+        const int lane_idx = thread_idx() % 32, row0 = thread_idx() / 32 % 4 * 16;
+        const bool is_row = bias.box_rows == 1;
+        const auto &mask = reinterpret_cast<const MaskTile &>(tiles[c]).row;
+        return {shared_address(&tiles[c].row[is_row ? 0 : row0 + lane_idx % 16][lane_idx / 16 * 8]),
+                {&mask[is_row ? 0 : row0 + lane_idx / 4][lane_idx % 4],
+                 &mask[is_row ? 0 : row0 + lane_idx / 4 + 8][lane_idx % 4]}};
+    }
+    // Only then the producer may load the next one.
+    __device__ void release(uint32_t item, int c) {
         __syncwarp();
         rings[c].consumer_release(item, thread_idx() % 32);
     }
@@ -100,34 +122,8 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
     __device__ void skip(const BiasTensor &bias, uint32_t item, int c) {
         if (!bias.bytes) return;
         rings[c].consumer_wait(item);
-        __syncwarp();
-        rings[c].consumer_release(item, thread_idx() % 32);
+        release(item, c);
     }
-
-  private:
-    // Two neighbouring keys of row r of this lane, and of row r + 8, of the keys [8·n, 8·n + 8): as acc_s has them.
-    template <typename Tile, typename Pair> struct LanesPart {
-        const char *panel;
-        // Of n = 0, for both rows. They are found by thread_idx(), or the compiler keeps those of every n in registers.
-        uint32_t offset[2];
-
-        __device__ LanesPart(const Tile &tile, int box_rows) : panel(reinterpret_cast<const char *>(tile.panel)) {
-            const int row = box_rows == 1 ? 0 : thread_idx() / 32 % 4 * 16 + thread_idx() % 32 / 4;
-            offset[0] = Tile::offset(row, 0) + thread_idx() % 4 * sizeof(Pair);
-            offset[1] = offset[0] + (box_rows == 1 ? 0 : 8 * Tile::kRowBytes);
-        }
-        __device__ Pair pair(int n, int half) const {
-            const int at = 4 * sizeof(Pair) * n, in_panel = at % Tile::kRowBytes;
-            return *reinterpret_cast<const Pair *>(panel + ((offset[half] ^ in_panel / 16 * 16) + in_panel % 16) +
-                                                   at / Tile::kRowBytes * (64 * Tile::kRowBytes));
-        }
-    };
-    // most: the largest of some pairs of bf16, as integers plus 0x80. Those of low numbers are the largest, since -inf,
-    // which is 0xff80, becomes 0. Below -1.6e29 a number is low here. No number of fp16 is.
-    template <typename T> __device__ static bool may_be_low(uint32_t most) {
-        return std::is_same_v<T, __nv_bfloat16> && (most >> 16 > 0xf080 || (most & 0xffff) > 0xf080);
-    }
-    __device__ MaskTile &mask_tile(int c) { return reinterpret_cast<MaskTile &>(tiles[c]); }
 };
 
 // Where a kernel has no bias.

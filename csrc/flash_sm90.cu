@@ -20,7 +20,7 @@
 #include "device.h"
 #include "launch.h"
 #include "producer_sm90.cuh"
-#include "score_mods.cuh"
+#include "score_mods_sm90.cuh"
 #include "scores.cuh"
 #include "softmax.cuh"
 
@@ -42,10 +42,7 @@ template <typename T, typename Shape> struct Consumer {
     const int lane_idx = thread_idx() % 32;  // kept: the loop would wait for threadIdx.x, which is a special register
     const Scores<> scores{p};
     uint32_t q_item = 0, kv_item = 0;  // of the rings
-    // With kMods: ALiBi's numbers, see score_mods.cuh, and whether row_max has grown in the block before, for each row.
-    float slope;
-    int shift;
-    bool grows[2] = {};
+    std::conditional_t<kMods, ChangedScores<T, Shape>, UnchangedScores<Shape>> changed{p, shared, consumer};
     float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4];
     uint32_t P[kBlockN / 16][4];
 
@@ -54,12 +51,8 @@ template <typename T, typename Shape> struct Consumer {
             shared.q[consumer].consumer_wait(q_item);
             const Work &work = shared.work(q_item);
             if (!work.tile.is_valid) return;
-            Softmax<1> softmax(kMods ? p.factors.softmax_scale_log2 : scores.softmax_scale_log2);
-            if constexpr (kMods) {
-                auto mods = this->mods(work);
-                mods.set_alibi(p);
-                slope = mods.slope, shift = mods.shift;
-            }
+            Softmax<1> softmax(kMods ? 1.f : scores.softmax_scale_log2);
+            if constexpr (kMods) changed.begin(work);
             for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
             attend(work, softmax);
             store(work, softmax);
@@ -68,46 +61,17 @@ template <typename T, typename Shape> struct Consumer {
     }
 
     __device__ int q_index() const { return shared.q_index(q_item, consumer); }
-    __device__ auto mods(const Work &work) const {
-        ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, work.seq.seqlen_q, work.seq.seqlen_k, work.tile.b,
-                                            work.tile.h);
-        mods.slope = slope, mods.shift = shift;
-        mods.bias.data = nullptr;  // see bias_sm90.cuh
-        return mods;
-    }
-    // acc_s, which is Q Kᵀ, becomes scores. row and key are this lane's first.
-    __device__ void modify(const Work &work, int row, int key) {
-        const auto mods = this->mods(work);
-        mods.apply(score_tile(acc_s, row, key));
-        shared.bias.template add<T>(p.bias_tensor, kv_item, consumer, mods, acc_s[0]);
-    }
-
-    // With ALiBi the scores grow from block to block, until the diagonal is passed.
-    __device__ bool scores_grow(int row0, int n_block) const {
-        return slope != 0 && (n_block + 1) * kBlockN > row0 + shift;
-    }
-    // modify() for the scores s of the keys [8·n, 8·n + 8) alone. It reads their bias from memory.
-    __device__ void modify_again(const Work &work, int n_block, int n, float (&s)[4]) {
-        auto mods = this->mods(work);
-        mods.bias = p.bias;
-        const int idx = thread_idx() % 128, key = n_block * kBlockN + 8 * n + idx % 4 * 2;
-        const int row = work.tile.block * Shape::kBlockM + 64 * consumer + idx / 32 * 16 + idx % 32 / 4;
-        auto zero = [](int) { return 0; };
-#pragma unroll 1
-        for (int e = 0; e < 4; e++)
-            mods.apply(score_tile<1, 1>([&](int, int) -> float & { return s[e]; }, row + e / 2 * 8, zero, key + e % 2,
-                                        zero));
-    }
-
     // acc_o and softmax of a tile's rows, over all keys that they see.
     __device__ void attend(const Work &work, Softmax<1> &softmax) {
         const Mask &mask = work.mask;
         const int row0 = work.tile.block * Shape::kBlockM + 64 * consumer, tile_begin = work.blocks_begin;
         const BlockRange blocks = work.blocks[consumer];
+        const int first = kMods ? min(work.first_block, blocks.end - 1) : blocks.end - 1;
+        const int last = kMods && first + 1 < blocks.end ? first + 1 : blocks.begin;
         const bool has_full = kMods || scores.is_raw;
         const uint32_t num_full = warp_uniform(has_full ? max(0, blocks.full_end - blocks.full_begin) : 0);
 
-        int n_block = work.blocks_end - 1;
+        int n_block = kMods ? work.first_block : work.blocks_end - 1;
         skip_blocks(work, n_block, max(blocks.end, tile_begin));  // 64 rows without keys have no blocks
         if (!__any_sync(~0u, blocks.begin < blocks.end)) return;  // shows the compiler that a warp agrees
         shared.k.consumer_wait(kv_item);
@@ -116,25 +80,30 @@ template <typename T, typename Shape> struct Consumer {
         warpgroup_wait<0>(acc_s[0]);
         bool was_full = false;
         for (uint32_t from_full = n_block - blocks.full_begin;; n_block--, from_full--, kv_item++) {
+            if (kMods && n_block < blocks.begin) n_block = blocks.end - 1, from_full = n_block - blocks.full_begin;
             // Found anew in every iteration: kept from one to the next, Q's descriptors fill the uniform registers.
             const uint32_t block = warp_uniform(kv_item), q_idx = warp_uniform(q_index());
-            // row_max is updated in blocks with a mask and in the first one without: then each row has seen keys.
-            // exponentiate() may form the scores of other blocks once more, without a mask.
             const bool is_full = from_full < num_full;  // as BlockRange::is_full
-            const bool updates_max = !is_full || !was_full || (kMods && scores_grow(row0, n_block));
-            was_full = is_full;
             const int row = row0 + 16 * warp_idx + lane_idx / 4, key = n_block * kBlockN + lane_idx % 4 * 2;
-            if constexpr (kMods) modify(work, row, key);
-            if (!is_full) {
-                if (!kMods && !scores.is_raw) scores.apply(acc_s);
-                mask.apply(acc_s, blocks, n_block, row, key);
-            }
             float alpha[2];
-            const bool has_grown = exponentiate(work, n_block, softmax, updates_max, alpha);
+            bool has_grown;
+            if constexpr (kMods) {
+                has_grown = exponentiate_changed(work, n_block, softmax, is_full, row, key, alpha);
+            } else {
+                // row_max is updated in blocks with a mask and in the first one without: then each row has seen keys.
+                // exponentiate() may form the scores of other blocks once more, without a mask.
+                const bool updates_max = !is_full || !was_full;
+                was_full = is_full;
+                if (!is_full) {
+                    if (!scores.is_raw) scores.apply(acc_s);
+                    mask.apply(acc_s, blocks, n_block, row, key);
+                }
+                has_grown = exponentiate(work, n_block, softmax, updates_max, alpha);
+            }
             shared.k.consumer_release(kv_item, lane_idx);
 
             warpgroup_wait<0>(acc_o[0], P);  // P V of the block before
-            if (n_block + 1 < blocks.end) shared.v.consumer_release(kv_item - 1, lane_idx);
+            if (n_block != first) shared.v.consumer_release(kv_item - 1, lane_idx);
 #pragma unroll
             for (int i = 0; i < 2 * kNTiles; i++)
                 P[i / 4][i % 4] = pack<T>(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
@@ -142,7 +111,7 @@ template <typename T, typename Shape> struct Consumer {
 
             shared.v.consumer_wait(kv_item);
             if (!is_full) clear_v(work, n_block);
-            if (n_block == blocks.begin) break;
+            if (n_block == last) break;
             shared.k.consumer_wait(kv_item + 1);
             warpgroup_arrive();
             multiply_abt<T>(acc_s[0], shared.sQ[q_idx], shared.sK[(block + 1) % kStages]);
@@ -153,6 +122,7 @@ template <typename T, typename Shape> struct Consumer {
         multiply_ab<T>(acc_o[0], P, shared.sV[warp_uniform(kv_item) % kStages]);
         warpgroup_wait<0>(acc_o[0], P);
         shared.v.consumer_release(kv_item++, lane_idx);
+        if constexpr (kMods) n_block = blocks.begin;
         skip_blocks(work, --n_block, tile_begin);
     }
 
@@ -191,19 +161,30 @@ template <typename T, typename Shape> struct Consumer {
         bool has_grown = false;
         float sum[2];
         if (updates_max) has_grown = softmax.update_row_max(acc_s, alpha);
-        else if (kMods && __any_sync(~0u, grows[0] || grows[1]))  // they may go on growing
-            has_grown = softmax.update_row_max(acc_s, alpha, grows);
         for (int i = 0; i < 2; i++) sum[i] = softmax.exponentiate(acc_s, i);
         if (!updates_max && __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
-            const float before[] = {has_grown ? alpha[0] : 1.f, has_grown ? alpha[1] : 1.f};
             exponentiate_again(work, n_block, softmax, sum, alpha);
-            if constexpr (kMods)
-                for (int i = 0; i < 2; i++) alpha[i] *= before[i];
             has_grown = true;
         }
         for (int i = 0; i < 2; i++) softmax.row_sum[i] += sum[i];
-        if constexpr (kMods)
-            for (int i = 0; i < 2; i++) grows[i] = has_grown && alpha[i] != 1.f;
+        return has_grown;
+    }
+
+    // The same of scores that more than a factor changes.
+    __device__ bool exponentiate_changed(const Work &work, int n_block, Softmax<1> &softmax, bool is_full, int row,
+                                         int key, float (&alpha)[2]) {
+        float sum[2];
+        const bool some_update = !is_full || changed.some_updates_next;
+        bool has_grown = changed.exponentiate(acc_s, work, n_block, kv_item, softmax, is_full, row, key, sum, alpha);
+        const bool some_large = __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum);
+        if (some_large) {
+            const float before[] = {alpha[0], alpha[1]};
+            exponentiate_again(work, n_block, softmax, sum, alpha);
+            for (int i = 0; i < 2; i++) alpha[i] *= before[i];
+            has_grown = true;
+        }
+        for (int i = 0; i < 2; i++) softmax.row_sum[i] += sum[i];
+        if (some_large || some_update) changed.end_block(work, row, softmax, alpha);
         return has_grown;
     }
 
@@ -228,7 +209,7 @@ template <typename T, typename Shape> struct Consumer {
                 ldmatrix(a, sQ.address(16 * warp_idx + lane_idx % 16, d + 16 + lane_idx / 16 * 8));
                 mma<T>(s[0][0], a, b[2], b[3]);
             }
-            if constexpr (kMods) modify_again(work, n_block, n, s[0][0]);
+            if constexpr (kMods) changed.modify_again(work, n_block, n, s[0][0]);
             else scores.apply(s);
             for (int e = 0; e < 4; e++)
                 if (is_large[e / 2]) acc_s[0][n][e] = s[0][0][e];
@@ -312,7 +293,8 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
                                tma("out", p.o, p.nheads, p.seqlen_q, p.head_dim_v, 16),  // the rows of a warp
                                {p, num_tiles},
                                Shape::kMods ? make_bias_tensor<kBlockN>(p) : BiasTensor{},
-                               ScoreFactors<float>(p)};
+                               ScoreFactors<float>(p, true),
+                               score_kind(p)};
     launch(flash_fwd<T, Shape>, blocks, Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, params);
 }
 

@@ -1,7 +1,7 @@
 // What a block of threads on Hopper works at: the tiles of out that it takes in turn, its shared memory, and the two
 // threads of its producer warpgroup. One finds the tiles, the other one asks TMA for Q, K and V.
 //
-// Read next: flash_sm90.cu, the consumers.
+// Read next: score_mods_sm90.cuh, what the consumers do where scores are changed.
 #pragma once
 
 #include <algorithm>
@@ -33,6 +33,7 @@ struct Shape {
 template <int kConsumers> struct alignas(16) Work {
     BlockRange blocks[kConsumers];  // of keys, for the rows of a consumer
     int blocks_begin, blocks_end;   // those of all consumers
+    int first_block;                // of them, with kMods: the others follow downwards, then those above it
     int first_key;                  // those before it are seen by no row of the tile
     Tile tile;
     Sequence seq;
@@ -96,7 +97,19 @@ template <typename Shape> struct Params : AttnParams {
     Scheduler<Shape::kBlockM> scheduler;
     BiasTensor bias_tensor;
     ScoreFactors<float> factors;
+    ScoreKind score_kind;
 };
+
+// Where the walk along the keys begins: at the last block, as in dense calls. A mask of the sample's end or a causal
+// one is then met at the start. With ALiBi scores fall on both sides of the diagonal. Where all rows see all keys, the
+// walk begins at the diagonal, so that row_max grows in the first blocks alone. All consumers then walk the same way.
+template <typename Shape> __device__ int first_block(const Params<Shape> &p, const Work<Shape::kConsumers> &work) {
+    const Mask &mask = work.mask;
+    const int last_row = work.tile.block * Shape::kBlockM + Shape::kBlockM - 1;
+    const bool sees_all = last_row < mask.seqlen_q && mask.left <= -mask.seqlen_q && mask.right >= mask.seqlen_k;
+    if (!p.alibi_slopes || !sees_all) return work.blocks_end - 1;
+    return max(0, min(last_row + mask.seqlen_k - mask.seqlen_q, mask.seqlen_k - 1)) / Shape::kBlockN;
+}
 
 // One thread finds the tiles. It looks for the next tile while another thread loads the last keys of this one, and no
 // earlier, so that a block of threads does not take a tile long before it needs one.
@@ -119,6 +132,7 @@ template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, Sha
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++)
             work.blocks[c] = mask.key_blocks<64, kBlockN>(tile.block * kBlockM + 64 * c);
+        if constexpr (Shape::kMods) work.first_block = first_block<Shape>(p, work);
         mbarrier_arrive(shared.found.full_barrier(item++));
     }
     mbarrier_arrive(shared.found.full_barrier(item));  // the tile that is not valid
@@ -141,15 +155,17 @@ template <typename Shape> __device__ void load_tiles(const Params<Shape> &p, Sha
                       work.tile.h, b);
         }
         const int h_k = work.tile.h_k, k_begin = work.seq.k_begin, n_begin = work.blocks_begin;
-        // When block n_next is loaded, find_tiles() may look for the next tile. It writes over the oldest of `works`.
+        // When n_next blocks are left, find_tiles() may look for the next tile. It writes over the oldest of `works`.
         // All consumers are done with that one: they have released a Q that came after it.
-        const int n_next = min(work.blocks_end - 1, n_begin + kAhead);
-        if (n_next < n_begin) shared.found.consumer_release(q_item, 0);
+        const int num_blocks = work.blocks_end - n_begin, n_next = min(num_blocks, kAhead + 1);
+        if (num_blocks <= 0) shared.found.consumer_release(q_item, 0);
+        int n_block = Shape::kMods ? work.first_block : work.blocks_end - 1;
 #pragma unroll 1
-        for (int n_block = work.blocks_end - 1; n_block >= n_begin; n_block--, kv_item++) {
+        for (int n_left = num_blocks; n_left > 0; n_left--, n_block--, kv_item++) {
+            if (Shape::kMods && n_block < n_begin) n_block = work.blocks_end - 1;
             const uint32_t stage = kv_item % Shape::kStages;
             const int key = k_begin + n_block * kBlockN;
-            if (n_block == n_next) shared.found.consumer_release(q_item, 0);
+            if (n_left == n_next) shared.found.consumer_release(q_item, 0);
             shared.k.producer_acquire(kv_item);
             load_tile(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item), key, h_k, b);
             if constexpr (Shape::kMods)

@@ -126,7 +126,7 @@ template <typename T> __device__ uint32_t pack(float x, float y) {
 }
 template <typename T> __device__ float2 unpack(uint32_t pair) {
     if constexpr (std::is_same_v<T, __half>) return __half22float2(reinterpret_cast<const __half2 &>(pair));
-    else return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162 &>(pair));
+    else return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
 }
 
 }  // namespace ptx

@@ -67,16 +67,26 @@ template <typename Sum> struct ScoreFactors {
     Sum unit, per_unit, of_qk, of_tanh;  // see above; per_unit is 1 / unit, of_tanh is softcap / unit
     Sum softmax_scale_log2;
 
-    __host__ __device__ explicit ScoreFactors(const AttnParams &p) : has_softcap(p.softcap > 0) {
+    // in_log2: the unit is ln(2) in any case.
+    __host__ __device__ explicit ScoreFactors(const AttnParams &p, bool in_log2 = false) : has_softcap(p.softcap > 0) {
         const Sum softmax_scale = Sum(p.softmax_scale), softcap = Sum(p.softcap);
-        const bool has_bias = p.bias.data && p.bias.dtype != DType::kBool;
-        unit = has_bias ? 1 / kLog2E : has_softcap ? softcap : softmax_scale == 0 ? Sum(1) : Sum(fabs(softmax_scale));
-        per_unit = has_bias ? kLog2E : 1 / unit;
+        in_log2 |= p.bias.data && p.bias.dtype != DType::kBool;
+        unit = in_log2 ? 1 / kLog2E : has_softcap ? softcap : softmax_scale == 0 ? Sum(1) : Sum(fabs(softmax_scale));
+        per_unit = in_log2 ? kLog2E : 1 / unit;
         of_qk = has_softcap ? softmax_scale / softcap : softmax_scale * per_unit;
-        of_tanh = has_bias && has_softcap ? softcap * per_unit : 1;
-        softmax_scale_log2 = has_bias ? 1 : unit * kLog2E;
+        of_tanh = in_log2 && has_softcap ? softcap * per_unit : 1;
+        softmax_scale_log2 = in_log2 ? 1 : unit * kLog2E;
     }
 };
+
+// What changes the scores of a call. Most calls have one thing alone, and most of their blocks a path of their own.
+enum class ScoreKind { kSoftcap, kAlibi, kBias, kMask, kSeveral };
+inline ScoreKind score_kind(const AttnParams &p) {
+    const bool has_softcap = p.softcap > 0;
+    if (has_softcap + !!p.alibi_slopes + !!p.bias.data != 1) return ScoreKind::kSeveral;
+    if (!p.bias.data) return has_softcap ? ScoreKind::kSoftcap : ScoreKind::kAlibi;
+    return p.bias.dtype == DType::kBool ? ScoreKind::kMask : ScoreKind::kBias;
+}
 
 // Of the scores of one head, for inputs of type T. tanh_of: tensor cores for 16 bits make do with an approximation.
 template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
@@ -129,8 +139,8 @@ template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
     }
 
     // score + x, an element of a bias. -inf and NaN stay what they are. Only x below kLowest / 2 can make it low.
-    __device__ Sum plus_bias(Sum score, Sum x) const {
-        const Sum sum = fma(x, factors.per_unit, score);
+    __device__ static Sum plus_bias(Sum score, Sum x, Sum per_unit) {
+        const Sum sum = fma(x, per_unit, score);
         return sum < kLowest && x > -INFINITY ? kLowest : sum;
     }
 
@@ -172,7 +182,7 @@ template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
             for (int i = 0; i < Tile::kRows; i++) {
                 const Element x = of_row[i][key];
                 if constexpr (std::is_same_v<Element, bool>) tile.at(i, j) = x ? tile.at(i, j) : Sum(-INFINITY);
-                else tile.at(i, j) = plus_bias(tile.at(i, j), Sum(to_float(x)));
+                else tile.at(i, j) = plus_bias(tile.at(i, j), Sum(to_float(x)), factors.per_unit);
             }
         }
     }

@@ -15,7 +15,7 @@ namespace sm90 {
 
 // [kRows, kHeadDim] in panels of kCols columns, which are as wide as a swizzle.
 template <int kRows, int kHeadDim> struct SmemTile {
-    static constexpr int kCols = kHeadDim % 64 == 0 ? 64 : kHeadDim % 32 == 0 ? 32 : 16;
+    static constexpr int kCols = kHeadDim % 64 == 0 ? 64 : 32;
     static constexpr int kPanels = kHeadDim / kCols, kRowBytes = 2 * kCols;
     alignas(1024) uint16_t panel[kPanels][kRows][kCols];
 
@@ -66,15 +66,13 @@ struct TmaTensor {
     int head_step, batch_step;  // 0 along an expanded dimension, which has size 1 in the map; else 1
 };
 
-// All of a tile arrives at `full`: rows from `row` on, columns from `col` on, and zeros for what lies outside of the
-// tensor. box_rows: as many rows as the box of x has.
+// All of a tile arrives at `full`: rows from `row` on, and zeros for what lies outside of the tensor.
 template <int kRows, int kHeadDim>
-__device__ void load_tile(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b,
-                          int col = 0, int box_rows = kRows) {
-    mbarrier_arrive_expect_tx(full, box_rows * kHeadDim * 2);
+__device__ void load_tile(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b) {
+    mbarrier_arrive_expect_tx(full, kRows * kHeadDim * 2);
 #pragma unroll
     for (int i = 0; i < tile.kPanels; i++)
-        tma_load(tile.panel[i], x.map, full, col + i * tile.kCols, row, h * x.head_step, b * x.batch_step);
+        tma_load(tile.panel[i], x.map, full, i * tile.kCols, row, h * x.head_step, b * x.batch_step);
 }
 
 // Rows of a tile, from tile_row on and as many as the box has, to those of the tensor from `row` on.
@@ -116,21 +114,16 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
     return encode;
 }
 
-// A box is box_rows rows of one panel of a SmemTile. L2 fetches 256 bytes at a time.
-template <int kHeadDim>
-TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batch_size, int heads, int rows, int head_dim,
-                          int box_rows) {
-    constexpr int kCols = SmemTile<64, kHeadDim>::kCols;
+// A box is box_rows rows of box_cols columns. L2 fetches 256 bytes at a time.
+inline TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batch_size, int heads, int rows, int cols,
+                                 int box_cols, int box_rows, CUtensorMapSwizzle swizzle) {
     auto size = [](int64_t n, int64_t stride) { return cuuint64_t(stride ? n : 1); };
-    auto bytes = [=](int64_t stride) { return cuuint64_t(2 * (stride ? stride : (head_dim + 7) / 8 * 8)); };
-    const cuuint64_t sizes[] = {cuuint64_t(head_dim), size(rows, x.row_stride), size(heads, x.head_stride),
+    auto bytes = [=](int64_t stride) { return cuuint64_t(2 * (stride ? stride : (cols + 7) / 8 * 8)); };
+    const cuuint64_t sizes[] = {cuuint64_t(cols), size(rows, x.row_stride), size(heads, x.head_stride),
                                 size(batch_size, x.batch_stride)};
     const cuuint64_t strides[] = {bytes(x.row_stride), bytes(x.head_stride), bytes(x.batch_stride)};
-    const cuuint32_t box[] = {kCols, cuuint32_t(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
+    const cuuint32_t box[] = {cuuint32_t(box_cols), cuuint32_t(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
     TmaTensor tensor{{}, x.head_stride != 0, x.batch_stride != 0};
-    const auto swizzle = kCols == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
-                         : kCols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                       : CU_TENSOR_MAP_SWIZZLE_32B;
     const CUresult result = tensor_map_encoder()(
         &tensor.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, x.data, sizes, strides, box, steps,
         CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
@@ -138,6 +131,16 @@ TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batch_size,
     if (result == CUDA_SUCCESS) return tensor;
     throw std::runtime_error("minimal_attn: TMA cannot take " + std::string(name) + ": CUDA error " +
                              std::to_string(int(result)));
+}
+
+// The same, for boxes of one panel of a SmemTile.
+template <int kHeadDim>
+TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batch_size, int heads, int rows, int head_dim,
+                          int box_rows) {
+    constexpr int kCols = SmemTile<64, kHeadDim>::kCols;
+    static_assert(kCols > 16);
+    return make_tma_tensor(name, x, batch_size, heads, rows, head_dim, kCols, box_rows,
+                           kCols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 }  // namespace sm90

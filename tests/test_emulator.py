@@ -77,7 +77,7 @@ SELFTEST_FAULTS = {
     "tensor map of an unaligned tensor": "TMA cannot take",
     "swizzle of a load": "TMA cannot take",
     "box of a load": "bytes to come",
-    "place of a load": "TMA swizzles at",
+    "place of a load": "TMA writes at",
     "coordinates of a load": r"hopper\[0\]\[64\]",
     "start of a descriptor": "not in the first row of its pattern",
     "swizzle of a descriptor": "not in the first row of its pattern",
@@ -86,7 +86,7 @@ SELFTEST_FAULTS = {
     "rows of V": "hopper",
     "swizzle of stmatrix": "hopper",
     "box of a store": "shared memory at",
-    "place of a store": "TMA swizzles at",
+    "place of a store": "TMA writes at",
     # What waits for what.
     "cp.async not committed": "copies that thread 0 has not waited for",
     "cp.async not awaited": "copies that thread 0 has not waited for",

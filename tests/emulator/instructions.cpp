@@ -313,9 +313,9 @@ template <typename Act> void for_box(uint32_t address, const CUtensorMap &map, c
 uint32_t check_box(uint32_t address, const CUtensorMap &map) {
     const uint32_t bytes = 2 * map.box[0] * map.box[1];
     if (address % (8 * map.swizzle_bytes))
-        fail("TMA swizzles at %#x, no multiple of %d bytes", address, 8 * map.swizzle_bytes);
+        fail("TMA writes at %#x, no multiple of %d bytes", address, 8 * map.swizzle_bytes);
     if (map.box[2] != 1 || map.box[3] != 1) fail("a box of several heads or samples is not emulated");
-    if (int(2 * map.box[0]) != map.swizzle_bytes) fail("a box of part of a pattern is not emulated");
+    if (map.swizzle_bytes > 16 && int(2 * map.box[0]) != map.swizzle_bytes) fail("a box of part of a pattern is not emulated");
     block->shared.at(block->shared.generic, address, bytes);
     return bytes;
 }
