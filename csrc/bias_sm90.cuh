@@ -2,11 +2,11 @@
 //
 //   producer ── TMA ──▶ ring.full ──▶ one consumer ── adds it to its scores ──▶ ring.empty ──▶ producer
 //
-// A mask of bool is loaded as elements of 16 bits too, and each is two keys. kernels.h says what TMA does not take.
-// Nothing is swizzled. A row of a tile is an odd number of 16 bytes instead, so that the same 16 bytes of eight rows
-// lie in different banks, and TMA writes whole rows. What pads a row is read beyond the block and never used.
+// Its elements have 16 bits; kernels.h says what TMA does not take. Nothing is swizzled. A row of a tile has an odd
+// number of 16 bytes instead: the same 16 bytes of eight rows then lie in different banks, and TMA writes whole rows.
+// What pads a row is read beyond the block and never used.
 //
-// Read next: producer_sm90.cuh, what is loaded when.
+// Read next: mask_bits_sm90.cuh, masks of bool.
 #pragma once
 
 #include "score_mods.cuh"
@@ -16,34 +16,31 @@ namespace sm90 {
 
 struct BiasTensor {
     TmaTensor tma;
-    int bytes;     // of an element, 1 or 2; 0: there is no bias
-    int box_rows;  // 64, or 1 where all rows have the same bias
+    int box_rows;  // 64, or 1 where all rows have the same bias; 0: there is no bias
 };
 
-// [64, kBlockN] of elements of kBytes, as words of 16 bits.
-template <int kBlockN, int kBytes> struct BiasTile {
-    static constexpr int kRowBytes = (kBlockN * kBytes / 16 | 1) * 16;
-    static_assert(kBlockN * kBytes % 16 == 0);
+// [64, kBlockN] of elements of 16 bits.
+template <int kBlockN> struct BiasTile {
+    static constexpr int kRowBytes = (kBlockN / 8 | 1) * 16;
+    static_assert(kBlockN % 16 == 0);
     alignas(128) uint16_t row[64][kRowBytes / 2];
 };
 
 template <int kBlockN> BiasTensor make_bias_tensor(const AttnParams &p) {
     const Bias &x = p.bias;
-    if (!x.data) return {};
-    const int bytes = x.dtype == DType::kBool ? 1 : 2, per_word = 2 / bytes, box_rows = x.row_stride ? 64 : 1;
-    const int row_bytes = bytes == 1 ? BiasTile<kBlockN, 1>::kRowBytes : BiasTile<kBlockN, 2>::kRowBytes;
-    const Tensor words{x.data, x.batch_stride / per_word, x.head_stride / per_word, x.row_stride / per_word};
-    return {make_tma_tensor("attn_bias", words, p.batch_size, p.nheads, p.seqlen_q, p.seqlen_k / per_word,
-                            row_bytes / 2, box_rows, CU_TENSOR_MAP_SWIZZLE_NONE),
-            bytes, box_rows};
+    if (!x.data || x.dtype == DType::kBool) return {};
+    const int box_rows = x.row_stride ? 64 : 1;
+    return {make_tma_tensor("attn_bias", {x.data, x.batch_stride, x.head_stride, x.row_stride}, p.batch_size, p.nheads,
+                            p.seqlen_q, p.seqlen_k, BiasTile<kBlockN>::kRowBytes / 2, box_rows,
+                            CU_TENSOR_MAP_SWIZZLE_NONE),
+            box_rows};
 }
 
 // Where a lane finds the bias of its scores acc_s [2 rows, kBlockN keys], which are in units of log2.
 template <int kBlockN> struct LaneBias {
-    uint32_t address;          // of 16 bits: for ldmatrix
-    const uint16_t *words[2];  // of bool: each is two keys, from this lane's first on, of its two rows
+    uint32_t address;  // for ldmatrix
 
-    // Adds a bias of 16 bits to the scores of the keys [8 n, 8 n + 16).
+    // Adds it to the scores of the keys [8 n, 8 n + 16).
     template <typename T, typename Plus>
     __device__ void add(float (&acc_s)[kBlockN / 8][4], int n, Plus plus) const {
         uint32_t x[4];  // rows r and r + 8 of eight keys, then of the next eight, as acc_s has them
@@ -55,31 +52,11 @@ template <int kBlockN> struct LaneBias {
             s[0] = plus(s[0], pair.x), s[1] = plus(s[1], pair.y);
         }
     }
-    // Scores of all keys become -inf where a mask is false. A bool is 0 or 1, so that up to seven words fit into one,
-    // and one instruction makes predicates of a byte of it.
-    __device__ void hide(float (&acc_s)[kBlockN / 8][4]) const {
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-#pragma unroll
-            for (int n0 = 0; n0 < kBlockN / 8; n0 += 7) {
-                uint32_t seen = 0;
-#pragma unroll
-                for (int n = n0; n < min(n0 + 7, kBlockN / 8); n++) seen += uint32_t(words[i][4 * n]) << (n - n0);
-#pragma unroll
-                for (int e = 0; e < 2; e++)
-#pragma unroll
-                    for (int n = n0; n < min(n0 + 7, kBlockN / 8); n++) {
-                        float &s = acc_s[n][2 * i + e];
-                        s = seen & 1 << (n - n0 + 8 * e) ? s : -INFINITY;
-                    }
-            }
-    }
 };
 
 // In shared memory, for each consumer.
 template <int kConsumers, int kBlockN> struct BiasTiles {
-    using Tile = BiasTile<kBlockN, 2>;
-    using MaskTile = BiasTile<kBlockN, 1>;  // in the same place
+    using Tile = BiasTile<kBlockN>;
     Tile tiles[kConsumers];
     Ring<1> rings[kConsumers];
 
@@ -90,14 +67,13 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
     // The producer calls it for each block of keys. item counts blocks, as it does in the ring of K. row is the first
     // row of all consumers, key the first key of the block.
     __device__ void load(const BiasTensor &bias, uint32_t item, int row, int key, int h, int b) {
-        if (!bias.bytes) return;
-        const int row_bytes = bias.bytes == 2 ? Tile::kRowBytes : MaskTile::kRowBytes;
+        if (!bias.box_rows) return;
 #pragma unroll 1
         for (int c = 0; c < kConsumers; c++) {
             rings[c].producer_acquire(item);
             auto &full = rings[c].full_barrier(item);
-            mbarrier_arrive_expect_tx(full, bias.box_rows * row_bytes);
-            tma_load(&tiles[c], bias.tma.map, full, key * bias.bytes / 2, bias.box_rows == 1 ? 0 : row + 64 * c,
+            mbarrier_arrive_expect_tx(full, bias.box_rows * Tile::kRowBytes);
+            tma_load(&tiles[c], bias.tma.map, full, key, bias.box_rows == 1 ? 0 : row + 64 * c,
                      h * bias.tma.head_step, b * bias.tma.batch_step);
         }
     }
@@ -105,13 +81,9 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
     // Waits for the tile of a consumer.
     __device__ LaneBias<kBlockN> wait(const BiasTensor &bias, uint32_t item, int c) {
         rings[c].consumer_wait(item);
-        // Found by thread_idx(), or the compiler keeps addresses in registers from block to block.
+        // Found by thread_idx(), or the compiler keeps the address in a register from block to block.
         const int lane_idx = thread_idx() % 32, row0 = thread_idx() / 32 % 4 * 16;
-        const bool is_row = bias.box_rows == 1;
-        const auto &mask = reinterpret_cast<const MaskTile &>(tiles[c]).row;
-        return {shared_address(&tiles[c].row[is_row ? 0 : row0 + lane_idx % 16][lane_idx / 16 * 8]),
-                {&mask[is_row ? 0 : row0 + lane_idx / 4][lane_idx % 4],
-                 &mask[is_row ? 0 : row0 + lane_idx / 4 + 8][lane_idx % 4]}};
+        return {shared_address(&tiles[c].row[bias.box_rows == 1 ? 0 : row0 + lane_idx % 16][lane_idx / 16 * 8])};
     }
     // Only then the producer may load the next one.
     __device__ void release(uint32_t item, int c) {
@@ -120,7 +92,7 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
     }
     // Releases the tile of a block that this consumer skips. It waits first: phases of the ring are counted by block.
     __device__ void skip(const BiasTensor &bias, uint32_t item, int c) {
-        if (!bias.bytes) return;
+        if (!bias.box_rows) return;
         rings[c].consumer_wait(item);
         release(item, c);
     }

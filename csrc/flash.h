@@ -72,8 +72,9 @@ struct AttnParams {
     uint32_t drop_threshold;      // a probability whose random word is below it becomes 0,
     double keep_scale;            // and the others are multiplied by 1 / (1 - dropout_p), or by 0 if dropout_p is 1
 
-    int *tile_counter;  // workspace of flash_sm90.cu: one number, or nullptr if all tiles take equally long
-    void *stream;       // cudaStream_t, on the current device; unused by the host build
+    int *tile_counter;     // workspace of flash_sm90.cu: one number, or nullptr if all tiles take equally long
+    uint32_t *mask_words;  // workspace of flash_sm90.cu for a bias of bool: sm90::num_mask_words numbers
+    void *stream;          // cudaStream_t, on the current device; unused by the host build
 };
 
 // The backward pass. q, k, v, o, lse and the options are those of the forward pass; o and lse are read.
@@ -107,9 +108,13 @@ void flash_forward(const AttnParams &p);                  // flash_sm80.cu: Ampe
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd_sm80.cu, the same
 int64_t backward_workspace(const AttnBackwardParams &p);  // bytes
 }
-// Hopper's tensor cores and TMA in flash_sm90.cu; fp32 on Hopper's fp64 tensor cores in flash_dmma.cu.
-namespace sm90 { void flash_forward(const AttnParams &p); }
-namespace dmma { void flash_forward(const AttnParams &p); }
+namespace sm90 {
+void flash_forward(const AttnParams &p);                  // flash_sm90.cu: Hopper's tensor cores and TMA
+int64_t num_mask_words(const AttnParams &p);              // 0 without a bias of bool
+}
+namespace dmma {
+void flash_forward(const AttnParams &p);                  // flash_dmma.cu: fp32 on Hopper's fp64 tensor cores
+}
 namespace host {
 void flash_forward(const AttnParams &p);           // flash.cu on the CPU; returns when it is done
 void flash_backward(const AttnBackwardParams &p);  // flash_bwd.cu on the CPU

@@ -74,6 +74,8 @@ template <typename T, typename Shape> struct Consumer {
         int n_block = kMods ? work.first_block : work.blocks_end - 1;
         skip_blocks(work, n_block, max(blocks.end, tile_begin));  // 64 rows without keys have no blocks
         if (!__any_sync(~0u, blocks.begin < blocks.end)) return;  // shows the compiler that a warp agrees
+        const int first_row = row0 + 16 * warp_idx, row = first_row + lane_idx / 4;
+        if constexpr (kMods) changed.load_mask(work, n_block, row);
         shared.k.consumer_wait(kv_item);
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sQ[q_index()], shared.sK[kv_item % kStages]);
@@ -84,11 +86,11 @@ template <typename T, typename Shape> struct Consumer {
             // Found anew in every iteration: kept from one to the next, Q's descriptors fill the uniform registers.
             const uint32_t block = warp_uniform(kv_item), q_idx = warp_uniform(q_index());
             const bool is_full = from_full < num_full;  // as BlockRange::is_full
-            const int row = row0 + 16 * warp_idx + lane_idx / 4, key = n_block * kBlockN + lane_idx % 4 * 2;
+            const int key = n_block * kBlockN + lane_idx % 4 * 2;
             float alpha[2];
             bool has_grown;
             if constexpr (kMods) {
-                has_grown = exponentiate_changed(work, n_block, softmax, is_full, row, key, alpha);
+                has_grown = exponentiate_changed(work, {n_block, first_row, row, key}, is_full, softmax, alpha);
             } else {
                 // row_max is updated in blocks with a mask and in the first one without: then each row has seen keys.
                 // exponentiate() may form the scores of other blocks once more, without a mask.
@@ -112,6 +114,7 @@ template <typename T, typename Shape> struct Consumer {
             shared.v.consumer_wait(kv_item);
             if (!is_full) clear_v(work, n_block);
             if (n_block == last) break;
+            if constexpr (kMods) changed.load_mask(work, n_block == blocks.begin ? blocks.end - 1 : n_block - 1, row);
             shared.k.consumer_wait(kv_item + 1);
             warpgroup_arrive();
             multiply_abt<T>(acc_s[0], shared.sQ[q_idx], shared.sK[(block + 1) % kStages]);
@@ -171,20 +174,24 @@ template <typename T, typename Shape> struct Consumer {
     }
 
     // The same of scores that more than a factor changes.
-    __device__ bool exponentiate_changed(const Work &work, int n_block, Softmax<1> &softmax, bool is_full, int row,
-                                         int key, float (&alpha)[2]) {
+    __device__ bool exponentiate_changed(const Work &work, const Place &at, bool is_full, Softmax<1> &softmax,
+                                         float (&alpha)[2]) {
         float sum[2];
-        const bool some_update = !is_full || changed.some_updates_next;
-        bool has_grown = changed.exponentiate(acc_s, work, n_block, kv_item, softmax, is_full, row, key, sum, alpha);
-        const bool some_large = __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum);
-        if (some_large) {
-            const float before[] = {alpha[0], alpha[1]};
-            exponentiate_again(work, n_block, softmax, sum, alpha);
-            for (int i = 0; i < 2; i++) alpha[i] *= before[i];
-            has_grown = true;
+        const bool is_usual = is_full && !changed.some_update &&
+                              changed.exponentiate_usual(acc_s[0], at, kv_item, softmax.row_max, sum);
+        bool has_grown = false;
+        if (!is_usual || __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
+            if (is_usual) alpha[0] = alpha[1] = 1.f;
+            else has_grown = changed.exponentiate(acc_s, work, at, kv_item, is_full, softmax, sum, alpha);
+            if (__any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum)) {
+                const float before[] = {alpha[0], alpha[1]};
+                exponentiate_again(work, at.n_block, softmax, sum, alpha);
+                for (int i = 0; i < 2; i++) alpha[i] *= before[i];
+                has_grown = true;
+            }
+            changed.end_block(work, at.row, softmax, alpha);
         }
         for (int i = 0; i < 2; i++) softmax.row_sum[i] += sum[i];
-        if (some_large || some_update) changed.end_block(work, row, softmax, alpha);
         return has_grown;
     }
 
@@ -293,19 +300,20 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
                                tma("out", p.o, p.nheads, p.seqlen_q, p.head_dim_v, 16),  // the rows of a warp
                                {p, num_tiles},
                                Shape::kMods ? make_bias_tensor<kBlockN>(p) : BiasTensor{},
+                               Shape::kMods ? make_mask_bits<kBlockN>(p) : MaskBits{},
                                ScoreFactors<float>(p, true),
                                score_kind(p)};
+    if constexpr (Shape::kMods) launch_pack_mask<kBlockN>(p, params.mask_bits);
     launch(flash_fwd<T, Shape>, blocks, Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, params);
 }
 
-// Where scores are changed, with as many keys as leave room for the tiles of a bias.
-template <typename T> void dispatch_mods(const AttnParams &p) {
-    const int head_dim = p.max_head_dim();
-    if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 2, 2, true>>(p);
-    else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 2, 2, true>>(p);
-    else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 80, 2, 2, true>>(p);
-    else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80, 2, 1, true>>(p);
-    else launch_fwd<T, Shape<256, 2, 64, 2, 1, true>>(p);
+// run<Shape>() where scores are changed: as many keys a block as leave room for the tiles of a bias.
+template <typename Run> auto with_mods_shape(int head_dim, Run run) {
+    if (head_dim <= 64) return run.template operator()<Shape<64, 3, 128, 2, 2, true>>();
+    if (head_dim <= 96) return run.template operator()<Shape<96, 3, 96, 2, 2, true>>();
+    if (head_dim <= 128) return run.template operator()<Shape<128, 3, 80, 2, 2, true>>();
+    if (head_dim <= 192) return run.template operator()<Shape<192, 2, 80, 2, 1, true>>();
+    return run.template operator()<Shape<256, 2, 64, 2, 1, true>>();
 }
 
 // Tiles by head_dim: {kHeadDim, kConsumers, kBlockN, kStages, kQStages}. What lies between two is padded with zeros, by
@@ -314,7 +322,7 @@ template <typename T> void dispatch_mods(const AttnParams &p) {
 template <typename T> void dispatch(const AttnParams &p) {
     const int head_dim = p.max_head_dim();
     const int64_t keys_of_a_row = std::min<int64_t>(p.seqlen_k, int64_t(p.window_left) + p.window_right + 1);
-    if (p.has_score_mods()) return dispatch_mods<T>(p);
+    if (p.has_score_mods()) return with_mods_shape(head_dim, [&]<typename Shape>() { launch_fwd<T, Shape>(p); });
     if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
     else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
     // Registers leave 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper). A packed
@@ -323,6 +331,11 @@ template <typename T> void dispatch(const AttnParams &p) {
     else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 80>>(p);
     else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80>>(p);
     else launch_fwd<T, Shape<256, 2, 64, 2, 1>>(p);  // shared memory has no room for a second Q
+}
+
+int64_t num_mask_words(const AttnParams &p) {
+    return with_mods_shape(p.max_head_dim(),
+                           [&]<typename Shape>() { return make_mask_bits<Shape::kBlockN>(p).size(); });
 }
 
 void flash_forward(const AttnParams &p) {

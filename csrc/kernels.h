@@ -43,15 +43,14 @@ inline Reason why_not_tma(const std::string &name, const Tensor &x, int rows, in
     return {};
 }
 
-// The same of a bias. A mask of bool is read two keys at a time.
+// Why TMA cannot read a bias. Masks of bool are read by pack_mask(), whatever their strides are.
 inline Reason why_not_tma(const Bias &x, int seqlen_k) {
-    const int bytes = x.dtype == DType::kBool ? 1 : 2;
+    if (x.dtype == DType::kBool) return {};
     const int64_t strides = x.batch_stride | x.head_stride | x.row_stride;
     if (x.dtype == DType::kFloat32) return "attn_bias is float32";
     if ((x.key_stride != 1 && seqlen_k > 1) || (x.row_stride && x.row_stride < seqlen_k))
         return "rows of attn_bias are not contiguous";
-    if (bytes == 1 && seqlen_k % 2) return "attn_bias is bool and seqlen_k is odd";
-    if (uintptr_t(x.data) % 16 || strides * bytes % 16) return "rows of attn_bias start at no multiple of 16 bytes";
+    if (uintptr_t(x.data) % 16 || strides % 8) return "rows of attn_bias start at no multiple of 16 bytes";
     if (strides >> 39) return "a stride of attn_bias is 2^39 or more";
     return {};
 }

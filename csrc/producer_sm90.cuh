@@ -9,6 +9,7 @@
 #include "bias_sm90.cuh"
 #include "flash.h"
 #include "mask.cuh"
+#include "mask_bits_sm90.cuh"
 #include "pipeline_sm90.cuh"
 #include "scheduler.cuh"
 #include "sequence.cuh"
@@ -34,6 +35,7 @@ template <int kConsumers> struct alignas(16) Work {
     BlockRange blocks[kConsumers];  // of keys, for the rows of a consumer
     int blocks_begin, blocks_end;   // those of all consumers
     int first_block;                // of them, with kMods: the others follow downwards, then those above it
+    const uint32_t *mask_words;     // of the head, see MaskBits
     int first_key;                  // those before it are seen by no row of the tile
     Tile tile;
     Sequence seq;
@@ -64,20 +66,25 @@ template <typename Shape> struct SharedMemory {
 
 // Tiles of query rows for persistent blocks of threads. If all tiles take equally long, they are dealt out in turn. If
 // not, a block that is done takes the next one by a counter in memory. Tiles of a group of heads are then neighbours;
-// the K and V of a group fit L2 together.
+// the K and V of a group fit L2 together. Where all samples share a bias that each head has its own
+// of, the tiles of one head of all samples are neighbours instead.
 template <int kBlockM> struct Scheduler {
     RowTiles<kBlockM> tiles;
     uint32_t num_tiles;
     uint32_t heads;         // nheads, times batch_size unless the batch is packed
     uint32_t group;         // heads whose K and V fit L2 together
     uint32_t heads_per_kv;  // query heads that read one key/value head
+    uint32_t samples;       // that share the bias of a head, or 1
 
     Scheduler(const AttnParams &p, int64_t num_tiles)
         : tiles(p), num_tiles(num_tiles), heads(num_tiles / tiles.slots), group(1),
-          heads_per_kv(p.nheads / p.nheads_k) {
+          heads_per_kv(p.nheads / p.nheads_k), samples(1) {
+        const Bias &x = p.bias;
+        if (x.data && x.row_stride && x.head_stride && !x.batch_stride) samples = uint32_t(p.batch_size);
         if (!p.tile_counter) return;
-        // K and V, of 16 bits.
-        const double head_bytes = 2. * p.seqlen_k * (p.head_dim + p.head_dim_v) / heads_per_kv, l2_bytes = 32 << 20;
+        // K and V, of 16 bits. Those of several samples differ.
+        const double kv_bytes = 2. * p.seqlen_k * (p.head_dim + p.head_dim_v), l2_bytes = 32 << 20;
+        const double head_bytes = samples > 1 ? kv_bytes : kv_bytes / heads_per_kv;
         while (2 * group * head_bytes <= l2_bytes && 2 * group <= heads) group *= 2;
     }
     // Among the tiles of a group the last rows, which see most under a causal mask, go first.
@@ -85,7 +92,9 @@ template <int kBlockM> struct Scheduler {
         if (idx >= num_tiles) return {0, 0, 0, 0, false};
         const uint32_t slots = tiles.slots, bh0 = idx / (group * slots) * group, i = idx - bh0 * slots;
         const uint32_t heads_now = min(group, heads - bh0), row = i / heads_now;
-        return tiles.tile(bh0 + i - row * heads_now, slots - 1 - row, p.nheads, heads_per_kv);
+        uint32_t bh = bh0 + i - row * heads_now;
+        if (samples > 1) bh = bh % samples * p.nheads + bh / samples;
+        return tiles.tile(bh, slots - 1 - row, p.nheads, heads_per_kv);
     }
     __device__ int next(const AttnParams &p, int idx) const {
         return gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : idx);
@@ -96,6 +105,7 @@ template <typename Shape> struct Params : AttnParams {
     TmaTensor q_tma, k_tma, v_tma, o_tma;
     Scheduler<Shape::kBlockM> scheduler;
     BiasTensor bias_tensor;
+    MaskBits mask_bits;
     ScoreFactors<float> factors;
     ScoreKind score_kind;
 };
@@ -132,7 +142,10 @@ template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, Sha
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++)
             work.blocks[c] = mask.key_blocks<64, kBlockN>(tile.block * kBlockM + 64 * c);
-        if constexpr (Shape::kMods) work.first_block = first_block<Shape>(p, work);
+        if constexpr (Shape::kMods) {
+            work.first_block = first_block<Shape>(p, work);
+            if (p.mask_bits.rows) work.mask_words = p.mask_bits.of_head(tile.b, tile.h);
+        }
         mbarrier_arrive(shared.found.full_barrier(item++));
     }
     mbarrier_arrive(shared.found.full_barrier(item));  // the tile that is not valid

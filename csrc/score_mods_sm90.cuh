@@ -14,7 +14,10 @@ namespace sm90 {
 
 using namespace device;
 
-// Of one consumer. acc_s are its scores [64, kBlockN], as accumulators. row and key are this lane's first.
+// Where the scores of a block are: its number, the first row of the warp, and the first row and key of this lane.
+struct Place { int n_block, first_row, row, key; };
+
+// Of one consumer. acc_s are its scores [64, kBlockN], as accumulators.
 template <typename T, typename Shape> struct ChangedScores {
     using Work = SharedMemory<Shape>::Work;
     static constexpr int kBlockN = Shape::kBlockN, kNTiles = kBlockN / 8;
@@ -26,50 +29,90 @@ template <typename T, typename Shape> struct ChangedScores {
     const int consumer;
     float slope;  // ALiBi's numbers, see score_mods.cuh
     int shift;
+    uint32_t seen[2];  // this lane's bits of its two rows: which keys of the block a mask of bool shows, see MaskBits
     // Which rows update row_max in the next block in any case, and whether any row of the warp does.
-    bool updates_next[2], some_updates_next;
+    bool updates[2], some_update;
 
     // At the start of a tile.
     __device__ void begin(const Work &work) {
         auto mods = this->mods(work);
         mods.set_alibi(p);
         slope = mods.slope, shift = mods.shift;
-        updates_next[0] = updates_next[1] = some_updates_next = true;
+        updates[0] = updates[1] = some_update = true;
     }
 
-    // acc_s = Q Kᵀ becomes P, and sum[i] the sum of row i. Returns whether acc_o must be multiplied by alpha. A row
-    // updates row_max in blocks with a mask, and where updates_next says so. item: of the rings of K and V.
-    __device__ bool exponentiate(float (&acc_s)[1][kNTiles][4], const Work &work, int n_block, uint32_t item,
-                                 Softmax<1> &softmax, bool is_full, int row, int key, float (&sum)[2],
-                                 float (&alpha)[2]) {
-        const bool some_update = !is_full || some_updates_next;
-        alpha[0] = alpha[1] = 1.f;
-        if (!some_update && exponentiate_usual(acc_s[0], n_block, item, row, key, softmax.row_max, sum)) return false;
-        bool updates[2], has_grown = false;
-        float before[2], after[2];  // what is subtracted before row_max is updated, and after
-        for (int i = 0; i < 2; i++) {
-            updates[i] = !is_full || updates_next[i];
-            before[i] = updates[i] ? 0.f : softmax.row_max[i];
+    // Loads the bits of the next block. Called before its product, so that they have arrived when its scores have.
+    __device__ void load_mask(const Work &work, int n_block, int row) {
+        const MaskBits &bits = p.mask_bits;
+        if (!bits.rows) return;
+        const int64_t first = int64_t(min(n_block, bits.blocks - 1)) * bits.rows;
+        for (int i = 0; i < 2; i++)
+            seen[i] = work.mask_words[4 * (first + min(row + 8 * i, bits.rows - 1)) + thread_idx() % 4];
+    }
+
+    // In a full block whose rows all keep row_max, acc_s = Q Kᵀ becomes P, and sum[i] the sum of row i. Only for scores
+    // that are changed in one way, see ScoreKind: then nothing is asked per score, and the scores of some keys are
+    // changed while MUFU computes the exponentials of others. Returns false if the block is not one of these.
+    // item: of the rings of K and V.
+    __device__ bool exponentiate_usual(Scores &acc_s, const Place &at, uint32_t item, const float (&row_max)[2],
+                                       float (&sum)[2]) {
+        const float of_qk = p.factors.of_qk, of_tanh = p.factors.of_tanh;
+        auto scaled = [=](float s, int i, int) { return fmaf(s, of_qk, -row_max[i]); };
+        auto nothing = [](int) {};
+        if (p.score_kind == ScoreKind::kSoftcap) {
+            exponentiate_sum(acc_s, sum, [=](float s, int i, int) {
+                return fmaf(ptx::tanh_approx(s * of_qk), of_tanh, -row_max[i]);
+            }, nothing);
+        } else if (p.score_kind == ScoreKind::kAlibi) {
+            const Alibi x = alibi(at, row_max);
+            if (!x.is_linear) return false;
+            exponentiate_sum(acc_s, sum, [=](float s, int i, int j) {
+                return fmaf(s, of_qk, fmaf(x.of_key, j, x.of_row[i]));
+            }, nothing);
+        } else if (p.score_kind == ScoreKind::kMask) {
+            exponentiate_sum(acc_s, sum, scaled, [&](int n) { hide(acc_s, n); });
+        } else if (p.score_kind == ScoreKind::kBias) {
+            const auto bias = shared.bias.wait(p.bias_tensor, item, consumer);
+            exponentiate_sum(acc_s, sum, scaled, [&](int n) {
+                bias.template add<T>(acc_s, n, [](float s, float x) { return fmaf(x, kLog2E, s); });
+            });
+            shared.bias.release(item, consumer);
+        } else {
+            return false;
         }
-        modify(acc_s[0], n_block, item, row, key, before);
-        if (!is_full) work.mask.apply(acc_s, work.blocks[consumer], n_block, row, key);
-        if (some_update) has_grown = softmax.update_row_max(acc_s, alpha, updates);
-        for (int i = 0; i < 2; i++) after[i] = updates[i] ? softmax.row_max[i] : 0.f;
+        return true;
+    }
+
+    // acc_s = Q Kᵀ becomes P in any block, and sum[i] the sum of row i. Returns whether acc_o must be multiplied by
+    // alpha. A row updates row_max in blocks with a mask, and where `updates` says so.
+    __device__ bool exponentiate(float (&acc_s)[1][kNTiles][4], const Work &work, const Place &at, uint32_t item,
+                                 bool is_full, Softmax<1> &softmax, float (&sum)[2], float (&alpha)[2]) {
+        bool may_grow[2], has_grown = false;
+        float before[2], after[2];  // what is subtracted before row_max is updated, and after
+        alpha[0] = alpha[1] = 1.f;
+        for (int i = 0; i < 2; i++) {
+            may_grow[i] = !is_full || updates[i];
+            before[i] = may_grow[i] ? 0.f : softmax.row_max[i];
+        }
+        modify(acc_s[0], at, item, before);
+        if (!is_full) work.mask.apply(acc_s, work.blocks[consumer], at.n_block, at.row, at.key);
+        if (!is_full || some_update) has_grown = softmax.update_row_max(acc_s, alpha, may_grow);
+        for (int i = 0; i < 2; i++) after[i] = may_grow[i] ? softmax.row_max[i] : 0.f;
         exponentiate_sum(acc_s[0], sum, [=](float s, int i, int) { return s - after[i]; }, [](int) {});
         return has_grown;
     }
 
-    // After a block in which some row_max was updated. A row goes on with that as long as it grows, and as long as it
-    // is not ordinary: lower than kOrdinary, where sums with it are exact enough. It is not ordinary either while all
-    // keys so far are hidden.
+    // After a block that exponentiate_usual() did not serve, or whose sums were too large. A row goes on with updates
+    // as long as it grows, and as long as it is not ordinary: below kOrdinary, where sums with it are exact enough. It
+    // is not ordinary either while all keys so far are hidden.
     __device__ void end_block(const Work &work, int row, Softmax<1> &softmax, const float (&alpha)[2]) {
         constexpr float kOrdinary = 1 << 14;
         for (int i = 0; i < 2; i++) {
-            updates_next[i] = alpha[i] != 1.f || !(fabsf(softmax.row_max[i]) < kOrdinary);
+            updates[i] = alpha[i] != 1.f || !(fabsf(softmax.row_max[i]) < kOrdinary);
             // Beyond the sample's end nothing is ordinary, and nothing depends on row_max.
-            if (row + 8 * i >= work.seq.seqlen_q) updates_next[i] = false, softmax.row_max[i] = 0.f;
+            if (row + 8 * i >= work.seq.seqlen_q) updates[i] = false, softmax.row_max[i] = 0.f;
         }
-        some_updates_next = __any_sync(~0u, updates_next[0] || updates_next[1]);
+        some_update = __any_sync(~0u, updates[0] || updates[1]);
     }
 
     // modify() for the scores s of the keys [8·n, 8·n + 8) alone, with nothing subtracted. It reads their bias from
@@ -108,16 +151,33 @@ template <typename T, typename Shape> struct ChangedScores {
         bool is_linear;
         float of_key, of_row[2];
     };
-    __device__ Alibi alibi(int n_block, int row, int key, const float (&row_max)[2]) const {
-        const int to_block = row - thread_idx() % 32 / 4 + shift - n_block * kBlockN;  // from the warp's first row
+    __device__ Alibi alibi(const Place &at, const float (&row_max)[2]) const {
+        const int to_block = at.first_row + shift - at.n_block * kBlockN;
         Alibi x{to_block >= kBlockN - 1 || to_block + 15 <= 0, to_block > 0 ? slope : -slope, {}};
-        for (int i = 0; i < 2; i++) x.of_row[i] = fmaf(-x.of_key, row + 8 * i + shift - key, -row_max[i]);
+        const float distance = at.row + shift - at.key;
+        for (int i = 0; i < 2; i++) x.of_row[i] = fmaf(-x.of_key, distance + 8 * i, -row_max[i]);
         return x;
+    }
+
+    // Scores of the keys [8 n, 8 n + 16) become -inf where a mask is false.
+    __device__ void hide(Scores &acc_s, int n) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t bits = seen[i] >> n / 8 * 4;
+            bool is_seen[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) is_seen[j] = bits & 1 << (n / 2 % 4 * 8 + j);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                float &s = acc_s[n + j / 2][2 * i + j % 2];
+                s = is_seen[j] ? s : -INFINITY;
+            }
+        }
     }
 
     // acc_s, which is Q Kᵀ, becomes scores in units of log2, minus row_max. It rounds as exponentiate_usual() does: a
     // row has the same bits whether its neighbours update row_max or not.
-    __device__ void modify(Scores &acc_s, int n_block, uint32_t item, int row, int key, const float (&row_max)[2]) {
+    __device__ void modify(Scores &acc_s, const Place &at, uint32_t item, const float (&row_max)[2]) {
         float factor = p.factors.of_qk;
         if (p.factors.has_softcap) {
             change_scores(acc_s, [=](float s, int, int) { return ptx::tanh_approx(s * factor); });
@@ -125,74 +185,38 @@ template <typename T, typename Shape> struct ChangedScores {
         }
         if (slope == 0) {
             change_scores(acc_s, [=](float s, int i, int) { return fmaf(s, factor, -row_max[i]); });
-        } else if (const Alibi x = alibi(n_block, row, key, row_max); x.is_linear) {
+        } else if (const Alibi x = alibi(at, row_max); x.is_linear) {
             change_scores(acc_s, [=](float s, int i, int j) {
                 return fmaf(s, factor, fmaf(x.of_key, j, x.of_row[i]));
             });
         } else {
-            const float distance = row + shift - key, slope = this->slope;
+            const float distance = at.row + shift - at.key, slope = this->slope;
             change_scores(acc_s, [=](float s, int i, int j) {
                 return fmaf(s, factor, fmaf(-slope, fabsf(distance + (8 * i - j)), -row_max[i]));
             });
         }
-        if (!p.bias_tensor.bytes) return;
-        const auto bias = shared.bias.wait(p.bias_tensor, item, consumer);
-        if (p.bias_tensor.bytes == 1) {
-            bias.hide(acc_s);
-        } else {
-            auto careful = [](float s, float x) { return ScoreMods<T>::plus_bias(s, x, kLog2E); };
+        if (p.mask_bits.rows) {
 #pragma unroll
-            for (int n = 0; n < kNTiles; n += 2) bias.template add<T>(acc_s, n, careful);
+            for (int n = 0; n < kNTiles; n += 2) hide(acc_s, n);
         }
+        if (!p.bias_tensor.box_rows) return;
+        const auto bias = shared.bias.wait(p.bias_tensor, item, consumer);
+        auto careful = [](float s, float x) { return ScoreMods<T>::plus_bias(s, x, kLog2E); };
+#pragma unroll
+        for (int n = 0; n < kNTiles; n += 2) bias.template add<T>(acc_s, n, careful);
         shared.bias.release(item, consumer);
     }
 
-    // In a full block whose rows all keep row_max, acc_s = Q Kᵀ becomes P, and sum[i] the sum of row i. Only for scores
-    // that are changed in one way, see ScoreKind: then nothing is asked per score, and the scores of some keys are
-    // changed while MUFU computes the exponentials of others. Returns false if the block is not one of these.
-    __device__ bool exponentiate_usual(Scores &acc_s, int n_block, uint32_t item, int row, int key,
-                                       const float (&row_max)[2], float (&sum)[2]) {
-        const float of_qk = p.factors.of_qk, of_tanh = p.factors.of_tanh;
-        const ScoreKind kind = p.score_kind;
-        if (kind == ScoreKind::kSeveral) return false;
-        auto scaled = [=](float s, int i, int) { return fmaf(s, of_qk, -row_max[i]); };
-        auto nothing = [](int) {};
-        if (kind == ScoreKind::kSoftcap) {
-            exponentiate_sum(acc_s, sum, [=](float s, int i, int) {
-                return fmaf(ptx::tanh_approx(s * of_qk), of_tanh, -row_max[i]);
-            }, nothing);
-        } else if (kind == ScoreKind::kAlibi) {
-            const Alibi x = alibi(n_block, row, key, row_max);
-            if (!x.is_linear) return false;
-            exponentiate_sum(acc_s, sum, [=](float s, int i, int j) {
-                return fmaf(s, of_qk, fmaf(x.of_key, j, x.of_row[i]));
-            }, nothing);
-        } else {
-            const auto bias = shared.bias.wait(p.bias_tensor, item, consumer);
-            if (kind == ScoreKind::kBias) {
-                exponentiate_sum(acc_s, sum, scaled, [&](int n) {
-                    bias.template add<T>(acc_s, n, [](float s, float x) { return fmaf(x, kLog2E, s); });
-                });
-            } else {
-                change_scores(acc_s, scaled);
-                bias.hide(acc_s);
-                exponentiate_sum(acc_s, sum, [](float s, int, int) { return s; }, nothing);
-            }
-            shared.bias.release(item, consumer);
-        }
-        return true;
-    }
-
-    // acc_s becomes exp2(score(acc_s)), see change_scores(), and bias(n) changes the scores of the keys [8 n, 8 n + 16)
-    // before. sum[i]: the sum of row i.
-    template <typename Score, typename Bias>
-    __device__ static void exponentiate_sum(Scores &acc_s, float (&sum)[2], Score score, Bias bias) {
+    // acc_s becomes exp2(score(acc_s)), see change_scores(). Before that change(n) may change the scores of the keys
+    // [8 n, 8 n + 16). sum[i]: the sum of row i.
+    template <typename Score, typename Change>
+    __device__ static void exponentiate_sum(Scores &acc_s, float (&sum)[2], Score score, Change change) {
         sum[0] = sum[1] = 0.f;
 #pragma unroll
         for (int n = 0; n <= kNTiles; n += 2) {
             if (n < kNTiles) {
                 change_scores(acc_s, n, score), change_scores(acc_s, n + 1, score);
-                bias(n);
+                change(n);
             }
 #pragma unroll
             for (int m = max(0, n - 2); m < n; m++)

@@ -142,7 +142,7 @@ using Output = std::tuple<at::Tensor, at::Tensor, Reason>;
 inline Output run_forward(AttnParams p, const at::Tensor &q, const at::Tensor &v, Layout dim) {
     const c10::DeviceGuard guard(q.device());
     const auto [kernel, slow_because] = choose(p, q.device(), false);
-    at::Tensor out = new_out(q, v), tile_counter;
+    at::Tensor out = new_out(q, v), tile_counter, mask_words;
     const auto lse_options = q.options().dtype(lse_dtype(q));
     at::Tensor lse = dim.batch < 0 ? at::empty({p.nheads, p.seqlen_q}, lse_options)
                                    : at::empty({q.size(dim.batch), p.nheads, p.seqlen_q}, lse_options);
@@ -159,7 +159,13 @@ inline Output run_forward(AttnParams p, const at::Tensor &q, const at::Tensor &v
 #if MINIMAL_ATTN_CUDA
         case Kernel::kSimt: simt::flash_forward(p); break;
         case Kernel::kSm80: sm80::flash_forward(p); break;
-        case Kernel::kSm90: sm90::flash_forward(p); break;
+        case Kernel::kSm90:
+            if (const int64_t words = sm90::num_mask_words(p)) {
+                mask_words = at::empty({words}, q.options().dtype(at::kInt));
+                p.mask_words = reinterpret_cast<uint32_t *>(mask_words.data_ptr<int>());
+            }
+            sm90::flash_forward(p);
+            break;
         case Kernel::kDmma: dmma::flash_forward(p); break;
 #else
         default: break;

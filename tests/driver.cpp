@@ -358,11 +358,17 @@ const std::vector<Case> cases = {
     with_mods({"sm90_alibi",        b16, 2, 4, 2, 200, 200, 128, true,  kRows,  {3, 129}, kSm90}, 0, true),
     with_mods({"sm90_bias",         f16, 2, 2, 1, 200, 304,  96, false, kRows,  {}, kSm90}, 3, true, f16, "HRK"),
     with_mods({"sm90_bias_of_keys", b16, 1, 2, 1, 150, 176, 192, true,  kRows,  {}, kSm90}, 0, false, b16, "BHK"),
-    with_mods({"sm90_mask",         f16, 2, 4, 2, 130, 240, 256, false, kHeads, {}, kSm90}, 0, false, boolean, "BK"),
+    with_mods({"sm90_mask",         f16, 2, 4, 2, 130, 241, 256, false, kHeads, {}, kSm90}, 0, false, boolean, "BK"),
     with_mods({"sm90_mask_rows",    b16, 2, 2, 1, 270, 208, 128, true,  kSlices, {265, 208}, kSm90}, 0, true, boolean,
               "BRK"),
     with_mods({"sm90_mods_scale_30", b16, 1, 2, 1, 150, 400, 128, false, kHeads, {}, kSm90, 0, 30}, 0, true, b16, "HRK"),
-    with_mods({"sm90_mask_scale_30", f16, 1, 2, 1, 200, 480, 64, true, kHeads, {}, kSm90, 0, 30}, 9, false, boolean, "RK"),
+    with_mods({"sm90_mask_scale_30", f16, 1, 2, 1, 200, 477, 64, true, kHeads, {}, kSm90, 0, 30}, 9, false, boolean, "RK"),
+    // With ALiBi the walk along the keys begins in the middle; samples that share a bias take turns.
+    with_mods({"sm90_mask_alibi",   b16, 2, 2, 1, 300, 500, 128, false, kHeads, {}, kSm90}, 0, true, boolean, "HRK"),
+    with_mods({"sm90_mask_all",     f16, 2, 2, 1, 200, 300,  96, false, kRows,  {}, kSm90}, 0, false, boolean),
+    window(with_mods({"sm90_mask_window", b16, 1, 2, 1, 210, 312, 192, false, kRows, {}, kSm90}, 0, false, boolean, "HR"),
+           20, 33),
+    with_mods({"sm90_bias_samples", b16, 3, 4, 2, 200, 208,  64, true,  kRows,  {}, kSm90}, 0, false, b16, "HRK"),
     packed(with_mods({"sm90_packed_mods", f16, 1, 2, 1, 0, 0, 64, true, kRows, {}, kSm90}, 4, true), {0, 70, 70, 299},
            {0, 70, 99, 400}),
     window(with_mods({"sm90_window_mods", b16, 1, 4, 1, 210, 312, 40, false, kRows, {}, kSm90}, 3, false, b16, "RK"), 20,
@@ -582,7 +588,7 @@ template <typename T> struct Tensors {
     const int64_t bias_sizes[4] = {size_of('B', c.batch_size), size_of('H', c.nheads), size_of('R', c.seqlen_q),
                                    size_of('K', c.seqlen_k)};
     std::vector<double> bias;
-    std::optional<Buffer<char>> bias_bytes;
+    std::optional<Buffer<char>> bias_bytes, mask_words;
     std::optional<Buffer<S>> dbias;  // of a bias that is no mask
     std::optional<Buffer<char>> workspace;
     AttnBackwardParams p{};
@@ -667,6 +673,10 @@ template <typename T> struct Tensors {
         }
         p.bias = {bias_bytes->device, stride(0, nheads * rows * keys), stride(1, rows * keys), stride(2, keys),
                   stride(3, 1), *c.bias};
+#if HAS_GPU
+        if (const int64_t words = sm90::num_mask_words(p))
+            p.mask_words = reinterpret_cast<uint32_t *>(mask_words.emplace(1, 1, 1, int(4 * words)).device);
+#endif
     }
     double bias_at(int64_t b, int64_t h, int64_t row, int64_t key) const {
         return bias.empty() ? 0

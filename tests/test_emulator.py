@@ -35,7 +35,8 @@ MORE_SCHEDULES = [f"--{mode}={seed}" for seed in range(4, 12) for mode in ("earl
 SANITIZERS = "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
 SANITIZED_CASES = ["fp32_128", "bf16_256_narrow", "dropout", "gqa", "sm80_bf16_192", "sm80_256_narrow", "sm80_one",
                    "dmma_64_causal", "dmma_128", "sm90_40", "sm90_104", "sm90_136_causal", "sm90_96", "sm90_one",
-                   "sm90_lens_256", "sm90_scale_0", "sm90_scale_30_256", "simt_bias", "sm80_mask", "sm90_bias"]
+                   "sm90_lens_256", "sm90_scale_0", "sm90_scale_30_256", "simt_bias", "sm80_mask", "sm90_bias",
+                   "sm90_mask", "sm90_mask_alibi"]
 
 # What `make test` runs of each kernel: a case for each size of tiles, with a mask, without one and with lengths.
 KERNEL_CASES = {
@@ -47,7 +48,7 @@ KERNEL_CASES = {
     "flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one", "sm80_softcap_drop"],
     "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
     "flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
-                      "sm90_scale_30_96", "sm90_bias", "sm90_mask_rows", "sm90_mods_scale_30"],
+                      "sm90_scale_30_96", "sm90_bias", "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30"],
 }
 
 # The cases that are shown the faults of a file.
@@ -60,7 +61,7 @@ SHOWN_TO = {
     "flash_sm90.cu": ["sm90_128_causal", "sm90_200_causal", "sm90_256", "sm90_lens_128", "sm90_many_causal",
                       "sm90_packed"],
     "producer_sm90.cuh": ["sm90_128_causal", "sm90_200_causal", "sm90_lens_128", "sm90_many_causal", "sm90_packed"],
-    "bias_sm90.cuh": ["sm90_bias", "sm90_mask_rows"],
+    "bias_sm90.cuh": ["sm90_bias"],
 }
 
 # What is wrong in selftest.cpp, and what the emulator says.

@@ -176,23 +176,21 @@ def test_force_kernel_sm90():
 
 
 def test_biases_of_sm90():
-    """TMA takes 16 bits or masks, in rows of neighbouring keys that are aligned, and one row for all."""
+    """TMA takes 16 bits, in rows of neighbouring keys that are aligned, and one row for all. Masks may lie anyhow."""
     q, k, v = qkv()
     bias = torch.zeros(2, 1, 40, 48, dtype=HALF)
     of_rows = bias[:, :, :1].expand(2, 1, 40, 48)
-    for taken in (bias[..., :40], bias[:1, :, :1, :40], bias.bool()[..., :40], of_rows[..., :40]):
+    for taken in (bias[..., :40], bias[:1, :, :1, :40], of_rows[..., :40], bias.bool()[..., 1:41], bias.bool()[..., :1],
+                  bias.bool()[..., :40].mT):
         assert choose(q, k, v, attn_bias=taken) == ("sm90", None)
-    odd = k[:, :, :39], v[:, :, :39]
-    for why_not, kv, given in [
-            ("attn_bias is float32", (k, v), bias.float()[..., :40]),
-            ("rows of attn_bias are not contiguous", (k, v), bias[..., :1]),
-            ("rows of attn_bias are not contiguous", (k, v), bias[..., :40].mT),
-            ("attn_bias is bool and seqlen_k is odd", odd, bias.bool()[..., :39]),
-            ("rows of attn_bias start at no multiple of 16 bytes", (k, v), bias[..., 1:41]),
-            ("rows of attn_bias start at no multiple of 16 bytes", (k, v), torch.zeros(2, 1, 40, 41).half()[..., :40]),
-            ("rows of attn_bias start at no multiple of 16 bytes", (k, v), torch.zeros(2, 1, 40, 40).bool())]:
-        assert choose(q, *kv, attn_bias=given) == ("sm80", None)
-        refused("sm90", why_not, q, *kv, attn_bias=given)
+    for why_not, given in [
+            ("attn_bias is float32", bias.float()[..., :40]),
+            ("rows of attn_bias are not contiguous", bias[..., :1]),
+            ("rows of attn_bias are not contiguous", bias[..., :40].mT),
+            ("rows of attn_bias start at no multiple of 16 bytes", bias[..., 1:41]),
+            ("rows of attn_bias start at no multiple of 16 bytes", torch.zeros(2, 1, 40, 41).half()[..., :40])]:
+        assert choose(q, k, v, attn_bias=given) == ("sm80", None)
+        refused("sm90", why_not, q, k, v, attn_bias=given)
     assert choose(*qkv(dtype=torch.float32), attn_bias=bias.float()[..., :40]) == ("simt", None)
     refused("sm90", "it has no dropout", q, k, v, has_dropout=True)
 

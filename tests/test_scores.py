@@ -48,12 +48,10 @@ def inputs_of(impl, Sq=7, Sk=9):
     return [x.requires_grad_() for x in inputs(Sq, Sk, DTYPES[impl], IMPLS[impl][1], head_dim_v)]
 
 
-def as_taken(bias, impl, seqlen_k=9, dtype=torch.bfloat16):
-    """The same scores in memory that the kernel reads. TMA wants masks or the dtype of q, and rows that are aligned."""
-    if impl != "cuda:sm90" or bias is None:
+def as_taken(bias, impl, seqlen_k=9):
+    """The same scores in memory that the kernel reads. TMA wants rows that are aligned."""
+    if impl != "cuda:sm90" or bias is None or bias.dtype == torch.bool:
         return bias
-    if bias.dtype == torch.bool and seqlen_k % 2:
-        bias = torch.zeros_like(bias, dtype=dtype).masked_fill(~bias, -math.inf)
     bias = bias.expand(*bias.shape[:-1], seqlen_k).contiguous()
     return torch.nn.functional.pad(bias, (0, 16 - seqlen_k % 16))[..., :seqlen_k]
 
@@ -339,7 +337,7 @@ def check_scored(impl, batch, dtype, seed=0):
     given = [q, k, v, *make_sinks(batch, dtype, device, seed), *[bias] * has_gradient]
     given = [x.requires_grad_() for x in given]
     sinks = given[3] if batch.has_sinks else None
-    taken = tensors | {"attn_bias": as_taken(bias, impl, k.shape[2], dtype)}
+    taken = tensors | {"attn_bias": as_taken(bias, impl, k.shape[2])}
     out, lse = flash_attention(*given[:3], sinks=sinks, softcap=batch.softcap, return_lse=True, backend=backend,
                                **taken, **batch.options(device))
     doubles = [x.detach().double().requires_grad_() for x in given]
@@ -463,7 +461,7 @@ def test_errors_are_at_most_twice_those_of_torch(impl, dtype, name):
         return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
 
     def ours(q, k, v, attn_bias=None, **given):
-        return flash_attention(q, k, v, attn_bias=as_taken(attn_bias, impl, 70, q.dtype), backend=backend, **given)
+        return flash_attention(q, k, v, attn_bias=as_taken(attn_bias, impl, 70), backend=backend, **given)
 
     got = results(dtype, ours)
     wants, bases = results(torch.float64, eager), results(dtype, eager)
@@ -719,6 +717,30 @@ def test_autocast_leaves_the_bias(backend):
     assert out.dtype == torch.bfloat16
     assert_close(out, want)
     assert torch.autograd.grad(out.float().sum(), bias)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("head_dim_v", [16, 96, 128, 192, 256])  # tiles of each width
+@each_impl
+def test_masks_of_any_memory(impl, head_dim_v):
+    """Transposed, with gaps, at any address, and expanded; several blocks of keys."""
+    backend, device = IMPLS[impl]
+    if head_dim_v > 16 and impl not in ON_TENSOR_CORES:
+        pytest.skip("has no such tiles")
+    q, k, v = inputs(70, 333, DTYPES[impl], device, head_dim_v)
+    seen = mask(B, H, 70, 333).to(device)
+    gaps = torch.zeros(B, H, 140, 667, dtype=torch.bool, device=device)
+    gaps[..., ::2, 1::2] = seen
+    late = torch.nn.functional.pad(seen, (5, 0))[..., 5:]
+    of_keys, of_rows = late[:, :1, :1].expand(B, H, 70, 333), seen[:1, 1:2, :, :1].expand(B, H, 70, 333)
+    bytes_ = torch.where(seen, 255, 0).to(torch.uint8).view(torch.bool)
+    outs = []
+    for view in (seen, seen.mT.contiguous().mT, seen.transpose(0, 1).contiguous().transpose(0, 1), gaps[..., ::2, 1::2],
+                 late, bytes_, of_keys, of_rows):
+        outs.append(flash_attention(q, k, v, attn_bias=view, backend=backend))
+        want = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), view.bool(),
+                                                                enable_gqa=True)
+        close(outs[-1], want, TOLERANCE[DTYPES[impl]])
+    assert all(out.equal(outs[0]) for out in outs[:6])
 
 
 @pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "cuda:sm90"])  # see as_taken
