@@ -7,7 +7,7 @@
 // the start of each, so that a value read before it is written shows. As in CUDA, every thread of a block must reach
 // every barrier; unlike in CUDA, none may return early.
 //
-// Read next: flash_host.cpp, which includes both kernels.
+// Read next: flash_host.cpp, which includes the forward kernel.
 #pragma once
 
 #include <algorithm>

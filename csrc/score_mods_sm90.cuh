@@ -59,24 +59,27 @@ template <typename T, typename Shape> struct ChangedScores {
         const float of_qk = p.factors.of_qk, of_tanh = p.factors.of_tanh;
         auto scaled = [=](float s, int i, int) { return fmaf(s, of_qk, -row_max[i]); };
         auto nothing = [](int) {};
-        if (p.score_kind == ScoreKind::kSoftcap) {
-            exponentiate_sum(acc_s, sum, [=](float s, int i, int) {
-                return fmaf(ptx::tanh_approx(s * of_qk), of_tanh, -row_max[i]);
-            }, nothing);
-        } else if (p.score_kind == ScoreKind::kAlibi) {
+        const ScoreKind kind = p.score_kind;
+        if (kind <= ScoreKind::kAlibi) {  // few branches to each of them
+            if (kind == ScoreKind::kSoftcap) {
+                exponentiate_sum(acc_s, sum, [=](float s, int i, int) {
+                    return fmaf(ptx::tanh_approx(s * of_qk), of_tanh, -row_max[i]);
+                }, nothing);
+                return true;
+            }
             const Alibi x = alibi(at, row_max);
             if (!x.is_linear) return false;
             exponentiate_sum(acc_s, sum, [=](float s, int i, int j) {
                 return fmaf(s, of_qk, fmaf(x.of_key, j, x.of_row[i]));
             }, nothing);
-        } else if (p.score_kind == ScoreKind::kMask) {
-            exponentiate_sum(acc_s, sum, scaled, [&](int n) { hide(acc_s, n); });
-        } else if (p.score_kind == ScoreKind::kBias) {
+        } else if (kind == ScoreKind::kBias) {
             const auto bias = shared.bias.wait(p.bias_tensor, item, consumer);
             exponentiate_sum(acc_s, sum, scaled, [&](int n) {
                 bias.template add<T>(acc_s, n, [](float s, float x) { return fmaf(x, kLog2E, s); });
+                if (n + 2 == kNTiles) shared.bias.release(item, consumer);  // early, for TMA to load the next tile
             });
-            shared.bias.release(item, consumer);
+        } else if (kind == ScoreKind::kMask) {
+            exponentiate_sum(acc_s, sum, scaled, [&](int n) { hide(acc_s, n); });
         } else {
             return false;
         }

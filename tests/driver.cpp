@@ -46,6 +46,7 @@ template <typename> using Sum = float;
 using namespace simt;
 #else
 #include "flash_host.cpp"  // from here on simt reads host
+#include "flash_bwd_host.cpp"
 using namespace simt;
 #endif
 #if defined(__CUDACC__) || MINIMAL_ATTN_EMULATED

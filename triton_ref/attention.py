@@ -26,8 +26,8 @@ from .dropout import keep_tile, threshold_and_scale
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, to_float)
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
-from .scores import (Scores, bias_bytes, capped, kind_of_scores, score_constants, score_numbers, score_tensors,
-                     shifted)
+from .scores import (LOWEST, Scores, bias_bytes, capped, kind_of_scores, score_constants, score_numbers,
+                     score_tensors, shifted)
 from .sequence import block_of_slot, head_of, num_slots, sequence
 
 try:
@@ -89,6 +89,8 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
             kTma: tl.constexpr):
     """Online softmax over the full blocks of keys, with kMasked over the cut ones: the new acc_o, row_max, row_sum."""
     kIsFp8: tl.constexpr = q.dtype.primitive_bitwidth == 8
+    kIsFloat32: tl.constexpr = q.dtype == tl.float32
+    kHasBias: tl.constexpr = False if scores.bias_ptr is None else scores.bias_ptr.dtype.element_ty != tl.uint8
     loop = steps(blocks, kMasked)
     for step in range(loop.begin, loop.end):
         col0 = block_of(blocks, step, kMasked) * kBlockN
@@ -96,13 +98,15 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
         k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
                        kTma, seq.k_begin)
         acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
-        acc_s = shifted(scores, capped(scores, acc_s), (row0 + tl.arange(0, acc_s.shape[0]))[:, None], cols[None, :])
+        acc_s = shifted(scores, capped(scores, acc_s), (row0 + tl.arange(0, acc_s.shape[0]))[:, None], cols[None, :],
+                        not kMasked, kIsFloat32)
         if kMasked:
             acc_s = tl.where(sees(visible, cols, kIsLocal), acc_s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(acc_s, 1))
         # A row that has seen no key, or only scores of -inf: exp2(-inf) is 0, not NaN.
         max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)
-        if q.dtype == tl.float32:  # a key that a row sees alone has p = 1 exactly
+        # In fp32 a key that a row sees alone has p = 1 exactly. A bias may be too low for a product.
+        if kIsFloat32 or kHasBias:
             p = tl.exp2((acc_s - max_sub[:, None]) * softmax_scale_log2)
         else:  # one FMA an element; in fp8 p goes up to 2^8, so that less of it is subnormal
             p = tl.exp2(acc_s * softmax_scale_log2 - (max_sub * softmax_scale_log2 - (8.0 if kIsFp8 else 0.0))[:, None])
@@ -250,6 +254,8 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
     empty = (visible.begin >= visible.end) | (row_sum == 0.0)
     row_sum = tl.where(empty, 1.0, row_sum)
     row_max *= scale
+    if bias_ptr is not None:  # as the backward pass has it
+        row_max = tl.maximum(row_max, LOWEST)
     if q.dtype.primitive_bitwidth == 8:  # p was 2^8 times what it is
         row_max -= 8 * 0.6931471805599453
     empty_lse = float("-inf")

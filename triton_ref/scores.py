@@ -82,15 +82,21 @@ def through_cap(scores, ds, s):
 
 
 @triton.jit
-def shifted(scores, s, rows, cols):
-    """What capped gives, with ALiBi and the bias. Of rows and cols, one is [:, None], the other [None, :]."""
+def shifted(scores, s, rows, cols, kIsFull: tl.constexpr = False, kClamps: tl.constexpr = True):
+    """What capped gives, with ALiBi and the bias. Of rows and cols, one is [:, None], the other [None, :].
+
+    kIsFull: there is a key for each of cols. kClamps: a finite bias counts as LOWEST at least. Without it a low bias
+    stays what it is, unless there is a softcap.
+    """
     if scores.alibi_ptr is not None:
         distances = (rows + (scores.numbers.seqlen_k - scores.numbers.seqlen_q)).to(tl.float32) - cols.to(tl.float32)
         s -= scores.numbers.slope * tl.abs(distances)
     if scores.bias_ptr is not None:
-        bias = _load_bias(scores, rows, cols)
+        bias = _load_bias(scores, rows, cols, kIsFull)
         if bias.dtype == tl.uint8:  # a mask
             s = tl.where(bias != 0, s, float("-inf"))
+        elif not kClamps and scores.softcap is None:
+            s += bias.to(tl.float32)
         else:
             bias = bias.to(tl.float32)
             in_units = bias
@@ -102,18 +108,18 @@ def shifted(scores, s, rows, cols):
 
 
 @triton.jit
-def _load_bias(scores, rows, cols):
-    """That of all rows and keys of a tile, of size 1 along a dimension that shares one. Beyond the end it is 0."""
-    base = scores.numbers.bias
-    if scores.row_stride is not None and scores.key_stride is not None:
-        bias = tl.load(base + rows.to(tl.int64) * scores.row_stride + cols.to(tl.int64) * scores.key_stride,
-                       mask=(rows < scores.numbers.seqlen_q) & (cols < scores.numbers.seqlen_k), other=0)
-    elif scores.row_stride is not None:
-        bias = tl.load(base + rows.to(tl.int64) * scores.row_stride, mask=rows < scores.numbers.seqlen_q, other=0)
-    elif scores.key_stride is not None:
-        bias = tl.load(base + cols.to(tl.int64) * scores.key_stride, mask=cols < scores.numbers.seqlen_k, other=0)
+def _load_bias(scores, rows, cols, kIsFull: tl.constexpr):
+    """That of all rows and keys of a tile, of size 1 along a dimension that shares one. Rows beyond the end read the
+    last row. Beyond the last key it is 0; with kIsFull there is nothing beyond it."""
+    pointers = scores.numbers.bias
+    if scores.row_stride is not None:
+        pointers += tl.maximum(tl.minimum(rows, scores.numbers.seqlen_q - 1), 0).to(tl.int64) * scores.row_stride
+    if scores.key_stride is not None:
+        pointers += cols.to(tl.int64) * scores.key_stride
+    if scores.key_stride is None or kIsFull:
+        bias = tl.load(pointers)
     else:
-        bias = tl.load(base)
+        bias = tl.load(pointers, mask=cols < scores.numbers.seqlen_k, other=0)
     return bias
 
 
