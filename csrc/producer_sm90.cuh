@@ -117,7 +117,7 @@ template <typename Shape> __device__ int first_block(const Params<Shape> &p, con
     const Mask &mask = work.mask;
     const int last_row = work.tile.block * Shape::kBlockM + Shape::kBlockM - 1;
     const bool sees_all = last_row < mask.seqlen_q && mask.left <= -mask.seqlen_q && mask.right >= mask.seqlen_k;
-    if (!p.alibi_slopes || !sees_all) return work.blocks_end - 1;
+    if (!p.alibi_slopes || !sees_all || work.blocks_end == 0) return work.blocks_end - 1;
     return max(0, min(last_row + mask.seqlen_k - mask.seqlen_q, mask.seqlen_k - 1)) / Shape::kBlockN;
 }
 

@@ -366,6 +366,8 @@ const std::vector<Case> cases = {
     with_mods({"sm90_mask_scale_30", f16, 1, 2, 1, 200, 477, 64, true, kHeads, {}, kSm90, 0, 30}, 9, false, boolean, "RK"),
     // With ALiBi the walk along the keys begins in the middle; samples that share a bias take turns.
     with_mods({"sm90_mask_alibi",   b16, 2, 2, 1, 300, 500, 128, false, kHeads, {}, kSm90}, 0, true, boolean, "HRK"),
+    lengths_of_keys(with_mods({"sm90_alibi_no_keys", b16, 3, 1, 1, 200, 200, 128, false, kRows, {}, kSm90}, 0, true),
+                    {200, 0, 90}),
     with_mods({"sm90_mask_all",     f16, 2, 2, 1, 200, 300,  96, false, kRows,  {}, kSm90}, 0, false, boolean),
     window(with_mods({"sm90_mask_window", b16, 1, 2, 1, 210, 312, 192, false, kRows, {}, kSm90}, 0, false, boolean, "HR"),
            20, 33),

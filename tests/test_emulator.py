@@ -48,7 +48,8 @@ KERNEL_CASES = {
     "flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one", "sm80_softcap_drop"],
     "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
     "flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
-                      "sm90_scale_30_96", "sm90_bias", "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30"],
+                      "sm90_scale_30_96", "sm90_bias", "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30",
+                      "sm90_alibi_no_keys"],
 }
 
 # The cases that are shown the faults of a file.
