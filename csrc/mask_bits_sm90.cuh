@@ -13,6 +13,7 @@
 
 #include "flash.h"
 #include "launch.h"
+#include "scheduler.cuh"
 
 namespace sm90 {
 
@@ -33,7 +34,7 @@ template <int kBlockN> MaskBits make_mask_bits(const AttnParams &p) {
     const Bias &x = p.bias;
     if (!x.data || x.dtype != DType::kBool) return {};
     return {p.mask_words, x.batch_stride ? int(p.batch_size) : 1, x.head_stride ? p.nheads : 1,
-            x.row_stride ? p.seqlen_q : 1, x.key_stride ? (p.seqlen_k + kBlockN - 1) / kBlockN : 1};
+            x.row_stride ? p.seqlen_q : 1, x.key_stride ? num_blocks<kBlockN>(p.seqlen_k) : 1};
 }
 
 // 16 keys of a row, one a byte: 1 if the row sees it. It sees none from `count` on. As in torch, a bool of any bits but
@@ -53,7 +54,8 @@ __device__ inline uint4 load_16_keys(const uint8_t *keys, int64_t key_stride, in
 }
 
 constexpr int kMaskThreads = 128;
-inline __host__ __device__ int64_t mask_blocks_per_head(const MaskBits &bits) {
+// Blocks of threads for a head.
+inline __host__ __device__ int64_t mask_grid_of_head(const MaskBits &bits) {
     return (bits.head_words() / 4 + kMaskThreads - 1) / kMaskThreads;
 }
 
@@ -61,7 +63,7 @@ inline __host__ __device__ int64_t mask_blocks_per_head(const MaskBits &bits) {
 template <int kBlockN>
 __global__ void __launch_bounds__(kMaskThreads) pack_mask(Bias mask, MaskBits bits, int seqlen_k) {
     static_assert(kBlockN % 16 == 0 && kBlockN <= 128);
-    const uint32_t per_head = mask_blocks_per_head(bits), bh = blockIdx.x / per_head;
+    const uint32_t per_head = mask_grid_of_head(bits), bh = blockIdx.x / per_head;
     const int64_t i = int64_t(blockIdx.x % per_head) * kMaskThreads + threadIdx.x;
     const int b = int(bh / bits.heads), h = int(bh % bits.heads);
     const int64_t block = i / bits.rows, row = i % bits.rows;
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(kMaskThreads) pack_mask(Bias mask, MaskBits bi
 
 template <int kBlockN> void launch_pack_mask(const AttnParams &p, const MaskBits &bits) {
     if (!bits.size()) return;
-    device::launch(pack_mask<kBlockN>, int64_t(bits.samples) * bits.heads * mask_blocks_per_head(bits), kMaskThreads, 0,
+    device::launch(pack_mask<kBlockN>, int64_t(bits.samples) * bits.heads * mask_grid_of_head(bits), kMaskThreads, 0,
                    p.stream, p.bias, bits, p.seqlen_k);
 }
 

@@ -66,8 +66,8 @@ template <typename Shape> struct SharedMemory {
 
 // Tiles of query rows for persistent blocks of threads. If all tiles take equally long, they are dealt out in turn. If
 // not, a block that is done takes the next one by a counter in memory. Tiles of a group of heads are then neighbours;
-// the K and V of a group fit L2 together. Where all samples share a bias that each head has its own
-// of, the tiles of one head of all samples are neighbours instead.
+// the K and V of a group fit L2 together. Where every head has a bias that all samples share,
+// neighbours are tiles of the same head, of one sample after the other.
 template <int kBlockM> struct Scheduler {
     RowTiles<kBlockM> tiles;
     uint32_t num_tiles;
@@ -112,7 +112,8 @@ template <typename Shape> struct Params : AttnParams {
 
 // Where the walk along the keys begins: at the last block, as in dense calls. A mask of the sample's end or a causal
 // one is then met at the start. With ALiBi scores fall on both sides of the diagonal. Where all rows see all keys, the
-// walk begins at the diagonal, so that row_max grows in the first blocks alone. All consumers then walk the same way.
+// walk begins at the diagonal, so that row_max grows in the first blocks alone. All consumers then walk the same way. A
+// tile without keys has no block to begin at.
 template <typename Shape> __device__ int first_block(const Params<Shape> &p, const Work<Shape::kConsumers> &work) {
     const Mask &mask = work.mask;
     const int last_row = work.tile.block * Shape::kBlockM + Shape::kBlockM - 1;

@@ -60,7 +60,7 @@ template <typename T, typename Shape> struct ChangedScores {
         auto scaled = [=](float s, int i, int) { return fmaf(s, of_qk, -row_max[i]); };
         auto nothing = [](int) {};
         const ScoreKind kind = p.score_kind;
-        if (kind <= ScoreKind::kAlibi) {  // few branches to each of them
+        if (kind <= ScoreKind::kAlibi) {  // so that no kind waits for four comparisons
             if (kind == ScoreKind::kSoftcap) {
                 exponentiate_sum(acc_s, sum, [=](float s, int i, int) {
                     return fmaf(ptx::tanh_approx(s * of_qk), of_tanh, -row_max[i]);

@@ -130,7 +130,8 @@ def recipe():
         # No --use_fast_math: fp32 means fp32, and a kernel that wants a fast intrinsic calls it by name.
         # Compressed, the code for the GPU takes half the space. -split-compile=0 optimizes the kernels of a file on all
         # cores at once.
-        "extra_cuda_cflags": ["-O3", "-std=c++20", "-split-compile=0", "-Xptxas=-warn-spills", "-Xfatbin=-compress-all"],
+        "extra_cuda_cflags": ["-O3", "-std=c++20", "-split-compile=0", "-Xptxas=-warn-spills",
+                              "-Xfatbin=-compress-all"],
         "extra_ldflags": ["-pthread", "-s"],  # -s: without the table of symbols, which only a debugger reads
     }
 

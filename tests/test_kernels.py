@@ -176,7 +176,7 @@ def test_force_kernel_sm90():
 
 
 def test_biases_of_sm90():
-    """TMA takes 16 bits, in rows of neighbouring keys that are aligned, and one row for all. Masks may lie anyhow."""
+    """TMA takes 16 bits, in rows of neighbouring keys that are aligned, and one row for all. Masks have any strides."""
     q, k, v = qkv()
     bias = torch.zeros(2, 1, 40, 48, dtype=HALF)
     of_rows = bias[:, :, :1].expand(2, 1, 40, 48)

@@ -722,7 +722,7 @@ def test_autocast_leaves_the_bias(backend):
 @pytest.mark.parametrize("head_dim_v", [16, 96, 128, 192, 256])  # tiles of each width
 @each_impl
 def test_masks_of_any_memory(impl, head_dim_v):
-    """Transposed, with gaps, at any address, and expanded; several blocks of keys."""
+    """Transposed, with gaps, at any address, with a byte of 255 for True, and expanded; several blocks of keys."""
     backend, device = IMPLS[impl]
     if head_dim_v > 16 and impl not in ON_TENSOR_CORES:
         pytest.skip("has no such tiles")
@@ -732,10 +732,10 @@ def test_masks_of_any_memory(impl, head_dim_v):
     gaps[..., ::2, 1::2] = seen
     late = torch.nn.functional.pad(seen, (5, 0))[..., 5:]
     of_keys, of_rows = late[:, :1, :1].expand(B, H, 70, 333), seen[:1, 1:2, :, :1].expand(B, H, 70, 333)
-    bytes_ = torch.where(seen, 255, 0).to(torch.uint8).view(torch.bool)
+    of_255 = torch.where(seen, 255, 0).to(torch.uint8).view(torch.bool)
     outs = []
     for view in (seen, seen.mT.contiguous().mT, seen.transpose(0, 1).contiguous().transpose(0, 1), gaps[..., ::2, 1::2],
-                 late, bytes_, of_keys, of_rows):
+                 late, of_255, of_keys, of_rows):
         outs.append(flash_attention(q, k, v, attn_bias=view, backend=backend))
         want = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), view.bool(),
                                                                 enable_gqa=True)

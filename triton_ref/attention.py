@@ -105,7 +105,7 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
         new_max = tl.maximum(row_max, tl.max(acc_s, 1))
         # A row that has seen no key, or only scores of -inf: exp2(-inf) is 0, not NaN.
         max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)
-        # In fp32 a key that a row sees alone has p = 1 exactly. A bias may be too low for a product.
+        # In fp32 a key that a row sees alone has p = 1 exactly. With a bias the product of a low score could overflow.
         if kIsFloat32 or kHasBias:
             p = tl.exp2((acc_s - max_sub[:, None]) * softmax_scale_log2)
         else:  # one FMA an element; in fp8 p goes up to 2^8, so that less of it is subnormal
@@ -254,7 +254,7 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
     empty = (visible.begin >= visible.end) | (row_sum == 0.0)
     row_sum = tl.where(empty, 1.0, row_sum)
     row_max *= scale
-    if bias_ptr is not None:  # as the backward pass has it
+    if bias_ptr is not None:  # the backward pass clamps low scores, see shifted
         row_max = tl.maximum(row_max, LOWEST)
     if q.dtype.primitive_bitwidth == 8:  # p was 2^8 times what it is
         row_max -= 8 * 0.6931471805599453
