@@ -150,13 +150,19 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def count_by_file(stats):
-    """{test file: {outcome: how many tests}} of pytest's reports by outcome."""
+    """{test file: {outcome: how many tests, "seconds": of all workers together}} of pytest's reports by outcome.
+
+    pytest lists the setup and the teardown of tests under the outcome "".
+    """
     files = {}
     counted_as = {"passed": "passed", "failed": "failed", "error": "failed", "skipped": "skipped"}
-    for outcome in counted_as:
+    for outcome in (*counted_as, ""):
         for report in stats.get(outcome, []):
             name = Path(report.nodeid.split("::")[0]).name
-            files.setdefault(name, dict.fromkeys(counted_as.values(), 0))[counted_as[outcome]] += 1
+            file = files.setdefault(name, dict.fromkeys([*counted_as.values(), "seconds"], 0))
+            file["seconds"] = round(file["seconds"] + report.duration, 3)
+            if outcome:
+                file[counted_as[outcome]] += 1
     return files
 
 

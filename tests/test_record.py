@@ -90,9 +90,9 @@ def test_record_parts_of_other_sources_or_machines_are_dropped(other):
 
 
 def test_count_by_file_counts_an_error_as_a_failure():
-    report = [types.SimpleNamespace(nodeid="tests/test_a.py::test_b[c::d]")]
-    stats = {"passed": report * 3, "error": report, "failed": report, "warnings": report}
-    assert count_by_file(stats) == {"test_a.py": {"passed": 3, "failed": 2, "skipped": 0}}
+    report = [types.SimpleNamespace(nodeid="tests/test_a.py::test_b[c::d]", duration=0.5)]
+    stats = {"passed": report * 3, "error": report, "failed": report, "": report * 6, "warnings": report}
+    assert count_by_file(stats) == {"test_a.py": {"passed": 3, "failed": 2, "skipped": 0, "seconds": 5.5}}
 
 
 class Item:
