@@ -1,6 +1,6 @@
 """The mask of minimal_attn/dropout.py, one tile at a time, for the kernels of both passes.
 
-Read next: attention.py and attention_bwd.py, which drop by it.
+Read next: attention.py and attention_bwd_kernels.py, which drop by it.
 """
 
 import triton

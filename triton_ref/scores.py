@@ -8,7 +8,8 @@
 
 It is that of ../csrc/score_mods.cuh. A bias is read by its strides, each tile when it is needed.
 
-Read next: attention_bwd.py, which changes its scores by it as well; attention_bwd_bias.py, the gradient of a bias.
+Read next: attention_bwd_kernels.py, which changes its scores by it as well; attention_bwd_bias.py, the gradient of a
+bias.
 """
 
 from typing import Any, NamedTuple
