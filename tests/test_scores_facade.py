@@ -1,0 +1,346 @@
+"""Softcap, ALiBi, biases and masks in every function that takes them: nothing is copied on the way, which kernel serves,
+flash-attn's functions, FlashMHA, and an error for every bad input.
+
+test_scores.py compares the kernels with a loop. test_torch_sdpa.py compares scaled_dot_product_attention with torch's.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import minimal_attn
+from conftest import HAS_GPU
+from minimal_attn import (FlashMHA, backends, choice, flash_attention, flash_attn, flash_attn_func,
+                          flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, interface,
+                          reference_attention, sdpa, which_kernel)
+from test_lengths import DEVICE, DTYPES, IMPLS, close
+from test_scores import (B, H, HEAD_DIM_V, SCALE, each_backend, each_impl, inputs, inputs_of, ints, mask, packed, randn,
+                         slopes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(9,), (7, 1), (B, 1, 1, 9), (1, H, 7, 9), (B, H, 7, 9)], ids=str)
+def test_no_bias_is_copied_on_the_way(shape, dtype, monkeypatch):
+    """To the backend as a 4D view, to SDPA with one of each of its repeats."""
+    seen, asked = [], []
+
+    def forward(q, k, v, options):
+        seen.append(options)
+        return sdpa.BACKEND.forward(q, k, v, options)
+
+    def spy(*args, attn_mask, **options):
+        asked.append(attn_mask)
+        return torch.nn.functional.scaled_dot_product_attention(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
+    monkeypatch.setitem(interface.BACKENDS, "torch", backends.Backend(forward, (dtype, torch.float64), True,
+                                                                      lambda device: None))
+    bias = mask(*shape) if dtype == torch.bool else randn(*shape, seed=4)
+    expanded = bias.expand(B, H, 7, 9)
+    for given in (bias, expanded):
+        flash_attention(*inputs(), attn_bias=given, backend="torch")
+        got = seen.pop().attn_bias
+        assert got.shape == (1,) * (4 - given.ndim) + given.shape and got.data_ptr() == bias.data_ptr()
+        assert got.expand(B, H, 7, 9).stride() == expanded.stride()
+        passed = asked.pop()
+        assert passed.data_ptr() == bias.data_ptr() and passed.numel() == bias.numel()
+
+
+def test_slopes_are_not_copied():
+    one, each = slopes(H), slopes(3, H)
+    q, _, _, *bounds = packed()
+    lengths = backends.Lengths(*bounds)
+    for given in (one, each):
+        assert interface.check_alibi_slopes(given, q, lengths).data_ptr() == given.data_ptr()
+    assert interface.check_alibi_slopes(one.expand(3, H), q, lengths).is_contiguous()
+
+
+@each_impl
+@pytest.mark.parametrize("Sq, Sk", [(7, 0), (0, 9)])
+def test_no_rows_or_keys(Sq, Sk, impl):
+    backend, device = IMPLS[impl]
+    q, k, v = inputs_of(impl, Sq, Sk)
+    bias = randn(1, H, Sq, Sk, seed=4, dtype=DTYPES[impl], device=device).requires_grad_()
+    out, lse = flash_attention(q, k, v, softcap=1.0, alibi_slopes=slopes(H).to(device), attn_bias=bias, return_lse=True,
+                               backend=backend)
+    assert out.shape == (B, H, Sq, v.shape[3]) and (out == 0).all() and (lse == -math.inf).all()
+    assert torch.autograd.grad(out.sum(), bias)[0].shape == bias.shape
+
+
+def test_compile_fullgraph():
+    q, k, v = (x.requires_grad_() for x in inputs(dtype=torch.float32))
+    bias, each_slope = randn(H, 7, 9, seed=4, dtype=torch.float32).requires_grad_(), slopes(B, H)
+
+    def attend(q, k, v, bias):
+        out = flash_attention(q * 2, k, v, True, softcap=2.0, alibi_slopes=each_slope, attn_bias=bias)
+        return flash_attention(q, k, v, alibi_slopes=each_slope, attn_bias=bias).sum() + out.square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for x, y in zip(*(torch.autograd.grad(call(q, k, v, bias), (q, k, v, bias)) for call in (compiled, attend))):
+        assert_close(x, y)
+
+
+@pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="no fp8 tensor cores")
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_float8_by_triton(is_packed):
+    """Descales are a part of what the softcap sees."""
+    pytest.importorskip("triton")
+    q, k, v = (randn(1, 2, n, 32, seed=n).to(torch.float8_e4m3fn) for n in (37, 45, 46))
+    descale = torch.tensor([[0.7, 1.3]] * (1 + is_packed), device=DEVICE)
+    options = dict(softcap=2.0, alibi_slopes=slopes(2), q_descale=descale, return_lse=True)
+    if is_packed:
+        options |= dict(cu_seqlens_q=ints(0, 20, 37), cu_seqlens_k=ints(0, 20, 45))
+    (out, lse), (want, want_lse) = (flash_attention(q, k, v[:, :, :45], backend=backend, **options)
+                                    for backend in ("triton", "reference"))
+    close(out, want.double(), 5e-2)
+    close(lse, want_lse.double(), 3e-3)
+
+
+def test_float8_by_the_reference():
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in inputs())
+    scores = dict(softcap=2.0, alibi_slopes=slopes(H))
+    want = reference_attention(q.float(), k.float(), v.float(), **scores).bfloat16()
+    assert flash_attention(q, k, v, backend="reference", **scores).equal(want)
+    with pytest.raises(ValueError, match="attn_bias cannot be given with float8 inputs, and q is torch.float8_e4m3fn"):
+        flash_attention(q, k, v, attn_bias=mask(7, 9), backend="reference")
+
+
+# Which backend serves them.
+
+GIVEN = {"softcap": 2.0, "alibi_slopes": slopes(H), "attn_bias": mask(7, 9)}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_auto_takes_csrc_on_a_gpu(name, monkeypatch):
+    """For gradients too, of which nothing was measured. On the CPU it takes torch."""
+    monkeypatch.setattr(choice, "_first_available", lambda prefers_triton: "triton" if prefers_triton else "cuda")
+    monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
+    q = torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
+    assert choice.auto_backend(q, q, q, has_scores=True) == "torch"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        assert choice.auto_backend(q, q, q) == "triton" and choice.auto_backend(q, q, q, has_scores=True) == "cuda"
+    asked = []
+    monkeypatch.setattr(interface, "auto_backend", lambda *args: asked.append(args[6]) or "torch")
+    flash_attention(*inputs(), **{name: GIVEN[name]})
+    flash_attention(*inputs(), softcap=0.0)
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_which_kernel_takes_scores(name):
+    q, k, v = (x.cpu() for x in inputs())
+    given = GIVEN[name] if name == "softcap" else GIVEN[name].cpu()
+    assert which_kernel(q.float(), k.float(), v.float(), **{name: given}) == "host"
+    with pytest.raises(ValueError, match=name):
+        which_kernel(q.float(), k.float(), v.float(), **{name: -1.0 if name == "softcap" else given[:3]})
+
+
+def test_dmma_declines_scores():
+    q = torch.empty(1, 1, 64, 64)
+    kernel_of = minimal_attn.load().which_kernel
+    assert kernel_of(q, q, q, capability=90)[0] == "dmma"
+    assert kernel_of(q, q, q, capability=90, has_scores=True)[0] == "simt"
+    q = q.half()
+    assert kernel_of(q, q, q, capability=90, has_scores=True)[0] == "sm90"
+
+
+def test_fast_path_is_not_asked(monkeypatch):
+    """It knows nothing of scores, and would leave them out."""
+    for module in (interface, flash_attn):
+        monkeypatch.setattr(module, "fast_path", lambda *args: "fast")
+    q, k, v = inputs(dtype=torch.float32)
+    by_rows = [x.transpose(1, 2) for x in (q, k, v)]
+    bounds = ints(0, 7), ints(0, 9)
+    flat = [x[0] for x in by_rows]
+    assert flash_attention(q, k, v) == flash_attention(q, k, v, softcap=0) == flash_attn_func(*by_rows) == "fast"
+    assert flash_attn_varlen_func(*flat, *bounds) == "fast"
+    for name, value in GIVEN.items():
+        assert flash_attention(q, k, v, **{name: value}) != "fast"
+        if name != "attn_bias":
+            assert flash_attn_func(*by_rows, **{name: value}) != "fast"
+            assert flash_attn_varlen_func(*flat, *bounds, **{name: value}) != "fast"
+
+
+# The functions of flash-attn.
+
+@each_backend
+@pytest.mark.parametrize("scores", [dict(softcap=0.7), dict(alibi_slopes=slopes(H)),
+                                    dict(softcap=3, alibi_slopes=slopes(B, H))], ids=lambda x: "_".join(x))
+def test_functions_of_flash_attn(scores, backend):
+    q, k, v = inputs()
+    want, want_lse = flash_attention(q, k, v, True, SCALE, return_lse=True, backend=backend, **scores)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    options = dict(softmax_scale=SCALE, causal=True, return_lse=True, backend=backend, **scores)
+    out, lse = flash_attn_func(q, k, v, **options)
+    assert_close(out, want.transpose(1, 2))
+    assert_close(lse, want_lse)
+    bounds = [ints(0, n, 2 * n) for n in (7, 9)]
+    out, lse = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *bounds, 7, 9, **options)
+    assert_close(out.view(B, 7, H, HEAD_DIM_V), want.transpose(1, 2))
+    assert_close(lse.view(H, B, 7).transpose(0, 1), want_lse)
+    packed_k = torch.stack([k, k], 2).flatten(0, 1)
+    out, _ = flash_attn_varlen_kvpacked_func(q.flatten(0, 1), packed_k, *bounds, 7, 9, **options)
+    assert_close(out, flash_attn_func(q, k, k, **options)[0].flatten(0, 1))
+    out, _ = flash_attn_qkvpacked_func(torch.stack([q] * 3, 2), **options)
+    assert_close(out, flash_attn_func(q, q, q, **options)[0])
+
+
+# FlashMHA.
+
+def mha_and_input(**options):
+    torch.manual_seed(0)
+    return FlashMHA(32, H, backend="torch", device=DEVICE, dtype=torch.float64, **options), randn(B, 6, 32)
+
+
+MHA_MASKS = {"bool": mask(B, H, 6, 6), "of_rows": mask(6, 6), "float": randn(6, 6, seed=4),
+             "of_heads": randn(H, 6, 6, seed=4)}
+
+
+@pytest.mark.parametrize("name", MHA_MASKS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_mha_takes_the_mask_of_sdpa(name, causal):
+    mha, x = mha_and_input(causal=causal)
+    given = MHA_MASKS[name]
+    q, k, v = mha.Wqkv(x).unflatten(-1, (3, H, 8)).permute(2, 0, 3, 1, 4)
+    bias = torch.zeros_like(given, dtype=torch.float64).masked_fill(~given, -math.inf) if name in ("bool", "of_rows") \
+        else given
+    bias = bias + torch.full((6, 6), -math.inf, device=DEVICE).triu(1) if causal else bias
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias).nan_to_num(0)
+    want = mha.out_proj(out.transpose(1, 2).flatten(2))
+    assert_close(mha(x, attn_mask=given), want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MHA_MASKS)
+def test_mha_takes_both_masks(name, causal):
+    """What both hide is hidden, wherever padding lies, and NaN in padding changes nothing."""
+    mha, x = mha_and_input(causal=causal)
+    valid = torch.tensor([[True] * 6, [False, True, True, False, True, False]], device=DEVICE)
+    given = MHA_MASKS[name].clone()
+    if given.dtype == torch.bool:
+        both = given.expand(B, H, 6, 6) & valid[:, None, None]
+    else:
+        both = given.expand(B, H, 6, 6).masked_fill(~valid[:, None, None], -math.inf)
+        given.requires_grad_()
+    want = mha(x, attn_mask=both).masked_fill(~valid[..., None], 0)
+    out = mha(x.masked_fill(~valid[..., None], math.nan), key_padding_mask=valid, attn_mask=given)
+    assert_close(out, want)
+    leaves = [mha.Wqkv.weight, *[given] * given.requires_grad]
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
+    assert_close(mha(x, key_padding_mask=valid, attn_mask=torch.ones_like(given, dtype=torch.bool)),
+                 mha(x, key_padding_mask=valid))
+
+
+def test_mha_takes_a_mask_with_lengths_and_windows():
+    mha, x = mha_and_input(window_size=(2, 1))
+    places = torch.arange(6, device=DEVICE)
+    distances = places[:, None] - places
+    hides = (distances <= 2) & (distances >= -1) & (places < torch.tensor([6, 4], device=DEVICE)[:, None, None, None])
+    given = MHA_MASKS["of_rows"]
+    wide, _ = mha_and_input()
+    got = mha(x, seq_lens=[6, 4], attn_mask=given)
+    want = wide(x, attn_mask=given & hides)
+    assert_close(got[0], want[0])
+    assert_close(got[1, :4], want[1, :4])
+
+
+def test_mha_bad_masks():
+    mha, x = mha_and_input()
+    with pytest.raises(ValueError, match=r"^attn_mask must have 1 to 4 dimensions and broadcast to \(2, 4, 6, 6\)"):
+        mha(x, attn_mask=mask(6, 5))
+    with pytest.raises(TypeError, match="^Unsupported dtype: attn_mask is torch.int64"):
+        mha(x, attn_mask=mask(6, 6).long())
+    with pytest.raises(ValueError, match="^attn_mask cannot be given with cu_seqlens$"):
+        mha(x[0], cu_seqlens=ints(0, 6), attn_mask=mask(6, 6))
+    local, _ = mha_and_input(window_size=(2, 2))
+    valid = torch.ones(B, 6, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(ValueError, match="windows count the positions that key_padding_mask leaves"):
+        local(x, key_padding_mask=valid, attn_mask=mask(6, 6))
+    with pytest.raises(ValueError, match="at most one of seq_lens"):
+        mha(x, [6, 6], key_padding_mask=valid, attn_mask=mask(6, 6))
+
+
+# Bad input.
+
+BAD = [
+    (TypeError, "softcap must be a number, and 0 is none, got True", dict(softcap=True)),
+    (TypeError, "softcap must be a number, and 0 is none, got False", dict(softcap=False)),
+    (TypeError, "softcap must be a number, and 0 is none, got None", dict(softcap=None)),
+    (TypeError, "softcap must be a number, .*, got '2'", dict(softcap="2")),
+    (TypeError, r"softcap must be a number, .*, got a torch.float32 tensor of shape \(4,\)", dict(softcap=slopes(H))),
+    (ValueError, r"softcap must be at least 0 and at most 2.3586e\+38, got -1.0", dict(softcap=-1.0)),
+    (ValueError, "softcap must be at least 0 .*, got nan", dict(softcap=math.nan)),
+    (ValueError, "softcap must be 0 or at least 1e-30, got 1e-40", dict(softcap=1e-40)),
+    (ValueError, "softcap must be at least 0 .*, got inf", dict(softcap=math.inf)),
+    (TypeError, "alibi_slopes must be a torch.Tensor, got list", dict(alibi_slopes=[1.0] * H)),
+    (TypeError, "alibi_slopes must be a dense tensor", dict(alibi_slopes=slopes(H).to_sparse())),
+    (TypeError, "alibi_slopes is torch.float64, allowed is float32", dict(alibi_slopes=slopes(H).double())),
+    (ValueError, r"alibi_slopes must have shape \(4,\) or \(2, 4\), one for each query head, got \(2,\)",
+     dict(alibi_slopes=slopes(2))),
+    (ValueError, r"alibi_slopes must have shape .*, got \(1, 4\)", dict(alibi_slopes=slopes(1, H))),
+    (ValueError, r"alibi_slopes must have shape .*, got \(\)", dict(alibi_slopes=slopes(H)[0])),
+    (ValueError, "alibi_slopes must be on the same device as q", dict(alibi_slopes=slopes(H).to("meta"))),
+    (ValueError, r"alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach\(\)",
+     dict(alibi_slopes=slopes(H).requires_grad_())),
+    (TypeError, "attn_bias must be a torch.Tensor, got list", dict(attn_bias=[[True]])),
+    (TypeError, "attn_bias must be a dense tensor", dict(attn_bias=randn(7, 9).to_sparse())),
+    (TypeError, "attn_bias is torch.int64, allowed for q in torch.float64 are bool, float64$",
+     dict(attn_bias=randn(7, 9).long())),
+    (TypeError, "attn_bias is torch.float32, allowed for q in torch.float64 are bool, float64$",
+     dict(attn_bias=randn(7, 9).float())),
+    (ValueError, "attn_bias must be on the same device as q", dict(attn_bias=randn(7, 9).to("meta"))),
+    *((ValueError, rf"attn_bias must have 1 to 4 dimensions and broadcast to \(2, 4, 7, 9\), .*, got \({got}\)$",
+       dict(attn_bias=randn(*shape))) for shape, got in
+      [((8,), "8,"), ((9, 7), "9, 7"), ((2, 7, 9), "2, 7, 9"), ((3, 1, 7, 9), "3, 1, 7, 9"), ((), ""),
+       ((1, 1, 1, 7, 9), "1, 1, 1, 7, 9"), ((0, 9), "0, 9")]),
+]
+
+
+@pytest.mark.parametrize("error, match, scores", BAD, ids=lambda x: x if isinstance(x, str) else "")
+def test_bad_scores(error, match, scores):
+    for call in (flash_attention, reference_attention):
+        with pytest.raises(error, match=match):
+            call(*inputs(), **scores)
+    if "attn_bias" not in scores:
+        with pytest.raises(error, match=match):
+            flash_attn_func(*(x.transpose(1, 2) for x in inputs()), **scores)
+
+
+def test_bad_dtypes_of_a_bias():
+    allowed = "attn_bias is torch.{}, allowed for q in torch.{} are bool, {}$"
+    for dtype, bias, names in (("bfloat16", "float16", "bfloat16, float32"), ("float32", "bfloat16", "float32"),
+                               ("float16", "float64", "float16, float32")):
+        with pytest.raises(TypeError, match=allowed.format(bias, dtype, names)):
+            flash_attention(*inputs(dtype=getattr(torch, dtype)), attn_bias=randn(7, 9).to(getattr(torch, bias)))
+
+
+def test_tangents_of_slopes_are_not_lost():
+    slope = slopes(H)
+    for backend in {"reference", *["cuda"] * (not HAS_GPU)}:
+        attend = lambda x, backend=backend: flash_attention(*inputs(), alibi_slopes=x, backend=backend)  # noqa: E731
+        if backend == "reference":
+            assert torch.func.jvp(attend, (slope,), (torch.ones_like(slope),))[1].abs().max() > 0
+        else:
+            with pytest.raises(NotImplementedError, match="no forward-mode derivative, but alibi_slopes has a tangent"):
+                torch.func.jvp(attend, (slope,), (torch.ones_like(slope),))
+
+
+def test_slopes_that_require_grad_are_taken_without_gradients():
+    """As parameters of a module are."""
+    parameter = slopes(H).requires_grad_()
+    with torch.no_grad():
+        got = flash_attention(*inputs(), alibi_slopes=parameter, backend="torch")
+    assert got.equal(flash_attention(*inputs(), alibi_slopes=parameter.detach(), backend="torch"))
+
+
+def test_packed_batches_have_no_bias():
+    q, k, v, cu_seqlens_q, cu_seqlens_k = packed()
+    for call in (flash_attention, reference_attention):
+        with pytest.raises(ValueError, match="^attn_bias cannot be given with cu_seqlens"):
+            call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, attn_bias=mask(12, 16))
+        with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(4,\) or \(3, 4\)"):
+            call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=slopes(1, H))
