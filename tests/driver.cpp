@@ -757,6 +757,7 @@ template <typename T> struct Reference {
     std::vector<double> P = std::vector<double>(c.seqlen_k);
     std::vector<double> scale = P;  // of a probability: 0 where dropout drops it
     std::vector<double> slope = P;  // of a score as a function of q·k
+    std::vector<double> size = P;   // of a score's terms
     Expected out{"out", c.batch_size, c.nheads, c.seqlen_q, c.head_dim_v};
     Expected lse{"lse", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected lse_log2{"lse_log2", c.batch_size, c.nheads, c.seqlen_q, 1};
@@ -781,11 +782,15 @@ template <typename T> struct Reference {
             if (x.sees(row.b, row.i, j) && x.bias_at(row.b, row.h, row.i, j) != -INFINITY) work(j, keys.begin + j);
     }
 
-    double form_P(const Row &row) {  // and returns lse
+    // Of a row: lse, and the size of the terms of its scores, to which their rounding is proportional. ALiBi and a bias
+    // may leave little of large terms.
+    struct LogSum { double lse, magnitude; };
+
+    LogSum form_P(const Row &row) {
         const auto [b, h, h_k, i, at] = row;
         const int batch = x.batch_of(b);
-        double sum = 0;  // small scores: no maximum to subtract
-        if (c.has_sinks && i < x.rows_of(b).valid) sum = std::exp(x.sinks.at(0, 0, 0, h));
+        const double sink = c.has_sinks && i < x.rows_of(b).valid ? x.sinks.at(0, 0, 0, h) : -INFINITY;
+        double max = sink;
         for_keys(row, [&](int j, int key) {
             double score = 0;
             for (int d = 0; d < c.head_dim; d++) score += x.q.at(batch, h, at, d) * x.k.at(batch, h_k, key, d);
@@ -795,22 +800,29 @@ template <typename T> struct Reference {
                 slope[j] *= 1 - score * score / (c.softcap * c.softcap);
             }
             const int distance = i + x.keys_of(b).valid - x.rows_of(b).valid - j;
-            if (c.has_alibi) score -= x.slopes.at(0, b, h, 0) * std::abs(distance);
-            sum += P[j] = std::exp(score + x.bias_at(b, h, i, j));
+            const double alibi = c.has_alibi ? x.slopes.at(0, b, h, 0) * std::abs(distance) : 0;
+            const double bias = x.bias_at(b, h, i, j);
+            P[j] = score - alibi + bias, size[j] = std::abs(score) + std::abs(alibi) + std::abs(bias);
+            max = std::max(max, P[j]);
             scale[j] = !x.p.dropout_seed ? 1 : keeps(x.p.drop_threshold, b, h, i, j) ? x.p.keep_scale : 0;
         });
+        if (std::isinf(max)) return {max, 0};
+        double sum = std::exp(sink - max), magnitude = 0;
+        for_keys(row, [&](int j, int) { sum += P[j] = std::exp(P[j] - max), magnitude += P[j] * size[j]; });
         for (double &probability : P) probability /= sum;
-        return std::log(sum);
+        const double lse = max + std::log(sum);
+        return {lse, std::max(std::abs(lse), magnitude / sum)};
     }
 
     void forward() {
         for_rows([&](const Row &row) {
             const auto [b, h, h_k, i, at] = row;
             const int batch = x.batch_of(b);
-            const double log_sum = form_P(row);
+            const auto [log_sum, magnitude] = form_P(row);
             const bool is_empty = x.is_hidden(b, h, i);
-            lse.add(lse.index(batch, h, at), log_sum, std::isinf(log_sum) ? 0 : log_sum);
-            lse_log2.add(lse.index(batch, h, at), is_empty ? INFINITY : log_sum / std::log(2.), is_empty ? 0 : log_sum);
+            lse.add(lse.index(batch, h, at), log_sum, magnitude);
+            const double log2_sum = is_empty ? INFINITY : log_sum / std::log(2.);
+            lse_log2.add(lse.index(batch, h, at), log2_sum, is_empty ? 0 : magnitude);
             for_keys(row, [&](int j, int key) {
                 for (int d = 0; d < c.head_dim_v; d++)
                     out.add(out.index(batch, h, at) + d, P[j] * scale[j] * x.v.at(batch, h_k, key, d));
