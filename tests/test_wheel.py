@@ -236,7 +236,7 @@ def test_schemas_are_those_of_the_jit_build(site):
 def symbols(library, *options):
     """{name: kind} of the dynamic symbols of a library, without their versions."""
     said = subprocess.run(["nm", "-D", *options, library], capture_output=True, text=True, check=True).stdout
-    return {name: kind for kind, name in re.findall(r"(\w) ([^@\s]+)", said)}
+    return {name: kind for kind, name in re.findall(r"^.{17}(\w) ([^@\s]+)", said, re.M)}
 
 
 def test_symbols_are_those_of_the_stable_abi(site):
