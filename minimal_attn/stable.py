@@ -1,20 +1,22 @@
 """The library of the wheel: csrc by torch's stable ABI, for many versions of torch, of Python and of GPUs in one file.
 
 Library has what the module of csrc/main.cpp has, so that cuda.py need not know which of the two it calls. The fast path
-and the derivative in C++ need more of torch than its stable ABI has: the derivative is in Python here.
+and the derivative need more of torch than its stable ABI has, and so are in Python here.
 
 Read next: ops.py, the shapes and the derivative; ../csrc/stable.cpp, the library.
 """
 
 import ctypes
 import functools
+import math
 import platform
 import re
 
 import torch
+from torch.autograd import forward_ad
 
 from . import ops
-from .checks import is_eager
+from .checks import KERNEL_DTYPES, is_eager, wants_gradient
 
 TORCH, NEXT_TORCH = (2, 11), (3, 0)  # from which version on, and which one may break the stable ABI
 CUDA = "13"
@@ -53,8 +55,6 @@ def _why_not_gpus():
 class Library:
     """The library in `file`, and the ops that it registers."""
 
-    fast_forward = None  # of csrc/fast_path.cpp
-
     def __init__(self, file):
         self.__file__ = str(file)
         torch.ops.load_library(self.__file__)
@@ -79,6 +79,37 @@ class Library:
         """flash_forward with its derivative, without torch.library's."""
         return self._with_reason(FlashAttention.apply(*inputs))
 
+    def fast_forward(self, warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic,
+                     window_size, lengths, sinks):
+        """As in csrc/fast_path.cpp: out, or (out, lse), or None if the call is unusual or wrong."""
+        is_packed = lengths[0] is not None
+        if not (is_everyday(q, k, v, causal, softmax_scale, window_size, (*lengths, sinks))
+                and (not seq_major or is_packed == (q.ndim == 3))):
+            return None
+        needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
+        if needs_grad and torch.is_grad_enabled():
+            if lengths[3] is not None if is_packed else may_train is not None and not may_train(q, k, seq_major):
+                return None
+            attend = self.differentiable_forward
+        else:
+            attend = self.flash_forward
+        scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+        left, right = (-1 if side is None else side for side in window_size)
+        heads_first = [x.transpose(-3, -2) for x in (q, k, v)] if seq_major else [q, k, v]
+        if seq_major and is_packed:
+            heads_first = [x.unsqueeze(0) for x in heads_first]
+        try:
+            out, lse, slow_because = attend(*heads_first, *lengths, sinks, None, None, scale, 0.0, left,
+                                            0 if causal else right, 0.0, None, deterministic)
+        except ValueError:  # the checks in Python say it in the words of the caller
+            return None
+        if slow_because:
+            warn_slow(slow_because)
+        if seq_major and is_packed:
+            out, lse = out.squeeze(0), lse.squeeze(0)
+        out = out.transpose(-3, -2) if seq_major else out
+        return (out, lse) if return_lse else out
+
     def which_kernel(self, q, k, v, has_dropout=False, capability=None, fast_fp64=True, has_sinks=False,
                      has_scores=False, attn_bias=None):
         """As which_kernel of csrc/ops.cpp; None for tensors without memory of their own, as vmap has them."""
@@ -87,6 +118,20 @@ class Library:
             return None
         return torch.ops.minimal_attn.which_kernel(q, k, v, has_dropout, capability, fast_fp64, has_sinks, has_scores,
                                                    attn_bias)
+
+
+def is_everyday(q, k, v, causal, softmax_scale, window_size, optional):
+    """Whether nothing but a kernel is to be launched, on CUDA tensors, as far as the op does not check it. optional:
+    lengths and sinks."""
+    inputs = q, k, v
+    return (isinstance(q, torch.Tensor) and q.is_cuda and is_eager(*inputs) and forward_ad._current_level < 0
+            and all(not x.is_nested and x.ndim >= 3 and x.stride(-1) == 1 and x.numel() for x in inputs)
+            and q.dtype in KERNEL_DTYPES
+            and not (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != q.dtype)
+            and isinstance(causal, bool) and (softmax_scale is None or type(softmax_scale) is float)
+            and type(window_size) in (tuple, list) and len(window_size) == 2
+            and all(side is None or type(side) is int and side >= -1 for side in window_size)
+            and all(x is None or is_eager(x) and not wants_gradient(x) for x in optional))
 
 
 def _below_autograd(op, *inputs):

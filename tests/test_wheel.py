@@ -176,6 +176,68 @@ else:
 """)
 
 
+FAST = """
+from minimal_attn import stable
+from minimal_attn.backends import Lengths
+
+def fast(q, k, v, causal=False, scale=None, seq_major=False, window_size=(-1, -1), lengths=Lengths(), sinks=None,
+         trains=True):
+    return minimal_attn.load().fast_forward(print, lambda *x: trains, q, k, v, causal, scale, seq_major, True, True,
+                                            window_size, lengths, sinks)
+"""
+
+
+def test_fast_path_gives_the_same_bits(site):
+    """On CPU tensors, which it leaves to the checks otherwise."""
+    in_wheel(site, WATCHED + FAST + """
+assert fast(q, k, v) is None
+everyday, stable.is_everyday = stable.is_everyday, lambda *x: True
+
+def check(got, want, leaves):
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y) and x.stride() == y.stride()
+    for x, y in zip(*(torch.autograd.grad(out.square().sum() + lse.sum(), leaves) for out, lse in (got, want))):
+        assert torch.equal(x, y)
+
+options = dict(backend="cuda", return_lse=True, deterministic=True)
+sinks = torch.randn(3)
+check(fast(q, k, v, True, 0.3, sinks=sinks), flash_attention(q, k, v, True, 0.3, sinks=sinks, **options), (q, k, v))
+rows = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
+check(fast(*rows, window_size=[2, None], seq_major=True),
+      minimal_attn.flash_attn_func(*rows, window_size=(2, -1), **options), rows)
+packed = [x.detach()[0].requires_grad_() for x in rows]
+ends = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 4, 7], dtype=torch.int32)
+check(fast(*packed, seq_major=True, lengths=Lengths(*ends)),
+      minimal_attn.flash_attn_varlen_func(*packed, *ends, 9, 9, **options), packed)
+used = Lengths(*ends, None, ends[1][1:])
+assert fast(*packed, seq_major=True, lengths=used) is None  # gradients of keys that samples may share
+with torch.no_grad():
+    assert fast(*packed, seq_major=True, lengths=used)[0].shape == packed[0].shape
+# What the op refuses, the checks in Python are to refuse, and what Triton trains better is left to it.
+assert fast(q, k[:1], v) is fast(q, k, v, sinks=sinks.half()) is fast(q, k, v, trains=False) is None
+""")
+
+
+@pytest.mark.gpu
+def test_fast_path_leaves_unusual_calls_alone(site):
+    in_wheel(site, WATCHED + FAST + """
+q, k, v = (x.detach().cuda() for x in (q, k, v))
+assert fast(q, k, v) is not None and fast(q, k, v, True, 0.5, window_size=[3, None]) is not None
+for unusual in (dict(causal=1), dict(scale=1), dict(window_size=(1, 2, 3)), dict(window_size=(-2, 0)),
+                dict(window_size=(1.0, 0)), dict(sinks=torch.randn(3, device="cuda", requires_grad=True)),
+                dict(lengths=Lengths(seqused_k=[1, 2])), dict(seq_major=True, lengths=Lengths(*[q] * 2))):
+    assert fast(q, k, v, **unusual) is None, unusual
+for x in (q.double(), q[..., ::2], q[:0], q.cpu(), q[0, 0], None):
+    assert fast(x, x, x) is None
+with torch.autocast("cuda", torch.bfloat16):
+    assert fast(q, k, v) is None
+with torch.autograd.forward_ad.dual_level():
+    assert fast(q, k, v) is None
+with torch.profiler.profile():
+    assert fast(q, k, v) is None
+""")
+
+
 def test_deterministic_algorithms_reach_the_backward_pass(site):
     in_wheel(site, """
 import torch
@@ -372,3 +434,26 @@ def test_op_takes_the_host_at_most_twice_as_long(site, record_property):
     ours = op_us("cuda")
     record_property("host time of the wheel's op beside the JIT build's, µs", f"{from_wheel:.1f} {ours:.1f}")
     assert from_wheel <= 2 * ours
+
+
+OPS_OF_ATEN = {  # what csrc/stable.h calls by name: a torch with another schema would get wrong arguments
+    "clone": "(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor",
+    "cummax": "(Tensor self, int dim) -> (Tensor values, Tensor indices)",
+    "exp": "(Tensor self) -> Tensor",
+    "expand": "(Tensor(a) self, SymInt[] size, *, bool implicit=False) -> Tensor(a)",
+    "isneginf": "(Tensor self) -> Tensor",
+    "mul.Tensor": "(Tensor self, Tensor other) -> Tensor",
+    "narrow": "(Tensor(a) self, int dim, SymInt start, SymInt length) -> Tensor(a)",
+    "neg": "(Tensor self) -> Tensor",
+    "stack": "(Tensor[] tensors, int dim=0) -> Tensor",
+    "where.self": "(Tensor condition, Tensor self, Tensor other) -> Tensor",
+}
+
+
+def test_schemas_of_aten_are_those_that_the_library_was_written_for():
+    called = re.findall(r'call(?:<2>)?\("aten::(\w+)", "(\w*)"', (ROOT / "csrc" / "stable.h").read_text())
+    assert {f"{name}.{overload}".rstrip(".") for name, overload in called} == set(OPS_OF_ATEN)
+    for name, schema in OPS_OF_ATEN.items():
+        op, _, overload = name.partition(".")
+        found = str(getattr(getattr(torch.ops.aten, op), overload or "default")._schema)
+        assert found == f"aten::{name}{schema}"
