@@ -3,6 +3,7 @@
 # make test-all: run all tests
 # make gpu-record: run all tests that a GPU has a part in, and write tests/gpu_record.json
 # make campaign: run tests/campaign.py, long draws of shapes and, on a GPU, every fault that compute-sanitizer can see
+# make wheel: build dist/*.whl for every torch from 2.11 on, with nvcc of CUDA 13: about an hour of one core
 # make docs: write the tables, pictures and pages of README.md and docs/ from benchmarks/h200/*.json
 # make clean: remove what make and the builds left here
 #
@@ -57,6 +58,10 @@ docs: packages
 	@$(PY) benchmarks/write_tables.py
 	@$(PY) benchmarks/write_pictures.py
 
+wheel: NEEDS = auditwheel filelock ninja setuptools
+wheel: packages
+	@$(PY) tools/build_wheel.py
+
 packages: $(VENV)
 	@$(PY) -c 'import sys, importlib.metadata as m; \
 	    lacks = [x for x in sys.argv[1:] if not any(m.distributions(name=x))]; \
@@ -72,4 +77,4 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis minimal_attn/_C*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help demo test test-all gpu-record campaign docs packages clean
+.PHONY: help demo test test-all gpu-record campaign docs wheel packages clean

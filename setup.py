@@ -1,15 +1,18 @@
 """Builds minimal_attn._C where torch can be imported (--no-build-isolation), and fails where csrc cannot be compiled
 then. Without torch, or with MINIMAL_ATTN_SOURCES_ONLY=1, the sources are installed as they are, and minimal_attn.load()
-compiles them on first use. The rest is in pyproject.toml."""
+compiles them on first use. With MINIMAL_ATTN_STABLE=FILE it packs the library that tools/build_wheel.py has built. The
+rest is in pyproject.toml."""
 import importlib.util
 import os
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 
 
 def extension():
     """The arguments of setup() that build minimal_attn._C; none, and a line that says why, for the sources alone."""
+    if library := os.environ.get("MINIMAL_ATTN_STABLE"):
+        return packed(library)
     if os.environ.get("MINIMAL_ATTN_SOURCES_ONLY") == "1":
         return sources_only("MINIMAL_ATTN_SOURCES_ONLY is 1")
     try:
@@ -44,6 +47,27 @@ def extension():
         extra_link_args=recipe["extra_ldflags"],
     )
     return {"ext_modules": [module], "cmdclass": {"build_ext": Build}}
+
+
+def packed(library):
+    """The arguments of setup() for the wheel of tools/build_wheel.py."""
+    from setuptools.command.bdist_wheel import bdist_wheel
+    from setuptools.command.build_py import build_py
+
+    class Library(Distribution):
+        def has_ext_modules(self):
+            return True
+
+    class Build(build_py):
+        def run(self):
+            super().run()
+            self.copy_file(library, os.path.join(self.build_lib, "minimal_attn", "_stable.so"))
+
+    class Wheel(bdist_wheel):
+        def get_tag(self):
+            return "py3", "none", super().get_tag()[2]  # every Python, since the library has nothing of Python's C API
+
+    return {"distclass": Library, "cmdclass": {"build_py": Build, "bdist_wheel": Wheel}}
 
 
 def sources_only(reason):

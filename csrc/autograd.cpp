@@ -5,7 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "ops.h"
+#include "direct.h"
 
 namespace minimal_attn {
 

@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "ops.h"
+#include "direct.h"
 
 namespace minimal_attn {
 

@@ -1,7 +1,7 @@
 // Which kernel serves a call on a GPU: one function of dtype, head_dim, alignment, strides and the GPU. The numbers of
 // samples and heads do not enter, so that a sample's bits do not depend on its batch.
 //
-// Read next: torch_params.h, which calls this.
+// Read next: aten.h, what the host side needs of torch.
 #pragma once
 
 #include <atomic>

@@ -1,10 +1,10 @@
 """Builds and loads csrc/: where the sources are, which flags they get, and how the extension enters the process.
 
 load() is the one way in. It returns the library the process already has; else the minimal_attn._C that was built at
-installation; else it compiles csrc into a folder of this environment in torch's extensions directory, where later
-processes find it up to date.
-setup.py takes its sources and flags from here. Read next: ops.py, the derivative of the ops that csrc
-defines; ../csrc/main.cpp.
+installation; else the library of the wheel; else it compiles csrc into a folder of this environment in torch's
+extensions directory, where later processes find it up to date.
+setup.py and tools/build_wheel.py take sources and flags from here. Read next: stable.py, the library of the wheel;
+ops.py, the derivative of the ops that csrc defines; ../csrc/main.cpp.
 """
 import contextlib
 import hashlib
@@ -30,6 +30,7 @@ PREBUILT = "minimal_attn._C"  # built at installation
 
 PACKAGE = Path(__file__).resolve().parent
 CSRC = PACKAGE / "csrc" if (PACKAGE / "csrc").is_dir() else PACKAGE.parent / "csrc"  # installed, or a source tree
+WHEEL = PACKAGE / "_stable.so"  # in the wheel that tools/build_wheel.py makes, and nowhere else
 TRITON_REF = PACKAGE.parent / "triton_ref"
 
 # With no TORCH_CUDA_ARCH_LIST and no GPU to ask: Turing, Ampere (8.6 and 8.9 run its code), Hopper, the two Blackwells
@@ -68,18 +69,19 @@ def load(verbose: bool = False) -> ModuleType:
 
     Raises:
         RuntimeError: no C++ compiler or no ninja; the compiler fails; the folder cannot be written; another build does
-            not end; or what was built at installation belongs to another torch or to other sources.
+            not end; what was built at installation belongs to another torch or to other sources; or the wheel serves
+            another torch or another processor.
         ValueError: MINIMAL_ATTN_KERNEL names no kernel.
     """
     with _lock:
         if NAME not in sys.modules:  # one for the process, even where this file was imported twice
             forced = _kernel_from_environment()
-            library = _adopted() or _prebuilt() or _compiled(verbose)
+            library = _adopted() or _prebuilt() or _of_wheel() or _compiled(verbose)
             if forced is not None:
                 library.force_kernel(forced)
-            from . import ops  # here, for setup.py takes this file without its package
+            from . import ops, stable  # here, for setup.py takes this file without its package
 
-            ops.register_csrc()
+            ops.register_csrc(stable.backward if isinstance(library, stable.Library) else None)
             sys.modules[NAME] = library
         return sys.modules[NAME]
 
@@ -87,6 +89,10 @@ def load(verbose: bool = False) -> ModuleType:
 @assume_constant_result  # torch.compile would trace into the search for a compiler
 def why_not(on_gpu=False):
     """Why csrc cannot serve tensors of the CPU, or of a GPU, in words, or None. Compiles nothing."""
+    if WHEEL.exists():
+        from . import stable
+
+        return stable.why_not(on_gpu)
     if not (_registered() or importlib.util.find_spec(PREBUILT)):
         return cannot_build() or (cannot_build_cuda() if on_gpu else None)
     if on_gpu and not load().has_cuda:  # what is there already
@@ -120,7 +126,8 @@ def cannot_build_cuda():
 def recipe():
     """Sources and flags, as torch.utils.cpp_extension.load names them. Without nvcc it is the host build alone."""
     cuda = cannot_build_cuda() is None
-    sources = sorted(CSRC.glob("*.cpp")) + (sorted(CSRC.glob("*.cu")) if cuda else [])
+    sources = sorted(set(CSRC.glob("*.cpp")) - {CSRC / "stable.cpp"})  # the wheel's binding
+    sources += sorted(CSRC.glob("*.cu")) if cuda else []
     return {
         "sources": [str(source) for source in sources],
         # C++20 for std::barrier. MINIMAL_ATTN_TORCH is read by nobody: ninja rebuilds when a flag changes, but does not
@@ -204,6 +211,10 @@ def _adopted():
         return None
     for file in map(Path, torch.ops.loaded_libraries):
         name = file.name.split(".")[0]
+        if file.name == WHEEL.name:
+            from . import stable
+
+            return stable.Library(file)
         if name == NAME or (file.parent.name, name) == ("minimal_attn", "_C"):
             spec = importlib.util.spec_from_file_location(name, file)  # the file is mapped already: nothing runs twice
             module = importlib.util.module_from_spec(spec)
@@ -226,9 +237,24 @@ def _prebuilt():
     if module.torch_version != re.match(r"\d+\.\d+\.\d+", torch.__version__)[0]:
         raise RuntimeError(f"{module.__file__} was built for torch {module.torch_version}, and this is torch "
                            f"{torch.__version__}. {REBUILD}")
-    if CSRC.is_dir() and getattr(module, "csrc_digest", None) != source_digest(CSRC):
-        raise RuntimeError(f"{module.__file__} was built from other sources than those in {CSRC}. {REBUILD}")
-    return module
+    return _of_these_sources(module)
+
+
+def _of_wheel():
+    """The library of the wheel, or None where there is none."""
+    if not WHEEL.exists():
+        return None
+    from . import stable
+
+    if reason := stable.why_not():
+        raise RuntimeError(reason)
+    return _of_these_sources(stable.Library(WHEEL))
+
+
+def _of_these_sources(library):
+    if CSRC.is_dir() and getattr(library, "csrc_digest", None) != source_digest(CSRC):
+        raise RuntimeError(f"{library.__file__} was built from other sources than those in {CSRC}. {REBUILD}")
+    return library
 
 
 def _compiled(verbose):

@@ -41,6 +41,8 @@ def library() -> Path | None:
     """The build of csrc that load() would take up, if there is one; it compiles what has changed since."""
     if prebuilt := importlib.util.find_spec(_build.PREBUILT):
         return Path(prebuilt.origin)
+    if _build.WHEEL.exists():
+        return _build.WHEEL
     jit = _build.build_directory() / f"{_build.NAME}.so"
     return jit if jit.exists() else None
 

@@ -1,0 +1,459 @@
+"""The wheel: its library beside the JIT build, bit by bit, what it asks of torch, what it says where it does not fit.
+
+csrc's binding for torch's stable ABI is compiled with g++ alone and linked with the JIT build's objects of the kernels.
+"""
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from minimal_attn import _build, flash_attention, flash_attn_varlen_func, stable
+
+ROOT = Path(__file__).resolve().parents[1]
+OPS = "flash_forward", "flash_backward"
+DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
+NUM_CASES = 24
+
+
+def objects():
+    """The JIT build's objects of the kernels and of what they ask of the GPU, by the name of their source."""
+    folder = Path(_build.load().__file__).parent
+    found = {source.name: folder / f"{source.stem}{'.cuda' * (source.suffix == '.cu')}.o"
+             for source in _build.CSRC.glob("*.c*") if source.name.startswith(("flash", "device"))}
+    return {name: file for name, file in found.items() if file.exists()}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder as site-packages have it after the wheel was installed."""
+    from conftest import made_once
+
+    def make(folder):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(ROOT / "tools")
+            from build_wheel import compile_library
+
+        made, cuda = objects(), _build.load().has_cuda
+        assert len(made) >= (9 if cuda else 2)
+        library = compile_library(folder / "build", cuda, made)
+        ignore = shutil.ignore_patterns("__pycache__", "*.so")
+        for package in ("minimal_attn", "triton_ref"):
+            shutil.copytree(ROOT / package, folder / package, ignore=ignore)
+        shutil.copytree(ROOT / "csrc", folder / "minimal_attn" / "csrc", ignore=ignore)
+        shutil.copy(library, folder / "minimal_attn")
+
+    return made_once(tmp_path_factory, "wheel", make)
+
+
+def in_wheel(site, code, **env):
+    """What `code` prints in a process of its own, with the wheel and without a compiler."""
+    path = os.pathsep.join([str(site), str(ROOT / "tests")])
+    env = os.environ | {"PYTHONPATH": path, "CXX": "no-such-compiler", "CUDA_HOME": "/no/such/folder"} | env
+    run = subprocess.run([sys.executable, "-c", code], cwd=site, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout.strip()
+
+
+# The results of a call, bit by bit.
+
+def draw(rng, device, dtype):
+    """(function, (q, k, v), other tensors with gradients, options) of one call of csrc, dense or packed."""
+    def randn(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    nheads_k, head_dim, head_dim_v = rng.randint(1, 2), rng.choice((8, 24)), rng.choice((8, 9))
+    nheads = nheads_k * rng.randint(1, 2)
+    options = {"window_size": (rng.choice((-1, 2)), rng.choice((-1, 1))), "causal": rng.random() < 0.5,
+               "softcap": rng.choice((0.0, 3.0)), "deterministic": True}
+    tensors = {}
+    if rng.random() < 0.4:
+        options |= {"dropout_p": 0.25, "dropout_seed": torch.tensor([rng.randrange(99)], device=device)}
+    if rng.random() < 0.4:
+        options["alibi_slopes"] = torch.rand(nheads, generator=generator).to(device)
+    if rng.random() < 0.4:
+        tensors["sinks"] = randn(nheads).to(sums)
+    if rng.random() < 0.5:
+        lengths = [rng.randint(1, 9) for _ in range(3)]
+        ends = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+        tokens = sum(lengths)
+        q, k = randn(tokens, nheads, head_dim), randn(tokens, nheads_k, head_dim)
+        v = randn(tokens, nheads_k, head_dim_v)
+        options |= dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=9, max_seqlen_k=9, return_lse=True,
+                        backend="cuda")
+        return flash_attn_varlen_func, (q, k, v), tensors, options
+    q = randn(2, 11, nheads, head_dim).transpose(1, 2)  # not contiguous
+    k, v = randn(2, nheads_k, 13, head_dim), randn(2, nheads_k, 13, head_dim_v)
+    if rng.random() < 0.5:
+        tensors["attn_bias"] = randn(1, nheads, 11, 13)
+    return flash_attention, (q, k, v), tensors, options | dict(backend="cuda", return_lse=True)
+
+
+def results(device):
+    """Outputs and gradients of drawn calls. Where autograd has no part in it, the outputs of another way follow."""
+    found = []
+    for seed in range(NUM_CASES):
+        rng = random.Random(seed)
+        dtype = rng.choice(DTYPES[:3] if device == "cuda" else DTYPES)
+        function, qkv, tensors, options = draw(rng, device, dtype)
+        plain = function(*qkv, **tensors, **options)[:2]
+        leaves = [x.requires_grad_() for x in (*qkv, *tensors.values())]
+        out, lse = function(*qkv, **tensors, **options)[:2]
+        loss = out.double().square().sum() + torch.where(lse.isfinite(), lse, 0).double().sum()
+        found += [*plain, out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+    return [x.cpu() for x in found]
+
+
+def compare(site, device, tmp_path):
+    in_wheel(site, f"""
+import minimal_attn, test_wheel, torch
+assert minimal_attn.load().__file__ == {str(site / "minimal_attn" / "_stable.so")!r}
+torch.save(test_wheel.results({device!r}), {str(tmp_path / "results")!r})
+""")
+    from_wheel, ours = torch.load(tmp_path / "results"), results(device)
+    assert len(ours) == len(from_wheel) >= 7 * NUM_CASES
+    for x, y in zip(ours, from_wheel):
+        assert x.stride() == y.stride() and torch.equal(x, y)  # lse of rows without keys is -inf, nothing is NaN
+
+
+def test_results_equal_those_of_the_jit_build(site, tmp_path):
+    compare(site, "cpu", tmp_path)
+
+
+@pytest.mark.gpu
+def test_results_on_a_gpu_equal_those_of_the_jit_build(site, tmp_path):
+    compare(site, "cuda", tmp_path)
+
+
+WATCHED = """
+import torch, minimal_attn
+from minimal_attn import flash_attention
+minimal_attn.load()
+torch.manual_seed(0)
+q, k, v = (torch.randn(2, 3, s, 8, requires_grad=True) for s in (5, 7, 7))
+options = dict(softcap=2.0, sinks=torch.randn(3), window_size=(4, 1), backend="cuda")
+"""
+
+
+def test_opcheck(site):
+    in_wheel(site, WATCHED + """
+ops = torch.ops.minimal_attn
+inputs = q, k, v, *[None] * 7, 0.3, 0.0, -1, -1
+torch.library.opcheck(ops.flash_forward.default, inputs)
+out, lse = ops.flash_forward(*inputs)
+torch.library.opcheck(ops.flash_backward.default, (out.detach(), None, *inputs[:3], out.detach(), lse.detach(),
+                                                   *inputs[3:]), test_utils=("test_schema", "test_faketensor"))
+""")
+
+
+def test_compile_vmap_and_second_derivatives(site):
+    in_wheel(site, WATCHED + """
+eager = flash_attention(q, k, v, **options)
+compiled = torch.compile(lambda *x: flash_attention(*x, **options), fullgraph=True, backend="aot_eager")(q, k, v)
+assert torch.equal(eager, compiled)
+for x, y in zip(torch.autograd.grad(eager.sum(), (q, k, v)), torch.autograd.grad(compiled.sum(), (q, k, v))):
+    assert torch.equal(x, y)
+with torch.no_grad():
+    mapped = torch.vmap(lambda x: flash_attention(x[None], k[:1], v[:1], backend="cuda"))(q)
+    assert torch.equal(mapped[1], flash_attention(q[1:], k[:1], v[:1], backend="cuda"))
+dq, = torch.autograd.grad(flash_attention(q, k, v, **options).sum(), q, create_graph=True)
+try:
+    torch.autograd.grad(dq.sum(), q)
+except NotImplementedError as error:
+    assert "second derivative" in str(error)
+else:
+    raise AssertionError
+""")
+
+
+FAST = """
+from minimal_attn import stable
+from minimal_attn.backends import Lengths
+
+def fast(q, k, v, causal=False, scale=None, seq_major=False, window_size=(-1, -1), lengths=Lengths(), sinks=None,
+         trains=True):
+    return minimal_attn.load().fast_forward(print, lambda *x: trains, q, k, v, causal, scale, seq_major, True, True,
+                                            window_size, lengths, sinks)
+"""
+
+
+def test_fast_path_gives_the_same_bits(site):
+    """On CPU tensors, which it leaves to the checks otherwise."""
+    in_wheel(site, WATCHED + FAST + """
+assert fast(q, k, v) is None
+everyday, stable.is_everyday = stable.is_everyday, lambda *x: True
+
+def check(got, want, leaves):
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y) and x.stride() == y.stride()
+    for x, y in zip(*(torch.autograd.grad(out.square().sum() + lse.sum(), leaves) for out, lse in (got, want))):
+        assert torch.equal(x, y)
+
+options = dict(backend="cuda", return_lse=True, deterministic=True)
+sinks = torch.randn(3)
+check(fast(q, k, v, True, 0.3, sinks=sinks), flash_attention(q, k, v, True, 0.3, sinks=sinks, **options), (q, k, v))
+rows = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
+check(fast(*rows, window_size=[2, None], seq_major=True),
+      minimal_attn.flash_attn_func(*rows, window_size=(2, -1), **options), rows)
+packed = [x.detach()[0].requires_grad_() for x in rows]
+ends = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 4, 7], dtype=torch.int32)
+check(fast(*packed, seq_major=True, lengths=Lengths(*ends)),
+      minimal_attn.flash_attn_varlen_func(*packed, *ends, 9, 9, **options), packed)
+used = Lengths(*ends, None, ends[1][1:])
+assert fast(*packed, seq_major=True, lengths=used) is None  # gradients of keys that samples may share
+with torch.no_grad():
+    assert fast(*packed, seq_major=True, lengths=used)[0].shape == packed[0].shape
+# What the op refuses, the checks in Python are to refuse, and what Triton trains better is left to it.
+assert fast(q, k[:1], v) is fast(q, k, v, sinks=sinks.half()) is fast(q, k, v, trains=False) is None
+""")
+
+
+@pytest.mark.gpu
+def test_fast_path_leaves_unusual_calls_alone(site):
+    in_wheel(site, WATCHED + FAST + """
+q, k, v = (x.detach().cuda() for x in (q, k, v))
+assert fast(q, k, v) is not None and fast(q, k, v, True, 0.5, window_size=[3, None]) is not None
+for unusual in (dict(causal=1), dict(scale=1), dict(window_size=(1, 2, 3)), dict(window_size=(-2, 0)),
+                dict(window_size=(1.0, 0)), dict(sinks=torch.randn(3, device="cuda", requires_grad=True)),
+                dict(lengths=Lengths(seqused_k=[1, 2])), dict(seq_major=True, lengths=Lengths(*[q] * 2))):
+    assert fast(q, k, v, **unusual) is None, unusual
+for x in (q.double(), q[..., ::2], q[:0], q.cpu(), q[0, 0], None):
+    assert fast(x, x, x) is None
+with torch.autocast("cuda", torch.bfloat16):
+    assert fast(q, k, v) is None
+with torch.autograd.forward_ad.dual_level():
+    assert fast(q, k, v) is None
+with torch.profiler.profile():
+    assert fast(q, k, v) is None
+""")
+
+
+def test_deterministic_algorithms_reach_the_backward_pass(site):
+    in_wheel(site, """
+import torch
+from minimal_attn import stable
+torch.ops.minimal_attn = None  # what is called shows
+asked = []
+stable.torch.ops.minimal_attn = type("Ops", (), {"flash_backward": type("Op", (), {
+    "default": staticmethod(lambda *inputs: asked.append(inputs[-5]))})})
+tensors = [torch.ones(1)] * 7
+for deterministic, of_torch in ((False, False), (True, False), (False, True)):
+    torch.use_deterministic_algorithms(of_torch)
+    stable.backward(*tensors, deterministic, True, True, False, False)
+assert asked == [False, True, True]
+""")
+
+
+def test_kernels_are_chosen_as_by_the_jit_build(site):
+    code = """
+import minimal_attn, torch
+library = minimal_attn.load()
+q = torch.empty(1, 2, 8, 64, dtype=torch.half)
+odd = torch.empty(1, 2, 8, 60, dtype=torch.half)
+for capability in (75, 80, 90, 100):
+    for x in (q, q.float(), odd):
+        print(library.which_kernel(x, x, x, capability=capability), library.which_kernel(x, x, x, True, capability))
+print(library.force_kernel("sm80"), library.force_kernel(None), library.force_kernel(None))
+"""
+    ours = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert in_wheel(site, code) == ours.strip() and "'sm90', None" in ours and "multiple of 16 bytes" in ours
+
+
+def test_wrong_arguments_of_the_ops_are_named(site):
+    in_wheel(site, WATCHED + """
+def fault(op, *inputs):
+    try:
+        op(*inputs)
+    except ValueError as error:
+        return str(error)
+
+ops, options = torch.ops.minimal_attn, [*[None] * 7, 0.3, 0.0, -1, -1]
+assert fault(ops.flash_forward, q, k[:1], v, *options) == "the shapes of q, k and v do not match"
+assert fault(ops.flash_forward, q.int(), k, v, *options).startswith("Unsupported dtype")
+assert fault(ops.flash_forward, q, k, v, *options[:-2], -2, 0).startswith("window_left and window_right")
+assert fault(ops.force_kernel, "sm70").startswith("there is no kernel 'sm70'")
+""")
+
+
+# What the library asks of torch.
+
+def test_schemas_are_those_of_the_jit_build(site):
+    _build.load()
+    code = "; ".join(["import minimal_attn, torch", "minimal_attn.load()",
+                      *(f"print(torch.ops.minimal_attn.{op}.default._schema)" for op in OPS)])
+    ours = [str(getattr(torch.ops.minimal_attn, op).default._schema) for op in OPS]
+    assert in_wheel(site, code).splitlines() == ours
+
+
+def symbols(library, *options):
+    """{name: kind} of the dynamic symbols of a library, without their versions."""
+    said = subprocess.run(["nm", "-D", *options, library], capture_output=True, text=True, check=True).stdout
+    return {name: kind for kind, name in re.findall(r"^.{17}(\w) ([^@\s]+)", said, re.M)}
+
+
+def test_symbols_are_those_of_the_stable_abi(site):
+    """C functions that the headers of the stable ABI declare. C++ comes from its own library alone."""
+    library = site / "minimal_attn" / "_stable.so"
+    shims = [Path(torch.__path__[0]) / "include" / "torch" / "csrc" / name for name in
+             ("inductor/aoti_torch/c/shim.h", "stable/c/shim.h", "inductor/aoti_torch/generated/c_shim_aten.h")]
+    declared = set(re.findall(r"\b((?:aoti_)?torch_\w+)\(", "".join(shim.read_text() for shim in shims)))
+    wanted = symbols(library, "--undefined-only")
+    of_torch = {name for name in wanted if "torch" in name or "c10" in name or "at4" in name}
+    assert 40 < len(of_torch) and of_torch <= declared
+    weak = {name for name in of_torch if wanted[name] == "w"}
+    assert weak == {"aoti_torch_get_current_cuda_stream"}  # which a torch for the CPU lacks
+    assert of_torch - weak <= symbols(Path(torch.__path__[0]) / "lib" / "libtorch_cpu.so", "--defined-only").keys()
+    assert not any(name.startswith(("Py", "_Py")) for name in wanted)
+    assert symbols(library, "--defined-only").keys() == {
+        "minimal_attn_slow_because", "minimal_attn_csrc_digest", "minimal_attn_has_cuda"}
+
+
+def test_library_that_torch_loaded_is_adopted(site):
+    file = site / "minimal_attn" / "_stable.so"
+    assert in_wheel(site, f"""
+import torch
+torch.ops.load_library({str(file)!r})
+import minimal_attn
+print(minimal_attn.load().__file__)
+""") == str(file)
+
+
+# Where the wheel does not fit.
+
+def why_not(**kw):
+    stable.why_not.cache_clear()
+    try:
+        return stable.why_not(**kw)
+    finally:
+        stable.why_not.cache_clear()
+
+
+@pytest.mark.parametrize("version, says", [
+    ("2.10.1+cu130", "torch 2.11 or a newer 2.x, and this is torch 2.10.1+cu130: pip install 'torch>=2.11,<3'"),
+    ("3.0.0", "this is torch 3.0.0"),
+    ("2.11.0+cu130", None), ("2.30.0a0+git123", None)])
+def test_wheel_refuses_another_torch(version, says, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert why_not() is None if says is None else says in why_not()
+
+
+@pytest.mark.parametrize("cuda, capabilities, says", [
+    (None, [], "is a build without CUDA: install a torch for CUDA 13"),
+    ("12.8", [(9, 0)], "is for CUDA 13, and torch .* for CUDA 12.8: install a torch for CUDA 13, or install the"),
+    ("13.0", [(7, 0)], "of compute capability 7.5 or newer, and the a GPU has 7.0: use backend='torch'"),
+    ("13.2", [(7, 0), (9, 0)], None), ("13.0", [(12, 0)], None), ("13.0", [], None)])
+def test_wheel_refuses_another_cuda_or_gpu(cuda, capabilities, says, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "a GPU")
+    reason = why_not(on_gpu=True)
+    assert reason is None if says is None else re.search(says, reason) and "\n" not in reason
+    assert why_not() is None  # the CPU is served
+
+
+def test_wheel_refuses_a_processor_without_avx2(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(stable.platform, "machine", lambda: "x86_64")
+    assert "processors with AVX2, and torch finds none here: install the sources" in why_not()
+
+
+def test_wheel_says_so_before_a_symbol_is_missing(site):
+    assert in_wheel(site, """
+import torch
+torch.__version__ = "2.10.0"
+import minimal_attn
+assert "cuda" not in minimal_attn.available_backends()
+try:
+    minimal_attn.load()
+except RuntimeError as error:
+    print(error)
+assert not torch.ops.loaded_libraries
+""").startswith("the wheel of minimal_attn is for torch 2.11")
+
+
+def test_wheel_of_other_sources_is_refused(site, tmp_path):
+    shutil.copytree(site / "minimal_attn", tmp_path / "minimal_attn")
+    (tmp_path / "minimal_attn" / "csrc" / "flash.cu").open("a").write("// edited\n")
+    assert "was built from other sources" in in_wheel(tmp_path, """
+import minimal_attn
+try:
+    minimal_attn.load()
+except RuntimeError as error:
+    print(error)
+""")
+
+
+# The file.
+
+def test_wheel_has_one_tag_for_every_python(site, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from build_wheel import pack
+
+    wheel = pack(site / "minimal_attn" / "_stable.so", tmp_path)
+    assert re.fullmatch(r"minimal_attn-[\d.]+-py3-none-linux_\w+\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        assert archive.read("minimal_attn/_stable.so") == (site / "minimal_attn" / "_stable.so").read_bytes()
+    assert {"minimal_attn/stable.py", "minimal_attn/csrc/flash.cu", "triton_ref/attention.py"} <= names
+    assert sum(name.endswith(".so") for name in names) == 1 and not any(name.startswith("tools/") for name in names)
+
+
+def host_us(op, inputs, calls=200):
+    """The least time that a call of op takes the host, in µs."""
+    def us():
+        start = time.perf_counter()
+        for _ in range(calls):
+            op(*inputs)
+        return (time.perf_counter() - start) / calls * 1e6
+
+    return min(us() for _ in range(15))
+
+
+def op_us(device):
+    """Of the forward op, where there is nothing to launch: no rows."""
+    _build.load()
+    q, k = torch.empty(2, 0, 4, 16, device=device).transpose(1, 2), torch.ones(2, 4, 8, 16, device=device)
+    return host_us(torch.ops.minimal_attn.flash_forward, (q, k, k, *[None] * 7, 0.25, 0.0, -1, -1))
+
+
+@pytest.mark.gpu
+def test_op_takes_the_host_at_most_twice_as_long(site, record_property):
+    from_wheel = float(in_wheel(site, "import test_wheel; print(test_wheel.op_us('cuda'))"))
+    ours = op_us("cuda")
+    record_property("host time of the wheel's op beside the JIT build's, µs", f"{from_wheel:.1f} {ours:.1f}")
+    assert from_wheel <= 2 * ours
+
+
+OPS_OF_ATEN = {  # what csrc/stable.h calls by name: a torch with another schema would get wrong arguments
+    "clone": "(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor",
+    "cummax": "(Tensor self, int dim) -> (Tensor values, Tensor indices)",
+    "exp": "(Tensor self) -> Tensor",
+    "expand": "(Tensor(a) self, SymInt[] size, *, bool implicit=False) -> Tensor(a)",
+    "isneginf": "(Tensor self) -> Tensor",
+    "mul.Tensor": "(Tensor self, Tensor other) -> Tensor",
+    "narrow": "(Tensor(a) self, int dim, SymInt start, SymInt length) -> Tensor(a)",
+    "neg": "(Tensor self) -> Tensor",
+    "stack": "(Tensor[] tensors, int dim=0) -> Tensor",
+    "where.self": "(Tensor condition, Tensor self, Tensor other) -> Tensor",
+}
+
+
+def test_schemas_of_aten_are_those_that_the_library_was_written_for():
+    called = re.findall(r'call(?:<2>)?\("aten::(\w+)", "(\w*)"', (ROOT / "csrc" / "stable.h").read_text())
+    assert {f"{name}.{overload}".rstrip(".") for name, overload in called} == set(OPS_OF_ATEN)
+    for name, schema in OPS_OF_ATEN.items():
+        op, _, overload = name.partition(".")
+        found = str(getattr(getattr(torch.ops.aten, op), overload or "default")._schema)
+        assert found == f"aten::{name}{schema}"

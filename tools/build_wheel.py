@@ -1,0 +1,137 @@
+"""Build the wheel: one file for every Python from 3.10 and every torch from 2.11 on, with the kernels for GPUs, the CPU
+build and the sources. Users need no compiler.
+
+    make wheel                                   # dist/minimal_attn-...-py3-none-manylinux_..._x86_64.whl
+    python tools/build_wheel.py --cpu --out DIR  # without the kernels for GPUs, in a minute
+
+The machine needs nvcc of CUDA 13, g++ 11 or newer, and torch 2.11 or newer, whose build need not be one for CUDA. The
+objects stay in build/wheel, where ninja finds them up to date.
+
+Read next: ../minimal_attn/stable.py, which loads the library; ../csrc/stable.cpp, the library.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from minimal_attn import _build, stable  # noqa: E402
+
+# torch looks for it only where it is a build for CUDA itself.
+CUDA_HOME = os.environ.get("CUDA_HOME") or cpp_extension.CUDA_HOME or "/usr/local/cuda"
+# Of the binding for one torch. The wheel's is in stable.cpp.
+OTHER_BINDING = {"main.cpp", "autograd.cpp", "fast_path.cpp"}
+STABLE_ABI = "0x020B000000000000"  # of torch 2.11, as torch/csrc/stable/version.h writes it
+ARCHS = ("compute_75,code=sm_75", "compute_80,code=[sm_80,compute_80]", "compute_90a,code=sm_90a")
+MAX_BYTES = 15_000_000
+PACKED = "csrc", "minimal_attn", "triton_ref", "setup.py", "pyproject.toml", "README.md", "LICENSE"
+
+NINJA = """\
+rule cxx
+  command = {cxx} {cflags} $define -MMD -MF $out.d -c $in -o $out
+  deps = gcc
+  depfile = $out.d
+rule nvcc
+  command = {nvcc} {nvccflags} -MD -MF $out.d -c $in -o $out
+  deps = gcc
+  depfile = $out.d
+rule link
+  command = {cxx} -shared $in {ldflags} -o $out
+"""
+
+
+def nvcc_fits():
+    if not shutil.which("nvcc", path=f"{CUDA_HOME}/bin"):
+        return False
+    version = subprocess.run([f"{CUDA_HOME}/bin/nvcc", "--version"], check=True, capture_output=True, text=True).stdout
+    return f"release {stable.CUDA}." in version
+
+
+def ninja_file(folder, cuda, made):
+    """How ninja builds the library in `folder`. made: objects that are there, by the name of their source."""
+    recipe, hidden = _build.recipe(), ["-fPIC", "-fvisibility=hidden"]
+    cflags = [*(flag for flag in recipe["extra_cflags"] if not flag.startswith("-DMINIMAL_ATTN_")), *hidden,
+              f"-isystem {torch.__path__[0]}/include", "-DMINIMAL_ATTN_STABLE=1", f"-DMINIMAL_ATTN_CUDA={int(cuda)}",
+              f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
+    nvccflags = [*recipe["extra_cuda_cflags"], "--compress-mode=size", f"-Xcompiler={','.join(hidden)}",
+                 *(f"-gencode=arch={arch}" for arch in ARCHS)]
+    # libtorch.so is there for what it links itself: libtorch_cuda.so, if torch is a build for CUDA. See stable.h.
+    ldflags = [f"-L{torch.__path__[0]}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed",
+               f"-Wl,--version-script={folder}/exports", *recipe["extra_ldflags"]]
+    if cuda:
+        ldflags += [f"-L{CUDA_HOME}/lib64", "-lcudart_static", "-ldl", "-lrt"]
+    text = NINJA.format(cflags=" ".join(cflags), nvccflags=" ".join(nvccflags), ldflags=" ".join(ldflags),
+                        cxx=os.environ.get("CXX", "g++"), nvcc=f"{CUDA_HOME}/bin/nvcc")
+    objects = [str(made[name]) for name in sorted(made)]
+    for source in sorted([*_build.CSRC.glob("*.cpp"), *(_build.CSRC.glob("*.cu") if cuda else [])]):
+        if source.name in OTHER_BINDING or source.name in made:
+            continue
+        objects.append(f"{source.stem}.o")
+        text += f"build {objects[-1]}: {'cxx' if source.suffix == '.cpp' else 'nvcc'} {source}\n"
+        if source.name == "stable.cpp":
+            text += f"  define = -DMINIMAL_ATTN_DIGEST={_build.source_digest(_build.CSRC)}\n"
+    return text + f"build {_build.WHEEL.name}: link {' '.join(objects)} | exports\n"
+
+
+def compile_library(folder, cuda=True, made={}):
+    """The library in `folder`, compiled as far as it is not up to date there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "exports").write_text("{ global: minimal_attn_*; local: *; };\n")
+    (folder / "build.ninja").write_text(ninja_file(folder, cuda, made))
+    subprocess.run(["ninja", "-C", folder], check=True, env=os.environ | {"PATH": _build.environment()["PATH"]})
+    return folder / _build.WHEEL.name
+
+
+def pack(library, out):
+    """A wheel of the package and `library`, under the tag of this machine."""
+    with tempfile.TemporaryDirectory() as folder:  # a copy of the sources, for setuptools leaves files beside them
+        for name in PACKED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+            else:
+                shutil.copy(ROOT / name, folder)
+        backend = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
+        env = os.environ | {"MINIMAL_ATTN_STABLE": str(library)}
+        said = subprocess.run([sys.executable, "-c", backend], cwd=folder, env=env, check=True, stdout=subprocess.PIPE,
+                              text=True).stdout
+    return Path(out, said.split()[-1])
+
+
+def tagged(wheel, out):
+    """The wheel under the tag that auditwheel finds by its symbols."""
+    with tempfile.TemporaryDirectory() as folder:
+        # torch brings its own libraries. Nothing is copied into the wheel, so that no patcher is needed.
+        subprocess.run([sys.executable, "-m", "auditwheel", "repair", "--patcher=none", "--exclude=libtorch*.so",
+                        f"--wheel-dir={folder}", wheel], check=True)
+        return Path(shutil.copy(*Path(folder).glob("*.whl"), out))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="leave out the kernels for GPUs")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="the folder for the wheel")
+    args = parser.parse_args()
+    if not args.cpu and not nvcc_fits():
+        sys.exit(f"the wheel needs nvcc of CUDA {stable.CUDA}, and there is none in {CUDA_HOME}/bin: install the "
+                 "toolkit, or set CUDA_HOME")
+    args.out.mkdir(parents=True, exist_ok=True)
+    library = compile_library(ROOT / "build" / ("wheel_cpu" if args.cpu else "wheel"), cuda=not args.cpu)
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = tagged(pack(library, folder), args.out)
+    size = wheel.stat().st_size
+    print(f"{wheel}: {size / 1e6:.1f} MB")
+    if size > MAX_BYTES:
+        sys.exit(f"a wheel must not exceed {MAX_BYTES / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()
