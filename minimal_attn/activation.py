@@ -1,11 +1,12 @@
 """activate: torch's own attention runs on our kernels, through torch's registry of flash attention implementations.
 
-The dispatcher gives the CUDA kernels of aten's attention ops to aten.py. A call that aten.py does not serve goes to the
-kernel that was there before, which torch.library.get_kernel kept. On Hopper, scaled_dot_product_attention prefers cuDNN
+In torch's dispatcher, the functions of aten.py take the place of the CUDA kernels of aten's attention ops. A call that
+aten.py does not serve goes to the kernel that was there before, which torch.library.get_kernel kept. Above them,
+../csrc/aten.cpp serves everyday calls without Python, which costs the host less. On Hopper, scaled_dot_product_attention prefers cuDNN
 to flash attention, and masks never reach the latter. So all three of torch's fused kernels are replaced, and the order
 in which torch chooses one of them stays as it is.
 
-Read next: aten.py, the ops.
+Read next: aten.py, the ops; ../csrc/aten.cpp.
 """
 
 import contextlib
@@ -87,7 +88,7 @@ def _load():
 
 
 class _Overrides:
-    """aten.py's functions as the kernels of aten's ops, until remove."""
+    """The functions of aten.py and csrc/aten.cpp as the kernels of aten's ops, until remove."""
 
     def __init__(self, key: str):
         originals = {name: torch.library.get_kernel(f"aten::{name}", key) for name in OPS}
@@ -97,9 +98,11 @@ class _Overrides:
             warnings.simplefilter("ignore")
             for name, serve in OPS.items():
                 self._library.impl(name, _or_original(serve, originals[name], keys), key)
+            self._everyday = _build.load().EverydaySdpa(key)
         _kept.extend(torch.library.get_kernel(f"aten::{name}", key) for name in OPS)
 
     def remove(self) -> None:
+        self._everyday.remove()
         self._library = None  # its destructor takes the kernels out
 
 

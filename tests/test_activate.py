@@ -527,6 +527,79 @@ def test_autograd_and_compile(on_cpu, name, backend):
         assert call(q, k, v).equal(out)
 
 
+EVERYDAY = {
+    "flash": ("_scaled_dot_product_flash_attention", (0.0, True), [(5, 9), (9, 5), (32, 32)]),
+    "cudnn": ("_scaled_dot_product_cudnn_attention", (None, True, 0.0, True), [(9, 9), (32, 32)]),
+    "cudnn, no lse": ("_scaled_dot_product_cudnn_attention", (None, False, 0.0, True), [(9, 9)]),
+    "cudnn, no mask": ("_scaled_dot_product_cudnn_attention", (None, True), [(9, 5), (5, 9)]),
+    "efficient": ("_scaled_dot_product_efficient_attention", (None, True, 0.0, True), [(32, 32)]),
+    "efficient, no lse": ("_scaled_dot_product_efficient_attention", (None, False, 0.0, True), [(32, 32)]),
+}
+
+
+@pytest.fixture
+def asked(originals, monkeypatch):
+    """The names of the ops whose functions in Python were called."""
+    names = []
+    for name, function in aten.OPS.items():
+        monkeypatch.setitem(activation.OPS, name, lambda *args, name=name, function=function, **options: (
+            names.append(name), function(*args, **options))[1])
+    overrides = activation._Overrides("CPU")
+    yield names
+    overrides.remove()
+
+
+@cpu
+@pytest.mark.parametrize("name, options, lengths", EVERYDAY.values(), ids=EVERYDAY)
+def test_everyday_calls_do_without_python(asked, name, options, lengths):
+    """What C++ returns is what Python returns, bit for bit and in the same form."""
+    for rows, keys in lengths:
+        for scale in (None, 0.3):
+            q, k, v = make_qkv([(2, 2, rows, 16)] + 2 * [(2, 2, keys, 16)], torch.bfloat16, rows_first=True)
+            got = getattr(ATEN, name)(q, k, v, *options, scale=scale)
+            assert asked == []
+            want = aten.OPS[name](q, k, v, *options, scale=scale)
+            asked.clear()
+            assert_same_form(got, want)
+            for x, y in zip(got, want, strict=True):
+                assert (x is None) == (y is None)
+                if isinstance(y, torch.Tensor) and y.is_floating_point():
+                    assert x.equal(y)
+                elif not isinstance(y, torch.Tensor):
+                    assert x == y
+
+
+UNUSUAL = {
+    "dropout": ("_scaled_dot_product_flash_attention", lambda q: (q, q, q, 0.1)),
+    "other v": ("_scaled_dot_product_flash_attention", lambda q: (q, q, q[..., :4])),
+    "3D": ("_scaled_dot_product_flash_attention", lambda q: (q[0], q[0], q[0])),
+    "float32": ("_scaled_dot_product_flash_attention", lambda q: 3 * (q.float(),)),
+    "last dimension": ("_scaled_dot_product_flash_attention", lambda q: 3 * (q[..., ::2],)),
+    "mask": ("_scaled_dot_product_cudnn_attention", lambda q: (q, q, q, q.new_zeros(9, 9), True)),
+    "top left": ("_scaled_dot_product_cudnn_attention", lambda q: (q, q[:, :, :4], q[:, :, :4], None, True, 0.0, True)),
+    "padded lse": ("_scaled_dot_product_efficient_attention", lambda q: (q, q, q, None, True)),
+    "heads first": ("_scaled_dot_product_efficient_attention", lambda q: 3 * (q.new_zeros(2, 2, 32, 8),) + (None, True)),
+    "grouped": ("_scaled_dot_product_efficient_attention", lambda q: (q, q[:, :1], q[:, :1], None, True)),
+}
+
+
+@cpu
+@pytest.mark.parametrize("name, arguments", UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_calls_are_left_to_python(asked, name, arguments):
+    """Which serves them, or has torch's own kernel serve them, with all arguments."""
+    inputs = arguments(make_qkv([(2, 2, 9, 8)], torch.float16, rows_first=True)[0])
+    want = aten.OPS[name](*inputs)
+    asked.clear()
+    try:
+        got = getattr(ATEN, name)(*inputs)
+    except Original as error:
+        assert want is None and all(x is y for x, y in zip(error.args[1], inputs) if isinstance(x, torch.Tensor))
+    else:
+        assert got[0].equal(want[0])
+        assert_same_form(got, want)
+    assert asked == [name]
+
+
 @cpu
 def test_gradient_of_a_bias_reaches_it_through_its_broadcast(on_cpu):
     q, k, v = qkv_of()
