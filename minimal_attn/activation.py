@@ -2,9 +2,9 @@
 
 In torch's dispatcher, the functions of aten.py take the place of the CUDA kernels of aten's attention ops. A call that
 aten.py does not serve goes to the kernel that was there before, which torch.library.get_kernel kept. Above them,
-../csrc/aten.cpp serves everyday calls without Python, which costs the host less. On Hopper, scaled_dot_product_attention prefers cuDNN
-to flash attention, and masks never reach the latter. So all three of torch's fused kernels are replaced, and the order
-in which torch chooses one of them stays as it is.
+../csrc/aten.cpp serves everyday calls without Python, which costs the host less. On Hopper,
+scaled_dot_product_attention prefers cuDNN to flash attention, and masks never reach the latter. So all three of torch's
+fused kernels are replaced, and the order in which torch chooses one of them stays as it is.
 
 Read next: aten.py, the ops; ../csrc/aten.cpp.
 """
@@ -12,6 +12,7 @@ Read next: aten.py, the ops; ../csrc/aten.cpp.
 import contextlib
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -24,7 +25,7 @@ from .aten import OPS
 NAME = "minimal_attn"  # in torch's registry
 
 _lock = threading.RLock()
-_kept = []  # kernels that were registered once: a call in another thread may still be inside
+_kept = deque(maxlen=16 * len(OPS))  # the last kernels: a call in another thread may still be in one that was removed
 
 
 def activate() -> None:

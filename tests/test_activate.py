@@ -59,7 +59,8 @@ def by_math(q, k, v, mask=None, scale=None, dout=None):
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     lse = scores.logsumexp(-1).detach()
-    return (out.detach(), lse) if dout is None else (out.detach(), lse, *torch.autograd.grad(out, leaves, dout.double()))
+    gradients = () if dout is None else torch.autograd.grad(out, leaves, dout.double())
+    return out.detach(), lse, *gradients
 
 
 def assert_alike(got, want, tolerance=1e-9):
@@ -578,7 +579,7 @@ UNUSUAL = {
     "mask": ("_scaled_dot_product_cudnn_attention", lambda q: (q, q, q, q.new_zeros(9, 9), True)),
     "top left": ("_scaled_dot_product_cudnn_attention", lambda q: (q, q[:, :, :4], q[:, :, :4], None, True, 0.0, True)),
     "padded lse": ("_scaled_dot_product_efficient_attention", lambda q: (q, q, q, None, True)),
-    "heads first": ("_scaled_dot_product_efficient_attention", lambda q: 3 * (q.new_zeros(2, 2, 32, 8),) + (None, True)),
+    "heads first": ("_scaled_dot_product_efficient_attention", lambda q: (*3 * [q.new_zeros(2, 2, 32, 8)], None, True)),
     "grouped": ("_scaled_dot_product_efficient_attention", lambda q: (q, q[:, :1], q[:, :1], None, True)),
 }
 
@@ -752,6 +753,18 @@ def test_outputs_have_the_form_of_torchs_own(name):
     assert_same_form(got[:2], want[:2])
     assert_near(got[:1], want[:1])
     assert_close(got[1][..., :90], want[1][..., :90], rtol=1e-3, atol=1e-3)
+
+
+@gpu
+@pytest.mark.parametrize("name, options, lengths", EVERYDAY.values(), ids=EVERYDAY)
+def test_everyday_calls_on_a_gpu(name, options, lengths):
+    for rows, keys in lengths:
+        q, k, v = halves((2, 2, rows, 64), *2 * [(2, 2, keys, 64)], grad=False)
+        want = aten.OPS[name](q, k, v, *options)
+        with activated():
+            got = getattr(ATEN, name)(q, k, v, *options)
+        assert_same_form(got, want)
+        assert got[0].equal(want[0]) and (want[1] is None or got[1].equal(want[1]))
 
 
 @gpu
