@@ -384,7 +384,8 @@ def host():
     calls = {"`flash_attention`": "flash_attention", "`flash_attn_func`": "flash_attn_func",
              "`flash_attn_varlen_func`": "flash_attn_varlen_func",
              "`flash_attention(backend=\"triton\")`": "triton", "SDPA, FA2": "torch:flash",
-             "SDPA, cuDNN": "torch:cudnn", "SDPA, memory-efficient": "torch:efficient"}
+             "SDPA, cuDNN": "torch:cudnn", "SDPA, memory-efficient": "torch:efficient", "SDPA as it comes": "torch",
+             "SDPA after `activate()`": "activated"}
     cells = [[call, f"{one[key]:.1f}" if key in one else "–", f"{both[key]:.0f}" if key in both else "–"]
              for call, key in calls.items() if key in one or key in both]
     other = record("sm80")["meta"]["host_us"]

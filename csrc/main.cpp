@@ -17,6 +17,9 @@ py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q
                         py::handle causal, py::handle softmax_scale, bool seq_major, bool return_lse,
                         bool deterministic, py::handle window_size, py::tuple lengths, py::handle sinks);
 
+// sdpa_override.cpp
+void define_sdpa_override(py::module_ &m);
+
 namespace {
 
 // Only the backward pass asks whether it is to be deterministic.
@@ -61,6 +64,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("flash_forward", &with_options<&forward_only>, py::call_guard<py::gil_scoped_release>());
     m.def("differentiable_forward", &with_options<&differentiable_forward>, py::call_guard<py::gil_scoped_release>());
     m.def("force_kernel", &force_kernel);
+    define_sdpa_override(m);
     m.def("which_kernel", &which_kernel_or_none, py::arg("q"), py::arg("k"), py::arg("v"),
           py::arg("has_dropout") = false, py::arg("capability") = py::none(), py::arg("fast_fp64") = true,
           py::arg("has_sinks") = false, py::arg("has_scores") = false, py::arg("attn_bias") = py::none());

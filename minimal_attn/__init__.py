@@ -13,6 +13,7 @@ except KeyboardInterrupt:
     raise
 
 from ._build import load
+from .activation import activate, activated, deactivate
 from .benchmark import BenchmarkResult, BenchmarkRunner, benchmark_fn
 from .cuda import force_kernel
 from .flash_attn import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
@@ -36,10 +37,13 @@ __all__ = [
     "FlashMHA",
     "GPUArch",
     "GPUCapabilities",
+    "activate",
+    "activated",
     "available_backends",
     "benchmark_fn",
     "blockwise_attention",
     "check_hopper_features",
+    "deactivate",
     "detect_gpu",
     "flash_attention",
     "flash_attn_func",

@@ -600,8 +600,9 @@ def test_host_us(monkeypatch):
 
 
 HOST_CALLS = {"attention": ("flash_attention", "flash_attn_func", "flash_attn_varlen_func", "torch:flash",
-                            "torch:efficient", "empty_like"),
-              "forward_backward": ("flash_attention", "cuda:sm80", "triton", "torch:flash", "torch:cudnn")}
+                            "torch:efficient", "torch:cudnn", "torch", "activated", "empty_like"),
+              "forward_backward": ("flash_attention", "cuda:sm80", "triton", "torch:flash", "torch:cudnn", "torch",
+                                   "activated")}
 
 
 @pytest.mark.gpu

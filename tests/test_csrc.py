@@ -53,7 +53,7 @@ def test_reading_order_visits_every_file_once():
 
 def test_csrc_is_small():
     lines = {name: len(source.splitlines()) for name, source in SOURCES.items()}
-    assert sum(lines.values()) <= 5700
+    assert sum(lines.values()) <= 5850
     assert {name: count for name, count in lines.items() if count > 450} == {}
 
 
@@ -67,12 +67,13 @@ def test_functions_and_lines_are_short():
 
 def test_only_ops_include_torch():
     including = {name for name, code in CODE.items() if re.search(r"#include <(torch|ATen|c10)/", code)}
-    assert including == {"aten.h", "stable.h", "direct.h", "main.cpp", "autograd.cpp", "fast_path.cpp"}
+    assert including == {"aten.h", "stable.h", "direct.h", "main.cpp", "autograd.cpp", "fast_path.cpp",
+                         "sdpa_override.cpp"}
 
 
 def test_both_bindings_share_the_ops():
     """The wheel's library has no ATen: what both compile includes torch through aten.h or stable.h alone."""
-    of_aten = {"aten.h", "direct.h", "main.cpp", "autograd.cpp", "fast_path.cpp"}
+    of_aten = {"aten.h", "direct.h", "main.cpp", "autograd.cpp", "fast_path.cpp", "sdpa_override.cpp"}
     assert {name for name, code in CODE.items() if re.search(r"\b(at|c10|torch)::", code)} == of_aten | {"stable.h"}
     assert {name for name, code in CODE.items() if "MINIMAL_ATTN_STABLE" in code} == {"torch_params.h"}
 

@@ -17,7 +17,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import flash_attention, flash_attn_func, flash_attn_varlen_func, force_kernel, reference_attention
+from .. import (activated, flash_attention, flash_attn_func, flash_attn_varlen_func, force_kernel,
+                reference_attention)
 from ..backends import Lengths
 from ..checks import MAX_HEAD_DIM
 from ..scores import visible_keys
@@ -212,7 +213,8 @@ PROFILES = {
 }
 
 HOST_CONTEXTS = {"torch:flash": functools.partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION),
-                 "torch:efficient": functools.partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION)}
+                 "torch:efficient": functools.partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION),
+                 "torch:cudnn": functools.partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION), "activated": activated}
 
 
 @torch.no_grad()
@@ -227,6 +229,9 @@ def host_cost(device):
                                                                              64, 64),
                     "torch:flash": lambda: scaled_dot_product_attention(q, q, q),
                     "torch:efficient": lambda: scaled_dot_product_attention(q, q, q),
+                    "torch:cudnn": lambda: scaled_dot_product_attention(q, q, q),
+                    "torch": lambda: scaled_dot_product_attention(q, q, q),
+                    "activated": lambda: scaled_dot_product_attention(q, q, q),
                     "empty_like": lambda: torch.empty_like(q)}, HOST_CONTEXTS)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import flash_attention, force_kernel
+from .. import activated, flash_attention, force_kernel
 from . import attention, backward
 from .attention import BASELINE, DEFAULT_SEQLENS, DEFAULT_SHAPES, ROW, SHAPES, Shape  # noqa: F401: as options.py asks
 from .attention import flash_cuda, flash_triton
@@ -33,7 +33,7 @@ PROFILES = {name: (f"{heading}, forward and backward", step_of(forward))
             for name, (heading, forward) in attention.PROFILES.items()}
 HOST_CONTEXTS = {"cuda:sm80": functools.partial(force_kernel, "sm80"),
                  "torch:flash": functools.partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION),
-                 "torch:cudnn": functools.partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)}
+                 "torch:cudnn": functools.partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION), "activated": activated}
 
 
 def host_cost(device):
@@ -41,7 +41,8 @@ def host_cost(device):
     q, k, v, dout = torch.randn(4, 1, 4, 64, 64, device=device, dtype=torch.bfloat16)
     qkv = [x.requires_grad_() for x in (q, k, v)]
     forwards = {"flash_attention": flash_attention, "cuda:sm80": flash_cuda, "triton": flash_triton,
-                "torch:flash": scaled_dot_product_attention, "torch:cudnn": scaled_dot_product_attention}
+                "torch:flash": scaled_dot_product_attention, "torch:cudnn": scaled_dot_product_attention,
+                "torch": scaled_dot_product_attention, "activated": scaled_dot_product_attention}
     steps = {name: lambda forward=forward: torch.autograd.grad(forward(*qkv), qkv, dout)
              for name, forward in forwards.items()}
     return host_us(steps, HOST_CONTEXTS)

@@ -1,0 +1,960 @@
+"""activate: aten's attention ops by our kernels beside torch's math in fp64, the registering, and what stays torch's.
+
+torch has these ops on GPUs alone. On the CPU, the ops are called as functions, and are registered beside stubs that
+stand for torch's own kernels. Tests of the whole need a GPU.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import re
+import threading
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn import attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
+
+import minimal_attn
+from conftest import HAS_GPU, captured
+from minimal_attn import activated, activation, aten
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+ATEN = torch.ops.aten
+cpu = pytest.mark.cpu
+gpu = pytest.mark.gpu
+drawn = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def randn(*shape, seed=0, dtype=torch.float64, device="cpu"):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
+
+
+def make_qkv(shapes, dtype, rows_first=False, device="cpu"):
+    """q, k and v (B, H, S, D); rows_first: in memory (B, S, H, D)."""
+    qkv = [randn(*shape, seed=seed, dtype=dtype, device=device) for seed, shape in enumerate(shapes)]
+    return [x.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else x for x in qkv]
+
+
+def visible(rows, keys, is_causal, bottom_right, device="cpu"):
+    return torch.ones(rows, keys, dtype=torch.bool, device=device).tril(
+        keys - rows if bottom_right else 0) if is_causal else None
+
+
+def by_math(q, k, v, mask=None, scale=None, dout=None):
+    """(out, lse) of torch's math in fp64, and with dout the gradients of q, k, v and a mask of numbers."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.detach().double().requires_grad_()
+        leaves.append(mask)
+    with sdpa_kernel(SDPBackend.MATH):
+        out = scaled_dot_product_attention(*leaves[:3], mask, scale=scale, enable_gqa=True)
+    group = q.shape[1] // k.shape[1]
+    scores = leaves[0] @ leaves[1].repeat_interleave(group, 1).mT * (q.shape[-1]**-0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    lse = scores.logsumexp(-1).detach()
+    gradients = () if dout is None else torch.autograd.grad(out, leaves, dout.double())
+    return out.detach(), lse, *gradients
+
+
+def assert_alike(got, want, tolerance=1e-9):
+    for x, y in zip(got, want, strict=True):
+        assert x.shape == y.shape
+        assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance)
+
+
+def assert_near(got, want):
+    """By the largest element, as 16 bits allow: a wrong mask or scale is far off."""
+    for x, y in zip(got, want, strict=True):
+        assert x.shape == y.shape
+        assert (x.double() - y).abs().max() <= 3e-2 * max(1, y.abs().max())
+
+
+@pytest.fixture(scope="module")
+def in_fp64():
+    """The ops take fp64, which the host build computes: nothing is rounded that could hide a wrong mask or scale."""
+    halves, aten.HALVES = aten.HALVES, (*aten.HALVES, torch.float64)
+    yield
+    aten.HALVES = halves
+
+
+# The ops as functions.
+
+size = st.integers(1, 9)
+scales = st.sampled_from([None, 0.7, -0.4])
+
+
+@cpu
+@drawn
+@given(batch_size=st.integers(1, 2), heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]), rows=size, keys=size,
+       head_dim=size, is_causal=st.booleans(), scale=scales, rows_first=st.booleans(), is_sdpa=st.booleans())
+def test_flash(in_fp64, batch_size, heads, rows, keys, head_dim, is_causal, scale, rows_first, is_sdpa):
+    """A causal mask is aligned bottom right, so some rows may see no key; grouped heads; both layouts of the ops."""
+    (nheads, nheads_k), shape = heads, (keys, head_dim)
+    q, k, v = make_qkv([(batch_size, nheads, rows, head_dim)] + 2 * [(batch_size, nheads_k, *shape)], torch.float64,
+                       rows_first)
+    dout = randn(*q.shape, seed=4)
+    want = by_math(q, k, v, visible(rows, keys, is_causal, True), scale, dout)
+    if is_sdpa:
+        out, lse, no_q, no_k, max_q, max_k, rng, offset, debug = aten.sdpa_flash(q, k, v, 0.0, is_causal, scale=scale)
+        assert (no_q, no_k, max_q, max_k, debug.numel()) == (None, None, rows, keys, 0)
+        gradients = aten.sdpa_flash_backward(dout, q, k, v, out, lse, None, None, rows, keys, 0.0, is_causal, rng,
+                                             offset, scale=scale)
+    else:
+        swapped = [x.transpose(1, 2) for x in (q, k, v)]
+        out, lse, rng, offset, debug = aten.flash(*swapped, None, None, rows, keys, 0.0, is_causal, False, scale=scale)
+        gradients = aten.flash_backward(dout.transpose(1, 2), *swapped, out, lse, None, None, rows, keys, 0.0,
+                                        is_causal, rng, offset, scale=scale)
+        out, *gradients = (x.transpose(1, 2) for x in (out, *gradients))
+    assert rng.dtype == offset.dtype == torch.uint64 and rng.shape == (2,) and offset.shape == ()
+    assert_alike((out, lse, *gradients), want)
+
+
+def cu_seqlens(lengths, device="cpu"):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
+
+
+@cpu
+@drawn
+@given(lengths=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=3), head_dim=size,
+       window=st.sampled_from([(-1, -1), (-1, 0), (2, 0), (1, 2), (None, None)]), scale=scales,
+       heads=st.sampled_from([(2, 2), (4, 2)]), uses_fewer=st.booleans())
+def test_flash_of_packed_batches(in_fp64, lengths, head_dim, window, scale, heads, uses_fewer):
+    """Samples of any lengths, windows, and fewer keys than there is room for, which has no gradients."""
+    total_q, total_k = (max(1, sum(x[i] for x in lengths)) for i in (0, 1))
+    q, k, v = (randn(total, n, head_dim, seed=seed)
+               for seed, (total, n) in enumerate([(total_q, heads[0])] + 2 * [(total_k, heads[1])]))
+    bounds = [cu_seqlens([x[i] for x in lengths]) for i in (0, 1)]
+    used = [keys // 2 if uses_fewer else keys for _, keys in lengths]
+    seqused_k = torch.tensor(used, dtype=torch.int32) if uses_fewer else None
+    is_causal = window == (-1, 0)
+    options = dict(scale=scale, window_size_left=window[0], window_size_right=window[1])
+    out, lse, rng, offset, _ = aten.flash(q, k, v, *bounds, 7, 7, 0.0, is_causal, False, seqused_k=seqused_k, **options)
+    dout = randn(*q.shape, seed=4)
+    gradients = None if uses_fewer else aten.flash_backward(dout, q, k, v, out, lse, *bounds, 7, 7, 0.0, is_causal, rng,
+                                                            offset, **options)
+    assert lse.shape == (heads[0], total_q) and out.stride() == q.stride()
+    left, right = (math.inf if x in (-1, None) else x for x in window)
+    for b, (rows, _) in enumerate(lengths):
+        of_q = slice(int(bounds[0][b]), int(bounds[0][b + 1]))
+        of_k = slice(int(bounds[1][b]), int(bounds[1][b]) + used[b])
+        if rows == 0 or used[b] == 0:
+            assert (out[of_q] == 0).all() and (lse[:, of_q] == -math.inf).all()
+            continue
+        distance = torch.arange(used[b]) - torch.arange(rows)[:, None] - (used[b] - rows)
+        mask = (distance >= -left) & (distance <= right)
+        want = by_math(*(x.transpose(0, 1)[None] for x in (q[of_q], k[of_k], v[of_k])), mask, scale,
+                       dout[of_q].transpose(0, 1)[None])
+        got = [out[of_q].transpose(0, 1), lse[:, of_q]]
+        if gradients is not None:
+            got += [x[part].transpose(0, 1) for x, part in zip(gradients, (of_q, of_k, of_k))]
+        assert_alike(got, [x[0] for x in want[:len(got)]])
+
+
+def biases(batch_size, nheads, rows, keys):
+    """The shapes that scaled_dot_product_attention gives to torch's op of cuDNN."""
+    return [None, (rows, keys), (1, rows, keys), (batch_size, 1, rows, keys), (1, nheads, 1, keys),
+            (batch_size, nheads, rows, 1)]
+
+
+@cpu
+@drawn
+@given(batch_size=st.integers(1, 2), heads=st.sampled_from([(2, 2), (4, 2)]), rows=size, keys=size, head_dim=size,
+       head_dim_v=size, kind=st.integers(-1, 5), scale=scales, compute_lse=st.booleans(), rows_first=st.booleans())
+def test_cudnn(in_fp64, batch_size, heads, rows, keys, head_dim, head_dim_v, kind, scale, compute_lse, rows_first):
+    """A causal mask is aligned top left; biases of all shapes; lse has one more dimension."""
+    (nheads, nheads_k), is_causal = heads, kind == -1
+    q, k, v = make_qkv([(batch_size, nheads, rows, head_dim), (batch_size, nheads_k, keys, head_dim),
+                        (batch_size, nheads_k, keys, head_dim_v)], torch.float64, rows_first)
+    shape = None if is_causal else biases(batch_size, nheads, rows, keys)[kind]
+    bias = None if shape is None else randn(*shape, seed=3)
+    dout = randn(batch_size, nheads, rows, head_dim_v, seed=4)
+    mask = visible(rows, keys, True, False) if is_causal else bias
+    result = aten.sdpa_cudnn(q, k, v, bias, compute_lse, 0.0, is_causal, scale=scale)
+    out, lse, no_q, no_k, max_q, max_k, rng, offset, debug = result
+    assert (no_q, no_k, max_q, max_k, debug) == (None, None, rows, keys, None)
+    if not compute_lse:
+        assert_alike([out], by_math(q, k, v, mask, scale)[:1])
+        assert lse is rng is offset is None
+        return
+    assert rng.dtype == offset.dtype == torch.int64 and rng.shape == offset.shape == ()
+    backward = functools.partial(aten.sdpa_cudnn_backward, dout, q, k, v, out)
+    rest = rng, offset, bias, None, None, rows, keys, 0.0, is_causal
+    want = by_math(q, k, v, mask, scale, dout)
+    assert_alike((out, lse.squeeze(-1), *backward(lse, *rest, scale=scale)), want[:5])
+    assert_alike(backward(lse.squeeze(-1), *rest, scale=scale), want[2:5])  # as versions of torch have it
+
+
+@cpu
+@drawn
+@given(batch_size=st.integers(1, 2), nheads=st.integers(1, 3), rows=st.sampled_from([1, 5, 9, 32, 33]), keys=size,
+       head_dim=size, head_dim_v=size, kind=st.sampled_from(["none", "causal", "bias", "shared bias", "hidden rows"]),
+       scale=scales, needs_dbias=st.booleans(), rows_first=st.booleans())
+def test_efficient(in_fp64, batch_size, nheads, rows, keys, head_dim, head_dim_v, kind, scale, needs_dbias, rows_first):
+    """A causal mask is aligned top left; the gradient of a bias; lse is padded; rows that a bias hides give 0."""
+    q, k, v = make_qkv([(batch_size, nheads, rows, head_dim), (batch_size, nheads, keys, head_dim),
+                        (batch_size, nheads, keys, head_dim_v)], torch.float64, rows_first)
+    is_causal, bias, shape = kind == "causal", None, (batch_size, nheads, rows, keys)
+    if kind == "shared bias":
+        bias = randn(1, 1, rows, keys, seed=3).expand(shape)
+    elif kind in ("bias", "hidden rows"):
+        bias = randn(*shape, seed=3)
+    if kind == "hidden rows":
+        bias[..., 0, :] = -math.inf
+    dout = randn(batch_size, nheads, rows, head_dim_v, seed=4)
+    mask = visible(rows, keys, True, False) if is_causal else bias
+    want = by_math(q, k, v, mask, scale, dout)
+    out, lse, rng, offset = aten.sdpa_efficient(q, k, v, bias, True, 0.0, is_causal, scale=scale)
+    assert rng.dtype == offset.dtype == torch.int64 and rng.shape == offset.shape == ()
+    assert lse.shape[2] == (rows + 31) // 32 * 32 and (lse[..., rows:] == math.inf).all()
+    needed = [True, True, True, needs_dbias]
+    *gradients, dbias = aten.sdpa_efficient_backward(dout, q, k, v, bias, out, lse, rng, offset, 0.0, needed, is_causal,
+                                                     scale=scale)
+    got = [out, lse[..., :rows], *gradients]
+    assert (dbias is not None) == (bias is not None and needs_dbias)
+    got += [] if dbias is None else [dbias]
+    assert_alike(got, want[:len(got)])
+    inferred = aten.sdpa_efficient(q, k, v, bias, False, 0.0, is_causal, scale=scale)
+    assert inferred[0].equal(out) and inferred[1].shape == (batch_size, nheads, 0) and inferred[2:] == (None, None)
+
+
+@pytest.mark.parametrize("dtype", aten.HALVES, ids=str)
+def test_16_bits(dtype):
+    q, k, v = make_qkv([(2, 4, 40, 16), (2, 2, 40, 16), (2, 2, 40, 16)], dtype, device=DEVICE)
+    dout = randn(*q.shape, seed=4, dtype=dtype, device=DEVICE)
+    want = by_math(q, k, v, visible(40, 40, True, True, DEVICE), None, dout)
+    out, lse, *_, rng, offset, _ = aten.sdpa_flash(q, k, v, 0.0, True)
+    gradients = aten.sdpa_flash_backward(dout, q, k, v, out, lse, None, None, 40, 40, 0.0, True, rng, offset)
+    assert all(x.dtype == dtype for x in (out, *gradients)) and lse.dtype == torch.float32
+    assert_near((out, lse, *gradients), want)
+
+
+# What torch.compile knows of the ops is what their functions return.
+
+def as_torch_says(name, *args, **options):
+    """The op's outputs by torch's own function of shapes, without those on no device of the inputs."""
+    op = getattr(ATEN, name).default
+    on_meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in args]
+    return op(*on_meta, **options)
+
+
+def assert_same_form(got, want):
+    for x, y in zip(got, want, strict=True):
+        if isinstance(y, torch.Tensor) and y.numel():
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+            strides = [[s for s, n in zip(z.stride(), z.shape) if n > 1] for z in (x, y)]
+            assert strides[0] == strides[1]
+
+
+@cpu
+@pytest.mark.parametrize("rows_first", [False, True])
+@pytest.mark.parametrize("is_sliced", [False, True])
+@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
+def test_outputs_have_the_form_that_torch_says(name, rows_first, is_sliced):
+    q, k, v = make_qkv([(2, 3, 33, 16), (2, 3, 21, 16), (2, 3, 21, 16)], torch.float16, rows_first)
+    if is_sliced:
+        q, k, v = (x[..., :8] for x in (q, k, v))
+    bias = randn(2, 3, 33, 21, seed=3, dtype=torch.float16)
+    inputs = (q, k, v) if name == "flash" else (q, k, v, bias, True)
+    full = f"_scaled_dot_product_{name}_attention"
+    got = aten.OPS[full](*inputs)
+    assert_same_form(got, as_torch_says(full, *inputs))
+    dout = torch.ones_like(got[0])
+    if name == "flash":
+        inputs = dout, q, k, v, *got[:2], None, None, 33, 21, 0.0, False, *got[6:8]
+    elif name == "cudnn":
+        inputs = dout, q, k, v, *got[:2], *got[6:8], bias, None, None, 33, 21, 0.0, False
+    else:
+        inputs = dout, q, k, v, bias, *got, 0.0, [True] * 4
+    assert_same_form(aten.OPS[full + "_backward"](*inputs), as_torch_says(full + "_backward", *inputs))
+
+
+@cpu
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_outputs_of_flash_have_the_form_that_torch_says(is_packed):
+    bounds = 2 * [cu_seqlens([3, 4])] if is_packed else [None, None]
+    q, k, v = (randn(*(() if is_packed else (2,)), 7, 3, 8, seed=seed, dtype=torch.bfloat16) for seed in range(3))
+    inputs = q, k, v, *bounds, 7, 7, 0.0, True, False
+    got = aten.flash(*inputs)
+    assert_same_form(got, as_torch_says("_flash_attention_forward", *inputs))
+    inputs = q, q, k, v, *got[:2], *bounds, 7, 7, 0.0, True, *got[2:4]
+    assert_same_form(aten.flash_backward(*inputs), as_torch_says("_flash_attention_backward", *inputs))
+
+
+# What stays with torch.
+
+def qkv_of(*shape, dtype=torch.float16):
+    return make_qkv([shape or (2, 2, 5, 8)] * 3, dtype)
+
+
+NOT_SERVED = {
+    "flash: dropout": lambda q, k, v: aten.sdpa_flash(q, k, v, 0.1),
+    "flash: debug mask": lambda q, k, v: aten.sdpa_flash(q, k, v, 0.0, False, True),
+    "flash: float32": lambda q, k, v: aten.sdpa_flash(q.float(), k.float(), v.float()),
+    "flash: two dtypes": lambda q, k, v: aten.sdpa_flash(q, k.bfloat16(), v),
+    "flash: other v": lambda q, k, v: aten.sdpa_flash(q, k, v[..., :4]),
+    "flash: two lengths": lambda q, k, v: aten.sdpa_flash(q, k, v[:, :, :4]),
+    "flash: heads": lambda q, k, v: aten.sdpa_flash(q[:, :1], k, v),
+    "flash: 3D": lambda q, k, v: aten.sdpa_flash(q[0], k[0], v[0]),
+    "flash: head_dim": lambda q, k, v: aten.sdpa_flash(*qkv_of(1, 1, 4, 264)),
+    "flash: last dimension": lambda q, k, v: aten.sdpa_flash(q[..., ::2], k[..., ::2], v[..., ::2]),
+    "flash: scale": lambda q, k, v: aten.sdpa_flash(q, k, v, scale=math.nan),
+    "flash: backward of dropout": lambda q, k, v: aten.sdpa_flash_backward(
+        q, q, k, v, q, q, None, None, 5, 5, 0.1, False, q, q),
+    "flash: backward of nothing": lambda q, k, v: aten.sdpa_flash_backward(
+        None, q, k, v, q, q[..., 0].float(), None, None, 5, 5, 0.0, False, q, q),
+    "packed: alibi": lambda q, k, v: aten.flash(q, k, v, None, None, 2, 2, 0.0, False, False,
+                                                alibi_slopes=torch.ones(5)),
+    "packed: pages": lambda q, k, v: aten.flash(q, k, v, None, None, 2, 2, 0.0, False, False, block_table=q),
+    "packed: later argument": lambda q, k, v: aten.flash(q, k, v, None, None, 2, 2, 0.0, False, False, sinks=q),
+    "packed: one cu_seqlens": lambda q, k, v: aten.flash(q[0], k[0], v[0], cu_seqlens([2]), None, 2, 2, 0.0, False,
+                                                         False),
+    "packed: int64": lambda q, k, v: aten.flash(q[0], k[0], v[0], *2 * [cu_seqlens([2]).long()], 2, 2, 0.0, False,
+                                                False),
+    "packed: window": lambda q, k, v: aten.flash(q, k, v, None, None, 2, 2, 0.0, False, False, window_size_left=-2),
+    "packed: dense with seqused": lambda q, k, v: aten.flash(q, k, v, None, None, 2, 2, 0.0, False, False,
+                                                             seqused_k=cu_seqlens([2])),
+    "cudnn: dropout": lambda q, k, v: aten.sdpa_cudnn(q, k, v, None, True, 0.1),
+    "cudnn: debug mask": lambda q, k, v: aten.sdpa_cudnn(q, k, v, None, True, 0.0, False, True),
+    "cudnn: causal bias": lambda q, k, v: aten.sdpa_cudnn(q, k, v, q.new_zeros(5, 5), True, 0.0, True),
+    "cudnn: bool bias": lambda q, k, v: aten.sdpa_cudnn(q, k, v, q.new_ones(5, 5).bool(), True),
+    "cudnn: wide bias": lambda q, k, v: aten.sdpa_cudnn(q, k, v, torch.zeros(5, 5), True),
+    "cudnn: bias of heads": lambda q, k, v: aten.sdpa_cudnn(q, k, v, q.new_zeros(2, 5, 5), True),
+    "cudnn: bias of another shape": lambda q, k, v: aten.sdpa_cudnn(q, k, v, q.new_zeros(5, 4), True),
+    "cudnn: 3D": lambda q, k, v: aten.sdpa_cudnn(q[0], k[0], v[0], None, True, 0.0, True),
+    "cudnn: backward of dropout": lambda q, k, v: aten.sdpa_cudnn_backward(
+        q, q, k, v, q, q, q, q, None, None, None, 5, 5, 0.1, False),
+    "efficient: dropout": lambda q, k, v: aten.sdpa_efficient(q, k, v, None, True, 0.1),
+    "efficient: float32": lambda q, k, v: aten.sdpa_efficient(q.float(), k.float(), v.float(), None, True),
+    "efficient: grouped heads": lambda q, k, v: aten.sdpa_efficient(q, k[:, :1], v[:, :1], None, True),
+    "efficient: causal bias": lambda q, k, v: aten.sdpa_efficient(q, k, v, q.new_zeros(2, 2, 5, 5), True, 0.0, True),
+    "efficient: wide bias": lambda q, k, v: aten.sdpa_efficient(q, k, v, torch.zeros(2, 2, 5, 5), True),
+    "efficient: 2D bias": lambda q, k, v: aten.sdpa_efficient(q, k, v, q.new_zeros(5, 5), True),
+    "efficient: bias by columns": lambda q, k, v: aten.sdpa_efficient(q, k, v, q.new_zeros(2, 2, 5, 5).mT, True),
+    "efficient: backward of dropout": lambda q, k, v: aten.sdpa_efficient_backward(
+        q, q, k, v, None, q, q[..., 0], q, q, 0.1, [True] * 4),
+}
+
+
+@cpu
+@pytest.mark.parametrize("call", NOT_SERVED.values(), ids=NOT_SERVED)
+def test_not_served(call):
+    assert call(*qkv_of()) is None
+
+
+# Registering.
+
+class Original(Exception):
+    """torch's own kernel was called."""
+
+
+def stub(name, *args, **options):
+    raise Original(name, args, options)
+
+
+@pytest.fixture
+def originals(monkeypatch):
+    """Stubs in the place of torch's kernels for GPUs, and for the CPU, where torch has none."""
+    if HAS_GPU:
+        pytest.skip("torch has its own kernels here")
+    stubs = torch.library.Library("aten", "IMPL")
+    for key in ("CPU", "CUDA"):
+        for name in aten.OPS:
+            stubs.impl(name, functools.partial(stub, name), key)
+    monkeypatch.setattr(activation, "_load", minimal_attn.load)
+    yield
+    attention.restore_flash_attention_impl(_raise_warn=False)
+    stubs._destroy()
+
+
+@pytest.fixture
+def on_cpu(originals):
+    """Our kernels as those of the CPU."""
+    overrides = activation._Overrides("CPU")
+    yield
+    overrides.remove()
+
+
+def tables():
+    return [torch._C._dispatch_dump_table(f"aten::{name}") for name in aten.OPS]
+
+
+def is_active():
+    return attention.current_flash_attention_impl() == "minimal_attn"
+
+
+@cpu
+def test_off_unless_asked_for(originals):
+    assert not is_active() and "minimal_attn" in attention.list_flash_attention_impls()
+
+
+@cpu
+def test_dispatch_table_changes_and_is_restored(originals):
+    before = tables()
+    minimal_attn.activate()
+    active = tables()
+    assert is_active() and all(x != y for x, y in zip(before, active, strict=True))
+    minimal_attn.activate()
+    assert is_active() and tables() == active
+    minimal_attn.deactivate()
+    assert not is_active() and tables() == before
+    minimal_attn.deactivate()
+    assert tables() == before
+
+
+@cpu
+def test_torchs_own_functions_activate_as_well(originals):
+    before = tables()
+    attention.activate_flash_attention_impl("minimal_attn")
+    assert is_active() and tables() != before
+    attention.restore_flash_attention_impl()
+    assert not is_active() and tables() == before
+
+
+@cpu
+def test_deactivated_in_another_thread(originals):
+    before = tables()
+    minimal_attn.activate()
+    thread = threading.Thread(target=minimal_attn.deactivate)
+    thread.start()
+    thread.join()
+    assert not is_active() and tables() == before
+
+
+@cpu
+def test_activated_nests_and_ends_with_an_error(originals):
+    before = tables()
+    with pytest.raises(ZeroDivisionError), activated():
+        with activated():
+            assert is_active()
+        assert is_active()
+        raise ZeroDivisionError
+    assert not is_active() and tables() == before
+    minimal_attn.activate()
+    with activated():
+        pass
+    assert is_active()
+
+
+@cpu
+def test_activated_restores_another_implementation(originals):
+    class Handle:
+        def remove(self):
+            removed.append(self)
+
+    removed = []
+    attention.register_flash_attention_impl("another", register_fn=Handle)
+    attention.activate_flash_attention_impl("another")
+    minimal_attn.deactivate()  # it is not ours to end
+    assert attention.current_flash_attention_impl() == "another" and not removed
+    with activated():
+        assert is_active() and len(removed) == 1
+    assert attention.current_flash_attention_impl() == "another"
+
+
+@cpu
+def test_forked_process_has_a_state_of_its_own(originals):
+    before = tables()
+    minimal_attn.activate()
+    active = tables()
+    child = os.fork()
+    if child == 0:
+        was_active = is_active() and tables() == active
+        minimal_attn.deactivate()
+        os._exit(0 if was_active and tables() == before else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert is_active() and tables() == active
+
+
+@cpu
+def test_activate_without_kernels_for_gpus(monkeypatch):
+    monkeypatch.setattr(activation._build, "why_not", lambda on_gpu: "no nvcc" if on_gpu else None)
+    for call in (minimal_attn.activate, activated().__enter__):
+        with pytest.raises(RuntimeError, match=r"^minimal_attn\.activate\(\) needs kernels for GPUs: no nvcc$"):
+            call()
+    assert not is_active()
+
+
+@cpu
+def test_calls_that_are_not_served_reach_the_original(on_cpu):
+    """With their arguments, forward and backward; others never do."""
+    q, k, v = qkv_of()
+    assert ATEN._scaled_dot_product_flash_attention(q, k, v)[0].shape == q.shape
+    with pytest.raises(Original) as error:
+        ATEN._scaled_dot_product_flash_attention(q, k, v, 0.1, True, scale=0.5)
+    name, args, options = error.value.args
+    assert name == "_scaled_dot_product_flash_attention" and args[3:] == (0.1, True) and options == {"scale": 0.5}
+    assert all(x is y for x, y in zip(args, (q, k, v)))
+    with pytest.raises(Original, match="_scaled_dot_product_efficient_attention"):
+        ATEN._scaled_dot_product_efficient_attention(q.float(), k.float(), v.float(), None, False)
+    with pytest.raises(Original, match="_scaled_dot_product_cudnn_attention_backward"):
+        ATEN._scaled_dot_product_cudnn_attention_backward(q, q, k, v, q, q, q, q, None, None, None, 5, 5, 0.1, False)
+
+
+def ops_of(q, k, v, bias):
+    """The three ops of scaled_dot_product_attention, and the masks that they apply."""
+    rows, keys = q.shape[2], k.shape[2]
+    return {"flash": (lambda q, k, v: ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0],
+                      visible(rows, keys, True, True)),
+            "cudnn": (lambda q, k, v: ATEN._scaled_dot_product_cudnn_attention(
+                q, k, v, bias, torch.is_grad_enabled())[0], bias),
+            "efficient": (lambda q, k, v: ATEN._scaled_dot_product_efficient_attention(
+                q, k, v, None, torch.is_grad_enabled(), 0.0, True)[0], visible(rows, keys, True, False))}
+
+
+@cpu
+@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_autograd_and_compile(on_cpu, name, backend):
+    """torch's derivatives of the ops reach our kernels, also in graphs, whose shapes may be dynamic."""
+    q, k, v = (x.requires_grad_() for x in make_qkv([(2, 3, 33, 16), (2, 3, 40, 16), (2, 3, 40, 16)], torch.float16))
+    bias = randn(33, 40, seed=3, dtype=torch.float16)
+    op, mask = ops_of(q, k, v, bias)[name]
+    torch._dynamo.reset()
+    call = torch.compile(lambda *qkv: op(*(2 * x for x in qkv)), backend=backend, fullgraph=True, dynamic=True) \
+        if backend else lambda *qkv: op(*(2 * x for x in qkv))
+    out = call(q, k, v)
+    dout = randn(*out.shape, seed=4, dtype=out.dtype)
+    got = out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+    want = by_math(2 * q, 2 * k, 2 * v, mask, None, dout)
+    assert_near(got, (want[0], *(2 * x for x in want[2:5])))
+    with torch.no_grad():  # a graph that saves nothing
+        assert call(q, k, v).equal(out)
+
+
+EVERYDAY = {
+    "flash": ("_scaled_dot_product_flash_attention", (0.0, True), [(5, 9), (9, 5), (32, 32)]),
+    "cudnn": ("_scaled_dot_product_cudnn_attention", (None, True, 0.0, True), [(9, 9), (32, 32)]),
+    "cudnn, no lse": ("_scaled_dot_product_cudnn_attention", (None, False, 0.0, True), [(9, 9)]),
+    "cudnn, no mask": ("_scaled_dot_product_cudnn_attention", (None, True), [(9, 5), (5, 9)]),
+    "efficient": ("_scaled_dot_product_efficient_attention", (None, True, 0.0, True), [(32, 32)]),
+    "efficient, no lse": ("_scaled_dot_product_efficient_attention", (None, False, 0.0, True), [(32, 32)]),
+}
+
+
+@pytest.fixture
+def asked(originals, monkeypatch):
+    """The names of the ops whose functions in Python were called."""
+    names = []
+    for name, function in aten.OPS.items():
+        monkeypatch.setitem(activation.OPS, name, lambda *args, name=name, function=function, **options: (
+            names.append(name), function(*args, **options))[1])
+    overrides = activation._Overrides("CPU")
+    yield names
+    overrides.remove()
+
+
+@cpu
+@pytest.mark.parametrize("name, options, lengths", EVERYDAY.values(), ids=EVERYDAY)
+def test_everyday_calls_do_without_python(asked, name, options, lengths):
+    """What C++ returns is what Python returns, bit for bit and in the same form."""
+    for rows, keys in lengths:
+        for scale in (None, 0.3):
+            q, k, v = make_qkv([(2, 2, rows, 16)] + 2 * [(2, 2, keys, 16)], torch.bfloat16, rows_first=True)
+            got = getattr(ATEN, name)(q, k, v, *options, scale=scale)
+            assert asked == []
+            want = aten.OPS[name](q, k, v, *options, scale=scale)
+            asked.clear()
+            assert_same_form(got, want)
+            for x, y in zip(got, want, strict=True):
+                assert (x is None) == (y is None)
+                if isinstance(y, torch.Tensor) and y.is_floating_point():
+                    assert x.equal(y)
+                elif not isinstance(y, torch.Tensor):
+                    assert x == y
+
+
+UNUSUAL = {
+    "dropout": ("_scaled_dot_product_flash_attention", lambda q: (q, q, q, 0.1)),
+    "other v": ("_scaled_dot_product_flash_attention", lambda q: (q, q, q[..., :4])),
+    "3D": ("_scaled_dot_product_flash_attention", lambda q: (q[0], q[0], q[0])),
+    "float32": ("_scaled_dot_product_flash_attention", lambda q: 3 * (q.float(),)),
+    "last dimension": ("_scaled_dot_product_flash_attention", lambda q: 3 * (q[..., ::2],)),
+    "mask": ("_scaled_dot_product_cudnn_attention", lambda q: (q, q, q, q.new_zeros(9, 9), True)),
+    "top left": ("_scaled_dot_product_cudnn_attention", lambda q: (q, q[:, :, :4], q[:, :, :4], None, True, 0.0, True)),
+    "padded lse": ("_scaled_dot_product_efficient_attention", lambda q: (q, q, q, None, True)),
+    "heads first": ("_scaled_dot_product_efficient_attention", lambda q: (*3 * [q.new_zeros(2, 2, 32, 8)], None, True)),
+    "grouped": ("_scaled_dot_product_efficient_attention", lambda q: (q, q[:, :1], q[:, :1], None, True)),
+}
+
+
+@cpu
+@pytest.mark.parametrize("name, arguments", UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_calls_are_left_to_python(asked, name, arguments):
+    """Which serves them, or has torch's own kernel serve them, with all arguments."""
+    inputs = arguments(make_qkv([(2, 2, 9, 8)], torch.float16, rows_first=True)[0])
+    want = aten.OPS[name](*inputs)
+    asked.clear()
+    try:
+        got = getattr(ATEN, name)(*inputs)
+    except Original as error:
+        assert want is None and all(x is y for x, y in zip(error.args[1], inputs) if isinstance(x, torch.Tensor))
+    else:
+        assert got[0].equal(want[0])
+        assert_same_form(got, want)
+    assert asked == [name]
+
+
+@cpu
+def test_gradient_of_a_bias_reaches_it_through_its_broadcast(on_cpu):
+    q, k, v = qkv_of()
+    bias = randn(1, 1, 5, 5, seed=3, dtype=torch.float16).requires_grad_()
+    out = ATEN._scaled_dot_product_efficient_attention(q, k, v, bias.expand(2, 2, 5, 5), True)[0]
+    dout = randn(*out.shape, seed=4, dtype=out.dtype)
+    got, = torch.autograd.grad(out, bias, dout)
+    assert_near([got], by_math(q, k, v, bias, None, dout)[-1:])
+
+
+# The whole, on a GPU.
+
+OURS = re.compile(r"(sm\d\d|simt)::.*flash_|_flash_bwd_(kv|q)")
+TORCHS = re.compile(r"pytorch_flash|fmha_cutlass|cudnn")
+BACKENDS = [None, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda x: x.name if x else "default")
+
+
+def chosen(backend):
+    return sdpa_kernel(backend) if backend else contextlib.nullcontext()
+
+
+def kernels_of(call):
+    """The names of the kernels that call runs on the GPU."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def halves(*shapes, grad=True, dtype=torch.bfloat16):
+    return [x.requires_grad_(grad) for x in make_qkv(shapes, dtype, rows_first=True, device="cuda")]
+
+
+def step(q, k, v, **options):
+    """(out, dq, dk, dv) of scaled_dot_product_attention."""
+    out = scaled_dot_product_attention(q, k, v, **options)
+    dout = randn(*out.shape, seed=4, dtype=out.dtype, device="cuda")
+    return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+
+@gpu
+@each_backend
+@pytest.mark.parametrize("seqlen", [128, 640])  # csrc's gradients, and on Hopper Triton's
+def test_profile_has_our_kernels_alone(backend, seqlen):
+    """Whichever backend torch chooses, also of itself. Without activate, the same call runs none of ours."""
+    q, k, v = halves(*3 * [(2, 4, seqlen, 64)])
+    with chosen(backend):
+        call = functools.partial(step, q, k, v, is_causal=True)
+        before = kernels_of(call)
+        with activated():
+            during = kernels_of(call)
+        after = kernels_of(call)
+    for names in (before, after):
+        assert any(map(TORCHS.search, names)) and not any(map(OURS.search, names)), names
+    assert not any(map(TORCHS.search, during)), during
+    assert len({name for name in during if OURS.search(name)}) >= 2, during
+
+
+@gpu
+@each_backend
+def test_masked_profile_has_our_kernels_alone(backend):
+    if backend == SDPBackend.FLASH_ATTENTION:
+        pytest.skip("torch's flash attention takes no mask")
+    q, k, v = halves(*3 * [(2, 4, 128, 64)])
+    mask = torch.rand(2, 1, 128, 128, device="cuda") > 0.2
+    with chosen(backend), activated():
+        names = kernels_of(functools.partial(step, q, k, v, attn_mask=mask))
+    assert not any(map(TORCHS.search, names)) and any(map(OURS.search, names)), names
+
+
+GPU_CASES = {
+    "square": dict(shapes=3 * [(2, 4, 130, 64)], is_causal=True),
+    "long": dict(shapes=3 * [(1, 2, 640, 128)], is_causal=True),
+    "grouped": dict(shapes=[(2, 8, 100, 64)] + 2 * [(2, 2, 100, 64)], is_causal=True, enable_gqa=True),
+    "more keys": dict(shapes=[(2, 4, 70, 64)] + 2 * [(2, 4, 200, 64)], is_causal=True),
+    "more rows": dict(shapes=[(2, 4, 200, 64)] + 2 * [(2, 4, 70, 64)], is_causal=True),
+    "scale": dict(shapes=[(2, 4, 70, 128)] + 2 * [(2, 4, 200, 128)], scale=0.3),
+    "head_dim 20": dict(shapes=3 * [(2, 4, 130, 20)]),
+    "head_dim 256": dict(shapes=3 * [(1, 2, 130, 256)], is_causal=True),
+    "one row": dict(shapes=[(2, 4, 1, 64)] + 2 * [(2, 4, 200, 64)]),
+}
+
+
+REFUSED = "No available kernel|No viable backend"
+
+
+@gpu
+@each_backend
+@pytest.mark.filterwarnings("ignore")  # torch says at length why a backend cannot serve a call
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_sdpa(name, backend):
+    """Results and gradients, where torch has a kernel for the call; where it has none, it still says so."""
+    options = dict(GPU_CASES[name])
+    q, k, v = halves(*options.pop("shapes"))
+    with chosen(backend):
+        try:
+            scaled_dot_product_attention(q, k, v, **options)
+        except RuntimeError as error:
+            if re.search(REFUSED, str(error)):
+                with activated(), pytest.raises(RuntimeError, match=REFUSED):
+                    scaled_dot_product_attention(q, k, v, **options)
+                return
+        with activated():
+            out, *gradients = step(q, k, v, **options)
+    rows, keys = q.shape[2], k.shape[2]
+    mask = visible(rows, keys, options.get("is_causal"), False, "cuda")
+    dout = randn(*out.shape, seed=4, dtype=out.dtype, device="cuda")
+    want = by_math(q, k, v, mask, options.get("scale"), dout)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
+
+
+@gpu
+@pytest.mark.parametrize("backend", [None, SDPBackend.EFFICIENT_ATTENTION], ids=str)
+@pytest.mark.parametrize("shape", [(96, 96), (2, 1, 96, 96), (1, 4, 1, 96), (2, 4, 96, 96)], ids=str)
+@pytest.mark.parametrize("is_bool", [False, True])
+def test_masked_sdpa(backend, shape, is_bool):
+    q, k, v = halves(*3 * [(2, 4, 96, 64)])
+    mask = randn(*shape, seed=3, dtype=torch.bfloat16, device="cuda")
+    mask = mask > -1 if is_bool else mask
+    with chosen(backend), activated():
+        out, *gradients = step(q, k, v, attn_mask=mask)
+    dout = randn(*out.shape, seed=4, dtype=out.dtype, device="cuda")
+    want = by_math(q, k, v, mask.expand(2, 4, 96, 96), None, dout)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
+
+
+@gpu
+def test_gradient_of_a_mask():
+    q, k, v = halves(*3 * [(2, 4, 90, 64)])
+    mask = randn(1, 4, 90, 90, seed=3, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    dout = randn(2, 4, 90, 64, seed=4, dtype=torch.bfloat16, device="cuda")
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), activated():
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        got, = torch.autograd.grad(out, mask, dout)
+    assert_near([got], by_math(q, k, v, mask, None, dout)[-1:])
+
+
+@gpu
+@pytest.mark.parametrize("name", ["flash", "efficient"])
+def test_outputs_have_the_form_of_torchs_own(name):
+    q, k, v = halves(*3 * [(2, 4, 90, 64)])
+    inputs = (q, k, v) if name == "flash" else (q, k, v, None, True)
+    op = getattr(ATEN, f"_scaled_dot_product_{name}_attention")
+    want = op(*inputs)
+    with activated():
+        got = op(*inputs)
+    assert_same_form(got[:2], want[:2])
+    assert_near(got[:1], want[:1])
+    assert_close(got[1][..., :90], want[1][..., :90], rtol=1e-3, atol=1e-3)
+
+
+@gpu
+@pytest.mark.parametrize("name, options, lengths", EVERYDAY.values(), ids=EVERYDAY)
+def test_everyday_calls_on_a_gpu(name, options, lengths):
+    for rows, keys in lengths:
+        q, k, v = halves((2, 2, rows, 64), *2 * [(2, 2, keys, 64)], grad=False)
+        want = aten.OPS[name](q, k, v, *options)
+        with activated():
+            got = getattr(ATEN, name)(q, k, v, *options)
+        assert_same_form(got, want)
+        assert got[0].equal(want[0]) and (want[1] is None or got[1].equal(want[1]))
+
+
+@gpu
+def test_lse_of_cudnn_is_ours():
+    q, k, v = halves(*3 * [(2, 4, 90, 64)])
+    op = ATEN._scaled_dot_product_cudnn_attention
+    want = op(q, k, v, None, True, 0.0, True)
+    with activated():
+        got = op(q, k, v, None, True, 0.0, True)
+    assert_close(got[1].reshape(2, 4, 90), want[1].reshape(2, 4, 90), rtol=1e-3, atol=1e-3)
+
+
+@gpu
+@pytest.mark.parametrize("backend", BACKENDS[1:], ids=lambda x: x.name)
+def test_activated_between_forward_and_backward(backend):
+    """Our gradients of what torch's kernel has saved."""
+    q, k, v = halves(*3 * [(2, 4, 90, 64)])
+    dout = randn(*q.shape, seed=4, dtype=q.dtype, device="cuda")
+    with chosen(backend):
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        with activated():
+            gradients = torch.autograd.grad(out, (q, k, v), dout)
+    want = by_math(q, k, v, visible(90, 90, True, True, "cuda"), None, dout)
+    assert_near(gradients, want[2:5])
+
+
+@gpu
+@each_backend
+def test_dropout_stays_torchs(backend):
+    q, k, v = halves(*3 * [(2, 4, 128, 64)])
+
+    def run():
+        torch.manual_seed(0)
+        return step(q, k, v, dropout_p=0.2)
+
+    torch.use_deterministic_algorithms(backend != SDPBackend.CUDNN_ATTENTION)
+    try:
+        with chosen(backend):
+            want = run()
+            with activated():
+                got = run()
+                names = kernels_of(run)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(map(OURS.search, names)) and any(map(TORCHS.search, names)), names
+    assert got[0].equal(want[0])
+    assert_near(got[1:], want[1:])
+
+
+@gpu
+def test_float32_stays_torchs():
+    q, k, v = halves(*3 * [(2, 4, 128, 64)], dtype=torch.float32)
+    with activated():
+        assert not any(map(OURS.search, kernels_of(functools.partial(step, q, k, v))))
+
+
+@gpu
+@each_backend
+def test_compiled_sdpa(backend):
+    """A graph that is compiled before activate, too: kernels are looked up when it runs."""
+    q, k, v = halves(*3 * [(2, 4, 96, 64)])
+    dout = randn(*q.shape, seed=4, dtype=q.dtype, device="cuda")
+    torch._dynamo.reset()
+    attend = torch.compile(lambda q, k, v: 2 * scaled_dot_product_attention(q, k, v, is_causal=True), fullgraph=True)
+
+    def run():
+        with chosen(backend):
+            out = attend(q, k, v)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    run()
+    with activated():
+        names = kernels_of(run)
+        out, *gradients = run()
+        with torch.no_grad(), chosen(backend):
+            inferred = attend(q, k, v)
+    assert not any(map(TORCHS.search, names)) and any(map(OURS.search, names)), names
+    want = by_math(q, k, v, visible(96, 96, True, True, "cuda"), None, 2 * dout)
+    assert_near((out, inferred, *gradients), (2 * want[0], 2 * want[0], *want[2:5]))
+
+
+@gpu
+def test_compiled_masked_sdpa():
+    q, k, v = halves(*3 * [(2, 4, 90, 64)])
+    mask = torch.rand(2, 1, 90, 90, device="cuda") > 0.2
+    torch._dynamo.reset()
+    attend = torch.compile(lambda q, k, v: scaled_dot_product_attention(q, k, v, mask), fullgraph=True, dynamic=True)
+    dout = randn(*q.shape, seed=4, dtype=q.dtype, device="cuda")
+    with activated():
+        out = attend(q, k, v)
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+    want = by_math(q, k, v, mask, None, dout)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
+
+
+@gpu
+@each_backend
+def test_cuda_graph(backend):
+    q, k, v = halves(*3 * [(2, 4, 96, 64)], grad=False)
+    with chosen(backend), activated(), torch.no_grad():
+        graph, out = captured(lambda: scaled_dot_product_attention(q, k, v, is_causal=True))
+        for seed in (1, 2):
+            q.copy_(randn(*q.shape, seed=seed))
+            graph.replay()
+            assert out.equal(scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+@gpu
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=lambda x: x.name)
+def test_deterministic_algorithms(backend):
+    q, k, v = halves(*3 * [(1, 2, 700, 64)])
+    torch.use_deterministic_algorithms(True)
+    try:
+        with chosen(backend), activated():
+            first, second = step(q, k, v, is_causal=True), step(q, k, v, is_causal=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(x.equal(y) for x, y in zip(first, second))
+
+
+@gpu
+def test_autocast():
+    q, k, v = halves(*3 * [(2, 4, 90, 64)], dtype=torch.float32)
+    with activated(), torch.autocast("cuda", dtype=torch.bfloat16):
+        names = kernels_of(functools.partial(step, q, k, v))
+        got = step(q, k, v)
+    assert any(map(OURS.search, names)) and not any(map(TORCHS.search, names)), names
+    dout = randn(*q.shape, seed=4, device="cuda")
+    want = by_math(q, k, v, None, None, dout)
+    assert got[0].dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in got[1:])
+    assert_near(got, (want[0], *want[2:5]))
+
+
+@gpu
+def test_bottom_right_bias():
+    """torch.nn.attention.bias calls the op of flash attention itself."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    q, k, v = halves((2, 4, 70, 64), *2 * [(2, 4, 200, 64)])
+    with activated():
+        call = functools.partial(step, q, k, v, attn_mask=causal_lower_right(70, 200))
+        names, (out, *gradients) = kernels_of(call), call()
+    assert any(map(OURS.search, names)) and not any(map(TORCHS.search, names)), names
+    dout = randn(*out.shape, seed=4, dtype=out.dtype, device="cuda")
+    want = by_math(q, k, v, visible(70, 200, True, True, "cuda"), None, dout)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
+
+
+@gpu
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, 0)], ids=str)
+def test_varlen_attn(window):
+    from torch.nn.attention.varlen import varlen_attn
+
+    lengths = [30, 100, 1]
+    q, k, v = (randn(131, 4, 64, seed=seed, dtype=torch.bfloat16, device="cuda").requires_grad_() for seed in range(3))
+    bounds, dout = cu_seqlens(lengths, "cuda"), randn(131, 4, 64, seed=4, dtype=torch.bfloat16, device="cuda")
+
+    def run():
+        out = varlen_attn(q, k, v, bounds, bounds, 100, 100, window_size=window)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    with activated():
+        names, got = kernels_of(run), run()
+    assert any(map(OURS.search, names)) and not any(map(TORCHS.search, names)), names
+    for begin, length in zip((0, 30, 130), lengths):
+        part = slice(begin, begin + length)
+        distance = torch.arange(length, device="cuda") - torch.arange(length, device="cuda")[:, None]
+        left, right = (math.inf if x < 0 else x for x in window)
+        mask = (distance >= -left) & (distance <= right)
+        want = by_math(*(x[part].transpose(0, 1)[None] for x in (q, k, v)), mask, None,
+                       dout[part].transpose(0, 1)[None])
+        assert_near([x[part].transpose(0, 1) for x in got], [x[0] for x in (want[0], *want[2:5])])
+
+
+@gpu
+def test_nested_tensors():
+    parts = [randn(n, 4 * 64, seed=n, dtype=torch.bfloat16, device="cuda") for n in (30, 100, 1)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+
+    def run():
+        q = x.unflatten(-1, [4, 64]).transpose(1, 2)
+        out = scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
+        return out, *torch.autograd.grad(out.values().float().square().sum(), x)
+
+    with activated():
+        names, (out, dx) = kernels_of(run), run()
+    assert any(map(OURS.search, names)) and not any(map(TORCHS.search, names)), names
+    for part, got, gradient in zip(parts, out.unbind(), dx.unbind()):
+        leaf = part.double().requires_grad_()
+        q = leaf.unflatten(-1, [4, 64]).transpose(0, 1)[None]
+        with sdpa_kernel(SDPBackend.MATH):
+            want = scaled_dot_product_attention(q, q, q, is_causal=True)[0]
+        assert_near([got, gradient], [want.transpose(0, 1), torch.autograd.grad(want.square().sum(), leaf)[0]])
