@@ -54,7 +54,7 @@ void check_backward(const TorchTensor &dout, const OptionalTensor &dlse, const T
                     const TorchTensor &out, const TorchTensor &lse) {
     const Sizes rows = q.sizes().slice(0, 3);
     auto is_like_out = [&](const TorchTensor &x) {
-        return x.dim() == 4 && x.sizes().slice(0, 3) == rows && is_like(x, x.sizes(), q.scalar_type(), q) &&
+        return x.dim() == 4 && x.sizes().slice(0, 3).equals(rows) && is_like(x, x.sizes(), q.scalar_type(), q) &&
                x.size(3) == v.size(3);
     };
     auto is_of_rows = [&](const TorchTensor &x) { return is_like(x, rows, lse_dtype(q), q); };

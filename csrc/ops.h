@@ -28,7 +28,7 @@ struct Options {
 
 // Whether x is on the device of q, of this dtype and of these sizes.
 inline bool is_like(const TorchTensor &x, Sizes sizes, ScalarType dtype, const TorchTensor &q) {
-    return x.sizes() == sizes && x.scalar_type() == dtype && x.device() == q.device();
+    return x.sizes().equals(sizes) && x.scalar_type() == dtype && x.device() == q.device();
 }
 
 // What is wrong with what changes the scores, see score_mods.cuh: a ValueError.

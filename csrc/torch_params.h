@@ -59,7 +59,7 @@ inline Reason find_fault(const TorchTensor &q, const TorchTensor &k, const Torch
     if (q.dim() != ndim || k.dim() != ndim || v.dim() != ndim)
         return "q, k and v must be " + std::to_string(ndim) + "D";
     const int64_t head_dim = q.size(last), head_dim_v = v.size(last), nheads_k = k.size(dim.head);
-    if (k.sizes().slice(0, last) != v.sizes().slice(0, last) || k.size(last) != head_dim ||
+    if (!k.sizes().slice(0, last).equals(v.sizes().slice(0, last)) || k.size(last) != head_dim ||
         (dim.batch == 0 && k.size(0) != q.size(0)))
         return "the shapes of q, k and v do not match";
     if (nheads_k == 0 || q.size(dim.head) % nheads_k) return "nheads must be a multiple of nheads_k";
