@@ -85,7 +85,7 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
         NotImplementedError: what is not served. TypeError, ValueError: a mask of another kind, or as flash_attention.
     """
     for name, what in REFUSED.items():
-        if others.get(name) not in (None, False):
+        if others.get(name) is not None and others[name] is not False:
             raise NotImplementedError(f"minimal_attn does not serve {what}, but {name} is given")
     mask, bias = _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
     if mask.num_keys != key.shape[2]:
