@@ -247,8 +247,7 @@ def test_cross_attention_to_as_many_keys_as_rows(attention):
 
 
 @cpu
-@pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("kind, side", [("llama", None), ("llama", "left"), ("mistral", "right")])
 @torch.no_grad()
 def test_compiled_forward(kind, side, attention):
     """Without a graph break. Dynamo sees every window and every packed batch as a dense mask."""
@@ -261,18 +260,23 @@ def test_compiled_forward(kind, side, attention):
 
 
 @cpu
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["gemma2"])  # a window in every other layer
 def test_compiled_generation(kind, attention):
     """With a static cache, transformers makes masks outside of the compiled step, which then has one graph."""
     ids, mask = tokens(3, 11, device="cpu"), padding_mask("left", "cpu")
     options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, cache_implementation="static")
     ours, eager = models(kind, "torch", attention)
-    counter = torch._dynamo.testing.CompileCounter()
-    config = transformers.CompileConfig(fullgraph=True, backend=counter, mode=None)
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    config = transformers.CompileConfig(fullgraph=True, backend=counted, mode=None)
     config._compile_all_devices = True
     got = ours.generate(ids, compile_config=config, **options)
     assert got.equal(eager.generate(ids, disable_compile=True, **options))
-    assert counter.frame_count == 1, "steps were compiled again"
+    assert len(graphs) == 1, "steps were compiled again"
 
 
 @pytest.mark.gpu
