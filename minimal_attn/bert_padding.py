@@ -3,8 +3,6 @@
 Read next: packed.py, which does the work; as_flash_attn.py, which makes `import flash_attn` find this module.
 """
 
-import importlib
-
 import torch
 from torch import Tensor
 
@@ -42,5 +40,6 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor,
 def __getattr__(name):
     """rearrange and repeat of einops, if that is installed: code that uses flash-attn imports them from here."""
     if name in ("rearrange", "repeat"):
-        return getattr(importlib.import_module("einops"), name)
+        import einops
+        return getattr(einops, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,8 @@ import itertools
 import pytest
 import torch
 
-from test_transformers import MODELS as DECODERS, NAME, SIZES, VOCAB, check, models, padding_mask, registered, tokens
+from test_transformers import (IMPLS, MODELS as DECODERS, NAME, SIZES, check, models, padding_mask, registered,
+                               tokens)
 from test_transformers_scores import MODELS as ENCODERS
 
 transformers = pytest.importorskip("transformers")
@@ -19,6 +20,7 @@ from minimal_attn.integrations.masks import Mask, make_mask, pattern_of  # noqa:
 from transformers import masking_utils  # noqa: E402
 
 cpu = pytest.mark.cpu
+DEVICE = IMPLS["torch"][1]
 
 
 @pytest.fixture
@@ -168,10 +170,9 @@ def test_a_model_that_changes_its_mask_gets_an_error():
 @torch.no_grad()
 def test_packing_of_several_rows(impl, kind, attention):
     """Each row of the batch has sequences of its own, with a cache and without."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    ids, lengths = tokens(2, 11, device=device), ((5, 6), (3, 1, 7))
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]).to(device)
-    ours, eager = (model.to(device) for model in models(kind, impl, attention))
+    ids, lengths = tokens(2, 11, device=DEVICE), ((5, 6), (3, 1, 7))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]).to(DEVICE)
+    ours, eager = models(kind, impl, attention)
     want = torch.stack([torch.cat([eager(part[None]).logits[0] for part in row.split(ends)])
                         for row, ends in zip(ids, map(list, lengths))])
     check(ours(ids, position_ids=positions, use_cache=False).logits, want, "torch")
@@ -183,7 +184,7 @@ def test_packing_of_several_rows(impl, kind, attention):
 def test_positions_with_gaps_are_one_sequence(attention):
     """With a cache, as for eager attention: some tokens of a prompt may have been left out."""
     ours, eager = models("llama", "torch", attention)
-    ids, positions = tokens(1, 6, device="cpu"), torch.tensor([[0, 1, 2, 7, 8, 9]])
+    ids, positions = tokens(1, 6, device=DEVICE), torch.tensor([[0, 1, 2, 7, 8, 9]], device=DEVICE)
     check(*(model(ids, position_ids=positions, use_cache=True).logits for model in (ours, eager)), "torch")
 
 
@@ -204,16 +205,15 @@ def test_positions_are_read_once(monkeypatch):
 @torch.no_grad()
 def test_masks_of_the_caller(dtype, attention):
     """A mask with four dimensions is taken as it is, for eager attention too."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    ours, eager = (model.to(device) for model in models("mistral", "torch", attention))
-    ids, generator = tokens(2, 6, device=device), torch.Generator().manual_seed(0)
+    ours, eager = models("mistral", "torch", attention)
+    ids, generator = tokens(2, 6, device=DEVICE), torch.Generator().manual_seed(0)
     visible = torch.rand(2, 1, 6, 6, generator=generator).lt(0.5).tril() | torch.eye(6, dtype=torch.bool)
-    as_numbers = torch.where(visible, 0.0, torch.finfo(torch.float32).min).to(device)
-    mask = visible.to(device) if dtype == torch.bool else as_numbers
+    as_numbers = torch.where(visible, 0.0, torch.finfo(torch.float32).min).to(DEVICE)
+    mask = visible.to(DEVICE) if dtype == torch.bool else as_numbers
     check(ours(ids, attention_mask=mask).logits, eager(ids, attention_mask=as_numbers).logits, "torch")
 
 
-def t5(attention, device="cpu"):
+def t5(attention):
     """T5 and BERT's relatives read a bias; the same weights with our attention and with eager attention."""
     name, options = ENCODERS["t5"]
     made = getattr(transformers, name)
@@ -221,7 +221,7 @@ def t5(attention, device="cpu"):
     weights = made(made.config_class(**options)).state_dict()
     weights |= {key: 2 * torch.randn_like(x) for key, x in weights.items() if "relative_attention_bias" in key}
     for implementation in (attention, "eager"):
-        model = made(made.config_class(**options, attn_implementation=implementation, eos_token_id=None)).to(device)
+        model = made(made.config_class(**options, attn_implementation=implementation, eos_token_id=None)).to(DEVICE)
         model.load_state_dict(weights)
         yield model.eval()
 
@@ -230,20 +230,18 @@ def t5(attention, device="cpu"):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate_with_t5(cache, side, attention):
     """Greedy tokens of prompts with padding: a bias of positions, cross-attention and caches of both."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    ids, mask = tokens(3, 11, device=device), padding_mask(side, device)
+    ids, mask = tokens(3, 11, device=DEVICE), padding_mask(side, DEVICE)
     got, want = (model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0,
-                                cache_implementation=cache, disable_compile=True) for model in t5(attention, device))
+                                cache_implementation=cache, disable_compile=True) for model in t5(attention))
     assert got.shape == (3, 6) and got.equal(want)
 
 
 @torch.no_grad()
 def test_cross_attention_to_as_many_keys_as_rows(attention):
     """The padding of the encoder's tokens says nothing of the decoder's."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    inputs = dict(input_ids=tokens(3, 11, device=device), attention_mask=padding_mask("right", device),
-                  decoder_input_ids=tokens(3, 11, device=device))
-    check(*(model(**inputs).logits for model in t5(attention, device)), "torch")
+    inputs = dict(input_ids=tokens(3, 11, device=DEVICE), attention_mask=padding_mask("right", DEVICE),
+                  decoder_input_ids=tokens(3, 11, device=DEVICE))
+    check(*(model(**inputs).logits for model in t5(attention)), "torch")
 
 
 @cpu
@@ -252,18 +250,19 @@ def test_cross_attention_to_as_many_keys_as_rows(attention):
 def test_compiled_forward(kind, side, attention):
     """Without a graph break. Dynamo sees every window and every packed batch as a dense mask."""
     ours, eager = models(kind, "torch", attention)
-    ids = tokens(3, 11, device="cpu")
-    mask = None if side is None else padding_mask(side, "cpu")
+    ids = tokens(3, 11, device=DEVICE)
+    mask = None if side is None else padding_mask(side, DEVICE)
     got = torch.compile(ours, fullgraph=True, backend="eager")(ids, attention_mask=mask, use_cache=False).logits
     valid = torch.ones_like(ids) if side is None else mask
     check(got[valid.bool()], eager(ids, attention_mask=mask).logits[valid.bool()], "torch")
 
 
 @cpu
-@pytest.mark.parametrize("kind", ["gemma2"])  # a window in every other layer
-def test_compiled_generation(kind, attention):
-    """With a static cache, transformers makes masks outside of the compiled step, which then has one graph."""
-    ids, mask = tokens(3, 11, device="cpu"), padding_mask("left", "cpu")
+@pytest.mark.parametrize("kind, most", [("llama", 1), pytest.param("gemma2", 2, marks=pytest.mark.slow)])
+def test_compiled_generation(kind, most, attention):
+    """With a static cache, transformers makes masks outside of the compiled step, which then has one graph. Caches of
+    windows count in ints, for which Dynamo compiles a second one."""
+    ids, mask = tokens(3, 11, device=DEVICE), padding_mask("left", DEVICE)
     options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, cache_implementation="static")
     ours, eager = models(kind, "torch", attention)
     graphs = []
@@ -276,20 +275,19 @@ def test_compiled_generation(kind, attention):
     config._compile_all_devices = True
     got = ours.generate(ids, compile_config=config, **options)
     assert got.equal(eager.generate(ids, disable_compile=True, **options))
-    assert len(graphs) == 1, "steps were compiled again"
+    assert 1 <= len(graphs) <= most, "steps were compiled again"
 
 
 @pytest.mark.gpu
 def test_compiled_generation_on_a_gpu(attention):
-    """bf16, by CUDA graphs: the tokens of the same model without torch.compile."""
+    """bf16, by CUDA graphs: the logits of the same model without torch.compile."""
     ids, mask = tokens(3, 11, device="cuda"), padding_mask("left", "cuda")
     model = models("llama", "torch", attention)[0].to("cuda", torch.bfloat16)
     options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0, cache_implementation="static")
-    want = model.generate(ids, disable_compile=True, **options)
-    logits = [model.generate(ids, disable_compile=disable, return_dict_in_generate=True, output_logits=True,
-                             **options).logits[0] for disable in (True, False)]
-    assert (logits[0] - logits[1]).norm() <= 2**-6 * logits[0].norm()
-    assert model.generate(ids, **options).shape == want.shape
+    # The first step after the prompt, which is not compiled.
+    want, got = (model.generate(ids, disable_compile=disable, return_dict_in_generate=True, output_logits=True,
+                                **options).logits[1] for disable in (True, False))
+    assert (got - want).norm() <= 2**-6 * want.norm()
 
 
 @pytest.mark.gpu
@@ -298,26 +296,26 @@ def test_compiled_generation_on_a_gpu(attention):
 def test_greedy_tokens_in_bf16(kind, attention):
     """Token by token beside eager attention in bf16, wherever its two best logits differ by more than the error."""
     ours, eager = (model.to("cuda", torch.bfloat16) for model in models(kind, "torch", attention))
-    exact = models(kind, "torch", attention)[1].to("cuda", torch.float64)
+    exact = models(kind, "torch", attention)[1].to("cuda")  # in fp32, as the experts of gpt-oss have no fp64
     ids, mask = tokens(3, 11, device="cuda"), padding_mask("left", "cuda")
     ids = exact.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0,
                          disable_compile=True)
     mask = torch.nn.functional.pad(mask, (0, 5), value=1)
     got, peer, truth = (model(ids, attention_mask=mask).logits[mask.bool()].double() for model in (ours, eager, exact))
-    error = (peer - truth).abs().max()
-    assert (got - truth).abs().max() <= 2 * error + 2**-8 * truth.abs().max()
-    best = truth.topk(2).values
-    is_clear = best[:, 0] - best[:, 1] > 4 * error
-    assert is_clear.any() and got.argmax(1)[is_clear].equal(truth.argmax(1)[is_clear])
+    assert (got - truth).norm() <= 2 * (peer - truth).norm() + 2**-9 * truth.norm()
+    errors = (got - truth).abs().amax(1) + (peer - truth).abs().amax(1)
+    best = peer.topk(2).values
+    is_clear = best[:, 0] - best[:, 1] > 2 * errors
+    assert is_clear.any() and got.argmax(1)[is_clear].equal(peer.argmax(1)[is_clear])
 
 
 @pytest.mark.gpu
 def test_training_in_bf16(attention):
-    """Gradients of a padded batch, beside eager attention in bf16 and the truth in fp64."""
+    """Gradients of a padded batch, beside eager attention in bf16 and in fp32."""
     ids, mask = tokens(3, 11, device="cuda"), padding_mask("right", "cuda")
     labels = ids.masked_fill((mask * mask.roll(1, 1)) == 0, -100)
     gradients = []
-    for index, dtype in ((0, torch.bfloat16), (1, torch.bfloat16), (1, torch.float64)):
+    for index, dtype in ((0, torch.bfloat16), (1, torch.bfloat16), (1, torch.float32)):
         model = models("llama", "torch", attention)[index].to("cuda", dtype).train()
         model(ids, attention_mask=mask, labels=labels).loss.backward()
         gradients.append({name: x.grad.double() for name, x in model.named_parameters()})
@@ -411,7 +409,7 @@ def test_continuous_batching_is_refused(attention):
 def test_attention_weights_are_refused(attention):
     ours, _ = models("llama", "torch", attention)
     with pytest.raises((ValueError, NotImplementedError), match="output_attentions"):
-        ours(tokens(1, 3, device="cpu"), output_attentions=True)
+        ours(tokens(1, 3, device=DEVICE), output_attentions=True)
 
 
 # register.
@@ -443,8 +441,8 @@ def test_register_again(attention):
 @cpu
 def test_switching_a_model(attention):
     """set_attn_implementation of a model that exists."""
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
-    ids = torch.arange(VOCAB)[None, :9]
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval().to(DEVICE)
+    ids = tokens(1, 9, device=DEVICE)
     with torch.no_grad():
         want = model(ids).logits
         model.set_attn_implementation(NAME)
