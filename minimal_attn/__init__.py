@@ -14,6 +14,7 @@ except KeyboardInterrupt:
 
 from ._build import load
 from .activation import activate, activated, deactivate
+from .as_flash_attn import install_as_flash_attn, uninstall_as_flash_attn
 from .benchmark import BenchmarkResult, BenchmarkRunner, benchmark_fn
 from .cuda import force_kernel
 from .flash_attn import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
@@ -58,6 +59,7 @@ __all__ = [
     "get_matmul_config",
     "get_optimal_attention",
     "get_optimal_matmul",
+    "install_as_flash_attn",
     "load",
     "pad_input",
     "print_gpu_info",
@@ -65,6 +67,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "supports_fp8",
     "triton_matmul",
+    "uninstall_as_flash_attn",
     "unpad_input",
     "validate_attention",
     "validate_matmul",

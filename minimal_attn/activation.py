@@ -33,7 +33,7 @@ def activate() -> None:
 
     This is scaled_dot_product_attention, with masks as well, torch.nn.attention.varlen.varlen_attn, nested tensors and
     torch's context parallelism, eager and compiled. What our kernels do not serve stays with torch's: dropout, float32
-    and all else that docs/integrations_torch.md lists. It is for the whole process, until deactivate. Activating twice
+    and all else that docs/integrations.md lists. It is for the whole process, until deactivate. Activating twice
     is the same as once. An implementation that torch.nn.attention.activate_flash_attention_impl activated before, such
     as "FA3", is replaced.
 

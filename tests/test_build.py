@@ -443,8 +443,9 @@ def build(kind, tree, out, **env):
 
 
 PACKAGED = {"minimal_attn/py.typed", "minimal_attn/__init__.py", "minimal_attn/_build.py", "minimal_attn/cli.py",
-            "minimal_attn/__main__.py", *(f"minimal_attn/bench/{x.name}" for x in ROOT.glob("minimal_attn/bench/*.py")),
-            "triton_ref/attention.py"}
+            "minimal_attn/__main__.py", "triton_ref/attention.py",
+            *(f"minimal_attn/{folder}/{x.name}" for folder in ("bench", "integrations")
+              for x in ROOT.glob(f"minimal_attn/{folder}/*.py"))}
 
 
 @pytest.fixture

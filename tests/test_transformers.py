@@ -1,21 +1,22 @@
-"""Models of transformers with our functions in the place of flash-attn's, beside their own eager attention.
+"""Models of transformers with our attention, beside their own eager attention.
 
-transformers gets this package as a kernel of its hub, by the name of a repository. All else it does by itself: it reads
-the signatures of our functions, packs padded batches, finds packed ones by their position_ids, and cuts static caches.
+Our attention gets in by two routes. "kernel": transformers gets the folder that integrations/kernels.py writes as a
+kernel of its hub. All else it does by itself: it reads the signatures of our functions, packs padded batches, finds
+packed ones by their position_ids, and cuts static caches. "interface": integrations/transformers.py does all of that.
 """
 
 import functools
-import types
+import importlib.util
 
 import pytest
 import torch
 
-import minimal_attn
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
+from minimal_attn.integrations import kernels
 
 transformers = pytest.importorskip("transformers")
 
-NAME = "minimal-attn/minimal-flash-attn"  # transformers packs for names with "flash" in them
+NAME = "minimal_attn"
 IMPLS = {impl: where for impl, where in IMPLEMENTATIONS.items() if impl != "cuda:dmma"}  # head_dim is 16
 VOCAB, WINDOW, LENGTH = 128, 4, 11
 SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -38,36 +39,68 @@ def each_model(is_short):
         for impl in IMPLS for kind in MODELS])
 
 
-@pytest.fixture
-def impl_as_kernel(impl, monkeypatch):
-    """transformers' hub with one repository, whose functions run one implementation."""
+@pytest.fixture(params=["kernel", "interface"])
+def attention(request, impl, kind, monkeypatch, tmp_path):
+    """The name of our attention for transformers, by a route, with one implementation."""
+    if request.param == "interface":
+        if not HAS_GPU and (impl == "triton" or impl == "cuda:host" and kind != "mistral"):
+            pytest.skip("slow on the CPU, where the other route runs it")
+        return registered(impl, monkeypatch)
     from transformers import modeling_flash_attention_utils as utils
     from transformers.integrations import hub_kernels
 
-    backend = IMPLS[impl][0]
-    kernel = types.ModuleType("minimal_flash_attn")
+    kernel = loaded_kernel(tmp_path)
     for name in ("flash_attn_func", "flash_attn_varlen_func"):
-        function = getattr(minimal_attn, name)
+        function = getattr(kernel, name)
         setattr(kernel, name, functools.partial(in_16_bits(function) if impl in OF_16_BITS else function,
-                                                backend=backend))
+                                                backend=IMPLS[impl][0]))
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
-    monkeypatch.setattr(hub_kernels, "get_kernel", lambda name, **options: {NAME: kernel}[name])
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda name, **options: {kernels.NAME: kernel}[name])
     monkeypatch.setattr(utils, "_loaded_implementation", None)
     # The kernels that this model takes are listed by name.
-    monkeypatch.setattr(transformers.GptOssPreTrainedModel, "_compatible_flash_implementations", [NAME])
+    monkeypatch.setattr(transformers.GptOssPreTrainedModel, "_compatible_flash_implementations", [kernels.NAME])
+    return kernels.NAME
 
 
-def models(kind, impl):
+def loaded_kernel(folder):
+    """The module of a kernel in this folder, as the package `kernels` loads it."""
+    kernels.write(folder)
+    file = folder / "build" / "torch-cpu" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("_minimal_flash_attn3_of_a_test", file)
+    kernel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernel)
+    return kernel
+
+
+def registered(impl, monkeypatch):
+    """NAME, registered with transformers for one implementation, until the test is over."""
+    from minimal_attn.integrations import transformers as integration
+
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))  # register changes it
+    integration.register(NAME, backend=IMPLS[impl][0])
+    if impl in OF_16_BITS:
+        attend = transformers.AttentionInterface._global_mapping[NAME]
+
+        def rounding(module, query, key, value, *args, **options):
+            out, _ = attend(module, *(x.bfloat16() for x in (query, key, value)), *args, **options)
+            return out.float(), None
+
+        transformers.AttentionInterface.register(NAME, rounding)
+    return NAME
+
+
+def models(kind, impl, attention):
     """The same weights twice, in fp32: with our attention and with eager attention."""
     name, options = MODELS[kind]
     made = getattr(transformers, name)
     torch.manual_seed(0)
     weights = made(made.config_class(**SIZES, **options)).state_dict()
     found = []
-    for attention in (NAME, "eager"):
-        config = made.config_class(**SIZES, **options, attn_implementation=attention)
+    for name in (attention, "eager"):
+        config = made.config_class(**SIZES, **options, attn_implementation=name)
         model = made(config).to(IMPLS[impl][1])
-        assert model.config._attn_implementation == attention
+        assert model.config._attn_implementation == name
         model.load_state_dict(weights)
         found.append(model.eval())
     return found
@@ -102,11 +135,11 @@ def padding_mask(side, device):
 @each_model(is_short=True)
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_padding(kind, impl, side, impl_as_kernel):
+def test_padding(kind, impl, side, attention):
     """Padding is packed away; logits at valid positions, whatever the tokens in padding are."""
     device = IMPLS[impl][1]
     mask, ids = padding_mask(side, device), tokens(3, LENGTH, device=device)
-    ours, eager = models(kind, impl)
+    ours, eager = models(kind, impl, attention)
     logits = [model(ids, attention_mask=mask).logits[mask.bool()] for model in (ours, eager)]
     check(*logits, impl)
     other = torch.where(mask.bool(), ids, 5)
@@ -115,20 +148,20 @@ def test_padding(kind, impl, side, impl_as_kernel):
 
 @each_model(is_short=True)
 @torch.no_grad()
-def test_no_padding(kind, impl, impl_as_kernel):
+def test_no_padding(kind, impl, attention):
     ids = tokens(2, LENGTH, device=IMPLS[impl][1])
-    check(*(model(ids).logits for model in models(kind, impl)), impl)
+    check(*(model(ids).logits for model in models(kind, impl, attention)), impl)
 
 
 @each_model(is_short=True)
 @torch.no_grad()
-def test_packing(kind, impl, impl_as_kernel):
+def test_packing(kind, impl, attention):
     """Samples of 5, 1 and 8 tokens in one row, by their positions alone and by cu_seq_lens as a collator gives them."""
     device = IMPLS[impl][1]
     lengths = (5, 1, 8)
     ids = tokens(1, sum(lengths), device=device)
     positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
-    ours, eager = models(kind, impl)
+    ours, eager = models(kind, impl, attention)
     got = ours(ids, position_ids=positions).logits
     check(got, torch.cat([eager(x).logits for x in ids.split(lengths, 1)], 1), impl)
     cu_seqlens = torch.tensor([0, 5, 6, 14], dtype=torch.int32, device=device)
@@ -140,11 +173,11 @@ def test_packing(kind, impl, impl_as_kernel):
 @each_model(is_short=False)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
-def test_cache(kind, impl, cache, impl_as_kernel):
+def test_cache(kind, impl, cache, attention):
     """A prompt, three tokens at once and single tokens, with left padding, beside all tokens at once."""
     device = IMPLS[impl][1]
     mask, ids = padding_mask("left", device), tokens(3, LENGTH, device=device)
-    ours, eager = models(kind, impl)
+    ours, eager = models(kind, impl, attention)
     config = ours.config
     past = transformers.DynamicCache(config=config) if cache == "dynamic" else transformers.StaticCache(
         config=config, max_cache_len=LENGTH + 6)
@@ -158,27 +191,27 @@ def test_cache(kind, impl, cache, impl_as_kernel):
 
 @each_model(is_short=False)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generate(kind, impl, cache, impl_as_kernel):
+def test_generate(kind, impl, cache, attention):
     """Greedy tokens of left-padded prompts are those of eager attention."""
     if impl in OF_16_BITS:
         pytest.skip("a rounding may change a token")
     device = IMPLS[impl][1]
     ids, mask = tokens(3, LENGTH, device=device), padding_mask("left", device)
     got, want = (model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0,
-                                cache_implementation=cache, disable_compile=True) for model in models(kind, impl))
+                                cache_implementation=cache, disable_compile=True) for model in models(kind, impl, attention))
     assert got.shape == (3, LENGTH + 5) and got.equal(want)
 
 
 @each_model(is_short=True)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_training_step_with_padding(kind, impl, side, impl_as_kernel):
+def test_training_step_with_padding(kind, impl, side, attention):
     """The loss and the gradients of all parameters, sinks among them."""
     device = IMPLS[impl][1]
     mask, ids = padding_mask(side, device), tokens(3, LENGTH, device=device)
     # The token before a label must be valid too: its logits are in the loss.
     labels = ids.masked_fill((mask * mask.roll(1, 1)) == 0, -100)
     losses, gradients = [], []
-    for model in models(kind, impl):
+    for model in models(kind, impl, attention):
         loss = model.train()(ids, attention_mask=mask, labels=labels).loss
         loss.backward()
         losses.append(loss.detach())
@@ -191,9 +224,9 @@ def test_training_step_with_padding(kind, impl, side, impl_as_kernel):
 
 @pytest.mark.parametrize("impl, kind", [(impl, "mistral") for impl in IMPLS])
 @torch.no_grad()
-def test_a_window_matters(kind, impl, impl_as_kernel):
+def test_a_window_matters(kind, impl, attention):
     """So that the tests above see one that is wrong."""
-    ours, _ = models(kind, impl)
+    ours, _ = models(kind, impl, attention)
     ids = tokens(2, LENGTH, device=IMPLS[impl][1])
     windowed = ours(ids).logits
     ours.config.sliding_window = WINDOW + 1
@@ -205,9 +238,9 @@ def test_a_window_matters(kind, impl, impl_as_kernel):
 
 @pytest.mark.parametrize("impl, kind", [(impl, "gemma2") for impl in IMPLS])
 @torch.no_grad()
-def test_a_softcap_matters(kind, impl, impl_as_kernel):
+def test_a_softcap_matters(kind, impl, attention):
     """So that the tests above see one that is left out. It is the test of Gemma 2 in Triton's interpreter."""
-    ours, eager = models(kind, impl)
+    ours, eager = models(kind, impl, attention)
     ids = tokens(1, LENGTH, device=IMPLS[impl][1])
     capped = ours(ids).logits
     check(capped, eager(ids).logits, impl)

@@ -1,23 +1,20 @@
 """BERT's padding masks and T5's relative position biases, with our attention in transformers, beside eager attention.
 
 Our attention gets in by two routes. "sdpa": our scaled_dot_product_attention in the place of torch's, which
-transformers calls. "interface": flash_attention as an attention function of its own, registered with transformers by a
-name. Gemma 2, with a softcap, is in test_transformers.py.
+transformers calls. "interface": integrations/transformers.py, registered with transformers by a name. Gemma 2, with a
+softcap, is in test_transformers.py.
 """
-
-import functools
 
 import pytest
 import torch
 
 import minimal_attn
 from conftest import HAS_GPU, OF_16_BITS
-from test_transformers import IMPLS as ALL, VOCAB, check, padding_mask, tokens
+from test_transformers import IMPLS as ALL, NAME, VOCAB, check, padding_mask, registered, tokens
 
 transformers = pytest.importorskip("transformers")
 
 IMPLS = {impl: where for impl, where in ALL.items() if impl != "cuda:sm90"}  # TMA takes no masks of so few tokens
-NAME = "minimal_attn"  # without "flash", so that transformers makes masks and does not pack
 MODELS = {
     "bert": ("BertForMaskedLM", dict(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -42,26 +39,16 @@ def calls(impl, route, monkeypatch):
         qkv = (x.to(dtype) for x in (query, key, value))
         return minimal_attn.scaled_dot_product_attention(*qkv, attn_mask, backend=backend, **options).float()
 
-    def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None,
-               position_bias=None, **_):
-        """As transformers asks for it: heads before rows in q, k and v, and after them in the result."""
-        causal = attention_mask is None and (module.is_causal if is_causal is None else is_causal)
-        bias = attention_mask if position_bias is None else position_bias
-        if position_bias is not None and attention_mask is not None:
-            bias = position_bias.masked_fill(~attention_mask, -torch.inf)
-        seen.append(bias)
-        qkv = (x.to(dtype) for x in (query, key, value))
-        out = minimal_attn.flash_attention(*qkv, causal, scaling, dropout_p=dropout, attn_bias=bias, backend=backend)
-        return out.float().transpose(1, 2), None
+    def attend(module, query, key, value, attention_mask, position_bias=None, **options):
+        seen.append(attention_mask if position_bias is None else position_bias)
+        return of_impl(module, query, key, value, attention_mask, position_bias=position_bias, **options)
 
     if route == "sdpa":
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
     else:
-        masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-        for interface, function in ((transformers.AttentionInterface, attend),
-                                    (transformers.AttentionMaskInterface, masks["sdpa"])):
-            monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))  # register changes it
-            interface.register(NAME, function)
+        registered(impl, monkeypatch)
+        of_impl = transformers.AttentionInterface._global_mapping[NAME]
+        transformers.AttentionInterface.register(NAME, attend)
     return seen
 
 
@@ -98,7 +85,13 @@ def test_bert_with_padding(side, impl, route, calls):
     ours, eager = models("bert", route, device)
     logits = [model(ids, attention_mask=mask).logits[mask.bool()] for model in (ours, eager)]
     check(*logits, impl)
-    assert len(calls) == 2 and all(x.dtype == torch.bool and not x.all() for x in calls)
+    assert len(calls) == 2
+    if route == "sdpa":
+        assert all(x.dtype == torch.bool and not x.all() for x in calls)
+    elif side == "left":
+        assert all(x.keys.dtype == torch.bool and x.keys.equal(mask.bool()) for x in calls)
+    else:
+        assert all(x.keys is None and x.seqused_k.equal(mask.sum(1, dtype=torch.int32)) for x in calls)
     other = torch.where(mask.bool(), ids, 5)
     assert ours(other, attention_mask=mask).logits[mask.bool()].equal(logits[0])
 

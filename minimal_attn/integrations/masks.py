@@ -1,0 +1,222 @@
+"""What the rows of a model's layers see, found once for each forward pass of transformers.
+
+transformers describes a mask by a function of the indices of a row and a key, and by the padding of the batch. make_mask
+recognizes causal masks, sliding windows and packed sequences, and returns a Mask of them: kernels skip what these hide.
+Any other function becomes a dense mask of bool. Read next: transformers.py, which computes attention by a Mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import masking_utils
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from ..checks import can_read
+from ..lengths import NO_WINDOW
+
+HINT = 'This model changes its mask, which only masks of tensors allow: use attn_implementation="sdpa" for it.'
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Which keys a row sees, without a dense tensor. A layer that has no Mask and no tensor sees all or is causal.
+
+    causal: row i sees the keys j <= i + num_keys - Sq, or by the lengths of its sample, as in flash_attention.
+    window: (left, right), as in flash_attention.
+    num_keys: only the first of the keys count; a static cache has room for more.
+    keys: bool (B, num_keys), True where a key is no padding, or None.
+    seqused_q, seqused_k: int32 (B,), the lengths of each sample, or None.
+    cu_seqlens: int32 (N + 1,), where the sequences of the flattened batch begin, or None.
+    """
+
+    causal: bool
+    window: tuple[int, int]
+    num_keys: int
+    keys: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    ndim = 4  # generate() asks for it, and calls contiguous()
+
+    def contiguous(self):
+        return self
+
+    def to(self, device, non_blocking=False):
+        """This mask with its tensors on another device, for layers that are spread over several."""
+        return dataclasses.replace(self, **{name: x.to(device=device, non_blocking=non_blocking)
+                                            for name, x in vars(self).items() if isinstance(x, Tensor)})
+
+    def __getattr__(self, name):
+        raise AttributeError(f"a mask of minimal_attn has no {name}. {HINT}")
+
+    def __getitem__(self, index):
+        raise NotImplementedError(f"a mask of minimal_attn has no elements. {HINT}")
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{function.__name__} cannot take a mask of minimal_attn. {HINT}")
+
+_LAST = threading.local()  # what cu_seqlens_of found last
+
+
+class Pattern(NamedTuple):
+    """What a mask function of transformers means."""
+
+    causal: bool
+    window: tuple[int, int] = NO_WINDOW
+    sequence: Tensor | None = None  # int (B, S): the number of the sequence of each token, ascending in a sample
+
+
+# The mask functions of transformers are closures. These are their codes, by which they are recognized.
+_INDICES = torch.zeros(1, 1, dtype=torch.int64)
+_AND = masking_utils.and_masks(causal_mask_function).__code__
+_WINDOW = masking_utils.sliding_window_overlay(1).__code__
+_WINDOW_OF_BOTH_SIDES = masking_utils.sliding_window_bidirectional_overlay(1).__code__
+_SAME_SEQUENCE = masking_utils.packed_sequence_mask_function(_INDICES).__code__
+_OF_SEQUENCES = masking_utils.remap_positions_for_packed_sequence(causal_mask_function, _INDICES).__code__
+
+
+def pattern_of(mask_function) -> Pattern | None:
+    """The Pattern of a mask function of transformers, or None if it is another one or cannot be told."""
+    if mask_function is causal_mask_function:
+        return Pattern(True)
+    if mask_function is bidirectional_mask_function:
+        return Pattern(False)
+    if torch.compiler.is_compiling():  # Dynamo reads no closures
+        return None
+    if getattr(mask_function, "__code__", None) is not _AND or len(_closure(mask_function)["mask_functions"]) != 2:
+        return None
+    overlay, base = _closure(mask_function)["mask_functions"]
+    code = getattr(overlay, "__code__", None)
+    if code is _WINDOW and base is causal_mask_function:
+        return Pattern(True, (_closure(overlay)["sliding_window"] - 1, 0))
+    if code is _WINDOW_OF_BOTH_SIDES and base is bidirectional_mask_function:
+        return Pattern(False, (_closure(overlay)["sliding_window"],) * 2)
+    if code is _SAME_SEQUENCE and getattr(base, "__code__", None) is _OF_SEQUENCES:
+        # Positions ascend by 1 within a sequence, so that those of the base count as indices do.
+        inner = pattern_of(_closure(base)["mask_function"])
+        if inner is not None and inner.sequence is None:
+            return inner._replace(sequence=_closure(overlay)["packed_sequence_mask"])
+    return None
+
+
+def _closure(function):
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__)))
+
+
+def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
+              attention_mask=None, allow_is_causal_skip=True, allow_is_bidirectional_skip=True, use_vmap=False,
+              device="cpu", **unused):
+    """The mask function of transformers' AttentionMaskInterface.
+
+    Args:
+        batch_size, q_length, kv_length: B, and how many rows and keys a layer will have.
+        q_offset, kv_offset: indices of the first row and key in the sequence, q_offset also in a tensor.
+        mask_function: of these indices.
+        attention_mask: None, bool (B, keys so far), True where a token is valid, or a Mask, which is returned.
+        allow_is_causal_skip, allow_is_bidirectional_skip: whether the model can do without a tensor.
+
+    Returns:
+        None if a layer's own is_causal says everything, a Mask, or a bool tensor (B, 1, q_length, kv_length).
+    """
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    # For a cache of fixed size, a compiled step of one token takes tensors of fixed sizes and reads none.
+    is_fixed = q_length == 1 and not allow_is_causal_skip
+    pattern = pattern_of(mask_function)
+    if pattern is not None and pattern.sequence is not None and can_read(pattern.sequence):
+        return Mask(pattern.causal, pattern.window, kv_length, cu_seqlens=_cu_seqlens(pattern.sequence.diff() != 0))
+    if pattern is not None and pattern.sequence is None and (
+            allow_is_causal_skip or is_fixed if pattern.causal else allow_is_bidirectional_skip):
+        mask = _without_tensor(pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, is_fixed,
+                               device)
+        if mask is not None:
+            return _simplified(mask, q_length, kv_length)
+    return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+                     allow_is_causal_skip=False, use_vmap=use_vmap, device=device)
+
+
+def _cu_seqlens(is_first):
+    """int32 (N + 1,): where the sequences of the flattened batch begin, with samples (B, S) that begin new ones and
+    where is_first (B, S - 1) is True of a later token. The host waits for their number."""
+    is_first = pad(is_first, (1, 0), value=True)
+    return pad(is_first.flatten().nonzero().squeeze(1).int(), (0, 1), value=is_first.numel())
+
+
+def cu_seqlens_of(position_ids, batch_size) -> Tensor | None:
+    """_cu_seqlens of sequences that begin where position_ids (B or 1, S) do not ascend, or None if all ascend.
+
+    With a cache, transformers gives make_mask no positions, but it gives them to each layer. The host waits for the
+    first layer alone: the others of a forward pass find the result by the same tensor.
+    """
+    if not can_read(position_ids):
+        return None
+    version = None if position_ids.is_inference() else position_ids._version  # inference tensors have no version
+    known = getattr(_LAST, "found", None)
+    if version is not None and known is not None and known[0]() is position_ids and known[1:3] == (version, batch_size):
+        return known[3]
+    is_first = (position_ids.diff() <= 0).expand(batch_size, -1)
+    found = _cu_seqlens(is_first) if is_first.any() else None
+    _LAST.found = weakref.ref(position_ids), version, batch_size, found
+    return found
+
+
+def _without_tensor(pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, is_fixed, device):
+    """The Mask of a causal or bidirectional pattern, or None if rows and keys do not fit together for one."""
+    if isinstance(kv_offset, Tensor):
+        return None
+    if isinstance(q_offset, Tensor) and not is_fixed and can_read(q_offset):
+        q_offset = int(q_offset)
+    num_keys, seqused_k = kv_length, None
+    end = q_offset - kv_offset + q_length  # one more than the index of the key that is the last row's own
+    if pattern.causal and (is_fixed or isinstance(end, Tensor)):
+        seqused_k = torch.zeros(batch_size, dtype=torch.int32, device=device) + end
+    elif pattern.causal and 0 < end <= kv_length:
+        num_keys = end
+    elif pattern.causal or pattern.window != NO_WINDOW and (isinstance(end, Tensor) or end != kv_length):
+        return None
+    mask = Mask(pattern.causal, pattern.window, num_keys, seqused_k=seqused_k)
+    if attention_mask is None:
+        return mask
+    keys = attention_mask[:, kv_offset:kv_offset + num_keys]
+    keys = pad(keys, (0, num_keys - keys.shape[1]))
+    return _with_padding(mask, keys, q_length, is_fixed)
+
+
+def _with_padding(mask, keys, q_length, is_fixed):
+    """mask, with keys (B, num_keys), False in padding. One read tells whether lengths say as much.
+
+    A layer with lengths leaves out the padding. In a causal mask, rows in the padding are then 0.
+    """
+    if is_fixed or not can_read(keys):
+        return dataclasses.replace(mask, keys=keys)
+    # Whether all are valid, and whether padding comes last in each sample.
+    is_full, is_last = torch.stack((keys.all(), (keys[:, 1:] <= keys[:, :-1]).all())).tolist()
+    if is_full:
+        return mask
+    if not is_last or mask.seqused_k is not None:
+        return dataclasses.replace(mask, keys=keys)
+    lengths = keys.sum(1, dtype=torch.int32)
+    if mask.causal and mask.num_keys == q_length:
+        return dataclasses.replace(mask, seqused_q=lengths, seqused_k=lengths)
+    # Rows need not be those of the keys, as in cross-attention, and a window depends on both lengths.
+    if not mask.causal and mask.window == NO_WINDOW:
+        return dataclasses.replace(mask, seqused_k=lengths)
+    return dataclasses.replace(mask, keys=keys)
+
+
+def _simplified(mask, q_length, kv_length):
+    """mask, or None where a causal layer needs none. A window that hides nothing is left out."""
+    if mask.seqused_k is None and mask.window[0] >= mask.num_keys - 1:
+        mask = dataclasses.replace(mask, window=NO_WINDOW if mask.causal or mask.window[1] >= mask.num_keys - 1
+                                   else (-1, mask.window[1]))
+    is_plain = mask.keys is mask.seqused_k is None and mask.window == NO_WINDOW and mask.num_keys == kv_length
+    return None if mask.causal and is_plain and q_length in (1, kv_length) else mask

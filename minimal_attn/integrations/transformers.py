@@ -1,0 +1,152 @@
+"""attn_implementation="minimal_attn" for the models of transformers.
+
+register() gives transformers attend, which computes the attention of a layer by flash_attention, and make_mask of
+masks.py, which says once for each forward pass what the rows of all layers see. The mask alone decides: attend leaves
+out a layer's sliding_window, as the eager attention of transformers does. Read next: masks.py; kernels.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..checks import shown
+from ..interface import BACKENDS, flash_attention
+from ..lengths import NO_WINDOW
+from .masks import Mask, cu_seqlens_of, make_mask
+
+# transformers treats names with these in them in a way of its own.
+RESERVED = "flash", "sdpa", "eager", "flex", "paged", "/", "|", ":", "@"
+
+# What a few models pass on to their attention, and what changes its result.
+REFUSED = {
+    "cache": "paged caches, as of continuous batching",
+    "block_table": "paged caches, as of continuous batching",
+    "indices": "sparse attention by indices",
+    "block_indices": "sparse attention by block_indices",
+    "sinks": "sinks of each row; s_aux, one of each head, is served",
+    "output_attentions": 'attention weights; attn_implementation="eager" returns them',
+}
+
+
+def register(name: str = "minimal_attn", *, backend: str = "auto") -> None:
+    """Make our attention known to transformers, so that models take attn_implementation=name.
+
+    Args:
+        name: without "flash", "sdpa", "eager", "flex", "paged" and the characters / | : @, which transformers treats in
+            ways of its own. A name that is registered here already gets the new backend.
+        backend: of flash_attention.
+
+    Raises:
+        TypeError: a name that is no string. ValueError: a name that is reserved or belongs to something else, or an
+        unknown backend.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {shown(name)}")
+    if not name or any(part in name for part in RESERVED):
+        raise ValueError(f"name must not be empty nor contain any of {', '.join(RESERVED)}, got {shown(name)}")
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {shown(backend)}")
+    found = AttentionInterface._global_mapping.get(name)
+    if found is not None and getattr(found, "func", None) is not attend:
+        raise ValueError(f"name {name!r} is registered with transformers already, by something else")
+    AttentionMaskInterface.register(name, make_mask)
+    AttentionInterface.register(name, functools.partial(attend, backend=backend))
+
+
+def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Mask | None,
+           dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+           softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
+           deterministic: bool | None = None, cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
+           position_ids: Tensor | None = None, backend: str = "auto", **others) -> tuple[Tensor, None]:
+    """The attention function of transformers' AttentionInterface.
+
+    Args:
+        module: the layer. If is_causal is None, its is_causal counts.
+        query: (B, H, Sq, D); key, value: (B, Hk, Sk, D), value also with another head_dim.
+        attention_mask: of make_mask, or a tensor that broadcasts to (B, H, Sq, Sk), as attn_bias of flash_attention.
+            is_causal counts only where it is None.
+        dropout, scaling, softcap, s_aux, deterministic: dropout_p, sm_scale, softcap, sinks and deterministic of
+            flash_attention. None is no softcap and not deterministic.
+        position_bias: added to the scores, broadcastable to (B, H, Sq, Sk).
+        cu_seq_lens_q, cu_seq_lens_k: cu_seqlens_q and cu_seqlens_k of flash_attention, of the flattened batch.
+        position_ids: (B or 1, Sq). Where the positions of a causal layer begin anew, and neither attention_mask nor
+            cu_seq_lens_q says anything else, a new sequence begins. make_mask sees to this where there is no cache.
+        backend: of flash_attention.
+        others: what does not change attention, or is refused.
+
+    Returns:
+        (B, Sq, H, D), with value's head_dim, and None in the place of attention weights.
+
+    Raises:
+        NotImplementedError: what is not served. TypeError, ValueError: a mask of another kind, or as flash_attention.
+    """
+    for name, what in REFUSED.items():
+        if others.get(name) is not None and others[name] is not False:
+            raise NotImplementedError(f"minimal_attn does not serve {what}, but {name} is given")
+    mask, bias = _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
+    if mask.num_keys != key.shape[2]:
+        key, value = key[:, :, :mask.num_keys], value[:, :, :mask.num_keys]
+    if position_bias is not None:
+        bias = _added(position_bias[..., :key.shape[2]], bias)
+    options = dict(causal=mask.causal, sm_scale=scaling, dropout_p=dropout, deterministic=bool(deterministic),
+                   window_size=mask.window, sinks=s_aux, softcap=0.0 if softcap is None else softcap, attn_bias=bias,
+                   backend=backend)
+    cu_seqlens = _cu_seqlens(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids)
+    if cu_seqlens is not None:
+        return _packed(query, key, value, cu_seqlens, options), None
+    out = flash_attention(query, key, value, seqused_q=mask.seqused_q, seqused_k=mask.seqused_k, **options)
+    return out.transpose(1, 2), None
+
+
+def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q):
+    """attention_mask and is_causal as a Mask, and an attn_bias or None."""
+    rows, keys = query.shape[2], key.shape[2]
+    if isinstance(attention_mask, Mask):
+        bias = attention_mask.keys
+        return attention_mask, None if bias is None else bias[:, None, None]
+    if attention_mask is None:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if causal and rows > 1 and rows != keys and cu_seq_lens_q is None:
+            raise ValueError(f"attention_mask must be given where {rows} rows of a causal layer meet {keys} keys")
+        return Mask(causal and rows > 1, NO_WINDOW, keys), None
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be None, a tensor or a mask of minimal_attn, got {shown(attention_mask)}")
+    if attention_mask.ndim != 4:
+        raise ValueError("attention_mask must broadcast to (B, H, Sq, Sk) and have 4 dimensions, got "
+                         f"{shown(attention_mask)}")
+    return Mask(False, NO_WINDOW, keys), attention_mask
+
+
+def _added(position_bias, bias):
+    """position_bias, hidden where a bias of bool is False, or with a bias of numbers added."""
+    if bias is None:
+        return position_bias
+    return position_bias.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else position_bias + bias
+
+
+def _cu_seqlens(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
+    """cu_seqlens of queries and keys if the batch is packed, or None."""
+    if mask.cu_seqlens is not None:
+        return mask.cu_seqlens, mask.cu_seqlens
+    has_lengths = bias is not None or mask.seqused_k is not None
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        if has_lengths:
+            raise ValueError("cu_seq_lens_q and cu_seq_lens_k cannot be given together with padding or another mask")
+        return tuple(None if x is None else x.int() for x in (cu_seq_lens_q, cu_seq_lens_k))
+    rows = query.shape[2]
+    if has_lengths or not mask.causal or mask.num_keys != rows or position_ids is None or (
+            position_ids.ndim != 2 or position_ids.shape[1] != rows):
+        return None
+    found = cu_seqlens_of(position_ids, query.shape[0])
+    return None if found is None else (found, found)
+
+
+def _packed(query, key, value, cu_seqlens, options):
+    """(B, S, H, D) of sequences that lie one after the other in the flattened batch."""
+    q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
+    out = flash_attention(q, k, v, cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1], **options)
+    return out[0].transpose(0, 1).unflatten(0, (query.shape[0], query.shape[2]))

@@ -1,0 +1,272 @@
+"""flash-attn's names: flash_attn_interface, bert_padding, and `import flash_attn` after install_as_flash_attn.
+
+What changes the imports of a process is tested in processes of its own, or undone by a fixture.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import minimal_attn
+from conftest import HAS_GPU
+from minimal_attn import as_flash_attn, bert_padding, flash_attn_interface
+from test_transformers import SIZES, check, padding_mask, tokens
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+cpu = pytest.mark.cpu
+
+
+@pytest.fixture
+def installed():
+    minimal_attn.install_as_flash_attn()
+    yield
+    minimal_attn.uninstall_as_flash_attn()
+    assert "flash_attn" not in sys.modules and importlib.util.find_spec("flash_attn") is None
+
+
+# The names.
+
+@cpu
+def test_interface_has_the_functions_of_minimal_attn():
+    for name in flash_attn_interface.__all__:
+        if name != "flash_attn_with_kvcache":
+            assert getattr(flash_attn_interface, name) is getattr(minimal_attn, name)
+    assert {name for name in minimal_attn.__all__ if name.startswith("flash_attn_")} < set(flash_attn_interface.__all__)
+
+
+@cpu
+def test_with_kvcache_is_refused():
+    q = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache is not supported yet"):
+        flash_attn_interface.flash_attn_with_kvcache(q, q, q, cache_seqlens=1, causal=True)
+    names = list(inspect.signature(flash_attn_interface.flash_attn_with_kvcache).parameters)
+    assert names[:11] == ["q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens",
+                          "cache_batch_idx", "cache_leftpad", "block_table"]
+
+
+@cpu
+def test_bert_padding():
+    x = torch.randn(3, 11, 2, 4, dtype=torch.float64, requires_grad=True)
+    mask = padding_mask("left", "cpu")
+    packed, indices, cu_seqlens, longest, seqused = bert_padding.unpad_input(x, mask)
+    assert packed.equal(x[mask.bool()]) and (cu_seqlens.tolist(), longest) == ([0, 11, 15, 22], 11)
+    assert seqused.tolist() == [11, 4, 7]
+    assert bert_padding.index_first_axis(x.flatten(0, 1), indices).equal(packed)
+    padded = bert_padding.index_put_first_axis(packed, indices, 33).unflatten(0, (3, 11))
+    assert padded.equal(bert_padding.pad_input(packed, indices, 3, 11)) and padded.equal(x * mask[..., None, None])
+    gradient, = torch.autograd.grad(padded.sum(), x)
+    assert gradient.equal(mask[..., None, None].expand_as(x).double())
+
+
+@cpu
+def test_unpad_input_with_an_unused_mask():
+    x, used = torch.arange(8.0).reshape(2, 4), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    unused = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 1]])
+    packed, indices, cu_seqlens, longest, seqused = bert_padding.unpad_input(x, used, unused)
+    assert packed.tolist() == indices.tolist() == [0, 1, 2, 4, 7]
+    assert (cu_seqlens.tolist(), longest, seqused.tolist()) == ([0, 3, 5], 3, [2, 1])
+    with pytest.raises(ValueError, match="unused_mask must have shape"):
+        bert_padding.unpad_input(x, used, unused[:1])
+
+
+# install_as_flash_attn.
+
+@cpu
+def test_import_flash_attn(installed):
+    import flash_attn
+    from flash_attn import flash_attn_func, flash_attn_with_kvcache
+    from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+    from flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    assert flash_attn_func is minimal_attn.flash_attn_func and pad_input is minimal_attn.pad_input
+    assert flash_attn_varlen_func is minimal_attn.flash_attn_varlen_func
+    assert (unpad_input, index_first_axis) == (bert_padding.unpad_input, bert_padding.index_first_axis)
+    assert flash_attn_with_kvcache is flash_attn_interface.flash_attn_with_kvcache
+    assert flash_attn.__version__ == as_flash_attn.VERSION and "flash_attn_func" in flash_attn.__all__
+    assert flash_attn.bert_padding.pad_input is pad_input
+    for name in ("flash_attn.cute", "flash_attn.layers", "flash_attn.no_such_module"):
+        assert importlib.util.find_spec(name) is None
+    with pytest.raises(ModuleNotFoundError):
+        import flash_attn.layers.rotary  # noqa: F401
+    with pytest.raises(ImportError):
+        from flash_attn.flash_attn_interface import _flash_attn_forward  # noqa: F401
+
+
+@cpu
+def test_metadata(installed):
+    for name in ("flash_attn", "flash-attn", "Flash.Attn"):
+        assert importlib.metadata.version(name) == as_flash_attn.VERSION
+    assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
+    found = importlib.metadata.distribution("flash-attn")
+    assert found.metadata["Name"] == "flash-attn" and not found.files and not found.requires
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("flash-attn-3")
+
+
+@cpu
+def test_install_twice_and_undo():
+    minimal_attn.uninstall_as_flash_attn()  # nothing to undo
+    before = list(sys.meta_path)
+    for _ in range(2):
+        minimal_attn.install_as_flash_attn()
+        assert sys.meta_path == [*before, as_flash_attn._FINDER]
+    from flash_attn import flash_attn_func
+    minimal_attn.uninstall_as_flash_attn()
+    assert sys.meta_path == before and not any(name.startswith("flash_attn") for name in sys.modules)
+    with pytest.raises(ModuleNotFoundError):
+        import flash_attn  # noqa: F401
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("flash-attn")
+    assert flash_attn_func is minimal_attn.flash_attn_func
+    minimal_attn.install_as_flash_attn()
+    assert importlib.import_module("flash_attn").flash_attn_func is flash_attn_func
+    minimal_attn.uninstall_as_flash_attn()
+    assert sys.meta_path == before
+
+
+@cpu
+def test_many_threads_install_and_undo():
+    before, start, errors = list(sys.meta_path), threading.Barrier(8), []
+
+    def work(undoes):
+        try:
+            start.wait()
+            for _ in range(50):
+                minimal_attn.install_as_flash_attn()
+                if undoes:
+                    minimal_attn.uninstall_as_flash_attn()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i % 2,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    minimal_attn.install_as_flash_attn()
+    assert not errors and sys.meta_path == [*before, as_flash_attn._FINDER]
+    undo = threading.Thread(target=minimal_attn.uninstall_as_flash_attn)
+    undo.start()
+    undo.join()
+    assert sys.meta_path == before
+
+
+def run(code, *folders):
+    """stdout of a process of its own, which finds modules in these folders as well."""
+    path = os.pathsep.join(map(str, (ROOT, *folders)))
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+REFUSED = """
+import sys, minimal_attn
+try:
+    minimal_attn.install_as_flash_attn()
+except RuntimeError as error:
+    print(error)
+minimal_attn.uninstall_as_flash_attn()
+import flash_attn
+print(flash_attn.__version__)
+"""
+
+
+@cpu
+def test_another_flash_attn_is_left_alone(tmp_path):
+    """One that is installed, one that is imported, and one of which importlib.metadata alone knows."""
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = 'another'")
+    message, version = run(REFUSED, tmp_path).splitlines()
+    assert version == "another"
+    assert message.startswith(f"flash_attn is found at {package / '__init__.py'}; install_as_flash_attn does not")
+    message, version = run("import flash_attn" + REFUSED, tmp_path).splitlines()
+    assert version == "another" and message.startswith("another flash_attn is imported; ")
+    (package / "__init__.py").unlink()
+    package.rmdir()
+    info = tmp_path / "flash_attn-2.0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.0.0\n")
+    assert run(REFUSED.partition("import flash_attn\n")[0], tmp_path).startswith("flash-attn 2.0.0 is installed; ")
+
+
+@cpu
+def test_nothing_is_installed_unless_asked_for():
+    code = "import importlib.util, minimal_attn; print(importlib.util.find_spec('flash_attn'))"
+    assert run(code) == "None"
+
+
+@cpu
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python warns of a fork while threads run")
+def test_forked_processes_inherit_it(installed):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            from flash_attn import flash_attn_func
+            os._exit(flash_attn_func is not minimal_attn.flash_attn_func)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@cpu
+def test_einops_through_bert_padding(monkeypatch):
+    """Code that uses flash-attn imports rearrange from there."""
+    monkeypatch.setitem(sys.modules, "einops", type("einops", (), {"rearrange": "found"}))
+    assert bert_padding.rearrange == "found"
+    with pytest.raises(AttributeError, match="has no attribute 'something'"):
+        bert_padding.something
+
+
+# transformers, which asks for the package, its version and its distribution.
+
+@pytest.fixture
+def availability(monkeypatch):
+    """transformers' questions, on a machine that seems to have a GPU, and what it has loaded afterwards."""
+    pytest.importorskip("transformers")
+    from transformers import modeling_flash_attention_utils as utils
+    from transformers.utils import import_utils
+
+    monkeypatch.setattr(import_utils, "is_torch_cuda_available", lambda: True)
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    yield import_utils
+    monkeypatch.undo()
+    as_flash_attn._forget_what_transformers_saw()
+
+
+def test_transformers_finds_it_also_if_imported_before(availability):
+    assert not availability.is_flash_attn_2_available()
+    minimal_attn.install_as_flash_attn()
+    assert availability.is_flash_attn_2_available() and availability.is_flash_attn_greater_or_equal("2.3.3")
+    assert not availability.is_flash_attn_3_available() and not availability.is_flash_attn_4_available()
+    minimal_attn.uninstall_as_flash_attn()
+    assert not availability.is_flash_attn_2_available()
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@torch.no_grad()
+def test_model_with_flash_attention_2(side, availability, installed):
+    """A model that asks for flash-attn by its name, beside eager attention."""
+    import transformers
+
+    device = "cuda" if HAS_GPU else "cpu"
+    ids, mask = tokens(3, 11, device=device), None if side is None else padding_mask(side, device)
+    valid = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    logits = []
+    for name in ("flash_attention_2", "eager"):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation=name)).eval()
+        assert model.config._attn_implementation == name
+        logits.append(model.to(device)(ids, attention_mask=mask).logits[valid])
+    check(*logits, "torch")

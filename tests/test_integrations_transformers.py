@@ -1,0 +1,449 @@
+"""integrations/transformers.py: masks beside those of transformers, generation, and what is refused by name.
+
+Whole models beside eager attention, forward and backward, are in test_transformers.py and test_transformers_scores.py.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from test_transformers import (IMPLS, MODELS as DECODERS, NAME, SIZES, check, models, padding_mask, registered,
+                               tokens)
+from test_transformers_scores import MODELS as ENCODERS
+
+transformers = pytest.importorskip("transformers")
+
+import minimal_attn  # noqa: E402
+from minimal_attn.integrations import masks, transformers as integration  # noqa: E402
+from minimal_attn.integrations.masks import Mask, make_mask, pattern_of  # noqa: E402
+from transformers import masking_utils  # noqa: E402
+
+cpu = pytest.mark.cpu
+DEVICE = IMPLS["torch"][1]
+
+
+@pytest.fixture
+def attention(monkeypatch):
+    """The name of our attention, with backend="torch" on the CPU and the kernels that "auto" takes on a GPU."""
+    registered("torch", monkeypatch)
+    integration.register(NAME)
+    return NAME
+
+
+# Masks.
+
+WINDOW = 3
+SEQUENCES = torch.tensor([[0, 0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1, 1]])  # of 7 tokens each
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 0], [4, 0, 1, 2, 3, 4, 5]])
+causal, bidirectional = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
+windowed = masking_utils.sliding_window_causal_mask_function(WINDOW)
+
+
+def packed(base):
+    return masking_utils.packed_sequence_compatibility_function(base, POSITIONS, SEQUENCES)
+
+
+PATTERNS = {"causal": causal, "window": windowed, "bidirectional": bidirectional,
+            "window of both sides": masking_utils.sliding_window_bidirectional_mask_function(WINDOW)}
+PADDING = {
+    "none": None,
+    "all valid": torch.ones(2, 7, dtype=torch.bool),
+    "left": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]]).bool(),
+    "right": torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0, 0]]).bool(),
+    "everywhere": torch.tensor([[0, 1, 1, 0, 1, 1, 0], [1, 0, 0, 1, 1, 1, 1]]).bool(),
+    "one sample": torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0]]).bool(),
+}
+# (rows, keys, index of the first row, index of the first key), after which 7 tokens are known.
+CACHES = {"no cache": (7, 7, 0, 0), "chunk": (3, 7, 4, 0), "step": (1, 7, 6, 0), "step of a sliding cache": (1, 4, 6, 3),
+          "chunk of a sliding cache": (3, 5, 4, 2), "static": (3, 12, 4, 0), "step of a static cache": (1, 12, 6, 0)}
+
+
+def shown(mask, rows, keys):
+    """bool (2, 1, rows, keys): what a Mask, None or a tensor shows, by what masks.py says of a Mask."""
+    if isinstance(mask, torch.Tensor):
+        return mask
+    mask = mask or Mask(True, (-1, -1), keys)
+    i, j = torch.arange(rows)[:, None], torch.arange(keys)
+    seqlen_k = torch.full((2,), mask.num_keys) if mask.seqused_k is None else mask.seqused_k
+    seqlen_q = torch.full((2,), rows) if mask.seqused_q is None else mask.seqused_q
+    seqlen_q, seqlen_k = seqlen_q[:, None, None], seqlen_k[:, None, None]
+    seen = (i < seqlen_q) & (j < seqlen_k) & (j < mask.num_keys)
+    own = i + seqlen_k - seqlen_q
+    if mask.causal:
+        seen = seen & (j <= own)
+    left, right = mask.window
+    if left >= 0:
+        seen = seen & (j >= own - left)
+    if right >= 0:
+        seen = seen & (j <= own + right)
+    if mask.keys is not None:
+        seen = seen & torch.nn.functional.pad(mask.keys, (0, keys - mask.num_keys))[:, None]
+    return seen[:, None]
+
+
+@cpu
+@pytest.mark.parametrize("pattern, padding, cache, offset, is_compiled", [
+    case for case in itertools.product(PATTERNS, PADDING, CACHES, (int, torch.tensor), (False, True))
+    if not case[4] or CACHES[case[2]][0] == 1])
+def test_masks_show_what_those_of_transformers_do(pattern, padding, cache, offset, is_compiled):
+    """Also of a step of generation with a static cache, which wants tensors of fixed sizes."""
+    rows, keys, q_offset, kv_offset = CACHES[cache]
+    arguments = dict(batch_size=2, q_length=rows, kv_length=keys, q_offset=offset(q_offset), kv_offset=kv_offset,
+                     mask_function=PATTERNS[pattern], attention_mask=PADDING[padding])
+    got = make_mask(**arguments, allow_is_causal_skip=not is_compiled)
+    want = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    if isinstance(got, Mask) and got.seqused_q is not None:  # rows in the padding see nothing
+        want = want & PADDING[padding][:, None, :, None]
+    assert shown(got, rows, keys).expand_as(want).equal(want)
+    if is_compiled and pattern in ("causal", "window"):
+        assert got.num_keys == keys and got.seqused_k.dtype == torch.int32
+        assert (got.keys is None) == (padding == "none")
+    aligned = pattern != "window of both sides" or q_offset + rows - kv_offset == keys and offset is int
+    assert not isinstance(got, torch.Tensor) or not aligned
+
+
+@cpu
+def test_masks_without_padding_need_no_tensors():
+    """So that no test passes by dense masks, and that kernels skip what windows and right padding hide."""
+    sizes = dict(batch_size=2, q_length=7, kv_length=7)
+    assert make_mask(**sizes) is make_mask(**sizes, attention_mask=PADDING["all valid"]) is None
+    assert make_mask(2, 1, 7, 6) is None and make_mask(2, 3, 7, 4) == Mask(True, (-1, -1), 7)
+    assert make_mask(**sizes, mask_function=windowed) == Mask(True, (WINDOW - 1, 0), 7)
+    assert make_mask(2, 3, 3, mask_function=windowed) is None, "the window hides nothing"
+    assert make_mask(**sizes, mask_function=bidirectional) == Mask(False, (-1, -1), 7)
+    right = make_mask(**sizes, attention_mask=PADDING["right"])
+    assert right.keys is None and right.seqused_q.tolist() == right.seqused_k.tolist() == [7, 2]
+    # The rows of a cross-attention have other padding than its keys, even if there are as many.
+    right = make_mask(**sizes, mask_function=bidirectional, attention_mask=PADDING["right"])
+    assert right.keys is right.seqused_q is None and right.seqused_k.tolist() == [7, 2]
+    assert make_mask(2, 3, 12, torch.tensor(4)) == Mask(True, (-1, -1), 7)
+
+
+@cpu
+@pytest.mark.parametrize("base, window", [(causal, (-1, -1)), (windowed, (WINDOW - 1, 0))])
+def test_packed_sequences(base, window):
+    mask = make_mask(2, 7, 7, mask_function=packed(base), allow_is_causal_skip=False)
+    assert (mask.causal, mask.window, mask.keys, mask.seqused_k) == (True, window, None, None)
+    assert mask.cu_seqlens.dtype == torch.int32 and mask.cu_seqlens.tolist() == [0, 4, 6, 7, 8, 14]
+
+
+@cpu
+@pytest.mark.parametrize("function", [
+    masking_utils.chunked_causal_mask_function(2, torch.zeros(2, dtype=torch.int64)),
+    masking_utils.or_masks(causal, masking_utils.blockwise_overlay(SEQUENCES)),
+    masking_utils.and_masks(windowed, causal), masking_utils.and_masks(causal, causal, causal),
+    packed(masking_utils.and_masks(windowed, causal)), lambda b, h, q, kv: kv != q,
+    masking_utils.and_masks(masking_utils.sliding_window_overlay(WINDOW), bidirectional)])
+def test_other_mask_functions_become_dense(function):
+    assert pattern_of(function) is None
+    arguments = dict(batch_size=2, q_length=7, kv_length=7, mask_function=function, attention_mask=PADDING["left"])
+    got = make_mask(**arguments)
+    assert got.dtype == torch.bool and got.equal(masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False))
+
+
+@cpu
+def test_a_model_that_wants_a_tensor_gets_one():
+    assert make_mask(2, 7, 7, allow_is_causal_skip=False).shape == (2, 1, 7, 7)
+    dense = make_mask(2, 7, 7, mask_function=bidirectional, allow_is_bidirectional_skip=False)
+    assert dense.shape == (2, 1, 7, 7) and dense.all()
+
+
+@cpu
+def test_a_model_that_changes_its_mask_gets_an_error():
+    mask = make_mask(2, 3, 7, 4, attention_mask=PADDING["left"])
+    for change in (lambda: mask[:, :, :, :4], lambda: torch.ones(1) + mask, lambda: torch.cat([mask, mask]),
+                   lambda: torch.where(mask, 0.0, 1.0)):
+        with pytest.raises(NotImplementedError, match='mask of minimal_attn.*attn_implementation="sdpa"'):
+            change()
+    for change in (lambda: mask.shape, lambda: mask.dim(), lambda: mask.float()):
+        with pytest.raises(AttributeError, match='mask of minimal_attn has no .*attn_implementation="sdpa"'):
+            change()
+    with pytest.raises(TypeError):
+        mask.to(torch.float32)
+    assert mask.to("cpu").keys.equal(mask.keys) and mask.to("meta").keys.is_meta and mask.contiguous() is mask
+
+
+# Models.
+
+@pytest.mark.parametrize("impl, kind", [("torch", kind) for kind in DECODERS])
+@torch.no_grad()
+def test_packing_of_several_rows(impl, kind, attention):
+    """Each row of the batch has sequences of its own, with a cache and without."""
+    ids, lengths = tokens(2, 11, device=DEVICE), ((5, 6), (3, 1, 7))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]).to(DEVICE)
+    ours, eager = models(kind, impl, attention)
+    want = torch.stack([torch.cat([eager(part[None]).logits[0] for part in row.split(ends)])
+                        for row, ends in zip(ids, map(list, lengths))])
+    check(ours(ids, position_ids=positions, use_cache=False).logits, want, "torch")
+    check(ours(ids, position_ids=positions, use_cache=True).logits, want, "torch")
+
+
+@cpu
+@torch.no_grad()
+def test_positions_with_gaps_are_one_sequence(attention):
+    """With a cache, as for eager attention: some tokens of a prompt may have been left out."""
+    ours, eager = models("llama", "torch", attention)
+    ids, positions = tokens(1, 6, device=DEVICE), torch.tensor([[0, 1, 2, 7, 8, 9]], device=DEVICE)
+    check(*(model(ids, position_ids=positions, use_cache=True).logits for model in (ours, eager)), "torch")
+
+
+@cpu
+def test_positions_are_read_once(monkeypatch):
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    assert masks.cu_seqlens_of(positions, 1).tolist() == [0, 3, 5]
+    known = masks.cu_seqlens_of(positions, 1)
+    monkeypatch.setattr(masks, "_cu_seqlens", None)
+    assert masks.cu_seqlens_of(positions, 1) is known
+    monkeypatch.undo()
+    positions += torch.tensor([[0, 0, 0, 3, 3]])
+    assert masks.cu_seqlens_of(positions, 1) is None
+    assert masks.cu_seqlens_of(torch.tensor([[0, 1, 0]]), 2).tolist() == [0, 2, 3, 5, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@torch.no_grad()
+def test_masks_of_the_caller(dtype, attention):
+    """A mask with four dimensions is taken as it is, for eager attention too."""
+    ours, eager = models("mistral", "torch", attention)
+    ids, generator = tokens(2, 6, device=DEVICE), torch.Generator().manual_seed(0)
+    visible = torch.rand(2, 1, 6, 6, generator=generator).lt(0.5).tril() | torch.eye(6, dtype=torch.bool)
+    as_numbers = torch.where(visible, 0.0, torch.finfo(torch.float32).min).to(DEVICE)
+    mask = visible.to(DEVICE) if dtype == torch.bool else as_numbers
+    check(ours(ids, attention_mask=mask).logits, eager(ids, attention_mask=as_numbers).logits, "torch")
+
+
+def t5(attention):
+    """T5 and BERT's relatives read a bias; the same weights with our attention and with eager attention."""
+    name, options = ENCODERS["t5"]
+    made = getattr(transformers, name)
+    torch.manual_seed(0)
+    weights = made(made.config_class(**options)).state_dict()
+    weights |= {key: 2 * torch.randn_like(x) for key, x in weights.items() if "relative_attention_bias" in key}
+    for implementation in (attention, "eager"):
+        model = made(made.config_class(**options, attn_implementation=implementation, eos_token_id=None)).to(DEVICE)
+        model.load_state_dict(weights)
+        yield model.eval()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_with_t5(cache, side, attention):
+    """Greedy tokens of prompts with padding: a bias of positions, cross-attention and caches of both."""
+    ids, mask = tokens(3, 11, device=DEVICE), padding_mask(side, DEVICE)
+    got, want = (model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0,
+                                cache_implementation=cache, disable_compile=True) for model in t5(attention))
+    assert got.shape == (3, 6) and got.equal(want)
+
+
+@torch.no_grad()
+def test_cross_attention_to_as_many_keys_as_rows(attention):
+    """The padding of the encoder's tokens says nothing of the decoder's."""
+    inputs = dict(input_ids=tokens(3, 11, device=DEVICE), attention_mask=padding_mask("right", DEVICE),
+                  decoder_input_ids=tokens(3, 11, device=DEVICE))
+    check(*(model(**inputs).logits for model in t5(attention)), "torch")
+
+
+@cpu
+@pytest.mark.parametrize("kind, side", [("llama", None), ("llama", "left"), ("mistral", "right")])
+@torch.no_grad()
+def test_compiled_forward(kind, side, attention):
+    """Without a graph break. Dynamo sees every window and every packed batch as a dense mask."""
+    ours, eager = models(kind, "torch", attention)
+    ids = tokens(3, 11, device=DEVICE)
+    mask = None if side is None else padding_mask(side, DEVICE)
+    got = torch.compile(ours, fullgraph=True, backend="eager")(ids, attention_mask=mask, use_cache=False).logits
+    valid = torch.ones_like(ids) if side is None else mask
+    check(got[valid.bool()], eager(ids, attention_mask=mask).logits[valid.bool()], "torch")
+
+
+@cpu
+@pytest.mark.parametrize("kind, most", [("llama", 1), pytest.param("gemma2", 2, marks=pytest.mark.slow)])
+def test_compiled_generation(kind, most, attention):
+    """With a static cache, transformers makes masks outside of the compiled step, which then has one graph. Caches of
+    windows count in ints, for which Dynamo compiles a second one."""
+    ids, mask = tokens(3, 11, device=DEVICE), padding_mask("left", DEVICE)
+    options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, cache_implementation="static")
+    ours, eager = models(kind, "torch", attention)
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    config = transformers.CompileConfig(fullgraph=True, backend=counted, mode=None)
+    config._compile_all_devices = True
+    got = ours.generate(ids, compile_config=config, **options)
+    assert got.equal(eager.generate(ids, disable_compile=True, **options))
+    assert 1 <= len(graphs) <= most, "steps were compiled again"
+
+
+@pytest.mark.gpu
+def test_compiled_generation_on_a_gpu(attention):
+    """bf16, by CUDA graphs: the logits of the same model without torch.compile."""
+    ids, mask = tokens(3, 11, device="cuda"), padding_mask("left", "cuda")
+    model = models("llama", "torch", attention)[0].to("cuda", torch.bfloat16)
+    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0, cache_implementation="static")
+    # The first step after the prompt, which is not compiled.
+    want, got = (model.generate(ids, disable_compile=disable, return_dict_in_generate=True, output_logits=True,
+                                **options).logits[1] for disable in (True, False))
+    assert (got - want).norm() <= 2**-6 * want.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", DECODERS)
+@torch.no_grad()
+def test_greedy_tokens_in_bf16(kind, attention):
+    """Token by token beside eager attention in bf16, wherever its two best logits differ by more than the error."""
+    ours, eager = (model.to("cuda", torch.bfloat16) for model in models(kind, "torch", attention))
+    exact = models(kind, "torch", attention)[1].to("cuda")  # in fp32, as the experts of gpt-oss have no fp64
+    ids, mask = tokens(3, 11, device="cuda"), padding_mask("left", "cuda")
+    ids = exact.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0,
+                         disable_compile=True)
+    mask = torch.nn.functional.pad(mask, (0, 5), value=1)
+    got, peer, truth = (model(ids, attention_mask=mask).logits[mask.bool()].double() for model in (ours, eager, exact))
+    assert (got - truth).norm() <= 2 * (peer - truth).norm() + 2**-9 * truth.norm()
+    errors = (got - truth).abs().amax(1) + (peer - truth).abs().amax(1)
+    best = peer.topk(2).values
+    is_clear = best[:, 0] - best[:, 1] > 2 * errors
+    assert is_clear.any() and got.argmax(1)[is_clear].equal(peer.argmax(1)[is_clear])
+
+
+@pytest.mark.gpu
+def test_training_in_bf16(attention):
+    """Gradients of a padded batch, beside eager attention in bf16 and in fp32."""
+    ids, mask = tokens(3, 11, device="cuda"), padding_mask("right", "cuda")
+    labels = ids.masked_fill((mask * mask.roll(1, 1)) == 0, -100)
+    gradients = []
+    for index, dtype in ((0, torch.bfloat16), (1, torch.bfloat16), (1, torch.float32)):
+        model = models("llama", "torch", attention)[index].to("cuda", dtype).train()
+        model(ids, attention_mask=mask, labels=labels).loss.backward()
+        gradients.append({name: x.grad.double() for name, x in model.named_parameters()})
+    ours, eager, truth = gradients
+    for name, x in truth.items():
+        assert (ours[name] - x).norm() <= 2 * (eager[name] - x).norm() + 2**-7 * x.norm(), name
+
+
+# What attend makes of its arguments.
+
+def qkv(rows=3, keys=3):
+    torch.manual_seed(0)
+    return torch.randn(2, 4, rows, 16), *torch.randn(2, 2, 2, keys, 16)
+
+
+MODULE = torch.nn.Module()
+MODULE.is_causal = True
+
+
+@cpu
+def test_arguments_reach_the_kernel():
+    """Dropout, scaling, softcap, sinks, V of another head_dim."""
+    q, k, v = qkv()
+    v, s_aux = v[..., :8], torch.randn(4)
+    torch.manual_seed(1)
+    out, weights = integration.attend(MODULE, q, k, v, None, dropout=0.5, scaling=0.3, softcap=2.0, s_aux=s_aux,
+                                      sliding_window=1)
+    torch.manual_seed(1)
+    want = minimal_attn.flash_attention(q, k, v, True, 0.3, dropout_p=0.5, softcap=2.0, sinks=s_aux)
+    assert weights is None and out.shape == (2, 3, 4, 8) and out.equal(want.transpose(1, 2))
+    assert integration.attend(MODULE, q, k, v, None, dropout=1.0)[0].eq(0).all()
+
+
+@cpu
+def test_is_causal_counts_without_a_mask():
+    q, k, v = qkv()
+    causal, full = (minimal_attn.flash_attention(q, k, v, x).transpose(1, 2) for x in (True, False))
+    assert integration.attend(MODULE, q, k, v, None)[0].equal(causal)
+    assert integration.attend(MODULE, q, k, v, None, is_causal=False)[0].equal(full)
+    assert integration.attend(MODULE, q, k, v, Mask(False, (-1, -1), 3))[0].equal(full)
+    assert integration.attend(MODULE, q, k, v, torch.ones(1, 1, 3, 3, dtype=torch.bool))[0].allclose(full)
+    step = integration.attend(MODULE, q[:, :, :1], k, v, None)[0]
+    assert step.allclose(full[:, :1])
+    bias = torch.randn(1, 4, 3, 3)
+    want = minimal_attn.flash_attention(q, k, v, True, attn_bias=bias).transpose(1, 2)
+    assert integration.attend(MODULE, q, k, v, None, position_bias=bias)[0].equal(want)
+
+
+@cpu
+@pytest.mark.parametrize("options, error, message", [
+    (dict(cache=object()), NotImplementedError, "paged caches.*cache is given"),
+    (dict(block_table=torch.zeros(1)), NotImplementedError, "paged caches.*block_table"),
+    (dict(indices=torch.zeros(1)), NotImplementedError, "indices is given"),
+    (dict(block_indices=torch.zeros(1)), NotImplementedError, "block_indices is given"),
+    (dict(sinks=torch.zeros(1)), NotImplementedError, "sinks is given"),
+    (dict(output_attentions=True), NotImplementedError, 'attn_implementation="eager".*output_attentions'),
+    (dict(attention_mask=torch.ones(2, 3)), ValueError, "attention_mask must.*4 dimensions"),
+    (dict(attention_mask=torch.ones(2, 1, 3, 4, dtype=torch.bool)), ValueError, "broadcast"),
+    (dict(attention_mask="causal"), TypeError, "attention_mask must be None, a tensor or a mask"),
+    (dict(cu_seq_lens_q=torch.tensor([0, 6])), ValueError, "cu_seqlens_q and cu_seqlens_k"),
+    (dict(attention_mask=Mask(True, (-1, -1), 3, keys=torch.ones(2, 3, dtype=torch.bool)),
+          cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 6])), ValueError, "together with padding"),
+    (dict(softcap=-1.0), ValueError, "softcap"),
+])
+def test_what_cannot_be_served_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        integration.attend(MODULE, *qkv(), **{"attention_mask": None, **options})
+
+
+@cpu
+def test_rows_and_keys_without_a_mask_must_match():
+    with pytest.raises(ValueError, match="attention_mask must be given where 3 rows of a causal layer meet 5 keys"):
+        integration.attend(MODULE, *qkv(3, 5), None)
+
+
+@cpu
+def test_large_head_dim_is_refused():
+    q = torch.randn(1, 1, 3, 264)
+    with pytest.raises(ValueError, match="256"):
+        integration.attend(MODULE, q, q, q, None)
+
+
+@cpu
+def test_continuous_batching_is_refused(attention):
+    ours, _ = models("llama", "torch", attention)
+    with pytest.raises(ValueError, match=f"{NAME} is not supported for continuous batching"):
+        ours.generate_batch([[1, 2, 3]], generation_config=transformers.GenerationConfig(max_new_tokens=2))
+
+
+@cpu
+def test_attention_weights_are_refused(attention):
+    ours, _ = models("llama", "torch", attention)
+    with pytest.raises((ValueError, NotImplementedError), match="output_attentions"):
+        ours(tokens(1, 3, device=DEVICE), output_attentions=True)
+
+
+# register.
+
+@cpu
+@pytest.mark.parametrize("name", ["", "flash_mine", "my/kernel", "sdpa", "eager", "flex_attention", "paged|mine"])
+def test_reserved_names_are_refused(name):
+    with pytest.raises(ValueError, match="name must not be empty nor contain"):
+        integration.register(name)
+
+
+@cpu
+def test_register_again(attention):
+    """The same name gets the new backend; a name of somebody else is refused."""
+    interface = transformers.AttentionInterface._global_mapping
+    integration.register(NAME, backend="reference")
+    assert interface[NAME].keywords == {"backend": "reference"}
+    integration.register(NAME)
+    assert interface[NAME].keywords == {"backend": "auto"}
+    transformers.AttentionInterface.register("somebody", print)
+    with pytest.raises(ValueError, match="'somebody' is registered with transformers already"):
+        integration.register("somebody")
+    with pytest.raises(TypeError, match="name must be a string"):
+        integration.register(3)
+    with pytest.raises(ValueError, match="backend must be one of auto, cuda"):
+        integration.register(NAME, backend="cudnn")
+
+
+@cpu
+def test_switching_a_model(attention):
+    """set_attn_implementation of a model that exists."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval().to(DEVICE)
+    ids = tokens(1, 9, device=DEVICE)
+    with torch.no_grad():
+        want = model(ids).logits
+        model.set_attn_implementation(NAME)
+        check(model(ids).logits, want, "torch")
