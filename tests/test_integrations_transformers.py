@@ -55,8 +55,9 @@ PADDING = {
     "one sample": torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0]]).bool(),
 }
 # (rows, keys, index of the first row, index of the first key), after which 7 tokens are known.
-CACHES = {"no cache": (7, 7, 0, 0), "chunk": (3, 7, 4, 0), "step": (1, 7, 6, 0), "step of a sliding cache": (1, 4, 6, 3),
-          "chunk of a sliding cache": (3, 5, 4, 2), "static": (3, 12, 4, 0), "step of a static cache": (1, 12, 6, 0)}
+CACHES = {"no cache": (7, 7, 0, 0), "chunk": (3, 7, 4, 0), "step": (1, 7, 6, 0),
+          "step of a sliding cache": (1, 4, 6, 3), "chunk of a sliding cache": (3, 5, 4, 2),
+          "static": (3, 12, 4, 0), "step of a static cache": (1, 12, 6, 0)}
 
 
 def shown(mask, rows, keys):
