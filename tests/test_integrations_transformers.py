@@ -55,8 +55,9 @@ PADDING = {
     "one sample": torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0]]).bool(),
 }
 # (rows, keys, index of the first row, index of the first key), after which 7 tokens are known.
-CACHES = {"no cache": (7, 7, 0, 0), "chunk": (3, 7, 4, 0), "step": (1, 7, 6, 0), "step of a sliding cache": (1, 4, 6, 3),
-          "chunk of a sliding cache": (3, 5, 4, 2), "static": (3, 12, 4, 0), "step of a static cache": (1, 12, 6, 0)}
+CACHES = {"no cache": (7, 7, 0, 0), "chunk": (3, 7, 4, 0), "step": (1, 7, 6, 0),
+          "step of a sliding cache": (1, 4, 6, 3), "chunk of a sliding cache": (3, 5, 4, 2),
+          "static": (3, 12, 4, 0), "step of a static cache": (1, 12, 6, 0)}
 
 
 def shown(mask, rows, keys):
@@ -263,7 +264,8 @@ def test_compiled_generation(kind, most, attention):
     """With a static cache, transformers makes masks outside of the compiled step, which then has one graph. Caches of
     windows count in ints, for which Dynamo compiles a second one."""
     ids, mask = tokens(3, 11, device=DEVICE), padding_mask("left", DEVICE)
-    options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, cache_implementation="static")
+    options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0,
+                   cache_implementation="static")
     ours, eager = models(kind, "torch", attention)
     graphs = []
 
@@ -283,7 +285,8 @@ def test_compiled_generation_on_a_gpu(attention):
     """bf16, by CUDA graphs: the logits of the same model without torch.compile."""
     ids, mask = tokens(3, 11, device="cuda"), padding_mask("left", "cuda")
     model = models("llama", "torch", attention)[0].to("cuda", torch.bfloat16)
-    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0, cache_implementation="static")
+    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0,
+                   cache_implementation="static")
     # The first step after the prompt, which is not compiled.
     want, got = (model.generate(ids, disable_compile=disable, return_dict_in_generate=True, output_logits=True,
                                 **options).logits[1] for disable in (True, False))

@@ -198,7 +198,8 @@ def test_generate(kind, impl, cache, attention):
     device = IMPLS[impl][1]
     ids, mask = tokens(3, LENGTH, device=device), padding_mask("left", device)
     got, want = (model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0,
-                                cache_implementation=cache, disable_compile=True) for model in models(kind, impl, attention))
+                                cache_implementation=cache, disable_compile=True)
+                 for model in models(kind, impl, attention))
     assert got.shape == (3, LENGTH + 5) and got.equal(want)
 
 

@@ -1,8 +1,9 @@
 """What the rows of a model's layers see, found once for each forward pass of transformers.
 
-transformers describes a mask by a function of the indices of a row and a key, and by the padding of the batch. make_mask
-recognizes causal masks, sliding windows and packed sequences, and returns a Mask of them: kernels skip what these hide.
-Any other function becomes a dense mask of bool. Read next: transformers.py, which computes attention by a Mask.
+transformers describes a mask by a function of the indices of a row and a key, and by the padding of the batch.
+make_mask recognizes causal masks, sliding windows and packed sequences, and returns a Mask of them: kernels skip what
+these hide. Any other function becomes a dense mask of bool. Read next: transformers.py, which computes attention by a
+Mask.
 """
 
 from __future__ import annotations
