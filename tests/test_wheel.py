@@ -240,6 +240,11 @@ with torch.autograd.forward_ad.dual_level():
     assert fast(q, k, v) is None
 with torch.profiler.profile():
     assert fast(q, k, v) is None
+graph, want = torch.cuda.CUDAGraph(), flash_attention(q, k, v, backend="cuda")
+with torch.cuda.graph(graph):  # on a stream of its own: a launch on another one would fail
+    out = flash_attention(q, k, v, backend="cuda")
+graph.replay()
+assert torch.equal(out, want)
 """
 
 
@@ -281,7 +286,7 @@ def test_in_the_wheel(checked, name):
 
 
 @pytest.mark.gpu
-def test_fast_path_leaves_unusual_calls_alone(site):
+def test_fast_path_and_streams(site):
     in_wheel(site, CALL + ON_A_GPU)
 
 
