@@ -41,7 +41,7 @@ def python(code, cwd=ROOT, **env):
 @pytest.fixture
 def tree(tmp_path):
     """A copy of what an installation and its tests read."""
-    for name in ("csrc", "minimal_attn", "triton_ref", "tests", "benchmarks", "examples", "docs"):
+    for name in ("csrc", "minimal_attn", "triton_ref", "tests", "benchmarks", "examples", "docs", "tools"):
         shutil.copytree(ROOT / name, tmp_path / "tree" / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile", "bench.py"):
         shutil.copy(ROOT / name, tmp_path / "tree")

@@ -29,7 +29,7 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 API, DEVELOPING, TROUBLESHOOTING = (ROOT / "docs" / f"{name}.md" for name in ("api", "developing", "troubleshooting"))
 TOKENS = {page: MarkdownIt("commonmark").enable("table").parse(page.read_text())
           for page in (*PAGES, ROOT / "benchmarks/journal.md")}
-FOLDERS = "csrc", "triton_ref", "minimal_attn", "tests", "benchmarks", "examples", "docs"
+FOLDERS = "csrc", "triton_ref", "minimal_attn", "tests", "benchmarks", "examples", "docs", "tools"
 
 cpu = pytest.mark.cpu
 

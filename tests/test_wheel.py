@@ -3,6 +3,7 @@
 csrc's binding for torch's stable ABI is compiled with g++ alone and linked with the JIT build's objects of the kernels.
 """
 
+import json
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 import zipfile
 from pathlib import Path
 
@@ -135,63 +137,70 @@ def test_results_on_a_gpu_equal_those_of_the_jit_build(site, tmp_path):
     compare(site, "cuda", tmp_path)
 
 
-WATCHED = """
+# What one process checks with the wheel, one after the other.
+
+CALL = """
 import torch, minimal_attn
-from minimal_attn import flash_attention
-minimal_attn.load()
+from minimal_attn import flash_attention, stable
+from minimal_attn.backends import Lengths
+library = minimal_attn.load()
 torch.manual_seed(0)
+ops = torch.ops.minimal_attn
 q, k, v = (torch.randn(2, 3, s, 8, requires_grad=True) for s in (5, 7, 7))
 options = dict(softcap=2.0, sinks=torch.randn(3), window_size=(4, 1), backend="cuda")
+
+def fault(op, *inputs):
+    try:
+        op(*inputs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+def fast(q, k, v, causal=False, scale=None, seq_major=False, window_size=(-1, -1), lengths=Lengths(), sinks=None,
+         trains=True):
+    return library.fast_forward(print, lambda *x: trains, q, k, v, causal, scale, seq_major, True, True, window_size,
+                                lengths, sinks)
 """
-
-
-def test_opcheck(site):
-    in_wheel(site, WATCHED + """
-ops = torch.ops.minimal_attn
+CHECKS = {"opcheck": """
 inputs = q, k, v, *[None] * 7, 0.3, 0.0, -1, -1
 torch.library.opcheck(ops.flash_forward.default, inputs)
-out, lse = ops.flash_forward(*inputs)
-torch.library.opcheck(ops.flash_backward.default, (out.detach(), None, *inputs[:3], out.detach(), lse.detach(),
-                                                   *inputs[3:]), test_utils=("test_schema", "test_faketensor"))
-""")
-
-
-def test_compile_vmap_and_second_derivatives(site):
-    in_wheel(site, WATCHED + """
+out, lse = (x.detach() for x in ops.flash_forward(*inputs))
+torch.library.opcheck(ops.flash_backward.default, (out, None, *inputs[:3], out, lse, *inputs[3:]),
+                      test_utils=("test_schema", "test_faketensor"))
+""", "torch.compile": """
 eager = flash_attention(q, k, v, **options)
 compiled = torch.compile(lambda *x: flash_attention(*x, **options), fullgraph=True, backend="aot_eager")(q, k, v)
 assert torch.equal(eager, compiled)
 for x, y in zip(torch.autograd.grad(eager.sum(), (q, k, v)), torch.autograd.grad(compiled.sum(), (q, k, v))):
     assert torch.equal(x, y)
+""", "vmap": """
 with torch.no_grad():
     mapped = torch.vmap(lambda x: flash_attention(x[None], k[:1], v[:1], backend="cuda"))(q)
     assert torch.equal(mapped[1], flash_attention(q[1:], k[:1], v[:1], backend="cuda"))
+chosen = []
+torch.vmap(lambda x: (chosen.append(library.which_kernel(x[None], k[:1], v[:1])), x)[1])(q)
+assert chosen == [None]
+""", "second derivative": """
 dq, = torch.autograd.grad(flash_attention(q, k, v, **options).sum(), q, create_graph=True)
-try:
-    torch.autograd.grad(dq.sum(), q)
-except NotImplementedError as error:
-    assert "second derivative" in str(error)
-else:
-    raise AssertionError
-""")
-
-
-FAST = """
-from minimal_attn import stable
-from minimal_attn.backends import Lengths
-
-def fast(q, k, v, causal=False, scale=None, seq_major=False, window_size=(-1, -1), lengths=Lengths(), sinks=None,
-         trains=True):
-    return minimal_attn.load().fast_forward(print, lambda *x: trains, q, k, v, causal, scale, seq_major, True, True,
-                                            window_size, lengths, sinks)
-"""
-
-
-def test_fast_path_gives_the_same_bits(site):
-    """On CPU tensors, which it leaves to the checks otherwise."""
-    in_wheel(site, WATCHED + FAST + """
+assert fault(torch.autograd.grad, dq.sum(), q).startswith("NotImplementedError: backend='cuda' has no second")
+""", "wrong arguments": """
+of_op = [*[None] * 7, 0.3, 0.0, -1, -1]
+assert fault(ops.flash_forward, q, k[:1], v, *of_op) == "ValueError: the shapes of q, k and v do not match"
+assert fault(ops.flash_forward, q.int(), k, v, *of_op).startswith("ValueError: Unsupported dtype")
+assert fault(ops.flash_forward, q, k, v, *of_op[:-2], -2, 0).startswith("ValueError: window_left and window_right")
+assert fault(ops.force_kernel, "sm70").startswith("ValueError: there is no kernel 'sm70'")
+""", "deterministic algorithms": """
+asked, below_autograd = [], stable._below_autograd
+stable._below_autograd = lambda op, *inputs: asked.append(inputs[-5])
+with torch.no_grad():
+    for deterministic, of_torch in ((False, False), (True, False), (False, True)):
+        torch.use_deterministic_algorithms(of_torch)
+        stable.backward(*[q] * 7, deterministic, True, True, False, False)
+torch.use_deterministic_algorithms(False)
+stable._below_autograd = below_autograd
+assert asked == [False, True, True]
+""", "fast path, on CPU tensors, which it leaves to the checks otherwise": """
 assert fast(q, k, v) is None
-everyday, stable.is_everyday = stable.is_everyday, lambda *x: True
+stable.is_everyday = lambda *x: True  # from here on
 
 def check(got, want, leaves):
     for x, y in zip(got, want, strict=True):
@@ -215,12 +224,8 @@ with torch.no_grad():
     assert fast(*packed, seq_major=True, lengths=used)[0].shape == packed[0].shape
 # What the op refuses, the checks in Python are to refuse, and what Triton trains better is left to it.
 assert fast(q, k[:1], v) is fast(q, k, v, sinks=sinks.half()) is fast(q, k, v, trains=False) is None
-""")
-
-
-@pytest.mark.gpu
-def test_fast_path_leaves_unusual_calls_alone(site):
-    in_wheel(site, WATCHED + FAST + """
+"""}
+ON_A_GPU = """
 q, k, v = (x.detach().cuda() for x in (q, k, v))
 assert fast(q, k, v) is not None and fast(q, k, v, True, 0.5, window_size=[3, None]) is not None
 for unusual in (dict(causal=1), dict(scale=1), dict(window_size=(1, 2, 3)), dict(window_size=(-2, 0)),
@@ -235,64 +240,67 @@ with torch.autograd.forward_ad.dual_level():
     assert fast(q, k, v) is None
 with torch.profiler.profile():
     assert fast(q, k, v) is None
-""")
-
-
-def test_deterministic_algorithms_reach_the_backward_pass(site):
-    in_wheel(site, """
-import torch
-from minimal_attn import stable
-torch.ops.minimal_attn = None  # what is called shows
-asked = []
-stable.torch.ops.minimal_attn = type("Ops", (), {"flash_backward": type("Op", (), {
-    "default": staticmethod(lambda *inputs: asked.append(inputs[-5]))})})
-tensors = [torch.ones(1)] * 7
-for deterministic, of_torch in ((False, False), (True, False), (False, True)):
-    torch.use_deterministic_algorithms(of_torch)
-    stable.backward(*tensors, deterministic, True, True, False, False)
-assert asked == [False, True, True]
-""")
-
-
-def test_kernels_are_chosen_as_by_the_jit_build(site):
-    code = """
-import minimal_attn, torch
-library = minimal_attn.load()
-q = torch.empty(1, 2, 8, 64, dtype=torch.half)
-odd = torch.empty(1, 2, 8, 60, dtype=torch.half)
-for capability in (75, 80, 90, 100):
-    for x in (q, q.float(), odd):
-        print(library.which_kernel(x, x, x, capability=capability), library.which_kernel(x, x, x, True, capability))
-print(library.force_kernel("sm80"), library.force_kernel(None), library.force_kernel(None))
+graph, want = torch.cuda.CUDAGraph(), flash_attention(q, k, v, backend="cuda")
+with torch.cuda.graph(graph):  # on a stream of its own: a launch on another one would fail
+    out = flash_attention(q, k, v, backend="cuda")
+graph.replay()
+assert torch.equal(out, want)
 """
-    ours = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert in_wheel(site, code) == ours.strip() and "'sm90', None" in ours and "multiple of 16 bytes" in ours
 
 
-def test_wrong_arguments_of_the_ops_are_named(site):
-    in_wheel(site, WATCHED + """
-def fault(op, *inputs):
-    try:
-        op(*inputs)
-    except ValueError as error:
-        return str(error)
+def kernels(library):
+    """What it chooses for GPUs that need not be here, and what force_kernel returns."""
+    found = []
+    for capability in (75, 80, 90, 100):
+        for dtype, head_dim in ((torch.half, 64), (torch.float, 64), (torch.half, 60)):
+            x = torch.empty(1, 2, 8, head_dim, dtype=dtype)
+            found += [list(library.which_kernel(x, x, x, *more, capability=capability)) for more in ((), (True,))]
+    return found + [library.force_kernel(name) for name in ("sm80", None, None)]
 
-ops, options = torch.ops.minimal_attn, [*[None] * 7, 0.3, 0.0, -1, -1]
-assert fault(ops.flash_forward, q, k[:1], v, *options) == "the shapes of q, k and v do not match"
-assert fault(ops.flash_forward, q.int(), k, v, *options).startswith("Unsupported dtype")
-assert fault(ops.flash_forward, q, k, v, *options[:-2], -2, 0).startswith("window_left and window_right")
-assert fault(ops.force_kernel, "sm70").startswith("there is no kernel 'sm70'")
-""")
+
+def schemas():
+    return [str(getattr(torch.ops.minimal_attn, op).default._schema) for op in OPS]
+
+
+def run_checks():
+    """In the process of the fixture `checked`: prints what went wrong by the check's name, and more."""
+    library, found = _build.load(), {}
+    found["kernels"], found["schemas"] = kernels(library), schemas()
+    for name, code in CHECKS.items():
+        try:
+            exec(CALL + code, {})
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+    print(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def checked(site):
+    return json.loads(in_wheel(site, "import test_wheel; test_wheel.run_checks()").splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_in_the_wheel(checked, name):
+    assert checked[name] is None, checked[name]
+
+
+@pytest.mark.gpu
+def test_fast_path_and_streams(site):
+    in_wheel(site, CALL + ON_A_GPU)
+
+
+def test_kernels_are_chosen_as_by_the_jit_build(checked):
+    ours = kernels(_build.load())
+    assert checked["kernels"] == ours and ours[-2] == "sm80"
+    assert ["sm90", None] in ours and ["simt", "head_dim is not a multiple of 16 bytes"] in ours
 
 
 # What the library asks of torch.
 
-def test_schemas_are_those_of_the_jit_build(site):
+def test_schemas_are_those_of_the_jit_build(checked):
     _build.load()
-    code = "; ".join(["import minimal_attn, torch", "minimal_attn.load()",
-                      *(f"print(torch.ops.minimal_attn.{op}.default._schema)" for op in OPS)])
-    ours = [str(getattr(torch.ops.minimal_attn, op).default._schema) for op in OPS]
-    assert in_wheel(site, code).splitlines() == ours
+    assert checked["schemas"] == schemas()
 
 
 def symbols(library, *options):

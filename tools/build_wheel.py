@@ -68,7 +68,7 @@ def ninja_file(folder, cuda, made):
     ldflags = [f"-L{torch.__path__[0]}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed",
                f"-Wl,--version-script={folder}/exports", *recipe["extra_ldflags"]]
     if cuda:
-        ldflags += [f"-L{CUDA_HOME}/lib64", "-lcudart_static", "-ldl", "-lrt"]
+        ldflags += [f"-L{CUDA_HOME}/lib64", f"-L{CUDA_HOME}/lib", "-lcudart_static", "-ldl", "-lrt"]
     text = NINJA.format(cflags=" ".join(cflags), nvccflags=" ".join(nvccflags), ldflags=" ".join(ldflags),
                         cxx=os.environ.get("CXX", "g++"), nvcc=f"{CUDA_HOME}/bin/nvcc")
     objects = [str(made[name]) for name in sorted(made)]
