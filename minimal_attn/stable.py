@@ -86,13 +86,12 @@ class Library:
         if not (is_everyday(q, k, v, causal, softmax_scale, window_size, (*lengths, sinks))
                 and (not seq_major or is_packed == (q.ndim == 3))):
             return None
-        needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
-        if needs_grad and torch.is_grad_enabled():
-            if lengths[3] is not None if is_packed else may_train is not None and not may_train(q, k, seq_major):
-                return None
-            attend = self.differentiable_forward
-        else:
-            attend = self.flash_forward
+        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if needs_grad and is_packed and lengths[3] is not None:  # packed.py gives samples keys of their own
+            return None
+        if needs_grad and not is_packed and may_train is not None and not may_train(q, k, seq_major):
+            return None
+        attend = self.differentiable_forward if needs_grad else self.flash_forward
         scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
         left, right = (-1 if side is None else side for side in window_size)
         heads_first = [x.transpose(-3, -2) for x in (q, k, v)] if seq_major else [q, k, v]
