@@ -185,7 +185,6 @@ Gradients flash_backward_op(const TorchTensor &dout, const OptionalTensor &dlse,
                           deterministic, need_dq, need_dkv, need_dsinks, need_dbias);
 }
 
-
 // (name of the kernel that serves the tensors, why it is not the fast one or nothing). capability and fast_fp64: of a
 // GPU that need not be here, as in kernels.h; without a capability, of the tensors' device. has_dropout, has_sinks,
 // has_scores: of a call with dropout, with sinks, with softcap or ALiBi. attn_bias: one that Python has checked, 4D.

@@ -16,8 +16,8 @@ namespace {
 using at::Tensor;
 using c10::SymInt;
 using Scale = std::optional<double>;
-using Nine = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
-using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using FlashResult = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
+using EfficientResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // out and lse; nothing for other calls than everyday ones. A causal mask is aligned bottom right.
 std::optional<std::pair<Tensor, Tensor>> attend(const Tensor &q, const Tensor &k, const Tensor &v, bool is_causal,
@@ -28,7 +28,11 @@ std::optional<std::pair<Tensor, Tensor>> attend(const Tensor &q, const Tensor &k
     AttnParams p{};
     set_inputs(p, q, k, v, softmax_scale, {-1, is_causal ? 0 : -1}, kBHSD);
     const c10::DeviceGuard guard(q.device());
-    if (choose(p, q, false).kernel == Kernel::kSimt) return {};  // Python says why it is slow
+    try {
+        if (choose(p, q, false).kernel == Kernel::kSimt) return {};  // Python says why it is slow
+    } catch (const std::invalid_argument &) {  // a forced kernel that cannot serve the call
+        return {};
+    }
     auto [out, lse, _] = run_forward(p, q, v, kBHSD);
     return std::pair(std::move(out), std::move(lse));
 }
@@ -77,21 +81,22 @@ class SdpaOverride {
     void override_flash(const char *name) {
         library.impl(name, [before = Before(name, key)](const Tensor &q, const Tensor &k, const Tensor &v,
                                                         double dropout_p, bool is_causal, bool return_debug_mask,
-                                                        Scale scale) -> Nine {
+                                                        Scale scale) -> FlashResult {
             if (dropout_p == 0 && !return_debug_mask && q.dim() == v.dim() && q.size(-1) == v.size(-1))
                 if (auto result = attend(q, k, v, is_causal, scale)) {
                     const auto rng = q.options().dtype(at::kUInt64);
                     return {result->first, result->second, Tensor(), Tensor(), q.size(2), k.size(2),
                             at::empty({2}, rng), at::empty({}, rng), at::empty({0}, q.options())};
                 }
-            return before.call<Nine>(q, k, v, dropout_p, is_causal, return_debug_mask, scale);
+            return before.call<FlashResult>(q, k, v, dropout_p, is_causal, return_debug_mask, scale);
         });
     }
 
     void override_cudnn(const char *name) {
         library.impl(name, [before = Before(name, key)](const Tensor &q, const Tensor &k, const Tensor &v,
                                                         const OptionalTensor &bias, bool compute_lse, double dropout_p,
-                                                        bool is_causal, bool return_debug_mask, Scale scale) -> Nine {
+                                                        bool is_causal, bool return_debug_mask,
+                                                        Scale scale) -> FlashResult {
             if (dropout_p == 0 && !bias && !return_debug_mask && (!is_causal || is_square(q, k)))
                 if (auto result = attend(q, k, v, is_causal, scale)) {
                     Tensor lse, seed, offset;
@@ -101,14 +106,14 @@ class SdpaOverride {
                     }
                     return {result->first, lse, Tensor(), Tensor(), q.size(2), k.size(2), seed, offset, Tensor()};
                 }
-            return before.call<Nine>(q, k, v, bias, compute_lse, dropout_p, is_causal, return_debug_mask, scale);
+            return before.call<FlashResult>(q, k, v, bias, compute_lse, dropout_p, is_causal, return_debug_mask, scale);
         });
     }
 
     void override_efficient(const char *name) {
         library.impl(name, [before = Before(name, key)](const Tensor &q, const Tensor &k, const Tensor &v,
                                                         const OptionalTensor &bias, bool compute_lse, double dropout_p,
-                                                        bool is_causal, Scale scale) -> Four {
+                                                        bool is_causal, Scale scale) -> EfficientResult {
             // out is like q, and must be (B, S, H, D) in memory; lse must have rows of a multiple of 32.
             if (dropout_p == 0 && !bias && is_square(q, k) && q.size(1) == k.size(1) && q.size(2) % 32 == 0 &&
                 q.transpose(1, 2).is_contiguous())
@@ -118,7 +123,7 @@ class SdpaOverride {
                     const auto rng = q.options().dtype(at::kLong);
                     return {out, lse, at::empty({}, rng), at::empty({}, rng)};
                 }
-            return before.call<Four>(q, k, v, bias, compute_lse, dropout_p, is_causal, scale);
+            return before.call<EfficientResult>(q, k, v, bias, compute_lse, dropout_p, is_causal, scale);
         });
     }
 };

@@ -42,7 +42,7 @@ STABLE_TORCH_LIBRARY_IMPL(minimal_attn, CompositeExplicitAutograd, m) {
 
 }  // namespace minimal_attn
 
-// Of this thread's last forward pass: why a call in 16 bits did without tensor cores, or nullptr.
+// Why the last forward pass of this thread, in 16 bits, did without tensor cores, or nullptr.
 EXPORT const char *minimal_attn_slow_because() {
     return minimal_attn::slow_because ? minimal_attn::slow_because->c_str() : nullptr;
 }

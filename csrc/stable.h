@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-// Of libtorch_cuda.so, which a torch for the CPU does not have: the address is then 0, and nobody calls it.
+// It is in libtorch_cuda.so, which a torch for the CPU does not have. The address is then 0, and nobody calls it.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void **stream);
 
 namespace minimal_attn {

@@ -89,7 +89,7 @@ inline Bias bias_of(const TorchTensor &x) {
     auto stride = [&](int dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
     const DType dtype = x.scalar_type() == ScalarType::Bool     ? DType::kBool
                         : x.scalar_type() == ScalarType::Double ? DType::kFloat64
-                                                         : *dtype_of(x);
+                                                                : *dtype_of(x);
     return {const_cast<void *>(x.const_data_ptr()), stride(0), stride(1), stride(2), stride(3), dtype};
 }
 

@@ -64,8 +64,9 @@ def load(verbose: bool = False) -> ModuleType:
         verbose: print what the compiler prints.
 
     Returns:
-        The extension module, one for the process. Its ops are torch.ops.minimal_attn; its attributes torch_version
-        and has_cuda say what it was built for.
+        The extension module, one for the process; from the wheel, an object with the same functions. Its ops are
+        torch.ops.minimal_attn. Its attribute torch_version names the torch it was built for, or the oldest that the
+        wheel serves, and has_cuda says whether it has kernels for GPUs.
 
     Raises:
         RuntimeError: no C++ compiler or no ninja; the compiler fails; the folder cannot be written; another build does

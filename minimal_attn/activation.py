@@ -37,7 +37,7 @@ def activate() -> None:
     is the same as once. An implementation that torch.nn.attention.activate_flash_attention_impl activated before, such
     as "FA3", is replaced.
 
-    csrc is compiled here if it is not yet. CUDA is not initialized, so the process may still fork.
+    csrc is compiled here if it is not yet. This may initialize CUDA: fork before it, not after it.
 
     Raises:
         RuntimeError: csrc has no kernels for GPUs here. The message says why.

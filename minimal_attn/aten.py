@@ -54,9 +54,10 @@ def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LEN
     if dout is None or q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
         return None
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    run, mode = torch.ops.minimal_attn.flash_backward.default, False
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    run, mode = torch.ops.minimal_attn.flash_backward.default, deterministic
     if q.is_cuda and lengths is NO_LENGTHS and bias is None and not csrc_trains(q, k, False):
-        run, mode = twin.backward, not torch.are_deterministic_algorithms_enabled()
+        run, mode = twin.backward, not deterministic  # whether it may choose tiles by time
     try:
         dq, dk, dv, _, dbias = run(dout, None, q, k, v, out, lse.contiguous(), *lengths, None, None, bias, scale, 0.0,
                                    *window, 0.0, None, mode, True, True, False, need_dbias)

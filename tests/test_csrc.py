@@ -71,10 +71,14 @@ def test_only_ops_include_torch():
                          "sdpa_override.cpp"}
 
 
-def test_both_bindings_share_the_ops():
+def test_both_bindings_share_the_ops(monkeypatch):
     """The wheel's library has no ATen: what both compile includes torch through aten.h or stable.h alone."""
+    monkeypatch.syspath_prepend(CSRC.parent / "tools")
+    from build_wheel import OTHER_BINDING
+
     of_aten = {"aten.h", "direct.h", "main.cpp", "autograd.cpp", "fast_path.cpp", "sdpa_override.cpp"}
     assert {name for name, code in CODE.items() if re.search(r"\b(at|c10|torch)::", code)} == of_aten | {"stable.h"}
+    assert OTHER_BINDING == {name for name in of_aten if name.endswith(".cpp")}
     assert {name for name, code in CODE.items() if "MINIMAL_ATTN_STABLE" in code} == {"torch_params.h"}
 
 

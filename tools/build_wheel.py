@@ -2,7 +2,7 @@
 build and the sources. Users need no compiler.
 
     make wheel                                   # dist/minimal_attn-...-py3-none-manylinux_..._x86_64.whl
-    python tools/build_wheel.py --cpu --out DIR  # without the kernels for GPUs, in a minute
+    python tools/build_wheel.py --cpu --out DIR  # without the kernels for GPUs, in a few minutes
 
 The machine needs nvcc of CUDA 13, g++ 11 or newer, and torch 2.11 or newer, whose build need not be one for CUDA. The
 objects stay in build/wheel, where ninja finds them up to date.
@@ -28,8 +28,8 @@ from minimal_attn import _build, stable  # noqa: E402
 
 # torch looks for it only where it is a build for CUDA itself.
 CUDA_HOME = os.environ.get("CUDA_HOME") or cpp_extension.CUDA_HOME or "/usr/local/cuda"
-# Of the binding for one torch. The wheel's is in stable.cpp.
-OTHER_BINDING = {"main.cpp", "autograd.cpp", "fast_path.cpp"}
+# These files make the binding for one torch. The wheel's is in stable.cpp.
+OTHER_BINDING = {"main.cpp", "autograd.cpp", "fast_path.cpp", "sdpa_override.cpp"}
 STABLE_ABI = "0x020B000000000000"  # of torch 2.11, as torch/csrc/stable/version.h writes it
 ARCHS = ("compute_75,code=sm_75", "compute_80,code=[sm_80,compute_80]", "compute_90a,code=sm_90a")
 MAX_BYTES = 15_000_000
