@@ -33,10 +33,9 @@ CUDA = "-D__CUDACC__", "-D__CUDA_ARCH__=900", "-D__CUDA_ARCH_FEAT_SM90_ALL", "-i
 SCHEDULES = ["--early=1", "--late=2", "--random=3"]
 MORE_SCHEDULES = [f"--{mode}={seed}" for seed in range(4, 12) for mode in ("early", "late", "random")]
 SANITIZERS = "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
-SANITIZED_CASES = ["fp32_128", "bf16_256_narrow", "dropout", "gqa", "sm80_bf16_192", "sm80_256_narrow", "sm80_one",
-                   "dmma_64_causal", "dmma_128", "sm90_40", "sm90_104", "sm90_136_causal", "sm90_96", "sm90_one",
-                   "sm90_lens_256", "sm90_scale_0", "sm90_scale_30_256", "simt_bias", "sm80_mask", "sm90_bias",
-                   "sm90_mask", "sm90_mask_alibi"]
+SANITIZED_CASES = ["fp32_128", "bf16_256_narrow", "dropout", "gqa", "sm80_bf16_192", "sm80_256_narrow", "dmma_128",
+                   "sm90_40", "sm90_136_causal", "sm90_one", "sm90_lens_256", "sm90_scale_30_256", "simt_bias",
+                   "sm80_mask", "sm90_bias", "sm90_mask"]
 
 # What `make test` runs of each kernel: a case for each size of tiles, with a mask, without one and with lengths.
 KERNEL_CASES = {
@@ -179,8 +178,8 @@ def test_kernel(kernel, csrc):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
 def test_all_cases(part, csrc):
-    """By every schedule, with the same bits in all results."""
-    assert_passed(run(csrc / "objects/driver", *SCHEDULES, f"--part={part}/6"))
+    """As late as may be and at random, with the same bits in all results. test_kernel has the early schedule too."""
+    assert_passed(run(csrc / "objects/driver", *SCHEDULES[1:], f"--part={part}/6"))
 
 
 @pytest.mark.slow
