@@ -7,6 +7,9 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from test_transformers import (IMPLS, MODELS as DECODERS, NAME, SIZES, check, models, padding_mask, registered,
                                tokens)
@@ -178,6 +181,50 @@ def test_packing_of_several_rows(impl, kind, attention):
                         for row, ends in zip(ids, map(list, lengths))])
     check(ours(ids, position_ids=positions, use_cache=False).logits, want, "torch")
     check(ours(ids, position_ids=positions, use_cache=True).logits, want, "torch")
+
+
+WATCHERS = {
+    "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    "device": lambda: torch.device("cpu"),
+    "dispatch mode": lambda: FlopCounterMode(display=False),
+    "inference mode": torch.inference_mode,
+}
+
+
+@cpu
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("watcher", WATCHERS)
+@torch.no_grad()
+def test_who_watches_does_not_change_packing(watcher, use_cache, attention):
+    ours, _ = models("llama", "torch", attention)
+    ids, positions = tokens(1, 7, device=DEVICE), POSITIONS[:1].to(DEVICE)
+    want = torch.cat([ours(part).logits for part in ids.split((4, 2, 1), dim=1)], 1)
+    with WATCHERS[watcher]():
+        got = ours(ids, position_ids=positions, use_cache=use_cache).logits
+    check(got, want, "torch")
+
+
+@cpu
+def test_positions_that_cannot_be_read_become_a_dense_mask(monkeypatch):
+    """As while a CUDA graph is captured."""
+    q, k, v = qkv(7, 7)
+    apart, together = (integration.attend(MODULE, q, k, v, None, position_ids=x)[0] for x in (POSITIONS, None))
+    monkeypatch.setattr(integration, "can_read", lambda x: False)
+    got = integration.attend(MODULE, q, k, v, None, position_ids=POSITIONS)[0]
+    assert got.allclose(apart, atol=1e-6) and not got.allclose(together, atol=1e-2)
+
+
+@cpu
+def test_what_can_be_read():
+    x = torch.arange(3)
+    assert masks.can_read(x) and not masks.can_read(x.to("meta"))
+    with FakeTensorMode():
+        assert not masks.can_read(torch.arange(3))
+    seen = []
+    torch.vmap(lambda x: seen.append(masks.can_read(x)) or x)(x[None])
+    make_fx(lambda x: seen.append(masks.can_read(x)) or x + 1)(x)
+    assert torch.compile(lambda x: x + masks.can_read(x), fullgraph=True, backend="eager")(x).equal(x)
+    assert seen == [False, False]
 
 
 @cpu

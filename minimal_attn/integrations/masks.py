@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.functional import pad
 from transformers import masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
 
-from ..checks import can_read
 from ..lengths import NO_WINDOW
 
 HINT = 'This model changes its mask, which only masks of tensors allow: use attn_implementation="sdpa" for it.'
@@ -64,8 +65,6 @@ class Mask:
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         raise NotImplementedError(f"{function.__name__} cannot take a mask of minimal_attn. {HINT}")
-
-_LAST = threading.local()  # what cu_seqlens_of found last
 
 
 class Pattern(NamedTuple):
@@ -152,14 +151,25 @@ def _cu_seqlens(is_first):
     return pad(is_first.flatten().nonzero().squeeze(1).int(), (0, 1), value=is_first.numel())
 
 
+def can_read(x) -> bool:
+    """Whether the host may read x: nothing traces, x has values of its own, and no CUDA graph is captured.
+
+    What only watches, such as a profiler, does not matter: it must not change what a mask means.
+    """
+    if is_tracing(x) or x.is_meta:
+        return False
+    return get_proxy_mode() is None and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+_LAST = threading.local()  # what cu_seqlens_of found last
+
+
 def cu_seqlens_of(position_ids, batch_size) -> Tensor | None:
     """_cu_seqlens of sequences that begin where position_ids (B or 1, S) do not ascend, or None if all ascend.
 
     With a cache, transformers gives make_mask no positions, but it gives them to each layer. The host waits for the
-    first layer alone: the others of a forward pass find the result by the same tensor.
+    first layer alone: the others of a forward pass find the result by the same tensor. position_ids must be readable.
     """
-    if not can_read(position_ids):
-        return None
     version = None if position_ids.is_inference() else position_ids._version  # inference tensors have no version
     known = getattr(_LAST, "found", None)
     if version is not None and known is not None and known[0]() is position_ids and known[1:3] == (version, batch_size):
@@ -168,6 +178,12 @@ def cu_seqlens_of(position_ids, batch_size) -> Tensor | None:
     found = _cu_seqlens(is_first) if is_first.any() else None
     _LAST.found = weakref.ref(position_ids), version, batch_size, found
     return found
+
+
+def same_sequence(position_ids) -> Tensor:
+    """bool (B or 1, 1, S, S): whether two tokens are in one of the sequences of cu_seqlens_of. The host reads nothing."""
+    number = pad(position_ids.diff() <= 0, (1, 0)).cumsum(1)
+    return (number[:, :, None] == number[:, None, :])[:, None]
 
 
 def _without_tensor(pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, is_fixed, device):

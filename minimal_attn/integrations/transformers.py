@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..checks import shown
 from ..interface import BACKENDS, flash_attention
 from ..lengths import NO_WINDOW
-from .masks import Mask, cu_seqlens_of, make_mask
+from .masks import Mask, can_read, cu_seqlens_of, make_mask, same_sequence
 
 # transformers treats names with these in them in a way of its own.
 RESERVED = "flash", "sdpa", "eager", "flex", "paged", "/", "|", ":", "@"
@@ -90,12 +90,12 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
     mask, bias = _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
     if mask.num_keys != key.shape[2]:
         key, value = key[:, :, :mask.num_keys], value[:, :, :mask.num_keys]
+    cu_seqlens, bias = _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids)
     if position_bias is not None:
         bias = _added(position_bias[..., :key.shape[2]], bias)
     options = dict(causal=mask.causal, sm_scale=scaling, dropout_p=dropout, deterministic=bool(deterministic),
                    window_size=mask.window, sinks=s_aux, softcap=0.0 if softcap is None else softcap, attn_bias=bias,
                    backend=backend)
-    cu_seqlens = _cu_seqlens(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids)
     if cu_seqlens is not None:
         return _packed(query, key, value, cu_seqlens, options), None
     out = flash_attention(query, key, value, seqused_q=mask.seqused_q, seqused_k=mask.seqused_k, **options)
@@ -128,21 +128,24 @@ def _added(position_bias, bias):
     return position_bias.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else position_bias + bias
 
 
-def _cu_seqlens(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
-    """cu_seqlens of queries and keys if the batch is packed, or None."""
+def _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
+    """cu_seqlens of queries and keys if the batch is packed, or None; and bias, which separates the sequences where the
+    host cannot read their positions."""
     if mask.cu_seqlens is not None:
-        return mask.cu_seqlens, mask.cu_seqlens
+        return (mask.cu_seqlens, mask.cu_seqlens), bias
     has_lengths = bias is not None or mask.seqused_k is not None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if has_lengths:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k cannot be given together with padding or another mask")
-        return tuple(None if x is None else x.int() for x in (cu_seq_lens_q, cu_seq_lens_k))
+        return tuple(None if x is None else x.int() for x in (cu_seq_lens_q, cu_seq_lens_k)), bias
     rows = query.shape[2]
     if has_lengths or not mask.causal or mask.num_keys != rows or position_ids is None or (
             position_ids.ndim != 2 or position_ids.shape[1] != rows):
-        return None
+        return None, bias
+    if not can_read(position_ids):
+        return None, same_sequence(position_ids)
     found = cu_seqlens_of(position_ids, query.shape[0])
-    return None if found is None else (found, found)
+    return None if found is None else (found, found), bias
 
 
 def _packed(query, key, value, cu_seqlens, options):
