@@ -67,7 +67,8 @@ def shown(mask, rows, keys):
     """bool (2, 1, rows, keys): what a Mask, None or a tensor shows, by what masks.py says of a Mask."""
     if isinstance(mask, torch.Tensor):
         return mask
-    mask = mask or Mask(True, (-1, -1), keys)
+    mask = mask or Mask(rows, keys, True, (-1, -1), keys)
+    assert (mask.q_length, mask.kv_length) == (rows, keys)
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
     seqlen_k = torch.full((2,), mask.num_keys) if mask.seqused_k is None else mask.seqused_k
     seqlen_q = torch.full((2,), rows) if mask.seqused_q is None else mask.seqused_q
@@ -111,17 +112,18 @@ def test_masks_show_what_those_of_transformers_do(pattern, padding, cache, offse
 def test_masks_without_padding_need_no_tensors():
     """So that no test passes by dense masks, and that kernels skip what windows and right padding hide."""
     sizes = dict(batch_size=2, q_length=7, kv_length=7)
-    assert make_mask(**sizes) is make_mask(**sizes, attention_mask=PADDING["all valid"]) is None
-    assert make_mask(2, 1, 7, 6) is None and make_mask(2, 3, 7, 4) == Mask(True, (-1, -1), 7)
-    assert make_mask(**sizes, mask_function=windowed) == Mask(True, (WINDOW - 1, 0), 7)
+    assert make_mask(**sizes) is make_mask(2, 1, 7, 6, attention_mask=PADDING["all valid"]) is None
+    assert make_mask(**sizes, attention_mask=PADDING["all valid"]) == Mask(7, 7, True, (-1, -1), 7, is_padded=True)
+    assert make_mask(2, 1, 7, 6) is None and make_mask(2, 3, 7, 4) == Mask(3, 7, True, (-1, -1), 7)
+    assert make_mask(**sizes, mask_function=windowed) == Mask(7, 7, True, (WINDOW - 1, 0), 7)
     assert make_mask(2, 3, 3, mask_function=windowed) is None, "the window hides nothing"
-    assert make_mask(**sizes, mask_function=bidirectional) == Mask(False, (-1, -1), 7)
+    assert make_mask(**sizes, mask_function=bidirectional) == Mask(7, 7, False, (-1, -1), 7)
     right = make_mask(**sizes, attention_mask=PADDING["right"])
     assert right.keys is None and right.seqused_q.tolist() == right.seqused_k.tolist() == [7, 2]
     # The rows of a cross-attention have other padding than its keys, even if there are as many.
     right = make_mask(**sizes, mask_function=bidirectional, attention_mask=PADDING["right"])
     assert right.keys is right.seqused_q is None and right.seqused_k.tolist() == [7, 2]
-    assert make_mask(2, 3, 12, torch.tensor(4)) == Mask(True, (-1, -1), 7)
+    assert make_mask(2, 3, 12, torch.tensor(4)) == Mask(3, 12, True, (-1, -1), 7)
 
 
 @cpu
@@ -181,6 +183,18 @@ def test_packing_of_several_rows(impl, kind, attention):
                         for row, ends in zip(ids, map(list, lengths))])
     check(ours(ids, position_ids=positions, use_cache=False).logits, want, "torch")
     check(ours(ids, position_ids=positions, use_cache=True).logits, want, "torch")
+
+
+@cpu
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("use_cache", [False, True])
+@torch.no_grad()
+def test_an_attention_mask_forbids_packing(kind, use_cache, attention):
+    """As for eager attention, even if it is all ones."""
+    ids, positions = tokens(2, 7, device=DEVICE), POSITIONS.to(DEVICE)
+    ours, eager = models(kind, "torch", attention)
+    inputs = dict(attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=use_cache)
+    check(ours(ids, **inputs).logits, eager(ids, **inputs).logits, "torch")
 
 
 WATCHERS = {
@@ -405,7 +419,7 @@ def test_is_causal_counts_without_a_mask():
     causal, full = (minimal_attn.flash_attention(q, k, v, x).transpose(1, 2) for x in (True, False))
     assert integration.attend(MODULE, q, k, v, None)[0].equal(causal)
     assert integration.attend(MODULE, q, k, v, None, is_causal=False)[0].equal(full)
-    assert integration.attend(MODULE, q, k, v, Mask(False, (-1, -1), 3))[0].equal(full)
+    assert integration.attend(MODULE, q, k, v, Mask(3, 3, False, (-1, -1), 3))[0].equal(full)
     assert integration.attend(MODULE, q, k, v, torch.ones(1, 1, 3, 3, dtype=torch.bool))[0].allclose(full)
     step = integration.attend(MODULE, q[:, :, :1], k, v, None)[0]
     assert step.allclose(full[:, :1])
@@ -426,7 +440,7 @@ def test_is_causal_counts_without_a_mask():
     (dict(attention_mask=torch.ones(2, 1, 3, 4, dtype=torch.bool)), ValueError, "broadcast"),
     (dict(attention_mask="causal"), TypeError, "attention_mask must be None, a tensor or a mask"),
     (dict(cu_seq_lens_q=torch.tensor([0, 6])), ValueError, "cu_seqlens_q and cu_seqlens_k"),
-    (dict(attention_mask=Mask(True, (-1, -1), 3, keys=torch.ones(2, 3, dtype=torch.bool)),
+    (dict(attention_mask=Mask(3, 3, True, (-1, -1), 3, keys=torch.ones(2, 3, dtype=torch.bool)),
           cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 6])), ValueError, "together with padding"),
     (dict(softcap=-1.0), ValueError, "softcap"),
 ])
@@ -439,6 +453,18 @@ def test_what_cannot_be_served_is_refused(options, error, message):
 def test_rows_and_keys_without_a_mask_must_match():
     with pytest.raises(ValueError, match="attention_mask must be given where 3 rows of a causal layer meet 5 keys"):
         integration.attend(MODULE, *qkv(3, 5), None)
+
+
+@cpu
+@pytest.mark.parametrize("rows, keys", [(3, 13), (3, 11), (4, 12), (2, 12), (1, 12), (3, 7)])
+def test_a_mask_of_other_sizes_is_refused(rows, keys):
+    """Also where a static cache has room for 12 keys of which 7 count."""
+    mask = make_mask(2, 3, 12, torch.tensor(4))
+    q, k, v = qkv(3, 12)
+    want = minimal_attn.flash_attention(q, k[:, :, :7], v[:, :, :7], True).transpose(1, 2)
+    assert integration.attend(MODULE, q, k, v, mask)[0].equal(want)
+    with pytest.raises(ValueError, match=f"is for 3 rows and 12 keys, but the layer has {rows} rows and {keys} keys"):
+        integration.attend(MODULE, *qkv(rows, keys), mask)
 
 
 @cpu

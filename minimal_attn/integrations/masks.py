@@ -28,16 +28,21 @@ HINT = 'This model changes its mask, which only masks of tensors allow: use attn
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which keys a row sees, without a dense tensor. A layer that has no Mask and no tensor sees all or is causal.
+    """Which keys a row sees, without a dense tensor. Without a Mask or a tensor, the layer's is_causal decides.
 
+    q_length, kv_length: the rows and keys that a layer must have, which are Sq and Sk below.
     causal: row i sees the keys j <= i + num_keys - Sq, or by the lengths of its sample, as in flash_attention.
     window: (left, right), as in flash_attention.
     num_keys: only the first of the keys count; a static cache has room for more.
     keys: bool (B, num_keys), True where a key is no padding, or None.
     seqused_q, seqused_k: int32 (B,), the lengths of each sample, or None.
     cu_seqlens: int32 (N + 1,), where the sequences of the flattened batch begin, or None.
+    is_padded: the model has got an attention_mask, which may be all ones. As for eager attention, position_ids then
+        separate no sequences.
     """
 
+    q_length: int
+    kv_length: int
     causal: bool
     window: tuple[int, int]
     num_keys: int
@@ -45,6 +50,7 @@ class Mask:
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    is_padded: bool = False
 
     ndim = 4  # generate() asks for it, and calls contiguous()
 
@@ -133,13 +139,14 @@ def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_fun
     is_fixed = q_length == 1 and not allow_is_causal_skip
     pattern = pattern_of(mask_function)
     if pattern is not None and pattern.sequence is not None and can_read(pattern.sequence):
-        return Mask(pattern.causal, pattern.window, kv_length, cu_seqlens=_cu_seqlens(pattern.sequence.diff() != 0))
+        return Mask(q_length, kv_length, pattern.causal, pattern.window, kv_length,
+                    cu_seqlens=_cu_seqlens(pattern.sequence.diff() != 0))
     if pattern is not None and pattern.sequence is None and (
             allow_is_causal_skip or is_fixed if pattern.causal else allow_is_bidirectional_skip):
         mask = _without_tensor(pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, is_fixed,
                                device)
         if mask is not None:
-            return _simplified(mask, q_length, kv_length)
+            return _simplified(mask)
     return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
                      allow_is_causal_skip=False, use_vmap=use_vmap, device=device)
 
@@ -200,15 +207,16 @@ def _without_tensor(pattern, batch_size, q_length, kv_length, q_offset, kv_offse
         num_keys = end
     elif pattern.causal or pattern.window != NO_WINDOW and (isinstance(end, Tensor) or end != kv_length):
         return None
-    mask = Mask(pattern.causal, pattern.window, num_keys, seqused_k=seqused_k)
+    mask = Mask(q_length, kv_length, pattern.causal, pattern.window, num_keys, seqused_k=seqused_k,
+                is_padded=attention_mask is not None)
     if attention_mask is None:
         return mask
     keys = attention_mask[:, kv_offset:kv_offset + num_keys]
     keys = pad(keys, (0, num_keys - keys.shape[1]))
-    return _with_padding(mask, keys, q_length, is_fixed)
+    return _with_padding(mask, keys, is_fixed)
 
 
-def _with_padding(mask, keys, q_length, is_fixed):
+def _with_padding(mask, keys, is_fixed):
     """mask, with keys (B, num_keys), False in padding. One read tells whether lengths say as much.
 
     A layer with lengths leaves out the padding. In a causal mask, rows in the padding are then 0.
@@ -222,7 +230,7 @@ def _with_padding(mask, keys, q_length, is_fixed):
     if not is_last or mask.seqused_k is not None:
         return dataclasses.replace(mask, keys=keys)
     lengths = keys.sum(1, dtype=torch.int32)
-    if mask.causal and mask.num_keys == q_length:
+    if mask.causal and mask.num_keys == mask.q_length:
         return dataclasses.replace(mask, seqused_q=lengths, seqused_k=lengths)
     # Rows need not be those of the keys, as in cross-attention, and a window depends on both lengths.
     if not mask.causal and mask.window == NO_WINDOW:
@@ -230,10 +238,13 @@ def _with_padding(mask, keys, q_length, is_fixed):
     return dataclasses.replace(mask, keys=keys)
 
 
-def _simplified(mask, q_length, kv_length):
+def _simplified(mask):
     """mask, or None where a causal layer needs none. A window that hides nothing is left out."""
     if mask.seqused_k is None and mask.window[0] >= mask.num_keys - 1:
         mask = dataclasses.replace(mask, window=NO_WINDOW if mask.causal or mask.window[1] >= mask.num_keys - 1
                                    else (-1, mask.window[1]))
-    is_plain = mask.keys is mask.seqused_k is None and mask.window == NO_WINDOW and mask.num_keys == kv_length
-    return None if mask.causal and is_plain and q_length in (1, kv_length) else mask
+    if not mask.causal or mask.window != NO_WINDOW or mask.num_keys != mask.kv_length:
+        return mask
+    is_plain = mask.keys is mask.seqused_k is None and (
+        mask.q_length == 1 or mask.q_length == mask.kv_length and not mask.is_padded)
+    return None if is_plain else mask

@@ -73,8 +73,8 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
             flash_attention. None is no softcap and not deterministic.
         position_bias: added to the scores, broadcastable to (B, H, Sq, Sk).
         cu_seq_lens_q, cu_seq_lens_k: cu_seqlens_q and cu_seqlens_k of flash_attention, of the flattened batch.
-        position_ids: (B or 1, Sq). Where the positions of a causal layer begin anew, and neither attention_mask nor
-            cu_seq_lens_q says anything else, a new sequence begins. make_mask sees to this where there is no cache.
+        position_ids: (B or 1, Sq). Where the positions of a causal layer begin anew, a new sequence begins, unless the
+            model has got an attention_mask or cu_seq_lens_q. make_mask sees to this where there is no cache.
         backend: of flash_attention.
         others: what does not change attention, or is refused.
 
@@ -106,19 +106,22 @@ def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
     """attention_mask and is_causal as a Mask, and an attn_bias or None."""
     rows, keys = query.shape[2], key.shape[2]
     if isinstance(attention_mask, Mask):
+        if (rows, keys) != (attention_mask.q_length, attention_mask.kv_length):
+            raise ValueError(f"attention_mask is for {attention_mask.q_length} rows and {attention_mask.kv_length} keys, "
+                             f"but the layer has {rows} rows and {keys} keys")
         bias = attention_mask.keys
         return attention_mask, None if bias is None else bias[:, None, None]
     if attention_mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if causal and rows > 1 and rows != keys and cu_seq_lens_q is None:
             raise ValueError(f"attention_mask must be given where {rows} rows of a causal layer meet {keys} keys")
-        return Mask(causal and rows > 1, NO_WINDOW, keys), None
+        return Mask(rows, keys, causal and rows > 1, NO_WINDOW, keys), None
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask must be None, a tensor or a mask of minimal_attn, got {shown(attention_mask)}")
     if attention_mask.ndim != 4:
         raise ValueError("attention_mask must broadcast to (B, H, Sq, Sk) and have 4 dimensions, got "
                          f"{shown(attention_mask)}")
-    return Mask(False, NO_WINDOW, keys), attention_mask
+    return Mask(rows, keys, False, NO_WINDOW, keys), attention_mask
 
 
 def _added(position_bias, bias):
@@ -139,7 +142,7 @@ def _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k cannot be given together with padding or another mask")
         return tuple(None if x is None else x.int() for x in (cu_seq_lens_q, cu_seq_lens_k)), bias
     rows = query.shape[2]
-    if has_lengths or not mask.causal or mask.num_keys != rows or position_ids is None or (
+    if has_lengths or mask.is_padded or not mask.causal or mask.num_keys != rows or position_ids is None or (
             position_ids.ndim != 2 or position_ids.shape[1] != rows):
         return None, bias
     if not can_read(position_ids):
