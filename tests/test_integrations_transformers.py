@@ -101,10 +101,12 @@ def test_masks_show_what_those_of_transformers_do(pattern, padding, cache, offse
     if isinstance(got, Mask) and got.seqused_q is not None:  # rows in the padding see nothing
         want = want & PADDING[padding][:, None, :, None]
     assert shown(got, rows, keys).expand_as(want).equal(want)
-    if is_compiled and pattern in ("causal", "window"):
+    is_fixed = is_compiled and offset is not int
+    if is_fixed and pattern in ("causal", "window"):
         assert got.num_keys == keys and got.seqused_k.dtype == torch.int32
         assert (got.keys is None) == (padding == "none")
-    aligned = pattern != "window of both sides" or q_offset + rows - kv_offset == keys and offset is int
+    aligned = q_offset + rows - kv_offset == keys and offset is int if pattern == "window of both sides" else (
+        is_compiled == is_fixed or pattern == "bidirectional")
     assert not isinstance(got, torch.Tensor) or not aligned
 
 
@@ -135,6 +137,35 @@ def test_packed_sequences(base, window):
 
 
 @cpu
+@pytest.mark.parametrize("change", [dict(attention_mask=PADDING["left"]), dict(q_offset=torch.tensor(0)),
+                                    dict(q_length=3, q_offset=4), dict(q_length=5, kv_length=5, q_offset=2)])
+def test_packed_sequences_with_padding_or_a_cache_become_dense(change):
+    arguments = dict(batch_size=2, q_length=7, kv_length=7, mask_function=packed(causal)) | change
+    got = make_mask(**arguments)
+    assert got.equal(masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False))
+
+
+@cpu
+@pytest.mark.parametrize("name, what, mask_function", [
+    ("sliding_window_overlay", "window", windowed),
+    ("packed_sequence_mask_function", "same sequence", packed(causal)),
+    ("and_masks", "and", windowed)])
+def test_functions_with_another_meaning_are_not_recognized(name, what, mask_function, monkeypatch):
+    """As of another release of transformers."""
+    assert len(masks._CODES) == 7 and pattern_of(mask_function) is not None
+    made = getattr(masking_utils, name)
+
+    def changed(*args):
+        return lambda b, h, i, j: made(*args)(b, h, i, j + 1 - j // 5)
+
+    monkeypatch.setattr(masking_utils, name, changed)
+    codes = masks._recognized()
+    assert what not in codes and len(codes) == 6
+    monkeypatch.setattr(masks, "_CODES", codes)
+    assert pattern_of(mask_function) is None and pattern_of(causal) == masks.Pattern(True)
+
+
+@cpu
 @pytest.mark.parametrize("function", [
     masking_utils.chunked_causal_mask_function(2, torch.zeros(2, dtype=torch.int64)),
     masking_utils.or_masks(causal, masking_utils.blockwise_overlay(SEQUENCES)),
@@ -151,6 +182,8 @@ def test_other_mask_functions_become_dense(function):
 @cpu
 def test_a_model_that_wants_a_tensor_gets_one():
     assert make_mask(2, 7, 7, allow_is_causal_skip=False).shape == (2, 1, 7, 7)
+    assert make_mask(2, 1, 7, 6, allow_is_causal_skip=False).shape == (2, 1, 1, 7)
+    assert make_mask(2, 1, 1, allow_is_causal_skip=False).shape == (2, 1, 1, 1)
     dense = make_mask(2, 7, 7, mask_function=bidirectional, allow_is_bidirectional_skip=False)
     assert dense.shape == (2, 1, 7, 7) and dense.all()
 
@@ -307,6 +340,7 @@ def test_cross_attention_to_as_many_keys_as_rows(attention):
 
 
 @cpu
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, side", [("llama", None), ("llama", "left"), ("mistral", "right")])
 @torch.no_grad()
 def test_compiled_forward(kind, side, attention):
@@ -320,7 +354,8 @@ def test_compiled_forward(kind, side, attention):
 
 
 @cpu
-@pytest.mark.parametrize("kind, most", [("llama", 1), pytest.param("gemma2", 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, most", [("llama", 1), ("gemma2", 2)])
 def test_compiled_generation(kind, most, attention):
     """With a static cache, transformers makes masks outside of the compiled step, which then has one graph. Caches of
     windows count in ints, for which Dynamo compiles a second one."""
@@ -441,7 +476,7 @@ def test_is_causal_counts_without_a_mask():
     (dict(attention_mask="causal"), TypeError, "attention_mask must be None, a tensor or a mask"),
     (dict(cu_seq_lens_q=torch.tensor([0, 6])), ValueError, "cu_seqlens_q and cu_seqlens_k"),
     (dict(attention_mask=Mask(3, 3, True, (-1, -1), 3, keys=torch.ones(2, 3, dtype=torch.bool)),
-          cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 6])), ValueError, "together with padding"),
+          cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 6])), ValueError, "together with padding.*torch.compile.*position_ids"),
     (dict(softcap=-1.0), ValueError, "softcap"),
 ])
 def test_what_cannot_be_served_is_refused(options, error, message):
@@ -506,8 +541,10 @@ def test_register_again(attention):
     integration.register(NAME)
     assert interface[NAME].keywords == {"backend": "auto"}
     transformers.AttentionInterface.register("somebody", print)
-    with pytest.raises(ValueError, match="'somebody' is registered with transformers already"):
-        integration.register("somebody")
+    transformers.AttentionMaskInterface.register("somebody's mask", masking_utils.sdpa_mask)
+    for name in ("somebody", "somebody's mask"):
+        with pytest.raises(ValueError, match=f"{name}. is registered with transformers already"):
+            integration.register(name)
     with pytest.raises(TypeError, match="name must be a string"):
         integration.register(3)
     with pytest.raises(ValueError, match="backend must be one of auto, cuda"):

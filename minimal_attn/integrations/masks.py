@@ -1,4 +1,4 @@
-"""What the rows of a model's layers see, found once for each forward pass of transformers.
+"""Masks for transformers, made once per forward pass.
 
 transformers describes a mask by a function of the indices of a row and a key, and by the padding of the batch.
 make_mask recognizes causal masks, sliding windows and packed sequences, and returns a Mask of them: kernels skip what
@@ -81,41 +81,63 @@ class Pattern(NamedTuple):
     sequence: Tensor | None = None  # int (B, S): the number of the sequence of each token, ascending in a sample
 
 
-# The mask functions of transformers are closures. These are their codes, by which they are recognized.
-_INDICES = torch.zeros(1, 1, dtype=torch.int64)
-_AND = masking_utils.and_masks(causal_mask_function).__code__
-_WINDOW = masking_utils.sliding_window_overlay(1).__code__
-_WINDOW_OF_BOTH_SIDES = masking_utils.sliding_window_bidirectional_overlay(1).__code__
-_SAME_SEQUENCE = masking_utils.packed_sequence_mask_function(_INDICES).__code__
-_OF_SEQUENCES = masking_utils.remap_positions_for_packed_sequence(causal_mask_function, _INDICES).__code__
+def _recognized():
+    """The mask functions of transformers are closures, which are recognized by their codes: {what: code}.
+
+    A function is left out, so that its masks become dense, if it does not show what pattern_of takes it for.
+    """
+    i, j = torch.arange(6, device="cpu")[:, None], torch.arange(6, device="cpu")
+    sequence, positions = (torch.tensor([x], device="cpu") for x in ([0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]))
+    window, both = masking_utils.sliding_window_overlay(3), masking_utils.sliding_window_bidirectional_overlay(2)
+    shows = {
+        "causal": (causal_mask_function, j <= i),
+        "bidirectional": (bidirectional_mask_function, i >= 0),
+        "and": (masking_utils.and_masks(causal_mask_function, both), (j <= i) & ((i - j).abs() <= 2)),
+        "window": (window, i - 3 < j),
+        "window of both sides": (both, (i - j).abs() <= 2),
+        "same sequence": (masking_utils.packed_sequence_mask_function(sequence), sequence[0, i] == sequence[0, j]),
+        "of sequences": (masking_utils.remap_positions_for_packed_sequence(causal_mask_function, positions),
+                         positions[0, j] <= positions[0, i]),
+    }
+    return {what: function.__code__ for what, (function, shown) in shows.items()
+            if torch.broadcast_to(function(0, 0, i, j), (6, 6)).equal(torch.broadcast_to(shown, (6, 6)))}
+
+
+_CODES = _recognized()
+
+
+def _is(what, function):
+    return what in _CODES and getattr(function, "__code__", None) is _CODES[what]
 
 
 def pattern_of(mask_function) -> Pattern | None:
     """The Pattern of a mask function of transformers, or None if it is another one or cannot be told."""
-    if mask_function is causal_mask_function:
+    if mask_function is causal_mask_function and "causal" in _CODES:
         return Pattern(True)
-    if mask_function is bidirectional_mask_function:
+    if mask_function is bidirectional_mask_function and "bidirectional" in _CODES:
         return Pattern(False)
-    if torch.compiler.is_compiling():  # Dynamo reads no closures
+    if torch.compiler.is_compiling() or not _is("and", mask_function):  # Dynamo reads no closures
         return None
-    if getattr(mask_function, "__code__", None) is not _AND or len(_closure(mask_function)["mask_functions"]) != 2:
+    functions = _closure(mask_function).get("mask_functions", ())
+    if len(functions) != 2:
         return None
-    overlay, base = _closure(mask_function)["mask_functions"]
-    code = getattr(overlay, "__code__", None)
-    if code is _WINDOW and base is causal_mask_function:
-        return Pattern(True, (_closure(overlay)["sliding_window"] - 1, 0))
-    if code is _WINDOW_OF_BOTH_SIDES and base is bidirectional_mask_function:
-        return Pattern(False, (_closure(overlay)["sliding_window"],) * 2)
-    if code is _SAME_SEQUENCE and getattr(base, "__code__", None) is _OF_SEQUENCES:
+    overlay, base = functions
+    if _is("window", overlay) and base is causal_mask_function and "causal" in _CODES:
+        window = _closure(overlay).get("sliding_window")
+        return None if window is None else Pattern(True, (window - 1, 0))
+    if _is("window of both sides", overlay) and base is bidirectional_mask_function and "bidirectional" in _CODES:
+        window = _closure(overlay).get("sliding_window")
+        return None if window is None else Pattern(False, (window, window))
+    if _is("same sequence", overlay) and _is("of sequences", base):
         # Positions ascend by 1 within a sequence, so that those of the base count as indices do.
-        inner = pattern_of(_closure(base)["mask_function"])
-        if inner is not None and inner.sequence is None:
-            return inner._replace(sequence=_closure(overlay)["packed_sequence_mask"])
+        inner, sequence = pattern_of(_closure(base).get("mask_function")), _closure(overlay).get("packed_sequence_mask")
+        if inner is not None and inner.sequence is None and sequence is not None:
+            return inner._replace(sequence=sequence)
     return None
 
 
 def _closure(function):
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__)))
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ())))
 
 
 def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
@@ -136,9 +158,12 @@ def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_fun
     if isinstance(attention_mask, Mask):
         return attention_mask
     # For a cache of fixed size, a compiled step of one token takes tensors of fixed sizes and reads none.
-    is_fixed = q_length == 1 and not allow_is_causal_skip
+    is_fixed = q_length == 1 and not allow_is_causal_skip and isinstance(q_offset, Tensor)
     pattern = pattern_of(mask_function)
-    if pattern is not None and pattern.sequence is not None and can_read(pattern.sequence):
+    # transformers looks for packed sequences where there is neither padding nor a cache.
+    has_cache = isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor) or q_offset != kv_offset
+    if pattern is not None and pattern.sequence is not None and can_read(pattern.sequence) and (
+            attention_mask is None and q_length == kv_length and not has_cache):
         return Mask(q_length, kv_length, pattern.causal, pattern.window, kv_length,
                     cu_seqlens=_cu_seqlens(pattern.sequence.diff() != 0))
     if pattern is not None and pattern.sequence is None and (

@@ -50,8 +50,8 @@ def register(name: str = "minimal_attn", *, backend: str = "auto") -> None:
         raise ValueError(f"name must not be empty nor contain any of {', '.join(RESERVED)}, got {shown(name)}")
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {shown(backend)}")
-    found = AttentionInterface._global_mapping.get(name)
-    if found is not None and getattr(found, "func", None) is not attend:
+    found, mask = AttentionInterface().get(name), AttentionMaskInterface().get(name)
+    if getattr(found, "func", found) not in (None, attend) or mask not in (None, make_mask):
         raise ValueError(f"name {name!r} is registered with transformers already, by something else")
     AttentionMaskInterface.register(name, make_mask)
     AttentionInterface.register(name, functools.partial(attend, backend=backend))
@@ -139,7 +139,8 @@ def _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
     has_lengths = bias is not None or mask.seqused_k is not None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if has_lengths:
-            raise ValueError("cu_seq_lens_q and cu_seq_lens_k cannot be given together with padding or another mask")
+            raise ValueError("cu_seq_lens_q and cu_seq_lens_k cannot be given together with padding or another mask. Under "
+                             "torch.compile, transformers always makes a mask: give position_ids alone there")
         return tuple(None if x is None else x.int() for x in (cu_seq_lens_q, cu_seq_lens_k)), bias
     rows = query.shape[2]
     if has_lengths or mask.is_padded or not mask.causal or mask.num_keys != rows or position_ids is None or (
