@@ -476,7 +476,8 @@ def test_is_causal_counts_without_a_mask():
     (dict(attention_mask="causal"), TypeError, "attention_mask must be None, a tensor or a mask"),
     (dict(cu_seq_lens_q=torch.tensor([0, 6])), ValueError, "cu_seqlens_q and cu_seqlens_k"),
     (dict(attention_mask=Mask(3, 3, True, (-1, -1), 3, keys=torch.ones(2, 3, dtype=torch.bool)),
-          cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 6])), ValueError, "together with padding.*torch.compile.*position_ids"),
+          cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 6])), ValueError,
+     "together with padding.*torch.compile.*position_ids"),
     (dict(softcap=-1.0), ValueError, "softcap"),
 ])
 def test_what_cannot_be_served_is_refused(options, error, message):

@@ -213,7 +213,7 @@ def cu_seqlens_of(position_ids, batch_size) -> Tensor | None:
 
 
 def same_sequence(position_ids) -> Tensor:
-    """bool (B or 1, 1, S, S): whether two tokens are in one of the sequences of cu_seqlens_of. The host reads nothing."""
+    """bool (B or 1, 1, S, S): whether two tokens are in one of cu_seqlens_of's sequences. The host reads nothing."""
     number = pad(position_ids.diff() <= 0, (1, 0)).cumsum(1)
     return (number[:, :, None] == number[:, None, :])[:, None]
 

@@ -107,8 +107,8 @@ def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
     rows, keys = query.shape[2], key.shape[2]
     if isinstance(attention_mask, Mask):
         if (rows, keys) != (attention_mask.q_length, attention_mask.kv_length):
-            raise ValueError(f"attention_mask is for {attention_mask.q_length} rows and {attention_mask.kv_length} keys, "
-                             f"but the layer has {rows} rows and {keys} keys")
+            raise ValueError(f"attention_mask is for {attention_mask.q_length} rows and {attention_mask.kv_length} "
+                             f"keys, but the layer has {rows} rows and {keys} keys")
         bias = attention_mask.keys
         return attention_mask, None if bias is None else bias[:, None, None]
     if attention_mask is None:
@@ -139,8 +139,8 @@ def _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
     has_lengths = bias is not None or mask.seqused_k is not None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if has_lengths:
-            raise ValueError("cu_seq_lens_q and cu_seq_lens_k cannot be given together with padding or another mask. Under "
-                             "torch.compile, transformers always makes a mask: give position_ids alone there")
+            raise ValueError("cu_seq_lens_q and cu_seq_lens_k cannot be given together with padding or another mask. "
+                             "Under torch.compile without a cache there always is a mask: give position_ids alone")
         return tuple(None if x is None else x.int() for x in (cu_seq_lens_q, cu_seq_lens_k)), bias
     rows = query.shape[2]
     if has_lengths or mask.is_padded or not mask.causal or mask.num_keys != rows or position_ids is None or (
