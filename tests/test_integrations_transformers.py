@@ -355,6 +355,17 @@ def test_compiled_forward(kind, side, attention):
 
 @cpu
 @pytest.mark.slow
+@torch.no_grad()
+def test_compiled_forward_of_packed_sequences(attention):
+    ours, _ = models("mistral", "torch", attention)
+    ids, positions = tokens(1, 7, device=DEVICE), POSITIONS[:1].to(DEVICE)
+    want = torch.cat([ours(part).logits for part in ids.split((4, 2, 1), dim=1)], 1)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    check(compiled(ids, position_ids=positions, use_cache=False).logits, want, "torch")
+
+
+@cpu
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, most", [("llama", 1), ("gemma2", 2)])
 def test_compiled_generation(kind, most, attention):
     """With a static cache, transformers makes masks outside of the compiled step, which then has one graph. Caches of
