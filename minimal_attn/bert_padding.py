@@ -1,4 +1,4 @@
-"""What flash_attn.bert_padding of flash-attn 2 has, under its names: packing a padded batch and back.
+"""The functions of flash_attn.bert_padding of flash-attn 2 that we have: packing a padded batch and back.
 
 Read next: packed.py, which does the work; as_flash_attn.py, which makes `import flash_attn` find this module.
 """

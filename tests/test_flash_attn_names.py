@@ -99,7 +99,17 @@ def test_import_flash_attn(installed):
     with pytest.raises(ModuleNotFoundError):
         import flash_attn.layers.rotary  # noqa: F401
     with pytest.raises(ImportError):
-        from flash_attn.flash_attn_interface import _flash_attn_forward  # noqa: F401
+        from flash_attn.flash_attn_interface import _no_such_function  # noqa: F401
+
+
+@cpu
+@pytest.mark.parametrize("name", flash_attn_interface.PRIVATE)
+def test_private_functions_can_be_imported_but_not_called(name, installed):
+    """diffusers imports two of them where it finds flash-attn."""
+    from flash_attn.flash_attn_interface import _wrapped_flash_attn_backward, _wrapped_flash_attn_forward  # noqa: F401
+    function = getattr(importlib.import_module("flash_attn.flash_attn_interface"), name)
+    with pytest.raises(NotImplementedError, match=f"^{name} is a private function"):
+        function(torch.zeros(1), causal=True)
 
 
 @cpu

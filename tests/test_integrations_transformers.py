@@ -7,6 +7,9 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from test_transformers import (IMPLS, MODELS as DECODERS, NAME, SIZES, check, models, padding_mask, registered,
                                tokens)
@@ -64,7 +67,8 @@ def shown(mask, rows, keys):
     """bool (2, 1, rows, keys): what a Mask, None or a tensor shows, by what masks.py says of a Mask."""
     if isinstance(mask, torch.Tensor):
         return mask
-    mask = mask or Mask(True, (-1, -1), keys)
+    mask = mask or Mask(rows, keys, True, (-1, -1), keys)
+    assert (mask.q_length, mask.kv_length) == (rows, keys)
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
     seqlen_k = torch.full((2,), mask.num_keys) if mask.seqused_k is None else mask.seqused_k
     seqlen_q = torch.full((2,), rows) if mask.seqused_q is None else mask.seqused_q
@@ -97,10 +101,12 @@ def test_masks_show_what_those_of_transformers_do(pattern, padding, cache, offse
     if isinstance(got, Mask) and got.seqused_q is not None:  # rows in the padding see nothing
         want = want & PADDING[padding][:, None, :, None]
     assert shown(got, rows, keys).expand_as(want).equal(want)
-    if is_compiled and pattern in ("causal", "window"):
+    is_fixed = is_compiled and offset is not int
+    if is_fixed and pattern in ("causal", "window"):
         assert got.num_keys == keys and got.seqused_k.dtype == torch.int32
         assert (got.keys is None) == (padding == "none")
-    aligned = pattern != "window of both sides" or q_offset + rows - kv_offset == keys and offset is int
+    aligned = q_offset + rows - kv_offset == keys and offset is int if pattern == "window of both sides" else (
+        is_compiled == is_fixed or pattern == "bidirectional")
     assert not isinstance(got, torch.Tensor) or not aligned
 
 
@@ -108,17 +114,18 @@ def test_masks_show_what_those_of_transformers_do(pattern, padding, cache, offse
 def test_masks_without_padding_need_no_tensors():
     """So that no test passes by dense masks, and that kernels skip what windows and right padding hide."""
     sizes = dict(batch_size=2, q_length=7, kv_length=7)
-    assert make_mask(**sizes) is make_mask(**sizes, attention_mask=PADDING["all valid"]) is None
-    assert make_mask(2, 1, 7, 6) is None and make_mask(2, 3, 7, 4) == Mask(True, (-1, -1), 7)
-    assert make_mask(**sizes, mask_function=windowed) == Mask(True, (WINDOW - 1, 0), 7)
+    assert make_mask(**sizes) is make_mask(2, 1, 7, 6, attention_mask=PADDING["all valid"]) is None
+    assert make_mask(**sizes, attention_mask=PADDING["all valid"]) == Mask(7, 7, True, (-1, -1), 7, is_padded=True)
+    assert make_mask(2, 1, 7, 6) is None and make_mask(2, 3, 7, 4) == Mask(3, 7, True, (-1, -1), 7)
+    assert make_mask(**sizes, mask_function=windowed) == Mask(7, 7, True, (WINDOW - 1, 0), 7)
     assert make_mask(2, 3, 3, mask_function=windowed) is None, "the window hides nothing"
-    assert make_mask(**sizes, mask_function=bidirectional) == Mask(False, (-1, -1), 7)
+    assert make_mask(**sizes, mask_function=bidirectional) == Mask(7, 7, False, (-1, -1), 7)
     right = make_mask(**sizes, attention_mask=PADDING["right"])
     assert right.keys is None and right.seqused_q.tolist() == right.seqused_k.tolist() == [7, 2]
     # The rows of a cross-attention have other padding than its keys, even if there are as many.
     right = make_mask(**sizes, mask_function=bidirectional, attention_mask=PADDING["right"])
     assert right.keys is right.seqused_q is None and right.seqused_k.tolist() == [7, 2]
-    assert make_mask(2, 3, 12, torch.tensor(4)) == Mask(True, (-1, -1), 7)
+    assert make_mask(2, 3, 12, torch.tensor(4)) == Mask(3, 12, True, (-1, -1), 7)
 
 
 @cpu
@@ -127,6 +134,35 @@ def test_packed_sequences(base, window):
     mask = make_mask(2, 7, 7, mask_function=packed(base), allow_is_causal_skip=False)
     assert (mask.causal, mask.window, mask.keys, mask.seqused_k) == (True, window, None, None)
     assert mask.cu_seqlens.dtype == torch.int32 and mask.cu_seqlens.tolist() == [0, 4, 6, 7, 8, 14]
+
+
+@cpu
+@pytest.mark.parametrize("change", [dict(attention_mask=PADDING["left"]), dict(q_offset=torch.tensor(0)),
+                                    dict(q_length=3, q_offset=4), dict(q_length=5, kv_length=5, q_offset=2)])
+def test_packed_sequences_with_padding_or_a_cache_become_dense(change):
+    arguments = dict(batch_size=2, q_length=7, kv_length=7, mask_function=packed(causal)) | change
+    got = make_mask(**arguments)
+    assert got.equal(masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False))
+
+
+@cpu
+@pytest.mark.parametrize("name, what, mask_function", [
+    ("sliding_window_overlay", "window", windowed),
+    ("packed_sequence_mask_function", "same sequence", packed(causal)),
+    ("and_masks", "and", windowed)])
+def test_functions_with_another_meaning_are_not_recognized(name, what, mask_function, monkeypatch):
+    """As of another release of transformers."""
+    assert len(masks._CODES) == 7 and pattern_of(mask_function) is not None
+    made = getattr(masking_utils, name)
+
+    def changed(*args):
+        return lambda b, h, i, j: made(*args)(b, h, i, j + 1 - j // 5)
+
+    monkeypatch.setattr(masking_utils, name, changed)
+    codes = masks._recognized()
+    assert what not in codes and len(codes) == 6
+    monkeypatch.setattr(masks, "_CODES", codes)
+    assert pattern_of(mask_function) is None and pattern_of(causal) == masks.Pattern(True)
 
 
 @cpu
@@ -146,6 +182,8 @@ def test_other_mask_functions_become_dense(function):
 @cpu
 def test_a_model_that_wants_a_tensor_gets_one():
     assert make_mask(2, 7, 7, allow_is_causal_skip=False).shape == (2, 1, 7, 7)
+    assert make_mask(2, 1, 7, 6, allow_is_causal_skip=False).shape == (2, 1, 1, 7)
+    assert make_mask(2, 1, 1, allow_is_causal_skip=False).shape == (2, 1, 1, 1)
     dense = make_mask(2, 7, 7, mask_function=bidirectional, allow_is_bidirectional_skip=False)
     assert dense.shape == (2, 1, 7, 7) and dense.all()
 
@@ -178,6 +216,62 @@ def test_packing_of_several_rows(impl, kind, attention):
                         for row, ends in zip(ids, map(list, lengths))])
     check(ours(ids, position_ids=positions, use_cache=False).logits, want, "torch")
     check(ours(ids, position_ids=positions, use_cache=True).logits, want, "torch")
+
+
+@cpu
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("use_cache", [False, True])
+@torch.no_grad()
+def test_an_attention_mask_forbids_packing(kind, use_cache, attention):
+    """As for eager attention, even if it is all ones."""
+    ids, positions = tokens(2, 7, device=DEVICE), POSITIONS.to(DEVICE)
+    ours, eager = models(kind, "torch", attention)
+    inputs = dict(attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=use_cache)
+    check(ours(ids, **inputs).logits, eager(ids, **inputs).logits, "torch")
+
+
+WATCHERS = {
+    "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    "device": lambda: torch.device("cpu"),
+    "dispatch mode": lambda: FlopCounterMode(display=False),
+    "inference mode": torch.inference_mode,
+}
+
+
+@cpu
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("watcher", WATCHERS)
+@torch.no_grad()
+def test_who_watches_does_not_change_packing(watcher, use_cache, attention):
+    ours, _ = models("llama", "torch", attention)
+    ids, positions = tokens(1, 7, device=DEVICE), POSITIONS[:1].to(DEVICE)
+    want = torch.cat([ours(part).logits for part in ids.split((4, 2, 1), dim=1)], 1)
+    with WATCHERS[watcher]():
+        got = ours(ids, position_ids=positions, use_cache=use_cache).logits
+    check(got, want, "torch")
+
+
+@cpu
+def test_positions_that_cannot_be_read_become_a_dense_mask(monkeypatch):
+    """As while a CUDA graph is captured."""
+    q, k, v = qkv(7, 7)
+    apart, together = (integration.attend(MODULE, q, k, v, None, position_ids=x)[0] for x in (POSITIONS, None))
+    monkeypatch.setattr(integration, "can_read", lambda x: False)
+    got = integration.attend(MODULE, q, k, v, None, position_ids=POSITIONS)[0]
+    assert got.allclose(apart, atol=1e-6) and not got.allclose(together, atol=1e-2)
+
+
+@cpu
+def test_what_can_be_read():
+    x = torch.arange(3)
+    assert masks.can_read(x) and not masks.can_read(x.to("meta"))
+    with FakeTensorMode():
+        assert not masks.can_read(torch.arange(3))
+    seen = []
+    torch.vmap(lambda x: seen.append(masks.can_read(x)) or x)(x[None])
+    make_fx(lambda x: seen.append(masks.can_read(x)) or x + 1)(x)
+    assert torch.compile(lambda x: x + masks.can_read(x), fullgraph=True, backend="eager")(x).equal(x)
+    assert seen == [False, False]
 
 
 @cpu
@@ -246,6 +340,7 @@ def test_cross_attention_to_as_many_keys_as_rows(attention):
 
 
 @cpu
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, side", [("llama", None), ("llama", "left"), ("mistral", "right")])
 @torch.no_grad()
 def test_compiled_forward(kind, side, attention):
@@ -259,7 +354,19 @@ def test_compiled_forward(kind, side, attention):
 
 
 @cpu
-@pytest.mark.parametrize("kind, most", [("llama", 1), pytest.param("gemma2", 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_forward_of_packed_sequences(attention):
+    ours, _ = models("mistral", "torch", attention)
+    ids, positions = tokens(1, 7, device=DEVICE), POSITIONS[:1].to(DEVICE)
+    want = torch.cat([ours(part).logits for part in ids.split((4, 2, 1), dim=1)], 1)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    check(compiled(ids, position_ids=positions, use_cache=False).logits, want, "torch")
+
+
+@cpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, most", [("llama", 1), ("gemma2", 2)])
 def test_compiled_generation(kind, most, attention):
     """With a static cache, transformers makes masks outside of the compiled step, which then has one graph. Caches of
     windows count in ints, for which Dynamo compiles a second one."""
@@ -358,7 +465,7 @@ def test_is_causal_counts_without_a_mask():
     causal, full = (minimal_attn.flash_attention(q, k, v, x).transpose(1, 2) for x in (True, False))
     assert integration.attend(MODULE, q, k, v, None)[0].equal(causal)
     assert integration.attend(MODULE, q, k, v, None, is_causal=False)[0].equal(full)
-    assert integration.attend(MODULE, q, k, v, Mask(False, (-1, -1), 3))[0].equal(full)
+    assert integration.attend(MODULE, q, k, v, Mask(3, 3, False, (-1, -1), 3))[0].equal(full)
     assert integration.attend(MODULE, q, k, v, torch.ones(1, 1, 3, 3, dtype=torch.bool))[0].allclose(full)
     step = integration.attend(MODULE, q[:, :, :1], k, v, None)[0]
     assert step.allclose(full[:, :1])
@@ -379,8 +486,9 @@ def test_is_causal_counts_without_a_mask():
     (dict(attention_mask=torch.ones(2, 1, 3, 4, dtype=torch.bool)), ValueError, "broadcast"),
     (dict(attention_mask="causal"), TypeError, "attention_mask must be None, a tensor or a mask"),
     (dict(cu_seq_lens_q=torch.tensor([0, 6])), ValueError, "cu_seqlens_q and cu_seqlens_k"),
-    (dict(attention_mask=Mask(True, (-1, -1), 3, keys=torch.ones(2, 3, dtype=torch.bool)),
-          cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 6])), ValueError, "together with padding"),
+    (dict(attention_mask=Mask(3, 3, True, (-1, -1), 3, keys=torch.ones(2, 3, dtype=torch.bool)),
+          cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 6])), ValueError,
+     "together with padding.*torch.compile.*position_ids"),
     (dict(softcap=-1.0), ValueError, "softcap"),
 ])
 def test_what_cannot_be_served_is_refused(options, error, message):
@@ -392,6 +500,18 @@ def test_what_cannot_be_served_is_refused(options, error, message):
 def test_rows_and_keys_without_a_mask_must_match():
     with pytest.raises(ValueError, match="attention_mask must be given where 3 rows of a causal layer meet 5 keys"):
         integration.attend(MODULE, *qkv(3, 5), None)
+
+
+@cpu
+@pytest.mark.parametrize("rows, keys", [(3, 13), (3, 11), (4, 12), (2, 12), (1, 12), (3, 7)])
+def test_a_mask_of_other_sizes_is_refused(rows, keys):
+    """Also where a static cache has room for 12 keys of which 7 count."""
+    mask = make_mask(2, 3, 12, torch.tensor(4))
+    q, k, v = qkv(3, 12)
+    want = minimal_attn.flash_attention(q, k[:, :, :7], v[:, :, :7], True).transpose(1, 2)
+    assert integration.attend(MODULE, q, k, v, mask)[0].equal(want)
+    with pytest.raises(ValueError, match=f"is for 3 rows and 12 keys, but the layer has {rows} rows and {keys} keys"):
+        integration.attend(MODULE, *qkv(rows, keys), mask)
 
 
 @cpu
@@ -433,8 +553,10 @@ def test_register_again(attention):
     integration.register(NAME)
     assert interface[NAME].keywords == {"backend": "auto"}
     transformers.AttentionInterface.register("somebody", print)
-    with pytest.raises(ValueError, match="'somebody' is registered with transformers already"):
-        integration.register("somebody")
+    transformers.AttentionMaskInterface.register("somebody's mask", masking_utils.sdpa_mask)
+    for name in ("somebody", "somebody's mask"):
+        with pytest.raises(ValueError, match=f"{name}. is registered with transformers already"):
+            integration.register(name)
     with pytest.raises(TypeError, match="name must be a string"):
         integration.register(3)
     with pytest.raises(ValueError, match="backend must be one of auto, cuda"):

@@ -1,4 +1,4 @@
-"""What the rows of a model's layers see, found once for each forward pass of transformers.
+"""Masks for transformers, made once per forward pass.
 
 transformers describes a mask by a function of the indices of a row and a key, and by the padding of the batch.
 make_mask recognizes causal masks, sliding windows and packed sequences, and returns a Mask of them: kernels skip what
@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.functional import pad
 from transformers import masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
 
-from ..checks import can_read
 from ..lengths import NO_WINDOW
 
 HINT = 'This model changes its mask, which only masks of tensors allow: use attn_implementation="sdpa" for it.'
@@ -27,16 +28,21 @@ HINT = 'This model changes its mask, which only masks of tensors allow: use attn
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which keys a row sees, without a dense tensor. A layer that has no Mask and no tensor sees all or is causal.
+    """Which keys a row sees, without a dense tensor. Without a Mask or a tensor, the layer's is_causal decides.
 
+    q_length, kv_length: the rows and keys that a layer must have, which are Sq and Sk below.
     causal: row i sees the keys j <= i + num_keys - Sq, or by the lengths of its sample, as in flash_attention.
     window: (left, right), as in flash_attention.
     num_keys: only the first of the keys count; a static cache has room for more.
     keys: bool (B, num_keys), True where a key is no padding, or None.
     seqused_q, seqused_k: int32 (B,), the lengths of each sample, or None.
     cu_seqlens: int32 (N + 1,), where the sequences of the flattened batch begin, or None.
+    is_padded: the model has got an attention_mask, which may be all ones. As for eager attention, position_ids then
+        separate no sequences.
     """
 
+    q_length: int
+    kv_length: int
     causal: bool
     window: tuple[int, int]
     num_keys: int
@@ -44,6 +50,7 @@ class Mask:
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    is_padded: bool = False
 
     ndim = 4  # generate() asks for it, and calls contiguous()
 
@@ -65,8 +72,6 @@ class Mask:
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         raise NotImplementedError(f"{function.__name__} cannot take a mask of minimal_attn. {HINT}")
 
-_LAST = threading.local()  # what cu_seqlens_of found last
-
 
 class Pattern(NamedTuple):
     """What a mask function of transformers means."""
@@ -76,41 +81,63 @@ class Pattern(NamedTuple):
     sequence: Tensor | None = None  # int (B, S): the number of the sequence of each token, ascending in a sample
 
 
-# The mask functions of transformers are closures. These are their codes, by which they are recognized.
-_INDICES = torch.zeros(1, 1, dtype=torch.int64)
-_AND = masking_utils.and_masks(causal_mask_function).__code__
-_WINDOW = masking_utils.sliding_window_overlay(1).__code__
-_WINDOW_OF_BOTH_SIDES = masking_utils.sliding_window_bidirectional_overlay(1).__code__
-_SAME_SEQUENCE = masking_utils.packed_sequence_mask_function(_INDICES).__code__
-_OF_SEQUENCES = masking_utils.remap_positions_for_packed_sequence(causal_mask_function, _INDICES).__code__
+def _recognized():
+    """The mask functions of transformers are closures, which are recognized by their codes: {what: code}.
+
+    A function is left out, so that its masks become dense, if it does not show what pattern_of takes it for.
+    """
+    i, j = torch.arange(6, device="cpu")[:, None], torch.arange(6, device="cpu")
+    sequence, positions = (torch.tensor([x], device="cpu") for x in ([0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]))
+    window, both = masking_utils.sliding_window_overlay(3), masking_utils.sliding_window_bidirectional_overlay(2)
+    shows = {
+        "causal": (causal_mask_function, j <= i),
+        "bidirectional": (bidirectional_mask_function, i >= 0),
+        "and": (masking_utils.and_masks(causal_mask_function, both), (j <= i) & ((i - j).abs() <= 2)),
+        "window": (window, i - 3 < j),
+        "window of both sides": (both, (i - j).abs() <= 2),
+        "same sequence": (masking_utils.packed_sequence_mask_function(sequence), sequence[0, i] == sequence[0, j]),
+        "of sequences": (masking_utils.remap_positions_for_packed_sequence(causal_mask_function, positions),
+                         positions[0, j] <= positions[0, i]),
+    }
+    return {what: function.__code__ for what, (function, shown) in shows.items()
+            if torch.broadcast_to(function(0, 0, i, j), (6, 6)).equal(torch.broadcast_to(shown, (6, 6)))}
+
+
+_CODES = _recognized()
+
+
+def _is(what, function):
+    return what in _CODES and getattr(function, "__code__", None) is _CODES[what]
 
 
 def pattern_of(mask_function) -> Pattern | None:
     """The Pattern of a mask function of transformers, or None if it is another one or cannot be told."""
-    if mask_function is causal_mask_function:
+    if mask_function is causal_mask_function and "causal" in _CODES:
         return Pattern(True)
-    if mask_function is bidirectional_mask_function:
+    if mask_function is bidirectional_mask_function and "bidirectional" in _CODES:
         return Pattern(False)
-    if torch.compiler.is_compiling():  # Dynamo reads no closures
+    if torch.compiler.is_compiling() or not _is("and", mask_function):  # Dynamo reads no closures
         return None
-    if getattr(mask_function, "__code__", None) is not _AND or len(_closure(mask_function)["mask_functions"]) != 2:
+    functions = _closure(mask_function).get("mask_functions", ())
+    if len(functions) != 2:
         return None
-    overlay, base = _closure(mask_function)["mask_functions"]
-    code = getattr(overlay, "__code__", None)
-    if code is _WINDOW and base is causal_mask_function:
-        return Pattern(True, (_closure(overlay)["sliding_window"] - 1, 0))
-    if code is _WINDOW_OF_BOTH_SIDES and base is bidirectional_mask_function:
-        return Pattern(False, (_closure(overlay)["sliding_window"],) * 2)
-    if code is _SAME_SEQUENCE and getattr(base, "__code__", None) is _OF_SEQUENCES:
+    overlay, base = functions
+    if _is("window", overlay) and base is causal_mask_function and "causal" in _CODES:
+        window = _closure(overlay).get("sliding_window")
+        return None if window is None else Pattern(True, (window - 1, 0))
+    if _is("window of both sides", overlay) and base is bidirectional_mask_function and "bidirectional" in _CODES:
+        window = _closure(overlay).get("sliding_window")
+        return None if window is None else Pattern(False, (window, window))
+    if _is("same sequence", overlay) and _is("of sequences", base):
         # Positions ascend by 1 within a sequence, so that those of the base count as indices do.
-        inner = pattern_of(_closure(base)["mask_function"])
-        if inner is not None and inner.sequence is None:
-            return inner._replace(sequence=_closure(overlay)["packed_sequence_mask"])
+        inner, sequence = pattern_of(_closure(base).get("mask_function")), _closure(overlay).get("packed_sequence_mask")
+        if inner is not None and inner.sequence is None and sequence is not None:
+            return inner._replace(sequence=sequence)
     return None
 
 
 def _closure(function):
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__)))
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ())))
 
 
 def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
@@ -131,16 +158,20 @@ def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_fun
     if isinstance(attention_mask, Mask):
         return attention_mask
     # For a cache of fixed size, a compiled step of one token takes tensors of fixed sizes and reads none.
-    is_fixed = q_length == 1 and not allow_is_causal_skip
+    is_fixed = q_length == 1 and not allow_is_causal_skip and isinstance(q_offset, Tensor)
     pattern = pattern_of(mask_function)
-    if pattern is not None and pattern.sequence is not None and can_read(pattern.sequence):
-        return Mask(pattern.causal, pattern.window, kv_length, cu_seqlens=_cu_seqlens(pattern.sequence.diff() != 0))
+    # transformers looks for packed sequences where there is neither padding nor a cache.
+    has_cache = isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor) or q_offset != kv_offset
+    if pattern is not None and pattern.sequence is not None and can_read(pattern.sequence) and (
+            attention_mask is None and q_length == kv_length and not has_cache):
+        return Mask(q_length, kv_length, pattern.causal, pattern.window, kv_length,
+                    cu_seqlens=_cu_seqlens(pattern.sequence.diff() != 0))
     if pattern is not None and pattern.sequence is None and (
             allow_is_causal_skip or is_fixed if pattern.causal else allow_is_bidirectional_skip):
         mask = _without_tensor(pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, is_fixed,
                                device)
         if mask is not None:
-            return _simplified(mask, q_length, kv_length)
+            return _simplified(mask)
     return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
                      allow_is_causal_skip=False, use_vmap=use_vmap, device=device)
 
@@ -152,14 +183,25 @@ def _cu_seqlens(is_first):
     return pad(is_first.flatten().nonzero().squeeze(1).int(), (0, 1), value=is_first.numel())
 
 
+def can_read(x) -> bool:
+    """Whether the host may read x: nothing traces, x has values of its own, and no CUDA graph is captured.
+
+    What only watches, such as a profiler, does not matter: it must not change what a mask means.
+    """
+    if is_tracing(x) or x.is_meta:
+        return False
+    return get_proxy_mode() is None and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+_LAST = threading.local()  # what cu_seqlens_of found last
+
+
 def cu_seqlens_of(position_ids, batch_size) -> Tensor | None:
     """_cu_seqlens of sequences that begin where position_ids (B or 1, S) do not ascend, or None if all ascend.
 
     With a cache, transformers gives make_mask no positions, but it gives them to each layer. The host waits for the
-    first layer alone: the others of a forward pass find the result by the same tensor.
+    first layer alone: the others of a forward pass find the result by the same tensor. position_ids must be readable.
     """
-    if not can_read(position_ids):
-        return None
     version = None if position_ids.is_inference() else position_ids._version  # inference tensors have no version
     known = getattr(_LAST, "found", None)
     if version is not None and known is not None and known[0]() is position_ids and known[1:3] == (version, batch_size):
@@ -168,6 +210,12 @@ def cu_seqlens_of(position_ids, batch_size) -> Tensor | None:
     found = _cu_seqlens(is_first) if is_first.any() else None
     _LAST.found = weakref.ref(position_ids), version, batch_size, found
     return found
+
+
+def same_sequence(position_ids) -> Tensor:
+    """bool (B or 1, 1, S, S): whether two tokens are in one of cu_seqlens_of's sequences. The host reads nothing."""
+    number = pad(position_ids.diff() <= 0, (1, 0)).cumsum(1)
+    return (number[:, :, None] == number[:, None, :])[:, None]
 
 
 def _without_tensor(pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, is_fixed, device):
@@ -184,15 +232,16 @@ def _without_tensor(pattern, batch_size, q_length, kv_length, q_offset, kv_offse
         num_keys = end
     elif pattern.causal or pattern.window != NO_WINDOW and (isinstance(end, Tensor) or end != kv_length):
         return None
-    mask = Mask(pattern.causal, pattern.window, num_keys, seqused_k=seqused_k)
+    mask = Mask(q_length, kv_length, pattern.causal, pattern.window, num_keys, seqused_k=seqused_k,
+                is_padded=attention_mask is not None)
     if attention_mask is None:
         return mask
     keys = attention_mask[:, kv_offset:kv_offset + num_keys]
     keys = pad(keys, (0, num_keys - keys.shape[1]))
-    return _with_padding(mask, keys, q_length, is_fixed)
+    return _with_padding(mask, keys, is_fixed)
 
 
-def _with_padding(mask, keys, q_length, is_fixed):
+def _with_padding(mask, keys, is_fixed):
     """mask, with keys (B, num_keys), False in padding. One read tells whether lengths say as much.
 
     A layer with lengths leaves out the padding. In a causal mask, rows in the padding are then 0.
@@ -206,7 +255,7 @@ def _with_padding(mask, keys, q_length, is_fixed):
     if not is_last or mask.seqused_k is not None:
         return dataclasses.replace(mask, keys=keys)
     lengths = keys.sum(1, dtype=torch.int32)
-    if mask.causal and mask.num_keys == q_length:
+    if mask.causal and mask.num_keys == mask.q_length:
         return dataclasses.replace(mask, seqused_q=lengths, seqused_k=lengths)
     # Rows need not be those of the keys, as in cross-attention, and a window depends on both lengths.
     if not mask.causal and mask.window == NO_WINDOW:
@@ -214,10 +263,13 @@ def _with_padding(mask, keys, q_length, is_fixed):
     return dataclasses.replace(mask, keys=keys)
 
 
-def _simplified(mask, q_length, kv_length):
+def _simplified(mask):
     """mask, or None where a causal layer needs none. A window that hides nothing is left out."""
     if mask.seqused_k is None and mask.window[0] >= mask.num_keys - 1:
         mask = dataclasses.replace(mask, window=NO_WINDOW if mask.causal or mask.window[1] >= mask.num_keys - 1
                                    else (-1, mask.window[1]))
-    is_plain = mask.keys is mask.seqused_k is None and mask.window == NO_WINDOW and mask.num_keys == kv_length
-    return None if mask.causal and is_plain and q_length in (1, kv_length) else mask
+    if not mask.causal or mask.window != NO_WINDOW or mask.num_keys != mask.kv_length:
+        return mask
+    is_plain = mask.keys is mask.seqused_k is None and (
+        mask.q_length == 1 or mask.q_length == mask.kv_length and not mask.is_padded)
+    return None if is_plain else mask

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..checks import shown
 from ..interface import BACKENDS, flash_attention
 from ..lengths import NO_WINDOW
-from .masks import Mask, cu_seqlens_of, make_mask
+from .masks import Mask, can_read, cu_seqlens_of, make_mask, same_sequence
 
 # transformers treats names with these in them in a way of its own.
 RESERVED = "flash", "sdpa", "eager", "flex", "paged", "/", "|", ":", "@"
@@ -50,8 +50,8 @@ def register(name: str = "minimal_attn", *, backend: str = "auto") -> None:
         raise ValueError(f"name must not be empty nor contain any of {', '.join(RESERVED)}, got {shown(name)}")
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {shown(backend)}")
-    found = AttentionInterface._global_mapping.get(name)
-    if found is not None and getattr(found, "func", None) is not attend:
+    found, mask = AttentionInterface().get(name), AttentionMaskInterface().get(name)
+    if getattr(found, "func", found) not in (None, attend) or mask not in (None, make_mask):
         raise ValueError(f"name {name!r} is registered with transformers already, by something else")
     AttentionMaskInterface.register(name, make_mask)
     AttentionInterface.register(name, functools.partial(attend, backend=backend))
@@ -73,8 +73,8 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
             flash_attention. None is no softcap and not deterministic.
         position_bias: added to the scores, broadcastable to (B, H, Sq, Sk).
         cu_seq_lens_q, cu_seq_lens_k: cu_seqlens_q and cu_seqlens_k of flash_attention, of the flattened batch.
-        position_ids: (B or 1, Sq). Where the positions of a causal layer begin anew, and neither attention_mask nor
-            cu_seq_lens_q says anything else, a new sequence begins. make_mask sees to this where there is no cache.
+        position_ids: (B or 1, Sq). Where the positions of a causal layer begin anew, a new sequence begins, unless the
+            model has got an attention_mask or cu_seq_lens_q. make_mask sees to this where there is no cache.
         backend: of flash_attention.
         others: what does not change attention, or is refused.
 
@@ -90,12 +90,12 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
     mask, bias = _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
     if mask.num_keys != key.shape[2]:
         key, value = key[:, :, :mask.num_keys], value[:, :, :mask.num_keys]
+    cu_seqlens, bias = _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids)
     if position_bias is not None:
         bias = _added(position_bias[..., :key.shape[2]], bias)
     options = dict(causal=mask.causal, sm_scale=scaling, dropout_p=dropout, deterministic=bool(deterministic),
                    window_size=mask.window, sinks=s_aux, softcap=0.0 if softcap is None else softcap, attn_bias=bias,
                    backend=backend)
-    cu_seqlens = _cu_seqlens(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids)
     if cu_seqlens is not None:
         return _packed(query, key, value, cu_seqlens, options), None
     out = flash_attention(query, key, value, seqused_q=mask.seqused_q, seqused_k=mask.seqused_k, **options)
@@ -106,19 +106,22 @@ def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
     """attention_mask and is_causal as a Mask, and an attn_bias or None."""
     rows, keys = query.shape[2], key.shape[2]
     if isinstance(attention_mask, Mask):
+        if (rows, keys) != (attention_mask.q_length, attention_mask.kv_length):
+            raise ValueError(f"attention_mask is for {attention_mask.q_length} rows and {attention_mask.kv_length} "
+                             f"keys, but the layer has {rows} rows and {keys} keys")
         bias = attention_mask.keys
         return attention_mask, None if bias is None else bias[:, None, None]
     if attention_mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if causal and rows > 1 and rows != keys and cu_seq_lens_q is None:
             raise ValueError(f"attention_mask must be given where {rows} rows of a causal layer meet {keys} keys")
-        return Mask(causal and rows > 1, NO_WINDOW, keys), None
+        return Mask(rows, keys, causal and rows > 1, NO_WINDOW, keys), None
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask must be None, a tensor or a mask of minimal_attn, got {shown(attention_mask)}")
     if attention_mask.ndim != 4:
         raise ValueError("attention_mask must broadcast to (B, H, Sq, Sk) and have 4 dimensions, got "
                          f"{shown(attention_mask)}")
-    return Mask(False, NO_WINDOW, keys), attention_mask
+    return Mask(rows, keys, False, NO_WINDOW, keys), attention_mask
 
 
 def _added(position_bias, bias):
@@ -128,21 +131,25 @@ def _added(position_bias, bias):
     return position_bias.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else position_bias + bias
 
 
-def _cu_seqlens(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
-    """cu_seqlens of queries and keys if the batch is packed, or None."""
+def _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
+    """cu_seqlens of queries and keys if the batch is packed, or None; and bias, which separates the sequences where the
+    host cannot read their positions."""
     if mask.cu_seqlens is not None:
-        return mask.cu_seqlens, mask.cu_seqlens
+        return (mask.cu_seqlens, mask.cu_seqlens), bias
     has_lengths = bias is not None or mask.seqused_k is not None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if has_lengths:
-            raise ValueError("cu_seq_lens_q and cu_seq_lens_k cannot be given together with padding or another mask")
-        return tuple(None if x is None else x.int() for x in (cu_seq_lens_q, cu_seq_lens_k))
+            raise ValueError("cu_seq_lens_q and cu_seq_lens_k cannot be given together with padding or another mask. "
+                             "Under torch.compile without a cache there always is a mask: give position_ids alone")
+        return tuple(None if x is None else x.int() for x in (cu_seq_lens_q, cu_seq_lens_k)), bias
     rows = query.shape[2]
-    if has_lengths or not mask.causal or mask.num_keys != rows or position_ids is None or (
+    if has_lengths or mask.is_padded or not mask.causal or mask.num_keys != rows or position_ids is None or (
             position_ids.ndim != 2 or position_ids.shape[1] != rows):
-        return None
+        return None, bias
+    if not can_read(position_ids):
+        return None, same_sequence(position_ids)
     found = cu_seqlens_of(position_ids, query.shape[0])
-    return None if found is None else (found, found)
+    return None if found is None else (found, found), bias
 
 
 def _packed(query, key, value, cu_seqlens, options):
