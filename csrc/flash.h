@@ -111,6 +111,8 @@ int64_t backward_workspace(const AttnBackwardParams &p);  // bytes
 namespace sm90 {
 void flash_forward(const AttnParams &p);                  // flash_sm90.cu: Hopper's tensor cores and TMA
 int64_t num_mask_words(const AttnParams &p);              // 0 without a bias of bool
+void flash_backward(const AttnBackwardParams &p);         // flash_bwd_sm90.cu, the same
+int64_t backward_workspace(const AttnBackwardParams &p);  // bytes
 }
 namespace dmma {
 void flash_forward(const AttnParams &p);                  // flash_dmma.cu: fp32 on Hopper's fp64 tensor cores

@@ -21,8 +21,9 @@ template <int kStages> struct Ring {
     __device__ Barrier &full_barrier(uint32_t i) { return full[i % kStages]; }
 
     // By one thread, before fence_mbarrier_init(). A buffer is empty again once consumer_warps warps have released it.
-    __device__ void init(int consumer_warps) {
-        for (int s = 0; s < kStages; s++) mbarrier_init(full[s], 1), mbarrier_init(empty[s], consumer_warps);
+    // It is full when so many producers have arrived.
+    __device__ void init(int consumer_warps, int producers = 1) {
+        for (int s = 0; s < kStages; s++) mbarrier_init(full[s], producers), mbarrier_init(empty[s], consumer_warps);
     }
     // Wait until item i has a buffer.
     __device__ void producer_acquire(uint32_t i) { mbarrier_wait(empty[i % kStages], i / kStages % 2 ^ 1); }

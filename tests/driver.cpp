@@ -487,6 +487,9 @@ bool keeps(uint32_t threshold, uint32_t b, uint32_t h, uint32_t row, uint32_t co
     return x[row / 8 % 2 * 2 + col % 2] >= threshold;
 }
 
+bool is_sm90_backward(const Case &c) {
+    return c.tiling == kSm90 && c.max_head_dim() <= 128 && c.softcap == 0 && !c.has_alibi && !c.bias;
+}
 bool is_sm80(const Case &c) { return c.tiling == kSm80 || c.tiling == kSm80Narrow; }
 
 // By the tiles that a case names, on any GPU: those for less shared memory, and those for long sequences. The emulator
@@ -549,6 +552,7 @@ template <typename T> void forward(const Case &c, const AttnParams &p) {
 template <typename T> void backward(const Case &c, const AttnBackwardParams &p) {
 #if HAS_GPU
     if (is_sm80(c)) return names_tiles(c) ? narrow_backward<T>(c, p) : sm80::flash_backward(p);
+    if (is_sm90_backward(c)) return sm90::flash_backward(p);
 #endif
     simt::flash_backward(p);
 }
@@ -559,7 +563,7 @@ bool needs_hopper(const Case &c) { return c.tiling == kSm90 || c.tiling == kDmma
 // and other cases have it.
 bool has_backward(const Case &c) {
 #if MINIMAL_ATTN_EMULATED
-    if (needs_hopper(c)) return false;
+    if (needs_hopper(c) && !is_sm90_backward(c)) return false;
 #endif
     return !c.is_packed() || c.seqused_k.empty();  // no gradients of keys that overlap
 }
@@ -694,9 +698,9 @@ template <typename T> struct Tensors {
             for (Tensor *x : {&p.dout, &p.dlse, &p.dq, &p.dk, &p.dv}) x->batch_stride = 0;
         p.deterministic = c.dropout_p == 0;  // of each some
 #if HAS_GPU
-        if (!is_sm80(c)) return;
+        if (!is_sm80(c) && !is_sm90_backward(c)) return;
         p.lse_log2 = lse_log2.device;
-        p.workspace = workspace.emplace(1, 1, 1, sm80::backward_workspace(p)).device;  // enough for narrow tiles too
+        p.workspace = workspace.emplace(1, 1, 1, std::max(sm80::backward_workspace(p), sm90::backward_workspace(p))).device;  // enough for narrow tiles too
 #endif
     }
 
