@@ -1,178 +1,51 @@
-// FlashAttention backward on Hopper's tensor cores, fp16 and bf16 with fp32 sums: H100, H200 (sm_90a).
+// FlashAttention backward on Hopper's tensor cores, fp16 and bf16 with fp32 sums: H100, H200 (sm_90a), head_dim to 128.
 //
 // A block of threads owns kBlockN keys of one key/value head and walks along the rows that see them, kBlockM at a time,
-// of every query head that reads it (Dao, FlashAttention-2, 2023, Algorithm 2). Each of two consumer warpgroups has 64
-// of the keys. Scores are formed transposed, so that P and dS go from the accumulators of one product straight into the
-// A operand of the next, and dK and dV stay in registers to the end. One step of a consumer:
+// of every query head that reads it (Dao, FlashAttention-2, 2023, Algorithm 2). Each consumer warpgroup has 64 of the
+// keys. Scores are formed transposed, so that P and dS go from the accumulators of one product straight into the A
+// operand of the next, and dK and dV stay in registers to the end. One step of a consumer:
 //
 //   S = K Qᵀ                     [64, kBlockM]
 //   dP = V dOᵀ - delta           [64, kBlockM]: the accumulators begin with -delta
-//   dQ += dS(before)ᵀ K          its part of the step before, over the keys of both consumers
-//   P = exp(scale · S - lse)     dS = P ∘ dP, which goes to shared memory, too
-//   dV += P dO    dK += dS Q
+//   P = exp(scale · S - lse)     beside dP
+//   dS = P ∘ dP                  also to shared memory
+//   dQ += dS(before)ᵀ K          its part of the step before, over the keys of all consumers
+//   dV += P dO    dK += dS Q     beside S of the next step
 //
-// dQ is one step late, so that no consumer waits for the dS of the other one: one's exponentials run beside the
-// products of the other one. All blocks of keys sum dQ in memory, in fp32, in the order of the accumulators, so that a
-// warp adds 512 neighbouring bytes; flash_bwd_dq brings it into q's order and type.
+// dQ is one step late, so that no consumer waits for the dS of another one: one's exponentials run beside the products
+// of the other. All blocks of keys sum dQ in memory, see bwd_workspace_sm90.cuh.
 //
-// Read next: flash_dmma.cu, fp32 on the same GPUs.
-#include "device.h"
-#include "flash.h"
-#include "launch.h"
-#include "mask.cuh"
-#include "pipeline_sm90.cuh"
-#include "scheduler.cuh"
-#include "scores.cuh"
-#include "sequence.cuh"
+// Read next: flash_bwd_wide_sm90.cu, the same for head_dim above 128.
+#include <algorithm>
+
+#include "bwd_producer_sm90.cuh"
+#include "dropout_transposed.cuh"
+#include "score_mods.cuh"
 #include "softmax.cuh"
-#include "tiles_sm90.cuh"
 
 namespace sm90 {
 
-using namespace device;
-
-// kDqSplit consumers form a step's dQ, a part of the columns each. If it is one, consumers take turns.
-template <int kHeadDim_, int kConsumers_, int kStages_> struct BwdShape {
-    static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kStages = kStages_, kBlockM = 64;
-    static constexpr int kBlockN = 64 * kConsumers, kNThreads = 128 * (kConsumers + 1), kNWarps = 4 * kConsumers;
-    static constexpr int kDqSplit = kHeadDim / 64, kDqCols = 64, kDqWarps = 4 * kDqSplit;
-    static constexpr int kDqFloats = kBlockM * kHeadDim;
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-    static_assert(kDqSplit == 1 || kDqSplit == kConsumers);
-};
-
-// The sums of dQ in memory: [tiles of query rows, kDqWarps, fragments of 128 floats]. If deterministic, behind them a
-// number for each warp of a tile, how many blocks of keys have added to it so far, and one counter of tickets.
-template <typename Shape> struct DqWorkspace {
-    RowTiles<Shape::kBlockM> row_tiles;
-    int64_t tiles;  // of query rows; 0 if dq is not needed
-    explicit __host__ __device__ DqWorkspace(const AttnBackwardParams &p)
-        : row_tiles(p), tiles(p.dq.data ? RowTiles<Shape::kBlockM>::count(p) : 0) {}
-    __host__ __device__ int64_t bytes(bool deterministic) const {
-        return 4 * (tiles * Shape::kDqFloats + (deterministic && tiles ? tiles * Shape::kDqWarps + 1 : 0));
-    }
-    __device__ int *semaphore(const AttnBackwardParams &p, int64_t tile, int warp_idx) const {
-        return static_cast<int *>(p.workspace) + tiles * Shape::kDqFloats + tile * Shape::kDqWarps + warp_idx;
-    }
-    __device__ int *ticket(const AttnBackwardParams &p) const { return semaphore(p, tiles, 0); }
-    // This lane's part of the first fragment of a warp.
-    __device__ static float *sums(const AttnBackwardParams &p, int64_t tile, int warp_idx) {
-        return static_cast<float *>(p.workspace) + (tile * Shape::kDqWarps + warp_idx) *
-               (Shape::kDqFloats / Shape::kDqWarps) + thread_idx() % 32 * 4;
-    }
-};
-
-template <typename Shape> struct BwdParams : AttnBackwardParams {
-    TmaTensor q_tma, k_tma, v_tma, dout_tma;
-};
-
-// The steps of a block of threads: its rows, of one query head after the other.
-template <typename Shape> struct Steps {
-    Tile tile;
-    Sequence seq;
-    BlockRange blocks;  // of rows
-    int group, first_row;  // the first that sees a key
-
-    // Blocks that wait for their turn are numbered as they start, so that none waits for one that cannot start.
-    __device__ static int index(const AttnBackwardParams &p) {
-        return p.deterministic && p.dq.data ? atomicAdd(DqWorkspace<Shape>(p).ticket(p), 1) : int(blockIdx.x);
-    }
-    __device__ explicit Steps(const AttnBackwardParams &p)
-        : tile(KeyTiles<Shape::kBlockN>::at(p, index(p))), seq(p, tile.b),
-          blocks(Mask(seq, p).row_blocks<Shape::kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN)),
-          group(p.nheads / p.nheads_k), first_row(Mask(seq, p).rows(0).begin) {}
-    __device__ int per_head() const { return max(0, blocks.end - blocks.begin); }
-    __device__ int count() const { return group * per_head(); }
-};
-
-template <typename Shape> struct BwdSharedMemory {
-    static constexpr int kBlockM = Shape::kBlockM, kHeadDim = Shape::kHeadDim, kStages = Shape::kStages;
-    SmemTile<64, kHeadDim> sK[Shape::kConsumers], sV[Shape::kConsumers];  // then dK and dV
-    SmemTile<kBlockM, kHeadDim> sQ[kStages], sdO[kStages];
-    SmemTile<kBlockM, Shape::kBlockN> sdS[2];  // [rows, keys]
-    float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];
-    Ring<1> keys;        // sK and sV
-    Ring<kStages> rows;  // sQ, sdO, lse_log2 and delta of a step
-    Ring<2> ds;          // from all consumers to all of them
-    Steps<Shape> steps;
-
-    __device__ void init_barriers() {
-        keys.init(Shape::kNWarps), rows.init(Shape::kNWarps, 2), ds.init(Shape::kDqWarps, Shape::kNWarps);
-        fence_mbarrier_init();
-    }
-};
-
-// One thread asks TMA for K and V, and for Q and dO step by step.
-template <typename Shape>
-__device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const Steps<Shape> &steps) {
-    const Tile &tile = steps.tile;
-    const int key0 = steps.seq.k_begin + tile.block * Shape::kBlockN, num_steps = steps.count();
-    if (num_steps == 0) return;
-    for (int c = 0; c < Shape::kConsumers; c++) {  // one arrival, of all bytes
-        load_bytes(shared.sK[c], p.k_tma, shared.keys.full_barrier(0), key0 + 64 * c, tile.h_k, tile.b);
-        load_bytes(shared.sV[c], p.v_tma, shared.keys.full_barrier(0), key0 + 64 * c, tile.h_k, tile.b);
-    }
-    mbarrier_arrive_expect_tx(shared.keys.full_barrier(0), sizeof(shared.sK) + sizeof(shared.sV));
-    int h = tile.h, m_block = steps.blocks.begin;
-#pragma unroll 1
-    for (int i = 0; i < num_steps; i++) {
-        shared.rows.producer_acquire(i);
-        Barrier &full = shared.rows.full_barrier(i);
-        const int row = steps.seq.q_begin + m_block * Shape::kBlockM, stage = i % Shape::kStages;
-        mbarrier_arrive_expect_tx(full, 4 * Shape::kBlockM * Shape::kHeadDim);
-        load_bytes(shared.sQ[stage], p.q_tma, full, row, h, tile.b);
-        load_bytes(shared.sdO[stage], p.dout_tma, full, row, h, tile.b);
-        if (++m_block == steps.blocks.end) m_block = steps.blocks.begin, h++;
-    }
-}
-
-// One warp loads lse_log2 and delta. For rows that see no key, or that are beyond the end, P is 0.
-template <typename Shape>
-__device__ void load_numbers(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const Steps<Shape> &steps) {
-    const int lane_idx = threadIdx.x % 32, num_steps = steps.count();
-    int h = steps.tile.h, m_block = steps.blocks.begin;
-#pragma unroll 1
-    for (int i = 0; i < num_steps; i++) {
-        const int64_t at = lse_index(p, steps.seq, steps.tile.b, h);
-        float lse_log2[Shape::kBlockM / 32], delta[Shape::kBlockM / 32];
-#pragma unroll
-        for (int j = 0; j < Shape::kBlockM / 32; j++) {
-            const int row = m_block * Shape::kBlockM + 32 * j + lane_idx;
-            const bool is_seen = row >= steps.first_row && row < steps.seq.seqlen_q;
-            lse_log2[j] = is_seen ? p.lse_log2[at + row] : INFINITY;
-            delta[j] = is_seen ? static_cast<const float *>(p.delta)[at + row] : 0.f;
-        }
-        shared.rows.producer_acquire(i);
-#pragma unroll
-        for (int j = 0; j < Shape::kBlockM / 32; j++) {
-            shared.lse_log2[i % Shape::kStages][32 * j + lane_idx] = lse_log2[j];
-            shared.delta[i % Shape::kStages][32 * j + lane_idx] = delta[j];
-        }
-        __syncwarp();
-        if (lane_idx == 0) mbarrier_arrive(shared.rows.full_barrier(i));
-        if (++m_block == steps.blocks.end) m_block = steps.blocks.begin, h++;
-    }
-}
-
-// A warpgroup: 64 keys.
-template <typename T, typename Shape> struct BwdConsumer {
+// A warpgroup: 64 keys. kMods: scores are changed by more than a factor, and there may be dropout too.
+template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsumer {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
-    static constexpr int kNTiles = kBlockM / 8, kDTiles = kHeadDim / 8, kDqTiles = Shape::kDqCols / 8;
+    static constexpr int kNTiles = kBlockM / 8, kDTiles = kHeadDim / 8, kThreads = 128 * Shape::kConsumers;
+    static constexpr bool kDvEarly = Shape::kDvEarly;
 
     const BwdParams<Shape> &p;
     BwdSharedMemory<Shape> &shared;
     const Steps<Shape> &steps;
     const int consumer;
     const int warp_idx = warp_uniform(threadIdx.x / 32 % 4), lane_idx = thread_idx() % 32;
-    const Scores<> scores{p};
-    __device__ Mask mask() const { return Mask(steps.seq, p); }
-    // Registers are few: acc_s is that of dQ, too, and acc_dp becomes the operands P and dS.
+    const uint32_t ds_address = shared.sdS[0].address(  // of this lane
+        lane_idx / 16 * 8 + lane_idx % 8, 64 * consumer + 16 * warp_idx + lane_idx / 8 % 2 * 8);
+    // Registers are few: acc_s is that of dQ, too, and acc_dp becomes the operands dS and, unless kDvEarly, P.
     float acc_s[1][kNTiles][4], acc_dp[kNTiles][4], acc_dk[kDTiles][4], acc_dv[kDTiles][4];
-    static_assert(kDqTiles <= kNTiles);
-    using DqFragment = float[kDqTiles][4];
-
+    uint32_t early_P[kDvEarly ? kBlockM / 16 : 1][4];
+    using DqFragment = float[Shape::kDqTiles][4];
     __device__ DqFragment &acc_dq() { return reinterpret_cast<DqFragment &>(acc_s); }
+
+    __device__ Mask mask() const { return Mask(steps.seq, p); }
+    __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
 
     __device__ void run() {
         for (auto &x : acc_dk) x[0] = x[1] = x[2] = x[3] = 0.f;
@@ -181,66 +54,100 @@ template <typename T, typename Shape> struct BwdConsumer {
         if (num_steps > 0) {
             shared.keys.consumer_wait(0);
             clear_keys();
-            int h = steps.tile.h, m_block = steps.blocks.begin;
-            step<true, false>(0, h, m_block);
-            warpgroup_wait<0>(acc_dv, acc_dk, acc_dp);
+            step<true, false>(0);
+            wait_for_keys<0>();  // or ptxas gives up all overlap, as the loop begins with products under way
 #pragma unroll 1
             for (int i = 1; i < num_steps; i++) {
-                const int h_before = h, m_before = m_block;
-                if (++m_block == steps.blocks.end) m_block = steps.blocks.begin, h++;
-                if (Shape::kDqSplit > 1 || forms_dq(i - 1)) step<false, true>(i, h_before, m_block, m_before);
-                else step<false, false>(i, h_before, m_block, m_before);
+                if (Shape::kDqParts > 1 || forms_dq(i - 1)) step<false, true>(i);
+                else step<false, false>(i);
             }
-            warpgroup_wait<0>(acc_dv, acc_dk, acc_dp);
-            if (forms_dq(num_steps - 1)) {
+            wait_for_keys<0>();
+            if (Shape::kDqParts > 1 || forms_dq(num_steps - 1)) {
                 form_dq(num_steps - 1);
                 warpgroup_wait<0>(acc_dq());
-                add_dq(num_steps - 1, h, m_block);
+                add_dq(num_steps - 1);
             }
-            barrier_sync(kAllConsumers, 128 * Shape::kConsumers);  // sK has been read
+            barrier_sync(kAllConsumers, kThreads);  // sK has been read
         }
-        store();
+        if (steps.splits == 1) store();
+        else if (steps.split_idx < steps.splits) store_split();
+    }
+    __device__ const StepAt &step_at(uint32_t i) const { return shared.at[i % (2 * kStages)]; }
+
+    template <bool kIsFirst, bool kForms> __device__ void step(int i) {
+        const uint32_t item = warp_uniform(i), stage = item % kStages;
+        shared.rows.consumer_wait(item);
+        const StepAt &at = step_at(item);
+        const bool is_full = at.is_full;
+        if (!is_full) clear_rows(stage, at.m_block);
+        if (Shape::kStagger && kIsFirst && consumer > 0) barrier_sync(kOneConsumer, kThreads);
+        const uint32_t c = warp_uniform(consumer);
+        warpgroup_arrive();
+        multiply_abt<T>(acc_s[0], shared.sK[c], shared.sQ[stage]);
+        if constexpr (!kIsFirst) {
+            wait_for_keys<1>();  // of the step before
+            shared.rows.consumer_release(item - 1, lane_idx);
+        }
+        begin_dp(stage);
+        warpgroup_arrive();
+        multiply_abt<T>(acc_dp, shared.sV[c], shared.sdO[stage], !kDropout || kMods);
+        const uint64_t kept = drops() ? kept_bits(at) : ~0ull;
+        if constexpr (kMods) {
+            warpgroup_wait<0>(acc_s[0], acc_dp);
+            change_scores(stage, at, kept);
+        } else {
+            warpgroup_wait<1>(acc_s[0]);
+        }
+        exponentiate(stage);
+        if (!is_full) hide(at.m_block);
+        if (Shape::kStagger && kIsFirst && consumer == 0) barrier_sync(kOneConsumer, kThreads);
+        if constexpr (kDvEarly) {
+#pragma unroll
+            for (int kk = 0; kk < kBlockM / 16; kk++) form_P(early_P[kk], kk, kept);
+            if (kIsFirst) warpgroup_fence_operand(acc_dv);
+            warpgroup_arrive();
+            multiply_rows(acc_dv, early_P, shared.sdO[stage]);
+            warpgroup_wait<1>(acc_dp);
+        } else if constexpr (!kMods) {
+            warpgroup_wait<0>(acc_dp);
+        }
+        if (kDropout && !kMods) drop(stage, kept);
+        form_ds(item, kept);
+        if constexpr (kForms) form_dq(item - 1);
+        if (kIsFirst) warpgroup_fence_operand(acc_dk), warpgroup_fence_operand(acc_dv);
+        warpgroup_arrive();
+        if constexpr (!kDvEarly) multiply_rows(acc_dv, operands(0), shared.sdO[stage]);
+        multiply_rows(acc_dk, operands(1), shared.sQ[stage]);
+        if constexpr (kForms) {
+            if constexpr (kDvEarly) {
+                warpgroup_wait<1>(acc_dq(), acc_dv, early_P);
+            } else {
+                warpgroup_wait<2>(acc_dq());
+            }
+            add_dq(item - 1);
+        }
     }
 
-    template <bool kIsFirst, bool kForms> __device__ void step(int i, int h_before, int m_block, int m_before = 0) {
-        form_scores(i, m_block);
-        if constexpr (!kIsFirst) {
-            warpgroup_wait<1>(acc_dv, acc_dk, acc_dp);  // those of the step before
-            shared.rows.consumer_release(i - 1, lane_idx);
+    // dK and dV, and what they are formed of.
+    template <int kPending> __device__ void wait_for_keys() {
+        if constexpr (kDvEarly) {
+            warpgroup_wait<kPending>(acc_dk, acc_dv, acc_dp, early_P);
+        } else {
+            warpgroup_wait<kPending>(acc_dk, acc_dv, acc_dp);
         }
-        form_dp(i);
-        warpgroup_wait<1>(acc_s[0]);
-        exponentiate(i, m_block);
-        warpgroup_wait<0>(acc_dp);
-        form_ds(i);
-        if constexpr (kIsFirst) warpgroup_fence_operand(acc_dk), warpgroup_fence_operand(acc_dv);
-        else if constexpr (kForms) form_dq(i - 1);
-        warpgroup_arrive();
-#pragma unroll
-        for (int kk = 0; kk < kBlockM / 16; kk++)
-            wgmma<T>(acc_dv, operand(2 * kk), shared.sdO[i % kStages].rows_desc(kk));
-        warpgroup_commit_batch();
-#pragma unroll
-        for (int kk = 0; kk < kBlockM / 16; kk++)
-            wgmma<T>(acc_dk, operand(2 * kk + 1), shared.sQ[i % kStages].rows_desc(kk));
-        warpgroup_commit_batch();
-        if constexpr (!kIsFirst)
-            if constexpr (kForms) {
-                warpgroup_wait<2>(acc_dq());
-                add_dq(i - 1, h_before, m_before);
-            }
     }
 
     // Rows of a tile before `begin` or from `end` on become 0, by all consumers.
     template <int kRows> __device__ void clear(SmemTile<kRows, kHeadDim> &tile, int begin, int end) {
         constexpr int kVecs = SmemTile<kRows, kHeadDim>::kRowBytes / 16;
-        for (auto &panel : tile.panel)
-            for (int i = threadIdx.x - 128; i < kRows * kVecs; i += 128 * Shape::kConsumers)
-                if (i / kVecs < begin || i / kVecs >= end) reinterpret_cast<uint4 *>(panel)[i] = uint4{};
+#pragma unroll 1
+        for (int i = threadIdx.x - 128; i < tile.kPanels * kRows * kVecs; i += kThreads)
+            if (const int row = i / kVecs % kRows; row < begin || row >= end)
+                reinterpret_cast<uint4 *>(tile.panel)[i] = uint4{};
     }
     __device__ void after_clear() {
         fence_proxy_async();
-        barrier_sync(kAllConsumers, 128 * Shape::kConsumers);
+        barrier_sync(kAllConsumers, kThreads);
     }
     // Keys that no row sees may hold NaN, and 0 · NaN is NaN. What lies beyond the tensor is 0 already.
     __device__ void clear_keys() {
@@ -259,101 +166,155 @@ template <typename T, typename Shape> struct BwdConsumer {
         after_clear();
     }
 
-    // S is on its way.
-    __device__ void form_scores(int i, int m_block) {
-        const int stage = i % kStages;
-        shared.rows.consumer_wait(i);
-        if (!steps.blocks.is_full(m_block)) clear_rows(stage, m_block);
-        warpgroup_arrive();
-        multiply_abt<T>(acc_s[0], shared.sK[consumer], shared.sQ[stage]);
+    __device__ void hide(int m_block) {
+        mask().apply_transposed(acc_s, steps.blocks, m_block, key(), m_block * kBlockM + lane_idx % 4 * 2);
     }
-    // dP - delta is on its way.
-    __device__ void form_dp(int i) {
-        const int stage = i % kStages;
+
+    // This lane's first key in the sample, and its four numbers of the rows [16 kk, 16 kk + 16).
+    __device__ int key() const {
+        return steps.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx + lane_idx / 4;
+    }
+    __device__ float4 of_rows(const float (&x)[kBlockM], int kk) const {
+        return *reinterpret_cast<const float4 *>(&x[16 * kk + lane_idx % 4 * 4]);
+    }
+    // Each score becomes f(score, number of its row).
+    template <typename F> __device__ void for_rows(float (&acc)[kNTiles][4], const float (&of_row)[kBlockM], F f) {
 #pragma unroll
-        for (int n = 0; n < kNTiles; n++) {
-            const float2 delta = *reinterpret_cast<const float2 *>(&shared.delta[stage][8 * n + lane_idx % 4 * 2]);
-            acc_dp[n][0] = acc_dp[n][2] = -delta.x, acc_dp[n][1] = acc_dp[n][3] = -delta.y;
+        for (int kk = 0; kk < kBlockM / 16; kk++) {
+            const float4 x = of_rows(of_row, kk);
+            for (int e = 0; e < 4; e++) {
+                acc[2 * kk][e] = f(acc[2 * kk][e], e % 2 ? x.y : x.x, 8 * kk + e);
+                acc[2 * kk + 1][e] = f(acc[2 * kk + 1][e], e % 2 ? x.w : x.z, 8 * kk + 4 + e);
+            }
         }
-        warpgroup_fence_operand(acc_dp);  // equal values get registers of their own
-        warpgroup_arrive();
-        multiply_abt<T>(acc_dp, shared.sV[consumer], shared.sdO[stage], true);
     }
 
-    __device__ bool forms_dq(int i) const { return Shape::kDqSplit > 1 || i % Shape::kConsumers == consumer; }
-
-    // This consumer's part of the dQ of step i is on its way.
-    __device__ void form_dq(int i) {
-        shared.ds.consumer_wait(i);
-        warpgroup_arrive();
-        const int col0 = Shape::kDqSplit > 1 ? consumer * Shape::kDqCols : 0;
+    // acc_dp begins with -delta, unless dropout comes in between.
+    __device__ void begin_dp(int stage) {
+        if constexpr (!kDropout || kMods) {
+            for_rows(acc_dp, shared.delta[stage], [&](float, float x, int) { return drops() ? 0.f : -x; });
+            warpgroup_fence_operand(acc_dp);  // equal values get registers of their own
+        }
+    }
+    // Which elements dropout keeps, a bit for each.
+    __device__ uint64_t kept_bits(const StepAt &at) const {
+        const Dropout dropout(p, steps.tile.b, at.h);
+        uint64_t kept = 0;
 #pragma unroll
-        for (int kk = 0; kk < Shape::kBlockN / 16; kk++)
-            wgmma_ab<T>(acc_dq(), shared.sdS[i % 2].columns_desc(kk), shared.sK[kk / 4].rows_desc(kk % 4, col0), kk > 0);
-        warpgroup_commit_batch();
+        for (int i = 0; i < kNTiles; i++) {  // of the key, or the key + 8, and of 16 rows
+            uint32_t word[2][2];
+            words_transposed(dropout, word, at.m_block * kBlockM + i / 2 * 16 + lane_idx % 4 * 2, key() + i % 2 * 8);
+            for (int j = 0; j < 4; j++)
+                kept |= uint64_t(word[j / 2][j % 2] >= dropout.threshold)
+                        << (8 * (i / 2) + j / 2 * 4 + i % 2 * 2 + j % 2);
+        }
+        return kept;
     }
-
+    // acc_dp, which is dP, becomes dropout's dP - delta.
+    __device__ void drop(int stage, uint64_t kept) {
+        const float keep_scale = float(p.keep_scale);
+        for_rows(acc_dp, shared.delta[stage], [&](float dp, float delta, int i) {
+            return fmaf(dp, kept >> i & 1 ? keep_scale : 0.f, -delta);
+        });
+    }
+    // acc_s becomes scores, and acc_dp the derivative by factor · q·k.
+    __device__ void change_scores(int stage, const StepAt &at, uint64_t kept) {
+        if (drops()) drop(stage, kept);
+        ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, steps.seq.seqlen_q, steps.seq.seqlen_k, steps.tile.b, at.h);
+        mods.bias = Bias{}, mods.slope = at.slope, mods.shift = steps.seq.seqlen_k - steps.seq.seqlen_q;
+        mods.apply(transposed(score_tile(acc_s, key(), at.m_block * kBlockM + lane_idx % 4 * 2)),
+                   [&](int i, int j) -> float & { return acc_dp[i / 2][j % 2 * 2 + i % 2]; });
+    }
     // S becomes P.
-    __device__ void exponentiate(int i, int m_block) {
-        const int stage = i % kStages;
-#pragma unroll
-        for (int n = 0; n < kNTiles; n++) {
-            const float2 lse = *reinterpret_cast<const float2 *>(&shared.lse_log2[stage][8 * n + lane_idx % 4 * 2]);
-            for (int e = 0; e < 4; e++)
-                acc_s[0][n][e] = exp2_approx(scores.probability_log2(acc_s[0][n][e], e % 2 ? lse.y : lse.x));
-        }
-        if (!steps.blocks.is_full(m_block)) {
-            const int key = steps.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx + lane_idx / 4;
-            mask().apply_transposed(acc_s, key, m_block * kBlockM + lane_idx % 4 * 2);
-        }
+    __device__ void exponentiate(int stage) {
+        const float factor = p.score_factor;
+        for_rows(acc_s[0], shared.lse_log2[stage],
+                 [&](float s, float lse_log2, int) { return exp2_approx(-fabsf(s * factor - lse_log2)); });
     }
 
-    // The operand for 16 rows: P and dS take turns.
-    __device__ uint32_t (&operand(int i))[4] { return reinterpret_cast<uint32_t (&)[4]>(acc_dp[i]); }
-
+    // Operands for 16 rows: P and dS take turns in acc_dp.
+    struct Operands {
+        float (&acc)[kNTiles][4];
+        int first;
+        __device__ uint32_t (&operator[](int kk))[4] { return reinterpret_cast<uint32_t (&)[4]>(acc[2 * kk + first]); }
+    };
+    __device__ Operands operands(int first) { return {acc_dp, first}; }
+    __device__ void form_P(uint32_t (&P)[4], int kk, uint64_t kept) {
+        for (int j = 0; j < 4; j++) {
+            const float(&s)[4] = acc_s[0][2 * kk + j / 2];
+            const int e = j % 2 * 2, i = 8 * kk + j / 2 * 4 + e;
+            P[j] = pack<T>(kDropout && !(kept >> i & 1) ? 0.f : s[e], kDropout && !(kept >> i & 2) ? 0.f : s[e + 1]);
+        }
+    }
     // P and dS as operands, and dS in shared memory, as [rows, keys].
-    __device__ void form_ds(int i) {
+    __device__ void form_ds(uint32_t i, uint64_t kept) {
 #pragma unroll
         for (int kk = 0; kk < kBlockM / 16; kk++) {
             uint32_t P[4], dS[4];
             for (int j = 0; j < 4; j++) {
                 const float(&s)[4] = acc_s[0][2 * kk + j / 2], (&dp)[4] = acc_dp[2 * kk + j / 2];
                 const int e = j % 2 * 2;
-                P[j] = pack<T>(s[e], s[e + 1]), dS[j] = pack<T>(s[e] * dp[e], s[e + 1] * dp[e + 1]);
+                dS[j] = pack<T>(s[e] * dp[e], s[e + 1] * dp[e + 1]);
             }
-            for (int j = 0; j < 4; j++) operand(2 * kk)[j] = P[j], operand(2 * kk + 1)[j] = dS[j];
+            if (!kDvEarly) form_P(P, kk, kept);
+            for (int j = 0; j < 4; j++) {
+                if (!kDvEarly) operands(0)[kk][j] = P[j];
+                operands(1)[kk][j] = dS[j];
+            }
         }
         shared.ds.producer_acquire(i);
-        const int col = 64 * consumer + 16 * warp_idx + lane_idx / 8 % 2 * 8, row = lane_idx / 16 * 8 + lane_idx % 8;
+        const uint32_t to = ds_address + i % 2 * sizeof(shared.sdS[0]);
 #pragma unroll
-        for (int kk = 0; kk < kBlockM / 16; kk++) stmatrix_trans(operand(2 * kk + 1), shared.sdS[i % 2].address(16 * kk + row, col));
+        for (int kk = 0; kk < kBlockM / 16; kk++)  // 16 rows further the swizzle is the same
+            stmatrix_trans(operands(1)[kk], to + 16 * kk * shared.sdS[0].kRowBytes);
         fence_proxy_async();
         __syncwarp();
         if (lane_idx == 0) mbarrier_arrive(shared.ds.full_barrier(i));
     }
+    template <typename A>
+    __device__ void multiply_rows(float (&acc)[kDTiles][4], A &&a, const SmemTile<kBlockM, kHeadDim> &b) {
+#pragma unroll
+        for (int kk = 0; kk < kBlockM / 16; kk++) wgmma<T>(acc, a[kk], b.rows_desc(kk));
+        warpgroup_commit_batch();
+    }
 
+    __device__ bool forms_dq(int i) const { return i % Shape::kConsumers == consumer; }
+    // This consumer's part of the dQ of step i is on its way.
+    __device__ void form_dq(uint32_t i) {
+        const uint32_t part = Shape::kDqParts > 1 ? 64 * warp_uniform(consumer) : 0;
+        const auto &sdS = shared.sdS[i % 2];
+        shared.ds.consumer_wait(i);
+        warpgroup_arrive();
+#pragma unroll
+        for (int kk = 0; kk < Shape::kBlockN / 16; kk++) {
+            const auto &sK = shared.sK[kk / 4];
+            if constexpr (Shape::kDqPart == DqPart::kTransposed)
+                wgmma_atbt<T>(acc_dq(), sK.rows_desc(kk % 4, part), sdS.columns_desc(kk), kk > 0);
+            else if constexpr (Shape::kDqPart == DqPart::kRows)
+                wgmma_ab<T>(acc_dq(), sdS.columns_desc(kk, part), sK.rows_desc(kk % 4), kk > 0);
+            else
+                wgmma_ab<T>(acc_dq(), sdS.columns_desc(kk), sK.rows_desc(kk % 4, part), kk > 0);
+        }
+        warpgroup_commit_batch();
+    }
     // To the sums in memory.
-    __device__ void add_dq(int i, int h, int m_block) {
+    __device__ void add_dq(uint32_t i) {
         shared.ds.consumer_release(i, lane_idx);
         if (!p.dq.data) return;
-        const RowTiles<kBlockM> row_tiles(p);
-        const int64_t tile = row_tiles.first_tile(steps.tile.b, p.nheads) + int64_t(h) * row_tiles.slots + m_block;
-        const int part = Shape::kDqSplit > 1 ? 4 * consumer + warp_idx : warp_idx;
-        float *sums = DqWorkspace<Shape>::sums(p, tile, part);
+        const int tile = step_at(i).dq_tile, warp = (Shape::kDqParts > 1 ? 4 * consumer : 0) + warp_idx;
+        float *sums = BwdWorkspace<Shape>::dq_sums(p, tile, warp);
         int *semaphore = nullptr, turn = 0;
         if (p.deterministic) {
-            const BlockRange blocks = mask().template key_blocks<kBlockM, Shape::kBlockN>(m_block * kBlockM);
-            const int block = steps.tile.block;
-            turn = KeyTiles<Shape::kBlockN>::is_last_first(p) ? blocks.end - 1 - block : block - blocks.begin;
-            semaphore = DqWorkspace<Shape>(p).semaphore(p, tile, part);
+            turn = steps.turn(p, step_at(i).m_block);
+            semaphore = BwdWorkspace<Shape>(p).dq_semaphore(p, tile, warp);
             if (lane_idx == 0)
                 while (load_acquire(semaphore) != turn) {}
-            __syncwarp();
+            __syncwarp();  // unobserved by racecheck: it knows of no order in global memory
         }
 #pragma unroll
-        for (int n = 0; n < kDqTiles; n++) red_add(sums + 128 * n, acc_dq()[n]);
+        for (int n = 0; n < Shape::kDqTiles; n++) red_add(sums + 128 * n, acc_dq()[n]);
         if (p.deterministic) {
-            __syncwarp();
+            __syncwarp();  // unobserved by racecheck: it knows of no order in global memory
             if (lane_idx == 0) store_release(semaphore, turn + 1);
         }
     }
@@ -361,7 +322,7 @@ template <typename T, typename Shape> struct BwdConsumer {
     // dK and dV go through sK and sV. Each warp has its own part of them.
     __device__ void store() {
         const int key = 64 * consumer + 16 * warp_idx, key0 = steps.tile.block * Shape::kBlockN + key;
-        auto store_keys = [&](float (&acc)[kDTiles][4], float scale, SmemTile<64, kHeadDim> &to, const Tensor &x, int cols) {
+        auto store_keys = [&](float (&acc)[kDTiles][4], float scale, auto &to, const Tensor &x, int cols) {
 #pragma unroll
             for (int d = 0; d < kDTiles; d += 2) {
                 uint32_t packed[4];
@@ -373,15 +334,30 @@ template <typename T, typename Shape> struct BwdConsumer {
                 stmatrix(packed, to.address(16 * warp_idx + lane_idx % 16, 8 * d + lane_idx / 16 * 8));
             }
             __syncwarp();
-            store_some_rows(to, 16 * warp_idx, rows_of<uint16_t>(x, steps.tile.b, steps.tile.h_k, steps.seq.k_begin + key0),
-                            x.row_stride, steps.seq.padded_k - key0, cols);
+            auto *rows = rows_of<uint16_t>(x, steps.tile.b, steps.tile.h_k, steps.seq.k_begin + key0);
+            store_some_rows(to, 16 * warp_idx, rows, x.row_stride, steps.seq.padded_k - key0, cols);
         };
-        store_keys(acc_dk, scores.softmax_scale, shared.sK[consumer], p.dk, p.head_dim);
-        store_keys(acc_dv, 1.f, shared.sV[consumer], p.dv, p.head_dim_v);
+        store_keys(acc_dk, p.dk_scale, shared.sK[consumer], p.dk, p.head_dim);
+        store_keys(acc_dv, p.dv_scale, shared.sV[consumer], p.dv, p.head_dim_v);
+    }
+    // The sums of a split.
+    __device__ void store_split() {
+        const BwdWorkspace<Shape> workspace(p);
+        const int64_t bh = int64_t(steps.tile.b) * p.nheads_k + steps.tile.h_k;
+        float *dk = workspace.dkv_sums(p, steps.split_idx, bh * KeyTiles<Shape::kBlockN>(p).slots + steps.tile.block) +
+                    (64 * consumer + 16 * warp_idx + lane_idx / 4) * kHeadDim + lane_idx % 4 * 2;
+        float *dv = dk + workspace.dkv_floats;
+#pragma unroll
+        for (int d = 0; d < kDTiles; d++)
+            for (int i = 0; i < 2; i++) {
+                const int at = 8 * i * kHeadDim + 8 * d;
+                *reinterpret_cast<float2 *>(dk + at) = {acc_dk[d][2 * i], acc_dk[d][2 * i + 1]};
+                *reinterpret_cast<float2 *>(dv + at) = {acc_dv[d][2 * i], acc_dv[d][2 * i + 1]};
+            }
     }
 };
 
-template <typename T, typename Shape>
+template <typename T, typename Shape, bool kDropout, bool kMods>
 __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_constant__ BwdParams<Shape> p) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
@@ -390,44 +366,14 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_co
     if (threadIdx.x == 0) shared.init_barriers();
     if (threadIdx.x == 32) shared.steps = Steps<Shape>(p);
     __syncthreads();
-    const Steps<Shape> &steps = shared.steps;
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
-        if (threadIdx.x == 0) load_tiles<Shape>(p, shared, steps);
-        else if (threadIdx.x / 32 == 1) load_numbers<Shape>(p, shared, steps);
+        if (threadIdx.x == 0) load_tiles<Shape>(p, shared, shared.steps);
+        else if (threadIdx.x / 32 == 1) load_numbers<Shape>(p, shared, shared.steps);
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
-        BwdConsumer<T, Shape>{p, shared, steps, int(warpgroup_idx) - 1}.run();
-    }
-#endif
-}
-
-// dq of kBlockM rows: their sums times softmax_scale, as rows of q's type.
-template <typename T, typename Shape>
-__global__ void __launch_bounds__(32 * Shape::kDqWarps) flash_bwd_dq(const __grid_constant__ AttnBackwardParams p) {
-#ifndef __CUDA_ARCH_FEAT_SM90_ALL
-    __trap();
-#else
-    const Tile tile = RowTiles<Shape::kBlockM>::at(p, blockIdx.x);
-    const Sequence seq(p, tile.b);
-    const RowTiles<Shape::kBlockM> row_tiles(p);
-    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-    const int64_t at = row_tiles.first_tile(tile.b, p.nheads) + int64_t(tile.h) * row_tiles.slots + tile.block;
-    const float *sums = DqWorkspace<Shape>::sums(p, at, warp_idx), scale = Scores<>(p).softmax_scale;
-    const int row0 = tile.block * Shape::kBlockM + warp_idx % 4 * 16 + lane_idx / 4;
-    const int col0 = warp_idx / 4 * Shape::kDqCols + lane_idx % 4 * 2;
-    const float *lse_log2 = p.lse_log2 + lse_index(p, seq, tile.b, tile.h);
-#pragma unroll
-    for (int n = 0; n < Shape::kDqCols / 8; n++) {
-        const float4 x = *reinterpret_cast<const float4 *>(sums + 128 * n);
-        for (int i = 0; i < 2; i++) {
-            const int row = row0 + 8 * i, col = col0 + 8 * n;
-            if (row >= seq.padded_q || col >= p.head_dim) continue;
-            const bool is_empty = row >= seq.seqlen_q || lse_log2[row] == INFINITY;  // the sum may be NaN
-            const uint32_t packed = pack<T>((i ? x.z : x.x) * scale, (i ? x.w : x.y) * scale);
-            *reinterpret_cast<uint32_t *>(rows_of<T>(p.dq, tile.b, tile.h, seq.q_begin + row) + col) = is_empty ? 0 : packed;
-        }
+        BwdConsumer<T, Shape, kDropout, kMods>{p, shared, shared.steps, int(warpgroup_idx) - 1}.run();
     }
 #endif
 }
@@ -435,28 +381,44 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps) flash_bwd_dq(const __gri
 template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &p) {
     static_assert(sizeof(BwdSharedMemory<Shape>) <= 227 << 10);
     constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM;
-    const DqWorkspace<Shape> workspace(p);
-    if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.bytes(p.deterministic), static_cast<cudaStream_t>(p.stream)));
+    const BwdWorkspace<Shape> workspace(p);
+    auto *stream = static_cast<cudaStream_t>(p.stream);
+    if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.zeroed_bytes(p.deterministic), stream));
     auto tma = [&](const char *name, const Tensor &x, int heads, int rows, int head_dim, int box_rows) {
         return make_tma_tensor<kHeadDim>(name, x, p.batch_size, heads, rows, head_dim, box_rows);
     };
+    const bool has_turns = p.deterministic && p.dq.data && !p.has_left_bound() && !p.has_right_bound();
+    const ScoreFactors<float> factors(p);
+    const Scores<> scores(p);
+    const float score_factor = p.has_score_mods() ? factors.softmax_scale_log2 : scores.sign * scores.softmax_scale_log2;
+    const float scale = scores.softmax_scale, dv_scale = p.dropout_seed ? float(p.keep_scale) : 1.f;
     const BwdParams<Shape> params{p,
                                   tma("q", p.q, p.nheads, p.seqlen_q, p.head_dim, kBlockM),
                                   tma("k", p.k, p.nheads_k, p.seqlen_k, p.head_dim, 64),
                                   tma("v", p.v, p.nheads_k, p.seqlen_k, p.head_dim_v, 64),
-                                  tma("dout", p.dout, p.nheads, p.seqlen_q, p.head_dim_v, kBlockM)};
-    launch(flash_bwd<T, Shape>, KeyTiles<Shape::kBlockN>::count(p), Shape::kNThreads, sizeof(BwdSharedMemory<Shape>),
-           p.stream, params);
-    if (p.dq.data) launch(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 0, p.stream, p);
+                                  tma("dout", p.dout, p.nheads, p.seqlen_q, p.head_dim_v, kBlockM),
+                                  factors, score_factor, scale, dv_scale,
+                                  has_turns ? std::clamp(num_sms() / workspace.max_splits, 1, 128) : 0};
+    auto *kernel = p.has_score_mods() ? flash_bwd<T, Shape, true, true>
+                   : p.dropout_seed   ? flash_bwd<T, Shape, true, false>
+                                      : flash_bwd<T, Shape, false, false>;
+    launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads,
+           sizeof(BwdSharedMemory<Shape>), p.stream, params);
+    if (const int64_t vecs = workspace.dkv_floats / 8)
+        launch(flash_bwd_dkv<T, Shape>, (vecs + kCombineThreads - 1) / kCombineThreads, kCombineThreads, 0, p.stream,
+               p, scale, dv_scale);
+    if (p.dq.data)
+        launch(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 2 * Shape::kDqFloats, p.stream, p, scale);
 }
 
+// {kHeadDim, kConsumers, kBlockM, kStages}
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
-    if (p.max_head_dim() <= 64) return f.template operator()<BwdShape<64, 2, 4>>();
-    return f.template operator()<BwdShape<128, 2, 2>>();
+    if (p.max_head_dim() <= 64) return f.template operator()<BwdShape<64, 2, 128, 2>>();
+    return f.template operator()<BwdShape<128, 2, 64, 2>>();
 }
 
 int64_t backward_workspace(const AttnBackwardParams &p) {
-    return with_bwd_shape(p, [&]<typename Shape> { return DqWorkspace<Shape>(p).bytes(p.deterministic); });
+    return with_bwd_shape(p, [&]<typename Shape> { return BwdWorkspace<Shape>(p).bytes(p.deterministic); });
 }
 
 void flash_backward(const AttnBackwardParams &p) {

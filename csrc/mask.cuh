@@ -66,6 +66,15 @@ struct Mask {
         if (block < blocks.full_begin)
             hide(acc_s, -INFINITY, [&](int i) { return Range{row + i + left - key, INT_MAX}; });
     }
+    // The same of blocks of rows: probabilities of rows that do not see a key become 0. acc_p [keys, rows].
+    template <int kMTiles, int kNTiles>
+    __device__ void apply_transposed(float (&acc_p)[kMTiles][kNTiles][4], const BlockRange &blocks, int block, int key,
+                                     int row) const {
+        if (block >= blocks.full_end)
+            hide(acc_p, 0.f, [&](int i) { return Range{INT_MIN, rows(key + i).end - row}; });
+        if (block < blocks.full_begin)
+            hide(acc_p, 0.f, [&](int i) { return Range{rows(key + i).begin - row, INT_MAX}; });
+    }
     // Probabilities of rows that do not see a key become 0. acc_p [keys, rows].
     template <int kMTiles, int kNTiles>
     __device__ void apply_transposed(float (&acc_p)[kMTiles][kNTiles][4], int key, int row) const {

@@ -43,6 +43,7 @@ template <typename> using Sum = float;
 #include "flash_bwd.cu"
 #include "flash_bwd_bias.cu"
 #include "flash_bwd_sm80.cu"
+#include "flash_bwd_sm90.cu"
 using namespace simt;
 #else
 #include "flash_host.cpp"  // from here on simt reads host

@@ -101,11 +101,20 @@ template <typename T> void multiply(Accumulators &d, Product &product, const Fra
                     number<T>(uint16_t(fragments[lane][i / 2] >> i % 2 * 16));
     } else {
         const Matrix matrix_a(product.a);
-        std::array<uint16_t, 8> rows[2][64];
-        for (int k = 0; k < 16; k += 8) {
-            for (int row = 0; row < 64; row++) rows[k / 8][row] = matrix_a.read(matrix_a.k_major(row, k));
-            for (int row = 0; row < 16; row++)
-                for (int i = 0; i < 8; i++) a[row][k + i] = number<T>(rows[k / 8][warp_idx % 4 * 16 + row][i]);
+        std::array<uint16_t, 8> rows[2][64];  // of eight elements that follow one another in memory
+        const int row0 = warp_idx % 4 * 16;
+        if (product.is_a_transposed) {
+            for (int k = 0; k < 16; k++)
+                for (int i = 0; i < 8; i++) rows[k / 8][k % 8 * 8 + i] = matrix_a.read(matrix_a.mn_major(k, 8 * i));
+            for (int k = 0; k < 16; k++)
+                for (int row = 0; row < 16; row++)
+                    a[row][k] = number<T>(rows[k / 8][k % 8 * 8 + (row0 + row) / 8][row % 8]);
+        } else {
+            for (int k = 0; k < 16; k += 8) {
+                for (int row = 0; row < 64; row++) rows[k / 8][row] = matrix_a.read(matrix_a.k_major(row, k));
+                for (int row = 0; row < 16; row++)
+                    for (int i = 0; i < 8; i++) a[row][k + i] = number<T>(rows[k / 8][row0 + row][i]);
+            }
         }
         const size_t hash = std::hash<std::string_view>()({reinterpret_cast<const char *>(rows), sizeof(rows)});
         if (product.a_hash.value_or(hash) != hash) fail("A was written before all warps of the warpgroup had read it");

@@ -1,2 +1,0 @@
-cd @WIP@ && nvcc -O3 -std=c++20 -diag-suppress 177 -Xptxas=-warn-spills,-v -D__CUDA_ARCH_LIST__=900 -gencode arch=compute_90a,code=sm_90a -Xcompiler -fPIC -c csrc/flash_bwd_sm90.cu -o @TMP@/ct/bwd90.o 2>&1 | grep -v "Compile time\|gmem" | grep -A3 "error\|flash_bwdI13\|C75" | cut -c1-190
-@REPO@/.venv/lib/python3.11/site-packages/triton/backends/nvidia/bin/cuobjdump -sass @TMP@/ct/bwd90.o > @TMP@/bwd.sass
