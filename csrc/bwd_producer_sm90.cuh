@@ -69,12 +69,17 @@ struct StepAt {
     }
 };
 
+// Of 16 rows a lane needs the numbers of four, those of its accumulators. They are neighbours in shared memory.
+__device__ inline int place_of_row(int row) {
+    return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
+}
+
 template <typename Shape> struct BwdSharedMemory {
     static constexpr int kBlockM = Shape::kBlockM, kHeadDim = Shape::kHeadDim, kStages = Shape::kStages;
     SmemTile<64, kHeadDim> sK[Shape::kConsumers], sV[Shape::kConsumers];  // then dK and dV
     SmemTile<kBlockM, kHeadDim> sQ[kStages], sdO[kStages];
     SmemTile<kBlockM, Shape::kBlockN> sdS[2];  // [rows, keys]
-    // Of 16 rows a lane needs four, of accumulators: they are neighbours here, see place().
+    // In the order of place_of_row().
     alignas(16) float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];
     StepAt at[2 * kStages];  // of this step and those before it: dQ is late
     Ring<1> keys;        // sK and sV
@@ -82,7 +87,6 @@ template <typename Shape> struct BwdSharedMemory {
     Ring<2> ds;          // from all consumers to all of them
     Steps<Shape> steps;
 
-    __device__ static int place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
     __device__ void init_barriers() {
         keys.init(Shape::kNWarps), rows.init(Shape::kNWarps, 2), ds.init(Shape::kDqWarps, Shape::kNWarps);
         fence_mbarrier_init();
@@ -134,7 +138,7 @@ __device__ void load_numbers(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &
         shared.rows.producer_acquire(i);
 #pragma unroll
         for (int j = 0; j < kCount; j++) {
-            const int row = 32 * j + lane_idx, to = shared.place(row), stage = i % Shape::kStages;
+            const int row = 32 * j + lane_idx, to = place_of_row(row), stage = i % Shape::kStages;
             if (row < kBlockM) shared.lse_log2[stage][to] = lse_log2[j], shared.delta[stage][to] = delta[j];
         }
         at.dq_tile = first_tile + at.h * row_tiles.slots + at.m_block, at.is_full = steps.blocks.is_full(at.m_block);

@@ -75,13 +75,13 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     __device__ const StepAt &step_at(uint32_t i) const { return shared.at[i % (2 * kStages)]; }
 
     template <bool kIsFirst, bool kForms> __device__ void step(int i) {
-        const uint32_t item = warp_uniform(i), stage = item % kStages;
+        const uint32_t item = warp_uniform(i), stage = vote<kStages>(i % kStages);
         shared.rows.consumer_wait(item);
         const StepAt &at = step_at(item);
         const bool is_full = at.is_full;
         if (!is_full) clear_rows(stage, at.m_block);
         if (Shape::kStagger && kIsFirst && consumer > 0) barrier_sync(kOneConsumer, kThreads);
-        const uint32_t c = warp_uniform(consumer);
+        const uint32_t c = vote<Shape::kConsumers>(consumer);
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sK[c], shared.sQ[stage]);
         if constexpr (!kIsFirst) {
@@ -281,8 +281,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     __device__ bool forms_dq(int i) const { return i % Shape::kConsumers == consumer; }
     // This consumer's part of the dQ of step i is on its way.
     __device__ void form_dq(uint32_t i) {
-        const uint32_t part = Shape::kDqParts > 1 ? 64 * warp_uniform(consumer) : 0;
-        const auto &sdS = shared.sdS[i % 2];
+        const uint32_t part = Shape::kDqParts > 1 ? 64 * vote<Shape::kConsumers>(consumer) : 0;
+        const auto &sdS = shared.sdS[vote<2>(i % 2)];
         shared.ds.consumer_wait(i);
         warpgroup_arrive();
 #pragma unroll
@@ -418,11 +418,13 @@ template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
 }
 
 int64_t backward_workspace(const AttnBackwardParams &p) {
+    if (p.max_head_dim() > 128) return 0;
     return with_bwd_shape(p, [&]<typename Shape> { return BwdWorkspace<Shape>(p).bytes(p.deterministic); });
 }
 
 void flash_backward(const AttnBackwardParams &p) {
     simt::preprocess_backward(p);
+    if (p.max_head_dim() > 128) return flash_backward_wide(p);
     with_bwd_shape(p, [&]<typename Shape> {
         if (p.dtype == DType::kFloat16) launch_bwd<__half, Shape>(p);
         else launch_bwd<__nv_bfloat16, Shape>(p);

@@ -45,4 +45,12 @@ enum NamedBarrier : int {
 // from x in uniform registers, where wgmma takes its descriptors from.
 __device__ inline uint32_t warp_uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 
+// The same of an x below kEnd, by votes. Their results are in uniform registers at once.
+template <int kEnd> __device__ uint32_t vote(uint32_t x) {
+    uint32_t y = 0;
+#pragma unroll
+    for (int bit = 1; bit < kEnd; bit *= 2) y |= __any_sync(~0u, x & bit) ? bit : 0;
+    return y;
+}
+
 }  // namespace sm90
