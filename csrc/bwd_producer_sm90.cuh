@@ -1,5 +1,5 @@
-// What a block of threads of flash_bwd_sm90.cu works at: its steps, its shared memory, and the producer warps. One thread
-// asks TMA for K and V, and for Q and dO step by step; one warp loads what P and dS need of each row.
+// What a block of threads of flash_bwd_sm90.cu works at: its steps, its shared memory, and its producer. One thread asks
+// TMA for K and V, and for Q and dO step by step; two warps load what P and dS need of each row.
 //
 // Read next: flash_bwd_sm90.cu, the consumers.
 #pragma once
@@ -88,7 +88,7 @@ template <typename Shape> struct BwdSharedMemory {
     Steps<Shape> steps;
 
     __device__ void init_barriers() {
-        keys.init(Shape::kNWarps), rows.init(Shape::kNWarps, 2), ds.init(Shape::kDqWarps, Shape::kNWarps);
+        keys.init(Shape::kNWarps), rows.init(Shape::kNWarps, 3), ds.init(Shape::kDqWarps, Shape::kNWarps);
         fence_mbarrier_init();
     }
 };
@@ -116,35 +116,37 @@ __device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &sh
     }
 }
 
-// One warp loads lse_log2 and delta. For rows that see no key, or that are beyond the end, P is 0.
+// One warp loads lse_log2 and one delta: the producer has few registers. For rows that see no key, or that are beyond
+// the end, P is 0.
 template <typename Shape>
 __device__ void load_numbers(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const Steps<Shape> &steps) {
     constexpr int kBlockM = Shape::kBlockM, kCount = (kBlockM + 31) / 32;
     const int lane_idx = threadIdx.x % 32, num_steps = steps.count();
-    const RowTiles<kBlockM> row_tiles(p);
+    const bool is_lse = threadIdx.x / 32 == 1;
+    const float *from = is_lse ? p.lse_log2 : static_cast<const float *>(p.delta), beyond = is_lse ? INFINITY : 0.f;
     StepAt at{steps.tile.h, steps.first_block};
-    const int first_tile = row_tiles.first_tile(steps.tile.b, p.nheads);
 #pragma unroll 1
     for (int i = 0; i < num_steps; i++, at.advance(steps.blocks, steps.first_block)) {
-        const int64_t of_head = lse_index(p, steps.seq, steps.tile.b, at.h);
-        float lse_log2[kCount], delta[kCount];
+        const float *of_head = from + lse_index(p, steps.seq, steps.tile.b, at.h);
+        float x[kCount];
 #pragma unroll
         for (int j = 0; j < kCount; j++) {
             const int row = at.m_block * kBlockM + 32 * j + lane_idx;
-            const bool is_seen = row >= steps.first_row && row < steps.seq.seqlen_q;
-            lse_log2[j] = is_seen ? p.lse_log2[of_head + row] : INFINITY;
-            delta[j] = is_seen ? static_cast<const float *>(p.delta)[of_head + row] : 0.f;
+            x[j] = row >= steps.first_row && row < steps.seq.seqlen_q ? of_head[row] : beyond;
         }
         shared.rows.producer_acquire(i);
+        float *to = is_lse ? shared.lse_log2[i % Shape::kStages] : shared.delta[i % Shape::kStages];
 #pragma unroll
-        for (int j = 0; j < kCount; j++) {
-            const int row = 32 * j + lane_idx, to = place_of_row(row), stage = i % Shape::kStages;
-            if (row < kBlockM) shared.lse_log2[stage][to] = lse_log2[j], shared.delta[stage][to] = delta[j];
+        for (int j = 0; j < kCount; j++)
+            if (const int row = 32 * j + lane_idx; row < kBlockM) to[place_of_row(row)] = x[j];
+        if (threadIdx.x == 32) {
+            const RowTiles<kBlockM> tiles(p);
+            at.dq_tile = tiles.first_tile(steps.tile.b, p.nheads) + at.h * tiles.slots + at.m_block;
+            at.is_full = steps.blocks.is_full(at.m_block);
+            if (p.alibi_slopes)
+                at.slope = p.alibi_slopes[steps.tile.b * p.alibi_batch_stride + at.h] * p.factors.per_unit;
+            shared.at[i % (2 * Shape::kStages)] = at;
         }
-        at.dq_tile = first_tile + at.h * row_tiles.slots + at.m_block, at.is_full = steps.blocks.is_full(at.m_block);
-        if (p.alibi_slopes)
-            at.slope = p.alibi_slopes[steps.tile.b * p.alibi_batch_stride + at.h] * p.factors.per_unit;
-        if (lane_idx == 0) shared.at[i % (2 * Shape::kStages)] = at;
         __syncwarp();
         if (lane_idx == 0) mbarrier_arrive(shared.rows.full_barrier(i));
     }

@@ -24,11 +24,11 @@ using namespace device;
 // everything in turns, or 64 columns transposed. The last is for a kBlockM that is no multiple of 64.
 enum class DqPart { kColumns, kRows, kTurns, kTransposed };
 
-// kDvEarly: P dO is formed before dS is. kStagger: the second consumer begins half a step later.
-template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_, bool kDvEarly_ = false, bool kStagger_ = true>
+// kStagger: the second consumer begins half a step later.
+template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_, bool kStagger_ = true>
 struct BwdShape {
     static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = kBlockM_, kStages = kStages_;
-    static constexpr bool kDvEarly = kDvEarly_, kStagger = kStagger_;
+    static constexpr bool kStagger = kStagger_;
     static constexpr int kBlockN = 64 * kConsumers, kNThreads = 128 * (kConsumers + 1), kNWarps = 4 * kConsumers;
     static constexpr DqPart kDqPart = kBlockM % 64      ? DqPart::kTransposed
                                       : kBlockM == 128  ? DqPart::kRows
@@ -107,8 +107,9 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps)
     const BwdWorkspace<Shape> workspace(p);
     auto &sdQ = shared_memory<SmemTile<kBlockM, kHeadDim>>();
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32, part = warp_idx / 4 * 64;
-    const int dq_tile = workspace.row_tiles.first_tile(tile.b, p.nheads) + tile.h * workspace.row_tiles.slots + tile.block;
-    const float *sums = workspace.dq_sums(p, dq_tile, warp_idx);
+    const int first_tile = workspace.row_tiles.first_tile(tile.b, p.nheads);
+    const float *sums =
+        workspace.dq_sums(p, first_tile + tile.h * workspace.row_tiles.slots + tile.block, warp_idx);
     float4 x[Shape::kDqTiles];
 #pragma unroll
     for (int n = 0; n < Shape::kDqTiles; n++) x[n] = *reinterpret_cast<const float4 *>(sums + 128 * n);

@@ -112,7 +112,7 @@ namespace sm90 {
 void flash_forward(const AttnParams &p);                  // flash_sm90.cu: Hopper's tensor cores and TMA
 int64_t num_mask_words(const AttnParams &p);              // 0 without a bias of bool
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd_sm90.cu, the same
-void flash_backward_wide(const AttnBackwardParams &p);    // flash_bwd_wide_sm90.cu: head_dim above 128, after preprocess
+void flash_backward_wide(const AttnBackwardParams &p);    // flash_bwd_wide_sm90.cu: head_dim over 128
 int64_t backward_workspace(const AttnBackwardParams &p);  // bytes
 }
 namespace dmma {

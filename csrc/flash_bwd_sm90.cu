@@ -29,7 +29,6 @@ namespace sm90 {
 template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsumer {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
     static constexpr int kNTiles = kBlockM / 8, kDTiles = kHeadDim / 8, kThreads = 128 * Shape::kConsumers;
-    static constexpr bool kDvEarly = Shape::kDvEarly;
 
     const BwdParams<Shape> &p;
     BwdSharedMemory<Shape> &shared;
@@ -38,9 +37,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     const int warp_idx = warp_uniform(threadIdx.x / 32 % 4), lane_idx = thread_idx() % 32;
     const uint32_t ds_address = shared.sdS[0].address(  // of this lane
         lane_idx / 16 * 8 + lane_idx % 8, 64 * consumer + 16 * warp_idx + lane_idx / 8 % 2 * 8);
-    // Registers are few: acc_s is that of dQ, too, and acc_dp becomes the operands dS and, unless kDvEarly, P.
+    // Registers are few: acc_s is that of dQ, too, and acc_dp becomes the operands P and dS.
     float acc_s[1][kNTiles][4], acc_dp[kNTiles][4], acc_dk[kDTiles][4], acc_dv[kDTiles][4];
-    uint32_t early_P[kDvEarly ? kBlockM / 16 : 1][4];
     using DqFragment = float[Shape::kDqTiles][4];
     __device__ DqFragment &acc_dq() { return reinterpret_cast<DqFragment &>(acc_s); }
 
@@ -55,13 +53,14 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             shared.keys.consumer_wait(0);
             clear_keys();
             step<true, false>(0);
-            wait_for_keys<0>();  // or ptxas gives up all overlap, as the loop begins with products under way
+            // If products were under way when the loop begins, ptxas would let none run beside anything.
+            warpgroup_wait<0>(acc_dk, acc_dv, acc_dp);
 #pragma unroll 1
             for (int i = 1; i < num_steps; i++) {
                 if (Shape::kDqParts > 1 || forms_dq(i - 1)) step<false, true>(i);
                 else step<false, false>(i);
             }
-            wait_for_keys<0>();
+            warpgroup_wait<0>(acc_dk, acc_dv, acc_dp);
             if (Shape::kDqParts > 1 || forms_dq(num_steps - 1)) {
                 form_dq(num_steps - 1);
                 warpgroup_wait<0>(acc_dq());
@@ -85,7 +84,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sK[c], shared.sQ[stage]);
         if constexpr (!kIsFirst) {
-            wait_for_keys<1>();  // of the step before
+            warpgroup_wait<1>(acc_dk, acc_dv, acc_dp);  // of the step before
             shared.rows.consumer_release(item - 1, lane_idx);
         }
         begin_dp(stage);
@@ -101,14 +100,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         exponentiate(stage);
         if (!is_full) hide(at.m_block);
         if (Shape::kStagger && kIsFirst && consumer == 0) barrier_sync(kOneConsumer, kThreads);
-        if constexpr (kDvEarly) {
-#pragma unroll
-            for (int kk = 0; kk < kBlockM / 16; kk++) form_P(early_P[kk], kk, kept);
-            if (kIsFirst) warpgroup_fence_operand(acc_dv);
-            warpgroup_arrive();
-            multiply_rows(acc_dv, early_P, shared.sdO[stage]);
-            warpgroup_wait<1>(acc_dp);
-        } else if constexpr (!kMods) {
+        if constexpr (!kMods) {
             warpgroup_wait<0>(acc_dp);
         }
         if (kDropout && !kMods) drop(stage, kept);
@@ -116,24 +108,11 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         if constexpr (kForms) form_dq(item - 1);
         if (kIsFirst) warpgroup_fence_operand(acc_dk), warpgroup_fence_operand(acc_dv);
         warpgroup_arrive();
-        if constexpr (!kDvEarly) multiply_rows(acc_dv, operands(0), shared.sdO[stage]);
+        multiply_rows(acc_dv, operands(0), shared.sdO[stage]);
         multiply_rows(acc_dk, operands(1), shared.sQ[stage]);
         if constexpr (kForms) {
-            if constexpr (kDvEarly) {
-                warpgroup_wait<1>(acc_dq(), acc_dv, early_P);
-            } else {
-                warpgroup_wait<2>(acc_dq());
-            }
+            warpgroup_wait<2>(acc_dq());
             add_dq(item - 1);
-        }
-    }
-
-    // dK and dV, and what they are formed of.
-    template <int kPending> __device__ void wait_for_keys() {
-        if constexpr (kDvEarly) {
-            warpgroup_wait<kPending>(acc_dk, acc_dv, acc_dp, early_P);
-        } else {
-            warpgroup_wait<kPending>(acc_dk, acc_dv, acc_dp);
         }
     }
 
@@ -239,13 +218,6 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         __device__ uint32_t (&operator[](int kk))[4] { return reinterpret_cast<uint32_t (&)[4]>(acc[2 * kk + first]); }
     };
     __device__ Operands operands(int first) { return {acc_dp, first}; }
-    __device__ void form_P(uint32_t (&P)[4], int kk, uint64_t kept) {
-        for (int j = 0; j < 4; j++) {
-            const float(&s)[4] = acc_s[0][2 * kk + j / 2];
-            const int e = j % 2 * 2, i = 8 * kk + j / 2 * 4 + e;
-            P[j] = pack<T>(kDropout && !(kept >> i & 1) ? 0.f : s[e], kDropout && !(kept >> i & 2) ? 0.f : s[e + 1]);
-        }
-    }
     // P and dS as operands, and dS in shared memory, as [rows, keys].
     __device__ void form_ds(uint32_t i, uint64_t kept) {
 #pragma unroll
@@ -254,13 +226,12 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             for (int j = 0; j < 4; j++) {
                 const float(&s)[4] = acc_s[0][2 * kk + j / 2], (&dp)[4] = acc_dp[2 * kk + j / 2];
                 const int e = j % 2 * 2;
+                const bool drops_even = kDropout && !(kept >> (8 * kk + j / 2 * 4 + e) & 1);
+                const bool drops_odd = kDropout && !(kept >> (8 * kk + j / 2 * 4 + e) & 2);
+                P[j] = pack<T>(drops_even ? 0.f : s[e], drops_odd ? 0.f : s[e + 1]);
                 dS[j] = pack<T>(s[e] * dp[e], s[e + 1] * dp[e + 1]);
             }
-            if (!kDvEarly) form_P(P, kk, kept);
-            for (int j = 0; j < 4; j++) {
-                if (!kDvEarly) operands(0)[kk][j] = P[j];
-                operands(1)[kk][j] = dS[j];
-            }
+            for (int j = 0; j < 4; j++) operands(0)[kk][j] = P[j], operands(1)[kk][j] = dS[j];
         }
         shared.ds.producer_acquire(i);
         const uint32_t to = ds_address + i % 2 * sizeof(shared.sdS[0]);
@@ -370,7 +341,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_co
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
         if (threadIdx.x == 0) load_tiles<Shape>(p, shared, shared.steps);
-        else if (threadIdx.x / 32 == 1) load_numbers<Shape>(p, shared, shared.steps);
+        else if (threadIdx.x >= 32 && threadIdx.x < 96) load_numbers<Shape>(p, shared, shared.steps);
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
         BwdConsumer<T, Shape, kDropout, kMods>{p, shared, shared.steps, int(warpgroup_idx) - 1}.run();
@@ -390,7 +361,8 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
     const bool has_turns = p.deterministic && p.dq.data && !p.has_left_bound() && !p.has_right_bound();
     const ScoreFactors<float> factors(p);
     const Scores<> scores(p);
-    const float score_factor = p.has_score_mods() ? factors.softmax_scale_log2 : scores.sign * scores.softmax_scale_log2;
+    const float score_factor =
+        p.has_score_mods() ? factors.softmax_scale_log2 : scores.sign * scores.softmax_scale_log2;
     const float scale = scores.softmax_scale, dv_scale = p.dropout_seed ? float(p.keep_scale) : 1.f;
     const BwdParams<Shape> params{p,
                                   tma("q", p.q, p.nheads, p.seqlen_q, p.head_dim, kBlockM),

@@ -35,7 +35,8 @@ template <int kHeadDim> __device__ void clear_wide(SmemTile<64, kHeadDim> &tile,
     constexpr int kVecs = SmemTile<64, kHeadDim>::kRowBytes / 16;
 #pragma unroll 1
     for (int i = threadIdx.x - 128; i < tile.kPanels * 64 * kVecs; i += 256)
-        if (const int row = i / kVecs % 64; row < begin || row >= end) reinterpret_cast<uint4 *>(tile.panel)[i] = uint4{};
+        if (const int row = i / kVecs % 64; row < begin || row >= end)
+            reinterpret_cast<uint4 *>(tile.panel)[i] = uint4{};
 }
 __device__ inline void after_clear_wide() {
     fence_proxy_async();
@@ -44,8 +45,8 @@ __device__ inline void after_clear_wide() {
 
 // A fragment of dK, dV or dQ goes through a tile of shared memory to 16 rows of x. is_zero[i]: of row i of this lane.
 template <typename T, int kHeadDim>
-__device__ void store_wide(float (&acc)[kHeadDim / 8][4], float scale, SmemTile<64, kHeadDim> &to, const bool (&is_zero)[2],
-                           uint16_t *rows, int64_t row_stride, int count, int cols) {
+__device__ void store_wide(float (&acc)[kHeadDim / 8][4], float scale, SmemTile<64, kHeadDim> &to,
+                           const bool (&is_zero)[2], uint16_t *rows, int64_t row_stride, int count, int cols) {
     const int row0 = thread_idx() / 32 % 4 * 16, lane_idx = thread_idx() % 32;
 #pragma unroll
     for (int d = 0; d < kHeadDim / 8; d += 2) {
@@ -67,8 +68,8 @@ template <typename Shape> struct WideSteps {
     BlockRange blocks;
     int first_row, num_steps;
     __device__ explicit WideSteps(const AttnBackwardParams &p)
-        : tile(KeyTiles<64>::at(p, blockIdx.x)), seq(p, tile.b), blocks(Mask(seq, p).row_blocks<64, 64>(tile.block * 64)),
-          first_row(Mask(seq, p).rows(0).begin),
+        : tile(KeyTiles<64>::at(p, blockIdx.x)), seq(p, tile.b),
+          blocks(Mask(seq, p).row_blocks<64, 64>(tile.block * 64)), first_row(Mask(seq, p).rows(0).begin),
           num_steps(p.nheads / p.nheads_k * max(0, blocks.end - blocks.begin)) {}
 };
 
@@ -347,8 +348,8 @@ template <typename T, typename Shape> struct WideDqConsumer {
             s = exp2_approx(-fabsf(s * factor - lse_log2[j / 2 % 2]));
         }
         if (!is_full)
-            Mask(shared.seq, p).apply(acc_s, shared.blocks, n_block, row0 + lane_idx / 4, n_block * 64 + lane_idx % 4 * 2,
-                                      0.f);
+            Mask(shared.seq, p).apply(acc_s, shared.blocks, n_block, row0 + lane_idx / 4,
+                                      n_block * 64 + lane_idx % 4 * 2, 0.f);
         warpgroup_wait<0>(acc_dp);
         shared.v.consumer_release(i, lane_idx);
 #pragma unroll
@@ -404,8 +405,8 @@ template <typename T, typename Shape> void launch_bwd_wide(const AttnBackwardPar
                             tma("dout", p.dout, p.nheads, p.seqlen_q, p.head_dim_v),
                             scores.sign * scores.softmax_scale_log2,
                             scores.softmax_scale};
-    launch(flash_bwd_wide_dkv<T, Shape>, KeyTiles<64>::count(p), Shape::kNThreads, sizeof(WideDkvShared<Shape>), p.stream,
-           params);
+    launch(flash_bwd_wide_dkv<T, Shape>, KeyTiles<64>::count(p), Shape::kNThreads, sizeof(WideDkvShared<Shape>),
+           p.stream, params);
     if (p.dq.data)
         launch(flash_bwd_wide_dq<T, Shape>, RowTiles<Shape::kDqBlockM>::count(p), Shape::kNThreads,
                sizeof(WideDqShared<Shape>), p.stream, params);
