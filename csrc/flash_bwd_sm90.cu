@@ -43,6 +43,10 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     __device__ DqFragment &acc_dq() { return reinterpret_cast<DqFragment &>(acc_s); }
 
     __device__ Mask mask() const { return Mask(steps.seq, p); }
+    // With 128 rows votes take a register too many, and ptxas would let no product run beside anything.
+    __device__ uint32_t uniform_consumer() const {
+        return kBlockM == 128 ? warp_uniform(consumer) : vote<Shape::kConsumers>(consumer);
+    }
     __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
 
     __device__ void run() {
@@ -80,7 +84,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         const bool is_full = at.is_full;
         if (!is_full) clear_rows(stage, at.m_block);
         if (Shape::kStagger && kIsFirst && consumer > 0) barrier_sync(kOneConsumer, kThreads);
-        const uint32_t c = vote<Shape::kConsumers>(consumer);
+        const uint32_t c = uniform_consumer();
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sK[c], shared.sQ[stage]);
         if constexpr (!kIsFirst) {
@@ -358,7 +362,8 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
     auto tma = [&](const char *name, const Tensor &x, int heads, int rows, int head_dim, int box_rows) {
         return make_tma_tensor<kHeadDim>(name, x, p.batch_size, heads, rows, head_dim, box_rows);
     };
-    const bool has_turns = p.deterministic && p.dq.data && !p.has_left_bound() && !p.has_right_bound();
+    // Not where tiles of keys begin in the reverse order, see KeyTiles: the first turns are those of the first tiles.
+    const bool has_turns = p.deterministic && p.dq.data && !p.has_left_bound() && !p.has_right_bound() && p.window_right;
     const ScoreFactors<float> factors(p);
     const Scores<> scores(p);
     const float score_factor =
@@ -371,9 +376,11 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
                                   tma("dout", p.dout, p.nheads, p.seqlen_q, p.head_dim_v, kBlockM),
                                   factors, score_factor, scale, dv_scale,
                                   has_turns ? std::clamp(num_sms() / workspace.max_splits, 1, 128) : 0};
-    auto *kernel = p.has_score_mods() ? flash_bwd<T, Shape, true, true>
-                   : p.dropout_seed   ? flash_bwd<T, Shape, true, false>
-                                      : flash_bwd<T, Shape, false, false>;
+    auto *kernel = flash_bwd<T, Shape, false, false>;
+    if constexpr (kBlockM == 64) {
+        if (p.has_score_mods()) kernel = flash_bwd<T, Shape, true, true>;
+        else if (p.dropout_seed) kernel = flash_bwd<T, Shape, true, false>;
+    }
     launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads,
            sizeof(BwdSharedMemory<Shape>), p.stream, params);
     if (const int64_t vecs = workspace.dkv_floats / 8)
@@ -383,10 +390,13 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
         launch(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 2 * Shape::kDqFloats, p.stream, p, scale);
 }
 
-// {kHeadDim, kConsumers, kBlockM, kStages}
+// {kHeadDim, kConsumers, kBlockM, kStages}. With 64 rows there are registers for dropout and for changed scores.
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
-    if (p.max_head_dim() <= 64) return f.template operator()<BwdShape<64, 2, 128, 2>>();
-    return f.template operator()<BwdShape<128, 2, 64, 2>>();
+    const bool is_plain = !p.dropout_seed && !p.has_score_mods();
+    if (p.max_head_dim() <= 64)
+        return is_plain ? f.template operator()<BwdShape<64, 2, 128, 2>>()
+                        : f.template operator()<BwdShape<64, 2, 64, 4>>();
+    return f.template operator()<BwdShape<128, 2, 64, 4>>();
 }
 
 int64_t backward_workspace(const AttnBackwardParams &p) {

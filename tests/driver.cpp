@@ -618,13 +618,14 @@ template <typename T> struct Tensors {
     AttnBackwardParams p{};
 
     explicit Tensors(const Case &c) : c(c) {
-        set_forward_params(), set_backward_params();
+        set_forward_params();
         copy(seed.device, &kSeed, sizeof(kSeed));
         std::mt19937 random;
         if (c.has_sinks) sinks.randomize(0, 0, 1, random);
         if (c.has_alibi) slopes.randomize(0, 0, c.nheads, random), p.alibi_slopes = slopes.device;
         p.alibi_batch_stride = c.nheads, p.softcap = c.softcap;
         if (c.bias) set_bias(random);
+        set_backward_params();
         for (int b = 0; b < c.samples(); b++) {
             const Span rows = rows_of(b), keys = keys_of(b);
             q.randomize(batch_of(b), rows.begin, rows.begin + rows.valid, random);
@@ -717,7 +718,8 @@ template <typename T> struct Tensors {
 #if HAS_GPU
         if (!is_sm80(c) && !is_sm90_backward(c)) return;
         p.lse_log2 = lse_log2.device;
-        p.workspace = workspace.emplace(1, 1, 1, std::max(sm80::backward_workspace(p), sm90::backward_workspace(p))).device;  // enough for narrow tiles too
+        const int64_t bytes = is_sm80(c) ? sm80::backward_workspace(p) : sm90::backward_workspace(p);
+        if (bytes) p.workspace = workspace.emplace(1, 1, 1, bytes).device;  // enough for sm80's narrow tiles too
 #endif
     }
 
