@@ -86,6 +86,6 @@ def register(forward, backward, run, backend):
 
 @functools.cache
 def register_csrc(run=None):
-    """Once, after the library that defines the ops is loaded. run: what the backward pass calls, not the op."""
+    """Once, after the library that defines the ops is loaded. run: what the backward pass calls in place of the op."""
     register("minimal_attn::flash_forward", "minimal_attn::flash_backward",
              run or torch.ops.minimal_attn.flash_backward, "cuda")
