@@ -88,7 +88,7 @@ struct AttnBackwardParams : AttnParams {
     Tensor dlse;
     void *delta;        // workspace like lse: rowsum(dout ∘ o) - dlse
     float *lse_log2;    // workspace like lse: see scores.cuh; nullptr for flash_bwd.cu, which does without
-    void *workspace;    // sm80::backward_workspace bytes, or nullptr if that is 0
+    void *workspace;    // as many bytes as backward_workspace of the kernel says, or nullptr if that is 0
     bool deterministic;
 };
 
@@ -111,6 +111,9 @@ int64_t backward_workspace(const AttnBackwardParams &p);  // bytes
 namespace sm90 {
 void flash_forward(const AttnParams &p);                  // flash_sm90.cu: Hopper's tensor cores and TMA
 int64_t num_mask_words(const AttnParams &p);              // 0 without a bias of bool
+void flash_backward(const AttnBackwardParams &p);         // flash_bwd_sm90.cu, the same
+void flash_backward_wide(const AttnBackwardParams &p);    // flash_bwd_wide_sm90.cu: head_dim over 128
+int64_t backward_workspace(const AttnBackwardParams &p);  // bytes
 }
 namespace dmma {
 void flash_forward(const AttnParams &p);                  // flash_dmma.cu: fp32 on Hopper's fp64 tensor cores

@@ -23,7 +23,7 @@
 //
 // Read next: ptx_sm90.cuh, Hopper's instructions.
 #include "bwd_workspace_sm80.cuh"
-#include "dropout.h"
+#include "dropout_transposed.cuh"
 #include "mask.cuh"
 
 namespace sm80 {
@@ -41,20 +41,6 @@ template <typename Shape> struct BwdSharedMemory {
     };
     float lse_log2[Shape::kStages][Shape::kBlockM], delta[Shape::kStages][Shape::kBlockM];
 };
-
-// Dropout's words for scores that are formed transposed: of the rows row + 8·i + j, i and j < 2, and the key `col`, as
-// word[i][j]. A call of Dropout::words has them for two keys, those of lanes that are 4 apart: each of the two calls
-// for one j, and they trade halves.
-__device__ inline void words_transposed(const Dropout &dropout, uint32_t (&word)[2][2], int row, int col) {
-    uint32_t x[4];
-    const bool odd = col % 2;
-    dropout.words(x, row + odd, col - odd);
-    for (int i = 0; i < 2; i++) {
-        const uint32_t mine = odd ? x[2 * i + 1] : x[2 * i];
-        const uint32_t theirs = __shfl_xor_sync(~0u, odd ? x[2 * i] : x[2 * i + 1], 4);
-        word[i][0] = odd ? theirs : mine, word[i][1] = odd ? mine : theirs;
-    }
-}
 
 // What a block of threads does for its keys, step by step. A step is kBlockM rows of one query head. kMods: scores are
 // changed by more than a factor, see score_mods.cuh, and there may be dropout too.

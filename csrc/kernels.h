@@ -55,8 +55,17 @@ inline Reason why_not_tma(const Bias &x, int seqlen_k) {
     return {};
 }
 
-// Why a kernel cannot serve the forward pass of p on a GPU.
-inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu) {
+// Why sm90 cannot serve the backward pass of what else it serves.
+inline Reason why_not_sm90_backward(const AttnParams &p) {
+    if (p.bias.data) return "its backward pass has no attn_bias";
+    const bool is_plain = !p.dropout_seed && !p.has_score_mods();
+    if (p.max_head_dim() > 128 && !is_plain)
+        return "its backward pass has no dropout, softcap or alibi_slopes for a head_dim over 128";
+    return {};
+}
+
+// Why a kernel cannot serve p, or its backward pass, on a GPU.
+inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backward) {
     const bool is_sm80 = kernel == Kernel::kSm80, is_sm90 = kernel == Kernel::kSm90, is_dmma = kernel == Kernel::kDmma;
     if (kernel == Kernel::kSimt) return {};
     if (is_sm80 && gpu.capability < 80) return "the GPU, or what this build holds for it, is older than sm_80";
@@ -64,9 +73,11 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu) {
     const bool is_fp32 = p.dtype == DType::kFloat32;
     if (is_fp32 && !is_dmma) return "the dtype is float32, which its tensor cores would round";
     if (!is_fp32 && is_dmma) return "the dtype is not float32";
-    if (p.dropout_seed && !is_sm80) return "it has no dropout";
+    if (p.dropout_seed && !is_sm80 && !(is_sm90 && is_backward)) return "it has no dropout";
     if (p.sinks && is_dmma) return "it has no sinks";
     if (p.has_score_mods() && is_dmma) return "it has no softcap, alibi_slopes or attn_bias";
+    if (is_sm90 && is_backward)
+        if (const Reason reason = why_not_sm90_backward(p)) return reason;
     if (is_sm90 && p.bias.data)
         if (const Reason reason = why_not_tma(p.bias, p.seqlen_k)) return reason;
     if (p.max_head_dim() > 128 && is_dmma) return "head_dim is over 128";
@@ -88,23 +99,23 @@ struct Choice {
     Reason slow_because = {};  // why 16-bit tensors must do without tensor cores
 };
 
-// The kernel for p, or for its backward pass. sm90 and dmma have no backward pass: sm80 and simt serve what they serve.
-// Throws std::invalid_argument if the forced kernel cannot serve p.
+// The kernel for p, or for its backward pass. dmma has no backward pass, and sm90 has none for some calls: simt and sm80
+// serve what they serve. Throws std::invalid_argument if the forced kernel cannot serve p.
 inline Choice choose_kernel(const AttnParams &p, Gpu gpu, bool is_backward) {
     if (std::optional<Kernel> forced = forced_kernel) {
-        if (is_backward && *forced == Kernel::kSm90) forced = Kernel::kSm80;
+        if (is_backward && *forced == Kernel::kSm90 && why_not(*forced, p, gpu, true)) forced = Kernel::kSm80;
         if (is_backward && *forced == Kernel::kDmma) forced = Kernel::kSimt;
-        if (const Reason reason = why_not(*forced, p, gpu))
+        if (const Reason reason = why_not(*forced, p, gpu, is_backward))
             throw std::invalid_argument(std::string("the forced kernel ") + kKernelNames[int(*forced)] +
                                         " cannot serve: " + *reason);
         return {*forced};
     }
-    if (!is_backward && !why_not(Kernel::kSm90, p, gpu)) return {Kernel::kSm90};
-    const Reason not_sm80 = why_not(Kernel::kSm80, p, gpu);
+    if (!why_not(Kernel::kSm90, p, gpu, is_backward)) return {Kernel::kSm90};
+    const Reason not_sm80 = why_not(Kernel::kSm80, p, gpu, is_backward);
     if (!not_sm80) return {Kernel::kSm80};
     // Up to 32 flash.cu multiplies less of what pads head_dim to 64.
     const bool is_dmma_fast = gpu.fast_fp64 && p.max_head_dim() > 32;
-    if (!is_backward && is_dmma_fast && !why_not(Kernel::kDmma, p, gpu)) return {Kernel::kDmma};
+    if (!is_backward && is_dmma_fast && !why_not(Kernel::kDmma, p, gpu, false)) return {Kernel::kDmma};
     const bool is_expected = gpu.capability < 80 || p.dtype == DType::kFloat32;
     return {Kernel::kSimt, is_expected ? Reason() : not_sm80};
 }

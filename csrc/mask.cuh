@@ -59,12 +59,21 @@ struct Mask {
     // Rows beyond seqlen_q are not masked as such: what they get is thrown away. full_begin and full_end say which side
     // is cut, so a caller may only change them so that fewer blocks are full: full_begin up, full_end down.
     template <int kMTiles, int kNTiles>
-    __device__ void apply(float (&acc_s)[kMTiles][kNTiles][4], const BlockRange &blocks, int block, int row,
-                          int key) const {
+    __device__ void apply(float (&acc_s)[kMTiles][kNTiles][4], const BlockRange &blocks, int block, int row, int key,
+                          float hidden = -INFINITY) const {
         if (block >= blocks.full_end)
-            hide(acc_s, -INFINITY, [&](int i) { return Range{INT_MIN, min(seqlen_k, row + i + 1 + right) - key}; });
+            hide(acc_s, hidden, [&](int i) { return Range{INT_MIN, min(seqlen_k, row + i + 1 + right) - key}; });
         if (block < blocks.full_begin)
-            hide(acc_s, -INFINITY, [&](int i) { return Range{row + i + left - key, INT_MAX}; });
+            hide(acc_s, hidden, [&](int i) { return Range{row + i + left - key, INT_MAX}; });
+    }
+    // The same of blocks of rows: probabilities of rows that do not see a key become 0. acc_p [keys, rows].
+    template <int kMTiles, int kNTiles>
+    __device__ void apply_transposed(float (&acc_p)[kMTiles][kNTiles][4], const BlockRange &blocks, int block, int key,
+                                     int row) const {
+        if (block >= blocks.full_end)
+            hide(acc_p, 0.f, [&](int i) { return Range{INT_MIN, rows(key + i).end - row}; });
+        if (block < blocks.full_begin)
+            hide(acc_p, 0.f, [&](int i) { return Range{rows(key + i).begin - row, INT_MAX}; });
     }
     // Probabilities of rows that do not see a key become 0. acc_p [keys, rows].
     template <int kMTiles, int kNTiles>

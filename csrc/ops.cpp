@@ -81,7 +81,8 @@ TorchTensor gradient_of_sinks(const TorchTensor &sinks, const TorchTensor &lse, 
 void launch_backward(AttnBackwardParams &p, const TorchTensor &k, const TorchTensor &v, const TorchTensor &lse,
                      Kernel kernel) {
     // Where neither dq nor dk and dv are needed, simt::flash_backward forms delta, for dsinks, and dbias.
-    if (kernel != Kernel::kSm80 || !(p.dq.data || p.dk.data)) return simt::flash_backward(p);
+    const bool is_sm90 = kernel == Kernel::kSm90, has_workspace = is_sm90 || kernel == Kernel::kSm80;
+    if (!has_workspace || !(p.dq.data || p.dk.data)) return simt::flash_backward(p);
     const TorchTensor lse_log2 = make_like(lse);
     OptionalTensor unneeded_dk, unneeded_dv, workspace;
     p.lse_log2 = static_cast<float *>(lse_log2.data_ptr());
@@ -89,11 +90,11 @@ void launch_backward(AttnBackwardParams &p, const TorchTensor &k, const TorchTen
         unneeded_dk = new_like(k), unneeded_dv = new_like(v);
         p.dk = tensor_of(*unneeded_dk, kBHSD, p.cu_seqlens_k), p.dv = tensor_of(*unneeded_dv, kBHSD, p.cu_seqlens_k);
     }
-    if (const int64_t bytes = sm80::backward_workspace(p)) {
+    if (const int64_t bytes = is_sm90 ? sm90::backward_workspace(p) : sm80::backward_workspace(p)) {
         workspace = make_empty({bytes}, ScalarType::Byte, k);
         p.workspace = workspace->data_ptr();
     }
-    sm80::flash_backward(p);
+    is_sm90 ? sm90::flash_backward(p) : sm80::flash_backward(p);
 }
 #endif
 
@@ -143,8 +144,10 @@ Gradients flash_backward(const TorchTensor &dout_, const OptionalTensor &dlse, c
     TorchTensor dout = dout_;
     p.dout = tensor_of(dout, kBHSD, is_packed);
     // Some dout cannot be loaded as it is: that of a sum has strides of 0, others are not 16-byte aligned. A copy costs
-    // less than a kernel without tensor cores.
-    if (dout.stride(3) != 1 || (kernel == Kernel::kSm80 && why_not_16_bytes("dout", p.dout, 8))) {
+    // less than a slower kernel.
+    const bool has_tma = kernel == Kernel::kSm90;
+    if (dout.stride(3) != 1 || ((has_tma || kernel == Kernel::kSm80) && why_not_16_bytes("dout", p.dout, 8)) ||
+        (has_tma && why_not_tma("dout", p.dout, p.seqlen_q, p.head_dim_v))) {
         dout = contiguous_copy(dout);
         p.dout = tensor_of(dout, kBHSD, is_packed);
     }

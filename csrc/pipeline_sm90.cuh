@@ -21,8 +21,9 @@ template <int kStages> struct Ring {
     __device__ Barrier &full_barrier(uint32_t i) { return full[i % kStages]; }
 
     // By one thread, before fence_mbarrier_init(). A buffer is empty again once consumer_warps warps have released it.
-    __device__ void init(int consumer_warps) {
-        for (int s = 0; s < kStages; s++) mbarrier_init(full[s], 1), mbarrier_init(empty[s], consumer_warps);
+    // It is full when so many producers have arrived.
+    __device__ void init(int consumer_warps, int producers = 1) {
+        for (int s = 0; s < kStages; s++) mbarrier_init(full[s], producers), mbarrier_init(empty[s], consumer_warps);
     }
     // Wait until item i has a buffer.
     __device__ void producer_acquire(uint32_t i) { mbarrier_wait(empty[i % kStages], i / kStages % 2 ^ 1); }
@@ -43,5 +44,13 @@ enum NamedBarrier : int {
 // Returns x, which is the same in all lanes. The shuffle shows that to the compiler, which then keeps what it computes
 // from x in uniform registers, where wgmma takes its descriptors from.
 __device__ inline uint32_t warp_uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
+
+// The same of an x below kEnd, by votes. Their results are in uniform registers at once.
+template <int kEnd> __device__ uint32_t vote(uint32_t x) {
+    uint32_t y = 0;
+#pragma unroll
+    for (int bit = 1; bit < kEnd; bit *= 2) y |= __any_sync(~0u, x & bit) ? bit : 0;
+    return y;
+}
 
 }  // namespace sm90

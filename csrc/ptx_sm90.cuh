@@ -81,6 +81,12 @@ __device__ inline void stmatrix(const uint32_t (&x)[4], uint32_t row) {
                  "r"(x[2]), "r"(x[3]) : "memory");
 }
 
+// The same with .trans: of each matrix, the transpose.
+__device__ inline void stmatrix_trans(const uint32_t (&x)[4], uint32_t row) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
 // "Miscellaneous Instructions: setmaxnreg": registers a thread of this warpgroup has from here on.
 template <int kRegisters> __device__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -174,6 +180,32 @@ __device__ void wgmma(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumu
     asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #X2 ", 0;\n"                                 \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." T "." T " {" MINIMAL_ATTN_REGS_##N "}, "          \
                  "%" #X0 ", %" #X1 ", accumulate, 1, 1, 0, 0;\n}"                                                    \
+                 : MINIMAL_ATTN_D_##N : "l"(a), "l"(b), "r"(int(accumulate)))
+    MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_SHAPE)
+#undef MINIMAL_ATTN_WGMMA
+}
+
+// The same with B as it lies in memory, its columns contiguous.
+template <typename T, int kTiles>
+__device__ void wgmma_ab(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
+    static_assert(is_wgmma_shape<kTiles>);
+#define MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, T)                                                                 \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #X2 ", 0;\n"                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." T "." T " {" MINIMAL_ATTN_REGS_##N "}, "          \
+                 "%" #X0 ", %" #X1 ", accumulate, 1, 1, 0, 1;\n}"                                                    \
+                 : MINIMAL_ATTN_D_##N : "l"(a), "l"(b), "r"(int(accumulate)))
+    MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_SHAPE)
+#undef MINIMAL_ATTN_WGMMA
+}
+
+// The same with Aᵀ [16, 64] in memory, its columns contiguous, and Bᵀ as in wgmma.
+template <typename T, int kTiles>
+__device__ void wgmma_atbt(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
+    static_assert(is_wgmma_shape<kTiles>);
+#define MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, T)                                                                 \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #X2 ", 0;\n"                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." T "." T " {" MINIMAL_ATTN_REGS_##N "}, "          \
+                 "%" #X0 ", %" #X1 ", accumulate, 1, 1, 1, 0;\n}"                                                    \
                  : MINIMAL_ATTN_D_##N : "l"(a), "l"(b), "r"(int(accumulate)))
     MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_SHAPE)
 #undef MINIMAL_ATTN_WGMMA

@@ -25,7 +25,7 @@ template <typename Sum = float> struct Scores {
     Sum sign;
     bool is_raw;             // q·k needs no change
 
-    __device__ explicit Scores(const AttnParams &p)
+    __host__ __device__ explicit Scores(const AttnParams &p)
         : softmax_scale(Sum(p.softmax_scale)),
           softmax_scale_log2(softmax_scale == 0 ? Sum(1) : fabs(softmax_scale) * kLog2E),
           sign((softmax_scale > 0) - (softmax_scale < 0)), is_raw(sign == 1) {}

@@ -20,13 +20,14 @@ template <int kRows, int kHeadDim> struct SmemTile {
     alignas(1024) uint16_t panel[kPanels][kRows][kCols];
 
     // wgmma's descriptor of the columns [16·kk, 16·kk + 16), for a product that sums along columns.
-    __device__ uint64_t columns_desc(int kk) const {
-        const int bytes = 16 * kk / kCols * (kRows * kRowBytes) + 16 * kk % kCols * 2;
+    __device__ uint64_t columns_desc(int kk, int row = 0) const {
+        const int bytes = 16 * kk / kCols * (kRows * kRowBytes) + 16 * kk % kCols * 2 + row * kRowBytes;
         return make_smem_desc<kRowBytes>(panel) + bytes / 16;
     }
     // The same of the rows [16·kk, 16·kk + 16), for a product that sums along rows.
-    __device__ uint64_t rows_desc(int kk) const {
-        return make_smem_desc<kRowBytes>(panel, kRows * kRowBytes) + 16 * kk * kRowBytes / 16;
+    __device__ uint64_t rows_desc(int kk, int col = 0) const {
+        return make_smem_desc<kRowBytes>(panel, kRows * kRowBytes) +
+               (col / kCols * kRows + 16 * kk) * kRowBytes / 16;
     }
     // The address of eight elements of a row, for ldmatrix and stmatrix.
     __device__ uint32_t address(int row, int col) const { return shared_address(panel) + offset(row, col); }
@@ -45,9 +46,10 @@ template <int kRows, int kHeadDim> struct SmemTile {
 // acc [64, kN] = A Bᵀ, by a warpgroup.
 template <typename T, int kN, int kHeadDim>
 __device__ void multiply_abt(float (&acc)[kN / 8][4], const SmemTile<64, kHeadDim> &a,
-                             const SmemTile<kN, kHeadDim> &b) {
+                             const SmemTile<kN, kHeadDim> &b, bool accumulate = false) {
 #pragma unroll
-    for (int kk = 0; kk < kHeadDim / 16; kk++) wgmma<T>(acc, a.columns_desc(kk), b.columns_desc(kk), kk > 0);
+    for (int kk = 0; kk < kHeadDim / 16; kk++)
+        wgmma<T>(acc, a.columns_desc(kk), b.columns_desc(kk), accumulate || kk > 0);
     warpgroup_commit_batch();
 }
 
@@ -66,13 +68,18 @@ struct TmaTensor {
     int head_step, batch_step;  // 0 along an expanded dimension, which has size 1 in the map; else 1
 };
 
-// All of a tile arrives at `full`: rows from `row` on, and zeros for what lies outside of the tensor.
+// The bytes of a tile arrive at `full`: rows from `row` on, and zeros for what lies outside of the tensor.
 template <int kRows, int kHeadDim>
-__device__ void load_tile(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b) {
-    mbarrier_arrive_expect_tx(full, kRows * kHeadDim * 2);
+__device__ void load_bytes(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b) {
 #pragma unroll
     for (int i = 0; i < tile.kPanels; i++)
         tma_load(tile.panel[i], x.map, full, i * tile.kCols, row, h * x.head_step, b * x.batch_step);
+}
+// The same, and `full` is told how many they are.
+template <int kRows, int kHeadDim>
+__device__ void load_tile(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b) {
+    mbarrier_arrive_expect_tx(full, kRows * kHeadDim * 2);
+    load_bytes(tile, x, full, row, h, b);
 }
 
 // Rows of a tile, from tile_row on and as many as the box has, to those of the tensor from `row` on.

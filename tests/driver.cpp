@@ -43,6 +43,8 @@ template <typename> using Sum = float;
 #include "flash_bwd.cu"
 #include "flash_bwd_bias.cu"
 #include "flash_bwd_sm80.cu"
+#include "flash_bwd_sm90.cu"
+#include "flash_bwd_wide_sm90.cu"
 using namespace simt;
 #else
 #include "flash_host.cpp"  // from here on simt reads host
@@ -221,6 +223,14 @@ const std::vector<Case> cases = {
     {"sm90_136_causal",   f16, 1, 1, 1, 128,  81, 136, true,  kSlices,   {},   kSm90},
     {"sm90_256",          f16, 1, 1, 1, 129, 193, 256, false, kRows,     {},   kSm90},
     {"sm90_200_causal",   b16, 1, 1, 1, 127, 257, 200, true,  kHeads,    {},   kSm90},
+    // The backward pass: dropout, heads that share keys and are split, many blocks of keys that take turns.
+    {"sm90_drop_64",      b16, 1, 2, 1, 200, 260,  64, true,  kRows,     {},   kSm90, 0.25},
+    {"sm90_drop_128",     f16, 1, 2, 1, 130, 140, 104, false, kHeads,    {},   kSm90, 0.25},
+    {"sm90_splits",       b16, 2, 20, 1, 110, 110, 64, true,  kRows,     {110, 40}, kSm90},
+    {"sm90_splits_drop",  f16, 1, 20, 1, 105,  70, 104, false, kHeads,   {},   kSm90, 0.25},
+    {"sm90_turns",        b16, 1, 2, 1, 200, 700,  64, false, kRows,     {},   kSm90},
+    {"sm90_turns_128",    f16, 1, 2, 2, 450, 400, 128, false, kHeads,    {},   kSm90},
+    {"sm90_turns_causal", f16, 1, 1, 1, 200, 700, 128, true,  kRows,     {},   kSm90},
     // Samples that end where a block does, a row later, in the first row or before it, or only say so.
     {"sm90_lens_64",      f16, 6, 1, 1, 260, 260,  64, false, kHeads,    {1, 128, 129, 0, 256, 1 << 30}, kSm90},
     {"sm90_lens_40",      b16, 4, 2, 1, 200, 200,  40, true,  kRows,     {192, 193, 128, -5}, kSm90},
@@ -355,6 +365,12 @@ const std::vector<Case> cases = {
            {0, 70, 99, 200}),
     window(with_mods({"sm80_window_mods", b16, 1, 20, 1, 110, 110, 64, false, kRows, {}, kSm80}, 3, false, b16, "RK"), 20,
            33),
+    with_mods({"sm90_mods_drop",    b16, 1, 2, 1, 150, 150,  64, true,  kRows,  {}, kSm90, 0.25}, 2, true),
+    with_mods({"sm90_mods_drop_128", f16, 1, 2, 1, 100, 150, 128, false, kHeads, {}, kSm90, 0.25}, 3, false),
+    // All scores are far below 0, and the last tile of keys is padded.
+    with_spike({"sm90_low_64",      b16, 1, 1, 1, 100, 192,  64, false, kHeads, {}, kSm90, 0, -300}, 0, 192),
+    with_spike({"sm90_low_128",     f16, 1, 1, 1,  65, 192, 128, true,  kHeads, {}, kSm90, 0, -400}, 0, 192),
+    with_spike({"sm90_low_256",     b16, 1, 1, 1,  65, 100, 256, false, kHeads, {}, kSm90, 0, -600}, 0, 100),
     with_mods({"sm90_softcap",      f16, 1, 2, 1, 250, 300,  64, true,  kHeads, {}, kSm90}, 2, false),
     with_mods({"sm90_alibi",        b16, 2, 4, 2, 200, 200, 128, true,  kRows,  {3, 129}, kSm90}, 0, true),
     with_mods({"sm90_bias",         f16, 2, 2, 1, 200, 304,  96, false, kRows,  {}, kSm90}, 3, true, f16, "HRK"),
@@ -487,6 +503,10 @@ bool keeps(uint32_t threshold, uint32_t b, uint32_t h, uint32_t row, uint32_t co
     return x[row / 8 % 2 * 2 + col % 2] >= threshold;
 }
 
+bool is_sm90_backward(const Case &c) {
+    if (c.tiling != kSm90 || c.bias) return false;
+    return c.max_head_dim() <= 128 || (c.dropout_p == 0 && c.softcap == 0 && !c.has_alibi);
+}
 bool is_sm80(const Case &c) { return c.tiling == kSm80 || c.tiling == kSm80Narrow; }
 
 // By the tiles that a case names, on any GPU: those for less shared memory, and those for long sequences. The emulator
@@ -539,7 +559,7 @@ bool names_tiles(const Case &c) { return c.tiling == kNarrow || c.tiling == kWid
 
 template <typename T> void forward(const Case &c, const AttnParams &p) {
 #if HAS_GPU
-    if (is_sm80(c)) return sm80::flash_forward(p);
+    if (is_sm80(c) || (c.tiling == kSm90 && c.dropout_p > 0)) return sm80::flash_forward(p);
     if (c.tiling == kSm90) return sm90::flash_forward(p);
     if (c.tiling == kDmma) return dmma::flash_forward(p);
 #endif
@@ -549,6 +569,7 @@ template <typename T> void forward(const Case &c, const AttnParams &p) {
 template <typename T> void backward(const Case &c, const AttnBackwardParams &p) {
 #if HAS_GPU
     if (is_sm80(c)) return names_tiles(c) ? narrow_backward<T>(c, p) : sm80::flash_backward(p);
+    if (is_sm90_backward(c)) return sm90::flash_backward(p);
 #endif
     simt::flash_backward(p);
 }
@@ -559,7 +580,7 @@ bool needs_hopper(const Case &c) { return c.tiling == kSm90 || c.tiling == kDmma
 // and other cases have it.
 bool has_backward(const Case &c) {
 #if MINIMAL_ATTN_EMULATED
-    if (needs_hopper(c)) return false;
+    if (needs_hopper(c) && !is_sm90_backward(c)) return false;
 #endif
     return !c.is_packed() || c.seqused_k.empty();  // no gradients of keys that overlap
 }
@@ -597,13 +618,14 @@ template <typename T> struct Tensors {
     AttnBackwardParams p{};
 
     explicit Tensors(const Case &c) : c(c) {
-        set_forward_params(), set_backward_params();
+        set_forward_params();
         copy(seed.device, &kSeed, sizeof(kSeed));
         std::mt19937 random;
         if (c.has_sinks) sinks.randomize(0, 0, 1, random);
         if (c.has_alibi) slopes.randomize(0, 0, c.nheads, random), p.alibi_slopes = slopes.device;
         p.alibi_batch_stride = c.nheads, p.softcap = c.softcap;
         if (c.bias) set_bias(random);
+        set_backward_params();
         for (int b = 0; b < c.samples(); b++) {
             const Span rows = rows_of(b), keys = keys_of(b);
             q.randomize(batch_of(b), rows.begin, rows.begin + rows.valid, random);
@@ -694,9 +716,10 @@ template <typename T> struct Tensors {
             for (Tensor *x : {&p.dout, &p.dlse, &p.dq, &p.dk, &p.dv}) x->batch_stride = 0;
         p.deterministic = c.dropout_p == 0;  // of each some
 #if HAS_GPU
-        if (!is_sm80(c)) return;
+        if (!is_sm80(c) && !is_sm90_backward(c)) return;
         p.lse_log2 = lse_log2.device;
-        p.workspace = workspace.emplace(1, 1, 1, sm80::backward_workspace(p)).device;  // enough for narrow tiles too
+        const int64_t bytes = is_sm80(c) ? sm80::backward_workspace(p) : sm90::backward_workspace(p);
+        if (bytes) p.workspace = workspace.emplace(1, 1, 1, bytes).device;  // enough for sm80's narrow tiles too
 #endif
     }
 

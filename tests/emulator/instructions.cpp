@@ -113,8 +113,8 @@ template <bool kTransposed, typename Act> void for_matrices(void *(&lanes)[32], 
 template <bool kTransposed> void load_matrices(void *(&lanes)[32]) {
     for_matrices<kTransposed>(lanes, [](uint16_t &x, uint16_t element) { x = element; });
 }
-void store_matrices(void *(&lanes)[32]) {
-    for_matrices<false>(lanes, [](uint16_t x, uint16_t &element) { element = x; });
+template <bool kTransposed> void store_matrices(void *(&lanes)[32]) {
+    for_matrices<kTransposed>(lanes, [](uint16_t x, uint16_t &element) { element = x; });
 }
 
 // "setmaxnreg". What a warp gives back is free for others; one that wants more waits until enough is.
@@ -163,13 +163,15 @@ void ldmatrix_trans(uint32_t (&x)[4], uint32_t row) {
 }
 
 // A row is stored by the lane that names it.
-void stmatrix(const uint32_t (&x)[4], uint32_t row) {
+template <bool kTransposed> void stmatrix_any(const uint32_t (&x)[4], uint32_t row) {
     uint32_t copy[4] = {x[0], x[1], x[2], x[3]};
     Matrices mine{copy, row};
-    meet("stmatrix", &mine, store_matrices);
+    meet("stmatrix", &mine, store_matrices<kTransposed>);
     block->shared.unfenced[threadIdx.x].push_back(row);
     scheduler->pass();
 }
+void stmatrix(const uint32_t (&x)[4], uint32_t row) { stmatrix_any<false>(x, row); }
+void stmatrix_trans(const uint32_t (&x)[4], uint32_t row) { stmatrix_any<true>(x, row); }
 
 void store_shared(uint32_t to, uint32_t x) {
     if (to % 4) fail("4 bytes are stored at %#x, no multiple of 4", to);

@@ -99,26 +99,39 @@ template <typename T> void multiply(Accumulators &d, Product &product, const Fra
             for (int i = 0; i < 8; i++)
                 a[fragment_row(lane, i)][fragment_col(lane, i)] =
                     number<T>(uint16_t(fragments[lane][i / 2] >> i % 2 * 16));
-        for (int k = 0; k < 16; k++)
-            for (int col = 0; col < cols; col += 8) {
-                const auto x = matrix_b.read(matrix_b.mn_major(k, col));
-                for (int i = 0; i < 8; i++) b[k][col + i] = number<T>(x[i]);
-            }
     } else {
         const Matrix matrix_a(product.a);
-        std::array<uint16_t, 8> rows[2][64];
-        for (int k = 0; k < 16; k += 8) {
-            for (int row = 0; row < 64; row++) rows[k / 8][row] = matrix_a.read(matrix_a.k_major(row, k));
-            for (int row = 0; row < 16; row++)
-                for (int i = 0; i < 8; i++) a[row][k + i] = number<T>(rows[k / 8][warp_idx % 4 * 16 + row][i]);
-            for (int col = 0; col < cols; col++) {
-                const auto x = matrix_b.read(matrix_b.k_major(col, k));
-                for (int i = 0; i < 8; i++) b[k + i][col] = number<T>(x[i]);
+        std::array<uint16_t, 8> rows[2][64];  // of eight elements that follow one another in memory
+        const int row0 = warp_idx % 4 * 16;
+        if (product.is_a_transposed) {
+            for (int k = 0; k < 16; k++)
+                for (int i = 0; i < 8; i++) rows[k / 8][k % 8 * 8 + i] = matrix_a.read(matrix_a.mn_major(k, 8 * i));
+            for (int k = 0; k < 16; k++)
+                for (int row = 0; row < 16; row++)
+                    a[row][k] = number<T>(rows[k / 8][k % 8 * 8 + (row0 + row) / 8][row % 8]);
+        } else {
+            for (int k = 0; k < 16; k += 8) {
+                for (int row = 0; row < 64; row++) rows[k / 8][row] = matrix_a.read(matrix_a.k_major(row, k));
+                for (int row = 0; row < 16; row++)
+                    for (int i = 0; i < 8; i++) a[row][k + i] = number<T>(rows[k / 8][row0 + row][i]);
             }
         }
         const size_t hash = std::hash<std::string_view>()({reinterpret_cast<const char *>(rows), sizeof(rows)});
         if (product.a_hash.value_or(hash) != hash) fail("A was written before all warps of the warpgroup had read it");
         product.a_hash = hash;
+    }
+    if (product.is_b_transposed) {
+        for (int k = 0; k < 16; k += 8)
+            for (int col = 0; col < cols; col++) {
+                const auto x = matrix_b.read(matrix_b.k_major(col, k));
+                for (int i = 0; i < 8; i++) b[k + i][col] = number<T>(x[i]);
+            }
+    } else {
+        for (int k = 0; k < 16; k++)
+            for (int col = 0; col < cols; col += 8) {
+                const auto x = matrix_b.read(matrix_b.mn_major(k, col));
+                for (int i = 0; i < 8; i++) b[k][col + i] = number<T>(x[i]);
+            }
     }
     for (int row = 0; row < 16; row++) {
         if (!product.accumulate) std::fill_n(d.value[row], cols, 0.f);

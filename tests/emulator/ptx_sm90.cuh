@@ -12,13 +12,14 @@
 
 namespace emulator {
 
-// wgmma.mma_async. A is `a`, a descriptor, or in registers; b describes Bᵀ with `a`, and else B.
+// wgmma.mma_async. A is `a`, a descriptor, or in registers. The descriptors are of A or Aᵀ, and of B or Bᵀ, in each case
+// of the one whose columns are contiguous.
 struct Product {
     float (*d)[4];
     int tiles;
     uint64_t a, b;
     const uint32_t *a_registers;
-    bool is_half, accumulate;
+    bool is_half, accumulate, is_a_transposed, is_b_transposed;
     std::optional<size_t> a_hash = {};  // of all of A, as the first warp has read it from shared memory
 };
 void issue(Product product);
@@ -58,6 +59,8 @@ void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2,
 void tma_store_wait_read();
 
 void stmatrix(const uint32_t (&x)[4], uint32_t row);
+void stmatrix_trans(const uint32_t (&x)[4], uint32_t row);
+template <typename X, int kTiles> void warpgroup_fence_operand(X (&)[kTiles][4]) {}
 
 template <int kRegisters> void warpgroup_reg_alloc() { emulator::set_registers("setmaxnreg.inc", kRegisters); }
 template <int kRegisters> void warpgroup_reg_dealloc() { emulator::set_registers("setmaxnreg.dec", kRegisters); }
@@ -70,10 +73,16 @@ template <int kPending, typename... Fragments> void warpgroup_wait(Fragments &..
 }
 
 template <typename T, int kTiles> void wgmma(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
-    emulator::issue({d, kTiles, a, b, nullptr, std::is_same_v<T, __half>, accumulate});
+    emulator::issue({d, kTiles, a, b, nullptr, std::is_same_v<T, __half>, accumulate, false, true});
+}
+template <typename T, int kTiles> void wgmma_ab(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
+    emulator::issue({d, kTiles, a, b, nullptr, std::is_same_v<T, __half>, accumulate, false, false});
+}
+template <typename T, int kTiles> void wgmma_atbt(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
+    emulator::issue({d, kTiles, a, b, nullptr, std::is_same_v<T, __half>, accumulate, true, true});
 }
 template <typename T, int kTiles> void wgmma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
-    emulator::issue({d, kTiles, 0, b, a, std::is_same_v<T, __half>, true});
+    emulator::issue({d, kTiles, 0, b, a, std::is_same_v<T, __half>, true, false, false});
 }
 
 inline void mma(double (&d)[4], const double (&a)[4], const double (&b)[2]) {

@@ -1,0 +1,186 @@
+// What a block of threads of flash_bwd_sm90.cu works at: its steps, its shared memory, and its producer. One thread asks
+// TMA for K and V, and for Q and dO step by step; two warps load what P and dS need of each row.
+//
+// Read next: flash_bwd_sm90.cu, the consumers.
+#pragma once
+
+#include "bwd_workspace_sm90.cuh"
+#include "score_mods.cuh"
+
+namespace sm90 {
+
+template <typename Shape> struct BwdParams : AttnBackwardParams {
+    TmaTensor q_tma, k_tma, v_tma, dout_tma;
+    ScoreFactors<float> factors;
+    float score_factor, dk_scale, dv_scale;  // P = exp2(score_factor · score - lse_log2)
+    int turns;  // see Steps; 0: none, and at most 128, so that 2^31 rows in tiles of 64 fit their sums
+};
+
+// The steps of a block of threads: its rows, of one query head after the other.
+template <typename Shape> struct Steps {
+    Tile tile;  // tile.h is the first head
+    Sequence seq;
+    BlockRange blocks;                  // of rows
+    int first_block;                    // of them: the walk goes on to the last one, then from the first to this one
+    int first_row;                      // that sees a key
+    int split_idx, splits, h_end;       // this block has the heads [tile.h, h_end)
+    int turns_begin = 0, num_turns = 0;
+
+    // Blocks that wait for their turn are numbered as they start, so that none waits for one that cannot start.
+    __device__ static int index(const BwdParams<Shape> &p) {
+        return p.deterministic && p.dq.data ? atomicAdd(BwdWorkspace<Shape>(p).ticket(p), 1) : int(blockIdx.x);
+    }
+    __device__ explicit Steps(const BwdParams<Shape> &p) : Steps(p, index(p), BwdWorkspace<Shape>(p).max_splits) {}
+    __device__ Steps(const BwdParams<Shape> &p, int idx, int max_splits)
+        : tile(KeyTiles<Shape::kBlockN>::at(p, idx / max_splits)), seq(p, tile.b),
+          blocks(Mask(seq, p).row_blocks<Shape::kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN)),
+          first_block(blocks.begin), first_row(Mask(seq, p).rows(0).begin), split_idx(idx % max_splits),
+          splits(min(max_splits, num_splits<Shape>(p, seq.seqlen_q, seq.seqlen_k))) {
+        const int group = p.nheads / p.nheads_k, h = tile.h;
+        tile.h = h + group * min(split_idx, splits) / splits, h_end = h + group * min(split_idx + 1, splits) / splits;
+        // Without a mask blocks of keys that run at the same time begin with different rows, and none waits for long:
+        // those of `turns` tiles, which fit the GPU together.
+        if (!p.turns || blocks.end == 0) return;
+        turns_begin = tile.block / p.turns * p.turns;
+        num_turns = min(p.turns, num_blocks<Shape::kBlockN>(seq.seqlen_k) - turns_begin);
+        first_block = uint32_t(tile.block - turns_begin) * blocks.end / num_turns;
+    }
+    // In a deterministic pass, how many blocks of keys add to dQ of these rows before this one does.
+    __device__ int turn(const AttnBackwardParams &p, int m_block) const {
+        if (num_turns > 0) {
+            const int last = (uint32_t(m_block + 1) * num_turns - 1) / blocks.end;  // that begins no later
+            return turns_begin + (last - (tile.block - turns_begin) + num_turns) % num_turns;
+        }
+        const auto of_keys = Mask(seq, p).key_blocks<Shape::kBlockM, Shape::kBlockN>(m_block * Shape::kBlockM);
+        return KeyTiles<Shape::kBlockN>::is_last_first(p) ? of_keys.end - 1 - tile.block : tile.block - of_keys.begin;
+    }
+    __device__ int count() const { return (h_end - tile.h) * max(0, blocks.end - blocks.begin); }
+};
+// A step. The producer tells the consumers, which have no registers for all of this.
+struct StepAt {
+    int h, m_block;
+    int dq_tile;   // of all tiles of query rows
+    bool is_full;  // no mask
+    float slope;   // of ALiBi, see score_mods.cuh
+
+    __device__ void advance(const BlockRange &blocks, int first_block) {
+        if (++m_block == blocks.end) m_block = blocks.begin;
+        h += m_block == first_block;
+    }
+};
+
+// Of 16 rows a lane needs the numbers of four, those of its accumulators. They are neighbours in shared memory.
+__device__ inline int place_of_row(int row) {
+    return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
+}
+
+template <typename Shape> struct BwdSharedMemory {
+    static constexpr int kBlockM = Shape::kBlockM, kHeadDim = Shape::kHeadDim, kStages = Shape::kStages;
+    SmemTile<64, kHeadDim> sK[Shape::kConsumers], sV[Shape::kConsumers];  // then dK and dV
+    SmemTile<kBlockM, kHeadDim> sQ[kStages], sdO[kStages];
+    SmemTile<kBlockM, Shape::kBlockN> sdS[2];  // [rows, keys]
+    // In the order of place_of_row().
+    alignas(16) float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];
+    StepAt at[2 * kStages];  // of this step and those before it: dQ is late
+    Ring<1> keys;        // sK and sV
+    Ring<kStages> rows;  // sQ, sdO, lse_log2, delta and `at` of a step
+    Ring<2> ds;          // from all consumers to all of them
+    Ring<2> dq_turns;    // if deterministic: steps for which it is this block's turn to add dQ
+    Barrier dq_added[2]; // all warps have added it
+    Steps<Shape> steps;
+
+    __device__ void init_barriers() {
+        keys.init(Shape::kNWarps), rows.init(Shape::kNWarps, 2), ds.init(Shape::kDqWarps, Shape::kNWarps);
+        dq_turns.init(1);
+        for (Barrier &added : dq_added) mbarrier_init(added, Shape::kDqWarps);
+        fence_mbarrier_init();
+    }
+};
+
+// One thread asks TMA for K and V, and for Q and dO step by step.
+template <typename Shape>
+__device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const Steps<Shape> &steps) {
+    const Tile &tile = steps.tile;
+    const int key0 = steps.seq.k_begin + tile.block * Shape::kBlockN, num_steps = steps.count();
+    if (num_steps == 0) return;
+    mbarrier_arrive_expect_tx(shared.keys.full_barrier(0), sizeof(shared.sK) + sizeof(shared.sV));
+    for (int c = 0; c < Shape::kConsumers; c++) {
+        load_bytes(shared.sK[c], p.k_tma, shared.keys.full_barrier(0), key0 + 64 * c, tile.h_k, tile.b);
+        load_bytes(shared.sV[c], p.v_tma, shared.keys.full_barrier(0), key0 + 64 * c, tile.h_k, tile.b);
+    }
+    StepAt at{tile.h, steps.first_block};
+#pragma unroll 1
+    for (int i = 0; i < num_steps; i++, at.advance(steps.blocks, steps.first_block)) {
+        shared.rows.producer_acquire(i);
+        Barrier &full = shared.rows.full_barrier(i);
+        const int row = steps.seq.q_begin + at.m_block * Shape::kBlockM, stage = i % Shape::kStages;
+        mbarrier_arrive_expect_tx(full, 4 * Shape::kBlockM * Shape::kHeadDim);
+        load_bytes(shared.sQ[stage], p.q_tma, full, row, at.h, tile.b);
+        load_bytes(shared.sdO[stage], p.dout_tma, full, row, at.h, tile.b);
+    }
+}
+
+// A warp loads lse_log2 and delta. For rows that see no key, or that are beyond the end, P is 0.
+template <typename Shape>
+__device__ void load_numbers(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const Steps<Shape> &steps) {
+    constexpr int kBlockM = Shape::kBlockM, kCount = (kBlockM + 31) / 32;
+    const int lane_idx = threadIdx.x % 32, num_steps = steps.count();
+    StepAt at{steps.tile.h, steps.first_block};
+#pragma unroll 1
+    for (int i = 0; i < num_steps; i++, at.advance(steps.blocks, steps.first_block)) {
+        const int64_t head = lse_index(p, steps.seq, steps.tile.b, at.h);
+        float lse_log2[kCount], delta[kCount];
+#pragma unroll
+        for (int j = 0; j < kCount; j++) {
+            const int row = at.m_block * kBlockM + 32 * j + lane_idx;
+            const bool is_row = row >= steps.first_row && row < steps.seq.seqlen_q;
+            lse_log2[j] = is_row ? p.lse_log2[head + row] : INFINITY;
+            delta[j] = is_row ? static_cast<const float *>(p.delta)[head + row] : 0.f;
+        }
+        shared.rows.producer_acquire(i);
+        const int stage = i % Shape::kStages;
+#pragma unroll
+        for (int j = 0; j < kCount; j++)
+            if (const int row = 32 * j + lane_idx; row < kBlockM) {
+                shared.lse_log2[stage][place_of_row(row)] = lse_log2[j];
+                shared.delta[stage][place_of_row(row)] = delta[j];
+            }
+        if (lane_idx == 0) {
+            const RowTiles<kBlockM> tiles(p);
+            at.dq_tile = tiles.first_tile(steps.tile.b, p.nheads) + at.h * tiles.slots + at.m_block;
+            at.is_full = steps.blocks.is_full(at.m_block);
+            if (p.alibi_slopes)
+                at.slope = p.alibi_slopes[steps.tile.b * p.alibi_batch_stride + at.h] * p.factors.per_unit;
+            shared.at[i % (2 * Shape::kStages)] = at;
+        }
+        __syncwarp();
+        if (lane_idx == 0) mbarrier_arrive(shared.rows.full_barrier(i));
+    }
+}
+
+// In a deterministic pass, blocks of keys add to a tile of dQ one after the other. One thread waits until it is this
+// block's turn, and the consumers may add then. When all have, another thread tells the next block.
+template <typename Shape>
+__device__ void keep_turns(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const Steps<Shape> &steps) {
+    const RowTiles<Shape::kBlockM> tiles(p);
+    const BwdWorkspace<Shape> workspace(p);
+    const bool waits = threadIdx.x / 32 == 2;
+    const int first_tile = tiles.first_tile(steps.tile.b, p.nheads), num_steps = steps.count();
+    StepAt at{steps.tile.h, steps.first_block};
+#pragma unroll 1
+    for (int i = 0; i < num_steps; i++, at.advance(steps.blocks, steps.first_block)) {
+        int *semaphore = workspace.dq_semaphore(p, first_tile + at.h * tiles.slots + at.m_block);
+        const int turn = steps.turn(p, at.m_block);
+        if (waits) {
+            shared.dq_turns.producer_acquire(i);
+            while (load_acquire(semaphore) != turn) {}
+            mbarrier_arrive(shared.dq_turns.full_barrier(i));
+        } else {
+            mbarrier_wait(shared.dq_added[i % 2], i / 2 % 2);
+            store_release(semaphore, turn + 1);
+            mbarrier_arrive(shared.dq_turns.empty[i % 2]);
+        }
+    }
+}
+
+}  // namespace sm90

@@ -1,0 +1,180 @@
+// What the blocks of threads of flash_bwd_sm90.cu sum in memory, because no block has the whole sum: dQ always, and dK
+// and dV where several blocks share a tile of keys. Two kernels bring these sums into the order and type of dq, dk and
+// dv.
+//
+// Read next: bwd_producer_sm90.cuh, the steps of a block of threads.
+#pragma once
+
+#include <algorithm>
+
+#include "device.h"
+#include "flash.h"
+#include "launch.h"
+#include "mask.cuh"
+#include "scheduler.cuh"
+#include "scores.cuh"
+#include "sequence.cuh"
+#include "tiles_sm90.cuh"
+
+namespace sm90 {
+
+using namespace device;
+
+// Which part of a step's dQ [kBlockM, kHeadDim] a consumer forms, always 64 rows of accumulators: 64 columns, 64 rows,
+// everything in turns, or 64 columns transposed. The last is for a kBlockM that is no multiple of 64.
+enum class DqPart { kColumns, kRows, kTurns, kTransposed };
+
+// kStagger: the second consumer begins half a step later.
+template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_, bool kStagger_ = true>
+struct BwdShape {
+    static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = kBlockM_, kStages = kStages_;
+    static constexpr bool kStagger = kStagger_;
+    static constexpr int kBlockN = 64 * kConsumers, kNThreads = 128 * (kConsumers + 1), kNWarps = 4 * kConsumers;
+    static constexpr DqPart kDqPart = kBlockM % 64      ? DqPart::kTransposed
+                                      : kBlockM == 128  ? DqPart::kRows
+                                      : kHeadDim == 128 ? DqPart::kColumns
+                                                        : DqPart::kTurns;
+    static constexpr int kDqParts = kDqPart == DqPart::kTurns ? 1 : kConsumers, kDqWarps = 4 * kDqParts;
+    static constexpr int kDqFloats = kBlockM * kHeadDim, kDqTiles = kDqFloats / (512 * kDqParts);
+    static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+    static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+    static_assert(kDqTiles == (kDqPart == DqPart::kTransposed ? kBlockM / 8 : 8));
+};
+
+// How many blocks of threads share a tile of keys, each for whole query heads: as few as fill a GPU, if one sample has
+// not enough tiles for that. A split has at least 1024 rows, and all splits together have no more sums than the group
+// has elements of Q. The number depends on the sample alone, so that its bits do not depend on the batch. A packed
+// batch is not split: the host knows the length of no sample.
+template <typename Shape> __host__ __device__ int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
+    if (p.cu_seqlens_q) return 1;
+    const int64_t group = p.nheads / p.nheads_k, rows = group * seqlen_q;
+    const int64_t tiles = int64_t(p.nheads_k) * num_blocks<Shape::kBlockN>(seqlen_k);
+    int64_t splits = group < 16 ? group : 16;
+    while (splits > 1 && ((splits - 1) * tiles >= 256 || splits * 1024 > rows || splits * seqlen_k > rows)) splits--;
+    return int(splits);
+}
+
+// Global memory beyond the tensors:
+//   dq_sums       [tiles of query rows, kDqWarps, fragments of 128 floats], if dq is needed
+//   dq_semaphore  [tiles of query rows], and one counter of tickets, if deterministic
+//   dkv_sums      [max_splits, 2, tiles of keys, kBlockN, kHeadDim], if there are several splits
+template <typename Shape> struct BwdWorkspace {
+    RowTiles<Shape::kBlockM> row_tiles;
+    int64_t tiles;       // of query rows; 0 if dq is not needed
+    int max_splits;
+    int64_t dkv_floats;  // of one split's dK, and of its dV; 0 if nothing is split
+    explicit __host__ __device__ BwdWorkspace(const AttnBackwardParams &p)
+        : row_tiles(p), tiles(p.dq.data ? RowTiles<Shape::kBlockM>::count(p) : 0),
+          max_splits(num_splits<Shape>(p, p.seqlen_q, p.seqlen_k)),
+          dkv_floats(max_splits == 1 ? 0
+                                     : KeyTiles<Shape::kBlockN>::count(p) * (Shape::kBlockN * Shape::kHeadDim)) {}
+
+    // What the launcher sets to 0: all but dkv_sums.
+    __host__ __device__ int64_t zeroed_bytes(bool deterministic) const {
+        const int64_t numbers = deterministic && tiles ? tiles + 1 : 0;
+        return 4 * tiles * Shape::kDqFloats + (4 * numbers + 15) / 16 * 16;
+    }
+    __host__ __device__ int64_t bytes(bool deterministic) const {
+        return zeroed_bytes(deterministic) + 4 * max_splits * 2 * dkv_floats;
+    }
+    // This lane's part of the first fragment of a warp.
+    __device__ static float *dq_sums(const AttnBackwardParams &p, int tile, int warp_idx) {
+        return static_cast<float *>(p.workspace) + int64_t(tile) * Shape::kDqFloats +
+               (warp_idx * (128 * Shape::kDqTiles) + thread_idx() % 32 * 4);
+    }
+    // The blocks of keys that have added to it so far.
+    __device__ int *dq_semaphore(const AttnBackwardParams &p, int64_t tile) const {
+        return static_cast<int *>(p.workspace) + tiles * Shape::kDqFloats + tile;
+    }
+    __device__ int *ticket(const AttnBackwardParams &p) const { return dq_semaphore(p, tiles); }
+    // Of dK of a tile of keys; that of dV follows dkv_floats later.
+    __device__ float *dkv_sums(const AttnBackwardParams &p, int split_idx, int64_t tile) const {
+        char *begin = static_cast<char *>(p.workspace) + zeroed_bytes(p.deterministic);
+        return reinterpret_cast<float *>(begin) + 2 * split_idx * dkv_floats + tile * Shape::kBlockN * Shape::kHeadDim;
+    }
+};
+
+// dq of a tile of rows: its sums times `scale`, as rows of q's type, by way of shared memory.
+template <typename T, typename Shape>
+__global__ void __launch_bounds__(32 * Shape::kDqWarps)
+    flash_bwd_dq(const __grid_constant__ AttnBackwardParams p, const float scale) {
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL
+    __trap();
+#else
+    constexpr int kBlockM = Shape::kBlockM, kHeadDim = Shape::kHeadDim, kVecs = kHeadDim / 8;
+    const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
+    const Sequence seq(p, tile.b);
+    const BwdWorkspace<Shape> workspace(p);
+    auto &sdQ = shared_memory<SmemTile<kBlockM, kHeadDim>>();
+    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32, part = warp_idx / 4 * 64;
+    const int first_tile = workspace.row_tiles.first_tile(tile.b, p.nheads);
+    const float *sums =
+        workspace.dq_sums(p, first_tile + tile.h * workspace.row_tiles.slots + tile.block, warp_idx);
+    float4 x[Shape::kDqTiles];
+#pragma unroll
+    for (int n = 0; n < Shape::kDqTiles; n++) x[n] = *reinterpret_cast<const float4 *>(sums + 128 * n);
+    const int m0 = warp_idx % 4 * 16;  // of the accumulators' rows, the warp's first
+#pragma unroll
+    for (int n = 0; n < Shape::kDqTiles; n += 2) {
+        uint32_t packed[4];
+        for (int j = 0; j < 4; j++) {
+            const float4 &y = x[n + j / 2];
+            packed[j] = j % 2 ? pack<T>(y.z * scale, y.w * scale) : pack<T>(y.x * scale, y.y * scale);
+        }
+        if constexpr (Shape::kDqPart == DqPart::kTransposed)
+            stmatrix_trans(packed, sdQ.address(8 * n + lane_idx / 16 * 8 + lane_idx % 8,
+                                               part + m0 + lane_idx / 8 % 2 * 8));
+        else
+            stmatrix(packed, sdQ.address(m0 + lane_idx % 16 + (Shape::kDqPart == DqPart::kRows ? part : 0),
+                                         8 * n + lane_idx / 16 * 8 + (Shape::kDqPart == DqPart::kColumns ? part : 0)));
+    }
+    __syncthreads();  // unobserved by racecheck: stmatrix is not in its view
+    const float *lse_log2 = p.lse_log2 + lse_index(p, seq, tile.b, tile.h);
+    for (int i = threadIdx.x; i < kBlockM * kVecs; i += 32 * Shape::kDqWarps) {
+        const int row = tile.block * kBlockM + i / kVecs, col = i % kVecs * 8;
+        if (row >= seq.padded_q || col >= p.head_dim) continue;
+        const bool is_empty = row >= seq.seqlen_q || lse_log2[row] == INFINITY;  // the sum may be NaN
+        *reinterpret_cast<uint4 *>(rows_of<T>(p.dq, tile.b, tile.h, seq.q_begin + row) + col) =
+            is_empty ? uint4{} : sdQ.template at<uint4>(i / kVecs, col);
+    }
+#endif
+}
+
+// dk and dv of keys whose tiles were split: the sums of the splits, added up in order. A thread has 8 columns of a key.
+constexpr int kCombineThreads = 256;
+
+template <typename T, typename Shape>
+__global__ void __launch_bounds__(kCombineThreads)
+    flash_bwd_dkv(const __grid_constant__ AttnBackwardParams p, const float dk_scale, const float dv_scale) {
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL
+    __trap();
+#else
+    constexpr int kBlockN = Shape::kBlockN, kVecs = Shape::kHeadDim / 8;
+    const int64_t vec = int64_t(blockIdx.x) * kCombineThreads + threadIdx.x, row = vec / kVecs;
+    const int slots = KeyTiles<kBlockN>(p).slots, key = row % (slots * kBlockN), col = vec % kVecs * 8;
+    const int bh = int(row / (slots * kBlockN)), b = bh / p.nheads_k, h_k = bh % p.nheads_k;
+    if (b >= p.batch_size) return;
+    const Sequence seq(p, b);
+    const BwdWorkspace<Shape> workspace(p);
+    const int splits = min(workspace.max_splits, num_splits<Shape>(p, seq.seqlen_q, seq.seqlen_k));
+    if (key >= seq.padded_k || splits == 1) return;  // if not split, dk and dv are there
+    auto combine = [&](int64_t offset, float scale, const Tensor &x, int cols) {
+        if (col >= cols) return;
+        float sum[8] = {};
+        for (int split_idx = 0; split_idx < splits && key < seq.seqlen_k; split_idx++) {
+            const auto *from = reinterpret_cast<const float4 *>(workspace.dkv_sums(p, split_idx, 0) + offset + 8 * vec);
+            const float4 low = from[0], high = from[1];
+            const float part[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            for (int i = 0; i < 8; i++) sum[i] += part[i];
+        }
+        uint32_t packed[4];
+        for (int i = 0; i < 4; i++) packed[i] = pack<T>(sum[2 * i] * scale, sum[2 * i + 1] * scale);
+        *reinterpret_cast<uint4 *>(rows_of<T>(x, b, h_k, seq.k_begin + key) + col) =
+            {packed[0], packed[1], packed[2], packed[3]};
+    };
+    combine(0, dk_scale, p.dk, p.head_dim);
+    combine(workspace.dkv_floats, dv_scale, p.dv, p.head_dim_v);
+#endif
+}
+
+}  // namespace sm90
