@@ -24,11 +24,9 @@ using namespace device;
 // everything in turns, or 64 columns transposed. The last is for a kBlockM that is no multiple of 64.
 enum class DqPart { kColumns, kRows, kTurns, kTransposed };
 
-// kStagger: the second consumer begins half a step later.
-template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_, bool kStagger_ = true>
+template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_>
 struct BwdShape {
     static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = kBlockM_, kStages = kStages_;
-    static constexpr bool kStagger = kStagger_;
     static constexpr int kBlockN = 64 * kConsumers, kNThreads = 128 * (kConsumers + 1), kNWarps = 4 * kConsumers;
     static constexpr DqPart kDqPart = kBlockM % 64      ? DqPart::kTransposed
                                       : kBlockM == 128  ? DqPart::kRows

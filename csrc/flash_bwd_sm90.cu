@@ -12,8 +12,8 @@
 //   dQ += dS(before)ᵀ K          its part of the step before, over the keys of all consumers
 //   dV += P dO    dK += dS Q     beside S of the next step
 //
-// dQ is one step late, so that no consumer waits for the dS of another one: one's exponentials run beside the products
-// of the other. All blocks of keys sum dQ in memory, see bwd_workspace_sm90.cuh.
+// dQ is one step late, so that no consumer waits for the dS of another one: the exponentials of one run beside the
+// products of the other. All blocks of keys sum dQ in memory, see bwd_workspace_sm90.cuh.
 //
 // Read next: flash_bwd_wide_sm90.cu, the same for head_dim above 128.
 #include <algorithm>
@@ -83,7 +83,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         const StepAt &at = step_at(item);
         const bool is_full = at.is_full;
         if (!is_full) clear_rows(stage, at.m_block);
-        if (Shape::kStagger && kIsFirst && consumer > 0) barrier_sync(kOneConsumer, kThreads);
+        if (kIsFirst && consumer > 0) barrier_sync(kOneConsumer, kThreads);
         const uint32_t c = uniform_consumer();
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sK[c], shared.sQ[stage]);
@@ -103,7 +103,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         }
         exponentiate(stage);
         if (!is_full) hide(at.m_block);
-        if (Shape::kStagger && kIsFirst && consumer == 0) barrier_sync(kOneConsumer, kThreads);
+        if (kIsFirst && consumer == 0) barrier_sync(kOneConsumer, kThreads);
         if constexpr (!kMods) {
             warpgroup_wait<0>(acc_dp);
         }
@@ -384,7 +384,9 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
         launch(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 2 * Shape::kDqFloats, p.stream, p, scale);
 }
 
-// {kHeadDim, kConsumers, kBlockM, kStages}. With 64 rows there are registers for dropout and for changed scores.
+// {kHeadDim, kConsumers, kBlockM, kStages}. With 64 rows there are registers for dropout and for changed scores. 80 rows
+// take fewer steps, but up to 2048 rows padding costs more (journal). A packed batch has the same tiles whatever its
+// length is: a sample's bits must not depend on it.
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
     const bool is_plain = !p.dropout_seed && !p.has_score_mods();
     if (p.max_head_dim() <= 64)
