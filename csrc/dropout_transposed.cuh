@@ -1,6 +1,6 @@
 // Dropout for scores that are formed transposed, as the backward passes on tensor cores do.
 //
-// Read next: bwd_workspace_sm80.cuh, what that of Ampere sums in memory.
+// Read next: bwd_workspace_sm80.cuh, the sums in memory of the backward pass on Ampere.
 #pragma once
 
 #include "dropout.h"

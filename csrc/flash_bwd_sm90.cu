@@ -357,7 +357,8 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
         return make_tma_tensor<kHeadDim>(name, x, p.batch_size, heads, rows, head_dim, box_rows);
     };
     // Not where tiles of keys begin in the reverse order, see KeyTiles: the first turns are those of the first tiles.
-    const bool has_turns = p.deterministic && p.dq.data && !p.has_left_bound() && !p.has_right_bound() && p.window_right;
+    const bool sees_all = !p.has_left_bound() && !p.has_right_bound() && p.window_right;
+    const bool has_turns = p.deterministic && p.dq.data && sees_all;
     const ScoreFactors<float> factors(p);
     const Scores<> scores(p);
     const float score_factor =
@@ -384,8 +385,8 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
         launch(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 2 * Shape::kDqFloats, p.stream, p, scale);
 }
 
-// {kHeadDim, kConsumers, kBlockM, kStages}. With 64 rows there are registers for dropout and for changed scores. 80 rows
-// take fewer steps, but up to 2048 rows padding costs more (journal). A packed batch has the same tiles whatever its
+// {kHeadDim, kConsumers, kBlockM, kStages}. With 64 rows there are registers for dropout and for changed scores. With 80
+// there are fewer steps, but up to 2048 rows padding costs more (journal). A packed batch has the same tiles whatever its
 // length is: a sample's bits must not depend on it.
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
     const bool is_plain = !p.dropout_seed && !p.has_score_mods();

@@ -10,7 +10,7 @@
 //   cp.async       Q, K(0), V(0)               K(1) → sK      V(1) → sV      K(2) → sK  ...
 // The other block on the same SM fills the gaps. Deeper rings were slower or no faster, and halve what fits an SM.
 //
-// Read next: bwd_workspace_sm80.cuh, the sums in memory of the backward pass.
+// Read next: dropout_transposed.cuh, dropout for the backward pass.
 #include "dropout.h"
 #include "flash.h"
 #include "launch.h"

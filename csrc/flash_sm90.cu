@@ -14,7 +14,7 @@
 // the softmax does without a maximum: after a tile's first blocks row_max stays as it is. If a row's sum of
 // probabilities then shows that one has grown too large, which is rare, the scores of that row are computed once more.
 //
-// Read next: flash_dmma.cu, fp32 on the same GPUs.
+// Read next: bwd_workspace_sm90.cuh, the sums in memory of the backward pass.
 #include <algorithm>
 
 #include "device.h"

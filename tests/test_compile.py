@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Of each file by target. campaign.py has the others.
 TARGETS = {"flash.cu": ["75", "90a"], "flash_bwd.cu": ["90a"], "flash_bwd_bias.cu": ["90a"],
            "flash_sm80.cu": ["90a"], "flash_bwd_sm80.cu": ["90a"],
+           "flash_bwd_sm90.cu": ["90a"], "flash_bwd_wide_sm90.cu": ["90a"],
            "flash_sm90.cu": ["75", "90a"], "flash_dmma.cu": ["75", "90a"], "device.cu": ["90a"]}
 # (file, kind of its kernel): how many bytes of stack, and of spills, a kernel may have where it is not none. These use
 # all their registers and keep a number or two beyond them in memory: in the backward pass dK, dV and the tiles of S and
@@ -35,6 +36,8 @@ SPILLS = {("flash_bwd_sm80.cu", "dense"): 96,  # on sm_120; 12 on sm_90
           ("flash_sm80.cu", "scores"): 288,  # at head_dim 128, where a bias is read by the element
           ("flash_sm90.cu", "dense"): 16,  # three numbers of the mask at head_dim 64, which full blocks do not read
           ("flash_sm90.cu", "scores"): 80,
+          ("flash_bwd_sm90.cu", "dense"): 16,  # after the loop
+          ("flash_bwd_sm90.cu", "scores"): 16,
           ("flash_bwd_bias.cu", "dense"): 96,
           ("flash.cu", "dense"): 136}      # on sm_120, in fp32
 

@@ -34,7 +34,7 @@ SCHEDULES = ["--early=1", "--late=2", "--random=3"]
 MORE_SCHEDULES = [f"--{mode}={seed}" for seed in range(4, 12) for mode in ("early", "late", "random")]
 SANITIZERS = "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
 SANITIZED_CASES = ["fp32_128", "bf16_256_narrow", "dropout", "gqa", "sm80_bf16_192", "sm80_256_narrow", "dmma_128",
-                   "sm90_40", "sm90_136_causal", "sm90_one", "sm90_lens_256", "sm90_scale_30_256", "simt_bias",
+                   "sm90_40", "sm90_136_causal", "sm90_splits_drop", "sm90_turns", "sm90_one", "sm90_lens_256", "sm90_scale_30_256", "simt_bias",
                    "sm80_mask", "sm90_bias", "sm90_mask"]
 
 # What `make test` runs of each kernel: a case for each size of tiles, with a mask, without one and with lengths.
@@ -45,6 +45,9 @@ KERNEL_CASES = {
     "flash_bwd_bias.cu": ["simt_bias", "simt_bias_of_keys"],
     "flash_sm80.cu": ["sm80_bf16_96", "sm80_fp16_192", "sm80_bf16_256", "sm80_128_narrow", "sm80_bias_fp32"],
     "flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one", "sm80_softcap_drop"],
+    "flash_bwd_sm90.cu": ["sm90_drop_64", "sm90_turns", "sm90_turns_causal", "sm90_splits", "sm90_mods_drop_128",
+                          "sm90_low_128"],
+    "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_low_256"],
     "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
     "flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
                       "sm90_scale_30_96", "sm90_bias", "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30",
@@ -54,9 +57,13 @@ KERNEL_CASES = {
 # The cases that are shown the faults of a file.
 SIMT = ["fp32_64", "fp16_128", "fp16_256"]
 SM80 = ["sm80_one", "sm80_order", "sm80_fp16_192", "sm80_256_narrow"]
+SM90_BACKWARD = ["sm90_turns", "sm90_128_causal", "sm90_turns_causal", "sm90_splits", "sm90_packed", "sm90_drop_64",
+                 "sm90_many_causal", "sm90_long"]
 SHOWN_TO = {
     "tiles.h": SIMT, "flash.cu": SIMT, "flash_bwd.cu": SIMT, "flash_bwd_bias.cu": ["simt_bias"],
     "tiles_sm80.cuh": SM80, "flash_sm80.cu": ["sm80_fp16_64", "sm80_fp16_192"], "flash_bwd_sm80.cu": SM80,
+    "flash_bwd_sm90.cu": SM90_BACKWARD, "bwd_producer_sm90.cuh": SM90_BACKWARD, "bwd_workspace_sm90.cuh": SM90_BACKWARD,
+    "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_256", "sm90_lens_256", "sm90_packed_256"],
     "flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
     "flash_sm90.cu": ["sm90_128_causal", "sm90_200_causal", "sm90_256", "sm90_lens_128", "sm90_many_causal",
                       "sm90_packed"],
