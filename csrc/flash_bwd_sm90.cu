@@ -385,9 +385,9 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
         launch(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 2 * Shape::kDqFloats, p.stream, p, scale);
 }
 
-// {kHeadDim, kConsumers, kBlockM, kStages}. With 64 rows there are registers for dropout and for changed scores. With 80
-// there are fewer steps, but up to 2048 rows padding costs more (journal). A packed batch has the same tiles whatever its
-// length is: a sample's bits must not depend on it.
+// {kHeadDim, kConsumers, kBlockM, kStages}. With 64 rows there are registers for dropout and for changed scores. 80
+// rows take fewer steps, but up to 2048 rows their padding costs more (journal). A packed batch has the same tiles
+// whatever its length is: a sample's bits must not depend on it.
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
     const bool is_plain = !p.dropout_seed && !p.has_score_mods();
     if (p.max_head_dim() <= 64)

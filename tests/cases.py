@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from conftest import FORWARD_ONLY, HAS_GPU, OF_16_BITS, ON_TENSOR_CORES
+from conftest import HAS_GPU, OF_16_BITS, ON_TENSOR_CORES, WITHOUT_DROPOUT
 from minimal_attn.backends import Lengths
 from minimal_attn.reference import reference_attention
 from minimal_attn.scores import visible_keys
@@ -216,7 +216,7 @@ def serves(impl, case, dtype):
         return True
     is_aligned = case.D * dtype.itemsize % 16 == 0 and "odd" not in (case.layout, case.v_layout)
     is_its_own = dtype != torch.float32 if impl in OF_16_BITS else dtype == torch.float32 and case.D <= 128
-    return is_aligned and is_its_own and not (case.dropout_p and impl in FORWARD_ONLY)
+    return is_aligned and is_its_own and not (case.dropout_p and impl in WITHOUT_DROPOUT)
 
 
 def options(case, device):

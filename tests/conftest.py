@@ -51,7 +51,8 @@ KERNEL_NEEDS = {"cuda:simt": "a GPU", "cuda:sm80": "a GPU from sm_80 on", "cuda:
                 "cuda:dmma": "a GPU of sm_90"}
 ON_TENSOR_CORES = ("cuda:sm80", "cuda:sm90", "cuda:dmma")  # whose loads want 16 bytes
 OF_16_BITS = ("cuda:sm80", "cuda:sm90")
-FORWARD_ONLY = ("cuda:sm90", "cuda:dmma")  # without dropout, and with the backward pass of another
+WITHOUT_DROPOUT = ("cuda:sm90", "cuda:dmma")  # in the forward pass
+FORWARD_ONLY = ("cuda:dmma",)  # with the backward pass of another
 
 
 def pytest_addoption(parser):

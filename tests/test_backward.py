@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, GATE, LAYOUTS, Case, base, check_error, compiler_for,
                    dtype_params, dtypes_of, exact, is_fast, make_inputs, make_tensor, mask_of, options, serves,
                    slow_unless)
-from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
+from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, WITHOUT_DROPOUT
 from minimal_attn import choice, flash_attention
 from minimal_attn.backends import Lengths, Options
 from minimal_attn.choice import twin_trains
@@ -119,7 +119,7 @@ def test_against_fp64(impl, dtype, case, poisoned_outputs):
         return
     accuracy = (8, 8) if impl == "torch" else ()
     check(case, gradients(by(impl, case), q, k, v, dout), q, k, v, dout, *accuracy)
-    if impl == "cuda:sm80":  # poisoned_outputs has asked for turns; now its blocks add up dq in any order
+    if impl in OF_16_BITS:  # poisoned_outputs has asked for turns; now blocks add up dq in any order
         torch.use_deterministic_algorithms(False)
         check(case, gradients(by(impl, case), q, k, v, dout), q, k, v, dout)
 
@@ -212,7 +212,8 @@ def test_dout_of_any_strides(impl, dtype):
 def test_deterministic_gives_the_same_bits(impl, dtype, D, causal, dropout_p, has_lens):
     size, B, runs = (1000, 2, 10) if IMPLEMENTATIONS[impl][1] == "cuda" else (70, 1, 1)
     case = Case("bits", B=B, H=(16 if HAS_GPU else 2) * B, Hk=B, Sq=size, Sk=size + 20 * (not has_lens), D=D,
-                causal=causal, dropout_p=dropout_p, seq_lens=(size - 7, size // 2)[:B] if has_lens else None)
+                causal=causal, dropout_p=dropout_p * (impl not in WITHOUT_DROPOUT),
+                seq_lens=(size - 7, size // 2)[:B] if has_lens else None)
     inputs = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
     first = gradients(by(impl, case, deterministic=True), *inputs)
     for _ in range(runs):
@@ -335,6 +336,8 @@ def test_gradients_of_minus_infinite_scores_are_finite(impl, dtype, case, hidden
                                   Case("empty_rows", B=2, Sq=40, Sk=25, causal=True)], ids=str)
 def test_padding_and_empty_rows_reach_nothing(impl, dtype, case, junk):
     backend, device = IMPLEMENTATIONS.get(impl, ("reference", "cpu"))
+    if case.dropout_p and impl in WITHOUT_DROPOUT:
+        pytest.skip("it has no dropout")
     q, k, v, dout = make_all(case, dtype, device)
     function = functools.partial(flash_attention, backend=backend, return_lse=True, deterministic=True,
                                  **options(case, device))
@@ -523,6 +526,8 @@ def test_checkpointing(impl, dtype):
 
 @each_kernel
 def test_checkpointing_draws_the_same_mask_again(impl, dtype):
+    if impl in WITHOUT_DROPOUT:
+        pytest.skip("it has no dropout")
     q, k, v, dout = make_all(Case("checkpoint", Sq=20, Sk=20), dtype, IMPLEMENTATIONS[impl][1])
     once = functools.partial(flash_attention, dropout_p=0.3, deterministic=True, backend=impl.partition(":")[0])
     again = functools.partial(torch.utils.checkpoint.checkpoint, once, use_reentrant=False)
@@ -572,8 +577,10 @@ def check_drawn_cases(impl, seed, max_examples, head_dims, dtypes):
     @settings(max_examples=max_examples, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(case=drawn_cases(st.sampled_from(head_dims)), dtype=st.sampled_from(dtypes), deterministic=st.booleans())
     def check_drawn(case, dtype, deterministic):
-        if impl == "cuda:sm80":  # tensor cores load 16 bytes
+        if impl in OF_16_BITS:  # tensor cores load 16 bytes
             case = dataclasses.replace(case, layout=case.layout.replace("odd", "slice"))
+        if impl in WITHOUT_DROPOUT:
+            case = dataclasses.replace(case, dropout_p=0.0)
         q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
         torch.use_deterministic_algorithms(deterministic)
         # Of hundreds of small cases one had an error of 3.4 times the yardstick.
@@ -592,7 +599,7 @@ def test_drawn_shapes(impl, dtype, D, poisoned_outputs):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("impl", ["cuda:simt", "cuda:sm80", "triton"])
+@pytest.mark.parametrize("impl", ["cuda:simt", "cuda:sm80", "cuda:sm90", "triton"])
 def test_tensors_on_another_gpu(impl):
     """By autograd, in whose thread it is the current one, and by the op, in whose it is not."""
     dtype = torch.float32 if impl == "cuda:simt" else torch.bfloat16
@@ -655,7 +662,7 @@ def test_twin_trains_depends_on_both_lengths(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl", ["triton", "cuda:sm80"])
+@pytest.mark.parametrize("impl", ["triton", "cuda:sm80", "cuda:sm90"])
 @pytest.mark.parametrize("Hk, Sk, splits", [(4, 8192, 1), (1, 8192, 4), (1, 32768, 1)])
 def test_memory_of_the_backward_pass(impl, Hk, Sk, splits):
     """Two numbers a row beyond the gradients; of csrc dQ once in fp32; and of each split, if there are several, dK and
@@ -666,7 +673,7 @@ def test_memory_of_the_backward_pass(impl, Hk, Sk, splits):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.autograd.grad(out, (q, k, v), dout)
-    dq_accum = 4 * q.numel() if impl == "cuda:sm80" else 0
+    dq_accum = 4 * q.numel() if impl in OF_16_BITS else 0
     dkv_accum = 2 * 4 * splits * k.numel() if splits > 1 else 0
     assert dkv_accum <= 2 * 4 * q.numel()
     allowed = q.nbytes + 2 * k.nbytes + 2 * 4 * 8192 * 4 + dq_accum + dkv_accum + 4096

@@ -10,8 +10,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cases import SEED, check_lse, slow_unless
-from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, captured
-from minimal_attn import FlashMHA, available_backends, flash_attention, flash_attn_func, choice, reference_attention
+from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, WITHOUT_DROPOUT, captured
+from minimal_attn import (FlashMHA, available_backends, choice, flash_attention, flash_attn_func, force_kernel,
+                          reference_attention)
 from minimal_attn.backends import Lengths, Options
 from minimal_attn.dropout import drop_threshold, keep_mask, keep_scale, philox
 from minimal_attn.interface import BACKENDS
@@ -22,7 +23,7 @@ each_backend = pytest.mark.parametrize("backend", available_backends())
 # These form the scores, in fp64 as well. Kernels by name are at the end of this file.
 FORM_SCORES = ["torch", "reference"]
 # Of csrc, sm80 in both of its dtypes, and those that have no dropout, not at all.
-IMPLS = [impl for impl in IMPLEMENTATIONS if impl not in FORWARD_ONLY]
+IMPLS = [impl for impl in IMPLEMENTATIONS if impl not in WITHOUT_DROPOUT]
 each_impl = pytest.mark.parametrize("impl, dtype", [
     pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
     for impl in IMPLS for dtype in ((torch.float16, torch.bfloat16) if impl == "cuda:sm80" else (torch.float32,))])
@@ -418,8 +419,30 @@ def test_kernel_reads_any_strides(impl, dtype):
     assert_same(out.transpose(1, 2), want)
 
 
-@pytest.mark.parametrize("impl", FORWARD_ONLY)
-def test_forward_only_kernels_refuse_dropout(impl):
+@pytest.mark.gpu
+@pytest.mark.skipif("cuda:sm90" not in IMPLEMENTATIONS, reason="needs a GPU of sm_90")
+@pytest.mark.parametrize("D", [40, 64, 128])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window_size": (100, 50)}], ids=str)
+def test_gradients_of_sm90_have_the_mask_of_sm80(D, options):
+    """Not forced, sm80 has the forward pass and sm90 the backward pass. Both draw the same mask."""
+    q, k, v = (x.requires_grad_() for x in qkv(Sq=300, Sk=300, D=D, dtype=torch.bfloat16))
+    dout = torch.randn_like(q)
+
+    def gradients():
+        out = drop(q, k, v, 0.3, "cuda", deterministic=True, **options)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    with force_kernel("sm80"):
+        want = gradients()
+    with force_kernel(None):
+        got = gradients()
+    assert not all(map(torch.equal, got, want))
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("impl", WITHOUT_DROPOUT)
+def test_kernels_without_dropout_refuse_it(impl):
     inputs = qkv(D=64, dtype=torch.float16 if impl in OF_16_BITS else torch.float32)
     with pytest.raises(ValueError, match=f"the forced kernel {impl[5:]} cannot serve: it has no dropout"):
         drop(*inputs, 0.3, "cuda")

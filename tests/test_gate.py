@@ -8,7 +8,7 @@ import pytest
 
 import campaign
 from cases import Case, serves
-from conftest import FORWARD_ONLY, IMPLEMENTATIONS, KERNEL_NEEDS
+from conftest import FORWARD_ONLY, IMPLEMENTATIONS, KERNEL_NEEDS, WITHOUT_DROPOUT
 from minimal_attn.interface import BACKENDS
 from test_emulator import KERNELS
 
@@ -36,8 +36,8 @@ def test_gate_has_every_file(gate):
 
 def test_gate_has_every_implementation(gate):
     assert set(IMPLEMENTATIONS) <= values(gate["test_forward.py"], "impl")
-    for file in ("test_backward.py", "test_dropout.py"):
-        assert set(IMPLEMENTATIONS) - set(FORWARD_ONLY) <= values(gate[file], "impl")
+    assert set(IMPLEMENTATIONS) - set(FORWARD_ONLY) <= values(gate["test_backward.py"], "impl")
+    assert set(IMPLEMENTATIONS) - set(WITHOUT_DROPOUT) <= values(gate["test_dropout.py"], "impl")
 
 
 def test_gate_has_every_backend(gate):

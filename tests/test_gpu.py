@@ -14,9 +14,9 @@ from minimal_attn import flash_attention, reference_attention
 from test_backward import check, make_all
 
 pytestmark = pytest.mark.gpu
-WITH_BACKWARD = ["cuda:simt", "cuda:sm80", "triton"]
+WITH_BACKWARD = ["cuda:simt", "cuda:sm80", "cuda:sm90", "triton"]
 each_kernel_with_backward = pytest.mark.parametrize("impl", WITH_BACKWARD)
-each_kernel_of_16_bits = pytest.mark.parametrize("impl", [*WITH_BACKWARD, "cuda:sm90"])
+each_kernel_of_16_bits = pytest.mark.parametrize("impl", WITH_BACKWARD)
 each_kernel = pytest.mark.parametrize("impl", [*WITH_BACKWARD, *FORWARD_ONLY])
 CASE = Case("gpu", B=3, H=48, Hk=24, Sq=200, Sk=200, causal=True)  # more tiles of rows than a GPU has SMs
 

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 import minimal_attn
 from cases import SEED, compiler_for, make_tensor, slow_unless
-from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES, captured
+from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES, WITHOUT_DROPOUT, captured
 from minimal_attn import FlashMHA, choice, flash_attention, flash_attn_func, pad_input, reference_attention, unpad_input
 from minimal_attn.backends import Lengths, Options
 from minimal_attn.dropout import keep_mask, keep_scale
@@ -209,7 +209,7 @@ def close(got, want, tolerance):
 
 
 def serves(impl, batch):
-    return not (impl in FORWARD_ONLY and batch.dropout_p)
+    return not (impl in WITHOUT_DROPOUT and batch.dropout_p)
 
 
 def check_batch(impl, batch, dtype, seed=0):
@@ -272,7 +272,7 @@ def drawn_batches(draw, impl):
     bound = st.sampled_from([-1, 0, 1, 2, 3, 5, 8, 20, 100, 2**40])
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     return Batch("drawn", tuple(rows), tuple(keys), seqused_q, seqused_k, begin_k, (draw(bound), draw(bound)),
-                 draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 0.3])) if impl not in FORWARD_ONLY else 0.0,
+                 draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 0.3])) if impl not in WITHOUT_DROPOUT else 0.0,
                  is_packed, Hk * group, Hk, D, draw(st.sampled_from(["bhsd", "bshd", "slice"])), head_dim_v,
                  draw(st.booleans()))
 
@@ -405,7 +405,7 @@ def test_gradcheck(impl, is_packed):
 
 @each_impl
 def test_packed_drops_what_padded_drops(impl):
-    if impl in FORWARD_ONLY:
+    if impl in WITHOUT_DROPOUT:
         pytest.skip("has no dropout")
     rows, keys = (13, 20), (20, 9)
     packed = Batch("packed", rows, keys, dropout_p=0.4)

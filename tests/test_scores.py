@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from cases import SEED, check_error, compiler_for, dtype_params, is_fast, slow_unless
-from conftest import FORWARD_ONLY, HAS_GPU, OF_16_BITS, ON_TENSOR_CORES
+from conftest import HAS_GPU, OF_16_BITS, ON_TENSOR_CORES, WITHOUT_DROPOUT
 from minimal_attn import flash_attention, reference_attention, sdpa
 from minimal_attn.checks import sum_dtype
 from minimal_attn.dropout import keep_mask, keep_scale
@@ -382,7 +382,7 @@ BATCHES = [
 @each_impl
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 def test_scores_of_batches(impl, batch, poisoned_outputs):
-    if batch.dropout_p and impl in FORWARD_ONLY:
+    if batch.dropout_p and impl in WITHOUT_DROPOUT:
         pytest.skip("has no dropout")
     check_scored(impl, batch, DTYPES[impl])
 
