@@ -96,9 +96,9 @@ def _recognized():
         "window": (window, i - 3 < j),
         "window of both sides": (both, (i - j).abs() <= 2),
         "same sequence": (masking_utils.packed_sequence_mask_function(sequence), sequence[0, i] == sequence[0, j]),
-        "of sequences": (masking_utils.remap_positions_for_packed_sequence(causal_mask_function, positions),
-                         positions[0, j] <= positions[0, i]),
     }
+    if remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None):  # newer than transformers 5.17
+        shows["of sequences"] = remap(causal_mask_function, positions), positions[0, j] <= positions[0, i]
     return {what: function.__code__ for what, (function, shown) in shows.items()
             if torch.broadcast_to(function(0, 0, i, j), (6, 6)).equal(torch.broadcast_to(shown, (6, 6)))}
 
