@@ -99,8 +99,8 @@ struct Choice {
     Reason slow_because = {};  // why 16-bit tensors must do without tensor cores
 };
 
-// The kernel for p, or for its backward pass. dmma has no backward pass, and sm90 has none for some calls. simt and sm80
-// compute these gradients. Throws std::invalid_argument if the forced kernel cannot serve p.
+// The kernel for p, or for its backward pass. dmma has no backward pass, and sm90 has none for some calls. simt and
+// sm80 compute these gradients. Throws std::invalid_argument if the forced kernel cannot serve p.
 inline Choice choose_kernel(const AttnParams &p, Gpu gpu, bool is_backward) {
     if (std::optional<Kernel> forced = forced_kernel) {
         if (is_backward && *forced == Kernel::kSm90 && why_not(*forced, p, gpu, true)) forced = Kernel::kSm80;

@@ -42,7 +42,7 @@ def impls_of(gradients_of, impls=attention.IMPLS):
     """impls with gradients_of(forward) for the forward pass of each."""
     return {name: impl._replace(forward=forced_by(name, gradients_of(impl.forward)),
                                 dtypes=tuple(x for x in impl.dtypes if x in DTYPES))
-            for name, impl in impls.items() if name not in ("cuda:sm90", "cuda:dmma")}  # theirs is of others
+            for name, impl in impls.items() if name != "cuda:dmma"}  # its backward pass is that of simt
 
 
 IMPLS = impls_of(backward_of)

@@ -8,8 +8,7 @@ from .backward import DTYPES, backward_of, impls_of  # noqa: F401: as options.py
 from .varlen import BASELINE, DEFAULT_SHAPES, ROW, SHAPES, Shape, shape_of  # noqa: F401
 
 TITLE = "Attention backward pass of packed batches"
-DEFAULTS = varlen.DEFAULTS | {
-    "impls": tuple(name for name in varlen.DEFAULTS["impls"] if name != "cuda:sm90")}  # whose gradients are sm80's
+DEFAULTS = varlen.DEFAULTS
 
 PACKED = impls_of(backward_of, varlen.PACKED)
 IMPLS = backward.IMPLS | PACKED
