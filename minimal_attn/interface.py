@@ -136,7 +136,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         CPU tensors. On a GPU, "cuda" and "triton" do not read them on the host, so that CUDA graphs may change them,
         and clamp what is out of range; "torch" and "reference" copy a packed batch to a padded one, for which they read
         the largest length, unless a CUDA graph is captured or torch.compile traces. In packed batches, the tiles of
-        "cuda" and "triton" depend on head_dim alone, so that a sample's bits do not depend on its batch.
+        "cuda" and "triton" do not depend on lengths, so that a sample's bits do not depend on its batch.
 
     Returns:
         out, of q's shape, with v's head_dim, and q's dtype; bfloat16 for float8, autocast's dtype under torch.autocast.
