@@ -30,18 +30,8 @@ def opening():
     shorter = {setting: value for setting, value in forward.items() if setting[2] <= short}
     return paragraph(f"""On an H200, the bf16 forward pass is {span(longer)} times as fast as that of cuDNN for sequence
         lengths S from {min(s for _, _, s in longer)} on, and {span(shorter)} times as fast up to S = {short}.
-        The bf16 backward pass is slower than that of cuDNN: it reaches {span(backward)} of its speed.""")
-
-
-def choice():
-    us = record("host")["meta"]["host_us"]
-    return paragraph(f"""The argument `backend` of `flash_attention` selects one of four implementations. The default,
-        `"auto"`, takes `torch` for CPU tensors and `cuda` for GPU tensors. It takes `triton` for fp8. It also takes
-        `triton` for training in 16 bits on Hopper, up to head_dim 128 and from 512 rows and keys on ([the exact
-        rule](docs/api.md#backends)), because the backward kernels of `triton` took less GPU time there.
-        But a small forward and backward pass takes the host {us["triton"] / 1000:.1f} ms with `triton` and
-        {us["flash_attention"] / 1000:.2f} ms with `cuda` ([host time](docs/benchmarks.md#host-time)). So pass
-        `backend="cuda"` if the model or the batch is small.""")
+        The recorded bf16 backward passes reach {span(backward)} of the speed of cuDNN. They are those of Triton and
+        of `csrc/flash_bwd_sm80.cu`, and older than `csrc/flash_bwd_sm90.cu`, which is written for Hopper.""")
 
 
 def both_passes(backward_of):
@@ -87,13 +77,13 @@ def results():
         bullet(f"""**FlashAttention-3 and FlashAttention-4** were not installed on this machine. `sm90` is about as
             fast as the fastest of these two and cuDNN ({span(by_best)} times, by setting). This is an estimate, through
             cuDNN and a run on another H200."""),
-        bullet(f"""**Backward, bf16: not fast yet.** On average, up to head_dim 128, the Triton kernels reach
-            {mean(small[0])} of the speed of cuDNN ({span(small[0])}) and {mean(small[1])} times the speed of FA2. At
-            head_dim 256, the CUDA kernel reaches {mean(large[0])} of the speed of cuDNN ({span(large[0])}) and
-            {mean(large[1])} times the speed of FA2."""),
-        bullet(f"""**Training, bf16.** Up to head_dim 128, `backend="auto"` runs Triton for both passes. By the sum of
-            the two passes, which were timed separately, it reaches {mean(both[0])} of the speed of cuDNN
-            ({span(both[0])}) and {mean(both[1])} times the speed of FA2."""),
+        bullet(f"""**Backward, bf16.** This was recorded before `csrc/flash_bwd_sm90.cu` existed. On average, up to
+            head_dim 128, the Triton kernels reach {mean(small[0])} of the speed of cuDNN ({span(small[0])}) and
+            {mean(small[1])} times the speed of FA2. At head_dim 256, `csrc/flash_bwd_sm80.cu` reaches {mean(large[0])}
+            of the speed of cuDNN ({span(large[0])}) and {mean(large[1])} times the speed of FA2."""),
+        bullet(f"""**Training with Triton, bf16.** By the sum of both passes of `backend="triton"`, which were timed
+            separately, it reaches {mean(both[0])} of the speed of cuDNN ({span(both[0])}) and {mean(both[1])} times the
+            speed of FA2, up to head_dim 128."""),
         bullet(f"""**fp32 without TF32.** On average, up to head_dim 128, the forward kernel `dmma` is {mean(dmma)}
             times as fast as PyTorch's memory-efficient kernel ({span(dmma)}). At head_dim 256, `simt` serves and
             reaches {simt:.2f} of the speed of that kernel. The Triton kernels take {min(by_triton):.1f} to
@@ -418,7 +408,7 @@ def tests():
         {gpu['passed']} tests, skipped {gpu['skipped']} and took {gpu['duration_s'] / 60:.1f} minutes{parts}.""")
 
 
-BLOCKS = {block.__name__: block for block in (opening, choice, results, forward, peers, heads, ampere, fp32, varlen,
+BLOCKS = {block.__name__: block for block in (opening, results, forward, peers, heads, ampere, fp32, varlen,
                                               varlen_backward, window, scores, backward, backward_heads, triton, matmul,
                                               training, host, memory, build, tests)}
 BLOCKS |= ladder_tables.BLOCKS

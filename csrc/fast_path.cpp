@@ -54,12 +54,11 @@ bool take_optional(OptionalTensor &to, py::handle x) {
 }  // namespace
 
 // Returns out, or (out, lse). Returns None if the call is unusual or wrong: Python and the dispatcher then serve it or
-// say what is wrong. Calls warn_slow with the reason why tensor cores could not serve it, if there is one. If gradients
-// are wanted and may_train is not None, may_train(q, k, seq_major) says whether csrc is to make them. seq_major: rows
-// come before heads; then q, k and v may be 3D, a packed batch. lengths: as backends.py's Lengths.
-py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q_, py::handle k_, py::handle v_,
-                        py::handle causal, py::handle softmax_scale, bool seq_major, bool return_lse,
-                        bool deterministic, py::handle window_size, py::tuple lengths, py::handle sinks) {
+// say what is wrong. Calls warn_slow with the reason why tensor cores could not serve it, if there is one. seq_major:
+// rows come before heads; then q, k and v may be 3D, a packed batch. lengths: as backends.py's Lengths.
+py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::handle v_, py::handle causal,
+                        py::handle softmax_scale, bool seq_major, bool return_lse, bool deterministic,
+                        py::handle window_size, py::tuple lengths, py::handle sinks) {
     for (py::handle x : {q_, k_, v_})
         if (!THPVariable_CheckExact(x.ptr())) return py::none();
     const at::Tensor &q = THPVariable_Unpack(q_.ptr()), &k = THPVariable_Unpack(k_.ptr());
@@ -86,8 +85,6 @@ py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q
     const bool needs_grad =
         at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
     if (needs_grad && is_packed && options.seqused_k) return py::none();  // packed.py gives samples keys of their own
-    if (needs_grad && !is_packed && !may_train.is_none() && !may_train(q_, k_, seq_major).cast<bool>())
-        return py::none();
     auto [out, lse, slow_because] = [&]() -> Output {
         const py::gil_scoped_release released;  // a launch may wait, for memory or a place in the queue
         if (needs_grad) {

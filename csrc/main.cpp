@@ -13,9 +13,9 @@ namespace minimal_attn {
 namespace py = pybind11;
 
 // fast_path.cpp
-py::object fast_forward(py::handle warn_slow, py::handle may_train, py::handle q, py::handle k, py::handle v,
-                        py::handle causal, py::handle softmax_scale, bool seq_major, bool return_lse,
-                        bool deterministic, py::handle window_size, py::tuple lengths, py::handle sinks);
+py::object fast_forward(py::handle warn_slow, py::handle q, py::handle k, py::handle v, py::handle causal,
+                        py::handle softmax_scale, bool seq_major, bool return_lse, bool deterministic,
+                        py::handle window_size, py::tuple lengths, py::handle sinks);
 
 // sdpa_override.cpp
 void define_sdpa_override(py::module_ &m);

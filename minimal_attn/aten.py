@@ -1,4 +1,4 @@
-"""The attention ops of torch's aten library, by the kernels of csrc and, for some gradients, by those of triton_ref.
+"""The attention ops of torch's aten library, by the kernels of csrc.
 
 scaled_dot_product_attention, varlen_attn and nested tensors choose one of these ops, and autograd and torch.compile
 know the derivatives and the shapes of all of them. Each function here has the signature of an op and returns what the
@@ -24,8 +24,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from . import _build, twin
-from .choice import csrc_trains
+from . import _build
 from .cuda import _warn_slow
 from .lengths import NO_WINDOW
 
@@ -55,12 +54,10 @@ def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LEN
         return None
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
-    run, mode = torch.ops.minimal_attn.flash_backward.default, deterministic
-    if q.is_cuda and lengths is NO_LENGTHS and bias is None and not csrc_trains(q, k, False):
-        run, mode = twin.backward, not deterministic  # whether it may choose tiles by time
+    run = torch.ops.minimal_attn.flash_backward.default
     try:
         dq, dk, dv, _, dbias = run(dout, None, q, k, v, out, lse.contiguous(), *lengths, None, None, bias, scale, 0.0,
-                                   *window, 0.0, None, mode, True, True, False, need_dbias)
+                                   *window, 0.0, None, deterministic, True, True, False, need_dbias)
     except ValueError:  # as in _attend
         return None
     return dq, dk, dv, dbias if need_dbias else None

@@ -11,7 +11,6 @@ from torch import Tensor
 from . import _build
 from .backends import Backend, Lengths, warn
 from .checks import is_eager, shown, wants_gradient
-from .choice import csrc_trains
 from .lengths import NO_WINDOW
 from .reference import DTYPES
 
@@ -29,14 +28,13 @@ _fast_forward = None  # of csrc/fast_path.cpp, once it is loaded
 NO_LENGTHS = Lengths()
 
 
-def fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, backend, window_size=NO_WINDOW,
+def fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size=NO_WINDOW,
               lengths=NO_LENGTHS, sinks=None):
     """The result of an everyday call on CUDA tensors, straight from C++, or None for all others."""
     if torch.compiler.is_compiling() or _fast_forward is None:
         return None
-    may_train = csrc_trains if backend == "auto" else None
-    return _fast_forward(_warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic,
-                         window_size, lengths, sinks)
+    return _fast_forward(_warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size,
+                         lengths, sinks)
 
 
 @functools.cache  # once a reason
@@ -98,10 +96,11 @@ class force_kernel:
 
     The kernel is forced from this call on, or inside a with statement: with force_kernel("sm80"): ... It is forced for
     the whole process, so use one thread at a time. Forward and backward passes obey what is forced when they run. The
-    gradients of "sm90" are those of "sm80", and those of "dmma" are those of "simt". A call that the kernel cannot
-    serve raises ValueError. backend="auto" may still choose "triton", and CPU tensors always use the host build. With
-    torch.compile, put the with statement around the compiled function. The environment variable MINIMAL_ATTN_KERNEL
-    forces a kernel from the time when csrc is loaded.
+    gradients of "sm90" are those of flash_bwd_sm90.cu and flash_bwd_wide_sm90.cu where these serve the call, else those
+    of "sm80"; the gradients of "dmma" are those of "simt". A call that the kernel cannot serve raises ValueError. With
+    backend="auto", float8 still takes "triton", and CPU tensors always use the host build. With torch.compile, put the
+    with statement around the compiled function. The environment variable MINIMAL_ATTN_KERNEL forces a kernel from the
+    time when csrc is loaded.
 
     Args:
         kernel: "simt", "sm80", "sm90" or "dmma"; None: the kernel is chosen for each call again.

@@ -63,7 +63,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
             is None and attention_chunk == 0 and (backend == "auto" or backend == "cuda")
             and isinstance(deterministic, bool)):
         result = fast_path(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs, deterministic,
-                           backend, window_size, NO_LENGTHS, sinks)
+                           window_size, NO_LENGTHS, sinks)
         if result is not None:
             return (*result, None) if return_attn_probs else result
     _refuse("flash_attn_func", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
@@ -125,8 +125,8 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     if (is_zero(dropout_p) and is_zero(softcap) and alibi_slopes is block_table is page_table is out is q_descale
             is k_descale is v_descale is qv is None and attention_chunk == 0
             and (backend == "auto" or backend == "cuda") and isinstance(deterministic, bool)):
-        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, backend, window_size,
-                           lengths, sinks)
+        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size, lengths,
+                           sinks)
         if result is not None:
             return (*result, None) if return_attn_probs else result
     _refuse("flash_attn_varlen_func", block_table=block_table, page_table=page_table, q_descale=q_descale,

@@ -83,14 +83,14 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             dropout_p is 0.
         deterministic: gradients that are bitwise the same in every run; torch.use_deterministic_algorithms does the
             same. Without it, "cuda" adds up dq of 16-bit inputs by atomics, in any order; with it, in a fixed order,
-            which is slower. With it, "triton" takes its tiles from a table and times nothing. All else of these two
-            backends repeats bitwise anyway; "torch" and "reference" repeat as far as torch's operations do.
+            which is slower. Above head_dim 128, Hopper's kernel needs no atomics. With it, "triton" takes its tiles
+            from a table and times nothing. All else of these two backends repeats bitwise anyway; "torch" and
+            "reference" repeat as far as torch's operations do.
         return_lse: also return each row's log-sum-exp, of the scores before dropout.
         backend: "cuda" (csrc; on CPU tensors flash.cu compiled for the CPU), "triton", "torch"
-            (scaled_dot_product_attention), "reference", or "auto". "auto" takes "torch" for CPU tensors and "cuda" for
-            CUDA tensors. It takes "triton" for float8, and for inputs that require grad where "triton" is faster
-            (choice.py). If the one is missing, it takes the other. It takes "torch" for gradients under a transform of
-            torch.func.
+            (scaled_dot_product_attention), "reference", or "auto". "auto" takes "torch" for CPU tensors, "triton" for
+            float8 CUDA tensors and "cuda" for all other CUDA tensors. If csrc cannot be built, it takes "triton", and
+            "torch" if Triton is missing too. It takes "torch" for gradients under a transform of torch.func.
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk), also of a packed batch's B samples: factors
             of the values of each key/value head and of the query heads that read it; 1 if None. Negative ones give NaN.
             As in FlashAttention-3.
@@ -136,7 +136,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         CPU tensors. On a GPU, "cuda" and "triton" do not read them on the host, so that CUDA graphs may change them,
         and clamp what is out of range; "torch" and "reference" copy a packed batch to a padded one, for which they read
         the largest length, unless a CUDA graph is captured or torch.compile traces. In packed batches, the tiles of
-        "cuda" and "triton" depend on head_dim alone, so that a sample's bits do not depend on its batch.
+        "cuda" and "triton" do not depend on lengths, so that a sample's bits do not depend on its batch.
 
     Returns:
         out, of q's shape, with v's head_dim, and q's dtype; bfloat16 for float8, autocast's dtype under torch.autocast.
@@ -169,8 +169,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     if (seq_lens is q_descale is k_descale is v_descale is alibi_slopes is attn_bias is None
             and (backend == "auto" or backend == "cuda") and is_zero(dropout_p) and is_zero(softcap)
             and isinstance(deterministic, bool)):
-        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, backend, window_size, lengths,
-                           sinks)
+        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, window_size, lengths, sinks)
         if result is not None:
             return result
     return checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend,
@@ -191,8 +190,7 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     """flash_attention without its fast path. scale_name: what the caller calls sm_scale."""
     q, k, v = autocast(q, k, v)
     dropout_p, softcap = check_dropout_p(dropout_p), check_softcap(softcap)
-    has_scores = softcap > 0 or alibi_slopes is not None or attn_bias is not None
-    name = auto_backend(q, k, v, lengths, sinks, attn_bias, has_scores) if backend == "auto" else backend
+    name = auto_backend(q, k, v, sinks, attn_bias) if backend == "auto" else backend
     if name not in tuple(BACKENDS):  # a dict would not take a list as a key
         raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[name]
@@ -267,8 +265,11 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         bytes. "dmma" (flash_dmma.cu, tensor cores for fp64): float32 with head_dim 33 to 128 on GPUs of sm_90,
         without dropout, sinks, softcap, alibi_slopes and attn_bias.
         These three need head_dims, strides and addresses that are multiples of 16 bytes. "simt" (flash.cu): everything
-        else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors. The gradients of "sm90" are those of "sm80",
-        and those of "dmma" are those of "simt".
+        else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors.
+        Another kernel may compute the gradients. On Hopper, those of calls in 16 bits, also with dropout, are "sm90"'s
+        (flash_bwd_sm90.cu; flash_bwd_wide_sm90.cu for a head_dim over 128), and "sm80"'s where that has no backward
+        pass: with an attn_bias, and for a head_dim over 128 with dropout, softcap or alibi_slopes. The gradients of
+        "dmma" are those of "simt".
 
     Raises:
         ValueError: the forced kernel cannot serve the call.

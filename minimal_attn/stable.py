@@ -79,8 +79,8 @@ class Library:
         """flash_forward with its derivative, without torch.library's."""
         return self._with_reason(FlashAttention.apply(*inputs))
 
-    def fast_forward(self, warn_slow, may_train, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic,
-                     window_size, lengths, sinks):
+    def fast_forward(self, warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size,
+                     lengths, sinks):
         """As in csrc/fast_path.cpp: out, or (out, lse), or None if the call is unusual or wrong."""
         is_packed = lengths[0] is not None
         if not (is_everyday(q, k, v, causal, softmax_scale, window_size, (*lengths, sinks))
@@ -88,8 +88,6 @@ class Library:
             return None
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if needs_grad and is_packed and lengths[3] is not None:  # packed.py gives samples keys of their own
-            return None
-        if needs_grad and not is_packed and may_train is not None and not may_train(q, k, seq_major):
             return None
         attend = self.differentiable_forward if needs_grad else self.flash_forward
         scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale

@@ -20,7 +20,6 @@ class Twin:
     """What triton_ref offers."""
 
     forward: Callable  # as Backend's
-    backward: Callable  # the arguments and results of the op minimal_attn::triton_backward, see triton_ref/ops.py
     matmul: Callable  # interface.triton_matmul
     is_interpreted: bool  # its kernels run on the CPU, in Triton's interpreter
 
@@ -59,11 +58,6 @@ def matmul() -> Callable:
     if error := why_not_imported():
         raise ModuleNotFoundError(f"triton is required for triton_matmul (pip install triton): {error}")
     return _twin.matmul
-
-
-def backward(*inputs):
-    """The gradients of a call whose forward pass another backend may have run; triton_ref is imported already."""
-    return _twin.backward(*inputs)
 
 
 def _forward(q, k, v, options):

@@ -646,7 +646,7 @@ def step(q, k, v, **options):
 
 @gpu
 @each_backend
-@pytest.mark.parametrize("seqlen", [128, 640])  # csrc's gradients, and on Hopper Triton's
+@pytest.mark.parametrize("seqlen", [128, 640])
 def test_profile_has_our_kernels_alone(backend, seqlen):
     """Whichever backend torch chooses, also of itself. Without activate, the same call runs none of ours."""
     q, k, v = halves(*3 * [(2, 4, seqlen, 64)])
@@ -878,7 +878,6 @@ def test_cuda_graph(backend):
 @pytest.mark.parametrize("shape", [(1, 2, 700, 64), (2, 4, 384, 64), (1, 2, 900, 256)], ids=str)
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=lambda x: x.name)
 def test_deterministic_algorithms(backend, shape):
-    """Gradients by Triton in the first shape, and by csrc in the others."""
     q, k, v = halves(*3 * [shape])
     torch.use_deterministic_algorithms(True)
     try:

@@ -17,9 +17,8 @@ from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, GATE, LAYOUTS, Case, base
                    dtype_params, dtypes_of, exact, is_fast, make_inputs, make_tensor, mask_of, options, serves,
                    slow_unless)
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, WITHOUT_DROPOUT
-from minimal_attn import choice, flash_attention
+from minimal_attn import flash_attention
 from minimal_attn.backends import Lengths, Options
-from minimal_attn.choice import twin_trains
 from minimal_attn.dropout import keep_mask, keep_scale
 
 CASES_HERE = [case for case in CASES + BACKWARD_TILE_CASES
@@ -622,43 +621,12 @@ def test_tensors_on_another_gpu(impl):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlen, head_dim, dtype", [(40, 64, torch.bfloat16), (600, 64, torch.half),
                                                      (600, 256, torch.half), (600, 64, torch.float32)], ids=str)
-def test_auto_backend_has_the_gradients_of_twin_trains(seqlen, head_dim, dtype):
+def test_auto_backend_has_the_gradients_of_csrc(seqlen, head_dim, dtype):
     """Bit for bit; deterministic, or atomics would sum dq in another order each time."""
     q, k, v, dout = make_all(Case("auto", Sq=seqlen, Sk=seqlen, D=head_dim), dtype, "cuda")
-    backend, is_hopper = "triton" if twin_trains(q, k) else "cuda", torch.cuda.get_device_capability()[0] == 9
-    assert (backend == "triton") == ((seqlen, head_dim, dtype) == (600, 64, torch.half) and is_hopper)
     expected, auto = (gradients(lambda *qkv: flash_attention(*qkv, deterministic=True, backend=name), q, k, v, dout)
-                      for name in (backend, "auto"))
+                      for name in ("cuda", "auto"))
     assert all(map(torch.equal, auto, expected))
-
-
-@pytest.mark.parametrize("shape, dtype, is_twin", [
-    ((8, 16, 2048, 128), torch.bfloat16, True), ((1, 1, 2048, 128), torch.half, True),
-    ((8, 16, 2048, 128), torch.float32, False), ((8, 16, 2048, 129), torch.half, False),
-    ((8, 16, 200, 128), torch.half, False), ((1024, 64), torch.half, False),
-    ((8, 1024, 64), torch.half, True)], ids=str)
-def test_twin_trains(shape, dtype, is_twin, monkeypatch):
-    """By dtype, head_dim and lengths, for tensors of any shape."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert twin_trains(*[torch.empty(shape, device="meta", dtype=dtype)] * 2) is is_twin
-
-
-def test_twin_trains_is_constant_for_torch_compile(monkeypatch):
-    """It is asked while torch.compile traces, so that the graph stays one."""
-    torch.compiler.reset()
-    asked = []
-    monkeypatch.setattr(choice, "_device_is_hopper", lambda device: asked.append(device) or True)
-    q = torch.randn(1, 2, 600, 64, dtype=torch.half)
-    compiled = torch.compile(lambda q: q + 1 if twin_trains(q, q) else q, fullgraph=True, backend="eager")
-    assert all(compiled(q).equal(q + 1) for _ in range(2)) and asked == [q.device]
-
-
-def test_twin_trains_depends_on_both_lengths(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    x = torch.empty(2, 8, 1024, 128, device="meta", dtype=torch.half)
-    assert twin_trains(x, x) and not twin_trains(x, x[:, :, :300]) and not twin_trains(x[:, :, :300], x)
-    rows = x.transpose(1, 2)
-    assert twin_trains(rows, rows, seq_major=True) and not twin_trains(rows, rows) and not twin_trains(x, x[:, 0])
 
 
 @pytest.mark.gpu

@@ -23,7 +23,6 @@ from minimal_attn.bench import (attention, backward, forward_backward, matmul, m
                                 varlen_backward, window)
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
 from minimal_attn.bench.options import OPS
-from minimal_attn.choice import twin_trains
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OURS = "cuda:simt" if DEVICE == "cuda" else "cuda:host"
@@ -403,24 +402,6 @@ def test_recorded_speed_of_padded_head_dims(head_dim, padded):
 def test_recorded_host_cost(file, ours, peer, times):
     cost = json.loads((ROOT / "benchmarks/h200" / file).read_text())["meta"]["host_us"]
     assert cost[ours] <= times * cost[peer]
-
-
-BACKWARD_RECORDS = "backward.json", "backward_lengths.json"
-
-
-def test_recorded_gradients_agree_with_choice(monkeypatch):
-    """choice.py takes the faster backend of the records, to within 5 %."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the rule is that of an H200, whatever is here
-    chosen = set()
-    for setting, rows in itertools.chain(*(recorded(file).items() for file in BACKWARD_RECORDS)):
-        q, k = (torch.empty(setting.batch_size, heads, seqlen, setting.head_dim, device="meta",
-                            dtype=getattr(torch, setting.dtype))
-                for heads, seqlen in ((setting.nheads, setting.seqlen_q), (setting.nheads_k, setting.seqlen_k)))
-        choice = "triton" if twin_trains(q, k) else "cuda:sm80"
-        assert rows[choice]["tflops"] >= 0.95 * max(rows[x]["tflops"] for x in ("triton", "cuda:sm80")), setting
-        chosen.add((choice, setting.head_dim, min(setting.seqlen_q, setting.seqlen_k)))
-    # On both sides of both limits.
-    assert {("cuda:sm80", 256, 2048), ("triton", 128, 512), ("cuda:sm80", 64, 256), ("triton", 64, 512)} <= chosen
 
 
 @pytest.mark.slow

@@ -245,17 +245,16 @@ def test_auto_backend_does_not_depend_on_dropout(monkeypatch):
     for name, backend in BACKENDS.items():
         record = lambda q, *args, name=name, **options: chosen.append(name) or (q, None)  # noqa: E731
         monkeypatch.setitem(BACKENDS, name, dataclasses.replace(backend, forward=record, why_not=lambda device: None))
-    monkeypatch.setattr(choice, "_first_available", lambda prefers_triton: "triton" if prefers_triton else "cuda")
+    monkeypatch.setattr(choice, "_first_available", lambda: "cuda")
     on_cpu = torch.empty(2, 4, 20, 16)
     with FakeTensorMode():
-        on_gpu = torch.empty(2, 4, 1024, 16, device="cuda")
+        on_gpu = torch.empty(2, 4, 20, 16, device="cuda")
         for dropout_p in (0.0, 0.3):
-            for x in (on_gpu, on_gpu.to(torch.float8_e5m2), on_gpu.half().requires_grad_(),
-                      torch.empty(2, 4, 20, 16, device="cuda", dtype=torch.half).requires_grad_()):
+            for x in (on_gpu, on_gpu.to(torch.float8_e5m2), on_gpu.half().requires_grad_()):
                 flash_attention(x, x, x, dropout_p=dropout_p)
     for dropout_p in (0.0, 0.3):
         flash_attention(on_cpu, on_cpu, on_cpu, dropout_p=dropout_p)
-    assert chosen == ["cuda", "triton", "triton", "cuda"] * 2 + ["torch"] * 2
+    assert chosen == ["cuda", "triton", "cuda"] * 2 + ["torch"] * 2
 
 
 @pytest.mark.parametrize("dropout_seed", [None, seed_of(), 5])

@@ -421,7 +421,7 @@ def test_fast_path_errors_are_not_hidden(monkeypatch):
         flash_attention(*qkv())
 
 
-def test_auto_backend_checks_inputs_first(gradients):
+def test_auto_backend_checks_inputs_first():
     with FakeTensorMode():
         q = torch.empty(2, 4, 20, 16, device="cuda", dtype=torch.float16)
         with pytest.raises(TypeError, match="k must be a torch.Tensor, got list"):
@@ -656,21 +656,11 @@ def no_triton(monkeypatch, choosing):
     monkeypatch.setattr(minimal_attn.twin, "why_not_imported", lambda: "there is no triton")
 
 
-@pytest.fixture
-def gradients(monkeypatch):
-    """Wanted of fake CUDA tensors, of which autograd makes no graph where torch has no CUDA."""
-    monkeypatch.setattr(minimal_attn.choice, "wants_gradient", lambda x: True)
-
-
 # What is missing, and what "auto" then takes and says.
 MISSING = pytest.mark.parametrize("missing, backend, said", [
     (["no_nvcc"], "triton", "takes triton, since cuda is not available: there is no nvcc$"),
-    (["nvcc", "no_triton", "gradients"], "cuda",
-     "takes cuda for inputs that require grad, since triton is not available: there is no triton$"),
     (["no_nvcc", "no_triton"], "torch", "takes torch, since cuda is .*: there is no nvcc; triton is .* no triton$"),
-    (["no_nvcc", "no_triton", "gradients"], "torch",
-     "takes torch for inputs that require grad, since triton is .* no triton; cuda is .*: there is no nvcc$"),
-], ids=["nvcc", "triton, training", "both", "both, training"])
+], ids=["nvcc", "both"])
 
 
 @MISSING
@@ -682,7 +672,7 @@ def test_auto_backend_warns_once_of_what_is_missing(call, missing, backend, said
     record = lambda q, *args, **options: chosen.append(backend) or (q, None)  # noqa: E731
     monkeypatch.setitem(BACKENDS, backend, dataclasses.replace(BACKENDS[backend], forward=record))
     with FakeTensorMode():
-        q = torch.empty(2, 1024, 1024, 16, device="cuda", dtype=torch.float16)
+        q = torch.empty(2, 4, 20, 16, device="cuda", dtype=torch.float16)
         with pytest.warns(UserWarning, match=f"backend='auto' {said}") as caught:
             line = sys._getframe().f_lineno + 1
             assert [call(q, q, q).device.type for _ in range(3)] == ["cuda"] * 3
@@ -695,15 +685,19 @@ def test_auto_backend_compiles_fullgraph(missing, backend, said, request):
     for fixture in missing:
         request.getfixturevalue(fixture)
     with FakeTensorMode(), pytest.warns(UserWarning, match=f"backend='auto' {said}"):
-        q = torch.empty(2, 1024, 1024, 16, device="cuda", dtype=torch.float16)
+        q = torch.empty(2, 4, 20, 16, device="cuda", dtype=torch.float16)
         compiled = torch.compile(lambda q: flash_attention(q, q, q, True), fullgraph=True, backend="aot_eager")
         assert compiled(q).device.type == "cuda"
 
 
 @pytest.mark.filterwarnings("error")
-def test_auto_backend_does_not_warn(nvcc):
-    assert minimal_attn.choice._first_available(False) == "cuda"
-    assert minimal_attn.choice._first_available(True) == "triton"
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_auto_backend_does_not_warn(dtype, nvcc, no_triton):
+    """It takes csrc on a GPU without asking for Triton, also where gradients are wanted."""
+    with FakeTensorMode():
+        for needs_grad in (False, True):
+            q = torch.empty(2, 4, 1024, 64, device="cuda", dtype=dtype, requires_grad=needs_grad)
+            assert minimal_attn.choice.auto_backend(q, q, q) == "cuda"
 
 
 def test_cuda_backend_without_nvcc(no_nvcc):

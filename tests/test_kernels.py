@@ -279,7 +279,7 @@ def slow_library(monkeypatch):
     def slow_forward(forward):
         return lambda *inputs: (*forward(*inputs)[:2], "of a test")
 
-    def fast_forward(warn_slow, may_train, q, *rest):
+    def fast_forward(warn_slow, q, *rest):
         warn_slow("of a test")
         return q
 
@@ -362,10 +362,10 @@ def no_warning(reason):
     raise AssertionError(reason)
 
 
-def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, warn_slow=no_warning, trains=True,
+def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, warn_slow=no_warning,
          window_size=(-1, -1), lengths=Lengths(), sinks=None):
-    return minimal_attn.load().fast_forward(warn_slow, lambda q, k, seq_major: trains, q, k, v, causal, scale,
-                                            seq_major, return_lse, False, window_size, lengths, sinks)
+    return minimal_attn.load().fast_forward(warn_slow, q, k, v, causal, scale, seq_major, return_lse, False,
+                                            window_size, lengths, sinks)
 
 
 def test_fast_path_refuses_cpu_tensors():
@@ -472,9 +472,9 @@ def test_fast_path_refuses(gpu):
     assert fast(q, k, v) is not None and fast(q.requires_grad_().detach(), k, v) is not None
     q = q.detach()
     grad = q.clone().requires_grad_()
-    assert fast(grad, k, v, trains=False) is None and fast(grad, k, v).requires_grad
+    assert fast(grad, k, v).requires_grad
     with torch.no_grad():
-        assert fast(grad, k, v, trains=False) is not None
+        assert not fast(grad, k, v).requires_grad
     none = torch.tensor(1.0, device="cuda", dtype=HALF)
     for tensors in (qkv(), (none, none, none), (q, k.float(), v), (q[:, 0], k[:, 0], v[:, 0]), (q, k, v[:, :3]),
                     (q[:0], k[:0], v[:0]), (q.transpose(2, 3), k, v), (q, k, "v"), (q, k, v.cpu()),

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 import minimal_attn
 from cases import SEED, compiler_for, make_tensor, slow_unless
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES, WITHOUT_DROPOUT, captured
-from minimal_attn import FlashMHA, choice, flash_attention, flash_attn_func, pad_input, reference_attention, unpad_input
+from minimal_attn import FlashMHA, flash_attention, flash_attn_func, pad_input, reference_attention, unpad_input
 from minimal_attn.backends import Lengths, Options
 from minimal_attn.dropout import keep_mask, keep_scale
 from minimal_attn.reference import reference_forward
@@ -377,18 +377,6 @@ def test_shared_keys_of_heads_that_overlap(impl):
     got, want = (torch.autograd.grad(x.square().sum(), k)[0] for x in (out, want))
     assert want.any()
     close(got, want.double(), 3 * TOLERANCE[dtype])
-
-
-def test_auto_of_packed_batches(monkeypatch):
-    """The length of a packed batch, which is not that of a sample, chooses nothing."""
-    monkeypatch.setattr(choice, "_first_available", lambda prefers_triton: "triton" if prefers_triton else "cuda")
-    q = torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
-    x = torch.empty(3)
-    assert choice.auto_backend(q, q, q) == "triton" and choice.auto_backend(q, q, q, Lengths(x, x)) == "cuda"
-    assert choice.auto_backend(q, q, q, Lengths(x, x, None, x)) == "cuda"
-    assert choice.auto_backend(q, q, q, Lengths(None, None, None, x)) == "triton"
 
 
 @each_impl

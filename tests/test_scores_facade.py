@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import minimal_attn
 from conftest import HAS_GPU
-from minimal_attn import (FlashMHA, backends, choice, flash_attention, flash_attn, flash_attn_func,
+from minimal_attn import (FlashMHA, backends, flash_attention, flash_attn, flash_attn_func,
                           flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, interface,
                           reference_attention, sdpa, which_kernel)
 from test_lengths import DEVICE, DTYPES, IMPLS, close
@@ -111,23 +111,6 @@ def test_float8_by_the_reference():
 # Which backend serves them.
 
 GIVEN = {"softcap": 2.0, "alibi_slopes": slopes(H), "attn_bias": mask(7, 9)}
-
-
-@pytest.mark.parametrize("name", GIVEN)
-def test_auto_takes_csrc_on_a_gpu(name, monkeypatch):
-    """For gradients too, of which nothing was measured. On the CPU it takes torch."""
-    monkeypatch.setattr(choice, "_first_available", lambda prefers_triton: "triton" if prefers_triton else "cuda")
-    monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
-    q = torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
-    assert choice.auto_backend(q, q, q, has_scores=True) == "torch"
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "is_cuda", True)
-        assert choice.auto_backend(q, q, q) == "triton" and choice.auto_backend(q, q, q, has_scores=True) == "cuda"
-    asked = []
-    monkeypatch.setattr(interface, "auto_backend", lambda *args: asked.append(args[6]) or "torch")
-    flash_attention(*inputs(), **{name: GIVEN[name]})
-    flash_attention(*inputs(), softcap=0.0)
-    assert asked == [True, False]
 
 
 @pytest.mark.parametrize("name", GIVEN)

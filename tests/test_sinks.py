@@ -202,13 +202,19 @@ def test_float8_by_the_reference():
     assert flash_attention(q, k, v, sinks=sinks, backend="reference").equal(want)
 
 
-def test_auto_counts_sinks_among_what_wants_gradients(monkeypatch):
-    monkeypatch.setattr(choice, "_first_available", lambda prefers_triton: "triton" if prefers_triton else "cuda")
-    monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
+@pytest.mark.parametrize("name, backend", [("sinks", "torch"), ("attn_bias", "torch"), (None, "cuda")])
+def test_auto_counts_sinks_and_biases_among_what_wants_gradients(name, backend, monkeypatch):
+    """Under a transform of torch.func, where it takes torch for gradients."""
+    monkeypatch.setattr(choice, "_first_available", lambda: "cuda")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    q, sinks = torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16), torch.zeros(2)
-    assert choice.auto_backend(q, q, q, sinks=sinks) == "cuda"
-    assert choice.auto_backend(q, q, q, sinks=sinks.requires_grad_()) == "triton"
+    q, chosen = torch.empty(1, 2, 40, 64), []
+
+    def of(x):
+        chosen.append(choice.auto_backend(q, q, q, **({name: x} if name else {})))
+        return x.sum()
+
+    torch.func.grad(of)(torch.zeros(2))
+    assert chosen == [backend]
 
 
 # The functions of flash-attn.

@@ -156,10 +156,8 @@ def fault(op, *inputs):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
-def fast(q, k, v, causal=False, scale=None, seq_major=False, window_size=(-1, -1), lengths=Lengths(), sinks=None,
-         trains=True):
-    return library.fast_forward(print, lambda *x: trains, q, k, v, causal, scale, seq_major, True, True, window_size,
-                                lengths, sinks)
+def fast(q, k, v, causal=False, scale=None, seq_major=False, window_size=(-1, -1), lengths=Lengths(), sinks=None):
+    return library.fast_forward(print, q, k, v, causal, scale, seq_major, True, True, window_size, lengths, sinks)
 """
 CHECKS = {"opcheck": """
 inputs = q, k, v, *[None] * 7, 0.3, 0.0, -1, -1
@@ -223,8 +221,8 @@ used = Lengths(*ends, None, ends[1][1:])
 assert fast(*packed, seq_major=True, lengths=used) is None  # gradients of keys that samples may share
 with torch.no_grad():
     assert fast(*packed, seq_major=True, lengths=used)[0].shape == packed[0].shape
-# What the op refuses, the checks in Python are to refuse, and what Triton trains better is left to it.
-assert fast(q, k[:1], v) is fast(q, k, v, sinks=sinks.half()) is fast(q, k, v, trains=False) is None
+# What the op refuses, the checks in Python are to refuse.
+assert fast(q, k[:1], v) is fast(q, k, v, sinks=sinks.half()) is None
 """}
 ON_A_GPU = """
 q, k, v = (x.detach().cuda() for x in (q, k, v))
