@@ -231,6 +231,8 @@ const std::vector<Case> cases = {
     {"sm90_turns",        b16, 1, 2, 1, 200, 700,  64, false, kRows,     {},   kSm90},
     {"sm90_turns_128",    f16, 1, 2, 2, 450, 400, 128, false, kHeads,    {},   kSm90},
     {"sm90_turns_causal", f16, 1, 1, 1, 200, 700, 128, true,  kRows,     {},   kSm90},
+    {"sm90_many_192",     b16, 2, 4, 2, 200, 140, 192, true,  kHeads,    {},   kSm90},
+    {"sm90_256_rows",     f16, 1, 1, 1, 330,  70, 256, false, kRows,     {},   kSm90},
     {"sm90_long",         b16, 1, 1, 1, 2090,  70, 128, true,  kRows,     {},   kSm90},
     // Samples that end where a block does, a row later, in the first row or before it, or only say so.
     {"sm90_lens_64",      f16, 6, 1, 1, 260, 260,  64, false, kHeads,    {1, 128, 129, 0, 256, 1 << 30}, kSm90},
@@ -542,6 +544,11 @@ template <typename T> void narrow_backward(const Case &c, const AttnBackwardPara
 #if MINIMAL_ATTN_EMULATED
 std::vector<std::string> schedules;
 
+// Whether the order in which dq is summed depends on the number of SMs, see Steps in bwd_producer_sm90.cuh.
+bool has_turns(const Case &c) {
+    return is_sm90_backward(c) && c.max_head_dim() <= 128 && c.dropout_p == 0 && !c.causal;
+}
+
 // "--late=7" and the like, on a GPU with shared memory for the tiles that a case is about. There are few SMs, so that a
 // persistent block takes several tiles.
 void choose_schedule(const std::string &name, const Case &c) {
@@ -551,7 +558,7 @@ void choose_schedule(const std::string &name, const Case &c) {
                                                    : emulator::Mode::kRandom;
     const size_t shared_memory = c.tiling == kNarrow ? 64 << 10 : c.tiling == kSm80Narrow ? 99 << 10 : 227 << 10;
     emulator::schedule = {mode, seed};
-    emulator::gpu = {.num_sms = int(seed % 4) + 1, .max_shared_memory = shared_memory};
+    emulator::gpu = {.num_sms = has_turns(c) ? 3 : int(seed % 4) + 1, .max_shared_memory = shared_memory};
 }
 bool names_tiles(const Case &) { return false; }
 #else
