@@ -72,7 +72,7 @@ def ladder_milestones():
 def ladder_forward():
     cudnn = ratios(settings("forward", *SIZE, dtype="bfloat16"), "cuda:sm90", "torch:cudnn")
     longest = dict(head_dim=128, causal=False, seqlen_q=16384, dtype="bfloat16")
-    _, by_best = other_flash()
+    _, by_best = other_flash(cudnn)
     today = " / ".join(mean({x: value for x, value in by_best.items() if x[0] == d}) for d in (64, 128, 256))
     return paragraph(f"""Over {len(cudnn)} recorded settings in bf16, `flash_sm90.cu` is on average {mean(cudnn)} times
         as fast as cuDNN ({span(cudnn)} by setting). At head_dim 128 and S = 16384 without a mask it reaches

@@ -22,16 +22,13 @@ BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
 
 def opening():
     forward = ratios(settings("forward", *SIZE, dtype="bfloat16"), "cuda:sm90", "torch:cudnn")
-    rows_of = backward_settings()
-    backward = (ratios(up_to_128(rows_of), "triton", "torch:cudnn")
-                | ratios(from_256(rows_of), "cuda:sm80", "torch:cudnn"))
+    backward = ratios(backward_settings(), "cuda:sm90", "torch:cudnn")
     short = max(s for (_, _, s), value in forward.items() if value <= 1)
     longer = {setting: value for setting, value in forward.items() if setting[2] > short}
     shorter = {setting: value for setting, value in forward.items() if setting[2] <= short}
     return paragraph(f"""On an H200, the bf16 forward pass is {span(longer)} times as fast as that of cuDNN for sequence
         lengths S from {min(s for _, _, s in longer)} on, and {span(shorter)} times as fast up to S = {short}.
-        The recorded bf16 backward passes reach {span(backward)} of the speed of cuDNN. They are those of Triton and
-        of `csrc/flash_bwd_sm80.cu`, and older than `csrc/flash_bwd_sm90.cu`, which is written for Hopper.""")
+        The bf16 backward pass is {span(backward)} times as fast as that of cuDNN.""")
 
 
 def both_passes(backward_of):
@@ -54,15 +51,15 @@ def results():
     rows_of, backward_of = by_size(settings("forward", *SIZE, dtype="bfloat16")), backward_settings()
     cudnn, flash = (ratios(rows_of, "cuda:sm90", peer) for peer in ("torch:cudnn", "torch:flash"))
     shown = {(d, s): rows for (d, causal, s), rows in rows_of.items() if causal and s != 8192}
-    small = [ratios(up_to_128(backward_of), "triton", peer) for peer in ("torch:cudnn", "torch:flash")]
-    large = [ratios(from_256(backward_of), "cuda:sm80", peer) for peer in ("torch:cudnn", "torch:flash")]
+    backward = [ratios(backward_of, "cuda:sm90", peer) for peer in ("torch:cudnn", "torch:flash")]
     both = [ratios(both_passes(up_to_128(backward_of)), "triton", peer) for peer in ("torch:cudnn", "torch:flash")]
     fp32_of = settings("fp32", *SHAPE)
     dmma = ratios(fp32_of, "cuda:dmma", "torch:efficient")
     (simt,) = [ratio(rows, "cuda:simt", "torch:efficient") for rows in fp32_of.values() if "cuda:dmma" not in rows]
     by_triton = [rows["triton"]["ms"] / rows["cuda:dmma" if "cuda:dmma" in rows else "cuda:simt"]["ms"]
                  for rows in fp32_of.values()]
-    _, by_best = other_flash()
+    _, by_best = other_flash(cudnn)
+    _, of_best = other_flash(backward[0], "backward")
     return "\n".join([
         paragraph("""TFLOP/s with a causal mask. Each batch has B·S = 16384 tokens, and H·D = 2048. `sm90` is the kernel
             of this library that serves these calls. cuDNN and FA2 (FlashAttention-2) are two of the kernels behind
@@ -77,10 +74,10 @@ def results():
         bullet(f"""**FlashAttention-3 and FlashAttention-4** were not installed on this machine. `sm90` is about as
             fast as the fastest of these two and cuDNN ({span(by_best)} times, by setting). This is an estimate, through
             cuDNN and a run on another H200."""),
-        bullet(f"""**Backward, bf16.** This was recorded before `csrc/flash_bwd_sm90.cu` existed. On average, up to
-            head_dim 128, the Triton kernels reach {mean(small[0])} of the speed of cuDNN ({span(small[0])}) and
-            {mean(small[1])} times the speed of FA2. At head_dim 256, `csrc/flash_bwd_sm80.cu` reaches {mean(large[0])}
-            of the speed of cuDNN ({span(large[0])}) and {mean(large[1])} times the speed of FA2."""),
+        bullet(f"""**Backward, bf16.** Over {len(backward_of)} settings, `sm90` is on average {mean(backward[0])} times
+            as fast as cuDNN ({span(backward[0])}) and {mean(backward[1])} times as fast as FA2. FlashAttention-3 is
+            about as fast: by the same estimate, `sm90` reaches {mean(of_best)} of the fastest of these, FA3 and FA4
+            ({span(of_best)})."""),
         bullet(f"""**Training with Triton, bf16.** By the sum of both passes of `backend="triton"`, which were timed
             separately, it reaches {mean(both[0])} of the speed of cuDNN ({span(both[0])}) and {mean(both[1])} times the
             speed of FA2, up to head_dim 128."""),
@@ -113,7 +110,7 @@ def forward():
 
 
 def peers():
-    best, by_best = other_flash()
+    best, by_best = other_flash(ratios(settings("forward", *SIZE, dtype="bfloat16"), "cuda:sm90", "torch:cudnn"))
     lowest = min(by_best, key=by_best.get)
     return paragraph(f"""FlashAttention-3 and FlashAttention-4 were not installed on this machine. They were measured
         beside cuDNN on another H200 ([peers.json](../benchmarks/peers.json)). There, the fastest of the three was
@@ -298,30 +295,29 @@ def from_256(rows_of):
     return {setting: rows for setting, rows in rows_of.items() if setting[0] >= 256}
 
 
-BACKWARD_IMPLS = "cuda:sm80", "triton", "torch:flash", "torch:cudnn"
+BACKWARD_IMPLS = "cuda:sm90", "cuda:sm80", "triton", "torch:flash", "torch:cudnn"
 
 
 def backward():
     rows_of = backward_settings()
+    flash, cudnn = (ratios(rows_of, "cuda:sm90", peer) for peer in ("torch:flash", "torch:cudnn"))
     small, large = up_to_128(rows_of), from_256(rows_of)
-    triton_flash, triton_cudnn = (ratios(small, "triton", peer) for peer in ("torch:flash", "torch:cudnn"))
-    sm80_flash, sm80_cudnn = (ratios(small, "cuda:sm80", peer) for peer in ("torch:flash", "torch:cudnn"))
-    large_flash, large_cudnn = (ratios(large, "cuda:sm80", peer) for peer in ("torch:flash", "torch:cudnn"))
-    errors = max(largest_error(rows_of, ours, "torch:flash") for ours in ("cuda:sm80", "triton"))
+    triton, large_triton = (ratios(x, "triton", "torch:flash") for x in (small, large))
+    errors = max(largest_error(rows_of, ours, "torch:flash") for ours in ("cuda:sm90", "cuda:sm80", "triton"))
     return "\n".join([
-        paragraph(f"""On average, up to head_dim 128, `triton` is {mean(triton_flash)} times as fast as FA2
-            ({span(triton_flash)}) and reaches {mean(triton_cudnn)} of the speed of cuDNN ({span(triton_cudnn)}). `sm80`
-            is {mean(sm80_flash)} times as fast as FA2 ({span(sm80_flash)}) and reaches {mean(sm80_cudnn)} of cuDNN. At
-            head_dim 256, `sm80` reaches {mean(large_flash)} of FA2 ({span(large_flash)}) and {mean(large_cudnn)} of
-            cuDNN. The largest error of ours is up to {errors:.1f} times that of FA2."""),
-        speeds(rows_of, BACKWARD_IMPLS, (("cuda:sm80", "torch:flash"), ("triton", "torch:flash"),
-                                         ("cuda:sm80", "torch:cudnn"), ("triton", "torch:cudnn")))])
+        paragraph(f"""On average, `sm90` is {mean(cudnn)} times as fast as cuDNN ({span(cudnn)}) and {mean(flash)} times
+            as fast as FA2 ({span(flash)}). `triton` is {mean(triton)} times as fast as FA2 up to head_dim 128
+            ({span(triton)}), and reaches {mean(large_triton)} of it at head_dim 256. The largest error of ours is up to
+            {errors:.1f} times that of FA2."""),
+        speeds(rows_of, BACKWARD_IMPLS, (("cuda:sm90", "torch:flash"), ("cuda:sm90", "torch:cudnn"),
+                                         ("cuda:sm80", "torch:flash"), ("triton", "torch:flash")))])
 
 
 def backward_heads():
     rows_of = settings("backward", "nheads", "nheads_k", "seqlen_q", batch_size=1, head_dim=128, causal=True)
     shown = {setting: rows for setting, rows in rows_of.items() if setting[2] < 16384}
-    return speeds(shown, BACKWARD_IMPLS, (("cuda:sm80", "torch:flash"), ("triton", "torch:flash")), ("H", "Hk", "S"))
+    return speeds(shown, BACKWARD_IMPLS, (("cuda:sm90", "torch:flash"), ("cuda:sm90", "torch:cudnn")),
+                  ("H", "Hk", "S"))
 
 
 def triton():

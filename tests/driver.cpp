@@ -507,7 +507,7 @@ bool keeps(uint32_t threshold, uint32_t b, uint32_t h, uint32_t row, uint32_t co
 }
 
 bool is_sm90_backward(const Case &c) {
-    if (c.tiling != kSm90 || c.bias) return false;
+    if (c.tiling != kSm90 || c.bias || (c.seqlen_q == 0 && !c.is_packed())) return false;
     return c.max_head_dim() <= 128 || (c.dropout_p == 0 && c.softcap == 0 && !c.has_alibi);
 }
 bool is_sm80(const Case &c) { return c.tiling == kSm80 || c.tiling == kSm80Narrow; }
@@ -546,7 +546,7 @@ std::vector<std::string> schedules;
 
 // Whether the order in which dq is summed depends on the number of SMs, see Steps in bwd_producer_sm90.cuh.
 bool has_turns(const Case &c) {
-    return is_sm90_backward(c) && c.max_head_dim() <= 128 && c.dropout_p == 0 && !c.causal;
+    return is_sm90_backward(c) && c.max_head_dim() <= 128 && c.dropout_p == 0 && !c.is_causal;
 }
 
 // "--late=7" and the like, on a GPU with shared memory for the tiles that a case is about. There are few SMs, so that a

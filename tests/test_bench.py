@@ -336,6 +336,7 @@ def speedups(rows, ours, peer):
 SPEED_RECORDS = [
     ("forward.json", 48, "cuda:sm90", "torch:cudnn", 1.05), ("forward.json", 48, "cuda:sm90", "torch:flash", 1.8),
     ("sm80.json", 48, "cuda:sm80", "torch:flash", 1.05), ("backward.json", 30, "cuda:sm80", "torch:flash", 1.0),
+    ("backward.json", 30, "cuda:sm90", "torch:cudnn", 1.1), ("backward.json", 30, "cuda:sm90", "torch:flash", 1.8),
     ("backward.json", 30, "triton", "torch:flash", 1.1), ("triton.json", 16, "triton", "torch:flash", 1.4),
     ("triton.json", 16, "triton", "flex", 1.1),
 ]

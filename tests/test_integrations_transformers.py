@@ -44,7 +44,10 @@ windowed = masking_utils.sliding_window_causal_mask_function(WINDOW)
 
 
 def packed(base):
-    return masking_utils.packed_sequence_compatibility_function(base, POSITIONS, SEQUENCES)
+    """As create_causal_mask makes it of position_ids."""
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        return masking_utils.packed_sequence_compatibility_function(base, POSITIONS, SEQUENCES)
+    return masking_utils.and_masks(base, masking_utils.packed_sequence_mask_function(SEQUENCES))  # transformers 5.17
 
 
 PATTERNS = {"causal": causal, "window": windowed, "bidirectional": bidirectional,
@@ -152,7 +155,9 @@ def test_packed_sequences_with_padding_or_a_cache_become_dense(change):
     ("and_masks", "and", windowed)])
 def test_functions_with_another_meaning_are_not_recognized(name, what, mask_function, monkeypatch):
     """As of another release of transformers."""
-    assert len(masks._CODES) == 7 and pattern_of(mask_function) is not None
+    known = len(masks._CODES)
+    assert known == 6 + hasattr(masking_utils, "remap_positions_for_packed_sequence")
+    assert pattern_of(mask_function) is not None
     made = getattr(masking_utils, name)
 
     def changed(*args):
@@ -160,7 +165,7 @@ def test_functions_with_another_meaning_are_not_recognized(name, what, mask_func
 
     monkeypatch.setattr(masking_utils, name, changed)
     codes = masks._recognized()
-    assert what not in codes and len(codes) == 6
+    assert what not in codes and len(codes) == known - 1
     monkeypatch.setattr(masks, "_CODES", codes)
     assert pattern_of(mask_function) is None and pattern_of(causal) == masks.Pattern(True)
 
@@ -524,7 +529,7 @@ def test_large_head_dim_is_refused():
 @cpu
 def test_continuous_batching_is_refused(attention):
     ours, _ = models("llama", "torch", attention)
-    with pytest.raises(ValueError, match=f"{NAME} is not supported for continuous batching"):
+    with pytest.raises(ValueError, match=f"{NAME}.* is not supported"):
         ours.generate_batch([[1, 2, 3]], generation_config=transformers.GenerationConfig(max_new_tokens=2))
 
 

@@ -130,10 +130,18 @@ def pattern_of(mask_function) -> Pattern | None:
         return None if window is None else Pattern(False, (window, window))
     if _is("same sequence", overlay) and _is("of sequences", base):
         # Positions ascend by 1 within a sequence, so that those of the base count as indices do.
-        inner, sequence = pattern_of(_closure(base).get("mask_function")), _closure(overlay).get("packed_sequence_mask")
-        if inner is not None and inner.sequence is None and sequence is not None:
-            return inner._replace(sequence=sequence)
+        return _of_sequences(overlay, _closure(base).get("mask_function"))
+    if _is("same sequence", base):  # transformers 5.17
+        return _of_sequences(base, overlay)
     return None
+
+
+def _of_sequences(same_sequence, mask_function):
+    """The Pattern of a mask function within each sequence."""
+    pattern, sequence = pattern_of(mask_function), _closure(same_sequence).get("packed_sequence_mask")
+    if pattern is None or pattern.sequence is not None or sequence is None:
+        return None
+    return pattern._replace(sequence=sequence)
 
 
 def _closure(function):
