@@ -14,7 +14,6 @@ template <typename Shape> struct BwdParams : AttnBackwardParams {
     TmaTensor q_tma, k_tma, v_tma, dout_tma;
     ScoreFactors<float> factors;
     float score_factor, dk_scale, dv_scale;  // P = exp2(score_factor · score - lse_log2)
-    int turns;  // see Steps; 0: none, and at most 128, so that 2^31 rows in tiles of 64 fit their sums
 };
 
 // The steps of a block of threads: its rows, of one query head after the other.
@@ -22,12 +21,10 @@ template <typename Shape> struct Steps {
     Tile tile;  // tile.h is the first head
     Sequence seq;
     BlockRange blocks;                  // of rows
-    int first_block;                    // of them: the walk goes on to the last one, then from the first to this one
     int first_row;                      // that sees a key
     int split_idx, splits, h_end;       // this block has the heads [tile.h, h_end)
-    int turns_begin = 0, num_turns = 0;
 
-    // Blocks that wait for their turn are numbered as they start, so that none waits for one that cannot start.
+    // Blocks that wait for their turn are numbered as they start, and wait for lower numbers alone: those have started.
     __device__ static int index(const BwdParams<Shape> &p) {
         return p.deterministic && p.dq.data ? atomicAdd(BwdWorkspace<Shape>(p).ticket(p), 1) : int(blockIdx.x);
     }
@@ -35,23 +32,13 @@ template <typename Shape> struct Steps {
     __device__ Steps(const BwdParams<Shape> &p, int idx, int max_splits)
         : tile(KeyTiles<Shape::kBlockN>::at(p, idx / max_splits)), seq(p, tile.b),
           blocks(Mask(seq, p).row_blocks<Shape::kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN)),
-          first_block(blocks.begin), first_row(Mask(seq, p).rows(0).begin), split_idx(idx % max_splits),
+          first_row(Mask(seq, p).rows(0).begin), split_idx(idx % max_splits),
           splits(min(max_splits, num_splits<Shape>(p, seq.seqlen_q, seq.seqlen_k))) {
         const int group = p.nheads / p.nheads_k, h = tile.h;
         tile.h = h + group * min(split_idx, splits) / splits, h_end = h + group * min(split_idx + 1, splits) / splits;
-        // Without a mask blocks of keys that run at the same time begin with different rows, and none waits for long:
-        // those of `turns` tiles, which fit the GPU together.
-        if (!p.turns || blocks.end == 0) return;
-        turns_begin = tile.block / p.turns * p.turns;
-        num_turns = min(p.turns, num_blocks<Shape::kBlockN>(seq.seqlen_k) - turns_begin);
-        first_block = uint32_t(tile.block - turns_begin) * blocks.end / num_turns;
     }
     // In a deterministic pass, how many blocks of keys add to dQ of these rows before this one does.
     __device__ int turn(const AttnBackwardParams &p, int m_block) const {
-        if (num_turns > 0) {
-            const int last = (uint32_t(m_block + 1) * num_turns - 1) / blocks.end;  // that begins no later
-            return turns_begin + (last - (tile.block - turns_begin) + num_turns) % num_turns;
-        }
         const auto of_keys = Mask(seq, p).key_blocks<Shape::kBlockM, Shape::kBlockN>(m_block * Shape::kBlockM);
         return KeyTiles<Shape::kBlockN>::is_last_first(p) ? of_keys.end - 1 - tile.block : tile.block - of_keys.begin;
     }
@@ -64,9 +51,8 @@ struct StepAt {
     bool is_full;  // no mask
     float slope;   // of ALiBi, see score_mods.cuh
 
-    __device__ void advance(const BlockRange &blocks, int first_block) {
-        if (++m_block == blocks.end) m_block = blocks.begin;
-        h += m_block == first_block;
+    __device__ void advance(const BlockRange &blocks) {
+        if (++m_block == blocks.end) m_block = blocks.begin, h++;
     }
 };
 
@@ -109,13 +95,13 @@ __device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &sh
         load_bytes(shared.sK[c], p.k_tma, shared.keys.full_barrier(0), key0 + 64 * c, tile.h_k, tile.b);
         load_bytes(shared.sV[c], p.v_tma, shared.keys.full_barrier(0), key0 + 64 * c, tile.h_k, tile.b);
     }
-    StepAt at{tile.h, steps.first_block};
+    StepAt at{tile.h, steps.blocks.begin};
 #pragma unroll 1
-    for (int i = 0; i < num_steps; i++, at.advance(steps.blocks, steps.first_block)) {
+    for (int i = 0; i < num_steps; i++, at.advance(steps.blocks)) {
         shared.rows.producer_acquire(i);
         Barrier &full = shared.rows.full_barrier(i);
         const int row = steps.seq.q_begin + at.m_block * Shape::kBlockM, stage = i % Shape::kStages;
-        mbarrier_arrive_expect_tx(full, 4 * Shape::kBlockM * Shape::kHeadDim);
+        mbarrier_arrive_expect_tx(full, sizeof(shared.sQ[0]) + sizeof(shared.sdO[0]));
         load_bytes(shared.sQ[stage], p.q_tma, full, row, at.h, tile.b);
         load_bytes(shared.sdO[stage], p.dout_tma, full, row, at.h, tile.b);
     }
@@ -126,9 +112,9 @@ template <typename Shape>
 __device__ void load_numbers(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const Steps<Shape> &steps) {
     constexpr int kBlockM = Shape::kBlockM, kCount = (kBlockM + 31) / 32;
     const int lane_idx = threadIdx.x % 32, num_steps = steps.count();
-    StepAt at{steps.tile.h, steps.first_block};
+    StepAt at{steps.tile.h, steps.blocks.begin};
 #pragma unroll 1
-    for (int i = 0; i < num_steps; i++, at.advance(steps.blocks, steps.first_block)) {
+    for (int i = 0; i < num_steps; i++, at.advance(steps.blocks)) {
         const int64_t head = lse_index(p, steps.seq, steps.tile.b, at.h);
         float lse_log2[kCount], delta[kCount];
 #pragma unroll
@@ -159,17 +145,17 @@ __device__ void load_numbers(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &
     }
 }
 
-// In a deterministic pass, blocks of keys add to a tile of dQ one after the other. One thread waits until it is this
-// block's turn, and the consumers may add then. When all have, another thread tells the next block.
+// In a deterministic pass, blocks of keys add to a tile of dQ one after the other. A thread of warp 2 waits until it is
+// this block's turn, and the consumers may add then. When all have, a thread of warp 3 tells the next block.
 template <typename Shape>
 __device__ void keep_turns(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const Steps<Shape> &steps) {
     const RowTiles<Shape::kBlockM> tiles(p);
     const BwdWorkspace<Shape> workspace(p);
     const bool waits = threadIdx.x / 32 == 2;
     const int first_tile = tiles.first_tile(steps.tile.b, p.nheads), num_steps = steps.count();
-    StepAt at{steps.tile.h, steps.first_block};
+    StepAt at{steps.tile.h, steps.blocks.begin};
 #pragma unroll 1
-    for (int i = 0; i < num_steps; i++, at.advance(steps.blocks, steps.first_block)) {
+    for (int i = 0; i < num_steps; i++, at.advance(steps.blocks)) {
         int *semaphore = workspace.dq_semaphore(p, first_tile + at.h * tiles.slots + at.m_block);
         const int turn = steps.turn(p, at.m_block);
         if (waits) {

@@ -34,22 +34,29 @@ struct BwdShape {
                                                         : DqPart::kTurns;
     static constexpr int kDqParts = kDqPart == DqPart::kTurns ? 1 : kConsumers, kDqWarps = 4 * kDqParts;
     static constexpr int kDqFloats = kBlockM * kHeadDim, kDqTiles = kDqFloats / (512 * kDqParts);
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    static_assert(kConsumers == 2);
     static_assert(kDqTiles == (kDqPart == DqPart::kTransposed ? kBlockM / 8 : 8));
 };
 
-// How many blocks of threads share a tile of keys, each for whole query heads: as few as fill a GPU, if one sample has
-// not enough tiles for that. A split has at least 1024 rows, and all splits together have no more sums than the group
-// has elements of Q. The number depends on the sample alone, so that its bits do not depend on the batch. A packed
-// batch is not split: the host knows the length of no sample.
-template <typename Shape> __host__ __device__ int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
+// How many blocks of threads share a tile of keys of a sample, each for whole query heads: as few as fill a GPU, if one
+// sample has not enough tiles for that. A split has at least 1024 rows, and all splits together have no more sums than
+// the group has elements of Q. The number depends on the sample's lengths and the numbers of heads alone, so that a
+// sample's bits do not depend on its batch. A packed batch is not split: the host knows the length of no sample.
+// kMost: the most that a sample of a padded batch may have, where the host knows no lengths either.
+template <typename Shape, bool kMost = false>
+__host__ __device__ int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
     if (p.cu_seqlens_q) return 1;
     const int64_t group = p.nheads / p.nheads_k, rows = group * seqlen_q;
     const int64_t tiles = int64_t(p.nheads_k) * num_blocks<Shape::kBlockN>(seqlen_k);
     int64_t splits = group < 16 ? group : 16;
-    while (splits > 1 && ((splits - 1) * tiles >= 256 || splits * 1024 > rows || splits * seqlen_k > rows)) splits--;
+    while (splits > 1 && ((!kMost && (splits - 1) * tiles >= 256) || splits * 1024 > rows || splits * seqlen_k > rows))
+        splits--;
     return int(splits);
+}
+template <typename Shape> __host__ __device__ int max_num_splits(const AttnParams &p) {
+    return p.seqused_q || p.seqused_k ? num_splits<Shape, true>(p, p.seqlen_q, p.seqlen_k)
+                                      : num_splits<Shape>(p, p.seqlen_q, p.seqlen_k);
 }
 
 // Global memory beyond the tensors:
@@ -63,7 +70,7 @@ template <typename Shape> struct BwdWorkspace {
     int64_t dkv_floats;  // of one split's dK, and of its dV; 0 if nothing is split
     explicit __host__ __device__ BwdWorkspace(const AttnBackwardParams &p)
         : row_tiles(p), tiles(p.dq.data ? RowTiles<Shape::kBlockM>::count(p) : 0),
-          max_splits(num_splits<Shape>(p, p.seqlen_q, p.seqlen_k)),
+          max_splits(max_num_splits<Shape>(p)),
           dkv_floats(max_splits == 1 ? 0
                                      : KeyTiles<Shape::kBlockN>::count(p) * (Shape::kBlockN * Shape::kHeadDim)) {}
 

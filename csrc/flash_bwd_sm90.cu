@@ -16,8 +16,6 @@
 // products of the other. All blocks of keys sum dQ in memory, see bwd_workspace_sm90.cuh.
 //
 // Read next: flash_bwd_wide_sm90.cu, the same for head_dim above 128.
-#include <algorithm>
-
 #include "bwd_producer_sm90.cuh"
 #include "dropout_transposed.cuh"
 #include "score_mods.cuh"
@@ -43,7 +41,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     __device__ DqFragment &acc_dq() { return reinterpret_cast<DqFragment &>(acc_s); }
 
     __device__ Mask mask() const { return Mask(steps.seq, p); }
-    // With 128 rows votes take a register too many, and ptxas would let no product run beside anything.
+    // With 128 rows votes take a register too many. ptxas would then wait for each product before the next one.
     __device__ uint32_t uniform_consumer() const {
         return kBlockM == 128 ? warp_uniform(consumer) : vote<Shape::kConsumers>(consumer);
     }
@@ -72,18 +70,18 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             }
             barrier_sync(kAllConsumers, kThreads);  // sK has been read
         }
-        if (steps.splits == 1) store();
-        else if (steps.split_idx < steps.splits) store_split();
+        if (steps.split_idx >= steps.splits) return;  // its sample has fewer
+        steps.splits == 1 ? store() : store_split();
     }
     __device__ const StepAt &step_at(uint32_t i) const { return shared.at[i % (2 * kStages)]; }
 
     template <bool kIsFirst, bool kForms> __device__ void step(int i) {
-        const uint32_t item = warp_uniform(i), stage = warp_uniform(i) % kStages;
+        const uint32_t item = i, stage = warp_uniform(i) % kStages;
         shared.rows.consumer_wait(item);
         const StepAt &at = step_at(item);
         const bool is_full = at.is_full;
         if (!is_full) clear_rows(stage, at.m_block);
-        if (kIsFirst && consumer > 0) barrier_sync(kOneConsumer, kThreads);
+        if (kIsFirst && consumer > 0) barrier_sync(kLateStart, kThreads);
         const uint32_t c = uniform_consumer();
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sK[c], shared.sQ[stage]);
@@ -103,7 +101,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         }
         exponentiate(stage);
         if (!is_full) hide(at.m_block);
-        if (kIsFirst && consumer == 0) barrier_sync(kOneConsumer, kThreads);
+        if (kIsFirst && consumer == 0) barrier_sync(kLateStart, kThreads);
         if constexpr (!kMods) {
             warpgroup_wait<0>(acc_dp);
         }
@@ -356,9 +354,6 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
     auto tma = [&](const char *name, const Tensor &x, int heads, int rows, int head_dim, int box_rows) {
         return make_tma_tensor<kHeadDim>(name, x, p.batch_size, heads, rows, head_dim, box_rows);
     };
-    // Not where tiles of keys begin in the reverse order, see KeyTiles: the first turns are those of the first tiles.
-    const bool sees_all = !p.has_left_bound() && !p.has_right_bound() && p.window_right;
-    const bool has_turns = p.deterministic && p.dq.data && sees_all;
     const ScoreFactors<float> factors(p);
     const Scores<> scores(p);
     const float score_factor =
@@ -369,8 +364,7 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
                                   tma("k", p.k, p.nheads_k, p.seqlen_k, p.head_dim, 64),
                                   tma("v", p.v, p.nheads_k, p.seqlen_k, p.head_dim_v, 64),
                                   tma("dout", p.dout, p.nheads, p.seqlen_q, p.head_dim_v, kBlockM),
-                                  factors, score_factor, scale, dv_scale,
-                                  has_turns ? std::clamp(num_sms() / workspace.max_splits, 1, 128) : 0};
+                                  factors, score_factor, scale, dv_scale};
     auto *kernel = flash_bwd<T, Shape, false, false>;
     if constexpr (kBlockM == 64) {
         if (p.has_score_mods()) kernel = flash_bwd<T, Shape, true, true>;

@@ -62,7 +62,7 @@ __device__ void store_wide(float (&acc)[kHeadDim / 8][4], float scale, SmemTile<
 }
 
 // The rows of 64 keys.
-template <typename Shape> struct WideSteps {
+struct WideSteps {
     Tile tile;
     Sequence seq;
     BlockRange blocks;
@@ -80,7 +80,7 @@ template <typename Shape> struct WideDkvShared {
     StepAt at[2];
     Ring<1> keys;
     Ring<2> rows, probabilities;
-    WideSteps<Shape> steps;
+    WideSteps steps;
 
     __device__ void init_barriers() {
         keys.init(8), rows.init(8, 2), probabilities.init(4, 4);
@@ -97,7 +97,7 @@ template <typename Shape> __device__ void load_wide_tiles(const WideParams &p, W
     load_bytes(shared.sV, p.v_tma, shared.keys.full_barrier(0), key0, tile.h_k, tile.b);
     StepAt at{tile.h, blocks.begin};
 #pragma unroll 1
-    for (int i = 0; i < num_steps; i++, at.advance(blocks, blocks.begin)) {
+    for (int i = 0; i < num_steps; i++, at.advance(blocks)) {
         shared.rows.producer_acquire(i);
         Barrier &full = shared.rows.full_barrier(i);
         mbarrier_arrive_expect_tx(full, 2 * sizeof(shared.sQ[0]));
@@ -110,7 +110,7 @@ template <typename Shape> __device__ void load_wide_numbers(const WideParams &p,
     const int lane_idx = threadIdx.x % 32;
     StepAt at{tile.h, blocks.begin};
 #pragma unroll 1
-    for (int i = 0; i < num_steps; i++, at.advance(blocks, blocks.begin)) {
+    for (int i = 0; i < num_steps; i++, at.advance(blocks)) {
         const int64_t of_head = lse_index(p, seq, tile.b, at.h);
         float lse_log2[2], delta[2];
         for (int j = 0; j < 2; j++) {
@@ -135,7 +135,7 @@ template <typename T, typename Shape> struct WideDkvConsumer {
     static constexpr int kHeadDim = Shape::kHeadDim, kNTiles = Shape::kNTiles, kDTiles = Shape::kDTiles;
     const WideParams &p;
     WideDkvShared<Shape> &shared;
-    const WideSteps<Shape> &steps;
+    const WideSteps &steps;
     const int consumer;
     const int lane_idx = thread_idx() % 32, idx = thread_idx() % 128;
     // acc is S or dP, then P or dS; acc_sum is dV or dK.
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide_dkv(const 
 #else
     auto &shared = shared_memory<WideDkvShared<Shape>>();
     if (threadIdx.x == 0) shared.init_barriers();
-    if (threadIdx.x == 32) shared.steps = WideSteps<Shape>(p);
+    if (threadIdx.x == 32) shared.steps = WideSteps(p);
     __syncthreads();
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
     if (warpgroup_idx == 0) {
@@ -405,8 +405,9 @@ template <typename T, typename Shape> void launch_bwd_wide(const AttnBackwardPar
                             tma("dout", p.dout, p.nheads, p.seqlen_q, p.head_dim_v),
                             scores.sign * scores.softmax_scale_log2,
                             scores.softmax_scale};
-    launch(flash_bwd_wide_dkv<T, Shape>, KeyTiles<64>::count(p), Shape::kNThreads, sizeof(WideDkvShared<Shape>),
-           p.stream, params);
+    if (p.dk.data)
+        launch(flash_bwd_wide_dkv<T, Shape>, KeyTiles<64>::count(p), Shape::kNThreads, sizeof(WideDkvShared<Shape>),
+               p.stream, params);
     if (p.dq.data)
         launch(flash_bwd_wide_dq<T, Shape>, RowTiles<Shape::kDqBlockM>::count(p), Shape::kNThreads,
                sizeof(WideDqShared<Shape>), p.stream, params);

@@ -21,7 +21,7 @@ template <int kStages> struct Ring {
     __device__ Barrier &full_barrier(uint32_t i) { return full[i % kStages]; }
 
     // By one thread, before fence_mbarrier_init(). A buffer is empty again once consumer_warps warps have released it.
-    // It is full when so many producers have arrived.
+    // It is full once `producers` threads have arrived.
     __device__ void init(int consumer_warps, int producers = 1) {
         for (int s = 0; s < kStages; s++) mbarrier_init(full[s], producers), mbarrier_init(empty[s], consumer_warps);
     }
@@ -39,13 +39,14 @@ template <int kStages> struct Ring {
 enum NamedBarrier : int {
     kAllConsumers = 1,
     kOneConsumer = 2,  // and those after it, one for each consumer warpgroup
+    kLateStart = 5,    // of the second consumer, see flash_bwd_sm90.cu
 };
 
 // Returns x, which is the same in all lanes. The shuffle shows that to the compiler, which then keeps what it computes
 // from x in uniform registers, where wgmma takes its descriptors from.
 __device__ inline uint32_t warp_uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 
-// The same of an x below kEnd, by votes. Their results are in uniform registers at once.
+// The same for an x below kEnd, by one vote for each bit. The results of votes are in uniform registers at once.
 template <int kEnd> __device__ uint32_t vote(uint32_t x) {
     uint32_t y = 0;
 #pragma unroll

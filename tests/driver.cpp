@@ -226,7 +226,7 @@ const std::vector<Case> cases = {
     // The backward pass: dropout, heads that share keys and are split, many blocks of keys that take turns.
     {"sm90_drop_64",      b16, 1, 2, 1, 200, 260,  64, true,  kRows,     {},   kSm90, 0.25},
     {"sm90_drop_128",     f16, 1, 2, 1, 130, 140, 104, false, kHeads,    {},   kSm90, 0.25},
-    {"sm90_splits",       b16, 2, 20, 1, 110, 110, 64, true,  kRows,     {110, 40}, kSm90},
+    {"sm90_splits",       b16, 5, 20, 1, 110, 110, 64, true,  kRows,     {110, 40, 30, 110, 20}, kSm90},
     {"sm90_splits_drop",  f16, 1, 20, 1, 105,  70, 104, false, kHeads,   {},   kSm90, 0.25},
     {"sm90_turns",        b16, 1, 2, 1, 200, 700,  64, false, kRows,     {},   kSm90},
     {"sm90_turns_128",    f16, 1, 2, 2, 450, 400, 128, false, kHeads,    {},   kSm90},
@@ -302,6 +302,7 @@ const std::vector<Case> cases = {
            {0, 33, 70, 140}),
     packed({"sm90_packed",        f16, 1, 2, 1, 0, 0,  64, false, kRows,  {}, kSm90}, {0, 250, 250, 251, 300, 530},
            {0, 5, 70, 71, 71, 300}),
+    packed({"sm90_packed_turns",  b16, 1, 4, 4, 0, 0, 128, false, kRows,  {}, kSm90}, {0, 70, 400}, {0, 70, 600}),
     packed({"sm90_packed_causal", b16, 1, 4, 2, 0, 0, 128, true,  kRows,  {}, kSm90}, {0, 70, 199, 200, 430},
            {0, 70, 199, 200, 630}),
     packed({"sm90_packed_96",     b16, 1, 1, 1, 0, 0,  88, true,  kSlices, {}, kSm90}, {0, 192, 385, 400},
@@ -544,11 +545,6 @@ template <typename T> void narrow_backward(const Case &c, const AttnBackwardPara
 #if MINIMAL_ATTN_EMULATED
 std::vector<std::string> schedules;
 
-// Whether the order in which dq is summed depends on the number of SMs, see Steps in bwd_producer_sm90.cuh.
-bool has_turns(const Case &c) {
-    return is_sm90_backward(c) && c.max_head_dim() <= 128 && c.dropout_p == 0 && !c.is_causal;
-}
-
 // "--late=7" and the like, on a GPU with shared memory for the tiles that a case is about. There are few SMs, so that a
 // persistent block takes several tiles.
 void choose_schedule(const std::string &name, const Case &c) {
@@ -558,7 +554,7 @@ void choose_schedule(const std::string &name, const Case &c) {
                                                    : emulator::Mode::kRandom;
     const size_t shared_memory = c.tiling == kNarrow ? 64 << 10 : c.tiling == kSm80Narrow ? 99 << 10 : 227 << 10;
     emulator::schedule = {mode, seed};
-    emulator::gpu = {.num_sms = has_turns(c) ? 3 : int(seed % 4) + 1, .max_shared_memory = shared_memory};
+    emulator::gpu = {.num_sms = int(seed % 4) + 1, .max_shared_memory = shared_memory};
 }
 bool names_tiles(const Case &) { return false; }
 #else

@@ -34,8 +34,8 @@ SCHEDULES = ["--early=1", "--late=2", "--random=3"]
 MORE_SCHEDULES = [f"--{mode}={seed}" for seed in range(4, 12) for mode in ("early", "late", "random")]
 SANITIZERS = "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
 SANITIZED_CASES = ["fp32_128", "bf16_256_narrow", "dropout", "gqa", "sm80_bf16_192", "sm80_256_narrow", "dmma_128",
-                   "sm90_40", "sm90_136_causal", "sm90_splits_drop", "sm90_turns", "sm90_one", "sm90_lens_256", "sm90_scale_30_256", "simt_bias",
-                   "sm80_mask", "sm90_bias", "sm90_mask"]
+                   "sm90_40", "sm90_136_causal", "sm90_splits_drop", "sm90_turns", "sm90_one", "sm90_lens_256",
+                   "sm90_scale_30_256", "simt_bias", "sm80_mask", "sm90_bias", "sm90_mask"]
 
 # What `make test` runs of each kernel: a case for each size of tiles, with a mask, without one and with lengths.
 KERNEL_CASES = {
@@ -46,7 +46,7 @@ KERNEL_CASES = {
     "flash_sm80.cu": ["sm80_bf16_96", "sm80_fp16_192", "sm80_bf16_256", "sm80_128_narrow", "sm80_bias_fp32"],
     "flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one", "sm80_softcap_drop"],
     "flash_bwd_sm90.cu": ["sm90_drop_64", "sm90_turns", "sm90_turns_causal", "sm90_splits", "sm90_mods_drop_128",
-                          "sm90_low_128"],
+                          "sm90_low_128", "sm90_packed_turns"],
     "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_low_256"],
     "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
     "flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
@@ -62,7 +62,8 @@ SM90_BACKWARD = ["sm90_turns", "sm90_128_causal", "sm90_turns_causal", "sm90_spl
 SHOWN_TO = {
     "tiles.h": SIMT, "flash.cu": SIMT, "flash_bwd.cu": SIMT, "flash_bwd_bias.cu": ["simt_bias"],
     "tiles_sm80.cuh": SM80, "flash_sm80.cu": ["sm80_fp16_64", "sm80_fp16_192"], "flash_bwd_sm80.cu": SM80,
-    "flash_bwd_sm90.cu": SM90_BACKWARD, "bwd_producer_sm90.cuh": SM90_BACKWARD, "bwd_workspace_sm90.cuh": SM90_BACKWARD,
+    "flash_bwd_sm90.cu": SM90_BACKWARD, "bwd_producer_sm90.cuh": SM90_BACKWARD,
+    "bwd_workspace_sm90.cuh": SM90_BACKWARD,
     "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_lens_256", "sm90_packed_256", "sm90_256_rows",
                                "sm90_window_256", "sm90_many_192"],
     "flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
