@@ -57,7 +57,7 @@ __device__ void store_wide(float (&acc)[kHeadDim / 8][4], float scale, SmemTile<
         }
         stmatrix(packed, to.address(row0 + lane_idx % 16, 8 * d + lane_idx / 16 * 8));
     }
-    __syncwarp();
+    __syncwarp();  // unobserved by the emulator: its stmatrix is one step of all lanes
     store_some_rows(to, row0, rows, row_stride, count, cols);
 }
 
@@ -196,7 +196,7 @@ template <typename T, typename Shape> struct WideDkvConsumer {
         if (!is_full)
             mask().apply_transposed(acc, steps.blocks, m_block, steps.tile.block * 64 + idx / 32 * 16 + lane_idx / 4,
                                     m_block * 64 + lane_idx % 4 * 2);
-        shared.probabilities.producer_acquire(i);
+        shared.probabilities.producer_acquire(i);  // unobserved by the emulator: the ring of rows waits too
 #pragma unroll
         for (int n = 0; n < kNTiles; n++)
             shared.P[i % 2][n][idx] = {acc[0][n][0], acc[0][n][1], acc[0][n][2], acc[0][n][3]};
@@ -216,7 +216,7 @@ template <typename T, typename Shape> struct WideDkvConsumer {
                 dp[2] = P.z * (dp[2] - even), dp[3] = P.w * (dp[3] - odd);
             }
         }
-        __syncwarp();
+        __syncwarp();  // unobserved by the emulator: the same
         shared.probabilities.consumer_release(i, lane_idx);
     }
 

@@ -163,7 +163,7 @@ def test_recorded_panels_have_several_lines(name):
 
 @pytest.mark.parametrize("name, title", [
     ("fp32", "Attention forward pass (dmma, simt, triton) on NVIDIA H200 (TF32 off)"),
-    ("backward", "Attention backward pass (sm80, triton) on NVIDIA H200")])
+    ("backward", "Attention backward pass (sm90, sm80, triton) on NVIDIA H200")])
 def test_title_of_recorded_results(name, title):
     content = json.loads((write_pictures.FOLDER / f"{name}.json").read_text())
     assert write_pictures.results_of(content)[1] == title
