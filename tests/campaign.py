@@ -8,11 +8,13 @@ import pytest
 
 import test_backward
 import test_compile
+import test_emulator
 import test_forward
 import test_lengths
 import test_scores
 from cases import Case, dtypes_of, serves
 from conftest import IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
+from test_emulator import csrc  # noqa: F401
 from test_sanitizers import (assert_passed, check_missing_barrier, check_missing_wait, compute_sanitizer,  # noqa: F401
                              gpu_objects, missing_from, whole_driver)
 
@@ -81,3 +83,10 @@ def test_missing_wait_is_seen(statement, tmp_path, gpu_objects):  # noqa: F811
 @pytest.mark.parametrize("file", [file for file in test_compile.TARGETS if file != "device.cu"])
 def test_cuda_kernels_do_not_spill(file, target, tmp_path):
     test_compile.check_spills(file, target, tmp_path)
+
+
+@pytest.mark.cpu
+@pytest.mark.timeout(600)  # the first one compiles csrc
+@pytest.mark.parametrize("statement", test_emulator.OBSERVED)
+def test_missing_synchronization_is_seen(statement, csrc):  # noqa: F811
+    test_emulator.check_missing_synchronization(statement, csrc)

@@ -257,12 +257,18 @@ OBSERVED = {str(statement): n for n, statement in enumerate(faults.statements())
             if statement.unobserved_by != "the emulator"}
 
 
-# `make test` leaves out one statement of each file.
-IN_GATE = {statement.split(":")[0]: statement for statement in OBSERVED}.values()
+# Of each file and primitive the first is left out; campaign.py leaves out all. `make test` does so with one of each file.
+FIRST = {(x.split(":")[0], x.rpartition("-")[2]): x for x in reversed(OBSERVED)}.values()
+IN_GATE = {x.split(":")[0]: x for x in OBSERVED}.values()
 
 
-@pytest.mark.parametrize("statement", [pytest.param(x, marks=slow_unless(x in IN_GATE)) for x in OBSERVED])
+@pytest.mark.parametrize("statement", [pytest.param(x, marks=slow_unless(x in IN_GATE)) for x in OBSERVED
+                                       if x in FIRST or x in IN_GATE])
 def test_missing_synchronization_is_seen(statement, csrc):
+    check_missing_synchronization(statement, csrc)
+
+
+def check_missing_synchronization(statement, csrc):
     """By a wrong result, other bits, a deadlock, or an error of the emulator; a wild pointer ends the driver."""
     cases = SHOWN_TO[statement.split(":")[0]]
     for schedules in SCHEDULES, MORE_SCHEDULES:
