@@ -56,7 +56,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             clear_keys();
             step<true, false>(0);
             // If products were under way when the loop begins, ptxas would let none run beside anything.
-            warpgroup_wait<0>(acc_dk, acc_dv, acc_dp);
+            warpgroup_wait<0>(acc_dk, acc_dv, acc_dp);  // unobserved by the emulator: ptxas alone needs it
 #pragma unroll 1
             for (int i = 1; i < num_steps; i++) {
                 if (Shape::kDqParts > 1 || forms_dq(i - 1)) step<false, true>(i);
