@@ -1,6 +1,6 @@
 // What a block of threads of flash_bwd_sm90.cu works at: its steps, its shared memory, and its producer. One thread
 // asks TMA for K and V, and for Q and dO step by step. One warp loads what P and dS need of each row. Two more threads
-// keep the turns of a deterministic pass.
+// keep the turns of a deterministic pass. flash_bwd_wide_sm90.cu has StepAt and place_of_row() from here.
 //
 // Read next: flash_bwd_sm90.cu, the consumers.
 #pragma once

@@ -43,7 +43,8 @@ struct BwdShape {
 // sample has not enough tiles for that. A split has at least 1024 rows, and all splits together have no more sums than
 // the group has elements of Q. The number depends on the sample's lengths and the numbers of heads alone, so that a
 // sample's bits do not depend on its batch. A packed batch is not split: the host knows the length of no sample.
-// kMost: the most that a sample of a padded batch may have, where the host knows no lengths either.
+// kMost: the most that a sample of a padded batch may have, where the host knows no lengths either. It is too low if
+// keys are padded to many more than there are rows. Only then does padding change the bits.
 template <typename Shape, bool kMost = false>
 __host__ __device__ int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
     if (p.cu_seqlens_q) return 1;

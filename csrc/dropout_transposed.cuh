@@ -5,9 +5,9 @@
 
 #include "dropout.h"
 
-// Dropout's words for scores that are formed transposed: of the rows row + 8·i + j, i and j < 2, and the key `col`, as
-// word[i][j]. A call of Dropout::words has them for two keys, those of lanes that are 4 apart: each of the two calls
-// for one j, and they trade halves.
+// word[i][j] becomes the word of the row `row + 8·i + j` and the key `col`, i and j < 2. A call of Dropout::words has
+// words of two keys, which are those of two lanes that are 4 apart. So each of these two lanes makes one call, for one
+// j, and they exchange halves of the result.
 __device__ inline void words_transposed(const Dropout &dropout, uint32_t (&word)[2][2], int row, int col) {
     uint32_t x[4];
     const bool odd = col % 2;
