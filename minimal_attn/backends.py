@@ -75,6 +75,21 @@ class Options(NamedTuple):
                 *self.window, self.dropout_p, self.dropout_seed)
 
 
+class Cache(NamedTuple):
+    """How k and v, (N, Hk, S, D), hold the keys of a batch: as N cached sequences of S keys, or as N pages of S keys.
+
+    Sample b has the keys from leftpad_k[b] to seqused_k[b] of cached sequence batch_idx[b], or of the pages
+    page_table[b], which follow one another. seqused_k is that of Options.lengths, where cu_seqlens_k is None; without it
+    all keys are valid. Kernels clamp all of these values to what there is.
+    """
+
+    page_table: Tensor | None = None  # int32 (B, max_pages), its last dimension contiguous; then batch_idx is None
+    batch_idx: Tensor | None = None  # int32 (B,), contiguous; None: sample b is sequence b
+    leftpad_k: Tensor | None = None  # int32 (B,), contiguous; None: 0
+    num_splits: int = 0  # into how many parts at most the keys of a sample are split; 0: by its own lengths alone
+    max_seqlen_q: int = 0  # of a packed q: no sample has more rows, or it is not split; 0: nothing is known
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation behind the facade."""
@@ -85,6 +100,8 @@ class Backend:
     has_forward_mode: bool  # of its derivatives; all backends have those of a backward pass, but for fp8
     # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
     why_not: Callable[[torch.device | None], Exception | None]
+    # (q, k_cache, v_cache, options, cache) -> (out, lse), as forward; without gradients. q may be packed.
+    forward_cached: Callable[[Tensor, Tensor, Tensor, Options, Cache], tuple[Tensor, Tensor]]
 
 
 def warn(text: str) -> None:

@@ -63,6 +63,13 @@ def _forward(q, k, v, options):
     return out, lse
 
 
+def _forward_cached(q, k, v, options, cache):
+    if q.is_cuda and q.dtype == torch.float64:
+        raise TypeError(NO_FLOAT64)
+    _load_ops()
+    ...
+
+
 def _why_not(device=None):
     if device is not None and device.type not in ("cuda", "cpu"):
         return ValueError(f"CUDA tensors required: backend='cuda' takes CUDA or CPU tensors, got {device}")
@@ -70,7 +77,7 @@ def _why_not(device=None):
     return RuntimeError(reason) if reason else None
 
 
-BACKEND = Backend(_forward, DTYPES, False, _why_not)
+BACKEND = Backend(_forward, DTYPES, False, _why_not, _forward_cached)
 
 
 def kernel_of(q, k, v, has_dropout, has_sinks, has_scores, attn_bias, is_packed):

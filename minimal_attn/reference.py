@@ -19,6 +19,7 @@ from .checks import (FP8_DTYPES, check_dropout_p, check_dropout_seed, check_opti
 from .dropout import keep_mask, keep_scale
 from .lengths import check_lengths, check_max_seqlen, check_window
 from .packed import as_padded
+from .pages import over_gathered
 from .scores import check_alibi_slopes, check_attn_bias, check_softcap, visible_keys, with_scores
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -153,7 +154,7 @@ def always(device=None):
     return None
 
 
-BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, always)
+BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, always, over_gathered(_forward))
 
 
 @without_autocast

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .backends import Backend
 from .checks import sum_dtype
 from .packed import as_padded
+from .pages import over_gathered
 from .reference import DTYPES, always, reference_forward, without_autocast, without_padding
 from .scores import as_attn_mask, visible_keys
 
@@ -94,4 +95,4 @@ def _lse(q, k, softmax_scale, mask):
     return torch.cat(parts, -1)
 
 
-BACKEND = Backend(_forward, DTYPES, True, always)
+BACKEND = Backend(_forward, DTYPES, True, always, over_gathered(_forward))

@@ -20,6 +20,7 @@ class Twin:
     """What triton_ref offers."""
 
     forward: Callable  # as Backend's
+    forward_cached: Callable  # as Backend's
     matmul: Callable  # interface.triton_matmul
     is_interpreted: bool  # its kernels run on the CPU, in Triton's interpreter
 
@@ -64,6 +65,10 @@ def _forward(q, k, v, options):
     return _twin.forward(q, k, v, options)
 
 
+def _forward_cached(q, k, v, options, cache):
+    return _twin.forward_cached(q, k, v, options, cache)
+
+
 def _why_not(device=None):
     if error := why_not_imported():
         return ModuleNotFoundError(f"triton is required for backend='triton' (pip install triton): {error}")
@@ -74,4 +79,4 @@ def _why_not(device=None):
     return None
 
 
-BACKEND = Backend(_forward, TWIN_DTYPES, False, _why_not)
+BACKEND = Backend(_forward, TWIN_DTYPES, False, _why_not, _forward_cached)

@@ -1,0 +1,61 @@
+"""Attention to a cache of keys and values, as models that generate text have it: the facade.
+
+A cache is one tensor of many sequences, or a pool of pages that a table gives to samples (Kwon et al., PagedAttention,
+2023, section 4). Read next: pages.py, what it means in plain torch; flash_attn_kvcache.py, the same by flash-attn's
+names.
+"""
+
+import math
+
+from torch import Tensor
+
+from .backends import Cache, Lengths, Options
+from .checks import check_options, check_sinks, shown
+from .choice import auto_backend
+from .interface import BACKENDS
+from .lengths import NO_WINDOW
+from .scores import check_alibi_slopes, check_softcap
+
+
+def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_k: Tensor | None = None, *,
+                           page_table: Tensor | None = None, cache_batch_idx: Tensor | None = None,
+                           leftpad_k: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+                           max_seqlen_q: int | None = None, seqused_q: Tensor | None = None, causal: bool = False,
+                           sm_scale: float | None = None, window_size: tuple[int, int] = NO_WINDOW,
+                           softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+                           num_splits: int = 0, return_lse: bool = False,
+                           backend: str = "auto") -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(sm_scale · Q Kᵀ) V of the keys and values that a cache holds for each sample.
+
+    Args:
+        q: (B, H, Sq, D), usually with Sq 1 or a few, in the dtypes of flash_attention but for float8. With cu_seqlens_q
+            (1, H, Tq, D), packed.
+        k_cache, v_cache: (N, Hk, S, D), N cached sequences; with page_table (num_pages, Hk, page_size, D), pages of any
+            size. v may have another head_dim. Read by their strides, of which that of the last dimension is 1: K and V
+            may alternate in memory, and pages may lie head by head or row by row.
+        seqused_k: int32 (B,), contiguous, on q's device: how many keys of a sample are valid, from the first of its
+            sequence on; all if None. 0 is allowed.
+        page_table: int32 (B, max_pages), its last dimension contiguous, on q's device: the pages of each sample in
+            order. Entries beyond a sample's keys are not read. Samples may share pages.
+        cache_batch_idx: int32 (B,), contiguous: the cached sequence of each sample, its own number if None. Not with
+            page_table.
+        leftpad_k: int32 (B,), contiguous: where the keys of a sample begin; those before are not seen, and seqlen_k is
+            seqused_k - leftpad_k.
+        cu_seqlens_q: int32 (B + 1,): where each sample's rows begin in a packed q.
+        max_seqlen_q: an upper bound of the lengths in cu_seqlens_q: memory for partial results is reserved by it. Longer
+            samples are served without splits.
+        seqused_q: int32 (B,): how many rows of a sample are valid, as of flash_attention.
+        causal, window_size: bottom-right aligned, as of flash_attention: the last row sees the last key.
+        sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of flash_attention.
+        num_splits: into how many parts at most the keys of a sample are split, 1 to 256. 0: it depends on the sample's
+            own lengths alone, so that its bits do not depend on its batch.
+
+    Returns:
+        out, as q with v's head_dim; with return_lse a tuple (out, lse), lse (B, H, Sq), or (1, H, Tq) of a packed q. A
+        row that sees no key has out 0 and lse -inf, or its sink.
+
+    Raises:
+        As flash_attention. The values of page_table, cache_batch_idx, leftpad_k and lengths are checked for CPU tensors.
+        On a GPU they are clamped, so that nothing outside is read. NotImplementedError: an input requires grad.
+    """
+    ...
