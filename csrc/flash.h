@@ -92,6 +92,21 @@ struct AttnBackwardParams : AttnParams {
     bool deterministic;
 };
 
+// Attention of a few query tokens to a cache of keys and values. k is [num_sequences, nheads_k, page_size, head_dim],
+// and v alike: cached sequences of page_size keys, or pages. seqlen_k is how many keys a sample may have. cu_seqlens_k
+// is nullptr, also where q is packed. Values that point outside of the cache are clamped.
+struct DecodeParams : AttnParams {
+    const int *page_table;       // [batch_size, max_pages], or nullptr: the keys of a sample lie in one sequence
+    int64_t page_table_stride;
+    const int *cache_batch_idx;  // [batch_size] that sequence, or nullptr: its own number
+    const int *leftpad_k;        // [batch_size] where its keys begin, or nullptr: 0. They end at seqused_k
+    int num_sequences, page_size;
+    int num_splits;              // the most parts that the keys of a sample are cut into; 0: by its lengths
+    int max_seqlen_q;            // a sample with more rows is not cut
+    void *workspace;             // as many bytes as decode_workspace says, or nullptr if that is 0
+    int *counters;               // as many zeros as num_decode_counters says; they are zeros again at the end
+};
+
 // flash_forward enqueues out = softmax(softmax_scale · Q Kᵀ) V and lse. A row that sees no key gets out 0 and lse -inf,
 // or its sink.
 // flash_backward enqueues dq, dk, dv and dbias. A row that lengths or a window leave without keys adds nothing to dk
@@ -107,6 +122,9 @@ namespace sm80 {
 void flash_forward(const AttnParams &p);                  // flash_sm80.cu: Ampere's tensor cores
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd_sm80.cu, the same
 int64_t backward_workspace(const AttnBackwardParams &p);  // bytes
+void flash_decode(const DecodeParams &p);                 // decode.cu, the same
+int64_t decode_workspace(const DecodeParams &p);          // bytes
+int64_t num_decode_counters(const DecodeParams &p);
 }
 namespace sm90 {
 void flash_forward(const AttnParams &p);                  // flash_sm90.cu: Hopper's tensor cores and TMA

@@ -21,7 +21,7 @@
 // it into q's order and type. The additions come in any order unless `deterministic` is set: then blocks of keys take
 // turns by dq_semaphore.
 //
-// Read next: ptx_sm90.cuh, Hopper's instructions.
+// Read next: decode_share.cuh, attention to caches.
 #include "bwd_workspace_sm80.cuh"
 #include "dropout_transposed.cuh"
 #include "mask.cuh"

@@ -3,7 +3,7 @@
 // Messages here are put together without iostreams, which crash where a toolchain links libstdc++ statically (seen with
 // g++ 13).
 //
-// Read next: stable.cpp, the binding of the wheel.
+// Read next: decode_op.h, the op of caches.
 #include "ops.h"
 
 #include <algorithm>

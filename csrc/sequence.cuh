@@ -29,6 +29,16 @@ struct Sequence {
         if (p.seqused_k) seqlen_k = max(0, min(p.seqused_k[b], p.seqlen_k - k_begin));
     }
 
+    // Of a cache: k_begin is the place of the first key in the sample's sequence or pages.
+    __device__ Sequence(const DecodeParams &p, int b)
+        : q_begin(0), k_begin(0), seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k), padded_q(p.seqlen_q),
+          padded_k(p.seqlen_k) {
+        if (p.cu_seqlens_q) find(p.cu_seqlens_q, b, p.batch_size, q_begin, seqlen_q, padded_q);
+        if (p.seqused_q) seqlen_q = max(0, min(p.seqused_q[b], seqlen_q));
+        if (p.seqused_k) seqlen_k = max(0, min(p.seqused_k[b], seqlen_k));
+        if (p.leftpad_k) k_begin = max(0, p.leftpad_k[b]), seqlen_k = max(0, seqlen_k - k_begin);
+    }
+
     // Whether the tensor has more rows after those of the sample and their padding, and more keys after the valid ones.
     __device__ bool rows_follow(const AttnParams &p) const { return q_begin + padded_q < p.seqlen_q; }
     __device__ bool keys_follow(const AttnParams &p) const { return k_begin + seqlen_k < p.seqlen_k; }

@@ -1,8 +1,8 @@
-// The binding of the wheel, by torch's stable ABI: the two ops with the schemas of main.cpp, and what else
+// The binding of the wheel, by torch's stable ABI: the ops with the schemas of main.cpp, and what else
 // ../minimal_attn/stable.py asks of the library, by two more ops and, where there are no tensors, by functions of C.
 //
 // Read next: direct.h, from here on the library for one torch.
-#include "ops.h"
+#include "decode_op.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -22,6 +22,7 @@ std::tuple<TorchTensor, TorchTensor> tensors_only(const TorchTensor &q, const To
 template <typename Library> void implement(Library &m) {
     m.impl("flash_forward", TORCH_BOX(&with_options<&tensors_only>));
     m.impl("flash_backward", TORCH_BOX(&flash_backward_op));
+    m.impl("flash_decode", TORCH_BOX(&flash_decode));
     m.impl("which_kernel", TORCH_BOX(&which_kernel));
 }
 
@@ -30,6 +31,7 @@ template <typename Library> void implement(Library &m) {
 STABLE_TORCH_LIBRARY(minimal_attn, m) {
     m.def(kForwardSchema);
     m.def(kBackwardSchema);
+    m.def(kDecodeSchema);
     m.def("which_kernel(Tensor q, Tensor k, Tensor v, bool has_dropout, int? capability, bool fast_fp64, bool "
           "has_sinks, bool has_scores, Tensor? attn_bias) -> (str, str?)");
     m.def("force_kernel(str? name) -> str?");

@@ -12,6 +12,7 @@ from . import _build
 from .backends import Backend, Lengths, warn
 from .checks import is_eager, shown, wants_gradient
 from .lengths import NO_WINDOW
+from .pages import over_gathered
 from .reference import DTYPES
 
 
@@ -64,10 +65,21 @@ def _forward(q, k, v, options):
 
 
 def _forward_cached(q, k, v, options, cache):
-    if q.is_cuda and q.dtype == torch.float64:
-        raise TypeError(NO_FLOAT64)
+    if not q.is_cuda:
+        return _host_forward_cached(q, k, v, options, cache)
+    if q.dtype not in ON_TENSOR_CORES:
+        raise TypeError(f"Unsupported dtype: q is {q.dtype}, and backend='cuda' reads caches on a GPU in float16 and "
+                        "bfloat16 alone: use backend='triton' for float32")
     _load_ops()
-    ...
+    lengths, tables = options.lengths, (cache.page_table, cache.batch_idx, cache.leftpad_k)
+    return torch.ops.minimal_attn.flash_decode(
+        q, k, v, lengths.cu_seqlens_q, lengths.seqused_q, lengths.seqused_k, *tables, options.sinks,
+        options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, cache.num_splits,
+        cache.max_seqlen_q)
+
+
+_host_forward_cached = over_gathered(_forward)  # decode.cu needs tensor cores
+ON_TENSOR_CORES = torch.float16, torch.bfloat16
 
 
 def _why_not(device=None):

@@ -87,5 +87,6 @@ def register(forward, backward, run, backend):
 @functools.cache
 def register_csrc(run=None):
     """Once, after the library that defines the ops is loaded. run: what the backward pass calls in place of the op."""
+    torch.library.register_fake("minimal_attn::flash_decode", _forward_shapes)
     register("minimal_attn::flash_forward", "minimal_attn::flash_backward",
              run or torch.ops.minimal_attn.flash_backward, "cuda")

@@ -113,6 +113,7 @@ inline int __any_sync(unsigned mask, int x) {
     });
     return x;
 }
+inline void __threadfence() {}
 inline int atomicAdd(int *to, int x) { return std::exchange(*to, *to + x); }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline void __trap() { emulator::fail("__trap"); }

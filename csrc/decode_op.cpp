@@ -1,0 +1,97 @@
+// The op minimal_attn::flash_decode for both bindings: the checks that decode.cu's memory safety rests on, and its
+// workspace. The checks that speak to users are in ../minimal_attn/pages.py.
+//
+// Read next: stable.cpp, the binding of the wheel.
+#include "decode_op.h"
+
+namespace minimal_attn {
+
+namespace {
+
+// What is wrong with the shapes of q, of the cache and of its tables: a ValueError.
+Reason find_cache_fault(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v, int64_t batch_size,
+                        const OptionalTensor &cu_seqlens_q, const OptionalTensor &page_table,
+                        std::initializer_list<const OptionalTensor *> of_samples) {
+    if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return "q, k and v must be 4D";
+    if (!k.sizes().slice(0, 3).equals(v.sizes().slice(0, 3)) || k.size(3) != q.size(3))
+        return "the shapes of q, k and v do not match";
+    if (k.size(1) == 0 || q.size(1) % k.size(1)) return "nheads must be a multiple of nheads_k";
+    if (std::min(q.size(3), v.size(3)) < 1 || std::max(q.size(3), v.size(3)) > 256)
+        return "Unsupported head_dim: 1 to 256 is supported";
+    for (const TorchTensor *x : {&q, &k, &v}) {
+        if (x->device() != q.device()) return "q, k and v must be on the same device";
+        if (x->stride(3) != 1 && x->size(3) != 1) return "the last dimension must be contiguous";
+    }
+    if (page_table && !(is_like(*page_table, {batch_size, page_table->dim() == 2 ? page_table->size(1) : 0},
+                                ScalarType::Int, q) &&
+                        (page_table->stride(1) == 1 || page_table->size(1) <= 1)))
+        return "page_table must be int32 (batch_size, max_pages) with a contiguous last dimension on the device of q";
+    for (const OptionalTensor *x : of_samples)
+        if (*x && !(is_like(**x, {batch_size}, ScalarType::Int, q) && (*x)->is_contiguous()))
+            return "lengths, leftpad_k and cache_batch_idx must be contiguous int32 tensors with one value a sample on "
+                   "the device of q";
+    if (cu_seqlens_q && (q.size(0) != 1 || batch_size < 1 || !(*cu_seqlens_q).is_contiguous() ||
+                         !is_like(*cu_seqlens_q, {batch_size + 1}, ScalarType::Int, q)))
+        return "cu_seqlens_q must be a contiguous int32 tensor on the device of q, which is packed: (1, H, T, D)";
+    const int64_t capacity = page_table ? page_table->size(1) * k.size(2) : k.size(2);
+    if (std::max({q.size(1), k.size(0), q.size(2) + capacity}) > INT32_MAX - 256)
+        return "there are over 2^31 - 257 heads, pages, or rows and keys together";
+    return {};
+}
+
+}  // namespace
+
+// q (B, H, Sq, D), or packed (1, H, T, D); k, v (N, Hk, S, D), a cache as DecodeParams has it. Returns out like q, with
+// the head_dim of v, and lse (B, H, Sq).
+std::tuple<TorchTensor, TorchTensor> flash_decode(
+    const TorchTensor &q, const TorchTensor &k, const TorchTensor &v, const OptionalTensor &cu_seqlens_q,
+    const OptionalTensor &seqused_q, const OptionalTensor &seqused_k, const OptionalTensor &page_table,
+    const OptionalTensor &cache_batch_idx, const OptionalTensor &leftpad_k, const OptionalTensor &sinks,
+    const OptionalTensor &alibi_slopes, double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
+    int64_t num_splits, int64_t max_seqlen_q) {
+    const int64_t batch_size = cu_seqlens_q ? cu_seqlens_q->numel() - 1 : q.size(0);
+    if (const Reason fault = find_type_fault(q, k, v)) throw_type_error(*fault);
+    if (const Reason fault = find_cache_fault(q, k, v, batch_size, cu_seqlens_q, page_table,
+                                              {&seqused_q, &seqused_k, &cache_batch_idx, &leftpad_k}))
+        throw_value_error(*fault);
+    if (!page_table && !cache_batch_idx && k.size(0) < batch_size)
+        throw_value_error("the cache holds fewer sequences than there are samples");
+    if (!(std::abs(softmax_scale) <= kMaxScale)) throw_value_error("softmax_scale must be in -2.3586e38..2.3586e38");
+    if (std::min(window_left, window_right) < -1 || num_splits < 0 || num_splits > 256 || max_seqlen_q < 0)
+        throw_value_error("windows must be at least -1, num_splits in 0..256 and max_seqlen_q at least 0");
+    Options options{.sinks = sinks, .alibi_slopes = alibi_slopes, .softmax_scale = softmax_scale, .softcap = softcap};
+    if (const Reason fault = find_mods_fault(q, kBHSD, batch_size, options)) throw_value_error(*fault);
+    if (sinks && !(is_like(*sinks, {q.size(1)}, lse_dtype(q), q) && sinks->is_contiguous()))
+        throw_value_error("sinks must be contiguous float32 with one value a head on the device of q");
+
+    DecodeParams p{};
+    set_inputs(p, q, k, v, softmax_scale, {-1, -1}, kBHSD);
+    set_options(p, options);
+    auto pointer = [](const OptionalTensor &x) { return x ? static_cast<const int *>(x->const_data_ptr()) : nullptr; };
+    p.cu_seqlens_q = pointer(cu_seqlens_q), p.seqused_q = pointer(seqused_q), p.seqused_k = pointer(seqused_k);
+    p.page_table = pointer(page_table), p.cache_batch_idx = pointer(cache_batch_idx), p.leftpad_k = pointer(leftpad_k);
+    p.batch_size = batch_size, p.num_sequences = int(k.size(0)), p.page_size = int(k.size(2));
+    if (page_table) p.page_table_stride = page_table->stride(0), p.seqlen_k = int(page_table->size(1) * k.size(2));
+    p.set_window(window_left, window_right);
+    p.num_splits = int(num_splits);
+    p.max_seqlen_q = int(cu_seqlens_q && max_seqlen_q ? std::min(max_seqlen_q, q.size(2)) : q.size(2));
+    if (cu_seqlens_q) p.q.batch_stride = p.lse_batch_stride = 0;
+
+    const DeviceGuard guard(q);
+    TorchTensor out = new_out(q, v), lse = make_empty({q.size(0), p.nheads, p.seqlen_q}, lse_dtype(q), q);
+    p.o = tensor_of(out, kBHSD, p.cu_seqlens_q), p.lse = lse.data_ptr();
+#if MINIMAL_ATTN_CUDA
+    if (q.is_cuda()) {
+        if (const Reason reason = why_not(Kernel::kSm80, p, Gpu{compute_capability(), has_fast_fp64()}, false))
+            throw_not_implemented("backend='cuda' cannot read this cache: " + *reason + "; use backend='triton'");
+        const TorchTensor workspace = make_empty({sm80::decode_workspace(p)}, ScalarType::Byte, q);
+        const TorchTensor counters = make_zeros({sm80::num_decode_counters(p)}, ScalarType::Int, q);
+        p.workspace = workspace.data_ptr(), p.counters = static_cast<int *>(counters.data_ptr());
+        sm80::flash_decode(p);
+        return {out, lse};
+    }
+#endif
+    throw_not_implemented("minimal_attn::flash_decode needs tensors on a GPU, and a build with kernels for it");
+}
+
+}  // namespace minimal_attn

@@ -1,0 +1,166 @@
+// How decode.cu cuts a batch into work, and which share of it a block has.
+//
+// The packed rows of a sample are cut into tiles, and its keys into chunks of equal length. A chunk for one tile of one
+// key head is an item. All items of the batch lie on one line, in which each is as long as it takes time, and every
+// block has an equal part of the line. All of this is found on the device, from lengths that only the GPU knows.
+//
+// Read next: decode.cu, what is done with an item.
+#pragma once
+
+#include "flash.h"
+#include "launch.h"
+#include "mask.cuh"
+
+namespace sm80 {
+
+template <int kHeadDim_, int kBlockN_, int kMTiles_> struct DecodeShape {
+    static constexpr int kHeadDim = kHeadDim_, kBlockN = kBlockN_, kMTiles = kMTiles_;
+    static constexpr int kBlockM = 16 * kMTiles, kRows = 2 * kMTiles, kDTiles = kHeadDim / 8;
+    static constexpr int kStages = 3, kMaxWarps = 8;
+    static constexpr bool kKeepsQ = kBlockM * kHeadDim <= 2048;  // in registers; else it comes from L1 every time
+    static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace: acc_o, row_max, row_sum, 2 unused
+};
+
+constexpr int kMinChunk = 64, kMaxChunk = 2048;  // keys
+constexpr int kMinSplits = 16, kMaxSplits = 32;  // of a sample whose keys exceed kMinSplits · kMinChunk
+constexpr int kChunkCost = 64;                   // what the end of a chunk costs a block, in keys
+
+__host__ __device__ inline int ceil_div(int x, int y) { return (x + y - 1) / y; }
+__host__ __device__ inline int num_splits_of(int keys) {
+    const int splits = ceil_div(keys, kMaxChunk);
+    return splits < kMinSplits ? kMinSplits : splits > kMaxSplits ? kMaxSplits : splits;
+}
+
+// The room in the workspace for the chunks of a sample and a key head: `tiles` counters, and `chunks` results of `rows`
+// rows. What needs more is not cut.
+struct Room {
+    int rows, tiles, chunks;
+
+    Room(const DecodeParams &p, int block_m) {
+        const int64_t packed_rows = int64_t(p.nheads / p.nheads_k) * p.max_seqlen_q;
+        const int64_t most_tiles = (packed_rows + block_m - 1) / block_m;
+        rows = int(packed_rows < block_m ? packed_rows : block_m);
+        chunks = p.num_splits ? int(most_tiles < kMaxSplits ? most_tiles : kMaxSplits) * p.num_splits
+                              : num_splits_of(p.seqlen_k);
+        tiles = int(most_tiles < chunks ? most_tiles : chunks);
+    }
+};
+
+// How the packed rows of a sample are cut into tiles, and its keys into chunks.
+template <typename Shape> struct Cut {
+    Sequence seq;
+    int num_tiles, num_chunks, chunk;  // keys of a chunk
+    int begin, end;                    // the keys that some row sees
+
+    __device__ Cut(const DecodeParams &p, const Room &room, int b) : seq(p, b) {
+        const int group = p.nheads / p.nheads_k;
+        const Mask mask(seq.seqlen_q, seq.seqlen_k, p);
+        begin = seq.seqlen_q ? mask.keys(0).begin : 0, end = seq.seqlen_q ? mask.keys(seq.seqlen_q - 1).end : 0;
+        num_tiles = int((int64_t(seq.padded_q) * group + Shape::kBlockM - 1) / Shape::kBlockM);
+        const int keys = max(0, end - first_key());
+        int splits = p.num_splits ? p.num_splits : num_splits_of(keys) / max(1, num_tiles);
+        if (num_tiles > room.tiles || num_tiles * splits > room.chunks || seq.padded_q * group > room.rows * num_tiles)
+            splits = 1;
+        splits = max(1, splits);
+        chunk = max(kMinChunk, ceil_div(ceil_div(keys, splits), Shape::kBlockN) * Shape::kBlockN);
+        num_chunks = max(1, ceil_div(keys, chunk));
+    }
+    __device__ int first_key() const { return begin / Shape::kBlockN * Shape::kBlockN; }
+    __device__ int64_t items(const DecodeParams &p) const { return int64_t(num_tiles) * num_chunks * p.nheads_k; }
+    __device__ int64_t cost() const { return chunk + kChunkCost; }  // of one item
+};
+
+// Where the share of a block begins and ends on the line.
+struct Share {
+    int b;
+    int64_t item, place, end;
+};
+
+// One item of a block's share: a chunk of keys for a tile of packed rows of a key head.
+template <typename Shape> struct Item {
+    const DecodeParams &p;
+    const Room &room;
+    int b;
+    int64_t index, place;  // among the items of sample b, and on the line
+    const int64_t &end;    // of the block's share. A reference, as registers are few
+    Cut<Shape> cut;
+    int h_k, tile, chunk, key_begin, key_end;
+    Range full;  // the keys that all valid rows see
+
+    __device__ Item(const DecodeParams &p, const Room &room, const Share &share)
+        : p(p), room(room), b(share.b), index(share.item), place(share.place), end(share.end), cut(p, room, b) {
+        settle();
+    }
+    __device__ bool is_valid() const { return place < end; }
+    __device__ void next() {
+        place += cut.cost(), index++;
+        settle();
+    }
+    // This warp's first keys.
+    __device__ int first_key() const { return key_begin + int(threadIdx.x / 32) * Shape::kBlockN; }
+    __device__ bool all_rows_see(int key) const { return key >= full.begin && key + Shape::kBlockN <= full.end; }
+    __device__ int key_step() const { return int(blockDim.x / 32) * Shape::kBlockN; }
+
+  private:
+    __device__ void settle() {
+        while (is_valid() && index == cut.items(p)) {
+            b++, index = 0;
+            cut = Cut<Shape>(p, room, b);
+        }
+        if (!is_valid()) return;
+        // Tiles first: those that share keys come one after the other.
+        tile = int(index % cut.num_tiles);
+        chunk = int(index / cut.num_tiles % cut.num_chunks), h_k = int(index / cut.num_tiles / cut.num_chunks);
+        const int group = p.nheads / p.nheads_k, rows = cut.seq.seqlen_q, row0 = tile * Shape::kBlockM;
+        const int begin = cut.first_key() + chunk * cut.chunk;
+        const Mask mask(rows, cut.seq.seqlen_k, p);
+        const int last_row = min((row0 + Shape::kBlockM - 1) / group, rows - 1);
+        const Range first = mask.keys(row0 / group), last = mask.keys(last_row);
+        key_begin = max(begin, first.begin / Shape::kBlockN * Shape::kBlockN);
+        key_end = row0 / group < rows ? min(min(begin + cut.chunk, cut.end), last.end) : 0;  // padding sees no key
+        full = {last.begin, first.end};
+    }
+};
+
+// The share of this block: samples are dealt out to threads, whose sums are scanned.
+template <typename Shape>
+__device__ void find_share(const DecodeParams &p, const Room &room, Share &share, int64_t (&costs)[Shape::kMaxWarps]) {
+    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32, num_threads = blockDim.x;
+    const int64_t samples = (p.batch_size + num_threads - 1) / num_threads;  // of a thread
+    const int b_begin = int(min(threadIdx.x * samples, p.batch_size));
+    const int b_end = int(min(b_begin + samples, p.batch_size));
+    int64_t cost = 0;
+    for (int b = b_begin; b < b_end; b++) {
+        const Cut<Shape> cut(p, room, b);
+        cost += cut.items(p) * cut.cost();
+    }
+    int64_t place = cost;  // on the line, of the end of this thread's samples
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+        const int64_t before = __shfl_sync(~0u, place, max(lane_idx - lanes, 0));
+        if (lane_idx >= lanes) place += before;
+    }
+    if (lane_idx == 31) costs[warp_idx] = place;
+    if (threadIdx.x == 0) share = {0, 0, 0, 0};  // an empty one, if there is no work at all
+    __syncthreads();
+    int64_t total = 0;
+    for (int warp = 0; warp < num_threads / 32; warp++) {
+        if (warp < warp_idx) place += costs[warp];
+        total += costs[warp];
+    }
+    const int64_t begin = total * blockIdx.x / gridDim.x, end = total * (blockIdx.x + 1) / gridDim.x;
+    place -= cost;
+    if (begin >= place && begin < place + cost)
+        for (int b = b_begin; b < b_end; b++) {
+            const Cut<Shape> cut(p, room, b);
+            const int64_t cost_of_sample = cut.items(p) * cut.cost();
+            if (begin < place + cost_of_sample) {  // the first item that begins in the share
+                const int64_t item = (begin - place + cut.cost() - 1) / cut.cost();
+                share = {b, item, place + item * cut.cost(), end};
+                break;
+            }
+            place += cost_of_sample;
+        }
+    __syncthreads();
+}
+
+}  // namespace sm80

@@ -1,0 +1,421 @@
+// decode.cu on small cases and without torch, as driver.cpp has the other kernels, for the emulator and
+// compute-sanitizer. Results are compared with attention in double precision. What no row sees of a cache is NaN. Every
+// sample is computed in its batch and alone, and must have the same bits.
+//
+//   nvcc -std=c++20 -Icsrc -x cu tests/decode_driver.cpp     test_emulator.py builds it for the emulator
+//   ./a.out [case...]     all cases if none is named; the emulator's options are those of driver.cpp
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#if MINIMAL_ATTN_EMULATED
+#include "device.h"
+#include "flash.h"
+#include "launch.h"
+using namespace device;
+template <typename T> T encode(float x) { return from_float<T>(x); }
+template <typename T> double decode_float(T x) { return to_float(x); }
+void *allocate(size_t bytes) { return std::malloc(bytes); }
+void release(void *p) { std::free(p); }
+void copy(void *to, const void *from, size_t bytes) { std::memcpy(to, from, bytes); }
+#else
+#include "device.cu"
+#include "decode.cu"
+using namespace device;
+template <typename T> T encode(float x) { return T(x); }
+template <typename T> double decode_float(T x) { return float(x); }
+void *allocate(size_t bytes) { void *p; return check_cuda(cudaMalloc(&p, bytes)), p; }
+void release(void *p) { cudaFree(p); }
+void copy(void *to, const void *from, size_t bytes) { check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyDefault)); }
+#endif
+
+struct Case {
+    const char *name;
+    DType dtype;
+    int nheads, nheads_k, seqlen_q, head_dim, head_dim_v;
+    int size, pages;               // keys of a sequence; or of a page, and how many pages a sample has
+    std::vector<int> seqused_k;    // one for each sample
+    int left = -1, right = -1;     // the window
+    std::vector<int> leftpad_k = {}, cu_seqlens_q = {}, seqused_q = {};
+    double softcap = 0, scale = 1;
+    bool has_alibi = false, has_sinks = false, has_batch_idx = false, is_interleaved = false;
+    int num_splits = 0;
+    int max_seqlen_q = 0;          // 0: the largest
+
+    int samples() const { return int(seqused_k.size()); }
+    int capacity() const { return pages ? size * pages : size; }
+};
+
+constexpr DType f16 = DType::kFloat16, b16 = DType::kBFloat16;
+const std::vector<Case> cases = {
+    // name, dtype, nheads, nheads_k, seqlen_q, head_dim, head_dim_v, size, pages, seqused_k, left, right
+    {"one",        b16,  1, 1, 1,   8,   8,    1, 0, {1}},
+    {"d64",        f16,  4, 1, 1,  64,  64,  300, 0, {300, 1, 0, 129}},
+    {"d128",       b16,  8, 2, 1, 128, 128,  330, 0, {330, 65, 64}},
+    {"d256",       f16,  4, 2, 1, 256, 256,  150, 0, {150, 80}},
+    {"narrow",     b16,  2, 1, 1,  40,  24,  200, 0, {200, 17}},
+    {"wide_v",     f16,  3, 1, 1, 104, 192,  100, 0, {100, 99}},
+    {"mqa",        b16, 20, 1, 1, 128, 128,  200, 0, {200, 70}},
+    {"mqa_64",     f16, 20, 1, 1,  64,  64,  200, 0, {200, 70}},
+    {"mqa_256",    b16, 20, 1, 1, 160, 160,  100, 0, {100, 5}},
+    {"tokens",     b16,  4, 2, 5, 128, 128,  300, 0, {300, 130, 3}, -1, 0},
+    {"many_rows",  f16,  6, 1, 9,  64,  64,  260, 0, {260, 8, 100}, -1, 0},
+    {"long",       b16,  2, 2, 1,  64,  64, 2500, 0, {2500, 1030}},
+    {"pages_16",   b16,  4, 2, 1, 128, 128,   16, 9, {130, 16, 0, 144}},
+    {"pages_1",    f16,  4, 1, 2,  64,  64,    1, 90, {90, 33}, -1, 0},
+    {"pages_3",    b16,  2, 2, 1, 128, 128,    3, 40, {120, 77, 1}},
+    {"pages_256",  f16,  2, 1, 1,  64,  64,  256, 2, {300, 256}},
+    {"interleaved", b16, 8, 2, 1, 128, 128,   16, 6, {96, 50}, -1, 0, {}, {}, {}, 0, 1, false, false, false, true},
+    {"leftpad",    b16,  4, 2, 3, 128, 128,  200, 0, {200, 150, 40}, -1, 0, {0, 100, 40}},
+    {"leftpad_pages", f16, 4, 2, 1, 64, 64,   16, 8, {128, 50}, -1, -1, {5, 33}},
+    {"batch_idx",  b16,  4, 2, 1,  64,  64,  150, 0, {150, 20, 0}, -1, -1, {}, {}, {}, 0, 1, false, false, true},
+    {"window",     b16,  4, 2, 4, 128, 128,  400, 0, {400, 100, 2}, 70, 0},
+    {"window_both", f16, 2, 1, 6,  64,  64,  300, 0, {300, 20}, 100, 2},
+    {"softcap",    b16,  4, 2, 1, 128, 128,  200, 0, {200, 60}, -1, -1, {}, {}, {}, 2},
+    {"alibi",      f16,  4, 2, 3,  64,  64,   16, 12, {180, 60}, -1, 0, {}, {}, {}, 0, 1, true},
+    {"sinks",      b16,  4, 2, 1, 128, 128,  200, 0, {200, 0, 64}, -1, -1, {}, {}, {}, 0, 1, false, true},
+    {"everything", b16,  4, 2, 3, 104,  64,   16, 13, {200, 90, 7}, 150, 0, {3, 0, 1}, {}, {}, 3, -1, true, true},
+    {"packed",     f16,  4, 2, 0,  64,  64,   16, 12, {180, 60, 5, 0}, -1, 0, {}, {0, 1, 4, 4, 7}},
+    {"packed_long", b16, 4, 1, 0, 128, 128,  200, 0, {180, 200}, -1, 0, {}, {0, 1, 30}, {}, 0, 1, false, false, false,
+     false, 0, 1},
+    {"seqused_q",  b16,  4, 2, 3,  64,  64,  200, 0, {200, 90}, -1, 0, {}, {}, {1, 3}},
+    {"no_splits",  f16,  4, 2, 1,  64,  64,  300, 0, {300, 100}, -1, -1, {}, {}, {}, 0, 1, false, false, false, false,
+     1},
+    {"three_splits", b16, 4, 2, 2, 128, 128, 400, 0, {400, 300, 10}, -1, 0, {}, {}, {}, 0, 1, false, false, false,
+     false, 3},
+    {"scale_0",    f16,  2, 1, 1,  64,  64,  100, 0, {100}, -1, -1, {}, {}, {}, 0, 0},
+    {"scale_30",   b16,  2, 1, 1, 128, 128,  300, 0, {300, 70}, -1, -1, {}, {}, {}, 0, 30},
+    {"clamped",    f16,  2, 1, 1,  64,  64,   16, 4, {1 << 30, -5}},
+    {"many",       f16,  2, 1, 1,  64,  64,   16, 3, std::vector<int>(300, 40)},
+};
+
+template <typename T> struct Memory {
+    std::vector<T> host;
+    T *device;
+    explicit Memory(std::vector<T> x) : host(x), device(static_cast<T *>(allocate(bytes()))) { upload(); }
+    Memory(const Memory &) = delete;
+    ~Memory() { release(device); }
+    size_t bytes() const { return host.size() * sizeof(T); }
+    void upload() { copy(device, host.data(), bytes()); }
+    void fetch() { copy(host.data(), device, bytes()); }
+    void make_nan() { std::memset(static_cast<void *>(host.data()), 0xff, bytes()), upload(); }
+};
+
+int clamp(int x, int most) { return std::max(0, std::min(x, most)); }
+
+// A case, or one sample of it (only >= 0), in memory.
+template <typename T> struct Call {
+    const Case &c;
+    const int samples, first, rows;
+    std::mt19937 random;
+    int64_t row_stride, v_row_stride;
+    Memory<T> q, kv, o;
+    Memory<float> lse, slopes, sinks;
+    Memory<int> seqused_k, seqused_q, leftpad_k, batch_idx, page_table, cu_seqlens_q;
+    DecodeParams p{};
+
+    Call(const Case &c, int only)
+        : c(c), samples(only < 0 ? c.samples() : 1), first(std::max(only, 0)),
+          rows(c.cu_seqlens_q.empty() ? c.seqlen_q * samples
+               : only < 0             ? c.cu_seqlens_q.back() + 3
+                                      : c.cu_seqlens_q[first + 1] - c.cu_seqlens_q[first]),
+          row_stride(c.is_interleaved ? c.head_dim + c.head_dim_v : c.head_dim),
+          v_row_stride(c.is_interleaved ? row_stride : c.head_dim_v), q(numbers(rows * c.nheads * c.head_dim)),
+          kv(cache()), o(std::vector<T>(rows * c.nheads * c.head_dim_v)), lse(std::vector<float>(rows * c.nheads)),
+          slopes(floats(c.nheads)), sinks(floats(c.nheads)), seqused_k(of_samples(c.seqused_k)),
+          seqused_q(of_samples(c.seqused_q)), leftpad_k(of_samples(c.leftpad_k)), batch_idx(of_samples(indices())),
+          page_table(tables()), cu_seqlens_q(bounds()) {
+        // Rows of q are those of the whole batch.
+        std::mt19937 of_q(7);
+        std::vector<T> whole = random_numbers((c.cu_seqlens_q.empty() ? c.samples() * c.seqlen_q
+                                                                       : c.cu_seqlens_q.back() + 3) *
+                                                  c.nheads * c.head_dim, of_q);
+        const int row0 = c.cu_seqlens_q.empty() ? first * c.seqlen_q : first ? c.cu_seqlens_q[first] : 0;
+        std::copy_n(whole.begin() + row0 * c.nheads * c.head_dim, q.host.size(), q.host.begin());
+        q.upload();
+        set_params();
+    }
+
+    std::vector<T> random_numbers(size_t n, std::mt19937 &generator) {
+        std::vector<T> x(n);
+        for (T &number : x) number = encode<T>((int(generator() & 255) - 128) / 64.f);
+        return x;
+    }
+    std::vector<T> numbers(size_t n) { return random_numbers(n, random); }
+    std::vector<float> floats(int n) {
+        std::mt19937 generator(n);
+        std::vector<float> x(n);
+        for (float &number : x) number = float(generator() & 255) / 128;
+        return x;
+    }
+    std::vector<int> of_samples(const std::vector<int> &x) {
+        return x.empty() ? std::vector<int>{0} : std::vector<int>(x.begin() + first, x.begin() + first + samples);
+    }
+    std::vector<int> indices() {
+        std::vector<int> x;
+        for (int b = 0; b < c.samples(); b++) x.push_back(c.has_batch_idx ? (b + 1) % c.samples() : b);
+        return x;
+    }
+    int num_sequences() const { return c.pages ? c.samples() * c.pages + 1 : c.samples(); }
+    // Page 0 is shared by all samples, as their first one. The others are dealt out backwards.
+    int page_of(int b, int i) const { return i == 0 ? 0 : num_sequences() - 1 - (b * c.pages + i); }
+    std::vector<int> tables() {
+        std::vector<int> x{0};
+        for (int b = first; b < first + samples && c.pages; b++)
+            for (int i = 0; i < c.pages; i++) {
+                if (b == first && i == 0) x.clear();
+                // What lies beyond the keys of a sample is not read.
+                x.push_back(i * c.size < clamp(c.seqused_k[b], c.capacity()) ? page_of(b, i) : 1 << 30);
+            }
+        return x;
+    }
+    std::vector<int> bounds() {
+        if (c.cu_seqlens_q.empty()) return {0};
+        return samples == c.samples() ? c.cu_seqlens_q : std::vector<int>{0, rows};
+    }
+
+    // K and V in one allocation; [sequence, head, row, head_dim], or rows of K and V in turn.
+    int64_t v_offset() const {
+        return c.is_interleaved ? c.head_dim : int64_t(num_sequences()) * c.nheads_k * c.size * c.head_dim;
+    }
+    int64_t k_at(int sequence, int h, int row) const {
+        return ((int64_t(sequence) * c.nheads_k + h) * c.size + row) * row_stride;
+    }
+    int64_t v_at(int sequence, int h, int row) const {
+        return v_offset() + ((int64_t(sequence) * c.nheads_k + h) * c.size + row) * v_row_stride;
+    }
+    struct Place { int sequence, row; };
+    Place place_of(int b, int key) const {  // of a key of the whole case
+        if (!c.leftpad_k.empty()) key += c.leftpad_k[b];
+        if (c.pages) return {page_of(b, key / c.size), key % c.size};
+        return {c.has_batch_idx ? (b + 1) % c.samples() : b, key};
+    }
+    int keys_of(int b) const {
+        return std::max(0, clamp(c.seqused_k[b], c.capacity()) - (c.leftpad_k.empty() ? 0 : c.leftpad_k[b]));
+    }
+    int rows_of_sample(int b) const {
+        if (!c.cu_seqlens_q.empty()) return c.cu_seqlens_q[b + 1] - c.cu_seqlens_q[b];
+        return c.seqused_q.empty() ? c.seqlen_q : c.seqused_q[b];
+    }
+    bool sees(int b, int row, int key) const {
+        const int diagonal = row + keys_of(b) - rows_of_sample(b);
+        return (c.left < 0 || key >= diagonal - c.left) && (c.right < 0 || key <= diagonal + c.right);
+    }
+    // NaN but for what some row sees.
+    std::vector<T> cache() {
+        std::vector<T> x(num_sequences() * int64_t(c.nheads_k) * c.size * (c.head_dim + c.head_dim_v));
+        std::memset(static_cast<void *>(x.data()), 0xff, x.size() * sizeof(T));
+        std::mt19937 generator(3);
+        for (int b = 0; b < c.samples(); b++)
+            for (int key = 0; key < keys_of(b); key++) {
+                bool is_seen = false;
+                for (int row = 0; row < rows_of_sample(b); row++) is_seen |= sees(b, row, key);
+                const auto [sequence, at] = place_of(b, key);
+                for (int h = 0; h < c.nheads_k && is_seen; h++) {
+                    const std::vector<T> k = random_numbers(c.head_dim, generator);
+                    const std::vector<T> v = random_numbers(c.head_dim_v, generator);
+                    std::copy(k.begin(), k.end(), x.begin() + k_at(sequence, h, at));
+                    std::copy(v.begin(), v.end(), x.begin() + v_at(sequence, h, at));
+                }
+            }
+        return x;
+    }
+
+    void set_params() {
+        const bool is_packed = !c.cu_seqlens_q.empty();
+        const int64_t q_row = int64_t(c.nheads) * c.head_dim, o_row = int64_t(c.nheads) * c.head_dim_v;
+        p.q = {q.device, is_packed ? 0 : c.seqlen_q * q_row, c.head_dim, q_row};
+        p.o = {o.device, is_packed ? 0 : c.seqlen_q * o_row, c.head_dim_v, o_row};
+        p.k = {kv.device, c.nheads_k * c.size * row_stride, c.size * row_stride, row_stride};
+        p.v = {kv.device + v_offset(), c.nheads_k * c.size * v_row_stride, c.size * v_row_stride, v_row_stride};
+        p.seqlen_q = is_packed ? rows : c.seqlen_q, p.seqlen_k = c.capacity();
+        p.lse = lse.device, p.lse_batch_stride = is_packed ? 0 : int64_t(c.nheads) * c.seqlen_q;
+        p.batch_size = samples, p.nheads = c.nheads, p.nheads_k = c.nheads_k;
+        p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v, p.dtype = c.dtype, p.softcap = c.softcap;
+        p.softmax_scale = float(c.scale / std::sqrt(double(c.head_dim)));
+        p.set_window(c.left, c.right);
+        p.seqused_k = seqused_k.device;
+        if (is_packed) p.cu_seqlens_q = cu_seqlens_q.device;
+        if (!c.seqused_q.empty()) p.seqused_q = seqused_q.device;
+        if (!c.leftpad_k.empty()) p.leftpad_k = leftpad_k.device;
+        if (c.has_batch_idx || (!c.pages && samples < c.samples())) p.cache_batch_idx = batch_idx.device;
+        if (c.has_alibi) p.alibi_slopes = slopes.device;
+        if (c.has_sinks) p.sinks = sinks.device;
+        if (c.pages) p.page_table = page_table.device, p.page_table_stride = c.pages;
+        p.num_sequences = num_sequences(), p.page_size = c.size, p.num_splits = c.num_splits;
+        int longest = c.seqlen_q;
+        for (size_t b = 1; b < c.cu_seqlens_q.size(); b++)
+            longest = std::max(longest, c.cu_seqlens_q[b] - c.cu_seqlens_q[b - 1]);
+        p.max_seqlen_q = c.max_seqlen_q ? c.max_seqlen_q : longest;
+    }
+
+    void run() {
+        o.make_nan(), lse.make_nan();
+        Memory<char> workspace(std::vector<char>(sm80::decode_workspace(p) + 1, char(0xff)));
+        Memory<int> counters(std::vector<int>(sm80::num_decode_counters(p) + 1));
+        p.workspace = workspace.device, p.counters = counters.device;
+        sm80::flash_decode(p);
+        o.fetch(), lse.fetch(), counters.fetch();
+        if (std::any_of(counters.host.begin(), counters.host.end(), [](int x) { return x; }))
+            throw std::runtime_error("a counter is not 0 at the end");
+    }
+
+    // Of row i of sample b of the whole case, in o and lse of this call.
+    int64_t row_at(int b, int i) const {
+        return c.cu_seqlens_q.empty() ? int64_t(b - first) * c.seqlen_q + i
+                                      : c.cu_seqlens_q[b] - c.cu_seqlens_q[first] + i;
+    }
+    int64_t lse_at(int b, int h, int i) const {
+        return c.cu_seqlens_q.empty() ? (int64_t(b - first) * c.nheads + h) * c.seqlen_q + i : h * rows + row_at(b, i);
+    }
+};
+
+void expect(const char *name, int b, int h, int i, double x, double y, double tolerance) {
+    if (x == y || std::abs(x - y) <= tolerance) return;  // a NaN is neither
+    char text[128];
+    std::snprintf(text, sizeof(text), "%s of sample %d, head %d, row %d is %.8g, expected %.8g ± %.2g", name, b, h, i,
+                  x, y, tolerance);
+    throw std::runtime_error(text);
+}
+
+template <typename T> void check(const Call<T> &x, double epsilon) {
+    const Case &c = x.c;
+    for (int b = 0; b < c.samples(); b++)
+        for (int h = 0; h < c.nheads; h++)
+            for (int i = 0; i < (c.cu_seqlens_q.empty() ? c.seqlen_q : x.rows_of_sample(b)); i++) {
+                const int keys = i < x.rows_of_sample(b) ? x.keys_of(b) : 0, h_k = h / (c.nheads / c.nheads_k);
+                const double sink = c.has_sinks && i < x.rows_of_sample(b) ? x.sinks.host[h] : -INFINITY;
+                std::vector<double> scores(keys, -INFINITY);
+                double max = sink, sum = 0;
+                const T *q = &x.q.host[(x.row_at(b, i) * c.nheads + h) * c.head_dim];
+                for (int j = 0; j < keys; j++) {
+                    if (!x.sees(b, i, j)) continue;
+                    const auto [sequence, row] = x.place_of(b, j);
+                    double s = 0;
+                    for (int d = 0; d < c.head_dim; d++)
+                        s += decode_float(q[d]) * decode_float(x.kv.host[x.k_at(sequence, h_k, row) + d]);
+                    s *= x.p.softmax_scale;
+                    if (c.softcap) s = c.softcap * std::tanh(s / c.softcap);
+                    if (c.has_alibi) s -= x.slopes.host[h] * std::abs(i + keys - x.rows_of_sample(b) - j);
+                    scores[j] = s, max = std::max(max, s);
+                }
+                std::vector<double> out(c.head_dim_v), size(c.head_dim_v);
+                if (max > -INFINITY) {
+                    sum = std::exp(sink - max);
+                    for (double &s : scores) sum += s = std::exp(s - max);
+                }
+                for (int j = 0; j < keys; j++) {
+                    if (!x.sees(b, i, j)) continue;
+                    const auto [sequence, row] = x.place_of(b, j);
+                    for (int d = 0; d < c.head_dim_v; d++) {
+                        const double term = scores[j] / sum * decode_float(x.kv.host[x.v_at(sequence, h_k, row) + d]);
+                        out[d] += term, size[d] += std::abs(term);
+                    }
+                }
+                const double lse = sum ? max + std::log(sum) : -INFINITY;
+                expect("lse", b, h, i, x.lse.host[x.lse_at(b, h, i)], lse,
+                       (c.softcap ? 1e-3 * c.softcap : 5e-6) * (1 + std::abs(lse)) + 5e-6 * 4 * c.scale);
+                for (int d = 0; d < c.head_dim_v; d++)
+                    expect("out", b, h, i, decode_float(x.o.host[(x.row_at(b, i) * c.nheads + h) * c.head_dim_v + d]),
+                           out[d], epsilon * (1 + size[d]) + epsilon / 2 * std::abs(out[d]));
+            }
+}
+
+// Rows that are no sample's get 0 and -inf.
+template <typename T> void check_padding(const Call<T> &x) {
+    const Case &c = x.c;
+    for (int row = c.cu_seqlens_q.empty() ? x.rows : c.cu_seqlens_q.back(); row < x.rows; row++)
+        for (int h = 0; h < c.nheads; h++) {
+            expect("lse of padding", 0, h, row, x.lse.host[h * x.rows + row], -INFINITY, 0);
+            for (int d = 0; d < c.head_dim_v; d++)
+                expect("padding", 0, h, row, decode_float(x.o.host[(row * c.nheads + h) * c.head_dim_v + d]), 0, 0);
+        }
+}
+
+template <typename T> void check_alone(const Call<T> &x, int b) {
+    const Case &c = x.c;
+    Call<T> alone(c, b);
+    alone.p.max_seqlen_q = x.p.max_seqlen_q;
+    if (alone.rows == 0) return;
+    alone.run();
+    for (int i = 0; i < x.rows_of_sample(b); i++)
+        for (int h = 0; h < c.nheads; h++) {
+            auto o = [&](const Call<T> &call) {
+                return &call.o.host[(call.row_at(b, i) * c.nheads + h) * c.head_dim_v];
+            };
+            auto lse = [&](const Call<T> &call) { return &call.lse.host[call.lse_at(b, h, i)]; };
+            if (std::memcmp(o(x), o(alone), c.head_dim_v * sizeof(T)) || std::memcmp(lse(x), lse(alone), 4))
+                throw std::runtime_error("sample " + std::to_string(b) + " has other bits without its batch");
+        }
+}
+
+std::vector<std::string> schedules;
+
+void choose_schedule([[maybe_unused]] const std::string &name) {
+#if MINIMAL_ATTN_EMULATED
+    const unsigned seed = std::stoul(name.substr(name.find('=') + 1));
+    const auto mode = name.starts_with("--early")  ? emulator::Mode::kEarly
+                      : name.starts_with("--late") ? emulator::Mode::kLate
+                                                   : emulator::Mode::kRandom;
+    emulator::schedule = {mode, seed};
+    emulator::gpu = {.num_sms = int(seed % 4) + 1, .max_shared_memory = 227 << 10};
+#endif
+}
+
+template <typename T> void run(const Case &c, double epsilon) {
+    std::vector<T> bits;
+    for (const std::string &name : schedules) try {
+            choose_schedule(name);
+            Call<T> call(c, -1);
+            call.run();
+            check(call, epsilon);
+            check_padding(call);
+            if (!bits.empty() && std::memcmp(bits.data(), call.o.host.data(), call.o.bytes()))
+                throw std::runtime_error("out has other bits than by " + schedules[0]);
+            bits = call.o.host;
+            if (c.samples() <= 4)
+                for (int b = 0; b < c.samples(); b++) check_alone(call, b);
+        } catch (const std::exception &error) {
+            throw std::runtime_error(name + ": " + error.what());
+        }
+}
+
+int main(int argc, char **argv) {
+    std::vector<std::string> names(argv + 1, argv + argc);
+    std::erase_if(names, [](const std::string &argument) {
+        if (!argument.starts_with("--")) return false;
+#if MINIMAL_ATTN_EMULATED
+        if (argument.starts_with("--without=")) emulator::left_out = std::stoi(argument.substr(10));
+        else
+#endif
+            schedules.push_back(argument);
+        return true;
+    });
+#if MINIMAL_ATTN_EMULATED
+    if (schedules.empty()) schedules = {"--early=1", "--late=2", "--random=3"};
+#else
+    schedules = {"on the GPU"};
+#endif
+    size_t passed = 0, failed = 0;
+    for (const Case &c : cases) {
+        if (!names.empty() && !std::count(names.begin(), names.end(), c.name)) continue;
+        try {
+            c.dtype == f16 ? run<__half>(c, 0x1p-10) : run<__nv_bfloat16>(c, 0x1p-7);
+            passed++;
+        } catch (const std::exception &error) {
+            std::printf("%s: %s\n", c.name, error.what());
+            failed++;
+        }
+#if MINIMAL_ATTN_EMULATED
+        if (failed && emulator::left_out >= 0) break;
+#endif
+    }
+    std::printf("%zu passed, %zu failed\n", passed, failed);
+    return failed > 0 || passed < std::max<size_t>(1, names.size());
+}
