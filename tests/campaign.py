@@ -1,4 +1,5 @@
-"""Long campaigns over drawn shapes and over every fault, which `make campaign` runs and no other target.
+"""Long campaigns over drawn shapes and over every fault, which `make campaign` runs and no other target. It also runs
+the tests of other files that carry the marker `campaign`: the rest of grids of which CI runs a part.
 
 A few shapes with fixed seeds are drawn by test_forward.py, test_backward.py, test_lengths.py and test_scores.py too.
 test_sanitizers.py shows compute-sanitizer one fault of each kind in each file of csrc.
@@ -14,11 +15,11 @@ import test_lengths
 import test_scores
 from cases import Case, dtypes_of, serves
 from conftest import IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
-from test_emulator import csrc  # noqa: F401
-from test_sanitizers import (assert_passed, check_missing_barrier, check_missing_wait, compute_sanitizer,  # noqa: F401
-                             gpu_objects, missing_from, whole_driver)
+from test_emulator import csrc, sanitized  # noqa: F401
+from test_sanitizers import (asan, assert_passed, check_clean, check_missing_barrier, check_missing_wait,  # noqa: F401
+                             compute_sanitizer, gpu_objects, missing_from, run, run_tsan, tsan, whole_driver)
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 SEEDS = range(16)
 # How many batches of lengths, and of scores, each seed draws: about 1,000 for each kernel of csrc, and 200 for Triton,
 # which compiles for each of them.
@@ -59,6 +60,18 @@ def test_drawn_scores(impl, seed, poisoned_outputs):
     test_scores.check_drawn_scores(impl, seed, BATCHES.get(impl, 63))
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("part", range(8))
+def test_address_sanitizer_finds_nothing(part, asan):  # noqa: F811
+    check_clean(run(asan, f"--part={part}/8"))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("part", range(8))
+def test_thread_sanitizer_finds_nothing(part, tsan):  # noqa: F811
+    check_clean(run_tsan(tsan, f"--part={part}/8"))
+
+
 @pytest.mark.gpu
 def test_racecheck_of_all_cases(whole_driver):  # noqa: F811
     done, summary = compute_sanitizer("racecheck", whole_driver)
@@ -90,3 +103,16 @@ def test_cuda_kernels_do_not_spill(file, target, tmp_path):
 @pytest.mark.parametrize("statement", test_emulator.OBSERVED)
 def test_missing_synchronization_is_seen(statement, csrc):  # noqa: F811
     test_emulator.check_missing_synchronization(statement, csrc)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("part", range(12))
+def test_emulator_runs_all_cases(part, csrc):  # noqa: F811
+    """In every schedule, with the same bits in all results."""
+    assert_passed(test_emulator.run(csrc / "objects/driver", *test_emulator.SCHEDULES, f"--part={part}/12"))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("case", test_emulator.MORE_SANITIZED_CASES)
+def test_address_sanitizer_finds_nothing_in_emulator(case, sanitized):  # noqa: F811
+    assert_passed(test_emulator.run(sanitized, "--random=5", case))

@@ -154,14 +154,13 @@ GATE = {"S1", "S129_causal", "D255", "one_key", "more_queries_causal", "gqa", "m
         "slice", "odd_D17", "k_bshd_v_bhsd", "expanded", "sm_scale_negative", "tiny", "dropout_seq_lens"}
 
 
-def slow_unless(is_in_gate):
-    """Marks of a parameter."""
-    return () if is_in_gate else pytest.mark.slow
+# Marks of what .ci/run leaves to `make campaign`.
+CAMPAIGN = pytest.mark.slow, pytest.mark.campaign
 
 
-def case_params(cases):
-    """Parameters for cases; those that are not in GATE are slow."""
-    return [pytest.param(case, id=case.name, marks=slow_unless(case.name in GATE)) for case in cases]
+def slow_unless(is_in_gate, is_in_ci=True):
+    """Marks of a parameter, of which `make test` or else .ci/run has some."""
+    return () if is_in_gate else pytest.mark.slow if is_in_ci else CAMPAIGN
 
 
 def dtypes_of(impl):

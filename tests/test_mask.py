@@ -100,27 +100,58 @@ def check(samples, kBlockM, kBlockN):
 
 
 LENGTHS = range(SIZE - 4)
+SOME_LENGTHS = [0, 1, 3, 4, 5, 7, 11]  # about the ends of blocks
+SIDES = [-1, *range(9), 2**31 - 257, 2**31 - 1]
+SOME_SIDES = [-1, 0, 1, 4, 7, 2**31 - 1]
 CAUSAL, NO_MASK = (-1, 0), (-1, -1)
+each_tile = pytest.mark.parametrize("kBlockM, kBlockN", [(4, 2), (2, 4)])
+each_window = pytest.mark.parametrize("window", [NO_MASK, CAUSAL, (3, 1), (0, 0), (5, -1), (-1, 2), (2, 6)], ids=str)
+each_size = pytest.mark.parametrize("seqlen_q, seqlen_k", [(7, 7), (5, 7), (7, 5), (1, 7), (7, 1)])
 
 
-@pytest.mark.parametrize("kBlockM, kBlockN", [(4, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("window", [pytest.param(NO_MASK, marks=pytest.mark.slow), CAUSAL,
-                                    pytest.param((3, 1), marks=pytest.mark.slow),
-                                    pytest.param((0, 0), marks=pytest.mark.slow),
-                                    pytest.param((5, -1), marks=pytest.mark.slow),
-                                    pytest.param((-1, 2), marks=pytest.mark.slow),
-                                    pytest.param((2, 6), marks=pytest.mark.slow)], ids=str)
-def test_every_length(window, kBlockM, kBlockN):
-    check([(n, m, window) for n in LENGTHS for m in LENGTHS], kBlockM, kBlockN)
+def of_lengths(lengths, window):
+    return [(n, m, window) for n in lengths for m in lengths]
+
+
+def of_sides(sides, seqlen_q, seqlen_k):
+    return [(seqlen_q, seqlen_k, (left, right)) for left in sides for right in sides
+            if (left, right) not in (NO_MASK, CAUSAL)]
+
+
+def test_causal_mask_of_some_lengths():
+    check(of_lengths(SOME_LENGTHS, CAUSAL), 4, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kBlockM, kBlockN", [(4, 2), (2, 4)])
-@pytest.mark.parametrize("seqlen_q, seqlen_k", [(7, 7), (5, 7), (7, 5), (1, 7), (7, 1)])
+@each_tile
+@each_window
+def test_some_lengths(window, kBlockM, kBlockN):
+    check(of_lengths(SOME_LENGTHS, window), kBlockM, kBlockN)
+
+
+@pytest.mark.slow
+@each_tile
+@each_size
+def test_some_windows(seqlen_q, seqlen_k, kBlockM, kBlockN):
+    check(of_sides(SOME_SIDES, seqlen_q, seqlen_k), kBlockM, kBlockN)
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+@each_tile
+@each_window
+def test_every_length(window, kBlockM, kBlockN):
+    """Of which test_some_lengths has those about the ends of blocks."""
+    check(of_lengths(LENGTHS, window), kBlockM, kBlockN)
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+@each_tile
+@each_size
 def test_every_window(seqlen_q, seqlen_k, kBlockM, kBlockN):
-    sides = [-1, *range(9), 2**31 - 257, 2**31 - 1]
-    check([(seqlen_q, seqlen_k, (left, right)) for left in sides for right in sides
-           if (left, right) not in (NO_MASK, CAUSAL)], kBlockM, kBlockN)
+    """Of which test_some_windows has a few."""
+    check(of_sides(SIDES, seqlen_q, seqlen_k), kBlockM, kBlockN)
 
 
 @pytest.mark.parametrize("window", [NO_MASK, CAUSAL, (3, 1)], ids=str)
