@@ -43,6 +43,9 @@ class Lengths(NamedTuple):
         """Whether two samples may have the same keys."""
         return self.is_packed and self.seqused_k is not None
 
+    def num_samples(self, q):
+        return self.cu_seqlens_q.shape[0] - 1 if self.is_packed else q.shape[0]
+
 
 class Options(NamedTuple):
     """What a call asks for beside q, k and v, checked. Every backend gets all of it and takes what it knows."""
