@@ -82,8 +82,8 @@ class Cache(NamedTuple):
     """How k and v, (N, Hk, S, D), hold the keys of a batch: as N cached sequences of S keys, or as N pages of S keys.
 
     Sample b has the keys from leftpad_k[b] to seqused_k[b] of cached sequence batch_idx[b], or of the pages
-    page_table[b], which follow one another. seqused_k is that of Options.lengths, where cu_seqlens_k is None; without it
-    all keys are valid. Kernels clamp all of these values to what there is.
+    page_table[b], which follow one another. seqused_k is that of Options.lengths, where cu_seqlens_k is None; without
+    it all keys are valid. Kernels clamp all of these values to what there is.
     """
 
     page_table: Tensor | None = None  # int32 (B, max_pages), its last dimension contiguous; then batch_idx is None

@@ -21,7 +21,7 @@ from .scores import check_alibi_slopes, check_softcap
 def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_k: Tensor | None = None, *,
                            page_table: Tensor | None = None, cache_batch_idx: Tensor | None = None,
                            leftpad_k: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-                           max_seqlen_q: int | None = None, seqused_q: Tensor | None = None, causal: bool = False,
+                           max_seqlen_q: int | Tensor | None = None, seqused_q: Tensor | None = None, causal: bool = False,
                            sm_scale: float | None = None, window_size: tuple[int, int] = NO_WINDOW,
                            softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
                            num_splits: int = 0, return_lse: bool = False,
@@ -43,8 +43,8 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         leftpad_k: int32 (B,), contiguous: where the keys of a sample begin; those before are not seen, and seqlen_k is
             seqused_k - leftpad_k.
         cu_seqlens_q: int32 (B + 1,): where each sample's rows begin in a packed q.
-        max_seqlen_q: an upper bound of the lengths in cu_seqlens_q: memory for partial results is reserved by it. Longer
-            samples are served without splits.
+        max_seqlen_q: an upper bound of the lengths in cu_seqlens_q, by which memory for partial results is reserved.
+            Longer samples are served without splits. A tensor is never read, and counts as None.
         seqused_q: int32 (B,): how many rows of a sample are valid, as of flash_attention.
         causal, window_size: bottom-right aligned, as of flash_attention: the last row sees the last key.
         sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of flash_attention.
@@ -56,8 +56,13 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         row that sees no key has out 0 and lse -inf, or its sink.
 
     Raises:
-        As flash_attention. The values of page_table, cache_batch_idx, leftpad_k and lengths are checked for CPU tensors.
-        On a GPU they are clamped, so that nothing outside is read. NotImplementedError: an input requires grad.
+        TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, or an argument of the
+            wrong type.
+        ValueError: a wrong shape, device, head_dim, option or backend, a cache whose last dimension is not contiguous,
+            or cache_batch_idx together with page_table. The values of page_table, cache_batch_idx, leftpad_k and
+            lengths are checked for CPU tensors. On a GPU they are clamped, so that nothing outside is read.
+        NotImplementedError: an input requires grad or has a forward-mode tangent.
+        Otherwise as flash_attention.
     """
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
