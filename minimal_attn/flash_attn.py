@@ -297,7 +297,8 @@ def _attend_pages(q, k, v, block_table, page_table, cu_seqlens_k, seqused_k, dro
     function = "flash_attn_varlen_func"
     names = {"k_cache": "k", "v_cache": "v", "page_table": "page_table" if block_table is None else "block_table"}
     options["page_table"] = one_of(function, block_table=block_table, page_table=page_table)
-    check_tensor("q", q)
+    check_layout(function, "(T, H, D)", q=q)
+    check_layout(function, "(num_pages, page_size, Hk, D)", k=k, v=v)
     if check_dropout_p(dropout_p) > 0:
         raise NotImplementedError(f"{function}: dropout_p is not supported with {names['page_table']}, only 0 is")
     if cu_seqlens_k is not None:
@@ -314,12 +315,9 @@ def attend_cached(function, names, q, k_cache, v_cache, seqused_k, return_attn_p
                   softmax_scale, out, **options):
     """attention_with_kvcache for a function of flash-attn, whose names of its arguments are in `names`.
 
-    q is (T, H, D) with cu_seqlens_q, else (B, Sq, H, D), and caches are (N, S, Hk, D).
+    q is (T, H, D) with cu_seqlens_q, else (B, Sq, H, D), and caches are (N, S, Hk, D), which is checked.
     """
-    is_packed, is_paged = cu_seqlens_q is not None, options["page_table"] is not None
-    check_layout(function, "(T, H, D)" if is_packed else "(B, S, H, D)", q=q)
-    check_layout(function, "(num_pages, page_size, Hk, D)" if is_paged else "(B, S, Hk, D)",
-                 **{names.get(name, name): x for name, x in (("k_cache", k_cache), ("v_cache", v_cache))})
+    is_packed = cu_seqlens_q is not None
     check_out(out, k_cache.dtype, q, k_cache, v_cache, options["sinks"])
     try:
         result = attention_with_kvcache(q.transpose(0, 1)[None] if is_packed else q.transpose(1, 2),

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .checks import KERNEL_DTYPES, check_no_derivative, check_tensor, is_int, shown, sum_dtype
-from .flash_attn import Result, attend_cached, one_of, refuse
-from .lengths import NO_WINDOW
-from .pages import MAX_SPLITS
+from .flash_attn import Result, attend_cached, check_layout, one_of, refuse
+from .lengths import NO_WINDOW, check_int32
+from .pages import MAX_SPLITS, check_page_table
 
 NAMES = {"seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}  # here, of arguments of attention_with_kvcache
 
@@ -66,9 +66,12 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
     refuse(function, k=k, v=v, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     table = one_of(function, page_table=page_table, block_table=block_table)
+    check_layout(function, "(B, S, H, D)" if cu_seqlens_q is None else "(T, H, D)", q=q)
+    check_layout(function, "(B, S, Hk, D)" if table is None else "(num_pages, page_size, Hk, D)", k_cache=k_cache,
+                 v_cache=v_cache)
     names = {**NAMES, "page_table": "page_table" if block_table is None else "block_table"}
     if is_int(cache_seqlens):
-        cache_seqlens = _of_each_sample(cache_seqlens, q, k_cache, table, cu_seqlens_q)
+        cache_seqlens = _of_each_sample(cache_seqlens, q, k_cache, table, names["page_table"], cu_seqlens_q)
     return attend_cached(function, names, q, k_cache, v_cache, cache_seqlens, page_table=table,
                          cache_batch_idx=cache_batch_idx, leftpad_k=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
                          max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale,
@@ -78,18 +81,17 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
                          return_lse=return_lse or return_softmax_lse, backend=backend, out=out)
 
 
-def _of_each_sample(cache_seqlens, q, k_cache, table, cu_seqlens_q):
+def _of_each_sample(cache_seqlens, q, k_cache, table, table_name, cu_seqlens_q):
     """int32 (B,) with this int in it; ValueError unless the cache has room for so many keys a sample."""
-    tensors = {"q": q, "k_cache": k_cache, "the page table": table, "cu_seqlens_q": cu_seqlens_q}
-    for name, x in tensors.items():
-        if x is not None:
-            check_tensor(name, x)
-            if x.ndim == 0:
-                raise ValueError(f"{name} must have dimensions, got {shown(x)}")
-    room = math.prod(k_cache.shape[1:2]) * (1 if table is None else table.shape[-1])
+    room, batch_size = k_cache.shape[1], q.shape[0]
+    if table is not None:
+        check_page_table(table, q.device, table_name)
+        room *= table.shape[1]
+    if cu_seqlens_q is not None:
+        check_int32("cu_seqlens_q", cu_seqlens_q, q.device)
+        batch_size = max(0, cu_seqlens_q.shape[0] - 1)
     if not 0 <= cache_seqlens <= room:
         raise ValueError(f"cache_seqlens must be in 0..{room}, got {cache_seqlens}")
-    batch_size = q.shape[0] if cu_seqlens_q is None else max(0, cu_seqlens_q.shape[0] - 1)
     return torch.full((batch_size,), cache_seqlens, dtype=torch.int32, device=q.device)
 
 

@@ -30,7 +30,8 @@ def check_cached(q, k, v, lengths, cache, dtypes):
     if lengths.is_packed and q.shape[0] != 1:
         raise ValueError("with cu_seqlens_q, q must be packed, (1, H, Tq, D) with all samples one after the other, got "
                          f"{tuple(q.shape)}")
-    check_page_table(cache.page_table, q.device)
+    if cache.page_table is not None:
+        check_page_table(cache.page_table, q.device)
     capacity = capacity_of(k, cache)
     check_sizes(q, capacity, f"{shapes}, with room for {capacity} keys a sample")
     check_samples(lengths, q, capacity)
@@ -53,17 +54,16 @@ def check_cached(q, k, v, lengths, cache, dtypes):
         _check_values(k, batch_size, lengths.seqused_k, cache)
 
 
-def check_page_table(page_table, device):
-    """As check_cached: None, or int32 of two dimensions."""
-    if page_table is None:
-        return
-    check_tensor("page_table", page_table)
+def check_page_table(page_table, device, name="page_table"):
+    """TypeError unless page_table, which the caller calls `name`, is a dense int32 tensor; ValueError unless it is on
+    the device, of two dimensions and contiguous in the last one."""
+    check_tensor(name, page_table)
     if page_table.dtype != torch.int32:
-        raise TypeError(f"page_table must be int32, got {page_table.dtype}")
+        raise TypeError(f"{name} must be int32, got {page_table.dtype}")
     if page_table.device != device:
-        raise ValueError(f"page_table must be on the same device as q ({device}), got {page_table.device}")
+        raise ValueError(f"{name} must be on the same device as q ({device}), got {page_table.device}")
     if page_table.ndim != 2 or page_table.shape[1] > 1 and page_table.stride(1) != 1:
-        raise ValueError("page_table must have two dimensions, (B, max_pages), and be contiguous in the last one, got "
+        raise ValueError(f"{name} must have two dimensions, (B, max_pages), and be contiguous in the last one, got "
                          f"{shown(page_table)} with strides {page_table.stride()}")
 
 
