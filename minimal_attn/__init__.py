@@ -19,8 +19,10 @@ from .benchmark import BenchmarkResult, BenchmarkRunner, benchmark_fn
 from .cuda import force_kernel
 from .flash_attn import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
                          flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func)
+from .flash_attn_kvcache import flash_attn_combine, flash_attn_with_kvcache, get_scheduler_metadata
 from .gpu import GPUArch, GPUCapabilities, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
 from .interface import (available_backends, flash_attention, forward, triton_matmul, which_kernel)
+from .kvcache import attention_with_kvcache
 from .mha import FlashMHA
 from .packed import pad_input, unpad_input
 from .reference import blockwise_attention, reference_attention
@@ -40,6 +42,7 @@ __all__ = [
     "GPUCapabilities",
     "activate",
     "activated",
+    "attention_with_kvcache",
     "available_backends",
     "benchmark_fn",
     "blockwise_attention",
@@ -47,18 +50,21 @@ __all__ = [
     "deactivate",
     "detect_gpu",
     "flash_attention",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "force_kernel",
     "forward",
     "get_attention_config",
     "get_matmul_config",
     "get_optimal_attention",
     "get_optimal_matmul",
+    "get_scheduler_metadata",
     "install_as_flash_attn",
     "load",
     "pad_input",

@@ -43,6 +43,9 @@ class Lengths(NamedTuple):
         """Whether two samples may have the same keys."""
         return self.is_packed and self.seqused_k is not None
 
+    def num_samples(self, q):
+        return self.cu_seqlens_q.shape[0] - 1 if self.is_packed else q.shape[0]
+
 
 class Options(NamedTuple):
     """What a call asks for beside q, k and v, checked. Every backend gets all of it and takes what it knows."""
@@ -79,8 +82,8 @@ class Cache(NamedTuple):
     """How k and v, (N, Hk, S, D), hold the keys of a batch: as N cached sequences of S keys, or as N pages of S keys.
 
     Sample b has the keys from leftpad_k[b] to seqused_k[b] of cached sequence batch_idx[b], or of the pages
-    page_table[b], which follow one another. seqused_k is that of Options.lengths, where cu_seqlens_k is None; without it
-    all keys are valid. Kernels clamp all of these values to what there is.
+    page_table[b], which follow one another. seqused_k is that of Options.lengths, where cu_seqlens_k is None; without
+    it all keys are valid. Kernels clamp all of these values to what there is.
     """
 
     page_table: Tensor | None = None  # int32 (B, max_pages), its last dimension contiguous; then batch_idx is None

@@ -153,40 +153,61 @@ def autocast(q, k, v):
     return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in KERNEL_DTYPES else x for x in (q, k, v))
 
 
-def check_qkv(q, k, v, dtypes):
-    """Raise unless q (B, H, Sq, D) or (B·H, Sq, D), k and v (B, Hk, Sk, D) or (B·H, Sk, D) fit together.
-
-    v may have another head_dim. TypeError for what is no dense tensor of an allowed dtype, ValueError for everything
-    else.
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def check_alike(dtypes, **tensors):
+    """TypeError unless these are dense tensors of one of the dtypes; ValueError unless they are on one device and hold
+    values."""
+    for name, x in tensors.items():
         check_tensor(name, x)
         if x.dtype not in dtypes:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
             is_fp8 = x.dtype in FP8_DTYPES
             elsewhere = "; flash_attention takes float8 with backend='triton' or 'reference'" if is_fp8 else ""
             raise TypeError(f"Unsupported dtype: {name} is {x.dtype}, allowed are {allowed}{elsewhere}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"dtypes must match: q is {q.dtype}, k is {k.dtype}, v is {v.dtype}")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v must be on the same device: q is on {q.device}, k on {k.device}, v on {v.device}")
-    if q.is_meta:
-        raise ValueError("q, k and v must hold values, and tensors on the device meta have none")
-    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
-        raise ValueError(f"Expected 3D or 4D tensors, all alike: q has {q.ndim}, k {k.ndim}, v {v.ndim} dimensions")
+    first, *others = tensors
+    names = f"{', '.join([first, *others[:-1]])} and {others[-1]}"
+    if any(tensors[name].dtype != tensors[first].dtype for name in others):
+        raise TypeError("dtypes must match: " + ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items()))
+    if any(tensors[name].device != tensors[first].device for name in others):
+        found = ", ".join(f"{name} on {tensors[name].device}" for name in others)
+        raise ValueError(f"{names} must be on the same device: {first} is on {tensors[first].device}, {found}")
+    if tensors[first].is_meta:
+        raise ValueError(f"{names} must hold values, and tensors on the device meta have none")
+
+
+def check_heads(shapes, q, k, v, names=("q", "k", "v")):
+    """ValueError unless the heads and head dimensions of three tensors fit together, of 4 dimensions or of 3, without
+    heads. names is what the caller calls them, and shapes what an error says of them."""
+    name_q, name_k, name_v = names
     for head_dim in (q.shape[-1], v.shape[-1]):
         if not 1 <= head_dim <= MAX_HEAD_DIM:
             raise ValueError(f"Unsupported head_dim {head_dim}: 1 to {MAX_HEAD_DIM} is supported")
-    shapes = f"q is {tuple(q.shape)}, k is {tuple(k.shape)}, v is {tuple(v.shape)}"
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"k and v must have the same shape, but for the head_dim of v: {shapes}")
+        raise ValueError(f"{name_k} and {name_v} must have the same shape, but for the head_dim of {name_v}: {shapes}")
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must have the same head_dim: {shapes}")
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(f"q, k and v must have the same batch size: {shapes}")
+        raise ValueError(f"{name_q} and {name_k} must have the same head_dim: {shapes}")
     if q.ndim == 4 and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
         raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads: {shapes}")
-    if max(*q.shape[1:-1], q.shape[-2] + k.shape[-2]) > MAX_SEQLEN:
+
+
+def check_qkv(q, k, v, dtypes):
+    """Raise unless q (B, H, Sq, D) or (B·H, Sq, D), k and v (B, Hk, Sk, D) or (B·H, Sk, D) fit together.
+
+    v may have another head_dim. TypeError for what is no dense tensor of an allowed dtype, ValueError for everything
+    else.
+    """
+    check_alike(dtypes, q=q, k=k, v=v)
+    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
+        raise ValueError(f"Expected 3D or 4D tensors, all alike: q has {q.ndim}, k {k.ndim}, v {v.ndim} dimensions")
+    shapes = f"q is {tuple(q.shape)}, k is {tuple(k.shape)}, v is {tuple(v.shape)}"
+    check_heads(shapes, q, k, v)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q, k and v must have the same batch size: {shapes}")
+    check_sizes(q, k.shape[-2], shapes)
+
+
+def check_sizes(q, seqlen_k, shapes):
+    """ValueError unless kernels can count the heads, and the rows and keys of a sample together, in 32 bits."""
+    if max(*q.shape[1:-1], q.shape[-2] + seqlen_k) > MAX_SEQLEN:
         raise ValueError(f"heads go up to {MAX_SEQLEN}, and so do rows and keys together: {shapes}")
 
 
@@ -300,7 +321,7 @@ def check_descales(descales, q, k, lengths):
             raise ValueError(f"{name} is for float8 inputs, and q is {q.dtype}")
         if descale.dtype != torch.float32:
             raise TypeError(f"Unsupported dtype: {name} is {descale.dtype}, allowed is float32")
-        batch_size = lengths.cu_seqlens_q.shape[0] - 1 if lengths.is_packed else q.shape[0]
+        batch_size = lengths.num_samples(q)
         shape = (batch_size, k.shape[1] if k.ndim == 4 else 1)
         if descale.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, (batch size, key/value heads), got "

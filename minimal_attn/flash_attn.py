@@ -1,19 +1,22 @@
 """The functions of flash-attn, by their names and in the order of flash-attn 2, over flash_attention.
 
-What flash-attn 3, flash-attn 4 and vLLM add to them are keywords. num_splits, pack_gqa, scheduler_metadata, sm_margin
-and fa_version tune kernels of theirs and change nothing here. Read next: packed.py, packed batches.
+What flash-attn 3, flash-attn 4 and vLLM add to them are keywords. pack_gqa, scheduler_metadata, sm_margin and
+fa_version tune kernels of theirs and change nothing here, and neither does num_splits, but with a page table. Read
+next: flash_attn_kvcache.py, those of caches; packed.py, packed batches.
 """
 
 import functools
 import inspect
+import re
 
 from torch import Tensor
 
 from .backends import Lengths
-from .checks import autocast, check_tensor, out_dtype, shown, wants_gradient
+from .checks import autocast, check_dropout_p, check_tensor, out_dtype, shown, wants_gradient
 from .cuda import NO_LENGTHS, fast_path
 from .interface import checked_attention, is_zero
-from .lengths import NO_WINDOW, check_max_seqlen, of_self_attention
+from .kvcache import attention_with_kvcache
+from .lengths import NO_WINDOW, check_int32, check_max_seqlen, of_self_attention
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
@@ -54,11 +57,11 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
         NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
     """
     if not (score_mod is mask_mod is aux_tensors is None):
-        _refuse("flash_attn_func", score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
+        refuse("flash_attn_func", score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
     return_lse = return_lse or return_softmax_lse
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
-        sinks = _one_of("flash_attn_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
+        sinks = one_of("flash_attn_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
     if (is_zero(dropout_p) and is_zero(softcap) and alibi_slopes is out is q_descale is k_descale is v_descale is qv
             is None and attention_chunk == 0 and (backend == "auto" or backend == "cuda")
             and isinstance(deterministic, bool)):
@@ -66,16 +69,16 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
                            window_size, NO_LENGTHS, sinks)
         if result is not None:
             return (*result, None) if return_attn_probs else result
-    _refuse("flash_attn_func", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
-            attention_chunk=attention_chunk)
-    _check_layout("flash_attn_func", "(B, S, H, D)", q=q, k=k, v=v)
-    _check_out(out, q, k, v, sinks)
+    refuse("flash_attn_func", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
+           attention_chunk=attention_chunk)
+    check_layout("flash_attn_func", "(B, S, H, D)", q=q, k=k, v=v)
+    check_out(out, _result_dtype(q), q, k, v, sinks)
     result = checked_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
                                dropout_p, dropout_seed, deterministic, return_lse or return_attn_probs, backend,
                                window_size=window_size, sinks=sinks, softcap=softcap, alibi_slopes=alibi_slopes,
                                scale_name="softmax_scale")
     o, *lse = result if isinstance(result, tuple) else (result,)
-    return _returned(o.transpose(1, 2), lse, out, return_attn_probs)
+    return returned(o.transpose(1, 2), lse, out, return_attn_probs)
 
 
 def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
@@ -101,7 +104,12 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     Args:
         q: (Tq, H, D); k, v: (Tk, Hk, D), v also with another head_dim.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k: as flash_attention.
-        block_table, page_table, scheduler_metadata: the first two must be None, the last changes nothing.
+        block_table, page_table: two names of one argument, those of flash-attn 2 and 3: int32 (B, max_pages), the pages
+            of each sample in k (num_pages, page_size, Hk, D) and v, as attention_with_kvcache. seqused_k says how many
+            keys a sample has. As in flash-attn 2, cu_seqlens_k may say it in its place, by the differences of its
+            entries. Without both, all pages are full. There is no dropout and no gradient. num_splits as
+            attention_with_kvcache.
+        scheduler_metadata: changes nothing.
         dynamic_causal, min_seqlen_k, gather_kv_indices: only None, False and 0 are supported.
         All others: as flash_attn_func, but out is (Tq, H, D).
 
@@ -113,11 +121,11 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
         NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
     """
     if not (score_mod is mask_mod is aux_tensors is dynamic_causal is min_seqlen_k is gather_kv_indices is None):
-        _refuse("flash_attn_varlen_func", score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors,
-                dynamic_causal=dynamic_causal, min_seqlen_k=min_seqlen_k, gather_kv_indices=gather_kv_indices)
+        refuse("flash_attn_varlen_func", score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors,
+               dynamic_causal=dynamic_causal, min_seqlen_k=min_seqlen_k, gather_kv_indices=gather_kv_indices)
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
-        sinks = _one_of("flash_attn_varlen_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
+        sinks = one_of("flash_attn_varlen_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
     check_max_seqlen("max_seqlen_q", max_seqlen_q)
     check_max_seqlen("max_seqlen_k", max_seqlen_k)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
@@ -129,21 +137,27 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
                            sinks)
         if result is not None:
             return (*result, None) if return_attn_probs else result
-    _refuse("flash_attn_varlen_func", block_table=block_table, page_table=page_table, q_descale=q_descale,
-            k_descale=k_descale, v_descale=v_descale, qv=qv, attention_chunk=attention_chunk)
+    refuse("flash_attn_varlen_func", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
+           attention_chunk=attention_chunk)
     if cu_seqlens_q is None:
         raise ValueError("flash_attn_varlen_func: cu_seqlens_q must be given; flash_attn_func takes batches without it")
+    if block_table is not None or page_table is not None:
+        return _attend_pages(q, k, v, block_table, page_table, cu_seqlens_k, seqused_k, dropout_p, return_attn_probs,
+                             cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, seqused_q=seqused_q,
+                             softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+                             sinks=sinks, alibi_slopes=alibi_slopes, num_splits=num_splits, return_lse=return_lse,
+                             backend=backend, out=out)
     if cu_seqlens_k is None and seqused_k is not None:
-        raise NotImplementedError("flash_attn_varlen_func: seqused_k without cu_seqlens_k belongs to page tables, "
-                                  "which are not supported yet")
-    _check_layout("flash_attn_varlen_func", "(T, H, D)", q=q, k=k, v=v)
-    _check_out(out, q, k, v, sinks)
+        raise ValueError("flash_attn_varlen_func: seqused_k without cu_seqlens_k needs a page table: give block_table, "
+                         "or cu_seqlens_k, which says where the keys of a sample begin")
+    check_layout("flash_attn_varlen_func", "(T, H, D)", q=q, k=k, v=v)
+    check_out(out, _result_dtype(q), q, k, v, sinks)
     result = checked_attention(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), causal, softmax_scale, dropout_p,
                                dropout_seed, deterministic, return_lse, backend, window_size=window_size,
                                lengths=Lengths(*lengths), max_seqlen_k=max_seqlen_k, sinks=sinks, softcap=softcap,
                                alibi_slopes=alibi_slopes, scale_name="softmax_scale")
     o, *lse = (x[0] for x in (result if isinstance(result, tuple) else (result,)))
-    return _returned(o.transpose(0, 1), lse, out, return_attn_probs)
+    return returned(o.transpose(0, 1), lse, out, return_attn_probs)
 
 
 def _of_parts(whole):
@@ -224,14 +238,14 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor,
                                   return_attn_probs, **keywords)
 
 
-def _refuse(function, **arguments):
+def refuse(function, **arguments):
     """NotImplementedError for the first argument that is not its default, None or 0."""
     for name, value in arguments.items():
         if not (value is None or isinstance(value, (int, float)) and value == 0):
             raise NotImplementedError(f"{function}: {name} is not supported yet, only its default is")
 
 
-def _one_of(function, **arguments):
+def one_of(function, **arguments):
     """The value of the one argument that is given, or None; TypeError if several are."""
     given = {name: value for name, value in arguments.items() if value is not None}
     if len(given) > 1:
@@ -239,7 +253,7 @@ def _one_of(function, **arguments):
     return next(iter(given.values()), None)
 
 
-def _check_layout(function, layout, **tensors):
+def check_layout(function, layout, **tensors):
     for name, x in tensors.items():
         check_tensor(name, x)
         if x.ndim != layout.count(",") + 1:
@@ -248,19 +262,18 @@ def _check_layout(function, layout, **tensors):
 
 def _parts(function, layout, **tensor):
     """The parts of a tensor of that layout, whose third dimension from the end numbers them."""
-    _check_layout(function, layout, **tensor)
+    check_layout(function, layout, **tensor)
     (name, x), = tensor.items()
     if x.shape[-3] != (3 if name == "qkv" else 2):
         raise ValueError(f"{function}: {name} must be {layout}, got {tuple(x.shape)}")
     return x.unbind(-3)
 
 
-def _check_out(out, q, k, v, sinks):
-    """ValueError unless out is None or can take the result."""
+def check_out(out, dtype, q, k, v, sinks):
+    """ValueError unless out is None or can take the result, which has this dtype."""
     if out is None:
         return
     check_tensor("out", out)
-    dtype = out_dtype(autocast(q.new_empty(0), None, None)[0].dtype)
     shape = *q.shape[:-1], v.shape[-1]
     if (out.shape, out.dtype, out.device) != (shape, dtype, q.device):
         raise ValueError(f"out must be {dtype} of shape {shape} on {q.device}, got {shown(out)} on {out.device}")
@@ -268,7 +281,53 @@ def _check_out(out, q, k, v, sinks):
         raise ValueError("out cannot be given where gradients are wanted: call under torch.no_grad()")
 
 
-def _returned(result, lse, out, return_attn_probs):
+def _result_dtype(q):
+    """That of what checked_attention returns."""
+    return out_dtype(autocast(q.new_empty(0), None, None)[0].dtype)
+
+
+def returned(result, lse, out, return_attn_probs):
     """What flash-attn returns: the result, in out if that is given, and [lse] if that was asked for."""
     result = result if out is None else out.copy_(result)
     return (result, *lse, None) if return_attn_probs else (result, *lse) if lse else result
+
+
+def _attend_pages(q, k, v, block_table, page_table, cu_seqlens_k, seqused_k, dropout_p, return_attn_probs, **options):
+    """flash_attn_varlen_func with a page table."""
+    function = "flash_attn_varlen_func"
+    names = {"k_cache": "k", "v_cache": "v", "page_table": "page_table" if block_table is None else "block_table"}
+    options["page_table"] = one_of(function, block_table=block_table, page_table=page_table)
+    check_layout(function, "(T, H, D)", q=q)
+    check_layout(function, "(num_pages, page_size, Hk, D)", k=k, v=v)
+    if check_dropout_p(dropout_p) > 0:
+        raise NotImplementedError(f"{function}: dropout_p is not supported with {names['page_table']}, only 0 is")
+    if cu_seqlens_k is not None:
+        if seqused_k is not None:
+            raise ValueError(f"{function}: cu_seqlens_k and seqused_k cannot both be given with {names['page_table']}, "
+                             "since each says how many keys a sample has")
+        check_int32("cu_seqlens_k", cu_seqlens_k, q.device)
+        seqused_k = cu_seqlens_k.diff()
+        names["seqused_k"] = "the difference of entries of cu_seqlens_k"
+    return attend_cached(function, names, q, k, v, seqused_k, return_attn_probs, **options)
+
+
+def attend_cached(function, names, q, k_cache, v_cache, seqused_k, return_attn_probs=False, *, cu_seqlens_q,
+                  softmax_scale, out, **options):
+    """attention_with_kvcache for a function of flash-attn, whose names of its arguments are in `names`.
+
+    q is (T, H, D) with cu_seqlens_q, else (B, Sq, H, D), and caches are (N, S, Hk, D), which is checked.
+    """
+    is_packed = cu_seqlens_q is not None
+    check_out(out, k_cache.dtype, q, k_cache, v_cache, options["sinks"])
+    try:
+        result = attention_with_kvcache(q.transpose(0, 1)[None] if is_packed else q.transpose(1, 2),
+                                        k_cache.transpose(1, 2), v_cache.transpose(1, 2), seqused_k,
+                                        cu_seqlens_q=cu_seqlens_q, sm_scale=softmax_scale, **options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        names = {"attention_with_kvcache": function, "sm_scale": "softmax_scale", **names}
+        error.args = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error)),
+        raise
+    o, *lse = result if isinstance(result, tuple) else (result,)
+    if is_packed:
+        return returned(o[0].transpose(0, 1), [x[0] for x in lse], out, return_attn_probs)
+    return returned(o.transpose(1, 2), lse, out, return_attn_probs)

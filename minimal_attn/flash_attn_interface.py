@@ -1,4 +1,5 @@
-"""The functions of flash_attn.flash_attn_interface of flash-attn 2 that we have, under its names.
+"""The functions of flash_attn.flash_attn_interface of flash-attn 2 that we have, under its names, and two of
+flash-attn 3.
 
 For code that imports flash-attn by these names. Read next: bert_padding.py; as_flash_attn.py, which makes
 `import flash_attn` find both.
@@ -6,11 +7,14 @@ For code that imports flash-attn by these names. Read next: bert_padding.py; as_
 
 from torch import Tensor
 
-from .flash_attn import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
-                         flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func)
+from . import flash_attn_kvcache
+from .flash_attn import (Result, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func,
+                         flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func)
+from .flash_attn_kvcache import flash_attn_combine, get_scheduler_metadata
 from .lengths import NO_WINDOW
 
 __all__ = [
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -18,6 +22,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]
 PRIVATE = ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward",
            "_wrapped_flash_attn_forward", "_wrapped_flash_attn_backward")
@@ -30,14 +35,19 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
                             block_table: Tensor | None = None, softmax_scale: float | None = None,
                             causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
                             rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
-                            return_softmax_lse: bool = False) -> Tensor:
-    """Not served yet. The name exists because transformers imports it together with the others.
+                            return_softmax_lse: bool = False) -> Result:
+    """minimal_attn.flash_attn_with_kvcache with the arguments of flash-attn 2, in their order, which is another than
+    that of flash-attn 3.
 
     Raises:
-        NotImplementedError: always.
+        NotImplementedError: an argument that is not supported yet, such as k and v, which would be appended to the
+        cache. Otherwise as minimal_attn.flash_attn_with_kvcache.
     """
-    raise NotImplementedError("flash_attn_with_kvcache is not supported yet; flash_attn_func takes the keys and values "
-                              "of a cache, and flash_attn_varlen_func takes seqused_k, the length of each sample")
+    return flash_attn_kvcache.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, num_splits=num_splits, return_softmax_lse=return_softmax_lse)
 
 
 def __getattr__(name):

@@ -32,10 +32,12 @@ OTHER_NAMES = {
     "cu_seqlens": "; it is called cu_seqlens_q and cu_seqlens_k here",
     "max_seqlen": "; it is called max_seqlen_q and max_seqlen_k here",
     "key_padding_mask": "; FlashMHA takes it, and unpad_input packs a batch by it",
-    "block_table": "; page tables are not supported yet",
-    "page_table": "; page tables are not supported yet",
-    "leftpad_k": "; it is not supported, but unpad_input packs a batch whose padding comes first",
-    "cache_seqlens": "; it is called seqused_k here, and keys are not appended",
+    "block_table": "; attention_with_kvcache takes it, and calls it page_table",
+    "page_table": "; attention_with_kvcache takes it",
+    "cache_batch_idx": "; attention_with_kvcache takes it",
+    "leftpad_k": "; attention_with_kvcache takes it, and unpad_input packs a batch whose padding comes first",
+    "cache_leftpad": "; attention_with_kvcache takes it, and calls it leftpad_k",
+    "cache_seqlens": "; it is called seqused_k here and in attention_with_kvcache",
     "s_aux": "; it is called sinks here",
     "learnable_sink": "; it is called sinks here",
     "return_attn_probs": "; return_lse=True returns lse",
@@ -183,6 +185,14 @@ def is_zero(x):
     return (type(x) is float or type(x) is int) and x == 0
 
 
+def backend_name(backend, q, k, v, sinks=None, attn_bias=None):
+    """The key in BACKENDS that a caller's backend means; ValueError if it means none."""
+    name = auto_backend(q, k, v, sinks, attn_bias) if backend == "auto" else backend
+    if name not in tuple(BACKENDS):  # a dict would not take a list as a key
+        raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+    return name
+
+
 def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend, *,
                       window_size=NO_WINDOW, seq_lens=None, lengths=Lengths(), descales=(None, None, None),
                       max_seqlen_k=None, sinks=None, softcap=0.0, alibi_slopes=None, attn_bias=None, autotune=True,
@@ -190,9 +200,7 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     """flash_attention without its fast path. scale_name: what the caller calls sm_scale."""
     q, k, v = autocast(q, k, v)
     dropout_p, softcap = check_dropout_p(dropout_p), check_softcap(softcap)
-    name = auto_backend(q, k, v, sinks, attn_bias) if backend == "auto" else backend
-    if name not in tuple(BACKENDS):  # a dict would not take a list as a key
-        raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+    name = backend_name(backend, q, k, v, sinks, attn_bias)
     chosen = BACKENDS[name]
     check_qkv(q, k, v, chosen.dtypes)
     check_options(causal, sm_scale, scale_name, deterministic=deterministic)

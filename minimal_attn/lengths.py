@@ -54,33 +54,50 @@ def check_lengths(lengths, seq_lens, q, k):
         return lengths
     if (lengths.cu_seqlens_q is None) != (lengths.cu_seqlens_k is None):
         raise ValueError("cu_seqlens_q and cu_seqlens_k must both be given, or neither")
-    for name, x in lengths._asdict().items():
-        if x is None:
-            continue
-        check_tensor(name, x)
-        if x.dtype != torch.int32:
-            raise TypeError(f"{name} must be int32, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on the same device as q ({q.device}), got {x.device}")
-        if x.ndim != 1 or not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous and of one dimension, got {shown(x)} with strides "
-                             f"{x.stride()}")
-    batch_size = q.shape[0]
-    if lengths.is_packed:
-        if q.ndim != 4 or batch_size != 1:
-            raise ValueError("with cu_seqlens_q, q, k and v must be packed, (1, H, T, D) with all samples one after "
-                             f"the other, got q {tuple(q.shape)}")
-        batch_size = lengths.cu_seqlens_q.shape[0] - 1
-        if batch_size < 1 or lengths.cu_seqlens_k.shape != lengths.cu_seqlens_q.shape:
-            raise ValueError("cu_seqlens_q and cu_seqlens_k must have one shape (B + 1,), with B at least 1, got "
-                             f"{tuple(lengths.cu_seqlens_q.shape)} and {tuple(lengths.cu_seqlens_k.shape)}")
-    for name in ("seqused_q", "seqused_k"):
-        x = getattr(lengths, name)
-        if x is not None and x.shape != (batch_size,):
-            raise ValueError(f"{name} must have shape ({batch_size},), one value a sample, got {tuple(x.shape)}")
-    if not q.is_cuda and all(x is None or can_read(x) for x in lengths):
-        _check_values(*(x if x is None else x.tolist() for x in lengths), q.shape[-2], k.shape[-2])
+    if lengths.is_packed and (q.ndim != 4 or q.shape[0] != 1):
+        raise ValueError("with cu_seqlens_q, q, k and v must be packed, (1, H, T, D) with all samples one after the "
+                         f"other, got q {tuple(q.shape)}")
+    check_samples(lengths, q, k.shape[-2])
     return lengths
+
+
+def check_samples(lengths, q, total_k):
+    """Raise unless these lengths are those of samples with so many keys, or so many together in a packed batch. Also
+    for caches, where cu_seqlens_k is None.
+
+    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else.
+    """
+    for name, x in lengths._asdict().items():
+        if x is not None:
+            check_int32(name, x, q.device)
+    batch_size = lengths.num_samples(q)
+    if lengths.is_packed:
+        bounds = {name: tuple(x.shape) for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), lengths) if x is not None}
+        if batch_size < 1 or len(set(bounds.values())) > 1:
+            raise ValueError(f"{' and '.join(bounds)} must have one shape (B + 1,), with B at least 1, got "
+                             f"{' and '.join(map(str, bounds.values()))}")
+    for name in ("seqused_q", "seqused_k"):
+        check_per_sample(name, getattr(lengths, name), batch_size)
+    if not q.is_cuda and all(x is None or can_read(x) for x in lengths):
+        _check_values(*(x if x is None else x.tolist() for x in lengths), q.shape[-2], total_k)
+
+
+def check_int32(name, x, device):
+    """TypeError unless x is a dense int32 tensor; ValueError unless it is on the device, contiguous, of one
+    dimension."""
+    check_tensor(name, x)
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on the same device as q ({device}), got {x.device}")
+    if x.ndim != 1 or not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous and of one dimension, got {shown(x)} with strides {x.stride()}")
+
+
+def check_per_sample(name, x, batch_size):
+    """ValueError unless x is None or has one value a sample."""
+    if x is not None and x.shape != (batch_size,):
+        raise ValueError(f"{name} must have shape ({batch_size},), one value a sample, got {tuple(x.shape)}")
 
 
 def _check_values(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k):

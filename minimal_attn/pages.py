@@ -6,6 +6,97 @@ Read next: reference.py, which is given such copies.
 import torch
 
 from .backends import Lengths
+from .checks import can_read, check_alike, check_heads, check_sizes, check_tensor, is_int, shown
+from .lengths import check_int32, check_per_sample, check_samples
+
+MAX_SPLITS = 256
+
+
+def check_cached(q, k, v, lengths, cache, dtypes):
+    """Raise unless q (B, H, Sq, D) or packed (1, H, Tq, D), a cache in k (N, Hk, S, D) and v, lengths and cache fit
+    together. v may have another head_dim.
+
+    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else.
+    """
+    check_alike(dtypes, q=q, k_cache=k, v_cache=v)
+    shapes = f"q is {tuple(q.shape)}, k_cache is {tuple(k.shape)}, v_cache is {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"Expected 4D tensors: {shapes}")
+    check_heads(shapes, q, k, v, ("q", "k_cache", "v_cache"))
+    for name, x in (("k_cache", k), ("v_cache", v)):
+        if x.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, since no cache is copied, got strides "
+                             f"{x.stride()}")
+    if lengths.is_packed and q.shape[0] != 1:
+        raise ValueError("with cu_seqlens_q, q must be packed, (1, H, Tq, D) with all samples one after the other, got "
+                         f"{tuple(q.shape)}")
+    if cache.page_table is not None:
+        check_page_table(cache.page_table, q.device)
+    capacity = capacity_of(k, cache)
+    check_sizes(q, capacity, f"{shapes}, with room for {capacity} keys a sample")
+    check_samples(lengths, q, capacity)
+    batch_size = lengths.num_samples(q)
+    for name, x in (("cache_batch_idx", cache.batch_idx), ("leftpad_k", cache.leftpad_k)):
+        if x is not None:
+            check_int32(name, x, q.device)
+            check_per_sample(name, x, batch_size)
+    if cache.page_table is not None:
+        if cache.page_table.shape[0] != batch_size:
+            raise ValueError(f"page_table must have {batch_size} rows, one for each sample, got "
+                             f"{tuple(cache.page_table.shape)}")
+        if cache.batch_idx is not None:
+            raise ValueError("cache_batch_idx cannot be given together with page_table, which says where samples are")
+    elif cache.batch_idx is None and k.shape[0] != batch_size:
+        raise ValueError("without cache_batch_idx and page_table, the cache must have as many sequences as there are "
+                         f"samples, {batch_size}: {shapes}")
+    values = *lengths, cache.leftpad_k, cache.batch_idx, cache.page_table
+    if not q.is_cuda and all(x is None or can_read(x) for x in values):
+        _check_values(k, batch_size, lengths.seqused_k, cache)
+
+
+def check_page_table(page_table, device, name="page_table"):
+    """TypeError unless page_table, which the caller calls `name`, is a dense int32 tensor; ValueError unless it is on
+    the device, of two dimensions and contiguous in the last one."""
+    check_tensor(name, page_table)
+    if page_table.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {page_table.dtype}")
+    if page_table.device != device:
+        raise ValueError(f"{name} must be on the same device as q ({device}), got {page_table.device}")
+    if page_table.ndim != 2 or page_table.shape[1] > 1 and page_table.stride(1) != 1:
+        raise ValueError(f"{name} must have two dimensions, (B, max_pages), and be contiguous in the last one, got "
+                         f"{shown(page_table)} with strides {page_table.stride()}")
+
+
+def check_num_splits(num_splits):
+    """num_splits; TypeError unless it is an int, ValueError unless it is in 0..MAX_SPLITS."""
+    if not is_int(num_splits):
+        raise TypeError(f"num_splits must be an int, got {shown(num_splits)}")
+    if not 0 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits must be in 0..{MAX_SPLITS}, and 0 leaves it to the kernel, got {num_splits}")
+    return int(num_splits)
+
+
+def capacity_of(k, cache):
+    """How many keys a sample has room for."""
+    return k.shape[2] if cache.page_table is None else k.shape[2] * cache.page_table.shape[1]
+
+
+def _check_values(k, batch_size, seqused_k, cache):
+    """ValueError unless the samples use keys that the cache has. seqused_k is checked."""
+    num_sequences, _, size, _ = k.shape
+    ends = [capacity_of(k, cache)] * batch_size if seqused_k is None else seqused_k.tolist()
+    begins = [0] * batch_size if cache.leftpad_k is None else cache.leftpad_k.tolist()
+    for b, (begin, end) in enumerate(zip(begins, ends)):
+        if not 0 <= begin <= end:
+            raise ValueError(f"leftpad_k must be in 0..{end}, the length of sample {b}, got {begin}")
+        used, name = [], "page_table"
+        if cache.page_table is not None and begin < end:
+            used = cache.page_table[b, begin // size:(end - 1) // size + 1].tolist()
+        elif cache.batch_idx is not None:
+            used, name = [int(cache.batch_idx[b])], "cache_batch_idx"
+        for sequence in used:
+            if not 0 <= sequence < num_sequences:
+                raise ValueError(f"{name} must be in 0..{num_sequences - 1} for sample {b}, got {sequence}")
 
 
 def over_gathered(forward):
@@ -24,11 +115,10 @@ def gathered(q, k, v, lengths, cache):
     """
     num_sequences, nheads_k, size, _ = k.shape
     is_paged, is_packed = cache.page_table is not None, lengths.is_packed
-    batch_size = lengths.cu_seqlens_q.shape[0] - 1 if is_packed else q.shape[0]
-    capacity = size * cache.page_table.shape[1] if is_paged else size
+    batch_size, capacity = lengths.num_samples(q), capacity_of(k, cache)
     key = torch.arange(capacity, device=k.device).expand(batch_size, -1)
-    seqused = torch.full_like(key[:, :1], capacity) if lengths.seqused_k is None else lengths.seqused_k.long()[:, None]
-    seqused = seqused.clamp(0, capacity)
+    seqused = key.new_full((batch_size,), capacity) if lengths.seqused_k is None else lengths.seqused_k.long()
+    seqused = seqused.clamp(0, capacity)[:, None]
     if cache.leftpad_k is not None:
         leftpad = cache.leftpad_k.long()[:, None].clamp(min=0)
         key, seqused = key + leftpad, (seqused - leftpad).clamp(min=0)
@@ -44,6 +134,7 @@ def gathered(q, k, v, lengths, cache):
         place = sequence.clamp(0, num_sequences - 1), slice(None), key % size if is_paged else key
         k, v = (x[place].masked_fill(is_hidden[..., None, None], 0).transpose(1, 2) for x in (k, v))
     else:
+        seqused = torch.zeros_like(seqused)
         k, v = (x.new_zeros(batch_size, nheads_k, capacity, x.shape[-1]) for x in (k, v))
     if not is_packed:
         return k, v, lengths._replace(seqused_k=seqused[:, 0].int())

@@ -38,7 +38,7 @@ def check_alibi_slopes(alibi_slopes, q, lengths):
     check_tensor("alibi_slopes", alibi_slopes)
     if alibi_slopes.dtype != torch.float32:
         raise TypeError(f"Unsupported dtype: alibi_slopes is {alibi_slopes.dtype}, allowed is float32")
-    batch_size = lengths.cu_seqlens_q.shape[0] - 1 if lengths.is_packed else q.shape[0]
+    batch_size = lengths.num_samples(q)
     nheads = q.shape[1] if q.ndim == 4 else 1
     if alibi_slopes.shape not in ((nheads,), (batch_size, nheads)):
         raise ValueError(f"alibi_slopes must have shape ({nheads},) or ({batch_size}, {nheads}), one for each query "

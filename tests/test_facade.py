@@ -445,7 +445,7 @@ KEYWORDS = {"is_causal": "; it is called causal here", "scale": "; it is called 
             "softmax_scale": "; it is called sm_scale here", "attn_mask": "; it is called attn_bias here",
             "enable_gqa": "; it is not needed: heads are matched by their numbers", "colour": "",
             "cu_seqlens": "; it is called cu_seqlens_q and cu_seqlens_k here",
-            "block_table": "; page tables are not supported yet",
+            "block_table": "; attention_with_kvcache takes it, and calls it page_table",
             "return_softmax_lse": "; it is called return_lse here"}
 
 

@@ -6,7 +6,6 @@ What changes the imports of a process is tested in processes of its own, or undo
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
@@ -39,19 +38,30 @@ def installed():
 @cpu
 def test_interface_has_the_functions_of_minimal_attn():
     for name in flash_attn_interface.__all__:
-        if name != "flash_attn_with_kvcache":
+        if name != "flash_attn_with_kvcache":  # whose order of arguments is that of flash-attn 2
             assert getattr(flash_attn_interface, name) is getattr(minimal_attn, name)
     assert {name for name in minimal_attn.__all__ if name.startswith("flash_attn_")} < set(flash_attn_interface.__all__)
 
 
 @cpu
-def test_with_kvcache_is_refused():
-    q = torch.zeros(1, 1, 1, 8)
-    with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache is not supported yet"):
-        flash_attn_interface.flash_attn_with_kvcache(q, q, q, cache_seqlens=1, causal=True)
-    names = list(inspect.signature(flash_attn_interface.flash_attn_with_kvcache).parameters)
-    assert names[:11] == ["q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens",
-                          "cache_batch_idx", "cache_leftpad", "block_table"]
+def test_with_kvcache_takes_the_arguments_of_flash_attn_2():
+    """Each of them by its position, so that none goes to another one's place."""
+    generator = torch.Generator().manual_seed(0)
+    q, slopes = torch.randn(2, 1, 2, 8, generator=generator), torch.tensor([0.5, 0.25])
+    pages = torch.randn(4, 5, 2, 8, generator=generator)
+    seqlens, pads, table = (torch.tensor(x, dtype=torch.int32) for x in ([9, 7], [2, 0], [[3, 1], [0, 2]]))
+    got = flash_attn_interface.flash_attn_with_kvcache(q, pages, pages, None, None, None, None, seqlens, None, pads,
+                                                       table, 0.7, True, (4, 0), 1.5, False, slopes, 3, True)
+    heads_first = pages.transpose(1, 2)
+    want = minimal_attn.attention_with_kvcache(
+        q.transpose(1, 2), heads_first, heads_first, seqlens, leftpad_k=pads, page_table=table, sm_scale=0.7,
+        causal=True, window_size=(4, 0), softcap=1.5, alibi_slopes=slopes, num_splits=3, return_lse=True)
+    assert got[0].equal(want[0].transpose(1, 2)) and got[1].equal(want[1])
+    for name in ("k", "v", "rotary_cos", "rotary_sin"):
+        with pytest.raises(NotImplementedError, match=f"^flash_attn_with_kvcache: {name} is not supported yet"):
+            flash_attn_interface.flash_attn_with_kvcache(q, pages, pages, block_table=table, **{name: q})
+    with pytest.raises(ValueError, match="^cache_batch_idx cannot be given together with block_table"):
+        flash_attn_interface.flash_attn_with_kvcache(q, pages, pages, block_table=table, cache_batch_idx=seqlens)
 
 
 @cpu

@@ -710,16 +710,14 @@ def test_flash_attn_packed_funcs(impl):
     close(got.view(want.shape), want.double(), TOLERANCE[want.dtype])
 
 
-@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale", "qv", "attention_chunk", "block_table",
-                                  "page_table"])
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale", "qv", "attention_chunk"])
 def test_what_is_not_there_is_refused_by_name(name):
     value = 16 if name == "attention_chunk" else torch.ones(4)
     (q, k, v), lengths = varlen()
     with pytest.raises(NotImplementedError, match=f"^flash_attn_varlen_func: {name} is not supported yet"):
         minimal_attn.flash_attn_varlen_func(q, k, v, *lengths, **{name: value})
-    if name not in ("block_table", "page_table"):
-        with pytest.raises(NotImplementedError, match=f"^flash_attn_func: {name} is not supported yet"):
-            flash_attn_func(q[None], k[None], v[None], **{name: value})
+    with pytest.raises(NotImplementedError, match=f"^flash_attn_func: {name} is not supported yet"):
+        flash_attn_func(q[None], k[None], v[None], **{name: value})
 
 
 def test_flash_attn_bad_input():
@@ -737,7 +735,7 @@ def test_flash_attn_bad_input():
              lambda: minimal_attn.flash_attn_varlen_qkvpacked_func(q[:, None], lengths[0], 20)),
             (ValueError, r"kv must be \(B, S, 2, H, D\)",
              lambda: minimal_attn.flash_attn_kvpacked_func(q[None], k[None])),
-            (NotImplementedError, "seqused_k without cu_seqlens_k",
+            (ValueError, "seqused_k without cu_seqlens_k needs a page table",
              lambda: call(q, k, v, lengths[0], None, 20, 33, seqused_k=ints(1, 2, 3))),
             (ValueError, "must both be given", lambda: call(q, k, v, lengths[0])),
             (TypeError, "max_seqlen_q must be", lambda: call(q, k, v, *lengths[:2], 2.0, 3))]:
@@ -746,7 +744,7 @@ def test_flash_attn_bad_input():
 
 
 def test_calls_of_transformers_and_vllm():
-    """As they are spelled there, but for what needs pages."""
+    """As they are spelled there. test_kvcache.py has those of caches."""
     (q, k, v), (cu_seqlens_q, cu_seqlens_k, *_) = varlen()
     want = minimal_attn.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, 20, 33, causal=True,
                                                window_size=(7, 0))
