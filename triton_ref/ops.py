@@ -10,7 +10,7 @@ import torch
 
 from minimal_attn import ops, twin
 from minimal_attn.backends import Cache, Lengths, Options
-from minimal_attn.checks import check_fp8, empty_outputs, is_eager, wants_gradient
+from minimal_attn.checks import FP8_DTYPES, check_fp8, empty_outputs, is_eager, wants_gradient
 
 from . import attention, attention_bwd, decode
 from .launching import INTERPRETING
@@ -120,8 +120,11 @@ def _(q, k_cache, v_cache, *others, **more):
     return empty_outputs(q, v_cache)
 
 
-def _forward_cached(q, k, v, options, cache):
+def forward_cached(q, k, v, options, cache):
     """The forward_cached of minimal_attn's backend "triton"."""
+    if q.dtype in FP8_DTYPES:
+        raise TypeError(f"Unsupported dtype: q is {q.dtype}, and attention to a cache takes float32, float16 and "
+                        "bfloat16")
     if is_eager(q, k, v, options.sinks):
         return decode.run(q, k, v, options, cache)
     lengths = options.lengths
@@ -130,4 +133,4 @@ def _forward_cached(q, k, v, options, cache):
 
 
 ops.register("minimal_attn::triton_forward", "minimal_attn::triton_backward", _backward, "triton")
-twin.register(twin.Twin(_forward, _forward_cached, triton_matmul, INTERPRETING))
+twin.register(twin.Twin(_forward, forward_cached, triton_matmul, INTERPRETING))
