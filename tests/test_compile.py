@@ -1,8 +1,8 @@
 """Compiles the kernels for GPUs that need not be here: csrc/*.cu with nvcc, Triton's ahead of time.
 
 Triton's compiler and its interpreter do not share a process, so this file is also a program. It compiles the Triton
-kernels: `python test_compile.py 90 1`, `backward 90 1` or `hopper 64` prints what came out, one JSON object a line. The
-1 asks for every case, a 3 for every third one.
+kernels: `python test_compile.py 90 1`, `backward 90 1`, `decode 90` or `hopper 64` prints what came out, one JSON
+object a line. The 1 asks for every case, a 3 for every third one.
 """
 import importlib.util
 import json
@@ -78,6 +78,10 @@ TWIN_BACKWARD_CASES = [
 FP8_TWIN_CASES = {90: [("fp8e4nv", 128, "causal", "used", False), ("fp8e5", 64, None, None, False),
                        ("fp8e4nv", 128, "local", "packed", False)]}
 SLOW_TWIN_CASES = {80: [("fp32", 256, "causal", "used", False)]}  # 10 s each, and fp32 compiles much the same for all
+# dtype, head_dim, packed rows, whether the keys are in pages, whether they are split, which scores are changed.
+TWIN_DECODE_CASES = [("bf16", 128, 16, True, True, None), ("fp16", 64, 64, False, True, "all"),
+                     ("bf16", 256, 64, True, True, "all"), ("fp32", (192, 128), 16, True, True, None),
+                     ("bf16", (40, 128), 16, False, False, None)]
 
 EVERY = [3, pytest.param(1, marks=pytest.mark.campaign)]  # of the cases: CI compiles every third one
 
@@ -243,6 +247,19 @@ def test_twin_backward_compiles(every, capability, tmp_path):
             assert kernel["stack"] <= (1024 if may_spill else 272), kernel
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_twin_decode_compiles(capability, tmp_path):
+    kernels = printed(tmp_path, "decode", capability)
+    assert len(kernels) == len(TWIN_DECODE_CASES) + sum(case[4] for case in TWIN_DECODE_CASES)
+    for kernel in kernels:
+        assert kernel["shared"] <= max_shared_memory(capability) and not kernel["tf32"] and kernel["stack"] == 0, kernel
+        is_16_bit = kernel["kernel"] == "_decode" and kernel["dtype"] != "fp32"
+        assert kernel["mma"] == is_16_bit, kernel
+        # K and V come 16 bytes at a time while others are in use. A head_dim of 40 is masked by the element.
+        assert kernel["cp_async"] == (is_16_bit and kernel["head_dim"] != [40, 128]), kernel
+
+
 def max_shared_memory(capability):
     """Of one program on the GPUs of that capability; for 80 that of 86 and 120, which run such code with less."""
     return (99 if capability == 80 else 227) << 10
@@ -350,6 +367,34 @@ def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengt
     return compile_for(capability, function, types, constexprs, options)
 
 
+def compile_twin_decode(capability, dtype, head_dim, rows, paged, splits, scores):
+    """_decode, and _combine where there are splits."""
+    from triton_ref.decode import _combine, _decode, tile_of
+
+    head_dim, head_dim_v = both(head_dim)
+    constexprs = tile_of(torch_dtype(dtype), rows, head_dim, head_dim_v, paged, max_shared_memory(capability))
+    options = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
+    kBlockM, kBlockN, kBlockD, kBlockDv = constexprs.values()
+    given = {"seqused_k_ptr", *(["page_table_ptr", "page_table_stride"] if paged else ["batch_idx_ptr"]),
+             *(["alibi_ptr", "alibi_batch_stride", "softcap", "sinks_ptr", "cu_seqlens_q_ptr"] if scores else []),
+             *(["o_accum_ptr", "max_accum_ptr", "sum_accum_ptr"] if splits else [])}
+    optional = {"o_accum_ptr": "*fp32", "max_accum_ptr": "*fp32", "sum_accum_ptr": "*fp32", "cu_seqlens_q_ptr": "*i32",
+                "seqused_q_ptr": "*i32", "seqused_k_ptr": "*i32", "page_table_ptr": "*i32", "batch_idx_ptr": "*i32",
+                "leftpad_k_ptr": "*i32", "sinks_ptr": "*fp32", "alibi_ptr": "*fp32", "softcap": "fp32",
+                "page_table_stride": "i32", "alibi_batch_stride": "i32"}
+    constexprs |= dict(kIsCausal=scores is None, kIsLocal=scores is not None, kNegateQ=False, kPageSize=16, kGroup=4,
+                       kFastTanh=scores is not None and dtype != "fp32",
+                       kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, **dict.fromkeys(set(optional) - given))
+    for function in (_decode, _combine) if splits else (_decode,):
+        names = function.arg_names
+        types = dict.fromkeys(names, "i32") | {"o_ptr": f"*{dtype}", "lse_ptr": "*fp32", "softmax_scale": "fp32"}
+        types |= {f"{x}_ptr": f"*{dtype}" for x in "qkv"} | {name: optional[name] for name in given}
+        of_kernel = {name: types[name] for name in names}
+        known = {name: x for name, x in constexprs.items() if name in names}
+        yield function, compile_for(capability, function, of_kernel, known,
+                                    options if function is _decode else dict(num_warps=4))
+
+
 def compile_for(capability, function, types, constexprs, options):
     """What triton.compile makes of a call with tensors aligned as torch aligns them: pointers and strides by 16."""
     import triton
@@ -409,9 +454,21 @@ def print_twin_backward(capability, every):
             print(json.dumps({"scores": None, **dict(zip(names, case)), **config, **facts}))
 
 
+def print_twin_decode(capability):
+    for case in TWIN_DECODE_CASES:
+        for function, kernel in compile_twin_decode(capability, *case):
+            ptx = kernel.asm["ptx"]
+            facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": "mma" in ptx,
+                     "cp_async": "cp.async.cg" in ptx, "stack": stack_bytes(kernel.asm["cubin"])}
+            names = "dtype", "head_dim", "rows", "paged", "splits", "scores"
+            print(json.dumps({"kernel": function.fn.__name__, **dict(zip(names, case)), **facts}))
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "hopper":
         print_hopper(int(sys.argv[2]))
+    elif sys.argv[1] == "decode":
+        print_twin_decode(int(sys.argv[2]))
     elif sys.argv[1] == "backward":
         print_twin_backward(*map(int, sys.argv[2:]))
     else:

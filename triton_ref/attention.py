@@ -162,7 +162,7 @@ def _transpose_v(v_ptr, vt_ptr, seqused_q_ptr, seqused_k_ptr, v_batch_stride, v_
 
 
 @triton.jit
-def _add_sink(row_max, row_sum, sink):
+def add_sink(row_max, row_sum, sink):
     """row_sum with one more term exp(sink - max), the greater of row_max and sink as the new row_max, and the factor by
     which what was summed before is less now. row_max, a natural logarithm, may be as far from sink as can be."""
     above = row_max - sink
@@ -261,7 +261,7 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
     empty_lse = float("-inf")
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h)
-        row_max, row_sum, factor = _add_sink(row_max, row_sum, sink)
+        row_max, row_sum, factor = add_sink(row_max, row_sum, sink)
         scale_o *= factor
         empty_lse = tl.where(rows < seq.seqlen_q, sink, float("-inf"))  # padding has no sink
     lse = row_max + tl.log(row_sum)

@@ -1,6 +1,7 @@
 """The twin as ops of torch with a derivative, and as a backend of minimal_attn, where importing this file registers it.
 
-Read next: attention.py, the forward pass; attention_bwd.py, the backward pass; ../minimal_attn/ops.py, the derivative.
+Read next: attention.py, the forward pass; attention_bwd.py, the backward pass; decode.py, attention to a cache;
+../minimal_attn/ops.py, the derivative.
 """
 
 from typing import Optional, Tuple
@@ -8,10 +9,10 @@ from typing import Optional, Tuple
 import torch
 
 from minimal_attn import ops, twin
-from minimal_attn.backends import Lengths, Options
-from minimal_attn.checks import check_fp8, is_eager, wants_gradient
+from minimal_attn.backends import Cache, Lengths, Options
+from minimal_attn.checks import FP8_DTYPES, check_fp8, empty_outputs, is_eager, wants_gradient
 
-from . import attention, attention_bwd
+from . import attention, attention_bwd, decode
 from .launching import INTERPRETING
 from .matmul import triton_matmul
 
@@ -99,5 +100,37 @@ def _forward(q, k, v, options):
     return op(q, k, v, *options.of_op(), options.autotune, *options.descales)
 
 
+@torch.library.custom_op("minimal_attn::triton_decode", mutates_args=())
+def triton_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_seqlens_q: Optional[torch.Tensor],
+                  seqused_q: Optional[torch.Tensor], seqused_k: Optional[torch.Tensor],
+                  page_table: Optional[torch.Tensor], batch_idx: Optional[torch.Tensor],
+                  leftpad_k: Optional[torch.Tensor], sinks: Optional[torch.Tensor],
+                  alibi_slopes: Optional[torch.Tensor], softmax_scale: float, softcap: float, window_left: int,
+                  window_right: int, num_splits: int = 0, max_seqlen_q: int = 0) -> Tuple[torch.Tensor, torch.Tensor]:
+    """out like q with v_cache's head_dim, and lse fp32 (B, H, Sq), of checked inputs: q as of triton_forward, or packed
+    by cu_seqlens_q alone, k_cache (N, Hk, S, D) and v_cache (N, Hk, S, Dv). minimal_attn.backends.Cache says what the
+    other arguments are, and minimal_attn.attention_with_kvcache checks them."""
+    options = Options(softmax_scale, (window_left, window_right), Lengths(cu_seqlens_q, None, seqused_q, seqused_k),
+                      sinks, softcap=softcap, alibi_slopes=alibi_slopes)
+    return decode.run(q, k_cache, v_cache, options, Cache(page_table, batch_idx, leftpad_k, num_splits, max_seqlen_q))
+
+
+@triton_decode.register_fake
+def _(q, k_cache, v_cache, *others, **more):
+    return empty_outputs(q, v_cache)
+
+
+def forward_cached(q, k, v, options, cache):
+    """The forward_cached of minimal_attn's backend "triton"."""
+    if q.dtype in FP8_DTYPES:
+        raise TypeError(f"Unsupported dtype: q is {q.dtype}, and attention to a cache takes float32, float16 and "
+                        "bfloat16")
+    if is_eager(q, k, v, options.sinks):
+        return decode.run(q, k, v, options, cache)
+    lengths = options.lengths
+    return triton_decode(q, k, v, lengths.cu_seqlens_q, lengths.seqused_q, lengths.seqused_k, *cache[:3], options.sinks,
+                         options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, *cache[3:])
+
+
 ops.register("minimal_attn::triton_forward", "minimal_attn::triton_backward", _backward, "triton")
-twin.register(twin.Twin(_forward, triton_matmul, INTERPRETING))
+twin.register(twin.Twin(_forward, forward_cached, triton_matmul, INTERPRETING))

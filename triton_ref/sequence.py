@@ -4,7 +4,8 @@ In a padded batch every sample is an element of the first dimension. In a packed
 in the rows of a single element, and cu_seqlens says where each begins. The host never reads it: the programs of a head
 have slots, of kBlock rows each, and every program finds out on the device whose slot it has.
 
-Only this file reads cu_seqlens and seqused in a kernel. Their values may be anything: they are clamped to the tensors.
+Only this file reads cu_seqlens, seqused and leftpad in a kernel. Their values may be anything: they are clamped to the
+tensors.
 Triton and Gluon share these functions, as those of mask.py. Read next: mask.py, which keys a row sees.
 """
 
@@ -43,6 +44,20 @@ def sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, b
 
 
 @triton.jit
+def cached_sequence(cu_seqlens_q_ptr, seqused_q_ptr, seqused_k_ptr, leftpad_k_ptr, b, batch_size, seqlen_q, capacity):
+    """The Sequence of sample b, whose keys are in a cache with room for `capacity` of them: k_begin is the first one of
+    its cached sequence, or of its pages."""
+    q_begin, padded_q = 0, seqlen_q
+    if cu_seqlens_q_ptr is not None:
+        q_begin, padded_q, seqlen_q = _packed(cu_seqlens_q_ptr, b, batch_size, seqlen_q)
+    k_begin, seqlen_k = 0, used(seqused_k_ptr, b, capacity)
+    if leftpad_k_ptr is not None:
+        k_begin = tl.maximum(tl.load(leftpad_k_ptr + b), 0)
+        seqlen_k = tl.maximum(seqlen_k - k_begin, 0)
+    return Sequence(b, q_begin, k_begin, used(seqused_q_ptr, b, seqlen_q), seqlen_k, padded_q, capacity)
+
+
+@triton.jit
 def used(seqused_ptr, b, seqlen):
     """How many of the seqlen rows that sample b could have it uses."""
     if seqused_ptr is not None:
@@ -68,32 +83,33 @@ def _begin(cu_seqlens_ptr, b, total):
 
 
 @triton.jit
-def num_slots(cu_seqlens_ptr, batch_size, seqlen, kBlock: tl.constexpr):
-    """How many blocks of kBlock rows a head has, in a packed batch at most. The kernels and the host call this."""
+def num_slots(cu_seqlens_ptr, batch_size, seqlen, kBlock: tl.constexpr, kGroup: tl.constexpr = 1):
+    """How many blocks of kBlock rows a head has, in a packed batch at most. The kernels and the host call this. kGroup:
+    each row of the tensor counts as so many, those of the query heads that share a key/value head."""
     if cu_seqlens_ptr is not None:
-        slots = seqlen // kBlock + batch_size
+        slots = seqlen * kGroup // kBlock + batch_size
     else:
-        slots = (seqlen + kBlock - 1) // kBlock
+        slots = (seqlen * kGroup + kBlock - 1) // kBlock
     return slots
 
 
 @triton.jit
-def _first_slot(cu_seqlens_ptr, b, total, kBlock: tl.constexpr):
+def _first_slot(cu_seqlens_ptr, b, total, kBlock: tl.constexpr, kGroup: tl.constexpr):
     """In a packed batch. Between two samples' first slots there are as many as the first one's rows need."""
-    return _begin(cu_seqlens_ptr, b, total) // kBlock + b
+    return _begin(cu_seqlens_ptr, b, total) * kGroup // kBlock + b
 
 
 @triton.jit
-def block_of_slot(cu_seqlens_ptr, slot, batch_size, total, kBlock: tl.constexpr):
+def block_of_slot(cu_seqlens_ptr, slot, batch_size, total, kBlock: tl.constexpr, kGroup: tl.constexpr = 1):
     """(b, block) of a slot of a packed batch: the last sample whose first slot is not behind it, by bisection. The
     block may lie behind the sample's end."""
     b, end = 0, batch_size
     while b + 1 < end:
         middle = (b + end) // 2
-        is_behind = _first_slot(cu_seqlens_ptr, middle, total, kBlock) > slot
+        is_behind = _first_slot(cu_seqlens_ptr, middle, total, kBlock, kGroup) > slot
         b = tl.where(is_behind, b, middle)
         end = tl.where(is_behind, middle, end)
-    return b, slot - _first_slot(cu_seqlens_ptr, b, total, kBlock)
+    return b, slot - _first_slot(cu_seqlens_ptr, b, total, kBlock, kGroup)
 
 
 @triton.jit
