@@ -387,7 +387,6 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
         if (warp_idx == 0) store_item<T>(item, acc_o, softmax);
         if (item.cut.num_chunks > 1 && arrive_last(item, shared)) merge_chunks<T>(item);
     }
-    cp_async_wait<0>();
 #endif
 }
 

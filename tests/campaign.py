@@ -15,7 +15,7 @@ import test_lengths
 import test_scores
 from cases import Case, dtypes_of, serves
 from conftest import IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
-from test_emulator import csrc, sanitized  # noqa: F401
+from test_emulator import csrc, driver_of, sanitized  # noqa: F401
 from test_sanitizers import (asan, assert_passed, check_clean, check_missing_barrier, check_missing_wait,  # noqa: F401
                              compute_sanitizer, gpu_objects, missing_from, run, run_tsan, tsan, whole_driver)
 
@@ -101,8 +101,8 @@ def test_cuda_kernels_do_not_spill(file, target, tmp_path):
 @pytest.mark.cpu
 @pytest.mark.timeout(600)  # the first one compiles csrc
 @pytest.mark.parametrize("statement", test_emulator.OBSERVED)
-def test_missing_synchronization_is_seen(statement, csrc):  # noqa: F811
-    test_emulator.check_missing_synchronization(statement, csrc)
+def test_missing_synchronization_is_seen(statement, driver_of):  # noqa: F811
+    test_emulator.check_missing_synchronization(statement, driver_of)
 
 
 @pytest.mark.cpu

@@ -19,6 +19,7 @@ from conftest import made_once
 from test_sanitizers import assert_passed, cxx
 
 DRIVER = Path(__file__).with_name("driver.cpp")
+DECODE_DRIVER = DRIVER.with_name("decode_driver.cpp")
 EMULATOR = DRIVER.with_name("emulator")
 SELFTEST = EMULATOR / "selftest.cpp"
 CXX = os.environ.get("CXX", "g++")
@@ -50,6 +51,7 @@ KERNEL_CASES = {
                           "sm90_low_128", "sm90_packed_turns"],
     "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_low_256"],
     "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
+    "decode.cu": [],  # all of its driver's
     "flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
                       "sm90_scale_30_96", "sm90_bias", "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30",
                       "sm90_alibi_no_keys"],
@@ -72,6 +74,7 @@ SHOWN_TO = {
                       "sm90_packed"],
     "producer_sm90.cuh": ["sm90_128_causal", "sm90_200_causal", "sm90_lens_128", "sm90_many_causal", "sm90_packed"],
     "bias_sm90.cuh": ["sm90_bias"],
+    "decode.cu": ["one", "d64", "d128", "scale_30"], "decode_share.cuh": ["one", "d64", "d128"],
 }
 
 # What is wrong in selftest.cpp, and what the emulator says.
@@ -169,6 +172,15 @@ def csrc(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def driver_of(csrc, tmp_path_factory):
+    """A function from the name of a file of csrc to the driver that runs it."""
+    parts = [csrc / "objects" / Path(part).with_suffix(".o") for part in ("decode.cu", *PARTS)]
+    folder = made_once(tmp_path_factory, "decode_driver", lambda folder: linked(
+        [*compiled(csrc, folder / "objects", sources=[DECODE_DRIVER]), *parts], "driver"))
+    return lambda name: (folder if name.startswith("decode") else csrc) / "objects/driver"
+
+
+@pytest.fixture(scope="session")
 def selftest(csrc, tmp_path_factory):
     parts = [csrc / "objects" / Path(part).with_suffix(".o") for part in PARTS]
     folder = made_once(tmp_path_factory, "selftest", lambda folder: linked(
@@ -181,8 +193,8 @@ def test_emulator_has_cases_of_every_kernel():
 
 
 @pytest.mark.parametrize("kernel", KERNEL_CASES)
-def test_kernel(kernel, csrc):
-    assert_passed(run(csrc / "objects/driver", *SCHEDULES, *KERNEL_CASES[kernel]))
+def test_kernel(kernel, driver_of):
+    assert_passed(run(driver_of(kernel), *SCHEDULES, *KERNEL_CASES[kernel]))
 
 
 @pytest.mark.slow
@@ -277,15 +289,15 @@ IN_GATE = {x.split(":")[0]: x for x in OBSERVED}.values()
 
 @pytest.mark.parametrize("statement", [pytest.param(x, marks=slow_unless(x in IN_GATE)) for x in OBSERVED
                                        if x in FIRST or x in IN_GATE])
-def test_missing_synchronization_is_seen(statement, csrc):
-    check_missing_synchronization(statement, csrc)
+def test_missing_synchronization_is_seen(statement, driver_of):
+    check_missing_synchronization(statement, driver_of)
 
 
-def check_missing_synchronization(statement, csrc):
+def check_missing_synchronization(statement, driver_of):
     """By a wrong result, other bits, a deadlock, or an error of the emulator; a wild pointer ends the driver."""
     cases = SHOWN_TO[statement.split(":")[0]]
     for schedules in SCHEDULES, MORE_SCHEDULES:
-        done = run(csrc / "objects/driver", f"--without={OBSERVED[statement]}", *schedules, *cases)
+        done = run(driver_of(statement.split(":")[0]), f"--without={OBSERVED[statement]}", *schedules, *cases)
         if done.returncode:
             return
     pytest.fail(f"it is not needed, or no case shows that it is: {done.stdout}")
