@@ -110,8 +110,9 @@ def over_gathered(forward):
 
 
 def gathered(q, k, v, lengths, cache):
-    """(k, v, lengths) of the batch that a cache stands for: copies (B, Hk, capacity, D), 0 beyond a sample's keys. For
-    a packed q they are packed as well, with the same room for each sample. Values are clamped as kernels clamp them.
+    """(k, v, lengths) of the batch that a cache stands for: copies (B, Hk, capacity, D), with anything beyond a
+    sample's keys. For a packed q they are packed as well, with the same room for each sample. Values are clamped as
+    kernels clamp them.
     """
     num_sequences, nheads_k, size, _ = k.shape
     is_paged, is_packed = cache.page_table is not None, lengths.is_packed
@@ -122,7 +123,6 @@ def gathered(q, k, v, lengths, cache):
     if cache.leftpad_k is not None:
         leftpad = cache.leftpad_k.long()[:, None].clamp(min=0)
         key, seqused = key + leftpad, (seqused - leftpad).clamp(min=0)
-    is_hidden = torch.arange(capacity, device=k.device) >= seqused
     if num_sequences:
         key = key.clamp(max=capacity - 1)
         if is_paged:
@@ -132,7 +132,7 @@ def gathered(q, k, v, lengths, cache):
         else:
             sequence = torch.arange(batch_size, device=k.device)[:, None]
         place = sequence.clamp(0, num_sequences - 1), slice(None), key % size if is_paged else key
-        k, v = (x[place].masked_fill(is_hidden[..., None, None], 0).transpose(1, 2) for x in (k, v))
+        k, v = (x[place].transpose(1, 2) for x in (k, v))
     else:
         seqused = torch.zeros_like(seqused)
         k, v = (x.new_zeros(batch_size, nheads_k, capacity, x.shape[-1]) for x in (k, v))

@@ -365,6 +365,17 @@ def test_empty(backend, is_packed):
 
 
 @cpu
+@pytest.mark.parametrize("name", ["page_table", "batch_idx"])
+def test_no_sequences_where_lengths_are_not_read(name):
+    """reference serves all caches that hold nothing: a sample has no keys there, whatever its length says."""
+    q, pages, none = torch.randn(2, 4, 3, 16), torch.randn(0, 2, 5, 16), torch.zeros(2, 4, dtype=torch.int32)
+    cache = Cache(**{name: none if name == "page_table" else none[:, 0].contiguous()})
+    options = Options(0.25, lengths=Lengths(seqused_k=ints(3, 5, device="cpu")))
+    out, lse = interface.BACKENDS["reference"].forward_cached(q, pages, pages, options, cache)
+    assert out.equal(torch.zeros_like(q)) and lse.eq(-math.inf).all()
+
+
+@cpu
 def test_autocast():
     """q is cast to the dtype of autocast where the cache has it, and the cache never is."""
     q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 9, 16)
