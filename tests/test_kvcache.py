@@ -23,7 +23,8 @@ from minimal_attn.flash_attn_interface import flash_attn_with_kvcache as with_kv
 
 # The backends to test, and the dtype in which each is judged: float64 where it is served, so that a wrong mask cannot
 # hide in roundings. A backend that gets kernels for caches is added here.
-BACKENDS = {"reference": torch.float64, "torch": torch.float64}
+BACKENDS = {"reference": torch.float64, "torch": torch.float64, "triton": torch.float32,
+            "cuda": torch.float16 if HAS_GPU else torch.float64}
 DEVICE = "cuda" if HAS_GPU else "cpu"
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 GARBAGE = -7, 10**6  # page ids that must not be read
