@@ -24,6 +24,9 @@ from minimal_attn.backends import Options
 
 each_impl = pytest.mark.parametrize("impl", IMPLS)
 each_kernel = pytest.mark.parametrize("impl", KERNELS)
+# For what takes ten seconds or more in Triton's interpreter.
+each_impl_but_slow_twin, each_kernel_but_slow_twin = (pytest.mark.parametrize("impl", [
+    pytest.param(x, marks=slow_unless(HAS_GPU or x != "triton")) for x in impls]) for impls in (IMPLS, KERNELS))
 # Those that take float64; "cuda" is the host build.
 each_backend = pytest.mark.parametrize("backend", ["torch", "reference", *["cuda"] * (not HAS_GPU)])
 B, H, HK, D, HEAD_DIM_V, SCALE = 2, 4, 2, 8, 5, 0.6
@@ -466,7 +469,7 @@ def test_errors_are_at_most_twice_those_of_torch(impl, dtype, name):
         check_error(x, ref, base, factor=3, mean_factor=2)
 
 
-@each_kernel
+@each_kernel_but_slow_twin
 def test_opcheck(impl):
     (backend, device), dtype = IMPLS[impl], DTYPES[impl]
     forward, backward = op_of(impl)
@@ -501,7 +504,7 @@ def test_compile_kernels(impl):
         close(x, y.double(), 3 * TOLERANCE[x.dtype])
 
 
-@each_kernel
+@each_kernel_but_slow_twin
 def test_deterministic_gradients_of_a_bias(impl):
     """The same bits in every run, and no other gradient depends on whether it is needed."""
     batch = Scored("bits", (20, 20), (33, 33), bias=(0, 1, 0, 1), slopes="heads", softcap=2.0, is_packed=False)
@@ -521,7 +524,7 @@ def test_deterministic_gradients_of_a_bias(impl):
 # Conventions.
 
 @each_impl
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_that_a_mask_hides(causal, impl):
     """By False and by -inf, with and without sinks; no gradient of them is NaN."""
     (backend, device), dtype = IMPLS[impl], DTYPES[impl]
@@ -716,7 +719,7 @@ def test_autocast_leaves_the_bias(backend):
 
 
 @pytest.mark.parametrize("head_dim_v", [16, 96, 128, 192, 256])  # tiles of each width
-@each_impl
+@each_impl_but_slow_twin
 def test_masks_of_any_memory(impl, head_dim_v):
     """Transposed, with gaps, at any address, with a byte of 255 for True, and expanded; several blocks of keys."""
     backend, device = IMPLS[impl]

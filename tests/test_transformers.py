@@ -133,7 +133,7 @@ def padding_mask(side, device):
 
 
 @each_model(is_short=True)
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_padding(kind, impl, side, attention):
     """Padding is packed away; logits at valid positions, whatever the tokens in padding are."""
@@ -204,7 +204,7 @@ def test_generate(kind, impl, cache, attention):
 
 
 @each_model(is_short=True)
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_training_step_with_padding(kind, impl, side, attention):
     """The loss and the gradients of all parameters, sinks among them."""
     device = IMPLS[impl][1]

@@ -308,7 +308,8 @@ GARBAGE = [[0, 20, 10, 40, 64], [5, 70, -3, 1000, 2**31 - 1], [-(2**31), 2**31 -
            [64, 48, 32, 16, 0], [0, 0, 0, 0, 0], [-7, -6, -5, -4, -3]]
 
 
-@pytest.mark.parametrize("cu_seqlens_q", GARBAGE, ids=str)
+@pytest.mark.parametrize("cu_seqlens_q", [*GARBAGE[:3], *(pytest.param(x, marks=pytest.mark.slow)
+                                                           for x in GARBAGE[3:])], ids=str)
 @pytest.mark.parametrize("has_used", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_garbage_in_cu_seqlens_stays_within_the_tensors(cu_seqlens_q, has_used, monkeypatch):
     guarded = []
@@ -414,8 +415,8 @@ needs_interpreter = pytest.mark.skipif(HAS_GPU, reason="for Triton's interpreter
 
 
 @needs_interpreter
-@pytest.mark.parametrize("layout, window", [("packed", (7, 0)), ("packed used", (20, 5)), ("packed used", NONE),
-                                            pytest.param("packed", CAUSAL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout, window", [("packed", (7, 0)), *(pytest.param(*x, marks=pytest.mark.slow) for x in (
+    ("packed used", (20, 5)), ("packed used", NONE), ("packed", CAUSAL)))])
 def test_packed_samples_by_descriptors(layout, window, descriptors):
     batch = make_batch(*SHAPES["blocks"], layout)
     check(batch, batch.run(window), window)
@@ -437,11 +438,13 @@ def check_neighbours(dtype):
                 assert torch.equal(x[place], y[place]), (window, b, i)
 
 
+@pytest.mark.slow  # the gate has test_neighbours_never_reach_a_sample of test_lengths.py
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 def test_nan_of_a_neighbour_reaches_nothing(dtype):
     check_neighbours(dtype)
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_nan_of_a_neighbour_reaches_nothing_by_descriptors(descriptors):
     check_neighbours(torch.float32)
@@ -471,6 +474,7 @@ def test_nan_of_hidden_keys_reaches_nothing(layout, shape, dtype):
     check_hidden_keys(layout, shape, dtype)
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("layout", ["packed", "packed used"])
 def test_nan_of_hidden_keys_reaches_nothing_by_descriptors(layout, descriptors):

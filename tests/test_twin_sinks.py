@@ -207,7 +207,8 @@ def test_without_keys_lse_is_the_sink(has_dlse):
     torch.testing.assert_close(dsinks, dlse[0].sum(1) + dlse[1, :, :3].sum(1) if has_dlse else torch.zeros_like(dsinks))
 
 
-@pytest.mark.parametrize("forward", [ops.Attention.apply, torch.ops.minimal_attn.triton_forward], ids=["eager", "op"])
+@pytest.mark.parametrize("forward", [pytest.param(ops.Attention.apply, id="eager", marks=pytest.mark.slow),
+                                     pytest.param(torch.ops.minimal_attn.triton_forward, id="op")])
 def test_gradients_by_the_op(forward):
     batch = batch_of("packed", "few", head_dims=(16, 24), window=(9, 2))
     want = batch.run((9, 2))
@@ -218,7 +219,8 @@ def test_gradients_by_the_op(forward):
     assert all(map(torch.equal, (*output, *gradients), want))
 
 
-@pytest.mark.parametrize("layout", ["dense", pytest.param("packed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dense", "packed"])
 def test_opcheck(layout):
     """Schema, fake kernels and tracing, by torch's own checks."""
     batch, twin = batch_of(layout, "few", head_dims=(16, 24)), torch.ops.minimal_attn
@@ -241,6 +243,7 @@ def test_opcheck_of_a_gradient_of_sinks_that_is_not_needed():
     assert dsinks.dtype == torch.float32 and not dsinks.numel()
 
 
+@pytest.mark.slow
 def test_compile_fullgraph():
     def attend(q, k, v, sinks):
         return flash_attention(q * 2, k, v, True, sinks=sinks, return_lse=True, backend="triton")
