@@ -27,8 +27,9 @@ def gathered(q, k, v, lengths, cache):
     batch_size = lengths.cu_seqlens_q.shape[0] - 1 if is_packed else q.shape[0]
     capacity = size * cache.page_table.shape[1] if is_paged else size
     key = torch.arange(capacity, device=k.device).expand(batch_size, -1)
-    seqused = key.new_full((batch_size, 1), capacity) if lengths.seqused_k is None else lengths.seqused_k.long()[:, None]
-    seqused = seqused.clamp(0, capacity)
+    seqused = key.new_full((batch_size, 1), capacity)
+    if lengths.seqused_k is not None:
+        seqused = lengths.seqused_k.long()[:, None].clamp(0, capacity)
     if cache.leftpad_k is not None:
         leftpad = cache.leftpad_k.long()[:, None].clamp(min=0)
         key, seqused = key + leftpad, (seqused - leftpad).clamp(min=0)
