@@ -368,8 +368,9 @@ def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengt
 
 
 def compile_twin_decode(capability, dtype, head_dim, rows, paged, splits, scores):
-    """_decode, and _combine where there are splits."""
-    from triton_ref.decode import _combine, _decode, tile_of
+    """_decode, and combine_splits where there are splits."""
+    from triton_ref.decode import _decode, tile_of
+    from triton_ref.splits import combine_splits
 
     head_dim, head_dim_v = both(head_dim)
     constexprs = tile_of(torch_dtype(dtype), rows, head_dim, head_dim_v, paged, max_shared_memory(capability))
@@ -385,7 +386,7 @@ def compile_twin_decode(capability, dtype, head_dim, rows, paged, splits, scores
     constexprs |= dict(kIsCausal=scores is None, kIsLocal=scores is not None, kNegateQ=False, kPageSize=16, kGroup=4,
                        kFastTanh=scores is not None and dtype != "fp32",
                        kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, **dict.fromkeys(set(optional) - given))
-    for function in (_decode, _combine) if splits else (_decode,):
+    for function in (_decode, combine_splits) if splits else (_decode,):
         names = function.arg_names
         types = dict.fromkeys(names, "i32") | {"o_ptr": f"*{dtype}", "lse_ptr": "*fp32", "softmax_scale": "fp32"}
         types |= {f"{x}_ptr": f"*{dtype}" for x in "qkv"} | {name: optional[name] for name in given}

@@ -60,7 +60,7 @@ CASES = [
     Case("dense"),
     Case("one_split", num_splits=1),
     Case("three_splits", num_splits=3, keys=(200, 0, 67)),
-    Case("many_splits", num_splits=256, keys=(1100, 64, 65), tokens=(1, 1, 1)),
+    Case("many_splits", num_splits=256, keys=(1100, 65), tokens=(1, 1), heads=(2, 1)),
     Case("batch_idx", batch_idx=(3, 0, 4), leftpad=(3, 0, 60), layout="bshd"),
     Case("page_size_1", page_size=1, keys=(70, 0, 9)),
     Case("page_size_3", page_size=3, leftpad=(0, 0, 4), window=CAUSAL, tokens=(2, 2, 2)),
@@ -73,7 +73,8 @@ CASES = [
     Case("group_3", heads=(6, 2), tokens=(3, 3), keys=(90, 130), page_size=3, window=CAUSAL),
     Case("group_20", heads=(20, 1), tokens=(2, 2), keys=(90, 130), window=CAUSAL),
     Case("seqused_q", tokens=(6, 6, 6), seqused_q=(2, 0, 6), keys=(100, 70, 90), window=CAUSAL, sinks=True),
-    Case("packed", packed=True, tokens=(1, 0, 5, 2), keys=(70, 80, 150, 0), window=CAUSAL, page_size=16),
+    Case("packed", packed=True, tokens=(1, 0, 5, 2), keys=(70, 80, 150, 0), window=CAUSAL, page_size=16,
+         heads=(2, 1)),
     Case("packed_dense", packed=True, tokens=(3, 1), keys=(130, 66), max_seqlen_q=3, batch_idx=(1, 0)),
     Case("packed_seqused_q", packed=True, tokens=(3, 9, 1), seqused_q=(1, 9, 0), keys=(130, 90, 40), sinks=True,
          max_seqlen_q=9),
@@ -252,7 +253,7 @@ def test_keys_are_split_by_their_number(num_splits, splits, monkeypatch):
 
 
 @pytest.mark.parametrize("case", [
-    Case("decode", keys=(190, 30, 700, 65), tokens=(1, 1, 1, 1), page_size=16, sinks=True),
+    Case("decode", keys=(190, 30, 300, 65), tokens=(1, 1, 1, 1), page_size=16, sinks=True),
     Case("packed", keys=(190, 30, 100, 65), tokens=(1, 6, 0, 3), packed=True, window=CAUSAL, max_seqlen_q=6),
     Case("windows", keys=(190, 30, 100, 65), tokens=(2, 2, 2, 2), window=(90, 0), page_size=3)], ids=str)
 def test_a_sample_has_the_same_bits_in_every_batch(case):

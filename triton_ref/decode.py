@@ -4,15 +4,12 @@ Decoding is bound by the reading of K and V. So one program serves all query hea
 that fit. Its tile has packed rows: row r is token r // kGroup and query head h_k · kGroup + r % kGroup. Tensor cores
 want 16 rows at least.
 
-One sample has too few programs for a GPU, so its keys are split (Dao et al., Flash-Decoding, 2023). Each split has its
-own maximum, sum and unnormalised o. A second kernel adds them up in a fixed order. How keys are split depends on the
-lengths of the sample alone, not on its batch. The host reads no lengths: it launches as many programs as the cache may
-need, and those without keys return at once. So a CUDA graph stays valid while lengths and tables change.
+One sample has too few programs for a GPU, so its keys are split, and a second kernel adds up the parts. The host reads
+no lengths: it launches as many programs as the cache may need, and those without keys return at once. So a CUDA graph
+stays valid while lengths and tables change.
 
-Read next: sequence.py, where the keys of a sample begin; ../minimal_attn/pages.py, the same in plain torch.
+Read next: splits.py, how keys are split; ../minimal_attn/pages.py, the same in plain torch.
 """
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,51 +17,12 @@ import triton.language as tl
 
 from minimal_attn.checks import MAX_SEQLEN, empty_outputs
 
-from .attention import add_sink, block_d, shared_memory
-from .launching import (INTERPRETING, WINDOW, Launch, layouts, mask_of, num_samples, properties, remember, to_float)
+from .attention import block_d, shared_memory
+from .launching import INTERPRETING, WINDOW, Launch, layouts, mask_of, num_samples, properties, remember, to_float
 from .mask import keys_of, make_mask, sees
 from .scores import Scores, capped, score_constants, score_numbers, shifted
 from .sequence import block_of_slot, cached_sequence, head_of, num_slots
-
-MAX_SPLITS = 32  # where num_splits is 0
-MIN_KEYS = tl.constexpr(64)  # of a split; those of every split but the last are a multiple of it
-# Samples with more packed rows are not split: they have programs enough, and partial results take memory.
-SPLIT_ROWS = 64
-# Parameters that change from call to call, for which the kernels should not be compiled anew.
-SIZES = "batch_size", "seqlen_q", "capacity", "num_sequences", "page_table_stride", "max_splits", "split_tokens"
-
-
-class Share(NamedTuple):
-    """The rows of a tile see keys in [begin, end). Each of num_splits programs takes `size` of them, the last one what
-    is left."""
-    begin: Any
-    end: Any
-    size: Any
-    num_splits: Any  # at least 1
-
-
-@triton.jit
-def _share(seq, mask, row0, max_splits, split_tokens, kGroup: tl.constexpr, kBlockM: tl.constexpr):
-    """The Share of a tile of packed rows from row0 on."""
-    first, last = row0 // kGroup, tl.minimum((row0 + kBlockM - 1) // kGroup, seq.seqlen_q - 1)
-    begin = keys_of(mask, first).begin
-    end = tl.where(first < seq.seqlen_q, keys_of(mask, last).end, 0)
-    n_keys = tl.maximum(end - begin, 0)
-    size = tl.cdiv(tl.cdiv(n_keys, max_splits), MIN_KEYS) * MIN_KEYS
-    size = tl.maximum(tl.where(seq.seqlen_q <= split_tokens, size, n_keys), 1)
-    return Share(begin, end, size, tl.maximum((n_keys - 1) // size + 1, 1))  # no sum overflows
-
-
-@triton.jit
-def _units(softmax_scale, softcap, alibi_ptr):
-    """The unit of scores (scores.py), and the same for powers of two. A scale of 0 makes all scores alike; so does the
-    least number, which does not turn a masked -inf into NaN."""
-    unit = tl.abs(tl.cast(softmax_scale, tl.float32))
-    if softcap is not None:
-        unit = tl.cast(softcap, tl.float32)
-    elif alibi_ptr is not None:
-        unit = tl.cast(1.0, tl.float32)
-    return unit, tl.maximum(unit * 1.4426950408889634, 1e-37)
+from .splits import MAX_SPLITS, MIN_KEYS, SIZES, SPLIT_ROWS, combine_splits, finish, score_units, share_keys
 
 
 @triton.jit
@@ -95,20 +53,6 @@ def _block_of_keys(page_table_ptr, batch_idx_ptr, b, row, is_key, page_table_str
     return tl.minimum(tl.maximum(block, 0), num_sequences - 1), row
 
 
-@triton.jit
-def _finish(row_max, row_sum, unit, sinks_ptr, heads, is_row):
-    """(whether a row sees no key, the factor of its o, its lse). Rows that are padding, not is_row, have no sink."""
-    is_empty = row_sum == 0.0
-    row_max, row_sum = tl.where(is_empty, 0.0, row_max) * unit, tl.where(is_empty, 1.0, row_sum)
-    factor, empty_lse = 1.0, float("-inf")
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + heads)
-        row_max, row_sum, factor = add_sink(row_max, row_sum, sink)
-        empty_lse = tl.where(is_row, sink, float("-inf"))
-    # "/" would round to two ulps.
-    return is_empty, tl.div_rn(factor, row_sum), tl.where(is_empty, empty_lse, row_max + tl.log(row_sum))
-
-
 @triton.jit(do_not_specialize=[*WINDOW, *SIZES])
 def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
             o_accum_ptr, max_accum_ptr, sum_accum_ptr,  # fp32 (B, Hk, max_splits, split_tokens · kGroup[, Dv])
@@ -135,7 +79,7 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
                           capacity)
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     row0 = m_block * kBlockM
-    share = _share(seq, mask, row0, max_splits, split_tokens, kGroup, kBlockM)
+    share = share_keys(seq, mask, row0, max_splits, split_tokens, kGroup, kBlockM)
     if (split_idx >= share.num_splits) | (row0 // kGroup >= seq.padded_q):
         return
     key_begin = share.begin + split_idx * share.size
@@ -150,7 +94,7 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
         q = (-q.to(tl.float32)).to(q.dtype)
     k_base = head_of(k_ptr, 0, h_k, 0, k_batch_stride, k_head_stride, k_row_stride)
     v_base = head_of(v_ptr, 0, h_k, 0, v_batch_stride, v_head_stride, v_row_stride)
-    unit, unit_log2 = _units(softmax_scale, softcap, alibi_ptr)
+    unit, unit_log2 = score_units(softmax_scale, softcap, alibi_ptr)
     numbers = score_numbers(tl.abs(tl.cast(softmax_scale, tl.float32)), softcap, alibi_ptr, None, alibi_batch_stride,
                             None, None, seq, heads[:, None])
     scores = Scores(numbers, softcap, alibi_ptr, None, None, None, kFastTanh)
@@ -169,7 +113,7 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
         k_tile = _gather(k_base, block, key_rows, k_batch_stride, k_row_stride, is_key, head_dim, kMaskCols, kBlockD)
         acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
         acc_s = shifted(scores, capped(scores, acc_s), tokens[:, None], cols[None, :])
-        acc_s = tl.where(sees(visible, cols, kIsLocal) & (cols[None, :] < key_end), acc_s, float("-inf"))
+        acc_s = tl.where(sees(visible, cols, kIsLocal), acc_s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(acc_s, 1))
         max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)  # exp2(-inf) is 0, not NaN
         p = tl.exp2((acc_s - max_sub[:, None]) * unit_log2)
@@ -192,8 +136,8 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
             tl.store(sum_accum_ptr + places, row_sum, mask=is_row)
             tl.store(o_accum_ptr + places[:, None] * head_dim_v + cols[None, :],
                      tl.where(row_sum[:, None] == 0.0, 0.0, acc_o), mask=is_row[:, None] & (cols[None, :] < head_dim_v))
-    is_empty, factor, lse = _finish(row_max, row_sum, unit, sinks_ptr, heads, is_row)
-    # _combine stores the rows that are split, but no padding.
+    is_empty, factor, lse = finish(row_max, row_sum, unit, sinks_ptr, heads, is_row)
+    # combine_splits stores the rows that are split, but no padding.
     is_stored = (tokens < seq.padded_q) & ((share.num_splits == 1) | (tokens >= seq.seqlen_q))
     tl.store(lse_ptr + (tl.cast(b, tl.int64) * nheads_k * kGroup + heads) * seqlen_q + seq.q_begin + tokens, lse,
              mask=is_stored)
@@ -205,49 +149,8 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
              mask=is_stored[:, None] & (cols[None, :] < head_dim_v))
 
 
-@triton.jit(do_not_specialize=[*WINDOW, *SIZES])
-def _combine(o_accum_ptr, max_accum_ptr, sum_accum_ptr, o_ptr, lse_ptr, cu_seqlens_q_ptr, seqused_q_ptr, seqused_k_ptr,
-             leftpad_k_ptr, sinks_ptr, alibi_ptr, softmax_scale, softcap, o_batch_stride, o_head_stride, o_row_stride,
-             batch_size, nheads_k, seqlen_q, capacity, max_splits, split_tokens, head_dim_v, window_left, window_right,
-             kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kGroup: tl.constexpr, kBlockM: tl.constexpr,
-             kBlockDv: tl.constexpr):
-    """One program adds up the splits of one packed row. Those of a row that is not split have been stored already."""
-    row, bh = tl.program_id(0) % (split_tokens * kGroup), tl.program_id(0) // (split_tokens * kGroup)
-    sample, h_k, token = bh // nheads_k, bh % nheads_k, row // kGroup
-    h = h_k * kGroup + row % kGroup
-    seq = cached_sequence(cu_seqlens_q_ptr, seqused_q_ptr, seqused_k_ptr, leftpad_k_ptr, sample, batch_size, seqlen_q,
-                          capacity)
-    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
-    share = _share(seq, mask, row // kBlockM * kBlockM, max_splits, split_tokens, kGroup, kBlockM)
-    if (token >= seq.seqlen_q) | (share.num_splits == 1):
-        return
-    unit, unit_log2 = _units(softmax_scale, softcap, alibi_ptr)
-    cols = tl.arange(0, kBlockDv)
-    acc_o = tl.zeros([kBlockDv], tl.float32)
-    row_max, row_sum = float("-inf"), 0.0
-    for split0 in range(0, share.num_splits, 16):
-        splits = split0 + tl.arange(0, 16)
-        is_split = splits < share.num_splits
-        places = (tl.cast(bh, tl.int64) * max_splits + splits) * split_tokens * kGroup + row
-        maxima = tl.load(max_accum_ptr + places, mask=is_split, other=float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(maxima, 0))
-        max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale, weights = tl.exp2((row_max - max_sub) * unit_log2), tl.exp2((maxima - max_sub) * unit_log2)
-        sums = tl.load(sum_accum_ptr + places, mask=is_split, other=0.0)
-        row_sum = row_sum * rescale + tl.sum(weights * sums, 0)
-        o_accum = tl.load(o_accum_ptr + places[:, None] * head_dim_v + cols[None, :],
-                          mask=is_split[:, None] & (cols[None, :] < head_dim_v), other=0.0)
-        acc_o = acc_o * rescale + tl.sum(weights[:, None] * o_accum, 0)
-        row_max = new_max
-    is_empty, factor, lse = _finish(row_max, row_sum, unit, sinks_ptr, h, True)
-    b = 0 if cu_seqlens_q_ptr is not None else sample
-    tl.store(lse_ptr + (tl.cast(b, tl.int64) * nheads_k * kGroup + h) * seqlen_q + seq.q_begin + token, lse)
-    o_base = head_of(o_ptr, b, h, seq.q_begin + token, o_batch_stride, o_head_stride, o_row_stride)
-    tl.store(o_base + cols, tl.where(is_empty, 0.0, acc_o * factor).to(o_ptr.dtype.element_ty), mask=cols < head_dim_v)
-
-
 # (kBlockM with up to 16 packed rows a sample, with more, kBlockN, num_warps) by bytes of an element and the larger of
-# kBlockD and kBlockDv. kBlockN does not exceed MIN_KEYS.
+# kBlockD and kBlockDv. kBlockN divides MIN_KEYS.
 TILES = {
     # Products of true fp32 keep both operands in registers.
     (4, 128): (16, 32, 32, 4),
@@ -273,7 +176,7 @@ def tile_of(dtype, rows, head_dim, head_dim_v, is_paged, max_shared_memory):
 
 
 def launches(q, k, v, out, options, cache, split_tokens, max_splits, rows):
-    """The Launch of _decode, and that of _combine or None. Samples with more than split_tokens are not split."""
+    """The Launch of _decode, and that of combine_splits or None. Samples with more than split_tokens are not split."""
     lengths, page_table = options.lengths, cache.page_table
     (nheads, seqlen_q, head_dim), nheads_k, head_dim_v = q.shape[1:], k.shape[1], v.shape[-1]
     group, batch_size = nheads // nheads_k, num_samples(q, lengths)
@@ -296,7 +199,7 @@ def launches(q, k, v, out, options, cache, split_tokens, max_splits, rows):
         num_warps=num_warps, num_stages=num_stages)
     if max_splits == 1:
         return decode, None
-    combine = Launch(_combine, batch_size * nheads_k * split_tokens * group, (
+    combine = Launch(combine_splits, batch_size * nheads_k * split_tokens * group, (
         *out.stride()[:3], batch_size, nheads_k, seqlen_q, capacity, max_splits, split_tokens, head_dim_v, *of_mask,
         group, kBlockM, kBlockDv), num_warps=4)
     return decode, combine
@@ -315,7 +218,7 @@ def run(q, k, v, options, cache):
         return out, lse
     lengths, page_table, group = options.lengths, cache.page_table, q.shape[1] // k.shape[1]
     capacity = k.shape[2] * (1 if page_table is None else page_table.shape[1])
-    # Not by the number of all rows: no sample's result may depend on its batch.
+    # Not by the number of all rows: no sample's result may depend on its batch. max_seqlen_q is a number of the call.
     max_seqlen_q = (cache.max_seqlen_q or SPLIT_ROWS) if lengths.is_packed else q.shape[2]
     rows, split_tokens = min(max_seqlen_q * group, SPLIT_ROWS), min(max_seqlen_q, max(1, SPLIT_ROWS // group))
     max_splits = max(1, min(cache.num_splits or MAX_SPLITS, triton.cdiv(capacity, MIN_KEYS.value)))
