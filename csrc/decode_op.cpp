@@ -72,6 +72,7 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
     p.page_table = pointer(page_table), p.cache_batch_idx = pointer(cache_batch_idx), p.leftpad_k = pointer(leftpad_k);
     p.batch_size = batch_size, p.num_sequences = int(k.size(0)), p.page_size = int(k.size(2));
     if (page_table) p.page_table_stride = page_table->stride(0), p.seqlen_k = int(page_table->size(1) * k.size(2));
+    if (p.num_sequences == 0) p.seqlen_k = 0;
     p.set_window(window_left, window_right);
     p.num_splits = int(num_splits);
     p.max_seqlen_q = int(cu_seqlens_q && max_seqlen_q ? std::min(max_seqlen_q, q.size(2)) : q.size(2));

@@ -77,8 +77,9 @@ def check_num_splits(num_splits):
 
 
 def capacity_of(k, cache):
-    """How many keys a sample has room for."""
-    return k.shape[2] if cache.page_table is None else k.shape[2] * cache.page_table.shape[1]
+    """How many keys a sample has room for: none in a cache without sequences."""
+    sequences = 1 if cache.page_table is None else cache.page_table.shape[1]
+    return k.shape[2] * sequences if k.shape[0] else 0
 
 
 def _check_values(k, batch_size, seqused_k, cache):
@@ -134,7 +135,6 @@ def gathered(q, k, v, lengths, cache):
         place = sequence.clamp(0, num_sequences - 1), slice(None), key % size if is_paged else key
         k, v = (x[place].transpose(1, 2) for x in (k, v))
     else:
-        seqused = torch.zeros_like(seqused)
         k, v = (x.new_zeros(batch_size, nheads_k, capacity, x.shape[-1]) for x in (k, v))
     if not is_packed:
         return k, v, lengths._replace(seqused_k=seqused[:, 0].int())

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from minimal_attn.checks import MAX_SEQLEN, empty_outputs
+from minimal_attn.pages import capacity_of
 
 from .attention import block_d, shared_memory
 from .launching import INTERPRETING, WINDOW, Launch, layouts, mask_of, num_samples, properties, remember, to_float
@@ -180,7 +181,7 @@ def launches(q, k, v, out, options, cache, split_tokens, max_splits, rows):
     lengths, page_table = options.lengths, cache.page_table
     (nheads, seqlen_q, head_dim), nheads_k, head_dim_v = q.shape[1:], k.shape[1], v.shape[-1]
     group, batch_size = nheads // nheads_k, num_samples(q, lengths)
-    capacity = k.shape[2] * (1 if page_table is None else page_table.shape[1])
+    capacity = capacity_of(k, cache)
     if max(capacity, seqlen_q * group) > MAX_SEQLEN:
         raise ValueError(f"keys of a sample and rows times query heads of a key/value head go up to {MAX_SEQLEN}, got "
                          f"{capacity} and {seqlen_q} times {group}")
@@ -217,7 +218,7 @@ def run(q, k, v, options, cache):
     if not out.numel():
         return out, lse
     lengths, page_table, group = options.lengths, cache.page_table, q.shape[1] // k.shape[1]
-    capacity = k.shape[2] * (1 if page_table is None else page_table.shape[1])
+    capacity = capacity_of(k, cache)
     # Not by the number of all rows: no sample's result may depend on its batch. max_seqlen_q is a number of the call.
     max_seqlen_q = (cache.max_seqlen_q or SPLIT_ROWS) if lengths.is_packed else q.shape[2]
     rows, split_tokens = min(max_seqlen_q * group, SPLIT_ROWS), min(max_seqlen_q, max(1, SPLIT_ROWS // group))
