@@ -21,8 +21,7 @@ from minimal_attn._build import recipe
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of each file by target: for GPUs older than any tensor core that it uses, and for those that it is fastest on. campaign.py
-# has the others.
+# Of each file by target: the tiles of Ampere on both GPUs that they are made for. campaign.py has the others.
 TARGETS = {"flash.cu": ["75", "90a"], "flash_bwd.cu": ["90a"], "flash_bwd_bias.cu": ["90a"],
            "flash_sm80.cu": ["80", "90a"], "flash_bwd_sm80.cu": ["80", "90a"],
            "flash_bwd_sm90.cu": ["90a"], "flash_bwd_wide_sm90.cu": ["90a"],
