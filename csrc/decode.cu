@@ -5,11 +5,11 @@
 // of query head h_k · group + r % group. Each warp streams keys of its own, without a barrier of the block:
 //   cp.async       K(0) V(0)    K(1) V(1)    K(2) V(2)    ...                  two steps ahead, in a ring of three
 //   tensor cores                             S = Q K(0)ᵀ, P, O += P V(0)       ...
-// At the end of a chunk the warps' results are merged by way of shared memory, in a fixed order.
+// At the end of a chunk the warps' results are merged through shared memory, in a fixed order.
 //
 // The keys of a sample are cut into chunks by its own lengths alone, so its bits do not depend on its batch. Every
-// block finds its share of all chunks from the lengths on the device (decode_share.cuh). So nothing is planned before,
-// and a CUDA graph may change the lengths. The result of a chunk goes to a workspace. The block that stores the last
+// block finds its share of all chunks from the lengths on the device (decode_share.cuh). So the host plans nothing, and
+// a CUDA graph may change the lengths. The result of a chunk goes to a workspace. The block that stores the last
 // chunk of a tile merges all of them, in their order.
 //
 // Read next: ptx_sm90.cuh, Hopper's instructions.
@@ -24,10 +24,10 @@ namespace sm80 {
 
 using namespace device;
 
-// What a warp has of its rows, as its lanes have it, on the way to another warp.
+// The result of a warp for 16 rows, one column for each lane.
 template <typename Shape> struct WarpResult {
-    float acc_o[Shape::kMTiles * Shape::kDTiles * 4][32];
-    float row_max[Shape::kRows][32], row_sum[Shape::kRows][32];
+    float acc_o[Shape::kDTiles * 4][32];
+    float row_max[2][32], row_sum[2][32];
 };
 
 template <typename Shape> struct Ring {
@@ -56,24 +56,23 @@ template <typename Shape> struct DecodeMemory {
 template <typename T, typename Shape> struct KeyStream {
     Item<Shape> item;
     Ring<Shape> &ring;
-    int key, stage = 0;
+    int key;
 
     __device__ KeyStream(const DecodeParams &p, const Room &room, const Share &share, Ring<Shape> &ring)
-        : item(p, room, share), ring(ring), key(item.is_valid() ? item.first_key() : 0) {}
+        : item(p, room, share), ring(ring), key(item.is_valid() ? item.warp_begin() : 0) {}
 
-    // Starts the copies of the next kBlockN keys and values, if there are any. They are one group of copies.
-    __device__ void load() {
+    // Starts the copies of the next kBlockN keys and values to a stage, if there are any. They are one group of copies.
+    __device__ void load(int stage) {
         while (item.is_valid() && key >= item.key_end) {
             item.next();
-            if (item.is_valid()) key = item.first_key();
+            if (item.is_valid()) key = item.warp_begin();
         }
-        if (item.is_valid()) copy(), key += item.key_step();
-        stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
+        if (item.is_valid()) copy(stage), key += item.key_step();
         cp_async_commit();
     }
 
   private:
-    __device__ void copy() {
+    __device__ void copy(int stage) {
         using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
         constexpr int kVecs = Shape::kHeadDim / 8, kRowStep = 32 / kVecs;
         const DecodeParams &p = item.p;
@@ -103,7 +102,7 @@ template <typename T, typename Shape> struct KeyStream {
     }
 };
 
-// Packed row `row` of an item's tile.
+// Row `row` of an item's tile of packed rows.
 struct PackedRow {
     int token, head;
     template <typename Shape> __device__ PackedRow(const Item<Shape> &item, int row) {
@@ -135,10 +134,10 @@ __device__ void load_q(uint32_t (&q)[kMTiles][4], const T *const (&gQ)[2 * kMTil
         }
 }
 
-// q·k become scores, see score_mods.cuh. Every row has a slope of its own.
+// q·k become scores, see scores.cuh and score_mods.cuh. Every row has a slope of its own.
 template <typename Shape>
-__device__ void change_scores(float (&acc_s)[Shape::kMTiles][Shape::kBlockN / 8][4], const ScoreFactors<float> &factors,
-                              const Item<Shape> &item, int key) {
+__device__ void change_scores(float (&acc_s)[Shape::kMTiles][Shape::kBlockN / 8][4], const Scores<> &scores,
+                              const ScoreFactors<float> &factors, const Item<Shape> &item, int key) {
     const DecodeParams &p = item.p;
     const int lane_idx = threadIdx.x % 32;
     auto for_scores = [&](int i, auto change) {
@@ -149,7 +148,7 @@ __device__ void change_scores(float (&acc_s)[Shape::kMTiles][Shape::kBlockN / 8]
 #pragma unroll
     for (int i = 0; i < Shape::kRows; i++) {
         if (factors.has_softcap) for_scores(i, [&](float &s, int) { s = tanh_approx(s * factors.of_qk); });
-        else if (factors.of_qk != 1) for_scores(i, [&](float &s, int) { s *= factors.of_qk; });
+        else if (!scores.is_raw) for_scores(i, [&](float &s, int) { s = scores.score(s); });
         if (!p.alibi_slopes) continue;
         const PackedRow row(item, lane_idx / 4 + 8 * i);
         if (row.token >= item.cut.seq.seqlen_q) continue;
@@ -182,38 +181,38 @@ __device__ inline void merge_rows(float &row_max, float &row_sum, float &alpha, 
     row_max = new_max, row_sum = row_sum * alpha + other_sum * beta;
 }
 
-// The results of all warps are merged into warp 0's, in pairs that are always the same.
+// The results of all warps are merged into warp 0's, in pairs that are always the same. Only 16 rows are merged at a
+// time. So both shapes of a head_dim have room for as many warps, and a sample has the same bits by both.
 template <typename Shape>
 __device__ void merge_warps(float (&acc_o)[Shape::kMTiles][Shape::kDTiles][4], Softmax<Shape::kMTiles> &softmax,
                             WarpResult<Shape> *results) {
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-    for (int half = blockDim.x / 64; half > 0; half /= 2) {
-        if (warp_idx >= half && warp_idx < 2 * half) {
-            WarpResult<Shape> &to = results[warp_idx - half];
 #pragma unroll
-            for (int i = 0; i < Shape::kMTiles * Shape::kDTiles * 4; i++)
-                to.acc_o[i][lane_idx] = acc_o[i / 4 / Shape::kDTiles][i / 4 % Shape::kDTiles][i % 4];
-            for (int i = 0; i < Shape::kRows; i++)
-                to.row_max[i][lane_idx] = softmax.row_max[i], to.row_sum[i][lane_idx] = softmax.row_sum[i];
-        }
-        __syncthreads();  // the results are written
-        if (warp_idx < half) {
-            const WarpResult<Shape> &from = results[warp_idx];
+    for (int m = 0; m < Shape::kMTiles; m++)
+        for (int half = blockDim.x / 64; half > 0; half /= 2) {
+            float *row_max = &softmax.row_max[2 * m], *row_sum = &softmax.row_sum[2 * m];
+            if (warp_idx >= half && warp_idx < 2 * half) {
+                WarpResult<Shape> &to = results[warp_idx - half];
 #pragma unroll
-            for (int i = 0; i < Shape::kRows; i++) {
-                float alpha, beta;
-                merge_rows(softmax.row_max[i], softmax.row_sum[i], alpha, beta, from.row_max[i][lane_idx],
-                           from.row_sum[i][lane_idx]);
-#pragma unroll
-                for (int d = 0; d < Shape::kDTiles; d++)
-                    for (int e = 0; e < 2; e++) {
-                        float &x = acc_o[i / 2][d][i % 2 * 2 + e];
-                        x = x * alpha + from.acc_o[(i / 2 * Shape::kDTiles + d) * 4 + i % 2 * 2 + e][lane_idx] * beta;
-                    }
+                for (int i = 0; i < Shape::kDTiles * 4; i++) to.acc_o[i][lane_idx] = acc_o[m][i / 4][i % 4];
+                for (int i = 0; i < 2; i++) to.row_max[i][lane_idx] = row_max[i], to.row_sum[i][lane_idx] = row_sum[i];
             }
+            __syncthreads();  // the results are written
+            if (warp_idx < half) {
+                const WarpResult<Shape> &from = results[warp_idx];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float alpha, beta;
+                    merge_rows(row_max[i], row_sum[i], alpha, beta, from.row_max[i][lane_idx],
+                               from.row_sum[i][lane_idx]);
+#pragma unroll
+                    for (int d = 0; d < Shape::kDTiles; d++)
+                        for (int e = 2 * i; e < 2 * i + 2; e++)
+                            acc_o[m][d][e] = acc_o[m][d][e] * alpha + from.acc_o[4 * d + e][lane_idx] * beta;
+                }
+            }
+            __syncthreads();  // the results have been read
         }
-        __syncthreads();  // the results have been read
-    }
 }
 
 // What acc_o is multiplied by to become a row of the output, and its lse.
@@ -224,7 +223,9 @@ struct RowEnd {
     __device__ RowEnd(float row_max, float row_sum, const float *sink) : has_keys(row_sum != 0.f) {
         float factor = 1.f;
         if (sink) {
-            const float sink_log2 = fminf(*sink * 1.4426950408889634f, FLT_MAX), new_max = fmaxf(row_max, sink_log2);
+            float sink_log2 = *sink * 1.4426950408889634f;
+            if (sink_log2 > FLT_MAX) sink_log2 = FLT_MAX;
+            const float new_max = fmaxf(row_max, sink_log2);
             factor = exp2_approx(row_max - new_max);
             row_sum = row_sum * factor + exp2_approx(sink_log2 - new_max), row_max = new_max;
         }
@@ -238,17 +239,14 @@ template <typename T, int kCount, typename Shape>
 __device__ void store_row(const Item<Shape> &item, const PackedRow &row, const RowEnd &end, const float (&o)[kCount],
                           int col) {
     const DecodeParams &p = item.p;
-    const bool is_valid = row.token < item.cut.seq.seqlen_q;  // or padding, which gets 0 and -inf
-    if (col == 0)
-        static_cast<float *>(p.lse)[lse_index(p, item.cut.seq, item.b, row.head) + row.token] =
-            is_valid ? end.lse : -INFINITY;
+    if (col == 0) static_cast<float *>(p.lse)[lse_index(p, item.cut.seq, item.b, row.head) + row.token] = end.lse;
     if (col >= p.head_dim_v) return;
     T *gO = rows_of<T>(p.o, item.b, row.head, item.cut.seq.q_begin + row.token) + col;
     const float scale = end.scale;
 #pragma unroll
     for (int d = 0; d < kCount; d += 2)
         reinterpret_cast<uint32_t *>(gO)[d / 2] =
-            is_valid && end.has_keys ? pack<T>(o[d] * scale, o[d + 1] * scale) : 0u;
+            end.has_keys ? pack<T>(o[d] * scale, o[d + 1] * scale) : 0u;
 }
 
 // The results of a tile's chunks: [num_chunks, room.rows, kPitch].
@@ -267,8 +265,7 @@ __device__ bool arrive_last(const Item<Shape> &item, DecodeMemory<Shape> &shared
                        (int64_t(item.b) * item.p.nheads_k + item.h_k) * item.room.tiles + item.tile;
         __threadfence();
         shared.is_last = atomicAdd(counter, 1) == item.cut.num_chunks - 1;
-        if (shared.is_last) *counter = 0;
-        __threadfence();
+        if (shared.is_last) __threadfence();  // what other blocks stored is read after this
     }
     __syncthreads();
     return shared.is_last;
@@ -278,8 +275,7 @@ __device__ bool arrive_last(const Item<Shape> &item, DecodeMemory<Shape> &shared
 template <typename T, typename Shape> __device__ void merge_chunks(const Item<Shape> &item) {
     constexpr int kVecs = Shape::kHeadDim / 4;
     const int64_t chunk_stride = int64_t(item.room.rows) * Shape::kPitch;
-    const int rows = item.p.nheads / item.p.nheads_k * item.cut.seq.padded_q - item.tile * Shape::kBlockM;
-    for (int i = threadIdx.x; i < min(rows, item.room.rows) * kVecs; i += blockDim.x) {
+    for (int i = threadIdx.x; i < item.valid_rows() * kVecs; i += blockDim.x) {
         const float *from = chunk_results(item) + i / kVecs * Shape::kPitch;
         float row_max = -FLT_MAX, row_sum = 0.f, o[4] = {};
         for (int c = 0; c < item.cut.num_chunks; c++)
@@ -300,24 +296,44 @@ template <typename T, typename Shape>
 __device__ void store_item(const Item<Shape> &item, const float (&acc_o)[Shape::kMTiles][Shape::kDTiles][4],
                            const Softmax<Shape::kMTiles> &softmax) {
     const int lane_idx = threadIdx.x % 32, col0 = lane_idx % 4 * 2;
-    const int rows = item.p.nheads / item.p.nheads_k * item.cut.seq.padded_q - item.tile * Shape::kBlockM;
     float *to = item.cut.num_chunks > 1
                     ? chunk_results(item) + int64_t(item.chunk) * item.room.rows * Shape::kPitch : nullptr;
 #pragma unroll
     for (int i = 0; i < Shape::kRows; i++) {
         const int r = lane_idx / 4 + 8 * i;
-        if (r >= rows) continue;
-        const PackedRow row(item, r);
-        const RowEnd end(softmax.row_max[i], softmax.row_sum[i], sink_of<float>(item.p, row.head));
+        if (r >= item.valid_rows()) continue;
+        auto for_pairs = [&](auto store) {
 #pragma unroll
-        for (int d = 0; d < Shape::kDTiles; d++) {
-            const float o[2] = {acc_o[i / 2][d][i % 2 * 2], acc_o[i / 2][d][i % 2 * 2 + 1]};
-            if (to) *reinterpret_cast<float2 *>(to + r * Shape::kPitch + 8 * d + col0) = {o[0], o[1]};
-            else store_row<T>(item, row, end, o, 8 * d + col0);
+            for (int d = 0; d < Shape::kDTiles; d++) {
+                const float o[2] = {acc_o[i / 2][d][i % 2 * 2], acc_o[i / 2][d][i % 2 * 2 + 1]};
+                store(o, 8 * d + col0);
+            }
+        };
+        if (to) {
+            float *row = to + r * Shape::kPitch;
+            for_pairs([&](const float(&o)[2], int col) { *reinterpret_cast<float2 *>(row + col) = {o[0], o[1]}; });
+            if (col0 == 0)
+                *reinterpret_cast<float2 *>(row + Shape::kHeadDim) = {softmax.row_max[i], softmax.row_sum[i]};
+        } else {
+            const PackedRow row(item, r);
+            const RowEnd end(softmax.row_max[i], softmax.row_sum[i], sink_of<float>(item.p, row.head));
+            for_pairs([&](const float(&o)[2], int col) { store_row<T>(item, row, end, o, col); });
         }
-        if (to && col0 == 0)
-            *reinterpret_cast<float2 *>(to + r * Shape::kPitch + Shape::kHeadDim) = {softmax.row_max[i],
-                                                                                    softmax.row_sum[i]};
+    }
+}
+
+// Rows that are not a sample's get 0 and -inf.
+template <typename T> __device__ void store_padding(const DecodeParams &p) {
+    const int warp_idx = threadIdx.x / 32, col = threadIdx.x % 32 * 8;
+    for (int b = blockIdx.x; b < p.batch_size; b += gridDim.x) {
+        const Sequence seq(p, b);
+        const int64_t count = int64_t(seq.padded_q - seq.seqlen_q) * p.nheads;
+        for (int64_t i = warp_idx; i < count; i += blockDim.x / 32) {
+            const int row = seq.seqlen_q + int(i / p.nheads), h = int(i % p.nheads);
+            if (col == 0) static_cast<float *>(p.lse)[lse_index(p, seq, b, h) + row] = -INFINITY;
+            if (col < p.head_dim_v)
+                *reinterpret_cast<uint4 *>(rows_of<T>(p.o, b, h, seq.q_begin + row) + col) = uint4{};
+        }
     }
 }
 
@@ -331,11 +347,13 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
     using Swizzle = sm80::Swizzle<kHeadDim>;
     DecodeMemory<Shape> &shared = shared_memory<DecodeMemory<Shape>>();
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+    store_padding<T>(p);
     find_share<Shape>(p, room, shared.share, shared.costs);
 
     Ring<Shape> &ring = shared.rings[warp_idx];
     KeyStream<T, Shape> keys(p, room, shared.share, ring);
-    for (int i = 0; i + 1 < Shape::kStages; i++) keys.load();
+    for (int i = 0; i + 1 < Shape::kStages; i++) keys.load(i);
+    const Scores<> scores(p);
     const ScoreFactors<float> factors(p);
     const uint32_t k_offset = shared_address(ring.sK) + Swizzle::across(lane_idx);
     const uint32_t v_offset = shared_address(ring.sV) + Swizzle::down(lane_idx);
@@ -349,11 +367,11 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
             for (int kk = 0; kk < kHeadDim / 16; kk++) load_q<T, kMTiles>(q[kk], gQ, kk, p.head_dim);
         float acc_o[kMTiles][Shape::kDTiles][4] = {};
         Softmax<kMTiles> softmax(factors.softmax_scale_log2);
-        for (int key = item.first_key(); key < item.key_end; key += item.key_step()) {
+        for (int key = item.warp_begin(); key < item.key_end; key += item.key_step()) {
             cp_async_wait<Shape::kStages - 2>();
             // The keys of all lanes have arrived, and the stage that is loaded next has been read.
             __syncwarp();  // unobserved by the emulator: the lanes of a warp meet at its products as well
-            keys.load();
+            keys.load(stage == 0 ? Shape::kStages - 1 : stage - 1);  // the one before this
             float acc_s[kMTiles][kBlockN / 8][4] = {};
             const int stage_bytes = stage * int(sizeof(ring.sK[0]));
 #pragma unroll
@@ -370,7 +388,7 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
                     }
                 }
             }
-            change_scores<Shape>(acc_s, factors, item, key);
+            change_scores<Shape>(acc_s, scores, factors, item, key);
             if (!item.all_rows_see(key)) hide_scores<Shape>(acc_s, item, key);
             float alpha[Shape::kRows];
             if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);

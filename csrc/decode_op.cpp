@@ -34,8 +34,8 @@ Reason find_cache_fault(const TorchTensor &q, const TorchTensor &k, const TorchT
                          !is_like(*cu_seqlens_q, {batch_size + 1}, ScalarType::Int, q)))
         return "cu_seqlens_q must be a contiguous int32 tensor on the device of q, which is packed: (1, H, T, D)";
     const int64_t capacity = page_table ? page_table->size(1) * k.size(2) : k.size(2);
-    if (std::max({q.size(1), k.size(0), q.size(2) + capacity}) > INT32_MAX - 256)
-        return "there are over 2^31 - 257 heads, pages, or rows and keys together";
+    if (std::max({batch_size, k.size(0), q.size(2) + capacity, q.size(1) * q.size(2)}) > INT32_MAX - 256)
+        return "there are over 2^31 - 257 samples, pages, rows and keys together, or rows of all heads";
     return {};
 }
 
@@ -54,12 +54,13 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
     if (const Reason fault = find_cache_fault(q, k, v, batch_size, cu_seqlens_q, page_table,
                                               {&seqused_q, &seqused_k, &cache_batch_idx, &leftpad_k}))
         throw_value_error(*fault);
-    if (!page_table && !cache_batch_idx && k.size(0) < batch_size)
-        throw_value_error("the cache holds fewer sequences than there are samples");
+    if (!page_table && !cache_batch_idx && k.size(0) != batch_size)
+        throw_value_error("without page_table and cache_batch_idx, the cache must have a sequence for each sample");
     if (!(std::abs(softmax_scale) <= kMaxScale)) throw_value_error("softmax_scale must be in -2.3586e38..2.3586e38");
     if (std::min(window_left, window_right) < -1 || num_splits < 0 || num_splits > 256 || max_seqlen_q < 0)
         throw_value_error("windows must be at least -1, num_splits in 0..256 and max_seqlen_q at least 0");
-    Options options{.sinks = sinks, .alibi_slopes = alibi_slopes, .softmax_scale = softmax_scale, .softcap = softcap};
+    const Options options{
+        .sinks = sinks, .alibi_slopes = alibi_slopes, .softmax_scale = softmax_scale, .softcap = softcap};
     if (const Reason fault = find_mods_fault(q, kBHSD, batch_size, options)) throw_value_error(*fault);
     if (sinks && !(is_like(*sinks, {q.size(1)}, lse_dtype(q), q) && sinks->is_contiguous()))
         throw_value_error("sinks must be contiguous float32 with one value a head on the device of q");
@@ -84,7 +85,7 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
 #if MINIMAL_ATTN_CUDA
     if (q.is_cuda()) {
         if (const Reason reason = why_not(Kernel::kSm80, p, Gpu{compute_capability(), has_fast_fp64()}, false))
-            throw_not_implemented("backend='cuda' cannot read this cache: " + *reason + "; use backend='triton'");
+            throw_not_implemented("backend='cuda' cannot serve this call: " + *reason + "; use backend='triton'");
         const TorchTensor workspace = make_empty({sm80::decode_workspace(p)}, ScalarType::Byte, q);
         const TorchTensor counters = make_zeros({sm80::num_decode_counters(p)}, ScalarType::Int, q);
         p.workspace = workspace.data_ptr(), p.counters = static_cast<int *>(counters.data_ptr());

@@ -1,8 +1,8 @@
 // How decode.cu cuts a batch into work, and which share of it a block has.
 //
 // The packed rows of a sample are cut into tiles, and its keys into chunks of equal length. A chunk for one tile of one
-// key head is an item. All items of the batch lie on one line, in which each is as long as it takes time, and every
-// block has an equal part of the line. All of this is found on the device, from lengths that only the GPU knows.
+// key head is an item. All items of the batch lie on one line. The length of an item on the line is an estimate of its
+// time, and every block has an equal part of the line. The device finds all of this, from lengths that it alone knows.
 //
 // Read next: decode.cu, what is done with an item.
 #pragma once
@@ -22,7 +22,7 @@ template <int kHeadDim_, int kBlockN_, int kMTiles_> struct DecodeShape {
 };
 
 constexpr int kMinChunk = 64, kMaxChunk = 2048;  // keys
-constexpr int kMinSplits = 16, kMaxSplits = 32;  // of a sample whose keys exceed kMinSplits · kMinChunk
+constexpr int kMinSplits = 16, kMaxSplits = 32;  // 16 splits up to 32K keys, then one for each 2048 keys, 32 at most
 constexpr int kChunkCost = 64;                   // what the end of a chunk costs a block, in keys
 
 __host__ __device__ inline int ceil_div(int x, int y) { return (x + y - 1) / y; }
@@ -31,8 +31,8 @@ __host__ __device__ inline int num_splits_of(int keys) {
     return splits < kMinSplits ? kMinSplits : splits > kMaxSplits ? kMaxSplits : splits;
 }
 
-// The room in the workspace for the chunks of a sample and a key head: `tiles` counters, and `chunks` results of `rows`
-// rows. What needs more is not cut.
+// The room in the workspace for a sample and a key head: `tiles` counters, and the results of `chunks` chunks, each of
+// `rows` rows. What needs more is not cut.
 struct Room {
     int rows, tiles, chunks;
 
@@ -40,52 +40,54 @@ struct Room {
         const int64_t packed_rows = int64_t(p.nheads / p.nheads_k) * p.max_seqlen_q;
         const int64_t most_tiles = (packed_rows + block_m - 1) / block_m;
         rows = int(packed_rows < block_m ? packed_rows : block_m);
-        chunks = p.num_splits ? int(most_tiles < kMaxSplits ? most_tiles : kMaxSplits) * p.num_splits
-                              : num_splits_of(p.seqlen_k);
+        chunks = p.num_splits == 0 ? num_splits_of(p.seqlen_k) : p.num_splits;
+        if (p.num_splits > 1 && chunks < kMaxSplits) chunks = kMaxSplits;  // for several tiles
         tiles = int(most_tiles < chunks ? most_tiles : chunks);
     }
 };
 
-// How the packed rows of a sample are cut into tiles, and its keys into chunks.
+// How the valid packed rows of a sample are cut into tiles, and its keys into chunks. A sample has about num_splits_of
+// its keys items for each key head, so more tiles mean fewer chunks. Padding has no part in it.
 template <typename Shape> struct Cut {
     Sequence seq;
-    int num_tiles, num_chunks, chunk;  // keys of a chunk
-    int begin, end;                    // the keys that some row sees
+    int num_rows, num_tiles;
+    int num_chunks, chunk_size;  // of a tile, and in keys
+    int begin, end;              // the keys that some row sees
 
     __device__ Cut(const DecodeParams &p, const Room &room, int b) : seq(p, b) {
-        const int group = p.nheads / p.nheads_k;
         const Mask mask(seq.seqlen_q, seq.seqlen_k, p);
-        begin = seq.seqlen_q ? mask.keys(0).begin : 0, end = seq.seqlen_q ? mask.keys(seq.seqlen_q - 1).end : 0;
-        num_tiles = int((int64_t(seq.padded_q) * group + Shape::kBlockM - 1) / Shape::kBlockM);
-        const int keys = max(0, end - first_key());
-        int splits = p.num_splits ? p.num_splits : num_splits_of(keys) / max(1, num_tiles);
-        if (num_tiles > room.tiles || num_tiles * splits > room.chunks || seq.padded_q * group > room.rows * num_tiles)
-            splits = 1;
-        splits = max(1, splits);
-        chunk = max(kMinChunk, ceil_div(ceil_div(keys, splits), Shape::kBlockN) * Shape::kBlockN);
-        num_chunks = max(1, ceil_div(keys, chunk));
+        num_rows = seq.seqlen_q * (p.nheads / p.nheads_k);
+        num_tiles = ceil_div(num_rows, Shape::kBlockM);
+        begin = num_rows ? mask.keys(0).begin : 0, end = num_rows ? mask.keys(seq.seqlen_q - 1).end : 0;
+        const int keys = max(0, end - aligned_begin());
+        const int most = p.num_splits ? min(p.num_splits, room.chunks / max(1, num_tiles))
+                                      : num_splits_of(keys) / max(1, num_tiles);
+        const bool fits = num_tiles <= room.tiles && min(num_rows, Shape::kBlockM) <= room.rows;
+        const int splits = fits ? max(1, most) : 1;
+        chunk_size = max(kMinChunk, ceil_div(ceil_div(keys, splits), Shape::kBlockN) * Shape::kBlockN);
+        num_chunks = max(1, ceil_div(keys, chunk_size));
     }
-    __device__ int first_key() const { return begin / Shape::kBlockN * Shape::kBlockN; }
-    __device__ int64_t items(const DecodeParams &p) const { return int64_t(num_tiles) * num_chunks * p.nheads_k; }
-    __device__ int64_t cost() const { return chunk + kChunkCost; }  // of one item
+    __device__ int aligned_begin() const { return begin / Shape::kBlockN * Shape::kBlockN; }
+    __device__ int items(const DecodeParams &p) const { return num_tiles * num_chunks * p.nheads_k; }
+    __device__ int64_t cost() const { return int64_t(chunk_size) + kChunkCost; }  // of one item
 };
 
 // Where the share of a block begins and ends on the line.
 struct Share {
-    int b;
-    int64_t item, place, end;
+    int b, item;
+    int64_t place, end;
 };
 
 // One item of a block's share: a chunk of keys for a tile of packed rows of a key head.
 template <typename Shape> struct Item {
     const DecodeParams &p;
     const Room &room;
-    int b;
-    int64_t index, place;  // among the items of sample b, and on the line
-    const int64_t &end;    // of the block's share. A reference, as registers are few
+    int b, index;        // of the sample, and among its items
+    int64_t place;       // on the line
+    const int64_t &end;  // of the block's share. A reference, as registers are few
     Cut<Shape> cut;
     int h_k, tile, chunk, key_begin, key_end;
-    Range full;  // the keys that all valid rows see
+    Range full;  // the keys that all rows see
 
     __device__ Item(const DecodeParams &p, const Room &room, const Share &share)
         : p(p), room(room), b(share.b), index(share.item), place(share.place), end(share.end), cut(p, room, b) {
@@ -96,10 +98,11 @@ template <typename Shape> struct Item {
         place += cut.cost(), index++;
         settle();
     }
-    // This warp's first keys.
-    __device__ int first_key() const { return key_begin + int(threadIdx.x / 32) * Shape::kBlockN; }
-    __device__ bool all_rows_see(int key) const { return key >= full.begin && key + Shape::kBlockN <= full.end; }
+    // Where this warp begins, and how far it goes at a time.
+    __device__ int warp_begin() const { return key_begin + int(threadIdx.x / 32) * Shape::kBlockN; }
     __device__ int key_step() const { return int(blockDim.x / 32) * Shape::kBlockN; }
+    __device__ bool all_rows_see(int key) const { return key >= full.begin && key + Shape::kBlockN <= full.end; }
+    __device__ int valid_rows() const { return min(Shape::kBlockM, cut.num_rows - tile * Shape::kBlockM); }
 
   private:
     __device__ void settle() {
@@ -108,16 +111,15 @@ template <typename Shape> struct Item {
             cut = Cut<Shape>(p, room, b);
         }
         if (!is_valid()) return;
-        // Tiles first: those that share keys come one after the other.
-        tile = int(index % cut.num_tiles);
-        chunk = int(index / cut.num_tiles % cut.num_chunks), h_k = int(index / cut.num_tiles / cut.num_chunks);
-        const int group = p.nheads / p.nheads_k, rows = cut.seq.seqlen_q, row0 = tile * Shape::kBlockM;
-        const int begin = cut.first_key() + chunk * cut.chunk;
-        const Mask mask(rows, cut.seq.seqlen_k, p);
-        const int last_row = min((row0 + Shape::kBlockM - 1) / group, rows - 1);
-        const Range first = mask.keys(row0 / group), last = mask.keys(last_row);
+        tile = index % cut.num_tiles;  // neighbours share keys
+        chunk = index / cut.num_tiles % cut.num_chunks, h_k = index / cut.num_tiles / cut.num_chunks;
+        const int group = p.nheads / p.nheads_k, row0 = tile * Shape::kBlockM;
+        const int last_row = min(row0 + Shape::kBlockM, cut.num_rows) - 1;
+        const int begin = cut.aligned_begin() + chunk * cut.chunk_size;
+        const Mask mask(cut.seq.seqlen_q, cut.seq.seqlen_k, p);
+        const Range first = mask.keys(row0 / group), last = mask.keys(last_row / group);
         key_begin = max(begin, first.begin / Shape::kBlockN * Shape::kBlockN);
-        key_end = row0 / group < rows ? min(min(begin + cut.chunk, cut.end), last.end) : 0;  // padding sees no key
+        key_end = min(begin + min(cut.chunk_size, cut.end - begin), last.end);
         full = {last.begin, first.end};
     }
 };
@@ -154,7 +156,7 @@ __device__ void find_share(const DecodeParams &p, const Room &room, Share &share
             const Cut<Shape> cut(p, room, b);
             const int64_t cost_of_sample = cut.items(p) * cut.cost();
             if (begin < place + cost_of_sample) {  // the first item that begins in the share
-                const int64_t item = (begin - place + cut.cost() - 1) / cut.cost();
+                const int item = int((begin - place + cut.cost() - 1) / cut.cost());
                 share = {b, item, place + item * cut.cost(), end};
                 break;
             }

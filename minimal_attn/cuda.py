@@ -64,6 +64,15 @@ def _forward(q, k, v, options):
     return out, lse
 
 
+def can_read_cache(q, k_cache, v_cache):
+    """Whether backend="cuda" serves a cache of this dtype, head_dim, strides and address; tracing sees no address."""
+    if not q.is_cuda:
+        return True
+    return q.dtype in ON_TENSOR_CORES and all(
+        x.shape[-1] % 8 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
+        and (torch.compiler.is_compiling() or x.data_ptr() % 16 == 0) for x in (q, k_cache, v_cache))
+
+
 def _forward_cached(q, k, v, options, cache):
     if not q.is_cuda:
         return _host_forward_cached(q, k, v, options, cache)
@@ -114,12 +123,12 @@ class force_kernel:
     """Serve calls with backend="cuda" on a GPU by one kernel of csrc, for tests and benchmarks.
 
     The kernel is forced from this call on, or inside a with statement: with force_kernel("sm80"): ... It is forced for
-    the whole process, so use one thread at a time. Forward and backward passes obey what is forced when they run. The
-    gradients of "sm90" are those of flash_bwd_sm90.cu and flash_bwd_wide_sm90.cu where these serve the call, else those
-    of "sm80"; the gradients of "dmma" are those of "simt". A call that the kernel cannot serve raises ValueError. With
-    backend="auto", float8 still takes "triton", and CPU tensors always use the host build. With torch.compile, put the
-    with statement around the compiled function. The environment variable MINIMAL_ATTN_KERNEL forces a kernel from the
-    time when csrc is loaded.
+    the whole process, so use one thread at a time. Forward and backward passes obey what is forced when they run.
+    Attention to caches does not: it has one kernel. The gradients of "sm90" are those of flash_bwd_sm90.cu and
+    flash_bwd_wide_sm90.cu where these serve the call, else those of "sm80"; the gradients of "dmma" are those of
+    "simt". A call that the kernel cannot serve raises ValueError. With backend="auto", float8 still takes "triton", and
+    CPU tensors always use the host build. With torch.compile, put the with statement around the compiled function. The
+    environment variable MINIMAL_ATTN_KERNEL forces a kernel from the time when csrc is loaded.
 
     Args:
         kernel: "simt", "sm80", "sm90" or "dmma"; None: the kernel is chosen for each call again.

