@@ -242,11 +242,9 @@ __device__ void store_row(const Item<Shape> &item, const PackedRow &row, const R
     if (col == 0) static_cast<float *>(p.lse)[lse_index(p, item.cut.seq, item.b, row.head) + row.token] = end.lse;
     if (col >= p.head_dim_v) return;
     T *gO = rows_of<T>(p.o, item.b, row.head, item.cut.seq.q_begin + row.token) + col;
-    const float scale = end.scale;
 #pragma unroll
     for (int d = 0; d < kCount; d += 2)
-        reinterpret_cast<uint32_t *>(gO)[d / 2] =
-            end.has_keys ? pack<T>(o[d] * scale, o[d + 1] * scale) : 0u;
+        reinterpret_cast<uint32_t *>(gO)[d / 2] = end.has_keys ? pack<T>(o[d] * end.scale, o[d + 1] * end.scale) : 0u;
 }
 
 // The results of a tile's chunks: [num_chunks, room.rows, kPitch].
@@ -296,28 +294,26 @@ template <typename T, typename Shape>
 __device__ void store_item(const Item<Shape> &item, const float (&acc_o)[Shape::kMTiles][Shape::kDTiles][4],
                            const Softmax<Shape::kMTiles> &softmax) {
     const int lane_idx = threadIdx.x % 32, col0 = lane_idx % 4 * 2;
-    float *to = item.cut.num_chunks > 1
-                    ? chunk_results(item) + int64_t(item.chunk) * item.room.rows * Shape::kPitch : nullptr;
+    float *to = nullptr;
+    if (item.cut.num_chunks > 1) to = chunk_results(item) + int64_t(item.chunk) * item.room.rows * Shape::kPitch;
 #pragma unroll
     for (int i = 0; i < Shape::kRows; i++) {
         const int r = lane_idx / 4 + 8 * i;
         if (r >= item.valid_rows()) continue;
         auto for_pairs = [&](auto store) {
 #pragma unroll
-            for (int d = 0; d < Shape::kDTiles; d++) {
-                const float o[2] = {acc_o[i / 2][d][i % 2 * 2], acc_o[i / 2][d][i % 2 * 2 + 1]};
-                store(o, 8 * d + col0);
-            }
+            for (int d = 0; d < Shape::kDTiles; d++)
+                store(float2{acc_o[i / 2][d][i % 2 * 2], acc_o[i / 2][d][i % 2 * 2 + 1]}, 8 * d + col0);
         };
         if (to) {
             float *row = to + r * Shape::kPitch;
-            for_pairs([&](const float(&o)[2], int col) { *reinterpret_cast<float2 *>(row + col) = {o[0], o[1]}; });
+            for_pairs([&](float2 o, int col) { *reinterpret_cast<float2 *>(row + col) = o; });
             if (col0 == 0)
                 *reinterpret_cast<float2 *>(row + Shape::kHeadDim) = {softmax.row_max[i], softmax.row_sum[i]};
         } else {
             const PackedRow row(item, r);
             const RowEnd end(softmax.row_max[i], softmax.row_sum[i], sink_of<float>(item.p, row.head));
-            for_pairs([&](const float(&o)[2], int col) { store_row<T>(item, row, end, o, col); });
+            for_pairs([&](float2 o, int col) { store_row<T, 2>(item, row, end, {o.x, o.y}, col); });
         }
     }
 }

@@ -693,7 +693,7 @@ BAD = [
      dict(page_table=one(0, 1, 2, 3, 5, 0).view(2, 3))),
     (ValueError, "page_table must be in 0..4 for sample 0, got -1", case,
      dict(page_table=one(0, 1, -1, 3, 4, 0).view(2, 3))),
-    (ValueError, "page_table must be in 0..-1 for sample 0, got 0", case,
+    (ValueError, "seqused_k must be in 0..0 for sample 0, got 9", case,
      dict(k_cache=torch.randn(0, 2, 4, 16), v_cache=torch.randn(0, 2, 4, 16))),
     (ValueError, "cache_batch_idx cannot be given together with page_table", case, dict(cache_batch_idx=one(0, 1))),
     (ValueError, "rows and keys together.*with room for 3221225472 keys a sample", case,
