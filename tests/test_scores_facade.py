@@ -4,6 +4,7 @@ flash-attn's functions, FlashMHA, and an error for every bad input.
 test_scores.py compares the kernels with a loop. test_torch_sdpa.py compares scaled_dot_product_attention with torch's.
 """
 
+import dataclasses
 import math
 
 import pytest
@@ -35,8 +36,8 @@ def test_no_bias_is_copied_on_the_way(shape, dtype, monkeypatch):
         return torch.nn.functional.scaled_dot_product_attention(*args, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
-    monkeypatch.setitem(interface.BACKENDS, "torch", backends.Backend(forward, (dtype, torch.float64), True,
-                                                                      lambda device: None))
+    backend = dataclasses.replace(sdpa.BACKEND, forward=forward, dtypes=(dtype, torch.float64))
+    monkeypatch.setitem(interface.BACKENDS, "torch", backend)
     bias = mask(*shape) if dtype == torch.bool else randn(*shape, seed=4)
     expanded = bias.expand(B, H, 7, 9)
     for given in (bias, expanded):
