@@ -64,8 +64,13 @@ def _forward(q, k, v, options):
     return out, lse
 
 
+ON_TENSOR_CORES = torch.float16, torch.bfloat16  # which decode.cu needs
+_host_forward_cached = over_gathered(_forward)
+
+
 def can_read_cache(q, k_cache, v_cache):
-    """Whether backend="cuda" serves a cache of this dtype, head_dim, strides and address; tracing sees no address."""
+    """Whether backend="cuda" serves tensors of these dtypes, head_dims, strides and addresses. Addresses are not known
+    while torch.compile traces."""
     if not q.is_cuda:
         return True
     return q.dtype in ON_TENSOR_CORES and all(
@@ -85,10 +90,6 @@ def _forward_cached(q, k, v, options, cache):
         q, k, v, lengths.cu_seqlens_q, lengths.seqused_q, lengths.seqused_k, *tables, options.sinks,
         options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, cache.num_splits,
         cache.max_seqlen_q)
-
-
-_host_forward_cached = over_gathered(_forward)  # decode.cu needs tensor cores
-ON_TENSOR_CORES = torch.float16, torch.bfloat16
 
 
 def _why_not(device=None):

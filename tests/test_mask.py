@@ -141,7 +141,7 @@ def test_some_windows(seqlen_q, seqlen_k, kBlockM, kBlockN):
 @each_tile
 @each_window
 def test_every_length(window, kBlockM, kBlockN):
-    """Of which test_some_lengths has those about the ends of blocks."""
+    """test_some_lengths has those about the ends of blocks."""
     check(of_lengths(LENGTHS, window), kBlockM, kBlockN)
 
 
@@ -150,7 +150,7 @@ def test_every_length(window, kBlockM, kBlockN):
 @each_tile
 @each_size
 def test_every_window(seqlen_q, seqlen_k, kBlockM, kBlockN):
-    """Of which test_some_windows has a few."""
+    """test_some_windows has a few."""
     check(of_sides(SIDES, seqlen_q, seqlen_k), kBlockM, kBlockN)
 
 
