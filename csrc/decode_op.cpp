@@ -87,8 +87,13 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
         if (const Reason reason = why_not(Kernel::kSm80, p, Gpu{compute_capability(), has_fast_fp64()}, false))
             throw_not_implemented("backend='cuda' cannot serve this call: " + *reason + "; use backend='triton'");
         const TorchTensor workspace = make_empty({sm80::decode_workspace(p)}, ScalarType::Byte, q);
-        const TorchTensor counters = make_zeros({sm80::num_decode_counters(p)}, ScalarType::Int, q);
-        p.workspace = workspace.data_ptr(), p.counters = static_cast<int *>(counters.data_ptr());
+        const int64_t num_counters = sm80::num_decode_counters(p);
+        p.workspace = workspace.data_ptr(), p.counters = zeroed_counters(num_counters, p.stream);
+        TorchTensor counters = make_empty({0}, ScalarType::Int, q);
+        if (!p.counters) {
+            counters = make_zeros({num_counters}, ScalarType::Int, q);
+            p.counters = static_cast<int *>(counters.data_ptr());
+        }
         sm80::flash_decode(p);
         return {out, lse};
     }

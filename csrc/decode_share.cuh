@@ -2,9 +2,10 @@
 //
 // The packed rows of a sample are cut into tiles, and its keys into chunks of equal length. A chunk for one tile of one
 // key head is an item. All items of the batch lie on one line. The length of an item on the line is an estimate of its
-// time, and every block has an equal part of the line. The device finds all of this, from lengths that it alone knows.
+// time, and every block has an equal share of the line. The device finds all of this, from lengths that it alone knows.
+// Neighbouring chunks of a tile within the share of a block are a run.
 //
-// Read next: decode.cu, what is done with an item.
+// Read next: decode_cache.cuh, how a run's rows and keys come to shared memory.
 #pragma once
 
 #include "flash.h"
@@ -13,17 +14,20 @@
 
 namespace sm80 {
 
-template <int kHeadDim_, int kBlockN_, int kMTiles_> struct DecodeShape {
-    static constexpr int kHeadDim = kHeadDim_, kBlockN = kBlockN_, kMTiles = kMTiles_;
-    static constexpr int kBlockM = 16 * kMTiles, kRows = 2 * kMTiles, kDTiles = kHeadDim / 8;
-    static constexpr int kStages = 3, kMaxWarps = 8;
-    static constexpr bool kKeepsQ = kBlockM * kHeadDim <= 2048;  // in registers; else it comes from L1 every time
-    static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace: acc_o, row_max, row_sum, 2 unused
+// The tiles of a block: kBlockM packed rows, and kBlockN keys a step, 16 KB of K and as many of V. Every 16 rows have a
+// group of four warps.
+template <int kHeadDim_, int kGroups_> struct DecodeShape {
+    static constexpr int kHeadDim = kHeadDim_, kGroups = kGroups_, kBlockM = 16 * kGroups, kBlockN = 8192 / kHeadDim;
+    static constexpr int kGroupWarps = 4, kNumWarps = kGroupWarps * kGroups, kNumThreads = 32 * kNumWarps;
+    // Q Kᵀ of a group is shared out by keys, at least 16 to a warp. P V is shared out by columns.
+    static constexpr int kScoreWarps = kBlockN / 16 < kGroupWarps ? kBlockN / 16 : kGroupWarps;
+    static constexpr int kSTiles = kBlockN / kScoreWarps / 8, kDTiles = kHeadDim / kGroupWarps / 8;  // of a warp
+    static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace: acc_o, row_max, row_sum, chunks
 };
 
 constexpr int kMinChunk = 64, kMaxChunk = 2048;  // keys
 constexpr int kMinSplits = 16, kMaxSplits = 32;  // 16 splits up to 32K keys, then one for each 2048 keys, 32 at most
-constexpr int kChunkCost = 64;                   // what the end of a chunk costs a block, in keys
+constexpr int kChunkCost = 16;                   // what the end of a chunk costs a block, in keys
 
 __host__ __device__ inline int ceil_div(int x, int y) { return (x + y - 1) / y; }
 __host__ __device__ inline int num_splits_of(int keys) {
@@ -34,10 +38,11 @@ __host__ __device__ inline int num_splits_of(int keys) {
 // The room in the workspace for a sample and a key head: `tiles` counters, and the results of `chunks` chunks, each of
 // `rows` rows. What needs more is not cut.
 struct Room {
+    int group;  // query heads of a key head
     int rows, tiles, chunks;
 
-    Room(const DecodeParams &p, int block_m) {
-        const int64_t packed_rows = int64_t(p.nheads / p.nheads_k) * p.max_seqlen_q;
+    Room(const DecodeParams &p, int block_m) : group(p.nheads / p.nheads_k) {
+        const int64_t packed_rows = int64_t(group) * p.max_seqlen_q;
         const int64_t most_tiles = (packed_rows + block_m - 1) / block_m;
         rows = int(packed_rows < block_m ? packed_rows : block_m);
         chunks = p.num_splits == 0 ? num_splits_of(p.seqlen_k) : p.num_splits;
@@ -46,122 +51,147 @@ struct Room {
     }
 };
 
+// The key heads of a key often lie side by side in memory, where it is fastest to read all of them at once. So `heads`
+// neighbouring blocks work on the same keys, each for a head of its own. There is a line for each of these heads, and
+// all lines are cut into shares in the same way.
+struct Line {
+    int heads;           // side by side
+    int heads_of_line;   // one after another on a line
+    int64_t shares;      // of a line
+    uint64_t per_share;  // 2^64 / shares
+
+    Line(int nheads_k, int64_t blocks) : heads(1) {
+        for (int n = 2; n <= 16; n++)
+            if (nheads_k % n == 0 && blocks % n <= blocks / 32) heads = n;
+        heads_of_line = nheads_k / heads;
+        shares = blocks / heads, per_share = ~uint64_t(0) / uint64_t(shares);
+    }
+};
+
 // How the valid packed rows of a sample are cut into tiles, and its keys into chunks. A sample has about num_splits_of
 // its keys items for each key head, so more tiles mean fewer chunks. Padding has no part in it.
 template <typename Shape> struct Cut {
     Sequence seq;
-    int num_rows, num_tiles;
+    int group, num_rows, num_tiles;
     int num_chunks, chunk_size;  // of a tile, and in keys
     int begin, end;              // the keys that some row sees
 
-    __device__ Cut(const DecodeParams &p, const Room &room, int b) : seq(p, b) {
+    __device__ Cut(const DecodeParams &p, const Room &room, int b) : seq(p, b), group(room.group) {
         const Mask mask(seq.seqlen_q, seq.seqlen_k, p);
-        num_rows = seq.seqlen_q * (p.nheads / p.nheads_k);
+        num_rows = seq.seqlen_q * group;
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
         begin = num_rows ? mask.keys(0).begin : 0, end = num_rows ? mask.keys(seq.seqlen_q - 1).end : 0;
         const int keys = max(0, end - aligned_begin());
-        const int most = p.num_splits ? min(p.num_splits, room.chunks / max(1, num_tiles))
-                                      : num_splits_of(keys) / max(1, num_tiles);
-        const bool fits = num_tiles <= room.tiles && min(num_rows, Shape::kBlockM) <= room.rows;
-        const int splits = fits ? max(1, most) : 1;
+        int splits = p.num_splits ? min(p.num_splits, room.chunks) : num_splits_of(keys);
+        if (num_tiles > 1) splits = max(1, splits / num_tiles);
+        if (num_tiles > room.tiles || min(num_rows, Shape::kBlockM) > room.rows) splits = 1;
         chunk_size = max(kMinChunk, ceil_div(ceil_div(keys, splits), Shape::kBlockN) * Shape::kBlockN);
         num_chunks = max(1, ceil_div(keys, chunk_size));
     }
     __device__ int aligned_begin() const { return begin / Shape::kBlockN * Shape::kBlockN; }
-    __device__ int items(const DecodeParams &p) const { return num_tiles * num_chunks * p.nheads_k; }
-    __device__ int64_t cost() const { return int64_t(chunk_size) + kChunkCost; }  // of one item
+    __device__ Range keys(int chunk) const {
+        const int first = aligned_begin() + chunk * chunk_size;
+        return {first, first + min(chunk_size, end - first)};
+    }
+    __device__ int items(const Line &line) const { return num_tiles * num_chunks * line.heads_of_line; }
+    __device__ unsigned cost() const { return unsigned(chunk_size) + kChunkCost; }  // of one item
+    __device__ int64_t total_cost(const Line &line) const { return int64_t(items(line)) * cost(); }
 };
 
-// Where the share of a block begins and ends on the line.
-struct Share {
-    int b, item;
-    int64_t place, end;
-};
-
-// One item of a block's share: a chunk of keys for a tile of packed rows of a key head.
-template <typename Shape> struct Item {
-    const DecodeParams &p;
-    const Room &room;
-    int b, index;        // of the sample, and among its items
-    int64_t place;       // on the line
-    const int64_t &end;  // of the block's share. A reference, as registers are few
+// A run: the chunks [chunk_begin, chunk_end) of a tile of packed rows of a key head. It lies in shared memory, and one
+// thread moves it on for all.
+template <typename Shape> struct Run {
+    int b, index;        // of the sample, and of the first chunk among its items
+    int64_t place, end;  // on the line: of the run, and of the block's share
     Cut<Shape> cut;
-    int h_k, tile, chunk, key_begin, key_end;
+    int h_k, tile, chunk_begin, chunk_end, key_begin, key_end;
     Range full;  // the keys that all rows see
 
-    __device__ Item(const DecodeParams &p, const Room &room, const Share &share)
-        : p(p), room(room), b(share.b), index(share.item), place(share.place), end(share.end), cut(p, room, b) {
-        settle();
+    __device__ Run(const DecodeParams &p, const Room &room, const Line &line, int b, const Cut<Shape> &cut, int index,
+                   int64_t place, int64_t end)
+        : b(b), index(index), place(place), end(end), cut(cut) {
+        settle(p, room, line);
+    }
+    __device__ void next(const DecodeParams &p, const Room &room, const Line &line) {
+        place += num_chunks() * int64_t(cut.cost()), index += num_chunks();
+        settle(p, room, line);
     }
     __device__ bool is_valid() const { return place < end; }
-    __device__ void next() {
-        place += cut.cost(), index++;
-        settle();
-    }
-    // Where this warp begins, and how far it goes at a time.
-    __device__ int warp_begin() const { return key_begin + int(threadIdx.x / 32) * Shape::kBlockN; }
-    __device__ int key_step() const { return int(blockDim.x / 32) * Shape::kBlockN; }
+    __device__ int num_chunks() const { return chunk_end - chunk_begin; }
+    __device__ bool is_whole_tile() const { return num_chunks() == cut.num_chunks; }
     __device__ bool all_rows_see(int key) const { return key >= full.begin && key + Shape::kBlockN <= full.end; }
     __device__ int valid_rows() const { return min(Shape::kBlockM, cut.num_rows - tile * Shape::kBlockM); }
+    // The keys of a chunk that some row of the tile sees.
+    __device__ Range keys(int chunk) const {
+        const Range all = cut.keys(chunk);
+        return {max(all.begin, key_begin), min(all.end, key_end)};
+    }
 
   private:
-    __device__ void settle() {
-        while (is_valid() && index == cut.items(p)) {
+    __device__ void settle(const DecodeParams &p, const Room &room, const Line &line) {
+        while (is_valid() && index == cut.items(line)) {
             b++, index = 0;
             cut = Cut<Shape>(p, room, b);
         }
         if (!is_valid()) return;
-        tile = index % cut.num_tiles;  // neighbours share keys
-        chunk = index / cut.num_tiles % cut.num_chunks, h_k = index / cut.num_tiles / cut.num_chunks;
-        const int group = p.nheads / p.nheads_k, row0 = tile * Shape::kBlockM;
-        const int last_row = min(row0 + Shape::kBlockM, cut.num_rows) - 1;
-        const int begin = cut.aligned_begin() + chunk * cut.chunk_size;
+        chunk_begin = index, tile = 0, h_k = blockIdx.x % line.heads;
+        if (index >= cut.num_chunks) {  // divisions are slow
+            const int tiles = index / cut.num_chunks;
+            chunk_begin -= tiles * cut.num_chunks, tile = tiles % cut.num_tiles;
+            h_k += tiles / cut.num_tiles * line.heads;
+        }
+        chunk_end = cut.num_chunks;
+        if (end - place < num_chunks() * int64_t(cut.cost()))
+            chunk_end = chunk_begin + int((unsigned(end - place) + cut.cost() - 1) / cut.cost());
+        const int end_row = (tile + 1) * Shape::kBlockM;
         const Mask mask(cut.seq.seqlen_q, cut.seq.seqlen_k, p);
-        const Range first = mask.keys(row0 / group), last = mask.keys(last_row / group);
-        key_begin = max(begin, first.begin / Shape::kBlockN * Shape::kBlockN);
-        key_end = min(begin + min(cut.chunk_size, cut.end - begin), last.end);
+        const Range first = mask.keys(tile == 0 ? 0 : tile * Shape::kBlockM / cut.group);
+        const Range last = mask.keys(end_row >= cut.num_rows ? cut.seq.seqlen_q - 1 : (end_row - 1) / cut.group);
+        key_begin = max(cut.keys(chunk_begin).begin, first.begin / Shape::kBlockN * Shape::kBlockN);
+        key_end = min(cut.keys(chunk_end - 1).end, last.end);
         full = {last.begin, first.end};
     }
 };
 
-// The share of this block: samples are dealt out to threads, whose sums are scanned.
+// The first run of this block's share, in shared memory. Samples are dealt out to threads, whose sums are scanned. The
+// thread that has the sample in which the share begins finds the run.
 template <typename Shape>
-__device__ void find_share(const DecodeParams &p, const Room &room, Share &share, int64_t (&costs)[Shape::kMaxWarps]) {
-    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32, num_threads = blockDim.x;
-    const int64_t samples = (p.batch_size + num_threads - 1) / num_threads;  // of a thread
-    const int b_begin = int(min(threadIdx.x * samples, p.batch_size));
-    const int b_end = int(min(b_begin + samples, p.batch_size));
-    int64_t cost = 0;
-    for (int b = b_begin; b < b_end; b++) {
-        const Cut<Shape> cut(p, room, b);
-        cost += cut.items(p) * cut.cost();
-    }
+__device__ void find_first_run(Run<Shape> &run, int64_t (&costs)[Shape::kNumWarps], const DecodeParams &p,
+                               const Room &room, const Line &line) {
+    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+    const int samples = int((p.batch_size + Shape::kNumThreads - 1) / Shape::kNumThreads);  // of a thread
+    const int b_begin = min(int(threadIdx.x) * samples, int(p.batch_size));
+    const int b_end = min(b_begin + samples, int(p.batch_size));
+    Cut<Shape> cut(p, room, min(b_begin, int(p.batch_size) - 1));
+    int64_t cost = b_begin < b_end ? cut.total_cost(line) : 0;
+    for (int b = b_begin + 1; b < b_end; b++) cost += Cut<Shape>(p, room, b).total_cost(line);
     int64_t place = cost;  // on the line, of the end of this thread's samples
     for (int lanes = 1; lanes < 32; lanes *= 2) {
         const int64_t before = __shfl_sync(~0u, place, max(lane_idx - lanes, 0));
         if (lane_idx >= lanes) place += before;
     }
     if (lane_idx == 31) costs[warp_idx] = place;
-    if (threadIdx.x == 0) share = {0, 0, 0, 0};  // an empty one, if there is no work at all
+    if (threadIdx.x == 0) run.place = run.end = 0;  // no run, if no share begins anywhere
     __syncthreads();
     int64_t total = 0;
-    for (int warp = 0; warp < num_threads / 32; warp++) {
+    for (int warp = 0; warp < Shape::kNumWarps; warp++) {
         if (warp < warp_idx) place += costs[warp];
         total += costs[warp];
     }
-    const int64_t begin = total * blockIdx.x / gridDim.x, end = total * (blockIdx.x + 1) / gridDim.x;
+    // Share i begins at total · i / shares, rounded in the same way for all.
+    const int share = blockIdx.x / line.heads;
+    const int64_t begin = __umul64hi(total, share * line.per_share);
+    const int64_t end = share + 1 == line.shares ? total : __umul64hi(total, (share + 1) * line.per_share);
     place -= cost;
-    if (begin >= place && begin < place + cost)
-        for (int b = b_begin; b < b_end; b++) {
-            const Cut<Shape> cut(p, room, b);
-            const int64_t cost_of_sample = cut.items(p) * cut.cost();
-            if (begin < place + cost_of_sample) {  // the first item that begins in the share
-                const int item = int((begin - place + cut.cost() - 1) / cut.cost());
-                share = {b, item, place + item * cut.cost(), end};
-                break;
-            }
-            place += cost_of_sample;
+    if (begin < end && begin >= place && begin < place + cost) {
+        int b = b_begin;
+        while (begin >= place + cut.total_cost(line)) {
+            place += cut.total_cost(line), b++;
+            cut = Cut<Shape>(p, room, b);
         }
+        const int item = int((begin - place + cut.cost() - 1) / cut.cost());  // the first that begins in the share
+        run = Run<Shape>(p, room, line, b, cut, item, place + item * int64_t(cut.cost()), end);
+    }
     __syncthreads();
 }
 

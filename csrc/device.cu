@@ -5,6 +5,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
+#include <mutex>
+#include <tuple>
 
 #include "launch.h"
 
@@ -43,4 +46,33 @@ int num_sms() {
 }
 size_t max_shared_memory() {
     return once_per_device([](int device) { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); });
+}
+
+// 1 MB that is 0 when the library is loaded. Slices of it are dealt out, and never come back.
+constexpr int64_t kNumCounters = 1 << 18;
+__device__ int counters[kNumCounters];
+
+int *zeroed_counters(int64_t count, void *stream) {
+    struct Slice { int64_t begin = 0, size = 0; };
+    struct Dealt { int *base = nullptr; int64_t count = 0; };
+    using Owner = std::tuple<int, cudaStream_t, unsigned long long>;  // device, stream, number of the capture or 0
+    static std::mutex mutex;
+    static std::map<int, Dealt> dealt;  // by device
+    static std::map<Owner, Slice> slices;
+    Owner owner{0, static_cast<cudaStream_t>(stream), 0};
+    if (std::get<1>(owner) == cudaStreamPerThread) return nullptr;  // one name for many streams
+    device::check_cuda(cudaGetDevice(&std::get<0>(owner)));
+    cudaStreamCaptureStatus status;
+    device::check_cuda(cudaStreamGetCaptureInfo(std::get<1>(owner), &status, &std::get<2>(owner)));
+    if (status == cudaStreamCaptureStatusNone) std::get<2>(owner) = 0;
+    const std::lock_guard lock(mutex);
+    Dealt &of_device = dealt[std::get<0>(owner)];
+    if (!of_device.base) device::check_cuda(cudaGetSymbolAddress(reinterpret_cast<void **>(&of_device.base), counters));
+    Slice &slice = slices[owner];
+    if (slice.size < count) {
+        const int64_t size = std::max<int64_t>(2 * count, 1024);
+        if (of_device.count + size > kNumCounters) return nullptr;
+        slice = {of_device.count, size}, of_device.count += size;
+    }
+    return of_device.base + slice.begin;
 }

@@ -115,7 +115,10 @@ inline int __any_sync(unsigned mask, int x) {
 }
 inline void __threadfence() {}
 inline int atomicAdd(int *to, int x) { return std::exchange(*to, *to + x); }
+inline float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; }
+inline int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline uint64_t __umul64hi(uint64_t x, uint64_t y) { return uint64_t((unsigned __int128)x * y >> 64); }
 inline void __trap() { emulator::fail("__trap"); }
 inline void __syncwarp() {
     emulator::meet("__syncwarp", nullptr, [](void *(&)[32]) {});

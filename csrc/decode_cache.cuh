@@ -1,0 +1,118 @@
+// How the rows and keys of decode.cu's runs come to shared memory, from a cache of sequences or of pages.
+//
+// Read next: decode_result.cuh, what becomes of a run.
+#pragma once
+
+#include "decode_share.cuh"
+#include "tiles_sm80.cuh"
+
+namespace sm80 {
+
+template <typename Shape> struct Stage {
+    uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
+};
+
+// The keys and values of a block's share, on their way from the cache to shared memory. They run ahead of what the
+// block computes. A warp copies kWarpRows rows of a step, of K and of V.
+template <typename T, typename Shape> struct KeyStream {
+    static constexpr int kWarpRows = Shape::kBlockN / Shape::kNumWarps, kVecs = Shape::kHeadDim / 8;
+    const DecodeParams &p;
+    const Room &room;
+    const Line &line;
+    Run<Shape> &run;    // of this warp
+    int key;            // the first of the next step
+    int sequence, row;  // where this lane's row of the next step lies, see find()
+
+    __device__ KeyStream(const DecodeParams &p, const Room &room, const Line &line, Run<Shape> &run)
+        : p(p), room(room), line(line), run(run), key(run.is_valid() ? run.key_begin : 0) {
+        find();
+    }
+
+    // Starts the copies of the next step, if there is one, to a stage. They are one group of copies.
+    __device__ void load(Stage<Shape> &stage) {
+        if (run.is_valid()) {
+            rows_are_neighbours() ? copy<true>(stage) : copy<false>(stage);
+            key += Shape::kBlockN;
+            find();
+        }
+        cp_async_commit();
+    }
+
+  private:
+    // Whether the rows of a warp follow each other in memory, in one sequence or page.
+    __device__ bool rows_are_neighbours() const {
+        return !p.page_table || (p.page_size % kWarpRows == 0 && run.cut.seq.k_begin % kWarpRows == 0);
+    }
+
+    // Where the rows of the next step lie: the first row of the warp if they are neighbours, else row l % kWarpRows for
+    // lane l. The number of a page comes from memory, and nothing waits for it here.
+    __device__ void find() {
+        while (run.is_valid() && key >= run.key_end) {
+            __syncwarp();  // all lanes have read the run
+            if (threadIdx.x % 32 == 0) run.next(p, room, line);
+            __syncwarp();  // the next one is there
+            key = run.key_begin;
+        }
+        if (!run.is_valid()) return;
+        const int of_lane = rows_are_neighbours() ? 0 : int(threadIdx.x) % kWarpRows;
+        const int at = key + int(threadIdx.x / 32) * kWarpRows + of_lane;
+        row = run.cut.seq.k_begin + min(at, run.cut.end - 1), sequence = run.b;
+        if (p.page_table) {
+            const int page = unsigned(row) / unsigned(p.page_size);
+            sequence = p.page_table[run.b * p.page_table_stride + page], row -= page * p.page_size;
+        } else if (p.cache_batch_idx) sequence = p.cache_batch_idx[run.b];
+    }
+
+    template <bool kNeighbours> __device__ void copy(Stage<Shape> &stage) const {
+        using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
+        constexpr int kRowStep = 32 / kVecs;
+        const int lane_row = threadIdx.x % 32 / kVecs, vec = threadIdx.x % kVecs;
+        const int row0 = int(threadIdx.x / 32) * kWarpRows + lane_row;
+        const int in_cache = max(0, min(sequence, p.num_sequences - 1));
+        const T *gK = rows_of<const T>(p.k, in_cache, run.h_k, row), *gV = rows_of<const T>(p.v, in_cache, run.h_k, row);
+        if (kNeighbours) gK += lane_row * p.k.row_stride + 8 * vec, gV += lane_row * p.v.row_stride + 8 * vec;
+        // Rows [first, k_end) of K and [first, v_end) of V are copied, counted from row0 on. Others become 0.
+        const int first = run.cut.begin - key - row0, end = run.cut.end - key - row0;
+        const int k_end = 8 * vec < p.head_dim ? end : first, v_end = 8 * vec < p.head_dim_v ? end : first;
+        const uint32_t k_address = shared_address(stage.sK), v_address = shared_address(stage.sV);
+#pragma unroll
+        for (int r = 0; r < kWarpRows; r += kRowStep) {
+            const T *k = gK, *v = gV;
+            if (kNeighbours) gK += kRowStep * p.k.row_stride, gV += kRowStep * p.v.row_stride;
+            else k = of_lane(gK, r + lane_row) + 8 * vec, v = of_lane(gV, r + lane_row) + 8 * vec;
+            const uint32_t offset = Swizzle::offset(row0 + r, vec);
+            cp_async(k_address + offset, k, r >= first && r < k_end);
+            cp_async(v_address + offset, v, r >= first && r < v_end);
+        }
+    }
+    __device__ static const T *of_lane(const T *x, int lane) {
+        return reinterpret_cast<const T *>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(x), lane));
+    }
+};
+
+// Row `row` of a run's tile of packed rows.
+struct PackedRow {
+    int token, head;
+    template <typename Shape> __device__ PackedRow(const Run<Shape> &run, int row) {
+        row += run.tile * Shape::kBlockM;
+        token = row / run.cut.group, head = run.h_k * run.cut.group + row - token * run.cut.group;
+    }
+};
+
+// The rows of Q go to shared memory: 0 beyond the sample and beyond head_dim.
+template <typename T, typename Shape>
+__device__ void load_q(uint16_t (&sQ)[Shape::kBlockM][Shape::kHeadDim], const DecodeParams &p, const Run<Shape> &run) {
+    constexpr int kVecs = Shape::kHeadDim / 8;
+    for (int i = threadIdx.x; i < Shape::kBlockM * kVecs; i += Shape::kNumThreads) {
+        const int r = i / kVecs, vec = i % kVecs;
+        uint4 x{};
+        if (r < run.valid_rows() && 8 * vec < p.head_dim) {
+            const PackedRow row(run, r);
+            x = *reinterpret_cast<const uint4 *>(
+                rows_of<const T>(p.q, run.b, row.head, run.cut.seq.q_begin + row.token) + 8 * vec);
+        }
+        *reinterpret_cast<uint4 *>(reinterpret_cast<char *>(sQ) + Swizzle<Shape::kHeadDim>::offset(r, vec)) = x;
+    }
+}
+
+}  // namespace sm80

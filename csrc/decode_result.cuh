@@ -1,0 +1,208 @@
+// What decode.cu has of a tile for some of the keys, how such results become one, and how they are stored: in the
+// workspace or as the output.
+//
+// Read next: decode.cu, the kernel made of these.
+#pragma once
+
+#include "decode_cache.cuh"
+#include "device.h"
+#include "scores.cuh"
+#include "softmax.cuh"
+
+namespace sm80 {
+
+// What a row has of some of its keys: row_max in units of log2, and the sum and acc_o of exp2(score - row_max).
+struct RowState {
+    float max = -FLT_MAX, sum = 0.f;  // max is finite: exp2(-inf - max) is 0, not NaN
+};
+
+// How the results of two parts of the keys of a row become one: x becomes x · alpha + other · beta. The operations are
+// spelled out, so that registers and the workspace give the same bits.
+struct Join {
+    float alpha, beta;
+
+    __device__ Join(RowState &row, const RowState &other) {
+        const float max = fmaxf(row.max, other.max);
+        alpha = exp2_approx(row.max - max), beta = exp2_approx(other.max - max);
+        row.max = max, apply(row.sum, other.sum);
+    }
+    __device__ void apply(float &x, float other) const { x = fmaf(x, alpha, __fmul_rn(other, beta)); }
+};
+
+// What acc_o is multiplied by to become a row of the output, and its lse.
+struct RowEnd {
+    bool has_keys;
+    float scale, lse;
+
+    __device__ RowEnd(RowState row, const float *sink) : has_keys(row.sum != 0.f) {
+        float factor = 1.f;
+        if (sink) {
+            float sink_log2 = *sink * 1.4426950408889634f;
+            if (sink_log2 > FLT_MAX) sink_log2 = FLT_MAX;
+            const float new_max = fmaxf(row.max, sink_log2);
+            factor = exp2_approx(row.max - new_max);
+            row.sum = row.sum * factor + exp2_approx(sink_log2 - new_max), row.max = new_max;
+        }
+        scale = factor / row.sum;
+        lse = row.sum == 0.f ? -INFINITY : float(row.max * 0.6931471805599453 + logf(row.sum));
+    }
+};
+
+// Row i, 0 or 1, of this lane in the tile.
+__device__ inline int row_of_lane(int i) { return threadIdx.x / 128 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
+
+// The rows of a tile for some of the keys: the two rows of this lane, and of acc_o the columns of this warp.
+template <typename Shape> struct TileState {
+    float acc_o[1][Shape::kDTiles][4] = {};  // one tile of 16 rows, as tiles_sm80.cuh has accumulators
+    RowState rows[2];
+
+    // act(x, col) for this lane's pairs of columns of row i.
+    template <typename Act> __device__ void for_pairs(int i, Act act) {
+        const int col0 = threadIdx.x / 32 % Shape::kGroupWarps * (8 * Shape::kDTiles) + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int d = 0; d < Shape::kDTiles; d++)
+            act(*reinterpret_cast<float2 *>(&acc_o[0][d][2 * i]), col0 + 8 * d);
+    }
+    // The maxima of all warps' keys are in shared memory.
+    __device__ void grow(const float (&row_max)[Shape::kScoreWarps][Shape::kBlockM]) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float max = rows[i].max;
+            for (int w = 0; w < Shape::kScoreWarps; w++) max = fmaxf(max, row_max[w][row_of_lane(i)]);
+            const float alpha = exp2_approx(rows[i].max - max);
+            rows[i].max = max, rows[i].sum *= alpha;
+            for_pairs(i, [&](float2 &o, int) { o = {o.x * alpha, o.y * alpha}; });
+        }
+    }
+    __device__ void join(TileState &other) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const Join join(rows[i], other.rows[i]);
+            for (int d = 0; d < Shape::kDTiles; d++)
+                for (int e = 2 * i; e < 2 * i + 2; e++) join.apply(acc_o[0][d][e], other.acc_o[0][d][e]);
+        }
+    }
+};
+
+// A row's output and lse: columns [col, col + kCount) of this thread.
+template <typename T, int kCount, typename Shape>
+__device__ void store_row(const DecodeParams &p, const Run<Shape> &run, const PackedRow &row, const RowEnd &end,
+                          const float (&o)[kCount], int col) {
+    if (col == 0) static_cast<float *>(p.lse)[lse_index(p, run.cut.seq, run.b, row.head) + row.token] = end.lse;
+    if (col >= p.head_dim_v) return;
+    T *gO = rows_of<T>(p.o, run.b, row.head, run.cut.seq.q_begin + row.token) + col;
+#pragma unroll
+    for (int d = 0; d < kCount; d += 2)
+        reinterpret_cast<uint32_t *>(gO)[d / 2] = end.has_keys ? pack<T>(o[d] * end.scale, o[d + 1] * end.scale) : 0u;
+}
+
+template <typename T, typename Shape>
+__device__ void store_tile(const DecodeParams &p, const Run<Shape> &run, TileState<Shape> &state) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int r = row_of_lane(i);
+        if (r >= run.valid_rows()) continue;
+        const PackedRow row(run, r);
+        const RowEnd end(state.rows[i], sink_of<float>(p, row.head));
+        state.for_pairs(i, [&](float2 o, int col) { store_row<T, 2>(p, run, row, end, {o.x, o.y}, col); });
+    }
+}
+
+// The results of a tile's chunks in the workspace: [num_chunks, room.rows, kPitch]. That of several chunks lies where
+// the first of them would, and says how many they are.
+template <typename Shape>
+__device__ float *chunk_results(const DecodeParams &p, const Room &room, const Run<Shape> &run) {
+    const int64_t heads = int64_t(run.b) * p.nheads_k + run.h_k;
+    const int64_t chunks = heads * room.chunks + run.tile * run.cut.num_chunks;
+    return static_cast<float *>(p.workspace) + chunks * room.rows * Shape::kPitch;
+}
+
+template <typename Shape>
+__device__ void store_chunks(const DecodeParams &p, const Room &room, const Run<Shape> &run, TileState<Shape> &state,
+                             int chunk, int num_chunks) {
+    float *to = chunk_results(p, room, run) + int64_t(chunk) * room.rows * Shape::kPitch;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int r = row_of_lane(i);
+        if (r >= run.valid_rows()) continue;
+        float *row = to + r * Shape::kPitch;
+        state.for_pairs(i, [&](float2 o, int col) { *reinterpret_cast<float2 *>(row + col) = o; });
+        if (threadIdx.x / 32 % Shape::kGroupWarps == 0 && threadIdx.x % 4 == 0)
+            *reinterpret_cast<float4 *>(row + Shape::kHeadDim) = {state.rows[i].max, state.rows[i].sum,
+                                                                  __int_as_float(num_chunks), 0.f};
+    }
+}
+
+// Whether this block is the last one of those that store the chunks of the run's tile. Then it can read all of them,
+// and the counter is 0 again, for the next call.
+template <typename Shape>
+__device__ bool arrive_last(const DecodeParams &p, const Room &room, const Run<Shape> &run, bool &is_last) {
+    __syncthreads();  // the results of this block are stored
+    if (threadIdx.x == 0) {
+        int *counter = p.counters + (int64_t(run.b) * p.nheads_k + run.h_k) * room.tiles + run.tile;
+        __threadfence();
+        is_last = atomicAdd(counter, run.num_chunks()) + run.num_chunks() == run.cut.num_chunks;
+        if (is_last) {
+            __threadfence();  // what other blocks stored is read after this
+            *counter = 0;
+        }
+    }
+    __syncthreads();
+    return is_last;
+}
+
+// The chunks of a tile become its output, in their order: four columns of a row at a time. kBatch chunks are on their
+// way from memory at a time.
+template <typename T, typename Shape>
+__device__ void join_chunks(const DecodeParams &p, const Room &room, const Run<Shape> &run) {
+    constexpr int kVecs = Shape::kHeadDim / 4, kBatch = Shape::kGroups == 1 && Shape::kHeadDim <= 128 ? 16 : 8;
+    const int chunk_stride = room.rows * Shape::kPitch, num_chunks = run.cut.num_chunks;
+    const float *results = chunk_results(p, room, run);
+    for (int i = threadIdx.x; i < run.valid_rows() * kVecs; i += Shape::kNumThreads) {
+        RowState state;
+        float o[4] = {};
+        int next = 0;
+        for (int first = 0; first < num_chunks; first += kBatch) {
+            float4 end[kBatch], x[kBatch];
+#pragma unroll
+            for (int j = 0; j < kBatch; j++) {
+                const float *row = results + i / kVecs * Shape::kPitch + min(first + j, num_chunks - 1) * chunk_stride;
+                end[j] = *reinterpret_cast<const float4 *>(row + Shape::kHeadDim);
+                x[j] = *reinterpret_cast<const float4 *>(row + i % kVecs * 4);
+            }
+#pragma unroll
+            for (int j = 0; j < kBatch; j++) {
+                const bool is_next = first + j == next && next < num_chunks;
+                RowState joined = state;
+                const Join join(joined, {end[j].x, end[j].y});
+                for (int e = 0; e < 4; e++) {
+                    float sum = o[e];
+                    join.apply(sum, (&x[j].x)[e]);
+                    o[e] = is_next ? sum : o[e];
+                }
+                state.max = is_next ? joined.max : state.max, state.sum = is_next ? joined.sum : state.sum;
+                next += is_next ? __float_as_int(end[j].z) : 0;
+            }
+        }
+        const PackedRow row(run, i / kVecs);
+        store_row<T>(p, run, row, RowEnd(state, sink_of<float>(p, row.head)), o, i % kVecs * 4);
+    }
+}
+
+// Rows that are not a sample's get 0 and -inf.
+template <typename T> __device__ void store_padding(const DecodeParams &p) {
+    if (!p.cu_seqlens_q && !p.seqused_q) return;
+    const int warp_idx = threadIdx.x / 32, col = threadIdx.x % 32 * 8;
+    for (int b = blockIdx.x; b < p.batch_size; b += gridDim.x) {
+        const Sequence seq(p, b);
+        const int64_t count = int64_t(seq.padded_q - seq.seqlen_q) * p.nheads;
+        for (int64_t i = warp_idx; i < count; i += blockDim.x / 32) {
+            const int row = seq.seqlen_q + int(i / p.nheads), h = int(i % p.nheads);
+            if (col == 0) static_cast<float *>(p.lse)[lse_index(p, seq, b, h) + row] = -INFINITY;
+            if (col < p.head_dim_v)
+                *reinterpret_cast<uint4 *>(rows_of<T>(p.o, b, h, seq.q_begin + row) + col) = uint4{};
+        }
+    }
+}
+
+}  // namespace sm80
