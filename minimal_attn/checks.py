@@ -84,6 +84,11 @@ class _Shown(reprlib.Repr):
 shown = _Shown().repr  # what an error says of a wrong argument
 
 
+def reworded(error, text):
+    """An error of the same type that says `text`. It is a new one, since Dynamo traces no assignment to error.args."""
+    return type(error)(text)
+
+
 def check_tensor(name, x):
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")

@@ -12,7 +12,7 @@ import re
 from torch import Tensor
 
 from .backends import Lengths
-from .checks import autocast, check_dropout_p, check_tensor, out_dtype, shown, wants_gradient
+from .checks import autocast, check_dropout_p, check_tensor, out_dtype, reworded, shown, wants_gradient
 from .cuda import NO_LENGTHS, fast_path
 from .interface import checked_attention, is_zero
 from .kvcache import attention_with_kvcache
@@ -173,8 +173,7 @@ def _of_parts(whole):
             try:
                 return function(*args, **kwargs)
             except (TypeError, ValueError, NotImplementedError) as error:
-                error.args = str(error).replace(whole.__name__, function.__name__),
-                raise
+                raise reworded(error, str(error).replace(whole.__name__, function.__name__)) from None
 
         signature = inspect.signature(function)
         own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
@@ -220,7 +219,7 @@ def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen
                                       softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
                                       return_attn_probs, **keywords)
     except (TypeError, ValueError) as error:
-        raise of_self_attention(error)
+        raise of_self_attention(error) from None
 
 
 @_of_parts(flash_attn_varlen_func)
@@ -325,8 +324,7 @@ def attend_cached(function, names, q, k_cache, v_cache, seqused_k, return_attn_p
                                         cu_seqlens_q=cu_seqlens_q, sm_scale=softmax_scale, **options)
     except (TypeError, ValueError, NotImplementedError) as error:
         names = {"attention_with_kvcache": function, "sm_scale": "softmax_scale", **names}
-        error.args = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error)),
-        raise
+        raise reworded(error, re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))) from None
     o, *lse = result if isinstance(result, tuple) else (result,)
     if is_packed:
         return returned(o[0].transpose(0, 1), [x[0] for x in lse], out, return_attn_probs)

@@ -10,7 +10,7 @@ import re
 import torch
 
 from .backends import Lengths
-from .checks import MAX_SEQLEN, can_read, check_tensor, is_int, shown
+from .checks import MAX_SEQLEN, can_read, check_tensor, is_int, reworded, shown
 
 NO_WINDOW = (-1, -1)
 
@@ -127,9 +127,8 @@ def check_max_seqlen(name, max_seqlen):
 
 
 def of_self_attention(error):
-    """error, where the caller gave one cu_seqlens and one max_seqlen for both q and k."""
-    error.args = re.sub(r"(cu_seqlens|max_seqlen)_[qk](?: and \1_[qk])?", r"\1", str(error)),
-    return error
+    """error, as it is to be raised where the caller gave one cu_seqlens and one max_seqlen for both q and k."""
+    return reworded(error, re.sub(r"(cu_seqlens|max_seqlen)_[qk](?: and \1_[qk])?", r"\1", str(error)))
 
 
 def check_seq_lens(seq_lens, q, k):

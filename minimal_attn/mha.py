@@ -191,7 +191,7 @@ class FlashMHA(nn.Module):
         try:
             out = flash_attention(q, k, v, self.causal, **options)
         except (TypeError, ValueError) as error:
-            raise of_self_attention(error)
+            raise of_self_attention(error) from None
         out = self.out_proj(out.transpose(1, 2).flatten(2).view(x.shape))
         return out if key_padding_mask is None else out.masked_fill(~key_padding_mask[..., None], 0)
 

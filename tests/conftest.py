@@ -97,7 +97,7 @@ def longest_first(items, workers):
 
     The first worker begins with the tests that need the GPU's memory to themselves. The others begin with the longest
     tests, which have a time limit of their own. Those of compute-sanitizer come a little later, but for one of them:
-    it compiles what they all wait for.
+    it compiles what most of them wait for.
     """
     skipped = {item for item in items if item.get_closest_marker("skip")}
     of_memory = [item for item in items if "much_memory" in item.fixturenames and item not in skipped]

@@ -1,5 +1,5 @@
-"""The kernels under the sanitizers, by way of driver.cpp: flash.cu and flash_bwd.cu on the CPU with g++'s, all on a GPU
-with compute-sanitizer.
+"""The kernels under the sanitizers, by way of driver.cpp and decode_driver.cpp: flash.cu and flash_bwd.cu on the CPU
+with g++'s, all on a GPU with compute-sanitizer.
 
 A clean run means little where the tool would not have seen a fault, so each is also shown one: a row that is not there,
 and a kernel without any one of its barriers (faults.py finds them). compute-sanitizer does not see TMA's copies, so the
@@ -21,6 +21,7 @@ from conftest import made_once
 
 pytestmark = pytest.mark.timeout(900)  # a compiler may take the 240 s of run(), and then a tool
 DRIVER = Path(__file__).with_name("driver.cpp")
+DECODE_DRIVER = DRIVER.with_name("decode_driver.cpp")
 CSRC = DRIVER.parents[1] / "csrc"
 CXX = os.environ.get("CXX", "g++")
 
@@ -36,9 +37,9 @@ def run(*command, timeout=240, **env):
                           timeout=timeout)
 
 
-def compiled(directory, *command, csrc=CSRC):
-    """The driver, compiled by a command into a directory."""
-    done = run(*command, "-std=c++20", "-I", csrc, DRIVER, "-o", directory / "driver")
+def compiled(directory, *command, csrc=CSRC, driver=DRIVER):
+    """A driver, compiled by a command into a directory."""
+    done = run(*command, "-std=c++20", "-I", csrc, driver, "-o", directory / "driver")
     assert done.returncode == 0, done.stderr
     return directory / "driver"
 
@@ -157,6 +158,12 @@ def whole_driver(tmp_path_factory):
         / "driver"
 
 
+@pytest.fixture(scope="module")
+def decode_driver(tmp_path_factory):
+    return made_once(tmp_path_factory, "decode_gpu_driver", lambda folder: compiled(
+        folder, *nvcc(), "-split-compile=0", driver=DECODE_DRIVER)) / "driver"
+
+
 def objects(folder, *sources, csrc=CSRC):
     """{source: its object}, all compiled at once."""
     found = {source: folder / f"{Path(source).stem}.o" for source in sources}
@@ -192,8 +199,9 @@ def driver_without(statement, directory, gpu_objects):
 
 
 @pytest.mark.gpu
-def test_gpu_driver(whole_driver):
-    assert_passed(run(whole_driver))
+@pytest.mark.parametrize("driver", ["whole_driver", "decode_driver"])
+def test_gpu_driver(driver, request):
+    assert_passed(run(request.getfixturevalue(driver)))
 
 
 # racecheck takes several times as long as the other tools. Lengths add tiles, not barriers, so it gets one case for each
@@ -209,12 +217,17 @@ SANITIZER_RUNS = {**{f"memcheck, part {i + 1}": [f"--part={i}/2"] for i in range
                   **{f"initcheck, part {i + 1}": ["--valid-only", f"--part={i}/4"] for i in range(4)},
                   **{f"synccheck, part {i + 1}": [f"--part={i}/2"] for i in range(2)},
                   **{f"racecheck, part {i + 1}": RACECHECK_CASES[i::2] for i in range(2)}}
+# The same of decode_driver.cpp. Its cases are few, so racecheck gets all of them too.
+DECODE_PARTS = {"memcheck": 2, "initcheck": 2, "synccheck": 2, "racecheck": 4}
+SANITIZER_RUNS |= {f"{tool}, decode, part {i + 1}": [*["--valid-only"] * (tool == "initcheck"), f"--part={i}/{parts}"]
+                   for tool, parts in DECODE_PARTS.items() for i in range(parts)}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SANITIZER_RUNS)
-def test_compute_sanitizer(name, whole_driver, record_property):
-    done, summary = compute_sanitizer(name.partition(",")[0], whole_driver, *SANITIZER_RUNS[name])
+def test_compute_sanitizer(name, request, record_property):
+    driver = request.getfixturevalue("decode_driver" if ", decode" in name else "whole_driver")
+    done, summary = compute_sanitizer(name.partition(",")[0], driver, *SANITIZER_RUNS[name])
     record_property(f"compute_sanitizer {name}", summary)
     assert_passed(done)
     assert "SUMMARY: 0 " in summary
