@@ -41,7 +41,8 @@ FILES = {
     "training.png": ("training", None),
     "ladder.svg": ("ladder", None),
 }
-FILES |= {f"{name}.svg": (name, None) for name in ("varlen", "window", "scores") if (FOLDER / f"{name}.json").exists()}
+FILES |= {f"{name}.svg": (name, None) for name in ("varlen", "window", "scores", "decode")
+          if (FOLDER / f"{name}.json").exists()}
 SHAPES = {case.op: shape for op in OPS.values() for shape, case in op.CASES.items()}  # by the op of a row
 
 

@@ -281,6 +281,53 @@ def of_dense(by_score, score, impl):
     return f"{by_score['none'][impl]['ms'] / by_score[score][impl]['ms']:.2f}" if impl in by_score[score] else "–"
 
 
+DECODED = "cuda", "triton", "torch:cudnn", "torch:flash"
+PAGES = 0, 16, 64, 128  # their keys; 0 for dense caches
+
+
+def decode():
+    if not is_recorded("decode"):
+        return ""
+    rows_of = settings("decode", "batch_size", "nheads", "nheads_k", "seqlen_k", "page_size", "seqlen_q", "lengths")
+    one_token = {setting[:5]: rows for setting, rows in rows_of.items()
+                 if setting[5:] == (1, "full") and setting[4] in PAGES}
+    by_read = [ratios(one_token, impl, "read") for impl in DECODED]
+    averages = ", ".join(f"{mean(x)} for {name} ({span(x)})" for x, name in zip(by_read, names(DECODED)) if x)
+    columns = [(impl, page_size) for impl in DECODED for page_size in (PAGES if impl in DECODED[:2] else PAGES[:1])]
+    cells = [[*map(str, size), *of_the_read(one_token[*size, 0]),
+              *(share(one_token[*size, page_size], impl) for impl, page_size in columns)]
+             for size in dict.fromkeys(setting[:4] for setting in one_token)]
+    more = [[*map(str, (b, seqlen_k, seqlen_q, page_size or "–", lengths)), *of_the_read(rows),
+             *(share(rows, impl) for impl in DECODED)]
+            for (b, h, h_k, seqlen_k, page_size, seqlen_q, lengths), rows in rows_of.items()
+            if (seqlen_q, lengths) != (1, "full") or page_size not in PAGES]
+    return "\n".join([
+        "## Attention to caches, bf16\n",
+        paragraph(f"""`attention_with_kvcache` with one query token of each sample and head_dim 128. A call is bound by
+            the reading of K and V. So the table compares it with a plain read, a Triton kernel
+            (`minimal_attn/bench/read.py`) that reads as many bytes and computes nothing. The columns from `cuda` on are
+            shares of its speed: dense caches, and pages of {', '.join(map(str, PAGES[1:]))} keys in random order. Times
+            are those of the GPU in a CUDA graph of up to 32 calls, each on a cache of its own. The averages are
+            {averages}."""),
+        table(["B", "H", "Hk", "S", "MB", "read, GB/s",
+               *(", ".join([*names([impl]), str(page_size)][:1 + bool(page_size)]) for impl, page_size in columns)],
+              cells),
+        paragraph("""The same for other sizes of pages, for several query tokens with a causal mask, and for lengths
+            that are drawn from 1 to S. There, only the valid keys count as bytes. H is 32 and Hk is 8."""),
+        table(["B", "S", "tokens", "page", "lengths", "MB", "read, GB/s", *names(DECODED)], more),
+        "![GB/s of attention to caches over the bytes](../benchmarks/h200/decode.svg)\n"])
+
+
+def of_the_read(rows):
+    """Its MB, and its GB/s."""
+    return f"{rows['read']['ms'] * rows['read']['gbps']:.0f}", f"{rows['read']['gbps']:.0f}"
+
+
+def share(rows, impl):
+    """Of the speed of the plain read."""
+    return f"{rows[impl]['gbps'] / rows[impl]['read_gbps']:.2f}" if impl in rows else "–"
+
+
 def backward_settings():
     """The settings with 16384 tokens and a width of 2048: {(head_dim, causal, S): {impl: row}}."""
     rows_of = settings("backward", "batch_size", "nheads", *SIZE)
@@ -406,8 +453,8 @@ def tests():
 
 
 BLOCKS = {block.__name__: block for block in (opening, results, forward, peers, heads, ampere, fp32, varlen,
-                                              varlen_backward, window, scores, backward, backward_heads, triton, matmul,
-                                              training, host, memory, build, tests)}
+                                              varlen_backward, window, scores, decode, backward, backward_heads, triton,
+                                              matmul, training, host, memory, build, tests)}
 BLOCKS |= ladder_tables.BLOCKS
 
 

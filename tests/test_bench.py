@@ -3,9 +3,11 @@ import base64
 import collections
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
 import json
+import operator
 import re
 import statistics
 import subprocess
@@ -19,8 +21,8 @@ import pytest
 import torch
 from minimal_attn import _build, bench, benchmark, cli, force_kernel, reference_attention
 from minimal_attn._build import source_digest
-from minimal_attn.bench import (attention, backward, forward_backward, matmul, measure, page, scores, varlen,
-                                varlen_backward, window)
+from minimal_attn.bench import (attention, backward, decode, forward_backward, matmul, measure, page, read, scores,
+                                varlen, varlen_backward, window)
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
 from minimal_attn.bench.options import OPS
 
@@ -70,14 +72,17 @@ def check_format(text):
     impls = OPTIONAL.union(*(op.IMPLS for op in OPS.values()))
     for row in rows:
         case = CASES[row["op"]]
+        numbers = [x for x in row if x in (*MEASURED, "us", "read_gbps")]
         assert list(row) == list(case.columns)
         assert row["impl"] in impls and row["dtype"] in attention.DTYPES
         assert isinstance(row.get("causal", False), bool)
         sizes = ("m", "n", "k") if row["op"] == "matmul" else ("head_dim", *SIZES)
         assert all(isinstance(row[x], int) and row[x] > 0 for x in sizes)
-        assert all(row[x] is None or isinstance(row[x], float) and row[x] >= 0 for x in MEASURED)
+        assert all(row[x] is None or isinstance(row[x], float) and row[x] >= 0 for x in numbers)
         if row["ms"] is None:
-            assert all(row[x] is None for x in MEASURED)
+            assert all(row[x] is None for x in numbers)
+        elif row["op"] == "decode":
+            check_arithmetic_of_decode(row)
         elif row["op"] in ("forward", "matmul", "varlen", "window", "sinks", "scores"):
             check_arithmetic(row)
     measured_as = [tuple(str(value) for x, value in row.items() if x not in MEASURED) for row in rows]
@@ -110,6 +115,18 @@ def check_arithmetic(row):
     assert row["gbps"] == pytest.approx((read * size + written * (out_size or size)) / (row["ms"] * 1e-3) / 1e9,
                                         rel=1e-4)
     assert row["ms_p20"] <= row["ms"] <= row["ms_p80"]
+
+
+def check_arithmetic_of_decode(row):
+    """GB/s count the valid keys and their values, the read's too, which counts no FLOPs."""
+    shape = decode.Shape(*(row[x] for x in decode.Shape._fields))
+    keys = sum(shape.seqlens) if row["lengths"] == "drawn" else row["batch_size"] * row["seqlen_k"]
+    assert row["gbps"] == pytest.approx(2 * 2 * row["nheads_k"] * row["head_dim"] * keys / row["ms"] / 1e6, rel=1e-4)
+    assert row["us"] == pytest.approx(1e3 * row["ms"], rel=1e-4) and row["ms_p20"] <= row["ms"] <= row["ms_p80"]
+    if row["impl"] == "read":
+        assert row["read_gbps"] == row["gbps"] and row["tflops"] is row["peak_mb"] is row["max_err"] is None
+    else:
+        assert row["tflops"] > 0
 
 
 def test_prints_check_profiles_and_tables(whole):
@@ -256,6 +273,10 @@ def test_manual_attn_against_reference(shape, causal):
     (["--op", "window", "--shape", "1,4,8,16 sinks 3"], "there is ' window LEFT' or ' sinks', not 'sinks 3'"),
     (["--op", "scores", "--shape", "1,4,8,16 tanh"], "is one of none, softcap, alibi, bias, mask, not 'tanh'"),
     (["--op", "scores", "--shape", "1,4,8"], "--shape: '1,4,8': neither B,H,S,D nor"),
+    (["--op", "decode", "--shape", "1,4,1,16,2,64 page 24"], "Sk must be a multiple of the page size, 24"),
+    (["--op", "decode", "--shape", "1,4,1,16,2,64 page 0"], "' page SIZE drawn', not 'page 0'"),
+    (["--op", "decode", "--shape", "1,4,1,16,2,64 drawn page 16"], "' page SIZE drawn', not 'drawn page 16'"),
+    (["--op", "decode", "--dtype", "float32"], "--dtype: 'float32' is none of float16, bfloat16"),
     (["--impls", "manual,cuda:none"], "--impls: 'cuda:none' is none of manual, cuda:"),
     (["--json", "nowhere/x.json"], "--json: 'nowhere/x.json' is no .json file in an existing directory"),
     (["--plot", "picture.txt"], "--plot: 'picture.txt' is no .png or .svg file"),
@@ -430,7 +451,8 @@ def test_bench_py_help(monkeypatch, tmp_path):
     assert said.returncode == 0
     usage = " ".join(said.stdout.split())  # its lines are as wide as the terminal
     assert usage.startswith("usage: python bench.py [-h] "
-                            "[--op {attention,backward,forward_backward,varlen,varlen_backward,window,scores,matmul}]")
+                            "[--op {attention,backward,forward_backward,varlen,varlen_backward,window,scores,decode,"
+                            "matmul}]")
 
 
 def run_matmul(tmp_path, *options):
@@ -1058,6 +1080,165 @@ def test_default_options_of_scores():
     assert (args.impls, args.dtypes, args.causals) == (["cuda:host", "triton", "torch:flash"], ["bfloat16"], (False,))
     assert [shape.score for shape in args.shapes] == list(scores.SCORES)
     assert {tuple(shape)[:-1] for shape in scores.DEFAULT_SHAPES["cuda"]} == {(2, 16, 8192, 128, 16, 8192)}
+
+
+# Attention to caches.
+
+DECODE_SIZES = "2,4,1,16,2,32"
+
+
+def decode_case(*more, causal=True, device="cpu"):
+    """That of (page_size, seqlen_q, lengths, seqlen_k), on a small cache."""
+    page_size, seqlen_q, lengths, seqlen_k = more
+    return decode.Case(Setting(decode.Shape(3, 4, seqlen_q, 16, 2, seqlen_k, page_size, lengths), "bfloat16", causal),
+                       device)
+
+
+def cached_by_reference(q, k, v, call):
+    return decode.cached_call(q, k, v, call, "reference")
+
+
+@pytest.fixture
+def interpreted_read(monkeypatch):
+    """The plain read on this device: on a CPU by Triton's interpreter."""
+    monkeypatch.setitem(decode.IMPLS, "read", decode.IMPLS["read"]._replace(devices=("cuda", "cpu")))
+
+
+@pytest.mark.cpu
+def test_op_decode(interpreted_read, monkeypatch, tmp_path):
+    """Dense caches and pages, several tokens and drawn lengths, and the plain read beside each."""
+    monkeypatch.setitem(decode.IMPLS, "cuda", Impl(cached_by_reference, backend="cuda"))
+    monkeypatch.setitem(measure.SECONDS_PER_TIMING, "cpu", 1e-3)
+    mores = "", " page 8", " drawn", " page 1 drawn"
+    options = [x for more in mores for x in ("--shape", DECODE_SIZES + more)]
+    code, out, rows = run_op("decode", tmp_path, *options, "--shape", DECODE_SIZES.replace(",1,", ",3,"), "--impls",
+                             "read,cuda,torch:flash")
+    assert code == 0 and out.count("torch:flash: NotImplementedError: SDPA has neither pages nor lengths") == 1
+    assert [(row["page_size"], row["seqlen_q"], row["lengths"]) for row in rows[::3]] == [
+        (0, 1, "full"), (8, 1, "full"), (0, 1, "drawn"), (1, 1, "drawn"), (0, 3, "full")]
+    assert [bool(row["ms"]) for row in rows[2::3]] == [True, False, False, False, True]
+    for read, ours in zip(rows[::3], rows[1::3]):
+        assert (read["impl"], ours["impl"]) == ("read", "cuda") and ours["read_gbps"] == read["gbps"] > 0
+        assert 0 < ours["max_err"] < 0.1
+    of_read, of_ours = out.partition("× read on ")[2].splitlines()[3].split()[-3:-1]
+    assert of_read == "1" and float(of_ours) == pytest.approx(rows[0]["ms"] / rows[1]["ms"], rel=0.01)
+    assert "GB/s on" in out and "TFLOP/s" not in out and "matmul_tflops" not in (tmp_path / "rows.json").read_text()
+
+
+@pytest.mark.gpu
+def test_op_decode_on_a_gpu(tmp_path):
+    """In CUDA graphs, ours and torch's."""
+    sizes = "2,8,1,128,2,512"
+    options = [x for more in ("", " page 16", " drawn") for x in ("--shape", sizes + more)]
+    code, _, rows = run_op("decode", tmp_path, *options, "--shape", sizes.replace(",1,", ",4,"))
+    assert code == 0 and [row["impl"] for row in rows[:5]] == list(decode.IMPLS)
+    assert all(row["ms"] for i in range(0, 20, 5) for row in rows[i:i + 3]) and all(row["ms"] for row in rows[3:5])
+
+
+@pytest.mark.parametrize("more", ["", " page 16 drawn"])
+def test_op_decode_of_triton(more, tmp_path):
+    code, _, (row,) = run_op("decode", tmp_path, "--shape", DECODE_SIZES + more, "--impls", "triton")
+    assert code == 0 and row["ms"] > 0 and 0 < row["max_err"] < 0.1
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("more, name, wrong", [
+    ((0, 1, "drawn", 64), "seqused_k", torch.tensor([64, 64, 64], dtype=torch.int32)),
+    ((8, 3, "full", 64), "page_table", torch.arange(24, dtype=torch.int32).view(3, 8))])
+def test_what_ignores_lengths_or_pages_of_a_cache_is_wrong(more, name, wrong):
+    case = decode_case(*more)
+    case.impls = {"ours": Impl(cached_by_reference)}
+    assert 0 < measure.judge(case, "ours") <= case.tolerance
+    case.args[-1].keywords[name] = wrong
+    with pytest.raises(measure.WrongResult):
+        measure.judge(case, "ours")
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_caches_of_decode(page_size, causal, monkeypatch):
+    """As many as reach CACHE_BYTES together, each with a table of its own; the pages of one are all its pages."""
+    monkeypatch.setitem(decode.CACHES, "cpu", (2, 5))
+    size = 2 * 2 * 3 * 2 * 8 * 16  # K and V in 16 bits
+    for reach, count in ((1, 2), (3 * size - 1, 3), (3 * size + 1, 4), (9 * size, 5)):
+        monkeypatch.setattr(decode, "CACHE_BYTES", reach)
+        case = decode_case(page_size, 2, "full", 8, causal=causal)
+        assert len(case.calls) == count and case.bytes == size and case.args is case.calls[0]
+    first, second = (call.words.view(torch.bfloat16) for *_, call in case.calls[:2])
+    assert first.numel() == size // 2 and first.ne(second).any()
+    for q, k, v, call in case.calls:
+        assert k.shape[1] == 2 and k.shape[2] == (page_size or 8) and k.stride(2) > k.stride(1)  # rows, then heads
+        assert torch.equal(call.words.view(torch.bfloat16)[:k.numel()].view(k.transpose(1, 2).shape), k.transpose(1, 2))
+        assert call.has_sequences == (page_size == 0)
+        if page_size:
+            assert sorted(call.keywords["page_table"].flatten().tolist()) == list(range(6))
+    assert case.flops == 4 * 4 * 16 * 3 * (15 if causal else 16)
+
+
+@pytest.mark.cpu
+def test_drawn_lengths_of_decode():
+    """The same in every run, from 1 to Sk, and the read takes as many bytes as they have."""
+    shape = decode.DEFAULT_SHAPES["cuda"][-1]
+    assert shape.is_drawn and len(shape.seqlens) == 32 and sum(shape.seqlens) == 161661
+    assert 1 <= min(shape.seqlens) and max(shape.seqlens) <= 8192
+    case = decode_case(8, 1, "drawn", 64)
+    assert case.seqused_k.tolist() == case.shape.seqlens and 4 * case.args[-1].words.numel() == case.bytes
+    assert case.bytes == 2 * 2 * 2 * 16 * sum(case.shape.seqlens) < case.caches[0][0].nbytes
+
+
+@pytest.mark.cpu
+def test_timed_in_a_graph(monkeypatch):
+    """Every cache once in the graph; the median of its replays, without the first ones, for each call."""
+    case = decode_case(0, 1, "full", 8)
+    case.device, case.calls = "cuda", [("a",), ("b",), ("c",)]
+    replays, captured = [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.ms = sum(replays)
+
+        def elapsed_time(self, end):
+            return end.ms - self.ms
+
+    def replay():
+        replays.append(50 if len(replays) < decode.WARMUP else 6)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=replay))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert case.timed(captured.append) == [2, 2, 2] and captured == ["a", "b", "c"]
+    assert len(replays) == decode.WARMUP + decode.REPLAYS
+
+
+@pytest.mark.parametrize("numel", [1, 7, 4096, 2 * 4096 + 8, 20001])
+def test_plain_read(numel):
+    """Every word once, in whatever shares."""
+    words = torch.randint(-2**31, 2**31 - 1, (numel,), dtype=torch.int32, device=DEVICE)
+    xor = functools.reduce(operator.xor, words.tolist())
+    assert read.xor_of(words) == xor == read.xor_of(read.read(words))
+
+
+@pytest.mark.cpu
+def test_read_that_misses_a_word_is_not_timed(interpreted_read, monkeypatch, tmp_path):
+    right = read.read
+    monkeypatch.setattr(read, "read", lambda words: right(words[1:]))
+    code, out, (row,) = run_op("decode", tmp_path, "--shape", DECODE_SIZES, "--impls", "read")
+    assert code == 1 and "read: WrongResult: the xor of all words is another" in out and row["ms"] is None
+
+
+@pytest.mark.cpu
+def test_default_options_of_decode():
+    args = bench.parse_args("bench", ["--op", "decode"], "cpu", "")
+    assert (args.impls, args.dtypes, args.causals) == (["cuda", "triton", "torch:flash"], ["bfloat16"], (True,))
+    on_a_gpu = bench.parse_args("bench", ["--op", "decode"], "cuda", "")
+    assert on_a_gpu.impls == list(decode.IMPLS) and len(set(on_a_gpu.shapes)) == 47
+    for shape in (*args.shapes, *on_a_gpu.shapes):
+        assert bench.parse_args("bench", ["--op", "decode", "--shape", str(shape)], "cpu", "").shapes == [shape]
 
 
 VARLEN_JSON, WINDOW_JSON = "varlen.json", "window.json"

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from minimal_attn import bench
-from minimal_attn.bench import (attention, backward, forward_backward, matmul, pictures, scores, varlen,
+from minimal_attn.bench import (attention, backward, decode, forward_backward, matmul, pictures, scores, varlen,
                                 varlen_backward, window)
 from minimal_attn.bench.measure import MEASURED, Setting
 from minimal_attn.bench.styles import MATMUL, STYLES
@@ -32,7 +32,8 @@ GPU_IMPLS = {name for name, impl in attention.IMPLS.items() if "cuda" in impl.de
 CPU_IMPLS = {name for name, impl in attention.IMPLS.items() if "cpu" in impl.devices}
 OF_PACKED = {*varlen.DEFAULTS["impls"], "flex"} - {"cuda:host"}
 OF_SCORES = {*scores.DEFAULTS["impls"]} - {"cuda:host"}
-IN_ONE_PICTURE = GPU_IMPLS, CPU_IMPLS, OF_PACKED, OF_SCORES, set(matmul.IMPLS) - {"torch"}, set(BACKENDS)
+IN_ONE_PICTURE = (GPU_IMPLS, CPU_IMPLS, OF_PACKED, OF_SCORES, set(decode.IMPLS), set(matmul.IMPLS) - {"torch"},
+                  set(BACKENDS))
 
 
 def results_of(shapes, tflops, dtype="bfloat16", causal=False):
@@ -61,7 +62,7 @@ def labels(ticks):
 # Styles.
 
 def test_styles_has_every_implementation():
-    for op in (attention, backward, forward_backward, varlen, varlen_backward, window, scores, matmul):
+    for op in (attention, backward, forward_backward, varlen, varlen_backward, window, scores, decode, matmul):
         assert set(op.IMPLS) <= set(STYLES)
     rows = json.loads((ROOT / "benchmarks/peers.json").read_text())["rows"]
     assert {"fa3", "fa4"} <= set(rows[0]) and {"fa3", "fa4", *BACKENDS} <= set(STYLES)
@@ -265,16 +266,18 @@ def test_bench_draws_what_its_json_holds(tmp_path):
         "head_dim 8, float32 (H 2, B 1)", "head_dim 8, float32, causal (H 2, B 1)"]
 
 
-# Records of packed batches, windows and scores, which may not have been measured yet.
+# Records of packed batches, windows, scores and caches, which may not have been measured yet.
 
 NUMBERS = dict.fromkeys(MEASURED, 1.0) | {"tflops": 500.0}
+CAUSALS = {decode: (True,)}  # and with or without a mask for other ops
+SHARES = {"read": 1, "cuda": 0.9, "triton": 0.8, "torch:cudnn": 0.7, "torch:flash": 0.6}  # of the read's speed
 META = {"device": "NVIDIA H200", "command": "python bench.py", "host_us": {"flash_attn_func": 9.0,
                                                                           "flash_attn_varlen_func": 12.0}}
 
 
 def rows_of(op, names):
     """A row of each implementation for the default shapes of an op on a GPU, as from a run."""
-    for shape, causal, name in itertools.product(op.DEFAULT_SHAPES["cuda"], (False, True), names):
+    for shape, causal, name in itertools.product(op.DEFAULT_SHAPES["cuda"], CAUSALS.get(op, (False, True)), names):
         case = object.__new__(op.CASES[type(shape)])
         case.shape, case.dtype, case.causal = case.setting = Setting(shape, "bfloat16", causal)
         measured = NUMBERS if name in case.impls or name.startswith("cuda") else {}
@@ -295,10 +298,20 @@ def measured(tmp_path, monkeypatch):
             results.setdefault(name, {}).setdefault(setting, {})[row["impl"]] = row
         content = {"meta": META, "rows": [row for _, row in rows]}
         (tmp_path / f"benchmarks/h200/{name}.json").write_text(json.dumps(content))
+    results["decode"] = decoded = {}
+    for setting, row in rows_of(decode, decode.IMPLS):
+        if row["impl"].startswith("torch") and (setting.shape.page_size or setting.shape.is_drawn):
+            row |= dict.fromkeys(MEASURED)
+        else:
+            gbps = SHARES[row["impl"]] * 4000
+            row |= {"gbps": gbps, "ms": setting.shape.bytes / gbps / 1e6, "read_gbps": 4000.0}
+        decoded.setdefault(setting, {})[row["impl"]] = row
+    content = {"meta": META, "rows": [row for rows in decoded.values() for row in rows.values()]}
+    (tmp_path / "benchmarks/h200/decode.json").write_text(json.dumps(content))
     return results
 
 
-BLOCKS_TO_COME = ["varlen", "varlen_backward", "window", "scores"]
+BLOCKS_TO_COME = ["varlen", "varlen_backward", "window", "scores", "decode"]
 
 
 @pytest.mark.parametrize("block", BLOCKS_TO_COME)
@@ -308,7 +321,7 @@ def test_block_of_no_record_is_empty(block, tmp_path, monkeypatch):
 
 
 def test_blocks_of_records(measured):
-    varlen, gradients, windows, scores = (write_tables.BLOCKS[block]() for block in BLOCKS_TO_COME)
+    varlen, gradients, windows, scores, caches = (write_tables.BLOCKS[block]() for block in BLOCKS_TO_COME)
     assert "| 16 of 64..4096 | no | 500 | 500 | 500 | 500 | 1.00 | 1.00 | 500 | 1.00 |\n" in varlen
     assert "12.0 µs, and a dense one 9.0 µs." in " ".join(varlen.split())
     assert "| 8192 + 64 x 128 | yes | 500 | 500 | 500 | 1.00 | 1.00 | 500 | 1.00 |\n" in gradients
@@ -316,7 +329,13 @@ def test_blocks_of_records(measured):
     assert "| (4096, 4096) | 16384 | no |" in windows and "varlen.svg" in varlen and "window.svg" in windows
     assert "| alibi | 500 | 500 | 500 | 500 | 500 | – | 500 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |\n" in scores
     assert "scores.svg" in scores
-    assert all(line.startswith("|") or len(line) <= 120 for block in (varlen, gradients, windows, scores)
+    shares = "| 0.90 | 0.90 | 0.90 | 0.90 | 0.80 | 0.80 | 0.80 | 0.80 | 0.70 | 0.60 |\n"  # of four sizes of pages
+    assert "| 1 | 32 | 8 | 1024 | 4 | 4000 " + shares in caches and caches.count(shares) == 10
+    assert "| 8 | 8192 | 1 | 1 | full | 268 | 4000 | 0.90 | 0.80 | – | – |\n" in caches
+    assert "| 8 | 8192 | 16 | – | full | 268 | 4000 | 0.90 | 0.80 | 0.70 | 0.60 |\n" in caches
+    assert "| 32 | 8192 | 1 | – | drawn | 662 | 4000 | 0.90 | 0.80 | – | – |\n" in caches and "decode.svg" in caches
+    assert "0.90 for cuda (0.90 to 0.90), 0.80 for triton" in " ".join(caches.split())
+    assert all(line.startswith("|") or len(line) <= 120 for block in (varlen, gradients, windows, scores, caches)
                for line in block.splitlines())
 
 
@@ -331,6 +350,36 @@ def test_picture_of_a_record_is_that_of_the_run(name, shared, measured):
     assert [type(x.shape) for x in results] == [type(x.shape) for x in measured[name]]
     without_mask, causal = pictures.panels_of(results)
     assert without_mask.shared == causal.shared == shared and not causal.is_sweep
+
+
+def test_picture_of_a_record_of_caches(measured, monkeypatch):
+    """Points over the bytes for each size of pages, the read as a line, and bars for other calls."""
+    content = json.loads((recorded.ROOT / "benchmarks/h200/decode.json").read_text())
+    results, title, _ = write_pictures.results_of(content)
+    assert title == "Attention to caches (cuda, triton) on NVIDIA H200"
+    assert pictures.digest_of_plot(results, title, {}) == pictures.digest_of_plot(measured["decode"], title, {})
+    *points, bars = pictures.panels_of(results)
+    assert [panel.shared for panel in points] == [f"{x}, one token" for x in ("dense caches", *(
+        f"pages of {n}" for n in (16, 64, 128)))]
+    assert len(bars.results) == 7 and not bars.is_sweep and bars.shared == "H 32/8, D 128"
+    figures = []
+    monkeypatch.setattr(pictures, "save", lambda figure, *args: figures.append(figure))
+    pictures.plot("x.svg", results, title, {})
+    dense, *_, last = figures[0].axes
+    lines = {line.get_label(): line for line in dense.get_lines()}
+    assert [label for label, line in lines.items() if line.get_linestyle() == "-"] == ["plain read"]
+    assert len(lines) == 5 and set(lines["cuda (ours)"].get_ydata()) == {3600}
+    assert [round(2**x) for x in lines["plain read"].get_xdata()][::9] == [2**22, 2**31]
+    assert labels(dense.get_xticklabels()) == ["4.19", "33.6", "268", "537", "1074", "2147"]
+    assert (dense.get_ylabel(), last.get_xlabel()) == ("GB/s", "GB/s (× plain read)")
+    assert labels(last.texts)[:2] == ["3,600 (0.90×)"] * 2
+    assert labels(last.get_yticklabels())[0] == "B 8, S 1/8192, page 1"
+
+
+def test_page_of_caches(measured):
+    text = write_pictures.page.html(measured["decode"], "title", META | dict.fromkeys(
+        ("driver", "cuda", "torch", "triton", "date"), "1") | {"source_digest": "2"}, {})
+    assert 'alt="GB/s, ' in text and "<td>3,600</td>" in text and 'alt="TFLOP/s' not in text
 
 
 def test_bars_of_packed_batches():

@@ -2,7 +2,8 @@
 
 Without arguments it runs on the GPU if there is one, else on the CPU; --op backward does the same for the derivative,
 --op forward_backward for both passes in one call, --op varlen, varlen_backward, window and scores for packed batches,
-windows and sinks, and what changes the scores, --op matmul for the product of matrices. main() is the whole run.
+windows and sinks, and what changes the scores, --op decode for caches of keys and values, --op matmul for the product
+of matrices. main() is the whole run.
 Read next: attention.py, what is compared; measure.py, how one of it is measured; tables.py, pictures.py and page.py,
 what becomes of the numbers; demo.py, a short run with a verdict.
 """
@@ -76,7 +77,7 @@ class Run:
             profiled(able, case).export_chrome_trace(self.args.trace)
             self.files.append(self.args.trace)
         self.time_all()
-        if self.op is not OPS["matmul"]:
+        if self.op not in (OPS["matmul"], OPS["decode"]):
             self.ceilings = {dtype: tflops for dtype in self.args.dtypes if (
                 tflops := attempt(self.told, f"matmul, {dtype}", matmul_ceiling, dtype, self.device))}
         self.ended = True
@@ -99,7 +100,7 @@ class Run:
 
     def time_all(self):
         """Fills self.results, and the JSON with each row."""
-        args, impls = self.args, self.args.impls
+        args, impls, measure_one = self.args, self.args.impls, getattr(self.op, "measured", measured)
         self.results = {Setting(x, *kind): dict.fromkeys(impls)
                         for kind in self.kinds for x in dict.fromkeys((*args.shapes, *self.sweep))}
         # By turns another is the first of a setting, as whichever comes first finds a GPU that has cooled a little.
@@ -116,7 +117,7 @@ class Run:
         for setting, impl in watched(self.jobs, lambda job: f"timing {job[1]} {job[0]}", console):
             case = self.case_of(setting)
             is_served = impl in serving(case.impls, impls, setting.dtype)
-            numbers = attempt(self.told, impl, measured, case, impl) if is_served else None
+            numbers = attempt(self.told, impl, measure_one, case, impl) if is_served else None
             taken.setdefault((setting, impl), []).append(numbers)
             self.results[setting][impl] = case.row(impl, middle(taken[setting, impl]))
             self.done += 1

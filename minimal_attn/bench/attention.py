@@ -1,7 +1,7 @@
 """What is compared in attention: the table of implementations, ours and every peer that can be imported, and a Case.
 
-Read next: varlen.py, window.py and scores.py, calls that ask for more; measure.py, which makes a row of the JSON from
-one of each.
+Read next: varlen.py, window.py, scores.py and decode.py, calls that ask for more; measure.py, which makes a row of the
+JSON from one of each.
 """
 
 import functools
@@ -23,7 +23,7 @@ from ..backends import Lengths
 from ..checks import MAX_HEAD_DIM
 from ..scores import visible_keys
 from ..validation import allowed_error
-from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, MEASURED, Impl, host_us, normal, truth_fits
+from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, MEASURED, Impl, host_us, normal, timed, truth_fits
 
 DTYPES = DTYPE_NAMES + FP8_DTYPE_NAMES
 HALVES = ("float16", "bfloat16")
@@ -303,6 +303,9 @@ class Case:
         if truth_fits(self.scores_kept * self.shape.elements, self.device):
             return x
         return x[-1:, -(x.shape[1] // self.shape.nheads_k):]
+
+    def timed(self, forward):
+        return timed(self.device, forward, *self.args)
 
     def row(self, impl, measured):
         known = dict(op=self.op, impl=impl, dtype=self.dtype, causal=self.causal, **self.sizes(), **measured)

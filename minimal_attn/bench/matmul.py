@@ -9,7 +9,7 @@ import torch
 
 from .. import triton_matmul
 from ..validation import allowed_error
-from .measure import DTYPE_NAMES, MEASURED, Impl, normal, truth_fits
+from .measure import DTYPE_NAMES, MEASURED, Impl, normal, timed, truth_fits
 
 TITLE = "Matrix multiplication"
 DTYPES = DTYPE_NAMES
@@ -86,6 +86,9 @@ class Case:
 
     def judged(self, x):
         return x
+
+    def timed(self, forward):
+        return timed(self.device, forward, *self.args)
 
     def row(self, impl, measured):
         known = dict(op=self.op, impl=impl, dtype=self.dtype, **self.shape._asdict(), **measured)

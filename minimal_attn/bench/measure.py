@@ -41,6 +41,7 @@ class Impl(NamedTuple):
     devices: tuple = ("cuda", "cpu")
     backend: str | None = None  # of minimal_attn, if it is ours: where that is available, it has to serve
     dtypes: tuple = DTYPE_NAMES
+    judge: Callable | None = None  # (case) -> what judge() returns, where that is not by the error rule
 
 
 class Setting(NamedTuple):
@@ -71,6 +72,8 @@ def truth_fits(elements, device):
 def judge(case, impl):
     """The maximum error of what is judged of one call, a tuple of those of dq, dk and dv where it gives gradients, None
     with nothing to judge by. Raises WrongResult by the error rule of tests/, each by what is allowed of it."""
+    if case.impls[impl].judge:
+        return case.impls[impl].judge(case)
     out = case.impls[impl].forward(*case.args)
     if case.truth is None:
         return None
@@ -130,7 +133,7 @@ def measured(case, impl):
     max_err, forward = judge(case, impl), case.impls[impl].forward  # and the warm-up: builds, tunes, makes workspaces
     peak = peak_bytes(forward, *case.args)
     peak_mb = None if peak is None else (peak - case.out_bytes) / 1e6
-    ms, ms_p20, ms_p80 = timed(case.device, forward, *case.args)
+    ms, ms_p20, ms_p80 = case.timed(forward)
     numbers = ms, ms_p20, ms_p80, case.flops / ms / 1e9, case.bytes / ms / 1e6, peak_mb, max_err and max(each(max_err))
     return {key: float(f"{x:.6g}") for key, x in zip(MEASURED, numbers) if x is not None and math.isfinite(x)}
 

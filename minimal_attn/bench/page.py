@@ -10,7 +10,7 @@ from . import tables
 from .measure import MEASURED
 from .pictures import digest_of, digest_of_plot, panels_of, svg, words
 from .styles import STYLES
-from .tables import HEADINGS, number, speedup
+from .tables import HEADINGS, RATES, number, speedup
 
 # A table that is wider than the screen scrolls by itself, with the names of its rows in sight.
 STYLE = """
@@ -82,20 +82,20 @@ def heading(panel):
 
 
 def section(name, panel, ceilings):
-    """One panel: its picture, TFLOP/s by shape, and behind a click every number."""
+    """One panel: its picture, the rates by shape, and behind a click every number."""
     picture = base64.b64encode(svg(panel, ceilings).encode()).decode()
     labels = {impl: STYLES[impl].label for impl in panel.impls}
     dtypes = {setting.dtype for setting in panel.results}
     rows_of = {words(setting.shape.parts) + f", {setting.dtype}" * (len(dtypes) > 1): rows
                for setting, rows in panel.results.items()}
-    tflops = {shape: [rows[impl]["tflops"] for impl in labels] for shape, rows in rows_of.items()}
+    rates = {shape: [rows[impl][panel.rate] for impl in labels] for shape, rows in rows_of.items()}
     baseline = [panel.baseline] if panel.baseline else []
     everything = {f"{shape}: {label}": [*(rows[impl][key] for key in MEASURED),
                                         *(speedup(rows, impl, x) for x in baseline)]
                   for shape, rows in rows_of.items() for impl, label in labels.items() if rows[impl]["ms"]}
     return f"""<h2 id="{name}">{escape(heading(panel))}</h2>
-<img alt="TFLOP/s, {escape(heading(panel))}" src="data:image/svg+xml;base64,{picture}">
-{table("TFLOP/s", labels.values(), tflops, best=True)}
+<img alt="{RATES[panel.rate]}, {escape(heading(panel))}" src="data:image/svg+xml;base64,{picture}">
+{table(RATES[panel.rate], labels.values(), rates, best=True)}
 <details><summary>All numbers</summary>
 {table("", [*HEADINGS, *(f"× {labels[x]}" for x in baseline)], everything)}
 </details>"""

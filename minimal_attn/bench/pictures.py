@@ -1,8 +1,9 @@
-"""TFLOP/s and loss curves in pictures. Every picture holds a digest of what it was drawn from.
+"""TFLOP/s, GB/s and loss curves in pictures. Every picture holds a digest of what it was drawn from.
 
 results is everywhere {setting: {impl: row}}, and ceilings {dtype: TFLOP/s of a matmul}. Shapes that differ in their
 length alone are drawn as lines over S, all others as bars: groups by shape, and for scores.py groups by implementation.
-Read next: styles.py, then page.py, which puts the panels into a page.
+For decode.py there are points over the bytes instead of lines over S. Read next: styles.py, then page.py, which puts
+the panels into a page.
 """
 
 import hashlib
@@ -18,10 +19,10 @@ from matplotlib.figure import Figure
 
 from . import styles
 from .styles import MATMUL, STYLES
-from .tables import speedup
+from .tables import RATES, number, rate_of, speedup
 
 # Speed-ups are over the first of these.
-BASELINES = "manual", "cublas", "torch", "torch:varlen", "torch:cudnn", "torch:flash"
+BASELINES = "read", "manual", "cublas", "torch", "torch:varlen", "torch:cudnn", "torch:flash"
 LINES = "-", ":", "-.", (0, (1, 3)), (0, (6, 2, 1, 2, 1, 2))  # for each dtype of a panel
 STEPS = 4  # from a marker of a loss curve to one of the next curve
 DIGEST = re.compile(rb"data-sha256 ([0-9a-f]{64})")
@@ -30,12 +31,16 @@ DIGEST = re.compile(rb"data-sha256 ([0-9a-f]{64})")
 class Panel(NamedTuple):
     title: str
     shared: str  # the sizes that all its shapes share, in words
-    is_sweep: bool  # lines over S
+    is_sweep: bool  # lines over S, or points over bytes
     results: dict
 
     @property
     def impls(self):
         return measured_in(self.results)
+
+    @property
+    def rate(self):
+        return rate_of(self.results)
 
     @property
     def has_scores(self):
@@ -49,7 +54,7 @@ class Panel(NamedTuple):
 
 def measured_in(results):
     """The implementations that have a number in results, in the order of STYLES."""
-    return [impl for impl in STYLES if any(rows[impl]["tflops"] for rows in results.values() if impl in rows)]
+    return [impl for impl in STYLES if any(rows[impl]["ms"] for rows in results.values() if impl in rows)]
 
 
 def title_of(title, results, where):
@@ -176,12 +181,13 @@ def draw_all(axes, panels, ceilings):
     for ax in axes[len(panels):]:
         ax.remove()
     for ax, panel in zip(axes, panels):
-        draw = draw_lines if panel.is_sweep else draw_scores if panel.has_scores else draw_bars
+        draw_sweep = draw_points if panel.rate == "gbps" else draw_lines
+        draw = draw_sweep if panel.is_sweep else draw_scores if panel.has_scores else draw_bars
         draw(ax, panel, ceilings)
         ax.set_title(f"{panel.title}\n{panel.shared}".rstrip(), fontsize="medium")
         ax.set_axisbelow(True)
-    values = [rows[impl]["tflops"] for panel in panels for rows in panel.results.values() for impl in panel.impls
-              if rows[impl]["tflops"]]
+    values = [rows[impl][panel.rate] for panel in panels for rows in panel.results.values() for impl in panel.impls
+              if rows[impl][panel.rate]]
     is_log = values and max(values) > 300 * min(values)  # Triton's interpreter beside compiled code
     ceiling = max(ceiling_of(panel, ceilings) or 0 for panel in panels)
     for ax, panel in zip(axes, panels):
@@ -223,6 +229,22 @@ def draw_lines(ax, panel, ceilings):
         ax.set_ylabel("TFLOP/s")
 
 
+def draw_points(ax, panel, ceilings):
+    """GB/s over the bytes of keys and values: the plain read as a line, all others as points."""
+    for impl in panel.impls:
+        style = STYLES[impl]
+        points = sorted((math.log2(setting.shape.x), rows[impl]["gbps"]) for setting, rows in panel.results.items()
+                        if rows[impl]["gbps"])
+        ax.plot(*zip(*points), linestyle="-" if impl == "read" else "", color=style.color, marker=style.marker,
+                markerfacecolor=style.color if style.is_ours else "white", zorder=3 if style.is_ours else 2,
+                label=style.label)
+    sizes = sorted({setting.shape.x for setting in panel.results})
+    ax.set_xticks([math.log2(x) for x in sizes], [f"{x / 1e6:.3g}" if x < 1e9 else f"{x / 1e6:.0f}" for x in sizes])
+    ax.set_xlabel("MB of keys and values")
+    if ax.get_subplotspec().is_first_col():
+        ax.set_ylabel("GB/s")
+
+
 def height_of_bars(panel):
     """Of a panel of bars, in inches."""
     return 1.2 + len(panel.results) * (0.16 * len(panel.impls) + 0.12)
@@ -233,13 +255,13 @@ def draw_bars(ax, panel, ceilings):
     impls, shapes = panel.impls, [setting.shape for setting in panel.results]
     height = 0.8 / max(1, len(impls))
     for i, impl in enumerate(impls):
-        tflops = [rows[impl]["tflops"] or math.nan for rows in panel.results.values()]
+        rates = [rows[impl][panel.rate] or math.nan for rows in panel.results.values()]
         factors = [impl != panel.baseline and speedup(rows, impl, panel.baseline) for rows in panel.results.values()]
-        bars_of(ax, impl, [y + (i + 0.5) * height - 0.4 for y in range(len(shapes))], tflops, factors, height)
+        bars_of(ax, impl, [y + (i + 0.5) * height - 0.4 for y in range(len(shapes))], rates, factors, height)
     ax.set_yticks(range(len(shapes)), different_words(shapes))
     ax.set_ylim(len(shapes) - 0.5, -0.5)
     baseline = f" (× {STYLES[panel.baseline].label.partition(' (')[0]})" if panel.baseline else ""
-    finish_bars(ax, panel, ceilings, f"TFLOP/s{baseline}")
+    finish_bars(ax, panel, ceilings, f"{RATES[panel.rate]}{baseline}")
 
 
 def draw_scores(ax, panel, ceilings):
@@ -260,13 +282,13 @@ def draw_scores(ax, panel, ceilings):
     finish_bars(ax, panel, ceilings, "TFLOP/s (× score none)")
 
 
-def bars_of(ax, impl, places, tflops, factors, height):
-    """Those of one implementation, and beside each its TFLOP/s and its factor, if it has one."""
+def bars_of(ax, impl, places, rates, factors, height):
+    """Those of one implementation, and beside each its rate and its factor, if it has one."""
     style = STYLES[impl]
-    bars = ax.barh(places, tflops, height, label=style.label, edgecolor=style.color,
+    bars = ax.barh(places, rates, height, label=style.label, edgecolor=style.color,
                    facecolor=style.color if style.is_ours else (style.color, 0.2))
-    ax.bar_label(bars, ["" if math.isnan(x) else f"{x:.3g}" + (f" ({factor:.2f}×)" if factor else "")
-                        for x, factor in zip(tflops, factors)], padding=3, fontsize=8,
+    ax.bar_label(bars, ["" if math.isnan(x) else number(x) + (f" ({factor:.2f}×)" if factor else "")
+                        for x, factor in zip(rates, factors)], padding=3, fontsize=8,
                  bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
 
 

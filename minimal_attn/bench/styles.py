@@ -43,6 +43,7 @@ STYLES = {
     "torch:efficient": Style("memory-efficient (torch)", OLIVE, "v"),
     "torch:math": Style("math (torch)", INDIGO, ">"),
     "manual": Style("plain PyTorch (manual)", GRAY, "s"),
+    "read": Style("plain read", GRAY, ""),  # the ceiling of caches: a line
     "cublas": Style("cuBLAS (torch)", BLACK, "s"),
     "torch": Style("torch", BLACK, "d"),
     "reference": Style("reference", GRAY, "d"),

@@ -9,12 +9,18 @@ from .measure import MEASURED, Setting
 console = Console(highlight=False, markup=False)
 
 HEADINGS = ("ms", "p20", "p80", "TFLOP/s", "GB/s", "peak MB", "max err")
+RATES = {"tflops": "TFLOP/s", "gbps": "GB/s"}
 MANY = 4  # settings, beyond which a table has a line for each
 
 
 def speedup(rows, impl, baseline):
     ms, baseline_ms = (rows.get(name, {}).get("ms") for name in (impl, baseline))
     return baseline_ms / ms if ms and baseline_ms else None
+
+
+def rate_of(results):
+    """The key of RATES that tables and pictures show: GB/s of shapes of decode.py, TFLOP/s of all others."""
+    return getattr(next(iter(results)).shape, "rate", "tflops")
 
 
 def number(x):
@@ -38,16 +44,21 @@ def print_table(title, headings, rows):
 
 
 def print_tables(results, args, sweep, on_device):
-    """Of each of args.shapes a table of all that was measured, or one of them all where they are many; then, for each
-    dtype with and without a mask, one of the time over the lengths of sweep."""
+    """Of each of args.shapes a table of all that was measured, or one of them all where they are many, and for
+    decode.py one of speeds over that of the plain read. Then, for each dtype with and without a mask, one of the time
+    over the lengths of sweep."""
     baseline = args.op.BASELINE
     of_shapes = {setting: rows for setting, rows in results.items() if setting.shape in args.shapes}
     for setting, rows in of_shapes.items() if len(of_shapes) <= MANY else ():
         numbers = {impl: [*(rows[impl][x] for x in MEASURED), speedup(rows, impl, baseline)] for impl in rows}
         print_table(f"{setting} {on_device}", [*HEADINGS, f"× {baseline}"], numbers)
     if len(of_shapes) > MANY:
-        numbers = {str(setting): [rows[x]["tflops"] for x in rows] for setting, rows in of_shapes.items()}
-        print_table(f"TFLOP/s {on_device}", args.impls, numbers)
+        rate = rate_of(of_shapes)
+        numbers = {str(setting): [rows[x][rate] for x in rows] for setting, rows in of_shapes.items()}
+        print_table(f"{RATES[rate]} {on_device}", args.impls, numbers)
+        if rate == "gbps" and baseline in args.impls:
+            numbers = {str(setting): [speedup(rows, x, baseline) for x in rows] for setting, rows in of_shapes.items()}
+            print_table(f"× {baseline} {on_device}", args.impls, numbers)
     for dtype, causal in dict.fromkeys((x.dtype, x.causal) for x in results) if sweep else ():
         measured = {shape.x: results[Setting(shape, dtype, causal)] for shape in sweep
                     if Setting(shape, dtype, causal) in results}
