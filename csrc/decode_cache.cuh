@@ -69,7 +69,8 @@ template <typename T, typename Shape> struct KeyStream {
         const int lane_row = threadIdx.x % 32 / kVecs, vec = threadIdx.x % kVecs;
         const int row0 = int(threadIdx.x / 32) * kWarpRows + lane_row;
         const int in_cache = max(0, min(sequence, p.num_sequences - 1));
-        const T *gK = rows_of<const T>(p.k, in_cache, run.h_k, row), *gV = rows_of<const T>(p.v, in_cache, run.h_k, row);
+        const T *gK = rows_of<const T>(p.k, in_cache, run.h_k, row);
+        const T *gV = rows_of<const T>(p.v, in_cache, run.h_k, row);
         if (kNeighbours) gK += lane_row * p.k.row_stride + 8 * vec, gV += lane_row * p.v.row_stride + 8 * vec;
         // Rows [first, k_end) of K and [first, v_end) of V are copied, counted from row0 on. Others become 0.
         const int first = run.cut.begin - key - row0, end = run.cut.end - key - row0;
