@@ -17,7 +17,7 @@ from cases import Case, dtypes_of, serves
 from conftest import IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from test_emulator import csrc, driver_of, sanitized  # noqa: F401
 from test_sanitizers import (asan, assert_passed, check_clean, check_missing_barrier, check_missing_wait,  # noqa: F401
-                             compute_sanitizer, gpu_objects, missing_from, run, run_tsan, tsan, whole_driver)
+                             cases_of_driver, compute_sanitizer, gpu_objects, missing_from, run, run_tsan, tsan, whole_driver)
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 SEEDS = range(16)
@@ -73,8 +73,10 @@ def test_thread_sanitizer_finds_nothing(part, tsan):  # noqa: F811
 
 
 @pytest.mark.gpu
-def test_racecheck_of_all_cases(whole_driver):  # noqa: F811
-    done, summary = compute_sanitizer("racecheck", whole_driver)
+@pytest.mark.parametrize("is_hopper", [False, True])
+def test_racecheck_of_all_cases(is_hopper, whole_driver):  # noqa: F811
+    names = [name for name in cases_of_driver() if name.startswith("sm90") == is_hopper]  # see RACECHECK_FORWARD
+    done, summary = compute_sanitizer("racecheck", whole_driver, *["--forward-only"] * is_hopper, *names)
     assert_passed(done)
     assert "SUMMARY: 0 " in summary
 

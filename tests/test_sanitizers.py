@@ -51,6 +51,10 @@ def csrc_without(statement, directory):
     return csrc
 
 
+def cases_of_driver():
+    return re.findall(r'^    (?:\w+\()*{"(\w+)",', DRIVER.read_text(), re.MULTILINE)
+
+
 def assert_passed(done):
     said = done.stdout + done.stderr
     assert done.returncode == 0 and re.search(r"^[1-9]\d* passed, 0 failed", done.stdout, re.MULTILINE), said
@@ -210,13 +214,17 @@ RACECHECK_CASES = [
     "fp32_64", "fp32_128", "fp32_256", "fp32_128_narrow", "fp32_256_narrow", "fp32_64_wide", "fp32_128_wide",
     "fp32_256_wide", "fp16_64", "fp16_128", "bf16_256", "fp16_128_narrow", "bf16_256_narrow", "dropout",
     "sm80_fp16_64", "sm80_bf16_96", "sm80_fp16_128", "sm80_bf16_192", "sm80_fp16_256", "sm80_128_narrow",
-    "sm80_256_narrow", "sm80_splits_drop", "dmma_64", "dmma_128_causal",
-    "sm90_64", "sm90_96", "sm90_104", "sm90_192", "sm90_200_causal", "sm90_many_lens"]
+    "sm80_256_narrow", "sm80_splits_drop", "dmma_64", "dmma_128_causal"]
+# Of Hopper's kernels, the forward pass. In the backward pass the lanes of a warp write, meet by __syncwarp, and one of
+# them arrives at an mbarrier for all. racecheck of CUDA 13.0 does not follow that order, and reports what the 31 others
+# have written. test_emulator.py leaves out each of its synchronizations.
+RACECHECK_FORWARD = ["sm90_64", "sm90_96", "sm90_104", "sm90_192", "sm90_200_causal", "sm90_many_lens"]
 # Arguments of the driver for each run. The parts are for several workers.
 SANITIZER_RUNS = {**{f"memcheck, part {i + 1}": [f"--part={i}/2"] for i in range(2)},
                   **{f"initcheck, part {i + 1}": ["--valid-only", f"--part={i}/4"] for i in range(4)},
                   **{f"synccheck, part {i + 1}": [f"--part={i}/2"] for i in range(2)},
-                  **{f"racecheck, part {i + 1}": RACECHECK_CASES[i::2] for i in range(2)}}
+                  **{f"racecheck, part {i + 1}": RACECHECK_CASES[i::2] for i in range(2)},
+                  "racecheck, forward": ["--forward-only", *RACECHECK_FORWARD]}
 # The same of decode_driver.cpp. Its cases are few, so racecheck gets all of them too.
 DECODE_PARTS = {"memcheck": 2, "initcheck": 2, "synccheck": 2, "racecheck": 4}
 SANITIZER_RUNS |= {f"{tool}, decode, part {i + 1}": [*["--valid-only"] * (tool == "initcheck"), f"--part={i}/{parts}"]
@@ -235,7 +243,7 @@ def test_compute_sanitizer(name, request, record_property):
 
 @pytest.mark.cpu
 def test_driver_has_the_cases_of_racecheck():
-    assert set(RACECHECK_CASES) <= set(re.findall(r'^    {"(\w+)",', DRIVER.read_text(), re.MULTILINE))
+    assert {*RACECHECK_CASES, *RACECHECK_FORWARD} <= set(cases_of_driver())
 
 
 def needs_hopper(file):
