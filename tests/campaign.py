@@ -16,8 +16,9 @@ import test_scores
 from cases import Case, dtypes_of, serves
 from conftest import IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from test_emulator import csrc, driver_of, sanitized  # noqa: F401
-from test_sanitizers import (asan, assert_passed, check_clean, check_missing_barrier, check_missing_wait,  # noqa: F401
-                             cases_of_driver, compute_sanitizer, gpu_objects, missing_from, run, run_tsan, tsan, whole_driver)
+from test_sanitizers import (asan, assert_passed, cases_of_driver, check_clean, check_missing_barrier,  # noqa: F401
+                             check_missing_wait, compute_sanitizer, gpu_objects, missing_from, run, run_tsan, tsan,
+                             whole_driver)
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 SEEDS = range(16)

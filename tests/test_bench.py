@@ -1205,14 +1205,14 @@ def test_timed_in_a_graph(monkeypatch):
             return end.ms - self.ms
 
     def replay():
-        replays.append(50 if len(replays) < decode.WARMUP else 6)
+        replays.append(12.5 if len(replays) < 5 else 6)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=replay))
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert case.timed(captured.append) == [2, 2, 2] and captured == ["a", "b", "c"]
-    assert len(replays) == decode.WARMUP + decode.REPLAYS
+    assert len(replays) == 1 + decode.WARMUP_MS / 12.5 + decode.REPLAYS
 
 
 @pytest.mark.parametrize("numel", [1, 7, 4096, 2 * 4096 + 8, 20001])

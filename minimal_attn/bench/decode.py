@@ -8,6 +8,7 @@ Read next: read.py, the plain read; measure.py.
 """
 
 import functools
+import math
 import random
 import re
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ SHAPES = "B,H,S,D or B,H,Sq,D,Hk,Sk, also with ' page SIZE' or ' drawn' behind i
 
 CACHES = {"cuda": (2, 32), "cpu": (1, 1)}  # at least and at most in a graph, as many as reach CACHE_BYTES together
 CACHE_BYTES = 400_000_000  # well beyond the L2 of any GPU
-WARMUP, REPLAYS = 2, 15  # of the graph; only the REPLAYS are timed
+WARMUP_MS, REPLAYS = 50, 15  # of the graph. Right after a pause, reads have been seen 12 % slower
 
 
 class Shape(NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("page_size", int), ("lengths", str)])):
@@ -170,6 +171,17 @@ def measured(case, impl):
     return numbers | {key: float(f"{x:.6g}") for key, x in more.items() if x is not None}
 
 
+def times_of_replays(graph, count):
+    """ms of each of some replays in a row."""
+    spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for start, end in spans:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in spans]
+
+
 class Case(attention.Case):
     """Caches in memory (2, N, S or page_size, Hk, D), K and then V, and a call on each. Pages are in random order.
     GB/s count the valid keys and values alone."""
@@ -228,13 +240,9 @@ class Case(attention.Case):
         with torch.cuda.graph(graph):
             for args in self.calls:
                 forward(*args)
-        spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(WARMUP + REPLAYS)]
-        for start, end in spans:  # the host is ahead of the GPU, so that no launch is timed
-            start.record()
-            graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-        times = [start.elapsed_time(end) / len(self.calls) for start, end in spans[WARMUP:]]
+        warmups = math.ceil(WARMUP_MS / times_of_replays(graph, 1)[0])
+        # The host is ahead of the GPU, so that no launch is timed.
+        times = [time / len(self.calls) for time in times_of_replays(graph, warmups + REPLAYS)[warmups:]]
         return torch.tensor(times, dtype=torch.float64).quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
 
     @functools.cached_property
