@@ -171,6 +171,8 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
 #if __CUDA_ARCH__ < 800  // of a build for several GPUs, the part for those that have no such instructions
     __trap();
 #else
+    let_next_kernel_begin();
+    wait_for_last_kernel();
     DecodeMemory<Shape> &shared = shared_memory<DecodeMemory<Shape>>();
     Run<Shape> &run = shared.run, &ahead = shared.ahead[threadIdx.x / 32];
     find_first_run<Shape>(run, shared.costs, p, room, line);
@@ -225,8 +227,8 @@ template <typename T, typename Shape> void launch_decode(const DecodeParams &p) 
     const int blocks_per_sm = 2 * (bytes + kSystemBytes) <= max_shared_memory() + kSystemBytes ? 2 : 1;
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
     const Line line(p.nheads_k, num_sms() * blocks_per_sm);
-    launch(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, bytes, p.stream, p, Room(p, Shape::kBlockM),
-           line, Scores<>(p), ScoreFactors<float>(p), num_stages);
+    launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, bytes, p.stream, p,
+                 Room(p, Shape::kBlockM), line, Scores<>(p), ScoreFactors<float>(p), num_stages);
 }
 
 // act<Shape>() for the shape of p. A tile of 32 rows serves what has more than 16 and a head_dim up to 128: beyond,

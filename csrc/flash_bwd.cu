@@ -30,6 +30,7 @@ template <typename Sum> struct PreprocessTiles { Sum partial[kPreprocessTx][kPre
 template <typename T>
 __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
     flash_bwd_preprocess(const AttnBackwardParams p, const bool aligned) {
+    let_next_kernel_begin();
     using Sum = simt::Sum<T>;
     constexpr int kTy = kPreprocessTy, kTx = kPreprocessTx, kRows = kPreprocessM / kTy;
     const int tx = threadIdx.x % kTx, ty = threadIdx.x / kTx;

@@ -328,10 +328,12 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_co
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
+    let_next_kernel_begin();
     auto &shared = shared_memory<BwdSharedMemory<Shape>>();
     if (threadIdx.x == 0) shared.init_barriers();
     if (threadIdx.x == 32) shared.steps = Steps<Shape>(p);
     __syncthreads();
+    wait_for_last_kernel();
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
@@ -351,6 +353,7 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
     const BwdWorkspace<Shape> workspace(p);
     auto *stream = static_cast<cudaStream_t>(p.stream);
     if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.zeroed_bytes(p.deterministic), stream));
+    simt::preprocess_backward(p);
     auto tma = [&](const char *name, const Tensor &x, int heads, int rows, int head_dim, int box_rows) {
         return make_tma_tensor<kHeadDim>(name, x, p.batch_size, heads, rows, head_dim, box_rows);
     };
@@ -370,13 +373,14 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
         if (p.has_score_mods()) kernel = flash_bwd<T, Shape, true, true>;
         else if (p.dropout_seed) kernel = flash_bwd<T, Shape, true, false>;
     }
-    launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads,
-           sizeof(BwdSharedMemory<Shape>), p.stream, params);
+    launch_early(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads,
+                 sizeof(BwdSharedMemory<Shape>), p.stream, params);
     if (const int64_t vecs = workspace.dkv_floats / 8)
         launch(flash_bwd_dkv<T, Shape>, (vecs + kCombineThreads - 1) / kCombineThreads, kCombineThreads, 0, p.stream,
                p, scale, dv_scale);
     if (p.dq.data)
-        launch(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 2 * Shape::kDqFloats, p.stream, p, scale);
+        launch_early(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 2 * Shape::kDqFloats, p.stream, p,
+                     scale);
 }
 
 // {kHeadDim, kConsumers, kBlockM, kStages}. With 64 rows there are registers for dropout and for changed scores. 80
@@ -397,7 +401,6 @@ int64_t backward_workspace(const AttnBackwardParams &p) {
 }
 
 void flash_backward(const AttnBackwardParams &p) {
-    simt::preprocess_backward(p);
     if (p.max_head_dim() > 128) return flash_backward_wide(p);
     with_bwd_shape(p, [&]<typename Shape> {
         if (p.dtype == DType::kFloat16) launch_bwd<__half, Shape>(p);

@@ -245,6 +245,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide_dkv(const 
     if (threadIdx.x == 0) shared.init_barriers();
     if (threadIdx.x == 32) shared.steps = WideSteps(p);
     __syncthreads();
+    wait_for_last_kernel();
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
@@ -405,9 +406,10 @@ template <typename T, typename Shape> void launch_bwd_wide(const AttnBackwardPar
                             tma("dout", p.dout, p.nheads, p.seqlen_q, p.head_dim_v),
                             scores.sign * scores.softmax_scale_log2,
                             scores.softmax_scale};
+    simt::preprocess_backward(p);
     if (p.dk.data)
-        launch(flash_bwd_wide_dkv<T, Shape>, KeyTiles<64>::count(p), Shape::kNThreads, sizeof(WideDkvShared<Shape>),
-               p.stream, params);
+        launch_early(flash_bwd_wide_dkv<T, Shape>, KeyTiles<64>::count(p), Shape::kNThreads,
+                     sizeof(WideDkvShared<Shape>), p.stream, params);
     if (p.dq.data)
         launch(flash_bwd_wide_dq<T, Shape>, RowTiles<Shape::kDqBlockM>::count(p), Shape::kNThreads,
                sizeof(WideDqShared<Shape>), p.stream, params);

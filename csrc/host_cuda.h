@@ -107,6 +107,8 @@ template <typename Tiles> Tiles &shared_memory() { return *reinterpret_cast<Tile
 
 inline size_t max_shared_memory() { return std::numeric_limits<size_t>::max(); }  // that of device.h is of a GPU
 
+inline void let_next_kernel_begin() {}
+
 // Run kernel(args...) for every block of the grid and return when all are done. There are no streams.
 template <typename... Args>
 void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,

@@ -12,6 +12,8 @@
 #include <string>
 #include <type_traits>
 
+#include "device.h"
+
 namespace device {
 
 __device__ inline float to_float(float x) { return x; }
@@ -49,15 +51,44 @@ inline void check_cuda(cudaError_t error) {
     throw std::runtime_error(message);
 }
 
+template <typename... Args>
+void enqueue(bool may_begin_early, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes,
+             void *stream, Args... args) {
+    if (blocks == 0) return;
+    if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)));
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
+    config.stream = static_cast<cudaStream_t>(stream), config.attrs = &attribute, config.numAttrs = may_begin_early;
+    check_cuda(cudaLaunchKernelEx(&config, kernel, args...));
+}
+
 // Enqueue kernel<<<blocks, threads, shared_bytes, stream>>>(args...) on the current device. No blocks: nothing to do.
 template <typename... Args>
 void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
             std::type_identity_t<Args>... args) {
-    if (blocks == 0) return;
-    if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)));
-    kernel<<<unsigned(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
-    check_cuda(cudaGetLastError());
+    enqueue<Args...>(false, kernel, blocks, threads, shared_bytes, stream, args...);
+}
+// The same of a kernel that may begin while the last one in the stream ends ("CUDA C++ Programming Guide: Programmatic
+// Dependent Launch"), on Hopper and newer. Before it touches what that one reads or writes, each of its threads calls
+// wait_for_last_kernel(). The last kernel calls let_next_kernel_begin(), and the next begins when all its blocks have.
+template <typename... Args>
+void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
+                  std::type_identity_t<Args>... args) {
+    enqueue<Args...>(compute_capability() >= 90, kernel, blocks, threads, shared_bytes, stream, args...);
+}
+__device__ inline void wait_for_last_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ inline void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 }  // namespace device

@@ -150,5 +150,12 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
     auto thread = [](void *p) { (*static_cast<decltype(call) *>(p))(); };
     emulator::run_grid(blocks, threads, shared_bytes, thread, &call);
 }
+template <typename... Args>
+void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
+                  std::type_identity_t<Args>... args) {
+    launch<Args...>(kernel, blocks, threads, shared_bytes, stream, args...);
+}
+inline void wait_for_last_kernel() {}
+inline void let_next_kernel_begin() {}
 
 }  // namespace device
