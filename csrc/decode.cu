@@ -83,6 +83,12 @@ __device__ inline void wait_for_step(int num_stages) {
     if (num_stages == 3) cp_async_wait<1>();
 }
 
+// The first tile of Q of this warp's rows, as ldmatrix takes it.
+template <typename Shape> __device__ uint32_t q_address(const DecodeMemory<Shape> &shared) {
+    using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
+    return Swizzle::move(shared_address(shared.sQ) + Swizzle::down(threadIdx.x % 32), threadIdx.x / 128 * 16, 0);
+}
+
 // What this warp does in one step, from scores to sums of V.
 template <typename T, typename Shape> struct Step {
     static constexpr int kHeadDim = Shape::kHeadDim, kWarpKeys = 8 * Shape::kSTiles;
@@ -90,6 +96,7 @@ template <typename T, typename Shape> struct Step {
     using PSwizzle = Swizzle<Shape::kBlockN>;
     DecodeMemory<Shape> &shared;
     const DecodeParams &p;
+    const uint32_t (&q)[Shape::kHeadDim / 16][4];  // fragments, if Shape::kKeepsQ
     const int warp_idx = threadIdx.x / 32 % Shape::kGroupWarps;  // in its group of 16 rows
     const int row0 = threadIdx.x / 128 * 16, lane_idx = threadIdx.x % 32;
     float acc_s[1][Shape::kSTiles][4] = {};  // as acc_o
@@ -99,9 +106,18 @@ template <typename T, typename Shape> struct Step {
     // The scores of this warp's keys, and their row maxima. `key` is the first of the step.
     __device__ void score(const Stage<Shape> &stage, int key, const Scores<> &scores,
                           const ScoreFactors<float> &factors) {
-        multiply_abt<T, kHeadDim>(acc_s, QSwizzle::move(shared_address(shared.sQ) + QSwizzle::down(lane_idx), row0, 0),
-                                  QSwizzle::move(shared_address(stage.sK) + QSwizzle::across(lane_idx),
-                                                 warp_idx * kWarpKeys, 0));
+        const uint32_t k_address =
+            QSwizzle::move(shared_address(stage.sK) + QSwizzle::across(lane_idx), warp_idx * kWarpKeys, 0);
+        if constexpr (Shape::kKeepsQ)
+#pragma unroll
+            for (int kk = 0; kk < kHeadDim / 16; kk++)
+                for (int n = 0; n < Shape::kSTiles; n += 2) {
+                    uint32_t b[4];
+                    ldmatrix(b, QSwizzle::move(k_address, 8 * n, kk));
+                    mma<T>(acc_s[0][n], q[kk], b[0], b[1]);
+                    mma<T>(acc_s[0][n + 1], q[kk], b[2], b[3]);
+                }
+        else multiply_abt<T, kHeadDim>(acc_s, q_address<Shape>(shared), k_address);
         change_scores<Shape>(acc_s, scores, factors, p, shared.run, key + warp_idx * kWarpKeys);
         if (!shared.run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, shared.run, key + warp_idx * kWarpKeys);
 #pragma unroll
@@ -181,17 +197,22 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     KeyStream<T, Shape> keys(p, room, line, ahead);
 #pragma unroll 1
     for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
+    uint32_t q[Shape::kHeadDim / 16][4];
     int stage = 0, before = num_stages - 1;  // of this step, and of the one before it, whose place the next copies take
     while (run.is_valid()) {
         load_q<T>(shared.sQ, p, run);
         wait_for_step(num_stages);
         __syncthreads();  // Q is there, and the first keys
+        if constexpr (Shape::kKeepsQ)
+#pragma unroll
+            for (int kk = 0; kk < Shape::kHeadDim / 16; kk++)
+                ldmatrix(q[kk], Swizzle<Shape::kHeadDim>::move(q_address(shared), 0, kk));
         TileState<Shape> joined;
         for (int chunk = run.chunk_begin; chunk < run.chunk_end; chunk++) {
             TileState<Shape> state;
             const Range range = run.keys(chunk);
             for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
-                Step<T, Shape> step{shared, p};
+                Step<T, Shape> step{shared, p, q};
                 if (step.has_scores()) step.score(shared.stages[stage], key, scores, factors);
                 __syncthreads();  // all row maxima are there, and the step before this one has ended in all warps
                 keys.load(shared.stages[before]);

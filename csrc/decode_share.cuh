@@ -22,6 +22,7 @@ template <int kHeadDim_, int kGroups_> struct DecodeShape {
     // Q Kᵀ of a group is shared out by keys, at least 16 to a warp. P V is shared out by columns.
     static constexpr int kScoreWarps = kBlockN / 16 < kGroupWarps ? kBlockN / 16 : kGroupWarps;
     static constexpr int kSTiles = kBlockN / kScoreWarps / 8, kDTiles = kHeadDim / kGroupWarps / 8;  // of a warp
+    static constexpr bool kKeepsQ = kGroups == 1;  // in registers. Two groups have half as many a thread
     static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace: acc_o, row_max, row_sum, chunks
 };
 
