@@ -35,14 +35,7 @@ struct RowEnd {
     float scale, lse;
 
     __device__ RowEnd(RowState row, const float *sink) : has_keys(row.sum != 0.f) {
-        float factor = 1.f;
-        if (sink) {
-            float sink_log2 = *sink * 1.4426950408889634f;
-            if (sink_log2 > FLT_MAX) sink_log2 = FLT_MAX;
-            const float new_max = fmaxf(row.max, sink_log2);
-            factor = exp2_approx(row.max - new_max);
-            row.sum = row.sum * factor + exp2_approx(sink_log2 - new_max), row.max = new_max;
-        }
+        const float factor = sink ? add_sink(row.max, row.sum, *sink * 1.4426950408889634f) : 1.f;
         scale = factor / row.sum;
         lse = row.sum == 0.f ? -INFINITY : float(row.max * 0.6931471805599453 + logf(row.sum));
     }

@@ -23,6 +23,16 @@ template <typename Op> __device__ float quad_reduce(float x, Op op) {
     return op(x, __shfl_xor_sync(~0u, x, 2));
 }
 
+// One more score, in units of log2, joins the sum of a row. Returns what the terms so far are multiplied by. A sink that
+// is larger than fp32 in these units counts as FLT_MAX.
+__device__ inline float add_sink(float &row_max, float &row_sum, float sink_log2) {
+    if (sink_log2 > FLT_MAX) sink_log2 = FLT_MAX;
+    const float new_max = fmaxf(row_max, sink_log2), factor = ptx::exp2_approx(row_max - new_max);
+    row_sum = row_sum * factor + ptx::exp2_approx(sink_log2 - new_max);
+    row_max = new_max;
+    return factor;
+}
+
 template <int kMTiles> struct Softmax {
     static constexpr int kRows = 2 * kMTiles;
     static constexpr float kRescaleThreshold = 8.f;  // in units of log2
@@ -125,7 +135,7 @@ template <int kMTiles> struct Softmax {
         }
         if (sink) [[unlikely]]
             for (int i = 0; i < kRows; i++)
-                if (row + 8 * i < seq.seqlen_q) scale_sum[i] *= add_sink(i, *sink * 1.4426950408889634f);
+                if (row + 8 * i < seq.seqlen_q) scale_sum[i] *= add_sink(row_max[i], row_sum[i], *sink * 1.4426950408889634f);
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
             const Sum scale_o = Sum(scale_sum[i]) / row_sum[i];
@@ -140,16 +150,5 @@ template <int kMTiles> struct Softmax {
                 gLse[row + 8 * i] =
                     row_sum[i] == 0.f ? nothing - INFINITY : float(row_max[i] * ln_2 + logf(row_sum[i]));
         }
-    }
-
-  private:
-    // One more score, in units of log2, joins the sum of row i. Returns what the terms so far are multiplied by. A sink
-    // that is larger than fp32 in these units counts as FLT_MAX.
-    __device__ float add_sink(int i, float sink_log2) {
-        if (sink_log2 > FLT_MAX) sink_log2 = FLT_MAX;
-        const float new_max = fmaxf(row_max[i], sink_log2), factor = ptx::exp2_approx(row_max[i] - new_max);
-        row_sum[i] = row_sum[i] * factor + ptx::exp2_approx(sink_log2 - new_max);
-        row_max[i] = new_max;
-        return factor;
     }
 };
