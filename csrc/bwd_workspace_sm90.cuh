@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps)
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
-    wait_for_last_kernel();
+    wait_for_previous_kernel();
     constexpr int kBlockM = Shape::kBlockM, kHeadDim = Shape::kHeadDim, kVecs = kHeadDim / 8;
     const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);

@@ -8,7 +8,7 @@
 //   P              each warp for a part of the keys ───── P ──────┤  through shared memory
 //   P V            each warp for a part of the columns          ◀─┘
 // The copies run ahead from one run to the next, so that memory does not wait for the end of a run. Two blocks share a
-// multiprocessor: one computes while the other waits.
+// multiprocessor where its memory has room for them: one computes while the other waits. They may have two stages.
 //
 // The keys of a sample are cut into chunks by its own lengths alone, and the results of its chunks are joined from the
 // first to the last. So its bits do not depend on its batch. Every block finds its share of all chunks from the lengths
@@ -17,6 +17,8 @@
 // store a chunk of the tile joins them all.
 //
 // Read next: ptx_sm90.cuh, Hopper's instructions.
+#include <algorithm>
+
 #include "decode_result.cuh"
 #include "score_mods.cuh"
 
@@ -188,7 +190,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     __trap();
 #else
     let_next_kernel_begin();
-    wait_for_last_kernel();
+    wait_for_previous_kernel();
     DecodeMemory<Shape> &shared = shared_memory<DecodeMemory<Shape>>();
     Run<Shape> &run = shared.run, &ahead = shared.ahead[threadIdx.x / 32];
     find_first_run<Shape>(run, shared.costs, p, room, line);
@@ -243,12 +245,14 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
 template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
     constexpr int kSystemBytes = 1024;  // of a block's shared memory
     using Memory = DecodeMemory<Shape>;
-    const int num_stages = Memory::bytes(3) <= max_shared_memory() ? 3 : 2;
-    const size_t bytes = Memory::bytes(num_stages);
-    const int blocks_per_sm = 2 * (bytes + kSystemBytes) <= max_shared_memory() + kSystemBytes ? 2 : 1;
+    auto blocks_with = [](int num_stages) {
+        return std::min<size_t>(2, (max_shared_memory() + kSystemBytes) / (Memory::bytes(num_stages) + kSystemBytes));
+    };
+    const int num_stages = blocks_with(3) == 2 || (blocks_with(2) == 1 && blocks_with(3) == 1) ? 3 : 2;
+    const int blocks_per_sm = int(blocks_with(num_stages));
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
     const Line line(p.nheads_k, num_sms() * blocks_per_sm);
-    launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, bytes, p.stream, p,
+    launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, Memory::bytes(num_stages), p.stream, p,
                  Room(p, Shape::kBlockM), line, Scores<>(p), ScoreFactors<float>(p), num_stages);
 }
 

@@ -54,8 +54,8 @@ template <typename T, typename Shape> struct KeyStream {
             key = run.key_begin;
         }
         if (!run.is_valid()) return;
-        const int of_lane = rows_are_neighbours() ? 0 : int(threadIdx.x) % kWarpRows;
-        const int at = key + int(threadIdx.x / 32) * kWarpRows + of_lane;
+        const int lane_row = rows_are_neighbours() ? 0 : int(threadIdx.x) % kWarpRows;
+        const int at = key + int(threadIdx.x / 32) * kWarpRows + lane_row;
         row = run.cut.seq.k_begin + min(at, run.cut.end - 1), sequence = run.b;
         if (p.page_table) {
             const int page = unsigned(row) / unsigned(p.page_size);

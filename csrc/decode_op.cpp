@@ -89,10 +89,10 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
         const TorchTensor workspace = make_empty({sm80::decode_workspace(p)}, ScalarType::Byte, q);
         const int64_t num_counters = sm80::num_decode_counters(p);
         p.workspace = workspace.data_ptr(), p.counters = zeroed_counters(num_counters, p.stream);
-        TorchTensor counters = make_empty({0}, ScalarType::Int, q);
+        OptionalTensor counters;
         if (!p.counters) {
             counters = make_zeros({num_counters}, ScalarType::Int, q);
-            p.counters = static_cast<int *>(counters.data_ptr());
+            p.counters = static_cast<int *>(counters->data_ptr());
         }
         sm80::flash_decode(p);
         return {out, lse};

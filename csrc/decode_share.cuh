@@ -37,7 +37,7 @@ __host__ __device__ inline int num_splits_of(int keys) {
 }
 
 // The room in the workspace for a sample and a key head: `tiles` counters, and the results of `chunks` chunks, each of
-// `rows` rows. What needs more is not cut.
+// `rows` rows. A sample that needs more room is not cut.
 struct Room {
     int group;  // query heads of a key head
     int rows, tiles, chunks;
@@ -47,7 +47,7 @@ struct Room {
         const int64_t most_tiles = (packed_rows + block_m - 1) / block_m;
         rows = int(packed_rows < block_m ? packed_rows : block_m);
         chunks = p.num_splits == 0 ? num_splits_of(p.seqlen_k) : p.num_splits;
-        if (p.num_splits > 1 && chunks < kMaxSplits) chunks = kMaxSplits;  // for several tiles
+        if (p.num_splits > 1 && most_tiles > 1 && chunks < kMaxSplits) chunks = kMaxSplits;
         tiles = int(most_tiles < chunks ? most_tiles : chunks);
     }
 };
@@ -70,7 +70,7 @@ struct Line {
 };
 
 // How the valid packed rows of a sample are cut into tiles, and its keys into chunks. A sample has about num_splits_of
-// its keys items for each key head, so more tiles mean fewer chunks. Padding has no part in it.
+// its keys items for each key head, so more tiles mean fewer chunks. Padding does not count.
 template <typename Shape> struct Cut {
     Sequence seq;
     int group, num_rows, num_tiles;
@@ -83,8 +83,9 @@ template <typename Shape> struct Cut {
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
         begin = num_rows ? mask.keys(0).begin : 0, end = num_rows ? mask.keys(seq.seqlen_q - 1).end : 0;
         const int keys = max(0, end - aligned_begin());
-        int splits = p.num_splits ? min(p.num_splits, room.chunks) : num_splits_of(keys);
+        int splits = p.num_splits ? room.chunks : num_splits_of(keys);  // of all tiles together
         if (num_tiles > 1) splits = max(1, splits / num_tiles);
+        if (p.num_splits) splits = min(splits, p.num_splits);
         if (num_tiles > room.tiles || min(num_rows, Shape::kBlockM) > room.rows) splits = 1;
         chunk_size = max(kMinChunk, ceil_div(ceil_div(keys, splits), Shape::kBlockN) * Shape::kBlockN);
         num_chunks = max(1, ceil_div(keys, chunk_size));

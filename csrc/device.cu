@@ -44,13 +44,20 @@ bool has_fast_fp64() {
 int num_sms() {
     return once_per_device([](int device) { return attribute(cudaDevAttrMultiProcessorCount, device); });
 }
+bool can_launch_early() {
+    return once_per_device([](int device) {
+        int driver;
+        device::check_cuda(cudaDriverGetVersion(&driver));
+        return 1 + (attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9 && driver >= 12030);
+    }) == 2;
+}
 size_t max_shared_memory() {
     return once_per_device([](int device) { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); });
 }
 
-// 1 MB that is 0 when the library is loaded. Slices of it are dealt out, and never come back.
-constexpr int64_t kNumCounters = 1 << 18;
-__device__ int counters[kNumCounters];
+// 4 MB that are 0 when the library is loaded. A slice of them belongs to its stream or graph for ever.
+constexpr int64_t kNumCounters = 1 << 20;
+static __device__ int counters[kNumCounters];
 
 int *zeroed_counters(int64_t count, void *stream) {
     struct Slice { int64_t begin = 0, size = 0; };
@@ -68,11 +75,12 @@ int *zeroed_counters(int64_t count, void *stream) {
     const std::lock_guard lock(mutex);
     Dealt &of_device = dealt[std::get<0>(owner)];
     if (!of_device.base) device::check_cuda(cudaGetSymbolAddress(reinterpret_cast<void **>(&of_device.base), counters));
-    Slice &slice = slices[owner];
-    if (slice.size < count) {
-        const int64_t size = std::max<int64_t>(2 * count, 1024);
-        if (of_device.count + size > kNumCounters) return nullptr;
-        slice = {of_device.count, size}, of_device.count += size;
-    }
-    return of_device.base + slice.begin;
+    if (const auto slice = slices.find(owner); slice != slices.end() && slice->second.size >= count)
+        return of_device.base + slice->second.begin;
+    // A stream gets twice as many as it needs now. Graphs are many, and each needs the same number in every replay.
+    const int64_t least = (count + 31) / 32 * 32, left = kNumCounters - of_device.count;
+    const int64_t size = std::get<2>(owner) ? least : std::min(std::max<int64_t>(2 * least, 1024), left);
+    if (std::max(size, least) > left) return nullptr;
+    slices[owner] = {of_device.count, size}, of_device.count += size;
+    return of_device.base + slices[owner].begin;
 }

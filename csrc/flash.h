@@ -104,7 +104,8 @@ struct DecodeParams : AttnParams {
     int num_splits;              // the most parts that the keys of a sample are cut into; 0: by its lengths
     int max_seqlen_q;            // a sample with more rows is not cut
     void *workspace;             // as many bytes as decode_workspace says, or nullptr if that is 0
-    int *counters;               // as many zeros as num_decode_counters says; zeros again when the kernel ends
+    int *counters;               // as many zeros as num_decode_counters says; zeros again when the kernel ends. Lengths
+                                 // that change while it runs would leave others
 };
 
 // flash_forward enqueues out = softmax(softmax_scale · Q Kᵀ) V and lse. A row that sees no key gets out 0 and lse -inf,

@@ -243,9 +243,10 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide_dkv(const 
 #else
     auto &shared = shared_memory<WideDkvShared<Shape>>();
     if (threadIdx.x == 0) shared.init_barriers();
+    // The lengths are older than the previous kernel: preprocess_backward() launches that one plainly.
     if (threadIdx.x == 32) shared.steps = WideSteps(p);
     __syncthreads();
-    wait_for_last_kernel();
+    wait_for_previous_kernel();
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();

@@ -72,15 +72,16 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
             std::type_identity_t<Args>... args) {
     enqueue<Args...>(false, kernel, blocks, threads, shared_bytes, stream, args...);
 }
-// The same of a kernel that may begin while the last one in the stream ends ("CUDA C++ Programming Guide: Programmatic
-// Dependent Launch"), on Hopper and newer. Before it touches what that one reads or writes, each of its threads calls
-// wait_for_last_kernel(). The last kernel calls let_next_kernel_begin(), and the next begins when all its blocks have.
+// Like launch(), but the kernel may begin while the previous one in the stream ends ("CUDA C++ Programming Guide:
+// Programmatic Dependent Launch"). Before it touches what that one reads or writes, each of its threads calls
+// wait_for_previous_kernel(), also in blocks without work: so kernels further back have ended, too. The previous kernel
+// calls let_next_kernel_begin(), and the next begins when all its blocks have.
 template <typename... Args>
 void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
                   std::type_identity_t<Args>... args) {
-    enqueue<Args...>(compute_capability() >= 90, kernel, blocks, threads, shared_bytes, stream, args...);
+    enqueue<Args...>(can_launch_early(), kernel, blocks, threads, shared_bytes, stream, args...);
 }
-__device__ inline void wait_for_last_kernel() {
+__device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

@@ -135,7 +135,8 @@ template <int kMTiles> struct Softmax {
         }
         if (sink) [[unlikely]]
             for (int i = 0; i < kRows; i++)
-                if (row + 8 * i < seq.seqlen_q) scale_sum[i] *= add_sink(row_max[i], row_sum[i], *sink * 1.4426950408889634f);
+                if (row + 8 * i < seq.seqlen_q)
+                    scale_sum[i] *= add_sink(row_max[i], row_sum[i], *sink * 1.4426950408889634f);
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
             const Sum scale_o = Sum(scale_sum[i]) / row_sum[i];

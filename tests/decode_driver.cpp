@@ -286,7 +286,9 @@ template <typename T> struct Call {
         copy(workspace.device, workspace.host.data(), workspace.bytes());
         p.workspace = workspace.device, p.counters = counters.device;
         sm80::flash_decode(p);
-        o.fetch(), lse.fetch();
+        o.fetch(), lse.fetch(), counters.fetch();
+        if (std::count(counters.host.begin(), counters.host.end(), 0) != std::ssize(counters.host))
+            throw std::runtime_error("counters are not 0 again");
     }
 
     // Of row i of sample b of the whole case, in o and lse of this call.

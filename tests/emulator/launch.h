@@ -155,7 +155,7 @@ void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t s
                   std::type_identity_t<Args>... args) {
     launch<Args...>(kernel, blocks, threads, shared_bytes, stream, args...);
 }
-inline void wait_for_last_kernel() {}
+inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_begin() {}
 
 }  // namespace device
