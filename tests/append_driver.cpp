@@ -59,7 +59,7 @@ struct Case {
     std::vector<Entry> entries = {};    // that differ from what page_of says
     std::vector<int64_t> slots = {};    // of each new row
     bool is_interleaved = false;        // a row of K is followed by the same of V
-    int shift = 0;                      // elements before the cache
+    int shift = 0, rotary_shift = 0;    // elements before the cache, and before the tables of cos and sin
 
     int samples() const { return int(seqused_k.size()); }
     int capacity() const { return pages ? size * pages : size; }
@@ -78,7 +78,9 @@ const std::vector<Case> cases = {
     {"pages_16",     b16, 8, 2, 128, 128,  16, 3, {15, 32, 40}, {2, 2, 2}},
     {"interleaved",  b16, 4, 2,  64,  64,  16, 2, {3, 30}, {3, 3}, false, 32, false, true, {}, {}, {}, {}, true},
     {"odd",          f16, 2, 3,  33,  17,   5, 2, {4, 9}, {2, 2}, false, 16},
+    {"narrow",       f16, 2, 2,  36,  36,   4, 2, {4, 7}, {2, 2}},
     {"unaligned",    b16, 2, 2,  64,  64,   5, 2, {4, 0}, {2, 2}, false, 48, true, true, {}, {}, {}, {}, false, 1},
+    {"unaligned_cos", f16, 2, 2, 64,  64,   5, 2, {4, 0}, {2, 2}, false, 48, false, true, {}, {}, {}, {}, false, 0, 1},
     {"packed",       f16, 4, 2,  64,  64,  16, 2, {0, 16, 3, 31}, {1, 7, 0, 1}, true},
     {"packed_turns", b16, 4, 2,  64,  32,  30, 0, {0, 16, 3}, {3, 0, 9}, true, 64},
     {"turns",        f16, 4, 2,  64,  64,  60, 0, {0, 45, 7}, {2, 2, 2}, false, 64},
@@ -128,9 +130,9 @@ template <typename T> struct Call {
           k_new(numbers(rows * c.nheads_k * c.head_dim)), v_new(numbers(rows * c.nheads_k * c.head_dim_v)),
           q(numbers(rows * c.nheads * c.head_dim)), q_rotated(numbers(q.host.size())),
           cache(numbers(c.shift + num_sequences() * c.nheads_k * c.size * (c.head_dim + c.head_dim_v))),
-          cos(numbers(kRotaryRows * c.rotary_dim / 2)), sin(numbers(cos.host.size())), seqused_k(c.seqused_k),
-          rotary_seqlens(c.rotary_seqlens), batch_idx(c.batch_idx), page_table(table()), cu_seqlens(begins),
-          lengths(std::vector<int>(c.samples(), -1)), slots(c.slots), before(cache.host) {
+          cos(numbers(c.rotary_shift + kRotaryRows * c.rotary_dim / 2)), sin(numbers(cos.host.size())),
+          seqused_k(c.seqused_k), rotary_seqlens(c.rotary_seqlens), batch_idx(c.batch_idx), page_table(table()),
+          cu_seqlens(begins), lengths(std::vector<int>(c.samples(), -1)), slots(c.slots), before(cache.host) {
         const int64_t k_row = c.nheads_k * c.head_dim, v_row = c.nheads_k * c.head_dim_v, q_row = c.nheads * c.head_dim;
         const int seqlen = c.is_packed || c.samples() == 0 ? rows : c.seqlen_new[0];
         const int64_t samples_apart = c.is_packed ? 0 : seqlen;
@@ -148,7 +150,8 @@ template <typename T> struct Call {
         if (c.rotary_dim) {
             p.q = {q.device, samples_apart * q_row, c.head_dim, q_row};
             p.q_rotated = {q_rotated.device, samples_apart * q_row, c.head_dim, q_row};
-            p.rotary_cos = cos.device, p.rotary_sin = sin.device, p.rotary_dim = c.rotary_dim;
+            p.rotary_cos = cos.device + c.rotary_shift, p.rotary_sin = sin.device + c.rotary_shift;
+            p.rotary_dim = c.rotary_dim;
             p.seqlen_rotary = kRotaryRows, p.nheads = c.nheads, p.seqlen_q = seqlen;
             if (!c.rotary_seqlens.empty()) p.rotary_seqlens = rotary_seqlens.device;
         }
@@ -205,9 +208,9 @@ template <typename T> struct Call {
         const int half = c.rotary_dim / 2, angle = c.turns_neighbours ? col / 2 : col % half;
         const bool is_first = c.turns_neighbours ? col % 2 == 0 : col < half;
         const int other = c.turns_neighbours ? col ^ 1 : is_first ? col + half : col - half;
-        const double sine = decode(sin.host[position * half + angle]);
-        return decode(row[col]) * decode(cos.host[position * half + angle]) +
-               (is_first ? -sine : sine) * decode(row[other]);
+        const int64_t at = c.rotary_shift + position * half + angle;
+        const double sine = decode(sin.host[at]);
+        return decode(row[col]) * decode(cos.host[at]) + (is_first ? -sine : sine) * decode(row[other]);
     }
 };
 
@@ -218,12 +221,12 @@ void expect(const char *name, int64_t at, double x, double y, double tolerance) 
     throw std::runtime_error(text);
 }
 
-// Rounded once. Products of the numbers of a case are exact in fp32.
-template <typename T> void expect_row(const char *name, Call<T> &x, const T *got, const T *row, int b, int i) {
-    for (int col = 0; col < x.c.head_dim; col++) {
-        const double want = x.turned(row, col, b, i);
-        expect(name, got - x.cache.host.data() + col, decode(got[col]), decode(encode<T>(float(want))), 0);
-    }
+// The row at `at` must be `from`, turned and rounded once. Products of the numbers of a case are exact in fp32.
+template <typename T>
+void expect_row(const char *name, const Call<T> &x, const std::vector<T> &got, int64_t at, const T *from, int b,
+                int i) {
+    for (int col = 0; col < x.c.head_dim; col++)
+        expect(name, at + col, decode(got[at + col]), decode(encode<T>(float(x.turned(from, col, b, i)))), 0);
 }
 
 template <typename T> void check(Call<T> &x) {
@@ -235,12 +238,12 @@ template <typename T> void check(Call<T> &x) {
             const int row = x.begins[b] + t;
             for (int h = 0; h < c.nheads && c.rotary_dim; h++) {
                 const int64_t at = (int64_t(row) * c.nheads + h) * c.head_dim;
-                expect_row("q_rotated", x, &x.q_rotated.host[at], &x.q.host[at], b, c.q_advances ? t : 0);
+                expect_row("q_rotated", x, x.q_rotated.host, at, &x.q.host[at], b, c.q_advances ? t : 0);
             }
             const auto [sequence, place] = x.place_of(b, t);
             for (int h = 0; h < c.nheads_k && sequence >= 0; h++) {
                 const int64_t k = x.k_at(sequence, h, place), v = x.v_at(sequence, h, place);
-                expect_row("k_cache", x, &now[k], &x.k_new.host[(int64_t(row) * c.nheads_k + h) * c.head_dim], b, t);
+                expect_row("k_cache", x, now, k, &x.k_new.host[(int64_t(row) * c.nheads_k + h) * c.head_dim], b, t);
                 std::copy_n(&now[k], c.head_dim, &x.before[k]);  // is right, and leaves what must not have changed
                 std::copy_n(&x.v_new.host[(int64_t(row) * c.nheads_k + h) * c.head_dim_v], c.head_dim_v, &x.before[v]);
             }
