@@ -1,5 +1,5 @@
-"""The kernels under the sanitizers, by way of driver.cpp, decode_driver.cpp and append_driver.cpp: flash.cu, flash_bwd.cu
-and append.cu on the CPU with g++'s, all on a GPU with compute-sanitizer.
+"""The kernels under the sanitizers, by way of driver.cpp, decode_driver.cpp and append_driver.cpp: flash.cu,
+flash_bwd.cu and append.cu on the CPU with g++'s, all on a GPU with compute-sanitizer.
 
 A clean run means little where the tool would not have seen a fault, so each is also shown one: a row that is not there,
 and a kernel without any one of its barriers (faults.py finds them). compute-sanitizer does not see TMA's copies, so the

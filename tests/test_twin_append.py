@@ -112,7 +112,9 @@ def make(case):
     size = case.page_size or case.size
     k_cache, v_cache = (tensor((num_sequences, nheads_k, size, d), case) for d in case.head_dims)
     order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(1))
-    table = order[:batch_size * case.max_pages].view(batch_size, -1).int() if case.page_size and not case.slots else None
+    table = None
+    if case.page_size and not case.slots:
+        table = order[:batch_size * case.max_pages].view(batch_size, -1).int()
     for place, page in case.pages.items():
         table[place] = page
     bounds = int32([sum(case.new[:b]) for b in range(batch_size + 1)]) if case.packed else None

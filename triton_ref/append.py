@@ -18,26 +18,35 @@ from .launching import INTERPRETING, Launch, layouts, remember, to_float
 from .sequence import head_of, new_rows, rotary_row, sample_row
 
 # Parameters that should not be compiled for.
-NUMBERS = "new_programs", "q_programs", "batch_size", "seqlen_new", "seqlen_q", "capacity", "num_sequences", "seqlen_rotary"
+NUMBERS = ("new_programs", "q_programs", "batch_size", "seqlen_new", "seqlen_q", "capacity", "num_sequences",
+           "seqlen_rotary")
 
 TILE = 1024  # elements of a tile: 8 a thread
 
 
 @triton.jit
-def _rotated(x, heads, cols, is_in_tile, head_stride, table_row, cos_ptr, sin_ptr, rotary_dim,
+def _in_tile(is_head, cols, head_dim, kMaskCols: tl.constexpr):
+    is_in_tile = is_head[:, None]
+    if kMaskCols:
+        is_in_tile &= (cols < head_dim)[None, :]
+    return is_in_tile
+
+
+@triton.jit
+def _rotated(x, heads, cols, is_in_tile, head_stride, table_row, cos_ptr, sin_ptr, kRotaryDim: tl.constexpr,
              kInterleaved: tl.constexpr):
     """[heads, cols] of a row x. A pair (x, y) of columns becomes (x cos - y sin, y cos + x sin), in fp32, rounded
     once. table_row: that of the row's position, where there are tables."""
     rows = x + heads.to(tl.int64)[:, None] * head_stride
     tile = tl.load(rows + cols[None, :], mask=is_in_tile, other=0.0)
     if cos_ptr is not None:
-        half = rotary_dim // 2
+        half: tl.constexpr = kRotaryDim // 2
         if kInterleaved:
             is_first, others, angles = cols % 2 == 0, cols ^ 1, cols // 2
         else:
             is_first = cols < half
             others, angles = tl.where(is_first, cols + half, cols - half), tl.where(is_first, cols, cols - half)
-        turns = cols < rotary_dim
+        turns = cols < kRotaryDim
         other = tl.load(rows + others[None, :], mask=is_in_tile & turns[None, :], other=0.0).to(tl.float32)
         place = tl.cast(table_row, tl.int64) * half + angles
         cos = tl.load(cos_ptr + place, mask=turns, other=0.0).to(tl.float32)
@@ -81,9 +90,10 @@ def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr
             v_new_row_stride, k_batch_stride, k_head_stride, k_row_stride, v_batch_stride, v_head_stride, v_row_stride,
             q_batch_stride, q_head_stride, q_row_stride, rotated_batch_stride, rotated_head_stride, rotated_row_stride,
             page_table_stride, new_programs, q_programs, batch_size, nheads, nheads_k, seqlen_new, seqlen_q, capacity,
-            num_sequences, seqlen_rotary, head_dim, head_dim_v, rotary_dim,
-            kInterleaved: tl.constexpr, kAdvances: tl.constexpr, kPageSize: tl.constexpr, kHeads: tl.constexpr,
-            kBlockD: tl.constexpr, kBlockDv: tl.constexpr, kBlock: tl.constexpr):
+            num_sequences, seqlen_rotary, head_dim, head_dim_v,
+            kMaskCols: tl.constexpr, kRotaryDim: tl.constexpr, kInterleaved: tl.constexpr, kAdvances: tl.constexpr,
+            kPageSize: tl.constexpr, kHeads: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
+            kBlock: tl.constexpr):
     pid = tl.program_id(0)
     cols, cols_v = tl.arange(0, kBlockD), tl.arange(0, kBlockDv)
     if pid < new_programs:
@@ -94,10 +104,11 @@ def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr
                                               batch_idx_ptr, b, i, row, page_table_stride, batch_size, seqlen_new,
                                               capacity, num_sequences, kPageSize)
         table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i, capacity, seqlen_rotary)
-        is_head = (heads < nheads_k)[:, None] & is_place
-        is_in_tile, is_in_tile_v = is_head & (cols < head_dim)[None, :], is_head & (cols_v < head_dim_v)[None, :]
+        is_head = (heads < nheads_k) & is_place
+        is_in_tile = _in_tile(is_head, cols, head_dim, kMaskCols)
+        is_in_tile_v = _in_tile(is_head, cols_v, head_dim_v, kMaskCols)
         k = _rotated(head_of(k_new_ptr, element, 0, row, k_new_batch_stride, k_new_head_stride, k_new_row_stride),
-                     heads, cols, is_in_tile, k_new_head_stride, table_row, cos_ptr, sin_ptr, rotary_dim, kInterleaved)
+                     heads, cols, is_in_tile, k_new_head_stride, table_row, cos_ptr, sin_ptr, kRotaryDim, kInterleaved)
         v = _rotated(head_of(v_new_ptr, element, 0, row, v_new_batch_stride, v_new_head_stride, v_new_row_stride),
                      heads, cols_v, is_in_tile_v, v_new_head_stride, 0, None, None, 0, False)
         _store(head_of(k_cache_ptr, sequence, 0, place, k_batch_stride, k_head_stride, k_row_stride), heads, cols,
@@ -112,9 +123,9 @@ def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr
             b, i, element, row = sample_row(cu_seqlens_q_ptr, of_q // parts, batch_size, seqlen_q)
             table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i if kAdvances else 0, capacity,
                                    seqlen_rotary)
-            is_in_tile = (heads < nheads)[:, None] & (cols < head_dim)[None, :]
+            is_in_tile = _in_tile(heads < nheads, cols, head_dim, kMaskCols)
             q = _rotated(head_of(q_ptr, element, 0, row, q_batch_stride, q_head_stride, q_row_stride), heads, cols,
-                         is_in_tile, q_head_stride, table_row, cos_ptr, sin_ptr, rotary_dim, kInterleaved)
+                         is_in_tile, q_head_stride, table_row, cos_ptr, sin_ptr, kRotaryDim, kInterleaved)
             _store(head_of(q_rotated_ptr, element, 0, row, rotated_batch_stride, rotated_head_stride,
                            rotated_row_stride), heads, cols, is_in_tile, rotated_head_stride, q)
     elif lengths_ptr is not None:
@@ -130,10 +141,11 @@ _plans = {}  # {all that the launch depends on: the launch}
 def launch_of(k_new, v_new, k_cache, v_cache, q, q_rotated, seqused_k, page_table, cu_seqlens_new, cu_seqlens_q,
               rotary_cos, interleaved, advances):
     """The Launch of _append. q and q_rotated are None where q is not rotated, seqused_k with slots."""
-    nheads_k, seqlen_new, head_dim = k_new.shape[1:]
+    (nheads_k, seqlen_new, head_dim), head_dim_v = k_new.shape[1:], v_new.shape[3]
     nheads, seqlen_q = (0, 0) if q is None else q.shape[1:3]
-    batch_size, num_sequences, page_size = 1 if seqused_k is None else len(seqused_k), k_cache.shape[0], k_cache.shape[2]
-    kBlockD, kBlockDv = block_d(k_new.dtype, head_dim), block_d(k_new.dtype, v_new.shape[3])
+    num_sequences, _, page_size, _ = k_cache.shape
+    batch_size = 1 if seqused_k is None else len(seqused_k)
+    kBlockD, kBlockDv = block_d(k_new.dtype, head_dim), block_d(k_new.dtype, head_dim_v)
     kHeads, kBlock = min(triton.next_power_of_2(max(nheads, nheads_k)), max(1, TILE // max(kBlockD, kBlockDv))), 128
     new_programs = seqlen_new * (batch_size if cu_seqlens_new is None else 1) * triton.cdiv(nheads_k, kHeads)
     q_programs = seqlen_q * (batch_size if cu_seqlens_q is None else 1) * triton.cdiv(nheads, kHeads)
@@ -145,8 +157,9 @@ def launch_of(k_new, v_new, k_cache, v_cache, q, q_rotated, seqused_k, page_tabl
     return Launch(_append, new_programs + q_programs + of_lengths, (
         *k_new.stride()[:3], *v_new.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *of_q[0], *of_q[1],
         None if page_table is None else page_table.stride(0), new_programs, q_programs, batch_size, nheads, nheads_k,
-        seqlen_new, seqlen_q, capacity, num_sequences, seqlen_rotary, head_dim, v_new.shape[3], 2 * half, interleaved,
-        advances, max(1, page_size), kHeads, kBlockD, kBlockDv, kBlock), num_warps=4)
+        seqlen_new, seqlen_q, capacity, num_sequences, seqlen_rotary, head_dim, head_dim_v,
+        head_dim < kBlockD or head_dim_v < kBlockDv, 2 * half, interleaved, advances, max(1, page_size), kHeads,
+        kBlockD, kBlockDv, kBlock), num_warps=4)
 
 
 def run(k_new, v_new, k_cache, v_cache, seqused_k, page_table, batch_idx, cu_seqlens_new, slot_mapping, q, cu_seqlens_q,
