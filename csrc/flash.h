@@ -108,6 +108,38 @@ struct DecodeParams : AttnParams {
                                  // that change while it runs would leave others
 };
 
+// New rows for a cache as DecodeParams has it, and the rotation of their keys and of q by position (Su et al.,
+// RoFormer, 2021). New row t of a sample goes to place seqused_k + t of its sequence or pages. A row whose place, page
+// or sequence is outside of the cache is not written.
+struct AppendParams {
+    Tensor k_new, v_new;         // [batch_size, nheads_k, seqlen_new, head_dim], and v_new with head_dim_v
+    Tensor k_cache, v_cache;     // [num_sequences, nheads_k, page_size, head_dim], and v_cache alike
+    const int *cu_seqlens_new;   // [batch_size + 1] of packed new rows, as cu_seqlens_k of AttnParams; or nullptr
+    const int *seqused_k;        // [batch_size] how many places of a sample are taken
+    int *lengths;                // [batch_size] is set to how many are taken afterwards
+    const int *page_table;       // this and the next two as in DecodeParams
+    int64_t page_table_stride;
+    const int *cache_batch_idx;
+    // [seqlen_new], or nullptr: the new rows belong to no sample, and row t becomes row slot % page_size of sequence
+    // slot / page_size. Then there are no other pointers to int, no q and no rotation, and batch_size is 1.
+    const int64_t *slot_mapping;
+
+    Tensor q, q_rotated;         // [batch_size, nheads, seqlen_q, head_dim]; nheads is 0 if q is not rotated
+    const int *cu_seqlens_q;     // [batch_size + 1] of a packed q, or nullptr
+    const void *rotary_cos, *rotary_sin;  // [seqlen_rotary, rotary_dim / 2] contiguous, of dtype; or nullptr twice
+    const int *rotary_seqlens;   // [batch_size] position of the first new key and of the first row of q, or nullptr:
+                                 // seqused_k. Positions outside of the tables are clamped
+    int rotary_dim;              // columns that turn: a multiple of 16, at most head_dim; 0: none
+    bool rotary_interleaved;     // columns 2i and 2i + 1 turn together, not i and i + rotary_dim / 2
+    bool q_advances;             // row i of q has the position of the i-th new key, not that of the first
+
+    int batch_size, nheads, nheads_k, seqlen_q, seqlen_new, head_dim, head_dim_v;
+    int num_sequences, page_size, capacity;  // capacity: the places of a sample
+    int seqlen_rotary;
+    DType dtype;                 // of all tensors
+    void *stream;
+};
+
 // flash_forward enqueues out = softmax(softmax_scale · Q Kᵀ) V and lse. A row that sees no key gets out 0 and lse -inf,
 // or its sink.
 // flash_backward enqueues dq, dk, dv and dbias. A row that lengths or a window leave without keys adds nothing to dk
@@ -118,6 +150,7 @@ void flash_forward(const AttnParams &p);                  // flash.cu: CUDA core
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd.cu, the same
 void preprocess_backward(const AttnBackwardParams &p);    // flash_bwd.cu: delta and lse_log2, for every backward
 void bias_backward(const AttnBackwardParams &p);          // flash_bwd_bias.cu: dbias, for every backward
+void append_kvcache(const AppendParams &p);               // append.cu: k_cache, v_cache, q_rotated and lengths
 }
 namespace sm80 {
 void flash_forward(const AttnParams &p);                  // flash_sm80.cu: Ampere's tensor cores
@@ -140,4 +173,5 @@ void flash_forward(const AttnParams &p);                  // flash_dmma.cu: fp32
 namespace host {
 void flash_forward(const AttnParams &p);           // flash.cu on the CPU; returns when it is done
 void flash_backward(const AttnBackwardParams &p);  // flash_bwd.cu on the CPU
+void append_kvcache(const AppendParams &p);        // append.cu on the CPU
 }

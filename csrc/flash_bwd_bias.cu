@@ -5,7 +5,7 @@
 // samples, of all heads, of all blocks of rows or keys, whichever the bias has once. It forms S and dP once more for
 // each. So dbias is summed in registers, without atomics, and has the same bits in every run.
 //
-// Read next: host_cuda.h, how these kernels run on a CPU.
+// Read next: append.cu, how a cache of keys and values gets new ones.
 #include "tiles.h"
 
 namespace simt {

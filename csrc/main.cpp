@@ -1,11 +1,12 @@
-// The binding for the torch that is here: the ops minimal_attn::flash_forward, flash_backward and flash_decode, and the
-// Python module. Importing it registers the ops.
+// The binding for the torch that is here: the ops minimal_attn::flash_forward, flash_backward, flash_decode and
+// append_kvcache, and the Python module. Importing it registers the ops.
 //
 // Read next: autograd.cpp, their derivative.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include "append_op.h"
 #include "decode_op.h"
 #include "direct.h"
 
@@ -49,10 +50,12 @@ TORCH_LIBRARY(minimal_attn, m) {
     m.def(kForwardSchema);
     m.def(kBackwardSchema);
     m.def(kDecodeSchema);
+    m.def(kAppendSchema);
     for (c10::DeviceType device : {at::kCPU, at::kCUDA}) {
         m.impl("flash_forward", torch::dispatch(device, &with_options<&tensors_only>));
         m.impl("flash_backward", torch::dispatch(device, &flash_backward_op));
         m.impl("flash_decode", torch::dispatch(device, &flash_decode));
+        m.impl("append_kvcache", torch::dispatch(device, &append_kvcache));
     }
 }
 

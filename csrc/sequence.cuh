@@ -67,3 +67,46 @@ __device__ inline int64_t lse_index(const AttnParams &p, int q_begin, int64_t b,
 __device__ inline int64_t lse_index(const AttnParams &p, const Sequence &seq, int64_t b, int64_t h) {
     return lse_index(p, seq.q_begin, b, h);
 }
+
+// Which sample a row of a padded or packed tensor belongs to: row i of sample b is `row` of element `batch`. What
+// follows the last packed sample counts as a part of it.
+struct SampleRow {
+    int b, i, row, batch;
+
+    // index: among all rows. seqlen: of the tensor.
+    __device__ SampleRow(const int *cu_seqlens, unsigned index, int batch_size, int seqlen) {
+        if (!cu_seqlens) {
+            b = batch = int(index / unsigned(seqlen)), i = row = int(index % unsigned(seqlen));
+            return;
+        }
+        int end = batch_size;
+        for (b = 0; b + 1 < end;) {  // the last sample that does not begin behind the row, by bisection
+            const int middle = b + (end - b) / 2;
+            (begin_of(cu_seqlens, middle, seqlen) <= int(index) ? b : end) = middle;
+        }
+        batch = 0, row = int(index), i = row - begin_of(cu_seqlens, b, seqlen);
+    }
+};
+
+__device__ inline SampleRow q_row_of(const AppendParams &p, unsigned index) {
+    return SampleRow(p.cu_seqlens_q, index, p.batch_size, p.seqlen_q);
+}
+
+// How many new rows a sample has, and how many places are taken before them.
+struct NewRows {
+    int count, taken;
+
+    __device__ NewRows(const AppendParams &p, int b) : count(p.seqlen_new), taken(0) {
+        if (p.cu_seqlens_new) {
+            const int begin = begin_of(p.cu_seqlens_new, b, p.seqlen_new);
+            count = max(0, begin_of(p.cu_seqlens_new, b + 1, p.seqlen_new) - begin);
+        }
+        if (p.seqused_k) taken = max(0, min(p.seqused_k[b], p.capacity));
+    }
+};
+
+// Row i of the tables of cos and sin for sample b.
+__device__ inline int rotary_row(const AppendParams &p, int b, int i) {
+    const int64_t position = int64_t(i) + (p.rotary_seqlens ? p.rotary_seqlens[b] : NewRows(p, b).taken);
+    return int(max(int64_t(0), min(position, int64_t(p.seqlen_rotary) - 1)));
+}

@@ -2,6 +2,7 @@
 // ../minimal_attn/stable.py asks of the library, by two more ops and, where there are no tensors, by functions of C.
 //
 // Read next: direct.h, from here on the library for one torch.
+#include "append_op.h"
 #include "decode_op.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -23,6 +24,7 @@ template <typename Library> void implement(Library &m) {
     m.impl("flash_forward", TORCH_BOX(&with_options<&tensors_only>));
     m.impl("flash_backward", TORCH_BOX(&flash_backward_op));
     m.impl("flash_decode", TORCH_BOX(&flash_decode));
+    m.impl("append_kvcache", TORCH_BOX(&append_kvcache));
     m.impl("which_kernel", TORCH_BOX(&which_kernel));
 }
 
@@ -32,6 +34,7 @@ STABLE_TORCH_LIBRARY(minimal_attn, m) {
     m.def(kForwardSchema);
     m.def(kBackwardSchema);
     m.def(kDecodeSchema);
+    m.def(kAppendSchema);
     m.def("which_kernel(Tensor q, Tensor k, Tensor v, bool has_dropout, int? capability, bool fast_fp64, bool "
           "has_sinks, bool has_scores, Tensor? attn_bias) -> (str, str?)");
     m.def("force_kernel(str? name) -> str?");

@@ -62,6 +62,13 @@ def _forward_shapes(q, k, v, *options, **more_options):
     return empty_outputs(q, v)
 
 
+def append_shapes(k_new, v_new, k_cache, v_cache, seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new,
+                  slot_mapping, q, cu_seqlens_q, rotary_cos, *others):
+    """q_rotated and lengths of the ops that write into a cache."""
+    q_rotated = k_new.new_empty(0) if q is None or rotary_cos is None else empty_like(q)
+    return q_rotated, k_new.new_empty(0 if seqused_k is None else seqused_k.shape[0], dtype=torch.int32)
+
+
 def _backward_shapes(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks,
                      alibi_slopes, attn_bias, softmax_scale, softcap, window_left, window_right, dropout_p=0.0,
                      dropout_seed=None, mode=False, need_dq=True, need_dkv=True, need_dsinks=False, need_dbias=False):
@@ -88,5 +95,6 @@ def register(forward, backward, run, backend):
 def register_csrc(run=None):
     """Once, after the library that defines the ops is loaded. run: what the backward pass calls in place of the op."""
     torch.library.register_fake("minimal_attn::flash_decode", _forward_shapes)
+    torch.library.register_fake("minimal_attn::append_kvcache", append_shapes)
     register("minimal_attn::flash_forward", "minimal_attn::flash_backward",
              run or torch.ops.minimal_attn.flash_backward, "cuda")

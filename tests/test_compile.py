@@ -1,8 +1,8 @@
 """Compiles the kernels for GPUs that need not be here: csrc/*.cu with nvcc, Triton's ahead of time.
 
 Triton's compiler and its interpreter do not share a process, so this file is also a program. It compiles the Triton
-kernels: `python test_compile.py 90 1`, `backward 90 1`, `decode 90` or `hopper 64` prints what came out, one JSON
-object a line. The 1 asks for every case, a 3 for every third one.
+kernels: `python test_compile.py 90 1`, `backward 90 1`, `decode 90`, `append 90` or `hopper 64` prints what came out,
+one JSON object a line. The 1 asks for every case, a 3 for every third one.
 """
 import importlib.util
 import json
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Of each file by target: the tiles of Ampere on both GPUs that they are made for. campaign.py has the others.
 TARGETS = {"flash.cu": ["75", "90a"], "flash_bwd.cu": ["90a"], "flash_bwd_bias.cu": ["90a"],
            "flash_sm80.cu": ["80", "90a"], "flash_bwd_sm80.cu": ["80", "90a"],
-           "decode.cu": ["80", "90a"],
+           "decode.cu": ["80", "90a"], "append.cu": ["80", "90a"],
            "flash_bwd_sm90.cu": ["90a"], "flash_bwd_wide_sm90.cu": ["90a"],
            "flash_sm90.cu": ["75", "90a"], "flash_dmma.cu": ["75", "90a"], "device.cu": ["90a"]}
 # (file, kind of its kernel): how many bytes of stack, and of spills, a kernel may have where it is not none. These use
@@ -82,6 +82,9 @@ SLOW_TWIN_CASES = {80: [("fp32", 256, "causal", "used", False)]}  # 10 s each, a
 TWIN_DECODE_CASES = [("bf16", 128, 16, True, True, None), ("fp16", 64, 64, False, True, "all"),
                      ("bf16", 256, 64, True, True, "all"), ("fp32", (192, 128), 16, True, True, None),
                      ("bf16", (40, 128), 16, False, False, None)]
+# dtype, head_dim, where new rows go, whether they and q are rotated.
+TWIN_APPEND_CASES = [("bf16", 128, "pages", True), ("fp16", (64, 32), "packed", True),
+                     ("fp32", (192, 128), "dense", True), ("bf16", (40, 128), "slots", False)]
 
 EVERY = [3, pytest.param(1, marks=pytest.mark.campaign)]  # of the cases: CI compiles every third one
 
@@ -260,6 +263,16 @@ def test_twin_decode_compiles(capability, tmp_path):
         assert kernel["cp_async"] == (is_16_bit and kernel["head_dim"] != [40, 128]), kernel
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_twin_append_compiles(capability, tmp_path):
+    kernels = printed(tmp_path, "append", capability)
+    assert len(kernels) == len(TWIN_APPEND_CASES)
+    for kernel in kernels:
+        # A head_dim that is no power of two is masked by the element.
+        assert kernel["stack"] == 0 and kernel["vectors"] == (kernel["head_dim"] in (128, [64, 32])), kernel
+
+
 def max_shared_memory(capability):
     """Of one program on the GPUs of that capability; for 80 that of 86 and 120, which run such code with less."""
     return (99 if capability == 80 else 227) << 10
@@ -396,6 +409,28 @@ def compile_twin_decode(capability, dtype, head_dim, rows, paged, splits, scores
                                     options if function is _decode else dict(num_warps=4))
 
 
+def compile_twin_append(capability, dtype, head_dim, place, rotary):
+    from triton_ref.append import TILE, _append
+
+    head_dim, head_dim_v = both(head_dim)
+    given = {"pages": ["seqused_k_ptr", "lengths_ptr", "page_table_ptr", "page_table_stride"],
+             "packed": ["seqused_k_ptr", "lengths_ptr", "cu_seqlens_new_ptr", "cu_seqlens_q_ptr", "batch_idx_ptr"],
+             "dense": ["seqused_k_ptr", "lengths_ptr"], "slots": ["slot_mapping_ptr"]}[place]
+    of_q = [name for name in _append.arg_names if name.startswith(("q_", "rotated_")) and name != "q_programs"]
+    given += [*of_q, "cos_ptr", "sin_ptr", "rotary_seqlens_ptr"] if rotary else []
+    optional = ["seqused_k_ptr", "lengths_ptr", "page_table_ptr", "page_table_stride", "cu_seqlens_new_ptr",
+                "cu_seqlens_q_ptr", "batch_idx_ptr", "slot_mapping_ptr", "cos_ptr", "sin_ptr", "rotary_seqlens_ptr",
+                *of_q]
+    of_dtype = ["k_new_ptr", "v_new_ptr", "k_cache_ptr", "v_cache_ptr", "q_ptr", "q_rotated_ptr", "cos_ptr", "sin_ptr"]
+    types = {name: f"*{dtype}" if name in of_dtype else "*i64" if name == "slot_mapping_ptr" else
+             "*i32" if name.endswith("_ptr") else "i32" for name in _append.arg_names}
+    kBlockD, kBlockDv = (1 << (n - 1).bit_length() for n in (head_dim, head_dim_v))
+    constexprs = dict(kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, kRotaryDim=32 if rotary else 0,
+                      kInterleaved=dtype == "fp16", kAdvances=True, kPageSize=16, kHeads=TILE // max(kBlockD, kBlockDv),
+                      kBlockD=kBlockD, kBlockDv=kBlockDv, kBlock=128, **dict.fromkeys(set(optional) - set(given)))
+    return compile_for(capability, _append, types, constexprs, dict(num_warps=4))
+
+
 def compile_for(capability, function, types, constexprs, options):
     """What triton.compile makes of a call with tensors aligned as torch aligns them: pointers and strides by 16."""
     import triton
@@ -465,11 +500,20 @@ def print_twin_decode(capability):
             print(json.dumps({"kernel": function.fn.__name__, **dict(zip(names, case)), **facts}))
 
 
+def print_twin_append(capability):
+    for case in TWIN_APPEND_CASES:
+        kernel = compile_twin_append(capability, *case)
+        facts = {"vectors": "st.global.v4" in kernel.asm["ptx"], "stack": stack_bytes(kernel.asm["cubin"])}
+        print(json.dumps({**dict(zip(("dtype", "head_dim", "place", "rotary"), case)), **facts}))
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "hopper":
         print_hopper(int(sys.argv[2]))
     elif sys.argv[1] == "decode":
         print_twin_decode(int(sys.argv[2]))
+    elif sys.argv[1] == "append":
+        print_twin_append(int(sys.argv[2]))
     elif sys.argv[1] == "backward":
         print_twin_backward(*map(int, sys.argv[2:]))
     else:

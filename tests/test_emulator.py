@@ -1,4 +1,5 @@
-"""csrc's kernels as they are written, on the CPU: tests/emulator has the instructions, driver.cpp the cases.
+"""csrc's kernels as they are written, on the CPU: tests/emulator has the instructions, driver.cpp and those of
+single kernels have the cases.
 
 Copies and products happen as early or as late as they may, or at any time, and threads run in any order. That all cases
 pass says little where the emulator would not see a fault. So it is shown every kernel without any one of its statements
@@ -19,7 +20,7 @@ from conftest import made_once
 from test_sanitizers import assert_passed, cxx
 
 DRIVER = Path(__file__).with_name("driver.cpp")
-DECODE_DRIVER = DRIVER.with_name("decode_driver.cpp")
+OTHER_DRIVERS = {f"{name}.cu": DRIVER.with_name(f"{name}_driver.cpp") for name in ("decode", "append")}  # of one kernel
 EMULATOR = DRIVER.with_name("emulator")
 SELFTEST = EMULATOR / "selftest.cpp"
 CXX = os.environ.get("CXX", "g++")
@@ -51,7 +52,7 @@ KERNEL_CASES = {
                           "sm90_low_128", "sm90_packed_turns"],
     "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_low_256"],
     "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
-    "decode.cu": [],  # all of its driver's
+    **dict.fromkeys(OTHER_DRIVERS, []),  # all of the driver's
     "flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
                       "sm90_scale_30_96", "sm90_bias", "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30",
                       "sm90_alibi_no_keys"],
@@ -175,10 +176,12 @@ def csrc(tmp_path_factory):
 @pytest.fixture(scope="session")
 def driver_of(csrc, tmp_path_factory):
     """A function from the name of a file of csrc to the driver that runs it."""
-    parts = [csrc / "objects" / Path(part).with_suffix(".o") for part in ("decode.cu", *PARTS)]
-    folder = made_once(tmp_path_factory, "decode_driver", lambda folder: linked(
-        [*compiled(csrc, folder / "objects", sources=[DECODE_DRIVER]), *parts], "driver"))
-    return lambda name: (folder if name.startswith("decode") else csrc) / "objects/driver"
+    folders = {}
+    for kernel, driver in OTHER_DRIVERS.items():
+        parts = [csrc / "objects" / Path(part).with_suffix(".o") for part in (kernel, *PARTS)]
+        folders[kernel.removesuffix(".cu")] = made_once(tmp_path_factory, driver.stem, lambda folder: linked(
+            [*compiled(csrc, folder / "objects", sources=[driver]), *parts], "driver"))
+    return lambda name: folders.get(re.split("[_.]", name)[0], csrc) / "objects/driver"
 
 
 @pytest.fixture(scope="session")

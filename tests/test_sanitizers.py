@@ -1,5 +1,5 @@
-"""The kernels under the sanitizers, by way of driver.cpp and decode_driver.cpp: flash.cu and flash_bwd.cu on the CPU
-with g++'s, all on a GPU with compute-sanitizer.
+"""The kernels under the sanitizers, by way of driver.cpp, decode_driver.cpp and append_driver.cpp: flash.cu,
+flash_bwd.cu and append.cu on the CPU with g++'s, all on a GPU with compute-sanitizer.
 
 A clean run means little where the tool would not have seen a fault, so each is also shown one: a row that is not there,
 and a kernel without any one of its barriers (faults.py finds them). compute-sanitizer does not see TMA's copies, so the
@@ -21,7 +21,7 @@ from conftest import made_once
 
 pytestmark = pytest.mark.timeout(900)  # a compiler may take the 240 s of run(), and then a tool
 DRIVER = Path(__file__).with_name("driver.cpp")
-DECODE_DRIVER = DRIVER.with_name("decode_driver.cpp")
+DECODE_DRIVER, APPEND_DRIVER = DRIVER.with_name("decode_driver.cpp"), DRIVER.with_name("append_driver.cpp")
 CSRC = DRIVER.parents[1] / "csrc"
 CXX = os.environ.get("CXX", "g++")
 
@@ -100,6 +100,11 @@ def check_clean(done):
     assert not done.stderr
 
 
+@pytest.mark.cpu
+def test_address_sanitizer_finds_nothing_in_append(tmp_path):
+    check_clean(run(compiled(tmp_path, *cxx("address,undefined", "-O0"), driver=APPEND_DRIVER)))
+
+
 def run_tsan(driver, *cases):
     # Older runtimes refuse the address-space layouts of newer kernels, which randomize more bits: randomize none.
     fixed = ("setarch", "-R") if shutil.which("setarch") and run("setarch", "-R", "true").returncode == 0 else ()
@@ -168,6 +173,12 @@ def decode_driver(tmp_path_factory):
         folder, *nvcc(), "-split-compile=0", driver=DECODE_DRIVER)) / "driver"
 
 
+@pytest.fixture(scope="module")
+def append_driver(tmp_path_factory):
+    return made_once(tmp_path_factory, "append_gpu_driver", lambda folder: compiled(
+        folder, *nvcc(), driver=APPEND_DRIVER)) / "driver"
+
+
 def objects(folder, *sources, csrc=CSRC):
     """{source: its object}, all compiled at once."""
     found = {source: folder / f"{Path(source).stem}.o" for source in sources}
@@ -203,7 +214,7 @@ def driver_without(statement, directory, gpu_objects):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("driver", ["whole_driver", "decode_driver"])
+@pytest.mark.parametrize("driver", ["whole_driver", "decode_driver", "append_driver"])
 def test_gpu_driver(driver, request):
     assert_passed(run(request.getfixturevalue(driver)))
 
@@ -229,12 +240,15 @@ SANITIZER_RUNS = {**{f"memcheck, part {i + 1}": [f"--part={i}/2"] for i in range
 DECODE_PARTS = {"memcheck": 2, "initcheck": 2, "synccheck": 2, "racecheck": 4}
 SANITIZER_RUNS |= {f"{tool}, decode, part {i + 1}": [*["--valid-only"] * (tool == "initcheck"), f"--part={i}/{parts}"]
                    for tool, parts in DECODE_PARTS.items() for i in range(parts)}
+# append.cu has no shared memory and no barriers.
+SANITIZER_RUNS |= {f"{tool}, append": [] for tool in ("memcheck", "initcheck")}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SANITIZER_RUNS)
 def test_compute_sanitizer(name, request, record_property):
-    driver = request.getfixturevalue("decode_driver" if ", decode" in name else "whole_driver")
+    driver = request.getfixturevalue({"decode": "decode_driver", "append": "append_driver"}.get(
+        name.split(", ")[1], "whole_driver"))
     done, summary = compute_sanitizer(name.partition(",")[0], driver, *SANITIZER_RUNS[name])
     record_property(f"compute_sanitizer {name}", summary)
     assert_passed(done)

@@ -1,7 +1,7 @@
 """The twin as ops of torch with a derivative, and as a backend of minimal_attn, where importing this file registers it.
 
 Read next: attention.py, the forward pass; attention_bwd.py, the backward pass; decode.py, attention to a cache;
-../minimal_attn/ops.py, the derivative.
+append.py, which fills one; ../minimal_attn/ops.py, the derivative.
 """
 
 from typing import Optional, Tuple
@@ -12,7 +12,7 @@ from minimal_attn import ops, twin
 from minimal_attn.backends import Cache, Lengths, Options
 from minimal_attn.checks import FP8_DTYPES, check_fp8, empty_outputs, is_eager, wants_gradient
 
-from . import attention, attention_bwd, decode
+from . import append, attention, attention_bwd, decode
 from .launching import INTERPRETING
 from .matmul import triton_matmul
 
@@ -132,5 +132,27 @@ def forward_cached(q, k, v, options, cache):
                          options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, *cache[3:])
 
 
+@torch.library.custom_op("minimal_attn::triton_append", mutates_args=("k_cache", "v_cache"))
+def triton_append(k_new: torch.Tensor, v_new: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                  seqused_k: Optional[torch.Tensor], page_table: Optional[torch.Tensor],
+                  cache_batch_idx: Optional[torch.Tensor], cu_seqlens_k_new: Optional[torch.Tensor],
+                  slot_mapping: Optional[torch.Tensor], q: Optional[torch.Tensor],
+                  cu_seqlens_q: Optional[torch.Tensor], rotary_cos: Optional[torch.Tensor],
+                  rotary_sin: Optional[torch.Tensor], rotary_seqlens: Optional[torch.Tensor],
+                  rotary_interleaved: bool, q_advances: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(q_rotated like q, lengths int32 (B,)) of checked inputs. The new row t of sample b, of k_new (B, Hk, Sn, D) and
+    v_new (B, Hk, Sn, Dv) or packed by cu_seqlens_k_new, goes to place seqused_k[b] + t of the caches that
+    triton_decode reads; a place, page or sequence that they do not have is not written. lengths is what seqused_k then
+    is. With slot_mapping, int64 (T,), rows of (1, Hk, T, D) go to row s % S of sequence s // S, and seqused_k is None.
+
+    With rotary_cos and rotary_sin (S_ro, rotary_dim / 2), new keys are rotated at position rotary_seqlens[b] + t, by
+    default seqused_k[b] + t, and so is q, with q_advances=False all rows at the first position. An output that is not
+    asked for has no elements."""
+    return append.run(k_new, v_new, k_cache, v_cache, seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new,
+                      slot_mapping, q, cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved,
+                      q_advances)
+
+
+triton_append.register_fake(ops.append_shapes)
 ops.register("minimal_attn::triton_forward", "minimal_attn::triton_backward", _backward, "triton")
 twin.register(twin.Twin(_forward, forward_cached, triton_matmul, INTERPRETING))

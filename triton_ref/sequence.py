@@ -58,6 +58,29 @@ def cached_sequence(cu_seqlens_q_ptr, seqused_q_ptr, seqused_k_ptr, leftpad_k_pt
 
 
 @triton.jit
+def new_rows(cu_seqlens_new_ptr, seqused_k_ptr, b, batch_size, seqlen_new, capacity):
+    """(how many new rows sample b has for a cache, how many of the places that it has there are taken before them)."""
+    count = seqlen_new
+    if cu_seqlens_new_ptr is not None:
+        _, _, count = _packed(cu_seqlens_new_ptr, b, batch_size, seqlen_new)
+    return count, used(seqused_k_ptr, b, capacity)
+
+
+@triton.jit
+def rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i, capacity, seqlen_rotary):
+    """The row for row i of sample b in the tables of cos and sin, or 0 without tables."""
+    row = 0
+    if cos_ptr is not None:
+        if rotary_seqlens_ptr is not None:
+            first = tl.load(rotary_seqlens_ptr + b)
+        else:
+            first = used(seqused_k_ptr, b, capacity)
+        position = tl.cast(first, tl.int64) + i
+        row = tl.maximum(tl.minimum(position, tl.cast(seqlen_rotary, tl.int64) - 1), 0)
+    return row
+
+
+@triton.jit
 def used(seqused_ptr, b, seqlen):
     """How many of the seqlen rows that sample b could have it uses."""
     if seqused_ptr is not None:
@@ -110,6 +133,24 @@ def block_of_slot(cu_seqlens_ptr, slot, batch_size, total, kBlock: tl.constexpr,
         b = tl.where(is_behind, b, middle)
         end = tl.where(is_behind, middle, end)
     return b, slot - _first_slot(cu_seqlens_ptr, b, total, kBlock, kGroup)
+
+
+@triton.jit
+def sample_row(cu_seqlens_ptr, index, batch_size, seqlen):
+    """(b, i, element, row) of the row `index` of a padded or packed tensor: it is row i of sample b, and `row` of
+    `element` in the tensor. What follows the last packed sample counts as a part of it."""
+    if cu_seqlens_ptr is not None:
+        b, end = 0, batch_size
+        while b + 1 < end:
+            middle = (b + end) // 2
+            is_behind = _begin(cu_seqlens_ptr, middle, seqlen) > index
+            b = tl.where(is_behind, b, middle)
+            end = tl.where(is_behind, middle, end)
+        i, element, row = index - _begin(cu_seqlens_ptr, b, seqlen), 0, index
+    else:
+        b, i = index // seqlen, index % seqlen
+        element, row = b, i
+    return b, i, element, row
 
 
 @triton.jit

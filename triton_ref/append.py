@@ -1,0 +1,191 @@
+"""New keys and values for a cache in Triton: one small kernel writes them to their places, rotates the keys and q by
+their positions (Su et al., RoFormer, 2021), and counts the keys.
+
+A program has one row of some heads: a new row of K and V, or a row of q. The last programs have the lengths. Nothing
+outside of the cache is written, whatever lengths, tables and slots say.
+
+Read next: decode.py, attention to the cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from minimal_attn.checks import empty_like
+
+from .attention import block_d
+from .launching import INTERPRETING, Launch, layouts, remember, to_float
+from .sequence import head_of, new_rows, rotary_row, sample_row
+
+# Parameters that should not be compiled for.
+NUMBERS = ("new_programs", "q_programs", "batch_size", "seqlen_new", "seqlen_q", "capacity", "num_sequences",
+           "seqlen_rotary")
+
+TILE = 1024  # elements of a tile: 8 a thread
+
+
+@triton.jit
+def _in_tile(is_head, cols, head_dim, kMaskCols: tl.constexpr):
+    is_in_tile = is_head[:, None]
+    if kMaskCols:
+        is_in_tile &= (cols < head_dim)[None, :]
+    return is_in_tile
+
+
+@triton.jit
+def _rotated(x, heads, cols, is_in_tile, head_stride, table_row, cos_ptr, sin_ptr, kRotaryDim: tl.constexpr,
+             kInterleaved: tl.constexpr):
+    """[heads, cols] of a row x. A pair (x, y) of columns becomes (x cos - y sin, y cos + x sin), in fp32, rounded
+    once. table_row: that of the row's position, where there are tables."""
+    rows = x + heads.to(tl.int64)[:, None] * head_stride
+    tile = tl.load(rows + cols[None, :], mask=is_in_tile, other=0.0)
+    if cos_ptr is not None:
+        half: tl.constexpr = kRotaryDim // 2
+        if kInterleaved:
+            is_first, others, angles = cols % 2 == 0, cols ^ 1, cols // 2
+        else:
+            is_first = cols < half
+            others, angles = tl.where(is_first, cols + half, cols - half), tl.where(is_first, cols, cols - half)
+        turns = cols < kRotaryDim
+        other = tl.load(rows + others[None, :], mask=is_in_tile & turns[None, :], other=0.0).to(tl.float32)
+        place = tl.cast(table_row, tl.int64) * half + angles
+        cos = tl.load(cos_ptr + place, mask=turns, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + place, mask=turns, other=0.0).to(tl.float32)
+        turned = tile.to(tl.float32) * cos[None, :] + other * tl.where(is_first, -sin, sin)[None, :]
+        tile = tl.where(turns[None, :], turned.to(tile.dtype), tile)
+    return tile
+
+
+@triton.jit
+def _store(x, heads, cols, is_in_tile, head_stride, tile):
+    tl.store(x + heads.to(tl.int64)[:, None] * head_stride + cols[None, :], tile, mask=is_in_tile)
+
+
+@triton.jit
+def _place_of(slot_mapping_ptr, cu_seqlens_new_ptr, seqused_k_ptr, page_table_ptr, batch_idx_ptr, b, i, row,
+              page_table_stride, batch_size, seqlen_new, capacity, num_sequences, kPageSize: tl.constexpr):
+    """(sequence, row in it, whether the cache has it) of a new row: row i of sample b, or row `row` of a slot."""
+    if slot_mapping_ptr is not None:
+        slot = tl.load(slot_mapping_ptr + row)
+        sequence, place, is_place = slot // kPageSize, slot % kPageSize, slot >= 0
+    else:
+        count, taken = new_rows(cu_seqlens_new_ptr, seqused_k_ptr, b, batch_size, seqlen_new, capacity)
+        place, is_place = taken + i, i < tl.minimum(count, capacity - taken)
+        if page_table_ptr is not None:
+            sequence = tl.load(page_table_ptr + tl.cast(b, tl.int64) * page_table_stride + place // kPageSize,
+                               mask=is_place, other=-1)
+            place = place % kPageSize
+        elif batch_idx_ptr is not None:
+            sequence = tl.load(batch_idx_ptr + b)
+        else:
+            sequence = b
+    return sequence, place, is_place & (sequence >= 0) & (sequence < num_sequences)
+
+
+@triton.jit(do_not_specialize=[*NUMBERS])
+def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr, lengths_ptr, seqused_k_ptr,
+            page_table_ptr, batch_idx_ptr, cu_seqlens_new_ptr, slot_mapping_ptr, cu_seqlens_q_ptr, cos_ptr, sin_ptr,
+            rotary_seqlens_ptr,  # None of these but the first four: not given, or not needed
+            k_new_batch_stride, k_new_head_stride, k_new_row_stride, v_new_batch_stride, v_new_head_stride,
+            v_new_row_stride, k_batch_stride, k_head_stride, k_row_stride, v_batch_stride, v_head_stride, v_row_stride,
+            q_batch_stride, q_head_stride, q_row_stride, rotated_batch_stride, rotated_head_stride, rotated_row_stride,
+            page_table_stride, new_programs, q_programs, batch_size, nheads, nheads_k, seqlen_new, seqlen_q, capacity,
+            num_sequences, seqlen_rotary, head_dim, head_dim_v,
+            kMaskCols: tl.constexpr, kRotaryDim: tl.constexpr, kInterleaved: tl.constexpr, kAdvances: tl.constexpr,
+            kPageSize: tl.constexpr, kHeads: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
+            kBlock: tl.constexpr):
+    pid = tl.program_id(0)
+    cols, cols_v = tl.arange(0, kBlockD), tl.arange(0, kBlockDv)
+    if pid < new_programs:
+        parts = (nheads_k + kHeads - 1) // kHeads
+        heads = pid % parts * kHeads + tl.arange(0, kHeads)
+        b, i, element, row = sample_row(cu_seqlens_new_ptr, pid // parts, batch_size, seqlen_new)
+        sequence, place, is_place = _place_of(slot_mapping_ptr, cu_seqlens_new_ptr, seqused_k_ptr, page_table_ptr,
+                                              batch_idx_ptr, b, i, row, page_table_stride, batch_size, seqlen_new,
+                                              capacity, num_sequences, kPageSize)
+        table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i, capacity, seqlen_rotary)
+        is_head = (heads < nheads_k) & is_place
+        is_in_tile = _in_tile(is_head, cols, head_dim, kMaskCols)
+        is_in_tile_v = _in_tile(is_head, cols_v, head_dim_v, kMaskCols)
+        k = _rotated(head_of(k_new_ptr, element, 0, row, k_new_batch_stride, k_new_head_stride, k_new_row_stride),
+                     heads, cols, is_in_tile, k_new_head_stride, table_row, cos_ptr, sin_ptr, kRotaryDim, kInterleaved)
+        v = _rotated(head_of(v_new_ptr, element, 0, row, v_new_batch_stride, v_new_head_stride, v_new_row_stride),
+                     heads, cols_v, is_in_tile_v, v_new_head_stride, 0, None, None, 0, False)
+        _store(head_of(k_cache_ptr, sequence, 0, place, k_batch_stride, k_head_stride, k_row_stride), heads, cols,
+               is_in_tile, k_head_stride, k)
+        _store(head_of(v_cache_ptr, sequence, 0, place, v_batch_stride, v_head_stride, v_row_stride), heads, cols_v,
+               is_in_tile_v, v_head_stride, v)
+    elif pid < new_programs + q_programs:
+        if q_ptr is not None:
+            parts = (nheads + kHeads - 1) // kHeads
+            of_q = pid - new_programs
+            heads = of_q % parts * kHeads + tl.arange(0, kHeads)
+            b, i, element, row = sample_row(cu_seqlens_q_ptr, of_q // parts, batch_size, seqlen_q)
+            table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i if kAdvances else 0, capacity,
+                                   seqlen_rotary)
+            is_in_tile = _in_tile(heads < nheads, cols, head_dim, kMaskCols)
+            q = _rotated(head_of(q_ptr, element, 0, row, q_batch_stride, q_head_stride, q_row_stride), heads, cols,
+                         is_in_tile, q_head_stride, table_row, cos_ptr, sin_ptr, kRotaryDim, kInterleaved)
+            _store(head_of(q_rotated_ptr, element, 0, row, rotated_batch_stride, rotated_head_stride,
+                           rotated_row_stride), heads, cols, is_in_tile, rotated_head_stride, q)
+    elif lengths_ptr is not None:
+        samples = (pid - new_programs - q_programs) * kBlock + tl.arange(0, kBlock)
+        count, taken = new_rows(cu_seqlens_new_ptr, seqused_k_ptr, tl.minimum(samples, batch_size - 1), batch_size,
+                                seqlen_new, capacity)
+        tl.store(lengths_ptr + samples, taken + tl.minimum(count, capacity - taken), mask=samples < batch_size)
+
+
+_plans = {}  # {all that the launch depends on: the launch}
+
+
+def launch_of(k_new, v_new, k_cache, v_cache, q, q_rotated, seqused_k, page_table, cu_seqlens_new, cu_seqlens_q,
+              rotary_cos, interleaved, advances):
+    """The Launch of _append. q and q_rotated are None where q is not rotated, seqused_k with slots."""
+    (nheads_k, seqlen_new, head_dim), head_dim_v = k_new.shape[1:], v_new.shape[3]
+    nheads, seqlen_q = (0, 0) if q is None else q.shape[1:3]
+    num_sequences, _, page_size, _ = k_cache.shape
+    batch_size = 1 if seqused_k is None else len(seqused_k)
+    kBlockD, kBlockDv = block_d(k_new.dtype, head_dim), block_d(k_new.dtype, head_dim_v)
+    kHeads, kBlock = min(triton.next_power_of_2(max(nheads, nheads_k)), max(1, TILE // max(kBlockD, kBlockDv))), 128
+    new_programs = seqlen_new * (batch_size if cu_seqlens_new is None else 1) * triton.cdiv(nheads_k, kHeads)
+    q_programs = seqlen_q * (batch_size if cu_seqlens_q is None else 1) * triton.cdiv(nheads, kHeads)
+    of_lengths = 0 if seqused_k is None else triton.cdiv(batch_size, kBlock)
+    of_q = [(None,) * 3 if x is None else x.stride()[:3] for x in (q, q_rotated)]
+    max_pages = 1 if page_table is None else page_table.shape[1]
+    capacity = page_size * max_pages if num_sequences else 0
+    seqlen_rotary, half = (0, 0) if rotary_cos is None else rotary_cos.shape
+    return Launch(_append, new_programs + q_programs + of_lengths, (
+        *k_new.stride()[:3], *v_new.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *of_q[0], *of_q[1],
+        None if page_table is None else page_table.stride(0), new_programs, q_programs, batch_size, nheads, nheads_k,
+        seqlen_new, seqlen_q, capacity, num_sequences, seqlen_rotary, head_dim, head_dim_v,
+        head_dim < kBlockD or head_dim_v < kBlockDv, 2 * half, interleaved, advances, max(1, page_size), kHeads,
+        kBlockD, kBlockDv, kBlock), num_warps=4)
+
+
+def run(k_new, v_new, k_cache, v_cache, seqused_k, page_table, batch_idx, cu_seqlens_new, slot_mapping, q, cu_seqlens_q,
+        rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, q_advances):
+    """(q_rotated, lengths) of checked inputs, see ops.triton_append; writes into the caches."""
+    if INTERPRETING and k_new.dtype == torch.bfloat16:
+        k, v = to_float(k_cache), to_float(v_cache)
+        rotated, lengths = run(to_float(k_new), to_float(v_new), k, v, seqused_k, page_table, batch_idx, cu_seqlens_new,
+                               slot_mapping, to_float(q), cu_seqlens_q, to_float(rotary_cos), to_float(rotary_sin),
+                               rotary_seqlens, rotary_interleaved, q_advances)
+        k_cache.copy_(k), v_cache.copy_(v)
+        return rotated.to(torch.bfloat16), lengths
+    if rotary_cos is None:
+        q = cu_seqlens_q = rotary_seqlens = None
+    q_rotated = None if q is None else empty_like(q)
+    lengths = None if seqused_k is None else torch.empty_like(seqused_k)
+    tensors = (k_new, v_new, k_cache, v_cache, q, q_rotated, lengths, seqused_k, page_table, batch_idx, cu_seqlens_new,
+               slot_mapping, cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens)
+    key = k_new.device, rotary_interleaved, q_advances, *layouts(*tensors)
+    with torch.accelerator.device_index(k_new.device.index):  # None on the CPU: nothing to switch
+        plan = _plans.get(key)
+        if plan is None:
+            plan = launch_of(k_new, v_new, k_cache, v_cache, q, q_rotated, seqused_k, page_table, cu_seqlens_new,
+                             cu_seqlens_q, rotary_cos, rotary_interleaved, q_advances)
+            remember(_plans, key, plan, k_new.device)
+        if plan.grid[0]:
+            plan(*tensors)
+    return (k_new.new_empty(0) if q is None else q_rotated,
+            k_new.new_empty(0, dtype=torch.int32) if lengths is None else lengths)
