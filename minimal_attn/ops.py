@@ -16,6 +16,7 @@ import functools
 
 import torch
 
+from .backends import Append
 from .checks import FP8_DTYPES, check_no_derivative, empty_like, empty_outputs
 
 
@@ -71,6 +72,15 @@ def _backward_shapes(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, 
     return *needed, dsinks, attn_bias.new_empty(attn_bias.shape) if need_dbias else lse.new_empty(0)
 
 
+def append_shapes(k_new, v_new, k_cache, v_cache, *of_append):
+    """What an op that appends returns, to be written: q rotated and lengths, or empty ones, as Backend.append."""
+    append = Append(*of_append)
+    is_rotated = append.q is not None and append.rotary_cos is not None
+    q_rotated = empty_like(append.q) if is_rotated else k_new.new_empty(0)
+    batch_size = 0 if append.seqused_k is None else append.seqused_k.shape[0]
+    return q_rotated, k_new.new_empty(batch_size, dtype=torch.int32)
+
+
 def register(forward, backward, run, backend):
     """Give the op named `forward` shapes and a derivative, by run, and the op named `backward` shapes alone."""
 
@@ -88,5 +98,7 @@ def register(forward, backward, run, backend):
 def register_csrc(run=None):
     """Once, after the library that defines the ops is loaded. run: what the backward pass calls in place of the op."""
     torch.library.register_fake("minimal_attn::flash_decode", _forward_shapes)
+    if hasattr(torch.ops.minimal_attn, "append_kvcache"):
+        torch.library.register_fake("minimal_attn::append_kvcache", append_shapes)
     register("minimal_attn::flash_forward", "minimal_attn::flash_backward",
              run or torch.ops.minimal_attn.flash_backward, "cuda")

@@ -1,6 +1,6 @@
 """Caches of keys and values in plain torch: their checks, and the copy of what the samples of a batch use of one.
 
-Read next: reference.py, which is given such copies.
+Read next: append.py, which writes into a cache; reference.py, which is given such copies.
 """
 
 import torch
@@ -24,9 +24,7 @@ def check_cached(q, k, v, lengths, cache, dtypes):
         raise ValueError(f"Expected 4D tensors: {shapes}")
     check_heads(shapes, q, k, v, ("q", "k_cache", "v_cache"))
     for name, x in (("k_cache", k), ("v_cache", v)):
-        if x.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension, since no cache is copied, got strides "
-                             f"{x.stride()}")
+        check_last_dimension(name, x)
     if lengths.is_packed and q.shape[0] != 1:
         raise ValueError("with cu_seqlens_q, q must be packed, (1, H, Tq, D) with all samples one after the other, got "
                          f"{tuple(q.shape)}")
@@ -52,6 +50,13 @@ def check_cached(q, k, v, lengths, cache, dtypes):
     values = *lengths, cache.leftpad_k, cache.batch_idx, cache.page_table
     if not q.is_cuda and all(x is None or can_read(x) for x in values):
         _check_values(k, batch_size, lengths.seqused_k, cache)
+
+
+def check_last_dimension(name, cache):
+    """ValueError unless the last dimension of a cache is contiguous."""
+    if cache.stride(-1) != 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, since no cache is copied, got strides "
+                         f"{cache.stride()}")
 
 
 def check_page_table(page_table, device, name="page_table"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ._build import assume_constant_result
+from .append import append_in_torch, has_op
 from .backends import Backend
 from .checks import TWIN_DTYPES
 
@@ -69,6 +70,12 @@ def _forward_cached(q, k, v, options, cache):
     return _twin.forward_cached(q, k, v, options, cache)
 
 
+def _append(k, v, k_cache, v_cache, append):
+    if not has_op("triton_append"):
+        return append_in_torch(k, v, k_cache, v_cache, append)
+    return torch.ops.minimal_attn.triton_append(k, v, k_cache, v_cache, *append)
+
+
 def _why_not(device=None):
     if error := why_not_imported():
         return ModuleNotFoundError(f"triton is required for backend='triton' (pip install triton): {error}")
@@ -79,4 +86,4 @@ def _why_not(device=None):
     return None
 
 
-BACKEND = Backend(_forward, TWIN_DTYPES, False, _why_not, _forward_cached)
+BACKEND = Backend(_forward, TWIN_DTYPES, False, _why_not, _forward_cached, _append)
