@@ -15,7 +15,7 @@ from .checks import (MAX_HEAD_DIM, can_read, check_alike, check_tensor, is_eager
 from .lengths import check_int32, check_per_sample
 from .ops import append_shapes
 from .packed import begins_and_lengths, places_of_rows
-from .pages import capacity_of, check_cached, check_last_dimension
+from .pages import capacity_of, check_fit, check_last_dimension, check_sequences
 
 ROTARY_STEP = 16  # rotary_dim is a multiple of it, as in flash-attn
 
@@ -43,7 +43,7 @@ def check_append(k, v, k_cache, v_cache, append, dtypes):
     lengths = Lengths(append.cu_seqlens_k_new, None, None, append.seqused_k)
     cache = Cache(append.page_table, append.batch_idx)
     try:
-        check_cached(k, k_cache, v_cache, lengths, cache, dtypes)
+        check_fit(k, k_cache, v_cache, lengths, cache, dtypes)
     except (TypeError, ValueError) as error:
         names = {"q": "k", "cu_seqlens_q": "cu_seqlens_k_new"}
         raise reworded(error, re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))) from None
@@ -126,18 +126,13 @@ def _check_rotary(k, batch_size, append):
 
 def _check_values(k, k_cache, append, cache):
     """ValueError unless the cache has a place for each new row, and the rotary tables each position."""
-    num_sequences, _, size, _ = k_cache.shape
     capacity, begins = capacity_of(k_cache, cache), append.seqused_k.tolist()
     num_new = _num_rows(k, append.cu_seqlens_k_new)
     for b, (begin, n) in enumerate(zip(begins, num_new)):
         if begin + n > capacity:
             raise ValueError(f"the cache has no room for the new keys of sample {b}: seqused_k is {begin}, {n} are "
                              f"new, and there is room for {capacity}")
-        if cache.page_table is not None and n:
-            for page in cache.page_table[b, begin // size:(begin + n - 1) // size + 1].tolist():
-                if not 0 <= page < num_sequences:
-                    raise ValueError(f"page_table must be in 0..{num_sequences - 1} for the new keys of sample {b}, "
-                                     f"got {page}")
+        check_sequences(f"the new keys of sample {b}", b, begin, begin + n, k_cache, cache)
     if append.rotary_cos is None:
         return
     rows = num_new
