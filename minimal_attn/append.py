@@ -183,9 +183,8 @@ _torch_append.register_fake(append_shapes)
 def _append(k, v, k_cache, v_cache, append):
     q_rotated, lengths = append_shapes(k, v, k_cache, v_cache, *append)
     if append.slot_mapping is not None:
-        size = k_cache.shape[2]
-        place, is_valid = append.slot_mapping, append.slot_mapping >= 0
-        sequence, place = (place.div(size, rounding_mode="floor"), place % size) if size else (place, place)
+        slot, size = append.slot_mapping, max(1, k_cache.shape[2])
+        sequence, place, is_valid = slot.div(size, rounding_mode="floor"), slot % size, True
     else:
         starts = (append.seqused_k if append.rotary_seqlens is None else append.rotary_seqlens).long()
         sample, row, is_padding = _rows_of(k, append.cu_seqlens_k_new)

@@ -104,8 +104,8 @@ def _of_each_sample(cache_seqlens, num_new, q, k_cache, table, table_name, cu_se
     if not 0 <= cache_seqlens <= room:
         raise ValueError(f"cache_seqlens must be in 0..{room}, got {cache_seqlens}")
     if cache_seqlens + num_new > room:
-        raise ValueError(f"the cache has no room for the new keys: cache_seqlens is {cache_seqlens}, {num_new} are new, "
-                         f"and there is room for {room}")
+        raise ValueError(f"the cache has no room for the new keys: cache_seqlens is {cache_seqlens}, {num_new} are "
+                         f"new, and there is room for {room}")
     return torch.full((batch_size,), cache_seqlens, dtype=torch.int32, device=q.device)
 
 

@@ -168,7 +168,7 @@ def append_to_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, se
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
                       kv_cache_dtype: str = "auto", k_scale: Tensor | None = None, v_scale: Tensor | None = None, *,
                       backend: str = "auto") -> None:
-    """Write new keys and values into the pages of a cache, each to a slot of its own, as vLLM's reshape_and_cache_flash.
+    """Write new keys and values into pages, each to a slot of its own, as vLLM's reshape_and_cache_flash.
 
     Args:
         key, value: (T, Hk, D) and (T, Hk, Dv), float32, float16, bfloat16 or float64.

@@ -208,7 +208,8 @@ def begins_and_lengths(cu_seqlens, total):
 
 
 def places_of_rows(begin, seqlen, total):
-    """Of each row of a packed batch: its sample, its number within that, and whether it is padding. Each is (total,)."""
+    """(total,) each, of the rows of a packed batch: their samples, their numbers within these, and whether they are
+    padding."""
     row = torch.arange(total, device=begin.device)
     sample = torch.searchsorted(begin[1:].cummax(0).values, row, right=True)
     row = row - begin[sample]
