@@ -781,11 +781,9 @@ def test_bad_input(error, match, make_arguments, change):
     append_to_kvcache(**make_arguments())
     check_error(append_to_kvcache, error, match, {**make_arguments(), **change})
     if "k_cache must be a torch" not in match and "unknown" not in match:  # the same from a call of attention
-        q = torch.randn(2, 4, 3, 32)
-        attention_with_kvcache(q, **make_arguments(), causal=True)
-        given = {**make_arguments(), **change}
-        with pytest.raises(error):
-            attention_with_kvcache(q, **given, causal=True)
+        given = dict(q=torch.randn(2, 4, 3, 32), **make_arguments(), causal=True)
+        attention_with_kvcache(**given)
+        check_error(attention_with_kvcache, error, "", {**given, **change})
 
 
 @cpu
