@@ -22,7 +22,7 @@ from .flash_attn import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_q
 from .flash_attn_kvcache import flash_attn_combine, flash_attn_with_kvcache, get_scheduler_metadata
 from .gpu import GPUArch, GPUCapabilities, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
 from .interface import (available_backends, flash_attention, forward, triton_matmul, which_kernel)
-from .kvcache import attention_with_kvcache
+from .kvcache import append_to_kvcache, attention_with_kvcache, reshape_and_cache
 from .mha import FlashMHA
 from .packed import pad_input, unpad_input
 from .reference import blockwise_attention, reference_attention
@@ -42,6 +42,7 @@ __all__ = [
     "GPUCapabilities",
     "activate",
     "activated",
+    "append_to_kvcache",
     "attention_with_kvcache",
     "available_backends",
     "benchmark_fn",
@@ -70,6 +71,7 @@ __all__ = [
     "pad_input",
     "print_gpu_info",
     "reference_attention",
+    "reshape_and_cache",
     "scaled_dot_product_attention",
     "supports_fp8",
     "triton_matmul",

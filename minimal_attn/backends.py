@@ -93,6 +93,34 @@ class Cache(NamedTuple):
     max_seqlen_q: int = 0  # of a packed q: no sample has more rows, or it is not split; 0: nothing is known
 
 
+class Append(NamedTuple):
+    """Where new keys and values go in a cache, and what is rotated on the way. An op for it takes these arguments after
+    k, v, k_cache and v_cache, in this order.
+
+    k (B, Hk, Sn, D) and v (B, Hk, Sn, Dv) are the new rows, or packed (1, Hk, T, D) with cu_seqlens_k_new. Row t of
+    sample b goes to place seqused_k[b] + t of its cached sequence or of its pages, as Cache has them. With slot_mapping
+    row t of k (1, Hk, T, D) goes to slot_mapping[t] instead: to place s % S of page s // S. A row is not written where
+    its place is beyond the capacity or its page or its sequence does not exist.
+
+    With rotary_cos and rotary_sin, key t of sample b is rotated as at position rotary_seqlens[b] + t. So is row t of q
+    where q_advances, and else all its rows are as at rotary_seqlens[b]. Without rotary_seqlens, seqused_k takes its
+    place. A position beyond the tables counts as their last one.
+    """
+
+    seqused_k: Tensor | None = None  # int32 (B,); None with slot_mapping alone
+    page_table: Tensor | None = None  # this and the next one as Cache's
+    batch_idx: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None  # int32 (B + 1,)
+    slot_mapping: Tensor | None = None  # int64 (T,); then there are no other tensors here
+    q: Tensor | None = None  # (B, H, Sq, D), or packed (1, H, Tq, D)
+    cu_seqlens_q: Tensor | None = None  # int32 (B + 1,)
+    rotary_cos: Tensor | None = None  # (S_ro, rotary_dim / 2), contiguous, in the dtype of k, as rotary_sin
+    rotary_sin: Tensor | None = None
+    rotary_seqlens: Tensor | None = None  # int32 (B,)
+    rotary_interleaved: bool = True  # pairs are the columns (2i, 2i + 1), else (i, i + rotary_dim / 2)
+    q_advances: bool = False
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation behind the facade."""
@@ -105,6 +133,10 @@ class Backend:
     why_not: Callable[[torch.device | None], Exception | None]
     # (q, k_cache, v_cache, options, cache) -> (out, lse), as forward; without gradients. q may be packed.
     forward_cached: Callable[[Tensor, Tensor, Tensor, Options, Cache], tuple[Tensor, Tensor]]
+    # (k, v, k_cache, v_cache, append) -> (q rotated, lengths): writes k and v into the caches. lengths is int32 (B,),
+    # seqused_k plus the new rows, but not beyond the capacity. The first is empty where nothing is rotated or q is
+    # None, and lengths is empty with slot_mapping.
+    append: Callable[[Tensor, Tensor, Tensor, Tensor, Append], tuple[Tensor, Tensor]]
 
 
 def warn(text: str) -> None:

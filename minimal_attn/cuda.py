@@ -81,15 +81,35 @@ def can_read_cache(q, k_cache, v_cache):
 def _forward_cached(q, k, v, options, cache):
     if not q.is_cuda:
         return _host_forward_cached(q, k, v, options, cache)
-    if q.dtype not in ON_TENSOR_CORES:
-        raise TypeError(f"Unsupported dtype: q is {q.dtype}, and backend='cuda' reads caches on a GPU in float16 and "
-                        "bfloat16 alone: use backend='triton' for float32")
+    _check_cache_dtype("reads", q=q)
     _load_ops()
     lengths, tables = options.lengths, (cache.page_table, cache.batch_idx, cache.leftpad_k)
     return torch.ops.minimal_attn.flash_decode(
         q, k, v, lengths.cu_seqlens_q, lengths.seqused_q, lengths.seqused_k, *tables, options.sinks,
         options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, cache.num_splits,
         cache.max_seqlen_q)
+
+
+def can_append(k):
+    """Whether backend="cuda" writes rows of this dtype into a cache."""
+    return not k.is_cuda or k.dtype in ON_TENSOR_CORES
+
+
+def _append(k, v, k_cache, v_cache, append):
+    if k.is_cuda:
+        _check_cache_dtype("writes", k=k)
+        if append.q is not None and not can_read_cache(append.q, k_cache, v_cache):  # before anything is written
+            raise NotImplementedError("backend='cuda' cannot serve this call: it reads caches whose head_dims, strides "
+                                      "and addresses are multiples of 16 bytes; use backend='triton'")
+    _load_ops()
+    return torch.ops.minimal_attn.append_kvcache(k, v, k_cache, v_cache, *append)
+
+
+def _check_cache_dtype(verb, **tensor):
+    (name, x), = tensor.items()
+    if x.dtype not in ON_TENSOR_CORES:
+        raise TypeError(f"Unsupported dtype: {name} is {x.dtype}, and backend='cuda' {verb} caches on a GPU in float16 "
+                        "and bfloat16 alone: use backend='triton' for float32")
 
 
 def _why_not(device=None):
@@ -99,7 +119,7 @@ def _why_not(device=None):
     return RuntimeError(reason) if reason else None
 
 
-BACKEND = Backend(_forward, DTYPES, False, _why_not, _forward_cached)
+BACKEND = Backend(_forward, DTYPES, False, _why_not, _forward_cached, _append)
 
 
 def kernel_of(q, k, v, has_dropout, has_sinks, has_scores, attn_bias, is_packed):

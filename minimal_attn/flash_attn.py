@@ -291,6 +291,13 @@ def returned(result, lse, out, return_attn_probs):
     return (result, *lse, None) if return_attn_probs else (result, *lse) if lse else result
 
 
+def heads_first(x, is_packed):
+    """x (B, S, H, D) or packed (T, H, D), as (B, H, S, D) or (1, H, T, D); None stays None."""
+    if x is None:
+        return None
+    return x.transpose(0, 1)[None] if is_packed else x.transpose(1, 2)
+
+
 def _attend_pages(q, k, v, block_table, page_table, cu_seqlens_k, seqused_k, dropout_p, return_attn_probs, **options):
     """flash_attn_varlen_func with a page table."""
     function = "flash_attn_varlen_func"
@@ -319,9 +326,8 @@ def attend_cached(function, names, q, k_cache, v_cache, seqused_k, return_attn_p
     is_packed = cu_seqlens_q is not None
     check_out(out, k_cache.dtype, q, k_cache, v_cache, options["sinks"])
     try:
-        result = attention_with_kvcache(q.transpose(0, 1)[None] if is_packed else q.transpose(1, 2),
-                                        k_cache.transpose(1, 2), v_cache.transpose(1, 2), seqused_k,
-                                        cu_seqlens_q=cu_seqlens_q, sm_scale=softmax_scale, **options)
+        result = attention_with_kvcache(heads_first(q, is_packed), k_cache.transpose(1, 2), v_cache.transpose(1, 2),
+                                        seqused_k, cu_seqlens_q=cu_seqlens_q, sm_scale=softmax_scale, **options)
     except (TypeError, ValueError, NotImplementedError) as error:
         names = {"attention_with_kvcache": function, "sm_scale": "softmax_scale", **names}
         raise reworded(error, re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))) from None

@@ -40,14 +40,14 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
     that of flash-attn 3.
 
     Raises:
-        NotImplementedError: an argument that is not supported yet, such as k and v, which would be appended to the
-        cache. Otherwise as minimal_attn.flash_attn_with_kvcache.
+        As minimal_attn.flash_attn_with_kvcache.
     """
     return flash_attn_kvcache.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        alibi_slopes=alibi_slopes, num_splits=num_splits, return_softmax_lse=return_softmax_lse)
+        rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes, num_splits=num_splits,
+        return_softmax_lse=return_softmax_lse)
 
 
 def __getattr__(name):

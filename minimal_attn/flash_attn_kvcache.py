@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import KERNEL_DTYPES, check_no_derivative, check_tensor, is_int, shown, sum_dtype
-from .flash_attn import Result, attend_cached, check_layout, one_of, refuse
+from .flash_attn import Result, attend_cached, check_layout, heads_first, one_of, refuse
 from .lengths import NO_WINDOW, check_int32
 from .pages import MAX_SPLITS, check_page_table
 
@@ -50,9 +50,11 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
         s_aux, learnable_sink, sinks: three names of one argument, the sinks (H,) of attention_with_kvcache.
         return_softmax_lse, return_lse: return (out, lse).
         out: of the result's shape and dtype, on q's device: the result is copied into it.
-        k, v, qv, rotary_cos, rotary_sin, rotary_seqlens, q_descale, k_descale, v_descale, attention_chunk: only their
-            defaults are supported. Write new keys and values to the cache before the call.
+        k, v: (B, Sn, Hk, D), or with cu_seqlens_k_new (T, Hk, D), packed: new keys and values, which are written into
+            the cache at the places from cache_seqlens on, and which q attends to as well. cache_seqlens must be given.
+        rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens: as attention_with_kvcache, to rotate q and k.
         cu_seqlens_k_new, rotary_interleaved: belong to new keys, without which they change nothing.
+        qv, q_descale, k_descale, v_descale, attention_chunk: only their defaults are supported.
         scheduler_metadata, pack_gqa, sm_margin, ver, fa_version: change nothing.
 
     Returns:
@@ -63,16 +65,25 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
         attention_with_kvcache.
     """
     function = "flash_attn_with_kvcache"
-    refuse(function, k=k, v=v, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
-           q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    refuse(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+           attention_chunk=attention_chunk)
     table = one_of(function, page_table=page_table, block_table=block_table)
     check_layout(function, "(B, S, H, D)" if cu_seqlens_q is None else "(T, H, D)", q=q)
     check_layout(function, "(B, S, Hk, D)" if table is None else "(num_pages, page_size, Hk, D)", k_cache=k_cache,
                  v_cache=v_cache)
     names = {**NAMES, "page_table": "page_table" if block_table is None else "block_table"}
+    is_packed = cu_seqlens_k_new is not None
+    given = {name: x for name, x in (("k", k), ("v", v)) if x is not None}
+    check_layout(function, "(T, Hk, D)" if is_packed else "(B, Sn, Hk, D)", **given)
+    if not given:
+        cu_seqlens_k_new = None  # SGLang gives it without k
     if is_int(cache_seqlens):
-        cache_seqlens = _of_each_sample(cache_seqlens, q, k_cache, table, names["page_table"], cu_seqlens_q)
-    return attend_cached(function, names, q, k_cache, v_cache, cache_seqlens, page_table=table,
+        num_new = k.shape[1] if k is not None and not is_packed else 0
+        cache_seqlens = _of_each_sample(cache_seqlens, num_new, q, k_cache, table, names["page_table"], cu_seqlens_q)
+    return attend_cached(function, names, q, k_cache, v_cache, cache_seqlens, k=heads_first(k, is_packed),
+                         v=heads_first(v, is_packed), cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos,
+                         rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,
+                         page_table=table,
                          cache_batch_idx=cache_batch_idx, leftpad_k=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
                          max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale,
                          window_size=NO_WINDOW if window_size is None else window_size, softcap=softcap,
@@ -81,8 +92,8 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
                          return_lse=return_lse or return_softmax_lse, backend=backend, out=out)
 
 
-def _of_each_sample(cache_seqlens, q, k_cache, table, table_name, cu_seqlens_q):
-    """int32 (B,) with this int in it; ValueError unless the cache has room for so many keys a sample."""
+def _of_each_sample(cache_seqlens, num_new, q, k_cache, table, table_name, cu_seqlens_q):
+    """int32 (B,) with this int in it; ValueError unless the cache has room for so many keys a sample, and new ones."""
     room, batch_size = k_cache.shape[1], q.shape[0]
     if table is not None:
         check_page_table(table, q.device, table_name)
@@ -92,6 +103,9 @@ def _of_each_sample(cache_seqlens, q, k_cache, table, table_name, cu_seqlens_q):
         batch_size = max(0, cu_seqlens_q.shape[0] - 1)
     if not 0 <= cache_seqlens <= room:
         raise ValueError(f"cache_seqlens must be in 0..{room}, got {cache_seqlens}")
+    if cache_seqlens + num_new > room:
+        raise ValueError(f"the cache has no room for the new keys: cache_seqlens is {cache_seqlens}, {num_new} are "
+                         f"new, and there is room for {room}")
     return torch.full((batch_size,), cache_seqlens, dtype=torch.int32, device=q.device)
 
 

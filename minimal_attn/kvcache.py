@@ -1,8 +1,8 @@
-"""Attention to a cache of keys and values, as models that generate text have it: the facade.
+"""Caches of keys and values, as models that generate text have them: the facade of attention and of appending.
 
 A cache is one tensor of many sequences, or a pool of pages that a table gives to samples (Kwon et al., PagedAttention,
-2023, section 4). Read next: pages.py, what it means in plain torch; flash_attn_kvcache.py, the same by flash-attn's
-names.
+2023, section 4). Read next: pages.py and append.py, what it means in plain torch; flash_attn_kvcache.py, the same by
+flash-attn's names.
 """
 
 import math
@@ -10,9 +10,11 @@ import math
 from torch import Tensor
 
 from . import reference
-from .backends import Cache, Lengths, Options
-from .checks import FP8_DTYPES, autocast, check_no_derivative, check_options, check_sinks, check_tensor, is_int
-from .cuda import can_read_cache
+from .append import check_append, check_slots
+from .backends import Append, Cache, Lengths, Options
+from .checks import (FP8_DTYPES, autocast, check_no_derivative, check_options, check_sinks, check_tensor, is_int,
+                     shown)
+from .cuda import can_append, can_read_cache
 from .interface import BACKENDS, backend_name
 from .lengths import NO_WINDOW, check_max_seqlen, check_window_size
 from .pages import check_cached, check_num_splits
@@ -26,8 +28,15 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
                            causal: bool = False, sm_scale: float | None = None,
                            window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
                            sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, num_splits: int = 0,
-                           return_lse: bool = False, backend: str = "auto") -> Tensor | tuple[Tensor, Tensor]:
+                           return_lse: bool = False, k: Tensor | None = None, v: Tensor | None = None,
+                           cu_seqlens_k_new: Tensor | None = None, rotary_cos: Tensor | None = None,
+                           rotary_sin: Tensor | None = None, rotary_interleaved: bool = True,
+                           rotary_seqlens: Tensor | None = None,
+                           backend: str = "auto") -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V of the keys and values that a cache holds for each sample.
+
+    With new keys and values, k and v, these are first written into the cache, after those that are there. The rows of q
+    then attend to old and new ones.
 
     Args:
         q: (B, H, Sq, D), usually with Sq 1 or a few, in the dtypes of flash_attention but for float8. With cu_seqlens_q
@@ -51,6 +60,10 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of flash_attention.
         num_splits: into how many parts at most the keys of a sample are split, 1 to 256. 0: it depends on the sample's
             own lengths alone, so that its bits do not depend on its batch.
+        k, v, cu_seqlens_k_new, rotary_seqlens: as append_to_kvcache. seqused_k must then be given; it counts the keys
+            before the append, and seqlen_k counts old and new ones. Under torch.autocast, k and v are cast as q is.
+        rotary_cos, rotary_sin, rotary_interleaved: as append_to_kvcache, for k and for q: row t of a sample's q as at
+            position rotary_seqlens[b] + t with causal or with a window, else all rows as at rotary_seqlens[b].
 
     Returns:
         out, as q with v's head_dim; with return_lse a tuple (out, lse), lse (B, H, Sq), or (1, H, Tq) of a packed q. A
@@ -63,38 +76,168 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
             or cache_batch_idx together with page_table. The values of page_table, cache_batch_idx, leftpad_k and
             lengths are checked for CPU tensors. On a GPU they are clamped, so that nothing outside is read.
         NotImplementedError: an input requires grad or has a forward-mode tangent.
-        Otherwise as flash_attention.
+        Otherwise as append_to_kvcache and flash_attention. An error is raised before anything is written.
     """
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
-    q = _autocast(q, k_cache)
+    q, k, v = (_autocast(name, x, k_cache) for name, x in (("q", q), ("k", k), ("v", v)))
     name = backend_name(backend, q, k_cache, v_cache, sinks)
     if backend == "auto" and name == "cuda" and not can_read_cache(q, k_cache, v_cache):
         name = "triton"
     chosen = BACKENDS[name]
+    dtypes = [x for x in chosen.dtypes if x not in FP8_DTYPES]
     check_max_seqlen("max_seqlen_q", max_seqlen_q)
     lengths = Lengths(cu_seqlens_q, None, seqused_q, seqused_k)
     cache = Cache(page_table, cache_batch_idx, leftpad_k, check_num_splits(num_splits),
                   int(max_seqlen_q) if is_int(max_seqlen_q) else 0)
-    check_cached(q, k_cache, v_cache, lengths, cache, [x for x in chosen.dtypes if x not in FP8_DTYPES])
+    check_cached(q, k_cache, v_cache, lengths, cache, dtypes)
     check_options(causal, sm_scale)
+    left, right = check_window_size(window_size)
+    append = Append(seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new, None, _rows_contiguous(q), cu_seqlens_q,
+                    rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, causal or (left, right) != NO_WINDOW)
+    has_new = _has_new_rows(k, v, append)
+    if has_new:
+        check_append(k, v, k_cache, v_cache, append, dtypes)
     why_not = chosen.why_not(q.device)
     if why_not is not None:
         raise why_not
-    left, right = check_window_size(window_size)
     sinks = check_sinks(sinks, q)
     alibi_slopes = check_alibi_slopes(alibi_slopes, q, lengths)
-    check_no_derivative("attention_with_kvcache", "flash_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
+    check_no_derivative("attention_with_kvcache", "flash_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks,
+                        k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     options = Options(scale, (left, 0 if causal else right), lengths, sinks, return_lse=return_lse,
                       softcap=check_softcap(softcap), alibi_slopes=alibi_slopes)
     if q.numel() == 0 or k_cache.numel() == 0 or page_table is not None and page_table.numel() == 0:
         chosen = reference.BACKEND  # there is nothing to launch
-    out, lse = chosen.forward_cached(q if q.stride(-1) == 1 else q.contiguous(), k_cache, v_cache, options, cache)
+    q = append.q
+    if has_new:
+        q_rotated, seqused_k = _append(chosen, k, v, k_cache, v_cache, append)
+        q = q if rotary_cos is None else q_rotated
+        options = options._replace(lengths=lengths._replace(seqused_k=seqused_k))
+    out, lse = chosen.forward_cached(q, k_cache, v_cache, options, cache)
     return (out, lse) if return_lse else out
 
 
-def _autocast(q, k_cache):
-    """q, under torch.autocast in its dtype if the cache has that dtype: a cache is never cast."""
-    cast, _, _ = autocast(q, None, None)
-    return cast if cast.dtype == k_cache.dtype else q
+def append_to_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_k: Tensor, *,
+                      page_table: Tensor | None = None, cache_batch_idx: Tensor | None = None,
+                      cu_seqlens_k_new: Tensor | None = None, rotary_cos: Tensor | None = None,
+                      rotary_sin: Tensor | None = None, rotary_interleaved: bool = True,
+                      rotary_seqlens: Tensor | None = None, backend: str = "auto") -> Tensor:
+    """Write new keys and values into a cache, after those that each sample has there. Nothing else of it changes.
+
+    Args:
+        k, v: (B, Hk, Sn, D) and (B, Hk, Sn, Dv), in the dtype of the caches. With cu_seqlens_k_new (1, Hk, T, D) and
+            (1, Hk, T, Dv), packed.
+        k_cache, v_cache: as attention_with_kvcache, float32, float16, bfloat16 or float64.
+        seqused_k: int32 (B,), contiguous: how many places of a sample are taken, from the first of its sequence or
+            pages on. Row t of sample b goes to place seqused_k[b] + t.
+        page_table, cache_batch_idx: as attention_with_kvcache. If two samples write to one place, one of them wins.
+        cu_seqlens_k_new: int32 (B + 1,), contiguous: where each sample's rows begin in packed k and v.
+        rotary_cos, rotary_sin: (S_ro, rotary_dim / 2), contiguous, in the dtype of k, rotary_dim a multiple of 16 and
+            at most D: cosine and sine of each position. The first rotary_dim columns of k are rotated before they are
+            written, in fp32 (fp64 for float64).
+        rotary_interleaved: rotate the columns (2i, 2i + 1) as a pair, else (i, i + rotary_dim / 2).
+        rotary_seqlens: int32 (B,), contiguous: row t of sample b is rotated as at position rotary_seqlens[b] + t.
+            seqused_k if None.
+        backend: as flash_attention.
+
+    Returns:
+        int32 (B,): how many places of each sample are taken now.
+
+    Raises:
+        TypeError: an input that is not a dense tensor, an unsupported dtype, or dtypes that differ.
+        ValueError: a wrong shape, device or head_dim, a cache whose last dimension is not contiguous or whose elements
+            share memory, or one argument without another that it needs. For CPU tensors also new rows for which a
+            sample has no room, page numbers that do not exist, and positions beyond rotary_cos. On a GPU such rows are
+            not written, and positions count as the nearest that there is.
+        NotImplementedError: an input requires grad or has a forward-mode tangent.
+    """
+    for name, x in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, x)
+    k, v = (_autocast(name, x, k_cache) for name, x in (("k", k), ("v", v)))
+    chosen = _backend_to_append(backend, k, k_cache, v_cache)
+    append = Append(seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_cos=rotary_cos,
+                    rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved)
+    check_append(k, v, k_cache, v_cache, append, [x for x in chosen.dtypes if x not in FP8_DTYPES])
+    check_no_derivative("append_to_kvcache", "torch.cat", k=k, v=v, k_cache=k_cache, v_cache=v_cache,
+                        rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    return _append(chosen, k, v, k_cache, v_cache, append)[1]
+
+
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
+                      kv_cache_dtype: str = "auto", k_scale: Tensor | None = None, v_scale: Tensor | None = None, *,
+                      backend: str = "auto") -> None:
+    """Write new keys and values into pages, each to a slot of its own, as vLLM's reshape_and_cache_flash.
+
+    Args:
+        key, value: (T, Hk, D) and (T, Hk, Dv), float32, float16, bfloat16 or float64.
+        key_cache, value_cache: (num_pages, page_size, Hk, D) and (num_pages, page_size, Hk, Dv), in the dtype of key,
+            of any strides, of which that of the last dimension is 1.
+        slot_mapping: int64 (T,) or shorter, contiguous: row t goes to place s % page_size of page s // page_size, with
+            s = slot_mapping[t]. Rows of negative slots are not written, and neither are those beyond slot_mapping. If
+            two rows have one slot, one of them wins.
+        kv_cache_dtype: "auto", or the name of the caches' dtype. k_scale, v_scale: of caches in fp8, which are not
+            supported; they change nothing.
+        backend: as flash_attention.
+
+    Raises:
+        TypeError: an input that is not a dense tensor, an unsupported dtype, or dtypes that differ.
+        ValueError: a wrong shape, device or head_dim, a cache whose last dimension is not contiguous or whose elements
+            share memory, or for CPU tensors a slot that does not exist. On a GPU such rows are not written.
+        NotImplementedError: another kv_cache_dtype, or an input that requires grad or has a forward-mode tangent.
+    """
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    for name, x in dict(key=key, value=value, **caches).items():
+        check_tensor(name, x)
+    chosen = _backend_to_append(backend, key, key_cache, value_cache)
+    check_slots(key, value, key_cache, value_cache, slot_mapping, [x for x in chosen.dtypes if x not in FP8_DTYPES])
+    if kv_cache_dtype not in ("auto", str(key_cache.dtype).removeprefix("torch.")):
+        raise NotImplementedError(f"reshape_and_cache: kv_cache_dtype {shown(kv_cache_dtype)} is not supported for "
+                                  f"caches in {key_cache.dtype}, only 'auto' and the name of their dtype are")
+    check_no_derivative("reshape_and_cache", "torch.cat", key=key, value=value, **caches)
+    rows = (x[:slot_mapping.shape[0]].transpose(0, 1)[None] for x in (key, value))
+    _append(chosen, *rows, *(x.transpose(1, 2) for x in caches.values()), Append(slot_mapping=slot_mapping))
+
+
+def _backend_to_append(backend, k, k_cache, v_cache):
+    """The Backend that a caller's backend means, and writes these rows on their device."""
+    name = backend_name(backend, k, k_cache, v_cache)
+    if backend == "auto" and name == "cuda" and not can_append(k):
+        name = "triton"
+    why_not = BACKENDS[name].why_not(k.device)
+    if why_not is not None:
+        raise why_not
+    return BACKENDS[name]
+
+
+def _append(chosen, k, v, k_cache, v_cache, append):
+    """chosen.append, or the reference's where there is nothing to launch."""
+    is_empty = k.numel() == 0 or k_cache.numel() == 0 or (
+        append.page_table is not None and append.page_table.numel() == 0)
+    append_rows = (reference.BACKEND if is_empty else chosen).append
+    return append_rows(_rows_contiguous(k), _rows_contiguous(v), k_cache, v_cache, append)
+
+
+def _rows_contiguous(x):
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _has_new_rows(k, v, append):
+    """Whether new rows are given; ValueError for what belongs to them and is given without."""
+    if k is not None or v is not None:
+        return True
+    for name in ("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_seqlens"):
+        if getattr(append, name) is not None:
+            raise ValueError(f"{name} needs new keys and values, k and v")
+    return False
+
+
+def _autocast(name, x, k_cache):
+    """x, which the caller calls `name`, or None; under torch.autocast in its dtype if the cache has that dtype: a cache
+    is never cast."""
+    if x is None:
+        return None
+    check_tensor(name, x)
+    cast, _, _ = autocast(x, None, None)
+    return cast if cast.dtype == k_cache.dtype else x

@@ -16,6 +16,7 @@ import functools
 
 import torch
 
+from .backends import Append
 from .checks import FP8_DTYPES, check_no_derivative, empty_like, empty_outputs
 
 
@@ -62,13 +63,6 @@ def _forward_shapes(q, k, v, *options, **more_options):
     return empty_outputs(q, v)
 
 
-def append_shapes(k_new, v_new, k_cache, v_cache, seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new,
-                  slot_mapping, q, cu_seqlens_q, rotary_cos, *others):
-    """q_rotated and lengths of the ops that write into a cache."""
-    q_rotated = k_new.new_empty(0) if q is None or rotary_cos is None else empty_like(q)
-    return q_rotated, k_new.new_empty(0 if seqused_k is None else seqused_k.shape[0], dtype=torch.int32)
-
-
 def _backward_shapes(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks,
                      alibi_slopes, attn_bias, softmax_scale, softcap, window_left, window_right, dropout_p=0.0,
                      dropout_seed=None, mode=False, need_dq=True, need_dkv=True, need_dsinks=False, need_dbias=False):
@@ -76,6 +70,15 @@ def _backward_shapes(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, 
               for x, is_needed in ((q, need_dq), (k, need_dkv), (v, need_dkv))]
     dsinks = torch.empty_like(sinks) if need_dsinks else lse.new_empty(0)
     return *needed, dsinks, attn_bias.new_empty(attn_bias.shape) if need_dbias else lse.new_empty(0)
+
+
+def append_shapes(k_new, v_new, k_cache, v_cache, *of_append):
+    """What an op that appends returns, to be written: q rotated and lengths, or empty ones, as Backend.append."""
+    append = Append(*of_append)
+    is_rotated = append.q is not None and append.rotary_cos is not None
+    q_rotated = empty_like(append.q) if is_rotated else k_new.new_empty(0)
+    batch_size = 0 if append.seqused_k is None else append.seqused_k.shape[0]
+    return q_rotated, k_new.new_empty(batch_size, dtype=torch.int32)
 
 
 def register(forward, backward, run, backend):

@@ -92,7 +92,7 @@ def as_padded(forward, q, k, v, options):
     Each sample is copied to the start of rows of its own, so nothing of the others can reach it.
     """
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = options.lengths
-    begin_q, seqlen_q = _samples(cu_seqlens_q, q.shape[2])
+    begin_q, seqlen_q = begins_and_lengths(cu_seqlens_q, q.shape[2])
     if seqused_q is not None:
         seqlen_q = seqlen_q.minimum(seqused_q.clamp(min=0))
     begin_k, seqlen_k = _keys(cu_seqlens_k, seqused_k, k.shape[2])
@@ -101,11 +101,7 @@ def as_padded(forward, q, k, v, options):
     padded = (x[0][:, rows].transpose(0, 1) for x, rows in (
         (q, _padded_rows(begin_q, seqlen_q, q.shape[2])), (k, k_rows), (v, k_rows)))
     out, lse = forward(*padded, options._replace(lengths=lengths))
-    # Where each row of the packed batch went.
-    row = torch.arange(q.shape[2], device=q.device)
-    sample = torch.searchsorted(begin_q[1:].cummax(0).values, row, right=True)
-    row = row - begin_q[sample]
-    is_padding = row >= seqlen_q[sample]
+    sample, row, is_padding = places_of_rows(begin_q, seqlen_q, q.shape[2])
     row = row.clamp(max=out.shape[2] - 1)
     out = out[sample, :, row].transpose(0, 1)[None].masked_fill(is_padding[:, None], 0)
     return out, None if lse is None else lse[sample, :, row].t()[None].masked_fill(is_padding, float("-inf"))
@@ -204,16 +200,25 @@ _take_rows.register_autograd(_take_rows_backward, setup_context=_save_rows)
 _add_rows.register_autograd(_add_rows_backward, setup_context=_save_added_rows)
 
 
-def _samples(cu_seqlens, total):
+def begins_and_lengths(cu_seqlens, total):
     """(B,) and (B,): where samples begin, and their lengths."""
     bounds = cu_seqlens.long().clamp(0, total)
     begin = pad(bounds[1:-1], (1, 0))
     return begin, (bounds[1:] - begin).clamp(min=0)
 
 
+def places_of_rows(begin, seqlen, total):
+    """(total,) each, of the rows of a packed batch: their samples, their numbers within these, and whether they are
+    padding."""
+    row = torch.arange(total, device=begin.device)
+    sample = torch.searchsorted(begin[1:].cummax(0).values, row, right=True)
+    row = row - begin[sample]
+    return sample, row, row >= seqlen[sample]
+
+
 def _keys(cu_seqlens_k, seqused_k, total):
-    """_samples of keys: with seqused_k, a sample's keys may reach into the next ones'."""
-    begin, seqlen = _samples(cu_seqlens_k, total)
+    """begins_and_lengths of keys: with seqused_k, a sample's keys may reach into the next ones'."""
+    begin, seqlen = begins_and_lengths(cu_seqlens_k, total)
     return begin, seqlen if seqused_k is None else seqused_k.clamp(min=0).minimum(total - begin)
 
 

@@ -1,6 +1,6 @@
 """Caches of keys and values in plain torch: their checks, and the copy of what the samples of a batch use of one.
 
-Read next: reference.py, which is given such copies.
+Read next: append.py, which writes into a cache; reference.py, which is given such copies.
 """
 
 import torch
@@ -14,19 +14,25 @@ MAX_SPLITS = 256
 
 def check_cached(q, k, v, lengths, cache, dtypes):
     """Raise unless q (B, H, Sq, D) or packed (1, H, Tq, D), a cache in k (N, Hk, S, D) and v, lengths and cache fit
-    together. v may have another head_dim.
+    together, and the keys that the samples use are there. v may have another head_dim.
 
     TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else.
     """
+    check_fit(q, k, v, lengths, cache, dtypes)
+    values = *lengths, cache.leftpad_k, cache.batch_idx, cache.page_table
+    if not q.is_cuda and all(x is None or can_read(x) for x in values):
+        _check_values(k, lengths.num_samples(q), lengths.seqused_k, cache)
+
+
+def check_fit(q, k, v, lengths, cache, dtypes):
+    """check_cached, but for the values of cache, which say where the keys of a sample are."""
     check_alike(dtypes, q=q, k_cache=k, v_cache=v)
     shapes = f"q is {tuple(q.shape)}, k_cache is {tuple(k.shape)}, v_cache is {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"Expected 4D tensors: {shapes}")
     check_heads(shapes, q, k, v, ("q", "k_cache", "v_cache"))
     for name, x in (("k_cache", k), ("v_cache", v)):
-        if x.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension, since no cache is copied, got strides "
-                             f"{x.stride()}")
+        check_last_dimension(name, x)
     if lengths.is_packed and q.shape[0] != 1:
         raise ValueError("with cu_seqlens_q, q must be packed, (1, H, Tq, D) with all samples one after the other, got "
                          f"{tuple(q.shape)}")
@@ -49,9 +55,13 @@ def check_cached(q, k, v, lengths, cache, dtypes):
     elif cache.batch_idx is None and k.shape[0] != batch_size:
         raise ValueError("without cache_batch_idx and page_table, the cache must have as many sequences as there are "
                          f"samples, {batch_size}: {shapes}")
-    values = *lengths, cache.leftpad_k, cache.batch_idx, cache.page_table
-    if not q.is_cuda and all(x is None or can_read(x) for x in values):
-        _check_values(k, batch_size, lengths.seqused_k, cache)
+
+
+def check_last_dimension(name, cache):
+    """ValueError unless the last dimension of a cache is contiguous."""
+    if cache.stride(-1) != 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, since no cache is copied, got strides "
+                         f"{cache.stride()}")
 
 
 def check_page_table(page_table, device, name="page_table"):
@@ -84,20 +94,25 @@ def capacity_of(k, cache):
 
 def _check_values(k, batch_size, seqused_k, cache):
     """ValueError unless the samples use keys that the cache has. seqused_k is checked."""
-    num_sequences, _, size, _ = k.shape
     ends = [capacity_of(k, cache)] * batch_size if seqused_k is None else seqused_k.tolist()
     begins = [0] * batch_size if cache.leftpad_k is None else cache.leftpad_k.tolist()
     for b, (begin, end) in enumerate(zip(begins, ends)):
         if not 0 <= begin <= end:
             raise ValueError(f"leftpad_k must be in 0..{end}, the length of sample {b}, got {begin}")
-        used, name = [], "page_table"
-        if cache.page_table is not None and begin < end:
-            used = cache.page_table[b, begin // size:(end - 1) // size + 1].tolist()
-        elif cache.batch_idx is not None:
-            used, name = [int(cache.batch_idx[b])], "cache_batch_idx"
-        for sequence in used:
-            if not 0 <= sequence < num_sequences:
-                raise ValueError(f"{name} must be in 0..{num_sequences - 1} for sample {b}, got {sequence}")
+        check_sequences(f"sample {b}", b, begin, end, k, cache)
+
+
+def check_sequences(whose, b, begin, end, k, cache):
+    """ValueError unless the pages of sample b from place `begin` to `end` exist, or else its cached sequence."""
+    num_sequences, _, size, _ = k.shape
+    used, name = [], "page_table"
+    if cache.page_table is not None and begin < end:
+        used = cache.page_table[b, begin // size:(end - 1) // size + 1].tolist()
+    elif cache.batch_idx is not None:
+        used, name = [int(cache.batch_idx[b])], "cache_batch_idx"
+    for sequence in used:
+        if not 0 <= sequence < num_sequences:
+            raise ValueError(f"{name} must be in 0..{num_sequences - 1} for {whose}, got {sequence}")
 
 
 def over_gathered(forward):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .append import append_in_torch
 from .backends import Backend, Lengths, Options
 from .checks import (FP8_DTYPES, check_dropout_p, check_dropout_seed, check_options, check_qkv, check_sinks, out_dtype,
                      sum_dtype)
@@ -154,7 +155,7 @@ def always(device=None):
     return None
 
 
-BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, always, over_gathered(_forward))
+BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, always, over_gathered(_forward), append_in_torch)
 
 
 @without_autocast

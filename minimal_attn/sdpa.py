@@ -8,6 +8,7 @@ import math
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from .append import append_in_torch
 from .backends import Backend
 from .checks import sum_dtype
 from .packed import as_padded
@@ -95,4 +96,4 @@ def _lse(q, k, softmax_scale, mask):
     return torch.cat(parts, -1)
 
 
-BACKEND = Backend(_forward, DTYPES, True, always, over_gathered(_forward))
+BACKEND = Backend(_forward, DTYPES, True, always, over_gathered(_forward), append_in_torch)

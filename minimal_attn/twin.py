@@ -69,6 +69,10 @@ def _forward_cached(q, k, v, options, cache):
     return _twin.forward_cached(q, k, v, options, cache)
 
 
+def _append(k, v, k_cache, v_cache, append):
+    return torch.ops.minimal_attn.triton_append(k, v, k_cache, v_cache, *append)
+
+
 def _why_not(device=None):
     if error := why_not_imported():
         return ModuleNotFoundError(f"triton is required for backend='triton' (pip install triton): {error}")
@@ -79,4 +83,4 @@ def _why_not(device=None):
     return None
 
 
-BACKEND = Backend(_forward, TWIN_DTYPES, False, _why_not, _forward_cached)
+BACKEND = Backend(_forward, TWIN_DTYPES, False, _why_not, _forward_cached, _append)
