@@ -83,12 +83,12 @@ void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t s
 }
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    cudaGridDependencySynchronize();
 #endif
 }
 __device__ inline void let_next_kernel_begin() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 

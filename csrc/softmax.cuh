@@ -23,8 +23,8 @@ template <typename Op> __device__ float quad_reduce(float x, Op op) {
     return op(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// One more score, in units of log2, joins the sum of a row. Returns what the terms so far are multiplied by. A sink that
-// is larger than fp32 in these units counts as FLT_MAX.
+// One more score, in units of log2, joins the sum of a row. Returns what the terms so far are multiplied by. A sink
+// that is larger than fp32 in these units counts as FLT_MAX.
 __device__ inline float add_sink(float &row_max, float &row_sum, float sink_log2) {
     if (sink_log2 > FLT_MAX) sink_log2 = FLT_MAX;
     const float new_max = fmaxf(row_max, sink_log2), factor = ptx::exp2_approx(row_max - new_max);

@@ -178,6 +178,8 @@ def _append(k, v, k_cache, v_cache, append):
         slot, size = append.slot_mapping, max(1, k_cache.shape[2])
         sequence, place, is_valid = slot.div(size, rounding_mode="floor"), slot % size, True
     else:
+        capacity = capacity_of(k_cache, Cache(append.page_table))
+        append = append._replace(seqused_k=append.seqused_k.clamp(0, capacity))
         starts = (append.seqused_k if append.rotary_seqlens is None else append.rotary_seqlens).long()
         sample, row, is_padding = _rows_of(k, append.cu_seqlens_k_new)
         if append.rotary_cos is not None:
@@ -208,8 +210,8 @@ def _places(k_cache, sample, row, is_padding, append):
     num_new = torch.zeros_like(seqused).index_add(0, sample.flatten(), (~is_padding).flatten().long())
     lengths = (seqused + num_new).clamp(0, capacity).int()
     place = seqused[sample] + row
-    is_valid = ~is_padding & (place >= 0) & (place < capacity)
-    place = place.clamp(0, max(0, capacity - 1))
+    is_valid = ~is_padding & (place < capacity)
+    place = place.clamp(max=max(0, capacity - 1))
     if append.page_table is not None and capacity:
         return append.page_table.long()[sample, place // size], place % size, is_valid, lengths
     sequence = sample if append.batch_idx is None else append.batch_idx.long()[sample]

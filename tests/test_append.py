@@ -30,6 +30,7 @@ cpu = pytest.mark.cpu
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):
+    assert interface.BACKENDS[request.param].why_not(torch.device(DEVICE)) is None  # loads it
     return request.param
 
 
@@ -346,7 +347,7 @@ def test_rows_without_a_place_are_not_written(backend):
     rows, lengths = placed(backend, dtype, seqused_k=ints(8, 2**31 - 1, 0, 2**31 - 2))
     assert rows == [zeros] * 6 and lengths == [8, 8, 3, 8]
     rows, lengths = placed(backend, dtype, seqused_k=ints(-2, 8, 0, -(2**31)))
-    assert rows == [[3, 0, 0, 0]] + [zeros] * 5 and lengths == [1, 8, 3, 0]
+    assert rows == [[1, 2, 3, 0], zeros, zeros, zeros, [10, 11, 12, 0], zeros] and lengths == [3, 8, 3, 3]
     rows, lengths = placed(backend, dtype, page_table=None, batch_idx=ints(5, -1, 6, 0), seqused_k=ints(0, 0, 0, 3))
     assert rows == [[0, 0, 0, 10]] + [zeros] * 4 + [[1, 2, 3, 0]] and lengths == [3, 3, 3, 4]
 
