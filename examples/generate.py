@@ -5,8 +5,8 @@
 From the repository's root. In each step the scheduler packs what the requests need into one batch: the next token of
 each request that generates, and chunks of the prompts of those that do not yet (Yu et al., Orca, 2022; Agrawal et al.,
 Sarathi-Serve, 2024). Keys and values lie in pages (Kwon et al., PagedAttention, 2023). A request takes pages as it
-grows, and gives them back when it ends or is cancelled. If none is free, new requests wait, and the youngest that runs
-gives all of its pages back and waits too. It computes its keys again later.
+grows, and gives them back when it ends. If none is free, new requests wait, and the youngest that runs gives its pages
+back and waits too. It computes its keys again later.
 
 The weights are random, so the text means nothing. But it must be the same text whatever else is in the batch: at the
 end, each request's tokens are compared with those of the same model without a cache. Read next: tiny_lm.py, the model.
@@ -74,9 +74,10 @@ class Server:
             size //= 2
 
     def submit(self, request):
-        if request.num_total > len(self.model.cos) or pages_of(request.num_total) > self.cache.shape[2]:
-            raise ValueError(f"a request of {request.num_total} tokens never fits: the model has {len(self.model.cos)} "
-                             f"positions, and the cache {self.cache.shape[2]} pages of {PAGE_SIZE}")
+        longest = min(len(self.model.cos), self.cache.shape[2] * PAGE_SIZE)
+        if not 1 <= request.num_prompt < request.num_total <= longest:
+            raise ValueError(f"a prompt of {request.num_prompt} tokens and {request.num_new} new ones are not served: "
+                             f"there must be some of both, and no more than {longest} in all")
         self.waiting.append(request)
 
     def cancel(self, request):
@@ -109,9 +110,9 @@ class Server:
                 self.running.append(self.waiting.popleft())
                 request.status = "running"
             while missing > len(self.free_pages):
-                has_preempted = True
                 self.waiting.appendleft(youngest := self.running.pop())
                 self.give_back(youngest, "waiting")
+                has_preempted = True
                 if youngest is request:
                     return batch
             request.pages += (self.free_pages.pop() for _ in range(missing))
@@ -121,16 +122,16 @@ class Server:
         return batch
 
     def give_back(self, request, status):
+        self.counts[status] += 1  # "waiting": how many gave way to older ones
         self.free_pages += request.pages
         request.pages, request.num_cached, request.status = [], 0, status
-        self.counts[status] += 1  # "waiting": how often one gave way to an older one
 
     def next_tokens(self, batch):
         """The token that the model likes best after those of each (request, n)."""
         num_rows, max_rows, size = sum(n for _, n in batch), max(n for _, n in batch), len(batch)
-        if max_rows == 1:  # a decode step is padded by samples without rows, so nothing of them goes into the cache
-            num_rows = size = padded(size)
         self.counts["decode" if max_rows == 1 else "mixed"] += 1
+        if max_rows == 1:  # padded by samples without rows, of which nothing goes into the cache
+            num_rows = size = padded(size)
         padding, width = [0] * (size - len(batch)), max(len(r.pages) for r, _ in batch)
         new = [token for r, n in batch for token in r.tokens[r.num_cached:r.num_cached + n]]
         ends = list(itertools.accumulate([n for _, n in batch] + padding))
@@ -160,8 +161,7 @@ class Server:
         """(graph of a decode step, what it writes). Samples have no rows yet, so nothing goes into the cache."""
         self.forward(size, size, 1)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
             best = self.forward(size, size, 1)
         return graph, best
 
@@ -194,12 +194,12 @@ def serve(server, requests, console):
                     server.submit(request)
                 if step == request.leaves:
                     server.cancel(request)
-            if all(request.status in ("finished", "cancelled") for request in requests):
+            if server.counts["finished"] + server.counts["cancelled"] == len(requests):
                 return time.perf_counter() - start
             server.step()
+            speed = server.counts["tokens"] / (time.perf_counter() - start)
             line.update(f"step {step}: {len(server.running)} run, {len(server.waiting)} wait, "
-                        f"{len(server.free_pages)} pages are free, "
-                        f"{server.counts['tokens'] / (time.perf_counter() - start):,.0f} tokens/s")
+                        f"{len(server.free_pages)} pages are free, {speed:,.0f} tokens/s")
 
 
 def check(model, requests, backend):
@@ -209,8 +209,7 @@ def check(model, requests, backend):
         gaps = model.gaps_without_cache(request.tokens, backend)[request.num_prompt - 1:]
         num_best += int((gaps == 0).sum())
         if not (gaps <= tolerance).all():
-            raise RuntimeError(f"request {i} has a token whose logit without a cache is {gaps.max():.3g} below the "
-                               f"best, more than {tolerance}")
+            raise RuntimeError(f"request {i}: without a cache, a logit is {gaps.max():.3g} below the best")
     return num_best
 
 
@@ -218,8 +217,8 @@ def main(argv=None):
     is_cpu = not torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--backend", choices=["auto", *BACKENDS], default="auto")
-    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: bfloat16, on a CPU float32",
-                        default="float32" if is_cpu else "bfloat16")
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"],
+                        default="float32" if is_cpu else "bfloat16", help="default: bfloat16, on a CPU float32")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the requests")
     for name, (gpu, cpu, meaning) in OPTIONS.items():
         parser.add_argument(f"--{name}", type=count, default=cpu if is_cpu else gpu,
@@ -227,7 +226,6 @@ def main(argv=None):
     args = parser.parse_args(argv)
     from rich.console import Console  # here, where guarded() says in one line that it is missing
     from rich.table import Table
-
     torch.manual_seed(args.seed)  # the weights are drawn on the CPU for any device
     longest = LONGEST_PROMPT[is_cpu], LONGEST_NEW[is_cpu]
     model = TinyLM(**{name: sizes[is_cpu] for name, sizes in MODEL.items()}, max_seqlen=sum(longest))
