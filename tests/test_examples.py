@@ -1,4 +1,4 @@
-"""The examples: they run, and train alike with every backend."""
+"""The examples: they run, train alike with every backend, and generate the same tokens with and without a cache."""
 
 import dataclasses
 import hashlib
@@ -9,9 +9,12 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 
 from conftest import HAS_GPU, IMPLEMENTATIONS
-from examples import train_tiny_gpt
+from examples import generate, train_tiny_gpt
+from examples.generate import PAGE_SIZE, Request
+from examples.tiny_lm import TinyLM
 from minimal_attn._build import source_digest
 from minimal_attn.interface import BACKENDS
 
@@ -122,3 +125,175 @@ def test_train_missing_package_one_line(package, options, tmp_path):
     assert run.returncode == 2 and run.stdout == ""
     assert run.stderr == (f"train_tiny_gpt: this needs {package}, of the extra \"bench\": pip install "
                           "'minimal_attn[bench]'\n")
+
+
+# generate.py
+
+LONGEST = 60  # prompt and new tokens of a request, here
+
+
+def small_server(num_pages=8, chunk=12, max_batch=4, backend="auto", dtype=torch.float32):
+    torch.manual_seed(0)
+    model = TinyLM(layers=2, embed_dim=32, heads=2, heads_k=1, max_seqlen=LONGEST).to(DEVICE, dtype)
+    return generate.Server(model, num_pages, chunk, max_batch, backend)
+
+
+def drawn(num=9):
+    return list(generate.draw_requests(num, LONGEST // 2, LONGEST // 2, seed=0))
+
+
+def serve(server, requests):
+    """All of them, to their ends; how many tokens they were given. Every page is free again."""
+    generate.serve(server, requests, Console(quiet=True))
+    assert sorted(server.free_pages) == list(range(server.cache.shape[2])) and not (server.running or server.waiting)
+    assert all(not request.pages for request in requests)
+    return sum(len(request.tokens) - request.num_prompt for request in requests)
+
+
+def texts(requests):
+    return [request.tokens for request in requests]
+
+
+@pytest.mark.parametrize("backend", [*HERE, "reference"])
+def test_generate_same_tokens_as_without_a_cache(backend):
+    """Of as few requests as Triton's interpreter serves in seconds: chunks, steps of both kinds, one who hangs up."""
+    is_16_bit = HAS_GPU and backend == "cuda"  # which has no cache in fp32 there
+    server = small_server(chunk=20, backend=backend, dtype=torch.bfloat16 if is_16_bit else torch.float32)
+    prompts = torch.randint(generate.VOCABULARY, (3, 30)).tolist()
+    requests = [Request(prompts[0], 3), Request(prompts[1][:1], 7, arrives=1), Request(prompts[2], 9, leaves=4)]
+    num_tokens, num_best = serve(server, requests), generate.check(server.model, requests, "reference")
+    assert num_tokens >= 10 and (num_best == num_tokens or is_16_bit)
+    assert [request.status for request in requests] == ["finished", "finished", "cancelled"]
+    assert server.counts["decode"] > 1 and server.counts["mixed"] > 1
+
+
+@pytest.mark.parametrize("num_pages, chunk, max_batch, give_way", [
+    (4, 5, 8, True), (5, 100, 3, True), (4, 1, 4, True), (9, 16, 1, False), (100, 16, 5, False)])
+def test_generate_more_requests_than_pages(num_pages, chunk, max_batch, give_way):
+    """All finish, with the tokens that they have where nobody waits; those who gave way computed their keys again."""
+    server, requests, wanted = small_server(num_pages, chunk, max_batch), drawn(30), drawn(30)
+    for request in (*requests, *wanted):
+        request.leaves = None
+    serve(small_server(1000, 1000, 64), wanted)
+    num_tokens = serve(server, requests)
+    assert num_tokens == sum(request.num_new for request in requests) == server.counts["tokens"]
+    assert server.counts["finished"] == 30 and texts(requests) == texts(wanted)
+    assert (server.counts["waiting"] > 0) == give_way
+    assert generate.check(server.model, requests, "reference") == num_tokens
+
+
+@pytest.mark.parametrize("step", [1, 2, 4, 12])
+def test_generate_cancelled_request_changes_nobody_else(step):
+    """Whether it waits, is in the midst of its prompt, or generates; it keeps the tokens that it has."""
+    wanted, requests = drawn(), drawn()
+    for request in (*wanted, *requests):
+        request.arrives, request.leaves = 0, None
+    for i in range(0, 9, 2):
+        requests[i].leaves = step
+    serve(small_server(), wanted)
+    serve(small_server(), requests)
+    statuses = {request.status for request in requests[::2]}
+    assert "cancelled" in statuses
+    for request, other in zip(requests, wanted):
+        assert request.tokens == other.tokens[:len(request.tokens)]
+        assert (request.status == "finished") == (len(request.tokens) == len(other.tokens))
+
+
+def test_generate_cancel_frees_pages_at_once():
+    server, (first, second) = small_server(), (Request([1] * 30, 20), Request([2] * 30, 20))
+    server.submit(first)
+    server.submit(second)
+    server.step()
+    assert first.status == "running" and second.status == "waiting" and len(server.free_pages) == 7
+    server.cancel(first)
+    assert len(server.free_pages) == 8 and first.status == "cancelled" and first.pages == [] and server.running == []
+    server.cancel(second)
+    assert len(server.waiting) == 0 and second.tokens == [2] * 30
+    server.cancel(first)  # nothing is left to give back
+    assert sorted(server.free_pages) == list(range(8))
+    server.step()
+    assert server.counts["tokens"] == 0
+
+
+def test_generate_request_waits_for_a_page():
+    server = small_server(num_pages=4, chunk=100)
+    first, second = Request([1] * 3 * PAGE_SIZE, 3), Request([2] * 2 * PAGE_SIZE, 1)
+    for request in (first, second):
+        server.submit(request)
+    server.step()
+    assert (first.status, second.status, len(server.free_pages)) == ("running", "waiting", 1)
+    for _ in range(3):
+        server.step()
+    assert (first.status, second.status) == ("finished", "finished") and server.counts["waiting"] == 0
+
+
+def test_generate_youngest_gives_way():
+    server, old, young = small_server(num_pages=4, chunk=100), Request([1] * 31, 20), Request([2] * 31, 20)
+    for request in (old, young):
+        server.submit(request)
+    for _ in range(2):
+        server.step()
+    assert len(server.running) == 2 and not server.free_pages
+    server.step()
+    assert old.status == "running" and young.status == "waiting" and young.pages == [] and len(young.tokens) == 33
+    while server.running or server.waiting:
+        server.step()
+    assert (len(old.tokens), len(young.tokens)) == (51, 51)
+    assert generate.check(server.model, [old, young], "reference") == 40
+
+
+def test_generate_refuses_requests_that_never_fit():
+    server = small_server(num_pages=2)
+    for prompt, num_new in ([], 3), ([1], 0), ([1] * 30, 3), ([1] * 33, 1):
+        with pytest.raises(ValueError, match="no more than 32 in all"):
+            server.submit(Request(prompt, num_new))
+    server.submit(Request([1] * 30, 2))
+    with pytest.raises(ValueError, match=f"no more than {LONGEST} in all"):
+        small_server(num_pages=200).submit(Request([1] * LONGEST, 1))
+
+
+def share_a_page(server, monkeypatch):
+    server.free_pages[-3] = server.free_pages[-1]
+
+
+def forget_a_key(server, monkeypatch):
+    attend = generate.attention_with_kvcache
+    monkeypatch.setattr(generate, "attention_with_kvcache", lambda q, k_cache, v_cache, seqused_k, **options: attend(
+        q, k_cache, v_cache, (seqused_k - 1).clamp(min=0), **options))
+
+
+def rotate_pairs_of_neighbours(server, monkeypatch):
+    attend = generate.attention_with_kvcache
+    monkeypatch.setattr(generate, "attention_with_kvcache", lambda *args, **options: attend(
+        *args, **options | {"rotary_interleaved": True}))
+
+
+@pytest.mark.parametrize("do_wrong", [share_a_page, forget_a_key, rotate_pairs_of_neighbours])
+def test_generate_check_notices_a_fault(do_wrong, monkeypatch):
+    server, requests = small_server(), drawn()
+    do_wrong(server, monkeypatch)
+    server.graphs = {}  # which were captured before
+    generate.serve(server, requests, Console(quiet=True))
+    with pytest.raises(RuntimeError, match="without a cache, a logit is"):
+        generate.check(server.model, requests, "reference")
+
+
+@pytest.mark.gpu
+def test_generate_graphs_same_tokens():
+    server, plain, requests, wanted = small_server(), small_server(), drawn(30), drawn(30)
+    assert set(server.graphs) == {1, 2, 4}
+    plain.graphs = {}
+    assert serve(server, requests) == serve(plain, wanted) and texts(requests) == texts(wanted)
+
+
+def test_generate_prints_what_it_found(capsys):
+    generate.main(["--requests", "3", "--seed", "1"])
+    words = capsys.readouterr().out
+    assert "tokens are those of a run without a cache" in words and "pages are free.\n" in words
+
+
+def test_generate_bad_options():
+    for options in (["--requests", "0"], ["--pages", "x"], ["--chunk", "-1"], ["--batch", "0"], ["--dtype", "int8"],
+                    ["--backend", "cudnn"], ["--seed", "x"]):
+        with pytest.raises(SystemExit, match="2"):
+            generate.main(options)
