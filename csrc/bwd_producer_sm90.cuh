@@ -107,11 +107,15 @@ __device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &sh
     }
 }
 
-// A warp loads lse_log2 and delta. For rows that see no key, or that are beyond the end, P is 0.
+// A warp loads lse_log2 and delta. For rows that see no key, or that are beyond the end, P is 0. It alone reads what
+// the previous kernel wrote, that of preprocess_backward(). That one is launched plainly, so all else that a block reads
+// is older.
 template <typename Shape>
 __device__ void load_numbers(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const Steps<Shape> &steps) {
     constexpr int kBlockM = Shape::kBlockM, kCount = (kBlockM + 31) / 32;
     const int lane_idx = threadIdx.x % 32, num_steps = steps.count();
+    device::let_next_kernel_begin();
+    device::wait_for_previous_kernel();
     StepAt at{steps.tile.h, steps.blocks.begin};
 #pragma unroll 1
     for (int i = 0; i < num_steps; i++, at.advance(steps.blocks)) {

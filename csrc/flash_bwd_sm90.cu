@@ -328,13 +328,10 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_co
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
-    let_next_kernel_begin();
     auto &shared = shared_memory<BwdSharedMemory<Shape>>();
     if (threadIdx.x == 0) shared.init_barriers();
-    // The lengths, and the ticket, are older than the previous kernel: preprocess_backward() launches that one plainly.
     if (threadIdx.x == 32) shared.steps = Steps<Shape>(p);
     __syncthreads();
-    wait_for_previous_kernel();
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
