@@ -107,9 +107,9 @@ __device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &sh
     }
 }
 
-// A warp loads lse_log2 and delta. For rows that see no key, or that are beyond the end, P is 0. It alone reads what
-// the previous kernel wrote, that of preprocess_backward(). That one is launched plainly, so all else that a block reads
-// is older.
+// A warp loads lse_log2 and delta. For rows that see no key, or that are beyond the end, P is 0. This warp alone reads
+// what the previous kernel wrote, that of preprocess_backward(). All else that a block reads is older, since that
+// kernel is launched plainly.
 template <typename Shape>
 __device__ void load_numbers(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const Steps<Shape> &steps) {
     constexpr int kBlockM = Shape::kBlockM, kCount = (kBlockM + 31) / 32;
