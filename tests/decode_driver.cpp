@@ -21,21 +21,12 @@
 #include "flash.h"
 #include "launch.h"
 using namespace device;
-template <typename T> T encode(float x) { return from_float<T>(x); }
-template <typename T> double decode_float(T x) { return to_float(x); }
-void *allocate(size_t bytes) { return std::malloc(bytes); }
-void release(void *p) { std::free(p); }
-void copy(void *to, const void *from, size_t bytes) { std::memcpy(to, from, bytes); }
 #else
 #include "device.cu"
 #include "decode.cu"
 using namespace device;
-template <typename T> T encode(float x) { return T(x); }
-template <typename T> double decode_float(T x) { return float(x); }
-void *allocate(size_t bytes) { void *p; return check_cuda(cudaMalloc(&p, bytes)), p; }
-void release(void *p) { cudaFree(p); }
-void copy(void *to, const void *from, size_t bytes) { check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyDefault)); }
 #endif
+#include "driver_memory.h"
 
 struct Case {
     const char *name;
@@ -324,7 +315,7 @@ template <typename T> void check(const Call<T> &x, double epsilon) {
                     const auto [sequence, row] = x.place_of(b, j);
                     double s = 0;
                     for (int d = 0; d < c.head_dim; d++)
-                        s += decode_float(q[d]) * decode_float(x.kv.host[x.k_at(sequence, h_k, row) + d]);
+                        s += decode(q[d]) * decode(x.kv.host[x.k_at(sequence, h_k, row) + d]);
                     s *= x.p.softmax_scale;
                     if (c.softcap) s = c.softcap * std::tanh(s / c.softcap);
                     if (c.has_alibi) s -= x.slopes.host[h] * std::abs(i + keys - x.rows_of_sample(b) - j);
@@ -339,7 +330,7 @@ template <typename T> void check(const Call<T> &x, double epsilon) {
                     if (!x.sees(b, i, j)) continue;
                     const auto [sequence, row] = x.place_of(b, j);
                     for (int d = 0; d < c.head_dim_v; d++) {
-                        const double term = scores[j] / sum * decode_float(x.kv.host[x.v_at(sequence, h_k, row) + d]);
+                        const double term = scores[j] / sum * decode(x.kv.host[x.v_at(sequence, h_k, row) + d]);
                         out[d] += term, size[d] += std::abs(term);
                     }
                 }
@@ -347,7 +338,7 @@ template <typename T> void check(const Call<T> &x, double epsilon) {
                 expect("lse", b, h, i, x.lse.host[x.lse_at(b, h, i)], lse,
                        (c.softcap ? 1e-3 * c.softcap : 5e-6) * (1 + std::abs(lse)) + 5e-6 * 4 * c.scale);
                 for (int d = 0; d < c.head_dim_v; d++)
-                    expect("out", b, h, i, decode_float(x.o.host[(x.row_at(b, i) * c.nheads + h) * c.head_dim_v + d]),
+                    expect("out", b, h, i, decode(x.o.host[(x.row_at(b, i) * c.nheads + h) * c.head_dim_v + d]),
                            out[d], epsilon * (1 + size[d]) + epsilon / 2 * std::abs(out[d]));
             }
 }
@@ -359,7 +350,7 @@ template <typename T> void check_padding(const Call<T> &x) {
         for (int h = 0; h < c.nheads; h++) {
             expect("lse of padding", 0, h, row, x.lse.host[h * x.rows + row], -INFINITY, 0);
             for (int d = 0; d < c.head_dim_v; d++)
-                expect("padding", 0, h, row, decode_float(x.o.host[(row * c.nheads + h) * c.head_dim_v + d]), 0, 0);
+                expect("padding", 0, h, row, decode(x.o.host[(row * c.nheads + h) * c.head_dim_v + d]), 0, 0);
         }
 }
 

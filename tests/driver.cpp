@@ -56,19 +56,7 @@ using namespace simt;
 #define HAS_GPU 1  // a real one, or that of the emulator
 #endif
 
-#ifdef __CUDACC__
-template <typename T> T encode(float x) { return T(x); }
-template <typename T> double decode(T x) { return float(x); }
-void *allocate(size_t bytes) { void *p; return check_cuda(cudaMalloc(&p, bytes)), p; }
-void release(void *p) { cudaFree(p); }
-void copy(void *to, const void *from, size_t bytes) { check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyDefault)); }
-#else
-template <typename T> T encode(float x) { return from_float<T>(x); }
-template <typename T> double decode(T x) { return to_float(x); }
-void *allocate(size_t bytes) { return std::malloc(bytes); }
-void release(void *p) { std::free(p); }
-void copy(void *to, const void *from, size_t bytes) { std::memcpy(to, from, bytes); }
-#endif
+#include "driver_memory.h"
 
 bool overrun = false, valid_only = false;
 

@@ -33,9 +33,9 @@ class Batch:
         self.table = torch.randperm(num_pages, generator=generator, dtype=torch.int32, device="cuda").view(-1, max_pages)
         self.lengths = ints(*LENGTHS)
 
-    def attend(self, samples=slice(None)):
+    def attend(self, samples=slice(None), backend="cuda"):
         return attention_with_kvcache(self.q[samples], self.k, self.v, self.lengths[samples], causal=True,
-                                      page_table=self.table[samples], return_lse=True, backend="cuda")
+                                      page_table=self.table[samples], return_lse=True, backend=backend)
 
     def change(self):
         """Other lengths, and another sample's pages."""
@@ -44,7 +44,7 @@ class Batch:
 
 
 def assert_same_bits(got, wanted):
-    assert all(map(torch.equal, got, wanted))
+    assert all(x.count_nonzero() for x in wanted) and all(map(torch.equal, got, wanted))
 
 
 def captured(attend):
@@ -61,9 +61,10 @@ def captured(attend):
 def test_bits_of_a_sample_do_not_depend_on_its_batch(rows):
     batch = Batch(0, rows)
     out, lse = batch.attend()
+    torch.testing.assert_close(out, batch.attend(backend="torch")[0], atol=2e-2, rtol=2e-2)
     for b in range(len(LENGTHS)):
         one = slice(b, b + 1)
-        assert_same_bits(batch.attend(one), (out[one], lse[one]))
+        assert all(map(torch.equal, batch.attend(one), (out[one], lse[one])))
 
 
 def test_calls_in_a_row_have_the_same_bits():
