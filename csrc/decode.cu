@@ -197,12 +197,15 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     copy_words(ahead, run);
     __syncwarp();  // the run that this warp copies is there
     KeyStream<T, Shape> keys(p, room, line, ahead);
-#pragma unroll 1
-    for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
     uint32_t q[Shape::kHeadDim / 16][4];
     int stage = 0, before = num_stages - 1;  // of this step, and of the one before it, whose place the next copies take
+    bool has_begun = false;
     while (run.is_valid()) {
-        load_q<T>(shared.sQ, p, run);
+        const QRows<T, Shape> rows(p, run);
+#pragma unroll 1
+        for (int i = 0; !has_begun && i + 1 < num_stages; i++) keys.load(shared.stages[i]);
+        has_begun = true;
+        rows.store(shared.sQ);
         wait_for_step(num_stages);
         __syncthreads();  // Q is there, and the first keys
         if constexpr (Shape::kKeepsQ)

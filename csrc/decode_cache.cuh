@@ -96,24 +96,36 @@ struct PackedRow {
     int token, head;
     template <typename Shape> __device__ PackedRow(const Run<Shape> &run, int row) {
         row += run.tile * Shape::kBlockM;
-        token = row / run.cut.group, head = run.h_k * run.cut.group + row - token * run.cut.group;
+        token = row < run.cut.group ? 0 : row / run.cut.group;  // divisions are slow
+        head = run.h_k * run.cut.group + row - token * run.cut.group;
     }
 };
 
-// The rows of Q go to shared memory: 0 beyond the sample and beyond head_dim.
-template <typename T, typename Shape>
-__device__ void load_q(uint16_t (&sQ)[Shape::kBlockM][Shape::kHeadDim], const DecodeParams &p, const Run<Shape> &run) {
-    constexpr int kVecs = Shape::kHeadDim / 8;
-    for (int i = threadIdx.x; i < Shape::kBlockM * kVecs; i += Shape::kNumThreads) {
-        const int r = i / kVecs, vec = i % kVecs;
-        uint4 x{};
-        if (r < run.valid_rows() && 8 * vec < p.head_dim) {
-            const PackedRow row(run, r);
-            x = *reinterpret_cast<const uint4 *>(
-                rows_of<const T>(p.q, run.b, row.head, run.cut.seq.q_begin + row.token) + 8 * vec);
+// The rows of Q for a run: 0 beyond the sample and beyond head_dim. They are on their way to registers from the
+// constructor on, and store() waits for them.
+template <typename T, typename Shape> struct QRows {
+    static constexpr int kVecs = Shape::kHeadDim / 8, kCount = Shape::kBlockM * kVecs / Shape::kNumThreads;
+    uint4 x[kCount] = {};  // of a thread, 16 bytes each
+
+    __device__ QRows(const DecodeParams &p, const Run<Shape> &run) {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) {
+            const int r = row(i), vec = threadIdx.x % kVecs;
+            if (r >= run.valid_rows() || 8 * vec >= p.head_dim) continue;
+            const PackedRow at(run, r);
+            x[i] = *reinterpret_cast<const uint4 *>(
+                rows_of<const T>(p.q, run.b, at.head, run.cut.seq.q_begin + at.token) + 8 * vec);
         }
-        *reinterpret_cast<uint4 *>(reinterpret_cast<char *>(sQ) + Swizzle<Shape::kHeadDim>::offset(r, vec)) = x;
     }
-}
+    __device__ void store(uint16_t (&sQ)[Shape::kBlockM][Shape::kHeadDim]) const {
+#pragma unroll
+        for (int i = 0; i < kCount; i++)
+            *reinterpret_cast<uint4 *>(reinterpret_cast<char *>(sQ) +
+                                       Swizzle<Shape::kHeadDim>::offset(row(i), threadIdx.x % kVecs)) = x[i];
+    }
+
+  private:
+    __device__ static int row(int i) { return (i * Shape::kNumThreads + threadIdx.x) / kVecs; }
+};
 
 }  // namespace sm80

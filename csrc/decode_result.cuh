@@ -133,12 +133,8 @@ __device__ bool arrive_last(const DecodeParams &p, const Room &room, const Run<S
     __syncthreads();  // the results of this block are stored
     if (threadIdx.x == 0) {
         int *counter = p.counters + (int64_t(run.b) * p.nheads_k + run.h_k) * room.tiles + run.tile;
-        __threadfence();
-        is_last = atomicAdd(counter, run.num_chunks()) + run.num_chunks() == run.cut.num_chunks;
-        if (is_last) {
-            __threadfence();  // what other blocks stored is read after this
-            *counter = 0;
-        }
+        is_last = atomic_add_acq_rel(counter, run.num_chunks()) + run.num_chunks() == run.cut.num_chunks;
+        if (is_last) *counter = 0;
     }
     __syncthreads();
     return is_last;

@@ -34,6 +34,15 @@ __device__ inline void cp_async_4(void *to, const void *from, bool inside) {
                  : "memory");
 }
 
+// "Parallel Synchronization and Communication Instructions: atom", with .acq_rel: adds x and returns what was there
+// before. A thread sees what was written before all additions whose sum it reads, by the threads that added, and by those
+// that met them at a barrier first.
+__device__ inline int atomic_add_acq_rel(int *to, int x) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(x) : "memory");
+    return before;
+}
+
 // "Special Registers: %tid". Read at every call, so that no value made of it stays in a register across a loop.
 __device__ inline uint32_t thread_idx() {
     uint32_t x;

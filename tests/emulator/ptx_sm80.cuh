@@ -26,6 +26,7 @@ inline void cp_async(uint32_t to, const void *from, bool inside) { emulator::cop
 inline void cp_async_4(void *to, const void *from, bool inside) {
     emulator::copy_async(shared_address(to), from, 4, inside);
 }
+inline int atomic_add_acq_rel(int *to, int x) { return std::exchange(*to, *to + x); }
 inline void cp_async_commit() { emulator::commit_copies(); }
 template <int kPending> void cp_async_wait() { emulator::wait_for_copies(kPending); }
 
