@@ -63,6 +63,22 @@ __device__ void change_scores(float (&acc_s)[1][Shape::kSTiles][4], const Scores
     }
 }
 
+// Of row i, 0 or 1, of this lane, scores of new keys that the tree mask hides become -inf. `key` is the lane's first.
+template <typename Shape>
+__device__ void hide_branches(float (&acc_s)[1][Shape::kSTiles][4], int i, const DecodeParams &p,
+                              const Run<Shape> &run, int key) {
+    const int token = PackedRow(run, row_of_lane(i)).token;
+    if (token >= run.cut.seq.seqlen_q) return;
+    const uint64_t word = p.tree_mask[run.b * p.tree_batch_stride + token];
+    const int new_key = key - (run.cut.seq.seqlen_k - run.cut.seq.seqlen_q);  // before the new ones it is negative
+#pragma unroll
+    for (int n = 0; n < Shape::kSTiles; n++)
+        for (int e = 0; e < 2; e++) {
+            const int bit = new_key + 8 * n + e;
+            if (bit >= 0 && bit < 64 && !(word >> bit & 1)) acc_s[0][n][2 * i + e] = -INFINITY;
+        }
+}
+
 // Scores of keys that a row does not see become -inf. `key` is the warp's first.
 template <typename Shape>
 __device__ void hide_scores(float (&acc_s)[1][Shape::kSTiles][4], const DecodeParams &p, const Run<Shape> &run,
@@ -76,6 +92,7 @@ __device__ void hide_scores(float (&acc_s)[1][Shape::kSTiles][4], const DecodePa
         for (int n = 0; n < Shape::kSTiles; n++)
             for (int e = 0; e < 2; e++)
                 if (!seen.contains(key + 8 * n + lane_idx % 4 * 2 + e)) acc_s[0][n][2 * i + e] = -INFINITY;
+        if (p.tree_mask) hide_branches<Shape>(acc_s, i, p, run, key + lane_idx % 4 * 2);
     }
 }
 

@@ -46,9 +46,9 @@ Reason find_cache_fault(const TorchTensor &q, const TorchTensor &k, const TorchT
 std::tuple<TorchTensor, TorchTensor> flash_decode(
     const TorchTensor &q, const TorchTensor &k, const TorchTensor &v, const OptionalTensor &cu_seqlens_q,
     const OptionalTensor &seqused_q, const OptionalTensor &seqused_k, const OptionalTensor &page_table,
-    const OptionalTensor &cache_batch_idx, const OptionalTensor &leftpad_k, const OptionalTensor &sinks,
-    const OptionalTensor &alibi_slopes, double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
-    int64_t num_splits, int64_t max_seqlen_q) {
+    const OptionalTensor &cache_batch_idx, const OptionalTensor &leftpad_k, const OptionalTensor &tree_mask,
+    const OptionalTensor &sinks, const OptionalTensor &alibi_slopes, double softmax_scale, double softcap,
+    int64_t window_left, int64_t window_right, int64_t num_splits, int64_t max_seqlen_q) {
     const int64_t batch_size = cu_seqlens_q ? cu_seqlens_q->numel() - 1 : q.size(0);
     if (const Reason fault = find_type_fault(q, k, v)) throw_type_error(*fault);
     if (const Reason fault = find_cache_fault(q, k, v, batch_size, cu_seqlens_q, page_table,
@@ -59,6 +59,12 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
     if (!(std::abs(softmax_scale) <= kMaxScale)) throw_value_error("softmax_scale must be in -2.3586e38..2.3586e38");
     if (std::min(window_left, window_right) < -1 || num_splits < 0 || num_splits > 256 || max_seqlen_q < 0)
         throw_value_error("windows must be at least -1, num_splits in 0..256 and max_seqlen_q at least 0");
+    if (tree_mask && (!is_like(*tree_mask, {batch_size, q.size(2)}, ScalarType::Long, q) || q.size(2) > 64 ||
+                      (tree_mask->stride(1) != 1 && q.size(2) > 1)))
+        throw_value_error("tree_mask must be int64 (batch_size, seqlen_q), of up to 64 rows, with a contiguous last "
+                          "dimension on the device of q");
+    if (tree_mask && (cu_seqlens_q || std::max(window_left, window_right) >= 0))
+        throw_value_error("tree_mask goes with a padded q and without a window");
     const Options options{
         .sinks = sinks, .alibi_slopes = alibi_slopes, .softmax_scale = softmax_scale, .softcap = softcap};
     if (const Reason fault = find_mods_fault(q, kBHSD, batch_size, options)) throw_value_error(*fault);
@@ -71,6 +77,10 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
     auto pointer = [](const OptionalTensor &x) { return x ? static_cast<const int *>(x->const_data_ptr()) : nullptr; };
     p.cu_seqlens_q = pointer(cu_seqlens_q), p.seqused_q = pointer(seqused_q), p.seqused_k = pointer(seqused_k);
     p.page_table = pointer(page_table), p.cache_batch_idx = pointer(cache_batch_idx), p.leftpad_k = pointer(leftpad_k);
+    if (tree_mask) {
+        p.tree_mask = static_cast<const uint64_t *>(tree_mask->const_data_ptr());
+        p.tree_batch_stride = tree_mask->stride(0);
+    }
     p.batch_size = batch_size, p.num_sequences = int(k.size(0)), p.page_size = int(k.size(2));
     if (page_table) p.page_table_stride = page_table->stride(0), p.seqlen_k = int(page_table->size(1) * k.size(2));
     if (p.num_sequences == 0) p.seqlen_k = 0;

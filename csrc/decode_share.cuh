@@ -151,7 +151,7 @@ template <typename Shape> struct Run {
         const Range last = mask.keys(end_row >= cut.num_rows ? cut.seq.seqlen_q - 1 : (end_row - 1) / cut.group);
         key_begin = max(cut.keys(chunk_begin).begin, first.begin / Shape::kBlockN * Shape::kBlockN);
         key_end = min(cut.keys(chunk_end - 1).end, last.end);
-        full = {last.begin, first.end};
+        full = {last.begin, p.tree_mask ? cut.seq.seqlen_k - cut.seq.seqlen_q : first.end};
     }
 };
 

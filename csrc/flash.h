@@ -100,6 +100,10 @@ struct DecodeParams : AttnParams {
     int64_t page_table_stride;
     const int *cache_batch_idx;  // [batch_size] that sequence, or nullptr: its own number
     const int *leftpad_k;        // [batch_size] where its keys begin, or nullptr: 0. They end at seqused_k
+    // [batch_size, seqlen_q] for up to 64 rows, or nullptr. Bit j of a row's word says whether it sees the j-th of the
+    // last seqlen_q keys of its sample, the new ones. All rows see the others. It goes with a padded q and no window.
+    const uint64_t *tree_mask;
+    int64_t tree_batch_stride;   // 0: [seqlen_q]
     int num_sequences, page_size;
     int num_splits;              // the most parts that the keys of a sample are cut into; 0: by its lengths
     int max_seqlen_q;            // a sample with more rows is not cut

@@ -29,6 +29,7 @@ from .reference import blockwise_attention, reference_attention
 from .selector import (AdaptiveKernelSelector, get_attention_config, get_matmul_config, get_optimal_attention,
                        get_optimal_matmul)
 from .torch_sdpa import scaled_dot_product_attention
+from .tree_mask import pack_tree_mask
 from .validation import validate_attention, validate_matmul
 
 __version__ = "0.1.0"
@@ -68,6 +69,7 @@ __all__ = [
     "get_scheduler_metadata",
     "install_as_flash_attn",
     "load",
+    "pack_tree_mask",
     "pad_input",
     "print_gpu_info",
     "reference_attention",

@@ -89,6 +89,9 @@ class Cache(NamedTuple):
     page_table: Tensor | None = None  # int32 (B, max_pages), its last dimension contiguous; then batch_idx is None
     batch_idx: Tensor | None = None  # int32 (B,), contiguous; None: sample b is sequence b
     leftpad_k: Tensor | None = None  # int32 (B,), contiguous; None: 0
+    # int64 (B, Sq), its last dimension contiguous; not with a packed q or a window. Bit j of a row's word: it sees the
+    # j-th of its sample's new keys, which are the last ones, as many as the rows. All rows see the keys before.
+    tree_mask: Tensor | None = None
     num_splits: int = 0  # into how many parts at most the keys of a sample are split; 0: by its own lengths alone
     max_seqlen_q: int = 0  # of a packed q: no sample has more rows, or it is not split; 0: nothing is known
 

@@ -83,11 +83,10 @@ def _forward_cached(q, k, v, options, cache):
         return _host_forward_cached(q, k, v, options, cache)
     _check_cache_dtype("reads", q=q)
     _load_ops()
-    lengths, tables = options.lengths, (cache.page_table, cache.batch_idx, cache.leftpad_k)
+    lengths = options.lengths
     return torch.ops.minimal_attn.flash_decode(
-        q, k, v, lengths.cu_seqlens_q, lengths.seqused_q, lengths.seqused_k, *tables, options.sinks,
-        options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, cache.num_splits,
-        cache.max_seqlen_q)
+        q, k, v, lengths.cu_seqlens_q, lengths.seqused_q, lengths.seqused_k, *cache[:4], options.sinks,
+        options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, *cache[4:])
 
 
 def can_append(k):

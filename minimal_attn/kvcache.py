@@ -19,6 +19,7 @@ from .interface import BACKENDS, backend_name
 from .lengths import NO_WINDOW, check_max_seqlen, check_window_size
 from .pages import check_cached, check_num_splits
 from .scores import check_alibi_slopes, check_softcap
+from .tree_mask import check_tree_mask
 
 
 def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_k: Tensor | None = None, *,
@@ -31,7 +32,7 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
                            return_lse: bool = False, k: Tensor | None = None, v: Tensor | None = None,
                            cu_seqlens_k_new: Tensor | None = None, rotary_cos: Tensor | None = None,
                            rotary_sin: Tensor | None = None, rotary_interleaved: bool = True,
-                           rotary_seqlens: Tensor | None = None,
+                           rotary_seqlens: Tensor | None = None, tree_mask: Tensor | None = None,
                            backend: str = "auto") -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V of the keys and values that a cache holds for each sample.
 
@@ -64,6 +65,10 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
             before the append, and seqlen_k counts old and new ones. Under torch.autocast, k and v are cast as q is.
         rotary_cos, rotary_sin, rotary_interleaved: as append_to_kvcache, for k and for q: row t of a sample's q as at
             position rotary_seqlens[b] + t with causal or with a window, else all rows as at rotary_seqlens[b].
+        tree_mask: bool (Sq, Sq) or (B, Sq, Sq), Sq at most 64, for a draft that branches: row i sees the j-th of the
+            last seqlen_q keys of its sample where tree_mask[..., i, j], and all keys before them. It takes the place
+            of causal. Or int64 (Sq,) or (B, Sq), as pack_tree_mask gives it. These keys must be finite, also where no
+            row sees them.
 
     Returns:
         out, as q with v's head_dim; with return_lse a tuple (out, lse), lse (B, H, Sq), or (1, H, Tq) of a packed q. A
@@ -75,7 +80,8 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         ValueError: a wrong shape, device, head_dim, option or backend, a cache whose last dimension is not contiguous,
             or cache_batch_idx together with page_table. The values of page_table, cache_batch_idx, leftpad_k and
             lengths are checked for CPU tensors. On a GPU they are clamped, so that nothing outside is read.
-        NotImplementedError: an input requires grad or has a forward-mode tangent.
+        NotImplementedError: an input requires grad or has a forward-mode tangent, or tree_mask together with
+            cu_seqlens_q, window_size, alibi_slopes or rotary_cos.
         Otherwise as append_to_kvcache and flash_attention. An error is raised before anything is written.
     """
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -88,11 +94,13 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
     dtypes = [x for x in chosen.dtypes if x not in FP8_DTYPES]
     check_max_seqlen("max_seqlen_q", max_seqlen_q)
     lengths = Lengths(cu_seqlens_q, None, seqused_q, seqused_k)
-    cache = Cache(page_table, cache_batch_idx, leftpad_k, check_num_splits(num_splits),
+    cache = Cache(page_table, cache_batch_idx, leftpad_k, None, check_num_splits(num_splits),
                   int(max_seqlen_q) if is_int(max_seqlen_q) else 0)
     check_cached(q, k_cache, v_cache, lengths, cache, dtypes)
     check_options(causal, sm_scale)
     left, right = check_window_size(window_size)
+    cache = cache._replace(tree_mask=check_tree_mask(tree_mask, q, lengths, causal, (left, right), alibi_slopes,
+                                                     rotary_cos))
     append = Append(seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new, None, _rows_contiguous(q), cu_seqlens_q,
                     rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, causal or (left, right) != NO_WINDOW)
     has_new = _has_new_rows(k, v, append)

@@ -8,6 +8,7 @@ import torch
 from .backends import Lengths
 from .checks import can_read, check_alike, check_heads, check_sizes, check_tensor, is_int, shown
 from .lengths import check_int32, check_per_sample, check_samples
+from .tree_mask import seen_in_tree
 
 MAX_SPLITS = 256
 
@@ -120,7 +121,8 @@ def over_gathered(forward):
 
     def forward_cached(q, k, v, options, cache):
         k, v, lengths = gathered(q, k, v, options.lengths, cache)
-        return forward(q, k, v, options._replace(lengths=lengths))
+        is_seen = None if cache.tree_mask is None else seen_in_tree(cache.tree_mask, k.shape[2], lengths)
+        return forward(q, k, v, options._replace(lengths=lengths, attn_bias=is_seen))
 
     return forward_cached
 

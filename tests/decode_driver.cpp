@@ -40,6 +40,7 @@ struct Case {
     bool has_alibi = false, has_sinks = false, has_batch_idx = false, is_interleaved = false;
     int num_splits = 0;
     int max_seqlen_q = 0;          // 0: the largest
+    enum Tree { kNone, kBranches, kCausal } tree = kNone;  // the tree mask; kCausal is the causal mask as one
 
     int samples() const { return int(seqused_k.size()); }
     int capacity() const { return pages ? size * pages : size; }
@@ -92,6 +93,14 @@ const std::vector<Case> cases = {
     {"scale_0",    f16,  2, 1, 1,  64,  64,  100, 0, {100}, -1, -1, {}, {}, {}, 0, 0},
     {"scale_30",   b16,  2, 1, 1, 128, 128,  300, 0, {300, 70}, -1, -1, {}, {}, {}, 0, 30},
     {"clamped",    f16,  2, 1, 1,  64,  64,   16, 4, {1 << 30, -5}},
+    {"tree",       b16,  4, 2, 5, 128, 128,  300, 0, {300, 66, 5, 3}, -1, -1, {}, {}, {}, 0, 1, false, false, false,
+     false, 0, 0, Case::kBranches},
+    {"tree_tiles", f16,  6, 1, 9,  64,  64,   16, 20, {260, 8, 100}, -1, -1, {3, 0, 50}, {}, {9, 4, 7}, 0, 1, false,
+     true, false, false, 0, 0, Case::kBranches},
+    {"tree_64",    b16,  2, 1, 64, 64,  64,  200, 0, {200, 70}, -1, -1, {}, {}, {}, 0, 1, false, false, false, false, 3,
+     0, Case::kBranches},
+    {"tree_causal", f16, 4, 2, 7,  64,  64,  260, 0, {260, 100, 7}, -1, 0, {}, {}, {}, 0, 1, false, false, false, false,
+     0, 0, Case::kCausal},
     {"many",       f16,  2, 1, 1,  64,  64,   16, 3, std::vector<int>(300, 40)},
 };
 
@@ -132,6 +141,7 @@ template <typename T> struct Call {
     Memory<T> q, kv, o;
     Memory<float> lse, slopes, sinks;
     Memory<int> seqused_k, seqused_q, leftpad_k, batch_idx, page_table, cu_seqlens_q;
+    Memory<uint64_t> tree_mask;
     DecodeParams p{};
 
     Call(const Case &c, int only)
@@ -144,7 +154,7 @@ template <typename T> struct Call {
           kv(cache()), o(std::vector<T>(rows * c.nheads * c.head_dim_v)), lse(std::vector<float>(rows * c.nheads)),
           slopes(floats(c.nheads)), sinks(floats(c.nheads)), seqused_k(of_samples(c.seqused_k)),
           seqused_q(of_samples(c.seqused_q)), leftpad_k(of_samples(c.leftpad_k)), batch_idx(of_samples(indices())),
-          page_table(tables()), cu_seqlens_q(bounds()) {
+          page_table(tables()), cu_seqlens_q(bounds()), tree_mask(words()) {
         // Rows of q are those of the whole batch.
         std::mt19937 of_q(7);
         std::vector<T> whole = random_numbers((c.cu_seqlens_q.empty() ? c.samples() * c.seqlen_q
@@ -217,8 +227,23 @@ template <typename T> struct Call {
         if (!c.cu_seqlens_q.empty()) return c.cu_seqlens_q[b + 1] - c.cu_seqlens_q[b];
         return c.seqused_q.empty() ? c.seqlen_q : c.seqused_q[b];
     }
+    // A token of a tree sees its parent, all that this one sees, and itself. The causal tree has one branch.
+    bool tree_sees(int b, int row, int new_key) const {
+        while (row > new_key) row = c.tree == Case::kCausal ? row - 1 : (row - 1) / (2 + b);
+        return row == new_key;
+    }
+    std::vector<uint64_t> words() {
+        std::vector<uint64_t> x(std::max(1, samples * c.seqlen_q));
+        for (int b = 0; b < samples && c.tree; b++)
+            for (int row = 0; row < c.seqlen_q; row++)
+                for (int j = 0; j <= row; j++)
+                    x[b * c.seqlen_q + row] |= uint64_t(tree_sees(first + b, row, j)) << j;
+        return x;
+    }
     bool sees(int b, int row, int key) const {
         const int diagonal = row + keys_of(b) - rows_of_sample(b);
+        if (c.tree == Case::kBranches && key >= keys_of(b) - rows_of_sample(b))
+            return tree_sees(b, row, key - (keys_of(b) - rows_of_sample(b)));
         return (c.left < 0 || key >= diagonal - c.left) && (c.right < 0 || key <= diagonal + c.right);
     }
     // NaN but for what some row sees.
@@ -253,7 +278,7 @@ template <typename T> struct Call {
         p.batch_size = samples, p.nheads = c.nheads, p.nheads_k = c.nheads_k;
         p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v, p.dtype = c.dtype, p.softcap = c.softcap;
         p.softmax_scale = float(c.scale / std::sqrt(double(c.head_dim)));
-        p.set_window(c.left, c.right);
+        c.tree ? p.set_window(-1, -1) : p.set_window(c.left, c.right);
         p.seqused_k = seqused_k.device;
         if (is_packed) p.cu_seqlens_q = cu_seqlens_q.device;
         if (!c.seqused_q.empty()) p.seqused_q = seqused_q.device;
@@ -261,6 +286,7 @@ template <typename T> struct Call {
         if (c.has_batch_idx || (!c.pages && samples < c.samples())) p.cache_batch_idx = batch_idx.device;
         if (c.has_alibi) p.alibi_slopes = slopes.device;
         if (c.has_sinks) p.sinks = sinks.device;
+        if (c.tree) p.tree_mask = tree_mask.device, p.tree_batch_stride = c.seqlen_q;
         if (c.pages) p.page_table = page_table.device, p.page_table_stride = c.pages;
         p.num_sequences = num_sequences(), p.page_size = c.size, p.num_splits = c.num_splits;
         int longest = c.seqlen_q;
@@ -372,6 +398,17 @@ template <typename T> void check_alone(const Call<T> &x, int b) {
         }
 }
 
+// The causal mask, by which the call was a tree mask, gives the same bits.
+template <typename T> void check_causal(const Call<T> &x) {
+    Case c = x.c;
+    c.tree = Case::kNone;
+    Call<T> causal(c, -1);
+    causal.run();
+    if (std::memcmp(x.o.host.data(), causal.o.host.data(), x.o.bytes()) ||
+        std::memcmp(x.lse.host.data(), causal.lse.host.data(), x.lse.bytes()))
+        throw std::runtime_error("the causal mask gives other bits than the tree mask");
+}
+
 std::vector<std::string> schedules;
 
 void choose_schedule([[maybe_unused]] const std::string &name) {
@@ -398,6 +435,7 @@ template <typename T> void run(const Case &c, double epsilon) {
             if (!bits.empty() && std::memcmp(bits.data(), call.o.host.data(), call.o.bytes()))
                 throw std::runtime_error("out has other bits than by " + schedules[0]);
             bits = call.o.host;
+            if (c.tree == Case::kCausal) check_causal(call);
             if (c.samples() <= 4)
                 for (int b = 0; b < c.samples(); b++) check_alone(call, b);
         } catch (const std::exception &error) {

@@ -21,8 +21,8 @@ import pytest
 import torch
 from minimal_attn import _build, bench, benchmark, cli, force_kernel, reference_attention
 from minimal_attn._build import source_digest
-from minimal_attn.bench import (attention, backward, decode, forward_backward, matmul, measure, page, read, scores,
-                                varlen, varlen_backward, window)
+from minimal_attn.bench import (append, attention, backward, decode, forward_backward, matmul, measure, mixed, page,
+                                read, scores, varlen, varlen_backward, window)
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
 from minimal_attn.bench.options import OPS
 
@@ -81,7 +81,7 @@ def check_format(text):
         assert all(row[x] is None or isinstance(row[x], float) and row[x] >= 0 for x in numbers)
         if row["ms"] is None:
             assert all(row[x] is None for x in numbers)
-        elif row["op"] == "decode":
+        elif row["op"] in ("decode", "append", "mixed"):
             check_arithmetic_of_decode(row)
         elif row["op"] in ("forward", "matmul", "varlen", "window", "sinks", "scores"):
             check_arithmetic(row)
@@ -119,8 +119,9 @@ def check_arithmetic(row):
 
 def check_arithmetic_of_decode(row):
     """GB/s count the valid keys and their values, the read's too, which counts no FLOPs."""
-    shape = decode.Shape(*(row[x] for x in decode.Shape._fields))
-    keys = sum(shape.seqlens) if row["lengths"] == "drawn" else row["batch_size"] * row["seqlen_k"]
+    keys = row["batch_size"] * row["seqlen_k"] + row.get("prefill", 0)
+    if row.get("lengths") == "drawn":
+        keys = sum(decode.Shape(*(row[x] for x in decode.Shape._fields)).seqlens)
     assert row["gbps"] == pytest.approx(2 * 2 * row["nheads_k"] * row["head_dim"] * keys / row["ms"] / 1e6, rel=1e-4)
     assert row["us"] == pytest.approx(1e3 * row["ms"], rel=1e-4) and row["ms_p20"] <= row["ms"] <= row["ms_p80"]
     if row["impl"] == "read":
@@ -276,6 +277,11 @@ def test_manual_attn_against_reference(shape, causal):
     (["--op", "decode", "--shape", "1,4,1,16,2,64 page 24"], "Sk must be a multiple of the page size, 24"),
     (["--op", "decode", "--shape", "1,4,1,16,2,64 page 0"], "' page SIZE drawn', not 'page 0'"),
     (["--op", "decode", "--shape", "1,4,1,16,2,64 drawn page 16"], "' page SIZE drawn', not 'drawn page 16'"),
+    (["--op", "append", "--shape", "1,4,2,16,2,64"], "Sq must be 1: one new token of each sample"),
+    (["--op", "mixed", "--shape", "1,4,1,16,2,64"], "'B,H,1,D,Hk,Sk prefill TOKENS' or '... prefill TOKENS page SIZE'"),
+    (["--op", "mixed", "--shape", "1,4,1,16,2,64 prefill 65"], "Sq must be 1, and TOKENS at most Sk"),
+    (["--op", "mixed", "--shape", "1,4,2,16,2,64 prefill 8"], "Sq must be 1, and TOKENS at most Sk"),
+    (["--op", "mixed", "--shape", "1,4,1,16,2,64 prefill 8 page 24"], "Sk must be a multiple of the page size, 24"),
     (["--op", "decode", "--dtype", "float32"], "--dtype: 'float32' is none of float16, bfloat16"),
     (["--impls", "manual,cuda:none"], "--impls: 'cuda:none' is none of manual, cuda:"),
     (["--json", "nowhere/x.json"], "--json: 'nowhere/x.json' is no .json file in an existing directory"),
@@ -452,7 +458,7 @@ def test_bench_py_help(monkeypatch, tmp_path):
     usage = " ".join(said.stdout.split())  # its lines are as wide as the terminal
     assert usage.startswith("usage: python bench.py [-h] "
                             "[--op {attention,backward,forward_backward,varlen,varlen_backward,window,scores,decode,"
-                            "matmul}]")
+                            "append,mixed,matmul}]")
 
 
 def run_matmul(tmp_path, *options):
@@ -1239,6 +1245,120 @@ def test_default_options_of_decode():
     assert on_a_gpu.impls == list(decode.IMPLS) and len(set(on_a_gpu.shapes)) == 47
     for shape in (*args.shapes, *on_a_gpu.shapes):
         assert bench.parse_args("bench", ["--op", "decode", "--shape", str(shape)], "cpu", "").shapes == [shape]
+
+
+# Appending to caches, and decoding beside a prefill.
+
+def through_reference(op, monkeypatch):
+    """The implementations "cuda" of an op, by the reference."""
+    for name, impl in list(op.IMPLS.items()):
+        if name.startswith("cuda"):
+            monkeypatch.setitem(op.IMPLS, name, op.impl_of(name, "reference")._replace(backend="cuda"))
+
+
+def append_case(page_size=0, lengths="full", dtype="bfloat16"):
+    return append.Case(Setting(append.Shape(3, 4, 1, 32, 2, 32, page_size, lengths), dtype, True), "cpu")
+
+
+@pytest.mark.cpu
+def test_op_append(monkeypatch, tmp_path):
+    """Each beside the call that writes nothing."""
+    through_reference(append, monkeypatch)
+    monkeypatch.setitem(measure.SECONDS_PER_TIMING, "cpu", 1e-3)
+    options = [x for more in ("", " page 8", " page 1 drawn") for x in ("--shape", DECODE_SIZES + more)]
+    code, out, rows = run_op("append", tmp_path, *options, "--impls", "cuda:attend,cuda,cuda:rotary")
+    assert code == 0 and "× cuda:attend" in out and "matmul_tflops" not in (tmp_path / "rows.json").read_text()
+    for attend, *others in zip(rows[::3], rows[1::3], rows[2::3]):
+        assert (attend["impl"], attend["more_us"]) == ("cuda:attend", None)
+        for row in others:
+            assert row["more_us"] == pytest.approx(row["us"] - attend["us"], rel=1e-3, abs=0.1)
+            assert row["max_err"] == attend["max_err"] > 0
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("page_size, lengths", [(0, "full"), (8, "drawn")])
+def test_append_that_does_not_write_or_rotate_is_wrong(page_size, lengths):
+    case = append_case(page_size, lengths)
+    case.impls = {name: append.impl_of(f"cuda{name}", "reference") for name in (":attend", "", ":rotary")}
+    for impl in case.impls:
+        assert 0 < measure.judge(case, impl) <= case.tolerance
+    call = case.args[-1]
+    call.rotary["rotary_interleaved"] = True
+    with pytest.raises(measure.WrongResult):
+        measure.judge(case, ":rotary")
+    call.append["k"] = call.append["k"] + 1
+    with pytest.raises(measure.WrongResult):
+        measure.judge(case, "")
+    case = append_case(page_size, lengths)
+    case.impls = {"ours": append.impl_of("cuda", "reference")._replace(judge=functools.partial(
+        append.judge_append, functools.partial(decode.cached_call, backend="reference"), "ours"))}
+    with pytest.raises(measure.WrongResult):  # it writes nothing
+        measure.judge(case, "ours")
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("dtype", decode.DTYPES)
+def test_quarter_turns_are_exact(dtype):
+    dtype = getattr(torch, dtype)
+    x, (cos, sin) = torch.randn(3, 2, 1, 20, dtype=dtype), append.quarter_turns(3, 8, "cpu", dtype)
+    a, b, rest = append.rotated_back(x, cos, sin).split([8, 8, 4], -1)
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    assert torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).equal(x)
+    assert not torch.cat([a, b, rest], -1).equal(x)
+
+
+@pytest.mark.cpu
+def test_op_mixed(monkeypatch, tmp_path):
+    """One call beside two, on dense caches and on pages."""
+    through_reference(mixed, monkeypatch)
+    monkeypatch.setitem(measure.SECONDS_PER_TIMING, "cpu", 1e-3)
+    options = [x for more in ("", " page 8") for x in ("--shape", f"{DECODE_SIZES} prefill 20{more}")]
+    code, out, rows = run_op("mixed", tmp_path, *options, "--impls", "cuda,cuda:apart,cuda:dense")
+    assert code == 0 and "× cuda:apart" in out and "matmul_tflops" not in (tmp_path / "rows.json").read_text()
+    assert [bool(row["ms"]) for row in rows] == [True] * 5 + [False]
+    assert out.count("cuda:dense: NotImplementedError: flash_attention has no pages") == 1
+    assert all(0 < row["max_err"] < 0.1 and row["prefill"] == 20 for row in rows[:5])
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("page_size", [0, 8])
+@pytest.mark.parametrize("name, wrong", [("seqused_k", [32, 32, 32, 32]), ("seqused_k", [31, 32, 32, 20]),
+                                         ("cu_seqlens_q", [0, 1, 2, 4, 23])], ids=str)
+def test_what_ignores_lengths_of_a_mixed_batch_is_wrong(name, wrong, page_size):
+    case = mixed.Case(Setting(mixed.Shape(3, 4, 1, 16, 2, 32, page_size, 20), "bfloat16", True), "cpu")
+    case.impls = {"ours": mixed.impl_of("cuda", "reference")}
+    assert all(0 < error <= allowed for error, allowed in zip(measure.judge(case, "ours"), case.tolerance))
+    case.args[-1].keywords[name] = torch.tensor(wrong, dtype=torch.int32)
+    with pytest.raises(measure.WrongResult):
+        measure.judge(case, "ours")
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("op", [append, mixed])
+def test_default_options_of_append_and_mixed(op):
+    name = {append: "append", mixed: "mixed"}[op]
+    for device in ("cpu", "cuda"):
+        args = bench.parse_args("bench", ["--op", name], device, "")
+        assert (args.impls, args.dtypes, args.causals) == (list(op.IMPLS), ["bfloat16"], (True,))
+        for shape in args.shapes:
+            assert bench.parse_args("bench", ["--op", name, "--shape", str(shape)], device, "").shapes == [shape]
+    assert op.Case.columns[-1] == {append: "more_us", mixed: "us"}[op]
+
+
+@pytest.mark.parametrize("op, more", [("append", " page 8"), ("mixed", " prefill 20 page 8")])
+def test_caches_of_triton(op, more, tmp_path):
+    impls = {"append": "triton:attend,triton,triton:rotary", "mixed": "triton,triton:apart"}[op]
+    code, _, rows = run_op(op, tmp_path, "--shape", DECODE_SIZES + more, "--impls", impls)
+    assert code == 0 and all(row["ms"] > 0 and 0 < row["max_err"] < 0.1 for row in rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op, more", [("append", ""), ("append", " page 16"), ("mixed", " prefill 300"),
+                                      ("mixed", " prefill 300 page 16")])
+def test_caches_on_a_gpu(op, more, tmp_path):
+    code, _, rows = run_op(op, tmp_path, "--shape", "2,8,1,128,2,512" + more)
+    assert code == 0 and [row["impl"] for row in rows] == list(OPS[op].IMPLS)
+    assert all(row["ms"] or row["impl"].endswith(":dense") and "page" in more for row in rows)
 
 
 VARLEN_JSON, WINDOW_JSON = "varlen.json", "window.json"

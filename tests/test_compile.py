@@ -389,13 +389,14 @@ def compile_twin_decode(capability, dtype, head_dim, rows, paged, splits, scores
     constexprs = tile_of(torch_dtype(dtype), rows, head_dim, head_dim_v, paged, max_shared_memory(capability))
     options = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
     kBlockM, kBlockN, kBlockD, kBlockDv = constexprs.values()
-    given = {"seqused_k_ptr", *(["page_table_ptr", "page_table_stride"] if paged else ["batch_idx_ptr"]),
+    tables = ["page_table_ptr", "page_table_stride"] if paged else ["batch_idx_ptr", "tree_ptr", "tree_batch_stride"]
+    given = {"seqused_k_ptr", *tables,
              *(["alibi_ptr", "alibi_batch_stride", "softcap", "sinks_ptr", "cu_seqlens_q_ptr"] if scores else []),
              *(["o_accum_ptr", "max_accum_ptr", "sum_accum_ptr"] if splits else [])}
     optional = {"o_accum_ptr": "*fp32", "max_accum_ptr": "*fp32", "sum_accum_ptr": "*fp32", "cu_seqlens_q_ptr": "*i32",
                 "seqused_q_ptr": "*i32", "seqused_k_ptr": "*i32", "page_table_ptr": "*i32", "batch_idx_ptr": "*i32",
-                "leftpad_k_ptr": "*i32", "sinks_ptr": "*fp32", "alibi_ptr": "*fp32", "softcap": "fp32",
-                "page_table_stride": "i32", "alibi_batch_stride": "i32"}
+                "leftpad_k_ptr": "*i32", "tree_ptr": "*i64", "sinks_ptr": "*fp32", "alibi_ptr": "*fp32",
+                "softcap": "fp32", "page_table_stride": "i32", "tree_batch_stride": "i32", "alibi_batch_stride": "i32"}
     constexprs |= dict(kIsCausal=scores is None, kIsLocal=scores is not None, kNegateQ=False, kPageSize=16, kGroup=4,
                        kFastTanh=scores is not None and dtype != "fp32",
                        kMaskCols=head_dim < kBlockD or head_dim_v < kBlockDv, **dict.fromkeys(set(optional) - given))

@@ -34,12 +34,13 @@ def test_layout(tmp_path):
 
 @cpu
 def test_functions(tmp_path):
-    """transformers reads their signatures, and takes the kernel for one without paged caches."""
+    """transformers reads their signatures, and takes the kernel for one with paged caches."""
     kernel = loaded_kernel(tmp_path)
     assert all(getattr(kernel, name) is getattr(minimal_attn, name) for name in kernel.__all__)
-    assert not hasattr(kernel, "flash_attn_with_kvcache")
     names = inspect.signature(kernel.flash_attn_varlen_func).parameters
     assert {"dropout_p", "window_size", "deterministic", "softcap", "s_aux", "max_seqlen_q"} <= set(names)
+    names = inspect.signature(kernel.flash_attn_with_kvcache).parameters
+    assert {"block_table", "cache_seqlens", "window_size", "softcap", "s_aux", "max_seqlen_q"} <= set(names)
     assert re.match(".*flash.*3", integration.NAME)
 
 

@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from minimal_attn import bench
-from minimal_attn.bench import (attention, backward, decode, forward_backward, matmul, pictures, scores, varlen,
-                                varlen_backward, window)
+from minimal_attn.bench import (append, attention, backward, decode, forward_backward, matmul, mixed, pictures, scores,
+                                varlen, varlen_backward, window)
 from minimal_attn.bench.measure import MEASURED, Setting
+from minimal_attn.bench.options import OPS
 from minimal_attn.bench.styles import MATMUL, STYLES
 from minimal_attn.interface import BACKENDS
 
@@ -32,8 +33,8 @@ GPU_IMPLS = {name for name, impl in attention.IMPLS.items() if "cuda" in impl.de
 CPU_IMPLS = {name for name, impl in attention.IMPLS.items() if "cpu" in impl.devices}
 OF_PACKED = {*varlen.DEFAULTS["impls"], "flex"} - {"cuda:host"}
 OF_SCORES = {*scores.DEFAULTS["impls"]} - {"cuda:host"}
-IN_ONE_PICTURE = (GPU_IMPLS, CPU_IMPLS, OF_PACKED, OF_SCORES, set(decode.IMPLS), set(matmul.IMPLS) - {"torch"},
-                  set(BACKENDS))
+IN_ONE_PICTURE = (GPU_IMPLS, CPU_IMPLS, OF_PACKED, OF_SCORES, set(decode.IMPLS), set(append.IMPLS), set(mixed.IMPLS),
+                  set(matmul.IMPLS) - {"torch"}, set(BACKENDS))
 
 
 def results_of(shapes, tflops, dtype="bfloat16", causal=False):
@@ -62,7 +63,7 @@ def labels(ticks):
 # Styles.
 
 def test_styles_has_every_implementation():
-    for op in (attention, backward, forward_backward, varlen, varlen_backward, window, scores, decode, matmul):
+    for op in OPS.values():
         assert set(op.IMPLS) <= set(STYLES)
     rows = json.loads((ROOT / "benchmarks/peers.json").read_text())["rows"]
     assert {"fa3", "fa4"} <= set(rows[0]) and {"fa3", "fa4", *BACKENDS} <= set(STYLES)

@@ -20,6 +20,7 @@ from minimal_attn import twin  # noqa: E402
 from minimal_attn.backends import Cache, Lengths, Options  # noqa: E402
 from minimal_attn.pages import over_gathered  # noqa: E402
 from minimal_attn.reference import BACKEND as REFERENCE  # noqa: E402
+from minimal_attn.tree_mask import pack_tree_mask  # noqa: E402
 from triton_ref import decode, ops  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -48,6 +49,7 @@ class Case:
     max_seqlen_q: int = 0
     heads: tuple = (4, 2)
     head_dims: tuple = (16, 16)
+    tree: bool = False  # a tree mask, drawn, in which a row sees itself
     scale: float = 0.3
     layout: str = "bhsd"
     dtype: torch.dtype = torch.float32
@@ -98,6 +100,9 @@ CASES = [
     Case("head_dims", head_dims=(40, 24), page_size=3),
     Case("head_dim_v_larger", head_dims=(17, 70), layout="odd"),
     Case("head_dim_256", head_dims=(192, 256), keys=(70, 0, 30)),
+    Case("tree", tree=True, tokens=(7, 7, 7), keys=(150, 3, 70), page_size=16, sinks=True),
+    Case("tree_of_64_seqused_q", tree=True, tokens=(64, 64), seqused_q=(64, 33), keys=(190, 66), leftpad=(5, 20),
+         num_splits=3),
     Case("fp16", dtype=torch.float16, page_size=16, tokens=(2, 2, 2), window=CAUSAL),
     Case("bf16", dtype=torch.bfloat16, page_size=16, alibi="H", softcap=3.0),
 ]
@@ -111,6 +116,13 @@ def values(*shape, sample=0, name="q"):
     """Normal values, which depend on the sample and the name alone."""
     generator = torch.Generator().manual_seed(10 * sample + "qkvsa".index(name))
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE)
+
+
+def tree_of(case):
+    """The words (B, Sq) of a case's tree mask."""
+    rows = case.tokens[0]
+    is_seen = torch.rand(len(case.keys), rows, rows, generator=torch.Generator().manual_seed(5)) < 0.5
+    return pack_tree_mask(is_seen | torch.eye(rows, dtype=torch.bool)).to(DEVICE)
 
 
 def make(case, samples=None):
@@ -150,7 +162,7 @@ def make(case, samples=None):
     sinks = values(nheads, name="s").float() if case.sinks else None
     options = Options(case.scale, case.window, lengths, sinks, softcap=case.softcap, alibi_slopes=alibi_slopes)
     cache = Cache(table.to(DEVICE) if case.page_size else None, int32(case.batch_idx), int32(case.leftpad),
-                  case.num_splits, case.max_seqlen_q)
+                  tree_of(case) if case.tree else None, case.num_splits, case.max_seqlen_q)
     return q, k, v, options, cache
 
 
@@ -287,7 +299,8 @@ def test_a_sample_has_the_same_bits_in_every_batch(case):
 
 CHECKED = [Case("dense", batch_idx=(2, 0), tokens=(1, 1), keys=(70, 3)),
            Case("pages", page_size=16, tokens=(2, 2), keys=(70, 3), leftpad=(1, 0), head_dims=(16, 24), sinks=True),
-           Case("packed", page_size=16, tokens=(2, 1), keys=(70, 3), packed=True, max_seqlen_q=2, alibi="H")]
+           Case("packed", page_size=16, tokens=(2, 1), keys=(70, 3), packed=True, max_seqlen_q=2, alibi="H"),
+           Case("tree", tokens=(3, 3), keys=(70, 3), tree=True)]
 
 
 @pytest.mark.parametrize("case", CHECKED, ids=str)
@@ -296,8 +309,8 @@ def test_opcheck(case):
     q, k, v = (x.nan_to_num(0.5) for x in (q, k, v))
     lengths = options.lengths
     torch.library.opcheck(torch.ops.minimal_attn.triton_decode.default, (
-        q, k, v, lengths.cu_seqlens_q, lengths.seqused_q, lengths.seqused_k, *cache[:3], options.sinks,
-        options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, *cache[3:]))
+        q, k, v, lengths.cu_seqlens_q, lengths.seqused_q, lengths.seqused_k, *cache[:4], options.sinks,
+        options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, *cache[4:]))
 
 
 def test_compile_fullgraph():

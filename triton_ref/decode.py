@@ -54,15 +54,23 @@ def _block_of_keys(page_table_ptr, batch_idx_ptr, b, row, is_key, page_table_str
     return tl.minimum(tl.maximum(block, 0), num_sequences - 1), row
 
 
+@triton.jit
+def _sees_in_tree(trees, new):
+    """Whether rows see keys, by the rows' words of a tree mask: bool [rows, keys]. new: which of the new keys each key
+    is; those before them are negative."""
+    bits = trees[:, None] >> tl.minimum(tl.maximum(new, 0), 63).to(tl.int64)[None, :]
+    return (new < 0)[None, :] | ((bits & 1) != 0)
+
+
 @triton.jit(do_not_specialize=[*WINDOW, *SIZES])
 def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
             o_accum_ptr, max_accum_ptr, sum_accum_ptr,  # fp32 (B, Hk, max_splits, split_tokens · kGroup[, Dv])
             cu_seqlens_q_ptr, seqused_q_ptr, seqused_k_ptr, page_table_ptr, batch_idx_ptr, leftpad_k_ptr,
-            sinks_ptr, alibi_ptr, softmax_scale, softcap,  # None of these four lines: not given, or not needed
+            tree_ptr, sinks_ptr, alibi_ptr, softmax_scale, softcap,  # None in these four lines: not given or needed
             q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
             v_batch_stride, v_head_stride, v_row_stride, o_batch_stride, o_head_stride, o_row_stride,
-            page_table_stride, alibi_batch_stride, batch_size, nheads_k, seqlen_q, capacity, num_sequences, max_splits,
-            split_tokens, head_dim, head_dim_v, window_left, window_right,
+            page_table_stride, tree_batch_stride, alibi_batch_stride, batch_size, nheads_k, seqlen_q, capacity,
+            num_sequences, max_splits, split_tokens, head_dim, head_dim_v, window_left, window_right,
             kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kFastTanh: tl.constexpr, kNegateQ: tl.constexpr,
             kMaskCols: tl.constexpr, kPageSize: tl.constexpr, kGroup: tl.constexpr, kBlockM: tl.constexpr,
             kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr):
@@ -100,6 +108,8 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
                             None, None, seq, heads[:, None])
     scores = Scores(numbers, softcap, alibi_ptr, None, None, None, kFastTanh)
     visible = keys_of(mask, tokens)
+    if tree_ptr is not None:
+        trees = tl.load(tree_ptr + tl.cast(sample, tl.int64) * tree_batch_stride + tokens, mask=is_row, other=0)
 
     acc_o = tl.zeros([kBlockM, kBlockDv], tl.float32)
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
@@ -114,7 +124,10 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
         k_tile = _gather(k_base, block, key_rows, k_batch_stride, k_row_stride, is_key, head_dim, kMaskCols, kBlockD)
         acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
         acc_s = shifted(scores, capped(scores, acc_s), tokens[:, None], cols[None, :])
-        acc_s = tl.where(sees(visible, cols, kIsLocal), acc_s, float("-inf"))
+        is_seen = sees(visible, cols, kIsLocal)
+        if tree_ptr is not None:
+            is_seen &= _sees_in_tree(trees, cols - (seq.seqlen_k - seq.seqlen_q))
+        acc_s = tl.where(is_seen, acc_s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(acc_s, 1))
         max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)  # exp2(-inf) is 0, not NaN
         p = tl.exp2((acc_s - max_sub[:, None]) * unit_log2)
@@ -192,11 +205,12 @@ def launches(q, k, v, out, options, cache, split_tokens, max_splits, rows):
     slots *= 1 if lengths.is_packed else batch_size
     of_scores = score_constants(q, options.alibi_slopes, None, options.softcap or None)
     of_mask, is_masked = mask_of(options.window), head_dim < kBlockD or head_dim_v < kBlockDv
+    table_strides = (None if x is None else x.stride(0) for x in (page_table, cache.tree_mask))
     decode = Launch(_decode, slots * max_splits * nheads_k, (
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        None if page_table is None else page_table.stride(0), of_scores[0], batch_size, nheads_k, seqlen_q, capacity,
-        k.shape[0], max_splits, split_tokens, head_dim, head_dim_v, *of_mask, of_scores[-1], options.softmax_scale < 0,
-        is_masked, max(1, k.shape[2]), group, kBlockM, kBlockN, kBlockD, kBlockDv),
+        *table_strides, of_scores[0], batch_size, nheads_k, seqlen_q, capacity, k.shape[0], max_splits, split_tokens,
+        head_dim, head_dim_v, *of_mask, of_scores[-1], options.softmax_scale < 0, is_masked, max(1, k.shape[2]), group,
+        kBlockM, kBlockN, kBlockD, kBlockDv),
         num_warps=num_warps, num_stages=num_stages)
     if max_splits == 1:
         return decode, None
@@ -228,7 +242,7 @@ def run(q, k, v, options, cache):
         if max_splits > 1:
             shape = num_samples(q, lengths), k.shape[1], max_splits, split_tokens * group
             partial = [q.new_empty(sizes, dtype=torch.float32) for sizes in ((*shape, v.shape[-1]), shape, shape)]
-        of_q, of_k = (lengths.cu_seqlens_q, lengths.seqused_q), (lengths.seqused_k, *cache[:3])
+        of_q, of_k = (lengths.cu_seqlens_q, lengths.seqused_q), (lengths.seqused_k, *cache[:4])
         numbers = options.softmax_scale, options.softcap or None
         key = (q.device, options.softmax_scale < 0, options.window, numbers[1] is None, rows, split_tokens, max_splits,
                *layouts(q, k, v, *of_q, *of_k, options.sinks, options.alibi_slopes))

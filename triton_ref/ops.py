@@ -104,7 +104,7 @@ def _forward(q, k, v, options):
 def triton_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_seqlens_q: Optional[torch.Tensor],
                   seqused_q: Optional[torch.Tensor], seqused_k: Optional[torch.Tensor],
                   page_table: Optional[torch.Tensor], batch_idx: Optional[torch.Tensor],
-                  leftpad_k: Optional[torch.Tensor], sinks: Optional[torch.Tensor],
+                  leftpad_k: Optional[torch.Tensor], tree_mask: Optional[torch.Tensor], sinks: Optional[torch.Tensor],
                   alibi_slopes: Optional[torch.Tensor], softmax_scale: float, softcap: float, window_left: int,
                   window_right: int, num_splits: int = 0, max_seqlen_q: int = 0) -> Tuple[torch.Tensor, torch.Tensor]:
     """out like q with v_cache's head_dim, and lse fp32 (B, H, Sq), of checked inputs: q as of triton_forward, or packed
@@ -112,7 +112,8 @@ def triton_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     other arguments are, and minimal_attn.attention_with_kvcache checks them."""
     options = Options(softmax_scale, (window_left, window_right), Lengths(cu_seqlens_q, None, seqused_q, seqused_k),
                       sinks, softcap=softcap, alibi_slopes=alibi_slopes)
-    return decode.run(q, k_cache, v_cache, options, Cache(page_table, batch_idx, leftpad_k, num_splits, max_seqlen_q))
+    cache = Cache(page_table, batch_idx, leftpad_k, tree_mask, num_splits, max_seqlen_q)
+    return decode.run(q, k_cache, v_cache, options, cache)
 
 
 @triton_decode.register_fake
@@ -128,8 +129,8 @@ def forward_cached(q, k, v, options, cache):
     if is_eager(q, k, v, options.sinks):
         return decode.run(q, k, v, options, cache)
     lengths = options.lengths
-    return triton_decode(q, k, v, lengths.cu_seqlens_q, lengths.seqused_q, lengths.seqused_k, *cache[:3], options.sinks,
-                         options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, *cache[3:])
+    return triton_decode(q, k, v, lengths.cu_seqlens_q, lengths.seqused_q, lengths.seqused_k, *cache[:4], options.sinks,
+                         options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, *cache[4:])
 
 
 @torch.library.custom_op("minimal_attn::triton_append", mutates_args=("k_cache", "v_cache"))

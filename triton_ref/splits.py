@@ -23,7 +23,8 @@ MIN_KEYS = tl.constexpr(64)
 # Samples with more packed rows are not split: they have programs enough, and partial results take memory.
 SPLIT_ROWS = 64
 # Parameters that change from call to call, for which the kernels should not be compiled anew.
-SIZES = "batch_size", "seqlen_q", "capacity", "num_sequences", "page_table_stride", "max_splits", "split_tokens"
+SIZES = ("batch_size", "seqlen_q", "capacity", "num_sequences", "page_table_stride", "tree_batch_stride", "max_splits",
+         "split_tokens")
 
 
 class Share(NamedTuple):

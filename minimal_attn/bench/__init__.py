@@ -2,8 +2,8 @@
 
 Without arguments it runs on the GPU if there is one, else on the CPU; --op backward does the same for the derivative,
 --op forward_backward for both passes in one call, --op varlen, varlen_backward, window and scores for packed batches,
-windows and sinks, and what changes the scores, --op decode for caches of keys and values, --op matmul for the product
-of matrices. main() is the whole run.
+windows and sinks, and what changes the scores, --op decode, append and mixed for caches of keys and values, --op matmul
+for the product of matrices. main() is the whole run.
 Read next: attention.py, what is compared; measure.py, how one of it is measured; tables.py, pictures.py and page.py,
 what becomes of the numbers; demo.py, a short run with a verdict.
 """
@@ -77,7 +77,7 @@ class Run:
             profiled(able, case).export_chrome_trace(self.args.trace)
             self.files.append(self.args.trace)
         self.time_all()
-        if self.op not in (OPS["matmul"], OPS["decode"]):
+        if self.op not in (OPS[name] for name in ("matmul", "decode", "append", "mixed")):
             self.ceilings = {dtype: tflops for dtype in self.args.dtypes if (
                 tflops := attempt(self.told, f"matmul, {dtype}", matmul_ceiling, dtype, self.device))}
         self.ended = True

@@ -4,7 +4,7 @@ A call is bound by the reading of K and V. So its rate in GB/s stands beside tha
 call lasts microseconds, and a model replays many of them as a CUDA graph. So the time is that of a graph of calls on
 the GPU, divided by their number. Each call has a cache of its own, so that no L2 holds what the next one reads.
 
-Read next: read.py, the plain read; measure.py.
+Read next: append.py and mixed.py, calls that do more; read.py, the plain read; measure.py.
 """
 
 import functools
@@ -198,18 +198,27 @@ class Case(attention.Case):
 
     def inputs(self):
         """q, and the keys and values of the first cache in the order of its table."""
-        b, h, seqlen_q, d, h_k, seqlen_k, page_size, _ = self.shape
-        pages = b * seqlen_k // (page_size or seqlen_k)
+        shape = self.shape
+        k, v = self.make_caches(shape.batch_size)
+        size = shape.batch_size, shape.nheads, shape.seqlen_q, shape.head_dim
+        return normal(size, self.device, self.dtype), k, v
+
+    def make_caches(self, sequences):
+        """The keys and values (sequences, Hk, Sk, D) of the first one."""
+        shape = self.shape
+        seqlen_k, page_size = shape.seqlen_k, shape.page_size
+        pages = sequences * seqlen_k // (page_size or seqlen_k)
         least, most = CACHES[self.device]
-        self.seqused_k = torch.tensor(self.shape.seqlens, dtype=torch.int32, device=self.device)
+        self.seqused_k = torch.tensor(shape.seqlens, dtype=torch.int32, device=self.device)
         self.caches = []  # (memory, page table or None)
-        for _ in range(max(least, min(most, -(-CACHE_BYTES // self.shape.bytes)))):
-            memory = normal((2, pages, page_size or seqlen_k, h_k, d), self.device, self.dtype)
-            table = torch.randperm(pages, dtype=torch.int32, device=self.device).view(b, -1) if page_size else None
-            self.caches.append((memory, table))
+        for _ in range(max(least, min(most, -(-CACHE_BYTES // shape.bytes)))):
+            size = 2, pages, page_size or seqlen_k, shape.nheads_k, shape.head_dim
+            memory = normal(size, self.device, self.dtype)
+            ids = torch.randperm(pages, dtype=torch.int32, device=self.device) if page_size else None
+            self.caches.append((memory, None if ids is None else ids.view(sequences, -1)))
         memory, table = self.caches[0]
         k, v = memory if table is None else memory[:, table].flatten(2, 3)
-        return normal((b, h, seqlen_q, d), self.device, self.dtype), k.transpose(1, 2), v.transpose(1, 2)
+        return k.transpose(1, 2), v.transpose(1, 2)
 
     def call_of(self, q, memory, table):
         """The arguments of implementations for one cache."""

@@ -74,7 +74,11 @@ def judge(case, impl):
     with nothing to judge by. Raises WrongResult by the error rule of tests/, each by what is allowed of it."""
     if case.impls[impl].judge:
         return case.impls[impl].judge(case)
-    out = case.impls[impl].forward(*case.args)
+    return compared(case, impl, case.impls[impl].forward(*case.args))
+
+
+def compared(case, impl, out):
+    """As judge, of the result of a call that has been made."""
     if case.truth is None:
         return None
     errors = tuple((case.judged(x).double() - truth).abs().max().item()

@@ -4,11 +4,13 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from . import attention, backward, decode, forward_backward, matmul, scores, varlen, varlen_backward, window
+from . import (append, attention, backward, decode, forward_backward, matmul, mixed, scores, varlen, varlen_backward,
+               window)
 
 # Each has its shapes, dtypes, implementations and a Case.
 OPS = {"attention": attention, "backward": backward, "forward_backward": forward_backward, "varlen": varlen,
-       "varlen_backward": varlen_backward, "window": window, "scores": scores, "decode": decode, "matmul": matmul}
+       "varlen_backward": varlen_backward, "window": window, "scores": scores, "decode": decode, "append": append,
+       "mixed": mixed, "matmul": matmul}
 
 CAUSALS = {"no": (False,), "yes": (True,), "both": (False, True)}
 
@@ -67,7 +69,7 @@ def parse_args(program, argv, device, description):
         help="time everything N times over and take the median round, to compare settings (default: %(default)s)")
     add("--json", type=file(".json"), metavar="FILE", help="write all rows")
     add("--plot", type=file(".png", ".svg", needs="matplotlib"), action="append", metavar="FILE", default=[],
-        dest="plots", help="draw TFLOP/s, or GB/s of decode; may be repeated")
+        dest="plots", help="draw TFLOP/s, or GB/s of caches; may be repeated")
     add("--report", type=file(".html", needs="matplotlib"), metavar="FILE", help="write one page with everything")
     add("--trace", type=file(".json"), metavar="FILE", help="write a Chrome trace of one call of each")
     add("--profile", action=argparse.BooleanOptionalAction, default=False, help="also print the profiler's tables")

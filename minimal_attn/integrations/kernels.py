@@ -12,19 +12,19 @@ from pathlib import Path
 
 from .. import __version__
 
-# transformers treats names with "flash" in them as flash-attn, and packs padded batches for them.
+# transformers treats names with "flash" in them as flash-attn, and packs padded batches for them. With "flash" and
+# then a 3, its continuous batching decodes by flash_attn_with_kvcache.
 NAME = "minimal-attn/minimal-flash-attn3"
 DEVICES = "cpu", "cuda"
-SOURCE = '''"""The functions of flash-attn by minimal_attn, which must be installed.
-
-flash_attn_with_kvcache is left out, since transformers would have it append to the cache.
-"""
+SOURCE = '''"""The functions of flash-attn by minimal_attn, which must be installed."""
 
 from minimal_attn import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
-                          flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func, pad_input, unpad_input)
+                          flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache,
+                          pad_input, unpad_input)
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
-           "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "pad_input", "unpad_input"]
+           "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+           "pad_input", "unpad_input"]
 '''
 
 
