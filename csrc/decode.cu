@@ -2,7 +2,7 @@
 //
 // Every key is read once and meets few rows, so the time is that of memory. The query heads of a key head and the
 // tokens of a sample are packed into one tile, so that a key meets all of them at once: packed row r is token r / group
-// of query head h_k · group + r % group. Each 16 rows have a group of four warps, which work on the same keys:
+// of query head h_k · group + r % group. Four warps work on the same keys:
 //   cp.async       K(n+2) V(n+2)                                     two steps ahead, in a ring of three
 //   Q Kᵀ           each warp for a part of the keys ─ row maxima ─┐  through shared memory
 //   P              each warp for a part of the keys ───── P ──────┤  through shared memory
@@ -29,8 +29,8 @@ using namespace device;
 template <typename Shape> struct DecodeMemory {
     alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];
     alignas(128) uint16_t sP[Shape::kBlockM][Shape::kBlockN];
-    float row_max[Shape::kScoreWarps][Shape::kBlockM];  // of the keys of each warp of a group
-    float row_sum[Shape::kScoreWarps][Shape::kBlockM];
+    alignas(16) float row_max[Shape::kBlockM][Shape::kScoreWarps];  // of the keys of each warp
+    alignas(16) float row_sum[Shape::kBlockM][Shape::kScoreWarps];
     Run<Shape> run, ahead[Shape::kNumWarps];  // that the block computes, and that each warp copies
     int64_t costs[Shape::kNumWarps];
     bool is_last;
@@ -41,17 +41,17 @@ template <typename Shape> struct DecodeMemory {
 
 // q·k become scores, see scores.cuh and score_mods.cuh. `key` is the warp's first. Every row has a slope of its own.
 template <typename Shape>
-__device__ void change_scores(float (&acc_s)[1][Shape::kSTiles][4], const Scores<> &scores,
+__device__ void change_scores(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], const Scores<> &scores,
                               const ScoreFactors<float> &factors, const DecodeParams &p, const Run<Shape> &run,
                               int key) {
     const int lane_idx = threadIdx.x % 32;
     auto for_scores = [&](int i, auto change) {
 #pragma unroll
         for (int n = 0; n < Shape::kSTiles; n++)
-            for (int e = 0; e < 2; e++) change(acc_s[0][n][2 * i + e], key + 8 * n + lane_idx % 4 * 2 + e);
+            for (int e = 0; e < 2; e++) change(acc_s[i / 2][n][i % 2 * 2 + e], key + 8 * n + lane_idx % 4 * 2 + e);
     };
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < Shape::kLaneRows; i++) {
         if (factors.has_softcap) for_scores(i, [&](float &s, int) { s = tanh_approx(s * factors.of_qk); });
         else if (!scores.is_raw) for_scores(i, [&](float &s, int) { s = scores.score(s); });
         if (!p.alibi_slopes) continue;
@@ -63,9 +63,9 @@ __device__ void change_scores(float (&acc_s)[1][Shape::kSTiles][4], const Scores
     }
 }
 
-// Of row i, 0 or 1, of this lane, scores of new keys that the tree mask hides become -inf. `key` is the lane's first.
+// Of row i of this lane, scores of new keys that the tree mask hides become -inf. `key` is the lane's first.
 template <typename Shape>
-__device__ void hide_branches(float (&acc_s)[1][Shape::kSTiles][4], int i, const DecodeParams &p,
+__device__ void hide_branches(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], int i, const DecodeParams &p,
                               const Run<Shape> &run, int key) {
     const int token = PackedRow(run, row_of_lane(i)).token;
     if (token >= run.cut.seq.seqlen_q) return;
@@ -75,23 +75,23 @@ __device__ void hide_branches(float (&acc_s)[1][Shape::kSTiles][4], int i, const
     for (int n = 0; n < Shape::kSTiles; n++)
         for (int e = 0; e < 2; e++) {
             const int bit = new_key + 8 * n + e;
-            if (bit >= 0 && bit < 64 && !(word >> bit & 1)) acc_s[0][n][2 * i + e] = -INFINITY;
+            if (bit >= 0 && bit < 64 && !(word >> bit & 1)) acc_s[i / 2][n][i % 2 * 2 + e] = -INFINITY;
         }
 }
 
 // Scores of keys that a row does not see become -inf. `key` is the warp's first.
 template <typename Shape>
-__device__ void hide_scores(float (&acc_s)[1][Shape::kSTiles][4], const DecodeParams &p, const Run<Shape> &run,
+__device__ void hide_scores(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], const DecodeParams &p, const Run<Shape> &run,
                             int key) {
     const int lane_idx = threadIdx.x % 32;
     const Mask mask(run.cut.seq.seqlen_q, run.cut.seq.seqlen_k, p);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < Shape::kLaneRows; i++) {
         const Range seen = mask.keys(PackedRow(run, row_of_lane(i)).token);
 #pragma unroll
         for (int n = 0; n < Shape::kSTiles; n++)
             for (int e = 0; e < 2; e++)
-                if (!seen.contains(key + 8 * n + lane_idx % 4 * 2 + e)) acc_s[0][n][2 * i + e] = -INFINITY;
+                if (!seen.contains(key + 8 * n + lane_idx % 4 * 2 + e)) acc_s[i / 2][n][i % 2 * 2 + e] = -INFINITY;
         if (p.tree_mask) hide_branches<Shape>(acc_s, i, p, run, key + lane_idx % 4 * 2);
     }
 }
@@ -102,10 +102,10 @@ __device__ inline void wait_for_step(int num_stages) {
     if (num_stages == 3) cp_async_wait<1>();
 }
 
-// The first tile of Q of this warp's rows, as ldmatrix takes it.
+// The first tile of Q, as ldmatrix takes it.
 template <typename Shape> __device__ uint32_t q_address(const DecodeMemory<Shape> &shared) {
     using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
-    return Swizzle::move(shared_address(shared.sQ) + Swizzle::down(threadIdx.x % 32), threadIdx.x / 128 * 16, 0);
+    return shared_address(shared.sQ) + Swizzle::down(threadIdx.x % 32);
 }
 
 // What this warp does in one step, from scores to sums of V.
@@ -116,9 +116,8 @@ template <typename T, typename Shape> struct Step {
     DecodeMemory<Shape> &shared;
     const DecodeParams &p;
     const uint32_t (&q)[Shape::kHeadDim / 16][4];  // fragments, if Shape::kKeepsQ
-    const int warp_idx = threadIdx.x / 32 % Shape::kGroupWarps;  // in its group of 16 rows
-    const int row0 = threadIdx.x / 128 * 16, lane_idx = threadIdx.x % 32;
-    float acc_s[1][Shape::kSTiles][4] = {};  // as acc_o
+    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+    float acc_s[Shape::kMTiles][Shape::kSTiles][4] = {};  // as acc_o
 
     __device__ bool has_scores() const { return warp_idx < Shape::kScoreWarps; }
 
@@ -140,20 +139,20 @@ template <typename T, typename Shape> struct Step {
         change_scores<Shape>(acc_s, scores, factors, p, shared.run, key + warp_idx * kWarpKeys);
         if (!shared.run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, shared.run, key + warp_idx * kWarpKeys);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < Shape::kLaneRows; i++) {
             float max = -INFINITY;
             for (int n = 0; n < Shape::kSTiles; n++)
-                max = fmaxf(max, fmaxf(acc_s[0][n][2 * i], acc_s[0][n][2 * i + 1]));
+                max = fmaxf(max, fmaxf(acc_s[i / 2][n][i % 2 * 2], acc_s[i / 2][n][i % 2 * 2 + 1]));
             max = __fmul_rn(quad_reduce(max, fmaxf), factors.softmax_scale_log2);  // rounded as in exponentiate()
-            if (lane_idx % 4 == 0) shared.row_max[warp_idx][row_of_lane(i)] = max;
+            if (lane_idx % 4 == 0) shared.row_max[row_of_lane(i)][warp_idx] = max;
         }
     }
     // The scores become P.
-    __device__ void exponentiate(RowState (&rows)[2], float softmax_scale_log2) {
+    __device__ void exponentiate(RowState (&rows)[Shape::kLaneRows], float softmax_scale_log2) {
 #pragma unroll
-        for (int i = 0; i < 2; i++)
+        for (int i = 0; i < Shape::kLaneRows; i++)
             for (int n = 0; n < Shape::kSTiles; n++) {
-                const float *s = &acc_s[0][n][2 * i];
+                const float *s = &acc_s[i / 2][n][i % 2 * 2];
                 const float x = exp2_approx(s[0] * softmax_scale_log2 - rows[i].max);
                 const float y = exp2_approx(s[1] * softmax_scale_log2 - rows[i].max);
                 rows[i].sum += x + y;
@@ -164,12 +163,12 @@ template <typename T, typename Shape> struct Step {
     }
     // acc_o += P V, for this warp's columns.
     __device__ void multiply_v(TileState<Shape> &state, const Stage<Shape> &stage) {
-        const uint32_t p_address = PSwizzle::move(shared_address(shared.sP) + PSwizzle::down(lane_idx), row0, 0);
+        const uint32_t p_address = shared_address(shared.sP) + PSwizzle::down(lane_idx);
         const uint32_t v_address = shared_address(stage.sV) + QSwizzle::down(lane_idx);
 #pragma unroll
         for (int kk = 0; kk < Shape::kBlockN / 16; kk++) {
-            uint32_t P[1][4];
-            ldmatrix(P[0], PSwizzle::move(p_address, 0, kk));
+            uint32_t P[Shape::kMTiles][4];
+            for (int m = 0; m < Shape::kMTiles; m++) ldmatrix(P[m], PSwizzle::move(p_address, 16 * m, kk));
             multiply_ab<T, kHeadDim>(state.acc_o, P, v_address, kk * 16 * QSwizzle::kRowBytes,
                                      warp_idx * Shape::kDTiles);
         }
@@ -178,17 +177,17 @@ template <typename T, typename Shape> struct Step {
 
 // The sums of all warps' keys, in the order of the warps.
 template <typename Shape> __device__ void add_sums(TileState<Shape> &state, DecodeMemory<Shape> &shared) {
-    const int warp_idx = threadIdx.x / 32 % Shape::kGroupWarps, lane_idx = threadIdx.x % 32;
+    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < Shape::kLaneRows; i++) {
         const float sum = quad_reduce(state.rows[i].sum, [](float x, float y) { return x + y; });
-        if (warp_idx < Shape::kScoreWarps && lane_idx % 4 == 0) shared.row_sum[warp_idx][row_of_lane(i)] = sum;
+        if (warp_idx < Shape::kScoreWarps && lane_idx % 4 == 0) shared.row_sum[row_of_lane(i)][warp_idx] = sum;
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < Shape::kLaneRows; i++) {
         state.rows[i].sum = 0.f;
-        for (int w = 0; w < Shape::kScoreWarps; w++) state.rows[i].sum += shared.row_sum[w][row_of_lane(i)];
+        for (int w = 0; w < Shape::kScoreWarps; w++) state.rows[i].sum += shared.row_sum[row_of_lane(i)][w];
     }
 }
 
@@ -280,11 +279,11 @@ template <typename T, typename Shape> void launch_decode(const DecodeParams &p) 
 // acc_o would not fit the registers.
 template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
     const int head_dim = p.max_head_dim();
-    const bool is_wide = int64_t(p.nheads / p.nheads_k) * p.max_seqlen_q > 16;
+    const bool is_tall = int64_t(p.nheads / p.nheads_k) * p.max_seqlen_q > 16;
     if (head_dim <= 64)
-        return is_wide ? act.template operator()<DecodeShape<64, 2>>() : act.template operator()<DecodeShape<64, 1>>();
+        return is_tall ? act.template operator()<DecodeShape<64, 2>>() : act.template operator()<DecodeShape<64, 1>>();
     if (head_dim <= 128)
-        return is_wide ? act.template operator()<DecodeShape<128, 2>>()
+        return is_tall ? act.template operator()<DecodeShape<128, 2>>()
                        : act.template operator()<DecodeShape<128, 1>>();
     return act.template operator()<DecodeShape<256, 1>>();
 }

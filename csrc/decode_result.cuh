@@ -41,27 +41,27 @@ struct RowEnd {
     }
 };
 
-// Row i, 0 or 1, of this lane in the tile.
-__device__ inline int row_of_lane(int i) { return threadIdx.x / 128 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
+// Row i of this lane in the tile, of kLaneRows. In accumulators it is [i / 2][…][i % 2 * 2 and the next].
+__device__ inline int row_of_lane(int i) { return threadIdx.x % 32 / 4 + 8 * i; }
 
-// The rows of a tile for some of the keys: the two rows of this lane, and of acc_o the columns of this warp.
+// The rows of a tile for some of the keys: those of this lane, and of acc_o the columns of this warp.
 template <typename Shape> struct TileState {
-    float acc_o[1][Shape::kDTiles][4] = {};  // one tile of 16 rows, as tiles_sm80.cuh has accumulators
-    RowState rows[2];
+    float acc_o[Shape::kMTiles][Shape::kDTiles][4] = {};  // as tiles_sm80.cuh has accumulators
+    RowState rows[Shape::kLaneRows];
 
     // act(x, col) for this lane's pairs of columns of row i.
     template <typename Act> __device__ void for_pairs(int i, Act act) {
-        const int col0 = threadIdx.x / 32 % Shape::kGroupWarps * (8 * Shape::kDTiles) + threadIdx.x % 4 * 2;
+        const int col0 = threadIdx.x / 32 * (8 * Shape::kDTiles) + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int d = 0; d < Shape::kDTiles; d++)
-            act(*reinterpret_cast<float2 *>(&acc_o[0][d][2 * i]), col0 + 8 * d);
+            act(*reinterpret_cast<float2 *>(&acc_o[i / 2][d][i % 2 * 2]), col0 + 8 * d);
     }
     // The maxima of all warps' keys are in shared memory.
-    __device__ void grow(const float (&row_max)[Shape::kScoreWarps][Shape::kBlockM]) {
+    __device__ void grow(const float (&row_max)[Shape::kBlockM][Shape::kScoreWarps]) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < Shape::kLaneRows; i++) {
             float max = rows[i].max;
-            for (int w = 0; w < Shape::kScoreWarps; w++) max = fmaxf(max, row_max[w][row_of_lane(i)]);
+            for (int w = 0; w < Shape::kScoreWarps; w++) max = fmaxf(max, row_max[row_of_lane(i)][w]);
             const float alpha = exp2_approx(rows[i].max - max);
             rows[i].max = max, rows[i].sum *= alpha;
             for_pairs(i, [&](float2 &o, int) { o = {o.x * alpha, o.y * alpha}; });
@@ -69,10 +69,11 @@ template <typename Shape> struct TileState {
     }
     __device__ void join(TileState &other) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < Shape::kLaneRows; i++) {
             const Join join(rows[i], other.rows[i]);
             for (int d = 0; d < Shape::kDTiles; d++)
-                for (int e = 2 * i; e < 2 * i + 2; e++) join.apply(acc_o[0][d][e], other.acc_o[0][d][e]);
+                for (int e = i % 2 * 2; e < i % 2 * 2 + 2; e++)
+                    join.apply(acc_o[i / 2][d][e], other.acc_o[i / 2][d][e]);
         }
     }
 };
@@ -92,7 +93,7 @@ __device__ void store_row(const DecodeParams &p, const Run<Shape> &run, const Pa
 template <typename T, typename Shape>
 __device__ void store_tile(const DecodeParams &p, const Run<Shape> &run, TileState<Shape> &state) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < Shape::kLaneRows; i++) {
         const int r = row_of_lane(i);
         if (r >= run.valid_rows()) continue;
         const PackedRow row(run, r);
@@ -115,12 +116,12 @@ __device__ void store_chunks(const DecodeParams &p, const Room &room, const Run<
                              int chunk, int num_chunks) {
     float *to = chunk_results(p, room, run) + int64_t(chunk) * room.rows * Shape::kPitch;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < Shape::kLaneRows; i++) {
         const int r = row_of_lane(i);
         if (r >= run.valid_rows()) continue;
         float *row = to + r * Shape::kPitch;
         state.for_pairs(i, [&](float2 o, int col) { *reinterpret_cast<float2 *>(row + col) = o; });
-        if (threadIdx.x / 32 % Shape::kGroupWarps == 0 && threadIdx.x % 4 == 0)
+        if (threadIdx.x / 32 == 0 && threadIdx.x % 4 == 0)
             *reinterpret_cast<float4 *>(row + Shape::kHeadDim) = {state.rows[i].max, state.rows[i].sum,
                                                                   __int_as_float(num_chunks), 0.f};
     }
@@ -144,7 +145,7 @@ __device__ bool arrive_last(const DecodeParams &p, const Room &room, const Run<S
 // way from memory at a time.
 template <typename T, typename Shape>
 __device__ void join_chunks(const DecodeParams &p, const Room &room, const Run<Shape> &run) {
-    constexpr int kVecs = Shape::kHeadDim / 4, kBatch = Shape::kGroups == 1 && Shape::kHeadDim <= 128 ? 16 : 8;
+    constexpr int kVecs = Shape::kHeadDim / 4, kBatch = Shape::kHeadDim <= 128 ? 16 : 8;
     const int chunk_stride = room.rows * Shape::kPitch, num_chunks = run.cut.num_chunks;
     const float *results = chunk_results(p, room, run);
     for (int i = threadIdx.x; i < run.valid_rows() * kVecs; i += Shape::kNumThreads) {

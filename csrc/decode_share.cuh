@@ -14,15 +14,14 @@
 
 namespace sm80 {
 
-// The tiles of a block: kBlockM packed rows, and kBlockN keys a step, 16 KB of K and as many of V. Every 16 rows have a
-// group of four warps.
-template <int kHeadDim_, int kGroups_> struct DecodeShape {
-    static constexpr int kHeadDim = kHeadDim_, kGroups = kGroups_, kBlockM = 16 * kGroups, kBlockN = 8192 / kHeadDim;
-    static constexpr int kGroupWarps = 4, kNumWarps = kGroupWarps * kGroups, kNumThreads = 32 * kNumWarps;
-    // Q Kᵀ of a group is shared out by keys, at least 16 to a warp. P V is shared out by columns.
-    static constexpr int kScoreWarps = kBlockN / 16 < kGroupWarps ? kBlockN / 16 : kGroupWarps;
-    static constexpr int kSTiles = kBlockN / kScoreWarps / 8, kDTiles = kHeadDim / kGroupWarps / 8;  // of a warp
-    static constexpr bool kKeepsQ = kGroups == 1;  // in registers. Two groups have half as many a thread
+// The tiles of a block of four warps: kBlockM packed rows, and kBlockN keys a step, 16 KB of K and as many of V.
+template <int kHeadDim_, int kMTiles_> struct DecodeShape {
+    static constexpr int kHeadDim = kHeadDim_, kMTiles = kMTiles_, kBlockM = 16 * kMTiles, kBlockN = 8192 / kHeadDim;
+    static constexpr int kNumWarps = 4, kNumThreads = 32 * kNumWarps, kLaneRows = 2 * kMTiles;
+    // Q Kᵀ is shared out by keys, at least 16 to a warp. P V is shared out by columns.
+    static constexpr int kScoreWarps = kBlockN / 16 < kNumWarps ? kBlockN / 16 : kNumWarps;
+    static constexpr int kSTiles = kBlockN / kScoreWarps / 8, kDTiles = kHeadDim / kNumWarps / 8;  // of a warp
+    static constexpr bool kKeepsQ = kMTiles == 1;  // in registers
     static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace: acc_o, row_max, row_sum, chunks
 };
 
