@@ -14,7 +14,7 @@ import torch
 
 from .. import attention_with_kvcache
 from . import decode, measure
-from .decode import DEFAULTS, DTYPES, PAGE_SIZES, Shape, shape  # noqa: F401: as options.py asks
+from .decode import DEFAULTS, DTYPES, Shape, shape  # noqa: F401: as options.py asks
 from .measure import Impl
 
 TITLE = "Appending to caches"
