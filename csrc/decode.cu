@@ -81,8 +81,8 @@ __device__ void hide_branches(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4],
 
 // Scores of keys that a row does not see become -inf. `key` is the warp's first.
 template <typename Shape>
-__device__ void hide_scores(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], const DecodeParams &p, const Run<Shape> &run,
-                            int key) {
+__device__ void hide_scores(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], const DecodeParams &p,
+                            const Run<Shape> &run, int key) {
     const int lane_idx = threadIdx.x % 32;
     const Mask mask(run.cut.seq.seqlen_q, run.cut.seq.seqlen_k, p);
 #pragma unroll
