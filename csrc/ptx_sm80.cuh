@@ -35,8 +35,8 @@ __device__ inline void cp_async_4(void *to, const void *from, bool inside) {
 }
 
 // "Parallel Synchronization and Communication Instructions: atom", with .acq_rel: adds x and returns what was there
-// before. A thread sees what was written before all additions whose sum it reads, by the threads that added, and by those
-// that met them at a barrier first.
+// before. A thread that reads a sum sees what the threads that added to it wrote before, and what was written by those
+// that met them at a barrier.
 __device__ inline int atomic_add_acq_rel(int *to, int x) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(x) : "memory");
