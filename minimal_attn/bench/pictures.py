@@ -373,7 +373,7 @@ def plot_models(file, panels, title):
     rows = math.ceil(len(panels) / columns)
     bars = max(map(len, panels.values()))
     figure = Figure(figsize=(5 * columns, rows * (0.36 * bars + 0.8) + 0.7), dpi=150, layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    axes = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
     for ax in axes[len(panels):]:
         ax.remove()
     for ax, (heading, times) in zip(axes, panels.items()):
@@ -384,7 +384,7 @@ def plot_models(file, panels, title):
         rest = ax.barh(names, [x - part for x, part in zip(ms, of_attention)], 0.7, left=of_attention,
                        edgecolor=colors, color=[(color, 0.2) for color in colors])
         ax.bar_label(rest, [f"{number(x)} ({ms[0] / x:.2f}×)" if i else number(x) for i, x in enumerate(ms)], padding=3)
-        ax.set(ylim=(len(times) - 0.5, -0.5), xlim=(0, 1.4 * max(ms)))
+        ax.set(ylim=(len(times) - 0.5, -0.5), xlim=(0, 1.5 * max(ms)))
         ax.set_title(heading, fontsize="medium")
         ax.set_axisbelow(True)
         ax.grid(axis="x", alpha=0.3)
