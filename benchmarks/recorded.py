@@ -16,6 +16,7 @@ SHAPE = "batch_size", "nheads", "seqlen_q", "head_dim"
 NAMES = {"cuda:sm90": "sm90", "cuda:sm80": "sm80", "cuda:dmma": "dmma", "cuda:simt": "simt", "torch:flash": "FA2",
          "torch:cudnn": "cuDNN", "torch:efficient": "efficient", "torch:varlen": "varlen_attn",
          "flex": "Flex"}
+PASSES = {"forward": "forward pass", "step": "training step"}  # of a whole model
 
 
 # Reading.

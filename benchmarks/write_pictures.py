@@ -23,7 +23,7 @@ from minimal_attn.bench import page, pictures  # noqa: E402
 from minimal_attn.bench.measure import Setting  # noqa: E402
 from minimal_attn.bench.options import OPS  # noqa: E402
 from minimal_attn.bench.tables import place  # noqa: E402
-from recorded import hashable  # noqa: E402
+from recorded import PASSES, hashable  # noqa: E402
 
 FOLDER = ROOT / "benchmarks/h200"
 # Each file, the JSON it shows, and the dtype if it shows only one.
@@ -41,7 +41,7 @@ FILES = {
     "training.png": ("training", None),
     "ladder.svg": ("ladder", None),
 }
-FILES |= {f"{name}.svg": (name, None) for name in ("varlen", "window", "scores", "decode")
+FILES |= {f"{name}.svg": (name, None) for name in ("varlen", "window", "scores", "decode", "models")
           if (FOLDER / f"{name}.json").exists()}
 SHAPES = {case.op: shape for op in OPS.values() for shape, case in op.CASES.items()}  # by the op of a row
 
@@ -60,6 +60,16 @@ def results_of(content, only_dtype=None):
     return results, title, meta.get("matmul_tflops", {})
 
 
+def panels_of_models(content):
+    """What plot_models() draws of a record of models.py: {title: {impl: (ms, attention_ms)}}, and the title of all."""
+    panels = {}
+    for row in content["rows"]:
+        heading = f"{PASSES[row['pass']]}, {row['seqlen']} tokens"
+        panels.setdefault(heading, {})[row["impl"]] = row["ms"], row["attention_ms"]
+    layers = content["meta"]["model"]["num_hidden_layers"]
+    return panels, f"A Llama of {layers} layers, {content['rows'][0]['dtype']}, on {content['meta']['device']}"
+
+
 def drawing(file):
     """(the digest that file should hold, a function that draws it)"""
     name, only_dtype = FILES[file.name]
@@ -70,6 +80,9 @@ def drawing(file):
     if name == "training":
         what = content["losses"], content["tokens_per_s"], train_tiny_gpt.title_of(content["meta"])
         return pictures.digest_of_losses(*what), partial(pictures.plot_losses, file, *what)
+    if name == "models":
+        what = panels_of_models(content)
+        return pictures.digest_of_models(*what), partial(pictures.plot_models, file, *what)
     results, title, ceilings = results_of(content, only_dtype)
     if file.suffix == ".html":
         what = results, title, content["meta"], ceilings

@@ -13,7 +13,7 @@ import re
 import sys
 
 import ladder_tables
-from recorded import (ROOT, SHAPE, SIZE, bullet, by_size, gpu_record, is_recorded, largest_error, mean, names,
+from recorded import (PASSES, ROOT, SHAPE, SIZE, bullet, by_size, gpu_record, is_recorded, largest_error, mean, names,
                       other_flash, paragraph, ratio, ratios, record, rounds, settings, span, speeds, table, tflops)
 
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -368,6 +368,37 @@ def backward_heads():
                   ("H", "Hk", "S"))
 
 
+def models():
+    if not is_recorded("models"):
+        return ""
+    rows_of, meta = settings("models", "pass", "seqlen"), record("models")["meta"]
+    impls = [impl for impl in ("sdpa", "minimal_attn", "activated") if all(impl in rows for rows in rows_of.values())]
+    model = meta["model"]
+    cells = [[PASSES[which], str(seqlen), *(f"{rows[impl]['ms']:.1f}" for impl in impls),
+              *(f"{ratio(rows, impl, 'sdpa'):.2f}" for impl in impls[1:]),
+              *(f"{rows[impl]['attention_ms']:.1f}" for impl in impls)] for (which, seqlen), rows in rows_of.items()]
+    faster = {which: ratios({x: rows for x, rows in rows_of.items() if x[0] == which}, "minimal_attn", "sdpa")
+              for which in PASSES}
+    kernels = {x: rows["sdpa"]["attention_ms"] / rows["minimal_attn"]["attention_ms"] for x, rows in rows_of.items()}
+    shares = {x: rows["sdpa"]["attention_ms"] / rows["sdpa"]["ms"] for x, rows in rows_of.items()}
+    return "\n".join([
+        "### A whole model\n",
+        paragraph(f"""A Llama with random weights on one {meta["device"]} in bf16: {model["num_hidden_layers"]} layers,
+            hidden size {model["hidden_size"]}, intermediate size {model["intermediate_size"]},
+            {model["num_attention_heads"]} query heads, {model["num_key_value_heads"]} key heads and head_dim
+            {model["head_dim"]}. There is one sequence, without a cache. A training step is the forward pass, the loss
+            and the backward pass, without an optimizer. `activated` is `sdpa` after `minimal_attn.activate()`. Times
+            are in milliseconds, medians of {meta["rounds"]} rounds in which the implementations take turns. The last
+            columns are the attention kernels alone, by torch's profiler (`benchmarks/models.py` says which they
+            are)."""),
+        paragraph(f"""With `minimal_attn`, the forward pass is {span(faster["forward"])} times and the training step
+            {span(faster["step"])} times as fast as with `sdpa` as it comes. Its attention kernels are {span(kernels)}
+            times as fast. Those of `sdpa` take {span(shares)} of its time."""),
+        table(["pass", "tokens", *(f"`{x}`" for x in impls), *(f"`{x}` / `sdpa`" for x in impls[1:]),
+               *(f"attention, `{x}`" for x in impls)], cells),
+        "![Milliseconds of a Llama by pass and length](../benchmarks/h200/models.svg)\n"])
+
+
 def triton():
     rows_of = by_size(settings("triton", *SIZE, dtype="bfloat16"))
     for setting, rows in settings("triton", *SIZE, dtype="float8_e4m3fn").items():
@@ -453,8 +484,8 @@ def tests():
 
 
 BLOCKS = {block.__name__: block for block in (opening, results, forward, peers, heads, ampere, fp32, varlen,
-                                              varlen_backward, window, scores, decode, backward, backward_heads, triton,
-                                              matmul, training, host, memory, build, tests)}
+                                              varlen_backward, window, scores, decode, backward, backward_heads, models,
+                                              triton, matmul, training, host, memory, build, tests)}
 BLOCKS |= ladder_tables.BLOCKS
 
 

@@ -32,9 +32,10 @@ GPU_IMPLS = {name for name, impl in attention.IMPLS.items() if "cuda" in impl.de
     "cuda:sm80", "cuda:sm90", "cuda:dmma", "flash_attn", "flash_attn_interface", "fa4"}
 CPU_IMPLS = {name for name, impl in attention.IMPLS.items() if "cpu" in impl.devices}
 OF_PACKED = {*varlen.DEFAULTS["impls"], "flex"} - {"cuda:host"}
+OF_MODELS = {"sdpa", "minimal_attn", "activated"}
 OF_SCORES = {*scores.DEFAULTS["impls"]} - {"cuda:host"}
 IN_ONE_PICTURE = (GPU_IMPLS, CPU_IMPLS, OF_PACKED, OF_SCORES, set(decode.IMPLS), set(append.IMPLS), set(mixed.IMPLS),
-                  set(matmul.IMPLS) - {"torch"}, set(BACKENDS))
+                  set(matmul.IMPLS) - {"torch"}, set(BACKENDS), OF_MODELS)
 
 
 def results_of(shapes, tflops, dtype="bfloat16", causal=False):
@@ -83,7 +84,7 @@ def test_styles_of_ours_come_first():
     is_ours = [style.is_ours for style in STYLES.values()]
     assert is_ours == sorted(is_ours, reverse=True)
     assert {name for name, style in STYLES.items() if style.is_ours} == {
-        name for name in STYLES if name.startswith(("cuda", "triton"))}
+        name for name in STYLES if name.startswith(("cuda", "triton"))} | OF_MODELS - {"sdpa"}
 
 
 # Lines and bars.
@@ -155,7 +156,7 @@ def test_panels_of_one_line_join_another_dtype():
                                                                               causal=True))] == [1, 2]
 
 
-@pytest.mark.parametrize("name", sorted(set(write_pictures.FILES) - {"training.png", "ladder.svg"}))
+@pytest.mark.parametrize("name", sorted(set(write_pictures.FILES) - {"training.png", "ladder.svg", "models.svg"}))
 def test_recorded_panels_have_several_lines(name):
     record, dtype = write_pictures.FILES[name]
     content = json.loads((write_pictures.FOLDER / f"{record}.json").read_text())
@@ -199,6 +200,28 @@ def test_plot_of_steps(monkeypatch):
         (line,) = ax.get_lines()
         assert set(line.get_xdata()) == {ceiling} and ax.get_xlim()[1] > ceiling
     assert labels(figures[0].legends[0].get_texts()) == [MATMUL.label]
+
+
+def test_plot_of_models(monkeypatch):
+    """Solid to the time of attention, then light to that of the pass; beside it the speed over the first one's."""
+    figures = []
+    monkeypatch.setattr(pictures, "save", lambda figure, *args: figures.append(figure))
+    panels = {"forward pass, 8192 tokens": {"sdpa": (20.0, 5.0), "minimal_attn": (16.0, 1.0)},
+              "forward pass, 32768 tokens": {"sdpa": (80.0, 50.0), "minimal_attn": (40.0, 10.0)},
+              "training step, 8192 tokens": {"sdpa": (60.0, 20.0), "minimal_attn": (48.0, 8.0)}}
+    pictures.plot_models("x.svg", panels, "title")
+    assert [ax.get_title() for ax in figures[0].axes] == list(panels)
+    for ax, times in zip(figures[0].axes, panels.values()):
+        attention, rest = ax.containers
+        assert [(bar.get_x(), bar.get_width()) for bar in attention] == [(0, part) for _, part in times.values()]
+        assert [bar.get_x() + bar.get_width() for bar in rest] == [ms for ms, _ in times.values()]
+        for bars, alpha in ((attention, 1), (rest, 0.2)):
+            assert [bar.get_facecolor() for bar in bars] == [to_rgba(STYLES[impl].color, alpha) for impl in times]
+        assert ax.yaxis_inverted() and ax.get_xlim()[0] == 0
+    for ax in figures[0].axes[::2]:  # the left ones name the bars of all
+        assert labels(ax.get_yticklabels()) == ["sdpa as it comes", "minimal_attn (ours)"]
+    assert [labels(ax.texts) for ax in figures[0].axes] == [["20", "16 (1.25×)"], ["80", "40 (2.00×)"],
+                                                           ["60", "48 (1.25×)"]]
 
 
 # Files.
@@ -285,6 +308,21 @@ def rows_of(op, names):
         yield case.setting, json.loads(json.dumps(case.row(name, measured)))
 
 
+MODEL = dict(num_hidden_layers=8, hidden_size=2048, intermediate_size=8192, num_attention_heads=16,
+             num_key_value_heads=4, head_dim=128)
+# ms and attention_ms of a pass over so many tokens.
+MODELS = {("forward", 8192): {"sdpa": (24.0, 6.0), "minimal_attn": (20.0, 3.0), "activated": (30.0, 5.0)},
+          ("step", 8192): {"sdpa": (80.0, 20.0), "minimal_attn": (64.0, 8.0), "activated": (100.0, 16.0)}}
+
+
+def record_of_models(impls):
+    """A record of models.py, with the rows of these implementations."""
+    rows = [{"op": "models", "impl": impl, "pass": which, "seqlen": seqlen, "dtype": "bfloat16", "ms": times[impl][0],
+             "attention_ms": times[impl][1], "max_err": 0.1} for (which, seqlen), times in MODELS.items()
+            for impl in impls]
+    return {"meta": META | {"rounds": 5, "model": MODEL}, "rows": rows}
+
+
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """A ROOT whose folder has the records of all implementations at one speed."""
@@ -309,13 +347,14 @@ def measured(tmp_path, monkeypatch):
         decoded.setdefault(setting, {})[row["impl"]] = row
     content = {"meta": META, "rows": [row for rows in decoded.values() for row in rows.values()]}
     (tmp_path / "benchmarks/h200/decode.json").write_text(json.dumps(content))
+    (tmp_path / "benchmarks/h200/models.json").write_text(json.dumps(record_of_models(OF_MODELS)))
     return results
 
 
 BLOCKS_TO_COME = ["varlen", "varlen_backward", "window", "scores", "decode"]
 
 
-@pytest.mark.parametrize("block", BLOCKS_TO_COME)
+@pytest.mark.parametrize("block", [*BLOCKS_TO_COME, "models"])
 def test_block_of_no_record_is_empty(block, tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "ROOT", tmp_path)
     assert write_tables.BLOCKS[block]() == ""
@@ -338,6 +377,38 @@ def test_blocks_of_records(measured):
     assert "0.90 for cuda (0.90 to 0.90), 0.80 for triton" in " ".join(caches.split())
     assert all(line.startswith("|") or len(line) <= 120 for block in (varlen, gradients, windows, scores, caches)
                for line in block.splitlines())
+
+
+def test_block_of_models(measured):
+    block = write_tables.BLOCKS["models"]()
+    assert "| forward pass | 8192 | 24.0 | 20.0 | 30.0 | 1.20 | 0.80 | 6.0 | 3.0 | 5.0 |\n" in block
+    assert "| training step | 8192 | 80.0 | 64.0 | 100.0 | 1.25 | 0.80 | 20.0 | 8.0 | 16.0 |\n" in block
+    said = " ".join(block.split())
+    assert "the forward pass is 1.20 to 1.20 times and the training step 1.25 to 1.25 times as fast" in said
+    assert "kernels are 2.00 to 2.50 times as fast. Those of `sdpa` take 0.25 to 0.25 of its time." in said
+    assert "medians of 5 rounds" in said and "8 layers, hidden size 2048" in said and "models.svg" in block
+    assert all(line.startswith("|") or len(line) <= 120 for line in block.splitlines())
+
+
+def test_block_of_models_without_activated(measured):
+    (recorded.ROOT / "benchmarks/h200/models.json").write_text(json.dumps(record_of_models(["sdpa", "minimal_attn"])))
+    block = write_tables.BLOCKS["models"]()
+    assert "| forward pass | 8192 | 24.0 | 20.0 | 1.20 | 6.0 | 3.0 |\n" in block
+
+
+def test_picture_of_a_record_of_models(folder, monkeypatch):
+    """It is drawn from models.json, and is stale when a time changes."""
+    monkeypatch.setattr(write_pictures, "FILES", {"models.svg": ("models", None)})
+    content = record_of_models(["sdpa", "minimal_attn"])
+    for _ in range(2):
+        (folder / "models.json").write_text(json.dumps(content))
+        assert write_pictures.main(["--check"]) == 1
+        assert write_pictures.main([]) == 0 and write_pictures.main(["--check"]) == 0
+        content["rows"][0]["attention_ms"] += 1
+    panels, title = write_pictures.panels_of_models(content)
+    assert panels == {"forward pass, 8192 tokens": {"sdpa": (24, 8), "minimal_attn": (20, 3)},
+                      "training step, 8192 tokens": {"sdpa": (80, 20), "minimal_attn": (64, 8)}}
+    assert title == "A Llama of 8 layers, bfloat16, on NVIDIA H200"
 
 
 @pytest.mark.parametrize("name, shared", [("varlen", "H 16/4, D 128"), ("window", "H 16/4, D 128"),

@@ -358,3 +358,36 @@ def plot_steps(file, panels, title):
     legend(figure)
     figure.suptitle(title)
     save(figure, file, f"data-sha256 {digest_of_steps(panels, title)}")
+
+
+def digest_of_models(panels, title):
+    """The digest that plot_models() puts into a picture of the same."""
+    return digest_of(panels, title)
+
+
+def plot_models(file, panels, title):
+    """The times of whole models, and solid the part of attention, in panels that have a scale each:
+    {title of a panel: {implementation: (ms, ms of the attention kernels)}}. The first one is what others are compared
+    with."""
+    columns = min(2, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    bars = max(map(len, panels.values()))
+    figure = Figure(figsize=(5 * columns, rows * (0.36 * bars + 0.8) + 0.7), dpi=150, layout="constrained")
+    axes = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
+    for ax in axes[len(panels):]:
+        ax.remove()
+    for ax, (heading, times) in zip(axes, panels.items()):
+        names = [STYLES[impl].label for impl in times]
+        colors = [STYLES[impl].color for impl in times]
+        ms, of_attention = zip(*times.values())
+        ax.barh(names, of_attention, 0.7, color=colors)
+        rest = ax.barh(names, [x - part for x, part in zip(ms, of_attention)], 0.7, left=of_attention,
+                       edgecolor=colors, color=[(color, 0.2) for color in colors])
+        ax.bar_label(rest, [f"{number(x)} ({ms[0] / x:.2f}×)" if i else number(x) for i, x in enumerate(ms)], padding=3)
+        ax.set(ylim=(len(times) - 0.5, -0.5), xlim=(0, 1.5 * max(ms)))
+        ax.set_title(heading, fontsize="medium")
+        ax.set_axisbelow(True)
+        ax.grid(axis="x", alpha=0.3)
+    figure.supxlabel("ms (solid: attention kernels)", fontsize="medium")
+    figure.suptitle(title)
+    save(figure, file, f"data-sha256 {digest_of_models(panels, title)}")

@@ -1,5 +1,5 @@
-"""How each implementation looks in every picture of the project, by its name in bench, benchmarks/peers.json and
-examples/train_tiny_gpt.py.
+"""How each implementation looks in every picture of the project, by its name in bench, benchmarks/peers.json,
+benchmarks/models.py and examples/train_tiny_gpt.py.
 
 The colors are those of Okabe and Ito (jfly.uni-koeln.de/color), completed by the "muted" ones of Paul Tol
 (personal.sron.nl/~pault): readers with any color vision can tell them apart. Ours have thick lines, filled markers and
@@ -40,6 +40,8 @@ STYLES = {
     "triton:attend": Style("triton without append (ours)", INDIGO, "s", True),
     "triton:apart": Style("triton in two calls (ours)", SKY, "o", True),
     "triton:dense": Style("triton and flash_attention (ours)", INDIGO, "o", True),
+    "minimal_attn": Style("minimal_attn (ours)", VERMILLION, "*", True),
+    "activated": Style("sdpa after activate() (ours)", ORANGE, "*", True),
     "torch:cudnn": Style("cuDNN (torch)", BLACK, "o"),
     "fa4": Style("FlashAttention-4", ROSE, "X"),
     "fa3": FA3,
@@ -54,6 +56,7 @@ STYLES = {
     "read": Style("plain read", GRAY, ""),  # the ceiling of caches: a line
     "cublas": Style("cuBLAS (torch)", BLACK, "s"),
     "torch": Style("torch", BLACK, "d"),
+    "sdpa": Style("sdpa as it comes", BLACK, "*"),  # of transformers
     "reference": Style("reference", GRAY, "d"),
 }
 MATMUL = Style("large matmul (torch)", DARK_GRAY, "")  # the ceiling: a dashed line

@@ -1,0 +1,244 @@
+"""Time a Llama of transformers as a whole, with its `sdpa` attention as it comes and with ours, in turns.
+
+    python benchmarks/models.py --json benchmarks/h200/models.json
+
+The weights are random, in bf16, and there is one sequence without padding and without a cache. Two passes are timed:
+
+forward: without gradients, with the logits of the last token alone, so that the head does not hide the attention.
+step: forward pass, loss of all tokens and backward pass. There is no optimizer, which is the same for all of them.
+
+Beside the time of a pass stands that of its attention kernels by torch's profiler. On a CPU the model is tiny, for the
+tests. Before anything is timed, every implementation is compared with eager attention in fp32. Read next:
+../minimal_attn/integrations/transformers.py; write_tables.py, whose block `models` shows the record.
+"""
+
+import argparse
+import copy
+import json
+import re
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
+
+from minimal_attn import _build, activated  # noqa: E402
+from minimal_attn.bench.measure import WrongResult, environment  # noqa: E402
+from minimal_attn.benchmark import benchmark_fn  # noqa: E402
+from minimal_attn.cli import guarded  # noqa: E402
+from minimal_attn.integrations.transformers import register  # noqa: E402
+from minimal_attn.validation import allowed_error  # noqa: E402
+from torch.autograd import DeviceType  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+
+
+class Impl(NamedTuple):
+    attention: str  # attn_implementation of transformers
+    context: Callable = nullcontext
+
+
+IMPLS = {"sdpa": Impl("sdpa"), "minimal_attn": Impl("minimal_attn"), "activated": Impl("sdpa", activated)}
+EAGER = Impl("eager")
+PASSES = "forward", "step"
+
+MODEL = {
+    "cuda": dict(num_hidden_layers=8, hidden_size=2048, intermediate_size=8192, num_attention_heads=16,
+                 num_key_value_heads=4, head_dim=128, vocab_size=32000),
+    "cpu": dict(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4,
+                num_key_value_heads=2, head_dim=16, vocab_size=128),
+}
+SEQLENS = {"cuda": [8192, 32768], "cpu": [64]}
+CHECKED = {"cuda": 512, "cpu": 64}  # the length at which results are compared: eager attention needs all scores at once
+PROMPT, NEW_TOKENS = 32, 8  # of the greedy generation that is compared
+REPS = 3  # timed calls of an implementation in each round
+
+# Which kernels are those of attention, by their names. Ours are in the namespaces of csrc; torch's are those of
+# FlashAttention-2 (pytorch_flash::flash_fwd_kernel), cuDNN (cudnn_generated_..._sdpa_..., cudnn::fusion::...) and
+# memory-efficient attention (fmha_cutlassF_...). A Llama has no other use for cuDNN.
+OUR_KERNELS = re.compile(r"(void )?(sm90|sm80|dmma|simt)::")
+TORCH_KERNELS = re.compile("flash|sdpa|fmha|cudnn", re.IGNORECASE)
+OPS = re.compile("aten::_?scaled_dot_product|minimal_attn::")  # on a CPU, which has no kernels to name
+
+
+def make_model(device):
+    """A Llama in bf16 with random weights. The scores of its attention have about the standard deviation 1."""
+    sizes = MODEL[device]
+    config = LlamaConfig(**sizes, initializer_range=sizes["hidden_size"]**-0.5, eos_token_id=None,
+                         max_position_embeddings=max(SEQLENS[device]))
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+
+
+def make_tokens(seqlen, device):
+    return torch.randint(MODEL[device]["vocab_size"], (1, seqlen), device=device)
+
+
+@contextmanager
+def using(model, impl):
+    """Within it, the attention of model is that of an Impl."""
+    model.set_attn_implementation(impl.attention)
+    with impl.context():
+        yield
+
+
+# Is it right?
+
+def results_of(model, impl, tokens):
+    """The logits of all tokens, and the gradient of a weight below the attention of all layers, in double precision."""
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    with using(model, impl):
+        out = model(tokens, labels=tokens, use_cache=False)
+        out.loss.backward()
+    results = out.logits.detach().double(), weight.grad.double()
+    model.zero_grad()
+    return results
+
+
+def greedy(model, impl, tokens):
+    with using(model, impl):
+        return model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW_TOKENS,
+                              do_sample=False, pad_token_id=0)
+
+
+def check(model, impls, device):
+    """{impl: {pass: the largest error of its logits or of its gradient}}, by eager attention in fp32.
+
+    Raises WrongResult by the error rule of tests/, with the error of `sdpa` as PyTorch's own, or where the tokens of
+    greedy generation in fp32 are others.
+    """
+    tokens, exact = make_tokens(CHECKED[device], device), copy.deepcopy(model).float()
+    truths = results_of(exact, EAGER, tokens)
+    bases = [x.bfloat16() for x in results_of(model, IMPLS["sdpa"], tokens)]
+    continued = greedy(exact, EAGER, tokens[:, :PROMPT])
+    errors = {}
+    for name, impl in impls.items():
+        errors[name] = {}
+        for which, result, truth, base in zip(PASSES, results_of(model, impl, tokens), truths, bases):
+            error, allowed = (result - truth).abs().max().item(), allowed_error(base, truth)
+            if not error <= allowed:  # NaN is wrong
+                what = "logits" if which == "forward" else "a gradient"
+                raise WrongResult(f"{name}: the error of {what} is {error:.2e}, allowed is {allowed:.2e}")
+            errors[name][which] = float(f"{error:.6g}")
+        if not greedy(exact, impl, tokens[:, :PROMPT]).equal(continued):
+            raise WrongResult(f"{name}: greedy generation in fp32 gives other tokens than eager attention")
+    return errors
+
+
+# How long does it take?
+
+def forward(tokens, model):
+    with torch.no_grad():
+        model(tokens, logits_to_keep=1, use_cache=False)
+
+
+def step(tokens, model):
+    model.zero_grad()
+    model(tokens, labels=tokens, use_cache=False).loss.backward()
+
+
+def attention_ms(call, device):
+    """The sum of the times of the attention kernels of one call; on a CPU, of the outermost ops of attention."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
+    with profile(activities=activities, acc_events=True) as prof:  # as there is one cycle; otherwise torch warns
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    if device == "cuda":
+        us = [event.time_range.elapsed_us() for event in prof.events()
+              if event.device_type == DeviceType.CUDA and is_attention_kernel(event.name)]
+    else:
+        us = [event.cpu_time_total for event in prof.events() if is_outermost(event)]
+    if not us:
+        raise RuntimeError("the profiler saw no attention: how are its kernels called here?")
+    return sum(us) / 1e3
+
+
+def is_attention_kernel(name):
+    return bool(OUR_KERNELS.match(name) or TORCH_KERNELS.search(name))
+
+
+def is_outermost(event):
+    """Whether it is an op of attention that no other op of attention has called."""
+    if not OPS.match(event.name):
+        return False
+    while (event := event.cpu_parent) is not None:
+        if OPS.match(event.name):
+            return False
+    return True
+
+
+def measure(model, impls, which, seqlen, rounds, device):
+    """{impl: (ms, the median over the rounds; ms of the attention kernels)} of a pass. The implementations take turns,
+    so that a change of the GPU's clock meets all of them alike."""
+    run, tokens = {"forward": forward, "step": step}[which], make_tokens(seqlen, device)
+    times, of_attention = {name: [] for name in impls}, {}
+    for name, impl in impls.items():
+        with using(model, impl):
+            run(tokens, model)  # the warm-up: builds, tunes, makes workspaces
+            of_attention[name] = attention_ms(lambda: run(tokens, model), device)
+    for _ in range(rounds):
+        for name, impl in impls.items():
+            with using(model, impl):
+                times[name].append(benchmark_fn(run, tokens, model, warmup=0, rep=REPS)[0])
+    model.zero_grad()
+    return {name: (median(times[name]), of_attention[name]) for name in impls}
+
+
+def make_rows(model, impls, seqlens, rounds, device):
+    """The rows of the JSON, printed as they are measured. max_err is of the logits, and for a step of a gradient, in
+    the check."""
+    errors, rows = check(model, impls, device), []
+    for seqlen in seqlens:
+        for which in PASSES:
+            measured = measure(model, impls, which, seqlen, rounds, device)
+            for name, (ms, of_attention) in measured.items():
+                rows.append({"op": "models", "impl": name, "pass": which, "seqlen": seqlen, "dtype": "bfloat16",
+                             "ms": float(f"{ms:.6g}"), "attention_ms": float(f"{of_attention:.6g}"),
+                             "max_err": errors[name][which]})
+                print(f"{which:7} {seqlen:6} {name:12} {ms:8.2f} ms, {of_attention:8.2f} ms of it attention, "
+                      f"{measured['sdpa'][0] / ms:.3f} times as fast as sdpa", flush=True)
+    return rows
+
+
+def count(text):
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--device", choices=MODEL, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seqlens", nargs="+", type=count, help="default: 8192 32768, on a CPU 64")
+    parser.add_argument("--rounds", type=count, default=5, help="in which the implementations take turns")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows into it")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch sees no GPU")
+    register()
+    impls = dict(IMPLS)
+    why_not = "it is for GPUs" if args.device == "cpu" else _build.why_not(on_gpu=True)
+    if why_not is not None:
+        print(f"activated is left out: {why_not}", file=sys.stderr)
+        del impls["activated"]
+    torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32 for the truth
+    model = make_model(args.device)
+    rows = make_rows(model, impls, args.seqlens or SEQLENS[args.device], args.rounds, args.device)
+    if args.json:
+        meta = environment(args.device, "python benchmarks/models.py", argv)
+        meta |= {"rounds": args.rounds, "model": MODEL[args.device]}
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        print(f"wrote {args.json}")
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("models", main))

@@ -1,0 +1,124 @@
+"""benchmarks/models.py in its tiny size: its rows, what it calls wrong, what it counts as attention; and its record."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import models  # noqa: E402
+from minimal_attn._build import source_digest  # noqa: E402
+from minimal_attn.bench.measure import WrongResult  # noqa: E402
+from minimal_attn.integrations import transformers as integration  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+
+RECORD = ROOT / "benchmarks/h200/models.json"
+COLUMNS = ["op", "impl", "pass", "seqlen", "dtype", "ms", "attention_ms", "max_err"]
+META = {"device", "driver", "torch", "triton", "cuda", "date", "source_digest", "command", "rounds", "model"}
+
+
+@pytest.fixture(autouse=True)
+def registers(monkeypatch):
+    """What is registered with transformers is so until the test is over."""
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+
+
+def check_format(text, device, impls, seqlens):
+    """The meta and the rows of a JSON of models.py."""
+    content = json.loads(text, parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
+    meta, rows = content["meta"], content["rows"]
+    assert set(content) == {"meta", "rows"} and set(meta) == META
+    assert meta["model"] == models.MODEL[device] and "python benchmarks/models.py" in meta["command"]
+    assert [(row["seqlen"], row["pass"], row["impl"]) for row in rows] == list(
+        itertools.product(seqlens, models.PASSES, impls))
+    for row in rows:
+        assert list(row) == COLUMNS and (row["op"], row["dtype"]) == ("models", "bfloat16")
+        assert row["ms"] > 0 and row["attention_ms"] > 0 and row["max_err"] > 0
+    return meta, rows
+
+
+@pytest.mark.slow
+def test_models_writes_rows(tmp_path, capsys):
+    file = tmp_path / "x.json"
+    argv = ["--device", "cpu", "--seqlens", "64", "96", "--rounds", "1", "--json", str(file)]
+    assert models.main(argv) is None
+    meta, _ = check_format(file.read_text(), "cpu", ["sdpa", "minimal_attn"], [64, 96])
+    assert meta["rounds"] == 1 and meta["source_digest"] == source_digest() and str(tmp_path) not in meta["command"]
+    said = capsys.readouterr()
+    assert said.err == "activated is left out: it is for GPUs\n"
+    assert said.out.count(" times as fast as sdpa\n") == 8 and said.out.endswith(f"wrote {file}\n")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return models.make_model("cpu")
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ("nothing", None), ("logits", "wrong: the error of logits is .*, allowed is "),
+    ("gradients", "wrong: the error of a gradient is .*, allowed is "), ("NaN", "the error of logits is nan"),
+    ("generation", "wrong: greedy generation in fp32 gives other tokens")])
+def test_models_check_refuses_wrong_results(model, wrong, message):
+    """Of an attention that is ours but for one fault."""
+    def attend(module, query, key, value, *args, **options):
+        out, _ = integration.attend(module, query, key, value, *args, **options)
+        faulty = {"logits": lambda: 1.25 * out, "NaN": lambda: out * torch.nan,
+                  "gradients": lambda: 2 * out - out.detach(),  # twice as large
+                  "generation": lambda: -out if query.shape[2] == 1 else out}
+        return faulty.get(wrong, lambda: out)(), None
+
+    transformers.AttentionMaskInterface.register("wrong", integration.make_mask)
+    transformers.AttentionInterface.register("wrong", attend)
+    impls = {"wrong": models.Impl("wrong")}
+    if message is None:
+        errors = models.check(model, impls, "cpu")
+        assert errors["wrong"].keys() == {*models.PASSES} and min(errors["wrong"].values()) > 0
+    else:
+        with pytest.raises(WrongResult, match=message):
+            models.check(model, impls, "cpu")
+
+
+@pytest.mark.parametrize("name, is_attention", [
+    ("void sm90::flash_fwd<__nv_bfloat16, sm90::Shape<128> >(sm90::Params<sm90::Shape<128> >)", True),
+    ("simt::flash_bwd_preprocess(AttnBackwardParams)", True),
+    ("void pytorch_flash::flash_bwd_dot_do_o_kernel<true>(pytorch_flash::Flash_bwd_params)", True),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_128x128x128", True),
+    ("void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16>(float*)", True),
+    ("fmha_cutlassB_bf16_aligned_64x64_k128_sm80(PyTorchMemEffAttention)", True),
+    ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNT", False),
+    ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", False),
+    ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>(sm80::Params)", False),
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::silu>(int)", False),
+    ("Memset (Device)", False)])
+def test_models_names_of_attention_kernels(name, is_attention):
+    assert models.is_attention_kernel(name) == is_attention
+
+
+def test_models_counts_an_op_of_attention_once():
+    outer, other, inner = (SimpleNamespace(name=name) for name in (
+        "aten::scaled_dot_product_attention", "aten::transpose", "aten::_scaled_dot_product_flash_attention_for_cpu"))
+    outer.cpu_parent, other.cpu_parent, inner.cpu_parent = None, outer, other
+    assert [models.is_outermost(event) for event in (outer, other, inner)] == [True, False, False]
+    inner.cpu_parent = None
+    assert models.is_outermost(inner)
+
+
+def test_models_no_attention_in_the_profile_is_an_error():
+    with pytest.raises(RuntimeError, match="saw no attention"):
+        models.attention_ms(lambda: torch.ones(2).exp(), "cpu")
+
+
+@pytest.mark.skipif(not RECORD.exists(), reason="models.json was not measured yet")
+def test_models_record():
+    _, rows = check_format(RECORD.read_text(), "cuda", list(models.IMPLS), models.SEQLENS["cuda"])
+    assert all(row["attention_ms"] < row["ms"] for row in rows)
