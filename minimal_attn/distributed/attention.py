@@ -191,14 +191,13 @@ def check_method(method, q, k, v, shards, alibi_slopes, window):
     if method == "ulysses" and not divides:
         raise ValueError(f"method='ulysses' divides the heads among the ranks: {heads_k} key/value heads are no "
                          f"multiple of {shards.size}")
-    if has_slopes and shards.size > 1 and (method == "ring" or method == "all_gather" and not is_causal):
-        raise NotImplementedError(f"method={method!r} has no alibi_slopes{' without a causal mask' * is_gather(method)}"
-                                  f": use method={'all_gather' if is_causal else 'ulysses'!r}")
+    if has_slopes and shards.size > 1 and method == "ring":
+        raise NotImplementedError("method='ring' has no alibi_slopes: use 'all_gather', or 'ulysses' without a causal "
+                                  "mask")
+    if has_slopes and shards.size > 1 and method == "all_gather" and not is_causal:
+        raise NotImplementedError("method='all_gather' has alibi_slopes under a causal mask alone: use 'ulysses', "
+                                  "which divides the heads among the ranks")
     return method
-
-
-def is_gather(method):
-    return method == "all_gather"
 
 
 def spans_nodes(group):
