@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a Gloo group, for tests of what is computed on several of them.
+"""Processes that are the ranks of a group, for tests of what is computed on several of them.
 
 A process takes seconds to import torch, so Ranks keeps a few, which call one function after the other.
 """
@@ -6,26 +6,29 @@ A process takes seconds to import torch, so Ranks keeps a few, which call one fu
 import contextlib
 import datetime
 import multiprocessing
-import sys
 import time
 import traceback
 
 import torch
 import torch.distributed as dist
 
-SIZE = 4
 SECONDS = 100  # for one call
+
+# In a rank: {size: a group of so many}, of which it may be no member, and where its tensors are.
+GROUPS, DEVICE = {}, "cpu"
 
 
 class Ranks:
-    """SIZE processes. run(function, *args) calls function(*args) in each of them."""
+    """`size` processes, on CPUs with Gloo or each on a GPU with NCCL. run(function, *args) calls function(*args) in each
+    of them."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, size, on_gpus=False):
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
-        for rank in range(SIZE):
+        for rank in range(size):
             pipe, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, f"file://{folder}/store", rank), daemon=True)
+            process = context.Process(target=serve, args=(theirs, f"file://{folder}/store", rank, size, on_gpus),
+                                      daemon=True)
             process.start()
             self.pipes.append(pipe)
             self.processes.append(process)
@@ -50,13 +53,16 @@ class Ranks:
             process.join()
 
 
-def serve(pipe, store, rank):
+def serve(pipe, store, rank, size, on_gpus):
+    global GROUPS, DEVICE
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE,
+    if on_gpus:
+        DEVICE = f"cuda:{rank}"
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if on_gpus else "gloo", init_method=store, rank=rank, world_size=size,
                             timeout=datetime.timedelta(seconds=60))
     # The last ranks, so that numbers within a group are not those of the default group.
-    groups = {size: dist.new_group(list(range(SIZE - size, SIZE))) for size in range(1, SIZE + 1)}
-    sys.modules["ranks"].GROUPS = groups
+    GROUPS = {n: dist.new_group(list(range(size - n, size))) for n in range(1, size + 1)}
     with contextlib.suppress(EOFError):
         while True:
             function, args = pipe.recv()
@@ -65,5 +71,3 @@ def serve(pipe, store, rank):
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
 
-
-GROUPS = {}  # in a rank: {size: a group of so many}
