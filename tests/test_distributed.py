@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import gc
 import itertools
+import json
 import multiprocessing
 import os
 import time
@@ -20,10 +21,12 @@ import ranks
 from cases import FP32_TOLERANCE
 from minimal_attn import FlashMHA, flash_attention
 from minimal_attn.distributed import context_parallel_attention, shard, shard_labels, shard_positions, unshard
+from minimal_attn.bench.context_parallel import judge
 from minimal_attn.distributed import attention
 from minimal_attn.distributed.layout import Shards
 from minimal_attn.reference import reference_attention
 from minimal_attn.validation import allowed_error
+from test_examples import run_by_torchrun
 from test_lengths import TOLERANCE
 
 pytestmark = pytest.mark.cpu
@@ -540,3 +543,33 @@ def test_failing_rank_ends_the_others(tmp_path, method, how):
         for process in processes:
             process.kill()
             process.join()
+
+
+# The benchmark.
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its default size there takes minutes")
+def test_benchmark_measures_every_method(tmp_path):
+    run = run_by_torchrun(2, "-m", "minimal_attn.bench.context_parallel", "--calls", "2", "--json",
+                          str(tmp_path / "rows.json"))
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "rows.json").read_text())
+    assert result["meta"]["ranks"] == 2
+    rows = {(row["impl"], row["pass"], row["nheads_k"]): row for row in result["rows"]}
+    assert len(rows) == len(result["rows"]) == len(run.stdout.splitlines())
+    for heads_k in (2, 4):
+        for what in ("forward", "forward_backward"):
+            one_gpu = rows["one_gpu", what, heads_k]["ms"]
+            for impl in ("all_gather", "plain_all_gather", "ring", "ulysses"):
+                row = rows[impl, what, heads_k]
+                assert row["seqlen_q"] == 64 and row["ms"] > 0
+                assert row["efficiency"] == pytest.approx(one_gpu / 2 / row["ms"], abs=1e-4)
+
+
+def test_benchmark_notices_a_wrong_result():
+    q, k, v = torch.randn(3, 1, 2, 64, 16, dtype=torch.bfloat16)
+    out = flash_attention(q, k, v, causal=True)
+    judge(out, (q, k, v))
+    for wrong in (out * 1.05, flash_attention(q, k, v), out.roll(1, 2), out * torch.nan):
+        with pytest.raises(ValueError, match="wrong result"):
+            judge(wrong, (q, k, v))
