@@ -19,8 +19,10 @@ GROUPS, DEVICE = {}, "cpu"
 
 
 class Ranks:
-    """`size` processes, on CPUs with Gloo or each on a GPU with NCCL. run(function, *args) calls function(*args) in each
-    of them."""
+    """`size` processes, on CPUs with Gloo, or each on a GPU with NCCL.
+
+    run(function, *args) calls function(*args) in each of them.
+    """
 
     def __init__(self, folder, size, on_gpus=False):
         context = multiprocessing.get_context("spawn")

@@ -5,6 +5,7 @@ Four processes serve all tests of this file but those in which one fails. Tests 
 
 import dataclasses
 import datetime
+import functools
 import gc
 import itertools
 import json
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor.experimental import context_parallel
+from torch.utils.checkpoint import checkpoint
 
 import ranks
 from cases import FP32_TOLERANCE
@@ -261,6 +264,18 @@ def test_shards_are_those_of_the_layout(four, layout, wanted):
     assert torch.tensor([gradient for _, gradient, _ in results]).sum(0).tolist() == [1] * 7
 
 
+def torchs_order_in_rank():
+    buffer = torch.arange(16)
+    mesh = torch.distributed.init_device_mesh("cpu", (4,))
+    with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
+        return torch.equal(buffer, shard(torch.arange(16), dim=0))
+
+
+def test_zigzag_is_the_order_of_torchs_context_parallel(four):
+    """Whose attention needs GPUs: test_distributed_gpu.py."""
+    assert all(four.run(torchs_order_in_rank))
+
+
 # Input that is refused, before anything is sent: one rank alone gets each error.
 
 def errors_in_rank():
@@ -283,7 +298,8 @@ def errors_in_rank():
         "seqlen": dict(seqlen=13), "seqlen 0": dict(seqlen=0), "seqlen type": dict(seqlen=2.0),
         "both": dict(seqlen=3, cu_seqlens=cu([0, 3], dtype=torch.int32)), "int64": dict(cu_seqlens=cu([0, 12])),
         "descending": dict(cu_seqlens=cu([0, 5, 3], dtype=torch.int32)),
-        "beyond": dict(cu_seqlens=cu([0, 13], dtype=torch.int32)), "one": dict(cu_seqlens=cu([0], dtype=torch.int32)),
+        "beyond": dict(cu_seqlens=cu([0, 13], dtype=torch.int32)),
+        "one": dict(cu_seqlens=cu([0], dtype=torch.int32)),
         "batch": dict(q=q.expand(2, -1, -1, -1), k=k.expand(2, -1, -1, -1), cu_seqlens=cu([0, 12], dtype=torch.int32)),
         "ring alibi": dict(method="ring", alibi_slopes=slopes, causal=True),
         "gather alibi": dict(method="all_gather", alibi_slopes=slopes), "sinks": dict(sinks=torch.ones(3)),
@@ -412,6 +428,8 @@ def trained_on_ranks(how):
         torch.distributed.fsdp.fully_shard(model, mesh=mesh)
     elif how == "compile":
         model = torch.compile(model, backend="aot_eager")
+    elif how == "checkpoint":
+        model.forward = functools.partial(checkpoint, model.forward, use_reentrant=False)
     loss = loss_of(model, local, labels)
     loss.backward()
     gradients = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in gradients_of(model)]
@@ -426,7 +444,7 @@ def trained_on_ranks(how):
     torch.testing.assert_close(gradients, gradients_of(one), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["plain", "ddp", "fsdp2", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["plain", "ddp", "fsdp2", "checkpoint", pytest.param("compile", marks=pytest.mark.slow)])
 def test_model_has_the_gradients_of_one_process(four, how):
     four.run(trained_on_ranks, how)
 

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import minimal_attn
 import ranks
+from minimal_attn.bench.context_parallel import torchs_context_parallel
 from minimal_attn.distributed import all_gather, shard, unshard
 from test_activate import OURS, TORCHS
 from test_distributed import FEATURES, Case, check, compare, in_one_process, of_methods, on_ranks
@@ -67,8 +68,6 @@ def test_all_gather_has_the_bits_of_one_gpu(gpus, D):
 
 def torchs_in_rank(backend):
     """torch's context_parallel on our kernels, forward and backward, beside torch's attention on one GPU."""
-    from torch.distributed.tensor.experimental import context_parallel
-
     group = torch.distributed.group.WORLD
     size = torch.distributed.get_world_size()
     case = Case("torch", S=1024 * size, H=4, Hk=4, D=64, Dv=64, causal=True, dtype=torch.bfloat16)
@@ -78,7 +77,7 @@ def torchs_in_rank(backend):
     wanted = [out.detach(), *torch.autograd.grad(out, whole, dout)]
     local = [shard(x.detach(), group, 2).requires_grad_() for x in qkv]
     with minimal_attn.activated(), sdpa_kernel(SDPBackend.__members__[backend]), torch.profiler.profile() as profile, \
-            context_parallel(torch.distributed.init_device_mesh("cuda", (size,))):
+            torchs_context_parallel(case.S, torch.device("cuda")):
         out = scaled_dot_product_attention(*local, is_causal=True)
         gradients = torch.autograd.grad(out, local, shard(dout, group, 2))
     found = [unshard(x.detach(), group, 2) for x in (out, *gradients)]

@@ -111,16 +111,18 @@ def measure(seqlen, heads_k, device, calls):
                 one_gpu = {what: timed(passes(attend, (q, k, v, dout), what), device, calls) for what in PASSES}
                 for what in PASSES:
                     add(f"{impl}_one_gpu", what, one_gpu[what])
-                stack.enter_context(torchs_context_parallel(device))
+                stack.enter_context(torchs_context_parallel(seqlen, device))
                 add_both(impl, attend, local, one_gpu)
     return rows
 
 
-def torchs_context_parallel(device):
+def torchs_context_parallel(seqlen, device):
     """torch's own, within which scaled_dot_product_attention takes shards in its order, which is the zigzag layout."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    return context_parallel(dist.init_device_mesh(device.type, (dist.get_world_size(),)))
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    # It splits buffers, of which there has to be one; what is timed is split already.
+    return context_parallel(mesh, buffers=[torch.empty(seqlen, device=device)], buffer_seq_dims=[0])
 
 
 @contextmanager

@@ -4,6 +4,7 @@ All of its input is checked before anything is sent. Then one of three methods i
 Read next: layout.py, which rank holds which rows; all_gather.py, the method within a node.
 """
 
+import functools
 import math
 import os
 
@@ -22,7 +23,7 @@ from .layout import check_seqlen, shards_of
 from .local import Attention
 from .pieces import ints
 from .ring import RingAttention
-from .ulysses import ulysses_attention
+from .ulysses import own_heads, ulysses_attention
 
 METHODS = "all_gather", "ring", "ulysses"
 MAX_GATHERED_BYTES = 8 << 30  # of the keys and values of all ranks: beyond it, "auto" takes the ring
@@ -106,24 +107,29 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
 
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     if method == "ulysses" or shards.size == 1:
-        heads = q.shape[1] // shards.size
-        own = slice(shards.rank * heads, (shards.rank + 1) * heads)
-        bounds = None if cu_seqlens is None else ints(q.device, cu_seqlens.tolist())[0]
-        used = ints(q.device, [documents[0][1]] * q.shape[0])[0] if cu_seqlens is None and seqlen is not None else None
-
-        def attend(q, k, v):
-            return flash_attention(
-                q, k, v, causal, scale, deterministic=deterministic, backend=backend, window_size=window_size,
-                cu_seqlens_q=bounds, cu_seqlens_k=bounds, seqused_q=used, seqused_k=used, softcap=softcap,
-                sinks=None if sinks is None else sinks[own],
-                alibi_slopes=None if alibi_slopes is None else alibi_slopes[..., own])
-
-        return attend(q, k, v) if shards.size == 1 else ulysses_attention(attend, q, k, v, shards)
+        heads = own_heads(q, shards)
+        attend = functools.partial(
+            flash_attention, causal=causal, sm_scale=scale, deterministic=deterministic, backend=backend,
+            window_size=window_size, softcap=softcap, sinks=None if sinks is None else sinks[heads],
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes[..., heads],
+            **lengths_of_whole(cu_seqlens, seqlen, q))
+        return ulysses_attention(attend, q, k, v, shards)
     options = Options(scale, window, sinks=sinks, deterministic=deterministic, softcap=softcap,
                       alibi_slopes=alibi_slopes)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     function = RingAttention if method == "ring" else AllGatherAttention
     return function.apply(q, k, v, sinks, Attention(shards, documents, chosen, options))
+
+
+def lengths_of_whole(cu_seqlens, seqlen, q):
+    """flash_attention's arguments for lengths, when it has the whole sequence."""
+    if cu_seqlens is not None:
+        bounds, = ints(q.device, cu_seqlens.tolist())
+        return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    if seqlen is None:
+        return {}
+    used, = ints(q.device, [seqlen] * q.shape[0])
+    return {"seqused_q": used, "seqused_k": used}
 
 
 def check_shards(q, k, shards):

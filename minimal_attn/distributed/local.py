@@ -1,8 +1,8 @@
 """Attention of the rows of this rank to the keys at hand: forward and backward, by the kernels of a backend.
 
-A part of the keys gives a part of the result, and merge makes the whole of two parts. The backward pass needs no parts:
-from the whole's out and lse, a kernel forms the same probabilities whichever keys it is given. Read next: all_gather.py,
-which calls this with all keys; ring.py, which calls it with those of one rank after the other.
+A part of the keys gives a part of the result, and merge makes the whole of two parts. In the backward pass nothing is
+merged: from out and lse of the whole, a kernel forms the same probabilities whichever keys it is given. Read next:
+all_gather.py, which calls this with all keys; ring.py, which calls it with those of one rank after the other.
 """
 
 import math
@@ -64,8 +64,10 @@ class Attention(NamedTuple):
             merge(out[:, :, call.rows], lse[:, :, call.rows], *self.run(call, q, k, v))
 
     def add_gradients(self, dout, q, k, v, out, lse, source, dq, dk, dv):
-        """Add to dq, dk and dv, in the dtype of sums, what the keys of rank `source`, or all if it is None, give. out and
-        lse are those of all keys."""
+        """Add to dq, dk and dv, in the dtype of sums, what the keys of rank `source`, or all if it is None, give.
+
+        out and lse are those of all keys.
+        """
         options = self.options._replace(sinks=None)  # lse has them
         for call in self.calls(q, k, source, share_keys=False):
             rows, keys = call.rows, call.keys

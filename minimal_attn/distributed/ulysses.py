@@ -1,13 +1,19 @@
 """Context parallelism by heads: every rank gets all rows of some heads, attends, and gives the results back.
 
 Jacobs et al., DeepSpeed Ulysses, 2023. An all-to-all before the call turns a share of the sequence into a share of the
-heads, and one after it does the reverse. What is in between is flash_attention of whole sequences. Read next: layout.py,
-how a sequence is split.
+heads, and one after it does the reverse. What is in between is flash_attention of the whole sequence. Read next:
+../mha.py, which uses all this.
 """
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+
+
+def own_heads(q, shards):
+    """The query heads that this rank computes, a slice."""
+    each = q.shape[1] // shards.size
+    return slice(shards.rank * each, (shards.rank + 1) * each)
 
 
 def rows_to_heads(x, shards):
@@ -57,6 +63,8 @@ class HeadsToRows(torch.autograd.Function):
 
 
 def ulysses_attention(attend, q, k, v, shards):
-    """attend(q, k, v) -> out, of this rank's heads, as out of this rank's rows."""
+    """out of this rank's rows, by attend(q, k, v) -> out of the whole sequence and this rank's heads."""
+    if shards.size == 1:
+        return attend(q, k, v)
     out = attend(*(RowsToHeads.apply(x, shards) for x in (q, k, v)))
     return HeadsToRows.apply(out, shards)
