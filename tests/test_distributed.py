@@ -11,6 +11,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,14 @@ from torch.utils.checkpoint import checkpoint
 import ranks
 from cases import FP32_TOLERANCE
 from minimal_attn import FlashMHA, flash_attention
+from minimal_attn.backends import Lengths
 from minimal_attn.distributed import context_parallel_attention, shard, shard_labels, shard_positions, unshard
 from minimal_attn.bench.context_parallel import judge
-from minimal_attn.distributed import attention
-from minimal_attn.distributed.layout import Shards
+from minimal_attn.distributed import all_gather, attention
+from minimal_attn.distributed.layout import Chunk, Shards
+from minimal_attn.distributed.pieces import calls_of, pieces_of
 from minimal_attn.reference import reference_attention
+from minimal_attn.scores import visible_keys
 from minimal_attn.validation import allowed_error
 from test_examples import run_by_torchrun
 from test_lengths import TOLERANCE
@@ -191,6 +195,28 @@ def test_results_on_three_and_four_ranks(four):
     ])
 
 
+def compare_in_groups(cases):
+    """compare, with heads that are gathered in up to four parts, as large ones are."""
+    all_gather.MIN_BYTES, before = 1, all_gather.MIN_BYTES
+    try:
+        return compare(cases)
+    finally:
+        all_gather.MIN_BYTES = before
+
+
+def test_results_of_heads_in_groups(four):
+    cases = [Case("groups", H=2 * heads, Hk=heads, causal=True, S=47, B=2, sinks=True, alibi=True) for heads in (4, 6)]
+    results = four.run(compare_in_groups, cases)
+    assert results == [{}] * len(results)
+
+
+@pytest.mark.parametrize("heads_k, mib, groups", [(8, 15, 1), (8, 32, 2), (8, 1000, 4), (6, 1000, 3), (5, 1000, 1)])
+def test_heads_are_gathered_in_groups_by_size(heads_k, mib, groups):
+    k = torch.empty(1, heads_k, mib * 2**20 // 2 // heads_k, device="meta", dtype=torch.uint8)
+    slices = all_gather.head_groups(k, k)
+    assert len(slices) == groups and [i for heads in slices for i in range(heads_k)[heads]] == list(range(heads_k))
+
+
 def test_results_with_alibi(four):
     check(four, [*of_methods(Case("causal", alibi=True, causal=True, S=47), ["all_gather", "ulysses", "auto"]),
                  *of_methods(Case("window", alibi=True, window=(9, 0), bounds=(0, 30, 48)), ["all_gather", "auto"]),
@@ -274,6 +300,73 @@ def torchs_order_in_rank():
 def test_zigzag_is_the_order_of_torchs_context_parallel(four):
     """Whose attention needs GPUs: test_distributed_gpu.py."""
     assert all(four.run(torchs_order_in_rank))
+
+
+# Which rows see which keys.
+
+def drawn_sequence(draw):
+    """Shards of a drawn size, how many rows a rank has, documents and a window."""
+    size, layout = draw.choice([1, 2, 3, 4]), draw.choice(["zigzag", "contiguous"])
+    rows = draw.randint(1, 6) * 2
+    bounds = sorted(draw.sample(range(1, size * rows), k=min(draw.randint(0, 5), size * rows - 1)))
+    bounds = [0, *bounds] if bounds else [0, size * rows]
+    window = draw.choice([(-1, -1), (-1, 0), (draw.randint(0, 9), draw.choice([-1, 0, draw.randint(0, 9)])),
+                          (-1, draw.randint(0, 9))])
+    return Shards(None, draw.randrange(size), size, layout), rows, list(zip(bounds, bounds[1:])), window
+
+
+def seen_in(call, num_rows, num_keys):
+    """Which keys (num_keys) the rows (num_rows) of a Call see, as flash_attention describes its arguments."""
+    seen = torch.zeros(num_rows, num_keys, dtype=torch.int)
+    cu_seqlens_q, cu_seqlens_k, _, seqused_k = (x if x is None else x.tolist() for x in call.lengths)
+    if cu_seqlens_q is None:
+        samples = [(call.rows.start, call.rows.stop, call.keys.start, call.keys.stop)]
+    else:
+        assert cu_seqlens_q[0] == cu_seqlens_k[0] == 0 and len(cu_seqlens_q) == len(cu_seqlens_k)
+        ends = cu_seqlens_k[1:] if seqused_k is None else [a + n for a, n in zip(cu_seqlens_k, seqused_k)]
+        samples = zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, ends)
+    for begin_q, end_q, begin_k, end_k in samples:
+        assert begin_q <= end_q <= num_rows and begin_k <= end_k <= num_keys
+        mask = visible_keys(end_q - begin_q, end_k - begin_k, call.window, Lengths(), "cpu")
+        seen[begin_q:end_q, begin_k:end_k] += 1 if mask is None else mask.int()
+    return seen
+
+
+@pytest.mark.parametrize("share_keys", [True, False])
+def test_calls_see_every_key_once(share_keys):
+    """Of all ranks in turn, as in a ring, and of the whole sequence."""
+    draw = random.Random(0)
+    for _ in range(300):
+        shards, rows, documents, window = drawn_sequence(draw)
+        total, places = shards.size * rows, torch.arange(shards.size * rows)
+        document = sum((places >= end).int() for _, end in documents)
+        wanted = (document[:, None] == document) & (places < documents[-1][1])
+        left, right = window
+        wanted &= (places[:, None] - places <= left) | torch.tensor(left < 0)
+        wanted &= (places - places[:, None] <= right) | torch.tensor(right < 0)
+        held = [torch.cat([places[chunk.begin:chunk.end] for chunk in shards.chunks(rank, rows)])
+                for rank in range(shards.size)]
+        wanted = wanted[held[shards.rank]].int()
+        seen = torch.zeros_like(wanted)
+        for source in range(shards.size):
+            pieces = pieces_of(shards.chunks(shards.rank, rows), shards.chunks(source, rows), documents, window)
+            for call in calls_of(pieces, 1, rows, rows, places.device, share_keys):
+                seen[:, held[source]] += seen_in(call, rows, rows)
+        assert torch.equal(seen, wanted)
+        pieces = pieces_of(shards.chunks(shards.rank, rows), [Chunk(0, total, 0)], documents, window)
+        calls = calls_of(pieces, 1, rows, total, places.device, share_keys)
+        assert torch.equal(sum((seen_in(call, rows, total) for call in calls), torch.zeros_like(wanted)), wanted)
+        if share_keys and window in ((-1, -1), (-1, 0)):
+            assert len(calls) <= 1
+
+
+def test_ring_makes_few_calls():
+    """Zigzag and causal, without documents: one kernel in a step, two for the gradients where rows share keys."""
+    shards = Shards(None, 1, 4, "zigzag")
+    for source in range(4):
+        pieces = pieces_of(shards.chunks(1, 8), shards.chunks(source, 8), [(0, 32)], (-1, 0))
+        counts = [len(calls_of(pieces, 1, 8, 8, torch.device("cpu"), share_keys)) for share_keys in (True, False)]
+        assert counts == ([1, 2] if source <= 1 else [1, 1])
 
 
 # Input that is refused, before anything is sent: one rank alone gets each error.

@@ -10,9 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import minimal_attn
 import ranks
 from minimal_attn.bench.context_parallel import torchs_context_parallel
-from minimal_attn.distributed import all_gather, shard, unshard
+from minimal_attn.distributed import shard, unshard
 from test_activate import OURS, TORCHS
-from test_distributed import FEATURES, Case, check, compare, in_one_process, of_methods, on_ranks
+from test_distributed import FEATURES, Case, check, compare_in_groups, in_one_process, of_methods, on_ranks
 
 NUM_GPUS = torch.cuda.device_count()
 
@@ -33,20 +33,11 @@ def test_results_are_those_of_one_gpu(gpus, backend, dtype):
     check(gpus, [one for case in cases for one in of_methods(case, layouts=["zigzag"])])
 
 
-def check_in_groups(cases):
-    """compare, with heads that are gathered in four parts, while the kernel computes."""
-    all_gather.MIN_BYTES = 1
-    try:
-        return compare(cases)
-    finally:
-        all_gather.MIN_BYTES = 16 << 20
-
-
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.skipif(NUM_GPUS < 4, reason="needs 4 GPUs"))])
 def test_results_at_length(gpus, size):
     cases = of_methods(Case("long", size=size, S=4096, H=8, Hk=4, D=128, Dv=128, causal=True, dtype=torch.bfloat16,
                             backend="cuda"), layouts=["zigzag"])
-    results = gpus.run(check_in_groups, cases)
+    results = gpus.run(compare_in_groups, cases)
     assert results == [{}] * len(results)
 
 
