@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._build import not_compiled
 from ..backends import Lengths, Options
 from ..checks import (FP8_DTYPES, autocast, check_dropout_p, check_no_derivative, check_options, check_qkv, check_sinks,
                       check_sizes, check_tensor, is_transformed, shown)
@@ -29,7 +30,7 @@ METHODS = "all_gather", "ring", "ulysses"
 MAX_GATHERED_BYTES = 8 << 30  # of the keys and values of all ranks: beyond it, "auto" takes the ring
 
 
-@torch.compiler.disable  # a graph break: what is sent, and to whom, is decided in Python
+@not_compiled  # what is sent, and to whom, is decided in Python
 def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.ProcessGroup | None" = None, *,
                                causal: bool = False, sm_scale: float | None = None,
                                window_size: tuple[int, int] = NO_WINDOW, cu_seqlens: Tensor | None = None,

@@ -24,6 +24,10 @@ class Chunk(NamedTuple):
     end: int
     local: int
 
+    def local_slice(self, begin, end):
+        """Where the rows from begin to end of the sequence, which are in this chunk, lie in the tensor."""
+        return slice(begin - self.begin + self.local, end - self.begin + self.local)
+
 
 class Shards(NamedTuple):
     """How a sequence lies on the ranks of a process group."""

@@ -42,18 +42,17 @@ def pieces_of(row_chunks, key_chunks, documents, window):
                 key_begin, key_end = max(keys.begin, document[0]), min(keys.end, document[1])
                 seen = visible_part(row_begin, row_end, key_begin, key_end, window)
                 if seen is not None:
-                    row_end_seen, key_end_seen, window_seen = seen
-                    of_rows.append(Piece(slice(row_begin - rows.begin + rows.local, row_end_seen - rows.begin
-                                               + rows.local),
-                                         slice(key_begin - keys.begin + keys.local, key_end_seen - keys.begin
-                                               + keys.local), window_seen))
+                    last_row, last_key, shifted = seen
+                    of_rows.append(Piece(rows.local_slice(row_begin, last_row), keys.local_slice(key_begin, last_key),
+                                         shifted))
             pieces += joined(of_rows)
     return pieces
 
 
 def visible_part(row_begin, row_end, key_begin, key_end, window):
-    """(row_end, key_end, window): the rows that may see one of these keys, the keys that one of these rows may see, and
-    the window when their ends are aligned; None if no row sees a key. Rows and keys are numbered in the sequence."""
+    """(row_end, key_end, window), or None if no row sees a key: the ends of the rows that may see one of these keys, and
+    of the keys that one of these rows may see, and the window with these ends aligned. All are places in the sequence.
+    """
     left, right = window
     if key_begin >= key_end:
         return None
@@ -72,12 +71,15 @@ def visible_part(row_begin, row_end, key_begin, key_end, window):
 
 
 def joined(pieces):
-    """Pieces of the same rows, with those put together whose keys follow one another and form one band."""
+    """Pieces of the same rows, with two put together where all rows see all keys of the first, and the keys of the second
+    follow in the tensor. In the sequence there may be others between them."""
     result = []
     for piece in pieces:
-        before = result[-1] if result else None
-        if (before and before.window == (-1, -1) and piece.window[0] == -1 and before.rows == piece.rows
-                and before.keys.stop == piece.keys.start and length(piece.rows) <= length(piece.keys) + 1):
+        before, (left, right) = result[-1] if result else None, piece.window
+        # The window of the second is that of both, if not even the first row ends before the keys of the second.
+        reaches = right < 0 or length(piece.keys) - length(piece.rows) + right >= -1
+        if (before and before.window == (-1, -1) and left < 0 and reaches and before.rows == piece.rows
+                and before.keys.stop == piece.keys.start):
             piece = piece._replace(keys=slice(before.keys.start, piece.keys.stop))
             result.pop()
         result.append(piece)
