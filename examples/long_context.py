@@ -133,6 +133,7 @@ def main(argv=None):
         memory = "" if is_cpu else f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB on this GPU"
         print(f"{args.seqlen} tokens on {dist.get_world_size()} ranks: loss {losses[0]:.4f} → {losses[-1]:.4f}, "
               f"{tokens_per_s:,.0f} tokens/s{memory}")
+    dist.barrier()  # nobody ends while another one still waits for it
     dist.destroy_process_group()
 
 

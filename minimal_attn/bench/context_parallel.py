@@ -63,6 +63,7 @@ def main(argv=None):
                  "dtype": "bfloat16"}
         if args.json:
             args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    dist.barrier()
     dist.destroy_process_group()
 
 
