@@ -7,6 +7,7 @@ setup.py and tools/build_wheel.py take sources and flags from here. Read next: s
 ops.py, the derivative of the ops that csrc defines; ../csrc/main.cpp.
 """
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -52,6 +53,20 @@ def assume_constant_result(function):
     name, which imports torch._dynamo to set one attribute and so makes `import minimal_attn` take a second longer."""
     function._dynamo_marked_constant = True
     return function
+
+
+def not_compiled(function):
+    """A graph break of torch.compile. As torch.compiler.disable, whose import of torch._dynamo waits for a call here."""
+    disabled = None
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        nonlocal disabled
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return wrapped
 
 
 def load(verbose: bool = False) -> ModuleType:

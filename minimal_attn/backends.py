@@ -140,6 +140,9 @@ class Backend:
     # seqused_k plus the new rows, but not beyond the capacity. The first is empty where nothing is rotated or q is
     # None, and lengths is empty with slot_mapping.
     append: Callable[[Tensor, Tensor, Tensor, Tensor, Append], tuple[Tensor, Tensor]]
+    # (dout, q, k, v, out, lse, options) -> (dq, dk, dv), where k and v may be a part of the keys, and out and lse those
+    # of all, with sinks that options then lacks. No two samples share keys. There is no dropout and no bias.
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor, Tensor]]
 
 
 def warn(text: str) -> None:

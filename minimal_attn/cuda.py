@@ -118,7 +118,14 @@ def _why_not(device=None):
     return RuntimeError(reason) if reason else None
 
 
-BACKEND = Backend(_forward, DTYPES, False, _why_not, _forward_cached, _append)
+def _backward(dout, q, k, v, out, lse, options):
+    _load_ops()
+    is_deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
+    return torch.ops.minimal_attn.flash_backward(dout, None, q, k, v, out, lse, *options.of_op(), is_deterministic,
+                                                 True, True, False, False)[:3]
+
+
+BACKEND = Backend(_forward, DTYPES, False, _why_not, _forward_cached, _append, _backward)
 
 
 def kernel_of(q, k, v, has_dropout, has_sinks, has_scores, attn_bias, is_packed):

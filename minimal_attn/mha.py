@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from .backends import Lengths
 from .checks import MAX_HEAD_DIM, check_dropout_p, check_options, check_tensor, shown
+from .distributed.attention import context_parallel_attention
+from .distributed.layout import shards_of
 from .interface import BACKENDS, flash_attention
 from .lengths import NO_WINDOW, check_window_size, of_self_attention
 from .packed import check_mask, pad_input, unpad_input
@@ -39,14 +41,18 @@ class FlashMHA(nn.Module):
         device, dtype: of the parameters. The backend decides which dtypes it takes (flash_attention); all take float32.
         backend: of flash_attention.
         window_size: of flash_attention: how many positions before and after its own a position sees; -1 is no bound.
+        context_parallel_group: a torch.distributed.ProcessGroup over which sequences are split, in the zigzag layout of
+            distributed.shard; None: they are not.
 
     Raises:
-        ValueError: sizes, dropout, window_size or backend; TypeError: causal, dropout or window_size.
+        ValueError: sizes, dropout, window_size or backend; TypeError: causal, dropout, window_size or
+        context_parallel_group. NotImplementedError: dropout with context_parallel_group.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, num_heads_k: int | None = None, bias: bool = True,
                  dropout: float = 0.0, causal: bool = False, device: torch.device | str | None = None,
-                 dtype: torch.dtype | None = None, backend: str = "auto", window_size: tuple[int, int] = NO_WINDOW):
+                 dtype: torch.dtype | None = None, backend: str = "auto", window_size: tuple[int, int] = NO_WINDOW,
+                 context_parallel_group: "torch.distributed.ProcessGroup | None" = None):
         super().__init__()
         num_heads_k = num_heads if num_heads_k is None else num_heads_k
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_heads_k", num_heads_k)):
@@ -65,6 +71,11 @@ class FlashMHA(nn.Module):
         check_window_size(window_size)
         if backend not in ("auto", *BACKENDS):
             raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+        if context_parallel_group is not None:
+            shards_of(context_parallel_group, "zigzag")
+            if dropout:
+                raise NotImplementedError("dropout is not supported with context_parallel_group")
+        self.context_parallel_group = context_parallel_group
         self.embed_dim, self.num_heads, self.num_heads_k, self.head_dim = embed_dim, num_heads, num_heads_k, head_dim
         self.dropout, self.causal, self.window_size, self.backend = dropout, causal, window_size, backend
         self.Wqkv = nn.Linear(embed_dim, (num_heads + 2 * num_heads_k) * head_dim, bias, device, dtype)
@@ -122,6 +133,9 @@ class FlashMHA(nn.Module):
                 attn_mask: Tensor | None = None) -> Tensor:
         """Self-attention of x. At most one of seq_lens, cu_seqlens and key_padding_mask is given.
 
+        With a context_parallel_group, x is this rank's rows, and S or T their number. cu_seqlens is then that of the
+        whole sequence, on the CPU or on x's device; the other lengths and masks are not supported.
+
         Args:
             x: (B, S, E), or packed (T, E) with cu_seqlens, on the device and of the dtype of the parameters;
                 torch.autocast casts it.
@@ -145,11 +159,16 @@ class FlashMHA(nn.Module):
         Raises:
             TypeError, ValueError: x is not a dense tensor, or of another shape; a mask that does not fit it, or more
                 than one of the three, or attn_mask with what it does not go with. RuntimeError: a key_padding_mask that
-                packs under CUDA graph capture. Otherwise as flash_attention.
+                packs under CUDA graph capture. NotImplementedError: seq_lens, key_padding_mask or attn_mask with a
+                context_parallel_group. Otherwise as flash_attention or distributed.context_parallel_attention.
         """
         check_tensor("x", x)
         if sum(given is not None for given in (seq_lens, cu_seqlens, key_padding_mask)) > 1:
             raise ValueError("at most one of seq_lens, cu_seqlens and key_padding_mask can be given")
+        for name, given in (("seq_lens", seq_lens), ("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if given is not None and self.context_parallel_group is not None:
+                raise NotImplementedError(f"{name} is not supported with context_parallel_group: pack the batch, and "
+                                          "give cu_seqlens")
         if max_seqlen is not None and cu_seqlens is None:
             raise ValueError("max_seqlen is of a packed batch: give cu_seqlens with it")
         if attn_mask is not None and cu_seqlens is not None:
@@ -178,6 +197,11 @@ class FlashMHA(nn.Module):
         options = {"window_size": self.window_size, "backend": self.backend}
         if self.training and self.dropout > 0:
             options["dropout_p"] = self.dropout
+        if self.context_parallel_group is not None:
+            q, k, v = (qkv if cu_seqlens is None else qkv.unsqueeze(0)).split(sizes, dim=1)
+            out = context_parallel_attention(q, k, v, self.context_parallel_group, causal=self.causal,
+                                             cu_seqlens=cu_seqlens, **options)
+            return self._projected(out, x)
         if cu_seqlens is None:
             options["seq_lens"] = seq_lens
         else:
@@ -192,8 +216,11 @@ class FlashMHA(nn.Module):
             out = flash_attention(q, k, v, self.causal, **options)
         except (TypeError, ValueError) as error:
             raise of_self_attention(error) from None
-        out = self.out_proj(out.transpose(1, 2).flatten(2).view(x.shape))
+        out = self._projected(out, x)
         return out if key_padding_mask is None else out.masked_fill(~key_padding_mask[..., None], 0)
+
+    def _projected(self, out, x):
+        return self.out_proj(out.transpose(1, 2).flatten(2).view(x.shape))
 
     def extra_repr(self) -> str:
         names = "embed_dim", "num_heads", "num_heads_k", "dropout", "causal", "window_size", "backend"

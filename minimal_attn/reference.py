@@ -155,7 +155,27 @@ def always(device=None):
     return None
 
 
-BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, always, over_gathered(_forward), append_in_torch)
+def by_autograd(forward):
+    """A Backend's backward by its forward, which is computed again.
+
+    With w = exp(lse of these keys - lse of all), their share of the result is w · out of these keys, and the gradients
+    of the two factors follow.
+    """
+
+    def backward(dout, q, k, v, out, lse, options):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            part, part_lse = forward(*inputs, options._replace(return_lse=True))
+        share = (part_lse.detach() - lse.masked_fill(lse == -math.inf, 0)).exp()
+        dout = dout.to(lse.dtype)
+        dlse = share * (dout * (part.detach().to(lse.dtype) - out.to(lse.dtype))).sum(-1)
+        return torch.autograd.grad((part, part_lse), inputs, ((share[..., None] * dout).to(part.dtype), dlse))
+
+    return backward
+
+
+BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, always, over_gathered(_forward), append_in_torch,
+                  by_autograd(_forward))
 
 
 @without_autocast

@@ -13,7 +13,7 @@ from .backends import Backend
 from .checks import sum_dtype
 from .packed import as_padded
 from .pages import over_gathered
-from .reference import DTYPES, always, reference_forward, without_autocast, without_padding
+from .reference import DTYPES, always, by_autograd, reference_forward, without_autocast, without_padding
 from .scores import as_attn_mask, visible_keys
 
 
@@ -96,4 +96,4 @@ def _lse(q, k, softmax_scale, mask):
     return torch.cat(parts, -1)
 
 
-BACKEND = Backend(_forward, DTYPES, True, always, over_gathered(_forward), append_in_torch)
+BACKEND = Backend(_forward, DTYPES, True, always, over_gathered(_forward), append_in_torch, by_autograd(_forward))

@@ -69,6 +69,12 @@ def _forward_cached(q, k, v, options, cache):
     return _twin.forward_cached(q, k, v, options, cache)
 
 
+def _backward(dout, q, k, v, out, lse, options):
+    is_fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()  # as in triton_ref/ops.py
+    return torch.ops.minimal_attn.triton_backward(dout, None, q, k, v, out, lse, *options.of_op(),
+                                                  options.autotune and not is_fixed)[:3]
+
+
 def _append(k, v, k_cache, v_cache, append):
     return torch.ops.minimal_attn.triton_append(k, v, k_cache, v_cache, *append)
 
@@ -83,4 +89,4 @@ def _why_not(device=None):
     return None
 
 
-BACKEND = Backend(_forward, TWIN_DTYPES, False, _why_not, _forward_cached, _append)
+BACKEND = Backend(_forward, TWIN_DTYPES, False, _why_not, _forward_cached, _append, _backward)

@@ -228,6 +228,11 @@ def parse_python(words, monkeypatch):
         assert importlib.util.find_spec(f"{words[1]}.__main__")
 
 
+def parse_torchrun(words, monkeypatch):
+    assert words[:3] == ["--nproc-per-node", "2", "-m"]
+    run_main(importlib.import_module(words[3]), words[4:], monkeypatch)
+
+
 @functools.cache
 def pip_help(command):
     return subprocess.run([sys.executable, "-m", "pip", command, "--help"], capture_output=True, text=True).stdout
@@ -250,7 +255,7 @@ def parse_gxx(words, monkeypatch):
 
 
 PROGRAMS = {"make": parse_make, "minimal-attn": parse_minimal_attn, "python": parse_python, "pip": parse_pip,
-            "g++": parse_gxx, "gdb": lambda words, monkeypatch: None}
+            "torchrun": parse_torchrun, "g++": parse_gxx, "gdb": lambda words, monkeypatch: None}
 
 
 def commands():

@@ -1,9 +1,11 @@
-"""The examples: they run, train alike with every backend, and generate the same tokens with and without a cache."""
+"""The examples: they run, train alike with every backend, also a split sequence, and generate the same tokens with and
+without a cache."""
 
 import dataclasses
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -12,7 +14,7 @@ import torch
 from rich.console import Console
 
 from conftest import HAS_GPU, IMPLEMENTATIONS
-from examples import generate, train_tiny_gpt
+from examples import generate, long_context, train_tiny_gpt
 from examples.generate import PAGE_SIZE, Request
 from examples.tiny_lm import TinyLM
 from minimal_attn._build import source_digest
@@ -297,3 +299,38 @@ def test_generate_bad_options():
                     ["--backend", "cudnn"], ["--seed", "x"]):
         with pytest.raises(SystemExit, match="2"):
             generate.main(options)
+
+
+# long_context.py
+
+def run_by_torchrun(num_processes, *words):
+    """The process torchrun words, at its end, with one thread a process, and as if this package were installed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    return subprocess.run([*command, *words], cwd=train_tiny_gpt.ROOT, capture_output=True, text=True, timeout=120,
+                          env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(train_tiny_gpt.ROOT)})
+
+
+@pytest.mark.slow
+@pytest.mark.cpu
+@pytest.mark.skipif(HAS_GPU, reason="its default size there takes minutes")
+def test_long_context_same_losses_on_two_ranks():
+    """As in one process, which has none of what is sent; it also runs as a file."""
+    printed = []
+    for num_processes, how in ((1, ["examples/long_context.py"]), (2, ["-m", "examples.long_context"])):
+        run = run_by_torchrun(num_processes, *how)
+        assert run.returncode == 0, run.stderr
+        tokens, num_ranks, first, last = re.match(
+            r"(\d+) tokens on (\d) ranks: loss ([\d.]+) → ([\d.]+), [\d,]+ tokens/s\n$", run.stdout).groups()
+        assert (tokens, num_ranks) == ("509", str(num_processes))
+        printed.append(torch.tensor([float(first), float(last)]))
+    torch.testing.assert_close(*printed, rtol=0, atol=2e-4)
+    assert printed[0][1] < printed[0][0] - 1
+
+
+def test_long_context_bad_options(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    for options, said in ((["--steps", "1"], "at least 2"), (["--seqlen", "1"], "at least 2"),
+                          (["--heads", "x"], "'x'"), (["--layers", "0"], "'0' is not a positive integer"), ([], "start it by torchrun")):
+        with pytest.raises(SystemExit, match="2"):
+            long_context.main(options)
+        assert said in capsys.readouterr().err

@@ -338,7 +338,7 @@ SIGNATURES = {
                                 max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, seqused_k=None, sinks=None,
                                 softcap=0.0, alibi_slopes=None, attn_bias=None),
     "FlashMHA": dict(num_heads_k=None, bias=True, dropout=0.0, causal=False, device=None, dtype=None, backend="auto",
-                     window_size=(-1, -1)),
+                     window_size=(-1, -1), context_parallel_group=None),
 }
 
 

@@ -1,0 +1,195 @@
+"""Context parallelism beside torch's, and beside one GPU, in one run on several GPUs.
+
+    torchrun --nproc-per-node 2 -m minimal_attn.bench.context_parallel --json context_parallel.json
+
+Each of ours is first compared with one GPU, then timed: the slowest rank of each call counts, and the median of calls.
+Efficiency is the time on one GPU of the whole, by the same kernels, over P times the time on P. Without GPUs it runs in
+a tiny size on CPUs with Gloo, to be tested; torch's context_parallel has no CPU kernels. Read next:
+../distributed/attention.py.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from .. import activated, flash_attention
+from ..distributed import all_gather as by_all_gather
+from ..distributed import context_parallel_attention, shard, unshard
+from ..distributed.attention import METHODS
+from ..distributed.layout import all_gather
+from ..validation import allowed_error
+from .measure import environment
+
+# (on GPUs, on a CPU)
+SEQLENS = {True: [16384, 65536, 131072], False: [64]}
+HEADS_K = {True: [8, 32], False: [2, 4]}
+HEADS, HEAD_DIM = {True: 32, False: 4}, {True: 128, False: 16}
+PASSES = "forward", "forward_backward"
+PEERS = {"torch_cudnn": nullcontext, "torch_ours": activated}  # torch's context_parallel, by which kernels
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--seqlens", type=int, nargs="+", metavar="S", help="of the whole sequence")
+    parser.add_argument("--calls", type=int, default=20, help="timed calls of each (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows")
+    args = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        parser.error("start it by torchrun: torchrun --nproc-per-node 2 -m minimal_attn.bench.context_parallel")
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", **{"device_id": device} if on_gpu else {})
+    rows = []
+    for seqlen in args.seqlens or SEQLENS[on_gpu]:
+        for heads_k in HEADS_K[on_gpu]:
+            rows += measure(seqlen, heads_k, device, args.calls)
+    if dist.get_rank() == 0:
+        meta = environment(device.type, "torchrun -m minimal_attn.bench.context_parallel", argv)
+        meta |= {"ranks": dist.get_world_size(), "nheads": HEADS[on_gpu], "head_dim": HEAD_DIM[on_gpu], "causal": True,
+                 "dtype": "bfloat16"}
+        if args.json:
+            args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(seqlen, heads_k, device, calls):
+    """The rows of one size: of the communication alone, ours by each method, and torch's where it serves."""
+    on_gpu, heads = device.type == "cuda", HEADS[device.type == "cuda"]
+    g = torch.Generator().manual_seed(0)
+    shapes = [(1, h, seqlen, HEAD_DIM[on_gpu]) for h in (heads, heads_k, heads_k, heads)]
+    q, k, v, dout = (torch.randn(shape, generator=g).to(device, torch.bfloat16) for shape in shapes)
+    local = [shard(x, dim=2) for x in (q, k, v, dout)]
+    rows = []
+
+    def add(impl, what, ms, one_gpu_ms=None):
+        efficiency = None if one_gpu_ms is None else round(one_gpu_ms / dist.get_world_size() / ms, 4)
+        row = {"impl": impl, "pass": what, "seqlen_q": seqlen, "nheads_k": heads_k, "ms": ms, "efficiency": efficiency}
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+
+    def add_both(impl, attend, tensors, one_gpu):
+        for what in PASSES:
+            ms = timed(passes(attend, tensors, what), device, calls)
+            add(impl, what, ms, one_gpu[what])
+
+    add("all_gather_alone", "forward", timed(partial(gather, *local[1:3]), device, calls))
+    one_gpu = {}
+    attend = partial(flash_attention, causal=True)
+    for what in PASSES:
+        one_gpu[what] = timed(passes(attend, (q, k, v, dout), what), device, calls)
+        add("one_gpu", what, one_gpu[what])
+    for method in METHODS:
+        if method == "ulysses" and heads_k % dist.get_world_size():
+            continue
+        attend = partial(context_parallel_attention, causal=True, method=method)
+        judge(unshard(attend(*local[:3]), dim=2), (q, k, v))
+        add_both(method, attend, local, one_gpu)
+        if method == "all_gather":
+            with in_one_piece():
+                add_both("plain_all_gather", attend, local, one_gpu)
+    if on_gpu and heads_k == heads:  # torch's cuDNN attention has no grouped heads there
+        for impl, kernels in PEERS.items():
+            with ExitStack() as stack:
+                stack.enter_context(kernels())
+                stack.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
+                attend = partial(scaled_dot_product_attention, is_causal=True)
+                one_gpu = {what: timed(passes(attend, (q, k, v, dout), what), device, calls) for what in PASSES}
+                for what in PASSES:
+                    add(f"{impl}_one_gpu", what, one_gpu[what])
+                stack.enter_context(torchs_context_parallel(seqlen, device))
+                add_both(impl, attend, local, one_gpu)
+    return rows
+
+
+def torchs_context_parallel(seqlen, device):
+    """torch's own, within which scaled_dot_product_attention takes shards in its order, which is the zigzag layout."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    # It splits buffers, of which there has to be one; what is timed is split already.
+    return context_parallel(mesh, buffers=[torch.empty(seqlen, device=device)], buffer_seq_dims=[0])
+
+
+@contextmanager
+def in_one_piece():
+    """All heads are gathered at once, before the kernel begins."""
+    groups, by_all_gather.MAX_GROUPS = by_all_gather.MAX_GROUPS, 1
+    try:
+        yield
+    finally:
+        by_all_gather.MAX_GROUPS = groups
+
+
+def gather(k, v):
+    """k and v of all ranks, in one piece and not in order: what communication takes at least."""
+    kv = torch.cat((k, v), -1)
+    all_gather(kv.new_empty(dist.get_world_size() * kv.shape[0], *kv.shape[1:]), kv, dist.group.WORLD).wait()
+
+
+def passes(attend, tensors, what):
+    """A function of nothing: the forward pass of attend(q, k, v), or both passes."""
+    *qkv, dout = tensors
+    if what == "forward":
+        return torch.no_grad()(partial(attend, *qkv))
+    inputs = [x.detach().requires_grad_() for x in qkv]
+    return lambda: torch.autograd.grad(attend(*inputs), inputs, dout)
+
+
+def judge(out, whole):
+    """ValueError if out misses causal attention of the whole q, k and v by more than the error rule allows. Of 64 rows,
+    in fp32."""
+    q, k, v = (x.float() for x in whole)
+    rows = torch.arange(0, q.shape[2], max(1, q.shape[2] // 64), device=q.device)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q[:, :, rows] @ k.mT * q.shape[3] ** -0.5
+    scores = scores.masked_fill(torch.arange(q.shape[2], device=q.device) > rows[:, None], -torch.inf)
+    truth = scores.softmax(-1) @ v
+    base = scores.to(out.dtype).softmax(-1) @ v.to(out.dtype)
+    error = (out[:, :, rows].float() - truth).abs().max().item()
+    if not error <= allowed_error(base, truth.double()):
+        raise ValueError(f"wrong result: the error is {error:.2e}")
+
+
+def timed(call, device, calls):
+    """The median over calls of the ms that the slowest rank takes."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(calls):
+        dist.barrier()
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            ms = start.elapsed_time(end)
+        else:
+            begin = time.perf_counter()
+            call()
+            ms = (time.perf_counter() - begin) * 1e3
+        slowest = torch.tensor(ms, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        times.append(slowest.item())
+    return float(f"{statistics.median(times):.6g}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""context_parallel_attention: attention of a sequence that is split over the ranks of a process group.
+
+All of its input is checked before anything is sent. Then one of three methods is chosen, each in a file of its own.
+Read next: layout.py, which rank holds which rows; all_gather.py, the method within a node.
+"""
+
+import functools
+import math
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._build import not_compiled
+from ..backends import Lengths, Options
+from ..checks import (FP8_DTYPES, autocast, check_dropout_p, check_no_derivative, check_options, check_qkv, check_sinks,
+                      check_sizes, check_tensor, is_transformed, shown)
+from ..interface import BACKENDS, backend_name, flash_attention
+from ..lengths import NO_WINDOW, check_window_size
+from ..scores import check_alibi_slopes, check_softcap
+from .all_gather import AllGatherAttention
+from .layout import check_seqlen, shards_of
+from .local import Attention
+from .pieces import ints
+from .ring import RingAttention
+from .ulysses import own_heads, ulysses_attention
+
+METHODS = "all_gather", "ring", "ulysses"
+MAX_GATHERED_BYTES = 8 << 30  # of the keys and values of all ranks: beyond it, "auto" takes the ring
+
+
+@not_compiled  # what is sent, and to whom, is decided in Python
+def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.ProcessGroup | None" = None, *,
+                               causal: bool = False, sm_scale: float | None = None,
+                               window_size: tuple[int, int] = NO_WINDOW, cu_seqlens: Tensor | None = None,
+                               seqlen: int | None = None, layout: str = "zigzag", method: str = "auto",
+                               sinks: Tensor | None = None, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+                               dropout_p: float = 0.0, deterministic: bool = False, backend: str = "auto") -> Tensor:
+    """flash_attention(q, k, v) of one sequence of P·T rows, of which each of the P ranks of a group holds T.
+
+    All ranks call this with tensors of the same shapes and dtypes, and with the same options: that is not checked, and
+    where it is not so, a rank fails or waits until the time-out of the group. The gradients of q, k and v are those of
+    this rank's rows. That of sinks is this rank's part, to be summed over the ranks like that of any parameter.
+
+    Args:
+        q: (B, H, T, D), this rank's rows in the layout, with D from 1 to 256. Dtypes as of flash_attention, but float8.
+        k, v: (B, Hk, T, D), with H a multiple of Hk. v, and then out, may have another head_dim.
+        group: the process group that the sequence is split over; the default group if None.
+        causal, sm_scale, sinks, softcap, deterministic, backend: as of flash_attention. Rows see keys by their places
+            in the whole sequence, or in their document.
+        window_size: as of flash_attention.
+        cu_seqlens: where the documents of a packed sequence begin and end: int32 (N + 1,), from 0 up to at most P·T.
+            The same on all ranks; B is then 1. Rows see their own document alone. The host reads it, so that a tensor
+            on the CPU saves a wait for the GPU. What follows the last entry is padding.
+        seqlen: the length of the sequence without padding; P·T if None. Keys from there on are masked. Rows from
+            there on give out 0. Not together with cu_seqlens.
+        layout: which rows a rank holds. "zigzag": the chunks r and 2P - 1 - r of 2P, so that a causal mask gives all
+            ranks the same work. T is even. "contiguous": chunk r of P. distributed.shard makes these, and pads.
+        method: "all_gather", "ring", "ulysses" or "auto", which takes
+            - "ring" if the group spans nodes, or the keys and values of all ranks have more than 8 GiB, unless
+              alibi_slopes are given;
+            - else "ulysses" if P divides Hk and H, and P > 1 + H / Hk: it then sends less than an all-gather. Also if
+              alibi_slopes are given without a causal mask, and P divides both;
+            - else "all_gather".
+            A node has as many ranks as the environment variable LOCAL_WORLD_SIZE says, which torchrun sets; without it,
+            all ranks are on one node.
+        alibi_slopes: float32 (H,), or (B, H) without cu_seqlens. Not with "ring", and with "all_gather" only under a
+            causal mask.
+        dropout_p: 0: dropout is not supported.
+
+    Returns:
+        out (B, H, T, Dv), of q's dtype; under torch.autocast of autocast's.
+
+    Raises:
+        TypeError: as flash_attention; a group that is none, a seqlen that is no int.
+        ValueError: as flash_attention; q, k and v that are not 4D, are empty or have different T; a wrong layout,
+            method, cu_seqlens or seqlen; an odd T in the zigzag layout; heads that "ulysses" cannot divide; a group
+            without this process.
+        NotImplementedError: dropout; alibi_slopes where the method has none; forward-mode derivatives and transforms of
+            torch.func. RuntimeError: torch.distributed is not initialised, a second derivative is wanted, or another
+            rank failed or did not call this in time.
+    """
+    shards = shards_of(group, layout)
+    if check_dropout_p(dropout_p):
+        raise NotImplementedError("context parallelism has no dropout: the kernels number the rows and heads of a rank "
+                                  "from 0, and so would drop others than one GPU does")
+    q, k, v = autocast(q, k, v)
+    softcap = check_softcap(softcap)
+    chosen = BACKENDS[backend_name(backend, q, k, v, sinks)]
+    check_qkv(q, k, v, tuple(dtype for dtype in chosen.dtypes if dtype not in FP8_DTYPES))
+    check_options(causal, sm_scale, deterministic=deterministic)
+    if (why_not := chosen.why_not(q.device)) is not None:
+        raise why_not
+    check_shards(q, k, shards)
+    total = shards.size * q.shape[2]
+    documents = check_documents(cu_seqlens, seqlen, q, total)
+    sinks = check_sinks(sinks, q)
+    alibi_slopes = check_alibi_slopes(alibi_slopes, q, Lengths())
+    if alibi_slopes is not None and q.shape[0] == 1:
+        alibi_slopes = alibi_slopes.view(-1)  # (H,), for all documents
+    check_no_derivative("context parallelism", "flash_attention of the whole sequence", has_backward=True, q=q, k=k,
+                        v=v, sinks=sinks)
+    if is_transformed():
+        raise NotImplementedError("context parallelism does not support the transforms of torch.func")
+    window = check_global_window(window_size, causal, documents)
+    method = check_method(method, q, k, v, shards, alibi_slopes, window)
+
+    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
+    if method == "ulysses" or shards.size == 1:
+        heads = own_heads(q, shards)
+        attend = functools.partial(
+            flash_attention, causal=causal, sm_scale=scale, deterministic=deterministic, backend=backend,
+            window_size=window_size, softcap=softcap, sinks=None if sinks is None else sinks[heads],
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes[..., heads],
+            **lengths_of_whole(cu_seqlens, seqlen, q))
+        return ulysses_attention(attend, q, k, v, shards)
+    options = Options(scale, window, sinks=sinks, deterministic=deterministic, softcap=softcap,
+                      alibi_slopes=alibi_slopes)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    function = RingAttention if method == "ring" else AllGatherAttention
+    return function.apply(q, k, v, sinks, Attention(shards, documents, chosen, options))
+
+
+def lengths_of_whole(cu_seqlens, seqlen, q):
+    """flash_attention's arguments for lengths, when it has the whole sequence."""
+    if cu_seqlens is not None:
+        bounds, = ints(q.device, cu_seqlens.tolist())
+        return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    if seqlen is None:
+        return {}
+    used, = ints(q.device, [seqlen] * q.shape[0])
+    return {"seqused_q": used, "seqused_k": used}
+
+
+def check_shards(q, k, shards):
+    """ValueError unless q and k, which are checked, are shards of one sequence."""
+    shapes = f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
+    if q.ndim != 4:
+        raise ValueError(f"q, k and v must be 4D, (B, H, T, D), got {q.ndim} dimensions")
+    if q.shape[2] != k.shape[2] or q.numel() == 0:
+        raise ValueError(f"q, k and v must have the same number of rows, at least one: {shapes}")
+    if q.shape[2] % shards.chunks_per_rank:
+        raise ValueError("the zigzag layout has two chunks of one length on each rank, so that T is even, got "
+                         f"{q.shape[2]} rows: minimal_attn.distributed.shard pads them")
+    check_sizes(q, shards.size * k.shape[2], shapes)
+
+
+def check_documents(cu_seqlens, seqlen, q, total):
+    """((begin, end), ...) of the documents among the `total` rows of all ranks, without the empty ones.
+
+    TypeError for what is no dense int32 tensor or no int; ValueError for everything else, and for both together.
+    """
+    if cu_seqlens is None:
+        return (0, check_seqlen(seqlen, total)),
+    if seqlen is not None:
+        raise ValueError("seqlen cannot be given together with cu_seqlens, whose last entry says it")
+    check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
+    if cu_seqlens.device not in (q.device, torch.device("cpu")):
+        raise ValueError(f"cu_seqlens must be on the CPU or on q's device ({q.device}), got {cu_seqlens.device}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(f"cu_seqlens must have shape (N + 1,), with N at least 1, got {tuple(cu_seqlens.shape)}")
+    if q.shape[0] != 1:
+        raise ValueError(f"with cu_seqlens, q, k and v must be packed, (1, H, T, D), got q {tuple(q.shape)}")
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > total:
+        raise ValueError(f"cu_seqlens must start at 0 and ascend up to at most {total}, the rows of all ranks, got "
+                         f"{shown(bounds)}")
+    return tuple((begin, end) for begin, end in zip(bounds, bounds[1:]) if begin < end)
+
+
+def check_global_window(window_size, causal, documents):
+    """window_size and causal as Options' window. A bound that hides nothing in any document is none."""
+    left, right = check_window_size(window_size)
+    farthest = max((end - begin for begin, end in documents), default=1) - 1
+    right = 0 if causal else right
+    return -1 if left >= farthest else left, -1 if 0 < right and right >= farthest else right
+
+
+def check_method(method, q, k, v, shards, alibi_slopes, window):
+    """The method that a caller's means; ValueError if it means none or the heads do not allow it, NotImplementedError
+    if it has no ALiBi."""
+    if method not in ("auto", *METHODS):
+        raise ValueError(f"unknown method {shown(method)}: 'auto' or one of {', '.join(map(repr, METHODS))}")
+    heads, heads_k = q.shape[1], k.shape[1]
+    divides = heads_k % shards.size == 0  # and so it divides H
+    has_slopes, is_causal = alibi_slopes is not None, window[1] == 0
+    if method == "auto":
+        num_bytes = shards.size * q.element_size() * (k.numel() + v.numel())
+        if not has_slopes and (spans_nodes(shards.group) or num_bytes > MAX_GATHERED_BYTES):
+            method = "ring"
+        elif divides and (shards.size > 1 + heads // heads_k or has_slopes and not is_causal):
+            method = "ulysses"
+        else:
+            method = "all_gather"
+    if method == "ulysses" and not divides:
+        raise ValueError(f"method='ulysses' divides the heads among the ranks: {heads_k} key/value heads are no "
+                         f"multiple of {shards.size}")
+    if has_slopes and shards.size > 1 and method == "ring":
+        raise NotImplementedError("method='ring' has no alibi_slopes: use 'all_gather', or 'ulysses' without a causal "
+                                  "mask")
+    if has_slopes and shards.size > 1 and method == "all_gather" and not is_causal:
+        raise NotImplementedError("method='all_gather' has alibi_slopes under a causal mask alone: use 'ulysses', "
+                                  "which divides the heads among the ranks")
+    return method
+
+
+def spans_nodes(group):
+    """Whether the ranks of a group are on several nodes, as far as LOCAL_WORLD_SIZE tells."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    return per_node > 0 and len({rank // per_node for rank in dist.get_process_group_ranks(group)}) > 1

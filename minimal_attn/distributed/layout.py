@@ -1,0 +1,197 @@
+"""Which rows of a sequence each rank holds, and how tensors are split over the ranks and put together again.
+
+A sequence is padded to a multiple of its number of chunks and cut into chunks of one length. In the contiguous layout,
+rank r of P holds chunk r of P. In the zigzag layout it holds the chunks r and 2P - 1 - r of 2P: one early and one late,
+so that all ranks have the same work under a causal mask. Read next: pieces.py, which rows see which keys.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..checks import check_tensor, is_int, shown, wants_gradient
+
+LAYOUTS = "zigzag", "contiguous"
+
+
+class Chunk(NamedTuple):
+    """The rows from begin to end of the sequence, which lie from row `local` on in a tensor."""
+
+    begin: int
+    end: int
+    local: int
+
+    def local_slice(self, begin, end):
+        """Where the rows from begin to end of the sequence, which are in this chunk, lie in the tensor."""
+        return slice(begin - self.begin + self.local, end - self.begin + self.local)
+
+
+class Shards(NamedTuple):
+    """How a sequence lies on the ranks of a process group."""
+
+    group: "dist.ProcessGroup"
+    rank: int  # of this process, within the group
+    size: int  # P, the number of ranks
+    layout: str
+
+    @property
+    def chunks_per_rank(self):
+        return 2 if self.layout == "zigzag" else 1
+
+    def chunks(self, rank, length):
+        """The Chunks of a rank, which has `length` rows of the sequence, in the order in which it holds them."""
+        each = length // self.chunks_per_rank
+        numbers = (rank, 2 * self.size - 1 - rank)[:self.chunks_per_rank]
+        return [Chunk(number * each, (number + 1) * each, i * each) for i, number in enumerate(numbers)]
+
+    def in_order(self, x):
+        """x (P·T, ...), the rows of rank 0, then those of rank 1 and so on, in the order of the sequence."""
+        if self.layout == "contiguous":
+            return x
+        early, late = x.unflatten(0, (self.size, 2, -1)).unbind(1)  # (P, T / 2, ...) each
+        return torch.cat((early, late.flip(0))).flatten(0, 1)
+
+    def by_rank(self, x):
+        """The reverse of in_order."""
+        if self.layout == "contiguous":
+            return x
+        early, late = x.unflatten(0, (2, self.size, -1))
+        return torch.stack((early, late.flip(0)), 1).flatten(0, 2)
+
+
+def shards_of(group, layout):
+    """The Shards of a group, or of the default one if it is None.
+
+    RuntimeError: torch.distributed is not initialised. TypeError: group is no process group. ValueError: this process
+    is not in it, or an unknown layout.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError("context parallelism needs a process group: call torch.distributed.init_process_group first")
+    group = dist.group.WORLD if group is None else group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to processes outside
+        raise ValueError("this process is not a member of the group")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {shown(group)}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {shown(layout)}: one of {', '.join(map(repr, LAYOUTS))}")
+    return Shards(group, dist.get_rank(group), dist.get_world_size(group), layout)
+
+
+def shard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, layout: str = "zigzag",
+          pad_value: float = 0) -> Tensor:
+    """This rank's rows of x, which every rank has whole. Nothing is sent. Differentiable.
+
+    Args:
+        x: of any shape and dtype.
+        group: the ranks among which x is split; the default process group if None.
+        dim: the dimension of the sequence.
+        layout: "zigzag" or "contiguous", as of context_parallel_attention.
+        pad_value: of the rows after the end. A length that the ranks do not divide is rounded up to a multiple of 2P
+            ("zigzag") or P ("contiguous") rows.
+
+    Returns:
+        x's shape but for dim: T rows, the same number on every rank.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised. TypeError: x is no dense tensor, or group no process group.
+        ValueError: an unknown layout, or a group without this process.
+    """
+    check_tensor("x", x)
+    shards = shards_of(group, layout)
+    rows = x.movedim(dim, 0)
+    total = padded_length(rows.shape[0], shards)
+    rows = pad(rows, (0, 0) * (x.ndim - 1) + (0, total - rows.shape[0]), value=pad_value)
+    chunks = shards.chunks(shards.rank, total // shards.size)
+    return torch.cat([rows[chunk.begin:chunk.end] for chunk in chunks]).movedim(0, dim)
+
+
+def padded_length(seqlen, shards):
+    """seqlen, rounded up so that all chunks have one length."""
+    step = shards.size * shards.chunks_per_rank
+    return -(-seqlen // step) * step
+
+
+def unshard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, layout: str = "zigzag",
+            seqlen: int | None = None) -> Tensor:
+    """The whole sequence on every rank, of which each rank gives its rows: the reverse of shard.
+
+    Args:
+        x: this rank's rows, of one shape and dtype on all ranks.
+        group, dim, layout: as of shard.
+        seqlen: how many rows there are without padding; all P·T if None.
+
+    Returns:
+        x's shape but for dim: seqlen rows.
+
+    Raises:
+        NotImplementedError: x requires grad. TypeError, ValueError, RuntimeError: as shard, and a seqlen out of range.
+    """
+    check_tensor("x", x)
+    shards = shards_of(group, layout)
+    if wants_gradient(x):
+        raise NotImplementedError("unshard has no gradient, but x requires grad: pass x.detach(), and compute losses "
+                                  "from the rows of each rank")
+    rows = x.movedim(dim, 0).contiguous()
+    seqlen = check_seqlen(seqlen, shards.size * rows.shape[0])
+    if shards.chunks_per_rank == 2 and rows.shape[0] % 2:
+        raise ValueError(f"the zigzag layout has two chunks of one length on each rank, got {rows.shape[0]} rows: "
+                         "shard pads them")
+    everything = rows.new_empty(shards.size * rows.shape[0], *rows.shape[1:])
+    all_gather(everything, rows, shards.group).wait()
+    return shards.in_order(everything)[:seqlen].movedim(0, dim)
+
+
+def check_seqlen(seqlen, total):
+    """seqlen, or total if it is None; TypeError unless it is an int, ValueError unless it is in 1..total."""
+    if seqlen is None:
+        return total
+    if not is_int(seqlen):
+        raise TypeError(f"seqlen must be None or an int, got {shown(seqlen)}")
+    if not 1 <= seqlen <= total:
+        raise ValueError(f"seqlen must be in 1..{total}, the rows of all ranks, got {seqlen}")
+    return seqlen
+
+
+def shard_positions(seqlen: int, group: "dist.ProcessGroup | None" = None, layout: str = "zigzag",
+                    device: torch.device | str | None = None) -> Tensor:
+    """The positions in the sequence of this rank's rows, for position embeddings: int64 (T,), 0 in the padding.
+
+    Args:
+        seqlen: of the whole sequence.
+        group, layout: as of shard, and so are the errors.
+    """
+    return shard(torch.arange(seqlen, device=device), group, 0, layout)
+
+
+def shard_labels(tokens: Tensor, group: "dist.ProcessGroup | None" = None, layout: str = "zigzag",
+                 ignore_index: int = -100) -> Tensor:
+    """The labels of this rank's rows in next-token prediction: the token after each of them, also where another rank
+    holds that.
+
+    Args:
+        tokens: (B, S), int64, the whole sequence.
+        group, layout: as of shard, and so are the errors.
+        ignore_index: the label of the last token and of padding, which cross_entropy leaves out.
+
+    Returns:
+        (B, T), int64.
+    """
+    check_tensor("tokens", tokens)
+    return shard(pad(tokens[:, 1:], (0, 1), value=ignore_index), group, 1, layout, ignore_index)
+
+
+# Collectives of one tensor; torch 2.13 has new names for two of them, and warns of the old ones.
+
+def all_gather(output, x, group):
+    """Start filling output (P·T, ...) with the x (T, ...) of all ranks; wait() of the result ends it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, x, group=group, async_op=True)
+
+
+def reduce_scatter(output, x, group):
+    """Start filling output (T, ...) with this rank's rows of the sum of the x (P·T, ...) of all ranks."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, x, group=group, async_op=True)

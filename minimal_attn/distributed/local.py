@@ -1,0 +1,107 @@
+"""Attention of the rows of this rank to the keys at hand: forward and backward, by the kernels of a backend.
+
+A part of the keys gives a part of the result, and merge makes the whole of two parts. In the backward pass nothing is
+merged: from out and lse of the whole, a kernel forms the same probabilities whichever keys it is given. Read next:
+all_gather.py, which calls this with all keys; ring.py, which calls it with those of one rank after the other.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends import Backend, Options
+from ..checks import sum_dtype
+from .layout import Chunk, Shards
+from .pieces import calls_of, pieces_of
+
+
+class Attention(NamedTuple):
+    """What a call asks for, checked. The tensors of options are arguments beside it, as autograd wants them."""
+
+    shards: Shards
+    documents: tuple[tuple[int, int], ...]  # (begin, end) of each, in the sequence
+    backend: Backend
+    options: Options  # its window is that of rows and keys in the whole sequence
+
+    def calls(self, q, k, source, share_keys):
+        """The Calls of this rank's rows q with the keys k: those of rank `source`, or all if it is None."""
+        shards, num_rows, num_keys = self.shards, q.shape[2], k.shape[2]
+        key_chunks = [Chunk(0, num_keys, 0)] if source is None else shards.chunks(source, num_keys)
+        pieces = pieces_of(shards.chunks(shards.rank, num_rows), key_chunks, self.documents, self.options.window)
+        return calls_of(pieces, q.shape[0], num_rows, num_keys, q.device, share_keys)
+
+    def of_heads(self, heads):
+        """The same for some query heads, a slice."""
+        sinks, slopes = self.options.sinks, self.options.alibi_slopes
+        return self._replace(options=self.options._replace(
+            sinks=None if sinks is None else sinks[heads],
+            alibi_slopes=None if slopes is None else slopes[..., heads].contiguous()))
+
+    def run(self, call, q, k, v):
+        """(out, lse) of call.rows."""
+        options = self.options._replace(window=call.window, lengths=call.lengths)
+        return self.backend.forward(*(x[:, :, run] for x, run in ((q, call.rows), (k, call.keys), (v, call.keys))),
+                                    options)
+
+    def attend(self, q, k, v):
+        """(out, lse) of this rank's rows, with all keys."""
+        calls = self.calls(q, k, None, share_keys=True)
+        if len(calls) == 1 and calls[0].rows == slice(0, q.shape[2]):
+            return self.run(calls[0], q, k, v)
+        out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), empty_lse(q)  # as rows without a document have
+        for call in calls:
+            part, part_lse = self.run(call, q, k, v)
+            for piece in call.pieces:
+                own = slice(piece.rows.start - call.rows.start, piece.rows.stop - call.rows.start)
+                out[:, :, piece.rows], lse[:, :, piece.rows] = part[:, :, own], part_lse[:, :, own]
+        return out, lse
+
+    def attend_part(self, q, k, v, source, out, lse):
+        """Merge the part of the keys of rank `source` into out (B, H, T, Dv), in the dtype of sums, and lse."""
+        for call in self.calls(q, k, source, share_keys=True):
+            merge(out[:, :, call.rows], lse[:, :, call.rows], *self.run(call, q, k, v))
+
+    def add_gradients(self, dout, q, k, v, out, lse, source, dq, dk, dv):
+        """Add to dq, dk and dv, in the dtype of sums, what the keys of rank `source`, or all if it is None, give.
+
+        out and lse are those of all keys.
+        """
+        options = self.options._replace(sinks=None)  # lse has them
+        for call in self.calls(q, k, source, share_keys=False):
+            rows, keys = call.rows, call.keys
+            parts = self.backend.backward(
+                *(x[:, :, run] for x, run in ((dout, rows), (q, rows), (k, keys), (v, keys), (out, rows))),
+                lse[:, :, rows].contiguous(), options._replace(window=call.window, lengths=call.lengths))
+            for total, run, part in zip((dq, dk, dv), (rows, keys, keys), parts):
+                total[:, :, run].add_(part)
+
+
+def empty_lse(q):
+    """(B, H, T), that of rows that have seen no key yet."""
+    return q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q.dtype))
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Make out (B, H, S, D) and lse (B, H, S) those of their own keys and of the keys of a part, in place."""
+    total = torch.logaddexp(lse, part_lse)
+    finite = total.masked_fill(total == -math.inf, 0)  # rows that have seen no key yet: exp(-inf - 0) is 0, not NaN
+    out.mul_((lse - finite).exp_()[..., None]).add_(part * (part_lse - finite).exp_()[..., None])
+    lse.copy_(total)
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Let sinks (H,) have their share of the softmax, in place: a part with this lse and without values. A row of
+    padding, which has seen no key, stays as it is."""
+    total = torch.logaddexp(lse, sinks[:, None]).masked_fill_(lse == -math.inf, -math.inf)
+    out.mul_((lse - total.masked_fill(total == -math.inf, 0)).exp_()[..., None])
+    lse.copy_(total)
+
+
+def gradient_of_sinks(sinks, dout, out, lse):
+    """(H,) of the rows of this rank. With P = exp(sink - lse), a sink's share of a row, it is the sum of -P · delta,
+    delta = rowsum(dO ∘ O), without the rows of padding, which have lse -inf."""
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    of_rows = (sinks[:, None] - lse).exp() * delta
+    return -of_rows.masked_fill(lse == -math.inf, 0).sum((0, 2))

@@ -1,0 +1,158 @@
+"""Which local rows see which keys, as calls of a backend's kernels.
+
+A Piece is a run of rows that see a run of keys of the same document. Kernels align the last row of a sample with its
+last key. Where the two are not at the same place of the sequence, the window is shifted by their distance. Pieces of
+one window are samples of one packed call. Nothing here reads a tensor. Read next: local.py, which makes the calls.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..backends import Lengths
+
+
+class Piece(NamedTuple):
+    rows: slice  # of the local q
+    keys: slice  # of the keys at hand
+    window: tuple[int, int]  # as in Options, for the last of these rows aligned with the last of these keys
+
+
+class Call(NamedTuple):
+    """One call of a backend's forward or backward, on q[:, :, rows], k[:, :, keys] and v[:, :, keys]."""
+
+    rows: slice
+    keys: slice
+    window: tuple[int, int]
+    lengths: Lengths
+    pieces: tuple[Piece, ...]
+
+
+def pieces_of(row_chunks, key_chunks, documents, window):
+    """The Pieces of chunks of rows and chunks of keys, of documents, pairs (begin, end) in the sequence, and of the
+    window of a row in the whole sequence."""
+    pieces = []
+    for rows in row_chunks:
+        for document in documents:
+            row_begin, row_end = max(rows.begin, document[0]), min(rows.end, document[1])
+            if row_begin >= row_end:
+                continue
+            of_rows = []
+            for keys in key_chunks:
+                key_begin, key_end = max(keys.begin, document[0]), min(keys.end, document[1])
+                seen = visible_part(row_begin, row_end, key_begin, key_end, window)
+                if seen is not None:
+                    last_row, last_key, shifted = seen
+                    of_rows.append(Piece(rows.local_slice(row_begin, last_row), keys.local_slice(key_begin, last_key),
+                                         shifted))
+            pieces += joined(of_rows)
+    return pieces
+
+
+def visible_part(row_begin, row_end, key_begin, key_end, window):
+    """(row_end, key_end, window), or None if no row sees a key: the ends of the rows that may see one of these keys, and
+    of the keys that one of these rows may see, and the window with these ends aligned. All are places in the sequence.
+    """
+    left, right = window
+    if key_begin >= key_end:
+        return None
+    last_row = row_end if left < 0 else min(row_end, key_end + left)
+    last_key = key_end if right < 0 else min(key_end, row_end + right)
+    if row_begin >= last_row or key_begin >= last_key:
+        return None
+    shift = last_key - last_row
+    if left >= 0 and shift:  # one that is not shifted is that of other pieces too, which then share a call
+        left += shift
+        left = -1 if left >= last_key - key_begin - 1 else left
+    if right >= 0:
+        right -= shift
+        right = -1 if 0 < right and right >= last_row - row_begin - 1 else right
+    return last_row, last_key, (left, right)
+
+
+def joined(pieces):
+    """Pieces of the same rows, with two put together where all rows see all keys of the first, and the keys of the second
+    follow in the tensor. In the sequence there may be others between them."""
+    result = []
+    for piece in pieces:
+        before, (left, right) = result[-1] if result else None, piece.window
+        # The window of the second is that of both, if not even the first row ends before the keys of the second.
+        reaches = right < 0 or length(piece.keys) - length(piece.rows) + right >= -1
+        if (before and before.window == (-1, -1) and left < 0 and reaches and before.rows == piece.rows
+                and before.keys.stop == piece.keys.start):
+            piece = piece._replace(keys=slice(before.keys.start, piece.keys.stop))
+            result.pop()
+        result.append(piece)
+    return result
+
+
+def length(run):
+    return run.stop - run.start
+
+
+def calls_of(pieces, batch_size, num_rows, num_keys, device, share_keys):
+    """The Calls of pieces, as few as possible. No two pieces of a call have a row in common, and without share_keys
+    none have a key in common: kernels add up gradients within one sample alone. A packed batch is one sample to torch,
+    so that pieces of several samples have calls of their own.
+
+    Args:
+        num_rows, num_keys: of q and of k.
+        device: of the lengths.
+    """
+    groups = {}  # window: lists of pieces
+    for piece in pieces:
+        of_window = groups.setdefault(piece.window, [])
+        for group in of_window:
+            last = group[-1]
+            if (batch_size == 1 and last.rows.stop <= piece.rows.start
+                    and (share_keys or last.keys.stop <= piece.keys.start)):
+                group.append(piece)
+                break
+        else:
+            of_window.append([piece])
+    calls = []
+    for window, of_window in groups.items():
+        for group in of_window:
+            if len(group) == 1:
+                calls.append(Call(group[0].rows, group[0].keys, window, Lengths(), tuple(group)))
+            else:
+                lengths = shared_lengths(group, device) if share_keys else own_lengths(group, device)
+                calls.append(Call(slice(0, num_rows), slice(0, num_keys), window, lengths, tuple(group)))
+    return calls
+
+
+def shared_lengths(pieces, device):
+    """Lengths of pieces that may have keys in common. The rows before a piece are a sample without keys."""
+    bounds_q, begins_k, seqused_k = [0], [], []
+    for piece in pieces:
+        if piece.rows.start > bounds_q[-1] or not begins_k and piece.keys.start:  # the first sample begins at key 0
+            bounds_q.append(piece.rows.start)
+            begins_k.append(0)
+            seqused_k.append(0)
+        bounds_q.append(piece.rows.stop)
+        begins_k.append(piece.keys.start)
+        seqused_k.append(length(piece.keys))
+    return Lengths(*ints(device, bounds_q, [*begins_k, pieces[-1].keys.stop]), None, *ints(device, seqused_k))
+
+
+def own_lengths(pieces, device):
+    """Lengths of pieces that have no keys in common, as gradients need them: without seqused_k. The rows before a piece
+    are a sample without keys, and the keys before it are one without rows."""
+    bounds_q, bounds_k = [0], [0]
+    for piece in pieces:
+        if piece.rows.start > bounds_q[-1]:
+            bounds_q.append(piece.rows.start)
+            bounds_k.append(bounds_k[-1])
+        if piece.keys.start > bounds_k[-1]:
+            bounds_q.append(bounds_q[-1])
+            bounds_k.append(piece.keys.start)
+        bounds_q.append(piece.rows.stop)
+        bounds_k.append(piece.keys.stop)
+    return Lengths(*ints(device, bounds_q, bounds_k))
+
+
+def ints(device, *lists):
+    """int32 tensors on the device, by one copy that no host waits for."""
+    host = torch.tensor([x for numbers in lists for x in numbers], dtype=torch.int32)
+    tensor = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    return tensor.split([len(numbers) for numbers in lists])

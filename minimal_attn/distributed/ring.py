@@ -1,0 +1,77 @@
+"""Context parallelism by a ring: keys and values go round the ranks, and each rank attends to those it holds.
+
+Liu et al., Ring Attention, 2023. A rank never has more keys than its own and those that arrive. The next ones arrive
+while it attends, and the parts of the result are merged by their lse. In the backward pass, dk and dv travel with the
+keys, one step behind, and each rank adds its part. After P steps they are home. Read next: ulysses.py, which divides
+the heads instead.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ..checks import sum_dtype
+from .local import add_sinks, empty_lse, gradient_of_sinks
+
+KEYS, GRADIENTS = 0, 1  # tags of what is sent
+
+
+class Transfer:
+    """What goes to the next rank, and what comes from the one before, of the same shape and dtype. It has begun."""
+
+    def __init__(self, x, shards, tag):
+        self.sent, self.received = x, torch.empty_like(x)
+        after, before = ((shards.rank + step) % shards.size for step in (1, -1))
+        operations = [dist.P2POp(dist.isend, x, group=shards.group, group_peer=after, tag=tag),
+                      dist.P2POp(dist.irecv, self.received, group=shards.group, group_peer=before, tag=tag)]
+        self.works = dist.batch_isend_irecv(operations)
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def turns(k, v, shards):
+    """For each rank whose keys come by, from this one on: (rank, its k, its v). The next ones begin to move before."""
+    kv = torch.cat((k, v), -1)
+    for step in range(shards.size):
+        transfer = Transfer(kv, shards, KEYS) if step + 1 < shards.size else None
+        yield (shards.rank - step) % shards.size, *kv.split((k.shape[3], v.shape[3]), -1)
+        if transfer:
+            kv = transfer.wait()
+
+
+class RingAttention(torch.autograd.Function):
+    """(q, k, v, sinks, attention, an Attention) -> out; all of this rank."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, attention):
+        without_sinks = attention._replace(options=attention.options._replace(sinks=None))
+        out = torch.zeros(*q.shape[:3], v.shape[3], dtype=sum_dtype(q.dtype), device=q.device)
+        lse = empty_lse(q)
+        for source, k_part, v_part in turns(k, v, attention.shards):
+            without_sinks.attend_part(q, k_part, v_part, source, out, lse)
+        if sinks is not None:
+            add_sinks(out, lse, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.attention = attention
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        attention, shards = ctx.attention, ctx.attention.shards
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        head_dims, arriving = (k.shape[3], v.shape[3]), None
+        for source, k_part, v_part in turns(k, v, shards):
+            dkv = torch.zeros(*k.shape[:3], sum(head_dims), dtype=lse.dtype, device=k.device)
+            attention.add_gradients(dout, q, k_part, v_part, out, lse, source, dq, *dkv.split(head_dims, -1))
+            if arriving:
+                dkv += arriving.wait()
+            arriving = Transfer(dkv, shards, GRADIENTS)
+        dk, dv = (x.to(k.dtype) for x in arriving.wait().split(head_dims, -1))
+        dsinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
+        return dq.to(q.dtype), dk, dv, dsinks, None

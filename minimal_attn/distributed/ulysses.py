@@ -1,0 +1,70 @@
+"""Context parallelism by heads: every rank gets all rows of some heads, attends, and gives the results back.
+
+Jacobs et al., DeepSpeed Ulysses, 2023. An all-to-all before the call turns a share of the sequence into a share of the
+heads, and one after it does the reverse. What is in between is flash_attention of the whole sequence. Read next:
+../mha.py, which uses all this.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+
+def own_heads(q, shards):
+    """The query heads that this rank computes, a slice."""
+    each = q.shape[1] // shards.size
+    return slice(shards.rank * each, (shards.rank + 1) * each)
+
+
+def rows_to_heads(x, shards):
+    """(B, H, T, D), this rank's rows of all heads -> (B, H / P, P·T, D), the whole sequence of this rank's heads."""
+    by_rank = x.unflatten(1, (shards.size, -1)).permute(1, 3, 0, 2, 4).contiguous()  # (P, T, B, H / P, D)
+    return shards.in_order(exchanged(by_rank, shards).flatten(0, 1)).permute(1, 2, 0, 3)
+
+
+def heads_to_rows(x, shards):
+    """The reverse of rows_to_heads."""
+    by_rank = shards.by_rank(x.permute(2, 0, 1, 3)).contiguous().unflatten(0, (shards.size, -1))
+    return exchanged(by_rank, shards).permute(2, 0, 3, 1, 4).flatten(1, 2)  # of (P, T, B, H / P, D)
+
+
+def exchanged(x, shards):
+    """x (P, ...): x[r] goes to rank r, and the result[r] comes from it."""
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=shards.group)
+    return received
+
+
+class RowsToHeads(torch.autograd.Function):
+    """rows_to_heads; its transpose is its reverse."""
+
+    @staticmethod
+    def forward(ctx, x, shards):
+        ctx.shards = shards
+        return rows_to_heads(x, shards)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        return heads_to_rows(dx, ctx.shards), None
+
+
+class HeadsToRows(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x, shards):
+        ctx.shards = shards
+        return heads_to_rows(x, shards)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        return rows_to_heads(dx, ctx.shards), None
+
+
+def ulysses_attention(attend, q, k, v, shards):
+    """out of this rank's rows, by attend(q, k, v) -> out of the whole sequence and this rank's heads."""
+    if shards.size == 1:
+        return attend(q, k, v)
+    out = attend(*(RowsToHeads.apply(x, shards) for x in (q, k, v)))
+    return HeadsToRows.apply(out, shards)

@@ -1,0 +1,75 @@
+"""Processes that are the ranks of a group, for tests of what is computed on several of them.
+
+A process takes seconds to import torch, so Ranks keeps a few, which call one function after the other.
+"""
+
+import contextlib
+import datetime
+import multiprocessing
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+
+SECONDS = 100  # for one call
+
+# In a rank: {size: a group of so many}, of which it may be no member, and where its tensors are.
+GROUPS, DEVICE = {}, "cpu"
+
+
+class Ranks:
+    """`size` processes, on CPUs with Gloo, or each on a GPU with NCCL.
+
+    run(function, *args) calls function(*args) in each of them.
+    """
+
+    def __init__(self, folder, size, on_gpus=False):
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            pipe, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, f"file://{folder}/store", rank, size, on_gpus),
+                                      daemon=True)
+            process.start()
+            self.pipes.append(pipe)
+            self.processes.append(process)
+
+    def run(self, function, *args):
+        """The results of all ranks; AssertionError with the traceback of one that raises."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        deadline, results = time.monotonic() + SECONDS, []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(max(0, deadline - time.monotonic())), f"rank {rank} does not answer"
+            is_right, result = pipe.recv()
+            results.append(result if is_right else AssertionError(f"rank {rank}: {result}"))
+        for result in results:
+            if isinstance(result, AssertionError):
+                raise result
+        return results
+
+    def end(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def serve(pipe, store, rank, size, on_gpus):
+    global GROUPS, DEVICE
+    torch.set_num_threads(1)
+    if on_gpus:
+        DEVICE = f"cuda:{rank}"
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if on_gpus else "gloo", init_method=store, rank=rank, world_size=size,
+                            timeout=datetime.timedelta(seconds=60))
+    # The last ranks, so that numbers within a group are not those of the default group.
+    GROUPS = {n: dist.new_group(list(range(size - n, size))) for n in range(1, size + 1)}
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args = pipe.recv()
+            try:
+                pipe.send((True, function(*args)))
+            except BaseException:
+                pipe.send((False, traceback.format_exc()))
+

@@ -1,0 +1,686 @@
+"""Context parallelism on CPUs with Gloo: every method beside one process, what ranks hold, what is refused, failures.
+
+Four processes serve all tests of this file but those in which one fails. Tests with NCCL need two GPUs.
+"""
+
+import dataclasses
+import datetime
+import functools
+import gc
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor.experimental import context_parallel
+from torch.utils.checkpoint import checkpoint
+
+import ranks
+from cases import FP32_TOLERANCE
+from minimal_attn import FlashMHA, flash_attention
+from minimal_attn.backends import Lengths
+from minimal_attn.distributed import context_parallel_attention, shard, shard_labels, shard_positions, unshard
+from minimal_attn.bench.context_parallel import judge
+from minimal_attn.distributed import all_gather, attention
+from minimal_attn.distributed.layout import Chunk, Shards
+from minimal_attn.distributed.pieces import calls_of, pieces_of
+from minimal_attn.reference import reference_attention
+from minimal_attn.scores import visible_keys
+from minimal_attn.validation import allowed_error
+from test_examples import run_by_torchrun
+from test_lengths import TOLERANCE
+
+pytestmark = pytest.mark.cpu
+
+SIZE = 4
+EXACT = {torch.float64: 1e-12, torch.float32: FP32_TOLERANCE}
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    processes = ranks.Ranks(tmp_path_factory.mktemp("ranks"), SIZE)
+    yield processes
+    processes.end()
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    size: int = 2
+    B: int = 1
+    H: int = 4
+    Hk: int = 2
+    D: int = 16
+    Dv: int = 16
+    S: int = 48
+    method: str = "all_gather"
+    layout: str = "zigzag"
+    causal: bool = False
+    window: tuple = (-1, -1)
+    bounds: tuple | None = None  # of documents
+    sinks: bool = False
+    softcap: float = 0.0
+    alibi: bool = False
+    dtype: torch.dtype = torch.float64
+    backend: str = "torch"
+
+    def __str__(self):
+        return f"{self.name} {self.method} {self.layout} {self.size}"
+
+    def options(self):
+        g = torch.Generator().manual_seed(1)
+        return dict(causal=self.causal, window_size=self.window, softcap=self.softcap, backend=self.backend,
+                    alibi_slopes=torch.rand(self.H, generator=g).to(ranks.DEVICE) / 4 if self.alibi else None)
+
+    def whole(self):
+        """q, k, v, dout and sinks of the whole sequence, which require grad but for dout."""
+        g = torch.Generator().manual_seed(0)
+        shapes = [(self.B, h, self.S, d) for h, d in ((self.H, self.D), (self.Hk, self.D), (self.Hk, self.Dv),
+                                                      (self.H, self.Dv))]
+        tensors = [torch.randn(shape, generator=g, dtype=torch.float64).to(ranks.DEVICE, self.dtype)
+                   for shape in shapes]
+        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        sinks = torch.randn(self.H, generator=g, dtype=torch.float64).to(ranks.DEVICE, dtype) if self.sinks else None
+        return tensors, sinks
+
+
+FEATURES = [
+    Case("plain"),
+    Case("causal", causal=True, B=2),
+    Case("padded", S=45),
+    Case("causal_padded", S=37, causal=True, B=2),
+    Case("mostly_padding", S=3, causal=True),
+    Case("window", window=(9, 5), S=61),
+    Case("window_left", window=(9, -1), B=2),
+    Case("window_right", window=(-1, 5)),
+    Case("window_causal", window=(17, -1), causal=True),
+    Case("window_wide", window=(30, 20), S=50),
+    Case("documents", bounds=(0, 5, 30, 30, 46)),
+    Case("documents_causal", bounds=(0, 1, 20, 21, 48), causal=True),
+    Case("documents_window", bounds=(0, 25, 40, 44), window=(7, 3)),
+    Case("documents_window_causal", bounds=(0, 4, 40, 48), window=(7, 0), causal=True, sinks=True),
+    Case("sinks", causal=True, sinks=True, B=2),
+    Case("sinks_padded", S=41, sinks=True),
+    Case("softcap", softcap=2.0, causal=True),
+    Case("Dv", Dv=8, causal=True),
+]
+
+
+def in_one_process(case, dtype=None, function=flash_attention):
+    """out, dq, dk, dv and dsinks, if any, of the whole."""
+    (*qkv, dout), sinks = case.whole()
+    inputs = [x.to(dtype or x.dtype).requires_grad_() for x in qkv]
+    options = case.options()
+    if function is reference_attention:
+        del options["backend"]
+    if case.sinks:
+        inputs.append(options.setdefault("sinks", sinks.to(dtype or sinks.dtype).requires_grad_()))
+    if case.bounds:
+        cu_seqlens = torch.tensor(case.bounds, dtype=torch.int32, device=ranks.DEVICE)
+        options |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    out = function(*inputs[:3], **options)
+    return out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))
+
+
+def on_ranks(case, group, **more):
+    """The same, of this rank's shards, put together again; dsinks are summed."""
+    (*qkv, dout), sinks = case.whole()
+    *inputs, dout = (shard(x, group, 2, case.layout) for x in (*qkv, dout))
+    inputs = [x.requires_grad_() for x in inputs]
+    options = case.options() | dict(layout=case.layout, method=case.method) | more
+    if case.sinks:
+        inputs.append(options.setdefault("sinks", sinks.requires_grad_()))
+    if case.bounds:
+        options["cu_seqlens"] = torch.tensor(case.bounds, dtype=torch.int32)
+    else:
+        options["seqlen"] = case.S
+    out = context_parallel_attention(*inputs[:3], group, **options)
+    gradients = torch.autograd.grad(out, inputs, dout)
+    whole = [unshard(x.detach(), group, 2, case.layout, case.S) for x in (out, *gradients[:3])]
+    if case.sinks:
+        torch.distributed.all_reduce(gradients[3], group=group)
+        whole.append(gradients[3])
+    return whole
+
+
+def compare(cases):
+    """In a rank: {case: what is wrong}."""
+    wrong = {}
+    for case in cases:
+        group = ranks.GROUPS[case.size]
+        if torch.distributed.get_rank(group) < 0:
+            continue
+        found = on_ranks(case, group)
+        base = in_one_process(case)
+        truths = in_one_process(case, torch.float64, reference_attention)
+        for name, x, one, truth in zip(("out", "dq", "dk", "dv", "dsinks"), found, base, truths):
+            error = (x.double() - truth).abs().max().item()
+            allowed = EXACT.get(case.dtype) or allowed_error(one, truth)
+            if name == "dsinks" and case.dtype not in EXACT:  # sums over all rows of what depends on a rounded out
+                allowed = 3 * TOLERANCE[case.dtype] * max(1, truth.abs().max().item())
+            if not error <= allowed or x.dtype != one.dtype:
+                wrong[f"{case} {name}"] = f"{error:.2e}, allowed {allowed:.2e}"
+    return wrong
+
+
+def check(four, cases):
+    results = four.run(compare, cases)
+    assert results == [{}] * len(results)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses"])
+def test_results_are_those_of_one_process(four, method):
+    check(four, [dataclasses.replace(case, method=method, layout=layout)
+                 for case, layout in itertools.product(FEATURES, ("zigzag", "contiguous"))])
+
+
+def of_methods(case, methods=("all_gather", "ring", "ulysses"), layouts=("zigzag", "contiguous")):
+    return [dataclasses.replace(case, method=method, layout=layout) for method in methods for layout in layouts]
+
+
+def test_results_on_three_and_four_ranks(four):
+    check(four, [
+        *of_methods(Case("causal", size=4, Hk=4, S=61, causal=True)),
+        *of_methods(Case("window", size=4, Hk=4, S=64, window=(11, 6))),
+        *of_methods(Case("documents", size=4, H=8, Hk=4, S=64, causal=True, bounds=(0, 7, 40, 59))),
+        *of_methods(Case("causal", size=3, H=6, Hk=3, S=50, causal=True, sinks=True)),
+        *of_methods(Case("one_head", size=3, H=4, Hk=1, S=30, causal=True, B=2), ["all_gather", "ring"]),
+        *of_methods(Case("alone", size=1, S=21, causal=True, sinks=True), ["all_gather", "auto"]),
+    ])
+
+
+def compare_in_groups(cases):
+    """compare, with heads that are gathered in up to four parts, as large ones are."""
+    all_gather.MIN_BYTES, before = 1, all_gather.MIN_BYTES
+    try:
+        return compare(cases)
+    finally:
+        all_gather.MIN_BYTES = before
+
+
+def test_results_of_heads_in_groups(four):
+    cases = [Case("groups", H=2 * heads, Hk=heads, causal=True, S=47, B=2, sinks=True, alibi=True) for heads in (4, 6)]
+    results = four.run(compare_in_groups, cases)
+    assert results == [{}] * len(results)
+
+
+@pytest.mark.parametrize("heads_k, mib, groups", [(8, 15, 1), (8, 32, 2), (8, 1000, 4), (6, 1000, 3), (5, 1000, 1)])
+def test_heads_are_gathered_in_groups_by_size(heads_k, mib, groups):
+    k = torch.empty(1, heads_k, mib * 2**20 // 2 // heads_k, device="meta", dtype=torch.uint8)
+    slices = all_gather.head_groups(k, k)
+    assert len(slices) == groups and [i for heads in slices for i in range(heads_k)[heads]] == list(range(heads_k))
+
+
+def test_results_with_alibi(four):
+    check(four, [*of_methods(Case("causal", alibi=True, causal=True, S=47), ["all_gather", "ulysses", "auto"]),
+                 *of_methods(Case("window", alibi=True, window=(9, 0), bounds=(0, 30, 48)), ["all_gather", "auto"]),
+                 *of_methods(Case("not_causal", alibi=True, S=41, B=2), ["ulysses", "auto"])])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cuda", marks=pytest.mark.slow)])
+def test_results_are_within_the_error_rule(four, backend, dtype):
+    """On a CPU, "cuda" is csrc/flash.cu compiled for it."""
+    cases = [Case("causal", causal=True, S=32, B=2), Case("window", S=29, window=(9, 5), sinks=True),
+             Case("documents", S=32, bounds=(0, 11, 26, 30), causal=True)]
+    check(four, [dataclasses.replace(one, dtype=dtype, backend=backend) for case in cases
+                 for one in of_methods(case, layouts=["zigzag"])])
+
+
+@pytest.mark.slow
+def test_results_of_triton(four):
+    """In its interpreter."""
+    check(four, [Case("documents", H=2, Hk=1, S=16, bounds=(0, 5, 15), causal=True, dtype=torch.float32,
+                      backend="triton", method=method) for method in ("all_gather", "ring")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_all_gather_has_the_bits_of_one_process(four, backend):
+    """Where chunks are multiples of the tile of rows, beside a packed call, which has the same tiles."""
+    case = Case("bits", S=512, bounds=(0, 512), H=1, Hk=1, causal=True, dtype=torch.float32, backend=backend)
+    assert four.run(same_bits, [case])[-1] == [True]
+
+
+def same_bits(cases):
+    group = ranks.GROUPS[2]
+    if torch.distributed.get_rank(group) < 0:
+        return None
+    return [torch.equal(on_ranks(case, group)[0], in_one_process(case)[0]) for case in cases]
+
+
+# What ranks hold.
+
+def shards_in_rank(layout):
+    """Every rank compares, and gives its positions."""
+    group = ranks.GROUPS[3]
+    if (rank := torch.distributed.get_rank(group)) < 0:
+        return None
+    for seqlen in (1, 5, 6, 12, 17):
+        x = torch.randn(2, seqlen, 3, generator=torch.Generator().manual_seed(0))
+        local = shard(x, group, 1, layout)
+        assert local.shape == (2, -(-seqlen // (6 if layout == "zigzag" else 3)) * (2 if layout == "zigzag" else 1), 3)
+        assert torch.equal(unshard(local, group, 1, layout, seqlen), x)
+        assert unshard(local, group, 1, layout).shape[1] == 3 * local.shape[1]
+        assert torch.equal(shard(x.transpose(0, 1), group, -3, layout), local.transpose(0, 1))
+        positions = shard_positions(seqlen, group, layout)
+        is_valid = shard(torch.ones(seqlen, dtype=torch.bool), group, 0, layout)
+        assert torch.equal(x[:, positions[is_valid]], local[:, is_valid])
+        assert not local[:, ~is_valid].any() and not positions[~is_valid].any()
+        tokens = torch.arange(100, 100 + seqlen).expand(2, -1)
+        labels = shard_labels(tokens, group, layout)
+        is_last = positions == seqlen - 1
+        assert torch.equal(labels, (positions + 101).masked_fill(~is_valid | is_last, -100).expand(2, -1))
+    x = torch.randn(2, 7, 3, requires_grad=True)
+    shard(x, group, 1, layout).sum().backward()
+    return shard(torch.arange(12), group, 0, layout).tolist(), x.grad[0, :, 0].tolist(), rank
+
+
+@pytest.mark.parametrize("layout, wanted", [("zigzag", [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
+                                            ("contiguous", [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]])])
+def test_shards_are_those_of_the_layout(four, layout, wanted):
+    _, *results = four.run(shards_in_rank, layout)
+    assert [held for held, _, _ in results] == wanted
+    assert torch.tensor([gradient for _, gradient, _ in results]).sum(0).tolist() == [1] * 7
+
+
+def torchs_order_in_rank():
+    buffer = torch.arange(16)
+    mesh = torch.distributed.init_device_mesh("cpu", (4,))
+    with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
+        return torch.equal(buffer, shard(torch.arange(16), dim=0))
+
+
+def test_zigzag_is_the_order_of_torchs_context_parallel(four):
+    """Whose attention needs GPUs: test_distributed_gpu.py."""
+    assert all(four.run(torchs_order_in_rank))
+
+
+# Which rows see which keys.
+
+def drawn_sequence(draw):
+    """Shards of a drawn size, how many rows a rank has, documents and a window."""
+    size, layout = draw.choice([1, 2, 3, 4]), draw.choice(["zigzag", "contiguous"])
+    rows = draw.randint(1, 12) * 2
+    bounds = sorted(draw.sample(range(1, size * rows), k=min(draw.randint(0, 5), size * rows - 1)))
+    bounds = [0, *bounds] if bounds else [0, size * rows]
+    window = draw.choice([(-1, -1), (-1, 0), (draw.randint(0, 9), draw.choice([-1, 0, draw.randint(0, 9)])),
+                          (-1, draw.randint(0, 9))])
+    return Shards(None, draw.randrange(size), size, layout), rows, list(zip(bounds, bounds[1:])), window
+
+
+def seen_in(call, num_rows, num_keys):
+    """Which keys (num_keys) the rows (num_rows) of a Call see, as flash_attention describes its arguments."""
+    seen = torch.zeros(num_rows, num_keys, dtype=torch.int)
+    cu_seqlens_q, cu_seqlens_k, _, seqused_k = (x if x is None else x.tolist() for x in call.lengths)
+    if cu_seqlens_q is None:
+        samples = [(call.rows.start, call.rows.stop, call.keys.start, call.keys.stop)]
+    else:
+        assert cu_seqlens_q[0] == cu_seqlens_k[0] == 0 and len(cu_seqlens_q) == len(cu_seqlens_k)
+        ends = cu_seqlens_k[1:] if seqused_k is None else [a + n for a, n in zip(cu_seqlens_k, seqused_k)]
+        samples = zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, ends)
+    for begin_q, end_q, begin_k, end_k in samples:
+        assert begin_q <= end_q <= num_rows and begin_k <= end_k <= num_keys
+        mask = visible_keys(end_q - begin_q, end_k - begin_k, call.window, Lengths(), "cpu")
+        seen[begin_q:end_q, begin_k:end_k] += 1 if mask is None else mask.int()
+    return seen
+
+
+@pytest.mark.parametrize("share_keys", [True, False])
+def test_calls_see_every_key_once(share_keys):
+    """Of all ranks in turn, as in a ring, and of the whole sequence."""
+    draw = random.Random(0)
+    for _ in range(600):
+        shards, rows, documents, window = drawn_sequence(draw)
+        total, places = shards.size * rows, torch.arange(shards.size * rows)
+        document = sum((places >= end).int() for _, end in documents)
+        wanted = (document[:, None] == document) & (places < documents[-1][1])
+        left, right = window
+        wanted &= (places[:, None] - places <= left) | torch.tensor(left < 0)
+        wanted &= (places - places[:, None] <= right) | torch.tensor(right < 0)
+        held = [torch.cat([places[chunk.begin:chunk.end] for chunk in shards.chunks(rank, rows)])
+                for rank in range(shards.size)]
+        wanted = wanted[held[shards.rank]].int()
+        seen = torch.zeros_like(wanted)
+        for source in range(shards.size):
+            pieces = pieces_of(shards.chunks(shards.rank, rows), shards.chunks(source, rows), documents, window)
+            for call in calls_of(pieces, 1, rows, rows, places.device, share_keys):
+                seen[:, held[source]] += seen_in(call, rows, rows)
+        assert torch.equal(seen, wanted)
+        pieces = pieces_of(shards.chunks(shards.rank, rows), [Chunk(0, total, 0)], documents, window)
+        calls = calls_of(pieces, 1, rows, total, places.device, share_keys)
+        assert torch.equal(sum((seen_in(call, rows, total) for call in calls), torch.zeros_like(wanted)), wanted)
+        if share_keys and window in ((-1, -1), (-1, 0)):
+            assert len(calls) <= 1
+
+
+def test_ring_makes_few_calls():
+    """Zigzag and causal, without documents: one kernel in a step, two for the gradients where rows share keys."""
+    shards = Shards(None, 1, 4, "zigzag")
+    for source in range(4):
+        pieces = pieces_of(shards.chunks(1, 8), shards.chunks(source, 8), [(0, 32)], (-1, 0))
+        counts = [len(calls_of(pieces, 1, 8, 8, torch.device("cpu"), share_keys)) for share_keys in (True, False)]
+        assert counts == ([1, 2] if source <= 1 else [1, 1])
+
+
+# Input that is refused, before anything is sent: one rank alone gets each error.
+
+def errors_in_rank():
+    """{what is wrong: the error, with its type}, in the last rank, while the others do nothing."""
+    group, errors = ranks.GROUPS[2], {}
+    outside = ranks.GROUPS[1] if torch.distributed.get_rank() == 0 else None
+    if torch.distributed.get_rank() == 0:
+        return refused({"outside": dict(group=outside)})
+    if torch.distributed.get_rank() < SIZE - 1:
+        return None
+    q, k, cu = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.tensor
+    slopes = torch.ones(4)
+    errors = refused({
+        "dropout": dict(dropout_p=0.1), "dropout range": dict(dropout_p=2), "layout": dict(layout="striped"),
+        "method": dict(method="p2p"), "group": dict(group="nccl"), "heads": dict(method="ulysses", k=k[:, :1]),
+        "3D": dict(q=q[0, :2], k=k[0]), "rows": dict(k=k[:, :, :4]), "empty": dict(q=q[:, :, :0], k=k[:, :, :0]),
+        "odd": dict(q=q[:, :, :5], k=k[:, :, :5]), "dtype": dict(q=q.half()), "float8": dict(
+            q=q.to(torch.float8_e4m3fn), k=k.to(torch.float8_e4m3fn), backend="reference"),
+        "backend": dict(backend="cudnn"), "window": dict(window_size=(-2, 0)), "causal": dict(causal=1),
+        "seqlen": dict(seqlen=13), "seqlen 0": dict(seqlen=0), "seqlen type": dict(seqlen=2.0),
+        "both": dict(seqlen=3, cu_seqlens=cu([0, 3], dtype=torch.int32)), "int64": dict(cu_seqlens=cu([0, 12])),
+        "descending": dict(cu_seqlens=cu([0, 5, 3], dtype=torch.int32)),
+        "beyond": dict(cu_seqlens=cu([0, 13], dtype=torch.int32)),
+        "one": dict(cu_seqlens=cu([0], dtype=torch.int32)),
+        "batch": dict(q=q.expand(2, -1, -1, -1), k=k.expand(2, -1, -1, -1), cu_seqlens=cu([0, 12], dtype=torch.int32)),
+        "ring alibi": dict(method="ring", alibi_slopes=slopes, causal=True),
+        "gather alibi": dict(method="all_gather", alibi_slopes=slopes), "sinks": dict(sinks=torch.ones(3)),
+    }, q=q, k=k, group=group)
+    with pytest.raises(NotImplementedError, match="unshard has no gradient"):
+        unshard(q.requires_grad_(), group, 2)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: context_parallel_attention(q, k, k, group), (q.detach(),), (q.detach(),))
+    with pytest.raises(NotImplementedError, match="transforms"):
+        torch.func.vmap(lambda q: context_parallel_attention(q, k, k, group))(q.detach()[None])
+    return errors
+
+
+def refused(wrong, q=None, k=None, group=None):
+    q = torch.randn(1, 4, 6, 8) if q is None else q
+    errors = {}
+    for name, options in wrong.items():
+        arguments = dict(q=q, k=q if k is None else k, group=group) | options
+        try:
+            context_parallel_attention(arguments.pop("q"), arguments["k"], arguments.pop("k"), arguments.pop("group"),
+                                       **arguments)
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+        else:
+            errors[name] = "none"
+    return errors
+
+
+ERRORS = {
+    "dropout": "NotImplementedError: context parallelism has no dropout", "dropout range": "ValueError: dropout_p",
+    "layout": "ValueError: unknown layout 'striped'", "method": "ValueError: unknown method 'p2p'",
+    "group": "TypeError: group must be", "heads": "ValueError: method='ulysses' divides the heads",
+    "3D": "ValueError: q, k and v must be 4D", "rows": "ValueError: q, k and v must have the same number of rows",
+    "empty": "ValueError: q, k and v must have the same number of rows, at least one",
+    "odd": "ValueError: the zigzag layout has two chunks", "dtype": "TypeError: dtypes must match",
+    "float8": "TypeError: Unsupported dtype: q is torch.float8_e4m3fn", "backend": "ValueError: unknown backend 'cudnn'",
+    "window": "ValueError: window_size must be at least -1", "causal": "TypeError: causal must be a bool",
+    "seqlen": "ValueError: seqlen must be in 1..12", "seqlen 0": "ValueError: seqlen must be in 1..12",
+    "seqlen type": "TypeError: seqlen must be None or an int", "both": "ValueError: seqlen cannot be given together",
+    "int64": "TypeError: cu_seqlens must be int32", "descending": "ValueError: cu_seqlens must start at 0 and ascend",
+    "beyond": "ValueError: cu_seqlens must start at 0 and ascend up to at most 12",
+    "one": "ValueError: cu_seqlens must have shape", "batch": "ValueError: with cu_seqlens, q, k and v must be packed",
+    "ring alibi": "NotImplementedError: method='ring' has no alibi_slopes",
+    "gather alibi": "NotImplementedError: method='all_gather' has alibi_slopes under a causal mask alone",
+    "sinks": "ValueError: sinks must have shape (4,)",
+}
+
+
+def test_bad_input_is_refused_before_anything_is_sent(four):
+    outside, *_, errors = four.run(errors_in_rank)
+    assert outside == {"outside": "ValueError: this process is not a member of the group"}
+    assert errors.keys() == ERRORS.keys()
+    assert {name: error for name, error in errors.items() if not error.startswith(ERRORS[name])} == {}
+
+
+def test_without_a_process_group():
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(RuntimeError, match="init_process_group first"):
+        context_parallel_attention(q, q, q)
+    with pytest.raises(RuntimeError, match="init_process_group first"):
+        FlashMHA(16, 2, context_parallel_group="cp")
+
+
+# The method that "auto" takes.
+
+@pytest.mark.parametrize("sizes, slopes, window, local_world_size, method", [
+    ((2, 32, 8, 4096), False, (-1, 0), None, "all_gather"),
+    ((8, 32, 8, 4096), False, (-1, 0), None, "ulysses"),  # 8 > 1 + 4
+    ((8, 32, 4, 4096), False, (-1, 0), "8", "all_gather"),  # 8 does not divide 4
+    ((4, 32, 8, 4096), False, (-1, 0), "4", "all_gather"),
+    ((4, 32, 32, 4096), False, (-1, 0), "4", "ulysses"),
+    ((8, 32, 8, 4096), False, (-1, 0), "4", "ring"),
+    ((8, 32, 8, 4096), True, (-1, 0), "4", "ulysses"),
+    ((8, 32, 2, 4096), True, (-1, 0), "4", "all_gather"),
+    ((2, 32, 8, 1 << 20), False, (-1, 0), None, "all_gather"),  # 8 GiB
+    ((2, 32, 8, (1 << 20) + 2), False, (-1, 0), None, "ring"),
+    ((2, 32, 8, 4096), True, (-1, -1), None, "ulysses"),
+])
+def test_auto_takes_a_method_by_size(monkeypatch, sizes, slopes, window, local_world_size, method):
+    size, heads, heads_k, rows = sizes
+    if local_world_size:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+    else:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(range(size)))
+    q, k = (torch.empty(1, h, rows, 128, dtype=torch.bfloat16, device="meta") for h in (heads, heads_k))
+    shards = Shards(None, 0, size, "zigzag")
+    assert attention.check_method("auto", q, k, k, shards, torch.ones(1) if slopes else None, window) == method
+
+
+# In a model.
+
+def small_model(group=None):
+    torch.manual_seed(3)
+    mha = FlashMHA(32, 4, 2, causal=True, window_size=(40, 0), context_parallel_group=group)
+    return torch.nn.Sequential(torch.nn.Linear(32, 32), mha, torch.nn.GELU(), torch.nn.Linear(32, 16))
+
+
+def gradients_of(model):
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def loss_of(model, tokens, labels):
+    """The sum of losses, divided by the number of labels of all ranks: a sum over ranks is then the mean."""
+    logits = model(torch.nn.functional.one_hot(tokens % 32, 32).float())
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / (LENGTH - 1)
+
+
+LENGTH = 61
+
+
+def trained_on_ranks(how):
+    """Whether a rank of a group of four has the loss and the gradients of one process."""
+    group = ranks.GROUPS[4]
+    tokens = torch.randint(16, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    one = small_model()
+    whole_loss = loss_of(one, tokens[:, :-1], tokens[:, 1:])
+    whole_loss.backward()
+    model = small_model(group)
+    local, labels = shard(tokens, group), shard_labels(tokens, group)
+    if how == "ddp":  # which takes the mean over ranks
+        model = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    elif how == "fsdp2":
+        mesh = torch.distributed.init_device_mesh("cpu", (4,))
+        torch.distributed.fsdp.fully_shard(model[1], mesh=mesh)
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    elif how == "compile":
+        model = torch.compile(model, backend="aot_eager")
+    elif how == "checkpoint":
+        model.forward = functools.partial(checkpoint, model.forward, use_reentrant=False)
+    loss = loss_of(model, local, labels)
+    loss.backward()
+    gradients = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in gradients_of(model)]
+    loss = loss.detach()
+    torch.distributed.all_reduce(loss, group=group)
+    for gradient in gradients:
+        if how in ("ddp", "fsdp2"):
+            gradient *= 4
+        else:
+            torch.distributed.all_reduce(gradient, group=group)
+    torch.testing.assert_close(loss, whole_loss.detach())
+    torch.testing.assert_close(gradients, gradients_of(one), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["plain", "ddp", "fsdp2", "checkpoint", pytest.param("compile", marks=pytest.mark.slow)])
+def test_model_has_the_gradients_of_one_process(four, how):
+    four.run(trained_on_ranks, how)
+
+
+def module_in_rank():
+    group = ranks.GROUPS[2]
+    if torch.distributed.get_rank(group) < 0:
+        return
+    torch.manual_seed(0)
+    one, x = FlashMHA(16, 2), torch.randn(30, 16)
+    split = FlashMHA(16, 2, context_parallel_group=group)
+    split.load_state_dict(one.state_dict())
+    cu_seqlens = torch.tensor([0, 11, 30], dtype=torch.int32)
+    out = unshard(split(shard(x, group, 0), cu_seqlens=cu_seqlens).detach(), group, 0, seqlen=30)
+    torch.testing.assert_close(out, one(x, cu_seqlens=cu_seqlens).detach())
+    for name, mask in (("seq_lens", [4]), ("key_padding_mask", torch.ones(1, 4)), ("attn_mask", torch.ones(4, 4))):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported with context_parallel_group"):
+            split(x[None, :4], **{name: mask})
+    with pytest.raises(NotImplementedError, match="dropout is not supported with context_parallel_group"):
+        FlashMHA(16, 2, dropout=0.1, context_parallel_group=group)
+    with pytest.raises(TypeError, match="group must be a torch.distributed.ProcessGroup"):
+        FlashMHA(16, 2, context_parallel_group=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert split(shard(x, group, 0)[None]).dtype == torch.bfloat16
+
+
+def test_module_of_packed_documents(four):
+    four.run(module_in_rank)
+
+
+def padding_in_rank():
+    """NaN in padding changes nothing, and gets no gradient."""
+    group = ranks.GROUPS[2]
+    if torch.distributed.get_rank(group) < 0:
+        return
+    for case in of_methods(Case("padded", S=21, sinks=True)) + of_methods(Case("packed", S=21, bounds=(0, 9, 21))):
+        (*qkv, dout), sinks = case.whole()
+        of_case = dict(layout=case.layout, method=case.method, sinks=sinks, backend="torch")
+        of_case |= {"seqlen": 21} if sinks is not None else {"cu_seqlens": torch.tensor(case.bounds, dtype=torch.int32)}
+        results = []
+        for pad_value in (0, torch.nan):
+            inputs = [shard(x, group, 2, case.layout, pad_value).requires_grad_() for x in qkv]
+            out = context_parallel_attention(*inputs, group, **of_case)
+            results.append([out.detach(), *torch.autograd.grad(out, inputs, shard(dout, group, 2, case.layout))])
+        torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_padding_changes_nothing(four):
+    four.run(padding_in_rank)
+
+
+# Failures, and memory.
+
+def steps_in_rank(num_steps):
+    """How many tensors there are, and MB of memory in use, after a few steps and after many more."""
+    group, found = ranks.GROUPS[2], []
+    if torch.distributed.get_rank(group) < 0:
+        return None
+    for step in range(num_steps):
+        if step in (num_steps // 4, num_steps - 1):
+            gc.collect()
+            tensors = sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            found.append((tensors, pages * os.sysconf("SC_PAGE_SIZE") / 2**20))
+        q, k, v = (torch.randn(1, 4, 64, 32, requires_grad=True) for _ in "qkv")
+        method = attention.METHODS[step % 3]
+        context_parallel_attention(q, k, v, group, method=method, causal=True).sum().backward()
+    return found
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow(four):
+    """In 1,000 steps. A tensor that each step left behind would be 32 KB, and 24 MB in the end."""
+    *_, first, second = four.run(steps_in_rank, 1000)
+    for (tensors, mb), (tensors_later, mb_later) in (first, second):
+        assert tensors_later == tensors and mb_later - mb < 8
+
+
+def fail_in_rank(method, rank, how, store, pipe):
+    """A group of two, in which rank 1 raises, ends, or does not call at all."""
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2,
+                                         timeout=datetime.timedelta(seconds=3))
+    q = torch.randn(1, 4, 8, 16, requires_grad=True)
+    out = context_parallel_attention(q, q, q, method=method)  # which is right, so that both are connected
+    start = time.monotonic()
+    try:
+        if rank == 1 and how == "raises":
+            raise ValueError("of this rank alone")
+        if rank == 1:
+            time.sleep(15 if how == "waits" else 0)
+            os._exit(0)
+        out.sum().backward()
+        pipe.send(("none", 0))
+    except Exception as error:
+        pipe.send((type(error).__name__, time.monotonic() - start))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method, how", [("all_gather", "waits"), ("ring", "ends"), ("ulysses", "raises")])
+def test_failing_rank_ends_the_others(tmp_path, method, how):
+    """By the time-out of the group, or as soon as a connection is lost."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    other, of_other = context.Pipe()
+    processes = [context.Process(target=fail_in_rank, args=(method, rank, how, f"file://{tmp_path}/store", pipe))
+                 for rank, pipe in ((0, theirs), (1, of_other))]
+    for process in processes:
+        process.start()
+    try:
+        assert ours.poll(60), "rank 0 waits for ever"
+        error, seconds = ours.recv()
+        assert error in ("RuntimeError", "DistBackendError", "DistNetworkError") and seconds < 12
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+# The benchmark.
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its default size there takes minutes")
+def test_benchmark_measures_every_method(tmp_path):
+    run = run_by_torchrun(2, "-m", "minimal_attn.bench.context_parallel", "--calls", "2", "--json",
+                          str(tmp_path / "rows.json"))
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "rows.json").read_text())
+    assert result["meta"]["ranks"] == 2
+    rows = {(row["impl"], row["pass"], row["nheads_k"]): row for row in result["rows"]}
+    assert len(rows) == len(result["rows"]) == len(run.stdout.splitlines())
+    for heads_k in (2, 4):
+        for what in ("forward", "forward_backward"):
+            one_gpu = rows["one_gpu", what, heads_k]["ms"]
+            for impl in ("all_gather", "plain_all_gather", "ring", "ulysses"):
+                row = rows[impl, what, heads_k]
+                assert row["seqlen_q"] == 64 and row["ms"] > 0
+                assert row["efficiency"] == pytest.approx(one_gpu / 2 / row["ms"], abs=1e-4)
+
+
+def test_benchmark_notices_a_wrong_result():
+    q, k, v = torch.randn(3, 1, 2, 64, 16, dtype=torch.bfloat16)
+    out = flash_attention(q, k, v, causal=True)
+    judge(out, (q, k, v))
+    for wrong in (out * 1.05, flash_attention(q, k, v), out.roll(1, 2), out * torch.nan):
+        with pytest.raises(ValueError, match="wrong result"):
+            judge(wrong, (q, k, v))

@@ -1,0 +1,83 @@
+"""Context parallelism on GPUs with NCCL: beside one GPU, and torch's own context_parallel on our kernels."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import minimal_attn
+import ranks
+from minimal_attn.bench.context_parallel import torchs_context_parallel
+from minimal_attn.distributed import shard, unshard
+from test_activate import OURS, TORCHS
+from test_distributed import FEATURES, Case, check, compare_in_groups, in_one_process, of_methods, on_ranks
+
+NUM_GPUS = torch.cuda.device_count()
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs 2 GPUs")]
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory):
+    processes = ranks.Ranks(tmp_path_factory.mktemp("ranks"), min(NUM_GPUS, 4), on_gpus=True)
+    yield processes
+    processes.end()
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_results_are_those_of_one_gpu(gpus, backend, dtype):
+    cases = [dataclasses.replace(case, dtype=dtype, backend=backend, D=64, Dv=64) for case in FEATURES]
+    check(gpus, [one for case in cases for one in of_methods(case, layouts=["zigzag"])])
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.skipif(NUM_GPUS < 4, reason="needs 4 GPUs"))])
+def test_results_at_length(gpus, size):
+    cases = of_methods(Case("long", size=size, S=4096, H=8, Hk=4, D=128, Dv=128, causal=True, dtype=torch.bfloat16,
+                            backend="cuda"), layouts=["zigzag"])
+    results = gpus.run(compare_in_groups, cases)
+    assert results == [{}] * len(results)
+
+
+def same_bits(case):
+    """Beside a packed call of one GPU, which has the same tiles."""
+    group = ranks.GROUPS[2]
+    if torch.distributed.get_rank(group) < 0:
+        return None
+    return torch.equal(on_ranks(case, group)[0], in_one_process(case)[0])
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_all_gather_has_the_bits_of_one_gpu(gpus, D):
+    """Chunks are multiples of all tiles of rows, 64, 128 and 192."""
+    case = Case("bits", S=4 * 768, bounds=(0, 4 * 768), H=8, Hk=2, D=D, Dv=D, causal=True, dtype=torch.bfloat16,
+                backend="cuda")
+    assert gpus.run(same_bits, case)[-1] is True
+
+
+def torchs_in_rank(backend):
+    """torch's context_parallel on our kernels, forward and backward, beside torch's attention on one GPU."""
+    group = torch.distributed.group.WORLD
+    size = torch.distributed.get_world_size()
+    case = Case("torch", S=1024 * size, H=4, Hk=4, D=64, Dv=64, causal=True, dtype=torch.bfloat16)
+    (*qkv, dout), _ = case.whole()
+    whole = [x.requires_grad_() for x in qkv]
+    out = scaled_dot_product_attention(*whole, is_causal=True)
+    wanted = [out.detach(), *torch.autograd.grad(out, whole, dout)]
+    local = [shard(x.detach(), group, 2).requires_grad_() for x in qkv]
+    with minimal_attn.activated(), sdpa_kernel(SDPBackend.__members__[backend]), torch.profiler.profile() as profile, \
+            torchs_context_parallel(case.S, torch.device("cuda")):
+        out = scaled_dot_product_attention(*local, is_causal=True)
+        gradients = torch.autograd.grad(out, local, shard(dout, group, 2))
+    found = [unshard(x.detach(), group, 2) for x in (out, *gradients)]
+    for x, y in zip(found, wanted):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2 * y.abs().max().item())
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len({name for name in names if OURS.search(name)}) >= 2 and not any(map(TORCHS.search, names)), names
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
+def test_torchs_context_parallel_runs_on_our_kernels(gpus, backend):
+    gpus.run(torchs_in_rank, backend)
