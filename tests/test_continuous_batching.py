@@ -18,7 +18,7 @@ from minimal_attn.integrations import kernels
 from test_flash_attn_names import availability  # noqa: F401: a fixture
 from test_transformers import MODELS, SIZES, VOCAB, loaded_kernel
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.23")  # earlier releases configure batches otherwise
 initialization = pytest.importorskip("transformers.generation.continuous_batching.initialization")
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
