@@ -37,10 +37,15 @@ def objects():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder as site-packages have it after the wheel was installed."""
+    """A folder as site-packages have it after the wheel was installed: that of MINIMAL_ATTN_WHEEL, if it names a file of
+    `make wheel`, or one that is made here."""
     from conftest import made_once
 
     def make(folder):
+        if wheel := os.environ.get("MINIMAL_ATTN_WHEEL"):
+            with zipfile.ZipFile(wheel) as packed:
+                packed.extractall(folder)
+            return
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(ROOT / "tools")
             from build_wheel import compile_library
