@@ -522,6 +522,7 @@ with open({log!r}, "a") as log:
 
 
 @pytest.mark.slow
+@pytest.mark.campaign  # it compiles seven files against torch's headers
 @pytest.mark.timeout(600)
 def test_wheel_with_torch_holds_the_extension(tree, tmp_path):
     compiler, log = tmp_path / "g++", tmp_path / "copied"

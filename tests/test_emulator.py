@@ -218,12 +218,14 @@ def sanitized(csrc, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.campaign  # the driver takes minutes to compile
 def test_address_sanitizer_finds_nothing(sanitized):
     """In a case or two of each kernel and of each way to read scores; campaign.py has more."""
     assert_passed(run(sanitized, "--random=5", *SANITIZED_CASES))
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_address_sanitizer_sees_overrun(sanitized):
     done = run(sanitized, "--random=5", "--overrun", "sm90_one")
     assert done.returncode and "AddressSanitizer: heap-buffer-overflow" in done.stderr
