@@ -82,6 +82,7 @@ def results():
         bullet(f"""**Training with Triton, bf16.** By the sum of both passes of `backend="triton"`, which were timed
             separately, it reaches {mean(both[0])} of the speed of cuDNN ({span(both[0])}) and {mean(both[1])} times the
             speed of FA2, up to head_dim 128."""),
+        *of_decoding(), *of_models(),
         bullet(f"""**fp32 without TF32.** On average, up to head_dim 128, the forward kernel `dmma` is {mean(dmma)}
             times as fast as PyTorch's memory-efficient kernel ({span(dmma)}). At head_dim 256, `simt` serves and
             reaches {simt:.2f} of the speed of that kernel. The Triton kernels take {min(by_triton):.1f} to
@@ -90,6 +91,32 @@ def results():
         bullet(f"""**Unaligned 16-bit calls.** A 16-bit call whose head_dim is not a multiple of 8, or whose strides or
             addresses are not multiples of 16 bytes, takes {slower_unaligned("forward", "cuda:sm90")} times as long as
             with `sm90`, because `simt` serves it. One warning names the reason."""), ""])
+
+
+def of_decoding():
+    """What README.md says of decode.json: dense caches and one token, by sizes."""
+    if not is_recorded("decode"):
+        return
+    rows_of = settings("decode", "batch_size", "nheads_k", "seqlen_k", page_size=0, seqlen_q=1, lengths="full")
+    small, large = ({impl: ratios({x: rows for x, rows in rows_of.items()
+                                   if (rows["read"]["gbps"] * rows["read"]["ms"] > 200) == is_large}, impl, "read")
+                     for impl in ("cuda", "torch:cudnn")} for is_large in (False, True))
+    yield bullet(f"""**Attention to caches, bf16.** A call with one query token is bound by reading keys and values. With
+        caches of 268 MB and more, `cuda` reaches {mean(large["cuda"])} of the speed of a plain read
+        ({span(large["cuda"])}), and cuDNN {mean(large["torch:cudnn"])}. With 4 and 34 MB these are
+        {mean(small["cuda"])} and {mean(small["torch:cudnn"])}. cuDNN has no pages in PyTorch; with pages, `cuda` is
+        about as fast as without ([docs/benchmarks.md](docs/benchmarks.md#attention-to-caches-bf16)).""")
+
+
+def of_models():
+    """What README.md says of models.json."""
+    if not is_recorded("models"):
+        return
+    forward, step = (ratios({x: rows for x, rows in settings("models", "pass", "seqlen").items() if x[0] == which},
+                            "minimal_attn", "sdpa") for which in ("forward", "step"))
+    yield bullet(f"""**A whole Llama.** With 8192 and 32768 tokens, the forward pass of a small Llama of transformers is
+        {span(forward)} times as fast as with torch's `sdpa`, and its training step {span(step)} times
+        ([docs/integrations.md](docs/integrations.md#a-whole-model)).""")
 
 
 def forward():
