@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Optional
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -299,16 +300,30 @@ def drawn_calls(draw):
                 layout=draw(st.sampled_from(["heads", "rows", "interleaved", "slice"])))
 
 
-def test_drawn_calls(backend):
-    is_interpreted = backend == "triton" and not HAS_GPU  # a third of a second each
-
-    @settings(max_examples=20 if is_interpreted else 60, database=None, deadline=None, derandomize=True,
-              suppress_health_check=[HealthCheck.too_slow])
-    @given(call=drawn_calls(), seed=st.integers(0, 99))
-    def check(call, seed):
-        check_call(backend, call, BACKENDS[backend], seed)
+def check_drawn_calls(backend, seed, max_examples):
+    """The same ones for the same seed."""
+    @hypothesis.seed(seed)
+    @settings(max_examples=max_examples, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(call=drawn_calls(), values=st.integers(0, 99))
+    def check(call, values):
+        check_call(backend, call, BACKENDS[backend], values)
 
     check()
+
+
+def test_drawn_calls(backend):
+    is_interpreted = backend == "triton" and not HAS_GPU  # a third of a second each
+    check_drawn_calls(backend, 0, 20 if is_interpreted else 60)
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_10000_drawn_calls(backend, seed):
+    if backend == "triton" and not HAS_GPU:
+        pytest.skip("an hour in the interpreter")
+    check_drawn_calls(backend, seed, 1000)
 
 
 def test_same_as_flash_attention(backend):
