@@ -142,7 +142,9 @@ def on_ranks(case, group, **more):
         options["seqlen"] = case.S
     out = context_parallel_attention(*inputs[:3], group, **options)
     gradients = torch.autograd.grad(out, inputs, dout)
-    whole = [unshard(x.detach(), group, 2, case.layout, case.S) for x in (out, *gradients[:3])]
+    whole = [unshard(x.detach(), group, 2, case.layout) for x in (out, *gradients[:3])]
+    assert not any(x[:, :, case.S:].any() for x in whole), f"{case}: padding is not 0"
+    whole = [x[:, :, :case.S] for x in whole]
     if case.sinks:
         torch.distributed.all_reduce(gradients[3], group=group)
         whole.append(gradients[3])
@@ -279,6 +281,10 @@ def shards_in_rank(layout):
         assert torch.equal(labels, (positions + 101).masked_fill(~is_valid | is_last, -100).expand(2, -1))
     x = torch.randn(2, 7, 3, requires_grad=True)
     shard(x, group, 1, layout).sum().backward()
+    for error, match, tokens in ((TypeError, "int64, got torch.uint8", torch.zeros(1, 7, dtype=torch.uint8)),
+                                 (ValueError, "2D, .* got 1 dimensions", torch.arange(7))):
+        with pytest.raises(error, match=f"tokens must be {match}"):
+            shard_labels(tokens, group, layout)
     return shard(torch.arange(12), group, 0, layout).tolist(), x.grad[0, :, 0].tolist(), rank
 
 
