@@ -30,6 +30,7 @@ from minimal_attn.bench.context_parallel import judge
 from minimal_attn.distributed import all_gather, attention
 from minimal_attn.distributed.layout import Chunk, Shards
 from minimal_attn.distributed.pieces import calls_of, pieces_of
+from minimal_attn.interface import BACKENDS
 from minimal_attn.reference import reference_attention
 from minimal_attn.scores import visible_keys
 from minimal_attn.validation import allowed_error
@@ -171,6 +172,11 @@ def compare(cases):
     return wrong
 
 
+def load(backend):
+    """Build it before the ranks need it: that takes longer than they may take for one call."""
+    assert BACKENDS[backend].why_not(torch.device("cpu")) is None
+
+
 def check(four, cases):
     results = four.run(compare, cases)
     assert results == [{}] * len(results)
@@ -229,6 +235,7 @@ def test_results_with_alibi(four):
 @pytest.mark.parametrize("backend", ["torch", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_results_are_within_the_error_rule(four, backend, dtype):
     """On a CPU, "cuda" is csrc/flash.cu compiled for it."""
+    load(backend)
     cases = [Case("causal", causal=True, S=32, B=2), Case("window", S=29, window=(9, 5), sinks=True),
              Case("documents", S=32, bounds=(0, 11, 26, 30), causal=True)]
     check(four, [dataclasses.replace(one, dtype=dtype, backend=backend) for case in cases
@@ -246,6 +253,7 @@ def test_results_of_triton(four):
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_all_gather_has_the_bits_of_one_process(four, backend):
     """Where chunks are multiples of the tile of rows, beside a packed call, which has the same tiles."""
+    load(backend)
     case = Case("bits", S=512, bounds=(0, 512), H=1, Hk=1, causal=True, dtype=torch.float32, backend=backend)
     assert four.run(same_bits, [case])[-1] == [True]
 
