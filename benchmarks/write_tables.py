@@ -333,7 +333,7 @@ def decode():
             (`minimal_attn/bench/read.py`) that reads as many bytes and computes nothing. The columns from `cuda` on are
             shares of its speed: dense caches, and pages of {', '.join(map(str, PAGES[1:]))} keys in random order. Times
             are those of the GPU in a CUDA graph of up to 32 calls, each on a cache of its own. The averages are
-            {averages}. A few reads were up to 12 % slower than others of as many bytes, for no reason that we know.
+            {averages}. A few reads were up to 13 % slower than others of as many bytes, for no reason that we know.
             Shares of 1.00 and more are due to them."""),
         table(["B", "H", "Hk", "S", "MB", "read, GB/s",
                *(", ".join([*names([impl]), str(page_size)][:1 + bool(page_size)]) for impl, page_size in columns)],

@@ -4,8 +4,8 @@
 
 From the repository's root. With as many processes as GPUs it trains on them with NCCL, without GPUs on CPUs with Gloo.
 Each process has a share of the sequence and a copy of the model, and DistributedDataParallel takes the mean of the
-gradients. Losses do not depend on the number of processes but by rounding. What differs from training on one GPU are
-the lines with `group`.
+gradients. Apart from rounding, losses do not depend on the number of processes. What differs from training on one GPU
+are the lines with `group`.
 
 The sequence is the sources of the kernels as bytes, repeated as often as needed. Read next:
 ../minimal_attn/distributed/attention.py, the attention of each block.

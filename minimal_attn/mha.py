@@ -134,7 +134,8 @@ class FlashMHA(nn.Module):
         """Self-attention of x. At most one of seq_lens, cu_seqlens and key_padding_mask is given.
 
         With a context_parallel_group, x is this rank's rows, and S or T their number. cu_seqlens is then that of the
-        whole sequence, on the CPU or on x's device; the other lengths and masks are not supported.
+        whole sequence, on the CPU or on x's device; the other lengths and masks are not supported, and max_seqlen is
+        ignored. Without a causal mask, rows see the padding of distributed.shard, unless cu_seqlens ends before it.
 
         Args:
             x: (B, S, E), or packed (T, E) with cu_seqlens, on the device and of the dtype of the parameters;

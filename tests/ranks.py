@@ -41,7 +41,9 @@ class Ranks:
             pipe.send((function, args))
         deadline, results = time.monotonic() + SECONDS, []
         for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(max(0, deadline - time.monotonic())), f"rank {rank} does not answer"
+            if not pipe.poll(max(0, deadline - time.monotonic())):
+                self.end()  # what comes later would be taken for the results of the next call
+                raise AssertionError(f"rank {rank} does not answer")
             is_right, result = pipe.recv()
             results.append(result if is_right else AssertionError(f"rank {rank}: {result}"))
         for result in results:

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 -m minimal_attn.bench.context_parallel --json context_parallel.json
 
-Each of ours is first compared with one GPU, then timed: the slowest rank of each call counts, and the median of calls.
+Before a method of ours is timed, 64 rows of its out are compared with attention in fp32. Gradients are left to the
+tests. The slowest rank of each call counts, and the median of calls.
 Efficiency is the time on one GPU of the whole, by the same kernels, over P times the time on P. Without GPUs it runs in
 a tiny size on CPUs with Gloo, to be tested; torch's context_parallel has no CPU kernels. Read next:
 ../distributed/attention.py.

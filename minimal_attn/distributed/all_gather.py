@@ -88,7 +88,7 @@ class AllGatherAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         attention, shards = ctx.attention, ctx.attention.shards
         dtype, num_rows = sum_dtype(q.dtype), k.shape[2]
-        dq, reduced = torch.zeros(q.shape, dtype=dtype, device=q.device), []
+        dq, reduced, work = torch.zeros(q.shape, dtype=dtype, device=q.device), [], None
         for heads, k_all, v_all in gathered(k, v, shards):
             of_q = query_heads(heads, q, k)
             sizes = k_all.shape[2], k.shape[0], heads.stop - heads.start, k.shape[3] + v.shape[3]
@@ -96,11 +96,12 @@ class AllGatherAttention(torch.autograd.Function):
             dk, dv = heads_first(dkv_all).split((k.shape[3], v.shape[3]), -1)
             attention.of_heads(of_q).add_gradients(dout[:, of_q], q[:, of_q], k_all, v_all, out[:, of_q], lse[:, of_q],
                                                    None, dq[:, of_q], dk, dv)
-            dkv = dkv_all.new_empty(num_rows, *sizes[1:])
-            reduced.append((dkv, reduce_scatter(dkv, shards.by_rank(dkv_all), shards.group)))
-        for _, work in reduced:
-            work.wait()
-        dkv = heads_first(torch.cat([dkv for dkv, _ in reduced], 2))
+            if work:
+                work.wait()  # until then it keeps the sums for all ranks in memory
+            reduced.append(dkv_all.new_empty(num_rows, *sizes[1:]))
+            work = reduce_scatter(reduced[-1], shards.by_rank(dkv_all), shards.group)
+        work.wait()
+        dkv = heads_first(torch.cat(reduced, 2))
         dk, dv = (x.to(k.dtype) for x in dkv.split((k.shape[3], v.shape[3]), -1))
         dsinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
         return dq.to(q.dtype), dk, dv, dsinks, None

@@ -44,7 +44,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
     this rank's rows. That of sinks is this rank's part, to be summed over the ranks like that of any parameter.
 
     Args:
-        q: (B, H, T, D), this rank's rows in the layout, with D from 1 to 256. Dtypes as of flash_attention, but float8.
+        q: (B, H, T, D), this rank's rows in the layout, with D from 1 to 256. Dtypes as of flash_attention, without
+            float8.
         k, v: (B, Hk, T, D), with H a multiple of Hk. v, and then out, may have another head_dim.
         group: the process group that the sequence is split over; the default group if None.
         causal, sm_scale, sinks, softcap, deterministic, backend: as of flash_attention. Rows see keys by their places
@@ -63,8 +64,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
             - else "ulysses" if P divides Hk and H, and P > 1 + H / Hk: it then sends less than an all-gather. Also if
               alibi_slopes are given without a causal mask, and P divides both;
             - else "all_gather".
-            A node has as many ranks as the environment variable LOCAL_WORLD_SIZE says, which torchrun sets; without it,
-            all ranks are on one node.
+            A node has as many ranks as the environment variable LOCAL_WORLD_SIZE says, which torchrun sets. It must be
+            the same on all nodes. Without it, all ranks are taken to be on one node.
         alibi_slopes: float32 (H,), or (B, H) without cu_seqlens. Not with "ring", and with "all_gather" only under a
             causal mask.
         dropout_p: 0: dropout is not supported.
@@ -73,7 +74,7 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
         out (B, H, T, Dv), of q's dtype; under torch.autocast of autocast's.
 
     Raises:
-        TypeError: as flash_attention; a group that is none, a seqlen that is no int.
+        TypeError: as flash_attention; a group that is no process group, a seqlen that is no int.
         ValueError: as flash_attention; q, k and v that are not 4D, are empty or have different T; a wrong layout,
             method, cu_seqlens or seqlen; an odd T in the zigzag layout; heads that "ulysses" cannot divide; a group
             without this process.
@@ -125,7 +126,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
 def lengths_of_whole(cu_seqlens, seqlen, q):
     """flash_attention's arguments for lengths, when it has the whole sequence."""
     if cu_seqlens is not None:
-        bounds, = ints(q.device, cu_seqlens.tolist())
+        is_there = cu_seqlens.device == q.device  # then nobody waits for the GPU again
+        bounds = cu_seqlens.contiguous() if is_there else ints(q.device, cu_seqlens.tolist())[0]
         return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
     if seqlen is None:
         return {}

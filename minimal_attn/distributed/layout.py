@@ -162,6 +162,8 @@ def shard_positions(seqlen: int, group: "dist.ProcessGroup | None" = None, layou
     Args:
         seqlen: of the whole sequence.
         group, layout: as of shard, and so are the errors.
+
+    They count from the start of the whole sequence. For positions in documents, shard those.
     """
     return shard(torch.arange(seqlen, device=device), group, 0, layout)
 
@@ -173,13 +175,20 @@ def shard_labels(tokens: Tensor, group: "dist.ProcessGroup | None" = None, layou
 
     Args:
         tokens: (B, S), int64, the whole sequence.
-        group, layout: as of shard, and so are the errors.
+        group, layout: as of shard.
         ignore_index: the label of the last token and of padding, which cross_entropy leaves out.
 
     Returns:
         (B, T), int64.
+
+    Raises:
+        As shard; also TypeError for tokens that are not int64, ValueError for those that are not 2D.
     """
     check_tensor("tokens", tokens)
+    if tokens.dtype != torch.int64:
+        raise TypeError(f"tokens must be int64, got {tokens.dtype}")
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must be 2D, (B, S), got {tokens.ndim} dimensions")
     return shard(pad(tokens[:, 1:], (0, 1), value=ignore_index), group, 1, layout, ignore_index)
 
 

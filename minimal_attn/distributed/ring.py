@@ -1,7 +1,7 @@
 """Context parallelism by a ring: keys and values go round the ranks, and each rank attends to those it holds.
 
-Liu et al., Ring Attention, 2023. A rank never has more keys than its own and those that arrive. The next ones arrive
-while it attends, and the parts of the result are merged by their lse. In the backward pass, dk and dv travel with the
+Liu et al., Ring Attention, 2023. Beside its own keys, a rank has those that it attends to and those that arrive
+meanwhile. The parts of the result are merged by their lse. In the backward pass, dk and dv travel with the
 keys, one step behind, and each rank adds its part. After P steps they are home. Read next: ulysses.py, which divides
 the heads instead.
 """
