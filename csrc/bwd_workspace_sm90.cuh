@@ -52,9 +52,9 @@ __host__ __device__ int num_splits(const AttnParams &p, int seqlen_q, int seqlen
     if (p.cu_seqlens_q) return 1;
     const int64_t group = p.nheads / p.nheads_k, rows = group * seqlen_q;
     const int64_t tiles = int64_t(p.nheads_k) * num_blocks<Shape::kBlockN>(seqlen_k);
-    const bool is_causal = p.window_right < p.seqlen_q - 1;
+    const bool is_uneven = p.window_left >= seqlen_k && p.window_right < seqlen_q - 1;  // the rows that see a tile
     auto is_too_many = [&](int64_t splits) {
-        const int64_t enough = is_causal && splits * 4096 <= rows ? 512 : 256;
+        const int64_t enough = is_uneven && splits * 4096 <= rows ? 512 : 256;
         return (!kMost && (splits - 1) * tiles >= enough) || splits * 1024 > rows || splits * seqlen_k > rows;
     };
     int64_t splits = group < 16 ? group : 16;
