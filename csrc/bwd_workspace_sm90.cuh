@@ -41,7 +41,7 @@ struct BwdShape {
 
 // How many blocks of threads share a tile of keys of a sample, each for whole query heads: as few as fill a GPU, if one
 // sample has not enough tiles for that. Under a causal mask the first tiles take longest, so it takes twice as many to
-// keep all of a GPU busy to the end. A split has at least 1024 rows, and 4096 where it only serves that end. All splits
+// keep all of a GPU busy to the end, if there are rows enough for them. A split has at least 1024 rows, and all splits
 // together have no more sums than the group has elements of Q. The number depends on the lengths of the sample and the
 // numbers of heads alone, so that a sample's bits do not depend on its batch. A packed batch is not split: the host
 // knows the length of no sample.
@@ -52,9 +52,8 @@ __host__ __device__ int num_splits(const AttnParams &p, int seqlen_q, int seqlen
     if (p.cu_seqlens_q) return 1;
     const int64_t group = p.nheads / p.nheads_k, rows = group * seqlen_q;
     const int64_t tiles = int64_t(p.nheads_k) * num_blocks<Shape::kBlockN>(seqlen_k);
-    const bool is_uneven = p.window_left >= seqlen_k && p.window_right < seqlen_q - 1;  // the rows that see a tile
+    const int64_t enough = p.window_right == 0 && rows >= 16384 ? 512 : 256;  // tiles
     auto is_too_many = [&](int64_t splits) {
-        const int64_t enough = is_uneven && splits * 4096 <= rows ? 512 : 256;
         return (!kMost && (splits - 1) * tiles >= enough) || splits * 1024 > rows || splits * seqlen_k > rows;
     };
     int64_t splits = group < 16 ? group : 16;
