@@ -34,19 +34,33 @@ CACHE_BYTES = 400_000_000  # well beyond the L2 of any GPU
 WARMUP_MS, REPLAYS = 50, 15  # of the graph. Right after a pause, reads have been seen 12 % slower
 
 
-class Shape(NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("page_size", int), ("lengths", str)])):
-    """That of a dense batch with room for seqlen_k keys in each sample; page_size is 0 for one tensor of sequences, and
-    lengths "full", or "drawn" for numbers of valid keys from 1 to seqlen_k."""
+class OfCache:
+    """What shapes of calls to caches share: a dense one in their first six fields, and the keys of each sample."""
 
     __slots__ = ()
     rate = "gbps"
 
-    def __str__(self):
-        return f"{self.dense}{f' page {self.page_size}' * bool(self.page_size)}{' drawn' * self.is_drawn}"
-
     @property
     def dense(self):
         return attention.Shape(*self[:6])
+
+    @property
+    def bytes(self):
+        """Of the valid keys and their values, in 16 bits."""
+        return 2 * 2 * self.nheads_k * self.head_dim * sum(self.seqlens)
+
+    x = bytes
+
+
+class Shape(OfCache, NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("page_size", int),
+                                          ("lengths", str)])):
+    """That of a dense batch with room for seqlen_k keys in each sample; page_size is 0 for one tensor of sequences, and
+    lengths "full", or "drawn" for numbers of valid keys from 1 to seqlen_k."""
+
+    __slots__ = ()
+
+    def __str__(self):
+        return f"{self.dense}{f' page {self.page_size}' * bool(self.page_size)}{' drawn' * self.is_drawn}"
 
     @property
     def is_drawn(self):
@@ -58,13 +72,6 @@ class Shape(NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("pag
         if self.is_drawn:
             return random.Random(0).choices(range(1, self.seqlen_k + 1), k=self.batch_size)
         return [self.seqlen_k] * self.batch_size
-
-    @property
-    def bytes(self):
-        """Of the valid keys and their values, in 16 bits."""
-        return 2 * 2 * self.nheads_k * self.head_dim * sum(self.seqlens)
-
-    x = bytes
 
     @property
     def parts(self):

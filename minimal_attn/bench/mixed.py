@@ -26,11 +26,11 @@ ROW = (*attention.ROW[:-len(MEASURED)], "page_size", "prefill", *MEASURED, "us")
 SHAPES = "B,H,1,D,Hk,Sk prefill TOKENS, also with ' page SIZE' behind it"
 
 
-class Shape(NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("page_size", int), ("prefill", int)])):
+class Shape(decode.OfCache, NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("page_size", int),
+                                                 ("prefill", int)])):
     """batch_size samples of seqlen_k keys that decode one token each, and one of `prefill` tokens, at most seqlen_k."""
 
     __slots__ = ()
-    rate = "gbps"
     is_drawn = False
     sweeps = ()
 
@@ -38,19 +38,8 @@ class Shape(NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("pag
         return f"{self.dense} prefill {self.prefill}{f' page {self.page_size}' * bool(self.page_size)}"
 
     @property
-    def dense(self):
-        return attention.Shape(*self[:6])
-
-    @property
     def seqlens(self):
         return [self.seqlen_k] * self.batch_size + [self.prefill]
-
-    @property
-    def bytes(self):
-        """Of the valid keys and their values, in 16 bits."""
-        return 2 * 2 * self.nheads_k * self.head_dim * sum(self.seqlens)
-
-    x = bytes
 
     @property
     def parts(self):

@@ -35,36 +35,23 @@ def exchanged(x, shards):
     return received
 
 
-class RowsToHeads(torch.autograd.Function):
-    """rows_to_heads; its transpose is its reverse."""
+class Exchange(torch.autograd.Function):
+    """there(x, shards), one of rows_to_heads and heads_to_rows; back is the other, its transpose and its reverse."""
 
     @staticmethod
-    def forward(ctx, x, shards):
-        ctx.shards = shards
-        return rows_to_heads(x, shards)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dx):
-        return heads_to_rows(dx, ctx.shards), None
-
-
-class HeadsToRows(torch.autograd.Function):
-
-    @staticmethod
-    def forward(ctx, x, shards):
-        ctx.shards = shards
-        return heads_to_rows(x, shards)
+    def forward(ctx, x, shards, there, back):
+        ctx.shards, ctx.back = shards, back
+        return there(x, shards)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx):
-        return rows_to_heads(dx, ctx.shards), None
+        return ctx.back(dx, ctx.shards), None, None, None
 
 
 def ulysses_attention(attend, q, k, v, shards):
     """out of this rank's rows, by attend(q, k, v) -> out of the whole sequence and this rank's heads."""
     if shards.size == 1:
         return attend(q, k, v)
-    out = attend(*(RowsToHeads.apply(x, shards) for x in (q, k, v)))
-    return HeadsToRows.apply(out, shards)
+    out = attend(*(Exchange.apply(x, shards, rows_to_heads, heads_to_rows) for x in (q, k, v)))
+    return Exchange.apply(out, shards, heads_to_rows, rows_to_heads)
