@@ -12,6 +12,8 @@ import json
 import multiprocessing
 import os
 import random
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -668,6 +670,22 @@ def test_failing_rank_ends_the_others(tmp_path, method, how):
         for process in processes:
             process.kill()
             process.join()
+
+
+NO_THREADS_LEFT = """
+import os, torch, minimal_attn.distributed
+torch.distributed.init_process_group("gloo", init_method="file://{}", rank=0, world_size=1)
+minimal_attn.distributed.context_parallel_attention(*torch.randn(3, 1, 2, 8, 16))
+torch.distributed.destroy_process_group()
+names = [open(f"/proc/self/task/{{thread}}/comm").read() for thread in os.listdir("/proc/self/task")]
+assert not any("gloo" in name for name in names), names
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+def test_group_ends_with_destroy_process_group(tmp_path):
+    """Gloo's threads that outlive it abort the process at its end, now and then."""
+    subprocess.run([sys.executable, "-c", NO_THREADS_LEFT.format(tmp_path / "store")], check=True)
 
 
 # The benchmark.
