@@ -685,7 +685,8 @@ assert not any("gloo" in name for name in names), names
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 def test_group_ends_with_destroy_process_group(tmp_path):
     """Gloo's threads that outlive it abort the process at its end, now and then."""
-    subprocess.run([sys.executable, "-c", NO_THREADS_LEFT.format(tmp_path / "store")], check=True)
+    script = NO_THREADS_LEFT.format(tmp_path / "store")
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
 
 
 # The benchmark.
