@@ -94,8 +94,17 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
     p.o = tensor_of(out, kBHSD, p.cu_seqlens_q), p.lse = lse.data_ptr();
 #if MINIMAL_ATTN_CUDA
     if (q.is_cuda()) {
-        if (const Reason reason = why_not(Kernel::kSm80, p, Gpu{compute_capability(), has_fast_fp64()}, false))
+        const Gpu gpu{compute_capability(), has_fast_fp64()};
+        if (const Reason reason = why_not(Kernel::kSm80, p, gpu, false))
             throw_not_implemented("backend='cuda' cannot serve this call: " + *reason + "; use backend='triton'");
+        if (q.numel() > 0) p.min_prefill_rows = min_prefill_rows(p, gpu);
+        if (p.min_prefill_rows) {
+            const TorchTensor tile_counter = make_empty({1}, ScalarType::Int, q);
+            p.tile_counter = static_cast<int *>(tile_counter.data_ptr());
+            sm90::flash_prefill(p);
+            if (!p.cu_seqlens_q && !p.seqused_q) return {out, lse};  // all samples are prompts
+            p.max_seqlen_q = p.min_prefill_rows - 1;
+        }
         const TorchTensor workspace = make_empty({sm80::decode_workspace(p)}, ScalarType::Byte, q);
         const int64_t num_counters = sm80::num_decode_counters(p);
         p.workspace = workspace.data_ptr(), p.counters = zeroed_counters(num_counters, p.stream);

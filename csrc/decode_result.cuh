@@ -185,6 +185,7 @@ template <typename T> __device__ void store_padding(const DecodeParams &p) {
     const int warp_idx = threadIdx.x / 32, col = threadIdx.x % 32 * 8;
     for (int b = blockIdx.x; b < p.batch_size; b += gridDim.x) {
         const Sequence seq(p, b);
+        if (seq.is_prefill(p)) continue;
         const int64_t count = int64_t(seq.padded_q - seq.seqlen_q) * p.nheads;
         for (int64_t i = warp_idx; i < count; i += blockDim.x / 32) {
             const int row = seq.seqlen_q + int(i / p.nheads), h = int(i % p.nheads);

@@ -3,6 +3,7 @@
 // The packed rows of a sample are cut into tiles, and its keys into chunks of equal length. A chunk for one tile of one
 // key head is an item. All items of the batch lie on one line. The length of an item on the line is an estimate of its
 // time, and every block has an equal share of the line. The device finds all of this, from lengths that it alone knows.
+// Samples that another kernel serves have no items.
 // Neighbouring chunks of a tile within the share of a block are a run.
 //
 // Read next: decode_cache.cuh, how a run's rows and keys come to shared memory.
@@ -78,7 +79,7 @@ template <typename Shape> struct Cut {
 
     __device__ Cut(const DecodeParams &p, const Room &room, int b) : seq(p, b), group(room.group) {
         const Mask mask(seq.seqlen_q, seq.seqlen_k, p);
-        num_rows = seq.seqlen_q * group;
+        num_rows = seq.is_prefill(p) ? 0 : seq.seqlen_q * group;
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
         begin = num_rows ? mask.keys(0).begin : 0, end = num_rows ? mask.keys(seq.seqlen_q - 1).end : 0;
         const int keys = max(0, end - aligned_begin());

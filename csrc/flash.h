@@ -92,7 +92,7 @@ struct AttnBackwardParams : AttnParams {
     bool deterministic;
 };
 
-// Attention of a few query tokens to a cache of keys and values. k is [num_sequences, nheads_k, page_size, head_dim],
+// Attention to a cache of keys and values. k is [num_sequences, nheads_k, page_size, head_dim],
 // and v alike: cached sequences of page_size keys, or pages. seqlen_k is how many keys a sample may have. cu_seqlens_k
 // is nullptr, also where q is packed. Values that point outside of the cache are clamped.
 struct DecodeParams : AttnParams {
@@ -107,6 +107,8 @@ struct DecodeParams : AttnParams {
     int num_sequences, page_size;
     int num_splits;              // the most parts that the keys of a sample are cut into; 0: by its lengths
     int max_seqlen_q;            // a sample with more rows is not cut
+    int min_prefill_rows;        // samples with so many rows are sm90::flash_prefill's, and those with fewer rows are
+                                 // sm80::flash_decode's; 0: all are
     void *workspace;             // as many bytes as decode_workspace says, or nullptr if that is 0
     int *counters;               // as many zeros as num_decode_counters says; zeros again when the kernel ends. Lengths
                                  // that change while it runs would leave others
@@ -166,6 +168,7 @@ int64_t num_decode_counters(const DecodeParams &p);
 }
 namespace sm90 {
 void flash_forward(const AttnParams &p);                  // flash_sm90.cu: Hopper's tensor cores and TMA
+void flash_prefill(const DecodeParams &p);                // flash_sm90.cu, the same for prompts
 int64_t num_mask_words(const AttnParams &p);              // 0 without a bias of bool
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd_sm90.cu, the same
 void flash_backward_wide(const AttnBackwardParams &p);    // flash_bwd_wide_sm90.cu: head_dim over 128

@@ -14,6 +14,8 @@
 // the softmax does without a maximum: after a tile's first blocks row_max stays as it is. If a row's sum of
 // probabilities then shows that one has grown too large, which is rare, the scores of that row are computed once more.
 //
+// The keys may also be those of a cache of sequences or of pages, whose rows TMA brings to the same tiles ("prefill").
+//
 // Read next: bwd_workspace_sm90.cuh, the sums in memory of the backward pass.
 #include <algorithm>
 
@@ -271,7 +273,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
-        if (threadIdx.x == 0) load_tiles<Shape>(p, shared);
+        if (threadIdx.x / Shape::KeyBlocks::kThreads == 0) load_tiles<Shape>(p, shared);
         else if (threadIdx.x == 32) find_tiles<Shape>(p, shared);
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
 #endif
 }
 
-template <typename T, typename Shape> void launch_fwd(AttnParams p) {
+template <typename T, typename Shape> void launch_fwd(typename Shape::Input p) {
     static_assert(sizeof(SharedMemory<Shape>) <= 227 << 10);
     constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     const int64_t num_tiles = RowTiles<kBlockM>::count(p), blocks = std::min<int64_t>(num_tiles, num_sms());
@@ -290,14 +292,23 @@ template <typename T, typename Shape> void launch_fwd(AttnParams p) {
     if (num_tiles == blocks) p.tile_counter = nullptr;
     if (p.tile_counter)
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
-    auto tma = [&](const char *name, const Tensor &x, int heads, int rows, int head_dim, int box_rows) {
-        return make_tma_tensor<kHeadDim>(name, x, p.batch_size, heads, rows, head_dim, box_rows);
+    int64_t sequences = p.batch_size;  // of keys, and how many each has
+    int seqlen_k = p.seqlen_k, box_rows = kBlockN;
+    if constexpr (Shape::kCached) {
+        sequences = p.num_sequences, seqlen_k = p.page_size;
+        if (p.page_table) box_rows = kBlockN / Shape::KeyBlocks::kBoxes;
+    }
+    auto of_rows = [&](const char *name, const Tensor &x, int head_dim, int box_rows) {
+        return make_tma_tensor<kHeadDim>(name, x, p.batch_size, p.nheads, p.seqlen_q, head_dim, box_rows);
+    };
+    auto of_keys = [&](const char *name, const Tensor &x, int head_dim) {
+        return make_tma_tensor<kHeadDim>(name, x, sequences, p.nheads_k, seqlen_k, head_dim, box_rows);
     };
     const Params<Shape> params{p,
-                               tma("q", p.q, p.nheads, p.seqlen_q, p.head_dim, 64),
-                               tma("k", p.k, p.nheads_k, p.seqlen_k, p.head_dim, kBlockN),
-                               tma("v", p.v, p.nheads_k, p.seqlen_k, p.head_dim_v, kBlockN),
-                               tma("out", p.o, p.nheads, p.seqlen_q, p.head_dim_v, 16),  // the rows of a warp
+                               of_rows("q", p.q, p.head_dim, 64),
+                               of_keys("k", p.k, p.head_dim),
+                               of_keys("v", p.v, p.head_dim_v),
+                               of_rows("out", p.o, p.head_dim_v, 16),  // the rows of a warp
                                {p, num_tiles},
                                Shape::kMods ? make_bias_tensor<kBlockN>(p) : BiasTensor{},
                                Shape::kMods ? make_mask_bits<kBlockN>(p) : MaskBits{},
@@ -333,6 +344,16 @@ template <typename T> void dispatch(const AttnParams &p) {
     else launch_fwd<T, Shape<256, 2, 64, 2, 1>>(p);  // shared memory has no room for a second Q
 }
 
+// With the keys of a cache tiles are those of packed batches.
+template <typename T> void dispatch_prefill(const DecodeParams &p) {
+    const int head_dim = p.max_head_dim();
+    if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4, 2, false, true>>(p);
+    else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4, 2, false, true>>(p);
+    else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 64, 4, 2, false, true>>(p);
+    else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80, 2, 2, false, true>>(p);
+    else launch_fwd<T, Shape<256, 2, 64, 2, 1, false, true>>(p);
+}
+
 int64_t num_mask_words(const AttnParams &p) {
     return with_mods_shape(p.max_head_dim(),
                            [&]<typename Shape>() { return make_mask_bits<Shape::kBlockN>(p).size(); });
@@ -341,6 +362,10 @@ int64_t num_mask_words(const AttnParams &p) {
 void flash_forward(const AttnParams &p) {
     if (compute_capability() != 90) throw std::runtime_error("minimal_attn: flash_sm90.cu needs a GPU of sm_90");
     p.dtype == DType::kFloat16 ? dispatch<__half>(p) : dispatch<__nv_bfloat16>(p);
+}
+
+void flash_prefill(const DecodeParams &p) {
+    p.dtype == DType::kFloat16 ? dispatch_prefill<__half>(p) : dispatch_prefill<__nv_bfloat16>(p);
 }
 
 }  // namespace sm90

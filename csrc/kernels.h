@@ -1,9 +1,10 @@
-// Which kernel serves a call on a GPU: one function of dtype, head_dim, alignment, strides and the GPU. The numbers of
-// samples and heads do not enter, so that a sample's bits do not depend on its batch.
+// Which kernel serves a call on a GPU: one function of dtype, head_dim, alignment, strides and the GPU. The number of
+// samples does not enter, so that a sample's bits do not depend on its batch.
 //
 // Read next: aten.h, what the host side needs of torch.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <stdexcept>
@@ -92,6 +93,20 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backw
     if (const Reason reason = why_not_load("q", p.q, p.seqlen_q, p.head_dim)) return reason;
     if (const Reason reason = why_not_load("k", p.k, p.seqlen_k, p.head_dim)) return reason;
     return why_not_load("v", p.v, p.seqlen_k, p.head_dim_v);
+}
+
+// From how many rows on sm90::flash_prefill serves a sample of p, or 0 if it serves none of them. It reads keys once
+// for 128 rows or more, but does not divide them among blocks of threads. So a sample must have enough tiles of rows by
+// itself: the choice does not depend on its batch.
+inline int min_prefill_rows(const DecodeParams &p, Gpu gpu) {
+    constexpr int kFewestRows = 65, kFewestTiles = 64, kTileRows = 128;
+    const std::optional<Kernel> forced = forced_kernel;
+    if (p.max_seqlen_q < kFewestRows || (forced && forced != Kernel::kSm90)) return 0;
+    if (p.has_score_mods() || p.tree_mask || why_not(Kernel::kSm90, p, gpu, false)) return 0;
+    if (p.page_table && (p.page_size % 16 || p.leftpad_k)) return 0;  // TMA takes 16 keys of a page at a time
+    const int tiles = (kFewestTiles + p.nheads - 1) / p.nheads;
+    const int rows = std::max(kFewestRows, (tiles - 1) * kTileRows + 1);
+    return rows <= p.max_seqlen_q ? rows : 0;
 }
 
 struct Choice {

@@ -8,7 +8,7 @@
 // 16 i + 15 of the block. The upper half has those of the 16 keys that come 64 later. One instruction makes predicates
 // of four bits.
 //
-// Read next: producer_sm90.cuh, what is loaded when.
+// Read next: key_blocks_sm90.cuh, how keys and values are loaded.
 #pragma once
 
 #include "flash.h"

@@ -8,6 +8,7 @@
 
 #include "bias_sm90.cuh"
 #include "flash.h"
+#include "key_blocks_sm90.cuh"
 #include "mask.cuh"
 #include "mask_bits_sm90.cuh"
 #include "pipeline_sm90.cuh"
@@ -17,12 +18,15 @@
 
 namespace sm90 {
 
-// kMods: scores are changed by more than a factor, see score_mods.cuh.
-template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, bool kMods_ = false>
+// kMods: scores are changed by more than a factor, see score_mods.cuh. kCached: the keys are those of a cache.
+template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, bool kMods_ = false,
+          bool kCached_ = false>
 struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
     static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQStages = kQStages_;
-    static constexpr bool kMods = kMods_;
+    static constexpr bool kMods = kMods_, kCached = kCached_;
+    using Input = std::conditional_t<kCached, DecodeParams, AttnParams>;
+    using KeyBlocks = std::conditional_t<kCached, CachedKeyBlocks<kBlockN>, sm90::KeyBlocks<kBlockN>>;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     // Registers a thread: what the producer does not need goes to the consumers.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
@@ -101,7 +105,7 @@ template <int kBlockM> struct Scheduler {
     }
 };
 
-template <typename Shape> struct Params : AttnParams {
+template <typename Shape> struct Params : Shape::Input {
     TmaTensor q_tma, k_tma, v_tma, o_tma;
     Scheduler<Shape::kBlockM> scheduler;
     BiasTensor bias_tensor;
@@ -136,6 +140,8 @@ template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, Sha
         idx = p.scheduler.next(p, idx);
         const Sequence &seq = work.seq = Sequence(p, tile.b);
         if (tile.block * kBlockM >= seq.padded_q) continue;  // a slot that its sample does without
+        if constexpr (Shape::kCached)
+            if (!seq.is_prefill(p)) continue;
         const Mask mask = work.mask = Mask(seq, p);
         const BlockRange all = mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
         work.blocks_begin = all.begin, work.blocks_end = all.end;
@@ -152,9 +158,10 @@ template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, Sha
     mbarrier_arrive(shared.found.full_barrier(item));  // the tile that is not valid
 }
 
-// One thread loads, for each tile, Q, and K and V block by block.
+// One thread, or a warp, loads Q for each tile, and K and V block by block.
 template <typename Shape> __device__ void load_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) {
-    constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN, kAhead = 2 * Shape::kStages;
+    constexpr int kBlockM = Shape::kBlockM, kAhead = 2 * Shape::kStages;
+    const int lane_idx = Shape::KeyBlocks::kThreads == 1 ? 0 : threadIdx.x;
     prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
     uint32_t q_item = 0, kv_item = 0;  // of the rings
     for (;; q_item++) {
@@ -164,30 +171,33 @@ template <typename Shape> __device__ void load_tiles(const Params<Shape> &p, Sha
         const int q_row = work.seq.q_begin + work.tile.block * kBlockM, b = work.tile.b;
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++) {
+            if (lane_idx > 0) continue;
             shared.q[c].producer_acquire(q_item);
             load_tile(shared.sQ[shared.q_index(q_item, c)], p.q_tma, shared.q[c].full_barrier(q_item), q_row + 64 * c,
                       work.tile.h, b);
         }
-        const int h_k = work.tile.h_k, k_begin = work.seq.k_begin, n_begin = work.blocks_begin;
+        typename Shape::KeyBlocks keys(p, work.tile, work.seq);
+        const int n_begin = work.blocks_begin;
         // When n_next blocks are left, find_tiles() may look for the next tile. It writes over the oldest of `works`.
         // All consumers are done with that one: they have released a Q that came after it.
         const int num_blocks = work.blocks_end - n_begin, n_next = min(num_blocks, kAhead + 1);
-        if (num_blocks <= 0) shared.found.consumer_release(q_item, 0);
+        if (num_blocks <= 0) shared.found.consumer_release(q_item, lane_idx);
         int n_block = Shape::kMods ? work.first_block : work.blocks_end - 1;
 #pragma unroll 1
         for (int n_left = num_blocks; n_left > 0; n_left--, n_block--, kv_item++) {
             if (Shape::kMods && n_block < n_begin) n_block = work.blocks_end - 1;
             const uint32_t stage = kv_item % Shape::kStages;
-            const int key = k_begin + n_block * kBlockN;
-            if (n_left == n_next) shared.found.consumer_release(q_item, 0);
+            keys.find(n_block);
+            if (n_left == n_next) shared.found.consumer_release(q_item, lane_idx);
             shared.k.producer_acquire(kv_item);
-            load_tile(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item), key, h_k, b);
+            keys.load(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item));
             if constexpr (Shape::kMods)
-                shared.bias.load(p.bias_tensor, kv_item, work.tile.block * kBlockM, key, work.tile.h, b);
+                shared.bias.load(p.bias_tensor, kv_item, work.tile.block * kBlockM, keys.key, work.tile.h, keys.b);
             shared.v.producer_acquire(kv_item);
-            load_tile(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item), key, h_k, b);
+            keys.load(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item));
         }
     }
+    if (lane_idx > 0) return;
     for (auto &ring : shared.q) {  // the tile that is not valid ends each consumer
         ring.producer_acquire(q_item);
         mbarrier_arrive(ring.full_barrier(q_item));

@@ -68,12 +68,14 @@ struct TmaTensor {
     int head_step, batch_step;  // 0 along an expanded dimension, which has size 1 in the map; else 1
 };
 
-// The bytes of a tile arrive at `full`: rows from `row` on, and zeros for what lies outside of the tensor.
+// The bytes of a tile, or of as many of its rows as the box has, arrive at `full`: rows from `row` on, and zeros for what
+// lies outside of the tensor.
 template <int kRows, int kHeadDim>
-__device__ void load_bytes(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b) {
+__device__ void load_bytes(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b,
+                           int tile_row = 0) {
 #pragma unroll
     for (int i = 0; i < tile.kPanels; i++)
-        tma_load(tile.panel[i], x.map, full, i * tile.kCols, row, h * x.head_step, b * x.batch_step);
+        tma_load(tile.panel[i][tile_row], x.map, full, i * tile.kCols, row, h * x.head_step, b * x.batch_step);
 }
 // The same, and `full` is told how many they are.
 template <int kRows, int kHeadDim>

@@ -1,5 +1,5 @@
-// decode.cu on small cases and without torch, as driver.cpp has the other kernels, for the emulator and
-// compute-sanitizer. Results are compared with attention in double precision. What no row sees of a cache is NaN. Every
+// decode.cu, and flash_sm90.cu with the keys of a cache, on small cases and without torch, as driver.cpp has the other
+// kernels, for the emulator and compute-sanitizer. Results are compared with attention in double precision. What no row sees of a cache is NaN. Every
 // sample is computed in its batch and alone, and must have the same bits.
 //
 //   nvcc -std=c++20 -Icsrc -x cu tests/decode_driver.cpp     test_emulator.py builds it for the emulator
@@ -24,6 +24,7 @@ using namespace device;
 #else
 #include "device.cu"
 #include "decode.cu"
+#include "flash_sm90.cu"
 using namespace device;
 #endif
 #include "driver_memory.h"
@@ -41,10 +42,16 @@ struct Case {
     int num_splits = 0;
     int max_seqlen_q = 0;          // 0: the largest
     enum Tree { kNone, kBranches, kCausal } tree = kNone;  // the tree mask; kCausal is the causal mask as one
+    int min_prefill_rows = 0;      // of the samples that flash_sm90.cu serves; 0: it serves none
 
     int samples() const { return int(seqused_k.size()); }
     int capacity() const { return pages ? size * pages : size; }
 };
+
+Case prefill(Case c, int min_rows = 1) {
+    c.min_prefill_rows = min_rows;
+    return c;
+}
 
 constexpr int kPadding = 19;  // rows after the last sample of a packed batch
 constexpr DType f16 = DType::kFloat16, b16 = DType::kBFloat16;
@@ -102,6 +109,21 @@ const std::vector<Case> cases = {
     {"tree_causal", f16, 4, 2, 7,  64,  64,  260, 0, {260, 100, 7}, -1, 0, {}, {}, {}, 0, 1, false, false, false, false,
      0, 0, Case::kCausal},
     {"many",       f16,  2, 1, 1,  64,  64,   16, 3, std::vector<int>(300, 40)},
+    prefill({"prefill", b16, 4, 2, 200, 128, 128, 330, 0, {330, 205, 64}, -1, 0}),
+    prefill({"prefill_pages", f16, 2, 1, 70, 64, 64, 16, 20, {300, 77, 0, 320}, -1, 0}),
+    prefill({"prefill_pages_48", b16, 2, 2, 65, 128, 128, 48, 5, {240, 100}, 90, 0}),
+    prefill({"prefill_pages_96", f16, 2, 2, 33, 96, 80, 32, 4, {120, 35}, -1, 0}),
+    prefill({"prefill_pages_192", b16, 2, 1, 33, 192, 128, 16, 7, {110, 40}, -1, 0}),
+    prefill({"prefill_pages_256", f16, 2, 1, 130, 256, 192, 256, 2, {300, 256}}),
+    prefill({"prefill_interleaved", b16, 2, 1, 40, 128, 128, 16, 6, {96, 50}, -1, 0, {}, {}, {}, 0, 1, false, true, false,
+             true}),
+    prefill({"prefill_leftpad", b16, 4, 2, 30, 128, 128, 200, 0, {200, 150, 40}, -1, 0, {0, 100, 40}}),
+    prefill({"prefill_batch_idx", f16, 2, 1, 20, 64, 64, 150, 0, {150, 20, 0}, -1, -1, {}, {}, {}, 0, 1, false, false,
+             true}),
+    prefill({"prefill_clamped", f16, 2, 1, 9, 64, 64, 16, 4, {1 << 30, -5}}),
+    prefill({"mixed", b16, 4, 2, 0, 128, 128, 16, 14, {200, 180, 100, 224, 5}, -1, 0, {}, {0, 1, 90, 92, 300, 300}}, 20),
+    prefill({"mixed_lengths", f16, 2, 1, 80, 64, 64, 200, 0, {200, 150, 180}, -1, 0, {}, {}, {80, 3, 7}}, 7),
+    prefill({"mixed_padding", b16, 2, 1, 0, 64, 64, 32, 5, {150, 150}, -1, 0, {}, {0, 5, 100}}, 20),
 };
 
 bool valid_only = false;
@@ -293,6 +315,7 @@ template <typename T> struct Call {
         for (size_t b = 1; b < c.cu_seqlens_q.size(); b++)
             longest = std::max(longest, c.cu_seqlens_q[b] - c.cu_seqlens_q[b - 1]);
         p.max_seqlen_q = c.max_seqlen_q ? c.max_seqlen_q : longest;
+        p.min_prefill_rows = c.min_prefill_rows;
     }
 
     void run() {
@@ -303,6 +326,9 @@ template <typename T> struct Call {
         copy(workspace.device, workspace.host.data(), workspace.bytes());
         p.workspace = workspace.device, p.counters = counters.device;
         sm80::flash_decode(p);
+        Memory<int> tile_counter({0});
+        p.tile_counter = tile_counter.device;
+        if (p.min_prefill_rows) sm90::flash_prefill(p);
         o.fetch(), lse.fetch(), counters.fetch();
         if (std::count(counters.host.begin(), counters.host.end(), 0) != std::ssize(counters.host))
             throw std::runtime_error("counters are not 0 again");

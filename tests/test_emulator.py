@@ -20,7 +20,9 @@ from conftest import made_once
 from test_sanitizers import assert_passed, cxx
 
 DRIVER = Path(__file__).with_name("driver.cpp")
-OTHER_DRIVERS = {f"{name}.cu": DRIVER.with_name(f"{name}_driver.cpp") for name in ("decode", "append")}  # of one kernel
+# Of single kernels, and what else they call.
+OTHER_DRIVERS = {f"{name}.cu": DRIVER.with_name(f"{name}_driver.cpp") for name in ("decode", "append")}
+ALSO_CALLED = {"decode.cu": ["flash_sm90.cu"], "append.cu": []}
 EMULATOR = DRIVER.with_name("emulator")
 SELFTEST = EMULATOR / "selftest.cpp"
 CXX = os.environ.get("CXX", "g++")
@@ -74,7 +76,7 @@ SHOWN_TO = {
     "flash_sm90.cu": ["sm90_128_causal", "sm90_200_causal", "sm90_256", "sm90_lens_128", "sm90_many_causal",
                       "sm90_packed"],
     "producer_sm90.cuh": ["sm90_128_causal", "sm90_200_causal", "sm90_lens_128", "sm90_many_causal", "sm90_packed"],
-    "bias_sm90.cuh": ["sm90_bias"],
+    "bias_sm90.cuh": ["sm90_bias"], "key_blocks_sm90.cuh": ["prefill", "prefill_pages"],
     "decode.cu": ["one", "d64", "d128", "scale_30"], "decode_share.cuh": ["d64", "d128"],
     "decode_cache.cuh": ["d64", "d128"], "decode_result.cuh": ["d64", "d128", "mqa", "many_rows", "packed"],
 }
@@ -178,9 +180,10 @@ def driver_of(csrc, tmp_path_factory):
     """A function from the name of a file of csrc to the driver that runs it."""
     folders = {}
     for kernel, driver in OTHER_DRIVERS.items():
-        parts = [csrc / "objects" / Path(part).with_suffix(".o") for part in (kernel, *PARTS)]
+        parts = [csrc / "objects" / Path(part).with_suffix(".o") for part in (kernel, *ALSO_CALLED[kernel], *PARTS)]
         folders[kernel.removesuffix(".cu")] = made_once(tmp_path_factory, driver.stem, lambda folder: linked(
             [*compiled(csrc, folder / "objects", sources=[driver]), *parts], "driver"))
+    folders["key"] = folders["decode"]  # key_blocks_sm90.cuh, where they are those of a cache
     return lambda name: folders.get(re.split("[_.]", name)[0], csrc) / "objects/driver"
 
 

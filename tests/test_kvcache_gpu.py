@@ -1,16 +1,20 @@
-"""csrc's kernel for caches on a GPU: CUDA graphs, streams, calls in a row, and bits that do not depend on the batch.
+"""csrc's kernels for caches on a GPU: CUDA graphs, streams, calls in a row, and bits that do not depend on the batch.
 
 test_kvcache.py has its results, decode_driver.cpp its shapes.
 """
 
+import itertools
+
 import pytest
 import torch
 
-from minimal_attn import attention_with_kvcache
+from minimal_attn import attention_with_kvcache, force_kernel
+from test_activate import kernels_of
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1000, 0, 1, 63, 64, 65, 3000, 129, 700, 2048)
 PAGE_SIZE = 16
+PROMPT = 897  # From so many rows on, flash_sm90.cu serves a sample of 8 heads (min_prefill_rows() in kernels.h).
 
 
 def ints(*values):
@@ -57,7 +61,11 @@ def captured(attend):
     return graph, results
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
+def names_of_kernels(attend):
+    return " ".join(kernels_of(attend))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, PROMPT])
 def test_bits_of_a_sample_do_not_depend_on_its_batch(rows):
     batch = Batch(0, rows)
     out, lse = batch.attend()
@@ -127,3 +135,63 @@ def test_graphs_on_two_streams_do_not_share_counters():
     torch.cuda.synchronize()
     for got, want in zip(results, wanted):
         assert_same_bits(got, want)
+
+
+class Mixed(Batch):
+    """The same cache, with a packed q of samples that decode and of prompts."""
+
+    ROWS = (1, PROMPT - 1, 1, 63, PROMPT, 2, 1500, 0, 1, 900)
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.begins = torch.tensor([0, *itertools.accumulate(self.ROWS)], dtype=torch.int32, device="cuda")
+        self.q = torch.randn(1, 8, sum(self.ROWS), 128, dtype=torch.bfloat16, device="cuda")
+
+    def attend(self, backend="cuda"):
+        return attention_with_kvcache(self.q, self.k, self.v, self.lengths, causal=True, page_table=self.table,
+                                      cu_seqlens_q=self.begins, max_seqlen_q=max(self.ROWS), return_lse=True,
+                                      backend=backend)
+
+    def attend_one(self, b):
+        """Of sample b alone, in a q that is not packed."""
+        begin, end, one = *self.begins[b:b + 2].tolist(), slice(b, b + 1)
+        return attention_with_kvcache(self.q[:, :, begin:end], self.k, self.v, self.lengths[one], causal=True,
+                                      page_table=self.table[one], return_lse=True, backend="cuda")
+
+
+on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+                               reason="needs a GPU of sm_90")
+
+
+@on_hopper
+def test_prompts_have_hoppers_kernel():
+    few, many = Batch(7, PROMPT - 1), Batch(7, PROMPT)
+    assert "flash_fwd" not in names_of_kernels(few.attend) and "decode" not in names_of_kernels(many.attend)
+    assert "flash_fwd" in names_of_kernels(many.attend)
+    out, lse = many.attend()
+    with force_kernel("sm80"):
+        assert "flash_fwd" not in names_of_kernels(many.attend)
+        torch.testing.assert_close((out, lse), many.attend(), atol=1e-2, rtol=1e-2)
+
+
+@on_hopper
+def test_both_kernels_serve_a_mixed_batch():
+    batch = Mixed(8)
+    assert all(name in names_of_kernels(batch.attend) for name in ("flash_fwd", "decode"))
+    out, lse = batch.attend()
+    torch.testing.assert_close(out, batch.attend("torch")[0], atol=2e-2, rtol=2e-2)
+    for b, rows in enumerate(batch.ROWS):
+        own = slice(batch.begins[b], batch.begins[b + 1])
+        assert rows == 0 or all(map(torch.equal, batch.attend_one(b), (out[:, :, own], lse[:, :, own])))
+
+
+@on_hopper
+def test_graph_serves_a_prompt_that_becomes_another():
+    """Which kernel serves a sample is found on the device."""
+    batch = Mixed(9)
+    graph, results = captured(batch.attend)
+    for rows in batch.ROWS, batch.ROWS[::-1], (1500, *[0] * 9):
+        batch.begins.copy_(torch.tensor([0, *itertools.accumulate(rows)]))
+        graph.replay()
+        assert_same_bits(results, batch.attend())
+        batch.change()
