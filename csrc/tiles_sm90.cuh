@@ -68,8 +68,8 @@ struct TmaTensor {
     int head_step, batch_step;  // 0 along an expanded dimension, which has size 1 in the map; else 1
 };
 
-// The bytes of a tile, or of as many of its rows as the box has, arrive at `full`: rows from `row` on, and zeros for what
-// lies outside of the tensor.
+// The bytes of a tile, or of as many of its rows as the box has, arrive at `full`: rows from `row` on, and zeros for
+// what lies outside of the tensor.
 template <int kRows, int kHeadDim>
 __device__ void load_bytes(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b,
                            int tile_row = 0) {
