@@ -1,5 +1,5 @@
 // Attention of a few query tokens to long caches ("decode") on tensor cores, fp16 and bf16: Ampere (sm_80) and newer.
-// On Hopper, flash_sm90.cu serves samples with many tokens (min_prefill_rows() in kernels.h).
+// On Hopper, decode_sm90.cu and flash_sm90.cu serve samples with more tokens (fewest_rows() in kernels.h).
 //
 // Every key is read once and meets few rows, so the time is that of memory. The query heads of a key head and the
 // tokens of a sample are packed into one tile, so that a key meets all of them at once: packed row r is token r / group
@@ -20,12 +20,25 @@
 // Read next: ptx_sm90.cuh, Hopper's instructions.
 #include <algorithm>
 
+#include "decode_cache.cuh"
 #include "decode_result.cuh"
-#include "score_mods.cuh"
 
 namespace sm80 {
 
 using namespace device;
+
+// A block: kBlockM packed rows.
+template <int kHeadDim_, int kMTiles_> struct DecodeShape : KeyShape<kHeadDim_> {
+    using Keys = KeyShape<kHeadDim_>;
+    static constexpr int kMTiles = kMTiles_, kBlockM = 16 * kMTiles, kLaneRows = 2 * kMTiles;
+    // Q Kᵀ is shared out by keys, at least 16 to a warp. P V is shared out by columns.
+    static constexpr int kScoreWarps = std::min(Keys::kBlockN / 16, Keys::kNumWarps);
+    static constexpr int kSTiles = Keys::kBlockN / kScoreWarps / 8, kDTiles = kHeadDim_ / Keys::kNumWarps / 8;
+    static constexpr bool kKeepsQ = kMTiles == 1;  // in registers
+
+    __device__ static int row_of_lane(int i) { return threadIdx.x % 32 / 4 + 8 * i; }
+    __device__ static int first_col() { return threadIdx.x / 32 * (8 * kDTiles) + threadIdx.x % 4 * 2; }
+};
 
 template <typename Shape> struct DecodeMemory {
     alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];
@@ -39,63 +52,6 @@ template <typename Shape> struct DecodeMemory {
 
     static size_t bytes(int num_stages) { return sizeof(DecodeMemory) + (num_stages - 1) * sizeof(Stage<Shape>); }
 };
-
-// q·k become scores, see scores.cuh and score_mods.cuh. `key` is the warp's first. Every row has a slope of its own.
-template <typename Shape>
-__device__ void change_scores(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], const Scores<> &scores,
-                              const ScoreFactors<float> &factors, const DecodeParams &p, const Run<Shape> &run,
-                              int key) {
-    const int lane_idx = threadIdx.x % 32;
-    auto for_scores = [&](int i, auto change) {
-#pragma unroll
-        for (int n = 0; n < Shape::kSTiles; n++)
-            for (int e = 0; e < 2; e++) change(acc_s[i / 2][n][i % 2 * 2 + e], key + 8 * n + lane_idx % 4 * 2 + e);
-    };
-#pragma unroll
-    for (int i = 0; i < Shape::kLaneRows; i++) {
-        if (factors.has_softcap) for_scores(i, [&](float &s, int) { s = tanh_approx(s * factors.of_qk); });
-        else if (!scores.is_raw) for_scores(i, [&](float &s, int) { s = scores.score(s); });
-        if (!p.alibi_slopes) continue;
-        const PackedRow row(run, row_of_lane(i));
-        if (row.token >= run.cut.seq.seqlen_q) continue;
-        const float slope = p.alibi_slopes[run.b * p.alibi_batch_stride + row.head] * factors.per_unit;
-        const int diagonal = row.token + run.cut.seq.seqlen_k - run.cut.seq.seqlen_q;
-        for_scores(i, [&](float &s, int key) { s -= slope * fabsf(float(diagonal - key)); });
-    }
-}
-
-// Of row i of this lane, scores of new keys that the tree mask hides become -inf. `key` is the lane's first.
-template <typename Shape>
-__device__ void hide_branches(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], int i, const DecodeParams &p,
-                              const Run<Shape> &run, int key) {
-    const int token = PackedRow(run, row_of_lane(i)).token;
-    if (token >= run.cut.seq.seqlen_q) return;
-    const uint64_t word = p.tree_mask[run.b * p.tree_batch_stride + token];
-    const int new_key = key - (run.cut.seq.seqlen_k - run.cut.seq.seqlen_q);  // before the new ones it is negative
-#pragma unroll
-    for (int n = 0; n < Shape::kSTiles; n++)
-        for (int e = 0; e < 2; e++) {
-            const int bit = new_key + 8 * n + e;
-            if (bit >= 0 && bit < 64 && !(word >> bit & 1)) acc_s[i / 2][n][i % 2 * 2 + e] = -INFINITY;
-        }
-}
-
-// Scores of keys that a row does not see become -inf. `key` is the warp's first.
-template <typename Shape>
-__device__ void hide_scores(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], const DecodeParams &p,
-                            const Run<Shape> &run, int key) {
-    const int lane_idx = threadIdx.x % 32;
-    const Mask mask(run.cut.seq.seqlen_q, run.cut.seq.seqlen_k, p);
-#pragma unroll
-    for (int i = 0; i < Shape::kLaneRows; i++) {
-        const Range seen = mask.keys(PackedRow(run, row_of_lane(i)).token);
-#pragma unroll
-        for (int n = 0; n < Shape::kSTiles; n++)
-            for (int e = 0; e < 2; e++)
-                if (!seen.contains(key + 8 * n + lane_idx % 4 * 2 + e)) acc_s[i / 2][n][i % 2 * 2 + e] = -INFINITY;
-        if (p.tree_mask) hide_branches<Shape>(acc_s, i, p, run, key + lane_idx % 4 * 2);
-    }
-}
 
 // Until this thread's copies of the next step have arrived.
 __device__ inline void wait_for_step(int num_stages) {
@@ -145,7 +101,7 @@ template <typename T, typename Shape> struct Step {
             for (int n = 0; n < Shape::kSTiles; n++)
                 max = fmaxf(max, fmaxf(acc_s[i / 2][n][i % 2 * 2], acc_s[i / 2][n][i % 2 * 2 + 1]));
             max = __fmul_rn(quad_reduce(max, fmaxf), factors.softmax_scale_log2);  // rounded as in exponentiate()
-            if (lane_idx % 4 == 0) shared.row_max[row_of_lane(i)][warp_idx] = max;
+            if (lane_idx % 4 == 0) shared.row_max[Shape::row_of_lane(i)][warp_idx] = max;
         }
     }
     // The scores become P.
@@ -157,9 +113,8 @@ template <typename T, typename Shape> struct Step {
                 const float x = exp2_approx(s[0] * softmax_scale_log2 - rows[i].max);
                 const float y = exp2_approx(s[1] * softmax_scale_log2 - rows[i].max);
                 rows[i].sum += x + y;
-                const int vec = warp_idx * Shape::kSTiles + n;
-                store_shared(shared_address(shared.sP) + PSwizzle::offset(row_of_lane(i), vec) + lane_idx % 4 * 4,
-                             pack<T>(x, y));
+                const uint32_t offset = PSwizzle::offset(Shape::row_of_lane(i), warp_idx * Shape::kSTiles + n);
+                store_shared(shared_address(shared.sP) + offset + lane_idx % 4 * 4, pack<T>(x, y));
             }
     }
     // acc_o += P V, for this warp's columns.
@@ -176,26 +131,30 @@ template <typename T, typename Shape> struct Step {
     }
 };
 
+// The maxima of the step's keys, of all warps, are in shared memory.
+template <typename Shape> __device__ void grow(TileState<Shape> &state, const DecodeMemory<Shape> &shared) {
+#pragma unroll
+    for (int i = 0; i < Shape::kLaneRows; i++) {
+        float max = state.rows[i].max;
+        for (int w = 0; w < Shape::kScoreWarps; w++) max = fmaxf(max, shared.row_max[Shape::row_of_lane(i)][w]);
+        state.grow(i, max);
+    }
+}
+
 // The sums of all warps' keys, in the order of the warps.
 template <typename Shape> __device__ void add_sums(TileState<Shape> &state, DecodeMemory<Shape> &shared) {
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < Shape::kLaneRows; i++) {
         const float sum = quad_reduce(state.rows[i].sum, [](float x, float y) { return x + y; });
-        if (warp_idx < Shape::kScoreWarps && lane_idx % 4 == 0) shared.row_sum[row_of_lane(i)][warp_idx] = sum;
+        if (warp_idx < Shape::kScoreWarps && lane_idx % 4 == 0) shared.row_sum[Shape::row_of_lane(i)][warp_idx] = sum;
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < Shape::kLaneRows; i++) {
         state.rows[i].sum = 0.f;
-        for (int w = 0; w < Shape::kScoreWarps; w++) state.rows[i].sum += shared.row_sum[row_of_lane(i)][w];
+        for (int w = 0; w < Shape::kScoreWarps; w++) state.rows[i].sum += shared.row_sum[Shape::row_of_lane(i)][w];
     }
-}
-
-// A copy by the lanes of a warp.
-template <typename X> __device__ void copy_words(X &to, const X &from) {
-    for (unsigned i = threadIdx.x % 32; i < sizeof(X) / 4; i += 32)
-        reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(&from)[i];
 }
 
 template <typename T, typename Shape>
@@ -222,7 +181,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
 #pragma unroll 1
         for (int i = 0; !has_begun && i + 1 < num_stages; i++) keys.load(shared.stages[i]);
         has_begun = true;
-        rows.store(shared.sQ);
+        rows.store(shared.sQ, Swizzle<Shape::kHeadDim>::offset);
         wait_for_step(num_stages);
         __syncthreads();  // Q is there, and the first keys
         if constexpr (Shape::kKeepsQ)
@@ -238,7 +197,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
                 if (step.has_scores()) step.score(shared.stages[stage], key, scores, factors);
                 __syncthreads();  // all row maxima are there, and the step before this one has ended in all warps
                 keys.load(shared.stages[before]);
-                state.grow(shared.row_max);
+                grow(state, shared);
                 if (step.has_scores()) step.exponentiate(state.rows, factors.softmax_scale_log2);
                 wait_for_step(num_stages);
                 __syncthreads();  // P is there, and the keys of the next step
@@ -290,18 +249,11 @@ template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
 }
 
 int64_t decode_workspace(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() {
-        const Room room(p, Shape::kBlockM);
-        return room.chunks <= 1 ? 0
-                                : p.batch_size * p.nheads_k * room.chunks * room.rows * int64_t(4 * Shape::kPitch);
-    });
+    return with_decode_shape(p, [&]<typename Shape>() { return workspace_bytes<Shape>(p); });
 }
 
 int64_t num_decode_counters(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() {
-        const Room room(p, Shape::kBlockM);
-        return room.chunks <= 1 ? 0 : p.batch_size * p.nheads_k * room.tiles;
-    });
+    return with_decode_shape(p, [&]<typename Shape>() { return num_counters<Shape>(p); });
 }
 
 void flash_decode(const DecodeParams &p) {

@@ -1,6 +1,6 @@
-// How the rows and keys of decode.cu's runs come to shared memory, from a cache of sequences or of pages.
+// How the keys of decode.cu's runs come to shared memory, from a cache of sequences or of pages.
 //
-// Read next: decode_result.cuh, what becomes of a run.
+// Read next: decode_rows.cuh, the rows that meet them.
 #pragma once
 
 #include "decode_share.cuh"
@@ -8,23 +8,21 @@
 
 namespace sm80 {
 
+using namespace decoding;
+
 template <typename Shape> struct Stage {
     uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
 };
 
 // The keys and values of a block's share, on their way from the cache to shared memory. They run ahead of what the
 // block computes. A warp copies kWarpRows rows of a step, of K and of V.
-template <typename T, typename Shape> struct KeyStream {
+template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
+    using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
     static constexpr int kWarpRows = Shape::kBlockN / Shape::kNumWarps, kVecs = Shape::kHeadDim / 8;
-    const DecodeParams &p;
-    const Room &room;
-    const Line &line;
-    Run<Shape> &run;    // of this warp
-    int key;            // the first of the next step
     int sequence, row;  // where this lane's row of the next step lies, see find()
 
     __device__ KeyStream(const DecodeParams &p, const Room &room, const Line &line, Run<Shape> &run)
-        : p(p), room(room), line(line), run(run), key(run.is_valid() ? run.key_begin : 0) {
+        : StepsAhead<Shape>(p, room, line, run) {
         find();
     }
 
@@ -47,12 +45,7 @@ template <typename T, typename Shape> struct KeyStream {
     // Where the rows of the next step lie: the first row of the warp if they are neighbours, else row l % kWarpRows for
     // lane l. The number of a page comes from memory, and nothing waits for it here.
     __device__ void find() {
-        while (run.is_valid() && key >= run.key_end) {
-            __syncwarp();  // all lanes have read the run
-            if (threadIdx.x % 32 == 0) run.next(p, room, line);
-            __syncwarp();  // the next one is there
-            key = run.key_begin;
-        }
+        this->settle();
         if (!run.is_valid()) return;
         const int lane_row = rows_are_neighbours() ? 0 : int(threadIdx.x) % kWarpRows;
         const int at = key + int(threadIdx.x / 32) * kWarpRows + lane_row;
@@ -89,43 +82,6 @@ template <typename T, typename Shape> struct KeyStream {
     __device__ static const T *of_lane(const T *x, int lane) {
         return reinterpret_cast<const T *>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(x), lane));
     }
-};
-
-// Row `row` of a run's tile of packed rows.
-struct PackedRow {
-    int token, head;
-    template <typename Shape> __device__ PackedRow(const Run<Shape> &run, int row) {
-        row += run.tile * Shape::kBlockM;
-        token = row < run.cut.group ? 0 : row / run.cut.group;  // divisions are slow
-        head = run.h_k * run.cut.group + row - token * run.cut.group;
-    }
-};
-
-// The rows of Q for a run: 0 beyond the sample and beyond head_dim. They are on their way to registers from the
-// constructor on, and store() waits for them.
-template <typename T, typename Shape> struct QRows {
-    static constexpr int kVecs = Shape::kHeadDim / 8, kCount = Shape::kBlockM * kVecs / Shape::kNumThreads;
-    uint4 x[kCount] = {};  // of a thread, 16 bytes each
-
-    __device__ QRows(const DecodeParams &p, const Run<Shape> &run) {
-#pragma unroll
-        for (int i = 0; i < kCount; i++) {
-            const int r = row(i), vec = threadIdx.x % kVecs;
-            if (r >= run.valid_rows() || 8 * vec >= p.head_dim) continue;
-            const PackedRow at(run, r);
-            x[i] = *reinterpret_cast<const uint4 *>(
-                rows_of<const T>(p.q, run.b, at.head, run.cut.seq.q_begin + at.token) + 8 * vec);
-        }
-    }
-    __device__ void store(uint16_t (&sQ)[Shape::kBlockM][Shape::kHeadDim]) const {
-#pragma unroll
-        for (int i = 0; i < kCount; i++)
-            *reinterpret_cast<uint4 *>(reinterpret_cast<char *>(sQ) +
-                                       Swizzle<Shape::kHeadDim>::offset(row(i), threadIdx.x % kVecs)) = x[i];
-    }
-
-  private:
-    __device__ static int row(int i) { return (i * Shape::kNumThreads + threadIdx.x) / kVecs; }
 };
 
 }  // namespace sm80

@@ -39,6 +39,43 @@ Reason find_cache_fault(const TorchTensor &q, const TorchTensor &k, const TorchT
     return {};
 }
 
+#if MINIMAL_ATTN_CUDA
+void launch_decode(DecodeParams p, const TorchTensor &q, bool is_wide) {
+    const int64_t bytes = is_wide ? sm90::decode_workspace(p) : sm80::decode_workspace(p);
+    const int64_t num_counters = is_wide ? sm90::num_decode_counters(p) : sm80::num_decode_counters(p);
+    const TorchTensor workspace = make_empty({bytes}, ScalarType::Byte, q);
+    p.workspace = workspace.data_ptr(), p.counters = zeroed_counters(num_counters, p.stream);
+    OptionalTensor counters;
+    if (!p.counters) {
+        counters = make_zeros({num_counters}, ScalarType::Int, q);
+        p.counters = static_cast<int *>(counters->data_ptr());
+    }
+    is_wide ? sm90::flash_decode(p) : sm80::flash_decode(p);
+}
+
+// Launches the kernels that some sample may need, which is the last one's if it has more rows than max_seqlen_q.
+void launch_each(DecodeParams p, const TorchTensor &q, Gpu gpu) {
+    const FewestRows fewest = q.numel() ? fewest_rows(p, gpu) : FewestRows{};
+    const bool are_alike = !p.cu_seqlens_q && !p.seqused_q;  // all samples have seqlen_q rows
+    const int longest = p.max_seqlen_q;
+    p.max_rows = INT_MAX;
+    auto serve = [&](int min_rows, auto launch) {
+        p.min_rows = min_rows, p.max_seqlen_q = std::min(longest, p.max_rows);
+        launch();
+        p.max_rows = min_rows - 1;
+        return are_alike;  // and nothing is left
+    };
+    if (longest >= fewest.prefill) {
+        const TorchTensor tile_counter = make_empty({1}, ScalarType::Int, q);
+        p.tile_counter = static_cast<int *>(tile_counter.data_ptr());
+        if (serve(fewest.prefill, [&] { sm90::flash_prefill(p); })) return;
+    }
+    if (longest >= fewest.wide && fewest.wide < fewest.prefill)
+        if (serve(fewest.wide, [&] { launch_decode(p, q, true); })) return;
+    serve(0, [&] { launch_decode(p, q, false); });
+}
+#endif
+
 }  // namespace
 
 // q (B, H, Sq, D), or packed (1, H, T, D); k, v (N, Hk, S, D), a cache as DecodeParams has it. Returns out like q, with
@@ -97,23 +134,7 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
         const Gpu gpu{compute_capability(), has_fast_fp64()};
         if (const Reason reason = why_not(Kernel::kSm80, p, gpu, false))
             throw_not_implemented("backend='cuda' cannot serve this call: " + *reason + "; use backend='triton'");
-        if (q.numel() > 0) p.min_prefill_rows = min_prefill_rows(p, gpu);
-        if (p.min_prefill_rows) {
-            const TorchTensor tile_counter = make_empty({1}, ScalarType::Int, q);
-            p.tile_counter = static_cast<int *>(tile_counter.data_ptr());
-            sm90::flash_prefill(p);
-            if (!p.cu_seqlens_q && !p.seqused_q) return {out, lse};  // all samples are prompts
-            p.max_seqlen_q = p.min_prefill_rows - 1;
-        }
-        const TorchTensor workspace = make_empty({sm80::decode_workspace(p)}, ScalarType::Byte, q);
-        const int64_t num_counters = sm80::num_decode_counters(p);
-        p.workspace = workspace.data_ptr(), p.counters = zeroed_counters(num_counters, p.stream);
-        OptionalTensor counters;
-        if (!p.counters) {
-            counters = make_zeros({num_counters}, ScalarType::Int, q);
-            p.counters = static_cast<int *>(counters->data_ptr());
-        }
-        sm80::flash_decode(p);
+        launch_each(p, q, gpu);
         return {out, lse};
     }
 #endif

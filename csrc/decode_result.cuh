@@ -1,15 +1,15 @@
-// What decode.cu has of a tile for some of the keys, how such results become one, and how they are stored: in the
+// What a kernel has of a tile for some of the keys, how such results become one, and how they are stored: in the
 // workspace or as the output.
 //
 // Read next: decode.cu, the kernel made of these.
 #pragma once
 
-#include "decode_cache.cuh"
+#include "decode_rows.cuh"
 #include "device.h"
 #include "scores.cuh"
 #include "softmax.cuh"
 
-namespace sm80 {
+namespace decoding {
 
 // What a row has of some of its keys: row_max in units of log2, and the sum and acc_o of exp2(score - row_max).
 struct RowState {
@@ -41,31 +41,23 @@ struct RowEnd {
     }
 };
 
-// Row i of this lane in the tile, of kLaneRows. In accumulators it is [i / 2][…][i % 2 * 2 and the next].
-__device__ inline int row_of_lane(int i) { return threadIdx.x % 32 / 4 + 8 * i; }
-
-// The rows of a tile for some of the keys: those of this lane, and of acc_o the columns of this warp.
+// The rows of a tile for some of the keys: those of this lane, Shape::row_of_lane(i) with i below kLaneRows, and their
+// columns from Shape::first_col() on, in pairs, eight columns apart.
 template <typename Shape> struct TileState {
-    float acc_o[Shape::kMTiles][Shape::kDTiles][4] = {};  // as tiles_sm80.cuh has accumulators
+    float acc_o[Shape::kMTiles][Shape::kDTiles][4] = {};  // [i / 2][…][i % 2 * 2 and the next], as in softmax.cuh
     RowState rows[Shape::kLaneRows];
 
     // act(x, col) for this lane's pairs of columns of row i.
     template <typename Act> __device__ void for_pairs(int i, Act act) {
-        const int col0 = threadIdx.x / 32 * (8 * Shape::kDTiles) + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int d = 0; d < Shape::kDTiles; d++)
-            act(*reinterpret_cast<float2 *>(&acc_o[i / 2][d][i % 2 * 2]), col0 + 8 * d);
+            act(*reinterpret_cast<float2 *>(&acc_o[i / 2][d][i % 2 * 2]), Shape::first_col() + 8 * d);
     }
-    // The maxima of all warps' keys are in shared memory.
-    __device__ void grow(const float (&row_max)[Shape::kBlockM][Shape::kScoreWarps]) {
-#pragma unroll
-        for (int i = 0; i < Shape::kLaneRows; i++) {
-            float max = rows[i].max;
-            for (int w = 0; w < Shape::kScoreWarps; w++) max = fmaxf(max, row_max[row_of_lane(i)][w]);
-            const float alpha = exp2_approx(rows[i].max - max);
-            rows[i].max = max, rows[i].sum *= alpha;
-            for_pairs(i, [&](float2 &o, int) { o = {o.x * alpha, o.y * alpha}; });
-        }
+    // The maximum of row i becomes `max`, which is not below it.
+    __device__ void grow(int i, float max) {
+        const float alpha = exp2_approx(rows[i].max - max);
+        rows[i].max = max, rows[i].sum *= alpha;
+        for_pairs(i, [&](float2 &o, int) { o = {o.x * alpha, o.y * alpha}; });
     }
     __device__ void join(TileState &other) {
 #pragma unroll
@@ -94,7 +86,7 @@ template <typename T, typename Shape>
 __device__ void store_tile(const DecodeParams &p, const Run<Shape> &run, TileState<Shape> &state) {
 #pragma unroll
     for (int i = 0; i < Shape::kLaneRows; i++) {
-        const int r = row_of_lane(i);
+        const int r = Shape::row_of_lane(i);
         if (r >= run.valid_rows()) continue;
         const PackedRow row(run, r);
         const RowEnd end(state.rows[i], sink_of<float>(p, row.head));
@@ -117,11 +109,11 @@ __device__ void store_chunks(const DecodeParams &p, const Room &room, const Run<
     float *to = chunk_results(p, room, run) + int64_t(chunk) * room.rows * Shape::kPitch;
 #pragma unroll
     for (int i = 0; i < Shape::kLaneRows; i++) {
-        const int r = row_of_lane(i);
+        const int r = Shape::row_of_lane(i);
         if (r >= run.valid_rows()) continue;
         float *row = to + r * Shape::kPitch;
         state.for_pairs(i, [&](float2 o, int col) { *reinterpret_cast<float2 *>(row + col) = o; });
-        if (threadIdx.x / 32 == 0 && threadIdx.x % 4 == 0)
+        if (Shape::first_col() == 0)
             *reinterpret_cast<float4 *>(row + Shape::kHeadDim) = {state.rows[i].max, state.rows[i].sum,
                                                                   __int_as_float(num_chunks), 0.f};
     }
@@ -185,7 +177,7 @@ template <typename T> __device__ void store_padding(const DecodeParams &p) {
     const int warp_idx = threadIdx.x / 32, col = threadIdx.x % 32 * 8;
     for (int b = blockIdx.x; b < p.batch_size; b += gridDim.x) {
         const Sequence seq(p, b);
-        if (seq.is_prefill(p)) continue;
+        if (!seq.is_served(p)) continue;
         const int64_t count = int64_t(seq.padded_q - seq.seqlen_q) * p.nheads;
         for (int64_t i = warp_idx; i < count; i += blockDim.x / 32) {
             const int row = seq.seqlen_q + int(i / p.nheads), h = int(i % p.nheads);
@@ -196,4 +188,4 @@ template <typename T> __device__ void store_padding(const DecodeParams &p) {
     }
 }
 
-}  // namespace sm80
+}  // namespace decoding

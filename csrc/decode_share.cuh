@@ -1,28 +1,24 @@
-// How decode.cu cuts a batch into work, and which share of it a block has.
+// How decode.cu and decode_sm90.cu cut a batch into work, and which share of it a block has.
 //
 // The packed rows of a sample are cut into tiles, and its keys into chunks of equal length. A chunk for one tile of one
 // key head is an item. All items of the batch lie on one line. The length of an item on the line is an estimate of its
 // time, and every block has an equal share of the line. The device finds all of this, from lengths that it alone knows.
-// Samples that another kernel serves have no items.
+// Samples that another launch serves have no items.
 // Neighbouring chunks of a tile within the share of a block are a run.
 //
-// Read next: decode_cache.cuh, how a run's rows and keys come to shared memory.
+// Read next: decode_cache.cuh, how the keys of runs come to shared memory.
 #pragma once
 
 #include "flash.h"
 #include "launch.h"
 #include "mask.cuh"
 
-namespace sm80 {
+namespace decoding {
 
-// The tiles of a block of four warps: kBlockM packed rows, and kBlockN keys a step, 16 KB of K and as many of V.
-template <int kHeadDim_, int kMTiles_> struct DecodeShape {
-    static constexpr int kHeadDim = kHeadDim_, kMTiles = kMTiles_, kBlockM = 16 * kMTiles, kBlockN = 8192 / kHeadDim;
-    static constexpr int kNumWarps = 4, kNumThreads = 32 * kNumWarps, kLaneRows = 2 * kMTiles;
-    // Q Kᵀ is shared out by keys, at least 16 to a warp. P V is shared out by columns.
-    static constexpr int kScoreWarps = kBlockN / 16 < kNumWarps ? kBlockN / 16 : kNumWarps;
-    static constexpr int kSTiles = kBlockN / kScoreWarps / 8, kDTiles = kHeadDim / kNumWarps / 8;  // of a warp
-    static constexpr bool kKeepsQ = kMTiles == 1;  // in registers
+// What the kernels' shapes have in common: four warps, and kBlockN keys a step, 16 KB of K and as many of V.
+template <int kHeadDim_> struct KeyShape {
+    static constexpr int kHeadDim = kHeadDim_, kBlockN = 8192 / kHeadDim;
+    static constexpr int kNumWarps = 4, kNumThreads = 32 * kNumWarps;
     static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace: acc_o, row_max, row_sum, chunks
 };
 
@@ -52,6 +48,16 @@ struct Room {
     }
 };
 
+template <typename Shape> int64_t workspace_bytes(const DecodeParams &p) {
+    const Room room(p, Shape::kBlockM);
+    return room.chunks <= 1 ? 0 : p.batch_size * p.nheads_k * room.chunks * room.rows * int64_t(4 * Shape::kPitch);
+}
+
+template <typename Shape> int64_t num_counters(const DecodeParams &p) {
+    const Room room(p, Shape::kBlockM);
+    return room.chunks <= 1 ? 0 : p.batch_size * p.nheads_k * room.tiles;
+}
+
 // The key heads of a key often lie side by side in memory, where it is fastest to read all of them at once. So `heads`
 // neighbouring blocks work on the same keys, each for a head of its own. There is a line for each of these heads, and
 // all lines are cut into shares in the same way.
@@ -79,7 +85,7 @@ template <typename Shape> struct Cut {
 
     __device__ Cut(const DecodeParams &p, const Room &room, int b) : seq(p, b), group(room.group) {
         const Mask mask(seq.seqlen_q, seq.seqlen_k, p);
-        num_rows = seq.is_prefill(p) ? 0 : seq.seqlen_q * group;
+        num_rows = seq.is_served(p) ? seq.seqlen_q * group : 0;
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
         begin = num_rows ? mask.keys(0).begin : 0, end = num_rows ? mask.keys(seq.seqlen_q - 1).end : 0;
         const int keys = max(0, end - aligned_begin());
@@ -155,6 +161,16 @@ template <typename Shape> struct Run {
     }
 };
 
+// Row `row` of a run's tile of packed rows.
+struct PackedRow {
+    int token, head;
+    template <typename Shape> __device__ PackedRow(const Run<Shape> &run, int row) {
+        row += run.tile * Shape::kBlockM;
+        token = row < run.cut.group ? 0 : row / run.cut.group;  // divisions are slow
+        head = run.h_k * run.cut.group + row - token * run.cut.group;
+    }
+};
+
 // The first run of this block's share, in shared memory. Samples are dealt out to threads, whose sums are scanned. The
 // thread that has the sample in which the share begins finds the run.
 template <typename Shape>
@@ -197,4 +213,32 @@ __device__ void find_first_run(Run<Shape> &run, int64_t (&costs)[Shape::kNumWarp
     __syncthreads();
 }
 
-}  // namespace sm80
+// A copy by the lanes of a warp.
+template <typename X> __device__ void copy_words(X &to, const X &from) {
+    for (unsigned i = threadIdx.x % 32; i < sizeof(X) / 4; i += 32)
+        reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(&from)[i];
+}
+
+// The steps of a block's share, as they are loaded, ahead of what is computed.
+template <typename Shape> struct StepsAhead {
+    const DecodeParams &p;
+    const Room &room;
+    const Line &line;
+    Run<Shape> &run;  // of this warp
+    int key;          // the first of the next step, if the run is valid
+
+    __device__ StepsAhead(const DecodeParams &p, const Room &room, const Line &line, Run<Shape> &run)
+        : p(p), room(room), line(line), run(run), key(run.is_valid() ? run.key_begin : 0) {}
+
+    // Go on to the next run when the last one has no more keys. By all lanes of a warp.
+    __device__ void settle() {
+        while (run.is_valid() && key >= run.key_end) {
+            __syncwarp();  // all lanes have read the run
+            if (threadIdx.x % 32 == 0) run.next(p, room, line);
+            __syncwarp();  // the next one is there
+            key = run.key_begin;
+        }
+    }
+};
+
+}  // namespace decoding

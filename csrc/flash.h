@@ -107,8 +107,7 @@ struct DecodeParams : AttnParams {
     int num_sequences, page_size;
     int num_splits;              // the most parts that the keys of a sample are cut into; 0: by its lengths
     int max_seqlen_q;            // a sample with more rows is not cut
-    int min_prefill_rows;        // samples with so many rows are sm90::flash_prefill's, and those with fewer rows are
-                                 // sm80::flash_decode's; 0: all are
+    int min_rows, max_rows;      // the samples that this launch serves have so many rows. It leaves the others alone
     void *workspace;             // as many bytes as decode_workspace says, or nullptr if that is 0
     int *counters;               // as many zeros as num_decode_counters says; zeros again when the kernel ends. Lengths
                                  // that change while it runs would leave others
@@ -168,7 +167,10 @@ int64_t num_decode_counters(const DecodeParams &p);
 }
 namespace sm90 {
 void flash_forward(const AttnParams &p);                  // flash_sm90.cu: Hopper's tensor cores and TMA
-void flash_prefill(const DecodeParams &p);                // flash_sm90.cu, the same for prompts
+void flash_prefill(const DecodeParams &p);                // flash_sm90.cu, the same with the keys of a cache
+void flash_decode(const DecodeParams &p);                 // decode_sm90.cu, the same for a few rows
+int64_t decode_workspace(const DecodeParams &p);          // bytes
+int64_t num_decode_counters(const DecodeParams &p);
 int64_t num_mask_words(const AttnParams &p);              // 0 without a bias of bool
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd_sm90.cu, the same
 void flash_backward_wide(const AttnBackwardParams &p);    // flash_bwd_wide_sm90.cu: head_dim over 128

@@ -16,7 +16,7 @@
 //
 // The keys may also be those of a cache of sequences or of pages, whose rows TMA brings to the same tiles ("prefill").
 //
-// Read next: bwd_workspace_sm90.cuh, the sums in memory of the backward pass.
+// Read next: decode_sm90.cu, a few rows and long caches.
 #include <algorithm>
 
 #include "device.h"

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -95,18 +96,22 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backw
     return why_not_load("v", p.v, p.seqlen_k, p.head_dim_v);
 }
 
-// From how many rows on sm90::flash_prefill serves a sample of p, or 0 if it serves none of them. It reads keys once
-// for 128 rows or more, but does not divide them among blocks of threads. So a sample must have enough tiles of rows by
-// itself: the choice does not depend on its batch.
-inline int min_prefill_rows(const DecodeParams &p, Gpu gpu) {
-    constexpr int kFewestRows = 65, kFewestTiles = 64, kTileRows = 128;
+// Attention to a cache has three kernels. A sample with `prefill` rows or more is sm90::flash_prefill's, else one with
+// `wide` rows or more is sm90::flash_decode's, and any other is sm80::flash_decode's. The batch has no say in it.
+struct FewestRows { int wide = INT_MAX, prefill = INT_MAX; };
+
+inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
+    FewestRows fewest;
     const std::optional<Kernel> forced = forced_kernel;
-    if (p.max_seqlen_q < kFewestRows || (forced && forced != Kernel::kSm90)) return 0;
-    if (p.has_score_mods() || p.tree_mask || why_not(Kernel::kSm90, p, gpu, false)) return 0;
-    if (p.page_table && (p.page_size % 16 || p.leftpad_k)) return 0;  // TMA takes 16 keys of a page at a time
+    if ((forced && forced != Kernel::kSm90) || why_not(Kernel::kSm90, p, gpu, false)) return fewest;
+    if (p.page_table && (p.page_size % 16 || p.leftpad_k)) return fewest;  // TMA takes 16 keys of a page at a time
+    // More than 16 packed rows, which decode.cu would read the keys for several times.
+    if (p.max_head_dim() <= 128) fewest.wide = 16 / (p.nheads / p.nheads_k) + 1;
+    // flash_prefill does not divide keys among blocks of threads. It needs enough tiles of 128 rows of a head.
+    constexpr int kFewestRows = 65, kFewestTiles = 64, kTileRows = 128;
     const int tiles = (kFewestTiles + p.nheads - 1) / p.nheads;
-    const int rows = std::max(kFewestRows, (tiles - 1) * kTileRows + 1);
-    return rows <= p.max_seqlen_q ? rows : 0;
+    if (!p.has_score_mods() && !p.tree_mask) fewest.prefill = std::max(kFewestRows, (tiles - 1) * kTileRows + 1);
+    return fewest;
 }
 
 struct Choice {

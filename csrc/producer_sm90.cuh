@@ -141,7 +141,7 @@ template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, Sha
         const Sequence &seq = work.seq = Sequence(p, tile.b);
         if (tile.block * kBlockM >= seq.padded_q) continue;  // a slot that its sample does without
         if constexpr (Shape::kCached)
-            if (!seq.is_prefill(p)) continue;
+            if (!seq.is_served(p)) continue;
         const Mask mask = work.mask = Mask(seq, p);
         const BlockRange all = mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
         work.blocks_begin = all.begin, work.blocks_end = all.end;

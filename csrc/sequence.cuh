@@ -39,10 +39,7 @@ struct Sequence {
         if (p.leftpad_k) k_begin = max(0, p.leftpad_k[b]), seqlen_k = max(0, seqlen_k - k_begin);
     }
 
-    // Whether sm90::flash_prefill serves the sample, and not sm80::flash_decode.
-    __device__ bool is_prefill(const DecodeParams &p) const {
-        return p.min_prefill_rows && seqlen_q >= p.min_prefill_rows;
-    }
+    __device__ bool is_served(const DecodeParams &p) const { return seqlen_q >= p.min_rows && seqlen_q <= p.max_rows; }
     // Whether the tensor has more rows after those of the sample and their padding, and more keys after the valid ones.
     __device__ bool rows_follow(const AttnParams &p) const { return q_begin + padded_q < p.seqlen_q; }
     __device__ bool keys_follow(const AttnParams &p) const { return k_begin + seqlen_k < p.seqlen_k; }

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Of each file by target: the oldest GPU that it is made for, and Hopper where that takes seconds. campaign.py has all.
 TARGETS = {"flash.cu": ["75"], "flash_bwd.cu": ["90a"], "flash_bwd_bias.cu": ["90a"],
            "flash_sm80.cu": ["80"], "flash_bwd_sm80.cu": ["80"],
-           "decode.cu": ["80", "90a"], "append.cu": ["80", "90a"],
+           "decode.cu": ["80", "90a"], "decode_sm90.cu": ["90a"], "append.cu": ["80", "90a"],
            "flash_bwd_sm90.cu": ["90a"], "flash_bwd_wide_sm90.cu": ["90a"],
            "flash_sm90.cu": ["75", "90a"], "flash_dmma.cu": ["75", "90a"], "device.cu": ["90a"]}
 # (file, kind of its kernel): how many bytes of stack, and of spills, a kernel may have where it is not none. These use

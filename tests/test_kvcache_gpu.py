@@ -14,7 +14,8 @@ from test_activate import kernels_of
 pytestmark = pytest.mark.gpu
 LENGTHS = (1000, 0, 1, 63, 64, 65, 3000, 129, 700, 2048)
 PAGE_SIZE = 16
-PROMPT = 897  # From so many rows on, flash_sm90.cu serves a sample of 8 heads (min_prefill_rows() in kernels.h).
+# From how many rows on decode_sm90.cu and flash_sm90.cu serve a sample of 8 heads on 2 (fewest_rows() in kernels.h).
+WIDE, PROMPT = 5, 897
 
 
 def ints(*values):
@@ -61,11 +62,7 @@ def captured(attend):
     return graph, results
 
 
-def names_of_kernels(attend):
-    return " ".join(kernels_of(attend))
-
-
-@pytest.mark.parametrize("rows", [1, 3, 8, PROMPT])
+@pytest.mark.parametrize("rows", [1, WIDE - 1, WIDE, 20, PROMPT])
 def test_bits_of_a_sample_do_not_depend_on_its_batch(rows):
     batch = Batch(0, rows)
     out, lse = batch.attend()
@@ -140,16 +137,17 @@ def test_graphs_on_two_streams_do_not_share_counters():
 class Mixed(Batch):
     """The same cache, with a packed q of samples that decode and of prompts."""
 
-    ROWS = (1, PROMPT - 1, 1, 63, PROMPT, 2, 1500, 0, 1, 900)
+    ROWS = (1, PROMPT - 1, WIDE - 1, 63, PROMPT, WIDE, 1500, 0, 1, 900)
 
     def __init__(self, seed):
         super().__init__(seed)
         self.begins = torch.tensor([0, *itertools.accumulate(self.ROWS)], dtype=torch.int32, device="cuda")
+        self.longest = max(self.ROWS)
         self.q = torch.randn(1, 8, sum(self.ROWS), 128, dtype=torch.bfloat16, device="cuda")
 
     def attend(self, backend="cuda"):
         return attention_with_kvcache(self.q, self.k, self.v, self.lengths, causal=True, page_table=self.table,
-                                      cu_seqlens_q=self.begins, max_seqlen_q=max(self.ROWS), return_lse=True,
+                                      cu_seqlens_q=self.begins, max_seqlen_q=self.longest, return_lse=True,
                                       backend=backend)
 
     def attend_one(self, b):
@@ -163,26 +161,47 @@ on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_d
                                reason="needs a GPU of sm_90")
 
 
+# What the names of the kernels have in common.
+KERNELS = {1: "sm80::decode", WIDE: "sm90::decode", PROMPT: "sm90::flash_fwd"}
+
+
+def kernels_here(attend):
+    """The fewest rows of the kernels of a call."""
+    names = " ".join(kernels_of(attend))
+    return {rows for rows, name in KERNELS.items() if name in names}
+
+
 @on_hopper
-def test_prompts_have_hoppers_kernel():
-    few, many = Batch(7, PROMPT - 1), Batch(7, PROMPT)
-    assert "flash_fwd" not in names_of_kernels(few.attend) and "decode" not in names_of_kernels(many.attend)
-    assert "flash_fwd" in names_of_kernels(many.attend)
-    out, lse = many.attend()
+@pytest.mark.parametrize("rows, kernel", [(1, 1), (WIDE - 1, 1), (WIDE, WIDE), (PROMPT - 1, WIDE), (PROMPT, PROMPT)])
+def test_rows_decide_which_kernel_serves(rows, kernel):
+    batch = Batch(7, rows)
+    assert kernels_here(batch.attend) == {kernel}
+    results = batch.attend()
     with force_kernel("sm80"):
-        assert "flash_fwd" not in names_of_kernels(many.attend)
-        torch.testing.assert_close((out, lse), many.attend(), atol=1e-2, rtol=1e-2)
+        assert kernels_here(batch.attend) == {1}
+        torch.testing.assert_close(results, batch.attend(), atol=1e-2, rtol=1e-2)
 
 
 @on_hopper
-def test_both_kernels_serve_a_mixed_batch():
+def test_all_kernels_serve_a_mixed_batch():
     batch = Mixed(8)
-    assert all(name in names_of_kernels(batch.attend) for name in ("flash_fwd", "decode"))
+    assert kernels_here(batch.attend) == {1, WIDE, PROMPT}
     out, lse = batch.attend()
     torch.testing.assert_close(out, batch.attend("torch")[0], atol=2e-2, rtol=2e-2)
     for b, rows in enumerate(batch.ROWS):
         own = slice(batch.begins[b], batch.begins[b + 1])
         assert rows == 0 or all(map(torch.equal, batch.attend_one(b), (out[:, :, own], lse[:, :, own])))
+
+
+@on_hopper
+@pytest.mark.parametrize("max_seqlen_q, kernels", [(1, {1}), (WIDE, {1, WIDE}), (None, {1, WIDE, PROMPT})])
+def test_longest_sample_decides_which_kernels_are_launched(max_seqlen_q, kernels):
+    """The last of them serves longer samples."""
+    batch = Mixed(8)
+    wanted = batch.attend()
+    batch.longest = max_seqlen_q
+    assert kernels_here(batch.attend) == kernels
+    torch.testing.assert_close(batch.attend(), wanted, atol=1e-2, rtol=1e-2)
 
 
 @on_hopper

@@ -1,0 +1,99 @@
+// The packed rows of a run: how Q comes to shared memory, and what becomes of the scores of its rows.
+//
+// Read next: decode_result.cuh, what becomes of a run.
+#pragma once
+
+#include "decode_share.cuh"
+#include "ptx_sm80.cuh"
+#include "score_mods.cuh"
+#include "scores.cuh"
+
+namespace decoding {
+
+using namespace ptx;
+
+// The rows of Q for a run: 0 beyond the sample and beyond head_dim. They are on their way to registers from the
+// constructor on, and store() waits for them.
+template <typename T, typename Shape> struct QRows {
+    static constexpr int kVecs = Shape::kHeadDim / 8, kCount = Shape::kBlockM * kVecs / Shape::kNumThreads;
+    uint4 x[kCount] = {};  // of a thread, 16 bytes each
+
+    __device__ QRows(const DecodeParams &p, const Run<Shape> &run) {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) {
+            const int r = row(i), vec = threadIdx.x % kVecs;
+            if (r >= run.valid_rows() || 8 * vec >= p.head_dim) continue;
+            const PackedRow at(run, r);
+            x[i] = *reinterpret_cast<const uint4 *>(
+                rows_of<const T>(p.q, run.b, at.head, run.cut.seq.q_begin + at.token) + 8 * vec);
+        }
+    }
+    // offset_of(row, vec): where 16 bytes lie in sQ.
+    template <typename OffsetOf> __device__ void store(void *sQ, OffsetOf offset_of) const {
+#pragma unroll
+        for (int i = 0; i < kCount; i++)
+            *reinterpret_cast<uint4 *>(static_cast<char *>(sQ) + offset_of(row(i), threadIdx.x % kVecs)) = x[i];
+    }
+
+  private:
+    __device__ static int row(int i) { return (i * Shape::kNumThreads + threadIdx.x) / kVecs; }
+};
+
+// q·k become scores, see scores.cuh and score_mods.cuh. `key` is the warp's first. Every row has a slope of its own.
+template <typename Shape>
+__device__ void change_scores(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], const Scores<> &scores,
+                              const ScoreFactors<float> &factors, const DecodeParams &p, const Run<Shape> &run,
+                              int key) {
+    const int lane_idx = threadIdx.x % 32;
+    auto for_scores = [&](int i, auto change) {
+#pragma unroll
+        for (int n = 0; n < Shape::kSTiles; n++)
+            for (int e = 0; e < 2; e++) change(acc_s[i / 2][n][i % 2 * 2 + e], key + 8 * n + lane_idx % 4 * 2 + e);
+    };
+#pragma unroll
+    for (int i = 0; i < Shape::kLaneRows; i++) {
+        if (factors.has_softcap) for_scores(i, [&](float &s, int) { s = tanh_approx(s * factors.of_qk); });
+        else if (!scores.is_raw) for_scores(i, [&](float &s, int) { s = scores.score(s); });
+        if (!p.alibi_slopes) continue;
+        const PackedRow row(run, Shape::row_of_lane(i));
+        if (row.token >= run.cut.seq.seqlen_q) continue;
+        const float slope = p.alibi_slopes[run.b * p.alibi_batch_stride + row.head] * factors.per_unit;
+        const int diagonal = row.token + run.cut.seq.seqlen_k - run.cut.seq.seqlen_q;
+        for_scores(i, [&](float &s, int key) { s -= slope * fabsf(float(diagonal - key)); });
+    }
+}
+
+// Of row i of this lane, scores of new keys that the tree mask hides become -inf. `key` is the lane's first.
+template <typename Shape>
+__device__ void hide_branches(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], int i, const DecodeParams &p,
+                              const Run<Shape> &run, int key) {
+    const int token = PackedRow(run, Shape::row_of_lane(i)).token;
+    if (token >= run.cut.seq.seqlen_q) return;
+    const uint64_t word = p.tree_mask[run.b * p.tree_batch_stride + token];
+    const int new_key = key - (run.cut.seq.seqlen_k - run.cut.seq.seqlen_q);  // before the new ones it is negative
+#pragma unroll
+    for (int n = 0; n < Shape::kSTiles; n++)
+        for (int e = 0; e < 2; e++) {
+            const int bit = new_key + 8 * n + e;
+            if (bit >= 0 && bit < 64 && !(word >> bit & 1)) acc_s[i / 2][n][i % 2 * 2 + e] = -INFINITY;
+        }
+}
+
+// Scores of keys that a row does not see become -inf. `key` is the warp's first.
+template <typename Shape>
+__device__ void hide_scores(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], const DecodeParams &p,
+                            const Run<Shape> &run, int key) {
+    const int lane_idx = threadIdx.x % 32;
+    const Mask mask(run.cut.seq.seqlen_q, run.cut.seq.seqlen_k, p);
+#pragma unroll
+    for (int i = 0; i < Shape::kLaneRows; i++) {
+        const Range seen = mask.keys(PackedRow(run, Shape::row_of_lane(i)).token);
+#pragma unroll
+        for (int n = 0; n < Shape::kSTiles; n++)
+            for (int e = 0; e < 2; e++)
+                if (!seen.contains(key + 8 * n + lane_idx % 4 * 2 + e)) acc_s[i / 2][n][i % 2 * 2 + e] = -INFINITY;
+        if (p.tree_mask) hide_branches<Shape>(acc_s, i, p, run, key + lane_idx % 4 * 2);
+    }
+}
+
+}  // namespace decoding

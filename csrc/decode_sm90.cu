@@ -1,0 +1,219 @@
+// Attention of 17 to some hundred packed rows to long caches on Hopper's tensor cores, fp16 and bf16 (sm_90a): several
+// tokens of a sample, as in speculative decoding, or many query heads for each key head.
+//
+// As in decode.cu every key is read once for a tile of rows, but here a tile has 64 rows, those of one wgmma. So the
+// time is still that of memory. The four warps of a block are one warpgroup:
+//   TMA      K(n+2) V(n+2)              up to three steps ahead, asked for by the first warp
+//   wgmma    S = Q K(n)ᵀ ─┐        ┌─ O += P V(n)
+//   softmax               └─ P ────┘    a warp has 16 rows and all keys of the step, so P stays in registers
+// Two blocks share a multiprocessor: one computes while the other waits. Shares, chunks, and how their results become
+// one are those of decode.cu: the bits of a sample do not depend on its batch.
+//
+// Read next: bwd_workspace_sm90.cuh, the sums in memory of the backward pass.
+#include <algorithm>
+
+#include "decode_result.cuh"
+#include "decode_rows.cuh"
+#include "device.h"
+#include "tiles_sm90.cuh"
+
+namespace sm90 {
+
+using namespace device;
+using namespace decoding;
+
+template <int kHeadDim_> struct DecodeShape : KeyShape<kHeadDim_> {
+    static constexpr int kMTiles = 1, kBlockM = 64, kLaneRows = 2, kStages = 3;
+    static constexpr int kSTiles = KeyShape<kHeadDim_>::kBlockN / 8, kDTiles = kHeadDim_ / 8;
+
+    __device__ static int row_of_lane(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
+    __device__ static int first_col() { return threadIdx.x % 4 * 2; }
+};
+
+template <typename Shape> struct Stage {
+    SmemTile<Shape::kBlockN, Shape::kHeadDim> k, v;
+};
+
+template <typename Shape> struct DecodeMemory {
+    SmemTile<Shape::kBlockM, Shape::kHeadDim> q;
+    Stage<Shape> stages[Shape::kStages];
+    Barrier full[Shape::kStages];
+    Run<Shape> run, ahead;  // that the block computes, and that its first warp loads
+    int64_t costs[Shape::kNumWarps];
+    bool is_last;
+};
+
+struct CacheTensors { TmaTensor k, v; };
+
+// The keys and values of a block's share, on their way from the cache to shared memory. A box of TMA is 16 rows of a
+// sequence or of a page, and each lane of a warp asks for one of them.
+template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
+    using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
+    static constexpr int kBoxes = Shape::kBlockN / 16;
+    int sequence, row;  // in the cache: where this lane's box of the next step begins
+
+    // The number of a page comes from memory. Nothing waits for it here.
+    __device__ void find() {
+        this->settle();
+        if (!run.is_valid()) return;
+        const int first = key + int(threadIdx.x) % kBoxes * 16;
+        const bool is_seen = first < run.cut.end && first + 16 > run.cut.begin;
+        row = run.cut.seq.k_begin + first, sequence = run.b;
+        if (p.page_table) {
+            const int page = unsigned(row) / unsigned(p.page_size);
+            if (is_seen) sequence = p.page_table[run.b * p.page_table_stride + page];
+            row -= page * p.page_size;
+        } else if (p.cache_batch_idx) sequence = p.cache_batch_idx[run.b];
+        if (!is_seen) row = p.page_size;  // TMA writes zeros for rows outside of the cache
+    }
+    // Starts the copies of the next step to a stage, if there is one.
+    __device__ void load(Stage<Shape> &stage, const CacheTensors &cache, Barrier &full) {
+        if (!run.is_valid()) return;
+        const int in_cache = max(0, min(sequence, p.num_sequences - 1)), tile_row = 16 * threadIdx.x;
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, sizeof(stage));
+        if (threadIdx.x < kBoxes) {
+            load_bytes(stage.k, cache.k, full, row, run.h_k, in_cache, tile_row);
+            load_bytes(stage.v, cache.v, full, row, run.h_k, in_cache, tile_row);
+        }
+        key += Shape::kBlockN;
+        find();
+    }
+};
+
+// Values that no row sees may be NaN, and 0 · NaN is NaN: they become 0.
+template <typename Shape> __device__ void clear_unseen(Stage<Shape> &stage, const Run<Shape> &run, int key) {
+    const int begin = run.cut.begin - key, end = run.cut.end - key;
+    if (begin <= 0 && end >= Shape::kBlockN) return;
+    constexpr int kVecs = Shape::kHeadDim / 8;
+    for (int i = threadIdx.x; i < Shape::kBlockN * kVecs; i += Shape::kNumThreads) {
+        const int row = i / kVecs;
+        if (row < begin || row >= end)
+            *reinterpret_cast<uint4 *>(reinterpret_cast<char *>(&stage.v) + stage.v.offset(row, i % kVecs * 8)) = {};
+    }
+    fence_proxy_async();
+    __syncthreads();
+}
+
+// What the block does in one step, from scores to sums of V.
+template <typename T, typename Shape>
+__device__ void attend(DecodeMemory<Shape> &shared, const Stage<Shape> &stage, TileState<Shape> &state, int key,
+                       const DecodeParams &p, const Scores<> &scores, const ScoreFactors<float> &factors) {
+    float acc_s[1][Shape::kSTiles][4];
+    warpgroup_arrive();
+    multiply_abt<T>(acc_s[0], shared.q, stage.k);
+    warpgroup_wait<0>(acc_s[0]);
+    change_scores<Shape>(acc_s, scores, factors, p, shared.run, key);
+    if (!shared.run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, shared.run, key);
+    uint32_t P[Shape::kBlockN / 16][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float max = -INFINITY;
+        for (int n = 0; n < Shape::kSTiles; n++) max = fmaxf(max, fmaxf(acc_s[0][n][2 * i], acc_s[0][n][2 * i + 1]));
+        max = __fmul_rn(quad_reduce(max, fmaxf), factors.softmax_scale_log2);  // rounded before it is subtracted
+        state.grow(i, fmaxf(state.rows[i].max, max));
+        for (int n = 0; n < Shape::kSTiles; n++) {
+            const float x = exp2_approx(acc_s[0][n][2 * i] * factors.softmax_scale_log2 - state.rows[i].max);
+            const float y = exp2_approx(acc_s[0][n][2 * i + 1] * factors.softmax_scale_log2 - state.rows[i].max);
+            state.rows[i].sum += x + y;
+            P[n / 2][n % 2 * 2 + i] = pack<T>(x, y);
+        }
+    }
+    warpgroup_arrive();
+    multiply_ab<T>(state.acc_o[0], P, stage.v);
+    warpgroup_wait<0>(state.acc_o[0], P);
+}
+
+template <typename T, typename Shape>
+__global__ void __launch_bounds__(Shape::kNumThreads, 2)
+    decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Room room, const __grid_constant__ Line line,
+           const __grid_constant__ Scores<> scores, const __grid_constant__ ScoreFactors<float> factors,
+           const __grid_constant__ CacheTensors cache) {
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL
+    __trap();
+#else
+    let_next_kernel_begin();
+    wait_for_previous_kernel();
+    auto &shared = shared_memory<DecodeMemory<Shape>>();
+    Run<Shape> &run = shared.run;
+    const bool loads = warp_uniform(threadIdx.x / 32) == 0;
+    if (threadIdx.x == 0) {
+        for (Barrier &full : shared.full) mbarrier_init(full, 1);
+        fence_mbarrier_init();
+    }
+    find_first_run<Shape>(run, shared.costs, p, room, line);
+    if (loads) copy_words(shared.ahead, run);
+    __syncwarp();  // the run that the first warp loads is there
+    KeyBoxes<Shape> keys{{p, room, line, shared.ahead}};
+    if (loads) {
+        keys.find();
+        for (int i = 0; i < Shape::kStages; i++) keys.load(shared.stages[i], cache, shared.full[i]);
+    }
+    int stage = 0;
+    uint32_t parity = 0;  // of its barrier
+    while (run.is_valid()) {
+        QRows<T, Shape>(p, run).store(&shared.q, [&](int row, int vec) { return shared.q.offset(row, 8 * vec); });
+        fence_proxy_async();
+        __syncthreads();  // Q is there
+        TileState<Shape> joined;
+        for (int chunk = run.chunk_begin; chunk < run.chunk_end; chunk++) {
+            TileState<Shape> state;
+            const Range range = run.keys(chunk);
+            for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
+                mbarrier_wait(shared.full[stage], parity);
+                clear_unseen(shared.stages[stage], run, key);
+                attend<T>(shared, shared.stages[stage], state, key, p, scores, factors);
+                __syncthreads();  // all warps have read the stage
+                if (loads) keys.load(shared.stages[stage], cache, shared.full[stage]);
+                stage = stage + 1 == Shape::kStages ? 0 : stage + 1, parity ^= stage == 0;
+            }
+            for (RowState &row : state.rows)
+                row.sum = quad_reduce(row.sum, [](float x, float y) { return x + y; });
+            if (run.chunk_begin == 0) joined.join(state);
+            else store_chunks(p, room, run, state, chunk, 1);
+        }
+        if (run.is_whole_tile()) store_tile<T>(p, run, joined);
+        else {
+            if (run.chunk_begin == 0) store_chunks(p, room, run, joined, 0, run.num_chunks());
+            if (arrive_last(p, room, run, shared.is_last)) join_chunks<T>(p, room, run);
+        }
+        __syncthreads();  // all threads have read the run
+        if (threadIdx.x == 0) run.next(p, room, line);
+        __syncthreads();  // the next one is there
+    }
+    store_padding<T>(p);
+#endif
+}
+
+template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
+    static_assert(2 * (sizeof(DecodeMemory<Shape>) + 1024) <= 228 << 10);  // the GPU takes 1 KB of each block
+    if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
+    auto tma = [&](const char *name, const Tensor &x, int head_dim) {
+        return make_tma_tensor<Shape::kHeadDim>(name, x, p.num_sequences, p.nheads_k, p.page_size, head_dim, 16);
+    };
+    const Line line(p.nheads_k, 2 * num_sms());
+    launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, sizeof(DecodeMemory<Shape>), p.stream,
+                 p, Room(p, Shape::kBlockM), line, Scores<>(p), ScoreFactors<float>(p),
+                 CacheTensors{tma("k", p.k, p.head_dim), tma("v", p.v, p.head_dim_v)});
+}
+
+// act<Shape>() for the shape of p, whose head_dim is 128 at most.
+template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
+    return p.max_head_dim() <= 64 ? act.template operator()<DecodeShape<64>>()
+                                  : act.template operator()<DecodeShape<128>>();
+}
+
+int64_t decode_workspace(const DecodeParams &p) {
+    return with_decode_shape(p, [&]<typename Shape>() { return workspace_bytes<Shape>(p); });
+}
+
+int64_t num_decode_counters(const DecodeParams &p) {
+    return with_decode_shape(p, [&]<typename Shape>() { return num_counters<Shape>(p); });
+}
+
+void flash_decode(const DecodeParams &p) {
+    with_decode_shape(p, [&]<typename Shape>() {
+        p.dtype == DType::kFloat16 ? launch_decode<__half, Shape>(p) : launch_decode<__nv_bfloat16, Shape>(p);
+    });
+}
+
+}  // namespace sm90
