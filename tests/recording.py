@@ -1,5 +1,5 @@
-"""The record of what a GPU proved, saved while the tests run. A run that is stopped loses the last seconds, and the next
-one goes on with the tests that are left.
+"""The record of what a GPU proved, saved while the tests run. A run that is stopped loses the last seconds, and the
+next one goes on with the tests that are left.
 
 conftest.py starts it for --gpu-record. A test counts for the sources and the machine that it ran with; a test file
 counts when all of its tests have ended. The tests of a file that has not, and that none has failed of, are kept too.

@@ -212,8 +212,8 @@ def test_dout_of_any_strides(impl, dtype):
         assert all(map(torch.equal, got, expected))
 
 
-# Each head_dim has tiles of its own. In Triton the order of sums at 96 and 256 is that at 64 and 128. The order in float16
-# is that in bfloat16.
+# Each head_dim has tiles of its own. In Triton the order of sums at 96 and 256 is that at 64 and 128. In float16 it is
+# that in bfloat16.
 @pytest.mark.parametrize("impl, dtype, D", [
     pytest.param(*x.values, D, id=f"{x.id}-{D}", marks=x.marks) for x in dtype_params(KERNELS)
     for D in ([64] if not HAS_GPU else [64, 96, 128, 256] if x.values[0] != "triton"
