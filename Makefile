@@ -1,7 +1,7 @@
 # make demo: build csrc, check every implementation on this machine and, on a GPU, time them; PROFILE=1: profiles too
 # make test: run the tests that take seconds, on all cores (WORKERS=... processes): about 16 minutes on two cores
 # make test-all: run all tests
-# make gpu-record: run all tests that a GPU has a part in, and write tests/gpu_record.json
+# make gpu-record: run all tests that a GPU has a part in, and write tests/gpu_record.json; in parts: SECONDS=500
 # make campaign: run tests/campaign.py (long draws of shapes, every fault) and what CI leaves out of long grids
 # make wheel: build dist/*.whl for every torch from 2.11 on, with nvcc of CUDA 13: about an hour of one core
 # make docs: write the tables, pictures and pages of README.md and docs/ from benchmarks/h200/*.json
@@ -43,15 +43,18 @@ test test-all campaign: packages
 	@$(PY) -c 'import minimal_attn; minimal_attn.load()'
 	@$(TWIN) $(PY) -m pytest $(TESTS) -n $(WORKERS) --dist worksteal $(SELECT)
 
-# In two parts: test_jit.py measures how long a build takes while nothing else runs. The last record stays in its place
-# until both are there, since tests of the docs read it.
+# In two runs: test_jit.py measures how long a build takes while nothing else runs. With SECONDS, no test starts when so
+# many have passed. Whatever ends a run, the next one goes on with the tests that are left. The last record stays in its
+# place until the new one is whole, since tests of the docs read it.
 RECORD = tests/gpu_record.json
+SECONDS = 3600
 gpu-record: SELECT = --gpu-record $(RECORD).part --gpu-record-part --durations 25
 gpu-record: packages
-	@rm -f $(RECORD).part
-	@$(PY) -m pytest tests/test_jit.py $(SELECT)
-	@$(PY) -m pytest tests --ignore tests/test_jit.py -n $(WORKERS) --dist worksteal $(SELECT)
-	@mv $(RECORD).part $(RECORD)
+	@end=$$(($$(date +%s) + $(SECONDS))); set -e; \
+	$(PY) -m pytest tests/test_jit.py $(SELECT); \
+	$(PY) -m pytest tests --ignore tests/test_jit.py -n $(WORKERS) --dist worksteal $(SELECT) \
+	    --session-timeout $$((end - $$(date +%s))); \
+	mv $(RECORD).part $(RECORD)
 
 docs: NEEDS = filelock matplotlib ninja rich
 docs: packages

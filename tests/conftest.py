@@ -1,16 +1,13 @@
-"""What every test shares: the implementations of this machine, and the record of a run on a GPU.
+"""What every test shares: the implementations of this machine, the order of the tests, the start of a GPU's record.
 
 Without a GPU, the Triton kernels run in Triton's interpreter; that has to be decided before Triton is imported.
 """
 
-import datetime
 import importlib.metadata
 import itertools
-import json
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +24,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic mode asks for it
 os.environ.setdefault("MINIMAL_ATTN_AUTOTUNE", "0")  # hundreds of shapes; test_twin.py has the tests of tuning
 
+import recording  # noqa: E402
 from minimal_attn import _build, force_kernel  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
@@ -58,7 +56,7 @@ FORWARD_ONLY = ("cuda:dmma",)  # with the backward pass of another
 def pytest_addoption(parser):
     parser.addoption("--gpu-record", metavar="FILE", help="write what this run proved on the GPU to FILE")
     parser.addoption("--gpu-record-part", action="store_true",
-                     help="keep what FILE says of other test files, if it is of these sources and this machine")
+                     help="go on with what FILE holds, if it is of these sources and this machine: run the other tests")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -69,12 +67,24 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_configure(config):
-    config.start = time.monotonic()
-    if config.getoption("--gpu-record") and not HAS_GPU:
-        raise pytest.UsageError("--gpu-record needs a GPU")
     selects = [config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf")]
     if config.getoption("--gpu-record-part") and (any(selects) or any("::" in arg for arg in config.args)):
         raise pytest.UsageError("--gpu-record-part counts whole test files: select nothing within them")
+    if path := config.getoption("--gpu-record"):
+        if not HAS_GPU:
+            raise pytest.UsageError("--gpu-record needs a GPU")
+        recording.start(config, lambda: recording.Recorder(
+            Path(path), of_this_machine(), [file.name for file in Path(__file__).parent.glob("test_*.py")],
+            goes_on=config.getoption("--gpu-record-part")))
+
+
+def of_this_machine():
+    """What the parts of a record have in common."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
+    return {"device": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__,
+            "triton": importlib.metadata.version("triton"), "cuda": torch.version.cuda,
+            "source_digest": _build.source_digest()}
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have deselected tests
@@ -83,11 +93,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        impl = hasattr(item, "callspec") and item.callspec.params.get("impl")
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        impl = params.get("impl")
         if impl in KERNEL_NEEDS and impl not in IMPLEMENTATIONS:
             item.add_marker(pytest.mark.skip(reason=f"needs {KERNEL_NEEDS[impl]}"))
         if is_record and (impl == "cuda:host" or item.get_closest_marker("cpu")):
             item.add_marker(pytest.mark.skip(reason="no matter of the GPU that the record is of"))
+        if is_record and params.get("backend") == "triton" and item.get_closest_marker("campaign"):
+            item.add_marker(pytest.mark.skip(reason="Triton would compile a kernel for nearly every draw"))
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         items[:] = longest_first(items, workers)
 
@@ -124,64 +137,6 @@ def longest_first(items, workers):
     return [item for run in runs for item in run] + list(late)
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    path = config.getoption("--gpu-record")
-    if not path or hasattr(config, "workerinput"):  # of pytest-xdist: the process that it works for writes
-        return
-    record = {
-        "device": torch.cuda.get_device_name(),
-        "driver": gpu_driver(),
-        "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton"),
-        "cuda": torch.version.cuda,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "parts": 1,
-        "duration_s": round(time.monotonic() - config.start, 1),
-        "source_digest": _build.source_digest(),
-        # What tests found and handed over by pytest's record_property.
-        "evidence": {name: value for report in terminalreporter.stats.get("passed", [])
-                     for name, value in report.user_properties},
-        "files": count_by_file(terminalreporter.stats),
-    }
-    path = Path(path)
-    earlier = json.loads(path.read_text()) if config.getoption("--gpu-record-part") and path.exists() else {}
-    record = add_up(record, earlier, [file.name for file in Path(__file__).parent.glob("test_*.py")])
-    path.write_text(json.dumps(record, indent=2) + "\n")
-    terminalreporter.write_line(f"GPU record written to {path}; still to run: {' '.join(record['missing']) or 'none'}")
-
-
-def count_by_file(stats):
-    """{test file: {outcome: how many tests, "seconds": of all workers together}} of pytest's reports by outcome.
-
-    pytest lists the setup and the teardown of tests under the outcome "".
-    """
-    files = {}
-    counted_as = {"passed": "passed", "failed": "failed", "error": "failed", "skipped": "skipped"}
-    for outcome in (*counted_as, ""):
-        for report in stats.get(outcome, []):
-            name = Path(report.nodeid.split("::")[0]).name
-            file = files.setdefault(name, dict.fromkeys([*counted_as.values(), "seconds"], 0))
-            file["seconds"] = round(file["seconds"] + report.duration, 3)
-            if outcome:
-                file[counted_as[outcome]] += 1
-    return files
-
-
-def add_up(record, earlier, all_files):
-    """record, with what an earlier part of it proved, and the sums over its files.
-
-    A file that ran in both counts as it did now. An earlier record of other sources or another machine is dropped.
-    """
-    same = "device", "driver", "torch", "triton", "cuda", "source_digest", "files"
-    if all(x in earlier and (x == "files" or earlier[x] == record[x]) for x in same):
-        record = {**record, "parts": earlier["parts"] + 1,
-                  "duration_s": round(earlier["duration_s"] + record["duration_s"], 1),
-                  **{x: earlier[x] | record[x] for x in ("evidence", "files")}}
-    sums = {x: sum(counts[x] for counts in record["files"].values()) for x in ("passed", "failed", "skipped")}
-    return {**record, **sums, "evidence": dict(sorted(record["evidence"].items())),
-            "files": dict(sorted(record["files"].items())), "missing": sorted(set(all_files) - set(record["files"]))}
-
-
 def made_once(tmp_path_factory, name, make):
     """A folder that make(folder) fills, once, whichever of pytest-xdist's workers is the first to want it."""
     root = tmp_path_factory.getbasetemp()
@@ -201,11 +156,6 @@ def made_once(tmp_path_factory, name, make):
                     error.write_text(str(e))
                 raise
     return folder
-
-
-def gpu_driver():
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
 
 
 def captured(call, warm_up=None):

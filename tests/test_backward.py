@@ -92,11 +92,14 @@ def check(case, got, q, k, v, dout, factor=3, mean_factor=2):
             check_error(x, ref, *bases, factor=factor, mean_factor=mean_factor)
 
 
+FP16_OF_TRITON = {"S129_causal", "seq_lens_gqa", "odd_D17", "dropout_seq_lens"}
+
+
 def is_worth_its_time(impl, dtype, case):
     # In simt, on the host and in Triton the two 16-bit types differ in nothing but how they convert, which the forward
-    # shows; torch is here for our conventions.
+    # shows; torch is here for our conventions. On a GPU, each case is four kernels for Triton to compile.
     if dtype == torch.float16 and (impl in ("cuda:simt", "cuda:host", "torch")
-                                   or HAS_GPU and impl == "triton" and case.name not in GATE):
+                                   or HAS_GPU and impl == "triton" and case.name not in FP16_OF_TRITON):
         return False
     if HAS_GPU or dtype == torch.float32:
         return True
@@ -209,10 +212,12 @@ def test_dout_of_any_strides(impl, dtype):
         assert all(map(torch.equal, got, expected))
 
 
-# Each head_dim has tiles of its own. In Triton the order of sums at 96 and 256 is that at 64 and 128.
+# Each head_dim has tiles of its own. In Triton the order of sums at 96 and 256 is that at 64 and 128. In float16 it is
+# that in bfloat16.
 @pytest.mark.parametrize("impl, dtype, D", [
     pytest.param(*x.values, D, id=f"{x.id}-{D}", marks=x.marks) for x in dtype_params(KERNELS)
-    for D in ([64] if not HAS_GPU else [64, 128] if x.values[0] == "triton" else [64, 96, 128, 256])])
+    for D in ([64] if not HAS_GPU else [64, 96, 128, 256] if x.values[0] != "triton"
+              else [64, 128] if x.values[1] != torch.float16 else [])])
 @pytest.mark.parametrize("causal, dropout_p, has_lens", [pytest.param(False, 0.0, False, marks=pytest.mark.slow),
                                                           (True, 0.0, False), (True, 0.2, True)])
 def test_deterministic_gives_the_same_bits(impl, dtype, D, causal, dropout_p, has_lens):

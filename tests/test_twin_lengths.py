@@ -176,8 +176,8 @@ def test_samples_are_those_of_fp64(layout, shape, window):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", ["padded", "packed", "packed used"])
+@pytest.mark.parametrize("layout, dtype", [("padded", torch.bfloat16), ("packed", torch.float16),
+                                           ("packed used", torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_16_bit_samples_are_those_of_fp64(layout, window, dtype):
     batch = make_batch([700, 1, 0, 333], [650, 90, 8, 700], layout, dtype)

@@ -77,12 +77,15 @@ def test_samples_are_those_of_fp64(layout, shape, window, head_dims, sinks, drop
     check(batch, batch.run(window, **dropout(dropout_p)), window, dropout_p)
 
 
+# Each is four kernels for Triton to compile. So of the three masks, a layout has one with each pair of head_dims.
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout, dtype", [("padded", torch.float16), ("packed", torch.bfloat16),
-                                           ("packed used", torch.float16), ("dense", torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("window", [NONE, CAUSAL, (20, 5)], ids=str)
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (64, 32), (80, 256), (8, 256)], ids=str)
-def test_16_bit_samples_are_those_of_fp64(layout, window, head_dims, dtype):
+@pytest.mark.parametrize("layout, dtype, head_dims, window", [
+    (layout, dtype, head_dims, window)
+    for i, (layout, dtype) in enumerate([("padded", torch.float16), ("packed", torch.bfloat16),
+                                         ("packed used", torch.float16), ("dense", torch.bfloat16)])
+    for j, head_dims in enumerate([(64, 64), (128, 128), (192, 128), (64, 32), (80, 256), (8, 256)])
+    for k, window in enumerate([NONE, CAUSAL, (20, 5)]) if (i + j + k) % 3 == 0], ids=str)
+def test_16_bit_samples_are_those_of_fp64(layout, dtype, head_dims, window):
     batch = batch_of(layout, "blocks", dtype, head_dims, SINKS, window)
     check(batch, batch.run(window), window)
 

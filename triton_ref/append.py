@@ -144,6 +144,7 @@ def launch_of(k_new, v_new, k_cache, v_cache, q, q_rotated, seqused_k, page_tabl
     (nheads_k, seqlen_new, head_dim), head_dim_v = k_new.shape[1:], v_new.shape[3]
     nheads, seqlen_q = (0, 0) if q is None else q.shape[1:3]
     num_sequences, _, page_size, _ = k_cache.shape
+    has_pages = page_table is not None or seqused_k is None  # else one kernel serves caches of any length
     batch_size = 1 if seqused_k is None else len(seqused_k)
     kBlockD, kBlockDv = block_d(k_new.dtype, head_dim), block_d(k_new.dtype, head_dim_v)
     kHeads, kBlock = min(triton.next_power_of_2(max(nheads, nheads_k)), max(1, TILE // max(kBlockD, kBlockDv))), 128
@@ -158,8 +159,8 @@ def launch_of(k_new, v_new, k_cache, v_cache, q, q_rotated, seqused_k, page_tabl
         *k_new.stride()[:3], *v_new.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *of_q[0], *of_q[1],
         None if page_table is None else page_table.stride(0), new_programs, q_programs, batch_size, nheads, nheads_k,
         seqlen_new, seqlen_q, capacity, num_sequences, seqlen_rotary, head_dim, head_dim_v,
-        head_dim < kBlockD or head_dim_v < kBlockDv, 2 * half, interleaved, advances, max(1, page_size), kHeads,
-        kBlockD, kBlockDv, kBlock), num_warps=4)
+        head_dim < kBlockD or head_dim_v < kBlockDv, 2 * half, interleaved, advances,
+        max(1, page_size) if has_pages else 1, kHeads, kBlockD, kBlockDv, kBlock), num_warps=4)
 
 
 def run(k_new, v_new, k_cache, v_cache, seqused_k, page_table, batch_idx, cu_seqlens_new, slot_mapping, q, cu_seqlens_q,

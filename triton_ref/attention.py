@@ -170,7 +170,7 @@ def add_sink(row_max, row_sum, sink):
     return tl.maximum(row_max, sink), row_sum * factor + tl.exp(tl.minimum(-above, 0.0)), factor
 
 
-@triton.jit(do_not_specialize=["threshold", *WINDOW])
+@triton.jit(do_not_specialize=["threshold", "batch_size", *WINDOW])
 def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as AttnParams in csrc/flash.h
                cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr,
                sinks_ptr,  # (H,), one more score of each row, without a value, or None

@@ -91,7 +91,7 @@ def _splits_of(rows, max_splits):
     return max(1, min(max_splits, rows // 1024))
 
 
-@triton.jit(do_not_specialize=["threshold", *WINDOW])
+@triton.jit(do_not_specialize=["threshold", "batch_size", *WINDOW])
 def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_seqlens_q_ptr,
                   cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, alibi_ptr, bias_ptr, seed_ptr, threshold, keep_scale,
                   softmax_scale, softcap, alibi_batch_stride, bias_batch_stride, bias_head_stride, bias_row_stride,
@@ -218,7 +218,7 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride,
     return dq
 
 
-@triton.jit(do_not_specialize=["threshold", *WINDOW])
+@triton.jit(do_not_specialize=["threshold", "batch_size", *WINDOW])
 def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                  seqused_q_ptr, seqused_k_ptr, alibi_ptr, bias_ptr, seed_ptr, threshold, keep_scale, softmax_scale,
                  softcap, alibi_batch_stride, bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride,

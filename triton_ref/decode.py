@@ -205,11 +205,12 @@ def launches(q, k, v, out, options, cache, split_tokens, max_splits, rows):
     slots *= 1 if lengths.is_packed else batch_size
     of_scores = score_constants(q, options.alibi_slopes, None, options.softcap or None)
     of_mask, is_masked = mask_of(options.window), head_dim < kBlockD or head_dim_v < kBlockDv
+    page_size = 1 if page_table is None else max(1, k.shape[2])  # one kernel for caches of any length
     table_strides = (None if x is None else x.stride(0) for x in (page_table, cache.tree_mask))
     decode = Launch(_decode, slots * max_splits * nheads_k, (
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         *table_strides, of_scores[0], batch_size, nheads_k, seqlen_q, capacity, k.shape[0], max_splits, split_tokens,
-        head_dim, head_dim_v, *of_mask, of_scores[-1], options.softmax_scale < 0, is_masked, max(1, k.shape[2]), group,
+        head_dim, head_dim_v, *of_mask, of_scores[-1], options.softmax_scale < 0, is_masked, page_size, group,
         kBlockM, kBlockN, kBlockD, kBlockDv),
         num_warps=num_warps, num_stages=num_stages)
     if max_splits == 1:

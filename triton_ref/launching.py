@@ -157,6 +157,7 @@ def once(launch):
 
 
 # Parameters that should not be compiled for: a window's size, and in a packed batch what changes from call to call.
+# Kernels of other batches do not read their batch_size.
 WINDOW = "window_left", "window_right"
 PACKED_SIZES = "batch_size", "seqlen_q", "seqlen_k", "seqlen_pad"
 

@@ -18,7 +18,7 @@ PAD = 128  # rows of delta and lse_padded come in multiples of this, as no tile 
 kPad = tl.constexpr(PAD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch_size"])
 def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, sinks_ptr, delta_ptr, lse_padded_ptr, dsinks_ptr,
                 cu_seqlens_q_ptr, softmax_scale, o_batch_stride, o_head_stride, o_row_stride, dout_batch_stride,
                 dout_head_stride, dout_row_stride, dlse_batch_stride, dlse_head_stride, dlse_row_stride, batch_size,
