@@ -329,7 +329,11 @@ def decode():
     more = [[*map(str, (b, seqlen_k, seqlen_q, page_size or "–", lengths)), *of_the_read(rows),
              *(share(rows, impl) for impl in DECODED)]
             for (b, h, h_k, seqlen_k, page_size, seqlen_q, lengths), rows in rows_of.items()
-            if (seqlen_q, lengths) != (1, "full") or page_size not in PAGES]
+            if seqlen_q < seqlen_k and ((seqlen_q, lengths) != (1, "full") or page_size not in PAGES)]
+    prompts = [[str(seqlen_k), str(page_size or "–"), *(us(rows, impl) for impl in DECODED)]
+               for (b, h, h_k, seqlen_k, page_size, seqlen_q, lengths), rows in rows_of.items() if seqlen_q == seqlen_k]
+    of_prompts = [paragraph("""A prompt of S tokens, which are all that the cache holds, in µs. B is 1, H is 32 and Hk is
+        8."""), table(["S", "page", *names(DECODED)], prompts)] if prompts else []
     return "\n".join([
         "## Attention to caches, bf16\n",
         paragraph(f"""`attention_with_kvcache` with one query token of each sample and head_dim 128. A call is bound by
@@ -344,7 +348,7 @@ def decode():
               cells),
         paragraph("""The same for other sizes of pages, for several query tokens with a causal mask, and for lengths
             that are drawn from 1 to S. There, only the valid keys count as bytes. H is 32 and Hk is 8."""),
-        table(["B", "S", "tokens", "page", "lengths", "MB", "read, GB/s", *names(DECODED)], more),
+        table(["B", "S", "tokens", "page", "lengths", "MB", "read, GB/s", *names(DECODED)], more), *of_prompts,
         "![GB/s of attention to caches over the bytes](../benchmarks/h200/decode.svg)\n"])
 
 

@@ -113,6 +113,7 @@ __device__ void rotate_vec(const AppendParams &p, const AppendGrid &grid, const 
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kAppendThreads) append(const AppendParams p, const AppendGrid grid) {
+    let_next_kernel_begin();  // often the attention to these keys, which waits until they are there
     unsigned block = blockIdx.x;
     const int thread = threadIdx.x;
     if (block < grid.new_blocks) {
