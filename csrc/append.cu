@@ -113,7 +113,9 @@ __device__ void rotate_vec(const AppendParams &p, const AppendGrid &grid, const 
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kAppendThreads) append(const AppendParams p, const AppendGrid grid) {
-    let_next_kernel_begin();  // often the attention to these keys, which waits until they are there
+    // The next one is often decode.cu, which waits until these keys are there. All kernels before this one have ended,
+    // since it is launched by launch().
+    let_next_kernel_begin();
     unsigned block = blockIdx.x;
     const int thread = threadIdx.x;
     if (block < grid.new_blocks) {

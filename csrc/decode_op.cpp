@@ -40,39 +40,24 @@ Reason find_cache_fault(const TorchTensor &q, const TorchTensor &k, const TorchT
 }
 
 #if MINIMAL_ATTN_CUDA
-void launch_decode(DecodeParams p, const TorchTensor &q, bool is_wide) {
-    const int64_t bytes = is_wide ? sm90::decode_workspace(p) : sm80::decode_workspace(p);
-    const int64_t num_counters = is_wide ? sm90::num_decode_counters(p) : sm80::num_decode_counters(p);
-    const TorchTensor workspace = make_empty({bytes}, ScalarType::Byte, q);
-    p.workspace = workspace.data_ptr(), p.counters = zeroed_counters(num_counters, p.stream);
+using Decode = void(const DecodeParams &);
+using Size = int64_t(const DecodeParams &);
+
+void decode(DecodeParams p, const TorchTensor &q, Decode flash_decode, Size workspace_bytes, Size num_counters) {
+    const TorchTensor workspace = make_empty({workspace_bytes(p)}, ScalarType::Byte, q);
+    p.workspace = workspace.data_ptr(), p.counters = zeroed_counters(num_counters(p), p.stream);
     OptionalTensor counters;
     if (!p.counters) {
-        counters = make_zeros({num_counters}, ScalarType::Int, q);
+        counters = make_zeros({num_counters(p)}, ScalarType::Int, q);
         p.counters = static_cast<int *>(counters->data_ptr());
     }
-    is_wide ? sm90::flash_decode(p) : sm80::flash_decode(p);
+    flash_decode(p);
 }
 
-// Launches the kernels that some sample may need, which is the last one's if it has more rows than max_seqlen_q.
-void launch_each(DecodeParams p, const TorchTensor &q, Gpu gpu) {
-    const FewestRows fewest = q.numel() ? fewest_rows(p, gpu) : FewestRows{};
-    const bool are_alike = !p.cu_seqlens_q && !p.seqused_q;  // all samples have seqlen_q rows
-    const int longest = p.max_seqlen_q;
-    p.max_rows = INT_MAX;
-    auto serve = [&](int min_rows, auto launch) {
-        p.min_rows = min_rows, p.max_seqlen_q = std::min(longest, p.max_rows);
-        launch();
-        p.max_rows = min_rows - 1;
-        return are_alike;  // and nothing is left
-    };
-    if (longest >= fewest.prefill) {
-        const TorchTensor tile_counter = make_empty({1}, ScalarType::Int, q);
-        p.tile_counter = static_cast<int *>(tile_counter.data_ptr());
-        if (serve(fewest.prefill, [&] { sm90::flash_prefill(p); })) return;
-    }
-    if (longest >= fewest.wide && fewest.wide < fewest.prefill)
-        if (serve(fewest.wide, [&] { launch_decode(p, q, true); })) return;
-    serve(0, [&] { launch_decode(p, q, false); });
+void prefill(DecodeParams p, const TorchTensor &q) {
+    const TorchTensor tile_counter = make_empty({1}, ScalarType::Int, q);
+    p.tile_counter = static_cast<int *>(tile_counter.data_ptr());
+    sm90::flash_prefill(p);
 }
 #endif
 
@@ -134,7 +119,14 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
         const Gpu gpu{compute_capability(), has_fast_fp64()};
         if (const Reason reason = why_not(Kernel::kSm80, p, gpu, false))
             throw_not_implemented("backend='cuda' cannot serve this call: " + *reason + "; use backend='triton'");
-        launch_each(p, q, gpu);
+        launch_by_rows(
+            p, q.numel() ? fewest_rows(p, gpu) : FewestRows{}, [&](const DecodeParams &p) { prefill(p, q); },
+            [&](const DecodeParams &p) {
+                decode(p, q, sm90::flash_decode, sm90::decode_workspace, sm90::num_decode_counters);
+            },
+            [&](const DecodeParams &p) {
+                decode(p, q, sm80::flash_decode, sm80::decode_workspace, sm80::num_decode_counters);
+            });
         return {out, lse};
     }
 #endif

@@ -80,14 +80,15 @@ struct Line {
 template <typename Shape> struct Cut {
     Sequence seq;
     int group, num_rows, num_tiles;
-    int num_chunks, chunk_size;  // of a tile, and in keys
-    int begin, end;              // the keys that some row sees
+    int num_chunks = 1, chunk_size = kMinChunk;  // of a tile, and in keys
+    int begin = 0, end = 0;                      // the keys that some row sees
 
     __device__ Cut(const DecodeParams &p, const Room &room, int b) : seq(p, b), group(room.group) {
         const Mask mask(seq.seqlen_q, seq.seqlen_k, p);
         num_rows = seq.is_served(p) ? seq.seqlen_q * group : 0;
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
-        begin = num_rows ? mask.keys(0).begin : 0, end = num_rows ? mask.keys(seq.seqlen_q - 1).end : 0;
+        if (num_rows == 0) return;
+        begin = mask.keys(0).begin, end = mask.keys(seq.seqlen_q - 1).end;
         const int keys = max(0, end - aligned_begin());
         int splits = p.num_splits ? room.chunks : num_splits_of(keys);  // of all tiles together
         if (num_tiles > 1) splits = max(1, splits / num_tiles);

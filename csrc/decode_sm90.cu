@@ -1,5 +1,5 @@
-// Attention of 17 to some hundred packed rows to long caches on Hopper's tensor cores, fp16 and bf16 (sm_90a): several
-// tokens of a sample, as in speculative decoding, or many query heads for each key head.
+// Attention of more than 16 packed rows to long caches on Hopper's tensor cores, fp16 and bf16 (sm_90a): several tokens
+// of a sample, as in speculative decoding, or many query heads for each key head.
 //
 // As in decode.cu every key is read once for a tile of rows, but here a tile has 64 rows, those of one wgmma. So the
 // time is still that of memory. The four warps of a block are one warpgroup:
@@ -15,7 +15,7 @@
 #include "decode_result.cuh"
 #include "decode_rows.cuh"
 #include "device.h"
-#include "tiles_sm90.cuh"
+#include "key_blocks_sm90.cuh"
 
 namespace sm90 {
 
@@ -45,35 +45,26 @@ template <typename Shape> struct DecodeMemory {
 
 struct CacheTensors { TmaTensor k, v; };
 
-// The keys and values of a block's share, on their way from the cache to shared memory. A box of TMA is 16 rows of a
-// sequence or of a page, and each lane of a warp asks for one of them.
+// The keys and values of a block's share, on their way from the cache to shared memory by TMA. They run ahead of what
+// the block computes. The lanes of a warp have a box each.
 template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
     using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
-    static constexpr int kBoxes = Shape::kBlockN / 16;
-    int sequence, row;  // in the cache: where this lane's box of the next step begins
+    CacheBox box;  // of the next step
 
-    // The number of a page comes from memory. Nothing waits for it here.
+    __device__ int tile_row() const { return threadIdx.x * p.box_rows; }
     __device__ void find() {
         this->settle();
-        if (!run.is_valid()) return;
-        const int first = key + int(threadIdx.x) % kBoxes * 16;
-        const bool is_seen = first < run.cut.end && first + 16 > run.cut.begin;
-        row = run.cut.seq.k_begin + first, sequence = run.b;
-        if (p.page_table) {
-            const int page = unsigned(row) / unsigned(p.page_size);
-            if (is_seen) sequence = p.page_table[run.b * p.page_table_stride + page];
-            row -= page * p.page_size;
-        } else if (p.cache_batch_idx) sequence = p.cache_batch_idx[run.b];
-        if (!is_seen) row = p.page_size;  // TMA writes zeros for rows outside of the cache
+        const int first = key + tile_row();
+        if (run.is_valid() && tile_row() < Shape::kBlockN)
+            box.find(p, run.b, run.cut.seq.k_begin + first, first < run.cut.end && first + p.box_rows > run.cut.begin);
     }
     // Starts the copies of the next step to a stage, if there is one.
     __device__ void load(Stage<Shape> &stage, const CacheTensors &cache, Barrier &full) {
         if (!run.is_valid()) return;
-        const int in_cache = max(0, min(sequence, p.num_sequences - 1)), tile_row = 16 * threadIdx.x;
-        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, sizeof(stage));
-        if (threadIdx.x < kBoxes) {
-            load_bytes(stage.k, cache.k, full, row, run.h_k, in_cache, tile_row);
-            load_bytes(stage.v, cache.v, full, row, run.h_k, in_cache, tile_row);
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, 2 * 2 * Shape::kBlockN * Shape::kHeadDim);
+        if (tile_row() < Shape::kBlockN) {
+            box.load(stage.k, tile_row(), p, cache.k, run.h_k, full);
+            box.load(stage.v, tile_row(), p, cache.v, run.h_k, full);
         }
         key += Shape::kBlockN;
         find();
@@ -132,18 +123,19 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     __trap();
 #else
     let_next_kernel_begin();
-    wait_for_previous_kernel();
     auto &shared = shared_memory<DecodeMemory<Shape>>();
     Run<Shape> &run = shared.run;
     const bool loads = warp_uniform(threadIdx.x / 32) == 0;
     if (threadIdx.x == 0) {
+        prefetch(cache.k.map), prefetch(cache.v.map);
         for (Barrier &full : shared.full) mbarrier_init(full, 1);
         fence_mbarrier_init();
     }
+    wait_for_previous_kernel();
     find_first_run<Shape>(run, shared.costs, p, room, line);
     if (loads) copy_words(shared.ahead, run);
     __syncwarp();  // the run that the first warp loads is there
-    KeyBoxes<Shape> keys{{p, room, line, shared.ahead}};
+    KeyBoxes<Shape> keys{{p, room, line, loads ? shared.ahead : run}};
     if (loads) {
         keys.find();
         for (int i = 0; i < Shape::kStages; i++) keys.load(shared.stages[i], cache, shared.full[i]);
@@ -184,11 +176,13 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
 #endif
 }
 
-template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
+template <typename T, typename Shape> void launch_decode(DecodeParams p) {
     static_assert(2 * (sizeof(DecodeMemory<Shape>) + 1024) <= 228 << 10);  // the GPU takes 1 KB of each block
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
+    p.box_rows = cache_box_rows(p, Shape::kBlockN);
     auto tma = [&](const char *name, const Tensor &x, int head_dim) {
-        return make_tma_tensor<Shape::kHeadDim>(name, x, p.num_sequences, p.nheads_k, p.page_size, head_dim, 16);
+        return make_tma_tensor<Shape::kHeadDim>(name, x, p.num_sequences, p.nheads_k, p.page_size, head_dim,
+                                                p.box_rows);
     };
     const Line line(p.nheads_k, 2 * num_sms());
     launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, sizeof(DecodeMemory<Shape>), p.stream,
@@ -211,6 +205,7 @@ int64_t num_decode_counters(const DecodeParams &p) {
 }
 
 void flash_decode(const DecodeParams &p) {
+    if (compute_capability() != 90) throw std::runtime_error("minimal_attn: decode_sm90.cu needs a GPU of sm_90");
     with_decode_shape(p, [&]<typename Shape>() {
         p.dtype == DType::kFloat16 ? launch_decode<__half, Shape>(p) : launch_decode<__nv_bfloat16, Shape>(p);
     });

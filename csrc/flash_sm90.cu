@@ -20,6 +20,7 @@
 #include <algorithm>
 
 #include "device.h"
+#include "dropout.h"
 #include "launch.h"
 #include "producer_sm90.cuh"
 #include "score_mods_sm90.cuh"
@@ -103,6 +104,7 @@ template <typename T, typename Shape> struct Consumer {
                     mask.apply(acc_s, blocks, n_block, row, key);
                 }
                 has_grown = exponentiate(work, n_block, softmax, updates_max, alpha);
+                if constexpr (Shape::kDropout) drop(work.tile, row, key);
             }
             shared.k.consumer_release(kv_item, lane_idx);
 
@@ -175,6 +177,18 @@ template <typename T, typename Shape> struct Consumer {
         return has_grown;
     }
 
+    // After P is summed: dropout is of what meets V alone.
+    __device__ void drop(const Tile &tile, int row, int key) {
+        const Dropout dropout(p, tile.b, tile.h);
+#pragma unroll
+        for (int n = 0; n < kNTiles; n++) {
+            uint32_t word[4];
+            dropout.words(word, row, key + 8 * n);
+            for (int e = 0; e < 4; e++)
+                if (word[e] < dropout.threshold) acc_s[0][n][e] = 0.f;
+        }
+    }
+
     // The same of scores that more than a factor changes.
     __device__ bool exponentiate_changed(const Work &work, const Place &at, bool is_full, Softmax<1> &softmax,
                                          float (&alpha)[2]) {
@@ -235,7 +249,8 @@ template <typename T, typename Shape> struct Consumer {
         const int row0 = tile.block * Shape::kBlockM + 64 * consumer + 16 * warp_idx;
         const int lane_idx = thread_idx() % 32;  // or addresses in sO stay in registers from one tile to the next
         float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h);
-        softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4, sink_of<float>(p, tile.h));
+        softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4, sink_of<float>(p, tile.h),
+                         Shape::kDropout ? float(p.keep_scale) : 1.f);
         auto &sO = shared.sQ[q_index()];
         barrier_sync(kOneConsumer + consumer, 128);
 #pragma unroll
@@ -285,7 +300,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
 template <typename T, typename Shape> void launch_fwd(typename Shape::Input p) {
     static_assert(sizeof(SharedMemory<Shape>) <= 227 << 10);
     constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
-    const int64_t num_tiles = RowTiles<kBlockM>::count(p), blocks = std::min<int64_t>(num_tiles, num_sms());
+    const int64_t num_tiles = RowTiles<kBlockM, Shape::kCached>::count(p), blocks = std::min<int64_t>(num_tiles, num_sms());
     if (num_tiles == 0) return;
     if (num_tiles + blocks > INT32_MAX)
         throw std::runtime_error("minimal_attn: batch_size · nheads · seqlen_q is too large: q has over 2^31 tiles");
@@ -294,10 +309,8 @@ template <typename T, typename Shape> void launch_fwd(typename Shape::Input p) {
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
     int64_t sequences = p.batch_size;  // of keys, and how many each has
     int seqlen_k = p.seqlen_k, box_rows = kBlockN;
-    if constexpr (Shape::kCached) {
-        sequences = p.num_sequences, seqlen_k = p.page_size;
-        if (p.page_table) box_rows = kBlockN / Shape::KeyBlocks::kBoxes;
-    }
+    if constexpr (Shape::kCached)
+        sequences = p.num_sequences, seqlen_k = p.page_size, p.box_rows = box_rows = cache_box_rows(p, kBlockN);
     auto of_rows = [&](const char *name, const Tensor &x, int head_dim, int box_rows) {
         return make_tma_tensor<kHeadDim>(name, x, p.batch_size, p.nheads, p.seqlen_q, head_dim, box_rows);
     };
@@ -320,11 +333,19 @@ template <typename T, typename Shape> void launch_fwd(typename Shape::Input p) {
 
 // run<Shape>() where scores are changed: as many keys a block as leave room for the tiles of a bias.
 template <typename Run> auto with_mods_shape(int head_dim, Run run) {
-    if (head_dim <= 64) return run.template operator()<Shape<64, 3, 128, 2, 2, true>>();
-    if (head_dim <= 96) return run.template operator()<Shape<96, 3, 96, 2, 2, true>>();
-    if (head_dim <= 128) return run.template operator()<Shape<128, 3, 80, 2, 2, true>>();
-    if (head_dim <= 192) return run.template operator()<Shape<192, 2, 80, 2, 1, true>>();
-    return run.template operator()<Shape<256, 2, 64, 2, 1, true>>();
+    if (head_dim <= 64) return run.template operator()<Shape<64, 3, 128, 2, 2, Kind::kMods>>();
+    if (head_dim <= 96) return run.template operator()<Shape<96, 3, 96, 2, 2, Kind::kMods>>();
+    if (head_dim <= 128) return run.template operator()<Shape<128, 3, 80, 2, 2, Kind::kMods>>();
+    if (head_dim <= 192) return run.template operator()<Shape<192, 2, 80, 2, 1, Kind::kMods>>();
+    return run.template operator()<Shape<256, 2, 64, 2, 1, Kind::kMods>>();
+}
+
+// With dropout, its random words need some of the registers.
+template <typename T> void dispatch_dropout(const AttnParams &p) {
+    const int head_dim = p.max_head_dim();
+    if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4, 2, Kind::kDropout>>(p);
+    else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 64, 4, 2, Kind::kDropout>>(p);
+    else launch_fwd<T, Shape<256, 2, 64, 2, 1, Kind::kDropout>>(p);
 }
 
 // Tiles by head_dim: {kHeadDim, kConsumers, kBlockN, kStages, kQStages}. What lies between two is padded with zeros, by
@@ -334,6 +355,7 @@ template <typename T> void dispatch(const AttnParams &p) {
     const int head_dim = p.max_head_dim();
     const int64_t keys_of_a_row = std::min<int64_t>(p.seqlen_k, int64_t(p.window_left) + p.window_right + 1);
     if (p.has_score_mods()) return with_mods_shape(head_dim, [&]<typename Shape>() { launch_fwd<T, Shape>(p); });
+    if (p.dropout_seed) return dispatch_dropout<T>(p);
     if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
     else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
     // Registers leave 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper). A packed
@@ -347,11 +369,11 @@ template <typename T> void dispatch(const AttnParams &p) {
 // With the keys of a cache tiles are those of packed batches.
 template <typename T> void dispatch_prefill(const DecodeParams &p) {
     const int head_dim = p.max_head_dim();
-    if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4, 2, false, true>>(p);
-    else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4, 2, false, true>>(p);
-    else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 64, 4, 2, false, true>>(p);
-    else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80, 2, 2, false, true>>(p);
-    else launch_fwd<T, Shape<256, 2, 64, 2, 1, false, true>>(p);
+    if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4, 2, Kind::kCached>>(p);
+    else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4, 2, Kind::kCached>>(p);
+    else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 64, 4, 2, Kind::kCached>>(p);
+    else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80, 2, 2, Kind::kCached>>(p);
+    else launch_fwd<T, Shape<256, 2, 64, 2, 1, Kind::kCached>>(p);
 }
 
 int64_t num_mask_words(const AttnParams &p) {
@@ -365,6 +387,7 @@ void flash_forward(const AttnParams &p) {
 }
 
 void flash_prefill(const DecodeParams &p) {
+    if (compute_capability() != 90) throw std::runtime_error("minimal_attn: flash_sm90.cu needs a GPU of sm_90");
     p.dtype == DType::kFloat16 ? dispatch_prefill<__half>(p) : dispatch_prefill<__nv_bfloat16>(p);
 }
 

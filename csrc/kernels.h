@@ -75,7 +75,9 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backw
     const bool is_fp32 = p.dtype == DType::kFloat32;
     if (is_fp32 && !is_dmma) return "the dtype is float32, which its tensor cores would round";
     if (!is_fp32 && is_dmma) return "the dtype is not float32";
-    if (p.dropout_seed && !is_sm80 && !(is_sm90 && is_backward)) return "it has no dropout";
+    if (p.dropout_seed && is_dmma) return "it has no dropout";
+    if (p.dropout_seed && is_sm90 && !is_backward && p.has_score_mods())
+        return "its forward pass has no dropout with softcap, alibi_slopes or attn_bias";
     if (p.sinks && is_dmma) return "it has no sinks";
     if (p.has_score_mods() && is_dmma) return "it has no softcap, alibi_slopes or attn_bias";
     if (is_sm90 && is_backward)
@@ -97,21 +99,40 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backw
 }
 
 // Attention to a cache has three kernels. A sample with `prefill` rows or more is sm90::flash_prefill's, else one with
-// `wide` rows or more is sm90::flash_decode's, and any other is sm80::flash_decode's. The batch has no say in it.
-struct FewestRows { int wide = INT_MAX, prefill = INT_MAX; };
+// `tall` rows or more is sm90::flash_decode's, and any other is sm80::flash_decode's. It does not depend on the batch.
+struct FewestRows { int tall = INT_MAX, prefill = INT_MAX; };
 
 inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
     FewestRows fewest;
     const std::optional<Kernel> forced = forced_kernel;
     if ((forced && forced != Kernel::kSm90) || why_not(Kernel::kSm90, p, gpu, false)) return fewest;
-    if (p.page_table && (p.page_size % 16 || p.leftpad_k)) return fewest;  // TMA takes 16 keys of a page at a time
-    // More than 16 packed rows, which decode.cu would read the keys for several times.
-    if (p.max_head_dim() <= 128) fewest.wide = 16 / (p.nheads / p.nheads_k) + 1;
-    // flash_prefill does not divide keys among blocks of threads. It needs enough tiles of 128 rows of a head.
-    constexpr int kFewestRows = 65, kFewestTiles = 64, kTileRows = 128;
-    const int tiles = (kFewestTiles + p.nheads - 1) / p.nheads;
-    if (!p.has_score_mods() && !p.tree_mask) fewest.prefill = std::max(kFewestRows, (tiles - 1) * kTileRows + 1);
+    if (p.page_table && (p.page_size % 16 || p.leftpad_k)) return fewest;  // a box of TMA has 16 keys or more
+    // With more than 16 packed rows, two tiles of mma, decode.cu has 0.4 to 0.7 of the speed of a read (journal).
+    if (p.max_head_dim() <= 128) fewest.tall = 16 / (p.nheads / p.nheads_k) + 1;
+    // flash_prefill does not divide keys among blocks of threads. It needs tiles of rows for half of a GPU.
+    constexpr int kFewestRows = 65, kFewestTiles = 64;
+    const int tiles = (kFewestTiles + p.nheads - 1) / p.nheads, tile_rows = p.max_head_dim() <= 128 ? 192 : 128;
+    if (!p.has_score_mods() && !p.tree_mask) fewest.prefill = std::max(kFewestRows, (tiles - 1) * tile_rows + 1);
     return fewest;
+}
+
+// Calls prefill(p), tall(p) and few(p), the launches that some sample may need, with p for the samples of each. The
+// first one that is called also serves samples with more rows than p.max_seqlen_q.
+template <typename Prefill, typename Tall, typename Few>
+void launch_by_rows(DecodeParams p, FewestRows fewest, Prefill prefill, Tall tall, Few few) {
+    const bool are_alike = !p.cu_seqlens_q && !p.seqused_q;  // all samples have seqlen_q rows
+    const int longest = p.max_seqlen_q;
+    p.max_rows = INT_MAX;
+    auto serve = [&](int min_rows, auto launch) {
+        p.min_rows = min_rows, p.max_seqlen_q = std::min(longest, p.max_rows);
+        launch(p);
+        p.max_rows = min_rows - 1;
+        return are_alike || min_rows == 0;  // nothing is left
+    };
+    if (longest >= fewest.prefill && serve(fewest.prefill, prefill)) return;
+    // If a single row is tall, so may be a sample without rows, whose padding is written.
+    if (longest >= fewest.tall && serve(fewest.tall == 1 ? 0 : fewest.tall, tall)) return;
+    serve(0, few);
 }
 
 struct Choice {

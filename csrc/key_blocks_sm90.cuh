@@ -3,6 +3,8 @@
 // Read next: producer_sm90.cuh, the threads that ask for them.
 #pragma once
 
+#include <numeric>
+
 #include "flash.h"
 #include "scheduler.cuh"
 #include "sequence.cuh"
@@ -26,37 +28,55 @@ template <int kBlockN> struct KeyBlocks {
     }
 };
 
-// From a cache, by a warp. A box of TMA is 16 rows of a page, and each lane asks for one of them: a page may have any
-// multiple of 16 keys. Without pages a box is a whole block.
+// The rows of a box, by which a block of kBlockN keys is copied from a cache: no box may cross the end of a page.
+inline int cache_box_rows(const DecodeParams &p, int block_n) {
+    return p.page_table ? std::gcd(p.page_size, block_n) : block_n;
+}
+
+// A box in the cache.
+struct CacheBox {
+    int sequence, row;
+
+    // That of sample b from key `key` on, as the cache counts them. The number of a page comes from memory, and nothing
+    // waits for it here. What is not needed lies outside of the cache, where TMA reads zeros.
+    __device__ void find(const DecodeParams &p, int b, int key, bool is_needed) {
+        sequence = b, row = is_needed ? key : p.page_size;
+        if (p.page_table && is_needed) {
+            const int page = unsigned(key) / unsigned(p.page_size);
+            sequence = p.page_table[b * p.page_table_stride + page], row -= page * p.page_size;
+        } else if (p.cache_batch_idx) sequence = p.cache_batch_idx[b];
+    }
+    // To a tile, from tile_row on.
+    template <int kRows, int kHeadDim>
+    __device__ void load(SmemTile<kRows, kHeadDim> &to, int tile_row, const DecodeParams &p, const TmaTensor &x,
+                         int h_k, Barrier &full) const {
+        load_bytes(to, x, full, row, h_k, max(0, min(sequence, p.num_sequences - 1)), tile_row);
+    }
+};
+
+// From a cache, by a warp, whose lanes have a box each.
 template <int kBlockN> struct CachedKeyBlocks {
-    static constexpr int kThreads = 32, kBoxes = kBlockN / 16;
+    static constexpr int kThreads = 32;
     const DecodeParams &p;
     const Tile &tile;
     const Sequence &seq;
-    int sequence, row;  // in the cache: where this lane's box begins
+    CacheBox box;
 
     __device__ CachedKeyBlocks(const DecodeParams &p, const Tile &tile, const Sequence &seq)
         : p(p), tile(tile), seq(seq) {
         __syncwarp();  // no lane waits for this tile while others go on to the next one
     }
 
-    // The number of a page comes from memory. Nothing waits for it here.
+    __device__ int tile_row() const { return threadIdx.x * p.box_rows; }
     __device__ void find(int n_block) {
-        sequence = tile.b, row = seq.k_begin + n_block * kBlockN;
-        if (p.page_table) {
-            row += threadIdx.x % kBoxes * 16;
-            const int page = unsigned(row) / unsigned(p.page_size);
-            const bool is_valid = row < seq.seqlen_k;
-            if (is_valid) sequence = p.page_table[tile.b * p.page_table_stride + page];
-            row = is_valid ? row - page * p.page_size : p.page_size;  // TMA writes zeros for rows outside of the page
-        } else if (p.cache_batch_idx) sequence = p.cache_batch_idx[tile.b];
+        const int key = n_block * kBlockN + tile_row();
+        if (tile_row() < kBlockN) box.find(p, tile.b, seq.k_begin + key, key < seq.seqlen_k);
     }
     template <int kHeadDim>
     __device__ void load(SmemTile<kBlockN, kHeadDim> &to, const TmaTensor &x, Barrier &full) const {
-        const int in_cache = max(0, min(sequence, p.num_sequences - 1)), boxes = p.page_table ? kBoxes : 1;
         __syncwarp();  // no lane waits for this buffer while others go on to the next one
-        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, sizeof(to));
-        if (threadIdx.x < boxes) load_bytes(to, x, full, row, tile.h_k, in_cache, 16 * threadIdx.x);
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, 2 * kBlockN * kHeadDim);
+        if (tile_row() < kBlockN) box.load(to, tile_row(), p, x, tile.h_k, full);
     }
 };
 

@@ -18,13 +18,16 @@
 
 namespace sm90 {
 
-// kMods: scores are changed by more than a factor, see score_mods.cuh. kCached: the keys are those of a cache.
-template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, bool kMods_ = false,
-          bool kCached_ = false>
+// What a kernel does beside plain attention. kMods: scores are changed by more than a factor, see score_mods.cuh.
+// kCached: the keys are those of a cache.
+enum class Kind { kPlain, kDropout, kMods, kCached };
+
+template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, Kind kKind = Kind::kPlain>
 struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
     static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQStages = kQStages_;
-    static constexpr bool kMods = kMods_, kCached = kCached_;
+    static constexpr bool kDropout = kKind == Kind::kDropout, kMods = kKind == Kind::kMods;
+    static constexpr bool kCached = kKind == Kind::kCached;
     using Input = std::conditional_t<kCached, DecodeParams, AttnParams>;
     using KeyBlocks = std::conditional_t<kCached, CachedKeyBlocks<kBlockN>, sm90::KeyBlocks<kBlockN>>;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
@@ -72,15 +75,15 @@ template <typename Shape> struct SharedMemory {
 // not, a block that is done takes the next one by a counter in memory. Tiles of a group of heads are then neighbours;
 // the K and V of a group fit L2 together. Where every head has a bias that all samples share,
 // neighbours are tiles of the same head, of one sample after the other.
-template <int kBlockM> struct Scheduler {
-    RowTiles<kBlockM> tiles;
+template <typename Shape> struct Scheduler {
+    RowTiles<Shape::kBlockM, Shape::kCached> tiles;
     uint32_t num_tiles;
     uint32_t heads;         // nheads, times batch_size unless the batch is packed
     uint32_t group;         // heads whose K and V fit L2 together
     uint32_t heads_per_kv;  // query heads that read one key/value head
     uint32_t samples;       // that share the bias of a head, or 1
 
-    Scheduler(const AttnParams &p, int64_t num_tiles)
+    Scheduler(const Shape::Input &p, int64_t num_tiles)
         : tiles(p), num_tiles(num_tiles), heads(num_tiles / tiles.slots), group(1),
           heads_per_kv(p.nheads / p.nheads_k), samples(1) {
         const Bias &x = p.bias;
@@ -107,7 +110,7 @@ template <int kBlockM> struct Scheduler {
 
 template <typename Shape> struct Params : Shape::Input {
     TmaTensor q_tma, k_tma, v_tma, o_tma;
-    Scheduler<Shape::kBlockM> scheduler;
+    Scheduler<Shape> scheduler;
     BiasTensor bias_tensor;
     MaskBits mask_bits;
     ScoreFactors<float> factors;
@@ -161,7 +164,7 @@ template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, Sha
 // One thread, or a warp, loads Q for each tile, and K and V block by block.
 template <typename Shape> __device__ void load_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) {
     constexpr int kBlockM = Shape::kBlockM, kAhead = 2 * Shape::kStages;
-    const int lane_idx = Shape::KeyBlocks::kThreads == 1 ? 0 : threadIdx.x;
+    const int lane_idx = Shape::kCached ? threadIdx.x : 0;
     prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
     uint32_t q_item = 0, kv_item = 0;  // of the rings
     for (;; q_item++) {

@@ -5,6 +5,8 @@
 // Read next: dropout.h, which probabilities are dropped.
 #pragma once
 
+#include <type_traits>
+
 #include "sequence.cuh"
 
 struct Tile {
@@ -20,18 +22,27 @@ template <int kBlock> __host__ __device__ int num_blocks(int seqlen) {
 // How the rows of a head, or its keys, are cut into tiles of kBlock. No tile has rows of two samples. The host does not
 // know the lengths in a packed batch, but it knows that a sample of n rows has at most n / kBlock + 1 tiles. So sample
 // b has the slots from begin / kBlock + b on, and some slots stay empty: their tiles begin beyond the sample's rows.
-template <int kBlock> struct TileSlots {
+// kOfSome: only samples with min_rows rows or more need slots, and there are at most begin / min_rows of them before b.
+template <int kBlock, bool kOfSome = false> struct TileSlots {
+    struct All {};
     const int *cu_seqlens;
     int seqlen;
     int64_t batch_size;
     int slots;  // of a head: those of one sample, or of all samples of a packed batch
+    [[no_unique_address]] std::conditional_t<kOfSome, int, All> min_rows;
 
-    __host__ __device__ TileSlots(const int *cu_seqlens, int seqlen, int64_t batch_size)
-        : cu_seqlens(cu_seqlens), seqlen(seqlen), batch_size(batch_size),
-          slots(cu_seqlens ? int(seqlen / kBlock + batch_size) : num_blocks<kBlock>(seqlen)) {}
+    __host__ __device__ TileSlots(const int *cu_seqlens, int seqlen, int64_t batch_size,
+                                  decltype(min_rows) min_rows = {})
+        : cu_seqlens(cu_seqlens), seqlen(seqlen), batch_size(batch_size), min_rows(min_rows) {
+        slots = cu_seqlens ? first_slot(int(batch_size), seqlen) : num_blocks<kBlock>(seqlen);
+    }
 
     __host__ __device__ int64_t num_tiles(int heads) const { return slots * (cu_seqlens ? 1 : batch_size) * heads; }
-    __device__ int first_slot(int b) const { return begin_of(cu_seqlens, b, seqlen) / kBlock + b; }
+    __host__ __device__ int first_slot(int b, int begin) const {
+        if constexpr (kOfSome) return begin / kBlock + begin / min_rows;
+        else return begin / kBlock + b;
+    }
+    __device__ int first_slot(int b) const { return first_slot(b, begin_of(cu_seqlens, b, seqlen)); }
     // The sample of a slot: the last one that does not begin after it.
     __device__ int sample_of(int slot) const {
         int b = 0, end = int(batch_size);
@@ -60,11 +71,15 @@ template <int kBlock> struct TileSlots {
 };
 
 // Tiles of kBlockM query rows of a head, one for each block of threads.
-template <int kBlockM> struct RowTiles : TileSlots<kBlockM> {
+template <int kBlockM, bool kOfSome = false> struct RowTiles : TileSlots<kBlockM, kOfSome> {
     __host__ __device__ explicit RowTiles(const AttnParams &p)
         : TileSlots<kBlockM>(p.cu_seqlens_q, p.seqlen_q, p.batch_size) {}
+    explicit RowTiles(const DecodeParams &p)
+        : TileSlots<kBlockM, true>(p.cu_seqlens_q, p.seqlen_q, p.batch_size, p.min_rows) {}
 
-    __host__ __device__ static int64_t count(const AttnParams &p) { return RowTiles(p).num_tiles(p.nheads); }
+    template <typename Params> __host__ __device__ static int64_t count(const Params &p) {
+        return RowTiles(p).num_tiles(p.nheads);
+    }
     __device__ static Tile at(const AttnParams &p, int idx) {
         const RowTiles tiles(p);
         return tiles.tile(idx / tiles.slots, tiles.slots - 1 - idx % tiles.slots, p.nheads, p.nheads / p.nheads_k);

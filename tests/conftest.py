@@ -49,7 +49,7 @@ KERNEL_NEEDS = {"cuda:simt": "a GPU", "cuda:sm80": "a GPU from sm_80 on", "cuda:
                 "cuda:dmma": "a GPU of sm_90"}
 ON_TENSOR_CORES = ("cuda:sm80", "cuda:sm90", "cuda:dmma")  # whose loads want 16 bytes
 OF_16_BITS = ("cuda:sm80", "cuda:sm90")
-WITHOUT_DROPOUT = ("cuda:sm90", "cuda:dmma")  # in the forward pass
+WITHOUT_DROPOUT = ("cuda:dmma",)
 FORWARD_ONLY = ("cuda:dmma",)  # with the backward pass of another
 
 

@@ -1,6 +1,7 @@
-// decode.cu, decode_sm90.cu, and flash_sm90.cu with the keys of a cache, on small cases and without torch, as driver.cpp
-// has the other kernels, for the emulator and compute-sanitizer. Results are compared with attention in double precision. What no row sees of a cache is NaN. Every
-// sample is computed in its batch and alone, and must have the same bits.
+// decode.cu, decode_sm90.cu and flash_sm90.cu with the keys of a cache, on small cases and without torch, as driver.cpp
+// has the other kernels, for the emulator and compute-sanitizer. Results are compared with attention in double
+// precision. What no row sees of a cache is NaN. Every sample is computed in its batch and alone, and must have the
+// same bits.
 //
 //   nvcc -std=c++20 -Icsrc -x cu tests/decode_driver.cpp     test_emulator.py builds it for the emulator
 //   ./a.out [case...]     all cases if none is named; the emulator's options are those of driver.cpp
@@ -30,6 +31,7 @@ using namespace device;
 using namespace device;
 #endif
 #include "driver_memory.h"
+#include "kernels.h"
 
 struct Case {
     const char *name;
@@ -44,7 +46,7 @@ struct Case {
     int num_splits = 0;
     int max_seqlen_q = 0;          // 0: the largest
     enum Tree { kNone, kBranches, kCausal } tree = kNone;  // the tree mask; kCausal is the causal mask as one
-    int wide = 1 << 20, prefill = 1 << 20;  // from so many rows on decode_sm90.cu and flash_sm90.cu serve a sample
+    int tall = INT_MAX, prefill = INT_MAX;  // from so many rows on decode_sm90.cu and flash_sm90.cu serve a sample
 
     int samples() const { return int(seqused_k.size()); }
     int capacity() const { return pages ? size * pages : size; }
@@ -54,8 +56,8 @@ Case prefill(Case c, int rows = 1) {
     c.prefill = rows;
     return c;
 }
-Case wide(Case c, int rows = 1, int prefill = 1 << 20) {
-    c.wide = rows, c.prefill = prefill;
+Case tall(Case c, int rows = 1, int prefill = INT_MAX) {
+    c.tall = rows, c.prefill = prefill;
     return c;
 }
 
@@ -121,34 +123,35 @@ const std::vector<Case> cases = {
     prefill({"prefill_pages_96", f16, 2, 2, 33, 96, 80, 32, 4, {120, 35}, -1, 0}),
     prefill({"prefill_pages_192", b16, 2, 1, 33, 192, 128, 16, 7, {110, 40}, -1, 0}),
     prefill({"prefill_pages_256", f16, 2, 1, 130, 256, 192, 256, 2, {300, 256}}),
-    prefill({"prefill_interleaved", b16, 2, 1, 40, 128, 128, 16, 6, {96, 50}, -1, 0, {}, {}, {}, 0, 1, false, true, false,
-             true}),
+    prefill({"prefill_interleaved", b16, 2, 1, 40, 128, 128, 16, 6, {96, 50}, -1, 0, {}, {}, {}, 0, 1, false, true,
+             false, true}),
     prefill({"prefill_leftpad", b16, 4, 2, 30, 128, 128, 200, 0, {200, 150, 40}, -1, 0, {0, 100, 40}}),
     prefill({"prefill_batch_idx", f16, 2, 1, 20, 64, 64, 150, 0, {150, 20, 0}, -1, -1, {}, {}, {}, 0, 1, false, false,
              true}),
     prefill({"prefill_clamped", f16, 2, 1, 9, 64, 64, 16, 4, {1 << 30, -5}}),
-    prefill({"mixed", b16, 4, 2, 0, 128, 128, 16, 14, {200, 180, 100, 224, 5}, -1, 0, {}, {0, 1, 90, 92, 300, 300}}, 20),
+    prefill({"mixed", b16, 4, 2, 0, 128, 128, 16, 14, {200, 180, 100, 224, 5}, -1, 0, {}, {0, 1, 90, 92, 300, 300}},
+            20),
     prefill({"mixed_lengths", f16, 2, 1, 80, 64, 64, 200, 0, {200, 150, 180}, -1, 0, {}, {}, {80, 3, 7}}, 7),
-    wide({"wide_64", f16, 4, 1, 5, 64, 64, 300, 0, {300, 1, 0, 129}, -1, 0}),
-    wide({"wide_128", b16, 8, 2, 3, 128, 128, 330, 0, {330, 65, 64}, -1, 0}),
-    wide({"wide_narrow", b16, 2, 1, 1, 40, 24, 200, 0, {200, 17}}),
-    wide({"wide_mqa", f16, 70, 1, 2, 64, 104, 200, 0, {200, 70}}),
-    wide({"wide_rows", b16, 6, 1, 40, 128, 128, 260, 0, {260, 8, 100}, -1, 0}),
-    wide({"wide_long", f16, 2, 2, 9, 64, 64, 2500, 0, {2500, 1030}, -1, 0}),
-    wide({"wide_pages", b16, 4, 2, 5, 128, 128, 16, 9, {130, 16, 0, 144}, -1, 0}),
-    wide({"wide_pages_48", f16, 2, 1, 7, 64, 64, 48, 7, {300, 256}, 70, 0}),
-    wide({"wide_interleaved", b16, 8, 2, 3, 128, 128, 16, 6, {96, 50}, -1, 0, {}, {}, {}, 0, 1, false, false, false,
+    tall({"tall_64", f16, 4, 1, 5, 64, 64, 300, 0, {300, 1, 0, 129}, -1, 0}),
+    tall({"tall_128", b16, 8, 2, 3, 128, 128, 330, 0, {330, 65, 64}, -1, 0}),
+    tall({"tall_narrow", b16, 2, 1, 1, 40, 24, 200, 0, {200, 17}}),
+    tall({"tall_mqa", f16, 70, 1, 2, 64, 104, 200, 0, {200, 70}}),
+    tall({"tall_rows", b16, 6, 1, 40, 128, 128, 260, 0, {260, 8, 100}, -1, 0}),
+    tall({"tall_long", f16, 2, 2, 9, 64, 64, 2500, 0, {2500, 1030}, -1, 0}),
+    tall({"tall_pages", b16, 4, 2, 5, 128, 128, 16, 9, {130, 16, 0, 144}, -1, 0}),
+    tall({"tall_pages_48", f16, 2, 1, 7, 64, 64, 48, 7, {300, 256}, 70, 0}),
+    tall({"tall_interleaved", b16, 8, 2, 3, 128, 128, 16, 6, {96, 50}, -1, 0, {}, {}, {}, 0, 1, false, false, false,
           true}),
-    wide({"wide_everything", b16, 4, 2, 3, 104, 64, 200, 0, {200, 90, 7}, 150, 0, {3, 0, 1}, {}, {}, 3, 3, true, true}),
-    wide({"wide_batch_idx", f16, 4, 2, 5, 64, 64, 150, 0, {150, 20, 0}, -1, -1, {}, {}, {}, 0, 1, false, false, true}),
-    wide({"wide_seqused_q", b16, 4, 2, 9, 64, 64, 200, 0, {200, 90}, -1, 0, {}, {}, {1, 9}}, 5),
-    wide({"wide_splits", b16, 4, 2, 5, 128, 128, 400, 0, {400, 300, 10}, -1, 0, {}, {}, {}, 0, 1, false, false, false,
+    tall({"tall_everything", b16, 4, 2, 3, 104, 64, 200, 0, {200, 90, 7}, 150, 0, {3, 0, 1}, {}, {}, 3, 3, true, true}),
+    tall({"tall_batch_idx", f16, 4, 2, 5, 64, 64, 150, 0, {150, 20, 0}, -1, -1, {}, {}, {}, 0, 1, false, false, true}),
+    tall({"tall_seqused_q", b16, 4, 2, 9, 64, 64, 200, 0, {200, 90}, -1, 0, {}, {}, {1, 9}}, 5),
+    tall({"tall_splits", b16, 4, 2, 5, 128, 128, 400, 0, {400, 300, 10}, -1, 0, {}, {}, {}, 0, 1, false, false, false,
           false, 3}),
-    wide({"wide_clamped", f16, 2, 1, 5, 64, 64, 16, 4, {1 << 30, -5}}),
-    wide({"wide_tree", f16, 6, 1, 9, 64, 64, 16, 20, {260, 8, 100}, -1, -1, {}, {}, {9, 4, 7}, 0, 1, false, true, false,
+    tall({"tall_clamped", f16, 2, 1, 5, 64, 64, 16, 4, {1 << 30, -5}}),
+    tall({"tall_tree", f16, 6, 1, 9, 64, 64, 16, 20, {260, 8, 100}, -1, -1, {}, {}, {9, 4, 7}, 0, 1, false, true, false,
           false, 0, 0, Case::kBranches}),
-    wide({"all_kernels", b16, 4, 2, 0, 128, 128, 16, 14, {200, 180, 100, 224, 5}, -1, 0, {}, {0, 1, 90, 97, 300, 300}}, 5,
-         50),
+    tall({"all_kernels", b16, 4, 2, 0, 128, 128, 16, 14, {200, 180, 100, 224, 5}, -1, 0, {}, {0, 1, 90, 97, 300, 300}},
+         5, 50),
     prefill({"mixed_padding", b16, 2, 1, 0, 64, 64, 32, 5, {150, 150}, -1, 0, {}, {0, 5, 100}}, 20),
 };
 
@@ -341,39 +344,29 @@ template <typename T> struct Call {
         for (size_t b = 1; b < c.cu_seqlens_q.size(); b++)
             longest = std::max(longest, c.cu_seqlens_q[b] - c.cu_seqlens_q[b - 1]);
         p.max_seqlen_q = c.max_seqlen_q ? c.max_seqlen_q : longest;
-        p.max_rows = INT_MAX;
     }
 
     void run() {
         o.make_nan(), lse.make_nan();
         Memory<int> tile_counter({0});
         p.tile_counter = tile_counter.device;
-        // A launch for each range of rows, as decode_op.cpp has them.
-        auto serve = [&](int min_rows, int max_rows, auto launch) {
-            p.min_rows = min_rows, p.max_rows = max_rows;
-            if (min_rows <= max_rows) launch();
-        };
-        serve(c.prefill, INT_MAX, [&] { if (c.prefill <= p.max_seqlen_q) sm90::flash_prefill(p); });
-        serve(c.wide, c.prefill - 1, [&] {
-            if (c.wide > p.max_seqlen_q) return;
-            decode(sm90::flash_decode, sm90::decode_workspace(p), sm90::num_decode_counters(p));
-        });
-        serve(0, std::min(c.wide, c.prefill) - 1, [&] {
-            decode(sm80::flash_decode, sm80::decode_workspace(p), sm80::num_decode_counters(p));
-        });
-        o.fetch(), lse.fetch();
-    }
-
-    void decode(void (*flash_decode)(const DecodeParams &), int64_t bytes, int64_t num_counters) {
-        Memory<char> workspace(std::vector<char>(bytes + 1, char(0xff)));
-        Memory<int> counters(std::vector<int>(num_counters + 1));
-        // Gaps in it are read, and what is read there is ignored. So it is NaN for initcheck, too.
-        copy(workspace.device, workspace.host.data(), workspace.bytes());
-        p.workspace = workspace.device, p.counters = counters.device;
-        flash_decode(p);
-        counters.fetch();
+        Memory<int> counters(std::vector<int>(1 << 16));  // of all launches, as in decode_op.cpp
+        p.counters = counters.device;
+        launch_by_rows(
+            p, {c.tall, c.prefill}, sm90::flash_prefill,
+            [&](const DecodeParams &p) { decode(p, sm90::flash_decode, sm90::decode_workspace(p)); },
+            [&](const DecodeParams &p) { decode(p, sm80::flash_decode, sm80::decode_workspace(p)); });
+        o.fetch(), lse.fetch(), counters.fetch();
         if (std::count(counters.host.begin(), counters.host.end(), 0) != std::ssize(counters.host))
             throw std::runtime_error("counters are not 0 again");
+    }
+
+    void decode(DecodeParams p, void (*flash_decode)(const DecodeParams &), int64_t bytes) {
+        Memory<char> workspace(std::vector<char>(bytes + 1, char(0xff)));
+        // Gaps in it are read, and what is read there is ignored. So it is NaN for initcheck, too.
+        copy(workspace.device, workspace.host.data(), workspace.bytes());
+        p.workspace = workspace.device;
+        flash_decode(p);
     }
 
     // Of row i of sample b of the whole case, in o and lse of this call.

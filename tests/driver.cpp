@@ -217,6 +217,7 @@ const std::vector<Case> cases = {
     {"sm90_drop_128",     f16, 1, 2, 1, 130, 140, 104, false, kHeads,    {},   kSm90, 0.25},
     {"sm90_splits",       b16, 5, 20, 1, 110, 110, 64, true,  kRows,     {110, 40, 30, 110, 20}, kSm90},
     {"sm90_splits_drop",  f16, 1, 20, 1, 105,  70, 104, false, kHeads,   {},   kSm90, 0.25},
+    {"sm90_drop_192",     b16, 2, 2, 1, 130, 200, 192, true,  kHeads,    {130, 77}, kSm90, 0.25},
     {"sm90_turns",        b16, 1, 2, 1, 200, 700,  64, false, kRows,     {},   kSm90},
     {"sm90_turns_128",    f16, 1, 2, 2, 450, 400, 128, false, kHeads,    {},   kSm90},
     {"sm90_turns_causal", f16, 1, 1, 1, 200, 700, 128, true,  kRows,     {},   kSm90},
@@ -552,7 +553,7 @@ bool names_tiles(const Case &c) { return c.tiling == kNarrow || c.tiling == kWid
 
 template <typename T> void forward(const Case &c, const AttnParams &p) {
 #if HAS_GPU
-    if (is_sm80(c) || (c.tiling == kSm90 && c.dropout_p > 0)) return sm80::flash_forward(p);
+    if (is_sm80(c) || (c.tiling == kSm90 && c.dropout_p > 0 && p.has_score_mods())) return sm80::flash_forward(p);
     if (c.tiling == kSm90) return sm90::flash_forward(p);
     if (c.tiling == kDmma) return dmma::flash_forward(p);
 #endif

@@ -37,6 +37,7 @@ SPILLS = {("flash_bwd_sm80.cu", "dense"): 96,  # on sm_120; 12 on sm_90
           ("flash_sm80.cu", "dropout"): 112,  # on sm_120
           ("flash_sm80.cu", "scores"): 288,  # at head_dim 128, where a bias is read by the element
           ("flash_sm90.cu", "dense"): 16,  # three numbers of the mask at head_dim 64, which full blocks do not read
+          ("flash_sm90.cu", "dropout"): 32,  # the same, and the words of a row
           ("flash_sm90.cu", "scores"): 80,
           ("flash_bwd_sm90.cu", "dense"): 16,  # after the loop
           ("flash_bwd_sm90.cu", "scores"): 16,
@@ -132,9 +133,12 @@ def check_spills(file, target, tmp_path):
 
 
 def kind_of(file, name):
-    """What the kernel of this mangled name is for, by its template's parameters of type bool."""
+    """What the kernel of this mangled name is for, by its Kind, or its template's last parameter and its first of type
+    bool."""
+    if kind := re.search(r"4KindE(\d)", name):
+        return ("dense", "dropout", "scores", "dense")[int(kind[1])]
     flags = re.findall(r"Lb([01])E", name)
-    if flags and flags[0 if file == "flash_sm90.cu" else -1] == "1":  # there the last one is kCached
+    if flags and flags[-1] == "1":
         return "scores"
     return "dropout" if flags and flags[0] == "1" and "sm80" in file else "dense"
 
@@ -149,7 +153,8 @@ def cuobjdump():
 def kernels_overlap(sass):
     """Hopper's kernels load by TMA, and a block's exponentials come before the wait for the product beside them."""
     kernels = [kernel for kernel in sass.split("Function : ")[1:] if "flash_fwd" in kernel.split()[0]]
-    assert len(kernels) == 32  # six tiles in two dtypes, five where scores are changed, and five with a cache
+    # Six tiles in two dtypes, three with dropout, five where scores are changed, and five with a cache.
+    assert len(kernels) == 2 * (6 + 3 + 5 + 5)
     for kernel in kernels:
         name = kernel.split()[0]
         head_dim, consumers, block_n = map(int, re.search(r"ShapeILi(\d+)ELi(\d+)ELi(\d+)", name).groups())
@@ -157,6 +162,9 @@ def kernels_overlap(sass):
         assert "UTMASTG" in kernel, name
         if kind_of("flash_sm90.cu", name) == "scores":
             assert "MUFU.TANH" in kernel and kernel.count("WARPGROUP.DEPBAR.LE gsb0, 0x1") == 1, name
+            continue
+        if kind_of("flash_sm90.cu", name) == "dropout":
+            assert kernel.count("LDL") <= {64: 7, 128: 1, 256: 0}[head_dim], name
             continue
         assert kernel.count("LDL") <= (3 if head_dim == 64 else 0), name
         # The loop, from the wait for the first Q Kᵀ on: a softmax, the wait for P V beside it, the products after it

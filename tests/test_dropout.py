@@ -22,11 +22,11 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 each_backend = pytest.mark.parametrize("backend", available_backends())
 # These form the scores, in fp64 as well. Kernels by name are at the end of this file.
 FORM_SCORES = ["torch", "reference"]
-# Of csrc, sm80 in both of its dtypes, and those that have no dropout, not at all.
+# Of csrc, tensor cores in both of their dtypes, and those that have no dropout, not at all.
 IMPLS = [impl for impl in IMPLEMENTATIONS if impl not in WITHOUT_DROPOUT]
 each_impl = pytest.mark.parametrize("impl, dtype", [
     pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
-    for impl in IMPLS for dtype in ((torch.float16, torch.bfloat16) if impl == "cuda:sm80" else (torch.float32,))])
+    for impl in IMPLS for dtype in ((torch.float16, torch.bfloat16) if impl in OF_16_BITS else (torch.float32,))])
 
 
 def seed_of(value=SEED, device=DEVICE):
@@ -423,7 +423,7 @@ def test_kernel_reads_any_strides(impl, dtype):
 @pytest.mark.parametrize("D", [40, 64, 128])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window_size": (100, 50)}], ids=str)
 def test_gradients_of_sm90_have_the_mask_of_sm80(D, options):
-    """Not forced, sm80 has the forward pass and sm90 the backward pass. Both draw the same mask."""
+    """Not forced, sm90 has the backward pass, and with softcap sm80 the forward pass. Both draw the same mask."""
     q, k, v = (x.requires_grad_() for x in qkv(Sq=300, Sk=300, D=D, dtype=torch.bfloat16))
     dout = torch.randn_like(q)
 

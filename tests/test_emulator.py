@@ -55,8 +55,9 @@ KERNEL_CASES = {
     "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_low_256"],
     "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
     **dict.fromkeys(OTHER_DRIVERS, []),  # all of the driver's
-    "decode_sm90.cu": ["wide_narrow", "wide_pages", "wide_long", "all_kernels"],
+    "decode_sm90.cu": ["tall_narrow", "tall_pages", "tall_long", "all_kernels"],
     "flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
+                      "sm90_drop_64", "sm90_drop_128", "sm90_drop_192",
                       "sm90_scale_30_96", "sm90_bias", "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30",
                       "sm90_alibi_no_keys"],
 }
@@ -79,7 +80,7 @@ SHOWN_TO = {
     "producer_sm90.cuh": ["sm90_128_causal", "sm90_200_causal", "sm90_lens_128", "sm90_many_causal", "sm90_packed"],
     "bias_sm90.cuh": ["sm90_bias"], "key_blocks_sm90.cuh": ["prefill", "prefill_pages"],
     "decode.cu": ["one", "d64", "d128", "scale_30"], "decode_share.cuh": ["d64", "d128"],
-    "decode_sm90.cu": ["wide_64"], "decode_cache.cuh": ["d64", "d128"],
+    "decode_sm90.cu": ["tall_64"], "decode_cache.cuh": ["d64", "d128"],
     "decode_result.cuh": ["d64", "d128", "mqa", "many_rows", "packed"],
 }
 

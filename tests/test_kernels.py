@@ -54,7 +54,9 @@ def test_which_kernel_for_strides_of_2_40_bytes():
 
 
 def test_which_kernel_with_dropout():
-    assert choose(*qkv(), has_dropout=True) == ("sm80", None)
+    assert choose(*qkv(), has_dropout=True) == ("sm90", None)
+    assert choose(*qkv(), has_dropout=True, attn_bias=torch.zeros(1, 1, 1, 1).half()) == ("sm80", None)
+    assert choose(*qkv(), has_dropout=True, capability=80) == ("sm80", None)
     assert choose(*qkv(dtype=torch.float32), has_dropout=True) == ("simt", None)
 
 
@@ -192,7 +194,9 @@ def test_biases_of_sm90():
         assert choose(q, k, v, attn_bias=given) == ("sm80", None)
         refused("sm90", why_not, q, k, v, attn_bias=given)
     assert choose(*qkv(dtype=torch.float32), attn_bias=bias.float()[..., :40]) == ("simt", None)
-    refused("sm90", "it has no dropout", q, k, v, has_dropout=True)
+    refused("sm90", "its forward pass has no dropout with softcap, alibi_slopes or attn_bias", q, k, v,
+            has_dropout=True, attn_bias=bias[..., :40])
+    refused("dmma", "it has no dropout", *qkv(dtype=torch.float32), has_dropout=True)
 
 
 def test_force_kernel_dmma():
@@ -386,7 +390,7 @@ def test_which_kernel(gpu):
     kernel = "sm90" if "cuda:sm90" in IMPLEMENTATIONS else "sm80"
     assert which_kernel(*gpu) == which_kernel(*(x[:, 0] for x in gpu)) == kernel
     assert which_kernel(*(x.transpose(2, 3) for x in gpu)) == kernel  # copied, and then aligned
-    assert which_kernel(*gpu, dropout_p=0.1) == "sm80"
+    assert which_kernel(*gpu, dropout_p=0.1) == kernel
     is_dmma = "cuda:dmma" in IMPLEMENTATIONS  # with slow fp64, as on H20, it would not be
     assert which_kernel(*(x.float() for x in gpu)) == ("dmma" if is_dmma else "simt")
     with force_kernel("simt"):

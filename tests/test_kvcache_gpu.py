@@ -8,14 +8,14 @@ import itertools
 import pytest
 import torch
 
-from minimal_attn import attention_with_kvcache, force_kernel
+from minimal_attn import append_to_kvcache, attention_with_kvcache, force_kernel
 from test_activate import kernels_of
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1000, 0, 1, 63, 64, 65, 3000, 129, 700, 2048)
 PAGE_SIZE = 16
 # From how many rows on decode_sm90.cu and flash_sm90.cu serve a sample of 8 heads on 2 (fewest_rows() in kernels.h).
-WIDE, PROMPT = 5, 897
+TALL, PROMPT = 5, 1345
 
 
 def ints(*values):
@@ -62,7 +62,7 @@ def captured(attend):
     return graph, results
 
 
-@pytest.mark.parametrize("rows", [1, WIDE - 1, WIDE, 20, PROMPT])
+@pytest.mark.parametrize("rows", [1, TALL - 1, TALL, 20, PROMPT])
 def test_bits_of_a_sample_do_not_depend_on_its_batch(rows):
     batch = Batch(0, rows)
     out, lse = batch.attend()
@@ -70,6 +70,24 @@ def test_bits_of_a_sample_do_not_depend_on_its_batch(rows):
     for b in range(len(LENGTHS)):
         one = slice(b, b + 1)
         assert all(map(torch.equal, batch.attend(one), (out[one], lse[one])))
+
+
+def test_attention_waits_for_the_append_before_it():
+    """It may begin while the append still runs."""
+    batch = Batch(4)
+    new = [torch.randn(len(LENGTHS), 2, 500, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv"]
+    batch.lengths.fill_(1000)
+    results = []
+    for wait in (torch.cuda.synchronize, lambda: None):
+        for _ in range(50):
+            for x in new:
+                x.copy_(x.roll(1, 0))
+            append_to_kvcache(*new, batch.k, batch.v, ints(*[500] * len(LENGTHS)), page_table=batch.table)
+            wait()
+            results.append(batch.attend())
+    torch.cuda.synchronize()
+    for got, wanted in zip(results[50:], results[:50]):
+        assert_same_bits(got, wanted)
 
 
 def test_calls_in_a_row_have_the_same_bits():
@@ -137,7 +155,7 @@ def test_graphs_on_two_streams_do_not_share_counters():
 class Mixed(Batch):
     """The same cache, with a packed q of samples that decode and of prompts."""
 
-    ROWS = (1, PROMPT - 1, WIDE - 1, 63, PROMPT, WIDE, 1500, 0, 1, 900)
+    ROWS = (1, PROMPT - 1, TALL - 1, 63, PROMPT, TALL, 1500, 0, 1, 900)
 
     def __init__(self, seed):
         super().__init__(seed)
@@ -162,7 +180,7 @@ on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_d
 
 
 # What the names of the kernels have in common.
-KERNELS = {1: "sm80::decode", WIDE: "sm90::decode", PROMPT: "sm90::flash_fwd"}
+KERNELS = {1: "sm80::decode", TALL: "sm90::decode", PROMPT: "sm90::flash_fwd"}
 
 
 def kernels_here(attend):
@@ -172,7 +190,7 @@ def kernels_here(attend):
 
 
 @on_hopper
-@pytest.mark.parametrize("rows, kernel", [(1, 1), (WIDE - 1, 1), (WIDE, WIDE), (PROMPT - 1, WIDE), (PROMPT, PROMPT)])
+@pytest.mark.parametrize("rows, kernel", [(1, 1), (TALL - 1, 1), (TALL, TALL), (PROMPT - 1, TALL), (PROMPT, PROMPT)])
 def test_rows_decide_which_kernel_serves(rows, kernel):
     batch = Batch(7, rows)
     assert kernels_here(batch.attend) == {kernel}
@@ -185,7 +203,7 @@ def test_rows_decide_which_kernel_serves(rows, kernel):
 @on_hopper
 def test_all_kernels_serve_a_mixed_batch():
     batch = Mixed(8)
-    assert kernels_here(batch.attend) == {1, WIDE, PROMPT}
+    assert kernels_here(batch.attend) == {1, TALL, PROMPT}
     out, lse = batch.attend()
     torch.testing.assert_close(out, batch.attend("torch")[0], atol=2e-2, rtol=2e-2)
     for b, rows in enumerate(batch.ROWS):
@@ -194,9 +212,9 @@ def test_all_kernels_serve_a_mixed_batch():
 
 
 @on_hopper
-@pytest.mark.parametrize("max_seqlen_q, kernels", [(1, {1}), (WIDE, {1, WIDE}), (None, {1, WIDE, PROMPT})])
+@pytest.mark.parametrize("max_seqlen_q, kernels", [(1, {1}), (TALL, {1, TALL}), (None, {1, TALL, PROMPT})])
 def test_longest_sample_decides_which_kernels_are_launched(max_seqlen_q, kernels):
-    """The last of them serves longer samples."""
+    """The kernel for the most rows serves longer samples too."""
     batch = Mixed(8)
     wanted = batch.attend()
     batch.longest = max_seqlen_q

@@ -385,8 +385,8 @@ BATCHES = [
 @each_impl
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 def test_scores_of_batches(impl, batch, poisoned_outputs):
-    if batch.dropout_p and impl in WITHOUT_DROPOUT:
-        pytest.skip("has no dropout")
+    if batch.dropout_p and impl in (*WITHOUT_DROPOUT, "cuda:sm90"):
+        pytest.skip("has no dropout where scores are changed")
     check_scored(impl, batch, DTYPES[impl])
 
 
