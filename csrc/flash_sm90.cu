@@ -300,7 +300,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
 template <typename T, typename Shape> void launch_fwd(typename Shape::Input p) {
     static_assert(sizeof(SharedMemory<Shape>) <= 227 << 10);
     constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
-    const int64_t num_tiles = RowTiles<kBlockM, Shape::kCached>::count(p), blocks = std::min<int64_t>(num_tiles, num_sms());
+    const int64_t num_tiles = RowTiles<kBlockM, Shape::kCached>::count(p);
+    const int64_t blocks = std::min<int64_t>(num_tiles, num_sms());
     if (num_tiles == 0) return;
     if (num_tiles + blocks > INT32_MAX)
         throw std::runtime_error("minimal_attn: batch_size · nheads · seqlen_q is too large: q has over 2^31 tiles");
