@@ -76,8 +76,7 @@ def pytest_configure(config):
     if config.getoption("--gpu-record") and not HAS_GPU:
         raise pytest.UsageError("--gpu-record needs a GPU")
     selects = [config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf")]
-    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-        hurry_interpreter()
+    hurry_interpreter()
     if config.getoption("--gpu-record-part") and (any(selects) or any("::" in arg for arg in config.args)):
         raise pytest.UsageError("--gpu-record-part counts whole test files: select nothing within them")
 
@@ -90,6 +89,8 @@ def hurry_interpreter():
     the dtype of numpy is looked up in a dict that is made anew for it. A Triton that names these things otherwise runs
     as it is.
     """
+    if os.environ.get("TRITON_INTERPRET") != "1" or not importlib.util.find_spec("triton"):
+        return
     from triton.runtime import interpreter
 
     names = "interpreter_builder", "_patch_lang", "_LangPatchScope", "_get_np_dtype"
