@@ -13,6 +13,7 @@
 // Read next: block.h, what a block of threads has beside them.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <exception>
@@ -29,7 +30,9 @@ struct Block;
 inline Block *block;  // that of the running fiber, or of the event that happens
 
 struct Stack {
-    ucontext_t context;
+    ucontext_t context;  // where it begins
+    bool has_begun = false;
+    jmp_buf place;  // where it goes on
     char bytes[256 << 10];
 };
 
@@ -140,6 +143,7 @@ class Scheduler {
     bool start_block(unsigned slot);
     void end_thread();
     void resume(unsigned fiber);
+    static void leave(Fiber &from, Fiber &to);
     bool can_run(unsigned warp);
     int next();
     bool let_something_happen(bool is_slow);
