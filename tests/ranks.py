@@ -12,6 +12,8 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from conftest import hurry_interpreter
+
 SECONDS = 100  # for one call
 
 # In a rank: {size: a group of so many}, of which it may be no member, and where its tensors are.
@@ -60,6 +62,7 @@ class Ranks:
 def serve(pipe, store, rank, size, on_gpus):
     global GROUPS, DEVICE
     torch.set_num_threads(1)
+    hurry_interpreter()
     if on_gpus:
         DEVICE = f"cuda:{rank}"
         torch.cuda.set_device(rank)

@@ -1128,7 +1128,7 @@ def test_op_decode(interpreted_read, monkeypatch, tmp_path):
         assert (read["impl"], ours["impl"]) == ("read", "cuda") and ours["read_gbps"] == read["gbps"] > 0
         assert 0 < ours["max_err"] < 0.1
     of_read, of_ours = out.partition("× read on ")[2].splitlines()[3].split()[-3:-1]
-    assert of_read == "1" and float(of_ours) == pytest.approx(rows[0]["ms"] / rows[1]["ms"], rel=0.01)
+    assert of_read == "1" and float(of_ours.replace(",", "")) == pytest.approx(rows[0]["ms"] / rows[1]["ms"], rel=0.01)
     assert "GB/s on" in out and "TFLOP/s" not in out and "matmul_tflops" not in (tmp_path / "rows.json").read_text()
 
 

@@ -13,6 +13,7 @@
 // Read next: block.h, what a block of threads has beside them.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <exception>
@@ -29,19 +30,34 @@ struct Block;
 inline Block *block;  // that of the running fiber, or of the event that happens
 
 struct Stack {
-    ucontext_t context;
+    ucontext_t context;  // where it begins
+    bool has_begun = false;
+    jmp_buf place;  // where it goes on
     char bytes[256 << 10];
+};
+
+// That *counter differs from `old` in a bit of `mask`. nullptr: always.
+struct Condition {
+    const uint32_t *counter = nullptr;
+    uint32_t old, mask;
+
+    bool holds() const { return !counter || (*counter ^ old) & mask; }
+    bool operator==(const Condition &) const = default;
 };
 
 struct Fiber {
     std::unique_ptr<Stack> stack = std::make_unique_for_overwrite<Stack>();
     bool is_done = false;
-    // It waits until *counter differs from `old` in a bit of `mask`. nullptr: it waits for nothing.
-    const uint32_t *counter = nullptr;
-    uint32_t old, mask;
+    Condition condition;  // it waits for this
     std::function<std::string()> what;
 
-    bool can_run() const { return !is_done && (!counter || (*counter ^ old) & mask); }
+    bool can_run() const { return !is_done && condition.holds(); }
+};
+
+// What 32 fibers wait for when none of them can run: mostly all for the same. So one look serves all of them.
+struct Waiting {
+    bool is_known = false;  // until one of them runs
+    std::vector<Condition> conditions;
 };
 
 struct Event {
@@ -68,11 +84,12 @@ class Scheduler {
 
     // The calling fiber goes on when `counter` differs from `old` in a bit of `mask`. what() says what that means.
     template <typename What> void wait(const uint32_t &counter, uint32_t old, uint32_t mask, What what) {
-        if ((counter ^ old) & mask) return;
+        const Condition condition{&counter, old, mask};
+        if (condition.holds()) return;
         Fiber &fiber = fibers[current];
-        fiber.counter = &counter, fiber.old = old, fiber.mask = mask, fiber.what = what;
+        fiber.condition = condition, fiber.what = what;
         go_on();
-        fiber.counter = nullptr;
+        fiber.condition = {};
     }
 
     // After something that others may see: now and then they go first.
@@ -112,10 +129,11 @@ class Scheduler {
     const Grid &grid;
     unsigned next_block = 0;
     std::vector<Slot> slots;
-    std::vector<Fiber> fibers;    // grid.threads of each slot
-    unsigned current;             // fiber
-    unsigned slow_fiber;          // runs when no other can; another one now and then
-    std::vector<unsigned> order;  // of the warps of all slots
+    std::vector<Fiber> fibers;     // grid.threads of each slot
+    std::vector<Waiting> waiting;  // by warp
+    unsigned current;              // fiber
+    unsigned slow_fiber;           // runs when no other can; another one now and then
+    std::vector<unsigned> order;   // of the warps of all slots
     std::vector<Event> events;
     std::mt19937 random;
     std::exception_ptr error;
@@ -125,6 +143,8 @@ class Scheduler {
     bool start_block(unsigned slot);
     void end_thread();
     void resume(unsigned fiber);
+    static void leave(Fiber &from, Fiber &to);
+    bool can_run(unsigned warp);
     int next();
     bool let_something_happen(bool is_slow);
     void go_on();
