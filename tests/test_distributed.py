@@ -28,6 +28,7 @@ from cases import FP32_TOLERANCE
 from minimal_attn import FlashMHA, flash_attention
 from minimal_attn.backends import Lengths
 from minimal_attn.distributed import context_parallel_attention, shard, shard_labels, shard_positions, unshard
+from minimal_attn.bench import context_parallel as context_parallel_bench
 from minimal_attn.bench.context_parallel import judge
 from minimal_attn.distributed import all_gather, attention
 from minimal_attn.distributed.layout import Chunk, Shards
@@ -708,6 +709,12 @@ def test_benchmark_measures_every_method(tmp_path):
                 row = rows[impl, what, heads_k]
                 assert row["seqlen_q"] == 64 and row["ms"] > 0
                 assert row["efficiency"] == pytest.approx(one_gpu / 2 / row["ms"], abs=1e-4)
+
+
+def test_benchmark_needs_the_folder_of_its_file(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        context_parallel_bench.main(["--json", str(tmp_path / "none" / "rows.json")])
+    assert "argument --json: there is no folder" in capsys.readouterr().err
 
 
 def test_benchmark_notices_a_wrong_result():

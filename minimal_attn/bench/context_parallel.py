@@ -47,6 +47,8 @@ def main(argv=None):
     parser.add_argument("--calls", type=int, default=20, help="timed calls of each (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows")
     args = parser.parse_args(argv)
+    if args.json and not args.json.absolute().parent.is_dir():
+        parser.error(f"argument --json: there is no folder {args.json.parent}")
     if "RANK" not in os.environ:
         parser.error("start it by torchrun: torchrun --nproc-per-node 2 -m minimal_attn.bench.context_parallel")
     on_gpu = torch.cuda.is_available()

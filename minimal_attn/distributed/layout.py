@@ -103,9 +103,9 @@ def shard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, lay
     shards = shards_of(group, layout)
     rows = x.movedim(dim, 0)
     total = padded_length(rows.shape[0], shards)
-    rows = pad(rows, (0, 0) * (x.ndim - 1) + (0, total - rows.shape[0]), value=pad_value)
-    chunks = shards.chunks(shards.rank, total // shards.size)
-    return torch.cat([rows[chunk.begin:chunk.end] for chunk in chunks]).movedim(0, dim)
+    own = torch.cat([rows[chunk.begin:chunk.end] for chunk in shards.chunks(shards.rank, total // shards.size)])
+    missing = total // shards.size - own.shape[0]  # a chunk that lacks rows is a rank's last one, or the next is empty
+    return pad(own, (0, 0) * (x.ndim - 1) + (0, missing), value=pad_value).movedim(0, dim)
 
 
 def padded_length(seqlen, shards):
