@@ -329,11 +329,7 @@ def decode():
     more = [[*map(str, (b, seqlen_k, seqlen_q, page_size or "–", lengths)), *of_the_read(rows),
              *(share(rows, impl) for impl in DECODED)]
             for (b, h, h_k, seqlen_k, page_size, seqlen_q, lengths), rows in rows_of.items()
-            if seqlen_q < seqlen_k and ((seqlen_q, lengths) != (1, "full") or page_size not in PAGES)]
-    prompts = [[str(seqlen_k), str(page_size or "–"), *(us(rows, impl) for impl in DECODED)]
-               for (b, h, h_k, seqlen_k, page_size, seqlen_q, lengths), rows in rows_of.items() if seqlen_q == seqlen_k]
-    of_prompts = [paragraph("""A prompt of S tokens, which are all that the cache holds, in µs. B is 1, H is 32 and Hk is
-        8."""), table(["S", "page", *names(DECODED)], prompts)] if prompts else []
+            if (seqlen_q, lengths) != (1, "full") or page_size not in PAGES]
     return "\n".join([
         "## Attention to caches, bf16\n",
         paragraph(f"""`attention_with_kvcache` with one query token of each sample and head_dim 128. A call is bound by
@@ -348,7 +344,7 @@ def decode():
               cells),
         paragraph("""The same for other sizes of pages, for several query tokens with a causal mask, and for lengths
             that are drawn from 1 to S. There, only the valid keys count as bytes. H is 32 and Hk is 8."""),
-        table(["B", "S", "tokens", "page", "lengths", "MB", "read, GB/s", *names(DECODED)], more), *of_prompts,
+        table(["B", "S", "tokens", "page", "lengths", "MB", "read, GB/s", *names(DECODED)], more),
         "![GB/s of attention to caches over the bytes](../benchmarks/h200/decode.svg)\n"])
 
 
@@ -373,7 +369,7 @@ def serving():
             calls of `attention_with_kvcache`, and in two calls where `flash_attention` serves the prompt, which needs
             a cache without pages. H is 32, Hk is 8. Both are timed in CUDA graphs, as above. Differences of calls that
             take over 200 µs are uncertain by a few µs. The second table was measured before
-            `flash_sm90.cu` served prompts in a cache. There, `decode.cu` reads them."""),
+            `flash_sm90.cu` served prompts in a cache. In that table, `decode.cu` reads the prompts."""),
         table(["B", "H", "Hk", "S", "page", *(f"{impl}{what}" for impl in ours
                                               for what in ("", ", append", ", append and rotary"))], cells),
         table(["page", *(f"{impl}, {what}" for impl in ours

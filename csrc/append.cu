@@ -113,8 +113,8 @@ __device__ void rotate_vec(const AppendParams &p, const AppendGrid &grid, const 
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kAppendThreads) append(const AppendParams p, const AppendGrid grid) {
-    // The next one is often decode.cu, which waits until these keys are there. All kernels before this one have ended,
-    // since it is launched by launch().
+    // The next one is often that of decode.cu, which waits until these keys are there. All kernels before this one have
+    // ended, since it is launched by launch().
     let_next_kernel_begin();
     unsigned block = blockIdx.x;
     const int thread = threadIdx.x;

@@ -239,12 +239,13 @@ template <typename T, typename Shape> void launch_decode(const DecodeParams &p) 
 // acc_o would not fit the registers.
 template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
     const int head_dim = p.max_head_dim();
-    const bool is_tall = int64_t(p.nheads / p.nheads_k) * p.max_seqlen_q > 16;
+    const bool has_two_tiles = int64_t(p.nheads / p.nheads_k) * p.max_seqlen_q > 16;
     if (head_dim <= 64)
-        return is_tall ? act.template operator()<DecodeShape<64, 2>>() : act.template operator()<DecodeShape<64, 1>>();
+        return has_two_tiles ? act.template operator()<DecodeShape<64, 2>>()
+                             : act.template operator()<DecodeShape<64, 1>>();
     if (head_dim <= 128)
-        return is_tall ? act.template operator()<DecodeShape<128, 2>>()
-                       : act.template operator()<DecodeShape<128, 1>>();
+        return has_two_tiles ? act.template operator()<DecodeShape<128, 2>>()
+                             : act.template operator()<DecodeShape<128, 1>>();
     return act.template operator()<DecodeShape<256, 1>>();
 }
 

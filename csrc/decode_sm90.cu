@@ -2,7 +2,7 @@
 // of a sample, as in speculative decoding, or many query heads for each key head.
 //
 // As in decode.cu every key is read once for a tile of rows, but here a tile has 64 rows, those of one wgmma. So the
-// time is still that of memory. The four warps of a block are one warpgroup:
+// time should be that of memory (not measured yet, see the journal). The four warps of a block are one warpgroup:
 //   TMA      K(n+2) V(n+2)              up to three steps ahead, asked for by the first warp
 //   wgmma    S = Q K(n)ᵀ ─┐        ┌─ O += P V(n)
 //   softmax               └─ P ────┘    a warp has 16 rows and all keys of the step, so P stays in registers
@@ -46,7 +46,7 @@ template <typename Shape> struct DecodeMemory {
 struct CacheTensors { TmaTensor k, v; };
 
 // The keys and values of a block's share, on their way from the cache to shared memory by TMA. They run ahead of what
-// the block computes. The lanes of a warp have a box each.
+// the block computes. A lane of the first warp has a box, up to the last row of a block.
 template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
     using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
     CacheBox box;  // of the next step

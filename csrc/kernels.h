@@ -99,7 +99,7 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backw
 }
 
 // Attention to a cache has three kernels. A sample with `prefill` rows or more is sm90::flash_prefill's, else one with
-// `tall` rows or more is sm90::flash_decode's, and any other is sm80::flash_decode's. It does not depend on the batch.
+// `tall` rows or more is sm90::flash_decode's, and any other is sm80::flash_decode's. Its batch does not matter.
 struct FewestRows { int tall = INT_MAX, prefill = INT_MAX; };
 
 inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {

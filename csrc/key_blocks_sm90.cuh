@@ -54,7 +54,7 @@ struct CacheBox {
     }
 };
 
-// From a cache, by a warp, whose lanes have a box each.
+// From a cache, by a warp. A lane has a box, up to the last row of a block.
 template <int kBlockN> struct CachedKeyBlocks {
     static constexpr int kThreads = 32;
     const DecodeParams &p;

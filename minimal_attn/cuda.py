@@ -154,8 +154,8 @@ class force_kernel:
     The gradients of "sm90" are those of flash_bwd_sm90.cu and flash_bwd_wide_sm90.cu where these serve the call, else
     those of "sm80"; the gradients of "dmma" are those of "simt". A call that the kernel cannot serve raises ValueError.
     Attention to caches never raises for it: with "sm90", or if none is forced, it has Hopper's kernels for samples with
-    many rows, else decode.cu alone. With backend="auto", float8 still takes "triton", and CPU tensors always use the host build.
-    With torch.compile, put the with statement around the compiled function. The environment variable
+    many rows, else decode.cu alone. With backend="auto", float8 still takes "triton", and CPU tensors always use the
+    host build. With torch.compile, put the with statement around the compiled function. The environment variable
     MINIMAL_ATTN_KERNEL forces a kernel from the time when csrc is loaded.
 
     Args:

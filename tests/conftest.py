@@ -5,6 +5,7 @@ Without a GPU, the Triton kernels run in Triton's interpreter; that has to be de
 
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -71,9 +72,9 @@ def pytest_xdist_auto_num_workers():
 
 def pytest_configure(config):
     selects = [config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf")]
+    if config.getoption("--gpu-record") and (any(selects) or any("::" in arg for arg in config.args)):
+        raise pytest.UsageError("--gpu-record counts whole test files: select nothing within them")
     hurry_interpreter()
-    if config.getoption("--gpu-record-part") and (any(selects) or any("::" in arg for arg in config.args)):
-        raise pytest.UsageError("--gpu-record-part counts whole test files: select nothing within them")
     if path := config.getoption("--gpu-record"):
         if not HAS_GPU:
             raise pytest.UsageError("--gpu-record needs a GPU")
@@ -88,16 +89,24 @@ def of_this_machine():
     driver = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
     return {"device": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__,
             "triton": importlib.metadata.version("triton"), "cuda": torch.version.cuda,
-            "source_digest": _build.source_digest()}
+            "source_digest": _build.source_digest(), "tests_digest": tests_digest()}
+
+
+def tests_digest():
+    """Of all that tests run beside the kernels."""
+    tests = Path(__file__).parent
+    files = sorted(file for folder in (tests, tests.parent / "minimal_attn") for file in folder.rglob("*")
+                   if file.suffix in (".py", ".cpp", ".h", ".cuh"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def hurry_interpreter():
     """Triton's interpreter in less than half the time: what is left out has no effect.
 
-    Each call of a device function searches triton.language for what it has to patch. Once a launch is enough. Each sum
-    of integers is checked for overflow. What the check finds goes to device_assert, which the interpreter has off. And
-    the dtype of numpy is looked up in a dict that is made anew for it. A Triton that names these things otherwise runs
-    as it is.
+    Each call of a device function searches triton.language for what it has to patch. One patch for each launch is
+    enough. Each sum of integers is checked for overflow. What the check finds goes to device_assert, which the
+    interpreter has off. And the dtype of numpy is looked up in a dict that is made anew for it. If Triton lacks one of
+    these names, nothing is changed.
     """
     if os.environ.get("TRITON_INTERPRET") != "1" or not importlib.util.find_spec("triton"):
         return
@@ -152,7 +161,7 @@ def pytest_collection_modifyitems(config, items):
         if impl in KERNEL_NEEDS and impl not in IMPLEMENTATIONS:
             item.add_marker(pytest.mark.skip(reason=f"needs {KERNEL_NEEDS[impl]}"))
         if is_record and (impl == "cuda:host" or item.get_closest_marker("cpu")):
-            item.add_marker(pytest.mark.skip(reason="no matter of the GPU that the record is of"))
+            item.add_marker(pytest.mark.skip(reason="does not use the GPU"))
         if is_record and params.get("backend") == "triton" and item.get_closest_marker("campaign"):
             item.add_marker(pytest.mark.skip(reason="Triton would compile a kernel for nearly every draw"))
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):

@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -350,23 +351,33 @@ template <typename T> struct Call {
         o.make_nan(), lse.make_nan();
         Memory<int> tile_counter({0});
         p.tile_counter = tile_counter.device;
-        Memory<int> counters(std::vector<int>(1 << 16));  // of all launches, as in decode_op.cpp
-        p.counters = counters.device;
+        // One buffer for all launches, as in decode_op.cpp, and with nothing to spare for the largest.
+        int64_t num_counters = 1;
+        auto count = [&](int64_t number) { num_counters = std::max(num_counters, number); };
+        const FewestRows fewest{c.tall, c.prefill};
         launch_by_rows(
-            p, {c.tall, c.prefill}, sm90::flash_prefill,
-            [&](const DecodeParams &p) { decode(p, sm90::flash_decode, sm90::decode_workspace(p)); },
-            [&](const DecodeParams &p) { decode(p, sm80::flash_decode, sm80::decode_workspace(p)); });
+            p, fewest, [](const DecodeParams &) {},
+            [&](const DecodeParams &p) { count(sm90::num_decode_counters(p)); },
+            [&](const DecodeParams &p) { count(sm80::num_decode_counters(p)); });
+        const std::vector<int> zeros(num_counters);
+        Memory<int> counters(zeros);
+        p.counters = counters.device;
+        std::vector<std::unique_ptr<Memory<char>>> workspaces;  // until all launches have ended
+        auto decode = [&](DecodeParams p, int64_t bytes, void (*flash_decode)(const DecodeParams &)) {
+            // Gaps in it are read, and what is read there is ignored. So it is NaN for initcheck, too.
+            const Memory<char> &workspace =
+                *workspaces.emplace_back(std::make_unique<Memory<char>>(std::vector<char>(bytes + 1, char(0xff))));
+            copy(workspace.device, workspace.host.data(), workspace.bytes());
+            p.workspace = workspace.device;
+            flash_decode(p);
+        };
+        launch_by_rows(
+            p, fewest, sm90::flash_prefill,
+            [&](const DecodeParams &p) { decode(p, sm90::decode_workspace(p), sm90::flash_decode); },
+            [&](const DecodeParams &p) { decode(p, sm80::decode_workspace(p), sm80::flash_decode); });
         o.fetch(), lse.fetch(), counters.fetch();
         if (std::count(counters.host.begin(), counters.host.end(), 0) != std::ssize(counters.host))
             throw std::runtime_error("counters are not 0 again");
-    }
-
-    void decode(DecodeParams p, void (*flash_decode)(const DecodeParams &), int64_t bytes) {
-        Memory<char> workspace(std::vector<char>(bytes + 1, char(0xff)));
-        // Gaps in it are read, and what is read there is ignored. So it is NaN for initcheck, too.
-        copy(workspace.device, workspace.host.data(), workspace.bytes());
-        p.workspace = workspace.device;
-        flash_decode(p);
     }
 
     // Of row i of sample b of the whole case, in o and lse of this call.

@@ -1,8 +1,9 @@
 """The record of what a GPU proved, saved while the tests run. A run that is stopped loses the last seconds, and the
 next one goes on with the tests that are left.
 
-conftest.py starts it for --gpu-record. A test counts for the sources and the machine that it ran with; a test file
-counts when all of its tests have ended. The tests of a file that has not, and that none has failed of, are kept too.
+conftest.py starts it for --gpu-record. A test counts for the sources, the tests and the machine that it ran with. A test
+file counts when all of its tests have ended. If it has not ended and none of its tests has failed, those that have ended
+are kept too.
 """
 
 import datetime
@@ -57,13 +58,16 @@ class Recorder:
         if any(earlier.get(name) != value for name, value in machine.items()):
             earlier = {}
         self.parts, self.seconds = earlier.get("parts", 0), earlier.get("duration_s", 0)
-        self.evidence = earlier.get("evidence", {})
         # {file: counts} of those whose tests have all ended; of others {file: {test: [outcome, seconds]}}. A file with
         # a failure runs again.
         self.files = {file: counts for file, counts in earlier.get("files", {}).items() if not counts["failed"]}
         self.tests = {file: tests for file, tests in earlier.get("tests", {}).items()
                       if all(outcome != "failed" for outcome, _ in tests.values())}
         self.recorded = [*self.files], {file: [*tests] for file, tests in self.tests.items()}
+        # {name: value} that tests handed over, and {name: the file of the test}
+        kept = {**self.files, **self.tests}
+        self.evidence_of = {name: file for name, file in earlier.get("evidence_of", {}).items() if file in kept}
+        self.evidence = {name: earlier["evidence"][name] for name in self.evidence_of}
         self.collected = {}  # {file: the tests that this run has of it}
         self.running = {}  # {test: [outcome, seconds] until now}
 
@@ -86,6 +90,10 @@ class Recorder:
             if not tests.isdisjoint(self.tests.get(file, ())):  # all of it runs again
                 del self.tests[file]
 
+    def pytest_collectreport(self, report):
+        if report.skipped:  # a whole file
+            self.files[file_of(report.nodeid)] = {"passed": 0, "failed": 0, "skipped": 1, "seconds": 0}
+
     def pytest_runtest_logreport(self, report):
         outcome, seconds = self.running.pop(report.nodeid, ("passed", 0))
         if outcome != "failed" and report.outcome != "passed":
@@ -93,6 +101,7 @@ class Recorder:
         result = [outcome, round(seconds + report.duration, 3)]
         if report.when == "call" and report.passed:  # what the test handed over by record_property
             self.evidence.update(report.user_properties)
+            self.evidence_of.update((name, file_of(report.nodeid)) for name, _ in report.user_properties)
         if report.when in ("setup", "call"):
             self.running[report.nodeid] = result
         else:  # its teardown, or its worker has crashed
@@ -116,6 +125,7 @@ class Recorder:
             "parts": self.parts + 1,
             "duration_s": round(self.seconds + self.saved - self.start, 1),
             "evidence": dict(sorted(self.evidence.items())),
+            "evidence_of": dict(sorted(self.evidence_of.items())),
             "files": dict(sorted(self.files.items())),
             **{x: sum(counts[x] for counts in self.files.values()) for x in OUTCOMES},
             "missing": self.missing(),
@@ -141,7 +151,7 @@ class Recorder:
 
 def still_to_run(nodeids, files, tests):
     """Those of the collected tests that are in none of the recorded files and not among the recorded tests {file: its
-    tests}. If a file lost some of these, or has no others, it has changed since, and all of it runs again."""
+    tests}. If one of these is gone, or no other test is left, the file has changed, and all of it runs again."""
     left = set()
     for file, collected in by_file(nodeids).items():
         if file not in files:

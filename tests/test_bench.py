@@ -1243,7 +1243,7 @@ def test_default_options_of_decode():
     args = bench.parse_args("bench", ["--op", "decode"], "cpu", "")
     assert (args.impls, args.dtypes, args.causals) == (["cuda", "triton", "torch:flash"], ["bfloat16"], (True,))
     on_a_gpu = bench.parse_args("bench", ["--op", "decode"], "cuda", "")
-    assert on_a_gpu.impls == list(decode.IMPLS) and len(set(on_a_gpu.shapes)) == 51
+    assert on_a_gpu.impls == list(decode.IMPLS) and len(set(on_a_gpu.shapes)) == 47
     for shape in (*args.shapes, *on_a_gpu.shapes):
         assert bench.parse_args("bench", ["--op", "decode", "--shape", str(shape)], "cpu", "").shapes == [shape]
 

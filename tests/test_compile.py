@@ -165,6 +165,7 @@ def kernels_overlap(sass):
             continue
         if kind_of("flash_sm90.cu", name) == "dropout":
             assert kernel.count("LDL") <= {64: 7, 128: 1, 256: 0}[head_dim], name
+            assert kernel.count("WARPGROUP.DEPBAR.LE gsb0, 0x1") == 1, name
             continue
         assert kernel.count("LDL") <= (3 if head_dim == 64 else 0), name
         # The loop, from the wait for the first Q Kᵀ on: a softmax, the wait for P V beside it, the products after it

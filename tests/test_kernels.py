@@ -1,10 +1,12 @@
 """Which kernel of csrc serves a call, and the fast path there for everyday calls."""
 
 import os
+import shutil
 import subprocess
 import sys
 import types
 import warnings
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -58,6 +60,46 @@ def test_which_kernel_with_dropout():
     assert choose(*qkv(), has_dropout=True, attn_bias=torch.zeros(1, 1, 1, 1).half()) == ("sm80", None)
     assert choose(*qkv(), has_dropout=True, capability=80) == ("sm80", None)
     assert choose(*qkv(dtype=torch.float32), has_dropout=True) == ("simt", None)
+
+
+# Prints fewest_rows() of each line: nheads, nheads_k, head_dim, page_size or 0, has_leftpad, softcap, capability.
+FEWEST_ROWS = r"""
+#include <cstdio>
+#include "kernels.h"
+int main() {
+    alignas(16) static char memory[16];
+    const int lengths[1] = {};
+    DecodeParams p{};
+    int has_leftpad, capability;
+    while (std::scanf("%d %d %d %d %d %lf %d", &p.nheads, &p.nheads_k, &p.head_dim, &p.page_size, &has_leftpad,
+                      &p.softcap, &capability) == 7) {
+        p.q = p.k = p.v = {memory, 1 << 20, 256, 256};
+        p.seqlen_q = p.seqlen_k = 100, p.head_dim_v = p.head_dim, p.dtype = DType::kBFloat16;
+        p.page_table = p.page_size ? lengths : nullptr, p.leftpad_k = has_leftpad ? lengths : nullptr;
+        const FewestRows rows = fewest_rows(p, Gpu{capability, true});
+        std::printf("%d %d\n", rows.tall, rows.prefill);
+    }
+}
+"""
+NONE = 2**31 - 1
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_rows_decide_which_kernel_reads_a_cache(tmp_path):
+    wanted = {  # nheads, nheads_k, head_dim, page_size, has_leftpad, softcap, capability: tall, prefill
+        (32, 8, 128, 0, 0, 0, 90): (5, 193), (32, 8, 128, 16, 0, 0, 90): (5, 193), (32, 8, 64, 48, 0, 0, 90): (5, 193),
+        (32, 32, 128, 0, 0, 0, 90): (17, 193), (64, 1, 128, 0, 0, 0, 90): (1, 65), (17, 1, 128, 0, 0, 0, 90): (1, 577),
+        (8, 2, 128, 0, 0, 0, 90): (5, 1345), (8, 2, 192, 0, 0, 0, 90): (NONE, 897),
+        (32, 8, 256, 64, 0, 0, 90): (NONE, 129), (32, 8, 128, 8, 0, 0, 90): (NONE, NONE),
+        (32, 8, 128, 0, 1, 0, 90): (5, 193), (32, 8, 128, 16, 1, 0, 90): (NONE, NONE),
+        (32, 8, 128, 16, 0, 2, 90): (5, NONE), (32, 8, 20, 0, 0, 0, 90): (NONE, NONE),
+        (32, 8, 128, 0, 0, 0, 80): (NONE, NONE)}
+    (tmp_path / "main.cpp").write_text(FEWEST_ROWS)
+    subprocess.run(["g++", "-std=c++20", "-I", Path(__file__).parents[1] / "csrc", "main.cpp", "-o", "main"],
+                   cwd=tmp_path, check=True)
+    lines = "\n".join(" ".join(map(str, case)) for case in wanted)
+    out = subprocess.run([tmp_path / "main"], input=lines, capture_output=True, text=True, check=True).stdout
+    assert dict(zip(wanted, [tuple(map(int, line.split())) for line in out.splitlines()])) == wanted
 
 
 def test_which_kernel_with_sinks():

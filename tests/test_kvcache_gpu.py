@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 LENGTHS = (1000, 0, 1, 63, 64, 65, 3000, 129, 700, 2048)
 PAGE_SIZE = 16
 # From how many rows on decode_sm90.cu and flash_sm90.cu serve a sample of 8 heads on 2 (fewest_rows() in kernels.h).
-TALL, PROMPT = 5, 1345
+TALL, PREFILL = 5, 1345
 
 
 def ints(*values):
@@ -62,7 +62,7 @@ def captured(attend):
     return graph, results
 
 
-@pytest.mark.parametrize("rows", [1, TALL - 1, TALL, 20, PROMPT])
+@pytest.mark.parametrize("rows", [1, TALL - 1, TALL, 20, PREFILL])
 def test_bits_of_a_sample_do_not_depend_on_its_batch(rows):
     batch = Batch(0, rows)
     out, lse = batch.attend()
@@ -155,7 +155,7 @@ def test_graphs_on_two_streams_do_not_share_counters():
 class Mixed(Batch):
     """The same cache, with a packed q of samples that decode and of prompts."""
 
-    ROWS = (1, PROMPT - 1, TALL - 1, 63, PROMPT, TALL, 1500, 0, 1, 900)
+    ROWS = (1, PREFILL - 1, TALL - 1, 63, PREFILL, TALL, 1500, 0, 1, 900)
 
     def __init__(self, seed):
         super().__init__(seed)
@@ -180,7 +180,7 @@ on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_d
 
 
 # What the names of the kernels have in common.
-KERNELS = {1: "sm80::decode", TALL: "sm90::decode", PROMPT: "sm90::flash_fwd"}
+KERNELS = {1: "sm80::decode", TALL: "sm90::decode", PREFILL: "sm90::flash_fwd"}
 
 
 def kernels_here(attend):
@@ -190,7 +190,7 @@ def kernels_here(attend):
 
 
 @on_hopper
-@pytest.mark.parametrize("rows, kernel", [(1, 1), (TALL - 1, 1), (TALL, TALL), (PROMPT - 1, TALL), (PROMPT, PROMPT)])
+@pytest.mark.parametrize("rows, kernel", [(1, 1), (TALL - 1, 1), (TALL, TALL), (PREFILL - 1, TALL), (PREFILL, PREFILL)])
 def test_rows_decide_which_kernel_serves(rows, kernel):
     batch = Batch(7, rows)
     assert kernels_here(batch.attend) == {kernel}
@@ -203,7 +203,7 @@ def test_rows_decide_which_kernel_serves(rows, kernel):
 @on_hopper
 def test_all_kernels_serve_a_mixed_batch():
     batch = Mixed(8)
-    assert kernels_here(batch.attend) == {1, TALL, PROMPT}
+    assert kernels_here(batch.attend) == {1, TALL, PREFILL}
     out, lse = batch.attend()
     torch.testing.assert_close(out, batch.attend("torch")[0], atol=2e-2, rtol=2e-2)
     for b, rows in enumerate(batch.ROWS):
@@ -212,7 +212,7 @@ def test_all_kernels_serve_a_mixed_batch():
 
 
 @on_hopper
-@pytest.mark.parametrize("max_seqlen_q, kernels", [(1, {1}), (TALL, {1, TALL}), (None, {1, TALL, PROMPT})])
+@pytest.mark.parametrize("max_seqlen_q, kernels", [(1, {1}), (TALL, {1, TALL}), (None, {1, TALL, PREFILL})])
 def test_longest_sample_decides_which_kernels_are_launched(max_seqlen_q, kernels):
     """The kernel for the most rows serves longer samples too."""
     batch = Mixed(8)

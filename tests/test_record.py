@@ -81,7 +81,7 @@ def recorder(tmp_path):
 
 def report(recorder, nodeid, outcome="passed", when="call", **properties):
     """The reports of one test, of which the one of `when` has this outcome."""
-    for phase in ("setup", "call", "teardown") if outcome == "passed" or when != "???" else ("setup", "???"):
+    for phase in ("setup", "???") if when == "???" else ("setup", "call", "teardown"):
         its = outcome if phase == when else "passed"
         recorder.pytest_runtest_logreport(types.SimpleNamespace(
             nodeid=nodeid, when=phase, outcome=its, passed=its == "passed", duration=0.5,
@@ -127,6 +127,22 @@ def test_record_goes_on_with_what_is_left(recorder):
     assert record["files"]["b.py"]["passed"] == 2 and record["evidence"] == {"bytes": 7, "time": 3}
     assert still_to_run(tests, *recorder().recorded) == set()
     assert still_to_run(tests, *recorder(goes_on=False).recorded) == {*tests}
+
+
+def test_record_counts_a_file_that_is_skipped_as_a_whole(recorder):
+    run = recorder()
+    run.pytest_collectreport(types.SimpleNamespace(nodeid="tests/a.py", skipped=True))
+    run.pytest_collectreport(types.SimpleNamespace(nodeid="tests/b.py", skipped=False))
+    assert list(saved(run)["files"]) == ["a.py"] and saved(run)["skipped"] == 1
+
+
+def test_record_drops_the_evidence_of_a_file_that_runs_again(recorder):
+    run = recorder()
+    run.collect(["a.py::x", "a.py::y", "b.py::z"])
+    report(run, "a.py::x", bytes=7)
+    report(run, "a.py::y", "failed")
+    report(run, "b.py::z", time=3)
+    assert saved(run)["evidence"] == {"bytes": 7, "time": 3} and saved(recorder())["evidence"] == {"time": 3}
 
 
 @pytest.mark.parametrize("when", ["setup", "call", "teardown", "???"])  # ???: pytest-xdist on a worker that crashed
@@ -334,9 +350,9 @@ def test_longest_first_gives_each_worker_its_share():
 def test_gpu_record_part_is_of_whole_files():
     config = types.SimpleNamespace(getoption=lambda name, default=None: values.get(name, default), args=["tests"])
     for values in ({"keyword": "causal"}, {"markexpr": "gpu"}):
-        values["--gpu-record-part"] = True
+        values["--gpu-record"] = "record.json"
         with pytest.raises(pytest.UsageError, match="whole test files"):
             pytest_configure(config)
-    config.args, values = ["tests/test_facade.py::test_backends"], {"--gpu-record-part": True}
+    config.args, values = ["tests/test_facade.py::test_backends"], {"--gpu-record": "record.json"}
     with pytest.raises(pytest.UsageError, match="whole test files"):
         pytest_configure(config)

@@ -662,3 +662,30 @@ def test_suggested_backend_has_the_derivative(dtype, tangent):
         instead = str(error.value).rpartition("backend='")[2].removesuffix("'")
         out = flash_attention(q, x, x, backend=instead)
         assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None if tangent else out.requires_grad
+
+
+HURRIED = """
+import hashlib, sys
+sys.path[:0] = ["tests"]
+import torch
+from conftest import hurry_interpreter
+if "hurried" in sys.argv:
+    hurry_interpreter()
+from minimal_attn import attention_with_kvcache, flash_attention
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 2, 40, 32).requires_grad_() for _ in "qkv")
+out = flash_attention(q, k, v, causal=True, softcap=3.0, dropout_p=0.2, dropout_seed=torch.tensor([5]), backend="triton")
+results = out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+with torch.no_grad():
+    results += attention_with_kvcache(q[:, :, :2], k, v, torch.tensor([37], dtype=torch.int32), backend="triton"),
+print(*(hashlib.sha256(x.detach().numpy().tobytes()).hexdigest() for x in results))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cpu
+def test_hurried_interpreter_gives_the_same_bits():
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    hurried, plain = (subprocess.run([sys.executable, "-c", HURRIED, *words], cwd=Path(__file__).parents[1], env=env,
+                                     capture_output=True, text=True, check=True).stdout for words in (["hurried"], []))
+    assert hurried == plain and len(plain.split()) == 5

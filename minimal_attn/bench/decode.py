@@ -116,8 +116,6 @@ DEFAULT_SHAPES = {
     "cuda": [*(shape(*size, page_size) for size in SIZES for page_size in PAGE_SIZES),
              *(shape(8, 32, 8, 8192, page_size) for page_size in (1, 8)),
              *(shape(8, 32, 8, 8192, seqlen_q=seqlen_q) for seqlen_q in (2, 4, 8, 16)),
-             *(shape(1, 32, 8, seqlen, page_size, seqlen_q=seqlen)  # prompts
-               for seqlen in (2048, 8192) for page_size in (0, 16)),
              shape(32, 32, 8, 8192, lengths="drawn")],
     "cpu": [Shape(2, 4, seqlen_q, 64, 2, 64, page_size, lengths)  # Triton's interpreter is slow
             for seqlen_q, page_size, lengths in ((1, 0, "full"), (1, 16, "full"), (3, 0, "full"), (1, 16, "drawn"))],
