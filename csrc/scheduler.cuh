@@ -74,7 +74,7 @@ template <int kBlock, bool kOfSome = false> struct TileSlots {
 template <int kBlockM, bool kOfSome = false> struct RowTiles : TileSlots<kBlockM, kOfSome> {
     __host__ __device__ explicit RowTiles(const AttnParams &p)
         : TileSlots<kBlockM>(p.cu_seqlens_q, p.seqlen_q, p.batch_size) {}
-    explicit RowTiles(const DecodeParams &p)
+    __host__ __device__ explicit RowTiles(const DecodeParams &p)
         : TileSlots<kBlockM, true>(p.cu_seqlens_q, p.seqlen_q, p.batch_size, p.min_rows) {}
 
     template <typename Params> __host__ __device__ static int64_t count(const Params &p) {
