@@ -108,7 +108,7 @@ def of_decoding():
         caches of 268 MB and more, `cuda` reaches {mean(large["cuda"])} of the speed of a plain read
         ({span(large["cuda"])}), and cuDNN {mean(large["torch:cudnn"])}. With 4 and 34 MB these are
         {mean(small["cuda"])} and {mean(small["torch:cudnn"])}. Pages of 16 to 128
-        keys cost up to {cost - 1:.0%}.""")
+        keys cost up to {100 * (cost - 1):.0f} %.""")
 
 
 def of_models():

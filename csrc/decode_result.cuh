@@ -171,6 +171,21 @@ __device__ void join_chunks(const DecodeParams &p, const Room &room, const Run<S
     }
 }
 
+// Store what a block has of its run, and go on to the next one. `joined` has the chunks of the run if the first one of
+// its tile is among them. The others are stored already.
+template <typename T, typename Shape>
+__device__ void end_run(const DecodeParams &p, const Room &room, const Line &line, Run<Shape> &run,
+                        TileState<Shape> &joined, bool &is_last) {
+    if (run.is_whole_tile()) store_tile<T>(p, run, joined);
+    else {
+        if (run.chunk_begin == 0) store_chunks(p, room, run, joined, 0, run.num_chunks());
+        if (arrive_last(p, room, run, is_last)) join_chunks<T>(p, room, run);
+    }
+    __syncthreads();  // all threads have read the run
+    if (threadIdx.x == 0) run.next(p, room, line);
+    __syncthreads();  // the next one is there
+}
+
 // Rows that are not a sample's get 0 and -inf.
 template <typename T> __device__ void store_padding(const DecodeParams &p) {
     if (!p.cu_seqlens_q && !p.seqused_q) return;

@@ -163,14 +163,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             if (run.chunk_begin == 0) joined.join(state);
             else store_chunks(p, room, run, state, chunk, 1);
         }
-        if (run.is_whole_tile()) store_tile<T>(p, run, joined);
-        else {
-            if (run.chunk_begin == 0) store_chunks(p, room, run, joined, 0, run.num_chunks());
-            if (arrive_last(p, room, run, shared.is_last)) join_chunks<T>(p, room, run);
-        }
-        __syncthreads();  // all threads have read the run
-        if (threadIdx.x == 0) run.next(p, room, line);
-        __syncthreads();  // the next one is there
+        end_run<T>(p, room, line, run, joined, shared.is_last);
     }
     store_padding<T>(p);
 #endif

@@ -349,32 +349,27 @@ template <typename T> void dispatch_dropout(const AttnParams &p) {
     else launch_fwd<T, Shape<256, 2, 64, 2, 1, Kind::kDropout>>(p);
 }
 
-// Tiles by head_dim: {kHeadDim, kConsumers, kBlockN, kStages, kQStages}. What lies between two is padded with zeros, by
-// TMA. Three consumers hide one another's softmax better than two do and load K and V less often. A thread's share of
-// S, P and O has to fit 160 registers then.
+// run<Shape>() for a head_dim: {kHeadDim, kConsumers, kBlockN, kStages, kQStages}. What lies between two is padded with
+// zeros, by TMA. Three consumers hide one another's softmax better than two do and load K and V less often. A thread's
+// share of S, P and O has to fit 160 registers then.
+template <Kind kKind, typename Run> auto with_shape(int head_dim, Run run) {
+    if (head_dim <= 64) return run.template operator()<Shape<64, 3, 128, 4, 2, kKind>>();
+    if (head_dim <= 96) return run.template operator()<Shape<96, 3, 96, 4, 2, kKind>>();
+    if (head_dim <= 128) return run.template operator()<Shape<128, 3, 64, 4, 2, kKind>>();
+    if (head_dim <= 192) return run.template operator()<Shape<192, 2, 80, 2, 2, kKind>>();
+    return run.template operator()<Shape<256, 2, 64, 2, 1, kKind>>();  // memory has no room for a second Q
+}
+
 template <typename T> void dispatch(const AttnParams &p) {
     const int head_dim = p.max_head_dim();
     const int64_t keys_of_a_row = std::min<int64_t>(p.seqlen_k, int64_t(p.window_left) + p.window_right + 1);
     if (p.has_score_mods()) return with_mods_shape(head_dim, [&]<typename Shape>() { launch_fwd<T, Shape>(p); });
     if (p.dropout_seed) return dispatch_dropout<T>(p);
-    if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4>>(p);
-    else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4>>(p);
     // Registers leave 80 keys. Up to 2048 keys four buffers of 64 are faster than two of 80 (journal, Hopper). A packed
     // batch has the same tiles whatever its length is: a sample's bits must not depend on it.
-    else if (head_dim <= 128 && (p.cu_seqlens_k || keys_of_a_row <= 2048)) launch_fwd<T, Shape<128, 3, 64, 4>>(p);
-    else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 80>>(p);
-    else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80>>(p);
-    else launch_fwd<T, Shape<256, 2, 64, 2, 1>>(p);  // shared memory has no room for a second Q
-}
-
-// With the keys of a cache tiles are those of packed batches.
-template <typename T> void dispatch_prefill(const DecodeParams &p) {
-    const int head_dim = p.max_head_dim();
-    if (head_dim <= 64) launch_fwd<T, Shape<64, 3, 128, 4, 2, Kind::kCached>>(p);
-    else if (head_dim <= 96) launch_fwd<T, Shape<96, 3, 96, 4, 2, Kind::kCached>>(p);
-    else if (head_dim <= 128) launch_fwd<T, Shape<128, 3, 64, 4, 2, Kind::kCached>>(p);
-    else if (head_dim <= 192) launch_fwd<T, Shape<192, 2, 80, 2, 2, Kind::kCached>>(p);
-    else launch_fwd<T, Shape<256, 2, 64, 2, 1, Kind::kCached>>(p);
+    if (head_dim > 96 && head_dim <= 128 && !p.cu_seqlens_k && keys_of_a_row > 2048)
+        return launch_fwd<T, Shape<128, 3, 80>>(p);
+    with_shape<Kind::kPlain>(head_dim, [&]<typename Shape>() { launch_fwd<T, Shape>(p); });
 }
 
 int64_t num_mask_words(const AttnParams &p) {
@@ -389,7 +384,9 @@ void flash_forward(const AttnParams &p) {
 
 void flash_prefill(const DecodeParams &p) {
     if (compute_capability() != 90) throw std::runtime_error("minimal_attn: flash_sm90.cu needs a GPU of sm_90");
-    p.dtype == DType::kFloat16 ? dispatch_prefill<__half>(p) : dispatch_prefill<__nv_bfloat16>(p);
+    with_shape<Kind::kCached>(p.max_head_dim(), [&]<typename Shape>() {
+        p.dtype == DType::kFloat16 ? launch_fwd<__half, Shape>(p) : launch_fwd<__nv_bfloat16, Shape>(p);
+    });
 }
 
 }  // namespace sm90
