@@ -5,8 +5,6 @@
 // Read next: dropout.h, which probabilities are dropped.
 #pragma once
 
-#include <type_traits>
-
 #include "sequence.cuh"
 
 struct Tile {
@@ -24,15 +22,13 @@ template <int kBlock> __host__ __device__ int num_blocks(int seqlen) {
 // b has the slots from begin / kBlock + b on, and some slots stay empty: their tiles begin beyond the sample's rows.
 // kOfSome: only samples with min_rows rows or more need slots, and there are at most begin / min_rows of them before b.
 template <int kBlock, bool kOfSome = false> struct TileSlots {
-    struct All {};
     const int *cu_seqlens;
     int seqlen;
     int64_t batch_size;
     int slots;  // of a head: those of one sample, or of all samples of a packed batch
-    [[no_unique_address]] std::conditional_t<kOfSome, int, All> min_rows;
+    int min_rows;  // with kOfSome
 
-    __host__ __device__ TileSlots(const int *cu_seqlens, int seqlen, int64_t batch_size,
-                                  decltype(min_rows) min_rows = {})
+    __host__ __device__ TileSlots(const int *cu_seqlens, int seqlen, int64_t batch_size, int min_rows = 0)
         : cu_seqlens(cu_seqlens), seqlen(seqlen), batch_size(batch_size), min_rows(min_rows) {
         slots = cu_seqlens ? first_slot(int(batch_size), seqlen) : num_blocks<kBlock>(seqlen);
     }

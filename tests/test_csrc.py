@@ -86,6 +86,13 @@ def test_only_ptx_headers_hold_asm():
     assert {name for name, code in CODE.items() if re.search(r"\basm\b", code)} == {"ptx_sm80.cuh", "ptx_sm90.cuh"}
 
 
+def test_members_without_address_are_in_shared_memory_alone():
+    """nvcc 13 gives what follows an empty [[no_unique_address]] another place on the GPU than on the host. Parameters of
+    kernels must not have one. The host never builds SharedMemory."""
+    assert {name for name, code in CODE.items() if "no_unique_address" in code} == {"producer_sm90.cuh"}
+    assert CODE["producer_sm90.cuh"].count("no_unique_address") == 1
+
+
 def test_only_sequence_cuh_reads_lengths_on_the_gpu():
     """Kernels ask sequence.cuh. The lengths of the call are for those who count tiles, and for code on the host."""
     readers = {name for name, code in CODE.items() if re.search(r"\b(cu_seqlens|seqused)(_[qk])?\[", code)}
