@@ -12,13 +12,14 @@
 
 namespace sm90 {
 
-// From tensors, by one thread, which calls find() and then load() with a tile for K and one for V.
+// From tensors, by one thread, which calls find() and then load() with a tile for K and one for V. It is made with the
+// first block.
 template <int kBlockN> struct KeyBlocks {
     static constexpr int kThreads = 1;
     const int h_k, b, k_begin;
     int key;
 
-    __device__ KeyBlocks(const AttnParams &, const Tile &tile, const Sequence &seq)
+    __device__ KeyBlocks(const AttnParams &, const Tile &tile, const Sequence &seq, int)
         : h_k(tile.h_k), b(tile.b), k_begin(seq.k_begin) {}
 
     __device__ void find(int n_block) { key = k_begin + n_block * kBlockN; }
@@ -60,17 +61,23 @@ template <int kBlockN> struct CachedKeyBlocks {
     const DecodeParams &p;
     const Tile &tile;
     const Sequence &seq;
-    CacheBox box;
+    CacheBox box, next;  // of a block, and of the one before it
 
-    __device__ CachedKeyBlocks(const DecodeParams &p, const Tile &tile, const Sequence &seq)
+    __device__ CachedKeyBlocks(const DecodeParams &p, const Tile &tile, const Sequence &seq, int n_block)
         : p(p), tile(tile), seq(seq) {
         __syncwarp();  // no lane waits for this tile while others go on to the next one
+        find_next(n_block);
     }
 
     __device__ int tile_row() const { return threadIdx.x * p.box_rows; }
-    __device__ void find(int n_block) {
+    __device__ void find_next(int n_block) {
         const int key = n_block * kBlockN + tile_row();
-        if (tile_row() < kBlockN) box.find(p, tile.b, seq.k_begin + key, key < seq.seqlen_k);
+        if (tile_row() < kBlockN) next.find(p, tile.b, seq.k_begin + key, key >= 0 && key < seq.seqlen_k);
+    }
+    // The walk goes downwards. The number of the next block's page is on its way while this block is loaded.
+    __device__ void find(int n_block) {
+        box = next;
+        find_next(n_block - 1);
     }
     template <int kHeadDim>
     __device__ void load(SmemTile<kBlockN, kHeadDim> &to, const TmaTensor &x, Barrier &full) const {
