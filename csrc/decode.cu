@@ -46,7 +46,7 @@ template <typename Shape> struct DecodeMemory {
     alignas(16) float row_max[Shape::kBlockM][Shape::kScoreWarps];  // of the keys of each warp
     alignas(16) float row_sum[Shape::kBlockM][Shape::kScoreWarps];
     Run<Shape> run, ahead[Shape::kNumWarps];  // that the block computes, and that each warp copies
-    int64_t costs[Shape::kNumWarps];
+    int steps_of_warps[Shape::kNumWarps];
     bool is_last;
     alignas(128) Stage<Shape> stages[1];  // or more
 
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     wait_for_previous_kernel();
     DecodeMemory<Shape> &shared = shared_memory<DecodeMemory<Shape>>();
     Run<Shape> &run = shared.run, &ahead = shared.ahead[threadIdx.x / 32];
-    find_first_run<Shape>(run, shared.costs, p, room, line);
+    find_first_run<Shape>(run, shared.steps_of_warps, p, room, line);
     copy_words(ahead, run);
     __syncwarp();  // the run that this warp copies is there
     KeyStream<T, Shape> keys(p, room, line, ahead);
@@ -189,9 +189,10 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             for (int kk = 0; kk < Shape::kHeadDim / 16; kk++)
                 ldmatrix(q[kk], Swizzle<Shape::kHeadDim>::move(q_address(shared), 0, kk));
         TileState<Shape> joined;
-        for (int chunk = run.chunk_begin; chunk < run.chunk_end; chunk++) {
+        for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
             TileState<Shape> state;
-            const Range range = run.keys(chunk);
+            part_end = run.part_end(chunk, room);
+            const Range range = run.keys(chunk, part_end);
             for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
                 Step<T, Shape> step{shared, p, q};
                 if (step.has_scores()) step.score(shared.stages[stage], key, scores, factors);
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             }
             if (!range.is_empty()) add_sums(state, shared);
             if (run.chunk_begin == 0) joined.join(state);
-            else store_chunks(p, room, run, state, chunk, 1);
+            else store_result(p, room, line, run, state, chunk, 1);
         }
         end_run<T>(p, room, line, run, joined, shared.is_last);
     }
@@ -243,11 +244,11 @@ template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
 }
 
 int64_t decode_workspace(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return workspace_bytes<Shape>(p); });
+    return with_decode_shape(p, [&]<typename Shape>() { return workspace_bytes<Shape>(p, 2 * num_sms()); });
 }
 
 int64_t num_decode_counters(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return num_counters<Shape>(p); });
+    return with_decode_shape(p, [&]<typename Shape>() { return num_counters<Shape>(p, 2 * num_sms()); });
 }
 
 void flash_decode(const DecodeParams &p) {

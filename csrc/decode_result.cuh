@@ -94,19 +94,38 @@ __device__ void store_tile(const DecodeParams &p, const Run<Shape> &run, TileSta
     }
 }
 
-// The results of a tile's chunks in the workspace: [num_chunks, room.rows, kPitch]. That of several chunks lies where
-// the first of them would, and says how many they are.
+// The results of a tile in the workspace, in the order of their keys. Each is [room.rows, kPitch].
+struct Results {
+    float *first, *second;
+    int64_t stride;  // from the second one on
+    int count;       // at most
+
+    __device__ float *at(int i) const { return i == 0 ? first : second + (i - 1) * stride; }
+};
+
+// With num_splits there is a place for each chunk, and a result of several chunks lies where the first of them would.
+// Without, the first share has the result in its second slot, and the others in their first.
 template <typename Shape>
-__device__ float *chunk_results(const DecodeParams &p, const Room &room, const Run<Shape> &run) {
-    const int64_t heads = int64_t(run.b) * p.nheads_k + run.h_k;
-    const int64_t chunks = heads * room.chunks + run.tile * run.cut.num_chunks;
-    return static_cast<float *>(p.workspace) + chunks * room.rows * Shape::kPitch;
+__device__ Results results_of(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run) {
+    const int64_t size = int64_t(room.rows) * Shape::kPitch;
+    float *workspace = static_cast<float *>(p.workspace);
+    if (room.splits) {
+        const int64_t heads = int64_t(run.b) * p.nheads_k + run.h_k;
+        float *first = workspace + (heads * room.splits + run.tile * run.cut.num_chunks) * size;
+        return {first, first + size, size, run.cut.num_chunks};
+    }
+    const int share = run.first_share(), head = blockIdx.x % line.heads;
+    float *slots = workspace + 2 * (share * line.heads + head) * size;
+    return {slots + size, slots + 2 * line.heads * size, 2 * line.heads * size, run.last_share() - share + 1};
 }
 
+// That of the chunks [chunk, chunk + num_chunks) of the run.
 template <typename Shape>
-__device__ void store_chunks(const DecodeParams &p, const Room &room, const Run<Shape> &run, TileState<Shape> &state,
-                             int chunk, int num_chunks) {
-    float *to = chunk_results(p, room, run) + int64_t(chunk) * room.rows * Shape::kPitch;
+__device__ void store_result(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run,
+                             TileState<Shape> &state, int chunk, int num_chunks) {
+    const int64_t size = int64_t(room.rows) * Shape::kPitch;
+    float *to = room.splits ? results_of(p, room, line, run).at(chunk)
+                            : static_cast<float *>(p.workspace) + (2 * blockIdx.x + (chunk == 0)) * size;
 #pragma unroll
     for (int i = 0; i < Shape::kLaneRows; i++) {
         const int r = Shape::row_of_lane(i);
@@ -114,47 +133,48 @@ __device__ void store_chunks(const DecodeParams &p, const Room &room, const Run<
         float *row = to + r * Shape::kPitch;
         state.for_pairs(i, [&](float2 o, int col) { *reinterpret_cast<float2 *>(row + col) = o; });
         if (Shape::first_col() == 0)
-            *reinterpret_cast<float4 *>(row + Shape::kHeadDim) = {state.rows[i].max, state.rows[i].sum,
-                                                                  __int_as_float(num_chunks), 0.f};
+            *reinterpret_cast<float4 *>(row + Shape::kHeadDim) = {
+                state.rows[i].max, state.rows[i].sum, __int_as_float(room.splits ? num_chunks : 1), 0.f};
     }
 }
 
-// Whether this block is the last one of those that store the chunks of the run's tile. Then it can read all of them,
-// and the counter is 0 again, for the next call.
+// Whether this block is the last one of those that store results of the run's tile. Then it can read all of them, and
+// the counter is 0 again, for the next call. It counts chunks.
 template <typename Shape>
-__device__ bool arrive_last(const DecodeParams &p, const Room &room, const Run<Shape> &run, bool &is_last) {
+__device__ bool arrive_last(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run,
+                            bool &is_last) {
     __syncthreads();  // the results of this block are stored
     if (threadIdx.x == 0) {
-        int *counter = p.counters + (int64_t(run.b) * p.nheads_k + run.h_k) * room.tiles + run.tile;
-        is_last = atomic_add_acq_rel(counter, run.num_chunks()) + run.num_chunks() == run.cut.num_chunks;
-        if (is_last) *counter = 0;
+        const int64_t i = room.splits ? (int64_t(run.b) * p.nheads_k + run.h_k) * room.tiles + run.tile
+                                      : run.first_share() * line.heads + blockIdx.x % line.heads;
+        is_last = atomic_add_acq_rel(p.counters + i, run.num_chunks()) + run.num_chunks() == run.cut.num_chunks;
+        if (is_last) p.counters[i] = 0;
     }
     __syncthreads();
     return is_last;
 }
 
-// The chunks of a tile become its output, in their order: four columns of a row at a time. kBatch chunks are on their
+// The results of a tile become its output, in their order: four columns of a row at a time. kBatch results are on their
 // way from memory at a time.
 template <typename T, typename Shape>
-__device__ void join_chunks(const DecodeParams &p, const Room &room, const Run<Shape> &run) {
+__device__ void join_results(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run) {
     constexpr int kVecs = Shape::kHeadDim / 4, kBatch = Shape::kHeadDim <= 128 ? 16 : 8;
-    const int chunk_stride = room.rows * Shape::kPitch, num_chunks = run.cut.num_chunks;
-    const float *results = chunk_results(p, room, run);
+    const Results results = results_of(p, room, line, run);
     for (int i = threadIdx.x; i < run.valid_rows() * kVecs; i += Shape::kNumThreads) {
         RowState state;
         float o[4] = {};
         int next = 0;
-        for (int first = 0; first < num_chunks; first += kBatch) {
+        for (int first = 0; first < results.count; first += kBatch) {
             float4 end[kBatch], x[kBatch];
 #pragma unroll
             for (int j = 0; j < kBatch; j++) {
-                const float *row = results + i / kVecs * Shape::kPitch + min(first + j, num_chunks - 1) * chunk_stride;
+                const float *row = results.at(min(first + j, results.count - 1)) + i / kVecs * Shape::kPitch;
                 end[j] = *reinterpret_cast<const float4 *>(row + Shape::kHeadDim);
                 x[j] = *reinterpret_cast<const float4 *>(row + i % kVecs * 4);
             }
 #pragma unroll
             for (int j = 0; j < kBatch; j++) {
-                const bool is_next = first + j == next && next < num_chunks;
+                const bool is_next = first + j == next && next < results.count;
                 RowState joined = state;
                 const Join join(joined, {end[j].x, end[j].y});
                 for (int e = 0; e < 4; e++) {
@@ -178,8 +198,8 @@ __device__ void end_run(const DecodeParams &p, const Room &room, const Line &lin
                         TileState<Shape> &joined, bool &is_last) {
     if (run.is_whole_tile()) store_tile<T>(p, run, joined);
     else {
-        if (run.chunk_begin == 0) store_chunks(p, room, run, joined, 0, run.num_chunks());
-        if (arrive_last(p, room, run, is_last)) join_chunks<T>(p, room, run);
+        if (run.chunk_begin == 0) store_result(p, room, line, run, joined, 0, run.num_chunks());
+        if (arrive_last(p, room, line, run, is_last)) join_results<T>(p, room, line, run);
     }
     __syncthreads();  // all threads have read the run
     if (threadIdx.x == 0) run.next(p, room, line);

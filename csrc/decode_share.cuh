@@ -1,13 +1,18 @@
 // How decode.cu and decode_sm90.cu cut a batch into work, and which share of it a block has.
 //
 // The packed rows of a sample are cut into tiles, and its keys into chunks of equal length. A chunk for one tile of one
-// key head is an item. All items of the batch lie on one line. The length of an item on the line is an estimate of its
-// time, and every block has an equal share of the line. The device finds all of this, from lengths that it alone knows.
-// Samples that another launch serves have no items.
-// Neighbouring chunks of a tile within the share of a block are a run.
+// key head is an item. All items of the batch lie on one line, whose unit is a step of kBlockN keys, and every block has
+// an equal share of the line. The device finds all of this, from lengths that it alone knows. Samples that another
+// launch serves have no items. Neighbouring chunks of a tile within the share of a block are a run.
+//
+// With num_splits, a chunk is a part of a sample's keys, cut by its own lengths, and each chunk has a result of its
+// own, so that the bits of a sample do not depend on its batch. Without, a chunk is a single step, and a run has one
+// result. So work is dealt out evenly, and at most two results of a block wait in memory for those of other blocks.
 //
 // Read next: decode_cache.cuh, how the keys of runs come to shared memory.
 #pragma once
+
+#include <algorithm>
 
 #include "flash.h"
 #include "launch.h"
@@ -22,40 +27,34 @@ template <int kHeadDim_> struct KeyShape {
     static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace: acc_o, row_max, row_sum, chunks
 };
 
-constexpr int kMinChunk = 64, kMaxChunk = 2048;  // keys
-constexpr int kMinSplits = 16, kMaxSplits = 32;  // 16 splits up to 32K keys, then one for each 2048 keys, 32 at most
-constexpr int kChunkCost = 16;                   // what the end of a chunk costs a block, in keys
-
 __host__ __device__ inline int ceil_div(int x, int y) { return (x + y - 1) / y; }
-__host__ __device__ inline int num_splits_of(int keys) {
-    const int splits = ceil_div(keys, kMaxChunk);
-    return splits < kMinSplits ? kMinSplits : splits > kMaxSplits ? kMaxSplits : splits;
-}
 
-// The room in the workspace for a sample and a key head: `tiles` counters, and the results of `chunks` chunks, each of
-// `rows` rows. A sample that needs more room is not cut.
+// The room in the workspace: slots, each for a result of `rows` rows, and counters of results. Shares have two slots
+// each: for the tile that began in an earlier share, and for one that goes on in a later share. With num_splits, every
+// sample and key head has a slot for each of `splits` chunks. A sample that needs more room is not cut.
 struct Room {
-    int group;  // query heads of a key head
-    int rows, tiles, chunks;
+    int group;   // query heads of a key head
+    int rows;
+    int splits;  // num_splits; 0: none were asked for
+    int tiles;   // with splits, how many counters a sample and key head has
 
-    Room(const DecodeParams &p, int block_m) : group(p.nheads / p.nheads_k) {
+    Room(const DecodeParams &p, int block_m) : group(p.nheads / p.nheads_k), splits(p.num_splits) {
         const int64_t packed_rows = int64_t(group) * p.max_seqlen_q;
-        const int64_t most_tiles = (packed_rows + block_m - 1) / block_m;
         rows = int(packed_rows < block_m ? packed_rows : block_m);
-        chunks = p.num_splits == 0 ? num_splits_of(p.seqlen_k) : p.num_splits;
-        if (p.num_splits > 1 && most_tiles > 1 && chunks < kMaxSplits) chunks = kMaxSplits;
-        tiles = int(most_tiles < chunks ? most_tiles : chunks);
+        tiles = int(std::min<int64_t>((packed_rows + block_m - 1) / block_m, splits));
     }
 };
 
-template <typename Shape> int64_t workspace_bytes(const DecodeParams &p) {
+// With `blocks` blocks at most.
+template <typename Shape> int64_t workspace_bytes(const DecodeParams &p, int64_t blocks) {
     const Room room(p, Shape::kBlockM);
-    return room.chunks <= 1 ? 0 : p.batch_size * p.nheads_k * room.chunks * room.rows * int64_t(4 * Shape::kPitch);
+    const int64_t slots = room.splits ? p.batch_size * p.nheads_k * room.splits : 2 * blocks;
+    return room.splits == 1 ? 0 : slots * room.rows * int64_t(4 * Shape::kPitch);
 }
 
-template <typename Shape> int64_t num_counters(const DecodeParams &p) {
+template <typename Shape> int64_t num_counters(const DecodeParams &p, int64_t blocks) {
     const Room room(p, Shape::kBlockM);
-    return room.chunks <= 1 ? 0 : p.batch_size * p.nheads_k * room.tiles;
+    return room.splits == 1 ? 0 : room.splits ? p.batch_size * p.nheads_k * room.tiles : blocks;
 }
 
 // The key heads of a key often lie side by side in memory, where it is fastest to read all of them at once. So `heads`
@@ -64,10 +63,10 @@ template <typename Shape> int64_t num_counters(const DecodeParams &p) {
 struct Line {
     int heads;           // side by side
     int heads_of_line;   // one after another on a line
-    int64_t shares;      // of a line
+    int shares;          // of a line, at most
     uint64_t per_share;  // 2^64 / shares
 
-    Line(int nheads_k, int64_t blocks) : heads(1) {
+    Line(int nheads_k, int blocks) : heads(1) {
         for (int n = 2; n <= 16; n++)
             if (nheads_k % n == 0 && blocks % n <= blocks / 32) heads = n;
         heads_of_line = nheads_k / heads;
@@ -75,13 +74,36 @@ struct Line {
     }
 };
 
-// How the valid packed rows of a sample are cut into tiles, and its keys into chunks. A sample has about num_splits_of
-// its keys items for each key head, so more tiles mean fewer chunks. Padding does not count.
+// How a line of `steps` steps is cut into shares, of which none is empty.
+struct Shares {
+    int steps, count;
+    uint64_t per_share;
+
+    __device__ Shares(const Line &line, int steps)
+        : steps(steps), count(min(line.shares, steps)), per_share(line.per_share) {}
+
+    // steps · share / count, rounded in the same way for all.
+    __device__ int begin(int share) const {
+        if (count == steps || share == count) return count == steps ? share : steps;
+        return int(__umul64hi(uint64_t(steps), uint64_t(share) * per_share));
+    }
+    // The share of a step.
+    __device__ int of(int step) const {
+        int share = min(int(float(step) / float(steps) * float(count)), count - 1);  // or a neighbour
+        while (begin(share) > step) share--;
+        while (begin(share + 1) <= step) share++;
+        return share;
+    }
+};
+
+// How the valid packed rows of a sample are cut into tiles, and its keys into chunks. Padding does not count. With
+// num_splits a sample has about so many items for each key head, so more tiles mean fewer chunks.
 template <typename Shape> struct Cut {
+    static constexpr int kBlockN = Shape::kBlockN;
     Sequence seq;
     int group, num_rows, num_tiles;
-    int num_chunks = 1, chunk_size = kMinChunk;  // of a tile, and in keys
-    int begin = 0, end = 0;                      // the keys that some row sees
+    int num_chunks = 1, chunk_steps = 1;  // of a tile, and of a chunk
+    int begin = 0, end = 0;               // the keys that some row sees
 
     __device__ Cut(const DecodeParams &p, const Room &room, int b) : seq(p, b), group(room.group) {
         const Mask mask(seq.seqlen_q, seq.seqlen_k, p);
@@ -89,40 +111,39 @@ template <typename Shape> struct Cut {
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
         if (num_rows == 0) return;
         begin = mask.keys(0).begin, end = mask.keys(seq.seqlen_q - 1).end;
-        const int keys = max(0, end - aligned_begin());
-        int splits = p.num_splits ? room.chunks : num_splits_of(keys);  // of all tiles together
-        if (num_tiles > 1) splits = max(1, splits / num_tiles);
-        if (p.num_splits) splits = min(splits, p.num_splits);
-        if (num_tiles > room.tiles || min(num_rows, Shape::kBlockM) > room.rows) splits = 1;
-        chunk_size = max(kMinChunk, ceil_div(ceil_div(keys, splits), Shape::kBlockN) * Shape::kBlockN);
-        num_chunks = max(1, ceil_div(keys, chunk_size));
+        const int steps = max(1, ceil_div(end - aligned_begin(), kBlockN));
+        num_chunks = steps;
+        if (room.splits == 0 && min(num_rows, Shape::kBlockM) <= room.rows) return;
+        const int splits = num_tiles <= room.tiles ? room.splits / num_tiles : 1;
+        chunk_steps = ceil_div(steps, max(1, splits)), num_chunks = ceil_div(steps, chunk_steps);
     }
-    __device__ int aligned_begin() const { return begin / Shape::kBlockN * Shape::kBlockN; }
-    __device__ Range keys(int chunk) const {
-        const int first = aligned_begin() + chunk * chunk_size;
-        return {first, first + min(chunk_size, end - first)};
+    __device__ int aligned_begin() const { return begin / kBlockN * kBlockN; }
+    // The keys of the chunks [first, last).
+    __device__ Range keys(int first, int last) const {
+        const int chunk_size = chunk_steps * kBlockN;
+        return {aligned_begin() + first * chunk_size, min(aligned_begin() + last * chunk_size, end)};
     }
     __device__ int items(const Line &line) const { return num_tiles * num_chunks * line.heads_of_line; }
-    __device__ unsigned cost() const { return unsigned(chunk_size) + kChunkCost; }  // of one item
-    __device__ int64_t total_cost(const Line &line) const { return int64_t(items(line)) * cost(); }
+    __device__ int steps(const Line &line) const { return items(line) * chunk_steps; }
 };
 
 // A run: the chunks [chunk_begin, chunk_end) of a tile of packed rows of a key head. It lies in shared memory, and one
 // thread moves it on for all.
 template <typename Shape> struct Run {
-    int b, index;        // of the sample, and of the first chunk among its items
-    int64_t place, end;  // on the line: of the run, and of the block's share
+    int b, index;    // of the sample, and of the first chunk among its items
+    int place, end;  // on the line: of the run, and of the block's share
+    Shares shares;
     Cut<Shape> cut;
     int h_k, tile, chunk_begin, chunk_end, key_begin, key_end;
     Range full;  // the keys that all rows see
 
-    __device__ Run(const DecodeParams &p, const Room &room, const Line &line, int b, const Cut<Shape> &cut, int index,
-                   int64_t place, int64_t end)
-        : b(b), index(index), place(place), end(end), cut(cut) {
+    __device__ Run(const DecodeParams &p, const Room &room, const Line &line, const Shares &shares, int b,
+                   const Cut<Shape> &cut, int index, int place, int end)
+        : b(b), index(index), place(place), end(end), shares(shares), cut(cut) {
         settle(p, room, line);
     }
     __device__ void next(const DecodeParams &p, const Room &room, const Line &line) {
-        place += num_chunks() * int64_t(cut.cost()), index += num_chunks();
+        place += num_chunks() * cut.chunk_steps, index += num_chunks();
         settle(p, room, line);
     }
     __device__ bool is_valid() const { return place < end; }
@@ -130,10 +151,17 @@ template <typename Shape> struct Run {
     __device__ bool is_whole_tile() const { return num_chunks() == cut.num_chunks; }
     __device__ bool all_rows_see(int key) const { return key >= full.begin && key + Shape::kBlockN <= full.end; }
     __device__ int valid_rows() const { return min(Shape::kBlockM, cut.num_rows - tile * Shape::kBlockM); }
-    // The keys of a chunk that some row of the tile sees.
-    __device__ Range keys(int chunk) const {
-        const Range all = cut.keys(chunk);
+    // The chunks [chunk, part_end) have one result.
+    __device__ int part_end(int chunk, const Room &room) const { return room.splits ? chunk + 1 : chunk_end; }
+    // Their keys that some row of the tile sees.
+    __device__ Range keys(int first, int last) const {
+        const Range all = cut.keys(first, last);
         return {max(all.begin, key_begin), min(all.end, key_end)};
+    }
+    // The shares in which the tile begins and ends.
+    __device__ int first_share() const { return shares.of(place - chunk_begin * cut.chunk_steps); }
+    __device__ int last_share() const {
+        return shares.of(place + (cut.num_chunks - chunk_begin) * cut.chunk_steps - 1);
     }
 
   private:
@@ -149,15 +177,14 @@ template <typename Shape> struct Run {
             chunk_begin -= tiles * cut.num_chunks, tile = tiles % cut.num_tiles;
             h_k += tiles / cut.num_tiles * line.heads;
         }
-        chunk_end = cut.num_chunks;
-        if (end - place < num_chunks() * int64_t(cut.cost()))
-            chunk_end = chunk_begin + int((unsigned(end - place) + cut.cost() - 1) / cut.cost());
+        chunk_end = min(cut.num_chunks, chunk_begin + ceil_div(end - place, cut.chunk_steps));
         const int end_row = (tile + 1) * Shape::kBlockM;
         const Mask mask(cut.seq.seqlen_q, cut.seq.seqlen_k, p);
         const Range first = mask.keys(tile == 0 ? 0 : tile * Shape::kBlockM / cut.group);
         const Range last = mask.keys(end_row >= cut.num_rows ? cut.seq.seqlen_q - 1 : (end_row - 1) / cut.group);
-        key_begin = max(cut.keys(chunk_begin).begin, first.begin / Shape::kBlockN * Shape::kBlockN);
-        key_end = min(cut.keys(chunk_end - 1).end, last.end);
+        const Range all = cut.keys(chunk_begin, chunk_end);
+        key_begin = max(all.begin, first.begin / Shape::kBlockN * Shape::kBlockN);
+        key_end = min(all.end, last.end);
         full = {last.begin, p.tree_mask ? cut.seq.seqlen_k - cut.seq.seqlen_q : first.end};
     }
 };
@@ -175,41 +202,41 @@ struct PackedRow {
 // The first run of this block's share, in shared memory. Samples are dealt out to threads, whose sums are scanned. The
 // thread that has the sample in which the share begins finds the run.
 template <typename Shape>
-__device__ void find_first_run(Run<Shape> &run, int64_t (&costs)[Shape::kNumWarps], const DecodeParams &p,
+__device__ void find_first_run(Run<Shape> &run, int (&steps_of_warps)[Shape::kNumWarps], const DecodeParams &p,
                                const Room &room, const Line &line) {
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-    const int samples = int((p.batch_size + Shape::kNumThreads - 1) / Shape::kNumThreads);  // of a thread
+    const int samples = ceil_div(int(p.batch_size), Shape::kNumThreads);  // of a thread
     const int b_begin = min(int(threadIdx.x) * samples, int(p.batch_size));
     const int b_end = min(b_begin + samples, int(p.batch_size));
     Cut<Shape> cut(p, room, min(b_begin, int(p.batch_size) - 1));
-    int64_t cost = b_begin < b_end ? cut.total_cost(line) : 0;
-    for (int b = b_begin + 1; b < b_end; b++) cost += Cut<Shape>(p, room, b).total_cost(line);
-    int64_t place = cost;  // on the line, of the end of this thread's samples
+    int steps = b_begin < b_end ? cut.steps(line) : 0;
+    for (int b = b_begin + 1; b < b_end; b++) steps += Cut<Shape>(p, room, b).steps(line);
+    int place = steps;  // on the line, of the end of this thread's samples
     for (int lanes = 1; lanes < 32; lanes *= 2) {
-        const int64_t before = __shfl_sync(~0u, place, max(lane_idx - lanes, 0));
+        const int before = __shfl_sync(~0u, place, max(lane_idx - lanes, 0));
         if (lane_idx >= lanes) place += before;
     }
-    if (lane_idx == 31) costs[warp_idx] = place;
+    if (lane_idx == 31) steps_of_warps[warp_idx] = place;
     if (threadIdx.x == 0) run.place = run.end = 0;  // no run, if no share begins anywhere
     __syncthreads();
-    int64_t total = 0;
+    int total = 0;
     for (int warp = 0; warp < Shape::kNumWarps; warp++) {
-        if (warp < warp_idx) place += costs[warp];
-        total += costs[warp];
+        if (warp < warp_idx) place += steps_of_warps[warp];
+        total += steps_of_warps[warp];
     }
-    // Share i begins at total · i / shares, rounded in the same way for all.
+    const Shares shares(line, total);
     const int share = blockIdx.x / line.heads;
-    const int64_t begin = __umul64hi(total, share * line.per_share);
-    const int64_t end = share + 1 == line.shares ? total : __umul64hi(total, (share + 1) * line.per_share);
-    place -= cost;
-    if (begin < end && begin >= place && begin < place + cost) {
+    const int begin = share < shares.count ? shares.begin(share) : total;
+    place -= steps;
+    if (begin < total && begin >= place && begin < place + steps) {
         int b = b_begin;
-        while (begin >= place + cut.total_cost(line)) {
-            place += cut.total_cost(line), b++;
+        while (begin >= place + cut.steps(line)) {
+            place += cut.steps(line), b++;
             cut = Cut<Shape>(p, room, b);
         }
-        const int item = int((begin - place + cut.cost() - 1) / cut.cost());  // the first that begins in the share
-        run = Run<Shape>(p, room, line, b, cut, item, place + item * int64_t(cut.cost()), end);
+        const int item = ceil_div(begin - place, cut.chunk_steps);  // the first that begins in the share
+        run = Run<Shape>(p, room, line, shares, b, cut, item, place + item * cut.chunk_steps,
+                         shares.begin(share + 1));
     }
     __syncthreads();
 }

@@ -39,7 +39,7 @@ template <typename Shape> struct DecodeMemory {
     Stage<Shape> stages[Shape::kStages];
     Barrier full[Shape::kStages];
     Run<Shape> run, ahead;  // that the block computes, and that its first warp loads
-    int64_t costs[Shape::kNumWarps];
+    int steps_of_warps[Shape::kNumWarps];
     bool is_last;
 };
 
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
         fence_mbarrier_init();
     }
     wait_for_previous_kernel();
-    find_first_run<Shape>(run, shared.costs, p, room, line);
+    find_first_run<Shape>(run, shared.steps_of_warps, p, room, line);
     if (loads) copy_words(shared.ahead, run);
     __syncwarp();  // the run that the first warp loads is there
     KeyBoxes<Shape> keys{{p, room, line, loads ? shared.ahead : run}};
@@ -147,9 +147,10 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
         fence_proxy_async();
         __syncthreads();  // Q is there
         TileState<Shape> joined;
-        for (int chunk = run.chunk_begin; chunk < run.chunk_end; chunk++) {
+        for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
             TileState<Shape> state;
-            const Range range = run.keys(chunk);
+            part_end = run.part_end(chunk, room);
+            const Range range = run.keys(chunk, part_end);
             for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
                 mbarrier_wait(shared.full[stage], parity);
                 clear_unseen(shared.stages[stage], run, key);
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             for (RowState &row : state.rows)
                 row.sum = quad_reduce(row.sum, [](float x, float y) { return x + y; });
             if (run.chunk_begin == 0) joined.join(state);
-            else store_chunks(p, room, run, state, chunk, 1);
+            else store_result(p, room, line, run, state, chunk, 1);
         }
         end_run<T>(p, room, line, run, joined, shared.is_last);
     }
@@ -190,11 +191,11 @@ template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
 }
 
 int64_t decode_workspace(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return workspace_bytes<Shape>(p); });
+    return with_decode_shape(p, [&]<typename Shape>() { return workspace_bytes<Shape>(p, 2 * num_sms()); });
 }
 
 int64_t num_decode_counters(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return num_counters<Shape>(p); });
+    return with_decode_shape(p, [&]<typename Shape>() { return num_counters<Shape>(p, 2 * num_sms()); });
 }
 
 void flash_decode(const DecodeParams &p) {

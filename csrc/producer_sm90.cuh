@@ -183,9 +183,9 @@ template <typename Shape> __device__ void load_tiles(const Params<Shape> &p, Sha
         // When n_next blocks are left, find_tiles() may look for the next tile. It writes over the oldest of `works`.
         // All consumers are done with that one: they have released a Q that came after it.
         const int num_blocks = work.blocks_end - n_begin, n_next = min(num_blocks, kAhead + 1);
-        if (num_blocks <= 0) shared.found.consumer_release(q_item, lane_idx);
         int n_block = Shape::kMods ? work.first_block : work.blocks_end - 1;
         typename Shape::KeyBlocks keys(p, work.tile, work.seq, n_block);
+        if (num_blocks <= 0) shared.found.consumer_release(q_item, lane_idx);
 #pragma unroll 1
         for (int n_left = num_blocks; n_left > 0; n_left--, n_block--, kv_item++) {
             if (Shape::kMods && n_block < n_begin) n_block = work.blocks_end - 1;
