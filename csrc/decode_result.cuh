@@ -96,27 +96,27 @@ __device__ void store_tile(const DecodeParams &p, const Run<Shape> &run, TileSta
 
 // The results of a tile in the workspace, in the order of their keys. Each is [room.rows, kPitch].
 struct Results {
-    float *first, *second;
-    int64_t stride;  // from the second one on
-    int count;       // at most
+    float *first;
+    int second, stride;  // where the second one lies, and how far the others are from one another
+    int count;           // at most
 
-    __device__ float *at(int i) const { return i == 0 ? first : second + (i - 1) * stride; }
+    __device__ float *at(int i) const { return first + (i == 0 ? 0 : second + (i - 1) * stride); }
 };
 
 // With num_splits there is a place for each chunk, and a result of several chunks lies where the first of them would.
 // Without, the first share has the result in its second slot, and the others in their first.
 template <typename Shape>
 __device__ Results results_of(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run) {
-    const int64_t size = int64_t(room.rows) * Shape::kPitch;
+    const int size = room.rows * Shape::kPitch;
     float *workspace = static_cast<float *>(p.workspace);
     if (room.splits) {
         const int64_t heads = int64_t(run.b) * p.nheads_k + run.h_k;
-        float *first = workspace + (heads * room.splits + run.tile * run.cut.num_chunks) * size;
-        return {first, first + size, size, run.cut.num_chunks};
+        const int64_t chunk = heads * room.splits + run.tile * run.cut.num_chunks;
+        return {workspace + chunk * size, size, size, run.cut.num_chunks};
     }
-    const int share = run.first_share(), head = blockIdx.x % line.heads;
-    float *slots = workspace + 2 * (share * line.heads + head) * size;
-    return {slots + size, slots + 2 * line.heads * size, 2 * line.heads * size, run.last_share() - share + 1};
+    const int share = run.first_share(), slots = 2 * line.heads;
+    const int slot = share * slots + blockIdx.x % line.heads * 2 + 1;
+    return {workspace + slot * int64_t(size), (slots - 1) * size, slots * size, run.last_share() - share + 1};
 }
 
 // That of the chunks [chunk, chunk + num_chunks) of the run.
@@ -154,41 +154,54 @@ __device__ bool arrive_last(const DecodeParams &p, const Room &room, const Line 
     return is_last;
 }
 
-// The results of a tile become its output, in their order: four columns of a row at a time. kBatch results are on their
-// way from memory at a time.
-template <typename T, typename Shape>
-__device__ void join_results(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run) {
-    constexpr int kVecs = Shape::kHeadDim / 4, kBatch = Shape::kHeadDim <= 128 ? 16 : 8;
-    const Results results = results_of(p, room, line, run);
-    for (int i = threadIdx.x; i < run.valid_rows() * kVecs; i += Shape::kNumThreads) {
-        RowState state;
-        float o[4] = {};
-        int next = 0;
-        for (int first = 0; first < results.count; first += kBatch) {
-            float4 end[kBatch], x[kBatch];
+// kRows rows of a tile become output: four columns of each, of which the first are number `vec` of the tile. kBatch
+// results of each row are on their way from memory at a time.
+template <typename T, int kRows, int kBatch, typename Shape>
+__device__ void join_rows(const DecodeParams &p, const Run<Shape> &run, const Results &results, int vec) {
+    constexpr int kVecs = Shape::kHeadDim / 4, kStep = Shape::kNumThreads / kVecs;
+    const int row0 = vec / kVecs, col = vec % kVecs * 4;
+    RowState states[kRows];
+    float o[kRows][4] = {};
+    const int held = __float_as_int(results.first[Shape::kHeadDim + 2]);  // by the first one, of others
+#pragma unroll 1
+    for (int first = 0; first < results.count; first += kBatch) {
+        float2 end[kRows][kBatch];
+        float4 x[kRows][kBatch];
 #pragma unroll
-            for (int j = 0; j < kBatch; j++) {
-                const float *row = results.at(min(first + j, results.count - 1)) + i / kVecs * Shape::kPitch;
-                end[j] = *reinterpret_cast<const float4 *>(row + Shape::kHeadDim);
-                x[j] = *reinterpret_cast<const float4 *>(row + i % kVecs * 4);
+        for (int j = 0; j < kBatch; j++)
+            for (int i = 0; i < kRows; i++) {
+                const int r = min(row0 + i * kStep, run.valid_rows() - 1);
+                const float *row = results.at(min(first + j, results.count - 1)) + r * Shape::kPitch;
+                end[i][j] = *reinterpret_cast<const float2 *>(row + Shape::kHeadDim);
+                x[i][j] = *reinterpret_cast<const float4 *>(row + col);
             }
 #pragma unroll
-            for (int j = 0; j < kBatch; j++) {
-                const bool is_next = first + j == next && next < results.count;
-                RowState joined = state;
-                const Join join(joined, {end[j].x, end[j].y});
-                for (int e = 0; e < 4; e++) {
-                    float sum = o[e];
-                    join.apply(sum, (&x[j].x)[e]);
-                    o[e] = is_next ? sum : o[e];
-                }
-                state.max = is_next ? joined.max : state.max, state.sum = is_next ? joined.sum : state.sum;
-                next += is_next ? __float_as_int(end[j].z) : 0;
+        for (int j = 0; j < kBatch; j++) {
+            if (first + j >= results.count || (first + j > 0 && first + j < held)) continue;
+            for (int i = 0; i < kRows; i++) {
+                const Join join(states[i], {end[i][j].x, end[i][j].y});
+                for (int e = 0; e < 4; e++) join.apply(o[i][e], (&x[i][j].x)[e]);
             }
         }
-        const PackedRow row(run, i / kVecs);
-        store_row<T>(p, run, row, RowEnd(state, sink_of<float>(p, row.head)), o, i % kVecs * 4);
     }
+#pragma unroll
+    for (int i = 0; i < kRows; i++) {
+        if (row0 + i * kStep >= run.valid_rows()) continue;
+        const PackedRow row(run, row0 + i * kStep);
+        store_row<T>(p, run, row, RowEnd(states[i], sink_of<float>(p, row.head)), o[i], col);
+    }
+}
+
+// The results of a tile become its output, in their order.
+template <typename T, typename Shape>
+__device__ void join_results(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run) {
+    const Results results = results_of(p, room, line, run);
+    const int vecs = run.valid_rows() * (Shape::kHeadDim / 4);
+    if (vecs <= Shape::kNumThreads) {  // few rows, and often many results
+        if (threadIdx.x < vecs) join_rows<T, 1, 16>(p, run, results, threadIdx.x);
+    } else
+        for (int vec = threadIdx.x; vec < vecs; vec += 4 * Shape::kNumThreads)
+            join_rows<T, 4, 4>(p, run, results, vec);
 }
 
 // Store what a block has of its run, and go on to the next one. `joined` has the chunks of the run if the first one of
