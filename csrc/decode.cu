@@ -30,14 +30,25 @@ using namespace device;
 // A block: kBlockM packed rows.
 template <int kHeadDim_, int kMTiles_> struct DecodeShape : KeyShape<kHeadDim_> {
     using Keys = KeyShape<kHeadDim_>;
-    static constexpr int kMTiles = kMTiles_, kBlockM = 16 * kMTiles, kLaneRows = 2 * kMTiles;
+    static constexpr int kMTiles = kMTiles_, kBlockM = 16 * kMTiles, kLaneRows = 2 * kMTiles, kVec = 2;
     // Q Kᵀ is shared out by keys, at least 16 to a warp. P V is shared out by columns.
     static constexpr int kScoreWarps = std::min(Keys::kBlockN / 16, Keys::kNumWarps);
     static constexpr int kSTiles = Keys::kBlockN / kScoreWarps / 8, kDTiles = kHeadDim_ / Keys::kNumWarps / 8;
+    static constexpr int kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
     static constexpr bool kKeepsQ = kMTiles == 1;  // in registers
+    using AccS = float[kMTiles][kSTiles][4];
+    using AccO = float[kMTiles][kDTiles][4];
 
     __device__ static int row_of_lane(int i) { return threadIdx.x % 32 / 4 + 8 * i; }
-    __device__ static int first_col() { return threadIdx.x / 32 * (8 * kDTiles) + threadIdx.x % 4 * 2; }
+    __device__ static int key_of_lane(int j) {
+        return threadIdx.x / 32 * (8 * kSTiles) + j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2;
+    }
+    __device__ static int col_of_lane(int j) {
+        return threadIdx.x / 32 * (8 * kDTiles) + j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2;
+    }
+    template <typename Acc> __device__ static float &at(Acc &acc, int i, int j) {
+        return acc[i / 2][j / 2][i % 2 * 2 + j % 2];
+    }
 };
 
 template <typename Shape> struct DecodeMemory {
@@ -50,6 +61,7 @@ template <typename Shape> struct DecodeMemory {
     bool is_last;
     alignas(128) Stage<Shape> stages[1];  // or more
 
+    __device__ auto &joins() { return reinterpret_cast<Join (&)[Shape::kBlockM][8]>(sQ); }
     static size_t bytes(int num_stages) { return sizeof(DecodeMemory) + (num_stages - 1) * sizeof(Stage<Shape>); }
 };
 
@@ -74,7 +86,7 @@ template <typename T, typename Shape> struct Step {
     const DecodeParams &p;
     const uint32_t (&q)[Shape::kHeadDim / 16][4];  // fragments, if Shape::kKeepsQ
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-    float acc_s[Shape::kMTiles][Shape::kSTiles][4] = {};  // as acc_o
+    typename Shape::AccS acc_s = {};
 
     __device__ bool has_scores() const { return warp_idx < Shape::kScoreWarps; }
 
@@ -93,8 +105,8 @@ template <typename T, typename Shape> struct Step {
                     mma<T>(acc_s[0][n + 1], q[kk], b[2], b[3]);
                 }
         else multiply_abt<T, kHeadDim>(acc_s, q_address<Shape>(shared), k_address);
-        change_scores<Shape>(acc_s, scores, factors, p, shared.run, key + warp_idx * kWarpKeys);
-        if (!shared.run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, shared.run, key + warp_idx * kWarpKeys);
+        change_scores<Shape>(acc_s, scores, factors, p, shared.run, key);
+        if (!shared.run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, shared.run, key);
 #pragma unroll
         for (int i = 0; i < Shape::kLaneRows; i++) {
             float max = -INFINITY;
@@ -188,7 +200,6 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
 #pragma unroll
             for (int kk = 0; kk < Shape::kHeadDim / 16; kk++)
                 ldmatrix(q[kk], Swizzle<Shape::kHeadDim>::move(q_address(shared), 0, kk));
-        TileState<Shape> joined;
         for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
             TileState<Shape> state;
             part_end = run.part_end(chunk, room);
@@ -206,10 +217,9 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
                 before = stage, stage = stage + 1 == num_stages ? 0 : stage + 1;
             }
             if (!range.is_empty()) add_sums(state, shared);
-            if (run.chunk_begin == 0) joined.join(state);
-            else store_result(p, room, line, run, state, chunk, 1);
+            end_part<T>(p, room, line, run, state, chunk);
         }
-        end_run<T>(p, room, line, run, joined, shared.is_last);
+        end_run<T>(p, room, line, run, shared.joins(), shared.is_last);
     }
     store_padding<T>(p);
 #endif

@@ -16,24 +16,12 @@ struct RowState {
     float max = -FLT_MAX, sum = 0.f;  // max is finite: exp2(-inf - max) is 0, not NaN
 };
 
-// How the results of two parts of the keys of a row become one: x becomes x · alpha + other · beta. The operations are
-// spelled out, so that registers and the workspace give the same bits.
-struct Join {
-    float alpha, beta;
-
-    __device__ Join(RowState &row, const RowState &other) {
-        const float max = fmaxf(row.max, other.max);
-        alpha = exp2_approx(row.max - max), beta = exp2_approx(other.max - max);
-        row.max = max, apply(row.sum, other.sum);
-    }
-    __device__ void apply(float &x, float other) const { x = fmaf(x, alpha, __fmul_rn(other, beta)); }
-};
-
 // What acc_o is multiplied by to become a row of the output, and its lse.
 struct RowEnd {
     bool has_keys;
     float scale, lse;
 
+    __device__ RowEnd(bool has_keys, float scale, float lse) : has_keys(has_keys), scale(scale), lse(lse) {}
     __device__ RowEnd(RowState row, const float *sink) : has_keys(row.sum != 0.f) {
         const float factor = sink ? add_sink(row.max, row.sum, *sink * 1.4426950408889634f) : 1.f;
         scale = factor / row.sum;
@@ -42,30 +30,25 @@ struct RowEnd {
 };
 
 // The rows of a tile for some of the keys: those of this lane, Shape::row_of_lane(i) with i below kLaneRows, and their
-// columns from Shape::first_col() on, in pairs, eight columns apart.
+// columns Shape::col_of_lane(j), of which kVec are neighbours.
 template <typename Shape> struct TileState {
-    float acc_o[Shape::kMTiles][Shape::kDTiles][4] = {};  // [i / 2][…][i % 2 * 2 and the next], as in softmax.cuh
+    typename Shape::AccO acc_o = {};
     RowState rows[Shape::kLaneRows];
 
-    // act(x, col) for this lane's pairs of columns of row i.
-    template <typename Act> __device__ void for_pairs(int i, Act act) {
-#pragma unroll
-        for (int d = 0; d < Shape::kDTiles; d++)
-            act(*reinterpret_cast<float2 *>(&acc_o[i / 2][d][i % 2 * 2]), Shape::first_col() + 8 * d);
-    }
     // The maximum of row i becomes `max`, which is not below it.
     __device__ void grow(int i, float max) {
         const float alpha = exp2_approx(rows[i].max - max);
         rows[i].max = max, rows[i].sum *= alpha;
-        for_pairs(i, [&](float2 &o, int) { o = {o.x * alpha, o.y * alpha}; });
-    }
-    __device__ void join(TileState &other) {
 #pragma unroll
-        for (int i = 0; i < Shape::kLaneRows; i++) {
-            const Join join(rows[i], other.rows[i]);
-            for (int d = 0; d < Shape::kDTiles; d++)
-                for (int e = i % 2 * 2; e < i % 2 * 2 + 2; e++)
-                    join.apply(acc_o[i / 2][d][e], other.acc_o[i / 2][d][e]);
+        for (int j = 0; j < Shape::kLaneCols; j++) Shape::at(acc_o, i, j) *= alpha;
+    }
+    // act(x, col) for the columns of row i, kVec at a time, and the first of them.
+    template <typename Act> __device__ void for_columns(int i, Act act) {
+#pragma unroll
+        for (int j = 0; j < Shape::kLaneCols; j += Shape::kVec) {
+            float x[Shape::kVec];
+            for (int e = 0; e < Shape::kVec; e++) x[e] = Shape::at(acc_o, i, j + e);
+            act(x, Shape::col_of_lane(j));
         }
     }
 };
@@ -77,9 +60,12 @@ __device__ void store_row(const DecodeParams &p, const Run<Shape> &run, const Pa
     if (col == 0) static_cast<float *>(p.lse)[lse_index(p, run.cut.seq, run.b, row.head) + row.token] = end.lse;
     if (col >= p.head_dim_v) return;
     T *gO = rows_of<T>(p.o, run.b, row.head, run.cut.seq.q_begin + row.token) + col;
+    if constexpr (kCount == 1) *gO = device::from_float<T>(end.has_keys ? o[0] * end.scale : 0.f);
+    else
 #pragma unroll
-    for (int d = 0; d < kCount; d += 2)
-        reinterpret_cast<uint32_t *>(gO)[d / 2] = end.has_keys ? pack<T>(o[d] * end.scale, o[d + 1] * end.scale) : 0u;
+        for (int d = 0; d < kCount; d += 2)
+            reinterpret_cast<uint32_t *>(gO)[d / 2] =
+                end.has_keys ? pack<T>(o[d] * end.scale, o[d + 1] * end.scale) : 0u;
 }
 
 template <typename T, typename Shape>
@@ -90,7 +76,7 @@ __device__ void store_tile(const DecodeParams &p, const Run<Shape> &run, TileSta
         if (r >= run.valid_rows()) continue;
         const PackedRow row(run, r);
         const RowEnd end(state.rows[i], sink_of<float>(p, row.head));
-        state.for_pairs(i, [&](float2 o, int col) { store_row<T, 2>(p, run, row, end, {o.x, o.y}, col); });
+        state.for_columns(i, [&](const auto &o, int col) { store_row<T>(p, run, row, end, o, col); });
     }
 }
 
@@ -98,13 +84,13 @@ __device__ void store_tile(const DecodeParams &p, const Run<Shape> &run, TileSta
 struct Results {
     float *first;
     int second, stride;  // where the second one lies, and how far the others are from one another
-    int count;           // at most
+    int count;
 
     __device__ float *at(int i) const { return first + (i == 0 ? 0 : second + (i - 1) * stride); }
 };
 
-// With num_splits there is a place for each chunk, and a result of several chunks lies where the first of them would.
-// Without, the first share has the result in its second slot, and the others in their first.
+// With num_splits there is a place for each chunk. Without, the first share has the result in its second slot, and the
+// others have theirs in their first.
 template <typename Shape>
 __device__ Results results_of(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run) {
     const int size = room.rows * Shape::kPitch;
@@ -119,10 +105,10 @@ __device__ Results results_of(const DecodeParams &p, const Room &room, const Lin
     return {workspace + slot * int64_t(size), (slots - 1) * size, slots * size, run.last_share() - share + 1};
 }
 
-// That of the chunks [chunk, chunk + num_chunks) of the run.
+// That of the part of the run that begins at a chunk.
 template <typename Shape>
 __device__ void store_result(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run,
-                             TileState<Shape> &state, int chunk, int num_chunks) {
+                             TileState<Shape> &state, int chunk) {
     const int64_t size = int64_t(room.rows) * Shape::kPitch;
     float *to = room.splits ? results_of(p, room, line, run).at(chunk)
                             : static_cast<float *>(p.workspace) + (2 * blockIdx.x + (chunk == 0)) * size;
@@ -131,10 +117,12 @@ __device__ void store_result(const DecodeParams &p, const Room &room, const Line
         const int r = Shape::row_of_lane(i);
         if (r >= run.valid_rows()) continue;
         float *row = to + r * Shape::kPitch;
-        state.for_pairs(i, [&](float2 o, int col) { *reinterpret_cast<float2 *>(row + col) = o; });
-        if (Shape::first_col() == 0)
-            *reinterpret_cast<float4 *>(row + Shape::kHeadDim) = {
-                state.rows[i].max, state.rows[i].sum, __int_as_float(room.splits ? num_chunks : 1), 0.f};
+        state.for_columns(i, [&]<int kVec>(const float (&o)[kVec], int col) {
+            if constexpr (kVec == 1) row[col] = o[0];
+            else *reinterpret_cast<float2 *>(row + col) = {o[0], o[1]};
+        });
+        if (Shape::col_of_lane(0) == 0)
+            *reinterpret_cast<float2 *>(row + Shape::kHeadDim) = {state.rows[i].max, state.rows[i].sum};
     }
 }
 
@@ -154,66 +142,83 @@ __device__ bool arrive_last(const DecodeParams &p, const Room &room, const Line 
     return is_last;
 }
 
-// kRows rows of a tile become output: four columns of each, of which the first are number `vec` of the tile. kBatch
-// results of each row are on their way from memory at a time.
-template <typename T, int kRows, int kBatch, typename Shape>
-__device__ void join_rows(const DecodeParams &p, const Run<Shape> &run, const Results &results, int vec) {
-    constexpr int kVecs = Shape::kHeadDim / 4, kStep = Shape::kNumThreads / kVecs;
-    const int row0 = vec / kVecs, col = vec % kVecs * 4;
-    RowState states[kRows];
+// How the next result of a row joins those before it: x becomes x · alpha + other · beta.
+struct Join { float alpha, beta; };
+
+// The results of a tile become its output, in their order. A thread has four columns of some rows. `joins` is shared
+// memory, for kBatch results of each row; a thread finds those of one row.
+template <typename T, typename Shape>
+__device__ void join_results(const DecodeParams &p, const Results &results, const Run<Shape> &run,
+                             Join (&joins)[Shape::kBlockM][8]) {
+    constexpr int kBatch = 8, kVecs = Shape::kHeadDim / 4, kRowStep = Shape::kNumThreads / kVecs;
+    constexpr int kRows = Shape::kBlockM / kRowStep, kAhead = kRows < 16 ? 16 / kRows : 1;  // loads of 16 bytes
+    const int row0 = threadIdx.x / kVecs, col = threadIdx.x % kVecs * 4, last_row = run.valid_rows() - 1;
+    RowState state;  // of row threadIdx.x
     float o[kRows][4] = {};
-    const int held = __float_as_int(results.first[Shape::kHeadDim + 2]);  // by the first one, of others
 #pragma unroll 1
     for (int first = 0; first < results.count; first += kBatch) {
-        float2 end[kRows][kBatch];
-        float4 x[kRows][kBatch];
+        const int count = min(kBatch, results.count - first);
+        if (threadIdx.x < Shape::kBlockM) {
+            const float *row = results.at(first) + min(int(threadIdx.x), last_row) * Shape::kPitch + Shape::kHeadDim;
+            float2 end[kBatch];
 #pragma unroll
-        for (int j = 0; j < kBatch; j++)
-            for (int i = 0; i < kRows; i++) {
-                const int r = min(row0 + i * kStep, run.valid_rows() - 1);
-                const float *row = results.at(min(first + j, results.count - 1)) + r * Shape::kPitch;
-                end[i][j] = *reinterpret_cast<const float2 *>(row + Shape::kHeadDim);
-                x[i][j] = *reinterpret_cast<const float4 *>(row + col);
-            }
+            for (int j = 0; j < kBatch; j++)
+                end[j] = *reinterpret_cast<const float2 *>(row + (results.at(first + min(j, count - 1)) -
+                                                                  results.at(first)));
 #pragma unroll
-        for (int j = 0; j < kBatch; j++) {
-            if (first + j >= results.count || (first + j > 0 && first + j < held)) continue;
-            for (int i = 0; i < kRows; i++) {
-                const Join join(states[i], {end[i][j].x, end[i][j].y});
-                for (int e = 0; e < 4; e++) join.apply(o[i][e], (&x[i][j].x)[e]);
+            for (int j = 0; j < kBatch; j++) {
+                const float max = fmaxf(state.max, end[j].x);
+                const Join join{exp2_approx(state.max - max), exp2_approx(end[j].x - max)};
+                joins[threadIdx.x][j] = join;
+                if (j < count) state = {max, fmaf(state.sum, join.alpha, end[j].y * join.beta)};
             }
         }
+        __syncthreads();
+#pragma unroll 1
+        for (int j = 0; j < count; j += kAhead) {
+            float4 x[kAhead][kRows];
+#pragma unroll
+            for (int k = 0; k < kAhead; k++)
+                for (int i = 0; i < kRows; i++)
+                    x[k][i] = *reinterpret_cast<const float4 *>(results.at(first + min(j + k, count - 1)) + col +
+                                                                min(row0 + i * kRowStep, last_row) * Shape::kPitch);
+#pragma unroll
+            for (int k = 0; k < kAhead; k++)
+                for (int i = 0; i < kRows && j + k < count; i++) {
+                    const Join join = joins[row0 + i * kRowStep][j + k];
+                    for (int e = 0; e < 4; e++) o[i][e] = fmaf(o[i][e], join.alpha, (&x[k][i].x)[e] * join.beta);
+                }
+        }
+        __syncthreads();
     }
+    if (threadIdx.x <= last_row) {  // alpha and beta: what a row is multiplied by, and its lse
+        const RowEnd end(state, sink_of<float>(p, PackedRow(run, threadIdx.x).head));
+        joins[threadIdx.x][0] = {end.has_keys ? end.scale : 0.f, end.lse};
+    }
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
-        if (row0 + i * kStep >= run.valid_rows()) continue;
-        const PackedRow row(run, row0 + i * kStep);
-        store_row<T>(p, run, row, RowEnd(states[i], sink_of<float>(p, row.head)), o[i], col);
+        const int r = row0 + i * kRowStep;
+        if (r > last_row) continue;
+        const Join end = joins[r][0];
+        store_row<T>(p, run, PackedRow(run, r), {end.alpha != 0.f, end.alpha, end.beta}, o[i], col);
     }
 }
 
-// The results of a tile become its output, in their order.
+// Store what the block has of a part of its run.
 template <typename T, typename Shape>
-__device__ void join_results(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run) {
-    const Results results = results_of(p, room, line, run);
-    const int vecs = run.valid_rows() * (Shape::kHeadDim / 4);
-    if (vecs <= Shape::kNumThreads) {  // few rows, and often many results
-        if (threadIdx.x < vecs) join_rows<T, 1, 16>(p, run, results, threadIdx.x);
-    } else
-        for (int vec = threadIdx.x; vec < vecs; vec += 4 * Shape::kNumThreads)
-            join_rows<T, 4, 4>(p, run, results, vec);
+__device__ void end_part(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run,
+                         TileState<Shape> &state, int chunk) {
+    if (run.has_one_result(room)) store_tile<T>(p, run, state);
+    else store_result(p, room, line, run, state, chunk);
 }
 
-// Store what a block has of its run, and go on to the next one. `joined` has the chunks of the run if the first one of
-// its tile is among them. The others are stored already.
+// Go on to the next run, once the results of the tile are one if this block stored the last of them.
 template <typename T, typename Shape>
 __device__ void end_run(const DecodeParams &p, const Room &room, const Line &line, Run<Shape> &run,
-                        TileState<Shape> &joined, bool &is_last) {
-    if (run.is_whole_tile()) store_tile<T>(p, run, joined);
-    else {
-        if (run.chunk_begin == 0) store_result(p, room, line, run, joined, 0, run.num_chunks());
-        if (arrive_last(p, room, line, run, is_last)) join_results<T>(p, room, line, run);
-    }
+                        Join (&joins)[Shape::kBlockM][8], bool &is_last) {
+    if (!run.has_one_result(room) && arrive_last(p, room, line, run, is_last))
+        join_results<T>(p, results_of(p, room, line, run), run, joins);
     __syncthreads();  // all threads have read the run
     if (threadIdx.x == 0) run.next(p, room, line);
     __syncthreads();  // the next one is there

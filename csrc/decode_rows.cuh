@@ -39,16 +39,14 @@ template <typename T, typename Shape> struct QRows {
     __device__ static int row(int i) { return (i * Shape::kNumThreads + threadIdx.x) / kVecs; }
 };
 
-// q·k become scores, see scores.cuh and score_mods.cuh. `key` is the warp's first. Every row has a slope of its own.
+// q·k become scores, see scores.cuh and score_mods.cuh. `key` is the first of the step. Every row has a slope of its
+// own.
 template <typename Shape>
-__device__ void change_scores(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], const Scores<> &scores,
-                              const ScoreFactors<float> &factors, const DecodeParams &p, const Run<Shape> &run,
-                              int key) {
-    const int lane_idx = threadIdx.x % 32;
+__device__ void change_scores(typename Shape::AccS &acc_s, const Scores<> &scores, const ScoreFactors<float> &factors,
+                              const DecodeParams &p, const Run<Shape> &run, int key) {
     auto for_scores = [&](int i, auto change) {
 #pragma unroll
-        for (int n = 0; n < Shape::kSTiles; n++)
-            for (int e = 0; e < 2; e++) change(acc_s[i / 2][n][i % 2 * 2 + e], key + 8 * n + lane_idx % 4 * 2 + e);
+        for (int j = 0; j < Shape::kLaneKeys; j++) change(Shape::at(acc_s, i, j), key + Shape::key_of_lane(j));
     };
 #pragma unroll
     for (int i = 0; i < Shape::kLaneRows; i++) {
@@ -63,36 +61,36 @@ __device__ void change_scores(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4],
     }
 }
 
-// Of row i of this lane, scores of new keys that the tree mask hides become -inf. `key` is the lane's first.
-template <typename Shape>
-__device__ void hide_branches(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], int i, const DecodeParams &p,
-                              const Run<Shape> &run, int key) {
-    const int token = PackedRow(run, Shape::row_of_lane(i)).token;
-    if (token >= run.cut.seq.seqlen_q) return;
-    const uint64_t word = p.tree_mask[run.b * p.tree_batch_stride + token];
-    const int new_key = key - (run.cut.seq.seqlen_k - run.cut.seq.seqlen_q);  // before the new ones it is negative
-#pragma unroll
-    for (int n = 0; n < Shape::kSTiles; n++)
-        for (int e = 0; e < 2; e++) {
-            const int bit = new_key + 8 * n + e;
-            if (bit >= 0 && bit < 64 && !(word >> bit & 1)) acc_s[i / 2][n][i % 2 * 2 + e] = -INFINITY;
-        }
-}
+// Whether a row of a tree sees a key: all that are older than the new ones, and those of the new ones in its word.
+struct Branches {
+    uint64_t word = ~0ull;
+    int first_new = 0;
 
-// Scores of keys that a row does not see become -inf. `key` is the warp's first.
+    template <typename Shape> __device__ Branches(const DecodeParams &p, const Run<Shape> &run, int token) {
+        if (!p.tree_mask || token >= run.cut.seq.seqlen_q) return;
+        word = p.tree_mask[run.b * p.tree_batch_stride + token];
+        first_new = run.cut.seq.seqlen_k - run.cut.seq.seqlen_q;
+    }
+    __device__ bool contains(int key) const {
+        const unsigned bit = key - first_new;
+        return bit >= 64 || word >> bit & 1;
+    }
+};
+
+// Scores of keys that a row does not see become -inf. `key` is the first of the step.
 template <typename Shape>
-__device__ void hide_scores(float (&acc_s)[Shape::kMTiles][Shape::kSTiles][4], const DecodeParams &p,
-                            const Run<Shape> &run, int key) {
-    const int lane_idx = threadIdx.x % 32;
+__device__ void hide_scores(typename Shape::AccS &acc_s, const DecodeParams &p, const Run<Shape> &run, int key) {
     const Mask mask(run.cut.seq.seqlen_q, run.cut.seq.seqlen_k, p);
 #pragma unroll
     for (int i = 0; i < Shape::kLaneRows; i++) {
-        const Range seen = mask.keys(PackedRow(run, Shape::row_of_lane(i)).token);
+        const int token = PackedRow(run, Shape::row_of_lane(i)).token;
+        const Range seen = mask.keys(token);
+        const Branches branches(p, run, token);
 #pragma unroll
-        for (int n = 0; n < Shape::kSTiles; n++)
-            for (int e = 0; e < 2; e++)
-                if (!seen.contains(key + 8 * n + lane_idx % 4 * 2 + e)) acc_s[i / 2][n][i % 2 * 2 + e] = -INFINITY;
-        if (p.tree_mask) hide_branches<Shape>(acc_s, i, p, run, key + lane_idx % 4 * 2);
+        for (int j = 0; j < Shape::kLaneKeys; j++) {
+            const int k = key + Shape::key_of_lane(j);
+            if (!seen.contains(k) || !branches.contains(k)) Shape::at(acc_s, i, j) = -INFINITY;
+        }
     }
 }
 

@@ -24,7 +24,7 @@ namespace decoding {
 template <int kHeadDim_> struct KeyShape {
     static constexpr int kHeadDim = kHeadDim_, kBlockN = 8192 / kHeadDim;
     static constexpr int kNumWarps = 4, kNumThreads = 32 * kNumWarps;
-    static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace: acc_o, row_max, row_sum, chunks
+    static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace: acc_o, row_max, row_sum
 };
 
 __host__ __device__ inline int ceil_div(int x, int y) { return (x + y - 1) / y; }
@@ -68,7 +68,7 @@ struct Line {
 
     Line(int nheads_k, int blocks) : heads(1) {
         for (int n = 2; n <= 16; n++)
-            if (nheads_k % n == 0 && blocks % n <= blocks / 32) heads = n;
+            if (nheads_k % n == 0 && blocks % n == 0) heads = n;
         heads_of_line = nheads_k / heads;
         shares = blocks / heads, per_share = ~uint64_t(0) / uint64_t(shares);
     }
@@ -148,7 +148,10 @@ template <typename Shape> struct Run {
     }
     __device__ bool is_valid() const { return place < end; }
     __device__ int num_chunks() const { return chunk_end - chunk_begin; }
-    __device__ bool is_whole_tile() const { return num_chunks() == cut.num_chunks; }
+    // Whether the tile needs no room in the workspace.
+    __device__ bool has_one_result(const Room &room) const {
+        return cut.num_chunks == (room.splits ? 1 : num_chunks());
+    }
     __device__ bool all_rows_see(int key) const { return key >= full.begin && key + Shape::kBlockN <= full.end; }
     __device__ int valid_rows() const { return min(Shape::kBlockM, cut.num_rows - tile * Shape::kBlockM); }
     // The chunks [chunk, part_end) have one result.
