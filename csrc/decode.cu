@@ -30,7 +30,7 @@ using namespace device;
 // A block: kBlockM packed rows.
 template <int kHeadDim_, int kMTiles_> struct DecodeShape : KeyShape<kHeadDim_> {
     using Keys = KeyShape<kHeadDim_>;
-    static constexpr int kMTiles = kMTiles_, kBlockM = 16 * kMTiles, kLaneRows = 2 * kMTiles, kVec = 2;
+    static constexpr int kMTiles = kMTiles_, kBlockM = 16 * kMTiles, kLaneRows = 2 * kMTiles;
     // Q Kᵀ is shared out by keys, at least 16 to a warp. P V is shared out by columns.
     static constexpr int kScoreWarps = std::min(Keys::kBlockN / 16, Keys::kNumWarps);
     static constexpr int kSTiles = Keys::kBlockN / kScoreWarps / 8, kDTiles = kHeadDim_ / Keys::kNumWarps / 8;
@@ -60,8 +60,6 @@ template <typename Shape> struct DecodeMemory {
     int steps_of_warps[Shape::kNumWarps];
     bool is_last;
     alignas(128) Stage<Shape> stages[1];  // or more
-
-    __device__ auto &joins() { return reinterpret_cast<Join (&)[Shape::kBlockM][8]>(sQ); }
     static size_t bytes(int num_stages) { return sizeof(DecodeMemory) + (num_stages - 1) * sizeof(Stage<Shape>); }
 };
 
@@ -219,7 +217,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             if (!range.is_empty()) add_sums(state, shared);
             end_part<T>(p, room, line, run, state, chunk);
         }
-        end_run<T>(p, room, line, run, shared.joins(), shared.is_last);
+        end_run<T>(p, room, line, run, shared.is_last);
     }
     store_padding<T>(p);
 #endif

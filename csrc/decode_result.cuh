@@ -21,7 +21,6 @@ struct RowEnd {
     bool has_keys;
     float scale, lse;
 
-    __device__ RowEnd(bool has_keys, float scale, float lse) : has_keys(has_keys), scale(scale), lse(lse) {}
     __device__ RowEnd(RowState row, const float *sink) : has_keys(row.sum != 0.f) {
         const float factor = sink ? add_sink(row.max, row.sum, *sink * 1.4426950408889634f) : 1.f;
         scale = factor / row.sum;
@@ -30,26 +29,22 @@ struct RowEnd {
 };
 
 // The rows of a tile for some of the keys: those of this lane, Shape::row_of_lane(i) with i below kLaneRows, and their
-// columns Shape::col_of_lane(j), of which kVec are neighbours.
+// columns Shape::col_of_lane(j), which come in pairs.
 template <typename Shape> struct TileState {
     typename Shape::AccO acc_o = {};
     RowState rows[Shape::kLaneRows];
 
+    // act(x, col) for this lane's pairs of columns of row i.
+    template <typename Act> __device__ void for_pairs(int i, Act act) {
+#pragma unroll
+        for (int j = 0; j < Shape::kLaneCols; j += 2)
+            act(reinterpret_cast<float2 &>(Shape::at(acc_o, i, j)), Shape::col_of_lane(j));
+    }
     // The maximum of row i becomes `max`, which is not below it.
     __device__ void grow(int i, float max) {
         const float alpha = exp2_approx(rows[i].max - max);
         rows[i].max = max, rows[i].sum *= alpha;
-#pragma unroll
-        for (int j = 0; j < Shape::kLaneCols; j++) Shape::at(acc_o, i, j) *= alpha;
-    }
-    // act(x, col) for the columns of row i, kVec at a time, and the first of them.
-    template <typename Act> __device__ void for_columns(int i, Act act) {
-#pragma unroll
-        for (int j = 0; j < Shape::kLaneCols; j += Shape::kVec) {
-            float x[Shape::kVec];
-            for (int e = 0; e < Shape::kVec; e++) x[e] = Shape::at(acc_o, i, j + e);
-            act(x, Shape::col_of_lane(j));
-        }
+        for_pairs(i, [&](float2 &o, int) { o = {o.x * alpha, o.y * alpha}; });
     }
 };
 
@@ -60,12 +55,9 @@ __device__ void store_row(const DecodeParams &p, const Run<Shape> &run, const Pa
     if (col == 0) static_cast<float *>(p.lse)[lse_index(p, run.cut.seq, run.b, row.head) + row.token] = end.lse;
     if (col >= p.head_dim_v) return;
     T *gO = rows_of<T>(p.o, run.b, row.head, run.cut.seq.q_begin + row.token) + col;
-    if constexpr (kCount == 1) *gO = device::from_float<T>(end.has_keys ? o[0] * end.scale : 0.f);
-    else
 #pragma unroll
-        for (int d = 0; d < kCount; d += 2)
-            reinterpret_cast<uint32_t *>(gO)[d / 2] =
-                end.has_keys ? pack<T>(o[d] * end.scale, o[d + 1] * end.scale) : 0u;
+    for (int d = 0; d < kCount; d += 2)
+        reinterpret_cast<uint32_t *>(gO)[d / 2] = end.has_keys ? pack<T>(o[d] * end.scale, o[d + 1] * end.scale) : 0u;
 }
 
 template <typename T, typename Shape>
@@ -76,7 +68,7 @@ __device__ void store_tile(const DecodeParams &p, const Run<Shape> &run, TileSta
         if (r >= run.valid_rows()) continue;
         const PackedRow row(run, r);
         const RowEnd end(state.rows[i], sink_of<float>(p, row.head));
-        state.for_columns(i, [&](const auto &o, int col) { store_row<T>(p, run, row, end, o, col); });
+        state.for_pairs(i, [&](float2 o, int col) { store_row<T, 2>(p, run, row, end, {o.x, o.y}, col); });
     }
 }
 
@@ -117,10 +109,7 @@ __device__ void store_result(const DecodeParams &p, const Room &room, const Line
         const int r = Shape::row_of_lane(i);
         if (r >= run.valid_rows()) continue;
         float *row = to + r * Shape::kPitch;
-        state.for_columns(i, [&]<int kVec>(const float (&o)[kVec], int col) {
-            if constexpr (kVec == 1) row[col] = o[0];
-            else *reinterpret_cast<float2 *>(row + col) = {o[0], o[1]};
-        });
+        state.for_pairs(i, [&](float2 o, int col) { *reinterpret_cast<float2 *>(row + col) = o; });
         if (Shape::col_of_lane(0) == 0)
             *reinterpret_cast<float2 *>(row + Shape::kHeadDim) = {state.rows[i].max, state.rows[i].sum};
     }
@@ -142,67 +131,53 @@ __device__ bool arrive_last(const DecodeParams &p, const Room &room, const Line 
     return is_last;
 }
 
-// How the next result of a row joins those before it: x becomes x · alpha + other · beta.
-struct Join { float alpha, beta; };
-
-// The results of a tile become its output, in their order. A thread has four columns of some rows. `joins` is shared
-// memory, for kBatch results of each row; a thread finds those of one row.
-template <typename T, typename Shape>
-__device__ void join_results(const DecodeParams &p, const Results &results, const Run<Shape> &run,
-                             Join (&joins)[Shape::kBlockM][8]) {
-    constexpr int kBatch = 8, kVecs = Shape::kHeadDim / 4, kRowStep = Shape::kNumThreads / kVecs;
-    constexpr int kRows = Shape::kBlockM / kRowStep, kAhead = kRows < 16 ? 16 / kRows : 1;  // loads of 16 bytes
-    const int row0 = threadIdx.x / kVecs, col = threadIdx.x % kVecs * 4, last_row = run.valid_rows() - 1;
-    RowState state;  // of row threadIdx.x
+// The results of a tile become its output, in their order: four columns of kRows rows by a thread, of which the first
+// is number `vec` of the tile. kBatch results of each row are on their way from memory at a time.
+template <typename T, int kRows, int kBatch, typename Shape>
+__device__ void join_rows(const DecodeParams &p, const Results &results, const Run<Shape> &run, int vec) {
+    constexpr int kVecs = Shape::kHeadDim / 4, kRowStep = Shape::kNumThreads / kVecs;
+    const int row0 = vec / kVecs, col = vec % kVecs * 4;
+    RowState states[kRows];
     float o[kRows][4] = {};
 #pragma unroll 1
     for (int first = 0; first < results.count; first += kBatch) {
-        const int count = min(kBatch, results.count - first);
-        if (threadIdx.x < Shape::kBlockM) {
-            const float *row = results.at(first) + min(int(threadIdx.x), last_row) * Shape::kPitch + Shape::kHeadDim;
-            float2 end[kBatch];
+        float2 end[kBatch][kRows];
+        float4 x[kBatch][kRows];
 #pragma unroll
-            for (int j = 0; j < kBatch; j++)
-                end[j] = *reinterpret_cast<const float2 *>(row + (results.at(first + min(j, count - 1)) -
-                                                                  results.at(first)));
-#pragma unroll
-            for (int j = 0; j < kBatch; j++) {
-                const float max = fmaxf(state.max, end[j].x);
-                const Join join{exp2_approx(state.max - max), exp2_approx(end[j].x - max)};
-                joins[threadIdx.x][j] = join;
-                if (j < count) state = {max, fmaf(state.sum, join.alpha, end[j].y * join.beta)};
+        for (int j = 0; j < kBatch; j++)
+            for (int i = 0; i < kRows; i++) {
+                const float *row = results.at(min(first + j, results.count - 1)) +
+                                   min(row0 + i * kRowStep, run.valid_rows() - 1) * Shape::kPitch;
+                end[j][i] = *reinterpret_cast<const float2 *>(row + Shape::kHeadDim);
+                x[j][i] = *reinterpret_cast<const float4 *>(row + col);
             }
-        }
-        __syncthreads();
-#pragma unroll 1
-        for (int j = 0; j < count; j += kAhead) {
-            float4 x[kAhead][kRows];
 #pragma unroll
-            for (int k = 0; k < kAhead; k++)
-                for (int i = 0; i < kRows; i++)
-                    x[k][i] = *reinterpret_cast<const float4 *>(results.at(first + min(j + k, count - 1)) + col +
-                                                                min(row0 + i * kRowStep, last_row) * Shape::kPitch);
-#pragma unroll
-            for (int k = 0; k < kAhead; k++)
-                for (int i = 0; i < kRows && j + k < count; i++) {
-                    const Join join = joins[row0 + i * kRowStep][j + k];
-                    for (int e = 0; e < 4; e++) o[i][e] = fmaf(o[i][e], join.alpha, (&x[k][i].x)[e] * join.beta);
-                }
-        }
-        __syncthreads();
+        for (int j = 0; j < kBatch; j++)
+            for (int i = 0; i < kRows; i++) {
+                RowState &state = states[i];
+                const float max = first + j < results.count ? fmaxf(state.max, end[j][i].x) : state.max;
+                const float alpha = exp2_approx(state.max - max);
+                const float beta = first + j < results.count ? exp2_approx(end[j][i].x - max) : 0.f;
+                state = {max, fmaf(state.sum, alpha, end[j][i].y * beta)};
+                for (int e = 0; e < 4; e++) o[i][e] = fmaf(o[i][e], alpha, (&x[j][i].x)[e] * beta);
+            }
     }
-    if (threadIdx.x <= last_row) {  // alpha and beta: what a row is multiplied by, and its lse
-        const RowEnd end(state, sink_of<float>(p, PackedRow(run, threadIdx.x).head));
-        joins[threadIdx.x][0] = {end.has_keys ? end.scale : 0.f, end.lse};
-    }
-    __syncthreads();
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
-        const int r = row0 + i * kRowStep;
-        if (r > last_row) continue;
-        const Join end = joins[r][0];
-        store_row<T>(p, run, PackedRow(run, r), {end.alpha != 0.f, end.alpha, end.beta}, o[i], col);
+        if (row0 + i * kRowStep >= run.valid_rows()) continue;
+        const PackedRow row(run, row0 + i * kRowStep);
+        store_row<T>(p, run, row, RowEnd(states[i], sink_of<float>(p, row.head)), o[i], col);
     }
+}
+
+template <typename T, typename Shape>
+__device__ void join_results(const DecodeParams &p, const Results &results, const Run<Shape> &run) {
+    constexpr int kThreads = Shape::kNumThreads;
+    const int vecs = run.valid_rows() * (Shape::kHeadDim / 4);
+    if (vecs <= kThreads) {  // few rows, and often many results
+        if (threadIdx.x < vecs) join_rows<T, 1, 16>(p, results, run, threadIdx.x);
+    } else
+        for (int vec = threadIdx.x; vec < vecs; vec += 4 * kThreads) join_rows<T, 4, 4>(p, results, run, vec);
 }
 
 // Store what the block has of a part of its run.
@@ -215,10 +190,9 @@ __device__ void end_part(const DecodeParams &p, const Room &room, const Line &li
 
 // Go on to the next run, once the results of the tile are one if this block stored the last of them.
 template <typename T, typename Shape>
-__device__ void end_run(const DecodeParams &p, const Room &room, const Line &line, Run<Shape> &run,
-                        Join (&joins)[Shape::kBlockM][8], bool &is_last) {
+__device__ void end_run(const DecodeParams &p, const Room &room, const Line &line, Run<Shape> &run, bool &is_last) {
     if (!run.has_one_result(room) && arrive_last(p, room, line, run, is_last))
-        join_results<T>(p, results_of(p, room, line, run), run, joins);
+        join_results<T>(p, results_of(p, room, line, run), run);
     __syncthreads();  // all threads have read the run
     if (threadIdx.x == 0) run.next(p, room, line);
     __syncthreads();  // the next one is there
