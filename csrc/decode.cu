@@ -103,7 +103,8 @@ template <typename T, typename Shape> struct Step {
                     mma<T>(acc_s[0][n + 1], q[kk], b[2], b[3]);
                 }
         else multiply_abt<T, kHeadDim>(acc_s, q_address<Shape>(shared), k_address);
-        change_scores<Shape>(acc_s, scores, factors, p, shared.run, key);
+        if (factors.has_softcap || !scores.is_raw || p.alibi_slopes)
+            change_scores<Shape>(acc_s, scores, factors, p, shared.run, key);
         if (!shared.run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, shared.run, key);
 #pragma unroll
         for (int i = 0; i < Shape::kLaneRows; i++) {
@@ -185,13 +186,10 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     KeyStream<T, Shape> keys(p, room, line, ahead);
     uint32_t q[Shape::kHeadDim / 16][4];
     int stage = 0, before = num_stages - 1;  // of this step, and of the one before it, whose place the next copies take
-    bool has_begun = false;
-    while (run.is_valid()) {
-        const QRows<T, Shape> rows(p, run);
 #pragma unroll 1
-        for (int i = 0; !has_begun && i + 1 < num_stages; i++) keys.load(shared.stages[i]);
-        has_begun = true;
-        rows.store(shared.sQ, Swizzle<Shape::kHeadDim>::offset);
+    for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
+    while (run.is_valid()) {
+        QRows<T, Shape>(p, run).store(shared.sQ, Swizzle<Shape::kHeadDim>::offset);
         wait_for_step(num_stages);
         __syncthreads();  // Q is there, and the first keys
         if constexpr (Shape::kKeepsQ)

@@ -61,20 +61,21 @@ template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
         constexpr int kRowStep = 32 / kVecs;
         const int lane_row = threadIdx.x % 32 / kVecs, vec = threadIdx.x % kVecs;
         const int row0 = int(threadIdx.x / 32) * kWarpRows + lane_row;
-        const int in_cache = max(0, min(sequence, p.num_sequences - 1));
-        const T *gK = rows_of<const T>(p.k, in_cache, run.h_k, row);
-        const T *gV = rows_of<const T>(p.v, in_cache, run.h_k, row);
-        if (kNeighbours) gK += lane_row * p.k.row_stride + 8 * vec, gV += lane_row * p.v.row_stride + 8 * vec;
+        const unsigned b = max(0, min(sequence, p.num_sequences - 1)), h = run.h_k;  // none below 0: fewer instructions
+        const unsigned first_row = kNeighbours ? row + lane_row : row;
+        const T *gK = rows_of<const T>(p.k, b, h, first_row), *gV = rows_of<const T>(p.v, b, h, first_row);
+        if (kNeighbours) gK += 8 * vec, gV += 8 * vec;
         // Rows [first, k_end) of K and [first, v_end) of V are copied, counted from row0 on. Others become 0.
         const int first = run.cut.begin - key - row0, end = run.cut.end - key - row0;
         const int k_end = 8 * vec < p.head_dim ? end : first, v_end = 8 * vec < p.head_dim_v ? end : first;
+        const uint32_t offset0 = Swizzle::offset(row0, vec);
         const uint32_t k_address = shared_address(stage.sK), v_address = shared_address(stage.sV);
-#pragma unroll
+#pragma unroll(kNeighbours ? kWarpRows / kRowStep : 2)
         for (int r = 0; r < kWarpRows; r += kRowStep) {
             const T *k = gK, *v = gV;
             if (kNeighbours) gK += kRowStep * p.k.row_stride, gV += kRowStep * p.v.row_stride;
             else k = of_lane(gK, r + lane_row) + 8 * vec, v = of_lane(gV, r + lane_row) + 8 * vec;
-            const uint32_t offset = Swizzle::offset(row0 + r, vec);
+            const uint32_t offset = (offset0 ^ r % 8 * 16) + r * Swizzle::kRowBytes;  // row0 % 8 < kRowStep
             cp_async(k_address + offset, k, r >= first && r < k_end);
             cp_async(v_address + offset, v, r >= first && r < v_end);
         }

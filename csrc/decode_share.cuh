@@ -1,8 +1,8 @@
 // How decode.cu and decode_sm90.cu cut a batch into work, and which share of it a block has.
 //
 // The packed rows of a sample are cut into tiles, and its keys into chunks of equal length. A chunk for one tile of one
-// key head is an item. All items of the batch lie on one line, whose unit is a step of kBlockN keys, and every block has
-// an equal share of the line. The device finds all of this, from lengths that it alone knows. Samples that another
+// key head is an item. All items of the batch lie on one line, whose unit is a step of kBlockN keys, and every block
+// has an equal share of the line. The device finds all of this, from lengths that it alone knows. Samples that another
 // launch serves have no items. Neighbouring chunks of a tile within the share of a block are a run.
 //
 // With num_splits, a chunk is a part of a sample's keys, cut by its own lengths, and each chunk has a result of its
@@ -27,7 +27,9 @@ template <int kHeadDim_> struct KeyShape {
     static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace: acc_o, row_max, row_sum
 };
 
-__host__ __device__ inline int ceil_div(int x, int y) { return (x + y - 1) / y; }
+// Of numbers from 0 on, which takes fewer instructions than of signed ones.
+__device__ inline int floor_div(unsigned x, unsigned y) { return int(x / y); }
+__device__ inline int ceil_div(unsigned x, unsigned y) { return int((x + y - 1) / y); }
 
 // The room in the workspace: slots, each for a result of `rows` rows, and counters of results. Shares have two slots
 // each: for the tile that began in an earlier share, and for one that goes on in a later share. With num_splits, every
@@ -64,20 +66,24 @@ struct Line {
     int heads;           // side by side
     int heads_of_line;   // one after another on a line
     int shares;          // of a line, at most
-    uint64_t per_share;  // 2^64 / shares
+    uint32_t per_share;  // 2^32 / shares, rounded up
+    uint32_t per_head;   // 2^31 / heads, rounded up
 
     Line(int nheads_k, int blocks) : heads(1) {
         for (int n = 2; n <= 16; n++)
             if (nheads_k % n == 0 && blocks % n == 0) heads = n;
         heads_of_line = nheads_k / heads;
-        shares = blocks / heads, per_share = ~uint64_t(0) / uint64_t(shares);
+        shares = blocks / heads, per_share = UINT32_MAX / shares + 1, per_head = (1u << 31) / heads + 1;
     }
+    // Of this block.
+    __device__ int share() const { return __umulhi(2 * blockIdx.x, per_head); }
+    __device__ int head() const { return blockIdx.x - share() * heads; }
 };
 
 // How a line of `steps` steps is cut into shares, of which none is empty.
 struct Shares {
     int steps, count;
-    uint64_t per_share;
+    uint32_t per_share;
 
     __device__ Shares(const Line &line, int steps)
         : steps(steps), count(min(line.shares, steps)), per_share(line.per_share) {}
@@ -85,7 +91,7 @@ struct Shares {
     // steps · share / count, rounded in the same way for all.
     __device__ int begin(int share) const {
         if (count == steps || share == count) return count == steps ? share : steps;
-        return int(__umul64hi(uint64_t(steps), uint64_t(share) * per_share));
+        return __umulhi(steps, share * per_share);
     }
     // The share of a step.
     __device__ int of(int step) const {
@@ -102,22 +108,20 @@ template <typename Shape> struct Cut {
     static constexpr int kBlockN = Shape::kBlockN;
     Sequence seq;
     int group, num_rows, num_tiles;
-    int num_chunks = 1, chunk_steps = 1;  // of a tile, and of a chunk
-    int begin = 0, end = 0;               // the keys that some row sees
+    int num_chunks, chunk_steps = 1;  // of a tile, and of a chunk
+    int begin, end;                   // the keys that some row sees
 
+    Cut() = default;
     __device__ Cut(const DecodeParams &p, const Room &room, int b) : seq(p, b), group(room.group) {
-        const Mask mask(seq.seqlen_q, seq.seqlen_k, p);
         num_rows = seq.is_served(p) ? seq.seqlen_q * group : 0;
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
-        if (num_rows == 0) return;
-        begin = mask.keys(0).begin, end = mask.keys(seq.seqlen_q - 1).end;
-        const int steps = max(1, ceil_div(end - aligned_begin(), kBlockN));
-        num_chunks = steps;
-        if (room.splits == 0 && min(num_rows, Shape::kBlockM) <= room.rows) return;
-        const int splits = num_tiles <= room.tiles ? room.splits / num_tiles : 1;
-        chunk_steps = ceil_div(steps, max(1, splits)), num_chunks = ceil_div(steps, chunk_steps);
+        begin = max(0, seq.seqlen_k - seq.seqlen_q - p.window_left), end = seq.seqlen_k;  // as Mask has it
+        num_chunks = max(1, ceil_div(end - aligned_begin(), kBlockN));
+        if (room.splits == 0 && (room.rows == Shape::kBlockM || num_rows <= room.rows)) return;
+        const int splits = num_tiles <= room.tiles ? floor_div(room.splits, max(1, num_tiles)) : 1;
+        chunk_steps = ceil_div(num_chunks, max(1, splits)), num_chunks = ceil_div(num_chunks, chunk_steps);
     }
-    __device__ int aligned_begin() const { return begin / kBlockN * kBlockN; }
+    __device__ int aligned_begin() const { return floor_div(begin, kBlockN) * kBlockN; }
     // The keys of the chunks [first, last).
     __device__ Range keys(int first, int last) const {
         const int chunk_size = chunk_steps * kBlockN;
@@ -125,26 +129,48 @@ template <typename Shape> struct Cut {
     }
     __device__ int items(const Line &line) const { return num_tiles * num_chunks * line.heads_of_line; }
     __device__ int steps(const Line &line) const { return items(line) * chunk_steps; }
+    __device__ int chunks_of(int steps) const { return chunk_steps == 1 ? steps : ceil_div(steps, chunk_steps); }
+    // How many items begin before a step, as counted from the sample's first.
+    __device__ int items_before(int step, const Line &line) const { return min(items(line), chunks_of(max(0, step))); }
 };
+
+// Of the samples [b_begin, b_end), aside: most batches have no more than a sample for each thread.
+template <typename Shape>
+__device__ __noinline__ int steps_of(const DecodeParams &p, const Room &room, const Line &line, int b_begin,
+                                     int b_end) {
+    int steps = 0;
+    for (int b = b_begin; b < b_end; b++) steps += Cut<Shape>(p, room, b).steps(line);
+    return steps;
+}
 
 // A run: the chunks [chunk_begin, chunk_end) of a tile of packed rows of a key head. It lies in shared memory, and one
 // thread moves it on for all.
-template <typename Shape> struct Run {
-    int b, index;    // of the sample, and of the first chunk among its items
+template <typename Shape> struct alignas(16) Run {
     int place, end;  // on the line: of the run, and of the block's share
+    int b, index;    // of the sample, and of the first chunk among its items
     Shares shares;
     Cut<Shape> cut;
     int h_k, tile, chunk_begin, chunk_end, key_begin, key_end;
     Range full;  // the keys that all rows see
 
-    __device__ Run(const DecodeParams &p, const Room &room, const Line &line, const Shares &shares, int b,
-                   const Cut<Shape> &cut, int index, int place, int end)
-        : b(b), index(index), place(place), end(end), shares(shares), cut(cut) {
-        settle(p, room, line);
+    // Of sample b, if `index` is that of an item.
+    __device__ Run(const DecodeParams &p, const Line &line, const Shares &shares, int b, const Cut<Shape> &cut,
+                   int index, int place, int end)
+        : place(place), end(end), b(b), index(index), shares(shares), cut(cut) {
+        if (index < cut.items(line)) settle(p, line);
     }
     __device__ void next(const DecodeParams &p, const Room &room, const Line &line) {
         place += num_chunks() * cut.chunk_steps, index += num_chunks();
-        settle(p, room, line);
+        go_on(p, room, line, place);
+    }
+    // If this sample has no more items, to the first one of a later sample that begins at `begin` or behind it. Kernels
+    // have one copy of this code, aside.
+    __device__ __noinline__ void go_on(const DecodeParams &p, const Room &room, const Line &line, int begin) {
+        while (is_valid() && index == cut.items(line)) {
+            cut = Cut<Shape>(p, room, ++b);
+            index = cut.items_before(begin - place, line), place += index * cut.chunk_steps;
+        }
+        if (is_valid()) settle(p, line);
     }
     __device__ bool is_valid() const { return place < end; }
     __device__ int num_chunks() const { return chunk_end - chunk_begin; }
@@ -168,25 +194,21 @@ template <typename Shape> struct Run {
     }
 
   private:
-    __device__ void settle(const DecodeParams &p, const Room &room, const Line &line) {
-        while (is_valid() && index == cut.items(line)) {
-            b++, index = 0;
-            cut = Cut<Shape>(p, room, b);
-        }
-        if (!is_valid()) return;
-        chunk_begin = index, tile = 0, h_k = blockIdx.x % line.heads;
+    __device__ void settle(const DecodeParams &p, const Line &line) {
+        chunk_begin = index, tile = 0, h_k = line.head();
         if (index >= cut.num_chunks) {  // divisions are slow
-            const int tiles = index / cut.num_chunks;
-            chunk_begin -= tiles * cut.num_chunks, tile = tiles % cut.num_tiles;
-            h_k += tiles / cut.num_tiles * line.heads;
+            const int tiles = floor_div(index, cut.num_chunks), heads = floor_div(tiles, cut.num_tiles);
+            chunk_begin -= tiles * cut.num_chunks, tile = tiles - heads * cut.num_tiles, h_k += heads * line.heads;
         }
-        chunk_end = min(cut.num_chunks, chunk_begin + ceil_div(end - place, cut.chunk_steps));
-        const int end_row = (tile + 1) * Shape::kBlockM;
+        chunk_end = min(cut.num_chunks, chunk_begin + cut.chunks_of(end - place));
+        int first_row = 0, last_row = cut.seq.seqlen_q - 1;
+        if (cut.num_tiles > 1) {
+            first_row = floor_div(tile * Shape::kBlockM, cut.group);
+            last_row = min(last_row, floor_div((tile + 1) * Shape::kBlockM - 1, cut.group));
+        }
         const Mask mask(cut.seq.seqlen_q, cut.seq.seqlen_k, p);
-        const Range first = mask.keys(tile == 0 ? 0 : tile * Shape::kBlockM / cut.group);
-        const Range last = mask.keys(end_row >= cut.num_rows ? cut.seq.seqlen_q - 1 : (end_row - 1) / cut.group);
-        const Range all = cut.keys(chunk_begin, chunk_end);
-        key_begin = max(all.begin, first.begin / Shape::kBlockN * Shape::kBlockN);
+        const Range first = mask.keys(first_row), last = mask.keys(last_row), all = cut.keys(chunk_begin, chunk_end);
+        key_begin = max(all.begin, floor_div(first.begin, Shape::kBlockN) * Shape::kBlockN);
         key_end = min(all.end, last.end);
         full = {last.begin, p.tree_mask ? cut.seq.seqlen_k - cut.seq.seqlen_q : first.end};
     }
@@ -207,39 +229,37 @@ struct PackedRow {
 template <typename Shape>
 __device__ void find_first_run(Run<Shape> &run, int (&steps_of_warps)[Shape::kNumWarps], const DecodeParams &p,
                                const Room &room, const Line &line) {
-    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-    const int samples = ceil_div(int(p.batch_size), Shape::kNumThreads);  // of a thread
-    const int b_begin = min(int(threadIdx.x) * samples, int(p.batch_size));
-    const int b_end = min(b_begin + samples, int(p.batch_size));
-    Cut<Shape> cut(p, room, min(b_begin, int(p.batch_size) - 1));
-    int steps = b_begin < b_end ? cut.steps(line) : 0;
-    for (int b = b_begin + 1; b < b_end; b++) steps += Cut<Shape>(p, room, b).steps(line);
+    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32, batch_size = int(p.batch_size);
+    const int samples = ceil_div(batch_size, Shape::kNumThreads);  // of a thread
+    const int b_begin = threadIdx.x * samples, b_end = min(b_begin + samples, batch_size);
+    Cut<Shape> cut;
+    int steps = 0;
+    if (b_begin < b_end) cut = Cut<Shape>(p, room, b_begin), steps = cut.steps(line);
+    if (b_begin + 1 < b_end) steps += steps_of<Shape>(p, room, line, b_begin + 1, b_end);
     int place = steps;  // on the line, of the end of this thread's samples
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-        const int before = __shfl_sync(~0u, place, max(lane_idx - lanes, 0));
+#pragma unroll 1
+    for (int lanes = 1; lanes < min(batch_size, 32); lanes *= 2) {
+        const int before = __shfl_up_sync(~0u, place, lanes);
         if (lane_idx >= lanes) place += before;
     }
-    if (lane_idx == 31) steps_of_warps[warp_idx] = place;
-    if (threadIdx.x == 0) run.place = run.end = 0;  // no run, if no share begins anywhere
-    __syncthreads();
-    int total = 0;
-    for (int warp = 0; warp < Shape::kNumWarps; warp++) {
-        if (warp < warp_idx) place += steps_of_warps[warp];
-        total += steps_of_warps[warp];
+    int total = __shfl_sync(~0u, place, min(batch_size, 32) - 1);
+    if (batch_size > 32) {  // otherwise the first warp has all samples
+        if (lane_idx == 0) steps_of_warps[warp_idx] = total;
+        __syncthreads();
+        total = 0;
+        for (int warp = 0; warp < Shape::kNumWarps; warp++) {
+            if (warp < warp_idx) place += steps_of_warps[warp];
+            total += steps_of_warps[warp];
+        }
     }
     const Shares shares(line, total);
-    const int share = blockIdx.x / line.heads;
-    const int begin = share < shares.count ? shares.begin(share) : total;
+    const int share = line.share(), begin = share < shares.count ? shares.begin(share) : total;
+    if (threadIdx.x == 0 && begin == total) run.place = run.end = 0;  // no share
     place -= steps;
     if (begin < total && begin >= place && begin < place + steps) {
-        int b = b_begin;
-        while (begin >= place + cut.steps(line)) {
-            place += cut.steps(line), b++;
-            cut = Cut<Shape>(p, room, b);
-        }
-        const int item = ceil_div(begin - place, cut.chunk_steps);  // the first that begins in the share
-        run = Run<Shape>(p, room, line, shares, b, cut, item, place + item * cut.chunk_steps,
-                         shares.begin(share + 1));
+        const int item = cut.items_before(begin - place, line);
+        run = Run<Shape>(p, line, shares, b_begin, cut, item, place + item * cut.chunk_steps, shares.begin(share + 1));
+        if (item == cut.items(line)) run.go_on(p, room, line, begin);
     }
     __syncthreads();
 }

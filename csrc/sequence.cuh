@@ -17,6 +17,7 @@ struct Sequence {
     int seqlen_q, seqlen_k;
     int padded_q, padded_k;
 
+    Sequence() = default;
     __device__ Sequence(const AttnParams &p, int b)
         : q_begin(0), k_begin(0), seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k), padded_q(p.seqlen_q),
           padded_k(p.seqlen_k) {

@@ -81,7 +81,7 @@ SHOWN_TO = {
                       "sm90_packed"],
     "producer_sm90.cuh": ["sm90_128_causal", "sm90_200_causal", "sm90_lens_128", "sm90_many_causal", "sm90_packed"],
     "bias_sm90.cuh": ["sm90_bias"], "key_blocks_sm90.cuh": ["prefill", "prefill_pages"],
-    "decode.cu": ["one", "d64", "d128", "scale_30"], "decode_share.cuh": ["d64", "d128"],
+    "decode.cu": ["one", "d64", "d128", "scale_30"], "decode_share.cuh": ["d64", "d128", "many"],
     "decode_sm90.cu": ["tall_64"], "decode_cache.cuh": ["d64", "d128"],
     "decode_result.cuh": ["d64", "d128", "mqa", "many_rows", "packed"],
 }

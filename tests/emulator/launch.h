@@ -21,6 +21,7 @@
 #define __device__
 #define __launch_bounds__(...)
 #define __grid_constant__
+#define __noinline__
 
 namespace emulator {
 
@@ -104,6 +105,10 @@ template <typename T> T __shfl_sync(unsigned mask, T x, int lane) {
 template <typename T> T __shfl_xor_sync(unsigned mask, T x, int lanes) {
     return __shfl_sync(mask, x, int(threadIdx.x % 32) ^ lanes);
 }
+template <typename T> T __shfl_up_sync(unsigned mask, T x, int lanes) {
+    const int lane_idx = threadIdx.x % 32;
+    return __shfl_sync(mask, x, lane_idx < lanes ? lane_idx : lane_idx - lanes);
+}
 inline int __any_sync(unsigned mask, int x) {
     if (mask != ~0u) emulator::fail("__any_sync with mask %#x", mask);
     emulator::meet("__any_sync", &x, [](void *(&lanes)[32]) {
@@ -118,7 +123,7 @@ inline int atomicAdd(int *to, int x) { return std::exchange(*to, *to + x); }
 inline float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
-inline uint64_t __umul64hi(uint64_t x, uint64_t y) { return uint64_t((unsigned __int128)x * y >> 64); }
+inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned(uint64_t(x) * y >> 32); }
 inline void __trap() { emulator::fail("__trap"); }
 inline void __syncwarp() {
     emulator::meet("__syncwarp", nullptr, [](void *(&)[32]) {});
