@@ -56,8 +56,9 @@ struct CacheBox {
     }
 };
 
-// From a cache, by two warps, one for K and one for V. A lane has a box, up to the last row of a block. The boxes of a
-// warp are asked for one after another: with pages of 16 keys, one warp for both would keep the products waiting.
+// From a cache, by two warps, one for K and one for V. A lane knows a box, up to the last row of a block. The boxes of a
+// warp are asked for one after another: with pages of 16 keys, one warp for both would keep the products waiting. One
+// lane asks for all of them. If each asked for its own, ptxas would take the lanes by a loop around every instruction.
 template <int kBlockN> struct CachedKeyBlocks {
     static constexpr int kLoaders = 2;
     const DecodeParams &p;
@@ -85,9 +86,13 @@ template <int kBlockN> struct CachedKeyBlocks {
     }
     template <int kHeadDim>
     __device__ void load(SmemTile<kBlockN, kHeadDim> &to, const TmaTensor &x, Barrier &full) const {
-        __syncwarp();  // no lane waits for this buffer while others go on to the next one
         if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, 2 * kBlockN * kHeadDim);
-        if (tile_row() < kBlockN) box.load(to, tile_row(), p, x, tile.h_k, full);
+        const int h_k = tile.h_k;
+#pragma unroll 1
+        for (int lane = 0, row = 0; row < kBlockN; lane++, row += p.box_rows) {
+            const CacheBox of_lane{__shfl_sync(~0u, box.sequence, lane), __shfl_sync(~0u, box.row, lane)};
+            if (elect_one()) of_lane.load(to, row, p, x, h_k, full);
+        }
     }
 };
 
