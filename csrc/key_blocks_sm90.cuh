@@ -56,9 +56,9 @@ struct CacheBox {
     }
 };
 
-// From a cache, by two warps, one for K and one for V. A lane knows a box, up to the last row of a block. The boxes of a
-// warp are asked for one after another: with pages of 16 keys, one warp for both would keep the products waiting. One
-// lane asks for all of them. If each asked for its own, ptxas would take the lanes by a loop around every instruction.
+// From a cache, by two warps, one for K and one for V. A lane finds a box, up to the last row of a block. Boxes are
+// asked for one after another: with pages of 16 keys, one warp for both would keep the products waiting. One lane asks
+// for all boxes of its warp. If each lane asked for its own, ptxas would loop over the lanes around every instruction.
 template <int kBlockN> struct CachedKeyBlocks {
     static constexpr int kLoaders = 2;
     const DecodeParams &p;

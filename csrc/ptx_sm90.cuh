@@ -49,8 +49,8 @@ __device__ inline void barrier_sync(int id, int threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// "Parallel Synchronization and Communication Instructions: elect.sync": true in one lane of the warp. The compiler knows
-// then that a single thread asks for what follows.
+// "Parallel Synchronization and Communication Instructions: elect.sync": true in one lane of the warp. The compiler
+// then knows that a single thread executes what follows.
 __device__ inline bool elect_one() {
     uint32_t is_elected;
     asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, -1;\nselp.u32 %0, 1, 0, elected;\n}"
