@@ -288,8 +288,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
-        if (threadIdx.x / Shape::KeyBlocks::kThreads == 0) load_tiles<Shape>(p, shared);
-        else if (threadIdx.x == 32) find_tiles<Shape>(p, shared);
+        produce<Shape>(p, shared);
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
         Consumer<T, Shape>{p, shared, int(warpgroup_idx) - 1}.run();

@@ -15,13 +15,14 @@ namespace sm90 {
 // From tensors, by one thread, which calls find() and then load() with a tile for K and one for V. It is made with the
 // first block.
 template <int kBlockN> struct KeyBlocks {
-    static constexpr int kThreads = 1;
+    static constexpr int kLoaders = 1;
     const int h_k, b, k_begin;
     int key;
 
     __device__ KeyBlocks(const AttnParams &, const Tile &tile, const Sequence &seq, int)
         : h_k(tile.h_k), b(tile.b), k_begin(seq.k_begin) {}
 
+    __device__ static void begin_tile() {}
     __device__ void find(int n_block) { key = k_begin + n_block * kBlockN; }
     template <int kHeadDim>
     __device__ void load(SmemTile<kBlockN, kHeadDim> &to, const TmaTensor &x, Barrier &full) const {
@@ -55,9 +56,11 @@ struct CacheBox {
     }
 };
 
-// From a cache, by a warp. A lane has a box, up to the last row of a block.
+// From a cache, by two warps, one for K and one for V. A lane finds a box, up to the last row of a block. Boxes are
+// asked for one after another: with pages of 16 keys, one warp for both would keep the products waiting. One lane asks
+// for all boxes of its warp. If each lane asked for its own, ptxas would loop over the lanes around every instruction.
 template <int kBlockN> struct CachedKeyBlocks {
-    static constexpr int kThreads = 32;
+    static constexpr int kLoaders = 2;
     const DecodeParams &p;
     const Tile &tile;
     const Sequence &seq;
@@ -65,11 +68,13 @@ template <int kBlockN> struct CachedKeyBlocks {
 
     __device__ CachedKeyBlocks(const DecodeParams &p, const Tile &tile, const Sequence &seq, int n_block)
         : p(p), tile(tile), seq(seq) {
-        __syncwarp();  // no lane waits for this tile while others go on to the next one
         find_next(n_block);
     }
 
-    __device__ int tile_row() const { return threadIdx.x * p.box_rows; }
+    __device__ static void begin_tile() {
+        __syncwarp();  // no lane waits for this tile while others go on to the next one
+    }
+    __device__ int tile_row() const { return threadIdx.x % 32 * p.box_rows; }
     __device__ void find_next(int n_block) {
         const int key = n_block * kBlockN + tile_row();
         if (tile_row() < kBlockN) next.find(p, tile.b, seq.k_begin + key, key >= 0 && key < seq.seqlen_k);
@@ -81,9 +86,13 @@ template <int kBlockN> struct CachedKeyBlocks {
     }
     template <int kHeadDim>
     __device__ void load(SmemTile<kBlockN, kHeadDim> &to, const TmaTensor &x, Barrier &full) const {
-        __syncwarp();  // no lane waits for this buffer while others go on to the next one
-        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, 2 * kBlockN * kHeadDim);
-        if (tile_row() < kBlockN) box.load(to, tile_row(), p, x, tile.h_k, full);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, 2 * kBlockN * kHeadDim);
+        const int h_k = tile.h_k;
+#pragma unroll 1
+        for (int lane = 0, row = 0; row < kBlockN; lane++, row += p.box_rows) {
+            const CacheBox of_lane{__shfl_sync(~0u, box.sequence, lane), __shfl_sync(~0u, box.row, lane)};
+            if (elect_one()) of_lane.load(to, row, p, x, h_k, full);
+        }
     }
 };
 

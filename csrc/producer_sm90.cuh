@@ -1,5 +1,6 @@
 // What a block of threads on Hopper works at: the tiles of out that it takes in turn, its shared memory, and the two
-// threads of its producer warpgroup. One finds the tiles, the other one asks TMA for Q, K and V.
+// threads of its producer warpgroup. One finds the tiles, the other one asks TMA for Q, K and V. For the keys of a
+// cache, two warps ask.
 //
 // Read next: score_mods_sm90.cuh, what the consumers do where scores are changed.
 #pragma once
@@ -57,7 +58,7 @@ template <typename Shape> struct SharedMemory {
     // The tile of each Q, and of as many before it: consumers still read them when find_tiles() writes the next one.
     using Work = sm90::Work<Shape::kConsumers>;
     Work works[2 * Shape::kQStages];
-    Ring<1> found;  // from the thread that finds tiles to the one that loads them
+    Ring<1> found;  // from the thread that finds tiles to those that load them
     [[no_unique_address]] std::conditional_t<Shape::kMods, BiasTiles<Shape::kConsumers, Shape::kBlockN>, NoBiasTiles>
         bias;
 
@@ -66,7 +67,7 @@ template <typename Shape> struct SharedMemory {
     __device__ void init_barriers() {
         for (auto &ring : q) ring.init(4);
         k.init(4 * Shape::kConsumers), v.init(4 * Shape::kConsumers);
-        found.init(1), bias.init_barriers();
+        found.init(Shape::KeyBlocks::kLoaders), bias.init_barriers();
         fence_mbarrier_init();
     }
 };
@@ -161,27 +162,34 @@ template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, Sha
     mbarrier_arrive(shared.found.full_barrier(item));  // the tile that is not valid
 }
 
-// One thread, or a warp, loads Q for each tile, and K and V block by block.
-template <typename Shape> __device__ void load_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) {
+// What load_tiles() asks for; Q goes with the keys.
+enum class Loads { kAll, kKeys, kValues };
+
+// One thread loads Q for each tile, and K and V block by block. Of a cache, one warp loads Q and K, another one V.
+template <typename Shape, Loads kLoads>
+__device__ void load_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) {
     constexpr int kBlockM = Shape::kBlockM, kAhead = 2 * Shape::kStages;
-    const int lane_idx = Shape::kCached ? threadIdx.x : 0;
+    constexpr bool kKeys = kLoads != Loads::kValues, kValues = kLoads != Loads::kKeys;
+    const int lane_idx = Shape::kCached ? threadIdx.x % 32 : 0;
     prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
     uint32_t q_item = 0, kv_item = 0;  // of the rings
     for (;; q_item++) {
         shared.found.consumer_wait(q_item);
+        Shape::KeyBlocks::begin_tile();
         const auto &work = shared.work(q_item);
         if (!work.tile.is_valid) break;
         const int q_row = work.seq.q_begin + work.tile.block * kBlockM, b = work.tile.b;
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++) {
-            if (lane_idx > 0) continue;
+            if (!kKeys || lane_idx > 0) continue;
             shared.q[c].producer_acquire(q_item);
             load_tile(shared.sQ[shared.q_index(q_item, c)], p.q_tma, shared.q[c].full_barrier(q_item), q_row + 64 * c,
                       work.tile.h, b);
         }
         const int n_begin = work.blocks_begin;
         // When n_next blocks are left, find_tiles() may look for the next tile. It writes over the oldest of `works`.
-        // All consumers are done with that one: they have released a Q that came after it.
+        // All consumers are done with that one: they have released a Q that came after it. Of two warps that load, one
+        // waits for Q, and find_tiles() waits for both.
         const int num_blocks = work.blocks_end - n_begin, n_next = min(num_blocks, kAhead + 1);
         int n_block = Shape::kMods ? work.first_block : work.blocks_end - 1;
         typename Shape::KeyBlocks keys(p, work.tile, work.seq, n_block);
@@ -192,19 +200,33 @@ template <typename Shape> __device__ void load_tiles(const Params<Shape> &p, Sha
             const uint32_t stage = kv_item % Shape::kStages;
             keys.find(n_block);
             if (n_left == n_next) shared.found.consumer_release(q_item, lane_idx);
-            shared.k.producer_acquire(kv_item);
-            keys.load(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item));
+            if constexpr (kKeys) {
+                shared.k.producer_acquire(kv_item);
+                keys.load(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item));
+            }
             if constexpr (Shape::kMods)
                 shared.bias.load(p.bias_tensor, kv_item, work.tile.block * kBlockM, keys.key, work.tile.h, keys.b);
-            shared.v.producer_acquire(kv_item);
-            keys.load(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item));
+            if constexpr (kValues) {
+                shared.v.producer_acquire(kv_item);
+                keys.load(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item));
+            }
         }
     }
-    if (lane_idx > 0) return;
-    for (auto &ring : shared.q) {  // the tile that is not valid ends each consumer
-        ring.producer_acquire(q_item);
-        mbarrier_arrive(ring.full_barrier(q_item));
-    }
+    if (kKeys && lane_idx == 0)
+        for (auto &ring : shared.q) {  // the tile that is not valid ends each consumer
+            ring.producer_acquire(q_item);
+            mbarrier_arrive(ring.full_barrier(q_item));
+        }
+}
+
+// The producer warpgroup.
+template <typename Shape> __device__ void produce(const Params<Shape> &p, SharedMemory<Shape> &shared) {
+    if constexpr (Shape::kCached) {
+        if (threadIdx.x / 32 == 0) load_tiles<Shape, Loads::kKeys>(p, shared);
+        else if (threadIdx.x == 32) find_tiles<Shape>(p, shared);
+        else if (threadIdx.x / 32 == 2) load_tiles<Shape, Loads::kValues>(p, shared);
+    } else if (threadIdx.x == 0) load_tiles<Shape, Loads::kAll>(p, shared);
+    else if (threadIdx.x == 32) find_tiles<Shape>(p, shared);
 }
 
 }  // namespace sm90

@@ -49,6 +49,15 @@ __device__ inline void barrier_sync(int id, int threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// "Parallel Synchronization and Communication Instructions: elect.sync": true in one lane of the warp. The compiler
+// then knows that a single thread executes what follows.
+__device__ inline bool elect_one() {
+    uint32_t is_elected;
+    asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, -1;\nselp.u32 %0, 1, 0, elected;\n}"
+                 : "=r"(is_elected));
+    return is_elected;
+}
+
 // "Data Movement and Conversion Instructions: prefetch.tensormap".
 __device__ inline void prefetch(const CUtensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

@@ -53,6 +53,15 @@ void fence_proxy_async();
 
 inline void barrier_sync(int id, int threads) { emulator::sync("barrier.sync", id, threads); }
 
+// The last lane, so that no kernel takes it for the first one.
+inline bool elect_one() {
+    bool is_elected;
+    emulator::meet("elect.sync", &is_elected, [](void *(&lanes)[32]) {
+        for (void *lane : lanes) *static_cast<bool *>(lane) = lane == lanes[31];
+    });
+    return is_elected;
+}
+
 inline void prefetch(const CUtensorMap &) {}
 void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3);
 void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2, int c3);
