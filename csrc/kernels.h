@@ -107,8 +107,8 @@ inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
     const std::optional<Kernel> forced = forced_kernel;
     if ((forced && forced != Kernel::kSm90) || why_not(Kernel::kSm90, p, gpu, false)) return fewest;
     if (p.page_table && (p.page_size % 16 || p.leftpad_k)) return fewest;  // a box of TMA has 16 keys or more
-    // With more than 16 packed rows, two tiles of mma, decode.cu has 0.4 to 0.7 of the speed of a read (journal).
-    if (p.max_head_dim() <= 128) fewest.tall = 16 / (p.nheads / p.nheads_k) + 1;
+    // A tile of decode.cu has up to 32 packed rows. It would read the keys again for more of them.
+    if (p.max_head_dim() <= 128) fewest.tall = 32 / (p.nheads / p.nheads_k) + 1;
     // flash_prefill does not divide keys among blocks of threads. It needs tiles of rows for half of a GPU.
     constexpr int kFewestRows = 65, kFewestTiles = 64;
     const int tiles = (kFewestTiles + p.nheads - 1) / p.nheads, tile_rows = p.max_head_dim() <= 128 ? 192 : 128;

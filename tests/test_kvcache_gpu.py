@@ -1,4 +1,5 @@
-"""csrc's kernels for caches on a GPU: CUDA graphs, streams, calls in a row, and bits that do not depend on the batch.
+"""csrc's kernels for caches on a GPU: CUDA graphs, streams, calls in a row, and bits that do not depend on the batch
+with num_splits.
 
 test_kvcache.py has its results, decode_driver.cpp its shapes.
 """
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.gpu
 LENGTHS = (1000, 0, 1, 63, 64, 65, 3000, 129, 700, 2048)
 PAGE_SIZE = 16
 # From how many rows on decode_sm90.cu and flash_sm90.cu serve a sample of 8 heads on 2 (fewest_rows() in kernels.h).
-TALL, PREFILL = 5, 1345
+TALL, PREFILL = 9, 1345
 
 
 def ints(*values):
@@ -38,9 +39,10 @@ class Batch:
         self.table = torch.randperm(num_pages, generator=generator, dtype=torch.int32, device="cuda").view(-1, max_pages)
         self.lengths = ints(*LENGTHS)
 
-    def attend(self, samples=slice(None), backend="cuda"):
+    def attend(self, samples=slice(None), **keywords):
         return attention_with_kvcache(self.q[samples], self.k, self.v, self.lengths[samples], causal=True,
-                                      page_table=self.table[samples], return_lse=True, backend=backend)
+                                      page_table=self.table[samples], return_lse=True,
+                                      **{"backend": "cuda"} | keywords)
 
     def change(self):
         """Other lengths, and another sample's pages."""
@@ -64,12 +66,15 @@ def captured(attend):
 
 @pytest.mark.parametrize("rows", [1, TALL - 1, TALL, 20, PREFILL])
 def test_bits_of_a_sample_do_not_depend_on_its_batch(rows):
+    """With num_splits. Without, blocks of threads share the keys of the batch evenly."""
     batch = Batch(0, rows)
-    out, lse = batch.attend()
-    torch.testing.assert_close(out, batch.attend(backend="torch")[0], atol=2e-2, rtol=2e-2)
+    truth = batch.attend(backend="torch")[0]
+    torch.testing.assert_close(batch.attend()[0], truth, atol=2e-2, rtol=2e-2)
+    out, lse = batch.attend(num_splits=16)
+    torch.testing.assert_close(out, truth, atol=2e-2, rtol=2e-2)
     for b in range(len(LENGTHS)):
         one = slice(b, b + 1)
-        assert all(map(torch.equal, batch.attend(one), (out[one], lse[one])))
+        assert all(map(torch.equal, batch.attend(one, num_splits=16), (out[one], lse[one])))
 
 
 def test_attention_waits_for_the_append_before_it():
@@ -163,16 +168,16 @@ class Mixed(Batch):
         self.longest = max(self.ROWS)
         self.q = torch.randn(1, 8, sum(self.ROWS), 128, dtype=torch.bfloat16, device="cuda")
 
-    def attend(self, backend="cuda"):
+    def attend(self, **keywords):
         return attention_with_kvcache(self.q, self.k, self.v, self.lengths, causal=True, page_table=self.table,
                                       cu_seqlens_q=self.begins, max_seqlen_q=self.longest, return_lse=True,
-                                      backend=backend)
+                                      **{"backend": "cuda"} | keywords)
 
-    def attend_one(self, b):
+    def attend_one(self, b, **keywords):
         """Of sample b alone, in a q that is not packed."""
         begin, end, one = *self.begins[b:b + 2].tolist(), slice(b, b + 1)
         return attention_with_kvcache(self.q[:, :, begin:end], self.k, self.v, self.lengths[one], causal=True,
-                                      page_table=self.table[one], return_lse=True, backend="cuda")
+                                      page_table=self.table[one], return_lse=True, backend="cuda", **keywords)
 
 
 on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -204,11 +209,14 @@ def test_rows_decide_which_kernel_serves(rows, kernel):
 def test_all_kernels_serve_a_mixed_batch():
     batch = Mixed(8)
     assert kernels_here(batch.attend) == {1, TALL, PREFILL}
-    out, lse = batch.attend()
-    torch.testing.assert_close(out, batch.attend("torch")[0], atol=2e-2, rtol=2e-2)
+    truth = batch.attend(backend="torch")[0]
+    torch.testing.assert_close(batch.attend()[0], truth, atol=2e-2, rtol=2e-2)
+    out, lse = batch.attend(num_splits=16)
+    torch.testing.assert_close(out, truth, atol=2e-2, rtol=2e-2)
     for b, rows in enumerate(batch.ROWS):
         own = slice(batch.begins[b], batch.begins[b + 1])
-        assert rows == 0 or all(map(torch.equal, batch.attend_one(b), (out[:, :, own], lse[:, :, own])))
+        assert rows == 0 or all(map(torch.equal, batch.attend_one(b, num_splits=16),
+                                    (out[:, :, own], lse[:, :, own])))
 
 
 @on_hopper
