@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     __trap();
 #else
     let_next_kernel_begin();
-    wait_for_previous_kernel();
+    if (!p.runs_beside) wait_for_previous_kernel();
     DecodeMemory<Shape> &shared = shared_memory<DecodeMemory<Shape>>();
     Run<Shape> &run = shared.run, &ahead = shared.ahead[threadIdx.x / 32];
     find_first_run<Shape>(run, shared.steps_of_warps, p, room, line);
@@ -186,10 +186,13 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     KeyStream<T, Shape> keys(p, room, line, ahead);
     uint32_t q[Shape::kHeadDim / 16][4];
     int stage = 0, before = num_stages - 1;  // of this step, and of the one before it, whose place the next copies take
-#pragma unroll 1
-    for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
+    bool has_begun = false;
     while (run.is_valid()) {
-        QRows<T, Shape>(p, run).store(shared.sQ, Swizzle<Shape::kHeadDim>::offset);
+        const QRows<T, Shape> rows(p, run);  // ahead of the first keys, or it would wait for them
+#pragma unroll 1
+        for (int i = 0; !has_begun && i + 1 < num_stages; i++) keys.load(shared.stages[i]);
+        has_begun = true;
+        rows.store(shared.sQ, Swizzle<Shape::kHeadDim>::offset);
         wait_for_step(num_stages);
         __syncthreads();  // Q is there, and the first keys
         if constexpr (Shape::kKeepsQ)
@@ -218,6 +221,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
         end_run<T>(p, room, line, run, shared.is_last);
     }
     store_padding<T>(p);
+    if (p.runs_beside) wait_for_previous_kernel();
 #endif
 }
 

@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
         for (Barrier &full : shared.full) mbarrier_init(full, 1);
         fence_mbarrier_init();
     }
-    wait_for_previous_kernel();
+    if (!p.runs_beside) wait_for_previous_kernel();
     find_first_run<Shape>(run, shared.steps_of_warps, p, room, line);
     if (loads) copy_words(shared.ahead, run);
     __syncwarp();  // the run that the first warp loads is there
@@ -170,6 +170,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
         end_run<T>(p, room, line, run, shared.is_last);
     }
     store_padding<T>(p);
+    if (p.runs_beside) wait_for_previous_kernel();
 #endif
 }
 

@@ -117,22 +117,28 @@ inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
 }
 
 // Calls prefill(p), tall(p) and few(p), the launches that some sample may need, with p for the samples of each. The
-// first one that is called also serves samples with more rows than p.max_seqlen_q.
+// kernel for the most rows also serves samples with more than p.max_seqlen_q. The launch after prefill() runs beside
+// it: it is for other samples, and fills the GPU where prefill() has no tiles left.
 template <typename Prefill, typename Tall, typename Few>
 void launch_by_rows(DecodeParams p, FewestRows fewest, Prefill prefill, Tall tall, Few few) {
     const bool are_alike = !p.cu_seqlens_q && !p.seqused_q;  // all samples have seqlen_q rows
     const int longest = p.max_seqlen_q;
-    p.max_rows = INT_MAX;
-    auto serve = [&](int min_rows, auto launch) {
-        p.min_rows = min_rows, p.max_seqlen_q = std::min(longest, p.max_rows);
-        launch(p);
-        p.max_rows = min_rows - 1;
-        return are_alike || min_rows == 0;  // nothing is left
-    };
-    if (longest >= fewest.prefill && serve(fewest.prefill, prefill)) return;
     // If a single row is tall, so may be a sample without rows, whose padding is written.
-    if (longest >= fewest.tall && serve(fewest.tall == 1 ? 0 : fewest.tall, tall)) return;
-    serve(0, few);
+    const int least_tall = fewest.tall == 1 ? 0 : fewest.tall;
+    auto serve = [&](int min_rows, int max_rows, auto launch) {
+        p.min_rows = min_rows, p.max_rows = max_rows, p.max_seqlen_q = std::min(longest, max_rows);
+        launch(p);
+        p.runs_beside = false;
+    };
+    int most = INT_MAX;
+    if (longest >= fewest.prefill) {  // so that it has a tile, and is launched
+        serve(fewest.prefill, most, prefill);
+        if (are_alike) return;
+        most = fewest.prefill - 1, p.runs_beside = true;
+    }
+    const bool has_tall = longest >= fewest.tall, has_few = !has_tall || (least_tall > 0 && !are_alike);
+    if (has_few) serve(0, has_tall ? least_tall - 1 : most, few);
+    if (has_tall) serve(least_tall, most, tall);
 }
 
 struct Choice {
