@@ -212,7 +212,7 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     sinks = check_sinks(sinks, q)
     scores = dict(softcap=softcap, alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
                   attn_bias=check_attn_bias(attn_bias, q, k, lengths))
-    seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
+    seed = check_dropout_seed(dropout_seed, q, lengths.num_samples(q)) if dropout_p else None
     named_descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
     descales = check_descales(named_descales, q, k, lengths)
     if not chosen.has_forward_mode:

@@ -76,7 +76,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     lengths = check_lengths(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), seq_lens, q, k)
     window = check_window(window_size, causal, lengths, q, k)
     dropout_p = check_dropout_p(dropout_p)
-    seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
+    seed = check_dropout_seed(dropout_seed, q, lengths.num_samples(q)) if dropout_p else None
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
     options = Options(scale, window, lengths, check_sinks(sinks, q), dropout_p, seed, softcap=check_softcap(softcap),
                       alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
