@@ -130,7 +130,7 @@ def check_dropout_seed(dropout_seed, q, num_samples):
 
     TypeError for what is no dense int64 tensor, ValueError unless it is on q's device and of one element, or has behind
     it the four origins of each of so many samples. Those on the CPU are checked: a multiple of 16, one of 2, and all at
-    least 0.
+    least 0. A num_samples of None: no origins.
     """
     if dropout_seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
@@ -142,8 +142,10 @@ def check_dropout_seed(dropout_seed, q, num_samples):
     got = f"got {dropout_seed.dtype} of shape {tuple(dropout_seed.shape)} on {dropout_seed.device}"
     if dropout_seed.dtype != torch.int64:
         raise TypeError(f"{wanted}, {got}")
-    if dropout_seed.device != q.device or dropout_seed.numel() not in (1, 1 + 4 * num_samples):
-        raise ValueError(f"{wanted}, or of shape ({1 + 4 * num_samples},), with the four origins of each sample, {got}")
+    sizes = (1,) if num_samples is None else (1, 1 + 4 * num_samples)
+    if dropout_seed.device != q.device or dropout_seed.numel() not in sizes:
+        with_origins = f", or of shape ({sizes[1]},), with the four origins of each sample" if sizes[1:] else ""
+        raise ValueError(f"{wanted}{with_origins}, {got}")
     if dropout_seed.numel() > 1 and can_read(dropout_seed) and not dropout_seed.is_cuda:
         for row, key, head, sample in dropout_seed.reshape(-1)[1:].view(-1, 4).tolist():
             if row % 16 or key % 2 or min(row, key, head, sample) < 0:

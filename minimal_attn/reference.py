@@ -166,7 +166,7 @@ def by_autograd(forward):
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
             part, part_lse = forward(*inputs, options._replace(return_lse=True))
-        share = (part_lse.detach() - lse.masked_fill(lse == -math.inf, 0)).exp()
+        share = (part_lse.detach() - lse.masked_fill(lse == -math.inf, math.inf)).exp()  # 0 without keys
         dout = dout.to(lse.dtype)
         dlse = share * (dout * (part.detach().to(lse.dtype) - out.to(lse.dtype))).sum(-1)
         return torch.autograd.grad((part, part_lse), inputs, ((share[..., None] * dout).to(part.dtype), dlse))
