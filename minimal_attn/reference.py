@@ -58,7 +58,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
         sm_scale: factor of the scores, 1/sqrt(D) if None.
         seq_lens: valid length of each sample; needs Sq == Sk.
         dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p).
-        dropout_seed: int64, one element, on q's device: decides which (dropout.py); drawn by torch if None.
+        dropout_seed: int64, on q's device: decides which (dropout.py); drawn by torch if None. As flash_attention.
         return_lse: also return each row's log-sum-exp.
         window_size, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softcap, alibi_slopes, attn_bias: as
             flash_attention.

@@ -203,7 +203,8 @@ def of_methods(case, methods=("all_gather", "ring", "ulysses"), layouts=("zigzag
 @pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses"])
 def test_dropout_is_that_of_one_process(four, method):
     more = [Case("documents_over_chunks", bounds=(0, 3, 40, 93), S=96, causal=True, B=1),
-            Case("documents_of_one", bounds=(0, 1, 2, 3, 8, 19, 20), S=24), Case("chunks_of_16", S=64, B=2, causal=True),
+            Case("documents_of_one", bounds=(0, 1, 2, 3, 8, 19, 20), S=24),
+            Case("chunks_of_16", S=64, B=2, causal=True),
             Case("documents_in_chunks_of_16", S=64, bounds=(0, 16, 33, 64), window=(20, -1)),
             Case("one_of_three", size=3, H=6, Hk=3, S=50, causal=True, sinks=True, bounds=(0, 21, 22, 50)),
             Case("one_of_four", size=4, H=8, Hk=4, S=75, B=2), Case("alone", size=1, S=21, bounds=(0, 5, 21)),
@@ -214,20 +215,22 @@ def test_dropout_is_that_of_one_process(four, method):
 
 def kept_in_rank(cases):
     """What is dropped shows in out, where scores are alike and V holds unit vectors."""
+    seed = torch.tensor([SEED], device=ranks.DEVICE)
     for case in cases:
         group = ranks.GROUPS[case.size]
         if torch.distributed.get_rank(group) < 0:
             continue
-        scores = torch.zeros(case.B, case.H, case.S, 8), torch.zeros(case.B, case.Hk, case.S, 8)
-        units = torch.eye(case.S).expand(case.B, case.Hk, -1, -1)
-        q, k, v = (shard(x, group, 2, case.layout).contiguous() for x in (*scores, units))
+        q, k = (shard(torch.zeros(case.B, heads, case.S, 8, device=ranks.DEVICE), group, 2, case.layout)
+                for heads in (case.H, case.Hk))
+        units = torch.eye(case.S, device=ranks.DEVICE).expand(case.B, case.Hk, -1, -1)
+        v = shard(units, group, 2, case.layout).contiguous()
         lengths = {"cu_seqlens": torch.tensor(case.bounds, dtype=torch.int32)} if case.bounds else {"seqlen": case.S}
         out = context_parallel_attention(q, k, v, group, layout=case.layout, method=case.method, dropout_p=0.5,
-                                         dropout_seed=torch.tensor([SEED + torch.distributed.get_rank(group)]),
-                                         backend=case.backend, **lengths)
+                                         dropout_seed=seed + torch.distributed.get_rank(group), backend=case.backend,
+                                         **lengths)
         found = unshard(out, group, 2, case.layout)[:, :, :case.S] != 0
         bounds = case.bounds or (0, case.S)
-        keep = keep_mask(torch.tensor([SEED]), 0.5, max(case.B, len(bounds) - 1), case.H, case.S, case.S, "cpu")
+        keep = keep_mask(seed, 0.5, max(case.B, len(bounds) - 1), case.H, case.S, case.S, ranks.DEVICE)
         wanted = torch.zeros_like(found)
         for number, (begin, end) in enumerate(zip(bounds, bounds[1:])):
             samples = slice(number, number + 1) if case.bounds else slice(case.B)
@@ -525,7 +528,8 @@ def errors_in_rank():
     q, k, cu = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.tensor
     slopes = torch.ones(4)
     errors = refused({
-        "seed": dict(dropout_p=0.1, dropout_seed=5), "dropout range": dict(dropout_p=2), "layout": dict(layout="striped"),
+        "seed": dict(dropout_p=0.1, dropout_seed=5), "dropout range": dict(dropout_p=2),
+        "layout": dict(layout="striped"),
         "method": dict(method="p2p"), "group": dict(group="nccl"), "heads": dict(method="ulysses", k=k[:, :1]),
         "3D": dict(q=q[0, :2], k=k[0]), "rows": dict(k=k[:, :, :4]), "empty": dict(q=q[:, :, :0], k=k[:, :, :0]),
         "odd": dict(q=q[:, :, :5], k=k[:, :, :5]), "dtype": dict(q=q.half()), "float8": dict(

@@ -100,8 +100,9 @@ def visible_part(row_begin, row_end, key_begin, key_end, window):
 
 
 def joined(pieces, has_dropout):
-    """Pieces of the same rows, with two put together where all rows see all keys of the first, and the keys of the second
-    follow in the tensor. In the sequence there may be others between them, but for dropout, which numbers them."""
+    """Pieces of the same rows, with two put together where all rows see all keys of the first, and the keys of the
+    second follow in the tensor. In the sequence there may be others between them, but not with dropout, which counts
+    keys from the first one."""
     result = []
     for piece in pieces:
         before, (left, right) = result[-1] if result else None, piece.window

@@ -35,8 +35,8 @@ class Transfer:
 
 
 def turns(k, v, room):
-    """For each rank whose keys come by, from this one on: (rank, its k, its v), as Room has them. The next ones begin to
-    move before."""
+    """For each rank whose keys come by, from this one on: (rank, its k, its v), as Room has them. The next ones begin
+    to move before."""
     kv, shards = room.with_next_keys(torch.cat((k, v), -1)), room.shards
     for step in range(shards.size):
         transfer = Transfer(kv, shards, KEYS) if step + 1 < shards.size else None
