@@ -22,7 +22,7 @@ class Dropout {
           batch(uint32_t(b)) {
         if (!p.has_dropout_origins) return;
         const int64_t *origin = p.dropout_seed + 1 + 4 * b;
-        row0 = uint32_t(origin[0] / 2), pair0 = uint32_t(origin[1] / 2);
+        row0 = uint32_t(origin[0]) / 2, pair0 = uint32_t(origin[1]) / 2;
         head += uint32_t(origin[2]), batch = uint32_t(origin[3]);
     }
 
