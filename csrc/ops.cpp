@@ -19,7 +19,8 @@ void check_value(bool is_right, const char *fault) {
 }
 
 // What the forward and the backward pass have in common, checked. q [batch_size, nheads, seqlen_q, head_dim], k and v
-// [batch_size, nheads_k, seqlen_k, head_dim], v's head_dim may differ; head_dim contiguous, dropout_seed one int64.
+// [batch_size, nheads_k, seqlen_k, head_dim], v's head_dim may differ; head_dim contiguous, dropout_seed one int64, or
+// that and four a sample.
 void set_params(AttnParams &p, const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
                 const Options &options) {
     const Reason type_fault = find_type_fault(q, k, v);
@@ -41,10 +42,12 @@ void set_params(AttnParams &p, const TorchTensor &q, const TorchTensor &k, const
     const auto &[dropout_p, dropout_seed] = std::tie(options.dropout_p, options.dropout_seed);
     check_value(dropout_p >= 0 && dropout_p <= 1, "dropout_p must be in [0, 1]");
     if (dropout_p == 0) return;
-    check_value(dropout_seed && dropout_seed->numel() == 1 &&
+    check_value(dropout_seed && dropout_seed->is_contiguous() &&
+                    (dropout_seed->numel() == 1 || dropout_seed->numel() == 1 + 4 * p.batch_size) &&
                     is_like(*dropout_seed, dropout_seed->sizes(), ScalarType::Long, q),
-                "dropout_seed must be one int64 in a tensor on the device of q");
+                "dropout_seed must be one int64, or that and four a sample, in a contiguous tensor on the device of q");
     p.dropout_seed = static_cast<const int64_t *>(dropout_seed->const_data_ptr());
+    p.has_dropout_origins = dropout_seed->numel() > 1;
     p.drop_threshold = uint32_t(std::min(std::nearbyint(dropout_p * 0x1p32), 0x1p32 - 1));  // as in dropout.py
     p.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
 }

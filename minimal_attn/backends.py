@@ -57,7 +57,8 @@ class Options(NamedTuple):
     lengths: Lengths = Lengths()
     sinks: Tensor | None = None  # (H,), contiguous, fp32, or fp64 for fp64: one more score of each row, without a value
     dropout_p: float = 0.0
-    dropout_seed: Tensor | None = None  # int64, one element; None without dropout
+    # int64, contiguous; None without dropout. One element, or a dropout.seed_with_origins.
+    dropout_seed: Tensor | None = None
     deterministic: bool = False
     autotune: bool = True
     descales: tuple = (None, None, None)  # of q, k and v in fp8: float32 (B, Hk), contiguous, or None
@@ -141,7 +142,7 @@ class Backend:
     # None, and lengths is empty with slot_mapping.
     append: Callable[[Tensor, Tensor, Tensor, Tensor, Append], tuple[Tensor, Tensor]]
     # (dout, q, k, v, out, lse, options) -> (dq, dk, dv), where k and v may be a part of the keys, and out and lse those
-    # of all, with sinks that options then lacks. No two samples share keys. There is no dropout and no bias.
+    # of all, with sinks that options then lacks. No two samples share keys. There is no bias.
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor, Tensor]]
 
 

@@ -125,10 +125,12 @@ def check_dropout_p(dropout_p, name="dropout_p"):
     return float(dropout_p)
 
 
-def check_dropout_seed(dropout_seed, q):
+def check_dropout_seed(dropout_seed, q, num_samples):
     """dropout_seed, or one that torch draws if it is None, on q's device so that a CUDA graph draws anew each time.
 
-    TypeError for what is no dense int64 tensor, ValueError unless it is of one element and on q's device.
+    TypeError for what is no dense int64 tensor, ValueError unless it is on q's device and of one element, or has behind
+    it the four origins of each of so many samples. Those on the CPU are checked: a multiple of 16, one of 2, and all at
+    least 0. A num_samples of None: no origins.
     """
     if dropout_seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
@@ -140,9 +142,16 @@ def check_dropout_seed(dropout_seed, q):
     got = f"got {dropout_seed.dtype} of shape {tuple(dropout_seed.shape)} on {dropout_seed.device}"
     if dropout_seed.dtype != torch.int64:
         raise TypeError(f"{wanted}, {got}")
-    if dropout_seed.numel() != 1 or dropout_seed.device != q.device:
-        raise ValueError(f"{wanted}, {got}")
-    return dropout_seed
+    sizes = (1,) if num_samples is None else (1, 1 + 4 * num_samples)
+    if dropout_seed.device != q.device or dropout_seed.numel() not in sizes:
+        with_origins = f", or of shape ({sizes[1]},), with the four origins of each sample" if sizes[1:] else ""
+        raise ValueError(f"{wanted}{with_origins}, {got}")
+    if dropout_seed.numel() > 1 and can_read(dropout_seed) and not dropout_seed.is_cuda:
+        for row, key, head, sample in dropout_seed.reshape(-1)[1:].view(-1, 4).tolist():
+            if row % 16 or key % 2 or min(row, key, head, sample) < 0:
+                raise ValueError("the origins in dropout_seed are the first row, a multiple of 16, the first key, a "
+                                 f"multiple of 2, head and sample, all at least 0, got {[row, key, head, sample]}")
+    return dropout_seed.contiguous()
 
 
 def autocast(q, k, v):

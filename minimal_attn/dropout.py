@@ -2,7 +2,8 @@
 
 keep_mask numbers the elements of (B, H, Sq, Sk) and asks Philox-4x32-10, a random number generator without state, for
 their words. No tile size, no order of threads and no other call has a say in it, so a kernel that forms one tile at a
-time, forward or backward, drops what reference.py drops. Read next: _build.py, which compiles csrc.
+time, forward or backward, drops what reference.py drops. Nor does it matter which part of the elements a call has, if
+it is told where they begin: seed_with_origins. Read next: _build.py, which compiles csrc.
 """
 
 import torch
@@ -50,6 +51,20 @@ def keep_scale(dropout_p):
     return 0.0 if dropout_p == 1 else 1 / (1 - dropout_p)
 
 
+def seed_with_origins(seed, origins):
+    """A dropout_seed of a call that is a part of a larger problem, and drops what a call with all of it would.
+
+    Args:
+        seed: int64, one element.
+        origins: int64 (B, 4), on its device, one row a sample: its first row in the larger problem, a multiple of 16,
+            its first key, a multiple of 2, the number of its first query head, and that of the sample.
+
+    Returns:
+        int64 (1 + 4 · B,).
+    """
+    return torch.cat((seed.view(1), origins.flatten()))
+
+
 def keep_mask(seed, dropout_p, batch_size, nheads, seqlen_q, seqlen_k, device):
     """Which probabilities survive dropout.
 
@@ -61,21 +76,29 @@ def keep_mask(seed, dropout_p, batch_size, nheads, seqlen_q, seqlen_k, device):
         counter = row // 16 * 8 + row % 8, column // 2, query head, batch
         word    = 2 * (row // 8 % 2) + column % 2, which is the number of the accumulator's register
 
-    and an element is kept if its word is at least drop_threshold(dropout_p), as an unsigned number.
+    and an element is kept if its word is at least drop_threshold(dropout_p), as an unsigned number. Rows, columns,
+    heads and samples are numbered from the origins in the seed, if it has some.
 
     Args:
-        seed: int64, one element, on `device`; its value is not read on the host, so CUDA graphs may change it.
+        seed: int64, one element, or a seed_with_origins, on `device`; its value is not read on the host, so CUDA graphs
+            may change it.
         dropout_p: share to drop, in [0, 1].
 
     Returns:
         bool (B, H, Sq, Sk). About 24 bytes an element are in use on the way, for the words are int64.
     """
-    seed = seed.reshape(())
+    seed, origins = seed.view(-1).tensor_split((1,))
     key = seed & MASK32, seed >> 32 & MASK32
     # Both rounded up to whole groups; the rest is cut off at the end.
     tiles, pairs = (seqlen_q + 15) // 16, (seqlen_k + 1) // 2
     batch, head, row, col = (torch.arange(n, device=device) for n in (batch_size, nheads, tiles * 8, pairs))
-    words = philox((row[:, None], col, head[:, None, None], batch[:, None, None, None]), key)
+    batch = batch[:, None, None, None]
+    row0 = pair0 = head0 = 0
+    if origins.numel():
+        row0, pair0, head0, batch = (x[:, None, None, None] for x in origins.view(batch_size, 4).unbind(1))
+        row0, pair0 = row0 // 2, pair0 // 2
+    counter = row[:, None] + row0, col + pair0, head[:, None, None] + head0, batch
+    words = philox([word & MASK32 for word in counter], key)
     keep = torch.stack([word >= drop_threshold(dropout_p) for word in words], -1)
     keep = keep.view(batch_size, nheads, tiles, 8, pairs, 2, 2)  # [..., row % 8, column // 2, row // 8 % 2, column % 2]
     keep = keep.permute(0, 1, 2, 5, 3, 4, 6).reshape(batch_size, nheads, tiles * 16, pairs * 2)

@@ -82,7 +82,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         dropout_seed: int64 tensor of one element on q's device. Which elements are dropped depends only on the seed,
             the sample, the head, the row and the column (dropout.py); 3D input has head 0. If None, torch's generator
             of that device draws a seed, so that torch.manual_seed repeats it. The host never reads it. Ignored if
-            dropout_p is 0.
+            dropout_p is 0. For a part of a larger problem, which is to drop what that one would, it has 1 + 4·B
+            elements: dropout.seed_with_origins.
         deterministic: gradients that are bitwise the same in every run; torch.use_deterministic_algorithms does the
             same. Without it, "cuda" adds up dq of 16-bit inputs by atomics, in any order; with it, in a fixed order,
             which is slower. Above head_dim 128, Hopper's kernel needs no atomics. With it, "triton" takes its tiles
@@ -212,7 +213,7 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     sinks = check_sinks(sinks, q)
     scores = dict(softcap=softcap, alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
                   attn_bias=check_attn_bias(attn_bias, q, k, lengths))
-    seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
+    seed = check_dropout_seed(dropout_seed, q, lengths.num_samples(q)) if dropout_p else None
     named_descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
     descales = check_descales(named_descales, q, k, lengths)
     if not chosen.has_forward_mode:

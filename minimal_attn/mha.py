@@ -46,7 +46,7 @@ class FlashMHA(nn.Module):
 
     Raises:
         ValueError: sizes, dropout, window_size or backend; TypeError: causal, dropout, window_size or
-        context_parallel_group. NotImplementedError: dropout with context_parallel_group.
+        context_parallel_group.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, num_heads_k: int | None = None, bias: bool = True,
@@ -73,8 +73,6 @@ class FlashMHA(nn.Module):
             raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
         if context_parallel_group is not None:
             shards_of(context_parallel_group, "zigzag")
-            if dropout:
-                raise NotImplementedError("dropout is not supported with context_parallel_group")
         self.context_parallel_group = context_parallel_group
         self.embed_dim, self.num_heads, self.num_heads_k, self.head_dim = embed_dim, num_heads, num_heads_k, head_dim
         self.dropout, self.causal, self.window_size, self.backend = dropout, causal, window_size, backend

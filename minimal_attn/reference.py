@@ -58,7 +58,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
         sm_scale: factor of the scores, 1/sqrt(D) if None.
         seq_lens: valid length of each sample; needs Sq == Sk.
         dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p).
-        dropout_seed: int64, one element, on q's device: decides which (dropout.py); drawn by torch if None.
+        dropout_seed: int64, on q's device: decides which (dropout.py); drawn by torch if None. As flash_attention.
         return_lse: also return each row's log-sum-exp.
         window_size, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softcap, alibi_slopes, attn_bias: as
             flash_attention.
@@ -76,7 +76,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     lengths = check_lengths(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), seq_lens, q, k)
     window = check_window(window_size, causal, lengths, q, k)
     dropout_p = check_dropout_p(dropout_p)
-    seed = check_dropout_seed(dropout_seed, q) if dropout_p else None
+    seed = check_dropout_seed(dropout_seed, q, lengths.num_samples(q)) if dropout_p else None
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
     options = Options(scale, window, lengths, check_sinks(sinks, q), dropout_p, seed, softcap=check_softcap(softcap),
                       alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
@@ -166,7 +166,7 @@ def by_autograd(forward):
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
             part, part_lse = forward(*inputs, options._replace(return_lse=True))
-        share = (part_lse.detach() - lse.masked_fill(lse == -math.inf, 0)).exp()
+        share = (part_lse.detach() - lse.masked_fill(lse == -math.inf, math.inf)).exp()  # 0 without keys
         dout = dout.to(lse.dtype)
         dlse = share * (dout * (part.detach().to(lse.dtype) - out.to(lse.dtype))).sum(-1)
         return torch.autograd.grad((part, part_lse), inputs, ((share[..., None] * dout).to(part.dtype), dlse))

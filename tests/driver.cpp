@@ -18,6 +18,7 @@
 //     --without=17                         leave the 17th statement that synchronizes out (faults.py), and stop at the
 //                                          first case that shows it
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -90,6 +91,7 @@ struct Case {
     bool has_alibi = false;
     std::optional<DType> bias = {};
     std::string bias_shape = "BHRK";  // a dimension that is missing is shared
+    bool is_part = false;  // of a larger problem, whose dropout it has
     std::vector<int> spike = {};  // the keys [begin, end) whose scores are alike and far above those of all others
 
     int max_head_dim() const { return std::max(head_dim, head_dim_v); }
@@ -114,6 +116,10 @@ Case head_dim_of_v(Case c, int head_dim_v) {
 }
 Case with_spike(Case c, int begin, int end) {
     c.spike = {begin, end};
+    return c;
+}
+Case part_of_more(Case c) {
+    c.is_part = true;
     return c;
 }
 Case with_sinks(Case c) {
@@ -171,7 +177,7 @@ const std::vector<Case> cases = {
     {"sm80_bf16_256",     b16, 1, 1, 1,  66, 100, 200, true,  kHeads,    {},   kSm80},
     // 20 heads that share keys: the tile of the first sample is split in two, that of the second is not.
     {"sm80_splits",       b16, 2, 20, 1, 110, 110, 64, true,  kRows,     {110, 40}, kSm80},
-    {"sm80_splits_drop",  f16, 1, 20, 1, 105,  70, 104, false, kHeads,   {},   kSm80, 0.25},
+    part_of_more({"sm80_splits_drop", f16, 1, 20, 1, 105, 70, 104, false, kHeads, {}, kSm80, 0.25}),
     {"sm80_128_narrow",   f16, 1, 2, 1,  70, 130, 120, true,  kHeads,    {},   kSm80Narrow, 0.25},
     {"sm80_256_narrow",   b16, 1, 2, 1,  70,  70, 200, true,  kRows,     {65}, kSm80Narrow},
     {"sm80_one",          b16, 1, 1, 1,   1,   1,   8, true,  kHeads,    {},   kSm80},
@@ -192,6 +198,7 @@ const std::vector<Case> cases = {
     // What else the interface allows.
     {"gqa",               f32, 2, 6, 2,   3,  70,  16, true,  kRows},
     {"dropout",           f32, 2, 4, 2,  83,  70,  20, true,  kRows,     {}, kBest, 0.1},
+    part_of_more({"dropout_part", f32, 2, 4, 2, 83, 70, 20, true, kRows, {}, kBest, 0.1}),
     {"dropout_all",       f32, 1, 1, 1,   5,   5,   8, false, kGaps,     {}, kBest, 1},
     {"seq_lens_clamped",  f32, 4, 1, 1,  67,  67,  20, false, kHeads,    {1 << 30, 66, 0, -5}},
     {"rows_without_keys", f32, 1, 1, 1, 130,  60,  16, true},
@@ -214,10 +221,10 @@ const std::vector<Case> cases = {
     {"sm90_200_causal",   b16, 1, 1, 1, 127, 257, 200, true,  kHeads,    {},   kSm90},
     // The backward pass: dropout, heads that share keys and are split, many blocks of keys that take turns.
     {"sm90_drop_64",      b16, 1, 2, 1, 200, 260,  64, true,  kRows,     {},   kSm90, 0.25},
-    {"sm90_drop_128",     f16, 1, 2, 1, 130, 140, 104, false, kHeads,    {},   kSm90, 0.25},
+    part_of_more({"sm90_drop_128", f16, 1, 2, 1, 130, 140, 104, false, kHeads, {}, kSm90, 0.25}),
     {"sm90_splits",       b16, 5, 20, 1, 110, 110, 64, true,  kRows,     {110, 40, 30, 110, 20}, kSm90},
     {"sm90_splits_drop",  f16, 1, 20, 1, 105,  70, 104, false, kHeads,   {},   kSm90, 0.25},
-    {"sm90_drop_192",     b16, 2, 2, 1, 130, 200, 192, true,  kHeads,    {130, 77}, kSm90, 0.25},
+    part_of_more({"sm90_drop_192", b16, 2, 2, 1, 130, 200, 192, true, kHeads, {130, 77}, kSm90, 0.25}),
     {"sm90_turns",        b16, 1, 2, 1, 200, 700,  64, false, kRows,     {},   kSm90},
     {"sm90_turns_128",    f16, 1, 2, 2, 450, 400, 128, false, kHeads,    {},   kSm90},
     {"sm90_turns_causal", f16, 1, 1, 1, 200, 700, 128, true,  kRows,     {},   kSm90},
@@ -288,8 +295,8 @@ const std::vector<Case> cases = {
            {0, 5, 70, 71, 71, 300}),
     packed({"sm80_packed_causal", b16, 1, 4, 2, 0, 0, 128, true,  kRows,  {}, kSm80}, {0, 70, 199, 200, 330},
            {0, 70, 199, 200, 430}),
-    packed({"sm80_packed_drop",   b16, 1, 2, 2, 0, 0, 200, true,  kHeads, {}, kSm80, 0.25}, {0, 33, 70, 140},
-           {0, 33, 70, 140}),
+    part_of_more(packed({"sm80_packed_drop", b16, 1, 2, 2, 0, 0, 200, true, kHeads, {}, kSm80, 0.25}, {0, 33, 70, 140},
+                        {0, 33, 70, 140})),
     packed({"sm90_packed",        f16, 1, 2, 1, 0, 0,  64, false, kRows,  {}, kSm90}, {0, 250, 250, 251, 300, 530},
            {0, 5, 70, 71, 71, 300}),
     packed({"sm90_packed_turns",  b16, 1, 4, 4, 0, 0, 128, false, kRows,  {}, kSm90}, {0, 70, 400}, {0, 70, 600}),
@@ -341,14 +348,16 @@ const std::vector<Case> cases = {
     with_mods({"simt_softcap",      f32, 1, 2, 1,  70, 130,  40, true,  kGaps}, 2, false),
     with_mods({"simt_alibi",        f16, 2, 2, 1, 140,  70,  72, false, kRows, {}, kBest, 0.25}, 0, true),
     with_mods({"simt_bias",         f32, 2, 2, 2,  66,  65, 130, false, kRows, {66, 33}}, 3, true, f32, "HRK"),
-    with_mods({"simt_bias_of_keys", b16, 2, 2, 1,  66,  70,  40, true,  kHeads, {}, kBest, 0.25}, 0, false, b16, "BK"),
+    part_of_more(with_mods({"simt_bias_of_keys", b16, 2, 2, 1, 66, 70, 40, true, kHeads, {}, kBest, 0.25}, 0, false,
+                           b16, "BK")),
     with_mods({"simt_mask",         f32, 2, 4, 2,  70,  66,  20, false, kRows}, 0, false, boolean, "BRK"),
     packed(with_mods({"simt_packed_mods", f32, 1, 2, 1, 0, 0, 40, true, kRows}, 4, true), {0, 40, 40, 61},
            {0, 20, 30, 90}),
     with_sinks(with_mods({"simt_mask_sinks", f32, 1, 2, 1, 70, 66, 20, true, kRows}, 0, true, boolean, "HRK")),
 #if HAS_GPU
     with_mods({"sm80_softcap",      f16, 1, 2, 1, 130, 150,  64, true,  kHeads, {}, kSm80}, 2, false),
-    with_mods({"sm80_softcap_drop", b16, 1, 4, 1, 130, 100, 128, false, kRows,  {}, kSm80, 0.25}, 2, false),
+    part_of_more(with_mods({"sm80_softcap_drop", b16, 1, 4, 1, 130, 100, 128, false, kRows, {}, kSm80, 0.25}, 2,
+                           false)),
     with_mods({"sm80_alibi",        b16, 2, 4, 2, 140, 140, 128, true,  kRows,  {3, 129}, kSm80}, 0, true),
     with_mods({"sm80_bias",         f16, 2, 2, 1, 140, 200,  96, false, kRows,  {}, kSm80, 0.25}, 3, true, f16, "HRK"),
     with_mods({"sm80_bias_fp32",    b16, 1, 2, 1,  70,  70, 192, true,  kRows,  {}, kSm80}, 0, false, f32, "BHRK"),
@@ -486,6 +495,12 @@ template <typename T> void check(Buffer<T> &got, const Expected &expected, doubl
 
 constexpr int64_t kSeed = 0x123456789abcdef;
 
+// Where the rows, keys and heads of sample b begin in a larger problem, and its number there.
+std::array<int64_t, 4> origin_of(const Case &c, int b) {
+    if (!c.is_part) return {0, 0, 0, b};
+    return {16 * (b + 3), 2 * (5 * b + 7), 2 * b + 11, 40 - 3 * b};
+}
+
 // dropout.h once more, for one element: Philox-4x32-10.
 bool keeps(uint32_t threshold, uint32_t b, uint32_t h, uint32_t row, uint32_t col) {
     uint32_t x[4] = {row / 16 * 8 + row % 8, col / 2, h, b}, key[2] = {uint32_t(kSeed), uint32_t(kSeed >> 32)};
@@ -601,7 +616,7 @@ template <typename T> struct Tensors {
     Buffer<float> lse_log2{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<int> seqused_q{c.samples(), 1, 1, 1}, seqused_k{c.samples(), 1, 1, 1}, tile_counter{1, 1, 1, 1};
     Buffer<int> cu_seqlens_q{c.samples() + 1, 1, 1, 1}, cu_seqlens_k{c.samples() + 1, 1, 1, 1};
-    Buffer<int64_t> seed{1, 1, 1, 1};
+    Buffer<int64_t> seed{1, 1, 1, c.is_part ? 1 + 4 * c.samples() : 1};  // and origins
     Buffer<S> sinks{1, 1, 1, c.nheads};
     Buffer<float> slopes{1, c.samples(), c.nheads, 1};
     // One element for each that is not shared. In double precision, and as the kernel reads it.
@@ -615,7 +630,10 @@ template <typename T> struct Tensors {
 
     explicit Tensors(const Case &c) : c(c) {
         set_forward_params();
-        copy(seed.device, &kSeed, sizeof(kSeed));
+        std::vector<int64_t> numbers{kSeed};
+        for (int b = 0; c.is_part && b < c.samples(); b++)
+            for (int64_t number : origin_of(c, b)) numbers.push_back(number);
+        copy(seed.device, numbers.data(), numbers.size() * sizeof(int64_t));
         std::mt19937 random;
         if (c.has_sinks) sinks.randomize(0, 0, 1, random);
         if (c.has_alibi) slopes.randomize(0, 0, c.nheads, random), p.alibi_slopes = slopes.device;
@@ -660,7 +678,7 @@ template <typename T> struct Tensors {
             p.tile_counter = tile_counter.device;
         const double scale = c.layout == kGaps ? -c.scale : c.scale;  // of any sign
         p.softmax_scale = float(scale / std::sqrt(double(c.head_dim)));
-        if (c.dropout_p > 0) p.dropout_seed = seed.device;
+        if (c.dropout_p > 0) p.dropout_seed = seed.device, p.has_dropout_origins = c.is_part;
         if (c.is_packed())
             for (Tensor *x : {&p.q, &p.k, &p.v, &p.o}) x->batch_stride = 0;
         p.drop_threshold = std::min(std::round(c.dropout_p * 0x1p32), 0x1p32 - 1);
@@ -823,7 +841,9 @@ template <typename T> struct Reference {
             const double bias = x.bias_at(b, h, i, j);
             P[j] = score - alibi + bias, size[j] = std::abs(score) + std::abs(alibi) + std::abs(bias);
             max = std::max(max, P[j]);
-            scale[j] = !x.p.dropout_seed ? 1 : keeps(x.p.drop_threshold, b, h, i, j) ? x.p.keep_scale : 0;
+            const auto [row0, key0, head0, sample] = origin_of(c, b);
+            const bool is_kept = keeps(x.p.drop_threshold, sample, head0 + h, row0 + i, key0 + j);
+            scale[j] = !x.p.dropout_seed ? 1 : is_kept ? x.p.keep_scale : 0;
         });
         if (std::isinf(max)) return {max, 0};
         double sum = std::exp(sink - max), magnitude = 0;

@@ -40,8 +40,9 @@ SPILLS = {("flash_bwd_sm80.cu", "dense"): 96,  # on sm_120; 12 on sm_90
           ("flash_sm90.cu", "dropout"): 32,  # the same, and the words of a row
           ("flash_sm90.cu", "scores"): 80,
           ("flash_bwd_sm90.cu", "dense"): 16,  # after the loop
+          ("flash_bwd_sm90.cu", "dropout"): 24,  # at head_dim 128, three numbers: the words count from an origin
           ("flash_bwd_sm90.cu", "scores"): 16,
-          ("flash_bwd_bias.cu", "dense"): 96,
+          ("flash_bwd_bias.cu", "dense"): 104,
           ("flash.cu", "dense"): 136}      # on sm_120, in fp32
 
 # The instruction a 16-bit product becomes, by compute capability.
@@ -140,7 +141,8 @@ def kind_of(file, name):
     flags = re.findall(r"Lb([01])E", name)
     if flags and flags[-1] == "1":
         return "scores"
-    return "dropout" if flags and flags[0] == "1" and "sm80" in file else "dense"
+    has_dropout = flags and flags[0] == "1" and ("sm80" in file or file == "flash_bwd_sm90.cu")
+    return "dropout" if has_dropout else "dense"
 
 
 def cuobjdump():

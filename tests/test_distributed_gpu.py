@@ -12,7 +12,8 @@ import ranks
 from minimal_attn.bench.context_parallel import torchs_context_parallel
 from minimal_attn.distributed import shard, unshard
 from test_activate import OURS, TORCHS
-from test_distributed import FEATURES, Case, check, compare_in_groups, in_one_process, of_methods, on_ranks
+from test_distributed import (FEATURES, Case, check, compare_in_groups, in_one_process, kept_in_rank, of_methods,
+                              on_ranks)
 
 NUM_GPUS = torch.cuda.device_count()
 
@@ -31,6 +32,22 @@ def gpus(tmp_path_factory):
 def test_results_are_those_of_one_gpu(gpus, backend, dtype):
     cases = [dataclasses.replace(case, dtype=dtype, backend=backend, D=64, Dv=64) for case in FEATURES]
     check(gpus, [one for case in cases for one in of_methods(case, layouts=["zigzag"])])
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_dropout_is_that_of_one_gpu(gpus, backend, dtype):
+    more = [Case("documents_over_chunks", S=960, bounds=(0, 3, 401, 940), causal=True), Case("whole", S=1024, B=2)]
+    cases = [dataclasses.replace(case, dtype=dtype, backend=backend, D=64, Dv=64, dropout_p=0.3)
+             for case in FEATURES + more]
+    check(gpus, [one for case in cases for one in of_methods(case)])
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_dropout_keeps_what_keep_mask_says(gpus, backend):
+    cases = [Case("whole", B=2, S=75, backend=backend), Case("documents", S=200, bounds=(0, 3, 140, 140, 190),
+                                                             backend=backend)]
+    gpus.run(kept_in_rank, [one for case in cases for one in of_methods(case)])
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.skipif(NUM_GPUS < 4, reason="needs 4 GPUs"))])

@@ -14,7 +14,7 @@ from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, WITHOUT_DROPOUT, capt
 from minimal_attn import (FlashMHA, available_backends, choice, flash_attention, flash_attn_func, force_kernel,
                           reference_attention)
 from minimal_attn.backends import Lengths, Options
-from minimal_attn.dropout import drop_threshold, keep_mask, keep_scale, philox
+from minimal_attn.dropout import drop_threshold, keep_mask, keep_scale, philox, seed_with_origins
 from minimal_attn.interface import BACKENDS
 from minimal_attn.scores import visible_keys
 
@@ -40,8 +40,8 @@ def qkv(B=2, H=4, Hk=2, Sq=21, Sk=35, D=16, dtype=torch.float64, device=DEVICE):
 
 
 def drop(q, k, v, dropout_p, backend, seed=SEED, **options):
-    return flash_attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed_of(seed, q.device), backend=backend,
-                           **options)
+    seed = seed if isinstance(seed, torch.Tensor) else seed_of(seed, q.device)
+    return flash_attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed, backend=backend, **options)
 
 
 def probabilities(q, k, v, *args, **kwargs):
@@ -89,6 +89,26 @@ def test_keep_mask_does_not_depend_on_the_shape(shape):
     whole = keep_mask(seed_of(), 0.5, 3, 5, 50, 48, DEVICE)
     B, H, Sq, Sk = shape
     assert keep_mask(seed_of(), 0.5, *shape, DEVICE).equal(whole[:B, :H, :Sq, :Sk])
+
+
+# Of two samples that are parts of a larger problem: first row, first key, first head, sample.
+ORIGINS = [[48, 6, 2, 3], [16, 34, 0, 1]]
+
+
+def parts_of(whole, origins, H, Sq, Sk):
+    """(B, H, Sq, Sk) of a mask of the larger problem."""
+    return torch.stack([whole[sample, head : head + H, row : row + Sq, key : key + Sk]
+                        for row, key, head, sample in origins])
+
+
+def test_keep_mask_of_a_part():
+    whole = keep_mask(seed_of(), 0.5, 4, 5, 100, 90, DEVICE)
+    seed = seed_with_origins(seed_of(), torch.tensor(ORIGINS, device=DEVICE))
+    assert keep_mask(seed, 0.5, 2, 3, 37, 41, DEVICE).equal(parts_of(whole, ORIGINS, 3, 37, 41))
+    far = [[2**31 - 16, 2**31 - 2, 7, 2**32 - 1]]
+    mask = keep_mask(seed_with_origins(seed_of(), torch.tensor(far, device=DEVICE)), 0.3, 1, 2, 20, 6, DEVICE)
+    assert mask.tolist() == [[[[keep_one(SEED, 0.3, 2**32 - 1, 7 + h, 2**31 - 16 + i, 2**31 - 2 + j) for j in range(6)]
+                               for i in range(20)] for h in range(2)]]
 
 
 @pytest.mark.parametrize("dropout_p", [1e-3, 0.1, 0.25, 0.5, 0.9, 0.999])
@@ -290,6 +310,11 @@ def test_empty_inputs(backend, shape):
     (ValueError, r"dropout_seed must be one int64 .* shape \(2,\)", 0.5, torch.tensor([1, 2], device=DEVICE)),
     (ValueError, r"dropout_seed must be one int64 .* shape \(0,\)", 0.5, seed_of()[:0]),
     (ValueError, "dropout_seed must be one int64 .* on meta", 0.5, seed_of().to("meta")),
+    (ValueError, r"or of shape \(9,\), with the four origins of each sample", 0.5, seed_of().repeat(5)),
+    *(pytest.param(ValueError, "the first row, a multiple of 16, the first key, a multiple of 2", 0.5,
+                   torch.tensor([5, 16, 2, 0, 0, *origin], device=DEVICE),
+                   marks=pytest.mark.skipif(HAS_GPU, reason="the host reads them on the CPU alone"))
+      for origin in ([8, 2, 0, 0], [16, 1, 0, 0], [16, 2, -1, 0], [16, 2, 0, -1])),
 ])
 def test_bad_input(error, match, dropout_p, dropout_seed):
     inputs = qkv(dtype=torch.float32)
@@ -354,6 +379,44 @@ def test_kernel_drops_what_keep_mask_says(impl, dtype, shape, options, seed):
     visible = visible_keys(*want.shape[2:], window, Lengths(None, None, seq_lens, seq_lens), q.device)
     for mask in masks(q, k, v, 0.4, IMPLEMENTATIONS[impl][0], seed=seed, **options):
         assert mask.equal(want if visible is None else want & visible)
+
+
+@pytest.mark.parametrize("shape, options", [
+    (dict(H=2, Hk=1, D=40), dict(causal=True)), (dict(Sq=40, Sk=33), dict(softcap=3.0)),
+    pytest.param(dict(H=3, Hk=1, D=128), {}, marks=pytest.mark.slow),
+    pytest.param(dict(H=2, D=192), {}, marks=pytest.mark.slow)], ids=str)
+@each_impl
+def test_kernel_drops_of_a_part_what_the_whole_drops(impl, dtype, shape, options):
+    q, k, v = kernel_inputs(impl, dtype, **shape)
+    (_, H, Sq, _), Sk = q.shape, k.shape[2]
+    want = parts_of(keep_mask(seed_of(device=q.device), 0.4, 4, H + 2, Sq + 48, Sk + 34, q.device), ORIGINS, H, Sq, Sk)
+    visible = visible_keys(Sq, Sk, (-1, 0 if "causal" in options else -1), Lengths(), q.device)
+    seed = seed_with_origins(seed_of(device=q.device), torch.tensor(ORIGINS, device=q.device))
+    for mask in masks(q, k, v, 0.4, IMPLEMENTATIONS[impl][0], seed=seed, **options):
+        assert mask.equal(want if visible is None else want & visible)
+
+
+@each_impl
+def test_kernel_drops_of_packed_parts_what_the_whole_drops(impl, dtype):
+    """Each sample as it is alone, with its own origins, in both passes."""
+    backend, device = IMPLEMENTATIONS[impl]
+    bounds_q, bounds_k = [0, 21, 21, 60], [0, 40, 47, 70]
+    lengths = dict(cu_seqlens_q=torch.tensor(bounds_q, dtype=torch.int32, device=device),
+                   cu_seqlens_k=torch.tensor(bounds_k, dtype=torch.int32, device=device))
+    inputs = kernel_inputs(impl, dtype, B=1, Sq=60, Sk=70, D=32)
+    origins = torch.tensor([ORIGINS[0], [16, 0, 0, 9], ORIGINS[1]], device=device)
+    seed = seed_of(device=device)
+    dout = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)).to(inputs[0])
+    out = drop(*inputs, 0.4, backend, seed=seed_with_origins(seed, origins), **lengths)
+    got = out, *torch.autograd.grad(out, inputs, dout)
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for b in 0, 2:
+        rows, keys = slice(*bounds_q[b : b + 2]), slice(*bounds_k[b : b + 2])
+        alone = [x[:, :, part].detach().requires_grad_() for x, part in zip(inputs, (rows, keys, keys))]
+        want = drop(*alone, 0.4, backend, seed=seed_with_origins(seed, origins[b]))
+        wants = want, *torch.autograd.grad(want, alone, dout[:, :, rows])
+        for x, y, part in zip(got, wants, (rows, rows, keys, keys)):
+            torch.testing.assert_close(x[:, :, part], y, rtol=tolerance, atol=tolerance * y.abs().max().item())
 
 
 @pytest.mark.parametrize("dropout_p, shape, options", [

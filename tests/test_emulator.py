@@ -46,14 +46,16 @@ MORE_SANITIZED_CASES = ["fp32_128", "dropout", "sm80_bf16_192", "sm80_mask", "sm
 
 # What `make test` runs of each kernel: a case for each size of tiles, with a mask, without one and with lengths.
 KERNEL_CASES = {
-    "flash.cu": ["fp32_64", "fp32_128", "fp32_256_long", "fp16_64", "fp16_128", "bf16_256", "dropout", "simt_softcap"],
-    "flash_bwd.cu": ["fp32_256", "fp16_256_narrow", "bf16_128", "gqa", "seq_lens_clamped", "rows_without_keys",
-                     "simt_alibi"],
+    "flash.cu": ["fp32_64", "fp32_128", "fp32_256_long", "fp16_64", "fp16_128", "bf16_256", "dropout", "dropout_part",
+                 "simt_softcap"],
+    "flash_bwd.cu": ["fp32_256", "fp16_256_narrow", "bf16_128", "gqa", "dropout_part", "seq_lens_clamped",
+                     "rows_without_keys", "simt_alibi"],
     "flash_bwd_bias.cu": ["simt_bias", "simt_bias_of_keys"],
-    "flash_sm80.cu": ["sm80_bf16_96", "sm80_fp16_192", "sm80_bf16_256", "sm80_128_narrow", "sm80_bias_fp32"],
+    "flash_sm80.cu": ["sm80_bf16_96", "sm80_fp16_192", "sm80_bf16_256", "sm80_128_narrow", "sm80_packed_drop",
+                      "sm80_bias_fp32"],
     "flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one", "sm80_softcap_drop"],
-    "flash_bwd_sm90.cu": ["sm90_drop_64", "sm90_turns", "sm90_turns_causal", "sm90_splits", "sm90_mods_drop_128",
-                          "sm90_low_128", "sm90_packed_turns"],
+    "flash_bwd_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_turns", "sm90_turns_causal", "sm90_splits",
+                          "sm90_mods_drop_128", "sm90_low_128", "sm90_packed_turns"],
     "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_low_256"],
     "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
     **dict.fromkeys(OTHER_DRIVERS, []),  # all of the driver's

@@ -22,7 +22,7 @@ from minimal_attn.backends import Lengths, warn
 from minimal_attn.checks import FP8_DTYPES, empty_outputs
 
 from . import autotune as tuner
-from .dropout import keep_tile, threshold_and_scale
+from .dropout import keep_tile, seed_of, threshold_and_scale
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, to_float)
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
@@ -402,7 +402,7 @@ def run(q, k, v, options, config=None):
     out, lse = empty_outputs(q, v)
     if not out.numel():
         return out, lse
-    lengths, window, sinks, seed = options.lengths, options.window, options.sinks, options.dropout_seed
+    lengths, window, sinks, seed = options.lengths, options.window, options.sinks, seed_of(options)
     scores = *score_tensors(options), options.softcap or None
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         if q.dtype in FP8_DTYPES and not lengths.is_packed:

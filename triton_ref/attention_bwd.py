@@ -26,7 +26,7 @@ from . import autotune as tuner
 from .attention import block_d, can_use_tma, in_float
 from .attention_bwd_bias import launch_bias
 from .attention_bwd_kernels import _flash_bwd_kv, _flash_bwd_kv_packed, _flash_bwd_q, _flash_bwd_q_packed, _splits_of
-from .dropout import threshold_and_scale
+from .dropout import seed_of, threshold_and_scale
 from .launching import (INTERPRETING, Launch, kind_of, layouts, mask_of, num_samples, once, properties, remember,
                         sum_splits, to_float)
 from .preprocess import launch_preprocess, padded_rows
@@ -155,7 +155,7 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
     Raises:
         NotImplementedError: a packed batch with seqused_k; on a GPU, float32 with dropout and a bias or a mask.
     """
-    lengths, window, seed = options.lengths, options.window, options.dropout_seed
+    lengths, window, seed = options.lengths, options.window, seed_of(options)
     if lengths.is_packed and lengths.seqused_k is not None:
         raise NotImplementedError("backend='triton' has no backward pass for cu_seqlens with seqused_k: key ranges may "
                                   "overlap")

@@ -11,6 +11,8 @@ them again rather than keeping them. It sends each rank the sum of what all rank
 Read next: ring.py, where not all keys fit.
 """
 
+import math
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -73,11 +75,11 @@ class AllGatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, attention):
-        parts = []
+        parts, rows = [], attention.room.extended(q)
         for heads, k_all, v_all in gathered(k, v, attention.shards):
             of_q = query_heads(heads, q, k)
-            parts.append(attention.of_heads(of_q).attend(q[:, of_q], k_all, v_all))
-        out, lse = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in zip(*parts))
+            parts.append(attention.of_heads(of_q).attend(rows[:, of_q], k_all, v_all))
+        out, lse = (attention.room.own(x[0] if len(x) == 1 else torch.cat(x, 1)) for x in zip(*parts))
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.attention = attention
         return out
@@ -87,15 +89,15 @@ class AllGatherAttention(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         attention, shards = ctx.attention, ctx.attention.shards
-        dtype, num_rows = sum_dtype(q.dtype), k.shape[2]
-        dq, reduced, work = torch.zeros(q.shape, dtype=dtype, device=q.device), [], None
+        dtype, num_rows, room = sum_dtype(q.dtype), k.shape[2], attention.room
+        rows = *map(room.extended, (dout, q, out)), room.extended(lse, -math.inf)
+        dq, reduced, work = torch.zeros(rows[1].shape, dtype=dtype, device=q.device), [], None
         for heads, k_all, v_all in gathered(k, v, shards):
             of_q = query_heads(heads, q, k)
             sizes = k_all.shape[2], k.shape[0], heads.stop - heads.start, k.shape[3] + v.shape[3]
             dkv_all = torch.zeros(sizes, dtype=dtype, device=k.device)
             dk, dv = heads_first(dkv_all).split((k.shape[3], v.shape[3]), -1)
-            attention.of_heads(of_q).add_gradients(dout[:, of_q], q[:, of_q], k_all, v_all, out[:, of_q], lse[:, of_q],
-                                                   None, dq[:, of_q], dk, dv)
+            attention.of_heads(of_q).add_gradients(*(x[:, of_q] for x in rows), k_all, v_all, None, dq[:, of_q], dk, dv)
             if work:
                 work.wait()  # until then it keeps the sums for all ranks in memory
             reduced.append(dkv_all.new_empty(num_rows, *sizes[1:]))
@@ -104,4 +106,4 @@ class AllGatherAttention(torch.autograd.Function):
         dkv = heads_first(torch.cat(reduced, 2))
         dk, dv = (x.to(k.dtype) for x in dkv.split((k.shape[3], v.shape[3]), -1))
         dsinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
-        return dq.to(q.dtype), dk, dv, dsinks, None
+        return room.own(dq).to(q.dtype), dk, dv, dsinks, None

@@ -14,16 +14,18 @@ from torch import Tensor
 
 from .._build import not_compiled
 from ..backends import Lengths, Options
-from ..checks import (FP8_DTYPES, autocast, check_dropout_p, check_no_derivative, check_options, check_qkv, check_sinks,
-                      check_sizes, check_tensor, is_transformed, shown)
+from ..checks import (FP8_DTYPES, autocast, check_dropout_p, check_dropout_seed, check_no_derivative, check_options,
+                      check_qkv, check_sinks, check_sizes, check_tensor, is_transformed, shown)
+from ..dropout import seed_with_origins
 from ..interface import BACKENDS, backend_name, flash_attention
 from ..lengths import NO_WINDOW, check_window_size
 from ..scores import check_alibi_slopes, check_softcap
 from .all_gather import AllGatherAttention
 from .layout import check_seqlen, shards_of
 from .local import Attention
-from .pieces import ints
+from .pieces import Document, ints
 from .ring import RingAttention
+from .room import room_for
 from .ulysses import own_heads, ulysses_attention
 
 METHODS = "all_gather", "ring", "ulysses"
@@ -36,7 +38,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
                                window_size: tuple[int, int] = NO_WINDOW, cu_seqlens: Tensor | None = None,
                                seqlen: int | None = None, layout: str = "zigzag", method: str = "auto",
                                sinks: Tensor | None = None, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-                               dropout_p: float = 0.0, deterministic: bool = False, backend: str = "auto") -> Tensor:
+                               dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False,
+                               backend: str = "auto") -> Tensor:
     """flash_attention(q, k, v) of one sequence of P·T rows, of which each of the P ranks of a group holds T.
 
     All ranks call this with tensors of the same shapes and dtypes, and with the same options: that is not checked, and
@@ -68,7 +71,11 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
             the same on all nodes. Without it, all ranks are taken to be on one node.
         alibi_slopes: float32 (H,), or (B, H) without cu_seqlens. Not with "ring", and with "all_gather" only under a
             causal mask.
-        dropout_p: 0: dropout is not supported.
+        dropout_p: as of flash_attention. What is dropped is what one GPU drops that computes the whole: with the same
+            seed, and with cu_seqlens if they are given here. Chunks that begin at a multiple of 16 rows of their
+            document save a copy of q, and in the backward pass of out and dout.
+        dropout_seed: int64, one element, on q's device. Ranks may give or draw different seeds: that of the first rank
+            of the group holds, which the others get by a broadcast. If None, torch's generator draws it, on each rank.
 
     Returns:
         out (B, H, T, Dv), of q's dtype; under torch.autocast of autocast's.
@@ -78,16 +85,13 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
         ValueError: as flash_attention; q, k and v that are not 4D, are empty or have different T; a wrong layout,
             method, cu_seqlens or seqlen; an odd T in the zigzag layout; heads that "ulysses" cannot divide; a group
             without this process.
-        NotImplementedError: dropout; alibi_slopes where the method has none; forward-mode derivatives and transforms of
+        NotImplementedError: alibi_slopes where the method has none; forward-mode derivatives and transforms of
             torch.func. RuntimeError: torch.distributed is not initialised, a second derivative is wanted, or another
             rank failed or did not call this in time.
     """
     shards = shards_of(group, layout)
-    if check_dropout_p(dropout_p):
-        raise NotImplementedError("context parallelism has no dropout: the kernels number the rows and heads of a rank "
-                                  "from 0, and so would drop others than one GPU does")
     q, k, v = autocast(q, k, v)
-    softcap = check_softcap(softcap)
+    dropout_p, softcap = check_dropout_p(dropout_p), check_softcap(softcap)
     chosen = BACKENDS[backend_name(backend, q, k, v, sinks)]
     check_qkv(q, k, v, tuple(dtype for dtype in chosen.dtypes if dtype not in FP8_DTYPES))
     check_options(causal, sm_scale, deterministic=deterministic)
@@ -106,6 +110,7 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
         raise NotImplementedError("context parallelism does not support the transforms of torch.func")
     window = check_global_window(window_size, causal, documents)
     method = check_method(method, q, k, v, shards, alibi_slopes, window)
+    seed = shared_seed(check_dropout_seed(dropout_seed, q, None), shards) if dropout_p else None
 
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     if method == "ulysses" or shards.size == 1:
@@ -113,14 +118,32 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
         attend = functools.partial(
             flash_attention, causal=causal, sm_scale=scale, deterministic=deterministic, backend=backend,
             window_size=window_size, softcap=softcap, sinks=None if sinks is None else sinks[heads],
-            alibi_slopes=None if alibi_slopes is None else alibi_slopes[..., heads],
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes[..., heads], dropout_p=dropout_p,
+            dropout_seed=None if seed is None else seed_of_heads(seed, heads, cu_seqlens, q),
             **lengths_of_whole(cu_seqlens, seqlen, q))
         return ulysses_attention(attend, q, k, v, shards)
-    options = Options(scale, window, sinks=sinks, deterministic=deterministic, softcap=softcap,
-                      alibi_slopes=alibi_slopes)
+    options = Options(scale, window, sinks=sinks, dropout_p=dropout_p, dropout_seed=seed, deterministic=deterministic,
+                      softcap=softcap, alibi_slopes=alibi_slopes)
+    room = room_for(shards, q.shape[2], documents, seed is not None)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     function = RingAttention if method == "ring" else AllGatherAttention
-    return function.apply(q, k, v, sinks, Attention(shards, documents, chosen, options))
+    return function.apply(q, k, v, sinks, Attention(shards, room, documents, chosen, options))
+
+
+def shared_seed(seed, shards):
+    """(1,): the seed of the first rank of the group, on all ranks."""
+    seed = seed.reshape(1)
+    if shards.size > 1:
+        seed = seed.clone()  # a caller's seed stays as it is
+        dist.broadcast(seed, dist.get_global_rank(shards.group, 0), group=shards.group)
+    return seed
+
+
+def seed_of_heads(seed, heads, cu_seqlens, q):
+    """flash_attention's dropout_seed, when it has the whole sequence and these query heads."""
+    num_samples = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    origins = [x for sample in range(num_samples) for x in (0, 0, heads.start, sample)]
+    return seed_with_origins(seed, *ints(seed.device, origins, dtype=torch.int64))
 
 
 def lengths_of_whole(cu_seqlens, seqlen, q):
@@ -149,12 +172,12 @@ def check_shards(q, k, shards):
 
 
 def check_documents(cu_seqlens, seqlen, q, total):
-    """((begin, end), ...) of the documents among the `total` rows of all ranks, without the empty ones.
+    """The Documents among the `total` rows of all ranks, without the empty ones.
 
     TypeError for what is no dense int32 tensor or no int; ValueError for everything else, and for both together.
     """
     if cu_seqlens is None:
-        return (0, check_seqlen(seqlen, total)),
+        return Document(0, check_seqlen(seqlen, total)),
     if seqlen is not None:
         raise ValueError("seqlen cannot be given together with cu_seqlens, whose last entry says it")
     check_tensor("cu_seqlens", cu_seqlens)
@@ -170,13 +193,14 @@ def check_documents(cu_seqlens, seqlen, q, total):
     if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > total:
         raise ValueError(f"cu_seqlens must start at 0 and ascend up to at most {total}, the rows of all ranks, got "
                          f"{shown(bounds)}")
-    return tuple((begin, end) for begin, end in zip(bounds, bounds[1:]) if begin < end)
+    return tuple(Document(begin, end, number) for number, (begin, end) in enumerate(zip(bounds, bounds[1:]))
+                 if begin < end)
 
 
 def check_global_window(window_size, causal, documents):
     """window_size and causal as Options' window. A bound that hides nothing in any document is none."""
     left, right = check_window_size(window_size)
-    farthest = max((end - begin for begin, end in documents), default=1) - 1
+    farthest = max((end - begin for begin, end, _ in documents), default=1) - 1
     right = 0 if causal else right
     return -1 if left >= farthest else left, -1 if 0 < right and right >= farthest else right
 

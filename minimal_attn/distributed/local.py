@@ -13,37 +13,50 @@ from torch import Tensor
 
 from ..backends import Backend, Options
 from ..checks import sum_dtype
+from ..dropout import seed_with_origins
 from .layout import Chunk, Shards
-from .pieces import calls_of, pieces_of
+from .pieces import Document, calls_of, ints, pieces_of
+from .room import Room
 
 
 class Attention(NamedTuple):
     """What a call asks for, checked. The tensors of options are arguments beside it, as autograd wants them."""
 
     shards: Shards
-    documents: tuple[tuple[int, int], ...]  # (begin, end) of each, in the sequence
+    room: Room  # in q, and with one rank's keys also in k and v
+    documents: tuple[Document, ...]
     backend: Backend
-    options: Options  # its window is that of rows and keys in the whole sequence
+    # Its window is that of rows and keys in the whole sequence, its dropout_seed is of one element.
+    options: Options
+    first_head: int = 0  # of q, among all
 
     def calls(self, q, k, source, share_keys):
         """The Calls of this rank's rows q with the keys k: those of rank `source`, or all if it is None."""
-        shards, num_rows, num_keys = self.shards, q.shape[2], k.shape[2]
-        key_chunks = [Chunk(0, num_keys, 0)] if source is None else shards.chunks(source, num_keys)
-        pieces = pieces_of(shards.chunks(shards.rank, num_rows), key_chunks, self.documents, self.options.window)
+        num_rows, num_keys = q.shape[2], k.shape[2]
+        key_chunks = [Chunk(0, num_keys, 0)] if source is None else self.room.key_chunks(source)
+        pieces = pieces_of(self.room.row_chunks(), key_chunks, self.documents, self.options.window,
+                           self.options.dropout_seed is not None)
         return calls_of(pieces, q.shape[0], num_rows, num_keys, q.device, share_keys)
+
+    def options_of(self, call):
+        """The Options of a Call."""
+        seed = self.options.dropout_seed
+        if seed is not None:
+            origins = [x for row, key, number in call.origins for x in (row, key, self.first_head, number)]
+            seed = seed_with_origins(seed, *ints(seed.device, origins, dtype=torch.int64))
+        return self.options._replace(window=call.window, lengths=call.lengths, dropout_seed=seed)
 
     def of_heads(self, heads):
         """The same for some query heads, a slice."""
         sinks, slopes = self.options.sinks, self.options.alibi_slopes
-        return self._replace(options=self.options._replace(
+        return self._replace(first_head=heads.start, options=self.options._replace(
             sinks=None if sinks is None else sinks[heads],
             alibi_slopes=None if slopes is None else slopes[..., heads].contiguous()))
 
     def run(self, call, q, k, v):
         """(out, lse) of call.rows."""
-        options = self.options._replace(window=call.window, lengths=call.lengths)
         return self.backend.forward(*(x[:, :, run] for x, run in ((q, call.rows), (k, call.keys), (v, call.keys))),
-                                    options)
+                                    self.options_of(call))
 
     def attend(self, q, k, v):
         """(out, lse) of this rank's rows, with all keys."""
@@ -63,17 +76,16 @@ class Attention(NamedTuple):
         for call in self.calls(q, k, source, share_keys=True):
             merge(out[:, :, call.rows], lse[:, :, call.rows], *self.run(call, q, k, v))
 
-    def add_gradients(self, dout, q, k, v, out, lse, source, dq, dk, dv):
+    def add_gradients(self, dout, q, out, lse, k, v, source, dq, dk, dv):
         """Add to dq, dk and dv, in the dtype of sums, what the keys of rank `source`, or all if it is None, give.
 
         out and lse are those of all keys.
         """
-        options = self.options._replace(sinks=None)  # lse has them
         for call in self.calls(q, k, source, share_keys=False):
             rows, keys = call.rows, call.keys
             parts = self.backend.backward(
                 *(x[:, :, run] for x, run in ((dout, rows), (q, rows), (k, keys), (v, keys), (out, rows))),
-                lse[:, :, rows].contiguous(), options._replace(window=call.window, lengths=call.lengths))
+                lse[:, :, rows].contiguous(), self.options_of(call)._replace(sinks=None))  # lse has them
             for total, run, part in zip((dq, dk, dv), (rows, keys, keys), parts):
                 total[:, :, run].add_(part)
 

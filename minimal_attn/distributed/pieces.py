@@ -2,7 +2,7 @@
 
 A Piece is a run of rows that see a run of keys of the same document. Kernels align the last row of a sample with its
 last key. Where the two are not at the same place of the sequence, the window is shifted by their distance. Pieces of
-one window are samples of one packed call. Nothing here reads a tensor. Read next: local.py, which makes the calls.
+one window are samples of one packed call. Nothing here reads a tensor. Read next: room.py, what dropout needs.
 """
 
 from typing import NamedTuple
@@ -12,10 +12,28 @@ import torch
 from ..backends import Lengths
 
 
+class Document(NamedTuple):
+    begin: int  # in the sequence
+    end: int
+    number: int = 0  # of its sample, in one call with the whole sequence
+
+
+class Origin(NamedTuple):
+    """Where a sample of a Call begins in its document, and the document's number."""
+
+    row: int
+    key: int
+    number: int
+
+
+NOWHERE = Origin(0, 0, 0)  # of a sample without rows or without keys
+
+
 class Piece(NamedTuple):
     rows: slice  # of the local q
     keys: slice  # of the keys at hand
     window: tuple[int, int]  # as in Options, for the last of these rows aligned with the last of these keys
+    origin: Origin
 
 
 class Call(NamedTuple):
@@ -26,27 +44,38 @@ class Call(NamedTuple):
     window: tuple[int, int]
     lengths: Lengths
     pieces: tuple[Piece, ...]
+    origins: tuple[Origin, ...]  # of its samples
 
 
-def pieces_of(row_chunks, key_chunks, documents, window):
-    """The Pieces of chunks of rows and chunks of keys, of documents, pairs (begin, end) in the sequence, and of the
-    window of a row in the whole sequence."""
+def pieces_of(row_chunks, key_chunks, documents, window, has_dropout=False):
+    """The Pieces of chunks of rows and chunks of keys, of Documents, and of the window of a row in the whole
+    sequence. With dropout the chunks are as Room has them."""
     pieces = []
     for rows in row_chunks:
         for document in documents:
-            row_begin, row_end = max(rows.begin, document[0]), min(rows.end, document[1])
+            row_begin, row_end = max(rows.begin, document.begin), min(rows.end, document.end)
             if row_begin >= row_end:
                 continue
             of_rows = []
             for keys in key_chunks:
-                key_begin, key_end = max(keys.begin, document[0]), min(keys.end, document[1])
+                key_begin, key_end = keys_in(keys, document, has_dropout)
                 seen = visible_part(row_begin, row_end, key_begin, key_end, window)
                 if seen is not None:
                     last_row, last_key, shifted = seen
+                    origin = Origin(row_begin - document.begin, key_begin - document.begin, document.number)
                     of_rows.append(Piece(rows.local_slice(row_begin, last_row), keys.local_slice(key_begin, last_key),
-                                         shifted))
-            pieces += joined(of_rows)
+                                         shifted, origin))
+            pieces += joined(of_rows, has_dropout)
     return pieces
+
+
+def keys_in(chunk, document, has_dropout):
+    """(begin, end) in the sequence of the keys of a chunk in a document. For dropout they come in pairs, and a pair
+    belongs to the chunk of its first key."""
+    begin, end = chunk.begin, chunk.end
+    if has_dropout:
+        begin, end = (place + max(0, place - document.begin) % 2 for place in (begin, end))
+    return max(begin, document.begin), min(end, document.end)
 
 
 def visible_part(row_begin, row_end, key_begin, key_end, window):
@@ -70,17 +99,19 @@ def visible_part(row_begin, row_end, key_begin, key_end, window):
     return last_row, last_key, (left, right)
 
 
-def joined(pieces):
-    """Pieces of the same rows, with two put together where all rows see all keys of the first, and the keys of the second
-    follow in the tensor. In the sequence there may be others between them."""
+def joined(pieces, has_dropout):
+    """Pieces of the same rows, with two put together where all rows see all keys of the first, and the keys of the
+    second follow in the tensor. In the sequence there may be others between them, but not with dropout, which counts
+    keys from the first one."""
     result = []
     for piece in pieces:
         before, (left, right) = result[-1] if result else None, piece.window
+        follows = before and (not has_dropout or piece.origin.key == before.origin.key + length(before.keys))
         # The window of the second is that of both, if not even the first row ends before the keys of the second.
         reaches = right < 0 or length(piece.keys) - length(piece.rows) + right >= -1
-        if (before and before.window == (-1, -1) and left < 0 and reaches and before.rows == piece.rows
+        if (follows and before.window == (-1, -1) and left < 0 and reaches and before.rows == piece.rows
                 and before.keys.stop == piece.keys.start):
-            piece = piece._replace(keys=slice(before.keys.start, piece.keys.stop))
+            piece = piece._replace(keys=slice(before.keys.start, piece.keys.stop), origin=before.origin)
             result.pop()
         result.append(piece)
     return result
@@ -114,45 +145,53 @@ def calls_of(pieces, batch_size, num_rows, num_keys, device, share_keys):
     for window, of_window in groups.items():
         for group in of_window:
             if len(group) == 1:
-                calls.append(Call(group[0].rows, group[0].keys, window, Lengths(), tuple(group)))
+                row, key, number = group[0].origin
+                origins = tuple(Origin(row, key, number + b) for b in range(batch_size))
+                calls.append(Call(group[0].rows, group[0].keys, window, Lengths(), tuple(group), origins))
             else:
-                lengths = shared_lengths(group, device) if share_keys else own_lengths(group, device)
-                calls.append(Call(slice(0, num_rows), slice(0, num_keys), window, lengths, tuple(group)))
+                lengths, origins = (shared_lengths if share_keys else own_lengths)(group, device)
+                calls.append(Call(slice(0, num_rows), slice(0, num_keys), window, lengths, tuple(group), origins))
     return calls
 
 
 def shared_lengths(pieces, device):
-    """Lengths of pieces that may have keys in common. The rows before a piece are a sample without keys."""
-    bounds_q, begins_k, seqused_k = [0], [], []
+    """(Lengths, origins) of pieces that may have keys in common. The rows before a piece are a sample without keys."""
+    bounds_q, begins_k, seqused_k, origins = [0], [], [], []
     for piece in pieces:
         if piece.rows.start > bounds_q[-1] or not begins_k and piece.keys.start:  # the first sample begins at key 0
             bounds_q.append(piece.rows.start)
             begins_k.append(0)
             seqused_k.append(0)
+            origins.append(NOWHERE)
         bounds_q.append(piece.rows.stop)
         begins_k.append(piece.keys.start)
         seqused_k.append(length(piece.keys))
-    return Lengths(*ints(device, bounds_q, [*begins_k, pieces[-1].keys.stop]), None, *ints(device, seqused_k))
+        origins.append(piece.origin)
+    lengths = Lengths(*ints(device, bounds_q, [*begins_k, pieces[-1].keys.stop]), None, *ints(device, seqused_k))
+    return lengths, tuple(origins)
 
 
 def own_lengths(pieces, device):
-    """Lengths of pieces that have no keys in common, as gradients need them: without seqused_k. The rows before a piece
-    are a sample without keys, and the keys before it are one without rows."""
-    bounds_q, bounds_k = [0], [0]
+    """(Lengths, origins) of pieces that have no keys in common, as gradients need them: without seqused_k. The rows
+    before a piece are a sample without keys, and the keys before it are one without rows."""
+    bounds_q, bounds_k, origins = [0], [0], []
     for piece in pieces:
         if piece.rows.start > bounds_q[-1]:
             bounds_q.append(piece.rows.start)
             bounds_k.append(bounds_k[-1])
+            origins.append(NOWHERE)
         if piece.keys.start > bounds_k[-1]:
             bounds_q.append(bounds_q[-1])
             bounds_k.append(piece.keys.start)
+            origins.append(NOWHERE)
         bounds_q.append(piece.rows.stop)
         bounds_k.append(piece.keys.stop)
-    return Lengths(*ints(device, bounds_q, bounds_k))
+        origins.append(piece.origin)
+    return Lengths(*ints(device, bounds_q, bounds_k)), tuple(origins)
 
 
-def ints(device, *lists):
-    """int32 tensors on the device, by one copy that no host waits for."""
-    host = torch.tensor([x for numbers in lists for x in numbers], dtype=torch.int32)
+def ints(device, *lists, dtype=torch.int32):
+    """Tensors of integers on the device, by one copy that no host waits for."""
+    host = torch.tensor([x for numbers in lists for x in numbers], dtype=dtype)
     tensor = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
     return tensor.split([len(numbers) for numbers in lists])

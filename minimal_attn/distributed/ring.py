@@ -6,6 +6,8 @@ keys, one step behind, and each rank adds its part. After P steps they are home.
 the heads instead.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
@@ -32,9 +34,10 @@ class Transfer:
         return self.received
 
 
-def turns(k, v, shards):
-    """For each rank whose keys come by, from this one on: (rank, its k, its v). The next ones begin to move before."""
-    kv = torch.cat((k, v), -1)
+def turns(k, v, room):
+    """For each rank whose keys come by, from this one on: (rank, its k, its v), as Room has them. The next ones begin
+    to move before."""
+    kv, shards = room.with_next_keys(torch.cat((k, v), -1)), room.shards
     for step in range(shards.size):
         transfer = Transfer(kv, shards, KEYS) if step + 1 < shards.size else None
         yield (shards.rank - step) % shards.size, *kv.split((k.shape[3], v.shape[3]), -1)
@@ -48,10 +51,12 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, attention):
         without_sinks = attention._replace(options=attention.options._replace(sinks=None))
-        out = torch.zeros(*q.shape[:3], v.shape[3], dtype=sum_dtype(q.dtype), device=q.device)
-        lse = empty_lse(q)
-        for source, k_part, v_part in turns(k, v, attention.shards):
-            without_sinks.attend_part(q, k_part, v_part, source, out, lse)
+        rows = attention.room.extended(q)
+        out = torch.zeros(*rows.shape[:3], v.shape[3], dtype=sum_dtype(q.dtype), device=q.device)
+        lse = empty_lse(rows)
+        for source, k_part, v_part in turns(k, v, attention.room):
+            without_sinks.attend_part(rows, k_part, v_part, source, out, lse)
+        out, lse = map(attention.room.own, (out, lse))
         if sinks is not None:
             add_sinks(out, lse, sinks)
         out = out.to(q.dtype)
@@ -63,15 +68,16 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        attention, shards = ctx.attention, ctx.attention.shards
-        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        attention, room = ctx.attention, ctx.attention.room
+        rows = *map(room.extended, (dout, q, out)), room.extended(lse, -math.inf)
+        dq = torch.zeros(rows[1].shape, dtype=lse.dtype, device=q.device)
         head_dims, arriving = (k.shape[3], v.shape[3]), None
-        for source, k_part, v_part in turns(k, v, shards):
-            dkv = torch.zeros(*k.shape[:3], sum(head_dims), dtype=lse.dtype, device=k.device)
-            attention.add_gradients(dout, q, k_part, v_part, out, lse, source, dq, *dkv.split(head_dims, -1))
+        for source, k_part, v_part in turns(k, v, room):
+            dkv = torch.zeros(*k_part.shape[:3], sum(head_dims), dtype=lse.dtype, device=k.device)
+            attention.add_gradients(*rows, k_part, v_part, source, dq, *dkv.split(head_dims, -1))
             if arriving:
                 dkv += arriving.wait()
-            arriving = Transfer(dkv, shards, GRADIENTS)
-        dk, dv = (x.to(k.dtype) for x in arriving.wait().split(head_dims, -1))
+            arriving = Transfer(dkv, room.shards, GRADIENTS)
+        dk, dv = (x.to(k.dtype) for x in room.with_gradients_at_home(arriving.wait()).split(head_dims, -1))
         dsinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
-        return dq.to(q.dtype), dk, dv, dsinks, None
+        return room.own(dq).to(q.dtype), dk, dv, dsinks, None
