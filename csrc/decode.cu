@@ -1,5 +1,5 @@
 // Attention of a few query tokens to long caches ("decode") on tensor cores, fp16 and bf16: Ampere (sm_80) and newer.
-// On Hopper, decode_sm90.cu and flash_sm90.cu serve samples with more tokens (fewest_rows() in kernels.h).
+// On Hopper, decode_sm90.cu and flash_sm90.cu serve samples with more rows (fewest_rows() in kernels.h).
 //
 // Every key is read once and meets few rows, so the time is that of memory. The query heads of a key head and the
 // tokens of a sample are packed into one tile, so that a key meets all of them at once: packed row r is token r / group
@@ -11,11 +11,9 @@
 // The copies run ahead from one run to the next, so that memory does not wait for the end of a run. Two blocks share a
 // multiprocessor where its memory has room for them: one computes while the other waits. They may have two stages.
 //
-// The keys of a sample are cut into chunks by its own lengths alone, and the results of its chunks are joined from the
-// first to the last. So its bits do not depend on its batch. Every block finds its share of all chunks from the lengths
-// on the device (decode_share.cuh). So the host plans nothing, and a CUDA graph may change the lengths. A block joins
-// the first chunks of a tile in registers. It stores other chunks in a workspace, and the block that is the last to
-// store a chunk of the tile joins them all.
+// All blocks have equal shares of the work, which each finds from the lengths on the device (decode_share.cuh). So the
+// host plans nothing, and a CUDA graph may change the lengths. Where shares cut a tile, its blocks store their results in
+// a workspace, and the last one joins them, from the first to the last.
 //
 // Read next: ptx_sm90.cuh, Hopper's instructions.
 #include <algorithm>

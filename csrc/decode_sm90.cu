@@ -1,13 +1,13 @@
-// Attention of more than 16 packed rows to long caches on Hopper's tensor cores, fp16 and bf16 (sm_90a): several tokens
+// Attention of more than 32 packed rows to long caches on Hopper's tensor cores, fp16 and bf16 (sm_90a): several tokens
 // of a sample, as in speculative decoding, or many query heads for each key head.
 //
-// As in decode.cu every key is read once for a tile of rows, but here a tile has 64 rows, those of one wgmma. So the
-// time should be that of memory (not measured yet, see the journal). The four warps of a block are one warpgroup:
-//   TMA      K(n+2) V(n+2)              up to three steps ahead, asked for by the first warp
+// As in decode.cu every key is read once for a tile of rows, but here a tile has 64 rows, those of one wgmma. The four
+// warps of a block are one warpgroup:
+//   TMA      K(n+1) V(n+1)              up to two steps ahead, asked for by the first warp
 //   wgmma    S = Q K(n)ᵀ ─┐        ┌─ O += P V(n)
 //   softmax               └─ P ────┘    a warp has 16 rows and all keys of the step, so P stays in registers
-// Two blocks share a multiprocessor: one computes while the other waits. Shares, chunks, and how their results become
-// one are those of decode.cu: the bits of a sample do not depend on its batch.
+// Two blocks share a multiprocessor: one computes while the other waits. Shares, and how their results become one, are
+// those of decode.cu.
 //
 // Read next: bwd_workspace_sm90.cuh, the sums in memory of the backward pass.
 #include <algorithm>

@@ -106,7 +106,7 @@ struct DecodeParams : AttnParams {
     const uint64_t *tree_mask;
     int64_t tree_batch_stride;   // 0: [seqlen_q]
     int num_sequences, page_size;
-    int num_splits;              // the most parts that the keys of a sample are cut into; 0: by its lengths
+    int num_splits;              // the most parts into which a sample's keys are cut, by its own lengths; 0: no bound
     int max_seqlen_q;            // a sample with more rows is not cut
     int box_rows;                // set by kernels with TMA: the rows of a box
     int min_rows, max_rows;      // the samples that this launch serves have so many rows. It leaves the others alone

@@ -93,7 +93,7 @@ class Cache(NamedTuple):
     # int64 (B, Sq), its last dimension contiguous; not with a packed q or a window. Bit j of a row's word: it sees the
     # j-th of its sample's new keys, which are the last ones, as many as the rows. All rows see the keys before.
     tree_mask: Tensor | None = None
-    num_splits: int = 0  # into how many parts at most the keys of a sample are split; 0: by its own lengths alone
+    num_splits: int = 0  # into how many parts at most the keys of a sample are split, by its own lengths; 0: any
     max_seqlen_q: int = 0  # of a packed q: no sample has more rows, or it is not split; 0: nothing is known
 
 
