@@ -12,8 +12,8 @@
 // multiprocessor where its memory has room for them: one computes while the other waits. They may have two stages.
 //
 // All blocks have equal shares of the work, which each finds from the lengths on the device (decode_share.cuh). So the
-// host plans nothing, and a CUDA graph may change the lengths. Where shares cut a tile, its blocks store their results in
-// a workspace, and the last one joins them, from the first to the last.
+// host plans nothing, and a CUDA graph may change the lengths. Where shares cut a tile, its blocks store their results
+// in a workspace, and the last one joins them, from the first to the last.
 //
 // Read next: ptx_sm90.cuh, Hopper's instructions.
 #include <algorithm>
