@@ -5,11 +5,10 @@ import dataclasses
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 import minimal_attn
 import ranks
-from minimal_attn.bench.context_parallel import torchs_context_parallel
+from minimal_attn.bench.context_parallel import torchs_attention, torchs_context_parallel
 from minimal_attn.distributed import shard, unshard
 from test_activate import OURS, TORCHS
 from test_distributed import (FEATURES, Case, check, compare_in_groups, in_one_process, kept_in_rank, of_methods,
@@ -81,12 +80,12 @@ def torchs_in_rank(backend):
     case = Case("torch", S=1024 * size, H=4, Hk=4, D=64, Dv=64, causal=True, dtype=torch.bfloat16)
     (*qkv, dout), _ = case.whole()
     whole = [x.requires_grad_() for x in qkv]
-    out = scaled_dot_product_attention(*whole, is_causal=True)
+    out = torchs_attention(*whole)
     wanted = [out.detach(), *torch.autograd.grad(out, whole, dout)]
     local = [shard(x.detach(), group, 2).requires_grad_() for x in qkv]
     with minimal_attn.activated(), sdpa_kernel(SDPBackend.__members__[backend]), torch.profiler.profile() as profile, \
             torchs_context_parallel(case.S, torch.device("cuda")):
-        out = scaled_dot_product_attention(*local, is_causal=True)
+        out = torchs_attention(*local)
         gradients = torch.autograd.grad(out, local, shard(dout, group, 2))
     found = [unshard(x.detach(), group, 2) for x in (out, *gradients)]
     for x, y in zip(found, wanted):

@@ -12,6 +12,9 @@ import torch
 from ..backends import Lengths
 
 
+LONG = 8192  # rows: a piece of so many fills a GPU by itself. Dense calls have larger tiles of keys than packed ones
+
+
 class Document(NamedTuple):
     begin: int  # in the sequence
     end: int
@@ -122,7 +125,7 @@ def length(run):
 
 
 def calls_of(pieces, batch_size, num_rows, num_keys, device, share_keys):
-    """The Calls of pieces, as few as possible. No two pieces of a call have a row in common, and without share_keys
+    """The Calls of pieces, as few as possible, but that a LONG one has a call of its own. No two pieces of a call have a row in common, and without share_keys
     none have a key in common: kernels add up gradients within one sample alone. A packed batch is one sample to torch,
     so that pieces of several samples have calls of their own.
 
@@ -133,9 +136,9 @@ def calls_of(pieces, batch_size, num_rows, num_keys, device, share_keys):
     groups = {}  # window: lists of pieces
     for piece in pieces:
         of_window = groups.setdefault(piece.window, [])
-        for group in of_window:
+        for group in () if length(piece.rows) >= LONG else of_window:
             last = group[-1]
-            if (batch_size == 1 and last.rows.stop <= piece.rows.start
+            if (batch_size == 1 and length(last.rows) < LONG and last.rows.stop <= piece.rows.start
                     and (share_keys or last.keys.stop <= piece.keys.start)):
                 group.append(piece)
                 break
