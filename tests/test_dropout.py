@@ -387,6 +387,8 @@ def test_kernel_drops_what_keep_mask_says(impl, dtype, shape, options, seed):
     pytest.param(dict(H=2, D=192), {}, marks=pytest.mark.slow)], ids=str)
 @each_impl
 def test_kernel_drops_of_a_part_what_the_whole_drops(impl, dtype, shape, options):
+    if impl == "cuda:sm90" and "softcap" in options:
+        pytest.skip("its forward pass has no dropout with softcap")
     q, k, v = kernel_inputs(impl, dtype, **shape)
     (_, H, Sq, _), Sk = q.shape, k.shape[2]
     want = parts_of(keep_mask(seed_of(device=q.device), 0.4, 4, H + 2, Sq + 48, Sk + 34, q.device), ORIGINS, H, Sq, Sk)
