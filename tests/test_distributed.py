@@ -30,7 +30,7 @@ from minimal_attn.backends import Lengths
 from minimal_attn.distributed import context_parallel_attention, shard, shard_labels, shard_positions, unshard
 from minimal_attn.bench import context_parallel as context_parallel_bench
 from minimal_attn.bench.context_parallel import judge
-from minimal_attn.distributed import all_gather, attention
+from minimal_attn.distributed import all_gather, attention, pieces as pieces_module
 from minimal_attn.distributed.layout import Chunk, Shards
 from minimal_attn.distributed.pieces import Document, calls_of, pieces_of
 from minimal_attn.distributed.room import room_for
@@ -459,6 +459,41 @@ def test_calls_see_every_key_once(share_keys):
         assert torch.equal(sum((seen_in(call, rows, total) for call in calls), torch.zeros_like(wanted)), wanted)
         if share_keys and window in ((-1, -1), (-1, 0)):
             assert len(calls) <= 1
+
+
+@pytest.mark.parametrize("share_keys", [True, False])
+def test_long_pieces_have_calls_of_their_own(share_keys, monkeypatch):
+    """And the other pieces are in calls as before."""
+    draw, num_long = random.Random(0), 0
+    for _ in range(200):
+        shards, rows, documents, window = drawn_sequence(draw)
+        total = shards.size * rows
+        pieces = pieces_of(shards.chunks(shards.rank, rows), [Chunk(0, total, 0)], documents, window)
+        monkeypatch.setattr(pieces_module, "LONG", 6)
+        calls = [call.pieces for call in calls_of(pieces, 1, rows, total, torch.device("cpu"), share_keys)]
+        long = [piece for piece in pieces if pieces_module.length(piece.rows) >= 6]
+        assert all((piece,) in calls for piece in long)
+        num_long += len(long)
+        monkeypatch.undo()
+        others = [piece for piece in pieces if piece not in long]
+        wanted = [call.pieces for call in calls_of(others, 1, rows, total, torch.device("cpu"), share_keys)]
+        assert [call for call in calls if call[0] not in long] == wanted
+    assert num_long > 100
+
+
+def test_page_has_the_recorded_efficiencies():
+    root = Path(__file__).parents[1]
+    rows = json.loads((root / "benchmarks/h200x2/context_parallel.json").read_text())["rows"]
+    efficiency = {(row["impl"], row["pass"], row["seqlen_q"], row["nheads_k"]): row["efficiency"] for row in rows}
+    impls = "all_gather", "plain_all_gather", "ring", "ulysses", "torch_cudnn", "torch_ours"
+    wanted = []
+    for seqlen, heads_k in itertools.product((16384, 65536, 131072), (8, 32)):
+        cells = [[efficiency.get((impl, what, seqlen, heads_k)) for what in context_parallel_bench.PASSES]
+                 for impl in impls]
+        texts = [" / ".join(f"{x:.2f}" for x in cell) if all(cell) else "–" for cell in cells]
+        wanted.append(f"| {seqlen // 1024}K | {heads_k} | {' | '.join(texts)} |")
+    lines = (root / "docs/context_parallel.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("| ") and "K | " in line and " / " in line] == wanted
 
 
 def places_in(chunks, length, more=0):

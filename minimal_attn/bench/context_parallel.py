@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 -m minimal_attn.bench.context_parallel --json context_parallel.json
 
 Before a method of ours is timed, 64 rows of its out are compared with attention in fp32. Gradients are left to the
-tests. Calls are timed as the layers of a model make them, several in a row: the host is ahead of the GPUs. The slowest
-rank counts, and the median of all rows of calls.
+tests. A timing has several calls, one after another as the layers of a model make them, so that the host is ahead of
+the GPUs. The slowest rank of a timing counts, and the median of timings.
 Efficiency is the time on one GPU of the whole, by the same kernels, over P times the time on P. Without GPUs it runs in
 a tiny size on CPUs with Gloo, to be tested; torch's context_parallel has no CPU kernels. Read next:
 ../distributed/attention.py.
@@ -46,7 +46,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seqlens", type=int, nargs="+", metavar="S", help="of the whole sequence")
-    parser.add_argument("--calls", type=int, default=5, help="timed rows of calls of each (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=5, help="timings of each, of several calls (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows")
     args = parser.parse_args(argv)
     if args.json and not args.json.absolute().parent.is_dir():
@@ -177,7 +177,7 @@ def judge(out, whole):
 
 
 def timed(call, device, calls):
-    """The median ms of a call for the slowest rank, of `calls` rows of IN_A_ROW."""
+    """The median ms of a call for the slowest rank, of `calls` timings of IN_A_ROW calls."""
     call()
     times = []
     for _ in range(calls):
