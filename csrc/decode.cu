@@ -8,18 +8,20 @@
 //   Q Kᵀ           each warp for a part of the keys ─ row maxima ─┐  through shared memory
 //   P              each warp for a part of the keys ───── P ──────┤  through shared memory
 //   P V            each warp for a part of the columns          ◀─┘
-// The copies run ahead from one run to the next, so that memory does not wait for the end of a run. Two blocks share a
-// multiprocessor where its memory has room for them: one computes while the other waits. They may have two stages.
+// The copies run ahead from one run to the next, so that memory does not wait for the end of a run. One thread finds
+// the next run, and its Q is copied, during the first step of a run. Two blocks share a multiprocessor where its memory
+// has room for them: one computes while the other waits. They may have two stages.
 //
 // All blocks have equal shares of the work, which each finds from the lengths on the device (decode_share.cuh). So the
 // host plans nothing, and a CUDA graph may change the lengths. Where shares cut a tile, its blocks store their results
-// in a workspace, and the last one joins them, from the first to the last.
+// in a workspace. The last block to end its share joins them, in their order (decode_join.cuh).
 //
 // Read next: ptx_sm90.cuh, Hopper's instructions.
 #include <algorithm>
 
 #include "decode_cache.cuh"
-#include "decode_result.cuh"
+#include "decode_join.cuh"
+#include "device.h"
 
 namespace sm80 {
 
@@ -33,7 +35,6 @@ template <int kHeadDim_, int kMTiles_> struct DecodeShape : KeyShape<kHeadDim_> 
     static constexpr int kScoreWarps = std::min(Keys::kBlockN / 16, Keys::kNumWarps);
     static constexpr int kSTiles = Keys::kBlockN / kScoreWarps / 8, kDTiles = kHeadDim_ / Keys::kNumWarps / 8;
     static constexpr int kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
-    static constexpr bool kKeepsQ = kMTiles == 1;  // in registers
     using AccS = float[kMTiles][kSTiles][4];
     using AccO = float[kMTiles][kDTiles][4];
 
@@ -54,10 +55,12 @@ template <typename Shape> struct DecodeMemory {
     alignas(128) uint16_t sP[Shape::kBlockM][Shape::kBlockN];
     alignas(16) float row_max[Shape::kBlockM][Shape::kScoreWarps];  // of the keys of each warp
     alignas(16) float row_sum[Shape::kBlockM][Shape::kScoreWarps];
-    Run<Shape> run, ahead[Shape::kNumWarps];  // that the block computes, and that each warp copies
+    Runs<Shape> runs;                    // that the block computes
+    Run<Shape> ahead[Shape::kNumWarps];  // that each warp copies
     int steps_of_warps[Shape::kNumWarps];
-    bool is_last;
+    Call call;
     alignas(128) Stage<Shape> stages[1];  // or more
+
     static size_t bytes(int num_stages) { return sizeof(DecodeMemory) + (num_stages - 1) * sizeof(Stage<Shape>); }
 };
 
@@ -67,10 +70,14 @@ __device__ inline void wait_for_step(int num_stages) {
     if (num_stages == 3) cp_async_wait<1>();
 }
 
-// The first tile of Q, as ldmatrix takes it.
-template <typename Shape> __device__ uint32_t q_address(const DecodeMemory<Shape> &shared) {
+// The fragments of Q.
+template <typename Shape>
+__device__ void read_q(uint32_t (&q)[Shape::kHeadDim / 16][Shape::kMTiles][4], const DecodeMemory<Shape> &shared) {
     using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
-    return shared_address(shared.sQ) + Swizzle::down(threadIdx.x % 32);
+    const uint32_t address = shared_address(shared.sQ) + Swizzle::down(threadIdx.x % 32);
+#pragma unroll
+    for (int kk = 0; kk < Shape::kHeadDim / 16; kk++)
+        for (int m = 0; m < Shape::kMTiles; m++) ldmatrix(q[kk][m], Swizzle::move(address, 16 * m, kk));
 }
 
 // What this warp does in one step, from scores to sums of V.
@@ -80,7 +87,9 @@ template <typename T, typename Shape> struct Step {
     using PSwizzle = Swizzle<Shape::kBlockN>;
     DecodeMemory<Shape> &shared;
     const DecodeParams &p;
-    const uint32_t (&q)[Shape::kHeadDim / 16][4];  // fragments, if Shape::kKeepsQ
+    const Run<Shape> &run;
+    const uint32_t (&q)[Shape::kHeadDim / 16][Shape::kMTiles][4];  // fragments
+    const int m_tiles;                                             // that have rows, at least 1
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
     typename Shape::AccS acc_s = {};
 
@@ -91,21 +100,20 @@ template <typename T, typename Shape> struct Step {
                           const ScoreFactors<float> &factors) {
         const uint32_t k_address =
             QSwizzle::move(shared_address(stage.sK) + QSwizzle::across(lane_idx), warp_idx * kWarpKeys, 0);
-        if constexpr (Shape::kKeepsQ)
 #pragma unroll
-            for (int kk = 0; kk < kHeadDim / 16; kk++)
-                for (int n = 0; n < Shape::kSTiles; n += 2) {
-                    uint32_t b[4];
-                    ldmatrix(b, QSwizzle::move(k_address, 8 * n, kk));
-                    mma<T>(acc_s[0][n], q[kk], b[0], b[1]);
-                    mma<T>(acc_s[0][n + 1], q[kk], b[2], b[3]);
+        for (int kk = 0; kk < kHeadDim / 16; kk++)
+            for (int n = 0; n < Shape::kSTiles; n += 2) {
+                uint32_t b[4];
+                ldmatrix(b, QSwizzle::move(k_address, 8 * n, kk));
+                for (int m = 0; m < Shape::kMTiles && m < m_tiles; m++) {
+                    mma<T>(acc_s[m][n], q[kk][m], b[0], b[1]);
+                    mma<T>(acc_s[m][n + 1], q[kk][m], b[2], b[3]);
                 }
-        else multiply_abt<T, kHeadDim>(acc_s, q_address<Shape>(shared), k_address);
-        if (factors.has_softcap || !scores.is_raw || p.alibi_slopes)
-            change_scores<Shape>(acc_s, scores, factors, p, shared.run, key);
-        if (!shared.run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, shared.run, key);
+            }
+        change_scores<Shape>(acc_s, scores, factors, p, run, key);
+        if (!run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, run, key);
 #pragma unroll
-        for (int i = 0; i < Shape::kLaneRows; i++) {
+        for (int i = 0; i < Shape::kLaneRows && i < 2 * m_tiles; i++) {
             float max = -INFINITY;
             for (int n = 0; n < Shape::kSTiles; n++)
                 max = fmaxf(max, fmaxf(acc_s[i / 2][n][i % 2 * 2], acc_s[i / 2][n][i % 2 * 2 + 1]));
@@ -116,7 +124,7 @@ template <typename T, typename Shape> struct Step {
     // The scores become P.
     __device__ void exponentiate(RowState (&rows)[Shape::kLaneRows], float softmax_scale_log2) {
 #pragma unroll
-        for (int i = 0; i < Shape::kLaneRows; i++)
+        for (int i = 0; i < Shape::kLaneRows && i < 2 * m_tiles; i++)
             for (int n = 0; n < Shape::kSTiles; n++) {
                 const float *s = &acc_s[i / 2][n][i % 2 * 2];
                 const float x = exp2_approx(s[0] * softmax_scale_log2 - rows[i].max);
@@ -133,17 +141,19 @@ template <typename T, typename Shape> struct Step {
 #pragma unroll
         for (int kk = 0; kk < Shape::kBlockN / 16; kk++) {
             uint32_t P[Shape::kMTiles][4];
-            for (int m = 0; m < Shape::kMTiles; m++) ldmatrix(P[m], PSwizzle::move(p_address, 16 * m, kk));
+            for (int m = 0; m < Shape::kMTiles && m < m_tiles; m++)
+                ldmatrix(P[m], PSwizzle::move(p_address, 16 * m, kk));
             multiply_ab<T, kHeadDim>(state.acc_o, P, v_address, kk * 16 * QSwizzle::kRowBytes,
-                                     warp_idx * Shape::kDTiles);
+                                     warp_idx * Shape::kDTiles, m_tiles);
         }
     }
 };
 
 // The maxima of the step's keys, of all warps, are in shared memory.
-template <typename Shape> __device__ void grow(TileState<Shape> &state, const DecodeMemory<Shape> &shared) {
+template <typename Shape>
+__device__ void grow(TileState<Shape> &state, const DecodeMemory<Shape> &shared, int m_tiles) {
 #pragma unroll
-    for (int i = 0; i < Shape::kLaneRows; i++) {
+    for (int i = 0; i < Shape::kLaneRows && i < 2 * m_tiles; i++) {
         float max = state.rows[i].max;
         for (int w = 0; w < Shape::kScoreWarps; w++) max = fmaxf(max, shared.row_max[Shape::row_of_lane(i)][w]);
         state.grow(i, max);
@@ -175,38 +185,42 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     __trap();
 #else
     let_next_kernel_begin();
-    if (!p.runs_beside) wait_for_previous_kernel();
     DecodeMemory<Shape> &shared = shared_memory<DecodeMemory<Shape>>();
-    Run<Shape> &run = shared.run, &ahead = shared.ahead[threadIdx.x / 32];
-    find_first_run<Shape>(run, shared.steps_of_warps, p, room, line);
-    copy_words(ahead, run);
+    shared.call.copy(p, room, line);
+    if (!p.runs_beside) wait_for_previous_kernel();
+    Runs<Shape> &runs = shared.runs;
+    Run<Shape> &ahead = shared.ahead[threadIdx.x / 32];
+    find_first_run<Shape>(runs[0], shared.steps_of_warps, p, room, line);
+    copy_words(ahead, runs[0]);
     __syncwarp();  // the run that this warp copies is there
-    KeyStream<T, Shape> keys(p, room, line, ahead);
-    uint32_t q[Shape::kHeadDim / 16][4];
-    int stage = 0, before = num_stages - 1;  // of this step, and of the one before it, whose place the next copies take
-    bool has_begun = false;
-    while (run.is_valid()) {
-        const QRows<T, Shape> rows(p, run);  // ahead of the first keys, or it would wait for them
+    KeyStream<T, Shape> keys(p, shared.call, ahead);
+    load_q<T>(shared.sQ, p, runs[0], Swizzle<Shape::kHeadDim>::offset);  // ahead of the keys, or it would wait for them
 #pragma unroll 1
-        for (int i = 0; !has_begun && i + 1 < num_stages; i++) keys.load(shared.stages[i]);
-        has_begun = true;
-        rows.store(shared.sQ, Swizzle<Shape::kHeadDim>::offset);
+    for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
+    uint32_t q[Shape::kHeadDim / 16][Shape::kMTiles][4];
+    int stage = 0, before = num_stages - 1;  // of this step, and of the one before it, whose place the next copies take
+    int num_runs = 0;
+    for (; runs[num_runs].is_valid(); num_runs++) {
+        const Run<Shape> &run = runs[num_runs];
+        Run<Shape> &next = runs[num_runs + 1];
         wait_for_step(num_stages);
-        __syncthreads();  // Q is there, and the first keys
-        if constexpr (Shape::kKeepsQ)
-#pragma unroll
-            for (int kk = 0; kk < Shape::kHeadDim / 16; kk++)
-                ldmatrix(q[kk], Swizzle<Shape::kHeadDim>::move(q_address(shared), 0, kk));
+        __syncthreads();  // Q is there, and the first keys. All warps have left the run before this one
+        read_q(q, shared);
+        if (threadIdx.x == Shape::kNumThreads - 32) next = run, next.next(shared.call);
+        const int m_tiles = Shape::kMTiles == 1 || run.valid_rows() <= 16 ? 1 : Shape::kMTiles;
+        bool has_next_q = false;
         for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
             TileState<Shape> state;
             part_end = run.part_end(chunk, room);
             const Range range = run.keys(chunk, part_end);
             for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
-                Step<T, Shape> step{shared, p, q};
+                Step<T, Shape> step{shared, p, run, q, m_tiles};
                 if (step.has_scores()) step.score(shared.stages[stage], key, scores, factors);
                 __syncthreads();  // all row maxima are there, and the step before this one has ended in all warps
+                if (!has_next_q) load_q<T>(shared.sQ, p, next, Swizzle<Shape::kHeadDim>::offset);
+                has_next_q = true;
                 keys.load(shared.stages[before]);
-                grow(state, shared);
+                grow(state, shared, m_tiles);
                 if (step.has_scores()) step.exponentiate(state.rows, factors.softmax_scale_log2);
                 wait_for_step(num_stages);
                 __syncthreads();  // P is there, and the keys of the next step
@@ -216,10 +230,14 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             if (!range.is_empty()) add_sums(state, shared);
             end_part<T>(p, room, line, run, state, chunk);
         }
-        end_run<T>(p, room, line, run, shared.is_last);
+        if (has_next_q) continue;
+        __syncthreads();  // the next run is there
+        load_q<T>(shared.sQ, p, next, Swizzle<Shape::kHeadDim>::offset);
+        cp_async_wait<0>();
     }
+    end_share<T>(shared.stages, p, room, line, shared.call, runs, num_runs);
     store_padding<T>(p);
-    if (p.runs_beside) wait_for_previous_kernel();
+    if (p.runs_beside && blockIdx.x == 0) wait_for_previous_kernel();  // the kernel after this one relies on it
 #endif
 }
 
@@ -233,8 +251,10 @@ template <typename T, typename Shape> void launch_decode(const DecodeParams &p) 
     const int blocks_per_sm = int(blocks_with(num_stages));
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
     const Line line(p.nheads_k, num_sms() * blocks_per_sm);
+    const Room room(p, Shape::kBlockM);
+    check_size<Shape>(p, room, line);
     launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, Memory::bytes(num_stages), p.stream, p,
-                 Room(p, Shape::kBlockM), line, Scores<>(p), ScoreFactors<float>(p), num_stages);
+                 room, line, Scores<>(p), ScoreFactors<float>(p), num_stages);
 }
 
 // act<Shape>() for the shape of p. A tile of 32 rows serves what has more than 16 and a head_dim up to 128: beyond,

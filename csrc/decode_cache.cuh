@@ -21,8 +21,8 @@ template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
     static constexpr int kWarpRows = Shape::kBlockN / Shape::kNumWarps, kVecs = Shape::kHeadDim / 8;
     int sequence, row;  // where this lane's row of the next step lies, see find()
 
-    __device__ KeyStream(const DecodeParams &p, const Room &room, const Line &line, Run<Shape> &run)
-        : StepsAhead<Shape>(p, room, line, run) {
+    __device__ KeyStream(const DecodeParams &p, const Call &call, Run<Shape> &run)
+        : StepsAhead<Shape>(p, call, run) {
         find();
     }
 

@@ -12,38 +12,29 @@ namespace decoding {
 
 using namespace ptx;
 
-// The rows of Q for a run: 0 beyond the sample and beyond head_dim. They are on their way to registers from the
-// constructor on, and store() waits for them.
-template <typename T, typename Shape> struct QRows {
-    static constexpr int kVecs = Shape::kHeadDim / 8, kCount = Shape::kBlockM * kVecs / Shape::kNumThreads;
-    uint4 x[kCount] = {};  // of a thread, 16 bytes each
-
-    __device__ QRows(const DecodeParams &p, const Run<Shape> &run) {
+// Starts the copies of a run's rows of Q to shared memory, as one group: 0 beyond the sample and beyond head_dim.
+// offset_of(row, vec): where 16 bytes lie in sQ.
+template <typename T, typename Shape, typename OffsetOf>
+__device__ void load_q(void *sQ, const DecodeParams &p, const Run<Shape> &run, OffsetOf offset_of) {
+    constexpr int kVecs = Shape::kHeadDim / 8, kRowStep = Shape::kNumThreads / kVecs;
+    const int vec = threadIdx.x % kVecs;
 #pragma unroll
-        for (int i = 0; i < kCount; i++) {
-            const int r = row(i), vec = threadIdx.x % kVecs;
-            if (r >= run.valid_rows() || 8 * vec >= p.head_dim) continue;
-            const PackedRow at(run, r);
-            x[i] = *reinterpret_cast<const uint4 *>(
-                rows_of<const T>(p.q, run.b, at.head, run.cut.seq.q_begin + at.token) + 8 * vec);
-        }
+    for (int row0 = 0; row0 < Shape::kBlockM && run.is_valid(); row0 += kRowStep) {
+        const int r = row0 + threadIdx.x / kVecs;
+        const bool is_needed = r < run.valid_rows() && 8 * vec < p.head_dim;
+        const PackedRow at(run, is_needed ? r : 0);
+        const T *gQ = rows_of<const T>(p.q, run.b, at.head, run.cut.seq.q_begin + at.token) + 8 * vec;
+        cp_async(shared_address(sQ) + offset_of(r, vec), gQ, is_needed);
     }
-    // offset_of(row, vec): where 16 bytes lie in sQ.
-    template <typename OffsetOf> __device__ void store(void *sQ, OffsetOf offset_of) const {
-#pragma unroll
-        for (int i = 0; i < kCount; i++)
-            *reinterpret_cast<uint4 *>(static_cast<char *>(sQ) + offset_of(row(i), threadIdx.x % kVecs)) = x[i];
-    }
-
-  private:
-    __device__ static int row(int i) { return (i * Shape::kNumThreads + threadIdx.x) / kVecs; }
-};
+    cp_async_commit();
+}
 
 // q·k become scores, see scores.cuh and score_mods.cuh. `key` is the first of the step. Every row has a slope of its
 // own.
 template <typename Shape>
 __device__ void change_scores(typename Shape::AccS &acc_s, const Scores<> &scores, const ScoreFactors<float> &factors,
                               const DecodeParams &p, const Run<Shape> &run, int key) {
+    if (!factors.has_softcap && scores.is_raw && !p.alibi_slopes) return;
     auto for_scores = [&](int i, auto change) {
 #pragma unroll
         for (int j = 0; j < Shape::kLaneKeys; j++) change(Shape::at(acc_s, i, j), key + Shape::key_of_lane(j));

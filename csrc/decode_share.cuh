@@ -13,6 +13,8 @@
 #pragma once
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 #include "flash.h"
 #include "launch.h"
@@ -24,7 +26,7 @@ namespace decoding {
 template <int kHeadDim_> struct KeyShape {
     static constexpr int kHeadDim = kHeadDim_, kBlockN = 8192 / kHeadDim;
     static constexpr int kNumWarps = 4, kNumThreads = 32 * kNumWarps;
-    static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace: acc_o, row_max, row_sum
+    static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace
 };
 
 // Of numbers from 0 on, which takes fewer instructions than of signed ones.
@@ -35,12 +37,14 @@ __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x + y - 1) 
 // each: for the tile that began in an earlier share, and for one that goes on in a later share. With num_splits, every
 // sample and key head has a slot for each of `splits` chunks. A sample that needs more room is not cut.
 struct Room {
-    int group;   // query heads of a key head
+    int group;           // query heads of a key head
+    uint32_t per_group;  // 2^31 / group, rounded up
     int rows;
-    int splits;  // num_splits; 0: none were asked for
-    int tiles;   // with splits, how many counters a sample and key head has
+    int splits;          // num_splits; 0: none were asked for
+    int tiles;           // with splits, how many counters a sample and key head has
 
-    Room(const DecodeParams &p, int block_m) : group(p.nheads / p.nheads_k), splits(p.num_splits) {
+    Room(const DecodeParams &p, int block_m)
+        : group(p.nheads / p.nheads_k), per_group((1u << 31) / group + 1), splits(p.num_splits) {
         const int64_t packed_rows = int64_t(group) * p.max_seqlen_q;
         rows = int(packed_rows < block_m ? packed_rows : block_m);
         tiles = int(std::min<int64_t>((packed_rows + block_m - 1) / block_m, splits));
@@ -80,6 +84,18 @@ struct Line {
     __device__ int head() const { return blockIdx.x - share() * heads; }
 };
 
+// Throws std::invalid_argument if a call has more work than the kernels can count.
+template <typename Shape> void check_size(const DecodeParams &p, const Room &room, const Line &line) {
+    if (room.group > 1 << 15) throw std::invalid_argument("minimal_attn: a key head has over 32768 query heads");
+    const int64_t all_rows = p.cu_seqlens_q ? p.seqlen_q : p.batch_size * p.seqlen_q;
+    const int64_t rows = std::min(all_rows, p.batch_size * p.max_rows);
+    const int64_t tiles = rows * room.group / Shape::kBlockM + p.batch_size;
+    const int64_t chunks = p.seqlen_k / Shape::kBlockN + 2, rounding = room.splits ? 2 : 1;
+    if (tiles > INT32_MAX / (chunks * rounding * line.heads_of_line))
+        throw std::invalid_argument("minimal_attn: the call has over 2^31 steps of a tile of rows and " +
+                                    std::to_string(Shape::kBlockN) + " keys; divide the batch into several calls");
+}
+
 // How a line of `steps` steps is cut into shares, of which none is empty.
 struct Shares {
     int steps, count;
@@ -102,17 +118,26 @@ struct Shares {
     }
 };
 
+// A copy by the lanes of a warp.
+template <typename X> __device__ void copy_words(X &to, const X &from) {
+    for (unsigned i = threadIdx.x % 32; i < sizeof(X) / 4; i += 32)
+        reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(&from)[i];
+}
+
 // How the valid packed rows of a sample are cut into tiles, and its keys into chunks. Padding does not count. With
 // num_splits a sample has about so many items for each key head, so more tiles mean fewer chunks.
 template <typename Shape> struct Cut {
     static constexpr int kBlockN = Shape::kBlockN;
     Sequence seq;
-    int group, num_rows, num_tiles;
+    int group;
+    uint32_t per_group;
+    int num_rows, num_tiles;
     int num_chunks, chunk_steps = 1;  // of a tile, and of a chunk
     int begin, end;                   // the keys that some row sees
 
     Cut() = default;
-    __device__ Cut(const DecodeParams &p, const Room &room, int b) : seq(p, b), group(room.group) {
+    __device__ Cut(const DecodeParams &p, const Room &room, int b)
+        : seq(p, b), group(room.group), per_group(room.per_group) {
         num_rows = seq.is_served(p) ? seq.seqlen_q * group : 0;
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
         begin = max(0, seq.seqlen_k - seq.seqlen_q - p.window_left), end = seq.seqlen_k;  // as Mask has it
@@ -134,7 +159,23 @@ template <typename Shape> struct Cut {
     __device__ int items_before(int step, const Line &line) const { return min(items(line), chunks_of(max(0, step))); }
 };
 
-// Of the samples [b_begin, b_end), aside: most batches have no more than a sample for each thread.
+// The kernel's parameters in shared memory, for functions that are not inlined. Such a function would read them from
+// global memory: it cannot know that a reference is to constant memory.
+struct Call {
+    DecodeParams p;
+    Room room;
+    Line line;
+
+    // By two warps. find_first_run() has the barrier after it.
+    __device__ void copy(const DecodeParams &from_p, const Room &from_room, const Line &from_line) {
+        if (threadIdx.x < 32) copy_words(p, from_p);
+        else if (threadIdx.x < 64) copy_words(room, from_room), copy_words(line, from_line);
+    }
+};
+
+template <typename Shape> struct Run;
+
+// The steps of the samples [b_begin, b_end). This is not inlined: few batches have more than a sample for each thread.
 template <typename Shape>
 __device__ __noinline__ int steps_of(const DecodeParams &p, const Room &room, const Line &line, int b_begin,
                                      int b_end) {
@@ -142,6 +183,15 @@ __device__ __noinline__ int steps_of(const DecodeParams &p, const Room &room, co
     for (int b = b_begin; b < b_end; b++) steps += Cut<Shape>(p, room, b).steps(line);
     return steps;
 }
+
+// Row `row` of a run's tile of packed rows. Divisions are slow, so there is a product in place of one.
+struct PackedRow {
+    int token, head;
+    template <typename Shape> __device__ PackedRow(const Run<Shape> &run, int row) {
+        const int offset = run.head_of_group + row, tokens = __umulhi(2 * offset, run.cut.per_group);
+        token = run.token + tokens, head = run.h_k * run.cut.group + offset - tokens * run.cut.group;
+    }
+};
 
 // A run: the chunks [chunk_begin, chunk_end) of a tile of packed rows of a key head. It lies in shared memory, and one
 // thread moves it on for all.
@@ -151,6 +201,7 @@ template <typename Shape> struct alignas(16) Run {
     Shares shares;
     Cut<Shape> cut;
     int h_k, tile, chunk_begin, chunk_end, key_begin, key_end;
+    int token, head_of_group;  // of the tile's first row
     Range full;  // the keys that all rows see
 
     // Of sample b, if `index` is that of an item.
@@ -159,12 +210,12 @@ template <typename Shape> struct alignas(16) Run {
         : place(place), end(end), b(b), index(index), shares(shares), cut(cut) {
         if (index < cut.items(line)) settle(p, line);
     }
-    __device__ void next(const DecodeParams &p, const Room &room, const Line &line) {
+    __device__ void next(const Call &call) {
         place += num_chunks() * cut.chunk_steps, index += num_chunks();
-        go_on(p, room, line, place);
+        go_on(call.p, call.room, call.line, place);
     }
-    // If this sample has no more items, to the first one of a later sample that begins at `begin` or behind it. Kernels
-    // have one copy of this code, aside.
+    // If this sample has no more items, to the first one of a later sample that begins at `begin` or behind it. This is
+    // not inlined: most steps do not come here.
     __device__ __noinline__ void go_on(const DecodeParams &p, const Room &room, const Line &line, int begin) {
         while (is_valid() && index == cut.items(line)) {
             cut = Cut<Shape>(p, room, ++b);
@@ -174,9 +225,10 @@ template <typename Shape> struct alignas(16) Run {
     }
     __device__ bool is_valid() const { return place < end; }
     __device__ int num_chunks() const { return chunk_end - chunk_begin; }
+    __device__ bool has_whole_tile() const { return num_chunks() == cut.num_chunks; }
     // Whether the tile needs no room in the workspace.
     __device__ bool has_one_result(const Room &room) const {
-        return cut.num_chunks == (room.splits ? 1 : num_chunks());
+        return has_whole_tile() && (room.splits == 0 || cut.num_chunks == 1);
     }
     __device__ bool all_rows_see(int key) const { return key >= full.begin && key + Shape::kBlockN <= full.end; }
     __device__ int valid_rows() const { return min(Shape::kBlockM, cut.num_rows - tile * Shape::kBlockM); }
@@ -201,27 +253,24 @@ template <typename Shape> struct alignas(16) Run {
             chunk_begin -= tiles * cut.num_chunks, tile = tiles - heads * cut.num_tiles, h_k += heads * line.heads;
         }
         chunk_end = min(cut.num_chunks, chunk_begin + cut.chunks_of(end - place));
-        int first_row = 0, last_row = cut.seq.seqlen_q - 1;
-        if (cut.num_tiles > 1) {
-            first_row = floor_div(tile * Shape::kBlockM, cut.group);
-            last_row = min(last_row, floor_div((tile + 1) * Shape::kBlockM - 1, cut.group));
-        }
+        token = cut.num_tiles > 1 ? floor_div(tile * Shape::kBlockM, cut.group) : 0;
+        head_of_group = tile * Shape::kBlockM - token * cut.group;
+        const int last_token = PackedRow(*this, valid_rows() - 1).token;
         const Mask mask(cut.seq.seqlen_q, cut.seq.seqlen_k, p);
-        const Range first = mask.keys(first_row), last = mask.keys(last_row), all = cut.keys(chunk_begin, chunk_end);
+        const Range first = mask.keys(token), last = mask.keys(last_token), all = cut.keys(chunk_begin, chunk_end);
         key_begin = max(all.begin, floor_div(first.begin, Shape::kBlockN) * Shape::kBlockN);
         key_end = min(all.end, last.end);
         full = {last.begin, p.tree_mask ? cut.seq.seqlen_k - cut.seq.seqlen_q : first.end};
     }
 };
 
-// Row `row` of a run's tile of packed rows.
-struct PackedRow {
-    int token, head;
-    template <typename Shape> __device__ PackedRow(const Run<Shape> &run, int row) {
-        row += run.tile * Shape::kBlockM;
-        token = row < run.cut.group ? 0 : row / run.cut.group;  // divisions are slow
-        head = run.h_k * run.cut.group + row - token * run.cut.group;
-    }
+// The runs of a block's share, in shared memory: the first one, and by turns those after it. The tiles of the first and
+// of the last one may go on in other shares.
+template <typename Shape> struct Runs {
+    Run<Shape> slots[3];
+    bool joins[2];  // whether this block joins the results of these two tiles
+
+    __device__ Run<Shape> &operator[](int i) { return slots[i == 0 ? 0 : 1 + i % 2]; }
 };
 
 // The first run of this block's share, in shared memory. Samples are dealt out to threads, whose sums are scanned. The
@@ -264,28 +313,21 @@ __device__ void find_first_run(Run<Shape> &run, int (&steps_of_warps)[Shape::kNu
     __syncthreads();
 }
 
-// A copy by the lanes of a warp.
-template <typename X> __device__ void copy_words(X &to, const X &from) {
-    for (unsigned i = threadIdx.x % 32; i < sizeof(X) / 4; i += 32)
-        reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(&from)[i];
-}
-
 // The steps of a block's share, as they are loaded, ahead of what is computed.
 template <typename Shape> struct StepsAhead {
     const DecodeParams &p;
-    const Room &room;
-    const Line &line;
+    const Call &call;
     Run<Shape> &run;  // of this warp
     int key;          // the first of the next step, if the run is valid
 
-    __device__ StepsAhead(const DecodeParams &p, const Room &room, const Line &line, Run<Shape> &run)
-        : p(p), room(room), line(line), run(run), key(run.is_valid() ? run.key_begin : 0) {}
+    __device__ StepsAhead(const DecodeParams &p, const Call &call, Run<Shape> &run)
+        : p(p), call(call), run(run), key(run.is_valid() ? run.key_begin : 0) {}
 
     // Go on to the next run when the last one has no more keys. By all lanes of a warp.
     __device__ void settle() {
         while (run.is_valid() && key >= run.key_end) {
             __syncwarp();  // all lanes have read the run
-            if (threadIdx.x % 32 == 0) run.next(p, room, line);
+            if (threadIdx.x % 32 == 0) run.next(call);
             __syncwarp();  // the next one is there
             key = run.key_begin;
         }

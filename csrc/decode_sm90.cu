@@ -12,7 +12,7 @@
 // Read next: bwd_workspace_sm90.cuh, the sums in memory of the backward pass.
 #include <algorithm>
 
-#include "decode_result.cuh"
+#include "decode_join.cuh"
 #include "decode_rows.cuh"
 #include "device.h"
 #include "key_blocks_sm90.cuh"
@@ -40,12 +40,13 @@ template <typename Shape> struct Stage {
 };
 
 template <typename Shape> struct DecodeMemory {
-    SmemTile<Shape::kBlockM, Shape::kHeadDim> q;
+    SmemTile<Shape::kBlockM, Shape::kHeadDim> q[2];  // of a run, and of the next one
     Stage<Shape> stages[Shape::kStages];
     Barrier full[Shape::kStages];
-    Run<Shape> run, ahead;  // that the block computes, and that its first warp loads
+    Runs<Shape> runs;  // that the block computes
+    Run<Shape> ahead;  // that its first warp loads
     int steps_of_warps[Shape::kNumWarps];
-    bool is_last;
+    Call call;
 };
 
 struct CacheTensors { TmaTensor k, v; };
@@ -92,14 +93,15 @@ template <typename Shape> __device__ void clear_unseen(Stage<Shape> &stage, cons
 
 // What the block does in one step, from scores to sums of V.
 template <typename T, typename Shape>
-__device__ void attend(DecodeMemory<Shape> &shared, const Stage<Shape> &stage, TileState<Shape> &state, int key,
-                       const DecodeParams &p, const Scores<> &scores, const ScoreFactors<float> &factors) {
+__device__ void attend(const SmemTile<Shape::kBlockM, Shape::kHeadDim> &q, const Stage<Shape> &stage,
+                       TileState<Shape> &state, const Run<Shape> &run, int key, const DecodeParams &p,
+                       const Scores<> &scores, const ScoreFactors<float> &factors) {
     typename Shape::AccS acc_s;
     warpgroup_arrive();
-    multiply_abt<T>(acc_s, shared.q, stage.k);
+    multiply_abt<T>(acc_s, q, stage.k);
     warpgroup_wait<0>(acc_s);
-    change_scores<Shape>(acc_s, scores, factors, p, shared.run, key);
-    if (!shared.run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, shared.run, key);
+    change_scores<Shape>(acc_s, scores, factors, p, run, key);
+    if (!run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, run, key);
     uint32_t P[Shape::kBlockN / 16][4];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -129,28 +131,38 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
 #else
     let_next_kernel_begin();
     auto &shared = shared_memory<DecodeMemory<Shape>>();
-    Run<Shape> &run = shared.run;
+    Runs<Shape> &runs = shared.runs;
     const bool loads = warp_uniform(threadIdx.x / 32) == 0;
     if (threadIdx.x == 0) {
         prefetch(cache.k.map), prefetch(cache.v.map);
         for (Barrier &full : shared.full) mbarrier_init(full, 1);
         fence_mbarrier_init();
     }
+    shared.call.copy(p, room, line);
     if (!p.runs_beside) wait_for_previous_kernel();
-    find_first_run<Shape>(run, shared.steps_of_warps, p, room, line);
-    if (loads) copy_words(shared.ahead, run);
+    find_first_run<Shape>(runs[0], shared.steps_of_warps, p, room, line);
+    if (loads) copy_words(shared.ahead, runs[0]);
     __syncwarp();  // the run that the first warp loads is there
-    KeyBoxes<Shape> keys{{p, room, line, loads ? shared.ahead : run}};
+    KeyBoxes<Shape> keys{{p, shared.call, loads ? shared.ahead : runs[0]}};
+    auto load_q_of = [&](int i) {
+        auto &q = shared.q[i % 2];
+        load_q<T>(&q, p, runs[i], [&](int row, int vec) { return q.offset(row, 8 * vec); });
+    };
+    load_q_of(0);
     if (loads) {
         keys.find();
         for (int i = 0; i < Shape::kStages; i++) keys.load(shared.stages[i], cache, shared.full[i]);
     }
-    int stage = 0;
-    uint32_t parity = 0;  // of its barrier
-    while (run.is_valid()) {
-        QRows<T, Shape>(p, run).store(&shared.q, [&](int row, int vec) { return shared.q.offset(row, 8 * vec); });
+    int stage = 0, num_runs = 0;
+    uint32_t parity = 0;  // of the stage's barrier
+    for (; runs[num_runs].is_valid(); num_runs++) {
+        const Run<Shape> &run = runs[num_runs];
+        Run<Shape> &next = runs[num_runs + 1];
+        cp_async_wait<0>();
         fence_proxy_async();
-        __syncthreads();  // Q is there
+        __syncthreads();  // Q is there. All warps have left the run before this one
+        if (threadIdx.x == Shape::kNumThreads - 32) next = run, next.next(shared.call);
+        bool has_next_q = false;
         for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
             TileState<Shape> state;
             part_end = run.part_end(chunk, room);
@@ -158,19 +170,24 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
                 mbarrier_wait(shared.full[stage], parity);
                 clear_unseen(shared.stages[stage], run, key);
-                attend<T>(shared, shared.stages[stage], state, key, p, scores, factors);
+                attend<T>(shared.q[num_runs % 2], shared.stages[stage], state, run, key, p, scores, factors);
                 __syncthreads();  // all warps have read the stage
                 if (loads) keys.load(shared.stages[stage], cache, shared.full[stage]);
+                if (!has_next_q) load_q_of(num_runs + 1);
+                has_next_q = true;
                 stage = stage + 1 == Shape::kStages ? 0 : stage + 1, parity ^= stage == 0;
             }
             for (RowState &row : state.rows)
                 row.sum = quad_reduce(row.sum, [](float x, float y) { return x + y; });
             end_part<T>(p, room, line, run, state, chunk);
         }
-        end_run<T>(p, room, line, run, shared.is_last);
+        if (has_next_q) continue;
+        __syncthreads();  // the next run is there
+        load_q_of(num_runs + 1);
     }
+    end_share<T>(shared.stages, p, room, line, shared.call, runs, num_runs);
     store_padding<T>(p);
-    if (p.runs_beside) wait_for_previous_kernel();
+    if (p.runs_beside && blockIdx.x == 0) wait_for_previous_kernel();  // the kernel after this one relies on it
 #endif
 }
 
@@ -183,8 +200,10 @@ template <typename T, typename Shape> void launch_decode(DecodeParams p) {
                                                 p.box_rows);
     };
     const Line line(p.nheads_k, 2 * num_sms());
+    const Room room(p, Shape::kBlockM);
+    check_size<Shape>(p, room, line);
     launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, sizeof(DecodeMemory<Shape>), p.stream,
-                 p, Room(p, Shape::kBlockM), line, Scores<>(p), ScoreFactors<float>(p),
+                 p, room, line, Scores<>(p), ScoreFactors<float>(p),
                  CacheTensors{tma("k", p.k, p.head_dim), tma("v", p.v, p.head_dim_v)});
 }
 

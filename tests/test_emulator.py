@@ -85,7 +85,7 @@ SHOWN_TO = {
     "bias_sm90.cuh": ["sm90_bias"], "key_blocks_sm90.cuh": ["prefill", "prefill_pages"],
     "decode.cu": ["one", "d64", "d128", "scale_30"], "decode_share.cuh": ["d64", "d128", "many"],
     "decode_sm90.cu": ["tall_64"], "decode_cache.cuh": ["d64", "d128"],
-    "decode_result.cuh": ["d64", "d128", "mqa", "many_rows", "packed"],
+    "decode_join.cuh": ["d64", "d128", "mqa", "many_rows", "packed"],
 }
 
 # What is wrong in selftest.cpp, and what the emulator says.
@@ -247,7 +247,8 @@ def program(csrc, folder, body):
     source = folder / "main.cpp"
     source.write_text("""
         #include <cstdio>
-        #include <exception>
+        #include <stdexcept>
+        #include <utility>
         #include "flash.h"
         #include "launch.h"
         int main() try {""" + body + """
@@ -264,6 +265,21 @@ def test_number_of_tiles_beyond_int(csrc, tmp_path):
             AttnParams p{.batch_size = 1 << 21, .nheads = 1024, .nheads_k = 1, .seqlen_q = 1, .head_dim = 64};
             sm90::flash_forward(p);""")
     assert re.match("minimal_attn: .*q has .* tiles", run(main).stdout)
+
+
+@pytest.mark.slow
+def test_more_work_than_decoding_can_count(csrc, tmp_path):
+    main = program(csrc, tmp_path, """
+            for (auto flash_decode : {sm80::flash_decode, sm90::flash_decode})
+                for (auto [nheads, seqlen_k] : {std::pair(1, 1 << 30), {(1 << 15) + 1, 64}}) try {
+                    DecodeParams p{};
+                    p.batch_size = 1 << 10, p.nheads = nheads, p.nheads_k = 1, p.num_sequences = 1, p.page_size = 64;
+                    p.seqlen_q = p.max_seqlen_q = p.max_rows = 1, p.seqlen_k = seqlen_k;
+                    p.head_dim = p.head_dim_v = 64, p.q = p.k = p.v = p.o = {nullptr, 64, 64, 64};
+                    flash_decode(p);
+                } catch (const std::invalid_argument &error) { std::puts(error.what()); }""")
+    assert [re.sub("minimal_attn: (.*?[0-9^]+).*", r"\1", line) for line in run(main).stdout.splitlines()] == [
+        "the call has over 2^31", "a key head has over 32768"] * 2
 
 
 @pytest.mark.slow

@@ -265,6 +265,7 @@ void copy_async(uint32_t to, const void *from, uint32_t bytes, bool is_inside) {
     const Copies::Copy copy{copies.committed, to, is_inside ? from : nullptr, bytes};
     std::memset(block->shared.at(block->shared.generic, to, bytes), 0xff, bytes);
     copies.end = copies.committed + 1;
+    if (bytes == 16) copies.unfenced.push_back(copy);
     const bool is_early = schedule.mode == Mode::kEarly || (schedule.mode == Mode::kRandom && scheduler->one_in(4));
     is_early ? deliver(*block, copy) : copies.under_way.push_back(copy);
 }
@@ -277,6 +278,11 @@ void wait_for_copies(uint32_t pending) {
     std::erase_if(copies.under_way, [&](const Copies::Copy &copy) {
         if (copy.group >= copies.awaited) return false;
         deliver(*block, copy);
+        return true;
+    });
+    std::erase_if(copies.unfenced, [&](const Copies::Copy &copy) {
+        if (copy.group >= copies.awaited) return false;
+        block->shared.unfenced[threadIdx.x].push_back(copy.to);
         return true;
     });
     scheduler->pass();

@@ -1,0 +1,139 @@
+// How the results that several blocks have of a tile become its output.
+//
+// Read next: decode.cu, the kernel made of these.
+#pragma once
+
+#include "decode_result.cuh"
+
+namespace decoding {
+
+// Sets runs.joins: whether this block is the last one of those that store results of a tile. Then it can read all of
+// them, and the counter is 0 again, for the next call. It counts chunks.
+template <typename Shape>
+__device__ void arrive(const DecodeParams &p, const Room &room, const Line &line, Runs<Shape> &runs, int num_runs) {
+    __syncthreads();  // the results of this block are stored
+    if (threadIdx.x < 2) {
+        const Run<Shape> &run = runs[threadIdx.x * (num_runs - 1)];
+        bool is_last = false;
+        if (threadIdx.x < num_runs && !run.has_whole_tile()) {
+            const int64_t i = room.splits ? (int64_t(run.b) * p.nheads_k + run.h_k) * room.tiles + run.tile
+                                          : run.first_share() * line.heads + line.head();
+            is_last = atomic_add_acq_rel(p.counters + i, run.num_chunks()) + run.num_chunks() == run.cut.num_chunks;
+            if (is_last) p.counters[i] = 0;
+        }
+        runs.joins[threadIdx.x] = is_last;
+    }
+    __syncthreads();
+}
+
+// Some results of a tile on their way through shared memory. A thread has four columns of a row, and a block has kRows
+// rows at a time. One warp alone on its scheduler takes about five cycles for an instruction. So the time of a join is
+// that of its instructions, and these copies need few for many bytes.
+template <typename Shape> struct JoinStage {
+    static constexpr int kCount = 8, kVecs = Shape::kHeadDim / 4, kRows = Shape::kNumThreads / kVecs;
+    float x[kCount][kRows][Shape::kHeadDim];
+    float ends[kCount][kRows][4];  // row_max and row_sum
+
+    // Starts the copies of the results from `first` on, and of their rows from row0 on. Others become 0.
+    __device__ void load(const Results &results, int first, int row0, int rows) {
+        const int r = threadIdx.x / kVecs;
+#pragma unroll
+        for (int j = 0; j < kCount; j++) {
+            const bool is_valid = first + j < results.count && row0 + r < rows;
+            const float *from = results.at(is_valid ? first + j : 0) + row0 * Shape::kHeadDim + 4 * threadIdx.x;
+            cp_async(shared_address(x[j]) + 16 * threadIdx.x, is_valid ? from : results.first, is_valid);
+        }
+        const int j = threadIdx.x / kRows, end_row = row0 + threadIdx.x % kRows;
+        if (j >= kCount) return;
+        const bool is_valid = first + j < results.count && end_row < rows;
+        const float *from = results.at(is_valid ? first + j : 0) + results.ends + 4 * end_row;
+        cp_async(shared_address(ends) + 16 * threadIdx.x, is_valid ? from : results.first, is_valid);
+    }
+    // Adds `count` results to what this thread has of its row.
+    __device__ void add_to(RowState &row, float (&o)[4], int count) const {
+        const int r = threadIdx.x / kVecs, col = threadIdx.x % kVecs * 4;
+        float2 ends[kCount];
+        float4 x[kCount];
+#pragma unroll
+        for (int j = 0; j < kCount; j++) {
+            ends[j] = *reinterpret_cast<const float2 *>(this->ends[j][r]);
+            x[j] = *reinterpret_cast<const float4 *>(&this->x[j][r][col]);
+        }
+        float max = row.max;
+#pragma unroll
+        for (int j = 0; j < kCount; j++) max = fmaxf(max, j < count ? ends[j].x : -FLT_MAX);
+        const float alpha = exp2_approx(row.max - max);
+        row = {max, row.sum * alpha};
+        for (float &o : o) o *= alpha;
+#pragma unroll
+        for (int j = 0; j < kCount; j++) {
+            const float beta = exp2_approx(j < count ? ends[j].x - max : -FLT_MAX);
+            row.sum = fmaf(ends[j].y, beta, row.sum);
+            for (int e = 0; e < 4; e++) o[e] = fmaf((&x[j].x)[e], beta, o[e]);
+        }
+    }
+};
+
+// The results of a run's tile become its output, in their order.
+template <typename T, typename Shape>
+__device__ void join_results(JoinStage<Shape> (&stages)[3], const DecodeParams &p, const Run<Shape> &run,
+                             const Results &results) {
+    using Stage = JoinStage<Shape>;
+    const int rows = run.valid_rows(), col = threadIdx.x % Stage::kVecs * 4;
+    int first = 0, row0 = 0, to = 0;  // of the next copies
+    auto load = [&] {
+        if (row0 < rows) stages[to].load(results, first, row0, rows);
+        cp_async_commit();
+        to = to == 2 ? 0 : to + 1, first += Stage::kCount;
+        if (first >= results.count) first = 0, row0 += Stage::kRows;
+    };
+    load(), load();
+    int stage = 0;
+#pragma unroll 1
+    for (int r = threadIdx.x / Stage::kVecs, end = rows + r; r < end; r += Stage::kRows) {
+        RowState row;
+        float o[4] = {};
+#pragma unroll 1
+        for (int left = results.count; left > 0; left -= Stage::kCount) {
+            cp_async_wait<1>();
+            __syncthreads();  // these results are there, and all warps have left those before them
+            load();
+            stages[stage].add_to(row, o, left);
+            stage = stage == 2 ? 0 : stage + 1;
+        }
+        if (r >= rows) continue;
+        const OutputRow<T> output(p, run, r, row, col);
+        output.store(p, col, o[0], o[1]), output.store(p, col + 2, o[2], o[3]);
+    }
+    __syncthreads();  // all warps have left the last ones
+}
+
+// After the last step of a share. Results are joined only now, since the next run would wait for each way to memory and
+// back. Other shares may have results of the first and of the last tile. With num_splits, tiles between them have
+// several results, too. `memory` is that of the keys.
+template <typename T, typename Shape>
+__device__ void end_share(void *memory, const DecodeParams &p, const Room &room, const Line &line, const Call &call,
+                          Runs<Shape> &runs, int num_runs) {
+    using Stages = JoinStage<Shape>[3];
+    static_assert(sizeof(Stages) <= 2 * 32 << 10);  // the least memory that keys have
+    auto join = [&](const Run<Shape> &run) {
+        join_results<T>(*static_cast<Stages *>(memory), p, run, results_of(p, room, line, run));
+    };
+    if (num_runs == 0) return;
+    arrive(p, room, line, runs, num_runs);
+#pragma unroll 1
+    for (int i = 0; i < 2; i++)
+        if (runs.joins[i]) join(runs[i * (num_runs - 1)]);
+    if (room.splits < 2) return;
+    Run<Shape> &run = runs[1];
+    if (threadIdx.x == 0) run = runs[0];
+    __syncthreads();  // the first run is there again
+    while (run.is_valid()) {
+        if (run.has_whole_tile() && !run.has_one_result(room)) join(run);
+        __syncthreads();  // all warps have left the run
+        if (threadIdx.x == 0) run.next(call);
+        __syncthreads();  // the next one is there
+    }
+}
+
+}  // namespace decoding
