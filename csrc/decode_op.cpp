@@ -4,6 +4,8 @@
 // Read next: append_op.h, the op that fills a cache.
 #include "decode_op.h"
 
+#include <vector>
+
 namespace minimal_attn {
 
 namespace {
@@ -43,20 +45,33 @@ Reason find_cache_fault(const TorchTensor &q, const TorchTensor &k, const TorchT
 using Decode = void(const DecodeParams &);
 using Size = int64_t(const DecodeParams &);
 
-void decode(DecodeParams p, const TorchTensor &q, Decode flash_decode, Size workspace_bytes, Size num_counters) {
-    const TorchTensor workspace = make_empty({workspace_bytes(p)}, ScalarType::Byte, q);
-    p.workspace = workspace.data_ptr(), p.counters = zeroed_counters(num_counters(p), p.stream);
-    OptionalTensor counters;
-    if (!p.counters) {
-        counters = make_zeros({num_counters(p)}, ScalarType::Int, q);
-        p.counters = static_cast<int *>(counters->data_ptr());
+// What the launches of a call need besides its tensors. A launch may run beside the one before it, so torch must not
+// give the memory of one to another: it is freed after the last launch.
+struct Scratch {
+    std::vector<TorchTensor> tensors;
+    int64_t num_counters = 0;
+
+    void *empty(int64_t bytes, const TorchTensor &q) {
+        return tensors.emplace_back(make_empty({bytes}, ScalarType::Byte, q)).data_ptr();
     }
+    // As many as `count` zeros, which are no other launch's.
+    int *counters(int64_t count, void *stream, const TorchTensor &q) {
+        const int64_t begin = num_counters;
+        num_counters += count;
+        if (int *zeros = zeroed_counters(num_counters, stream)) return zeros + begin;
+        return static_cast<int *>(tensors.emplace_back(make_zeros({count}, ScalarType::Int, q)).data_ptr());
+    }
+};
+
+void decode(DecodeParams p, const TorchTensor &q, Scratch &scratch, Decode flash_decode, Size workspace_bytes,
+            Size num_counters) {
+    p.workspace = scratch.empty(workspace_bytes(p), q);
+    p.counters = scratch.counters(num_counters(p), p.stream, q);
     flash_decode(p);
 }
 
-void prefill(DecodeParams p, const TorchTensor &q) {
-    const TorchTensor tile_counter = make_empty({1}, ScalarType::Int, q);
-    p.tile_counter = static_cast<int *>(tile_counter.data_ptr());
+void prefill(DecodeParams p, const TorchTensor &q, Scratch &scratch) {
+    p.tile_counter = static_cast<int *>(scratch.empty(sizeof(int), q));
     sm90::flash_prefill(p);
 }
 #endif
@@ -119,13 +134,14 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
         const Gpu gpu{compute_capability(), has_fast_fp64()};
         if (const Reason reason = why_not(Kernel::kSm80, p, gpu, false))
             throw_not_implemented("backend='cuda' cannot serve this call: " + *reason + "; use backend='triton'");
+        Scratch scratch;
         launch_by_rows(
-            p, q.numel() ? fewest_rows(p, gpu) : FewestRows{}, [&](const DecodeParams &p) { prefill(p, q); },
+            p, q.numel() ? fewest_rows(p, gpu) : FewestRows{}, [&](const DecodeParams &p) { prefill(p, q, scratch); },
             [&](const DecodeParams &p) {
-                decode(p, q, sm90::flash_decode, sm90::decode_workspace, sm90::num_decode_counters);
+                decode(p, q, scratch, sm90::flash_decode, sm90::decode_workspace, sm90::num_decode_counters);
             },
             [&](const DecodeParams &p) {
-                decode(p, q, sm80::flash_decode, sm80::decode_workspace, sm80::num_decode_counters);
+                decode(p, q, scratch, sm80::flash_decode, sm80::decode_workspace, sm80::num_decode_counters);
             });
         return {out, lse};
     }

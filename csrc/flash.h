@@ -110,7 +110,7 @@ struct DecodeParams : AttnParams {
     int max_seqlen_q;            // a sample with more rows is not cut
     int box_rows;                // set by kernels with TMA: the rows of a box
     int min_rows, max_rows;      // the samples that this launch serves have so many rows. It leaves the others alone
-    bool runs_beside;            // the launch before it in the stream, which serves other samples of the same call
+    bool runs_beside;            // those before it in the stream, which serve other samples of the same call
     void *workspace;             // as many bytes as decode_workspace says, or nullptr if that is 0
     int *counters;               // as many zeros as num_decode_counters says; zeros again when the kernel ends. Lengths
                                  // that change while it runs would leave others

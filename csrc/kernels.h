@@ -117,8 +117,8 @@ inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
 }
 
 // Calls prefill(p), tall(p) and few(p), the launches that some sample may need, with p for the samples of each. The
-// kernel for the most rows also serves samples with more than p.max_seqlen_q. The launch after prefill() runs beside
-// it: it is for other samples, and fills the GPU where prefill() has no tiles left.
+// kernel for the most rows also serves samples with more than p.max_seqlen_q. The launches after prefill() run beside
+// it: they are for other samples, and fill the GPU where prefill() has no tiles left.
 template <typename Prefill, typename Tall, typename Few>
 void launch_by_rows(DecodeParams p, FewestRows fewest, Prefill prefill, Tall tall, Few few) {
     const bool are_alike = !p.cu_seqlens_q && !p.seqused_q;  // all samples have seqlen_q rows
@@ -128,7 +128,6 @@ void launch_by_rows(DecodeParams p, FewestRows fewest, Prefill prefill, Tall tal
     auto serve = [&](int min_rows, int max_rows, auto launch) {
         p.min_rows = min_rows, p.max_rows = max_rows, p.max_seqlen_q = std::min(longest, max_rows);
         launch(p);
-        p.runs_beside = false;
     };
     int most = INT_MAX;
     if (longest >= fewest.prefill) {  // so that it has a tile, and is launched

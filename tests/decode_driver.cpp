@@ -351,9 +351,9 @@ template <typename T> struct Call {
         o.make_nan(), lse.make_nan();
         Memory<int> tile_counter({0});
         p.tile_counter = tile_counter.device;
-        // One buffer for all launches, as in decode_op.cpp, and with nothing to spare for the largest.
+        // Each launch has its own, as in decode_op.cpp, and nothing to spare.
         int64_t num_counters = 1;
-        auto count = [&](int64_t number) { num_counters = std::max(num_counters, number); };
+        auto count = [&](int64_t number) { num_counters += number; };
         const FewestRows fewest{c.tall, c.prefill};
         launch_by_rows(
             p, fewest, [](const DecodeParams &) {},
@@ -363,18 +363,23 @@ template <typename T> struct Call {
         Memory<int> counters(zeros);
         p.counters = counters.device;
         std::vector<std::unique_ptr<Memory<char>>> workspaces;  // until all launches have ended
-        auto decode = [&](DecodeParams p, int64_t bytes, void (*flash_decode)(const DecodeParams &)) {
+        auto decode = [&](DecodeParams launched, int64_t bytes, int64_t counts,
+                          void (*flash_decode)(const DecodeParams &)) {
             // Gaps in it are read, and what is read there is ignored. So it is NaN for initcheck, too.
             const Memory<char> &workspace =
                 *workspaces.emplace_back(std::make_unique<Memory<char>>(std::vector<char>(bytes + 1, char(0xff))));
             copy(workspace.device, workspace.host.data(), workspace.bytes());
-            p.workspace = workspace.device;
-            flash_decode(p);
+            launched.workspace = workspace.device, launched.counters = p.counters, p.counters += counts;
+            flash_decode(launched);
         };
         launch_by_rows(
             p, fewest, sm90::flash_prefill,
-            [&](const DecodeParams &p) { decode(p, sm90::decode_workspace(p), sm90::flash_decode); },
-            [&](const DecodeParams &p) { decode(p, sm80::decode_workspace(p), sm80::flash_decode); });
+            [&](const DecodeParams &p) {
+                decode(p, sm90::decode_workspace(p), sm90::num_decode_counters(p), sm90::flash_decode);
+            },
+            [&](const DecodeParams &p) {
+                decode(p, sm80::decode_workspace(p), sm80::num_decode_counters(p), sm80::flash_decode);
+            });
         o.fetch(), lse.fetch(), counters.fetch();
         if (std::count(counters.host.begin(), counters.host.end(), 0) != std::ssize(counters.host))
             throw std::runtime_error("counters are not 0 again");

@@ -77,6 +77,23 @@ def test_bits_of_a_sample_do_not_depend_on_its_batch(rows):
         assert all(map(torch.equal, batch.attend(one, num_splits=16), (out[one], lse[one])))
 
 
+def test_memory_of_a_call_is_freed_after_its_last_launch():
+    """The launches of a mixed batch run beside each other, so none may get memory that another one still uses."""
+    rows = PREFILL, 1, TALL
+    begins = ints(0, *itertools.accumulate(rows))
+    q = torch.randn(1, 8, sum(rows), 64, dtype=torch.float16, device="cuda")
+    k, v = torch.randn(2, 3, 2, 2048, 64, dtype=torch.float16, device="cuda")
+    torch.cuda.memory._record_memory_history(context=None)
+    attention_with_kvcache(q, k, v, causal=True, cu_seqlens_q=begins, max_seqlen_q=PREFILL, num_splits=2,
+                           backend="cuda")
+    snapshot = torch.cuda.memory._snapshot()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    actions = [event["action"] for event in snapshot["device_traces"][q.device.index]]
+    of_call = [action for action in actions if action in ("alloc", "free_requested")]
+    frees = of_call.count("free_requested")
+    assert of_call.count("alloc") >= 2 + 3 and of_call[-frees:] == ["free_requested"] * frees
+
+
 def test_attention_waits_for_the_append_before_it():
     """It may begin while the append still runs."""
     batch = Batch(4)
