@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 import torch
@@ -146,16 +147,16 @@ class Server:
         return best[:len(batch)].tolist()
 
     def forward(self, num_samples, num_rows, max_seqlen_q):
-        cu_seqlens = self.cu_seqlens[:num_samples + 1]
-
-        def attend(layer, q, k, v):
-            return attention_with_kvcache(
-                q, *self.cache[layer], self.seqused_k[:num_samples], page_table=self.page_table[:num_samples],
-                cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen_q, causal=True, k=k, v=v, cu_seqlens_k_new=cu_seqlens,
-                rotary_cos=self.model.cos, rotary_sin=self.model.sin, rotary_interleaved=False, backend=self.backend)
-
+        attend = partial(self.attend, num_samples, max_seqlen_q)
         hidden = self.model(self.tokens[:num_rows], attend)
-        return self.model.head(hidden[cu_seqlens[1:] - 1]).argmax(-1)  # of each sample's last row
+        return self.model.head(hidden[self.cu_seqlens[1:num_samples + 1] - 1]).argmax(-1)  # of each sample's last row
+
+    def attend(self, num_samples, max_seqlen_q, layer, q, k, v):
+        cu_seqlens = self.cu_seqlens[:num_samples + 1]
+        return attention_with_kvcache(
+            q, *self.cache[layer], self.seqused_k[:num_samples], page_table=self.page_table[:num_samples],
+            cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen_q, causal=True, k=k, v=v, cu_seqlens_k_new=cu_seqlens,
+            rotary_cos=self.model.cos, rotary_sin=self.model.sin, rotary_interleaved=False, backend=self.backend)
 
     def captured(self, size):
         """(graph of a decode step, what it writes). Samples have no rows yet, so nothing goes into the cache."""

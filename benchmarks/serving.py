@@ -1,0 +1,176 @@
+"""Time the server of examples/generate.py: tokens per second over the number of requests, and what attention takes of a
+decode step.
+
+    python benchmarks/serving.py --json benchmarks/h200/serving.json
+
+Requests: N of them arrive at once, with prompts of equal length, and all run at the same time. The tokens that they
+generate are divided by the time until the last one ends.
+
+Decode step: three CUDA graphs are replayed, each as often as fills a tenth of a second: the step as the server captures
+it, the same step with attention that returns q, and the calls of attention alone. So the first time minus the second is
+what attention costs within a model. A call appends a token, rotates, and attends to the cache.
+
+On a CPU the model is tiny, for the tests. Read next: ../examples/generate.py; write_tables.py, whose block `generate`
+shows the record.
+"""
+
+import argparse
+import io
+import json
+import statistics
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from random import Random
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from examples import generate  # noqa: E402
+from examples.tiny_lm import VOCABULARY, TinyLM  # noqa: E402
+from minimal_attn.bench.measure import environment  # noqa: E402
+from minimal_attn.benchmark import benchmark_fn  # noqa: E402
+from minimal_attn.cli import guarded  # noqa: E402
+
+IMPLS = {"cuda": ["cuda", "triton"], "cpu": ["torch"]}  # backends of attention_with_kvcache
+REQUESTS = {"cuda": [1, 2, 4, 8, 16, 32, 64], "cpu": [1, 2]}
+PROMPT, NEW = {"cuda": 512, "cpu": 8}, {"cuda": 128, "cpu": 4}
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+# (samples, keys of each) of the decode steps.
+STEPS = {"cuda": [(1, 4096), (8, 4096), (64, 1024), (64, 4096), (8, 32768)], "cpu": [(2, 32)]}
+ROUNDS, REPLAY_MS = 5, 100
+EXAMPLE = {"cuda": [], "cpu": ["--requests", "3"]}  # the options of the example, whose output is recorded
+
+
+def make_model(device, max_seqlen):
+    torch.manual_seed(0)
+    model = TinyLM(**{name: sizes[device == "cpu"] for name, sizes in generate.MODEL.items()}, max_seqlen=max_seqlen)
+    return model.to(device, DTYPES[device])
+
+
+def make_server(model, num_samples, seqlen_k, backend):
+    """A server for so many samples, and so many tokens of each."""
+    num_pages = num_samples * generate.pages_of(seqlen_k)
+    return generate.Server(model, num_pages, PROMPT[model.head.weight.device.type], num_samples, backend)
+
+
+# Tokens per second.
+
+def tokens_per_s(model, num_requests, backend):
+    device, random = model.head.weight.device.type, Random(0)
+    prompts = [[random.randrange(VOCABULARY) for _ in range(PROMPT[device])] for _ in range(num_requests)]
+    server = make_server(model, num_requests, PROMPT[device] + NEW[device], backend)
+    for _ in range(2):  # the first time is the warm-up
+        server.counts.clear()
+        requests = [generate.Request(list(prompt), NEW[device]) for prompt in prompts]
+        seconds = generate.serve(server, requests, Console(quiet=True))
+    assert server.counts["tokens"] == num_requests * NEW[device]
+    return server.counts["tokens"] / seconds
+
+
+# A decode step.
+
+def fill(server, seqlen_k):
+    """Gives every sample seqlen_k - 1 keys, in pages in a random order, and one new token."""
+    samples, pages = server.max_batch, generate.pages_of(seqlen_k)
+    server.cache.normal_()
+    server.page_table[:samples, :pages] = torch.randperm(samples * pages).view(samples, pages)
+    server.seqused_k.fill_(seqlen_k - 1)
+    server.cu_seqlens.copy_(torch.arange(samples + 1))
+
+
+def step_us(model, samples, seqlen_k, backend):
+    """{"step": µs, "without_attention": µs, "attention": µs}, each the median of rounds in which they take turns."""
+    server = make_server(model, samples, seqlen_k, backend)
+    fill(server, seqlen_k)
+    q, k, v = (server.cache.new_empty(1, heads, samples, model.head_dim).normal_()
+               for heads in (model.heads, model.heads_k, model.heads_k))
+
+    def step():
+        server.forward(samples, samples, 1)
+
+    def step_without_attention():
+        server.attend = lambda num_samples, max_seqlen_q, layer, q, k, v: q
+        step()
+        del server.attend
+
+    def attention():
+        for layer in range(len(model.layers)):
+            server.attend(samples, 1, layer, q, k, v)
+
+    calls = {"step": step, "without_attention": step_without_attention, "attention": attention}
+    calls = {name: replayed(call) if server.graphs else call for name, call in calls.items()}
+    times = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            first = benchmark_fn(call, warmup=1, rep=3)[0]
+            times[name].append(1e3 * benchmark_fn(call, warmup=0, rep=max(3, int(REPLAY_MS / first)))[0])
+    return {name: statistics.median(x) for name, x in times.items()}
+
+
+def replayed(call):
+    call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        call()
+    return graph.replay
+
+
+# The record.
+
+def make_rows(device, impls):
+    """The rows of the JSON, printed as they are measured."""
+    model, rows = make_model(device, PROMPT[device] + NEW[device]), []
+    for num_requests in REQUESTS[device]:
+        for impl in impls:
+            speed = tokens_per_s(model, num_requests, impl)
+            rows.append({"op": "generate", "impl": impl, "requests": num_requests,
+                         "tokens_per_s": float(f"{speed:.6g}")})
+            print(f"{num_requests:3} requests {impl:8} {speed:9,.0f} tokens/s", flush=True)
+    model = make_model(device, max(seqlen_k for _, seqlen_k in STEPS[device]))
+    for samples, seqlen_k in STEPS[device]:
+        for impl in impls:
+            us = {name: float(f"{x:.6g}") for name, x in step_us(model, samples, seqlen_k, impl).items()}
+            rows.append({"op": "decode_step", "impl": impl, "samples": samples, "seqlen_k": seqlen_k}
+                        | {f"{name}_us": x for name, x in us.items()})
+            print(f"{samples:3} samples, {seqlen_k:5} keys {impl:8} step {us['step']:8,.1f} µs, without attention "
+                  f"{us['without_attention']:8,.1f}, attention alone {us['attention']:8,.1f}, its own speed in the step: "
+                  f"{speed_in_step(rows[-1]):.2f}", flush=True)
+    return rows
+
+
+def speed_in_step(row):
+    """The speed of attention within a decode step, over its speed alone."""
+    return row["attention_us"] / (row["step_us"] - row["without_attention_us"])
+
+
+def transcript(device):
+    """What the example prints."""
+    with redirect_stdout(io.StringIO()) as printed:
+        generate.main(EXAMPLE[device])
+    return [line.rstrip() for line in printed.getvalue().splitlines()]
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--impls", nargs="+", choices=generate.BACKENDS, default=IMPLS[device],
+                        help=f"default: {' '.join(IMPLS[device])}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows into it")
+    args = parser.parse_args(argv)
+    meta = environment(device, "python benchmarks/serving.py", argv)
+    meta |= {"model": {name: sizes[device == "cpu"] for name, sizes in generate.MODEL.items()},
+             "prompt": PROMPT[device], "new_tokens": NEW[device],
+             "transcript": transcript(device)}
+    rows = make_rows(device, args.impls)
+    if args.json:
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        print(f"wrote {args.json}")
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("serving", main))
