@@ -41,8 +41,9 @@ FILES = {
     "training.png": ("training", None),
     "ladder.svg": ("ladder", None),
 }
-FILES |= {f"{name}.svg": (name, None) for name in ("varlen", "window", "scores", "decode", "models")
+FILES |= {f"{name}.svg": (name, None) for name in ("varlen", "window", "scores", "decode", "models", "serving")
           if (FOLDER / f"{name}.json").exists()}
+FILES |= {"../h200x2/context_parallel.svg": ("../h200x2/context_parallel", None)}
 SHAPES = {case.op: shape for op in OPS.values() for shape, case in op.CASES.items()}  # by the op of a row
 
 
@@ -70,9 +71,33 @@ def panels_of_models(content):
     return panels, f"A Llama of {layers} layers, {content['rows'][0]['dtype']}, on {content['meta']['device']}"
 
 
-def drawing(file):
-    """(the digest that file should hold, a function that draws it)"""
-    name, only_dtype = FILES[file.name]
+def panels_of_serving(content):
+    """What plot_curves() draws of a record of serving.py, with its title and labels."""
+    curves, meta = {}, content["meta"]
+    for row in content["rows"]:
+        if row["op"] == "generate":
+            curves.setdefault(row["impl"], {})[row["requests"]] = row["tokens_per_s"]
+    heading = f"prompts of {meta['prompt']} tokens, {meta['new_tokens']} new ones"
+    return {heading: curves}, f"Continuous batching on {meta['device']}", ("requests at once", "tokens per second")
+
+
+def panels_of_context_parallel(content):
+    """The same of a record of bench/context_parallel.py. Of each pass and number of key heads there is a panel."""
+    panels, meta = {}, content["meta"]
+    for row in content["rows"]:
+        if row["efficiency"] is not None:
+            heading = f"{row['pass'].replace('_', ' and ')}, {row['nheads_k']} key heads"
+            panels.setdefault(heading, {}).setdefault(row["impl"], {})[row["seqlen_q"]] = row["efficiency"]
+    title = f"Causal attention on {meta['ranks']} {meta['device']}, {meta['nheads']} heads, D {meta['head_dim']}"
+    return panels, title, ("tokens", "efficiency")
+
+
+CURVES = {"serving": panels_of_serving, "../h200x2/context_parallel": panels_of_context_parallel}
+
+
+def drawing(name_of_file):
+    """(the digest that a file should hold, a function that draws it)"""
+    file, (name, only_dtype) = FOLDER / name_of_file, FILES[name_of_file]
     if name == "ladder":
         what = ladder_tables.steps(), "Attention forward pass on NVIDIA H200"
         return pictures.digest_of_steps(*what), partial(pictures.plot_steps, file, *what)
@@ -83,6 +108,9 @@ def drawing(file):
     if name == "models":
         what = panels_of_models(content)
         return pictures.digest_of_models(*what), partial(pictures.plot_models, file, *what)
+    if name in CURVES:
+        what = CURVES[name](content)
+        return pictures.digest_of_curves(*what), partial(pictures.plot_curves, file, *what)
     results, title, ceilings = results_of(content, only_dtype)
     if file.suffix == ".html":
         what = results, title, content["meta"], ceilings
@@ -97,8 +125,8 @@ def main(argv=None):
     which.add_argument("--all", action="store_true", help="draw all, not only what is stale")
     args = parser.parse_args(argv)
     stale = False
-    for file in (FOLDER / name for name in FILES):
-        digest, draw = drawing(file)
+    for name in FILES:
+        file, (digest, draw) = (FOLDER / name).resolve(), drawing(name)
         if args.all or pictures.digest_in(file) != digest:
             stale = True
             if not args.check:

@@ -465,6 +465,42 @@ def models():
         "![Milliseconds of a Llama by pass and length](../benchmarks/h200/models.svg)\n"])
 
 
+def generate():
+    """What serving.md says of serving.json."""
+    if not is_recorded("serving"):
+        return ""
+    meta, rows = record("serving")["meta"], record("serving")["rows"]
+    speeds, steps = {}, {}
+    for row in rows:
+        if row["op"] == "generate":
+            speeds.setdefault(row["requests"], {})[row["impl"]] = row["tokens_per_s"]
+        else:
+            alone, within = row["attention_us"], row["step_us"] - row["without_attention_us"]
+            steps.setdefault((row["samples"], row["seqlen_k"]), {})[row["impl"]] = row["step_us"], within, alone
+    impls = list(next(iter(speeds.values())))
+    shares = {setting: alone / within for setting, x in steps.items() for _, within, alone in [x[impls[0]]]}
+    return "\n".join([
+        f"One run without options on one {meta['device']}:\n", "```text", *map(str.rstrip, meta["transcript"]), "```\n",
+        paragraph(f"""Requests that all arrive at once, with prompts of {meta["prompt"]} tokens and {meta["new_tokens"]}
+            new ones, on the same GPU and with the model of the example. The numbers are tokens per second
+            (`benchmarks/serving.py`)."""),
+        table(["requests", *(f"`{x}`" for x in impls)],
+              [[str(n), *(f"{x[impl]:,.0f}" for impl in impls)] for n, x in speeds.items()]),
+        "![Tokens per second over requests](../benchmarks/h200/serving.svg)\n",
+        paragraph(f"""And what attention costs within a decode step, where each call appends a token, rotates and
+            attends. "In the step" is the time of the step's CUDA graph minus that of the same step with attention that
+            returns q. "Alone" is a graph of the step's calls of attention. So the ratio is the speed of the kernels in
+            the step over their own. With `{impls[0]}` it is {mean(shares)} on average ({span(shares)})."""),
+        table(["samples", "keys", *(f"{what}, `{x}`" for x in impls
+                                    for what in ("step, µs", "in the step", "alone", "ratio"))],
+              [[str(n), str(keys), *(cell for impl in impls for cell in step_cells(*x[impl]))]
+               for (n, keys), x in steps.items()])])
+
+
+def step_cells(step, within, alone):
+    return f"{step:.0f}", f"{within:.0f}", f"{alone:.0f}", f"{alone / within:.2f}"
+
+
 def triton():
     rows_of = by_size(settings("triton", *SIZE, dtype="bfloat16"))
     for setting, rows in settings("triton", *SIZE, dtype="float8_e4m3fn").items():
@@ -551,7 +587,7 @@ def tests():
 
 BLOCKS = {block.__name__: block for block in (opening, results, forward, peers, heads, ampere, fp32, varlen,
                                               varlen_backward, window, scores, decode, serving, backward,
-                                              backward_heads, models, triton, matmul, training, host, memory, build,
+                                              backward_heads, models, generate, triton, matmul, training, host, memory, build,
                                               tests)}
 BLOCKS |= ladder_tables.BLOCKS
 

@@ -391,3 +391,33 @@ def plot_models(file, panels, title):
     figure.supxlabel("ms (solid: attention kernels)", fontsize="medium")
     figure.suptitle(title)
     save(figure, file, f"data-sha256 {digest_of_models(panels, title)}")
+
+
+def digest_of_curves(panels, title, labels):
+    """The digest that plot_curves() puts into a picture of the same."""
+    return digest_of(panels, title, labels)
+
+
+def plot_curves(file, panels, title, labels):
+    """Lines over powers of two, in panels: {title of a panel: {implementation: {x: y}}}. labels: those of x and y."""
+    columns = min(2, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.5 * columns + 1, 3.2 * rows + 0.7), dpi=150, layout="constrained")
+    axes = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
+    for ax, (heading, curves) in zip(axes, panels.items()):
+        for impl, points in curves.items():
+            style = STYLES[impl]
+            ax.plot(list(points), list(points.values()), label=style.label, color=style.color, marker=style.marker,
+                    linewidth=2 if style.is_ours else 1, markerfacecolor=style.color if style.is_ours else "white")
+        ax.set_xscale("log", base=2)
+        ticks = sorted({x for points in curves.values() for x in points})
+        ax.set_xticks(ticks, [f"{x >> 10}K" if x >= 1024 else str(x) for x in ticks])
+        ax.set_xlabel(labels[0])
+        ax.set_title(heading, fontsize="medium")
+        ax.grid(alpha=0.3)
+    largest = max(y for curves in panels.values() for points in curves.values() for y in points.values())
+    axes[0].set_ylim(0, 1.05 * largest)  # and that of all others
+    figure.supylabel(labels[1], fontsize="medium")
+    figure.suptitle(title)
+    legend(figure)
+    save(figure, file, f"data-sha256 {digest_of_curves(panels, title, labels)}")
