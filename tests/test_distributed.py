@@ -24,7 +24,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.utils.checkpoint import checkpoint
 
 import ranks
-from cases import FP32_TOLERANCE, SEED
+from cases import FP32_TOLERANCE, SEED, slow_unless
 from minimal_attn import FlashMHA, flash_attention
 from minimal_attn.backends import Lengths
 from minimal_attn.distributed import context_parallel_attention, shard, shard_labels, shard_positions, unshard
@@ -308,8 +308,10 @@ def test_results_with_alibi(four):
                  *of_methods(Case("not_causal", alibi=True, S=41, B=2), ["ulysses", "auto"])])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("backend", ["torch", pytest.param("cuda", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend, dtype", [
+    *(("torch", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    *(pytest.param("cuda", dtype, marks=slow_unless(False, dtype == torch.bfloat16))
+      for dtype in (torch.float32, torch.bfloat16, torch.float16))], ids=str)
 def test_results_are_within_the_error_rule(four, backend, dtype):
     """On a CPU, "cuda" is csrc/flash.cu compiled for it."""
     load(backend)

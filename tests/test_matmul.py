@@ -42,7 +42,8 @@ def in_nan(shape, dtype, device=DEVICE, rows_first=True, pad=8, offset=8):
 def check(a, b, *blocks, **options):
     c = triton_matmul(a, b, *blocks, **options)
     assert c.shape == (a.shape[0], b.shape[1]) and c.dtype == a.dtype and c.is_contiguous()
-    check_error(c, a.double() @ b.double(), a @ b)
+    # torch's own bfloat16 product reads a row's padding on some CPUs, so it gets copies.
+    check_error(c, a.double() @ b.double(), a.clone() @ b.clone())
     return c
 
 
@@ -124,7 +125,7 @@ def test_splits(splits, dtype, monkeypatch, poisoned_outputs):
     for k in (8, 200):
         a, b = in_nan((17, k), dtype), in_nan((k, 16), dtype)
         c = run(a, b, config, monkeypatch)
-        check_error(c, a.double() @ b.double(), a @ b)
+        check_error(c, a.double() @ b.double(), a.clone() @ b.clone())
         assert c.equal(triton_matmul(a, b, use_autotune=False))
 
 
@@ -335,7 +336,7 @@ def test_graph_capture_and_replay(use_autotune):
     for _ in range(2):
         a.normal_(), b.normal_()
         graph.replay()
-        check_error(c, a.double() @ b.double(), a @ b)
+        check_error(c, a.double() @ b.double(), a.clone() @ b.clone())
 
 
 @pytest.mark.gpu
