@@ -310,8 +310,9 @@ def check_drawn_appends(backend, seed, max_examples):
 
 
 @pytest.mark.parametrize("backend, max_examples", [
-    ("reference", 100), ("torch", 100), ("triton", 5), ("cuda", 100 if HAS_GPU else 20),
-    pytest.param("triton", 25, marks=pytest.mark.slow), pytest.param("cuda", 100, marks=pytest.mark.slow)])
+    ("reference", 100), ("torch", 100), *([("triton", 25), ("cuda", 300)] if HAS_GPU else [
+        ("triton", 5), ("cuda", 20), pytest.param("triton", 25, marks=pytest.mark.slow),
+        pytest.param("cuda", 100, marks=pytest.mark.slow)])])
 def test_drawn_appends(backend, max_examples):
     check_drawn_appends(backend, 0, max_examples)
 

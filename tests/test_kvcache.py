@@ -313,7 +313,7 @@ def check_drawn_calls(backend, seed, max_examples):
 
 def test_drawn_calls(backend):
     is_interpreted = backend == "triton" and not HAS_GPU  # a third of a second each
-    check_drawn_calls(backend, 0, 20 if is_interpreted else 60)
+    check_drawn_calls(backend, 0, 20 if is_interpreted else 500 if backend == "cuda" and HAS_GPU else 60)
 
 
 @pytest.mark.slow
