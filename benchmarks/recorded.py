@@ -63,6 +63,11 @@ def ratios(rows_of, ours, peer):
     return {setting: ratio(rows, ours, peer) for setting, rows in rows_of.items() if ours in rows and peer in rows}
 
 
+def speed_in_step(row):
+    """The speed of attention within a decode step, over its speed alone, in a row of serving.json."""
+    return row["attention_us"] / (row["step_us"] - row["without_attention_us"])
+
+
 def mean(values):
     return f"{geometric_mean(values.values()):.2f}"
 

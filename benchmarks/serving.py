@@ -1,14 +1,13 @@
-"""Time the server of examples/generate.py: tokens per second over the number of requests, and what attention takes of a
-decode step.
+"""Time the server of examples/generate.py: tokens per second, and what attention takes of a decode step.
 
     python benchmarks/serving.py --json benchmarks/h200/serving.json
 
-Requests: N of them arrive at once, with prompts of equal length, and all run at the same time. The tokens that they
-generate are divided by the time until the last one ends.
+Requests: N of them arrive at once, with prompts of equal length. A step reads one prompt, so one request more begins in
+each step. The tokens that they generate are divided by the time until the last one ends, of one run after a warm-up.
 
-Decode step: three CUDA graphs are replayed, each as often as fills a tenth of a second: the step as the server captures
-it, the same step with attention that returns q, and the calls of attention alone. So the first time minus the second is
-what attention costs within a model. A call appends a token, rotates, and attends to the cache.
+Decode step: three CUDA graphs are replayed, each as often as fills a tenth of a second. They are the step as the server
+captures it, the same step with attention that returns q, and the calls of attention alone. So the first time minus the
+second is what attention costs within a model. A call appends a token, rotates, and attends to the cache.
 
 On a CPU the model is tiny, for the tests. Read next: ../examples/generate.py; write_tables.py, whose block `generate`
 shows the record.
@@ -34,6 +33,7 @@ from examples.tiny_lm import VOCABULARY, TinyLM  # noqa: E402
 from minimal_attn.bench.measure import environment  # noqa: E402
 from minimal_attn.benchmark import benchmark_fn  # noqa: E402
 from minimal_attn.cli import guarded  # noqa: E402
+from recorded import speed_in_step  # noqa: E402
 
 IMPLS = {"cuda": ["cuda", "triton"], "cpu": ["torch"]}  # backends of attention_with_kvcache
 REQUESTS = {"cuda": [1, 2, 4, 8, 16, 32, 64], "cpu": [1, 2]}
@@ -137,14 +137,9 @@ def make_rows(device, impls):
             rows.append({"op": "decode_step", "impl": impl, "samples": samples, "seqlen_k": seqlen_k}
                         | {f"{name}_us": x for name, x in us.items()})
             print(f"{samples:3} samples, {seqlen_k:5} keys {impl:8} step {us['step']:8,.1f} µs, without attention "
-                  f"{us['without_attention']:8,.1f}, attention alone {us['attention']:8,.1f}, its own speed in the step: "
-                  f"{speed_in_step(rows[-1]):.2f}", flush=True)
+                  f"{us['without_attention']:8,.1f}, attention alone {us['attention']:8,.1f}, its speed in the "
+                  f"step over that alone {speed_in_step(rows[-1]):.2f}", flush=True)
     return rows
-
-
-def speed_in_step(row):
-    """The speed of attention within a decode step, over its speed alone."""
-    return row["attention_us"] / (row["step_us"] - row["without_attention_us"])
 
 
 def transcript(device):

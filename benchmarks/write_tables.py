@@ -14,7 +14,8 @@ import sys
 
 import ladder_tables
 from recorded import (PASSES, ROOT, SHAPE, SIZE, bullet, by_size, gpu_record, is_recorded, largest_error, mean, names,
-                      other_flash, paragraph, ratio, ratios, record, rounds, settings, span, speeds, table, tflops)
+                      other_flash, paragraph, ratio, ratios, record, rounds, settings, span, speed_in_step, speeds, table,
+                      tflops)
 
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
@@ -99,8 +100,8 @@ def of_decoding():
         return
     all_rows = settings("decode", "batch_size", "nheads_k", "seqlen_k", "page_size", seqlen_q=1, lengths="full")
     rows_of = {setting[:3]: rows for setting, rows in all_rows.items() if setting[3] == 0}
-    cost = max(rows["cuda"]["ms"] / rows_of[setting[:3]]["cuda"]["ms"] for setting, rows in all_rows.items()
-               if setting[3] in PAGES)
+    costs = {setting: rows["cuda"]["ms"] / rows_of[setting[:3]]["cuda"]["ms"] for setting, rows in all_rows.items()
+             if setting[3] in PAGES[1:]}
     small, large = ({impl: ratios({x: rows for x, rows in rows_of.items()
                                    if (rows["read"]["gbps"] * rows["read"]["ms"] > 200) == is_large}, impl, "read")
                      for impl in ("cuda", "torch:cudnn")} for is_large in (False, True))
@@ -108,7 +109,7 @@ def of_decoding():
         caches of 268 MB and more, `cuda` reaches {mean(large["cuda"])} of the speed of a plain read
         ({span(large["cuda"])}), and cuDNN {mean(large["torch:cudnn"])}. With 4 and 34 MB these are
         {mean(small["cuda"])} and {mean(small["torch:cudnn"])}. Pages of 16 to 128
-        keys cost up to {100 * (cost - 1):.0f} %.""")
+        keys take {mean(costs)} times as long as none ({span(costs)}).""")
 
 
 def of_models():
@@ -337,8 +338,8 @@ def decode():
             (`minimal_attn/bench/read.py`) that reads as many bytes and computes nothing. The columns from `cuda` on are
             shares of its speed: dense caches, and pages of {', '.join(map(str, PAGES[1:]))} keys in random order. Times
             are those of the GPU in a CUDA graph of up to 32 calls, each on a cache of its own. The averages are
-            {averages}. A few reads were up to 13 % slower than others of as many bytes, for no reason that we know.
-            Shares of 1.00 and more are due to them."""),
+            {averages}. A few reads and calls were up to 15 % slower than others of as many bytes, for no reason that we
+            know. Shares of 1.00 and more are due to them."""),
         table(["B", "H", "Hk", "S", "MB", "read, GB/s",
                *(", ".join([*names([impl]), str(page_size)][:1 + bool(page_size)]) for impl, page_size in columns)],
               cells),
@@ -470,35 +471,37 @@ def generate():
     if not is_recorded("serving"):
         return ""
     meta, rows = record("serving")["meta"], record("serving")["rows"]
-    speeds, steps = {}, {}
+    rates, steps = {}, {}
     for row in rows:
         if row["op"] == "generate":
-            speeds.setdefault(row["requests"], {})[row["impl"]] = row["tokens_per_s"]
+            rates.setdefault(row["requests"], {})[row["impl"]] = row["tokens_per_s"]
         else:
-            alone, within = row["attention_us"], row["step_us"] - row["without_attention_us"]
-            steps.setdefault((row["samples"], row["seqlen_k"]), {})[row["impl"]] = row["step_us"], within, alone
-    impls = list(next(iter(speeds.values())))
-    shares = {setting: alone / within for setting, x in steps.items() for _, within, alone in [x[impls[0]]]}
+            steps.setdefault((row["samples"], row["seqlen_k"]), {})[row["impl"]] = row
+    impls = list(next(iter(rates.values())))
+    shares = {setting: speed_in_step(of_impl[impls[0]]) for setting, of_impl in steps.items()}
     return "\n".join([
         f"One run without options on one {meta['device']}:\n", "```text", *map(str.rstrip, meta["transcript"]), "```\n",
         paragraph(f"""Requests that all arrive at once, with prompts of {meta["prompt"]} tokens and {meta["new_tokens"]}
-            new ones, on the same GPU and with the model of the example. The numbers are tokens per second
-            (`benchmarks/serving.py`)."""),
+            new ones, on the same GPU and with the model of the example (`benchmarks/serving.py`). The numbers are
+            tokens per second, of one run each after a warm-up. They count the time of the prompts: a step reads one
+            of them, and its launches come from the host."""),
         table(["requests", *(f"`{x}`" for x in impls)],
-              [[str(n), *(f"{x[impl]:,.0f}" for impl in impls)] for n, x in speeds.items()]),
+              [[str(n), *(f"{x[impl]:,.0f}" for impl in impls)] for n, x in rates.items()]),
         "![Tokens per second over requests](../benchmarks/h200/serving.svg)\n",
         paragraph(f"""And what attention costs within a decode step, where each call appends a token, rotates and
             attends. "In the step" is the time of the step's CUDA graph minus that of the same step with attention that
-            returns q. "Alone" is a graph of the step's calls of attention. So the ratio is the speed of the kernels in
-            the step over their own. With `{impls[0]}` it is {mean(shares)} on average ({span(shares)})."""),
+            returns q. "Alone" is a graph of the step's calls of attention. The ratio is the speed of these calls in the
+            step over their speed alone. It is a little too high, as only "alone" has the start of a graph in it.
+            With `{impls[0]}` it is {mean(shares)} on average ({span(shares)})."""),
         table(["samples", "keys", *(f"{what}, `{x}`" for x in impls
                                     for what in ("step, µs", "in the step", "alone", "ratio"))],
-              [[str(n), str(keys), *(cell for impl in impls for cell in step_cells(*x[impl]))]
+              [[str(n), str(keys), *(cell for impl in impls for cell in step_cells(x[impl]))]
                for (n, keys), x in steps.items()])])
 
 
-def step_cells(step, within, alone):
-    return f"{step:.0f}", f"{within:.0f}", f"{alone:.0f}", f"{alone / within:.2f}"
+def step_cells(row):
+    within = row["step_us"] - row["without_attention_us"]
+    return f"{row['step_us']:.0f}", f"{within:.0f}", f"{row['attention_us']:.0f}", f"{speed_in_step(row):.2f}"
 
 
 def triton():

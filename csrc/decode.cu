@@ -8,9 +8,9 @@
 //   Q Kᵀ           each warp for a part of the keys ─ row maxima ─┐  through shared memory
 //   P              each warp for a part of the keys ───── P ──────┤  through shared memory
 //   P V            each warp for a part of the columns          ◀─┘
-// The copies run ahead from one run to the next, so that memory does not wait for the end of a run. One thread finds
-// the next run, and its Q is copied, during the first step of a run. Two blocks share a multiprocessor where its memory
-// has room for them: one computes while the other waits. They may have two stages.
+// The copies run ahead from one run to the next, so that memory does not wait for the end of a run. During the first
+// step of a run, one thread finds the next run, and all threads begin to copy its Q. Two blocks share a multiprocessor
+// where its memory has room for them: one computes while the other waits. They may have two stages.
 //
 // All blocks have equal shares of the work, which each finds from the lengths on the device (decode_share.cuh). So the
 // host plans nothing, and a CUDA graph may change the lengths. Where shares cut a tile, its blocks store their results

@@ -45,8 +45,7 @@ Reason find_cache_fault(const TorchTensor &q, const TorchTensor &k, const TorchT
 using Decode = void(const DecodeParams &);
 using Size = int64_t(const DecodeParams &);
 
-// What the launches of a call need besides its tensors. A launch may run beside the one before it, so torch must not
-// give the memory of one to another: it is freed after the last launch.
+// What the launches of a call need besides its tensors. They may overlap, so it is freed after the last of them.
 struct Scratch {
     std::vector<TorchTensor> tensors;
     int64_t num_counters = 0;
@@ -54,19 +53,20 @@ struct Scratch {
     void *empty(int64_t bytes, const TorchTensor &q) {
         return tensors.emplace_back(make_empty({bytes}, ScalarType::Byte, q)).data_ptr();
     }
-    // As many as `count` zeros, which are no other launch's.
-    int *counters(int64_t count, void *stream, const TorchTensor &q) {
-        const int64_t begin = num_counters;
+    // Gives a launch `count` counters of its own. If a kernel of torch has to write zeros, the launch waits for it.
+    void set_counters(DecodeParams &p, int64_t count, const TorchTensor &q) {
         num_counters += count;
-        if (int *zeros = zeroed_counters(num_counters, stream)) return zeros + begin;
-        return static_cast<int *>(tensors.emplace_back(make_zeros({count}, ScalarType::Int, q)).data_ptr());
+        int *const zeros = zeroed_counters(num_counters, p.stream);
+        if (zeros) p.counters = zeros + num_counters - count;
+        else p.counters = static_cast<int *>(tensors.emplace_back(make_zeros({count}, ScalarType::Int, q)).data_ptr());
+        p.runs_beside = p.runs_beside && zeros;
     }
 };
 
 void decode(DecodeParams p, const TorchTensor &q, Scratch &scratch, Decode flash_decode, Size workspace_bytes,
             Size num_counters) {
     p.workspace = scratch.empty(workspace_bytes(p), q);
-    p.counters = scratch.counters(num_counters(p), p.stream, q);
+    scratch.set_counters(p, num_counters(p), q);
     flash_decode(p);
 }
 

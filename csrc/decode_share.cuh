@@ -38,7 +38,7 @@ __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x + y - 1) 
 // sample and key head has a slot for each of `splits` chunks. A sample that needs more room is not cut.
 struct Room {
     int group;           // query heads of a key head
-    uint32_t per_group;  // 2^31 / group, rounded up
+    uint32_t per_group;  // the next integer above 2^31 / group
     int rows;
     int splits;          // num_splits; 0: none were asked for
     int tiles;           // with splits, how many counters a sample and key head has
@@ -71,7 +71,7 @@ struct Line {
     int heads_of_line;   // one after another on a line
     int shares;          // of a line, at most
     uint32_t per_share;  // 2^32 / shares, rounded up
-    uint32_t per_head;   // 2^31 / heads, rounded up
+    uint32_t per_head;   // the next integer above 2^31 / heads
 
     Line(int nheads_k, int blocks) : heads(1) {
         for (int n = 2; n <= 16; n++)

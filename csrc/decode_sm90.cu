@@ -23,7 +23,7 @@ using namespace device;
 using namespace decoding;
 
 template <int kHeadDim_> struct DecodeShape : KeyShape<kHeadDim_> {
-    static constexpr int kBlockM = 64, kStages = 2;  // with more, what a join reads waits behind keys (journal)
+    static constexpr int kBlockM = 64, kStages = 2;  // two blocks with more would not fit a multiprocessor
     static constexpr int kSTiles = KeyShape<kHeadDim_>::kBlockN / 8, kDTiles = kHeadDim_ / 8;
     static constexpr int kLaneRows = 2, kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
     using AccS = float[kSTiles][4];

@@ -110,7 +110,7 @@ struct DecodeParams : AttnParams {
     int max_seqlen_q;            // a sample with more rows is not cut
     int box_rows;                // set by kernels with TMA: the rows of a box
     int min_rows, max_rows;      // the samples that this launch serves have so many rows. It leaves the others alone
-    bool runs_beside;            // those before it in the stream, which serve other samples of the same call
+    bool runs_beside;            // this launch may overlap with those before it, which serve other samples of the call
     void *workspace;             // as many bytes as decode_workspace says, or nullptr if that is 0
     int *counters;               // as many zeros as num_decode_counters says; zeros again when the kernel ends. Lengths
                                  // that change while it runs would leave others
@@ -171,7 +171,7 @@ int64_t num_decode_counters(const DecodeParams &p);
 namespace sm90 {
 void flash_forward(const AttnParams &p);                  // flash_sm90.cu: Hopper's tensor cores and TMA
 void flash_prefill(const DecodeParams &p);                // flash_sm90.cu, the same with the keys of a cache
-void flash_decode(const DecodeParams &p);                 // decode_sm90.cu: caches, more than 16 packed rows
+void flash_decode(const DecodeParams &p);                 // decode_sm90.cu: caches, more than 32 packed rows
 int64_t decode_workspace(const DecodeParams &p);          // bytes
 int64_t num_decode_counters(const DecodeParams &p);
 int64_t num_mask_words(const AttnParams &p);              // 0 without a bias of bool

@@ -83,7 +83,7 @@ struct Copies {
         uint32_t bytes;
     };
     std::vector<Copy> under_way;
-    std::vector<Copy> unfenced;  // of 16 bytes, not awaited: a fence.proxy.async does not count before
+    std::vector<Copy> unfenced;  // of 16 bytes, not awaited yet: a fence.proxy.async has no effect on them
     uint32_t committed = 0, awaited = 0, end = 0;  // end: of the last group with a copy in it
 };
 
