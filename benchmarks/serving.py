@@ -3,11 +3,14 @@
     python benchmarks/serving.py --json benchmarks/h200/serving.json
 
 Requests: N of them arrive at once, with prompts of equal length. A step reads one prompt, so one request more begins in
-each step. The tokens that they generate are divided by the time until the last one ends, of one run after a warm-up.
+each step. The tokens that they generate are divided by the time until the last one ends: the median of three runs after
+a warm-up.
 
-Decode step: three CUDA graphs are replayed, each as often as fills a tenth of a second. They are the step as the server
-captures it, the same step with attention that returns q, and the calls of attention alone. So the first time minus the
-second is what attention costs within a model. A call appends a token, rotates, and attends to the cache.
+Decode step: four CUDA graphs are replayed, each as often as fills a tenth of a second.
+ - The step as the server captures it, and the same step with attention that returns q. The difference is what attention
+   costs within a model. A call appends a token, rotates, and attends to the cache.
+ - The calls of attention, each after a read of the weights of a layer, and these reads alone. The difference is what
+   attention costs by itself. Without the reads a part of a small cache would still be in L2 from the last replay.
 
 On a CPU the model is tiny, for the tests. Read next: ../examples/generate.py; write_tables.py, whose block `generate`
 shows the record.
@@ -41,6 +44,7 @@ PROMPT, NEW = {"cuda": 512, "cpu": 8}, {"cuda": 128, "cpu": 4}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 # (samples, keys of each) of the decode steps.
 STEPS = {"cuda": [(1, 4096), (8, 4096), (64, 1024), (64, 4096), (8, 32768)], "cpu": [(2, 32)]}
+RUNS = 3
 ROUNDS, REPLAY_MS = 5, 100
 EXAMPLE = {"cuda": [], "cpu": ["--requests", "3"]}  # the options of the example, whose output is recorded
 
@@ -62,13 +66,13 @@ def make_server(model, num_samples, seqlen_k, backend):
 def tokens_per_s(model, num_requests, backend):
     device, random = model.head.weight.device.type, Random(0)
     prompts = [[random.randrange(VOCABULARY) for _ in range(PROMPT[device])] for _ in range(num_requests)]
-    server = make_server(model, num_requests, PROMPT[device] + NEW[device], backend)
-    for _ in range(2):  # the first time is the warm-up
+    server, times = make_server(model, num_requests, PROMPT[device] + NEW[device], backend), []
+    for _ in range(1 + RUNS):
         server.counts.clear()
         requests = [generate.Request(list(prompt), NEW[device]) for prompt in prompts]
-        seconds = generate.serve(server, requests, Console(quiet=True))
-    assert server.counts["tokens"] == num_requests * NEW[device]
-    return server.counts["tokens"] / seconds
+        times.append(generate.serve(server, requests, Console(quiet=True)))
+        assert server.counts["tokens"] == num_requests * NEW[device]
+    return num_requests * NEW[device] / statistics.median(times[1:])
 
 
 # A decode step.
@@ -83,11 +87,12 @@ def fill(server, seqlen_k):
 
 
 def step_us(model, samples, seqlen_k, backend):
-    """{"step": µs, "without_attention": µs, "attention": µs}, each the median of rounds in which they take turns."""
+    """{"step": µs, "without_attention": µs, "attention": µs}, of medians of rounds in which the graphs take turns."""
     server = make_server(model, samples, seqlen_k, backend)
     fill(server, seqlen_k)
-    q, k, v = (server.cache.new_empty(1, heads, samples, model.head_dim).normal_()
-               for heads in (model.heads, model.heads_k, model.heads_k))
+    heads = model.heads, model.heads_k, model.heads_k
+    qkv = server.cache.new_empty(samples, sum(heads), model.head_dim).normal_()
+    weights = [torch.cat([x.flatten() for x in layer.parameters()]) for layer in model.layers]
 
     def step():
         server.forward(samples, samples, 1)
@@ -97,18 +102,26 @@ def step_us(model, samples, seqlen_k, backend):
         step()
         del server.attend
 
-    def attention():
-        for layer in range(len(model.layers)):
-            server.attend(samples, 1, layer, q, k, v)
+    def reads():
+        for x in weights:
+            x.sum()
 
-    calls = {"step": step, "without_attention": step_without_attention, "attention": attention}
+    def reads_and_attention():
+        for layer, x in enumerate(weights):
+            x.sum()
+            server.attend(samples, 1, layer, *qkv.transpose(0, 1)[None].split(heads, 1))  # views, as in the model
+
+    calls = {"step": step, "without_attention": step_without_attention, "reads": reads,
+             "reads_and_attention": reads_and_attention}
     calls = {name: replayed(call) if server.graphs else call for name, call in calls.items()}
     times = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
             first = benchmark_fn(call, warmup=1, rep=3)[0]
             times[name].append(1e3 * benchmark_fn(call, warmup=0, rep=max(3, int(REPLAY_MS / first)))[0])
-    return {name: statistics.median(x) for name, x in times.items()}
+    us = {name: statistics.median(x) for name, x in times.items()}
+    return {"step": us["step"], "without_attention": us["without_attention"],
+            "attention": us["reads_and_attention"] - us["reads"]}
 
 
 def replayed(call):

@@ -483,16 +483,16 @@ def generate():
         f"One run without options on one {meta['device']}:\n", "```text", *map(str.rstrip, meta["transcript"]), "```\n",
         paragraph(f"""Requests that all arrive at once, with prompts of {meta["prompt"]} tokens and {meta["new_tokens"]}
             new ones, on the same GPU and with the model of the example (`benchmarks/serving.py`). The numbers are
-            tokens per second, of one run each after a warm-up. They count the time of the prompts: a step reads one
-            of them, and its launches come from the host."""),
+            tokens per second, the median of three runs. They count the time of the prompts: a step reads one of them,
+            and its launches come from the host."""),
         table(["requests", *(f"`{x}`" for x in impls)],
               [[str(n), *(f"{x[impl]:,.0f}" for impl in impls)] for n, x in rates.items()]),
         "![Tokens per second over requests](../benchmarks/h200/serving.svg)\n",
         paragraph(f"""And what attention costs within a decode step, where each call appends a token, rotates and
             attends. "In the step" is the time of the step's CUDA graph minus that of the same step with attention that
-            returns q. "Alone" is a graph of the step's calls of attention. The ratio is the speed of these calls in the
-            step over their speed alone. It is a little too high, as only "alone" has the start of a graph in it.
-            With `{impls[0]}` it is {mean(shares)} on average ({span(shares)})."""),
+            returns q. "Alone" is the time of a graph of the step's calls of attention, each after a read of as many bytes
+            as a layer has weights, minus that of the reads. The ratio is the speed of these calls in the step over
+            their speed alone. With `{impls[0]}` it is {mean(shares)} on average ({span(shares)})."""),
         table(["samples", "keys", *(f"{what}, `{x}`" for x in impls
                                     for what in ("step, µs", "in the step", "alone", "ratio"))],
               [[str(n), str(keys), *(cell for impl in impls for cell in step_cells(x[impl]))]

@@ -3,7 +3,8 @@
 //
 // Every key is read once and meets few rows, so the time is that of memory. The query heads of a key head and the
 // tokens of a sample are packed into one tile, so that a key meets all of them at once: packed row r is token r / group
-// of query head h_k · group + r % group. Four warps work on the same keys:
+// of query head h_k · group + r % group. Four warps have 16 rows and work on the same keys, and a block has one or two
+// such tiles:
 //   cp.async       K(n+2) V(n+2)                                     two steps ahead, in a ring of three
 //   Q Kᵀ           each warp for a part of the keys ─ row maxima ─┐  through shared memory
 //   P              each warp for a part of the keys ───── P ──────┤  through shared memory
@@ -27,27 +28,28 @@ namespace sm80 {
 
 using namespace device;
 
-// A block: kBlockM packed rows.
-template <int kHeadDim_, int kMTiles_> struct DecodeShape : KeyShape<kHeadDim_> {
-    using Keys = KeyShape<kHeadDim_>;
-    static constexpr int kMTiles = kMTiles_, kBlockM = 16 * kMTiles, kLaneRows = 2 * kMTiles;
+// A block: kBlockM packed rows, and kRowWarps warps for each 16 of them.
+template <int kHeadDim_, int kBlockM_> struct DecodeShape : KeyShape<kHeadDim_, kBlockM_ / 4> {
+    static constexpr int kBlockM = kBlockM_, kRowWarps = 4, kLaneRows = 2;
     // Q Kᵀ is shared out by keys, at least 16 to a warp. P V is shared out by columns.
-    static constexpr int kScoreWarps = std::min(Keys::kBlockN / 16, Keys::kNumWarps);
-    static constexpr int kSTiles = Keys::kBlockN / kScoreWarps / 8, kDTiles = kHeadDim_ / Keys::kNumWarps / 8;
+    static constexpr int kScoreWarps = std::min(DecodeShape::kBlockN / 16, kRowWarps);
+    static constexpr int kSTiles = DecodeShape::kBlockN / kScoreWarps / 8, kDTiles = kHeadDim_ / kRowWarps / 8;
     static constexpr int kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
-    using AccS = float[kMTiles][kSTiles][4];
-    using AccO = float[kMTiles][kDTiles][4];
+    using AccS = float[kSTiles][4];
+    using AccO = float[1][kDTiles][4];
 
-    __device__ static int row_of_lane(int i) { return threadIdx.x % 32 / 4 + 8 * i; }
-    __device__ static int key_of_lane(int j) {
-        return threadIdx.x / 32 * (8 * kSTiles) + j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2;
-    }
-    __device__ static int col_of_lane(int j) {
-        return threadIdx.x / 32 * (8 * kDTiles) + j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2;
-    }
-    template <typename Acc> __device__ static float &at(Acc &acc, int i, int j) {
-        return acc[i / 2][j / 2][i % 2 * 2 + j % 2];
-    }
+    // The first of this warp's 16 rows, and which of their warps it is.
+    __device__ static int warp_row() { return kBlockM == 16 ? 0 : threadIdx.x / (32 * kRowWarps) * 16; }
+    __device__ static int part() { return threadIdx.x / 32 % kRowWarps; }
+    __device__ static int row_of_lane(int i) { return warp_row() + threadIdx.x % 32 / 4 + 8 * i; }
+    __device__ static int key_of_lane(int j) { return column_of_lane(part() * kSTiles, j); }
+    __device__ static int col_of_lane(int j) { return column_of_lane(part() * kDTiles, j); }
+    __device__ static float &at(AccS &acc, int i, int j) { return acc[j / 2][2 * i + j % 2]; }
+    __device__ static float &at(AccO &acc, int i, int j) { return acc[0][j / 2][2 * i + j % 2]; }
+
+  private:
+    // Of products of 8 columns, from the n-th on.
+    __device__ static int column_of_lane(int n, int j) { return 8 * (n + j / 2) + threadIdx.x % 4 * 2 + j % 2; }
 };
 
 template <typename Shape> struct DecodeMemory {
@@ -70,14 +72,13 @@ __device__ inline void wait_for_step(int num_stages) {
     if (num_stages == 3) cp_async_wait<1>();
 }
 
-// The fragments of Q.
+// The fragments of this warp's rows of Q.
 template <typename Shape>
-__device__ void read_q(uint32_t (&q)[Shape::kHeadDim / 16][Shape::kMTiles][4], const DecodeMemory<Shape> &shared) {
+__device__ void read_q(uint32_t (&q)[Shape::kHeadDim / 16][4], const DecodeMemory<Shape> &shared) {
     using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
     const uint32_t address = shared_address(shared.sQ) + Swizzle::down(threadIdx.x % 32);
 #pragma unroll
-    for (int kk = 0; kk < Shape::kHeadDim / 16; kk++)
-        for (int m = 0; m < Shape::kMTiles; m++) ldmatrix(q[kk][m], Swizzle::move(address, 16 * m, kk));
+    for (int kk = 0; kk < Shape::kHeadDim / 16; kk++) ldmatrix(q[kk], Swizzle::move(address, Shape::warp_row(), kk));
 }
 
 // What this warp does in one step, from scores to sums of V.
@@ -88,72 +89,66 @@ template <typename T, typename Shape> struct Step {
     DecodeMemory<Shape> &shared;
     const DecodeParams &p;
     const Run<Shape> &run;
-    const uint32_t (&q)[Shape::kHeadDim / 16][Shape::kMTiles][4];  // fragments
-    const int m_tiles;                                             // that have rows, at least 1
-    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+    const uint32_t (&q)[Shape::kHeadDim / 16][4];  // fragments
+    const bool has_rows;
+    const int part = Shape::part(), lane_idx = threadIdx.x % 32;
     typename Shape::AccS acc_s = {};
 
-    __device__ bool has_scores() const { return warp_idx < Shape::kScoreWarps; }
+    __device__ bool has_scores() const { return has_rows && part < Shape::kScoreWarps; }
 
     // The scores of this warp's keys, and their row maxima. `key` is the first of the step.
     __device__ void score(const Stage<Shape> &stage, int key, const Scores<> &scores,
                           const ScoreFactors<float> &factors) {
         const uint32_t k_address =
-            QSwizzle::move(shared_address(stage.sK) + QSwizzle::across(lane_idx), warp_idx * kWarpKeys, 0);
+            QSwizzle::move(shared_address(stage.sK) + QSwizzle::across(lane_idx), part * kWarpKeys, 0);
 #pragma unroll
         for (int kk = 0; kk < kHeadDim / 16; kk++)
             for (int n = 0; n < Shape::kSTiles; n += 2) {
                 uint32_t b[4];
                 ldmatrix(b, QSwizzle::move(k_address, 8 * n, kk));
-                for (int m = 0; m < Shape::kMTiles && m < m_tiles; m++) {
-                    mma<T>(acc_s[m][n], q[kk][m], b[0], b[1]);
-                    mma<T>(acc_s[m][n + 1], q[kk][m], b[2], b[3]);
-                }
+                mma<T>(acc_s[n], q[kk], b[0], b[1]);
+                mma<T>(acc_s[n + 1], q[kk], b[2], b[3]);
             }
         change_scores<Shape>(acc_s, scores, factors, p, run, key);
         if (!run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, run, key);
 #pragma unroll
-        for (int i = 0; i < Shape::kLaneRows && i < 2 * m_tiles; i++) {
+        for (int i = 0; i < Shape::kLaneRows; i++) {
             float max = -INFINITY;
-            for (int n = 0; n < Shape::kSTiles; n++)
-                max = fmaxf(max, fmaxf(acc_s[i / 2][n][i % 2 * 2], acc_s[i / 2][n][i % 2 * 2 + 1]));
+            for (int n = 0; n < Shape::kSTiles; n++) max = fmaxf(max, fmaxf(acc_s[n][2 * i], acc_s[n][2 * i + 1]));
             max = __fmul_rn(quad_reduce(max, fmaxf), factors.softmax_scale_log2);  // rounded as in exponentiate()
-            if (lane_idx % 4 == 0) shared.row_max[Shape::row_of_lane(i)][warp_idx] = max;
+            if (lane_idx % 4 == 0) shared.row_max[Shape::row_of_lane(i)][part] = max;
         }
     }
     // The scores become P.
     __device__ void exponentiate(RowState (&rows)[Shape::kLaneRows], float softmax_scale_log2) {
 #pragma unroll
-        for (int i = 0; i < Shape::kLaneRows && i < 2 * m_tiles; i++)
+        for (int i = 0; i < Shape::kLaneRows; i++)
             for (int n = 0; n < Shape::kSTiles; n++) {
-                const float *s = &acc_s[i / 2][n][i % 2 * 2];
-                const float x = exp2_approx(s[0] * softmax_scale_log2 - rows[i].max);
-                const float y = exp2_approx(s[1] * softmax_scale_log2 - rows[i].max);
+                const float x = exp2_approx(acc_s[n][2 * i] * softmax_scale_log2 - rows[i].max);
+                const float y = exp2_approx(acc_s[n][2 * i + 1] * softmax_scale_log2 - rows[i].max);
                 rows[i].sum += x + y;
-                const uint32_t offset = PSwizzle::offset(Shape::row_of_lane(i), warp_idx * Shape::kSTiles + n);
+                const uint32_t offset = PSwizzle::offset(Shape::row_of_lane(i), part * Shape::kSTiles + n);
                 store_shared(shared_address(shared.sP) + offset + lane_idx % 4 * 4, pack<T>(x, y));
             }
     }
     // acc_o += P V, for this warp's columns.
     __device__ void multiply_v(TileState<Shape> &state, const Stage<Shape> &stage) {
-        const uint32_t p_address = shared_address(shared.sP) + PSwizzle::down(lane_idx);
+        const uint32_t p_address =
+            PSwizzle::move(shared_address(shared.sP) + PSwizzle::down(lane_idx), Shape::warp_row(), 0);
         const uint32_t v_address = shared_address(stage.sV) + QSwizzle::down(lane_idx);
 #pragma unroll
         for (int kk = 0; kk < Shape::kBlockN / 16; kk++) {
-            uint32_t P[Shape::kMTiles][4];
-            for (int m = 0; m < Shape::kMTiles && m < m_tiles; m++)
-                ldmatrix(P[m], PSwizzle::move(p_address, 16 * m, kk));
-            multiply_ab<T, kHeadDim>(state.acc_o, P, v_address, kk * 16 * QSwizzle::kRowBytes,
-                                     warp_idx * Shape::kDTiles, m_tiles);
+            uint32_t P[1][4];
+            ldmatrix(P[0], PSwizzle::move(p_address, 0, kk));
+            multiply_ab<T, kHeadDim>(state.acc_o, P, v_address, kk * 16 * QSwizzle::kRowBytes, part * Shape::kDTiles);
         }
     }
 };
 
 // The maxima of the step's keys, of all warps, are in shared memory.
-template <typename Shape>
-__device__ void grow(TileState<Shape> &state, const DecodeMemory<Shape> &shared, int m_tiles) {
+template <typename Shape> __device__ void grow(TileState<Shape> &state, const DecodeMemory<Shape> &shared) {
 #pragma unroll
-    for (int i = 0; i < Shape::kLaneRows && i < 2 * m_tiles; i++) {
+    for (int i = 0; i < Shape::kLaneRows; i++) {
         float max = state.rows[i].max;
         for (int w = 0; w < Shape::kScoreWarps; w++) max = fmaxf(max, shared.row_max[Shape::row_of_lane(i)][w]);
         state.grow(i, max);
@@ -162,11 +157,11 @@ __device__ void grow(TileState<Shape> &state, const DecodeMemory<Shape> &shared,
 
 // The sums of all warps' keys, in the order of the warps.
 template <typename Shape> __device__ void add_sums(TileState<Shape> &state, DecodeMemory<Shape> &shared) {
-    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < Shape::kLaneRows; i++) {
         const float sum = quad_reduce(state.rows[i].sum, [](float x, float y) { return x + y; });
-        if (warp_idx < Shape::kScoreWarps && lane_idx % 4 == 0) shared.row_sum[Shape::row_of_lane(i)][warp_idx] = sum;
+        if (Shape::part() < Shape::kScoreWarps && threadIdx.x % 4 == 0)
+            shared.row_sum[Shape::row_of_lane(i)][Shape::part()] = sum;
     }
     __syncthreads();
 #pragma unroll
@@ -194,45 +189,47 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     copy_words(ahead, runs[0]);
     __syncwarp();  // the run that this warp copies is there
     KeyStream<T, Shape> keys(p, shared.call, ahead);
-    load_q<T>(shared.sQ, p, runs[0], Swizzle<Shape::kHeadDim>::offset);  // ahead of the keys, or it would wait for them
+    auto load_q_of = [&](int i) { load_q<T>(shared.sQ, p, runs[i], Swizzle<Shape::kHeadDim>::offset); };
+    load_q_of(0);  // ahead of the keys, or it would wait for them
 #pragma unroll 1
     for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
-    uint32_t q[Shape::kHeadDim / 16][Shape::kMTiles][4];
-    int stage = 0, before = num_stages - 1;  // of this step, and of the one before it, whose place the next copies take
-    int num_runs = 0;
+    uint32_t q[Shape::kHeadDim / 16][4];
+    int stage = 0, num_runs = 0;
     for (; runs[num_runs].is_valid(); num_runs++) {
         const Run<Shape> &run = runs[num_runs];
-        Run<Shape> &next = runs[num_runs + 1];
         wait_for_step(num_stages);
         __syncthreads();  // Q is there, and the first keys. All warps have left the run before this one
         read_q(q, shared);
-        if (threadIdx.x == Shape::kNumThreads - 32) next = run, next.next(shared.call);
-        const int m_tiles = Shape::kMTiles == 1 || run.valid_rows() <= 16 ? 1 : Shape::kMTiles;
+        if (threadIdx.x == Shape::kNumThreads - 32) {
+            Run<Shape> &next = runs[num_runs + 1];
+            next = run, next.next(shared.call);
+        }
+        const bool has_rows = Shape::warp_row() < run.valid_rows();
         bool has_next_q = false;
         for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
             TileState<Shape> state;
             part_end = run.part_end(chunk, room);
             const Range range = run.keys(chunk, part_end);
             for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
-                Step<T, Shape> step{shared, p, run, q, m_tiles};
+                Step<T, Shape> step{shared, p, run, q, has_rows};
                 if (step.has_scores()) step.score(shared.stages[stage], key, scores, factors);
                 __syncthreads();  // all row maxima are there, and the step before this one has ended in all warps
-                if (!has_next_q) load_q<T>(shared.sQ, p, next, Swizzle<Shape::kHeadDim>::offset);
+                if (!has_next_q) load_q_of(num_runs + 1);
                 has_next_q = true;
-                keys.load(shared.stages[before]);
-                grow(state, shared, m_tiles);
+                keys.load(shared.stages[(stage == 0 ? num_stages : stage) - 1]);  // in place of those of that step
+                if (has_rows) grow(state, shared);
                 if (step.has_scores()) step.exponentiate(state.rows, factors.softmax_scale_log2);
                 wait_for_step(num_stages);
                 __syncthreads();  // P is there, and the keys of the next step
-                step.multiply_v(state, shared.stages[stage]);
-                before = stage, stage = stage + 1 == num_stages ? 0 : stage + 1;
+                if (has_rows) step.multiply_v(state, shared.stages[stage]);
+                stage = stage + 1 == num_stages ? 0 : stage + 1;
             }
             if (!range.is_empty()) add_sums(state, shared);
             end_part<T>(p, room, line, run, state, chunk);
         }
         if (has_next_q) continue;
         __syncthreads();  // the next run is there
-        load_q<T>(shared.sQ, p, next, Swizzle<Shape::kHeadDim>::offset);
+        load_q_of(num_runs + 1);
         cp_async_wait<0>();
     }
     end_share<T>(shared.stages, p, room, line, shared.call, runs, num_runs);
@@ -257,18 +254,18 @@ template <typename T, typename Shape> void launch_decode(const DecodeParams &p) 
                  room, line, Scores<>(p), ScoreFactors<float>(p), num_stages);
 }
 
-// act<Shape>() for the shape of p. A tile of 32 rows serves what has more than 16 and a head_dim up to 128: beyond,
-// acc_o would not fit the registers.
+// act<Shape>() for the shape of p. A tile of 32 rows serves what has more than 16 and a head_dim up to 128: beyond, two
+// blocks of eight warps would not fit the registers.
 template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
     const int head_dim = p.max_head_dim();
-    const bool has_two_tiles = int64_t(p.nheads / p.nheads_k) * p.max_seqlen_q > 16;
+    const bool has_more_rows = int64_t(p.nheads / p.nheads_k) * p.max_seqlen_q > 16;
     if (head_dim <= 64)
-        return has_two_tiles ? act.template operator()<DecodeShape<64, 2>>()
-                             : act.template operator()<DecodeShape<64, 1>>();
+        return has_more_rows ? act.template operator()<DecodeShape<64, 32>>()
+                             : act.template operator()<DecodeShape<64, 16>>();
     if (head_dim <= 128)
-        return has_two_tiles ? act.template operator()<DecodeShape<128, 2>>()
-                             : act.template operator()<DecodeShape<128, 1>>();
-    return act.template operator()<DecodeShape<256, 1>>();
+        return has_more_rows ? act.template operator()<DecodeShape<128, 32>>()
+                             : act.template operator()<DecodeShape<128, 16>>();
+    return act.template operator()<DecodeShape<256, 16>>();
 }
 
 int64_t decode_workspace(const DecodeParams &p) {

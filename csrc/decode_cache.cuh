@@ -69,6 +69,7 @@ template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
         const int first = run.cut.begin - key - row0, end = run.cut.end - key - row0;
         const int k_end = 8 * vec < p.head_dim ? end : first, v_end = 8 * vec < p.head_dim_v ? end : first;
         const uint32_t offset0 = Swizzle::offset(row0, vec);
+        const uint64_t policy = evict_first();
         const uint32_t k_address = shared_address(stage.sK), v_address = shared_address(stage.sV);
 #pragma unroll(kNeighbours ? kWarpRows / kRowStep : 2)
         for (int r = 0; r < kWarpRows; r += kRowStep) {
@@ -76,8 +77,8 @@ template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
             if (kNeighbours) gK += kRowStep * p.k.row_stride, gV += kRowStep * p.v.row_stride;
             else k = of_lane(gK, r + lane_row) + 8 * vec, v = of_lane(gV, r + lane_row) + 8 * vec;
             const uint32_t offset = (offset0 ^ r % 8 * 16) + r * Swizzle::kRowBytes;  // row0 % 8 < kRowStep
-            cp_async(k_address + offset, k, r >= first && r < k_end);
-            cp_async(v_address + offset, v, r >= first && r < v_end);
+            cp_async(k_address + offset, k, r >= first && r < k_end, policy);
+            cp_async(v_address + offset, v, r >= first && r < v_end, policy);
         }
     }
     __device__ static const T *of_lane(const T *x, int lane) {

@@ -26,11 +26,13 @@ __device__ void arrive(const DecodeParams &p, const Room &room, const Line &line
     __syncthreads();
 }
 
-// Some results of a tile on their way through shared memory. A thread has four columns of a row, and a block has kRows
-// rows at a time. One warp alone on its scheduler takes about five cycles for an instruction. So the time of a join is
-// that of its instructions, and these copies need few for many bytes.
-template <typename Shape> struct JoinStage {
-    static constexpr int kCount = 8, kVecs = Shape::kHeadDim / 4, kRows = Shape::kNumThreads / kVecs;
+// Results on their way through shared memory: kRows rows of kCount results of a tile. A thread has four columns of
+// kThreadRows rows. The time of a join is that of its instructions, since a warp alone on its scheduler issues one in
+// about five cycles. So few instructions copy many bytes, and those of several rows do not wait for each other.
+template <typename Shape, int kThreadRows> struct JoinStage {
+    static constexpr int kCount = 1024 / Shape::kNumThreads / kThreadRows;  // 16 KB of acc_o
+    static constexpr int kVecs = Shape::kHeadDim / 4, kRowStep = Shape::kNumThreads / kVecs;
+    static constexpr int kRows = kThreadRows * kRowStep;
     float x[kCount][kRows][Shape::kHeadDim];
     float ends[kCount][kRows][4];  // row_max and row_sum
 
@@ -39,9 +41,13 @@ template <typename Shape> struct JoinStage {
         const int r = threadIdx.x / kVecs;
 #pragma unroll
         for (int j = 0; j < kCount; j++) {
-            const bool is_valid = first + j < results.count && row0 + r < rows;
-            const float *from = results.at(is_valid ? first + j : 0) + row0 * Shape::kHeadDim + 4 * threadIdx.x;
-            cp_async(shared_address(x[j]) + 16 * threadIdx.x, is_valid ? from : results.first, is_valid);
+            const bool is_there = first + j < results.count;
+            const float *from = results.at(is_there ? first + j : 0) + row0 * Shape::kHeadDim + 4 * threadIdx.x;
+            for (int i = 0; i < kThreadRows; i++) {
+                const bool is_valid = is_there && row0 + r + i * kRowStep < rows;
+                cp_async(shared_address(x[j][i * kRowStep]) + 16 * threadIdx.x,
+                         is_valid ? from + i * kRowStep * Shape::kHeadDim : results.first, is_valid);
+            }
         }
         const int j = threadIdx.x / kRows, end_row = row0 + threadIdx.x % kRows;
         if (j >= kCount) return;
@@ -49,9 +55,9 @@ template <typename Shape> struct JoinStage {
         const float *from = results.at(is_valid ? first + j : 0) + results.ends + 4 * end_row;
         cp_async(shared_address(ends) + 16 * threadIdx.x, is_valid ? from : results.first, is_valid);
     }
-    // Adds `count` results to what this thread has of its row.
-    __device__ void add_to(RowState &row, float (&o)[4], int count) const {
-        const int r = threadIdx.x / kVecs, col = threadIdx.x % kVecs * 4;
+    // Adds `count` results to what this thread has of row r, which is one of the stage.
+    __device__ void add_to(RowState &row, float (&o)[4], int r, int count) const {
+        const int col = threadIdx.x % kVecs * 4;
         float2 ends[kCount];
         float4 x[kCount];
 #pragma unroll
@@ -75,64 +81,70 @@ template <typename Shape> struct JoinStage {
 };
 
 // The results of a run's tile become its output, in their order.
-template <typename T, typename Shape>
-__device__ void join_results(JoinStage<Shape> (&stages)[3], const DecodeParams &p, const Run<Shape> &run,
-                             const Results &results) {
-    using Stage = JoinStage<Shape>;
+template <typename T, int kThreadRows, typename Shape>
+__device__ void join_results(void *memory, const DecodeParams &p, const Run<Shape> &run, const Results &results) {
+    using Stage = JoinStage<Shape, kThreadRows>;
+    static_assert(3 * sizeof(Stage) <= 2 * 32 << 10);  // the least memory that keys have
+    Stage *const stages = static_cast<Stage *>(memory);
     const int rows = run.valid_rows(), col = threadIdx.x % Stage::kVecs * 4;
-    int first = 0, row0 = 0, to = 0;  // of the next copies
+    int first = 0, next_row = 0, to = 0;  // of the next copies
     auto load = [&] {
-        if (row0 < rows) stages[to].load(results, first, row0, rows);
+        if (next_row < rows) stages[to].load(results, first, next_row, rows);
         cp_async_commit();
         to = to == 2 ? 0 : to + 1, first += Stage::kCount;
-        if (first >= results.count) first = 0, row0 += Stage::kRows;
+        if (first >= results.count) first = 0, next_row += Stage::kRows;
     };
     load(), load();
     int stage = 0;
 #pragma unroll 1
-    for (int r = threadIdx.x / Stage::kVecs, end = rows + r; r < end; r += Stage::kRows) {
-        RowState row;
-        float o[4] = {};
+    for (int row0 = 0; row0 < rows; row0 += Stage::kRows) {
+        const int r = threadIdx.x / Stage::kVecs;
+        RowState state[kThreadRows];
+        float o[kThreadRows][4] = {};
 #pragma unroll 1
         for (int left = results.count; left > 0; left -= Stage::kCount) {
             cp_async_wait<1>();
             __syncthreads();  // these results are there, and all warps have left those before them
             load();
-            stages[stage].add_to(row, o, left);
+#pragma unroll
+            for (int i = 0; i < kThreadRows; i++) stages[stage].add_to(state[i], o[i], r + i * Stage::kRowStep, left);
             stage = stage == 2 ? 0 : stage + 1;
         }
-        if (r >= rows) continue;
-        const OutputRow<T> output(p, run, r, row, col);
-        output.store(p, col, o[0], o[1]), output.store(p, col + 2, o[2], o[3]);
+#pragma unroll
+        for (int i = 0; i < kThreadRows; i++) {
+            const int row = row0 + r + i * Stage::kRowStep;
+            if (row >= rows) continue;
+            const OutputRow<T> output(p, run, row, state[i], col);
+            output.store(p, col, o[i][0], o[i][1]), output.store(p, col + 2, o[i][2], o[i][3]);
+        }
     }
     __syncthreads();  // all warps have left the last ones
 }
 
 // After the last step of a share. Results are joined only now, since the next run would wait for each way to memory and
 // back. Other shares may have results of the first and of the last tile. With num_splits, tiles between them have
-// several results, too. `memory` is that of the keys.
+// several results, too, so all runs are found again. `memory` is that of the keys.
 template <typename T, typename Shape>
 __device__ void end_share(void *memory, const DecodeParams &p, const Room &room, const Line &line, const Call &call,
                           Runs<Shape> &runs, int num_runs) {
-    using Stages = JoinStage<Shape>[3];
-    static_assert(sizeof(Stages) <= 2 * 32 << 10);  // the least memory that keys have
-    auto join = [&](const Run<Shape> &run) {
-        join_results<T>(*static_cast<Stages *>(memory), p, run, results_of(p, room, line, run));
-    };
     if (num_runs == 0) return;
     arrive(p, room, line, runs, num_runs);
+    constexpr int kRowStep = JoinStage<Shape, 1>::kRowStep, kThreadRows = 512 / Shape::kNumThreads;
+    const bool has_splits = room.splits > 1;
 #pragma unroll 1
-    for (int i = 0; i < 2; i++)
-        if (runs.joins[i]) join(runs[i * (num_runs - 1)]);
-    if (room.splits < 2) return;
-    Run<Shape> &run = runs[1];
-    if (threadIdx.x == 0) run = runs[0];
-    __syncthreads();  // the first run is there again
-    while (run.is_valid()) {
-        if (run.has_whole_tile() && !run.has_one_result(room)) join(run);
-        __syncthreads();  // all warps have left the run
-        if (threadIdx.x == 0) run.next(call);
-        __syncthreads();  // the next one is there
+    for (int i = 0; i < num_runs; i++) {
+        if (!has_splits && i > 0) i = num_runs - 1;
+        Run<Shape> &run = has_splits ? runs[1] : runs[i];
+        if (has_splits) {
+            if (threadIdx.x == 0) i == 0 ? void(run = runs[0]) : run.next(call);
+            __syncthreads();  // the run is there
+        }
+        if (run.has_whole_tile() ? !run.has_one_result(room) : runs.joins[i > 0]) {
+            const Results results = results_of(p, room, line, run);
+            run.valid_rows() > kRowStep ? join_results<T, kThreadRows>(memory, p, run, results)
+                                        : join_results<T, 1>(memory, p, run, results);
+        }
+        if (has_splits) __syncthreads();  // all warps have left the run
     }
 }
 

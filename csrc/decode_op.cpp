@@ -46,34 +46,38 @@ using Decode = void(const DecodeParams &);
 using Size = int64_t(const DecodeParams &);
 
 // What the launches of a call need besides its tensors. They may overlap, so it is freed after the last of them.
-struct Scratch {
+class Scratch {
     std::vector<TorchTensor> tensors;
-    int64_t num_counters = 0;
+    int *counters;
+    bool has_zeros;  // or else a kernel of torch writes them, and no launch may overlap with it
 
+  public:
+    // All launches have counters of their own, from one request: a graph that captures them has no use for two.
+    Scratch(const DecodeParams &p, FewestRows fewest, const TorchTensor &q) {
+        int64_t count = 0;
+        launch_by_rows(
+            p, fewest, [](const DecodeParams &) {},
+            [&](const DecodeParams &p) { count += sm90::num_decode_counters(p); },
+            [&](const DecodeParams &p) { count += sm80::num_decode_counters(p); });
+        counters = zeroed_counters(count, p.stream), has_zeros = counters;
+        if (has_zeros) return;
+        counters = static_cast<int *>(tensors.emplace_back(make_zeros({count}, ScalarType::Int, q)).data_ptr());
+    }
+    void prefill(DecodeParams p, const TorchTensor &q) {
+        p.tile_counter = static_cast<int *>(empty(sizeof(int), q));
+        sm90::flash_prefill(p);
+    }
+    void decode(DecodeParams p, const TorchTensor &q, Decode flash_decode, Size workspace_bytes, Size num_counters) {
+        p.workspace = empty(workspace_bytes(p), q), p.counters = counters, counters += num_counters(p);
+        p.runs_beside = p.runs_beside && has_zeros;
+        flash_decode(p);
+    }
+
+  private:
     void *empty(int64_t bytes, const TorchTensor &q) {
         return tensors.emplace_back(make_empty({bytes}, ScalarType::Byte, q)).data_ptr();
     }
-    // Gives a launch `count` counters of its own. If a kernel of torch has to write zeros, the launch waits for it.
-    void set_counters(DecodeParams &p, int64_t count, const TorchTensor &q) {
-        num_counters += count;
-        int *const zeros = zeroed_counters(num_counters, p.stream);
-        if (zeros) p.counters = zeros + num_counters - count;
-        else p.counters = static_cast<int *>(tensors.emplace_back(make_zeros({count}, ScalarType::Int, q)).data_ptr());
-        p.runs_beside = p.runs_beside && zeros;
-    }
 };
-
-void decode(DecodeParams p, const TorchTensor &q, Scratch &scratch, Decode flash_decode, Size workspace_bytes,
-            Size num_counters) {
-    p.workspace = scratch.empty(workspace_bytes(p), q);
-    scratch.set_counters(p, num_counters(p), q);
-    flash_decode(p);
-}
-
-void prefill(DecodeParams p, const TorchTensor &q, Scratch &scratch) {
-    p.tile_counter = static_cast<int *>(scratch.empty(sizeof(int), q));
-    sm90::flash_prefill(p);
-}
 #endif
 
 }  // namespace
@@ -134,14 +138,15 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
         const Gpu gpu{compute_capability(), has_fast_fp64()};
         if (const Reason reason = why_not(Kernel::kSm80, p, gpu, false))
             throw_not_implemented("backend='cuda' cannot serve this call: " + *reason + "; use backend='triton'");
-        Scratch scratch;
+        const FewestRows fewest = q.numel() ? fewest_rows(p, gpu) : FewestRows{};
+        Scratch scratch(p, fewest, q);
         launch_by_rows(
-            p, q.numel() ? fewest_rows(p, gpu) : FewestRows{}, [&](const DecodeParams &p) { prefill(p, q, scratch); },
+            p, fewest, [&](const DecodeParams &p) { scratch.prefill(p, q); },
             [&](const DecodeParams &p) {
-                decode(p, q, scratch, sm90::flash_decode, sm90::decode_workspace, sm90::num_decode_counters);
+                scratch.decode(p, q, sm90::flash_decode, sm90::decode_workspace, sm90::num_decode_counters);
             },
             [&](const DecodeParams &p) {
-                decode(p, q, scratch, sm80::flash_decode, sm80::decode_workspace, sm80::num_decode_counters);
+                scratch.decode(p, q, sm80::flash_decode, sm80::decode_workspace, sm80::num_decode_counters);
             });
         return {out, lse};
     }

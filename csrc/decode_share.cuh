@@ -22,10 +22,10 @@
 
 namespace decoding {
 
-// What the kernels' shapes have in common: four warps, and kBlockN keys a step, 16 KB of K and as many of V.
-template <int kHeadDim_> struct KeyShape {
+// What the kernels' shapes have in common: kBlockN keys a step, 16 KB of K and as many of V.
+template <int kHeadDim_, int kNumWarps_> struct KeyShape {
     static constexpr int kHeadDim = kHeadDim_, kBlockN = 8192 / kHeadDim;
-    static constexpr int kNumWarps = 4, kNumThreads = 32 * kNumWarps;
+    static constexpr int kNumWarps = kNumWarps_, kNumThreads = 32 * kNumWarps;
     static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace
 };
 

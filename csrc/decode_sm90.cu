@@ -22,9 +22,9 @@ namespace sm90 {
 using namespace device;
 using namespace decoding;
 
-template <int kHeadDim_> struct DecodeShape : KeyShape<kHeadDim_> {
+template <int kHeadDim_> struct DecodeShape : KeyShape<kHeadDim_, 4> {
     static constexpr int kBlockM = 64, kStages = 2;  // two blocks with more would not fit a multiprocessor
-    static constexpr int kSTiles = KeyShape<kHeadDim_>::kBlockN / 8, kDTiles = kHeadDim_ / 8;
+    static constexpr int kSTiles = DecodeShape::kBlockN / 8, kDTiles = kHeadDim_ / 8;
     static constexpr int kLaneRows = 2, kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
     using AccS = float[kSTiles][4];
     using AccO = float[kDTiles][4];

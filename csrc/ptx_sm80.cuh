@@ -27,6 +27,19 @@ __device__ inline void cp_async(uint32_t to, const void *from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 
+// "createpolicy": for what is read only once, so that what else L2 holds stays there. Made at every call, so that no
+// register holds it across a loop.
+__device__ inline uint64_t evict_first() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+// cp_async() with a policy.
+__device__ inline void cp_async(uint32_t to, const void *from, bool inside, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(inside ? 16 : 0), "l"(policy) : "memory");
+}
+
 // The same of 4 bytes, by way of L1.
 __device__ inline void cp_async_4(void *to, const void *from, bool inside) {
     const int bytes = inside ? 4 : 0;

@@ -75,15 +75,15 @@ __device__ void multiply_abt(float (&acc)[kMTiles][kNTiles][4], uint32_t a_addre
 }
 
 // acc += A B for 16 terms: A in registers, B [16, kCols] in shared memory, its columns from 8·n0 on. b_address is B's
-// first tile and Swizzle::down. Only the first m_tiles tiles of A have rows.
+// first tile and Swizzle::down.
 template <typename T, int kCols, int kMTiles, int kNTiles>
 __device__ void multiply_ab(float (&acc)[kMTiles][kNTiles][4], const uint32_t (&a)[kMTiles][4], uint32_t b_address,
-                            int b_offset = 0, int n0 = 0, int m_tiles = kMTiles) {
+                            int b_offset = 0, int n0 = 0) {
 #pragma unroll
     for (int n = 0; n < kNTiles; n += 2) {
         uint32_t b[4];
         ldmatrix_trans(b, Swizzle<kCols>::move(b_address, 0, (n0 + n) / 2) + b_offset);
-        for (int m = 0; m < kMTiles && m < m_tiles; m++) {
+        for (int m = 0; m < kMTiles; m++) {
             mma<T>(acc[m][n], a[m], b[0], b[1]);
             mma<T>(acc[m][n + 1], a[m], b[2], b[3]);
         }

@@ -85,7 +85,7 @@ SHOWN_TO = {
     "bias_sm90.cuh": ["sm90_bias"], "key_blocks_sm90.cuh": ["prefill", "prefill_pages"],
     "decode.cu": ["one", "d64", "d128", "scale_30"], "decode_share.cuh": ["d64", "d128", "many"],
     "decode_sm90.cu": ["tall_64"], "decode_cache.cuh": ["d64", "d128"],
-    "decode_join.cuh": ["d64", "d128", "mqa", "many_rows", "packed"],
+    "decode_join.cuh": ["d64", "d128", "mqa", "many_rows", "packed", "three_splits"],
 }
 
 # What is wrong in selftest.cpp, and what the emulator says.

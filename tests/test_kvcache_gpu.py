@@ -257,3 +257,15 @@ def test_graph_serves_a_prompt_that_becomes_another():
         graph.replay()
         assert_same_bits(results, batch.attend())
         batch.change()
+
+
+def test_mixed_batch_where_torch_writes_the_zeros():
+    """cudaStreamPerThread is one name for many streams, so no counters are kept for it."""
+    batch = Mixed(10)
+    wanted = batch.attend()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.ExternalStream(2)):
+        got = [batch.attend() for _ in range(20)]
+    torch.cuda.synchronize()
+    for results in got:
+        assert_same_bits(results, wanted)

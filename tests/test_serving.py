@@ -52,12 +52,12 @@ def test_step_without_attention_is_faster():
 
 
 def test_record_meets_the_goal():
-    """Attention in a decode step at 0.9 of its own speed at least, but at (8, 4096), where 0.80 is not explained."""
+    """Attention in a decode step at 0.9 of its own speed at least."""
     content = json.loads(RECORD.read_text())
     check_rows(content, "cuda", serving.IMPLS["cuda"])
     speeds = {(row["samples"], row["seqlen_k"]): serving.speed_in_step(row) for row in content["rows"]
               if row["op"] == "decode_step" and row["impl"] == "cuda"}
-    assert {sizes for sizes, speed in speeds.items() if speed < 0.9} == {(8, 4096)} and speeds[8, 4096] >= 0.79
+    assert min(speeds.values()) >= 0.9, speeds
 
 
 def test_block_of_a_record(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 rotary embedding, beside the call that finds all keys there.
 
 Caches and times are those of decode.py. The new keys are the last ones of each sample. Every call writes them again, so
-that all calls read and write the same. more_us says how many µs a call takes beyond the one that writes nothing.
+that all calls read and write the same.
 
 Read next: mixed.py; measure.py.
 """
@@ -19,7 +19,7 @@ from .measure import Impl
 
 TITLE = "Appending to caches"
 BASELINE = "cuda:attend"
-ROW = (*(name for name in decode.ROW if name != "read_gbps"), "more_us")
+ROW = tuple(name for name in decode.ROW if name != "read_gbps")
 SHAPES = "B,H,1,D,Hk,Sk, also with ' page SIZE' or ' drawn' behind it"
 DEFAULT_SHAPES = {
     "cuda": [shape(*size, page_size) for size in ((1, 32, 8, 8192), (32, 32, 8, 8192), (128, 32, 8, 1024))
@@ -75,13 +75,9 @@ PROFILES = {"cuda": ("minimal flash decoding that appends", IMPLS["cuda"].forwar
 
 
 def measured(case, impl):
-    """Those of measure.measured, µs, and µs beyond the call that writes nothing."""
-    backend, _, kind = impl.partition(":")
-    numbers = case.attending(backend) if kind == "attend" else measure.measured(case, impl)
-    more = {"us": 1e3 * numbers["ms"]}
-    if kind != "attend":
-        more["more_us"] = 1e3 * (numbers["ms"] - case.attending(backend)["ms"])
-    return numbers | {key: float(f"{x:.6g}") for key, x in more.items()}
+    """Those of measure.measured, and µs."""
+    numbers = measure.measured(case, impl)
+    return numbers | {"us": float(f"{1e3 * numbers['ms']:.6g}")}
 
 
 def quarter_turns(positions, num_pairs, device, dtype):
@@ -108,7 +104,6 @@ class Case(decode.Case):
     def __init__(self, setting, device):
         super().__init__(setting, device)
         self.places = self.places_of(self.args[-1].keywords.get("page_table"))
-        self.attended = {}  # see attending()
 
     def places_of(self, page_table):
         """The indices of the new keys in a cache (N, Hk, S, D)."""
@@ -130,12 +125,6 @@ class Case(decode.Case):
                            "rotary_interleaved": False}
         return q, k, v, Call(self.causal, call.keywords, append=append, rotary=rotary,
                              q_before=rotated_back(q, *angles))
-
-    def attending(self, backend):
-        """{key of MEASURED: number} of the call that writes nothing, measured once."""
-        if backend not in self.attended:
-            self.attended[backend] = measure.measured(self, f"{backend}:attend")
-        return self.attended[backend]
 
 
 CASES = {Shape: Case}

@@ -16,9 +16,10 @@ import torch
 from .. import attention_with_kvcache, flash_attention, reference_attention
 from ..validation import allowed_error
 from . import attention, decode
+from .append import measured  # noqa: F401: as options.py asks
 from .attention import MEASURED
 from .decode import DEFAULTS, DTYPES  # noqa: F401: as options.py asks
-from .measure import Impl, measured as measured_in_ms, normal, truth_fits
+from .measure import Impl, normal, truth_fits
 
 TITLE = "Decoding and prefill in one batch"
 BASELINE = "cuda:apart"
@@ -108,12 +109,6 @@ def impl_of(name, backend):
 IMPLS = {f"{backend}{kind}": impl_of(f"{backend}{kind}", backend) for backend in ("cuda", "triton") for kind in CALLS}
 PROFILES = {"cuda": ("minimal flash decoding beside a prefill", IMPLS["cuda"].forward),
             "triton": ("triton flash decoding beside a prefill", IMPLS["triton"].forward)}
-
-
-def measured(case, impl):
-    """Those of measure.measured, and µs."""
-    numbers = measured_in_ms(case, impl)
-    return numbers | {"us": float(f"{1e3 * numbers['ms']:.6g}")}
 
 
 class Case(decode.Case):
