@@ -141,8 +141,8 @@ __device__ void end_share(void *memory, const DecodeParams &p, const Room &room,
         }
         if (run.has_whole_tile() ? !run.has_one_result(room) : runs.joins[i > 0]) {
             const Results results = results_of(p, room, line, run);
-            run.valid_rows() > kRowStep ? join_results<T, kThreadRows>(memory, p, run, results)
-                                        : join_results<T, 1>(memory, p, run, results);
+            run.valid_rows() <= kRowStep ? join_results<T, 1>(memory, p, run, results)
+                                         : join_results<T, kThreadRows>(memory, p, run, results);
         }
         if (has_splits) __syncthreads();  // all warps have left the run
     }
