@@ -271,6 +271,18 @@ def test_transformers_finds_it_also_if_imported_before(availability):
     assert not availability.is_flash_attn_2_available()
 
 
+@cpu
+def test_transformers_that_lists_packages_when_it_is_imported(monkeypatch):
+    """As 5.17 does."""
+    import_utils = pytest.importorskip("transformers.utils.import_utils")
+    packages = {"torch": ["torch"]}
+    monkeypatch.setattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", packages, raising=False)
+    minimal_attn.install_as_flash_attn()
+    assert "flash-attn" in [name.replace("_", "-") for name in packages["flash_attn"]]
+    minimal_attn.uninstall_as_flash_attn()
+    assert "torch" in packages and "flash_attn" not in packages
+
+
 @pytest.mark.parametrize("side", [None, "left", "right"])
 @torch.no_grad()
 def test_model_with_flash_attention_2(side, availability, installed):
