@@ -51,6 +51,13 @@ inline void check_cuda(cudaError_t error) {
     throw std::runtime_error(message);
 }
 
+// For functions of the driver, which need a context. A thread has none until it calls a function of the runtime that
+// makes one. Since CUDA 12, cudaSetDevice does.
+inline void make_context() {
+    int device;
+    check_cuda(cudaGetDevice(&device)), check_cuda(cudaSetDevice(device));
+}
+
 template <typename... Args>
 void enqueue(bool may_begin_early, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes,
              void *stream, Args... args) {

@@ -133,10 +133,13 @@ inline TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batc
     const cuuint64_t strides[] = {bytes(x.row_stride), bytes(x.head_stride), bytes(x.batch_stride)};
     const cuuint32_t box[] = {cuuint32_t(box_cols), cuuint32_t(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
     TmaTensor tensor{{}, x.head_stride != 0, x.batch_stride != 0};
-    const CUresult result = tensor_map_encoder()(
-        &tensor.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, x.data, sizes, strides, box, steps,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    auto encode = [&] {
+        return tensor_map_encoder()(&tensor.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, x.data, sizes, strides, box, steps,
+                                    CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CUresult result = encode();
+    if (result == CUDA_ERROR_INVALID_CONTEXT) device::make_context(), result = encode();
     if (result == CUDA_SUCCESS) return tensor;
     throw std::runtime_error("minimal_attn: TMA cannot take " + std::string(name) + ": CUDA error " +
                              std::to_string(int(result)));

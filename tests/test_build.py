@@ -502,7 +502,7 @@ site.addsitedir({str(tmp_path / "site")!r})
 import minimal_attn, triton_ref
 from minimal_attn import _build
 print(minimal_attn.__file__, triton_ref.__file__, _build.CSRC)
-""", cwd=tmp_path).split() == [f"{tree}/minimal_attn/__init__.py", f"{tree}/triton_ref/__init__.py", f"{tree}/csrc"]
+""", cwd=tmp_path, PYTHONPATH="").split() == [f"{tree}/minimal_attn/__init__.py", f"{tree}/triton_ref/__init__.py", f"{tree}/csrc"]
 
 
 # A compiler that copies the object of the JIT build, where there is one, in place of compiling its source once more.

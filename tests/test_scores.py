@@ -404,10 +404,12 @@ def test_dtypes_of_kernels(impl, dtype):
 def drawn_scores(draw, impl):
     batch = draw(drawn_batches(impl))
     has_bias = not batch.is_packed and draw(st.booleans())
-    bias = tuple(draw(st.booleans()) for _ in range(4)) if has_bias else None
-    return Scored(**vars(batch), softcap=draw(st.sampled_from([0.0, 0.0, 0.5, 3.0, 50.0])),
-                  slopes=draw(st.sampled_from([None, "heads", "samples"])), bias=bias,
-                  bias_dtype=draw(st.sampled_from(["same", "bool", "float32"])),
+    changes = dict(bias=tuple(draw(st.booleans()) for _ in range(4)) if has_bias else None,
+                   softcap=draw(st.sampled_from([0.0, 0.0, 0.5, 3.0, 50.0])),
+                   slopes=draw(st.sampled_from([None, "heads", "samples"])))
+    if impl == "cuda:sm90" and any(changes.values()):
+        batch = replace(batch, dropout_p=0.0)  # it has no dropout with them
+    return Scored(**vars(batch), **changes, bias_dtype=draw(st.sampled_from(["same", "bool", "float32"])),
                   memory=draw(st.sampled_from(list(LIKE))))
 
 

@@ -137,6 +137,7 @@ inline void __pipeline_commit() { emulator::commit_copies(); }
 inline void __pipeline_wait_prior(int pending) { emulator::wait_for_copies(pending); }
 
 namespace device {
+inline void make_context() {}
 
 float to_float(__half x);
 float to_float(__nv_bfloat16 x);
