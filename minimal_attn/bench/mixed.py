@@ -101,9 +101,9 @@ CALLS = {"": one_call, ":apart": two_calls, ":dense": prefill_without_cache}
 
 
 def impl_of(name, backend):
-    """That of a name such as "cuda:apart", by this backend."""
+    """That of a name such as "cuda:apart", by this backend. A prefill without cache does not have to serve pages."""
     call = CALLS[name.removeprefix(name.split(":")[0])]
-    return Impl(functools.partial(call, backend=backend), backend=backend)
+    return Impl(functools.partial(call, backend=backend), backend=None if call is prefill_without_cache else backend)
 
 
 IMPLS = {f"{backend}{kind}": impl_of(f"{backend}{kind}", backend) for backend in ("cuda", "triton") for kind in CALLS}
