@@ -201,10 +201,12 @@ def longest_first(items, workers):
 
 
 def made_once(tmp_path_factory, name, make):
-    """A folder that make(folder) fills, once, whichever of pytest-xdist's workers is the first to want it."""
+    """A folder that make(folder) fills, once, whichever of pytest-xdist's workers is the first to want it. Runs that are
+    given one MINIMAL_ATTN_MADE_ONCE, a folder, share what they make."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
+    root = Path(os.environ.get("MINIMAL_ATTN_MADE_ONCE", root))
     folder, error = root / name, root / f"{name}.error"
     with FileLock(root / f"{name}.lock"):
         if error.exists():
