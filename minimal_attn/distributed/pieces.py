@@ -11,7 +11,6 @@ import torch
 
 from ..backends import Lengths
 
-
 LONG = 8192  # rows: a piece of so many fills a GPU by itself. Dense calls have larger tiles of keys than packed ones
 
 
@@ -125,9 +124,11 @@ def length(run):
 
 
 def calls_of(pieces, batch_size, num_rows, num_keys, device, share_keys):
-    """The Calls of pieces, as few as possible, but that a LONG one has a call of its own. No two pieces of a call have a row in common, and without share_keys
-    none have a key in common: kernels add up gradients within one sample alone. A packed batch is one sample to torch,
-    so that pieces of several samples have calls of their own.
+    """The Calls of pieces: as few as possible, but a LONG piece has a call of its own.
+
+    No two pieces of a call have a row in common. Without share_keys none have a key in common, since kernels add up
+    gradients within one sample alone. A packed batch is one sample to torch, so pieces of several samples have calls of
+    their own.
 
     Args:
         num_rows, num_keys: of q and of k.
