@@ -201,8 +201,10 @@ def longest_first(items, workers):
 
 
 def made_once(tmp_path_factory, name, make):
-    """A folder that make(folder) fills, once, whichever of pytest-xdist's workers is the first to want it. Runs that are
-    given one MINIMAL_ATTN_MADE_ONCE, a folder, share what they make."""
+    """A folder that make(folder) fills, once, whichever of pytest-xdist's workers is the first to want it.
+
+    .ci/run has two runs of the same sources. It names a folder, MINIMAL_ATTN_MADE_ONCE, where they share what is made.
+    """
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
