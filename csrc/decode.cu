@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     let_next_kernel_begin();
     DecodeMemory<Shape> &shared = shared_memory<DecodeMemory<Shape>>();
     shared.call.copy(p, room, line);
-    if (!p.runs_beside) wait_for_previous_kernel();
+    if (p.phase == Phase::kAlone) wait_for_previous_kernel();
     Runs<Shape> &runs = shared.runs;
     Run<Shape> &ahead = shared.ahead[threadIdx.x / 32];
     find_first_run<Shape>(runs[0], shared.steps_of_warps, p, room, line);
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     }
     end_share<T>(shared.stages, p, room, line, shared.call, runs, num_runs);
     store_padding<T>(p);
-    if (p.runs_beside && blockIdx.x == 0) wait_for_previous_kernel();  // the kernel after this one relies on it
+    if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
 #endif
 }
 
@@ -247,7 +247,7 @@ template <typename T, typename Shape> void launch_decode(const DecodeParams &p) 
     const int num_stages = blocks_with(3) == 2 || (blocks_with(2) == 1 && blocks_with(3) == 1) ? 3 : 2;
     const int blocks_per_sm = int(blocks_with(num_stages));
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
-    const Line line(p.nheads_k, num_sms() * blocks_per_sm);
+    const Line line(p.nheads_k, p.num_sms * blocks_per_sm);
     const Room room(p, Shape::kBlockM);
     check_size<Shape>(p, room, line);
     launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, Memory::bytes(num_stages), p.stream, p,

@@ -7,29 +7,19 @@
 
 namespace decoding {
 
-// Sets runs.joins: whether this block is the last one of those that store results of a tile. Then it can read all of
-// them, and the counter is 0 again, for the next call. It counts chunks.
 template <typename Shape>
-__device__ void arrive(const DecodeParams &p, const Room &room, const Line &line, Runs<Shape> &runs, int num_runs) {
-    __syncthreads();  // the results of this block are stored
-    if (threadIdx.x < 2) {
-        const Run<Shape> &run = runs[threadIdx.x * (num_runs - 1)];
-        bool is_last = false;
-        if (threadIdx.x < num_runs && !run.has_whole_tile()) {
-            const int64_t i = room.splits ? (int64_t(run.b) * p.nheads_k + run.h_k) * room.tiles + run.tile
-                                          : run.first_share() * line.heads + line.head();
-            is_last = atomic_add_acq_rel(p.counters + i, run.num_chunks()) + run.num_chunks() == run.cut.num_chunks;
-            if (is_last) p.counters[i] = 0;
-        }
-        runs.joins[threadIdx.x] = is_last;
-    }
-    __syncthreads();
+__device__ TileCounters &counters_of(const DecodeParams &p, const Room &room, const Line &line,
+                                     const Run<Shape> &run) {
+    const int64_t i = room.splits ? (int64_t(run.b) * p.nheads_k + run.h_k) * room.tiles + run.tile
+                                  : run.first_share() * line.heads + line.head();
+    return reinterpret_cast<TileCounters *>(p.counters)[i];
 }
 
 // Results on their way through shared memory: kRows rows of kCount results of a tile. A thread has four columns of
 // kThreadRows rows. The time of a join is that of its instructions, since a warp alone on its scheduler issues one in
 // about five cycles. So few instructions copy many bytes, and those of several rows do not wait for each other.
-template <typename Shape, int kThreadRows> struct JoinStage {
+template <typename Shape, int kThreadRows_> struct JoinStage {
+    static constexpr int kThreadRows = kThreadRows_;
     static constexpr int kCount = 1024 / Shape::kNumThreads / kThreadRows;  // 16 KB of acc_o
     static constexpr int kVecs = Shape::kHeadDim / 4, kRowStep = Shape::kNumThreads / kVecs;
     static constexpr int kRows = kThreadRows * kRowStep;
@@ -80,56 +70,114 @@ template <typename Shape, int kThreadRows> struct JoinStage {
     }
 };
 
-// The results of a run's tile become its output, in their order.
-template <typename T, int kThreadRows, typename Shape>
-__device__ void join_results(void *memory, const DecodeParams &p, const Run<Shape> &run, const Results &results) {
-    using Stage = JoinStage<Shape, kThreadRows>;
+// Rows [row0, row0 + Stage::kRows) of the results of a run's tile become its output, in the order of the results.
+template <typename T, typename Stage, typename Shape>
+__device__ void join_results(void *memory, const DecodeParams &p, const Run<Shape> &run, const Results &results,
+                             int row0) {
     static_assert(3 * sizeof(Stage) <= 2 * 32 << 10);  // the least memory that keys have
     Stage *const stages = static_cast<Stage *>(memory);
-    const int rows = run.valid_rows(), col = threadIdx.x % Stage::kVecs * 4;
-    int first = 0, next_row = 0, to = 0;  // of the next copies
+    const int rows = run.valid_rows(), r = threadIdx.x / Stage::kVecs, col = threadIdx.x % Stage::kVecs * 4;
+    int first = 0, to = 0;  // of the next copies
     auto load = [&] {
-        if (next_row < rows) stages[to].load(results, first, next_row, rows);
+        if (first < results.count) stages[to].load(results, first, row0, rows);
         cp_async_commit();
         to = to == 2 ? 0 : to + 1, first += Stage::kCount;
-        if (first >= results.count) first = 0, next_row += Stage::kRows;
     };
     load(), load();
     int stage = 0;
+    RowState state[Stage::kThreadRows];
+    float o[Stage::kThreadRows][4] = {};
 #pragma unroll 1
-    for (int row0 = 0; row0 < rows; row0 += Stage::kRows) {
-        const int r = threadIdx.x / Stage::kVecs;
-        RowState state[kThreadRows];
-        float o[kThreadRows][4] = {};
-#pragma unroll 1
-        for (int left = results.count; left > 0; left -= Stage::kCount) {
-            cp_async_wait<1>();
-            __syncthreads();  // these results are there, and all warps have left those before them
-            load();
+    for (int left = results.count; left > 0; left -= Stage::kCount) {
+        cp_async_wait<1>();
+        __syncthreads();  // these results are there, and all warps have left those before them
+        load();
 #pragma unroll
-            for (int i = 0; i < kThreadRows; i++) stages[stage].add_to(state[i], o[i], r + i * Stage::kRowStep, left);
-            stage = stage == 2 ? 0 : stage + 1;
-        }
+        for (int i = 0; i < Stage::kThreadRows; i++)
+            stages[stage].add_to(state[i], o[i], r + i * Stage::kRowStep, left);
+        stage = stage == 2 ? 0 : stage + 1;
+    }
 #pragma unroll
-        for (int i = 0; i < kThreadRows; i++) {
-            const int row = row0 + r + i * Stage::kRowStep;
-            if (row >= rows) continue;
-            const OutputRow<T> output(p, run, row, state[i], col);
-            output.store(p, col, o[i][0], o[i][1]), output.store(p, col + 2, o[i][2], o[i][3]);
-        }
+    for (int i = 0; i < Stage::kThreadRows; i++) {
+        const int row = row0 + r + i * Stage::kRowStep;
+        if (row >= rows) continue;
+        const OutputRow<T> output(p, run, row, state[i], col);
+        output.store(p, col, o[i][0], o[i][1]), output.store(p, col + 2, o[i][2], o[i][3]);
     }
     __syncthreads();  // all warps have left the last ones
 }
 
+// A block joins a group of rows at a time. Several blocks share the groups of a tile, if it has more than one.
+template <typename Shape> using GroupStage = JoinStage<Shape, 512 / Shape::kNumThreads>;
+template <typename Shape> __device__ int num_groups(const Run<Shape> &run) {
+    constexpr int kRows = GroupStage<Shape>::kRows;
+    return Shape::kBlockM > kRows ? ceil_div(run.valid_rows(), kRows) : 1;
+}
+
+// Tells other blocks that this one has stored its results of the first and of the last tile.
+template <typename Shape>
+__device__ void arrive(const DecodeParams &p, const Room &room, const Line &line, Runs<Shape> &runs, int num_runs) {
+    __syncthreads();  // the results are stored
+    if (threadIdx.x < 2) {
+        const Run<Shape> &run = runs[threadIdx.x * (num_runs - 1)];
+        bool has_all = false;
+        if (threadIdx.x < num_runs && !run.has_whole_tile()) {
+            int &chunks = counters_of(p, room, line, run).chunks;
+            has_all = atomic_add_acq_rel(&chunks, run.num_chunks()) + run.num_chunks() == run.cut.num_chunks;
+            if (has_all && num_groups(run) == 1) chunks = 0;  // no other block reads it
+        }
+        runs.joins[threadIdx.x].has_all = has_all;
+    }
+    __syncthreads();
+}
+
+// Finds the next group of rows for a block, by one thread. It waits for the last result, but only for some microseconds:
+// a block that has not begun may need the place of this one. Then the others join without it.
+__device__ inline void take_group(Join &join, TileCounters &counters, int num_chunks) {
+    constexpr int kTries = 64;
+    for (int i = 0; i < kTries && !join.has_all; i++) {
+        join.has_all = load_acquire(&counters.chunks) == num_chunks;
+        if (!join.has_all) pause();
+    }
+    join.group = join.has_all ? atomicAdd(&counters.groups, 1) : INT_MAX;
+}
+
+// The results of a tile become its output. Where other blocks have some of them, the last one joins a single group
+// alone, and all blocks share several. `memory` is that of the keys.
+template <typename T, typename Shape>
+__device__ void join_tile(void *memory, const DecodeParams &p, const Room &room, const Line &line,
+                          const Run<Shape> &run, Join &join) {
+    const int groups = num_groups(run);
+    const bool is_alone = run.has_whole_tile(), is_shared = !is_alone && groups > 1;
+    if (!is_alone && !is_shared && !join.has_all) return;
+    TileCounters *const counters = is_shared ? &counters_of(p, room, line, run) : nullptr;
+    const Results results = results_of(p, room, line, run);
+#pragma unroll 1
+    for (int group = 0;; group++) {
+        if (is_shared) {
+            if (threadIdx.x == 0) take_group(join, *counters, run.cut.num_chunks);
+            __syncthreads();  // it is known
+            group = join.group;
+        }
+        if (group >= groups) break;
+        using Few = JoinStage<Shape, 1>;
+        using Group = GroupStage<Shape>;
+        run.valid_rows() <= Few::kRows ? join_results<T, Few>(memory, p, run, results, 0)
+                                       : join_results<T, Group>(memory, p, run, results, group * Group::kRows);
+    }
+    if (!is_shared || threadIdx.x > 0) return;
+    const int left = atomic_add_acq_rel(&counters->left, run.num_chunks()) + run.num_chunks();
+    if (left == run.cut.num_chunks) *counters = {};
+}
+
 // After the last step of a share. Results are joined only now, since the next run would wait for each way to memory and
 // back. Other shares may have results of the first and of the last tile. With num_splits, tiles between them have
-// several results, too, so all runs are found again. `memory` is that of the keys.
+// several results, too, so all runs are found again.
 template <typename T, typename Shape>
 __device__ void end_share(void *memory, const DecodeParams &p, const Room &room, const Line &line, const Call &call,
                           Runs<Shape> &runs, int num_runs) {
     if (num_runs == 0) return;
     arrive(p, room, line, runs, num_runs);
-    constexpr int kRowStep = JoinStage<Shape, 1>::kRowStep, kThreadRows = 512 / Shape::kNumThreads;
     const bool has_splits = room.splits > 1;
 #pragma unroll 1
     for (int i = 0; i < num_runs; i++) {
@@ -139,11 +187,7 @@ __device__ void end_share(void *memory, const DecodeParams &p, const Room &room,
             if (threadIdx.x == 0) i == 0 ? void(run = runs[0]) : run.next(call);
             __syncthreads();  // the run is there
         }
-        if (run.has_whole_tile() ? !run.has_one_result(room) : runs.joins[i > 0]) {
-            const Results results = results_of(p, room, line, run);
-            run.valid_rows() <= kRowStep ? join_results<T, 1>(memory, p, run, results)
-                                         : join_results<T, kThreadRows>(memory, p, run, results);
-        }
+        if (!run.has_one_result(room)) join_tile<T>(memory, p, room, line, run, runs.joins[i > 0]);
         if (has_splits) __syncthreads();  // all warps have left the run
     }
 }

@@ -48,28 +48,27 @@ using Size = int64_t(const DecodeParams &);
 // What the launches of a call need besides its tensors. They may overlap, so it is freed after the last of them.
 class Scratch {
     std::vector<TorchTensor> tensors;
-    int *counters;
-    bool has_zeros;  // or else a kernel of torch writes them, and no launch may overlap with it
+    int *counters, *tile_counter = nullptr;
 
   public:
     // All launches have counters of their own, from one request: a graph that captures them has no use for two.
     Scratch(const DecodeParams &p, FewestRows fewest, const TorchTensor &q) {
         int64_t count = 0;
         launch_by_rows(
-            p, fewest, [](const DecodeParams &) {},
+            p, fewest, num_sms(), [](const DecodeParams &) {},
             [&](const DecodeParams &p) { count += sm90::num_decode_counters(p); },
             [&](const DecodeParams &p) { count += sm80::num_decode_counters(p); });
-        counters = zeroed_counters(count, p.stream), has_zeros = counters;
-        if (has_zeros) return;
+        counters = zeroed_counters(count, p.stream);
+        if (counters) return;
         counters = static_cast<int *>(tensors.emplace_back(make_zeros({count}, ScalarType::Int, q)).data_ptr());
     }
     void prefill(DecodeParams p, const TorchTensor &q) {
-        p.tile_counter = static_cast<int *>(empty(sizeof(int), q));
+        if (!tile_counter) tile_counter = static_cast<int *>(empty(sizeof(int), q));
+        p.tile_counter = tile_counter;
         sm90::flash_prefill(p);
     }
     void decode(DecodeParams p, const TorchTensor &q, Decode flash_decode, Size workspace_bytes, Size num_counters) {
         p.workspace = empty(workspace_bytes(p), q), p.counters = counters, counters += num_counters(p);
-        p.runs_beside = p.runs_beside && has_zeros;
         flash_decode(p);
     }
 
@@ -141,7 +140,7 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
         const FewestRows fewest = q.numel() ? fewest_rows(p, gpu) : FewestRows{};
         Scratch scratch(p, fewest, q);
         launch_by_rows(
-            p, fewest, [&](const DecodeParams &p) { scratch.prefill(p, q); },
+            p, fewest, num_sms(), [&](const DecodeParams &p) { scratch.prefill(p, q); },
             [&](const DecodeParams &p) {
                 scratch.decode(p, q, sm90::flash_decode, sm90::decode_workspace, sm90::num_decode_counters);
             },

@@ -51,6 +51,13 @@ struct Room {
     }
 };
 
+// What the blocks with results of a tile tell one another. All are 0 again when the last of them has left.
+struct TileCounters {
+    int chunks;  // that have a result
+    int groups;  // of rows, that blocks have taken to join them
+    int left;    // chunks whose blocks have left
+};
+
 // With `blocks` blocks at most.
 template <typename Shape> int64_t workspace_bytes(const DecodeParams &p, int64_t blocks) {
     const Room room(p, Shape::kBlockM);
@@ -60,7 +67,8 @@ template <typename Shape> int64_t workspace_bytes(const DecodeParams &p, int64_t
 
 template <typename Shape> int64_t num_counters(const DecodeParams &p, int64_t blocks) {
     const Room room(p, Shape::kBlockM);
-    return room.splits == 1 ? 0 : room.splits ? p.batch_size * p.nheads_k * room.tiles : blocks;
+    const int64_t tiles = room.splits ? p.batch_size * p.nheads_k * room.tiles : blocks;
+    return room.splits == 1 ? 0 : tiles * int(sizeof(TileCounters) / sizeof(int));
 }
 
 // The key heads of a key often lie side by side in memory, where it is fastest to read all of them at once. So `heads`
@@ -264,11 +272,18 @@ template <typename Shape> struct alignas(16) Run {
     }
 };
 
+// A tile with results of several blocks, as one of them sees it: whether it knows that all are there, and which group of
+// rows it joins now.
+struct Join {
+    bool has_all;
+    int group;
+};
+
 // The runs of a block's share, in shared memory: the first one, and by turns those after it. The tiles of the first and
 // of the last one may go on in other shares.
 template <typename Shape> struct Runs {
     Run<Shape> slots[3];
-    bool joins[2];  // whether this block joins the results of these two tiles
+    Join joins[2];  // of these two tiles
 
     __device__ Run<Shape> &operator[](int i) { return slots[i == 0 ? 0 : 1 + i % 2]; }
 };

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
         fence_mbarrier_init();
     }
     shared.call.copy(p, room, line);
-    if (!p.runs_beside) wait_for_previous_kernel();
+    if (p.phase == Phase::kAlone) wait_for_previous_kernel();
     find_first_run<Shape>(runs[0], shared.steps_of_warps, p, room, line);
     if (loads) copy_words(shared.ahead, runs[0]);
     __syncwarp();  // the run that the first warp loads is there
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     }
     end_share<T>(shared.stages, p, room, line, shared.call, runs, num_runs);
     store_padding<T>(p);
-    if (p.runs_beside && blockIdx.x == 0) wait_for_previous_kernel();  // the kernel after this one relies on it
+    if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
 #endif
 }
 
@@ -199,7 +199,7 @@ template <typename T, typename Shape> void launch_decode(DecodeParams p) {
         return make_tma_tensor<Shape::kHeadDim>(name, x, p.num_sequences, p.nheads_k, p.page_size, head_dim,
                                                 p.box_rows);
     };
-    const Line line(p.nheads_k, 2 * num_sms());
+    const Line line(p.nheads_k, 2 * p.num_sms);
     const Room room(p, Shape::kBlockM);
     check_size<Shape>(p, room, line);
     launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, sizeof(DecodeMemory<Shape>), p.stream,

@@ -93,6 +93,9 @@ struct AttnBackwardParams : AttnParams {
     bool deterministic;
 };
 
+// The launches of a mixed batch, in this order. They overlap, see launch_by_rows() in kernels.h. kAlone: of other calls.
+enum class Phase { kAlone, kPrefill, kDecode, kPrefillRest };
+
 // Attention to a cache of keys and values. k is [num_sequences, nheads_k, page_size, head_dim],
 // and v alike: cached sequences of page_size keys, or pages. seqlen_k is how many keys a sample may have. cu_seqlens_k
 // is nullptr, also where q is packed. Values that point outside of the cache are clamped.
@@ -110,7 +113,8 @@ struct DecodeParams : AttnParams {
     int max_seqlen_q;            // a sample with more rows is not cut
     int box_rows;                // set by kernels with TMA: the rows of a box
     int min_rows, max_rows;      // the samples that this launch serves have so many rows. It leaves the others alone
-    bool runs_beside;            // this launch may overlap with those before it, which serve other samples of the call
+    Phase phase;                 // of this launch
+    int num_sms;                 // how many multiprocessors it fills
     void *workspace;             // as many bytes as decode_workspace says, or nullptr if that is 0
     int *counters;               // as many zeros as num_decode_counters says; zeros again when the kernel ends. Lengths
                                  // that change while it runs would leave others

@@ -290,6 +290,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
         produce<Shape>(p, shared);
+        if constexpr (Shape::kCached)  // the next kernel relies on it
+            if (p.phase == Phase::kPrefillRest && blockIdx.x == 0) wait_for_previous_kernel();
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
         Consumer<T, Shape>{p, shared, int(warpgroup_idx) - 1}.run();
@@ -301,12 +303,15 @@ template <typename T, typename Shape> void launch_fwd(typename Shape::Input p) {
     static_assert(sizeof(SharedMemory<Shape>) <= 227 << 10);
     constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     const int64_t num_tiles = RowTiles<kBlockM, Shape::kCached>::count(p);
-    const int64_t blocks = std::min<int64_t>(num_tiles, num_sms());
+    int sms = num_sms();
+    Phase phase = Phase::kAlone;
+    if constexpr (Shape::kCached) sms = p.num_sms, phase = p.phase;
+    const int64_t blocks = std::min<int64_t>(num_tiles, sms);
     if (num_tiles == 0) return;
     if (num_tiles + blocks > INT32_MAX)
         throw std::runtime_error("minimal_attn: batch_size · nheads · seqlen_q is too large: q has over 2^31 tiles");
-    if (num_tiles == blocks) p.tile_counter = nullptr;
-    if (p.tile_counter)
+    if (num_tiles == blocks && phase == Phase::kAlone) p.tile_counter = nullptr;
+    if (p.tile_counter && phase != Phase::kPrefillRest)
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
     int64_t sequences = p.batch_size;  // of keys, and how many each has
     int seqlen_k = p.seqlen_k, box_rows = kBlockN;
@@ -329,7 +334,8 @@ template <typename T, typename Shape> void launch_fwd(typename Shape::Input p) {
                                ScoreFactors<float>(p, true),
                                score_kind(p)};
     if constexpr (Shape::kMods) launch_pack_mask<kBlockN>(p, params.mask_bits);
-    launch(flash_fwd<T, Shape>, blocks, Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, params);
+    const auto launch_tiles = phase == Phase::kPrefillRest ? launch_early<Params<Shape>> : launch<Params<Shape>>;
+    launch_tiles(flash_fwd<T, Shape>, blocks, Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, params);
 }
 
 // run<Shape>() where scores are changed: as many keys a block as leave room for the tiles of a bias.

@@ -117,27 +117,30 @@ inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
 }
 
 // Calls prefill(p), tall(p) and few(p), the launches that some sample may need, with p for the samples of each. The
-// kernel for the most rows also serves samples with more than p.max_seqlen_q. The launches after prefill() run beside
-// it: they are for other samples, and fill the GPU where prefill() has no tiles left.
+// kernel for the most rows also serves samples with more than p.max_seqlen_q.
+//
+// In a mixed batch the launches run side by side, since they are for different samples. Prompts are bound by tensor
+// cores, and caches by memory: three quarters of the multiprocessors read nearly as fast as all. Prompts begin on the
+// others. When the caches are read, a second prefill(p) computes on those multiprocessors what is left of the prompts.
 template <typename Prefill, typename Tall, typename Few>
-void launch_by_rows(DecodeParams p, FewestRows fewest, Prefill prefill, Tall tall, Few few) {
+void launch_by_rows(DecodeParams p, FewestRows fewest, int num_sms, Prefill prefill, Tall tall, Few few) {
     const bool are_alike = !p.cu_seqlens_q && !p.seqused_q;  // all samples have seqlen_q rows
     const int longest = p.max_seqlen_q;
-    // If a single row is tall, so may be a sample without rows, whose padding is written.
-    const int least_tall = fewest.tall == 1 ? 0 : fewest.tall;
-    auto serve = [&](int min_rows, int max_rows, auto launch) {
+    const bool has_prompts = longest >= fewest.prefill, is_mixed = has_prompts && !are_alike;
+    auto serve = [&](Phase phase, int sms, int min_rows, int max_rows, auto launch) {
+        p.phase = is_mixed ? phase : Phase::kAlone, p.num_sms = is_mixed ? std::max(1, sms) : num_sms;
         p.min_rows = min_rows, p.max_rows = max_rows, p.max_seqlen_q = std::min(longest, max_rows);
         launch(p);
     };
-    int most = INT_MAX;
-    if (longest >= fewest.prefill) {  // so that it has a tile, and is launched
-        serve(fewest.prefill, most, prefill);
-        if (are_alike) return;
-        most = fewest.prefill - 1, p.runs_beside = true;
-    }
+    const int of_caches = num_sms * 3 / 32 * 8;  // a multiple of 8, so that Line has many heads
+    if (has_prompts) serve(Phase::kPrefill, num_sms - of_caches, fewest.prefill, INT_MAX, prefill);
+    if (has_prompts && are_alike) return;
+    // If a single row is tall, so may be a sample without rows, whose padding is written.
+    const int least_tall = fewest.tall == 1 ? 0 : fewest.tall, most = has_prompts ? fewest.prefill - 1 : INT_MAX;
     const bool has_tall = longest >= fewest.tall, has_few = !has_tall || (least_tall > 0 && !are_alike);
-    if (has_few) serve(0, has_tall ? least_tall - 1 : most, few);
-    if (has_tall) serve(least_tall, most, tall);
+    if (has_few) serve(Phase::kDecode, of_caches, 0, has_tall ? least_tall - 1 : most, few);
+    if (has_tall) serve(Phase::kDecode, of_caches, least_tall, most, tall);
+    if (is_mixed) serve(Phase::kPrefillRest, of_caches, fewest.prefill, INT_MAX, prefill);
 }
 
 struct Choice {

@@ -104,9 +104,17 @@ template <typename Shape> struct Scheduler {
         if (samples > 1) bh = bh % samples * p.nheads + bh / samples;
         return tiles.tile(bh, slots - 1 - row, p.nheads, heads_per_kv);
     }
-    __device__ int next(const AttnParams &p, int idx) const {
+    // The tile after idx, or the first one of this block if idx is negative.
+    __device__ int next(const Shape::Input &p, int idx) const {
+        if (is_shared(p)) return atomicAdd(p.tile_counter, 1);
+        if (idx < 0) return blockIdx.x;
         return gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : idx);
     }
+
+  private:
+    // Whether two launches share the tiles. Then they take all of them by the counter.
+    __device__ static bool is_shared(const AttnParams &) { return false; }
+    __device__ static bool is_shared(const DecodeParams &p) { return p.phase != Phase::kAlone; }
 };
 
 template <typename Shape> struct Params : Shape::Input {
@@ -130,18 +138,18 @@ template <typename Shape> __device__ int first_block(const Params<Shape> &p, con
     return max(0, min(last_row + mask.seqlen_k - mask.seqlen_q, mask.seqlen_k - 1)) / Shape::kBlockN;
 }
 
-// One thread finds the tiles. It looks for the next tile while another thread loads the last keys of this one, and no
-// earlier, so that a block of threads does not take a tile long before it needs one.
+// One thread finds the tiles. It takes the next tile while another thread loads the last keys of this one, and no
+// earlier: a tile that a block of threads takes long before it can begin is one that an idle block does not get.
 template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) {
     constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     uint32_t item = 0;
-    for (int idx = blockIdx.x;;) {
+    for (int idx = -1;;) {
         shared.found.producer_acquire(item);
+        idx = p.scheduler.next(p, idx);
         auto &work = shared.work(item);  // read anew where it is needed: this thread has few registers
         work.tile = p.scheduler.at(p, idx);
         const Tile &tile = work.tile;
         if (!tile.is_valid) break;
-        idx = p.scheduler.next(p, idx);
         const Sequence &seq = work.seq = Sequence(p, tile.b);
         if (tile.block * kBlockM >= seq.padded_q) continue;  // a slot that its sample does without
         if constexpr (Shape::kCached)

@@ -115,6 +115,9 @@ __device__ inline void red_add(float *to, const float (&x)[4]) {
 #endif
 }
 
+// "nanosleep": for some hundred nanoseconds, or less.
+__device__ inline void pause() { asm volatile("nanosleep.u32 200;"); }
+
 // "ld" and "st", .acquire and .release: a number by which one block tells another of what it wrote before.
 __device__ inline int load_acquire(const int *from) {
     int x;

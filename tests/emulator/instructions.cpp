@@ -194,6 +194,11 @@ int load_acquire(const int *from) {
     scheduler->pass();
     return last.value;
 }
+// Other blocks may go on. A thread that pauses does not wait for them.
+void pause() {
+    block->acquired[threadIdx.x] = {};
+    scheduler->pass();
+}
 void store_release(int *to, int x) {
     *to = x;
     block->acquired[threadIdx.x] = {};
