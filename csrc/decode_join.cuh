@@ -45,27 +45,31 @@ template <typename Shape, int kThreadRows_> struct JoinStage {
         const float *from = results.at(is_valid ? first + j : 0) + results.ends + 4 * end_row;
         cp_async(shared_address(ends) + 16 * threadIdx.x, is_valid ? from : results.first, is_valid);
     }
-    // Adds `count` results to what this thread has of row r, which is one of the stage.
+    // Adds `count` results to what this thread has of row r, which is one of the stage. Two at a time, so that a row has
+    // the same bits whatever kCount is.
     __device__ void add_to(RowState &row, float (&o)[4], int r, int count) const {
+        static_assert(kCount % 2 == 0);
         const int col = threadIdx.x % kVecs * 4;
-        float2 ends[kCount];
-        float4 x[kCount];
 #pragma unroll
-        for (int j = 0; j < kCount; j++) {
-            ends[j] = *reinterpret_cast<const float2 *>(this->ends[j][r]);
-            x[j] = *reinterpret_cast<const float4 *>(&this->x[j][r][col]);
-        }
-        float max = row.max;
+        for (int pair = 0; pair < kCount; pair += 2) {
+            float2 ends[2];
+            float4 x[2];
+            float max = row.max;
 #pragma unroll
-        for (int j = 0; j < kCount; j++) max = fmaxf(max, j < count ? ends[j].x : -FLT_MAX);
-        const float alpha = exp2_approx(row.max - max);
-        row = {max, row.sum * alpha};
-        for (float &o : o) o *= alpha;
+            for (int j = 0; j < 2; j++) {
+                ends[j] = *reinterpret_cast<const float2 *>(this->ends[pair + j][r]);
+                x[j] = *reinterpret_cast<const float4 *>(&this->x[pair + j][r][col]);
+                max = fmaxf(max, pair + j < count ? ends[j].x : -FLT_MAX);
+            }
+            const float alpha = exp2_approx(row.max - max);
+            row = {max, row.sum * alpha};
+            for (float &o : o) o *= alpha;
 #pragma unroll
-        for (int j = 0; j < kCount; j++) {
-            const float beta = exp2_approx(j < count ? ends[j].x - max : -FLT_MAX);
-            row.sum = fmaf(ends[j].y, beta, row.sum);
-            for (int e = 0; e < 4; e++) o[e] = fmaf((&x[j].x)[e], beta, o[e]);
+            for (int j = 0; j < 2; j++) {
+                const float beta = exp2_approx(pair + j < count ? ends[j].x - max : -FLT_MAX);
+                row.sum = fmaf(ends[j].y, beta, row.sum);
+                for (int e = 0; e < 4; e++) o[e] = fmaf((&x[j].x)[e], beta, o[e]);
+            }
         }
     }
 };
@@ -137,7 +141,7 @@ __device__ inline void take_group(Join &join, TileCounters &counters, int num_ch
     constexpr int kTries = 64;
     for (int i = 0; i < kTries && !join.has_all; i++) {
         join.has_all = load_acquire(&counters.chunks) == num_chunks;
-        if (!join.has_all) pause();
+        if (!join.has_all) sleep_briefly();
     }
     join.group = join.has_all ? atomicAdd(&counters.groups, 1) : INT_MAX;
 }

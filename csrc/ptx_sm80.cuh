@@ -116,7 +116,7 @@ __device__ inline void red_add(float *to, const float (&x)[4]) {
 }
 
 // "nanosleep": for some hundred nanoseconds, or less.
-__device__ inline void pause() { asm volatile("nanosleep.u32 200;"); }
+__device__ inline void sleep_briefly() { asm volatile("nanosleep.u32 200;"); }
 
 // "ld" and "st", .acquire and .release: a number by which one block tells another of what it wrote before.
 __device__ inline int load_acquire(const int *from) {

@@ -195,7 +195,7 @@ int load_acquire(const int *from) {
     return last.value;
 }
 // Other blocks may go on. A thread that pauses does not wait for them.
-void pause() {
+void sleep_briefly() {
     block->acquired[threadIdx.x] = {};
     scheduler->pass();
 }

@@ -36,7 +36,7 @@ void ldmatrix(uint32_t (&x)[4], uint32_t row);
 void ldmatrix_trans(uint32_t (&x)[4], uint32_t row);
 void store_shared(uint32_t to, uint32_t x);
 
-void pause();
+void sleep_briefly();
 int load_acquire(const int *from);
 void store_release(int *to, int x);
 void red_add(float *to, const float (&x)[4]);
