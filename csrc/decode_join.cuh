@@ -45,8 +45,8 @@ template <typename Shape, int kThreadRows_> struct JoinStage {
         const float *from = results.at(is_valid ? first + j : 0) + results.ends + 4 * end_row;
         cp_async(shared_address(ends) + 16 * threadIdx.x, is_valid ? from : results.first, is_valid);
     }
-    // Adds `count` results to what this thread has of row r, which is one of the stage. Two at a time, so that a row has
-    // the same bits whatever kCount is.
+    // Adds results to what this thread has of row r, which is one of the stage: kCount, or `count` if these are fewer.
+    // It adds two at a time, so that the bits of a row do not depend on kCount.
     __device__ void add_to(RowState &row, float (&o)[4], int r, int count) const {
         static_assert(kCount % 2 == 0);
         const int col = threadIdx.x % kVecs * 4;
@@ -111,7 +111,7 @@ __device__ void join_results(void *memory, const DecodeParams &p, const Run<Shap
     __syncthreads();  // all warps have left the last ones
 }
 
-// A block joins a group of rows at a time. Several blocks share the groups of a tile, if it has more than one.
+// A block joins a group of rows at a time. Shapes whose tiles have one group have no code for more.
 template <typename Shape> using GroupStage = JoinStage<Shape, 512 / Shape::kNumThreads>;
 template <typename Shape> __device__ int num_groups(const Run<Shape> &run) {
     constexpr int kRows = GroupStage<Shape>::kRows;
@@ -135,8 +135,9 @@ __device__ void arrive(const DecodeParams &p, const Room &room, const Line &line
     __syncthreads();
 }
 
-// Finds the next group of rows for a block, by one thread. It waits for the last result, but only for some microseconds:
-// a block that has not begun may need the place of this one. Then the others join without it.
+// Finds the next group of rows for a block, by one thread. It waits for the last result, but not for long: a block that
+// has not begun may need the place of this one. When it gives up, the others join the tile. The last block has all
+// results when it comes, so it never gives up.
 __device__ inline void take_group(Join &join, TileCounters &counters, int num_chunks) {
     constexpr int kTries = 64;
     for (int i = 0; i < kTries && !join.has_all; i++) {
@@ -146,8 +147,8 @@ __device__ inline void take_group(Join &join, TileCounters &counters, int num_ch
     join.group = join.has_all ? atomicAdd(&counters.groups, 1) : INT_MAX;
 }
 
-// The results of a tile become its output. Where other blocks have some of them, the last one joins a single group
-// alone, and all blocks share several. `memory` is that of the keys.
+// The results of a tile become its output. If other blocks have some of them, and the tile has one group of rows, then
+// the last block joins it. All blocks share several groups. `memory` is that of the keys.
 template <typename T, typename Shape>
 __device__ void join_tile(void *memory, const DecodeParams &p, const Room &room, const Line &line,
                           const Run<Shape> &run, Join &join) {

@@ -55,7 +55,7 @@ class Scratch {
     Scratch(const DecodeParams &p, FewestRows fewest, const TorchTensor &q) {
         int64_t count = 0;
         launch_by_rows(
-            p, fewest, num_sms(), [](const DecodeParams &) {},
+            p, fewest, num_sms(), can_launch_early(), [](const DecodeParams &) {},
             [&](const DecodeParams &p) { count += sm90::num_decode_counters(p); },
             [&](const DecodeParams &p) { count += sm80::num_decode_counters(p); });
         counters = zeroed_counters(count, p.stream);
@@ -140,7 +140,7 @@ std::tuple<TorchTensor, TorchTensor> flash_decode(
         const FewestRows fewest = q.numel() ? fewest_rows(p, gpu) : FewestRows{};
         Scratch scratch(p, fewest, q);
         launch_by_rows(
-            p, fewest, num_sms(), [&](const DecodeParams &p) { scratch.prefill(p, q); },
+            p, fewest, num_sms(), can_launch_early(), [&](const DecodeParams &p) { scratch.prefill(p, q); },
             [&](const DecodeParams &p) {
                 scratch.decode(p, q, sm90::flash_decode, sm90::decode_workspace, sm90::num_decode_counters);
             },

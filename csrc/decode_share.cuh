@@ -41,7 +41,7 @@ struct Room {
     uint32_t per_group;  // the next integer above 2^31 / group
     int rows;
     int splits;          // num_splits; 0: none were asked for
-    int tiles;           // with splits, how many counters a sample and key head has
+    int tiles;           // with splits, how many TileCounters a sample and key head has
 
     Room(const DecodeParams &p, int block_m)
         : group(p.nheads / p.nheads_k), per_group((1u << 31) / group + 1), splits(p.num_splits) {
@@ -51,7 +51,7 @@ struct Room {
     }
 };
 
-// What the blocks with results of a tile tell one another. All are 0 again when the last of them has left.
+// What the blocks with results of a tile tell one another. The last of them sets all to 0 again.
 struct TileCounters {
     int chunks;  // that have a result
     int groups;  // of rows, that blocks have taken to join them
@@ -272,8 +272,8 @@ template <typename Shape> struct alignas(16) Run {
     }
 };
 
-// A tile with results of several blocks, as one of them sees it: whether it knows that all are there, and which group of
-// rows it joins now.
+// A tile with results of several blocks, as one of them sees it: whether it knows that all are there, and which group
+// of rows it joins now.
 struct Join {
     bool has_all;
     int group;

@@ -73,7 +73,8 @@ struct AttnParams {
     bool has_dropout_origins;     // whether the seed is followed by [batch_size, 4], the origins of dropout.h
     double keep_scale;            // and the others are multiplied by 1 / (1 - dropout_p), or by 0 if dropout_p is 1
 
-    int *tile_counter;     // workspace of flash_sm90.cu: one number, or nullptr if all tiles take equally long
+    int *tile_counter;     // workspace of flash_sm90.cu: one number, or nullptr if all tiles take equally long and no
+                           // two launches share them
     uint32_t *mask_words;  // workspace of flash_sm90.cu for a bias of bool: sm90::num_mask_words numbers
     void *stream;          // cudaStream_t, on the current device; unused by the host build
 };
@@ -93,7 +94,7 @@ struct AttnBackwardParams : AttnParams {
     bool deterministic;
 };
 
-// The launches of a mixed batch, in this order. They overlap, see launch_by_rows() in kernels.h. kAlone: of other calls.
+// The launches of a mixed batch, in their order; they overlap (launch_by_rows() in kernels.h). Other calls have kAlone.
 enum class Phase { kAlone, kPrefill, kDecode, kPrefillRest };
 
 // Attention to a cache of keys and values. k is [num_sequences, nheads_k, page_size, head_dim],

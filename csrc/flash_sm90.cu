@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
-    if constexpr (Shape::kCached) let_next_kernel_begin();  // for other samples
+    if constexpr (Shape::kCached) let_next_kernel_begin();  // for other samples or tiles, or it waits
     auto &shared = shared_memory<SharedMemory<Shape>>();
     if (threadIdx.x == 0) shared.init_barriers();
     __syncthreads();
@@ -308,10 +308,10 @@ template <typename T, typename Shape> void launch_fwd(typename Shape::Input p) {
     if constexpr (Shape::kCached) sms = p.num_sms, phase = p.phase;
     const int64_t blocks = std::min<int64_t>(num_tiles, sms);
     if (num_tiles == 0) return;
-    if (num_tiles + blocks > INT32_MAX)
+    if (num_tiles + num_sms() > INT32_MAX)
         throw std::runtime_error("minimal_attn: batch_size · nheads · seqlen_q is too large: q has over 2^31 tiles");
     if (num_tiles == blocks && phase == Phase::kAlone) p.tile_counter = nullptr;
-    if (p.tile_counter && phase != Phase::kPrefillRest)
+    if (p.tile_counter && phase != Phase::kPrefillRest)  // that one goes on with the counter
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
     int64_t sequences = p.batch_size;  // of keys, and how many each has
     int seqlen_k = p.seqlen_k, box_rows = kBlockN;

@@ -116,24 +116,28 @@ inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
     return fewest;
 }
 
-// Calls prefill(p), tall(p) and few(p), the launches that some sample may need, with p for the samples of each. The
+// Calls prefill(p), tall(p) and few(p) for the launches that some sample may need, with p for the samples of each. The
 // kernel for the most rows also serves samples with more than p.max_seqlen_q.
 //
-// In a mixed batch the launches run side by side, since they are for different samples. Prompts are bound by tensor
-// cores, and caches by memory: three quarters of the multiprocessors read nearly as fast as all. Prompts begin on the
-// others. When the caches are read, a second prefill(p) computes on those multiprocessors what is left of the prompts.
+// Where a batch may be mixed and launches can overlap, they run side by side, since they are for different samples.
+// Prompts are bound by tensor cores, and caches by memory: three quarters of the multiprocessors read nearly as fast as
+// all. Prompts begin on the others. Once the caches have been read, a second prefill(p) computes on those
+// multiprocessors what is left of the prompts. One or two blocks of it wait for the last of the first prefill(p).
 template <typename Prefill, typename Tall, typename Few>
-void launch_by_rows(DecodeParams p, FewestRows fewest, int num_sms, Prefill prefill, Tall tall, Few few) {
+void launch_by_rows(DecodeParams p, FewestRows fewest, int all_sms, bool can_overlap, Prefill prefill, Tall tall,
+                    Few few) {
     const bool are_alike = !p.cu_seqlens_q && !p.seqused_q;  // all samples have seqlen_q rows
     const int longest = p.max_seqlen_q;
-    const bool has_prompts = longest >= fewest.prefill, is_mixed = has_prompts && !are_alike;
+    const bool has_prompts = longest >= fewest.prefill, is_mixed = has_prompts && !are_alike && can_overlap;
+    // From 32 on a multiple of 8, so that Line can put as many heads side by side.
+    const int of_caches = all_sms < 32 ? (3 * all_sms + 3) / 4 : all_sms * 3 / 32 * 8;
+    const int of_prompts = std::max(1, all_sms - of_caches);
     auto serve = [&](Phase phase, int sms, int min_rows, int max_rows, auto launch) {
-        p.phase = is_mixed ? phase : Phase::kAlone, p.num_sms = is_mixed ? std::max(1, sms) : num_sms;
+        p.phase = is_mixed ? phase : Phase::kAlone, p.num_sms = is_mixed ? sms : all_sms;
         p.min_rows = min_rows, p.max_rows = max_rows, p.max_seqlen_q = std::min(longest, max_rows);
         launch(p);
     };
-    const int of_caches = num_sms * 3 / 32 * 8;  // a multiple of 8, so that Line has many heads
-    if (has_prompts) serve(Phase::kPrefill, num_sms - of_caches, fewest.prefill, INT_MAX, prefill);
+    if (has_prompts) serve(Phase::kPrefill, of_prompts, fewest.prefill, INT_MAX, prefill);
     if (has_prompts && are_alike) return;
     // If a single row is tall, so may be a sample without rows, whose padding is written.
     const int least_tall = fewest.tall == 1 ? 0 : fewest.tall, most = has_prompts ? fewest.prefill - 1 : INT_MAX;

@@ -74,8 +74,8 @@ template <typename Shape> struct SharedMemory {
 
 // Tiles of query rows for persistent blocks of threads. If all tiles take equally long, they are dealt out in turn. If
 // not, a block that is done takes the next one by a counter in memory. Tiles of a group of heads are then neighbours;
-// the K and V of a group fit L2 together. Where every head has a bias that all samples share,
-// neighbours are tiles of the same head, of one sample after the other.
+// the K and V of a group fit L2 together. Where every head has a bias that all samples share, neighbours are tiles of
+// the same head, of one sample after the other. Two launches that share tiles take all of them by the counter.
 template <typename Shape> struct Scheduler {
     RowTiles<Shape::kBlockM, Shape::kCached> tiles;
     uint32_t num_tiles;
@@ -112,7 +112,7 @@ template <typename Shape> struct Scheduler {
     }
 
   private:
-    // Whether two launches share the tiles. Then they take all of them by the counter.
+    // Whether two launches share the tiles.
     __device__ static bool is_shared(const AttnParams &) { return false; }
     __device__ static bool is_shared(const DecodeParams &p) { return p.phase != Phase::kAlone; }
 };
@@ -138,8 +138,8 @@ template <typename Shape> __device__ int first_block(const Params<Shape> &p, con
     return max(0, min(last_row + mask.seqlen_k - mask.seqlen_q, mask.seqlen_k - 1)) / Shape::kBlockN;
 }
 
-// One thread finds the tiles. It takes the next tile while another thread loads the last keys of this one, and no
-// earlier: a tile that a block of threads takes long before it can begin is one that an idle block does not get.
+// One thread finds the tiles. It takes the next tile while another thread loads the last keys of this one. If it took
+// the tile earlier, the tile would wait here, and a block of threads without work could not have it.
 template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) {
     constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     uint32_t item = 0;

@@ -115,7 +115,7 @@ __device__ inline void red_add(float *to, const float (&x)[4]) {
 #endif
 }
 
-// "nanosleep": for some hundred nanoseconds, or less.
+// "nanosleep": for 0 to 400 nanoseconds.
 __device__ inline void sleep_briefly() { asm volatile("nanosleep.u32 200;"); }
 
 // "ld" and "st", .acquire and .release: a number by which one block tells another of what it wrote before.

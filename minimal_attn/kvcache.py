@@ -55,8 +55,9 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
             seqused_k - leftpad_k.
         cu_seqlens_q: int32 (B + 1,): where each sample's rows begin in a packed q.
         max_seqlen_q: an upper bound of the lengths in cu_seqlens_q. Memory for partial results is reserved by it, and
-            kernels for many rows are launched only if a sample may have so many. Without it, all are. Longer samples
-            are served without splits. A tensor is never read, and counts as None.
+            kernels for many rows are launched only if a sample may have so many. Without it, all are. They share the
+            GPU, so a tight bound is faster. Longer samples are served without splits. A tensor is never read, and
+            counts as None.
         seqused_q: int32 (B,): how many rows of a sample are valid, as of flash_attention.
         causal, window_size: bottom-right aligned, as of flash_attention: the last row sees the last key.
         sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of flash_attention.

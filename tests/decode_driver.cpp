@@ -360,7 +360,7 @@ template <typename T> struct Call {
         auto count = [&](int64_t number) { num_counters += number; };
         const FewestRows fewest{c.tall, c.prefill};
         launch_by_rows(
-            p, fewest, num_sms(), [](const DecodeParams &) {},
+            p, fewest, num_sms(), true, [](const DecodeParams &) {},
             [&](const DecodeParams &p) { count(sm90::num_decode_counters(p)); },
             [&](const DecodeParams &p) { count(sm80::num_decode_counters(p)); });
         const std::vector<int> zeros(num_counters);
@@ -377,7 +377,7 @@ template <typename T> struct Call {
             flash_decode(launched);
         };
         launch_by_rows(
-            p, fewest, num_sms(),
+            p, fewest, num_sms(), true,
             [&](const DecodeParams &p) {
                 is_mixed = p.phase != Phase::kAlone;
                 if (p.phase != Phase::kPrefill || has_first_prefill) sm90::flash_prefill(p);
