@@ -183,7 +183,8 @@ class Mixed(Batch):
         super().__init__(seed)
         self.begins = torch.tensor([0, *itertools.accumulate(self.ROWS)], dtype=torch.int32, device="cuda")
         self.longest = max(self.ROWS)
-        self.q = torch.randn(1, 8, sum(self.ROWS), 128, dtype=torch.bfloat16, device="cuda")
+        generator = torch.Generator("cuda").manual_seed(seed)
+        self.q = torch.randn(1, 8, sum(self.ROWS), 128, generator=generator, dtype=torch.bfloat16, device="cuda")
 
     def attend(self, **keywords):
         return attention_with_kvcache(self.q, self.k, self.v, self.lengths, causal=True, page_table=self.table,
