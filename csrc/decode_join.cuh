@@ -7,6 +7,7 @@
 
 namespace decoding {
 
+// Those of a run's tile. Without num_splits, a share begins at most one tile that goes on in later shares.
 template <typename Shape>
 __device__ TileCounters &counters_of(const DecodeParams &p, const Room &room, const Line &line,
                                      const Run<Shape> &run) {

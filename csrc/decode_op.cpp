@@ -51,7 +51,8 @@ class Scratch {
     int *counters, *tile_counter = nullptr;
 
   public:
-    // All launches have counters of their own, from one request: a graph that captures them has no use for two.
+    // All launches have counters of their own, from one request: a graph that captures them has no use for two. Where
+    // torch writes the zeros, its kernel ends before the first launch begins.
     Scratch(const DecodeParams &p, FewestRows fewest, const TorchTensor &q) {
         int64_t count = 0;
         launch_by_rows(

@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
-    if constexpr (Shape::kCached) let_next_kernel_begin();  // for other samples or tiles, or it waits
+    if constexpr (Shape::kCached) let_next_kernel_begin();  // it has other work, or it waits
     auto &shared = shared_memory<SharedMemory<Shape>>();
     if (threadIdx.x == 0) shared.init_barriers();
     __syncthreads();

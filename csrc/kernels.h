@@ -122,7 +122,8 @@ inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
 // Where a batch may be mixed and launches can overlap, they run side by side, since they are for different samples.
 // Prompts are bound by tensor cores, and caches by memory: three quarters of the multiprocessors read nearly as fast as
 // all. Prompts begin on the others. Once the caches have been read, a second prefill(p) computes on those
-// multiprocessors what is left of the prompts. One or two blocks of it wait for the last of the first prefill(p).
+// multiprocessors what is left of the prompts. One or two of these stay occupied by a block that waits for an earlier
+// launch to end. The launches after the first prefill(p) begin at once, since that one has waited for earlier work.
 template <typename Prefill, typename Tall, typename Few>
 void launch_by_rows(DecodeParams p, FewestRows fewest, int all_sms, bool can_overlap, Prefill prefill, Tall tall,
                     Few few) {
@@ -137,6 +138,7 @@ void launch_by_rows(DecodeParams p, FewestRows fewest, int all_sms, bool can_ove
         p.min_rows = min_rows, p.max_rows = max_rows, p.max_seqlen_q = std::min(longest, max_rows);
         launch(p);
     };
+    // It has a tile, as some sample may have so many rows.
     if (has_prompts) serve(Phase::kPrefill, of_prompts, fewest.prefill, INT_MAX, prefill);
     if (has_prompts && are_alike) return;
     // If a single row is tall, so may be a sample without rows, whose padding is written.

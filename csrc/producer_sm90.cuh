@@ -106,15 +106,11 @@ template <typename Shape> struct Scheduler {
     }
     // The tile after idx, or the first one of this block if idx is negative.
     __device__ int next(const Shape::Input &p, int idx) const {
-        if (is_shared(p)) return atomicAdd(p.tile_counter, 1);
+        if constexpr (Shape::kCached)
+            if (p.phase != Phase::kAlone) return atomicAdd(p.tile_counter, 1);
         if (idx < 0) return blockIdx.x;
         return gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : idx);
     }
-
-  private:
-    // Whether two launches share the tiles.
-    __device__ static bool is_shared(const AttnParams &) { return false; }
-    __device__ static bool is_shared(const DecodeParams &p) { return p.phase != Phase::kAlone; }
 };
 
 template <typename Shape> struct Params : Shape::Input {

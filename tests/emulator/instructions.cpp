@@ -194,7 +194,7 @@ int load_acquire(const int *from) {
     scheduler->pass();
     return last.value;
 }
-// Other blocks may go on. A thread that pauses does not wait for them.
+// Other blocks may go on. A thread that sleeps does not wait for them.
 void sleep_briefly() {
     block->acquired[threadIdx.x] = {};
     scheduler->pass();
