@@ -45,7 +45,7 @@ SPILLS = {("flash_bwd_sm80.cu", "dense"): 96,  # on sm_120; 12 on sm_90
           ("flash_bwd_sm90.cu", "dropout"): 24,  # at head_dim 128, three numbers: the words count from an origin
           ("flash_bwd_sm90.cu", "scores"): 16,
           ("flash_bwd_bias.cu", "dense"): 104,
-          ("decode.cu", "dense"): 32,  # at head_dim 128 and 32 rows, numbers of a run and of a join, outside of its steps
+          ("decode.cu", "dense"): 48,  # at head_dim 128 and 32 rows, numbers of a run and of a join, outside of its steps
           ("flash.cu", "dense"): 136}      # on sm_120, in fp32
 
 # The instruction a 16-bit product becomes, by compute capability.

@@ -274,6 +274,7 @@ def test_more_work_than_decoding_can_count(csrc, tmp_path):
                 for (auto [nheads, seqlen_k] : {std::pair(1, 1 << 30), {(1 << 15) + 1, 64}}) try {
                     DecodeParams p{};
                     p.batch_size = 1 << 10, p.nheads = nheads, p.nheads_k = 1, p.num_sequences = 1, p.page_size = 64;
+                    p.num_sms = emulator::gpu.num_sms;
                     p.seqlen_q = p.max_seqlen_q = p.max_rows = 1, p.seqlen_k = seqlen_k;
                     p.head_dim = p.head_dim_v = 64, p.q = p.k = p.v = p.o = {nullptr, 64, 64, 64};
                     flash_decode(p);
