@@ -1,18 +1,24 @@
-"""A small GPT trained on this repository's own kernels with each backend: the same loss curve, at what speed?
+r"""Train a small GPT on the sources of this repository with each backend: the same loss curve, at what speed?
 
     python -m examples.train_tiny_gpt --backend cuda triton torch --out training
+    python -m examples.train_tiny_gpt --backend cuda torch:cudnn torch:flash --out training_16k \
+        --layers 4 --embed-dim 512 --heads 4 --seqlen 16384 --batch-size 1
 
-From the repository's root. All backends start from the same weights and see the same batches, so their losses may
-differ by rounding alone. With --dropout too: which probabilities are dropped is a function of a seed that torch's
-generator draws (minimal_attn/dropout.py), so torch.manual_seed makes every backend drop the same ones.
+Run it from the repository's root. The sequences of the first run are short. In the second run they are so long that
+attention takes most of a step.
 
-The text is the sources of the kernels as bytes: it is here already, it changes only where records are made anew, it is
-a quarter of a megabyte of code and prose of which a few hundred steps learn the spelling but not the sentences, and it
-makes smooth curves, where exercises in arithmetic are learned at a sudden that rounding alone moves. Read next:
-../minimal_attn/mha.py, the attention of each block.
+All backends start from the same weights and see the same batches, so their losses may differ by rounding alone. That
+holds with --dropout too. Which probabilities are dropped is a function of a seed, which torch's generator draws
+(minimal_attn/dropout.py). After the same torch.manual_seed, every backend drops the same ones.
+
+The text is the sources of the kernels as bytes. It needs no download, and it changes only where records are made anew.
+It is half a megabyte of code and prose. In a few hundred steps a model learns its spelling but not its sentences, so
+the curves are smooth. A model learns an exercise in arithmetic all at once, at a step that rounding alone can move.
+Read next: ../minimal_attn/mha.py, the attention of each block.
 """
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
@@ -23,6 +29,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from minimal_attn import FlashMHA
@@ -35,6 +42,8 @@ from minimal_attn.interface import BACKENDS
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = "csrc/*", "triton_ref/*.py"  # what source_digest, which every record holds, is of
 VOCABULARY = 256  # bytes
+# Names for the backend "torch" with one of the kernels behind torch's scaled_dot_product_attention, on a GPU.
+TORCHS_KERNELS = {"torch:cudnn": SDPBackend.CUDNN_ATTENTION, "torch:flash": SDPBackend.FLASH_ATTENTION}
 # (on a GPU, on a CPU), where Triton's interpreter takes half a minute for it
 SIZES = {"layers": (6, 2), "embed_dim": (384, 32), "heads": (6, 2), "seqlen": (1024, 32), "batch_size": (16, 4),
          "steps": (300, 60)}
@@ -83,11 +92,16 @@ def text():
 
 
 def train(args, backend, console):
-    """(the loss of each step, tokens per second after the warm-up) with one backend."""
+    """(the loss of each step, tokens per second after the warm-up) with a backend, or one of TORCHS_KERNELS."""
+    with sdpa_kernel(TORCHS_KERNELS[backend]) if backend in TORCHS_KERNELS else contextlib.nullcontext():
+        return train_model(args, backend, console)
+
+
+def train_model(args, backend, console):
     from minimal_attn.progress import watched
 
     torch.manual_seed(args.seed)  # the weights, drawn on the CPU for any device, and the seeds of dropout
-    model = TinyGPT(args, backend).to(args.device)
+    model = TinyGPT(args, backend.partition(":")[0]).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
     warm_up = int(WARM_UP * args.steps)
     # In a line up, and along half a cosine down.
@@ -122,6 +136,13 @@ def now(device):
     return time.perf_counter()
 
 
+def why_not_here(name, device):
+    """Why a backend, or one of TORCHS_KERNELS, is not available on a device; None if it is."""
+    if name in TORCHS_KERNELS and device.type != "cuda":
+        return RuntimeError("it is a kernel for NVIDIA GPUs")
+    return BACKENDS[name.partition(":")[0]].why_not(device)
+
+
 def title_of(meta):
     """Of the picture of the run that meta describes."""
     return f"A GPT of {meta['layers']} layers, {meta['dtype']}, on {meta['device']}"
@@ -150,8 +171,9 @@ def probability(text):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--backend", nargs="+", choices=[*BACKENDS, "all"], default=["all"],
-                        help="one after the other; all: every one that is available here (default)")
+    parser.add_argument("--backend", nargs="+", choices=[*BACKENDS, *TORCHS_KERNELS, "all"], default=["all"],
+                        help="one after the other; all: every one that is available here (default); torch:cudnn and "
+                             "torch:flash: torch with one of its kernels")
     parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16, on a CPU float32")
     parser.add_argument("--dropout", type=probability, default=0.0, help="of the attention probabilities")
@@ -169,9 +191,10 @@ def main(argv=None):
             setattr(args, name, defaults[is_cpu])
     if args.steps < 2:
         parser.error("argument --steps: at least 2")
-    backends = [name for name in BACKENDS if name in args.backend or "all" in args.backend]
+    names = [*BACKENDS, *TORCHS_KERNELS]
+    backends = [name for name in names if name in args.backend or "all" in args.backend and name in BACKENDS]
     for name in tuple(backends):
-        if (why_not := BACKENDS[name].why_not(args.device)) is not None:
+        if (why_not := why_not_here(name, args.device)) is not None:
             if name in args.backend:
                 parser.error(f"argument --backend: {name} is not available: {why_not}")
             print(f"{name} is left out: {why_not}", file=sys.stderr)
