@@ -2,29 +2,35 @@
 // debugger, AddressSanitizer and ThreadSanitizer work on the kernels themselves and the library works where there is no
 // GPU.
 //
-// Every thread of a block is a real thread and __syncthreads() a real barrier, as is __syncwarp() for 32 of them: a
-// barrier left out is a data race that ThreadSanitizer reports. Blocks run one after another. Shared memory is NaN at
-// the start of each, so that a value read before it is written shows. As in CUDA, every thread of a block must reach
-// every barrier; unlike in CUDA, none may return early.
+// The threads of a block are fibers of one thread of the CPU. A fiber runs until it waits at a barrier, and then the
+// next one goes on. ThreadSanitizer knows of fibers and barriers, so a barrier left out is a data race that it reports.
+// Blocks run one after another. Shared memory is NaN at the start of each, so that a value read before it is written
+// shows. As in CUDA, every thread of a block must reach every barrier; unlike in CUDA, none may return early.
 //
 // Read next: flash_host.cpp, which includes the forward kernel.
 #pragma once
 
+#include <ucontext.h>
+
 #include <algorithm>
-#include <atomic>
-#include <barrier>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <deque>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <type_traits>
 #include <vector>
+
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#define TSAN(...) __VA_ARGS__
+#else
+#define TSAN(...)
+#endif
 
 #define __global__
 #define __host__
@@ -68,24 +74,8 @@ template <typename T> requires(!std::is_floating_point_v<T>) T from_float(float 
 
 template <typename T> requires std::is_floating_point_v<T> T from_float(T x) { return x; }
 
-struct HostBlock {
-    HostBlock(int threads, size_t shared_bytes)
-        : barrier(threads), shared((shared_bytes + sizeof(Line) - 1) / sizeof(Line)) {
-        for (int t = 0; t < threads; t += 32) warps.emplace_back(std::min(32, threads - t));
-    }
-    void make_shared_nan() { std::memset(static_cast<void *>(shared.data()), 0xff, shared.size() * sizeof(Line)); }
-    struct alignas(128) Line { unsigned char bytes[128]; };
-    std::barrier<> barrier;
-    std::deque<std::barrier<>> warps;  // a barrier cannot be moved
-    std::vector<Line> shared;
-};
-
 struct HostIndex { unsigned x; };
 inline thread_local HostIndex threadIdx, blockIdx;
-inline thread_local HostBlock *host_block;
-
-inline void __syncwarp() { host_block->warps[threadIdx.x / 32].arrive_and_wait(); }
-inline void __syncthreads() { host_block->barrier.arrive_and_wait(); }
 
 // An asynchronous copy happens when it is waited for: a wait left out shows.
 struct HostCopy {
@@ -93,14 +83,97 @@ struct HostCopy {
     const void *from;
     size_t bytes;
 };
-inline thread_local std::vector<HostCopy> host_copies;
+
+// A thread of a block.
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    std::vector<HostCopy> copies;
+    TSAN(void *tsan;)
+};
+
+// How many fibers have arrived at a barrier, and how often all have. What fibers did before one phase is not what they
+// did before the next: ThreadSanitizer knows two phases by two addresses.
+struct Barrier {
+    unsigned arrived = 0, phase = 0;
+    char of_phase[2];
+};
+
+// The threads of a block and its shared memory. ThreadSanitizer sees nothing of how fibers wait, but is told.
+struct HostBlock {
+    HostBlock(unsigned threads, size_t shared_bytes)
+        : threads(threads), shared((shared_bytes + sizeof(Line) - 1) / sizeof(Line)) {}
+    void make_shared_nan() { std::memset(static_cast<void *>(shared.data()), 0xff, shared.size() * sizeof(Line)); }
+
+    // Returns when all threads have done `work`.
+    void run(const std::function<void()> &work);
+    TSAN([[gnu::no_sanitize_thread]]) void arrive_and_wait(Barrier &barrier, unsigned count) {
+        const unsigned phase = barrier.phase;
+        TSAN(__tsan_release(&barrier.of_phase[phase % 2]);)
+        if (++barrier.arrived == count) barrier.arrived = 0, barrier.phase++;
+        while (barrier.phase == phase) switch_to((threadIdx.x + 1) % threads);
+        TSAN(__tsan_acquire(&barrier.of_phase[phase % 2]);)
+    }
+    TSAN([[gnu::no_sanitize_thread]]) void switch_to(unsigned next) {
+        Fiber &from = fibers[threadIdx.x], &to = fibers[next];
+        threadIdx.x = next;
+        TSAN(__tsan_switch_to_fiber(to.tsan, 1);)  // 1: `to` does not know what `from` has written
+        swapcontext(&from.context, &to.context);
+    }
+
+    struct alignas(128) Line { unsigned char bytes[128]; };
+    const unsigned threads;
+    std::vector<Line> shared;
+    std::vector<Fiber> fibers{threads + 1};  // the last one is the caller of run()
+    Barrier all;
+    std::vector<Barrier> warps{(threads + 31) / 32};
+    unsigned num_done = 0;
+    const std::function<void()> *work;
+};
+
+inline thread_local HostBlock *host_block;
+
+TSAN([[gnu::no_sanitize_thread]]) inline void run_fiber() {
+    HostBlock &block = *host_block;
+    TSAN(__tsan_acquire(&block);)
+    (*block.work)();
+    TSAN(__tsan_release(&block);)
+    // All have passed the same last barrier and end in turn, so the next one is done only if all are.
+    block.switch_to(++block.num_done == block.threads ? block.threads : (threadIdx.x + 1) % block.threads);
+}
+
+inline void HostBlock::run(const std::function<void()> &todo) {
+    constexpr size_t kStackBytes = 256 << 10;
+    work = &todo, host_block = this, threadIdx.x = threads;
+    TSAN(fibers[threads].tsan = __tsan_get_current_fiber();)
+    for (unsigned t = 0; t < threads; t++) {
+        Fiber &fiber = fibers[t];
+        fiber.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = kStackBytes;
+        makecontext(&fiber.context, run_fiber, 0);
+        TSAN(fiber.tsan = __tsan_create_fiber(0);)
+    }
+    TSAN(__tsan_release(this);)
+    switch_to(0);
+    TSAN(__tsan_acquire(this);)
+    TSAN(for (unsigned t = 0; t < threads; t++) __tsan_destroy_fiber(fibers[t].tsan);)
+}
+
+inline void __syncthreads() { host_block->arrive_and_wait(host_block->all, host_block->threads); }
+inline void __syncwarp() {
+    const unsigned warp = threadIdx.x / 32;
+    host_block->arrive_and_wait(host_block->warps[warp], std::min(32u, host_block->threads - 32 * warp));
+}
+
 inline void __pipeline_memcpy_async(void *to, const void *from, size_t bytes) {
-    host_copies.push_back({to, from, bytes});
+    host_block->fibers[threadIdx.x].copies.push_back({to, from, bytes});
 }
 inline void __pipeline_commit() {}
 inline void __pipeline_wait_prior(int) {  // for all that is pending: the kernel asks for no less
-    for (const HostCopy &copy : host_copies) std::memcpy(copy.to, copy.from, copy.bytes);
-    host_copies.clear();
+    auto &copies = host_block->fibers[threadIdx.x].copies;
+    for (const HostCopy &copy : copies) std::memcpy(copy.to, copy.from, copy.bytes);
+    copies.clear();
 }
 
 template <typename Tiles> Tiles &shared_memory() { return *reinterpret_cast<Tiles *>(host_block->shared.data()); }
@@ -115,30 +188,16 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
             std::type_identity_t<Args>... args) {
     if (blocks == 0) return;
     if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
-    HostBlock block(threads, shared_bytes);
-    std::atomic<int> start = 0;  // 1: run. -1: return, since barriers would wait for a missing thread for ever
-    std::vector<std::jthread> pool;
-    auto run = [&](int t) {
-        start.wait(0);
-        if (start < 0) return;
-        host_block = &block;
-        threadIdx.x = t;
+    HostBlock(threads, shared_bytes).run([&] {
         for (unsigned x = 0; x < blocks; x++) {
-            blockIdx.x = x;
-            if (t == 0) block.make_shared_nan();
+            if (threadIdx.x == 0) blockIdx.x = x, host_block->make_shared_nan();
             __syncthreads();
             kernel(args...);
             __syncthreads();  // shared memory now belongs to the next block
         }
-    };
-    try {
-        for (int t = 0; t < threads; t++) pool.emplace_back(run, t);
-        start = 1;
-    } catch (...) {  // no more threads to be had
-        start = -1;
-    }
-    start.notify_all();
-    if (start < 0) throw std::runtime_error("minimal_attn: could not start " + std::to_string(threads) + " threads");
+    });
 }
+
+#undef TSAN
 
 }  // namespace host

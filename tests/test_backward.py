@@ -108,8 +108,10 @@ def is_worth_its_time(impl, dtype, case):
 
 
 def is_in_ci(impl, dtype, case):
-    """Without a GPU: of ours all but float16 and what is slow in Triton's interpreter. The rest is for the campaign."""
-    is_large = case.name in ("large_causal", "heads_20_1")  # 10 to 30 s each; large_D64 and mqa are much like them
+    """Without a GPU: of ours all but float16 and what takes 10 to 30 s. The rest is for the campaign."""
+    is_large = case.name in ("large_causal", "heads_20_1")  # large_D64 and mqa are much like them
+    if impl == "triton":
+        is_large |= case.name in ("large", "large_few_keys")
     return HAS_GPU or impl != "torch" and dtype != torch.float16 and not is_large
 
 

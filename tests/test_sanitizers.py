@@ -84,8 +84,8 @@ def asan(tmp_path_factory):
 @pytest.mark.cpu
 @pytest.mark.slow
 def test_address_sanitizer_finds_nothing(asan):
-    """In every second case; campaign.py has all."""
-    check_clean(run(asan, "--part=1/2"))
+    """In every fourth case; campaign.py has all."""
+    check_clean(run(asan, "--part=1/4"))
 
 
 @pytest.mark.cpu
@@ -97,7 +97,8 @@ def test_address_sanitizer_sees_overrun(asan):
 
 def check_clean(done):
     assert_passed(done)
-    assert not done.stderr
+    warning = "==WARNING: ASan doesn't fully support makecontext/swapcontext"  # of fibers
+    assert not [line for line in done.stderr.splitlines() if warning not in line]
 
 
 @pytest.mark.cpu
