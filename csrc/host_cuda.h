@@ -16,6 +16,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -25,6 +26,11 @@
 #include <type_traits>
 #include <vector>
 
+#if defined(__has_feature)  // clang
+#if __has_feature(thread_sanitizer) && !defined(__SANITIZE_THREAD__)
+#define __SANITIZE_THREAD__ 1
+#endif
+#endif
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
 #define TSAN(...) __VA_ARGS__
@@ -92,8 +98,8 @@ struct Fiber {
     TSAN(void *tsan;)
 };
 
-// How many fibers have arrived at a barrier, and how often all have. What fibers did before one phase is not what they
-// did before the next: ThreadSanitizer knows two phases by two addresses.
+// How many fibers have arrived at a barrier, and how often all have. A fiber that leaves it late must not learn what
+// others did before they arrived again. So ThreadSanitizer knows two phases by two addresses.
 struct Barrier {
     unsigned arrived = 0, phase = 0;
     char of_phase[2];
@@ -105,8 +111,8 @@ struct HostBlock {
         : threads(threads), shared((shared_bytes + sizeof(Line) - 1) / sizeof(Line)) {}
     void make_shared_nan() { std::memset(static_cast<void *>(shared.data()), 0xff, shared.size() * sizeof(Line)); }
 
-    // Returns when all threads have done `work`.
-    void run(const std::function<void()> &work);
+    // Returns when all threads have done it.
+    void run(const std::function<void()> &todo);
     TSAN([[gnu::no_sanitize_thread]]) void arrive_and_wait(Barrier &barrier, unsigned count) {
         const unsigned phase = barrier.phase;
         TSAN(__tsan_release(&barrier.of_phase[phase % 2]);)
@@ -114,10 +120,10 @@ struct HostBlock {
         while (barrier.phase == phase) switch_to((threadIdx.x + 1) % threads);
         TSAN(__tsan_acquire(&barrier.of_phase[phase % 2]);)
     }
-    TSAN([[gnu::no_sanitize_thread]]) void switch_to(unsigned next) {
+    TSAN([[gnu::no_sanitize_thread]]) void switch_to(unsigned next, [[maybe_unused]] bool is_last = false) {
         Fiber &from = fibers[threadIdx.x], &to = fibers[next];
         threadIdx.x = next;
-        TSAN(__tsan_switch_to_fiber(to.tsan, 1);)  // 1: `to` does not know what `from` has written
+        TSAN(__tsan_switch_to_fiber(to.tsan, is_last ? 0 : 1);)  // 1: `to` does not know what `from` has done
         swapcontext(&from.context, &to.context);
     }
 
@@ -133,13 +139,13 @@ struct HostBlock {
 
 inline thread_local HostBlock *host_block;
 
-TSAN([[gnu::no_sanitize_thread]]) inline void run_fiber() {
+TSAN([[gnu::no_sanitize_thread]]) inline void run_fiber() noexcept {
     HostBlock &block = *host_block;
     TSAN(__tsan_acquire(&block);)
     (*block.work)();
-    TSAN(__tsan_release(&block);)
     // All have passed the same last barrier and end in turn, so the next one is done only if all are.
-    block.switch_to(++block.num_done == block.threads ? block.threads : (threadIdx.x + 1) % block.threads);
+    block.switch_to(++block.num_done == block.threads ? block.threads : (threadIdx.x + 1) % block.threads, true);
+    std::abort();  // nobody goes on with a fiber that is done
 }
 
 inline void HostBlock::run(const std::function<void()> &todo) {
@@ -152,11 +158,11 @@ inline void HostBlock::run(const std::function<void()> &todo) {
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = kStackBytes;
         makecontext(&fiber.context, run_fiber, 0);
+        fiber.context.uc_stack = {};  // at each switch, AddressSanitizer would forget what it knows of the stack
         TSAN(fiber.tsan = __tsan_create_fiber(0);)
     }
     TSAN(__tsan_release(this);)
     switch_to(0);
-    TSAN(__tsan_acquire(this);)
     TSAN(for (unsigned t = 0; t < threads; t++) __tsan_destroy_fiber(fibers[t].tsan);)
 }
 

@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = "csrc/*", "triton_ref/*.py"  # what source_digest, which every record holds, is of
 VOCABULARY = 256  # bytes
 # Names for the backend "torch" with one of the kernels behind torch's scaled_dot_product_attention, on a GPU.
-TORCHS_KERNELS = {"torch:cudnn": SDPBackend.CUDNN_ATTENTION, "torch:flash": SDPBackend.FLASH_ATTENTION}
+SDPA_BACKENDS = {"torch:cudnn": SDPBackend.CUDNN_ATTENTION, "torch:flash": SDPBackend.FLASH_ATTENTION}
 # (on a GPU, on a CPU), where Triton's interpreter takes half a minute for it
 SIZES = {"layers": (6, 2), "embed_dim": (384, 32), "heads": (6, 2), "seqlen": (1024, 32), "batch_size": (16, 4),
          "steps": (300, 60)}
@@ -92,8 +92,8 @@ def text():
 
 
 def train(args, backend, console):
-    """(the loss of each step, tokens per second after the warm-up) with a backend, or one of TORCHS_KERNELS."""
-    with sdpa_kernel(TORCHS_KERNELS[backend]) if backend in TORCHS_KERNELS else contextlib.nullcontext():
+    """(the loss of each step, tokens per second after the warm-up) with a backend, or one of SDPA_BACKENDS."""
+    with sdpa_kernel(SDPA_BACKENDS[backend]) if backend in SDPA_BACKENDS else contextlib.nullcontext():
         return train_model(args, backend, console)
 
 
@@ -136,11 +136,13 @@ def now(device):
     return time.perf_counter()
 
 
-def why_not_here(name, device):
-    """Why a backend, or one of TORCHS_KERNELS, is not available on a device; None if it is."""
-    if name in TORCHS_KERNELS and device.type != "cuda":
+def why_not_here(name, args):
+    """Why a backend, or one of SDPA_BACKENDS, is not available for these arguments; None if it is."""
+    if name in SDPA_BACKENDS and args.device.type != "cuda":
         return RuntimeError("it is a kernel for NVIDIA GPUs")
-    return BACKENDS[name.partition(":")[0]].why_not(device)
+    if name in SDPA_BACKENDS and (args.dtype == "float32" or args.dropout):
+        return RuntimeError("it is compared in bfloat16 and without dropout")
+    return BACKENDS[name.partition(":")[0]].why_not(args.device)
 
 
 def title_of(meta):
@@ -171,7 +173,7 @@ def probability(text):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--backend", nargs="+", choices=[*BACKENDS, *TORCHS_KERNELS, "all"], default=["all"],
+    parser.add_argument("--backend", nargs="+", choices=[*BACKENDS, *SDPA_BACKENDS, "all"], default=["all"],
                         help="one after the other; all: every one that is available here (default); torch:cudnn and "
                              "torch:flash: torch with one of its kernels")
     parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
@@ -191,10 +193,10 @@ def main(argv=None):
             setattr(args, name, defaults[is_cpu])
     if args.steps < 2:
         parser.error("argument --steps: at least 2")
-    names = [*BACKENDS, *TORCHS_KERNELS]
+    names = [*BACKENDS, *SDPA_BACKENDS]
     backends = [name for name in names if name in args.backend or "all" in args.backend and name in BACKENDS]
     for name in tuple(backends):
-        if (why_not := why_not_here(name, args.device)) is not None:
+        if (why_not := why_not_here(name, args)) is not None:
             if name in args.backend:
                 parser.error(f"argument --backend: {name} is not available: {why_not}")
             print(f"{name} is left out: {why_not}", file=sys.stderr)

@@ -21,8 +21,8 @@ from minimal_attn._build import recipe
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of each file by target: the oldest GPU that it is made for, and Hopper where that takes seconds. campaign.py has all,
-# and CI leaves out those of LONG, which take most of a minute, and what Hopper's files are on Turing: kernels that trap.
+# Of each file by target: the oldest GPU that it is made for, and Hopper where that takes seconds. campaign.py has all.
+# CI leaves out those of LONG, which take most of a minute, and Hopper's files for Turing, where their kernels trap.
 TARGETS = {"flash.cu": ["75"], "flash_bwd.cu": ["90a"], "flash_bwd_bias.cu": ["90a"],
            "flash_sm80.cu": ["80"], "flash_bwd_sm80.cu": ["80"],
            "decode.cu": ["90a"], "decode_sm90.cu": ["90a"], "append.cu": ["80", "90a"],
@@ -116,7 +116,8 @@ def test_no_fast_math():
 
 @pytest.mark.skipif(not nvcc(), reason="no nvcc on PATH or in CUDA_HOME")
 @pytest.mark.parametrize("file, target", [
-    pytest.param(file, target, marks=slow(file not in LONG and target != "75")) for file in TARGETS for target in TARGETS[file]])
+    pytest.param(file, target, marks=slow(file not in LONG and target != "75"))
+    for file in TARGETS for target in TARGETS[file]])
 def test_cuda_kernels_do_not_spill(file, target, tmp_path):
     check_spills(file, target, tmp_path)
 

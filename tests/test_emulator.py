@@ -212,9 +212,9 @@ def test_kernel(kernel, driver_of):
     assert_passed(run(driver_of(kernel), *SCHEDULES, *KERNEL_CASES[kernel]))
 
 
-@pytest.mark.parametrize("part", [pytest.param(part, marks=slow_unless(False, part % 2 == 0)) for part in range(4)])
+@pytest.mark.parametrize("part", [pytest.param(part, marks=slow_unless(False, part == 0)) for part in range(4)])
 def test_all_cases(part, csrc):
-    """Each as late as may be or at random, half of them in CI. test_kernel compares the bits of all schedules,
+    """Each as late as may be or at random, a quarter of them in CI. test_kernel compares the bits of all schedules,
     campaign.py of all cases."""
     assert_passed(run(csrc / "objects/driver", SCHEDULES[1 + part // 2], f"--part={part}/4"))
 

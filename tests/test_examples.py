@@ -74,8 +74,8 @@ def test_train_unavailable_backend(monkeypatch, capsys):
     assert not trained
 
 
-@pytest.mark.parametrize("name", train_tiny_gpt.TORCHS_KERNELS)
-def test_train_with_one_of_torchs_kernels(name, monkeypatch, capsys):
+@pytest.mark.parametrize("name", train_tiny_gpt.SDPA_BACKENDS)
+def test_train_with_one_sdpa_backend(name, monkeypatch, capsys):
     chosen = []
     cuda = torch.backends.cuda
     enabled = {"torch:cudnn": cuda.cudnn_sdp_enabled, "torch:flash": cuda.flash_sdp_enabled}
@@ -86,16 +86,20 @@ def test_train_with_one_of_torchs_kernels(name, monkeypatch, capsys):
         train_tiny_gpt.main([*options, "cpu"])
     assert f"{name} is not available: it is a kernel for NVIDIA GPUs" in capsys.readouterr().err and not chosen
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for more in (["--dropout", "0.1"], ["--dtype", "float32"]):
+        with pytest.raises(SystemExit, match="2"):
+            train_tiny_gpt.main([*options, "cuda", *more])
+        assert "it is compared in bfloat16 and without dropout" in capsys.readouterr().err and not chosen
     train_tiny_gpt.main([*options, "cuda"])
     assert chosen == [{name}]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-def test_train_same_losses_as_torchs_kernels(tmp_path):
+def test_train_same_losses_as_sdpa_backends(tmp_path):
     """In bf16, with a head_dim that all of them serve."""
     small = "--layers 2 --embed-dim 128 --heads 2 --seqlen 256 --batch-size 2 --steps 20".split()
-    train_tiny_gpt.main(["--backend", "cuda", *train_tiny_gpt.TORCHS_KERNELS, *small, "--out", str(tmp_path)])
+    train_tiny_gpt.main(["--backend", "cuda", *train_tiny_gpt.SDPA_BACKENDS, *small, "--out", str(tmp_path)])
     losses = losses_in(tmp_path)
     torch.testing.assert_close(losses, losses[:1].expand_as(losses), rtol=0.01, atol=0)
 
