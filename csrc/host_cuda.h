@@ -26,11 +26,6 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__has_feature)  // clang
-#if __has_feature(thread_sanitizer) && !defined(__SANITIZE_THREAD__)
-#define __SANITIZE_THREAD__ 1
-#endif
-#endif
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
 #define TSAN(...) __VA_ARGS__
@@ -111,8 +106,8 @@ struct HostBlock {
         : threads(threads), shared((shared_bytes + sizeof(Line) - 1) / sizeof(Line)) {}
     void make_shared_nan() { std::memset(static_cast<void *>(shared.data()), 0xff, shared.size() * sizeof(Line)); }
 
-    // Returns when all threads have done it.
-    void run(const std::function<void()> &todo);
+    // Returns when all threads have done `task`.
+    void run(const std::function<void()> &task);
     TSAN([[gnu::no_sanitize_thread]]) void arrive_and_wait(Barrier &barrier, unsigned count) {
         const unsigned phase = barrier.phase;
         TSAN(__tsan_release(&barrier.of_phase[phase % 2]);)
@@ -148,9 +143,9 @@ TSAN([[gnu::no_sanitize_thread]]) inline void run_fiber() noexcept {
     std::abort();  // nobody goes on with a fiber that is done
 }
 
-inline void HostBlock::run(const std::function<void()> &todo) {
+inline void HostBlock::run(const std::function<void()> &task) {
     constexpr size_t kStackBytes = 256 << 10;
-    work = &todo, host_block = this, threadIdx.x = threads;
+    work = &task, host_block = this, threadIdx.x = threads;
     TSAN(fibers[threads].tsan = __tsan_get_current_fiber();)
     for (unsigned t = 0; t < threads; t++) {
         Fiber &fiber = fibers[t];
