@@ -295,11 +295,14 @@ def test_results_of_heads_in_groups(four):
     assert results == [{}] * len(results)
 
 
-@pytest.mark.parametrize("heads_k, mib, groups", [(8, 15, 1), (8, 32, 2), (8, 1000, 4), (6, 1000, 3), (5, 1000, 1)])
-def test_heads_are_gathered_in_groups_by_size(heads_k, mib, groups):
-    k = torch.empty(1, heads_k, mib * 2**20 // 2 // heads_k, device="meta", dtype=torch.uint8)
-    slices = all_gather.head_groups(k, k)
-    assert len(slices) == groups and [i for heads in slices for i in range(heads_k)[heads]] == list(range(heads_k))
+@pytest.mark.parametrize("heads, heads_k, rows, groups", [
+    (32, 8, 2048, [4, 4]), (32, 8, 8192, [1, 7]), (32, 8, 65536, [1, 7]), (32, 32, 8192, [1, 2, 4, 8, 16, 1]),
+    (32, 32, 1024, [8, 8, 8, 8]), (4, 1, 8192, [1]), (8, 8, 100, [8])])
+def test_heads_are_gathered_in_groups_that_grow(heads, heads_k, rows, groups):
+    q, k = (torch.empty(1, h, rows, 128, device="meta", dtype=torch.bfloat16) for h in (heads, heads_k))
+    slices = all_gather.head_groups(q, k, k)
+    assert [len(range(heads_k)[one]) for one in slices] == groups
+    assert [i for one in slices for i in range(heads_k)[one]] == list(range(heads_k))
 
 
 def test_results_with_alibi(four):

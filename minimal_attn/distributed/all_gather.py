@@ -1,12 +1,13 @@
 """Context parallelism by all-gather: every rank gets all keys and values, some heads at a time.
 
 A rank's rows see all of their keys in one call of a kernel, so nothing is merged, and a row's result is that of one
-GPU. While the kernel computes with some heads, the keys of the next ones are on their way. The backward pass gathers
-them again rather than keeping them. It sends each rank the sum of what all ranks have for its dk and dv.
+GPU. While the kernel computes with some heads, the keys of the next ones are on their way. Calls run beside one
+another, so that the next one fills the GPU where one ends. The backward pass gathers the keys again rather than keeping
+them. It sends each rank the sum of what all ranks have for its dk and dv.
 
-    heads            0     1     2     3
-    communication   |gather|gather|gather|gather|
-    computation             |attend|attend|attend|attend|
+    heads            0   1..7
+    communication   |gather|gather            |
+    computation            |attend| attend                     |
 
 Read next: ring.py, where not all keys fit.
 """
@@ -17,37 +18,93 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..checks import sum_dtype
-from .layout import all_gather, reduce_scatter
+from .beside import Beside
+from .layout import exchange_chunks, reduce_scatter
 from .local import gradient_of_sinks
+from .pieces import all_rows
 
-MIN_BYTES = 16 << 20  # of a rank's keys and values: an all-gather of less takes about as long, on two H200s
-MAX_GROUPS = 4
+MIN_BYTES = 4 << 20  # of a rank's keys and values: to gather less takes about as long, on two H200s
+ROWS_OF_A_KEY = 4096  # attention of so many rows to a key takes as long as to send it, on two H200s
 
 
-def head_groups(k, v):
-    """How the key/value heads are divided: slices of one length, at most MAX_GROUPS."""
-    num_bytes = k.element_size() * (k.numel() + v.numel())
-    most = min(MAX_GROUPS, max(1, num_bytes // MIN_BYTES))
-    groups = next(n for n in range(most, 0, -1) if k.shape[1] % n == 0)
-    each = k.shape[1] // groups
-    return [slice(i * each, (i + 1) * each) for i in range(groups)]
+def head_groups(q, k, v):
+    """The slices of key/value heads that are gathered one after another.
+
+    The first one is small, since nothing is computed before it is there. The others grow as fast as computing hides
+    communication: a group may be as many times as large as the one before as attention to a head takes longer than to
+    gather it.
+    """
+    heads = k.shape[1]
+    bytes_of_head = k.element_size() * (k.numel() + v.numel()) // heads
+    growth = max(1, q.shape[2] * (q.shape[1] // heads) // ROWS_OF_A_KEY)
+    ends = [min(heads, -(-MIN_BYTES // bytes_of_head))]
+    size = ends[0]
+    while ends[-1] < heads:
+        size *= growth
+        ends.append(min(heads, ends[-1] + size))
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends)]
 
 
 class Gathering:
-    """An all-gather of keys and values that has begun."""
+    """An all-gather of keys and values that has begun.
 
-    def __init__(self, k, v, shards):
-        # Rows first, so that what ranks send one after the other lies in memory as a sequence: (T, B, Hk, D + Dv).
-        self.own = torch.cat((k, v), -1).permute(2, 0, 1, 3).contiguous()
-        self.all = self.own.new_empty(shards.size * self.own.shape[0], *self.own.shape[1:])
-        self.work = all_gather(self.all, self.own, shards.group)
-        self.shards, self.head_dims = shards, (k.shape[3], v.shape[3])
+    A chunk is sent from its place in the whole sequence, and arrives at its place, so that nothing has to be put in
+    order. Rows come first, (P·T, B, Hk, D + Dv): then a chunk is one piece of memory.
+    """
+
+    def __init__(self, k, v, shards, number):
+        head_dims = k.shape[3], v.shape[3]
+        everything = k.new_empty(shards.size * k.shape[2], *k.shape[:2], sum(head_dims))
+        self.keys = heads_first(everything).split(head_dims, -1)
+        for x, x_all in zip((k, v), self.keys):
+            for chunk in shards.chunks(shards.rank, k.shape[2]):
+                x_all[:, :, chunk.begin:chunk.end] = x[:, :, chunk.local_slice(chunk.begin, chunk.end)]
+        self.works = exchange_chunks(everything, shards, number)
 
     def wait(self):
         """k (B, Hk, P·T, D) and v, in the order of the sequence."""
+        for work in self.works:
+            work.wait()
+        return self.keys
+
+
+class Summing:
+    """A reduce-scatter of gradients of keys and values that has begun: each rank gets the sums of its own rows.
+
+    parts: of each call (its keys, their dk, their dv). They are added up in fp32, in the order of the ranks.
+    """
+
+    def __init__(self, parts, k, v, shards):
+        self.head_dims, num_rows = (k.shape[3], v.shape[3]), k.shape[2]
+        by_rank = k.new_empty(shards.size * num_rows, *k.shape[:2], sum(self.head_dims), dtype=sum_dtype(k.dtype))
+        for rank in range(shards.size):
+            of_rank = heads_first(by_rank[rank * num_rows:(rank + 1) * num_rows])
+            for chunk in shards.chunks(rank, num_rows):
+                self.add(of_rank[:, :, chunk.local_slice(chunk.begin, chunk.end)], chunk, parts)
+        self.own = by_rank.new_empty(num_rows, *by_rank.shape[1:])
+        self.work = reduce_scatter(self.own, by_rank, shards.group)
+
+    def add(self, total, chunk, parts):
+        """Make total (B, Hk, rows, D + Dv) the sum of what the parts have for the keys of a Chunk."""
+        is_empty = True
+        for keys, *gradients in parts:
+            begin, end = max(keys.start, chunk.begin), min(keys.stop, chunk.end)
+            if begin >= end:
+                continue
+            has_all = (begin, end) == (chunk.begin, chunk.end)
+            if is_empty and not has_all:
+                total.zero_()
+            for x, part in zip(total[:, :, begin - chunk.begin:end - chunk.begin].split(self.head_dims, -1), gradients):
+                part = part[:, :, begin - keys.start:end - keys.start]
+                x.copy_(part) if is_empty and has_all else x.add_(part)
+            is_empty = False
+        if is_empty:
+            total.zero_()
+
+    def wait(self):
+        """dk (B, Hk, T, D) and dv, in fp32."""
         self.work.wait()
-        everything, self.own, self.all = self.all, None, None  # the call needs no more than what is in order
-        return heads_first(self.shards.in_order(everything)).split(self.head_dims, -1)
+        return heads_first(self.own).split(self.head_dims, -1)
 
 
 def heads_first(rows):
@@ -55,13 +112,12 @@ def heads_first(rows):
     return rows.permute(1, 2, 0, 3)
 
 
-def gathered(k, v, shards):
-    """For each group of heads (heads, k, v), of the whole sequence. That of the next group begins before."""
-    groups = head_groups(k, v)
-    following = Gathering(k[:, groups[0]], v[:, groups[0]], shards)
-    for heads, next_heads in zip(groups, [*groups[1:], None]):
-        current, following = following, next_heads and Gathering(k[:, next_heads], v[:, next_heads], shards)
-        yield heads, *current.wait()
+def empty_rows(q, head_dim):
+    """(B, H, T, head_dim), in the order of q's memory: rows or heads first."""
+    batch, heads, rows, _ = q.shape
+    if q.stride(2) > q.stride(1):
+        return q.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
+    return q.new_empty(batch, heads, rows, head_dim)
 
 
 def query_heads(heads, q, k):
@@ -75,11 +131,22 @@ class AllGatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, attention):
-        parts, rows = [], attention.room.extended(q)
-        for heads, k_all, v_all in gathered(k, v, attention.shards):
+        room, shards = attention.room, attention.shards
+        rows, groups = room.extended(q), head_groups(q, k, v)
+        calls = attention.calls(rows, shards.size * k.shape[2], None, share_keys=True)
+        out, lse = empty_rows(rows, v.shape[3]), rows.new_empty(rows.shape[:3], dtype=sum_dtype(q.dtype))
+        if not all_rows(calls, rows):
+            out.zero_(), lse.fill_(-math.inf)  # as rows without a document have
+        gatherings = [Gathering(k[:, heads], v[:, heads], shards, i) for i, heads in enumerate(groups)]
+        beside = Beside(q.device)
+        for heads, gathering in zip(groups, gatherings):
             of_q = query_heads(heads, q, k)
-            parts.append(attention.of_heads(of_q).attend(rows[:, of_q], k_all, v_all))
-        out, lse = (attention.room.own(x[0] if len(x) == 1 else torch.cat(x, 1)) for x in zip(*parts))
+            k_all, v_all = gathering.wait()
+            part = attention.of_heads(of_q)
+            for call in calls:
+                beside.run(part.attend, call, rows[:, of_q], k_all, v_all, out[:, of_q], lse[:, of_q])
+        beside.join()
+        out, lse = room.own(out), room.own(lse)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.attention = attention
         return out
@@ -88,22 +155,26 @@ class AllGatherAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        attention, shards = ctx.attention, ctx.attention.shards
-        dtype, num_rows, room = sum_dtype(q.dtype), k.shape[2], attention.room
+        attention, shards, room = ctx.attention, ctx.attention.shards, ctx.attention.room
         rows = *map(room.extended, (dout, q, out)), room.extended(lse, -math.inf)
-        dq, reduced, work = torch.zeros(rows[1].shape, dtype=dtype, device=q.device), [], None
-        for heads, k_all, v_all in gathered(k, v, shards):
+        calls = attention.calls(rows[1], shards.size * k.shape[2], None, share_keys=False)
+        dq, dk, dv = empty_rows(rows[1], q.shape[3]), torch.empty_like(k), torch.empty_like(v)
+        if not all_rows(calls, rows[1]):
+            dq.zero_()
+        groups = head_groups(q, k, v)[::-1]  # the last sum is the one that nothing hides
+        gatherings = [Gathering(k[:, heads], v[:, heads], shards, i) for i, heads in enumerate(groups)]
+        beside, sums = Beside(q.device), []
+        for heads, gathering in zip(groups, gatherings):
             of_q = query_heads(heads, q, k)
-            sizes = k_all.shape[2], k.shape[0], heads.stop - heads.start, k.shape[3] + v.shape[3]
-            dkv_all = torch.zeros(sizes, dtype=dtype, device=k.device)
-            dk, dv = heads_first(dkv_all).split((k.shape[3], v.shape[3]), -1)
-            attention.of_heads(of_q).add_gradients(*(x[:, of_q] for x in rows), k_all, v_all, None, dq[:, of_q], dk, dv)
-            if work:
-                work.wait()  # until then it keeps the sums for all ranks in memory
-            reduced.append(dkv_all.new_empty(num_rows, *sizes[1:]))
-            work = reduce_scatter(reduced[-1], shards.by_rank(dkv_all), shards.group)
-        work.wait()
-        dkv = heads_first(torch.cat(reduced, 2))
-        dk, dv = (x.to(k.dtype) for x in dkv.split((k.shape[3], v.shape[3]), -1))
+            k_all, v_all = gathering.wait()
+            part, of_rows = attention.of_heads(of_q), [x[:, of_q] for x in rows]
+            parts = [(call.keys, *beside.run(part.key_gradients, call, *of_rows, k_all, v_all, dq[:, of_q]))
+                     for call in calls]
+            beside.join()
+            if sums:
+                sums[-1].work.wait()  # until then it keeps the sums for all ranks in memory
+            sums.append(Summing(parts, k[:, heads], v[:, heads], shards))
+        for heads, total in zip(groups, sums):
+            dk[:, heads], dv[:, heads] = total.wait()
         dsinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
-        return room.own(dq).to(q.dtype), dk, dv, dsinks, None
+        return room.own(dq), dk, dv, dsinks, None

@@ -192,6 +192,18 @@ def shard_labels(tokens: Tensor, group: "dist.ProcessGroup | None" = None, layou
     return shard(pad(tokens[:, 1:], (0, 1), value=ignore_index), group, 1, layout, ignore_index)
 
 
+def exchange_chunks(everything, shards, tag):
+    """Start sending this rank's chunks of everything (P·T, ...), the whole sequence in order, to all ranks, and receiving
+    theirs. wait() of each result ends it."""
+    num_rows, operations = everything.shape[0] // shards.size, []
+    for distance in range(1, shards.size):  # all ranks do not send to the same one first
+        to, source = ((shards.rank + step) % shards.size for step in (distance, -distance))
+        for rank, peer, operation in ((shards.rank, to, dist.isend), (source, source, dist.irecv)):
+            operations += [dist.P2POp(operation, everything[chunk.begin:chunk.end], group=shards.group, group_peer=peer,
+                                      tag=tag + i) for i, chunk in enumerate(shards.chunks(rank, num_rows))]
+    return dist.batch_isend_irecv(operations)
+
+
 # Collectives of one tensor; torch 2.13 has new names for two of them, and warns of the old ones.
 
 def all_gather(output, x, group):

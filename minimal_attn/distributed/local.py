@@ -15,7 +15,7 @@ from ..backends import Backend, Options
 from ..checks import sum_dtype
 from ..dropout import seed_with_origins
 from .layout import Chunk, Shards
-from .pieces import Document, calls_of, ints, pieces_of
+from .pieces import Document, calls_of, ints, length, pieces_of
 from .room import Room
 
 
@@ -30,13 +30,14 @@ class Attention(NamedTuple):
     options: Options
     first_head: int = 0  # of q, among all
 
-    def calls(self, q, k, source, share_keys):
-        """The Calls of this rank's rows q with the keys k: those of rank `source`, or all if it is None."""
-        num_rows, num_keys = q.shape[2], k.shape[2]
+    def calls(self, q, num_keys, source, share_keys):
+        """The Calls of this rank's rows q with so many keys: those of rank `source`, or all if it is None. Those with
+        most work come first."""
         key_chunks = [Chunk(0, num_keys, 0)] if source is None else self.room.key_chunks(source)
         pieces = pieces_of(self.room.row_chunks(), key_chunks, self.documents, self.options.window,
                            self.options.dropout_seed is not None)
-        return calls_of(pieces, q.shape[0], num_rows, num_keys, q.device, share_keys)
+        calls = calls_of(pieces, q.shape[0], q.shape[2], num_keys, q.device, share_keys)
+        return sorted(calls, key=lambda call: -sum(length(x.rows) * length(x.keys) for x in call.pieces))
 
     def options_of(self, call):
         """The Options of a Call."""
@@ -58,35 +59,37 @@ class Attention(NamedTuple):
         return self.backend.forward(*(x[:, :, run] for x, run in ((q, call.rows), (k, call.keys), (v, call.keys))),
                                     self.options_of(call))
 
-    def attend(self, q, k, v):
-        """(out, lse) of this rank's rows, with all keys."""
-        calls = self.calls(q, k, None, share_keys=True)
-        if len(calls) == 1 and calls[0].rows == slice(0, q.shape[2]):
-            return self.run(calls[0], q, k, v)
-        out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), empty_lse(q)  # as rows without a document have
-        for call in calls:
-            part, part_lse = self.run(call, q, k, v)
-            for piece in call.pieces:
-                own = slice(piece.rows.start - call.rows.start, piece.rows.stop - call.rows.start)
-                out[:, :, piece.rows], lse[:, :, piece.rows] = part[:, :, own], part_lse[:, :, own]
-        return out, lse
+    def attend(self, call, q, k, v, out, lse):
+        """Write out (B, H, T, Dv) and lse of the rows of a Call."""
+        part, part_lse = self.run(call, q, k, v)
+        for piece in call.pieces:
+            own = slice(piece.rows.start - call.rows.start, piece.rows.stop - call.rows.start)
+            out[:, :, piece.rows], lse[:, :, piece.rows] = part[:, :, own], part_lse[:, :, own]
 
     def attend_part(self, q, k, v, source, out, lse):
         """Merge the part of the keys of rank `source` into out (B, H, T, Dv), in the dtype of sums, and lse."""
-        for call in self.calls(q, k, source, share_keys=True):
+        for call in self.calls(q, k.shape[2], source, share_keys=True):
             merge(out[:, :, call.rows], lse[:, :, call.rows], *self.run(call, q, k, v))
 
-    def add_gradients(self, dout, q, out, lse, k, v, source, dq, dk, dv):
-        """Add to dq, dk and dv, in the dtype of sums, what the keys of rank `source`, or all if it is None, give.
+    def gradients(self, call, dout, q, out, lse, k, v):
+        """(dq, dk, dv) of call.rows and call.keys. out and lse are those of all keys."""
+        rows, keys = call.rows, call.keys
+        return self.backend.backward(
+            *(x[:, :, run] for x, run in ((dout, rows), (q, rows), (k, keys), (v, keys), (out, rows))),
+            lse[:, :, rows].contiguous(), self.options_of(call)._replace(sinks=None))  # lse has them
 
-        out and lse are those of all keys.
-        """
-        for call in self.calls(q, k, source, share_keys=False):
-            rows, keys = call.rows, call.keys
-            parts = self.backend.backward(
-                *(x[:, :, run] for x, run in ((dout, rows), (q, rows), (k, keys), (v, keys), (out, rows))),
-                lse[:, :, rows].contiguous(), self.options_of(call)._replace(sinks=None))  # lse has them
-            for total, run, part in zip((dq, dk, dv), (rows, keys, keys), parts):
+    def key_gradients(self, call, dout, q, out, lse, k, v, dq):
+        """(dk, dv) of call.keys, as gradients() has them. Writes dq (B, H, T, D) of the rows of a Call."""
+        part, dk, dv = self.gradients(call, dout, q, out, lse, k, v)
+        for piece in call.pieces:
+            dq[:, :, piece.rows] = part[:, :, piece.rows.start - call.rows.start:piece.rows.stop - call.rows.start]
+        return dk, dv
+
+    def add_gradients(self, dout, q, out, lse, k, v, source, dq, dk, dv):
+        """Add to dq, dk and dv, in the dtype of sums, what the keys of rank `source` give."""
+        for call in self.calls(q, k.shape[2], source, share_keys=False):
+            for total, run, part in zip((dq, dk, dv), (call.rows, call.keys, call.keys),
+                                        self.gradients(call, dout, q, out, lse, k, v)):
                 total[:, :, run].add_(part)
 
 

@@ -158,6 +158,11 @@ def calls_of(pieces, batch_size, num_rows, num_keys, device, share_keys):
     return calls
 
 
+def all_rows(calls, q):
+    """Whether each row of q is in a piece of the Calls."""
+    return sum(length(piece.rows) for call in calls for piece in call.pieces) == q.shape[2]
+
+
 def shared_lengths(pieces, device):
     """(Lengths, origins) of pieces that may have keys in common. The rows before a piece are a sample without keys."""
     bounds_q, begins_k, seqused_k, origins = [0], [], [], []
