@@ -18,10 +18,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..checks import sum_dtype
-from .beside import Beside
 from .layout import exchange_chunks, reduce_scatter
 from .local import gradient_of_sinks
-from .pieces import all_rows
+from .pieces import all_rows, longest_first
+from .side_streams import SideStreams
 
 MIN_BYTES = 4 << 20  # of a rank's keys and values: to gather less takes about as long, on two H200s
 ROWS_OF_A_KEY = 4096  # attention of so many rows to a key takes as long as to send it, on two H200s
@@ -71,7 +71,7 @@ class Gathering:
 class Summing:
     """A reduce-scatter of gradients of keys and values that has begun: each rank gets the sums of its own rows.
 
-    parts: of each call (its keys, their dk, their dv). They are added up in fp32, in the order of the ranks.
+    parts: of each call (its keys, their dk, their dv). They are added up in fp32. Rows lie in the order of the ranks.
     """
 
     def __init__(self, parts, k, v, shards):
@@ -133,19 +133,18 @@ class AllGatherAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, attention):
         room, shards = attention.room, attention.shards
         rows, groups = room.extended(q), head_groups(q, k, v)
-        calls = attention.calls(rows, shards.size * k.shape[2], None, share_keys=True)
+        calls = longest_first(attention.calls(rows, shards.size * k.shape[2], None, share_keys=True))
         out, lse = empty_rows(rows, v.shape[3]), rows.new_empty(rows.shape[:3], dtype=sum_dtype(q.dtype))
         if not all_rows(calls, rows):
             out.zero_(), lse.fill_(-math.inf)  # as rows without a document have
         gatherings = [Gathering(k[:, heads], v[:, heads], shards, i) for i, heads in enumerate(groups)]
-        beside = Beside(q.device)
-        for heads, gathering in zip(groups, gatherings):
-            of_q = query_heads(heads, q, k)
-            k_all, v_all = gathering.wait()
-            part = attention.of_heads(of_q)
-            for call in calls:
-                beside.run(part.attend, call, rows[:, of_q], k_all, v_all, out[:, of_q], lse[:, of_q])
-        beside.join()
+        with SideStreams(q.device) as side:
+            for heads, gathering in zip(groups, gatherings):
+                of_q = query_heads(heads, q, k)
+                k_all, v_all = gathering.wait()
+                part = attention.of_heads(of_q)
+                for call in calls:
+                    side.run(part.attend, call, rows[:, of_q], k_all, v_all, out[:, of_q], lse[:, of_q])
         out, lse = room.own(out), room.own(lse)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.attention = attention
@@ -157,20 +156,20 @@ class AllGatherAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         attention, shards, room = ctx.attention, ctx.attention.shards, ctx.attention.room
         rows = *map(room.extended, (dout, q, out)), room.extended(lse, -math.inf)
-        calls = attention.calls(rows[1], shards.size * k.shape[2], None, share_keys=False)
+        calls = longest_first(attention.calls(rows[1], shards.size * k.shape[2], None, share_keys=False))
         dq, dk, dv = empty_rows(rows[1], q.shape[3]), torch.empty_like(k), torch.empty_like(v)
         if not all_rows(calls, rows[1]):
             dq.zero_()
         groups = head_groups(q, k, v)[::-1]  # the last sum is the one that nothing hides
         gatherings = [Gathering(k[:, heads], v[:, heads], shards, i) for i, heads in enumerate(groups)]
-        beside, sums = Beside(q.device), []
+        sums = []
         for heads, gathering in zip(groups, gatherings):
             of_q = query_heads(heads, q, k)
             k_all, v_all = gathering.wait()
             part, of_rows = attention.of_heads(of_q), [x[:, of_q] for x in rows]
-            parts = [(call.keys, *beside.run(part.key_gradients, call, *of_rows, k_all, v_all, dq[:, of_q]))
-                     for call in calls]
-            beside.join()
+            with SideStreams(q.device) as side:
+                parts = [(call.keys, *side.run(part.key_gradients, call, *of_rows, k_all, v_all, dq[:, of_q]))
+                         for call in calls]
             if sums:
                 sums[-1].work.wait()  # until then it keeps the sums for all ranks in memory
             sums.append(Summing(parts, k[:, heads], v[:, heads], shards))

@@ -192,10 +192,14 @@ def shard_labels(tokens: Tensor, group: "dist.ProcessGroup | None" = None, layou
     return shard(pad(tokens[:, 1:], (0, 1), value=ignore_index), group, 1, layout, ignore_index)
 
 
-def exchange_chunks(everything, shards, tag):
+EXCHANGE_TAG = 1 << 20  # the first one of what exchange_chunks sends, far from those of a caller
+
+
+def exchange_chunks(everything, shards, number):
     """Start sending this rank's chunks of everything (P·T, ...), the whole sequence in order, to all ranks, and receiving
-    theirs. wait() of each result ends it."""
+    theirs. wait() of each result ends it. Exchanges that are under way at once have numbers of their own."""
     num_rows, operations = everything.shape[0] // shards.size, []
+    tag = EXCHANGE_TAG + number * shards.chunks_per_rank
     for distance in range(1, shards.size):  # all ranks do not send to the same one first
         to, source = ((shards.rank + step) % shards.size for step in (distance, -distance))
         for rank, peer, operation in ((shards.rank, to, dist.isend), (source, source, dist.irecv)):

@@ -15,7 +15,7 @@ from ..backends import Backend, Options
 from ..checks import sum_dtype
 from ..dropout import seed_with_origins
 from .layout import Chunk, Shards
-from .pieces import Document, calls_of, ints, length, pieces_of
+from .pieces import Document, calls_of, ints, pieces_of
 from .room import Room
 
 
@@ -31,13 +31,11 @@ class Attention(NamedTuple):
     first_head: int = 0  # of q, among all
 
     def calls(self, q, num_keys, source, share_keys):
-        """The Calls of this rank's rows q with so many keys: those of rank `source`, or all if it is None. Those with
-        most work come first."""
+        """The Calls of this rank's rows q with so many keys: those of rank `source`, or all if it is None."""
         key_chunks = [Chunk(0, num_keys, 0)] if source is None else self.room.key_chunks(source)
         pieces = pieces_of(self.room.row_chunks(), key_chunks, self.documents, self.options.window,
                            self.options.dropout_seed is not None)
-        calls = calls_of(pieces, q.shape[0], q.shape[2], num_keys, q.device, share_keys)
-        return sorted(calls, key=lambda call: -sum(length(x.rows) * length(x.keys) for x in call.pieces))
+        return calls_of(pieces, q.shape[0], q.shape[2], num_keys, q.device, share_keys)
 
     def options_of(self, call):
         """The Options of a Call."""

@@ -158,6 +158,11 @@ def calls_of(pieces, batch_size, num_rows, num_keys, device, share_keys):
     return calls
 
 
+def longest_first(calls):
+    """Calls by their work, so that short ones fill a GPU at the end."""
+    return sorted(calls, key=lambda call: -sum(length(piece.rows) * length(piece.keys) for piece in call.pieces))
+
+
 def all_rows(calls, q):
     """Whether each row of q is in a piece of the Calls."""
     return sum(length(piece.rows) for call in calls for piece in call.pieces) == q.shape[2]

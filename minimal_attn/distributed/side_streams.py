@@ -11,21 +11,28 @@ import torch
 NUM_STREAMS = 4  # calls that may wait for multiprocessors at once
 
 
-class Beside:
-    """run() calls functions on streams in turn, and join() lets the current stream wait for them."""
+class SideStreams:
+    """run() calls functions on streams in turn, and join() lets the current stream wait for them, as does the end of a
+    `with` block."""
 
     def __init__(self, device):
         self.streams = streams_of(device) if device.type == "cuda" else ()
         self.number, self.used = 0, []
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.join()
+
     def run(self, function, *args):
-        """function(*args), after what the current stream has so far. The current stream may use the tensors that it
-        returns after join(). It returns None or some tensors."""
+        """function(*args), after what the current stream has so far. It returns None or some tensors, which the current
+        stream may use after join()."""
         if not self.streams:
             return function(*args)
         current, stream = torch.cuda.current_stream(self.streams[0].device), self.streams[self.number % NUM_STREAMS]
         self.number += 1
-        self.used.append(args)  # their memory must not be used again before join()
+        self.used.append((function, args))  # their memory must not be used again before join()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             results = function(*args)
