@@ -82,9 +82,10 @@ class Case:
 
     def options(self):
         g = torch.Generator().manual_seed(1)
+        slopes = (self.B, self.H) if self.B > 1 else self.H
         return dict(causal=self.causal, window_size=self.window, softcap=self.softcap, backend=self.backend,
                     dropout_p=self.dropout_p, dropout_seed=torch.tensor([SEED], device=ranks.DEVICE),
-                    alibi_slopes=torch.rand(self.H, generator=g).to(ranks.DEVICE) / 4 if self.alibi else None)
+                    alibi_slopes=torch.rand(slopes, generator=g).to(ranks.DEVICE) / 4 if self.alibi else None)
 
     def whole(self):
         """q, k, v, dout and sinks of the whole sequence, which require grad but for dout."""
@@ -111,6 +112,7 @@ FEATURES = [
     Case("window_wide", window=(30, 20), S=50),
     Case("documents", bounds=(0, 5, 30, 30, 46)),
     Case("documents_causal", bounds=(0, 1, 20, 21, 48), causal=True),
+    Case("documents_of_one_rank", bounds=(0, 3, 5), causal=True),
     Case("documents_window", bounds=(0, 25, 40, 44), window=(7, 3)),
     Case("documents_window_causal", bounds=(0, 4, 40, 48), window=(7, 0), causal=True, sinks=True),
     Case("sinks", causal=True, sinks=True, B=2),
@@ -281,7 +283,7 @@ def test_results_on_three_and_four_ranks(four):
 
 
 def compare_in_groups(cases):
-    """compare, with heads that are gathered in up to four parts, as large ones are."""
+    """compare, with heads that are gathered in several groups, as large ones are."""
     all_gather.MIN_BYTES, before = 1, all_gather.MIN_BYTES
     try:
         return compare(cases)
@@ -290,19 +292,24 @@ def compare_in_groups(cases):
 
 
 def test_results_of_heads_in_groups(four):
+    """Of which there are 4 and 3."""
     cases = [Case("groups", H=2 * heads, Hk=heads, causal=True, S=47, B=2, sinks=True, alibi=True) for heads in (4, 6)]
     results = four.run(compare_in_groups, cases)
     assert results == [{}] * len(results)
 
 
-@pytest.mark.parametrize("heads, heads_k, rows, groups", [
-    (32, 8, 2048, [4, 4]), (32, 8, 8192, [1, 7]), (32, 8, 65536, [1, 7]), (32, 32, 8192, [1, 2, 4, 8, 16, 1]),
-    (32, 32, 1024, [8, 8, 8, 8]), (4, 1, 8192, [1]), (8, 8, 100, [8])])
-def test_heads_are_gathered_in_groups_that_grow(heads, heads_k, rows, groups):
+@pytest.mark.parametrize("heads, heads_k, rows, forward, backward", [
+    (32, 8, 2048, [4, 4], [4, 4]), (32, 8, 8192, [1, 7], [1, 6, 1]), (32, 8, 65536, [1, 7], [1, 6, 1]),
+    (32, 32, 8192, [1, 2, 4, 8, 16, 1], [1, 2, 4, 8, 16, 1]), (32, 32, 65536, [1, 16, 15], [1, 16, 14, 1]),
+    (32, 32, 1024, [8, 8, 8, 8], [8, 8, 8, 8]), (32, 32, 4096, [8, 8, 8, 8], [8, 8, 8, 8]),
+    (4, 1, 8192, [1], [1]), (8, 8, 100, [8], [8]), (4, 2, 1 << 22, [1, 1], [1, 1])])
+def test_heads_are_gathered_in_groups_that_grow(heads, heads_k, rows, forward, backward):
+    """And all keys and values of a group of several heads have at most MAX_BYTES."""
     q, k = (torch.empty(1, h, rows, 128, device="meta", dtype=torch.bfloat16) for h in (heads, heads_k))
-    slices = all_gather.head_groups(q, k, k)
-    assert [len(range(heads_k)[one]) for one in slices] == groups
-    assert [i for one in slices for i in range(heads_k)[one]] == list(range(heads_k))
+    for ends_small, groups in ((False, forward), (True, backward)):
+        slices = all_gather.head_groups(q, k, k, 2, ends_small)
+        assert [len(range(heads_k)[one]) for one in slices] == groups
+        assert [i for one in slices for i in range(heads_k)[one]] == list(range(heads_k))
 
 
 def test_results_with_alibi(four):
@@ -415,7 +422,7 @@ def drawn_sequence(draw):
 
 def samples_of(call):
     """(begin_q, end_q, begin_k, end_k) of the samples of a Call, as flash_attention describes its arguments."""
-    cu_seqlens_q, cu_seqlens_k, _, seqused_k = (x if x is None else x.tolist() for x in call.lengths)
+    cu_seqlens_q, cu_seqlens_k, _, seqused_k = call.lengths
     if cu_seqlens_q is None:
         return [(call.rows.start, call.rows.stop, call.keys.start, call.keys.stop)]
     assert cu_seqlens_q[0] == cu_seqlens_k[0] == 0 and len(cu_seqlens_q) == len(cu_seqlens_k)
@@ -456,11 +463,11 @@ def test_calls_see_every_key_once(share_keys):
         seen = torch.zeros_like(wanted)
         for source in range(shards.size):
             pieces = pieces_of(shards.chunks(shards.rank, rows), shards.chunks(source, rows), documents, window)
-            for call in calls_of(pieces, 1, rows, rows, places.device, share_keys):
+            for call in calls_of(pieces, 1, rows, rows, share_keys):
                 seen[:, held[source]] += seen_in(call, rows, rows)
         assert torch.equal(seen, wanted)
         pieces = pieces_of(shards.chunks(shards.rank, rows), [Chunk(0, total, 0)], documents, window)
-        calls = calls_of(pieces, 1, rows, total, places.device, share_keys)
+        calls = calls_of(pieces, 1, rows, total, share_keys)
         assert torch.equal(sum((seen_in(call, rows, total) for call in calls), torch.zeros_like(wanted)), wanted)
         if share_keys and window in ((-1, -1), (-1, 0)):
             assert len(calls) <= 1
@@ -475,13 +482,13 @@ def test_long_pieces_have_calls_of_their_own(share_keys, monkeypatch):
         total = shards.size * rows
         pieces = pieces_of(shards.chunks(shards.rank, rows), [Chunk(0, total, 0)], documents, window)
         monkeypatch.setattr(pieces_module, "LONG", 6)
-        calls = [call.pieces for call in calls_of(pieces, 1, rows, total, torch.device("cpu"), share_keys)]
+        calls = [call.pieces for call in calls_of(pieces, 1, rows, total, share_keys)]
         long = [piece for piece in pieces if pieces_module.length(piece.rows) >= 6]
         assert all((piece,) in calls for piece in long)
         num_long += len(long)
         monkeypatch.undo()
         others = [piece for piece in pieces if piece not in long]
-        wanted = [call.pieces for call in calls_of(others, 1, rows, total, torch.device("cpu"), share_keys)]
+        wanted = [call.pieces for call in calls_of(others, 1, rows, total, share_keys)]
         assert [call for call in calls if call[0] not in long] == wanted
     assert num_long > 100
 
@@ -531,7 +538,7 @@ def test_calls_with_dropout_begin_at_whole_groups(share_keys):
             for key_chunks, num_keys, behind in sources:
                 key_places = places_in(key_chunks, num_keys, behind)
                 pieces = pieces_of(room.row_chunks(), key_chunks, documents, window, True)
-                for call in calls_of(pieces, 1, len(row_places), num_keys, torch.device("cpu"), share_keys):
+                for call in calls_of(pieces, 1, len(row_places), num_keys, share_keys):
                     seen.index_add_(1, key_places, seen_in(call, len(row_places), num_keys)[own])
                     samples = samples_of(call)
                     assert len(samples) == len(call.origins)
@@ -551,7 +558,7 @@ def test_ring_makes_few_calls():
     shards = Shards(None, 1, 4, "zigzag")
     for source in range(4):
         pieces = pieces_of(shards.chunks(1, 8), shards.chunks(source, 8), [Document(0, 32)], (-1, 0))
-        counts = [len(calls_of(pieces, 1, 8, 8, torch.device("cpu"), share_keys)) for share_keys in (True, False)]
+        counts = [len(calls_of(pieces, 1, 8, 8, share_keys)) for share_keys in (True, False)]
         assert counts == ([1, 2] if source <= 1 else [1, 1])
 
 

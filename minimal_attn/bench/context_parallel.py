@@ -139,11 +139,12 @@ def torchs_context_parallel(seqlen, device):
 @contextmanager
 def in_one_piece():
     """All heads are gathered at once, before the kernel begins."""
-    before, by_all_gather.MIN_BYTES = by_all_gather.MIN_BYTES, 1 << 62
+    before = by_all_gather.MIN_BYTES, by_all_gather.MAX_BYTES
+    by_all_gather.MIN_BYTES = by_all_gather.MAX_BYTES = 1 << 62
     try:
         yield
     finally:
-        by_all_gather.MIN_BYTES = before
+        by_all_gather.MIN_BYTES, by_all_gather.MAX_BYTES = before
 
 
 def gather(k, v):

@@ -5,43 +5,54 @@ GPU. While the kernel computes with some heads, the keys of the next ones are on
 another, so that the next one fills the GPU where one ends. The backward pass gathers the keys again rather than keeping
 them. It sends each rank the sum of what all ranks have for its dk and dv.
 
-    heads            0   1..7
-    communication   |gather|gather            |
-    computation            |attend| attend                     |
+    communication   |gather 0|gather 1..7|
+    computation              |attend 0| attend 1..7              |
+
+    communication   |gather 0|gather 1..6|sum 0, gather 7|          |sum 1..6|    |sum 7|
+    computation              |gradients 0|gradients 1..6            |gradients 7  |
 
 Read next: ring.py, where not all keys fit.
 """
 
+import collections
+import functools
+import itertools
 import math
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..checks import sum_dtype
-from .layout import exchange_chunks, reduce_scatter
+from .layout import exchange_chunks, reduce_scatter, runs_of
 from .local import gradient_of_sinks
-from .pieces import all_rows, longest_first
+from .pieces import all_rows
 from .side_streams import SideStreams
 
 MIN_BYTES = 4 << 20  # of a rank's keys and values: to gather less takes about as long, on two H200s
+MAX_BYTES = 1 << 30  # of all ranks' keys and values: heads with more take long enough to hide what comes next
+MAX_EQUAL_GROUPS = 4  # where groups do not grow: the host needs 0.1 to 0.3 ms for each, and calls become small
 ROWS_OF_A_KEY = 4096  # attention of so many rows to a key takes as long as to send it, on two H200s
 
 
-def head_groups(q, k, v):
+def head_groups(q, k, v, num_ranks, ends_small=False):
     """The slices of key/value heads that are gathered one after another.
 
     The first one is small, since nothing is computed before it is there. The others grow as fast as computing hides
     communication: a group may be as many times as large as the one before as attention to a head takes longer than to
-    gather it.
+    gather it. ends_small: the last one is as small as the first one, for the sum of its gradients, which nothing hides.
     """
     heads = k.shape[1]
-    bytes_of_head = k.element_size() * (k.numel() + v.numel()) // heads
+    bytes_of_head = k.element_size() * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
     growth = max(1, q.shape[2] * (q.shape[1] // heads) // ROWS_OF_A_KEY)
-    ends = [min(heads, -(-MIN_BYTES // bytes_of_head))]
-    size = ends[0]
-    while ends[-1] < heads:
-        size *= growth
-        ends.append(min(heads, ends[-1] + size))
+    most = max(1, MAX_BYTES // (num_ranks * bytes_of_head))
+    first = max(-(-MIN_BYTES // bytes_of_head), -(-heads // MAX_EQUAL_GROUPS) if growth == 1 else 1)
+    size = first = min(heads, most, first)
+    ends, last = [first], min(first, heads - first) if ends_small else 0
+    while ends[-1] < heads - last:
+        size = min(most, size * growth)
+        ends.append(min(heads - last, ends[-1] + size))
+    if last:
+        ends.append(heads)
     return [slice(begin, end) for begin, end in zip([0, *ends], ends)]
 
 
@@ -53,58 +64,81 @@ class Gathering:
     """
 
     def __init__(self, k, v, shards, number):
-        head_dims = k.shape[3], v.shape[3]
-        everything = k.new_empty(shards.size * k.shape[2], *k.shape[:2], sum(head_dims))
-        self.keys = heads_first(everything).split(head_dims, -1)
-        for x, x_all in zip((k, v), self.keys):
-            for chunk in shards.chunks(shards.rank, k.shape[2]):
-                x_all[:, :, chunk.begin:chunk.end] = x[:, :, chunk.local_slice(chunk.begin, chunk.end)]
-        self.works = exchange_chunks(everything, shards, number)
+        self.head_dims, (batch, heads, num_rows, _) = (k.shape[3], v.shape[3]), k.shape
+        self.everything = k.new_empty(shards.size * num_rows, batch, heads, sum(self.head_dims))
+        own = shards.of_rank(self.everything, shards.rank).split_with_sizes(self.head_dims, -1)
+        for x, x_own in zip((k, v), own):
+            x_own.copy_(x.permute(2, 0, 1, 3).unflatten(0, x_own.shape[:2]))
+        self.works = exchange_chunks(self.everything, shards, number)
 
     def wait(self):
         """k (B, Hk, P·T, D) and v, in the order of the sequence."""
         for work in self.works:
             work.wait()
-        return self.keys
+        return heads_first(self.everything).split_with_sizes(self.head_dims, -1)
+
+
+def gathered(k, v, groups, shards):
+    """(heads, k and v of all ranks, as Gathering has them) of one group of heads after the other.
+
+    The next group is on its way then. The one after it begins when the caller is back for the next one. So if the
+    caller has dropped what it does not compute with any more, there is memory for three groups.
+    """
+    begun = (Gathering(k[:, heads], v[:, heads], shards, number) for number, heads in enumerate(groups))
+    ahead = collections.deque(itertools.islice(begun, 1))
+    for heads in groups:
+        ahead.extend(itertools.islice(begun, 1))
+        yield heads, *ahead.popleft().wait()
 
 
 class Summing:
     """A reduce-scatter of gradients of keys and values that has begun: each rank gets the sums of its own rows.
 
-    parts: of each call (its keys, their dk, their dv). They are added up in fp32. Rows lie in the order of the ranks.
+    parts: of each Call its dk and dv. They are added up in fp32. Rows lie in the order of the ranks.
     """
 
-    def __init__(self, parts, k, v, shards):
-        self.head_dims, num_rows = (k.shape[3], v.shape[3]), k.shape[2]
-        by_rank = k.new_empty(shards.size * num_rows, *k.shape[:2], sum(self.head_dims), dtype=sum_dtype(k.dtype))
-        for rank in range(shards.size):
-            of_rank = heads_first(by_rank[rank * num_rows:(rank + 1) * num_rows])
-            for chunk in shards.chunks(rank, num_rows):
-                self.add(of_rank[:, :, chunk.local_slice(chunk.begin, chunk.end)], chunk, parts)
+    def __init__(self, calls, parts, k, v, shards):
+        self.head_dims, (batch, heads, num_rows, _) = (k.shape[3], v.shape[3]), k.shape
+        by_rank = k.new_empty(shards.size * num_rows, batch, heads, sum(self.head_dims), dtype=sum_dtype(k.dtype))
+        totals = heads_first(by_rank).split_with_sizes(self.head_dims, -1)
+        ends = tuple((call.keys.start, call.keys.stop) for call in calls)
+        zeros, summands = summands_of(ends, shards.size, shards.chunks_per_rank, num_rows)
+        for rows in zeros:
+            by_rank[rows].zero_()
+        for rows, number, keys, is_first in summands:
+            for total, part in zip(totals, parts[number]):
+                total, part = total[:, :, rows], part[:, :, keys]
+                total.copy_(part) if is_first else total.add_(part)
         self.own = by_rank.new_empty(num_rows, *by_rank.shape[1:])
         self.work = reduce_scatter(self.own, by_rank, shards.group)
-
-    def add(self, total, chunk, parts):
-        """Make total (B, Hk, rows, D + Dv) the sum of what the parts have for the keys of a Chunk."""
-        is_empty = True
-        for keys, *gradients in parts:
-            begin, end = max(keys.start, chunk.begin), min(keys.stop, chunk.end)
-            if begin >= end:
-                continue
-            has_all = (begin, end) == (chunk.begin, chunk.end)
-            if is_empty and not has_all:
-                total.zero_()
-            for x, part in zip(total[:, :, begin - chunk.begin:end - chunk.begin].split(self.head_dims, -1), gradients):
-                part = part[:, :, begin - keys.start:end - keys.start]
-                x.copy_(part) if is_empty and has_all else x.add_(part)
-            is_empty = False
-        if is_empty:
-            total.zero_()
 
     def wait(self):
         """dk (B, Hk, T, D) and dv, in fp32."""
         self.work.wait()
-        return heads_first(self.own).split(self.head_dims, -1)
+        return heads_first(self.own).split_with_sizes(self.head_dims, -1)
+
+
+@functools.lru_cache
+def summands_of(ends, size, chunks_per_rank, num_rows):
+    """How rows in the order of the ranks are summed, where each call has keys with these ends in the sequence: those
+    that begin with 0, and (rows, number of the call, which of its keys, whether they are the first there)."""
+    zeros, summands = [], []
+    for rank in range(size):
+        for run in runs_of(rank, size, chunks_per_rank, num_rows):
+            run, is_empty = run._replace(local=rank * num_rows + run.local), True
+            for number, (first, last) in enumerate(ends):
+                begin, end = max(first, run.begin), min(last, run.end)
+                if begin >= end:
+                    continue
+                has_all = (begin, end) == (run.begin, run.end)
+                if is_empty and not has_all:
+                    zeros.append(run.local_slice(run.begin, run.end))
+                summands.append((run.local_slice(begin, end), number, slice(begin - first, end - first),
+                                 is_empty and has_all))
+                is_empty = False
+            if is_empty:
+                zeros.append(run.local_slice(run.begin, run.end))
+    return zeros, summands
 
 
 def heads_first(rows):
@@ -132,19 +166,13 @@ class AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, attention):
         room, shards = attention.room, attention.shards
-        rows, groups = room.extended(q), head_groups(q, k, v)
-        calls = longest_first(attention.calls(rows, shards.size * k.shape[2], None, share_keys=True))
-        out, lse = empty_rows(rows, v.shape[3]), rows.new_empty(rows.shape[:3], dtype=sum_dtype(q.dtype))
-        if not all_rows(calls, rows):
-            out.zero_(), lse.fill_(-math.inf)  # as rows without a document have
-        gatherings = [Gathering(k[:, heads], v[:, heads], shards, i) for i, heads in enumerate(groups)]
-        with SideStreams(q.device) as side:
-            for heads, gathering in zip(groups, gatherings):
-                of_q = query_heads(heads, q, k)
-                k_all, v_all = gathering.wait()
-                part = attention.of_heads(of_q)
-                for call in calls:
-                    side.run(part.attend, call, rows[:, of_q], k_all, v_all, out[:, of_q], lse[:, of_q])
+        rows, groups = room.extended(q), head_groups(q, k, v, shards.size)
+        calls = attention.calls(rows, shards.size * k.shape[2], None, share_keys=True)
+        if len(groups) == len(calls) == 1 and all_rows(calls, rows):  # then its results are those of all
+            (_, *keys), = gathered(k, v, groups, shards)
+            out, lse = attention.run(calls[0], rows, *keys)
+        else:
+            out, lse = attend_by_groups(attention, calls, rows, k, v, groups)
         out, lse = room.own(out), room.own(lse)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.attention = attention
@@ -156,24 +184,37 @@ class AllGatherAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         attention, shards, room = ctx.attention, ctx.attention.shards, ctx.attention.room
         rows = *map(room.extended, (dout, q, out)), room.extended(lse, -math.inf)
-        calls = longest_first(attention.calls(rows[1], shards.size * k.shape[2], None, share_keys=False))
+        groups = head_groups(q, k, v, shards.size, ends_small=True)
+        calls = attention.calls(rows[1], shards.size * k.shape[2], None, share_keys=False)
         dq, dk, dv = empty_rows(rows[1], q.shape[3]), torch.empty_like(k), torch.empty_like(v)
         if not all_rows(calls, rows[1]):
             dq.zero_()
-        groups = head_groups(q, k, v)[::-1]  # the last sum is the one that nothing hides
-        gatherings = [Gathering(k[:, heads], v[:, heads], shards, i) for i, heads in enumerate(groups)]
         sums = []
-        for heads, gathering in zip(groups, gatherings):
-            of_q = query_heads(heads, q, k)
-            k_all, v_all = gathering.wait()
-            part, of_rows = attention.of_heads(of_q), [x[:, of_q] for x in rows]
-            with SideStreams(q.device) as side:
-                parts = [(call.keys, *side.run(part.key_gradients, call, *of_rows, k_all, v_all, dq[:, of_q]))
-                         for call in calls]
-            if sums:
-                sums[-1].work.wait()  # until then it keeps the sums for all ranks in memory
-            sums.append(Summing(parts, k[:, heads], v[:, heads], shards))
+        with SideStreams(q.device) as side:
+            for heads, *keys in gathered(k, v, groups, shards):
+                of_q = query_heads(heads, q, k)
+                tensors = *(x[:, of_q] for x in rows), *keys, dq[:, of_q]
+                parts = side.run(attention.of_heads(of_q).key_gradients, [(call, *tensors) for call in calls])
+                side.join()
+                if sums:
+                    sums[-1].work.wait()  # until then it keeps the sums for all ranks in memory
+                sums.append(Summing(calls, parts, k[:, heads], v[:, heads], shards))
+                del keys, tensors, parts  # their memory serves the next groups
         for heads, total in zip(groups, sums):
             dk[:, heads], dv[:, heads] = total.wait()
         dsinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
         return room.own(dq), dk, dv, dsinks, None
+
+
+def attend_by_groups(attention, calls, q, k, v, groups):
+    """(out, lse) of the rows q, by the Calls of each group of heads."""
+    out, lse = empty_rows(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
+    if not all_rows(calls, q):
+        out.zero_(), lse.fill_(-math.inf)  # as rows without a document have
+    with SideStreams(q.device) as side:
+        for heads, *keys in gathered(k, v, groups, attention.shards):
+            of_q = query_heads(heads, q, k)
+            tensors = q[:, of_q], *keys, out[:, of_q], lse[:, of_q]
+            side.run(attention.of_heads(of_q).attend, [(call, *tensors) for call in calls])
+            side.join(but=len(calls))  # those of this group may go on beside those of the next one
+    return out, lse

@@ -29,7 +29,8 @@ from .room import room_for
 from .ulysses import own_heads, ulysses_attention
 
 METHODS = "all_gather", "ring", "ulysses"
-MAX_GATHERED_BYTES = 8 << 30  # of the keys and values of all ranks: beyond it, "auto" takes the ring
+# Of the keys and values of all ranks. Beyond it "auto" takes the ring: with one head, all of them are gathered at once.
+MAX_GATHERED_BYTES = 8 << 30
 
 
 @not_compiled  # what is sent, and to whom, is decided in Python

@@ -5,6 +5,7 @@ rank r of P holds chunk r of P. In the zigzag layout it holds the chunks r and 2
 so that all ranks have the same work under a causal mask. Read next: pieces.py, which rows see which keys.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -43,9 +44,18 @@ class Shards(NamedTuple):
 
     def chunks(self, rank, length):
         """The Chunks of a rank, which has `length` rows of the sequence, in the order in which it holds them."""
-        each = length // self.chunks_per_rank
-        numbers = (rank, 2 * self.size - 1 - rank)[:self.chunks_per_rank]
-        return [Chunk(number * each, (number + 1) * each, i * each) for i, number in enumerate(numbers)]
+        return chunks_of(rank, self.size, self.chunks_per_rank, length)
+
+    def runs(self, rank, length):
+        """The same, with two that follow one another put together: those of the last rank in the zigzag layout."""
+        return runs_of(rank, self.size, self.chunks_per_rank, length)
+
+    def of_rank(self, x, rank):
+        """x (P·T, ...), the whole sequence in order -> the rows of a rank, (chunks_per_rank, rows of one, ...), a view.
+        """
+        chunks = x.unflatten(0, (self.size * self.chunks_per_rank, -1))
+        last = chunks.shape[0] - 1 - rank if self.chunks_per_rank == 2 else rank
+        return chunks[rank:last + 1:max(1, last - rank)]
 
     def in_order(self, x):
         """x (P·T, ...), the rows of rank 0, then those of rank 1 and so on, in the order of the sequence."""
@@ -60,6 +70,23 @@ class Shards(NamedTuple):
             return x
         early, late = x.unflatten(0, (2, self.size, -1))
         return torch.stack((early, late.flip(0)), 1).flatten(0, 2)
+
+
+@functools.lru_cache
+def chunks_of(rank, size, chunks_per_rank, length):
+    """Shards.chunks."""
+    each = length // chunks_per_rank
+    numbers = (rank, 2 * size - 1 - rank)[:chunks_per_rank]
+    return tuple(Chunk(number * each, (number + 1) * each, i * each) for i, number in enumerate(numbers))
+
+
+@functools.lru_cache
+def runs_of(rank, size, chunks_per_rank, length):
+    """Shards.runs."""
+    first, *others = chunks_of(rank, size, chunks_per_rank, length)
+    if others and first.end == others[0].begin:
+        return first._replace(end=others[0].end),
+    return first, *others
 
 
 def shards_of(group, layout):
@@ -196,15 +223,21 @@ EXCHANGE_TAG = 1 << 20  # the first one of what exchange_chunks sends, far from 
 
 
 def exchange_chunks(everything, shards, number):
-    """Start sending this rank's chunks of everything (P·T, ...), the whole sequence in order, to all ranks, and receiving
-    theirs. wait() of each result ends it. Exchanges that are under way at once have numbers of their own."""
+    """Start sending this rank's chunks of everything (P·T, ...), the whole sequence in order, to all ranks, and to
+    receive theirs. wait() of each result ends it. Exchanges that are under way at once have numbers of their own.
+
+    Each rank sends its chunks to each other rank. So each chunk goes into another node as often as that has ranks,
+    where a collective could send it once. Between nodes method="auto" takes the ring.
+    """
     num_rows, operations = everything.shape[0] // shards.size, []
     tag = EXCHANGE_TAG + number * shards.chunks_per_rank
+    own = [everything[run.begin:run.end] for run in shards.runs(shards.rank, num_rows)]
     for distance in range(1, shards.size):  # all ranks do not send to the same one first
         to, source = ((shards.rank + step) % shards.size for step in (distance, -distance))
-        for rank, peer, operation in ((shards.rank, to, dist.isend), (source, source, dist.irecv)):
-            operations += [dist.P2POp(operation, everything[chunk.begin:chunk.end], group=shards.group, group_peer=peer,
-                                      tag=tag + i) for i, chunk in enumerate(shards.chunks(rank, num_rows))]
+        operations += [dist.P2POp(dist.isend, x, group=shards.group, group_peer=to, tag=tag + i)
+                       for i, x in enumerate(own)]
+        operations += [dist.P2POp(dist.irecv, everything[run.begin:run.end], group=shards.group, group_peer=source,
+                                  tag=tag + i) for i, run in enumerate(shards.runs(source, num_rows))]
     return dist.batch_isend_irecv(operations)
 
 

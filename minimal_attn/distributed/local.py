@@ -15,7 +15,7 @@ from ..backends import Backend, Options
 from ..checks import sum_dtype
 from ..dropout import seed_with_origins
 from .layout import Chunk, Shards
-from .pieces import Document, calls_of, ints, pieces_of
+from .pieces import Document, ints, kept_calls, on_device
 from .room import Room
 
 
@@ -31,11 +31,12 @@ class Attention(NamedTuple):
     first_head: int = 0  # of q, among all
 
     def calls(self, q, num_keys, source, share_keys):
-        """The Calls of this rank's rows q with so many keys: those of rank `source`, or all if it is None."""
-        key_chunks = [Chunk(0, num_keys, 0)] if source is None else self.room.key_chunks(source)
-        pieces = pieces_of(self.room.row_chunks(), key_chunks, self.documents, self.options.window,
-                           self.options.dropout_seed is not None)
-        return calls_of(pieces, q.shape[0], q.shape[2], num_keys, q.device, share_keys)
+        """The Calls of this rank's rows q with so many keys: those of rank `source`, or all if it is None. The longest
+        come first."""
+        key_chunks = (Chunk(0, num_keys, 0),) if source is None else self.room.key_chunks(source)
+        calls = kept_calls(self.room.row_chunks(), key_chunks, self.documents, self.options.window,
+                           self.options.dropout_seed is not None, q.shape[0], q.shape[2], num_keys, share_keys)
+        return [on_device(call, q.device) for call in calls]
 
     def options_of(self, call):
         """The Options of a Call."""
@@ -60,9 +61,8 @@ class Attention(NamedTuple):
     def attend(self, call, q, k, v, out, lse):
         """Write out (B, H, T, Dv) and lse of the rows of a Call."""
         part, part_lse = self.run(call, q, k, v)
-        for piece in call.pieces:
-            own = slice(piece.rows.start - call.rows.start, piece.rows.stop - call.rows.start)
-            out[:, :, piece.rows], lse[:, :, piece.rows] = part[:, :, own], part_lse[:, :, own]
+        copy_rows(call, out, part)
+        copy_rows(call, lse, part_lse)
 
     def attend_part(self, q, k, v, source, out, lse):
         """Merge the part of the keys of rank `source` into out (B, H, T, Dv), in the dtype of sums, and lse."""
@@ -79,8 +79,7 @@ class Attention(NamedTuple):
     def key_gradients(self, call, dout, q, out, lse, k, v, dq):
         """(dk, dv) of call.keys, as gradients() has them. Writes dq (B, H, T, D) of the rows of a Call."""
         part, dk, dv = self.gradients(call, dout, q, out, lse, k, v)
-        for piece in call.pieces:
-            dq[:, :, piece.rows] = part[:, :, piece.rows.start - call.rows.start:piece.rows.stop - call.rows.start]
+        copy_rows(call, dq, part)
         return dk, dv
 
     def add_gradients(self, dout, q, out, lse, k, v, source, dq, dk, dv):
@@ -89,6 +88,13 @@ class Attention(NamedTuple):
             for total, run, part in zip((dq, dk, dv), (call.rows, call.keys, call.keys),
                                         self.gradients(call, dout, q, out, lse, k, v)):
                 total[:, :, run].add_(part)
+
+
+def copy_rows(call, whole, part):
+    """Copy what the pieces of a Call have in part (B, H, rows of the call, ...) to whole (B, H, T, ...)."""
+    for piece in call.pieces:
+        begin, end = piece.rows.start - call.rows.start, piece.rows.stop - call.rows.start
+        whole[:, :, piece.rows].copy_(part if end - begin == part.shape[2] else part[:, :, begin:end])
 
 
 def empty_lse(q):

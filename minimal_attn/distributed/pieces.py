@@ -2,16 +2,18 @@
 
 A Piece is a run of rows that see a run of keys of the same document. Kernels align the last row of a sample with its
 last key. Where the two are not at the same place of the sequence, the window is shifted by their distance. Pieces of
-one window are samples of one packed call. Nothing here reads a tensor. Read next: room.py, what dropout needs.
+one window are samples of one packed call. Nothing here reads a tensor, and layers of a model ask for the same calls, so
+that they are kept. Read next: room.py, what dropout needs.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 
 from ..backends import Lengths
 
-LONG = 8192  # rows: a piece of so many fills a GPU by itself. Dense calls have larger tiles of keys than packed ones
+LONG = 2048  # rows: pieces of so many are faster as dense calls, on two streams, than packed, on one H200
 
 
 class Document(NamedTuple):
@@ -44,7 +46,7 @@ class Call(NamedTuple):
     rows: slice
     keys: slice
     window: tuple[int, int]
-    lengths: Lengths
+    lengths: Lengths  # lists of int in place of tensors, until on_device
     pieces: tuple[Piece, ...]
     origins: tuple[Origin, ...]  # of its samples
 
@@ -123,7 +125,14 @@ def length(run):
     return run.stop - run.start
 
 
-def calls_of(pieces, batch_size, num_rows, num_keys, device, share_keys):
+@functools.lru_cache(maxsize=32)
+def kept_calls(row_chunks, key_chunks, documents, window, has_dropout, *sizes):
+    """calls_of(pieces_of(row_chunks, ...), *sizes), the longest ones first: short ones fill a GPU at the end."""
+    calls = calls_of(pieces_of(row_chunks, key_chunks, documents, window, has_dropout), *sizes)
+    return tuple(sorted(calls, key=lambda call: -sum(length(piece.rows) * length(piece.keys) for piece in call.pieces)))
+
+
+def calls_of(pieces, batch_size, num_rows, num_keys, share_keys):
     """The Calls of pieces: as few as possible, but a LONG piece has a call of its own.
 
     No two pieces of a call have a row in common. Without share_keys none have a key in common, since kernels add up
@@ -132,7 +141,6 @@ def calls_of(pieces, batch_size, num_rows, num_keys, device, share_keys):
 
     Args:
         num_rows, num_keys: of q and of k.
-        device: of the lengths.
     """
     groups = {}  # window: lists of pieces
     for piece in pieces:
@@ -153,14 +161,18 @@ def calls_of(pieces, batch_size, num_rows, num_keys, device, share_keys):
                 origins = tuple(Origin(row, key, number + b) for b in range(batch_size))
                 calls.append(Call(group[0].rows, group[0].keys, window, Lengths(), tuple(group), origins))
             else:
-                lengths, origins = (shared_lengths if share_keys else own_lengths)(group, device)
+                lengths, origins = (shared_lengths if share_keys else own_lengths)(group)
                 calls.append(Call(slice(0, num_rows), slice(0, num_keys), window, lengths, tuple(group), origins))
     return calls
 
 
-def longest_first(calls):
-    """Calls by their work, so that short ones fill a GPU at the end."""
-    return sorted(calls, key=lambda call: -sum(length(piece.rows) * length(piece.keys) for piece in call.pieces))
+def on_device(call, device):
+    """A Call with tensors for its lengths. They are not kept: another stream could read them before they are copied."""
+    if not call.lengths.is_packed:
+        return call
+    lists = [x for x in call.lengths if x is not None]
+    tensors = iter(ints(device, *lists))
+    return call._replace(lengths=Lengths(*(x if x is None else next(tensors) for x in call.lengths)))
 
 
 def all_rows(calls, q):
@@ -168,7 +180,7 @@ def all_rows(calls, q):
     return sum(length(piece.rows) for call in calls for piece in call.pieces) == q.shape[2]
 
 
-def shared_lengths(pieces, device):
+def shared_lengths(pieces):
     """(Lengths, origins) of pieces that may have keys in common. The rows before a piece are a sample without keys."""
     bounds_q, begins_k, seqused_k, origins = [0], [], [], []
     for piece in pieces:
@@ -181,11 +193,10 @@ def shared_lengths(pieces, device):
         begins_k.append(piece.keys.start)
         seqused_k.append(length(piece.keys))
         origins.append(piece.origin)
-    lengths = Lengths(*ints(device, bounds_q, [*begins_k, pieces[-1].keys.stop]), None, *ints(device, seqused_k))
-    return lengths, tuple(origins)
+    return Lengths(bounds_q, [*begins_k, pieces[-1].keys.stop], None, seqused_k), tuple(origins)
 
 
-def own_lengths(pieces, device):
+def own_lengths(pieces):
     """(Lengths, origins) of pieces that have no keys in common, as gradients need them: without seqused_k. The rows
     before a piece are a sample without keys, and the keys before it are one without rows."""
     bounds_q, bounds_k, origins = [0], [0], []
@@ -201,7 +212,7 @@ def own_lengths(pieces, device):
         bounds_q.append(piece.rows.stop)
         bounds_k.append(piece.keys.stop)
         origins.append(piece.origin)
-    return Lengths(*ints(device, bounds_q, bounds_k)), tuple(origins)
+    return Lengths(bounds_q, bounds_k), tuple(origins)
 
 
 def ints(device, *lists, dtype=torch.int32):

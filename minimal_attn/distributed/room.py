@@ -41,18 +41,20 @@ class Room(NamedTuple):
         return torch.cat([part[:, :, front:] for front, part in
                           zip(self.fronts, x.split([front + each for front in self.fronts], 2))], 2)
 
-    def row_chunks(self) -> list[Chunk]:
+    def row_chunks(self) -> tuple[Chunk, ...]:
         """This rank's Chunks in what is extended, together with the rows before them."""
+        if not any(self.fronts):
+            return self.shards.chunks(self.shards.rank, self.num_rows)
         chunks, shift = [], 0
         for front, (begin, end, local) in zip(self.fronts, self.shards.chunks(self.shards.rank, self.num_rows)):
             chunks.append(Chunk(begin - front, end, local + shift))
             shift += front
-        return chunks
+        return tuple(chunks)
 
-    def key_chunks(self, rank: int) -> list[Chunk]:
+    def key_chunks(self, rank: int) -> tuple[Chunk, ...]:
         """The Chunks of a rank's keys; where they have next keys, these are behind the end."""
         chunks = self.shards.chunks(rank, self.num_rows)
-        return [chunk._replace(local=chunk.local + i * self.has_next_keys) for i, chunk in enumerate(chunks)]
+        return tuple(chunk._replace(local=chunk.local + i * self.has_next_keys) for i, chunk in enumerate(chunks))
 
     def with_next_keys(self, kv: Tensor) -> Tensor:
         """kv (B, Hk, T, D), this rank's keys, as key_chunks has them."""

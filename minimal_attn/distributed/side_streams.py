@@ -12,38 +12,53 @@ NUM_STREAMS = 4  # calls that may wait for multiprocessors at once
 
 
 class SideStreams:
-    """run() calls functions on streams in turn, and join() lets the current stream wait for them, as does the end of a
-    `with` block."""
+    """run() calls a function on streams in turn, and join() lets the current stream wait for the calls, as does the end
+    of a `with` block.
+
+    Results lie in memory of the streams. They may be dropped as soon as the current stream has what reads them, since a
+    stream waits for that before it begins with anything new.
+    """
 
     def __init__(self, device):
         self.streams = streams_of(device) if device.type == "cuda" else ()
-        self.number, self.used = 0, []
+        self.number, self.running = 0, []  # (event at its end, arguments) of each call
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
         self.join()
+        if self.number and not torch.cuda.is_current_stream_capturing():  # which wants nothing after the last join
+            end = self.current_stream().record_event()
+            for stream in self.streams[:self.number]:  # the next one to use it may have another current stream
+                stream.wait_event(end)
 
-    def run(self, function, *args):
-        """function(*args), after what the current stream has so far. It returns None or some tensors, which the current
-        stream may use after join()."""
+    def current_stream(self):
+        return torch.cuda.current_stream(self.streams[0].device)
+
+    def run(self, function, calls):
+        """[function(*args) for args in calls], after what the current stream has so far. It may use the results after
+        join()."""
         if not self.streams:
-            return function(*args)
-        current, stream = torch.cuda.current_stream(self.streams[0].device), self.streams[self.number % NUM_STREAMS]
-        self.number += 1
-        self.used.append((function, args))  # their memory must not be used again before join()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            results = function(*args)
-        for x in results or ():
-            x.record_stream(current)
+            return [function(*args) for args in calls]
+        begin, results = self.current_stream().record_event(), []
+        for args in calls:
+            stream = self.streams[self.number % NUM_STREAMS]
+            self.number += 1
+            stream.wait_event(begin)
+            with torch.cuda.stream(stream):
+                try:
+                    results.append(function(*args))
+                finally:
+                    self.running.append((stream.record_event(), args))  # whose memory is not used again before join()
         return results
 
-    def join(self):
-        for stream in self.streams[:self.number]:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
-        self.number, self.used = 0, []
+    def join(self, but=0):
+        """Wait for all calls but the last `but` ones."""
+        num_over = max(0, len(self.running) - but)
+        for event, _ in self.running[:num_over]:
+            self.current_stream().wait_event(event)
+        del self.running[:num_over]
 
 
 @functools.cache
