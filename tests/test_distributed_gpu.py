@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import minimal_attn
 import ranks
 from minimal_attn.bench.context_parallel import torchs_attention, torchs_context_parallel
-from minimal_attn.distributed import shard, unshard
+from minimal_attn.distributed import all_gather, shard, unshard
 from test_activate import OURS, TORCHS
 from test_distributed import (FEATURES, Case, check, compare_in_groups, in_one_process, kept_in_rank, of_methods,
                               on_ranks)
@@ -51,9 +51,24 @@ def test_dropout_keeps_what_keep_mask_says(gpus, backend):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.skipif(NUM_GPUS < 4, reason="needs 4 GPUs"))])
 def test_results_at_length(gpus, size):
-    cases = of_methods(Case("long", size=size, S=4096, H=8, Hk=4, D=128, Dv=128, causal=True, dtype=torch.bfloat16,
-                            backend="cuda"), layouts=["zigzag"])
+    """In packed calls, and in calls of LONG pieces."""
+    case = Case("long", size=size, S=4096, H=8, Hk=4, D=128, Dv=128, causal=True, dtype=torch.bfloat16, backend="cuda")
+    longer = dataclasses.replace(case, name="longer", S=4096 * size, H=4, Hk=2)
+    cases = [one for each in (case, longer) for one in of_methods(each, layouts=["zigzag"]) if one.Hk % size == 0
+             or one.method != "ulysses"]
     results = gpus.run(compare_in_groups, cases)
+    assert results == [{}] * len(results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_results_of_heads_in_groups(gpus, dtype, monkeypatch):
+    """Of which there are three, with slopes of each sample."""
+    case = Case("groups", B=2, S=1536, H=12, Hk=6, D=64, Dv=64, causal=True, alibi=True, sinks=True, dtype=dtype,
+                backend="cuda")
+    q, k = (torch.empty(2, heads, 768, 64, device="meta", dtype=dtype) for heads in (12, 6))
+    monkeypatch.setattr(all_gather, "MIN_BYTES", 1)  # as compare_in_groups has it
+    assert len(all_gather.head_groups(q, k, k, 2)) == 3
+    results = gpus.run(compare_in_groups, [case])
     assert results == [{}] * len(results)
 
 
