@@ -21,7 +21,8 @@ class SideStreams:
 
     def __init__(self, device):
         self.streams = streams_of(device) if device.type == "cuda" else ()
-        self.number, self.running = 0, []  # (event at its end, arguments) of each call
+        # Of each call the event at its end, and what holds memory that is not to be used again before join().
+        self.number, self.running = 0, []
 
     def __enter__(self):
         return self
@@ -50,7 +51,7 @@ class SideStreams:
                 try:
                     results.append(function(*args))
                 finally:
-                    self.running.append((stream.record_event(), args))  # whose memory is not used again before join()
+                    self.running.append((stream.record_event(), (function, args)))
         return results
 
     def join(self, but=0):
