@@ -39,6 +39,7 @@ FILES = {
     "triton.png": ("triton", None),
     "triton.html": ("triton", None),
     "training.png": ("training", None),
+    "training_16k.png": ("training_16k", None),
     "ladder.svg": ("ladder", None),
 }
 FILES |= {f"{name}.svg": (name, None) for name in ("varlen", "window", "scores", "decode", "models", "serving")
@@ -102,7 +103,7 @@ def drawing(name_of_file):
         what = ladder_tables.steps(), "Attention forward pass on NVIDIA H200"
         return pictures.digest_of_steps(*what), partial(pictures.plot_steps, file, *what)
     content = json.loads((FOLDER / f"{name}.json").read_text())
-    if name == "training":
+    if name in ("training", "training_16k"):
         what = content["losses"], content["tokens_per_s"], train_tiny_gpt.title_of(content["meta"])
         return pictures.digest_of_losses(*what), partial(pictures.plot_losses, file, *what)
     if name == "models":

@@ -540,13 +540,18 @@ def matmul():
         table(["M", "N", "K", *headings], cells)])
 
 
-def training():
-    run = record("training")
+def training(name="training"):
+    run = record(name)
     cells = [[f"`{backend}`", f"{tokens / 1e6:.2f}"] for backend, tokens in run["tokens_per_s"].items()]
     meta = run["meta"]
+    sequences = "one sequence" if meta["batch_size"] == 1 else f"{meta['batch_size']} sequences"
     return "\n".join([
-        paragraph(f"""One run on an H200: {meta['steps']} steps with {meta['batch_size']} sequences of {meta['seqlen']}
-            bytes."""), table(["backend", "million tokens per second"], cells)])
+        paragraph(f"""One run on an H200: {meta['steps']} steps with {sequences} of {meta['seqlen']} bytes."""),
+        table(["backend", "million tokens per second"], cells)])
+
+
+def training_16k():
+    return training("training_16k")
 
 
 def host():
@@ -590,8 +595,8 @@ def tests():
 
 BLOCKS = {block.__name__: block for block in (opening, results, forward, peers, heads, ampere, fp32, varlen,
                                               varlen_backward, window, scores, decode, serving, backward,
-                                              backward_heads, models, generate, triton, matmul, training, host, memory, build,
-                                              tests)}
+                                              backward_heads, models, generate, triton, matmul, training,
+                                              training_16k, host, memory, build, tests)}
 BLOCKS |= ladder_tables.BLOCKS
 
 

@@ -35,7 +35,8 @@ OPTIONAL = {"cuda:sm90", "flash_attn", "flash_attn_interface"}  # of the format,
 SMALL = ("--shape", "2,4,64,64", "--seqlens", "", "--no-profile")
 ROOT = Path(__file__).parents[1]
 CASES = {case.op: case for op in OPS.values() for case in op.CASES.values()}  # by the op of a row
-OF_OTHER_PROGRAMS = {ROOT / f"benchmarks/h200/{name}.json" for name in ("training", "models", "serving")}  # see their own tests
+OF_OTHER_PROGRAMS = {ROOT / f"benchmarks/h200/{name}.json"
+                     for name in ("training", "training_16k", "models", "serving")}  # see their own tests
 RECORDED = sorted(set(ROOT.glob("benchmarks/h200/*.json")) - OF_OTHER_PROGRAMS)
 
 

@@ -284,24 +284,27 @@ def test_results_on_three_and_four_ranks(four):
 
 def compare_in_groups(cases):
     """compare, with heads that are gathered in several groups, as large ones are."""
-    all_gather.MIN_BYTES, before = 1, all_gather.MIN_BYTES
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        gather_in_groups(patch)
         return compare(cases)
-    finally:
-        all_gather.MIN_BYTES = before
+
+
+def gather_in_groups(patch):
+    patch.setattr(all_gather, "MIN_BYTES", 1)
+    patch.setattr(all_gather, "MIN_FLOP", 1)
 
 
 def test_results_of_heads_in_groups(four):
-    """Of which there are 4 and 3."""
+    """Of which there are 2 and 3."""
     cases = [Case("groups", H=2 * heads, Hk=heads, causal=True, S=47, B=2, sinks=True, alibi=True) for heads in (4, 6)]
     results = four.run(compare_in_groups, cases)
     assert results == [{}] * len(results)
 
 
 @pytest.mark.parametrize("heads, heads_k, rows, forward, backward", [
-    (32, 8, 2048, [4, 4], [4, 4]), (32, 8, 8192, [1, 7], [1, 6, 1]), (32, 8, 65536, [1, 7], [1, 6, 1]),
-    (32, 32, 8192, [1, 2, 4, 8, 16, 1], [1, 2, 4, 8, 16, 1]), (32, 32, 65536, [1, 16, 15], [1, 16, 14, 1]),
-    (32, 32, 1024, [8, 8, 8, 8], [8, 8, 8, 8]), (32, 32, 4096, [8, 8, 8, 8], [8, 8, 8, 8]),
+    (32, 8, 2048, [8], [8]), (32, 8, 8192, [8], [1, 6, 1]), (32, 8, 65536, [8], [8]),
+    (32, 32, 4096, [32], [32]), (32, 32, 8192, [32], [8, 16, 8]), (32, 32, 32768, [1, 8, 23], [4, 24, 4]),
+    (32, 32, 65536, [16, 16], [16, 16]), (32, 8, 1 << 19, [2, 2, 2, 2], [2, 2, 2, 2]),
     (4, 1, 8192, [1], [1]), (8, 8, 100, [8], [8]), (4, 2, 1 << 22, [1, 1], [1, 1])])
 def test_heads_are_gathered_in_groups_that_grow(heads, heads_k, rows, forward, backward):
     """And all keys and values of a group of several heads have at most MAX_BYTES."""

@@ -39,7 +39,7 @@ SEQLENS = {True: [16384, 65536, 131072], False: [64]}
 HEADS_K = {True: [8, 32], False: [2, 4]}
 HEADS, HEAD_DIM = {True: 32, False: 4}, {True: 128, False: 16}
 PASSES = "forward", "forward_backward"
-IN_A_ROW = 8  # calls
+IN_A_ROW = 4  # calls
 PEERS = {"torch_cudnn": nullcontext, "torch_ours": activated}  # torch's context_parallel, by which kernels
 
 
@@ -76,9 +76,9 @@ def main(argv=None):
 def measure(seqlen, heads_k, device, calls):
     """The rows of one size: of the communication alone, ours by each method, and torch's where it serves."""
     on_gpu, heads = device.type == "cuda", HEADS[device.type == "cuda"]
-    g = torch.Generator().manual_seed(0)
+    g = torch.Generator(device).manual_seed(0)
     shapes = [(1, h, seqlen, HEAD_DIM[on_gpu]) for h in (heads, heads_k, heads_k, heads)]
-    q, k, v, dout = (torch.randn(shape, generator=g).to(device, torch.bfloat16) for shape in shapes)
+    q, k, v, dout = (torch.randn(shape, generator=g, device=device, dtype=torch.bfloat16) for shape in shapes)
     local = [shard(x, dim=2) for x in (q, k, v, dout)]
     rows = []
 

@@ -1,9 +1,9 @@
-"""Context parallelism by all-gather: every rank gets all keys and values, some heads at a time.
+"""Context parallelism by all-gather: every rank gets all keys and values, of all heads or of some at a time.
 
 A rank's rows see all of their keys in one call of a kernel, so nothing is merged, and a row's result is that of one
-GPU. While the kernel computes with some heads, the keys of the next ones are on their way. Calls run beside one
-another, so that the next one fills the GPU where one ends. The backward pass gathers the keys again rather than keeping
-them. It sends each rank the sum of what all ranks have for its dk and dv.
+GPU. With groups of heads, the keys of the next ones are on their way while the kernel computes with some. Calls run
+beside one another, so that the next one fills the GPU where one ends. The backward pass gathers the keys again rather
+than keeping them. It sends each rank the sum of what all ranks have for its dk and dv.
 
     communication   |gather 0|gather 1..7|
     computation              |attend 0| attend 1..7              |
@@ -30,7 +30,9 @@ from .side_streams import SideStreams
 
 MIN_BYTES = 4 << 20  # of a rank's keys and values: to gather less takes about as long, on two H200s
 MAX_BYTES = 1 << 30  # of all ranks' keys and values: heads with more take long enough to hide what comes next
-MAX_EQUAL_GROUPS = 4  # where groups do not grow: the host needs 0.1 to 0.3 ms for each, and calls become small
+NUM_GROUPS = 3  # unless MAX_BYTES asks for more
+MIN_FLOP = 1.5e12  # of a group, if all rows see all keys: the host needs 0.7 to 1 ms for each group
+MAX_GROWTH = 8  # beyond it, calls with a part of the heads lose more time than they hide
 ROWS_OF_A_KEY = 4096  # attention of so many rows to a key takes as long as to send it, on two H200s
 
 
@@ -39,13 +41,20 @@ def head_groups(q, k, v, num_ranks, ends_small=False):
 
     The first one is small, since nothing is computed before it is there. The others grow as fast as computing hides
     communication: a group may be as many times as large as the one before as attention to a head takes longer than to
-    gather it. ends_small: the last one is as small as the first one, for the sum of its gradients, which nothing hides.
+    gather it. If it takes much longer, there is one group. ends_small: the last one is as small as the first one, for
+    the sum of its gradients, which nothing hides.
     """
     heads = k.shape[1]
     bytes_of_head = k.element_size() * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
     growth = max(1, q.shape[2] * (q.shape[1] // heads) // ROWS_OF_A_KEY)
     most = max(1, MAX_BYTES // (num_ranks * bytes_of_head))
-    first = max(-(-MIN_BYTES // bytes_of_head), -(-heads // MAX_EQUAL_GROUPS) if growth == 1 else 1)
+    flop = 2 * q.shape[0] * q.shape[1] * q.shape[2] ** 2 * num_ranks * (k.shape[3] + v.shape[3])
+    flop *= 2.5 if ends_small else 1  # of the backward pass
+    num_groups = max(1, int(min(NUM_GROUPS, flop // MIN_FLOP))) if growth <= MAX_GROWTH else 1
+    sizes = [growth**i for i in range(num_groups)]  # in units of the first one
+    if ends_small:
+        sizes[-1] = 1
+    first = max(-(-MIN_BYTES // bytes_of_head), -(-heads // sum(sizes)))
     size = first = min(heads, most, first)
     ends, last = [first], min(first, heads - first) if ends_small else 0
     while ends[-1] < heads - last:
