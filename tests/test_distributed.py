@@ -30,7 +30,7 @@ from minimal_attn.backends import Lengths
 from minimal_attn.distributed import context_parallel_attention, shard, shard_labels, shard_positions, unshard
 from minimal_attn.bench import context_parallel as context_parallel_bench
 from minimal_attn.bench.context_parallel import judge
-from minimal_attn.distributed import all_gather, attention, pieces as pieces_module
+from minimal_attn.distributed import all_gather, attention, local, pieces as pieces_module
 from minimal_attn.distributed.layout import Chunk, Shards
 from minimal_attn.distributed.pieces import Document, calls_of, pieces_of
 from minimal_attn.distributed.room import room_for
@@ -283,7 +283,8 @@ def test_results_on_three_and_four_ranks(four):
 
 
 def compare_in_groups(cases):
-    """compare, with heads that are gathered in several groups, as large ones are."""
+    """compare, with heads that are gathered in several groups, and with pieces that have calls of their own, as large
+    ones are."""
     with pytest.MonkeyPatch.context() as patch:
         gather_in_groups(patch)
         return compare(cases)
@@ -292,25 +293,28 @@ def compare_in_groups(cases):
 def gather_in_groups(patch):
     patch.setattr(all_gather, "MIN_BYTES", 1)
     patch.setattr(all_gather, "MIN_FLOP", 1)
+    patch.setattr(local, "LONG_BESIDE", 6)
 
 
 def test_results_of_heads_in_groups(four):
-    """Of which there are 2 and 3."""
+    """Of which there are 2 and 3. All FEATURES have calls of several pieces beside those of one."""
     cases = [Case("groups", H=2 * heads, Hk=heads, causal=True, S=47, B=2, sinks=True, alibi=True) for heads in (4, 6)]
+    cases += [dataclasses.replace(case, dropout_p=dropout_p) for case in FEATURES for dropout_p in (0, 0.3)]
     results = four.run(compare_in_groups, cases)
     assert results == [{}] * len(results)
 
 
-@pytest.mark.parametrize("heads, heads_k, rows, forward, backward", [
-    (32, 8, 2048, [8], [8]), (32, 8, 8192, [8], [1, 6, 1]), (32, 8, 65536, [8], [8]),
-    (32, 32, 4096, [32], [32]), (32, 32, 8192, [32], [8, 16, 8]), (32, 32, 32768, [1, 8, 23], [4, 24, 4]),
-    (32, 32, 65536, [16, 16], [16, 16]), (32, 8, 1 << 19, [2, 2, 2, 2], [2, 2, 2, 2]),
-    (4, 1, 8192, [1], [1]), (8, 8, 100, [8], [8]), (4, 2, 1 << 22, [1, 1], [1, 1])])
-def test_heads_are_gathered_in_groups_that_grow(heads, heads_k, rows, forward, backward):
+@pytest.mark.parametrize("size, heads, heads_k, rows, forward, backward", [
+    (2, 32, 8, 2048, [8], [8]), (2, 32, 8, 8192, [8], [1, 6, 1]), (2, 32, 8, 65536, [8], [8]),
+    (2, 32, 32, 4096, [32], [32]), (2, 32, 32, 8192, [32], [8, 16, 8]), (2, 32, 32, 32768, [1, 8, 23], [4, 24, 4]),
+    (2, 32, 32, 65536, [16, 16], [16, 16]), (2, 32, 8, 1 << 19, [2, 2, 2, 2], [2, 2, 2, 2]),
+    (8, 32, 8, 16384, [1, 7], [1, 6, 1]), (64, 64, 8, 2048, [4, 4], [4, 4]),  # the last one by MIN_BYTES
+    (2, 4, 1, 8192, [1], [1]), (2, 8, 8, 100, [8], [8]), (2, 4, 2, 1 << 22, [1, 1], [1, 1]), (1, 32, 8, 8192, [8], [8])])
+def test_heads_are_gathered_in_groups_that_grow(size, heads, heads_k, rows, forward, backward):
     """And all keys and values of a group of several heads have at most MAX_BYTES."""
     q, k = (torch.empty(1, h, rows, 128, device="meta", dtype=torch.bfloat16) for h in (heads, heads_k))
     for ends_small, groups in ((False, forward), (True, backward)):
-        slices = all_gather.head_groups(q, k, k, 2, ends_small)
+        slices = all_gather.head_groups(q, k, k, size, ends_small)
         assert [len(range(heads_k)[one]) for one in slices] == groups
         assert [i for one in slices for i in range(heads_k)[one]] == list(range(heads_k))
 
@@ -477,19 +481,17 @@ def test_calls_see_every_key_once(share_keys):
 
 
 @pytest.mark.parametrize("share_keys", [True, False])
-def test_long_pieces_have_calls_of_their_own(share_keys, monkeypatch):
+def test_long_pieces_have_calls_of_their_own(share_keys):
     """And the other pieces are in calls as before."""
     draw, num_long = random.Random(0), 0
     for _ in range(200):
         shards, rows, documents, window = drawn_sequence(draw)
         total = shards.size * rows
         pieces = pieces_of(shards.chunks(shards.rank, rows), [Chunk(0, total, 0)], documents, window)
-        monkeypatch.setattr(pieces_module, "LONG", 6)
-        calls = [call.pieces for call in calls_of(pieces, 1, rows, total, share_keys)]
+        calls = [call.pieces for call in calls_of(pieces, 1, rows, total, share_keys, long=6)]
         long = [piece for piece in pieces if pieces_module.length(piece.rows) >= 6]
         assert all((piece,) in calls for piece in long)
         num_long += len(long)
-        monkeypatch.undo()
         others = [piece for piece in pieces if piece not in long]
         wanted = [call.pieces for call in calls_of(others, 1, rows, total, share_keys)]
         assert [call for call in calls if call[0] not in long] == wanted

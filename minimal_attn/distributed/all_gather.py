@@ -1,22 +1,17 @@
 """Context parallelism by all-gather: every rank gets all keys and values, of all heads or of some at a time.
 
-A rank's rows see all of their keys in one call of a kernel, so nothing is merged, and a row's result is that of one
-GPU. With groups of heads, the keys of the next ones are on their way while the kernel computes with some. Calls run
-beside one another, so that the next one fills the GPU where one ends. The backward pass gathers the keys again rather
-than keeping them. It sends each rank the sum of what all ranks have for its dk and dv.
+Each row sees all of its keys in one call of a kernel, so nothing is merged, and its result is that of one GPU. With
+groups of heads, the keys of the next ones are on their way while the kernel computes with some. Calls run beside one
+another, so that the next one fills the GPU where one ends. The backward pass gathers the keys again rather than keeping
+them. It sends each rank the sum of what all ranks have for its dk and dv.
 
-    communication   |gather 0|gather 1..7|
-    computation              |attend 0| attend 1..7              |
-
-    communication   |gather 0|gather 1..6|sum 0, gather 7|          |sum 1..6|    |sum 7|
-    computation              |gradients 0|gradients 1..6            |gradients 7  |
+    communication   |gather 0..3|gather 4..27|sum 0..3, gather 28..31|      |sum 4..27|     |sum 28..31|
+    gradients                   |of 0..3     |of 4..27                      |of 28..31      |
 
 Read next: ring.py, where not all keys fit.
 """
 
-import collections
 import functools
-import itertools
 import math
 
 import torch
@@ -31,9 +26,9 @@ from .side_streams import SideStreams
 MIN_BYTES = 4 << 20  # of a rank's keys and values: to gather less takes about as long, on two H200s
 MAX_BYTES = 1 << 30  # of all ranks' keys and values: heads with more take long enough to hide what comes next
 NUM_GROUPS = 3  # unless MAX_BYTES asks for more
-MIN_FLOP = 1.5e12  # of a group, if all rows see all keys: the host needs 0.7 to 1 ms for each group
-MAX_GROWTH = 8  # beyond it, calls with a part of the heads lose more time than they hide
-ROWS_OF_A_KEY = 4096  # attention of so many rows to a key takes as long as to send it, on two H200s
+MIN_FLOP = 1.5e12  # of each group, counted without a mask: a group costs the host 0.7 to 1 ms
+MAX_GROWTH = 10  # beyond it, calls with a part of the heads lose more time than they hide
+ROWS_OF_A_KEY = 4096  # attention of so many rows to a key takes as long as to gather it, on two H200s
 
 
 def head_groups(q, k, v, num_ranks, ends_small=False):
@@ -46,7 +41,8 @@ def head_groups(q, k, v, num_ranks, ends_small=False):
     """
     heads = k.shape[1]
     bytes_of_head = k.element_size() * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
-    growth = max(1, q.shape[2] * (q.shape[1] // heads) // ROWS_OF_A_KEY)
+    share_sent = 2 * (num_ranks - 1) / num_ranks  # of the keys, in units of that of two ranks
+    growth = max(1, int(q.shape[2] * (q.shape[1] // heads) / ROWS_OF_A_KEY / share_sent)) if num_ranks > 1 else 1
     most = max(1, MAX_BYTES // (num_ranks * bytes_of_head))
     flop = 2 * q.shape[0] * q.shape[1] * q.shape[2] ** 2 * num_ranks * (k.shape[3] + v.shape[3])
     flop *= 2.5 if ends_small else 1  # of the backward pass
@@ -93,11 +89,13 @@ def gathered(k, v, groups, shards):
     The next group is on its way then. The one after it begins when the caller is back for the next one. So if the
     caller has dropped what it does not compute with any more, there is memory for three groups.
     """
-    begun = (Gathering(k[:, heads], v[:, heads], shards, number) for number, heads in enumerate(groups))
-    ahead = collections.deque(itertools.islice(begun, 1))
-    for heads in groups:
-        ahead.extend(itertools.islice(begun, 1))
-        yield heads, *ahead.popleft().wait()
+    def begin(number):
+        return Gathering(k[:, groups[number]], v[:, groups[number]], shards, number) if number < len(groups) else None
+
+    following = begin(0)
+    for number, heads in enumerate(groups, 1):
+        gathering, following = following, begin(number)
+        yield heads, *gathering.wait()
 
 
 class Summing:
@@ -147,7 +145,7 @@ def summands_of(ends, size, chunks_per_rank, num_rows):
                 is_empty = False
             if is_empty:
                 zeros.append(run.local_slice(run.begin, run.end))
-    return zeros, summands
+    return tuple(zeros), tuple(summands)
 
 
 def heads_first(rows):
@@ -178,8 +176,7 @@ class AllGatherAttention(torch.autograd.Function):
         rows, groups = room.extended(q), head_groups(q, k, v, shards.size)
         calls = attention.calls(rows, shards.size * k.shape[2], None, share_keys=True)
         if len(groups) == len(calls) == 1 and all_rows(calls, rows):  # then its results are those of all
-            (_, *keys), = gathered(k, v, groups, shards)
-            out, lse = attention.run(calls[0], rows, *keys)
+            out, lse = attention.run(calls[0], rows, *Gathering(k, v, shards, 0).wait())
         else:
             out, lse = attend_by_groups(attention, calls, rows, k, v, groups)
         out, lse = room.own(out), room.own(lse)
@@ -192,11 +189,12 @@ class AllGatherAttention(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         attention, shards, room = ctx.attention, ctx.attention.shards, ctx.attention.room
-        rows = *map(room.extended, (dout, q, out)), room.extended(lse, -math.inf)
+        q_rows = room.extended(q)
+        rows = room.extended(dout), q_rows, room.extended(out), room.extended(lse, -math.inf)
         groups = head_groups(q, k, v, shards.size, ends_small=True)
-        calls = attention.calls(rows[1], shards.size * k.shape[2], None, share_keys=False)
-        dq, dk, dv = empty_rows(rows[1], q.shape[3]), torch.empty_like(k), torch.empty_like(v)
-        if not all_rows(calls, rows[1]):
+        calls = attention.calls(q_rows, shards.size * k.shape[2], None, share_keys=False)
+        dq, dk, dv = empty_rows(q_rows, q.shape[3]), torch.empty_like(k), torch.empty_like(v)
+        if not all_rows(calls, q_rows):
             dq.zero_()
         sums = []
         with SideStreams(q.device) as side:
@@ -219,7 +217,8 @@ def attend_by_groups(attention, calls, q, k, v, groups):
     """(out, lse) of the rows q, by the Calls of each group of heads."""
     out, lse = empty_rows(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
     if not all_rows(calls, q):
-        out.zero_(), lse.fill_(-math.inf)  # as rows without a document have
+        out.zero_()  # as rows without a document have
+        lse.fill_(-math.inf)
     with SideStreams(q.device) as side:
         for heads, *keys in gathered(k, v, groups, attention.shards):
             of_q = query_heads(heads, q, k)

@@ -15,7 +15,7 @@ from ..backends import Backend, Options
 from ..checks import sum_dtype
 from ..dropout import seed_with_origins
 from .layout import Chunk, Shards
-from .pieces import Document, ints, kept_calls, on_device
+from .pieces import LONG, LONG_BESIDE, Document, ints, kept_calls, on_device
 from .room import Room
 
 
@@ -35,7 +35,8 @@ class Attention(NamedTuple):
         come first."""
         key_chunks = (Chunk(0, num_keys, 0),) if source is None else self.room.key_chunks(source)
         calls = kept_calls(self.room.row_chunks(), key_chunks, self.documents, self.options.window,
-                           self.options.dropout_seed is not None, q.shape[0], q.shape[2], num_keys, share_keys)
+                           self.options.dropout_seed is not None, q.shape[0], q.shape[2], num_keys, share_keys,
+                           LONG_BESIDE if source is None else LONG)
         return [on_device(call, q.device) for call in calls]
 
     def options_of(self, call):

@@ -1,9 +1,9 @@
 """Which local rows see which keys, as calls of a backend's kernels.
 
 A Piece is a run of rows that see a run of keys of the same document. Kernels align the last row of a sample with its
-last key. Where the two are not at the same place of the sequence, the window is shifted by their distance. Pieces of
-one window are samples of one packed call. Nothing here reads a tensor, and layers of a model ask for the same calls, so
-that they are kept. Read next: room.py, what dropout needs.
+last key. Where the two are not at the same place of the sequence, the window is shifted by their distance. Short pieces
+of one window are samples of one packed call. Nothing here reads a tensor, and layers of a model ask for the same calls,
+so that they are kept. Read next: room.py, what dropout needs.
 """
 
 import functools
@@ -13,7 +13,9 @@ import torch
 
 from ..backends import Lengths
 
-LONG = 2048  # rows: pieces of so many are faster as dense calls, on two streams, than packed, on one H200
+# Rows: pieces of so many are faster as dense calls than as samples of a packed one, on an H200. Dense calls have larger
+# tiles of keys. Beside one another, they also fill a GPU where one ends.
+LONG, LONG_BESIDE = 8192, 2048
 
 
 class Document(NamedTuple):
@@ -126,14 +128,17 @@ def length(run):
 
 
 @functools.lru_cache(maxsize=32)
-def kept_calls(row_chunks, key_chunks, documents, window, has_dropout, *sizes):
-    """calls_of(pieces_of(row_chunks, ...), *sizes), the longest ones first: short ones fill a GPU at the end."""
-    calls = calls_of(pieces_of(row_chunks, key_chunks, documents, window, has_dropout), *sizes)
+def kept_calls(row_chunks, key_chunks, documents, window, has_dropout, batch_size, num_rows, num_keys, share_keys,
+               long):
+    """calls_of(pieces_of(row_chunks, ...), ...), the longest ones first: short ones fill a GPU at the end. A few are
+    kept, since layers and steps repeat them. They hold no tensors."""
+    pieces = pieces_of(row_chunks, key_chunks, documents, window, has_dropout)
+    calls = calls_of(pieces, batch_size, num_rows, num_keys, share_keys, long)
     return tuple(sorted(calls, key=lambda call: -sum(length(piece.rows) * length(piece.keys) for piece in call.pieces)))
 
 
-def calls_of(pieces, batch_size, num_rows, num_keys, share_keys):
-    """The Calls of pieces: as few as possible, but a LONG piece has a call of its own.
+def calls_of(pieces, batch_size, num_rows, num_keys, share_keys, long=LONG):
+    """The Calls of pieces: as few as possible, but a piece of `long` rows has a call of its own.
 
     No two pieces of a call have a row in common. Without share_keys none have a key in common, since kernels add up
     gradients within one sample alone. A packed batch is one sample to torch, so pieces of several samples have calls of
@@ -145,9 +150,9 @@ def calls_of(pieces, batch_size, num_rows, num_keys, share_keys):
     groups = {}  # window: lists of pieces
     for piece in pieces:
         of_window = groups.setdefault(piece.window, [])
-        for group in () if length(piece.rows) >= LONG else of_window:
+        for group in () if length(piece.rows) >= long else of_window:
             last = group[-1]
-            if (batch_size == 1 and length(last.rows) < LONG and last.rows.stop <= piece.rows.start
+            if (batch_size == 1 and length(last.rows) < long and last.rows.stop <= piece.rows.start
                     and (share_keys or last.keys.stop <= piece.keys.start)):
                 group.append(piece)
                 break

@@ -15,12 +15,13 @@ class SideStreams:
     """run() calls a function on streams in turn, and join() lets the current stream wait for the calls, as does the end
     of a `with` block.
 
-    Results lie in memory of the streams. They may be dropped as soon as the current stream has what reads them, since a
-    stream waits for that before it begins with anything new.
+    Results lie in memory of the streams. A result may be dropped once the current stream has been given all work that
+    reads it. The next call on a side stream waits for that work.
     """
 
     def __init__(self, device):
-        self.streams = streams_of(device) if device.type == "cuda" else ()
+        self.current = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.streams = () if self.current is None else streams_of(self.current)
         # Of each call the event at its end, and what holds memory that is not to be used again before join().
         self.number, self.running = 0, []
 
@@ -29,20 +30,13 @@ class SideStreams:
 
     def __exit__(self, *error):
         self.join()
-        if self.number and not torch.cuda.is_current_stream_capturing():  # which wants nothing after the last join
-            end = self.current_stream().record_event()
-            for stream in self.streams[:self.number]:  # the next one to use it may have another current stream
-                stream.wait_event(end)
-
-    def current_stream(self):
-        return torch.cuda.current_stream(self.streams[0].device)
 
     def run(self, function, calls):
         """[function(*args) for args in calls], after what the current stream has so far. It may use the results after
         join()."""
         if not self.streams:
             return [function(*args) for args in calls]
-        begin, results = self.current_stream().record_event(), []
+        begin, results = self.current.record_event(), []
         for args in calls:
             stream = self.streams[self.number % NUM_STREAMS]
             self.number += 1
@@ -58,11 +52,13 @@ class SideStreams:
         """Wait for all calls but the last `but` ones."""
         num_over = max(0, len(self.running) - but)
         for event, _ in self.running[:num_over]:
-            self.current_stream().wait_event(event)
+            self.current.wait_event(event)
         del self.running[:num_over]
+        if not self.running:
+            self.number = 0  # each stream that is used keeps memory of its own
 
 
 @functools.cache
-def streams_of(device):
-    """The same ones for all calls: each has memory of its own, which would grow with their number."""
-    return tuple(torch.cuda.Stream(device) for _ in range(NUM_STREAMS))
+def streams_of(current):
+    """The same ones for all calls from a stream. Calls from another one could use memory again that is still read."""
+    return tuple(torch.cuda.Stream(current.device) for _ in range(NUM_STREAMS))
