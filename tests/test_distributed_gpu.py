@@ -51,7 +51,7 @@ def test_dropout_keeps_what_keep_mask_says(gpus, backend):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.skipif(NUM_GPUS < 4, reason="needs 4 GPUs"))])
 def test_results_at_length(gpus, size):
-    """In packed calls, and in calls of LONG pieces."""
+    """In packed calls, and with the all-gather also in calls of long pieces."""
     case = Case("long", size=size, S=4096, H=8, Hk=4, D=128, Dv=128, causal=True, dtype=torch.bfloat16, backend="cuda")
     longer = dataclasses.replace(case, name="longer", S=4096 * size, H=4, Hk=2)
     cases = [one for each in (case, longer) for one in of_methods(each, layouts=["zigzag"]) if one.Hk % size == 0

@@ -3,7 +3,7 @@
 Each row sees all of its keys in one call of a kernel, so nothing is merged, and its result is that of one GPU. With
 groups of heads, the keys of the next ones are on their way while the kernel computes with some. Calls run beside one
 another, so that the next one fills the GPU where one ends. The backward pass gathers the keys again rather than keeping
-them. It sends each rank the sum of what all ranks have for its dk and dv.
+them. It sends each rank the sum of what all ranks have for its dk and dv. With 32 heads in three groups:
 
     communication   |gather 0..3|gather 4..27|sum 0..3, gather 28..31|      |sum 4..27|     |sum 28..31|
     gradients                   |of 0..3     |of 4..27                      |of 28..31      |

@@ -95,7 +95,7 @@ def copy_rows(call, whole, part):
     """Copy what the pieces of a Call have in part (B, H, rows of the call, ...) to whole (B, H, T, ...)."""
     for piece in call.pieces:
         begin, end = piece.rows.start - call.rows.start, piece.rows.stop - call.rows.start
-        whole[:, :, piece.rows].copy_(part if end - begin == part.shape[2] else part[:, :, begin:end])
+        whole[:, :, piece.rows].copy_(part[:, :, begin:end])
 
 
 def empty_lse(q):
