@@ -5,16 +5,19 @@
 
 #include "dropout.h"
 
-// word[i][j] becomes the word of the row `row + 8·i + j` and the key `col`, i and j < 2. A call of Dropout::words has
-// words of two keys, which are those of two lanes that are 4 apart. So each of these two lanes makes one call, for one
-// j, and they exchange halves of the result.
-__device__ inline void words_transposed(const Dropout &dropout, uint32_t (&word)[2][2], int row, int col) {
-    uint32_t x[4];
-    const bool odd = col % 2;
-    dropout.words(x, row + odd, col - odd);
-    for (int i = 0; i < 2; i++) {
-        const uint32_t mine = odd ? x[2 * i + 1] : x[2 * i];
-        const uint32_t theirs = __shfl_xor_sync(~0u, odd ? x[2 * i] : x[2 * i + 1], 4);
-        word[i][0] = odd ? theirs : mine, word[i][1] = odd ? mine : theirs;
-    }
+// Bit i + 2·j + 16·e says whether the row `row + 8·i + e` and the key `key + 8·j` is kept, i, j and e < 2; row % 16 and
+// key % 16 are below 8, row is even. A call of Dropout::keep_bits has two keys, which are those of two lanes that are 4
+// apart. So each of these two lanes makes one call, for one e, and they exchange halves of the result.
+__device__ inline uint32_t kept_transposed(const Dropout &dropout, int row, int key) {
+    uint32_t kept[4];
+    const int e = key % 2;
+    dropout.keep_bits(kept, row + e, key - e);
+    uint32_t mine = 0;  // bits 12 to 15 for the even key, 28 to 31 for the odd one
+    for (int j = 0; j < 4; j++) mine = mine >> 1 | (kept[j] & 0x80008000);
+    const uint32_t theirs = __shfl_xor_sync(~0u, mine, 4);
+    return (e ? (mine & 0xffff0000) | theirs >> 16 : (mine & 0xffff) | theirs << 16) >> 12;
 }
+
+// The bit of kept_transposed() for element `element` of register `i` of a transposed accumulator of 16 rows: tile i of 8
+// rows, whose elements 0 and 1 are of a key, 2 and 3 of the key + 8.
+__device__ constexpr int bit_transposed(int tile, int element) { return tile + element / 2 * 2 + element % 2 * 16; }

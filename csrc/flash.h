@@ -69,9 +69,9 @@ struct AttnParams {
 
     // Dropout of the normalised probabilities, see dropout.h.
     const int64_t *dropout_seed;  // one number in the kernel's memory, or nullptr: no dropout
-    uint32_t drop_threshold;      // a probability whose random word is below it becomes 0,
+    uint32_t keep_count;          // of 2^15 probabilities, so many are kept; the others become 0
     bool has_dropout_origins;     // whether the seed is followed by [batch_size, 4], the origins of dropout.h
-    double keep_scale;            // and the others are multiplied by 1 / (1 - dropout_p), or by 0 if dropout_p is 1
+    double keep_scale;            // what is kept is multiplied by it: 2^15 / keep_count, or 0 if nothing is kept
 
     int *tile_counter;     // workspace of flash_sm90.cu: one number, or nullptr if all tiles take equally long and no
                            // two launches share them

@@ -122,7 +122,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         multiply_abt<T, kHeadDim>(acc_s, k_address, q_across, 0, row0 * Swizzle::kRowBytes);
         multiply_abt<T, kHeadDim>(acc_dp, k_address, q_across, kToV, row0 * Swizzle::kRowBytes + kToDO);
         const int key = tile.block * kBlockN + key0 + r, row = m_block * kBlockM + row0 + c;  // this lane's first
-        const uint32_t dropped = drops() ? drop(acc_dp, stage, h, key, row, row0) : 0;
+        const uint32_t kept = drops() ? drop(acc_dp, stage, h, key, row, row0) : ~0u;
         const auto scores = scores_of(h);
         if constexpr (kMods)
             scores.apply(transposed(score_tile(acc_s, key, row)),
@@ -138,8 +138,9 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         if (drops())  // a dropped P is needed for dS, so it stays, and a negative sign marks it
 #pragma unroll
             for (int i = 0; i < 4 * kMTiles * kNTiles; i++) {
-                float &s = acc_s[i / (4 * kNTiles)][i / 4 % kNTiles][i % 4];
-                s = dropped >> i & 1 ? -s : s;
+                const int m = i / (4 * kNTiles), n = i / 4 % kNTiles, operand = m * (kSub / 16) + n / 2;
+                float &s = acc_s[m][n][i % 4];
+                s = kept >> (4 * operand + bit_transposed(n % 2, i % 4)) & 1 ? s : -s;
             }
         multiply_own_rows(acc_s, acc_dp, stage, row0);
     }
@@ -149,29 +150,27 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         else return Scores<>(p);
     }
 
-    // acc_dp, which is dP, becomes dropout's dP - delta. Returns which elements are dropped, a bit for each.
+    // acc_dp, which is dP, becomes dropout's dP - delta. Returns which elements are kept, eight bits for each operand.
     __device__ uint32_t drop(Fragment &acc_dp, int stage, int h, int key, int row, int row0) {
-        uint32_t dropped = 0;
+        uint32_t all_kept = 0;
         const Dropout dropout(p, tile.b, h);
         const float keep_scale = float(p.keep_scale);
 #pragma unroll
         for (int kk = 0; kk < kSub / 16; kk++)
 #pragma unroll
-            for (int j = 0; j < 2 * kMTiles; j++) {
-                uint32_t word[2][2];
-                words_transposed(dropout, word, row + 16 * kk, key + 8 * j);
-                for (int half = 0; half < 2; half++) {
-                    const int n = 2 * kk + half;
+            for (int m = 0; m < kMTiles; m++) {
+                const uint32_t kept = kept_transposed(dropout, row + 16 * kk, key + 16 * m);
+                for (int i = 0; i < 2; i++) {
+                    const int n = 2 * kk + i;
                     const float2 delta = *reinterpret_cast<const float2 *>(&shared.delta[stage][row0 + 8 * n + c]);
-                    for (int e = 0; e < 2; e++) {
-                        float &dp = acc_dp[j / 2][n][j % 2 * 2 + e];
-                        const bool kept = word[half][e] >= dropout.threshold;
-                        dp = (kept ? dp * keep_scale : 0.f) - (e ? delta.y : delta.x);
-                        dropped |= uint32_t(!kept) << (4 * (j / 2 * kNTiles + n) + j % 2 * 2 + e);
+                    for (int e = 0; e < 4; e++) {
+                        float &dp = acc_dp[m][n][e];
+                        dp = (kept >> bit_transposed(i, e) & 1 ? dp * keep_scale : 0.f) - (e % 2 ? delta.y : delta.x);
                     }
                 }
+                all_kept |= kept << 4 * (m * (kSub / 16) + kk);
             }
-        return dropped;
+        return all_kept;
     }
 
     // acc_s is P, acc_dp is dP - delta: dS and, for warps that share their keys, P go to shared memory; both are

@@ -92,7 +92,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         begin_dp(stage);
         warpgroup_arrive();
         multiply_abt<T>(acc_dp, shared.sV[c], shared.sdO[stage], !kDropout || kMods);
-        const uint64_t kept = drops() ? kept_bits(at) : ~0ull;
+        const uint32_t kept = drops() ? kept_bits(at) : ~0u;
         if constexpr (kMods) {
             warpgroup_wait<0>(acc_s[0], acc_dp);
             change_scores(stage, at, kept);
@@ -177,29 +177,29 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             warpgroup_fence_operand(acc_dp);  // equal values get registers of their own
         }
     }
-    // Which elements dropout keeps, a bit for each.
-    __device__ uint64_t kept_bits(const StepAt &at) const {
+    // Which elements dropout keeps, a bit for each of 64 rows.
+    __device__ uint32_t kept_bits(const StepAt &at) const {
+        static_assert(!kDropout || kBlockM == 64);
         const Dropout dropout(p, steps.tile.b, at.h);
-        uint64_t kept = 0;
+        uint32_t kept = 0;
 #pragma unroll
-        for (int i = 0; i < kNTiles; i++) {  // of the key, or the key + 8, and of 16 rows
-            uint32_t word[2][2];
-            words_transposed(dropout, word, at.m_block * kBlockM + i / 2 * 16 + lane_idx % 4 * 2, key() + i % 2 * 8);
-            for (int j = 0; j < 4; j++)
-                kept |= uint64_t(word[j / 2][j % 2] >= dropout.threshold)
-                        << (8 * (i / 2) + j / 2 * 4 + i % 2 * 2 + j % 2);
-        }
+        for (int kk = 0; kk < kBlockM / 16; kk++)
+            kept |= kept_transposed(dropout, at.m_block * kBlockM + 16 * kk + lane_idx % 4 * 2, key()) << 4 * kk;
         return kept;
     }
+    // Of element e of acc[i].
+    __device__ static bool is_kept(uint32_t kept, int i, int e) {
+        return kept >> (i / 2 * 4 + bit_transposed(i % 2, e)) & 1;
+    }
     // acc_dp, which is dP, becomes dropout's dP - delta.
-    __device__ void drop(int stage, uint64_t kept) {
+    __device__ void drop(int stage, uint32_t kept) {
         const float keep_scale = float(p.keep_scale);
         for_rows(acc_dp, shared.delta[stage], [&](float dp, float delta, int i) {
-            return fmaf(dp, kept >> i & 1 ? keep_scale : 0.f, -delta);
+            return fmaf(dp, is_kept(kept, i / 4, i % 4) ? keep_scale : 0.f, -delta);
         });
     }
     // acc_s becomes scores, and acc_dp the derivative by factor · q·k.
-    __device__ void change_scores(int stage, const StepAt &at, uint64_t kept) {
+    __device__ void change_scores(int stage, const StepAt &at, uint32_t kept) {
         if (drops()) drop(stage, kept);
         ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, steps.seq.seqlen_q, steps.seq.seqlen_k, steps.tile.b, at.h);
         mods.bias = Bias{}, mods.slope = at.slope, mods.shift = steps.seq.seqlen_k - steps.seq.seqlen_q;
@@ -221,15 +221,15 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     };
     __device__ Operands operands(int first) { return {acc_dp, first}; }
     // P and dS as operands, and dS in shared memory, as [rows, keys].
-    __device__ void form_ds(uint32_t i, uint64_t kept) {
+    __device__ void form_ds(uint32_t i, uint32_t kept) {
 #pragma unroll
         for (int kk = 0; kk < kBlockM / 16; kk++) {
             uint32_t P[4], dS[4];
             for (int j = 0; j < 4; j++) {
                 const float(&s)[4] = acc_s[0][2 * kk + j / 2], (&dp)[4] = acc_dp[2 * kk + j / 2];
                 const int e = j % 2 * 2;
-                const bool drops_even = kDropout && !(kept >> (8 * kk + j / 2 * 4 + e) & 1);
-                const bool drops_odd = kDropout && !(kept >> (8 * kk + j / 2 * 4 + e) & 2);
+                const bool drops_even = kDropout && !is_kept(kept, 2 * kk + j / 2, e);
+                const bool drops_odd = kDropout && !is_kept(kept, 2 * kk + j / 2, e + 1);
                 P[j] = pack<T>(drops_even ? 0.f : s[e], drops_odd ? 0.f : s[e + 1]);
                 dS[j] = pack<T>(s[e] * dp[e], s[e + 1] * dp[e + 1]);
             }

@@ -181,11 +181,11 @@ template <typename T, typename Shape> struct Consumer {
     __device__ void drop(const Tile &tile, int row, int key) {
         const Dropout dropout(p, tile.b, tile.h);
 #pragma unroll
-        for (int n = 0; n < kNTiles; n++) {
-            uint32_t word[4];
-            dropout.words(word, row, key + 8 * n);
-            for (int e = 0; e < 4; e++)
-                if (word[e] < dropout.threshold) acc_s[0][n][e] = 0.f;
+        for (int n = 0; n < kNTiles; n += 2) {
+            uint32_t kept[4];
+            dropout.keep_bits(kept, row, key + 8 * n);
+            for (int i = 0; i < 8; i++)
+                if (!(kept[i / 2] & (i % 2 ? 1u << 31 : 1u << 15))) acc_s[0][n + i / 4][i % 4] = 0.f;
         }
     }
 

@@ -48,8 +48,8 @@ void set_params(AttnParams &p, const TorchTensor &q, const TorchTensor &k, const
                 "dropout_seed must be one int64, or that and four a sample, in a contiguous tensor on the device of q");
     p.dropout_seed = static_cast<const int64_t *>(dropout_seed->const_data_ptr());
     p.has_dropout_origins = dropout_seed->numel() > 1;
-    p.drop_threshold = uint32_t(std::min(std::nearbyint(dropout_p * 0x1p32), 0x1p32 - 1));  // as in dropout.py
-    p.keep_scale = dropout_p == 1 ? 0 : 1 / (1 - dropout_p);
+    p.keep_count = uint32_t(0x1p15 - std::nearbyint(dropout_p * 0x1p15));  // as in dropout.py
+    p.keep_scale = p.keep_count ? 0x1p15 / p.keep_count : 0;
 }
 
 // Checks what the backward pass takes beside checked q, k and v.

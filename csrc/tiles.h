@@ -215,18 +215,19 @@ __device__ void multiply(Sum (&acc)[kRows][kCols], const Sum (*A)[kLdA], const S
 }
 
 // Which probabilities dropout keeps: bit i · kCols + c is for row row(i) and column col(c) of the scores, i < kRows and
-// c < kCols. Philox gives four words for a pair of columns; two of them belong to a row of another thread.
+// c < kCols. A call of Philox is for eight elements, but a thread here has two of them, neighbours in a row.
 template <int kRows, int kCols, typename Row, typename Col>
 __device__ uint64_t kept(const Dropout &dropout, Row row, Col col) {
     static_assert(kRows * kCols <= 64 && kCols % 2 == 0);
     uint64_t bits = 0;
 #pragma unroll 1  // one copy of Philox
     for (int n = 0; n < kRows * kCols; n += 2) {
-        const int r = row(n / kCols);
-        uint32_t word[4];
-        dropout.words(word, r / 16 * 16 + r % 8, col(n % kCols));
-        const uint32_t even = r / 8 % 2 ? word[2] : word[0], odd = r / 8 % 2 ? word[3] : word[1];
-        bits |= uint64_t((even >= dropout.threshold) + 2 * (odd >= dropout.threshold)) << n;
+        const int r = row(n / kCols), c = col(n % kCols);
+        uint32_t pairs[4];
+        dropout.keep_bits(pairs, r / 16 * 16 + r % 8, c / 16 * 16 + c % 8);
+        const uint32_t left = r / 8 % 2 ? pairs[1] : pairs[0], right = r / 8 % 2 ? pairs[3] : pairs[2];
+        const uint32_t pair = c / 8 % 2 ? right : left;
+        bits |= uint64_t((pair >> 15 & 1) + (pair >> 31) * 2) << n;
     }
     return bits;
 }

@@ -148,9 +148,9 @@ def check_dropout_seed(dropout_seed, q, num_samples):
         raise ValueError(f"{wanted}{with_origins}, {got}")
     if dropout_seed.numel() > 1 and can_read(dropout_seed) and not dropout_seed.is_cuda:
         for row, key, head, sample in dropout_seed.reshape(-1)[1:].view(-1, 4).tolist():
-            if row % 16 or key % 2 or min(row, key, head, sample) < 0:
-                raise ValueError("the origins in dropout_seed are the first row, a multiple of 16, the first key, a "
-                                 f"multiple of 2, head and sample, all at least 0, got {[row, key, head, sample]}")
+            if row % 16 or key % 16 or min(row, key, head, sample) < 0:
+                raise ValueError("the origins in dropout_seed are the first row and the first key, multiples of 16, "
+                                 f"head and sample, all at least 0, got {[row, key, head, sample]}")
     return dropout_seed.contiguous()
 
 

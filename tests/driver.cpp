@@ -498,18 +498,20 @@ constexpr int64_t kSeed = 0x123456789abcdef;
 // Where the rows, keys and heads of sample b begin in a larger problem, and its number there.
 std::array<int64_t, 4> origin_of(const Case &c, int b) {
     if (!c.is_part) return {0, 0, 0, b};
-    return {16 * (b + 3), 2 * (5 * b + 7), 2 * b + 11, 40 - 3 * b};
+    return {16 * (b + 3), 16 * (5 * b + 7), 2 * b + 11, 40 - 3 * b};
 }
 
-// dropout.h once more, for one element: Philox-4x32-10.
-bool keeps(uint32_t threshold, uint32_t b, uint32_t h, uint32_t row, uint32_t col) {
-    uint32_t x[4] = {row / 16 * 8 + row % 8, col / 2, h, b}, key[2] = {uint32_t(kSeed), uint32_t(kSeed >> 32)};
-    for (int round = 0; round < 10; round++, key[0] += 0x9e3779b9, key[1] += 0xbb67ae85) {
+// dropout.h once more, for one element: Philox-4x32-7.
+bool keeps(uint32_t keep_count, uint32_t b, uint32_t h, uint32_t row, uint32_t col) {
+    uint32_t x[4] = {row / 16 * 8 + row % 8, col / 16 * 4 + col % 8 / 2, h, b};
+    uint32_t key[2] = {uint32_t(kSeed), uint32_t(kSeed >> 32)};
+    for (int round = 0; round < 7; round++, key[0] += 0x9e3779b9, key[1] += 0xbb67ae85) {
         const uint64_t product0 = 0xd2511f53ull * x[0], product1 = 0xcd9e8d57ull * x[2];
         x[0] = product1 >> 32 ^ x[1] ^ key[0], x[2] = product0 >> 32 ^ x[3] ^ key[1];
         x[1] = product1, x[3] = product0;
     }
-    return x[row / 8 % 2 * 2 + col % 2] >= threshold;
+    const uint32_t word = x[row / 8 % 2 + col / 8 % 2 * 2], number = (col % 2 ? word >> 16 : word) % 0x8000;
+    return number + keep_count >= 0x8000;
 }
 
 bool is_sm90_backward(const Case &c) {
@@ -681,8 +683,8 @@ template <typename T> struct Tensors {
         if (c.dropout_p > 0) p.dropout_seed = seed.device, p.has_dropout_origins = c.is_part;
         if (c.is_packed())
             for (Tensor *x : {&p.q, &p.k, &p.v, &p.o}) x->batch_stride = 0;
-        p.drop_threshold = std::min(std::round(c.dropout_p * 0x1p32), 0x1p32 - 1);
-        p.keep_scale = c.dropout_p == 1 ? 0 : 1 / (1 - c.dropout_p);
+        p.keep_count = 0x1p15 - std::round(c.dropout_p * 0x1p15);
+        p.keep_scale = p.keep_count ? 0x1p15 / p.keep_count : 0;
     }
 
     int64_t size_of(char dim, int64_t size) const { return c.bias_shape.find(dim) != std::string::npos ? size : 1; }
@@ -842,7 +844,7 @@ template <typename T> struct Reference {
             P[j] = score - alibi + bias, size[j] = std::abs(score) + std::abs(alibi) + std::abs(bias);
             max = std::max(max, P[j]);
             const auto [row0, key0, head0, sample] = origin_of(c, b);
-            const bool is_kept = keeps(x.p.drop_threshold, sample, head0 + h, row0 + i, key0 + j);
+            const bool is_kept = keeps(x.p.keep_count, sample, head0 + h, row0 + i, key0 + j);
             scale[j] = !x.p.dropout_seed ? 1 : is_kept ? x.p.keep_scale : 0;
         });
         if (std::isinf(max)) return {max, 0};

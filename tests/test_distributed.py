@@ -525,7 +525,7 @@ def places_in(chunks, length, more=0):
 
 @pytest.mark.parametrize("share_keys", [True, False])
 def test_calls_with_dropout_begin_at_whole_groups(share_keys):
-    """With 16 rows and 2 keys of their document. Origins say where, and rows of the rank see every key once."""
+    """With 16 rows and 16 keys of their document. Origins say where, and rows of the rank see every key once."""
     draw = random.Random(0)
     for _ in range(300):
         shards, num_rows, documents, window = drawn_sequence(draw)
@@ -535,7 +535,7 @@ def test_calls_with_dropout_begin_at_whole_groups(share_keys):
         own = room.own(torch.arange(len(row_places)).view(1, 1, -1)).flatten()
         assert torch.equal(room.own(room.extended(torch.arange(num_rows).view(1, 1, -1))).flatten(),
                            torch.arange(num_rows))
-        more = int(room.has_next_keys)
+        more = room.num_next
         num_keys = num_rows + more * shards.chunks_per_rank
         of_ranks = [(room.key_chunks(rank), num_keys, more) for rank in range(shards.size)]
         for sources in (of_ranks, [([Chunk(0, total, 0)], total, 0)]):
@@ -550,7 +550,7 @@ def test_calls_with_dropout_begin_at_whole_groups(share_keys):
                     for (begin_q, end_q, begin_k, end_k), (row, key, number) in zip(samples, call.origins):
                         if begin_q < end_q and begin_k < end_k:
                             first, = (document.begin for document in documents if document.number == number)
-                            assert row % 16 == 0 and key % 2 == 0
+                            assert row % 16 == 0 and key % 16 == 0
                             assert row_places[begin_q:end_q].tolist() == list(range(first + row,
                                                                                     first + row + end_q - begin_q))
                             assert key_places[begin_k:end_k].tolist() == list(range(first + key,

@@ -22,7 +22,7 @@ from minimal_attn.backends import Lengths, warn
 from minimal_attn.checks import FP8_DTYPES, empty_outputs
 
 from . import autotune as tuner
-from .dropout import keep_tile, seed_of, threshold_and_scale
+from .dropout import keep_tile, seed_of, count_and_scale
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, to_float)
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
@@ -83,7 +83,7 @@ def _clear_keys(tile, cols, first_key, seqlen_k, kClear: tl.constexpr):
 
 @triton.jit
 def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, first_key,
-            seqlen_k, seq, head_dim, head_dim_v, softmax_scale_log2, scores, seed_ptr, threshold,
+            seqlen_k, seq, head_dim, head_dim_v, softmax_scale_log2, scores, seed_ptr, keep_count,
             kMasked: tl.constexpr, kMaskCols: tl.constexpr, kIsLocal: tl.constexpr, kClearV: tl.constexpr,
             kIsPacked: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
             kTma: tl.constexpr):
@@ -113,7 +113,7 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
         rescale = tl.exp2((row_max - max_sub) * softmax_scale_log2)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         if seed_ptr is not None:  # of what meets V alone: the sum normalises what there was before
-            p = tl.where(keep_tile(seed_ptr, threshold, seq.b, h, row0, col0, p.shape[0], kBlockN), p, 0.0)
+            p = tl.where(keep_tile(seed_ptr, keep_count, seq.b, h, row0, col0, p.shape[0], kBlockN), p, 0.0)
         if kIsFp8 and not kIsPacked:  # v is Vᵀ, its keys in the order of _transpose_v
             v_tile = _load(v, b, h_k, 0, col0, v_row_stride, head_dim_v, tl.cdiv(seqlen_k, 16) * 16, kMaskCols,
                            kMasked, kBlockDv, kBlockN, kTma).T
@@ -170,13 +170,13 @@ def add_sink(row_max, row_sum, sink):
     return tl.maximum(row_max, sink), row_sum * factor + tl.exp(tl.minimum(-above, 0.0)), factor
 
 
-@triton.jit(do_not_specialize=["threshold", "batch_size", *WINDOW])
+@triton.jit(do_not_specialize=["keep_count", "batch_size", *WINDOW])
 def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as AttnParams in csrc/flash.h
                cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr,
                sinks_ptr,  # (H,), one more score of each row, without a value, or None
                alibi_ptr, bias_ptr,  # of scores.py, or None
                q_descale_ptr, k_descale_ptr, v_descale_ptr,  # fp8: (B, Hk), contiguous; and v is Vᵀ, if not packed
-               seed_ptr, threshold, keep_scale,  # of dropout.py; a seed_ptr of None: no dropout
+               seed_ptr, keep_count, keep_scale,  # of dropout.py; a seed_ptr of None: no dropout
                softmax_scale, softcap,  # None: no softcap
                q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                v_batch_stride, v_head_stride, v_row_stride, o_batch_stride, o_head_stride, o_row_stride,
@@ -244,11 +244,11 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
     kClearV: tl.constexpr = kIsPacked or seqused_k_ptr is not None
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
                                       v_row_stride, blocks, visible, first_key, seqlen_k, seq, head_dim, head_dim_v,
-                                      softmax_scale_log2, scores, seed_ptr, threshold, False, kMaskCols, kIsLocal,
+                                      softmax_scale_log2, scores, seed_ptr, keep_count, False, kMaskCols, kIsLocal,
                                       kClearV, kIsPacked, kBlockN, kBlockD, kBlockDv, kTma)
     acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
                                       v_row_stride, blocks, visible, first_key, seqlen_k, seq, head_dim, head_dim_v,
-                                      softmax_scale_log2, scores, seed_ptr, threshold, True, kMaskCols, kIsLocal,
+                                      softmax_scale_log2, scores, seed_ptr, keep_count, True, kMaskCols, kIsLocal,
                                       kClearV, kIsPacked, kBlockN, kBlockD, kBlockDv, kTma)
 
     empty = (visible.begin >= visible.end) | (row_sum == 0.0)
@@ -275,7 +275,7 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
              mask=(rows[:, None] < seq.padded_q) & (cols[None, :] < head_dim_v))
 
 
-_flash_fwd_packed = triton.jit(do_not_specialize=["threshold", *WINDOW, *PACKED_SIZES])(_flash_fwd.fn)
+_flash_fwd_packed = triton.jit(do_not_specialize=["keep_count", *WINDOW, *PACKED_SIZES])(_flash_fwd.fn)
 
 # (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and the larger of kBlockD and kBlockDv. The first
 # that fits the GPU's shared memory is the one without tuning; each list ends with one for the 99 KB of sm_86, sm_89 and
@@ -366,7 +366,7 @@ def transposed(v, seqlen_q, lengths, window):
 
 def launch(config, q, k, v, out, lengths, window, is_negative, tma, scores=(None, None, None)):
     """A Launch for checked inputs, to be called with (q, k, v, out, lse, *lengths, sinks, alibi_slopes, bias,
-    *descales, seed, threshold, keep_scale, softmax_scale, softcap). v is Vᵀ if they are fp8 and not packed;
+    *descales, seed, keep_count, keep_scale, softmax_scale, softcap). v is Vᵀ if they are fp8 and not packed;
     is_negative: softmax_scale is. scores: alibi_slopes, bias and softcap."""
     if "kConsumers" in config:
         return attention_hopper.launch(config, q, k, v, out, window == (-1, 0), properties(q.device).num_sms)
@@ -408,7 +408,7 @@ def run(q, k, v, options, config=None):
         if q.dtype in FP8_DTYPES and not lengths.is_packed:
             v = transposed(v, q.shape[2], lengths, window)
         autotune, is_negative = options.autotune and tuner.is_on(), options.softmax_scale < 0
-        numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale, scores[2]
+        numbers = *count_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale, scores[2]
         arguments = q, k, v, out, lse, *lengths, sinks, *scores[:2], *options.descales, seed, *numbers
         key = (q.device, is_negative, window, autotune, config and tuple(config.values()), scores[2] is None,
                *layouts(q, k, v, *lengths, sinks, *scores[:2], *options.descales, seed))

@@ -26,7 +26,7 @@ from . import autotune as tuner
 from .attention import block_d, can_use_tma, in_float
 from .attention_bwd_bias import launch_bias
 from .attention_bwd_kernels import _flash_bwd_kv, _flash_bwd_kv_packed, _flash_bwd_q, _flash_bwd_q_packed, _splits_of
-from .dropout import seed_of, threshold_and_scale
+from .dropout import seed_of, count_and_scale
 from .launching import (INTERPRETING, Launch, kind_of, layouts, mask_of, num_samples, once, properties, remember,
                         sum_splits, to_float)
 from .preprocess import launch_preprocess, padded_rows
@@ -112,7 +112,7 @@ def _has_empty_rows(q, k, lengths, window):
 
 
 def _launch(side, config, tma, tensors, softcap, window, has_empty_rows, clears_delta):
-    """A Launch for the gradients of one side, "kv" or "q", to be called with (*tensors, threshold, keep_scale,
+    """A Launch for the gradients of one side, "kv" or "q", to be called with (*tensors, keep_count, keep_scale,
     softmax_scale, softcap). tensors: q, k, v, dout, the gradients of this side, lse_padded, delta, *lengths,
     alibi_slopes, bias, seed.
 
@@ -179,7 +179,7 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
         dout = dout.contiguous()
     batch_size, nheads, seqlen_q, _ = q.shape
     *score_inputs, softcap = *score_tensors(options), options.softcap or None
-    numbers = *threshold_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale, softcap
+    numbers = *count_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale, softcap
     unit = options.softmax_scale if not options.has_scores else softcap or 1.0
     seqlen_pad = padded_rows(seqlen_q, lengths, num_samples(q, lengths))
     lse_padded, delta = (lse.new_empty(batch_size * nheads, seqlen_pad) for _ in range(2))

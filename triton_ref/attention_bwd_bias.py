@@ -36,7 +36,7 @@ def _owned(idx, size, kIsShared: tl.constexpr):
 def _ds(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, q_batch_stride, q_head_stride, q_row_stride, k_batch_stride,
         k_head_stride, k_row_stride, v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride,
         dout_row_stride, b, h, h_k, bh, row0, col0, seq, mask, scores, seqlen_pad, head_dim, head_dim_v, seed_ptr,
-        threshold, keep_scale, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
+        keep_count, keep_scale, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
         kBlockDv: tl.constexpr):
     """dS [kBlockM, kBlockN] of one head of a sample, 0 where a row does not see a key."""
     rows, cols = row0 + tl.arange(0, kBlockM), col0 + tl.arange(0, kBlockN)
@@ -53,7 +53,7 @@ def _ds(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, q_batch_stride, q_hea
               seq.seqlen_k, head_dim_v, True, True, kBlockN, kBlockDv, False)
     dp = tl.dot(dout, v.T, input_precision="ieee")
     if seed_ptr is not None:
-        keep = keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM, kBlockN)
+        keep = keep_tile(seed_ptr, keep_count, b, h, row0, col0, kBlockM, kBlockN)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     delta = load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, False)
     # Without a key, or with keys of -inf alone, a row's dO may be NaN.
@@ -61,9 +61,9 @@ def _ds(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, q_batch_stride, q_hea
     return tl.where(is_seen, p * (dp - delta[:, None]), 0.0)
 
 
-@triton.jit(do_not_specialize=["threshold", *WINDOW])
+@triton.jit(do_not_specialize=["keep_count", *WINDOW])
 def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr, seqused_q_ptr, seqused_k_ptr,
-                    alibi_ptr, bias_ptr, seed_ptr, threshold, keep_scale, softmax_scale, softcap, alibi_batch_stride,
+                    alibi_ptr, bias_ptr, seed_ptr, keep_count, keep_scale, softmax_scale, softcap, alibi_batch_stride,
                     bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, kFastTanh: tl.constexpr,
                     q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
                     v_batch_stride, v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride,
@@ -91,7 +91,7 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
                                  q_row_stride, k_batch_stride, k_head_stride, k_row_stride, v_batch_stride,
                                  v_head_stride, v_row_stride, dout_batch_stride, dout_head_stride, dout_row_stride, b,
                                  h, h // (nheads // nheads_k), b * nheads + h, m * kBlockM, n * kBlockN, seq, mask,
-                                 scores, seqlen_pad, head_dim, head_dim_v, seed_ptr, threshold, keep_scale,
+                                 scores, seqlen_pad, head_dim, head_dim_v, seed_ptr, keep_count, keep_scale,
                                  kBlockM, kBlockN, kBlockD, kBlockDv)
 
     to = head_of(dbias_ptr, b_begin, h_begin, 0, dbias_batch_stride, dbias_head_stride, dbias_row_stride)
@@ -109,7 +109,7 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
 
 
 def launch_bias(tensors, softcap, window):
-    """A Launch for dbias, to be called with (*tensors, threshold, keep_scale, softmax_scale, softcap). tensors: q, k,
+    """A Launch for dbias, to be called with (*tensors, keep_count, keep_scale, softmax_scale, softcap). tensors: q, k,
     v, dout, dbias, lse_padded, delta, seqused_q, seqused_k, alibi_slopes, bias, seed. dbias is fp32 and contiguous."""
     q, k, v, dout, dbias, _, delta, _, _, alibi_slopes, bias, _ = tensors
     (batch_size, nheads, seqlen_q, head_dim), (nheads_k, seqlen_k), head_dim_v = q.shape, k.shape[1:3], v.shape[-1]

@@ -36,7 +36,7 @@ def _add_product(acc, a, b):
 
 @triton.jit
 def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_stride, dout_row_stride, blocks, mask,
-                     seq, pad_begin, col0, seqlen_pad, head_dim, head_dim_v, scores, seed_ptr, threshold,
+                     seq, pad_begin, col0, seqlen_pad, head_dim, head_dim_v, scores, seed_ptr, keep_count,
                      keep_scale, kMasked: tl.constexpr, kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr,
                      kClearDelta: tl.constexpr, kRaggedRows: tl.constexpr, kMaskCols: tl.constexpr,
                      kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
@@ -66,7 +66,7 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, b, h, bh, q_row_
             p = tl.where(seen_by(seeing, rows, seqlen_q, kIsLocal, kRaggedRows), p, 0.0)
         p_dropped = p
         if seed_ptr is not None:
-            keep = keep_tile(seed_ptr, threshold, seq.b, h, row0, col0, kBlockM, kBlockN).T
+            keep = keep_tile(seed_ptr, keep_count, seq.b, h, row0, col0, kBlockM, kBlockN).T
             p_dropped = tl.where(keep, p, 0.0)
         dout_tile = _load(dout, b, h, row0, 0, dout_row_stride, seqlen_q, head_dim_v, True, kMaskCols, kBlockM,
                           kBlockDv, kTma, seq.q_begin)
@@ -91,9 +91,9 @@ def _splits_of(rows, max_splits):
     return max(1, min(max_splits, rows // 1024))
 
 
-@triton.jit(do_not_specialize=["threshold", "batch_size", *WINDOW])
+@triton.jit(do_not_specialize=["keep_count", "batch_size", *WINDOW])
 def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_seqlens_q_ptr,
-                  cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, alibi_ptr, bias_ptr, seed_ptr, threshold, keep_scale,
+                  cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, alibi_ptr, bias_ptr, seed_ptr, keep_count, keep_scale,
                   softmax_scale, softcap, alibi_batch_stride, bias_batch_stride, bias_head_stride, bias_row_stride,
                   bias_key_stride, kFastTanh: tl.constexpr,
                   q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
@@ -157,12 +157,12 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
         if kIsCausal or kIsLocal or kRaggedRows:
             dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
                                       dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
-                                      head_dim_v, scores, seed_ptr, threshold, keep_scale, True, kIsLocal,
+                                      head_dim_v, scores, seed_ptr, keep_count, keep_scale, True, kIsLocal,
                                       kEmptyRows, kClearDelta, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD,
                                       kBlockDv, kTma)
         dk, dv = _accumulate_dkdv(dk, dv, k, v, q_base, dout_base, lse_ptr, delta_ptr, b, h, bh, q_row_stride,
                                   dout_row_stride, blocks, mask, seq, pad_begin, col0, seqlen_pad, head_dim,
-                                  head_dim_v, scores, seed_ptr, threshold, keep_scale, False, kIsLocal,
+                                  head_dim_v, scores, seed_ptr, keep_count, keep_scale, False, kIsLocal,
                                   kEmptyRows, kClearDelta, kRaggedRows, kMaskCols, kBlockM, kBlockN, kBlockD,
                                   kBlockDv, kTma)
 
@@ -188,7 +188,7 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
 
 @triton.jit
 def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible,
-                   first_key, seq, head_dim, head_dim_v, scores, seed_ptr, threshold, keep_scale,
+                   first_key, seq, head_dim, head_dim_v, scores, seed_ptr, keep_count, keep_scale,
                    kMasked: tl.constexpr, kIsLocal: tl.constexpr, kClearKeys: tl.constexpr, kMaskCols: tl.constexpr,
                    kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
                    kTma: tl.constexpr):
@@ -211,16 +211,16 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, b, h, h_k, row0, k_row_stride,
             p = tl.where(sees(visible, cols, kIsLocal), p, 0.0)
         dp = tl.dot(dout, v_tile.T, input_precision="ieee")
         if seed_ptr is not None:
-            keep = keep_tile(seed_ptr, threshold, seq.b, h, row0, col0, kBlockM, kBlockN)
+            keep = keep_tile(seed_ptr, keep_count, seq.b, h, row0, col0, kBlockM, kBlockN)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         ds = through_cap(scores, p * (dp - delta[:, None]), s)
         dq = _add_product(dq, ds.to(q.dtype), k_tile)
     return dq
 
 
-@triton.jit(do_not_specialize=["threshold", "batch_size", *WINDOW])
+@triton.jit(do_not_specialize=["keep_count", "batch_size", *WINDOW])
 def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-                 seqused_q_ptr, seqused_k_ptr, alibi_ptr, bias_ptr, seed_ptr, threshold, keep_scale, softmax_scale,
+                 seqused_q_ptr, seqused_k_ptr, alibi_ptr, bias_ptr, seed_ptr, keep_count, keep_scale, softmax_scale,
                  softcap, alibi_batch_stride, bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride,
                  kFastTanh: tl.constexpr,
                  q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
@@ -275,10 +275,10 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
     scores = Scores(numbers, softcap, alibi_ptr, bias_ptr, bias_row_stride, bias_key_stride, kFastTanh)
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, first_key, seq, head_dim, head_dim_v, scores, seed_ptr, threshold, keep_scale,
+                        visible, first_key, seq, head_dim, head_dim_v, scores, seed_ptr, keep_count, keep_scale,
                         False, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = _accumulate_dq(dq, q, dout, lse, delta, k_base, v_base, b, h, h_k, row0, k_row_stride, v_row_stride, blocks,
-                        visible, first_key, seq, head_dim, head_dim_v, scores, seed_ptr, threshold, keep_scale,
+                        visible, first_key, seq, head_dim, head_dim_v, scores, seed_ptr, keep_count, keep_scale,
                         True, kIsLocal, kIsPacked, kMaskCols, kBlockM, kBlockN, kBlockD, kBlockDv, kTma)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     dims = tl.arange(0, kBlockD)
@@ -288,5 +288,5 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, cu_s
              mask=(rows[:, None] < seq.padded_q) & (dims[None, :] < head_dim))
 
 
-_flash_bwd_kv_packed, _flash_bwd_q_packed = (triton.jit(do_not_specialize=["threshold", *WINDOW, *PACKED_SIZES])(x.fn)
+_flash_bwd_kv_packed, _flash_bwd_q_packed = (triton.jit(do_not_specialize=["keep_count", *WINDOW, *PACKED_SIZES])(x.fn)
                                              for x in (_flash_bwd_kv, _flash_bwd_q))

@@ -293,7 +293,7 @@ def launch(config, q, k, v, out, causal, num_sms):
     start = Launch(_flash_fwd, programs, constants, tiles, num_warps=4)
 
     def start_without(q, k, v, out, lse, *others):
-        *unused, threshold, keep_scale, softmax_scale, softcap = others
+        *unused, keep_count, keep_scale, softmax_scale, softcap = others
         assert all(x is None for x in (*unused, softcap))  # lengths, sinks, what changes scores, descales and seed
         start(q, k, v, out, lse, softmax_scale)
 

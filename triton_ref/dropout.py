@@ -7,14 +7,17 @@ import torch
 import triton
 import triton.language as tl
 
-from minimal_attn.dropout import MASK32, drop_threshold, keep_scale
+from minimal_attn.dropout import BITS, ROUNDS, keep_count, keep_scale
+
+assert BITS == 15  # as the kernels have it
+kRounds = tl.constexpr(ROUNDS)
 
 
 @triton.jit
-def keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM: tl.constexpr, kBlockN: tl.constexpr):
-    """Which probabilities survive: bool [kBlockM, kBlockN] from row0 and col0 on, multiples of 16 and of 2.
+def keep_tile(seed_ptr, keep_count, b, h, row0, col0, kBlockM: tl.constexpr, kBlockN: tl.constexpr):
+    """Which probabilities survive: bool [kBlockM, kBlockN] from row0 and col0 on, all multiples of 16.
 
-    tl.philox is Philox-4x32-10. One call serves rows r, r + 8 and columns 2c, 2c + 1, which one thread of a tensor core
+    One call of Philox serves rows r, r + 8 and columns c, c + 1, c + 8 and c + 9, which one thread of a tensor core
     product holds: the compiler finds that, so that joining the words moves nothing between threads.
 
     seed_ptr: to uint64 if the origins of the samples follow, see seed_of.
@@ -26,13 +29,19 @@ def keep_tile(seed_ptr, threshold, b, h, row0, col0, kBlockM: tl.constexpr, kBlo
         h += tl.load(origin_ptr + 2).to(tl.int32)
         b = tl.load(origin_ptr + 3).to(tl.int32)
     rows = row0 // 2 + tl.arange(0, kBlockM // 2)  # row // 16 * 8 + row % 8
-    pairs = col0 // 2 + tl.arange(0, kBlockN // 2)
-    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), rows[:, None], pairs[None, :], h, b)
-    threshold = threshold.to(tl.uint32, bitcast=True)
-    even = tl.join(w0 >= threshold, w2 >= threshold)  # [kBlockM / 2, kBlockN / 2, row // 8 % 2]
-    odd = tl.join(w1 >= threshold, w3 >= threshold)
-    keep = tl.join(even, odd).reshape(kBlockM // 16, 8, kBlockN // 2, 2, 2)
-    return keep.permute(0, 3, 1, 2, 4).reshape(kBlockM, kBlockN)
+    cols = col0 // 4 + tl.arange(0, kBlockN // 4)  # col // 16 * 4 + col % 8 // 2
+    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), rows[:, None], cols[None, :], h, b, kRounds)
+    left = tl.join(carries(w0, keep_count), carries(w1, keep_count))  # [kBlockM / 2, kBlockN / 4, row // 8 % 2]
+    right = tl.join(carries(w2, keep_count), carries(w3, keep_count))
+    kept = tl.join(left, right)  # of bits 15 and 31, which are for an even and an odd column
+    keep = tl.join((kept & 0x8000) != 0, (kept >> 31) != 0).reshape(kBlockM // 16, 8, kBlockN // 16, 4, 2, 2, 2)
+    return keep.permute(0, 4, 1, 2, 5, 3, 6).reshape(kBlockM, kBlockN)
+
+
+@triton.jit
+def carries(word, keep_count):
+    """15 bits of each half of a word plus keep_count, whose 16th bit says that an element is kept."""
+    return (word & 0x7FFF7FFF) + keep_count.to(tl.uint32, bitcast=True) * 0x10001
 
 
 def seed_of(options):
@@ -41,11 +50,6 @@ def seed_of(options):
     return seed if seed is None or seed.numel() == 1 else seed.view(torch.uint64)
 
 
-def threshold_and_scale(dropout_p):
-    """(threshold, keep_scale) of a kernel; those of 0 where a seed of None says that there is no dropout.
-
-    The threshold goes as the int32 with its bits, the only type that every launch then has. At dropout_p = 1 it keeps
-    one element in 2³², and the scale of 0 drops that.
-    """
-    threshold = min(drop_threshold(dropout_p), MASK32)
-    return threshold - (threshold >> 31 << 32), keep_scale(dropout_p)
+def count_and_scale(dropout_p):
+    """(keep_count, keep_scale) of a kernel; those of 0 where a seed of None says that there is no dropout."""
+    return keep_count(dropout_p), keep_scale(dropout_p)

@@ -76,11 +76,11 @@ def pieces_of(row_chunks, key_chunks, documents, window, has_dropout=False):
 
 
 def keys_in(chunk, document, has_dropout):
-    """(begin, end) in the sequence of the keys of a chunk in a document. For dropout they come in pairs, and a pair
-    belongs to the chunk of its first key."""
+    """(begin, end) in the sequence of the keys of a chunk in a document. For dropout they come in groups of 16, and a
+    group belongs to the chunk of its first key."""
     begin, end = chunk.begin, chunk.end
     if has_dropout:
-        begin, end = (place + max(0, place - document.begin) % 2 for place in (begin, end))
+        begin, end = (place + -max(0, place - document.begin) % 16 for place in (begin, end))
     return max(begin, document.begin), min(end, document.end)
 
 

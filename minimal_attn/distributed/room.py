@@ -1,19 +1,20 @@
 """Room in the tensors of a rank, so that dropout draws for its rows and keys what one GPU draws.
 
-A random number of ../dropout.py serves rows of 16 and keys of 2 together, counted from the start of a document. A call
-of a kernel begins with whole ones, so that its origins say all. Chunks may begin elsewhere in a document.
+A random number of ../dropout.py serves some of 16 rows and 16 keys, counted from the start of a document. A call of a
+kernel begins with whole groups of 16, so that its origins say all. Chunks may begin elsewhere in a document.
 
 Rows: so many of zeros come before a chunk that it begins at a multiple of 16. Nobody reads their results, and they add
 nothing to gradients. Keys: one that is not to be seen would have to be hidden, and no window does that. So in a ring a
-chunk brings the first key of the next one along. A pair of keys belongs to the chunk of its first one, and its gradient
-goes home at the end. Where chunks begin at a multiple of 16 in their documents, and without dropout, there is no room
-and no copy. Read next: local.py, which makes calls.
+chunk brings the keys along that follow it, up to 15. A group of keys belongs to the chunk of its first one, and the
+gradients of the others go home at the end. Where chunks begin at a multiple of 16 in their documents, and without
+dropout, there is no room and no copy. Read next: local.py, which makes calls.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .layout import Chunk, Shards, all_gather
 
@@ -22,7 +23,7 @@ class Room(NamedTuple):
     shards: Shards
     num_rows: int  # of a rank
     fronts: tuple[int, ...]  # how many rows of zeros come before each chunk of this rank
-    has_next_keys: bool  # a chunk of keys ends with the first one of the next chunk; the same on all ranks
+    num_next: int  # how many of the keys that follow a chunk are behind it, 15 or 0; the same on all ranks
 
     def extended(self, x: Tensor, value: float = 0) -> Tensor:
         """x (B, H, T, ...), this rank's rows, with those before each chunk, which hold `value`."""
@@ -52,29 +53,36 @@ class Room(NamedTuple):
         return tuple(chunks)
 
     def key_chunks(self, rank: int) -> tuple[Chunk, ...]:
-        """The Chunks of a rank's keys; where they have next keys, these are behind the end."""
+        """The Chunks of a rank's keys; those that follow a chunk are behind its end."""
         chunks = self.shards.chunks(rank, self.num_rows)
-        return tuple(chunk._replace(local=chunk.local + i * self.has_next_keys) for i, chunk in enumerate(chunks))
+        return tuple(chunk._replace(local=chunk.local + i * self.num_next) for i, chunk in enumerate(chunks))
 
     def with_next_keys(self, kv: Tensor) -> Tensor:
-        """kv (B, Hk, T, D), this rank's keys, as key_chunks has them."""
-        if not self.has_next_keys:
+        """kv (B, Hk, T, D), this rank's keys, as key_chunks has them. Behind the end of the sequence are zeros."""
+        if not self.num_next:
             return kv
         chunks = kv.chunk(self.shards.chunks_per_rank, 2)
-        following = self._of_all_chunks([chunk[:, :, :1] for chunk in chunks]).roll(-1, 0)  # nobody sees the last one
-        return torch.cat([part for number, chunk in zip(self._numbers(), chunks)
-                          for part in (chunk, following[number].unsqueeze(2))], 2)
+        most = min(self.num_next, chunks[0].shape[2])  # of a chunk's keys may follow another one
+        first_keys = self._of_all_chunks([chunk[:, :, :most] for chunk in chunks])
+        following = pad(first_keys.flatten(0, 1), (0, 0) * 3 + (0, self.num_next))
+        return torch.cat([part for number, chunk in zip(self._numbers(), chunks) for part in (
+            chunk, following[(number + 1) * most:][:self.num_next].permute(1, 2, 0, 3))], 2)
 
     def with_gradients_at_home(self, dkv: Tensor) -> Tensor:
-        """dkv (B, Hk, T, D) of dkv as key_chunks has it: that of a next key goes to the rank that holds this."""
-        if not self.has_next_keys:
+        """dkv (B, Hk, T, D) of dkv as key_chunks has it: those of keys that follow a chunk go to the rank that holds
+        these keys."""
+        if not self.num_next:
             return dkv
         chunks = dkv.chunk(self.shards.chunks_per_rank, 2)
-        arriving = self._of_all_chunks([chunk[:, :, -1:] for chunk in chunks]).roll(1, 0)
-        dkv = torch.cat([chunk[:, :, :-1] for chunk in chunks], 2)
-        for number, chunk in zip(self._numbers(), self.shards.chunks(self.shards.rank, self.num_rows)):
-            dkv[:, :, chunk.local] += arriving[number]
-        return dkv
+        arriving = self._of_all_chunks([chunk[:, :, -self.num_next:] for chunk in chunks])
+        chunks = [chunk[:, :, :-self.num_next].clone() for chunk in chunks]
+        for number, chunk in zip(self._numbers(), chunks):
+            each = chunk.shape[2]
+            for before in range(number):  # in the order of the sequence
+                begin = (number - before - 1) * each  # of this chunk, among the keys that follow the one before
+                rows = arriving[before, begin:begin + each]
+                chunk[:, :, :rows.shape[0]] += rows.permute(1, 2, 0, 3)
+        return torch.cat(chunks, 2)
 
     def _numbers(self):
         """Of this rank's chunks in the sequence."""
@@ -82,8 +90,8 @@ class Room(NamedTuple):
         return [chunk.begin // each for chunk in self.shards.chunks(self.shards.rank, self.num_rows)]
 
     def _of_all_chunks(self, rows):
-        """(chunks of all ranks, B, Hk, D), in the order of the sequence, of one row (B, Hk, 1, D) of each own chunk."""
-        own = torch.cat(rows, 2).movedim(2, 0).contiguous()
+        """(chunks of all ranks, n, B, Hk, D), in the order of the sequence, of n rows (B, Hk, n, D) of each own chunk."""
+        own = torch.stack([part.movedim(2, 0) for part in rows])
         everything = own.new_empty(self.shards.size * len(rows), *own.shape[1:])
         all_gather(everything, own, self.shards.group).wait()
         return self.shards.in_order(everything)
@@ -93,10 +101,10 @@ def room_for(shards, num_rows, documents, has_dropout):
     """The Room of ranks with so many rows, of Documents."""
     own = shards.chunks(shards.rank, num_rows)
     if not has_dropout:
-        return Room(shards, num_rows, (0,) * len(own), False)
+        return Room(shards, num_rows, (0,) * len(own), 0)
     begins = (chunk.begin for rank in range(shards.size) for chunk in shards.chunks(rank, num_rows))
     return Room(shards, num_rows, tuple(place_in_document(chunk.begin, documents) % 16 for chunk in own),
-                any(place_in_document(begin, documents) % 2 for begin in begins))
+                15 if any(place_in_document(begin, documents) % 16 for begin in begins) else 0)
 
 
 def place_in_document(place, documents):
