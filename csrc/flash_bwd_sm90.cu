@@ -227,8 +227,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             uint32_t P[4], dS[4];
             for (int j = 0; j < 4; j++) {
                 const float(&s)[4] = acc_s[0][2 * kk + j / 2], (&dp)[4] = acc_dp[2 * kk + j / 2];
-                const int i = 2 * kk + j / 2, e = j % 2 * 2;
-                P[j] = pack<T>(is_kept(kept, i, e) ? s[e] : 0.f, is_kept(kept, i, e + 1) ? s[e + 1] : 0.f);
+                const int n = 2 * kk + j / 2, e = j % 2 * 2;
+                P[j] = pack<T>(is_kept(kept, n, e) ? s[e] : 0.f, is_kept(kept, n, e + 1) ? s[e + 1] : 0.f);
                 dS[j] = pack<T>(s[e] * dp[e], s[e + 1] * dp[e + 1]);
             }
             for (int j = 0; j < 4; j++) operands(0)[kk][j] = P[j], operands(1)[kk][j] = dS[j];

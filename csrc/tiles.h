@@ -225,7 +225,8 @@ __device__ uint64_t kept(const Dropout &dropout, Row row, Col col) {
         const int r = row(n / kCols), c = col(n % kCols);
         uint32_t pairs[4];
         dropout.keep_bits(pairs, r / 16 * 16 + r % 8, c / 16 * 16 + c % 8);
-        const uint32_t pair = pairs[r / 8 % 2 + c / 8 % 2 * 2];
+        const uint32_t left = r / 8 % 2 ? pairs[1] : pairs[0], right = r / 8 % 2 ? pairs[3] : pairs[2];
+        const uint32_t pair = c / 8 % 2 ? right : left;  // an index would put pairs into local memory
         bits |= uint64_t((pair >> 15 & 1) + (pair >> 31) * 2) << n;
     }
     return bits;

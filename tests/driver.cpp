@@ -683,7 +683,7 @@ template <typename T> struct Tensors {
         if (c.dropout_p > 0) p.dropout_seed = seed.device, p.has_dropout_origins = c.is_part;
         if (c.is_packed())
             for (Tensor *x : {&p.q, &p.k, &p.v, &p.o}) x->batch_stride = 0;
-        p.keep_count = 0x1p15 - std::round(c.dropout_p * 0x1p15);
+        p.keep_count = 0x1p15 - std::nearbyint(c.dropout_p * 0x1p15);
         p.keep_scale = p.keep_count ? 0x1p15 / p.keep_count : 0;
     }
 

@@ -31,9 +31,9 @@ def keep_tile(seed_ptr, keep_count, b, h, row0, col0, kBlockM: tl.constexpr, kBl
     rows = row0 // 2 + tl.arange(0, kBlockM // 2)  # row // 16 * 8 + row % 8
     cols = col0 // 4 + tl.arange(0, kBlockN // 4)  # col // 16 * 4 + col % 8 // 2
     w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), rows[:, None], cols[None, :], h, b, kRounds)
-    left = tl.join(carries(w0, keep_count), carries(w1, keep_count))  # [kBlockM / 2, kBlockN / 4, row // 8 % 2]
-    right = tl.join(carries(w2, keep_count), carries(w3, keep_count))
-    kept = tl.join(left, right)  # of bits 15 and 31, which are for an even and an odd column
+    low_cols = tl.join(carries(w0, keep_count), carries(w1, keep_count))  # [kBlockM / 2, kBlockN / 4, row // 8 % 2]
+    high_cols = tl.join(carries(w2, keep_count), carries(w3, keep_count))
+    kept = tl.join(low_cols, high_cols)  # bit 15 is for an even column, and bit 31 for an odd one
     keep = tl.join((kept & 0x8000) != 0, (kept >> 31) != 0).reshape(kBlockM // 16, 8, kBlockN // 16, 4, 2, 2, 2)
     return keep.permute(0, 4, 1, 2, 5, 3, 6).reshape(kBlockM, kBlockN)
 

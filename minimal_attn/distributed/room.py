@@ -78,7 +78,7 @@ class Room(NamedTuple):
         chunks = [chunk[:, :, :-self.num_next].clone() for chunk in chunks]
         for number, chunk in zip(self._numbers(), chunks):
             each = chunk.shape[2]
-            for before in range(number):  # in the order of the sequence
+            for before in range(max(0, number - -(-self.num_next // each)), number):
                 begin = (number - before - 1) * each  # of this chunk, among the keys that follow the one before
                 rows = arriving[before, begin:begin + each]
                 chunk[:, :, :rows.shape[0]] += rows.permute(1, 2, 0, 3)
