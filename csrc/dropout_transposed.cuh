@@ -18,6 +18,6 @@ __device__ inline uint32_t kept_transposed(const Dropout &dropout, int row, int 
     return (e ? (mine & 0xffff0000) | theirs >> 16 : (mine & 0xffff) | theirs << 16) >> 12;
 }
 
-// The bit of kept_transposed() for element `element` of register `i` of a transposed accumulator of 16 rows: tile i of 8
-// rows, whose elements 0 and 1 are of a key, 2 and 3 of the key + 8.
+// The bit of kept_transposed() for an element of a transposed accumulator of 16 rows, of its tile of 8 rows: elements 0
+// and 1 are of a key, 2 and 3 of the key + 8.
 __device__ constexpr int bit_transposed(int tile, int element) { return tile + element / 2 * 2 + element % 2 * 16; }
