@@ -1,6 +1,7 @@
 // What a block of threads of flash_bwd_sm90.cu works at: its steps, its shared memory, and its producer. One thread
 // asks TMA for K and V, and for Q and dO step by step. One warp loads what P and dS need of each row. Two more threads
-// keep the turns of a deterministic pass. flash_bwd_wide_sm90.cu has StepAt and place_of_row() from here.
+// keep the turns of a deterministic pass. flash_bwd_wide_sm90.cu has StepAt, place_of_row() and clear_outside() from
+// here.
 //
 // Read next: flash_bwd_sm90.cu, the consumers.
 #pragma once
@@ -59,6 +60,19 @@ struct StepAt {
 // Of 16 rows a lane needs the numbers of four, those of its accumulators. They are neighbours in shared memory.
 __device__ inline int place_of_row(int row) {
     return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
+}
+
+// Rows of a tile before `begin` or from `end` on become 0, by two consumers.
+template <int kRows, int kHeadDim> __device__ void clear_outside(SmemTile<kRows, kHeadDim> &tile, int begin, int end) {
+    constexpr int kVecs = SmemTile<kRows, kHeadDim>::kRowBytes / 16;
+#pragma unroll 1
+    for (int i = threadIdx.x - 128; i < tile.kPanels * kRows * kVecs; i += 256)
+        if (const int row = i / kVecs % kRows; row < begin || row >= end)
+            reinterpret_cast<uint4 *>(tile.panel)[i] = uint4{};
+}
+__device__ inline void after_clear() {
+    fence_proxy_async();
+    barrier_sync(kAllConsumers, 256);
 }
 
 template <typename Shape> struct BwdSharedMemory {

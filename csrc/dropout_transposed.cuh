@@ -21,3 +21,15 @@ __device__ inline uint32_t kept_transposed(const Dropout &dropout, int row, int 
 // The bit of kept_transposed() for an element of a transposed accumulator of 16 rows, of its tile of 8 rows: elements 0
 // and 1 are of a key, 2 and 3 of the key + 8.
 __device__ constexpr int bit_transposed(int tile, int element) { return tile + element / 2 * 2 + element % 2 * 16; }
+
+// kept_transposed() for the accumulator of a lane that has 64 rows, as those of wgmma do; row and key are its first.
+__device__ inline uint32_t kept_of_64_rows(const Dropout &dropout, int row, int key) {
+    uint32_t kept = 0;
+#pragma unroll
+    for (int kk = 0; kk < 4; kk++) kept |= kept_transposed(dropout, row + 16 * kk, key) << 4 * kk;
+    return kept;
+}
+// Of element e of acc[n].
+__device__ constexpr bool is_kept(uint32_t kept, int n, int e) {
+    return kept >> (n / 2 * 4 + bit_transposed(n % 2, e)) & 1;
+}

@@ -118,32 +118,20 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         }
     }
 
-    // Rows of a tile before `begin` or from `end` on become 0, by all consumers.
-    template <int kRows> __device__ void clear(SmemTile<kRows, kHeadDim> &tile, int begin, int end) {
-        constexpr int kVecs = SmemTile<kRows, kHeadDim>::kRowBytes / 16;
-#pragma unroll 1
-        for (int i = threadIdx.x - 128; i < tile.kPanels * kRows * kVecs; i += kThreads)
-            if (const int row = i / kVecs % kRows; row < begin || row >= end)
-                reinterpret_cast<uint4 *>(tile.panel)[i] = uint4{};
-    }
-    __device__ void after_clear() {
-        fence_proxy_async();
-        barrier_sync(kAllConsumers, kThreads);
-    }
     // Keys that no row sees may hold NaN, and 0 · NaN is NaN. What lies beyond the tensor is 0 already.
     __device__ void clear_keys() {
         const int key0 = steps.tile.block * Shape::kBlockN, begin = mask().keys(0).begin - key0;
         const int end = steps.seq.keys_follow(p) ? steps.seq.seqlen_k - key0 : Shape::kBlockN;
         if (begin <= 0 && end >= Shape::kBlockN) return;
         for (int c = 0; c < Shape::kConsumers; c++)
-            clear(shared.sK[c], begin - 64 * c, end - 64 * c), clear(shared.sV[c], begin - 64 * c, end - 64 * c);
+            for (auto *tile : {&shared.sK[c], &shared.sV[c]}) clear_outside(*tile, begin - 64 * c, end - 64 * c);
         after_clear();
     }
     // The same of rows that see no key, or are those of the next sample.
     __device__ void clear_rows(int stage, int m_block) {
         const int row0 = m_block * kBlockM, begin = steps.first_row - row0, end = steps.seq.seqlen_q - row0;
         if (begin <= 0 && end >= kBlockM) return;
-        clear(shared.sQ[stage], begin, end), clear(shared.sdO[stage], begin, end);
+        clear_outside(shared.sQ[stage], begin, end), clear_outside(shared.sdO[stage], begin, end);
         after_clear();
     }
 
@@ -177,19 +165,10 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             warpgroup_fence_operand(acc_dp);  // equal values get registers of their own
         }
     }
-    // Which elements dropout keeps, a bit for each of 64 rows.
+    // Which elements dropout keeps.
     __device__ uint32_t kept_bits(const StepAt &at) const {
         static_assert(!kDropout || kBlockM == 64);
-        const Dropout dropout(p, steps.tile.b, at.h);
-        uint32_t kept = 0;
-#pragma unroll
-        for (int kk = 0; kk < kBlockM / 16; kk++)
-            kept |= kept_transposed(dropout, at.m_block * kBlockM + 16 * kk + lane_idx % 4 * 2, key()) << 4 * kk;
-        return kept;
-    }
-    // Of element e of acc[i].
-    __device__ static bool is_kept(uint32_t kept, int i, int e) {
-        return kept >> (i / 2 * 4 + bit_transposed(i % 2, e)) & 1;
+        return kept_of_64_rows(Dropout(p, steps.tile.b, at.h), at.m_block * kBlockM + lane_idx % 4 * 2, key());
     }
     // acc_dp, which is dP, becomes dropout's dP - delta.
     __device__ void drop(int stage, uint32_t kept) {

@@ -30,19 +30,6 @@ struct WideParams : AttnBackwardParams {
     float score_factor, scale;
 };
 
-// Rows of a tile before `begin` or from `end` on become 0, by all consumers.
-template <int kHeadDim> __device__ void clear_wide(SmemTile<64, kHeadDim> &tile, int begin, int end) {
-    constexpr int kVecs = SmemTile<64, kHeadDim>::kRowBytes / 16;
-#pragma unroll 1
-    for (int i = threadIdx.x - 128; i < tile.kPanels * 64 * kVecs; i += 256)
-        if (const int row = i / kVecs % 64; row < begin || row >= end)
-            reinterpret_cast<uint4 *>(tile.panel)[i] = uint4{};
-}
-__device__ inline void after_clear_wide() {
-    fence_proxy_async();
-    barrier_sync(kAllConsumers, 256);
-}
-
 // A fragment of dK, dV or dQ goes through a tile of shared memory to 16 rows of x. is_zero[i]: of row i of this lane.
 template <typename T, int kHeadDim>
 __device__ void store_wide(float (&acc)[kHeadDim / 8][4], float scale, SmemTile<64, kHeadDim> &to,
@@ -225,14 +212,14 @@ template <typename T, typename Shape> struct WideDkvConsumer {
         const int key0 = steps.tile.block * 64, begin = mask().keys(0).begin - key0;
         const int end = steps.seq.keys_follow(p) ? steps.seq.seqlen_k - key0 : 64;
         if (begin <= 0 && end >= 64) return;
-        clear_wide(shared.sK, begin, end), clear_wide(shared.sV, begin, end);
-        after_clear_wide();
+        clear_outside(shared.sK, begin, end), clear_outside(shared.sV, begin, end);
+        after_clear();
     }
     __device__ void clear_rows(int stage, int m_block) {
         const int begin = steps.first_row - m_block * 64, end = steps.seq.seqlen_q - m_block * 64;
         if (begin <= 0 && end >= 64) return;
-        clear_wide(shared.sQ[stage], begin, end), clear_wide(shared.sdO[stage], begin, end);
-        after_clear_wide();
+        clear_outside(shared.sQ[stage], begin, end), clear_outside(shared.sdO[stage], begin, end);
+        after_clear();
     }
 };
 
@@ -369,8 +356,8 @@ template <typename T, typename Shape> struct WideDqConsumer {
         const int key0 = n_block * 64, begin = Mask(shared.seq, p).keys(0).begin - key0;
         const int end = shared.seq.keys_follow(p) ? shared.seq.seqlen_k - key0 : 64;
         if (begin <= 0 && end >= 64) return;
-        clear_wide(shared.sK[stage], begin, end), clear_wide(shared.sV, begin, end);
-        after_clear_wide();
+        clear_outside(shared.sK[stage], begin, end), clear_outside(shared.sV, begin, end);
+        after_clear();
     }
 };
 
