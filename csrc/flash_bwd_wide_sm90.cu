@@ -7,13 +7,14 @@
 //   consumer 0   S = K Qᵀ             P = exp(scale · S - lse)     dV += P dO
 //   consumer 1   dP = V dOᵀ           dS = P ∘ (dP - delta)        dK += dS Q
 // P goes from each thread of the first to one of the second, which has the same elements. While one forms P or dS, the
-// other one multiplies.
+// other one multiplies. What dropout drops of P goes there with a negative sign.
 //
 // dq: a block of threads owns 128 rows, 64 for each consumer, and walks along the keys, 64 at a time:
 //   S = Q Kᵀ    dP = dO Vᵀ    dS = exp(scale · S - lse) ∘ (dP - delta)    dQ += dS K beside S of the next keys
 //
 // Read next: flash_dmma.cu, fp32 on the same GPUs.
 #include "bwd_producer_sm90.cuh"
+#include "dropout_transposed.cuh"
 
 namespace sm90 {
 
@@ -27,7 +28,7 @@ template <int kHeadDim_> struct WideShape {
 
 struct WideParams : AttnBackwardParams {
     TmaTensor q_tma, k_tma, v_tma, dout_tma;
-    float score_factor, scale;
+    float score_factor, scale, keep_scale;
 };
 
 // A fragment of dK, dV or dQ goes through a tile of shared memory to 16 rows of x. is_zero[i]: of row i of this lane.
@@ -46,6 +47,11 @@ __device__ void store_wide(float (&acc)[kHeadDim / 8][4], float scale, SmemTile<
     }
     __syncwarp();  // unobserved by the emulator: its stmatrix is one step of all lanes
     store_some_rows(to, row0, rows, row_stride, count, cols);
+}
+
+// dP - delta, after dropout.
+template <bool kDropout> __device__ float subtract_delta(const WideParams &p, float dp, bool is_kept, float delta) {
+    return kDropout ? fmaf(dp, is_kept ? p.keep_scale : 0.f, -delta) : dp - delta;
 }
 
 // The rows of 64 keys.
@@ -118,7 +124,7 @@ template <typename Shape> __device__ void load_wide_numbers(const WideParams &p,
     }
 }
 
-template <typename T, typename Shape> struct WideDkvConsumer {
+template <typename T, typename Shape, bool kDropout> struct WideDkvConsumer {
     static constexpr int kHeadDim = Shape::kHeadDim, kNTiles = Shape::kNTiles, kDTiles = Shape::kDTiles;
     const WideParams &p;
     WideDkvShared<Shape> &shared;
@@ -142,7 +148,8 @@ template <typename T, typename Shape> struct WideDkvConsumer {
         const int key0 = steps.tile.block * 64 + idx / 32 * 16, first = key0 + lane_idx / 4;
         const bool is_zero[2] = {first >= steps.seq.seqlen_k, first + 8 >= steps.seq.seqlen_k};  // others: 0 · NaN
         const Tensor &x = consumer ? p.dk : p.dv;
-        store_wide<T>(acc_sum, consumer ? p.scale : 1.f, consumer ? shared.sV : shared.sK, is_zero,
+        const float scale = consumer ? p.scale : kDropout ? p.keep_scale : 1.f;
+        store_wide<T>(acc_sum, scale, consumer ? shared.sV : shared.sK, is_zero,
                       rows_of<uint16_t>(x, steps.tile.b, steps.tile.h_k, steps.seq.k_begin + key0), x.row_stride,
                       steps.seq.padded_k - key0, consumer ? p.head_dim : p.head_dim_v);
     }
@@ -158,8 +165,9 @@ template <typename T, typename Shape> struct WideDkvConsumer {
         multiply_abt<T>(acc[0], c ? shared.sV : shared.sK, rows);
         warpgroup_wait<1>(acc_sum, operand);  // of the step before
         if (i > 0) shared.rows.consumer_release(i - 1, lane_idx);
+        const uint32_t kept = kDropout && consumer == 0 ? kept_bits(at) : ~0u;
         warpgroup_wait<0>(acc[0]);
-        if (consumer == 0) form_P(i, at.m_block, is_full);
+        if (consumer == 0) form_P(i, at.m_block, is_full, kept);
         else form_ds(i);
 #pragma unroll
         for (int j = 0; j < 2 * kNTiles; j++)
@@ -170,7 +178,11 @@ template <typename T, typename Shape> struct WideDkvConsumer {
     __device__ float4 of_rows(const float (&x)[64], int kk) const {
         return *reinterpret_cast<const float4 *>(&x[16 * kk + lane_idx % 4 * 4]);
     }
-    __device__ void form_P(uint32_t i, int m_block, bool is_full) {
+    __device__ int key() const { return steps.tile.block * 64 + idx / 32 * 16 + lane_idx / 4; }  // this lane's first
+    __device__ uint32_t kept_bits(const StepAt &at) const {
+        return kept_of_64_rows(Dropout(p, steps.tile.b, at.h), at.m_block * 64 + lane_idx % 4 * 2, key());
+    }
+    __device__ void form_P(uint32_t i, int m_block, bool is_full, uint32_t kept) {
         const float factor = p.score_factor;
 #pragma unroll
         for (int kk = 0; kk < kNTiles / 2; kk++) {
@@ -181,14 +193,22 @@ template <typename T, typename Shape> struct WideDkvConsumer {
             }
         }
         if (!is_full)
-            mask().apply_transposed(acc, steps.blocks, m_block, steps.tile.block * 64 + idx / 32 * 16 + lane_idx / 4,
-                                    m_block * 64 + lane_idx % 4 * 2);
+            mask().apply_transposed(acc, steps.blocks, m_block, key(), m_block * 64 + lane_idx % 4 * 2);
         shared.probabilities.producer_acquire(i);  // unobserved by the emulator: the ring of rows waits too
 #pragma unroll
-        for (int n = 0; n < kNTiles; n++)
-            shared.P[i % 2][n][idx] = {acc[0][n][0], acc[0][n][1], acc[0][n][2], acc[0][n][3]};
+        for (int n = 0; n < kNTiles; n++) {
+            float P[4];
+            for (int e = 0; e < 4; e++) {
+                float &s = acc[0][n][e];
+                P[e] = is_kept(kept, n, e) ? s : -s, s = is_kept(kept, n, e) ? s : 0.f;
+            }
+            shared.P[i % 2][n][idx] = {P[0], P[1], P[2], P[3]};
+        }
         __syncwarp();
         if (lane_idx == 0) mbarrier_arrive(shared.probabilities.full_barrier(i));
+    }
+    __device__ float form_ds(float P, float dp, float delta) const {
+        return (kDropout ? fabsf(P) : P) * subtract_delta<kDropout>(p, dp, P >= 0.f, delta);
     }
     __device__ void form_ds(uint32_t i) {
         shared.probabilities.consumer_wait(i);
@@ -199,8 +219,8 @@ template <typename T, typename Shape> struct WideDkvConsumer {
                 const float4 P = shared.P[i % 2][2 * kk + n][idx];
                 float(&dp)[4] = acc[0][2 * kk + n];
                 const float even = n ? x.z : x.x, odd = n ? x.w : x.y;
-                dp[0] = P.x * (dp[0] - even), dp[1] = P.y * (dp[1] - odd);
-                dp[2] = P.z * (dp[2] - even), dp[3] = P.w * (dp[3] - odd);
+                dp[0] = form_ds(P.x, dp[0], even), dp[1] = form_ds(P.y, dp[1], odd);
+                dp[2] = form_ds(P.z, dp[2], even), dp[3] = form_ds(P.w, dp[3], odd);
             }
         }
         __syncwarp();  // unobserved by the emulator: the same
@@ -223,7 +243,7 @@ template <typename T, typename Shape> struct WideDkvConsumer {
     }
 };
 
-template <typename T, typename Shape>
+template <typename T, typename Shape, bool kDropout>
 __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide_dkv(const __grid_constant__ WideParams p) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
@@ -241,7 +261,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide_dkv(const 
         else if (threadIdx.x / 32 == 1) load_wide_numbers<Shape>(p, shared);
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
-        WideDkvConsumer<T, Shape>{p, shared, shared.steps, int(warpgroup_idx) - 1}.run();
+        WideDkvConsumer<T, Shape, kDropout>{p, shared, shared.steps, int(warpgroup_idx) - 1}.run();
     }
 #endif
 }
@@ -285,7 +305,7 @@ template <typename Shape> __device__ void load_wide_keys(const WideParams &p, Wi
     }
 }
 
-template <typename T, typename Shape> struct WideDqConsumer {
+template <typename T, typename Shape, bool kDropout> struct WideDqConsumer {
     static constexpr int kHeadDim = Shape::kHeadDim, kNTiles = Shape::kNTiles, kDTiles = Shape::kDTiles;
     const WideParams &p;
     WideDqShared<Shape> &shared;
@@ -330,6 +350,7 @@ template <typename T, typename Shape> struct WideDqConsumer {
         multiply_abt<T>(acc_dp, shared.sdO[c], shared.sV);
         warpgroup_wait<2>(acc_dq, dS);  // of the step before
         if (i > 0) shared.k.consumer_release(i - 1, lane_idx);
+        const uint32_t kept = kDropout ? kept_bits(n_block) : ~0u;
         warpgroup_wait<1>(acc_s[0]);
 #pragma unroll
         for (int j = 0; j < 4 * kNTiles; j++) {
@@ -344,11 +365,25 @@ template <typename T, typename Shape> struct WideDqConsumer {
 #pragma unroll
         for (int j = 0; j < 2 * kNTiles; j++) {
             const float(&s)[4] = acc_s[0][j / 2], (&dp)[4] = acc_dp[j / 2];
-            const int e = j % 2 * 2;
-            dS[j / 4][j % 4] = pack<T>(s[e] * (dp[e] - delta[j % 2]), s[e + 1] * (dp[e + 1] - delta[j % 2]));
+            auto ds = [&](int e) {
+                return s[e] * subtract_delta<kDropout>(p, dp[e], kept >> (j + e % 2 * 16) & 1, delta[j % 2]);
+            };
+            dS[j / 4][j % 4] = pack<T>(ds(j % 2 * 2), ds(j % 2 * 2 + 1));
         }
         warpgroup_arrive();
         multiply_ab<T>(acc_dq, dS, shared.sK[stage]);
+    }
+    // Which elements dropout keeps: bits j and j + 16 are for those of register j of dS.
+    __device__ uint32_t kept_bits(int n_block) const {
+        const Dropout dropout(p, shared.tile.b, shared.tile.h);
+        uint32_t bits = 0;
+#pragma unroll 2  // a loop: straight code would move behind the products, to where the bits are needed
+        for (int kk = 0; kk < kNTiles / 2; kk++) {
+            uint32_t kept[4];
+            dropout.keep_bits(kept, row0 + lane_idx / 4, n_block * 64 + 16 * kk + lane_idx % 4 * 2);
+            for (uint32_t pair : kept) bits = bits >> 1 | (pair & 0x80008000);
+        }
+        return bits;
     }
 
     // Keys that no row sees may hold NaN, and 0 · NaN is NaN. What lies beyond the tensor is 0 already.
@@ -361,7 +396,7 @@ template <typename T, typename Shape> struct WideDqConsumer {
     }
 };
 
-template <typename T, typename Shape>
+template <typename T, typename Shape, bool kDropout>
 __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide_dq(const __grid_constant__ WideParams p) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
@@ -376,7 +411,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide_dq(const _
         if (threadIdx.x == 0) load_wide_keys<Shape>(p, shared);
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
-        WideDqConsumer<T, Shape>{p, shared, int(warpgroup_idx) - 1}.run();
+        WideDqConsumer<T, Shape, kDropout>{p, shared, int(warpgroup_idx) - 1}.run();
     }
 #endif
 }
@@ -393,14 +428,15 @@ template <typename T, typename Shape> void launch_bwd_wide(const AttnBackwardPar
                             tma("v", p.v, p.nheads_k, p.seqlen_k, p.head_dim_v),
                             tma("dout", p.dout, p.nheads, p.seqlen_q, p.head_dim_v),
                             scores.sign * scores.softmax_scale_log2,
-                            scores.softmax_scale};
+                            scores.softmax_scale, float(p.keep_scale)};
+    auto *dkv = p.dropout_seed ? flash_bwd_wide_dkv<T, Shape, true> : flash_bwd_wide_dkv<T, Shape, false>;
+    auto *dq = p.dropout_seed ? flash_bwd_wide_dq<T, Shape, true> : flash_bwd_wide_dq<T, Shape, false>;
     simt::preprocess_backward(p);
     if (p.dk.data)
-        launch_early(flash_bwd_wide_dkv<T, Shape>, KeyTiles<64>::count(p), Shape::kNThreads,
-                     sizeof(WideDkvShared<Shape>), p.stream, params);
+        launch_early(dkv, KeyTiles<64>::count(p), Shape::kNThreads, sizeof(WideDkvShared<Shape>), p.stream, params);
     if (p.dq.data)
-        launch(flash_bwd_wide_dq<T, Shape>, RowTiles<Shape::kDqBlockM>::count(p), Shape::kNThreads,
-               sizeof(WideDqShared<Shape>), p.stream, params);
+        launch(dq, RowTiles<Shape::kDqBlockM>::count(p), Shape::kNThreads, sizeof(WideDqShared<Shape>), p.stream,
+               params);
 }
 
 void flash_backward_wide(const AttnBackwardParams &p) {

@@ -60,9 +60,8 @@ inline Reason why_not_tma(const Bias &x, int seqlen_k) {
 // Why sm90 cannot serve the backward pass of what else it serves.
 inline Reason why_not_sm90_backward(const AttnParams &p) {
     if (p.bias.data) return "its backward pass has no attn_bias";
-    const bool is_plain = !p.dropout_seed && !p.has_score_mods();
-    if (p.max_head_dim() > 128 && !is_plain)
-        return "its backward pass has no dropout, softcap or alibi_slopes for a head_dim over 128";
+    if (p.max_head_dim() > 128 && p.has_score_mods())
+        return "its backward pass has no softcap or alibi_slopes for a head_dim over 128";
     return {};
 }
 

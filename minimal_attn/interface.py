@@ -277,8 +277,8 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors.
         Another kernel may compute the gradients. On Hopper, those of calls in 16 bits, also with dropout, are "sm90"'s
         (flash_bwd_sm90.cu; flash_bwd_wide_sm90.cu for a head_dim over 128), and "sm80"'s where that has no backward
-        pass: with an attn_bias, and for a head_dim over 128 with dropout, softcap or alibi_slopes. The gradients of
-        "dmma" are those of "simt".
+        pass: with an attn_bias, and for a head_dim over 128 with softcap or alibi_slopes. The gradients of "dmma" are
+        those of "simt".
 
     Raises:
         ValueError: the forced kernel cannot serve the call.

@@ -225,6 +225,7 @@ const std::vector<Case> cases = {
     {"sm90_splits",       b16, 5, 20, 1, 110, 110, 64, true,  kRows,     {110, 40, 30, 110, 20}, kSm90},
     {"sm90_splits_drop",  f16, 1, 20, 1, 105,  70, 104, false, kHeads,   {},   kSm90, 0.25},
     part_of_more({"sm90_drop_192", b16, 2, 2, 1, 130, 200, 192, true, kHeads, {130, 77}, kSm90, 0.25}),
+    {"sm90_drop_256",     f16, 1, 2, 1,  75, 140, 200, false, kSlices,   {},   kSm90, 0.25},
     {"sm90_turns",        b16, 1, 2, 1, 200, 700,  64, false, kRows,     {},   kSm90},
     {"sm90_turns_128",    f16, 1, 2, 2, 450, 400, 128, false, kHeads,    {},   kSm90},
     {"sm90_turns_causal", f16, 1, 1, 1, 200, 700, 128, true,  kRows,     {},   kSm90},
@@ -276,6 +277,7 @@ const std::vector<Case> cases = {
     window({"sm90_window_one",  b16, 1, 4, 1, 200, 300, 192, false, kRows,   {}, kSm90}, 0, 0),
     window({"sm90_window_left", f16, 1, 1, 1, 400, 150,  96, false, kSlices, {}, kSm90}, 70, -1),
     window({"sm90_window_256",  b16, 1, 1, 1,  70, 400, 256, false, kHeads,  {}, kSm90}, 100, 64),
+    window({"sm90_window_drop", f16, 1, 2, 1, 150, 270, 136, false, kRows,   {}, kSm90, 0.25}, 90, 33),
     window({"sm90_window_long", f16, 1, 1, 1,  70, 2100, 128, false, kRows,  {}, kSm90}, 2060, 0),
     window({"sm90_window_scale_30", f16, 1, 1, 1, 70, 500, 64, false, kHeads, {}, kSm90, 0, 30}, 300, 0),
     // A block that is cut on the left has the largest scores, also of keys that are hidden.
@@ -306,6 +308,8 @@ const std::vector<Case> cases = {
            {0, 96, 289, 300}),
     packed({"sm90_packed_256",    f16, 1, 1, 1, 0, 0, 256, false, kRows,  {}, kSm90}, {0, 1, 130, 131},
            {0, 64, 64, 193}),
+    part_of_more(packed({"sm90_packed_drop", b16, 1, 4, 2, 0, 0, 256, true, kHeads, {}, kSm90, 0.25}, {0, 33, 33, 170},
+                        {0, 33, 50, 190})),
 #endif
     // Rows and keys with lengths of their own, in both layouts. The keys of packed samples may then overlap.
     lengths_of_keys({"simt_lengths", f32, 3, 2, 1,  70, 130,  40, true, kRows,  {70, 33, 0}}, {130, 5, 60}),
@@ -516,7 +520,7 @@ bool keeps(uint32_t keep_count, uint32_t b, uint32_t h, uint32_t row, uint32_t c
 
 bool is_sm90_backward(const Case &c) {
     if (c.tiling != kSm90 || c.bias || (c.seqlen_q == 0 && !c.is_packed())) return false;
-    return c.max_head_dim() <= 128 || (c.dropout_p == 0 && c.softcap == 0 && !c.has_alibi);
+    return c.max_head_dim() <= 128 || (c.softcap == 0 && !c.has_alibi);
 }
 bool is_sm80(const Case &c) { return c.tiling == kSm80 || c.tiling == kSm80Narrow; }
 

@@ -42,7 +42,6 @@ SPILLS = {("flash_bwd_sm80.cu", "dense"): 96,  # on sm_120; 12 on sm_90
           ("flash_sm90.cu", "dropout"): 32,  # the same, and the words of a row
           ("flash_sm90.cu", "scores"): 80,
           ("flash_bwd_sm90.cu", "dense"): 16,  # after the loop
-          ("flash_bwd_sm90.cu", "dropout"): 24,  # at head_dim 128, three numbers: the words count from an origin
           ("flash_bwd_sm90.cu", "scores"): 16,
           ("flash_bwd_bias.cu", "dense"): 104,
           ("decode.cu", "dense"): 48,  # at head_dim 128 and 32 rows, numbers of a run and of a join, outside of its steps
@@ -149,6 +148,8 @@ def kind_of(file, name):
     if kind := re.search(r"4KindE(\d)", name):
         return ("dense", "dropout", "scores", "dense")[int(kind[1])]
     flags = re.findall(r"Lb([01])E", name)
+    if file == "flash_bwd_wide_sm90.cu":  # scores are never changed
+        return "dropout" if flags[0] == "1" else "dense"
     if flags and flags[-1] == "1":
         return "scores"
     has_dropout = flags and flags[0] == "1" and ("sm80" in file or file == "flash_bwd_sm90.cu")
