@@ -192,7 +192,7 @@ def test_scores_with_dropout(name, backend):
     scores, leaves = scores_of(name)
     q, k, v = (x.requires_grad_() for x in inputs())
     seed = torch.tensor([7], device=DEVICE)
-    keep = keep_mask(seed, 0.3, B, H, 7, 9, DEVICE).double() / 0.7
+    keep = keep_mask(seed, 0.3, B, H, 7, 9, DEVICE).double() * keep_scale(0.3)
     got = flash_attention(q, k, v, sm_scale=SCALE, dropout_p=0.3, dropout_seed=seed, return_lse=True, backend=backend,
                           **scores)
     compare(got, by_loop(q, k, v, keep=keep, **scores), [q, k, v, *leaves])
