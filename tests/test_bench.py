@@ -75,7 +75,8 @@ def check_format(text):
     for row in rows:
         case = CASES[row["op"]]
         numbers = [x for x in row if x in (*MEASURED, "us", "read_gbps")]
-        assert list(row) == list(case.columns)
+        is_older = row["op"] == "backward" and "dropout_p" not in row
+        assert list(row) == [x for x in case.columns if not (is_older and x in backward.USUAL)]
         assert row["impl"] in impls and row["dtype"] in attention.DTYPES
         assert isinstance(row.get("causal", False), bool)
         sizes = ("m", "n", "k") if row["op"] == "matmul" else ("head_dim", *SIZES)
@@ -285,6 +286,9 @@ def test_manual_attn_against_reference(shape, causal):
     (["--op", "mixed", "--shape", "1,4,2,16,2,64 prefill 8"], "Sq must be 1, and TOKENS at most Sk"),
     (["--op", "mixed", "--shape", "1,4,1,16,2,64 prefill 8 page 24"], "Sk must be a multiple of the page size, 24"),
     (["--op", "decode", "--dtype", "float32"], "--dtype: 'float32' is none of float16, bfloat16"),
+    (["--op", "backward", "--dropout-p", "0.1,1"], "--dropout-p: '1' is not a number between 0 and 1"),
+    (["--op", "backward", "--dropout-p", "0.0"], "--dropout-p: '0.0' is not a number between 0 and 1"),
+    (["--deterministic"], "unrecognized arguments: --deterministic"),
     (["--impls", "manual,cuda:none"], "--impls: 'cuda:none' is none of manual, cuda:"),
     (["--json", "nowhere/x.json"], "--json: 'nowhere/x.json' is no .json file in an existing directory"),
     (["--plot", "picture.txt"], "--plot: 'picture.txt' is no .png or .svg file"),
@@ -347,9 +351,12 @@ Recorded = collections.namedtuple("Recorded", ["dtype", "causal", *SIZES, "head_
 
 
 def recorded(file):
-    """{setting: {impl: row}} of a record. The setting is all of a row but who ran it and what was measured."""
+    """{setting: {impl: row}} of a record. The setting is all of a row but who ran it and what was measured. Gradients
+    are the usual ones, neither deterministic nor with dropout."""
     rows = {}
     for row in check_format((ROOT / "benchmarks/h200" / file).read_text()):
+        if row.get("deterministic") or row.get("dropout_p"):
+            continue
         setting = Recorded(**{x: row[x] for x in Recorded._fields})
         rows.setdefault(setting, {})[row["impl"]] = row
     return rows
@@ -723,6 +730,72 @@ def test_op_backward(tmp_path):
     for row in rows.values():
         assert row["op"] == "backward" and row["max_err"] < 1e-4
         assert row["tflops"] == pytest.approx(10 * 4 * 20 * 30 * 16 / 2 / row["ms"] / 1e9, rel=1e-4)
+
+
+VARIANTS = [(False, 0.0), (True, 0.0), (False, 0.1), (False, 0.5)]  # deterministic, dropout_p
+
+
+@pytest.mark.parametrize("impls", [f"{OURS},torch:math,manual",
+                                   pytest.param("triton,torch:math", marks=pytest.mark.slow)])
+def test_variants_of_backward(impls, tmp_path):
+    """Each that serves is right; what torch drops is not known. manual has the usual pass alone."""
+    file, plot = tmp_path / "variants.json", tmp_path / "variants.svg"
+    code, out = run("--op", "backward", "--no-profile", "--seqlens", "", "--shape", "2,4,40,32,2,50", "--causal",
+                    "--deterministic", "--dropout-p", "0.1,0.5", "--impls", impls, "--json", file, "--plot", plot)
+    rows = check_format(file.read_text())
+    assert code == 0 and "(2,4,40,32,2,50 dropout 0.1) float32 causal" in out and "with dropout 0.1" in plot.read_text()
+    assert list(dict.fromkeys((row["deterministic"], row["dropout_p"]) for row in rows)) == VARIANTS
+    for row in rows:
+        is_usual = (row["deterministic"], row["dropout_p"]) == VARIANTS[0]
+        assert (row["ms"] is not None) == (is_usual or row["impl"] != "manual")
+        is_judged = row["ms"] and not (row["impl"] == "torch:math" and row["dropout_p"])
+        assert row["max_err"] < 1e-4 if is_judged else row["max_err"] is None
+
+
+@pytest.mark.parametrize("wrong", [lambda call: {}, lambda call: call.keywords | dict(dropout_p=0.2),
+                                   lambda call: call.keywords | dict(dropout_seed=torch.ones_like(
+                                       call.keywords["dropout_seed"]))], ids=["none", "another share", "another seed"])
+def test_what_drops_other_elements_is_wrong(wrong):
+    case = backward.VariantCase(Setting(backward.VariantShape(2, 4, 40, 16, 2, 50, False, 0.1), "float32"), "cpu")
+    gradients = backward.backward_of(lambda q, k, v, call: reference_attention(q, k, v, call.causal, **{
+        key: value for key, value in call.keywords.items() if key != "deterministic"}))
+    case.impls = {"right": Impl(gradients), "wrong": Impl(lambda *args: gradients(
+        *args[:-1], attention.Call(False, wrong(args[-1]))))}
+    measure.judge(case, "right")
+    with pytest.raises(measure.WrongResult):
+        measure.judge(case, "wrong")
+
+
+def test_dropout_is_judged_by_the_last_heads(monkeypatch):
+    setting = Setting(backward.VariantShape(2, 4, 50, 16, 2, 70, False, 0.3), "float32", True)
+    whole = backward.VariantCase(setting, "cpu")
+    monkeypatch.setattr(attention, "truth_fits", lambda elements, device: elements <= 4 * 2 * 50 * 70)
+    for truth, all_of_it, n in zip(backward.VariantCase(setting, "cpu").truth, whole.truth, (2, 1, 1)):
+        torch.testing.assert_close(truth, all_of_it[-1:, -n:])
+
+
+def test_peers_are_deterministic_where_that_is_asked_for():
+    """In both passes, and not afterwards. dropout_p comes to them too."""
+    seen = []
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, dropout_p):
+            seen.append((torch.are_deterministic_algorithms_enabled(), dropout_p))
+            return q.clone()
+
+        @staticmethod
+        def backward(ctx, dout):
+            seen.append((torch.are_deterministic_algorithms_enabled(),
+                         torch.utils.deterministic.fill_uninitialized_memory))
+            return dout, None
+
+    peer = backward.variant_of_peer("peer", Impl(lambda q, k, v, causal, p: Attend.apply(q, p) + k + v))
+    q, k, v = (torch.ones(2, requires_grad=True) for _ in range(3))
+    for keywords in dict(deterministic=True), dict(deterministic=False, dropout_p=0.1):
+        peer.forward(q, k, v, torch.ones(2), attention.Call(False, keywords))
+    assert seen == [(True, 0.0), (True, False), (False, 0.1), (False, True)]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 SHARED_KEYS = {"GQA": attention.Shape(1, 4, 20, 16, 2, 20), "MQA": attention.Shape(2, 4, 20, 16, 1, 30)}

@@ -111,18 +111,18 @@ def manual_attn(q, k, v, causal):
     return att.softmax(-1) @ v
 
 
-def sdpa(q, k, v, causal):
+def sdpa(q, k, v, causal, dropout_p=0.0):
     is_square = q.shape[2] == k.shape[2]  # only then is SDPA's is_causal, aligned top-left, the same as ours
     mask = causal_mask(q.shape[2], k.shape[2], q.device) if causal and not is_square else None
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and is_square,
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal and is_square,
                                         enable_gqa=q.shape[1] != k.shape[1])
 
 
 def sdpa_with(backend):
-    def forward(q, k, v, causal):
+    def forward(q, k, v, causal, dropout_p=0.0):
         with sdpa_kernel(backend), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a backend that cannot serve warns of every reason, then raises
-            return sdpa(q, k, v, causal)
+            return sdpa(q, k, v, causal, dropout_p)
 
     return forward
 

@@ -54,6 +54,7 @@ class Case(backward.Case):
 
     impls = IMPLS
     op = "forward_backward"
+    columns = ROW
     flops_of_forward = 3.5  # two products, then five
 
     def __init__(self, setting, device):

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import re
 from pathlib import Path
 
 from . import (append, attention, backward, decode, forward_backward, matmul, mixed, scores, varlen, varlen_backward,
@@ -40,6 +41,10 @@ def parse_args(program, argv, device, description):
             return shape_of(text, ints)
         except ValueError as error:
             fail(f"{text!r}: {error}")
+
+    def shares(text):
+        return [float(x) if re.fullmatch(r"0?\.\d*[1-9]\d*", x, re.ASCII) else fail(
+            f"{x!r} is not a number between 0 and 1, such as 0.1") for x in text.split(",")]
 
     def dtypes(text):
         return [x if x in op.DTYPES else fail(f"{x!r} is none of {', '.join(op.DTYPES)}") for x in text.split(",")]
@@ -87,8 +92,13 @@ def parse_args(program, argv, device, description):
         add("--host-cost", action="store_true", help="also measure the host's time for a small call")
     else:
         parser.set_defaults(host_cost=False)
+    if hasattr(op, "variants"):
+        add("--deterministic", action="store_true", help="time each shape also with deterministic gradients")
+        add("--dropout-p", type=shares, metavar="P,P,...", default=[], help="time each shape also with dropout")
     args = parser.parse_args(argv)
     args.op, args.shapes, args.causals = op, args.shapes or op.DEFAULT_SHAPES[device], CAUSALS[args.causal]
+    if hasattr(op, "variants"):
+        args.shapes = op.variants(args.shapes, args.deterministic, args.dropout_p)
     if args.host_cost and device == "cpu":
         parser.error("argument --host-cost: needs a GPU")
     if True in args.causals and any(shape.seqlen_q > shape.seqlen_k for shape in args.shapes):

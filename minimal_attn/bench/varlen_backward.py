@@ -21,6 +21,7 @@ class Case(backward.Case, varlen.Case):
 
     impls = PACKED
     op = "varlen_backward"
+    columns = ROW
 
 
 CASES = {Shape: Case, attention.Shape: backward.Case}
