@@ -16,6 +16,7 @@ SHAPE = "batch_size", "nheads", "seqlen_q", "head_dim"
 NAMES = {"cuda:sm90": "sm90", "cuda:sm80": "sm80", "cuda:dmma": "dmma", "cuda:simt": "simt", "torch:flash": "FA2",
          "torch:cudnn": "cuDNN", "torch:efficient": "efficient", "torch:varlen": "varlen_attn",
          "flex": "Flex"}
+USUAL = {"deterministic": False, "dropout_p": 0.0}  # also where a row does not have them
 PASSES = {"forward": "forward pass", "step": "training step"}  # of a whole model
 
 
@@ -35,9 +36,11 @@ def gpu_record():
 
 
 def settings(name, *keys, **only):
-    """{values of keys: {impl: row}} of the rows of a record that were measured and have the values `only`."""
-    found = {}
+    """{values of keys: {impl: row}} of the rows of a record that were measured and have the values `only`, and those of
+    USUAL where keys and `only` name no others."""
+    found, only = {}, {key: value for key, value in USUAL.items() if key not in keys} | only
     for row in record(name)["rows"]:
+        row = USUAL | row
         if row["ms"] and all(row[key] == value for key, value in only.items()):
             found.setdefault(tuple(hashable(row[key]) for key in keys), {})[row["impl"]] = row
     return found

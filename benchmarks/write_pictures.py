@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 import ladder_tables  # noqa: E402
 from examples import train_tiny_gpt  # noqa: E402
-from minimal_attn.bench import page, pictures  # noqa: E402
+from minimal_attn.bench import backward, page, pictures  # noqa: E402
 from minimal_attn.bench.measure import Setting  # noqa: E402
 from minimal_attn.bench.options import OPS  # noqa: E402
 from minimal_attn.bench.tables import place  # noqa: E402
@@ -54,7 +54,8 @@ def results_of(content, only_dtype=None):
     op = OPS[{"forward": "attention"}.get(content["rows"][0]["op"], content["rows"][0]["op"])]
     for row in content["rows"]:
         if only_dtype in (None, row["dtype"]):
-            shape_class = SHAPES[row["op"]]
+            is_variant = row.get("deterministic") or row.get("dropout_p")
+            shape_class = backward.VariantShape if is_variant else SHAPES[row["op"]]
             shape = shape_class(*(hashable(row[x]) for x in shape_class._fields))
             setting = Setting(shape, row["dtype"], row.get("causal", False))
             results.setdefault(setting, {})[row["impl"]] = row

@@ -311,6 +311,31 @@ def rows_of(op, names):
         yield case.setting, json.loads(json.dumps(case.row(name, measured)))
 
 
+def test_records_of_deterministic_gradients_and_dropout(tmp_path, monkeypatch):
+    """Pictures tell them apart from the usual ones, which a record from before has alone. Tables of the usual ones do
+    not show them."""
+    shapes = backward.variants([square(8, 32, S, 64) for S in (1024, 2048, 4096)], True, [0.1])
+    results = {}
+    for i, shape in enumerate(shapes):
+        case = object.__new__(backward.CASES[type(shape)])
+        case.shape, case.dtype, case.causal = case.setting = Setting(shape, "bfloat16", True)
+        results[case.setting] = {"cuda:sm90": case.row("cuda:sm90", NUMBERS | {"ms": float(i + 1)})}
+    rows = [row for by_impl in results.values() for row in by_impl.values()]
+    content = json.loads(json.dumps({"meta": META | {"device": "NVIDIA H200"}, "rows": rows}))
+    assert write_pictures.results_of(content)[0] == results
+    panels = pictures.panels_of(results)
+    assert [panel.shared.rpartition(", ")[2] for panel in panels] == ["B 8", "deterministic", "dropout 0.1"]
+    assert all(panel.is_sweep for panel in panels)
+    monkeypatch.setattr(recorded, "record", lambda name: content)
+    speed = lambda **only: {S: by_impl["cuda:sm90"]["ms"] for (S,), by_impl in  # noqa: E731
+                            recorded.settings("backward", "seqlen_q", **only).items()}
+    usual = {1024: 1, 2048: 4, 4096: 7}
+    assert speed() == usual and speed(dropout_p=0.1) == {S: ms + 2 for S, ms in usual.items()}
+    assert speed(deterministic=True) == {S: ms + 1 for S, ms in usual.items()}
+    content["rows"] = [{x: y for x, y in row.items() if x not in backward.USUAL} for row in content["rows"][::3]]
+    assert set(write_pictures.results_of(content)[0]) == set(list(results)[::3]) and speed() == usual
+
+
 MODEL = dict(num_hidden_layers=8, hidden_size=2048, intermediate_size=8192, num_attention_heads=16,
              num_key_value_heads=4, head_dim=128)
 # ms and attention_ms of a pass over so many tokens.
