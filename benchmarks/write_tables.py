@@ -428,6 +428,27 @@ def backward():
                                          ("cuda:sm80", "torch:flash"), ("triton", "torch:flash")))])
 
 
+def backward_variants():
+    if not is_recorded("backward_variants"):
+        return ""
+    rows_of = settings("backward_variants", *SIZE, "deterministic", "dropout_p")
+    usual, fixed, dropped = (by_size({key[:3]: rows for key, rows in rows_of.items() if key[3:] == kind})
+                             for kind in ((False, 0.0), (True, 0.0), (False, 0.1)))
+    of_fixed, of_dropped = ({x: usual[x]["cuda:sm90"]["ms"] / rows["cuda:sm90"]["ms"] for x, rows in variant.items()}
+                            for variant in (fixed, dropped))
+    at_64, at_128, at_256 = (span({x: y for x, y in of_dropped.items() if x[0] == head_dim})
+                             for head_dim in (64, 128, 256))
+    cells = [[str(x[0]), "yes" if x[1] else "no", str(x[2]),
+              *(f"{y[x]['cuda:sm90']['tflops']:.0f}" for y in (usual, fixed, dropped)),
+              f"{of_fixed[x]:.2f}", f"{of_dropped[x]:.2f}", f"{ratio(dropped[x], 'cuda:sm90', 'cuda:sm80'):.2f}"]
+             for x in usual]
+    return "\n".join([
+        paragraph(f"""A deterministic pass has {mean(of_fixed)} of the speed of the usual one ({span(of_fixed)}). One with
+            dropout_p = 0.1 has {at_64} of it at head_dim 64, {at_128} at 128 and {at_256} at 256."""),
+        table(["head_dim", "causal", "S", "usual", "deterministic", "dropout", "deterministic / usual",
+               "dropout / usual", "dropout, sm90 / sm80"], cells)])
+
+
 def backward_heads():
     rows_of = settings("backward", "nheads", "nheads_k", "seqlen_q", batch_size=1, head_dim=128, causal=True)
     shown = {setting: rows for setting, rows in rows_of.items() if setting[2] < 16384}
@@ -595,8 +616,8 @@ def tests():
 
 BLOCKS = {block.__name__: block for block in (opening, results, forward, peers, heads, ampere, fp32, varlen,
                                               varlen_backward, window, scores, decode, serving, backward,
-                                              backward_heads, models, generate, triton, matmul, training,
-                                              training_16k, host, memory, build, tests)}
+                                              backward_variants, backward_heads, models, generate, triton, matmul,
+                                              training, training_16k, host, memory, build, tests)}
 BLOCKS |= ladder_tables.BLOCKS
 
 

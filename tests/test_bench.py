@@ -631,7 +631,7 @@ def test_host_cost(op, names, tmp_path):
     code, out = run("--op", op, *SMALL, "--impls", "manual", "--host-cost", "--json", file)
     assert code == 0 and "µs of host time" in out
     cost = json.loads(file.read_text())["meta"]["host_us"]
-    assert tuple(cost) == names and all(0 < us < 1000 for us in cost.values())
+    assert tuple(cost) == names and all(0 < us < 10_000 for us in cost.values())  # also on a loaded host
 
 
 @pytest.mark.parametrize("op", ["backward", "matmul"])

@@ -35,10 +35,17 @@ def check_sources(record):
     warnings.warn(f"{stale}, and no GPU could be reached: {record['stale_because']}")
 
 
+def check_files(record):
+    missing, reasons = set(record.get("missing", ())), record.get("missing_because", {})
+    assert missing == reasons.keys() and all(reasons.values()), "the record lacks a part, and does not say why"
+    for file, reason in reasons.items():
+        warnings.warn(f"{RECORD.name} lacks {file}, and no GPU could be reached: {reason}")
+
+
 def test_record_has_no_failure(record):
     assert KEYS <= record.keys()
     assert record["failed"] == 0 and record["passed"] > 0
-    assert not record.get("missing"), "the record lacks a part"
+    check_files(record)
     runs = {name.removeprefix("compute_sanitizer "): summary for name, summary in record["evidence"].items()
             if name.startswith("compute_sanitizer ")}
     assert all("SUMMARY: 0 " in summary for summary in runs.values())
@@ -67,6 +74,18 @@ def test_stale_record_fails_unless_it_says_why():
         check_sources({"source_digest": "of others", "stale_because": "moved", "stale_for": "of others still"})
     with pytest.warns(UserWarning, match="no GPU could be reached: moved"):
         check_sources({"source_digest": "of others", "stale_because": "moved", "stale_for": source_digest()})
+
+
+def test_record_without_a_file_fails_unless_it_says_why():
+    check_files({})
+    check_files({"missing": []})
+    for reasons in ({}, {"missing_because": {"test_b.py": "its host was loaded"}}, {"missing_because": {"test_a.py": ""}}):
+        with pytest.raises(AssertionError, match="does not say why"):
+            check_files({"missing": ["test_a.py"], **reasons})
+    with pytest.raises(AssertionError, match="does not say why"):  # the reason of a file that is there
+        check_files({"missing_because": {"test_a.py": "its host was loaded"}})
+    with pytest.warns(UserWarning, match="lacks test_a.py, and no GPU could be reached: its host was loaded"):
+        check_files({"missing": ["test_a.py"], "missing_because": {"test_a.py": "its host was loaded"}})
 
 
 MACHINE = {x: "same" for x in ("device", "driver", "torch", "triton", "cuda", "source_digest")}
