@@ -76,8 +76,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             length on give out 0 and lse -inf. The values in this padding change no result, even if NaN or inf. The
             lengths in a GPU tensor are checked by one small read. CUDA graph capture and torch.compile skip this read;
             then lengths out of range are clamped. Graph capture takes only GPU tensors.
-        dropout_p: share in [0, 1] of the normalised probabilities set to 0; the rest is scaled by 1/(1 - dropout_p).
-            All backends drop the same elements. "torch" then forms all scores, as "reference" does, since
+        dropout_p: share in [0, 1] of the normalised probabilities set to 0, rounded to a multiple p of 2**-15; the rest
+            is scaled by 1/(1 - p). All backends drop the same elements. "torch" then forms all scores, as "reference" does, since
             scaled_dot_product_attention does not tell what it drops.
         dropout_seed: int64 tensor of one element on q's device. Which elements are dropped depends only on the seed,
             the sample, the head, the row and the column (dropout.py); 3D input has head 0. If None, torch's generator

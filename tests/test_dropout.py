@@ -136,6 +136,17 @@ def test_keep_mask_differs_by_seed_head_and_batch():
 
 
 @each_backend
+@pytest.mark.parametrize("dropout_p", [2**-16, 1.5 * 2**-15, 1 - 2**-16], ids=["nothing", "ties_to_even", "everything"])
+def test_dropout_p_is_rounded(backend, dropout_p):
+    q = k = torch.zeros(1, 2, 256, 16, device=DEVICE)
+    v = torch.randn(1, 2, 256, 16, device=DEVICE)
+    keep = keep_mask(seed_of(), dropout_p, 1, 2, 256, 256, DEVICE)
+    assert keep.all() if dropout_p == 2**-16 else not keep.all()
+    want = keep.double() @ v.double() / 256 * keep_scale(dropout_p)
+    torch.testing.assert_close(drop(q, k, v, dropout_p, backend).double(), want, rtol=1e-5, atol=1e-5)
+
+
+@each_backend
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"seq_lens": [9, 30]},
                                      {"causal": True, "seq_lens": [9, 30]}], ids=str)

@@ -107,7 +107,7 @@ BATCHES = [
     Batch("packed_window", (5, 70, 1, 40), (9, 33, 33, 90), window=(7, 2)),
     Batch("packed_window_causal", (5, 70, 40), (9, 33, 90), window=(7, -1), causal=True, layout="bshd"),
     Batch("packed_dropout", (5, 17, 40), (9, 33, 41), causal=True, dropout_p=0.3),
-    # One call of Philox serves groups of 16 keys: here a window begins in the middle of one.
+    # Philox draws for groups of 16 keys: here a window begins in the middle of one.
     Batch("window_dropout", (40,), (45,), window=(4, 3), dropout_p=0.2, is_packed=False),
     *(Batch(f"window_{left}_{right}_{rows}_{keys}", (rows,) * 2, (keys,) * 2, window=(left, right), is_packed=False)
       for left, right in ((0, 0), (3, 0), (0, 5), (20, 70), (-1, 4), (6, -1), (-1, 0)) for rows, keys in

@@ -99,14 +99,15 @@ PROFILES = {name: (f"{heading}, backward", backward_of(forward))
 @contextmanager
 def deterministic_torch():
     """torch's own operations are deterministic, or raise. New memory is not filled, which would take time."""
-    modes = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    was_on, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(modes[0])
-        torch.utils.deterministic.fill_uninitialized_memory = modes[1]
+        torch.use_deterministic_algorithms(was_on, warn_only=warned)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def variant_of_peer(name, impl):

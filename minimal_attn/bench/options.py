@@ -44,7 +44,7 @@ def parse_args(program, argv, device, description):
 
     def shares(text):
         return [float(x) if re.fullmatch(r"0?\.\d*[1-9]\d*", x, re.ASCII) else fail(
-            f"{x!r} is not a number between 0 and 1, such as 0.1") for x in text.split(",")]
+            f"{x!r} is not a decimal fraction between 0 and 1, such as 0.1") for x in text.split(",")]
 
     def dtypes(text):
         return [x if x in op.DTYPES else fail(f"{x!r} is none of {', '.join(op.DTYPES)}") for x in text.split(",")]

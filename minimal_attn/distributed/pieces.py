@@ -80,7 +80,7 @@ def keys_in(chunk, document, has_dropout):
     group belongs to the chunk of its first key."""
     begin, end = chunk.begin, chunk.end
     if has_dropout:
-        begin, end = (place + -max(0, place - document.begin) % 16 for place in (begin, end))
+        begin, end = (place + (-max(0, place - document.begin)) % 16 for place in (begin, end))
     return max(begin, document.begin), min(end, document.end)
 
 

@@ -1,6 +1,6 @@
 """Room in the tensors of a rank, so that dropout draws for its rows and keys what one GPU draws.
 
-A random number of ../dropout.py serves some of 16 rows and 16 keys, counted from the start of a document. A call of a
+../dropout.py draws random numbers for tiles of 16 rows and 16 keys, counted from the start of a document. A call of a
 kernel begins with whole groups of 16, so that its origins say all. Chunks may begin elsewhere in a document.
 
 Rows: so many of zeros come before a chunk that it begins at a multiple of 16. Nobody reads their results, and they add
@@ -75,14 +75,14 @@ class Room(NamedTuple):
             return dkv
         chunks = dkv.chunk(self.shards.chunks_per_rank, 2)
         arriving = self._of_all_chunks([chunk[:, :, -self.num_next:] for chunk in chunks])
-        chunks = [chunk[:, :, :-self.num_next].clone() for chunk in chunks]
-        for number, chunk in zip(self._numbers(), chunks):
+        dkv = torch.cat([chunk[:, :, :-self.num_next] for chunk in chunks], 2)
+        for number, chunk in zip(self._numbers(), dkv.chunk(self.shards.chunks_per_rank, 2)):
             each = chunk.shape[2]
             for before in range(max(0, number - -(-self.num_next // each)), number):
                 begin = (number - before - 1) * each  # of this chunk, among the keys that follow the one before
                 rows = arriving[before, begin:begin + each]
                 chunk[:, :, :rows.shape[0]] += rows.permute(1, 2, 0, 3)
-        return torch.cat(chunks, 2)
+        return dkv
 
     def _numbers(self):
         """Of this rank's chunks in the sequence."""
@@ -90,7 +90,8 @@ class Room(NamedTuple):
         return [chunk.begin // each for chunk in self.shards.chunks(self.shards.rank, self.num_rows)]
 
     def _of_all_chunks(self, rows):
-        """(chunks of all ranks, n, B, Hk, D), in the order of the sequence, of n rows (B, Hk, n, D) of each own chunk."""
+        """(chunks of all ranks, n, B, Hk, D), in the order of the sequence, of n rows (B, Hk, n, D) of each own
+        chunk."""
         own = torch.stack([part.movedim(2, 0) for part in rows])
         everything = own.new_empty(self.shards.size * len(rows), *own.shape[1:])
         all_gather(everything, own, self.shards.group).wait()
