@@ -54,7 +54,7 @@ def results_of(content, only_dtype=None):
     op = OPS[{"forward": "attention"}.get(content["rows"][0]["op"], content["rows"][0]["op"])]
     for row in content["rows"]:
         if only_dtype in (None, row["dtype"]):
-            is_variant = row.get("deterministic") or row.get("dropout_p")
+            is_variant = any(row.get(x) for x in backward.USUAL)
             shape_class = backward.VariantShape if is_variant else SHAPES[row["op"]]
             shape = shape_class(*(hashable(row[x]) for x in shape_class._fields))
             setting = Setting(shape, row["dtype"], row.get("causal", False))

@@ -611,9 +611,10 @@ def memory():
 def tests():
     gpu = gpu_record()
     parts = f" in {gpu['parts']} parts" if gpu["parts"] > 1 else ""
-    lacks = f"It lacks {', '.join(gpu['missing'])}, where a test failed." if gpu["missing"] else ""
+    lacks = f"The record lacks {', '.join(gpu['missing'])} and says why." if gpu["missing"] else ""
     return paragraph(f"""The recorded run on an {gpu['device']} (torch {gpu['torch']}, Triton {gpu['triton']}) passed
-        {gpu['passed']} tests, skipped {gpu['skipped']} and took {gpu['duration_s'] / 60:.1f} minutes{parts}. {lacks}""")
+        {gpu['passed']} tests, skipped {gpu['skipped']} and took {gpu['duration_s'] / 60:.1f} minutes{parts}.
+        {lacks}""")
 
 
 BLOCKS = {block.__name__: block for block in (opening, results, forward, peers, heads, ampere, fp32, varlen,

@@ -77,8 +77,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             lengths in a GPU tensor are checked by one small read. CUDA graph capture and torch.compile skip this read;
             then lengths out of range are clamped. Graph capture takes only GPU tensors.
         dropout_p: share in [0, 1] of the normalised probabilities set to 0, rounded to a multiple p of 2**-15; the rest
-            is scaled by 1/(1 - p). All backends drop the same elements. "torch" then forms all scores, as "reference" does, since
-            scaled_dot_product_attention does not tell what it drops.
+            is scaled by 1/(1 - p). All backends drop the same elements. "torch" then forms all scores, as "reference"
+            does, since scaled_dot_product_attention does not tell what it drops.
         dropout_seed: int64 tensor of one element on q's device. Which elements are dropped depends only on the seed,
             the sample, the head, the row and the column (dropout.py); 3D input has head 0. If None, torch's generator
             of that device draws a seed, so that torch.manual_seed repeats it. The host never reads it. Ignored if

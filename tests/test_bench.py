@@ -355,7 +355,7 @@ def recorded(file):
     are the usual ones, neither deterministic nor with dropout."""
     rows = {}
     for row in check_format((ROOT / "benchmarks/h200" / file).read_text()):
-        if row.get("deterministic") or row.get("dropout_p"):
+        if any(row.get(x) for x in backward.USUAL):
             continue
         setting = Recorded(**{x: row[x] for x in Recorded._fields})
         rows.setdefault(setting, {})[row["impl"]] = row

@@ -309,7 +309,8 @@ def test_results_of_heads_in_groups(four):
     (2, 32, 32, 4096, [32], [32]), (2, 32, 32, 8192, [32], [8, 16, 8]), (2, 32, 32, 32768, [1, 8, 23], [4, 24, 4]),
     (2, 32, 32, 65536, [16, 16], [16, 16]), (2, 32, 8, 1 << 19, [2, 2, 2, 2], [2, 2, 2, 2]),
     (8, 32, 8, 16384, [1, 7], [1, 6, 1]), (64, 64, 8, 2048, [4, 4], [4, 4]),  # the last one by MIN_BYTES
-    (2, 4, 1, 8192, [1], [1]), (2, 8, 8, 100, [8], [8]), (2, 4, 2, 1 << 22, [1, 1], [1, 1]), (1, 32, 8, 8192, [8], [8])])
+    (2, 4, 1, 8192, [1], [1]), (2, 8, 8, 100, [8], [8]), (2, 4, 2, 1 << 22, [1, 1], [1, 1]),
+    (1, 32, 8, 8192, [8], [8])])
 def test_heads_are_gathered_in_groups_that_grow(size, heads, heads_k, rows, forward, backward):
     """And all keys and values of a group of several heads have at most MAX_BYTES."""
     q, k = (torch.empty(1, h, rows, 128, device="meta", dtype=torch.bfloat16) for h in (heads, heads_k))
