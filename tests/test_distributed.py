@@ -23,6 +23,7 @@ import torch
 from torch.distributed.tensor.experimental import context_parallel
 from torch.utils.checkpoint import checkpoint
 
+import peer_files
 import ranks
 from cases import FP32_TOLERANCE, SEED, slow_unless
 from minimal_attn import FlashMHA, flash_attention
@@ -293,6 +294,7 @@ def compare_in_groups(cases):
 def gather_in_groups(patch):
     patch.setattr(all_gather, "MIN_BYTES", 1)
     patch.setattr(all_gather, "MIN_FLOP", 1)
+    patch.setattr(all_gather, "MIN_FETCHED", (1, 1))
     patch.setattr(local, "LONG_BESIDE", 6)
 
 
@@ -304,18 +306,41 @@ def test_results_of_heads_in_groups(four):
     assert results == [{}] * len(results)
 
 
-@pytest.mark.parametrize("size, heads, heads_k, rows, forward, backward", [
-    (2, 32, 8, 2048, [8], [8]), (2, 32, 8, 8192, [8], [1, 6, 1]), (2, 32, 8, 65536, [8], [8]),
-    (2, 32, 32, 4096, [32], [32]), (2, 32, 32, 8192, [32], [8, 16, 8]), (2, 32, 32, 32768, [1, 8, 23], [4, 24, 4]),
-    (2, 32, 32, 65536, [16, 16], [16, 16]), (2, 32, 8, 1 << 19, [2, 2, 2, 2], [2, 2, 2, 2]),
-    (8, 32, 8, 16384, [1, 7], [1, 6, 1]), (64, 64, 8, 2048, [4, 4], [4, 4]),  # the last one by MIN_BYTES
-    (2, 4, 1, 8192, [1], [1]), (2, 8, 8, 100, [8], [8]), (2, 4, 2, 1 << 22, [1, 1], [1, 1]),
-    (1, 32, 8, 8192, [8], [8])])
-def test_heads_are_gathered_in_groups_that_grow(size, heads, heads_k, rows, forward, backward):
+def compare_through_files(cases, folder, in_groups):
+    """compare, by peer memory. in_groups: of heads, whose gradients are summed one head after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        peer_files.use(patch, folder)
+        if in_groups:
+            patch.setattr(all_gather, "MAX_SUM_BYTES", 1)
+        return compare_in_groups(cases) if in_groups else compare(cases)
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_results_through_peer_memory(four, tmp_path, in_groups):
+    """Slots grow on the way, and both of them are used many times."""
+    cases = [dataclasses.replace(case, layout=layout, dropout_p=dropout_p, H=12, Hk=6) for case in FEATURES
+             for layout, dropout_p in (("zigzag", 0), ("contiguous", 0.3))]
+    cases += [dataclasses.replace(case, size=3) for case in FEATURES[:3]]
+    results = four.run(compare_through_files, cases, tmp_path, in_groups)
+    assert results == [{}] * len(results)
+
+
+@pytest.mark.parametrize("has_peers, size, heads, heads_k, rows, forward, backward", [
+    (False, 2, 32, 8, 2048, [8], [8]), (False, 2, 32, 8, 8192, [8], [1, 6, 1]), (False, 2, 32, 8, 65536, [8], [8]),
+    (False, 2, 32, 32, 4096, [32], [32]), (False, 2, 32, 32, 8192, [32], [8, 16, 8]),
+    (False, 2, 32, 32, 32768, [1, 8, 23], [4, 24, 4]), (False, 2, 32, 32, 65536, [16, 16], [16, 16]),
+    (False, 2, 32, 8, 1 << 19, [2, 2, 2, 2], [2, 2, 2, 2]), (False, 8, 32, 8, 16384, [1, 7], [1, 6, 1]),
+    (False, 64, 64, 8, 2048, [4, 4], [4, 4]),  # by MIN_BYTES
+    (False, 2, 4, 1, 8192, [1], [1]), (False, 2, 8, 8, 100, [8], [8]), (False, 2, 4, 2, 1 << 22, [1, 1], [1, 1]),
+    (False, 1, 32, 8, 8192, [8], [8]),
+    (True, 2, 32, 8, 8192, [8], [8]), (True, 2, 32, 8, 32768, [1, 7], [8]), (True, 2, 32, 32, 8192, [11, 21], [32]),
+    (True, 2, 32, 32, 32768, [4, 28], [4, 24, 4]), (True, 2, 32, 32, 65536, [2, 16, 14], [2, 16, 12, 2]),
+    (True, 8, 32, 8, 16384, [1, 7], [8])])
+def test_heads_are_gathered_in_groups_that_grow(has_peers, size, heads, heads_k, rows, forward, backward):
     """And all keys and values of a group of several heads have at most MAX_BYTES."""
     q, k = (torch.empty(1, h, rows, 128, device="meta", dtype=torch.bfloat16) for h in (heads, heads_k))
-    for ends_small, groups in ((False, forward), (True, backward)):
-        slices = all_gather.head_groups(q, k, k, size, ends_small)
+    for is_backward, groups in ((False, forward), (True, backward)):
+        slices = all_gather.head_groups(q, k, k, size, has_peers, is_backward)
         assert [len(range(heads_k)[one]) for one in slices] == groups
         assert [i for one in slices for i in range(heads_k)[one]] == list(range(heads_k))
 

@@ -1,6 +1,10 @@
 """Context parallelism on GPUs with NCCL: beside one GPU, and torch's own context_parallel on our kernels."""
 
 import dataclasses
+import datetime
+import multiprocessing
+import os
+import time
 
 import pytest
 import torch
@@ -9,10 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import minimal_attn
 import ranks
 from minimal_attn.bench.context_parallel import torchs_attention, torchs_context_parallel
-from minimal_attn.distributed import all_gather, shard, unshard
+from minimal_attn.distributed import all_gather, context_parallel_attention, shard, unshard
 from test_activate import OURS, TORCHS
-from test_distributed import (FEATURES, Case, check, compare_in_groups, gather_in_groups, in_one_process, kept_in_rank,
-                              of_methods, on_ranks)
+from test_distributed import (FEATURES, Case, check, compare, compare_in_groups, gather_in_groups, in_one_process,
+                              kept_in_rank, of_methods, on_ranks)
 
 NUM_GPUS = torch.cuda.device_count()
 
@@ -67,9 +71,88 @@ def test_results_of_heads_in_groups(gpus, dtype, monkeypatch):
                 backend="cuda")
     q, k = (torch.empty(2, heads, 768, 64, device="meta", dtype=dtype) for heads in (12, 6))
     gather_in_groups(monkeypatch)  # as in the processes
-    assert len(all_gather.head_groups(q, k, k, 2)) == 3
+    for has_peers in (False, True):
+        assert len(all_gather.head_groups(q, k, k, 2, has_peers, is_backward=True)) == 3
     results = gpus.run(compare_in_groups, [case])
     assert results == [{}] * len(results)
+
+
+def compare_without_peer_memory(cases):
+    if torch.distributed.get_rank(ranks.GROUPS[2]) < 0:
+        return {}
+    with pytest.MonkeyPatch.context() as patch:
+        assert all_gather.peers_of(ranks.GROUPS[2], torch.device(ranks.DEVICE))
+        patch.setenv("MINIMAL_ATTN_PEER_MEMORY", "0")
+        assert all_gather.peers_of(ranks.GROUPS[2], torch.device(ranks.DEVICE)) is None
+        return compare(cases) | compare_in_groups(cases)
+
+
+def test_results_without_peer_memory(gpus):
+    cases = [dataclasses.replace(case, dtype=torch.bfloat16, backend="cuda", D=64, Dv=64, H=12, Hk=6)
+             for case in FEATURES]
+    results = gpus.run(compare_without_peer_memory, cases)
+    assert results == [{}] * len(results)
+
+
+def many_calls_in_rank():
+    """Of several sizes, without a wait of the host between them: the bits of each are those of the first time."""
+    group, found = ranks.GROUPS[2], {}
+    if torch.distributed.get_rank(group) < 0:
+        return True
+    for step in range(60):
+        case = Case("many", S=1024 * (1 + step % 3), H=8, Hk=4, D=64, Dv=64, causal=True, dtype=torch.bfloat16,
+                    backend="cuda")
+        (*qkv, dout), _ = case.whole()
+        *inputs, dout = (shard(x, group, 2) for x in (*qkv, dout))
+        inputs = [x.requires_grad_() for x in inputs]
+        out = context_parallel_attention(*inputs, group, causal=True, method="all_gather", deterministic=True)
+        found.setdefault(case.S, []).append([out.detach(), *torch.autograd.grad(out, inputs, dout)])
+    return all(torch.equal(x, y) for first, *others in found.values() for other in others
+               for x, y in zip(first, other))
+
+
+def test_calls_in_a_row_have_the_same_bits(gpus):
+    assert all(gpus.run(many_calls_in_rank))
+
+
+def leave_in_rank(rank, store, pipe):
+    """A group of two, in which rank 1 does not come to the second call."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl", init_method=store, rank=rank, world_size=2, device_id=device,
+                                         timeout=datetime.timedelta(seconds=6))
+    q = torch.randn(1, 4, 256, 64, device=device, dtype=torch.bfloat16)
+    context_parallel_attention(q, q, q, method="all_gather")
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    try:
+        if rank == 1:
+            time.sleep(20)
+        else:
+            context_parallel_attention(q, q, q, method="all_gather")
+            torch.cuda.synchronize()
+        pipe.send(("none", 0))
+    except Exception as error:
+        pipe.send((type(error).__name__, time.monotonic() - start))
+    os._exit(0)  # the group cannot be ended any more
+
+
+def test_missing_rank_ends_the_others(tmp_path):
+    """By the time-out of the group, at the barrier of peer memory."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(2)]
+    processes = [context.Process(target=leave_in_rank, args=(rank, f"file://{tmp_path}/store", theirs))
+                 for rank, (_, theirs) in enumerate(pipes)]
+    for process in processes:
+        process.start()
+    try:
+        assert pipes[0][0].poll(60), "rank 0 waits for ever"
+        error, seconds = pipes[0][0].recv()
+        assert error == "AcceleratorError" and 5 < seconds < 15
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def same_bits(case):

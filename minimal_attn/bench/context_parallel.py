@@ -20,6 +20,7 @@ import time
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -107,7 +108,7 @@ def measure(seqlen, heads_k, device, calls):
         judge(unshard(attend(*local[:3]), dim=2), (q, k, v))
         add_both(method, attend, local, one_gpu)
         if method == "all_gather":
-            with in_one_piece():
+            with plain():
                 add_both("plain_all_gather", attend, local, one_gpu)
     if on_gpu and heads_k == heads:  # torch's cuDNN attention has no grouped heads there
         for impl, kernels in PEERS.items():
@@ -138,14 +139,10 @@ def torchs_context_parallel(seqlen, device):
 
 
 @contextmanager
-def in_one_piece():
-    """All heads are gathered at once, before the kernel begins."""
-    before = by_all_gather.MIN_BYTES, by_all_gather.MAX_BYTES
-    by_all_gather.MIN_BYTES = by_all_gather.MAX_BYTES = 1 << 62
-    try:
+def plain():
+    """NCCL gathers all heads at once, before the kernel begins."""
+    with mock.patch.multiple(by_all_gather, peers_of=lambda *_: None, NUM_GROUPS=1, MAX_BYTES=1 << 62):
         yield
-    finally:
-        by_all_gather.MIN_BYTES, by_all_gather.MAX_BYTES = before
 
 
 def gather(k, v):

@@ -6,7 +6,6 @@ Read next: layout.py, which rank holds which rows; all_gather.py, the method wit
 
 import functools
 import math
-import os
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from ..interface import BACKENDS, backend_name, flash_attention
 from ..lengths import NO_WINDOW, check_window_size
 from ..scores import check_alibi_slopes, check_softcap
 from .all_gather import AllGatherAttention
-from .layout import check_seqlen, shards_of
+from .layout import check_seqlen, shards_of, spans_nodes
 from .local import Attention
 from .pieces import Document, ints
 from .ring import RingAttention
@@ -232,9 +231,3 @@ def check_method(method, q, k, v, shards, alibi_slopes, window):
         raise NotImplementedError("method='all_gather' has alibi_slopes under a causal mask alone: use 'ulysses', "
                                   "which divides the heads among the ranks")
     return method
-
-
-def spans_nodes(group):
-    """Whether the ranks of a group are on several nodes, as far as LOCAL_WORLD_SIZE tells."""
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    return per_node > 0 and len({rank // per_node for rank in dist.get_process_group_ranks(group)}) > 1

@@ -6,6 +6,7 @@ so that all ranks have the same work under a causal mask. Read next: pieces.py, 
 """
 
 import functools
+import os
 from typing import NamedTuple
 
 import torch
@@ -105,6 +106,12 @@ def shards_of(group, layout):
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {shown(layout)}: one of {', '.join(map(repr, LAYOUTS))}")
     return Shards(group, dist.get_rank(group), dist.get_world_size(group), layout)
+
+
+def spans_nodes(group):
+    """Whether the ranks of a group are on several nodes, as far as LOCAL_WORLD_SIZE tells."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    return per_node > 0 and len({rank // per_node for rank in dist.get_process_group_ranks(group)}) > 1
 
 
 def shard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, layout: str = "zigzag",

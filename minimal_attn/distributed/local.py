@@ -16,7 +16,7 @@ from ..checks import sum_dtype
 from ..dropout import seed_with_origins
 from .layout import Chunk, Shards
 from .pieces import LONG, LONG_BESIDE, Document, ints, kept_calls, on_device
-from .room import Room
+from .room import Room, room_for
 
 
 class Attention(NamedTuple):
@@ -33,11 +33,22 @@ class Attention(NamedTuple):
     def calls(self, q, num_keys, source, share_keys):
         """The Calls of this rank's rows q with so many keys: those of rank `source`, or all if it is None. The longest
         come first."""
-        key_chunks = (Chunk(0, num_keys, 0),) if source is None else self.room.key_chunks(source)
-        calls = kept_calls(self.room.row_chunks(), key_chunks, self.documents, self.options.window,
-                           self.options.dropout_seed is not None, q.shape[0], q.shape[2], num_keys, share_keys,
-                           LONG_BESIDE if source is None else LONG)
-        return [on_device(call, q.device) for call in calls]
+        key_chunks = None if source is None else self.room.key_chunks(source)
+        return [on_device(call, q.device) for call in
+                self.kept_calls(self.room, q.shape[0], num_keys, key_chunks, share_keys)]
+
+    def key_ranges(self, rank, batch_size, num_keys):
+        """(begin, end) of the keys of each Call of a rank's backward pass, when it has all keys."""
+        has_dropout = self.options.dropout_seed is not None
+        room = room_for(self.shards._replace(rank=rank), self.room.num_rows, self.documents, has_dropout)
+        calls = self.kept_calls(room, batch_size, num_keys, None, share_keys=False)
+        return tuple((call.keys.start, call.keys.stop) for call in calls)
+
+    def kept_calls(self, room, batch_size, num_keys, key_chunks, share_keys):
+        return kept_calls(room.row_chunks(), key_chunks or (Chunk(0, num_keys, 0),), self.documents,
+                          self.options.window, self.options.dropout_seed is not None, batch_size,
+                          room.num_rows + sum(room.fronts), num_keys, share_keys,
+                          LONG if key_chunks else LONG_BESIDE)
 
     def options_of(self, call):
         """The Options of a Call."""

@@ -127,7 +127,7 @@ def length(run):
     return run.stop - run.start
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=128)
 def kept_calls(row_chunks, key_chunks, documents, window, has_dropout, batch_size, num_rows, num_keys, share_keys,
                long):
     """calls_of(pieces_of(row_chunks, ...), ...), the longest ones first: short ones fill a GPU at the end. A few are
