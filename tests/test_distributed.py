@@ -31,7 +31,7 @@ from minimal_attn.backends import Lengths
 from minimal_attn.distributed import context_parallel_attention, shard, shard_labels, shard_positions, unshard
 from minimal_attn.bench import context_parallel as context_parallel_bench
 from minimal_attn.bench.context_parallel import judge
-from minimal_attn.distributed import all_gather, attention, local, pieces as pieces_module
+from minimal_attn.distributed import all_gather, attention, local, pieces as pieces_module, summing
 from minimal_attn.distributed.layout import Chunk, Shards
 from minimal_attn.distributed.pieces import Document, calls_of, pieces_of
 from minimal_attn.distributed.room import room_for
@@ -311,7 +311,7 @@ def compare_through_files(cases, folder, in_groups):
     with pytest.MonkeyPatch.context() as patch:
         peer_files.use(patch, folder)
         if in_groups:
-            patch.setattr(all_gather, "MAX_SUM_BYTES", 1)
+            patch.setattr(summing, "MAX_SUM_BYTES", 1)
         return compare_in_groups(cases) if in_groups else compare(cases)
 
 

@@ -7,7 +7,7 @@ microseconds.
 
 There are two slots, which take turns. A rank reads a slot before it comes to the barrier of the next one, since all
 copies and barriers are on one stream. So when a rank has passed a barrier, all ranks have read the slot of the barrier
-before, and it may be written again. Read next: all_gather.py, which takes collectives where there is no such memory.
+before, and it may be written again. Read next: gathering.py, which sends messages where there is no such memory.
 """
 
 import datetime
