@@ -294,7 +294,8 @@ def compare_in_groups(cases):
 def gather_in_groups(patch):
     patch.setattr(all_gather, "MIN_BYTES", 1)
     patch.setattr(all_gather, "MIN_FLOP", 1)
-    patch.setattr(all_gather, "MIN_FETCHED", (1, 1))
+    patch.setattr(all_gather, "MIN_FETCHED", 1)
+    patch.setattr(all_gather, "MIN_FETCHED_BACKWARD", 1)
     patch.setattr(local, "LONG_BESIDE", 6)
 
 
@@ -333,8 +334,8 @@ def test_results_through_peer_memory(four, tmp_path, in_groups):
     (False, 64, 64, 8, 2048, [4, 4], [4, 4]),  # by MIN_BYTES
     (False, 2, 4, 1, 8192, [1], [1]), (False, 2, 8, 8, 100, [8], [8]), (False, 2, 4, 2, 1 << 22, [1, 1], [1, 1]),
     (False, 1, 32, 8, 8192, [8], [8]),
-    (True, 2, 32, 8, 8192, [8], [8]), (True, 2, 32, 8, 32768, [1, 7], [8]), (True, 2, 32, 32, 8192, [11, 21], [32]),
-    (True, 2, 32, 32, 32768, [4, 28], [4, 24, 4]), (True, 2, 32, 32, 65536, [2, 16, 14], [2, 16, 12, 2]),
+    (True, 2, 32, 8, 8192, [8], [8]), (True, 2, 32, 8, 32768, [1, 7], [8]), (True, 2, 32, 32, 8192, [4, 28], [32]),
+    (True, 2, 32, 32, 32768, [4, 28], [4, 24, 4]), (True, 2, 32, 32, 65536, [4, 16, 12], [4, 16, 8, 4]),
     (True, 8, 32, 8, 16384, [1, 7], [8])])
 def test_heads_are_gathered_in_groups_that_grow(has_peers, size, heads, heads_k, rows, forward, backward):
     """And all keys and values of a group of several heads have at most MAX_BYTES."""

@@ -27,40 +27,28 @@ from .summing import begin_sums, parts_of
 
 MIN_BYTES = 4 << 20  # of a rank's keys and values: to gather less takes about as long, on two H200s
 MAX_BYTES = 1 << 30  # of all ranks' keys and values: heads with more take long enough to hide what comes next
-ROWS_OF_A_KEY = 4096  # attention of so many rows to a key takes as long as to gather it, on two H200s
-# Without peer memory.
+# Through peer memory. To fetch fewer bytes takes less time than another group costs.
+MIN_FETCHED, MIN_FETCHED_BACKWARD = 64 << 20, 512 << 20
+FIRST_PART = 8  # one of so many heads is in the first group
+# By messages.
 NUM_GROUPS = 3  # unless MAX_BYTES asks for more
 MIN_FLOP = 1.5e12  # of each group, counted without a mask: a group costs the host 0.7 to 1 ms
 MAX_GROWTH = 10  # beyond it, calls with a part of the heads lose more time than they hide
-# With it. To fetch fewer bytes takes less time than another group. (forward, backward)
-NUM_PEER_GROUPS, MIN_FETCHED = (2, 3), (64 << 20, 512 << 20)
+ROWS_OF_A_KEY = 4096  # attention of so many rows to a key takes as long as to send it, on two H200s
 
 
 def head_groups(q, k, v, num_ranks, has_peers, is_backward=False):
     """The slices of key/value heads that are gathered one after another.
 
-    The first one is small, since nothing is computed before it is there. The others grow as fast as computing hides
-    communication: a group may be as many times as large as the one before as attention to a head takes longer than to
-    gather it. In the backward pass the last one is as small as the first one, for the sum of its gradients, which
-    nothing hides. There is one group where more would cost more than they hide.
+    The first one is small, since nothing is computed before it is there. In the backward pass the last one is as small,
+    for the sum of its gradients, which nothing hides. There is one group where more would cost more than they hide.
     """
     heads = k.shape[1]
     bytes_of_head = k.element_size() * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
-    share_sent = 2 * (num_ranks - 1) / num_ranks  # of the keys, in units of that of two ranks
-    growth = max(1, int(q.shape[2] * (q.shape[1] // heads) / ROWS_OF_A_KEY / share_sent)) if num_ranks > 1 else 1
     most = max(1, MAX_BYTES // (num_ranks * bytes_of_head))
-    if has_peers:
-        is_worth_it = (num_ranks - 1) * heads * bytes_of_head >= MIN_FETCHED[is_backward]
-        num_groups = NUM_PEER_GROUPS[is_backward] if is_worth_it else 1
-    else:
-        flop = 2 * q.shape[0] * q.shape[1] * q.shape[2] ** 2 * num_ranks * (k.shape[3] + v.shape[3])
-        flop *= 2.5 if is_backward else 1
-        num_groups = max(1, int(min(NUM_GROUPS, flop // MIN_FLOP))) if growth <= MAX_GROWTH else 1
-    sizes = [growth**i for i in range(num_groups)]  # in units of the first one
-    if is_backward:
-        sizes[-1] = 1
-    first = max(-(-MIN_BYTES // bytes_of_head), -(-heads // sum(sizes)))
-    size = first = min(heads, most, first)
+    rule = growth_of_peers if has_peers else growth_of_messages
+    first, growth = rule(q, k, v, num_ranks, is_backward)
+    size = first = min(heads, most, max(first, -(-MIN_BYTES // bytes_of_head)))
     ends, last = [first], min(first, heads - first) if is_backward else 0
     while ends[-1] < heads - last:
         size = min(most, size * growth)
@@ -68,6 +56,28 @@ def head_groups(q, k, v, num_ranks, has_peers, is_backward=False):
     if last:
         ends.append(heads)
     return [slice(begin, end) for begin, end in zip([0, *ends], ends)]
+
+
+def growth_of_peers(q, k, v, num_ranks, is_backward):
+    """(heads of the first group, how many times as large as the one before a group is at most): all others are one."""
+    heads = k.shape[1]
+    num_fetched = (num_ranks - 1) * k.element_size() * (k.numel() + v.numel())
+    is_one = num_fetched < (MIN_FETCHED_BACKWARD if is_backward else MIN_FETCHED)
+    return heads if is_one else -(-heads // FIRST_PART), heads
+
+
+def growth_of_messages(q, k, v, num_ranks, is_backward):
+    """The same. Groups grow as fast as computing hides messages: as attention to a head takes longer than to send it."""
+    heads = k.shape[1]
+    share_sent = 2 * (num_ranks - 1) / num_ranks  # of the keys, in units of that of two ranks
+    growth = max(1, int(q.shape[2] * (q.shape[1] // heads) / ROWS_OF_A_KEY / share_sent)) if num_ranks > 1 else 1
+    flop = 2 * q.shape[0] * q.shape[1] * q.shape[2] ** 2 * num_ranks * (k.shape[3] + v.shape[3])
+    flop *= 2.5 if is_backward else 1
+    num_groups = max(1, int(min(NUM_GROUPS, flop // MIN_FLOP))) if growth <= MAX_GROWTH else 1
+    sizes = [growth**i for i in range(num_groups)]  # in units of the first one
+    if is_backward:
+        sizes[-1] = 1
+    return -(-heads // sum(sizes)), growth
 
 
 def empty_rows(q, head_dim):
