@@ -29,15 +29,15 @@ def use(patch, folder):
 
     def rendezvous(memory, group_name):
         handles.append(group_name)
-        return Files(folder / f"{group_name}_{handles.count(group_name)}", memory.numel(), groups[group_name])
+        return Files(folder / f"{group_name}_{handles.count(group_name)}", memory.numel(),
+                     dist.distributed_c10d._resolve_process_group(group_name))
 
     patch.setattr(symmetric_memory, "empty", torch.empty)
     patch.setattr(symmetric_memory, "rendezvous", rendezvous)
-    groups, known = {}, {}
+    known = {}
 
     def peers_of(group, device):
         if group not in known:
-            groups[group.group_name] = group
             known[group] = peer_memory.Peers(group, device)
         return known[group]
 

@@ -31,7 +31,7 @@ from minimal_attn.backends import Lengths
 from minimal_attn.distributed import context_parallel_attention, shard, shard_labels, shard_positions, unshard
 from minimal_attn.bench import context_parallel as context_parallel_bench
 from minimal_attn.bench.context_parallel import judge
-from minimal_attn.distributed import all_gather, attention, local, pieces as pieces_module, summing
+from minimal_attn.distributed import all_gather, attention, local, peer_memory, pieces as pieces_module, summing
 from minimal_attn.distributed.layout import Chunk, Shards
 from minimal_attn.distributed.pieces import Document, calls_of, pieces_of
 from minimal_attn.distributed.room import room_for
@@ -324,6 +324,49 @@ def test_results_through_peer_memory(four, tmp_path, in_groups):
     cases += [dataclasses.replace(case, size=3) for case in FEATURES[:3]]
     results = four.run(compare_through_files, cases, tmp_path, in_groups)
     assert results == [{}] * len(results)
+
+
+def opened_in_rank(folder):
+    """Which groups get peer memory: the first one, which then has slots, but none of other ranks after it."""
+    device, found = torch.device("cpu"), []
+    with pytest.MonkeyPatch.context() as patch:
+        peer_files.use(patch, folder)
+        patch.setattr(peer_memory, "RANKS", [])
+        for size in (2, 4, 2):
+            if torch.distributed.get_rank(ranks.GROUPS[size]) >= 0:
+                peers = peer_memory.opened(ranks.GROUPS[size], device)
+                found.append(peers and (peers.gathered.slot_bytes, peers.summed.number))
+    return found
+
+
+def test_one_group_has_peer_memory(four, tmp_path):
+    step = peer_memory.SLOT_STEP
+    assert four.run(opened_in_rank, tmp_path) == 2 * [[None]] + 2 * [[(step, 1), None, (step, 1)]]
+
+
+def grown_in_rank(folder):
+    """What one rank finds in the slots of the other while they grow, and after one that nobody has fetched from."""
+    group, found = ranks.GROUPS[2], []
+    rank = torch.distributed.get_rank(group)
+    if rank < 0:
+        return None
+    with pytest.MonkeyPatch.context() as patch:
+        peer_files.use(patch, folder)
+        memory = peer_memory.PeerMemory(group, torch.device("cpu"))
+        for step, size in enumerate((100, 200, 3 << 20, 10, 10)):
+            memory.slot((size,), torch.int64)  # for a call that fails before it fetches
+            slot = memory.slot((size,), torch.int64)
+            slot.of_rank(rank).fill_(10 * step + rank)
+            there = torch.empty(size, dtype=torch.int64)
+            slot.fetch([(there, slot.of_rank(1 - rank))])
+            found.append((memory.slot_bytes >> 20, set(there.tolist())))
+    return found
+
+
+def test_slots_grow(four, tmp_path):
+    *_, first, second = four.run(grown_in_rank, tmp_path)
+    for other, found in ((1, first), (0, second)):
+        assert found == [(mb, {10 * step + other}) for step, mb in enumerate((2, 2, 24, 24, 24))]
 
 
 @pytest.mark.parametrize("has_peers, size, heads, heads_k, rows, forward, backward", [

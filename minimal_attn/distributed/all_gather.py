@@ -8,7 +8,7 @@ them. It sends each rank the sum of what all ranks have for its dk and dv. With 
     communication   |gather 0..3|gather 4..27|sum 0..3, gather 28..31|      |sum 4..27|     |sum 28..31|
     gradients                   |of 0..3     |of 4..27                      |of 28..31      |
 
-Read next: gathering.py and summing.py, what is sent; ring.py, where not all keys fit.
+Read next: gathering.py, how keys get to other ranks.
 """
 
 import math
@@ -27,10 +27,10 @@ from .summing import begin_sums, parts_of
 
 MIN_BYTES = 4 << 20  # of a rank's keys and values: to gather less takes about as long, on two H200s
 MAX_BYTES = 1 << 30  # of all ranks' keys and values: heads with more take long enough to hide what comes next
-# Through peer memory. To fetch fewer bytes takes less time than another group costs.
+# With peer memory: bytes that a rank fetches. Below these there is one group. Another one costs more than it hides.
 MIN_FETCHED, MIN_FETCHED_BACKWARD = 64 << 20, 512 << 20
-FIRST_PART = 8  # one of so many heads is in the first group
-# By messages.
+FIRST_PART = 8  # the first group has an eighth of the heads
+# Without it.
 NUM_GROUPS = 3  # unless MAX_BYTES asks for more
 MIN_FLOP = 1.5e12  # of each group, counted without a mask: a group costs the host 0.7 to 1 ms
 MAX_GROWTH = 10  # beyond it, calls with a part of the heads lose more time than they hide
@@ -59,7 +59,8 @@ def head_groups(q, k, v, num_ranks, has_peers, is_backward=False):
 
 
 def growth_of_peers(q, k, v, num_ranks, is_backward):
-    """(heads of the first group, how many times as large as the one before a group is at most): all others are one."""
+    """(heads of the first group, largest ratio of a group to the one before). After the first group comes one with all
+    others."""
     heads = k.shape[1]
     num_fetched = (num_ranks - 1) * k.element_size() * (k.numel() + v.numel())
     is_one = num_fetched < (MIN_FETCHED_BACKWARD if is_backward else MIN_FETCHED)
@@ -67,7 +68,8 @@ def growth_of_peers(q, k, v, num_ranks, is_backward):
 
 
 def growth_of_messages(q, k, v, num_ranks, is_backward):
-    """The same. Groups grow as fast as computing hides messages: as attention to a head takes longer than to send it."""
+    """The same. Groups grow as fast as computing hides messages: attention to a head takes so much longer than to send
+    it."""
     heads = k.shape[1]
     share_sent = 2 * (num_ranks - 1) / num_ranks  # of the keys, in units of that of two ranks
     growth = max(1, int(q.shape[2] * (q.shape[1] // heads) / ROWS_OF_A_KEY / share_sent)) if num_ranks > 1 else 1
@@ -125,28 +127,32 @@ class AllGatherAttention(torch.autograd.Function):
         groups = head_groups(q, k, v, shards.size, bool(peers), is_backward=True)
         num_keys = shards.size * k.shape[2]
         calls = attention.calls(q_rows, num_keys, None, share_keys=False)
-        sent = [parts_of(attention.key_ranges(rank, k.shape[0], num_keys), rank, shards.size, shards.chunks_per_rank,
-                         k.shape[2]) for rank in range(shards.size)]
+        parts = {rank: parts_of(attention.key_ranges(rank, k.shape[0], num_keys), rank, shards.size,
+                                shards.chunks_per_rank, k.shape[2])
+                 for rank in (range(shards.size) if peers else (shards.rank,))}
         dq, dk, dv = empty_rows(q_rows, q.shape[3]), torch.empty_like(k), torch.empty_like(v)
         if not all_rows(calls, q_rows):
             dq.zero_()
-        sums = []
+        sums = []  # of the group before
+
+        def end_sums():
+            for heads, total in sums:
+                dk[:, heads], dv[:, heads] = total.wait()
+            sums.clear()
+
         with SideStreams(q.device) as side, ExitStack() as at_end:
             for heads, *keys in gathered(k, v, groups, shards, peers):
                 of_q = query_heads(heads, q.shape[1], k.shape[1])
                 tensors = *(x[:, of_q] for x in rows), *keys, dq[:, of_q]
                 gradients = side.run(attention.of_heads(of_q).key_gradients, [(call, *tensors) for call in calls])
                 side.join()
-                if sums and not peers:
-                    sums[-1][1].work.wait()  # until then it keeps the sums for all ranks in memory
-                of_group = begin_sums(heads, gradients, k, v, shards, sent, peers)
-                if peers:
-                    for _, total in of_group:
-                        at_end.callback(total.work.wait)
-                sums += of_group
+                end_sums()  # which came in while this group was computed
+                for one in begin_sums(heads, gradients, k, v, shards, parts, peers):
+                    sums.append(one)
+                    if peers:  # after an error, too, this memory serves nothing else until then
+                        at_end.callback(one[1].work.wait)
                 del keys, tensors, gradients  # their memory serves the next groups
-        for heads, total in sums:
-            dk[:, heads], dv[:, heads] = total.wait()
+        end_sums()
         dsinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
         return room.own(dq), dk, dv, dsinks, None
 

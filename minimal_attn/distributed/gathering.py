@@ -38,7 +38,7 @@ class Published:
     """This rank's keys and values in peer memory, from where all ranks copy them, one group of heads after another."""
 
     def __init__(self, k, v, groups, shards, memory):
-        self.shards, (batch, heads, num_rows, _) = shards, k.shape
+        self.k, self.v, self.shards, (batch, heads, num_rows, _) = k, v, shards, k.shape
         self.shape = num_rows, batch, k.shape[3] + v.shape[3]
         self.slot = memory.slot((math.prod(self.shape) * heads,), k.dtype)
         own = self.slot.of_rank(shards.rank)
@@ -64,8 +64,8 @@ class Published:
                     yield everything[run.begin:run.end], rows[run.local_slice(run.begin, run.end)]
 
         copied = self.slot.fetch(chunks())
-        own = shards.of_rank(everything, shards.rank)
-        copy(own, self.rows(self.slot.of_rank(shards.rank), heads).view_as(own))  # meanwhile
+        own = shards.of_rank(everything, shards.rank).split_with_sizes((self.k.shape[3], self.v.shape[3]), -1)
+        write_rows(own, self.k[:, heads], self.v[:, heads])  # meanwhile
         return copied,
 
 

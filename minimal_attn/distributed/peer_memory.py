@@ -1,4 +1,5 @@
-"""Memory that the ranks of a node read from one another: no collective, and no multiprocessor for it.
+"""Memory of each rank that the others of its node read. Copy engines move the data; only a barrier runs on a
+multiprocessor.
 
 A rank writes what others need into a slot, which all ranks of the group can address (torch's symmetric memory). At a
 barrier it waits until all have done so, and then copies what it needs out of the slots of the others. The copy engines
@@ -7,12 +8,13 @@ microseconds.
 
 There are two slots, which take turns. A rank reads a slot before it comes to the barrier of the next one, since all
 copies and barriers are on one stream. So when a rank has passed a barrier, all ranks have read the slot of the barrier
-before, and it may be written again. Read next: gathering.py, which sends messages where there is no such memory.
+before, and it may be written again. Read next: ring.py, where not all keys fit.
 """
 
 import datetime
 import math
 import os
+import socket
 import weakref
 
 import torch
@@ -20,7 +22,7 @@ import torch.distributed as dist
 
 from .layout import spans_nodes
 
-SLOT_STEP = 2 << 20  # bytes, by which slots grow: pages of a GPU's memory
+SLOT_STEP = 2 << 20  # bytes: pages of a GPU's memory
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)  # of groups that do not tell theirs; that of NCCL
 
 
@@ -28,36 +30,46 @@ class PeerMemory:
     """Two slots of each rank of a group. It does not keep the group alive."""
 
     def __init__(self, group, device):
-        self.group_name, self.device = group.group_name, device
+        self.group, self.group_name, self.device = weakref.ref(group), group.group_name, device
         options = getattr(group._get_backend(device), "options", None)
         self.timeout = getattr(options, "_timeout", DEFAULT_TIMEOUT)
-        self.stream = torch.cuda.Stream(device, priority=-1)  # a barrier is to get a place beside kernels
-        self.slot_bytes = self.number = 0
+        self.stream = torch.cuda.Stream(device, priority=-1)  # so that a barrier starts while kernels run
+        self.slot_bytes = self.number = 0  # of a slot; of barriers of slots so far
         self.memory = self.handle = self.passed = None  # the last one: the event after the latest barrier
 
     def slot(self, shape, dtype):
-        """The next Slot, for a tensor of this shape of each rank, which the current stream may write. By now all fetches
-        from the slot before have begun. All ranks ask for the same shapes in the same order."""
+        """The next Slot, for a tensor of this shape on each rank. The current stream may write it. All fetches from the
+        slot before must have been issued. All ranks ask for the same shapes in the same order."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self.slot_bytes:
             self.grow(num_bytes)
-        self.number += 1
         if self.passed is not None:
             self.passed.wait(torch.cuda.current_stream(self.device))
-        return Slot(self, shape, dtype, self.number % 2 * self.slot_bytes // dtype.itemsize)
+        return Slot(self, shape, dtype, (self.number + 1) % 2 * self.slot_bytes // dtype.itemsize)
 
     def grow(self, num_bytes):
-        """Larger slots, on all ranks at once."""
+        """Larger slots, on all ranks at once: by half at least, since all ranks and their GPUs wait for one another.
+
+        RuntimeError: a rank has no memory for them.
+        """
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        wanted = max(num_bytes, self.slot_bytes * 3 // 2)
         if self.handle is not None:
             with torch.cuda.stream(self.stream):
                 self.barrier()
             torch.cuda.synchronize(self.device)  # all ranks have read the slots
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
-        self.memory = self.handle = None  # the old ones go first
-        self.slot_bytes = -(-num_bytes // SLOT_STEP) * SLOT_STEP
-        self.memory = symmetric_memory.empty(2 * self.slot_bytes, dtype=torch.uint8, device=self.device)
+        self.slot_bytes, self.memory, self.handle = 0, None, None  # the old ones go first
+        torch.cuda.empty_cache()  # symmetric memory is none of the caching allocator, which keeps what is free
+        wanted = -(-wanted // SLOT_STEP) * SLOT_STEP
+        try:
+            self.memory = symmetric_memory.empty(2 * wanted, dtype=torch.uint8, device=self.device)
+        except RuntimeError:
+            self.memory = None
+        if not on_all_ranks(self.memory is not None, self.group(), self.device):  # before they wait for one another
+            raise RuntimeError(f"a rank has no {2 * wanted} bytes for memory that its peers read")
         self.handle = symmetric_memory.rendezvous(self.memory, self.group_name)
+        self.slot_bytes = wanted
 
     def barrier(self):
         """On the stream of copies, which is the current one."""
@@ -88,6 +100,7 @@ class Slot:
         with torch.cuda.stream(memory.stream):
             if not self.is_published:
                 memory.barrier()
+                memory.number += 1
                 self.is_published = True
             for here, there in pairs:
                 here.copy_(there)
@@ -101,31 +114,52 @@ class Peers:
     def __init__(self, group, device):
         self.gathered, self.summed = (PeerMemory(group, device) for _ in range(2))
 
+    def open(self):
+        for memory in (self.gathered, self.summed):
+            memory.grow(1)
+            memory.slot((1,), torch.uint8).fetch(())  # some backends of symmetric memory have no barrier
 
-# {group: Peers or None}
+
+# {group: Peers or None}, and the ranks of the group that has had peer memory, if any.
 KNOWN = weakref.WeakKeyDictionary()
+RANKS = []
 
 
 def peers_of(group, device):
     """The Peers of a group, or None: on a CPU, between nodes, where torch cannot set up such memory, in a CUDA graph,
-    and with MINIMAL_ATTN_PEER_MEMORY=0. The same on all ranks, which call this together."""
+    for a second group of other ranks, and with MINIMAL_ATTN_PEER_MEMORY=0. The same on all ranks, which call this
+    together."""
     if device.type != "cuda" or os.environ.get("MINIMAL_ATTN_PEER_MEMORY") == "0":
         return None
     if torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot wait for a barrier before it
         return None
     if group not in KNOWN:
-        KNOWN[group] = None if spans_nodes(group) or dist.get_world_size(group) == 1 else opened(group, device)
+        KNOWN[group] = None if spans_nodes(group) else opened(group, device)
     return KNOWN[group]
 
 
 def opened(group, device):
-    """Peers, or None if it fails on any rank."""
+    """Peers, or None if it fails on any rank, or if the ranks are on several hosts, as their names say.
+
+    torch counts what a process has set up for all groups together, and two ranks have to come to the same number. So
+    only one set of ranks has peer memory.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    hosts = [None] * len(ranks)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    may_open = len(set(hosts)) == 1 and RANKS in ([], [ranks])
+    if not on_all_ranks(may_open, group, device):
+        return None
+    RANKS[:] = [ranks]
     try:
         peers = Peers(group, device)
-        for memory in (peers.gathered, peers.summed):
-            memory.grow(1)
+        peers.open()
     except (ImportError, AttributeError, RuntimeError):
         peers = None
-    on_all = torch.tensor(int(peers is not None), device=device)
+    return peers if on_all_ranks(peers is not None, group, device) else None
+
+
+def on_all_ranks(condition, group, device):
+    on_all = torch.tensor(int(condition), device=device)
     dist.all_reduce(on_all, dist.ReduceOp.MIN, group=group)
-    return peers if on_all.item() else None
+    return bool(on_all.item())
