@@ -86,15 +86,15 @@ def largest_error(rows_of, ours, peer):
 
 def other_flash(cudnn, peers="rows"):
     """Two dicts by setting, of the fastest of cuDNN, FlashAttention-3 and 4: its speed over that of cuDNN, measured on
-    another H200, and the estimate of the speed of sm90 over that of it.
+    another H200, and the estimate of the speed of sm90 over that of it. Without settings that were not measured there.
 
     cudnn: the speed of sm90 over that of cuDNN, by setting. peers: "rows" of the forward pass, or "backward".
     """
     best = {(row["head_dim"], row["causal"], row["seqlen"]):
             max(row[peer] or 0 for peer in ("cudnn", "fa3", "fa4")) / row["cudnn"]
             for row in json.loads((ROOT / "benchmarks/peers.json").read_text())[peers]}
-    return ({setting: best[setting] for setting in cudnn},
-            {setting: ratio / best[setting] for setting, ratio in cudnn.items()})
+    return ({setting: best[setting] for setting in cudnn if setting in best},
+            {setting: ratio / best[setting] for setting, ratio in cudnn.items() if setting in best})
 
 
 # Writing Markdown.

@@ -29,15 +29,16 @@ def opening():
     shorter = {setting: value for setting, value in forward.items() if setting[2] <= short}
     return paragraph(f"""On an H200, the bf16 forward pass is {span(longer)} times as fast as that of cuDNN for sequence
         lengths S from {min(s for _, _, s in longer)} on, and {span(shorter)} times as fast up to S = {short}.
-        The bf16 backward pass is {span(backward)} times as fast as that of cuDNN for S from 2048 on, where no heads
-        share keys.""")
+        The bf16 backward pass is {span(backward)} times as fast as that of cuDNN for S from
+        {min(s for _, _, s in backward)} on, where no heads share keys.""")
 
 
 def both_passes(backward_of):
     """{setting: {impl: row}} with the sum of the times of the forward and the backward pass, which were timed apart."""
     forward_of = settings("triton", *SIZE, dtype="bfloat16")
     return {setting: {impl: {"ms": forward_of[setting][impl]["ms"] + rows[impl]["ms"]}
-                      for impl in ("triton", "torch:cudnn", "torch:flash")} for setting, rows in backward_of.items()}
+                      for impl in ("triton", "torch:cudnn", "torch:flash")}
+            for setting, rows in backward_of.items() if setting in forward_of}
 
 
 def slower_unaligned(name, kernel):
@@ -78,8 +79,8 @@ def results():
             cuDNN and a run on another H200."""),
         bullet(f"""**Backward, bf16.** Over {len(backward_of)} settings, `sm90` is on average {mean(backward[0])} times
             as fast as cuDNN ({span(backward[0])}) and {mean(backward[1])} times as fast as FA2. FlashAttention-3 is
-            about as fast: by the same estimate, `sm90` reaches {mean(of_best)} of the fastest of these, FA3 and FA4
-            ({span(of_best)})."""),
+            about as fast: by the same estimate, from S = {min(s for _, _, s in of_best)} on `sm90` reaches
+            {mean(of_best)} of the fastest of these, FA3 and FA4 ({span(of_best)})."""),
         bullet(f"""**Training with Triton, bf16.** By the sum of both passes of `backend="triton"`, which were timed
             separately, it reaches {mean(both[0])} of the speed of cuDNN ({span(both[0])}) and {mean(both[1])} times the
             speed of FA2, up to head_dim 128."""),
@@ -423,9 +424,16 @@ def backward():
         paragraph(f"""On average, `sm90` is {mean(cudnn)} times as fast as cuDNN ({span(cudnn)}) and {mean(flash)} times
             as fast as FA2 ({span(flash)}). `triton` is {mean(triton)} times as fast as FA2 up to head_dim 128
             ({span(triton)}), and reaches {mean(large_triton)} of it at head_dim 256. The largest error of ours is up to
-            {errors:.1f} times that of FA2."""),
+            {errors:.1f} times that of FA2. In fp16, `sm90` is {span(fp16_speeds())} times as fast as in bf16, by a run of
+            its own."""),
         speeds(rows_of, BACKWARD_IMPLS, (("cuda:sm90", "torch:flash"), ("cuda:sm90", "torch:cudnn"),
                                          ("cuda:sm80", "torch:flash"), ("triton", "torch:flash")))])
+
+
+def fp16_speeds():
+    """{setting: the speed of sm90 in fp16 over that in bf16}, in a run of both."""
+    fp16, bf16 = (settings("backward_fp16", *SIZE, dtype=dtype) for dtype in ("float16", "bfloat16"))
+    return {setting: bf16[setting]["cuda:sm90"]["ms"] / rows["cuda:sm90"]["ms"] for setting, rows in fp16.items()}
 
 
 def backward_variants():
