@@ -369,6 +369,37 @@ def test_slots_grow(four, tmp_path):
         assert found == [(mb, {10 * step + other}) for step, mb in enumerate((2, 2, 24, 24, 24))]
 
 
+def no_memory(*_, **__):
+    raise torch.OutOfMemoryError("none left")
+
+
+def failing_growth_in_rank(folder):
+    """Rank 0 has no memory: both raise, and the next call has slots again."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    group = ranks.GROUPS[2]
+    rank = torch.distributed.get_rank(group)
+    if rank < 0:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        peer_files.use(patch, folder)
+        memory = peer_memory.PeerMemory(group, torch.device("cpu"))
+        memory.slot((1,), torch.int64)
+        with pytest.MonkeyPatch.context() as failing, pytest.raises(torch.OutOfMemoryError, match="a rank has no"):
+            if rank == 0:
+                failing.setattr(symmetric_memory, "empty", no_memory)
+            memory.slot((1 << 20,), torch.int64)
+        assert memory.slot_bytes == 0 and memory.handle is None
+        slot, there = memory.slot((3,), torch.int64), torch.empty(3, dtype=torch.int64)
+        slot.of_rank(rank).fill_(rank)
+        slot.fetch([(there, slot.of_rank(1 - rank))])
+        assert there.tolist() == 3 * [1 - rank]
+
+
+def test_growth_that_fails_on_one_rank(four, tmp_path):
+    four.run(failing_growth_in_rank, tmp_path)
+
+
 @pytest.mark.parametrize("has_peers, size, heads, heads_k, rows, forward, backward", [
     (False, 2, 32, 8, 2048, [8], [8]), (False, 2, 32, 8, 8192, [8], [1, 6, 1]), (False, 2, 32, 8, 65536, [8], [8]),
     (False, 2, 32, 32, 4096, [32], [32]), (False, 2, 32, 32, 8192, [32], [8, 16, 8]),

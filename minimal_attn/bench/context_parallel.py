@@ -4,8 +4,8 @@
 
 Before a method of ours is timed, 64 rows of its out are compared with attention in fp32. Gradients are left to the
 tests. A timing has several calls, one after another as the layers of a model make them. Directly before them runs one
-more call, which is not timed. So the host is ahead of the GPUs from the first timed call on. The slowest rank of a
-timing counts, and the median of timings.
+more call, which is not timed. So the host is ahead of the GPUs from the first timed call on, if it is fast enough. The
+slowest rank of a timing counts, and the median of timings.
 Efficiency is the time on one GPU of the whole, by the same kernels, over P times the time on P. Without GPUs it runs in
 a tiny size on CPUs with Gloo, to be tested; torch's context_parallel has no CPU kernels. Read next:
 ../distributed/attention.py.

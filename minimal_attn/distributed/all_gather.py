@@ -3,7 +3,7 @@
 Each row sees all of its keys in one call of a kernel, so nothing is merged, and its result is that of one GPU. With
 groups of heads, the keys of the next ones are on their way while the kernel computes with some. Calls run beside one
 another, so that the next one fills the GPU where one ends. The backward pass gathers the keys again rather than keeping
-them. It sends each rank the sum of what all ranks have for its dk and dv. With 32 heads in three groups:
+them. Each rank gets the sum of what all ranks have for its dk and dv. With 32 heads in three groups:
 
     communication   |gather 0..3|gather 4..27|sum 0..3, gather 28..31|      |sum 4..27|     |sum 28..31|
     gradients                   |of 0..3     |of 4..27                      |of 28..31      |
@@ -27,7 +27,7 @@ from .summing import begin_sums, parts_of
 
 MIN_BYTES = 4 << 20  # of a rank's keys and values: to gather less takes about as long, on two H200s
 MAX_BYTES = 1 << 30  # of all ranks' keys and values: heads with more take long enough to hide what comes next
-# With peer memory: bytes that a rank fetches. Below these there is one group. Another one costs more than it hides.
+# With peer memory: bytes that a rank fetches. Below these there is one group, since another one costs the host time.
 MIN_FETCHED, MIN_FETCHED_BACKWARD = 64 << 20, 512 << 20
 FIRST_PART = 8  # the first group has an eighth of the heads
 # Without it.
@@ -101,17 +101,8 @@ class AllGatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, attention):
-        room, shards = attention.room, attention.shards
-        peers = peers_of(shards.group, q.device)
-        rows, groups = room.extended(q), head_groups(q, k, v, shards.size, bool(peers))
-        calls = attention.calls(rows, shards.size * k.shape[2], None, share_keys=True)
-        parts = gathered(k, v, groups, shards, peers)
-        if len(groups) == len(calls) == 1 and all_rows(calls, rows):  # then its results are those of all
-            (_, *keys), = parts
-            out, lse = attention.run(calls[0], rows, *keys)
-        else:
-            out, lse = attend_by_groups(attention, calls, rows, parts, v.shape[3], k.shape[1])
-        out, lse = room.own(out), room.own(lse)
+        with torch.cuda.device_of(q):  # whose streams are meant; autograd does so for the backward pass
+            out, lse = attend(q, k, v, attention)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.attention = attention
         return out
@@ -147,14 +138,29 @@ class AllGatherAttention(torch.autograd.Function):
                 gradients = side.run(attention.of_heads(of_q).key_gradients, [(call, *tensors) for call in calls])
                 side.join()
                 end_sums()  # which came in while this group was computed
-                for one in begin_sums(heads, gradients, k, v, shards, parts, peers):
-                    sums.append(one)
+                for some, total in begin_sums(heads, gradients, k, v, shards, parts, peers):
+                    sums.append((some, total))
                     if peers:  # after an error, too, this memory serves nothing else until then
-                        at_end.callback(one[1].work.wait)
-                del keys, tensors, gradients  # their memory serves the next groups
+                        at_end.callback(total.work.wait)
+                del keys, tensors, gradients, total  # their memory serves the next groups
         end_sums()
         dsinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
         return room.own(dq), dk, dv, dsinks, None
+
+
+def attend(q, k, v, attention):
+    """(out, lse) of this rank's rows."""
+    room, shards = attention.room, attention.shards
+    peers = peers_of(shards.group, q.device)
+    rows, groups = room.extended(q), head_groups(q, k, v, shards.size, bool(peers))
+    calls = attention.calls(rows, shards.size * k.shape[2], None, share_keys=True)
+    parts = gathered(k, v, groups, shards, peers)
+    if len(groups) == len(calls) == 1 and all_rows(calls, rows):  # then its results are those of all
+        (_, *keys), = parts
+        out, lse = attention.run(calls[0], rows, *keys)
+    else:
+        out, lse = attend_by_groups(attention, calls, rows, parts, v.shape[3], k.shape[1])
+    return room.own(out), room.own(lse)
 
 
 def attend_by_groups(attention, calls, q, parts, head_dim_v, heads_k):

@@ -86,8 +86,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
             method, cu_seqlens or seqlen; an odd T in the zigzag layout; heads that "ulysses" cannot divide; a group
             without this process.
         NotImplementedError: alibi_slopes where the method has none; forward-mode derivatives and transforms of
-            torch.func. RuntimeError: torch.distributed is not initialised, a second derivative is wanted, or another
-            rank failed or did not call this in time.
+            torch.func. RuntimeError: torch.distributed is not initialised, a second derivative is wanted, another rank
+            failed or did not call this in time, or a rank has no memory that its peers can read.
     """
     shards = shards_of(group, layout)
     q, k, v = autocast(q, k, v)

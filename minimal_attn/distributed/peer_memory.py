@@ -1,5 +1,5 @@
-"""Memory of each rank that the others of its node read. Copy engines move the data; only a barrier runs on a
-multiprocessor.
+"""Memory of each rank that the others of its node read. Copy engines move data between GPUs. Multiprocessors only write
+a rank's own slot and run the barrier.
 
 A rank writes what others need into a slot, which all ranks of the group can address (torch's symmetric memory). At a
 barrier it waits until all have done so, and then copies what it needs out of the slots of the others. The copy engines
@@ -39,7 +39,8 @@ class PeerMemory:
 
     def slot(self, shape, dtype):
         """The next Slot, for a tensor of this shape on each rank. The current stream may write it. All fetches from the
-        slot before must have been issued. All ranks ask for the same shapes in the same order."""
+        slot before must have been issued. All ranks ask for the same shapes in the same order. A slot that nobody
+        fetches from is given out again: then its writes must be over."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self.slot_bytes:
             self.grow(num_bytes)
@@ -50,7 +51,8 @@ class PeerMemory:
     def grow(self, num_bytes):
         """Larger slots, on all ranks at once: by half at least, since all ranks and their GPUs wait for one another.
 
-        RuntimeError: a rank has no memory for them.
+        OutOfMemoryError: a rank has no memory for them. RuntimeError: a rank cannot address that of the others. All
+        ranks raise then, and the next call starts anew.
         """
         from torch.distributed import _symmetric_memory as symmetric_memory
 
@@ -62,14 +64,14 @@ class PeerMemory:
         self.slot_bytes, self.memory, self.handle = 0, None, None  # the old ones go first
         torch.cuda.empty_cache()  # symmetric memory is none of the caching allocator, which keeps what is free
         wanted = -(-wanted // SLOT_STEP) * SLOT_STEP
-        try:
-            self.memory = symmetric_memory.empty(2 * wanted, dtype=torch.uint8, device=self.device)
-        except RuntimeError:
-            self.memory = None
-        if not on_all_ranks(self.memory is not None, self.group(), self.device):  # before they wait for one another
-            raise RuntimeError(f"a rank has no {2 * wanted} bytes for memory that its peers read")
-        self.handle = symmetric_memory.rendezvous(self.memory, self.group_name)
-        self.slot_bytes = wanted
+        memory = or_none(symmetric_memory.empty, 2 * wanted, dtype=torch.uint8, device=self.device)
+        if not on_all_ranks(memory is not None, self.group(), self.device):  # before they wait for one another
+            raise torch.OutOfMemoryError(f"a rank has no {2 * wanted} bytes for memory that its peers read; "
+                                         "MINIMAL_ATTN_PEER_MEMORY=0 does without")
+        handle = or_none(symmetric_memory.rendezvous, memory, self.group_name)
+        if not on_all_ranks(handle is not None, self.group(), self.device):
+            raise RuntimeError("a rank cannot address the memory of its peers; MINIMAL_ATTN_PEER_MEMORY=0 does without")
+        self.slot_bytes, self.memory, self.handle = wanted, memory, handle
 
     def barrier(self):
         """On the stream of copies, which is the current one."""
@@ -127,8 +129,8 @@ RANKS = []
 
 def peers_of(group, device):
     """The Peers of a group, or None: on a CPU, between nodes, where torch cannot set up such memory, in a CUDA graph,
-    for a second group of other ranks, and with MINIMAL_ATTN_PEER_MEMORY=0. The same on all ranks, which call this
-    together."""
+    for groups of other ranks than those of the first one that used it, and with MINIMAL_ATTN_PEER_MEMORY=0. The same on
+    all ranks, which call this together."""
     if device.type != "cuda" or os.environ.get("MINIMAL_ATTN_PEER_MEMORY") == "0":
         return None
     if torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot wait for a barrier before it
@@ -157,6 +159,14 @@ def opened(group, device):
     except (ImportError, AttributeError, RuntimeError):
         peers = None
     return peers if on_all_ranks(peers is not None, group, device) else None
+
+
+def or_none(function, *args, **keywords):
+    """function(...), or None if it raises a RuntimeError."""
+    try:
+        return function(*args, **keywords)
+    except RuntimeError:
+        return None
 
 
 def on_all_ranks(condition, group, device):
