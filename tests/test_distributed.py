@@ -344,6 +344,23 @@ def test_one_group_has_peer_memory(four, tmp_path):
     assert four.run(opened_in_rank, tmp_path) == 2 * [[None]] + 2 * [[(step, 1), None, (step, 1)]]
 
 
+def unopened_in_rank(folder):
+    """Symmetric memory without a barrier: messages take its place, and a warning says so."""
+    group = ranks.GROUPS[2]
+    if torch.distributed.get_rank(group) < 0:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        peer_files.use(patch, folder)
+        patch.setattr(peer_memory, "RANKS", [])
+        patch.delattr(peer_files.Files, "barrier")
+        with pytest.warns(UserWarning, match="there is no peer memory: .*barrier"):
+            assert peer_memory.opened(group, torch.device("cpu")) is None
+
+
+def test_warning_without_peer_memory(four, tmp_path):
+    four.run(unopened_in_rank, tmp_path)
+
+
 def grown_in_rank(folder):
     """What one rank finds in the slots of the other while they grow, and after one that nobody has fetched from."""
     group, found = ranks.GROUPS[2], []

@@ -20,6 +20,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from ..backends import warn
 from .layout import spans_nodes
 
 SLOT_STEP = 2 << 20  # bytes: pages of a GPU's memory
@@ -141,7 +142,7 @@ def peers_of(group, device):
 
 
 def opened(group, device):
-    """Peers, or None if it fails on any rank, or if the ranks are on several hosts, as their names say.
+    """Peers, or None if the ranks are on several hosts, as their names say, or if it fails on any rank, with a warning.
 
     torch counts what a process has set up for all groups together, and two ranks have to come to the same number. So
     only one set of ranks has peer memory.
@@ -156,7 +157,8 @@ def opened(group, device):
     try:
         peers = Peers(group, device)
         peers.open()
-    except (ImportError, AttributeError, RuntimeError):
+    except (ImportError, AttributeError, RuntimeError) as error:
+        warn(f"context parallelism sends messages, since there is no peer memory: {error}")
         peers = None
     return peers if on_all_ranks(peers is not None, group, device) else None
 
