@@ -51,7 +51,9 @@ def hashable(value):
 
 
 def rounds(name):
-    return re.search(r"--rounds (\d+)", record(name)["meta"]["command"])[1]
+    """How many rounds a record has: one, if its command names no number."""
+    found = re.search(r"--rounds (\d+)", record(name)["meta"]["command"])
+    return found[1] if found else "1"
 
 
 # Comparing rows.

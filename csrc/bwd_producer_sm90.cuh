@@ -70,7 +70,7 @@ template <int kRows, int kHeadDim> __device__ void clear_outside(SmemTile<kRows,
         if (const int row = i / kVecs % kRows; row < begin || row >= end)
             reinterpret_cast<uint4 *>(tile.panel)[i] = uint4{};
 }
-__device__ inline void after_clear() {
+__device__ inline void after_clear() {  // before wgmma reads the tile
     fence_proxy_async();
     barrier_sync(kAllConsumers, 256);
 }

@@ -9,9 +9,9 @@
 //   Q Kᵀ           each warp for a part of the keys ─ row maxima ─┐  through shared memory
 //   P              each warp for a part of the keys ───── P ──────┤  through shared memory
 //   P V            each warp for a part of the columns          ◀─┘
-// The copies run ahead from one run to the next, so that memory does not wait for the end of a run. During the first
-// step of a run, one thread finds the next run, and all threads begin to copy its Q. Two blocks share a multiprocessor
-// where its memory has room for them: one computes while the other waits. They may have two stages.
+// The copies run ahead from one run to the next, so that memory does not wait for the end of a run. One thread finds a
+// run while the run two before it is computed. During the first step of a run, all threads begin to copy Q of the next.
+// Two blocks share a multiprocessor where they fit, with two stages if need be: one computes while the other waits.
 //
 // All blocks have equal shares of the work, which each finds from the lengths on the device (decode_share.cuh). So the
 // host plans nothing, and a CUDA graph may change the lengths. Where shares cut a tile, its blocks store their results
@@ -193,17 +193,19 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     load_q_of(0);  // ahead of the keys, or it would wait for them
 #pragma unroll 1
     for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
+    auto find_next = [&](int i) {  // the run after run i, by one thread
+        if (threadIdx.x == Shape::kNumThreads - 32 && runs[i].is_valid()) (runs[i + 1] = runs[i]).next(shared.call);
+    };
+    find_next(0);  // while the first keys are on their way
+    store_padding<T>(p);
     uint32_t q[Shape::kHeadDim / 16][4];
     int stage = 0, num_runs = 0;
     for (; runs[num_runs].is_valid(); num_runs++) {
         const Run<Shape> &run = runs[num_runs];
         wait_for_step(num_stages);
-        __syncthreads();  // Q is there, and the first keys. All warps have left the run before this one
+        __syncthreads();  // Q, the first keys and the next run are there. All warps have left the run before this one
+        find_next(num_runs + 1);
         read_q(q, shared);
-        if (threadIdx.x == Shape::kNumThreads - 32) {
-            Run<Shape> &next = runs[num_runs + 1];
-            next = run, next.next(shared.call);
-        }
         const bool has_rows = Shape::warp_row() < run.valid_rows();
         bool has_next_q = false;
         for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
@@ -228,12 +230,11 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             end_part<T>(p, room, line, run, state, chunk);
         }
         if (has_next_q) continue;
-        __syncthreads();  // the next run is there
+        __syncthreads();  // unobserved by the emulator: all warps have read Q, but nothing is made of it
         load_q_of(num_runs + 1);
         cp_async_wait<0>();
     }
     end_share<T>(shared.stages, p, room, line, shared.call, runs, num_runs);
-    store_padding<T>(p);
     if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
 #endif
 }

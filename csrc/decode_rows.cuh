@@ -29,8 +29,7 @@ __device__ void load_q(void *sQ, const DecodeParams &p, const Run<Shape> &run, O
     cp_async_commit();
 }
 
-// q·k become scores, see scores.cuh and score_mods.cuh. `key` is the first of the step. Every row has a slope of its
-// own.
+// q·k become scores, see scores.cuh and score_mods.cuh. `key` is the first of the step. Each row has its own slope.
 template <typename Shape>
 __device__ void change_scores(typename Shape::AccS &acc_s, const Scores<> &scores, const ScoreFactors<float> &factors,
                               const DecodeParams &p, const Run<Shape> &run, int key) {

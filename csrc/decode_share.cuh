@@ -119,7 +119,7 @@ struct Shares {
     }
     // The share of a step.
     __device__ int of(int step) const {
-        int share = min(int(float(step) / float(steps) * float(count)), count - 1);  // or a neighbour
+        int share = min(int(__fdividef(float(step), float(steps)) * float(count)), count - 1);  // a guess
         while (begin(share) > step) share--;
         while (begin(share + 1) <= step) share++;
         return share;
@@ -201,8 +201,7 @@ struct PackedRow {
     }
 };
 
-// A run: the chunks [chunk_begin, chunk_end) of a tile of packed rows of a key head. It lies in shared memory, and one
-// thread moves it on for all.
+// A run: the chunks [chunk_begin, chunk_end) of a tile of packed rows of a key head. One thread moves it on.
 template <typename Shape> struct alignas(16) Run {
     int place, end;  // on the line: of the run, and of the block's share
     int b, index;    // of the sample, and of the first chunk among its items
@@ -220,7 +219,7 @@ template <typename Shape> struct alignas(16) Run {
     }
     __device__ void next(const Call &call) {
         place += num_chunks() * cut.chunk_steps, index += num_chunks();
-        go_on(call.p, call.room, call.line, place);
+        if (is_valid()) go_on(call.p, call.room, call.line, place);  // at the end of a share, a call costs its fetch
     }
     // If this sample has no more items, to the first one of a later sample that begins at `begin` or behind it. This is
     // not inlined: most steps do not come here.
@@ -272,20 +271,19 @@ template <typename Shape> struct alignas(16) Run {
     }
 };
 
-// A tile with results of several blocks, as one of them sees it: whether it knows that all are there, and which group
-// of rows it joins now.
+// A tile with results of several blocks, as one of them sees it: whether all are there, and which rows it joins now.
 struct Join {
     bool has_all;
     int group;
 };
 
-// The runs of a block's share, in shared memory: the first one, and by turns those after it. The tiles of the first and
-// of the last one may go on in other shares.
+// The runs of a block's share, in shared memory: the first one, and by turns those after it. decode.cu uses three of
+// these at a time. The tiles of the first and of the last run may go on in other shares.
 template <typename Shape> struct Runs {
-    Run<Shape> slots[3];
+    Run<Shape> slots[5];
     Join joins[2];  // of these two tiles
 
-    __device__ Run<Shape> &operator[](int i) { return slots[i == 0 ? 0 : 1 + i % 2]; }
+    __device__ Run<Shape> &operator[](int i) { return slots[i == 0 ? 4 : i % 4]; }
 };
 
 // The first run of this block's share, in shared memory. Samples are dealt out to threads, whose sums are scanned. The

@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
 
     // The rows to walk along, not rounded to blocks: a query row that sees no key of this tile is not loaded, since its
     // dO may be NaN. If this block owns such a row, the NaN reaches only that row's own sums. Keys begin at an even
-    // one: dropout keeps or drops by pairs of them.
+    // one: kept() asks for two neighbours at once.
     const int own_end = kOwnsKeys ? seq.seqlen_k : seq.seqlen_q, own_rows = min(kBlockM, own_end - own0);
     const int first = kOwnsKeys ? mask.rows(own0).begin : mask.keys(own0).begin;
     const Range walked = own_rows <= 0 ? Range{0, 0}

@@ -306,8 +306,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_co
     __trap();
 #else
     auto &shared = shared_memory<BwdSharedMemory<Shape>>();
-    if (threadIdx.x == 0) shared.init_barriers();
-    if (threadIdx.x == 32) shared.steps = Steps<Shape>(p);
+    if (threadIdx.x == 32) shared.steps = Steps<Shape>(p);  // in other places, ptxas serializes wgmma (C7511)
+    else if (threadIdx.x == 0) shared.init_barriers();
     __syncthreads();
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
     if (warpgroup_idx == 0) {

@@ -21,7 +21,7 @@ namespace sm90 {
 template <int kHeadDim_> struct WideShape {
     static constexpr int kHeadDim = kHeadDim_, kDTiles = kHeadDim / 8;
     static constexpr int kBlock = 64, kNTiles = kBlock / 8;  // keys and rows of a step, and a consumer's of its own
-    static constexpr int kDqBlockM = 128, kThreads = 256, kNThreads = 384;  // of the consumers, of all
+    static constexpr int kDqBlockM = 128, kNThreads = 384;
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
     using Tile = SmemTile<kBlock, kHeadDim>;
 };

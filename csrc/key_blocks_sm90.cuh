@@ -12,8 +12,7 @@
 
 namespace sm90 {
 
-// From tensors, by one thread, which calls find() and then load() with a tile for K and one for V. It is made with the
-// first block.
+// From tensors, by one thread, which calls find() and then load() with a tile for K and one for V.
 template <int kBlockN> struct KeyBlocks {
     static constexpr int kLoaders = 1;
     const int h_k, b, k_begin;

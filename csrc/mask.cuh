@@ -91,8 +91,7 @@ struct Mask {
                 (some.end + kBlock - 1) / kBlock};
     }
 
-    // Of row i of the fragment, what lies outside of columns_of(i) becomes `hidden`. Columns are counted from this
-    // lane's first.
+    // Of row i of the fragment, columns outside of columns_of(i) become `hidden`. They count from this lane's first.
     template <int kMTiles, int kNTiles, typename ColumnsOf>
     __device__ static void hide(float (&acc)[kMTiles][kNTiles][4], float hidden, ColumnsOf columns_of) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// Which tile of the result a block of threads computes. Tiles of one head are neighbours, so that the blocks that run
-// at the same time share its K and V (or Q and dO) in L2. The tiles that take longest under a causal mask go first,
+// Which tile of the result a block of threads computes. The blocks that run at the same time have tiles of one head, or
+// of a few, and share their K and V (or Q and dO) in L2. The tiles that take longest under a causal mask go first,
 // except in a deterministic backward pass.
 //
 // Read next: dropout.h, which probabilities are dropped.
@@ -84,6 +84,7 @@ template <int kBlockM, bool kOfSome = false> struct RowTiles : TileSlots<kBlockM
 
 // Tiles of kBlockN keys of a key/value head, one for each block of threads.
 template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
+    static constexpr uint32_t kWave = 128;  // about as many tiles as a large GPU computes at the same time
     __host__ __device__ explicit KeyTiles(const AttnParams &p)
         : TileSlots<kBlockN>(p.cu_seqlens_k, p.seqlen_k, p.batch_size) {}
 
@@ -98,10 +99,16 @@ template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
     }
     __device__ static Tile at(const AttnBackwardParams &p, int idx) {
         const KeyTiles tiles(p);
-        // In a packed batch the same tile of all heads goes first, so that no head's long tiles begin late.
-        const bool is_packed = p.cu_seqlens_k;
-        const int slot = is_packed ? idx / p.nheads_k : idx % tiles.slots;
-        const int bh = is_packed ? idx % p.nheads_k : idx / tiles.slots;
+        const bool is_packed = p.cu_seqlens_k, go_together = p.window_right == 0 && !p.deterministic;
+        const uint32_t slots = tiles.slots, heads = is_packed ? p.nheads_k : p.nheads_k * uint32_t(p.batch_size);
+        // Several heads go together under a causal mask: the first tile of each, then the second of each, and so on. So
+        // long tiles begin together, and short ones fill the gaps after them. In a packed batch all heads go together.
+        // Tiles that wait for their turn are slower in this order.
+        uint32_t together = is_packed ? heads : 1;
+        while (go_together && !is_packed && 2 * together * slots <= kWave) together *= 2;
+        const uint32_t first = idx / (together * slots) * together, i = idx - first * slots;
+        together = min(together, heads - first);
+        const int slot = i / together, bh = first + i % together;
         Tile tile = tiles.tile(bh, is_last_first(p) ? tiles.slots - 1 - slot : slot, p.nheads_k, 1);
         tile.h = tile.h_k * (p.nheads / p.nheads_k);
         return tile;

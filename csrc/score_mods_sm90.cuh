@@ -118,8 +118,7 @@ template <typename T, typename Shape> struct ChangedScores {
         some_update = __any_sync(~0u, updates[0] || updates[1]);
     }
 
-    // modify() for the scores s of the keys [8·n, 8·n + 8) alone, with nothing subtracted. It reads their bias from
-    // memory.
+    // modify() for the scores s of the keys [8·n, 8·n + 8) alone, with nothing subtracted. It reads the bias.
     __device__ void modify_again(const Work &work, int n_block, int n, float (&s)[4]) {
         const auto mods = this->mods(work);
         const int idx = thread_idx() % 128, key = n_block * kBlockN + 8 * n + idx % 4 * 2;

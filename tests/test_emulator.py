@@ -243,7 +243,7 @@ def test_address_sanitizer_sees_overrun(sanitized):
     assert done.returncode and "AddressSanitizer: heap-buffer-overflow" in done.stderr
 
 
-def program(csrc, folder, body):
+def program(csrc, folder, body, includes=""):
     """A program of its own that calls the kernels."""
     source = folder / "main.cpp"
     source.write_text("""
@@ -252,11 +252,42 @@ def program(csrc, folder, body):
         #include <utility>
         #include "flash.h"
         #include "launch.h"
+        """ + includes + """
         int main() try {""" + body + """
         } catch (const std::exception &error) { std::puts(error.what()); }
         """)
     objects = [file for file in (csrc / "objects").glob("*.o") if file.stem != DRIVER.stem]
     return linked([*compiled(csrc, folder / "objects", sources=[source]), *objects], "main")
+
+
+@pytest.mark.slow
+def test_tiles_of_keys(csrc, tmp_path):
+    """Each tile of each head once, whatever their order; and under a causal mask the first tiles of as many heads as
+    have 128 tiles, then their second ones, and so on."""
+    main = program(csrc, tmp_path, """
+            for (int i = 0; i < 5 * 4 * 3 * 8; i++) {
+                AttnBackwardParams p{};
+                p.seqlen_k = std::array{1, 130, 1000, 2047, 9000}[i % 5], p.nheads_k = std::array{1, 2, 3, 24}[i / 5 % 4];
+                p.batch_size = std::array{1, 3, 8}[i / 20 % 3], p.nheads = (1 + i / 60 % 2) * p.nheads_k;
+                p.set_window(-1, i / 120 % 2 - 1), p.deterministic = i / 240;
+                std::set<std::array<int, 3>> seen;
+                const int count = int(KeyTiles<128>::count(p));
+                for (int idx = 0; idx < count; idx++) {
+                    const Tile tile = KeyTiles<128>::at(p, idx);
+                    if (tile.b < p.batch_size && tile.h_k < p.nheads_k && tile.h == tile.h_k * (p.nheads / p.nheads_k) &&
+                        tile.block * 128 < p.seqlen_k)
+                        seen.insert({tile.b, tile.h_k, tile.block});
+                }
+                if (int(seen.size()) != count) std::printf("case %d: %zu of %d tiles\\n", i, seen.size(), count);
+            }
+            AttnBackwardParams p{};
+            p.batch_size = 3, p.nheads = p.nheads_k = 4, p.seqlen_k = 2048, p.set_window(-1, 0);
+            for (int idx : {0, 7, 8, 127, 128, 131, 132, 191}) {
+                const Tile tile = KeyTiles<128>::at(p, idx);
+                std::printf("%d %d %d\\n", tile.b, tile.h_k, tile.block);
+            }""", '#include <array>\n#include <set>\n#include "scheduler.cuh"')
+    assert run(main).stdout.splitlines() == [
+        "0 0 0", "1 3 0", "0 0 1", "1 3 15", "2 0 0", "2 3 0", "2 0 1", "2 3 15"]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from minimal_attn.backends import Lengths, warn
 from minimal_attn.checks import FP8_DTYPES, empty_outputs
 
 from . import autotune as tuner
-from .dropout import keep_tile, seed_of, count_and_scale
+from .dropout import count_and_scale, keep_tile, seed_of
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, to_float)
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps

@@ -26,7 +26,7 @@ from . import autotune as tuner
 from .attention import block_d, can_use_tma, in_float
 from .attention_bwd_bias import launch_bias
 from .attention_bwd_kernels import _flash_bwd_kv, _flash_bwd_kv_packed, _flash_bwd_q, _flash_bwd_q_packed, _splits_of
-from .dropout import seed_of, count_and_scale
+from .dropout import count_and_scale, seed_of
 from .launching import (INTERPRETING, Launch, kind_of, layouts, mask_of, num_samples, once, properties, remember,
                         sum_splits, to_float)
 from .preprocess import launch_preprocess, padded_rows

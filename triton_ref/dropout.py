@@ -51,5 +51,5 @@ def seed_of(options):
 
 
 def count_and_scale(dropout_p):
-    """(keep_count, keep_scale) of a kernel; those of 0 where a seed of None says that there is no dropout."""
+    """(keep_count, keep_scale), as kernels take them. A kernel whose seed is None does not read them."""
     return keep_count(dropout_p), keep_scale(dropout_p)
