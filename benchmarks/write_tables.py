@@ -340,7 +340,7 @@ def decode():
             shares of its speed: dense caches, and pages of {', '.join(map(str, PAGES[1:]))} keys in random order. Times
             are those of the GPU in a CUDA graph of up to 32 calls, each on a cache of its own, and medians of
             {rounds("decode")} rounds. Some reads take 15 % longer than others of as many bytes, for no reason that we
-            know. So calls are compared with the fastest one. The averages are {averages}."""),
+            know. So each call is compared with the fastest read of as many bytes. The averages are {averages}."""),
         table(["B", "H", "Hk", "S", "MB", "read, GB/s",
                *(", ".join([*names([impl]), str(page_size)][:1 + bool(page_size)]) for impl, page_size in columns)],
               cells),
@@ -387,7 +387,7 @@ def more_us(rows, impl):
 
 
 def decode_settings(*keys, **only):
-    """settings() of decode.json, where each call has the fastest read of as many bytes."""
+    """settings() of decode.json. The read of each setting is the fastest one of as many bytes in the run."""
     rows_of = settings("decode", *keys, **only)
     reads = sorted((row for row in record("decode")["rows"] if row["impl"] == "read"), key=lambda row: row["ms"])
     for rows in rows_of.values():
@@ -396,6 +396,7 @@ def decode_settings(*keys, **only):
 
 
 def megabytes(row):
+    """What a call reads."""
     return row["ms"] * row["gbps"]
 
 
@@ -405,7 +406,7 @@ def of_the_read(rows):
 
 
 def share(rows, impl):
-    """Of the speed of the plain read: a ratio of the times of both."""
+    """The speed of impl over that of the plain read."""
     return f"{ratio(rows, impl, 'read'):.2f}" if impl in rows else "–"
 
 
