@@ -8,9 +8,7 @@ namespace minimal_attn {
 
 namespace {
 
-void check(bool is_right, const char *text) {
-    if (!is_right) throw_value_error(text);
-}
+void check(bool is_right, const char *text) { if (!is_right) throw_value_error(text); }
 
 // None, or int32, contiguous and with `size` numbers.
 void check_int32(std::initializer_list<const OptionalTensor *> tensors, int64_t size, const TorchTensor &like,

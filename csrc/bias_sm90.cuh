@@ -60,9 +60,7 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
     Tile tiles[kConsumers];
     Ring<1> rings[kConsumers];
 
-    __device__ void init_barriers() {
-        for (auto &ring : rings) ring.init(4);
-    }
+    __device__ void init_barriers() { for (auto &ring : rings) ring.init(4); }
 
     // The producer calls it for each block of keys. item counts blocks, as it does in the ring of K. row is the first
     // row of all consumers, key the first key of the block.

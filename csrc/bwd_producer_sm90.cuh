@@ -123,7 +123,8 @@ __device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &sh
 
 // A warp loads lse_log2 and delta. For rows that see no key, or that are beyond the end, P is 0. This warp alone reads
 // what the previous kernel wrote, that of preprocess_backward(). All else that a block reads is older, since that
-// kernel is launched plainly.
+// kernel is launched plainly. At the end it tells flash_bwd_dq that this block has added its dQ. Where keys are split,
+// flash_bwd_dq waits for flash_bwd_dkv instead.
 template <typename Shape>
 __device__ void load_numbers(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const Steps<Shape> &steps) {
     constexpr int kBlockM = Shape::kBlockM, kCount = (kBlockM + 31) / 32;
@@ -161,6 +162,9 @@ __device__ void load_numbers(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &
         __syncwarp();
         if (lane_idx == 0) mbarrier_arrive(shared.rows.full_barrier(i));
     }
+    if (num_steps > 0) barrier_sync(kStepsDone, 128 * Shape::kConsumers + 32);
+    if (lane_idx == 0 && p.dq.data && steps.splits == 1)
+        atomic_add_acq_rel(BwdWorkspace<Shape>(p).dq_arrivals(p, steps.tile), 1);
 }
 
 // In a deterministic pass, blocks of keys add to a tile of dQ one after the other. A thread of warp 2 waits until it is

@@ -1,17 +1,15 @@
 // What the blocks of threads of flash_bwd_sm80.cu sum in memory, because no block has the whole sum: dQ always, and dK
-// and dV where several blocks share a tile of keys. Two kernels bring these sums into the order and type of dq, dk and
-// dv.
+// and dV where several blocks share a tile of keys. A kernel brings the sums of dQ into the order and type of dq.
+// bwd_splits.cuh has one for dK and dV.
 //
 // Read next: flash_bwd_sm80.cu, the backward pass.
 #pragma once
 
+#include "bwd_splits.cuh"
 #include "device.h"
-#include "flash.h"
-#include "launch.h"
 #include "scheduler.cuh"
 #include "score_mods.cuh"
 #include "scores.cuh"
-#include "sequence.cuh"
 #include "tiles_sm80.cuh"
 
 namespace sm80 {
@@ -51,27 +49,31 @@ __host__ __device__ inline int num_splits(const AttnParams &p, int seqlen_q, int
 // Global memory beyond the tensors:
 //   dq_accum      [tiles of query rows, kBlockM · kHeadDim], if dq is needed
 //   dq_semaphore  [tiles of query rows, kNWarps], and one counter of tickets, if deterministic
-//   dkv_accum     [max_splits, 2, batch_size, nheads_k, n_blocks · kBlockN, kHeadDim], if there are several splits
+//   dkv_sums      [max_splits, 2, batch_size, nheads_k, padded_keys, kHeadDim], if there are several splits
 template <typename Shape> struct Workspace {
+    static constexpr int kHeadDim = Shape::kHeadDim;
     RowTiles<Shape::kBlockM> row_tiles;
-    int n_blocks, max_splits;
+    int padded_keys, max_splits;
     int64_t tiles;       // of query rows; 0 if dq is not needed
     int64_t dkv_floats;  // of one split's dK, and of its dV; 0 if nothing is split
     explicit __host__ __device__ Workspace(const AttnBackwardParams &p)
-        : row_tiles(p), n_blocks(num_blocks<Shape::kBlockN>(p.seqlen_k)),
+        : row_tiles(p), padded_keys(num_blocks<Shape::kBlockN>(p.seqlen_k) * Shape::kBlockN),
           max_splits(num_splits(p, p.seqlen_q, p.seqlen_k)),
           tiles(p.dq.data ? RowTiles<Shape::kBlockM>::count(p) : 0),
-          dkv_floats(max_splits > 1 ? p.batch_size * p.nheads_k * n_blocks * (Shape::kBlockN * Shape::kHeadDim) : 0) {}
+          dkv_floats(max_splits > 1 ? p.batch_size * p.nheads_k * padded_keys * kHeadDim : 0) {}
     __host__ __device__ int64_t floats() const { return tiles * (Shape::kBlockM * Shape::kHeadDim); }
     // What the launcher sets to 0: dq_accum and, if deterministic, semaphores and counter.
     __host__ __device__ int64_t zeroed_bytes(bool deterministic) const {
-        return 4 * floats() + (deterministic && tiles ? (4 * (tiles * Shape::kNWarps + 1) + 15) / 16 * 16 : 0);
+        return 4 * floats() + (deterministic && tiles ? (4 * (tiles * Shape::kNWarps + 1) + 127) / 128 * 128 : 0);
     }
     __host__ __device__ int64_t bytes(const AttnBackwardParams &p) const {
         return zeroed_bytes(p.deterministic) + 4 * max_splits * 2 * dkv_floats;
     }
+    __device__ int splits_of(const AttnBackwardParams &p, const Sequence &seq) const {
+        return min(max_splits, num_splits(p, seq.seqlen_q, seq.seqlen_k));
+    }
     // Of dK; that of dV follows.
-    __host__ __device__ float *dkv_accum(const AttnBackwardParams &p, int split_idx) const {
+    __host__ __device__ float *dkv_sums(const AttnBackwardParams &p, int split_idx) const {
         char *begin = static_cast<char *>(p.workspace) + zeroed_bytes(p.deterministic);
         return reinterpret_cast<float *>(begin) + 2 * split_idx * dkv_floats;
     }
@@ -90,42 +92,6 @@ template <typename Shape> struct Workspace {
     }
     __device__ static int64_t part(int tile) { return int64_t(tile) * Shape::kNWarps + threadIdx.x / 32; }
 };
-
-// dk and dv of keys whose tiles were split: the sums of the splits, added up in order. A thread has 8 columns of a key.
-constexpr int kCombineThreads = 256;
-
-template <typename T, typename Shape>
-__global__ void __launch_bounds__(kCombineThreads) flash_bwd_dkv(const __grid_constant__ AttnBackwardParams p) {
-#if __CUDA_ARCH__ < 800  // of a build for several GPUs, the part for those that have no such instructions
-    __trap();
-#else
-    constexpr int kVecs = Shape::kHeadDim / 8;
-    const Workspace<Shape> workspace(p);
-    const int64_t vec = int64_t(blockIdx.x) * kCombineThreads + threadIdx.x, row = vec / kVecs;
-    const int padded_keys = workspace.n_blocks * Shape::kBlockN, key = row % padded_keys, col = vec % kVecs * 8;
-    const int b = row / padded_keys / p.nheads_k, h_k = row / padded_keys % p.nheads_k;
-    if (b >= p.batch_size) return;
-    const Sequence seq(p, b);
-    const int splits = min(workspace.max_splits, num_splits(p, seq.seqlen_q, seq.seqlen_k));
-    if (key >= seq.padded_k || splits == 1) return;  // if not split, dk and dv are there
-    auto combine = [&](int64_t offset, float scale, const Tensor &x, int cols) {
-        if (col >= cols) return;
-        float sum[8] = {};
-        for (int split_idx = 0; split_idx < splits && key < seq.seqlen_k; split_idx++) {
-            const auto *from = reinterpret_cast<const float4 *>(workspace.dkv_accum(p, split_idx) + offset);
-            const float4 low = from[0], high = from[1];
-            const float part[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            for (int i = 0; i < 8; i++) sum[i] += part[i];
-        }
-        uint32_t packed[4];
-        for (int i = 0; i < 4; i++) packed[i] = pack<T>(sum[2 * i] * scale, sum[2 * i + 1] * scale);
-        *reinterpret_cast<uint4 *>(rows_of<T>(x, b, h_k, seq.k_begin + key) + col) =
-            {packed[0], packed[1], packed[2], packed[3]};
-    };
-    combine(8 * vec, Scores<>(p).softmax_scale, p.dk, p.head_dim);
-    combine(workspace.dkv_floats + 8 * vec, p.dropout_seed ? float(p.keep_scale) : 1.f, p.dv, p.head_dim_v);
-#endif
-}
 
 // dq of kBlockM rows: dq_accum times softmax_scale, as rows of q's type.
 template <typename T, typename Shape>

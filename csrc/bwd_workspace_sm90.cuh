@@ -1,19 +1,16 @@
 // What the blocks of threads of flash_bwd_sm90.cu sum in memory, because no block has the whole sum: dQ always, and dK
-// and dV where several blocks share a tile of keys. Two kernels bring these sums into the order and type of dq, dk and
-// dv.
+// and dV where several blocks share a tile of keys. A kernel brings the sums of dQ into the order and type of dq, a
+// head as soon as its sums are whole, while other blocks still compute. bwd_splits.cuh has one for dK and dV.
 //
 // Read next: bwd_producer_sm90.cuh, the steps of a block of threads.
 #pragma once
 
 #include <algorithm>
 
-#include "device.h"
-#include "flash.h"
-#include "launch.h"
+#include "bwd_splits.cuh"
 #include "mask.cuh"
 #include "scheduler.cuh"
 #include "scores.cuh"
-#include "sequence.cuh"
 #include "tiles_sm90.cuh"
 
 namespace sm90 {
@@ -68,22 +65,28 @@ template <typename Shape> __host__ __device__ int max_num_splits(const AttnParam
 // Global memory beyond the tensors:
 //   dq_sums       [tiles of query rows, kDqWarps, fragments of 128 floats], if dq is needed
 //   dq_semaphore  [tiles of query rows], and one counter of tickets, if deterministic
-//   dkv_sums      [max_splits, 2, tiles of keys, kBlockN, kHeadDim], if there are several splits
+//   dq_arrivals   [key heads of samples]: how many blocks of a key head have added their dQ, if dq is needed
+//   dkv_sums      [max_splits, 2, batch_size, nheads_k, padded_keys, kHeadDim], if there are several splits
 template <typename Shape> struct BwdWorkspace {
+    static constexpr int kHeadDim = Shape::kHeadDim;
     RowTiles<Shape::kBlockM> row_tiles;
     int64_t tiles;       // of query rows; 0 if dq is not needed
     int max_splits;
     int64_t dkv_floats;  // of one split's dK, and of its dV; 0 if nothing is split
+    int64_t key_heads;   // of all samples, or of one packed batch
+    int padded_keys;     // those of the tiles
     explicit __host__ __device__ BwdWorkspace(const AttnBackwardParams &p)
         : row_tiles(p), tiles(p.dq.data ? RowTiles<Shape::kBlockM>::count(p) : 0),
           max_splits(max_num_splits<Shape>(p)),
           dkv_floats(max_splits == 1 ? 0
-                                     : KeyTiles<Shape::kBlockN>::count(p) * (Shape::kBlockN * Shape::kHeadDim)) {}
+                                     : KeyTiles<Shape::kBlockN>::count(p) * (Shape::kBlockN * Shape::kHeadDim)),
+          key_heads(p.nheads_k * (p.cu_seqlens_k ? 1 : p.batch_size)),
+          padded_keys(KeyTiles<Shape::kBlockN>(p).slots * Shape::kBlockN) {}
 
-    // What the launcher sets to 0: all but dkv_sums.
+    // What the launcher sets to 0: all but dkv_sums, which begin at a multiple of 128 bytes, or stores would be slow.
     __host__ __device__ int64_t zeroed_bytes(bool deterministic) const {
-        const int64_t numbers = deterministic && tiles ? tiles + 1 : 0;
-        return 4 * tiles * Shape::kDqFloats + (4 * numbers + 15) / 16 * 16;
+        const int64_t numbers = tiles ? (deterministic ? tiles + 1 : 0) + key_heads : 0;
+        return 4 * tiles * Shape::kDqFloats + (4 * numbers + 127) / 128 * 128;
     }
     __host__ __device__ int64_t bytes(bool deterministic) const {
         return zeroed_bytes(deterministic) + 4 * max_splits * 2 * dkv_floats;
@@ -98,25 +101,36 @@ template <typename Shape> struct BwdWorkspace {
         return static_cast<int *>(p.workspace) + tiles * Shape::kDqFloats + tile;
     }
     __device__ int *ticket(const AttnBackwardParams &p) const { return dq_semaphore(p, tiles); }
-    // Of dK of a tile of keys; that of dV follows dkv_floats later.
-    __device__ float *dkv_sums(const AttnBackwardParams &p, int split_idx, int64_t tile) const {
+    // That of the key head of a tile of rows or of keys.
+    __device__ int *dq_arrivals(const AttnBackwardParams &p, const Tile &tile) const {
+        return dq_semaphore(p, p.deterministic ? tiles + 1 : 0) + (p.cu_seqlens_k ? 0 : tile.b * p.nheads_k) + tile.h_k;
+    }
+    __device__ int splits_of(const AttnBackwardParams &p, const Sequence &seq) const {
+        return min(max_splits, num_splits<Shape>(p, seq.seqlen_q, seq.seqlen_k));
+    }
+    // Of dK; that of dV follows dkv_floats later.
+    __device__ float *dkv_sums(const AttnBackwardParams &p, int split_idx) const {
         char *begin = static_cast<char *>(p.workspace) + zeroed_bytes(p.deterministic);
-        return reinterpret_cast<float *>(begin) + 2 * split_idx * dkv_floats + tile * Shape::kBlockN * Shape::kHeadDim;
+        return reinterpret_cast<float *>(begin) + 2 * split_idx * dkv_floats;
     }
 };
 
-// dq of a tile of rows: its sums times `scale`, as rows of q's type, by way of shared memory.
+// dq of a tile of rows: its sums times `scale`, as rows of q's type, by way of shared memory. `arrivals`: how many
+// blocks a key head has. Its sums are whole when all have arrived. 0, if keys are split: wait for the previous kernel.
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(32 * Shape::kDqWarps)
-    flash_bwd_dq(const __grid_constant__ AttnBackwardParams p, const float scale) {
+    flash_bwd_dq(const __grid_constant__ AttnBackwardParams p, const float scale, const int arrivals) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
-    wait_for_previous_kernel();
     constexpr int kBlockM = Shape::kBlockM, kHeadDim = Shape::kHeadDim, kVecs = kHeadDim / 8;
     const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);
     const BwdWorkspace<Shape> workspace(p);
+    if (arrivals == 0) wait_for_previous_kernel();
+    else if (threadIdx.x == 0)
+        while (load_acquire(workspace.dq_arrivals(p, tile)) != arrivals) sleep_briefly();
+    __syncthreads();  // unobserved by the emulator: kernels run one after the other there
     auto &sdQ = shared_memory<SmemTile<kBlockM, kHeadDim>>();
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32, part = warp_idx / 4 * 64;
     const int first_tile = workspace.row_tiles.first_tile(tile.b, p.nheads);
@@ -149,43 +163,7 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps)
         *reinterpret_cast<uint4 *>(rows_of<T>(p.dq, tile.b, tile.h, seq.q_begin + row) + col) =
             is_empty ? uint4{} : sdQ.template at<uint4>(i / kVecs, col);
     }
-#endif
-}
-
-// dk and dv of keys whose tiles were split: the sums of the splits, added up in order. A thread has 8 columns of a key.
-constexpr int kCombineThreads = 256;
-
-template <typename T, typename Shape>
-__global__ void __launch_bounds__(kCombineThreads)
-    flash_bwd_dkv(const __grid_constant__ AttnBackwardParams p, const float dk_scale, const float dv_scale) {
-#ifndef __CUDA_ARCH_FEAT_SM90_ALL
-    __trap();
-#else
-    constexpr int kBlockN = Shape::kBlockN, kVecs = Shape::kHeadDim / 8;
-    const int64_t vec = int64_t(blockIdx.x) * kCombineThreads + threadIdx.x, row = vec / kVecs;
-    const int slots = KeyTiles<kBlockN>(p).slots, key = row % (slots * kBlockN), col = vec % kVecs * 8;
-    const int bh = int(row / (slots * kBlockN)), b = bh / p.nheads_k, h_k = bh % p.nheads_k;
-    if (b >= p.batch_size) return;
-    const Sequence seq(p, b);
-    const BwdWorkspace<Shape> workspace(p);
-    const int splits = min(workspace.max_splits, num_splits<Shape>(p, seq.seqlen_q, seq.seqlen_k));
-    if (key >= seq.padded_k || splits == 1) return;  // if not split, dk and dv are there
-    auto combine = [&](int64_t offset, float scale, const Tensor &x, int cols) {
-        if (col >= cols) return;
-        float sum[8] = {};
-        for (int split_idx = 0; split_idx < splits && key < seq.seqlen_k; split_idx++) {
-            const auto *from = reinterpret_cast<const float4 *>(workspace.dkv_sums(p, split_idx, 0) + offset + 8 * vec);
-            const float4 low = from[0], high = from[1];
-            const float part[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            for (int i = 0; i < 8; i++) sum[i] += part[i];
-        }
-        uint32_t packed[4];
-        for (int i = 0; i < 4; i++) packed[i] = pack<T>(sum[2 * i] * scale, sum[2 * i + 1] * scale);
-        *reinterpret_cast<uint4 *>(rows_of<T>(x, b, h_k, seq.k_begin + key) + col) =
-            {packed[0], packed[1], packed[2], packed[3]};
-    };
-    combine(0, dk_scale, p.dk, p.head_dim);
-    combine(workspace.dkv_floats, dv_scale, p.dv, p.head_dim_v);
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
 #endif
 }
 

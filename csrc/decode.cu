@@ -9,8 +9,9 @@
 //   Q Kᵀ           each warp for a part of the keys ─ row maxima ─┐  through shared memory
 //   P              each warp for a part of the keys ───── P ──────┤  through shared memory
 //   P V            each warp for a part of the columns          ◀─┘
-// The copies run ahead from one run to the next, so that memory does not wait for the end of a run. One thread finds a
-// run while the run two before it is computed. During the first step of a run, all threads begin to copy Q of the next.
+// The copies run ahead from one run to the next, so that memory does not wait for the end of a run. One thread finds
+// run 1 while the first keys are on their way, and each later run while the run two before it is computed. During the
+// first step of a run, all threads begin to copy Q of the next.
 // Two blocks share a multiprocessor where they fit, with two stages if need be: one computes while the other waits.
 //
 // All blocks have equal shares of the work, which each finds from the lengths on the device (decode_share.cuh). So the
@@ -194,9 +195,9 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
 #pragma unroll 1
     for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
     auto find_next = [&](int i) {  // the run after run i, by one thread
-        if (threadIdx.x == Shape::kNumThreads - 32 && runs[i].is_valid()) (runs[i + 1] = runs[i]).next(shared.call);
+        if (threadIdx.x == Shape::kNumThreads - 32) (runs[i + 1] = runs[i]).next(shared.call);
     };
-    find_next(0);  // while the first keys are on their way
+    if (runs[0].is_valid()) find_next(0);
     store_padding<T>(p);
     uint32_t q[Shape::kHeadDim / 16][4];
     int stage = 0, num_runs = 0;
@@ -230,7 +231,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             end_part<T>(p, room, line, run, state, chunk);
         }
         if (has_next_q) continue;
-        __syncthreads();  // unobserved by the emulator: all warps have read Q, but nothing is made of it
+        __syncthreads();  // unobserved by the emulator: a run without keys multiplies no Q
         load_q_of(num_runs + 1);
         cp_async_wait<0>();
     }

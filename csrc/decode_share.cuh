@@ -99,8 +99,8 @@ template <typename Shape> void check_size(const DecodeParams &p, const Room &roo
     const int64_t rows = std::min(all_rows, p.batch_size * p.max_rows);
     const int64_t tiles = rows * room.group / Shape::kBlockM + p.batch_size;
     const int64_t chunks = p.seqlen_k / Shape::kBlockN + 2, rounding = room.splits ? 2 : 1;
-    if (tiles > INT32_MAX / (chunks * rounding * line.heads_of_line))
-        throw std::invalid_argument("minimal_attn: the call has over 2^31 steps of a tile of rows and " +
+    if (tiles > INT32_MAX / 2 / (chunks * rounding * line.heads_of_line))
+        throw std::invalid_argument("minimal_attn: the call has over 2^30 steps of a tile of rows and " +
                                     std::to_string(Shape::kBlockN) + " keys; divide the batch into several calls");
 }
 
@@ -219,7 +219,7 @@ template <typename Shape> struct alignas(16) Run {
     }
     __device__ void next(const Call &call) {
         place += num_chunks() * cut.chunk_steps, index += num_chunks();
-        if (is_valid()) go_on(call.p, call.room, call.line, place);  // at the end of a share, a call costs its fetch
+        if (is_valid()) go_on(call.p, call.room, call.line, place);  // a call at the end would do nothing
     }
     // If this sample has no more items, to the first one of a later sample that begins at `begin` or behind it. This is
     // not inlined: most steps do not come here.
@@ -277,8 +277,8 @@ struct Join {
     int group;
 };
 
-// The runs of a block's share, in shared memory: the first one, and by turns those after it. decode.cu uses three of
-// these at a time. The tiles of the first and of the last run may go on in other shares.
+// The runs of a block's share, in shared memory: the first one, and those after it by turns in four slots. decode.cu
+// uses three at a time, but i % 3 costs 22 registers. The tiles of the first and last run may go on in other shares.
 template <typename Shape> struct Runs {
     Run<Shape> slots[5];
     Join joins[2];  // of these two tiles

@@ -1,6 +1,6 @@
 // Dropout for scores that are formed transposed, as the backward passes on tensor cores do.
 //
-// Read next: bwd_workspace_sm80.cuh, the sums in memory of the backward pass on Ampere.
+// Read next: bwd_splits.cuh, where several blocks share a tile of keys.
 #pragma once
 
 #include "dropout.h"
@@ -29,7 +29,7 @@ __device__ inline uint32_t kept_of_64_rows(const Dropout &dropout, int row, int 
     for (int kk = 0; kk < 4; kk++) kept |= kept_transposed(dropout, row + 16 * kk, key) << 4 * kk;
     return kept;
 }
-// Of element e of acc[n]. A lane may have 128 rows where nothing is dropped: then all bits are set.
+// Of element e of acc[n]. A lane may have more than 64 rows where nothing is dropped: then all bits are set.
 __device__ constexpr bool is_kept(uint32_t kept, int n, int e) {
     return kept >> (n % 8 / 2 * 4 + bit_transposed(n % 2, e)) & 1;
 }

@@ -15,7 +15,7 @@
 // Where that is too much memory they have one buffer, and a third barrier.
 //
 // Where many query heads read one key head, several blocks of threads share a tile of keys, and each takes some of the
-// heads. They leave their sums in memory, and flash_bwd_dkv adds them up in a fixed order.
+// heads. They leave their sums in memory, and bwd_splits.cuh adds them up in a fixed order.
 //
 // dq_accum holds dQ in the order of acc_dq's registers, so that a warp adds 512 neighbouring bytes; flash_bwd_dq brings
 // it into q's order and type. The additions come in any order unless `deterministic` is set: then blocks of keys take
@@ -261,11 +261,12 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         store_keys(acc_dv, drops() ? float(p.keep_scale) : 1.f, shared.sV, p.dv, p.head_dim_v);
     }
 
-    // The sums of a split to dkv_accum.
+    // The sums of a split.
     __device__ void store_split(int split_idx) {
         const Workspace<Shape> workspace(p);
-        const int64_t key_tile = (int64_t(tile.b) * p.nheads_k + tile.h_k) * workspace.n_blocks + tile.block;
-        float *dk = workspace.dkv_accum(p, split_idx) + (key_tile * kBlockN + key0 + r) * kHeadDim + 8 * dim0 + c;
+        const int64_t bh = int64_t(tile.b) * p.nheads_k + tile.h_k;
+        float *dk = workspace.dkv_sums(p, split_idx) +
+                    (bh * workspace.padded_keys + (tile.block * kBlockN + key0 + r)) * kHeadDim + 8 * dim0 + c;
         float *dv = dk + workspace.dkv_floats;
 #pragma unroll
         for (int i = 0; i < 2 * kMTiles; i++)
@@ -351,9 +352,7 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
                    : (has_dropout ? flash_bwd<T, Shape, true, false, false> : flash_bwd<T, Shape, false, false, false>);
     launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads, kSharedBytes,
            p.stream, p);
-    if (const int64_t vecs = workspace.dkv_floats / 8)
-        launch(flash_bwd_dkv<T, Shape>, (vecs + kCombineThreads - 1) / kCombineThreads, kCombineThreads, 0, p.stream,
-               p);
+    splits::launch_dkv<T>(p, workspace, Scores<>(p).softmax_scale, has_dropout ? float(p.keep_scale) : 1.f);
     if (p.dq.data)
         launch(flash_bwd_dq<T, Shape>, workspace.tiles, Shape::kNThreads, 2 * Shape::kBlockM * Shape::kHeadDim,
                p.stream, p);

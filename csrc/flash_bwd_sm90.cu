@@ -68,7 +68,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
                 warpgroup_wait<0>(acc_dq());
                 add_dq(num_steps - 1);
             }
-            barrier_sync(kAllConsumers, kThreads);  // sK has been read
+            barrier_sync(kStepsDone, kThreads + 32);  // dQ has been added, and sK has been read
         }
         if (steps.split_idx >= steps.splits) return;  // its sample has fewer
         steps.splits == 1 ? store() : store_split();
@@ -287,8 +287,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     __device__ void store_split() {
         const BwdWorkspace<Shape> workspace(p);
         const int64_t bh = int64_t(steps.tile.b) * p.nheads_k + steps.tile.h_k;
-        float *dk = workspace.dkv_sums(p, steps.split_idx, bh * KeyTiles<Shape::kBlockN>(p).slots + steps.tile.block) +
-                    (64 * consumer + 16 * warp_idx + lane_idx / 4) * kHeadDim + lane_idx % 4 * 2;
+        float *dk = workspace.dkv_sums(p, steps.split_idx) + (bh * workspace.padded_keys + key()) * kHeadDim +
+                    lane_idx % 4 * 2;
         float *dv = dk + workspace.dkv_floats;
 #pragma unroll
         for (int d = 0; d < kDTiles; d++)
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_co
     __trap();
 #else
     auto &shared = shared_memory<BwdSharedMemory<Shape>>();
-    if (threadIdx.x == 32) shared.steps = Steps<Shape>(p);  // in other places, ptxas serializes wgmma (C7511)
+    if (threadIdx.x == 32) shared.steps = Steps<Shape>(p);  // in other orders, ptxas serializes wgmma (C7511)
     else if (threadIdx.x == 0) shared.init_barriers();
     __syncthreads();
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
@@ -350,12 +350,10 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
     }
     launch_early(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads,
                  sizeof(BwdSharedMemory<Shape>), p.stream, params);
-    if (const int64_t vecs = workspace.dkv_floats / 8)
-        launch(flash_bwd_dkv<T, Shape>, (vecs + kCombineThreads - 1) / kCombineThreads, kCombineThreads, 0, p.stream,
-               p, scale, dv_scale);
+    splits::launch_dkv<T>(p, workspace, scale, dv_scale);
     if (p.dq.data)
         launch_early(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 2 * Shape::kDqFloats, p.stream, p,
-                     scale);
+                     scale, workspace.max_splits == 1 ? KeyTiles<Shape::kBlockN>(p).slots : 0);
 }
 
 // {kHeadDim, kConsumers, kBlockM, kStages}. With 64 rows there are registers for dropout and for changed scores. 80

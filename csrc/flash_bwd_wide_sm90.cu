@@ -11,6 +11,7 @@
 //
 // dq: a block of threads owns 128 rows, 64 for each consumer, and walks along the keys, 64 at a time:
 //   S = Q Kᵀ    dP = dO Vᵀ    dS = exp(scale · S - lse) ∘ (dP - delta)    dQ += dS K beside S of the next keys
+// It needs nothing of dkv, so its blocks begin where dkv has left a multiprocessor free.
 //
 // Read next: flash_dmma.cu, fp32 on the same GPUs.
 #include "bwd_producer_sm90.cuh"
@@ -47,6 +48,19 @@ __device__ void store_wide(float (&acc)[kHeadDim / 8][4], float scale, SmemTile<
     }
     __syncwarp();  // unobserved by the emulator: its stmatrix is one step of all lanes
     store_some_rows(to, row0, rows, row_stride, count, cols);
+}
+
+// The rows of two tiles outside of [begin, end) become 0. What no row or key sees may hold NaN, and 0 · NaN is NaN.
+// What lies beyond the tensor is 0 already.
+template <typename Tile> __device__ void clear_both(Tile &x, Tile &y, int begin, int end) {
+    if (begin <= 0 && end >= 64) return;
+    clear_outside(x, begin, end), clear_outside(y, begin, end);
+    after_clear();
+}
+template <typename Tile>
+__device__ void clear_keys(Tile &sK, Tile &sV, const WideParams &p, const Sequence &seq, int block) {
+    const int key0 = block * 64, end = seq.keys_follow(p) ? seq.seqlen_k - key0 : 64;
+    clear_both(sK, sV, Mask(seq, p).keys(0).begin - key0, end);
 }
 
 // dP - delta, after dropout.
@@ -140,11 +154,11 @@ template <typename T, typename Shape, bool kDropout> struct WideDkvConsumer {
         for (auto &x : acc_sum) x[0] = x[1] = x[2] = x[3] = 0.f;
         if (steps.num_steps > 0) {
             shared.keys.consumer_wait(0);
-            clear_keys();
+            clear_keys(shared.sK, shared.sV, p, steps.seq, steps.tile.block);
             for (int i = 0; i < steps.num_steps; i++) step(i);
             warpgroup_wait<0>(acc_sum, operand);
         }
-        barrier_sync(kOneConsumer + consumer, 128);  // sK or sV has been read
+        barrier_sync(kOneConsumer + consumer, 128);  // unobserved by the emulator: all warps have waited for S there
         const int key0 = steps.tile.block * 64 + idx / 32 * 16, first = key0 + lane_idx / 4;
         const bool is_zero[2] = {first >= steps.seq.seqlen_k, first + 8 >= steps.seq.seqlen_k};  // others: 0 · NaN
         const Tensor &x = consumer ? p.dk : p.dv;
@@ -227,19 +241,9 @@ template <typename T, typename Shape, bool kDropout> struct WideDkvConsumer {
         shared.probabilities.consumer_release(i, lane_idx);
     }
 
-    // What no row sees may hold NaN, and 0 · NaN is NaN. What lies beyond the tensor is 0 already.
-    __device__ void clear_keys() {
-        const int key0 = steps.tile.block * 64, begin = mask().keys(0).begin - key0;
-        const int end = steps.seq.keys_follow(p) ? steps.seq.seqlen_k - key0 : 64;
-        if (begin <= 0 && end >= 64) return;
-        clear_outside(shared.sK, begin, end), clear_outside(shared.sV, begin, end);
-        after_clear();
-    }
     __device__ void clear_rows(int stage, int m_block) {
-        const int begin = steps.first_row - m_block * 64, end = steps.seq.seqlen_q - m_block * 64;
-        if (begin <= 0 && end >= 64) return;
-        clear_outside(shared.sQ[stage], begin, end), clear_outside(shared.sdO[stage], begin, end);
-        after_clear();
+        const int row0 = m_block * 64;
+        clear_both(shared.sQ[stage], shared.sdO[stage], steps.first_row - row0, steps.seq.seqlen_q - row0);
     }
 };
 
@@ -254,6 +258,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide_dkv(const 
     if (threadIdx.x == 32) shared.steps = WideSteps(p);
     __syncthreads();
     wait_for_previous_kernel();
+    let_next_kernel_begin();  // only now: flash_bwd_wide_dq reads what the previous kernel wrote, too
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
@@ -331,7 +336,7 @@ template <typename T, typename Shape, bool kDropout> struct WideDqConsumer {
             for (int i = 0; i < num_blocks; i++) step(i, shared.blocks.end - 1 - i);
             warpgroup_wait<0>(acc_dq, dS);
         }
-        barrier_sync(kOneConsumer + consumer, 128);  // sQ has been read
+        barrier_sync(kOneConsumer + consumer, 128);  // unobserved by the emulator: the same
         const bool is_zero[2] = {lse_log2[0] == INFINITY, lse_log2[1] == INFINITY};  // the sum may be NaN
         store_wide<T>(acc_dq, p.scale, shared.sQ[consumer], is_zero,
                       rows_of<uint16_t>(p.dq, shared.tile.b, shared.tile.h, shared.seq.q_begin + row0), p.dq.row_stride,
@@ -344,7 +349,7 @@ template <typename T, typename Shape, bool kDropout> struct WideDqConsumer {
         const float factor = p.score_factor;
         shared.k.consumer_wait(i);
         shared.v.consumer_wait(i);
-        if (!is_full) clear_keys(stage, n_block);
+        if (!is_full) clear_keys(shared.sK[stage], shared.sV, p, shared.seq, n_block);
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sQ[c], shared.sK[stage]);
         multiply_abt<T>(acc_dp, shared.sdO[c], shared.sV);
@@ -385,15 +390,6 @@ template <typename T, typename Shape, bool kDropout> struct WideDqConsumer {
         }
         return bits;
     }
-
-    // Keys that no row sees may hold NaN, and 0 · NaN is NaN. What lies beyond the tensor is 0 already.
-    __device__ void clear_keys(int stage, int n_block) {
-        const int key0 = n_block * 64, begin = Mask(shared.seq, p).keys(0).begin - key0;
-        const int end = shared.seq.keys_follow(p) ? shared.seq.seqlen_k - key0 : 64;
-        if (begin <= 0 && end >= 64) return;
-        clear_outside(shared.sK[stage], begin, end), clear_outside(shared.sV, begin, end);
-        after_clear();
-    }
 };
 
 template <typename T, typename Shape, bool kDropout>
@@ -409,6 +405,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide_dq(const _
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
         if (threadIdx.x == 0) load_wide_keys<Shape>(p, shared);
+        else if (threadIdx.x == 32 && blockIdx.x == gridDim.x - 1) wait_for_previous_kernel();  // for the next one
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
         WideDqConsumer<T, Shape, kDropout>{p, shared, int(warpgroup_idx) - 1}.run();
@@ -434,9 +431,10 @@ template <typename T, typename Shape> void launch_bwd_wide(const AttnBackwardPar
     simt::preprocess_backward(p);
     if (p.dk.data)
         launch_early(dkv, KeyTiles<64>::count(p), Shape::kNThreads, sizeof(WideDkvShared<Shape>), p.stream, params);
+    auto *launch_dq = p.dk.data ? launch_early<WideParams> : launch<WideParams>;
     if (p.dq.data)
-        launch(dq, RowTiles<Shape::kDqBlockM>::count(p), Shape::kNThreads, sizeof(WideDqShared<Shape>), p.stream,
-               params);
+        launch_dq(dq, RowTiles<Shape::kDqBlockM>::count(p), Shape::kNThreads, sizeof(WideDqShared<Shape>), p.stream,
+                  params);
 }
 
 void flash_backward_wide(const AttnBackwardParams &p) {

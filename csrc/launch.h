@@ -81,9 +81,10 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
 }
 // Like launch(), but the kernel may begin while the previous one in the stream ends ("CUDA C++ Programming Guide:
 // Programmatic Dependent Launch"). A thread calls wait_for_previous_kernel() before it touches what that one reads or
-// writes. Every kernel that launch_early() starts has a thread that calls it, so kernels further back have ended, too.
-// The previous kernel calls let_next_kernel_begin(), and the next begins when all its blocks have. Where the two need
-// nothing of one another, a thread waits at the end of its kernel.
+// writes, or waits for a counter. Every kernel that launch_early() starts has a thread that calls it, so kernels
+// further back have ended, too. The previous kernel calls let_next_kernel_begin(), and the next begins when all its
+// blocks have. If they wait before that, it may read what the kernel before them wrote. Where the two need nothing of
+// one another, a thread waits at the end of its kernel.
 template <typename... Args>
 void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
                   std::type_identity_t<Args>... args) {

@@ -14,9 +14,7 @@ namespace minimal_attn {
 
 namespace {
 
-void check_value(bool is_right, const char *fault) {
-    if (!is_right) throw_value_error(fault);
-}
+void check_value(bool is_right, const char *fault) { if (!is_right) throw_value_error(fault); }
 
 // What the forward and the backward pass have in common, checked. q [batch_size, nheads, seqlen_q, head_dim], k and v
 // [batch_size, nheads_k, seqlen_k, head_dim], v's head_dim may differ; head_dim contiguous, dropout_seed one int64, or

@@ -40,6 +40,7 @@ enum NamedBarrier : int {
     kAllConsumers = 1,
     kOneConsumer = 2,  // and those after it, one for each consumer warpgroup
     kLateStart = 5,    // of the second consumer, see flash_bwd_sm90.cu
+    kStepsDone = 6,    // of all consumers, and of the warp of load_numbers() in bwd_producer_sm90.cuh
 };
 
 // Returns x, which is the same in all lanes. The shuffle shows that to the compiler, which then keeps what it computes

@@ -62,6 +62,19 @@ template <int kBlock, bool kOfSome = false> struct TileSlots {
         }
         return {b, h, int(h / heads_per_kv), slot, true};
     }
+    // The head and the slot of tile `idx`, if some heads go together: the first tile of each, then the second of each,
+    // and so on. Under a causal mask, long tiles begin together then, and short ones fill the gaps after them.
+    struct Place { uint32_t bh, slot; };
+    __device__ Place place(uint32_t idx, uint32_t heads, uint32_t together) const {
+        const uint32_t first = idx / (together * slots) * together, i = idx - first * slots;
+        together = min(together, heads - first);
+        return {first + i % together, i / together};
+    }
+    // How many go together: as many as have about as many tiles as a large GPU computes at the same time.
+    __device__ uint32_t heads_together(uint32_t together, uint32_t heads) const {
+        while (together < heads && 2 * together * slots <= 128) together *= 2;
+        return together;
+    }
     // The index of a sample's first tile of head 0 among all tiles. The same tile of the next head is `slots` further.
     __device__ int first_tile(int b, int heads) const { return cu_seqlens ? first_slot(b) : b * heads * slots; }
 };
@@ -78,19 +91,19 @@ template <int kBlockM, bool kOfSome = false> struct RowTiles : TileSlots<kBlockM
     }
     __device__ static Tile at(const AttnParams &p, int idx) {
         const RowTiles tiles(p);
-        return tiles.tile(idx / tiles.slots, tiles.slots - 1 - idx % tiles.slots, p.nheads, p.nheads / p.nheads_k);
+        const uint32_t heads = p.cu_seqlens_q ? p.nheads : p.nheads * uint32_t(p.batch_size);
+        const bool go_together = p.window_right == 0 && !p.cu_seqlens_q;
+        const auto [bh, slot] = tiles.place(idx, heads, go_together ? tiles.heads_together(1, heads) : 1);
+        return tiles.tile(bh, tiles.slots - 1 - slot, p.nheads, p.nheads / p.nheads_k);
     }
 };
 
 // Tiles of kBlockN keys of a key/value head, one for each block of threads.
 template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
-    static constexpr uint32_t kWave = 128;  // about as many tiles as a large GPU computes at the same time
     __host__ __device__ explicit KeyTiles(const AttnParams &p)
         : TileSlots<kBlockN>(p.cu_seqlens_k, p.seqlen_k, p.batch_size) {}
 
-    __host__ __device__ static int64_t count(const AttnParams &p) {
-        return KeyTiles(p).num_tiles(p.nheads_k);
-    }
+    __host__ __device__ static int64_t count(const AttnParams &p) { return KeyTiles(p).num_tiles(p.nheads_k); }
     // Whether the last keys go first: in a deterministic pass under a causal mask. The fewest rows see them then, and
     // they take the first turns. Another window may be a bound for some samples of a packed batch and not for others,
     // and the order of a sample must not depend on its batch.
@@ -101,15 +114,10 @@ template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
         const KeyTiles tiles(p);
         const bool is_packed = p.cu_seqlens_k, go_together = p.window_right == 0 && !p.deterministic;
         const uint32_t slots = tiles.slots, heads = is_packed ? p.nheads_k : p.nheads_k * uint32_t(p.batch_size);
-        // Several heads go together under a causal mask: the first tile of each, then the second of each, and so on. So
-        // long tiles begin together, and short ones fill the gaps after them. In a packed batch all heads go together.
-        // Tiles that wait for their turn are slower in this order.
-        uint32_t together = is_packed ? heads : 1;
-        while (go_together && !is_packed && 2 * together * slots <= kWave) together *= 2;
-        const uint32_t first = idx / (together * slots) * together, i = idx - first * slots;
-        together = min(together, heads - first);
-        const int slot = i / together, bh = first + i % together;
-        Tile tile = tiles.tile(bh, is_last_first(p) ? tiles.slots - 1 - slot : slot, p.nheads_k, 1);
+        uint32_t together = is_packed ? heads : 1;  // tiles that wait for their turn are slower if heads go together
+        if (go_together) together = tiles.heads_together(together, heads);
+        const auto [bh, slot] = tiles.place(idx, heads, together);
+        Tile tile = tiles.tile(bh, is_last_first(p) ? slots - 1 - slot : slot, p.nheads_k, 1);
         tile.h = tile.h_k * (p.nheads / p.nheads_k);
         return tile;
     }

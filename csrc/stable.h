@@ -34,9 +34,7 @@ inline void check_torch(AOTITorchError error) {
 }
 
 struct DeviceGuard {
-    explicit DeviceGuard(const TorchTensor &x) {
-        if (x.is_cuda()) guard.emplace(x.get_device_index());
-    }
+    explicit DeviceGuard(const TorchTensor &x) { if (x.is_cuda()) guard.emplace(x.get_device_index()); }
     std::optional<torch::stable::accelerator::DeviceGuard> guard;
 };
 

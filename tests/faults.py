@@ -2,7 +2,8 @@
 
 They are found by the names of the primitives. Such a call is a statement of its own at the start of a line, or after an
 `if (...)` or `for (...)` there. If a tool cannot observe that one is missing, its line says so:
-`// unobserved by racecheck: why`, or `by the emulator`.
+`// unobserved by racecheck: why`, or `by the emulator`. A named barrier that one side leaves out is a deadlock. That
+shows nothing of what the barrier protects.
 """
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ CSRC = Path(__file__).parents[1] / "csrc"
 NO_KERNELS = "ptx_sm80.cuh", "ptx_sm90.cuh", "launch.h", "host_cuda.h"
 
 PRIMITIVES = (
-    "__syncthreads", "__syncwarp", "named_barrier_sync", "named_barrier_arrive",  # threads with threads
+    "__syncthreads", "__syncwarp", "barrier_sync",  # threads with threads
     "producer_acquire", "consumer_wait", "consumer_release", "mbarrier_wait",  # the ends of a ring of buffers
     "cp_async_wait", "__pipeline_wait_prior", r"tma_store_\w*wait\w*",  # threads with copies
     "fence_mbarrier_init", "fence_proxy_async",  # what other units see
