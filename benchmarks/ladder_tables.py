@@ -3,7 +3,7 @@
 write_tables.py writes what BLOCKS returns, and write_pictures.py draws what steps() returns.
 """
 
-from recorded import SIZE, mean, other_flash, paragraph, ratios, record, settings, span, table
+from recorded import SIZE, mean, paragraph, peers_elsewhere, ratios, record, settings, span, table
 
 PYTORCH = "three lines of PyTorch"
 # (name, file in benchmarks/h200, implementation), from the first step to the last; all of one setting.
@@ -72,7 +72,9 @@ def ladder_milestones():
 def ladder_forward():
     cudnn = ratios(settings("forward", *SIZE, dtype="bfloat16"), "cuda:sm90", "torch:cudnn")
     longest = dict(head_dim=128, causal=False, seqlen_q=16384, dtype="bfloat16")
-    _, by_best = other_flash(cudnn)
+    best = {setting: max(peers[name] for name in ("cudnn", "fa3", "fa4") if name in peers) / peers["cudnn"]
+            for setting, peers in peers_elsewhere().items()}
+    by_best = {setting: value / best[setting] for setting, value in cudnn.items() if setting in best}
     today = " / ".join(mean({x: value for x, value in by_best.items() if x[0] == d}) for d in (64, 128, 256))
     return paragraph(f"""Over {len(cudnn)} recorded settings in bf16, `flash_sm90.cu` is on average {mean(cudnn)} times
         as fast as cuDNN ({span(cudnn)} by setting). At head_dim 128 and S = 16384 without a mask it reaches

@@ -15,7 +15,7 @@ SIZE = "head_dim", "causal", "seqlen_q"
 SHAPE = "batch_size", "nheads", "seqlen_q", "head_dim"
 NAMES = {"cuda:sm90": "sm90", "cuda:sm80": "sm80", "cuda:dmma": "dmma", "cuda:simt": "simt", "torch:flash": "FA2",
          "torch:cudnn": "cuDNN", "torch:efficient": "efficient", "torch:varlen": "varlen_attn",
-         "flex": "Flex"}
+         "flex": "Flex", "flash_attn_interface": "FA3"}
 USUAL = {"deterministic": False, "dropout_p": 0.0}  # also where a row does not have them
 PASSES = {"forward": "forward pass", "step": "training step"}  # of a whole model
 
@@ -86,17 +86,11 @@ def largest_error(rows_of, ours, peer):
     return max(rows[ours]["max_err"] / rows[peer]["max_err"] for rows in rows_of.values())
 
 
-def other_flash(cudnn, peers="rows"):
-    """Two dicts by setting, of the fastest of cuDNN, FlashAttention-3 and 4: its speed over that of cuDNN, measured on
-    another H200, and the estimate of the speed of sm90 over that of it. Without settings that were not measured there.
-
-    cudnn: the speed of sm90 over that of cuDNN, by setting. peers: "rows" of the forward pass, or "backward".
-    """
-    best = {(row["head_dim"], row["causal"], row["seqlen"]):
-            max(row[peer] or 0 for peer in ("cudnn", "fa3", "fa4")) / row["cudnn"]
-            for row in json.loads((ROOT / "benchmarks/peers.json").read_text())[peers]}
-    return ({setting: best[setting] for setting in cudnn if setting in best},
-            {setting: ratio / best[setting] for setting, ratio in cudnn.items() if setting in best})
+def peers_elsewhere(name="rows"):
+    """{setting: {peer: TFLOP/s}} of peers.json, measured on another H200. name: "rows" of the forward pass, or
+    "backward"."""
+    return {tuple(row[key] for key in ("head_dim", "causal", "seqlen")): {peer: row[peer] for peer in row if row[peer]}
+            for row in json.loads((ROOT / "benchmarks/peers.json").read_text())[name]}
 
 
 # Writing Markdown.

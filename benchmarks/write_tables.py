@@ -14,8 +14,8 @@ import sys
 
 import ladder_tables
 from recorded import (PASSES, ROOT, SHAPE, SIZE, bullet, by_size, gpu_record, is_recorded, largest_error, mean, names,
-                      other_flash, paragraph, ratio, ratios, record, rounds, settings, span, speed_in_step, speeds, table,
-                      tflops)
+                      paragraph, peers_elsewhere, ratio, ratios, record, rounds, settings, span, speed_in_step, speeds,
+                      table, tflops)
 
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
@@ -61,8 +61,6 @@ def results():
     (simt,) = [ratio(rows, "cuda:simt", "torch:efficient") for rows in fp32_of.values() if "cuda:dmma" not in rows]
     by_triton = [rows["triton"]["ms"] / rows["cuda:dmma" if "cuda:dmma" in rows else "cuda:simt"]["ms"]
                  for rows in fp32_of.values()]
-    _, by_best = other_flash(cudnn)
-    _, of_best = other_flash(backward[0], "backward")
     return "\n".join([
         paragraph("""TFLOP/s with a causal mask. Each batch has B·S = 16384 tokens, and H·D = 2048. `sm90` is the kernel
             of this library that serves these calls. cuDNN and FA2 (FlashAttention-2) are two of the kernels behind
@@ -74,13 +72,9 @@ def results():
             {mean(cudnn)} times as fast as cuDNN ({span(cudnn)}) and {mean(flash)} times as fast as FA2. Its largest
             error is up to {largest_error(rows_of, "cuda:sm90", "torch:flash"):.1f} times that of FA2. The tests allow
             [twice the error of PyTorch's math kernel](docs/benchmarks.md#how-it-is-measured), plus rounding."""),
-        bullet(f"""**FlashAttention-3 and FlashAttention-4** were not installed on this machine. `sm90` is about as
-            fast as the fastest of these two and cuDNN ({span(by_best)} times, by setting). This is an estimate, through
-            cuDNN and a run on another H200."""),
         bullet(f"""**Backward, bf16.** Over {len(backward_of)} settings, `sm90` is on average {mean(backward[0])} times
-            as fast as cuDNN ({span(backward[0])}) and {mean(backward[1])} times as fast as FA2. FlashAttention-3 is
-            about as fast: by the same estimate, from S = {min(s for _, _, s in of_best)} on `sm90` reaches
-            {mean(of_best)} of the fastest of these, FA3 and FA4 ({span(of_best)})."""),
+            as fast as cuDNN ({span(backward[0])}) and {mean(backward[1])} times as fast as FA2."""),
+        of_flash_attention_3(),
         bullet(f"""**Training with Triton, bf16.** By the sum of both passes of `backend="triton"`, which were timed
             separately, it reaches {mean(both[0])} of the speed of cuDNN ({span(both[0])}) and {mean(both[1])} times the
             speed of FA2, up to head_dim 128."""),
@@ -141,15 +135,43 @@ def forward():
                (("cuda:sm90", "torch:cudnn"), ("cuda:sm90", "torch:flash")))])
 
 
-def peers():
-    best, by_best = other_flash(ratios(settings("forward", *SIZE, dtype="bfloat16"), "cuda:sm90", "torch:cudnn"))
-    lowest = min(by_best, key=by_best.get)
-    return paragraph(f"""FlashAttention-3 and FlashAttention-4 were not installed on this machine. They were measured
-        beside cuDNN on another H200 ([peers.json](../benchmarks/peers.json)). There, the fastest of the three was
-        {span(best)} times as fast as cuDNN, depending on the setting. If these factors are applied to the table above,
-        `sm90` is on average {mean(by_best)} times as fast as the fastest of the three, and {by_best[lowest]:.2f} times
-        in its worst setting (head_dim {lowest[0]}, S = {lowest[2]}). This is an estimate from two machines, not a
-        measurement.""")
+FA3 = "flash_attn_interface"  # the module of FlashAttention-3
+BESIDE_FA3 = {"forward": "forward_fa3", "backward": "backward_fa3"}  # {pass: record}
+
+
+def over_fa3():
+    """{pass: {setting: the speed of sm90 over that of FlashAttention-3}}, each pass in a run of its own."""
+    return {name: ratios(by_size(settings(file, *SIZE)), "cuda:sm90", FA3) for name, file in BESIDE_FA3.items()}
+
+
+def of_flash_attention_3():
+    forward, backward = over_fa3().values()
+    return bullet(f"""**FlashAttention-3** was built from its source, and ran beside `sm90` in [runs of their
+        own](docs/benchmarks.md#flashattention-3). Over {len(forward)} settings, `sm90` is on average {mean(forward)}
+        times as fast in the forward pass ({span(forward)}), and {mean(backward)} times as fast in the backward pass
+        ({span(backward)}).""")
+
+
+def flash_attention_3():
+    forward, backward = over_fa3().values()
+    fa4 = [{setting: row["fa4"] / row["fa3"] for setting, row in peers_elsewhere(name).items() if "fa4" in row}
+           for name in ("rows", "backward")]
+    by_head_dim = " / ".join(mean({x: value for x, value in backward.items() if x[0] == d}) for d in (64, 128, 256))
+    rows_of = [by_size(settings(file, *SIZE)) for file in BESIDE_FA3.values()]
+    impls = "cuda:sm90", FA3, "torch:cudnn"
+    cells = [[str(d), "yes" if causal else "no", str(s),
+              *(cell for rows in rows_of for cell in (*tflops(rows[d, causal, s], impls),
+                                                      f"{ratio(rows[d, causal, s], 'cuda:sm90', FA3):.2f}"))]
+             for d, causal, s in rows_of[0]]
+    columns = [f"{name}, {column}" for name in BESIDE_FA3 for column in (*names(impls), "sm90 / FA3")]
+    return "\n".join([
+        paragraph(f"""Each number is the median of {rounds("forward_fa3")} rounds. In the forward pass, `sm90` is on
+            average {mean(forward)} times as fast as FlashAttention-3 ({span(forward)}). In the backward pass it is
+            {mean(backward)} times as fast ({span(backward)}), and {by_head_dim} times at head_dim 64 / 128 / 256.
+            FlashAttention-4 did not run here. On another H200, it was {span(fa4[0])} times as fast as FlashAttention-3
+            in the forward pass, and {span(fa4[1])} times in the backward pass
+            ([peers.json](../benchmarks/peers.json))."""),
+        table(["head_dim", "causal", "S", *columns], cells)])
 
 
 def heads():
@@ -639,7 +661,7 @@ def tests():
         {lacks}""")
 
 
-BLOCKS = {block.__name__: block for block in (opening, results, forward, peers, heads, ampere, fp32, varlen,
+BLOCKS = {block.__name__: block for block in (opening, results, forward, flash_attention_3, heads, ampere, fp32, varlen,
                                               varlen_backward, window, scores, decode, serving, backward,
                                               backward_variants, backward_heads, models, generate, triton, matmul,
                                               training, training_16k, host, memory, build, tests)}
