@@ -146,8 +146,8 @@ def over_fa3():
 
 def of_flash_attention_3():
     forward, backward = over_fa3().values()
-    return bullet(f"""**FlashAttention-3** was built from its source, and ran beside `sm90` in [runs of their
-        own](docs/benchmarks.md#flashattention-3). Over {len(forward)} settings, `sm90` is on average {mean(forward)}
+    return bullet(f"""**FlashAttention-3** was built from its source and timed beside `sm90` in [two more
+        runs](docs/benchmarks.md#flashattention-3). Over {len(forward)} settings, `sm90` is on average {mean(forward)}
         times as fast in the forward pass ({span(forward)}), and {mean(backward)} times as fast in the backward pass
         ({span(backward)}).""")
 
@@ -157,21 +157,16 @@ def flash_attention_3():
     fa4 = [{setting: row["fa4"] / row["fa3"] for setting, row in peers_elsewhere(name).items() if "fa4" in row}
            for name in ("rows", "backward")]
     by_head_dim = " / ".join(mean({x: value for x, value in backward.items() if x[0] == d}) for d in (64, 128, 256))
-    rows_of = [by_size(settings(file, *SIZE)) for file in BESIDE_FA3.values()]
-    impls = "cuda:sm90", FA3, "torch:cudnn"
-    cells = [[str(d), "yes" if causal else "no", str(s),
-              *(cell for rows in rows_of for cell in (*tflops(rows[d, causal, s], impls),
-                                                      f"{ratio(rows[d, causal, s], 'cuda:sm90', FA3):.2f}"))]
-             for d, causal, s in rows_of[0]]
-    columns = [f"{name}, {column}" for name in BESIDE_FA3 for column in (*names(impls), "sm90 / FA3")]
+    tables = [f"The {name} pass:\n\n" + speeds(by_size(settings(file, *SIZE)), ("cuda:sm90", FA3, "torch:cudnn"),
+                                               (("cuda:sm90", FA3), ("cuda:sm90", "torch:cudnn")))
+              for name, file in BESIDE_FA3.items()]
     return "\n".join([
         paragraph(f"""Each number is the median of {rounds("forward_fa3")} rounds. In the forward pass, `sm90` is on
             average {mean(forward)} times as fast as FlashAttention-3 ({span(forward)}). In the backward pass it is
             {mean(backward)} times as fast ({span(backward)}), and {by_head_dim} times at head_dim 64 / 128 / 256.
             FlashAttention-4 did not run here. On another H200, it was {span(fa4[0])} times as fast as FlashAttention-3
             in the forward pass, and {span(fa4[1])} times in the backward pass
-            ([peers.json](../benchmarks/peers.json))."""),
-        table(["head_dim", "causal", "S", *columns], cells)])
+            ([peers.json](../benchmarks/peers.json))."""), *tables])
 
 
 def heads():
