@@ -100,6 +100,7 @@ SELFTEST_FAULTS = {
     "fragment of mma": "ampere",
     "fragment of mma in fp64": "doubles",
     "red_add to an unaligned address": "red of 16 bytes",
+    "a store of two blocks": "stores 16 bytes where block",
     "tensor map of an unaligned tensor": "TMA cannot take",
     "swizzle of a load": "TMA cannot take",
     "box of a load": "bytes to come",

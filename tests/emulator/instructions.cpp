@@ -48,6 +48,7 @@ void *shared_memory() { return block->shared.generic.get(); }
 
 void stored_16_bytes(const void *to) {
     if (block->shared.has(to)) block->shared.unfenced[threadIdx.x].push_back(block->shared.address(to));
+    else scheduler->stored_16_bytes(to);
 }
 
 void meet(const char *what, void *mine, void (*act)(void *(&lanes)[32])) {

@@ -65,6 +65,13 @@ void Scheduler::end_thread() {
     go_on();
 }
 
+void Scheduler::stored_16_bytes(const void *to) {
+    const char *own = fibers[current].stack->bytes;
+    if (to >= own && to < own + sizeof(Stack::bytes)) return;  // a variable
+    const unsigned first = storing_block.try_emplace(to, blockIdx.x).first->second;
+    if (first != blockIdx.x) fail("block %u stores 16 bytes where block %u has stored", blockIdx.x, first);
+}
+
 void Scheduler::shuffle(unsigned warp) {
     std::erase(order, warp);
     order.insert(order.begin() + random_below(order.size() + 1), warp);

@@ -20,6 +20,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <unordered_map>
 #include <vector>
 
 #include "launch.h"
@@ -115,6 +116,9 @@ class Scheduler {
     bool has_events(const Block &block) const {
         return std::any_of(events.begin(), events.end(), [&](const Event &event) { return event.block == &block; });
     }
+    // The running fiber stores 16 bytes. Two blocks must not store them in the same place of global memory: which of
+    // them comes last is open.
+    void stored_16_bytes(const void *to);
     unsigned random_below(unsigned n) { return random() % n; }
     bool one_in(unsigned n) { return random_below(n) == 0; }
 
@@ -135,6 +139,7 @@ class Scheduler {
     unsigned slow_fiber;           // runs when no other can; another one now and then
     std::vector<unsigned> order;   // of the warps of all slots
     std::vector<Event> events;
+    std::unordered_map<const void *, unsigned> storing_block;  // of places in global memory
     std::mt19937 random;
     std::exception_ptr error;
     ucontext_t main;

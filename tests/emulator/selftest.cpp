@@ -118,7 +118,7 @@ static void test_doubles() {
 }
 
 // Blocks that add to a sum in turn.
-struct TurnParams { float *sum; int *turn; };
+struct TurnParams { float *sum; int *turn; uint4 *stored; };
 static void turns(TurnParams p) {
     const int turn = blockIdx.x + is("turn that never comes");
     if (threadIdx.x == 0)
@@ -126,14 +126,16 @@ static void turns(TurnParams p) {
     __syncwarp();
     const float x = p.sum[0] * 2 + blockIdx.x;
     if (threadIdx.x > 0) return;
+    p.stored[is("a store of two blocks") ? blockIdx.x / 2 : blockIdx.x] = uint4{};
     red_add(p.sum + is("red_add to an unaligned address"), {x - p.sum[0], 0, 0, 0});
     store_release(p.turn, turn + 1);
 }
 
 static void test_turns() {
     alignas(16) float sum[8] = {};
+    uint4 stored[6];
     int turn = 0;
-    launch(turns, 6, 32, 1024, nullptr, {sum, &turn});
+    launch(turns, 6, 32, 1024, nullptr, {sum, &turn, stored});
     float expected = 0;
     for (int i = 0; i < 6; i++) expected = expected * 2 + i;
     if (sum[0] != expected) emulator::fail("turns: the sum is %g, expected %g", sum[0], expected);
