@@ -117,7 +117,7 @@ static void test_doubles() {
     check("doubles", out, a, [&](int k, int col) { return b.at(k, col); });
 }
 
-// Blocks that add to a sum in turn.
+// Blocks that add to a sum in turn. Each stores its index.
 struct TurnParams { float *sum; int *turn; uint4 *stored; };
 static void turns(TurnParams p) {
     const int turn = blockIdx.x + is("turn that never comes");
@@ -126,7 +126,7 @@ static void turns(TurnParams p) {
     __syncwarp();
     const float x = p.sum[0] * 2 + blockIdx.x;
     if (threadIdx.x > 0) return;
-    p.stored[is("a store of two blocks") ? blockIdx.x / 2 : blockIdx.x] = uint4{};
+    p.stored[is("a store of two blocks") ? blockIdx.x / 2 : blockIdx.x] = uint4{blockIdx.x};
     red_add(p.sum + is("red_add to an unaligned address"), {x - p.sum[0], 0, 0, 0});
     store_release(p.turn, turn + 1);
 }
@@ -137,7 +137,10 @@ static void test_turns() {
     int turn = 0;
     launch(turns, 6, 32, 1024, nullptr, {sum, &turn, stored});
     float expected = 0;
-    for (int i = 0; i < 6; i++) expected = expected * 2 + i;
+    for (unsigned i = 0; i < 6; i++) {
+        expected = expected * 2 + i;
+        if (stored[i].x != i) emulator::fail("turns: block %u has stored %u", i, stored[i].x);
+    }
     if (sum[0] != expected) emulator::fail("turns: the sum is %g, expected %g", sum[0], expected);
 }
 
