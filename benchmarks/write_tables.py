@@ -147,9 +147,9 @@ def over_fa3():
 def of_flash_attention_3():
     forward, backward = over_fa3().values()
     return bullet(f"""**FlashAttention-3** was built from its source and timed beside `sm90` in [two more
-        runs](docs/benchmarks.md#flashattention-3). Over {len(forward)} settings, `sm90` is on average {mean(forward)}
-        times as fast in the forward pass ({span(forward)}), and {mean(backward)} times as fast in the backward pass
-        ({span(backward)}).""")
+        runs](docs/benchmarks.md#flashattention-3). On average, `sm90` is {mean(forward)} times as fast in the forward
+        pass over {len(forward)} settings ({span(forward)}), and {mean(backward)} times as fast in the backward pass
+        over {len(backward)} ({span(backward)}).""")
 
 
 def flash_attention_3():
@@ -454,9 +454,9 @@ def backward():
     return "\n".join([
         paragraph(f"""On average, `sm90` is {mean(cudnn)} times as fast as cuDNN ({span(cudnn)}) and {mean(flash)} times
             as fast as FA2 ({span(flash)}). `triton` is {mean(triton)} times as fast as FA2 up to head_dim 128
-            ({span(triton)}), and reaches {mean(large_triton)} of it at head_dim 256. The largest error of ours is up to
-            {errors:.1f} times that of FA2. In fp16, `sm90` is {span(fp16_speeds())} times as fast as in bf16, by a run of
-            its own."""),
+            ({span(triton)}), and {mean(large_triton)} times at 256 ({span(large_triton)}). The largest error of ours is
+            up to {errors:.1f} times that of FA2. In fp16, `sm90` is {span(fp16_speeds())} times as fast as in bf16, by
+            a run of its own."""),
         speeds(rows_of, BACKWARD_IMPLS, (("cuda:sm90", "torch:flash"), ("cuda:sm90", "torch:cudnn"),
                                          ("cuda:sm80", "torch:flash"), ("triton", "torch:flash")))])
 
@@ -483,8 +483,8 @@ def backward_variants():
              for x in usual]
     return "\n".join([
         paragraph(f"""Up to head_dim 128, a deterministic pass has {mean(up_to_128(of_fixed))} of the speed of the usual
-            one ({span(up_to_128(of_fixed))}). At 256 both are the same kernels. A pass with dropout_p = 0.1 has {at_64}
-            of it at head_dim 64, {at_128} at 128 and {at_256} at 256."""),
+            one ({span(up_to_128(of_fixed))}), and {span(from_256(of_fixed))} at 256. A pass with dropout_p = 0.1 has
+            {at_64} of it at head_dim 64, {at_128} at 128 and {at_256} at 256."""),
         table(["head_dim", "causal", "S", "usual", "deterministic", "dropout", "deterministic / usual",
                "dropout / usual", "dropout, sm90 / sm80"], cells)])
 

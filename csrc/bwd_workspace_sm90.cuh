@@ -32,6 +32,10 @@ struct BwdShape {
     static constexpr int kDqParts = kDqPart == DqPart::kTurns ? 1 : kConsumers, kDqWarps = 4 * kDqParts;
     static constexpr int kDqFloats = kBlockM * kHeadDim, kDqTiles = kDqFloats / (512 * kDqParts);
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    static constexpr int kValueStages = kBlockM == 80 ? 1 : 2;  // what shared memory has room for
+    static constexpr int kMaxSplits = 16;        // blocks of threads that share a tile of keys, each for some heads
+    static constexpr int kTileBlocks = 1;        // a cluster of blocks, which has a tile of keys together
+    static constexpr bool kIsPersistent = true;  // a block takes one tile after the other
     static_assert(kConsumers == 2);
     static_assert(kDqTiles == (kDqPart == DqPart::kTransposed ? kBlockM / 8 : 8));
 };
@@ -53,7 +57,7 @@ __host__ __device__ int num_splits(const AttnParams &p, int seqlen_q, int seqlen
     auto is_too_many = [&](int64_t splits) {
         return (!kMost && (splits - 1) * tiles >= enough) || splits * 1024 > rows || splits * seqlen_k > rows;
     };
-    int64_t splits = group < 16 ? group : 16;
+    int64_t splits = group < Shape::kMaxSplits ? group : Shape::kMaxSplits;
     while (splits > 1 && is_too_many(splits)) splits--;
     return int(splits);
 }
@@ -63,9 +67,10 @@ template <typename Shape> __host__ __device__ int max_num_splits(const AttnParam
 }
 
 // Global memory beyond the tensors:
+//   ticket        how many tiles of keys have been taken, in 128 bytes
 //   dq_sums       [tiles of query rows, kDqWarps, fragments of 128 floats], if dq is needed
-//   dq_semaphore  [tiles of query rows], and one counter of tickets, if deterministic
-//   dq_arrivals   [key heads of samples]: how many blocks of a key head have added their dQ, if dq is needed
+//   dq_arrivals   [key heads of samples]: how many tiles of keys have added their dQ, each block of a pair
+//   dq_semaphore  [tiles of query rows, kTileBlocks], if deterministic and dq is needed
 //   dkv_sums      [max_splits, 2, batch_size, nheads_k, padded_keys, kHeadDim], if there are several splits
 template <typename Shape> struct BwdWorkspace {
     static constexpr int kHeadDim = Shape::kHeadDim;
@@ -85,48 +90,55 @@ template <typename Shape> struct BwdWorkspace {
 
     // What the launcher sets to 0: all but dkv_sums, which begin at a multiple of 128 bytes, or stores would be slow.
     __host__ __device__ int64_t zeroed_bytes(bool deterministic) const {
-        const int64_t numbers = tiles ? (deterministic ? tiles + 1 : 0) + key_heads : 0;
-        return 4 * tiles * Shape::kDqFloats + (4 * numbers + 127) / 128 * 128;
+        const int64_t numbers = key_heads + (deterministic ? Shape::kTileBlocks * tiles : 0);
+        return 128 + 4 * tiles * Shape::kDqFloats + (4 * numbers + 127) / 128 * 128;
     }
     __host__ __device__ int64_t bytes(bool deterministic) const {
         return zeroed_bytes(deterministic) + 4 * max_splits * 2 * dkv_floats;
     }
     // This lane's part of the first fragment of a warp.
     __device__ static float *dq_sums(const AttnBackwardParams &p, int tile, int warp_idx) {
-        return static_cast<float *>(p.workspace) + int64_t(tile) * Shape::kDqFloats +
+        return static_cast<float *>(p.workspace) + 32 + int64_t(tile) * Shape::kDqFloats +
                (warp_idx * (128 * Shape::kDqTiles) + thread_idx() % 32 * 4);
     }
-    // The blocks of keys that have added to it so far.
-    __device__ int *dq_semaphore(const AttnBackwardParams &p, int64_t tile) const {
-        return static_cast<int *>(p.workspace) + tiles * Shape::kDqFloats + tile;
-    }
-    __device__ int *ticket(const AttnBackwardParams &p) const { return dq_semaphore(p, tiles); }
+    __device__ static int *ticket(const AttnBackwardParams &p) { return static_cast<int *>(p.workspace); }
     // That of the key head of a tile of rows or of keys.
     __device__ int *dq_arrivals(const AttnBackwardParams &p, const Tile &tile) const {
-        return dq_semaphore(p, p.deterministic ? tiles + 1 : 0) + (p.cu_seqlens_k ? 0 : tile.b * p.nheads_k) + tile.h_k;
+        return first_arrivals(p) + (p.cu_seqlens_k ? 0 : tile.b * p.nheads_k) + tile.h_k;
+    }
+    // The blocks of keys that have added to it so far.
+    __device__ int *dq_semaphore(const AttnBackwardParams &p, int64_t tile, int rank = 0) const {
+        return first_arrivals(p) + key_heads + tile * Shape::kTileBlocks + rank;
+    }
+    __device__ int *first_arrivals(const AttnBackwardParams &p) const {
+        return ticket(p) + 32 + tiles * Shape::kDqFloats;
     }
     __device__ int splits_of(const AttnBackwardParams &p, const Sequence &seq) const {
-        return min(max_splits, num_splits<Shape>(p, seq.seqlen_q, seq.seqlen_k));
+        return max_splits > 1 ? min(max_splits, num_splits<Shape>(p, seq.seqlen_q, seq.seqlen_k)) : 1;
     }
-    // Of dK; that of dV follows dkv_floats later.
+    // Of dK, or of a tile of it; that of dV follows dkv_floats later.
     __device__ float *dkv_sums(const AttnBackwardParams &p, int split_idx) const {
         char *begin = static_cast<char *>(p.workspace) + zeroed_bytes(p.deterministic);
         return reinterpret_cast<float *>(begin) + 2 * split_idx * dkv_floats;
     }
+    __device__ float *dkv_sums(const AttnBackwardParams &p, int split_idx, const Tile &tile) const {
+        const int64_t bh = int64_t(tile.b) * p.nheads_k + tile.h_k;
+        return dkv_sums(p, split_idx) + (bh * padded_keys + tile.block * Shape::kBlockN) * kHeadDim;
+    }
 };
 
-// dq of a tile of rows: its sums times `scale`, as rows of q's type, by way of shared memory. `arrivals`: how many
-// blocks a key head has. Its sums are whole when all have arrived. 0, if keys are split: wait for the previous kernel.
+// dq of a tile of rows: its sums times `scale`, as rows of q's type, by way of shared memory. `arrivals`: how often
+// blocks of threads report for a key head. Its sums are whole then. 0, if keys are split: wait for the previous kernel.
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(32 * Shape::kDqWarps)
-    flash_bwd_dq(const __grid_constant__ AttnBackwardParams p, const float scale, const int arrivals) {
+    flash_bwd_dq(const __grid_constant__ AttnBackwardParams p, const __grid_constant__ BwdWorkspace<Shape> workspace,
+                 const __grid_constant__ TileOrder<Divisor> order, const float scale, const int arrivals) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
     constexpr int kBlockM = Shape::kBlockM, kHeadDim = Shape::kHeadDim, kVecs = kHeadDim / 8;
-    const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
+    const Tile tile = RowTiles<kBlockM>::at(p, order, blockIdx.x);
     const Sequence seq(p, tile.b);
-    const BwdWorkspace<Shape> workspace(p);
     if (arrivals == 0) wait_for_previous_kernel();
     else if (threadIdx.x == 0)
         while (load_acquire(workspace.dq_arrivals(p, tile)) != arrivals) sleep_briefly();

@@ -182,7 +182,8 @@ int64_t num_decode_counters(const DecodeParams &p);
 int64_t num_mask_words(const AttnParams &p);              // 0 without a bias of bool
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd_sm90.cu, the same
 void flash_backward_wide(const AttnBackwardParams &p);    // flash_bwd_wide_sm90.cu: head_dim over 128
-int64_t backward_workspace(const AttnBackwardParams &p);  // bytes
+int64_t backward_workspace_wide(const AttnBackwardParams &p);
+int64_t backward_workspace(const AttnBackwardParams &p);  // bytes, of both
 }
 namespace dmma {
 void flash_forward(const AttnParams &p);                  // flash_dmma.cu: fp32 on Hopper's fp64 tensor cores

@@ -334,7 +334,7 @@ template <typename T, typename Shape> void launch_fwd(typename Shape::Input p) {
                                ScoreFactors<float>(p, true),
                                score_kind(p)};
     if constexpr (Shape::kMods) launch_pack_mask<kBlockN>(p, params.mask_bits);
-    const auto launch_tiles = phase == Phase::kPrefillRest ? launch_early<Params<Shape>> : launch<Params<Shape>>;
+    const auto launch_tiles = phase == Phase::kPrefillRest ? launch_early<1, Params<Shape>> : launch<Params<Shape>>;
     launch_tiles(flash_fwd<T, Shape>, blocks, Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, params);
 }
 

@@ -59,17 +59,20 @@ inline void make_context() {
 }
 
 template <typename... Args>
-void enqueue(bool may_begin_early, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes,
-             void *stream, Args... args) {
+void enqueue(bool may_begin_early, int cluster, void (*kernel)(Args...), int64_t blocks, int threads,
+             size_t shared_bytes, void *stream, Args... args) {
     if (blocks == 0) return;
     if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)));
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {unsigned(cluster), 1, 1};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
-    config.stream = static_cast<cudaStream_t>(stream), config.attrs = &attribute, config.numAttrs = may_begin_early;
+    config.stream = static_cast<cudaStream_t>(stream), config.attrs = attributes + (cluster == 1);
+    config.numAttrs = (cluster > 1) + may_begin_early;
     check_cuda(cudaLaunchKernelEx(&config, kernel, args...));
 }
 
@@ -77,7 +80,7 @@ void enqueue(bool may_begin_early, void (*kernel)(Args...), int64_t blocks, int 
 template <typename... Args>
 void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
             std::type_identity_t<Args>... args) {
-    enqueue<Args...>(false, kernel, blocks, threads, shared_bytes, stream, args...);
+    enqueue<Args...>(false, 1, kernel, blocks, threads, shared_bytes, stream, args...);
 }
 // Like launch(), but the kernel may begin while the previous one in the stream ends ("CUDA C++ Programming Guide:
 // Programmatic Dependent Launch"). A thread calls wait_for_previous_kernel() before it touches what that one reads or
@@ -85,10 +88,11 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
 // further back have ended, too. The previous kernel calls let_next_kernel_begin(), and the next begins when all its
 // blocks have. If they wait before that, it may read what the kernel before them wrote. Where the two need nothing of
 // one another, a thread waits at the end of its kernel.
-template <typename... Args>
+// kCluster blocks are a cluster.
+template <int kCluster = 1, typename... Args>
 void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
                   std::type_identity_t<Args>... args) {
-    enqueue<Args...>(can_launch_early(), kernel, blocks, threads, shared_bytes, stream, args...);
+    enqueue<Args...>(can_launch_early(), kCluster, kernel, blocks, threads, shared_bytes, stream, args...);
 }
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900

@@ -87,8 +87,7 @@ void launch_backward(AttnBackwardParams &p, const TorchTensor &k, const TorchTen
     const TorchTensor lse_log2 = make_like(lse);
     OptionalTensor unneeded_dk, unneeded_dv, workspace;
     p.lse_log2 = static_cast<float *>(lse_log2.data_ptr());
-    const bool is_wide = is_sm90 && p.max_head_dim() > 128;
-    if (!p.dk.data && !is_wide) {  // the others' one kernel makes all three gradients
+    if (!p.dk.data) {  // one kernel makes all three gradients
         unneeded_dk = new_like(k), unneeded_dv = new_like(v);
         p.dk = tensor_of(*unneeded_dk, kBHSD, p.cu_seqlens_k), p.dv = tensor_of(*unneeded_dv, kBHSD, p.cu_seqlens_k);
     }

@@ -33,14 +33,21 @@ template <int kStages> struct Ring {
     __device__ void consumer_release(uint32_t i, int lane_idx) {
         if (lane_idx == 0) mbarrier_arrive(empty[i % kStages]);
     }
+    // The same to the other block of a cluster, whose rank is given.
+    __device__ void consumer_release(uint32_t i, int lane_idx, int rank) {
+        if (lane_idx == 0) mbarrier_arrive(empty[i % kStages], rank);
+    }
+    // To both blocks, where the producers of both wait for the warps of both.
+    __device__ void consumer_release_to_both(uint32_t i, int lane_idx) {
+        if (lane_idx < 2) mbarrier_arrive(empty[i % kStages], lane_idx);
+    }
 };
 
 // Barriers by number; 0 is that of __syncthreads().
 enum NamedBarrier : int {
     kAllConsumers = 1,
     kOneConsumer = 2,  // and those after it, one for each consumer warpgroup
-    kLateStart = 5,    // of the second consumer, see flash_bwd_sm90.cu
-    kStepsDone = 6,    // of all consumers, and of the warp of load_numbers() in bwd_producer_sm90.cuh
+    kStepsDone = 5,    // of all consumers, and of a warp of the producer: see flash_bwd_wide_sm90.cu
 };
 
 // Returns x, which is the same in all lanes. The shuffle shows that to the compiler, which then keeps what it computes

@@ -102,7 +102,7 @@ template <typename Shape> struct Scheduler {
         const uint32_t heads_now = min(group, heads - bh0), row = i / heads_now;
         uint32_t bh = bh0 + i - row * heads_now;
         if (samples > 1) bh = bh % samples * p.nheads + bh / samples;
-        return tiles.tile(bh, slots - 1 - row, p.nheads, heads_per_kv);
+        return tiles.tile(bh, slots - 1 - row, Number(p.nheads), Number(heads_per_kv));
     }
     // The tile after idx, or the first one of this block if idx is negative.
     __device__ int next(const Shape::Input &p, int idx) const {

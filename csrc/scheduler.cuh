@@ -13,6 +13,49 @@ struct Tile {
     bool is_valid;  // false when there are no more tiles
 };
 
+// Numbers that others are divided by. A GPU needs some 30 instructions for that. For a Divisor, which the host makes, a
+// product and a shift are enough (Granlund and Montgomery, Division by invariant integers, 1994).
+struct Number {
+    uint32_t value;
+    __host__ __device__ explicit Number(uint32_t value) : value(value) {}
+    __host__ __device__ uint32_t quotient(uint32_t n) const { return n / value; }
+};
+struct Divisor {
+    uint32_t value, multiplier = 0, shift = 0;
+    __host__ __device__ explicit Divisor(uint32_t value) : value(value) {
+        while (1ull << shift < value) shift++;
+        if (value > 1) multiplier = uint32_t(((1ull << (31 + shift)) + value - 1) / value), shift--;
+    }
+    __device__ uint32_t quotient(uint32_t n) const {  // n < 2^31
+        return value == 1 ? n : uint32_t(uint64_t(n) * multiplier >> 32) >> shift;
+    }
+};
+
+// Which head and slot tile idx has, if some heads go together: the first tile of each, then the second of each, and so
+// on. Under a causal mask, long tiles begin together then, and short ones fill the gaps after them. In a deterministic
+// backward pass, the tiles of one head begin further apart then, and wait less for their turns. But if query heads
+// share keys under a causal mask, that pass is slower with heads together (journal).
+template <typename N> struct TileOrder {
+    N tiles, together, rest;  // tiles and heads of a group of heads, heads of the last group if it has fewer
+    N heads, heads_per_kv;    // of a sample; that read one key/value head
+    uint32_t first_of_rest, slots;
+
+    __host__ __device__ TileOrder(uint32_t slots, uint32_t all_heads, uint32_t together, uint32_t heads,
+                                  uint32_t heads_per_kv)
+        : tiles(max(1u, together * slots)), together(together), rest(max(1u, all_heads % together)), heads(heads),
+          heads_per_kv(heads_per_kv), first_of_rest(all_heads - all_heads % together), slots(slots) {}
+
+    struct Place { uint32_t bh, slot; };
+    __device__ Place at(uint32_t idx) const {
+        const uint32_t group = tiles.quotient(idx), first = group * together.value, i = idx - group * tiles.value;
+        auto place = [&](const N &of_group) -> Place {
+            const uint32_t slot = of_group.quotient(i);
+            return {first + i - slot * of_group.value, slot};
+        };
+        return first < first_of_rest ? place(together) : place(rest);
+    }
+};
+
 template <int kBlock> __host__ __device__ int num_blocks(int seqlen) {
     return int((int64_t(seqlen) + kBlock - 1) / kBlock);
 }
@@ -51,27 +94,20 @@ template <int kBlock, bool kOfSome = false> struct TileSlots {
     }
     // `bh` counts heads: of one sample after the other, or once for all samples of a packed batch. heads_per_kv of them
     // read one key/value head. Unsigned, since a GPU divides such numbers with fewer instructions.
-    __device__ Tile tile(uint32_t bh, int slot, uint32_t heads, uint32_t heads_per_kv) const {
+    template <typename N, typename M>
+    __device__ Tile tile(uint32_t bh, int slot, const N &heads, const M &heads_per_kv) const {
         int b, h = bh;
         if (cu_seqlens) {
             b = sample_of(slot);
             slot -= first_slot(b);
         } else {
-            b = bh / heads;
-            h = bh - b * heads;
+            b = heads.quotient(bh);
+            h = bh - b * heads.value;
         }
-        return {b, h, int(h / heads_per_kv), slot, true};
-    }
-    // The head and the slot of tile `idx`, if some heads go together: the first tile of each, then the second of each,
-    // and so on. Under a causal mask, long tiles begin together then, and short ones fill the gaps after them.
-    struct Place { uint32_t bh, slot; };
-    __device__ Place place(uint32_t idx, uint32_t heads, uint32_t together) const {
-        const uint32_t first = idx / (together * slots) * together, i = idx - first * slots;
-        together = min(together, heads - first);
-        return {first + i % together, i / together};
+        return {b, h, int(heads_per_kv.quotient(h)), slot, true};
     }
     // How many go together: as many as have about as many tiles as a large GPU computes at the same time.
-    __device__ uint32_t heads_together(uint32_t together, uint32_t heads) const {
+    __host__ __device__ uint32_t heads_together(uint32_t together, uint32_t heads) const {
         while (together < heads && 2 * together * slots <= 128) together *= 2;
         return together;
     }
@@ -89,16 +125,21 @@ template <int kBlockM, bool kOfSome = false> struct RowTiles : TileSlots<kBlockM
     template <typename Params> __host__ __device__ static int64_t count(const Params &p) {
         return RowTiles(p).num_tiles(p.nheads);
     }
-    __device__ static Tile at(const AttnParams &p, int idx) {
+    template <typename N> __host__ __device__ static TileOrder<N> order(const AttnParams &p) {
         const RowTiles tiles(p);
         const uint32_t heads = p.cu_seqlens_q ? p.nheads : p.nheads * uint32_t(p.batch_size);
         const bool go_together = p.window_right == 0 && !p.cu_seqlens_q;
-        const auto [bh, slot] = tiles.place(idx, heads, go_together ? tiles.heads_together(1, heads) : 1);
-        return tiles.tile(bh, tiles.slots - 1 - slot, p.nheads, p.nheads / p.nheads_k);
+        return {uint32_t(tiles.slots), heads, go_together ? tiles.heads_together(1, heads) : 1, uint32_t(p.nheads),
+                uint32_t(p.nheads / p.nheads_k)};
     }
+    template <typename N> __device__ static Tile at(const AttnParams &p, const TileOrder<N> &order, int idx) {
+        const auto [bh, slot] = order.at(idx);
+        return RowTiles(p).tile(bh, order.slots - 1 - slot, order.heads, order.heads_per_kv);
+    }
+    __device__ static Tile at(const AttnParams &p, int idx) { return at(p, order<Number>(p), idx); }
 };
 
-// Tiles of kBlockN keys of a key/value head, one for each block of threads.
+// Tiles of kBlockN keys of a key/value head.
 template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
     __host__ __device__ explicit KeyTiles(const AttnParams &p)
         : TileSlots<kBlockN>(p.cu_seqlens_k, p.seqlen_k, p.batch_size) {}
@@ -107,18 +148,22 @@ template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
     // Whether the last keys go first: in a deterministic pass under a causal mask. The fewest rows see them then, and
     // they take the first turns. Another window may be a bound for some samples of a packed batch and not for others,
     // and the order of a sample must not depend on its batch.
-    __device__ static bool is_last_first(const AttnBackwardParams &p) {
+    __host__ __device__ static bool is_last_first(const AttnBackwardParams &p) {
         return p.deterministic && p.window_right == 0;
     }
-    __device__ static Tile at(const AttnBackwardParams &p, int idx) {
+    template <typename N> __host__ __device__ static TileOrder<N> order(const AttnBackwardParams &p) {
         const KeyTiles tiles(p);
-        const bool is_packed = p.cu_seqlens_k, go_together = p.window_right == 0 && !p.deterministic;
-        const uint32_t slots = tiles.slots, heads = is_packed ? p.nheads_k : p.nheads_k * uint32_t(p.batch_size);
-        uint32_t together = is_packed ? heads : 1;  // tiles that wait for their turn are slower if heads go together
+        const uint32_t heads = p.cu_seqlens_k ? p.nheads_k : p.nheads_k * uint32_t(p.batch_size);
+        uint32_t together = p.cu_seqlens_k ? heads : 1;
+        const bool go_together = p.window_right == 0 ? !p.deterministic || p.nheads == p.nheads_k : p.deterministic;
         if (go_together) together = tiles.heads_together(together, heads);
-        const auto [bh, slot] = tiles.place(idx, heads, together);
-        Tile tile = tiles.tile(bh, is_last_first(p) ? slots - 1 - slot : slot, p.nheads_k, 1);
-        tile.h = tile.h_k * (p.nheads / p.nheads_k);
+        return {uint32_t(tiles.slots), heads, together, uint32_t(p.nheads_k), uint32_t(p.nheads / p.nheads_k)};
+    }
+    template <typename N> __device__ static Tile at(const AttnBackwardParams &p, const TileOrder<N> &order, int idx) {
+        const auto [bh, slot] = order.at(idx);
+        Tile tile = KeyTiles(p).tile(bh, is_last_first(p) ? order.slots - 1 - slot : slot, order.heads, Number(1));
+        tile.h = tile.h_k * order.heads_per_kv.value;
         return tile;
     }
+    __device__ static Tile at(const AttnBackwardParams &p, int idx) { return at(p, order<Number>(p), idx); }
 };

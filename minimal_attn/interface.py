@@ -86,9 +86,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             elements: dropout.seed_with_origins.
         deterministic: gradients that are bitwise the same in every run; torch.use_deterministic_algorithms does the
             same. Without it, "cuda" adds up dq of 16-bit inputs by atomics, in any order; with it, in a fixed order,
-            which is slower. Above head_dim 128, Hopper's kernel needs no atomics. With it, "triton" takes its tiles
-            from a table and times nothing. All else of these two backends repeats bitwise anyway; "torch" and
-            "reference" repeat as far as torch's operations do.
+            which is slower. With it, "triton" takes its tiles from a table and times nothing. All else of these two
+            backends repeats bitwise anyway; "torch" and "reference" repeat as far as torch's operations do.
         return_lse: also return each row's log-sum-exp, of the scores before dropout.
         backend: "cuda" (csrc; on CPU tensors flash.cu compiled for the CPU), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto". "auto" takes "torch" for CPU tensors, "triton" for

@@ -92,6 +92,7 @@ struct Case {
     std::optional<DType> bias = {};
     std::string bias_shape = "BHRK";  // a dimension that is missing is shared
     bool is_part = false;  // of a larger problem, whose dropout it has
+    bool in_any_order = false;  // dQ is summed in any order, as it always is with dropout
     std::vector<int> spike = {};  // the keys [begin, end) whose scores are alike and far above those of all others
 
     int max_head_dim() const { return std::max(head_dim, head_dim_v); }
@@ -116,6 +117,10 @@ Case head_dim_of_v(Case c, int head_dim_v) {
 }
 Case with_spike(Case c, int begin, int end) {
     c.spike = {begin, end};
+    return c;
+}
+Case in_any_order(Case c) {
+    c.in_any_order = true;
     return c;
 }
 Case part_of_more(Case c) {
@@ -223,15 +228,30 @@ const std::vector<Case> cases = {
     {"sm90_drop_64",      b16, 1, 2, 1, 200, 260,  64, true,  kRows,     {},   kSm90, 0.25},
     part_of_more({"sm90_drop_128", f16, 1, 2, 1, 130, 140, 104, false, kHeads, {}, kSm90, 0.25}),
     {"sm90_splits",       b16, 5, 20, 1, 110, 110, 64, true,  kRows,     {110, 40, 30, 110, 20}, kSm90},
+    lengths_of_keys({"sm90_splits_turns", b16, 2, 20, 1, 110, 260, 64, false, kRows, {110, 40}, kSm90}, {260, 260}),
+    window({"sm90_unseen", b16, 1, 20, 1, 110, 500, 64, false, kRows, {}, kSm90}, 100, 64),
+    in_any_order(window({"sm90_unseen_128", f16, 2, 2, 1, 70, 620, 120, false, kHeads, {}, kSm90}, 100, 64)),
     {"sm90_splits_drop",  f16, 1, 20, 1, 105,  70, 104, false, kHeads,   {},   kSm90, 0.25},
     part_of_more({"sm90_drop_192", b16, 2, 2, 1, 130, 200, 192, true, kHeads, {130, 77}, kSm90, 0.25}),
     {"sm90_drop_256",     f16, 1, 2, 1,  75, 140, 200, false, kSlices,   {},   kSm90, 0.25},
     {"sm90_turns",        b16, 1, 2, 1, 200, 700,  64, false, kRows,     {},   kSm90},
+    // Pairs of blocks.
+    in_any_order({"sm90_pair",        f16, 1, 1, 1, 129, 193, 256, false, kRows,   {},   kSm90}),
+    in_any_order({"sm90_pair_causal", b16, 2, 4, 2, 200, 300, 200, true,  kHeads,  {},   kSm90}),
+    in_any_order({"sm90_pair_192",    b16, 1, 2, 1, 150, 270, 192, true,  kSlices, {},   kSm90}),
+    in_any_order({"sm90_pair_rows",   f16, 1, 1, 1, 330,  70, 256, false, kRows,   {},   kSm90}),
+    in_any_order({"sm90_pair_lens",   b16, 3, 1, 1, 170, 170, 256, true,  kSlices, {64, 129, 128}, kSm90}),
+    in_any_order(packed({"sm90_pair_packed", f16, 1, 2, 1, 0, 0, 256, true, kRows, {}, kSm90}, {0, 1, 130, 131, 200},
+                        {0, 90, 90, 193, 330})),
+    in_any_order(window({"sm90_pair_window", b16, 1, 1, 1, 70, 400, 256, false, kHeads, {}, kSm90}, 100, 64)),
+    in_any_order(with_spike({"sm90_pair_low", b16, 1, 1, 1, 65, 100, 256, false, kHeads, {}, kSm90, 0, -600}, 0, 100)),
     {"sm90_turns_128",    f16, 1, 2, 2, 450, 400, 128, false, kHeads,    {},   kSm90},
     {"sm90_turns_causal", f16, 1, 1, 1, 200, 700, 128, true,  kRows,     {},   kSm90},
     {"sm90_many_192",     b16, 2, 4, 2, 200, 140, 192, true,  kHeads,    {},   kSm90},
     {"sm90_256_rows",     f16, 1, 1, 1, 330,  70, 256, false, kRows,     {},   kSm90},
-    {"sm90_long",         b16, 1, 1, 1, 2090,  70, 128, true,  kRows,     {},   kSm90},
+    {"sm90_long",         b16, 1, 2, 2, 2090, 200, 128, true,  kRows,     {},   kSm90},
+    in_any_order({"sm90_long_late", f16, 1, 2, 2, 2090, 200, 120, false, kHeads, {},  kSm90}),
+    in_any_order({"sm90_many_late", b16, 1, 4, 2, 385, 130,  64, true,  kHeads,  {},   kSm90}),
     // Samples that end where a block does, a row later, in the first row or before it, or only say so.
     {"sm90_lens_64",      f16, 6, 1, 1, 260, 260,  64, false, kHeads,    {1, 128, 129, 0, 256, 1 << 30}, kSm90},
     {"sm90_lens_40",      b16, 4, 2, 1, 200, 200,  40, true,  kRows,     {192, 193, 128, -5}, kSm90},
@@ -734,7 +754,7 @@ template <typename T> struct Tensors {
         if (c.layout != kHeads) p.dlse = dlse.tensor();
         if (c.is_packed())
             for (Tensor *x : {&p.dout, &p.dlse, &p.dq, &p.dk, &p.dv}) x->batch_stride = 0;
-        p.deterministic = c.dropout_p == 0;  // of each some
+        p.deterministic = c.dropout_p == 0 && !c.in_any_order;  // of each some
 #if HAS_GPU
         if (!is_sm80(c) && !is_sm90_backward(c)) return;
         p.lse_log2 = lse_log2.device;
@@ -960,6 +980,7 @@ template <typename T> void run(const Case &c, double epsilon) {
             x.for_forward(compare), x.for_backward(compare);
             if (!x.workspace || !x.p.deterministic) continue;
             x.workspace->fetch();
+            if (c.tiling == kSm90) std::fill_n(x.workspace->host.begin(), 128, 0);  // depends on the schedule
             compare("dq before it is rounded", *x.workspace);
         } catch (const std::exception &error) {
             throw std::runtime_error(name + ": " + error.what());

@@ -14,8 +14,8 @@ CSRC = Path(__file__).parents[1] / "csrc"
 NO_KERNELS = "ptx_sm80.cuh", "ptx_sm90.cuh", "launch.h", "host_cuda.h"
 
 PRIMITIVES = (
-    "__syncthreads", "__syncwarp", "barrier_sync",  # threads with threads
-    "producer_acquire", "consumer_wait", "consumer_release", "mbarrier_wait",  # the ends of a ring of buffers
+    "__syncthreads", "__syncwarp", "barrier_sync", r"cluster_sync\w*",  # threads with threads
+    "producer_acquire", "consumer_wait", r"consumer_release\w*", "mbarrier_wait",  # the ends of a ring of buffers
     "cp_async_wait", "__pipeline_wait_prior", r"tma_store_\w*wait\w*",  # threads with copies
     "fence_mbarrier_init", "fence_proxy_async",  # what other units see
     "warpgroup_arrive", "warpgroup_wait",  # threads with products

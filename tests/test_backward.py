@@ -644,6 +644,17 @@ def test_auto_backend_has_the_gradients_of_csrc(seqlen, head_dim, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("Sq, causal", [(2047, False), (2048, False), (2048, True), (2049, True)])
+def test_both_tiles_of_rows(Sq, causal, poisoned_outputs):
+    """At head_dim 128, sm90 takes 80 rows at a time from 2048 rows on, and from 2049 on under a causal mask."""
+    case = Case("rows", B=1, H=2, Sq=Sq, Sk=Sq, D=128, causal=causal)
+    if not serves("cuda:sm90", case, torch.bfloat16):
+        pytest.skip("needs Hopper")
+    q, k, v, dout = make_all(case, torch.bfloat16, "cuda")
+    check(case, gradients(by("cuda:sm90", case), q, k, v, dout), q, k, v, dout)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["triton", "cuda:sm80", "cuda:sm90"])
 @pytest.mark.parametrize("Hk, Sk, splits", [(4, 8192, 1), (1, 8192, 4), (1, 32768, 1)])
 def test_memory_of_the_backward_pass(impl, Hk, Sk, splits):

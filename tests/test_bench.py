@@ -405,22 +405,23 @@ def test_recorded_speed_of_gradients_with_shared_keys():
     assert min(speedups(rows, "cuda:sm80", "torch:flash")) >= 1
 
 
-def times_best(file, elsewhere):
-    """Of each setting of a record: the speed of sm90 over that of the fastest of cuDNN, FlashAttention-3 and 4. The last
-    one is estimated by its speed over that of FlashAttention-3 on another H200, in peers.json."""
+def times_best(file, elsewhere, count):
+    """Of each of `count` settings of a record: the speed of sm90 over that of the fastest of cuDNN, FlashAttention-3 and
+    4. The last one is estimated by its speed over that of FlashAttention-3 on another H200, in peers.json."""
     fa4 = {(row["head_dim"], row["causal"], row["seqlen"]): (row["fa4"] or 0) / row["fa3"]
            for row in json.loads((ROOT / "benchmarks/peers.json").read_text())[elsewhere]}
     rows_of = recorded(file)
-    assert len(rows_of) == 24
+    assert len(rows_of) == count
     ms = {x: {impl: row["ms"] for impl, row in rows.items()} for x, rows in rows_of.items()}
     return [min(t["torch:cudnn"], t["flash_attn_interface"] / max(1, fa4.get((x.head_dim, x.causal, x.seqlen_q), 0)))
             / t["cuda:sm90"] for x, t in ms.items()]
 
 
 def test_recorded_speed_of_sm90_against_the_best_peer():
-    forward, backward = times_best("forward_fa3.json", "rows"), times_best("backward_fa3.json", "backward")
+    forward = times_best("forward_fa3.json", "rows", 24)
+    backward = times_best("backward_fa3.json", "backward", 18)  # from S = 2048 on
     assert statistics.geometric_mean(forward) >= 1 and min(forward) >= 0.92
-    assert statistics.geometric_mean(backward) >= 0.97 and min(backward) >= 0.88
+    assert statistics.geometric_mean(backward) >= 1.02 and min(backward) >= 0.94
 
 
 def test_recorded_speed_of_sm90_against_matmul():

@@ -149,7 +149,7 @@ def kind_of(file, name):
         return ("dense", "dropout", "scores", "dense")[int(kind[1])]
     flags = re.findall(r"Lb([01])E", name)
     if file == "flash_bwd_wide_sm90.cu":  # scores are never changed
-        return "dropout" if flags[0] == "1" else "dense"
+        return "dropout" if flags[:1] == ["1"] else "dense"
     if flags and flags[-1] == "1":
         return "scores"
     has_dropout = flags and flags[0] == "1" and ("sm80" in file or file == "flash_bwd_sm90.cu")
@@ -361,14 +361,18 @@ def compile_twin(capability, dtype, head_dim, mask, lengths, dropout, scores=Non
 
 
 def backward_configs(capability, side, dtype, head_dim, mask, lengths, dropout, scores=None):
-    """The first of tile_configs; for sm_90 all, but with dropout, which takes longer to compile, and of head_dim 256,
-    where the others are for GPUs with less memory and have fewer rows than wgmma."""
+    """The first of tile_configs. For sm_90 all, unless there is dropout, which takes longer to compile. Of those of
+    head_dim 256, the ones with 32 rows are left out: they are for GPUs with less memory, and wgmma takes 64 rows."""
     from triton_ref.attention_bwd import tile_configs
 
     head_dim, head_dim_v = both(head_dim)
     configs = tile_configs(side, torch_dtype(dtype), head_dim, max_shared_memory(capability), head_dim_v,
                            4 if scores == "all" else 0, scores is not None)
-    return configs if capability == 90 and not dropout and max(head_dim, head_dim_v) <= 128 else configs[:1]
+    if capability != 90 or dropout:
+        return configs[:1]
+    if max(head_dim, head_dim_v) <= 128:
+        return configs
+    return [config for config in configs if config["kBlockM"] >= 64] or configs[:1]
 
 
 def compile_twin_backward(capability, config, side, dtype, head_dim, mask, lengths, dropout, scores=None):

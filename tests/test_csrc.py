@@ -53,7 +53,7 @@ def test_reading_order_visits_every_file_once():
 
 def test_csrc_is_small():
     lines = {name: len(source.splitlines()) for name, source in SOURCES.items()}
-    assert sum(lines.values()) <= 9600
+    assert sum(lines.values()) <= 9850
     assert {name: count for name, count in lines.items() if count > 450} == {}
 
 

@@ -55,9 +55,10 @@ KERNEL_CASES = {
                       "sm80_bias_fp32"],
     "flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one", "sm80_softcap_drop"],
     "flash_bwd_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_turns", "sm90_turns_causal", "sm90_splits",
-                          "sm90_mods_drop_128", "sm90_low_128", "sm90_packed_turns"],
+                          "sm90_mods_drop_128", "sm90_low_128", "sm90_softcap", "sm90_packed_turns",
+                          "sm90_splits_turns", "sm90_unseen", "sm90_many_late", "sm90_long_late"],
     "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_low_256", "sm90_drop_192", "sm90_drop_256",
-                               "sm90_packed_drop"],
+                               "sm90_packed_drop", "sm90_pair_causal", "sm90_pair_192", "sm90_pair_packed"],
     "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
     **dict.fromkeys(OTHER_DRIVERS, []),  # all of the driver's
     "decode_sm90.cu": ["tall_narrow", "tall_pages", "tall_long", "all_kernels"],
@@ -71,14 +72,16 @@ KERNEL_CASES = {
 SIMT = ["fp32_64", "fp16_128", "fp16_256"]
 SM80 = ["sm80_one", "sm80_order", "sm80_fp16_192", "sm80_256_narrow"]
 SM90_BACKWARD = ["sm90_turns", "sm90_128_causal", "sm90_turns_causal", "sm90_splits", "sm90_packed", "sm90_drop_64",
-                 "sm90_many_causal", "sm90_long"]
+                 "sm90_many_causal", "sm90_long", "sm90_many_late", "sm90_long_late", "sm90_softcap"]
 SHOWN_TO = {
     "tiles.h": SIMT, "flash.cu": SIMT, "flash_bwd.cu": SIMT, "flash_bwd_bias.cu": ["simt_bias"],
     "tiles_sm80.cuh": SM80, "flash_sm80.cu": ["sm80_fp16_64", "sm80_fp16_192"], "flash_bwd_sm80.cu": SM80,
     "flash_bwd_sm90.cu": SM90_BACKWARD, "bwd_producer_sm90.cuh": SM90_BACKWARD,
     "bwd_workspace_sm90.cuh": SM90_BACKWARD,
-    "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_lens_256", "sm90_packed_256", "sm90_256_rows",
-                               "sm90_window_256", "sm90_many_192"],
+    "flash_bwd_wide_sm90.cu": ["sm90_pair", "sm90_pair_causal", "sm90_pair_lens", "sm90_pair_packed",
+                               "sm90_pair_window", "sm90_136_causal", "sm90_many_192", "sm90_256_rows",
+                               "sm90_lens_256"],
+    "bwd_launch_sm90.cuh": SM90_BACKWARD,
     "flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
     "flash_sm90.cu": ["sm90_128_causal", "sm90_200_causal", "sm90_256", "sm90_lens_128", "sm90_many_causal",
                       "sm90_packed"],
@@ -121,6 +124,11 @@ SELFTEST_FAULTS = {
     "threads of a barrier": "deadlock.* of 352 threads",
     "turn that never comes": "deadlock.* another block",
     "fence of mbarrier_init left out": "may not see yet",
+    "proxy fence before a copy left out": r"pairs: number \d+ is",
+    "cluster_sync left out": "is not initialised",
+    "bytes from the other block": "bytes to come",
+    "arrivals of the other block": "deadlock.* 1 arrivals",
+    "end of the other block not awaited": "a block that has ended",
     "arrivals": "deadlock.* 1 arrivals",
     "bytes to expect": "deadlock.* bytes to come",
     "phase": "A was written before",
@@ -262,11 +270,23 @@ def program(csrc, folder, body, includes=""):
 
 
 @pytest.mark.slow
+def test_kernels_are_one_source(csrc, tmp_path):
+    """For compute-sanitizer, driver.cpp includes all of its kernels. So no two of their functions may take each other's
+    place."""
+    source = tmp_path / "all.cpp"
+    source.write_text("".join(f'#include "{name}"\n' for name in re.findall(r'^#include "(.*\.cu)"$', DRIVER.read_text(),
+                                                                            re.MULTILINE) if name in KERNELS))
+    done = subprocess.run([CXX, *FLAGS, *CUDA, "-I", csrc, "-fsyntax-only", source], capture_output=True, text=True,
+                          timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_order_of_tiles(csrc, tmp_path):
     """Each tile of each head has one place. Under a causal mask, some heads go together, as many as have 128 tiles: the
-    first tiles of all of them, then their second ones, and so on. Otherwise the tiles of a head follow each other, but
-    the key heads of a packed batch all go together. The last rows go first, and in a deterministic causal pass the last
-    keys."""
+    first tiles of all of them, then their second ones, and so on. So do tiles of keys in every deterministic pass.
+    Otherwise the tiles of a head follow each other, but the key heads of a packed batch all go together. The last rows
+    go first, and in a deterministic causal pass the last keys."""
     main = program(csrc, tmp_path, """
             for (int i = 0; i < 5 * 4 * 3 * 8; i++) {
                 AttnBackwardParams p{};
@@ -281,9 +301,10 @@ def test_order_of_tiles(csrc, tmp_path):
                         seen.insert({tile.b, tile.h, tile.block});
                 };
                 const int keys = int(KeyTiles<128>::count(p)), rows = int(RowTiles<64>::count(p));
+                const auto order = KeyTiles<128>::order<Divisor>(p);
                 for (int idx = 0; idx < keys; idx++) {
-                    const Tile tile = KeyTiles<128>::at(p, idx);
-                    see(tile, 128, tile.h == tile.h_k * group);
+                    const Tile tile = KeyTiles<128>::at(p, order, idx), same = KeyTiles<128>::at(p, idx);
+                    see(tile, 128, tile.h == tile.h_k * group && tile.h == same.h && tile.block == same.block);
                 }
                 if (int(seen.size()) != keys) std::printf("case %d: %zu of %d tiles of keys\\n", i, seen.size(), keys);
                 seen.clear();
@@ -293,6 +314,11 @@ def test_order_of_tiles(csrc, tmp_path):
                 }
                 if (int(seen.size()) != rows) std::printf("case %d: %zu of %d tiles of rows\\n", i, seen.size(), rows);
             }
+            for (uint32_t power = 1; power < 1u << 31; power *= 2)
+                for (uint32_t value : {std::max(1u, power - 1), power, power + 1, power / 3 * 2 + 1})
+                    for (uint32_t n : {0u, 1u, value - 1, value, 2 * value - 1, ~0u / 2 / value * value, ~0u / 2})
+                        if (n < 1u << 31 && Divisor(value).quotient(n) != n / value)
+                            std::printf("%u / %u\\n", n, value);
             auto print = [](auto tiles, const AttnBackwardParams &p, std::initializer_list<int> indices) {
                 for (int idx : indices) {
                     const Tile tile = tiles.at(p, idx);
@@ -305,7 +331,8 @@ def test_order_of_tiles(csrc, tmp_path):
             print(KeyTiles<128>(p), p, {0, 7, 8, 127, 128, 131, 132, 191});
             print(RowTiles<128>(p), p, {0, 7, 8, 127, 128, 131, 132, 191});
             p.deterministic = true, print(KeyTiles<128>(p), p, {0, 15, 16, 191});
-            p.deterministic = false, p.set_window(-1, -1);
+            p.set_window(-1, -1), print(KeyTiles<128>(p), p, {0, 15, 16, 191});
+            p.deterministic = false;
             print(KeyTiles<128>(p), p, {0, 15, 16, 191});
             print(RowTiles<128>(p), p, {0, 15, 16, 191});
             const int cu_seqlens[] = {0, 100, 300};
@@ -319,7 +346,8 @@ def test_order_of_tiles(csrc, tmp_path):
     assert run(main).stdout.splitlines() == [
         "0 0 0, 1 3 0, 0 0 1, 1 3 15, 2 0 0, 2 3 0, 2 0 1, 2 3 15, ",
         "0 0 15, 1 3 15, 0 0 14, 1 3 0, 2 0 15, 2 3 15, 2 0 14, 2 3 0, ",
-        "0 0 15, 0 0 0, 0 1 15, 2 3 0, ",
+        "0 0 15, 1 3 14, 0 0 13, 2 3 0, ",
+        "0 0 0, 1 3 1, 0 0 2, 2 3 15, ",
         "0 0 0, 0 0 15, 0 1 0, 2 3 15, ",
         "0 0 15, 0 0 0, 0 1 15, 2 3 0, ",
         *["0 0 0, 0 3 0, 1 0 0, 1 3 0, 1 0 1, 1 3 1, 1 0 2, 1 3 2, ",  # the last tile of each head has no rows or keys

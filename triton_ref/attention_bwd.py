@@ -34,15 +34,15 @@ from .scores import bias_bytes, kind_of_scores, score_constants, score_tensors
 from .sequence import num_slots
 
 # (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and the larger of kBlockD and kBlockDv, as TILES in
-# attention.py: rows and keys of a tile. dK and dV take two sums and two operands, twice the registers of dQ: a program
-# has fewer keys than rows.
+# attention.py: rows and keys of a tile. dK and dV take two sums and two operands, twice the registers of dQ. So a
+# program has fewer keys of its own for them than rows for dQ. At head_dim 256 the larger tiles need 227 KB of memory.
 KV_TILES = {
     (4, 64): [(32, 32, 4, 1)],
     (4, 128): [(16, 32, 4, 1)],
     (4, 256): [(16, 16, 4, 1)],
     (2, 64): [(128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2)],
     (2, 128): [(64, 64, 4, 2), (32, 64, 4, 2)],
-    (2, 256): [(32, 64, 8, 2), (32, 32, 4, 1)],
+    (2, 256): [(64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)],
 }
 # In 16 bits with scores that something changes, which takes registers: by the larger of kBlockD and kBlockDv.
 SCORES_KV_TILES = {64: [(64, 64, 8, 2), (64, 64, 4, 2)], 128: [(64, 64, 8, 2), (32, 64, 8, 2)],
@@ -53,7 +53,7 @@ Q_TILES = {
     (4, 256): [(16, 16, 4, 1)],
     (2, 64): [(64, 64, 4, 2), (128, 64, 8, 3)],
     (2, 128): [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
-    (2, 256): [(64, 32, 8, 2), (32, 32, 4, 1)],
+    (2, 256): [(128, 32, 8, 2), (64, 32, 4, 3), (64, 32, 8, 2), (32, 32, 4, 1)],
 }
 
 

@@ -127,13 +127,14 @@ struct Block {
 
     SharedMemory shared;
     std::map<uint32_t, MBarrier> mbarriers;  // by address
-    NamedBarrier barriers[16];
+    NamedBarrier barriers[16], cluster;  // barrier.cluster is that of rank 0
     std::vector<Warp> warps;
     std::vector<Stores> stores;      // by thread
     std::vector<Copies> copies;      // by thread
     std::vector<Acquired> acquired;  // by thread
     std::vector<std::vector<Product>> products;  // by warpgroup
     uint32_t free_registers = 0;
+    bool has_ended = false;
 
     Block(int threads, size_t shared_bytes)
         : shared(threads, shared_bytes), warps(threads / 32), stores(threads), copies(threads), acquired(threads),

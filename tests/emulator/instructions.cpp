@@ -37,11 +37,12 @@ static void check_end(const Block &block) {
     }
 }
 
-void run_grid(int64_t blocks, int threads, size_t shared_bytes, void (*thread)(void *), void *args) {
-    const Grid grid{unsigned(blocks), threads, [=] { thread(args); },
+void run_grid(int64_t blocks, int threads, int cluster, size_t shared_bytes, void (*thread)(void *), void *args) {
+    if (blocks % cluster) throw std::runtime_error("a cluster lacks blocks");
+    const Grid grid{unsigned(blocks), threads, cluster, [=] { thread(args); },
                     [=] { return std::make_unique<Block>(threads, shared_bytes); }, check_end};
     gridDim.x = grid.blocks, blockDim.x = threads;
-    Scheduler(grid, std::min<int64_t>(blocks, gpu.num_sms)).run();
+    Scheduler(grid, std::min<int64_t>(blocks, std::max(1, gpu.num_sms / cluster) * cluster)).run();
 }
 
 void *shared_memory() { return block->shared.generic.get(); }
@@ -207,11 +208,13 @@ void store_release(int *to, int x) {
 }
 
 // "mbarrier". The barriers are not in shared memory, but in block->mbarriers.
-MBarrier &find(const Barrier &barrier) {
-    const auto found = block->mbarriers.find(shared_address(&barrier));
-    if (found == block->mbarriers.end()) fail("barrier %#x is not initialised", shared_address(&barrier));
+MBarrier &find(Block &of, const Barrier &barrier) {
+    if (of.has_ended) fail("barrier %#x of a block that has ended", shared_address(&barrier));
+    const auto found = of.mbarriers.find(shared_address(&barrier));
+    if (found == of.mbarriers.end()) fail("barrier %#x is not initialised", shared_address(&barrier));
     return found->second;
 }
+MBarrier &find(const Barrier &barrier) { return find(*block, barrier); }
 
 void mbarrier_init(Barrier &barrier, int count) {
     const uint32_t address = shared_address(&barrier);
@@ -221,16 +224,33 @@ void mbarrier_init(Barrier &barrier, int count) {
     scheduler->pass();
 }
 
-void mbarrier_arrive_expect_tx(Barrier &barrier, int bytes) {
-    MBarrier &x = find(barrier);
-    if (x.pending == 0) fail("barrier %#x: more arrivals than %d", shared_address(&barrier), x.count);
+static void arrive(MBarrier &x, uint32_t address, int bytes) {
+    if (x.pending == 0) fail("barrier %#x: more arrivals than %d", address, x.count);
     x.pending--, x.tx_bytes += bytes;
-    if (std::abs(x.tx_bytes) >= 1 << 20) fail("barrier %#x: %d bytes to come", shared_address(&barrier), x.tx_bytes);
+    if (std::abs(x.tx_bytes) >= 1 << 20) fail("barrier %#x: %d bytes to come", address, x.tx_bytes);
     x.settle();
+}
+void mbarrier_arrive_expect_tx(Barrier &barrier, int bytes) {
+    arrive(find(barrier), shared_address(&barrier), bytes);
+    scheduler->pass();
+}
+void mbarrier_arrive(Barrier &barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
+// In another block it takes a while.
+void mbarrier_arrive(Barrier &barrier, int rank) {
+    Block &there = scheduler->block_of_cluster(rank);
+    if (&there == block) return mbarrier_arrive(barrier);
+    MBarrier &x = find(there, barrier);
+    const uint32_t address = shared_address(&barrier);
+    scheduler->post({[] { return true; }, [=, &x] { arrive(x, address, 0); }, scheduler->one_in(4), &there});
     scheduler->pass();
 }
 
-void mbarrier_arrive(Barrier &barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
+void cluster_sync() {
+    NamedBarrier &barrier = scheduler->block_of_cluster(0).cluster;
+    const uint32_t generation = barrier.generation;
+    if (++barrier.arrived == 2 * int(blockDim.x)) barrier.arrived = 0, barrier.generation++;
+    scheduler->wait(barrier.generation, generation, ~0u, [] { return "its cluster"; });
+}
 
 void mbarrier_wait(Barrier &barrier, uint32_t parity) {
     scheduler->wait(find(barrier).phase, parity, 1, [&barrier, parity] {
@@ -240,6 +260,15 @@ void mbarrier_wait(Barrier &barrier, uint32_t parity) {
                       parity, shared_address(&barrier), x.phase, x.pending, x.tx_bytes);
         return std::string(text);
     });
+}
+
+int load_from_block(const int &from, int rank) {
+    const Block &block = scheduler->block_of_cluster(rank);
+    if (block.has_ended) fail("the shared memory of a block that has ended");
+    const SharedMemory &there = block.shared;
+    int x;
+    std::memcpy(&x, there.at(there.generic, shared_address(&from), 4), 4);
+    return x;
 }
 
 void fence_mbarrier_init() {
@@ -334,23 +363,54 @@ uint32_t check_box(uint32_t address, const CUtensorMap &map) {
     return bytes;
 }
 
-// Until it is delivered, all of a box is NaN.
-void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3) {
-    MBarrier &full = find(barrier);
-    const uint32_t address = shared_address(to), bytes = check_box(address, map);
+// A copy to a block's shared memory, to be counted by a barrier there. Until it is delivered, all of it is NaN.
+static MBarrier &begin_copy(Block &to, uint32_t address, uint32_t bytes, const Barrier &barrier) {
+    MBarrier &full = find(to, barrier);
     if (!full.is_fenced) fail("TMA counts at barrier %#x, which it may not see yet", shared_address(&barrier));
-    const auto next = block->mbarriers.lower_bound(address);
-    if (next != block->mbarriers.end() && next->first < address + bytes) fail("TMA copies to where a barrier is");
-    const SharedMemory &shared = block->shared;
-    for (const auto *view : {&shared.generic, &shared.async})
-        std::memset(shared.at(*view, address, bytes), 0xff, bytes);
+    const auto next = to.mbarriers.lower_bound(address);
+    if (next != to.mbarriers.end() && next->first < address + bytes) fail("TMA copies to where a barrier is");
+    for (const auto *view : {&to.shared.generic, &to.shared.async})
+        std::memset(to.shared.at(*view, address, bytes), 0xff, bytes);
+    return full;
+}
+static void load_to(Block &block, uint32_t address, const CUtensorMap &map, const Barrier &barrier,
+                    const int (&begin)[4]) {
+    const uint32_t bytes = check_box(address, map);
+    MBarrier &full = begin_copy(block, address, bytes, barrier);
+    const int c0 = begin[0], c1 = begin[1], c2 = begin[2], c3 = begin[3];
+    const SharedMemory &shared = block.shared;
     scheduler->post({[] { return true; }, [=, &full, &shared, map = map] {
         for_box(address, map, {c0, c1, c2, c3}, [&](uint32_t to, const char *from) {
             for (const auto *view : {&shared.generic, &shared.async})
                 from ? std::memcpy(shared.at(*view, to, 2), from, 2) : std::memset(shared.at(*view, to, 2), 0, 2);
         });
         full.tx_bytes -= bytes, full.settle();
-    }, scheduler->one_in(4)});
+    }, scheduler->one_in(4), &block});
+}
+void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3) {
+    load_to(*block, shared_address(to), map, barrier, {c0, c1, c2, c3});
+    scheduler->pass();
+}
+void tma_load_both(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3) {
+    for (int rank = 0; rank < 2; rank++)
+        load_to(scheduler->block_of_cluster(rank), shared_address(to), map, barrier, {c0, c1, c2, c3});
+    scheduler->pass();
+}
+
+// "cp.async.bulk" from shared memory, which it reads at any time until it has been counted.
+void copy_to_block(void *to, const void *from, int bytes, Barrier &barrier, int rank) {
+    Block &other = scheduler->block_of_cluster(rank);
+    const uint32_t address = shared_address(to), source = shared_address(from);
+    if (address % 16 || source % 16 || bytes % 16) fail("cp.async.bulk of %d bytes to %#x", bytes, address);
+    MBarrier &full = begin_copy(other, address, bytes, barrier);
+    Block &mine = *block;
+    const SharedMemory &shared = mine.shared, &there = other.shared;
+    scheduler->post({[] { return true; }, [=, &full, &mine, &shared, &there] {
+        if (mine.has_ended) fail("cp.async.bulk from a block that has ended");
+        for (const auto *view : {&there.generic, &there.async})
+            std::memcpy(there.at(*view, address, bytes), shared.at(shared.async, source, bytes), bytes);
+        full.tx_bytes -= bytes, full.settle();
+    }, scheduler->one_in(4), &other});
     scheduler->pass();
 }
 

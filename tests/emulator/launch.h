@@ -59,7 +59,7 @@ void *shared_memory();
 uint32_t address_in_shared_memory(const void *p);
 void stored_16_bytes(const void *to);
 
-void run_grid(int64_t blocks, int threads, size_t shared_bytes, void (*thread)(void *args), void *args);
+void run_grid(int64_t blocks, int threads, int cluster, size_t shared_bytes, void (*thread)(void *args), void *args);
 
 struct Index { unsigned x; };
 
@@ -153,18 +153,22 @@ template <typename Tiles> Tiles &shared_memory() { return *static_cast<Tiles *>(
 
 // Run kernel(args...) for every block of the grid and return when all are done. There are no streams.
 template <typename... Args>
-void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
-            std::type_identity_t<Args>... args) {
+void run(void (*kernel)(Args...), int64_t blocks, int threads, int cluster, size_t shared_bytes, Args... args) {
     if (blocks == 0) return;
     if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
     auto call = [&] { kernel(args...); };
     auto thread = [](void *p) { (*static_cast<decltype(call) *>(p))(); };
-    emulator::run_grid(blocks, threads, shared_bytes, thread, &call);
+    emulator::run_grid(blocks, threads, cluster, shared_bytes, thread, &call);
 }
 template <typename... Args>
-void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
+void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
+            std::type_identity_t<Args>... args) {
+    run<Args...>(kernel, blocks, threads, 1, shared_bytes, args...);
+}
+template <int kCluster = 1, typename... Args>
+void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
                   std::type_identity_t<Args>... args) {
-    launch<Args...>(kernel, blocks, threads, shared_bytes, stream, args...);
+    run<Args...>(kernel, blocks, threads, kCluster, shared_bytes, args...);
 }
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_begin() {}

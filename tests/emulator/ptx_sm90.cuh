@@ -64,6 +64,12 @@ inline bool elect_one() {
 
 inline void prefetch(const CUtensorMap &) {}
 void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3);
+void tma_load_both(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3);
+void mbarrier_arrive(Barrier &barrier, int rank);
+void copy_to_block(void *to, const void *from, int bytes, Barrier &barrier, int rank);
+void cluster_sync();
+inline void cluster_sync_relaxed() { cluster_sync(); }
+int load_from_block(const int &from, int rank);
 void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2, int c3);
 void tma_store_wait_read();
 

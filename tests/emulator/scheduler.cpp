@@ -26,7 +26,7 @@ Scheduler::~Scheduler() = default;
 
 void Scheduler::run() {
     scheduler = this;
-    for (unsigned slot = 0; slot < slots.size(); slot++) start_block(slot);
+    for (unsigned slot = 0; slot < slots.size(); slot += grid.cluster) start_cluster(slot);
     resume(next());
     fibers[current].stack->has_begun = true;
     swapcontext(&main, &fibers[current].stack->context);
@@ -46,21 +46,27 @@ void Scheduler::enter() {
     setcontext(&scheduler->main);
 }
 
-bool Scheduler::start_block(unsigned slot) {
+// In the slots from this one on.
+bool Scheduler::start_cluster(unsigned slot) {
     if (next_block == grid.blocks) return false;
-    slots[slot] = {grid.begin(), next_block++, grid.threads};
-    for (unsigned i = slot * grid.threads; i < (slot + 1) * grid.threads; i++)
+    const unsigned end = slot + grid.cluster;
+    for (unsigned i = slot; i < end; i++) slots[i] = {grid.begin(), next_block++, grid.threads};
+    for (unsigned i = slot * grid.threads; i < end * grid.threads; i++)
         fibers[i].is_done = waiting[i / 32].is_known = false;
     return true;
 }
 
-// The last thread of a block starts another one in its place. When there is none left, run() returns.
+// The last thread of a cluster starts another one in its place. When there is none left, run() returns.
 void Scheduler::end_thread() {
     const unsigned slot = current / grid.threads;
     fibers[current].is_done = true;
     if (--slots[slot].running == 0) {
         grid.end(*slots[slot].block);
-        if (!start_block(slot) && std::ranges::all_of(fibers, &Fiber::is_done)) setcontext(&main);
+        slots[slot].block->has_ended = true;
+        const unsigned first = slot / grid.cluster * grid.cluster;
+        const bool has_ended = std::all_of(&slots[first], &slots[first] + grid.cluster,
+                                           [](const Slot &other) { return other.running == 0; });
+        if (has_ended && !start_cluster(first) && std::ranges::all_of(fibers, &Fiber::is_done)) setcontext(&main);
     }
     go_on();
 }

@@ -8,7 +8,8 @@
 // other lanes of its warp get far ahead of it. If no fiber can run and no event is left, that is a deadlock, and an
 // error that says who waits for what.
 //
-// The blocks of a grid start in order. As many run at a time as the schedule has multiprocessors.
+// The blocks of a grid start in order, those of a cluster together. As many run at a time as the schedule has
+// multiprocessors, but a whole cluster at least.
 //
 // Read next: block.h, what a block of threads has beside them.
 #pragma once
@@ -71,7 +72,7 @@ struct Event {
 // What the scheduler is told of a grid.
 struct Grid {
     unsigned blocks;
-    int threads;
+    int threads, cluster;  // of a block; blocks of a cluster, which run at the same time
     std::function<void()> kernel;  // what every thread does
     std::function<std::unique_ptr<Block>()> begin;
     std::function<void(const Block &)> end;  // throws if a block must not end as it does
@@ -119,6 +120,10 @@ class Scheduler {
     // The running fiber stores 16 bytes. Two blocks must not store them in the same place of global memory: which of
     // them comes last is open.
     void stored_16_bytes(const void *to);
+    // The block of the running fiber's cluster that has this rank.
+    Block &block_of_cluster(int rank) {
+        return *slots[current / grid.threads / grid.cluster * grid.cluster + rank].block;
+    }
     unsigned random_below(unsigned n) { return random() % n; }
     bool one_in(unsigned n) { return random_below(n) == 0; }
 
@@ -145,7 +150,7 @@ class Scheduler {
     ucontext_t main;
 
     void shuffle(unsigned warp);
-    bool start_block(unsigned slot);
+    bool start_cluster(unsigned slot);
     void end_thread();
     void resume(unsigned fiber);
     static void leave(Fiber &from, Fiber &to);

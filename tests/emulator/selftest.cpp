@@ -144,6 +144,43 @@ static void test_turns() {
     if (sum[0] != expected) emulator::fail("turns: the sum is %g, expected %g", sum[0], expected);
 }
 
+// Pairs of blocks: out [blocks, 32] are 32 numbers from the other block of a pair, plus its index.
+struct PairShared {
+    uint4 mine[8], theirs[8];
+    int idx;
+    Barrier full, done;
+};
+static void pair(int *out) {
+    auto &shared = shared_memory<PairShared>();
+    const int rank = blockIdx.x % 2, bytes = sizeof(shared.mine);
+    if (threadIdx.x == 0) {
+        shared.idx = blockIdx.x;
+        mbarrier_init(shared.full, 1), mbarrier_init(shared.done, is("arrivals of the other block") ? 2 : 1);
+        fence_mbarrier_init();
+    }
+    const uint32_t i = threadIdx.x;
+    if (i < 8) shared.mine[i] = {4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3};
+    if (!is("proxy fence before a copy left out")) fence_proxy_async();
+    __syncwarp();
+    if (!is("cluster_sync left out")) cluster_sync();
+    if (threadIdx.x == 0) {
+        mbarrier_arrive_expect_tx(shared.full, is("bytes from the other block") ? bytes / 2 : bytes);
+        copy_to_block(shared.theirs, shared.mine, bytes, shared.full, 1 - rank);
+    }
+    mbarrier_wait(shared.full, 0);
+    out[32 * blockIdx.x + i] = reinterpret_cast<int *>(shared.theirs)[i] + load_from_block(shared.idx, 1 - rank);
+    __syncwarp();
+    if (threadIdx.x == 0) mbarrier_arrive(shared.done, 1 - rank);
+    if (!is("end of the other block not awaited")) mbarrier_wait(shared.done, 0);
+}
+
+static void test_pairs() {
+    std::vector<int> out(6 * 32);
+    launch_early<2>(pair, 6, 32, sizeof(PairShared), nullptr, out.data());
+    for (int i = 0; i < 6 * 32; i++)
+        if (out[i] != i % 32 + (i / 32 ^ 1)) emulator::fail("pairs: number %d is %d", i, out[i]);
+}
+
 // Hopper: out [128, 128] = (Q Kᵀ) V by two warpgroups of 64 rows each. A third one loads Q [128, 64], K [64, 64] and
 // V [64, 128], in two panels of 64 columns, by TMA.
 struct HopperParams { CUtensorMap q, k, v, out; };
@@ -256,7 +293,7 @@ int main(int argc, char **argv) try {
                                                            : emulator::Mode::kRandom,
                           unsigned(std::stoul(schedule.substr(schedule.find('=') + 1)))};
     emulator::gpu.num_sms = 3;
-    test_ampere(), test_doubles(), test_turns(), test_hopper();
+    test_ampere(), test_doubles(), test_turns(), test_pairs(), test_hopper();
     std::puts("ok");
 } catch (const std::exception &error) {
     std::puts(error.what());
