@@ -149,7 +149,7 @@ def of_flash_attention_3():
     return bullet(f"""**FlashAttention-3** was built from its source and timed beside `sm90` in [two more
         runs](docs/benchmarks.md#flashattention-3). On average, `sm90` is {mean(forward)} times as fast in the forward
         pass over {len(forward)} settings ({span(forward)}), and {mean(backward)} times as fast in the backward pass
-        over {len(backward)} ({span(backward)}).""")
+        over {len(backward)} with S ≥ 2048 ({span(backward)}).""")
 
 
 def flash_attention_3():
@@ -163,7 +163,8 @@ def flash_attention_3():
     return "\n".join([
         paragraph(f"""Each number is the median of {rounds("forward_fa3")} rounds. In the forward pass, `sm90` is on
             average {mean(forward)} times as fast as FlashAttention-3 ({span(forward)}). In the backward pass it is
-            {mean(backward)} times as fast ({span(backward)}), and {by_head_dim} times at head_dim 64 / 128 / 256.
+            {mean(backward)} times as fast from S = 2048 on ({span(backward)}), and {by_head_dim} times at head_dim
+            64 / 128 / 256.
             FlashAttention-4 did not run here. On another H200, it was {span(fa4[0])} times as fast as FlashAttention-3
             in the forward pass, and {span(fa4[1])} times in the backward pass
             ([peers.json](../benchmarks/peers.json))."""), *tables])
