@@ -164,9 +164,8 @@ def flash_attention_3():
         paragraph(f"""Each number is the median of {rounds("forward_fa3")} rounds. In the forward pass, `sm90` is on
             average {mean(forward)} times as fast as FlashAttention-3 ({span(forward)}). In the backward pass it is
             {mean(backward)} times as fast from S = 2048 on ({span(backward)}), and {by_head_dim} times at head_dim
-            64 / 128 / 256.
-            FlashAttention-4 did not run here. On another H200, it was {span(fa4[0])} times as fast as FlashAttention-3
-            in the forward pass, and {span(fa4[1])} times in the backward pass
+            64 / 128 / 256. FlashAttention-4 did not run here. On another H200, it was {span(fa4[0])} times as fast as
+            FlashAttention-3 in the forward pass, and {span(fa4[1])} times in the backward pass
             ([peers.json](../benchmarks/peers.json))."""), *tables])
 
 

@@ -16,7 +16,7 @@ template <typename Shape> struct BwdParams : AttnBackwardParams {
     TmaTensor q_tma, k_tma, v_tma, dout_tma;
     BwdWorkspace<Shape> sums;    // where those of dQ are
     TileOrder<Divisor> order;    // of the tiles of keys
-    int num_tiles;               // max_splits of each
+    int num_tiles;               // of keys; each counts as often as it may be split
     ScoreFactors<float> factors;
     float score_factor, dk_scale, dv_scale;  // P = exp2(score_factor · score - lse_log2)
 

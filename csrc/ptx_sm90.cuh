@@ -91,8 +91,8 @@ __device__ inline uint32_t address_in_block(const void *p, int rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
     return address;
 }
-// The default is .release at the scope of the block, where .release.cluster would be a fence of the whole GPU. So it
-// says that asynchronous reads are done, and not that something was written, unless that was waited for in another way.
+// It has the default, .release at the scope of the block, since .release.cluster would be a fence of the whole GPU. So
+// the other block may take it as a sign that this one has read something, but not that it has written something.
 __device__ inline void mbarrier_arrive(Barrier &barrier, int rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(&barrier, rank)) : "memory");
 }

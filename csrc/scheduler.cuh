@@ -148,7 +148,7 @@ template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
     // Whether the last keys go first: in a deterministic pass under a causal mask. The fewest rows see them then, and
     // they take the first turns. Another window may be a bound for some samples of a packed batch and not for others,
     // and the order of a sample must not depend on its batch.
-    __host__ __device__ static bool is_last_first(const AttnBackwardParams &p) {
+    __device__ static bool is_last_first(const AttnBackwardParams &p) {
         return p.deterministic && p.window_right == 0;
     }
     template <typename N> __host__ __device__ static TileOrder<N> order(const AttnBackwardParams &p) {

@@ -273,9 +273,9 @@ def program(csrc, folder, body, includes=""):
 def test_kernels_are_one_source(csrc, tmp_path):
     """For compute-sanitizer, driver.cpp includes all of its kernels. So no two of their functions may take each other's
     place."""
+    names = re.findall(r'^#include "(.*\.cu)"$', DRIVER.read_text(), re.MULTILINE)
     source = tmp_path / "all.cpp"
-    source.write_text("".join(f'#include "{name}"\n' for name in re.findall(r'^#include "(.*\.cu)"$', DRIVER.read_text(),
-                                                                            re.MULTILINE) if name in KERNELS))
+    source.write_text("".join(f'#include "{name}"\n' for name in names if name in KERNELS))
     done = subprocess.run([CXX, *FLAGS, *CUDA, "-I", csrc, "-fsyntax-only", source], capture_output=True, text=True,
                           timeout=240)
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,8 @@ from .sequence import num_slots
 
 # (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and the larger of kBlockD and kBlockDv, as TILES in
 # attention.py: rows and keys of a tile. dK and dV take two sums and two operands, twice the registers of dQ. So a
-# program has fewer keys of its own for them than rows for dQ. At head_dim 256 the larger tiles need 227 KB of memory.
+# program has fewer keys of its own for them than rows for dQ. At head_dim 256, the larger tiles need 200 KB of shared
+# memory.
 KV_TILES = {
     (4, 64): [(32, 32, 4, 1)],
     (4, 128): [(16, 32, 4, 1)],
