@@ -490,10 +490,10 @@ def backward_variants():
 
 
 def backward_heads():
-    rows_of = settings("backward", "nheads", "nheads_k", "seqlen_q", batch_size=1, head_dim=128, causal=True)
-    shown = {setting: rows for setting, rows in rows_of.items() if setting[2] < 16384}
-    return speeds(shown, BACKWARD_IMPLS, (("cuda:sm90", "torch:flash"), ("cuda:sm90", "torch:cudnn")),
-                  ("H", "Hk", "S"))
+    rows_of = settings("backward_heads", "nheads", "nheads_k", "seqlen_q", "causal")
+    impls = [impl for impl in BACKWARD_IMPLS if impl != "triton"]
+    return speeds(rows_of, impls, (("cuda:sm90", "torch:flash"), ("cuda:sm90", "torch:cudnn")),
+                  ("H", "Hk", "S", "causal"))
 
 
 def models():

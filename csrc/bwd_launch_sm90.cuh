@@ -28,12 +28,14 @@ void launch_bwd(const AttnBackwardParams &p, void (*kernel)(BwdParams<Shape>)) {
     const float score_factor =
         p.has_score_mods() ? factors.softmax_scale_log2 : scores.sign * scores.softmax_scale_log2;
     const float scale = scores.softmax_scale, dv_scale = p.dropout_seed ? float(p.keep_scale) : 1.f;
+    const bool rows_first = p.nheads > p.nheads_k && p.window_right == 0 && !p.cu_seqlens_k && !p.deterministic;
     const BwdParams<Shape> params{p,
                                   tma("q", p.q, p.nheads, p.seqlen_q, p.head_dim, kBlockM),
                                   tma("k", p.k, p.nheads_k, p.seqlen_k, p.head_dim, 64),
                                   tma("v", p.v, p.nheads_k, p.seqlen_k, p.head_dim_v, 64),
                                   tma("dout", p.dout, p.nheads, p.seqlen_q, p.head_dim_v, kBlockM),
                                   workspace, tiles.template order<Divisor>(p), int(num_tiles),
+                                  rows_first, tiles.heads_together(1, p.nheads_k),
                                   factors, score_factor, scale, dv_scale};
     launch_early<kTileBlocks>(kernel, Shape::kIsPersistent ? std::min<int64_t>(blocks, num_sms()) : blocks,
                               Shape::kNThreads, kSharedBytes, p.stream, params);

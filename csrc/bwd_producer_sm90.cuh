@@ -17,6 +17,8 @@ template <typename Shape> struct BwdParams : AttnBackwardParams {
     BwdWorkspace<Shape> sums;    // where those of dQ are
     TileOrder<Divisor> order;    // of the tiles of keys
     int num_tiles;               // of keys; each counts as often as it may be split
+    bool rows_first;             // all query heads of a tile go through the same rows together, see Steps
+    uint32_t together;           // key heads of a sample that go together if it is alone; a power of 2
     ScoreFactors<float> factors;
     float score_factor, dk_scale, dv_scale;  // P = exp2(score_factor · score - lse_log2)
 
@@ -24,12 +26,22 @@ template <typename Shape> struct BwdParams : AttnBackwardParams {
 };
 
 // The steps of a tile of keys, or of a split of it: its rows, of one query head after the other.
+//
+// The order is another one where query heads share keys under a causal mask. All query heads of the tile take their
+// turn at the same rows, then at the next rows. Tiles come in waves, of as many as a GPU computes at the same time.
+// Those of an even wave begin together with the last rows, which all of them see, and go backwards. The short ones end
+// first. Then the tiles of the odd wave begin, the long ones first: each later than the one before, and at later rows.
+// They go forwards, so they are at the same rows, too, and all end at the last rows. So at any time, blocks are at two
+// places of the rows at most. There, Q, dO and the sums of dQ of all heads should fit in L2. Deterministic passes and
+// packed batches take tiles in another order, and with a window all tiles are short: all of these go head by head.
 template <typename Shape> struct Steps {
     Tile tile;  // tile.h is the first head
     Sequence seq;
     BlockRange blocks;                  // of rows
     int first_row;                      // that sees a key
     int split_idx, splits, h_end;       // this split has the heads [tile.h, h_end)
+    // Along the rows, with all heads at the same rows: 1 forwards, -1 backwards. 0: forwards, head by head.
+    int direction;
     // Among the tiles and the steps of this block of threads. volatile: threads with few registers read it anew.
     volatile uint32_t tile_idx, first_step;
 
@@ -39,6 +51,7 @@ template <typename Shape> struct Steps {
         tile = KeyTiles<Shape::kBlockN>::at(p, p.order, max_splits > 1 ? idx / max_splits : idx);
         split_idx = max_splits > 1 ? idx % max_splits : 0;
         seq = Sequence(p, tile.b);
+        direction = !p.rows_first || p.window_left < seq.seqlen_k - 1 ? 0 : wave(p, max_splits) % 2 ? 1 : -1;
         first_row = Mask(seq, p).rows(0).begin;
         blocks = Mask(seq, p).row_blocks<Shape::kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
         const int group = p.order.heads_per_kv.value, h = tile.h;
@@ -46,6 +59,12 @@ template <typename Shape> struct Steps {
         if (max_splits == 1) return;
         splits = p.sums.splits_of(p, seq);
         tile.h = h + group * min(split_idx, splits) / splits, h_end = h + group * min(split_idx + 1, splits) / splits;
+    }
+    // Which wave this tile would be in if its sample were alone. dk and dv must not depend on other samples.
+    __device__ uint32_t wave(const BwdParams<Shape> &p, int max_splits) const {
+        const uint32_t in_group = tile.h_k & p.together - 1;
+        const uint32_t idx = (tile.h_k - in_group) * p.order.slots + tile.block * p.together + in_group;
+        return (idx * max_splits + split_idx) * Shape::kTileBlocks / kTilesAtOnce;
     }
     // In a deterministic pass, how many blocks of keys add to dQ of these rows before this one does.
     __device__ int turn(const AttnBackwardParams &p, int m_block) const {
@@ -56,11 +75,16 @@ template <typename Shape> struct Steps {
     __device__ uint32_t end() const { return first_step + count(); }
     // f(step, query head, block of rows) for each.
     template <typename F> __device__ void for_each(F f) const {
-        uint32_t item = first_step;
+        int h = tile.h, m_block = direction < 0 ? blocks.end - 1 : blocks.begin;
+        const uint32_t end_step = end();
 #pragma unroll 1
-        for (int h = tile.h; h < h_end; h++)
-#pragma unroll 1
-            for (int m_block = blocks.begin; m_block < blocks.end; m_block++) f(item++, h, m_block);
+        for (uint32_t item = first_step; item < end_step; item++) {
+            f(item, h, m_block);
+            if (direction == 0 && ++m_block < blocks.end) continue;
+            h++;
+            if (direction == 0) m_block = blocks.begin;
+            else if (h == h_end) h = tile.h, m_block += direction;
+        }
     }
 };
 // A step. The producer tells the consumers, which have no registers for all of this.

@@ -48,7 +48,7 @@ struct BwdShape {
 // numbers of heads alone, so that a sample's bits do not depend on its batch. A packed batch is not split: the host
 // knows the length of no sample.
 // kMost: the most that a sample of a padded batch may have, where the host knows no lengths either. It is too low if
-// keys are padded to many more than there are rows. Only then does padding change the bits.
+// keys are padded to many more than there are rows. Only then does padding change the number of splits.
 template <typename Shape, bool kMost = false>
 __host__ __device__ int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
     if (p.cu_seqlens_q) return 1;

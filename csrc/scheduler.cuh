@@ -56,6 +56,8 @@ template <typename N> struct TileOrder {
     }
 };
 
+constexpr int kTilesAtOnce = 128;  // about as many as a large GPU computes at the same time
+
 template <int kBlock> __host__ __device__ int num_blocks(int seqlen) {
     return int((int64_t(seqlen) + kBlock - 1) / kBlock);
 }
@@ -106,9 +108,9 @@ template <int kBlock, bool kOfSome = false> struct TileSlots {
         }
         return {b, h, int(heads_per_kv.quotient(h)), slot, true};
     }
-    // How many go together: as many as have about as many tiles as a large GPU computes at the same time.
+    // How many go together: as many as have kTilesAtOnce tiles.
     __host__ __device__ uint32_t heads_together(uint32_t together, uint32_t heads) const {
-        while (together < heads && 2 * together * slots <= 128) together *= 2;
+        while (together < heads && 2 * together * slots <= kTilesAtOnce) together *= 2;
         return together;
     }
     // The index of a sample's first tile of head 0 among all tiles. The same tile of the next head is `slots` further.

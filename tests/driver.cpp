@@ -262,6 +262,7 @@ const std::vector<Case> cases = {
     // Persistent blocks, which take tiles in turn, or by a counter those of several heads at a time.
     {"sm90_many",         f16, 3, 4, 2,  70, 140,  64, false, kRows,     {},   kSm90},
     {"sm90_many_causal",  b16, 1, 8, 4, 385, 130,  64, true,  kHeads,    {},   kSm90},
+    in_any_order({"sm90_waves",       b16, 1, 130, 65, 200, 200, 64, true, kRows,  {},   kSm90}),
     {"sm90_many_pairs",   f16, 1, 12, 1, 150, 180, 128, true,  kRows,    {},   kSm90},
     {"sm90_many_lens",    b16, 5, 4, 1, 200, 200,  48, true,  kRows,     {0, 200, 5, 129, 0}, kSm90},
     // What else the interface allows.
