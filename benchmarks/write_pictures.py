@@ -42,7 +42,8 @@ FILES = {
     "training_16k.png": ("training_16k", None),
     "ladder.svg": ("ladder", None),
 }
-FILES |= {f"{name}.svg": (name, None) for name in ("varlen", "window", "scores", "decode", "models", "serving")
+FILES |= {f"{name}.svg": (name, None) for name in ("forward_backward", "varlen", "window", "scores", "decode", "models",
+                                               "serving")
           if (FOLDER / f"{name}.json").exists()}
 FILES |= {"../h200x2/context_parallel.svg": ("../h200x2/context_parallel", None)}
 SHAPES = {case.op: shape for op in OPS.values() for shape, case in op.CASES.items()}  # by the op of a row

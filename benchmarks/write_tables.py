@@ -496,6 +496,16 @@ def backward_heads():
                   ("H", "Hk", "S", "causal"))
 
 
+def forward_backward():
+    rows_of = by_size(settings("forward_backward", *SIZE))
+    cudnn, flash = (ratios(rows_of, "cuda:sm90", peer) for peer in ("torch:cudnn", "torch:flash"))
+    return "\n".join([
+        paragraph(f"""On average, `sm90` is {mean(cudnn)} times as fast as cuDNN ({span(cudnn)}) and {mean(flash)} times
+            as fast as FA2 ({span(flash)})."""),
+        speeds(rows_of, ("cuda:sm90", "torch:flash", "torch:cudnn"),
+               (("cuda:sm90", "torch:flash"), ("cuda:sm90", "torch:cudnn")))])
+
+
 def models():
     if not is_recorded("models"):
         return ""
@@ -658,8 +668,8 @@ def tests():
 
 BLOCKS = {block.__name__: block for block in (opening, results, forward, flash_attention_3, heads, ampere, fp32, varlen,
                                               varlen_backward, window, scores, decode, serving, backward,
-                                              backward_variants, backward_heads, models, generate, triton, matmul,
-                                              training, training_16k, host, memory, build, tests)}
+                                              backward_variants, backward_heads, forward_backward, models,
+                                              generate, triton, matmul, training, training_16k, host, memory, build, tests)}
 BLOCKS |= ladder_tables.BLOCKS
 
 

@@ -398,6 +398,12 @@ def test_recorded_speed_of_gradients_in_fp16():
     assert all(rows[x._replace(dtype="bfloat16")]["cuda:sm90"]["ms"] >= 0.95 * rows[x]["cuda:sm90"]["ms"] for x in fp16)
 
 
+def test_recorded_speed_of_both_passes():
+    """The goal at head_dim 128 and S = 8192 with a causal mask, 1.2 times cuDNN, is not reached: see the journal."""
+    found = speedups(recorded("forward_backward.json"), "cuda:sm90", "torch:cudnn")
+    assert len(found) == 18 and min(found) >= 1.1 and statistics.geometric_mean(found) >= 1.2
+
+
 def test_recorded_speed_of_gradients_with_shared_keys():
     """sm80 is no slower than FlashAttention-2 in one sample, with 1 to 64 query heads a key head."""
     found = speedups(recorded("backward_heads.json"), "cuda:sm80", "torch:flash")
@@ -428,7 +434,7 @@ def test_recorded_speed_of_sm90_against_the_best_peer():
     forward = times_best("forward_fa3.json", "rows", 24)
     backward = times_best("backward_fa3.json", "backward", 18)  # from S = 2048 on
     assert statistics.geometric_mean(forward) >= 1 and min(forward) >= 0.92
-    assert statistics.geometric_mean(backward) >= 1.02 and min(backward) >= 0.94
+    assert statistics.geometric_mean(backward) >= 1.03 and min(backward) >= 0.95
 
 
 def test_recorded_speed_of_sm90_against_matmul():
