@@ -668,8 +668,8 @@ def tests():
 
 BLOCKS = {block.__name__: block for block in (opening, results, forward, flash_attention_3, heads, ampere, fp32, varlen,
                                               varlen_backward, window, scores, decode, serving, backward,
-                                              backward_variants, backward_heads, forward_backward, models,
-                                              generate, triton, matmul, training, training_16k, host, memory, build, tests)}
+                                              backward_variants, backward_heads, forward_backward, models, generate,
+                                              triton, matmul, training, training_16k, host, memory, build, tests)}
 BLOCKS |= ladder_tables.BLOCKS
 
 
