@@ -51,9 +51,9 @@ SECONDS = 3600
 gpu-record: SELECT = --gpu-record $(RECORD).part --gpu-record-part --durations 25
 gpu-record: packages
 	@end=$$(($$(date +%s) + $(SECONDS))); set -e; \
-	$(PY) -m pytest tests/test_jit.py $(SELECT); \
+	$(PY) -m pytest tests/tools/test_jit.py $(SELECT); \
 	left=$$((end - $$(date +%s))); \
-	$(PY) -m pytest tests --ignore tests/test_jit.py -n $(WORKERS) --dist worksteal $(SELECT) \
+	$(PY) -m pytest tests --ignore tests/tools/test_jit.py -n $(WORKERS) --dist worksteal $(SELECT) \
 	    --session-timeout $$((left > 1 ? left : 1)); \
 	$(PY) -c 'import json, sys; sys.exit(" ".join(json.load(open(sys.argv[1]))["missing"]) or 0)' $(RECORD).part; \
 	mv $(RECORD).part $(RECORD)

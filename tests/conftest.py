@@ -79,7 +79,7 @@ def pytest_configure(config):
         if not HAS_GPU:
             raise pytest.UsageError("--gpu-record needs a GPU")
         recording.start(config, lambda: recording.Recorder(
-            Path(path), of_this_machine(), [file.name for file in Path(__file__).parent.glob("test_*.py")],
+            Path(path), of_this_machine(), [file.name for file in Path(__file__).parent.rglob("test_*.py")],
             goes_on=config.getoption("--gpu-record-part")))
 
 

@@ -29,7 +29,7 @@ ON_A_CPU = """\
 Nothing is timed on a CPU. The host build of csrc/flash.cu and Triton's interpreter are for reading
 and debugging; for CPU tensors flash_attention takes torch. To step through the kernel:
 
-    g++ -std=c++20 -g -Og -pthread -Icsrc tests/driver.cpp
+    g++ -std=c++20 -g -Og -pthread -Icsrc tests/emulator/drivers/driver.cpp
     gdb -ex 'break flash_fwd' -ex run a.out
 """
 NEXT = {

@@ -3,7 +3,7 @@
 // every result is compared with attention in double precision, written as plain loops. test_sanitizers.py builds and
 // runs this for the CPU and the GPU, test_emulator.py for the emulator:
 //
-//   g++ -std=c++20 -pthread -Icsrc tests/driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu tests/driver.cpp
+//   g++ -std=c++20 -pthread -Icsrc tests/emulator/drivers/driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu tests/emulator/drivers/driver.cpp
 //   ./a.out [case...]      all cases if none is named
 //     --overrun            declare one key row more than is allocated: a fault that the tools must see
 //     --valid-only         leave the q, k and v that must not be read uninitialized, for initcheck, instead of NaN

@@ -20,7 +20,7 @@ from markdown_it import MarkdownIt
 import minimal_attn
 from minimal_attn import cli
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import write_tables  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).parents[1] / "csrc"
+CSRC = Path(__file__).parents[2] / "csrc"
 SOURCES = {file.name: file.read_text() for file in CSRC.iterdir() if file.is_file()}
 CODE = {name: re.sub(r"//.*", "", source) for name, source in SOURCES.items()}
 HOST_SIDE = {"torch_params.h", "ops.cpp", "fast_path.cpp", "kernels.h"}

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-CSRC = Path(__file__).parents[1] / "csrc"
+CSRC = Path(__file__).parents[2] / "csrc"
 # What the primitives are made of, and where they are not called.
 NO_KERNELS = "ptx_sm80.cuh", "ptx_sm90.cuh", "launch.h", "host_cuda.h"
 

@@ -27,7 +27,7 @@ from minimal_attn.progress import watched
 from minimal_attn.reference import reference_forward
 from test_build import python
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
 

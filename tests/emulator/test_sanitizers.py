@@ -20,9 +20,9 @@ import faults
 from conftest import made_once
 
 pytestmark = pytest.mark.timeout(900)  # a compiler may take the 240 s of run(), and then a tool
-DRIVER = Path(__file__).with_name("driver.cpp")
+DRIVER = Path(__file__).parent / "drivers/driver.cpp"
 DECODE_DRIVER, APPEND_DRIVER = DRIVER.with_name("decode_driver.cpp"), DRIVER.with_name("append_driver.cpp")
-CSRC = DRIVER.parents[1] / "csrc"
+CSRC = Path(__file__).parents[2] / "csrc"
 CXX = os.environ.get("CXX", "g++")
 
 

@@ -617,7 +617,7 @@ def test_long_pieces_have_calls_of_their_own(share_keys):
 
 
 def test_page_has_the_recorded_efficiencies():
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     rows = json.loads((root / "benchmarks/h200x2/context_parallel.json").read_text())["rows"]
     efficiency = {(row["impl"], row["pass"], row["seqlen_q"], row["nheads_k"]): row["efficiency"] for row in rows}
     impls = "all_gather", "plain_all_gather", "ring", "ulysses", "torch_cudnn", "torch_ours"
@@ -990,7 +990,7 @@ assert not any("gloo" in name for name in names), names
 def test_group_ends_with_destroy_process_group(tmp_path):
     """Gloo's threads that outlive it abort the process at its end, now and then."""
     script = NO_THREADS_LEFT.format(tmp_path / "store")
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
 
 
 # The benchmark.

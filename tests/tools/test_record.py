@@ -16,7 +16,7 @@ from minimal_attn._build import source_digest
 from recording import Recorder, still_to_run
 from test_sanitizers import SANITIZER_RUNS
 
-RECORD = Path(__file__).parent / "gpu_record.json"
+RECORD = Path(__file__).parents[1] / "gpu_record.json"
 KEYS = {"device", "driver", "torch", "triton", "cuda", "passed", "failed", "skipped", "duration_s", "source_digest"}
 
 
@@ -261,7 +261,7 @@ WORKERS = ["-n", "2", "--dist", "worksteal"]
 
 def run_pytest(folder, *options):
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    env.update(PYTHONPATH=str(Path(__file__).parent), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    env.update(PYTHONPATH=str(Path(__file__).parents[1]), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     return subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "pytest_timeout",
                            "-p", "xdist.plugin", *options], cwd=folder, env=env, capture_output=True, text=True,
                           timeout=50)

@@ -2,7 +2,7 @@
 // of g++ and for compute-sanitizer. Results are compared with a plain loop. What the loop does not write must keep its
 // bits: of the caches, and of what lies between their rows.
 //
-//   g++ -std=c++20 -pthread -Icsrc tests/append_driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu ...
+//   g++ -std=c++20 -pthread -Icsrc tests/emulator/drivers/append_driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu ...
 //   ./a.out [case...]     all cases if none is named; the emulator's options are those of driver.cpp
 #include <algorithm>
 #include <cmath>

@@ -33,7 +33,7 @@ SIZES = ("batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
 OPTIONAL = {"cuda:sm90", "flash_attn", "flash_attn_interface"}  # of the format, wherever they come from
 # Not smaller: the largest of a few rounding errors is a matter of luck.
 SMALL = ("--shape", "2,4,64,64", "--seqlens", "", "--no-profile")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CASES = {case.op: case for op in OPS.values() for case in op.CASES.values()}  # by the op of a row
 OF_OTHER_PROGRAMS = {ROOT / f"benchmarks/h200/{name}.json"
                      for name in ("training", "training_16k", "models", "serving")}  # see their own tests

@@ -20,7 +20,7 @@ from conftest import HAS_GPU
 from minimal_attn import as_flash_attn, bert_padding, flash_attn_interface
 from test_transformers import SIZES, check, padding_mask, tokens
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
 cpu = pytest.mark.cpu
 

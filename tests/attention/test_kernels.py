@@ -95,7 +95,7 @@ def test_rows_decide_which_kernel_reads_a_cache(tmp_path):
         (32, 8, 128, 16, 0, 2, 90): (9, NONE), (32, 8, 20, 0, 0, 0, 90): (NONE, NONE),
         (32, 8, 128, 0, 0, 0, 80): (NONE, NONE)}
     (tmp_path / "main.cpp").write_text(FEWEST_ROWS)
-    subprocess.run(["g++", "-std=c++20", "-I", Path(__file__).parents[1] / "csrc", "main.cpp", "-o", "main"],
+    subprocess.run(["g++", "-std=c++20", "-I", Path(__file__).parents[2] / "csrc", "main.cpp", "-o", "main"],
                    cwd=tmp_path, check=True)
     lines = "\n".join(" ".join(map(str, case)) for case in wanted)
     out = subprocess.run([tmp_path / "main"], input=lines, capture_output=True, text=True, check=True).stdout

@@ -21,7 +21,7 @@ from torch.utils import cpp_extension
 
 from minimal_attn import _build
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def import_file(path, name="another_build"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/ladder.md").read_text()
 JOURNAL = (ROOT / "benchmarks/journal.md").read_text()
 QUOTE = re.compile(r"^From \[`(\S+?)`\]\(\.\./\S+?\)[^`]*?:\n\n```cpp\n(.*?)```$", re.MULTILINE | re.DOTALL)

@@ -20,7 +20,7 @@ from minimal_attn._build import recipe
 
 pytestmark = pytest.mark.cpu
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Of each file by target: the oldest GPU that it is made for, and Hopper where that takes seconds. campaign.py has all.
 # CI leaves out those of LONG, which take most of a minute, and Hopper's files for Turing, where their kernels trap.
 TARGETS = {"flash.cu": ["75"], "flash_bwd.cu": ["90a"], "flash_bwd_bias.cu": ["90a"],

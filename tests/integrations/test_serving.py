@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import recorded  # noqa: E402
 import serving  # noqa: E402
 import write_pictures  # noqa: E402
@@ -16,7 +16,7 @@ from conftest import HAS_GPU  # noqa: E402
 from test_bench import META  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
-RECORD = Path(__file__).parents[1] / "benchmarks/h200/serving.json"
+RECORD = Path(__file__).parents[2] / "benchmarks/h200/serving.json"
 
 
 def check_rows(content, device, impls):

@@ -28,7 +28,7 @@ def cases(capability):
 @pytest.mark.parametrize("capability", [90, *(pytest.param(x, marks=pytest.mark.slow) for x in (80, 100))])
 def test_matmul_compiles(capability, tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "TRITON_CACHE_DIR": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "TRITON_CACHE_DIR": str(tmp_path)}
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, __file__, str(capability)], env=env, capture_output=True, text=True,
                           timeout=240)

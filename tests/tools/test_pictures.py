@@ -19,7 +19,7 @@ from minimal_attn.bench.options import OPS
 from minimal_attn.bench.styles import MATMUL, STYLES
 from minimal_attn.interface import BACKENDS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import recorded  # noqa: E402

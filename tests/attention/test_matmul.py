@@ -233,7 +233,7 @@ def test_without_triton():
                "try: minimal_attn.triton_matmul(torch.ones(2, 2), torch.ones(2, 2))\n"
                "except ModuleNotFoundError as error: print(error)")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
     assert "triton is required for triton_matmul" in done.stdout, done.stderr
 
 

@@ -19,11 +19,11 @@ from cases import slow_unless
 from conftest import made_once
 from test_sanitizers import assert_passed, cxx
 
-DRIVER = Path(__file__).with_name("driver.cpp")
+DRIVER = Path(__file__).parent / "drivers/driver.cpp"
 # Of single kernels, and what else they call.
 OTHER_DRIVERS = {f"{name}.cu": DRIVER.with_name(f"{name}_driver.cpp") for name in ("decode", "append")}
 ALSO_CALLED = {"decode.cu": ["decode_sm90.cu", "flash_sm90.cu"], "append.cu": []}
-EMULATOR = DRIVER.with_name("emulator")
+EMULATOR = Path(__file__).parent
 SELFTEST = EMULATOR / "selftest.cpp"
 CXX = os.environ.get("CXX", "g++")
 # device.cu asks a real GPU.

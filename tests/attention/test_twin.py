@@ -346,7 +346,7 @@ def test_tiles_that_do_not_fit_the_gpu(monkeypatch):
 def test_attention_without_a_driver():
     program = ("import torch; from triton_ref.classic import attention; q = torch.ones(1, 1, 4, 16);"
                "attention(q, q, q, True, 0.5, 16, 16)")
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[1])}
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
     said = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=240).stderr
     assert "CUDA tensors required" in said, said
 
@@ -469,7 +469,7 @@ def test_tuning_without_writable_cache(tuner, monkeypatch, tmp_path, capsys):
 def test_a_second_process_does_not_tune_again(tmp_path):
     program = ("import torch, minimal_attn; q = torch.randn(2, 4, 300, 64, device='cuda', dtype=torch.half);"
                "print(minimal_attn.flash_attention(q, q, q, True, backend='triton').isfinite().all().item())")
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     env.pop("MINIMAL_ATTN_AUTOTUNE", None)
     first, second = (subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True,
                                     timeout=240) for _ in range(2))
@@ -647,7 +647,7 @@ def test_op_without_a_seed_has_no_dropout():
 def test_twin_imports_without_gluon():
     program = ("import sys; sys.modules['triton.experimental.gluon'] = None; from triton_ref import attention;"
                "print(attention.attention_hopper, attention.hopper_error)")
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=240)
     assert done.stdout.startswith("None ModuleNotFoundError: import of triton.experimental.gluon halted"), done
 
@@ -686,6 +686,6 @@ print(*(hashlib.sha256(x.detach().numpy().tobytes()).hexdigest() for x in result
 @pytest.mark.cpu
 def test_hurried_interpreter_gives_the_same_bits():
     env = os.environ | {"TRITON_INTERPRET": "1"}
-    hurried, plain = (subprocess.run([sys.executable, "-c", HURRIED, *words], cwd=Path(__file__).parents[1], env=env,
+    hurried, plain = (subprocess.run([sys.executable, "-c", HURRIED, *words], cwd=Path(__file__).parents[2], env=env,
                                      capture_output=True, text=True, check=True).stdout for words in (["hurried"], []))
     assert hurried == plain and len(plain.split()) == 5

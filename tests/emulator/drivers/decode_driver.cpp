@@ -3,7 +3,7 @@
 // precision. What no row sees of a cache is NaN. With num_splits every sample is computed in its batch and alone, and
 // must have the same bits.
 //
-//   nvcc -std=c++20 -Icsrc -x cu tests/decode_driver.cpp     test_emulator.py builds it for the emulator
+//   nvcc -std=c++20 -Icsrc -x cu tests/emulator/drivers/decode_driver.cpp     test_emulator.py builds it for the emulator
 //   ./a.out [case...]     all cases if none is named; the emulator's options are those of driver.cpp
 //     --valid-only        leave what must not be read of the cache uninitialized, for initcheck
 //     --part=0/4          every fourth case from the first on

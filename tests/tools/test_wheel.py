@@ -21,7 +21,7 @@ import torch
 from minimal_attn import _build, flash_attention, flash_attn_varlen_func, stable
 
 pytestmark = pytest.mark.timeout(300)  # the first test compiles the binding
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OPS = "flash_forward", "flash_backward"
 DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
 NUM_CASES = 24
