@@ -1,7 +1,7 @@
 # make demo: build csrc, check every implementation on this machine and, on a GPU, time them; PROFILE=1: profiles too
 # make test: run the tests that take seconds, on all cores (WORKERS=... processes): about 15 minutes on two cores
 # make test-all: run all tests
-# make gpu-record: run all tests that a GPU has a part in, and write tests/gpu_record.json; in parts: SECONDS=500
+# make gpu-record: run all tests that a GPU has a part in, and write tests/gpu_record/; some of them: PARTS="caches tools"
 # make campaign: run tests/campaign.py (long draws of shapes, every fault) and what CI leaves out of long grids
 # make wheel: build dist/*.whl for every torch from 2.11 on, with nvcc of CUDA 13: about an hour of one core
 # make docs: write the tables, pictures and pages of README.md and docs/ from benchmarks/h200/*.json
@@ -37,26 +37,23 @@ campaign: SELECT = -m campaign -o python_files="test_*.py campaign.py"
 TESTS = tests
 SELECT =
 WORKERS ?= auto
-test test-all gpu-record campaign: NEEDS = filelock hypothesis markdown-it-py matplotlib ninja numpy pytest \
-                                           pytest-timeout pytest-xdist rich transformers
+test test-all campaign: NEEDS = filelock hypothesis markdown-it-py matplotlib ninja numpy pyelftools pytest \
+                                pytest-timeout pytest-xdist rich transformers
+gpu-record: NEEDS = filelock hypothesis markdown-it-py matplotlib ninja numpy pytest pytest-timeout pytest-xdist rich \
+                    transformers
 test test-all campaign: packages
 	@$(PY) -c 'import minimal_attn; minimal_attn.load()'
 	@$(TWIN) $(PY) -m pytest $(TESTS) -n $(WORKERS) --dist worksteal $(SELECT)
 
-# In two runs: test_jit.py measures how long a build takes while nothing else runs. No test starts after SECONDS seconds.
-# Whatever ends a run, the next one goes on with the tests that are left. The last record stays in its place until the
-# new one is whole, since tests of the docs read it.
-RECORD = tests/gpu_record.json
-SECONDS = 3600
-gpu-record: SELECT = --gpu-record $(RECORD).part --gpu-record-part --durations 25
+# One file of JUnit for each folder of tests. test_jit.py measures how long a build takes while nothing else runs.
+# PARTS=... runs some again. Then, where CI's compilers are: python tests/code_digest.py --write.
+PARTS = attention caches facade integrations distributed tools
 gpu-record: packages
-	@end=$$(($$(date +%s) + $(SECONDS))); set -e; \
-	$(PY) -m pytest tests/tools/test_jit.py $(SELECT); \
-	left=$$((end - $$(date +%s))); \
-	$(PY) -m pytest tests --ignore tests/tools/test_jit.py -n $(WORKERS) --dist worksteal $(SELECT) \
-	    --session-timeout $$((left > 1 ? left : 1)); \
-	$(PY) -c 'import json, sys; sys.exit(" ".join(json.load(open(sys.argv[1]))["missing"]) or 0)' $(RECORD).part; \
-	mv $(RECORD).part $(RECORD)
+	@$(PY) -m pytest tests/tools/test_jit.py -m "not cpu" --junitxml tests/gpu_record/jit.xml
+	@for part in $(PARTS); do \
+	    $(PY) -m pytest tests/$$part -m "not cpu and not campaign" -n $(WORKERS) --dist worksteal --durations 15 \
+	        --ignore tests/tools/test_jit.py --junitxml tests/gpu_record/$$part.xml || exit 1; \
+	done
 
 docs: NEEDS = filelock matplotlib ninja rich
 docs: packages

@@ -5,7 +5,7 @@
 
 make docs runs this file and write_pictures.py. The text of a Markdown file between the lines `<!-- begin NAME -->` and
 `<!-- end NAME -->` is a block. The function NAME of this file or of ladder_tables.py returns it. The numbers come from
-benchmarks/h200/*.json, benchmarks/peers.json and tests/gpu_record.json.
+benchmarks/h200/*.json, benchmarks/peers.json and tests/gpu_record/.
 """
 
 import argparse
@@ -643,14 +643,14 @@ def host():
 
 
 def build():
-    evidence = gpu_record()["evidence"]
+    _, evidence = gpu_record()
     (seconds,) = (x for name, x in evidence.items() if name.startswith("seconds of the JIT build"))
-    return paragraph(f"""The compiled library has {evidence['MB of the built library']:.1f} MB. On 16 cores,
-        `minimal_attn.load()` took {seconds:.0f} s to build it from nothing.""")
+    return paragraph(f"""The compiled library has {float(evidence['MB of the built library']):.1f} MB. On 16 cores,
+        `minimal_attn.load()` took {float(seconds):.0f} s to build it from nothing.""")
 
 
 def memory():
-    measured = {name: x for name, x in gpu_record()["evidence"].items() if name.startswith("bytes beyond inputs")}
+    measured = {name: int(x) for name, x in gpu_record()[1].items() if name.startswith("bytes beyond inputs")}
     (shape,) = {re.search(r"\([\d,]+\)", name)[0].replace(",", ", ") for name in measured}
     return paragraph(f"""Beyond inputs and output, a forward pass at {shape} needed at most
         {max(measured.values()) >> 10} KiB of GPU memory, on every kernel: the size of `lse`. `sm90` may also need a
@@ -658,12 +658,10 @@ def memory():
 
 
 def tests():
-    gpu = gpu_record()
-    parts = f" in {gpu['parts']} parts" if gpu["parts"] > 1 else ""
-    lacks = f"The record lacks {', '.join(gpu['missing'])} and says why." if gpu["missing"] else ""
+    gpu, _ = gpu_record()
     return paragraph(f"""The recorded run on an {gpu['device']} (torch {gpu['torch']}, Triton {gpu['triton']}) passed
-        {gpu['passed']} tests, skipped {gpu['skipped']} and took {gpu['duration_s'] / 60:.1f} minutes{parts}.
-        {lacks}""")
+        {gpu['tests'] - gpu['skipped']:.0f} tests, skipped {gpu['skipped']:.0f} and took {gpu['time'] / 60:.1f}
+        minutes.""")
 
 
 BLOCKS = {block.__name__: block for block in (opening, results, forward, flash_attention_3, heads, ampere, fp32, varlen,

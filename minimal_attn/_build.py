@@ -289,9 +289,15 @@ def _compiled(verbose):
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(NAME, None)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        saying = _saying(f"compiling csrc for {target}...", moving=not verbose)  # verbose: ninja prints there too
+        files, began = recipe(), time.time()
+
+        def progress():
+            done = sum(file.stat().st_mtime >= began for file in directory.glob("*.o"))
+            return f"compiling csrc for {target}: {done} of {len(files['sources'])} files"
+
+        saying = contextlib.nullcontext() if verbose else _saying(progress)  # verbose: ninja prints its own
         with _turn(directory), _verified(directory), _environ(env), saying:
-            module = cpp_extension.load(NAME, build_directory=str(directory), verbose=verbose, **recipe())
+            module = cpp_extension.load(NAME, build_directory=str(directory), verbose=verbose, **files)
     except OSError as error:
         raise RuntimeError(f"csrc cannot be built in {directory}: {error}. Set TORCH_EXTENSIONS_DIR to a folder that "
                            "can be written.") from error
@@ -335,7 +341,7 @@ def _turn(directory):
     limit = float(os.environ.get("MINIMAL_ATTN_BUILD_TIMEOUT", 600))
     ours, torchs = directory / "minimal_attn.lock", directory / "lock"
     try:
-        with _saying(f"waiting for {ours}, which the build of another process holds"):
+        with _saying(lambda: f"waiting for {ours}, which the build of another process holds"):
             lock = FileLock(ours).acquire(timeout=limit)
     except Timeout:
         raise RuntimeError(f"another process has been building minimal_attn for {limit:g} s and holds {ours}; let it "
@@ -343,7 +349,7 @@ def _turn(directory):
     with lock:
         limit = min(limit, STALE_AFTER)
         deadline = time.monotonic() + limit
-        with _saying(f"waiting for {torchs}, which marks a build"):
+        with _saying(lambda: f"waiting for {torchs}, which marks a build"):
             while torchs.exists():
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"{torchs} has been there for {limit:g} s: a build that was killed leaves it "
@@ -353,25 +359,25 @@ def _turn(directory):
 
 
 @contextlib.contextmanager
-def _saying(text, moving=True):
-    """Say it if what follows takes more than a second. On a terminal the line counts the seconds, and then goes, unless
-    moving is False: then other output goes there too, and the text is said once."""
+def _saying(text):
+    """Say text() if what follows takes more than a second: on a terminal in one line that counts the seconds and then
+    goes, and in a log whenever it changes."""
     ended = threading.Event()
 
     def speak():
-        start = time.monotonic()
-        if ended.wait(1):
-            return
-        if not (moving and sys.stderr.isatty()):
-            return _say(text)
-        # A line that wraps cannot be replaced: every update would leave one more on the screen.
-        room = max(0, shutil.get_terminal_size().columns - 1 - len(" 9999 s"))
-        line = f"minimal_attn: {text}"
-        if len(line) > room:
-            _say(text)  # once in full
-        while not ended.wait(0.2):
-            _show(f"{line[:room]} {time.monotonic() - start:.0f} s")
-        _show("")
+        start, said, pause = time.monotonic(), None, 1
+        while not ended.wait(pause):
+            line, pause = f"minimal_attn: {text()}", 0.2
+            # A line that wraps cannot be replaced: every update would leave one more on the screen.
+            room = max(0, shutil.get_terminal_size().columns - 1 - len(" 9999 s"))
+            moves = sys.stderr.isatty()
+            if line != said and (not moves or said is None and len(line) > room):
+                print(line, file=sys.stderr, flush=True)  # on a terminal once in full
+            said = line
+            if moves:
+                _show(f"{line[:room]} {time.monotonic() - start:.0f} s")
+        if said and sys.stderr.isatty():
+            _show("")
 
     speaker = threading.Thread(target=speak, daemon=True)
     speaker.start()

@@ -1,11 +1,10 @@
-"""What every test shares: the implementations of this machine, the order of the tests, the start of a GPU's record.
+"""What every test shares: the implementations of this machine, the order of the tests, what a GPU's record says.
 
 Without a GPU, the Triton kernels run in Triton's interpreter; that has to be decided before Triton is imported.
 """
 
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -15,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from _pytest.junitxml import xml_key
 from filelock import FileLock
 
 CORES = len(os.sched_getaffinity(0))
@@ -28,8 +28,8 @@ if not torch.cuda.is_available():
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic mode asks for it
 os.environ.setdefault("MINIMAL_ATTN_AUTOTUNE", "0")  # hundreds of shapes; test_twin.py has the tests of tuning
 
-import recording  # noqa: E402
-from minimal_attn import _build, force_kernel  # noqa: E402
+import code_digest  # noqa: E402
+from minimal_attn import force_kernel  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -57,12 +57,6 @@ WITHOUT_DROPOUT = ("cuda:dmma",)
 FORWARD_ONLY = ("cuda:dmma",)  # with the backward pass of another
 
 
-def pytest_addoption(parser):
-    parser.addoption("--gpu-record", metavar="FILE", help="write what this run proved on the GPU to FILE")
-    parser.addoption("--gpu-record-part", action="store_true",
-                     help="go on with what FILE holds, if it is of these sources and this machine: run the other tests")
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """pytest-xdist's -n auto: one for each core, up to 16, and 2 GiB of the GPU for each."""
@@ -71,33 +65,17 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_configure(config):
-    selects = [config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf")]
-    if config.getoption("--gpu-record") and (any(selects) or any("::" in arg for arg in config.args)):
-        raise pytest.UsageError("--gpu-record counts whole test files: select nothing within them")
     hurry_interpreter()
-    if path := config.getoption("--gpu-record"):
-        if not HAS_GPU:
-            raise pytest.UsageError("--gpu-record needs a GPU")
-        recording.start(config, lambda: recording.Recorder(
-            Path(path), of_this_machine(), [file.name for file in Path(__file__).parent.rglob("test_*.py")],
-            goes_on=config.getoption("--gpu-record-part")))
+    if HAS_GPU and (xml := config.stash.get(xml_key, None)):  # --junitxml
+        for name, value in {**of_this_machine(), "tokens": code_digest.all_tokens()}.items():
+            xml.add_global_property(name, value)
 
 
 def of_this_machine():
-    """What the parts of a record have in common."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
     return {"device": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__,
-            "triton": importlib.metadata.version("triton"), "cuda": torch.version.cuda,
-            "source_digest": _build.source_digest(), "tests_digest": tests_digest()}
-
-
-def tests_digest():
-    """Of all that tests run beside the kernels."""
-    tests = Path(__file__).parent
-    files = sorted(file for folder in (tests, tests.parent / "minimal_attn") for file in folder.rglob("*")
-                   if file.suffix in (".py", ".cpp", ".h", ".cuh"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+            "triton": importlib.metadata.version("triton"), "cuda": torch.version.cuda}
 
 
 def hurry_interpreter():
@@ -150,20 +128,19 @@ def hurry_interpreter():
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, dtype_once
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m and -k deselect tests
+def pytest_itemcollected(item):
+    impl = getattr(item, "callspec", None) and item.callspec.params.get("impl")
+    if impl == "cuda:host":
+        item.add_marker(pytest.mark.cpu)
+    if item.get_closest_marker("gpu") and not HAS_GPU:
+        item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    if impl in KERNEL_NEEDS and impl not in IMPLEMENTATIONS:
+        item.add_marker(pytest.mark.skip(reason=f"needs {KERNEL_NEEDS[impl]}"))
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k have deselected tests
-def pytest_collection_modifyitems(config, items):
-    is_record = config.getoption("--gpu-record")
-    for item in items:
-        if item.get_closest_marker("gpu") and not HAS_GPU:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        impl = params.get("impl")
-        if impl in KERNEL_NEEDS and impl not in IMPLEMENTATIONS:
-            item.add_marker(pytest.mark.skip(reason=f"needs {KERNEL_NEEDS[impl]}"))
-        if is_record and (impl == "cuda:host" or item.get_closest_marker("cpu")):
-            item.add_marker(pytest.mark.skip(reason="does not use the GPU"))
-        if is_record and item.get_closest_marker("campaign"):
-            item.add_marker(pytest.mark.skip(reason="make campaign runs it"))
+def pytest_collection_modifyitems(items):
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         items[:] = longest_first(items, workers)
 

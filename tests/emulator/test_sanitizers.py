@@ -231,7 +231,14 @@ def driver_without(statement, directory, gpu_objects):
     return linked(directory, {**gpu_objects, **objects(directory, *changed, csrc=csrc_without(statement, directory))})
 
 
-@pytest.mark.gpu
+def on_gpu(test):
+    """A GPU's record does without these, as they take minutes each."""
+    for mark in ("gpu", "slow", "campaign"):
+        test = getattr(pytest.mark, mark)(test)
+    return test
+
+
+@on_gpu
 @pytest.mark.parametrize("driver", ["whole_driver", "decode_driver", "append_driver"])
 def test_gpu_driver(driver, request):
     assert_passed(run(request.getfixturevalue(driver)))
@@ -262,13 +269,12 @@ SANITIZER_RUNS |= {f"{tool}, decode, part {i + 1}": [*["--valid-only"] * (tool =
 SANITIZER_RUNS |= {f"{tool}, append": [] for tool in ("memcheck", "initcheck")}
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("name", SANITIZER_RUNS)
-def test_compute_sanitizer(name, request, record_property):
+def test_compute_sanitizer(name, request):
     driver = request.getfixturevalue({"decode": "decode_driver", "append": "append_driver"}.get(
         name.split(", ")[1], "whole_driver"))
     done, summary = compute_sanitizer(name.partition(",")[0], driver, *SANITIZER_RUNS[name])
-    record_property(f"compute_sanitizer {name}", summary)
     assert_passed(done)
     assert "SUMMARY: 0 " in summary
 
@@ -283,7 +289,7 @@ def needs_hopper(file):
         pytest.skip("needs a GPU of sm_90")
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("case", ["one", "sm80_one", "dmma_one"])
 def test_memcheck_sees_overrun(case, whole_driver):
     needs_hopper(case)
@@ -341,13 +347,13 @@ def check_missing_wait(statement, tmp_path, gpu_objects):
     assert checked.returncode or alone.returncode, summary
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("statement", first_of_each_file(missing_from("sync")))
 def test_racecheck_sees_missing_barrier(statement, tmp_path, gpu_objects):
     check_missing_barrier(statement, tmp_path, gpu_objects)
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("statement", first_of_each_file(missing_from("wait")))
 def test_missing_wait_is_seen(statement, tmp_path, gpu_objects):
     check_missing_wait(statement, tmp_path, gpu_objects)

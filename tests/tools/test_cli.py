@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -282,7 +283,7 @@ def test_progress_line_on_terminal_only():
 def test_build_progress_line(monkeypatch):
     """A line that moves, and is gone in the end."""
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with _build._saying("compiling..."):
+    with _build._saying(lambda: "compiling..."):
         sys.stderr.wait_for(lambda text: len(set(re.findall(r"\d+ s", text))) > 1)
     *lines, cleared = sys.stderr.getvalue().split("\r\033[K")[1:]
     seconds = [int(re.fullmatch(r"minimal_attn: compiling\.\.\. (\d+) s", line)[1]) for line in lines]
@@ -295,20 +296,28 @@ def test_build_progress_line_fits_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("LINES", "20")
     text = f"waiting for {'/long' * 20}/lock"
-    with _build._saying(text):
+    with _build._saying(lambda: text):
         sys.stderr.wait_for(lambda text: text.count("\r") > 1)
     whole, *lines, cleared = sys.stderr.getvalue().split("\r\033[K")
     assert whole == f"minimal_attn: {text}\n" and lines and cleared == ""
     assert all(len(line) < 40 and re.fullmatch(r"minimal_attn: waiting for /.* \d s", line) for line in lines)
 
 
-def test_build_progress_line_verbose(monkeypatch):
-    """Beside what ninja prints no line moves."""
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with _build._saying("compiling...", moving=False):
-        sys.stderr.wait_for(lambda text: "\n" in text)
-        time.sleep(0.5)
-    assert sys.stderr.getvalue() == "minimal_attn: compiling...\n"
+def test_build_progress_in_a_log(monkeypatch):
+    """A line for each change, and none that moves."""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    done = iter([0, 0, 1, 2])
+    told = threading.Event()
+
+    def progress():
+        files = next(done, None)
+        if files is None:
+            told.set()
+        return f"{2 if files is None else files} of 2 files"
+
+    with _build._saying(progress):
+        assert told.wait(PATIENCE)
+    assert sys.stderr.getvalue().splitlines() == [f"minimal_attn: {i} of 2 files" for i in range(3)]
 
 
 def test_sigint_check_one_line(capsys, monkeypatch):
