@@ -38,7 +38,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
             deterministic, backend: as flash_attention.
         dropout_p, dropout_seed: as flash_attention. flash-attn has no such seed and drops other elements.
         softmax_scale: factor of the scores, 1/sqrt(D) if None.
-        window_size: (left, right), as flash_attention; None is (-1, -1).
+        window_size: (left, right), also in a tensor, which is read, as flash_attention; None is (-1, -1).
         return_attn_probs: return (out, lse, None); the probabilities themselves are never formed.
         return_softmax_lse, return_lse: return (out, lse).
         out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result is copied into it. Not

@@ -53,7 +53,8 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
         k, v: (B, Sn, Hk, D), or with cu_seqlens_k_new (T, Hk, D), packed: new keys and values, which are written into
             the cache at the places from cache_seqlens on, and which q attends to as well. cache_seqlens must be given.
         rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens: as attention_with_kvcache, to rotate q and k.
-        cu_seqlens_k_new, rotary_interleaved: belong to new keys, without which they change nothing.
+        cu_seqlens_k_new, rotary_interleaved: belong to new keys, without which they change nothing. Neither does
+            rotary_seqlens without rotary_cos.
         qv, q_descale, k_descale, v_descale, attention_chunk: only their defaults are supported.
         scheduler_metadata, pack_gqa, sm_margin, ver, fa_version: change nothing.
 
@@ -77,6 +78,8 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
     check_layout(function, "(T, Hk, D)" if is_packed else "(B, Sn, Hk, D)", **given)
     if not given:
         cu_seqlens_k_new = None  # SGLang gives it without k
+    if rotary_cos is None:
+        rotary_seqlens = None  # flash-attn 3's own tests give it without rotary_cos
     if is_int(cache_seqlens):
         num_new = k.shape[1] if k is not None and not is_packed else 0
         cache_seqlens = _of_each_sample(cache_seqlens, num_new, q, k_cache, table, names["page_table"], cu_seqlens_q)

@@ -17,7 +17,7 @@ from .checks import (FP8_DTYPES, autocast, check_no_derivative, check_options, c
 from .cuda import can_append, can_read_cache
 from .interface import BACKENDS, backend_name
 from .lengths import NO_WINDOW, check_max_seqlen, check_window_size
-from .pages import check_cached, check_num_splits
+from .pages import check_cached, check_num_splits, with_own_rows
 from .scores import check_alibi_slopes, check_softcap
 from .tree_mask import check_tree_mask
 
@@ -48,9 +48,10 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         seqused_k: int32 (B,), contiguous, on q's device: how many keys of a sample are valid, from the first of its
             sequence on; all if None. 0 is allowed.
         page_table: int32 (B, max_pages), its last dimension contiguous, on q's device: the pages of each sample in
-            order. Entries beyond a sample's keys are not read. Samples may share pages.
-        cache_batch_idx: int32 (B,), contiguous: the cached sequence of each sample, its own number if None. Not with
-            page_table.
+            order. Entries beyond a sample's keys are not read. Samples may share pages. With cache_batch_idx it may
+            have any number of rows.
+        cache_batch_idx: int32 (B,), contiguous: the cached sequence of each sample, or its row of page_table; its own
+            number if None.
         leftpad_k: int32 (B,), contiguous: where the keys of a sample begin; those before are not seen, and seqlen_k is
             seqused_k - leftpad_k.
         cu_seqlens_q: int32 (B + 1,): where each sample's rows begin in a packed q.
@@ -79,9 +80,9 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
     Raises:
         TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, or an argument of the
             wrong type.
-        ValueError: a wrong shape, device, head_dim, option or backend, a cache whose last dimension is not contiguous,
-            or cache_batch_idx together with page_table. The values of page_table, cache_batch_idx, leftpad_k and
-            lengths are checked for CPU tensors. On a GPU they are clamped, so that nothing outside is read.
+        ValueError: a wrong shape, device, head_dim, option or backend, or a cache whose last dimension is not
+            contiguous. The values of page_table, cache_batch_idx, leftpad_k and lengths are checked for CPU tensors. On
+            a GPU they are clamped, so that nothing outside is read.
         NotImplementedError: an input requires grad or has a forward-mode tangent, or tree_mask together with
             cu_seqlens_q, window_size, alibi_slopes or rotary_cos.
         Otherwise as append_to_kvcache and flash_attention. An error is raised before anything is written.
@@ -103,8 +104,10 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
     left, right = check_window_size(window_size)
     cache = cache._replace(tree_mask=check_tree_mask(tree_mask, q, lengths, causal, (left, right), alibi_slopes,
                                                      rotary_cos))
-    append = Append(seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new, None, _rows_contiguous(q), cu_seqlens_q,
-                    rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, causal or (left, right) != NO_WINDOW)
+    cache = with_own_rows(cache)
+    append = Append(seqused_k, cache.page_table, cache.batch_idx, cu_seqlens_k_new, None, _rows_contiguous(q),
+                    cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved,
+                    causal or (left, right) != NO_WINDOW)
     has_new = _has_new_rows(k, v, append)
     if has_new:
         check_append(k, v, k_cache, v_cache, append, dtypes)
@@ -118,7 +121,7 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     options = Options(scale, (left, 0 if causal else right), lengths, sinks, return_lse=return_lse,
                       softcap=check_softcap(softcap), alibi_slopes=alibi_slopes)
-    if q.numel() == 0 or k_cache.numel() == 0 or page_table is not None and page_table.numel() == 0:
+    if q.numel() == 0 or k_cache.numel() == 0 or cache.page_table is not None and cache.page_table.numel() == 0:
         chosen = reference.BACKEND  # there is nothing to launch
     q = append.q
     if has_new:
@@ -172,7 +175,7 @@ def append_to_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, se
     check_append(k, v, k_cache, v_cache, append, [x for x in chosen.dtypes if x not in FP8_DTYPES])
     check_no_derivative("append_to_kvcache", "torch.cat", k=k, v=v, k_cache=k_cache, v_cache=v_cache,
                         rotary_cos=rotary_cos, rotary_sin=rotary_sin)
-    return _append(chosen, k, v, k_cache, v_cache, append)[1]
+    return _append(chosen, k, v, k_cache, v_cache, with_own_rows(append))[1]
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,

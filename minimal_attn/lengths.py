@@ -16,10 +16,12 @@ NO_WINDOW = (-1, -1)
 
 
 def check_window_size(window_size):
-    """window_size as a tuple of two ints; TypeError unless it is a pair of ints or Nones, ValueError unless both are at
-    least -1."""
-    sides = window_size if isinstance(window_size, (tuple, list)) else ()
-    sides = [-1 if x is None else x for x in sides]
+    """window_size as a tuple of two ints; TypeError unless it unpacks into two ints or Nones, also those of a tensor,
+    ValueError unless both are at least -1."""
+    try:
+        sides = [-1 if x is None else x.tolist() if isinstance(x, torch.Tensor) else x for x in window_size]
+    except TypeError:  # there is nothing to unpack
+        sides = ()
     if len(sides) != 2 or not all(map(is_int, sides)):
         raise TypeError(f"window_size must be a pair of ints, (left, right), got {shown(window_size)}")
     if min(sides) < -1:

@@ -48,11 +48,11 @@ def check_fit(q, k, v, lengths, cache, dtypes):
             check_int32(name, x, q.device)
             check_per_sample(name, x, batch_size)
     if cache.page_table is not None:
-        if cache.page_table.shape[0] != batch_size:
-            raise ValueError(f"page_table must have {batch_size} rows, one for each sample, got "
-                             f"{tuple(cache.page_table.shape)}")
-        if cache.batch_idx is not None:
-            raise ValueError("cache_batch_idx cannot be given together with page_table, which says where samples are")
+        table = tuple(cache.page_table.shape)
+        if cache.batch_idx is None and table[0] != batch_size:
+            raise ValueError(f"page_table must have {batch_size} rows, one for each sample, got {table}")
+        if table[0] == 0 < batch_size:
+            raise ValueError(f"page_table must have rows for cache_batch_idx to number, got {table}")
     elif cache.batch_idx is None and k.shape[0] != batch_size:
         raise ValueError("without cache_batch_idx and page_table, the cache must have as many sequences as there are "
                          f"samples, {batch_size}: {shapes}")
@@ -105,15 +105,28 @@ def _check_values(k, batch_size, seqused_k, cache):
 
 def check_sequences(whose, b, begin, end, k, cache):
     """ValueError unless the pages of sample b from place `begin` to `end` exist, or else its cached sequence."""
-    num_sequences, _, size, _ = k.shape
-    used, name = [], "page_table"
+    row, (num_sequences, _, size, _) = b, k.shape
+    if cache.batch_idx is not None:
+        row, numbered = int(cache.batch_idx[b]), k if cache.page_table is None else cache.page_table
+        _check_index("cache_batch_idx", row, len(numbered), whose)
     if cache.page_table is not None and begin < end:
-        used = cache.page_table[b, begin // size:(end - 1) // size + 1].tolist()
-    elif cache.batch_idx is not None:
-        used, name = [int(cache.batch_idx[b])], "cache_batch_idx"
-    for sequence in used:
-        if not 0 <= sequence < num_sequences:
-            raise ValueError(f"{name} must be in 0..{num_sequences - 1} for {whose}, got {sequence}")
+        for page in cache.page_table[row, begin // size:(end - 1) // size + 1].tolist():
+            _check_index("page_table", page, num_sequences, whose)
+
+
+def _check_index(name, index, size, whose):
+    if not 0 <= index < size:
+        raise ValueError(f"{name} must be in 0..{size - 1} for {whose}, got {index}")
+
+
+def with_own_rows(cache):
+    """A checked Cache or Append with a row of page_table for each sample, in place of a cache_batch_idx that numbers
+    its rows. On a GPU that may be anything: a row that is not there has no page that is."""
+    if cache.page_table is None or cache.batch_idx is None:
+        return cache
+    rows = cache.batch_idx.clamp(0, max(0, len(cache.page_table) - 1))
+    table = cache.page_table.index_select(0, rows).masked_fill_((rows != cache.batch_idx)[:, None], -1)
+    return cache._replace(page_table=table, batch_idx=None)
 
 
 def over_gathered(forward):

@@ -104,7 +104,7 @@ def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr
                                               batch_idx_ptr, b, i, row, page_table_stride, batch_size, seqlen_new,
                                               capacity, num_sequences, kPageSize)
         table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i, capacity, seqlen_rotary)
-        is_head = (heads < nheads_k) & is_place
+        is_head = heads < tl.where(is_place, nheads_k, 0)  # no scalar condition in a mask, see decode.py
         is_in_tile = _in_tile(is_head, cols, head_dim, kMaskCols)
         is_in_tile_v = _in_tile(is_head, cols_v, head_dim_v, kMaskCols)
         k = _rotated(head_of(k_new_ptr, element, 0, row, k_new_batch_stride, k_new_head_stride, k_new_row_stride),

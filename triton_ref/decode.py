@@ -151,8 +151,10 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
             tl.store(o_accum_ptr + places[:, None] * head_dim_v + cols[None, :],
                      tl.where(row_sum[:, None] == 0.0, 0.0, acc_o), mask=is_row[:, None] & (cols[None, :] < head_dim_v))
     is_empty, factor, lse = finish(row_max, row_sum, unit, sinks_ptr, heads, is_row)
-    # combine_splits stores the rows that are split, but no padding.
-    is_stored = (tokens < seq.padded_q) & ((share.num_splits == 1) | (tokens >= seq.seqlen_q))
+    # combine_splits stores the rows that are split, but no padding. Triton 3.9's interpreter takes no mask that has a
+    # scalar condition in it.
+    first_stored = tl.where(share.num_splits == 1, 0, seq.seqlen_q)
+    is_stored = (tokens >= first_stored) & (tokens < seq.padded_q)
     tl.store(lse_ptr + (tl.cast(b, tl.int64) * nheads_k * kGroup + heads) * seqlen_q + seq.q_begin + tokens, lse,
              mask=is_stored)
     # The out of an empty row is 0 even where V, times probabilities of 0, gave NaN.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 import hypothesis
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -422,6 +423,35 @@ def test_windows_that_hide_nothing(impl):
         assert not flash_attention(q, k, v, window_size=window, backend=backend).equal(want)
 
 
+WINDOWS = [torch.tensor([7, 3]), torch.tensor([7, 3], dtype=torch.int32), (torch.tensor(7), 3), numpy.array([7, 3]),
+           [numpy.int64(7), numpy.int32(3)]]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=repr)
+def test_window_size_is_whatever_unpacks_into_two_ints(window):
+    """flash-attn's own tests draw it with torch.randint, and make (window_size[0], 0) of it for causal attention."""
+    q, k, v = (torch.randn(2, 20, 4, 40, device=DEVICE) for _ in "qkv")
+    heads_first, packed = [x.transpose(1, 2) for x in (q, k, v)], [x.flatten(0, 1) for x in (q, k, v)]
+    qkv, kv, cu_seqlens = torch.stack([q, k, v], 2), torch.stack([k, v], 2), ints(0, 20, 40, device=DEVICE)
+    lengths = cu_seqlens, cu_seqlens, 20, 20
+    want = reference_attention(*(x.double() for x in heads_first), window_size=(7, 3)).transpose(1, 2)
+    calls = {
+        "flash_attn_func": (q, k, v), "flash_attn_qkvpacked_func": (qkv,), "flash_attn_kvpacked_func": (q, kv),
+        "flash_attn_varlen_func": (*packed, *lengths),
+        "flash_attn_varlen_qkvpacked_func": (qkv.flatten(0, 1), cu_seqlens, 20),
+        "flash_attn_varlen_kvpacked_func": (packed[0], kv.flatten(0, 1), *lengths),
+        "flash_attn_with_kvcache": (q, k, v)}
+    for name, arguments in calls.items():
+        got = getattr(minimal_attn, name)(*arguments, window_size=window)
+        close(got.view(want.shape), want, TOLERANCE[torch.float32])
+    for call in (flash_attention, reference_attention, minimal_attn.attention_with_kvcache):
+        close(call(*heads_first, window_size=window).transpose(1, 2), want, TOLERANCE[torch.float32])
+    assert minimal_attn.which_kernel(*heads_first, window_size=window)
+    module, x = FlashMHA(160, 4, window_size=window, device=DEVICE), q.flatten(2)
+    got, module.window_size = module(x), (7, 3)
+    assert_close(got, module(x))
+
+
 @pytest.mark.parametrize("window, is_fast", [((32, 32), True), ((32, 0), True), ((40, -1), True), ((31, 32), False),
                                              ((32, 31), False)], ids=str)
 def test_windows_that_hide_nothing_need_no_mask_of_sdpa(window, is_fast, monkeypatch):
@@ -489,7 +519,14 @@ BAD = [
     (TypeError, "window_size must be a pair of ints", dict(window_size=(3,))),
     (TypeError, "window_size must be a pair of ints", dict(window_size=(3.0, 0))),
     (TypeError, "window_size must be a pair of ints", dict(window_size=(True, 0))),
-    (TypeError, "window_size must be a pair of ints", dict(window_size=(torch.tensor(3), 0))),
+    (TypeError, "window_size must be a pair of ints", dict(window_size=torch.tensor([3.0, 0.0]))),
+    (TypeError, "window_size must be a pair of ints", dict(window_size=torch.tensor([3, 0, 0]))),
+    (TypeError, "window_size must be a pair of ints", dict(window_size=torch.tensor([[3], [0]]))),
+    (TypeError, "window_size must be a pair of ints", dict(window_size=torch.tensor(3))),
+    (TypeError, "window_size must be a pair of ints", dict(window_size=(torch.tensor(True), 0))),
+    (TypeError, "window_size must be a pair of ints", dict(window_size=numpy.array([3.0, 0.0]))),
+    (TypeError, "window_size must be a pair of ints", dict(window_size="30")),
+    (ValueError, "window_size must be at least -1", dict(window_size=torch.tensor([3, -2]))),
     (TypeError, "window_size must be a pair of ints", dict(window_size=None)),
     (ValueError, "window_size must be at least -1", dict(window_size=(3, -2))),
     (ValueError, "max_seqlen_q must not be negative", dict(max_seqlen_q=-1, cu_seqlens_q=CU, cu_seqlens_k=CU)),
@@ -513,13 +550,6 @@ def test_packed_inputs_are_of_one_batch():
     q = torch.randn(2, 2, 10, 16)
     with pytest.raises(ValueError, match=r"q, k and v must be packed, \(1, H, T, D\)"):
         flash_attention(q, q, q, cu_seqlens_q=CU, cu_seqlens_k=CU)
-
-
-def test_numpy_windows():
-    np = pytest.importorskip("numpy")
-    q = torch.randn(1, 2, 10, 16)
-    want = flash_attention(q, q, q, window_size=(2, 1))
-    assert flash_attention(q, q, q, window_size=(np.int64(2), np.int32(1))).equal(want)
 
 
 def op_of(impl):

@@ -23,7 +23,8 @@ from minimal_attn import (append_to_kvcache, attention_with_kvcache, flash_attn_
 from minimal_attn.append import append_in_torch
 from minimal_attn.backends import Append
 from minimal_attn.flash_attn_interface import flash_attn_with_kvcache as with_kvcache_of_flash_attn_2
-from test_kvcache import BACKENDS, DEVICE, GARBAGE, TOLERANCE, Call, by_loop, close, ints, make, on_device, rows_first
+from test_kvcache import (BACKENDS, DEVICE, GARBAGE, TOLERANCE, Call, by_loop, close, ints, make, on_device, rows_first,
+                          sequence_of)
 
 cpu = pytest.mark.cpu
 
@@ -110,11 +111,9 @@ def add_what_the_loop_wants(case, inputs):
     for b, n in enumerate(case.new):
         for t in range(n):
             row = (0, slice(None), begins[b] + t) if case.packs_new else (b, slice(None), t)
-            sequence, place = b, case.starts[b] + t
+            sequence, place = sequence_of(where, b), case.starts[b] + t
             if call.is_paged:
-                sequence, place = int(where["page_table"][b, place // call.size]), place % call.size
-            elif call.has_batch_idx:
-                sequence = int(where["cache_batch_idx"][b])
+                sequence, place = int(where["page_table"][sequence, place // call.size]), place % call.size
             inputs.places.append((sequence, place))
             inputs.want_k.append(turned(inputs.k[row].double(), positions[b] + t, case, where))
             inputs.want_v.append(inputs.v[row].double())
@@ -169,14 +168,17 @@ def check_append(backend, case, dtype, seed=0):
     check_cache(v_cache, before[1], inputs.places, inputs.want_v, 0)
 
 
-def check_attention(backend, case, dtype, seed=0):
+def check_attention(backend, case, dtype, seed=0, by_flash_attn_3=False):
     """The append and attention in one call of attention_with_kvcache."""
     inputs = make_inputs(case, dtype, seed)
     q, k, v, k_cache, v_cache = map(on_device, (inputs.q, inputs.k, inputs.v, inputs.k_cache, inputs.v_cache))
     before = bits(k_cache).clone(), bits(v_cache).clone()
     arguments = {name: on_device(x) for name, x in {**inputs.where, **inputs.others}.items()}
-    out, lse = attention_with_kvcache(q, k_cache, v_cache, **arguments, **case.call.options(), k=k, v=v,
-                                      return_lse=True, backend=backend)
+    if by_flash_attn_3:
+        out, lse = call_of_flash_attn_3s_tests(case, q, k, v, k_cache, v_cache, arguments, backend)
+    else:
+        out, lse = attention_with_kvcache(q, k_cache, v_cache, **arguments, **case.call.options(), k=k, v=v,
+                                          return_lse=True, backend=backend)
     check_cache(k_cache, before[0], inputs.places, inputs.want_k, TOLERANCE[dtype] if case.rotary_dim else 0)
     check_cache(v_cache, before[1], inputs.places, inputs.want_v, 0)
     want_k, want_v = inputs.k_cache.double(), inputs.v_cache.double()
@@ -187,6 +189,26 @@ def check_attention(backend, case, dtype, seed=0):
     close(out, want, TOLERANCE[dtype])
     # Rotated queries and keys are rounded once more than the loop's.
     close(lse, want_lse, TOLERANCE[dtype] if case.rotary_dim else 1e-10 if dtype == torch.float64 else 1e-5)
+
+
+def call_of_flash_attn_3s_tests(case, q, k, v, k_cache, v_cache, given, backend):
+    """As hopper/test_flash_attn.py spells it, with a window in a tensor."""
+    call = case.call
+
+    def theirs(x, is_packed):
+        return x[0].transpose(0, 1) if is_packed else rows_first(x)
+
+    out, lse, *rest = flash_attn_with_kvcache(
+        theirs(q, call.is_packed), rows_first(k_cache), rows_first(v_cache), theirs(k, case.packs_new),
+        theirs(v, case.packs_new), qv=None, rotary_cos=given["rotary_cos"], rotary_sin=given["rotary_sin"],
+        cache_seqlens=given["seqused_k"], cache_batch_idx=given["cache_batch_idx"],
+        cache_leftpad=given.get("leftpad_k"), page_table=given["page_table"], cu_seqlens_q=given.get("cu_seqlens_q"),
+        cu_seqlens_k_new=given.get("cu_seqlens_k_new"), max_seqlen_q=given.get("max_seqlen_q"),
+        rotary_seqlens=given["rotary_seqlens"], causal=call.causal, window_size=torch.tensor(call.window),
+        attention_chunk=0, rotary_interleaved=given["rotary_interleaved"], scheduler_metadata=None, num_splits=3,
+        return_softmax_lse=True, backend=backend)
+    assert rest == []
+    return (out.transpose(0, 1)[None], lse[None]) if call.is_packed else (rows_first(out), lse)
 
 
 CASES = [
@@ -201,6 +223,7 @@ CASES = [
     case("leftpad_batch_idx", (1,) * 2, (1,) * 2, (9, 4), 20, leftpad=(3, 16), has_batch_idx=True),
     *(case(f"pages_of_{size}", (4,) * 3, (4,) * 3, (9, 4, 33), size, is_paged=True) for size in (1, 3, 16)),
     case("pages_leftpad", (2,) * 2, (2,) * 2, (9, 20), 4, is_paged=True, leftpad=(6, 3)),
+    case("pages_batch_idx", (2,) * 3, (2,) * 3, (9, 2, 20), 4, is_paged=True, has_batch_idx=True, leftpad=(6, 3, 0)),
     case("packed", (1, 5, 0, 3), (1, 5, 0, 3), (9, 5, 4, 20), 20, packs_new=True, is_packed=True),
     case("packed_pages", (0, 1, 5, 0, 0, 3, 0), (1, 1, 5, 0, 2, 3, 0), (4, 9, 5, 4, 2, 20, 0), 4, packs_new=True,
          is_packed=True, is_paged=True, has_sinks=True),
@@ -286,7 +309,7 @@ def drawn_cases(draw):
     D = draw(st.sampled_from([8, 16, 40]))
     Hk, rotary_dim = draw(st.integers(1, 2)), draw(st.sampled_from([x for x in (0, 16, 32) if x <= D]))
     call = Call("drawn", rows, tuple(a + b for a, b in zip(old, new)), size, is_paged, is_packed=is_packed,
-                has_batch_idx=not is_paged and draw(st.booleans()), leftpad=leftpad, window=(draw(bound), draw(bound)),
+                has_batch_idx=draw(st.booleans()), leftpad=leftpad, window=(draw(bound), draw(bound)),
                 causal=draw(st.booleans()), softcap=draw(st.sampled_from([0.0, 1.5])), has_sinks=draw(st.booleans()),
                 slopes=draw(st.sampled_from([None, "heads", "samples"])), num_splits=draw(st.sampled_from([0, 1, 3])),
                 H=Hk * draw(st.integers(1, 3)), Hk=Hk, D=D, head_dim_v=draw(st.sampled_from([None, 8, 24])),
@@ -351,6 +374,21 @@ def test_rows_without_a_place_are_not_written(backend):
     assert rows == [[1, 2, 3, 0], zeros, zeros, zeros, [10, 11, 12, 0], zeros] and lengths == [3, 8, 3, 3]
     rows, lengths = placed(backend, dtype, page_table=None, batch_idx=ints(5, -1, 6, 0), seqused_k=ints(0, 0, 0, 3))
     assert rows == [[0, 0, 0, 10]] + [zeros] * 4 + [[1, 2, 3, 0]] and lengths == [3, 3, 3, 4]
+
+
+def test_rows_that_a_page_table_has_not_are_not_written(backend):
+    """The host reads no numbers where torch.compile traces."""
+    k = torch.randn(3, 2, 1, 16, dtype=BACKENDS[backend], device=DEVICE)
+    caches = [torch.zeros(5, 2, 4, 16, dtype=k.dtype, device=DEVICE) for _ in "kv"]
+    append = torch.compile(append_to_kvcache, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+    lengths = append(k, -k, *caches, ints(5, 5, 5), page_table=ints(0, 1, 2, 3).view(2, 2),
+                     cache_batch_idx=ints(-1, 2**31 - 1, 1), backend=backend)
+    assert lengths.tolist() == [6, 6, 6]
+    for cache, rows in zip(caches, (k, -k)):
+        assert cache[3, :, 1].equal(rows[2, :, 0])
+        cache[3, :, 1] = 0
+        assert not cache.any()
 
 
 def test_packed_rows_of_no_sample_are_not_written(backend):
@@ -628,6 +666,16 @@ def test_call_of_sglang(backend):
     check_serving(out, caches, want, lse)
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_call_of_flash_attn_3s_tests(backend, is_packed):
+    """New keys go to the pages of rows of page_table that cache_batch_idx numbers."""
+    new = (2, 0, 3) if is_packed else (2,) * 3
+    check_attention(backend, case(
+        "flash_attn_3", new, new, (9, 7, 20), 4, is_paged=True, has_batch_idx=True, leftpad=(3, 0, 5), causal=False,
+        window=(6, 2), layout="rows", packs_new=is_packed, is_packed=is_packed, rotary_dim=16, interleaved=False,
+        rotary_seqlens=(3, 7, 10)), BACKENDS[backend], by_flash_attn_3=True)
+
+
 def test_calls_of_vllm(backend):
     """The append by slots, then attention."""
     (q, k, v), (k_cache, v_cache), given, want = serving(backend, (1, 5, 3))
@@ -729,8 +777,10 @@ BAD = [
      dict(page_table=one(0, 1, -1, 3, 4, 0).view(2, 3))),
     (TypeError, "page_table must be int32", arguments, dict(page_table=torch.zeros(2, 3))),
     (ValueError, "page_table must have 2 rows", arguments, dict(page_table=torch.zeros(3, 3, dtype=torch.int32))),
-    (ValueError, "cache_batch_idx cannot be given together with page_table", arguments,
-     dict(cache_batch_idx=one(0, 1))),
+    (ValueError, "cache_batch_idx must be in 0..1 for the new keys of sample 0, got 2", arguments,
+     dict(cache_batch_idx=one(2, 0))),
+    (ValueError, "page_table must be in 0..4 for the new keys of sample 0, got 5", arguments,
+     dict(page_table=one(0, 1, 2, 3, 4, 5).view(2, 3), cache_batch_idx=one(1, 0))),
     (TypeError, "cache_batch_idx must be int32", dense, dict(cache_batch_idx=torch.zeros(2).long())),
     (ValueError, "cache_batch_idx must be in 0..1 for the new keys of sample 1, got 2", dense,
      dict(cache_batch_idx=one(0, 2))),

@@ -126,8 +126,11 @@ def make(call, dtype, seed=0):
             begin = call.leftpad[b] if call.leftpad else 0
             is_used = [begin // call.size <= p < -(-end // call.size) and begin < end for p in range(max_pages)]
             used[b, ~torch.tensor(is_used)] = GARBAGE[b % 2]
-        given["page_table"] = used.int()
-        sequences = len(ids)
+        given["page_table"], sequences = used.int(), len(ids)
+        if call.has_batch_idx:  # the samples have some of its rows, in any order
+            given["cache_batch_idx"] = torch.randperm(B + 2, generator=generator)[:B].int()
+            given["page_table"] = torch.full((B + 2, max_pages), GARBAGE[0], dtype=torch.int32)
+            given["page_table"][given["cache_batch_idx"]] = used.int()
     else:
         sequences = B + 2 * call.has_batch_idx
         table = torch.randperm(sequences, generator=generator)[:B, None] if call.has_batch_idx else (
@@ -156,6 +159,11 @@ def make(call, dtype, seed=0):
     return rounded(q, dtype), rounded(k, dtype), rounded(v, dtype), given
 
 
+def sequence_of(given, b):
+    """The cached sequence of sample b, or its row of page_table."""
+    return int(given["cache_batch_idx"][b]) if "cache_batch_idx" in given else b
+
+
 def rounded(x, dtype):
     """x in dtype, with its strides."""
     return torch.empty_strided(x.shape, x.stride(), dtype=dtype).copy_(x)
@@ -173,12 +181,12 @@ def by_loop(call, q, k, v, given):
     for b in range(B):
         begin = int(given["leftpad_k"][b]) if call.leftpad else 0
         end = int(given["seqused_k"][b]) if call.has_lengths else call.capacity
-        keys = []  # where each key of the sample is in the cache
+        keys, sequence = [], sequence_of(given, b)  # where each key of the sample is in the cache
         for key in range(begin, end):
             if call.is_paged:
-                keys.append((int(given["page_table"][b, key // call.size]), key % call.size))
+                keys.append((int(given["page_table"][sequence, key // call.size]), key % call.size))
             else:
-                keys.append((int(given["cache_batch_idx"][b]) if call.has_batch_idx else b, key))
+                keys.append((sequence, key))
         seqlen_q = call.seqused_q[b] if call.seqused_q else call.rows[b]
         for i in range(seqlen_q):
             place = (0, slice(None), sum(call.rows[:b]) + i) if call.is_packed else (b, slice(None), i)
@@ -238,9 +246,11 @@ CALLS = [
     Call("pages_causal", (4,) * 3, (9, 2, 33), 3, is_paged=True, causal=True),
     Call("pages_without_lengths", (4,) * 2, (32, 32), 16, is_paged=True, has_lengths=False),
     Call("pages_leftpad", (2,) * 2, (9, 20), 4, is_paged=True, leftpad=(6, 3)),
+    Call("pages_batch_idx", (2,) * 3, (9, 0, 20), 4, is_paged=True, has_batch_idx=True, leftpad=(6, 3, 0)),
     Call("pages_shared", (2,) * 3, (9, 4, 20), 4, is_paged=True, shares_pages=True, causal=True),
     Call("packed", (1, 5, 0, 3), (9, 5, 4, 20), 20, is_packed=True, causal=True),
     Call("packed_pages", (1, 5, 0, 3), (9, 5, 4, 20), 4, is_packed=True, is_paged=True, causal=True, has_sinks=True),
+    Call("packed_pages_batch_idx", (1, 5, 0), (9, 5, 4), 4, is_packed=True, is_paged=True, has_batch_idx=True),
     Call("packed_seqused_q", (3, 5), (9, 5), 10, is_packed=True, seqused_q=(2, 0), causal=True, has_sinks=True),
     Call("seqused_q", (4,) * 2, (9, 5), 10, seqused_q=(2, 4), causal=True, has_sinks=True),
     Call("window", (3,) * 3, (9, 2, 33), 40, window=(4, 1)),
@@ -291,7 +301,7 @@ def drawn_calls(draw):
     bound = st.sampled_from([-1, -1, 0, 1, 2, 3, 5, 8, 100, 2**40])
     Hk, D = draw(st.integers(1, 3)), draw(st.sampled_from([8, 16, 40]))
     return Call("drawn", rows, keys, size, is_paged, is_paged and leftpad is None and draw(st.booleans()), is_packed,
-                has_batch_idx=not is_paged and draw(st.booleans()), leftpad=leftpad, seqused_q=seqused_q,
+                has_batch_idx=draw(st.booleans()), leftpad=leftpad, seqused_q=seqused_q,
                 window=(draw(bound), draw(bound)), causal=draw(st.booleans()),
                 sm_scale=draw(st.sampled_from([None, 0.0, -0.3, 2.0])), softcap=draw(st.sampled_from([0.0, 1.5])),
                 has_sinks=draw(st.booleans()), slopes=draw(st.sampled_from([None, "heads", "samples"])),
@@ -382,6 +392,8 @@ def test_empty(backend, is_packed):
     if not is_packed:
         assert attention_with_kvcache(q[:0], k[:0], k[:0], backend=backend).shape == (0, 4, 3, 16)
         assert attention_with_kvcache(q[:0], pages, pages, page_table=table[:0], backend=backend).shape == (0, 4, 3, 16)
+        assert attention_with_kvcache(q[:0], pages, pages, page_table=table[:0], cache_batch_idx=none[:0],
+                                      backend=backend).shape == (0, 4, 3, 16)
     no_rows = dict(cu_seqlens_q=ints(0, 0, 0)) if is_packed else {}
     assert attention_with_kvcache(q[:, :, :0], k, k, **no_rows, backend=backend).shape == (*q.shape[:2], 0, 16)
 
@@ -413,7 +425,8 @@ def test_autocast():
             attention_with_kvcache(q, k.half(), k.half())
 
 
-@pytest.mark.parametrize("name", ["leftpad_batch_idx", "packed_pages", "pages_leftpad", "head_dim_v"])
+@pytest.mark.parametrize("name", ["leftpad_batch_idx", "packed_pages", "pages_leftpad", "pages_batch_idx",
+                                  "head_dim_v"])
 def test_compiles_fullgraph(backend, name):
     call = next(call for call in CALLS if call.name == name)
     q, k, v, given = make(call, BACKENDS[backend])
@@ -427,6 +440,18 @@ def test_compiles_fullgraph(backend, name):
     got = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v, given)
     for x, ref in zip(got, attend(q, k, v, given)):
         assert_close(x, ref)
+
+
+def test_rows_that_a_page_table_has_not(backend):
+    """They have no pages, so that kernels take the nearest. The host reads no numbers where torch.compile traces."""
+    q, pages = (torch.randn(n, 2, s, 16, dtype=BACKENDS[backend], device=DEVICE) for n, s in ((3, 1), (6, 4)))
+
+    def attend(table, rows):
+        return attention_with_kvcache(q, pages, pages, page_table=table, cache_batch_idx=rows, backend=backend)
+
+    torch._dynamo.reset()
+    got = torch.compile(attend, fullgraph=True, backend="aot_eager")(ints(0, 1, 2, 3).view(2, 2), ints(-1, 2, 1))
+    assert_close(got, attend(ints(0, 0, 0, 0, 2, 3).view(3, 2), None))
 
 
 # flash-attn's names, as their callers use them.
@@ -521,6 +546,30 @@ def test_call_of_transformers(backend):
                                   causal=True, softmax_scale=32**-0.5, window_size=(-1, -1), s_aux=given["sinks"],
                                   backend=backend)
     close(out[:, 0], want.double().cpu(), TOLERANCE[q.dtype])
+
+
+@pytest.mark.parametrize("name", ["pages_batch_idx", "packed_pages_batch_idx", "leftpad_batch_idx"])
+def test_call_of_flash_attn_3s_tests(backend, name):
+    """cache_batch_idx numbers rows of page_table, window_size is a tensor, and rotary_seqlens comes without rotary_cos,
+    which has no new keys to rotate."""
+    call = next(call for call in CALLS if call.name == name)
+    call = dataclasses.replace(call, window=(6, 2), layout="rows")
+    q, k, v, given = make(call, BACKENDS[backend])
+    want, want_lse = by_loop(call, q, k, v, given)
+    given = {name: on_device(x) for name, x in given.items()}
+    q, (k, v) = on_device(q), (rows_first(on_device(x)) for x in (k, v))
+    q = q[0].transpose(0, 1) if call.is_packed else rows_first(q)
+    out, lse, *rest = flash_attn_with_kvcache(
+        q, k, v, None, None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=given["seqused_k"],
+        cache_batch_idx=given["cache_batch_idx"], cache_leftpad=given.get("leftpad_k"),
+        page_table=given.get("page_table"), cu_seqlens_q=given.get("cu_seqlens_q"), cu_seqlens_k_new=None,
+        max_seqlen_q=given.get("max_seqlen_q"), rotary_seqlens=given["seqused_k"], causal=False,
+        window_size=torch.tensor([6, 2]), attention_chunk=0, rotary_interleaved=True, scheduler_metadata=None,
+        num_splits=3, return_softmax_lse=True, backend=backend)
+    tolerance = TOLERANCE[q.dtype]
+    close(out, want[0].transpose(0, 1) if call.is_packed else rows_first(want), tolerance)
+    close(lse, want_lse[0] if call.is_packed else want_lse, tolerance)
+    assert rest == []
 
 
 @cpu
@@ -721,7 +770,14 @@ BAD = [
      dict(page_table=one(0, 1, -1, 3, 4, 0).view(2, 3))),
     (ValueError, "seqused_k must be in 0..0 for sample 0, got 9", case,
      dict(k_cache=torch.randn(0, 2, 4, 16), v_cache=torch.randn(0, 2, 4, 16))),
-    (ValueError, "cache_batch_idx cannot be given together with page_table", case, dict(cache_batch_idx=one(0, 1))),
+    (TypeError, "cache_batch_idx must be int32", case, dict(cache_batch_idx=torch.zeros(2).long())),
+    (ValueError, r"cache_batch_idx must have shape \(2,\)", case, dict(cache_batch_idx=one(0, 1, 1))),
+    (ValueError, "cache_batch_idx must be in 0..1 for sample 1, got 2", case, dict(cache_batch_idx=one(0, 2))),
+    (ValueError, "cache_batch_idx must be in 0..1 for sample 0, got -1", case, dict(cache_batch_idx=one(-1, 0))),
+    (ValueError, r"page_table must have rows for cache_batch_idx.*got \(0, 3\)", case,
+     dict(page_table=torch.zeros(0, 3, dtype=torch.int32), cache_batch_idx=one(0, 1))),
+    (ValueError, "page_table must be in 0..4 for sample 0, got 5", case,
+     dict(page_table=one(0, 1, 2, 3, 5, 0).view(2, 3), cache_batch_idx=one(1, 0))),
     (ValueError, "rows and keys together.*with room for 3221225472 keys a sample", case,
      {name: torch.randn(5, 2, 1, 16).expand(-1, -1, 2**30, -1) for name in ("k_cache", "v_cache")}),
     (TypeError, "seqused_k must be a torch.Tensor, got int", case, dict(seqused_k=9)),

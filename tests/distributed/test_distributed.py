@@ -145,6 +145,7 @@ def on_ranks(case, group, **more):
     *inputs, dout = (shard(x, group, 2, case.layout) for x in (*qkv, dout))
     inputs = [x.requires_grad_() for x in inputs]
     options = case.options() | dict(layout=case.layout, method=case.method) | more
+    options["window_size"] = torch.tensor(case.window)  # whatever unpacks into two ints
     if case.sinks:
         inputs.append(options.setdefault("sinks", sinks.requires_grad_()))
     if case.bounds:
