@@ -67,10 +67,9 @@ CACHES = {"no cache": (7, 7, 0, 0), "chunk": (3, 7, 4, 0), "step": (1, 7, 6, 0),
 
 
 def shown(mask, rows, keys):
-    """bool (2, 1, rows, keys): what a Mask, None or a tensor shows, by what masks.py says of a Mask."""
+    """bool (2, 1, rows, keys): what a Mask or a tensor shows, by what masks.py says of a Mask."""
     if isinstance(mask, torch.Tensor):
         return mask
-    mask = mask or Mask(rows, keys, True, (-1, -1), keys)
     assert (mask.q_length, mask.kv_length) == (rows, keys)
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
     seqlen_k = torch.full((2,), mask.num_keys) if mask.seqused_k is None else mask.seqused_k
@@ -117,11 +116,12 @@ def test_masks_show_what_those_of_transformers_do(pattern, padding, cache, offse
 def test_masks_without_padding_need_no_tensors():
     """So that no test passes by dense masks, and that kernels skip what windows and right padding hide."""
     sizes = dict(batch_size=2, q_length=7, kv_length=7)
-    assert make_mask(**sizes) is make_mask(2, 1, 7, 6, attention_mask=PADDING["all valid"]) is None
+    assert make_mask(**sizes) == Mask(7, 7, True, (-1, -1), 7)
     assert make_mask(**sizes, attention_mask=PADDING["all valid"]) == Mask(7, 7, True, (-1, -1), 7, is_padded=True)
-    assert make_mask(2, 1, 7, 6) is None and make_mask(2, 3, 7, 4) == Mask(3, 7, True, (-1, -1), 7)
+    assert make_mask(2, 1, 7, 6) == Mask(1, 7, True, (-1, -1), 7)
+    assert make_mask(2, 3, 7, 4) == Mask(3, 7, True, (-1, -1), 7)
     assert make_mask(**sizes, mask_function=windowed) == Mask(7, 7, True, (WINDOW - 1, 0), 7)
-    assert make_mask(2, 3, 3, mask_function=windowed) is None, "the window hides nothing"
+    assert make_mask(2, 3, 3, mask_function=windowed) == Mask(3, 3, True, (-1, -1), 3), "the window hides nothing"
     assert make_mask(**sizes, mask_function=bidirectional) == Mask(7, 7, False, (-1, -1), 7)
     right = make_mask(**sizes, attention_mask=PADDING["right"])
     assert right.keys is None and right.seqused_q.tolist() == right.seqused_k.tolist() == [7, 2]
@@ -198,10 +198,10 @@ def test_a_model_that_changes_its_mask_gets_an_error():
     mask = make_mask(2, 3, 7, 4, attention_mask=PADDING["left"])
     for change in (lambda: mask[:, :, :, :4], lambda: torch.ones(1) + mask, lambda: torch.cat([mask, mask]),
                    lambda: torch.where(mask, 0.0, 1.0)):
-        with pytest.raises(NotImplementedError, match='mask of minimal_attn.*attn_implementation="sdpa"'):
+        with pytest.raises(NotImplementedError, match='mask of minimal_attn.*attn_implementation="eager"'):
             change()
-    for change in (lambda: mask.shape, lambda: mask.dim(), lambda: mask.float()):
-        with pytest.raises(AttributeError, match='mask of minimal_attn has no .*attn_implementation="sdpa"'):
+    for change in (lambda: mask.size(), lambda: mask.dim(), lambda: mask.float()):
+        with pytest.raises(AttributeError, match='mask of minimal_attn has no .*attn_implementation="eager"'):
             change()
     with pytest.raises(TypeError):
         mask.to(torch.float32)

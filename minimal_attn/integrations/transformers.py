@@ -7,6 +7,7 @@ out a layer's sliding_window, as the eager attention of transformers does. Read 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -99,13 +100,15 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
     if cu_seqlens is not None:
         return _packed(query, key, value, cu_seqlens, options), None
     out = flash_attention(query, key, value, seqused_q=mask.seqused_q, seqused_k=mask.seqused_k, **options)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # models take views of it
 
 
 def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q):
     """attention_mask and is_causal as a Mask, and an attn_bias or None."""
     rows, keys = query.shape[2], key.shape[2]
     if isinstance(attention_mask, Mask):
+        if attention_mask.hides_nothing:  # a bidirectional layer with a cache has more keys than transformers counts
+            attention_mask = dataclasses.replace(attention_mask, kv_length=keys, num_keys=keys)
         if (rows, keys) != (attention_mask.q_length, attention_mask.kv_length):
             raise ValueError(f"attention_mask is for {attention_mask.q_length} rows and {attention_mask.kv_length} "
                              f"keys, but the layer has {rows} rows and {keys} keys")
