@@ -61,8 +61,8 @@ class Mask:
 
     @property
     def hides_nothing(self):
-        return (not self.causal and self.window == NO_WINDOW and self.num_keys == self.kv_length
-                and self.keys is self.seqused_k is self.cu_seqlens is None)
+        return ((not self.causal or self.q_length == 1) and self.window == NO_WINDOW
+                and self.num_keys == self.kv_length and self.keys is self.seqused_k is self.cu_seqlens is None)
 
     def contiguous(self):
         return self
@@ -74,6 +74,11 @@ class Mask:
 
     def __getattr__(self, name):
         raise AttributeError(f"a mask of minimal_attn has no {name}. {HINT}")
+
+    def __eq__(self, other):
+        if other is not None and not isinstance(other, Mask):
+            raise NotImplementedError(f"a mask of minimal_attn has no numbers to compare. {HINT}")
+        return other is not None and vars(self) == vars(other)
 
     def __getitem__(self, index):
         raise NotImplementedError(f"a mask of minimal_attn has no elements. {HINT}")
