@@ -5,6 +5,7 @@ has. Logits or hidden states must agree, without padding and with padding on eit
 causal, a later token must not change earlier rows with ours either. A part prints its table, which pytest -rP shows.
 """
 
+import collections
 import contextlib
 import copy
 import inspect
@@ -45,8 +46,9 @@ SMALL = {
     VOCAB: "vocab_size decoder_vocab_size encoder_vocab_size vocab_size_per_layer_input",
 }
 SMALL = {name: value for value, names in SMALL.items() for name in names.split()}
-# Errors that name what is not served, where transformers serves sdpa. Some modules have tables of attention of their own.
-REASONS = "minimal_attn does not serve sparse attention", "Unsupported head_dim", f"KeyError: '{NAME}'"
+# What is not served where transformers serves sdpa. Some modules have tables of attention of their own.
+REASONS = (f"{NAME} does not serve sparse attention", "Unsupported head_dim", f"KeyError: '{NAME}'",
+           f"a mask of {NAME} has no dtype")
 # What is changed where that builds no model: as many key heads as heads; layers of more kinds; wider layers.
 CHANGES = ({}, {"num_key_value_heads": 4}, {name: 4 for name in SMALL if "layer" in name and SMALL[name] == 2},
            {"hidden_size": 512, "head_dim": 128}, {"num_hidden_layers": 6, "hidden_size": 128, "head_dim": 32})
@@ -156,9 +158,15 @@ def tiny(made, config_class):
     raise errors[0]
 
 
-def is_refused_for_sdpa(made, config):
+def copied(eager, attention):
+    model = built(type(eager), eager.config, attention)
+    model.load_state_dict(eager.state_dict())
+    return model
+
+
+def is_refused_for_sdpa(eager):
     try:
-        built(made, config, "sdpa")
+        copied(eager, "sdpa")
     except ValueError:
         return True
     return False
@@ -172,21 +180,22 @@ def compared(made, config_class, calls):
         return "not built small", f"{type(error).__name__}: {error}"
     calls.clear()
     try:
-        ours = built(made, eager.config, NAME)
-        ours.load_state_dict(eager.state_dict())
-        got, our_rows = outputs_of(ours, inputs)
+        got, our_rows = outputs_of(copied(eager, NAME), inputs)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        if NAME in why and is_refused_for_sdpa(made, eager.config):
+        if NAME in why and is_refused_for_sdpa(eager):
             return "refused", "as sdpa by transformers"
         return ("refused" if any(reason in why for reason in REASONS) else "wrong"), why
-    for padding, x in want.items():
-        if not is_near(got[padding], x):
-            return "wrong", f"padding: {padding}; largest error {(got[padding] - x).abs().max()}"
+    wrong = [padding for padding, x in want.items() if not is_near(got[padding], x)]
+    # A recurrent layer carries rows in the padding to valid tokens. What attention gives these rows means nothing.
+    is_as_sdpa = wrong == ["left"] and is_near(got["left"], outputs_of(copied(eager, "sdpa"), inputs)[0]["left"])
+    if wrong and not is_as_sdpa:
+        return "wrong", f"padding: {', '.join(wrong)}"
     is_causal = rows is not None and is_near(*rows)
     if is_causal and not is_near(*our_rows):
         return "wrong", "a later token changes earlier rows"
-    return ("equal" if calls else "without our attention"), "causal" if is_causal else ""
+    return ("equal" if calls else "without our attention"), ", ".join(
+        ["causal"] * is_causal + ["padding on the left as sdpa, unlike eager"] * is_as_sdpa)
 
 
 @pytest.mark.cpu
@@ -200,12 +209,13 @@ def test_all_classes(part, monkeypatch):
     transformers.AttentionInterface.register(NAME, lambda *args, **options: calls.append(1) or attend(*args, **options))
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    table = {}
+    table = collections.defaultdict(list)
     for made, config_class in classes()[part::PARTS]:
         result, why = compared(made, config_class, calls)
-        table.setdefault(result, []).append(f"{made.__name__} ({why})" if why else made.__name__)
+        table[result].append(f"{made.__name__} ({why})" if why else made.__name__)
     for result, names in table.items():
         print(f"{len(names)} {result}:", *names, sep="\n    ")
-    assert "wrong" not in table, table["wrong"]
+    assert not table["wrong"]
     assert len(table["equal"]) >= LEAST_EQUAL / PARTS
-    assert sum("(causal)" in name for name in table["equal"]) >= LEAST_EQUAL / PARTS / 2
+    assert len(table["refused"]) < len(table["equal"]) / 2
+    assert sum("(causal" in name for name in table["equal"]) >= LEAST_EQUAL / PARTS / 2
