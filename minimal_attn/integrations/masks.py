@@ -2,8 +2,8 @@
 
 transformers describes a mask by a function of the indices of a row and a key, and by the padding of the batch.
 make_mask recognizes causal masks, sliding windows and packed sequences, and returns a Mask of them: kernels skip what
-these hide. Any other function becomes a dense mask of bool. Read next: transformers.py, which computes attention by a
-Mask.
+these hide. Any other function becomes a dense mask of bool. Both mean something to our attention alone, so that models
+that compute their attention themselves are refused. Read next: transformers.py, which computes attention by a Mask.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.functional import pad
-from transformers import masking_utils
+from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from ..lengths import NO_WINDOW
 
-HINT = 'This model changes its mask, which only masks of tensors allow: use attn_implementation="sdpa" for it.'
+HINT = 'This model reads or changes its mask, or adds it to scores itself: use attn_implementation="eager" for it.'
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which keys a row sees, without a dense tensor. Without a Mask or a tensor, the layer's is_causal decides.
+    """Which keys a row sees, without a dense tensor. Only attend of transformers.py reads it: all else raises an error.
 
     q_length, kv_length: the rows and keys that a layer must have, which are Sq and Sk below.
     causal: row i sees the keys j <= i + num_keys - Sq, or by the lengths of its sample, as in flash_attention.
@@ -54,6 +54,16 @@ class Mask:
 
     ndim = 4  # generate() asks for it, and calls contiguous()
 
+    @property
+    def shape(self):
+        """A part of a model that gets the mask of another one asks for it, and then make_mask returns the mask."""
+        return torch.Size((1, 1, self.q_length, self.kv_length))
+
+    @property
+    def hides_nothing(self):
+        return ((not self.causal or self.q_length == 1) and self.window == NO_WINDOW
+                and self.num_keys == self.kv_length and self.keys is self.seqused_k is self.cu_seqlens is None)
+
     def contiguous(self):
         return self
 
@@ -64,6 +74,11 @@ class Mask:
 
     def __getattr__(self, name):
         raise AttributeError(f"a mask of minimal_attn has no {name}. {HINT}")
+
+    def __eq__(self, other):
+        if other is not None and not isinstance(other, Mask):
+            raise NotImplementedError(f"a mask of minimal_attn has no numbers to compare. {HINT}")
+        return other is not None and vars(self) == vars(other)
 
     def __getitem__(self, index):
         raise NotImplementedError(f"a mask of minimal_attn has no elements. {HINT}")
@@ -148,9 +163,26 @@ def _closure(function):
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ())))
 
 
+def _models_of(config_class, base=PreTrainedModel):
+    for model in base.__subclasses__():
+        if model.config_class is config_class:
+            yield model
+        yield from _models_of(config_class, model)
+
+
+@torch.compiler.assume_constant_result
+def attends_itself(config_class) -> bool:
+    """Whether models of this config compute their attention themselves, as transformers judges by their source.
+
+    It judges so where set_attn_implementation is called, but takes any registered name when it builds a model.
+    """
+    found = [model._can_set_attn_implementation() for model in _models_of(config_class)]
+    return bool(found) and not any(found)
+
+
 def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
               attention_mask=None, allow_is_causal_skip=True, allow_is_bidirectional_skip=True, use_vmap=False,
-              device="cpu", **unused):
+              device="cpu", config=None, **unused):
     """The mask function of transformers' AttentionMaskInterface.
 
     Args:
@@ -159,10 +191,17 @@ def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_fun
         mask_function: of these indices.
         attention_mask: None, bool (B, keys so far), True where a token is valid, or a Mask, which is returned.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether the model can do without a tensor.
+        config: of the model.
 
     Returns:
-        None if a layer's own is_causal says everything, a Mask, or a bool tensor (B, 1, q_length, kv_length).
+        a Mask, or a bool tensor (B, 1, q_length, kv_length).
+
+    Raises:
+        NotImplementedError: a config of models that compute their attention themselves.
     """
+    if config is not None and attends_itself(type(config)):
+        raise NotImplementedError(f"models of {type(config).__name__} do not call minimal_attn, but compute their "
+                                  'attention themselves: use attn_implementation="eager" for them')
     if isinstance(attention_mask, Mask):
         return attention_mask
     # For a cache of fixed size, a compiled step of one token takes tensors of fixed sizes and reads none.
@@ -272,12 +311,8 @@ def _with_padding(mask, keys, is_fixed):
 
 
 def _simplified(mask):
-    """mask, or None where a causal layer needs none. A window that hides nothing is left out."""
-    if mask.seqused_k is None and mask.window[0] >= mask.num_keys - 1:
-        mask = dataclasses.replace(mask, window=NO_WINDOW if mask.causal or mask.window[1] >= mask.num_keys - 1
-                                   else (-1, mask.window[1]))
-    if not mask.causal or mask.window != NO_WINDOW or mask.num_keys != mask.kv_length:
+    """mask, where a window that hides nothing is left out."""
+    if mask.seqused_k is not None or mask.window[0] < mask.num_keys - 1:
         return mask
-    is_plain = mask.keys is mask.seqused_k is None and (
-        mask.q_length == 1 or mask.q_length == mask.kv_length and not mask.is_padded)
-    return None if is_plain else mask
+    return dataclasses.replace(mask, window=NO_WINDOW if mask.causal or mask.window[1] >= mask.num_keys - 1
+                               else (-1, mask.window[1]))

@@ -7,6 +7,7 @@ out a layer's sliding_window, as the eager attention of transformers does. Read 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -79,7 +80,7 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
         others: what does not change attention, or is refused.
 
     Returns:
-        (B, Sq, H, D), with value's head_dim, and None in the place of attention weights.
+        (B, Sq, H, D), with value's head_dim and contiguous, and None in the place of attention weights.
 
     Raises:
         NotImplementedError: what is not served. TypeError, ValueError: a mask of another kind, or as flash_attention.
@@ -97,15 +98,19 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
                    window_size=mask.window, sinks=s_aux, softcap=0.0 if softcap is None else softcap, attn_bias=bias,
                    backend=backend)
     if cu_seqlens is not None:
-        return _packed(query, key, value, cu_seqlens, options), None
-    out = flash_attention(query, key, value, seqused_q=mask.seqused_q, seqused_k=mask.seqused_k, **options)
-    return out.transpose(1, 2), None
+        out = _packed(query, key, value, cu_seqlens, options)
+    else:
+        out = flash_attention(query, key, value, seqused_q=mask.seqused_q, seqused_k=mask.seqused_k, **options)
+        out = out.transpose(1, 2)
+    return out.contiguous(), None  # models take views of it; no copy if query lies in memory as (B, Sq, H, D)
 
 
 def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q):
     """attention_mask and is_causal as a Mask, and an attn_bias or None."""
     rows, keys = query.shape[2], key.shape[2]
     if isinstance(attention_mask, Mask):
+        if attention_mask.hides_nothing:  # transformers does not count the keys of an encoder's cache
+            attention_mask = dataclasses.replace(attention_mask, kv_length=keys, num_keys=keys)
         if (rows, keys) != (attention_mask.q_length, attention_mask.kv_length):
             raise ValueError(f"attention_mask is for {attention_mask.q_length} rows and {attention_mask.kv_length} "
                              f"keys, but the layer has {rows} rows and {keys} keys")

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from test_transformers import (IMPLS, MODELS as DECODERS, NAME, SIZES, check, models, padding_mask, registered,
+from test_transformers import (IMPLS, MODELS as DECODERS, NAME, SIZES, VOCAB, check, models, padding_mask, registered,
                                tokens)
 from test_transformers_scores import MODELS as ENCODERS
 
@@ -67,10 +67,9 @@ CACHES = {"no cache": (7, 7, 0, 0), "chunk": (3, 7, 4, 0), "step": (1, 7, 6, 0),
 
 
 def shown(mask, rows, keys):
-    """bool (2, 1, rows, keys): what a Mask, None or a tensor shows, by what masks.py says of a Mask."""
+    """bool (2, 1, rows, keys): what a Mask or a tensor shows, by what masks.py says of a Mask."""
     if isinstance(mask, torch.Tensor):
         return mask
-    mask = mask or Mask(rows, keys, True, (-1, -1), keys)
     assert (mask.q_length, mask.kv_length) == (rows, keys)
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
     seqlen_k = torch.full((2,), mask.num_keys) if mask.seqused_k is None else mask.seqused_k
@@ -117,11 +116,12 @@ def test_masks_show_what_those_of_transformers_do(pattern, padding, cache, offse
 def test_masks_without_padding_need_no_tensors():
     """So that no test passes by dense masks, and that kernels skip what windows and right padding hide."""
     sizes = dict(batch_size=2, q_length=7, kv_length=7)
-    assert make_mask(**sizes) is make_mask(2, 1, 7, 6, attention_mask=PADDING["all valid"]) is None
+    assert make_mask(**sizes) == Mask(7, 7, True, (-1, -1), 7)
     assert make_mask(**sizes, attention_mask=PADDING["all valid"]) == Mask(7, 7, True, (-1, -1), 7, is_padded=True)
-    assert make_mask(2, 1, 7, 6) is None and make_mask(2, 3, 7, 4) == Mask(3, 7, True, (-1, -1), 7)
+    assert make_mask(2, 1, 7, 6) == Mask(1, 7, True, (-1, -1), 7)
+    assert make_mask(2, 3, 7, 4) == Mask(3, 7, True, (-1, -1), 7)
     assert make_mask(**sizes, mask_function=windowed) == Mask(7, 7, True, (WINDOW - 1, 0), 7)
-    assert make_mask(2, 3, 3, mask_function=windowed) is None, "the window hides nothing"
+    assert make_mask(2, 3, 3, mask_function=windowed) == Mask(3, 3, True, (-1, -1), 3), "the window hides nothing"
     assert make_mask(**sizes, mask_function=bidirectional) == Mask(7, 7, False, (-1, -1), 7)
     right = make_mask(**sizes, attention_mask=PADDING["right"])
     assert right.keys is None and right.seqused_q.tolist() == right.seqused_k.tolist() == [7, 2]
@@ -194,18 +194,68 @@ def test_a_model_that_wants_a_tensor_gets_one():
 
 
 @cpu
-def test_a_model_that_changes_its_mask_gets_an_error():
-    mask = make_mask(2, 3, 7, 4, attention_mask=PADDING["left"])
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_a_model_that_changes_its_mask_gets_an_error(padding):
+    mask = make_mask(2, 7, 7, attention_mask=PADDING[padding])
     for change in (lambda: mask[:, :, :, :4], lambda: torch.ones(1) + mask, lambda: torch.cat([mask, mask]),
-                   lambda: torch.where(mask, 0.0, 1.0)):
-        with pytest.raises(NotImplementedError, match='mask of minimal_attn.*attn_implementation="sdpa"'):
+                   lambda: torch.where(mask, 0.0, 1.0), lambda: mask == 0, lambda: mask != torch.ones(1)):
+        with pytest.raises(NotImplementedError, match='mask of minimal_attn.*attn_implementation="eager"'):
             change()
-    for change in (lambda: mask.shape, lambda: mask.dim(), lambda: mask.float()):
-        with pytest.raises(AttributeError, match='mask of minimal_attn has no .*attn_implementation="sdpa"'):
+    for change in (lambda: mask.size(), lambda: mask.dim(), lambda: mask.float()):
+        with pytest.raises(AttributeError, match='mask of minimal_attn has no .*attn_implementation="eager"'):
             change()
-    with pytest.raises(TypeError):
-        mask.to(torch.float32)
-    assert mask.to("cpu").keys.equal(mask.keys) and mask.to("meta").keys.is_meta and mask.contiguous() is mask
+    for change in (lambda: 1.0 - mask, lambda: ~mask):
+        with pytest.raises(TypeError):
+            change()
+    assert mask.contiguous() is mask and mask != None and (  # noqa: E711
+        mask.keys is None or mask.to("cpu").keys.equal(mask.keys) and mask.to("meta").keys.is_meta)
+
+
+TINY = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            initializer_range=0.2, max_position_embeddings=64)
+ALONE = {
+    "bloom": ("BloomForCausalLM", dict(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4)),
+    "xglm": ("XGLMForCausalLM", dict(vocab_size=VOCAB, d_model=32, num_layers=1, attention_heads=4, ffn_dim=32)),
+    "longformer": ("LongformerModel", TINY | dict(attention_window=4)),
+}
+
+
+@cpu
+@pytest.mark.parametrize("kind", ALONE)
+@pytest.mark.parametrize("inputs", [{}, dict(attention_mask=padding_mask("right", "cpu")),
+                                    dict(position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0]]))],
+                         ids=["plain", "padded", "packed"])
+@pytest.mark.parametrize("is_chosen_late", [False, True])
+def test_models_that_attend_themselves_are_refused(kind, inputs, is_chosen_late, attention):
+    """They would add our masks to their scores, where None and bool mean something else."""
+    name, options = ALONE[kind]
+    made = getattr(transformers, name)
+    model = made(made.config_class(**options, attn_implementation="eager" if is_chosen_late else attention))
+    model.config._attn_implementation = attention
+    with pytest.raises(NotImplementedError, match=f'{made.config_class.__name__}.*attn_implementation="eager"'):
+        model(tokens(3, 11, device="cpu"), **inputs)
+
+
+@cpu
+def test_a_part_that_attends_itself_is_refused(attention):
+    parts = transformers.BertConfig(**TINY), transformers.MegatronBertConfig(**TINY, is_decoder=True,
+                                                                             add_cross_attention=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    config._attn_implementation = attention
+    model, ids = transformers.EncoderDecoderModel(config), tokens(1, 5, device="cpu")
+    assert model.encoder(ids).last_hidden_state.shape == (1, 5, 32)
+    with pytest.raises(NotImplementedError, match="MegatronBertConfig"):
+        model(input_ids=ids, decoder_input_ids=ids)
+
+
+@cpu
+@pytest.mark.slow
+def test_compiled_models_that_attend_themselves_are_refused(attention):
+    name, options = ALONE["bloom"]
+    made = getattr(transformers, name)
+    model = made(made.config_class(**options, attn_implementation=attention))
+    with pytest.raises(NotImplementedError, match="BloomConfig"):
+        torch.compile(model, backend="eager")(tokens(1, 5, device="cpu"))
 
 
 # Models.
@@ -311,6 +361,43 @@ def test_masks_of_the_caller(dtype, attention):
     as_numbers = torch.where(visible, 0.0, torch.finfo(torch.float32).min).to(DEVICE)
     mask = visible.to(DEVICE) if dtype == torch.bool else as_numbers
     check(ours(ids, attention_mask=mask).logits, eager(ids, attention_mask=as_numbers).logits, "torch")
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("use_cache", [False, True])
+@torch.no_grad()
+def test_a_mask_that_a_model_hands_to_its_part(side, use_cache, attention):
+    """PaliGemma makes a causal mask for a text model that would itself make one of both directions."""
+    def made(implementation):
+        config = transformers.PaliGemmaConfig(
+            text_config=dict(model_type="gemma", **TINY, num_key_value_heads=2, head_dim=8),
+            vision_config=dict(model_type="siglip_vision_model", hidden_size=32, intermediate_size=32,
+                               num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=8),
+            projection_dim=32, hidden_size=32, image_token_id=1, attn_implementation=implementation)
+        torch.manual_seed(0)
+        return transformers.PaliGemmaForConditionalGeneration(config).to(DEVICE).eval()
+
+    ids = tokens(3, 11, device=DEVICE).clamp(min=3)
+    mask = torch.ones_like(ids) if side is None else padding_mask(side, DEVICE)
+    inputs = dict(attention_mask=None if side is None else mask, use_cache=use_cache)
+    check(*(made(name)(ids, **inputs).logits[mask.bool()] for name in (attention, "eager")), "torch")
+
+
+@pytest.mark.parametrize("padding", ["none", "all valid", "left", "everywhere"])
+@torch.no_grad()
+def test_an_encoder_with_a_prefix_in_its_cache(padding, attention):
+    """Without a mask, transformers does not count the keys of the prefix."""
+    mask = PADDING[padding]
+    found = []
+    for name in (attention, "eager"):
+        torch.manual_seed(0)
+        model = transformers.BertModel(transformers.BertConfig(**TINY, attn_implementation=name)).to(DEVICE).eval()
+        cache = transformers.DynamicCache()
+        for layer in range(2):
+            cache.update(*torch.randn(2, 2, 4, 4, 8).to(DEVICE), layer)  # 4 keys of 4 heads
+        found.append(model(tokens(2, 3, device=DEVICE), past_key_values=cache,
+                           attention_mask=None if mask is None else mask.to(DEVICE)).last_hidden_state)
+    check(*found, "torch")
 
 
 def t5(attention):
@@ -462,6 +549,26 @@ def test_arguments_reach_the_kernel():
     want = minimal_attn.flash_attention(q, k, v, True, 0.3, dropout_p=0.5, softcap=2.0, sinks=s_aux)
     assert weights is None and out.shape == (2, 3, 4, 8) and out.equal(want.transpose(1, 2))
     assert integration.attend(MODULE, q, k, v, None, dropout=1.0)[0].eq(0).all()
+
+
+@cpu
+@pytest.mark.parametrize("position_ids", [None, POSITIONS])
+@pytest.mark.parametrize("is_row_first", [False, True])
+def test_result_is_contiguous(is_row_first, position_ids):
+    """Models take views of it."""
+    q, k, v = qkv(7, 7)
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)) if is_row_first else (q, k, v)
+    out, _ = integration.attend(MODULE, q, k, v, None, position_ids=position_ids)
+    assert out.is_contiguous() and out.view(2, 7, -1).shape == (2, 7, 64)
+
+
+@cpu
+def test_a_mask_that_hides_nothing_fits_any_keys():
+    q, k, v = qkv(3, 5)
+    full = minimal_attn.flash_attention(q, k, v).transpose(1, 2)
+    assert integration.attend(MODULE, q, k, v, make_mask(2, 3, 3, mask_function=bidirectional))[0].equal(full)
+    step = minimal_attn.flash_attention(q[:, :, :1], k, v).transpose(1, 2)
+    assert integration.attend(MODULE, q[:, :, :1], k, v, make_mask(2, 1, 7, 6))[0].equal(step)
 
 
 @cpu
