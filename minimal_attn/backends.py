@@ -73,6 +73,11 @@ class Options(NamedTuple):
         """Whether softcap, ALiBi or attn_bias change the scores."""
         return self.softcap > 0 or self.alibi_slopes is not None or self.attn_bias is not None
 
+    @property
+    def tensors(self):
+        """All of them but the descales; None where one is not given."""
+        return *self.lengths, self.sinks, self.alibi_slopes, self.attn_bias, self.dropout_seed
+
     def of_op(self):
         """The arguments of an op that follow q, k and v, as far as all ops have them."""
         return (*self.lengths, self.sinks, self.alibi_slopes, self.attn_bias, self.softmax_scale, self.softcap,

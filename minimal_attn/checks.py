@@ -89,13 +89,32 @@ def reworded(error, text):
     return type(error)(text)
 
 
+# Subclasses with a __torch_dispatch__ that are served: those of tracing, and what collectives give, which waits where
+# it is first used.
+DISPATCHED = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
+
+
+def is_causal_bias(x):
+    """Whether x is a CausalBias, whose memory holds nothing. Its module, which imports Dynamo, is not imported here."""
+    return type(x) not in (torch.Tensor, torch.nn.Parameter, type(None)) and any(
+        base.__module__ == "torch.nn.attention.bias" for base in type(x).__mro__)
+
+
 def check_tensor(name, x):
+    """TypeError unless x is a dense tensor whose memory is its value. So it is in subclasses that leave
+    __torch_dispatch__ alone, as parameters do, but for CausalBias."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got {shown(x)}: torch.nested.to_padded_tensor makes it dense")
     if x.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got {x.layout}")
+    if type(x) in (torch.Tensor, torch.nn.Parameter) or type(x).__name__ in DISPATCHED:
+        return
+    if is_causal_bias(x) or type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        instead = ": x.to_local() gives that of this rank" if type(x).__name__ == "DTensor" else ""
+        raise TypeError(f"{name} must be a plain tensor, got {type(x).__name__}, a subclass whose memory is not its "
+                        f"value{instead}")
 
 
 def check_options(causal, sm_scale, name="sm_scale", *, deterministic=False):

@@ -49,7 +49,7 @@ def _forward(q, k, v, options):
                         "on a GPU are float32, float16, bfloat16")
     _load_ops()
     inputs = q, k, v, *options.of_op(), options.deterministic
-    if not is_eager(q, k, v, options.attn_bias):
+    if not is_eager(q, k, v, *options.tensors):
         if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
             choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
             if choice and choice[1]:

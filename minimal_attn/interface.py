@@ -18,7 +18,7 @@ from .choice import auto_backend
 from .cuda import fast_path
 from .lengths import NO_WINDOW, check_lengths, check_max_seqlen, check_window
 from .packed import with_own_keys
-from .scores import check_alibi_slopes, check_attn_bias, check_softcap
+from .scores import check_alibi_slopes, check_attn_bias, check_softcap, with_causal_bias
 
 BACKENDS = {"cuda": cuda.BACKEND, "triton": twin.BACKEND, "torch": sdpa.BACKEND, "reference": reference.BACKEND}
 
@@ -128,6 +128,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             bool: a row sees the keys where it is True. Otherwise it is added to the scores, after softcap: of q's
             dtype, or float32 for 16 bits, with which "torch" forms all scores. It is read by its strides. -inf hides a
             key, and NaN makes its row NaN. Differentiable, in its own shape. Not for packed batches, nor for float8.
+            A causal bias of torch.nn.attention.bias for Sq rows and Sk keys becomes a part of the window where it can.
         softcap, alibi_slopes and attn_bias can be given together, also with windows, lengths, sinks and dropout.
 
         Lengths count from a sample's first row and key. Where padding comes first (left padding), unpad_input makes a
@@ -209,6 +210,7 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
         raise why_not
     lengths = check_lengths(lengths, seq_lens, q, k)
     window = check_window(window_size, causal, lengths, q, k)
+    window, attn_bias = with_causal_bias(window, attn_bias, q, k, lengths)
     sinks = check_sinks(sinks, q)
     scores = dict(softcap=softcap, alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
                   attn_bias=check_attn_bias(attn_bias, q, k, lengths))
@@ -289,7 +291,8 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     check_max_seqlen("max_seqlen_q", max_seqlen_q)
     check_max_seqlen("max_seqlen_k", max_seqlen_k)
     lengths = check_lengths(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), seq_lens, q, k)
-    check_window(window_size, causal, lengths, q, k)
+    window = check_window(window_size, causal, lengths, q, k)
+    _, attn_bias = with_causal_bias(window, attn_bias, q, k, lengths)
     sinks = check_sinks(sinks, q)
     has_dropout = check_dropout_p(dropout_p) > 0
     check_alibi_slopes(alibi_slopes, q, lengths)

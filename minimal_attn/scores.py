@@ -11,7 +11,7 @@ import numbers
 
 import torch
 
-from .checks import FP8_DTYPES, KERNEL_DTYPES, MAX_SCALE, check_tensor, shown, sum_dtype, wants_gradient
+from .checks import FP8_DTYPES, KERNEL_DTYPES, MAX_SCALE, check_tensor, is_causal_bias, shown, sum_dtype, wants_gradient
 
 MIN_SOFTCAP = 1e-30  # kernels divide by it in fp32
 
@@ -50,21 +50,47 @@ def check_alibi_slopes(alibi_slopes, q, lengths):
     return alibi_slopes.contiguous()
 
 
+def is_top_left(causal_bias, q, k, name="attn_bias"):
+    """Whether this CausalBias of torch, which the caller calls `name`, aligns its mask top-left, and not bottom-right.
+
+    ValueError unless it is for the rows of q and the keys of k.
+    """
+    shape = causal_bias.seq_len_q, causal_bias.seq_len_kv
+    if shape != (q.shape[-2], k.shape[-2]):
+        raise ValueError(f"{name} must be for {q.shape[-2]} rows and {k.shape[-2]} keys, got a CausalBias of {shape}")
+    return causal_bias.variant.name == "UPPER_LEFT"
+
+
+def with_causal_bias(window, attn_bias, q, k, lengths):
+    """(window, attn_bias), of which a CausalBias becomes a part of the window where that can say it: lengths move the
+    window, and it has no negative bound. All but attn_bias are checked."""
+    if not is_causal_bias(attn_bias) or lengths.are_given:
+        return window, attn_bias
+    bound = q.shape[-2] - k.shape[-2] if is_top_left(attn_bias, q, k) else 0  # beyond the bottom-right diagonal
+    if bound < 0:
+        return window, attn_bias
+    left, right = window
+    return (left, bound if right < 0 else min(right, bound)), None
+
+
 def check_attn_bias(attn_bias, q, k, lengths, name="attn_bias"):
     """None, or attn_bias, which the caller calls `name`, as a view that broadcasts to (B, H, Sq, Sk), of 3D inputs to
     (B·H, 1, Sq, Sk): a dimension of size 1 is shared. q, k and lengths are checked.
 
-    TypeError for what is no dense tensor of an allowed dtype, ValueError for everything else, and for any with packed
-    batches and fp8.
+    A CausalBias becomes the mask that it means. TypeError for what is no dense tensor of an allowed dtype, ValueError
+    for everything else, and for any with packed batches and fp8.
     """
     if attn_bias is None:
         return None
-    check_tensor(name, attn_bias)
-    if q.dtype in FP8_DTYPES:
-        raise ValueError(f"{name} cannot be given with float8 inputs, and q is {q.dtype}")
     if lengths.is_packed:
         raise ValueError(f"{name} cannot be given with cu_seqlens: samples of a packed batch have no rows and keys in "
                          "common")
+    if is_causal_bias(attn_bias):
+        diagonal = 0 if is_top_left(attn_bias, q, k, name) else k.shape[-2] - q.shape[-2]
+        attn_bias = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(diagonal)
+    check_tensor(name, attn_bias)
+    if q.dtype in FP8_DTYPES:
+        raise ValueError(f"{name} cannot be given with float8 inputs, and q is {q.dtype}")
     allowed = (torch.bool, q.dtype, torch.float32) if q.dtype in KERNEL_DTYPES else (torch.bool, q.dtype)
     if attn_bias.dtype not in allowed:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(allowed))

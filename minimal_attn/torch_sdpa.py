@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .backends import Lengths
-from .checks import autocast, check_options, check_tensor, shown
+from .checks import autocast, check_options, check_tensor, is_causal_bias, shown
 from .interface import flash_attention
 from .lengths import NO_WINDOW
-from .scores import check_attn_bias
+from .scores import check_attn_bias, is_top_left
 
 
 def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
@@ -29,7 +29,8 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
             among the three. The last of them is that of the heads. Dtypes and head dimensions are those of
             flash_attention.
         attn_mask: broadcastable to (..., Sq, Sk). bool: True where a key takes part. Otherwise it is added to the
-            scores: of query's dtype or float32. Differentiable. Not together with is_causal.
+            scores: of query's dtype or float32. Differentiable. Or a causal bias of torch.nn.attention.bias for Sq
+            rows and Sk keys, of which no mask is formed. Not together with is_causal.
         dropout_p: share of the probabilities to drop, whenever it is above 0, also in evaluation.
         is_causal: row i sees the keys j <= i (top-left aligned, other than in flash_attention).
         scale: factor of the scores; 1/sqrt(D) if None.
@@ -56,6 +57,9 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     leading, heads_k, key, value = _matched(query, key, value, enable_gqa)
     q, k, v = _as_4d(query, leading), *(_as_4d(x, (*leading[:-1], heads_k)) for x in (key, value))
     window, bias = NO_WINDOW, None
+    if is_causal_bias(attn_mask):
+        is_causal, attn_mask = is_top_left(attn_mask, q, k, "attn_mask"), None
+        window = -1, 0
     if is_causal:
         k, v = k[:, :, :q.shape[2]], v[:, :, :q.shape[2]]  # no row sees the keys from Sq on
         window = -1, q.shape[2] - k.shape[2]
