@@ -5,6 +5,11 @@ A few shapes with fixed seeds are drawn by test_forward.py, test_backward.py, te
 test_sanitizers.py shows compute-sanitizer one fault of each kind in each file of csrc.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import test_backward
@@ -59,6 +64,21 @@ def test_drawn_lengths(impl, seed, poisoned_outputs):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_drawn_scores(impl, seed, poisoned_outputs):
     test_scores.check_drawn_scores(impl, seed, BATCHES.get(impl, 63))
+
+
+# The oldest Triton that a torch served here asks for, with a NumPy that its interpreter takes, and the newest one.
+@pytest.mark.cpu
+@pytest.mark.parametrize("packages", [("triton==3.6.0", "numpy<2.4"), ("triton",)], ids=" ".join)
+def test_interpreter_of_other_triton(packages, tmp_path):
+    """The kernels of triton_ref, one by one."""
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path, *packages],
+                   check=True)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env.update(PYTHONPATH=str(tmp_path), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    files = sorted(Path(__file__).parent.glob("test_twin*.py"))
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "not slow", *files], env=env,
+                          cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
 
 
 @pytest.mark.cpu
