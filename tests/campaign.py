@@ -75,7 +75,7 @@ def test_interpreter_of_other_triton(packages, tmp_path):
                    check=True)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     env.update(PYTHONPATH=str(tmp_path), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    files = sorted(Path(__file__).parent.glob("test_twin*.py"))
+    files = sorted(Path(__file__).parent.rglob("test_twin*.py"))
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "not slow", *files], env=env,
                           cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
