@@ -148,7 +148,7 @@ def recipe():
         "sources": [str(source) for source in sources],
         # C++20 for std::barrier. MINIMAL_ATTN_TORCH is read by nobody: ninja rebuilds when a flag changes, but does not
         # watch torch's headers, so that an upgrade of torch in place would go unnoticed.
-        "extra_cflags": ["-O3", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", *fused_multiply_add(),
+        "extra_cflags": ["-O2", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", *fused_multiply_add(),
                          f"-DMINIMAL_ATTN_TORCH={torch.__version__}", f"-DMINIMAL_ATTN_CUDA={int(cuda)}"],
         # No --use_fast_math: fp32 means fp32, and a kernel that wants a fast intrinsic calls it by name.
         # Compressed, the code for the GPU takes half the space. -split-compile=0 optimizes the kernels of a file on all
