@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .backends import Append, Cache, Lengths
-from .checks import (MAX_HEAD_DIM, can_read, check_alike, check_tensor, is_eager, reworded, shown, sum_dtype)
+from .checks import (MAX_HEAD_DIM, can_read, check_alike, check_tensor, holds, is_eager, is_known, is_over, reworded,
+                     same_sizes, shown, sum_dtype)
 from .lengths import check_int32, check_per_sample
 from .ops import append_shapes
 from .packed import begins_and_lengths, places_of_rows
@@ -31,13 +32,14 @@ def check_append(k, v, k_cache, v_cache, append, dtypes):
     shapes = f"k is {tuple(k.shape)}, v is {tuple(v.shape)}, k_cache is {tuple(k_cache.shape)}"
     if not k.ndim == v.ndim == k_cache.ndim == 4:
         raise ValueError(f"Expected 4D tensors: {shapes}")
-    if k.shape[:-1] != v.shape[:-1] or k.shape[1] != k_cache.shape[1] or v.shape[-1] != v_cache.shape[-1]:
+    if not (same_sizes(k.shape[:-1], v.shape[:-1]) and holds(k.shape[1] == k_cache.shape[1])
+            and holds(v.shape[-1] == v_cache.shape[-1])):
         raise ValueError("k and v must have the same shape, and the heads and head_dims of the caches: "
                          f"{shapes}, v_cache is {tuple(v_cache.shape)}")
     if append.seqused_k is None:
         raise ValueError("seqused_k must be given with new keys, which go to the places from seqused_k on")
     batch_size = Lengths(append.cu_seqlens_k_new).num_samples(k)
-    if append.q is not None and batch_size != Lengths(append.cu_seqlens_q).num_samples(append.q):
+    if append.q is not None and not holds(batch_size == Lengths(append.cu_seqlens_q).num_samples(append.q)):
         raise ValueError(f"k must have as many samples as q, got {batch_size}: q is {tuple(append.q.shape)}, {shapes}")
     lengths = Lengths(append.cu_seqlens_k_new, None, None, append.seqused_k)
     cache = Cache(append.page_table, append.batch_idx)
@@ -61,12 +63,13 @@ def check_slots(key, value, key_cache, value_cache, slot_mapping, dtypes):
               f"value_cache is {tuple(value_cache.shape)}")
     if not (key.ndim == value.ndim == 3 and key_cache.ndim == value_cache.ndim == 4):
         raise ValueError(f"Expected key and value (T, Hk, D) and caches (num_pages, page_size, Hk, D): {shapes}")
-    fits = all(x.shape[1:] == cache.shape[2:] for x, cache in ((key, key_cache), (value, value_cache)))
-    if not fits or key.shape[:2] != value.shape[:2] or key_cache.shape[:3] != value_cache.shape[:3]:
+    if not all(same_sizes(x, y) for x, y in (
+            (key.shape[1:], key_cache.shape[2:]), (value.shape[1:], value_cache.shape[2:]),
+            (key.shape[:2], value.shape[:2]), (key_cache.shape[:3], value_cache.shape[:3]))):
         raise ValueError("key and value must have the heads and head_dims of the caches, and the same shape but for "
                          f"the head_dim, and so must the caches: {shapes}")
     for name, x in (("key", key), ("value", value)):
-        if not 1 <= x.shape[2] <= MAX_HEAD_DIM:
+        if is_known(x.shape[2] < 1) or is_over(x.shape[2], MAX_HEAD_DIM):
             raise ValueError(f"Unsupported head_dim {x.shape[2]} of {name}: 1 to {MAX_HEAD_DIM} is supported")
     for name, x in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_last_dimension(name, x)
@@ -76,7 +79,7 @@ def check_slots(key, value, key_cache, value_cache, slot_mapping, dtypes):
         raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
     if slot_mapping.device != key.device:
         raise ValueError(f"slot_mapping must be on the same device as key ({key.device}), got {slot_mapping.device}")
-    if slot_mapping.ndim != 1 or not slot_mapping.is_contiguous() or slot_mapping.shape[0] > key.shape[0]:
+    if slot_mapping.ndim != 1 or not slot_mapping.is_contiguous() or not holds(slot_mapping.shape[0] <= key.shape[0]):
         raise ValueError(f"slot_mapping must be contiguous, with one value a row of key, {key.shape[0]}, or fewer, got "
                          f"{shown(slot_mapping)} with strides {slot_mapping.stride()}")
     num_slots = key_cache.shape[0] * key_cache.shape[1]
@@ -87,7 +90,7 @@ def check_slots(key, value, key_cache, value_cache, slot_mapping, dtypes):
 def _check_writable(**caches):
     """ValueError if elements of a cache share memory, so that a row is not written alone."""
     for name, x in caches.items():
-        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        if any(is_known(stride == 0) and is_known(size > 1) for stride, size in zip(x.stride(), x.shape)):
             raise ValueError(f"{name} cannot be written, since its elements share memory: shape {tuple(x.shape)}, "
                              f"strides {x.stride()}")
 
@@ -108,14 +111,14 @@ def _check_rotary(k, batch_size, append):
             raise TypeError(f"{name} must have the dtype of k, {k.dtype}, got {x.dtype}")
         if x.device != k.device:
             raise ValueError(f"{name} must be on the same device as k ({k.device}), got {x.device}")
-        if x.ndim != 2 or x.shape[0] == 0 or not x.is_contiguous():
+        if x.ndim != 2 or is_known(x.shape[0] == 0) or not x.is_contiguous():
             raise ValueError(f"{name} must be (S_ro, rotary_dim / 2), contiguous and not empty, got {shown(x)} with "
                              f"strides {x.stride()}")
-    if cos.shape != sin.shape:
+    if not same_sizes(cos.shape, sin.shape):
         raise ValueError("rotary_cos and rotary_sin must have the same shape, got "
                          f"{tuple(cos.shape)} and {tuple(sin.shape)}")
     rotary_dim = 2 * cos.shape[1]
-    if rotary_dim % ROTARY_STEP or not 0 < rotary_dim <= k.shape[-1]:
+    if not (holds(rotary_dim % ROTARY_STEP == 0) and holds(rotary_dim > 0) and holds(rotary_dim <= k.shape[-1])):
         raise ValueError(f"rotary_dim must be a multiple of {ROTARY_STEP} and at most the head_dim {k.shape[-1]}, got "
                          f"{rotary_dim} from rotary_cos {tuple(cos.shape)}")
     if append.rotary_seqlens is not None:

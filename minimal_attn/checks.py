@@ -20,7 +20,7 @@ MAX_SIZE = 2**31 - 2**16
 # Half of a multiprocessor's registers for sums, half for what feeds them.
 MAX_TILE = 2**15  # elements; fp32 products need four times the registers
 # Up to this magnitude sm_scale · log2(e), with which kernels take powers of two, is finite in fp32.
-MAX_SCALE = 2.3586e38
+MAX_SCALE = 23586 * 10**34  # an int, since torch.compile(dynamic=True) makes symbols of floats, and compiles twice
 
 
 def out_dtype(dtype):
@@ -37,7 +37,7 @@ def empty_like(x, dtype=None):
     """x's shape and order of dimensions, the last one contiguous, to be written; as new_like in csrc/torch_params.h."""
     like = torch.empty_like(x, dtype=dtype)
     # x may overlap itself, as sliding windows do.
-    return like if like.stride(-1) == 1 else torch.empty(x.shape, dtype=like.dtype, device=x.device)
+    return like if is_known(like.stride(-1) == 1) else torch.empty(x.shape, dtype=like.dtype, device=x.device)
 
 
 def empty_outputs(q, v):
@@ -45,8 +45,59 @@ def empty_outputs(q, v):
     written."""
     head_dim = v.shape[-1]
     # Another head_dim: q's order of dimensions, without gaps.
-    like = q if q.shape[-1] == head_dim else q[..., :1].expand(*q.shape[:-1], head_dim)
+    like = q if is_known(q.shape[-1] == head_dim) else q[..., :1].expand(*q.shape[:-1], head_dim)
     return empty_like(like, out_dtype(q.dtype)), q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
+
+
+def holds(condition):
+    """Whether a condition on sizes that a call relies on holds. While torch traces, sizes may be symbols: then a guard
+    sees to it, and where only data will tell, an assertion in the graph does."""
+    if _is_plain(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # takes most of a second
+
+    if not guard_or_true(condition):
+        return False
+    torch._check(condition)
+    return True
+
+
+def is_known(condition):
+    """Whether a condition on sizes holds for all that they may be while torch traces, where it makes no guard."""
+    if _is_plain(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def is_static(size):
+    """Whether a size is a number, and no symbol of a trace."""
+    if _is_plain(size, int):
+        return True
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(size)
+
+
+def _is_plain(x, kind):
+    return type(x) is kind and not torch.compiler.is_compiling()  # to Dynamo, symbols are of these types too
+
+
+def same_sizes(shape, other):
+    """Whether two shapes are the same, where each size holds."""
+    return len(shape) == len(other) and all(holds(m == n) for m, n in zip(shape, other))
+
+
+def broadcasts(shape, other):
+    """Whether a tensor of this shape broadcasts to the other one, which has no fewer dimensions."""
+    return len(shape) <= len(other) and all(is_known(n == 1) or holds(n == size)
+                                            for n, size in zip(shape[::-1], other[::-1]))
+
+
+def is_over(size, limit):
+    """Whether a size is over a limit. torch.export would refuse a guard that a dimension's own range lacks."""
+    return is_known(size > limit) if torch.compiler.is_exporting() else not holds(size <= limit)
 
 
 def is_eager(*tensors):
@@ -55,7 +106,7 @@ def is_eager(*tensors):
     return (not torch.compiler.is_compiling() and not torch.jit.is_tracing()
             and not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
             and not is_transformed() and not torch.autograd._profiler_enabled()
-            and all(x is None or type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_neg()
+            and all(x is None or type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta and not x.is_neg()
                     and not x._is_zerotensor() and not torch._C._functorch.is_legacy_batchedtensor(x)
                     for x in tensors))
 
@@ -162,10 +213,11 @@ def check_dropout_seed(dropout_seed, q, num_samples):
     if dropout_seed.dtype != torch.int64:
         raise TypeError(f"{wanted}, {got}")
     sizes = (1,) if num_samples is None else (1, 1 + 4 * num_samples)
-    if dropout_seed.device != q.device or dropout_seed.numel() not in sizes:
+    if dropout_seed.device != q.device or not (is_known(dropout_seed.numel() == 1) or
+                                               holds(dropout_seed.numel() == sizes[-1])):
         with_origins = f", or of shape ({sizes[1]},), with the four origins of each sample" if sizes[1:] else ""
         raise ValueError(f"{wanted}{with_origins}, {got}")
-    if dropout_seed.numel() > 1 and can_read(dropout_seed) and not dropout_seed.is_cuda:
+    if can_read(dropout_seed) and not dropout_seed.is_cuda and dropout_seed.numel() > 1:
         for row, key, head, sample in dropout_seed.reshape(-1)[1:].view(-1, 4).tolist():
             if row % 16 or key % 16 or min(row, key, head, sample) < 0:
                 raise ValueError("the origins in dropout_seed are the first row and the first key, multiples of 16, "
@@ -173,22 +225,21 @@ def check_dropout_seed(dropout_seed, q, num_samples):
     return dropout_seed.contiguous()
 
 
-def autocast(q, k, v):
-    """q, k and v, under torch.autocast in its dtype for q's device, as scaled_dot_product_attention gets them there.
+def autocast(q, *others):
+    """q and others, under torch.autocast in its dtype for q's device, as scaled_dot_product_attention gets them there.
 
-    float64 stays, as with torch; so does float8, whose values mean nothing without their descales, and all that the
-    checks will refuse.
+    float64 and bool stay, as with torch; so does float8, whose values mean nothing without their descales, and all that
+    the checks will refuse.
     """
     # is_meta: torch raises for devices that know no autocast.
     if not isinstance(q, torch.Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
+        return q, *others
     dtype = torch.get_autocast_dtype(q.device.type)
-    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in KERNEL_DTYPES else x for x in (q, k, v))
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in KERNEL_DTYPES else x for x in (q, *others))
 
 
 def check_alike(dtypes, **tensors):
-    """TypeError unless these are dense tensors of one of the dtypes; ValueError unless they are on one device and hold
-    values."""
+    """TypeError unless these are dense tensors of one of the dtypes; ValueError unless they are on one device."""
     for name, x in tensors.items():
         check_tensor(name, x)
         if x.dtype not in dtypes:
@@ -203,8 +254,6 @@ def check_alike(dtypes, **tensors):
     if any(tensors[name].device != tensors[first].device for name in others):
         found = ", ".join(f"{name} on {tensors[name].device}" for name in others)
         raise ValueError(f"{names} must be on the same device: {first} is on {tensors[first].device}, {found}")
-    if tensors[first].is_meta:
-        raise ValueError(f"{names} must hold values, and tensors on the device meta have none")
 
 
 def check_heads(shapes, q, k, v, names=("q", "k", "v")):
@@ -212,13 +261,13 @@ def check_heads(shapes, q, k, v, names=("q", "k", "v")):
     heads. names is what the caller calls them, and shapes what an error says of them."""
     name_q, name_k, name_v = names
     for head_dim in (q.shape[-1], v.shape[-1]):
-        if not 1 <= head_dim <= MAX_HEAD_DIM:
+        if is_known(head_dim < 1) or is_over(head_dim, MAX_HEAD_DIM):
             raise ValueError(f"Unsupported head_dim {head_dim}: 1 to {MAX_HEAD_DIM} is supported")
-    if k.shape[:-1] != v.shape[:-1]:
+    if not same_sizes(k.shape[:-1], v.shape[:-1]):
         raise ValueError(f"{name_k} and {name_v} must have the same shape, but for the head_dim of {name_v}: {shapes}")
-    if q.shape[-1] != k.shape[-1]:
+    if not holds(q.shape[-1] == k.shape[-1]):
         raise ValueError(f"{name_q} and {name_k} must have the same head_dim: {shapes}")
-    if q.ndim == 4 and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
+    if q.ndim == 4 and (is_known(k.shape[1] == 0) or not holds(q.shape[1] % k.shape[1] == 0)):
         raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads: {shapes}")
 
 
@@ -240,7 +289,7 @@ def check_qkv(q, k, v, dtypes):
 
 def check_sizes(q, seqlen_k, shapes):
     """ValueError unless kernels can count the heads, and the rows and keys of a sample together, in 32 bits."""
-    if max(*q.shape[1:-1], q.shape[-2] + seqlen_k) > MAX_SEQLEN:
+    if any(is_over(n, MAX_SEQLEN) for n in (*q.shape[1:-2], q.shape[-2] + seqlen_k)):
         raise ValueError(f"heads go up to {MAX_SEQLEN}, and so do rows and keys together: {shapes}")
 
 
@@ -257,7 +306,7 @@ def check_sinks(sinks, q, name="sinks"):
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
         raise TypeError(f"Unsupported dtype: {name} is {sinks.dtype}, allowed for q in {q.dtype} are {names}")
     shape = (q.shape[1] if q.ndim == 4 else 1,)
-    if sinks.shape != shape:
+    if not same_sizes(sinks.shape, shape):
         raise ValueError(f"{name} must have shape {shape}, one for each query head, got {tuple(sinks.shape)}")
     if sinks.device != q.device:
         raise ValueError(f"{name} must be on the same device as q ({q.device}), got {sinks.device}")
@@ -356,7 +405,7 @@ def check_descales(descales, q, k, lengths):
             raise TypeError(f"Unsupported dtype: {name} is {descale.dtype}, allowed is float32")
         batch_size = lengths.num_samples(q)
         shape = (batch_size, k.shape[1] if k.ndim == 4 else 1)
-        if descale.shape != shape:
+        if not same_sizes(descale.shape, shape):
             raise ValueError(f"{name} must have shape {shape}, (batch size, key/value heads), got "
                              f"{tuple(descale.shape)}")
         if descale.device != q.device:

@@ -112,7 +112,7 @@ def _check_cache_dtype(verb, **tensor):
 
 
 def _why_not(device=None):
-    if device is not None and device.type not in ("cuda", "cpu"):
+    if device is not None and device.type not in ("cuda", "cpu", "meta"):
         return ValueError(f"CUDA tensors required: backend='cuda' takes CUDA or CPU tensors, got {device}")
     reason = _build.why_not(on_gpu=device is not None and device.type == "cuda")
     return RuntimeError(reason) if reason else None
@@ -132,6 +132,8 @@ def kernel_of(q, k, v, has_dropout, has_sinks, has_scores, attn_bias, is_packed)
     """interface.which_kernel of checked arguments."""
     if (why_not := _why_not(q.device)) is not None:
         raise why_not
+    if q.is_meta:
+        raise ValueError("which_kernel needs tensors with memory of their own: not on the device meta")
     if not q.is_cuda:
         return "host"
     # A last dimension that is not contiguous is copied, to rows that are aligned as far as head_dim allows: such a

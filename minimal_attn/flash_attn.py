@@ -12,7 +12,7 @@ import re
 from torch import Tensor
 
 from .backends import Lengths
-from .checks import autocast, check_dropout_p, check_tensor, out_dtype, reworded, shown, wants_gradient
+from .checks import autocast, check_dropout_p, check_tensor, out_dtype, reworded, same_sizes, shown, wants_gradient
 from .cuda import NO_LENGTHS, fast_path
 from .interface import checked_attention, is_zero
 from .kvcache import attention_with_kvcache
@@ -21,8 +21,8 @@ from .lengths import NO_WINDOW, check_int32, check_max_seqlen, of_self_attention
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
 
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-                    causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softmax_scale: float | None = None,
+                    causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
                     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
                     *, out: Tensor | None = None, s_aux: Tensor | None = None, learnable_sink: Tensor | None = None,
                     sinks: Tensor | None = None, return_softmax_lse: bool = False, return_lse: bool = False,
@@ -83,8 +83,8 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
 
 def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
                            max_seqlen_q: int | Tensor | None = None, max_seqlen_k: int | Tensor | None = None,
-                           dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-                           window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+                           dropout_p: float = 0, softmax_scale: float | None = None, causal: bool = False,
+                           window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
                            alibi_slopes: Tensor | None = None, deterministic: bool = False,
                            return_attn_probs: bool = False, block_table: Tensor | None = None, *,
                            out: Tensor | None = None, s_aux: Tensor | None = None,
@@ -184,8 +184,8 @@ def _of_parts(whole):
 
 
 @_of_parts(flash_attn_func)
-def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-                              causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0, softmax_scale: float | None = None,
+                              causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
                               alibi_slopes: Tensor | None = None, deterministic: bool = False,
                               return_attn_probs: bool = False, **keywords) -> Result:
     """flash_attn_func of qkv (B, S, 3, H, D), which holds q, k and v; none is copied. All else as there."""
@@ -195,8 +195,8 @@ def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0.0, softmax_scale
 
 
 @_of_parts(flash_attn_func)
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-                             causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p: float = 0, softmax_scale: float | None = None,
+                             causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
                              alibi_slopes: Tensor | None = None, deterministic: bool = False,
                              return_attn_probs: bool = False, **keywords) -> Result:
     """flash_attn_func of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), which holds k and v; none is copied. All else as
@@ -208,8 +208,8 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p: float = 0.0, soft
 
 @_of_parts(flash_attn_varlen_func)
 def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor | None = None,
-                                     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-                                     window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+                                     dropout_p: float = 0, softmax_scale: float | None = None, causal: bool = False,
+                                     window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
                                      alibi_slopes: Tensor | None = None, deterministic: bool = False,
                                      return_attn_probs: bool = False, **keywords) -> Result:
     """flash_attn_varlen_func of qkv (T, 3, H, D), which holds q, k and v; none is copied. All else as there."""
@@ -225,8 +225,8 @@ def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen
 @_of_parts(flash_attn_varlen_func)
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
                                     max_seqlen_q: int | Tensor | None = None, max_seqlen_k: int | Tensor | None = None,
-                                    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-                                    window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+                                    dropout_p: float = 0, softmax_scale: float | None = None, causal: bool = False,
+                                    window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
                                     alibi_slopes: Tensor | None = None, deterministic: bool = False,
                                     return_attn_probs: bool = False, **keywords) -> Result:
     """flash_attn_varlen_func of q (Tq, H, D) and kv (Tk, 2, Hk, D), which holds k and v; none is copied. All else as
@@ -274,7 +274,7 @@ def check_out(out, dtype, q, k, v, sinks):
         return
     check_tensor("out", out)
     shape = *q.shape[:-1], v.shape[-1]
-    if (out.shape, out.dtype, out.device) != (shape, dtype, q.device):
+    if (out.dtype, out.device) != (dtype, q.device) or not same_sizes(out.shape, shape):
         raise ValueError(f"out must be {dtype} of shape {shape} on {q.device}, got {shown(out)} on {out.device}")
     if any(map(wants_gradient, (q, k, v, sinks, out))):
         raise ValueError("out cannot be given where gradients are wanted: call under torch.no_grad()")
@@ -282,7 +282,7 @@ def check_out(out, dtype, q, k, v, sinks):
 
 def _result_dtype(q):
     """That of what checked_attention returns."""
-    return out_dtype(autocast(q.new_empty(0), None, None)[0].dtype)
+    return out_dtype(autocast(q.new_empty(0))[0].dtype)
 
 
 def returned(result, lse, out, return_attn_probs):

@@ -33,7 +33,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
                             rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
                             cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
                             block_table: Tensor | None = None, softmax_scale: float | None = None,
-                            causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+                            causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
                             rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
                             return_softmax_lse: bool = False) -> Result:
     """minimal_attn.flash_attn_with_kvcache with the arguments of flash-attn 2, in their order, which is another than

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from .checks import KERNEL_DTYPES, check_no_derivative, check_tensor, is_int, shown, sum_dtype
+from .checks import KERNEL_DTYPES, check_no_derivative, check_tensor, holds, is_int, same_sizes, shown, sum_dtype
 from .flash_attn import Result, attend_cached, check_layout, heads_first, one_of, refuse
 from .lengths import NO_WINDOW, check_int32
 from .pages import MAX_SPLITS, check_page_table
@@ -27,7 +27,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
                             rotary_seqlens: Tensor | None = None, q_descale: Tensor | None = None,
                             k_descale: Tensor | None = None, v_descale: Tensor | None = None,
                             softmax_scale: float | None = None, causal: bool = False,
-                            window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0, softcap: float = 0.0,
+                            window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0, softcap: float = 0,
                             rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None,
                             num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
                             return_softmax_lse: bool = False, *, block_table: Tensor | None = None,
@@ -104,9 +104,9 @@ def _of_each_sample(cache_seqlens, num_new, q, k_cache, table, table_name, cu_se
     if cu_seqlens_q is not None:
         check_int32("cu_seqlens_q", cu_seqlens_q, q.device)
         batch_size = max(0, cu_seqlens_q.shape[0] - 1)
-    if not 0 <= cache_seqlens <= room:
+    if not (holds(cache_seqlens >= 0) and holds(cache_seqlens <= room)):
         raise ValueError(f"cache_seqlens must be in 0..{room}, got {cache_seqlens}")
-    if cache_seqlens + num_new > room:
+    if not holds(cache_seqlens + num_new <= room):
         raise ValueError(f"the cache has no room for the new keys: cache_seqlens is {cache_seqlens}, {num_new} are "
                          f"new, and there is room for {room}")
     return torch.full((batch_size,), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -158,7 +158,7 @@ def _check_partial(out_partial, lse_partial, out, out_dtype):
     if out_partial.ndim not in (4, 5) or not 1 <= out_partial.shape[0] <= MAX_SPLITS:
         raise ValueError("out_partial must be (num_splits, B, S, H, D) or (num_splits, T, H, D), with 1 to "
                          f"{MAX_SPLITS} splits, got {tuple(out_partial.shape)}")
-    if lse_partial.shape != out_partial.shape[:-1] or lse_partial.device != out_partial.device:
+    if not same_sizes(lse_partial.shape, out_partial.shape[:-1]) or lse_partial.device != out_partial.device:
         raise ValueError(f"lse_partial must have shape {tuple(out_partial.shape[:-1])} on {out_partial.device}, got "
                          f"{tuple(lse_partial.shape)} on {lse_partial.device}")
     if out is not None:
@@ -168,7 +168,7 @@ def _check_partial(out_partial, lse_partial, out, out_dtype):
     if dtype not in dtypes:
         raise TypeError(f"out_dtype must be None or one of float32, float16, bfloat16, float64, got {shown(dtype)}")
     shape = out_partial.shape[1:]
-    if out is not None and (out.shape, out.dtype, out.device) != (shape, dtype, out_partial.device):
+    if out is not None and ((out.dtype, out.device) != (dtype, out_partial.device) or not same_sizes(out.shape, shape)):
         raise ValueError(f"out must be {dtype} of shape {tuple(shape)} on {out_partial.device}, got {shown(out)} on "
                          f"{out.device}")
     check_no_derivative("flash_attn_combine", "flash_attention", out_partial=out_partial, lse_partial=lse_partial)

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import cuda, reference, sdpa, twin
 from .backends import Lengths, Options
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, autocast, check_descales, check_dropout_p, check_dropout_seed,
-                     check_no_derivative, check_options, check_qkv, check_sinks, is_transformed, shown,
+                     check_no_derivative, check_options, check_qkv, check_sinks, is_known, is_transformed, shown,
                      wants_gradient)
 from .choice import auto_backend
 from .cuda import fast_path
@@ -46,14 +46,14 @@ OTHER_NAMES = {
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
-                    seq_lens: Tensor | Sequence[int] | None = None, *, dropout_p: float = 0.0,
+                    seq_lens: Tensor | Sequence[int] | None = None, *, dropout_p: float = 0,
                     dropout_seed: Tensor | None = None, deterministic: bool = False, return_lse: bool = False,
                     backend: str = "auto", q_descale: Tensor | None = None, k_descale: Tensor | None = None,
                     v_descale: Tensor | None = None, autotune: bool = True,
                     window_size: tuple[int, int] = NO_WINDOW, cu_seqlens_q: Tensor | None = None,
                     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
                     max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
-                    seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0.0,
+                    seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
                     alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None,
                     **unknown) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
@@ -182,7 +182,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 
 
 def is_zero(x):
-    """Whether dropout_p or softcap is the default, and needs no check: False is not, which equals 0."""
+    """Whether dropout_p or softcap is the default, and needs no check: False is not, which equals 0. Defaults are ints,
+    since torch.compile(dynamic=True) makes symbols of floats, and then compiles twice."""
     return (type(x) is float or type(x) is int) and x == 0
 
 
@@ -231,11 +232,11 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     options = Options(scale, window, lengths, sinks, dropout_p, seed, deterministic, autotune, descales, return_lse,
                       **scores)
-    if q.numel() == 0 or k.numel() == 0:
+    if is_known(q.numel() == 0) or is_known(k.numel() == 0):
         # Nothing to launch. The reference's empty products leave the outputs in the graph of inputs that require grad.
         out, lse = reference.BACKEND.forward(q, k, v, options)
     else:
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = (x if is_known(x.stride(-1) == 1) else x.contiguous() for x in (q, k, v))
         # Kernels, the backends without forward mode, do not add up gradients of keys that samples share.
         if lengths.may_share_keys and not chosen.has_forward_mode and any(map(wants_gradient, (q, k, v, sinks))):
             k, v, lengths = with_own_keys(k, v, lengths, max_seqlen_k)
@@ -252,11 +253,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
-                 seq_lens: Tensor | Sequence[int] | None = None, dropout_p: float = 0.0, *,
+                 seq_lens: Tensor | Sequence[int] | None = None, dropout_p: float = 0, *,
                  window_size: tuple[int, int] = NO_WINDOW, cu_seqlens_q: Tensor | None = None,
                  cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
                  max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
-                 seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0.0,
+                 seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
                  alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 

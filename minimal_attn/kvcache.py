@@ -13,7 +13,7 @@ from . import reference
 from .append import check_append, check_slots
 from .backends import Append, Cache, Lengths, Options
 from .checks import (FP8_DTYPES, autocast, check_no_derivative, check_options, check_sinks, check_tensor, is_int,
-                     shown)
+                     is_known, is_static, shown)
 from .cuda import can_append, can_read_cache
 from .interface import BACKENDS, backend_name
 from .lengths import NO_WINDOW, check_max_seqlen, check_window_size
@@ -27,7 +27,7 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
                            leftpad_k: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
                            max_seqlen_q: int | Tensor | None = None, seqused_q: Tensor | None = None,
                            causal: bool = False, sm_scale: float | None = None,
-                           window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+                           window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
                            sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, num_splits: int = 0,
                            return_lse: bool = False, k: Tensor | None = None, v: Tensor | None = None,
                            cu_seqlens_k_new: Tensor | None = None, rotary_cos: Tensor | None = None,
@@ -98,7 +98,7 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
     check_max_seqlen("max_seqlen_q", max_seqlen_q)
     lengths = Lengths(cu_seqlens_q, None, seqused_q, seqused_k)
     cache = Cache(page_table, cache_batch_idx, leftpad_k, None, check_num_splits(num_splits),
-                  int(max_seqlen_q) if is_int(max_seqlen_q) else 0)
+                  int(max_seqlen_q) if is_int(max_seqlen_q) and is_static(max_seqlen_q) else 0)
     check_cached(q, k_cache, v_cache, lengths, cache, dtypes)
     check_options(causal, sm_scale)
     left, right = check_window_size(window_size)
@@ -121,7 +121,7 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
     options = Options(scale, (left, 0 if causal else right), lengths, sinks, return_lse=return_lse,
                       softcap=check_softcap(softcap), alibi_slopes=alibi_slopes)
-    if q.numel() == 0 or k_cache.numel() == 0 or cache.page_table is not None and cache.page_table.numel() == 0:
+    if _is_empty(q, k_cache, cache.page_table):
         chosen = reference.BACKEND  # there is nothing to launch
     q = append.q
     if has_new:
@@ -226,14 +226,17 @@ def _backend_to_append(backend, k, k_cache, v_cache):
 
 def _append(chosen, k, v, k_cache, v_cache, append):
     """chosen.append, or the reference's where there is nothing to launch."""
-    is_empty = k.numel() == 0 or k_cache.numel() == 0 or (
-        append.page_table is not None and append.page_table.numel() == 0)
-    append_rows = (reference.BACKEND if is_empty else chosen).append
+    append_rows = (reference.BACKEND if _is_empty(k, k_cache, append.page_table) else chosen).append
     return append_rows(_rows_contiguous(k), _rows_contiguous(v), k_cache, v_cache, append)
 
 
+def _is_empty(*tensors):
+    """Whether one of these tensors, or None, has no elements, so that there is nothing to launch."""
+    return any(x is not None and is_known(x.numel() == 0) for x in tensors)
+
+
 def _rows_contiguous(x):
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if is_known(x.stride(-1) == 1) else x.contiguous()
 
 
 def _has_new_rows(k, v, append):
@@ -252,5 +255,5 @@ def _autocast(name, x, k_cache):
     if x is None:
         return None
     check_tensor(name, x)
-    cast, _, _ = autocast(x, None, None)
+    cast, = autocast(x)
     return cast if cast.dtype == k_cache.dtype else x

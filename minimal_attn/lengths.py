@@ -10,7 +10,7 @@ import re
 import torch
 
 from .backends import Lengths
-from .checks import MAX_SEQLEN, can_read, check_tensor, is_int, reworded, shown
+from .checks import MAX_SEQLEN, can_read, check_tensor, holds, is_int, is_known, reworded, same_sizes, shown
 
 NO_WINDOW = (-1, -1)
 
@@ -36,8 +36,8 @@ def check_window(window_size, causal, lengths, q, k):
     if causal:
         right = 0
     if not lengths.are_given:  # kernels may be faster without a bound, and these hide nothing
-        left = -1 if left >= k.shape[-2] - 1 else left
-        right = -1 if 0 < right and right >= q.shape[-2] - 1 else right
+        left = -1 if left >= 0 and is_known(left >= k.shape[-2] - 1) else left
+        right = -1 if right > 0 and is_known(right >= q.shape[-2] - 1) else right
     return left, right
 
 
@@ -56,7 +56,7 @@ def check_lengths(lengths, seq_lens, q, k):
         return lengths
     if (lengths.cu_seqlens_q is None) != (lengths.cu_seqlens_k is None):
         raise ValueError("cu_seqlens_q and cu_seqlens_k must both be given, or neither")
-    if lengths.is_packed and (q.ndim != 4 or q.shape[0] != 1):
+    if lengths.is_packed and (q.ndim != 4 or not holds(q.shape[0] == 1)):
         raise ValueError("with cu_seqlens_q, q, k and v must be packed, (1, H, T, D) with all samples one after the "
                          f"other, got q {tuple(q.shape)}")
     check_samples(lengths, q, k.shape[-2])
@@ -75,7 +75,7 @@ def check_samples(lengths, q, total_k):
     batch_size = lengths.num_samples(q)
     if lengths.is_packed:
         bounds = {name: tuple(x.shape) for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), lengths) if x is not None}
-        if batch_size < 1 or len(set(bounds.values())) > 1:
+        if not holds(batch_size >= 1) or not all(same_sizes(x, (batch_size + 1,)) for x in bounds.values()):
             raise ValueError(f"{' and '.join(bounds)} must have one shape (B + 1,), with B at least 1, got "
                              f"{' and '.join(map(str, bounds.values()))}")
     for name in ("seqused_q", "seqused_k"):
@@ -98,7 +98,7 @@ def check_int32(name, x, device):
 
 def check_per_sample(name, x, batch_size):
     """ValueError unless x is None or has one value a sample."""
-    if x is not None and x.shape != (batch_size,):
+    if x is not None and not same_sizes(x.shape, (batch_size,)):
         raise ValueError(f"{name} must have shape ({batch_size},), one value a sample, got {tuple(x.shape)}")
 
 
@@ -124,7 +124,7 @@ def check_max_seqlen(name, max_seqlen):
     is_scalar = isinstance(max_seqlen, torch.Tensor) and max_seqlen.numel() == 1
     if not (max_seqlen is None or is_int(max_seqlen) or is_scalar):
         raise TypeError(f"{name} must be None, an int or a tensor of one element, got {shown(max_seqlen)}")
-    if is_int(max_seqlen) and max_seqlen < 0:
+    if is_int(max_seqlen) and not holds(max_seqlen >= 0):
         raise ValueError(f"{name} must not be negative, got {max_seqlen}")
 
 
@@ -145,20 +145,18 @@ def check_seq_lens(seq_lens, q, k):
     if isinstance(seq_lens, torch.Tensor):
         check_tensor("seq_lens", seq_lens)
     seqlen = q.shape[-2]
-    if seqlen != k.shape[-2]:
+    if not holds(seqlen == k.shape[-2]):
         raise ValueError(f"seq_lens needs equal lengths of q and k, got seqlen_q {seqlen} and seqlen_k {k.shape[-2]}")
-    is_tracing = torch.compiler.is_compiling()
-    is_capturing = q.is_cuda and not is_tracing and torch.cuda.is_current_stream_capturing()
-    is_readable = not (is_tracing or is_capturing)
+    is_capturing = q.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
     if not isinstance(seq_lens, torch.Tensor):
         try:
             lengths = [operator.index(n) for n in seq_lens]
         except TypeError:
             raise TypeError("seq_lens must be integers, in a list or an int32 or int64 tensor, got "
                             f"{shown(seq_lens)}") from None
-        if any(not 0 < n <= seqlen for n in lengths):
+        if any(n <= 0 or not holds(n <= seqlen) for n in lengths):
             raise ValueError(f"seq_lens must be in 1..{seqlen}, got {lengths}")
-        seq_lens, is_readable = torch.tensor(lengths, dtype=torch.int32, device="cpu"), False  # they have been read
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
     elif seq_lens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"seq_lens must be a list or an int32 or int64 tensor, got {seq_lens.dtype}")
     elif seq_lens.device != q.device and seq_lens.device.type != "cpu":
@@ -166,10 +164,10 @@ def check_seq_lens(seq_lens, q, k):
     if is_capturing and not seq_lens.is_cuda:
         raise ValueError("seq_lens on the CPU cannot be copied while a CUDA graph is captured: pass a GPU tensor")
     batch_size = 1 if q.ndim == 3 else q.shape[0]
-    if seq_lens.shape != (batch_size,):
+    if not same_sizes(seq_lens.shape, (batch_size,)):
         why = "one value for all of a 3D q" if q.ndim == 3 else "one value a sample"
         raise ValueError(f"seq_lens must have shape ({batch_size},), {why}, got {tuple(seq_lens.shape)}")
-    if is_readable and seq_lens.numel():
+    if can_read(seq_lens) and not is_capturing and seq_lens.numel():
         low, high = torch.stack(seq_lens.aminmax()).tolist()
         if low < 1 or high > seqlen:
             raise ValueError(f"seq_lens must be in 1..{seqlen}, got values from {low} to {high}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .backends import Lengths
-from .checks import MAX_HEAD_DIM, check_dropout_p, check_options, check_tensor, shown
+from .checks import MAX_HEAD_DIM, autocast, check_dropout_p, check_options, check_tensor, is_known, shown
 from .distributed.attention import context_parallel_attention
 from .distributed.layout import shards_of
 from .interface import BACKENDS, flash_attention
@@ -177,8 +177,8 @@ class FlashMHA(nn.Module):
             raise ValueError(f"x must be ({layout}, {self.embed_dim}), got {tuple(x.shape)}")
         if key_padding_mask is not None:
             key_padding_mask = check_mask("key_padding_mask", key_padding_mask, x)
-            if x.shape[0] == 0:
-                return self.forward(x)
+            if is_known(x.shape[0] == 0) or x.is_meta:  # the device meta knows no number of valid positions
+                return self.forward(x, attn_mask=attn_mask)
         if key_padding_mask is not None and attn_mask is None:
             packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, key_padding_mask)
             out = self.forward(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
@@ -188,7 +188,7 @@ class FlashMHA(nn.Module):
                 raise ValueError("windows count the positions that key_padding_mask leaves, which cannot be packed "
                                  "together with attn_mask: give one of the two")
             x = x.masked_fill(~key_padding_mask[..., None], 0)  # what no position sees must be finite
-        if cu_seqlens is not None and x.shape[0] == 0 and getattr(cu_seqlens, "shape", None) == (1,):
+        if cu_seqlens is not None and is_known(x.shape[0] == 0) and getattr(cu_seqlens, "shape", None) == (1,):
             return self.forward(x[None])[0]  # no samples, which flash_attention refuses
         sizes = self.num_heads, self.num_heads_k, self.num_heads_k
         # Views of the projection's result (B, S, H + 2·Hk, D): flash_attention reads them by their strides.
@@ -209,7 +209,7 @@ class FlashMHA(nn.Module):
                             max_seqlen_k=max_seqlen)
         q, k, v = qkv.split(sizes, dim=1)
         if attn_mask is not None:
-            attn_mask = check_attn_bias(attn_mask, q, k, Lengths(), "attn_mask")
+            attn_mask = check_attn_bias(autocast(q, attn_mask)[1], q, k, Lengths(), "attn_mask")
             options["attn_bias"] = _without_padding(attn_mask, key_padding_mask)
         try:
             out = flash_attention(q, k, v, self.causal, **options)

@@ -9,7 +9,7 @@ deterministic, Triton's autotune.
 The dispatcher's Python part costs more than a small attention takes. ../csrc/autograd.cpp and ../triton_ref/ops.py
 therefore go past it where nothing traces or watches.
 
-Read next: ../csrc/main.cpp, csrc's ops; checks.py.
+Read next: ../csrc/main.cpp, csrc's ops; flops.py, what they count for.
 """
 
 import functools
@@ -18,6 +18,7 @@ import torch
 
 from .backends import Append
 from .checks import FP8_DTYPES, check_no_derivative, empty_like, empty_outputs
+from .flops import backward_flops, decode_flops, forward_flops, register_flops
 
 
 NUM_INPUTS = 17  # of a forward op, from q to mode; what follows has no part in the derivative
@@ -82,7 +83,8 @@ def append_shapes(k_new, v_new, k_cache, v_cache, *of_append):
 
 
 def register(forward, backward, run, backend):
-    """Give the op named `forward` shapes and a derivative, by run, and the op named `backward` shapes alone."""
+    """Give the op named `forward` shapes and a derivative, by run, and the op named `backward` shapes alone; and to
+    both what they count for."""
 
     def no_second_derivative(ctx, *gradients):
         raise NotImplementedError(f"backend={backend!r} has no second derivative: use backend='torch' with "
@@ -92,6 +94,8 @@ def register(forward, backward, run, backend):
     torch.library.register_fake(backward, _backward_shapes)
     torch.library.register_autograd(forward, backward_of(run, backend), setup_context=save)
     torch.library.register_autograd(backward, no_second_derivative)
+    register_flops(forward.removeprefix("minimal_attn::"), forward_flops)
+    register_flops(backward.removeprefix("minimal_attn::"), backward_flops)
 
 
 @functools.cache
@@ -99,5 +103,6 @@ def register_csrc(run=None):
     """Once, after the library that defines the ops is loaded. run: what the backward pass calls in place of the op."""
     torch.library.register_fake("minimal_attn::flash_decode", _forward_shapes)
     torch.library.register_fake("minimal_attn::append_kvcache", append_shapes)
+    register_flops("flash_decode", decode_flops)
     register("minimal_attn::flash_forward", "minimal_attn::flash_backward",
              run or torch.ops.minimal_attn.flash_backward, "cuda")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .backends import Lengths
-from .checks import can_read, check_tensor, is_int, shown
+from .checks import can_read, check_tensor, holds, is_int, is_known, same_sizes, shown
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
@@ -60,14 +60,14 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     for name, size in (("batch", batch), ("seqlen", seqlen)):
         if not is_int(size):
             raise TypeError(f"{name} must be an int, got {shown(size)}")
-        if size < 0:
+        if not holds(size >= 0):
             raise ValueError(f"{name} must not be negative, got {size}")
     if indices.dtype != torch.int64:
         raise TypeError(f"indices must be int64, got {indices.dtype}")
-    if indices.shape != x.shape[:1] or indices.device != x.device:
+    if not same_sizes(indices.shape, x.shape[:1]) or indices.device != x.device:
         raise ValueError(f"indices must be ({x.shape[0] if x.ndim else 'T'},) on {x.device}, as hidden_states is "
                          f"{tuple(x.shape)}; got {tuple(indices.shape)} on {indices.device}")
-    if x.shape[0] > batch * seqlen:
+    if not holds(x.shape[0] <= batch * seqlen):
         raise ValueError(f"hidden_states has {x.shape[0]} rows, more than batch · seqlen = {batch * seqlen}")
     padded = x.new_zeros(batch * seqlen, *x.shape[1:]).index_copy(0, indices, x)
     return padded.unflatten(0, (batch, seqlen))
@@ -80,7 +80,7 @@ def check_mask(name, mask, x):
     if mask.dtype not in (torch.bool, torch.int64, torch.int32, torch.uint8):
         raise TypeError(f"{name} must be bool, int64, int32 or uint8, and not 0 where a position is valid, got "
                         f"{mask.dtype}")
-    if mask.ndim != 2 or mask.shape != x.shape[:2] or mask.device != x.device:
+    if mask.ndim != 2 or not same_sizes(mask.shape, x.shape[:2]) or mask.device != x.device:
         raise ValueError(f"{name} must have shape {tuple(x.shape[:2])}, (B, S), on {x.device}, got {tuple(mask.shape)} "
                          f"on {mask.device}")
     return mask != 0
@@ -127,7 +127,7 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
         max_seqlen_k = total if longest is None else longest
     if longest is not None and max_seqlen_k < longest:
         raise ValueError(f"max_seqlen_k must be at least the largest of seqused_k, {longest}, got {max_seqlen_k}")
-    room = max(1, min(max_seqlen_k, total))
+    room = torch.sym_max(1, torch.sym_min(max_seqlen_k, total))
     ends = seqlen.clamp(max=room).cumsum(0)
     row = torch.arange(batch_size * room, device=k.device)
     sample = torch.searchsorted(ends, row, right=True).clamp(max=batch_size - 1)
@@ -136,7 +136,7 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
     rows = torch.where(row < ends[-1], begin[sample] + row - own_begin[sample], row % total)
     bounds = pad(ends, (1, 0)).int()
     k, v = _take_rows(k, rows), _take_rows(v, rows)
-    if longest is None and room < total:
+    if longest is None and not is_known(room >= total):
         # By a factor, which gradients have too: masked_fill would make theirs 0.
         factor = k.new_ones(batch_size).masked_fill(seqlen > room, float("nan"))[sample, None]
         k, v = k * factor, v * factor

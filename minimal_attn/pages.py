@@ -6,7 +6,7 @@ Read next: append.py, which writes into a cache; reference.py, which is given su
 import torch
 
 from .backends import Lengths
-from .checks import can_read, check_alike, check_heads, check_sizes, check_tensor, is_int, shown
+from .checks import can_read, check_alike, check_heads, check_sizes, check_tensor, holds, is_int, is_known, shown
 from .lengths import check_int32, check_per_sample, check_samples
 from .tree_mask import seen_in_tree
 
@@ -34,7 +34,7 @@ def check_fit(q, k, v, lengths, cache, dtypes):
     check_heads(shapes, q, k, v, ("q", "k_cache", "v_cache"))
     for name, x in (("k_cache", k), ("v_cache", v)):
         check_last_dimension(name, x)
-    if lengths.is_packed and q.shape[0] != 1:
+    if lengths.is_packed and not holds(q.shape[0] == 1):
         raise ValueError("with cu_seqlens_q, q must be packed, (1, H, Tq, D) with all samples one after the other, got "
                          f"{tuple(q.shape)}")
     if cache.page_table is not None:
@@ -49,18 +49,18 @@ def check_fit(q, k, v, lengths, cache, dtypes):
             check_per_sample(name, x, batch_size)
     if cache.page_table is not None:
         table = tuple(cache.page_table.shape)
-        if cache.batch_idx is None and table[0] != batch_size:
+        if cache.batch_idx is None and not holds(table[0] == batch_size):
             raise ValueError(f"page_table must have {batch_size} rows, one for each sample, got {table}")
-        if table[0] == 0 < batch_size:
+        if is_known(table[0] == 0) and not is_known(batch_size == 0):
             raise ValueError(f"page_table must have rows for cache_batch_idx to number, got {table}")
-    elif cache.batch_idx is None and k.shape[0] != batch_size:
+    elif cache.batch_idx is None and not holds(k.shape[0] == batch_size):
         raise ValueError("without cache_batch_idx and page_table, the cache must have as many sequences as there are "
                          f"samples, {batch_size}: {shapes}")
 
 
 def check_last_dimension(name, cache):
     """ValueError unless the last dimension of a cache is contiguous."""
-    if cache.stride(-1) != 1:
+    if not holds(cache.stride(-1) == 1):
         raise ValueError(f"{name} must be contiguous in its last dimension, since no cache is copied, got strides "
                          f"{cache.stride()}")
 
@@ -73,7 +73,7 @@ def check_page_table(page_table, device, name="page_table"):
         raise TypeError(f"{name} must be int32, got {page_table.dtype}")
     if page_table.device != device:
         raise ValueError(f"{name} must be on the same device as q ({device}), got {page_table.device}")
-    if page_table.ndim != 2 or page_table.shape[1] > 1 and page_table.stride(1) != 1:
+    if page_table.ndim != 2 or not (is_known(page_table.shape[1] <= 1) or holds(page_table.stride(1) == 1)):
         raise ValueError(f"{name} must have two dimensions, (B, max_pages), and be contiguous in the last one, got "
                          f"{shown(page_table)} with strides {page_table.stride()}")
 
@@ -90,7 +90,7 @@ def check_num_splits(num_splits):
 def capacity_of(k, cache):
     """How many keys a sample has room for: none in a cache without sequences."""
     sequences = 1 if cache.page_table is None else cache.page_table.shape[1]
-    return k.shape[2] * sequences if k.shape[0] else 0
+    return 0 if is_known(k.shape[0] == 0) else k.shape[2] * sequences
 
 
 def _check_values(k, batch_size, seqused_k, cache):
@@ -124,7 +124,7 @@ def with_own_rows(cache):
     its rows. On a GPU that may be anything: a row that is not there has no page that is."""
     if cache.page_table is None or cache.batch_idx is None:
         return cache
-    rows = cache.batch_idx.clamp(0, max(0, len(cache.page_table) - 1))
+    rows = cache.batch_idx.clamp(0, torch.sym_max(0, cache.page_table.shape[0] - 1))
     table = cache.page_table.index_select(0, rows).masked_fill_((rows != cache.batch_idx)[:, None], -1)
     return cache._replace(page_table=table, batch_idx=None)
 
@@ -154,7 +154,7 @@ def gathered(q, k, v, lengths, cache):
     if cache.leftpad_k is not None:
         leftpad = cache.leftpad_k.long()[:, None].clamp(min=0)
         key, seqused = key + leftpad, (seqused - leftpad).clamp(min=0)
-    if num_sequences:
+    if not is_known(num_sequences == 0):
         key = key.clamp(max=capacity - 1)
         if is_paged:
             sequence = cache.page_table.long().gather(1, key // size)

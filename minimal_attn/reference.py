@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .append import append_in_torch
 from .backends import Backend, Lengths, Options
-from .checks import (FP8_DTYPES, check_dropout_p, check_dropout_seed, check_options, check_qkv, check_sinks, out_dtype,
-                     sum_dtype)
+from .checks import (FP8_DTYPES, check_dropout_p, check_dropout_seed, check_options, check_qkv, check_sinks, is_known,
+                     out_dtype, sum_dtype)
 from .dropout import keep_mask, keep_scale
 from .lengths import check_lengths, check_max_seqlen, check_window
 from .packed import as_padded
@@ -31,6 +31,8 @@ def without_autocast(function):
 
     @functools.wraps(function)
     def wrapped(q, *args, **kwargs):
+        if q.is_meta:  # which knows no autocast
+            return function(q, *args, **kwargs)
         with torch.autocast(q.device.type, enabled=False):
             return function(q, *args, **kwargs)
 
@@ -38,12 +40,12 @@ def without_autocast(function):
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
-                        seq_lens: Tensor | Sequence[int] | None = None, *, dropout_p: float = 0.0,
+                        seq_lens: Tensor | Sequence[int] | None = None, *, dropout_p: float = 0,
                         dropout_seed: Tensor | None = None, return_lse: bool = False,
                         window_size: tuple[int, int] = (-1, -1), cu_seqlens_q: Tensor | None = None,
                         cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
                         max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
-                        seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0.0,
+                        seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
                         alibi_slopes: Tensor | None = None,
                         attn_bias: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
@@ -130,7 +132,7 @@ def reference_forward(q, k, v, options):
 
 def relative_to_max(scores):
     """Scores minus the largest of their row, and these (B, H, Sq), which count as constants. 0 if it is not finite."""
-    if not scores.shape[-1]:
+    if is_known(scores.shape[-1] == 0):
         return scores, scores.new_zeros(scores.shape[:-1])
     row_max = scores.detach().amax(-1)
     row_max = row_max.masked_fill(~row_max.isfinite(), 0)
@@ -179,7 +181,7 @@ BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, always, over_gathered(_fo
 
 
 @without_autocast
-def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, dropout_p: float = 0.0) -> Tensor:
+def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, dropout_p: float = 0) -> Tensor:
     """softmax(Q Kᵀ / sqrt(D)) V with the online softmax, one block of keys at a time: for reading, not for speed.
 
     Milakov and Gimelshein 2018 (the running maximum and sum); Dao et al. 2022, Algorithm 1 (with the product by V).

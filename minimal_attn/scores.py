@@ -11,20 +11,19 @@ import numbers
 
 import torch
 
-from .checks import FP8_DTYPES, KERNEL_DTYPES, MAX_SCALE, check_tensor, is_causal_bias, shown, sum_dtype, wants_gradient
-
-MIN_SOFTCAP = 1e-30  # kernels divide by it in fp32
+from .checks import (FP8_DTYPES, KERNEL_DTYPES, MAX_SCALE, broadcasts, check_tensor, is_causal_bias, is_known,
+                     same_sizes, shown, sum_dtype, wants_gradient)
 
 
 def check_softcap(softcap):
-    """softcap as a float; TypeError unless it is a real number, ValueError unless it is 0 or in [MIN_SOFTCAP,
-    MAX_SCALE]."""
+    """softcap as a float; TypeError unless it is a real number, ValueError unless it is 0 or in
+    [1e-30, MAX_SCALE]."""
     if isinstance(softcap, bool) or not isinstance(softcap, (numbers.Real, torch.SymFloat)):
         raise TypeError(f"softcap must be a number, and 0 is none, got {shown(softcap)}")
     if not 0 <= softcap <= MAX_SCALE:  # kernels keep it in fp32
         raise ValueError(f"softcap must be at least 0 and at most {MAX_SCALE:g}, got {softcap}")
-    if 0 < softcap < MIN_SOFTCAP:
-        raise ValueError(f"softcap must be 0 or at least {MIN_SOFTCAP:g}, got {softcap}")
+    if 0 < softcap < 1e-30:  # kernels divide by it
+        raise ValueError(f"softcap must be 0 or at least 1e-30, got {softcap}")
     return float(softcap)
 
 
@@ -40,7 +39,7 @@ def check_alibi_slopes(alibi_slopes, q, lengths):
         raise TypeError(f"Unsupported dtype: alibi_slopes is {alibi_slopes.dtype}, allowed is float32")
     batch_size = lengths.num_samples(q)
     nheads = q.shape[1] if q.ndim == 4 else 1
-    if alibi_slopes.shape not in ((nheads,), (batch_size, nheads)):
+    if alibi_slopes.ndim == 0 or not same_sizes(alibi_slopes.shape, (batch_size, nheads)[-alibi_slopes.ndim:]):
         raise ValueError(f"alibi_slopes must have shape ({nheads},) or ({batch_size}, {nheads}), one for each query "
                          f"head, got {tuple(alibi_slopes.shape)}")
     if alibi_slopes.device != q.device:
@@ -56,7 +55,7 @@ def is_top_left(causal_bias, q, k, name="attn_bias"):
     ValueError unless it is for the rows of q and the keys of k.
     """
     shape = causal_bias.seq_len_q, causal_bias.seq_len_kv
-    if shape != (q.shape[-2], k.shape[-2]):
+    if not same_sizes(shape, (q.shape[-2], k.shape[-2])):
         raise ValueError(f"{name} must be for {q.shape[-2]} rows and {k.shape[-2]} keys, got a CausalBias of {shape}")
     return causal_bias.variant.name == "UPPER_LEFT"
 
@@ -98,8 +97,7 @@ def check_attn_bias(attn_bias, q, k, lengths, name="attn_bias"):
     if attn_bias.device != q.device:
         raise ValueError(f"{name} must be on the same device as q ({q.device}), got {attn_bias.device}")
     shape = *q.shape[:-1], k.shape[-2]
-    sizes = (1,) * (len(shape) - attn_bias.ndim) + tuple(attn_bias.shape)
-    if attn_bias.ndim == 0 or len(sizes) > len(shape) or any(n not in (1, size) for n, size in zip(sizes, shape)):
+    if attn_bias.ndim == 0 or not broadcasts(attn_bias.shape, shape):
         raise ValueError(f"{name} must have 1 to {len(shape)} dimensions and broadcast to {shape}, (batch size, heads, "
                          f"rows, keys), got {tuple(attn_bias.shape)}")
     attn_bias = attn_bias[(None,) * (len(shape) - attn_bias.ndim)]
@@ -177,6 +175,6 @@ def without_repeats(x):
     if wants_gradient(x):
         return x
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride())):
-        if stride == 0 and size > 1:
+        if is_known(stride == 0) and is_known(size > 1):
             x = x.narrow(dim, 0, 1)
     return x

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .append import append_in_torch
 from .backends import Backend
-from .checks import sum_dtype
+from .checks import holds, is_known, is_static, sum_dtype
 from .packed import as_padded
 from .pages import over_gathered
 from .reference import DTYPES, always, by_autograd, reference_forward, without_autocast, without_padding
@@ -24,8 +24,8 @@ def _copied_if_needed(x):
     of a q whose rows overlap. On a GPU they fail with a misaligned address for some tensors that do not start at a
     multiple of 16 bytes, or have rows that do not, after which the process has no GPU any more.
     """
-    overlaps = any(0 < stride < x.shape[-1] for stride in x.stride()[:-1])
-    if overlaps or x.is_cuda and not _is_aligned(x):
+    is_apart = all(is_known(stride == 0) or holds(stride >= x.shape[-1]) for stride in x.stride()[:-1])
+    if not is_apart or x.is_cuda and not _is_aligned(x):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
@@ -48,15 +48,16 @@ def _forward(q, k, v, options):
         return as_padded(_forward, q, k, v, options)
     window, lengths, softmax_scale = options.window, options.lengths, options.softmax_scale
     is_causal, has_lengths = window == (-1, 0), lengths.are_given
-    # Under torch.compile with dynamic shapes a comparison is symbolic, and SDPA wants a bool: hence the two branches.
-    is_square = is_causal and q.shape[2] == k.shape[2] and not has_lengths
-    square_causal = True if is_square and not options.has_scores else False
-    is_grouped = True if q.shape[1] != k.shape[1] else False
     # SDPA aligns its own causal mask top-left, which is ours only for equal lengths.
+    square_causal = is_causal and is_known(q.shape[2] == k.shape[2]) and not (has_lengths or options.has_scores)
+    is_grouped = not is_known(q.shape[1] == k.shape[1])
     visible = None if square_causal else visible_keys(q.shape[2], k.shape[2], window, lengths, q.device)
-    if visible is not None and (has_lengths or not is_causal or q.shape[2] > k.shape[2]):
+    if visible is not None and (has_lengths or not is_causal or not is_known(q.shape[2] <= k.shape[2])):
         q, k, v = without_padding(q, k, v, visible)
     mask = as_attn_mask(q, k, options, visible)
+    if not (is_static(q.shape[0]) or is_known(q.shape[0] > 1)):  # SDPA would compare it with that of a 4D mask
+        while mask is not None and mask.ndim > 2 and is_known(mask.shape[0] == 1):
+            mask = mask[0]
     if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
     q, k, v = map(_copied_if_needed, (q, k, v))
@@ -83,8 +84,10 @@ def _lse(q, k, softmax_scale, mask):
     q = q.unflatten(1, (k.shape[1], -1)).to(acc_dtype)  # (B, Hk, group, Sq, D)
     k = k.to(acc_dtype).transpose(-2, -1).unsqueeze(2)
     parts = []
-    for row0 in range(0, q.shape[3], LSE_ROWS):
-        rows = slice(row0, row0 + LSE_ROWS)
+    # A loop over a dynamic length would be compiled anew for each number of blocks: it is one block.
+    step = LSE_ROWS if is_static(q.shape[3]) else q.shape[3]
+    for row0 in range(0, q.shape[3], step) if is_static(q.shape[3]) else (0,):
+        rows = slice(row0, row0 + step)
         scores = (q[..., rows, :] @ k * softmax_scale).flatten(1, 2)
         if mask is not None and mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask[..., rows, :], -math.inf)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from .backends import Lengths
-from .checks import autocast, check_options, check_tensor, is_causal_bias, shown
+from .checks import autocast, broadcasts, check_options, check_tensor, holds, is_causal_bias, is_known, is_static, shown
 from .interface import flash_attention
 from .lengths import NO_WINDOW
 from .scores import check_attn_bias, is_top_left
 
 
 def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                                 dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+                                 dropout_p: float = 0, is_causal: bool = False, scale: float | None = None,
                                  enable_gqa: bool = False, *, backend: str = "auto") -> Tensor:
     """softmax(scale · Q Kᵀ + attn_mask) V, a drop-in for torch.nn.functional.scaled_dot_product_attention.
 
@@ -53,16 +53,21 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     check_options(False, scale, "scale")
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask cannot be given together with is_causal=True")
-    query, key, value = autocast(query, key, value)  # before they are expanded
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)  # before they are expanded
     leading, heads_k, key, value = _matched(query, key, value, enable_gqa)
     q, k, v = _as_4d(query, leading), *(_as_4d(x, (*leading[:-1], heads_k)) for x in (key, value))
     window, bias = NO_WINDOW, None
     if is_causal_bias(attn_mask):
         is_causal, attn_mask = is_top_left(attn_mask, q, k, "attn_mask"), None
         window = -1, 0
-    if is_causal:
+    if is_causal and is_known(q.shape[2] < k.shape[2]):
         k, v = k[:, :, :q.shape[2]], v[:, :, :q.shape[2]]  # no row sees the keys from Sq on
+    if is_causal and is_known(q.shape[2] == k.shape[2]):
+        window = -1, 0
+    elif is_causal and is_static(q.shape[2] - k.shape[2]):
         window = -1, q.shape[2] - k.shape[2]
+    elif is_causal:  # a window is a constant of a graph
+        bias = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if attn_mask is not None:
         bias = check_attn_bias(_as_bias(attn_mask, q, k, leading), q, k, Lengths(), "attn_mask")
     out = flash_attention(q, k, v, sm_scale=scale, dropout_p=dropout_p, window_size=window, attn_bias=bias,
@@ -79,10 +84,11 @@ def _matched(query, key, value, enable_gqa):
         raise ValueError(f"query, key and value must have at least 2 dimensions: {shapes}")
     heads, heads_k, heads_v = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value))
     if enable_gqa:
-        if min(query.ndim, key.ndim, value.ndim) < 3 or any(n == 0 or heads % n for n in (heads_k, heads_v)):
+        if min(query.ndim, key.ndim, value.ndim) < 3 or any(
+                is_known(n == 0) or not holds(heads % n == 0) for n in (heads_k, heads_v)):
             raise ValueError("with enable_gqa=True, the number of query heads must be a multiple of those of key and "
                              f"value: {shapes}")
-        if heads_k != heads_v:
+        if not is_known(heads_k == heads_v):
             key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
             heads_k = heads
     try:
@@ -91,8 +97,8 @@ def _matched(query, key, value, enable_gqa):
     except RuntimeError:
         raise ValueError(f"the leading dimensions must broadcast; heads need not with enable_gqa=True: {shapes}"
                          ) from None
-    if not enable_gqa and max(heads_k, heads_v) > 1:  # otherwise all query heads read one key head
-        heads_k = heads
+    if not enable_gqa and not (is_known(heads_k == 1) and is_known(heads_v == 1)):
+        heads_k = heads  # otherwise all query heads read one key head
     return (*batch, heads), heads_k, key, value
 
 
@@ -105,10 +111,10 @@ def _as_bias(attn_mask, q, k, leading):
     """attn_mask, broadcastable to (*leading, Sq, Sk), as one that is broadcastable to (B, H, Sq, Sk)."""
     check_tensor("attn_mask", attn_mask)
     shape = *leading, q.shape[2], k.shape[2]
-    sizes = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
-    if len(sizes) > len(shape) or any(n not in (1, size) for n, size in zip(sizes, shape)):
+    if not broadcasts(attn_mask.shape, shape):
         raise ValueError(f"attn_mask must broadcast to {shape}, got {tuple(attn_mask.shape)}")
+    sizes = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
     # Only batch dimensions are expanded here, since merging them may make a copy.
-    batch = leading[:-1] if any(n != 1 for n in sizes[:-3]) else (1,) * len(sizes[:-3])
+    batch = leading[:-1] if not all(is_known(n == 1) for n in sizes[:-3]) else (1,) * len(sizes[:-3])
     bias = attn_mask.expand(*batch, *sizes[-3:]).reshape(math.prod(batch), *sizes[-3:])
     return bias.double() if q.dtype == torch.float64 and bias.dtype == torch.float32 else bias

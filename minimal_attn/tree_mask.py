@@ -8,7 +8,7 @@ a token says whether it sees the j-th new key. Read next: reference.py, which ta
 import torch
 from torch import Tensor
 
-from .checks import check_tensor
+from .checks import check_tensor, holds, same_sizes
 from .lengths import NO_WINDOW
 from .scores import positions
 
@@ -30,9 +30,9 @@ def pack_tree_mask(tree_mask: Tensor) -> Tensor:
     check_tensor("tree_mask", tree_mask)
     if tree_mask.dtype != torch.bool:
         raise TypeError(f"tree_mask must be bool to be packed, got {tree_mask.dtype}")
-    if tree_mask.ndim not in (2, 3) or tree_mask.shape[-1] != tree_mask.shape[-2]:
+    if tree_mask.ndim not in (2, 3) or not holds(tree_mask.shape[-1] == tree_mask.shape[-2]):
         raise ValueError(f"tree_mask must be (Sq, Sq) or (B, Sq, Sq), got {tuple(tree_mask.shape)}")
-    if tree_mask.shape[-1] > MAX_TOKENS:
+    if not holds(tree_mask.shape[-1] <= MAX_TOKENS):
         raise ValueError(f"tree_mask serves up to {MAX_TOKENS} rows, got {tree_mask.shape[-1]}")
     bits = torch.arange(tree_mask.shape[-1], device=tree_mask.device)
     return (tree_mask.long() << bits).sum(-1)
@@ -62,10 +62,10 @@ def check_tree_mask(tree_mask, q, lengths, causal, window_size, alibi_slopes, ro
         if is_given:
             raise NotImplementedError(f"{name} is not supported together with tree_mask: {reason}")
     batch_size, seqlen_q = q.shape[0], q.shape[2]
-    if seqlen_q > MAX_TOKENS:
+    if not holds(seqlen_q <= MAX_TOKENS):
         raise ValueError(f"tree_mask serves up to {MAX_TOKENS} rows of q, got {seqlen_q}")
     rows = (seqlen_q, seqlen_q) if tree_mask.dtype == torch.bool else (seqlen_q,)
-    if tree_mask.shape not in (rows, (batch_size, *rows)):
+    if not any(same_sizes(tree_mask.shape, x) for x in (rows, (batch_size, *rows))):
         raise ValueError(f"tree_mask in {tree_mask.dtype} must have shape {rows} or {(batch_size, *rows)}, got "
                          f"{tuple(tree_mask.shape)}")
     words = pack_tree_mask(tree_mask) if tree_mask.dtype == torch.bool else tree_mask

@@ -13,6 +13,7 @@ import torch
 from ._build import assume_constant_result
 from .backends import Backend
 from .checks import TWIN_DTYPES, is_eager
+from .flops import decode_flops, register_flops
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ def register(twin: Twin) -> None:
     """Called by triton_ref when it is imported."""
     global _twin
     _twin = twin
+    register_flops("triton_decode", decode_flops)
 
 
 # torch.compile runs this while it traces and keeps the answer: an import cannot be part of a graph.

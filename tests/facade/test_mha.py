@@ -309,8 +309,10 @@ def test_autocast(backend):
     want = module(x)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         out = module(x)
+        masked = module(x, attn_mask=x.new_zeros(x.shape[1], x.shape[1], dtype=torch.float16))  # is cast too
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), want, rtol=0.02, atol=0.02)
+    for got in out, masked:
+        torch.testing.assert_close(got.float(), want, rtol=0.02, atol=0.02)
 
 
 def test_autocast_hands_over_its_dtype(received):

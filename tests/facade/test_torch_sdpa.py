@@ -138,9 +138,15 @@ def test_heads_and_one_batch_dimension_are_not_copied(monkeypatch):
 
 def test_autocast():
     q, k, v = (randn(2, 3, 5, 8, seed=seed, dtype=torch.float32) for seed in range(3))
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        mask = randn(5, 5, dtype=dtype)
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
-            got = scaled_dot_product_attention(q, k, v, randn(5, 5, dtype=dtype))
+            got = scaled_dot_product_attention(q, k, v, mask)
+            assert got.equal(scaled_dot_product_attention(q, k, v, mask.bfloat16()))
+            hidden = scaled_dot_product_attention(q, k, v, mask > 0)  # bool stays
+            assert_close(hidden, by_torch(q, k, v, mask > 0), rtol=3e-2, atol=3e-2)
+            with pytest.raises(TypeError, match="attn_mask is torch.float64"):  # and so does float64
+                scaled_dot_product_attention(q, k, v, mask.double())
         assert got.dtype == torch.bfloat16
         assert_close(got.float(), by_torch(q, k, v, randn(5, 5, dtype=torch.float32)), rtol=3e-2, atol=3e-2)
 
