@@ -3,7 +3,7 @@
 scaled_dot_product_attention, varlen_attn and nested tensors choose one of these ops, and autograd and torch.compile
 know the derivatives and the shapes of all of them. Each function here has the signature of an op and returns what the
 op's CUDA kernel returns, in the same shapes, strides and dtypes. It returns None for a call that it does not serve: the
-caller then gives the call to torch's own kernel, so what torch refuses stays refused.
+caller then gives the call to torch's own kernel.
 
     op                           q, k, v                     causal mask    lse                          out
     sdpa_flash                   (B, H, S, D)                bottom right   (B, H, Sq)                   strides of q
@@ -49,10 +49,18 @@ def _attend(q, k, v, scale, window, bias=None, lengths=NO_LENGTHS):
 
 
 def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LENGTHS, need_dbias=False):
-    """(dq, dk, dv, dbias) of a call that _attend serves, whoever served it, or None; dbias only if it is needed."""
+    """(dq, dk, dv, dbias) of a call that _attend serves, whoever served it, or None; dbias only if it is needed.
+
+    torch saves no lse where q, k and v require no grad, though the bias may, and neither do graphs of torch.export.
+    """
     if dout is None or q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
         return None
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if lse is None or lse.shape[2] < q.shape[2]:
+        result = _attend(q, k, v, scale, window, bias, lengths)
+        if result is None:
+            return None
+        lse = result[1]
     deterministic = torch.are_deterministic_algorithms_enabled()
     run = torch.ops.minimal_attn.flash_backward.default
     try:
@@ -169,7 +177,7 @@ def sdpa_cudnn_backward(grad_out, query, key, value, out, logsumexp, philox_seed
     bias = _cudnn_bias(attn_bias)
     if dropout_p or cum_seq_q is not None or _is_refused(attn_bias, bias, query, is_causal):
         return None
-    lse = logsumexp.squeeze(-1) if logsumexp.ndim == 4 else logsumexp
+    lse = logsumexp.squeeze(-1) if logsumexp is not None and logsumexp.ndim == 4 else logsumexp
     q, k, v, *options = _top_left(query, key, value, is_causal, scale)
     gradients = _gradients(grad_out, q, k, v, out, lse, *options, bias)
     if gradients is None:
@@ -188,7 +196,13 @@ def _cudnn_bias(attn_bias):
 def _is_refused(attn_bias, bias, query, is_causal):
     """Whether query is no batch, or there is a bias that is not served: scaled_dot_product_attention gives none
     together with is_causal."""
-    return query.ndim != 4 or attn_bias is not None and (bias is None or is_causal or bias.dtype != query.dtype)
+    return query.ndim != 4 or attn_bias is not None and (bias is None or is_causal or not _is_taken(bias, query))
+
+
+def _is_taken(bias, query):
+    """Whether our kernels add a bias of this dtype: also float32 to scores of 16 bits, which torch's memory-efficient
+    kernel refuses."""
+    return bias.dtype in (query.dtype, torch.float32)
 
 
 def _top_left(q, k, v, is_causal, scale):
@@ -219,8 +233,9 @@ def sdpa_efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0
     if result is None:
         return None
     out, lse = result
-    if not compute_log_sumexp:  # nothing wants gradients: nothing is saved
-        return _rows_before_heads(out), lse.new_empty(*lse.shape[:2], 0), None, None
+    if not compute_log_sumexp:  # q, k and v want no gradients, but the bias may: then tensors are saved
+        rng = (None, None) if attn_bias is None else _rng(query)
+        return _rows_before_heads(out), lse.new_empty(*lse.shape[:2], 0), *rng
     if missing := -lse.shape[2] % 32:
         lse = pad(lse, (0, missing), value=math.inf)
     return _rows_before_heads(out), lse, *_rng(query)
@@ -242,11 +257,10 @@ def sdpa_efficient_backward(grad_out_, query, key, value, attn_bias, out, logsum
 
 
 def _is_efficient(query, key, attn_bias, is_causal):
-    """Whether torch's kernel takes such heads and such a bias, and ours has the tensor cores that it has."""
+    """Whether torch's kernel takes such heads, ours such a bias, and ours has the tensor cores that torch's has."""
     if query.ndim != 4 or key.shape[1] != query.shape[1] or query.is_cuda and not _is_ampere(query.device):
         return False
-    return attn_bias is None or (attn_bias.ndim == 4 and attn_bias.dtype == query.dtype and not is_causal
-                                 and attn_bias.stride(-1) == 1)
+    return attn_bias is None or attn_bias.ndim == 4 and not is_causal and _is_taken(attn_bias, query)
 
 
 @functools.cache

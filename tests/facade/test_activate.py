@@ -189,6 +189,7 @@ def test_cudnn(in_fp64, batch_size, heads, rows, keys, head_dim, head_dim_v, kin
     want = by_math(q, k, v, mask, scale, dout)
     assert_alike((out, lse.squeeze(-1), *backward(lse, *rest, scale=scale)), want[:5])
     assert_alike(backward(lse.squeeze(-1), *rest, scale=scale), want[2:5])  # as versions of torch have it
+    assert_alike(backward(None, *rest, scale=scale), want[2:5])  # as graphs of torch.export have it
 
 
 @cpu
@@ -221,7 +222,10 @@ def test_efficient(in_fp64, batch_size, nheads, rows, keys, head_dim, head_dim_v
     got += [] if dbias is None else [dbias]
     assert_alike(got, want[:len(got)])
     inferred = aten.sdpa_efficient(q, k, v, bias, False, 0.0, is_causal, scale=scale)
-    assert inferred[0].equal(out) and inferred[1].shape == (batch_size, nheads, 0) and inferred[2:] == (None, None)
+    assert inferred[0].equal(out) and inferred[1].shape == (batch_size, nheads, 0)
+    assert all((x is None) == (bias is None) for x in inferred[2:])
+    later = aten.sdpa_efficient_backward(dout, q, k, v, bias, *inferred, 0.0, needed, is_causal, scale=scale)
+    assert all(x is y is None or x.equal(y) for x, y in zip(later, (*gradients, dbias)))
 
 
 @pytest.mark.parametrize("dtype", aten.HALVES, ids=str)
@@ -324,7 +328,7 @@ NOT_SERVED = {
     "cudnn: debug mask": lambda q, k, v: aten.sdpa_cudnn(q, k, v, None, True, 0.0, False, True),
     "cudnn: causal bias": lambda q, k, v: aten.sdpa_cudnn(q, k, v, q.new_zeros(5, 5), True, 0.0, True),
     "cudnn: bool bias": lambda q, k, v: aten.sdpa_cudnn(q, k, v, q.new_ones(5, 5).bool(), True),
-    "cudnn: wide bias": lambda q, k, v: aten.sdpa_cudnn(q, k, v, torch.zeros(5, 5), True),
+    "cudnn: wider bias": lambda q, k, v: aten.sdpa_cudnn(q, k, v, torch.zeros(5, 5).double(), True),
     "cudnn: bias of heads": lambda q, k, v: aten.sdpa_cudnn(q, k, v, q.new_zeros(2, 5, 5), True),
     "cudnn: bias of another shape": lambda q, k, v: aten.sdpa_cudnn(q, k, v, q.new_zeros(5, 4), True),
     "cudnn: 3D": lambda q, k, v: aten.sdpa_cudnn(q[0], k[0], v[0], None, True, 0.0, True),
@@ -334,9 +338,8 @@ NOT_SERVED = {
     "efficient: float32": lambda q, k, v: aten.sdpa_efficient(q.float(), k.float(), v.float(), None, True),
     "efficient: grouped heads": lambda q, k, v: aten.sdpa_efficient(q, k[:, :1], v[:, :1], None, True),
     "efficient: causal bias": lambda q, k, v: aten.sdpa_efficient(q, k, v, q.new_zeros(2, 2, 5, 5), True, 0.0, True),
-    "efficient: wide bias": lambda q, k, v: aten.sdpa_efficient(q, k, v, torch.zeros(2, 2, 5, 5), True),
+    "efficient: wider bias": lambda q, k, v: aten.sdpa_efficient(q, k, v, torch.zeros(2, 2, 5, 5).double(), True),
     "efficient: 2D bias": lambda q, k, v: aten.sdpa_efficient(q, k, v, q.new_zeros(5, 5), True),
-    "efficient: bias by columns": lambda q, k, v: aten.sdpa_efficient(q, k, v, q.new_zeros(2, 2, 5, 5).mT, True),
     "efficient: backward of dropout": lambda q, k, v: aten.sdpa_efficient_backward(
         q, q, k, v, None, q, q[..., 0], q, q, 0.1, [True] * 4),
 }
@@ -526,6 +529,42 @@ def test_autograd_and_compile(on_cpu, name, backend):
     assert_near(got, (want[0], *(2 * x for x in want[2:5])))
     with torch.no_grad():  # a graph that saves nothing
         assert call(q, k, v).equal(out)
+
+
+@cpu
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_gradient_of_a_bias_alone(on_cpu, backend):
+    """torch then asks for no lse, which its own backward pass would need."""
+    q, k, v = make_qkv([(2, 3, 33, 16), (2, 3, 40, 16), (2, 3, 40, 16)], torch.float16)
+    bias = randn(1, 3, 33, 40, seed=3, dtype=torch.float16).requires_grad_()
+
+    def attend(bias):
+        return ATEN._scaled_dot_product_efficient_attention(q, k, v, (2 * bias).expand(2, 3, 33, 40), False)[0]
+
+    torch._dynamo.reset()
+    out = (torch.compile(attend, backend=backend, fullgraph=True) if backend else attend)(bias)
+    dout = randn(*out.shape, seed=4, dtype=out.dtype)
+    want = by_math(q, k, v, (2 * bias).expand(2, 3, 33, 40), None, dout)
+    assert_near((out, *torch.autograd.grad(out, bias, dout)), (want[0], 2 * want[-1].sum_to_size(bias.shape)))
+
+
+@cpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("last", [1, 40])
+@pytest.mark.parametrize("name", ["efficient", "cudnn"])
+def test_biases_that_torchs_kernels_refuse(on_cpu, name, last, dtype):
+    """A float32 one for 16 bits, and one without a dimension of keys."""
+    q, k, v = make_qkv([(2, 3, 33, 16), (2, 3, 40, 16), (2, 3, 40, 16)], torch.float16)
+    bias = randn(2, 1, 33, last, seed=3, dtype=dtype).requires_grad_()
+    dout = randn(2, 3, 33, 16, seed=4, dtype=torch.float16)
+    want = by_math(q, k, v, bias.expand(2, 3, 33, 40), None, dout)
+    if name == "cudnn":  # which knows no gradient of a bias
+        assert_near([ATEN._scaled_dot_product_cudnn_attention(q, k, v, bias.detach(), False)[0]], want[:1])
+        return
+    out = ATEN._scaled_dot_product_efficient_attention(q, k, v, bias.expand(2, 3, 33, 40), False)[0]
+    got, = torch.autograd.grad(out, bias, dout)
+    assert got.dtype == dtype
+    assert_near((out, got), (want[0], want[-1].sum_to_size(bias.shape)))
 
 
 EVERYDAY = {
@@ -731,16 +770,33 @@ def test_masked_sdpa(backend, shape, is_bool):
 
 
 @gpu
-def test_gradient_of_a_mask():
-    q, k, v = halves(*3 * [(2, 4, 90, 64)])
+@pytest.mark.parametrize("grad", [True, False], ids=["qkv too", "alone"])
+@pytest.mark.parametrize("backend", [None, SDPBackend.EFFICIENT_ATTENTION], ids=str)
+def test_gradient_of_a_mask(grad, backend):
+    q, k, v = halves(*3 * [(2, 4, 90, 64)], grad=grad)
     mask = randn(1, 4, 90, 90, seed=3, dtype=torch.bfloat16, device="cuda").requires_grad_()
     dout = randn(2, 4, 90, 64, seed=4, dtype=torch.bfloat16, device="cuda")
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), activated():
+    with chosen(backend), activated():
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
         got, = torch.autograd.grad(out, mask, dout, retain_graph=True)
         names = kernels_of(lambda: torch.autograd.grad(out, mask, dout, retain_graph=True))
     assert any("flash_bwd_bias" in name for name in names), names
     assert_near([got], by_math(q, k, v, mask, None, dout)[-1:])
+
+
+@gpu
+@pytest.mark.parametrize("backend", [None, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=str)
+@pytest.mark.parametrize("dtype, shape", [(torch.float32, (2, 1, 90, 90)), (torch.bfloat16, (2, 1, 90, 1))], ids=str)
+def test_masks_that_torchs_kernels_refuse(backend, dtype, shape):
+    q, k, v = halves(*3 * [(2, 4, 90, 64)])
+    mask = randn(*shape, seed=3, dtype=dtype, device="cuda")
+    with chosen(backend), activated():
+        out, *gradients = step(q, k, v, attn_mask=mask)
+        names = kernels_of(functools.partial(step, q, k, v, attn_mask=mask))
+    assert not any(map(TORCHS.search, names)) and any(map(OURS.search, names)), names
+    dout = randn(*out.shape, seed=4, dtype=out.dtype, device="cuda")
+    want = by_math(q, k, v, mask.expand(2, 4, 90, 90), None, dout)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
 
 
 @gpu
