@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+import minimal_attn
 from cases import (BACKWARD_TILE_CASES, CASES, DTYPES, GATE, LAYOUTS, Case, base, check_error, compiler_for,
                    dtype_params, dtypes_of, exact, is_fast, make_inputs, make_tensor, mask_of, options, serves,
                    slow_unless)
@@ -507,6 +508,23 @@ def test_opcheck(impl, dtype):
         out, lse = forward(q, k, v, *options)
         mode = impl != "triton"  # the same bits, or without tuning
         torch.library.opcheck(backward.default, (dout, lse if use_lse else None, q, k, v, out, lse, *options, mode))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name, change", [
+    ("dout", lambda x: x[:, :, 1:]), ("dout", lambda x: x[..., 8:]), ("dout", lambda x: x.double()),
+    ("out", lambda x: x[1:]), ("out", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)),
+    ("lse", lambda x: x[:, 1:]), ("lse", lambda x: x.half()), ("lse", lambda x: x.mT.contiguous().mT),
+    ("dlse", lambda x: x[..., 1:]), ("dlse", lambda x: x.double()), ("k", lambda x: x[:, :, 1:]),
+])
+def test_op_refuses_what_would_read_out_of_bounds(name, change):
+    minimal_attn.load()
+    q, k, ops, options = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 12, 16), torch.ops.minimal_attn, Options(0.25)
+    out, lse = ops.flash_forward(q, k, k, *options.of_op())
+    given = dict(dout=out, dlse=lse, q=q, k=k, v=k, out=out, lse=lse)
+    ops.flash_backward(*given.values(), *options.of_op())
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        ops.flash_backward(*{**given, name: change(given[name])}.values(), *options.of_op())
 
 
 def test_tangent_of_dout_raises():

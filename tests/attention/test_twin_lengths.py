@@ -108,7 +108,7 @@ def is_visible(seqlen_q, seqlen_k, window):
 
 def exact(q, k, v, window, keep=None, dropout_p=0.0, sinks=None):
     """(out, lse) of a sample (H, S, D) in fp64. A row that sees no key has out 0, whatever its lse is."""
-    k, v = (x.repeat_interleave(H // HK, 0) for x in (k, v))
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     mask = is_visible(q.shape[1], k.shape[1], window)
     scores = (q @ k.transpose(1, 2) * SCALE).masked_fill(~mask, -math.inf)
     is_empty = ~mask.any(1)
@@ -415,9 +415,10 @@ needs_interpreter = pytest.mark.skipif(HAS_GPU, reason="for Triton's interpreter
 
 
 @needs_interpreter
-@pytest.mark.parametrize("layout, window", [("packed", (7, 0)), *(pytest.param(*x, marks=pytest.mark.slow) for x in (
-    ("packed used", (20, 5)), ("packed used", NONE), ("packed", CAUSAL)))])
-def test_packed_samples_by_descriptors(layout, window, descriptors):
+@pytest.mark.parametrize("layout, window", [
+    ("packed", (7, 0)), ("padded", NONE), *(pytest.param(*x, marks=pytest.mark.slow) for x in (
+        ("packed used", (20, 5)), ("packed used", NONE), ("packed", CAUSAL)))])
+def test_samples_by_descriptors(layout, window, descriptors):
     batch = make_batch(*SHAPES["blocks"], layout)
     check(batch, batch.run(window), window)
 

@@ -931,6 +931,32 @@ def test_bad_slots(error, match, change):
     check_error(reshape_and_cache, error, match, {**slots(), **change})
 
 
+@cpu
+@pytest.mark.parametrize("change", [
+    dict(k=torch.randn(2, 3, 5, 32)), dict(v=torch.randn(2, 2, 4, 32)), dict(k=torch.randn(2, 2, 32, 5).mT),
+    dict(k_cache=torch.randn(6, 1, 8, 32)), dict(v_cache=torch.randn(6, 2, 7, 32)),
+    dict(v_cache=torch.randn(6, 2, 8, 16)),
+    dict(seqused_k=None), dict(seqused_k=torch.ones(3, dtype=torch.int32)), dict(seqused_k=torch.ones(2).long()),
+    dict(page_table=None), dict(page_table=torch.zeros(1, 3, dtype=torch.int32)),
+    dict(page_table=torch.zeros(2, 6, dtype=torch.int32)[:, ::2]), dict(batch_idx=torch.zeros(3, dtype=torch.int32)),
+    dict(cu_seqlens_k_new=torch.tensor([0, 2, 5], dtype=torch.int32)), dict(slot_mapping=torch.arange(5)),
+    dict(seqused_k=None, page_table=None, slot_mapping=torch.arange(4)), dict(q=torch.randn(1, 4, 5, 32)),
+    dict(q=torch.randn(2, 4, 5, 16)), dict(rotary_cos=torch.ones(9, 8)),
+    dict(rotary_cos=torch.ones(9, 4), rotary_sin=torch.ones(9, 4)),
+    dict(rotary_cos=torch.ones(9, 24), rotary_sin=torch.ones(9, 24)),
+    dict(rotary_cos=torch.ones(9, 8), rotary_sin=torch.ones(8, 8)),
+    dict(rotary_seqlens=torch.ones(1, dtype=torch.int32)),
+], ids=lambda change: "-".join(f"{name}_{tuple(getattr(x, 'shape', ()))}" for name, x in change.items()))
+def test_op_refuses_what_would_write_out_of_bounds(change):
+    minimal_attn.load()
+    k, cache = torch.randn(2, 2, 5, 32), torch.randn(6, 2, 8, 32)
+    given = dict(k=k, v=k, k_cache=cache, v_cache=cache.clone(), **Append(
+        torch.ones(2, dtype=torch.int32), torch.arange(6, dtype=torch.int32).view(2, 3))._asdict())
+    torch.ops.minimal_attn.append_kvcache(*given.values())
+    with pytest.raises(ValueError):
+        torch.ops.minimal_attn.append_kvcache(*{**given, **change}.values())
+
+
 @pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache", "rotary_cos", "rotary_sin"])
 def test_gradients_are_refused(backend, name):
     given = {key: on_device(x.to(BACKENDS[backend]) if x.is_floating_point() else x) for key, x in arguments().items()}

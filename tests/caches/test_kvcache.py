@@ -923,3 +923,29 @@ def test_with_kvcache_bad_input(error, match, change):
 def test_get_scheduler_metadata_bad_input():
     with pytest.raises(TypeError, match="cache_seqlens must be a torch.Tensor, got int"):
         minimal_attn.get_scheduler_metadata(1, 1, 9, 4, 2, 16, 9)
+
+
+@cpu
+@pytest.mark.parametrize("change", [
+    dict(q=torch.randn(3, 4, 5, 16)), dict(q=torch.randn(2, 3, 5, 16)), dict(q=torch.randn(2, 4, 5, 8)),
+    dict(v=torch.randn(6, 2, 9, 16)), dict(v=torch.randn(6, 2, 8, 257)), dict(k=torch.randn(6, 2, 16, 8).mT),
+    dict(page_table=None), dict(page_table=torch.zeros(1, 4, dtype=torch.int32)),
+    dict(page_table=torch.zeros(2, 4, dtype=torch.int64)),
+    dict(page_table=torch.zeros(2, 8, dtype=torch.int32)[:, ::2]),
+    dict(seqused_k=torch.ones(3, dtype=torch.int32)), dict(leftpad_k=torch.ones(2, dtype=torch.int64)),
+    dict(seqused_q=torch.ones(4, dtype=torch.int32)[::2]),
+    dict(cu_seqlens_q=torch.tensor([0, 2, 5], dtype=torch.int32)),
+    dict(sinks=torch.zeros(2)), dict(alibi_slopes=torch.zeros(2)), dict(tree_mask=torch.zeros(2, 4).long()),
+    dict(softmax_scale=math.nan), dict(softcap=-1.0), dict(window_left=-2), dict(num_splits=257), dict(max_seqlen_q=-1),
+], ids=lambda change: "-".join(f"{name}_{tuple(getattr(x, 'shape', ())) or x}" for name, x in change.items()))
+def test_op_refuses_what_would_read_out_of_bounds(change):
+    """Without a GPU the compiled op checks its arguments alike, and then says that it needs one."""
+    minimal_attn.load()
+    k, table = torch.randn(6, 2, 8, 16), torch.arange(6, dtype=torch.int32).view(2, 3)
+    given = dict(q=torch.randn(2, 4, 5, 16), k=k, v=k, cu_seqlens_q=None, seqused_q=None, seqused_k=None,
+                 page_table=table, cache_batch_idx=None, leftpad_k=None, tree_mask=None, sinks=None, alibi_slopes=None,
+                 softmax_scale=0.25, softcap=0.0, window_left=-1, window_right=-1, num_splits=0, max_seqlen_q=0)
+    with pytest.raises(NotImplementedError, match="flash_decode needs tensors on a GPU"):
+        torch.ops.minimal_attn.flash_decode(*given.values())
+    with pytest.raises(ValueError):
+        torch.ops.minimal_attn.flash_decode(*{**given, **change}.values())

@@ -52,7 +52,7 @@ KERNEL_CASES = {
                      "rows_without_keys", "simt_alibi"],
     "flash_bwd_bias.cu": ["simt_bias", "simt_bias_of_keys"],
     "flash_sm80.cu": ["sm80_bf16_96", "sm80_fp16_192", "sm80_bf16_256", "sm80_128_narrow", "sm80_packed_drop",
-                      "sm80_bias_fp32"],
+                      "sm80_bias_fp32", "sm80_sinks", "sm80_window_below_0"],
     "flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one", "sm80_softcap_drop"],
     "flash_bwd_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_turns", "sm90_turns_causal", "sm90_splits",
                           "sm90_mods_drop_128", "sm90_low_128", "sm90_softcap", "sm90_packed_turns",

@@ -1,0 +1,363 @@
+"""Faults of the sources and the tests that must see them, in a copy of the tree with one fault at a time:
+
+    python tests/mutants.py [NAME ...]      all faults, or some
+    python tests/mutants.py --clean         all of the tests, without a fault: they must pass in the same time
+
+Run it before and after you delete or change tests, so that none of their strength is lost. ccache compiles again what
+a fault changes and nothing else; without it, faults in csrc take minutes. Tests that hang or crash have seen the fault.
+"""
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COPY = Path(tempfile.gettempdir()) / "minimal_attn_mutants"
+TREE, EXTENSIONS, MADE = COPY / "tree", COPY / "extensions", COPY / "made"  # MADE: what fixtures make of csrc
+ENV = {**os.environ, "MINIMAL_ATTN_MADE_ONCE": str(MADE), "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
+       "PATH": f"/usr/lib/ccache:{os.environ['PATH']}"}
+SECONDS = int(os.environ.get("MUTANT_SECONDS", 60))  # for the tests of a fault, on a machine that is idle
+
+
+def kernel(*names):
+    return " ".join(f"emulator/test_emulator.py::test_kernel[{name}]" for name in names)
+
+
+def host(file, names="against_a_loop"):
+    return f"{file} -k 'host and ({names})'"
+
+
+LENGTHS, SCORES, KV = "attention/test_lengths.py", "attention/test_scores.py", "caches/test_kvcache.py"
+FORWARD, BACKWARD, DROPOUT = (f"attention/test_{name}.py" for name in ("forward", "backward", "dropout"))
+TWIN_LENGTHS, TWIN_SINKS, TWIN_KV = (f"{x}.py" for x in ("attention/test_twin_lengths", "attention/test_twin_sinks",
+                                                         "caches/test_twin_kvcache"))
+APPEND, TWIN_APPEND, TREES = "caches/test_append.py", "caches/test_twin_append.py", "caches/test_tree_mask.py"
+ACTIVATE, FACADE, RANKS = "facade/test_activate.py", "facade/test_facade.py", "distributed/test_distributed.py"
+OF_TRANSFORMERS = "integrations/test_integrations_transformers.py"
+
+# (file, name, what is there once, what the fault puts in its place, arguments of pytest below tests/). The name says
+# what goes wrong. Where nothing in `make test` sees a fault, "slow" stands before other tests.
+MUTANTS = [
+    ("csrc/mask.cuh", "dkv_lacks_last_row_of_window", "min(seqlen_q, key + 1 - left))};",
+     "min(seqlen_q, key - left))};", host(LENGTHS)),
+    ("csrc/sequence.cuh", "shared_keys_cut_short", "max(0, min(p.seqused_k[b], p.seqlen_k - k_begin));",
+     "max(0, min(p.seqused_k[b], seqlen_k));", host(LENGTHS, "shared_keys")),
+    ("csrc/sequence.cuh", "rows_behind_last_sample_unwritten", "(b + 1 == batch_size ? seqlen : end)", "end",
+     host(LENGTHS)),
+    ("csrc/score_mods.cuh", "alibi_by_lengths_of_tensors", "shift = seqlen_k - seqlen_q;",
+     "shift = p.seqlen_k - p.seqlen_q;", host(SCORES, "scores_of_batches")),
+    ("csrc/score_mods.cuh", "bias_of_minus_inf_is_finite", "return sum < kLowest && x > -INFINITY ?",
+     "return sum < kLowest ?", host(SCORES, "rows_that_a_mask_hides or infinities")),
+    ("csrc/scores.cuh", "lse_of_negative_scale", "return fabs(softmax_scale); }", "return softmax_scale; }",
+     host(BACKWARD, "against_fp64 and negative")),
+    ("csrc/dropout.h", "dropout_of_keys_of_a_part", "uint32_t(origin[1]) / 4;", "uint32_t(origin[1]) / 2;",
+     host(DROPOUT, "of_a_part or packed_parts")),
+    ("csrc/tiles.h", "odd_head_dim_counts_as_aligned", "x.row_stride | head_dim) % 4", "x.row_stride) % 4",
+     host(FORWARD, "against_fp64")),
+    ("csrc/flash.cu", "nan_before_window", "mask.keys(row0).begin, seq.seqlen_k, aligned", "0, seq.seqlen_k, aligned",
+     host(LENGTHS, "neighbours or drawn or against_a_loop")),
+    ("csrc/flash_bwd.cu", "dout_walks_by_stride_of_q", "D.data += D.head_stride;", "D.data += C.head_stride;",
+     host(BACKWARD, "dout_of_any_strides or against_fp64")),
+    ("csrc/flash_bwd_bias.cu", "dbias_by_other_heads_of_keys", "h_k = h / (p.nheads / p.nheads_k);",
+     "h_k = h % p.nheads_k;", host(SCORES, "scores_of_batches")),
+    ("csrc/softmax.cuh", "padding_gets_the_sink", "if (row + 8 * i < seq.seqlen_q)", "if (row + 8 * i < seq.padded_q)",
+     kernel("flash_sm80.cu")),
+    ("csrc/flash_sm80.cu", "sm80_negative_scale_in_full_blocks", "if (kMods || !scores.is_raw) blocks",
+     "if (kMods) blocks", kernel("flash_sm80.cu")),
+    ("csrc/flash_sm80.cu", "sm80_first_keys_not_awaited", "cp_async_wait<1>();", "cp_async_wait<2>();",
+     kernel("flash_sm80.cu")),
+    ("csrc/flash_sm80.cu", "sm80_no_barrier_after_values", "__syncthreads();  // K has arrived", "// K has arrived",
+     kernel("flash_sm80.cu")),
+    ("csrc/flash_sm80.cu", "sm80_rows_beyond_the_sample", "p.o.row_stride, seq.padded_q - row0,",
+     "p.o.row_stride, kBlockM,", kernel("flash_sm80.cu")),
+    ("csrc/flash_bwd_sm80.cu", "bwd_sm80_drops_other_keys", "row + 16 * kk, key + 16 * m);",
+     "row + 16 * kk, key + 8 * m);", kernel("flash_bwd_sm80.cu")),
+    ("csrc/flash_bwd_sm80.cu", "bwd_sm80_no_barrier_after_step", "__syncthreads();  // the step has been",
+     ";  // the step has been", kernel("flash_bwd_sm80.cu")),
+    ("csrc/flash_bwd_sm80.cu", "bwd_sm80_takes_no_turns", "while (load_acquire(dq_semaphore) != turn) {}", "{}",
+     kernel("flash_bwd_sm80.cu")),
+    ("csrc/flash_sm90.cu", "sm90_fp16_overflows", "kMaxSum = 1 << 15;", "kMaxSum = 1 << 20;", kernel("flash_sm90.cu")),
+    ("csrc/flash_sm90.cu", "sm90_stores_over_next_sample", "row0 + 16 > seq.padded_q && seq",
+     "row0 >= seq.padded_q && seq", "emulator/test_emulator.py -k 'test_all_cases or (test_kernel and flash_sm90)'"),
+    ("csrc/flash_sm90.cu", "sm90_values_not_awaited",
+     "            shared.v.consumer_wait(kv_item);\n            if (!is_full)", "            if (!is_full)",
+     kernel("flash_sm90.cu")),
+    ("csrc/flash_sm90.cu", "sm90_out_not_rescaled", "if (has_grown) softmax.rescale(acc_o, alpha);", "",
+     kernel("flash_sm90.cu")),
+    ("csrc/flash_sm90.cu", "sm90_no_fence_after_clear_v", "fence_proxy_async();\n        barrier_sync(kAll",
+     "barrier_sync(kAll", kernel("flash_sm90.cu")),
+    ("csrc/producer_sm90.cuh", "sm90_skips_tiles_of_padding", "kBlockM >= seq.padded_q) continue;",
+     "kBlockM >= seq.seqlen_q) continue;", kernel("flash_sm90.cu", "decode_sm90.cu")),
+    ("csrc/producer_sm90.cuh", "sm90_values_overwritten_early", "shared.v.producer_acquire(kv_item);", "",
+     kernel("flash_sm90.cu")),
+    ("csrc/flash_bwd_sm90.cu", "bwd_sm90_ds_without_fence",
+     "fence_proxy_async();\n        __syncwarp();\n        if (lane_idx == 0) mbar",
+     "__syncwarp();\n        if (lane_idx == 0) mbar", kernel("flash_bwd_sm90.cu")),
+    ("csrc/flash_bwd_sm90.cu", "bwd_sm90_alibi_not_shifted", "mods.shift = steps.seq.seqlen_k - steps.seq.seqlen_q;",
+     "mods.shift = 0;", kernel("flash_sm90.cu")),
+    ("csrc/flash_bwd_sm90.cu", "bwd_sm90_takes_no_turns", "if (p.deterministic) shared.dq_turns.consumer_wait(i);", "",
+     kernel("flash_bwd_sm90.cu")),
+    ("csrc/flash_bwd_sm90.cu", "bwd_sm90_keys_not_awaited", "shared.keys.consumer_wait(t);\n        for (auto &ring",
+     "for (auto &ring", kernel("flash_bwd_sm90.cu")),
+    ("csrc/flash_bwd_wide_sm90.cu", "bwd_wide_clears_wrong_half",
+     "clear_keys(key0() + 64 * (1 - 2 * rank), shared.sOtherK);", "clear_keys(key0(), shared.sOtherK);",
+     kernel("flash_bwd_wide_sm90.cu")),
+    ("csrc/flash_bwd_wide_sm90.cu", "bwd_wide_keeps_the_pair_waiting",
+     "if (c == 0) shared.ds.consumer_release(i, idx, 1 - rank);", "", kernel("flash_bwd_wide_sm90.cu")),
+    ("csrc/bwd_producer_sm90.cuh", "bwd_sm90_zeros_keys_of_the_next",
+     "min(kBlockN, steps.seq.padded_k - tile.block * kBlockN), (cols", "kBlockN, (cols", kernel("flash_bwd_sm90.cu")),
+    ("csrc/flash_dmma.cu", "dmma_rows_of_padding_unwritten", ">= again.padded_q) continue;",
+     ">= again.seqlen_q) continue;", kernel("flash_dmma.cu")),
+    ("csrc/flash_dmma.cu", "dmma_no_barrier_before_values", "__syncthreads();  // V has arrived", ";  // V has arrived",
+     kernel("flash_dmma.cu")),
+    ("csrc/decode.cu", "decode_no_barrier_before_p", "__syncthreads();  // P is there", ";  // P is there",
+     kernel("decode.cu")),
+    ("csrc/decode.cu", "decode_max_of_the_first_warp", "shared.row_max[Shape::row_of_lane(i)][w]);",
+     "shared.row_max[Shape::row_of_lane(i)][0]);", kernel("decode.cu")),
+    ("csrc/decode_join.cuh", "join_sum_not_rescaled", "row = {max, row.sum * alpha};", "row = {max, row.sum};",
+     kernel("decode.cu")),
+    ("csrc/decode_join.cuh", "join_results_not_awaited", "cp_async_wait<1>();", "", kernel("decode.cu")),
+    ("csrc/decode_cache.cuh", "decode_leftpad_across_pages",
+     "(p.page_size % kWarpRows == 0 && run.cut.seq.k_begin % kWarpRows == 0);", "p.page_size % kWarpRows == 0;",
+     kernel("decode.cu")),
+    ("csrc/decode_share.cuh", "decode_window_of_one_token", "max(0, seq.seqlen_k - seq.seqlen_q - p.window_left)",
+     "max(0, seq.seqlen_k - 1 - p.window_left)", kernel("decode.cu")),
+    ("csrc/decode_rows.cuh", "tree_of_all_rows", "first_new = run.cut.seq.seqlen_k - run.cut.seq.seqlen_q;",
+     "first_new = run.cut.seq.seqlen_k - p.seqlen_q;", kernel("decode.cu")),
+    ("csrc/decode_sm90.cu", "decode_sm90_q_without_fence",
+     "fence_proxy_async();\n        __syncthreads();  // Q is there", "__syncthreads();  // Q is there",
+     kernel("decode_sm90.cu")),
+    ("csrc/kernels.h", "pages_with_leftpad_by_tma", "(p.page_size % 16 || p.leftpad_k)", "p.page_size % 16",
+     "attention/test_kernels.py -k rows_decide"),
+    ("csrc/append.cu", "negative_slot_is_written", "if (slot < 0 || p.page_size == 0)", "if (p.page_size == 0)",
+     f"{APPEND} -k 'cuda and (slots or reshape)'"),
+    ("csrc/append.cu", "append_length_beyond_capacity", "min(p.capacity, rows.taken + rows.count)",
+     "rows.taken + rows.count", f"{APPEND} -k 'cuda and (without_a_place or append_against)'"),
+    ("csrc/append.cu", "q_always_advances", "p.q_advances ? at.i : 0", "at.i",
+     f"{APPEND} -k 'cuda and attention_against'"),
+    ("csrc/decode_op.cpp", "op_decode_takes_any_page_table", "(*page_table, {batch_size, page_table->dim() == 2 ?",
+     "(*page_table, {page_table->size(0), page_table->dim() == 2 ?", KV + " -k op_refuses"),
+    ("csrc/append_op.cpp", "op_append_to_other_heads", "k_cache.size(1) == nheads_k &&", "",
+     APPEND + " -k op_refuses"),
+    ("csrc/ops.cpp", "op_ignores_dlse", "if (dlse) p.dlse = tensor_of(*dlse, kBHSD, is_packed);", "",
+     host(BACKWARD, "through_lse")),
+    ("csrc/ops.cpp", "op_takes_any_lse", "check_value(is_of_rows(lse) && (!dlse || is_of_rows(*dlse)),",
+     "check_value(true,", BACKWARD + " -k op_refuses"),
+    ("csrc/ops.cpp", "op_leaves_dq_unwritten", "for (TorchTensor *x : {&dq, &dk, &dv})",
+     "for (TorchTensor *x : {&dk, &dv})", f"{FACADE} attention/test_sinks.py -k 'empty or no_keys'"),
+    ("csrc/torch_params.h", "op_takes_any_k_stride", "if (x->stride(last) != 1 && x->size(last) != 1)", "if (false)",
+     f"{FACADE} -k op_refuses"),
+    ("triton_ref/mask.py", "triton_narrow_window_counts_twice",
+     "    full_end = tl.where(mask.kIsLocal, tl.maximum(full_end, full_begin), full_end)\n", "",
+     "attention/test_mask.py " + TWIN_LENGTHS),
+    ("triton_ref/mask.py", "triton_window_one_key_short", "tl.minimum(window_left, seq.seqlen_k)",
+     "tl.minimum(window_left - 1, seq.seqlen_k)", TWIN_LENGTHS),
+    ("triton_ref/scores.py", "triton_alibi_beside_softcap", "+ h) * per_unit", "+ h)",
+     f"{SCORES} -k 'triton and scores_of_batches'"),
+    ("triton_ref/scores.py", "triton_no_derivative_of_softcap", "ds *= 1 - s * s", "ds *= 1",
+     f"{SCORES} -k 'triton and scores_of_batches'"),
+    ("triton_ref/attention.py", "triton_out_without_share_of_sink", "scale_o *= factor", "scale_o *= 1.0", TWIN_SINKS),
+    ("triton_ref/attention.py", "triton_nan_in_padding_by_tma",
+     "kClearV: tl.constexpr = kIsPacked or seqused_k_ptr is not None", "kClearV: tl.constexpr = kIsPacked",
+     f"{TWIN_LENGTHS} -k samples_by_descriptors"),
+    ("triton_ref/preprocess.py", "triton_ignores_dlse", "delta -= tl.load(dlse +", "delta -= 0 * tl.load(dlse +",
+     f"{BACKWARD} -k 'triton and (through_lse or dlse)'"),
+    ("triton_ref/attention_bwd_kernels.py", "triton_dq_drops_by_sample_0",
+     "seq.b, h, row0, col0, kBlockM, kBlockN)\n            dp", "b, h, row0, col0, kBlockM, kBlockN)\n            dp",
+     f"{DROPOUT} {TWIN_LENGTHS} -k 'packed'"),
+    ("triton_ref/attention_bwd_kernels.py", "triton_splits_count_a_head_twice",
+     "(group * split_idx + num_splits - 1) // num_splits)", "group * split_idx // num_splits)",
+     TWIN_SINKS + " -k split_over"),
+    ("triton_ref/attention_bwd_kernels.py", "triton_dk_not_scaled", "dk = tl.where(is_used, dk * softmax_scale, 0.0)",
+     "dk = tl.where(is_used, dk, 0.0)", f"{BACKWARD} -k 'triton and against_fp64'"),
+    ("triton_ref/attention_bwd_bias.py", "triton_dbias_without_keep_scale", "tl.where(keep, dp * keep_scale, 0.0)",
+     "tl.where(keep, dp, 0.0)", f"{SCORES} -k 'triton and (dropout or scores_of_batches)'"),
+    ("triton_ref/dropout.py", "triton_dropout_of_a_part_of_heads",
+     "        h += tl.load(origin_ptr + 2).to(tl.int32)\n", "",
+     f"{DROPOUT} -k 'triton and (of_a_part or packed_parts)'"),
+    ("triton_ref/decode.py", "triton_padding_of_split_samples",
+     "& ((share.num_splits == 1) | (tokens >= seq.seqlen_q))", "& (share.num_splits == 1)", TWIN_KV),
+    ("triton_ref/decode.py", "triton_tree_of_all_rows", "_sees_in_tree(trees, cols - (seq.seqlen_k - seq.seqlen_q))",
+     "_sees_in_tree(trees, cols - (seq.seqlen_k - seqlen_q))", f"{TREES} -k 'triton'"),
+    ("triton_ref/decode.py", "triton_page_is_not_clamped", "tl.minimum(tl.maximum(block, 0), num_sequences - 1), row",
+     "block, row", TWIN_KV + " -k clamped"),
+    ("triton_ref/splits.py", "triton_parts_not_rescaled", "acc_o = acc_o * rescale + tl.sum", "acc_o = acc_o + tl.sum",
+     TWIN_KV),
+    ("triton_ref/append.py", "triton_append_length_beyond_capacity",
+     "taken + tl.minimum(count, capacity - taken), mask=samples", "taken + count, mask=samples", TWIN_APPEND),
+    ("triton_ref/append.py", "triton_rotates_the_wrong_way", "tl.where(is_first, -sin, sin)",
+     "tl.where(is_first, sin, -sin)", TWIN_APPEND),
+    ("triton_ref/matmul.py", "triton_matmul_unaligned_tma", "stride * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0:",
+     "stride * x.itemsize % 16 == 0:", "attention/test_matmul.py -k 'descriptors or layouts'"),
+    ("minimal_attn/checks.py", "scale_of_nan", "not -MAX_SCALE <= sm_scale <= MAX_SCALE:", "abs(sm_scale) > MAX_SCALE:",
+     FACADE + " -k 'scale or bad'"),
+    ("minimal_attn/checks.py", "sinks_of_any_length", "if sinks.shape != shape:", "if sinks.ndim != 1:",
+     "attention/test_sinks.py -k bad"),
+    ("minimal_attn/lengths.py", "window_dropped_early", "if left >= k.shape[-2] - 1 else left",
+     "if left >= k.shape[-2] - 2 else left", f"{LENGTHS} -k 'windows or (against_a_loop and reference)'"),
+    ("minimal_attn/lengths.py", "cu_seqlens_need_not_begin_at_0", "if bounds[0] != 0 or not 0", "if not 0",
+     f"{LENGTHS} -k bad_input"),
+    ("minimal_attn/lengths.py", "seq_lens_are_not_clamped", "seq_lens.clamp(0, seqlen).to(", "seq_lens.to(",
+     f"{FORWARD} {LENGTHS} -k 'clamped'"),
+    ("minimal_attn/scores.py", "alibi_replaces_bias", "alibi if bias is None else bias + alibi", "alibi",
+     f"{SCORES} -k 'torch and loop'"),
+    ("minimal_attn/scores.py", "strided_slopes", "return alibi_slopes.contiguous()", "return alibi_slopes",
+     "attention/test_scores.py facade/test_scores_facade.py -k 'slopes or biases_of_any_memory or alibi'"),
+    ("minimal_attn/scores.py", "bias_of_other_heads", "any(n not in (1, size) for n, size in zip(sizes, shape))",
+     "any(size % n for n, size in zip(sizes, shape))", "facade/test_scores_facade.py -k bad"),
+    ("minimal_attn/packed.py", "lse_of_padding_is_that_of_a_row", '.t()[None].masked_fill(is_padding, float("-inf"))',
+     ".t()[None]", f"{LENGTHS} -k 'against_a_loop and (torch or reference)'"),
+    ("minimal_attn/pages.py", "last_page_unchecked", "(end - 1) // size + 1].tolist()", "end // size].tolist()",
+     f"{KV} -k bad_input"),
+    ("minimal_attn/pages.py", "leftpad_counts_twice", "(seqused - leftpad).clamp(min=0)",
+     "(seqused - 2 * leftpad).clamp(min=0)", f"{KV} -k 'reference and loop'"),
+    ("minimal_attn/append.py", "slot_behind_the_last", "slot_mapping.max() >= num_slots:",
+     "slot_mapping.max() > num_slots:", f"{APPEND} -k slots"),
+    ("minimal_attn/append.py", "writes_where_none_is_valid", "torch.where(is_valid.any(), rows[source], cache[at])",
+     "rows[source]", f"{APPEND} -k 'reference or torch'"),
+    ("minimal_attn/append.py", "no_room_for_the_last_row", "if begin + n > capacity:", "if begin + n > capacity + 1:",
+     f"{APPEND} -k bad"),
+    ("minimal_attn/kvcache.py", "window_does_not_advance_q", "causal or (left, right) != NO_WINDOW)", "causal)",
+     APPEND + " -k 'attention_against and not triton'"),
+    ("minimal_attn/kvcache.py", "new_keys_are_not_seen",
+     "options._replace(lengths=lengths._replace(seqused_k=seqused_k))", "options",
+     APPEND + " -k 'attention_against and not triton'"),
+    ("minimal_attn/kvcache.py", "right_bound_of_causal", "(left, 0 if causal else right), lengths",
+     "(left, right), lengths", KV + " -k 'against_a_loop and not triton'"),
+    ("minimal_attn/tree_mask.py", "tree_of_65_tokens", "if tree_mask.shape[-1] > MAX_TOKENS:",
+     "if tree_mask.shape[-1] > MAX_TOKENS + 1:", TREES + " -k bad"),
+    ("minimal_attn/torch_sdpa.py", "is_causal_bottom_right", "window = -1, q.shape[2] - k.shape[2]", "window = -1, 0",
+     "facade/test_torch_sdpa.py"),
+    ("minimal_attn/sdpa.py", "lse_by_mask_of_first_rows", "~mask[..., rows, :], -math.inf)",
+     "~mask[..., :scores.shape[2], :], -math.inf)", f"{FORWARD} {LENGTHS} -k 'torch and (fp64 or loop)'"),
+    ("minimal_attn/aten.py", "unseen_keys_get_garbage", "padded = torch.zeros_like(x)", "padded = torch.empty_like(x)",
+     ACTIVATE),
+    ("minimal_attn/aten.py", "causal_flash_sees_all", "0 if is_causal else -1 if right is None else right",
+     "-1 if right is None else right", ACTIVATE),
+    ("minimal_attn/aten.py", "bias_of_other_dtype", "(bias is None or is_causal or bias.dtype != query.dtype)",
+     "(bias is None or is_causal)", ACTIVATE),
+    ("minimal_attn/aten.py", "lse_is_not_rounded_up", "if missing := -lse.shape[2] % 32:", "if missing := 0:",
+     ACTIVATE),
+    ("minimal_attn/activation.py", "inner_activated_ends_outer", "            if before is None:\n",
+     "            if before in (None, NAME):\n", ACTIVATE),
+    ("minimal_attn/activation.py", "unserved_calls_return_none",
+     "original.call_boxed(keys, *args, **kwargs) if result is None else result", "result", ACTIVATE),
+    ("minimal_attn/reference.py", "gradient_without_share", "dlse = share * (dout", "dlse = (dout",
+     RANKS + " -k 'results_are or within'"),
+    ("minimal_attn/dropout.py", "philox_without_a_round", "for _ in range(ROUNDS):", "for _ in range(ROUNDS - 1):",
+     DROPOUT + " -k philox"),
+    ("minimal_attn/ops.py", "v_alone_gets_no_gradient", "any(need_kv), need_sinks", "need_kv[0], need_sinks",
+     BACKWARD + " -k 'v_alone'"),
+    ("minimal_attn/mha.py", "module_forgets_eval", "return module.train(mha.training)", "return module",
+     "facade/test_mha.py -k from_torch"),
+    ("minimal_attn/flash_attn.py", "out_of_any_dtype",
+     "if (out.shape, out.dtype, out.device) != (shape, dtype, q.device):",
+     "if (out.shape, out.device) != (shape, q.device):", f"{KV} {LENGTHS} -k 'bad_input or errors or names'"),
+    ("minimal_attn/flash_attn_kvcache.py", "combine_reads_empty_parts", ".masked_fill(is_empty[..., None], 0)", "",
+     KV + " -k combine"),
+    ("minimal_attn/distributed/pieces.py", "window_between_ranks_one_short", "min(row_end, key_end + left)",
+     "min(row_end, key_end + left - 1)", RANKS + " -k 'every_key_once or results_are'"),
+    ("minimal_attn/distributed/attention.py", "ulysses_drops_alike_on_all_ranks",
+     "for x in (0, 0, heads.start, sample)]", "for x in (0, 0, 0, sample)]", RANKS + " -k dropout"),
+    ("minimal_attn/distributed/layout.py", "late_chunks_not_reversed", "torch.cat((early, late.flip(0)))",
+     "torch.cat((early, late))", RANKS + " -k 'results_are or shards_are'"),
+    ("minimal_attn/distributed/ring.py", "ring_turns_the_other_way", "yield (shards.rank - step)",
+     "yield (shards.rank + step)", RANKS + " -k 'three_and_four'"),
+    ("minimal_attn/distributed/ring.py", "ring_gradients_arrive_late", "dkv += arriving.wait()", "arriving.wait()",
+     RANKS + " -k results_are"),
+    ("minimal_attn/distributed/all_gather.py", "rows_without_document_unwritten", "        out.zero_()  # as",
+     "        pass  # as",
+     RANKS + " -k 'results_are or padding'"),
+    ("minimal_attn/distributed/local.py", "merge_of_empty_rows_is_nan",
+     "total.masked_fill(total == -math.inf, 0)  # rows", "total  # rows", RANKS + " -k 'results_are'"),
+    ("minimal_attn/distributed/local.py", "slopes_of_all_heads", "slopes[..., heads].contiguous())", "slopes)",
+     RANKS + " -k 'alibi'"),
+    ("minimal_attn/integrations/masks.py", "positions_changed_in_place", "known[1:3] == (version, batch_size):",
+     "known[2] == batch_size:", OF_TRANSFORMERS + " -k positions"),
+    ("minimal_attn/integrations/masks.py", "token_loses_padding", "mask.keys is mask.seqused_k is None and (",
+     "mask.seqused_k is None and (",
+     f"{OF_TRANSFORMERS} integrations/test_transformers.py -k 'masks or cache or generate'"),
+    ("minimal_attn/integrations/masks.py", "window_one_key_too_wide", "Pattern(True, (window - 1, 0))",
+     "Pattern(True, (window, 0))", OF_TRANSFORMERS + " -k masks"),
+    ("minimal_attn/integrations/transformers.py", "keys_beyond_static_cache",
+     "key[:, :, :mask.num_keys], value[:, :, :mask.num_keys]", "key, value",
+     f"{OF_TRANSFORMERS} integrations/test_transformers.py -k 'generat or cache or static'"),
+    ("minimal_attn/integrations/transformers.py", "sinks_are_lost", "sinks=s_aux", "sinks=None",
+     OF_TRANSFORMERS + " -k 'arguments'"),
+    ("minimal_attn/integrations/transformers.py", "bias_hides_nothing",
+     "position_bias.masked_fill(~bias, -torch.inf) if", "position_bias if",
+     f"{OF_TRANSFORMERS} integrations/test_transformers_scores.py"),
+]
+
+
+def copy_tree():
+    """The working tree in TREE, without what git ignores, and its csrc compiled."""
+    shutil.rmtree(TREE, ignore_errors=True)
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                            capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (TREE / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, TREE / name)
+    subprocess.run([sys.executable, "-c", "import minimal_attn; minimal_attn.load()"], cwd=TREE, env=ENV, check=True)
+
+
+def run_tests(tests, is_csrc):
+    """Runs arguments of pytest in the copy. Returns (what has seen a fault, or "", the output)."""
+    if is_csrc:
+        shutil.rmtree(MADE, ignore_errors=True)
+    MADE.mkdir(exist_ok=True)
+    for lock in EXTENSIONS.rglob("lock"):  # of a build that was killed
+        lock.unlink()
+    is_slow, tests = tests.startswith("slow "), tests.removeprefix("slow ")
+    arguments = [f"tests/{word}" if ".py" in word else word for word in shlex.split(tests)]
+    command = [sys.executable, "-m", "pytest", "-xq", *arguments, "-m", "slow" if is_slow else "not slow"]
+    tested = subprocess.Popen(command, cwd=TREE, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True, start_new_session=True)
+    try:
+        said = tested.communicate(timeout=SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        said = "+ Timeout +"
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(tested.pid, signal.SIGKILL)  # and what it started
+    if tested.wait() in (4, 5):  # no such test, or none is selected
+        sys.exit(f"{tests}\n{said}")
+    if "+ Timeout +" in said:  # pytest-timeout's word
+        return "time limit", said
+    return {0: "", 1: "a test", 2: "an import"}.get(tested.returncode, "a crash"), said
+
+
+def main(names):
+    is_clean = "--clean" in names
+    chosen = [mutant for mutant in MUTANTS if is_clean or not names or mutant[1] in names]
+    if is_clean:
+        chosen = {mutant[-1]: mutant for mutant in chosen}.values()
+    copy_tree()
+    missed, by_gate, begin = [], 0, time.monotonic()
+    for file, name, old, new, tests in chosen:
+        path, start = TREE / file, time.monotonic()
+        text = path.read_text()
+        assert text.count(old) == 1, f"{file} does not have this once: {old}"
+        if not is_clean:
+            path.write_text(text.replace(old, new))
+        seen, said = run_tests(tests, file.startswith("csrc/"))
+        path.write_text(text)
+        first = "".join(line for line in said.splitlines() if line.startswith(("FAILED", "ERROR")))[:120]
+        print(f"{seen or 'missed':10} {time.monotonic() - start:4.0f} s  {name}  {first}", flush=True)
+        if not seen:
+            missed.append(name)
+        by_gate += bool(seen) and not tests.startswith("slow ")
+    num_caught = len(chosen) - len(missed)
+    print(f"{num_caught} of {len(chosen)} caught, {by_gate} of them by `make test`, in "
+          f"{(time.monotonic() - begin) / 60:.0f} minutes; missed: {', '.join(missed) or 'none'}")
+    return bool(num_caught if is_clean else missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
