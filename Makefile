@@ -45,15 +45,16 @@ test test-all campaign: packages
 	@$(PY) -c 'import minimal_attn; minimal_attn.load()'
 	@$(TWIN) $(PY) -m pytest $(TESTS) -n $(WORKERS) --dist worksteal $(SELECT)
 
-# One file of JUnit for each folder of tests. test_jit.py measures how long a build takes while nothing else runs.
-# PARTS=... runs some again. Then, where CI's compilers are: python tests/code_digest.py --write.
-PARTS = attention caches facade integrations distributed tools
+# One file of JUnit for each folder of tests, and for test_jit.py, which measures how long a build takes while nothing
+# else runs. PARTS=... runs some again. Then, where CI's compilers are: python tests/code_digest.py --write.
+PARTS = jit attention caches facade integrations distributed tools
 gpu-record: packages
-	@$(PY) -m pytest tests/tools/test_jit.py -m "not cpu" --junitxml tests/gpu_record/jit.xml
-	@for part in $(PARTS); do \
-	    $(PY) -m pytest tests/$$part -m "not cpu and not campaign" -n $(WORKERS) --dist worksteal --durations 15 \
-	        --ignore tests/tools/test_jit.py --junitxml tests/gpu_record/$$part.xml || exit 1; \
-	done
+	@status=0; for part in $(PARTS); do \
+	    tests="tests/$$part --ignore tests/tools/test_jit.py -n $(WORKERS) --dist worksteal"; \
+	    [ $$part != jit ] || tests=tests/tools/test_jit.py; \
+	    $(PY) -m pytest $$tests -m "not cpu and not campaign" --durations 10 \
+	        --junitxml tests/gpu_record/$$part.xml || status=1; \
+	done; exit $$status
 
 docs: NEEDS = filelock matplotlib ninja rich
 docs: packages
