@@ -52,8 +52,8 @@ def empty_outputs(q, v):
 def holds(condition):
     """Whether a condition on sizes that a call relies on holds. While torch traces, sizes may be symbols: then a guard
     sees to it, and where only data will tell, an assertion in the graph does."""
-    if _is_plain(condition, bool):
-        return condition
+    if not _may_be_symbol(condition):
+        return bool(condition)  # of a size in torch.jit.trace, a tensor
     from torch.fx.experimental.symbolic_shapes import guard_or_true  # takes most of a second
 
     if not guard_or_true(condition):
@@ -64,8 +64,8 @@ def holds(condition):
 
 def is_known(condition):
     """Whether a condition on sizes holds for all that they may be while torch traces, where it makes no guard."""
-    if _is_plain(condition, bool):
-        return condition
+    if not _may_be_symbol(condition):
+        return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
@@ -73,15 +73,16 @@ def is_known(condition):
 
 def is_static(size):
     """Whether a size is a number, and no symbol of a trace."""
-    if _is_plain(size, int):
+    if not _may_be_symbol(size):
         return True
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     return has_static_value(size)
 
 
-def _is_plain(x, kind):
-    return type(x) is kind and not torch.compiler.is_compiling()  # to Dynamo, symbols are of these types too
+def _may_be_symbol(x):
+    # To Dynamo, symbols are ints and bools.
+    return torch.compiler.is_compiling() or isinstance(x, (torch.SymBool, torch.SymInt))
 
 
 def same_sizes(shape, other):
@@ -213,8 +214,8 @@ def check_dropout_seed(dropout_seed, q, num_samples):
     if dropout_seed.dtype != torch.int64:
         raise TypeError(f"{wanted}, {got}")
     sizes = (1,) if num_samples is None else (1, 1 + 4 * num_samples)
-    if dropout_seed.device != q.device or not (is_known(dropout_seed.numel() == 1) or
-                                               holds(dropout_seed.numel() == sizes[-1])):
+    is_of_size = is_known(dropout_seed.numel() == 1) or holds(dropout_seed.numel() == sizes[-1])
+    if dropout_seed.device != q.device or not is_of_size:
         with_origins = f", or of shape ({sizes[1]},), with the four origins of each sample" if sizes[1:] else ""
         raise ValueError(f"{wanted}{with_origins}, {got}")
     if can_read(dropout_seed) and not dropout_seed.is_cuda and dropout_seed.numel() > 1:
@@ -330,10 +331,10 @@ def check_matmul(a, b, block_m, block_n, block_k):
         raise ValueError("CUDA tensors required: a and b must hold values, and tensors on the device meta have none")
     if not a.ndim == b.ndim == 2:
         raise ValueError(f"Expected 2D tensors: a has {a.ndim}, b {b.ndim} dimensions")
-    if a.shape[1] != b.shape[0]:
+    if not holds(a.shape[1] == b.shape[0]):
         raise ValueError(f"Incompatible dimensions: a is {tuple(a.shape)}, b is {tuple(b.shape)}, and a.shape[1] must "
                          "be b.shape[0]")
-    if max(*a.shape, *b.shape) > MAX_SIZE:
+    if any(is_over(size, MAX_SIZE) for size in (*a.shape, *b.shape)):
         raise ValueError(f"sizes go up to {MAX_SIZE}: a is {tuple(a.shape)}, b is {tuple(b.shape)}")
     for name, block, size in (("block_m", block_m, a.shape[0]), ("block_n", block_n, b.shape[1]),
                               ("block_k", block_k, a.shape[1])):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _build
 from .backends import Backend, Lengths, warn
-from .checks import is_eager, shown, wants_gradient
+from .checks import holds, is_eager, shown, wants_gradient
 from .lengths import NO_WINDOW
 from .pages import over_gathered
 from .reference import DTYPES
@@ -74,7 +74,7 @@ def can_read_cache(q, k_cache, v_cache):
     if not q.is_cuda:
         return True
     return q.dtype in ON_TENSOR_CORES and all(
-        x.shape[-1] % 8 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
+        holds(x.shape[-1] % 8 == 0) and all(holds(stride % 8 == 0) for stride in x.stride()[:-1])
         and (torch.compiler.is_compiling() or x.data_ptr() % 16 == 0) for x in (q, k_cache, v_cache))
 
 

@@ -128,10 +128,11 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
     if longest is not None and max_seqlen_k < longest:
         raise ValueError(f"max_seqlen_k must be at least the largest of seqused_k, {longest}, got {max_seqlen_k}")
     room = torch.sym_max(1, torch.sym_min(max_seqlen_k, total))
-    ends = seqlen.clamp(max=room).cumsum(0)
+    seqlen_own = seqlen.clamp(max=room)
+    ends = seqlen_own.cumsum(0)
     row = torch.arange(batch_size * room, device=k.device)
     sample = torch.searchsorted(ends, row, right=True).clamp(max=batch_size - 1)
-    own_begin = pad(ends[:-1], (1, 0))
+    own_begin = ends - seqlen_own
     # Rows after the last sample are copies of any keys: no row of q sees them, and their gradients are 0.
     rows = torch.where(row < ends[-1], begin[sample] + row - own_begin[sample], row % total)
     bounds = pad(ends, (1, 0)).int()
@@ -203,15 +204,15 @@ _add_rows.register_autograd(_add_rows_backward, setup_context=_save_added_rows)
 def begins_and_lengths(cu_seqlens, total):
     """(B,) and (B,): where samples begin, and their lengths."""
     bounds = cu_seqlens.long().clamp(0, total)
-    begin = pad(bounds[1:-1], (1, 0))
-    return begin, (bounds[1:] - begin).clamp(min=0)
+    bounds[0] = 0
+    return bounds[:-1], bounds.diff().clamp(min=0)
 
 
 def places_of_rows(begin, seqlen, total):
     """(total,) each, of the rows of a packed batch: their samples, their numbers within these, and whether they are
     padding."""
     row = torch.arange(total, device=begin.device)
-    sample = torch.searchsorted(begin[1:].cummax(0).values, row, right=True)
+    sample = torch.searchsorted(begin.cummax(0).values, row, right=True) - 1
     row = row - begin[sample]
     return sample, row, row >= seqlen[sample]
 

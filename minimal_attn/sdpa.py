@@ -30,6 +30,14 @@ def _copied_if_needed(x):
     return x
 
 
+def _expanded_if_needed(mask, sizes):
+    """mask, expanded along dimensions whose size only data will tell: SDPA asks there whether it is 1 as the mask's."""
+    is_decided = [is_static(n) or is_known(n > 1) for n in sizes[-mask.ndim:]]
+    if all(is_decided):
+        return mask
+    return mask.expand([m if decided else n for m, n, decided in zip(mask.shape, sizes[-mask.ndim:], is_decided)])
+
+
 def _is_aligned(x):
     step = 16 // x.element_size()
     # Tracing cannot tell the offset.
@@ -55,9 +63,8 @@ def _forward(q, k, v, options):
     if visible is not None and (has_lengths or not is_causal or not is_known(q.shape[2] <= k.shape[2])):
         q, k, v = without_padding(q, k, v, visible)
     mask = as_attn_mask(q, k, options, visible)
-    if not (is_static(q.shape[0]) or is_known(q.shape[0] > 1)):  # SDPA would compare it with that of a 4D mask
-        while mask is not None and mask.ndim > 2 and is_known(mask.shape[0] == 1):
-            mask = mask[0]
+    if mask is not None:
+        mask = _expanded_if_needed(mask, (*q.shape[:3], k.shape[2]))
     if softmax_scale <= 0:  # SDPA's kernels mask before they scale: -inf times such a scale is NaN or inf
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
     q, k, v = map(_copied_if_needed, (q, k, v))
