@@ -336,8 +336,11 @@ def _digest(file):
 
 @contextlib.contextmanager
 def _turn(directory):
-    """This process's turn to build. torch marks a build by a file that one killed leaves behind, and would wait for
-    its end for ever; our own lock ends with its process, and under it that file should not be there."""
+    """This process's turn to build. torch before 2.15 marks a build by a file that one killed leaves behind, and would
+    wait for its end for ever; our own lock ends with its process, and under it that file should not be there. Newer
+    ones lock the file as we do ours, and it stays."""
+    from torch.utils import cpp_extension
+
     limit = float(os.environ.get("MINIMAL_ATTN_BUILD_TIMEOUT", 600))
     ours, torchs = directory / "minimal_attn.lock", directory / "lock"
     try:
@@ -350,7 +353,7 @@ def _turn(directory):
         limit = min(limit, STALE_AFTER)
         deadline = time.monotonic() + limit
         with _saying(lambda: f"waiting for {torchs}, which marks a build"):
-            while torchs.exists():
+            while hasattr(cpp_extension, "FileBaton") and torchs.exists():
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"{torchs} has been there for {limit:g} s: a build that was killed leaves it "
                                        "behind. Delete it if no build is running.")

@@ -124,7 +124,7 @@ def with_own_rows(cache):
     its rows. On a GPU that may be anything: a row that is not there has no page that is."""
     if cache.page_table is None or cache.batch_idx is None:
         return cache
-    rows = cache.batch_idx.clamp(0, torch.sym_max(0, cache.page_table.shape[0] - 1))
+    rows = cache.batch_idx.clamp(0, cache.page_table.shape[0] - 1)
     table = cache.page_table.index_select(0, rows).masked_fill_((rows != cache.batch_idx)[:, None], -1)
     return cache._replace(page_table=table, batch_idx=None)
 

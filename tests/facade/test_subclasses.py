@@ -38,11 +38,12 @@ def qkv(rows, keys, *, heads_k=4):
 @pytest.mark.parametrize("rows, keys", [(5, 9), (7, 7), (9, 5)])
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
 def test_causal_bias(backend, make, rows, keys):
-    """Results and gradients beside torch's with the same object; rows that see no key are 0."""
+    """Results and gradients beside torch's with the mask that the object means; rows that see no key are 0."""
     leaves, dout = [x.requires_grad_() for x in qkv(rows, keys)], randn(2, 4, rows, 16, seed=3)
     bias = make(rows, keys)
     want = scaled_dot_product_attention(*leaves, bias._materialize(torch.device(DEVICE)))
-    assert_close(want, scaled_dot_product_attention(*leaves, bias))
+    if rows <= keys or not HAS_GPU:  # for more rows than keys, torch 2.11 misplaces the diagonal on a GPU
+        assert_close(want, scaled_dot_product_attention(*leaves, bias))
     of_want = torch.autograd.grad(want, leaves, dout)
     for got in (minimal_attn.scaled_dot_product_attention(*leaves, bias, backend=backend),
                 flash_attention(*leaves, attn_bias=bias, backend=backend)):

@@ -252,7 +252,20 @@ def build_dir(tmp_path, monkeypatch):
     return _build.build_directory()
 
 
-def test_stale_lock_is_named(build_dir):
+@pytest.fixture
+def marks(monkeypatch):
+    """torch before 2.15, which marks a build by a file."""
+    monkeypatch.setattr(cpp_extension, "FileBaton", object, raising=False)
+
+
+def test_file_that_torch_locks_stays(build_dir, monkeypatch):
+    """From 2.15 on."""
+    monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)
+    (build_dir / "lock").touch()
+    assert _build._compiled(verbose=False) == "module"
+
+
+def test_stale_lock_is_named(build_dir, marks):
     (build_dir / "lock").touch()
     with pytest.raises(RuntimeError, match=f"{re.escape(str(build_dir))}/lock .*Delete it"):
         _build._compiled(verbose=False)
@@ -263,7 +276,7 @@ def test_lock_of_another_build_is_named(build_dir):
         _build._compiled(verbose=False)
 
 
-def test_lock_that_goes_away_is_waited_for(build_dir, monkeypatch, capsys):
+def test_lock_that_goes_away_is_waited_for(build_dir, marks, monkeypatch, capsys):
     monkeypatch.setenv("MINIMAL_ATTN_BUILD_TIMEOUT", "30")
     (build_dir / "lock").touch()
     threading.Timer(1.3, (build_dir / "lock").unlink).start()

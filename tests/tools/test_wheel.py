@@ -64,7 +64,7 @@ def site(tmp_path_factory):
 
 def in_wheel(site, code, **env):
     """What `code` prints in a process of its own, with the wheel and without a compiler."""
-    path = os.pathsep.join([str(site), str(ROOT / "tests")])
+    path = os.pathsep.join([str(site), str(ROOT / "tests"), str(ROOT / "tests/tools")])
     env = os.environ | {"PYTHONPATH": path, "CXX": "no-such-compiler", "CUDA_HOME": "/no/such/folder"} | env
     run = subprocess.run([sys.executable, "-c", code], cwd=site, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
