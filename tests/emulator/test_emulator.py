@@ -65,7 +65,7 @@ KERNEL_CASES = {
     "flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
                       "sm90_drop_64", "sm90_drop_128", "sm90_drop_192",
                       "sm90_scale_30_96", "sm90_bias", "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30",
-                      "sm90_alibi_no_keys"],
+                      "sm90_alibi_no_keys", "sm90_packed_v"],
 }
 
 # The cases that are shown the faults of a file.

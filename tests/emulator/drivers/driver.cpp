@@ -290,7 +290,7 @@ const std::vector<Case> cases = {
     window({"sm80_window_both", b16, 2, 2, 2, 150, 150, 128, false, kRows,   {}, kSm80, 0.25}, 20, 33),
     window({"sm80_window_one",  b16, 1, 4, 1, 140, 200, 160, false, kRows,   {}, kSm80}, 0, 0),
     window({"sm80_window_left", f16, 1, 1, 1, 300, 100,  96, false, kHeads,  {}, kSm80}, 10, -1),
-    window({"sm80_window_below_0", f16, 1, 1, 1, 300, 300, 64, false, kHeads, {}, kSm80, 0, -1}, 32, 0),
+    window({"sm80_window_below_0", f16, 1, 1, 1, 300, 300, 64, false, kHeads, {}, kSm80, 0, -1}, 280, 0),
     window({"sm80_window_scale_0", f16, 1, 1, 1,  70, 300, 64, false, kHeads, {}, kSm80, 0, 0}, 150, 0),
     window({"dmma_window_below_0", f32, 1, 1, 1, 130, 200, 64, false, kHeads, {}, kDmma, 0, -1}, 40, 0),
     window({"sm90_window",      f16, 1, 2, 1, 400, 500,  64, false, kHeads,  {}, kSm90}, 200, 0),
