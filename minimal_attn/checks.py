@@ -85,6 +85,13 @@ def _may_be_symbol(x):
     return torch.compiler.is_compiling() or isinstance(x, (torch.SymBool, torch.SymInt))
 
 
+def smaller(size, other):
+    """min(size, other), which makes no guard while torch traces."""
+    if is_known(size <= other):
+        return size
+    return other if is_known(other <= size) else torch.sym_min(size, other)
+
+
 def same_sizes(shape, other):
     """Whether two shapes are the same, where each size holds."""
     return len(shape) == len(other) and all(holds(m == n) for m, n in zip(shape, other))
