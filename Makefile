@@ -46,14 +46,15 @@ test test-all campaign: packages
 	@$(TWIN) $(PY) -m pytest $(TESTS) -n $(WORKERS) --dist worksteal $(SELECT)
 
 # One file of JUnit for each folder of tests, and for test_jit.py, which measures how long a build takes while nothing
-# else runs. PARTS=... runs some again. Then, where CI's compilers are: python tests/code_digest.py --write.
-PARTS = jit attention caches facade integrations distributed tools
+# else runs. The last outcome of a test counts: PARTS="attention/test_lengths.py" runs some again. Then, where CI's
+# compilers are: python tests/code_digest.py --write.
+PARTS = tools/test_jit.py attention caches facade integrations tools
 gpu-record: packages
 	@status=0; for part in $(PARTS); do \
-	    tests="tests/$$part --ignore tests/tools/test_jit.py -n $(WORKERS) --dist worksteal"; \
-	    [ $$part != jit ] || tests=tests/tools/test_jit.py; \
-	    $(PY) -m pytest $$tests -m "not cpu and not campaign" --durations 10 \
-	        --junitxml tests/gpu_record/$$part.xml || status=1; \
+	    options="--ignore tests/tools/test_jit.py -n $(WORKERS) --dist worksteal"; \
+	    [ $$part != tools/test_jit.py ] || options=; \
+	    $(PY) -m pytest tests/$$part $$options -m "not cpu and not campaign" --durations 10 \
+	        --junitxml tests/gpu_record/$$(echo $$part | tr / .).xml || status=1; \
 	done; exit $$status
 
 docs: NEEDS = filelock matplotlib ninja rich

@@ -204,7 +204,7 @@ _add_rows.register_autograd(_add_rows_backward, setup_context=_save_added_rows)
 def begins_and_lengths(cu_seqlens, total):
     """(B,) and (B,): where samples begin, and their lengths."""
     bounds = cu_seqlens.long().clamp(0, total)
-    bounds[0] = 0
+    bounds[:1].zero_()
     return bounds[:-1], bounds.diff().clamp(min=0)
 
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CSRC, TRITON_REF = ROOT / "csrc", ROOT / "triton_ref"
 RECORD = Path(__file__).parent / "gpu_record" / "code.json"
 
-# Sources that no GPU's machine runs: what is compiled for the CPU, and the wheel's binding, which test_wheel.py compares.
+# What no GPU's machine runs: the sources for the CPU, and the wheel's binding, which test_wheel.py compares.
 NOT_RECORDED = "*_host.cpp", "stable.cpp"
 TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'|//[^\n]*|/\*.*?\*/|\s+|\w+|.', re.DOTALL)
 
@@ -196,11 +196,14 @@ def compilers():
     """What has a part in code() beside the source."""
     import torch
 
+    from minimal_attn._build import recipe
+
     def version(*command):
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
 
-    return {"nvcc": re.search(r"V[\d.]+", version(nvcc(), "--version"))[0],
-            "c++": version(os.environ.get("CXX", "c++"), "-dumpfullversion").strip(), "torch": torch.__version__}
+    flags = recipe()
+    return {"flags": sha(flags["extra_cflags"], flags["extra_cuda_cflags"]),
+            "nvcc": re.search(r"V[\d.]+", version(nvcc(), "--version"))[0], "c++": version(os.environ.get("CXX", "c++"), "-dumpfullversion").strip(), "torch": torch.__version__}
 
 
 # The record.
@@ -247,8 +250,12 @@ def main():
     arguments = parser.parse_args()
     if not arguments.write:
         sys.exit("\n".join(differences(json.loads(RECORD.read_text()))))
-    record = {"compilers": compilers(), "tokens": all_tokens(), "triton": functions(),
-              "csrc": {file.name: {"tokens": tokens(file), **its} for file, its in code_of(sources()).items()}}
+    known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    is_of_these = known.get("compilers") == compilers()
+    known = {entry["tokens"]: entry for entry in known["csrc"].values()} if is_of_these else {}
+    new = code_of([file for file in sources() if tokens(file) not in known])
+    csrc = {file.name: {"tokens": tokens(file), **(new.get(file) or known[tokens(file)])} for file in sources()}
+    record = {"compilers": compilers(), "tokens": all_tokens(), "triton": functions(), "csrc": csrc}
     RECORD.parent.mkdir(exist_ok=True)
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
