@@ -203,7 +203,8 @@ def compilers():
 
     flags = recipe()
     return {"flags": sha(flags["extra_cflags"], flags["extra_cuda_cflags"]),
-            "nvcc": re.search(r"V[\d.]+", version(nvcc(), "--version"))[0], "c++": version(os.environ.get("CXX", "c++"), "-dumpfullversion").strip(), "torch": torch.__version__}
+            "nvcc": re.search(r"V[\d.]+", version(nvcc(), "--version"))[0],
+            "c++": version(os.environ.get("CXX", "c++"), "-dumpfullversion").strip(), "torch": torch.__version__}
 
 
 # The record.
