@@ -61,7 +61,7 @@ MUTANTS = [
     ("csrc/tiles.h", "odd_head_dim_counts_as_aligned", "x.row_stride | head_dim) % 4", "x.row_stride) % 4",
      host(FORWARD, "against_fp64")),
     ("csrc/flash.cu", "nan_before_window", "mask.keys(row0).begin, seq.seqlen_k, aligned", "0, seq.seqlen_k, aligned",
-     host(LENGTHS, "neighbours or drawn or against_a_loop")),
+     host(LENGTHS, "nan_before")),
     ("csrc/flash_bwd.cu", "dout_walks_by_stride_of_q", "D.data += D.head_stride;", "D.data += C.head_stride;",
      host(BACKWARD, "dout_of_any_strides or against_fp64")),
     ("csrc/flash_bwd_bias.cu", "dbias_by_other_heads_of_keys", "h_k = h / (p.nheads / p.nheads_k);",
