@@ -63,7 +63,7 @@ MUTANTS = [
     ("csrc/flash.cu", "nan_before_window", "mask.keys(row0).begin, seq.seqlen_k, aligned", "0, seq.seqlen_k, aligned",
      host(LENGTHS, "nan_before")),
     ("csrc/flash_bwd.cu", "dout_walks_by_stride_of_q", "D.data += D.head_stride;", "D.data += C.head_stride;",
-     host(BACKWARD, "dout_of_any_strides or against_fp64")),
+     host(BACKWARD, "dout_of_any_strides")),
     ("csrc/flash_bwd_bias.cu", "dbias_by_other_heads_of_keys", "h_k = h / (p.nheads / p.nheads_k);",
      "h_k = h % p.nheads_k;", host(SCORES, "scores_of_batches")),
     ("csrc/softmax.cuh", "padding_gets_the_sink", "if (row + 8 * i < seq.seqlen_q)", "if (row + 8 * i < seq.padded_q)",
