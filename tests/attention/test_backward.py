@@ -202,7 +202,7 @@ def test_seq_lens_padding_is_never_read(impl, dtype):
 @each_kernel_and_dtype
 def test_dout_of_any_strides(impl, dtype):
     """Expanded, as .sum() makes it, transposed, with rows that are not contiguous, and from anywhere in memory."""
-    case = Case("dout", B=2, Sq=65, Sk=70)
+    case = Case("dout", B=2, H=4, Sq=65, Sk=70)
     q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
     ones = torch.ones_like(dout)
     out = by(impl, case, deterministic=True)(q, k, v)

@@ -315,6 +315,19 @@ def test_neighbours_never_reach_a_sample(impl, value):
 
 
 @each_kernel
+def test_nan_before_every_window_reaches_nothing(impl):
+    batch = Batch("hidden", (4, 4), (100, 100), is_packed=False, window=(4, 0))
+    q, k, v, dout, dlse = make(batch, DTYPES[impl], IMPLS[impl][1])
+    results = []
+    for junk in (0, math.nan):
+        k[:, :, :92], v[:, :, :92] = junk, junk
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = run(impl, batch, *inputs)
+        results.append([out, lse, *torch.autograd.grad([out, lse], inputs, [dout, dlse])])
+    assert all(map(torch.equal, *results))
+
+
+@each_kernel
 @pytest.mark.parametrize("D, window", [(40, (-1, 0)), *(
     pytest.param(D, window, marks=pytest.mark.slow)
     for D, window in ((64, (-1, 0)), (128, (-1, 0)), (40, (-1, 320)), (40, (320, -1))))], ids=str)

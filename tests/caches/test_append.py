@@ -934,7 +934,7 @@ def test_bad_slots(error, match, change):
 @cpu
 @pytest.mark.parametrize("change", [
     dict(k=torch.randn(2, 3, 5, 32)), dict(v=torch.randn(2, 2, 4, 32)), dict(k=torch.randn(2, 2, 32, 5).mT),
-    dict(k_cache=torch.randn(6, 1, 8, 32)), dict(v_cache=torch.randn(6, 2, 7, 32)),
+    dict(k_cache=torch.randn(6, 1, 8, 32), v_cache=torch.randn(6, 1, 8, 32)), dict(v_cache=torch.randn(6, 2, 7, 32)),
     dict(v_cache=torch.randn(6, 2, 8, 16)),
     dict(seqused_k=None), dict(seqused_k=torch.ones(3, dtype=torch.int32)), dict(seqused_k=torch.ones(2).long()),
     dict(page_table=None), dict(page_table=torch.zeros(1, 3, dtype=torch.int32)),

@@ -56,7 +56,7 @@ KERNEL_CASES = {
     "flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one", "sm80_softcap_drop"],
     "flash_bwd_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_turns", "sm90_turns_causal", "sm90_splits",
                           "sm90_mods_drop_128", "sm90_low_128", "sm90_softcap", "sm90_packed_turns",
-                          "sm90_splits_turns", "sm90_unseen", "sm90_many_late", "sm90_long_late"],
+                          "sm90_splits_turns", "sm90_unseen", "sm90_many_late", "sm90_long_late", "sm90_packed"],
     "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_low_256", "sm90_drop_192", "sm90_drop_256",
                                "sm90_packed_drop", "sm90_pair_causal", "sm90_pair_192", "sm90_pair_packed"],
     "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],

@@ -213,16 +213,18 @@ def test_empty_inputs_and_a_scale_of_0_stay_in_the_graph(backend):
 
 
 @each_impl
-def test_ops_take_empty_inputs(backend, device):
+def test_ops_take_empty_inputs(backend, device, poisoned_outputs):
     """The registered ops, which the facade does not call for empty inputs, take them as well."""
     if backend == "torch":
         pytest.skip("not an op of ours")
-    op = dict(cuda="flash_forward", triton="triton_forward")[backend]
+    ops, name = torch.ops.minimal_attn, dict(cuda="flash", triton="triton")[backend]
     flash_attention(*qkv(device=device), backend=backend)  # loads the library
     for shape in ((0, 4, 4, 20, 20), (2, 4, 4, 0, 20), (2, 4, 4, 20, 0)):
         q, k, v = qkv(*shape, device=device)
-        out, lse = getattr(torch.ops.minimal_attn, op)(q, k, v, *Options(0.25).of_op())
+        out, lse = getattr(ops, f"{name}_forward")(q, k, v, *Options(0.25).of_op())
         assert (out == 0).all() and (lse == -math.inf).all()
+        gradients = getattr(ops, f"{name}_backward")(out, lse, q, k, v, out, lse, *Options(0.25).of_op())
+        assert all((x == 0).all() and x.shape == of.shape for x, of in zip(gradients, (q, k, v)))
 
 
 @each_impl
