@@ -29,8 +29,8 @@ demo: packages
 	@$(TWIN) $(PY) -m minimal_attn demo $(if $(PROFILE),--profile)
 
 # Slow tests carry the marker `slow`. `make test` fails a test that has no time limit of its own after 60 s, and the whole
-# run after 1500 s, which leaves room for a slower machine.
-test: SELECT = -m "not slow" --timeout 60 --session-timeout 1500
+# run after 1800 s, which leaves room for a slower machine.
+test: SELECT = -m "not slow" --timeout 60 --session-timeout 1800
 test: export MINIMAL_ATTN_GATE = 1
 campaign: SELECT = -m campaign -o python_files="test_*.py campaign.py"
 

@@ -64,6 +64,7 @@ def pytest_xdist_auto_num_workers():
     return max(1, min(CORES, 16, gib // 2))
 
 
+@pytest.hookimpl(trylast=True)  # after --junitxml has made its report
 def pytest_configure(config):
     hurry_interpreter()
     if HAS_GPU and (xml := config.stash.get(xml_key, None)):  # --junitxml

@@ -152,7 +152,7 @@ def test_named_files_exist(page):
 
 
 @cpu
-@pytest.mark.parametrize("folder", ["csrc", "triton_ref", "minimal_attn", "benchmarks", "tests"])
+@pytest.mark.parametrize("folder", ["csrc", "triton_ref", "minimal_attn", "benchmarks"])
 def test_developing_names_every_file(folder):
     section = DEVELOPING.read_text().split(f"## The files of {folder}\n")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
