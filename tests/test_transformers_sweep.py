@@ -23,7 +23,7 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 
 MAPPINGS = ("MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_MASKED_LM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
             "MODEL_FOR_SPEECH_SEQ_2_SEQ", "MODEL_FOR_IMAGE_TEXT_TO_TEXT")
-PARTS, LEAST_EQUAL, MOST_PARAMETERS = 8, 200, 20_000_000
+PARTS, LEAST_EQUAL, MOST_PARAMETERS = 16, 200, 20_000_000
 BATCH, LENGTH, VOCAB = 2, 9, 128
 # What a config gets where it has a number of such a name.
 SMALL = {
@@ -41,7 +41,7 @@ SMALL = {
         decoder_num_hidden_layers num_experts_per_tok moe_topk moe_k moe_top_k top_k_experts""",
     8: """head_dim global_head_dim d_kv attention_head_size qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim
         patch_size rotary_dim""",
-    16: "q_lora_rank kv_lora_rank image_size",
+    16: "q_lora_rank kv_lora_rank image_size mamba_chunk_size chunk_size",
     1: "n_group topk_group",
     VOCAB: "vocab_size decoder_vocab_size encoder_vocab_size vocab_size_per_layer_input",
 }
