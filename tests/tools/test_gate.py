@@ -31,7 +31,8 @@ def values(items, name):
 
 
 def test_gate_has_every_file(gate):
-    assert set(gate) == {file.name for file in Path(__file__).parents[1].rglob("test_*.py")}
+    files = {file.name for file in Path(__file__).parents[1].rglob("test_*.py")}
+    assert set(gate) == files - {"test_transformers_sweep.py"}  # which takes minutes
 
 
 def test_gate_has_every_implementation(gate):
