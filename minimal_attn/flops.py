@@ -1,5 +1,5 @@
-"""What torch.utils.flop_counter.FlopCounterMode counts for attention ops: as for scaled_dot_product_attention, which
-takes no mask and no window into account. Lengths count where they can be read.
+"""Formulas for torch.utils.flop_counter.FlopCounterMode: our ops count as scaled_dot_product_attention does, which takes
+no mask and no window into account. Lengths count where they can be read.
 
 Read next: checks.py.
 """
@@ -30,7 +30,7 @@ def decode_flops(q, k_cache, v_cache, cu_seqlens_q, seqused_q, seqused_k, page_t
 
 
 def num_scores(q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
-    """Of one head. Without values, as many as there may be: those of a single sample in a packed batch."""
+    """The scores of one head. Without values, as many as there may be: a packed batch then counts as one sample."""
     given = [x for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k) if x is not None]
     if not given or any(type(x) is not torch.Tensor or x.is_meta for x in given):
         return q.shape[0] * q.shape[2] * seqlen_k

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CSRC, TRITON_REF = ROOT / "csrc", ROOT / "triton_ref"
 RECORD = Path(__file__).parent / "gpu_record" / "code.json"
 
-# What no GPU's machine runs: the sources for the CPU, and the wheel's binding, which test_wheel.py compares.
+# Sources for the CPU alone, and the wheel's binding, which test_wheel.py compares.
 NOT_RECORDED = "*_host.cpp", "stable.cpp"
 TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'|//[^\n]*|/\*.*?\*/|\s+|\w+|.', re.DOTALL)
 
@@ -193,7 +193,7 @@ def host_code(object_file, kernels):
 
 @functools.cache
 def compilers():
-    """What has a part in code() beside the source."""
+    """All that code() depends on beside the source."""
     import torch
 
     from minimal_attn._build import recipe
