@@ -121,7 +121,7 @@ class PlainParameter(torch.nn.Parameter):
 
 
 def negated(x):
-    """The same values, whose memory holds their negatives."""
+    """A view with these values, whose memory holds their negatives."""
     y = torch.complex(torch.zeros_like(x), -x).conj().imag
     assert y.is_neg()
     return y

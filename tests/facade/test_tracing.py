@@ -184,7 +184,7 @@ def test_compiles_as_often_as_torch(call, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_shapes_without_values(call, backend):
-    """Those of tensors on the device meta and of FakeTensors, with gradients, and with the checks."""
+    """Tensors on the device meta and FakeTensors give shapes, gradients too, after the checks."""
     inputs = call.inputs(DEVICES[backend], b=2, s=9, t=9)
     want = call.run(backend, *inputs)
     shapes = [(x.shape, x.dtype) for x in (want if isinstance(want, tuple) else (want,))]
@@ -238,7 +238,7 @@ def test_flops_are_those_of_torch(backend):
 
 @OURS
 def test_flops_of_lengths(backend):
-    """Those of the samples, where their lengths have values."""
+    """FLOPs count by sample where lengths have values."""
     device = DEVICES[backend]
     q, bounds, used = torch.randn(9, 8, 16, device=device), *(torch.tensor(x, device=device, dtype=torch.int32)
                                                               for x in ([0, 2, 9], [2, 3]))

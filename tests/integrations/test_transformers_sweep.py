@@ -26,7 +26,7 @@ MAPPINGS = ("MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_MASKED_LM", "MODEL_FOR_SE
             "MODEL_FOR_SPEECH_SEQ_2_SEQ", "MODEL_FOR_IMAGE_TEXT_TO_TEXT")
 PARTS, LEAST_EQUAL, MOST_PARAMETERS, MOST_MEMORY = 16, 200, 20_000_000, 10 << 30
 BATCH, LENGTH, VOCAB = 2, 9, 128
-# What a config gets where it has a number of such a name.
+# Numbers that a config gets for the names that it has.
 SMALL = {
     32: """hidden_size d_model n_embd embed_dim embedding_size emb_dim dim model_dim n_embed hidden_dim d_embed
         word_embed_proj_dim encoder_hidden_size decoder_hidden_size cross_attention_hidden_size attention_hidden_size
