@@ -48,8 +48,9 @@ def _attend(q, k, v, scale, window, bias=None, lengths=NO_LENGTHS):
     return out, lse
 
 
-def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LENGTHS, need_dbias=False):
-    """(dq, dk, dv, dbias) of a call that _attend serves, whoever served it, or None; dbias only if it is needed.
+def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LENGTHS, needed=(True, True, True, False)):
+    """(dq, dk, dv, dbias) of a call that _attend serves, whoever served it, or None. A None in place of each that is
+    not needed.
 
     torch saves no lse where q, k and v require no grad, though the bias may, and neither do graphs of torch.export.
     """
@@ -65,10 +66,11 @@ def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LEN
     run = torch.ops.minimal_attn.flash_backward.default
     try:
         dq, dk, dv, _, dbias = run(dout, None, q, k, v, out, lse.contiguous(), *lengths, None, None, bias, scale, 0.0,
-                                   *window, 0.0, None, deterministic, True, True, False, need_dbias)
+                                   *window, 0.0, None, deterministic, needed[0], needed[1] or needed[2], False,
+                                   needed[3])
     except ValueError:  # as in _attend
         return None
-    return dq, dk, dv, dbias if need_dbias else None
+    return tuple(x if is_needed else None for x, is_needed in zip((dq, dk, dv, dbias), needed))
 
 
 # What the ops save for the dropout of their backward pass. Nothing reads it where there is none.
@@ -216,8 +218,8 @@ def _top_left(q, k, v, is_causal, scale):
 
 
 def _with_all_keys(gradient, x):
-    """The gradient of x, of which _top_left may have left out the last keys."""
-    if gradient.shape == x.shape:
+    """The gradient of x, of which _top_left may have left out the last keys, or None."""
+    if gradient is None or gradient.shape == x.shape:
         return gradient
     padded = torch.zeros_like(x)
     padded[:, :, :gradient.shape[2]] = gradient
@@ -246,14 +248,14 @@ def sdpa_efficient_backward(grad_out_, query, key, value, attn_bias, out, logsum
     if dropout_p or not _is_efficient(query, key, attn_bias, is_causal):
         return None
     q, k, v, *options = _top_left(query, key, value, is_causal, scale)
-    need_dbias = attn_bias is not None and grad_input_mask[3]
+    needed = *grad_input_mask[:3], attn_bias is not None and grad_input_mask[3]
     gradients = _gradients(grad_out_, q, k, v, out, logsumexp[:, :, :query.shape[2]], *options, attn_bias,
-                           need_dbias=need_dbias)
+                           needed=needed)
     if gradients is None:
         return None
     dq, dk, dv, dbias = gradients
     dk, dv = _with_all_keys(dk, key), _with_all_keys(dv, value)
-    return *map(_rows_before_heads, (dq, dk, dv)), _with_aligned_rows(dbias) if need_dbias else None
+    return *map(_rows_before_heads, (dq, dk, dv)), _with_aligned_rows(dbias)
 
 
 def _is_efficient(query, key, attn_bias, is_causal):
@@ -269,13 +271,13 @@ def _is_ampere(device):
 
 
 def _rows_before_heads(x):
-    """x (B, H, S, D), in memory (B, S, H, D)."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+    """x (B, H, S, D), in memory (B, S, H, D), or None."""
+    return None if x is None else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _with_aligned_rows(dbias):
-    """dbias in rows of a multiple of 16 elements."""
-    if not (missing := -dbias.shape[-1] % 16):
+    """dbias in rows of a multiple of 16 elements, or None."""
+    if dbias is None or not (missing := -dbias.shape[-1] % 16):
         return dbias
     return pad(dbias, (0, missing))[..., :-missing]
 

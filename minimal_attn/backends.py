@@ -75,8 +75,8 @@ class Options(NamedTuple):
 
     @property
     def tensors(self):
-        """All of them but the descales; None where one is not given."""
-        return *self.lengths, self.sinks, self.alibi_slopes, self.attn_bias, self.dropout_seed
+        """Its tensors, or None for each that is not given."""
+        return (*self.lengths, self.sinks, self.alibi_slopes, self.attn_bias, self.dropout_seed, *self.descales)
 
     def of_op(self):
         """The arguments of an op that follow q, k and v, as far as all ops have them."""

@@ -49,9 +49,15 @@ def empty_outputs(q, v):
     return empty_like(like, out_dtype(q.dtype)), q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
 
 
+# holds and is_known come a few dozen times in each call: a plain bool is told first.
+is_compiling = torch.compiler.is_compiling
+
+
 def holds(condition):
     """Whether a condition on sizes that a call relies on holds. While torch traces, sizes may be symbols: then a guard
     sees to it, and where only data will tell, an assertion in the graph does."""
+    if not is_compiling() and type(condition) is bool:
+        return condition
     if not _may_be_symbol(condition):
         return bool(condition)  # of a size in torch.jit.trace, a tensor
     from torch.fx.experimental.symbolic_shapes import guard_or_true  # takes most of a second
@@ -64,6 +70,8 @@ def holds(condition):
 
 def is_known(condition):
     """Whether a condition on sizes holds for all that they may be while torch traces, where it makes no guard."""
+    if not is_compiling() and type(condition) is bool:
+        return condition
     if not _may_be_symbol(condition):
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -82,7 +90,7 @@ def is_static(size):
 
 def _may_be_symbol(x):
     # To Dynamo, symbols are ints and bools.
-    return torch.compiler.is_compiling() or isinstance(x, (torch.SymBool, torch.SymInt))
+    return is_compiling() or isinstance(x, (torch.SymBool, torch.SymInt))
 
 
 def smaller(size, other):
@@ -90,6 +98,13 @@ def smaller(size, other):
     if is_known(size <= other):
         return size
     return other if is_known(other <= size) else torch.sym_min(size, other)
+
+
+def larger(size, other):
+    """max(size, other), which makes no guard while torch traces."""
+    if is_known(size >= other):
+        return size
+    return other if is_known(other >= size) else torch.sym_max(size, other)
 
 
 def same_sizes(shape, other):
@@ -168,7 +183,8 @@ def check_tensor(name, x):
         raise TypeError(f"{name} must be a dense tensor, got {shown(x)}: torch.nested.to_padded_tensor makes it dense")
     if x.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got {x.layout}")
-    if type(x) in (torch.Tensor, torch.nn.Parameter) or type(x).__name__ in DISPATCHED:
+    if type(x) in (torch.Tensor, torch.nn.Parameter) or (
+            type(x).__name__ in DISPATCHED and type(x).__module__.startswith("torch.")):
         return
     if is_causal_bias(x) or type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         instead = ": x.to_local() gives that of this rank" if type(x).__name__ == "DTensor" else ""
@@ -243,7 +259,8 @@ def autocast(q, *others):
     if not isinstance(q, torch.Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
         return q, *others
     dtype = torch.get_autocast_dtype(q.device.type)
-    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in KERNEL_DTYPES else x for x in (q, *others))
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in KERNEL_DTYPES
+                 and not is_causal_bias(x) else x for x in (q, *others))
 
 
 def check_alike(dtypes, **tensors):

@@ -4,8 +4,6 @@ takes no mask and no window into account. Lengths count where they can be read.
 Read next: checks.py.
 """
 
-import contextlib
-
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -48,11 +46,12 @@ def _lengths(total, batch_size, cu_seqlens, seqused):
 
 def register_flops(name, formula):
     """Count an op of ours by this formula, also in a counter that is at work while the op is made."""
-    with contextlib.suppress(Exception):  # it imports Triton, which may be broken
+    try:
         from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
-
-        op = getattr(torch.ops.minimal_attn, name)
-        register_flop_formula(op, get_raw=True)(formula)
-        for mode in _get_current_dispatch_mode_stack():
-            if isinstance(counter := getattr(mode, "counter", None), FlopCounterMode):
-                counter.flop_registry[op] = formula
+    except Exception:  # it imports Triton, which may be broken
+        return
+    op = getattr(torch.ops.minimal_attn, name)
+    register_flop_formula(op, get_raw=True)(formula)
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(counter := getattr(mode, "counter", None), FlopCounterMode):
+            counter.flop_registry[op] = formula

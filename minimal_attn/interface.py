@@ -197,7 +197,7 @@ def backend_name(backend, q, k, v, sinks=None, attn_bias=None):
 
 def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend, *,
                       window_size=NO_WINDOW, seq_lens=None, lengths=Lengths(), descales=(None, None, None),
-                      max_seqlen_k=None, sinks=None, softcap=0.0, alibi_slopes=None, attn_bias=None, autotune=True,
+                      max_seqlen_k=None, sinks=None, softcap=0, alibi_slopes=None, attn_bias=None, autotune=True,
                       scale_name="sm_scale"):
     """flash_attention without its fast path. scale_name: what the caller calls sm_scale."""
     q, k, v = autocast(q, k, v)

@@ -10,18 +10,21 @@ import re
 import torch
 
 from .backends import Lengths
-from .checks import MAX_SEQLEN, can_read, check_tensor, holds, is_int, is_known, reworded, same_sizes, shown
+from .checks import MAX_SEQLEN, can_read, check_tensor, holds, is_eager, is_int, is_known, reworded, same_sizes, shown
 
 NO_WINDOW = (-1, -1)
 
 
 def check_window_size(window_size):
-    """window_size as a tuple of two ints; TypeError unless it unpacks into two ints or Nones, also those of a tensor,
-    ValueError unless both are at least -1."""
-    try:
-        sides = [-1 if x is None else x.tolist() if isinstance(x, torch.Tensor) else x for x in window_size]
-    except TypeError:  # there is nothing to unpack
-        sides = ()
+    """window_size as a tuple of two ints. TypeError unless it is a tuple or a list of two ints or Nones, or an array or
+    a tensor of two ints, which the host reads; ValueError unless both are at least -1."""
+    pair = window_size
+    if isinstance(pair, torch.Tensor):
+        check_tensor("window_size", pair)
+    if hasattr(pair, "tolist") and not getattr(pair, "is_meta", False):  # an array of numpy has it too
+        pair = pair.tolist()
+    pair = pair if isinstance(pair, (tuple, list)) else ()
+    sides = [-1 if x is None else x.tolist() if isinstance(x, torch.Tensor) else x for x in pair]
     if len(sides) != 2 or not all(map(is_int, sides)):
         raise TypeError(f"window_size must be a pair of ints, (left, right), got {shown(window_size)}")
     if min(sides) < -1:
@@ -147,7 +150,7 @@ def check_seq_lens(seq_lens, q, k):
     seqlen = q.shape[-2]
     if not holds(seqlen == k.shape[-2]):
         raise ValueError(f"seq_lens needs equal lengths of q and k, got seqlen_q {seqlen} and seqlen_k {k.shape[-2]}")
-    is_capturing = q.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+    is_capturing = q.is_cuda and is_eager(q) and torch.cuda.is_current_stream_capturing()
     if not isinstance(seq_lens, torch.Tensor):
         try:
             lengths = [operator.index(n) for n in seq_lens]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .backends import Lengths
-from .checks import can_read, check_tensor, holds, is_int, is_known, same_sizes, shown, smaller
+from .checks import can_read, check_tensor, holds, is_int, is_known, larger, same_sizes, shown, smaller
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
@@ -127,7 +127,7 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
         max_seqlen_k = total if longest is None else longest
     if longest is not None and max_seqlen_k < longest:
         raise ValueError(f"max_seqlen_k must be at least the largest of seqused_k, {longest}, got {max_seqlen_k}")
-    room = -smaller(-1, -smaller(max_seqlen_k, total))  # at least 1
+    room = larger(smaller(max_seqlen_k, total), 1)
     seqlen_own = seqlen.clamp(max=room)
     ends = seqlen_own.cumsum(0)
     row = torch.arange(batch_size * room, device=k.device)

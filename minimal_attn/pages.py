@@ -40,7 +40,7 @@ def check_fit(q, k, v, lengths, cache, dtypes):
     if cache.page_table is not None:
         check_page_table(cache.page_table, q.device)
     capacity = capacity_of(k, cache)
-    check_sizes(q, capacity, f"{shapes}, with room for {capacity} keys a sample")
+    check_sizes(q, capacity, shapes)
     check_samples(lengths, q, capacity)
     batch_size = lengths.num_samples(q)
     for name, x in (("cache_batch_idx", cache.batch_idx), ("leftpad_k", cache.leftpad_k)):

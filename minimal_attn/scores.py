@@ -22,7 +22,8 @@ def check_softcap(softcap):
         raise TypeError(f"softcap must be a number, and 0 is none, got {shown(softcap)}")
     if not 0 <= softcap <= MAX_SCALE:  # kernels keep it in fp32
         raise ValueError(f"softcap must be at least 0 and at most {MAX_SCALE:g}, got {softcap}")
-    if 0 < softcap < 1e-30:  # kernels divide by it
+    # Kernels divide by it. The bound has no name, since torch.compile(dynamic=True) makes symbols of global floats.
+    if 0 < softcap < 1e-30:
         raise ValueError(f"softcap must be 0 or at least 1e-30, got {softcap}")
     return float(softcap)
 
@@ -117,6 +118,9 @@ def positions(seqlen_q, seqlen_k, lengths, device):
 def visible_keys(seqlen_q, seqlen_k, window, lengths, device):
     """Which keys a row of a padded batch sees: bool, broadcastable to (B, H, Sq, Sk), or None when every row sees every
     key. window and lengths as in Options."""
+    left, right = window
+    if left < 0 and right < 0 and lengths.seqused_q is None and lengths.seqused_k is None:
+        return None
     rows, cols, seqlen_q, seqlen_k = positions(seqlen_q, seqlen_k, lengths, device)
     conditions = []
     if lengths.seqused_q is not None:
@@ -124,13 +128,10 @@ def visible_keys(seqlen_q, seqlen_k, window, lengths, device):
     if lengths.seqused_k is not None:
         conditions.append(cols < seqlen_k)
     diagonal = rows + seqlen_k - seqlen_q  # the last row sees up to the last key
-    left, right = window
     if left >= 0:
         conditions.append(cols >= diagonal - left)
     if right >= 0:
         conditions.append(cols <= diagonal + right)
-    if not conditions:
-        return None
     mask = functools.reduce(torch.logical_and, conditions)
     return mask.expand(*mask.shape[:-2], rows.shape[0], cols.shape[0])
 

@@ -24,7 +24,8 @@ def _copied_if_needed(x):
     of a q whose rows overlap. On a GPU they fail with a misaligned address for some tensors that do not start at a
     multiple of 16 bytes, or have rows that do not, after which the process has no GPU any more.
     """
-    is_apart = all(is_known(stride == 0) or holds(stride >= x.shape[-1]) for stride in x.stride()[:-1])
+    width = x.shape[-1]
+    is_apart = all(is_known(n >= width) or is_known(n == 0) or holds(n >= width) for n in x.stride()[:-1])
     if not is_apart or x.is_cuda and not _is_aligned(x):
         return x.clone(memory_format=torch.contiguous_format)
     return x

@@ -12,7 +12,7 @@ import torch
 
 from ._build import assume_constant_result
 from .backends import Backend
-from .checks import TWIN_DTYPES, is_eager
+from .checks import TWIN_DTYPES
 from .flops import decode_flops, register_flops
 
 
@@ -64,16 +64,7 @@ def matmul() -> Callable:
 
 
 def _forward(q, k, v, options):
-    if is_eager(*options.tensors):
-        return _twin.forward(q, k, v, options)
-    # The dispatcher gives the kernel tensors that hold their values, of what collectives give for example.
-    return torch.ops.minimal_attn.triton_forward(q, k, v, *options.of_op(), options.autotune and not _is_fixed(options),
-                                                 *options.descales)
-
-
-def _is_fixed(options):
-    """Whether results must repeat, so that no tiles are timed; as in triton_ref/ops.py."""
-    return options.deterministic or torch.are_deterministic_algorithms_enabled()
+    return _twin.forward(q, k, v, options)
 
 
 def _forward_cached(q, k, v, options, cache):
@@ -81,8 +72,9 @@ def _forward_cached(q, k, v, options, cache):
 
 
 def _backward(dout, q, k, v, out, lse, options):
+    is_fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()  # as in triton_ref/ops.py
     return torch.ops.minimal_attn.triton_backward(dout, None, q, k, v, out, lse, *options.of_op(),
-                                                  options.autotune and not _is_fixed(options))[:3]
+                                                  options.autotune and not is_fixed)[:3]
 
 
 def _append(k, v, k_cache, v_cache, append):

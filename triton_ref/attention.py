@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.compiler.errors import CompilationError
 
 from minimal_attn.backends import Lengths, warn
-from minimal_attn.checks import FP8_DTYPES, empty_outputs
+from minimal_attn.checks import FP8_DTYPES, MAX_HEAD_DIM, empty_outputs
 
 from . import autotune as tuner
 from .dropout import count_and_scale, keep_tile, seed_of
@@ -299,7 +299,10 @@ BIAS_TILES = [(64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1)]
 
 
 def block_d(dtype, head_dim):
-    """Columns of a tile: head_dim, rounded up to what Triton and the tensor cores take."""
+    """Columns of a tile: head_dim, rounded up to what Triton and the tensor cores take. ValueError for what a graph of
+    torch.export may be given, whose sizes no check has seen."""
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"Unsupported head_dim {head_dim}: 1 to {MAX_HEAD_DIM} is supported")
     return max(32 if dtype in FP8_DTYPES else 16, triton.next_power_of_2(head_dim))
 
 

@@ -69,7 +69,8 @@ def triton_backward(dout: torch.Tensor, dlse: Optional[torch.Tensor], q: torch.T
 
 def _backward(*inputs):
     """triton_backward, without the dispatcher where no one wants a second derivative."""
-    if not is_eager(*inputs[:5]) or torch.is_grad_enabled():
+    tensors = (x for x in inputs if isinstance(x, torch.Tensor))
+    if not is_eager(*tensors) or torch.is_grad_enabled():
         return triton_backward(*inputs)
     *others, need_dq, need_dkv, need_dsinks, need_dbias = inputs
     return attention_bwd.run(*others[:7], _options(*others[7:]), need_dq, need_dkv, need_dsinks, need_dbias)
@@ -93,7 +94,7 @@ def _forward(q, k, v, options):
     # Tiles that are timed may be others in the next run.
     is_fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()
     options = options._replace(autotune=options.autotune and not is_fixed)
-    inputs = q, k, v, options.sinks, options.attn_bias
+    inputs = q, k, v, *options.tensors
     if is_eager(*inputs) and not any(map(wants_gradient, inputs)):
         return attention.run(q, k, v, options)
     op = Attention.apply if is_eager(*inputs) else torch.ops.minimal_attn.triton_forward
@@ -126,7 +127,7 @@ def forward_cached(q, k, v, options, cache):
     if q.dtype in FP8_DTYPES:
         raise TypeError(f"Unsupported dtype: q is {q.dtype}, and attention to a cache takes float32, float16 and "
                         "bfloat16")
-    if is_eager(q, k, v, options.sinks):
+    if is_eager(q, k, v, *options.tensors, *cache[:4]):
         return decode.run(q, k, v, options, cache)
     lengths = options.lengths
     return triton_decode(q, k, v, lengths.cu_seqlens_q, lengths.seqused_q, lengths.seqused_k, *cache[:4], options.sinks,

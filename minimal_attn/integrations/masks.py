@@ -9,6 +9,7 @@ that compute their attention themselves are refused. Read next: transformers.py,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import weakref
 from typing import NamedTuple
@@ -30,7 +31,8 @@ HINT = 'This model reads or changes its mask, or adds it to scores itself: use a
 class Mask:
     """Which keys a row sees, without a dense tensor. Only attend of transformers.py reads it: all else raises an error.
 
-    q_length, kv_length: the rows and keys that a layer must have, which are Sq and Sk below.
+    q_length, kv_length: the rows and keys that a layer must have, which are Sq and Sk below. A mask that hides nothing
+        fits any number of keys.
     causal: row i sees the keys j <= i + num_keys - Sq, or by the lengths of its sample, as in flash_attention.
     window: (left, right), as in flash_attention.
     num_keys: only the first of the keys count; a static cache has room for more.
@@ -61,14 +63,16 @@ class Mask:
 
     @property
     def hides_nothing(self):
-        return ((not self.causal or self.q_length == 1) and self.window == NO_WINDOW
-                and self.num_keys == self.kv_length and self.keys is self.seqused_k is self.cu_seqlens is None)
+        return (not self.causal and self.window == NO_WINDOW and self.num_keys == self.kv_length
+                and self.keys is self.seqused_k is self.cu_seqlens is None)
 
     def contiguous(self):
         return self
 
-    def to(self, device, non_blocking=False):
+    def to(self, device=None, dtype=None, non_blocking=False):
         """This mask with its tensors on another device, for layers that are spread over several."""
+        if dtype is not None or isinstance(device, torch.dtype):
+            raise NotImplementedError(f"a mask of minimal_attn has no dtype. {HINT}")
         return dataclasses.replace(self, **{name: x.to(device=device, non_blocking=non_blocking)
                                             for name, x in vars(self).items() if isinstance(x, Tensor)})
 
@@ -78,7 +82,9 @@ class Mask:
     def __eq__(self, other):
         if other is not None and not isinstance(other, Mask):
             raise NotImplementedError(f"a mask of minimal_attn has no numbers to compare. {HINT}")
-        return other is not None and vars(self) == vars(other)
+        return other is not None and all(
+            x is y if isinstance(x, Tensor) or isinstance(y, Tensor) else x == y
+            for x, y in zip(vars(self).values(), vars(other).values()))
 
     def __getitem__(self, index):
         raise NotImplementedError(f"a mask of minimal_attn has no elements. {HINT}")
@@ -170,14 +176,24 @@ def _models_of(config_class, base=PreTrainedModel):
         yield from _models_of(config_class, model)
 
 
-@torch.compiler.assume_constant_result
-def attends_itself(config_class) -> bool:
-    """Whether models of this config compute their attention themselves, as transformers judges by their source.
+@functools.cache
+def _attends_itself(config_class) -> bool:
+    """Whether transformers' models of this config compute their attention themselves, as it judges by their source.
 
-    It judges so where set_attn_implementation is called, but takes any registered name when it builds a model.
+    It judges so where set_attn_implementation is called, but takes any registered name when it builds a model. Models
+    from elsewhere are not judged: if they read a Mask, that raises an error.
     """
-    found = [model._can_set_attn_implementation() for model in _models_of(config_class)]
-    return bool(found) and not any(found)
+    for base in config_class.__mro__:
+        found = [model._can_set_attn_implementation() for model in _models_of(base)
+                 if model.__module__.startswith("transformers.")]
+        if found:
+            return not any(found)
+    return False
+
+
+@torch.compiler.assume_constant_result  # around the cache, of which Dynamo would warn
+def attends_itself(config_class) -> bool:
+    return _attends_itself(config_class)
 
 
 def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,

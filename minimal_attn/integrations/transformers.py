@@ -95,7 +95,7 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
     if position_bias is not None:
         bias = _added(position_bias[..., :key.shape[2]], bias)
     options = dict(causal=mask.causal, sm_scale=scaling, dropout_p=dropout, deterministic=bool(deterministic),
-                   window_size=mask.window, sinks=s_aux, softcap=0.0 if softcap is None else softcap, attn_bias=bias,
+                   window_size=mask.window, sinks=s_aux, softcap=0 if softcap is None else softcap, attn_bias=bias,
                    backend=backend)
     if cu_seqlens is not None:
         out = _packed(query, key, value, cu_seqlens, options)

@@ -507,13 +507,21 @@ def test_seq_lens_without_real_tensors(backend, device):
         assert flash_attention(*fakes, seq_lens=[5, 20], backend=backend).shape == want.shape
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("seq_lens", [[5, 20], torch.tensor([5, 20])], ids=["list", "tensor"])
 def test_seq_lens_under_capture_must_be_on_the_gpu(seq_lens, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    q = torch.empty(2, 4, 20, 16, device="cuda")
+    with pytest.raises(ValueError, match="pass a GPU tensor"):
+        flash_attention(q, q, q, seq_lens=seq_lens)
+
+
+def test_seq_lens_of_fake_tensors_on_a_gpu():
+    """No GPU is asked whether a graph is captured."""
+    with FakeTensorMode():
         q = torch.empty(2, 4, 20, 16, device="cuda")
-        with pytest.raises(ValueError, match="pass a GPU tensor"):
-            flash_attention(q, q, q, seq_lens=seq_lens, backend="triton")
+        lengths = torch.ones(2, dtype=torch.int32, device="cuda")
+        assert flash_attention(q, q, q, seq_lens=lengths, backend="triton").shape == q.shape
 
 
 def test_fp64(monkeypatch):
