@@ -5,6 +5,7 @@
 # make campaign: run tests/campaign.py (long draws of shapes, every fault) and what CI leaves out of long grids
 # make wheel: build dist/*.whl for every torch from 2.11 on, with nvcc of CUDA 13: about an hour of one core
 # make docs: write the tables, pictures and pages of README.md and docs/ from benchmarks/h200/*.json
+# make report: print every recorded ratio of speeds beside its goal
 # make clean: remove what make and the builds left here
 #
 # A Python that has torch is used as it is (PYTHON=... names another one); for one that has not, .venv is made.
@@ -62,6 +63,9 @@ docs: packages
 	@$(PY) benchmarks/write_tables.py
 	@$(PY) benchmarks/write_pictures.py
 
+report: $(VENV)
+	@$(PY) benchmarks/report.py
+
 wheel: NEEDS = auditwheel filelock ninja setuptools
 wheel: packages
 	@$(PY) tools/build_wheel.py
@@ -81,4 +85,4 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis minimal_attn/_C*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help demo test test-all gpu-record campaign docs wheel packages clean
+.PHONY: help demo test test-all gpu-record campaign docs report wheel packages clean
