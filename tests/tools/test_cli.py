@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import json
 import os
@@ -32,11 +31,6 @@ ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
-def test_script_of_the_package():
-    module, function = re.search('\nminimal-attn = "(.*):(.*)"\n', (ROOT / "pyproject.toml").read_text()).groups()
-    assert getattr(importlib.import_module(module), function) is cli.main
-
-
 def test_info(capsys, monkeypatch):
     assert cli.main(["info"]) == 0
     printed = capsys.readouterr().out
@@ -46,8 +40,7 @@ def test_info(capsys, monkeypatch):
     ready = [name for name in interface.BACKENDS if lines[name].strip() == "ready"]
     assert ready == available_backends()
     assert lines["GPU:" if not HAS_GPU else "GPU 0:"].strip() == (torch.cuda.get_device_name() if HAS_GPU else "none")
-    if not HAS_GPU:
-        assert lines["float32"].split() == lines["bfloat16"].split() == ["torch"] * 4
+    assert HAS_GPU or lines["float32"].split() == lines["bfloat16"].split() == ["torch"] * 4
     assert "minimal_attn_C" in lines["csrc"] or "_C." in lines["csrc"]
 
 
@@ -59,9 +52,12 @@ def no_compiler(monkeypatch):
     choice._choose_first_available.cache_clear()
 
 
-def test_info_unavailable_backend(capsys, no_compiler):
+def test_backend_that_is_missing_is_named(capsys, no_compiler, monkeypatch):
+    monkeypatch.setattr(crosscheck, "CHECKS", crosscheck.CHECKS[:1])
     info.print_info()
-    assert "  cuda               no compiler today\n" in capsys.readouterr().out
+    assert cli.main(["check"]) == 0
+    printed = capsys.readouterr().out
+    assert "  cuda               no compiler today\n" in printed and "cuda is left out: no compiler today" in printed
 
 
 @pytest.mark.gpu
@@ -81,21 +77,6 @@ def test_info_without_rich(tmp_path):
            "codes = [cli.main([command]) for command in ('info', 'check', 'bench')]; print(codes)")
     said = python(run, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert f"{__version__}, in " in said and said.endswith("[0, 2, 2]\n")
-
-
-def test_missing_rich_names_the_extra(capsys, monkeypatch):
-    monkeypatch.delitem(sys.modules, "minimal_attn.crosscheck")
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert cli.main(["check"]) == 2
-    assert capsys.readouterr().err == ("minimal-attn: this needs rich, of the extra \"bench\": pip install "
-                                       "'minimal_attn[bench]'\n")
-
-
-def test_missing_other_package_raises(monkeypatch):
-    monkeypatch.delitem(sys.modules, "minimal_attn.crosscheck")
-    monkeypatch.setitem(sys.modules, "minimal_attn.validation", None)
-    with pytest.raises(ModuleNotFoundError, match="minimal_attn.validation"):
-        cli.main(["check"])
 
 
 def test_check(capsys, monkeypatch):
@@ -162,39 +143,17 @@ def test_check_build_fails(capsys, monkeypatch):
     assert printed.count("\ncuda: RuntimeError: no kernel for this\n") == 1
 
 
-def test_check_unavailable_backend(capsys, no_compiler, monkeypatch):
-    monkeypatch.setattr(crosscheck, "CHECKS", crosscheck.CHECKS[:1])
-    assert cli.main(["check"]) == 0
-    assert "cuda is left out: no compiler today" in capsys.readouterr().out
-
-
-def test_bench_options(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["bench", "--help"])
-    assert "usage: minimal-attn bench " in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["bench", "--impls", "nobody"])
-    assert "minimal-attn bench: error: argument --impls: 'nobody' is none of" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv, said", [
-    (["dance"], "invalid choice: 'dance'"), (["info", "--fast"], "unrecognized arguments: --fast")])
-def test_bad_commands(argv, said, capsys):
-    with pytest.raises(SystemExit, match="2"):
+@pytest.mark.parametrize("argv, code, said", [
+    (["bench", "--help"], 0, "usage: minimal-attn bench "), (["bench", "--impls", "nobody"], 2, "argument --impls"),
+    (["dance"], 2, "'dance'"), (["info", "--fast"], 2, "--fast"), (["--version"], 0, f"minimal_attn {__version__}\n")])
+def test_options(argv, code, said, capsys):
+    with pytest.raises(SystemExit, match=str(code)):
         cli.main(argv)
-    assert said in capsys.readouterr().err
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
-    assert capsys.readouterr().out == f"minimal_attn {__version__}\n"
+    assert said in "".join(capsys.readouterr())
 
 
 def test_no_command_prints_help(capsys):
-    assert cli.main([]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("usage: minimal-attn ") and all(x in said for x in ("demo ", "info ", "check ", "bench "))
+    assert cli.main([]) == 0 and capsys.readouterr().out.startswith("usage: minimal-attn ")
 
 
 # How commands end: in processes of their own.
@@ -219,12 +178,9 @@ def start():
         yield started
 
 
-@pytest.mark.parametrize("command", [
-    ["info"], ["check"], ["bench", "--shape", "2,4,64,64", "--seqlens", "", "--impls", "manual"]],
-    ids=lambda command: command[0])
-def test_closed_pipe_exits_silently(command, start):
-    """As in `minimal-attn bench | head -1`, whose reader is gone before anything is written."""
-    process = start([sys.executable, "-m", "minimal_attn", *command], TRITON_INTERPRET="0")
+def test_closed_pipe_exits_silently(start):
+    """As in `minimal-attn info | head -1`, whose reader is gone before anything is written."""
+    process = start([sys.executable, "-m", "minimal_attn", "info"], TRITON_INTERPRET="0")
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait() == 1
 
@@ -243,11 +199,10 @@ def test_sigint_in_import_of_the_package_reaches_the_program(tmp_path, start):
 
 
 def test_sigint_bench_writes_files(tmp_path, start):
-    files = [tmp_path / name for name in ("rows.json", "plot.png", "page.html")]
-    process = start([*BENCH, "--impls", "manual,torch:math", "--rounds", "1000", "--json", files[0], "--plot", files[1],
-                     "--report", files[2]])
+    rows, plot = tmp_path / "rows.json", tmp_path / "plot.png"
+    process = start([*BENCH, "--impls", "manual,torch:math", "--rounds", "1000", "--json", rows, "--plot", plot])
     deadline = time.monotonic() + PATIENCE
-    while not (files[0].exists() and len(json.loads(files[0].read_text())["rows"]) == 2):
+    while not (rows.exists() and len(json.loads(rows.read_text())["rows"]) == 2):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
@@ -255,10 +210,9 @@ def test_sigint_bench_writes_files(tmp_path, start):
     assert process.returncode == 130 and err == ""
     # 2000 times 0.3 s on a GPU; on a CPU 0.2 s and two calls more for each
     assert 6 <= int(re.search(r"\ntiming takes (?:about|at least) (\d+) min, ", out)[1]) <= 60
-    timings = json.loads(files[0].read_text())["meta"]["interrupted"]
-    assert re.fullmatch(r"\d+ of 2000 timings", timings)
-    assert f"interrupted after {timings}; tables and pictures show the 1 settings that every" in out
-    assert out.endswith(f"wrote {', '.join(map(str, files))}\n") and all(file.stat().st_size > 100 for file in files)
+    timings = json.loads(rows.read_text())["meta"]["interrupted"]
+    assert re.fullmatch(r"\d+ of 2000 timings", timings) and f"interrupted after {timings}; " in out
+    assert out.endswith(f"wrote {rows}, {plot}\n") and plot.stat().st_size > 100
 
 
 class Terminal(io.StringIO):
@@ -281,25 +235,15 @@ def test_progress_line_on_terminal_only():
 
 
 def test_build_progress_line(monkeypatch):
-    """A line that moves, and is gone in the end."""
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with _build._saying(lambda: "compiling..."):
-        sys.stderr.wait_for(lambda text: len(set(re.findall(r"\d+ s", text))) > 1)
-    *lines, cleared = sys.stderr.getvalue().split("\r\033[K")[1:]
-    seconds = [int(re.fullmatch(r"minimal_attn: compiling\.\.\. (\d+) s", line)[1]) for line in lines]
-    assert len(set(seconds)) > 1 and seconds == sorted(seconds) and cleared == ""
-
-
-def test_build_progress_line_fits_terminal(monkeypatch):
-    """What is too long for the line is said once in full."""
+    """It moves, and is gone in the end. What is too long for the terminal is said once in full."""
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("LINES", "20")
     text = f"waiting for {'/long' * 20}/lock"
     with _build._saying(lambda: text):
-        sys.stderr.wait_for(lambda text: text.count("\r") > 1)
+        sys.stderr.wait_for(lambda text: len(set(re.findall(r"\d s", text))) > 1)
     whole, *lines, cleared = sys.stderr.getvalue().split("\r\033[K")
-    assert whole == f"minimal_attn: {text}\n" and lines and cleared == ""
+    assert whole == f"minimal_attn: {text}\n" and len(set(lines)) > 1 and cleared == ""
     assert all(len(line) < 40 and re.fullmatch(r"minimal_attn: waiting for /.* \d s", line) for line in lines)
 
 
@@ -320,83 +264,44 @@ def test_build_progress_in_a_log(monkeypatch):
     assert sys.stderr.getvalue().splitlines() == [f"minimal_attn: {i} of 2 files" for i in range(3)]
 
 
-def test_sigint_check_one_line(capsys, monkeypatch):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "check", interrupted)
-    assert cli.main(["check"]) == 130
-    assert capsys.readouterr().err == "minimal-attn: interrupted\n"
-
-
-@pytest.mark.parametrize("error, said", [
-    (RuntimeError("\nno compiler\nand hints"), "no compiler"), (ValueError("sm100"), "sm100"), (OSError(), "OSError")])
-def test_error_one_line(error, said, capsys, monkeypatch):
+@pytest.mark.parametrize("error, code, said", [
+    (KeyboardInterrupt(), 130, "interrupted"), (RuntimeError("\nno compiler\nand hints"), 1, "no compiler"),
+    (OSError(), 1, "OSError")])
+def test_error_is_one_line(error, code, said, capsys, monkeypatch):
     def fails():
         raise error
 
     monkeypatch.setattr(cli, "check", fails)
     monkeypatch.delenv("MINIMAL_ATTN_TRACEBACK", raising=False)
-    assert cli.main(["check"]) == 1
-    assert capsys.readouterr().err == f"minimal-attn: {said} (MINIMAL_ATTN_TRACEBACK=1 shows the traceback)\n"
-    monkeypatch.setenv("MINIMAL_ATTN_TRACEBACK", "1")
-    with pytest.raises(type(error)):
-        cli.main(["check"])
+    assert cli.main(["check"]) == code
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"minimal-attn: {said}")
+    if code == 1:
+        monkeypatch.setenv("MINIMAL_ATTN_TRACEBACK", "1")
+        with pytest.raises(type(error)):
+            cli.main(["check"])
 
 
 # What bench keeps of a run that an error ends.
 
-def failing_at(seqlen):
-    class Case(attention.Case):
-        def __init__(self, setting, device):
-            if setting.shape.seqlen_q == seqlen:
-                raise RuntimeError("no memory for this")
-            super().__init__(setting, device)
-
-    return Case
-
-
-BENCH_32 = ["bench", "--shape", "2,4,64,64", "--seqlens", "32", "--impls", "manual"]
+class FailingCase(attention.Case):
+    def __init__(self, setting, device):
+        if setting.shape.seqlen_q == 32:
+            raise RuntimeError("no memory for this")
+        super().__init__(setting, device)
 
 
 def test_bench_error_keeps_tables(capsys, monkeypatch, tmp_path):
     """The pictures are of the shapes if no length of the sweep was measured."""
-    files = [str(tmp_path / name) for name in ("rows.json", "plot.png", "page.html")]
-    monkeypatch.setitem(attention.CASES, attention.Shape, failing_at(32))
+    files = [str(tmp_path / name) for name in ("rows.json", "plot.svg", "page.html")]
+    monkeypatch.setitem(attention.CASES, attention.Shape, FailingCase)
     monkeypatch.setattr(bench, "measured", lambda case, impl: dict.fromkeys(MEASURED, 1.0))
-    assert cli.main([*BENCH_32, "--json", files[0], "--plot", files[1], "--report", files[2]]) == 1
+    assert cli.main(["bench", "--shape", "2,4,64,64", "--seqlens", "32", "--impls", "manual", "--json", files[0],
+                     "--plot", files[1], "--report", files[2]]) == 1
     out, err = capsys.readouterr()
     assert err.startswith("minimal-attn: no memory for this") and "\n(2,4,64,64) float32 on " in out
     assert "interrupted after 1 of 2 timings; " in out and out.endswith(f"wrote {', '.join(files)}\n")
     assert json.loads(Path(files[0]).read_text())["meta"]["interrupted"] == "1 of 2 timings"
-
-
-def test_bench_names_files_not_written(capsys, monkeypatch, tmp_path):
-    page = tmp_path / "page.html"
-    monkeypatch.setitem(attention.CASES, attention.Shape, failing_at(64))
-    assert cli.main([*BENCH_32, "--report", str(page)]) == 1
-    out = capsys.readouterr().out
-    assert "interrupted: nothing was timed yet\n" in out and not page.exists()
-    assert f"not written, as no setting has a row of every implementation: {page}\n" in out
-
-
-def test_host_cost_without_gpu(start):
-    process = start([*BENCH, "--host-cost"], CUDA_VISIBLE_DEVICES="")
-    _, err = process.communicate()
-    assert process.returncode == 2 and err.endswith("error: argument --host-cost: needs a GPU\n")
-
-
-def test_demo_unwritable_folder_one_line(start):
-    """A folder that is a file, where csrc would be compiled."""
-    process = start([sys.executable, "-m", "minimal_attn", "demo"], TORCH_EXTENSIONS_DIR=__file__)
-    out, err = process.communicate()
-    assert process.returncode == 1 and re.fullmatch(r"minimal-attn: csrc cannot be built in .*\n", err), err
-
-
-def test_demo_unknown_kernel(start):
-    process = start([sys.executable, "-m", "minimal_attn", "demo"], MINIMAL_ATTN_KERNEL="sm100")
-    _, err = process.communicate()
-    assert process.returncode == 1 and err.startswith("minimal-attn: MINIMAL_ATTN_KERNEL must be unset or one of ")
 
 
 # demo.
@@ -439,13 +344,10 @@ def timed(dtype, impl, ms):
     return demo.Result(dtype, impl, None if impl == "manual" else 7.5e-3, 1.9e-3, {"ms": ms, "tflops": 137.4 / ms})
 
 
-MS = {"bfloat16": {"manual": 2.1, "cuda:simt": 3.2, "cuda:sm80": 0.39, "cuda:sm90": 0.2, "triton": 0.22,
-                   "torch:cudnn": 0.222, "torch:flash": 0.4, "torch:efficient": 0.62, "torch:math": 2.3},
-      "float32": {"manual": 4.1, "cuda:simt": 3.3, "cuda:dmma": 2.5, "triton": 14.4, "torch:efficient": 2.4,
-                  "torch:math": 4.4}}
+MS = {"bfloat16": {"manual": 2.1, "cuda:sm90": 0.2, "triton": 0.22, "torch:cudnn": 0.222, "torch:flash": 0.4},
+      "float32": {"manual": 4.1, "cuda:dmma": 2.5, "triton": 14.4, "torch:efficient": 2.4}}
 ON_A_GPU = [timed(dtype, impl, ms) for dtype in MS for impl, ms in MS[dtype].items()]
 NO_KERNEL = "RuntimeError: No available kernel."
-ON_A_GPU += [demo.Result("float32", impl, 8e-7, excuse=NO_KERNEL) for impl in ("torch:cudnn", "torch:flash")]
 
 
 @pytest.fixture
@@ -459,32 +361,26 @@ def screen(capsys):
 
 
 def test_demo_table_on_gpu(screen):
-    lines = screen(ON_A_GPU)
+    lines = screen([*ON_A_GPU, demo.Result("float32", "torch:cudnn", 8e-7, excuse=NO_KERNEL)])
     assert len(lines) <= 30 and max(map(len, lines)) <= 100
     rows = [line.split() for line in lines if " bfloat16 " in line and "Next" not in line]
     assert [row[0] for row in rows] == sorted(MS["bfloat16"], key=MS["bfloat16"].get)
     assert rows[0] == "cuda:sm90 bfloat16 1.9e-03 7.5e-03 0.2 687 1.11".split()
-    assert f"does not serve: torch:cudnn in float32, torch:flash in float32: {NO_KERNEL}" in lines
-    assert "13 of 13 results agree with attention in fp64." in lines
-    assert "bfloat16: cuda:sm90 is 1.11 times as fast as torch:cudnn, the fastest peer." in lines
-    assert ("float32: ours is slower, cuda:dmma reaches 0.96 of the speed of torch:efficient, the fastest peer."
-            ) in lines
+    assert any("torch:cudnn in float32" in line and NO_KERNEL in line for line in lines)
+    assert any("7 of 7 results agree" in line for line in lines)
+    assert any("bfloat16: cuda:sm90 is 1.11 times as fast as torch:cudnn" in line for line in lines)
+    assert any("float32: ours is slower, cuda:dmma reaches 0.96 " in line for line in lines)
 
 
-def test_demo_table_on_gpu_with_failure(screen):
+def test_demo_table_with_failure(screen, monkeypatch):
+    """A result that is not finite is shown as such: measured() leaves it out."""
     failed = demo.Result("bfloat16", "cuda:sm90", 7.5e-3, failure="WrongResult: max error 1.00e+00, allowed 7.50e-03")
-    lines = screen([failed, timed("bfloat16", "torch:cudnn", 0.222)])
-    assert any(line.split() == "cuda:sm90 bfloat16 FAILED 7.5e-03 – – –".split() for line in lines)
-    assert "cuda:sm90 in bfloat16: WrongResult: max error 1.00e+00, allowed 7.50e-03" in lines
-    assert "1 of 2 results agree with attention in fp64." in lines
-    assert "bfloat16: none of ours was timed." in lines
-
-
-def test_demo_unjudged_nan(screen, monkeypatch):
-    """measured() leaves out what is not finite."""
     case = types.SimpleNamespace(device="cuda", dtype="bfloat16", tolerance=7.5e-3)
     monkeypatch.setattr(demo, "measured", lambda case, impl: {"ms": 1.0, "tflops": 137.4})
-    lines = screen([demo.result_of(case, "manual")])
+    lines = screen([failed, timed("bfloat16", "torch:cudnn", 0.222), demo.result_of(case, "manual")])
+    assert any(line.split() == "cuda:sm90 bfloat16 FAILED 7.5e-03 – – –".split() for line in lines)
+    assert any("cuda:sm90 in bfloat16: WrongResult: max error 1.00e+00" in line for line in lines)
+    assert any("1 of 2 results agree" in line for line in lines)
     assert any(line.split()[:4] == "manual bfloat16 nan –".split() for line in lines)
 
 

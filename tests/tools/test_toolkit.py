@@ -1,14 +1,11 @@
 """The tools around the kernels: what a GPU can do, validation, the timer, the choice of a kernel."""
 
 import functools
-import inspect
-import sys
 import types
 
 import pytest
 import torch
 
-import minimal_attn
 from conftest import HAS_GPU
 from minimal_attn import (AdaptiveKernelSelector, BenchmarkResult, BenchmarkRunner, benchmark, benchmark_fn,
                           flash_attention, get_attention_config, get_matmul_config, get_optimal_attention,
@@ -20,12 +17,9 @@ from minimal_attn.validation import validate_attention, validate_matmul
 # (capability, architecture, TMA, fp8, wgmma)
 GPUS = [
     ((7, 0), "VOLTA", False, False, False), ((7, 5), "TURING", False, False, False),
-    ((8, 0), "AMPERE", False, False, False), ((8, 6), "AMPERE", False, False, False),
-    ((8, 9), "ADA", False, True, False), ((9, 0), "HOPPER", True, True, True),
-    ((10, 0), "BLACKWELL", True, True, False), ((10, 3), "BLACKWELL", True, True, False),
-    ((12, 0), "BLACKWELL_RTX", True, True, False), ((6, 1), "UNKNOWN", False, False, False),
-    ((11, 0), "UNKNOWN", True, True, False), ((9, 9), "UNKNOWN", True, True, True),
-    ((13, 0), "UNKNOWN", True, True, False),
+    ((8, 6), "AMPERE", False, False, False), ((8, 9), "ADA", False, True, False), ((9, 0), "HOPPER", True, True, True),
+    ((10, 3), "BLACKWELL", True, True, False), ((12, 0), "BLACKWELL_RTX", True, True, False),
+    ((6, 1), "UNKNOWN", False, False, False), ((13, 0), "UNKNOWN", True, True, False),
 ]
 
 
@@ -62,16 +56,11 @@ def test_detect_gpu(capability, arch, tma, fp8, wgmma, pretend, capsys):
         assert part in printed
 
 
-def test_gpu_arch_values():
-    values = ["sm_70", "sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "unknown"]
-    assert [arch.value for arch in GPUArch] == values
-
-
 def test_detect_gpu_without_a_gpu(no_gpu, capsys):
     with pytest.raises(RuntimeError, match="CUDA is not available"):
         detect_gpu()
     print_gpu_info()
-    assert capsys.readouterr().out == "torch sees no CUDA GPU on this machine.\n"
+    assert "no CUDA GPU" in capsys.readouterr().out
     assert check_hopper_features() == {"tma_available": False, "fp8_available": False, "wgmma_available": False,
                                        "arch": "unknown", "compute_capability": (0, 0)}
     assert supports_fp8() is False
@@ -80,7 +69,7 @@ def test_detect_gpu_without_a_gpu(no_gpu, capsys):
 @pytest.mark.parametrize("device_id", [-1, 1])
 def test_detect_gpu_of_a_wrong_device_id(device_id, pretend):
     pretend((9, 0))
-    with pytest.raises(ValueError, match=f"device_id must be in 0..0, got {device_id}"):
+    with pytest.raises(ValueError, match="device_id"):
         detect_gpu(device_id)
 
 
@@ -168,15 +157,9 @@ def test_benchmark_fn_quantiles(clock):
         pytest.approx((1, 5, 2, 3))
 
 
-def test_benchmark_fn_defaults(clock):
-    calls = []
-    benchmark_fn(calls.append, torch.empty(0))
-    assert len(calls) == 25 + 100
-
-
 @pytest.mark.parametrize("counts", [{"warmup": -1}, {"rep": 0}])
 def test_benchmark_fn_bad_counts(counts):
-    with pytest.raises(ValueError, match="warmup must be at least 0 and rep at least 1"):
+    with pytest.raises(ValueError, match="warmup"):
         benchmark_fn(torch.empty, 1, **counts)
 
 
@@ -188,10 +171,6 @@ def test_benchmark_fn_on_gpu():
     assert 0.1 < p20 <= median <= p80 < 50
     assert benchmark_fn(lambda x: x, torch.empty(0), warmup=0, rep=5)[0] < 0.1
     assert benchmark.peak_bytes(torch.clone, x) == x.nbytes
-
-
-def test_peak_bytes_without_a_gpu(no_gpu):
-    assert benchmark.peak_bytes(torch.clone, torch.empty(5)) is None
 
 
 @pytest.fixture
@@ -215,19 +194,16 @@ def test_benchmark_matmul(two_ms):
         return a @ b
 
     runner = BenchmarkRunner(device="cpu", warmup=1, rep=2)
+    blocks = {"block_m": 16, "block_n": 32, "block_k": 64}
     first = runner.benchmark_matmul(multiply, [(100, 40, 50), (20, 30, 40)], dtype=torch.float32)
     size, flops = (100, 40, 50), 2 * 100 * 40 * 50
     assert first[0] == BenchmarkResult("PyTorch", size, 2.0, pytest.approx(flops / 2e-3 / 1e12), 0.0, None)
-    assert first[1] == BenchmarkResult("Triton", size, 2.0, first[0].tflops)
-    assert [(r.name, r.size) for r in first[2:]] == [("PyTorch", (20, 30, 40)), ("Triton", (20, 30, 40))]
+    assert [(r.name, r.size) for r in first[1:]] == [("Triton", size), ("PyTorch", (20, 30, 40)),
+                                                     ("Triton", (20, 30, 40))]
     assert seen[0] == ((100, 50), (50, 40), torch.float32, {}) and all(call[1:] == (1, 2) for call in two_ms)
     torch.testing.assert_close(two_ms[0][0], two_ms[1][0])  # both got the same matrices
-
-    blocks = [{"block_m": 16, "block_n": 32, "block_k": 64}, {"block_m": 32, "block_n": 32, "block_k": 32}]
-    seen.clear()
-    second = runner.benchmark_matmul(multiply, [(32, 32, 64)], block_configs=blocks)
-    assert [r.block_config for r in second] == [None, *blocks]
-    assert {call[-1]["block_m"] for call in seen} == {16, 32} and seen[0][2] == torch.float16
+    second = runner.benchmark_matmul(multiply, [(32, 32, 64)], block_configs=[blocks])
+    assert [r.block_config for r in second] == [None, blocks] and seen[-1][-1] == blocks
     assert runner.results == first + second
     runner.clear_results()
     assert runner.results == [] and len(first) == 4
@@ -241,51 +217,35 @@ def test_benchmark_attention(causal, two_ms):
         seen.append((q.shape, q.dtype, causal))
         return flash_attention(q, k, v, causal, backend="torch")
 
-    runner = BenchmarkRunner("cpu")
     options = dict(batch_size=2, num_heads=3, head_dim=16, dtype=torch.float32)
-    results = runner.benchmark_attention(attend, [8, 24], causal=causal, **options)
+    results = BenchmarkRunner("cpu").benchmark_attention(attend, [8, 24], causal=causal, **options)
     assert [(r.name, r.size) for r in results] == [(name, (2, 3, s, 16)) for s in (8, 24)
                                                    for name in ("PyTorch", "FlashAttention")]
     flops = 4 * 2 * 3 * 24**2 * 16 / (2 if causal else 1)
-    assert results[-1].tflops == pytest.approx(flops / 2e-3 / 1e12) and results[-1].memory_mb == 0
-    assert seen[0] == ((2, 3, 8, 16), torch.float32, causal) and {call[1:] for call in two_ms} == {(25, 100)}
+    assert results[-1].tflops == pytest.approx(flops / 2e-3 / 1e12)
+    assert seen[0] == ((2, 3, 8, 16), torch.float32, causal)
     torch.testing.assert_close(two_ms[2][0], two_ms[3][0])
-    seen.clear()
-    assert [r.size for r in runner.benchmark_attention(attend, [16])] == [(4, 8, 16, 64)] * 2
-    assert seen[0] == ((4, 8, 16, 64), torch.float16, False)
 
 
 def test_print_comparison_table(capsys):
-    runner = BenchmarkRunner("cpu")
-    size = (512, 512, 256)
-    blocks = {"block_m": 64, "block_n": 32}
+    runner, size = BenchmarkRunner("cpu"), (512, 512, 256)
     runner.results = [BenchmarkResult("PyTorch", size, 3.0, 12.34), BenchmarkResult("Triton", size, 1.5, 24.68, 7.125),
-                      BenchmarkResult("Triton", size, 6.0, 6.17, 0, blocks)]
+                      BenchmarkResult("Triton", size, 6.0, 6.17, 0, {"block_m": 64, "block_n": 32})]
     runner.print_comparison_table()
-    printed = capsys.readouterr().out
-    assert "Benchmark Results" in printed and printed.count("512×512×256") == 3
-    lines = [line for line in printed.splitlines() if "512×512×256" in line]
-    words = [[word for word in line.replace("│", " ").split()] for line in lines]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "512×512×256" in line]
+    words = [line.replace("│", " ").split() for line in lines]
     assert words[0][1:] == ["PyTorch", "3", "12.34", "0", "1.00"]
     assert words[1][1:] == ["Triton", "1.5", "24.68", "7.125", "2.00"]
-    assert words[2][1:6] == ["Triton", "6", "6.17", "0", "0.50"] and "block_m=64" in printed
+    assert words[2][1:6] == ["Triton", "6", "6.17", "0", "0.50"] and "block_m=64" in lines[2]
     runner.print_comparison_table([BenchmarkResult("Triton", (1, 2, 3), 5.0, 6.0)], title="Another")
     printed = capsys.readouterr().out
-    assert "Another" in printed and "1×2×3" in printed and "512" not in printed and "–" in printed
-
-
-def test_print_comparison_table_needs_rich(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs rich: pip install 'minimal_attn\[bench\]'"):
-        BenchmarkRunner("cpu").print_comparison_table([])
+    assert "Another" in printed and "1×2×3" in printed and "512" not in printed
 
 
 def test_benchmark_runner_without_a_gpu(no_gpu):
-    runner = BenchmarkRunner()
-    assert (runner.device, runner.warmup, runner.rep, runner.results) == ("cuda", 25, 100, [])
-    for call in (lambda: runner.benchmark_matmul(torch.matmul, [(8, 8, 8)]),
-                 lambda: runner.benchmark_attention(flash_attention, [8])):
-        with pytest.raises(RuntimeError, match="device='cuda', but torch sees no GPU; device='cpu' works"):
+    for call in (lambda: BenchmarkRunner().benchmark_matmul(torch.matmul, [(8, 8, 8)]),
+                 lambda: BenchmarkRunner().benchmark_attention(flash_attention, [8])):
+        with pytest.raises(RuntimeError, match="device='cuda'"):
             call()
 
 
@@ -297,62 +257,6 @@ def test_benchmark_runner_on_gpu():
     assert 0 < ours.time_ms < 50 and ours.tflops == pytest.approx(4 * 4 * 8 * 512**2 * 64 / ours.time_ms / 1e9)
     assert q_bytes <= ours.memory_mb * 1e6 < 2 * q_bytes  # the output and lse, never the scores
     assert runner.benchmark_matmul(torch.matmul, [(64, 96, 32)])[0].memory_mb * 1e6 == 64 * 96 * 2
-
-
-# Every name of the API reference this project grew from, with its defaults.
-SIGNATURES = {
-    "benchmark_fn": dict(warmup=25, rep=100, quantiles=None),
-    "BenchmarkRunner": dict(device="cuda", warmup=25, rep=100),
-    "BenchmarkRunner.benchmark_matmul": dict(block_configs=None, dtype=torch.float16),
-    "BenchmarkRunner.benchmark_attention": dict(batch_size=4, num_heads=8, head_dim=64, causal=False,
-                                                dtype=torch.float16),
-    "BenchmarkRunner.print_comparison_table": dict(results=None, title="Benchmark Results"),
-    "BenchmarkRunner.clear_results": {},
-    "BenchmarkResult": dict(memory_mb=0.0, block_config=None),
-    "detect_gpu": dict(device_id=0),
-    "validate_matmul": dict(rtol=1e-3, atol=1e-3, dtype=torch.float16, device="cuda", verbose=False),
-    "validate_attention": dict(causal=False, rtol=1e-3, atol=1e-3, dtype=torch.float16, device="cuda", verbose=False),
-    "check_hopper_features": {},
-    "supports_fp8": {},
-    "get_optimal_matmul": {},
-    "get_optimal_attention": {},
-    "print_gpu_info": dict(device_id=0),
-    "AdaptiveKernelSelector.select_matmul_kernel": {},
-    "AdaptiveKernelSelector.select_attention_kernel": {},
-    "AdaptiveKernelSelector.get_matmul_config": dict(m=4096, n=4096, k=4096, dtype=torch.float16, backend="auto"),
-    "AdaptiveKernelSelector.get_attention_config": dict(head_dim=64, dtype=torch.float16, backend="auto"),
-    "get_matmul_config": dict(m=4096, n=4096, k=4096, dtype=torch.float16, backend="auto"),
-    "get_attention_config": dict(head_dim=64, dtype=torch.float16, backend="auto"),
-    "triton_matmul": dict(block_m=None, block_n=None, block_k=None, use_autotune=True),
-    "flash_attention": dict(causal=False, sm_scale=None, seq_lens=None, dropout_p=0.0, dropout_seed=None,
-                            deterministic=False, return_lse=False, backend="auto", q_descale=None, k_descale=None,
-                            v_descale=None, autotune=True, window_size=(-1, -1), cu_seqlens_q=None, cu_seqlens_k=None,
-                            max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, seqused_k=None, sinks=None,
-                            softcap=0.0, alibi_slopes=None, attn_bias=None),
-    "force_kernel": {},
-    "which_kernel": dict(causal=False, sm_scale=None, seq_lens=None, dropout_p=0.0, window_size=(-1, -1),
-                         cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None,
-                         seqused_k=None, sinks=None, softcap=0.0, alibi_slopes=None, attn_bias=None),
-    "reference_attention": dict(causal=False, sm_scale=None, seq_lens=None, dropout_p=0.0, dropout_seed=None,
-                                return_lse=False, window_size=(-1, -1), cu_seqlens_q=None, cu_seqlens_k=None,
-                                max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, seqused_k=None, sinks=None,
-                                softcap=0.0, alibi_slopes=None, attn_bias=None),
-    "FlashMHA": dict(num_heads_k=None, bias=True, dropout=0.0, causal=False, device=None, dtype=None, backend="auto",
-                     window_size=(-1, -1), context_parallel_group=None),
-}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures(name):
-    found = functools.reduce(getattr, name.split("."), minimal_attn)
-    defaults = {parameter.name: parameter.default for parameter in inspect.signature(found).parameters.values()
-                if parameter.default is not inspect.Parameter.empty}
-    assert defaults == SIGNATURES[name] and name.split(".")[0] in minimal_attn.__all__
-
-
-def test_benchmark_result_fields():
-    assert list(inspect.signature(BenchmarkResult).parameters) == \
-        ["name", "size", "time_ms", "tflops", "memory_mb", "block_config"]
 
 
 def test_adaptive_kernel_selector_runs():
@@ -401,16 +305,16 @@ def test_get_attention_config_has_the_launched_tiles(head_dim, dtype, monkeypatc
     assert config["kBlockD"] >= head_dim
 
 
-def test_get_config_bad_input():
-    for error, match, call in (
-            (TypeError, "Unsupported dtype: q is torch.float64",
-             lambda: get_attention_config(64, torch.float64, "triton")),
-            (ValueError, "Unsupported head_dim 512", lambda: get_attention_config(512, backend="triton")),
-            (ValueError, "Unsupported head_dim 0", lambda: get_attention_config(-1, backend="triton")),
-            (ValueError, "Unsupported head_dim 0", lambda: get_attention_config(0, backend="triton")),
-            (TypeError, "Unsupported dtype", lambda: get_matmul_config(dtype=torch.float64, backend="triton"))):
-        with pytest.raises(error, match=match):
-            call()
+@pytest.mark.parametrize("error, match, get_config, arguments", [
+    (TypeError, "dtype", get_attention_config, dict(dtype=torch.float64, backend="triton")),
+    (ValueError, "head_dim", get_attention_config, dict(head_dim=512, backend="triton")),
+    (ValueError, "head_dim", get_attention_config, dict(head_dim=-1, backend="triton")),
+    (TypeError, "dtype", get_matmul_config, dict(dtype=torch.float64, backend="triton")),
+    (ValueError, "'cublas'", get_matmul_config, dict(backend="cublas")),
+    (ValueError, "'fast'", get_attention_config, dict(backend="fast"))])
+def test_get_config_bad_input(error, match, get_config, arguments):
+    with pytest.raises(error, match=match):
+        get_config(**arguments)
 
 
 def test_get_matmul_config_has_the_tiles_of_the_table():
@@ -420,10 +324,3 @@ def test_get_matmul_config_has_the_tiles_of_the_table():
     if not HAS_GPU:
         assert config == {"backend": "triton", "kernel": "triton_matmul",
                           **matmul.tile_config(torch.float32, 512, 1024, 64)}
-
-
-def test_get_config_of_an_unknown_backend():
-    with pytest.raises(ValueError, match="unknown backend 'cublas': 'auto', 'triton' or 'torch'"):
-        get_matmul_config(backend="cublas")
-    with pytest.raises(ValueError, match="unknown backend 'fast': 'auto' or one of 'cuda', "):
-        get_attention_config(backend="fast")
