@@ -1,14 +1,12 @@
 """Compiles the kernels for GPUs that need not be here: csrc/*.cu with nvcc, Triton's ahead of time.
 
 Triton's compiler and its interpreter do not share a process, so this file is also a program. It compiles the Triton
-kernels: `python test_compile.py 90 1`, `backward 90 1`, `decode 90`, `append 90` or `hopper 64` prints what came out,
-one JSON object a line. The 1 asks for every case, a 6 for every sixth one.
+kernels: `python test_compile.py twin 90 1` prints what came out, one JSON object a line. PROGRAMS has the other names.
+The last number asks for every case if it is 1, and for every sixth one if it is 6.
 """
-import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from code_digest import cuobjdump, nvcc
 from minimal_attn._build import recipe
 
 pytestmark = pytest.mark.cpu
@@ -67,17 +66,14 @@ SCORED_BACKWARD_CASES = [("kv", "bf16", 64, "causal", None, False, "all"), ("q",
 # side, dtype, head_dim, mask, lengths, dropout: of each of the two kernels every head_dim.
 TWIN_BACKWARD_CASES = [
     ("kv", "bf16", 64, "causal", None, False), ("kv", "fp16", 64, None, None, True),
-    ("kv", "bf16", 128, "causal", None, True), ("kv", "fp16", 128, None, None, False),
-    ("kv", "bf16", 256, "causal", None, False), ("kv", "fp32", 64, None, None, False),
+    ("kv", "bf16", 128, "causal", None, True), ("kv", "bf16", 256, "causal", None, False),
     ("kv", "fp32", 128, "causal", None, True), ("kv", "fp32", 256, None, None, False),
-    ("kv", "bf16", 64, "local", None, False), ("kv", "bf16", 64, "causal", "packed", False),
-    ("kv", "bf16", 128, "local", "packed", False),
+    ("kv", "bf16", 64, "causal", "packed", False), ("kv", "bf16", 128, "local", "packed", False),
+    ("kv", "bf16", (192, 128), "causal", None, False), ("kv", "fp16", (64, 32), "local", "packed", False),
     ("q", "fp16", 64, "causal", None, False), ("q", "bf16", 128, None, None, True),
-    ("q", "bf16", 128, "causal", None, False), ("q", "fp16", 256, "causal", None, False),
-    ("q", "fp32", 64, "causal", None, False), ("q", "fp32", 256, None, None, True),
+    ("q", "fp16", 256, "causal", None, False), ("q", "fp32", 256, None, None, True),
     ("q", "bf16", 128, "local", None, False), ("q", "fp16", 64, "causal", "packed", False),
-    ("kv", "bf16", (192, 128), "causal", None, False), ("q", "bf16", (192, 128), "causal", None, False),
-    ("kv", "fp16", (64, 32), "local", "packed", False), ("q", "fp16", (64, 32), "local", "packed", False),
+    ("q", "bf16", (192, 128), "causal", None, False), ("q", "fp16", (64, 32), "local", "packed", False),
 ]
 FP8_TWIN_CASES = {90: [("fp8e4nv", 128, "causal", "used", False), ("fp8e5", 64, None, None, False),
                        ("fp8e4nv", 128, "local", "packed", False)]}
@@ -91,18 +87,26 @@ TWIN_APPEND_CASES = [("bf16", 128, "pages", True), ("fp16", (64, 32), "packed", 
                      ("fp32", (192, 128), "dense", True), ("bf16", (40, 128), "slots", False)]
 
 
+# dtype, kTma, kTransA, kTransB, kSplits.
+MATMUL_CASES = [("fp32", False, False, False, 1), ("fp16", False, False, True, 1), ("bf16", False, True, False, 4)]
+MATMUL_TMA_CASES = [("fp16", True, False, False, 1), ("bf16", True, True, True, 1), ("fp16", True, False, True, 4)]
+
+
+def matmul_cases(capability):
+    return MATMUL_CASES + (MATMUL_TMA_CASES if capability >= 90 else [])
+
+
+def matmul_memory(capability):
+    """The shared memory of one program on an A100, or on a GPU of that capability."""
+    return (163 if capability == 80 else 227) << 10
+
+
 def slow(is_in_ci):
     """The marks of cases.slow_unless(), which a program of this file's own cannot import: cases.py knows the kernels."""
     return pytest.mark.slow if is_in_ci else (pytest.mark.slow, pytest.mark.campaign)
 
 
 EVERY = [6, pytest.param(1, marks=pytest.mark.campaign)]  # of the cases: CI compiles every sixth one
-
-
-def nvcc():
-    from torch.utils.cpp_extension import CUDA_HOME
-    home = CUDA_HOME or os.environ.get("CUDA_HOME", "")
-    return shutil.which("nvcc", path=os.pathsep.join([os.environ["PATH"], f"{home}/bin"]))
 
 
 def test_every_cu_file_has_targets():
@@ -122,7 +126,6 @@ def test_cuda_kernels_do_not_spill(file, target, tmp_path):
 
 
 def check_spills(file, target, tmp_path):
-    # No -split-compile: with it the code, and with that the spills, differ from one run of nvcc to the next.
     codes = [f"sm_{code}" for code in target.split(",")]
     gpu = f"-gencode=arch=compute_{codes[0].removeprefix('sm_')},code=[{','.join(codes)}]"
     what = "-c" if target == TARGETS[file][0] else "-fatbin"  # the host's code once, which is the same for all
@@ -137,7 +140,7 @@ def check_spills(file, target, tmp_path):
               if max(map(int, re.findall(r"(\d+) bytes", use))) > SPILLS.get((file, kind_of(file, name)), 0)]
     assert not spills, "\n".join(spills)
     assert "serialized" not in done.stdout, done.stdout  # ptxas, of wgmma that it could not let run on
-    if file == "flash_sm90.cu" and target == "90a" and cuobjdump():
+    if file == "flash_sm90.cu" and target == "90a":
         dump = subprocess.run([cuobjdump(), "-sass", tmp_path / "kernel"], capture_output=True, text=True, timeout=60)
         kernels_overlap(dump.stdout)
 
@@ -154,13 +157,6 @@ def kind_of(file, name):
         return "scores"
     has_dropout = flags and flags[0] == "1" and ("sm80" in file or file == "flash_bwd_sm90.cu")
     return "dropout" if has_dropout else "dense"
-
-
-def cuobjdump():
-    """Of the toolkit, or the one that Triton brings along."""
-    triton = importlib.util.find_spec("triton")
-    folders = [f"{folder}/backends/nvidia/bin" for folder in triton.submodule_search_locations] if triton else []
-    return shutil.which("cuobjdump", path=os.pathsep.join([os.environ["PATH"], *folders]))
 
 
 def kernels_overlap(sass):
@@ -191,7 +187,7 @@ def kernels_overlap(sass):
 def printed(directory, *arguments):
     """What this program prints of each kernel it compiles."""
     pytest.importorskip("triton", reason="triton is not installed")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(directory)}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "TRITON_CACHE_DIR": str(directory)}
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, __file__, *map(str, arguments)], env=env, capture_output=True, text=True,
                           timeout=240)
@@ -202,7 +198,7 @@ def printed(directory, *arguments):
 @pytest.mark.parametrize("capability", [pytest.param(x, marks=slow(x == 90)) for x in TWIN_MMA])
 @pytest.mark.parametrize("every", EVERY)
 def test_twin_compiles(every, capability, tmp_path):
-    kernels = printed(tmp_path, capability, every)
+    kernels = printed(tmp_path, "twin", capability, every)
     assert len(kernels) == len(twin_cases(capability)[::every])
     for kernel in kernels:
         assert kernel["shared"] <= max_shared_memory(capability), kernel
@@ -243,12 +239,14 @@ def twin_cases(capability):
     return TWIN_CASES + SCORED_TWIN_CASES + SLOW_TWIN_CASES.get(capability, []) + FP8_TWIN_CASES.get(capability, [])
 
 
-@pytest.mark.parametrize("head_dim", [*(pytest.param(x, marks=slow(False)) for x in (64, 128)), 256])
-def test_hopper_twin_compiles(head_dim, tmp_path):
+# The last number is 4 for one kernel alone.
+@pytest.mark.parametrize("head_dim, every", [(64, 4), pytest.param(256, 1, marks=slow(True)),
+                                             *(pytest.param(x, 1, marks=slow(False)) for x in (64, 128))])
+def test_hopper_twin_compiles(head_dim, every, tmp_path):
     """attention_hopper.py, every tile: tensor cores, TMA and registers that move from the producer to the consumers."""
     pytest.importorskip("triton.experimental.gluon", reason="needs a Triton with Gluon")
-    kernels = printed(tmp_path, "hopper", head_dim)
-    assert {kernel["causal"] for kernel in kernels} == {False, True}
+    kernels = printed(tmp_path, "hopper", head_dim, every)
+    assert {kernel["causal"] for kernel in kernels} == ({True} if every > 1 else {False, True})
     for kernel in kernels:
         assert kernel["mma"] and kernel["tma"] and kernel["setmaxnreg"] and kernel["shared"] <= 227 << 10, kernel
         assert kernel["stack"] <= 256, kernel  # 0 to 32 with Triton 3.6, up to 168 with 3.9
@@ -277,7 +275,7 @@ def test_twin_decode_compiles(capability, tmp_path):
     for kernel in kernels:
         assert kernel["shared"] <= max_shared_memory(capability) and not kernel["tf32"] and kernel["stack"] == 0, kernel
         is_16_bit = kernel["kernel"] == "_decode" and kernel["dtype"] != "fp32"
-        assert kernel["mma"] == is_16_bit, kernel
+        assert kernel["any_mma"] == is_16_bit, kernel
         # K and V come 16 bytes at a time while others are in use. A head_dim of 40 is masked by the element.
         assert kernel["cp_async"] == (is_16_bit and kernel["head_dim"] != [40, 128]), kernel
 
@@ -289,6 +287,16 @@ def test_twin_append_compiles(capability, tmp_path):
     for kernel in kernels:
         # A head_dim that is no power of two is masked by the element.
         assert kernel["stack"] == 0 and kernel["vectors"] == (kernel["head_dim"] in (128, [64, 32])), kernel
+
+
+@pytest.mark.parametrize("capability", [pytest.param(x, marks=slow(x == 90)) for x in TWIN_MMA])
+def test_matmul_compiles(capability, tmp_path):
+    kernels = printed(tmp_path, "matmul", capability)
+    assert len(kernels) == len(matmul_cases(capability))
+    for kernel in kernels:
+        dtype, is_tma, *_ = kernel["case"]
+        assert kernel["shared"] <= matmul_memory(capability) and kernel["tma"] == is_tma, kernel
+        assert kernel["mma"] == (dtype != "fp32") and not kernel["tf32"], kernel  # fp32: products in true fp32
 
 
 def max_shared_memory(capability):
@@ -454,6 +462,24 @@ def compile_twin_append(capability, dtype, head_dim, place, rotary):
     return compile_for(capability, _append, types, constexprs, dict(num_warps=4))
 
 
+def compile_matmul(capability, dtype, kTma, kTransA, kTransB, kSplits):
+    """The first tile of the table, for aligned matrices with contiguous rows, or columns where transposed."""
+    from triton_ref.matmul import TILES, _config, _matmul
+
+    kBlockM, kBlockN, kBlockK, _ = TILES[torch_dtype(dtype).itemsize][0]
+    constexprs = _config(torch_dtype(dtype), kBlockM, kBlockN, kBlockK, kSplits, kTma, matmul_memory(capability))
+    options = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
+    constexprs.update(kTma=kTma, kTransA=kTransA, kTransB=kTransB)
+    types = dict.fromkeys(_matmul.arg_names, "i32")
+    for name, shape, is_trans in (("a", [kBlockM, kBlockK], kTransA), ("b", [kBlockK, kBlockN], kTransB),
+                                  ("c", [kBlockM, kBlockN], False)):
+        item = "fp32" if name == "c" and kSplits > 1 else dtype
+        types[name] = f"tensordesc<{item}{shape[::-1] if is_trans else shape}>" if kTma else f"*{item}"
+        if not kTma and name != "c":
+            constexprs[f"{name}_row_stride" if is_trans else f"{name}_col_stride"] = 1
+    return compile_for(capability, _matmul, types, constexprs, options)
+
+
 def compile_for(capability, function, types, constexprs, options):
     """What triton.compile makes of a call with tensors aligned as torch aligns them: pointers and strides by 16."""
     import triton
@@ -462,82 +488,69 @@ def compile_for(capability, function, types, constexprs, options):
 
     types |= dict.fromkeys(constexprs, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, (name, type) in enumerate(types.items())
-               if name.endswith("_stride") or type.startswith("*")}
+               if name.endswith("_stride") and type != "constexpr" or type.startswith("*")}
     source = ASTSource(fn=function, signature=types, constexprs=constexprs, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def print_hopper(head_dim):
+def stack_bytes(kernel):
+    """What a thread keeps in local memory, spills above all."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([cuobjdump(), "-res-usage", file.name], capture_output=True, text=True,
+                               check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+def print_facts(compiled, capability, **more):
+    ptx = compiled.asm["ptx"]
+    print(json.dumps({**more, "shared": compiled.metadata.shared, "tf32": "tf32" in ptx, "any_mma": "mma" in ptx,
+                      "mma": TWIN_MMA[capability] in ptx, "tma": "cp.async.bulk.tensor" in ptx,
+                      "cp_async": "cp.async.cg" in ptx,
+                      "setmaxnreg": "setmaxnreg.dec" in ptx, "vectors": "st.global.v4" in ptx,
+                      "stack": stack_bytes(compiled)}))
+
+
+def print_hopper(head_dim, every):
     import torch
 
     from triton_ref.attention_hopper import configs
 
-    for config in configs(torch.bfloat16, head_dim):
-        for causal in (False, True):
-            kernel = compile_hopper(head_dim, config, causal)
-            ptx = kernel.asm["ptx"]
-            print(json.dumps({"causal": causal, "shared": kernel.metadata.shared, "mma": TWIN_MMA[90] in ptx,
-                              "tma": "cp.async.bulk.tensor" in ptx, "setmaxnreg": "setmaxnreg.dec" in ptx,
-                              "stack": stack_bytes(kernel.asm["cubin"])}))
-
-
-def stack_bytes(cubin):
-    """What a thread keeps in local memory, spills above all."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", usage)[1])
+    cases = [(config, causal) for config in configs(torch.bfloat16, head_dim) for causal in (True, False)]
+    for config, causal in cases[::every]:
+        print_facts(compile_hopper(head_dim, config, causal), 90, causal=causal)
 
 
 def print_twin(capability, every):
     for case in twin_cases(capability)[::every]:
-        kernel = compile_twin(capability, *case)
-        ptx = kernel.asm["ptx"]
-        facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx,
-                 "tma": "cp.async.bulk.tensor" in ptx}
-        print(json.dumps({**dict(zip(("dtype", "head_dim", "mask", "lengths", "dropout"), case)), **facts}))
+        print_facts(compile_twin(capability, *case), capability, dtype=case[0], case=case)
 
 
 def print_twin_backward(capability, every):
     for case in (TWIN_BACKWARD_CASES + SCORED_BACKWARD_CASES)[::every]:
         for config in backward_configs(capability, *case):
-            kernel = compile_twin_backward(capability, config, *case)
-            ptx = kernel.asm["ptx"]
-            facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": TWIN_MMA[capability] in ptx,
-                     "tma": "cp.async.bulk.tensor" in ptx, "stack": stack_bytes(kernel.asm["cubin"])}
-            names = "side", "dtype", "head_dim", "mask", "lengths", "dropout", "scores"
-            print(json.dumps({"scores": None, **dict(zip(names, case)), **config, **facts}))
+            print_facts(compile_twin_backward(capability, config, *case), capability, dtype=case[1], dropout=case[5],
+                        scores=case[6:], case=case, **config)
 
 
 def print_twin_decode(capability):
     for case in TWIN_DECODE_CASES:
         for function, kernel in compile_twin_decode(capability, *case):
-            ptx = kernel.asm["ptx"]
-            facts = {"shared": kernel.metadata.shared, "tf32": "tf32" in ptx, "mma": "mma" in ptx,
-                     "cp_async": "cp.async.cg" in ptx, "stack": stack_bytes(kernel.asm["cubin"])}
-            names = "dtype", "head_dim", "rows", "paged", "splits", "scores"
-            print(json.dumps({"kernel": function.fn.__name__, **dict(zip(names, case)), **facts}))
+            print_facts(kernel, capability, kernel=function.fn.__name__, dtype=case[0], head_dim=case[1], case=case)
 
 
 def print_twin_append(capability):
     for case in TWIN_APPEND_CASES:
-        kernel = compile_twin_append(capability, *case)
-        facts = {"vectors": "st.global.v4" in kernel.asm["ptx"], "stack": stack_bytes(kernel.asm["cubin"])}
-        print(json.dumps({**dict(zip(("dtype", "head_dim", "place", "rotary"), case)), **facts}))
+        print_facts(compile_twin_append(capability, *case), capability, head_dim=case[1], case=case)
 
 
+def print_matmul(capability):
+    for case in matmul_cases(capability):
+        print_facts(compile_matmul(capability, *case), capability, case=case)
+
+
+PROGRAMS = {"twin": print_twin, "backward": print_twin_backward, "decode": print_twin_decode,
+            "append": print_twin_append, "hopper": print_hopper, "matmul": print_matmul}
 if __name__ == "__main__":
-    if sys.argv[1] == "hopper":
-        print_hopper(int(sys.argv[2]))
-    elif sys.argv[1] == "decode":
-        print_twin_decode(int(sys.argv[2]))
-    elif sys.argv[1] == "append":
-        print_twin_append(int(sys.argv[2]))
-    elif sys.argv[1] == "backward":
-        print_twin_backward(*map(int, sys.argv[2:]))
-    else:
-        print_twin(*map(int, sys.argv[1:]))
+    PROGRAMS[sys.argv[1]](*map(int, sys.argv[2:]))
