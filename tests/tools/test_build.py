@@ -68,24 +68,18 @@ def test_threads_share_one_module(monkeypatch):
 
 
 def test_load_adopts_a_library_loaded_by_torch():
+    """With its fake kernels."""
     file = _build.load().__file__
     assert python(f"""
 import torch
 torch.ops.load_library({file!r})
-from minimal_attn import _build
-print(_build.load().__file__)
-""").strip() == file
-
-
-def test_load_registers_the_fake_kernel():
-    assert python("""
-import minimal_attn, torch
+import minimal_attn
 from torch._subclasses.fake_tensor import FakeTensorMode
-minimal_attn.load()
+print(minimal_attn.load().__file__)
 with FakeTensorMode():
     q = torch.empty(2, 4, 20, 16)
     print(*[tuple(x.shape) for x in torch.ops.minimal_attn.flash_forward(q, q, q, *[None] * 7, 0.25, 0.0, -1, -1)])
-""") == "(2, 4, 20, 16) (2, 4, 20)\n"
+""") == f"{file}\n(2, 4, 20, 16) (2, 4, 20)\n"
 
 
 def test_load_refuses_ops_that_another_library_registered(monkeypatch):
@@ -101,17 +95,6 @@ def no_build(name, build_directory, **options):
     """In place of cpp_extension.load."""
     (Path(build_directory) / f"{name}.so").touch()
     return "module"
-
-
-def test_build_prints_only_if_it_takes_time(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(cpp_extension, "load", no_build)
-    assert _build._compiled(verbose=False) == "module"
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(cpp_extension, "load", lambda *args, **kwargs: time.sleep(1.3))
-    _build._compiled(verbose=False)
-    first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("minimal_attn: compiling csrc for") and last.endswith(" s")
 
 
 def test_build_environment_is_restored(monkeypatch, tmp_path):
@@ -203,22 +186,22 @@ def test_source_replaced_by_an_older_file_is_compiled(small):
 def test_library_that_was_built_and_does_not_load(small):
     file = _build.CSRC / "main.cpp"
     file.write_text(file.read_text().replace("PyInit_", "PyInit_another_"))
-    with pytest.raises(RuntimeError, match="was built in .* and does not load"):
+    with pytest.raises(RuntimeError, match="does not load"):
         _build._compiled(verbose=False)
 
 
 def test_extensions_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()  # what lies below a file can be made by nobody, not even by root
-    env = dict(XDG_CACHE_HOME=str(tmp_path / "file"), HOME=str(tmp_path / "file"), TORCH_EXTENSIONS_DIR="",
-               TRITON_CACHE_DIR=str(tmp_path / "triton"))  # Triton needs a folder too, which this is not about
-    assert "minimal_attn_C" in python("from minimal_attn import cli; cli.main(['info'])", **env)
-    assert "Set TORCH_EXTENSIONS_DIR to a folder" in python("""
-from minimal_attn import _build
+    said = python("""
+from minimal_attn import _build, cli
+cli.main(['info'])
 try:
     _build._compiled(verbose=False)
 except RuntimeError as error:
     print(error)
-""", **env)
+""", XDG_CACHE_HOME=str(tmp_path / "file"), HOME=str(tmp_path / "file"), TORCH_EXTENSIONS_DIR="",
+                  TRITON_CACHE_DIR=str(tmp_path / "triton"))  # Triton needs a folder too, which this is not about
+    assert "minimal_attn_C" in said and "TORCH_EXTENSIONS_DIR" in said
 
 
 def test_build_directory_differs_by_environment(monkeypatch):
@@ -276,31 +259,19 @@ def test_lock_of_another_build_is_named(build_dir):
         _build._compiled(verbose=False)
 
 
-def test_lock_that_goes_away_is_waited_for(build_dir, marks, monkeypatch, capsys):
+def test_lock_that_goes_away_is_waited_for(build_dir, marks, monkeypatch):
     monkeypatch.setenv("MINIMAL_ATTN_BUILD_TIMEOUT", "30")
     (build_dir / "lock").touch()
-    threading.Timer(1.3, (build_dir / "lock").unlink).start()
+    threading.Timer(0.3, (build_dir / "lock").unlink).start()
     assert _build._compiled(verbose=False) == "module"
-    assert f"minimal_attn: waiting for {build_dir}/lock" in capsys.readouterr().err
 
 
 # Flags.
 
 @pytest.mark.parametrize("given, expected", [
-    ("9.0", "9.0a"),
-    ("9.0a", "9.0a"),
-    ("9.0;9.0a", "9.0a"),
-    ("9.0+PTX", "8.0+PTX;9.0a"),
-    ("Hopper", "8.0+PTX;9.0a"),
-    ("8.0 9.0", "8.0;9.0a"),
-    (" 7.5; 8.6+PTX;", "7.5;8.6+PTX"),
-    ("Ampere", "Ampere"),
-    ("native", "8.9;9.0a"),
-    ("", "8.9;9.0a"),
-    (" ", "8.9;9.0a"),
-    (";", "8.9;9.0a"),
-    (" ; ", "8.9;9.0a"),
-    (None, "8.9;9.0a"),
+    ("9.0", "9.0a"), ("9.0;9.0a", "9.0a"), ("9.0+PTX", "8.0+PTX;9.0a"), ("Hopper", "8.0+PTX;9.0a"),
+    ("8.0 9.0", "8.0;9.0a"), (" 7.5; 8.6+PTX;", "7.5;8.6+PTX"), ("Ampere", "Ampere"), ("native", "8.9;9.0a"),
+    ("", "8.9;9.0a"), (" ; ", "8.9;9.0a"), (None, "8.9;9.0a"),
 ])
 def test_cuda_archs(given, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -339,7 +310,7 @@ def test_cuda_sources_follow_nvcc(monkeypatch):
 def test_no_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no-such-compiler" in _build.cannot_build()
-    with pytest.raises(RuntimeError, match='no-such-compiler.*backend="triton"'):
+    with pytest.raises(RuntimeError, match="no-such-compiler"):
         _build._compiled(verbose=False)
 
 
@@ -352,12 +323,11 @@ def test_ninja_may_lie_beside_python(monkeypatch, tmp_path):
     assert _build.cannot_build() is None
 
 
-@pytest.mark.parametrize("home, place", [(None, "on PATH"), (str(ROOT), f"in {ROOT}/bin")])
-def test_why_not_without_nvcc_refuses_gpus_alone(home, place, monkeypatch):
+def test_why_not_without_nvcc_refuses_gpus_alone(monkeypatch):
     monkeypatch.setattr(_build, "_registered", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", home)
-    assert f"needs nvcc of the CUDA toolkit 13.0, and there is none {place}" in _build.why_not(on_gpu=True)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    assert "nvcc of the CUDA toolkit 13.0" in _build.why_not(on_gpu=True)
     assert _build.why_not() is None and not any(source.endswith(".cu") for source in _build.recipe()["sources"])
 
 
@@ -366,7 +336,7 @@ def test_why_not_names_a_library_without_cuda(monkeypatch):
     monkeypatch.setattr(_build, "_registered", lambda: True)
     monkeypatch.setattr(_build, "load", lambda: library)
     monkeypatch.setattr(_build, "cannot_build_cuda", lambda: None)
-    assert _build.why_not(on_gpu=True).startswith("_C.so was built without CUDA; Rebuild it")
+    assert "_C.so was built without CUDA" in _build.why_not(on_gpu=True)
     assert _build.why_not() is None
     library.has_cuda = True
     assert _build.why_not(on_gpu=True) is None
@@ -392,14 +362,13 @@ def test_why_not_can_be_compiled(monkeypatch):
 def test_prebuilt_of_another_torch_or_other_sources_is_refused(monkeypatch):
     prebuilt = types.SimpleNamespace(torch_version="1.0.0", __file__="_C.so")
     monkeypatch.setitem(sys.modules, _build.PREBUILT, prebuilt)
-    with pytest.raises(RuntimeError, match=r"torch 1\.0\.0, and this is torch (\S+)\. Rebuild it") as error:
+    with pytest.raises(RuntimeError, match=r"torch 1\.0\.0"):
         _build._prebuilt()
-    assert torch.__version__ in str(error.value)
     prebuilt.torch_version = torch.__version__.split("+")[0]
     prebuilt.csrc_digest = _build.source_digest(_build.CSRC)
     assert _build._prebuilt() is prebuilt
     prebuilt.csrc_digest = "of other sources"
-    with pytest.raises(RuntimeError, match=r"_C\.so was built from other sources than those in .*csrc\. Rebuild it"):
+    with pytest.raises(RuntimeError, match="other sources"):
         _build._prebuilt()
     monkeypatch.setattr(_build, "CSRC", Path("/no/such/folder"))  # nothing to compare with
     assert _build._prebuilt() is prebuilt
@@ -411,7 +380,7 @@ def test_prebuilt_that_does_not_load_is_explained(monkeypatch, tmp_path):
     (tmp_path / "broken_attn" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(_build, "PREBUILT", "broken_attn._C")
-    with pytest.raises(RuntimeError, match=r"does not load into torch .*Rebuild it"):
+    with pytest.raises(RuntimeError, match="does not load"):
         _build._prebuilt()
     monkeypatch.setattr(_build, "PREBUILT", "broken_attn._D")
     assert _build._prebuilt() is None
@@ -455,12 +424,6 @@ def build(kind, tree, out, **env):
     return out / said.split()[-1], said
 
 
-PACKAGED = {"minimal_attn/py.typed", "minimal_attn/__init__.py", "minimal_attn/_build.py", "minimal_attn/cli.py",
-            "minimal_attn/__main__.py", "triton_ref/attention.py",
-            *(f"minimal_attn/{folder}/{x.name}" for folder in ("bench", "integrations")
-              for x in ROOT.glob(f"minimal_attn/{folder}/*.py"))}
-
-
 @pytest.fixture
 def no_torch(tmp_path):
     (tmp_path / "no_torch").mkdir()
@@ -481,15 +444,12 @@ def test_sdist_and_wheel_without_torch_hold_the_sources(tree, tmp_path, no_torch
     assert "compiled on first use: torch cannot be imported" in said
     assert wheel.name == "minimal_attn-0.1.0-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert names >= PACKAGED | {f"minimal_attn/csrc/{name}" for name in csrc}
+    python_files = [file for package in ("minimal_attn", "triton_ref") for file in ROOT.glob(f"{package}/**/*.py")]
+    assert names >= {f"minimal_attn/csrc/{name}" for name in csrc} | {"minimal_attn/py.typed"} | {
+        str(file.relative_to(ROOT)) for file in python_files}
     assert not any(name.endswith(".so") for name in names)
     scripts = zipfile.ZipFile(wheel).read("minimal_attn-0.1.0.dist-info/entry_points.txt").decode()
     assert scripts.split() == ["[console_scripts]", "minimal-attn", "=", "minimal_attn.cli:main"]
-    about = zipfile.ZipFile(wheel).read("minimal_attn-0.1.0.dist-info/METADATA").decode()
-    assert "\nClassifier: License :: OSI Approved :: MIT License\n" in about
-    assert "\nAuthor: the minimal_attn developers\n" in about
-    assert (ROOT / "LICENSE").read_text() in \
-        zipfile.ZipFile(wheel).read("minimal_attn-0.1.0.dist-info/licenses/LICENSE").decode()
 
 
 @pytest.mark.slow
@@ -499,8 +459,7 @@ def test_wheel_without_a_compiler_fails_or_holds_the_sources(tree, tmp_path):
     for what in ("build_wheel", "build_editable"):
         run = subprocess.run([sys.executable, "-c", backend, what, str(tmp_path)], cwd=tree, env=env,
                              capture_output=True, text=True)
-        assert run.returncode and "\nminimal_attn: cannot compile csrc: no C++ compiler: no-such-compiler" in run.stderr
-        assert run.stderr.endswith("MINIMAL_ATTN_SOURCES_ONLY=1 installs the sources, to be compiled on first use.\n")
+        assert run.returncode and "MINIMAL_ATTN_SOURCES_ONLY=1" in run.stderr
     build("sdist", tree, tmp_path, CXX="no-such-compiler")
     wheel, said = build("wheel", tree, tmp_path, CXX="no-such-compiler", MINIMAL_ATTN_SOURCES_ONLY="1")
     assert wheel.name.endswith("-none-any.whl") and "on first use: MINIMAL_ATTN_SOURCES_ONLY is 1" in said
@@ -515,35 +474,15 @@ site.addsitedir({str(tmp_path / "site")!r})
 import minimal_attn, triton_ref
 from minimal_attn import _build
 print(minimal_attn.__file__, triton_ref.__file__, _build.CSRC)
-""", cwd=tmp_path, PYTHONPATH="").split() == [f"{tree}/minimal_attn/__init__.py", f"{tree}/triton_ref/__init__.py", f"{tree}/csrc"]
-
-
-# A compiler that copies the object of the JIT build, where there is one, in place of compiling its source once more.
-# main.cpp has the name of the module, so it is compiled.
-COPYING_COMPILER = """#!{python}
-import os, shutil, sys
-from pathlib import Path
-words = sys.argv[1:]
-made = [Path({folder!r}, Path(word).stem + ".o") for word in words if word.endswith(".cpp")]
-if len(made) != 1 or made[0].name == "main.o" or not made[0].exists():
-    os.execvp({compiler!r}, [{compiler!r}, *words])
-made, = made
-shutil.copy(made, words[words.index("-o") + 1])
-with open({log!r}, "a") as log:
-    print(made.name, file=log)
-"""
+""", cwd=tmp_path, PYTHONPATH="").split() == [f"{tree}/{x}" for x in (
+        "minimal_attn/__init__.py", "triton_ref/__init__.py", "csrc")]
 
 
 @pytest.mark.slow
-@pytest.mark.campaign  # it compiles seven files against torch's headers
-@pytest.mark.timeout(600)
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
 def test_wheel_with_torch_holds_the_extension(tree, tmp_path):
-    compiler, log = tmp_path / "g++", tmp_path / "copied"
-    compiler.write_text(COPYING_COMPILER.format(python=sys.executable, folder=str(Path(_build.load().__file__).parent),
-                                                compiler=os.environ.get("CXX", "c++"), log=str(log)))
-    compiler.chmod(0o755)
-    wheel, _ = build("wheel", tree, tmp_path, CXX=str(compiler))
-    assert "ops.o" in log.read_text().split()
+    wheel, _ = build("wheel", tree, tmp_path)
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     assert (site / "minimal_attn" / "csrc" / "flash.cu").is_file()
