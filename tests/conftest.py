@@ -150,32 +150,20 @@ def longest_first(items, workers):
     """items in an order that keeps all workers busy. `--dist worksteal` gives each of them one run of consecutive tests.
 
     The first worker begins with the tests that need the GPU's memory to themselves. The others begin with the longest
-    tests, which have a time limit of their own. Those of compute-sanitizer come a little later, but for one of them:
-    it compiles what most of them wait for.
+    tests, which have a time limit of their own.
     """
-    skipped = {item for item in items if item.get_closest_marker("skip")}
-    of_memory = [item for item in items if "much_memory" in item.fixturenames and item not in skipped]
-    longest = [item for item in items if item.get_closest_marker("timeout") and item not in skipped]
-    sanitized = [item for item in longest if item.path.name == "test_sanitizers.py"]
+    ready = [item for item in items if not item.get_closest_marker("skip")]
+    of_memory = [item for item in ready if "much_memory" in item.fixturenames]
+    longest = [item for item in ready if item.get_closest_marker("timeout") and "much_memory" not in item.fixturenames]
     placed = {*of_memory, *longest}
-    rest = [item for item in items if item not in placed]
-    runs = [[] for _ in range(workers)]
-
-    def deal(tests):
-        for i, item in enumerate(tests):
-            runs[-1 - i % max(1, workers - 1)].append(item)
-
-    runs[0] += of_memory
-    deal([*sanitized[:1], *(item for item in longest if item not in sanitized)])
-    early = len(rest) // 5
-    for i, run in enumerate(runs):
-        run += rest[:early][i::workers]
-    deal(sanitized[1:])
-    late = iter(rest[early:])
+    rest = (item for item in items if item not in placed)
+    runs = [of_memory, *([] for _ in range(workers - 1))]
+    for i, item in enumerate(longest):
+        runs[-1 - i % max(1, workers - 1)].append(item)
     for i, run in enumerate(runs):
         size = len(items) * (i + 1) // workers - len(items) * i // workers
-        run += itertools.islice(late, max(0, size - len(run)))
-    return [item for run in runs for item in run] + list(late)
+        run += itertools.islice(rest, max(0, size - len(run)))
+    return [item for run in runs for item in run] + list(rest)
 
 
 def made_once(tmp_path_factory, name, make):

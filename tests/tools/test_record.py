@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import types
 from xml.etree import ElementTree
 
 import pytest
 
 import code_digest
 from code_digest import CSRC, RECORD, TRITON_REF
-from conftest import longest_first
 
 pytestmark = pytest.mark.cpu
 
@@ -43,11 +41,6 @@ def test_record_is_of_one_code(code):
     for suite in suites():
         properties = {x.get("name"): x.get("value") for x in suite.find("properties")}
         assert properties["tokens"] == code["tokens"], suite.get("timestamp")
-
-
-def test_record_is_of_these_sources(code):
-    if any(code_digest.changed(code)):
-        pytest.skip("csrc/ or triton_ref/ has changed: test_record_is_of_this_code compares the code")
 
 
 @pytest.mark.slow
@@ -131,27 +124,3 @@ def test_code_leaves_out_names_and_lines(name, struct, old, new, differs, csrc):
         edit(csrc / name, old, new)
     before, after = code_digest.code(CSRC / name), code_digest.code(csrc / name, csrc)
     assert [x for x in ("host", "kernels") if before[x] != after[x]] == differs
-
-
-class Item:
-    """As much of pytest's as longest_first looks at."""
-
-    def __init__(self, *markers, file="test_a.py", fixtures=()):
-        self.get_closest_marker, self.fixturenames = markers.count, fixtures
-        self.path = types.SimpleNamespace(name=file)
-
-
-def test_longest_first_gives_each_worker_its_share():
-    short = [Item() for _ in range(20)]
-    memory = [Item(fixtures=["much_memory"]) for _ in range(2)]
-    sanitized = [Item("timeout", file="test_sanitizers.py") for _ in range(3)]
-    long, skipped = [Item("timeout") for _ in range(3)], Item("timeout", "skip")
-    given = [*short, skipped, *sanitized, *memory, *long]
-    items = longest_first(given, 3)
-    assert len(items) == 29 and set(items) == set(given)
-    first, second, third = items[:9], items[9:19], items[19:]
-    assert first[:2] == memory and not {*long, *sanitized} & {*first}
-    assert third[:2] == [sanitized[0], long[1]] and second[:2] == [long[0], long[2]]
-    assert [run.index(x) > 2 for run, x in ((third, sanitized[1]), (second, sanitized[2]))] == [True, True]
-    for workers in (1, 2, 16):
-        assert sorted(map(id, longest_first(given, workers))) == sorted(map(id, given))
