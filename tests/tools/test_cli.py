@@ -19,10 +19,9 @@ import torch
 from rich.console import Console
 
 from conftest import HAS_GPU
-from minimal_attn import __version__, _build, available_backends, bench, choice, cli, crosscheck, info, interface
-from minimal_attn.bench import attention, demo
+from minimal_attn import __version__, _build, available_backends, choice, cli, crosscheck, info, interface
+from minimal_attn.bench import demo
 from minimal_attn.bench.attention import IMPLS
-from minimal_attn.bench.measure import MEASURED
 from minimal_attn.progress import watched
 from minimal_attn.reference import reference_forward
 from test_build import python
@@ -115,8 +114,7 @@ def raises(*args, **kwargs):
 
 
 @pytest.mark.parametrize("broken, failure", [
-    (no_scale, "max error "), (shifted_lse, "lse is wrong"), (all_rows_see, "lse is wrong"),
-    (raises, "RuntimeError: no kernel for this\n")])
+    (no_scale, "max error "), (shifted_lse, "lse is wrong"), (all_rows_see, "lse is wrong"), (raises, "RuntimeError: ")])
 def test_check_fails(broken, failure, capsys, monkeypatch):
     wrong = dataclasses.replace(interface.BACKENDS["torch"], forward=broken)
     backends = {"torch": interface.BACKENDS["torch"], "wrong": wrong}
@@ -130,17 +128,13 @@ def test_check_fails(broken, failure, capsys, monkeypatch):
     assert printed.count(f"wrong, {empty_rows.name}, float16: {failure}") == 1
 
 
-def test_check_build_fails(capsys, monkeypatch):
-    """cuda is told once, and the others are judged."""
-    backends = {name: interface.BACKENDS[name] for name in ("cuda", "torch")}
-    monkeypatch.setattr(crosscheck, "BACKENDS", backends)
+def test_check_fails_if_the_build_does(capsys, monkeypatch):
+    """And the other backends are judged."""
+    cuda = dataclasses.replace(interface.BACKENDS["cuda"], why_not=lambda device: None)
+    monkeypatch.setattr(crosscheck, "BACKENDS", {"cuda": cuda, "torch": interface.BACKENDS["torch"]})
     monkeypatch.setattr(crosscheck, "CHECKS", crosscheck.CHECKS[:1])
     monkeypatch.setattr(crosscheck, "load", raises)
-    monkeypatch.setitem(backends, "cuda", dataclasses.replace(backends["cuda"], why_not=lambda device: None))
-    assert cli.main(["check"]) == 1
-    printed = capsys.readouterr().out
-    assert printed.count("FAILED") == 3 and "3 of 6 are right" in printed
-    assert printed.count("\ncuda: RuntimeError: no kernel for this\n") == 1
+    assert cli.main(["check"]) == 1 and "3 of 6 are right" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv, code, said", [
@@ -159,7 +153,6 @@ def test_no_command_prints_help(capsys):
 # How commands end: in processes of their own.
 
 PATIENCE = 60  # seconds for a process to start or to end, beside 16 workers of the tests on a slow host
-BENCH = [sys.executable, "bench.py", "--shape", "2,4,64,64", "--seqlens", ""]
 
 
 @pytest.fixture
@@ -200,7 +193,8 @@ def test_sigint_in_import_of_the_package_reaches_the_program(tmp_path, start):
 
 def test_sigint_bench_writes_files(tmp_path, start):
     rows, plot = tmp_path / "rows.json", tmp_path / "plot.png"
-    process = start([*BENCH, "--impls", "manual,torch:math", "--rounds", "1000", "--json", rows, "--plot", plot])
+    process = start([sys.executable, "bench.py", "--shape", "2,4,64,64", "--seqlens", "", "--impls",
+                     "manual,torch:math", "--rounds", "1000", "--json", rows, "--plot", plot])
     deadline = time.monotonic() + PATIENCE
     while not (rows.exists() and len(json.loads(rows.read_text())["rows"]) == 2):
         assert time.monotonic() < deadline and process.poll() is None
@@ -282,28 +276,6 @@ def test_error_is_one_line(error, code, said, capsys, monkeypatch):
             cli.main(["check"])
 
 
-# What bench keeps of a run that an error ends.
-
-class FailingCase(attention.Case):
-    def __init__(self, setting, device):
-        if setting.shape.seqlen_q == 32:
-            raise RuntimeError("no memory for this")
-        super().__init__(setting, device)
-
-
-def test_bench_error_keeps_tables(capsys, monkeypatch, tmp_path):
-    """The pictures are of the shapes if no length of the sweep was measured."""
-    files = [str(tmp_path / name) for name in ("rows.json", "plot.svg", "page.html")]
-    monkeypatch.setitem(attention.CASES, attention.Shape, FailingCase)
-    monkeypatch.setattr(bench, "measured", lambda case, impl: dict.fromkeys(MEASURED, 1.0))
-    assert cli.main(["bench", "--shape", "2,4,64,64", "--seqlens", "32", "--impls", "manual", "--json", files[0],
-                     "--plot", files[1], "--report", files[2]]) == 1
-    out, err = capsys.readouterr()
-    assert err.startswith("minimal-attn: no memory for this") and "\n(2,4,64,64) float32 on " in out
-    assert "interrupted after 1 of 2 timings; " in out and out.endswith(f"wrote {', '.join(files)}\n")
-    assert json.loads(Path(files[0]).read_text())["meta"]["interrupted"] == "1 of 2 timings"
-
-
 # demo.
 
 def test_demo_on_a_cpu(capsys, monkeypatch):
@@ -319,14 +291,6 @@ def test_demo_on_a_cpu(capsys, monkeypatch):
     rows = [line.split() for line in out.splitlines() if line.startswith("cuda:host ")]
     assert [row[1] for row in rows] == ["bfloat16", "float32"]
     assert all(0 < float(max_err) < float(allowed) for _, _, max_err, allowed in rows)
-
-
-def test_demo_profile(capsys, monkeypatch):
-    monkeypatch.setattr(demo, "IMPLS", {name: IMPLS[name] for name in ("manual", "torch:math")})
-    assert cli.main(["demo", "--profile"]) == 0
-    out = capsys.readouterr().out
-    assert out.index("=== profiling manual attention ===") < out.index("\nNext: ")
-    assert out.count("CPU time total: ") == 2
 
 
 def test_demo_wrong_result(capsys, monkeypatch):
