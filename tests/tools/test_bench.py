@@ -368,7 +368,7 @@ def test_peers_on_a_gpu(op, more, tmp_path):
     shapes = {"attention": ["2,4,128,64", "2,4,128,64,2,256"], "matmul": [],
               "scores": [f"2,4,128,64 {score}" for score in scores.SCORES]}[op]
     code, _, rows = run_op(op, tmp_path, *(x for shape in shapes for x in ("--shape", shape)), *more, "--dtype",
-                           "bfloat16", "--impls", "triton,cublas" if op == "matmul" else "flex,cuda:sm80",
+                           "bfloat16", "--impls", "triton,cublas" if op == "matmul" else f"flex,{OURS}",
                            *(["--seqlens", ""] if op == "attention" else []))
     assert code == 0 and all(row["ms"] for row in rows)
 

@@ -51,9 +51,7 @@ def test_detect_gpu(capability, arch, tma, fp8, wgmma, pretend, capsys):
                                        "arch": arch.lower(), "compute_capability": capability}
     assert supports_fp8() is fp8
     print_gpu_info()
-    printed = capsys.readouterr().out
-    for part in ("NVIDIA Test", arch.lower(), "{}.{}".format(*capability), "3.0 GB", "132, 228 KB"):
-        assert part in printed
+    assert "NVIDIA Test" in capsys.readouterr().out
 
 
 def test_detect_gpu_without_a_gpu(no_gpu, capsys):
@@ -81,57 +79,41 @@ def test_detect_gpu_here():
 
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 
 
-@each_dtype
-def test_validate_accepts_what_is_right(dtype, capsys):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_validate(dtype, capsys):
     """At the default tolerance too, which no bf16 result of this size could keep."""
     passed, difference = validate_matmul(torch.matmul, 70, 50, 300, dtype=dtype, device=DEVICE, verbose=True)
     assert passed and (difference > 1e-3) == (dtype != torch.float32)
-    assert f"passed, max difference {difference:.2e}" in capsys.readouterr().out
+    assert f"{difference:.2e}" in capsys.readouterr().out
+    assert not validate_matmul(lambda a, b: a @ b * 1.02, 70, 50, 300, dtype=dtype, device=DEVICE)[0]
+    with pytest.raises(ValueError, match="shape"):
+        validate_matmul(lambda a, b: (a @ b).T, 70, 50, 300, dtype=dtype, device=DEVICE)
     attend = functools.partial(flash_attention, backend="cuda")
     for causal in (False, True):
-        passed, difference = validate_attention(attend, 2, 4, 70, 64, causal, dtype=dtype, device=DEVICE, verbose=True)
+        passed, difference = validate_attention(attend, 2, 4, 70, 64, causal, dtype=dtype, device=DEVICE)
         assert passed and 0 < difference < 0.1
-    assert "attention (2,4,70,64)" in capsys.readouterr().out
-
-
-@each_dtype
-def test_validate_rejects_what_is_wrong(dtype, capsys):
     wrong_scale = functools.partial(flash_attention, backend="torch", sm_scale=0.2)
     no_mask = lambda q, k, v, causal: flash_attention(q, k, v, backend="torch")  # noqa: E731
     nan = lambda q, k, v, causal: torch.full_like(q, torch.nan)  # noqa: E731
     for wrong in (wrong_scale, no_mask, nan):
         assert not validate_attention(wrong, 2, 4, 70, 64, True, dtype=dtype, device=DEVICE)[0]
-    assert not validate_matmul(lambda a, b: a @ b * 1.02, 70, 50, 300, dtype=dtype, device=DEVICE, verbose=True)[0]
-    assert "FAILED" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"the result has shape \(50, 70\), expected \(70, 50\)"):
-        validate_matmul(lambda a, b: (a @ b).T, 70, 50, 300, dtype=dtype, device=DEVICE)
 
 
 def test_validate_takes_a_wider_tolerance():
     shifted = lambda a, b: a @ b + 0.5  # noqa: E731
-    assert not validate_matmul(shifted, 20, 20, 20, dtype=torch.float32, device=DEVICE)[0]
-    assert validate_matmul(shifted, 20, 20, 20, atol=0.6, dtype=torch.float32, device=DEVICE)[0]
-
-
-class Clock:
-    """time.perf_counter that moves by what the timed function says it takes."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
+    for atol in (1e-3, 0.6):
+        passed, _ = validate_matmul(shifted, 20, 20, 20, atol=atol, dtype=torch.float32, device=DEVICE)
+        assert passed == (atol == 0.6)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that only the timed functions let pass, on the CPU."""
-    clock = Clock()
-    monkeypatch.setattr(benchmark, "time", types.SimpleNamespace(perf_counter=clock))
-    return clock
+    """[now]: time that only the timed functions let pass, on the CPU."""
+    now = [0.0]
+    monkeypatch.setattr(benchmark, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
 
 
 def test_benchmark_fn_counts_calls_and_hands_on_arguments(clock):
@@ -139,28 +121,14 @@ def test_benchmark_fn_counts_calls_and_hands_on_arguments(clock):
 
     def work(x, y, *, z):
         calls.append((x, y, z))
-        clock.now += 1e-3 * (len(calls) - 3 if len(calls) > 3 else 1000)  # the three that warm up are slow
+        clock[0] += 1e-3 * (len(calls) - 3 if len(calls) > 3 else 1000)  # the three that warm up are slow
 
     cpu = torch.empty(0)
     assert benchmark_fn(work, cpu, 2, z=3, warmup=3, rep=11) == pytest.approx((6, 3, 9))  # of 1, 2, ... 11 ms
     assert [(y, z) for _, y, z in calls] == [(2, 3)] * 14 and calls[0][0] is cpu
-    assert benchmark_fn(lambda x: None, cpu) == (0, 0, 0)
-
-
-def test_benchmark_fn_quantiles(clock):
-    durations = iter([9e9, 1, 2, 3, 4, 5])
-
-    def work(x):
-        clock.now += 1e-3 * next(durations)
-
-    assert benchmark_fn(work, torch.empty(0), warmup=1, rep=5, quantiles=[0.0, 1.0, 0.25, 0.5]) == \
-        pytest.approx((1, 5, 2, 3))
-
-
-@pytest.mark.parametrize("counts", [{"warmup": -1}, {"rep": 0}])
-def test_benchmark_fn_bad_counts(counts):
-    with pytest.raises(ValueError, match="warmup"):
-        benchmark_fn(torch.empty, 1, **counts)
+    calls.clear()
+    quantiles = benchmark_fn(work, cpu, 2, z=3, warmup=3, rep=5, quantiles=[0.0, 1.0, 0.25, 0.5])
+    assert quantiles == pytest.approx((1, 5, 2, 3))
 
 
 @pytest.mark.gpu
