@@ -120,8 +120,8 @@ def test_pictures_of_docs_are_all_known():
 
 def test_write_pictures_draws_what_is_stale(tmp_path, monkeypatch):
     """A picture of each kind."""
-    names = "matmul.png", "triton.html", "ladder.svg", "training.png", "models.svg", "serving.svg", "decode.svg"
-    for name in ("matmul", "triton", "training", "models", "serving", "decode"):
+    names = "matmul.png", "ladder.svg", "training.png", "models.svg", "serving.svg", "decode.svg"
+    for name in ("matmul", "training", "models", "serving", "decode"):
         (tmp_path / f"{name}.json").write_text((write_pictures.FOLDER / f"{name}.json").read_text())
     monkeypatch.setattr(write_pictures, "FILES", {name: write_pictures.FILES[name] for name in names})
     for name in ("FOLDER", "ROOT"):
