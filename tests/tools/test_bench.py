@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from minimal_attn import _build, bench, force_kernel, reference_attention
+from minimal_attn import _build, bench, reference_attention
 from minimal_attn._build import source_digest
 from minimal_attn.bench import attention, backward, forward_backward, matmul, measure, scores, varlen, window
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
@@ -307,41 +307,21 @@ def test_flops_of_a_window_count_visible_pairs(causal, seqlen_q, seqlen_k, left)
 
 # Implementations: each kernel is the one that its name says, and peers get what ours get.
 
-@pytest.fixture
-def forced(monkeypatch):
-    """The kernels that are forced, the last one now."""
-    seen = [None]
-
-    def force(kernel):
-        seen.append(kernel)
-        return seen[-2]
-
-    monkeypatch.setattr(_build, "load", lambda: types.SimpleNamespace(force_kernel=force))
-    return seen
-
-
-class Attend(torch.autograd.Function):
-    """Notes the kernel that is forced, in both passes."""
-
-    @staticmethod
-    def forward(ctx, q, forced, seen):
-        ctx.notes = forced, seen
-        seen.append(forced[-1])
-        return q.clone()
-
-    @staticmethod
-    def backward(ctx, dout):
-        forced, seen = ctx.notes
-        seen.append(forced[-1])
-        return dout, None, None
-
-
 @pytest.mark.parametrize("gradients_of, passes", [(backward.backward_of, 3), (forward_backward.step_of, 4)])
-def test_forced_by_holds_in_the_backward_pass(gradients_of, passes, forced):
+def test_forced_by_holds_in_the_backward_pass(gradients_of, passes, monkeypatch):
     """A backward pass alone has one graph for all calls; a step of training runs both passes each time."""
-    seen, (q, k, v) = [], (torch.ones(2, requires_grad=True) for _ in range(3))
-    call = backward.forced_by("cuda:simt", gradients_of(
-        lambda q, k, v, causal: Attend.apply(q, forced, seen) + k + v))
+    forced, seen = [None], []  # the last one is in force
+
+    def attend(q, k, v, causal):
+        seen.append(forced[-1])
+        out = q + k + v
+        out.register_hook(lambda dout: seen.append(forced[-1]))
+        return out
+
+    force = lambda kernel: forced.append(kernel) or forced[-2]  # noqa: E731
+    monkeypatch.setattr(_build, "load", lambda: types.SimpleNamespace(force_kernel=force))
+    q, k, v = (torch.ones(2, requires_grad=True) for _ in range(3))
+    call = backward.forced_by("cuda:simt", gradients_of(attend))
     for _ in range(2):
         call(q, k, v, torch.ones(2), False)
     assert seen == ["simt"] * passes and forced[-1] is None
