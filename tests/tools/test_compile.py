@@ -325,20 +325,19 @@ def pretend_gpu(capability):
 
 
 def main(name, capability, every):
-    from triton_ref import autotune, launching
+    from triton.runtime.jit import JITFunction
+
+    from triton_ref import autotune
 
     pretend_gpu(capability)
     call, cases, kernels = CALLS[name]
     cases = cases + FP8_FORWARD if (name, capability) == ("forward", 90) else cases
 
-    def compile_instead(launch, *arguments):
+    def compile_instead(function, *arguments, grid, warmup, **options):
         """In place of a launch."""
-        if launch.function.fn.__name__ in kernels:
-            tile_maps = [*launch.tile_maps, *[None] * len(arguments)]
-            arguments = [x if tile_map is None else tile_map.at(x.data_ptr())
-                         for x, tile_map in zip(arguments, tile_maps)]
-            compiled = launch.function.warmup(*arguments, *launch.constants, grid=launch.grid, **launch.options)
-            print_facts(compiled, capability, launch.function.fn.__name__, *case)
+        if function.fn.__name__ in kernels:
+            compiled = run(function, *arguments, grid=grid, warmup=True, **options)
+            print_facts(compiled, capability, function.fn.__name__, *case)
 
     def every_choice(kernel, key, configs, run, device):
         """In place of the fastest one."""
@@ -347,8 +346,8 @@ def main(name, capability, every):
                 run(config)
         return configs[0]
 
-    launching.Launch.__call__ = compile_instead
-    autotune.is_on = lambda: every == 1 and capability == 90
+    run, JITFunction.run = JITFunction.run, compile_instead
+    autotune.is_on = lambda: every == 1 and capability == 90 and name != "forward"
     autotune.fastest = every_choice
     for case in cases[::every]:
         call(*case)
