@@ -35,9 +35,9 @@ def host(file, names="against_a_loop"):
 
 LENGTHS, SCORES, KV = "attention/test_lengths.py", "attention/test_scores.py", "caches/test_kvcache.py"
 FORWARD, BACKWARD, DROPOUT = (f"attention/test_{name}.py" for name in ("forward", "backward", "dropout"))
-TWIN_LENGTHS, TWIN_SINKS, TWIN_KV = (f"{x}.py" for x in ("attention/test_twin_lengths", "attention/test_twin_sinks",
-                                                         "caches/test_twin_kvcache"))
-APPEND, TWIN_APPEND, TREES = "caches/test_append.py", "caches/test_twin_append.py", "caches/test_tree_mask.py"
+TWIN_LENGTHS, TWIN_SINKS = "attention/test_twin_lengths.py", "attention/test_twin_sinks.py"
+APPEND, TREES, CACHE_ERRORS, CACHE_NAMES = (f"caches/test_{name}.py" for name in (
+    "append", "tree_mask", "cache_errors", "cache_names"))
 ACTIVATE, FACADE, RANKS = "facade/test_activate.py", "facade/test_facade.py", "distributed/test_distributed.py"
 OF_TRANSFORMERS = "integrations/test_integrations_transformers.py"
 
@@ -142,9 +142,9 @@ MUTANTS = [
      "rows.taken + rows.count", f"{APPEND} -k 'cuda and (without_a_place or append_against)'"),
     ("csrc/append.cu", "q_always_advances", "p.q_advances ? at.i : 0", "at.i", kernel("append.cu")),
     ("csrc/decode_op.cpp", "op_decode_takes_any_page_table", "(*page_table, {batch_size, page_table->dim() == 2 ?",
-     "(*page_table, {page_table->size(0), page_table->dim() == 2 ?", KV + " -k op_refuses"),
+     "(*page_table, {page_table->size(0), page_table->dim() == 2 ?", CACHE_ERRORS + " -k op_refuses"),
     ("csrc/append_op.cpp", "op_append_to_other_heads", "k_cache.size(1) == nheads_k &&", "",
-     APPEND + " -k op_refuses"),
+     CACHE_ERRORS + " -k op_refuses"),
     ("csrc/ops.cpp", "op_ignores_dlse", "if (dlse) p.dlse = tensor_of(*dlse, kBHSD, is_packed);", "",
      host(BACKWARD, "through_lse")),
     ("csrc/ops.cpp", "op_takes_any_lse", "check_value(is_of_rows(lse) && (!dlse || is_of_rows(*dlse)),",
@@ -182,17 +182,19 @@ MUTANTS = [
      "        h += tl.load(origin_ptr + 2).to(tl.int32)\n", "",
      f"{DROPOUT} -k 'triton and (of_a_part or packed_parts)'"),
     ("triton_ref/decode.py", "triton_padding_of_split_samples",
-     "& ((share.num_splits == 1) | (tokens >= seq.seqlen_q))", "& (share.num_splits == 1)", TWIN_KV),
+     "tl.where(share.num_splits == 1, 0, seq.seqlen_q)", "tl.where(share.num_splits == 1, 0, seq.padded_q)",
+     KV + " -k 'triton and against_a_loop'"),
     ("triton_ref/decode.py", "triton_tree_of_all_rows", "_sees_in_tree(trees, cols - (seq.seqlen_k - seq.seqlen_q))",
      "_sees_in_tree(trees, cols - (seq.seqlen_k - seqlen_q))", f"{TREES} -k 'triton'"),
     ("triton_ref/decode.py", "triton_page_is_not_clamped", "tl.minimum(tl.maximum(block, 0), num_sequences - 1), row",
-     "block, row", TWIN_KV + " -k clamped"),
+     "block, row", KV + " -k 'triton and clamped'"),
     ("triton_ref/splits.py", "triton_parts_not_rescaled", "acc_o = acc_o * rescale + tl.sum", "acc_o = acc_o + tl.sum",
-     TWIN_KV),
+     KV + " -k 'triton and against_a_loop'"),
     ("triton_ref/append.py", "triton_append_length_beyond_capacity",
-     "taken + tl.minimum(count, capacity - taken), mask=samples", "taken + count, mask=samples", TWIN_APPEND),
+     "taken + tl.minimum(count, capacity - taken), mask=samples", "taken + count, mask=samples",
+     f"{APPEND} -k 'triton and (without_a_place or append_against)'"),
     ("triton_ref/append.py", "triton_rotates_the_wrong_way", "tl.where(is_first, -sin, sin)",
-     "tl.where(is_first, sin, -sin)", TWIN_APPEND),
+     "tl.where(is_first, sin, -sin)", f"{APPEND} -k 'triton and append_against'"),
     ("triton_ref/matmul.py", "triton_matmul_unaligned_tma", "stride * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0:",
      "stride * x.itemsize % 16 == 0:", "attention/test_matmul.py -k 'descriptors or layouts'"),
     ("minimal_attn/checks.py", "scale_of_nan", "not -MAX_SCALE <= sm_scale <= MAX_SCALE:", "abs(sm_scale) > MAX_SCALE:",
@@ -214,15 +216,15 @@ MUTANTS = [
     ("minimal_attn/packed.py", "lse_of_padding_is_that_of_a_row", '.t()[None].masked_fill(is_padding, float("-inf"))',
      ".t()[None]", f"{LENGTHS} -k 'against_a_loop and (torch or reference)'"),
     ("minimal_attn/pages.py", "last_page_unchecked", "(end - 1) // size + 1].tolist()", "end // size].tolist()",
-     f"{KV} -k bad_input"),
+     f"{CACHE_ERRORS} -k bad_input"),
     ("minimal_attn/pages.py", "leftpad_counts_twice", "(seqused - leftpad).clamp(min=0)",
      "(seqused - 2 * leftpad).clamp(min=0)", f"{KV} -k 'reference and loop'"),
     ("minimal_attn/append.py", "slot_behind_the_last", "slot_mapping.max() >= num_slots:",
-     "slot_mapping.max() > num_slots:", f"{APPEND} -k slots"),
+     "slot_mapping.max() > num_slots:", f"{CACHE_ERRORS} -k slots"),
     ("minimal_attn/append.py", "writes_where_none_is_valid", "torch.where(is_valid.any(), rows[source], cache[at])",
      "rows[source]", f"{APPEND} -k 'reference or torch'"),
     ("minimal_attn/append.py", "no_room_for_the_last_row", "if begin + n > capacity:", "if begin + n > capacity + 1:",
-     f"{APPEND} -k bad"),
+     f"{CACHE_ERRORS} -k bad"),
     ("minimal_attn/kvcache.py", "window_does_not_advance_q", "causal or (left, right) != NO_WINDOW)", "causal)",
      APPEND + " -k 'attention_against and not triton'"),
     ("minimal_attn/kvcache.py", "new_keys_are_not_seen",
@@ -258,9 +260,9 @@ MUTANTS = [
      "facade/test_mha.py -k from_torch"),
     ("minimal_attn/flash_attn.py", "out_of_any_dtype",
      "if (out.shape, out.dtype, out.device) != (shape, dtype, q.device):",
-     "if (out.shape, out.device) != (shape, q.device):", f"{KV} {LENGTHS} -k 'bad_input or errors or names'"),
+     "if (out.shape, out.device) != (shape, q.device):", f"{CACHE_ERRORS} {LENGTHS} -k 'bad_input or errors or names'"),
     ("minimal_attn/flash_attn_kvcache.py", "combine_reads_empty_parts", ".masked_fill(is_empty[..., None], 0)", "",
-     KV + " -k combine"),
+     CACHE_NAMES + " -k combine"),
     ("minimal_attn/distributed/pieces.py", "window_between_ranks_one_short", "min(row_end, key_end + left)",
      "min(row_end, key_end + left - 1)", RANKS + " -k 'every_key_once or results_are'"),
     ("minimal_attn/distributed/attention.py", "ulysses_drops_alike_on_all_ranks",

@@ -1,8 +1,10 @@
 """Appending new keys and values to a cache, alone and in a call of attention: every backend against a loop over rows
-in fp64, all other bytes of the cache as they were, the calls of vLLM, SGLang and transformers, and every error."""
+in fp64, and all other bytes of the cache as they were.
+
+test_cache_names.py has the names of flash-attn and vLLM, test_cache_errors.py bad input.
+"""
 
 import dataclasses
-import inspect
 import itertools
 import math
 from dataclasses import dataclass
@@ -15,16 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-import minimal_attn
-from cases import slow_unless
+from cached_calls import (BACKENDS, DEVICE, GARBAGE, TOLERANCE, Call, by_loop, close, ints, make, on_device,
+                          place_of_row, rows_first, sequence_of)
+from cases import make_tensor, slow_unless
 from conftest import HAS_GPU, captured
 from minimal_attn import (append_to_kvcache, attention_with_kvcache, flash_attn_with_kvcache, interface,
                           reshape_and_cache)
 from minimal_attn.append import append_in_torch
 from minimal_attn.backends import Append
-from minimal_attn.flash_attn_interface import flash_attn_with_kvcache as with_kvcache_of_flash_attn_2
-from test_kvcache import (BACKENDS, DEVICE, GARBAGE, TOLERANCE, Call, by_loop, close, ints, make, on_device, rows_first,
-                          sequence_of)
 
 cpu = pytest.mark.cpu
 
@@ -123,7 +123,7 @@ def add_what_the_loop_wants(case, inputs):
     advances = call.causal or call.window != (-1, -1)
     for b, n in enumerate(call.rows):
         for i in range(n):
-            row = (0, slice(None), sum(call.rows[:b]) + i) if call.is_packed else (b, slice(None), i)
+            row = place_of_row(call, b, i)
             inputs.want_q[row] = turned(inputs.want_q[row], positions[b] + i * advances, case, where)
 
 
@@ -192,7 +192,7 @@ def check_attention(backend, case, dtype, seed=0, by_flash_attn_3=False):
 
 
 def call_of_flash_attn_3s_tests(case, q, k, v, k_cache, v_cache, given, backend):
-    """As hopper/test_flash_attn.py spells it, with a window in a tensor."""
+    """Spelled as hopper/test_flash_attn.py spells it, with a window in a tensor."""
     call = case.call
 
     def theirs(x, is_packed):
@@ -246,6 +246,7 @@ CASES = [
     case("interleaved_dense", (2,) * 2, (2,) * 2, (9, 20), 24, layout="interleaved", head_dim_v=8),
     case("rows", (2,) * 2, (2,) * 2, (9, 20), 4, is_paged=True, layout="rows"),
     case("slice", (2,) * 2, (2,) * 2, (9, 20), 4, is_paged=True, layout="slice"),
+    case("many_heads", (1,) * 3, (1,) * 3, (9, 3, 12), 20, rotary_dim=16, H=70, Hk=35),
     case("full", (2,) * 2, (2,) * 2, (12, 12), 4, is_paged=True),
     case("options", (3,) * 2, (3,) * 2, (9, 20), 4, is_paged=True, window=(6, -1), softcap=1.5, slopes="samples",
          has_sinks=True, num_splits=3),
@@ -259,7 +260,7 @@ def is_in_gate(backend, case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_append_against_a_loop(backend, case):
+def test_append_against_a_loop(backend, case, poisoned_outputs):
     check_append(backend, case, BACKENDS[backend])
 
 
@@ -333,7 +334,7 @@ def check_drawn_appends(backend, seed, max_examples):
 
 
 @pytest.mark.parametrize("backend, max_examples", [
-    ("reference", 100), ("torch", 100), *([("triton", 25), ("cuda", 300)] if HAS_GPU else [
+    ("reference", 60), ("torch", 60), *([("triton", 25), ("cuda", 200)] if HAS_GPU else [
         ("triton", 5), ("cuda", 20), pytest.param("triton", 25, marks=pytest.mark.slow),
         pytest.param("cuda", 100, marks=pytest.mark.slow)])])
 def test_drawn_appends(backend, max_examples):
@@ -376,6 +377,7 @@ def test_rows_without_a_place_are_not_written(backend):
     assert rows == [[0, 0, 0, 10]] + [zeros] * 4 + [[1, 2, 3, 0]] and lengths == [3, 3, 3, 4]
 
 
+@pytest.mark.parametrize("backend", ["torch", "cuda"])
 def test_rows_that_a_page_table_has_not_are_not_written(backend):
     """The host reads no numbers where torch.compile traces."""
     k = torch.randn(3, 2, 1, 16, dtype=BACKENDS[backend], device=DEVICE)
@@ -402,6 +404,19 @@ def test_packed_rows_of_no_sample_are_not_written(backend):
         _, lengths = interface.BACKENDS[backend].append(k, k, *caches, append)
         assert caches[0][:, 1, :, 3].tolist() == caches[1][:, 0, :, 15].tolist() == want
         assert lengths.tolist() == want_lengths
+
+
+def test_a_wrong_cu_seqlens_writes_nothing_outside(backend):
+    k = torch.randn(1, 2, 7, 16, dtype=BACKENDS[backend], device=DEVICE)
+    caches = [make_tensor((3, 2, 4, 16), k.dtype, DEVICE, "slice") for _ in "kv"]
+    before = [bits(x).clone() for x in caches]
+    _, lengths = interface.BACKENDS[backend].append(k, k, *caches, Append(ints(0, 0, 0), cu_seqlens_k_new=ints(
+        5, -7, 2**31 - 1, 2)))
+    assert (lengths >= 0).all() and (lengths <= 4).all()
+    for cache, bits_before in zip(caches, before):
+        outside = torch.ones_like(bits_before, dtype=torch.bool)
+        outside.as_strided(cache.shape, cache.stride(), cache.storage_offset()).fill_(False)
+        assert bits(cache)[outside].equal(bits_before[outside])
 
 
 def test_positions_beyond_the_tables_count_as_the_last(backend):
@@ -483,7 +498,9 @@ def test_last_dimension_of_new_rows_may_have_any_stride():
 
 # torch.compile.
 
-@pytest.mark.parametrize("name", ["rotary_packed", "leftpad_batch_idx", "head_dim_v", "rows"])
+@pytest.mark.parametrize("backend, name", [
+    ("reference", "leftpad_batch_idx"), ("torch", "rotary_packed"), ("triton", "rotary_packed"),
+    ("cuda", "rotary_packed"), ("cuda", "leftpad_batch_idx")])
 def test_compiles_fullgraph(backend, name):
     x = next(x for x in CASES if str(x) == name)
     inputs = make_inputs(x, BACKENDS[backend])
@@ -532,17 +549,21 @@ def test_halves_of_one_tensor_compile_fullgraph(compiler):
 
 
 @cpu
-@pytest.mark.parametrize("name", ["rotary_packed", "decode"])
-def test_opcheck(name):
-    inputs = make_inputs(next(x for x in CASES if str(x) == name), torch.float64)
+@pytest.mark.parametrize("op, name", [("torch", "rotary_packed"), ("torch", "decode"), ("triton", "batch_idx"),
+                                      ("triton", "rotary_packed")])
+def test_opcheck(op, name):
+    if op == "triton" and HAS_GPU:
+        pytest.skip("it is interpreted on CPUs alone")
+    check = getattr(torch.ops.minimal_attn, f"{op}_append").default
+    inputs = make_inputs(next(x for x in CASES if str(x) == name), BACKENDS[op])
     caches = [x.nan_to_num() for x in (inputs.k_cache, inputs.v_cache)]
     names = {"cache_batch_idx": "batch_idx"}
-    append = Append(q=inputs.q, cu_seqlens_q=inputs.others.get("cu_seqlens_q"),
+    append = Append(q=inputs.q.nan_to_num(), cu_seqlens_q=inputs.others.get("cu_seqlens_q"),
                     **{names.get(name, name): x for name, x in inputs.where.items()})
-    torch.library.opcheck(torch.ops.minimal_attn.torch_append.default, (inputs.k, inputs.v, *caches, *append))
+    torch.library.opcheck(check, (inputs.k, inputs.v, *caches, *append))
     slots = Append(slot_mapping=torch.tensor([2]))
     k, v = (x[:1, :, :1] for x in (inputs.k, inputs.v))
-    torch.library.opcheck(torch.ops.minimal_attn.torch_append.default, (k, v, *caches, *slots))
+    torch.library.opcheck(check, (k, v, *caches, *slots))
 
 
 @pytest.mark.gpu
@@ -570,7 +591,7 @@ def test_cuda_graph_takes_other_lengths(backend):
         assert all(x.equal(y) for x, y in zip(written, caches))
 
 
-# reshape_and_cache, and the names of others.
+# reshape_and_cache, and flash-attn 3.
 
 @pytest.mark.parametrize("layout", ["interleaved", "rows"])
 def test_reshape_and_cache_as_vllm_calls_it(backend, layout):
@@ -608,64 +629,6 @@ def test_slots_that_are_not_there_are_not_written(backend, slots):
     assert all(x.equal(y) for x, y in zip(caches, before))
 
 
-@cpu
-def test_signature_is_that_of_vllm():
-    names = "key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype", "k_scale", "v_scale"
-    parameters = inspect.signature(reshape_and_cache).parameters.values()
-    assert tuple(x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD) == names
-
-
-def serving(backend, new, **options):
-    """([q (T, H, D), k and v (T, Hk, D)], caches (num_pages, page_size, Hk, D), the other arguments, want), all on a
-    device. want is what attention_with_kvcache gives after append_to_kvcache, and the caches then."""
-    dtype = BACKENDS[backend]
-    x = case("serving", new, new, (9, 5, 33), 16, packs_new=True, is_packed=True, is_paged=True, has_sinks=True,
-             layout="rows", D=32, **options)
-    inputs = make_inputs(x, dtype)
-    where, others = ({name: on_device(x) for name, x in y.items()} for y in (inputs.where, inputs.others))
-    q, k, v, k_cache, v_cache = map(on_device, (inputs.q, inputs.k, inputs.v, inputs.k_cache, inputs.v_cache))
-    caches = [on_device(x) for x in (inputs.k_cache, inputs.v_cache)]
-    append_to_kvcache(k, v, k_cache, v_cache, **where, backend="reference")
-    out, lse = attention_with_kvcache(q, k_cache, v_cache, ints(9, 5, 33), page_table=where["page_table"], **others,
-                                      causal=True, return_lse=True, backend="reference")
-    return ([y[0].transpose(0, 1) for y in (q, k, v)], list(map(rows_first, caches)), {**where, **others},
-            (out[0].transpose(0, 1), lse[0], rows_first(k_cache), rows_first(v_cache)))
-
-
-def check_serving(out, caches, want, lse=None):
-    tolerance = TOLERANCE[out.dtype]
-    close(out, want[0].double().cpu(), tolerance)
-    if lse is not None:
-        close(lse, want[1].double().cpu(), tolerance)
-    for cache, wanted in zip(caches, want[2:]):
-        assert bits(cache).equal(bits(wanted))
-
-
-def test_call_of_transformers(backend):
-    """Continuous batching, its decoding: q, k and v (n, 1, H, D), all but the table by position."""
-    (q, k, v), (k_cache, v_cache), given, want = serving(backend, (1, 1, 1))
-    out = flash_attn_with_kvcache(
-        q[:, None], k_cache, v_cache, k[:, None], v[:, None], block_table=given["page_table"],
-        cache_seqlens=given["seqused_k"], causal=True, softmax_scale=32**-0.5, window_size=(-1, -1),
-        s_aux=given["sinks"], backend=backend)
-    check_serving(out[:, 0], (k_cache, v_cache), want)
-
-
-def test_call_of_sglang(backend):
-    """A mixed batch, packed, by flash-attn 3's names; k and v go into pages of one key."""
-    (q, k, v), caches, given, want = serving(backend, (1, 5, 3))
-    table, places = given["page_table"], torch.arange(16, device=DEVICE, dtype=torch.int32)
-    table = (table[:, :, None].clamp(0) * 16 + places).flatten(1)
-    k_cache, v_cache = (x.view(-1, 1, *x.shape[2:]) for x in caches)
-    out, lse = flash_attn_with_kvcache(
-        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, page_table=table, cache_seqlens=given["seqused_k"],
-        cu_seqlens_q=given["cu_seqlens_q"], cu_seqlens_k_new=given["cu_seqlens_k_new"], max_seqlen_q=5,
-        softmax_scale=32**-0.5, causal=True, window_size=(-1, -1), softcap=0.0, k_descale=None, v_descale=None,
-        return_softmax_lse=True, num_splits=0, out=torch.empty_like(want[0]), ver=3, sinks=given["sinks"],
-        backend=backend)
-    check_serving(out, caches, want, lse)
-
-
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_call_of_flash_attn_3s_tests(backend, is_packed):
     """New keys go to the pages of rows of page_table that cache_batch_idx numbers."""
@@ -674,312 +637,3 @@ def test_call_of_flash_attn_3s_tests(backend, is_packed):
         "flash_attn_3", new, new, (9, 7, 20), 4, is_paged=True, has_batch_idx=True, leftpad=(3, 0, 5), causal=False,
         window=(6, 2), layout="rows", packs_new=is_packed, is_packed=is_packed, rotary_dim=16, interleaved=False,
         rotary_seqlens=(3, 7, 10)), BACKENDS[backend], by_flash_attn_3=True)
-
-
-def test_calls_of_vllm(backend):
-    """The append by slots, then attention."""
-    (q, k, v), (k_cache, v_cache), given, want = serving(backend, (1, 5, 3))
-    slots = [int(given["page_table"][b, place // 16]) * 16 + place % 16
-             for b, begin, n in ((0, 8, 1), (1, 0, 5), (2, 30, 3)) for place in range(begin, begin + n)]
-    reshape_and_cache(k, v, k_cache, v_cache, torch.tensor(slots, device=DEVICE), "auto", None, None, backend=backend)
-    out = torch.empty_like(want[0])
-    minimal_attn.flash_attn_varlen_func(
-        q=q, k=k_cache, v=v_cache, out=out, cu_seqlens_q=given["cu_seqlens_q"], max_seqlen_q=5,
-        seqused_k=ints(9, 5, 33), max_seqlen_k=33, softmax_scale=32**-0.5, causal=True, alibi_slopes=None,
-        window_size=[-1, -1], block_table=given["page_table"], softcap=0.0, scheduler_metadata=None, fa_version=3,
-        q_descale=None, k_descale=None, v_descale=None, num_splits=32, s_aux=given["sinks"], backend=backend)
-    check_serving(out, (k_cache, v_cache), want)
-
-
-@cpu
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_by_the_names_of_flash_attn(interleaved):
-    """By positions in the orders of flash-attn 2 and 3, with an int as cache_seqlens."""
-    q, k, v = (torch.randn(3, 2, n, 16) for n in (4, 2, 2))
-    before = torch.randn(2, 3, 20, 2, 16)
-    cos, sin = torch.randn(2, 100, 8)
-    rotary = dict(rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved)
-    want_caches = before.clone()
-    want = attention_with_kvcache(rows_first(q), *map(rows_first, want_caches), ints(9, 9, 9, device="cpu"),
-                                  k=rows_first(k), v=rows_first(v), causal=True, **rotary)
-    results = []
-    for call, arguments in ((flash_attn_with_kvcache, (None, cos, sin, 9)), (with_kvcache_of_flash_attn_2,
-                                                                             (cos, sin, 9))):
-        caches = before.clone()
-        out = call(q, *caches, k, v, *arguments, causal=True, rotary_interleaved=interleaved)
-        assert out.equal(rows_first(want)) and caches.equal(want_caches) and not caches.equal(before)
-        results.append(out)
-    caches = before.clone()
-    moved = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=9, causal=True, **rotary,
-                                    rotary_seqlens=ints(50, 50, 50, device="cpu"))
-    assert caches[1].equal(want_caches[1]) and not caches[0].equal(want_caches[0]) and not moved.equal(results[0])
-
-
-# Bad input. Nothing is written before an error.
-
-def one(*values):
-    return ints(*values, device="cpu")
-
-
-def arguments():
-    """Arguments of append_to_kvcache for pages, on the CPU."""
-    return dict(k=torch.randn(2, 2, 3, 32), v=torch.randn(2, 2, 3, 32), k_cache=torch.randn(5, 2, 4, 32),
-                v_cache=torch.randn(5, 2, 4, 32), seqused_k=one(9, 5), page_table=one(0, 1, 2, 3, 4, 0).view(2, 3),
-                rotary_cos=torch.randn(12, 8), rotary_sin=torch.randn(12, 8))
-
-
-def dense():
-    return dict(arguments(), k_cache=torch.randn(2, 2, 12, 32), v_cache=torch.randn(2, 2, 12, 32), page_table=None)
-
-
-def packed():
-    return dict(arguments(), k=torch.randn(1, 2, 6, 32), v=torch.randn(1, 2, 6, 32), cu_seqlens_k_new=one(0, 2, 6))
-
-
-TABLE = torch.randn(12, 8)
-BAD = [
-    (TypeError, "k must be a torch.Tensor, got list", arguments, dict(k=[1.0])),
-    (TypeError, "k_cache must be a torch.Tensor, got NoneType", arguments, dict(k_cache=None)),
-    (TypeError, "v must be a dense tensor", arguments, dict(v=torch.randn(5, 4).to_sparse())),
-    (TypeError, "Unsupported dtype: k is torch.int32", arguments, dict(k=torch.ones(2, 2, 3, 32).int())),
-    (TypeError, "dtypes must match: k is torch.float16", arguments, dict(k=torch.randn(2, 2, 3, 32).half())),
-    (ValueError, "k, v, k_cache and v_cache must be on the same device: k is on cpu, v on meta", arguments,
-     dict(v=torch.randn(2, 2, 3, 32, device="meta"))),
-    (ValueError, "Expected 4D tensors: k is", arguments, dict(k=torch.randn(2, 3, 32))),
-    (ValueError, "k and v must have the same shape, and the heads and head_dims of the caches", arguments,
-     dict(k=torch.randn(2, 2, 2, 32))),
-    (ValueError, "k and v must have the same shape, and the heads", arguments,
-     {name: torch.randn(2, 4, 3, 32) for name in ("k", "v")}),
-    (ValueError, "k and v must have the same shape, and the heads", arguments, dict(v=torch.randn(2, 2, 3, 16))),
-    (ValueError, "k and k_cache must have the same head_dim", arguments, dict(k=torch.randn(2, 2, 3, 16))),
-    (ValueError, "k_cache and v_cache must have the same shape", arguments, dict(v_cache=torch.randn(5, 2, 3, 32))),
-    (ValueError, "Unsupported head_dim 300", arguments,
-     {"v": torch.randn(2, 2, 3, 300), "v_cache": torch.randn(5, 2, 4, 300)}),
-    (ValueError, "k_cache must be contiguous in its last dimension", arguments,
-     dict(k_cache=torch.randn(5, 2, 32, 4).mT)),
-    (ValueError, "v_cache cannot be written, since its elements share memory", arguments,
-     dict(v_cache=torch.randn(5, 2, 1, 32).expand(-1, -1, 4, -1))),
-    (ValueError, "seqused_k must be given with new keys", arguments, dict(seqused_k=None)),
-    (TypeError, "seqused_k must be a torch.Tensor, got int", arguments, dict(seqused_k=9)),
-    (TypeError, "seqused_k must be int32", arguments, dict(seqused_k=torch.tensor([9, 5]))),
-    (ValueError, r"seqused_k must have shape \(2,\)", arguments, dict(seqused_k=one(9, 5, 1))),
-    (ValueError, "seqused_k must be on the same device as k", arguments,
-     dict(seqused_k=torch.zeros(2, dtype=torch.int32, device="meta"))),
-    (ValueError, "seqused_k must be in 0..12 for sample 1, got -1", arguments, dict(seqused_k=one(9, -1))),
-    (ValueError, "no room for the new keys of sample 0: seqused_k is 10, 3 are new, and there is room for 12",
-     arguments, dict(seqused_k=one(10, 5))),
-    (ValueError, "no room for the new keys of sample 1: seqused_k is 12, 3 are new", dense,
-     dict(seqused_k=one(9, 12))),
-    (ValueError, "no room for the new keys of sample 1: seqused_k is 9, 4 are new", packed, dict(seqused_k=one(9, 9))),
-    (ValueError, "page_table must be in 0..4 for the new keys of sample 1, got 5", arguments,
-     dict(page_table=one(0, 1, 2, 3, 5, 0).view(2, 3), seqused_k=one(9, 4))),
-    (ValueError, "page_table must be in 0..4 for the new keys of sample 0, got -1", arguments,
-     dict(page_table=one(0, 1, -1, 3, 4, 0).view(2, 3))),
-    (TypeError, "page_table must be int32", arguments, dict(page_table=torch.zeros(2, 3))),
-    (ValueError, "page_table must have 2 rows", arguments, dict(page_table=torch.zeros(3, 3, dtype=torch.int32))),
-    (ValueError, "cache_batch_idx must be in 0..1 for the new keys of sample 0, got 2", arguments,
-     dict(cache_batch_idx=one(2, 0))),
-    (ValueError, "page_table must be in 0..4 for the new keys of sample 0, got 5", arguments,
-     dict(page_table=one(0, 1, 2, 3, 4, 5).view(2, 3), cache_batch_idx=one(1, 0))),
-    (TypeError, "cache_batch_idx must be int32", dense, dict(cache_batch_idx=torch.zeros(2).long())),
-    (ValueError, "cache_batch_idx must be in 0..1 for the new keys of sample 1, got 2", dense,
-     dict(cache_batch_idx=one(0, 2))),
-    (ValueError, "the cache must have as many sequences as there are samples, 2", dense,
-     {name: torch.randn(3, 2, 12, 32) for name in ("k_cache", "v_cache")}),
-    (TypeError, "cu_seqlens_k_new must be int32", packed, dict(cu_seqlens_k_new=torch.tensor([0, 2, 6]))),
-    (ValueError, r"with cu_seqlens_k_new, k must be packed, \(1, H, Tq, D\)", arguments,
-     dict(cu_seqlens_k_new=one(0, 1, 3))),
-    (ValueError, r"cu_seqlens_k_new must have one shape \(B \+ 1,\)", packed, dict(cu_seqlens_k_new=one(0))),
-    (ValueError, "cu_seqlens_k_new must ascend", packed, dict(cu_seqlens_k_new=one(0, 5, 4))),
-    (ValueError, "cu_seqlens_k_new must start at 0 and stay within 0..6", packed, dict(cu_seqlens_k_new=one(0, 2, 7))),
-    (ValueError, "rotary_cos and rotary_sin must both be given", arguments, dict(rotary_sin=None)),
-    (ValueError, "rotary_seqlens needs rotary_cos and rotary_sin", arguments,
-     dict(rotary_cos=None, rotary_sin=None, rotary_seqlens=one(0, 0))),
-    (TypeError, "rotary_cos must be a torch.Tensor, got float", arguments, dict(rotary_cos=1.0)),
-    (TypeError, "rotary_cos must have the dtype of k, torch.float32, got torch.float64", arguments,
-     dict(rotary_cos=TABLE.double())),
-    (ValueError, "rotary_sin must be on the same device as k", arguments, dict(rotary_sin=TABLE.to("meta"))),
-    (ValueError, r"rotary_cos must be \(S_ro, rotary_dim / 2\), contiguous", arguments, dict(rotary_cos=TABLE[None])),
-    (ValueError, r"rotary_sin must be \(S_ro, rotary_dim / 2\), contiguous", arguments, dict(rotary_sin=TABLE.mT)),
-    (ValueError, "contiguous and not empty", arguments, dict(rotary_cos=TABLE[:0], rotary_sin=TABLE[:0])),
-    (ValueError, r"must have the same shape, got \(12, 8\) and \(11, 8\)", arguments, dict(rotary_sin=TABLE[:11])),
-    (ValueError, "rotary_dim must be a multiple of 16 and at most the head_dim 32, got 8", arguments,
-     {name: torch.randn(12, 4) for name in ("rotary_cos", "rotary_sin")}),
-    (ValueError, "rotary_dim must be a multiple of 16 and at most the head_dim 32, got 48", arguments,
-     {name: torch.randn(12, 24) for name in ("rotary_cos", "rotary_sin")}),
-    (ValueError, "rotary_cos has 11 positions, and sample 0 needs those from seqused_k 9 on, as many as its 3 rows",
-     arguments, dict(rotary_cos=TABLE[:11], rotary_sin=TABLE[:11])),
-    (ValueError, "sample 1 needs those from rotary_seqlens 10 on", arguments, dict(rotary_seqlens=one(0, 10))),
-    (ValueError, "sample 0 needs those from rotary_seqlens -1 on", arguments, dict(rotary_seqlens=one(-1, 0))),
-    (TypeError, "rotary_seqlens must be int32", arguments, dict(rotary_seqlens=torch.tensor([0, 0]))),
-    (ValueError, r"rotary_seqlens must have shape \(2,\)", arguments, dict(rotary_seqlens=one(0))),
-    (TypeError, "rotary_interleaved must be a bool, got 1", arguments, dict(rotary_interleaved=1)),
-    (ValueError, "unknown backend 'other'", arguments, dict(backend="other")),
-]
-
-
-def check_error(call, error, match, given):
-    """The call raises this error, and writes nothing."""
-    before = {name: x.clone() for name, x in given.items() if "cache" in name and isinstance(x, torch.Tensor)}
-    with pytest.raises(error, match=match):
-        call(**given)
-    for name, x in before.items():
-        assert x.equal(given[name])
-
-
-@cpu
-@pytest.mark.parametrize("error, match, make_arguments, change", BAD, ids=[x[1] for x in BAD])
-def test_bad_input(error, match, make_arguments, change):
-    append_to_kvcache(**make_arguments())
-    check_error(append_to_kvcache, error, match, {**make_arguments(), **change})
-    if "k_cache must be a torch" not in match and "unknown" not in match:  # the same from a call of attention
-        given = dict(q=torch.randn(2, 4, 3, 32), **make_arguments(), causal=True)
-        attention_with_kvcache(**given)
-        check_error(attention_with_kvcache, error, "", {**given, **change})
-
-
-@cpu
-@pytest.mark.parametrize("error, match, change", [
-    (ValueError, "k and v must both be given, or neither", dict(v=None)),
-    (ValueError, "k and v must both be given, or neither", dict(k=None)),
-    (ValueError, "rotary_cos needs new keys and values, k and v", dict(k=None, v=None)),
-    (ValueError, "rotary_sin needs new keys and values", dict(k=None, v=None, rotary_cos=None)),
-    (ValueError, "rotary_seqlens needs new keys and values", dict(
-        k=None, v=None, rotary_cos=None, rotary_sin=None, rotary_seqlens=one(0, 0))),
-    (ValueError, "cu_seqlens_k_new needs new keys and values", dict(
-        k=None, v=None, rotary_cos=None, rotary_sin=None, cu_seqlens_k_new=one(0, 3, 6))),
-    (ValueError, "k must have as many samples as q, got 3", {name: torch.randn(3, 2, 3, 32) for name in ("k", "v")}),
-    (ValueError, "leftpad_k must be in 0..9, the length of sample 0, got 10", dict(leftpad_k=one(10, 0))),
-    (ValueError, "rotary_cos has 12 positions, and sample 0 needs those from seqused_k 9 on, as many as its 4 rows",
-     dict(q=torch.randn(2, 4, 4, 32))),
-    (TypeError, "causal must be a bool", dict(causal=1)),
-    (ValueError, "sm_scale must be finite", dict(sm_scale=math.inf)),
-    (ValueError, "softcap must be at least 0", dict(softcap=-1.0)),
-    (ValueError, r"sinks must have shape \(4,\)", dict(sinks=torch.ones(2))),
-    (ValueError, r"alibi_slopes must have shape \(4,\) or \(2, 4\)", dict(alibi_slopes=torch.ones(3))),
-])
-def test_bad_input_of_attention(error, match, change):
-    given = dict(q=torch.randn(2, 4, 3, 32), **arguments(), causal=True)
-    attention_with_kvcache(**given)
-    check_error(attention_with_kvcache, error, match, {**given, **change})
-
-
-@cpu
-@pytest.mark.parametrize("error, match, change", [
-    (ValueError, "no room for the new keys: cache_seqlens is 19, 2 are new, and there is room for 20",
-     dict(cache_seqlens=19)),
-    (ValueError, "no room for the new keys: cache_seqlens is 39, 2 are new, and there is room for 40",
-     dict(cache_seqlens=39, page_table=one(*range(3), *range(3)).view(3, 2))),
-    (ValueError, "no room for the new keys of sample 2: cache_seqlens is 19", dict(cache_seqlens=one(3, 3, 19))),
-    (ValueError, "no room for the new keys of sample 1: cache_seqlens is 18, 3 are new", dict(
-        k=torch.randn(6, 2, 16), v=torch.randn(6, 2, 16), cu_seqlens_k_new=one(0, 1, 4, 6), cache_seqlens=18)),
-    (ValueError, "cache_seqlens must be given with new keys", dict(cache_seqlens=None)),
-    (ValueError, r"flash_attn_with_kvcache: k must be \(B, Sn, Hk, D\)", dict(k=torch.randn(6, 2, 16))),
-    (ValueError, r"flash_attn_with_kvcache: v must be \(T, Hk, D\)", dict(
-        k=torch.randn(6, 2, 16), cu_seqlens_k_new=one(0, 1, 4, 6))),
-    (ValueError, "k and v must both be given", dict(v=None)),
-    (ValueError, "rotary_cos needs new keys", dict(k=None, v=None, rotary_cos=TABLE, rotary_sin=TABLE)),
-    (NotImplementedError, "flash_attn_with_kvcache has no backward pass yet, but k requires grad",
-     dict(k=torch.randn(3, 2, 2, 16, requires_grad=True))),
-    (ValueError, "out must be torch.float32 of shape", dict(out=torch.empty(3, 2, 4, 15))),
-])
-def test_bad_input_by_the_names_of_flash_attn(error, match, change):
-    q, k, v, k_cache, v_cache = (torch.randn(3, s, n, 16) for s, n in ((2, 4), (2, 2), (2, 2), (20, 2), (20, 2)))
-    given = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=9)
-    flash_attn_with_kvcache(**given)
-    check_error(flash_attn_with_kvcache, error, match, {**given, **change})
-
-
-def slots():
-    return dict(key=torch.randn(5, 2, 16), value=torch.randn(5, 2, 8), key_cache=torch.randn(3, 4, 2, 16),
-                value_cache=torch.randn(3, 4, 2, 8), slot_mapping=torch.tensor([0, 3, -1, 11, 5]))
-
-
-@cpu
-@pytest.mark.parametrize("error, match, change", [
-    (TypeError, "key must be a torch.Tensor, got list", dict(key=[])),
-    (TypeError, "Unsupported dtype: key is torch.int32", dict(key=torch.ones(5, 2, 16).int())),
-    (TypeError, "dtypes must match: key is torch.float32, value is torch.float16", dict(
-        value=torch.randn(5, 2, 8).half())),
-    (ValueError, "must be on the same device: key is on cpu", dict(value=torch.randn(5, 2, 8, device="meta"))),
-    (ValueError, r"Expected key and value \(T, Hk, D\) and caches", dict(key=torch.randn(5, 1, 2, 16))),
-    (ValueError, "the heads and head_dims of the caches", dict(key=torch.randn(5, 2, 8))),
-    (ValueError, "the heads and head_dims of the caches", dict(value=torch.randn(4, 2, 8))),
-    (ValueError, "the heads and head_dims of the caches", dict(value_cache=torch.randn(3, 5, 2, 8))),
-    (ValueError, "Unsupported head_dim 300 of value", dict(
-        value=torch.randn(5, 2, 300), value_cache=torch.randn(3, 4, 2, 300))),
-    (ValueError, "value_cache must be contiguous in its last dimension", dict(value_cache=torch.randn(3, 4, 8, 2).mT)),
-    (ValueError, "key_cache cannot be written, since its elements share memory", dict(
-        key_cache=torch.randn(1, 4, 2, 16).expand(3, -1, -1, -1))),
-    (TypeError, "slot_mapping must be a torch.Tensor", dict(slot_mapping=[0, 1])),
-    (TypeError, "slot_mapping must be int64, got torch.int32", dict(slot_mapping=one(0, 1, 2, 3, 4))),
-    (ValueError, "slot_mapping must be on the same device as key", dict(
-        slot_mapping=torch.zeros(5, dtype=torch.int64, device="meta"))),
-    (ValueError, "slot_mapping must be contiguous, with one value a row of key, 5, or fewer", dict(
-        slot_mapping=torch.arange(6))),
-    (ValueError, "slot_mapping must be contiguous", dict(slot_mapping=torch.arange(10)[::2])),
-    (ValueError, "slot_mapping must be below 12, the number of slots, got 12", dict(
-        slot_mapping=torch.tensor([0, 12]))),
-    (NotImplementedError, "kv_cache_dtype 'fp8' is not supported for caches in torch.float32", dict(
-        kv_cache_dtype="fp8")),
-    (NotImplementedError, "reshape_and_cache has no backward pass yet, but value requires grad", dict(
-        value=torch.randn(5, 2, 8, requires_grad=True))),
-    (ValueError, "unknown backend 'other'", dict(backend="other")),
-])
-def test_bad_slots(error, match, change):
-    reshape_and_cache(**slots())
-    check_error(reshape_and_cache, error, match, {**slots(), **change})
-
-
-@cpu
-@pytest.mark.parametrize("change", [
-    dict(k=torch.randn(2, 3, 5, 32)), dict(v=torch.randn(2, 2, 4, 32)), dict(k=torch.randn(2, 2, 32, 5).mT),
-    dict(k_cache=torch.randn(6, 1, 8, 32), v_cache=torch.randn(6, 1, 8, 32)), dict(v_cache=torch.randn(6, 2, 7, 32)),
-    dict(v_cache=torch.randn(6, 2, 8, 16)),
-    dict(seqused_k=None), dict(seqused_k=torch.ones(3, dtype=torch.int32)), dict(seqused_k=torch.ones(2).long()),
-    dict(page_table=None), dict(page_table=torch.zeros(1, 3, dtype=torch.int32)),
-    dict(page_table=torch.zeros(2, 6, dtype=torch.int32)[:, ::2]), dict(batch_idx=torch.zeros(3, dtype=torch.int32)),
-    dict(cu_seqlens_k_new=torch.tensor([0, 2, 5], dtype=torch.int32)), dict(slot_mapping=torch.arange(5)),
-    dict(seqused_k=None, page_table=None, slot_mapping=torch.arange(4)), dict(q=torch.randn(1, 4, 5, 32)),
-    dict(q=torch.randn(2, 4, 5, 16)), dict(rotary_cos=torch.ones(9, 8)),
-    dict(rotary_cos=torch.ones(9, 4), rotary_sin=torch.ones(9, 4)),
-    dict(rotary_cos=torch.ones(9, 24), rotary_sin=torch.ones(9, 24)),
-    dict(rotary_cos=torch.ones(9, 8), rotary_sin=torch.ones(8, 8)),
-    dict(rotary_seqlens=torch.ones(1, dtype=torch.int32)),
-], ids=lambda change: "-".join(f"{name}_{tuple(getattr(x, 'shape', ()))}" for name, x in change.items()))
-def test_op_refuses_what_would_write_out_of_bounds(change):
-    minimal_attn.load()
-    k, cache = torch.randn(2, 2, 5, 32), torch.randn(6, 2, 8, 32)
-    given = dict(k=k, v=k, k_cache=cache, v_cache=cache.clone(), **Append(
-        torch.ones(2, dtype=torch.int32), torch.arange(6, dtype=torch.int32).view(2, 3))._asdict())
-    torch.ops.minimal_attn.append_kvcache(*given.values())
-    with pytest.raises(ValueError):
-        torch.ops.minimal_attn.append_kvcache(*{**given, **change}.values())
-
-
-@pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache", "rotary_cos", "rotary_sin"])
-def test_gradients_are_refused(backend, name):
-    given = {key: on_device(x.to(BACKENDS[backend]) if x.is_floating_point() else x) for key, x in arguments().items()}
-    q = torch.randn(2, 4, 3, 32, dtype=BACKENDS[backend], device=DEVICE)
-    given[name].requires_grad_()
-    for function, call in (("append_to_kvcache", append_to_kvcache), ("attention_with_kvcache", lambda **given:
-                                                                      attention_with_kvcache(q, causal=True, **given))):
-        check_error(call, NotImplementedError, f"{function} has no backward pass yet, but {name} requires grad",
-                    dict(given, backend=backend))
-        with torch.no_grad():
-            assert not call(**given, backend=backend).requires_grad
-    with torch.autograd.forward_ad.dual_level():
-        x = given[name].detach()
-        given[name] = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        with pytest.raises(NotImplementedError, match=f"no forward-mode derivative, but {name} has a tangent"):
-            append_to_kvcache(**given, backend=backend)
-
-
-@cpu
-def test_errors_while_tracing():
-    """Dynamo fails in its own words, but with ours among them."""
-    given = arguments()
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="ValueError.*page_table must have 2 rows"):
-        torch.compile(append_to_kvcache, fullgraph=True, backend="eager")(
-            **{**given, "page_table": given["page_table"][:1]})

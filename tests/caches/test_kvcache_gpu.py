@@ -9,6 +9,8 @@ import itertools
 import pytest
 import torch
 
+from cached_calls import ints
+from conftest import captured
 from minimal_attn import append_to_kvcache, attention_with_kvcache, force_kernel
 from test_activate import kernels_of
 
@@ -17,10 +19,6 @@ LENGTHS = (1000, 0, 1, 63, 64, 65, 3000, 129, 700, 2048)
 PAGE_SIZE = 16
 # From how many rows on decode_sm90.cu and flash_sm90.cu serve a sample of 8 heads on 2 (fewest_rows() in kernels.h).
 TALL, PREFILL = 9, 1345
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
 class Batch:
@@ -36,7 +34,8 @@ class Batch:
         num_pages = len(LENGTHS) * max_pages
         self.q = randn(len(LENGTHS), 8, rows, 128)
         self.k, self.v = (randn(num_pages, PAGE_SIZE, 2, 128).transpose(1, 2) for _ in "kv")
-        self.table = torch.randperm(num_pages, generator=generator, dtype=torch.int32, device="cuda").view(-1, max_pages)
+        order = torch.randperm(num_pages, generator=generator, dtype=torch.int32, device="cuda")
+        self.table = order.view(-1, max_pages)
         self.lengths = ints(*LENGTHS)
 
     def attend(self, samples=slice(None), **keywords):
@@ -52,16 +51,6 @@ class Batch:
 
 def assert_same_bits(got, wanted):
     assert all(x.count_nonzero() for x in wanted) and all(map(torch.equal, got, wanted))
-
-
-def captured(attend):
-    """(graph, what it writes); the call has run before, as CUDA graphs want it."""
-    attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = attend()
-    return graph, results
 
 
 @pytest.mark.parametrize("rows", [1, TALL - 1, TALL, 20, PREFILL])
@@ -181,7 +170,7 @@ class Mixed(Batch):
 
     def __init__(self, seed):
         super().__init__(seed)
-        self.begins = torch.tensor([0, *itertools.accumulate(self.ROWS)], dtype=torch.int32, device="cuda")
+        self.begins = ints(0, *itertools.accumulate(self.ROWS))
         self.longest = max(self.ROWS)
         generator = torch.Generator("cuda").manual_seed(seed)
         self.q = torch.randn(1, 8, sum(self.ROWS), 128, generator=generator, dtype=torch.bfloat16, device="cuda")

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from conftest import HAS_GPU, captured
 from minimal_attn import attention_with_kvcache, interface, pack_tree_mask
-from test_kvcache import BACKENDS, DEVICE, TOLERANCE, Call, close, ints, make, on_device
+from cached_calls import BACKENDS, DEVICE, TOLERANCE, Call, close, ints, make, on_device
 
 cpu = pytest.mark.cpu
 
@@ -69,17 +69,21 @@ def check(backend, q, k, v, lengths, tree_mask, seqused_q=None, leftpad=None, **
     close(lse, want_lse, 1e-10 if q.dtype == torch.float64 else 1e-5)
 
 
-@pytest.mark.parametrize("tree_mask", [BRANCHES, torch.stack([BRANCHES, CAUSAL, ~CAUSAL])], ids=["shared", "each"])
-@pytest.mark.parametrize("more", [{}, dict(seqused_q=(5, 0, 3)), dict(leftpad=(7, 0, 1)), dict(num_splits=2)], ids=str)
+EACH = torch.stack([BRANCHES, CAUSAL, ~CAUSAL])
+
+
+@pytest.mark.parametrize("tree_mask, more", [
+    (BRANCHES, {}), (BRANCHES, dict(leftpad=(7, 0, 1))), (EACH, dict(seqused_q=(5, 0, 3))), (EACH, dict(num_splits=2))])
 def test_against_a_loop(tree_mask, more, backend):
-    """The second sample has fewer keys than rows, and the last of `each` hides all new keys of some rows."""
+    """The second sample has fewer keys than rows, and the last of EACH hides all new keys of some rows."""
     check(backend, *tensors(BACKENDS[backend], 5, 90), (90, 3, 70), tree_mask, **more)
 
 
 def test_drafts_of_64_tokens(backend):
-    """Bit 63 of a word, and more rows than a tile has."""
+    """Bit 63 of a word, more rows than a tile has, and keys that are split."""
     parents = torch.arange(64) - 1 - torch.randint(3, (64,), generator=torch.Generator().manual_seed(0))
-    check(backend, *tensors(BACKENDS[backend], 64, 100, 2), (100, 64), draft(parents.clamp(min=-1).tolist()))
+    check(backend, *tensors(BACKENDS[backend], 64, 190, 2), (190, 66), draft(parents.clamp(min=-1).tolist()), (64, 33),
+          (5, 20), num_splits=3)
 
 
 def test_drawn_masks(backend):
@@ -99,9 +103,8 @@ def test_drawn_masks(backend):
     check_drawn()
 
 
-@pytest.mark.parametrize("lengths", [(90, 3, 70), (90, 66, 5)], ids=str)
-def test_causal_as_a_tree_has_the_same_bits(lengths, backend):
-    inputs = *tensors(BACKENDS[backend], 5, 90), ints(*lengths)
+def test_causal_as_a_tree_has_the_same_bits(backend):
+    inputs = *tensors(BACKENDS[backend], 5, 90), ints(90, 3, 66)
     options = dict(return_lse=True, backend=backend)
     got = attention_with_kvcache(*inputs, tree_mask=CAUSAL.to(DEVICE), **options)
     assert all(map(torch.equal, got, attention_with_kvcache(*inputs, causal=True, **options)))
@@ -126,7 +129,7 @@ def test_new_keys_are_appended_to_pages(backend):
 
 
 def test_words_are_served_as_masks(backend):
-    masks = torch.stack([BRANCHES, CAUSAL, ~CAUSAL]).to(DEVICE)
+    masks = EACH.to(DEVICE)
     inputs = *tensors(BACKENDS[backend], 5, 40), ints(40, 9, 30)
     for mask in (masks, masks[0]):
         words = pack_tree_mask(mask)
@@ -199,6 +202,7 @@ def test_bad_input(error, match, change):
     assert given["k_cache"].equal(before)
 
 
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_compiles_fullgraph(backend):
     inputs = *tensors(BACKENDS[backend], 5, 40), ints(40, 9, 30)
 
