@@ -39,6 +39,7 @@ TWIN_LENGTHS, TWIN_SINKS = "attention/test_twin_lengths.py", "attention/test_twi
 APPEND, TREES, CACHE_ERRORS, CACHE_NAMES = (f"caches/test_{name}.py" for name in (
     "append", "tree_mask", "cache_errors", "cache_names"))
 ACTIVATE, FACADE, RANKS = "facade/test_activate.py", "facade/test_facade.py", "distributed/test_distributed.py"
+SHARDS = "distributed/test_shards.py"
 OF_TRANSFORMERS = "integrations/test_integrations_transformers.py"
 
 # (file, name, what is there once, what the fault puts in its place, arguments of pytest below tests/). The name says
@@ -264,11 +265,11 @@ MUTANTS = [
     ("minimal_attn/flash_attn_kvcache.py", "combine_reads_empty_parts", ".masked_fill(is_empty[..., None], 0)", "",
      CACHE_NAMES + " -k combine"),
     ("minimal_attn/distributed/pieces.py", "window_between_ranks_one_short", "min(row_end, key_end + left)",
-     "min(row_end, key_end + left - 1)", RANKS + " -k 'every_key_once or results_are'"),
+     "min(row_end, key_end + left - 1)", SHARDS + " -k every_key_once"),
     ("minimal_attn/distributed/attention.py", "ulysses_drops_alike_on_all_ranks",
      "for x in (0, 0, heads.start, sample)]", "for x in (0, 0, 0, sample)]", RANKS + " -k dropout"),
     ("minimal_attn/distributed/layout.py", "late_chunks_not_reversed", "torch.cat((early, late.flip(0)))",
-     "torch.cat((early, late))", RANKS + " -k 'results_are or shards_are'"),
+     "torch.cat((early, late))", SHARDS + " -k shards_are"),
     ("minimal_attn/distributed/ring.py", "ring_turns_the_other_way", "yield (shards.rank - step)",
      "yield (shards.rank + step)", RANKS + " -k 'three_and_four'"),
     ("minimal_attn/distributed/ring.py", "ring_gradients_arrive_late", "dkv += arriving.wait()", "arriving.wait()",

@@ -1,11 +1,15 @@
 """Processes that are the ranks of a group, for tests of what is computed on several of them.
 
-A process takes seconds to import torch, so Ranks keeps a few, which call one function after the other.
+A process takes seconds to import torch, so Ranks keeps a few, which call one function after the other. Without GPUs
+they are forked from one process that has imported all. CUDA does not survive a fork.
 """
 
+import atexit
 import contextlib
 import datetime
+import functools
 import multiprocessing
+import tempfile
 import time
 import traceback
 
@@ -14,6 +18,8 @@ import torch.distributed as dist
 
 from conftest import hurry_interpreter
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["test_distributed"])
 SECONDS = {False: 100, True: 280}  # for one call; on GPUs, where Triton compiles
 
 # In a rank: {size: a group of so many}, of which it may be no member, and where its tensors are.
@@ -27,7 +33,7 @@ class Ranks:
     """
 
     def __init__(self, folder, size, on_gpus=False):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("spawn") if on_gpus else FORKS
         self.pipes, self.processes, self.seconds = [], [], SECONDS[on_gpus]
         for rank in range(size):
             pipe, theirs = context.Pipe()
@@ -57,6 +63,15 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+@functools.cache
+def on_cpus():
+    """Four ranks, which serve all tests of this process."""
+    folder = tempfile.TemporaryDirectory()
+    processes = Ranks(folder.name, 4)
+    atexit.register(lambda: (processes.end(), folder.cleanup()))
+    return processes
 
 
 def serve(pipe, store, rank, size, on_gpus):

@@ -15,8 +15,8 @@ import ranks
 from minimal_attn.bench.context_parallel import torchs_attention, torchs_context_parallel
 from minimal_attn.distributed import all_gather, context_parallel_attention, shard, unshard
 from test_activate import OURS, TORCHS
-from test_distributed import (FEATURES, Case, check, compare, compare_in_groups, gather_in_groups, in_one_process,
-                              kept_in_rank, of_methods, on_ranks)
+from test_distributed import (FEATURES, METHODS, Case, check, compare, compare_in_groups, gather_in_groups, in_turn,
+                              of_methods, same_bits)
 
 NUM_GPUS = torch.cuda.device_count()
 
@@ -30,27 +30,14 @@ def gpus(tmp_path_factory):
     processes.end()
 
 
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_results_are_those_of_one_gpu(gpus, backend, dtype):
-    cases = [dataclasses.replace(case, dtype=dtype, backend=backend, D=64, Dv=64) for case in FEATURES]
-    check(gpus, [one for case in cases for one in of_methods(case, layouts=["zigzag"])])
-
-
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_dropout_is_that_of_one_gpu(gpus, backend, dtype):
+@pytest.mark.parametrize("backend, dtype, dropout_p", [
+    ("cuda", torch.bfloat16, 0), ("cuda", torch.bfloat16, 0.3), ("cuda", torch.float32, 0.3),
+    ("triton", torch.bfloat16, 0.3), ("triton", torch.float32, 0)], ids=str)
+def test_results_are_those_of_one_gpu(gpus, backend, dtype, dropout_p):
     more = [Case("documents_over_chunks", S=960, bounds=(0, 3, 401, 940), causal=True), Case("whole", S=1024, B=2)]
-    cases = [dataclasses.replace(case, dtype=dtype, backend=backend, D=64, Dv=64, dropout_p=0.3)
-             for case in FEATURES + more]
-    check(gpus, [one for case in cases for one in of_methods(case)])
-
-
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
-def test_dropout_keeps_what_keep_mask_says(gpus, backend):
-    cases = [Case("whole", B=2, S=75, backend=backend), Case("documents", S=200, bounds=(0, 3, 140, 140, 190),
-                                                             backend=backend)]
-    gpus.run(kept_in_rank, [one for case in cases for one in of_methods(case)])
+    for method in METHODS:
+        check(gpus, in_turn(FEATURES + more, METHODS.index(method), method=method, dtype=dtype, backend=backend, D=64,
+                            Dv=64, dropout_p=dropout_p))
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.skipif(NUM_GPUS < 4, reason="needs 4 GPUs"))])
@@ -60,21 +47,19 @@ def test_results_at_length(gpus, size):
     longer = dataclasses.replace(case, name="longer", S=4096 * size, H=4, Hk=2)
     cases = [one for each in (case, longer) for one in of_methods(each, layouts=["zigzag"]) if one.Hk % size == 0
              or one.method != "ulysses"]
-    results = gpus.run(compare_in_groups, cases)
-    assert results == [{}] * len(results)
+    check(gpus, cases, compare_in_groups)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_results_of_heads_in_groups(gpus, dtype, monkeypatch):
-    """Of which there are three, with slopes of each sample."""
+    """There are three groups, with slopes of each sample."""
     case = Case("groups", B=2, S=1536, H=12, Hk=6, D=64, Dv=64, causal=True, alibi=True, dtype=dtype,
                 backend="cuda")
     q, k = (torch.empty(2, heads, 768, 64, device="meta", dtype=dtype) for heads in (12, 6))
     gather_in_groups(monkeypatch)  # as in the processes
     for has_peers in (False, True):
         assert len(all_gather.head_groups(q, k, k, 2, has_peers, is_backward=True)) == 3
-    results = gpus.run(compare_in_groups, [case])
-    assert results == [{}] * len(results)
+    check(gpus, [case], compare_in_groups)
 
 
 def compare_without_peer_memory(cases):
@@ -90,8 +75,7 @@ def compare_without_peer_memory(cases):
 def test_results_without_peer_memory(gpus):
     cases = [dataclasses.replace(case, dtype=torch.bfloat16, backend="cuda", D=64, Dv=64, H=12, Hk=6)
              for case in FEATURES]
-    results = gpus.run(compare_without_peer_memory, cases)
-    assert results == [{}] * len(results)
+    check(gpus, cases, compare_without_peer_memory)
 
 
 def many_calls_in_rank():
@@ -164,14 +148,6 @@ def test_missing_rank_ends_the_others(tmp_path):
         for process in processes:
             process.kill()
             process.join()
-
-
-def same_bits(case):
-    """Beside a packed call of one GPU, which has the same tiles."""
-    group = ranks.GROUPS[2]
-    if torch.distributed.get_rank(group) < 0:
-        return None
-    return torch.equal(on_ranks(case, group)[0], in_one_process(case)[0])
 
 
 @pytest.mark.parametrize("D", [64, 128])

@@ -1,0 +1,226 @@
+"""What ranks hold of a sequence, which rows see which keys in which calls, and the method that "auto" takes."""
+
+import random
+
+import pytest
+import torch
+from torch.distributed.tensor.experimental import context_parallel
+
+import ranks
+from minimal_attn.backends import Lengths
+from minimal_attn.distributed import attention, pieces as pieces_module, shard, shard_labels, shard_positions, unshard
+from minimal_attn.distributed.layout import Chunk, Shards
+from minimal_attn.distributed.pieces import Document, calls_of, pieces_of
+from minimal_attn.distributed.room import room_for
+from minimal_attn.scores import visible_keys
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture
+def four():
+    return ranks.on_cpus()
+
+
+def shards_in_rank(layout):
+    """Every rank compares, and gives its positions."""
+    group = ranks.GROUPS[3]
+    if (rank := torch.distributed.get_rank(group)) < 0:
+        return None
+    for seqlen in (1, 5, 6, 12, 17):
+        x = torch.randn(2, seqlen, 3, generator=torch.Generator().manual_seed(0))
+        local = shard(x, group, 1, layout)
+        assert local.shape == (2, -(-seqlen // (6 if layout == "zigzag" else 3)) * (2 if layout == "zigzag" else 1), 3)
+        assert torch.equal(unshard(local, group, 1, layout, seqlen), x)
+        assert unshard(local, group, 1, layout).shape[1] == 3 * local.shape[1]
+        assert torch.equal(shard(x.transpose(0, 1), group, -3, layout), local.transpose(0, 1))
+        positions = shard_positions(seqlen, group, layout)
+        is_valid = shard(torch.ones(seqlen, dtype=torch.bool), group, 0, layout)
+        assert torch.equal(x[:, positions[is_valid]], local[:, is_valid])
+        assert not local[:, ~is_valid].any() and not positions[~is_valid].any()
+        tokens = torch.arange(100, 100 + seqlen).expand(2, -1)
+        labels = shard_labels(tokens, group, layout)
+        is_last = positions == seqlen - 1
+        assert torch.equal(labels, (positions + 101).masked_fill(~is_valid | is_last, -100).expand(2, -1))
+    x = torch.randn(2, 7, 3, requires_grad=True)
+    shard(x, group, 1, layout).sum().backward()
+    for error, match, tokens in ((TypeError, "int64, got torch.uint8", torch.zeros(1, 7, dtype=torch.uint8)),
+                                 (ValueError, "2D, .* got 1 dimensions", torch.arange(7))):
+        with pytest.raises(error, match=f"tokens must be {match}"):
+            shard_labels(tokens, group, layout)
+    return shard(torch.arange(12), group, 0, layout).tolist(), x.grad[0, :, 0].tolist(), rank
+
+
+@pytest.mark.parametrize("layout, wanted", [("zigzag", [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
+                                            ("contiguous", [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]])])
+def test_shards_are_those_of_the_layout(four, layout, wanted):
+    _, *results = four.run(shards_in_rank, layout)
+    assert [held for held, _, _ in results] == wanted
+    assert torch.tensor([gradient for _, gradient, _ in results]).sum(0).tolist() == [1] * 7
+
+
+def torchs_order_in_rank():
+    buffer = torch.arange(16)
+    mesh = torch.distributed.init_device_mesh("cpu", (4,))
+    with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
+        return torch.equal(buffer, shard(torch.arange(16), dim=0))
+
+
+def test_zigzag_is_the_order_of_torchs_context_parallel(four):
+    """Whose attention needs GPUs: test_distributed_gpu.py."""
+    assert all(four.run(torchs_order_in_rank))
+
+
+# Which rows see which keys.
+
+def drawn_sequence(draw):
+    """Shards of a drawn size, how many rows a rank has, documents and a window."""
+    size, layout = draw.choice([1, 2, 3, 4]), draw.choice(["zigzag", "contiguous"])
+    rows = draw.randint(1, 12) * 2
+    bounds = sorted(draw.sample(range(1, size * rows), k=min(draw.randint(0, 5), size * rows - 1)))
+    bounds = [0, *bounds] if bounds else [0, size * rows]
+    window = draw.choice([(-1, -1), (-1, 0), (draw.randint(0, 9), draw.choice([-1, 0, draw.randint(0, 9)])),
+                          (-1, draw.randint(0, 9))])
+    documents = [Document(*ends, number) for number, ends in enumerate(zip(bounds, bounds[1:]))]
+    return Shards(None, draw.randrange(size), size, layout), rows, documents, window
+
+
+def samples_of(call):
+    """(begin_q, end_q, begin_k, end_k) of the samples of a Call, as flash_attention describes its arguments."""
+    cu_seqlens_q, cu_seqlens_k, _, seqused_k = call.lengths
+    if cu_seqlens_q is None:
+        return [(call.rows.start, call.rows.stop, call.keys.start, call.keys.stop)]
+    assert cu_seqlens_q[0] == cu_seqlens_k[0] == 0 and len(cu_seqlens_q) == len(cu_seqlens_k)
+    ends = cu_seqlens_k[1:] if seqused_k is None else [a + n for a, n in zip(cu_seqlens_k, seqused_k)]
+    return list(zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, ends))
+
+
+def seen_in(call, num_rows, num_keys):
+    """Which keys (num_keys) the rows (num_rows) of a Call see."""
+    seen = torch.zeros(num_rows, num_keys, dtype=torch.int)
+    for begin_q, end_q, begin_k, end_k in samples_of(call):
+        assert begin_q <= end_q <= num_rows and begin_k <= end_k <= num_keys
+        mask = visible_keys(end_q - begin_q, end_k - begin_k, call.window, Lengths(), "cpu")
+        seen[begin_q:end_q, begin_k:end_k] += 1 if mask is None else mask.int()
+    return seen
+
+
+def seen_in_sequence(total, documents, window):
+    """Its places, and which keys its rows see, bool (total, total)."""
+    places, (left, right) = torch.arange(total), window
+    document = sum((places >= end).int() for _, end, _ in documents)
+    seen = (document[:, None] == document) & (places < documents[-1].end)
+    seen &= (places[:, None] - places <= left) | torch.tensor(left < 0)
+    seen &= (places - places[:, None] <= right) | torch.tensor(right < 0)
+    return places, seen
+
+
+@pytest.mark.parametrize("share_keys", [True, False])
+def test_calls_see_every_key_once(share_keys):
+    """Of all ranks in turn, as in a ring, and of the whole sequence."""
+    draw, num_long = random.Random(0), 0
+    for _ in range(400):
+        shards, rows, documents, window = drawn_sequence(draw)
+        total, places, wanted = shards.size * rows, *seen_in_sequence(shards.size * rows, documents, window)
+        held = [torch.cat([places[chunk.begin:chunk.end] for chunk in shards.chunks(rank, rows)])
+                for rank in range(shards.size)]
+        wanted = wanted[held[shards.rank]].int()
+        seen = torch.zeros_like(wanted)
+        for source in range(shards.size):
+            pieces = pieces_of(shards.chunks(shards.rank, rows), shards.chunks(source, rows), documents, window)
+            for call in calls_of(pieces, 1, rows, rows, share_keys):
+                seen[:, held[source]] += seen_in(call, rows, rows)
+        assert torch.equal(seen, wanted)
+        pieces = pieces_of(shards.chunks(shards.rank, rows), [Chunk(0, total, 0)], documents, window)
+        calls = calls_of(pieces, 1, rows, total, share_keys)
+        with_long = calls_of(pieces, 1, rows, total, share_keys, long=6)  # long pieces have calls of their own
+        for each in (calls, with_long):
+            assert torch.equal(sum((seen_in(call, rows, total) for call in each), torch.zeros_like(wanted)), wanted)
+        if share_keys and window in ((-1, -1), (-1, 0)):
+            assert len(calls) <= 1
+        for piece in pieces:
+            is_alone = (piece,) in [call.pieces for call in with_long]
+            num_long += is_alone
+            assert is_alone or pieces_module.length(piece.rows) < 6
+    assert num_long > 100
+
+
+def places_in(chunks, length, more=0):
+    """(length,): what place of the sequence a row of a tensor with Chunks has, and with `more` rows behind each."""
+    places = torch.full((length,), -1)
+    for chunk in chunks:
+        n = chunk.end - chunk.begin + more
+        places[chunk.local : chunk.local + n] = torch.arange(chunk.begin, chunk.begin + n)
+    assert (places >= 0).all()
+    return places
+
+
+@pytest.mark.parametrize("share_keys", [True, False])
+def test_calls_with_dropout_begin_at_whole_groups(share_keys):
+    """With 16 rows and 16 keys of their document. Origins say where, and rows of the rank see every key once."""
+    draw = random.Random(0)
+    for _ in range(300):
+        shards, num_rows, documents, window = drawn_sequence(draw)
+        total, _, wanted = shards.size * num_rows, *seen_in_sequence(shards.size * num_rows, documents, window)
+        room = room_for(shards, num_rows, documents, True)
+        row_places = places_in(room.row_chunks(), num_rows + sum(room.fronts))
+        own = room.own(torch.arange(len(row_places)).view(1, 1, -1)).flatten()
+        assert torch.equal(room.own(room.extended(torch.arange(num_rows).view(1, 1, -1))).flatten(),
+                           torch.arange(num_rows))
+        more = room.num_next
+        num_keys = num_rows + more * shards.chunks_per_rank
+        of_ranks = [(room.key_chunks(rank), num_keys, more) for rank in range(shards.size)]
+        for sources in (of_ranks, [([Chunk(0, total, 0)], total, 0)]):
+            seen = torch.zeros(num_rows, total + more, dtype=torch.int)
+            for key_chunks, num_keys, behind in sources:
+                key_places = places_in(key_chunks, num_keys, behind)
+                pieces = pieces_of(room.row_chunks(), key_chunks, documents, window, True)
+                for call in calls_of(pieces, 1, len(row_places), num_keys, share_keys):
+                    seen.index_add_(1, key_places, seen_in(call, len(row_places), num_keys)[own])
+                    samples = samples_of(call)
+                    assert len(samples) == len(call.origins)
+                    for (begin_q, end_q, begin_k, end_k), (row, key, number) in zip(samples, call.origins):
+                        if begin_q < end_q and begin_k < end_k:
+                            first, = (document.begin for document in documents if document.number == number)
+                            assert row % 16 == 0 and key % 16 == 0
+                            assert row_places[begin_q:end_q].tolist() == list(range(first + row,
+                                                                                    first + row + end_q - begin_q))
+                            assert key_places[begin_k:end_k].tolist() == list(range(first + key,
+                                                                                    first + key + end_k - begin_k))
+            assert torch.equal(seen[:, :total], wanted[row_places[own]].int()) and not seen[:, total:].any()
+
+
+def test_ring_makes_few_calls():
+    """Zigzag and causal, without documents: one kernel in a step, two for the gradients where rows share keys."""
+    shards = Shards(None, 1, 4, "zigzag")
+    for source in range(4):
+        pieces = pieces_of(shards.chunks(1, 8), shards.chunks(source, 8), [Document(0, 32)], (-1, 0))
+        counts = [len(calls_of(pieces, 1, 8, 8, share_keys)) for share_keys in (True, False)]
+        assert counts == ([1, 2] if source <= 1 else [1, 1])
+
+
+# The method that "auto" takes.
+
+@pytest.mark.parametrize("sizes, slopes, window, local_world_size, method", [
+    ((2, 32, 8, 4096), False, (-1, 0), None, "all_gather"),
+    ((8, 32, 8, 4096), False, (-1, 0), None, "ulysses"),  # 8 > 1 + 4
+    ((8, 32, 4, 4096), False, (-1, 0), "8", "all_gather"),  # 8 does not divide 4
+    ((4, 32, 8, 4096), False, (-1, 0), "4", "all_gather"),
+    ((4, 32, 32, 4096), False, (-1, 0), "4", "ulysses"),
+    ((8, 32, 8, 4096), False, (-1, 0), "4", "ring"),
+    ((8, 32, 8, 4096), True, (-1, 0), "4", "ulysses"),
+    ((8, 32, 2, 4096), True, (-1, 0), "4", "all_gather"),
+    ((2, 32, 8, 1 << 20), False, (-1, 0), None, "all_gather"),  # 8 GiB
+    ((2, 32, 8, (1 << 20) + 2), False, (-1, 0), None, "ring"),
+    ((2, 32, 8, 4096), True, (-1, -1), None, "ulysses"),
+])
+def test_auto_takes_a_method_by_size(monkeypatch, sizes, slopes, window, local_world_size, method):
+    size, heads, heads_k, rows = sizes
+    if local_world_size:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+    else:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(range(size)))
+    q, k = (torch.empty(1, h, rows, 128, dtype=torch.bfloat16, device="meta") for h in (heads, heads_k))
+    shards = Shards(None, 0, size, "zigzag")
+    assert attention.check_method("auto", q, k, k, shards, torch.ones(1) if slopes else None, window) == method
