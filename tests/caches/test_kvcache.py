@@ -3,7 +3,6 @@
 test_cache_names.py has flash-attn's names, test_cache_errors.py bad input.
 """
 
-import dataclasses
 import math
 
 import hypothesis
@@ -13,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from cached_calls import (BACKENDS, DEVICE, GARBAGE, Call, by_loop, check_call, ints, make, on_device, rows_first)
+from cached_calls import BACKENDS, DEVICE, GARBAGE, Call, by_loop, check_call, ints, make, on_device
 from cases import check_error, check_lse
 from conftest import HAS_GPU
 from minimal_attn import attention_with_kvcache, flash_attn_with_kvcache, interface
