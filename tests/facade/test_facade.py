@@ -1,11 +1,7 @@
 """The facade: its conventions, its other spellings, and an error for every bad input before any launch."""
 
-import dataclasses
 import functools
 import math
-import os
-import subprocess
-import sys
 
 import numpy
 import pytest
@@ -94,8 +90,8 @@ def qkv_of(dtypes, device):
 
 
 @each_impl
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.float16)], ids=str)
+@pytest.mark.parametrize("dtype, dtypes", [
+    (torch.float16, (torch.float32,) * 3), (torch.bfloat16, (torch.float32, torch.bfloat16, torch.float16))], ids=str)
 def test_autocast_casts_inputs(backend, device, dtype, dtypes):
     """Also of three dtypes, as for scaled_dot_product_attention."""
     q, k, v = qkv_of(dtypes, device)
@@ -113,7 +109,7 @@ def test_autocast_casts_inputs(backend, device, dtype, dtypes):
     assert out.equal(want) and lse.equal(want_lse) and again.equal(want.transpose(1, 2))
 
 
-@each_impl
+@pytest.mark.parametrize("backend, device", [x for name, x in HERE.items() if name != "triton" or HAS_GPU])
 def test_autocast_gives_gradients_back_in_their_dtypes(backend, device):
     dtypes = torch.float32, torch.bfloat16, torch.float16
     inputs = [x.requires_grad_() for x in qkv_of(dtypes, device)]
@@ -132,12 +128,11 @@ def test_autocast_gives_gradients_back_in_their_dtypes(backend, device):
             torch.testing.assert_close(x.float(), y.float(), rtol=1e-2, atol=1e-3)
 
 
-@each_impl
-def test_autocast_around_a_compiled_call(backend, device):
-    q, k, v = qkv(device=device)
-    compiled = torch.compile(lambda *qkv: flash_attention(*qkv, backend=backend), fullgraph=True, backend="aot_eager")
+def test_autocast_around_a_compiled_call():
+    q, k, v = qkv()
+    compiled = torch.compile(lambda *qkv: flash_attention(*qkv, backend="torch"), fullgraph=True, backend="aot_eager")
     assert compiled(q, k, v).dtype == torch.float32
-    with torch.autocast(device, dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         assert compiled(q, k, v).dtype == torch.bfloat16
     assert compiled(q, k, v).dtype == torch.float32
 
@@ -241,12 +236,16 @@ def out_and_gradients(q, k, v, dout, dlse, *args, **options):
     return out, lse, *torch.autograd.grad((out, lse), inputs, (dout, dlse))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("causal, seq_lens, Sk, unseen_rows", [
-    (False, [5, 20], 20, slice(5, None)), (True, [5, 20], 20, slice(5, None)), (True, None, 12, slice(8)),
-    (True, None, 30, slice(0))], ids=["seq_lens", "seq_lens, causal", "fewer keys", "more keys"])
-@pytest.mark.parametrize("junk", [math.nan, math.inf])
-@pytest.mark.parametrize("sm_scale", [None, -0.3, 0.0])
+@pytest.mark.parametrize("causal, seq_lens, Sk, unseen_rows, dtype, junk, sm_scale", [
+    (False, [5, 20], 20, slice(5, None), torch.float32, math.nan, None),
+    (False, [5, 20], 20, slice(5, None), torch.bfloat16, math.inf, 0.0),
+    (True, [5, 20], 20, slice(5, None), torch.float64, math.inf, -0.3),
+    (True, [5, 20], 20, slice(5, None), torch.float32, math.nan, 0.0),
+    (True, None, 12, slice(8), torch.bfloat16, math.nan, -0.3),
+    (True, None, 12, slice(8), torch.float64, math.nan, 0.0),
+    (True, None, 12, slice(8), torch.float32, math.inf, None),
+    (True, None, 30, slice(0), torch.bfloat16, math.inf, None),
+], ids=str)
 def test_torch_backend_ignores_nan_in_padding(dtype, causal, seq_lens, Sk, unseen_rows, junk, sm_scale):
     device = IMPLEMENTATIONS["torch"][1]
     q, k, v = qkv(Hk=2, Sk=Sk, device=device, dtype=dtype)
@@ -352,9 +351,7 @@ def test_bad_options(attention):
 @pytest.mark.parametrize("attention", [flash_attention, reference_attention, minimal_attn.which_kernel])
 def test_attn_mask_as_the_fourth_argument(attention):
     for mask in (torch.ones(20, 20), torch.ones(20, 20, dtype=torch.bool)):
-        with pytest.raises(TypeError, match="^causal must be a bool, got a torch.* tensor of shape .20, 20.; the "
-                                            "fourth argument of flash_attention is causal, and masks are "
-                                            "called attn_bias there$"):
+        with pytest.raises(TypeError, match="causal must be a bool, .* masks are called attn_bias"):
             attention(*qkv(), mask)
 
 
@@ -368,14 +365,12 @@ def test_errors_do_not_print_tensors(name):
         assert name in str(caught.value) and "77" not in str(caught.value)
 
 
-@pytest.mark.parametrize("sm_scale, got", [(torch.ones(3), r"a torch.float32 tensor of shape \(3,\)"),
-                                           (torch.ones(0), r"a torch.float32 tensor of shape \(0,\)"),
-                                           (torch.tensor(1j), r"a torch.complex64 tensor of shape \(\)"),
-                                           (1j, "1j"), ([0.3], r"\[0.3\]"), (True, "True")],
-                         ids=["vector", "empty", "complex tensor", "complex", "list", "bool"])
-def test_sm_scale_is_one_real_number(sm_scale, got):
-    with pytest.raises(TypeError, match=f"^sm_scale must be None or one real number, got {got}$"):
-        flash_attention(*qkv(), sm_scale=sm_scale)
+@pytest.mark.parametrize("scale", [torch.ones(3), torch.ones(0), torch.tensor(1j), 1j, [0.3], True, "0.3"], ids=str)
+def test_sm_scale_is_one_real_number(scale):
+    with pytest.raises(TypeError, match="^sm_scale must be None or one real number"):
+        flash_attention(*qkv(), sm_scale=scale)
+    with pytest.raises(TypeError, match="^softmax_scale must be None or one real number"):
+        flash_attn_func(*qkv(), softmax_scale=scale)
 
 
 @pytest.fixture(params=[torch.strided, torch.jagged], ids=str)
@@ -428,31 +423,19 @@ def test_auto_backend_checks_inputs_first():
             flash_attention(q, [1.0], q)
 
 
-def test_fp8_error_names_the_backends_that_take_it():
+def test_fp8_is_refused_where_it_is_not_served():
     q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv())
-    takers = [name for name, backend in BACKENDS.items() if q.dtype in backend.dtypes]
-    said = f"; flash_attention takes float8 with backend={' or '.join(map(repr, takers))}$"
-    for call in (*(functools.partial(flash_attention, backend=name) for name in BACKENDS if name not in takers),
-                 reference_attention, minimal_attn.which_kernel):
-        with pytest.raises(TypeError, match=f"^Unsupported dtype: q is torch.float8_e4m3fn, allowed are .*{said}"):
+    others = [name for name, backend in BACKENDS.items() if q.dtype not in backend.dtypes]
+    for call in (*(functools.partial(flash_attention, backend=name) for name in others), reference_attention,
+                 minimal_attn.which_kernel):
+        with pytest.raises(TypeError, match="q is torch.float8_e4m3fn"):
             call(q, k, v)
-    with pytest.raises(TypeError, match="allowed are float32, float16, bfloat16, float64$"):
-        flash_attention(*(x.int() for x in qkv()))
 
 
-# What others call what has another name here, or none.
-KEYWORDS = {"is_causal": "; it is called causal here", "scale": "; it is called sm_scale here",
-            "softmax_scale": "; it is called sm_scale here", "attn_mask": "; it is called attn_bias here",
-            "enable_gqa": "; it is not needed: heads are matched by their numbers", "colour": "",
-            "cu_seqlens": "; it is called cu_seqlens_q and cu_seqlens_k here",
-            "block_table": "; attention_with_kvcache takes it, and calls it page_table",
-            "return_softmax_lse": "; it is called return_lse here"}
-
-
-@pytest.mark.parametrize("keyword", KEYWORDS)
-def test_unknown_keyword_error_names_ours(keyword):
-    said = rf"^flash_attention\(\) got an unexpected keyword argument '{keyword}'{KEYWORDS[keyword]}$"
-    with pytest.raises(TypeError, match=said):
+@pytest.mark.parametrize("keyword, ours", [("is_causal", "causal"), ("scale", "sm_scale"), ("attn_mask", "attn_bias"),
+                                           ("colour", "")])
+def test_unknown_keyword_error_names_ours(keyword, ours):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'.*{ours}"):
         flash_attention(*qkv(), **{keyword: None})
 
 
@@ -600,121 +583,6 @@ def test_backends():
     torch.testing.assert_close(flash_attention(q, k, v, backend="reference"), reference_attention(q, k, v))
 
 
-def in_a_new_process(code, **env):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200,
-                          env={**os.environ, **env})
-
-
-def test_import_loads_neither_triton_nor_dynamo():
-    """torch._dynamo alone takes a second; Triton and what builds csrc are for the calls that need them."""
-    result = in_a_new_process("import minimal_attn, sys;"
-                              "print({'torch._dynamo', 'triton', 'triton_ref'} & sys.modules.keys())")
-    assert result.stdout.strip() == "set()", result.stderr
-
-
-def test_assume_constant_result_is_that_of_torch():
-    def mark(decorate):
-        return vars(decorate(lambda: None))
-
-    assert mark(minimal_attn._build.assume_constant_result) == mark(torch.compiler.assume_constant_result)
-
-
-def test_triton_on_cpu_tensors_needs_the_interpreter():
-    result = in_a_new_process("import torch, minimal_attn; x = torch.ones(1, 1, 4, 16);"
-                              "minimal_attn.flash_attention(x, x, x, backend='triton')", TRITON_INTERPRET="0")
-    assert "ValueError: CUDA tensors required" in result.stderr and "set TRITON_INTERPRET=1" in result.stderr
-
-
-def test_without_triton():
-    result = in_a_new_process(
-        "import sys; sys.modules['triton'] = None; import torch, minimal_attn; x = torch.ones(1, 1, 4, 16);"
-        "print(minimal_attn.available_backends()); minimal_attn.flash_attention(x, x, x, backend='triton')")
-    assert "ModuleNotFoundError: triton is required" in result.stderr, result.stderr
-    assert "triton" not in result.stdout
-
-
-def test_triton_that_cannot_be_imported(tmp_path):
-    (tmp_path / "triton.py").write_text("raise ImportError('libcuda.so.1: no such file')")
-    result = in_a_new_process("import minimal_attn, torch; print(minimal_attn.available_backends());"
-                              "print(minimal_attn.interface.BACKENDS['triton'].why_not())", PYTHONPATH=str(tmp_path))
-    here, why_not = result.stdout.splitlines()
-    assert "triton" not in here and why_not.endswith("libcuda.so.1: no such file"), result.stderr
-
-
-@pytest.fixture
-def choosing():
-    """"auto" chooses anew among what the test says is there."""
-    minimal_attn.choice._choose_first_available.cache_clear()
-    yield
-    minimal_attn.choice._choose_first_available.cache_clear()
-
-
-@pytest.fixture
-def nvcc(monkeypatch, choosing):
-    monkeypatch.setattr(minimal_attn._build, "why_not", lambda on_gpu=False: None)
-
-
-@pytest.fixture
-def no_nvcc(monkeypatch, choosing):
-    monkeypatch.setattr(minimal_attn._build, "why_not", lambda on_gpu=False: "there is no nvcc" if on_gpu else None)
-
-
-@pytest.fixture
-def no_triton(monkeypatch, choosing):
-    monkeypatch.setattr(minimal_attn.twin, "why_not_imported", lambda: "there is no triton")
-
-
-# What is missing, and what "auto" then takes and says.
-MISSING = pytest.mark.parametrize("missing, backend, said", [
-    (["no_nvcc"], "triton", "takes triton, since cuda is not available: there is no nvcc$"),
-    (["no_nvcc", "no_triton"], "torch", "takes torch, since cuda is .*: there is no nvcc; triton is .* no triton$"),
-], ids=["nvcc", "both"])
-
-
-@MISSING
-@pytest.mark.parametrize("call", [flash_attention, flash_attn_func, forward])
-def test_auto_backend_warns_once_of_what_is_missing(call, missing, backend, said, request, monkeypatch):
-    for fixture in missing:
-        request.getfixturevalue(fixture)
-    chosen = []
-    record = lambda q, *args, **options: chosen.append(backend) or (q, None)  # noqa: E731
-    monkeypatch.setitem(BACKENDS, backend, dataclasses.replace(BACKENDS[backend], forward=record))
-    with FakeTensorMode():
-        q = torch.empty(2, 4, 20, 16, device="cuda", dtype=torch.float16)
-        with pytest.warns(UserWarning, match=f"backend='auto' {said}") as caught:
-            line = sys._getframe().f_lineno + 1
-            assert [call(q, q, q).device.type for _ in range(3)] == ["cuda"] * 3
-    assert chosen == [backend] * 3
-    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]  # the user's line, once
-
-
-@MISSING
-def test_auto_backend_compiles_fullgraph(missing, backend, said, request):
-    for fixture in missing:
-        request.getfixturevalue(fixture)
-    with FakeTensorMode(), pytest.warns(UserWarning, match=f"backend='auto' {said}"):
-        q = torch.empty(2, 4, 20, 16, device="cuda", dtype=torch.float16)
-        compiled = torch.compile(lambda q: flash_attention(q, q, q, True), fullgraph=True, backend="aot_eager")
-        assert compiled(q).device.type == "cuda"
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_auto_backend_does_not_warn(dtype, nvcc, no_triton):
-    """It takes csrc on a GPU without asking for Triton, also where gradients are wanted."""
-    with FakeTensorMode():
-        for needs_grad in (False, True):
-            q = torch.empty(2, 4, 1024, 64, device="cuda", dtype=dtype, requires_grad=needs_grad)
-            assert minimal_attn.choice.auto_backend(q, q, q) == "cuda"
-
-
-def test_cuda_backend_without_nvcc(no_nvcc):
-    with FakeTensorMode(), pytest.raises(RuntimeError, match="there is no nvcc"):
-        q = torch.empty(2, 4, 20, 16, device="cuda")
-        flash_attention(q, q, q, backend="cuda")
-    assert "cuda" in available_backends()  # for CPU tensors
-
-
 def test_reference_against_sdpa():
     q, k, v = qkv(Sq=50, Sk=50, dtype=torch.float64)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.4)
@@ -741,25 +609,12 @@ def test_reference_by_hand():
     torch.testing.assert_close(lse.flatten(), torch.tensor([0.0, math.log(1 + e2)]))
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0, 30.0])
-@pytest.mark.parametrize("n, block_size", [(256, 64), (100, 33), (5, 1), (7, 64)])
+@pytest.mark.parametrize("n, block_size, scale", [(256, 64, 1.0), (256, 64, 30.0), (100, 33, 3.0), (5, 1, 1.0),
+                                                  (7, 64, 3.0)])
 def test_blockwise_attention_against_reference(scale, n, block_size):
     q, k, v = (x * scale for x in randn(*[(2, n, 64)] * 3, dtype=torch.float64))
     out = blockwise_attention(q, k, v, block_size)
     torch.testing.assert_close(out, reference_attention(q, k, v), rtol=1e-9, atol=1e-9)
-
-
-def test_blockwise_attention_needs_its_rescaling():
-    """Without the factor exp(m_old - m_new), N = 256 in blocks of 64 is wrong by 0.45: the test above would see it."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 256, 64) for _ in "qkv")
-    acc, total = 0, 0
-    for k_block, v_block in zip(k.split(64, 1), v.split(64, 1)):
-        scores = q @ k_block.transpose(1, 2) / 8
-        p = (scores - scores.amax(-1, keepdim=True)).exp()
-        acc, total = acc + p @ v_block, total + p.sum(-1, keepdim=True)
-    assert (acc / total - reference_attention(q, k, v)).abs().max() > 0.4
-    assert (blockwise_attention(q, k, v) - reference_attention(q, k, v)).abs().max() < 1e-5
 
 
 def test_blockwise_attention_dropout():
@@ -796,12 +651,3 @@ def test_public_names():
     assert minimal_attn.__version__
     for name in minimal_attn.__all__:
         assert callable(getattr(minimal_attn, name)) and getattr(minimal_attn, name).__doc__
-
-
-def test_sm_scale_and_softmax_scale_in_errors():
-    q, k, v = qkv()
-    for call, name in ((flash_attention, "sm_scale"), (flash_attn_func, "softmax_scale")):
-        with pytest.raises(ValueError, match=f"^{name} must be finite .*, got nan"):
-            call(q, k, v, **{name: math.nan})
-        with pytest.raises(TypeError, match=f"^{name} must be None or one real number, got '0.3'"):
-            call(q, k, v, **{name: "0.3"})
