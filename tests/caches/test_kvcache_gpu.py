@@ -12,7 +12,7 @@ import torch
 from cached_calls import ints
 from conftest import captured
 from minimal_attn import append_to_kvcache, attention_with_kvcache, force_kernel
-from test_activate import kernels_of
+from test_activate_gpu import kernels_of
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1000, 0, 1, 63, 64, 65, 3000, 129, 700, 2048)

@@ -14,7 +14,7 @@ import minimal_attn
 import ranks
 from minimal_attn.bench.context_parallel import torchs_attention, torchs_context_parallel
 from minimal_attn.distributed import all_gather, context_parallel_attention, shard, unshard
-from test_activate import OURS, TORCHS
+from test_activate_gpu import OURS, TORCHS
 from test_distributed import (FEATURES, METHODS, Case, check, compare, compare_in_groups, gather_in_groups, in_turn,
                               of_methods, same_bits)
 

@@ -1,0 +1,364 @@
+"""activate on a GPU: torch's attention, compiled, in graphs and in its own functions, runs on our kernels alone."""
+
+import contextlib
+import functools
+import math
+import re
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
+
+from conftest import captured
+from minimal_attn import activated, aten
+from test_activate import (ATEN, EVERYDAY, assert_near, assert_same_form, by_math, cu_seqlens, make_qkv, randn,
+                           visible)
+
+pytestmark = pytest.mark.gpu
+OURS = re.compile(r"(sm\d\d|simt)::.*flash_|_flash_bwd_(kv|q)")
+TORCHS = re.compile(r"^(?!triton_).*(pytorch_flash|fmha_cutlass|cudnn)")  # Inductor names its kernels after ops
+BACKENDS = [None, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda x: x.name if x else "default")
+
+
+def chosen(backend):
+    return sdpa_kernel(backend) if backend else contextlib.nullcontext()
+
+
+def kernels_of(call):
+    """The names of the kernels that call runs on the GPU."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def halves(*shapes, grad=True, dtype=torch.bfloat16):
+    return [x.requires_grad_(grad) for x in make_qkv(shapes, dtype, rows_first=True, device="cuda")]
+
+
+def step(q, k, v, **options):
+    """(out, dq, dk, dv) of scaled_dot_product_attention."""
+    out = scaled_dot_product_attention(q, k, v, **options)
+    dout = randn(*out.shape, seed=4, dtype=out.dtype, device="cuda")
+    return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+
+@each_backend
+@pytest.mark.parametrize("seqlen", [128, 640])
+def test_profile_has_our_kernels_alone(backend, seqlen):
+    """Whichever backend torch chooses, also of itself. Without activate, the same call runs none of ours."""
+    q, k, v = halves(*3 * [(2, 4, seqlen, 64)])
+    with chosen(backend):
+        call = functools.partial(step, q, k, v, is_causal=True)
+        before = kernels_of(call)
+        with activated():
+            during = kernels_of(call)
+        after = kernels_of(call)
+    for names in (before, after):
+        assert any(map(TORCHS.search, names)) and not any(map(OURS.search, names)), names
+    assert not any(map(TORCHS.search, during)), during
+    assert len({name for name in during if OURS.search(name)}) >= 2, during
+
+
+@each_backend
+def test_masked_profile_has_our_kernels_alone(backend):
+    if backend == SDPBackend.FLASH_ATTENTION:
+        pytest.skip("torch's flash attention takes no mask")
+    q, k, v = halves(*3 * [(2, 4, 128, 64)])
+    mask = torch.rand(2, 1, 128, 128, device="cuda") > 0.2
+    with chosen(backend), activated():
+        names = kernels_of(functools.partial(step, q, k, v, attn_mask=mask))
+    assert not any(map(TORCHS.search, names)) and any(map(OURS.search, names)), names
+
+
+GPU_CASES = {
+    "square": dict(shapes=3 * [(2, 4, 130, 64)], is_causal=True),
+    "long": dict(shapes=3 * [(1, 2, 640, 128)], is_causal=True),
+    "grouped": dict(shapes=[(2, 8, 100, 64)] + 2 * [(2, 2, 100, 64)], is_causal=True, enable_gqa=True),
+    "more keys": dict(shapes=[(2, 4, 70, 64)] + 2 * [(2, 4, 200, 64)], is_causal=True),
+    "more rows": dict(shapes=[(2, 4, 200, 64)] + 2 * [(2, 4, 70, 64)], is_causal=True),
+    "scale": dict(shapes=[(2, 4, 70, 128)] + 2 * [(2, 4, 200, 128)], scale=0.3),
+    "head_dim 20": dict(shapes=3 * [(2, 4, 130, 20)]),
+    "head_dim 256": dict(shapes=3 * [(1, 2, 130, 256)], is_causal=True),
+    "one row": dict(shapes=[(2, 4, 1, 64)] + 2 * [(2, 4, 200, 64)]),
+}
+
+
+REFUSED = "No available kernel|No viable backend"
+
+
+@each_backend
+@pytest.mark.filterwarnings("ignore")  # torch says at length why a backend cannot serve a call
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_sdpa(name, backend):
+    """Results and gradients, where torch has a kernel for the call; where it has none, it still says so."""
+    options = dict(GPU_CASES[name])
+    q, k, v = halves(*options.pop("shapes"))
+    with chosen(backend):
+        try:
+            scaled_dot_product_attention(q, k, v, **options)
+        except RuntimeError as error:
+            if re.search(REFUSED, str(error)):
+                with activated(), pytest.raises(RuntimeError, match=REFUSED):
+                    scaled_dot_product_attention(q, k, v, **options)
+                return
+        with activated():
+            out, *gradients = step(q, k, v, **options)
+    rows, keys = q.shape[2], k.shape[2]
+    mask = visible(rows, keys, options.get("is_causal"), False, "cuda")
+    dout = randn(*out.shape, seed=4, dtype=out.dtype, device="cuda")
+    want = by_math(q, k, v, mask, options.get("scale"), dout)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
+
+
+@pytest.mark.parametrize("backend", [None, SDPBackend.EFFICIENT_ATTENTION], ids=str)
+@pytest.mark.parametrize("shape", [(96, 96), (2, 1, 96, 96), (1, 4, 1, 96), (2, 4, 96, 96)], ids=str)
+@pytest.mark.parametrize("is_bool", [False, True])
+def test_masked_sdpa(backend, shape, is_bool):
+    q, k, v = halves(*3 * [(2, 4, 96, 64)])
+    mask = randn(*shape, seed=3, dtype=torch.bfloat16, device="cuda")
+    mask = mask > -1 if is_bool else mask
+    with chosen(backend), activated():
+        out, *gradients = step(q, k, v, attn_mask=mask)
+    dout = randn(*out.shape, seed=4, dtype=out.dtype, device="cuda")
+    want = by_math(q, k, v, mask.expand(2, 4, 96, 96), None, dout)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["qkv too", "alone"])
+@pytest.mark.parametrize("backend", [None, SDPBackend.EFFICIENT_ATTENTION], ids=str)
+def test_gradient_of_a_mask(grad, backend):
+    q, k, v = halves(*3 * [(2, 4, 90, 64)], grad=grad)
+    mask = randn(1, 4, 90, 90, seed=3, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    dout = randn(2, 4, 90, 64, seed=4, dtype=torch.bfloat16, device="cuda")
+    with chosen(backend), activated():
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        got, = torch.autograd.grad(out, mask, dout, retain_graph=True)
+        names = kernels_of(lambda: torch.autograd.grad(out, mask, dout, retain_graph=True))
+    assert any("flash_bwd_bias" in name for name in names), names
+    assert_near([got], by_math(q, k, v, mask, None, dout)[-1:])
+
+
+@pytest.mark.parametrize("backend", [None, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=str)
+@pytest.mark.parametrize("dtype, shape", [(torch.float32, (2, 1, 90, 90)), (torch.bfloat16, (2, 1, 90, 1))], ids=str)
+def test_masks_that_torchs_kernels_refuse(backend, dtype, shape):
+    q, k, v = halves(*3 * [(2, 4, 90, 64)])
+    mask = randn(*shape, seed=3, dtype=dtype, device="cuda")
+    with chosen(backend), activated():
+        out, *gradients = step(q, k, v, attn_mask=mask)
+        names = kernels_of(functools.partial(step, q, k, v, attn_mask=mask))
+    assert not any(map(TORCHS.search, names)) and any(map(OURS.search, names)), names
+    dout = randn(*out.shape, seed=4, dtype=out.dtype, device="cuda")
+    want = by_math(q, k, v, mask.expand(2, 4, 90, 90), None, dout)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient"])
+def test_outputs_have_the_form_of_torchs_own(name):
+    q, k, v = halves(*3 * [(2, 4, 90, 64)])
+    inputs = (q, k, v) if name == "flash" else (q, k, v, None, True)
+    op = getattr(ATEN, f"_scaled_dot_product_{name}_attention")
+    want = op(*inputs)
+    with activated():
+        got = op(*inputs)
+    assert_same_form(got[:2], want[:2])
+    assert_near(got[:1], want[:1])
+    assert_close(got[1][..., :90], want[1][..., :90], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name, options, lengths", EVERYDAY.values(), ids=EVERYDAY)
+def test_everyday_calls_on_a_gpu(name, options, lengths):
+    for rows, keys in lengths:
+        q, k, v = halves((2, 2, rows, 64), *2 * [(2, 2, keys, 64)], grad=False)
+        want = aten.OPS[name](q, k, v, *options)
+        with activated():
+            got = getattr(ATEN, name)(q, k, v, *options)
+        assert_same_form(got, want)
+        assert got[0].equal(want[0]) and (want[1] is None or got[1].equal(want[1]))
+
+
+def test_lse_of_cudnn_is_ours():
+    q, k, v = halves(*3 * [(2, 4, 90, 64)])
+    op = ATEN._scaled_dot_product_cudnn_attention
+    want = op(q, k, v, None, True, 0.0, True)
+    with activated():
+        got = op(q, k, v, None, True, 0.0, True)
+    assert_close(got[1].reshape(2, 4, 90), want[1].reshape(2, 4, 90), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:], ids=lambda x: x.name)
+def test_activated_between_forward_and_backward(backend):
+    """Our gradients of what torch's kernel has saved."""
+    q, k, v = halves(*3 * [(2, 4, 90, 64)])
+    dout = randn(*q.shape, seed=4, dtype=q.dtype, device="cuda")
+    with chosen(backend):
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        with activated():
+            gradients = torch.autograd.grad(out, (q, k, v), dout)
+    want = by_math(q, k, v, visible(90, 90, True, True, "cuda"), None, dout)
+    assert_near(gradients, want[2:5])
+
+
+@each_backend
+def test_dropout_stays_torchs(backend):
+    q, k, v = halves(*3 * [(2, 4, 128, 64)])
+
+    def run():
+        torch.manual_seed(0)
+        return step(q, k, v, dropout_p=0.2)
+
+    torch.use_deterministic_algorithms(backend != SDPBackend.CUDNN_ATTENTION)
+    try:
+        with chosen(backend):
+            want = run()
+            with activated():
+                got = run()
+                names = kernels_of(run)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(map(OURS.search, names)) and any(map(TORCHS.search, names)), names
+    assert got[0].equal(want[0])
+    assert_near(got[1:], want[1:])
+
+
+def test_float32_stays_torchs():
+    q, k, v = halves(*3 * [(2, 4, 128, 64)], dtype=torch.float32)
+    with activated():
+        assert not any(map(OURS.search, kernels_of(functools.partial(step, q, k, v))))
+
+
+@each_backend
+def test_compiled_sdpa(backend):
+    """A graph that is compiled before activate, too: kernels are looked up when it runs."""
+    q, k, v = halves(*3 * [(2, 4, 96, 64)])
+    dout = randn(*q.shape, seed=4, dtype=q.dtype, device="cuda")
+    torch._dynamo.reset()
+    attend = torch.compile(lambda q, k, v: 2 * scaled_dot_product_attention(q, k, v, is_causal=True), fullgraph=True)
+
+    def run():
+        with chosen(backend):
+            out = attend(q, k, v)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    run()
+    with activated():
+        names = kernels_of(run)
+        out, *gradients = run()
+        with torch.no_grad(), chosen(backend):
+            inferred = attend(q, k, v)
+    assert not any(map(TORCHS.search, names)) and any(map(OURS.search, names)), names
+    want = by_math(q, k, v, visible(96, 96, True, True, "cuda"), None, 2 * dout)
+    assert_near((out, inferred, *gradients), (2 * want[0], 2 * want[0], *want[2:5]))
+
+
+def test_compiled_masked_sdpa():
+    q, k, v = halves(*3 * [(2, 4, 90, 64)])
+    mask = torch.rand(2, 1, 90, 90, device="cuda") > 0.2
+    torch._dynamo.reset()
+    attend = torch.compile(lambda q, k, v: scaled_dot_product_attention(q, k, v, mask), fullgraph=True, dynamic=True)
+    dout = randn(*q.shape, seed=4, dtype=q.dtype, device="cuda")
+    with activated():
+        out = attend(q, k, v)
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+    want = by_math(q, k, v, mask, None, dout)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
+
+
+@each_backend
+def test_cuda_graph(backend):
+    q, k, v = halves(*3 * [(2, 4, 96, 64)], grad=False)
+    with chosen(backend), activated(), torch.no_grad():
+        graph, out = captured(lambda: scaled_dot_product_attention(q, k, v, is_causal=True))
+        for seed in (1, 2):
+            q.copy_(randn(*q.shape, seed=seed))
+            graph.replay()
+            assert out.equal(scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 700, 64), (2, 4, 384, 64), (1, 2, 900, 256)], ids=str)
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=lambda x: x.name)
+def test_deterministic_algorithms(backend, shape):
+    q, k, v = halves(*3 * [shape])
+    torch.use_deterministic_algorithms(True)
+    try:
+        with chosen(backend), activated():
+            first, second = step(q, k, v, is_causal=True), step(q, k, v, is_causal=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(x.equal(y) for x, y in zip(first, second))
+
+
+def test_autocast():
+    q, k, v = halves(*3 * [(2, 4, 90, 64)], dtype=torch.float32)
+    with activated(), torch.autocast("cuda", dtype=torch.bfloat16):
+        names = kernels_of(functools.partial(step, q, k, v))
+        got = step(q, k, v)
+    assert any(map(OURS.search, names)) and not any(map(TORCHS.search, names)), names
+    dout = randn(*q.shape, seed=4, device="cuda")
+    want = by_math(q, k, v, None, None, dout)
+    assert got[0].dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in got[1:])
+    assert_near(got, (want[0], *want[2:5]))
+
+
+def test_bottom_right_bias():
+    """torch.nn.attention.bias calls the op of flash attention itself."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    q, k, v = halves((2, 4, 70, 64), *2 * [(2, 4, 200, 64)])
+    with activated():
+        call = functools.partial(step, q, k, v, attn_mask=causal_lower_right(70, 200))
+        names, (out, *gradients) = kernels_of(call), call()
+    assert any(map(OURS.search, names)) and not any(map(TORCHS.search, names)), names
+    dout = randn(*out.shape, seed=4, dtype=out.dtype, device="cuda")
+    want = by_math(q, k, v, visible(70, 200, True, True, "cuda"), None, dout)
+    assert_near((out, *gradients), (want[0], *want[2:5]))
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, 0)], ids=str)
+def test_varlen_attn(window):
+    from torch.nn.attention.varlen import varlen_attn
+
+    lengths = [30, 100, 1]
+    q, k, v = (randn(131, 4, 64, seed=seed, dtype=torch.bfloat16, device="cuda").requires_grad_() for seed in range(3))
+    bounds, dout = cu_seqlens(lengths, "cuda"), randn(131, 4, 64, seed=4, dtype=torch.bfloat16, device="cuda")
+
+    def run():
+        out = varlen_attn(q, k, v, bounds, bounds, 100, 100, window_size=window)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    with activated():
+        names, got = kernels_of(run), run()
+    assert any(map(OURS.search, names)) and not any(map(TORCHS.search, names)), names
+    for begin, length in zip((0, 30, 130), lengths):
+        part = slice(begin, begin + length)
+        distance = torch.arange(length, device="cuda") - torch.arange(length, device="cuda")[:, None]
+        left, right = (math.inf if x < 0 else x for x in window)
+        mask = (distance >= -left) & (distance <= right)
+        want = by_math(*(x[part].transpose(0, 1)[None] for x in (q, k, v)), mask, None,
+                       dout[part].transpose(0, 1)[None])
+        assert_near([x[part].transpose(0, 1) for x in got], [x[0] for x in (want[0], *want[2:5])])
+
+
+def test_nested_tensors():
+    parts = [randn(n, 4 * 64, seed=n, dtype=torch.bfloat16, device="cuda") for n in (30, 100, 1)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+
+    def run():
+        q = x.unflatten(-1, [4, 64]).transpose(1, 2)
+        out = scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
+        return out, *torch.autograd.grad(out.values().float().square().sum(), x)
+
+    with activated():
+        names, (out, dx) = kernels_of(run), run()
+    assert any(map(OURS.search, names)) and not any(map(TORCHS.search, names)), names
+    for part, got, gradient in zip(parts, out.unbind(), dx.unbind()):
+        leaf = part.double().requires_grad_()
+        q = leaf.unflatten(-1, [4, 64]).transpose(0, 1)[None]
+        with sdpa_kernel(SDPBackend.MATH):
+            want = scaled_dot_product_attention(q, q, q, is_causal=True)[0]
+        assert_near([got, gradient], [want.transpose(0, 1), torch.autograd.grad(want.square().sum(), leaf)[0]])
