@@ -1,5 +1,5 @@
-"""Softcap, ALiBi, biases and masks in every function that takes them: nothing is copied on the way, which kernel serves,
-flash-attn's functions, FlashMHA, and an error for every bad input.
+"""Softcap, ALiBi, biases and masks in every function that takes them: nothing is copied on the way, which kernel
+serves, flash-attn's functions, FlashMHA, and an error for every bad input.
 
 test_scores.py compares the kernels with a loop. test_torch_sdpa.py compares scaled_dot_product_attention with torch's.
 """
@@ -251,22 +251,14 @@ def test_mha_bad_masks():
 # Bad input.
 
 BAD = [
-    (TypeError, "softcap must be a number, and 0 is none, got True", dict(softcap=True)),
-    (TypeError, "softcap must be a number, and 0 is none, got False", dict(softcap=False)),
-    (TypeError, "softcap must be a number, and 0 is none, got None", dict(softcap=None)),
-    (TypeError, "softcap must be a number, .*, got '2'", dict(softcap="2")),
-    (TypeError, r"softcap must be a number, .*, got a torch.float32 tensor of shape \(4,\)", dict(softcap=slopes(H))),
-    (ValueError, r"softcap must be at least 0 and at most 2.3586e\+38, got -1.0", dict(softcap=-1.0)),
-    (ValueError, "softcap must be at least 0 .*, got nan", dict(softcap=math.nan)),
-    (ValueError, "softcap must be 0 or at least 1e-30, got 1e-40", dict(softcap=1e-40)),
-    (ValueError, "softcap must be at least 0 .*, got inf", dict(softcap=math.inf)),
+    *((TypeError, "softcap must be a number", dict(softcap=x)) for x in (False, None, "2", slopes(H))),
+    *((ValueError, "softcap must be at least 0", dict(softcap=x)) for x in (-1.0, math.nan, math.inf)),
+    (ValueError, "softcap must be 0 or at least 1e-30", dict(softcap=1e-40)),
     (TypeError, "alibi_slopes must be a torch.Tensor, got list", dict(alibi_slopes=[1.0] * H)),
     (TypeError, "alibi_slopes must be a dense tensor", dict(alibi_slopes=slopes(H).to_sparse())),
     (TypeError, "alibi_slopes is torch.float64, allowed is float32", dict(alibi_slopes=slopes(H).double())),
-    (ValueError, r"alibi_slopes must have shape \(4,\) or \(2, 4\), one for each query head, got \(2,\)",
-     dict(alibi_slopes=slopes(2))),
-    (ValueError, r"alibi_slopes must have shape .*, got \(1, 4\)", dict(alibi_slopes=slopes(1, H))),
-    (ValueError, r"alibi_slopes must have shape .*, got \(\)", dict(alibi_slopes=slopes(H)[0])),
+    *((ValueError, r"alibi_slopes must have shape \(4,\) or \(2, 4\)", dict(alibi_slopes=x))
+      for x in (slopes(2), slopes(1, H), slopes(H)[0])),
     (ValueError, "alibi_slopes must be on the same device as q", dict(alibi_slopes=slopes(H).to("meta"))),
     (ValueError, r"alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach\(\)",
      dict(alibi_slopes=slopes(H).requires_grad_())),
@@ -277,10 +269,8 @@ BAD = [
     (TypeError, "attn_bias is torch.float32, allowed for q in torch.float64 are bool, float64$",
      dict(attn_bias=randn(7, 9).float())),
     (ValueError, "attn_bias must be on the same device as q", dict(attn_bias=randn(7, 9).to("meta"))),
-    *((ValueError, rf"attn_bias must have 1 to 4 dimensions and broadcast to \(2, 4, 7, 9\), .*, got \({got}\)$",
-       dict(attn_bias=randn(*shape))) for shape, got in
-      [((8,), "8,"), ((9, 7), "9, 7"), ((2, 7, 9), "2, 7, 9"), ((3, 1, 7, 9), "3, 1, 7, 9"), ((), ""),
-       ((1, 1, 1, 7, 9), "1, 1, 1, 7, 9"), ((0, 9), "0, 9")]),
+    *((ValueError, r"attn_bias must .* broadcast to \(2, 4, 7, 9\)", dict(attn_bias=randn(*shape)))
+      for shape in [(8,), (9, 7), (2, 7, 9), (3, 1, 7, 9), (), (1, 1, 1, 7, 9), (0, 9)]),
 ]
 
 
@@ -295,11 +285,10 @@ def test_bad_scores(error, match, scores):
 
 
 def test_bad_dtypes_of_a_bias():
-    allowed = "attn_bias is torch.{}, allowed for q in torch.{} are bool, {}$"
-    for dtype, bias, names in (("bfloat16", "float16", "bfloat16, float32"), ("float32", "bfloat16", "float32"),
-                               ("float16", "float64", "float16, float32")):
-        with pytest.raises(TypeError, match=allowed.format(bias, dtype, names)):
-            flash_attention(*inputs(dtype=getattr(torch, dtype)), attn_bias=randn(7, 9).to(getattr(torch, bias)))
+    for dtype, of_bias in ((torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16),
+                           (torch.float16, torch.float64)):
+        with pytest.raises(TypeError, match=f"attn_bias is {of_bias}"):
+            flash_attention(*inputs(dtype=dtype), attn_bias=randn(7, 9).to(of_bias))
 
 
 def test_tangents_of_slopes_are_not_lost():

@@ -11,6 +11,7 @@ import importlib.util
 import pytest
 import torch
 
+from cases import slow_unless
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
 from minimal_attn.integrations import kernels
 
@@ -32,19 +33,20 @@ MODELS = {
 
 
 def each_model(is_short):
-    """Parameters impl and kind. Triton's interpreter, which is slow, has one model of the short tests."""
-    needs_gpu = pytest.mark.skip(reason="slow in Triton's interpreter")
+    """Parameters impl and kind. Triton's interpreter, which is slow, has one model of the short tests, and csrc on the
+    CPU has two in the gate."""
     return pytest.mark.parametrize("impl, kind", [
-        pytest.param(impl, kind, marks=() if HAS_GPU or impl != "triton" or is_short and kind == "mistral" else needs_gpu)
-        for impl in IMPLS for kind in MODELS])
+        pytest.param(impl, kind, marks=slow_unless(impl != "cuda:host" or kind in ("mistral", "gpt_oss")))
+        for impl in IMPLS for kind in MODELS if HAS_GPU or impl != "triton" or is_short and kind == "mistral"])
 
 
 @pytest.fixture(params=["kernel", "interface"])
 def attention(request, impl, kind, monkeypatch, tmp_path):
     """The name of our attention for transformers, by a route, with one implementation."""
     if request.param == "interface":
-        if not HAS_GPU and (impl == "triton" or impl == "cuda:host" and kind != "mistral"):
-            pytest.skip("slow on the CPU, where the other route runs it")
+        if impl in ("triton", "cuda:host", "cuda:simt", "cuda:sm80") and kind != "mistral" or (
+                impl == "triton" and not HAS_GPU):
+            pytest.skip("the other route runs it")
         return registered(impl, monkeypatch)
     from transformers import modeling_flash_attention_utils as utils
     from transformers.integrations import hub_kernels
