@@ -16,6 +16,7 @@ from conftest import HAS_GPU, IMPLEMENTATIONS
 from examples import generate, long_context, train_tiny_gpt
 from examples.generate import PAGE_SIZE, Request
 from examples.tiny_lm import TinyLM
+from minimal_attn.cli import guarded
 from minimal_attn.interface import BACKENDS
 
 SMALL = "--layers 2 --embed-dim 32 --heads 2 --seqlen 24 --batch-size 2 --steps 20 --dtype float32".split()
@@ -122,27 +123,25 @@ def test_train_bad_options():
             train_tiny_gpt.main(options)
 
 
-def ended(*options, **env):
-    """The process train_tiny_gpt.py with options, at its end."""
-    return subprocess.run([sys.executable, "-m", "examples.train_tiny_gpt", "--backend", "reference", *options],
-                          cwd=train_tiny_gpt.ROOT, env=os.environ | env, capture_output=True, text=True)
-
-
+@pytest.mark.slow
 def test_train_bad_option_one_line():
-    run = ended("--heads", "3", "--embed-dim", "32")
+    """As a process of its own."""
+    run = subprocess.run([sys.executable, "-m", "examples.train_tiny_gpt", "--backend", "reference", "--heads", "3"],
+                         cwd=train_tiny_gpt.ROOT, capture_output=True, text=True)
     assert run.returncode == 1 and run.stderr.startswith("train_tiny_gpt: ") and "num_heads" in run.stderr
     assert run.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("package, options", [
-    pytest.param("rich", [], marks=pytest.mark.slow), ("matplotlib", ["--out", "nowhere"])])
-def test_train_missing_package_one_line(package, options, tmp_path):
+@pytest.mark.parametrize("package, module, options", [
+    ("rich", "rich.console", []), ("matplotlib", "minimal_attn.bench.pictures", ["--out", "nowhere"])])
+def test_train_missing_package_one_line(package, module, options, monkeypatch, capsys):
     """Before the training."""
-    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name='{package}')")
-    run = ended(*options, PYTHONPATH=str(tmp_path))
-    assert run.returncode == 2 and run.stdout == ""
-    assert run.stderr == (f"train_tiny_gpt: this needs {package}, of the extra \"bench\": pip install "
-                          "'minimal_attn[bench]'\n")
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(train_tiny_gpt, "train", None)
+    assert guarded("train_tiny_gpt", lambda: train_tiny_gpt.main(["--backend", "reference", *options])) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(f"train_tiny_gpt: this needs {package}") and said.err.count("\n") == 1
 
 
 # generate.py
