@@ -346,7 +346,8 @@ def test_long_context_same_losses_on_two_ranks():
 def test_long_context_bad_options(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     for options, said in ((["--steps", "1"], "at least 2"), (["--seqlen", "1"], "at least 2"),
-                          (["--heads", "x"], "'x'"), (["--layers", "0"], "'0' is not a positive integer"), ([], "start it by torchrun")):
+                          (["--heads", "x"], "'x'"), (["--layers", "0"], "'0' is not a positive integer"),
+                          ([], "start it by torchrun")):
         with pytest.raises(SystemExit, match="2"):
             long_context.main(options)
         assert said in capsys.readouterr().err
