@@ -122,15 +122,13 @@ def test_steps_leave_no_tensors_behind(four):
 
 
 def fail_in_rank(method, rank, how, store, pipe):
-    """A group of two, in which rank 1 raises, ends, or does not call at all."""
+    """A group of two, in which rank 1 ends, or does not call at all."""
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2,
                                          timeout=datetime.timedelta(seconds=8))
     q = torch.randn(1, 4, 8, 16, requires_grad=True)
     out = context_parallel_attention(q, q, q, method=method)  # which is right, so that both are connected
     start = time.monotonic()
     try:
-        if rank == 1 and how == "raises":
-            raise ValueError("of this rank alone")
         if rank == 1:
             time.sleep(30 if how == "waits" else 0)
             os._exit(0)
@@ -141,7 +139,7 @@ def fail_in_rank(method, rank, how, store, pipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method, how", [("all_gather", "waits"), ("ring", "ends"), ("ulysses", "raises")])
+@pytest.mark.parametrize("method, how", [("all_gather", "waits"), ("ring", "ends")])
 def test_failing_rank_ends_the_others(tmp_path, method, how):
     """By the time-out of the group, or as soon as a connection is lost."""
     ours, theirs = ranks.FORKS.Pipe()

@@ -355,16 +355,6 @@ def test_attn_mask_as_the_fourth_argument(attention):
             attention(*qkv(), mask)
 
 
-@pytest.mark.parametrize("name", ["causal", "sm_scale", "seq_lens", "dropout_p", "dropout_seed", "deterministic",
-                                  "backend"])
-def test_errors_do_not_print_tensors(name):
-    needed = {"dropout_p": 0.5} if name == "dropout_seed" else {}
-    for value in (torch.full((3, 3), 77.5), [torch.full((3, 3), 77.5)]):
-        with pytest.raises((TypeError, ValueError)) as caught:
-            flash_attention(*qkv(), **{**needed, name: value})
-        assert name in str(caught.value) and "77" not in str(caught.value)
-
-
 @pytest.mark.parametrize("scale", [torch.ones(3), torch.ones(0), torch.tensor(1j), 1j, [0.3], True, "0.3"], ids=str)
 def test_sm_scale_is_one_real_number(scale):
     with pytest.raises(TypeError, match="^sm_scale must be None or one real number"):

@@ -86,8 +86,8 @@ def test_threads_on_cpu_get_the_same_bits(backend, number):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("streams", [0, 1, 3, THREADS], ids=["default stream", "one stream", "three", "one each"])
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("backend, streams", [("cuda", 0), ("cuda", 1), ("cuda", 3), ("cuda", THREADS), ("triton", 0),
+                                              ("triton", 3)])  # 0: the default stream
 def test_threads_on_gpu_get_the_same_bits(backend, streams):
     calls = calls_of("cuda", backend, DTYPES)[: 4 if backend == "triton" else None]  # which compiles for each
     want = [call() for call in calls]
