@@ -291,7 +291,7 @@ MUTANTS = [
      "key[:, :, :mask.num_keys], value[:, :, :mask.num_keys]", "key, value",
      f"{OF_TRANSFORMERS} integrations/test_transformers.py -k 'generat or cache or static'"),
     ("minimal_attn/integrations/transformers.py", "sinks_are_lost", "sinks=s_aux", "sinks=None",
-     OF_TRANSFORMERS + " -k 'arguments'"),
+     "integrations/test_transformers_attend.py -k 'arguments'"),
     ("minimal_attn/integrations/transformers.py", "bias_hides_nothing",
      "position_bias.masked_fill(~bias, -torch.inf) if", "position_bias if",
      "integrations/test_transformers_scores.py -k t5"),
