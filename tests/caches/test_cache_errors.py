@@ -92,7 +92,7 @@ BAD = [
     (ValueError, "cache_batch_idx must be in 0..1 for sample 0", pages, dict(cache_batch_idx=one(-1, 0))),
     (ValueError, "as many sequences as there are samples, 2", dense,
      dict(k_cache=randn(3, 2, 12, 16), v_cache=randn(3, 2, 12, 16))),
-    (ValueError, "room for 3221225472 keys", pages,
+    (ValueError, "rows and keys together: q is", pages,
      {name: randn(5, 2, 1, 16).expand(-1, -1, 2**30, -1) for name in ("k_cache", "v_cache")}),
     (TypeError, "seqused_k must be a torch.Tensor, got int", pages, dict(seqused_k=9)),
     (TypeError, "seqused_k must be int32", pages, dict(seqused_k=torch.tensor([9, 5]))),
