@@ -157,8 +157,8 @@ def test_batch_invariance_of_gradients(backend, dtype, H, Hk):
 @pytest.mark.parametrize("H, Hk, S, D", [(64, 32, 512, 256), (48, 24, 1000, 128), (12, 6, 2200, 128), (18, 9, 4100, 64),
                                          (16, 2, 4100, 64)])
 def test_gradients_of_shared_keys_in_waves(backend, dtype, H, Hk, S, D):
-    """Blocks go backwards along the rows in even waves of tiles and forwards in odd ones, with all heads that share keys
-    at the same rows. Each step counts once, as in a deterministic pass, which goes head by head."""
+    """Blocks go backwards along the rows in even waves of tiles and forwards in odd ones, with all heads that share
+    keys at the same rows. Each step counts once, as in a deterministic pass, which goes head by head."""
     case = Case("waves", B=1, H=H, Hk=Hk, Sq=S, Sk=S, D=D)
     q, k, v = (x.requires_grad_() for x in make_inputs(case, dtype, "cuda"))
     dout = torch.randn_like(q)

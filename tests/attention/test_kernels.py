@@ -181,32 +181,37 @@ def refused(kernel, why_not, *tensors, capability=90, **options):
         choose(*tensors, capability=capability, **options)
 
 
-def test_force_kernel_simt_and_sm80():
+def test_force_kernel():
     q, k, v = qkv()
     with force_kernel("simt"):
         assert choose(q, k, v) == choose(*qkv(D=20)) == ("simt", None)  # whoever forces it needs no warning
     with force_kernel("sm80"):
         assert choose(q, k, v) == choose(q, k, v, has_dropout=True) == ("sm80", None)
-    refused("sm80", "head_dim is not a multiple of 16 bytes", *qkv(D=20))
-    refused("sm80", "the dtype is float32", *qkv(dtype=torch.float32))
-    refused("sm80", "the GPU, or what this build holds for it", q, k, v, capability=75)
-
-
-def test_force_kernel_sm90():
-    q, k, v = qkv()
     with force_kernel("sm90"):
         for tensors in (qkv(8), qkv(256, torch.bfloat16, layout="bshd"), qkv(72, layout="slice"),
                         (q, k[:, :1].expand_as(k), v[:1].expand_as(v))):
             assert choose(*tensors) == ("sm90", None)
+    with force_kernel("dmma"):
+        assert choose(*qkv(4, torch.float32), fast_fp64=False) == ("dmma", None)
+
+
+def test_force_kernel_that_cannot_serve_says_why():
+    q, k, v = qkv()
+    for kernel in ("sm80", "sm90"):
+        refused(kernel, "head_dim is not a multiple of 16 bytes", *qkv(D=20))
+        refused(kernel, "the dtype is float32", *qkv(dtype=torch.float32))
+        refused(kernel, "the GPU, or what this build holds for it", q, k, v, capability=75)
+    refused("sm90", "the GPU, or what this build holds for it, is not sm_90", q, k, v, capability=100)
     windows = torch.empty(5000, dtype=HALF).as_strided((2, 4, 40, 64), (880, 220, 16, 1))
     far = q[:1].as_strided((1, 4, 40, 64), (2**39, 2560, 64, 1))
-    refused("sm90", "the GPU, or what this build holds for it, is not sm_90", q, k, v, capability=100)
-    refused("sm90", "the dtype is float32", *qkv(dtype=torch.float32))
-    refused("sm90", "head_dim is not a multiple of 16 bytes", *qkv(20))
     refused("sm90", "rows of k overlap", q, k[:, :, :1].expand_as(k), v)
     refused("sm90", "rows of v overlap", q, k, windows)
     refused("sm90", r"a stride of q is 2\^40 bytes or more", far)
     refused("sm90", "there are no keys", q, k[:, :, :0], v[:, :, :0])
+    refused("dmma", "the dtype is not float32", q, k, v)
+    refused("dmma", "head_dim is over 128", *qkv(256, torch.float32))
+    refused("dmma", "head_dim is not a multiple of 16 bytes", *qkv(30, torch.float32))
+    refused("dmma", "the GPU, or what this build holds for it", *qkv(64, torch.float32), capability=100)
 
 
 def test_biases_of_sm90():
@@ -229,15 +234,6 @@ def test_biases_of_sm90():
     refused("sm90", "its forward pass has no dropout with softcap, alibi_slopes or attn_bias", q, k, v,
             has_dropout=True, attn_bias=bias[..., :40])
     refused("dmma", "it has no dropout", *qkv(dtype=torch.float32), has_dropout=True)
-
-
-def test_force_kernel_dmma():
-    with force_kernel("dmma"):
-        assert choose(*qkv(4, torch.float32), fast_fp64=False) == ("dmma", None)
-    refused("dmma", "the dtype is not float32", *qkv())
-    refused("dmma", "head_dim is over 128", *qkv(256, torch.float32))
-    refused("dmma", "head_dim is not a multiple of 16 bytes", *qkv(30, torch.float32))
-    refused("dmma", "the GPU, or what this build holds for it", *qkv(64, torch.float32), capability=100)
 
 
 def forced():

@@ -1,5 +1,5 @@
-"""The mask and the sequences of the Triton kernels, function by function, against boolean matrices for all small lengths
-and windows, and against lists of samples."""
+"""The mask and the sequences of the Triton kernels, function by function, against boolean matrices for all small
+lengths and windows, and against lists of samples."""
 
 import pytest
 import torch

@@ -199,10 +199,9 @@ def test_scores_of_3d_inputs(backend):
     for row in (bias[0, 0], bias[0], bias[:1]):
         assert_close(flash_attention(*flat, attn_bias=row, backend=backend),
                      flash_attention(*flat, attn_bias=row.expand(4, 7, 9), backend=backend))
-    with pytest.raises(ValueError, match=r"attn_bias must have 1 to 3 dimensions and broadcast to \(4, 7, 9\)"):
-        flash_attention(*flat, attn_bias=bias[None], backend=backend)
-    with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(1,\) or \(4, 1\)"):
-        flash_attention(*flat, alibi_slopes=each_slope[:, 0], backend=backend)
+    for bad in (dict(attn_bias=bias[None]), dict(alibi_slopes=each_slope[:, 0])):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} must have"):
+            flash_attention(*flat, **bad, backend=backend)
 
 
 PACKED = (5, 0, 7), (9, 3, 4)  # rows and keys of each sample

@@ -1,5 +1,4 @@
-"""csrc's kernels as they are written, on the CPU: tests/emulator has the instructions, driver.cpp and those of
-single kernels have the cases.
+"""csrc's kernels as they are written, on the CPU: tests/emulator has the instructions, drivers/ the cases.
 
 Copies and products happen as early or as late as they may, or at any time, and threads run in any order. That all cases
 pass says little where the emulator would not see a fault. So it is shown every kernel without any one of its statements
@@ -54,7 +53,7 @@ KERNEL_CASES = {
     "flash_sm80.cu": ["sm80_bf16_96", "sm80_fp16_192", "sm80_bf16_256", "sm80_128_narrow", "sm80_packed_drop",
                       "sm80_bias_fp32", "sm80_sinks", "sm80_window_below_0"],
     "flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one", "sm80_softcap_drop"],
-    "flash_bwd_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_turns", "sm90_turns_causal", "sm90_splits",
+    "flash_bwd_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_turns", "sm90_turns_causal",
                           "sm90_mods_drop_128", "sm90_low_128", "sm90_softcap", "sm90_packed_turns",
                           "sm90_splits_turns", "sm90_unseen", "sm90_many_late", "sm90_long_late", "sm90_packed"],
     "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_low_256", "sm90_drop_192", "sm90_drop_256",
