@@ -59,8 +59,15 @@ KERNEL_CASES = {
     "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_low_256", "sm90_drop_192", "sm90_drop_256",
                                "sm90_packed_drop", "sm90_pair_causal", "sm90_pair_192", "sm90_pair_packed"],
     "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
-    **dict.fromkeys(OTHER_DRIVERS, []),  # all of the driver's
-    "decode_sm90.cu": ["tall_narrow", "tall_pages", "tall_long", "all_kernels"],
+    "append.cu": [],  # all of the driver's
+    "decode.cu": ["one", "d64", "d128", "d256", "narrow", "wide_v", "mqa", "tokens", "many_rows", "pages_16", "pages_3",
+                  "interleaved", "leftpad", "leftpad_pages", "batch_idx", "window", "window_both", "softcap", "alibi",
+                  "sinks", "everything", "packed_shapes", "packed_joins", "packed_padding", "packed_ones", "tiny_scale",
+                  "seqused_q", "no_splits", "tiles_and_splits", "three_splits", "scale_30", "clamped", "tree",
+                  "tree_64", "tree_causal"],
+    "decode_sm90.cu": ["tall_64", "tall_narrow", "tall_pages", "tall_splits", "tall_everything", "tall_tree",
+                       "prefill_pages", "prefill_interleaved", "prefill_leftpad", "prefill_batch_idx",
+                       "prefill_clamped", "mixed_lengths", "mixed_padding", "all_kernels"],
     "flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
                       "sm90_drop_64", "sm90_drop_128", "sm90_drop_192",
                       "sm90_scale_30_96", "sm90_bias", "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30",
@@ -219,6 +226,11 @@ def test_emulator_has_cases_of_every_kernel():
 @pytest.mark.parametrize("kernel", KERNEL_CASES)
 def test_kernel(kernel, driver_of):
     assert_passed(run(driver_of(kernel), *SCHEDULES, *KERNEL_CASES[kernel]))
+
+
+@pytest.mark.slow
+def test_all_decode_cases(driver_of):
+    assert_passed(run(driver_of("decode.cu"), SCHEDULES[1]))
 
 
 @pytest.mark.parametrize("part", [pytest.param(part, marks=slow_unless(False, part == 0)) for part in range(4)])
