@@ -10,8 +10,6 @@ import torch
 import torch.utils.checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 import minimal_attn
 from cases import (BACKWARD_TILE_CASES, CASES, GATE, Case, base, check_error, drawn_cases, dtype_params, dtypes_of,
@@ -397,13 +395,6 @@ def test_gradients_at_large_scores(impl, dtype, exponent):
     err = (found[2].double() - ref).abs()
     worst = (err / bound).max()
     assert worst <= 1, f"{worst:.2f} times the bound"
-    if q.is_cuda:
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            *_, theirs = gradients(functools.partial(scaled_dot_product_attention, scale=case.sm_scale), q,
-                                   *(x.repeat_interleave(case.H // case.Hk, 1) for x in (k, v)), dout)
-        err_theirs = (theirs.unflatten(1, (case.Hk, -1)).double().sum(2) - ref).abs()
-        # In 16 bits most of it is the rounding of P, the same for both.
-        assert err.mean() <= (1.1 if dtype == torch.float32 else 1.25) * err_theirs.mean()
 
 
 @each_kernel

@@ -42,23 +42,6 @@ each_tile_of_sm90 = pytest.mark.parametrize("D, Sk, causal", [
 
 
 @each_kernel
-@pytest.mark.parametrize("has_lens", [False, True])
-def test_graph_capture_and_replay(backend, dtype, has_lens):
-    q, k, v = make_inputs(CASE, dtype, "cuda")
-    seq_lens = torch.tensor([200, 7, 64], device="cuda") if has_lens else None
-    run = lambda: flash_attention(q, k, v, True, seq_lens=seq_lens, return_lse=True, backend=backend)  # noqa: E731
-    graph, (out, lse) = captured(run)
-    for seed in (1, 2):
-        for x, new in zip((q, k, v), make_inputs(CASE, dtype, "cuda", seed)):
-            x.copy_(new)
-        if has_lens:
-            seq_lens.copy_(torch.tensor([100, 200, seed]))
-        graph.replay()
-        want, want_lse = run()
-        assert out.equal(want) and lse.equal(want_lse)
-
-
-@each_kernel
 def test_seq_lens_under_capture_are_clamped(backend, dtype):
     """Under capture no value is read on the host, and no value makes the kernel read beyond the end."""
     q, k, v = make_inputs(CASE, dtype, "cuda")
@@ -75,22 +58,6 @@ def test_seq_lens_under_capture_are_clamped(backend, dtype):
     graph.replay()
     assert (out[0] == 0).all()
     assert out[1:].equal(flash_attention(q, k, v, True, backend=backend)[1:])
-
-
-@each_kernel
-def test_side_stream(backend, dtype):
-    """The launch belongs to the caller's stream: inputs that only that stream has written are seen."""
-    q, k, v = make_inputs(CASE, dtype, "cuda")
-    want = flash_attention(q, k, v, True, backend=backend)
-    late = torch.zeros_like(q)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # a tenth of a second
-        late.copy_(q)
-        out = flash_attention(late, k, v, True, backend=backend)
-    stream.synchronize()
-    assert out.equal(want)
 
 
 @each_kernel
@@ -342,26 +309,21 @@ def test_gradients_of_more_than_2_31_elements(backend, long, much_memory):
 
 
 @each_kernel
-def test_more_than_65535_heads_and_samples(backend, dtype):
-    case = Case("many", B=1, H=70000, Hk=70000, Sq=3, Sk=5, D=16)
-    q, k, v = make_inputs(case, dtype, "cuda")
-    ref, ref_lse = exact(case, q, k, v)
-    for transpose in (False, True):
-        x = [t.transpose(0, 1) if transpose else t for t in (q, k, v)]
-        out, lse = flash_attention(*x, return_lse=True, backend=backend)
-        out, lse = (out.transpose(0, 1), lse.transpose(0, 1)) if transpose else (out, lse)
-        check_error(out, ref, base(case, q, k, v))
-        check_lse(lse, ref_lse)
-
-
-@each_kernel_with_backward
-def test_gradients_of_more_than_65535_heads_and_samples(impl, backend, dtype):
+def test_more_than_65535_heads_and_samples(impl, backend, dtype):
     case = Case("many", B=1, H=70000, Hk=70000, Sq=3, Sk=5, D=16)
     *qkv, dout = make_all(case, dtype, "cuda")
+    ref, ref_lse = exact(case, *(x.detach() for x in qkv))
     for transpose in (False, True):
-        x = [t.detach().transpose(0, 1) if transpose else t.detach() for t in (*qkv, dout)]
-        got = gradients(flash_attention, *(t.requires_grad_() for t in x[:3]), x[3], backend=backend)
-        check(case, [t.transpose(0, 1) if transpose else t for t in got], *qkv, dout)
+        def turned(x):
+            return x.transpose(0, 1) if transpose else x
+
+        inputs = [turned(x.detach()).requires_grad_() for x in qkv]
+        out, lse = flash_attention(*inputs, return_lse=True, backend=backend)
+        check_error(turned(out.detach()), ref, base(case, *(x.detach() for x in qkv)))
+        check_lse(turned(lse.detach()), ref_lse)
+        if impl in WITH_BACKWARD:
+            got = torch.autograd.grad(out, inputs, turned(dout))
+            check(case, [turned(x) for x in got], *qkv, dout)
 
 
 @each_kernel

@@ -1,7 +1,5 @@
-"""Softcap, ALiBi, biases and masks: against a loop in fp64, with everything they can be combined with; conventions.
-
-The loop over rows judges what forms its scores, which with test_lengths.py's loop over samples judges every kernel.
-test_scores_facade.py has the functions that take scores, and their errors.
+"""Softcap, ALiBi, biases and masks: against test_lengths.py's loop over samples in fp64, with everything they can be
+combined with; conventions. test_scores_facade.py has the functions that take scores, and their errors.
 """
 
 import math
@@ -17,7 +15,6 @@ from cases import check_error, dtype_params, dtypes_of, is_fast, slow_unless
 from conftest import HAS_GPU, OF_16_BITS, ON_TENSOR_CORES, WITHOUT_DROPOUT
 from minimal_attn import flash_attention, reference_attention, sdpa
 from minimal_attn.checks import sum_dtype
-from minimal_attn.dropout import keep_mask, keep_scale
 from test_lengths import (DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, by_loop, check_drawn_batches, close,
                           drawn_batches, make, make_sinks)
 
@@ -63,40 +60,6 @@ def mask(*shape):
 
 def ints(*values):
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def by_rows(q, k, v, window=(-1, -1), lengths_q=None, lengths_k=None, softcap=0.0, alibi_slopes=None, attn_bias=None,
-            sinks=None, keep=None):
-    """(out, lse) of each row by the definition. keep: what dropout keeps of the probabilities, as a factor."""
-    (batch_size, nheads, rows, _), keys, head_dim_v = q.shape, k.shape[2], v.shape[3]
-    out, lse = q.new_zeros(batch_size, nheads, rows, head_dim_v), q.new_full((batch_size, nheads, rows), -math.inf)
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, (batch_size, nheads, rows))).tolist():
-        seqlen_q, seqlen_k = (n if x is None else int(x[b]) for n, x in ((rows, lengths_q), (keys, lengths_k)))
-        if i >= seqlen_q:
-            continue
-        place, head, keys_of_row = i + seqlen_k - seqlen_q, h // (nheads // k.shape[1]), range(seqlen_k)
-        seen = [j for j in keys_of_row if (window[0] < 0 or j >= place - window[0])
-                and (window[1] < 0 or j <= place + window[1])]
-        bias = None if attn_bias is None else attn_bias.expand(batch_size, nheads, rows, keys)[b, h, i]
-        if bias is not None and bias.dtype == torch.bool:
-            seen, bias = [j for j in seen if bias[j]], None
-        scores = SCALE * k[b, head, seen] @ q[b, h, i]
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        if alibi_slopes is not None:
-            distances = torch.tensor([abs(place - j) for j in seen], device=q.device)
-            scores = scores - alibi_slopes.expand(batch_size, nheads)[b, h].double() * distances
-        if bias is not None:
-            scores = scores + bias[seen]
-        terms = scores if sinks is None else torch.cat([scores, sinks[h, None]])
-        if len(terms):
-            lse[b, h, i] = terms.logsumexp(0)
-        if seen:
-            probabilities = (scores - lse[b, h, i]).exp()
-            if keep is not None:
-                probabilities = probabilities * keep[b, h, i, seen]
-            out[b, h, i] = probabilities @ v[b, head, seen]
-    return out, lse
 
 
 def loss(out, lse):
@@ -149,19 +112,15 @@ def scores_of(name, Sq=7, Sk=9):
     return scores, [bias] * bias.requires_grad
 
 
-DROPOUT_SEED = torch.tensor([7], device=DEVICE)
-# What scores go with: (Sq, Sk), the options of flash_attention, and those of by_rows.
-KINDS = {
-    "plain": ((7, 9), {}, {}),
-    "causal": ((7, 9), dict(causal=True), dict(window=(-1, 0))),
-    "causal_few_keys": ((7, 4), dict(causal=True), dict(window=(-1, 0))),
-    "causal_one_row": ((1, 9), dict(causal=True), dict(window=(-1, 0))),
-    # With sinks. The distances of ALiBi are those of a sample's own lengths.
-    "lengths": ((7, 9), dict(window_size=(3, 1), seqused_q=ints(7, 4), seqused_k=ints(5, 8)),
-                dict(window=(3, 1), lengths_q=ints(7, 4), lengths_k=ints(5, 8))),
-    "dropout": ((7, 9), dict(dropout_p=0.3, dropout_seed=DROPOUT_SEED),
-                dict(keep=keep_mask(DROPOUT_SEED, 0.3, B, H, 7, 9, DEVICE).double() * keep_scale(0.3))),
-}
+# Each of the scores with two of the kinds.
+TINY = dict(H=H, Hk=HK, D=D, head_dim_v=HEAD_DIM_V, is_packed=False)
+KINDS = {x.name: x for x in [
+    Batch("plain", (7,) * B, (9,) * B, **TINY), Batch("causal", (7,) * B, (9,) * B, causal=True, **TINY),
+    Batch("causal_few_keys", (7,) * B, (4,) * B, causal=True, **TINY),
+    Batch("causal_one_row", (1,) * B, (9,) * B, causal=True, **TINY),
+    # The distances of ALiBi are those of a sample's own lengths.
+    Batch("lengths", (7,) * B, (9,) * B, (7, 4), (5, 8), window=(3, 1), has_sinks=True, **TINY),
+    Batch("dropout", (7,) * B, (9,) * B, dropout_p=0.3, **TINY)]}
 
 
 # Each of the scores with two of the kinds.
@@ -169,19 +128,19 @@ KINDS = {
 @pytest.mark.parametrize("name, kind", [(name, kind) for i, name in enumerate(SCORES) for j, kind in enumerate(KINDS)
                                         if (i + j) % 3 == 0])
 def test_scores_against_a_loop(name, kind, backend):
-    (Sq, Sk), options, options_of_rows = KINDS[kind]
+    batch = KINDS[kind]
+    Sq, Sk = batch.rows[0], batch.keys[0]
     scores, leaves = scores_of(name, Sq, Sk)
-    q, k, v = (x.requires_grad_() for x in inputs(Sq, Sk))
-    sinks = randn(H, seed=3).requires_grad_() if kind == "lengths" else None
-    got = flash_attention(q, k, v, sm_scale=SCALE, sinks=sinks, return_lse=True, backend=backend, **options, **scores)
-    want = by_rows(q, k, v, sinks=sinks, **options_of_rows, **scores)
-    compare(got, want, [q, k, v, *leaves, *[sinks] * (sinks is not None)])
+    given = [x.requires_grad_() for x in (*inputs(Sq, Sk), *make_sinks(batch, torch.float64, DEVICE))]
+    got = flash_attention(*given[:3], sinks=given[3] if batch.has_sinks else None, return_lse=True, backend=backend,
+                          **batch.options(DEVICE), **scores)
+    compare(got, by_loop(batch, *given, **scores), [*given, *leaves])
 
 
 def test_reference_attention_takes_scores():
     scores, _ = scores_of("softcap_alibi_bias")
-    for x, y in zip(reference_attention(*inputs(), True, SCALE, return_lse=True, **scores),
-                    by_rows(*inputs(), (-1, 0), **scores)):
+    for x, y in zip(reference_attention(*inputs(), True, return_lse=True, **scores),
+                    by_loop(KINDS["causal"], *inputs(), **scores)):
         assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
@@ -435,15 +394,13 @@ def test_rows_that_a_mask_hides(causal, impl):
     minus_inf = torch.zeros(hides.shape, device=device, dtype=dtype).masked_fill(~hides, -math.inf)
     for bias in (hides, minus_inf.requires_grad_()):
         for given in (None, sinks):
-            options = dict(causal=causal, attn_bias=as_taken(bias, impl), sinks=given, sm_scale=SCALE, return_lse=True,
-                           backend=backend)
+            options = dict(causal=causal, attn_bias=as_taken(bias, impl), sinks=given, return_lse=True, backend=backend)
             out, lse = flash_attention(q, k, v, **options)
             want = torch.full_like(lse, -math.inf) if given is None else sinks[:, None].expand_as(lse).to(lse.dtype)
             assert (out[is_hidden] == 0).all()
             assert_close(lse[is_hidden], want[is_hidden], rtol=2e-7, atol=0)
-            doubles = [x.double() for x in (q, k, v)]
-            given = None if given is None else given.double()
-            compare((out, lse), by_rows(*doubles, (-1, 0 if causal else -1), attn_bias=hides, sinks=given), [q, k, v])
+            batch = replace(KINDS["causal" if causal else "plain"], head_dim_v=v.shape[3])
+            compare((out, lse), by_loop(batch, q, k, v, given, attn_bias=hides), [q, k, v])
             leaves = [q, k, v] + [bias] * bias.requires_grad
             gradients = torch.autograd.grad(loss(*flash_attention(q, k, v, **options)), leaves, retain_graph=True)
             assert all(x.isfinite().all() for x in gradients)

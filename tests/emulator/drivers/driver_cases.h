@@ -183,7 +183,7 @@ const std::vector<Case> cases = {
     {"sm90_turns",        b16, 1, 2, 1, 200, 700,  64, false, kRows,     {},   kSm90},
     // Pairs of blocks.
     in_any_order({"sm90_pair",        f16, 1, 1, 1, 129, 193, 256, false, kRows,   {},   kSm90}),
-    in_any_order({"sm90_pair_causal", b16, 1, 4, 2, 200, 300, 200, true,  kHeads,  {},   kSm90}),
+    in_any_order({"sm90_pair_causal", b16, 2, 4, 2, 200, 300, 200, true,  kHeads,  {},   kSm90}),
     in_any_order({"sm90_pair_192",    b16, 1, 2, 1, 150, 270, 192, true,  kSlices, {},   kSm90}),
     in_any_order({"sm90_pair_rows",   f16, 1, 1, 1, 330,  70, 256, false, kRows,   {},   kSm90}),
     in_any_order({"sm90_pair_lens",   b16, 3, 1, 1, 170, 170, 256, true,  kSlices, {64, 129, 128}, kSm90}),
@@ -196,7 +196,8 @@ const std::vector<Case> cases = {
     {"sm90_many_192",     b16, 2, 4, 2, 200, 140, 192, true,  kHeads,    {},   kSm90},
     {"sm90_256_rows",     f16, 1, 1, 1, 330,  70, 256, false, kRows,     {},   kSm90},
     {"sm90_long",         b16, 1, 2, 2, 2090, 200, 128, true,  kRows,     {},   kSm90},
-    in_any_order({"sm90_long_late", f16, 1, 2, 2, 2090, 130, 120, false, kHeads, {},  kSm90}),
+    in_any_order({"sm90_long_late", f16, 1, 2, 2, 2090, 200, 120, false, kHeads, {},  kSm90}),
+    in_any_order({"sm90_long_few", f16, 1, 2, 2, 2050,  70, 120, false, kHeads,  {},  kSm90}),
     in_any_order({"sm90_many_late", b16, 1, 4, 2, 385, 130,  64, true,  kHeads,  {},   kSm90}),
     // Samples that end where a block does, a row later, in the first row or before it, or only say so.
     {"sm90_lens_64",      f16, 6, 1, 1, 260, 260,  64, false, kHeads,    {1, 128, 129, 0, 256, 1 << 30}, kSm90},
