@@ -201,7 +201,7 @@ MUTANTS = [
      "stride * x.itemsize % 16 == 0:", "attention/test_matmul.py -k 'descriptors or layouts'"),
     ("minimal_attn/checks.py", "scale_of_nan", "not -MAX_SCALE <= sm_scale <= MAX_SCALE:", "abs(sm_scale) > MAX_SCALE:",
      FACADE + " -k 'scale or bad'"),
-    ("minimal_attn/checks.py", "sinks_of_any_length", "if sinks.shape != shape:", "if sinks.ndim != 1:",
+    ("minimal_attn/checks.py", "sinks_of_any_length", "if not same_sizes(sinks.shape, shape):", "if sinks.ndim != 1:",
      "attention/test_sinks.py -k bad"),
     ("minimal_attn/lengths.py", "window_dropped_early", "if left >= k.shape[-2] - 1 else left",
      "if left >= k.shape[-2] - 2 else left", f"{LENGTHS} -k 'windows or (against_a_loop and reference)'"),

@@ -174,7 +174,8 @@ def test_gradient_through_lse(impl, dtype, causal):
 @each_kernel_and_dtype
 def test_dout_of_any_strides_and_dlse(impl, dtype):
     """Expanded, as .sum() makes them, transposed, with rows that are not contiguous, and from anywhere in memory."""
-    case = Case("dout", B=2, H=4, Hk=2, Sq=65, Sk=70)
+    size = dict(Sq=65, Sk=70) if impl != "triton" or HAS_GPU else dict(Sq=17, Sk=20)
+    case = Case("dout", B=2, H=4, Hk=2, **size)
     q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
     out, lse = by(impl, case, return_lse=True, deterministic=True)(q, k, v)
     ones, elsewhere = dout.new_ones(()).expand_as(dout), dout.new_empty(dout.numel() + 1)[1:].view_as(dout).copy_(dout)
@@ -295,7 +296,7 @@ def test_gradients_of_minus_infinite_scores_are_finite(impl, dtype, case, hidden
                                          pytest.param("reference", torch.float32, id="reference")])
 @pytest.mark.parametrize("case, junk", [
     (Case("lengths", B=3, H=4, Hk=2, Sq=40, Sk=40, seq_lens=(17, 40, 1)), torch.inf),
-    (Case("causal", B=3, H=4, Hk=2, Sq=100, Sk=100, seq_lens=(37, 64, 1), causal=True), torch.nan),
+    (Case("causal", B=3, H=4, Hk=2, Sq=70, Sk=70, seq_lens=(37, 64, 1), causal=True), torch.nan),
     (Case("dropout", B=2, Sq=40, Sk=40, seq_lens=(17, 1), dropout_p=0.3), torch.nan),
     (Case("empty_rows", B=2, Sq=40, Sk=25, causal=True), torch.nan)], ids=str)
 def test_padding_and_empty_rows_reach_nothing(impl, dtype, case, junk):

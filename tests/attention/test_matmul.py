@@ -212,6 +212,7 @@ def test_cpu_tensor_without_the_interpreter(monkeypatch):
         triton_matmul(torch.zeros(4, 4), torch.zeros(4, 4))
 
 
+@pytest.mark.slow  # the gate has test_without_triton of test_facade.py
 def test_without_triton():
     """The package imports, and the call says what is missing."""
     program = ("import sys; sys.modules['triton'] = None\n"

@@ -635,6 +635,7 @@ def test_op_without_a_seed_has_no_dropout():
     assert all(map(torch.equal, gradients, plain))
 
 
+@pytest.mark.slow
 def test_twin_imports_without_gluon():
     program = ("import sys; sys.modules['triton.experimental.gluon'] = None; from triton_ref import attention;"
                "print(attention.attention_hopper, attention.hopper_error)")
