@@ -77,7 +77,7 @@ KERNEL_CASES = {
 # The cases that are shown the faults of a file.
 SIMT = ["fp32_64", "fp16_128", "fp16_256"]
 SM80 = ["sm80_one", "sm80_order", "sm80_fp16_192", "sm80_256_narrow"]
-SM90_BACKWARD = ["sm90_turns", "sm90_128_causal", "sm90_turns_causal", "sm90_splits", "sm90_packed", "sm90_drop_64",
+SM90_BACKWARD = ["sm90_128_causal", "sm90_splits", "sm90_turns", "sm90_turns_causal", "sm90_packed", "sm90_drop_64",
                  "sm90_many_causal", "sm90_long", "sm90_many_late", "sm90_long_late", "sm90_softcap"]
 SHOWN_TO = {
     "tiles.h": SIMT, "flash.cu": SIMT, "flash_bwd.cu": SIMT, "flash_bwd_bias.cu": ["simt_bias"],
