@@ -35,7 +35,7 @@ def host(file, names="against_a_loop"):
 
 LENGTHS, SCORES, KV = "attention/test_lengths.py", "attention/test_scores.py", "caches/test_kvcache.py"
 FORWARD, BACKWARD, DROPOUT = (f"attention/test_{name}.py" for name in ("forward", "backward", "dropout"))
-TWIN_LENGTHS, TWIN_SINKS = "attention/test_twin_lengths.py", "attention/test_twin_sinks.py"
+TWIN_LENGTHS, PACKED = "attention/test_twin_lengths.py", "attention/test_packed.py"
 APPEND, TREES, CACHE_ERRORS, CACHE_NAMES = (f"caches/test_{name}.py" for name in (
     "append", "tree_mask", "cache_errors", "cache_names"))
 ACTIVATE, FACADE, RANKS = "facade/test_activate.py", "facade/test_facade.py", "distributed/test_distributed.py"
@@ -262,7 +262,7 @@ MUTANTS = [
      "facade/test_mha.py -k from_torch"),
     ("minimal_attn/flash_attn.py", "out_of_any_dtype",
      "(out.dtype, out.device) != (dtype, q.device) or", "out.device != q.device or",
-     f"{CACHE_ERRORS} {LENGTHS} -k 'bad_input or errors or names'"),
+     f"{CACHE_ERRORS} {PACKED} -k 'bad_input or errors or names'"),
     ("minimal_attn/flash_attn_kvcache.py", "combine_reads_empty_parts", ".masked_fill(is_empty[..., None], 0)", "",
      CACHE_NAMES + " -k combine"),
     ("minimal_attn/distributed/pieces.py", "window_between_ranks_one_short", "min(row_end, key_end + left)",

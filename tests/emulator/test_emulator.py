@@ -64,7 +64,7 @@ KERNEL_CASES = {
                   "interleaved", "leftpad", "leftpad_pages", "batch_idx", "window", "window_both", "softcap", "alibi",
                   "sinks", "everything", "packed_shapes", "packed_joins", "packed_padding", "packed_ones", "tiny_scale",
                   "seqused_q", "no_splits", "tiles_and_splits", "three_splits", "scale_30", "clamped", "tree",
-                  "tree_64", "tree_causal"],
+                  "tree_tiles", "tree_64", "tree_causal"],
     "decode_sm90.cu": ["tall_64", "tall_narrow", "tall_pages", "tall_splits", "tall_everything", "tall_tree",
                        "prefill_pages", "prefill_interleaved", "prefill_leftpad", "prefill_batch_idx",
                        "prefill_clamped", "mixed_lengths", "mixed_padding", "all_kernels"],
