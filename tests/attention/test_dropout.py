@@ -1,7 +1,5 @@
 """Dropout: Philox against its published answers, the mask against plain Python, and what attention does with it."""
 
-import dataclasses
-import functools
 import math
 
 import pytest
@@ -11,11 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cases import SEED, check_lse, slow_unless
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, WITHOUT_DROPOUT, captured
-from minimal_attn import (FlashMHA, available_backends, choice, flash_attention, flash_attn_func, force_kernel,
-                          reference_attention)
-from minimal_attn.backends import Lengths, Options
+from minimal_attn import available_backends, flash_attention, flash_attn_func, force_kernel, reference_attention
+from minimal_attn.backends import Lengths
 from minimal_attn.dropout import keep_count, keep_mask, keep_scale, philox, seed_with_origins
-from minimal_attn.interface import BACKENDS
 from minimal_attn.scores import visible_keys
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -76,20 +72,13 @@ def keep_one(seed, dropout_p, batch, head, row, col):
     return number >= round(dropout_p * 2**15)
 
 
-@pytest.mark.parametrize("seed", [0, SEED, -1, -2**63, 2**63 - 1])
+@pytest.mark.parametrize("seed", [SEED, -1, 2**63 - 1])
 def test_keep_mask_against_plain_python(seed):
     shape = B, H, Sq, Sk = 2, 3, 37, 21
     mask = keep_mask(seed_of(seed), 0.3, *shape, DEVICE)
     assert mask.dtype == torch.bool and mask.shape == shape
     assert mask.tolist() == [[[[keep_one(seed, 0.3, b, h, i, j) for j in range(Sk)] for i in range(Sq)]
                               for h in range(H)] for b in range(B)]
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 16, 8), (3, 2, 17, 33), (1, 5, 40, 47), (0, 5, 0, 47)], ids=str)
-def test_keep_mask_does_not_depend_on_the_shape(shape):
-    whole = keep_mask(seed_of(), 0.5, 3, 5, 50, 48, DEVICE)
-    B, H, Sq, Sk = shape
-    assert keep_mask(seed_of(), 0.5, *shape, DEVICE).equal(whole[:B, :H, :Sq, :Sk])
 
 
 # Of two samples that are parts of a larger problem: first row, first key, first head, sample.
@@ -112,7 +101,7 @@ def test_keep_mask_of_a_part():
                                for i in range(20)] for h in range(2)]]
 
 
-@pytest.mark.parametrize("dropout_p", [1e-3, 0.1, 0.25, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("dropout_p", [1e-3, 0.1, 0.5, 0.999])
 def test_keep_mask_has_the_rate(dropout_p):
     kept = keep_mask(seed_of(), dropout_p, 2, 4, 256, 256, DEVICE)
     for part in kept, kept[:, :, ::16, 1::16]:  # all, and one of the eight numbers
@@ -146,24 +135,17 @@ def test_dropout_p_is_rounded(backend, dropout_p):
     torch.testing.assert_close(drop(q, k, v, dropout_p, backend).double(), want, rtol=1e-5, atol=1e-5)
 
 
-@each_backend
-@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"seq_lens": [9, 30]},
-                                     {"causal": True, "seq_lens": [9, 30]}], ids=str)
+@pytest.mark.parametrize("backend", FORM_SCORES)
+@pytest.mark.parametrize("dropout_p, options", [(0.5, {}), (0.1, {"causal": True}), (1.0, {"seq_lens": [9, 30]}),
+                                                (0.3, {"causal": True, "seq_lens": [9, 30]})], ids=str)
 def test_dropout_after_softmax(backend, dropout_p, options):
-    inputs = qkv(Sq=30 if "seq_lens" in options else 21, Sk=30, dtype=torch.float32)
-    q, k, v = (x.double() for x in inputs)
+    """By the definition. The kernels are compared with the reference below."""
+    q, k, v = qkv(Sq=30, Sk=30)
     p = probabilities(q, k, v, **options)
     keep = keep_mask(seed_of(), dropout_p, *p.shape, DEVICE)
-    want = p * keep * keep_scale(dropout_p) @ v.repeat_interleave(2, 1)
-    want_lse = reference_attention(q, k, v, **options, return_lse=True)[1]
-    if backend in FORM_SCORES or (backend, DEVICE) == ("cuda", "cpu"):
-        out, lse = drop(q, k, v, dropout_p, backend, **options, return_lse=True)
-        torch.testing.assert_close(out, want)
-        torch.testing.assert_close(lse, want_lse)
-    out, lse = drop(*inputs, dropout_p, backend, **options, return_lse=True)
-    torch.testing.assert_close(out, want.float(), rtol=1e-5, atol=1e-5)
-    check_lse(lse, want_lse)
+    out, lse = drop(q, k, v, dropout_p, backend, **options, return_lse=True)
+    torch.testing.assert_close(out, p * keep * keep_scale(dropout_p) @ v.repeat_interleave(2, 1))
+    torch.testing.assert_close(lse, reference_attention(q, k, v, **options, return_lse=True)[1])
 
 
 def test_dropout_in_flash_attn_func_and_reference():
@@ -179,22 +161,6 @@ def test_dropout_in_flash_attn_func_and_reference():
         want.transpose(1, 2))
     out, lse, probs = flash_attn_func(q, k, v, 0.3, causal=True, dropout_seed=seed_of(), return_attn_probs=True)
     assert out.equal(want.transpose(1, 2)) and lse.equal(want_lse) and probs is None
-
-
-@each_backend
-def test_3d_is_4d_with_one_head(backend):
-    q, k, v = qkv(H=1, Hk=1, dtype=torch.float32)
-    options = {"dropout_p": 0.3, "dropout_seed": seed_of(), "backend": backend}
-    want = flash_attention(q, k, v, **options)
-    assert flash_attention(q[:, 0], k[:, 0], v[:, 0], **options).equal(want[:, 0])
-    want = reference_attention(q, k, v, dropout_p=0.3, dropout_seed=seed_of())
-    assert reference_attention(q[:, 0], k[:, 0], v[:, 0], dropout_p=0.3, dropout_seed=seed_of()).equal(want[:, 0])
-
-
-@pytest.mark.parametrize("backend", FORM_SCORES)
-def test_16_bit_inputs_keep_their_dtype(backend):
-    q, k, v = qkv(dtype=torch.bfloat16)
-    assert drop(q, k, v, 0.3, backend).equal(drop(q.float(), k.float(), v.float(), 0.3, backend).bfloat16())
 
 
 def test_fp8_on_the_reference():
@@ -228,8 +194,8 @@ def test_seed_is_drawn_by_torch_manual_seed(backend):
 
 
 @pytest.mark.parametrize("backend, dynamic", [
-    pytest.param(name, dynamic, marks=slow_unless(not dynamic, name == "cuda")) for name in available_backends()
-    for dynamic in (False, True) if not dynamic or name != "reference"])
+    *((name, False) for name in available_backends()),
+    *(pytest.param(name, True, marks=slow_unless(False, name == "cuda")) for name in available_backends())])
 def test_compiles_as_one_graph(backend, dynamic):
     """One for all seeds, forward and backward, and with dynamic shapes for all lengths."""
     torch.compiler.reset()
@@ -271,30 +237,14 @@ def test_seed_is_never_read_on_the_host(backend):
             assert out.shape == dq.shape == q.shape and lse.shape == q.shape[:3]
 
 
-def test_auto_backend_does_not_depend_on_dropout(monkeypatch):
-    chosen = []
-    for name, backend in BACKENDS.items():
-        record = lambda q, *args, name=name, **options: chosen.append(name) or (q, None)  # noqa: E731
-        monkeypatch.setitem(BACKENDS, name, dataclasses.replace(backend, forward=record, why_not=lambda device: None))
-    monkeypatch.setattr(choice, "_first_available", lambda: "cuda")
-    on_cpu = torch.empty(2, 4, 20, 16)
-    with FakeTensorMode():
-        on_gpu = torch.empty(2, 4, 20, 16, device="cuda")
-        for dropout_p in (0.0, 0.3):
-            for x in (on_gpu, on_gpu.to(torch.float8_e5m2), on_gpu.half().requires_grad_()):
-                flash_attention(x, x, x, dropout_p=dropout_p)
-    for dropout_p in (0.0, 0.3):
-        flash_attention(on_cpu, on_cpu, on_cpu, dropout_p=dropout_p)
-    assert chosen == ["cuda", "triton", "cuda"] * 2 + ["torch"] * 2
-
-
+@each_backend
 @pytest.mark.parametrize("dropout_seed", [None, seed_of(), 5])
-@pytest.mark.parametrize("dropout_p", [0.0, -0.0, 0])
-def test_seed_is_ignored_without_dropout(dropout_p, dropout_seed):
+def test_seed_is_ignored_without_dropout(backend, dropout_seed):
     inputs = qkv(dtype=torch.float32)
-    for attention in (flash_attention, reference_attention):
-        got = attention(*inputs, dropout_p=dropout_p, dropout_seed=dropout_seed)
-        assert got.equal(attention(*inputs))
+    for dropout_p in (0.0, -0.0, 0):
+        options = dict(dropout_p=dropout_p, dropout_seed=dropout_seed)
+        assert flash_attention(*inputs, **options, backend=backend).equal(flash_attention(*inputs, backend=backend))
+        assert reference_attention(*inputs, **options).equal(reference_attention(*inputs))
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 2, 20, 20), (2, 4, 2, 0, 20), (2, 4, 2, 20, 0)], ids=str)
@@ -307,20 +257,12 @@ def test_empty_inputs(backend, shape):
 
 
 @pytest.mark.parametrize("error, match, dropout_p, dropout_seed", [
-    (ValueError, r"dropout_p must be in \[0, 1\], got -0.1", -0.1, None),
-    (ValueError, r"dropout_p must be in \[0, 1\], got 1.5", 1.5, None),
-    (ValueError, r"dropout_p must be in \[0, 1\], got nan", math.nan, None),
-    (TypeError, "dropout_p must be a number, got True", True, None),
-    (TypeError, "dropout_p must be a number, got False", False, None),
-    (TypeError, "dropout_p must be a number, got '0.5'", "0.5", None),
-    (TypeError, "dropout_p must be a number, got None", None, None),
-    (TypeError, "dropout_p must be a number, got a torch.float32 tensor", torch.tensor(0.5), None),
-    (TypeError, rf"torch.tensor\(\[5\], device='{DEVICE}.*'\), got 5", 0.5, 5),
-    (TypeError, "dropout_seed must be a dense tensor", 0.5, seed_of().to_sparse()),
-    (TypeError, "dropout_seed must be one int64 .* got torch.int32 of shape", 0.5, seed_of().int()),
-    (ValueError, r"dropout_seed must be one int64 .* shape \(2,\)", 0.5, torch.tensor([1, 2], device=DEVICE)),
-    (ValueError, r"dropout_seed must be one int64 .* shape \(0,\)", 0.5, seed_of()[:0]),
-    (ValueError, "dropout_seed must be one int64 .* on meta", 0.5, seed_of().to("meta")),
+    *((ValueError, r"dropout_p must be in \[0, 1\]", p, None) for p in (-0.1, 1.5, math.nan)),
+    *((TypeError, "dropout_p must be a number", p, None) for p in (True, False, "0.5", None, torch.tensor(0.5))),
+    *((TypeError, "dropout_seed", 0.5, seed) for seed in (seed_of().to_sparse(), seed_of().int())),
+    (TypeError, r"torch.tensor\(\[5\], device=", 0.5, 5),  # as it should be
+    *((ValueError, "dropout_seed must be one int64", 0.5, seed) for seed in
+      (torch.tensor([1, 2], device=DEVICE), seed_of()[:0], seed_of().to("meta"))),
     (ValueError, r"or of shape \(9,\), with the four origins of each sample", 0.5, seed_of().repeat(5)),
     *(pytest.param(ValueError, "the first row and the first key, multiples of 16", 0.5,
                    torch.tensor([5, 16, 32, 0, 0, *origin], device=DEVICE),
@@ -333,13 +275,6 @@ def test_bad_input(error, match, dropout_p, dropout_seed):
         args = [x.transpose(1, 2) for x in inputs] if attention is flash_attn_func else inputs
         with pytest.raises(error, match=match):
             attention(*args, dropout_p=dropout_p, dropout_seed=dropout_seed)
-
-
-def test_arguments_are_keyword_only():
-    with pytest.raises(TypeError, match="positional"):
-        flash_attention(*qkv(), False, None, None, 0.1)
-    with pytest.raises(TypeError, match="positional"):
-        reference_attention(*qkv(), False, None, None, 0.1)
 
 
 # Kernels by name.
@@ -373,11 +308,9 @@ def masks(q, k, v, dropout_p, backend, **options):
 
 
 @pytest.mark.parametrize("shape, options, seed", [
-    (dict(Sq=1, Sk=1), {}, 0), (dict(Sq=15, Sk=17), {}, -1),
+    (dict(Sq=15, Sk=17), {}, -1),
     (dict(H=2, Hk=1, Sq=70, Sk=70, D=40), dict(causal=True, seq_lens=[9, 70]), 2**63 - 1),
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in (
-        (dict(Sq=64, Sk=33, D=64), {}, -2**63),
-        (dict(B=1, H=2, Sq=70, Sk=150, D=80), dict(causal=True), 2**62),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in (  # the tiles of each width
         (dict(B=1, H=2, Sq=150, Sk=70, D=96), dict(causal=True), 7),
         (dict(B=1, H=2, Hk=1, Sq=131, Sk=133, D=128), {}, SEED), (dict(B=1, H=3, Hk=1, Sq=66, Sk=65, D=256), {}, 5))),
 ], ids=str)
@@ -393,7 +326,7 @@ def test_kernel_drops_what_keep_mask_says(impl, dtype, shape, options, seed):
 
 
 @pytest.mark.parametrize("shape, options", [
-    (dict(H=2, Hk=1, D=40), dict(causal=True)), (dict(Sq=40, Sk=33), dict(softcap=3.0)),
+    (dict(H=2, Hk=1, Sq=37, Sk=41, D=40), dict(causal=True)), (dict(H=2, Hk=1, Sq=33, Sk=33, D=40), dict(softcap=3.0)),
     pytest.param(dict(H=3, Hk=1, D=128), {}, marks=pytest.mark.slow),
     pytest.param(dict(H=2, D=192), {}, marks=pytest.mark.slow)], ids=str)
 @each_impl
@@ -433,7 +366,7 @@ def test_kernel_drops_of_packed_parts_what_the_whole_drops(impl, dtype):
 
 
 @pytest.mark.parametrize("dropout_p, shape, options", [
-    (0.5, dict(B=1, Sq=100), dict(causal=True)), (0.5, dict(D=40, Sq=30), dict(causal=True)),
+    (0.5, dict(B=1, Sq=100, D=40), dict(causal=True)),
     (0.1, dict(H=2, Hk=1, Sq=70), dict(causal=True, seq_lens=[9, 70])), (1.0, dict(Sq=20, Sk=20), dict(causal=True)),
     (0.9, dict(B=1, H=1, Hk=1, Sq=20, D=128), dict(sm_scale=-0.5)), (1e-12, dict(Sq=20, Sk=20), dict()),
 ], ids=str)
@@ -454,44 +387,6 @@ def test_kernel_against_reference(impl, dtype, shape, options, dropout_p):
     for x, y in zip(got, wants):
         assert x.dtype == dtype
         torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance * max(1, y.abs().max().item()))
-
-
-@each_impl
-def test_dropout_p_of_0_and_almost_0_change_nothing(impl, dtype):
-    backend = IMPLEMENTATIONS[impl][0]
-    inputs = kernel_inputs(impl, dtype)
-    want = flash_attention(*inputs, causal=True, backend=backend)
-    assert drop(*inputs, 0.0, backend, causal=True).equal(want)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(drop(*inputs, 1e-12, backend, causal=True), want, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl not in ("cuda:sm80", "torch")])  # sm80 is above
-def test_16_bits_have_the_same_mask(impl, dtype):
-    q, k, v = kernel_inputs(impl, dtype, B=1, Sq=70, Sk=33, D=80)
-    want = keep_mask(seed_of(device=q.device), 0.4, *q.shape[:3], k.shape[2], q.device)
-    assert all(mask.equal(want) for mask in masks(q, k, v, 0.4, IMPLEMENTATIONS[impl][0]))
-
-
-@each_impl
-def test_kernel_reads_any_strides(impl, dtype):
-    q, k, v = kernel_inputs(impl, dtype, H=2, Hk=1, Sq=70 if HAS_GPU else 33)
-    attend = lambda *qkv: drop(*qkv, 0.3, IMPLEMENTATIONS[impl][0], causal=True, deterministic=True)  # noqa: E731
-    gradients = lambda out: torch.autograd.grad(out.square().sum(), (q, k, v))  # noqa: E731
-    want = attend(q, k, v)
-    exactly = dict(rtol=1e-5, atol=1e-5) if impl == "torch" else dict(rtol=0, atol=0)
-    assert_same = functools.partial(torch.testing.assert_close, **exactly)
-    for layout in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT):
-        out = attend(*map(layout, (q, k, v)))
-        assert_same(out, want)
-        for x, y in zip(gradients(out), gradients(attend(q, k, v))):
-            torch.testing.assert_close(x, y)
-    assert_same(attend(*(x[:1, :1] for x in (q, k, v))), want[:1, :1])  # the mask knows no shape
-    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), 0.3, causal=True,
-                          dropout_seed=seed_of(device=q.device), backend=IMPLEMENTATIONS[impl][0])
-    assert_same(out.transpose(1, 2), want)
 
 
 @pytest.mark.gpu
@@ -521,14 +416,6 @@ def test_gradients_of_sm90_have_the_mask_of_sm80(D, options):
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * float(y.abs().max()))
 
 
-@pytest.mark.parametrize("impl", WITHOUT_DROPOUT)
-def test_kernels_without_dropout_refuse_it(impl):
-    inputs = qkv(D=64, dtype=torch.float16 if impl in OF_16_BITS else torch.float32)
-    with pytest.raises(ValueError, match=f"the forced kernel {impl[5:]} cannot serve: it has no dropout"):
-        drop(*inputs, 0.3, "cuda")
-    flash_attention(*inputs, backend="cuda")
-
-
 def test_fp8_dropout_in_triton():
     pytest.importorskip("triton", reason="triton is not installed")
     if HAS_GPU and torch.cuda.get_device_capability() < (8, 9):
@@ -538,43 +425,11 @@ def test_fp8_dropout_in_triton():
     torch.testing.assert_close(out, want, rtol=0.05, atol=0.05)
 
 
-@each_impl
-def test_opcheck(impl, dtype):
-    if impl == "torch":
-        pytest.skip("not an op of ours")
-    q, k, v = kernel_inputs(impl, dtype, Sq=20, Sk=24)
-    seed = seed_of(device=q.device)
-    drop(q, k, v, 0.3, IMPLEMENTATIONS[impl][0])  # which registers the ops
-    op = torch.ops.minimal_attn.triton_forward if impl == "triton" else torch.ops.minimal_attn.flash_forward
-    options = Options(0.25, (-1, 0), dropout_p=0.3, dropout_seed=seed)
-    torch.library.opcheck(op.default, (q, k, v, *options.of_op(), True))
-
-
-@each_backend
-def test_flash_mha_trains_alike_on_every_backend(backend):
-    """Three steps of FlashMHA from the same seed: every backend drops the same, so every backend learns the same."""
-    def train(backend):
-        torch.manual_seed(3)
-        module = FlashMHA(32, 4, 2, dropout=0.3, causal=True, device=DEVICE, backend=backend)
-        x = torch.randn(2, 20, 32, device=DEVICE)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-        losses = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            losses.append(module(x).square().sum())
-            losses[-1].backward()
-            optimizer.step()
-        return torch.stack(losses).detach(), *(parameter.detach() for parameter in module.parameters())
-
-    got, want = train(backend), train("reference")
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    assert len(set(got[0].tolist())) == 3
-
-
 @pytest.mark.gpu
 @each_impl
 def test_graph_replay_reads_the_seed_again(impl, dtype):
-    """Forward and backward in one CUDA graph: what changes the seed in place changes the mask of both."""
+    """Forward and backward in one CUDA graph: what changes the seed in place changes the mask of both. Without a seed
+    of the caller's, torch's generator, which graphs know, draws one in each replay."""
     backend, device = IMPLEMENTATIONS[impl]
     if backend == "torch" or device == "cpu":
         pytest.skip("is not captured")
@@ -591,18 +446,8 @@ def test_graph_replay_reads_the_seed_again(impl, dtype):
         results.append([x.clone() for x in gradients])
         assert all(map(torch.equal, results[-1], step()))
     assert all(map(torch.equal, results[0], results[2])) and not results[0][2].equal(results[1][2])
-
-
-@pytest.mark.gpu
-@each_impl
-def test_graph_replay_draws_a_seed(impl, dtype):
-    """Without a seed of the caller's, torch's generator, which graphs know, draws one in each replay."""
-    backend, device = IMPLEMENTATIONS[impl]
-    if backend == "torch" or device == "cpu":
-        pytest.skip("is not captured")
-    q, k, v = (x.detach() for x in kernel_inputs(impl, dtype))
-    attend = lambda: flash_attention(q, k, v, dropout_p=0.5, backend=backend)  # noqa: E731
-    graph, out = captured(attend)
+    with torch.no_grad():
+        graph, out = captured(lambda: flash_attention(q, k, v, dropout_p=0.5, backend=backend))
     graph.replay()
     first = out.clone()
     graph.replay()

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import time
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from test_backward import check, make_all
 pytestmark = pytest.mark.gpu
 WITH_BACKWARD = ["cuda:simt", "cuda:sm80", "cuda:sm90", "triton"]
 each_kernel_with_backward = pytest.mark.parametrize("impl", WITH_BACKWARD)
-each_kernel_of_16_bits = pytest.mark.parametrize("impl", WITH_BACKWARD)
 each_kernel = pytest.mark.parametrize("impl", [*WITH_BACKWARD, *FORWARD_ONLY])
 CASE = Case("gpu", B=3, H=48, Hk=24, Sq=200, Sk=200, causal=True)  # more tiles of rows than a GPU has SMs
 
@@ -38,25 +36,9 @@ def dtype(impl):
 each_kernel_and_dtype_of_sm90 = pytest.mark.parametrize("impl, dtype", [
     *(pytest.param(impl, dtype_of(impl), id=impl) for impl in (*WITH_BACKWARD, *FORWARD_ONLY)),
     pytest.param("cuda:sm90", torch.float16, id="cuda:sm90-float16")])
-each_tile_of_sm90 = pytest.mark.parametrize("D, Sk", [(64, 300), (96, 300), (128, 300), (128, 2100), (192, 300),
-                                                      (256, 300)])
-
-
-@each_kernel
-@pytest.mark.parametrize("has_lens", [False, True])
-def test_graph_capture_and_replay(backend, dtype, has_lens):
-    q, k, v = make_inputs(CASE, dtype, "cuda")
-    seq_lens = torch.tensor([200, 7, 64], device="cuda") if has_lens else None
-    run = lambda: flash_attention(q, k, v, True, seq_lens=seq_lens, return_lse=True, backend=backend)  # noqa: E731
-    graph, (out, lse) = captured(run)
-    for seed in (1, 2):
-        for x, new in zip((q, k, v), make_inputs(CASE, dtype, "cuda", seed)):
-            x.copy_(new)
-        if has_lens:
-            seq_lens.copy_(torch.tensor([100, 200, seed]))
-        graph.replay()
-        want, want_lse = run()
-        assert out.equal(want) and lse.equal(want_lse)
+each_tile_of_sm90 = pytest.mark.parametrize("D, Sk, causal", [
+    (64, 300, False), (64, 300, True), (96, 300, False), (128, 300, True), (128, 2100, False), (128, 2100, True),
+    (192, 300, False), (256, 300, True)])
 
 
 @each_kernel
@@ -79,22 +61,6 @@ def test_seq_lens_under_capture_are_clamped(backend, dtype):
 
 
 @each_kernel
-def test_side_stream(backend, dtype):
-    """The launch belongs to the caller's stream: inputs that only that stream has written are seen."""
-    q, k, v = make_inputs(CASE, dtype, "cuda")
-    want = flash_attention(q, k, v, True, backend=backend)
-    late = torch.zeros_like(q)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # a tenth of a second
-        late.copy_(q)
-        out = flash_attention(late, k, v, True, backend=backend)
-    stream.synchronize()
-    assert out.equal(want)
-
-
-@each_kernel
 @pytest.mark.parametrize("causal", [False, True])
 def test_several_streams_at_once(backend, dtype, causal):
     """What a launch needs beside its tensors is its own: counters, workspaces."""
@@ -114,20 +80,18 @@ def test_several_streams_at_once(backend, dtype, causal):
 
 
 @each_kernel_and_dtype_of_sm90
-@pytest.mark.parametrize("causal", [False, True])
 @each_tile_of_sm90
-def test_same_bits_in_200_runs(impl, backend, dtype, D, Sk, causal):
+def test_same_bits_in_100_runs(impl, backend, dtype, D, Sk, causal):
     case = dataclasses.replace(CASE, Sq=300, Sk=Sk, D=D)
     if not serves(impl, case, dtype):
         pytest.skip("cannot serve it")
     q, k, v = make_inputs(case, dtype, "cuda")
     want = flash_attention(q, k, v, causal, return_lse=True, backend=backend)
-    for _ in range(200):
+    for _ in range(100):
         assert all(map(torch.equal, flash_attention(q, k, v, causal, return_lse=True, backend=backend), want))
 
 
 @each_kernel_and_dtype_of_sm90
-@pytest.mark.parametrize("causal", [False, True])
 @each_tile_of_sm90
 def test_batch_invariance_of_a_full_gpu(impl, backend, dtype, D, Sk, causal):
     """Alone it leaves SMs idle; among others a block of threads has several tiles, of rows and of samples."""
@@ -142,7 +106,7 @@ def test_batch_invariance_of_a_full_gpu(impl, backend, dtype, D, Sk, causal):
 
 
 @each_kernel
-@pytest.mark.parametrize("H, Hk", [(4, 4), (16, 1), (12, 2)])
+@pytest.mark.parametrize("H, Hk", [(16, 1), (12, 4)])
 def test_batch_invariance_of_gradients(backend, dtype, H, Hk):
     """Neither on how many samples and heads there are, nor on the padding; query heads that share keys are split."""
     case = Case("samples", B=6, H=H, Hk=Hk, Sq=700, Sk=700, D=64)
@@ -160,8 +124,8 @@ def test_batch_invariance_of_gradients(backend, dtype, H, Hk):
 @pytest.mark.parametrize("H, Hk, S, D", [(64, 32, 512, 256), (48, 24, 1000, 128), (12, 6, 2200, 128), (18, 9, 4100, 64),
                                          (16, 2, 4100, 64)])
 def test_gradients_of_shared_keys_in_waves(backend, dtype, H, Hk, S, D):
-    """Blocks go backwards along the rows in even waves of tiles and forwards in odd ones, with all heads that share keys
-    at the same rows. Each step counts once, as in a deterministic pass, which goes head by head."""
+    """Blocks go backwards along the rows in even waves of tiles and forwards in odd ones, with all heads that share
+    keys at the same rows. Each step counts once, as in a deterministic pass, which goes head by head."""
     case = Case("waves", B=1, H=H, Hk=Hk, Sq=S, Sk=S, D=D)
     q, k, v = (x.requires_grad_() for x in make_inputs(case, dtype, "cuda"))
     dout = torch.randn_like(q)
@@ -171,24 +135,12 @@ def test_gradients_of_shared_keys_in_waves(backend, dtype, H, Hk, S, D):
         assert (x - want).float().norm() < 0.01 * want.float().norm()  # not so if both are 0
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@each_kernel
-def test_tensors_on_another_gpu(backend, dtype):
-    inputs = make_inputs(CASE, dtype, "cuda:0")
-    want = flash_attention(*inputs, True, backend=backend)
-    for device in (0, 1):
-        with torch.cuda.device(device):
-            out = flash_attention(*(x.to("cuda:1") for x in inputs), True, backend=backend)
-            assert out.device == torch.device("cuda:1") and out.to("cuda:0").equal(want)
-
-
 def gradients(attend, q, k, v, dout, **options):
     return torch.autograd.grad(attend(q, k, v, **options), (q, k, v), dout)
 
 
 @pytest.mark.parametrize("impl", ["cuda:sm90"])
-@pytest.mark.parametrize("H, Hk", [(24, 24), (48, 24), (8, 1)])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("H, Hk, causal", [(24, 24, True), (48, 24, False), (8, 1, False), (8, 1, True)])
 @pytest.mark.parametrize("D, S", [(64, 2100), (128, 2000), (128, 2100), (256, 2100)])
 def test_dq_while_other_blocks_compute(D, S, causal, H, Hk, impl):
     """The kernel of dq begins while blocks of the one before it still compute. A gradient that lacks one of 16 or more
@@ -212,8 +164,7 @@ def test_dq_while_other_blocks_compute(D, S, causal, H, Hk, impl):
 
 
 @each_kernel
-@pytest.mark.parametrize("has_lens", [False, True])
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("has_lens, D", [(False, 128), (True, 64)])
 def test_graph_of_forward_and_backward(backend, dtype, has_lens, D, monkeypatch):
     if backend == "triton":
         monkeypatch.setattr("triton_ref.attention_bwd.MIN_WORK_FOR_A_STREAM", 0)
@@ -257,7 +208,7 @@ def test_backward_on_a_side_stream(backend, dtype, D, monkeypatch):
     assert all(map(torch.equal, got, want))
 
 
-@each_kernel_of_16_bits
+@each_kernel_with_backward
 @needs_gib(60)
 def test_more_than_2_31_elements_of_q(backend, much_memory):
     rows, D = 2**25 + 100, 64
@@ -272,7 +223,7 @@ def test_more_than_2_31_elements_of_q(backend, much_memory):
     check_lse(lse[:, :, -300:], ref_lse)
 
 
-@each_kernel_of_16_bits
+@each_kernel_with_backward
 @needs_gib(60)
 def test_more_than_2_31_elements_of_k_and_v(backend, much_memory):
     """Only the last of 33 million keys match the query, so the result is theirs alone."""
@@ -358,26 +309,21 @@ def test_gradients_of_more_than_2_31_elements(backend, long, much_memory):
 
 
 @each_kernel
-def test_more_than_65535_heads_and_samples(backend, dtype):
-    case = Case("many", B=1, H=70000, Hk=70000, Sq=3, Sk=5, D=16)
-    q, k, v = make_inputs(case, dtype, "cuda")
-    ref, ref_lse = exact(case, q, k, v)
-    for transpose in (False, True):
-        x = [t.transpose(0, 1) if transpose else t for t in (q, k, v)]
-        out, lse = flash_attention(*x, return_lse=True, backend=backend)
-        out, lse = (out.transpose(0, 1), lse.transpose(0, 1)) if transpose else (out, lse)
-        check_error(out, ref, base(case, q, k, v))
-        check_lse(lse, ref_lse)
-
-
-@each_kernel_with_backward
-def test_gradients_of_more_than_65535_heads_and_samples(impl, backend, dtype):
+def test_more_than_65535_heads_and_samples(impl, backend, dtype):
     case = Case("many", B=1, H=70000, Hk=70000, Sq=3, Sk=5, D=16)
     *qkv, dout = make_all(case, dtype, "cuda")
+    ref, ref_lse = exact(case, *(x.detach() for x in qkv))
     for transpose in (False, True):
-        x = [t.detach().transpose(0, 1) if transpose else t.detach() for t in (*qkv, dout)]
-        got = gradients(flash_attention, *(t.requires_grad_() for t in x[:3]), x[3], backend=backend)
-        check(case, [t.transpose(0, 1) if transpose else t for t in got], *qkv, dout)
+        def turned(x):
+            return x.transpose(0, 1) if transpose else x
+
+        inputs = [turned(x.detach()).requires_grad_() for x in qkv]
+        out, lse = flash_attention(*inputs, return_lse=True, backend=backend)
+        check_error(turned(out.detach()), ref, base(case, *(x.detach() for x in qkv)))
+        check_lse(turned(lse.detach()), ref_lse)
+        if impl in WITH_BACKWARD:
+            got = torch.autograd.grad(out, inputs, turned(dout))
+            check(case, [turned(x) for x in got], *qkv, dout)
 
 
 @each_kernel

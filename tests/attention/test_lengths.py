@@ -2,7 +2,6 @@
 against a loop over samples in fp64."""
 
 import dataclasses
-import inspect
 import itertools
 import math
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch.testing import assert_close
 import minimal_attn
 from cases import SEED, compiler_for, make_tensor, slow_unless
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES, WITHOUT_DROPOUT, captured
-from minimal_attn import FlashMHA, flash_attention, flash_attn_func, pad_input, reference_attention, unpad_input
+from minimal_attn import FlashMHA, flash_attention, reference_attention
 from minimal_attn.backends import Lengths, Options
 from minimal_attn.dropout import keep_mask, keep_scale
 from minimal_attn.reference import reference_forward
@@ -56,6 +55,7 @@ class Batch:
     layout: str = "bhsd"
     head_dim_v: Optional[int] = None  # D, if None
     has_sinks: bool = False
+    spare: int = 0  # rows and keys behind the last packed sample
 
     def __str__(self):
         return self.name
@@ -63,7 +63,7 @@ class Batch:
     def shapes(self):
         """Of q, k, v and out."""
         B = 1 if self.is_packed else len(self.rows)
-        rows, keys = (sum(sizes) if self.is_packed else sizes[0] for sizes in (self.rows, self.keys))
+        rows, keys = (sum(x) + self.spare if self.is_packed else x[0] for x in (self.rows, self.keys))
         head_dim_v = self.head_dim_v or self.D
         return [(B, self.H, rows, self.D), (B, self.Hk, keys, self.D), (B, self.Hk, keys, head_dim_v),
                 (B, self.H, rows, head_dim_v)]
@@ -96,14 +96,15 @@ class Batch:
 
 
 BATCHES = [
-    Batch("packed", (5, 17, 1, 40), (9, 3, 33, 40)),
+    Batch("packed", (5, 17, 1, 40), (9, 3, 33, 40), spare=5),
     Batch("packed_causal", (5, 17, 40), (9, 3, 70), causal=True),
     Batch("empty_samples", (0, 5, 0, 0, 20, 0), (3, 0, 7, 0, 21, 0), causal=True),
     Batch("first_is_long", (70, 1, 65), (64, 130, 66)),
     Batch("one_sample", (33,), (65,), causal=True),
     Batch("seqused", (9, 17, 8, 5), (9, 21, 8, 7), seqused_q=(3, 17, 0, 5), causal=True),
     Batch("seqused_k", (9, 17, 8, 5), (9, 21, 8, 7), seqused_k=(9, 2, 8, 0), causal=True),
-    Batch("seqused_both", (9, 17, 80), (9, 21, 70), seqused_q=(7, 0, 66), seqused_k=(1, 21, 65), window=(20, 3)),
+    Batch("seqused_both", (9, 17, 80), (9, 21, 70), seqused_q=(7, 0, 66), seqused_k=(1, 21, 65), window=(20, 3),
+          spare=3),
     Batch("shared_keys", (9, 12, 7), (0, 0, 60), seqused_k=(30, 60, 21), begin_k=(0, 0, 20), causal=True),
     Batch("packed_window", (5, 70, 1, 40), (9, 33, 33, 90), window=(7, 2)),
     Batch("packed_window_causal", (5, 70, 40), (9, 33, 90), window=(7, -1), causal=True, layout="bshd"),
@@ -111,8 +112,8 @@ BATCHES = [
     # Philox draws for groups of 16 keys: here a window begins in the middle of one.
     Batch("window_dropout", (40,), (45,), window=(4, 3), dropout_p=0.2, is_packed=False),
     *(Batch(f"window_{left}_{right}_{rows}_{keys}", (rows,) * 2, (keys,) * 2, window=(left, right), is_packed=False)
-      for left, right in ((0, 0), (3, 0), (0, 5), (20, 70), (-1, 4), (6, -1), (-1, 0)) for rows, keys in
-      ((70, 70), (40, 100), (100, 40))),
+      for left, right, rows, keys in ((0, 0, 70, 70), (3, 0, 40, 100), (0, 5, 100, 40), (20, 70, 100, 40),
+                                      (-1, 4, 40, 100), (6, -1, 70, 70), (6, -1, 100, 40), (-1, 0, 40, 100))),
     Batch("window_causal", (70,) * 2, (90,) * 2, window=(13, 7), causal=True, is_packed=False, layout="slice"),
     Batch("static_cache", (3,) * 4, (90,) * 4, seqused_k=(90, 3, 40, 0), causal=True, is_packed=False),
     Batch("padded_seqused", (40,) * 4, (70,) * 4, seqused_q=(0, 40, 13, 5), seqused_k=(70, 0, 13, 65), is_packed=False),
@@ -136,9 +137,12 @@ BATCHES = [
     Batch("D8_256", (70, 9), (64, 40), window=(20, 5), D=8, head_dim_v=256, has_sinks=True),
 ]
 GATE = {"packed_causal", "empty_samples", "seqused_both", "shared_keys", "packed_window", "packed_dropout",
-        "window_dropout", "window_3_0_40_100", "window_0_5_100_40", "static_cache", "padded_seqused_window",
+        "window_dropout", "window_3_0_40_100", "window_0_5_100_40", "static_cache", "padded_seqused_q",
+        "padded_seqused_window",
         "sinks_more_rows", "sinks_packed", "sinks_seqused_dropout", "v_narrow", "v_wide", "v_packed_window",
         "v_dropout_sinks"}
+GATE_OF_TWIN = GATE - ({"shared_keys", "window_3_0_40_100", "window_0_5_100_40", "sinks_more_rows", "v_narrow",
+                        "v_dropout_sinks"} if not HAS_GPU else set())
 
 
 def make(batch, dtype, device, seed=0):
@@ -170,31 +174,37 @@ def window_of(batch):
     return batch.window[0], 0 if batch.causal else batch.window[1]
 
 
-def by_loop(batch, q, k, v, sinks=None):
-    """(out, lse) in fp64, a sample at a time, by the definitions."""
+def by_loop(batch, q, k, v, sinks=None, softcap=0.0, alibi_slopes=None, attn_bias=None):
+    """(out, lse) in fp64, one sample after the other."""
     q, k, v = (x.double() for x in (q, k, v))
     sinks = q.new_full((batch.H,), -math.inf) if sinks is None else sinks.double()
     out, lse = q.new_zeros(batch.shapes()[3]), q.new_full(q.shape[:3], -math.inf)
-    left, right = window_of(batch)
+    left, right = (math.inf if n < 0 else n for n in window_of(batch))
     for sample, (b, rows, keys) in enumerate(batch.samples()):
         seqlen_q, seqlen_k = rows.stop - rows.start, keys.stop - keys.start
-        sees = torch.tensor([[(left < 0 or j >= i + seqlen_k - seqlen_q - left)
-                              and (right < 0 or j <= i + seqlen_k - seqlen_q + right) for j in range(seqlen_k)]
-                             for i in range(seqlen_q)], dtype=torch.bool).view(seqlen_q, seqlen_k)
-        for i in range(seqlen_q):
-            cols = sees[i].nonzero().squeeze(1).to(q.device)
-            if not len(cols):
-                lse[b, :, rows.start + i] = sinks
-                continue
-            ks, vs = (x[b, :, keys][:, cols].repeat_interleave(batch.H // batch.Hk, 0) for x in (k, v))
-            scores = (q[b, :, rows][:, i, None] @ ks.mT).squeeze(1) / math.sqrt(batch.D)
-            lse[b, :, rows.start + i] = torch.cat([scores, sinks[:, None]], 1).logsumexp(-1)
-            p = torch.cat([scores, sinks[:, None]], 1).softmax(-1)[:, :-1]
-            if batch.dropout_p:
-                seed = torch.tensor([SEED], device=q.device)
-                kept = keep_mask(seed, batch.dropout_p, sample + 1, batch.H, seqlen_q, seqlen_k, q.device)
-                p = p * kept[sample, :, i][:, cols] * keep_scale(batch.dropout_p)
-            out[b, :, rows.start + i] = (p[:, None] @ vs).squeeze(1)
+        ks, vs = (x[b, :, keys].repeat_interleave(batch.H // batch.Hk, 0) for x in (k, v))
+        scores = q[b, :, rows] @ ks.mT / math.sqrt(batch.D)
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
+        place = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
+        before = (place - torch.arange(seqlen_k, device=q.device)).double()
+        if alibi_slopes is not None:
+            slopes = alibi_slopes.double().expand(len(batch.rows), -1)[sample]
+            scores = scores - slopes[:, None, None] * before.abs()
+        if attn_bias is not None:
+            bias = attn_bias.expand(len(batch.rows), batch.H, batch.rows[0], batch.keys[0])
+            bias = bias[sample, :, :seqlen_q, :seqlen_k]
+            scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
+        is_hidden = (before > left) | (-before > right) | (scores == -math.inf)
+        scores = torch.cat([scores.masked_fill(is_hidden, -math.inf), sinks[:, None, None].expand(-1, seqlen_q, 1)], 2)
+        is_empty = (scores == -math.inf).all(2)
+        total = scores.masked_fill(is_empty[..., None], 0).logsumexp(2)
+        p = (scores - total[..., None]).exp()[..., :-1]
+        if batch.dropout_p:
+            seed = torch.tensor([SEED], device=q.device)
+            kept = keep_mask(seed, batch.dropout_p, sample + 1, batch.H, seqlen_q, seqlen_k, q.device)
+            p = p * kept[sample] * keep_scale(batch.dropout_p)
+        out[b, :, rows], lse[b, :, rows] = p @ vs, total.masked_fill(is_empty, -math.inf)
     return out, lse
 
 
@@ -235,13 +245,14 @@ def check_batch(impl, batch, dtype, seed=0):
         close(got, torch.zeros_like(got, dtype=torch.float64) if ref is None else ref, 3 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("batch", [pytest.param(x, id=x.name, marks=slow_unless(x.name in GATE)) for x in BATCHES])
-@each_impl
+@pytest.mark.parametrize("impl, batch", [
+    pytest.param(impl, x, id=f"{impl}-{x}", marks=slow_unless(x.name in (GATE_OF_TWIN if impl == "triton" else GATE)))
+    for impl in IMPLS for x in BATCHES])
 def test_against_a_loop(impl, batch, poisoned_outputs):
     if not serves(impl, batch):
         pytest.skip("has no dropout")
-    if impl == "triton" and not HAS_GPU and batch.name not in GATE:
-        pytest.skip("slow in Triton's interpreter, which has those of the gate")
+    if impl == "triton" and batch.name not in GATE:
+        pytest.skip("Triton, slow to interpret and to compile, has those of the gate")
     check_batch(impl, batch, DTYPES[impl])
 
 
@@ -295,16 +306,15 @@ def test_drawn_batches(impl, poisoned_outputs):
 
 
 @each_impl
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_neighbours_never_reach_a_sample(impl, value):
-    """Sample 1 is as it is alone, whatever the others hold, in gradients too."""
+def test_neighbours_never_reach_a_sample(impl):
+    """The sample in the middle is as it is alone, whatever the others hold, in gradients too."""
     batch = Batch("neighbours", (20, 33, 7), (18, 40, 9), window=(9, -1), causal=True)
     q, k, v, dout, dlse = make(batch, DTYPES[impl], IMPLS[impl][1])
     _, (_, rows, keys), _ = batch.samples()
     results = []
-    for junk in (0, value):
+    for before, behind in ((0, 0), (math.nan, math.inf)):
         for x, mine in ((q, rows), (k, keys), (v, keys), (dout, rows)):
-            x[:, :, :mine.start], x[:, :, mine.stop:] = junk, junk
+            x[:, :, :mine.start], x[:, :, mine.stop:] = before, behind
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         out, lse = run(impl, batch, *inputs)
         dq, dk, dv = torch.autograd.grad([out, lse], inputs, [dout, dlse])
@@ -314,23 +324,36 @@ def test_neighbours_never_reach_a_sample(impl, value):
         assert_close(got, want, rtol=0, atol=0)
 
 
-@each_kernel
-def test_nan_before_every_window_reaches_nothing(impl):
-    batch = Batch("hidden", (4, 4), (100, 100), is_packed=False, window=(4, 0))
-    q, k, v, dout, dlse = make(batch, DTYPES[impl], IMPLS[impl][1])
-    results = []
+HIDDEN = [Batch("alike", (4, 4), (100, 100), is_packed=False, window=(4, 0)),
+          Batch("packed", (5, 33, 1), (100, 150, 70), window=(4, 0)),
+          Batch("padded", (33, 33), (150, 150), (5, 33), (100, 150), window=(0, 2), is_packed=False)]
+
+
+def check_hidden_keys(impl, batch, dtype):
+    """NaN in the keys that a window hides from all rows of a sample changes nothing; their gradients are 0."""
+    q, k, v, dout, dlse = make(batch, dtype, IMPLS[impl][1])
+    left, results = batch.window[0], []
     for junk in (0, math.nan):
-        k[:, :, :92], v[:, :, :92] = junk, junk
+        for b, rows, keys in batch.samples():
+            hidden = slice(keys.start, keys.stop - (rows.stop - rows.start) - left)
+            k[b, :, hidden], v[b, :, hidden] = junk, junk
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        out, lse = run(impl, batch, *inputs)
+        out, lse = run(impl, batch, *inputs, deterministic=True)
         results.append([out, lse, *torch.autograd.grad([out, lse], inputs, [dout, dlse])])
+        for x in results[-1][3:]:
+            assert (x[b, :, hidden] == 0).all()
     assert all(map(torch.equal, *results))
 
 
 @each_kernel
-@pytest.mark.parametrize("D, window", [(40, (-1, 0)), *(
-    pytest.param(D, window, marks=pytest.mark.slow)
-    for D, window in ((64, (-1, 0)), (128, (-1, 0)), (40, (-1, 320)), (40, (320, -1))))], ids=str)
+@pytest.mark.parametrize("batch", HIDDEN, ids=str)
+def test_nan_before_every_window_reaches_nothing(impl, batch):
+    check_hidden_keys(impl, batch, DTYPES[impl])
+
+
+@each_kernel
+@pytest.mark.parametrize("D, window", [(40, (-1, 0)), *(pytest.param(D, window, marks=pytest.mark.slow)
+                                                        for D, window in ((128, (-1, 0)), (40, (320, -1))))], ids=str)
 def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D, window):
     """Nor where a window is a bound by the length of the batch alone."""
     rows, keys = ((20, 133, 7, 300), (18, 140, 9, 310)) if HAS_GPU else ((20, 66, 1, 7), (18, 70, 90, 9))
@@ -349,82 +372,6 @@ def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D, window):
             assert x.equal(y[:, :, part])
 
 
-@each_kernel
-def test_deterministic(impl):
-    rows, keys = ((40, 533, 7), (18, 540, 9)) if HAS_GPU else ((20, 33, 7), (18, 40, 9))
-    batch = Batch("deterministic", rows, keys, window=(60, 5), has_sinks=True)
-    q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
-    inputs = [x.requires_grad_() for x in (q, k, v, *make_sinks(batch, DTYPES[impl], IMPLS[impl][1]))]
-    first, second = (torch.autograd.grad(run(impl, batch, *inputs, deterministic=True)[0], inputs, dout)
-                     for _ in range(2))
-    assert all(map(torch.equal, first, second))
-
-
-@pytest.mark.parametrize("impl", [pytest.param(x, marks=slow_unless(x != "triton")) for x in KERNELS])
-def test_max_seqlen_of_shared_keys(impl):
-    """Gradients do not depend on max_seqlen_k, nor on the run, and a wrong one is an error where it can be seen. Without
-    gradients the keys are read where samples share them."""
-    device = IMPLS[impl][1]
-    batch = next(x for x in BATCHES if x.name == "shared_keys")
-    q, k, v, dout, _ = make(batch, DTYPES[impl], device)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    want, *others = (torch.autograd.grad(run(impl, batch, *inputs, deterministic=True, max_seqlen_k=x)[0], inputs, dout)
-                     for x in (None, 60, torch.tensor(60, device=device)))
-    assert all(map(torch.equal, want * len(others), sum(others, ())))
-    if device == "cpu":
-        with pytest.raises(ValueError, match="max_seqlen_k must be at least the largest of seqused_k, 60, got 59"):
-            run(impl, batch, *inputs, max_seqlen_k=59)
-    with torch.no_grad():  # which copies no keys, and needs none
-        out = run(impl, batch, *inputs, max_seqlen_k=59)[0]
-    close(out, run(impl, batch, *inputs)[0].detach().double(), TOLERANCE[DTYPES[impl]])
-
-
-@pytest.mark.parametrize("impl", [pytest.param(x, marks=slow_unless(x != "triton")) for x in KERNELS])
-def test_shared_keys_of_heads_that_overlap(impl):
-    """Of a signal: the copies of keys have a contiguous last dimension."""
-    device, dtype = IMPLS[impl][1], DTYPES[impl]
-    q = torch.randn(1, 2, 9, 8, device=device, dtype=dtype)
-    signal = torch.randn(64, device=device, dtype=dtype)
-    k = signal.as_strided((1, 2, 50, 8), (64, 1, 1, 1)).detach().requires_grad_()
-    lengths = {name: ints(*x, device=device) for name, x in
-               dict(cu_seqlens_q=(0, 4, 9), cu_seqlens_k=(0, 0, 50), seqused_k=(30, 50)).items()}
-    out, want = (flash_attention(q, k, k, **lengths, backend=backend) for backend in (IMPLS[impl][0], "reference"))
-    close(out.detach(), want.detach().double(), TOLERANCE[dtype])
-    got, want = (torch.autograd.grad(x.square().sum(), k)[0] for x in (out, want))
-    assert want.any()
-    close(got, want.double(), 3 * TOLERANCE[dtype])
-
-
-@each_impl
-@pytest.mark.parametrize("is_packed", [True, False])
-def test_gradcheck(impl, is_packed):
-    if DTYPES[impl] != torch.float64:
-        pytest.skip("no fp64")
-    batch = Batch("gradcheck", (4, 4), (5, 5), (4, 2), None if is_packed else (3, 5), window=(2, 1), D=3, H=2,
-                  Hk=1, is_packed=is_packed, dropout_p=0.2)
-    inputs = [x.nan_to_num().requires_grad_() for x in make(batch, torch.float64, IMPLS[impl][1])[:3]]
-    sees = by_loop(batch, *inputs)[1] > -math.inf
-    torch.autograd.gradcheck(lambda *qkv: [x[sees] for x in run(impl, batch, *qkv)], inputs, fast_mode=True)
-
-
-@each_impl
-def test_packed_drops_what_padded_drops(impl):
-    if impl in WITHOUT_DROPOUT:
-        pytest.skip("has no dropout")
-    rows, keys = (13, 20), (20, 9)
-    packed = Batch("packed", rows, keys, dropout_p=0.4)
-    padded = Batch("padded", (20, 20), (20, 20), rows, keys, dropout_p=0.4, is_packed=False)
-    q, k, v, _, _ = make(padded, DTYPES[impl], IMPLS[impl][1])
-    out, lse = run(impl, padded, q, k, v)
-
-    def pack(x, sizes):
-        return torch.cat([x[b, :, :n] for b, n in enumerate(sizes)], 1)[None]
-
-    got, got_lse = run(impl, packed, pack(q, rows), pack(k, keys), pack(v, keys))
-    close(got, pack(out, rows).double(), TOLERANCE[out.dtype])
-    close(got_lse, pack(lse, rows).double(), 1e-5)
-
-
 @each_impl
 def test_windows_that_hide_nothing(impl):
     q, k, v, _, _ = make(Batch("any", (20,), (33,), is_packed=False), DTYPES[impl], IMPLS[impl][1])
@@ -438,8 +385,7 @@ def test_windows_that_hide_nothing(impl):
         assert not flash_attention(q, k, v, window_size=window, backend=backend).equal(want)
 
 
-WINDOWS = [torch.tensor([7, 3]), torch.tensor([7, 3], dtype=torch.int32), (torch.tensor(7), 3), numpy.array([7, 3]),
-           [numpy.int64(7), numpy.int32(3)]]
+WINDOWS = [torch.tensor([7, 3]), (torch.tensor(7), 3), numpy.array([7, 3])]
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=repr)
@@ -447,17 +393,11 @@ def test_window_size_is_whatever_unpacks_into_two_ints(window):
     """flash-attn's own tests draw it with torch.randint, and make (window_size[0], 0) of it for causal attention."""
     q, k, v = (torch.randn(2, 20, 4, 40, device=DEVICE) for _ in "qkv")
     heads_first, packed = [x.transpose(1, 2) for x in (q, k, v)], [x.flatten(0, 1) for x in (q, k, v)]
-    qkv, kv, cu_seqlens = torch.stack([q, k, v], 2), torch.stack([k, v], 2), ints(0, 20, 40, device=DEVICE)
-    lengths = cu_seqlens, cu_seqlens, 20, 20
     want = reference_attention(*(x.double() for x in heads_first), window_size=(7, 3)).transpose(1, 2)
-    calls = {
-        "flash_attn_func": (q, k, v), "flash_attn_qkvpacked_func": (qkv,), "flash_attn_kvpacked_func": (q, kv),
-        "flash_attn_varlen_func": (*packed, *lengths),
-        "flash_attn_varlen_qkvpacked_func": (qkv.flatten(0, 1), cu_seqlens, 20),
-        "flash_attn_varlen_kvpacked_func": (packed[0], kv.flatten(0, 1), *lengths),
-        "flash_attn_with_kvcache": (q, k, v)}
+    calls = {"func": (q, k, v), "with_kvcache": (q, k, v),
+             "varlen_func": (*packed, *[ints(0, 20, 40, device=DEVICE)] * 2)}
     for name, arguments in calls.items():
-        got = getattr(minimal_attn, name)(*arguments, window_size=window)
+        got = getattr(minimal_attn, f"flash_attn_{name}")(*arguments, window_size=window)
         close(got.view(want.shape), want, TOLERANCE[torch.float32])
     for call in (flash_attention, reference_attention, minimal_attn.attention_with_kvcache):
         close(call(*heads_first, window_size=window).transpose(1, 2), want, TOLERANCE[torch.float32])
@@ -507,42 +447,30 @@ def ints(*values, **options):
 
 CU = ints(0, 4, 10)
 BAD = [
-    (ValueError, "must both be given, or neither", dict(cu_seqlens_q=CU)),
-    (ValueError, "must both be given, or neither", dict(cu_seqlens_k=CU)),
-    (TypeError, "cu_seqlens_q must be a torch.Tensor, got list", dict(cu_seqlens_q=[0, 10], cu_seqlens_k=CU)),
-    (TypeError, "cu_seqlens_q must be int32, got torch.int64", dict(cu_seqlens_q=CU.long(), cu_seqlens_k=CU)),
+    (ValueError, "must both be given", dict(cu_seqlens_q=CU)),
+    (ValueError, "must both be given", dict(cu_seqlens_k=CU)),
+    (TypeError, "cu_seqlens_q must be a torch.Tensor", dict(cu_seqlens_q=[0, 10], cu_seqlens_k=CU)),
+    (TypeError, "cu_seqlens_q must be int32", dict(cu_seqlens_q=CU.long(), cu_seqlens_k=CU)),
     (ValueError, "cu_seqlens_k must be on the same device", dict(cu_seqlens_q=CU, cu_seqlens_k=CU.to("meta"))),
     (ValueError, "cu_seqlens_k must be contiguous", dict(cu_seqlens_q=CU, cu_seqlens_k=ints(0, 1, 4, 5, 10, 11)[::2])),
-    (ValueError, "contiguous and of one dimension", dict(cu_seqlens_q=CU[None], cu_seqlens_k=CU[None])),
+    (ValueError, "of one dimension", dict(cu_seqlens_q=CU[None], cu_seqlens_k=CU[None])),
     (ValueError, r"one shape \(B \+ 1,\)", dict(cu_seqlens_q=CU, cu_seqlens_k=CU[:2])),
-    (ValueError, "with B at least 1", dict(cu_seqlens_q=CU[:1], cu_seqlens_k=CU[:1])),
+    (ValueError, "B at least 1", dict(cu_seqlens_q=CU[:1], cu_seqlens_k=CU[:1])),
     (ValueError, "cu_seqlens_q must start at 0", dict(cu_seqlens_q=ints(1, 4, 10), cu_seqlens_k=CU)),
-    (ValueError, r"stay within 0\.\.10", dict(cu_seqlens_q=ints(0, 4, 11), cu_seqlens_k=CU)),
-    (ValueError, r"stay within 0\.\.10", dict(cu_seqlens_q=CU, cu_seqlens_k=ints(0, -1, 10))),
+    (ValueError, "cu_seqlens_q.* within", dict(cu_seqlens_q=ints(0, 4, 11), cu_seqlens_k=CU)),
+    (ValueError, "cu_seqlens_k.* within", dict(cu_seqlens_q=CU, cu_seqlens_k=ints(0, -1, 10))),
     (ValueError, "cu_seqlens_k must ascend", dict(cu_seqlens_q=CU, cu_seqlens_k=ints(0, 8, 4))),
-    (ValueError, r"seqused_q must have shape \(2,\)", dict(cu_seqlens_q=CU, cu_seqlens_k=CU, seqused_q=ints(1))),
-    (ValueError, r"seqused_q must be in 0\.\.4 for sample 0", dict(cu_seqlens_q=CU, cu_seqlens_k=CU,
-                                                                   seqused_q=ints(5, 1))),
-    (ValueError, r"seqused_k must be in 0\.\.6 for sample 1, got 7", dict(cu_seqlens_q=CU, cu_seqlens_k=CU,
-                                                                          seqused_k=ints(10, 7))),
-    (ValueError, r"seqused_k must have shape \(1,\)", dict(seqused_k=ints(1, 2))),
-    (ValueError, r"seqused_k must be in 0\.\.10 for sample 0, got 11", dict(seqused_k=ints(11))),
-    (ValueError, r"seqused_q must be in 0\.\.10 for sample 0, got -1", dict(seqused_q=ints(-1))),
-    (ValueError, "seq_lens cannot be given together", dict(seq_lens=[3], seqused_k=ints(3))),
-    (ValueError, "seq_lens cannot be given together", dict(seq_lens=[3], cu_seqlens_q=CU, cu_seqlens_k=CU)),
-    (TypeError, "window_size must be a pair of ints", dict(window_size=3)),
-    (TypeError, "window_size must be a pair of ints", dict(window_size=(3,))),
-    (TypeError, "window_size must be a pair of ints", dict(window_size=(3.0, 0))),
-    (TypeError, "window_size must be a pair of ints", dict(window_size=(True, 0))),
-    (TypeError, "window_size must be a pair of ints", dict(window_size=torch.tensor([3.0, 0.0]))),
-    (TypeError, "window_size must be a pair of ints", dict(window_size=torch.tensor([3, 0, 0]))),
-    (TypeError, "window_size must be a pair of ints", dict(window_size=torch.tensor([[3], [0]]))),
-    (TypeError, "window_size must be a pair of ints", dict(window_size=torch.tensor(3))),
-    (TypeError, "window_size must be a pair of ints", dict(window_size=(torch.tensor(True), 0))),
-    (TypeError, "window_size must be a pair of ints", dict(window_size=numpy.array([3.0, 0.0]))),
-    (TypeError, "window_size must be a pair of ints", dict(window_size="30")),
-    (ValueError, "window_size must be at least -1", dict(window_size=torch.tensor([3, -2]))),
-    (TypeError, "window_size must be a pair of ints", dict(window_size=None)),
+    (ValueError, "seqused_q must have shape", dict(cu_seqlens_q=CU, cu_seqlens_k=CU, seqused_q=ints(1))),
+    (ValueError, "seqused_q must be in .* sample 0", dict(cu_seqlens_q=CU, cu_seqlens_k=CU, seqused_q=ints(5, 1))),
+    (ValueError, "seqused_k must be in .* sample 1", dict(cu_seqlens_q=CU, cu_seqlens_k=CU, seqused_k=ints(10, 7))),
+    (ValueError, "seqused_k must have shape", dict(seqused_k=ints(1, 2))),
+    (ValueError, "seqused_k must be in .* got 11", dict(seqused_k=ints(11))),
+    (ValueError, "seqused_q must be in .* got -1", dict(seqused_q=ints(-1))),
+    (ValueError, "seq_lens cannot", dict(seq_lens=[3], seqused_k=ints(3))),
+    (ValueError, "seq_lens cannot", dict(seq_lens=[3], cu_seqlens_q=CU, cu_seqlens_k=CU)),
+    *((TypeError, "window_size must be a pair of ints", dict(window_size=window)) for window in
+      (3, (3,), (3.0, 0), (True, 0), "30", None, torch.tensor([3.0, 0.0]), torch.tensor([3, 0, 0]),
+       (torch.tensor(True), 0), numpy.array([3.0, 0.0]))),
     (ValueError, "window_size must be at least -1", dict(window_size=(3, -2))),
     (ValueError, "max_seqlen_q must not be negative", dict(max_seqlen_q=-1, cu_seqlens_q=CU, cu_seqlens_k=CU)),
     (TypeError, "max_seqlen_k must be", dict(max_seqlen_k=True, cu_seqlens_q=CU, cu_seqlens_k=CU)),
@@ -559,12 +487,6 @@ def test_bad_input(error, match, arguments):
     for call in (reference_attention, minimal_attn.which_kernel):
         with pytest.raises(error, match=match):
             call(q, q, q, **arguments)
-
-
-def test_packed_inputs_are_of_one_batch():
-    q = torch.randn(2, 2, 10, 16)
-    with pytest.raises(ValueError, match=r"q, k and v must be packed, \(1, H, T, D\)"):
-        flash_attention(q, q, q, cu_seqlens_q=CU, cu_seqlens_k=CU)
 
 
 def op_of(impl):
@@ -607,20 +529,6 @@ def test_ops_survive_what_does_not_ascend(impl):
             backward(q, None, q, q, q, out, lse, *options, deterministic=True)
 
 
-@each_kernel
-@pytest.mark.parametrize("batch", [
-    Batch("packed", (9, 11), (7, 20), (9, 5), window=(7, 2), H=2),
-    Batch("padded", (20,) * 2, (24,) * 2, (9, 5), (24, 5), window=(7, -1), H=2, is_packed=False, layout="bshd")],
-    ids=str)
-def test_opcheck(impl, batch):
-    q, k, v, dout, dlse = (x.nan_to_num() for x in make(batch, DTYPES[impl], IMPLS[impl][1]))
-    forward, backward = op_of(impl)
-    options = Options(0.2, batch.window, Lengths(**batch.lengths(q.device))).of_op()
-    torch.library.opcheck(forward.default, (q, k, v, *options))
-    out, lse = forward(q, k, v, *options)
-    torch.library.opcheck(backward.default, (dout, dlse, q, k, v, out, lse, *options, impl != "triton"))
-
-
 @each_impl
 @pytest.mark.parametrize("shares_keys", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compile_fullgraph(impl, shares_keys):
@@ -655,7 +563,7 @@ def test_compile_fullgraph(impl, shares_keys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl", [x for x in IMPLS if IMPLS[x] != ("cuda", "cpu")])
+@pytest.mark.parametrize("impl", ["reference", "torch"])  # test_packed.py has the kernels
 def test_cuda_graph_with_other_lengths_in_each_replay(impl):
     batch = Batch("graph", (50, 150), (60, 140), window=(70, -1), causal=True, has_sinks=True, head_dim_v=64)
     q, k, v, _, _ = make(batch, DTYPES[impl], "cuda")
@@ -678,226 +586,3 @@ def test_cuda_graph_with_other_lengths_in_each_replay(impl):
 def test_lists_of_ops_and_options_agree():
     assert len(Options(1.0).of_op()) == 13 and Lengths._fields == ("cu_seqlens_q", "cu_seqlens_k", "seqused_q",
                                                                   "seqused_k")
-
-
-# The functions of flash-attn.
-
-TAIL = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
-        "return_attn_probs")
-LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-POSITIONS = {
-    "flash_attn_func": ("q", "k", "v", *TAIL), "flash_attn_qkvpacked_func": ("qkv", *TAIL),
-    "flash_attn_kvpacked_func": ("q", "kv", *TAIL), "flash_attn_varlen_func": ("q", "k", "v", *LENGTHS, *TAIL,
-                                                                               "block_table"),
-    "flash_attn_varlen_qkvpacked_func": ("qkv", "cu_seqlens", "max_seqlen", *TAIL),
-    "flash_attn_varlen_kvpacked_func": ("q", "kv", *LENGTHS, *TAIL),
-}
-KEYWORDS = {"out", "s_aux", "learnable_sink", "sinks", "return_softmax_lse", "num_splits", "pack_gqa", "sm_margin",
-            "fa_version", "dropout_seed", "return_lse", "backend", "score_mod", "mask_mod", "aux_tensors"}
-
-
-@pytest.mark.parametrize("name", POSITIONS)
-def test_positions_are_those_of_flash_attn_2(name):
-    parameters = inspect.signature(getattr(minimal_attn, name)).parameters.values()
-    assert tuple(x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD) == POSITIONS[name]
-    named = {x.name for x in parameters if x.kind == x.KEYWORD_ONLY}
-    assert named >= KEYWORDS
-    if "varlen" in name:
-        assert named >= {"seqused_q", "seqused_k", "scheduler_metadata", "page_table", "dynamic_causal", "min_seqlen_k",
-                         "gather_kv_indices"}
-    assert not any(x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD) for x in parameters)
-
-
-VARLEN = Batch("varlen", (5, 17, 20), (9, 3, 33), window=(7, -1), causal=True)
-
-
-def rows_first(x):
-    return x[0].transpose(0, 1).contiguous()
-
-
-def varlen(device="cpu", dtype=torch.float32):
-    q, k, v, _, _ = make(VARLEN, dtype, device)
-    lengths = VARLEN.lengths(device)
-    return [rows_first(x) for x in (q, k, v)], [lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], 20, 33]
-
-
-@each_impl
-def test_flash_attn_varlen_func(impl):
-    backend, device = IMPLS[impl]
-    (q, k, v), lengths = varlen(device, DTYPES[impl])
-    want, want_lse = run(impl, VARLEN, *(x.transpose(0, 1)[None] for x in (q, k, v)))
-    call = minimal_attn.flash_attn_varlen_func
-    options = dict(causal=True, window_size=(7, 0), backend=backend)
-    out, lse, probs = call(q, k, v, *lengths, **options, return_attn_probs=True)
-    assert out.shape == q.shape and out.equal(rows_first(want)) and lse.equal(want_lse[0]) and probs is None
-    for name in ("return_lse", "return_softmax_lse"):
-        got = call(q, k, v, *lengths, **options, **{name: True})
-        assert len(got) == 2 and got[0].equal(out) and got[1].equal(lse)
-    place = torch.empty_like(q)
-    assert call(q, k, v, *lengths, **options, out=place) is place and place.equal(out)
-    tuned = call(q, k, v, *lengths, **options, num_splits=3, pack_gqa=True, sm_margin=4, fa_version=3,
-                 scheduler_metadata=torch.zeros(8, device=device))
-    assert tuned.equal(out)
-    packed = minimal_attn.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), *lengths, **options)
-    assert_close(packed, out)
-
-
-@each_impl
-def test_flash_attn_packed_funcs(impl):
-    backend, device = IMPLS[impl]
-    q, k, v = (torch.randn(2, 20, 4, 40, device=device, dtype=DTYPES[impl]) for _ in "qkv")
-    qkv, options = torch.stack([q, k, v], 2), dict(causal=True, window_size=(7, 0), backend=backend)
-    want = flash_attn_func(q, k, v, **options)
-    assert_close(minimal_attn.flash_attn_qkvpacked_func(qkv, **options), want)
-    assert_close(minimal_attn.flash_attn_kvpacked_func(q, qkv[:, :, 1:], **options), want)
-    cu_seqlens = ints(0, 20, 40, device=device)
-    got = minimal_attn.flash_attn_varlen_qkvpacked_func(qkv.flatten(0, 1), cu_seqlens, 20, **options)
-    close(got.view(want.shape), want.double(), TOLERANCE[want.dtype])
-
-
-@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale", "qv", "attention_chunk"])
-def test_what_is_not_there_is_refused_by_name(name):
-    value = 16 if name == "attention_chunk" else torch.ones(4)
-    (q, k, v), lengths = varlen()
-    with pytest.raises(NotImplementedError, match=f"^flash_attn_varlen_func: {name} is not supported yet"):
-        minimal_attn.flash_attn_varlen_func(q, k, v, *lengths, **{name: value})
-    with pytest.raises(NotImplementedError, match=f"^flash_attn_func: {name} is not supported yet"):
-        flash_attn_func(q[None], k[None], v[None], **{name: value})
-
-
-def test_flash_attn_bad_input():
-    (q, k, v), lengths = varlen()
-    call = minimal_attn.flash_attn_varlen_func
-    for error, match, bad in [
-            (ValueError, r"out must be torch.float32 of shape \(42, 4, 40\)", lambda: call(q, k, v, *lengths, out=k)),
-            (ValueError, "out must be", lambda: call(q, k, v, *lengths, out=torch.empty_like(q).half())),
-            (TypeError, "out must be a torch.Tensor", lambda: call(q, k, v, *lengths, out=3)),
-            (ValueError, "cu_seqlens_q must be given", lambda: call(q, k, v, None)),
-            (ValueError, "out cannot be given where gradients are wanted",
-             lambda: call(q.clone().requires_grad_(), k, v, *lengths, out=torch.empty_like(q))),
-            (ValueError, r"flash_attn_varlen_func: q must be \(T, H, D\)", lambda: call(q[None], k, v, *lengths)),
-            (ValueError, r"qkv must be \(T, 3, H, D\)",
-             lambda: minimal_attn.flash_attn_varlen_qkvpacked_func(q[:, None], lengths[0], 20)),
-            (ValueError, r"kv must be \(B, S, 2, H, D\)",
-             lambda: minimal_attn.flash_attn_kvpacked_func(q[None], k[None])),
-            (ValueError, "seqused_k without cu_seqlens_k needs a page table",
-             lambda: call(q, k, v, lengths[0], None, 20, 33, seqused_k=ints(1, 2, 3))),
-            (ValueError, "must both be given", lambda: call(q, k, v, lengths[0])),
-            (TypeError, "max_seqlen_q must be", lambda: call(q, k, v, *lengths[:2], 2.0, 3))]:
-        with pytest.raises(error, match=match):
-            bad()
-
-
-def test_calls_of_transformers_and_vllm():
-    """As they are spelled there. test_kvcache.py has those of caches."""
-    (q, k, v), (cu_seqlens_q, cu_seqlens_k, *_) = varlen()
-    want = minimal_attn.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, 20, 33, causal=True,
-                                               window_size=(7, 0))
-    assert minimal_attn.flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=torch.tensor(20),
-        max_seqlen_k=torch.tensor(33), causal=True, softmax_scale=40**-0.5, window_size=(7, 7)).equal(want)
-    out = torch.empty_like(q)
-    minimal_attn.flash_attn_varlen_func(
-        q=q, k=k, v=v, out=out, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=20, max_seqlen_k=33,
-        softmax_scale=40**-0.5, causal=True, alibi_slopes=None, window_size=[7, 0], softcap=0, scheduler_metadata=None,
-        fa_version=3, q_descale=None, k_descale=None, v_descale=None, num_splits=1, s_aux=None)
-    assert out.equal(want)
-    assert minimal_attn.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=True, window_size=(7, None),
-                                               return_softmax_lse=True)[0].equal(want)
-    flash_attn_func(q[None], q[None], q[None], window_size=None)
-
-
-# FlashMHA, and what it packs with.
-
-def mask_of(kind):
-    """bool (3, 12), True where a position is valid."""
-    lengths = torch.tensor([12, 0, 5], device=DEVICE)[:, None]
-    position = torch.arange(12, device=DEVICE)
-    if kind == "right":
-        return position < lengths
-    if kind == "left":
-        return position >= 12 - lengths
-    return torch.rand(3, 12, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.6
-
-
-@pytest.mark.parametrize("kind", ["right", "left", "holes"])
-def test_unpad_input_and_pad_input(kind):
-    mask, x = mask_of(kind), torch.randn(3, 12, 2, 5, device=DEVICE)
-    packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(x, mask)
-    assert packed.equal(x[mask]) and indices.equal(mask.flatten().nonzero()[:, 0])
-    assert seqused.tolist() == mask.sum(1).tolist() and max_seqlen == max(seqused.tolist())
-    assert cu_seqlens.tolist() == [0, *itertools.accumulate(seqused.tolist())]
-    assert cu_seqlens.dtype == seqused.dtype == torch.int32
-    assert pad_input(packed, indices, 3, 12).equal(x.masked_fill(~mask[..., None, None], 0))
-
-
-def test_pad_input_bad_input():
-    x, indices = torch.randn(4, 5), torch.arange(4)
-    for error, match, arguments in [
-            (TypeError, "hidden_states must be a torch.Tensor", (3, indices, 2, 3)),
-            (TypeError, "batch must be an int, got True", (x, indices, True, 4)),
-            (TypeError, "seqlen must be an int, got 4.0", (x, indices, 1, 4.0)),
-            (ValueError, "batch must not be negative, got -1", (x, indices, -1, -4)),
-            (TypeError, "indices must be int64, got torch.int32", (x, indices.int(), 2, 3)),
-            (ValueError, r"indices must be \(4,\) on cpu", (x, indices[1:], 2, 3)),
-            (ValueError, "hidden_states has 4 rows, more than batch · seqlen = 3", (x, indices, 1, 3))]:
-        with pytest.raises(error, match=match):
-            pad_input(*arguments)
-
-
-@each_impl
-def test_left_padding_by_packing(impl):
-    """A decoding step with left padding: the last 3 rows of samples whose keys end with theirs, as one packed batch."""
-    backend, device = IMPLS[impl]
-    q, k, v = (torch.randn(3, S, H, 40, device=device, dtype=DTYPES[impl]) for S, H in ((3, 4), (12, 2), (12, 2)))
-    mask = mask_of("left").to(device)
-    rows, indices, cu_seqlens_q, max_seqlen_q, _ = unpad_input(q, mask[:, -3:])
-    keys, _, cu_seqlens_k, max_seqlen_k, _ = unpad_input(torch.stack([k, v], 2), mask)
-    options = dict(causal=True, window_size=(3, 0), backend=backend)
-    packed = minimal_attn.flash_attn_varlen_kvpacked_func(rows, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                                                          max_seqlen_k, **options)
-    out = pad_input(packed, indices, 3, 3)
-    assert out.shape == q.shape and (out[1] == 0).all()
-    for b in (0, 2):
-        want = flash_attn_func(q[b:b + 1], k[b:b + 1, mask[b]], v[b:b + 1, mask[b]], **options)
-        close(out[b], want[0].double(), TOLERANCE[out.dtype])
-
-
-@pytest.mark.parametrize("backend", minimal_attn.interface.BACKENDS)
-@pytest.mark.parametrize("kind", ["right", "left", "holes"])
-def test_flash_mha_with_a_mask(kind, backend):
-    """Each sample as it is alone, without what is not valid, which changes nothing."""
-    module = FlashMHA(32, 4, 2, causal=True, window_size=(3, -1), device=DEVICE, backend=backend)
-    mask, x = mask_of(kind), torch.randn(3, 12, 32, device=DEVICE)
-    x[~mask] = math.nan
-    out = module(x, key_padding_mask=mask)
-    assert out.shape == x.shape and (out[~mask] == 0).all()
-    for b in range(3):
-        if mask[b].any():
-            assert_close(out[b, mask[b]], module(x[b, mask[b]][None])[0], rtol=1e-4, atol=1e-5)
-    out.sum().backward()
-    assert all(p.grad.isfinite().all() for p in module.parameters())
-
-
-@pytest.mark.parametrize("backend", minimal_attn.interface.BACKENDS)
-def test_flash_mha_of_a_packed_batch(backend):
-    module, x = FlashMHA(32, 4, causal=True, device=DEVICE, backend=backend), torch.randn(20, 32, device=DEVICE)
-    cu_seqlens = ints(0, 13, 20, device=DEVICE)
-    want = torch.cat([module(x[None, :13])[0], module(x[None, 13:])[0]])
-    for max_seqlen in (None, 13, torch.tensor(13)):
-        assert_close(module(x, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen), want, rtol=1e-4, atol=1e-5)
-
-
-def test_flash_mha_bad_input():
-    module, x, mask = FlashMHA(32, 4, device=DEVICE), torch.randn(3, 12, 32, device=DEVICE), mask_of("left")
-    for error, match, arguments in [
-            (ValueError, "at most one of", dict(seq_lens=[3, 3, 3], key_padding_mask=mask)),
-            (TypeError, "key_padding_mask must be bool", dict(key_padding_mask=mask.float())),
-            (ValueError, r"key_padding_mask must have shape \(3, 12\)", dict(key_padding_mask=mask[1:])),
-            (ValueError, "max_seqlen is of a packed batch", dict(max_seqlen=12)),
-            (ValueError, r"x must be \(T, 32\)", dict(cu_seqlens=ints(0, 3)))]:
-        with pytest.raises(error, match=match):
-            module(x, **arguments)
-    for window in ((3, -2), (1,), 3):
-        with pytest.raises((ValueError, TypeError), match="window_size must be"):
-            FlashMHA(32, 4, window_size=window)

@@ -1,5 +1,5 @@
-"""The mask and the sequences of the Triton kernels, function by function, against boolean matrices for all small lengths
-and windows, and against lists of samples."""
+"""The mask and the sequences of the Triton kernels, function by function, against boolean matrices for all small
+lengths and windows, and against lists of samples."""
 
 import pytest
 import torch
@@ -99,16 +99,8 @@ def check(samples, kBlockM, kBlockN):
         assert torch.equal(row_visits[b].cpu(), visits(is_seen.T, seqlen_k, kBlockN, kBlockM)), name
 
 
-LENGTHS = range(SIZE - 4)
-SOME_LENGTHS = [0, 1, 3, 4, 5, 7, 11]  # about the ends of blocks
-SIDES = [-1, *range(9), 2**31 - 257, 2**31 - 1]
-SOME_SIDES = [-1, 0, 1, 4, 7, 2**31 - 1]
 CAUSAL, NO_MASK = (-1, 0), (-1, -1)
 each_tile = pytest.mark.parametrize("kBlockM, kBlockN", [(4, 2), (2, 4)])
-each_window = pytest.mark.parametrize("window", [NO_MASK, CAUSAL, (3, 1), (0, 0), (5, -1), (-1, 2), (2, 6)], ids=str)
-each_size = pytest.mark.parametrize("seqlen_q, seqlen_k", [(7, 7), (5, 7), (7, 5), (1, 7), (7, 1)])
-
-
 def of_lengths(lengths, window):
     return [(n, m, window) for n in lengths for m in lengths]
 
@@ -118,47 +110,33 @@ def of_sides(sides, seqlen_q, seqlen_k):
             if (left, right) not in (NO_MASK, CAUSAL)]
 
 
-def test_causal_mask_of_some_lengths():
-    check(of_lengths(SOME_LENGTHS, CAUSAL), 4, 2)
-
-
-@pytest.mark.slow
-@each_tile
-@each_window
-def test_some_lengths(window, kBlockM, kBlockN):
-    check(of_lengths(SOME_LENGTHS, window), kBlockM, kBlockN)
-
-
-@pytest.mark.slow
-@each_tile
-@each_size
-def test_some_windows(seqlen_q, seqlen_k, kBlockM, kBlockN):
-    check(of_sides(SOME_SIDES, seqlen_q, seqlen_k), kBlockM, kBlockN)
+def test_some_lengths_and_windows():
+    """About the ends of blocks."""
+    check(of_lengths([0, 1, 3, 4, 5, 7, 11], CAUSAL), 4, 2)
+    check(of_sides([-1, 0, 1, 4, 7, 2**31 - 1], 5, 7), 2, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.campaign
 @each_tile
-@each_window
+@pytest.mark.parametrize("window", [NO_MASK, CAUSAL, (3, 1), (0, 0), (5, -1), (-1, 2), (2, 6)], ids=str)
 def test_every_length(window, kBlockM, kBlockN):
-    """test_some_lengths has those about the ends of blocks."""
-    check(of_lengths(LENGTHS, window), kBlockM, kBlockN)
+    check(of_lengths(range(SIZE - 4), window), kBlockM, kBlockN)
 
 
 @pytest.mark.slow
 @pytest.mark.campaign
 @each_tile
-@each_size
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(7, 7), (5, 7), (7, 5), (1, 7), (7, 1)])
 def test_every_window(seqlen_q, seqlen_k, kBlockM, kBlockN):
-    """test_some_windows has a few."""
-    check(of_sides(SIDES, seqlen_q, seqlen_k), kBlockM, kBlockN)
+    check(of_sides([-1, *range(9), 2**31 - 257, 2**31 - 1], seqlen_q, seqlen_k), kBlockM, kBlockN)
 
 
 @pytest.mark.parametrize("window", [NO_MASK, CAUSAL, (3, 1)], ids=str)
 def test_lengths_out_of_range(window):
     """Lengths below 0 and above those of the tensors, which only the GPU may see, are brought into them."""
     lengths = [-(2**31), -3, 0, 5, 11, 12, 2**31 - 1]
-    check([(n, m, window) for n in lengths for m in lengths], 4, 4)
+    check(of_lengths(lengths, window), 4, 4)
 
 
 @triton.jit

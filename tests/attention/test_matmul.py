@@ -23,8 +23,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 each_dtype = pytest.mark.parametrize("dtype", [
     pytest.param(x, id=str(x), marks=slow_unless(HAS_GPU or x != torch.bfloat16)) for x in DTYPES])
 
-SHAPES = [(1, 1, 1), (16, 16, 16), (17, 33, 65), (70, 50, 300), (1, 70, 40), (70, 1, 40), (70, 40, 1), (130, 66, 5),
-          (16, 24, 1000)]
+SHAPES = [(1, 1, 1), (17, 33, 65), (70, 50, 300), (1, 70, 40), (70, 1, 40), (70, 40, 1), (130, 66, 5), (16, 24, 1000)]
 LARGE_SHAPES = [(1000, 1000, 1000), (1023, 513, 777), (16, 4096, 4096), (1, 4096, 4096), (4096, 16, 512),
                 (300, 2056, 64), (128, 128, 20000), (2048, 2048, 2048)]
 EMPTY_SHAPES = [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)]
@@ -97,7 +96,7 @@ def test_empty(shape, dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("blocks", [(16, 16, 16), (32, 64, 16), (64, 16, 64), (16, 32, 128)], ids=str)
+@pytest.mark.parametrize("blocks", [(16, 16, 16), (64, 16, 64), (16, 32, 128)], ids=str)
 def test_given_blocks(blocks, dtype, poisoned_outputs):
     check(in_nan((50, 130), dtype), in_nan((130, 70), dtype), *blocks)
 
@@ -162,44 +161,31 @@ def tensor(*shape, dtype=torch.float16, device=DEVICE):
 
 
 WRONG = [
-    (TypeError, "b must be a torch.Tensor, got list", (tensor(3, 4), [1]), {}),
+    (TypeError, "b must be a torch.Tensor", (tensor(3, 4), [1]), {}),
     (TypeError, "a must be a dense tensor", (torch.eye(4).to_sparse(), tensor(4, 4)), {}),
-    (TypeError, "Unsupported dtype: a is torch.float64", (tensor(3, 4, dtype=torch.float64), tensor(4, 5)), {}),
-    (TypeError, "Unsupported dtype: b is torch.int32", (tensor(3, 4), tensor(4, 5, dtype=torch.int32)), {}),
-    (TypeError, "dtypes must match: a is torch.float16, b is torch.bfloat16",
-     (tensor(3, 4), tensor(4, 5, dtype=torch.bfloat16)), {}),
-    (ValueError, "a and b must be on the same device", (tensor(3, 4), tensor(4, 5, device="meta")), {}),
+    (TypeError, "a is torch.float64", (tensor(3, 4, dtype=torch.float64), tensor(4, 5)), {}),
+    (TypeError, "b is torch.int32", (tensor(3, 4), tensor(4, 5, dtype=torch.int32)), {}),
+    (TypeError, "dtypes must match", (tensor(3, 4), tensor(4, 5, dtype=torch.bfloat16)), {}),
+    (ValueError, "on the same device", (tensor(3, 4), tensor(4, 5, device="meta")), {}),
     (ValueError, "CUDA tensors required", (tensor(3, 4, device="meta"), tensor(4, 5, device="meta")), {}),
-    (ValueError, "Expected 2D tensors: a has 3, b 2 dimensions", (tensor(2, 3, 4), tensor(4, 5)), {}),
-    (ValueError, "Expected 2D tensors: a has 2, b 1 dimensions", (tensor(3, 4), tensor(4)), {}),
-    (ValueError, r"Incompatible dimensions: a is \(3, 4\), b is \(5, 4\)", (tensor(3, 4), tensor(5, 4)), {}),
+    (ValueError, "2D tensors: a has 3", (tensor(2, 3, 4), tensor(4, 5)), {}),
+    (ValueError, "2D tensors: a has 2, b 1", (tensor(3, 4), tensor(4)), {}),
+    (ValueError, "Incompatible dimensions", (tensor(3, 4), tensor(5, 4)), {}),
     (ValueError, "sizes go up to", (tensor(1, 1).expand(2**31, 1), tensor(1, 1)), {}),
-    (ValueError, "block_m must be a power of two and at least 16, got 48", (tensor(99, 99), tensor(99, 99)),
-     {"block_m": 48}),
-    (ValueError, "block_n must be a power of two and at least 16, got 8", (tensor(99, 99), tensor(99, 99)),
-     {"block_n": 8}),
-    (ValueError, "block_k must be a power of two and at least 16, got 0", (tensor(99, 99), tensor(99, 99)),
-     {"block_k": 0}),
-    (ValueError, "block_k must be a power of two and at least 16, got -16", (tensor(99, 99), tensor(99, 99)),
-     {"block_k": -16}),
-    (ValueError, "block_m must be a power of two and at least 16, got 16.0", (tensor(99, 99), tensor(99, 99)),
-     {"block_m": 16.0}),
-    (ValueError, "block_m must not exceed 48, the dimension 33 rounded up to a multiple of 16, got 64",
-     (tensor(33, 99), tensor(99, 99)), {"block_m": 64}),
-    (ValueError, "block_n must not exceed 16, the dimension 5 rounded up to a multiple of 16, got 32",
-     (tensor(99, 99), tensor(99, 5)), {"block_n": 32}),
-    (ValueError, "block_k must not exceed 16, the dimension 0 rounded up to a multiple of 16, got 32",
-     (tensor(99, 0), tensor(0, 5)), {"block_k": 32}),
-    (ValueError, "block_m times block_n must not exceed 32768 in torch.float16", (tensor(512, 16), tensor(16, 512)),
-     {"block_m": 256, "block_n": 256, "block_k": 16}),
-    (ValueError, "block_m times block_k must not exceed 32768 in torch.float16", (tensor(64, 4096), tensor(4096, 64)),
-     {"block_m": 64, "block_n": 64, "block_k": 4096}),
+    *((ValueError, f"{name} must be a power of two and at least 16", (tensor(99, 99), tensor(99, 99)), {name: block})
+      for name, block in [("block_m", 48), ("block_n", 8), ("block_k", 0), ("block_k", -16), ("block_m", 16.0)]),
+    (ValueError, "block_m must not exceed 48", (tensor(33, 99), tensor(99, 99)), {"block_m": 64}),
+    (ValueError, "block_n must not exceed 16", (tensor(99, 99), tensor(99, 5)), {"block_n": 32}),
+    (ValueError, "block_k must not exceed 16", (tensor(99, 0), tensor(0, 5)), {"block_k": 32}),
+    *((ValueError, f"{' times '.join(blocks)} must not exceed 32768", (tensor(512, 4096), tensor(4096, 512)),
+       dict(block_m=64, block_n=64, block_k=64) | blocks) for blocks in
+      [{"block_m": 256, "block_n": 256}, {"block_m": 64, "block_k": 4096}]),
     (ValueError, "block_n times block_k must not exceed 8192 in torch.float32",
      (tensor(64, 256).float(), tensor(256, 64).float()), {"block_m": 16, "block_n": 64, "block_k": 256}),
 ]
 
 
-@pytest.mark.parametrize("error, message, tensors, options", WRONG, ids=[row[1] for row in WRONG])
+@pytest.mark.parametrize("error, message, tensors, options", WRONG, ids=lambda x: x if isinstance(x, str) else "")
 def test_errors(error, message, tensors, options):
     for call in (triton_matmul, matmul.triton_matmul):
         with pytest.raises(error, match=message):
@@ -226,6 +212,7 @@ def test_cpu_tensor_without_the_interpreter(monkeypatch):
         triton_matmul(torch.zeros(4, 4), torch.zeros(4, 4))
 
 
+@pytest.mark.slow  # the gate has test_without_triton of test_facade.py
 def test_without_triton():
     """The package imports, and the call says what is missing."""
     program = ("import sys; sys.modules['triton'] = None\n"

@@ -1,17 +1,60 @@
-"""Packed batches: what the lengths of their samples may be, and how a batch becomes one and is undone."""
+"""Packed batches: keys that samples share, the functions of flash-attn, FlashMHA, how a batch is packed and undone."""
 
 import dataclasses
+import functools
+import inspect
+import itertools
+import math
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import minimal_attn
 from conftest import captured
-from minimal_attn import FlashMHA, flash_attention, reference_attention, unpad_input, which_kernel
-from test_lengths import (BATCHES, DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, by_loop, close, ints, make,
-                          make_sinks, run)
+from minimal_attn import (FlashMHA, flash_attention, flash_attn_func, pad_input, reference_attention, unpad_input,
+                          which_kernel)
+from test_lengths import (BATCHES, DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, by_loop, close, each_impl,
+                          each_kernel, ints, make, make_sinks, run)
 
 SHARED_KEYS = next(x for x in BATCHES if x.name == "shared_keys")
+
+
+@each_kernel
+def test_max_seqlen_of_shared_keys(impl):
+    """Gradients do not depend on max_seqlen_k, nor on the run, and a wrong one is an error where it can be seen.
+    Without gradients the keys are read where samples share them."""
+    device, dtype = IMPLS[impl][1], DTYPES[impl]
+    q, k, v, dout, _ = make(SHARED_KEYS, dtype, device)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    want = None
+    for max_seqlen in (None, 60, torch.tensor(60, device=device)):
+        out, _ = run(impl, SHARED_KEYS, *inputs, deterministic=True, max_seqlen_k=max_seqlen)
+        gradients = torch.autograd.grad(out, inputs, dout)
+        assert want is None or all(map(torch.equal, gradients, want))
+        want = gradients
+    if device == "cpu":
+        with pytest.raises(ValueError, match="max_seqlen_k must be at least the largest of seqused_k, 60, got 59"):
+            run(impl, SHARED_KEYS, *inputs, max_seqlen_k=59)
+    with torch.no_grad():  # which copies no keys, and needs none
+        got = run(impl, SHARED_KEYS, *inputs, max_seqlen_k=59)[0]
+    close(got, out.detach().double(), TOLERANCE[dtype])
+
+
+@each_kernel
+def test_shared_keys_of_heads_that_overlap(impl):
+    """Of a signal: the copies of keys have a contiguous last dimension."""
+    device, dtype = IMPLS[impl][1], DTYPES[impl]
+    q = torch.randn(1, 2, 9, 8, device=device, dtype=dtype)
+    signal = torch.randn(64, device=device, dtype=dtype)
+    k = signal.as_strided((1, 2, 50, 8), (64, 1, 1, 1)).detach().requires_grad_()
+    lengths = {name: ints(*x, device=device) for name, x in
+               dict(cu_seqlens_q=(0, 4, 9), cu_seqlens_k=(0, 0, 50), seqused_k=(30, 50)).items()}
+    out, want = (flash_attention(q, k, k, **lengths, backend=backend) for backend in (IMPLS[impl][0], "reference"))
+    close(out.detach(), want.detach().double(), TOLERANCE[dtype])
+    got, want = (torch.autograd.grad(x.square().sum(), k)[0] for x in (out, want))
+    assert want.any()
+    close(got, want.double(), 3 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("impl", KERNELS)
@@ -35,15 +78,6 @@ def test_max_seqlen_k_that_is_too_small_gives_nan_where_lengths_are_not_read(imp
             assert (out[:, :, rows].isnan().all() and dq[:, :, rows].isnan().all()) == (seqlen > 45)
             assert out[:, :, rows].isnan().any() == dq[:, :, rows].isnan().any() == (seqlen > 45)
         assert dk[:, :, :45].isnan().all() and dv[:, :, :45].isnan().all()  # of the keys that it still has
-
-
-@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
-def test_max_seqlen_is_no_negative_number_and_no_bool(name):
-    q, cu_seqlens = torch.randn(1, 2, 10, 16), ints(0, 4, 10)
-    for error, match, value in [(ValueError, "must not be negative, got -1", -1),
-                                (TypeError, "must be None, an int or a tensor of one element, got True", True)]:
-        with pytest.raises(error, match=f"{name} {match}"):
-            flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **{name: value})
 
 
 @pytest.mark.parametrize("impl", KERNELS)
@@ -96,23 +130,139 @@ def test_cuda_graph_of_the_backward_pass_with_other_lengths_in_each_replay(impl,
     def train():
         q, k, v, sinks = inputs
         out = flash_attention(q, k, v, True, window_size=(70, 0), **lengths, sinks=sinks, backend=IMPLS[impl][0])
-        return torch.autograd.grad(out, inputs, dout)
+        return out.detach(), *torch.autograd.grad(out, inputs, dout)
 
-    graph, gradients = captured(train)
+    graph, results = captured(train)
     for rows, keys in ((50, 150), (60, 140)), ((0, 200), (199, 1)), ((123, 77), (1, 199)):
         other = dataclasses.replace(batch, rows=rows, keys=keys)
         for name, x in other.lengths("cuda").items():
             if x is not None:
                 lengths[name].copy_(x)
         doubles = [x.detach().double().requires_grad_() for x in inputs]
-        want = torch.autograd.grad(by_loop(other, *doubles)[0], doubles, dout.double())
+        out, _ = by_loop(other, *doubles)
+        want = out.detach(), *torch.autograd.grad(out, doubles, dout.double())
         for _ in range(2):  # twice, for what a replay leaves behind in its workspace
             graph.replay()
-            for got, ref in zip(gradients, want):
+            for got, ref in zip(results, want):
                 close(got, ref, 3 * TOLERANCE[got.dtype])
 
 
-# The functions of packed qkv and kv.
+# The functions of flash-attn.
+
+TAIL = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
+        "return_attn_probs")
+LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+POSITIONS = {
+    "flash_attn_func": ("q", "k", "v", *TAIL), "flash_attn_qkvpacked_func": ("qkv", *TAIL),
+    "flash_attn_kvpacked_func": ("q", "kv", *TAIL), "flash_attn_varlen_func": ("q", "k", "v", *LENGTHS, *TAIL,
+                                                                               "block_table"),
+    "flash_attn_varlen_qkvpacked_func": ("qkv", "cu_seqlens", "max_seqlen", *TAIL),
+    "flash_attn_varlen_kvpacked_func": ("q", "kv", *LENGTHS, *TAIL),
+}
+KEYWORDS = {"out", "s_aux", "learnable_sink", "sinks", "return_softmax_lse", "num_splits", "pack_gqa", "sm_margin",
+            "fa_version", "dropout_seed", "return_lse", "backend", "score_mod", "mask_mod", "aux_tensors"}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions_are_those_of_flash_attn_2(name):
+    parameters = inspect.signature(getattr(minimal_attn, name)).parameters.values()
+    assert tuple(x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD) == POSITIONS[name]
+    named = {x.name for x in parameters if x.kind == x.KEYWORD_ONLY}
+    assert named >= KEYWORDS
+    if "varlen" in name:
+        assert named >= {"seqused_q", "seqused_k", "scheduler_metadata", "page_table", "dynamic_causal", "min_seqlen_k",
+                         "gather_kv_indices"}
+    assert not any(x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD) for x in parameters)
+
+
+VARLEN = Batch("varlen", (5, 17, 20), (9, 3, 33), window=(7, -1), causal=True)
+
+
+def rows_first(x):
+    return x[0].transpose(0, 1).contiguous()
+
+
+def varlen(device="cpu", dtype=torch.float32):
+    q, k, v, _, _ = make(VARLEN, dtype, device)
+    lengths = VARLEN.lengths(device)
+    return [rows_first(x) for x in (q, k, v)], [lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], 20, 33]
+
+
+@each_impl
+def test_flash_attn_varlen_func(impl):
+    backend, device = IMPLS[impl]
+    (q, k, v), lengths = varlen(device, DTYPES[impl])
+    want, want_lse = run(impl, VARLEN, *(x.transpose(0, 1)[None] for x in (q, k, v)))
+    call = minimal_attn.flash_attn_varlen_func
+    options = dict(causal=True, window_size=(7, 0), backend=backend)
+    out, lse, probs = call(q, k, v, *lengths, **options, return_attn_probs=True)
+    assert out.shape == q.shape and out.equal(rows_first(want)) and lse.equal(want_lse[0]) and probs is None
+    for name in ("return_lse", "return_softmax_lse"):
+        got = call(q, k, v, *lengths, **options, **{name: True})
+        assert len(got) == 2 and got[0].equal(out) and got[1].equal(lse)
+    place = torch.empty_like(q)
+    assert call(q, k, v, *lengths, **options, out=place) is place and place.equal(out)
+    tuned = call(q, k, v, *lengths, **options, num_splits=3, pack_gqa=True, sm_margin=4, fa_version=3,
+                 scheduler_metadata=torch.zeros(8, device=device))
+    assert tuned.equal(out)
+    packed = minimal_attn.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), *lengths, **options)
+    assert_close(packed, out)
+
+
+REFUSED = "q_descale", "k_descale", "v_descale", "qv", "attention_chunk", "score_mod", "mask_mod", "aux_tensors"
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "dynamic_causal", "min_seqlen_k", "gather_kv_indices"])
+def test_what_is_not_there_is_refused_by_name(name):
+    (q, k, v), lengths = varlen()
+    calls = {"flash_attn_varlen_func": functools.partial(minimal_attn.flash_attn_varlen_func, q, k, v, *lengths)}
+    if name in REFUSED:
+        calls["flash_attn_func"] = functools.partial(flash_attn_func, q[None], k[None], v[None])
+    for function, call in calls.items():
+        assert call(**{name: None}).equal(call())
+        with pytest.raises(NotImplementedError, match=f"^{function}: {name} is not supported yet"):
+            call(**{name: 16 if name == "attention_chunk" else torch.ones(4)})
+
+
+def test_flash_attn_bad_input():
+    (q, k, v), lengths = varlen()
+    call = minimal_attn.flash_attn_varlen_func
+    for error, match, bad in [
+            (ValueError, "^out must", lambda: call(q, k, v, *lengths, out=k)),
+            (ValueError, "^out must", lambda: call(q, k, v, *lengths, out=torch.empty_like(q).half())),
+            (TypeError, "^out must", lambda: call(q, k, v, *lengths, out=3)),
+            (ValueError, "^out cannot be given where gradients",
+             lambda: call(q.clone().requires_grad_(), k, v, *lengths, out=torch.empty_like(q))),
+            (ValueError, "cu_seqlens_q must be given", lambda: call(q, k, v, None)),
+            (ValueError, "must both be given", lambda: call(q, k, v, lengths[0])),
+            (ValueError, r"^flash_attn_varlen_func: q must be \(T, H, D\)", lambda: call(q[None], k, v, *lengths)),
+            (ValueError, "qkv must be", lambda: minimal_attn.flash_attn_varlen_qkvpacked_func(q[:, None], lengths[0])),
+            (ValueError, "kv must be", lambda: minimal_attn.flash_attn_kvpacked_func(q[None], k[None])),
+            (ValueError, "needs a page table",
+             lambda: call(q, k, v, lengths[0], None, 20, 33, seqused_k=ints(1, 2, 3))),
+            (TypeError, "^max_seqlen_q must be", lambda: call(q, k, v, *lengths[:2], 2.0, 3))]:
+        with pytest.raises(error, match=match):
+            bad()
+
+
+def test_calls_of_transformers_and_vllm():
+    """As they are spelled there. test_kvcache.py has those of caches."""
+    (q, k, v), (cu_seqlens_q, cu_seqlens_k, *_) = varlen()
+    want = minimal_attn.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, 20, 33, causal=True,
+                                               window_size=(7, 0))
+    assert minimal_attn.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=torch.tensor(20),
+        max_seqlen_k=torch.tensor(33), causal=True, softmax_scale=40**-0.5, window_size=(7, 7)).equal(want)
+    out = torch.empty_like(q)
+    minimal_attn.flash_attn_varlen_func(
+        q=q, k=k, v=v, out=out, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=20, max_seqlen_k=33,
+        softmax_scale=40**-0.5, causal=True, alibi_slopes=None, window_size=[7, 0], softcap=0, scheduler_metadata=None,
+        fa_version=3, q_descale=None, k_descale=None, v_descale=None, num_splits=1, s_aux=None)
+    assert out.equal(want)
+    assert minimal_attn.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=True, window_size=(7, None),
+                                               return_softmax_lse=True)[0].equal(want)
+    flash_attn_func(q[None], q[None], q[None], window_size=None)
+
 
 @pytest.mark.parametrize("name", ["qkvpacked", "kvpacked", "varlen_qkvpacked", "varlen_kvpacked"])
 def test_keywords_of_functions_of_packed_tensors(name):
@@ -124,43 +274,27 @@ def test_keywords_of_functions_of_packed_tensors(name):
     lengths = [ints(0, 4, 10)] * 2 if is_varlen else []
     given = (torch.stack([q, k, v], -3), *lengths[:1]) if "qkv" in name else (q, torch.stack([k, v], -3), *lengths)
     sinks, place = torch.randn(4), torch.empty_like(q)
-    want = whole(q, k, v, *lengths, sinks=sinks, return_lse=True)
-    got = call(*given, s_aux=sinks, out=place, return_softmax_lse=True, num_splits=2, pack_gqa=True, sm_margin=1,
-               fa_version=3)
+    options = dict(causal=True, window_size=(3, 0), softmax_scale=0.3)
+    want = whole(q, k, v, *lengths, sinks=sinks, return_lse=True, **options)
+    got = call(*given, **options, s_aux=sinks, out=place, return_softmax_lse=True, num_splits=2, pack_gqa=True,
+               sm_margin=1, fa_version=3)
     assert got[0] is place and got[0].equal(want[0]) and got[1].equal(want[1])
     if is_varlen:
         used = dict(seqused_q=ints(2, 6), seqused_k=ints(4, 3))
         assert call(*given, **used, scheduler_metadata=ints(0)).equal(whole(q, k, v, *lengths, **used))
-    for error, match, bad in [
-            (NotImplementedError, f"^{name}: attention_chunk is not supported yet", dict(attention_chunk=3)),
-            (NotImplementedError, f"^{name}: mask_mod is not supported yet", dict(mask_mod=len)),
-            (TypeError, rf"^{name}\(\) got an unexpected keyword argument 'scale'", dict(scale=1.0)),
-            (TypeError, f"^{name}: s_aux and sinks are names of the same", dict(s_aux=sinks, sinks=sinks))]:
-        with pytest.raises(error, match=match):
+    for error, said, bad in [(NotImplementedError, ": attention_chunk", dict(attention_chunk=3)),
+                             (NotImplementedError, ": mask_mod", dict(mask_mod=len)),
+                             (TypeError, r"\(\) .* 'scale'", dict(scale=1.0)),
+                             (TypeError, ": s_aux and sinks", dict(s_aux=sinks, sinks=sinks))]:
+        with pytest.raises(error, match=f"^{name}{said}"):
             call(*given, **bad)
     if is_varlen and "qkv" in name:
-        for error, match, bad in [(TypeError, "^cu_seqlens must be int32, got torch.int64", lengths[0].long()),
+        for error, said, *bad in [(TypeError, "^cu_seqlens must be", lengths[0].long()),
                                   (ValueError, "^cu_seqlens must ascend", ints(0, 8, 4)),
                                   (ValueError, f"^{name}: cu_seqlens must be given", None),
-                                  (ValueError, r"^cu_seqlens must have one shape \(B \+ 1,\)", ints(0))]:
-            with pytest.raises(error, match=match):
-                call(given[0], bad)
-        with pytest.raises(TypeError, match="^max_seqlen must be None, an int"):
-            call(*given, 3.0)
-
-
-@pytest.mark.parametrize("name", ["score_mod", "mask_mod", "aux_tensors", "dynamic_causal", "min_seqlen_k",
-                                  "gather_kv_indices"])
-def test_keywords_of_other_libraries_are_refused_by_name(name):
-    q, cu_seqlens = torch.randn(10, 4, 16), ints(0, 4, 10)
-    calls = {"flash_attn_varlen_func": lambda **given: minimal_attn.flash_attn_varlen_func(
-        q, q, q, cu_seqlens, cu_seqlens, **given)}
-    if name in ("score_mod", "mask_mod", "aux_tensors"):
-        calls["flash_attn_func"] = lambda **given: minimal_attn.flash_attn_func(q[None], q[None], q[None], **given)
-    for function, call in calls.items():
-        assert call(**{name: None}).equal(call())
-        with pytest.raises(NotImplementedError, match=f"^{function}: {name} is not supported yet"):
-            call(**{name: [q]})
+                                  (TypeError, "^max_seqlen must be", lengths[0], 3.0)]:
+            with pytest.raises(error, match=said):
+                call(given[0], *bad)
 
 
 @pytest.mark.parametrize("name", ["leftpad_k", "cache_leftpad", "cache_seqlens", "cache_batch_idx", "page_table"])
@@ -177,11 +311,9 @@ def test_packed_funcs_compile_fullgraph():
         return minimal_attn.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 6, causal=True, num_splits=1)
 
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="aot_eager")(qkv, cu_seqlens),
+    assert_close(torch.compile(attend, fullgraph=True, backend="aot_eager")(qkv, cu_seqlens),
                                attend(qkv, cu_seqlens))
 
-
-# The other entry points.
 
 def test_max_seqlen_changes_nothing_in_reference_attention_and_which_kernel():
     q, cu_seqlens = torch.randn(1, 2, 10, 16), ints(0, 4, 10)
@@ -191,12 +323,8 @@ def test_max_seqlen_changes_nothing_in_reference_attention_and_which_kernel():
     assert which_kernel(q, q, q, **lengths, **given) == "host"
 
 
-def mha(**options):
-    return FlashMHA(32, 4, 2, causal=True, device=DEVICE, **options)
-
-
 def test_flash_mha_of_no_samples():
-    module, x = mha(backend="torch"), torch.empty(0, 12, 32, device=DEVICE)
+    module, x = FlashMHA(32, 4, backend="torch", device=DEVICE), torch.empty(0, 12, 32, device=DEVICE)
     want = module(x)
     assert module(x, key_padding_mask=torch.ones(0, 12, dtype=torch.bool, device=DEVICE)).shape == want.shape
     x = torch.empty(0, 32, device=DEVICE)
@@ -207,39 +335,121 @@ def test_flash_mha_of_no_samples():
     assert module(x, key_padding_mask=torch.ones(3, 0, dtype=torch.bool, device=DEVICE)).shape == x.shape
 
 
-def test_flash_mha_speaks_of_its_own_arguments():
-    x = torch.randn(10, 32, device=DEVICE)
+# FlashMHA, and what it packs with.
+
+def mask_of(kind):
+    """bool (3, 12), True where a position is valid."""
+    lengths = torch.tensor([12, 0, 5], device=DEVICE)[:, None]
+    position = torch.arange(12, device=DEVICE)
+    if kind == "right":
+        return position < lengths
+    if kind == "left":
+        return position >= 12 - lengths
+    return torch.rand(3, 12, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.6
+
+
+@pytest.mark.parametrize("kind", ["right", "left", "holes"])
+def test_unpad_input_and_pad_input(kind):
+    mask, x = mask_of(kind), torch.randn(3, 12, 2, 5, device=DEVICE)
+    packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(x, mask)
+    assert packed.equal(x[mask]) and indices.equal(mask.flatten().nonzero()[:, 0])
+    assert seqused.tolist() == mask.sum(1).tolist() and max_seqlen == max(seqused.tolist())
+    assert cu_seqlens.tolist() == [0, *itertools.accumulate(seqused.tolist())]
+    assert cu_seqlens.dtype == seqused.dtype == torch.int32
+    assert pad_input(packed, indices, 3, 12).equal(x.masked_fill(~mask[..., None, None], 0))
+
+
+def test_pad_input_bad_input():
+    x, indices = torch.randn(4, 5), torch.arange(4)
     for error, match, arguments in [
-            (TypeError, "^cu_seqlens must be int32", dict(cu_seqlens=torch.arange(2, device=DEVICE))),
-            (TypeError, "^cu_seqlens must be a torch.Tensor", dict(cu_seqlens=[0, 3])),
-            (ValueError, r"^cu_seqlens must have one shape \(B \+ 1,\)", dict(cu_seqlens=ints(0, device=DEVICE))),
-            (TypeError, "^max_seqlen must be None", dict(cu_seqlens=ints(0, 3, device=DEVICE), max_seqlen=3.0))]:
+            (TypeError, "hidden_states must be", (3, indices, 2, 3)),
+            (TypeError, "batch must be", (x, indices, True, 4)),
+            (TypeError, "seqlen must be", (x, indices, 1, 4.0)), (ValueError, "batch must not", (x, indices, -1, -4)),
+            (TypeError, "indices must be int64", (x, indices.int(), 2, 3)),
+            (ValueError, "indices must be", (x, indices[1:], 2, 3)), (ValueError, "4 rows", (x, indices, 1, 3))]:
         with pytest.raises(error, match=match):
-            mha()(x, **arguments)
+            pad_input(*arguments)
 
-
-@pytest.mark.parametrize("backend", minimal_attn.interface.BACKENDS)
-def test_flash_mha_of_a_packed_batch_compiles_fullgraph(backend):
-    """One graph for all values of cu_seqlens."""
-    module, x = mha(backend=backend), torch.randn(20, 32, device=DEVICE)
-    torch._dynamo.reset()
-    graphs = []
-    compiled = torch.compile(lambda x, cu_seqlens: module(x, cu_seqlens=cu_seqlens, max_seqlen=20), fullgraph=True,
-                             backend=lambda graph, inputs: graphs.append(graph) or graph)
-    for values in ((0, 13, 20), (0, 0, 20)):
-        cu_seqlens = ints(*values, device=DEVICE)
-        torch.testing.assert_close(compiled(x, cu_seqlens), module(x, cu_seqlens=cu_seqlens))
-    assert len(graphs) == 1
-
-
-# Packing.
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
 def test_masks_of_integers(dtype):
     mask, x = torch.tensor([[0, 1, 1], [1, 0, 0]], dtype=dtype, device=DEVICE), torch.randn(2, 3, 32, device=DEVICE)
     for got, want in zip(unpad_input(hidden_states=x, attention_mask=mask), unpad_input(x, mask.bool())):
         assert got == want if isinstance(got, int) else got.equal(want)
-    module = mha(backend="torch")
+    module = FlashMHA(32, 4, backend="torch", device=DEVICE)
     assert module(x, key_padding_mask=mask).equal(module(x, key_padding_mask=mask.bool()))
     with pytest.raises(TypeError, match="attention_mask must be bool, int64, int32 or uint8, .* got torch.float32"):
         unpad_input(x, mask.float())
+
+
+@each_impl
+def test_left_padding_by_packing(impl):
+    """A decoding step with left padding: the last 3 rows of samples whose keys end with theirs, as one packed batch."""
+    backend, device = IMPLS[impl]
+    q, k, v = (torch.randn(3, S, H, 40, device=device, dtype=DTYPES[impl]) for S, H in ((3, 4), (12, 2), (12, 2)))
+    mask = mask_of("left").to(device)
+    rows, indices, cu_seqlens_q, max_seqlen_q, _ = unpad_input(q, mask[:, -3:])
+    keys, _, cu_seqlens_k, max_seqlen_k, _ = unpad_input(torch.stack([k, v], 2), mask)
+    options = dict(causal=True, window_size=(3, 0), backend=backend)
+    packed = minimal_attn.flash_attn_varlen_kvpacked_func(rows, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                                                          max_seqlen_k, **options)
+    out = pad_input(packed, indices, 3, 3)
+    assert out.shape == q.shape and (out[1] == 0).all()
+    for b in (0, 2):
+        want = flash_attn_func(q[b:b + 1], k[b:b + 1, mask[b]], v[b:b + 1, mask[b]], **options)
+        close(out[b], want[0].double(), TOLERANCE[out.dtype])
+
+
+@pytest.mark.parametrize("kind, backend", [
+    *(("holes", backend) for backend in minimal_attn.interface.BACKENDS), ("right", "torch"), ("left", "torch")])
+def test_flash_mha_with_a_mask(kind, backend):
+    """Each sample as it is alone, without what is not valid, which changes nothing."""
+    module = FlashMHA(32, 4, 2, causal=True, window_size=(3, -1), device=DEVICE, backend=backend)
+    mask, x = mask_of(kind), torch.randn(3, 12, 32, device=DEVICE)
+    x[~mask] = math.nan
+    out = module(x, key_padding_mask=mask)
+    assert out.shape == x.shape and (out[~mask] == 0).all()
+    for b in range(3):
+        if mask[b].any():
+            assert_close(out[b, mask[b]], module(x[b, mask[b]][None])[0], rtol=1e-4, atol=1e-5)
+    out.sum().backward()
+    assert all(p.grad.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("backend", minimal_attn.interface.BACKENDS)
+def test_flash_mha_of_a_packed_batch(backend):
+    """Each sample as it is alone; and, compiled, one graph for all values of cu_seqlens."""
+    module, x = FlashMHA(32, 4, causal=True, device=DEVICE, backend=backend), torch.randn(20, 32, device=DEVICE)
+    want = torch.cat([module(x[None, :13])[0], module(x[None, 13:])[0]])
+    for max_seqlen in (None, 13, torch.tensor(13)):
+        got = module(x, cu_seqlens=ints(0, 13, 20, device=DEVICE), max_seqlen=max_seqlen)
+        assert_close(got, want, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+    graphs = []
+    compiled = torch.compile(lambda x, cu_seqlens: module(x, cu_seqlens=cu_seqlens, max_seqlen=20), fullgraph=True,
+                             backend=lambda graph, inputs: graphs.append(graph) or graph)
+    for values in ((0, 13, 20), (0, 0, 20)):
+        cu_seqlens = ints(*values, device=DEVICE)
+        assert_close(compiled(x, cu_seqlens), module(x, cu_seqlens=cu_seqlens))
+    assert len(graphs) == 1
+
+
+def test_flash_mha_bad_input():
+    """Errors speak of the module's own arguments."""
+    module, x, mask = FlashMHA(32, 4, device=DEVICE), torch.randn(3, 12, 32, device=DEVICE), mask_of("left")
+    cu_seqlens = ints(0, 12, device=DEVICE)
+    for error, match, given, arguments in [
+            (ValueError, "at most one of", x, dict(seq_lens=[3, 3, 3], key_padding_mask=mask)),
+            (TypeError, "^key_padding_mask must be bool", x, dict(key_padding_mask=mask.float())),
+            (ValueError, "^key_padding_mask must have shape", x, dict(key_padding_mask=mask[1:])),
+            (ValueError, "^max_seqlen is of a packed batch", x, dict(max_seqlen=12)),
+            (ValueError, "^x must be", x, dict(cu_seqlens=cu_seqlens)),
+            (TypeError, "^cu_seqlens must be", x[0], dict(cu_seqlens=cu_seqlens.long())),
+            (TypeError, "^cu_seqlens must be", x[0], dict(cu_seqlens=[0, 12])),
+            (ValueError, "^cu_seqlens must have one shape", x[0], dict(cu_seqlens=cu_seqlens[:1])),
+            (TypeError, "^max_seqlen must be", x[0], dict(cu_seqlens=cu_seqlens, max_seqlen=3.0))]:
+        with pytest.raises(error, match=match):
+            module(given, **arguments)
+    for window in ((3, -2), (1,), 3):
+        with pytest.raises((ValueError, TypeError), match="window_size must be"):
+            FlashMHA(32, 4, window_size=window)

@@ -9,15 +9,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from cases import compiler_for
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
-from minimal_attn import (choice, flash_attention, flash_attn_func, flash_attn_kvpacked_func, flash_attn_varlen_func,
-                          reference_attention)
-from minimal_attn.backends import Lengths, Options
+from minimal_attn import choice, flash_attention, flash_attn_func, flash_attn_varlen_func, reference_attention
 
 IMPLS = {"reference": ("reference", "cuda" if HAS_GPU else "cpu"),
          **{impl: where for impl, where in IMPLEMENTATIONS.items() if impl != "cuda:dmma"}}
-KERNELS = [impl for impl in IMPLS if impl not in ("reference", "torch")]
 each_impl = pytest.mark.parametrize("impl", IMPLS)
 
 
@@ -32,31 +28,6 @@ def inputs(impl="torch", B=2, H=4, Hk=2, Sq=20, Sk=33, D=16, head_dim_v=24, dtyp
 
 def tolerance(x):
     return dict(rtol=2e-2, atol=2e-2) if x.dtype.itemsize == 2 else dict(rtol=1e-5, atol=1e-5)
-
-
-@each_impl
-def test_a_sink_is_one_more_score_without_a_value(impl):
-    q, k, v, sinks = inputs(impl)
-    options = dict(causal=True, sm_scale=0.3, return_lse=True, backend=IMPLS[impl][0])
-    out, lse = flash_attention(q, k, v, **options)
-    got, got_lse = flash_attention(q, k, v, sinks=sinks, **options)
-    want_lse = torch.logaddexp(lse, sinks[:, None].float())
-    assert got.shape == (*q.shape[:3], 24) and got.dtype == q.dtype and got_lse.dtype == torch.float32
-    assert_close(got_lse, want_lse, rtol=1e-5, atol=1e-5)
-    assert_close(got.float(), out.float() * (lse - want_lse).exp()[..., None], **tolerance(q))
-
-
-@each_impl
-def test_rows_without_keys_have_their_sink(impl):
-    """Padding has not."""
-    q, k, v, sinks = inputs(impl, Sq=30, Sk=12)
-    used = torch.tensor([30, 20], dtype=torch.int32, device=q.device)
-    out, lse = flash_attention(q, k, v, True, sinks=sinks, seqused_q=used, return_lse=True, backend=IMPLS[impl][0])
-    want = sinks.float()[:, None]
-    assert_close(lse[0, :, :18], want.expand(4, 18))
-    assert_close(lse[1, :, :8], want.expand(4, 8))
-    assert (out[0, :, :18] == 0).all() and (out[1, :, :8] == 0).all()
-    assert (out[1, :, 20:] == 0).all() and (lse[1, :, 20:] == -math.inf).all()
 
 
 @each_impl
@@ -78,12 +49,13 @@ def test_sinks_far_from_all_scores(impl):
     given = [x.requires_grad_() for x in (q, k, v)]
     options = dict(causal=True, return_lse=True, backend=IMPLS[impl][0])
     want, want_lse = flash_attention(*given, **options)
-    for value in (-100.0, -3e4):
+    for value in (-100.0, -3e4, *[-math.inf] * (impl not in ("reference", "torch"))):
         sinks = torch.full((4,), value, dtype=torch.float32, device=q.device, requires_grad=True)
         out, lse = flash_attention(*given, sinks=sinks, **options)
         assert_close(out, want, **tolerance(q))
         assert_close(lse[:, :, 18:], want_lse[:, :, 18:], rtol=1e-5, atol=1e-5)
-        assert all(x.isfinite().all() for x in torch.autograd.grad(out.float().sum() + lse.sum(), [*given, sinks]))
+        total = out.float().sum() + lse[:, :, 18:].sum()
+        assert all(x.isfinite().all() for x in torch.autograd.grad(total, [*given, sinks]))
     sinks = torch.full((4,), 3e4, dtype=torch.float32, device=q.device, requires_grad=True)
     out, lse = flash_attention(*given, sinks=sinks, **options)
     assert (out == 0).all()
@@ -145,42 +117,6 @@ def test_autocast_leaves_sinks(impl):
     assert torch.autograd.grad(out.float().sum(), sinks)[0].dtype == torch.float32
 
 
-@each_impl
-def test_compile_fullgraph(impl):
-    """Forward and backward in one graph each, with sinks, another head_dim of V, a window and lengths."""
-    backend = IMPLS[impl][0]
-    q, k, v, sinks = (x.requires_grad_() for x in inputs(impl))
-    used = torch.tensor([33, 7], dtype=torch.int32, device=q.device)
-
-    def attend(q, k, v, sinks, used):
-        out, lse = flash_attention(q * 2, k, v, True, sinks=sinks, window_size=(9, 0), seqused_k=used, return_lse=True,
-                                   backend=backend)
-        return out.float().square().sum() + lse.masked_fill(lse == -math.inf, 0).sum(), out
-
-    torch._dynamo.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend=compiler_for(impl))
-    (got_loss, got), (want_loss, want) = compiled(q, k, v, sinks, used), attend(q, k, v, sinks, used)
-    assert_close(got, want, **tolerance(q))
-    for x, y in zip(*(torch.autograd.grad(loss, (q, k, v, sinks)) for loss in (got_loss, want_loss))):
-        assert_close(x, y, **tolerance(q))
-
-
-@pytest.mark.parametrize("impl", KERNELS)
-def test_opcheck(impl):
-    q, k, v, sinks = inputs(impl)
-    backend = IMPLS[impl][0]
-    flash_attention(q, k, v, backend=backend)  # registers the ops
-    ops = torch.ops.minimal_attn
-    forward, backward = ((ops.triton_forward, ops.triton_backward) if backend == "triton" else
-                         (ops.flash_forward, ops.flash_backward))
-    options = Options(0.2, (-1, 0), Lengths(), sinks.float()).of_op()
-    torch.library.opcheck(forward.default, (q, k, v, *options))
-    out, lse = forward(q, k, v, *options)
-    arguments = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, *options, impl != "triton"
-    torch.library.opcheck(backward.default, (*arguments, True, True, True))
-    assert [x.numel() > 0 for x in backward(*arguments, False, False, True)] == [False] * 3 + [True, False]
-
-
 @pytest.mark.parametrize("head_dim_v", [1, 5, 256])
 @each_impl
 def test_lse_knows_nothing_of_v(impl, head_dim_v):
@@ -193,13 +129,6 @@ def test_lse_knows_nothing_of_v(impl, head_dim_v):
     assert_close(lse, flash_attention(q, k, k, **options)[1])
     padded = torch.nn.functional.pad(v, (0, 256 - head_dim_v))
     assert_close(out, flash_attention(q, k, padded, **options)[0][..., :head_dim_v], **tolerance(q))
-
-
-def test_float8_by_the_reference():
-    q, k, v, sinks = inputs()
-    q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
-    want = reference_attention(q.float(), k.float(), v.float(), sinks=sinks).bfloat16()
-    assert flash_attention(q, k, v, sinks=sinks, backend="reference").equal(want)
 
 
 @pytest.mark.parametrize("name, backend", [("sinks", "torch"), ("attn_bias", "torch"), (None, "cuda")])
@@ -266,22 +195,16 @@ def test_two_names_at_once(function):
         function(*arguments, s_aux=sinks, learnable_sink=sinks)
 
 
-def test_tensors_that_hold_k_and_v_have_one_head_dim():
-    q, k, _, _ = inputs()
-    with pytest.raises(ValueError, match="q and k must have the same head_dim"):
-        flash_attn_kvpacked_func(rows_first(q)[..., 1:], torch.stack([rows_first(k)] * 2, 2))
-
-
 BAD = [
-    (TypeError, "sinks must be a torch.Tensor, got list", lambda x: x.tolist()),
-    (TypeError, "sinks must be a torch.Tensor, got float", lambda x: 1.0),
+    (TypeError, "sinks must be a torch.Tensor", lambda x: x.tolist()),
+    (TypeError, "sinks must be a torch.Tensor", lambda x: 1.0),
     (TypeError, "sinks must be a dense tensor", lambda x: x.to_sparse()),
-    (TypeError, "sinks is torch.int64, allowed for q in torch.float32 are float32, float16", lambda x: x.long()),
-    (TypeError, "Unsupported dtype: sinks is torch.float64", lambda x: x.double()),
-    (ValueError, r"sinks must have shape \(4,\), one for each query head, got \(2,\)", lambda x: x[:2]),
-    (ValueError, r"sinks must have shape \(4,\), .*, got \(1, 4\)", lambda x: x[None]),
-    (ValueError, r"sinks must have shape \(4,\), .*, got \(\)", lambda x: x[0]),
-    (ValueError, r"sinks must be on the same device as q", lambda x: x.to("meta")),
+    (TypeError, "sinks is torch.int64", lambda x: x.long()),
+    (TypeError, "sinks is torch.float64", lambda x: x.double()),
+    (ValueError, r"sinks must have shape \(4,\)", lambda x: x[:2]),
+    (ValueError, r"sinks must have shape \(4,\)", lambda x: x[None]),
+    (ValueError, r"sinks must have shape \(4,\)", lambda x: x[0]),
+    (ValueError, "sinks must be on the same device as q", lambda x: x.to("meta")),
 ]
 
 

@@ -52,7 +52,7 @@ def csrc_without(statement, directory):
 
 
 def cases_of_driver():
-    return re.findall(r'^    (?:\w+\()*{"(\w+)",', DRIVER.read_text(), re.MULTILINE)
+    return re.findall(r'^    (?:\w+\()*{"(\w+)",', DRIVER.with_name("driver_cases.h").read_text(), re.MULTILINE)
 
 
 def assert_passed(done):

@@ -1,0 +1,381 @@
+// The cases of driver.cpp: shapes and options of one call each, by their kernels. Include it after the kernels or their
+// headers; HAS_GPU says whether there are those of a GPU.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+enum Layout {
+    kHeads,   // [batch, head, row, head_dim]
+    kRows,    // [batch, row, head, head_dim]
+    kGaps,    // kHeads with an element after every row that is neither to be read nor written; rows lie unaligned
+    kOffset,  // kHeads from the second element of the allocation on: the pointer is unaligned
+    kSlices,  // kHeads with 8 elements after every row, as slices have, which leave it aligned
+    kExpanded,  // one head of one sample for all, strides of 0; the output is kHeads
+};
+
+enum Tiling { kBest, kNarrow, kWide, kSm80, kSm80Narrow, kSm90, kDmma };  // the size of tiles, or another kernel
+
+struct Case {
+    const char *name;
+    DType dtype;
+    int batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim;
+    bool is_causal;
+    Layout layout = kHeads;
+    std::vector<int> seq_lens = {};  // of rows, and of keys if they have no other
+    Tiling tiling = kBest;  // of the forward pass
+    double dropout_p = 0;
+    double scale = 1;  // of the scores, beside 1 / sqrt(head_dim)
+    int window_left = -1, window_right = -1;  // of a causal case window_right is 0
+    std::vector<int> cu_seqlens_q = {}, cu_seqlens_k = {};  // of a packed batch, whose batch_size is 1
+    std::vector<int> seqused_k = {};
+    int head_dim_v = head_dim;
+    bool has_sinks = false;
+    double softcap = 0;
+    bool has_alibi = false;
+    std::optional<DType> bias = {};
+    std::string bias_shape = "BHRK";  // a dimension that is missing is shared
+    bool is_part = false;  // of a larger problem, whose dropout it has
+    bool in_any_order = false;  // dQ is summed in any order, as it always is with dropout
+    std::vector<int> spike = {};  // the keys [begin, end) whose scores are alike and far above those of all others
+
+    int max_head_dim() const { return std::max(head_dim, head_dim_v); }
+    bool is_packed() const { return !cu_seqlens_q.empty(); }
+    int samples() const { return is_packed() ? int(cu_seqlens_q.size()) - 1 : batch_size; }
+};
+
+Case window(Case c, int left, int right) {
+    c.window_left = left, c.window_right = right;
+    return c;
+}
+// The tensors have nine rows and nine keys more than the samples, if the case does not say otherwise.
+Case packed(Case c, std::vector<int> cu_seqlens_q, std::vector<int> cu_seqlens_k, std::vector<int> seqused_k = {}) {
+    c.cu_seqlens_q = cu_seqlens_q, c.cu_seqlens_k = cu_seqlens_k, c.seqused_k = seqused_k;
+    if (!c.seqlen_q) c.seqlen_q = cu_seqlens_q.back() + 9;
+    if (!c.seqlen_k) c.seqlen_k = cu_seqlens_k.back() + 9;
+    return c;
+}
+Case head_dim_of_v(Case c, int head_dim_v) {
+    c.head_dim_v = head_dim_v;
+    return c;
+}
+Case with_spike(Case c, int begin, int end) {
+    c.spike = {begin, end};
+    return c;
+}
+Case in_any_order(Case c) {
+    c.in_any_order = true;
+    return c;
+}
+Case part_of_more(Case c) {
+    c.is_part = true;
+    return c;
+}
+Case with_sinks(Case c) {
+    c.has_sinks = true;
+    return c;
+}
+Case with_mods(Case c, double softcap, bool has_alibi, std::optional<DType> bias = {}, std::string shape = "BHRK") {
+    c.softcap = softcap, c.has_alibi = has_alibi, c.bias = bias, c.bias_shape = shape;
+    return c;
+}
+Case lengths_of_keys(Case c, std::vector<int> seqused_k) {
+    c.seqused_k = seqused_k;
+    return c;
+}
+
+constexpr DType f64 = DType::kFloat64, boolean = DType::kBool, f32 = DType::kFloat32;
+constexpr DType f16 = DType::kFloat16, b16 = DType::kBFloat16;
+const std::vector<Case> cases = {
+    // name, dtype, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim, is_causal, ...
+    // Every tile in every dtype, with at least two blocks of rows and two of keys.
+    {"fp32_64",           f32, 1, 1, 1,  70, 130,  64, false},
+    {"fp32_128",          f32, 1, 1, 1,  65,  66, 128, true},
+    {"fp32_256",          f32, 1, 1, 1,  33,  47, 253, false},
+    {"fp32_128_narrow",   f32, 1, 1, 1,  66,  65, 100, true,  kRows,     {}, kNarrow},
+    {"fp32_256_narrow",   f32, 1, 1, 1,  33,  18, 132, false, kHeads,    {}, kNarrow, 0.5},
+    {"fp16_64",           f16, 1, 2, 1,  66,  65,  36, false, kOffset,   {}, kBest, 0.5},
+    {"fp16_128",          f16, 1, 2, 1,  75,  75,  72, false, kRows,     {70}},
+    {"fp16_256",          f16, 1, 1, 1,  34,  33, 200, true,  kRows},
+    {"fp16_128_narrow",   f16, 1, 1, 1,  65,  40, 128, false, kHeads,    {}, kNarrow},
+    {"fp16_256_narrow",   f16, 1, 2, 1,  33,  33, 256, true,  kRows,     {20}, kNarrow},
+    {"bf16_64",           b16, 1, 1, 1,  65,  66,  64, true},
+    {"bf16_128",          b16, 1, 2, 2,  65, 100, 127, true},
+    {"bf16_256",          b16, 1, 1, 1,  33,  40, 256, false, kGaps},
+    {"bf16_128_narrow",   b16, 1, 2, 1,  65,  65,  68, false, kGaps,     {33}, kNarrow},
+    {"bf16_256_narrow",   b16, 1, 1, 1,  33,  17, 160, true,  kHeads,    {}, kNarrow},
+#if MINIMAL_ATTN_EMULATED  // tiles for long sequences can be named in a driver that includes them
+    {"fp32_64_long",      f32, 1, 1, 1, 520,  70,  64, false, kRows},
+    {"fp32_128_long",     f32, 1, 1, 1, 514,  40, 128, true,  kHeads},
+    {"fp32_256_long",     f32, 1, 1, 1, 513,  20, 136, false, kGaps},
+#else
+    {"fp32_64_wide",      f32, 1, 2, 1, 140, 140,  64, false, kRows,     {133}, kWide},
+    {"fp32_128_wide",     f32, 1, 1, 1, 129, 130, 128, true,  kHeads,    {},   kWide},
+    {"fp32_256_wide",     f32, 1, 1, 1,  65, 129, 253, false, kGaps,     {},   kWide},
+#endif
+#if HAS_GPU
+    {"sm80_fp16_64",      f16, 1, 2, 1, 130, 150,  64, true,  kHeads,    {},   kSm80, 0.25},
+    {"sm80_fp16_96",      f16, 1, 1, 1, 129,  70,  88, false, kRows,     {},   kSm80},
+    {"sm80_fp16_128",     f16, 1, 2, 2, 140, 140, 128, true,  kRows,     {133}, kSm80},
+    {"sm80_fp16_192",     f16, 1, 1, 1,  66,  90, 160, true,  kHeads,    {},   kSm80},
+    {"sm80_fp16_256",     f16, 1, 2, 1,  70,  70, 256, false, kRows,     {65}, kSm80, 0.1},
+    {"sm80_bf16_64",      b16, 2, 4, 2, 140, 140,  40, false, kRows,     {3, 129}, kSm80},
+    {"sm80_bf16_96",      b16, 1, 1, 1, 130, 130,  96, true,  kHeads,    {},   kSm80},
+    {"sm80_bf16_128",     b16, 1, 2, 1, 129,  65, 104, true,  kRows,     {},   kSm80, 0.5},
+    {"sm80_bf16_192",     b16, 1, 2, 1,  65,  65, 192, false, kRows,     {64}, kSm80},
+    {"sm80_bf16_256",     b16, 1, 1, 1,  66, 100, 200, true,  kHeads,    {},   kSm80},
+    // 20 heads that share keys: the tile of the first sample is split in two, that of the second is not.
+    {"sm80_splits",       b16, 2, 20, 1, 110, 110, 64, true,  kRows,     {110, 40}, kSm80},
+    part_of_more({"sm80_splits_drop", f16, 1, 20, 1, 105, 70, 104, false, kHeads, {}, kSm80, 0.25}),
+    {"sm80_128_narrow",   f16, 1, 2, 1,  70, 130, 120, true,  kHeads,    {},   kSm80Narrow, 0.25},
+    {"sm80_256_narrow",   b16, 1, 2, 1,  70,  70, 200, true,  kRows,     {65}, kSm80Narrow},
+    {"sm80_one",          b16, 1, 1, 1,   1,   1,   8, true,  kHeads,    {},   kSm80},
+    {"dmma_64",           f32, 2, 4, 2, 140, 140,  40, false, kRows,     {3, 129}, kDmma},
+    {"dmma_64_causal",    f32, 1, 1, 1,  66, 130,  64, true,  kHeads,    {},   kDmma},
+    {"dmma_128",          f32, 1, 2, 1,  70,  70, 100, false, kRows,     {65}, kDmma},
+    {"dmma_128_causal",   f32, 1, 2, 1, 129,  65, 128, true,  kRows,     {},   kDmma},
+    {"dmma_one",          f32, 1, 1, 1,   1,   1,   4, true,  kHeads,    {},   kDmma},
+    // Three blocks of keys or more, whose order shows in the bits of dq.
+    {"sm80_order",        b16, 1, 2, 1,  70, 200,  96, false, kHeads,    {},   kSm80},
+    {"sm80_order_causal", f16, 1, 1, 1, 130, 260,  80, true,  kRows,     {},   kSm80},
+    {"sm80_order_narrow", f16, 1, 1, 1,  40, 130, 136, true,  kRows,     {},   kSm80Narrow},
+#else
+    {"fp64_64",           f64, 2, 2, 1,  67,  67,  20, true,  kGaps,     {66, 5}, kBest, 0.25},
+    {"fp64_128",          f64, 1, 1, 1,  33,  40,  70, false, kOffset},
+    {"fp64_256",          f64, 1, 2, 2,  40,  33, 130, true,  kRows},
+#endif
+    // What else the interface allows.
+    {"gqa",               f32, 2, 6, 2,   3,  70,  16, true,  kRows},
+    {"dropout",           f32, 2, 4, 2,  83,  70,  20, true,  kRows,     {}, kBest, 0.1},
+    part_of_more({"dropout_part", f32, 2, 4, 2, 83, 70, 20, true, kRows, {}, kBest, 0.1}),
+    {"dropout_all",       f32, 1, 1, 1,   5,   5,   8, false, kGaps,     {}, kBest, 1},
+    {"seq_lens_clamped",  f32, 4, 1, 1,  67,  67,  20, false, kHeads,    {1 << 30, 66, 0, -5}},
+    {"rows_without_keys", f32, 1, 1, 1, 130,  60,  16, true},
+    {"one",               f32, 1, 1, 1,   1,   1,   1, true},
+#if HAS_GPU
+    // Every tile in both dtypes; lengths about those of the blocks, several blocks of rows and of keys.
+    {"sm90_64",           f16, 1, 2, 1, 193, 257,  64, false, kHeads,    {},   kSm90},
+    {"sm90_64_causal",    b16, 1, 1, 1, 385, 384,  64, true,  kRows,     {},   kSm90},
+    {"sm90_40",           b16, 1, 1, 1, 191, 127,  40, false, kSlices,   {},   kSm90},
+    {"sm90_96",           b16, 1, 1, 1, 193, 289,  96, false, kRows,     {},   kSm90},
+    {"sm90_80_causal",    f16, 1, 2, 2, 192, 193,  80, true,  kSlices,   {},   kSm90},
+    {"sm90_128",          f16, 1, 1, 1, 193, 321, 128, false, kHeads,    {},   kSm90},
+    {"sm90_128_causal",   b16, 1, 2, 1, 257, 513, 128, true,  kRows,     {},   kSm90},
+    {"sm90_104",          b16, 1, 1, 1, 191, 127, 104, false, kSlices,   {},   kSm90},
+    {"sm90_128_long",     f16, 1, 1, 1,  70, 2049, 128, false, kRows,    {},   kSm90},
+    {"sm90_128_long_causal", b16, 2, 1, 1, 70, 2060, 128, true, kHeads,  {},   kSm90},
+    {"sm90_192",          b16, 1, 1, 1, 129, 241, 192, false, kHeads,    {},   kSm90},
+    {"sm90_136_causal",   f16, 1, 1, 1, 128,  81, 136, true,  kSlices,   {},   kSm90},
+    {"sm90_256",          f16, 1, 1, 1, 129, 193, 256, false, kRows,     {},   kSm90},
+    {"sm90_200_causal",   b16, 1, 1, 1, 127, 257, 200, true,  kHeads,    {},   kSm90},
+    // The backward pass: dropout, heads that share keys and are split, many blocks of keys that take turns.
+    {"sm90_drop_64",      b16, 1, 2, 1, 200, 260,  64, true,  kRows,     {},   kSm90, 0.25},
+    part_of_more({"sm90_drop_128", f16, 1, 2, 1, 130, 140, 104, false, kHeads, {}, kSm90, 0.25}),
+    {"sm90_splits",       b16, 5, 20, 1, 110, 110, 64, true,  kRows,     {110, 40, 30, 110, 20}, kSm90},
+    lengths_of_keys({"sm90_splits_turns", b16, 2, 20, 1, 110, 150, 64, false, kRows, {110, 40}, kSm90}, {150, 150}),
+    window({"sm90_unseen", b16, 1, 20, 1, 110, 500, 64, false, kRows, {}, kSm90}, 100, 64),
+    in_any_order(window({"sm90_unseen_128", f16, 2, 2, 1, 70, 620, 120, false, kHeads, {}, kSm90}, 100, 64)),
+    {"sm90_splits_drop",  f16, 1, 20, 1, 105,  70, 104, false, kHeads,   {},   kSm90, 0.25},
+    part_of_more({"sm90_drop_192", b16, 2, 2, 1, 130, 200, 192, true, kHeads, {130, 77}, kSm90, 0.25}),
+    {"sm90_drop_256",     f16, 1, 2, 1,  75, 140, 200, false, kSlices,   {},   kSm90, 0.25},
+    {"sm90_turns",        b16, 1, 2, 1, 200, 700,  64, false, kRows,     {},   kSm90},
+    // Pairs of blocks.
+    in_any_order({"sm90_pair",        f16, 1, 1, 1, 129, 193, 256, false, kRows,   {},   kSm90}),
+    in_any_order({"sm90_pair_causal", b16, 2, 4, 2, 200, 300, 200, true,  kHeads,  {},   kSm90}),
+    in_any_order({"sm90_pair_192",    b16, 1, 2, 1, 150, 270, 192, true,  kSlices, {},   kSm90}),
+    in_any_order({"sm90_pair_rows",   f16, 1, 1, 1, 330,  70, 256, false, kRows,   {},   kSm90}),
+    in_any_order({"sm90_pair_lens",   b16, 3, 1, 1, 170, 170, 256, true,  kSlices, {64, 129, 128}, kSm90}),
+    in_any_order(packed({"sm90_pair_packed", f16, 1, 2, 1, 0, 0, 256, true, kRows, {}, kSm90}, {0, 1, 130, 131, 200},
+                        {0, 90, 90, 193, 330})),
+    in_any_order(window({"sm90_pair_window", b16, 1, 1, 1, 70, 400, 256, false, kHeads, {}, kSm90}, 100, 64)),
+    in_any_order(with_spike({"sm90_pair_low", b16, 1, 1, 1, 65, 100, 256, false, kHeads, {}, kSm90, 0, -600}, 0, 100)),
+    {"sm90_turns_128",    f16, 1, 2, 2, 450, 400, 128, false, kHeads,    {},   kSm90},
+    {"sm90_turns_causal", f16, 1, 1, 1, 200, 700, 128, true,  kRows,     {},   kSm90},
+    {"sm90_many_192",     b16, 2, 4, 2, 200, 140, 192, true,  kHeads,    {},   kSm90},
+    {"sm90_256_rows",     f16, 1, 1, 1, 330,  70, 256, false, kRows,     {},   kSm90},
+    {"sm90_long",         b16, 1, 2, 2, 2090, 200, 128, true,  kRows,     {},   kSm90},
+    in_any_order({"sm90_long_late", f16, 1, 2, 2, 2090, 200, 120, false, kHeads, {},  kSm90}),
+    in_any_order({"sm90_long_few", f16, 1, 2, 2, 2050,  70, 120, false, kHeads,  {},  kSm90}),
+    in_any_order({"sm90_many_late", b16, 1, 4, 2, 385, 130,  64, true,  kHeads,  {},   kSm90}),
+    // Samples that end where a block does, a row later, in the first row or before it, or only say so.
+    {"sm90_lens_64",      f16, 6, 1, 1, 260, 260,  64, false, kHeads,    {1, 128, 129, 0, 256, 1 << 30}, kSm90},
+    {"sm90_lens_40",      b16, 4, 2, 1, 200, 200,  40, true,  kRows,     {192, 193, 128, -5}, kSm90},
+    {"sm90_lens_96",      f16, 3, 1, 1, 330, 330,  96, true,  kSlices,   {192, 289, 1}, kSm90},
+    {"sm90_lens_128",     b16, 4, 1, 1, 360, 360, 128, false, kRows,     {1, 192, 193, 321}, kSm90},
+    {"sm90_lens_192",     f16, 3, 1, 1, 230, 230, 192, false, kHeads,    {80, 161, 64}, kSm90},
+    {"sm90_lens_256",     b16, 3, 1, 1, 170, 170, 256, true,  kSlices,   {64, 129, 128}, kSm90},
+    // Persistent blocks, which take tiles in turn, or by a counter those of several heads at a time.
+    {"sm90_many",         f16, 3, 4, 2,  70, 140,  64, false, kRows,     {},   kSm90},
+    {"sm90_many_causal",  b16, 1, 8, 4, 385, 130,  64, true,  kHeads,    {},   kSm90},
+    in_any_order({"sm90_waves",       b16, 1, 130, 65, 200, 200, 64, true, kRows,  {},   kSm90}),
+    {"sm90_many_pairs",   f16, 1, 12, 1, 150, 180, 128, true,  kRows,    {},   kSm90},
+    {"sm90_many_lens",    b16, 5, 4, 1, 200, 200,  48, true,  kRows,     {0, 200, 5, 129, 0}, kSm90},
+    // What else the interface allows.
+    {"sm90_one",          b16, 1, 1, 1,   1,   1,   8, true,  kHeads,    {},   kSm90},
+    {"sm90_one_row",      f16, 2, 4, 1,   1, 400, 128, true,  kRows,     {},   kSm90},
+    {"sm90_no_keys_yet",  b16, 1, 2, 1, 300,  60, 128, true,  kHeads,    {},   kSm90},
+    {"sm90_expanded",     f16, 2, 4, 2, 130, 200,  64, false, kExpanded, {},   kSm90},
+    {"sm90_scale_0",      f16, 1, 1, 1,  70, 200,  64, true,  kHeads,    {},   kSm90, 0, 0},
+    {"sm90_scale_below_0", b16, 2, 1, 1, 200, 200, 128, false, kRows,    {190, 177}, kSm90, 0, -1},
+    {"sm90_scale_below_0_causal", f16, 1, 1, 1, 70, 400, 256, true, kRows, {}, kSm90, 0, -1},
+    // Scores that grow by more than 15 binary orders from one block without a mask to the next.
+    {"sm90_scale_30",     f16, 1, 2, 1, 150, 400,  64, false, kHeads,    {},   kSm90, 0, 30},
+    {"sm90_scale_30_causal", b16, 2, 1, 1, 300, 300, 96, true, kRows,    {299, 170}, kSm90, 0, 30},
+    {"sm90_scale_30_96",  f16, 1, 1, 1,  70, 289,  88, false, kSlices,   {},   kSm90, 0, 30},
+    {"sm90_scale_30_128", b16, 1, 1, 1,  70, 257, 128, false, kHeads,    {},   kSm90, 0, 30},
+    {"sm90_scale_30_192", b16, 1, 1, 1,  70, 241, 192, false, kHeads,    {},   kSm90, 0, 30},
+    {"sm90_scale_30_256", f16, 1, 1, 1,  70, 193, 256, false, kRows,     {},   kSm90, 0, 30},
+#endif
+    // Windows: wider than a block of keys, narrower, and of one key. Blocks may be cut at both ends.
+    window({"simt_window",      f32, 1, 2, 1, 150, 170,  36, false, kGaps}, 30, 20),
+    window({"simt_window_one",  f32, 2, 1, 1,  70,  70, 100, false, kRows}, 0, 0),
+#if HAS_GPU
+    window({"dmma_window",      f32, 1, 1, 1, 130, 200,  64, false, kHeads,  {}, kDmma}, 40, 0),
+    window({"sm80_window",      f16, 1, 2, 1, 200, 300,  64, false, kHeads,  {}, kSm80}, 150, 0),
+    window({"sm80_window_both", b16, 2, 2, 2, 150, 150, 128, false, kRows,   {}, kSm80, 0.25}, 20, 33),
+    window({"sm80_window_one",  b16, 1, 4, 1, 140, 200, 160, false, kRows,   {}, kSm80}, 0, 0),
+    window({"sm80_window_left", f16, 1, 1, 1, 300, 100,  96, false, kHeads,  {}, kSm80}, 10, -1),
+    window({"sm80_window_below_0", f16, 1, 1, 1, 300, 300, 64, false, kHeads, {}, kSm80, 0, -1}, 280, 0),
+    window({"sm80_window_scale_0", f16, 1, 1, 1,  70, 300, 64, false, kHeads, {}, kSm80, 0, 0}, 150, 0),
+    window({"dmma_window_below_0", f32, 1, 1, 1, 130, 200, 64, false, kHeads, {}, kDmma, 0, -1}, 40, 0),
+    window({"sm90_window",      f16, 1, 2, 1, 400, 500,  64, false, kHeads,  {}, kSm90}, 200, 0),
+    window({"sm90_window_both", b16, 2, 2, 2, 250, 250, 128, false, kRows,   {}, kSm90}, 20, 33),
+    window({"sm90_window_one",  b16, 1, 4, 1, 200, 300, 192, false, kRows,   {}, kSm90}, 0, 0),
+    window({"sm90_window_left", f16, 1, 1, 1, 400, 150,  96, false, kSlices, {}, kSm90}, 70, -1),
+    window({"sm90_window_256",  b16, 1, 1, 1,  70, 400, 256, false, kHeads,  {}, kSm90}, 100, 64),
+    window({"sm90_window_drop", f16, 1, 2, 1, 150, 270, 136, false, kRows,   {}, kSm90, 0.25}, 90, 33),
+    window({"sm90_window_long", f16, 1, 1, 1,  70, 2100, 128, false, kRows,  {}, kSm90}, 2060, 0),
+    window({"sm90_window_scale_30", f16, 1, 1, 1, 70, 500, 64, false, kHeads, {}, kSm90, 0, 30}, 300, 0),
+    // A block that is cut on the left has the largest scores, also of keys that are hidden.
+    window(with_spike({"sm90_window_spike", f16, 1, 1, 1, 400, 400, 64, false, kHeads, {}, kSm90, 0, 30}, 128, 256),
+           200, 0),
+    window({"sm90_window_below_0", f16, 1, 1, 1, 70, 300, 64, false, kHeads, {}, kSm90, 0, -1}, 150, 0),
+#endif
+    // Packed batches: samples of no rows, of no keys, of one row, and longer than a tile.
+    packed({"simt_packed",        f32, 1, 2, 1, 0, 0,  40, false, kRows}, {0, 70, 70, 71, 100, 109},
+           {0, 5, 70, 71, 71, 170}),
+    packed({"simt_packed_causal", f32, 1, 2, 2, 0, 0,  72, true,  kHeads}, {0, 3, 90, 130}, {0, 60, 61, 140}),
+    packed({"simt_packed_drop",   f16, 1, 2, 1, 0, 0,  40, false, kRows, {}, kBest, 0.25}, {0, 40, 61}, {0, 20, 90}),
+#if HAS_GPU
+    packed({"dmma_packed",        f32, 1, 2, 1, 0, 0,  64, true,  kRows,  {}, kDmma}, {0, 70, 70, 71, 150},
+           {0, 5, 70, 71, 230}),
+    packed({"sm80_packed",        f16, 1, 2, 1, 0, 0,  64, false, kRows,  {}, kSm80}, {0, 150, 150, 151, 200, 330},
+           {0, 5, 70, 71, 71, 300}),
+    packed({"sm80_packed_causal", b16, 1, 4, 2, 0, 0, 128, true,  kRows,  {}, kSm80}, {0, 70, 199, 200, 330},
+           {0, 70, 199, 200, 430}),
+    part_of_more(packed({"sm80_packed_drop", b16, 1, 2, 2, 0, 0, 200, true, kHeads, {}, kSm80, 0.25}, {0, 33, 70, 140},
+                        {0, 33, 70, 140})),
+    packed({"sm90_packed",        f16, 1, 2, 1, 0, 0,  64, false, kRows,  {}, kSm90}, {0, 250, 250, 251, 300, 530},
+           {0, 5, 70, 71, 71, 300}),
+    packed({"sm90_packed_turns",  b16, 1, 2, 2, 0, 0, 128, false, kRows,  {}, kSm90}, {0, 70, 400}, {0, 70, 600}),
+    packed({"sm90_packed_causal", b16, 1, 4, 2, 0, 0, 128, true,  kRows,  {}, kSm90}, {0, 70, 199, 200, 430},
+           {0, 70, 199, 200, 630}),
+    packed({"sm90_packed_96",     b16, 1, 1, 1, 0, 0,  88, true,  kSlices, {}, kSm90}, {0, 192, 385, 400},
+           {0, 96, 289, 300}),
+    packed({"sm90_packed_256",    f16, 1, 1, 1, 0, 0, 256, false, kRows,  {}, kSm90}, {0, 1, 130, 131},
+           {0, 64, 64, 193}),
+    part_of_more(packed({"sm90_packed_drop", b16, 1, 4, 2, 0, 0, 256, true, kHeads, {}, kSm90, 0.25}, {0, 33, 33, 170},
+                        {0, 33, 50, 190})),
+#endif
+    // Rows and keys with lengths of their own, in both layouts. The keys of packed samples may then overlap.
+    lengths_of_keys({"simt_lengths", f32, 3, 2, 1,  70, 130,  40, true, kRows,  {70, 33, 0}}, {130, 5, 60}),
+    packed({"simt_overlap",       f32, 1, 2, 1, 0, 0,  40, true,  kRows,  {33, 50, 10}}, {0, 40, 90, 100},
+           {0, 0, 30, 130}, {60, 130, 9}),
+#if HAS_GPU
+    lengths_of_keys({"sm80_lengths", f16, 3, 4, 1, 150, 300,  64, true, kRows,  {150, 65, 0}, kSm80}, {300, 5, 60}),
+    // The first sample has the most splits, more than the padded lengths would give it without a limit.
+    lengths_of_keys({"sm80_splits_short", b16, 2, 20, 1, 110, 200, 64, true, kRows, {110, 110}, kSm80}, {40, 200}),
+    lengths_of_keys({"sm90_lengths", b16, 3, 4, 1, 250, 400, 128, true, kRows,  {250, 65, 0}, kSm90}, {400, 5, 60}),
+    packed({"sm90_overlap",       f16, 1, 2, 1, 0, 0, 104, false, kSlices, {190, 66, 1}, kSm90}, {0, 200, 290, 300},
+           {0, 0, 30, 330}, {160, 330, 9}),
+    // What cu_seqlens holds beyond the tensors is clamped.
+    packed({"sm80_clamped",       f16, 1, 1, 1, 99, 139, 64, true, kHeads, {}, kSm80}, {-7, 50, 60, 1 << 30},
+           {3, 50, 139, 1 << 30}),
+    packed({"sm90_clamped",       f16, 1, 1, 1, 99, 139, 64, true, kHeads, {}, kSm90}, {-7, 50, 60, 1 << 30},
+           {3, 90, 140, 1 << 30}),
+#endif
+    // V, and out, of another head_dim; sinks, also of rows without keys and of rows beyond the end of a sample.
+    head_dim_of_v({"simt_wide_v",  f32, 1, 2, 1,  70,  70,  20, true,  kRows,  {65}}, 72),
+    head_dim_of_v({"simt_narrow_v", f16, 1, 1, 1, 66,  65,  72, false, kGaps,  {}, kBest, 0.25}, 5),
+    with_sinks({"simt_sinks",      f32, 2, 2, 1,  70,  40,  20, true,  kRows,  {70, 33}}),
+    packed(with_sinks({"simt_packed_sinks", f32, 1, 2, 1, 0, 0, 40, true, kRows}), {0, 40, 40, 61}, {0, 20, 30, 90}),
+#if HAS_GPU
+    head_dim_of_v({"dmma_wide_v",   f32, 1, 1, 1,  66, 130,  40, true,  kHeads, {}, kDmma}, 100),
+    head_dim_of_v({"sm80_wide_v",   b16, 2, 4, 2, 140, 140,  40, true,  kRows,  {3, 129}, kSm80, 0.25}, 104),
+    head_dim_of_v({"sm80_narrow_v", f16, 1, 2, 1,  70, 130, 192, false, kSlices, {}, kSm80}, 128),
+    head_dim_of_v({"sm80_splits_v", b16, 2, 20, 1, 110, 110, 64, true,  kRows,  {110, 40}, kSm80}, 24),
+    with_sinks({"sm80_sinks",       f16, 2, 4, 2, 140, 100,  64, true,  kRows,  {140, 65}, kSm80}),
+    with_sinks({"sm80_sinks_drop",  b16, 1, 2, 1, 130,  65, 128, true,  kHeads, {}, kSm80, 0.25}),
+    head_dim_of_v({"sm90_wide_v",   b16, 2, 4, 2, 250, 250,  40, true,  kRows,  {3, 229}, kSm90}, 104),
+    head_dim_of_v({"sm90_narrow_v", f16, 1, 2, 1, 150, 260, 192, true,  kSlices, {}, kSm90}, 128),
+    packed(head_dim_of_v({"sm90_packed_v", b16, 1, 2, 1, 0, 0, 96, true, kRows, {}, kSm90}, 40), {0, 70, 199, 200},
+           {0, 70, 199, 200}),
+    with_sinks({"sm90_sinks",       f16, 2, 4, 2, 200, 130,  64, true,  kRows,  {200, 165}, kSm90}),
+    packed(with_sinks({"sm90_packed_sinks", b16, 1, 2, 1, 0, 0, 128, true, kRows, {}, kSm90}), {0, 70, 70, 271},
+           {0, 70, 99, 100}),
+#endif
+    // Softcap, ALiBi, biases of several dtypes and shapes, masks.
+    with_mods({"simt_softcap",      f32, 1, 2, 1,  70, 130,  40, true,  kGaps}, 2, false),
+    with_mods({"simt_alibi",        f16, 2, 2, 1, 140,  70,  72, false, kRows, {}, kBest, 0.25}, 0, true),
+    with_mods({"simt_bias",         f32, 2, 2, 2,  66,  65, 130, false, kRows, {66, 33}}, 3, true, f32, "HRK"),
+    part_of_more(with_mods({"simt_bias_of_keys", b16, 2, 2, 1, 66, 70, 40, true, kHeads, {}, kBest, 0.25}, 0, false,
+                           b16, "BK")),
+    with_mods({"simt_mask",         f32, 2, 4, 2,  70,  66,  20, false, kRows}, 0, false, boolean, "BRK"),
+    packed(with_mods({"simt_packed_mods", f32, 1, 2, 1, 0, 0, 40, true, kRows}, 4, true), {0, 40, 40, 61},
+           {0, 20, 30, 90}),
+    with_sinks(with_mods({"simt_mask_sinks", f32, 1, 2, 1, 70, 66, 20, true, kRows}, 0, true, boolean, "HRK")),
+#if HAS_GPU
+    with_mods({"sm80_softcap",      f16, 1, 2, 1, 130, 150,  64, true,  kHeads, {}, kSm80}, 2, false),
+    part_of_more(with_mods({"sm80_softcap_drop", b16, 1, 4, 1, 130, 100, 128, false, kRows, {}, kSm80, 0.25}, 2,
+                           false)),
+    with_mods({"sm80_alibi",        b16, 2, 4, 2, 140, 140, 128, true,  kRows,  {3, 129}, kSm80}, 0, true),
+    with_mods({"sm80_bias",         f16, 2, 2, 1, 140, 200,  96, false, kRows,  {}, kSm80, 0.25}, 3, true, f16, "HRK"),
+    with_mods({"sm80_bias_fp32",    b16, 1, 2, 1,  70,  70, 192, true,  kRows,  {}, kSm80}, 0, false, f32, "BHRK"),
+    with_mods({"sm80_mask",         f16, 2, 4, 2, 130, 140, 256, false, kHeads, {}, kSm80}, 0, false, boolean, "BK"),
+    with_mods({"sm80_mask_narrow",  b16, 2, 2, 1,  70,  70, 136, true,  kRows,  {65, 70}, kSm80Narrow}, 0, true, boolean,
+              "BRK"),
+    packed(with_mods({"sm80_packed_mods", f16, 1, 2, 1, 0, 0, 64, true, kRows, {}, kSm80}, 4, true), {0, 70, 70, 199},
+           {0, 70, 99, 200}),
+    window(with_mods({"sm80_window_mods", b16, 1, 20, 1, 110, 110, 64, false, kRows, {}, kSm80}, 3, false, b16, "RK"), 20,
+           33),
+    with_mods({"sm90_mods_drop",    b16, 1, 2, 1, 150, 150,  64, true,  kRows,  {}, kSm90, 0.25}, 2, true),
+    with_mods({"sm90_mods_drop_128", f16, 1, 2, 1, 100, 150, 128, false, kHeads, {}, kSm90, 0.25}, 3, false),
+    // All scores are far below 0, and the last tile of keys is padded.
+    with_spike({"sm90_low_64",      b16, 1, 1, 1, 100, 192,  64, false, kHeads, {}, kSm90, 0, -300}, 0, 192),
+    with_spike({"sm90_low_128",     f16, 1, 1, 1,  65, 192, 128, true,  kHeads, {}, kSm90, 0, -400}, 0, 192),
+    with_spike({"sm90_low_256",     b16, 1, 1, 1,  65, 100, 256, false, kHeads, {}, kSm90, 0, -600}, 0, 100),
+    with_mods({"sm90_softcap",      f16, 1, 2, 1, 250, 300,  64, true,  kHeads, {}, kSm90}, 2, false),
+    with_mods({"sm90_alibi",        b16, 2, 4, 2, 200, 200, 128, true,  kRows,  {3, 129}, kSm90}, 0, true),
+    with_mods({"sm90_bias",         f16, 2, 2, 1, 200, 304,  96, false, kRows,  {}, kSm90}, 3, true, f16, "HRK"),
+    with_mods({"sm90_bias_of_keys", b16, 1, 2, 1, 150, 176, 192, true,  kRows,  {}, kSm90}, 0, false, b16, "BHK"),
+    with_mods({"sm90_mask",         f16, 2, 4, 2, 130, 241, 256, false, kHeads, {}, kSm90}, 0, false, boolean, "BK"),
+    with_mods({"sm90_mask_rows",    b16, 2, 2, 1, 270, 208, 128, true,  kSlices, {265, 208}, kSm90}, 0, true, boolean,
+              "BRK"),
+    with_mods({"sm90_mods_scale_30", b16, 1, 2, 1, 150, 400, 128, false, kHeads, {}, kSm90, 0, 30}, 0, true, b16, "HRK"),
+    with_mods({"sm90_mask_scale_30", f16, 1, 2, 1, 200, 477, 64, true, kHeads, {}, kSm90, 0, 30}, 9, false, boolean, "RK"),
+    // With ALiBi the walk along the keys begins in the middle; samples that share a bias take turns.
+    with_mods({"sm90_mask_alibi",   b16, 2, 2, 1, 300, 500, 128, false, kHeads, {}, kSm90}, 0, true, boolean, "HRK"),
+    lengths_of_keys(with_mods({"sm90_alibi_no_keys", b16, 3, 1, 1, 200, 200, 128, false, kRows, {}, kSm90}, 0, true),
+                    {200, 0, 90}),
+    with_mods({"sm90_mask_all",     f16, 2, 2, 1, 200, 300,  96, false, kRows,  {}, kSm90}, 0, false, boolean),
+    window(with_mods({"sm90_mask_window", b16, 1, 2, 1, 210, 312, 192, false, kRows, {}, kSm90}, 0, false, boolean, "HR"),
+           20, 33),
+    with_mods({"sm90_bias_samples", b16, 3, 4, 2, 200, 208,  64, true,  kRows,  {}, kSm90}, 0, false, b16, "HRK"),
+    packed(with_mods({"sm90_packed_mods", f16, 1, 2, 1, 0, 0, 64, true, kRows, {}, kSm90}, 4, true), {0, 70, 70, 299},
+           {0, 70, 99, 400}),
+    window(with_mods({"sm90_window_mods", b16, 1, 4, 1, 210, 312, 40, false, kRows, {}, kSm90}, 3, false, b16, "RK"), 20,
+           33),
+#endif
+#if MINIMAL_ATTN_EMULATED  // a backward pass is not asked for it
+    {"sm90_no_rows",      f16, 1, 2, 1,   0, 200,  64, false, kHeads,    {},   kSm90},
+#endif
+};
+
+bool is_sm90_backward(const Case &c) {
+    if (c.tiling != kSm90 || c.bias || (c.seqlen_q == 0 && !c.is_packed())) return false;
+    return c.max_head_dim() <= 128 || (c.softcap == 0 && !c.has_alibi);
+}
+bool is_sm80(const Case &c) { return c.tiling == kSm80 || c.tiling == kSm80Narrow; }
+bool needs_hopper(const Case &c) { return c.tiling == kSm90 || c.tiling == kDmma; }
