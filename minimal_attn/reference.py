@@ -117,7 +117,9 @@ def reference_forward(q, k, v, options):
     lse = scores.logsumexp(-1)
     sees_no_key = (lse == -math.inf)[..., None]
     if options.sinks is not None:  # one more term of each sum, but not in padding
-        lse = torch.logaddexp(lse, options.sinks[:, None] - row_max)
+        sinks = options.sinks[:, None] - row_max
+        is_empty = (lse == -math.inf) & (sinks == -math.inf)  # the derivative of logaddexp is NaN there
+        lse = torch.logaddexp(lse, sinks.masked_fill(is_empty, 0)).masked_fill(is_empty, -math.inf)
         if options.lengths.seqused_q is not None:
             rows = torch.arange(q.shape[2], device=q.device)
             lse = lse.masked_fill(rows >= options.lengths.seqused_q[:, None, None], -math.inf)
