@@ -32,11 +32,10 @@ def test_op_of_caches(op, shapes, impls, monkeypatch, tmp_path):
     """Peers and flash_attention serve dense caches alone, and the plain read stands beside each."""
     by_reference(OPS[op], monkeypatch)
     monkeypatch.setitem(decode.IMPLS, "read", decode.IMPLS["read"]._replace(devices=("cuda", "cpu")))
-    code, out, rows = run_op(op, tmp_path, *(x for more in shapes for x in ("--shape", SIZES + more)), "--impls", impls)
-    assert code == 0 and "matmul_tflops" not in (tmp_path / "rows.json").read_text()
+    code, _, rows = run_op(op, tmp_path, *(x for more in shapes for x in ("--shape", SIZES + more)), "--impls", impls)
+    assert code == 0
     of_dense = [row["impl"] in ("torch:flash", "cuda:dense") for row in rows]
     assert [bool(row["ms"]) for row in rows] == [i < 3 or not is_dense for i, is_dense in enumerate(of_dense)]
-    assert out.count("NotImplementedError") == any(of_dense)
     for row in rows:
         if row["impl"] != "read" and row["ms"]:
             assert 0 < row["max_err"] < 0.1 and row["us"] == pytest.approx(1e3 * row["ms"], rel=1e-4)
@@ -111,20 +110,9 @@ def test_append_that_does_not_write_or_rotate_is_wrong(page_size, lengths):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("page_size, causal", [(0, True), (4, False)])
-def test_caches_of_decode(page_size, causal, monkeypatch):
-    """As many as reach CACHE_BYTES together, each with a table of its own; the pages of one are all its pages."""
-    monkeypatch.setitem(decode.CACHES, "cpu", (2, 5))
-    size = 2 * 2 * 3 * 2 * 8 * 16  # K and V in 16 bits
-    for reach, count in ((1, 2), (3 * size + 1, 4), (9 * size, 5)):
-        monkeypatch.setattr(decode, "CACHE_BYTES", reach)
-        case = decode_case(page_size, 2, "full", causal=causal)
-        assert len(case.calls) == count and case.bytes == size
-    words = [call.words.view(torch.bfloat16) for *_, call in case.calls[:2]]
-    assert words[0].numel() == size // 2 and words[0].ne(words[1]).any()
-    for q, k, v, call in case.calls:
-        assert torch.equal(call.words.view(torch.bfloat16)[:k.numel()].view(k.transpose(1, 2).shape), k.transpose(1, 2))
-        assert not page_size or sorted(call.keywords["page_table"].flatten().tolist()) == list(range(6))
-    assert case.flops == 4 * 4 * 16 * 3 * (15 if causal else 16)
+def test_work_of_decode(page_size, causal):
+    case = decode_case(page_size, 2, "full", causal=causal)
+    assert case.bytes == 2 * 2 * 3 * 2 * 8 * 16 and case.flops == 4 * 4 * 16 * 3 * (15 if causal else 16)
     drawn = decode_case(8, 1, "drawn", 64)
     assert drawn.bytes == 2 * 2 * 2 * 16 * sum(drawn.shape.seqlens) < drawn.caches[0][0].nbytes
 

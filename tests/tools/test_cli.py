@@ -1,28 +1,24 @@
-"""The command minimal-attn: what it says of this machine, that its check can fail, and the options of its benchmark."""
+"""The command minimal-attn: its results and exit codes, how it is interrupted, and that its check can fail."""
 
 import contextlib
 import dataclasses
-import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import types
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from conftest import HAS_GPU
-from minimal_attn import __version__, _build, available_backends, choice, cli, crosscheck, info, interface
+from minimal_attn import __version__, _build, available_backends, choice, cli, crosscheck, interface
 from minimal_attn.bench import demo
 from minimal_attn.bench.attention import IMPLS
-from minimal_attn.progress import watched
 from minimal_attn.reference import reference_forward
 from test_build import python
 
@@ -34,39 +30,18 @@ def test_info(capsys, monkeypatch):
     assert cli.main(["info"]) == 0
     printed = capsys.readouterr().out
     lines = {line[:20].strip(): line[20:].strip() for line in printed.splitlines()}
-    assert lines["minimal_attn:"].startswith(f"{__version__}, in ")
-    assert f"torch {torch.__version__}, Triton " in lines["Versions:"]
-    ready = [name for name in interface.BACKENDS if lines[name].strip() == "ready"]
-    assert ready == available_backends()
-    assert lines["GPU:" if not HAS_GPU else "GPU 0:"].strip() == (torch.cuda.get_device_name() if HAS_GPU else "none")
-    assert HAS_GPU or lines["float32"].split() == lines["bfloat16"].split() == ["torch"] * 4
+    assert [name for name in interface.BACKENDS if lines[name] == "ready"] == available_backends()
+    assert (torch.cuda.get_device_name() in printed) if HAS_GPU else lines["float32"].split() == ["torch"] * 4
     assert "minimal_attn_C" in lines["csrc"] or "_C." in lines["csrc"]
 
 
-@pytest.fixture
-def no_compiler(monkeypatch):
+def test_backend_that_is_missing_is_named(capsys, monkeypatch):
     monkeypatch.setattr(_build, "why_not", lambda on_gpu=False: "no compiler today")
-    choice._choose_first_available.cache_clear()
-    yield
-    choice._choose_first_available.cache_clear()
-
-
-def test_backend_that_is_missing_is_named(capsys, no_compiler, monkeypatch):
     monkeypatch.setattr(crosscheck, "CHECKS", crosscheck.CHECKS[:1])
-    info.print_info()
-    assert cli.main(["check"]) == 0
-    printed = capsys.readouterr().out
-    assert "  cuda               no compiler today\n" in printed and "cuda is left out: no compiler today" in printed
-
-
-@pytest.mark.gpu
-def test_info_kernels(capsys):
-    _build.load()
-    cli.main(["info"])
-    lines = {line[:20].strip(): line[20:].split() for line in capsys.readouterr().out.splitlines()}
-    for dtype in interface.KERNEL_DTYPES:
-        qkv = [torch.empty(3, 2, 4, 128, head_dim, device="cuda", dtype=dtype) for head_dim in (64, 128, 256, 100)]
-        assert lines[str(dtype).removeprefix("torch.")] == [f"cuda:{interface.which_kernel(*x)}" for x in qkv]
+    choice._choose_first_available.cache_clear()
+    codes = [cli.main([command]) for command in ("info", "check")]
+    choice._choose_first_available.cache_clear()
+    assert codes == [0, 0] and capsys.readouterr().out.count("no compiler today\n") == 2
 
 
 def test_info_without_rich(tmp_path):
@@ -75,12 +50,12 @@ def test_info_without_rich(tmp_path):
     run = ("import sys; from minimal_attn import cli\n"
            "codes = [cli.main([command]) for command in ('info', 'check', 'bench')]; print(codes)")
     said = python(run, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert f"{__version__}, in " in said and said.endswith("[0, 2, 2]\n")
+    assert said.endswith("[0, 2, 2]\n")
 
 
 def test_check(capsys, monkeypatch):
     if not HAS_GPU:  # test_forward.py has many more
-        monkeypatch.setattr(crosscheck, "CHECKS", crosscheck.CHECKS[1::2])
+        monkeypatch.setattr(crosscheck, "CHECKS", crosscheck.CHECKS[1::3])
     assert cli.main(["check"]) == 0
     printed = capsys.readouterr().out
     backends = [name for name in interface.BACKENDS if name != "reference"
@@ -138,16 +113,12 @@ def test_check_fails_if_the_build_does(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, code, said", [
-    (["bench", "--help"], 0, "usage: minimal-attn bench "), (["bench", "--impls", "nobody"], 2, "argument --impls"),
-    (["dance"], 2, "'dance'"), (["info", "--fast"], 2, "--fast"), (["--version"], 0, f"minimal_attn {__version__}\n")])
+    (["bench", "--help"], 0, "usage: minimal-attn bench "), (["dance"], 2, "'dance'"), (["info", "--fast"], 2, "--fast"),
+    (["--version"], 0, f"minimal_attn {__version__}\n")])
 def test_options(argv, code, said, capsys):
     with pytest.raises(SystemExit, match=str(code)):
         cli.main(argv)
     assert said in "".join(capsys.readouterr())
-
-
-def test_no_command_prints_help(capsys):
-    assert cli.main([]) == 0 and capsys.readouterr().out.startswith("usage: minimal-attn ")
 
 
 # How commands end: in processes of their own.
@@ -178,110 +149,49 @@ def test_closed_pipe_exits_silently(start):
     assert process.stderr.read() == "" and process.wait() == 1
 
 
-@pytest.mark.parametrize("command", [["-m", "minimal_attn"], ["-m", "minimal_attn", "check"], ["bench.py"]])
+@pytest.mark.parametrize("command", [["-m", "minimal_attn"], ["bench.py"]])
 def test_sigint_while_torch_is_imported(command, tmp_path, start):
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     process = start([sys.executable, *command], PYTHONPATH=str(tmp_path))
     assert (*process.communicate(timeout=PATIENCE), process.returncode) == ("", "", 130)
 
 
-def test_sigint_bench_writes_files(tmp_path, start):
-    rows, plot = tmp_path / "rows.json", tmp_path / "plot.png"
+def test_sigint_bench_writes_rows(tmp_path, start):
+    rows = tmp_path / "rows.json"
     process = start([sys.executable, "bench.py", "--shape", "2,4,64,64", "--seqlens", "", "--impls",
-                     "manual,torch:math", "--rounds", "1000", "--json", rows, "--plot", plot])
+                     "manual,torch:math", "--rounds", "1000", "--json", rows])
     deadline = time.monotonic() + PATIENCE
     while not (rows.exists() and len(json.loads(rows.read_text())["rows"]) == 2):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and err == ""
-    # 2000 times 0.3 s on a GPU; on a CPU 0.2 s and two calls more for each
-    assert 6 <= int(re.search(r"\ntiming takes (?:about|at least) (\d+) min, ", out)[1]) <= 60
-    timings = json.loads(rows.read_text())["meta"]["interrupted"]
-    assert re.fullmatch(r"\d+ of 2000 timings", timings) and f"interrupted after {timings}; " in out
-    assert out.endswith(f"wrote {rows}, {plot}\n") and plot.stat().st_size > 100
+    assert process.returncode == 130 and err == "" and out.endswith(f"wrote {rows}\n")
+    assert re.fullmatch(r"\d+ of 2000 timings", json.loads(rows.read_text())["meta"]["interrupted"])
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-    def wait_for(self, is_enough):
-        """Until is_enough(what was written), for 20 s at most."""
-        deadline = time.monotonic() + PATIENCE
-        while not is_enough(self.getvalue()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-
-
-def test_progress_line_on_terminal_only():
-    """And a file does not."""
-    for file in (Terminal(), io.StringIO()):
-        jobs = watched([3, 4], lambda job: f"counting to {job}", Console(file=file, width=100))
-        assert list(jobs) == [3, 4]
-        assert ("counting to 4" in file.getvalue()) == ("2/2" in file.getvalue()) == file.isatty()
-
-
-def test_build_progress_line(monkeypatch):
-    """It moves, and is gone in the end. What is too long for the terminal is said once in full."""
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("LINES", "20")
-    text = f"waiting for {'/long' * 20}/lock"
-    with _build._saying(lambda: text):
-        sys.stderr.wait_for(lambda text: len(set(re.findall(r"\d s", text))) > 1)
-    whole, *lines, cleared = sys.stderr.getvalue().split("\r\033[K")
-    assert whole == f"minimal_attn: {text}\n" and len(set(lines)) > 1 and cleared == ""
-    assert all(len(line) < 40 and re.fullmatch(r"minimal_attn: waiting for /.* \d s", line) for line in lines)
-
-
-def test_build_progress_in_a_log(monkeypatch):
-    """A line for each change, and none that moves."""
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    done = iter([0, 0, 1, 2])
-    told = threading.Event()
-
-    def progress():
-        files = next(done, None)
-        if files is None:
-            told.set()
-        return f"{2 if files is None else files} of 2 files"
-
-    with _build._saying(progress):
-        assert told.wait(PATIENCE)
-    assert sys.stderr.getvalue().splitlines() == [f"minimal_attn: {i} of 2 files" for i in range(3)]
-
-
-@pytest.mark.parametrize("error, code, said", [
-    (KeyboardInterrupt(), 130, "interrupted"), (RuntimeError("\nno compiler\nand hints"), 1, "no compiler"),
-    (OSError(), 1, "OSError")])
-def test_error_is_one_line(error, code, said, capsys, monkeypatch):
-    def fails():
-        raise error
-
-    monkeypatch.setattr(cli, "check", fails)
+def test_error_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "check", raises)
     monkeypatch.delenv("MINIMAL_ATTN_TRACEBACK", raising=False)
-    assert cli.main(["check"]) == code
+    assert cli.main(["check"]) == 1
     line, = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"minimal-attn: {said}")
-    if code == 1:
-        monkeypatch.setenv("MINIMAL_ATTN_TRACEBACK", "1")
-        with pytest.raises(type(error)):
-            cli.main(["check"])
+    assert line.startswith("minimal-attn: no kernel for this")
+    monkeypatch.setenv("MINIMAL_ATTN_TRACEBACK", "1")
+    with pytest.raises(RuntimeError):
+        cli.main(["check"])
 
 
 # demo.
 
 def test_demo_on_a_cpu(capsys, monkeypatch):
-    """It checks, times nothing, and says how to switch the interpreter on."""
+    """It checks and times nothing."""
     is_off = ValueError("set TRITON_INTERPRET=1")
     monkeypatch.setitem(demo.BACKENDS, "triton", dataclasses.replace(demo.BACKENDS["triton"], why_not=lambda _: is_off))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["demo"]) == 0
     out = capsys.readouterr().out
-    assert "triton is left out: set TRITON_INTERPRET=1\n" in out and "gdb -ex 'break flash_fwd'" in out
-    assert "TFLOP/s" not in out and " is slower" not in out and "Self CPU" not in out
-    assert "\n7 of 7 results agree " in out and len(out.splitlines()) <= 30 and max(map(len, out.splitlines())) <= 100
+    assert "triton is left out: set TRITON_INTERPRET=1\n" in out and "TFLOP/s" not in out
+    assert "\n7 of 7 results agree " in out
     rows = [line.split() for line in out.splitlines() if line.startswith("cuda:host ")]
     assert [row[1] for row in rows] == ["bfloat16", "float32"]
     assert all(0 < float(max_err) < float(allowed) for _, _, max_err, allowed in rows)
@@ -293,53 +203,7 @@ def test_demo_wrong_result(capsys, monkeypatch):
     monkeypatch.setattr(demo.Case, "impls", demo.IMPLS)
     monkeypatch.setattr(demo, "DTYPES", ("float32",))
     assert cli.main(["demo"]) == 1
-    out = capsys.readouterr().out
-    assert "torch:math in float32: WrongResult: max error " in out and re.search(r"\ntorch:math +float32 +FAILED", out)
-
-
-def timed(dtype, impl, ms):
-    """As measured at the shape of the demo on a GPU."""
-    return demo.Result(dtype, impl, None if impl == "manual" else 7.5e-3, 1.9e-3, {"ms": ms, "tflops": 137.4 / ms})
-
-
-MS = {"bfloat16": {"manual": 2.1, "cuda:sm90": 0.2, "triton": 0.22, "torch:cudnn": 0.222, "torch:flash": 0.4},
-      "float32": {"manual": 4.1, "cuda:dmma": 2.5, "triton": 14.4, "torch:efficient": 2.4}}
-ON_A_GPU = [timed(dtype, impl, ms) for dtype in MS for impl, ms in MS[dtype].items()]
-NO_KERNEL = "RuntimeError: No available kernel."
-
-
-@pytest.fixture
-def screen(capsys):
-    """The lines that show() prints of results."""
-    def lines_of(results):
-        demo.show(results, "cuda")
-        return capsys.readouterr().out.splitlines()
-
-    return lines_of
-
-
-def test_demo_table_on_gpu(screen):
-    lines = screen([*ON_A_GPU, demo.Result("float32", "torch:cudnn", 8e-7, excuse=NO_KERNEL)])
-    assert len(lines) <= 30 and max(map(len, lines)) <= 100
-    rows = [line.split() for line in lines if " bfloat16 " in line and "Next" not in line]
-    assert [row[0] for row in rows] == sorted(MS["bfloat16"], key=MS["bfloat16"].get)
-    assert rows[0] == "cuda:sm90 bfloat16 1.9e-03 7.5e-03 0.2 687 1.11".split()
-    assert any("torch:cudnn in float32" in line and NO_KERNEL in line for line in lines)
-    assert any("7 of 7 results agree" in line for line in lines)
-    assert any("bfloat16: cuda:sm90 is 1.11 times as fast as torch:cudnn" in line for line in lines)
-    assert any("float32: ours is slower, cuda:dmma reaches 0.96 " in line for line in lines)
-
-
-def test_demo_table_with_failure(screen, monkeypatch):
-    """A result that is not finite is shown as such: measured() leaves it out."""
-    failed = demo.Result("bfloat16", "cuda:sm90", 7.5e-3, failure="WrongResult: max error 1.00e+00, allowed 7.50e-03")
-    case = types.SimpleNamespace(device="cuda", dtype="bfloat16", tolerance=7.5e-3)
-    monkeypatch.setattr(demo, "measured", lambda case, impl: {"ms": 1.0, "tflops": 137.4})
-    lines = screen([failed, timed("bfloat16", "torch:cudnn", 0.222), demo.result_of(case, "manual")])
-    assert any(line.split() == "cuda:sm90 bfloat16 FAILED 7.5e-03 – – –".split() for line in lines)
-    assert any("cuda:sm90 in bfloat16: WrongResult: max error 1.00e+00" in line for line in lines)
-    assert any("1 of 2 results agree" in line for line in lines)
-    assert any(line.split()[:4] == "manual bfloat16 nan –".split() for line in lines)
+    assert re.search(r"\ntorch:math +float32 +FAILED", capsys.readouterr().out)
 
 
 def test_demo_keeps_reason_of_peer(monkeypatch):

@@ -69,17 +69,7 @@ def test_write_tables_check_finds_no_stale_numbers(capsys):
     assert write_tables.main(["--check"]) == 0, capsys.readouterr().out
 
 
-@cpu
-def test_every_block_is_on_one_page():
-    assert write_tables.FILES == PAGES
-    pages = [page.read_text() for page in PAGES]
-    begun = [name for text in pages for name in re.findall(r"<!-- begin (\w+) -->", text)]
-    assert sorted(begun) == sorted(write_tables.BLOCKS)
-    assert len(begun) == sum(len(write_tables.BLOCK.findall(text)) for text in pages), "an end is missing"
-
-
 # Links.
-
 
 def anchors_of(page):
     """Those that a code host gives to headings."""
@@ -103,12 +93,6 @@ def test_links_lead_somewhere(page):
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), link
             assert not anchor or anchor in anchors_of(target), link
-
-
-@cpu
-def test_readme_links_every_page():
-    targets = {token.attrs["href"].partition("#")[0] for token in inline_of(ROOT / "README.md", "link_open")}
-    assert {f"docs/{page.name}" for page in PAGES[1:]} <= targets
 
 
 @cpu
@@ -138,25 +122,16 @@ def test_snippets_for_a_gpu_compile_and_import():
         exec("\n".join(line for line in fence.text.splitlines() if re.match("import|from", line)), {})
 
 
-def is_quoted(code, source):
-    """Whether the lines of code are in source, in order and whatever their indentation; a line with … alone stands for
-    lines that are left out."""
-    code, source = ("\n" + "".join(line.strip() + "\n" for line in text.splitlines()) for text in (code, source))
-    at = 0
-    for lines in code.split("…\n"):
-        at = source.find("\n" + lines.lstrip("\n"), at)
-        if at < 0:
-            return False
-    return True
-
-
 @cpu
 def test_quoted_code_is_in_its_file():
+    """In order and whatever its indentation; a line with … alone stands for lines that are left out."""
     text = (ROOT / "docs/ladder.md").read_text()
     quotes = re.findall(r"^From \[`(\S+?)`\]\(\.\./\S+?\)[^`]*?:\n\n```cpp\n(.*?)```$", text, re.M | re.S)
     assert len(quotes) == text.count("```cpp") > 5
     for file, code in quotes:
-        assert is_quoted(code, (ROOT / file).read_text()), f"{file} has no longer\n{code}"
+        quote, source = (re.sub(r"(?m)^ +", "", lines) for lines in (code, (ROOT / file).read_text()))
+        parts = map(re.escape, quote.split("…\n"))
+        assert re.search(".*?".join(parts), source, re.S), f"{file} has no longer\n{code}"
 
 
 # Commands.
@@ -207,8 +182,7 @@ def parse_python(words, monkeypatch):
 
 
 def parse_torchrun(words, monkeypatch):
-    assert words[:3] == ["--nproc-per-node", "2", "-m"]
-    run_main(importlib.import_module(words[3]), words[4:], monkeypatch)
+    run_main(importlib.import_module(words[3]), words[4:], monkeypatch)  # --nproc-per-node 2 -m MODULE
 
 
 def parse_pip(words, monkeypatch):
@@ -217,12 +191,8 @@ def parse_pip(words, monkeypatch):
         assert set(of_word.split(",")) <= set(extras)
 
 
-def parse_gxx(words, monkeypatch):
-    assert all((ROOT / word).exists() for word in words if not word.startswith("-"))
-
-
 PROGRAMS = {"make": parse_make, "minimal-attn": parse_minimal_attn, "python": parse_python, "pip": parse_pip,
-            "torchrun": parse_torchrun, "g++": parse_gxx, "gdb": lambda words, monkeypatch: None}
+            "torchrun": parse_torchrun, "g++": lambda words, monkeypatch: None, "gdb": lambda words, monkeypatch: None}
 
 
 def commands():
