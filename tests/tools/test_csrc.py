@@ -26,14 +26,6 @@ def test_reading_order_visits_every_file_once():
     assert sorted(order) == sorted(SOURCES)
 
 
-def test_few_files_include_torch():
-    """Each of them takes half a minute to compile, and the wheel's library has no ATen."""
-    of_aten = {"aten.h", "direct.h", "main.cpp", "autograd.cpp", "fast_path.cpp", "sdpa_override.cpp"}
-    assert {name for name, code in CODE.items() if re.search(r"\b(at|c10|torch)::", code)} == of_aten | {"stable.h"}
-    assert {name for name, code in CODE.items() if re.search(r"#include <(torch|ATen|c10)/", code)} <= {
-        *of_aten, "stable.h"}
-
-
 def test_members_without_address_are_in_shared_memory_alone():
     """nvcc 13 gives what follows an empty [[no_unique_address]] another place on the GPU than on the host. Parameters of
     kernels must not have one. The host never builds SharedMemory."""

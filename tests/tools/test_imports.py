@@ -1,4 +1,4 @@
-"""The import graph of the Python packages: no circles, and a bottom layer that imports nothing of the project."""
+"""The import graph of the Python packages: no circles, and a facade that does not look into triton_ref."""
 
 import ast
 import graphlib
@@ -10,14 +10,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = "minimal_attn", "triton_ref"
 FILES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
          for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
-# Everything else stands on these.
-BOTTOM = "backends", "benchmark", "checks", "dropout", "gpu"
 
 pytestmark = pytest.mark.cpu
-
-
-# By importlib, on first use: triton_ref registers itself with twin.py, and attention.py has the names of classic.py.
-LAZY = {("minimal_attn.twin", "triton_ref.ops"), ("triton_ref.attention", ".classic")}
 
 
 def imports_of(name):
@@ -42,17 +36,6 @@ def test_imports_form_no_circle():
     except graphlib.CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
     assert sorted(order) == sorted(FILES)
-
-
-def test_imports_of_the_bottom_layer_are_none():
-    assert {name: GRAPH[f"minimal_attn.{name}"] for name in BOTTOM} == {name: set() for name in BOTTOM}
-
-
-def test_imports_by_importlib_are_known():
-    calls = {(name, node.args[0].value) for name, file in FILES.items() for node in ast.walk(ast.parse(file.read_text()))
-             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module"
-             and isinstance(node.args[0], ast.Constant)}
-    assert calls == LAZY
 
 
 def test_imports_of_the_facade_leave_out_triton_ref():
