@@ -4,11 +4,10 @@ import contextlib
 import io
 import itertools
 import json
-import types
 
 import pytest
 import torch
-from minimal_attn import _build, bench, reference_attention
+from minimal_attn import bench, reference_attention
 from minimal_attn._build import source_digest
 from minimal_attn.bench import attention, backward, forward_backward, matmul, measure, scores, varlen, window
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
@@ -67,8 +66,9 @@ def test_run_with_every_file(tmp_path):
     assert code == 0 and out.count("Self CPU time total") == 4 and all(file.stat().st_size > 1000 for file in files)
     assert b"</svg>" in files[1].read_bytes() and b"<td>" in files[2].read_bytes()
     impls = [impl for impl in attention.IMPLS if DEVICE in attention.IMPLS[impl].devices]
-    lengths = [(64, 64), (48, 80), (32, 32)]  # the sweep's 64 is the first shape, which is measured once
-    assert [(row["seqlen_q"], row["seqlen_k"], row["impl"]) for row in rows] == [(*x, y) for x in lengths for y in impls]
+    lengths = (64, 64), (48, 80), (32, 32)  # the sweep's 64 is the first shape, which is measured once
+    assert [(row["seqlen_q"], row["seqlen_k"]) for row in rows] == [x for x in lengths for _ in impls]
+    assert [row["impl"] for row in rows] == impls * 3
     measured = [row for row in rows if row["ms"]]
     assert {"manual", OURS, "triton", "torch:math"} <= {row["impl"] for row in measured}
     assert not {"cuda:sm80", "flex"} & {row["impl"] for row in measured}  # these rows are fp32
@@ -226,28 +226,6 @@ def test_flops_of_a_window_count_visible_pairs(causal, seqlen_q, seqlen_k, left)
             if -left <= col - row - diagonal <= (0 if causal else left)}
     assert case.flops == 4 * 2 * 4 * 8 * len(seen)
     assert {x for x in itertools.product(range(seqlen_q), range(seqlen_k)) if case.args[-1].mask_mod(0, 0, *x)} == seen
-
-
-# Implementations: each kernel is the one that its name says, and peers get what ours get.
-
-@pytest.mark.parametrize("gradients_of, passes", [(backward.backward_of, 3), (forward_backward.step_of, 4)])
-def test_forced_by_holds_in_the_backward_pass(gradients_of, passes, monkeypatch):
-    """A backward pass alone has one graph for all calls; a step of training runs both passes each time."""
-    forced, seen = [None], []  # the last one is in force
-
-    def attend(q, k, v, causal):
-        seen.append(forced[-1])
-        out = q + k + v
-        out.register_hook(lambda dout: seen.append(forced[-1]))
-        return out
-
-    force = lambda kernel: forced.append(kernel) or forced[-2]  # noqa: E731
-    monkeypatch.setattr(_build, "load", lambda: types.SimpleNamespace(force_kernel=force))
-    q, k, v = (torch.ones(2, requires_grad=True) for _ in range(3))
-    call = backward.forced_by("cuda:simt", gradients_of(attend))
-    for _ in range(2):
-        call(q, k, v, torch.ones(2), False)
-    assert seen == ["simt"] * passes and forced[-1] is None
 
 
 # Runs of each op.

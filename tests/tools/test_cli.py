@@ -115,8 +115,8 @@ def test_check_fails_if_the_build_does(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, code, said", [
-    (["bench", "--help"], 0, "usage: minimal-attn bench "), (["dance"], 2, "'dance'"), (["info", "--fast"], 2, "--fast"),
-    (["--version"], 0, f"minimal_attn {__version__}\n")])
+    (["bench", "--help"], 0, "usage: minimal-attn bench "), (["--version"], 0, f"minimal_attn {__version__}\n"),
+    (["dance"], 2, "'dance'"), (["info", "--fast"], 2, "--fast")])
 def test_options(argv, code, said, capsys):
     with pytest.raises(SystemExit, match=str(code)):
         cli.main(argv)

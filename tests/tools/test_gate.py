@@ -36,17 +36,11 @@ def test_gate_has_every_file(gate):
 
 
 def test_gate_has_every_implementation(gate):
+    """Kernels of csrc in the emulator; Gluon's, which no interpreter runs, by the compiler."""
     assert set(IMPLEMENTATIONS) <= values(gate["test_forward.py"], "impl")
     assert set(IMPLEMENTATIONS) - set(FORWARD_ONLY) <= values(gate["test_backward.py"], "impl")
     assert set(IMPLEMENTATIONS) - set(WITHOUT_DROPOUT) <= values(gate["test_dropout.py"], "impl")
-
-
-def test_gate_has_every_backend(gate):
     assert set(BACKENDS) <= values(gate["test_mha.py"], "backend")
-
-
-def test_gate_has_every_kernel(gate):
-    """Those of csrc in the emulator; Gluon's, which no interpreter runs, by the compiler."""
     assert set(KERNELS) <= values(gate["test_emulator.py"], "kernel")
     assert "test_hopper_twin_compiles" in {item.originalname for item in gate["test_compile.py"]}
 
