@@ -358,18 +358,15 @@ def test_wheel_refuses_another_cuda_or_gpu(cuda, capabilities, says, monkeypatch
     assert why_not() is None  # the CPU is served
 
 
-def test_wheel_says_so_before_a_symbol_is_missing(site):
-    assert in_wheel(site, """
-import torch
-torch.__version__ = "2.10.0"
-import minimal_attn
-assert "cuda" not in minimal_attn.available_backends()
-try:
-    minimal_attn.load()
-except RuntimeError as error:
-    print(error)
-assert not torch.ops.loaded_libraries
-""").startswith("the wheel of minimal_attn is for torch 2.11")
+def test_wheel_says_so_before_a_symbol_is_missing(site, monkeypatch):
+    monkeypatch.setattr(_build, "WHEEL", site / "minimal_attn" / "_stable.so")
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    monkeypatch.setattr(stable, "Library", None)
+    stable.why_not.cache_clear()
+    with pytest.raises(RuntimeError, match="the wheel of minimal_attn is for torch 2.11"):
+        _build._of_wheel()
+    assert "torch 2.11" in _build.why_not()
+    stable.why_not.cache_clear()
 
 
 # The file.
