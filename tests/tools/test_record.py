@@ -50,6 +50,15 @@ def test_record_is_of_this_code(code):
     assert not code_digest.differences(code), "run `make gpu-record` on a GPU"
 
 
+@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not code_digest.nvcc(), reason="needs nvcc")
+def test_two_builds_have_the_same_code():
+    sources = [file for file in code_digest.sources() if file.suffix == ".cu"]
+    assert code_digest.code_of(sources) == code_digest.code_of(sources)
+
+
 @pytest.mark.gpu
 def test_library_has_the_recorded_kernels(tmp_path, code):
     """What the tests here ran is what the record is of."""
