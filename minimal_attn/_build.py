@@ -199,7 +199,7 @@ def build_directory():
 
 
 def source_digest(*roots):
-    """sha256 of folders, names and contents; of csrc/ and triton_ref/ it says which sources a record belongs to."""
+    """sha256 of folders, names and contents; of csrc/ and triton_ref/ it says which sources were timed."""
     digest = hashlib.sha256()
     for root in roots or (CSRC, TRITON_REF):
         for file in sorted(root.rglob("*")):
@@ -290,10 +290,11 @@ def _compiled(verbose):
     try:
         directory.mkdir(parents=True, exist_ok=True)
         files, began = recipe(), time.time()
+        of_all = "" if any(directory.glob("*.o")) else f" of {len(files['sources'])}"  # some may be up to date
 
         def progress():
             done = sum(file.stat().st_mtime >= began for file in directory.glob("*.o"))
-            return f"compiling csrc for {target}: {done} of {len(files['sources'])} files"
+            return f"compiling csrc for {target}: {done}{of_all} files"
 
         saying = contextlib.nullcontext() if verbose else _saying(progress)  # verbose: ninja prints its own
         with _turn(directory), _verified(directory), _environ(env), saying:

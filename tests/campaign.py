@@ -136,6 +136,11 @@ def test_emulator_runs_all_cases(part, csrc):  # noqa: F811
 
 
 @pytest.mark.cpu
+def test_emulator_runs_all_cases_of_decoding(driver_of):  # noqa: F811
+    assert_passed(test_emulator.run(driver_of("decode.cu"), *test_emulator.SCHEDULES))
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize("case", test_emulator.MORE_SANITIZED_CASES)
 def test_address_sanitizer_finds_nothing_in_emulator(case, sanitized):  # noqa: F811
     assert_passed(test_emulator.run(sanitized, "--random=5", case))

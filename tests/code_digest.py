@@ -73,18 +73,28 @@ def _parts(text):
 
 
 def functions(triton_ref=TRITON_REF):
-    """{name: digest} of what triton_ref defines: functions, classes and constants."""
+    """{name: digest} of what triton_ref defines: functions, classes, constants and other names of what it imports."""
     found = {}
     for file in sorted(triton_ref.rglob("*.py")):
         for node in ast.parse(file.read_text()).body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                for alias in (x for x in node.names if x.asname):
+                    found.setdefault(alias.asname, []).append(sha(alias.name))
             if isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr)):  # a docstring is an Expr
                 continue
             for inner in ast.walk(node):
                 if isinstance(inner, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(inner) is not None:
                     inner.body = inner.body[1:]
             found.setdefault(getattr(node, "name", None) or ast.unparse(node).split("=")[0].strip(), []).append(
-                sha(ast.dump(node)))
+                sha(_dump(node)))
     return {name: sha(*sorted(digests)) for name, digests in sorted(found.items())}
+
+
+def _dump(node):
+    """ast.dump, alike for every Python."""
+    if isinstance(node, ast.AST):
+        return type(node).__name__, *((name, _dump(x)) for name, x in ast.iter_fields(node) if x not in (None, []))
+    return [_dump(x) for x in node] if isinstance(node, list) else repr(node)
 
 
 # Code.
@@ -100,11 +110,17 @@ def code(source, csrc=CSRC):
             command = [nvcc(), *flags["extra_cuda_cflags"], "-gencode=arch=compute_90a,code=sm_90a", f"-I{csrc}"]
         else:
             # torch's macros keep the numbers of their lines.
-            command = [os.environ.get("CXX", "c++"), *torch_flags(), *flags["extra_cflags"], f"-I{csrc}",
-                       "-w", "-D__LINE__=0"]
+            command = [os.environ.get("CXX", "c++"), *torch_flags(), *host_flags(), f"-I{csrc}", "-w", "-D__LINE__=0"]
         subprocess.run([*command, "-c", source, "-o", object_file], check=True, timeout=600)
         kernels = kernels_of(object_file, Path(folder)) if source.suffix == ".cu" else {}
         return {"host": host_code(object_file, kernels), "kernels": sorted(kernels.values())}
+
+
+def host_flags():
+    """The flags of a build with CUDA, also where torch has none, without the version of torch."""
+    from minimal_attn._build import recipe
+
+    return [*(x for x in recipe()["extra_cflags"] if "MINIMAL_ATTN_" not in x), "-DMINIMAL_ATTN_CUDA=1"]
 
 
 def torch_flags():
@@ -151,8 +167,8 @@ def kernels_of(object_file, folder):
 
 
 def host_code(object_file, kernels):
-    """The digest of an object's code and data. A symbol of C++ counts by the order in which it is first named, a kernel
-    by its digest, and a text not at all."""
+    """The digest of an object's code and data. A function from elsewhere counts by its name without parameters, other
+    symbols of C++ by the order in which they are first named, a kernel by its digest, and a text not at all."""
     from elftools.elf.elffile import ELFFile
     from elftools.elf.relocation import RelocationSection
 
@@ -162,10 +178,13 @@ def host_code(object_file, kernels):
         relocations = {section["sh_info"]: section for section in elf.iter_sections()
                        if isinstance(section, RelocationSection)}
         symbols = elf.get_section_by_name(".symtab")
+        outer = [symbol.name for symbol in symbols.iter_symbols() if symbol["st_shndx"] == "SHN_UNDEF"]
+        demangled = subprocess.run(["c++filt", "-p", *outer], capture_output=True, text=True, check=True, timeout=30)
+        outer = dict(zip(outer, demangled.stdout.splitlines()))
 
         def is_code(section):
             return (section["sh_flags"] & 2 and section["sh_type"] == "SHT_PROGBITS"
-                    and not re.match(r"\.(nv|__nv|eh_frame|rodata.*\.str|rodata\.str)", section.name))
+                    and not re.match(r"\.(nv|__nv|eh_frame|rodata.*\.str)", section.name))
 
         def named(symbol, addend):
             if symbol["st_info"]["type"] == "STT_SECTION":
@@ -176,6 +195,8 @@ def host_code(object_file, kernels):
                 name = symbol.name
             if name in kernels:
                 return kernels[name], addend
+            if symbol["st_shndx"] == "SHN_UNDEF":
+                return outer[name], addend
             if symbol["st_info"]["type"] == "STT_SECTION" or re.match(r"\.|_Z|_GLOBAL__", name):
                 return names.setdefault(name, len(names)), addend
             return re.sub(r"_[0-9a-f]{8}_.*", "", name), addend  # some of nvcc's hold the name of the source
@@ -201,8 +222,7 @@ def compilers():
     def version(*command):
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
 
-    flags = recipe()
-    return {"flags": sha(flags["extra_cflags"], flags["extra_cuda_cflags"]),
+    return {"flags": sha(host_flags(), recipe()["extra_cuda_cflags"]),
             "nvcc": re.search(r"V[\d.]+", version(nvcc(), "--version"))[0],
             "c++": version(os.environ.get("CXX", "c++"), "-dumpfullversion").strip(), "torch": torch.__version__}
 
@@ -211,7 +231,19 @@ def compilers():
 
 def all_tokens():
     """The digest of all sources that a GPU's machine runs, of which a record is made there."""
-    return sha(*(tokens(source) for source in sources()), *functions().items())
+    return sha(*sorted(tokens(source) for source in sources()), *functions().items())
+
+
+def kernels_of_library():
+    """The digest of the kernels in the library that this process runs."""
+    from minimal_attn import _build
+
+    with tempfile.TemporaryDirectory() as folder:
+        return all_kernels(kernels_of(_build.load().__file__, Path(folder)).values())
+
+
+def all_kernels(digests):
+    return sha(*sorted(digests))
 
 
 def changed(record):
@@ -229,11 +261,12 @@ def code_of(files):
 
 def differences(record):
     """In words, what runs on a GPU and is not in the record."""
-    files, names = changed(record)
+    (files, names), theirs, ours = changed(record), record["compilers"], compilers()
     found = [f"triton_ref: {name}" for name in names]
-    if files and record["compilers"] != compilers():
-        return [*found, *(f"{file.name}: its tokens, and {compilers()} cannot compare its code with that of "
-                          f"{record['compilers']}" for file in files)]
+    files = files if theirs["flags"] == ours["flags"] else sources()
+    if files and theirs | {"flags": ours["flags"]} != ours:
+        return [*found, *(f"{file.name}: its tokens, and {ours} cannot compare its code with that of {theirs}"
+                          for file in files)]
     hosts = {entry["host"] for entry in record["csrc"].values()}
     kernels = {kernel for entry in record["csrc"].values() for kernel in entry["kernels"]}
     for file, its in code_of(files).items():
@@ -251,13 +284,16 @@ def main():
     arguments = parser.parse_args()
     if not arguments.write:
         sys.exit("\n".join(differences(json.loads(RECORD.read_text()))))
-    known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    is_of_these = known.get("compilers") == compilers()
-    known = {entry["tokens"]: entry for entry in known["csrc"].values()} if is_of_these else {}
+    old = json.loads(RECORD.read_text())
+    known = {entry["tokens"]: entry for entry in old["csrc"].values()} if old["compilers"] == compilers() else {}
     new = code_of([file for file in sources() if tokens(file) not in known])
-    csrc = {file.name: {"tokens": tokens(file), **(new.get(file) or known[tokens(file)])} for file in sources()}
-    record = {"compilers": compilers(), "tokens": all_tokens(), "triton": functions(), "csrc": csrc}
-    RECORD.parent.mkdir(exist_ok=True)
+    csrc = {file.name: known.get(tokens(file), {}) | {"tokens": tokens(file)} | new.get(file, {}) for file in sources()}
+    # What was recorded holds where only names and comments have changed: it keeps the tokens of its run.
+    is_same = old["triton"] == functions() and all(
+        {str(entry[part]) for entry in old["csrc"].values()} == {str(entry[part]) for entry in csrc.values()}
+        for part in ("host", "kernels"))
+    record = {"compilers": compilers(), "tokens": old["tokens"] if is_same else all_tokens(), "triton": functions(),
+              "csrc": csrc}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -68,7 +68,8 @@ def pytest_xdist_auto_num_workers():
 def pytest_configure(config):
     hurry_interpreter()
     if HAS_GPU and (xml := config.stash.get(xml_key, None)):  # --junitxml
-        for name, value in {**of_this_machine(), "tokens": code_digest.all_tokens()}.items():
+        ran = {"tokens": code_digest.all_tokens(), "kernels": code_digest.kernels_of_library()}
+        for name, value in {**of_this_machine(), **ran}.items():
             xml.add_global_property(name, value)
 
 

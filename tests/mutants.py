@@ -293,6 +293,8 @@ MUTANTS = [
      f"{OF_TRANSFORMERS} integrations/test_transformers.py -k 'generat or cache or static'"),
     ("minimal_attn/integrations/transformers.py", "sinks_are_lost", "sinks=s_aux", "sinks=None",
      "integrations/test_transformers_attend.py -k 'arguments'"),
+    ("minimal_attn/choice.py", "fp8_goes_to_csrc", 'return "triton"', "return _first_available()",
+     "facade/test_backend_choice.py -k fp8"),
     ("minimal_attn/integrations/transformers.py", "bias_hides_nothing",
      "position_bias.masked_fill(~bias, -torch.inf) if", "position_bias if",
      "integrations/test_transformers_scores.py -k t5"),

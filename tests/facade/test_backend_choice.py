@@ -120,6 +120,12 @@ def test_auto_backend_does_not_warn(dtype, nvcc, no_triton):
             assert minimal_attn.choice.auto_backend(q, q, q) == "cuda"
 
 
+def test_auto_backend_serves_fp8(nvcc):
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 20, 16, device="cuda", dtype=torch.float8_e4m3fn)
+        assert minimal_attn.choice.auto_backend(q, q, q) == "triton"
+
+
 def test_cuda_backend_without_nvcc(no_nvcc):
     with FakeTensorMode(), pytest.raises(RuntimeError, match="there is no nvcc"):
         q = torch.empty(2, 4, 20, 16, device="cuda")
