@@ -22,8 +22,6 @@ PARAMETERS = {"Wqkv.weight": "in_proj_weight", "Wqkv.bias": "in_proj_bias", "out
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 TAKE_FP64 = ["torch", "reference"] + ["cuda"] * (not HAS_GPU)
-each_dtype = pytest.mark.parametrize("backend, dtype", [
-    *((name, torch.float32) for name in BACKENDS), *((name, torch.float64) for name in TAKE_FP64)])
 assert_close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
 
@@ -50,51 +48,28 @@ def attend(mha, x, causal=False, **kw):
     return mha(x, x, x, attn_mask=hidden, is_causal=causal, need_weights=False, **kw)[0]
 
 
-def padding(lens):
-    """torch's key_padding_mask (B, S): True where a key is hidden."""
-    return torch.arange(S, device=DEVICE) >= lens[:, None]
-
-
-@each_dtype
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@torch.no_grad()
-def test_against_torch(backend, dtype, causal, bias):
-    x, mha = an_input(dtype), torch_mha(bias, dtype=dtype).eval()
-    out = FlashMHA.from_torch(mha, causal, backend)(x)
-    assert out.dtype == dtype
-    assert_close(out, attend(mha, x, causal))
-
-
-@each_dtype
-@pytest.mark.parametrize("causal", [False, True])
-@torch.no_grad()
-def test_seq_lens_against_key_padding_mask(backend, dtype, causal):
-    x, mha = an_input(dtype), torch_mha(dtype=dtype).eval()
-    lens = torch.tensor(LENS, device=DEVICE)
-    hidden = padding(lens)
-    x[hidden] = 1e3  # it would show
-    want = attend(mha, x, causal, key_padding_mask=hidden)
-    for seq_lens in (LENS, lens):
-        out = FlashMHA.from_torch(mha, causal, backend)(x, seq_lens)
-        for sample, length in enumerate(LENS):
-            assert_close(out[sample, :length], want[sample, :length])
-            assert (out[sample, length:] == mha.out_proj.bias).all()
-
-
-@each_backend
-@pytest.mark.parametrize("causal, seq_lens", [(False, None), (True, None), (False, LENS), (True, LENS)])
-def test_gradients_against_torch(backend, causal, seq_lens):
-    mha = torch_mha()
+@pytest.mark.parametrize("backend, dtype", [
+    *((name, torch.float32) for name in BACKENDS), *((name, torch.float64) for name in TAKE_FP64)])
+@pytest.mark.parametrize("causal, bias, seq_lens", [
+    (False, True, None), (True, False, None), (False, True, LENS), (True, True, torch.tensor(LENS, device=DEVICE))],
+    ids=["full", "causal without bias", "list", "causal tensor"])
+def test_against_torch(backend, dtype, causal, bias, seq_lens):
+    """Results and gradients, with torch's key_padding_mask for seq_lens."""
+    mha = torch_mha(bias, dtype=dtype)
     module = FlashMHA.from_torch(mha, causal, backend)
-    x, dout = an_input(requires_grad=True), an_input()
-    twin_x = x.detach().clone().requires_grad_()
-    hidden = padding(torch.tensor(seq_lens, device=DEVICE)) if seq_lens else None
-    if seq_lens:
+    x, dout, hidden = an_input(dtype), an_input(dtype), None
+    if seq_lens is not None:
+        hidden = torch.arange(S, device=DEVICE) >= torch.tensor(LENS, device=DEVICE)[:, None]  # True in padding
+        x[hidden] = 1e3  # it would show
         dout[hidden] = 0  # torch's padded queries see keys, ours see none
-    attend(mha, x, causal, key_padding_mask=hidden).backward(dout)
-    module(twin_x, seq_lens).backward(dout)
-    assert_close(twin_x.grad, x.grad)
+    theirs, x = (x.clone().requires_grad_() for _ in range(2))
+    out, want = module(x, seq_lens), attend(mha, theirs, causal, key_padding_mask=hidden)
+    assert out.dtype == dtype
+    assert_close(out if hidden is None else out[~hidden], want if hidden is None else want[~hidden])
+    assert hidden is None or (out[hidden] == mha.out_proj.bias).all()
+    out.backward(dout)
+    want.backward(dout)
+    assert_close(x.grad, theirs.grad)
     for name, parameter in module.named_parameters():
         assert_close(parameter.grad, mha.get_parameter(PARAMETERS[name]).grad)
 
@@ -204,32 +179,27 @@ def test_from_torch_warns_of_the_other_layout(recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("match, kw", [("kdim", dict(kdim=32)), ("vdim", dict(vdim=32)),
-                                       ("add_bias_kv", dict(add_bias_kv=True)),
-                                       ("add_zero_attn", dict(add_zero_attn=True))])
-def test_from_torch_refuses(match, kw):
-    with pytest.raises(ValueError, match=f"from_torch: {match}"):
-        FlashMHA.from_torch(nn.MultiheadAttention(E, H, **kw))
+class Derived(nn.MultiheadAttention):
+    pass
 
 
-def test_from_torch_takes_one_class():
-    class Derived(nn.MultiheadAttention):
-        pass
-
-    for other in (nn.Linear(E, E), Derived(E, H), None):
-        with pytest.raises(TypeError, match=f"must be a torch.nn.MultiheadAttention, got {type(other).__name__}"):
-            FlashMHA.from_torch(other)
+@pytest.mark.parametrize("error, match, made", [
+    *((ValueError, f"from_torch: {name}", nn.MultiheadAttention(E, H, **{name: value})) for name, value in dict(
+        kdim=32, vdim=32, add_bias_kv=True, add_zero_attn=True).items()),
+    *((TypeError, f"must be a torch.nn.MultiheadAttention, got {type(x).__name__}", x) for x in (
+        nn.Linear(E, E), Derived(E, H), None))], ids=lambda x: x if isinstance(x, str) else "")
+def test_from_torch_refuses(error, match, made):
+    with pytest.raises(error, match=match):
+        FlashMHA.from_torch(made)
 
 
 @pytest.mark.parametrize("error, match, kw", [
     (ValueError, "embed_dim must be a multiple of num_heads, got 64 and 5", dict(num_heads=5)),
     (ValueError, "num_heads must be a multiple of num_heads_k, got 4 and 3", dict(num_heads_k=3)),
     (ValueError, "Unsupported head_dim 272 .*: 1 to 256", dict(embed_dim=4 * 272)),
-    (ValueError, "embed_dim must be at least 1, got 0", dict(embed_dim=0)),
-    (ValueError, "num_heads must be at least 1, got -4", dict(num_heads=-4)),
-    (ValueError, "num_heads_k must be at least 1, got 0", dict(num_heads_k=0)),
-    (ValueError, r"dropout must be in \[0, 1\], got -0.1", dict(dropout=-0.1)),
-    (ValueError, r"dropout must be in \[0, 1\], got nan", dict(dropout=math.nan)),
+    *((ValueError, f"{name} must be at least 1, got {n}", {name: n}) for name, n in (
+        ("embed_dim", 0), ("num_heads", -4), ("num_heads_k", 0))),
+    *((ValueError, r"dropout must be in \[0, 1\]", dict(dropout=x)) for x in (-0.1, math.nan)),
     (ValueError, "unknown backend", dict(backend=["cuda"])),
     (TypeError, "causal must be a bool, got None", dict(causal=None)),
 ])
@@ -307,9 +277,3 @@ def test_autocast(backend):
     assert out.dtype == torch.bfloat16
     for got in out, masked:
         torch.testing.assert_close(got.float(), want, rtol=0.02, atol=0.02)
-
-
-def test_autocast_hands_over_its_dtype(received):
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        FlashMHA(E, H, device=DEVICE)(an_input())
-    assert {x.dtype for x in received.pop()[0]} == {torch.bfloat16}

@@ -100,14 +100,14 @@ CALLS = [
 ]
 
 
-def each_call(calls, gate=CALLS):
-    """Parameters (call, backend). The gate has one backend of each call in `gate`, in turn, which is quick on the CPU,
-    and .ci/run one of each."""
+def each_call(*gate):
+    """Parameters (call, backend). The gate has one backend of each call with one of these names, in turn, which is
+    quick on the CPU, and .ci/run one of each."""
     quick = [name for name in BACKENDS if name != "triton"]
     return pytest.mark.parametrize("call, backend", [
         pytest.param(x, name, id=f"{x.name}-{name}",
-                     marks=slow_unless(x in gate and name == quick[i % 3], name == quick[i % 3]))
-        for i, x in enumerate(calls) for name in BACKENDS])
+                     marks=slow_unless(x.name in gate and name == quick[i % 3], name == quick[i % 3]))
+        for i, x in enumerate(CALLS) for name in BACKENDS])
 
 
 class Module(torch.nn.Module):
@@ -128,7 +128,7 @@ on_old_torch = pytest.mark.xfail(torch.__version__ < "2.13", reason="torch's own
 
 
 @on_old_torch
-@each_call(CALLS)
+@each_call("flash_attention", "attn_bias", "sdpa_mask", "varlen", "pages", "with_kvcache", "append")
 def test_export_of_dynamic_sizes(call, backend):
     """Every size but those of heads and head_dims, of which no two are compared."""
     run, device = lambda *inputs: call.run(backend, *inputs), DEVICES[backend]
@@ -142,7 +142,7 @@ def test_export_of_dynamic_sizes(call, backend):
 
 
 @on_old_torch
-@each_call(CALLS, CALLS[::2])
+@each_call("flash_attention", "sdpa_mask", "with_kvcache")
 def test_export_of_sizes_that_data_decide(call, backend):
     """Of the batch in every fourth call, else of the rows and keys."""
     device, name = DEVICES[backend], "b" if call in CALLS[::4] else "s"
@@ -164,7 +164,7 @@ def test_export_of_sizes_that_data_decide(call, backend):
         close(program(torch.tensor(n), *inputs), run(torch.tensor(n), *inputs))
 
 
-@each_call(CALLS, [CALLS[i] for i in (0, 2, 5, 7, 8, 9, 10, 11)])
+@each_call("flash_attention", "with_kvcache", "append")
 def test_compiles_as_often_as_torch(call, backend):
     """torch.compile(dynamic=True) over four lengths, forward and backward. Calls with a cache compile once, or twice
     where AOT autograd asks for another graph because of a float."""
@@ -187,8 +187,9 @@ def test_compiles_as_often_as_torch(call, backend):
     assert counts[0] <= (counts[1:] or [2])[0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.parametrize("call, backend", [
+    pytest.param(call, name, id=f"{call}-{name}", marks=slow_unless(name == "cuda" or i % 4 == 0))
+    for i, call in enumerate(CALLS) for name in BACKENDS])
 def test_shapes_without_values(call, backend):
     """Tensors on the device meta and FakeTensors give shapes, gradients too, after the checks."""
     inputs = call.inputs(DEVICES[backend], b=2, s=9, t=9)
@@ -262,6 +263,7 @@ def test_flops_of_lengths(backend):
 
 
 @pytest.mark.cpu
+@pytest.mark.slow
 def test_flops_of_the_first_call():
     """The counter is there before the ops are."""
     assert python("""
