@@ -6,7 +6,6 @@ stand for torch's own kernels. test_activate_gpu.py has tests of the whole.
 
 import functools
 import math
-import os
 import threading
 
 import pytest
@@ -225,17 +224,6 @@ def test_efficient(in_fp64, batch_size, nheads, rows, keys, head_dim, head_dim_v
     assert all(x is y is None or x.equal(y) for x, y in zip(later, (*gradients, dbias)))
 
 
-@pytest.mark.parametrize("dtype", aten.HALVES, ids=str)
-def test_16_bits(dtype):
-    q, k, v = make_qkv([(2, 4, 40, 16), (2, 2, 40, 16), (2, 2, 40, 16)], dtype, device=DEVICE)
-    dout = randn(*q.shape, seed=4, dtype=dtype, device=DEVICE)
-    want = by_math(q, k, v, visible(40, 40, True, True, DEVICE), None, dout)
-    out, lse, *_, rng, offset, _ = aten.sdpa_flash(q, k, v, 0.0, True)
-    gradients = aten.sdpa_flash_backward(dout, q, k, v, out, lse, None, None, 40, 40, 0.0, True, rng, offset)
-    assert all(x.dtype == dtype for x in (out, *gradients)) and lse.dtype == torch.float32
-    assert_near((out, lse, *gradients), want)
-
-
 # What torch.compile knows of the ops is what their functions return.
 
 def as_torch_says(name, *args, **options):
@@ -437,20 +425,6 @@ def test_activated_restores_another_implementation(originals):
     with activated():
         assert is_active() and len(removed) == 1
     assert attention.current_flash_attention_impl() == "another"
-
-
-@cpu
-def test_forked_process_has_a_state_of_its_own(originals):
-    before = tables()
-    minimal_attn.activate()
-    active = tables()
-    child = os.fork()
-    if child == 0:
-        was_active = is_active() and tables() == active
-        minimal_attn.deactivate()
-        os._exit(0 if was_active and tables() == before else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert is_active() and tables() == active
 
 
 @cpu

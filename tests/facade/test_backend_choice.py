@@ -29,13 +29,6 @@ def test_import_loads_neither_triton_nor_dynamo():
     assert "ValueError: CUDA tensors required" in result.stderr and "set TRITON_INTERPRET=1" in result.stderr
 
 
-def test_assume_constant_result_is_that_of_torch():
-    def mark(decorate):
-        return vars(decorate(lambda: None))
-
-    assert mark(minimal_attn._build.assume_constant_result) == mark(torch.compiler.assume_constant_result)
-
-
 def test_without_triton():
     result = in_a_new_process(
         "import sys; sys.modules['triton'] = None; import torch, minimal_attn; x = torch.ones(1, 1, 4, 16);"

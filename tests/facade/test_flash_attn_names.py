@@ -220,19 +220,6 @@ def test_another_flash_attn_is_left_alone(tmp_path):
 
 
 @cpu
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python warns of a fork while threads run")
-def test_forked_processes_inherit_it(installed):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            from flash_attn import flash_attn_func
-            os._exit(flash_attn_func is not minimal_attn.flash_attn_func)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-@cpu
 def test_einops_through_bert_padding(monkeypatch):
     """Code that uses flash-attn imports rearrange from there."""
     monkeypatch.setitem(sys.modules, "einops", type("einops", (), {"rearrange": "found"}))

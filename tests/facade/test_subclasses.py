@@ -185,83 +185,57 @@ def test_results_of_collectives_beside_plain_inputs(backend):
     assert torch.equal(got, want)
 
 
-def test_fake_tensors_have_shapes():
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        q = torch.empty(2, 4, 5, 16, device=DEVICE)
-        out = flash_attention(q, q, q[..., :8], True)
-    assert type(out).__name__ == "FakeTensor" and out.shape == (2, 4, 5, 8)
-
-
 # Subclasses that are refused.
 
 def by_flash_attn(*shape):
     return {name: randn(*shape, seed=seed) for seed, name in enumerate("qkv")}
 
 
-CU, SEED = ints(0, 3, 5), ints(5, dtype=torch.int64)
+CU, TOKEN_CU = ints(0, 3, 5), ints(0, 1, 2)
 QKV, DENSE, PACKED = dict(zip("qkv", qkv(5, 5))), by_flash_attn(2, 5, 4, 16), by_flash_attn(5, 4, 16)
 SCORES = dict(alibi_slopes=randn(4).abs(), sinks=randn(4))
-BOUNDS = dict(cu_seqlens_q=CU, cu_seqlens_k=CU)
+DROPOUT = dict(dropout_p=0.5, dropout_seed=ints(5, dtype=torch.int64))
+BOUNDS, MOST = dict(cu_seqlens_q=CU, cu_seqlens_k=CU), dict(max_seqlen_q=3, max_seqlen_k=3)
 USED = dict(seqused_q=ints(2, 1), seqused_k=ints(3, 1))
 ROTARY = dict(rotary_cos=randn(8, 8), rotary_sin=randn(8, 8), rotary_seqlens=ints(3, 2))
 CACHES = dict(k_cache=randn(2, 4, 8, 16), v_cache=randn(2, 4, 8, 16))
 CACHES_OF_FLASH_ATTN = {name: x.transpose(1, 2).contiguous() for name, x in CACHES.items()}
 NEW = dict(k=randn(2, 4, 1, 16), v=randn(2, 4, 1, 16))
 NEW_OF_FLASH_ATTN = {name: x.transpose(1, 2).contiguous() for name, x in NEW.items()}
-NEW_PACKED = dict(k=randn(1, 4, 2, 16), v=randn(1, 4, 2, 16), cu_seqlens_k_new=ints(0, 1, 2))
+NEW_PACKED = dict(k=randn(1, 4, 2, 16), v=randn(1, 4, 2, 16), cu_seqlens_k_new=TOKEN_CU)
 FLOAT8 = dict(((name, x.to(torch.float8_e5m2)) for name, x in QKV.items()), backend="reference",
               **{f"{name}_descale": torch.ones(2, 4, device=DEVICE) for name in "qkv"})
 UNPADDED = ints(1, 1, 1, 1, 0)[None]
-# Calls which are served, and which together have all arguments that are tensors and are read.
+WITH_SCORES = QKV | SCORES | dict(attn_bias=randn(5, 5))
+WITH_LENGTHS = [QKV | USED, QKV | dict(seq_lens=ints(3, 5)), {name: x[:1] for name, x in QKV.items()} | BOUNDS]
+# Calls which are served, and which together have all arguments that are tensors and are read, sinks by all names.
 CALLS = {
-    "flash_attention": [
-        dict(**QKV, **SCORES, attn_bias=randn(5, 5), dropout_p=0.5, dropout_seed=SEED), dict(**QKV, **USED), FLOAT8,
-        dict(**QKV, seq_lens=ints(3, 5)), dict(((name, x[:1]) for name, x in QKV.items()), **BOUNDS)],
+    "flash_attention": [WITH_SCORES | DROPOUT, *WITH_LENGTHS, FLOAT8],
     "forward": [QKV],
-    "which_kernel": [
-        dict(**QKV, **SCORES, attn_bias=randn(5, 5)), dict(**QKV, **USED), dict(**QKV, seq_lens=ints(3, 5)),
-        dict(((name, x[:1]) for name, x in QKV.items()), **BOUNDS)],
-    "reference_attention": [
-        dict(**QKV, **SCORES, attn_bias=randn(5, 5), dropout_p=0.5, dropout_seed=SEED), dict(**QKV, **USED),
-        dict(**QKV, seq_lens=ints(3, 5)), dict(((name, x[:1]) for name, x in QKV.items()), **BOUNDS)],
+    "which_kernel": [WITH_SCORES, *WITH_LENGTHS],
+    "reference_attention": [WITH_SCORES | DROPOUT, *WITH_LENGTHS],
     "blockwise_attention": [{name: x[0] for name, x in QKV.items()}],
     "scaled_dot_product_attention": [dict(zip(("query", "key", "value"), QKV.values()), attn_mask=randn(5, 5))],
-    "flash_attn_func": [
-        dict(**DENSE, **SCORES, dropout_p=0.5, dropout_seed=SEED), dict(**DENSE, s_aux=randn(4)),
-        dict(**DENSE, learnable_sink=randn(4), out=randn(2, 5, 4, 16))],
+    "flash_attn_func": [DENSE | SCORES | DROPOUT | dict(out=randn(2, 5, 4, 16))],
     "flash_attn_kvpacked_func": [
-        dict(q=randn(2, 5, 4, 16), kv=randn(2, 5, 2, 4, 16), **SCORES, dropout_p=0.5, dropout_seed=SEED),
-        dict(q=randn(2, 5, 4, 16), kv=randn(2, 5, 2, 4, 16), out=randn(2, 5, 4, 16), s_aux=randn(4)),
-        dict(q=randn(2, 5, 4, 16), kv=randn(2, 5, 2, 4, 16), learnable_sink=randn(4))],
-    "flash_attn_qkvpacked_func": [
-        dict(qkv=randn(2, 5, 3, 4, 16), **SCORES, dropout_p=0.5, dropout_seed=SEED),
-        dict(qkv=randn(2, 5, 3, 4, 16), out=randn(2, 5, 4, 16), s_aux=randn(4)),
-        dict(qkv=randn(2, 5, 3, 4, 16), learnable_sink=randn(4))],
+        dict(q=DENSE["q"], kv=randn(2, 5, 2, 4, 16), out=randn(2, 5, 4, 16), **SCORES, **DROPOUT)],
+    "flash_attn_qkvpacked_func": [dict(qkv=randn(2, 5, 3, 4, 16), out=randn(2, 5, 4, 16), **SCORES, **DROPOUT)],
     "flash_attn_varlen_func": [
-        dict(**PACKED, **BOUNDS, **SCORES, **USED, max_seqlen_q=3, max_seqlen_k=3, dropout_p=0.5, dropout_seed=SEED),
-        dict(**PACKED, **BOUNDS, max_seqlen_q=3, max_seqlen_k=3, s_aux=randn(4), out=randn(5, 4, 16)),
-        dict(**PACKED, **BOUNDS, max_seqlen_q=3, max_seqlen_k=3, learnable_sink=randn(4)),
+        dict(**PACKED, **BOUNDS, **MOST, **SCORES, **USED, **DROPOUT, out=randn(5, 4, 16)),
         *(dict(q=PACKED["q"], k=CACHES_OF_FLASH_ATTN["k_cache"], v=CACHES_OF_FLASH_ATTN["v_cache"], cu_seqlens_q=CU,
                max_seqlen_q=3, max_seqlen_k=8, seqused_k=ints(3, 5), **{name: ints(0, 1)[:, None]})
           for name in ("block_table", "page_table"))],
     "flash_attn_varlen_kvpacked_func": [
-        dict(q=PACKED["q"], kv=randn(5, 2, 4, 16), **BOUNDS, **SCORES, **USED, max_seqlen_q=3, max_seqlen_k=3,
-             dropout_p=0.5, dropout_seed=SEED),
-        dict(q=PACKED["q"], kv=randn(5, 2, 4, 16), **BOUNDS, max_seqlen_q=3, max_seqlen_k=3, s_aux=randn(4),
-             out=randn(5, 4, 16)),
-        dict(q=PACKED["q"], kv=randn(5, 2, 4, 16), **BOUNDS, max_seqlen_q=3, max_seqlen_k=3, learnable_sink=randn(4))],
+        dict(q=PACKED["q"], kv=randn(5, 2, 4, 16), **BOUNDS, **MOST, **SCORES, **USED, **DROPOUT, out=randn(5, 4, 16))],
     "flash_attn_varlen_qkvpacked_func": [
-        dict(qkv=randn(5, 3, 4, 16), cu_seqlens=CU, max_seqlen=3, **SCORES, **USED, dropout_p=0.5, dropout_seed=SEED),
-        dict(qkv=randn(5, 3, 4, 16), cu_seqlens=CU, max_seqlen=3, s_aux=randn(4), out=randn(5, 4, 16)),
-        dict(qkv=randn(5, 3, 4, 16), cu_seqlens=CU, max_seqlen=3, learnable_sink=randn(4))],
+        dict(qkv=randn(5, 3, 4, 16), cu_seqlens=CU, max_seqlen=3, **SCORES, **USED, **DROPOUT, out=randn(5, 4, 16))],
     "flash_attn_with_kvcache": [
         dict(q=randn(2, 1, 4, 16), **CACHES_OF_FLASH_ATTN, **NEW_OF_FLASH_ATTN, **ROTARY, cache_seqlens=ints(3, 2),
              cache_batch_idx=ints(1, 0), cache_leftpad=ints(0, 1), **SCORES, out=randn(2, 1, 4, 16)),
-        *(dict(q=randn(2, 1, 4, 16), **CACHES_OF_FLASH_ATTN, cache_seqlens=ints(3, 2), **options) for options in (
-            dict(page_table=ints(1, 0)[:, None], s_aux=randn(4)), dict(block_table=ints(1, 0)[:, None]),
-            dict(learnable_sink=randn(4)))),
-        dict(q=randn(2, 4, 16), cu_seqlens_q=ints(0, 1, 2), **CACHES_OF_FLASH_ATTN, cache_seqlens=ints(3, 2),
-             k=randn(2, 4, 16), v=randn(2, 4, 16), cu_seqlens_k_new=ints(0, 1, 2))],
+        *(dict(q=randn(2, 1, 4, 16), **CACHES_OF_FLASH_ATTN, cache_seqlens=ints(3, 2), **{name: ints(1, 0)[:, None]})
+          for name in ("block_table", "page_table")),
+        dict(q=randn(2, 4, 16), cu_seqlens_q=TOKEN_CU, **CACHES_OF_FLASH_ATTN, cache_seqlens=ints(3, 2),
+             k=randn(2, 4, 16), v=randn(2, 4, 16), cu_seqlens_k_new=TOKEN_CU)],
     "flash_attn_combine": [dict(out_partial=randn(2, 2, 5, 4, 16), lse_partial=randn(2, 2, 5, 4),
                                 out=randn(2, 5, 4, 16))],
     "get_scheduler_metadata": [dict(batch_size=2, max_seqlen_q=1, max_seqlen_k=8, num_heads_q=4, num_heads_kv=4,
@@ -269,7 +243,7 @@ CALLS = {
     "attention_with_kvcache": [
         dict(q=randn(2, 4, 1, 16), **CACHES, **NEW, **ROTARY, **SCORES, seqused_k=ints(3, 2), seqused_q=ints(1, 1),
              cache_batch_idx=ints(1, 0), leftpad_k=ints(0, 1)),
-        dict(q=randn(1, 4, 2, 16), cu_seqlens_q=ints(0, 1, 2), **CACHES, **NEW_PACKED, seqused_k=ints(3, 2)),
+        dict(q=randn(1, 4, 2, 16), cu_seqlens_q=TOKEN_CU, **CACHES, **NEW_PACKED, seqused_k=ints(3, 2)),
         dict(q=randn(2, 4, 2, 16), **CACHES, seqused_k=ints(3, 2), page_table=ints(1, 0)[:, None],
              tree_mask=torch.ones(2, 2, dtype=torch.bool, device=DEVICE).tril())],
     "append_to_kvcache": [
@@ -303,9 +277,13 @@ def refused(call, options):
 @pytest.mark.parametrize("name", CALLS)
 def test_wrapper_is_refused(name):
     """As each argument in turn."""
-    function = getattr(minimal_attn, name)
-    checked = set().union(*(refused(function, options) for options in CALLS[name]))
-    named = {x.name for x in inspect.signature(function).parameters.values() if "Tensor" in str(x.annotation)}
+    function, checked = getattr(minimal_attn, name), set()
+    parameters = inspect.signature(function).parameters
+    for options in CALLS[name]:
+        checked |= refused(function, options)
+        for alias in {"s_aux", "learnable_sink"} & parameters.keys() if "sinks" in options else ():
+            checked |= refused(function, {alias if key == "sinks" else key: x for key, x in options.items()})
+    named = {x.name for x in parameters.values() if "Tensor" in str(x.annotation)}
     assert named - checked <= UNREAD | UNREAD_BY.get(name, set())
 
 
@@ -334,18 +312,9 @@ def test_wrapper_is_refused_in_a_group():
     try:
         one = {name: x[:1, :, :4] for name, x in QKV.items()}
         refused(distributed.context_parallel_attention, one | SCORES | dict(
-            cu_seqlens=ints(0, 3, 4), dropout_p=0.5, dropout_seed=SEED))
+            cu_seqlens=ints(0, 3, 4), **DROPOUT))
         refused(distributed.shard, dict(x=randn(1, 4, 4, 16)))
         refused(distributed.unshard, dict(x=randn(1, 4, 4, 16)))
         refused(distributed.shard_labels, dict(tokens=ints(1, 2, 3, 4, dtype=torch.int64)[None]))
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_tensor_of_several_ranks_is_refused_with_a_hint():
-    class DTensor(TwoTensor):
-        pass
-
-    q, k, v = qkv(5, 5)
-    with pytest.raises(TypeError, match=r"^v must be a plain tensor, got DTensor.*x\.to_local\(\)"):
-        flash_attention(q, k, DTensor(v, v))
