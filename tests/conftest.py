@@ -228,6 +228,13 @@ def poisoned_outputs():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def four():
+    """Four ranks on CPUs."""
+    import ranks
+    return ranks.on_cpus()
+
+
 @pytest.fixture(autouse=True)
 def forced_kernel(request):
     """For tests of one kernel by name."""

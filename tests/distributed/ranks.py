@@ -74,6 +74,17 @@ def on_cpus():
     return processes
 
 
+def in_group(size=2):
+    """Decorates what ranks run: those of the group of so many call it with the group, and the others do nothing."""
+    def decorate(function):
+        @functools.wraps(function)
+        def in_rank(*args):
+            group = GROUPS[size]
+            return function(group, *args) if dist.get_rank(group) >= 0 else None
+        return in_rank
+    return decorate
+
+
 def serve(pipe, store, rank, size, on_gpus):
     global GROUPS, DEVICE
     torch.set_num_threads(1)
@@ -92,4 +103,3 @@ def serve(pipe, store, rank, size, on_gpus):
                 pipe.send((True, function(*args)))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
-

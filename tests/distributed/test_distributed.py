@@ -6,7 +6,6 @@ test_distributed_errors.py bad input and failures. Tests with NCCL need two GPUs
 
 import dataclasses
 import functools
-import json
 from dataclasses import dataclass
 
 import pytest
@@ -21,17 +20,11 @@ from minimal_attn.distributed import all_gather, context_parallel_attention, loc
 from minimal_attn.interface import BACKENDS
 from minimal_attn.reference import reference_attention
 from minimal_attn.validation import allowed_error
-from test_examples import run_by_torchrun
 from test_lengths import TOLERANCE
 
 pytestmark = pytest.mark.cpu
 
 EXACT = {torch.float64: 1e-12, torch.float32: FP32_TOLERANCE}
-
-
-@pytest.fixture
-def four():
-    return ranks.on_cpus()
 
 
 @dataclass(frozen=True)
@@ -196,12 +189,10 @@ def test_dropout_is_that_of_one_process(four, method):
     check(four, in_turn(FEATURES + more, 1 + METHODS.index(method), method=method, dropout_p=0.3))
 
 
-def drawn_seeds_in_rank(method):
+@ranks.in_group()
+def drawn_seeds_in_rank(group, method):
     """The results of ranks that draw different seeds are those by the seed of the first one."""
-    group = ranks.GROUPS[2]
-    if (rank := torch.distributed.get_rank(group)) < 0:
-        return
-    case = Case("seeds", method=method, dropout_p=0.5)
+    case, rank = Case("seeds", method=method, dropout_p=0.5), torch.distributed.get_rank(group)
     torch.manual_seed(7 + rank)
     found, again = (on_ranks(case, group, dropout_seed=None) for _ in range(2))
     assert not torch.equal(found[0], again[0])
@@ -276,11 +267,9 @@ def test_results_of_triton(four):
                  for method in ("all_gather", "ring") for dropout_p in (0, 0.3)])
 
 
-def same_bits(case):
+@ranks.in_group()
+def same_bits(group, case):
     """In a rank, beside a packed call of one process, which has the same tiles."""
-    group = ranks.GROUPS[2]
-    if torch.distributed.get_rank(group) < 0:
-        return None
     return torch.equal(on_ranks(case, group)[0], in_one_process(case)[0])
 
 
@@ -310,9 +299,9 @@ def loss_of(model, tokens, labels):
     return torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / (LENGTH - 1)
 
 
-def trained_on_ranks(how, dropout=0.0):
-    """Whether a rank of a group of four has the loss and the gradients of one process."""
-    group = ranks.GROUPS[4]
+@ranks.in_group(4)
+def trained_on_ranks(group, how, dropout):
+    """Whether a rank has the loss and the gradients of one process."""
     tokens = torch.randint(16, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     one = small_model(None, dropout)
     whole_loss = loss_of(one, tokens[:, :-1], tokens[:, 1:])
@@ -351,10 +340,8 @@ def test_model_has_the_gradients_of_one_process(four, how, dropout):
     four.run(trained_on_ranks, how, dropout)
 
 
-def module_in_rank():
-    group = ranks.GROUPS[2]
-    if torch.distributed.get_rank(group) < 0:
-        return
+@ranks.in_group()
+def module_in_rank(group):
     torch.manual_seed(0)
     one, x = FlashMHA(16, 2), torch.randn(30, 16)
     split = FlashMHA(16, 2, context_parallel_group=group)
@@ -375,11 +362,9 @@ def test_module_of_packed_documents(four):
     four.run(module_in_rank)
 
 
-def padding_in_rank():
+@ranks.in_group()
+def padding_in_rank(group):
     """NaN in padding changes nothing, and gets no gradient."""
-    group = ranks.GROUPS[2]
-    if torch.distributed.get_rank(group) < 0:
-        return
     for case in of_methods(Case("padded", S=21, sinks=True)) + of_methods(Case("packed", S=21, bounds=(0, 9, 21))):
         (*qkv, dout), sinks = case.whole()
         of_case = dict(layout=case.layout, method=case.method, sinks=sinks, backend="torch")
@@ -397,25 +382,6 @@ def test_padding_changes_nothing(four):
 
 
 # The benchmark.
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="its default size there takes minutes")
-def test_benchmark_measures_every_method(tmp_path):
-    run = run_by_torchrun(2, "-m", "minimal_attn.bench.context_parallel", "--calls", "2", "--json",
-                          str(tmp_path / "rows.json"))
-    assert run.returncode == 0, run.stderr
-    result = json.loads((tmp_path / "rows.json").read_text())
-    assert result["meta"]["ranks"] == 2
-    rows = {(row["impl"], row["pass"], row["nheads_k"]): row for row in result["rows"]}
-    assert len(rows) == len(result["rows"]) == len(run.stdout.splitlines())
-    for heads_k in (2, 4):
-        for what in ("forward", "forward_backward"):
-            one_gpu = rows["one_gpu", what, heads_k]["ms"]
-            for impl in ("all_gather", "plain_all_gather", "ring", "ulysses"):
-                row = rows[impl, what, heads_k]
-                assert row["seqlen_q"] == 64 and row["ms"] > 0
-                assert row["efficiency"] == pytest.approx(one_gpu / 2 / row["ms"], abs=1e-4)
-
 
 def test_benchmark_notices_a_wrong_result():
     q, k, v = torch.randn(3, 1, 2, 64, 16, dtype=torch.bfloat16)

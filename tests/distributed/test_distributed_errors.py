@@ -2,6 +2,7 @@
 
 import datetime
 import gc
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -15,11 +16,6 @@ from minimal_attn.distributed import context_parallel_attention, unshard
 from test_distributed import METHODS
 
 pytestmark = pytest.mark.cpu
-
-
-@pytest.fixture
-def four():
-    return ranks.on_cpus()
 
 
 Q, K = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
@@ -101,11 +97,10 @@ def test_without_a_process_group():
         FlashMHA(16, 2, context_parallel_group="cp")
 
 
-def steps_in_rank(num_steps):
+@ranks.in_group()
+def steps_in_rank(group, num_steps):
     """How many tensors there are after a few steps, and after many more."""
-    group, found = ranks.GROUPS[2], []
-    if torch.distributed.get_rank(group) < 0:
-        return None
+    found = []
     for step in range(num_steps):
         if step in (num_steps // 4, num_steps - 1):
             gc.collect()
@@ -121,41 +116,53 @@ def test_steps_leave_no_tensors_behind(four):
         assert many - few < 8
 
 
-def fail_in_rank(method, rank, how, store, pipe):
-    """A group of two, in which rank 1 ends, or does not call at all."""
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2,
-                                         timeout=datetime.timedelta(seconds=8))
-    q = torch.randn(1, 4, 8, 16, requires_grad=True)
-    out = context_parallel_attention(q, q, q, method=method)  # which is right, so that both are connected
-    start = time.monotonic()
+def fail_in_rank(method, how, rank, store, pipe, on_gpus):
+    """A group of two, in which rank 1 ends before the second call, or does not come to it."""
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group(
+        "nccl" if on_gpus else "gloo", init_method=store, rank=rank, world_size=2,
+        device_id=device if on_gpus else None, timeout=datetime.timedelta(seconds=6))
+    q = torch.randn(1, 4, 256, 64, device=device, dtype=torch.bfloat16)
     try:
-        if rank == 1:
-            time.sleep(30 if how == "waits" else 0)
-            os._exit(0)
-        out.sum().backward()
+        for call in range(2):  # of which the first is right, so that both are connected
+            start = time.monotonic()
+            if (rank, call) == (1, 1):
+                time.sleep(30 if how == "waits" else 0)
+                os._exit(0)
+            context_parallel_attention(q, q, q, method=method)
+            if on_gpus:
+                torch.cuda.synchronize()
         pipe.send(("none", 0))
     except Exception as error:
         pipe.send((type(error).__name__, time.monotonic() - start))
+    os._exit(0)  # the group cannot be ended any more
+
+
+def error_of_first_rank(folder, method, how, on_gpus=False):
+    """(the error of rank 0, seconds until it is raised)."""
+    context = multiprocessing.get_context("spawn") if on_gpus else ranks.FORKS
+    pipes, store = [context.Pipe() for _ in range(2)], f"file://{folder}/store"
+    processes = [context.Process(target=fail_in_rank, args=(method, how, rank, store, theirs, on_gpus))
+                 for rank, (_, theirs) in enumerate(pipes)]
+    for process in processes:
+        process.start()
+    try:
+        assert pipes[0][0].poll(60), "rank 0 waits for ever"
+        return pipes[0][0].recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method, how", [("all_gather", "waits"), ("ring", "ends")])
 def test_failing_rank_ends_the_others(tmp_path, method, how):
     """By the time-out of the group, or as soon as a connection is lost."""
-    ours, theirs = ranks.FORKS.Pipe()
-    other, of_other = ranks.FORKS.Pipe()
-    processes = [ranks.FORKS.Process(target=fail_in_rank, args=(method, rank, how, f"file://{tmp_path}/store", pipe))
-                 for rank, pipe in ((0, theirs), (1, of_other))]
-    for process in processes:
-        process.start()
-    try:
-        assert ours.poll(60), "rank 0 waits for ever"
-        error, seconds = ours.recv()
-        assert error in ("RuntimeError", "DistBackendError", "DistNetworkError") and seconds < 20
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    error, seconds = error_of_first_rank(tmp_path, method, how)
+    assert error in ("RuntimeError", "DistBackendError", "DistNetworkError") and seconds < 15
 
 
 def begin_and_end(store):

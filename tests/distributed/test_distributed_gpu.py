@@ -1,10 +1,7 @@
 """Context parallelism on GPUs with NCCL: beside one GPU, and torch's own context_parallel on our kernels."""
 
 import dataclasses
-import datetime
-import multiprocessing
 import os
-import time
 
 import pytest
 import torch
@@ -17,6 +14,7 @@ from minimal_attn.distributed import all_gather, context_parallel_attention, sha
 from test_activate_gpu import OURS, TORCHS
 from test_distributed import (FEATURES, METHODS, Case, check, compare, compare_in_groups, gather_in_groups, in_turn,
                               of_methods, same_bits)
+from test_distributed_errors import error_of_first_rank
 
 NUM_GPUS = torch.cuda.device_count()
 
@@ -78,12 +76,11 @@ def test_results_without_peer_memory(gpus):
     check(gpus, cases, compare_without_peer_memory)
 
 
-def many_calls_in_rank():
+@ranks.in_group()
+def many_calls_in_rank(group):
     """Of several sizes, on two streams in turn, while rank 1 is late with all that it fetches. The host does not wait
     between them. Then the same by messages."""
-    group, device = ranks.GROUPS[2], torch.device(ranks.DEVICE)
-    if torch.distributed.get_rank(group) < 0:
-        return
+    device = torch.device(ranks.DEVICE)
     peers, streams, results = all_gather.peers_of(group, device), [torch.cuda.Stream(device) for _ in range(2)], []
     for has_peers in (True, False):
         os.environ["MINIMAL_ATTN_PEER_MEMORY"] = str(int(has_peers))
@@ -110,44 +107,10 @@ def test_calls_in_a_row_while_a_rank_is_late(gpus):
     gpus.run(many_calls_in_rank)
 
 
-def leave_in_rank(rank, store, pipe):
-    """A group of two, in which rank 1 does not come to the second call."""
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl", init_method=store, rank=rank, world_size=2, device_id=device,
-                                         timeout=datetime.timedelta(seconds=6))
-    q = torch.randn(1, 4, 256, 64, device=device, dtype=torch.bfloat16)
-    context_parallel_attention(q, q, q, method="all_gather")
-    torch.cuda.synchronize()
-    start = time.monotonic()
-    try:
-        if rank == 1:
-            time.sleep(20)
-        else:
-            context_parallel_attention(q, q, q, method="all_gather")
-            torch.cuda.synchronize()
-        pipe.send(("none", 0))
-    except Exception as error:
-        pipe.send((type(error).__name__, time.monotonic() - start))
-    os._exit(0)  # the group cannot be ended any more
-
-
 def test_missing_rank_ends_the_others(tmp_path):
     """By the time-out of the group, at the barrier of peer memory."""
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(2)]
-    processes = [context.Process(target=leave_in_rank, args=(rank, f"file://{tmp_path}/store", theirs))
-                 for rank, (_, theirs) in enumerate(pipes)]
-    for process in processes:
-        process.start()
-    try:
-        assert pipes[0][0].poll(60), "rank 0 waits for ever"
-        error, seconds = pipes[0][0].recv()
-        assert error == "AcceleratorError" and 5 < seconds < 15
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    error, seconds = error_of_first_rank(tmp_path, "all_gather", "waits", on_gpus=True)
+    assert error == "AcceleratorError" and 5 < seconds < 15
 
 
 @pytest.mark.parametrize("D", [64, 128])
