@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import minimal_attn
-from conftest import HAS_GPU
 from minimal_attn import as_flash_attn, bert_padding, flash_attn_interface
-from test_transformers import SIZES, check, padding_mask, tokens
+from test_transformers import check_llama, padding_mask
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
@@ -266,18 +265,6 @@ def test_transformers_that_lists_packages_when_it_is_imported(monkeypatch):
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
-@torch.no_grad()
 def test_model_with_flash_attention_2(side, availability, installed):
-    """A model that asks for flash-attn by its name, beside eager attention."""
-    import transformers
-
-    device = "cuda" if HAS_GPU else "cpu"
-    ids, mask = tokens(3, 11, device=device), None if side is None else padding_mask(side, device)
-    valid = torch.ones_like(ids).bool() if mask is None else mask.bool()
-    logits = []
-    for name in ("flash_attention_2", "eager"):
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation=name)).eval()
-        assert model.config._attn_implementation == name
-        logits.append(model.to(device)(ids, attention_mask=mask).logits[valid])
-    check(*logits, "torch")
+    """A model that asks for flash-attn by its name."""
+    check_llama("flash_attention_2", side)

@@ -42,16 +42,12 @@ def test_train_same_losses_with_every_backend(trained):
         torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=0)
     assert all(speed > 0 for speed in result["tokens_per_s"].values())
     assert result["meta"]["steps"] == 20 and result["meta"]["dtype"] == "float32"
+    assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_train_names_files_written(tmp_path, capsys):
     train_tiny_gpt.main(["--backend", "reference", *SMALL, "--steps", "2", "--out", str(tmp_path / "new")])
     assert capsys.readouterr().out.endswith(f"wrote {tmp_path}/new/training.json, {tmp_path}/new/training.png\n")
-
-
-@pytest.mark.slow
-def test_train_draws_curves(trained):
-    assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_train_unavailable_backend(monkeypatch, capsys):
@@ -71,26 +67,6 @@ def test_train_unavailable_backend(monkeypatch, capsys):
             train_tiny_gpt.main(["--backend", *asked])
         assert "argument --backend: triton is not available: there is no triton\n" in capsys.readouterr().err
     assert not trained
-
-
-@pytest.mark.parametrize("name", train_tiny_gpt.SDPA_BACKENDS)
-def test_train_with_one_sdpa_backend(name, monkeypatch, capsys):
-    chosen = []
-    cuda = torch.backends.cuda
-    enabled = {"torch:cudnn": cuda.cudnn_sdp_enabled, "torch:flash": cuda.flash_sdp_enabled}
-    monkeypatch.setattr(train_tiny_gpt, "train_model", lambda args, backend, console: (
-        chosen.append({kernel for kernel, is_enabled in enabled.items() if is_enabled()}) or ([1.0], 1.0)))
-    options = ["--backend", name, "--device"]
-    with pytest.raises(SystemExit, match="2"):
-        train_tiny_gpt.main([*options, "cpu"])
-    assert f"{name} is not available: it is a kernel for NVIDIA GPUs" in capsys.readouterr().err and not chosen
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for more in (["--dropout", "0.1"], ["--dtype", "float32"]):
-        with pytest.raises(SystemExit, match="2"):
-            train_tiny_gpt.main([*options, "cuda", *more])
-        assert "it is compared in bfloat16 and without dropout" in capsys.readouterr().err and not chosen
-    train_tiny_gpt.main([*options, "cuda"])
-    assert chosen == [{name}]
 
 
 @pytest.mark.gpu
@@ -115,21 +91,22 @@ def test_train_dropout_same_with_every_backend(trained, tmp_path):
     assert not dropped[:, 0].allclose(losses_in(trained)[:, 0], rtol=1e-5)  # of the same weights
 
 
-def test_train_bad_options():
-    for options in (["--steps", "1"], ["--seqlen", "0"], ["--seqlen", "9999999"], ["--layers", "-1"],
-                    ["--backend", "cudnn"], ["--device", "toaster"], ["--dropout", "2"], ["--dropout", "nan"],
-                    ["--dropout", "x"], *([] if HAS_GPU else [["--device", "cuda"]])):
-        with pytest.raises(SystemExit, match="2"):
-            train_tiny_gpt.main(options)
+BAD_OPTIONS = [
+    *((train_tiny_gpt, options.split()) for options in (
+        "--steps 1", "--seqlen 0", "--seqlen 9999999", "--layers -1", "--backend cudnn", "--device toaster",
+        "--dropout 2", "--dropout nan", "--dropout x", "--backend torch:cudnn --device cpu",
+        "--backend torch:flash --device cuda --dropout 0.1", *["--device cuda"] * (not HAS_GPU))),
+    *((generate, options.split()) for options in (
+        "--requests 0", "--pages x", "--chunk -1", "--batch 0", "--dtype int8", "--backend cudnn", "--seed x")),
+    *((long_context, options.split()) for options in (
+        "--steps 1", "--seqlen 1", "--heads x", "--layers 0", "--steps 3"))]  # the last one is not by torchrun
 
 
-@pytest.mark.slow
-def test_train_bad_option_one_line():
-    """As a process of its own."""
-    run = subprocess.run([sys.executable, "-m", "examples.train_tiny_gpt", "--backend", "reference", "--heads", "3"],
-                         cwd=train_tiny_gpt.ROOT, capture_output=True, text=True)
-    assert run.returncode == 1 and run.stderr.startswith("train_tiny_gpt: ") and "num_heads" in run.stderr
-    assert run.stderr.count("\n") == 1
+@pytest.mark.parametrize("example, options", BAD_OPTIONS, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_bad_options(example, options, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        example.main(options)
 
 
 @pytest.mark.parametrize("package, module, options", [
@@ -310,13 +287,6 @@ def test_generate_prints_what_it_found(capsys):
     assert "tokens are those of a run without a cache" in words and "pages are free.\n" in words
 
 
-def test_generate_bad_options():
-    for options in (["--requests", "0"], ["--pages", "x"], ["--chunk", "-1"], ["--batch", "0"], ["--dtype", "int8"],
-                    ["--backend", "cudnn"], ["--seed", "x"]):
-        with pytest.raises(SystemExit, match="2"):
-            generate.main(options)
-
-
 # long_context.py
 
 def run_by_torchrun(num_processes, *words):
@@ -341,13 +311,3 @@ def test_long_context_same_losses_on_two_ranks():
         printed.append(torch.tensor([float(first), float(last)]))
     torch.testing.assert_close(*printed, rtol=0, atol=2e-4)
     assert printed[0][1] < printed[0][0] - 1
-
-
-def test_long_context_bad_options(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    for options, said in ((["--steps", "1"], "at least 2"), (["--seqlen", "1"], "at least 2"),
-                          (["--heads", "x"], "'x'"), (["--layers", "0"], "'0' is not a positive integer"),
-                          ([], "start it by torchrun")):
-        with pytest.raises(SystemExit, match="2"):
-            long_context.main(options)
-        assert said in capsys.readouterr().err

@@ -5,12 +5,10 @@ import json
 import re
 
 import pytest
-import torch
 
 import minimal_attn
-from conftest import HAS_GPU
 from minimal_attn.integrations import kernels as integration
-from test_transformers import SIZES, check, loaded_kernel, padding_mask, tokens
+from test_transformers import check_llama, loaded_kernel
 
 cpu = pytest.mark.cpu
 
@@ -69,10 +67,8 @@ def test_kernels_loads_it(local_kernel):
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
-@torch.no_grad()
 def test_model_from_a_local_kernel(side, local_kernel, monkeypatch):
-    """A tiny Llama by the kernel's name, beside eager attention. Nothing is downloaded."""
-    import transformers
+    """A model that asks for the kernel by its name. Nothing is downloaded."""
     from transformers import modeling_flash_attention_utils as utils
     from transformers.integrations import hub_kernels
 
@@ -80,14 +76,5 @@ def test_model_from_a_local_kernel(side, local_kernel, monkeypatch):
         monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
         monkeypatch.setattr(hub_kernels, "get_kernel_hub", local_kernel.get_kernel, raising=False)
     monkeypatch.setattr(utils, "_loaded_implementation", None)
-    device = "cuda" if HAS_GPU else "cpu"
-    ids, mask = tokens(3, 11, device=device), None if side is None else padding_mask(side, device)
-    valid = torch.ones_like(ids).bool() if mask is None else mask.bool()
-    logits = []
-    for name in (integration.NAME, "eager"):
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation=name)).eval()
-        assert model.config._attn_implementation == name
-        logits.append(model.to(device)(ids, attention_mask=mask).logits[valid])
+    check_llama(integration.NAME, side)
     assert utils._flash_varlen_fn is minimal_attn.flash_attn_varlen_func
-    check(*logits, "torch")

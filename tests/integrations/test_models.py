@@ -1,4 +1,4 @@
-"""benchmarks/models.py in its tiny size: its rows, what it calls wrong, what it counts as attention; and its record."""
+"""benchmarks/models.py in its tiny size: its rows, what it calls wrong, and what it counts as attention."""
 
 import itertools
 import json
@@ -21,7 +21,6 @@ from minimal_attn.integrations import transformers as integration  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
-RECORD = ROOT / "benchmarks/h200/models.json"
 COLUMNS = ["op", "impl", "pass", "seqlen", "dtype", "ms", "attention_ms", "max_err"]
 META = {"device", "driver", "torch", "triton", "cuda", "date", "source_digest", "command", "rounds", "model"}
 
@@ -33,27 +32,21 @@ def registers(monkeypatch):
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
 
 
-def check_format(text, device, impls, seqlens):
-    """The meta and the rows of a JSON of models.py."""
-    content = json.loads(text, parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
-    meta, rows = content["meta"], content["rows"]
-    assert set(content) == {"meta", "rows"} and set(meta) == META
-    assert meta["model"] == models.MODEL[device] and "python benchmarks/models.py" in meta["command"]
-    assert [(row["seqlen"], row["pass"], row["impl"]) for row in rows] == list(
-        itertools.product(seqlens, models.PASSES, impls))
-    for row in rows:
-        assert list(row) == COLUMNS and (row["op"], row["dtype"]) == ("models", "bfloat16")
-        assert row["ms"] > 0 and row["attention_ms"] > 0 and row["max_err"] > 0
-    return meta, rows
-
-
 @pytest.mark.slow
 def test_models_writes_rows(tmp_path, capsys):
     file = tmp_path / "x.json"
     argv = ["--device", "cpu", "--seqlens", "64", "96", "--rounds", "1", "--json", str(file)]
     assert models.main(argv) is None
-    meta, _ = check_format(file.read_text(), "cpu", ["sdpa", "minimal_attn"], [64, 96])
-    assert meta["rounds"] == 1 and meta["source_digest"] == source_digest() and str(tmp_path) not in meta["command"]
+    content = json.loads(file.read_text(), parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
+    meta, rows = content["meta"], content["rows"]
+    assert set(content) == {"meta", "rows"} and set(meta) == META and meta["model"] == models.MODEL["cpu"]
+    assert meta["rounds"] == 1 and meta["source_digest"] == source_digest()
+    assert "python benchmarks/models.py" in meta["command"] and str(tmp_path) not in meta["command"]
+    assert [(row["seqlen"], row["pass"], row["impl"]) for row in rows] == list(
+        itertools.product([64, 96], models.PASSES, ["sdpa", "minimal_attn"]))
+    for row in rows:
+        assert list(row) == COLUMNS and (row["op"], row["dtype"]) == ("models", "bfloat16")
+        assert row["ms"] > 0 and row["attention_ms"] > 0 and row["max_err"] > 0
     said = capsys.readouterr()
     assert said.err == "activated is left out: it is for GPUs\n"
     assert said.out.count(" times as fast as sdpa\n") == 8 and said.out.endswith(f"wrote {file}\n")
@@ -116,20 +109,3 @@ def test_models_counts_an_op_of_attention_once():
 def test_models_no_attention_in_the_profile_is_an_error():
     with pytest.raises(RuntimeError, match="saw no attention"):
         models.attention_ms(lambda: torch.ones(2).exp(), "cpu")
-
-
-@pytest.mark.skipif(not RECORD.exists(), reason="models.json was not measured yet")
-def test_models_record():
-    _, rows = check_format(RECORD.read_text(), "cuda", list(models.IMPLS), models.SEQLENS["cuda"])
-    assert all(row["attention_ms"] < row["ms"] for row in rows)
-
-
-@pytest.mark.skipif(not RECORD.exists(), reason="models.json was not measured yet")
-@pytest.mark.parametrize("name, seqlen, least", [
-    ("forward", 8192, 1.03), ("forward", 32768, 1.08), ("step", 8192, 1.02),
-    ("step", 32768, 1.045)])  # 1.08 was asked. 1.077 would be reached if attention alone took less time (journal)
-@pytest.mark.parametrize("impl", ["minimal_attn", "activated"])
-def test_models_record_is_faster_than_sdpa(impl, name, seqlen, least):
-    ms = {row["impl"]: row["ms"] for row in json.loads(RECORD.read_text())["rows"]
-          if (row["pass"], row["seqlen"]) == (name, seqlen)}
-    assert ms["sdpa"] / ms[impl] >= least

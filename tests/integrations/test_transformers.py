@@ -134,6 +134,22 @@ def padding_mask(side, device):
     return is_valid.long().to(device)
 
 
+@torch.no_grad()
+def check_llama(name, side):
+    """The logits of a tiny Llama whose attention has this name, beside eager attention. side: of the padding."""
+    device = "cuda" if HAS_GPU else "cpu"
+    ids, mask = tokens(3, LENGTH, device=device), None if side is None else padding_mask(side, device)
+    valid = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    logits = []
+    for attention in (name, "eager"):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**SIZES, attn_implementation=attention)
+        model = transformers.LlamaForCausalLM(config).eval()
+        assert model.config._attn_implementation == attention
+        logits.append(model.to(device)(ids, attention_mask=mask).logits[valid])
+    check(*logits, "torch")
+
+
 @each_model(is_short=True)
 @pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 @torch.no_grad()

@@ -92,9 +92,8 @@ def test_is_causal_counts_without_a_mask():
 @pytest.mark.parametrize("options, error, message", [
     (dict(cache=object()), NotImplementedError, "paged caches.*cache is given"),
     (dict(block_table=torch.zeros(1)), NotImplementedError, "paged caches.*block_table"),
-    (dict(indices=torch.zeros(1)), NotImplementedError, "indices is given"),
-    (dict(block_indices=torch.zeros(1)), NotImplementedError, "block_indices is given"),
-    (dict(sinks=torch.zeros(1)), NotImplementedError, "sinks is given"),
+    *((dict(((name, torch.zeros(1)),)), NotImplementedError, f"{name} is given")
+      for name in ("indices", "block_indices", "sinks")),
     (dict(output_attentions=True), NotImplementedError, 'attn_implementation="eager".*output_attentions'),
     (dict(attention_mask=torch.ones(2, 3)), ValueError, "attention_mask must.*4 dimensions"),
     (dict(attention_mask=torch.ones(2, 1, 3, 4, dtype=torch.bool)), ValueError, "broadcast"),
@@ -104,15 +103,13 @@ def test_is_causal_counts_without_a_mask():
           cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 6])), ValueError,
      "together with padding.*torch.compile.*position_ids"),
     (dict(softcap=-1.0), ValueError, "softcap"),
+    (dict(zip(("query", "key", "value"), qkv(3, 5))), ValueError, "must be given where 3 rows .* meet 5 keys"),
+    (dict.fromkeys(("query", "key", "value"), torch.randn(1, 1, 3, 264)), ValueError, "256"),
 ])
 def test_what_cannot_be_served_is_refused(options, error, message):
+    inputs = dict(zip(("query", "key", "value"), qkv()), attention_mask=None)
     with pytest.raises(error, match=message):
-        integration.attend(MODULE, *qkv(), **{"attention_mask": None, **options})
-
-
-def test_rows_and_keys_without_a_mask_must_match():
-    with pytest.raises(ValueError, match="attention_mask must be given where 3 rows of a causal layer meet 5 keys"):
-        integration.attend(MODULE, *qkv(3, 5), None)
+        integration.attend(MODULE, **inputs | options)
 
 
 @pytest.mark.parametrize("rows, keys", [(3, 13), (3, 11), (4, 12), (2, 12), (1, 12), (3, 7)])
@@ -124,12 +121,6 @@ def test_a_mask_of_other_sizes_is_refused(rows, keys):
     assert integration.attend(MODULE, q, k, v, mask)[0].equal(want)
     with pytest.raises(ValueError, match=f"is for 3 rows and 12 keys, but the layer has {rows} rows and {keys} keys"):
         integration.attend(MODULE, *qkv(rows, keys), mask)
-
-
-def test_large_head_dim_is_refused():
-    q = torch.randn(1, 1, 3, 264)
-    with pytest.raises(ValueError, match="256"):
-        integration.attend(MODULE, q, q, q, None)
 
 
 def test_continuous_batching_is_refused(attention):

@@ -22,7 +22,7 @@ MODELS = {
     # A few tokens apart are in different buckets.
     "t5": ("T5ForConditionalGeneration", dict(
         vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, relative_attention_num_buckets=8,
-        relative_attention_max_distance=16, dropout_rate=0.0, decoder_start_token_id=0)),
+        relative_attention_max_distance=16, dropout_rate=0.0, decoder_start_token_id=0, eos_token_id=None)),
 }
 each_route = pytest.mark.parametrize("route", ["sdpa", "interface"])
 TRAINING = [impl for impl in IMPLS if HAS_GPU or impl != "triton"]  # slow in Triton's interpreter
