@@ -189,23 +189,6 @@ def test_dropout_is_that_of_one_process(four, method):
     check(four, in_turn(FEATURES + more, 1 + METHODS.index(method), method=method, dropout_p=0.3))
 
 
-@ranks.in_group()
-def drawn_seeds_in_rank(group, method):
-    """The results of ranks that draw different seeds are those by the seed of the first one."""
-    case, rank = Case("seeds", method=method, dropout_p=0.5), torch.distributed.get_rank(group)
-    torch.manual_seed(7 + rank)
-    found, again = (on_ranks(case, group, dropout_seed=None) for _ in range(2))
-    assert not torch.equal(found[0], again[0])
-    torch.manual_seed(7)
-    seed = torch.randint(2**63 - 1, (1,)) - rank  # on_ranks adds it
-    torch.testing.assert_close(found, on_ranks(case, group, dropout_seed=seed), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_dropout_by_the_seed_that_the_first_rank_draws(four, method):
-    four.run(drawn_seeds_in_rank, method)
-
-
 def test_results_on_three_and_four_ranks(four):
     check(four, [
         *of_methods(Case("causal", size=4, Hk=4, S=61, causal=True)),

@@ -21,7 +21,6 @@ import minimal_attn
 from conftest import HAS_GPU
 from minimal_attn import activated, activation, aten
 
-DEVICE = "cuda" if HAS_GPU else "cpu"
 ATEN = torch.ops.aten
 cpu = pytest.mark.cpu
 drawn = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

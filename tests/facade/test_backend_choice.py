@@ -29,10 +29,9 @@ def test_import_loads_neither_triton_nor_dynamo():
     assert "ValueError: CUDA tensors required" in result.stderr and "set TRITON_INTERPRET=1" in result.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("error, said", [
     ("ModuleNotFoundError('no triton')", "triton is required"),
-    ("ImportError('libcuda.so.1: no such file')", "libcuda.so.1: no such file")])
+    pytest.param("ImportError('libcuda.so.1: no such file')", "libcuda.so.1: no such file", marks=pytest.mark.slow)])
 def test_without_triton(error, said, tmp_path):
     (tmp_path / "triton.py").write_text(f"raise {error}")
     result = in_a_new_process("import torch, minimal_attn; x = torch.ones(1, 1, 4, 16);"

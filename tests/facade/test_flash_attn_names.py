@@ -201,21 +201,23 @@ print(flash_attn.__version__)
 @cpu
 def test_another_flash_attn_is_left_alone(tmp_path):
     """One that is installed, one that is imported, and one of which importlib.metadata alone knows."""
-    package = tmp_path / "flash_attn"
-    package.mkdir()
+    package, info = tmp_path / "a" / "flash_attn", tmp_path / "b" / "flash_attn-2.0.0.dist-info"
+    for folder in (package, info):
+        folder.mkdir(parents=True)
     (package / "__init__.py").write_text("__version__ = 'another'")
-    found, version, imported, again = run(2 * REFUSED, tmp_path).splitlines()
-    assert version == again == "another"
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.0.0\n")
+    forget = f"""
+import importlib.util
+sys.path.remove({str(package.parent)!r})
+del sys.modules["flash_attn"]
+print(importlib.util.find_spec("flash_attn"))
+"""
+    code = 2 * REFUSED + forget + REFUSED.partition("import flash_attn\n")[0]
+    found, version, imported, again, unasked, message = run(code, package.parent, info.parent).splitlines()
+    assert version == again == "another" and unasked == "None"
     assert found.startswith(f"flash_attn is found at {package / '__init__.py'}; install_as_flash_attn does not")
     assert imported.startswith("another flash_attn is imported; ")
-    (package / "__init__.py").unlink()
-    package.rmdir()
-    info = tmp_path / "flash_attn-2.0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.0.0\n")
-    code = "import importlib.util, minimal_attn; print(importlib.util.find_spec('flash_attn'))"
-    unasked, message = run(code + REFUSED.partition("import flash_attn\n")[0], tmp_path).splitlines()
-    assert unasked == "None" and message.startswith("flash-attn 2.0.0 is installed; ")
+    assert message.startswith("flash-attn 2.0.0 is installed; ")
 
 
 @cpu
