@@ -55,7 +55,8 @@ def test_which_kernel_with_options_and_v_of_another_head_dim():
             (HALF, 64, 64, {"has_dropout": True}, "sm90"), (HALF, 64, 64, {"has_sinks": True}, "sm90"),
             (HALF, 64, 64, {"has_dropout": True, "attn_bias": bias}, "sm80"),
             (HALF, 64, 64, {"has_dropout": True, "capability": 80}, "sm80"),
-            (torch.float32, 64, 64, {"has_dropout": True}, "simt"), (torch.float32, 64, 64, {"has_sinks": True}, "simt"),
+            (torch.float32, 64, 64, {"has_dropout": True}, "simt"),
+            (torch.float32, 64, 64, {"has_sinks": True}, "simt"),
             (HALF, 192, 128, {}, "sm90"), (HALF, 8, 256, {}, "sm90"), (torch.float32, 128, 36, {}, "dmma"),
             (torch.float32, 32, 64, {}, "dmma"), (torch.float32, 32, 8, {}, "simt"),
             (torch.float32, 64, 132, {}, "simt")):
