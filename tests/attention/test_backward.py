@@ -135,13 +135,6 @@ def test_against_fp64(impl, dtype, case, poisoned_outputs):
         check(case, gradients(by(impl, case), q, k, v, dout), q, k, v, dout)
 
 
-def test_cases_large_few_keys_overflows_exp_of_lse():
-    """In fp32 and on both sides, where a kernel that multiplies by exp(-lse) would get infinity or 0."""
-    case = next(x for x in CASES_HERE if x.name == "large_few_keys")
-    _, lse = exact(case, *make_inputs(case, torch.float32, "cpu"))
-    assert (lse < -89).sum() > 50 and (lse > 89).sum() > 500
-
-
 def of_empty_rows(x, value, causal):
     """x with a value in the 20 rows that see no key under the mask."""
     x = x.clone()
@@ -229,15 +222,10 @@ def test_twin_launches_only_needed_kernels(monkeypatch, needed, sides, compiled)
 
     monkeypatch.setattr(launching.Launch, "__call__", record)
     case = Case("needed", H=2, Hk=1, Sq=20, Sk=24)
-    q, k, v, dout = make_all(case, torch.float32, IMPLEMENTATIONS["triton"][1])
-    expected = dict(zip("qkv", gradients(by("triton", case), q, k, v, dout)))
-    launched.clear()
-    inputs = {name: x.detach().requires_grad_(name in needed) for name, x in zip("qkv", (q, k, v))}
+    *qkv, dout = make_all(case, torch.float32, IMPLEMENTATIONS["triton"][1])
     call = torch.compile(by("triton", case), fullgraph=True, backend="aot_eager") if compiled else by("triton", case)
-    call(*inputs.values()).backward(dout)
+    call(*(x.requires_grad_(name in needed) for name, x in zip("qkv", qkv))).backward(dout)
     assert launched == sides
-    for name, x in inputs.items():
-        assert x.grad.equal(expected[name]) if name in needed else x.grad is None
 
 
 @each_kernel
