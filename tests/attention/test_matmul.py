@@ -221,8 +221,6 @@ def test_op():
 
 def test_tile_config():
     """Known without a GPU; every config fits the GPU, and its tile is no larger than it must be."""
-    config = matmul.tile_config(torch.float16, 4096, 4096, 4096)
-    assert config == dict(kBlockM=128, kBlockN=256, kBlockK=64, kSplits=1, num_warps=8, num_stages=3)
     for dtype in DTYPES:
         for m, n, k in SHAPES + LARGE_SHAPES + [(8192, 8192, 8192)]:
             for shared_memory in (99 << 10, 163 << 10, 227 << 10):
@@ -291,13 +289,12 @@ def test_every_tile_of_the_table(a_rows_first, b_rows_first, dtype, monkeypatch,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("use_autotune", [True, False])
-def test_graph_capture_and_replay(use_autotune):
+def test_graph_capture_and_replay():
     a, b = (torch.randn(shape, device=DEVICE, dtype=torch.float16) for shape in ((200, 304), (304, 104)))
-    triton_matmul(a, b, use_autotune=use_autotune)  # compiles outside of the capture
+    triton_matmul(a, b)  # compiles outside of the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        c = triton_matmul(a, b, use_autotune=use_autotune)
+        c = triton_matmul(a, b)
     for _ in range(2):
         a.normal_(), b.normal_()
         graph.replay()

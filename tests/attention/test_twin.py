@@ -220,18 +220,6 @@ def test_every_backward_tile(monkeypatch, dtype, head_dim, side, config):
     assert {x[1:] for x in launched if x[0] == side} == {tuple(config.values())}
 
 
-def test_num_splits_of_the_backward_pass():
-    """At least 1024 rows each, no more than heads, no more sums than the heads have elements; more with the length."""
-    for group in (1, 2, 7, 16, 40):
-        before = 1
-        for n in (1, 100, 1024, 3000, 70000):
-            splits = attention_bwd._num_splits(group, n, n)
-            assert before <= splits <= min(group, 16) and (splits == 1 or group * n >= 1024 * splits)
-            assert attention_bwd._num_splits(group, n, 8 * n) * 8 <= max(group, 8)
-            before = splits
-        assert before == min(group, 16)
-
-
 @pytest.mark.parametrize("limit", [64 << 10, 99 << 10, 163 << 10, 227 << 10])
 @pytest.mark.parametrize("dtype", TWIN_DTYPES, ids=str)
 def test_tile_configs_fit_shared_memory(dtype, limit):
