@@ -1,5 +1,6 @@
 """The Triton kernels beyond the shared cases of test_forward.py: fp8, every tile, tuning, the classic names."""
 
+import contextlib
 import json
 import math
 import os
@@ -370,6 +371,9 @@ def test_tuning_where_a_config_does_not_fit(error, tuner, tmp_path):
 
     is_short = isinstance(error, torch.OutOfMemoryError)
     assert choose(run=run) == {"n": 3 if is_short else 2} and (tmp_path / "cache").exists() == (not is_short)
+    assert choose() == {"n": 1 if is_short else 2}
+    with pytest.raises(autotune.OutOfResources) if not is_short else contextlib.nullcontext():
+        choose(("k", 3), [{"n": 1}, {"n": 1}], run)  # none fits
     with pytest.raises(ZeroDivisionError):  # any other error is one
         choose(("k", 2), run=lambda config: 1 / 0)
 

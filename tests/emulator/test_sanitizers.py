@@ -2,8 +2,9 @@
 flash_bwd.cu and append.cu on the CPU with g++'s, all on a GPU with compute-sanitizer.
 
 A clean run means little where the tool would not have seen a fault, so each is also shown one: a row that is not there,
-and a kernel without any one of its barriers (faults.py finds them), racecheck in campaign.py. compute-sanitizer does not
-see TMA's copies, so the faults of flash_sm90.cu are shown to the emulator alone, in test_emulator.py.
+and a kernel without any one of its barriers (faults.py finds them; campaign.py shows them to racecheck).
+compute-sanitizer does not see TMA's copies, so the faults of flash_sm90.cu are shown to the emulator alone, in
+test_emulator.py.
 """
 import os
 import re
