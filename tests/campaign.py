@@ -2,7 +2,6 @@
 the tests of other files that carry the marker `campaign`: the rest of grids of which CI runs a part.
 
 A few shapes with fixed seeds are drawn by test_forward.py, test_backward.py, test_lengths.py and test_scores.py too.
-test_sanitizers.py shows compute-sanitizer one fault of each kind in each file of csrc.
 """
 
 import os
@@ -94,9 +93,13 @@ def test_thread_sanitizer_finds_nothing(part, tsan):  # noqa: F811
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("is_hopper", [False, True])
-def test_racecheck_of_all_cases(is_hopper, whole_driver):  # noqa: F811
-    names = [name for name in cases_of_driver() if name.startswith("sm90") == is_hopper]  # see RACECHECK_FORWARD
+def test_racecheck_finds_nothing(is_hopper, part, whole_driver):  # noqa: F811
+    """Hopper's kernels run the forward pass alone. In the backward pass the lanes of a warp write, meet by __syncwarp,
+    and one of them arrives at an mbarrier for all. racecheck of CUDA 13.0 does not follow that order, and reports what
+    the 31 others have written. test_emulator.py leaves out each of its synchronizations."""
+    names = [name for name in cases_of_driver() if name.startswith("sm90") == is_hopper][part::4]
     done, summary = compute_sanitizer("racecheck", whole_driver, *["--forward-only"] * is_hopper, *names)
     assert_passed(done)
     assert "SUMMARY: 0 " in summary

