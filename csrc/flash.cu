@@ -14,7 +14,7 @@
 // need no barrier of the block. Kj and Vj come in steps that are loaded while the step before them is multiplied.
 //
 // Read next: flash.h, the parameters.
-#include "tiles.h"
+#include "simt/tiles.h"
 
 namespace simt {
 

@@ -6,9 +6,9 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
-#include "append_op.h"
-#include "decode_op.h"
-#include "direct.h"
+#include "binding/direct.h"
+#include "ops/append_op.h"
+#include "ops/decode_op.h"
 
 namespace minimal_attn {
 
