@@ -1,6 +1,4 @@
 // The whole contract between host and kernels: plain structs, and the functions that take them. No torch here.
-//
-// Read next: launch.h, how a kernel is launched.
 #pragma once
 
 #include <cstdint>

@@ -38,7 +38,7 @@ TRITON_REF = PACKAGE.parent / "triton_ref"
 # (nvcc knows them from 12.8 on) and PTX for whatever follows.
 DEFAULT_ARCHS = "7.5;8.0;9.0a;10.0;12.0+PTX"
 
-GPU_KERNELS = ("simt", "sm80", "sm90", "dmma")  # as in csrc/kernels.h
+GPU_KERNELS = ("simt", "sm80", "sm90", "dmma")  # as in csrc/ops/kernels.h
 
 STALE_AFTER = 60  # seconds until torch's mark of a build, found while our own lock is ours, counts as left behind
 

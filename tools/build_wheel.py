@@ -7,7 +7,7 @@ build and the sources. Users need no compiler.
 The machine needs nvcc of CUDA 13, g++ 11 or newer, and torch 2.11 or newer, whose build need not be one for CUDA. The
 objects stay in build/wheel, where ninja finds them up to date.
 
-Read next: ../minimal_attn/stable.py, which loads the library; ../csrc/stable.cpp, the library.
+Read next: ../minimal_attn/stable.py, which loads the library; ../csrc/binding/stable.cpp, the library.
 """
 
 import argparse

@@ -1,7 +1,5 @@
 // The derivative of flash_forward without the dispatcher: its backward pass runs no Python. The dispatcher's own, for
 // torch.compile and all that watches ops, is in ../minimal_attn/ops.py.
-//
-// Read next: fast_path.cpp, which goes past the checks in Python as well.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 

@@ -1,7 +1,5 @@
 // The fast path: the whole facade in one step, for calls on CUDA tensors with nothing to do but to launch a kernel. The
 // checks in Python and the dispatcher would take longer than a small attention does.
-//
-// Read next: sdpa_override.cpp, the same for calls of torch's own attention.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/python_variable.h>

@@ -1,8 +1,6 @@
 // Three of the ops that torch's scaled_dot_product_attention chooses from, without Python, for everyday calls: no mask
 // and no dropout, on tensor cores. They return what the functions in ../minimal_attn/aten.py return. Those serve all
 // other calls: each op hands them to the kernel that it had before.
-//
-// Read next: ../minimal_attn/__init__.py, the Python side.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>

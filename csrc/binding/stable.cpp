@@ -1,7 +1,5 @@
 // The binding of the wheel, by torch's stable ABI: the ops with the schemas of main.cpp, and what else
 // ../minimal_attn/stable.py asks of the library, by two more ops and, where there are no tensors, by functions of C.
-//
-// Read next: direct.h, from here on the library for one torch.
 #include "ops/append_op.h"
 #include "ops/decode_op.h"
 

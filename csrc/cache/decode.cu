@@ -14,11 +14,9 @@
 // first step of a run, all threads begin to copy Q of the next.
 // Two blocks share a multiprocessor where they fit, with two stages if need be: one computes while the other waits.
 //
-// All blocks have equal shares of the work, which each finds from the lengths on the device (decode_share.cuh). So the
+// All blocks have equal shares of the work, which each finds from the lengths on the device (cache/share.cuh). So the
 // host plans nothing, and a CUDA graph may change the lengths. Where shares cut a tile, its blocks store their results
-// in a workspace. The last block to end its share joins them, in their order (decode_join.cuh).
-//
-// Read next: ptx_sm90.cuh, Hopper's instructions.
+// in a workspace. The last block to end its share joins them, in their order (cache/join.cuh).
 #include <algorithm>
 
 #include "cache/join.cuh"

@@ -8,8 +8,6 @@
 //   softmax               └─ P ────┘    a warp has 16 rows and all keys of the step, so P stays in registers
 // Two blocks share a multiprocessor: one computes while the other waits. Shares, and how their results become one, are
 // those of decode.cu.
-//
-// Read next: bwd_workspace_sm90.cuh, the sums in memory of the backward pass.
 #include <algorithm>
 
 #include "cache/join.cuh"

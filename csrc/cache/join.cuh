@@ -1,6 +1,4 @@
 // How the results that several blocks have of a tile become its output.
-//
-// Read next: decode.cu, the kernel made of these.
 #pragma once
 
 #include "cache/result.cuh"

@@ -1,6 +1,4 @@
 // How the keys of decode.cu's runs come to shared memory, from a cache of sequences or of pages.
-//
-// Read next: decode_rows.cuh, the rows that meet them.
 #pragma once
 
 #include "cache/share.cuh"

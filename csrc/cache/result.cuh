@@ -1,7 +1,5 @@
 // What a kernel has of a tile for some of the keys, and how it is stored: as the output, or as one of several results
 // in the workspace.
-//
-// Read next: decode_join.cuh, how several results become the output.
 #pragma once
 
 #include "cache/rows.cuh"

@@ -1,6 +1,4 @@
 // The packed rows of a run: how Q comes to shared memory, and what becomes of the scores of its rows.
-//
-// Read next: decode_result.cuh, what becomes of a run.
 #pragma once
 
 #include "cache/share.cuh"

@@ -1,3 +1,7 @@
+// The folder cache/ has attention of a few query tokens to long caches of keys and values ("decode"). The header of
+// decode.cu shows how its parts work together. Order in cache/: share.cuh, keys.cuh, rows.cuh, result.cuh, join.cuh,
+// decode.cu. Beside it: decode_sm90.cu.
+//
 // How decode.cu and decode_sm90.cu cut a batch into work, and which share of it a block has.
 //
 // The packed rows of a sample are cut into tiles, and its keys into chunks of equal length. A chunk for one tile of one
@@ -8,8 +12,6 @@
 // With num_splits, a chunk is a part of a sample's keys, cut by its own lengths, and each chunk has a result of its
 // own, so that the bits of a sample do not depend on its batch. Without, a chunk is a single step, and a run has one
 // result. So work is dealt out evenly, and at most two results of a block wait in memory for those of other blocks.
-//
-// Read next: decode_cache.cuh, how the keys of runs come to shared memory.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,5 @@
 // dk and dv where several blocks of threads, the splits, share a tile of keys: the sums of the splits, added up in
 // order. For flash_bwd_sm80.cu and flash_bwd_sm90.cu.
-//
-// Read next: bwd_workspace_sm80.cuh, the sums in memory of the backward pass on Ampere.
 #pragma once
 
 #include "common/launch.h"

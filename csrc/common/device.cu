@@ -1,6 +1,4 @@
 // device.h's answers, from the CUDA runtime.
-//
-// Read next: sequence.cuh, the first of what all kernels share.
 #include "common/device.h"
 
 #include <algorithm>

@@ -1,6 +1,4 @@
 // What is asked of the current GPU. Each answer is remembered. They throw std::runtime_error where there is no GPU.
-//
-// Read next: device.cu, the answers.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,9 @@
-// What the kernels need of the CUDA runtime: element types, dynamic shared memory, and one function that launches or
-// throws. host_cuda.h has the same for the CPU, in its namespace host: both are linked into one library.
+// The folder common/ has what the kernels for all GPUs share: the launch, the lengths of a sample, one mask, one order
+// of tiles and one softmax. Order in common/: launch.h, device.h, sequence.cuh, mask.cuh, scores.cuh, scheduler.cuh,
+// softmax.cuh. Beside it: device.cu, bwd_splits.cuh.
 //
-// Read next: device.h, what is asked of the GPU.
+// What the kernels need of the CUDA runtime: element types, dynamic shared memory, and one function that launches or
+// throws. host/cuda.h has the same for the CPU, in its namespace host: both are linked into one library.
 #pragma once
 
 #include <cuda_bf16.h>

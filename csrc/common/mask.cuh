@@ -1,8 +1,6 @@
 // Which keys a query row sees, and which rows see a key: one mask for all kernels, forward and backward. The keys of a
 // row are one range, and neither end of it moves back from one row to the next. So the blocks that a tile of rows needs
 // are a range too. The full blocks, which all its rows see whole, are a range within it. They need no mask.
-//
-// Read next: scores.cuh, what a score is before it is masked.
 #pragma once
 
 #include <climits>

@@ -1,8 +1,6 @@
 // Which tile of the result a block of threads computes. The blocks that run at the same time have tiles of one head, or
 // of a few, and share their K and V (or Q and dO) in L2. The tiles that take longest under a causal mask go first,
 // except in a deterministic backward pass.
-//
-// Read next: dropout.h, which probabilities are dropped.
 #pragma once
 
 #include "common/sequence.cuh"

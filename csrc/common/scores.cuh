@@ -5,8 +5,6 @@
 //
 // The softmax multiplies by a factor above 0, so that a masked score of -inf stays -inf. A negative scale therefore
 // flips the scores, and a scale of 0 makes all of them 0.
-//
-// Read next: score_mods.cuh, scores that are changed by more than a factor.
 #pragma once
 
 #include <cmath>

@@ -1,6 +1,4 @@
 // The lengths of one sample and where its rows are in memory. Only this file reads lengths that the GPU alone knows.
-//
-// Read next: mask.cuh, which keys a row sees.
 #pragma once
 
 #include "flash.h"

@@ -1,6 +1,6 @@
 // Online softmax on accumulator fragments, for every kernel on tensor cores (Dao, FlashAttention-2, 2023, Algorithm 1).
 //
-// acc[m][n][4] are a warp's accumulators [16·kMTiles, 8·kNTiles], m16n8 tiles as ptx_sm80.cuh has them; a warp's share
+// acc[m][n][4] are a warp's accumulators [16·kMTiles, 8·kNTiles], m16n8 tiles as ptx/sm80.cuh has them; a warp's share
 // of a wgmma accumulator looks the same. The four lanes of a quad hold the same rows. A lane numbers its rows i = 2·m
 // for row r, 2·m + 1 for row r + 8 of tile m. acc_s is fp32, acc_o fp32 or fp64.
 //
@@ -8,8 +8,6 @@
 // maximum, so row_max stays until the true one is 8 binary orders ahead. P up to 2^8 rounds as well as P up to 1, and
 // acc_o is rescaled at a row's first keys and then almost never. Each row decides for itself: what happens to a row
 // never depends on the rows that its warp has beside it.
-//
-// Read next: tiles_sm80.cuh, the products before and after it.
 #pragma once
 
 #include <cfloat>
@@ -108,7 +106,7 @@ template <int kMTiles> struct Softmax {
     }
 
     // P of the columns [8·n, 8·n + 8) of tile m: added to row_sum, and as the A operand of a product in fp64 (see
-    // ptx_sm90.cuh), whose columns c and c + 4 are 2c and 2c + 1 here.
+    // ptx/sm90.cuh), whose columns c and c + 4 are 2c and 2c + 1 here.
     template <int kNTiles>
     __device__ void probabilities(double (&p)[4], const float (&acc_s)[kNTiles][4], int m, int n) {
 #pragma unroll

@@ -1,3 +1,6 @@
+// The folder host/ compiles the kernels of simt/ for the CPU, where debuggers and sanitizers see every access. Order in
+// host/: cuda.h, flash_host.cpp, flash_bwd_host.cpp, append_host.cpp.
+//
 // Just enough of CUDA to compile flash.cu and flash_bwd.cu with a C++20 compiler and run them on the CPU, so that a
 // debugger, AddressSanitizer and ThreadSanitizer work on the kernels themselves and the library works where there is no
 // GPU.
@@ -6,8 +9,6 @@
 // next one goes on. ThreadSanitizer knows of fibers and barriers, so a barrier left out is a data race that it reports.
 // Blocks run one after another. Shared memory is NaN at the start of each, so that a value read before it is written
 // shows. As in CUDA, every thread of a block must reach every barrier; unlike in CUDA, none may return early.
-//
-// Read next: flash_host.cpp, which includes the forward kernel.
 #pragma once
 
 #include <ucontext.h>

@@ -1,6 +1,4 @@
 // flash_bwd.cu and flash_bwd_bias.cu for the CPU, as flash_host.cpp has flash.cu. Two files compile in half the time.
-//
-// Read next: append_host.cpp, the same of new keys for a cache.
 #include "host/cuda.h"
 #define simt host
 #include "simt/flash_bwd.cu"

@@ -5,11 +5,9 @@
 //
 // Philox-4x32-7 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) gives four
 // words at a time. They are for the rows r and r + 8, r % 16 < 8, and the columns c, c + 1, c + 8 and c + 9, c % 16 < 8
-// and even: what one lane holds of the A operand of an m16n8k16 product (ptx_sm80.cuh). Each word serves a register of
+// and even: what one lane holds of the A operand of an m16n8k16 product (ptx/sm80.cuh). Each word serves a register of
 // it, and each half of a word an element. The low 15 bits of a half are the element's random number. The number plus
 // keep_count sets the top bit of the half if the element is kept.
-//
-// Read next: tiles.h, the shared memory and the products of flash.cu.
 #pragma once
 
 #include "flash.h"
@@ -42,7 +40,7 @@ class Dropout {
         for (int j = 0; j < 4; j++) kept[j] = (kept[j] & 0x7fff7fff) + keep_counts;
     }
 
-    // Zeroes what is dropped of P [16, 16], a 16-bit A operand (ptx_sm80.cuh). row and col are this lane's first.
+    // Zeroes what is dropped of P [16, 16], a 16-bit A operand (ptx/sm80.cuh). row and col are this lane's first.
     __device__ void apply(uint32_t (&P)[4], int row, int col) const {
         uint32_t kept[4];
         keep_bits(kept, row, col);

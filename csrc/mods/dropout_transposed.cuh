@@ -1,6 +1,4 @@
 // Dropout for scores that are formed transposed, as the backward passes on tensor cores do.
-//
-// Read next: bwd_splits.cuh, where several blocks share a tile of keys.
 #pragma once
 
 #include "mods/dropout.h"

@@ -1,3 +1,6 @@
+// The folder mods/ has what a plain call does without: changed scores and dropout. A first reading leaves it out. Order
+// in mods/: score_mods.cuh, dropout.h, dropout_transposed.cuh.
+//
 // Scores that are changed by more than a factor. ScoreMods is for them what Scores is for others:
 //
 //   score = of_qk · q·k                                           or of_tanh · tanh(of_qk · q·k) with a softcap
@@ -12,8 +15,6 @@
 // keys of a row would otherwise leave a rounding error that exp2 makes infinite.
 //
 // A bias is read by its strides from memory. Rows and keys beyond the end read the last ones: they are masked later.
-//
-// Read next: scheduler.cuh, which tile a block of threads computes.
 #pragma once
 
 #include <cmath>

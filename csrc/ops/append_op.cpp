@@ -1,7 +1,5 @@
 // The op minimal_attn::append_kvcache for both bindings: the checks that append.cu's memory safety rests on, and its
 // outputs. The checks that speak to users are in Python.
-//
-// Read next: stable.cpp, the binding of the wheel.
 #include "ops/append_op.h"
 
 namespace minimal_attn {

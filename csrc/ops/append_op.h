@@ -1,6 +1,4 @@
 // The op minimal_attn::append_kvcache as a function for both bindings, and its schema.
-//
-// Read next: append_op.cpp, what it does.
 #pragma once
 
 #include "ops/ops.h"

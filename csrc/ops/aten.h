@@ -1,8 +1,6 @@
 // What the ops need of torch, in the words of ATen: for the library that is compiled for one torch, with its headers.
 // stable.h has the same names in the words of torch's stable ABI, for the wheel. torch's tensor is TorchTensor in both;
 // ::Tensor is ours.
-//
-// Read next: stable.h, the other one.
 #pragma once
 
 // ATen/ATen.h has all operators, and takes the compiler twice as long as the rest of a file.

@@ -1,7 +1,5 @@
 // The op minimal_attn::flash_decode for both bindings: the checks that decode.cu's memory safety rests on, and its
 // workspace. The checks that speak to users are in ../minimal_attn/pages.py.
-//
-// Read next: append_op.h, the op that fills a cache.
 #include "ops/decode_op.h"
 
 #include <vector>

@@ -1,6 +1,4 @@
 // The op minimal_attn::flash_decode as a function for both bindings, and its schema.
-//
-// Read next: decode_op.cpp, what it does.
 #pragma once
 
 #include "ops/ops.h"

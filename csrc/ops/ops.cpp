@@ -2,8 +2,6 @@
 //
 // Messages here are put together without iostreams, which crash where a toolchain links libstdc++ statically (seen with
 // g++ 13).
-//
-// Read next: decode_op.h, the op of caches.
 #include "ops/ops.h"
 
 #include <algorithm>

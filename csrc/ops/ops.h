@@ -1,7 +1,5 @@
 // The ops minimal_attn::flash_forward and flash_backward as functions for both bindings: their options, the checks of
 // these, their arguments and schemas.
-//
-// Read next: ops.cpp, what they do.
 #pragma once
 
 #include <optional>

@@ -1,7 +1,5 @@
 // What the ops need of torch, as aten.h has it, in the words of torch's stable ABI: a library that calls nothing else
 // serves every torch from TORCH_TARGET_VERSION on. Only C types cross the border, and exceptions of C++'s own library.
-//
-// Read next: torch_params.h, which takes one of the two.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

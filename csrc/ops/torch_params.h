@@ -3,8 +3,6 @@
 //
 // No CUDA header, so that it compiles with a CPU-only torch as well. The checks that speak to users are in
 // minimal_attn/checks.py.
-//
-// Read next: ops.h, the signatures of the ops.
 #pragma once
 
 #if MINIMAL_ATTN_STABLE

@@ -1,3 +1,6 @@
+// The folder ptx/ wraps the instructions that CUDA C++ has no name for. No other file contains asm. Order in ptx/:
+// sm80.cuh, sm90.cuh.
+//
 // Ampere's instructions that CUDA C++ has no name for: asynchronous copies, matrix loads, matrix products, a fast exp2.
 // One wrapper an instruction, named as in the PTX ISA and with its section there. Every GPU from sm_80 on has them all.
 //
@@ -6,8 +9,6 @@
 //   A [16, 16]  a[0] row r, columns 2c and 2c + 1; a[1] the same of row r + 8; a[2], a[3] as these, columns + 8
 //   B [16, 8]   b0 column r, rows 2c and 2c + 1; b1 rows + 8
 //   D [16, 8]   d[0], d[1] row r, columns 2c and 2c + 1; d[2], d[3] row r + 8
-//
-// Read next: softmax.cuh, which works on D.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,8 +1,6 @@
 // Hopper's instructions that CUDA C++ has no name for: barriers in shared memory that count bytes, copies of whole
 // tiles by TMA, products by the four warps of a warpgroup, a product in fp64. One wrapper an instruction, with its
-// section in the PTX ISA; see also ptx_sm80.cuh. wgmma and setmaxnreg exist in code for sm_90a alone.
-//
-// Read next: pipeline_sm90.cuh, which makes rings of the barriers.
+// section in the PTX ISA; see also ptx/sm80.cuh. wgmma and setmaxnreg exist in code for sm_90a alone.
 #pragma once
 
 #include <cuda.h>  // CUtensorMap
@@ -222,7 +220,7 @@ template <int kTiles> constexpr bool is_wgmma_shape = false MINIMAL_ATTN_SHAPES(
     }
 
 // "wgmma.mma_async", d [64, 8·kTiles] of fp32 (+)= A B with A [64, 16] and B [16, 8·kTiles] of type T. A warp of the
-// warpgroup holds 16 rows of d, as it does of m16n8k16 in ptx_sm80.cuh, and so it does of an A in registers.
+// warpgroup holds 16 rows of d, as it does of m16n8k16 in ptx/sm80.cuh, and so it does of an A in registers.
 //
 // A and Bᵀ in shared memory, the dimension of the sum contiguous.
 template <typename T, int kTiles>

@@ -4,8 +4,6 @@
 // A block of threads owns kBlock rows and keys of one head of dbias and walks along the scores that share them: of all
 // samples, of all heads, of all blocks of rows or keys, whichever the bias has once. It forms S and dP once more for
 // each. So dbias is summed in registers, without atomics, and has the same bits in every run.
-//
-// Read next: append.cu, how a cache of keys and values gets new ones.
 #include "simt/tiles.h"
 
 namespace simt {

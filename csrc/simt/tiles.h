@@ -1,11 +1,12 @@
+// The folder simt/ has the kernels in plain CUDA C++, for every GPU and for the CPU. The first of them is flash.cu,
+// which lies above all folders. Order in simt/: tiles.h, flash_bwd.cu, flash_bwd_bias.cu, append.cu.
+//
 // Tiles in shared memory, how they are loaded and multiplied, for flash.cu and flash_bwd.cu. Their elements and all
 // sums are of type Sum: fp32 whatever the tensors hold, but fp64 for fp64, which only the CPU has.
 //
 // The threads of a block form a kTy × kTx grid over the product. Thread (ty, tx) has rows and columns in groups of four
 // neighbours, see place(), to read them as vectors. Both factors lie with the summed index first: a term of the sum is
 // the outer product of a row of each, which a thread adds in registers: 8 × 8 FMAs for 4 reads of 16 bytes.
-//
-// Read next: flash_bwd.cu, the backward pass on the same tiles.
 #pragma once
 
 #include <type_traits>

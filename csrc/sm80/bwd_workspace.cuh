@@ -1,8 +1,6 @@
 // What the blocks of threads of flash_bwd_sm80.cu sum in memory, because no block has the whole sum: dQ always, and dK
 // and dV where several blocks share a tile of keys. A kernel brings the sums of dQ into the order and type of dq.
 // bwd_splits.cuh has one for dK and dV.
-//
-// Read next: flash_bwd_sm80.cu, the backward pass.
 #pragma once
 
 #include "common/bwd_splits.cuh"

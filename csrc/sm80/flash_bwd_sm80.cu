@@ -20,8 +20,6 @@
 // dq_accum holds dQ in the order of acc_dq's registers, so that a warp adds 512 neighbouring bytes; flash_bwd_dq brings
 // it into q's order and type. The additions come in any order unless `deterministic` is set: then blocks of keys take
 // turns by dq_semaphore.
-//
-// Read next: decode_share.cuh, attention to caches.
 #include "common/mask.cuh"
 #include "mods/dropout_transposed.cuh"
 #include "sm80/bwd_workspace.cuh"

@@ -9,8 +9,6 @@
 //   tensor cores                    Q K(0)ᵀ    P V(0)         Q K(1)ᵀ        P V(1)     ...
 //   cp.async       Q, K(0), V(0)               K(1) → sK      V(1) → sV      K(2) → sK  ...
 // The other block on the same SM fills the gaps. Deeper rings were slower or no faster, and halve what fits an SM.
-//
-// Read next: dropout_transposed.cuh, dropout for the backward pass.
 #include "common/launch.h"
 #include "common/mask.cuh"
 #include "common/scheduler.cuh"

@@ -1,7 +1,8 @@
+// The folder sm80/ has the forward and the backward pass on Ampere's tensor cores, fp16 and bf16. Order in sm80/:
+// tiles.cuh, flash_sm80.cu, bwd_workspace.cuh, flash_bwd_sm80.cu.
+//
 // Tiles of 16-bit elements in shared memory for the kernels on Ampere's tensor cores: where their vectors lie, how they
 // come from global memory, the products of a warp, and how results go back. Forward and backward use the same.
-//
-// Read next: flash_sm80.cu, the kernel made of these.
 #pragma once
 
 #include <climits>

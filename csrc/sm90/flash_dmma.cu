@@ -14,8 +14,6 @@
 // K and V have one buffer each, and what one product leaves idle is refilled during the other, a few copies a step:
 //   tensor cores          Q K(0)ᵀ         P V(0)          Q K(1)ᵀ   ...
 //   cp.async       K(0)   V(0) → sV       K(1) → sK       V(1) → sV ...
-//
-// Read next: kernels.h, which chooses between the kernels.
 #include "common/launch.h"
 #include "common/mask.cuh"
 #include "common/scheduler.cuh"
@@ -71,7 +69,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     constexpr int kNThreads = Shape::kNThreads, kVecs = kHeadDim / 4, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
     auto &[sQ, sK, sV] = shared_memory<SharedMemory<Shape>>();
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-    const int r = lane_idx / 4, c = lane_idx % 4;  // as in ptx_sm90.cuh
+    const int r = lane_idx / 4, c = lane_idx % 4;  // as in ptx/sm90.cuh
 
     const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);

@@ -15,8 +15,6 @@
 // probabilities then shows that one has grown too large, which is rare, the scores of that row are computed once more.
 //
 // The keys may also be those of a cache of sequences or of pages, whose rows TMA brings to the same tiles ("prefill").
-//
-// Read next: decode_sm90.cu, a few rows and long caches.
 #include <algorithm>
 
 #include "common/device.h"

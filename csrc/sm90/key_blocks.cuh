@@ -1,6 +1,4 @@
 // How blocks of keys and values come to shared memory by TMA: from tensors, or from a cache of sequences or of pages.
-//
-// Read next: producer_sm90.cuh, the threads that ask for them.
 #pragma once
 
 #include <numeric>

@@ -1,7 +1,9 @@
+// The folder sm90/ has the forward pass on Hopper. What only changed scores need is in sm90/mods/, and the backward
+// pass is in sm90/bwd/. Order in sm90/: pipeline.cuh, tiles.cuh, key_blocks.cuh, producer.cuh, flash_sm90.cu. Beside
+// it: flash_dmma.cu.
+//
 // How the warps of a Hopper block hand over what lies in shared memory: rings of buffers between a producer and its
 // consumers, and named barriers among consumers.
-//
-// Read next: tiles_sm90.cuh, what the buffers hold.
 #pragma once
 
 #include "ptx/sm90.cuh"

@@ -1,8 +1,6 @@
 // What a block of threads on Hopper works at: the tiles of out that it takes in turn, its shared memory, and the two
 // threads of its producer warpgroup. One finds the tiles, the other one asks TMA for Q, K and V. For the keys of a
 // cache, two warps ask.
-//
-// Read next: score_mods_sm90.cuh, what the consumers do where scores are changed.
 #pragma once
 
 #include <algorithm>

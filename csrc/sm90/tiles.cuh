@@ -1,6 +1,4 @@
 // Tiles of 16-bit elements in shared memory for Hopper: how TMA loads and stores them, and what wgmma is told of them.
-//
-// Read next: bias_sm90.cuh, tiles of a bias.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -15,10 +15,8 @@
 //
 // dQ is one step late, so that no consumer waits for the dS of another one: the exponentials of one run beside the
 // products of the other. That of a tile's last step is formed in the next tile, or at once in a deterministic pass. All
-// tiles sum dQ in memory, see bwd_workspace_sm90.cuh. K, Q and dO of the next tile arrive while the last steps run, and
+// tiles sum dQ in memory, see sm90/bwd/workspace.cuh. K, Q and dO of the next tile arrive while the last steps run, and
 // V, too, where there is room for two.
-//
-// Read next: flash_bwd_wide_sm90.cu, the same for head_dim above 128.
 #include "common/softmax.cuh"
 #include "mods/dropout_transposed.cuh"
 #include "mods/score_mods.cuh"

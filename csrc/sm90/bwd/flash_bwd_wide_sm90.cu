@@ -13,8 +13,6 @@
 //
 // P goes by shared memory from one consumer to the other, which has the same elements. There, what dropout drops has a
 // negative sign. dS takes the place of P.
-//
-// Read next: flash_dmma.cu, fp32 on the same GPUs.
 #include "mods/dropout_transposed.cuh"
 #include "sm90/bwd/launch.cuh"
 

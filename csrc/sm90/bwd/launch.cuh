@@ -1,7 +1,5 @@
 // The launches of a backward pass on Hopper: sums of dQ become 0, what a kernel needs of each row (flash_bwd.cu), the
 // kernel itself, and what turns sums in memory into gradients.
-//
-// Read next: flash_bwd_sm90.cu, the kernel.
 #pragma once
 
 #include "common/device.h"

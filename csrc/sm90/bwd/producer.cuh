@@ -3,8 +3,6 @@
 // one loads what P and dS need of each row. The third one takes tiles. The fourth one tells flash_bwd_dq when dQ of a
 // tile has been added. In a deterministic pass the last two keep its turns as well. flash_bwd_wide_sm90.cu uses all of
 // this that is about a single tile.
-//
-// Read next: bwd_launch_sm90.cuh, the launches.
 #pragma once
 
 #include "mods/score_mods.cuh"

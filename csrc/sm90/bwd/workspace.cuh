@@ -1,9 +1,10 @@
+// The folder sm90/bwd/ has the backward pass on Hopper: one kernel up to head_dim 128, and another one above. Order in
+// sm90/bwd/: workspace.cuh, producer.cuh, launch.cuh, flash_bwd_sm90.cu. Beside it: flash_bwd_wide_sm90.cu.
+//
 // What the blocks of threads of flash_bwd_sm90.cu and flash_bwd_wide_sm90.cu sum in memory, because no block has the
 // whole sum: dQ always, and dK and dV where several blocks share a tile of keys. A kernel brings the sums of dQ into
 // the order and type of dq, a head as soon as its sums are whole, while other blocks still compute. bwd_splits.cuh has
 // one for dK and dV.
-//
-// Read next: bwd_producer_sm90.cuh, the steps of a block of threads.
 #pragma once
 
 #include <algorithm>

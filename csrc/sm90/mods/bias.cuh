@@ -1,3 +1,6 @@
+// The folder sm90/mods/ has what flash_sm90.cu needs for changed scores alone. A first reading leaves it out. Order in
+// sm90/mods/: bias.cuh, mask_bits.cuh, changed_scores.cuh.
+//
 // A bias for flash_sm90.cu. TMA loads it beside K: the tile [64, kBlockN] of a consumer's rows and a block of keys.
 //
 //   producer ── TMA ──▶ ring.full ──▶ one consumer ── adds it to its scores ──▶ ring.empty ──▶ producer
@@ -5,8 +8,6 @@
 // Its elements have 16 bits; kernels.h says what TMA does not take. Nothing is swizzled. A row of a tile has an odd
 // number of 16 bytes instead: the same 16 bytes of eight rows then lie in different banks, and TMA writes whole rows.
 // What pads a row is read beyond the block and never used.
-//
-// Read next: mask_bits_sm90.cuh, masks of bool.
 #pragma once
 
 #include "mods/score_mods.cuh"

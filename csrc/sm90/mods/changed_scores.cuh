@@ -3,8 +3,6 @@
 // Most calls change scores in one way alone, and most blocks of keys are seen by all rows. These blocks have a path of
 // their own: row_max stays as it is, as in dense calls, and the FMA that scales subtracts it. In other blocks, and as
 // long as the row_max of a row grows, one step follows the other.
-//
-// Read next: flash_sm90.cu, the consumers.
 #pragma once
 
 #include "common/softmax.cuh"

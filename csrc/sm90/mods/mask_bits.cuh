@@ -7,8 +7,6 @@
 // that share them. The lower half of byte i of a word has four bits, of this lane's keys among the keys 16 i to
 // 16 i + 15 of the block. The upper half has those of the 16 keys that come 64 later. One instruction makes predicates
 // of four bits.
-//
-// Read next: key_blocks_sm90.cuh, how keys and values are loaded.
 #pragma once
 
 #include "common/launch.h"
