@@ -92,7 +92,7 @@ struct AttnBackwardParams : AttnParams {
     bool deterministic;
 };
 
-// The launches of a mixed batch, in their order; they overlap (launch_by_rows() in kernels.h). Other calls have kAlone.
+// The launches of a mixed batch, in their order; they overlap (ops/cache_launches.h). Other calls have kAlone.
 enum class Phase { kAlone, kPrefill, kDecode, kPrefillRest };
 
 // Attention to a cache of keys and values. k is [num_sequences, nheads_k, page_size, head_dim],

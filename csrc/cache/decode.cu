@@ -1,5 +1,5 @@
 // Attention of a few query tokens to long caches ("decode") on tensor cores, fp16 and bf16: Ampere (sm_80) and newer.
-// On Hopper, decode_sm90.cu and flash_sm90.cu serve samples with more rows (fewest_rows() in kernels.h).
+// On Hopper, decode_sm90.cu and flash_sm90.cu serve samples with more rows (fewest_rows() in ops/cache_launches.h).
 //
 // Every key is read once and meets few rows, so the time is that of memory. The query heads of a key head and the
 // tokens of a sample are packed into one tile, so that a key meets all of them at once: packed row r is token r / group

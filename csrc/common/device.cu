@@ -1,4 +1,4 @@
-// device.h's answers, from the CUDA runtime.
+// Answers of the CUDA runtime to the questions of device.h, and the memory of its counters.
 #include "common/device.h"
 
 #include <algorithm>

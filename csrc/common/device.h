@@ -1,4 +1,5 @@
-// What is asked of the current GPU. Each answer is remembered. They throw std::runtime_error where there is no GPU.
+// Questions about the current GPU, whose answers are remembered, and counters on it that are 0. All throw
+// std::runtime_error where there is no GPU.
 #pragma once
 
 #include <cstddef>

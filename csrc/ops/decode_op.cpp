@@ -4,6 +4,8 @@
 
 #include <vector>
 
+#include "ops/cache_launches.h"
+
 namespace minimal_attn {
 
 namespace {

@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "ops/torch_params.h"
+#include "ops/forward.h"
 
 namespace minimal_attn {
 

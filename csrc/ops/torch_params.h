@@ -1,5 +1,5 @@
-// What the ops and the fast path share: the checks that a kernel's memory safety rests on, AttnParams from torch's
-// tensors, the choice of the kernel and the forward pass. torch's tensor is TorchTensor here, ours is ::Tensor.
+// From torch's tensors to AttnParams, for the ops and the fast path, with the checks that a kernel's memory safety rests
+// on. torch's tensor is TorchTensor here, ours is ::Tensor.
 //
 // No CUDA header, so that it compiles with a CPU-only torch as well. The checks that speak to users are in
 // minimal_attn/checks.py.
@@ -14,9 +14,8 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
-#include <tuple>
+#include <string>
 
-#include "common/device.h"
 #include "flash.h"
 #include "ops/kernels.h"
 
@@ -105,72 +104,6 @@ inline void set_inputs(AttnParams &p, const TorchTensor &q, const TorchTensor &k
     // Rounded here, so that a scale that is 0 in fp32 is 0 for every kernel.
     p.softmax_scale = p.dtype == DType::kFloat64 ? softmax_scale : float(softmax_scale);
     if (q.is_cuda()) p.stream = current_stream(q);
-}
-
-// The kernel for p of q, whose device is the current one.
-inline Choice choose([[maybe_unused]] const AttnParams &p, const TorchTensor &q, [[maybe_unused]] bool is_backward) {
-    if (q.is_cpu()) return {Kernel::kHost};
-#if MINIMAL_ATTN_CUDA
-    if (q.is_cuda()) return choose_kernel(p, Gpu{compute_capability(), has_fast_fp64()}, is_backward);
-#endif
-    throw std::runtime_error("minimal_attn: this build has no kernel for the device of q, k and v");
-}
-
-// A new tensor for x's gradient or for an output like x: dimensions in x's order, the last one contiguous.
-inline TorchTensor new_like(const TorchTensor &x) {
-    const TorchTensor like = make_like(x);
-    if (like.stride(-1) == 1) return like;
-    return make_empty(x.sizes(), x.scalar_type(), x);  // x overlaps itself, as sliding windows do
-}
-
-// A new tensor for out: dimensions in q's order, with v's head_dim.
-inline TorchTensor new_out(const TorchTensor &q, const TorchTensor &v) {
-    if (q.size(-1) == v.size(-1)) return new_like(q);
-    return new_like(expand_column(q, v.size(-1)));
-}
-
-// fp32, or fp64 for fp64.
-inline ScalarType lse_dtype(const TorchTensor &q) {
-    return q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
-// out like q, with v's head_dim, lse [batch_size, nheads, seqlen_q], and why a 16-bit call had to do without tensor
-// cores.
-using Output = std::tuple<TorchTensor, TorchTensor, Reason>;
-
-inline Output run_forward(AttnParams p, const TorchTensor &q, const TorchTensor &v, Layout dim) {
-    const DeviceGuard guard(q);
-    const auto [kernel, slow_because] = choose(p, q, false);
-    TorchTensor out = new_out(q, v);
-    TorchTensor lse = dim.batch < 0 ? make_empty({p.nheads, p.seqlen_q}, lse_dtype(q), q)
-                                    : make_empty({q.size(dim.batch), p.nheads, p.seqlen_q}, lse_dtype(q), q);
-    std::optional<TorchTensor> tile_counter, mask_words;
-    p.o = tensor_of(out, dim, p.cu_seqlens_q), p.lse = lse.data_ptr();
-    if (q.numel() == 0) return {out, lse, {}};
-    const bool do_tiles_differ =
-        p.cu_seqlens_q || p.seqused_q || p.seqused_k || p.has_left_bound() || p.has_right_bound();
-    if (kernel == Kernel::kSm90 && do_tiles_differ) {
-        tile_counter = make_empty({1}, ScalarType::Int, q);
-        p.tile_counter = static_cast<int *>(tile_counter->data_ptr());
-    }
-    switch (kernel) {
-        case Kernel::kHost: host::flash_forward(p); break;
-#if MINIMAL_ATTN_CUDA
-        case Kernel::kSimt: simt::flash_forward(p); break;
-        case Kernel::kSm80: sm80::flash_forward(p); break;
-        case Kernel::kSm90:
-            if (const int64_t words = sm90::num_mask_words(p)) {
-                mask_words = make_empty({words}, ScalarType::Int, q);
-                p.mask_words = static_cast<uint32_t *>(mask_words->data_ptr());
-            }
-            sm90::flash_forward(p);
-            break;
-        case Kernel::kDmma: dmma::flash_forward(p); break;
-#else
-        default: break;
-#endif
-    }
-    return {out, lse, slow_because};
 }
 
 }  // namespace minimal_attn
