@@ -1,6 +1,6 @@
 // The folder ops/ has the ops of torch as functions that both bindings share: the choice of a kernel, the checks and
-// the outputs. Order in ops/: kernels.h, aten.h, stable.h, torch_params.h, forward.h, ops.h, ops.cpp, cache_launches.h,
-// decode_op.h, decode_op.cpp, append_op.h, append_op.cpp.
+// the outputs. Order in ops/: kernels.h, aten.h, stable.h, forward.h, ops.h, ops.cpp, cache_launches.h, decode_op.h,
+// decode_op.cpp, append_op.h, append_op.cpp.
 //
 // Which kernel serves a call on a GPU: one function of dtype, head_dim, alignment, strides and the GPU. The number of
 // samples does not enter, so that a sample's bits do not depend on its batch.
