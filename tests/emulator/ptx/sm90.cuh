@@ -1,4 +1,4 @@
-// ptx_sm90.cuh of csrc for the emulator: Hopper's instructions by the same names, as the PTX ISA describes them and not
+// ptx/sm90.cuh of csrc for the emulator: Hopper's instructions by the same names, as the PTX ISA describes them and not
 // as a kernel uses them. What the ISA leaves undefined is an error, or makes NaN.
 //
 // Read next: instructions.cpp and products.cpp, what they do.
@@ -7,8 +7,8 @@
 #include <optional>
 
 #include "cuda.h"
-#include "launch.h"
-#include "ptx_sm80.cuh"
+#include "common/launch.h"
+#include "ptx/sm80.cuh"
 
 namespace emulator {
 
@@ -105,6 +105,6 @@ inline void mma(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
     emulator::meet("mma of f64", &mine, emulator::multiply_double);
 }
 
-#include "make_smem_desc.cuh"  // that function of csrc's ptx_sm90.cuh, which has no asm, as it is there
+#include "make_smem_desc.cuh"  // that function of csrc's ptx/sm90.cuh, which has no asm, as it is there
 
 }  // namespace ptx

@@ -1,7 +1,7 @@
 // launch.h of csrc for the emulator: the CUDA C++ that a kernel speaks, and a launch that runs its blocks on the CPU. A
 // kernel runs as it is written; what it may do that no GPU allows is an error.
 //
-// Read next: ptx_sm80.cuh and ptx_sm90.cuh, the instructions; then what is behind them, scheduler.h, block.h,
+// Read next: ptx/sm80.cuh and ptx/sm90.cuh, the instructions; then what is behind them, scheduler.h, block.h,
 // instructions.cpp and products.cpp.
 #pragma once
 

@@ -1,9 +1,9 @@
-// ptx_sm80.cuh of csrc for the emulator: Ampere's instructions by the same names.
+// ptx/sm80.cuh of csrc for the emulator: Ampere's instructions by the same names.
 //
-// Read next: ptx_sm90.cuh; instructions.cpp and products.cpp, what they do.
+// Read next: ptx/sm90.cuh; instructions.cpp and products.cpp, what they do.
 #pragma once
 
-#include "launch.h"
+#include "common/launch.h"
 
 namespace emulator {
 
