@@ -43,6 +43,7 @@ def extension():
     module = (CppExtension if without_cuda else CUDAExtension)(
         build.PREBUILT,
         [os.path.relpath(source) for source in recipe["sources"]],  # an sdist takes no absolute paths
+        include_dirs=recipe["extra_include_paths"],
         extra_compile_args={"cxx": [*recipe["extra_cflags"], digest], "nvcc": recipe["extra_cuda_cflags"]},
         extra_link_args=recipe["extra_ldflags"],
     )

@@ -45,7 +45,7 @@ def build(csrc, folder):
         return to
 
     sources = [Path(__file__).with_suffix(".cpp"),
-               *(file for name in SOURCES if (file := csrc / f"{name}.cu").is_file())]
+               *sorted(file for file in csrc.rglob("*.cu") if file.stem in SOURCES)]
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compiled, sources))
     library = folder / "kernels.so"

@@ -195,9 +195,9 @@ def ampere():
         paragraph(f"""On average over {len(faster)} settings (fp16 and bf16, S from 512 to 16384), `sm80` is
             {mean(faster)} times as fast as FA2 ({span(faster)}). Its largest error is up to
             {largest_error(rows_of, "cuda:sm80", "torch:flash"):.1f} times that of FA2, because a row's largest
-            probability is rounded like any other (the lazy maximum of `csrc/softmax.cuh`). Where tensor cores cannot
-            serve a 16-bit call, `simt` serves it. It takes {slower_unaligned("fallback", "cuda:sm80")} times as long as
-            `sm80`, and {slower_unaligned("forward", "cuda:sm90")} times as long as `sm90`."""),
+            probability is rounded like any other (the lazy maximum of `csrc/common/softmax.cuh`). Where tensor cores
+            cannot serve a 16-bit call, `simt` serves it. It takes {slower_unaligned("fallback", "cuda:sm80")} times as
+            long as `sm80`, and {slower_unaligned("forward", "cuda:sm90")} times as long as `sm90`."""),
         speeds(shown, ("cuda:sm80", "torch:flash", "torch:cudnn", "manual"), (("cuda:sm80", "torch:flash"),))])
 
 

@@ -1,6 +1,6 @@
 // FlashAttention, forward pass: O = softmax(scale · Q Kᵀ) V, a block of query rows at a time, no score in memory.
 // Plain CUDA C++ in true fp32: any GPU from sm_75 on and, by way of flash_host.cpp, the CPU, which takes fp64 as well.
-// Read this file first.
+// Read this file first. docs/developing.md names the way from here to sm90/flash_sm90.cu, which is the fastest one.
 //
 // Names are the paper's (Dao et al. 2022, Algorithm 1; loop order of FlashAttention-2, Dao 2023, Algorithm 1):
 //   Br, Bc           rows of a block of Q, rows of a block of K and V      (kBlockM, kBlockN in the other kernels)
@@ -12,9 +12,7 @@
 // once. The threads form a kTy × kTx grid over each of the two products; thread (ty, tx) computes kRows × kCols of
 // S = Qi Kjᵀ and kRows × kDims of O += P Vj. All threads of a row are in one warp, so that P and the maxima of its rows
 // need no barrier of the block. Kj and Vj come in steps that are loaded while the step before them is multiplied.
-//
-// Read next: flash.h, the parameters.
-#include "tiles.h"
+#include "simt/tiles.h"
 
 namespace simt {
 

@@ -1,6 +1,4 @@
 // The whole contract between host and kernels: plain structs, and the functions that take them. No torch here.
-//
-// Read next: launch.h, how a kernel is launched.
 #pragma once
 
 #include <cstdint>
@@ -94,7 +92,7 @@ struct AttnBackwardParams : AttnParams {
     bool deterministic;
 };
 
-// The launches of a mixed batch, in their order; they overlap (launch_by_rows() in kernels.h). Other calls have kAlone.
+// The launches of a mixed batch, in their order; they overlap (ops/cache_launches.h). Other calls have kAlone.
 enum class Phase { kAlone, kPrefill, kDecode, kPrefillRest };
 
 // Attention to a cache of keys and values. k is [num_sequences, nheads_k, page_size, head_dim],

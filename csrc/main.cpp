@@ -1,14 +1,12 @@
 // The binding for the torch that is here: the ops minimal_attn::flash_forward, flash_backward, flash_decode and
 // append_kvcache, and the Python module. Importing it registers the ops.
-//
-// Read next: autograd.cpp, their derivative.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
-#include "append_op.h"
-#include "decode_op.h"
-#include "direct.h"
+#include "binding/direct.h"
+#include "ops/append_op.h"
+#include "ops/decode_op.h"
 
 namespace minimal_attn {
 

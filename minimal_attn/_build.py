@@ -38,7 +38,7 @@ TRITON_REF = PACKAGE.parent / "triton_ref"
 # (nvcc knows them from 12.8 on) and PTX for whatever follows.
 DEFAULT_ARCHS = "7.5;8.0;9.0a;10.0;12.0+PTX"
 
-GPU_KERNELS = ("simt", "sm80", "sm90", "dmma")  # as in csrc/kernels.h
+GPU_KERNELS = ("simt", "sm80", "sm90", "dmma")  # as in csrc/ops/kernels.h
 
 STALE_AFTER = 60  # seconds until torch's mark of a build, found while our own lock is ours, counts as left behind
 
@@ -142,10 +142,11 @@ def cannot_build_cuda():
 def recipe():
     """Sources and flags, as torch.utils.cpp_extension.load names them. Without nvcc it is the host build alone."""
     cuda = cannot_build_cuda() is None
-    sources = sorted(set(CSRC.glob("*.cpp")) - {CSRC / "stable.cpp"})  # the wheel's binding
-    sources += sorted(CSRC.glob("*.cu")) if cuda else []
+    sources = sorted(source for source in CSRC.rglob("*.cpp") if source.name != "stable.cpp")  # the wheel's binding
+    sources += sorted(CSRC.rglob("*.cu")) if cuda else []
     return {
         "sources": [str(source) for source in sources],
+        "extra_include_paths": [str(CSRC)],  # files of csrc are included by their path in it
         # C++20 for std::barrier. MINIMAL_ATTN_TORCH is read by nobody: ninja rebuilds when a flag changes, but does not
         # watch torch's headers, so that an upgrade of torch in place would go unnoticed.
         "extra_cflags": ["-O2", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", *fused_multiply_add(),
@@ -314,7 +315,7 @@ def _verified(directory):
     """Makes ninja build again what it wrongly takes for up to date, since it compares times alone: a library that was
     cut short, and objects of a source that an older file has replaced. A note keeps the digests of both."""
     note, library = directory / "built.json", directory / f"{NAME}.so"
-    sources = {file.name: _digest(file) for file in sorted(CSRC.iterdir()) if file.is_file()}
+    sources = {str(file.relative_to(CSRC)): _digest(file) for file in sorted(CSRC.rglob("*")) if file.is_file()}
     try:
         built = json.loads(note.read_text())
     except (OSError, ValueError):  # none yet, or cut short itself

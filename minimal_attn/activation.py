@@ -2,11 +2,11 @@
 
 In torch's dispatcher, the functions of aten.py take the place of the CUDA kernels of aten's attention ops. A call that
 aten.py does not serve goes to the kernel that was there before, which torch.library.get_kernel kept. Above them,
-../csrc/sdpa_override.cpp serves everyday calls without Python, which costs the host less. On Hopper,
+../csrc/binding/sdpa_override.cpp serves everyday calls without Python, which costs the host less. On Hopper,
 scaled_dot_product_attention prefers cuDNN to flash attention, and masks never reach the latter. So all three of torch's
 fused kernels are replaced, and the order in which torch chooses one of them stays as it is.
 
-Read next: aten.py, the ops; ../csrc/sdpa_override.cpp.
+Read next: aten.py, the ops; ../csrc/binding/sdpa_override.cpp.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def _load():
 
 
 class _Overrides:
-    """The functions of aten.py and csrc/sdpa_override.cpp as the kernels of aten's ops, until remove."""
+    """The functions of aten.py and csrc/binding/sdpa_override.cpp as the kernels of aten's ops, until remove."""
 
     def __init__(self, key: str):
         originals = {name: torch.library.get_kernel(f"aten::{name}", key) for name in OPS}

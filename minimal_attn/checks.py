@@ -34,7 +34,8 @@ def sum_dtype(dtype):
 
 
 def empty_like(x, dtype=None):
-    """x's shape and order of dimensions, the last one contiguous, to be written; as new_like in csrc/torch_params.h."""
+    """x's shape and order of dimensions, the last one contiguous, to be written; as new_like in
+    csrc/ops/forward.h."""
     like = torch.empty_like(x, dtype=dtype)
     # x may overlap itself, as sliding windows do.
     return like if is_known(like.stride(-1) == 1) else torch.empty(x.shape, dtype=like.dtype, device=x.device)

@@ -25,7 +25,7 @@ def _load_ops():
     return True
 
 
-_fast_forward = None  # of csrc/fast_path.cpp, once it is loaded
+_fast_forward = None  # of csrc/binding/fast_path.cpp, once it is loaded
 NO_LENGTHS = Lengths()
 
 

@@ -1,7 +1,7 @@
 """What a GPU is and can do: architecture, features that kernels are chosen by, sizes.
 
 Everything follows from the compute capability (CUDA C++ Programming Guide, "Compute Capabilities"), so no list of
-product names can be out of date. Read next: ../csrc/kernels.h, which chooses between the kernels of csrc.
+product names can be out of date. Read next: ../csrc/ops/kernels.h, which chooses between the kernels of csrc.
 """
 
 from dataclasses import dataclass

@@ -6,8 +6,8 @@ Options.of_op: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_sl
 window_left, window_right, dropout_p, dropout_seed. mode is the one bool that both ops of an implementation take: csrc's
 deterministic, Triton's autotune.
 
-The dispatcher's Python part costs more than a small attention takes. ../csrc/autograd.cpp and ../triton_ref/ops.py
-therefore go past it where nothing traces or watches.
+The dispatcher's Python part costs more than a small attention takes. ../csrc/binding/autograd.cpp and
+../triton_ref/ops.py therefore go past it where nothing traces or watches.
 
 Read next: ../csrc/main.cpp, csrc's ops; flops.py, what they count for.
 """

@@ -3,7 +3,7 @@
 Library has what the module of csrc/main.cpp has, so that cuda.py need not know which of the two it calls. The fast path
 and the derivative need more of torch than its stable ABI has, and so are in Python here.
 
-Read next: ops.py, the shapes and the derivative; ../csrc/stable.cpp, the library.
+Read next: ops.py, the shapes and the derivative; ../csrc/binding/stable.cpp, the library.
 """
 
 import ctypes
@@ -81,7 +81,7 @@ class Library:
 
     def fast_forward(self, warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size,
                      lengths, sinks):
-        """As in csrc/fast_path.cpp: out, or (out, lse), or None if the call is unusual or wrong."""
+        """As in csrc/binding/fast_path.cpp: out, or (out, lse), or None if the call is unusual or wrong."""
         is_packed = lengths[0] is not None
         if not (is_everyday(q, k, v, causal, softmax_scale, window_size, (*lengths, sinks))
                 and (not seq_major or is_packed == (q.ndim == 3))):
@@ -109,7 +109,7 @@ class Library:
 
     def which_kernel(self, q, k, v, has_dropout=False, capability=None, fast_fp64=True, has_sinks=False,
                      has_scores=False, attn_bias=None):
-        """As which_kernel of csrc/ops.cpp; None for tensors without memory of their own, as vmap has them."""
+        """As which_kernel of csrc/ops/ops.cpp; None for tensors without memory of their own, as vmap has them."""
         functorch = torch._C._functorch
         if any(functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x) for x in (q, k, v)):
             return None

@@ -7,7 +7,7 @@ build and the sources. Users need no compiler.
 The machine needs nvcc of CUDA 13, g++ 11 or newer, and torch 2.11 or newer, whose build need not be one for CUDA. The
 objects stay in build/wheel, where ninja finds them up to date.
 
-Read next: ../minimal_attn/stable.py, which loads the library; ../csrc/stable.cpp, the library.
+Read next: ../minimal_attn/stable.py, which loads the library; ../csrc/binding/stable.cpp, the library.
 """
 
 import argparse
@@ -59,10 +59,11 @@ def nvcc_fits():
 def ninja_file(folder, cuda, made):
     """How ninja builds the library in `folder`. made: objects that are there, by the name of their source."""
     recipe, hidden = _build.recipe(), ["-fPIC", "-fvisibility=hidden"]
-    cflags = [*(flag for flag in recipe["extra_cflags"] if not flag.startswith("-DMINIMAL_ATTN_")), *hidden,
+    include = [f"-I{path}" for path in recipe["extra_include_paths"]]
+    cflags = [*(flag for flag in recipe["extra_cflags"] if not flag.startswith("-DMINIMAL_ATTN_")), *hidden, *include,
               f"-isystem {torch.__path__[0]}/include", "-DMINIMAL_ATTN_STABLE=1", f"-DMINIMAL_ATTN_CUDA={int(cuda)}",
               f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
-    nvccflags = [*recipe["extra_cuda_cflags"], "--compress-mode=size", f"-Xcompiler={','.join(hidden)}",
+    nvccflags = [*recipe["extra_cuda_cflags"], *include, "--compress-mode=size", f"-Xcompiler={','.join(hidden)}",
                  *(f"-gencode=arch={arch}" for arch in ARCHS)]
     # libtorch.so is there for what it links itself: libtorch_cuda.so, if torch is a build for CUDA. See stable.h.
     ldflags = [f"-L{torch.__path__[0]}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed",
@@ -72,7 +73,7 @@ def ninja_file(folder, cuda, made):
     text = NINJA.format(cflags=" ".join(cflags), nvccflags=" ".join(nvccflags), ldflags=" ".join(ldflags),
                         cxx=os.environ.get("CXX", "g++"), nvcc=f"{CUDA_HOME}/bin/nvcc")
     objects = [str(made[name]) for name in sorted(made)]
-    for source in sorted([*_build.CSRC.glob("*.cpp"), *(_build.CSRC.glob("*.cu") if cuda else [])]):
+    for source in sorted([*_build.CSRC.rglob("*.cpp"), *(_build.CSRC.rglob("*.cu") if cuda else [])]):
         if source.name in OTHER_BINDING or source.name in made:
             continue
         objects.append(f"{source.stem}.o")

@@ -4,7 +4,7 @@ A program owns kBlockM rows and kBlockN keys of one head of dbias and walks alon
 samples, of all heads, of all blocks of rows or keys, whichever the bias has once. It forms S and dP once more for each.
 So dbias is summed in registers, without atomics, and every run gives the same bits.
 
-The twin of ../csrc/flash_bwd_bias.cu. Read next: preprocess.py, delta.
+The twin of ../csrc/simt/flash_bwd_bias.cu. Read next: preprocess.py, delta.
 """
 
 import math

@@ -6,7 +6,7 @@
     unit  = the softcap, so that its product takes no instruction of its own, or else 1
     P     = exp(unit · score - lse)
 
-It is that of ../csrc/score_mods.cuh. A bias is read by its strides, each tile when it is needed.
+It is that of ../csrc/mods/score_mods.cuh. A bias is read by its strides, each tile when it is needed.
 
 Read next: attention_bwd_kernels.py, which changes its scores by it as well; attention_bwd_bias.py, the gradient of a
 bias.

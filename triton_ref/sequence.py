@@ -1,4 +1,4 @@
-"""Which sample a program works on, how long it is, and where its rows are in memory: that of csrc/sequence.cuh.
+"""Which sample a program works on, how long it is, and where its rows are in memory: that of csrc/common/sequence.cuh.
 
 In a padded batch every sample is an element of the first dimension. In a packed one the samples lie one after the other
 in the rows of a single element, and cu_seqlens says where each begins. The host never reads it: the programs of a head

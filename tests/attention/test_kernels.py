@@ -68,7 +68,7 @@ def test_which_kernel_with_options_and_v_of_another_head_dim():
 # Prints fewest_rows() of each line: nheads, nheads_k, head_dim, page_size or 0, has_leftpad, softcap, capability.
 FEWEST_ROWS = r"""
 #include <cstdio>
-#include "kernels.h"
+#include "ops/cache_launches.h"
 int main() {
     alignas(16) static char memory[16];
     const int lengths[1] = {};

@@ -17,7 +17,7 @@ from test_activate_gpu import kernels_of
 pytestmark = pytest.mark.gpu
 LENGTHS = (1000, 0, 1, 63, 64, 65, 3000, 129, 700, 2048)
 PAGE_SIZE = 16
-# From how many rows on decode_sm90.cu and flash_sm90.cu serve a sample of 8 heads on 2 (fewest_rows() in kernels.h).
+# From how many rows on decode_sm90.cu and flash_sm90.cu serve a sample of 8 heads on 2 (see cache_launches.h).
 TALL, PREFILL = 9, 1345
 
 

@@ -8,7 +8,7 @@
 #include <list>
 #include <map>
 
-#include "ptx_sm90.cuh"
+#include "ptx/sm90.cuh"
 #include "scheduler.h"
 
 namespace emulator {

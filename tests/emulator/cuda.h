@@ -1,7 +1,7 @@
-// What tiles_sm90.cuh of csrc needs of the CUDA driver, for the emulator: its types, and the function that encodes
+// What sm90/tiles.cuh of csrc needs of the CUDA driver, for the emulator: its types, and the function that encodes
 // tensor maps, with the driver's requirements. A tensor map is its arguments.
 //
-// Read next: tiles_sm90.cuh of csrc, which calls it; ptx_sm90.cuh, which copies by such maps.
+// Read next: sm90/tiles.cuh of csrc, which calls it; ptx/sm90.cuh, which copies by such maps.
 #pragma once
 
 #include <cstdint>

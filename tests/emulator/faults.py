@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 CSRC = Path(__file__).parents[2] / "csrc"
 # What the primitives are made of, and where they are not called.
-NO_KERNELS = "ptx_sm80.cuh", "ptx_sm90.cuh", "launch.h", "host_cuda.h"
+NO_KERNELS = "ptx/sm80.cuh", "ptx/sm90.cuh", "common/launch.h", "host/cuda.h"
 
 PRIMITIVES = (
     "__syncthreads", "__syncwarp", "barrier_sync", r"cluster_sync\w*",  # threads with threads
@@ -66,14 +66,20 @@ def calls(file, text):
 
 
 def kernel_files(csrc=CSRC):
-    return [file for file in sorted(csrc.iterdir())
-            if file.suffix in (".cu", ".cuh", ".h") and file.name not in NO_KERNELS]
+    return [file for file in sorted(csrc.rglob("*"))
+            if file.suffix in (".cu", ".cuh", ".h") and name_of(file, csrc) not in NO_KERNELS]
+
+
+def name_of(file, csrc):
+    """The file's path in csrc, by which the others include it."""
+    return file.relative_to(csrc).as_posix()
 
 
 def statements(*files, csrc=CSRC):
     """Those of some files of csrc, or of all."""
     paths = [csrc / file for file in files] or kernel_files(csrc)
-    return [call for path in paths for call, is_alone in calls(path.name, path.read_text()) if is_alone]
+    return [call for path in paths for call, is_alone in calls(name_of(path, csrc), path.read_text())
+            if is_alone]
 
 
 def leave_out(statement, csrc):
@@ -89,6 +95,6 @@ def make_switchable(csrc):
     for path in kernel_files(csrc):
         text = path.read_text()
         for n, statement in reversed(list(enumerate(found))):
-            if statement.file == path.name:
+            if statement.file == name_of(path, csrc):
                 text = f"{text[:statement.begin]}if (emulator::is_left_out({n})) {{}} else {text[statement.begin:]}"
         path.write_text(text)

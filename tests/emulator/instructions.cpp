@@ -6,8 +6,8 @@
 #include <cstdio>
 
 #include "block.h"
-#include "device.h"
-#include "host_cuda.h"
+#include "common/device.h"
+#include "host/cuda.h"
 
 namespace emulator {
 

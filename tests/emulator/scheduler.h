@@ -24,7 +24,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "launch.h"
+#include "common/launch.h"
 
 namespace emulator {
 

@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "ptx_sm90.cuh"
+#include "ptx/sm90.cuh"
 
 using namespace device;
 using namespace ptx;

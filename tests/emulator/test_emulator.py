@@ -20,20 +20,21 @@ from test_sanitizers import assert_passed, cxx
 
 DRIVER = Path(__file__).parent / "drivers/driver.cpp"
 # Of single kernels, and what else they call.
-OTHER_DRIVERS = {f"{name}.cu": DRIVER.with_name(f"{name}_driver.cpp") for name in ("decode", "append")}
-ALSO_CALLED = {"decode.cu": ["decode_sm90.cu", "flash_sm90.cu"], "append.cu": []}
+OTHER_DRIVERS = {"cache/decode.cu": DRIVER.with_name("decode_driver.cpp"),
+                 "simt/append.cu": DRIVER.with_name("append_driver.cpp")}
+ALSO_CALLED = {"cache/decode.cu": ["cache/decode_sm90.cu", "sm90/flash_sm90.cu"], "simt/append.cu": []}
 EMULATOR = Path(__file__).parent
 SELFTEST = EMULATOR / "selftest.cpp"
 CXX = os.environ.get("CXX", "g++")
 # device.cu asks a real GPU.
-KERNELS = sorted(file.name for file in faults.CSRC.glob("*.cu") if file.name != "device.cu")
+KERNELS = sorted({faults.name_of(file, faults.CSRC) for file in faults.CSRC.rglob("*.cu")} - {"common/device.cu"})
 PARTS = sorted(file.name for file in EMULATOR.glob("*.cpp") if file != SELFTEST)
 # Kernels look at the same bytes as several types. What is aligned as tensor maps are has had another ABI since GCC 4.6.
 # _FORTIFY_SOURCE, which some compilers define, takes a jump from one fiber to another for a fault.
 FLAGS = ("-std=c++20", "-g1", "-fno-strict-aliasing", "-Wno-psabi", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE",
          "-DMINIMAL_ATTN_EMULATED=1")
 # Where nvcc takes the kernels for a GPU of sm_90a.
-CUDA = "-D__CUDACC__", "-D__CUDA_ARCH__=900", "-D__CUDA_ARCH_FEAT_SM90_ALL", "-include", "launch.h"
+CUDA = "-D__CUDACC__", "-D__CUDA_ARCH__=900", "-D__CUDA_ARCH_FEAT_SM90_ALL", "-include", "common/launch.h"
 
 SCHEDULES = ["--early=1", "--late=2", "--random=3"]
 MORE_SCHEDULES = [f"--{mode}={seed}" for seed in range(4, 12) for mode in ("early", "late", "random")]
@@ -47,31 +48,30 @@ MORE_SANITIZED_CASES = ["fp32_128", "dropout", "sm80_bf16_192", "sm80_mask", "sm
 KERNEL_CASES = {
     "flash.cu": ["fp32_64", "fp32_128", "fp32_256_long", "fp16_64", "fp16_128", "bf16_256", "dropout", "dropout_part",
                  "simt_softcap"],
-    "flash_bwd.cu": ["fp32_256", "fp16_256_narrow", "bf16_128", "gqa", "dropout_part", "seq_lens_clamped",
-                     "rows_without_keys", "simt_alibi"],
-    "flash_bwd_bias.cu": ["simt_bias", "simt_bias_of_keys"],
-    "flash_sm80.cu": ["sm80_bf16_96", "sm80_fp16_192", "sm80_bf16_256", "sm80_128_narrow", "sm80_packed_drop",
-                      "sm80_bias_fp32", "sm80_sinks", "sm80_window_below_0"],
-    "flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one", "sm80_softcap_drop"],
-    "flash_bwd_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_turns", "sm90_turns_causal",
-                          "sm90_mods_drop_128", "sm90_low_128", "sm90_softcap", "sm90_packed_turns",
-                          "sm90_splits_turns", "sm90_unseen", "sm90_many_late", "sm90_long_few", "sm90_packed"],
-    "flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_low_256", "sm90_drop_192", "sm90_drop_256",
-                               "sm90_packed_drop", "sm90_pair_192", "sm90_pair_packed"],
-    "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
-    "append.cu": [],  # all of the driver's
-    "decode.cu": ["one", "d64", "d128", "d256", "narrow", "wide_v", "mqa", "tokens", "many_rows", "pages_16", "pages_3",
-                  "interleaved", "leftpad", "leftpad_pages", "batch_idx", "window", "window_both", "softcap", "alibi",
-                  "sinks", "everything", "packed_shapes", "packed_joins", "packed_padding", "packed_ones", "tiny_scale",
-                  "seqused_q", "no_splits", "tiles_and_splits", "three_splits", "scale_30", "clamped", "tree",
-                  "tree_tiles", "tree_64", "tree_causal"],
-    "decode_sm90.cu": ["tall_64", "tall_narrow", "tall_pages", "tall_splits", "tall_everything", "tall_tree",
-                       "prefill_pages", "prefill_interleaved", "prefill_leftpad", "prefill_batch_idx",
-                       "prefill_clamped", "mixed_lengths", "mixed_padding", "all_kernels"],
-    "flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
-                      "sm90_drop_64", "sm90_drop_128", "sm90_drop_192",
-                      "sm90_scale_30_96", "sm90_bias", "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30",
-                      "sm90_alibi_no_keys", "sm90_packed_v"],
+    "simt/flash_bwd.cu": ["fp32_256", "fp16_256_narrow", "bf16_128", "gqa", "dropout_part", "seq_lens_clamped",
+                          "rows_without_keys", "simt_alibi"],
+    "simt/flash_bwd_bias.cu": ["simt_bias", "simt_bias_of_keys"],
+    "sm80/flash_sm80.cu": ["sm80_bf16_96", "sm80_fp16_192", "sm80_bf16_256", "sm80_128_narrow", "sm80_packed_drop",
+                           "sm80_bias_fp32", "sm80_sinks", "sm80_window_below_0"],
+    "sm80/flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one", "sm80_softcap_drop"],
+    "sm90/bwd/flash_bwd_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_turns", "sm90_turns_causal",
+                                   "sm90_mods_drop_128", "sm90_low_128", "sm90_softcap", "sm90_packed_turns",
+                                   "sm90_splits_turns", "sm90_unseen", "sm90_many_late", "sm90_long_few", "sm90_packed"],
+    "sm90/bwd/flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_low_256", "sm90_drop_192", "sm90_drop_256",
+                                        "sm90_packed_drop", "sm90_pair_192", "sm90_pair_packed"],
+    "sm90/flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
+    "simt/append.cu": [],  # all of the driver's
+    "cache/decode.cu": ["one", "d64", "d128", "d256", "narrow", "wide_v", "mqa", "tokens", "many_rows", "pages_16",
+                        "pages_3", "interleaved", "leftpad", "leftpad_pages", "batch_idx", "window", "window_both",
+                        "softcap", "alibi", "sinks", "everything", "packed_shapes", "packed_joins", "packed_padding",
+                        "packed_ones", "tiny_scale", "seqused_q", "no_splits", "tiles_and_splits", "three_splits",
+                        "scale_30", "clamped", "tree", "tree_tiles", "tree_64", "tree_causal"],
+    "cache/decode_sm90.cu": ["tall_64", "tall_narrow", "tall_pages", "tall_splits", "tall_everything", "tall_tree",
+                             "prefill_pages", "prefill_interleaved", "prefill_leftpad", "prefill_batch_idx",
+                             "prefill_clamped", "mixed_lengths", "mixed_padding", "all_kernels"],
+    "sm90/flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
+                           "sm90_drop_64", "sm90_drop_128", "sm90_drop_192", "sm90_scale_30_96", "sm90_bias",
+                           "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30", "sm90_alibi_no_keys", "sm90_packed_v"],
 }
 
 # The cases that are shown the faults of a file.
@@ -80,22 +80,22 @@ SM80 = ["sm80_one", "sm80_order", "sm80_fp16_192", "sm80_256_narrow"]
 SM90_BACKWARD = ["sm90_128_causal", "sm90_splits", "sm90_turns", "sm90_turns_causal", "sm90_packed", "sm90_drop_64",
                  "sm90_many_causal", "sm90_long", "sm90_many_late", "sm90_long_late", "sm90_softcap"]
 SHOWN_TO = {
-    "tiles.h": SIMT, "flash.cu": SIMT, "flash_bwd.cu": SIMT, "flash_bwd_bias.cu": ["simt_bias"],
-    "tiles_sm80.cuh": SM80, "flash_sm80.cu": ["sm80_fp16_64", "sm80_fp16_192"], "flash_bwd_sm80.cu": SM80,
-    "flash_bwd_sm90.cu": SM90_BACKWARD, "bwd_producer_sm90.cuh": SM90_BACKWARD,
-    "bwd_workspace_sm90.cuh": SM90_BACKWARD,
-    "flash_bwd_wide_sm90.cu": ["sm90_pair", "sm90_pair_causal", "sm90_pair_lens", "sm90_pair_packed",
-                               "sm90_pair_window", "sm90_136_causal", "sm90_many_192", "sm90_256_rows",
-                               "sm90_lens_256"],
-    "bwd_launch_sm90.cuh": SM90_BACKWARD,
-    "flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
-    "flash_sm90.cu": ["sm90_128_causal", "sm90_200_causal", "sm90_256", "sm90_lens_128", "sm90_many_causal",
-                      "sm90_packed"],
-    "producer_sm90.cuh": ["sm90_128_causal", "sm90_200_causal", "sm90_lens_128", "sm90_many_causal", "sm90_packed"],
-    "bias_sm90.cuh": ["sm90_bias"], "key_blocks_sm90.cuh": ["prefill", "prefill_pages"],
-    "decode.cu": ["one", "d64", "d128", "scale_30"], "decode_share.cuh": ["d64", "d128", "many"],
-    "decode_sm90.cu": ["tall_64"], "decode_cache.cuh": ["d64", "d128"],
-    "decode_join.cuh": ["d64", "d128", "mqa", "many_rows", "packed", "three_splits"],
+    "simt/tiles.h": SIMT, "flash.cu": SIMT, "simt/flash_bwd.cu": SIMT, "simt/flash_bwd_bias.cu": ["simt_bias"],
+    "sm80/tiles.cuh": SM80, "sm80/flash_sm80.cu": ["sm80_fp16_64", "sm80_fp16_192"], "sm80/flash_bwd_sm80.cu": SM80,
+    "sm90/bwd/flash_bwd_sm90.cu": SM90_BACKWARD, "sm90/bwd/producer.cuh": SM90_BACKWARD,
+    "sm90/bwd/workspace.cuh": SM90_BACKWARD,
+    "sm90/bwd/flash_bwd_wide_sm90.cu": ["sm90_pair", "sm90_pair_causal", "sm90_pair_lens", "sm90_pair_packed",
+                                        "sm90_pair_window", "sm90_136_causal", "sm90_many_192", "sm90_256_rows",
+                                        "sm90_lens_256"],
+    "sm90/bwd/launch.cuh": SM90_BACKWARD,
+    "sm90/flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
+    "sm90/flash_sm90.cu": ["sm90_128_causal", "sm90_200_causal", "sm90_256", "sm90_lens_128", "sm90_many_causal",
+                           "sm90_packed"],
+    "sm90/producer.cuh": ["sm90_128_causal", "sm90_200_causal", "sm90_lens_128", "sm90_many_causal", "sm90_packed"],
+    "sm90/mods/bias.cuh": ["sm90_bias"], "sm90/key_blocks.cuh": ["prefill", "prefill_pages"],
+    "cache/decode.cu": ["one", "d64", "d128", "scale_30"], "cache/share.cuh": ["d64", "d128", "many"],
+    "cache/decode_sm90.cu": ["tall_64"], "cache/keys.cuh": ["d64", "d128"],
+    "cache/join.cuh": ["d64", "d128", "mqa", "many_rows", "packed", "three_splits"],
 }
 
 # What is wrong in selftest.cpp, and what the emulator says.
@@ -158,11 +158,11 @@ def run(driver, *arguments):
 
 
 def emulated(csrc):
-    """A copy of csrc with the emulator's files in place of its own, and of ptx_sm90.cuh what has no asm."""
+    """A copy of csrc with the emulator's files in place of its own, and of ptx/sm90.cuh what has no asm."""
     shutil.copytree(faults.CSRC, csrc, dirs_exist_ok=True)
     faults.make_switchable(csrc)
     shutil.copytree(EMULATOR, csrc, dirs_exist_ok=True)
-    ptx = (faults.CSRC / "ptx_sm90.cuh").read_text()
+    ptx = (faults.CSRC / "ptx/sm90.cuh").read_text()
     descriptor = re.search(r"^template [^\n]* make_smem_desc\(.*?^}\n", ptx, re.MULTILINE | re.DOTALL)
     (csrc / "make_smem_desc.cuh").write_text(descriptor[0])
     return csrc
@@ -204,16 +204,20 @@ def driver_of(csrc, tmp_path_factory):
     """A function from the name of a file of csrc to the driver that runs it."""
     folders = {}
     for kernel, driver in OTHER_DRIVERS.items():
-        parts = [csrc / "objects" / Path(part).with_suffix(".o") for part in (kernel, *ALSO_CALLED[kernel], *PARTS)]
-        folders[kernel.removesuffix(".cu")] = made_once(tmp_path_factory, driver.stem, lambda folder: linked(
+        parts = [csrc / f"objects/{Path(part).stem}.o" for part in (kernel, *ALSO_CALLED[kernel], *PARTS)]
+        folders[kernel] = made_once(tmp_path_factory, driver.stem, lambda folder: linked(
             [*compiled(csrc, folder / "objects", sources=[driver]), *parts], "driver"))
-    folders["key"] = folders["decode"]  # key_blocks_sm90.cuh, where they are those of a cache
-    return lambda name: folders.get(re.split("[_.]", name)[0], csrc) / "objects/driver"
+
+    def driver(name):
+        reads_caches = name.startswith("cache/") or name == "sm90/key_blocks.cuh"
+        return folders.get("cache/decode.cu" if reads_caches else name, csrc) / "objects/driver"
+
+    return driver
 
 
 @pytest.fixture(scope="session")
 def selftest(csrc, tmp_path_factory):
-    parts = [csrc / "objects" / Path(part).with_suffix(".o") for part in PARTS]
+    parts = [csrc / f"objects/{Path(part).stem}.o" for part in PARTS]
     folder = made_once(tmp_path_factory, "selftest", lambda folder: linked(
         [*compiled(csrc, folder / "objects", sources=[SELFTEST]), *parts], "selftest"))
     return folder / "objects/selftest"
@@ -230,7 +234,7 @@ def test_kernel(kernel, driver_of):
 
 @pytest.mark.slow
 def test_all_decode_cases(driver_of):
-    assert_passed(run(driver_of("decode.cu"), SCHEDULES[1]))
+    assert_passed(run(driver_of("cache/decode.cu"), SCHEDULES[1]))
 
 
 @pytest.mark.parametrize("part", [pytest.param(part, marks=slow_unless(False, part == 0)) for part in range(4)])
@@ -271,7 +275,7 @@ def program(csrc, folder, body, includes=""):
         #include <stdexcept>
         #include <utility>
         #include "flash.h"
-        #include "launch.h"
+        #include "common/launch.h"
         """ + includes + """
         int main() try {""" + body + """
         } catch (const std::exception &error) { std::puts(error.what()); }
@@ -353,7 +357,7 @@ def test_order_of_tiles(csrc, tmp_path):
                 print(KeyTiles<128>(p), p, {0, 3, 4, 7, 8, 11, 12, 15});
                 print(RowTiles<128>(p), p, {0, 1, 2, 3, 4, 7, 12, 15});
             }
-            """, '#include <array>\n#include <set>\n#include "scheduler.cuh"')
+            """, '#include <array>\n#include <set>\n#include "common/scheduler.cuh"')
     assert run(main).stdout.splitlines() == [
         "0 0 0, 1 3 0, 0 0 1, 1 3 15, 2 0 0, 2 3 0, 2 0 1, 2 3 15, ",
         "0 0 15, 1 3 15, 0 0 14, 1 3 0, 2 0 15, 2 3 15, 2 0 14, 2 3 0, ",

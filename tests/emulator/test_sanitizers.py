@@ -149,7 +149,8 @@ def test_thread_sanitizer_finds_nothing(tsan):
 
 @pytest.mark.cpu
 @pytest.mark.slow
-@pytest.mark.parametrize("statement", missing("__sync.*|__pipeline_wait_prior", "flash.cu", "flash_bwd.cu", "tiles.h"))
+@pytest.mark.parametrize("statement", missing("__sync.*|__pipeline_wait_prior", "flash.cu", "simt/flash_bwd.cu",
+                                              "simt/tiles.h"))
 def test_thread_sanitizer_sees_missing_barrier(statement, tsan):
     done = run_tsan(tsan, "fp32_64", left_out=faults.statements().index(statement))
     # Without the wait for its copies a thread computes with what was in shared memory before: no race, a wrong result.
@@ -217,7 +218,7 @@ def linked(directory, found):
 @pytest.fixture(scope="module")
 def gpu_objects(tmp_path_factory):
     """{source: object} of csrc's kernels and the driver, with which the cases of the faults pass."""
-    sources = [*(file.name for file in CSRC.glob("*.cu")), str(DRIVER)]
+    sources = [*(faults.name_of(file, CSRC) for file in CSRC.rglob("*.cu")), str(DRIVER)]
 
     def make(folder):
         driver = linked(folder, objects(folder, *sources))
@@ -277,15 +278,15 @@ def test_memcheck_sees_overrun(case, whole_driver):
 
 
 # The sources that include a file.
-FILES_WITH = {"tiles.h": ["flash.cu", "flash_bwd.cu", "flash_bwd_bias.cu"],
-              "tiles_sm80.cuh": ["flash_sm80.cu", "flash_bwd_sm80.cu"]}
+FILES_WITH = {"simt/tiles.h": ["flash.cu", "simt/flash_bwd.cu", "simt/flash_bwd_bias.cu"],
+              "sm80/tiles.cuh": ["sm80/flash_sm80.cu", "sm80/flash_bwd_sm80.cu"]}
 # The cases that show a fault in a file: of a barrier between threads, and of a wait for a copy or a warp.
-SM80 = "flash_sm80.cu", "flash_bwd_sm80.cu", "tiles_sm80.cuh"
+SM80 = "sm80/flash_sm80.cu", "sm80/flash_bwd_sm80.cu", "sm80/tiles.cuh"
 FAULT_CASES = {
-    "sync": {"tiles.h": "bf16_64",  # whose tiles are written by plain stores
-             **dict.fromkeys(SM80[:2], "sm80_fp16_192"), "flash_dmma.cu": "dmma_128_causal"},
+    "sync": {"simt/tiles.h": "bf16_64",  # whose tiles are written by plain stores
+             **dict.fromkeys(SM80[:2], "sm80_fp16_192"), "sm90/flash_dmma.cu": "dmma_128_causal"},
     "wait": {**dict.fromkeys(SM80, ["sm80_fp16_192", "sm80_bf16_256", "sm80_fp16_128", "sm80_bf16_64"]),
-             "flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128", "dmma_128_causal"]},
+             "sm90/flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128", "dmma_128_causal"]},
 }
 
 

@@ -24,28 +24,28 @@ pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 # Of each file by target: the oldest GPU that it is made for, and Hopper where that takes seconds. campaign.py has all.
 # CI leaves out those of LONG, which take most of a minute, and Hopper's files for Turing, where their kernels trap.
-TARGETS = {"flash.cu": ["75"], "flash_bwd.cu": ["90a"], "flash_bwd_bias.cu": ["90a"],
-           "flash_sm80.cu": ["80"], "flash_bwd_sm80.cu": ["80"],
-           "decode.cu": ["90a"], "decode_sm90.cu": ["90a"], "append.cu": ["80", "90a"],
-           "flash_bwd_sm90.cu": ["90a"], "flash_bwd_wide_sm90.cu": ["90a"],
-           "flash_sm90.cu": ["75", "90a"], "flash_dmma.cu": ["75", "90a"], "device.cu": ["90a"]}
-LONG = "flash.cu", "flash_bwd.cu", "flash_sm80.cu", "flash_bwd_sm80.cu"
+TARGETS = {"flash.cu": ["75"], "simt/flash_bwd.cu": ["90a"], "simt/flash_bwd_bias.cu": ["90a"],
+           "sm80/flash_sm80.cu": ["80"], "sm80/flash_bwd_sm80.cu": ["80"],
+           "cache/decode.cu": ["90a"], "cache/decode_sm90.cu": ["90a"], "simt/append.cu": ["80", "90a"],
+           "sm90/bwd/flash_bwd_sm90.cu": ["90a"], "sm90/bwd/flash_bwd_wide_sm90.cu": ["90a"],
+           "sm90/flash_sm90.cu": ["75", "90a"], "sm90/flash_dmma.cu": ["75", "90a"], "common/device.cu": ["90a"]}
+LONG = "flash.cu", "simt/flash_bwd.cu", "sm80/flash_sm80.cu", "sm80/flash_bwd_sm80.cu"
 # (file, kind of its kernel): how many bytes of stack, and of spills, a kernel may have where it is not none. These use
 # all their registers and keep a number or two beyond them in memory: in the backward pass dK, dV and the tiles of S and
 # dP fill them, in the forward pass the rounds of Philox, or the addresses of a bias, come on top.
-SPILLS = {("flash_bwd_sm80.cu", "dense"): 96,  # on sm_120; 12 on sm_90
-          ("flash_bwd_sm80.cu", "dropout"): 136,  # on sm_90
-          ("flash_bwd_sm80.cu", "scores"): 136,
-          ("flash_sm80.cu", "dense"): 32,  # on sm_90, before and after the loop
-          ("flash_sm80.cu", "dropout"): 112,  # on sm_120
-          ("flash_sm80.cu", "scores"): 288,  # at head_dim 128, where a bias is read by the element
-          ("flash_sm90.cu", "dense"): 16,  # three numbers of the mask at head_dim 64, which full blocks do not read
-          ("flash_sm90.cu", "dropout"): 32,  # the same, and the words of a row
-          ("flash_sm90.cu", "scores"): 80,
-          ("flash_bwd_sm90.cu", "dense"): 16,  # after the loop
-          ("flash_bwd_sm90.cu", "scores"): 16,
-          ("flash_bwd_bias.cu", "dense"): 120,
-          ("decode.cu", "dense"): 48,  # at head_dim 128 and 32 rows, numbers of a run and of a join, outside of its steps
+SPILLS = {("sm80/flash_bwd_sm80.cu", "dense"): 96,  # on sm_120; 12 on sm_90
+          ("sm80/flash_bwd_sm80.cu", "dropout"): 136,  # on sm_90
+          ("sm80/flash_bwd_sm80.cu", "scores"): 136,
+          ("sm80/flash_sm80.cu", "dense"): 32,  # on sm_90, before and after the loop
+          ("sm80/flash_sm80.cu", "dropout"): 112,  # on sm_120
+          ("sm80/flash_sm80.cu", "scores"): 288,  # at head_dim 128, where a bias is read by the element
+          ("sm90/flash_sm90.cu", "dense"): 16,  # three numbers of the mask at head_dim 64, not read in full blocks
+          ("sm90/flash_sm90.cu", "dropout"): 32,  # the same, and the words of a row
+          ("sm90/flash_sm90.cu", "scores"): 80,
+          ("sm90/bwd/flash_bwd_sm90.cu", "dense"): 16,  # after the loop
+          ("sm90/bwd/flash_bwd_sm90.cu", "scores"): 16,
+          ("simt/flash_bwd_bias.cu", "dense"): 120,
+          ("cache/decode.cu", "dense"): 48,  # at head_dim 128 and 32 rows, outside of the steps of a run
           ("flash.cu", "dense"): 136}      # on sm_120, in fp32
 
 # The instruction a 16-bit product becomes, by compute capability.
@@ -82,7 +82,7 @@ def slow(is_in_ci):
 
 
 def test_every_cu_file_has_targets():
-    assert {file.name for file in (ROOT / "csrc").glob("*.cu")} == set(TARGETS)
+    assert {file.relative_to(ROOT / "csrc").as_posix() for file in (ROOT / "csrc").rglob("*.cu")} == set(TARGETS)
 
 
 def test_no_fast_math():
@@ -101,8 +101,8 @@ def check_spills(file, target, tmp_path):
     codes = [f"sm_{code}" for code in target.split(",")]
     gpu = f"-gencode=arch=compute_{codes[0].removeprefix('sm_')},code=[{','.join(codes)}]"
     what = "-c" if target == TARGETS[file][0] else "-fatbin"  # the host's code once, which is the same for all
-    command = [nvcc(), *recipe()["extra_cuda_cflags"], "-Xptxas=-v", gpu, what, ROOT / "csrc" / file, "-o",
-               tmp_path / "kernel"]
+    command = [nvcc(), *recipe()["extra_cuda_cflags"], "-Xptxas=-v", gpu, what, f"-I{ROOT}/csrc",
+               ROOT / "csrc" / file, "-o", tmp_path / "kernel"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
     assert done.returncode == 0, done.stdout
     kernels = re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", done.stdout)
@@ -112,7 +112,7 @@ def check_spills(file, target, tmp_path):
               if max(map(int, re.findall(r"(\d+) bytes", use))) > SPILLS.get((file, kind_of(file, name)), 0)]
     assert not spills, "\n".join(spills)
     assert "serialized" not in done.stdout, done.stdout  # ptxas, of wgmma that it could not let run on
-    if file == "flash_sm90.cu" and target == "90a":
+    if file == "sm90/flash_sm90.cu" and target == "90a":
         dump = subprocess.run([cuobjdump(), "-sass", tmp_path / "kernel"], capture_output=True, text=True, timeout=60)
         kernels_overlap(dump.stdout)
 
@@ -123,11 +123,11 @@ def kind_of(file, name):
     if kind := re.search(r"4KindE(\d)", name):
         return ("dense", "dropout", "scores", "dense")[int(kind[1])]
     flags = re.findall(r"Lb([01])E", name)
-    if file == "flash_bwd_wide_sm90.cu":  # scores are never changed
+    if file == "sm90/bwd/flash_bwd_wide_sm90.cu":  # scores are never changed
         return "dropout" if flags[:1] == ["1"] else "dense"
     if flags and flags[-1] == "1":
         return "scores"
-    has_dropout = flags and flags[0] == "1" and ("sm80" in file or file == "flash_bwd_sm90.cu")
+    has_dropout = flags and flags[0] == "1" and ("sm80" in file or file == "sm90/bwd/flash_bwd_sm90.cu")
     return "dropout" if has_dropout else "dense"
 
 
@@ -141,10 +141,10 @@ def kernels_overlap(sass):
         head_dim, consumers, block_n = map(int, re.search(r"ShapeILi(\d+)ELi(\d+)ELi(\d+)", name).groups())
         assert f"HGMMA.64x{block_n}x16" in kernel and f"HGMMA.64x{head_dim}x16" in kernel and "UTMALDG" in kernel, name
         assert "UTMASTG" in kernel, name
-        if kind_of("flash_sm90.cu", name) == "scores":
+        if kind_of("sm90/flash_sm90.cu", name) == "scores":
             assert "MUFU.TANH" in kernel and kernel.count("WARPGROUP.DEPBAR.LE gsb0, 0x1") == 1, name
             continue
-        if kind_of("flash_sm90.cu", name) == "dropout":
+        if kind_of("sm90/flash_sm90.cu", name) == "dropout":
             assert kernel.count("LDL") <= {64: 7, 128: 1, 256: 0}[head_dim], name
             assert kernel.count("WARPGROUP.DEPBAR.LE gsb0, 0x1") == 1, name
             continue

@@ -78,16 +78,15 @@ def edit(file, old, new):
 
 
 def test_tokens_leave_out_comments_and_folders(csrc):
-    source = csrc / "flash_sm80.cu"
-    before = code_digest.tokens(CSRC / source.name)
-    edit(csrc / "mask.cuh", "#pragma once", "// A comment.\n#pragma once\n\n/* one more */")
-    (csrc / "common").mkdir()
-    (csrc / "mask.cuh").rename(csrc / "common/mask.cuh")
-    for file in csrc.glob("*.*"):
-        file.write_text(file.read_text().replace('"mask.cuh"', '"common/mask.cuh"'))
-    edit(csrc / "common/mask.cuh", '#include "', '#include "../')
+    source = csrc / "sm80/flash_sm80.cu"
+    before = code_digest.tokens(CSRC / "sm80/flash_sm80.cu")
+    edit(csrc / "common/mask.cuh", "#pragma once", "// A comment.\n#pragma once\n\n/* one more */")
+    (csrc / "common/mask.cuh").rename(csrc / "mods/mask.cuh")
+    for file in (file for file in csrc.rglob("*") if file.is_file()):
+        file.write_text(file.read_text().replace('"common/mask.cuh"', '"mods/mask.cuh"'))
+    edit(csrc / "mods/mask.cuh", '#include "', '#include "../')
     assert code_digest.tokens(source, csrc) == before
-    edit(csrc / "common/mask.cuh", "return ", "return 1 + ")
+    edit(csrc / "mods/mask.cuh", "return ", "return 1 + ")
     assert code_digest.tokens(source, csrc) != before
 
 
@@ -109,15 +108,15 @@ def test_functions_leave_out_comments_and_folders(tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not code_digest.nvcc(), reason="needs nvcc")
 @pytest.mark.parametrize("name, struct, old, new, differs", [
-    ("append.cu", "AppendParams", "", "", []),
-    ("append.cu", "AppendParams", "+ 1", "+ 2", ["kernels"]),
-    ("ops.cpp", "Options", "", "", []),
-    ("ops.cpp", "Options", "window_left", "window_right", ["host"]),
-    ("ops.cpp", "Options", "sm80::flash_backward(", "sm90::flash_backward(", ["host"]),
+    ("simt/append.cu", "AppendParams", "", "", []),
+    ("simt/append.cu", "AppendParams", "+ 1", "+ 2", ["kernels"]),
+    ("ops/ops.cpp", "Options", "", "", []),
+    ("ops/ops.cpp", "Options", "window_left", "window_right", ["host"]),
+    ("ops/ops.cpp", "Options", "sm80::flash_backward(", "sm90::flash_backward(", ["host"]),
 ])
 def test_code_leaves_out_names_and_lines(name, struct, old, new, differs, csrc):
     pytest.importorskip("elftools")
-    for file in csrc.iterdir():
+    for file in (file for file in csrc.rglob("*") if file.is_file()):
         file.write_text("// A comment.\n\n" + file.read_text().replace(struct, f"{struct}Renamed"))
     if old:
         edit(csrc / name, old, new)

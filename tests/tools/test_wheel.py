@@ -30,7 +30,7 @@ def objects():
     """The JIT build's objects of the kernels and of what they ask of the GPU, by the name of their source."""
     folder = Path(_build.load().__file__).parent
     found = {source.name: folder / f"{source.stem}{'.cuda' * (source.suffix == '.cu')}.o"
-             for source in _build.CSRC.glob("*.c*") if source.name.startswith(("flash", "device"))}
+             for source in _build.CSRC.rglob("*.c*") if source.name.startswith(("flash", "device"))}
     return {name: file for name, file in found.items() if file.exists()}
 
 

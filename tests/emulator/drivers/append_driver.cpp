@@ -15,17 +15,17 @@
 #include <vector>
 
 #if MINIMAL_ATTN_EMULATED
-#include "device.h"
+#include "common/device.h"
 #include "flash.h"
-#include "launch.h"
+#include "common/launch.h"
 using namespace device;
 using namespace simt;
 #elif defined(__CUDACC__)
-#include "device.cu"
-#include "append.cu"
+#include "common/device.cu"
+#include "simt/append.cu"
 using namespace simt;
 #else
-#include "append_host.cpp"  // from here on simt reads host
+#include "host/append_host.cpp"  // from here on simt reads host
 using namespace simt;
 #endif
 

@@ -20,19 +20,19 @@
 #include <vector>
 
 #if MINIMAL_ATTN_EMULATED
-#include "device.h"
+#include "common/device.h"
 #include "flash.h"
-#include "launch.h"
+#include "common/launch.h"
 using namespace device;
 #else
-#include "device.cu"
-#include "decode.cu"
-#include "decode_sm90.cu"
-#include "flash_sm90.cu"
+#include "common/device.cu"
+#include "cache/decode.cu"
+#include "cache/decode_sm90.cu"
+#include "sm90/flash_sm90.cu"
 using namespace device;
 #endif
 #include "driver_memory.h"
-#include "kernels.h"
+#include "ops/cache_launches.h"
 
 struct Case {
     const char *name;

@@ -26,26 +26,26 @@
 #include <vector>
 
 #if MINIMAL_ATTN_LINKED || MINIMAL_ATTN_EMULATED
-#include "device.h"
+#include "common/device.h"
 #include "flash.h"
-#include "launch.h"
+#include "common/launch.h"
 using namespace device;
 template <typename> using Sum = float;
 #elif defined(__CUDACC__)
-#include "device.cu"
+#include "common/device.cu"
 #include "flash.cu"
-#include "flash_sm80.cu"
-#include "flash_sm90.cu"
-#include "flash_dmma.cu"
-#include "flash_bwd.cu"
-#include "flash_bwd_bias.cu"
-#include "flash_bwd_sm80.cu"
-#include "flash_bwd_sm90.cu"
-#include "flash_bwd_wide_sm90.cu"
+#include "sm80/flash_sm80.cu"
+#include "sm90/flash_sm90.cu"
+#include "sm90/flash_dmma.cu"
+#include "simt/flash_bwd.cu"
+#include "simt/flash_bwd_bias.cu"
+#include "sm80/flash_bwd_sm80.cu"
+#include "sm90/bwd/flash_bwd_sm90.cu"
+#include "sm90/bwd/flash_bwd_wide_sm90.cu"
 using namespace simt;
 #else
-#include "flash_host.cpp"  // from here on simt reads host
-#include "flash_bwd_host.cpp"
+#include "host/flash_host.cpp"  // from here on simt reads host
+#include "host/flash_bwd_host.cpp"
 using namespace simt;
 #endif
 #if defined(__CUDACC__) || MINIMAL_ATTN_EMULATED

@@ -1,0 +1,285 @@
+// Attention of a few query tokens to long caches ("decode") on tensor cores, fp16 and bf16: Ampere (sm_80) and newer.
+// On Hopper, decode_sm90.cu and flash_sm90.cu serve samples with more rows (fewest_rows() in ops/cache_launches.h).
+//
+// Every key is read once and meets few rows, so the time is that of memory. The query heads of a key head and the
+// tokens of a sample are packed into one tile, so that a key meets all of them at once: packed row r is token r / group
+// of query head h_k · group + r % group. Four warps have 16 rows and work on the same keys, and a block has one or two
+// such tiles:
+//   cp.async       K(n+2) V(n+2)                                     two steps ahead, in a ring of three
+//   Q Kᵀ           each warp for a part of the keys ─ row maxima ─┐  through shared memory
+//   P              each warp for a part of the keys ───── P ──────┤  through shared memory
+//   P V            each warp for a part of the columns          ◀─┘
+// The copies run ahead from one run to the next, so that memory does not wait for the end of a run. One thread finds
+// run 1 while the first keys are on their way, and each later run while the run two before it is computed. During the
+// first step of a run, all threads begin to copy Q of the next.
+// Two blocks share a multiprocessor where they fit, with two stages if need be: one computes while the other waits.
+//
+// All blocks have equal shares of the work, which each finds from the lengths on the device (cache/share.cuh). So the
+// host plans nothing, and a CUDA graph may change the lengths. Where shares cut a tile, its blocks store their results
+// in a workspace. The last block to end its share joins them, in their order (cache/join.cuh).
+#include <algorithm>
+
+#include "cache/join.cuh"
+#include "cache/keys.cuh"
+#include "common/device.h"
+
+namespace sm80 {
+
+using namespace device;
+
+// A block: kBlockM packed rows, and kRowWarps warps for each 16 of them.
+template <int kHeadDim_, int kBlockM_> struct DecodeShape : KeyShape<kHeadDim_, kBlockM_ / 4> {
+    static constexpr int kBlockM = kBlockM_, kRowWarps = 4, kLaneRows = 2;
+    // Q Kᵀ is shared out by keys, at least 16 to a warp. P V is shared out by columns.
+    static constexpr int kScoreWarps = std::min(DecodeShape::kBlockN / 16, kRowWarps);
+    static constexpr int kSTiles = DecodeShape::kBlockN / kScoreWarps / 8, kDTiles = kHeadDim_ / kRowWarps / 8;
+    static constexpr int kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
+    using AccS = float[kSTiles][4];
+    using AccO = float[1][kDTiles][4];
+
+    // The first of this warp's 16 rows, and which of their warps it is.
+    __device__ static int warp_row() { return kBlockM == 16 ? 0 : threadIdx.x / (32 * kRowWarps) * 16; }
+    __device__ static int part() { return threadIdx.x / 32 % kRowWarps; }
+    __device__ static int row_of_lane(int i) { return warp_row() + threadIdx.x % 32 / 4 + 8 * i; }
+    __device__ static int key_of_lane(int j) { return column_of_lane(part() * kSTiles, j); }
+    __device__ static int col_of_lane(int j) { return column_of_lane(part() * kDTiles, j); }
+    __device__ static float &at(AccS &acc, int i, int j) { return acc[j / 2][2 * i + j % 2]; }
+    __device__ static float &at(AccO &acc, int i, int j) { return acc[0][j / 2][2 * i + j % 2]; }
+
+  private:
+    // Of products of 8 columns, from the n-th on.
+    __device__ static int column_of_lane(int n, int j) { return 8 * (n + j / 2) + threadIdx.x % 4 * 2 + j % 2; }
+};
+
+template <typename Shape> struct DecodeMemory {
+    alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];
+    alignas(128) uint16_t sP[Shape::kBlockM][Shape::kBlockN];
+    alignas(16) float row_max[Shape::kBlockM][Shape::kScoreWarps];  // of the keys of each warp
+    alignas(16) float row_sum[Shape::kBlockM][Shape::kScoreWarps];
+    Runs<Shape> runs;                    // that the block computes
+    Run<Shape> ahead[Shape::kNumWarps];  // that each warp copies
+    int steps_of_warps[Shape::kNumWarps];
+    Call call;
+    alignas(128) Stage<Shape> stages[1];  // or more
+
+    static size_t bytes(int num_stages) { return sizeof(DecodeMemory) + (num_stages - 1) * sizeof(Stage<Shape>); }
+};
+
+// Until this thread's copies of the next step have arrived.
+__device__ inline void wait_for_step(int num_stages) {
+    if (num_stages == 2) cp_async_wait<0>();
+    if (num_stages == 3) cp_async_wait<1>();
+}
+
+// The fragments of this warp's rows of Q.
+template <typename Shape>
+__device__ void read_q(uint32_t (&q)[Shape::kHeadDim / 16][4], const DecodeMemory<Shape> &shared) {
+    using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
+    const uint32_t address = shared_address(shared.sQ) + Swizzle::down(threadIdx.x % 32);
+#pragma unroll
+    for (int kk = 0; kk < Shape::kHeadDim / 16; kk++) ldmatrix(q[kk], Swizzle::move(address, Shape::warp_row(), kk));
+}
+
+// What this warp does in one step, from scores to sums of V.
+template <typename T, typename Shape> struct Step {
+    static constexpr int kHeadDim = Shape::kHeadDim, kWarpKeys = 8 * Shape::kSTiles;
+    using QSwizzle = Swizzle<kHeadDim>;
+    using PSwizzle = Swizzle<Shape::kBlockN>;
+    DecodeMemory<Shape> &shared;
+    const DecodeParams &p;
+    const Run<Shape> &run;
+    const uint32_t (&q)[Shape::kHeadDim / 16][4];  // fragments
+    const bool has_rows;
+    const int part = Shape::part(), lane_idx = threadIdx.x % 32;
+    typename Shape::AccS acc_s = {};
+
+    __device__ bool has_scores() const { return has_rows && part < Shape::kScoreWarps; }
+
+    // The scores of this warp's keys, and their row maxima. `key` is the first of the step.
+    __device__ void score(const Stage<Shape> &stage, int key, const Scores<> &scores,
+                          const ScoreFactors<float> &factors) {
+        const uint32_t k_address =
+            QSwizzle::move(shared_address(stage.sK) + QSwizzle::across(lane_idx), part * kWarpKeys, 0);
+#pragma unroll
+        for (int kk = 0; kk < kHeadDim / 16; kk++)
+            for (int n = 0; n < Shape::kSTiles; n += 2) {
+                uint32_t b[4];
+                ldmatrix(b, QSwizzle::move(k_address, 8 * n, kk));
+                mma<T>(acc_s[n], q[kk], b[0], b[1]);
+                mma<T>(acc_s[n + 1], q[kk], b[2], b[3]);
+            }
+        change_scores<Shape>(acc_s, scores, factors, p, run, key);
+        if (!run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, run, key);
+#pragma unroll
+        for (int i = 0; i < Shape::kLaneRows; i++) {
+            float max = -INFINITY;
+            for (int n = 0; n < Shape::kSTiles; n++) max = fmaxf(max, fmaxf(acc_s[n][2 * i], acc_s[n][2 * i + 1]));
+            max = __fmul_rn(quad_reduce(max, fmaxf), factors.softmax_scale_log2);  // rounded as in exponentiate()
+            if (lane_idx % 4 == 0) shared.row_max[Shape::row_of_lane(i)][part] = max;
+        }
+    }
+    // The scores become P.
+    __device__ void exponentiate(RowState (&rows)[Shape::kLaneRows], float softmax_scale_log2) {
+#pragma unroll
+        for (int i = 0; i < Shape::kLaneRows; i++)
+            for (int n = 0; n < Shape::kSTiles; n++) {
+                const float x = exp2_approx(acc_s[n][2 * i] * softmax_scale_log2 - rows[i].max);
+                const float y = exp2_approx(acc_s[n][2 * i + 1] * softmax_scale_log2 - rows[i].max);
+                rows[i].sum += x + y;
+                const uint32_t offset = PSwizzle::offset(Shape::row_of_lane(i), part * Shape::kSTiles + n);
+                store_shared(shared_address(shared.sP) + offset + lane_idx % 4 * 4, pack<T>(x, y));
+            }
+    }
+    // acc_o += P V, for this warp's columns.
+    __device__ void multiply_v(TileState<Shape> &state, const Stage<Shape> &stage) {
+        const uint32_t p_address =
+            PSwizzle::move(shared_address(shared.sP) + PSwizzle::down(lane_idx), Shape::warp_row(), 0);
+        const uint32_t v_address = shared_address(stage.sV) + QSwizzle::down(lane_idx);
+#pragma unroll
+        for (int kk = 0; kk < Shape::kBlockN / 16; kk++) {
+            uint32_t P[1][4];
+            ldmatrix(P[0], PSwizzle::move(p_address, 0, kk));
+            multiply_ab<T, kHeadDim>(state.acc_o, P, v_address, kk * 16 * QSwizzle::kRowBytes, part * Shape::kDTiles);
+        }
+    }
+};
+
+// The maxima of the step's keys, of all warps, are in shared memory.
+template <typename Shape> __device__ void grow(TileState<Shape> &state, const DecodeMemory<Shape> &shared) {
+#pragma unroll
+    for (int i = 0; i < Shape::kLaneRows; i++) {
+        float max = state.rows[i].max;
+        for (int w = 0; w < Shape::kScoreWarps; w++) max = fmaxf(max, shared.row_max[Shape::row_of_lane(i)][w]);
+        state.grow(i, max);
+    }
+}
+
+// The sums of all warps' keys, in the order of the warps.
+template <typename Shape> __device__ void add_sums(TileState<Shape> &state, DecodeMemory<Shape> &shared) {
+#pragma unroll
+    for (int i = 0; i < Shape::kLaneRows; i++) {
+        const float sum = quad_reduce(state.rows[i].sum, [](float x, float y) { return x + y; });
+        if (Shape::part() < Shape::kScoreWarps && threadIdx.x % 4 == 0)
+            shared.row_sum[Shape::row_of_lane(i)][Shape::part()] = sum;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Shape::kLaneRows; i++) {
+        state.rows[i].sum = 0.f;
+        for (int w = 0; w < Shape::kScoreWarps; w++) state.rows[i].sum += shared.row_sum[Shape::row_of_lane(i)][w];
+    }
+}
+
+template <typename T, typename Shape>
+__global__ void __launch_bounds__(Shape::kNumThreads, 2)
+    decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Room room, const __grid_constant__ Line line,
+           const __grid_constant__ Scores<> scores, const __grid_constant__ ScoreFactors<float> factors,
+           int num_stages) {
+#if __CUDA_ARCH__ < 800  // of a build for several GPUs, the part for those that have no such instructions
+    __trap();
+#else
+    let_next_kernel_begin();
+    DecodeMemory<Shape> &shared = shared_memory<DecodeMemory<Shape>>();
+    shared.call.copy(p, room, line);
+    if (p.phase == Phase::kAlone) wait_for_previous_kernel();
+    Runs<Shape> &runs = shared.runs;
+    Run<Shape> &ahead = shared.ahead[threadIdx.x / 32];
+    find_first_run<Shape>(runs[0], shared.steps_of_warps, p, room, line);
+    copy_words(ahead, runs[0]);
+    __syncwarp();  // the run that this warp copies is there
+    KeyStream<T, Shape> keys(p, shared.call, ahead);
+    auto load_q_of = [&](int i) { load_q<T>(shared.sQ, p, runs[i], Swizzle<Shape::kHeadDim>::offset); };
+    load_q_of(0);  // ahead of the keys, or it would wait for them
+#pragma unroll 1
+    for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
+    auto find_next = [&](int i) {  // the run after run i, by one thread
+        if (threadIdx.x == Shape::kNumThreads - 32) (runs[i + 1] = runs[i]).next(shared.call);
+    };
+    if (runs[0].is_valid()) find_next(0);
+    store_padding<T>(p);
+    uint32_t q[Shape::kHeadDim / 16][4];
+    int stage = 0, num_runs = 0;
+    for (; runs[num_runs].is_valid(); num_runs++) {
+        const Run<Shape> &run = runs[num_runs];
+        wait_for_step(num_stages);
+        __syncthreads();  // Q, the first keys and the next run are there. All warps have left the run before this one
+        find_next(num_runs + 1);
+        read_q(q, shared);
+        const bool has_rows = Shape::warp_row() < run.valid_rows();
+        bool has_next_q = false;
+        for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
+            TileState<Shape> state;
+            part_end = run.part_end(chunk, room);
+            const Range range = run.keys(chunk, part_end);
+            for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
+                Step<T, Shape> step{shared, p, run, q, has_rows};
+                if (step.has_scores()) step.score(shared.stages[stage], key, scores, factors);
+                __syncthreads();  // all row maxima are there, and the step before this one has ended in all warps
+                if (!has_next_q) load_q_of(num_runs + 1);
+                has_next_q = true;
+                keys.load(shared.stages[(stage == 0 ? num_stages : stage) - 1]);  // in place of those of that step
+                if (has_rows) grow(state, shared);
+                if (step.has_scores()) step.exponentiate(state.rows, factors.softmax_scale_log2);
+                wait_for_step(num_stages);
+                __syncthreads();  // P is there, and the keys of the next step
+                if (has_rows) step.multiply_v(state, shared.stages[stage]);
+                stage = stage + 1 == num_stages ? 0 : stage + 1;
+            }
+            if (!range.is_empty()) add_sums(state, shared);
+            end_part<T>(p, room, line, run, state, chunk);
+        }
+        if (has_next_q) continue;
+        __syncthreads();  // unobserved by the emulator: a run without keys multiplies no Q
+        load_q_of(num_runs + 1);
+        cp_async_wait<0>();
+    }
+    end_share<T>(shared.stages, p, room, line, shared.call, runs, num_runs);
+    if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
+#endif
+}
+
+template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
+    constexpr int kSystemBytes = 1024;  // of a block's shared memory
+    using Memory = DecodeMemory<Shape>;
+    auto blocks_with = [](int num_stages) {
+        return std::min<size_t>(2, (max_shared_memory() + kSystemBytes) / (Memory::bytes(num_stages) + kSystemBytes));
+    };
+    const int num_stages = blocks_with(3) == 2 || (blocks_with(2) == 1 && blocks_with(3) == 1) ? 3 : 2;
+    const int blocks_per_sm = int(blocks_with(num_stages));
+    if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
+    const Line line(p.nheads_k, p.num_sms * blocks_per_sm);
+    const Room room(p, Shape::kBlockM);
+    check_size<Shape>(p, room, line);
+    launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, Memory::bytes(num_stages), p.stream, p,
+                 room, line, Scores<>(p), ScoreFactors<float>(p), num_stages);
+}
+
+// act<Shape>() for the shape of p. A tile of 32 rows serves what has more than 16 and a head_dim up to 128: beyond, two
+// blocks of eight warps would not fit the registers.
+template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
+    const int head_dim = p.max_head_dim();
+    const bool has_more_rows = int64_t(p.nheads / p.nheads_k) * p.max_seqlen_q > 16;
+    if (head_dim <= 64)
+        return has_more_rows ? act.template operator()<DecodeShape<64, 32>>()
+                             : act.template operator()<DecodeShape<64, 16>>();
+    if (head_dim <= 128)
+        return has_more_rows ? act.template operator()<DecodeShape<128, 32>>()
+                             : act.template operator()<DecodeShape<128, 16>>();
+    return act.template operator()<DecodeShape<256, 16>>();
+}
+
+int64_t decode_workspace(const DecodeParams &p) {
+    return with_decode_shape(p, [&]<typename Shape>() { return workspace_bytes<Shape>(p, 2 * num_sms()); });
+}
+
+int64_t num_decode_counters(const DecodeParams &p) {
+    return with_decode_shape(p, [&]<typename Shape>() { return num_counters<Shape>(p, 2 * num_sms()); });
+}
+
+void flash_decode(const DecodeParams &p) {
+    with_decode_shape(p, [&]<typename Shape>() {
+        p.dtype == DType::kFloat16 ? launch_decode<__half, Shape>(p) : launch_decode<__nv_bfloat16, Shape>(p);
+    });
+}
+
+}  // namespace sm80

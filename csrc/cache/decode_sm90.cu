@@ -1,0 +1,229 @@
+// Attention of more than 32 packed rows to long caches on Hopper's tensor cores, fp16 and bf16 (sm_90a): several tokens
+// of a sample, as in speculative decoding, or many query heads for each key head.
+//
+// As in decode.cu every key is read once for a tile of rows, but here a tile has 64 rows, those of one wgmma. The four
+// warps of a block are one warpgroup:
+//   TMA      K(n+1) V(n+1)              up to two steps ahead, asked for by the first warp
+//   wgmma    S = Q K(n)ᵀ ─┐        ┌─ O += P V(n)
+//   softmax               └─ P ────┘    a warp has 16 rows and all keys of the step, so P stays in registers
+// Two blocks share a multiprocessor: one computes while the other waits. Shares, and how their results become one, are
+// those of decode.cu.
+#include <algorithm>
+
+#include "cache/join.cuh"
+#include "cache/rows.cuh"
+#include "common/device.h"
+#include "sm90/key_blocks.cuh"
+
+namespace sm90 {
+
+using namespace device;
+using namespace decoding;
+
+template <int kHeadDim_> struct DecodeShape : KeyShape<kHeadDim_, 4> {
+    static constexpr int kBlockM = 64, kStages = 2;  // two blocks with more would not fit a multiprocessor
+    static constexpr int kSTiles = DecodeShape::kBlockN / 8, kDTiles = kHeadDim_ / 8;
+    static constexpr int kLaneRows = 2, kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
+    using AccS = float[kSTiles][4];
+    using AccO = float[kDTiles][4];
+
+    __device__ static int row_of_lane(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
+    __device__ static int key_of_lane(int j) { return j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2; }
+    __device__ static int col_of_lane(int j) { return key_of_lane(j); }
+    template <typename Acc> __device__ static float &at(Acc &acc, int i, int j) { return acc[j / 2][2 * i + j % 2]; }
+};
+
+template <typename Shape> struct Stage {
+    SmemTile<Shape::kBlockN, Shape::kHeadDim> k, v;
+};
+
+template <typename Shape> struct DecodeMemory {
+    SmemTile<Shape::kBlockM, Shape::kHeadDim> q[2];  // of a run, and of the next one
+    Stage<Shape> stages[Shape::kStages];
+    Barrier full[Shape::kStages];
+    Runs<Shape> runs;  // that the block computes
+    Run<Shape> ahead;  // that its first warp loads
+    int steps_of_warps[Shape::kNumWarps];
+    Call call;
+};
+
+struct CacheTensors { TmaTensor k, v; };
+
+// The keys and values of a block's share, on their way from the cache to shared memory by TMA. They run ahead of what
+// the block computes. A lane of the first warp has a box, up to the last row of a block.
+template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
+    using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
+    CacheBox box;  // of the next step
+
+    __device__ int tile_row() const { return threadIdx.x * p.box_rows; }
+    __device__ void find() {
+        this->settle();
+        const int first = key + tile_row();
+        if (run.is_valid() && tile_row() < Shape::kBlockN)
+            box.find(p, run.b, run.cut.seq.k_begin + first, first < run.cut.end && first + p.box_rows > run.cut.begin);
+    }
+    // Starts the copies of the next step to a stage, if there is one.
+    __device__ void load(Stage<Shape> &stage, const CacheTensors &cache, Barrier &full) {
+        if (!run.is_valid()) return;
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, 2 * 2 * Shape::kBlockN * Shape::kHeadDim);
+        if (tile_row() < Shape::kBlockN) {
+            box.load(stage.k, tile_row(), p, cache.k, run.h_k, full);
+            box.load(stage.v, tile_row(), p, cache.v, run.h_k, full);
+        }
+        key += Shape::kBlockN;
+        find();
+    }
+};
+
+// Values that no row sees may be NaN, and 0 · NaN is NaN: they become 0.
+template <typename Shape> __device__ void clear_unseen(Stage<Shape> &stage, const Run<Shape> &run, int key) {
+    const int begin = run.cut.begin - key, end = run.cut.end - key;
+    if (begin <= 0 && end >= Shape::kBlockN) return;
+    constexpr int kVecs = Shape::kHeadDim / 8;
+    for (int i = threadIdx.x; i < Shape::kBlockN * kVecs; i += Shape::kNumThreads) {
+        const int row = i / kVecs;
+        if (row < begin || row >= end)
+            *reinterpret_cast<uint4 *>(reinterpret_cast<char *>(&stage.v) + stage.v.offset(row, i % kVecs * 8)) = {};
+    }
+    fence_proxy_async();
+    __syncthreads();
+}
+
+// What the block does in one step, from scores to sums of V.
+template <typename T, typename Shape>
+__device__ void attend(const SmemTile<Shape::kBlockM, Shape::kHeadDim> &q, const Stage<Shape> &stage,
+                       TileState<Shape> &state, const Run<Shape> &run, int key, const DecodeParams &p,
+                       const Scores<> &scores, const ScoreFactors<float> &factors) {
+    typename Shape::AccS acc_s;
+    warpgroup_arrive();
+    multiply_abt<T>(acc_s, q, stage.k);
+    warpgroup_wait<0>(acc_s);
+    change_scores<Shape>(acc_s, scores, factors, p, run, key);
+    if (!run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, run, key);
+    uint32_t P[Shape::kBlockN / 16][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float max = -INFINITY;
+        for (int j = 0; j < Shape::kLaneKeys; j++) max = fmaxf(max, Shape::at(acc_s, i, j));
+        max = __fmul_rn(quad_reduce(max, fmaxf), factors.softmax_scale_log2);  // rounded before it is subtracted
+        state.grow(i, fmaxf(state.rows[i].max, max));
+        for (int n = 0; n < Shape::kSTiles; n++) {
+            const float x = exp2_approx(acc_s[n][2 * i] * factors.softmax_scale_log2 - state.rows[i].max);
+            const float y = exp2_approx(acc_s[n][2 * i + 1] * factors.softmax_scale_log2 - state.rows[i].max);
+            state.rows[i].sum += x + y;
+            P[n / 2][n % 2 * 2 + i] = pack<T>(x, y);
+        }
+    }
+    warpgroup_arrive();
+    multiply_ab<T>(state.acc_o, P, stage.v);
+    warpgroup_wait<0>(state.acc_o, P);
+}
+
+template <typename T, typename Shape>
+__global__ void __launch_bounds__(Shape::kNumThreads, 2)
+    decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Room room, const __grid_constant__ Line line,
+           const __grid_constant__ Scores<> scores, const __grid_constant__ ScoreFactors<float> factors,
+           const __grid_constant__ CacheTensors cache) {
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL
+    __trap();
+#else
+    let_next_kernel_begin();
+    auto &shared = shared_memory<DecodeMemory<Shape>>();
+    Runs<Shape> &runs = shared.runs;
+    const bool loads = warp_uniform(threadIdx.x / 32) == 0;
+    if (threadIdx.x == 0) {
+        prefetch(cache.k.map), prefetch(cache.v.map);
+        for (Barrier &full : shared.full) mbarrier_init(full, 1);
+        fence_mbarrier_init();
+    }
+    shared.call.copy(p, room, line);
+    if (p.phase == Phase::kAlone) wait_for_previous_kernel();
+    find_first_run<Shape>(runs[0], shared.steps_of_warps, p, room, line);
+    if (loads) copy_words(shared.ahead, runs[0]);
+    __syncwarp();  // the run that the first warp loads is there
+    KeyBoxes<Shape> keys{{p, shared.call, loads ? shared.ahead : runs[0]}};
+    auto load_q_of = [&](int i) {
+        auto &q = shared.q[i % 2];
+        load_q<T>(&q, p, runs[i], [&](int row, int vec) { return q.offset(row, 8 * vec); });
+    };
+    load_q_of(0);
+    if (loads) {
+        keys.find();
+        for (int i = 0; i < Shape::kStages; i++) keys.load(shared.stages[i], cache, shared.full[i]);
+    }
+    int stage = 0, num_runs = 0;
+    uint32_t parity = 0;  // of the stage's barrier
+    for (; runs[num_runs].is_valid(); num_runs++) {
+        const Run<Shape> &run = runs[num_runs];
+        Run<Shape> &next = runs[num_runs + 1];
+        cp_async_wait<0>();
+        fence_proxy_async();
+        __syncthreads();  // Q is there. All warps have left the run before this one
+        if (threadIdx.x == Shape::kNumThreads - 32) next = run, next.next(shared.call);
+        bool has_next_q = false;
+        for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
+            TileState<Shape> state;
+            part_end = run.part_end(chunk, room);
+            const Range range = run.keys(chunk, part_end);
+            for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
+                mbarrier_wait(shared.full[stage], parity);
+                clear_unseen(shared.stages[stage], run, key);
+                attend<T>(shared.q[num_runs % 2], shared.stages[stage], state, run, key, p, scores, factors);
+                __syncthreads();  // all warps have read the stage
+                if (loads) keys.load(shared.stages[stage], cache, shared.full[stage]);
+                if (!has_next_q) load_q_of(num_runs + 1);
+                has_next_q = true;
+                stage = stage + 1 == Shape::kStages ? 0 : stage + 1, parity ^= stage == 0;
+            }
+            for (RowState &row : state.rows)
+                row.sum = quad_reduce(row.sum, [](float x, float y) { return x + y; });
+            end_part<T>(p, room, line, run, state, chunk);
+        }
+        if (has_next_q) continue;
+        __syncthreads();  // the next run is there
+        load_q_of(num_runs + 1);
+    }
+    end_share<T>(shared.stages, p, room, line, shared.call, runs, num_runs);
+    store_padding<T>(p);
+    if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
+#endif
+}
+
+template <typename T, typename Shape> void launch_decode(DecodeParams p) {
+    static_assert(2 * (sizeof(DecodeMemory<Shape>) + 1024) <= 228 << 10);  // the GPU takes 1 KB of each block
+    if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
+    p.box_rows = cache_box_rows(p, Shape::kBlockN);
+    auto tma = [&](const char *name, const Tensor &x, int head_dim) {
+        return make_tma_tensor<Shape::kHeadDim>(name, x, p.num_sequences, p.nheads_k, p.page_size, head_dim,
+                                                p.box_rows);
+    };
+    const Line line(p.nheads_k, 2 * p.num_sms);
+    const Room room(p, Shape::kBlockM);
+    check_size<Shape>(p, room, line);
+    launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, sizeof(DecodeMemory<Shape>), p.stream,
+                 p, room, line, Scores<>(p), ScoreFactors<float>(p),
+                 CacheTensors{tma("k", p.k, p.head_dim), tma("v", p.v, p.head_dim_v)});
+}
+
+// act<Shape>() for the shape of p, whose head_dim is 128 at most.
+template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
+    return p.max_head_dim() <= 64 ? act.template operator()<DecodeShape<64>>()
+                                  : act.template operator()<DecodeShape<128>>();
+}
+
+int64_t decode_workspace(const DecodeParams &p) {
+    return with_decode_shape(p, [&]<typename Shape>() { return workspace_bytes<Shape>(p, 2 * num_sms()); });
+}
+
+int64_t num_decode_counters(const DecodeParams &p) {
+    return with_decode_shape(p, [&]<typename Shape>() { return num_counters<Shape>(p, 2 * num_sms()); });
+}
+
+void flash_decode(const DecodeParams &p) {
+    if (compute_capability() != 90) throw std::runtime_error("minimal_attn: decode_sm90.cu needs a GPU of sm_90");
+    with_decode_shape(p, [&]<typename Shape>() {
+        p.dtype == DType::kFloat16 ? launch_decode<__half, Shape>(p) : launch_decode<__nv_bfloat16, Shape>(p);
+    });
+}
+
+}  // namespace sm90

@@ -1,0 +1,87 @@
+// How the keys of decode.cu's runs come to shared memory, from a cache of sequences or of pages.
+#pragma once
+
+#include "cache/share.cuh"
+#include "sm80/tiles.cuh"
+
+namespace sm80 {
+
+using namespace decoding;
+
+template <typename Shape> struct Stage {
+    uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
+};
+
+// The keys and values of a block's share, on their way from the cache to shared memory. They run ahead of what the
+// block computes. A warp copies kWarpRows rows of a step, of K and of V.
+template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
+    using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
+    static constexpr int kWarpRows = Shape::kBlockN / Shape::kNumWarps, kVecs = Shape::kHeadDim / 8;
+    int sequence, row;  // where this lane's row of the next step lies, see find()
+
+    __device__ KeyStream(const DecodeParams &p, const Call &call, Run<Shape> &run)
+        : StepsAhead<Shape>(p, call, run) {
+        find();
+    }
+
+    // Starts the copies of the next step, if there is one, to a stage. They are one group of copies.
+    __device__ void load(Stage<Shape> &stage) {
+        if (run.is_valid()) {
+            rows_are_neighbours() ? copy<true>(stage) : copy<false>(stage);
+            key += Shape::kBlockN;
+            find();
+        }
+        cp_async_commit();
+    }
+
+  private:
+    // Whether the rows of a warp follow each other in memory, in one sequence or page.
+    __device__ bool rows_are_neighbours() const {
+        return !p.page_table || (p.page_size % kWarpRows == 0 && run.cut.seq.k_begin % kWarpRows == 0);
+    }
+
+    // Where the rows of the next step lie: the first row of the warp if they are neighbours, else row l % kWarpRows for
+    // lane l. The number of a page comes from memory, and nothing waits for it here.
+    __device__ void find() {
+        this->settle();
+        if (!run.is_valid()) return;
+        const int lane_row = rows_are_neighbours() ? 0 : int(threadIdx.x) % kWarpRows;
+        const int at = key + int(threadIdx.x / 32) * kWarpRows + lane_row;
+        row = run.cut.seq.k_begin + min(at, run.cut.end - 1), sequence = run.b;
+        if (p.page_table) {
+            const int page = unsigned(row) / unsigned(p.page_size);
+            sequence = p.page_table[run.b * p.page_table_stride + page], row -= page * p.page_size;
+        } else if (p.cache_batch_idx) sequence = p.cache_batch_idx[run.b];
+    }
+
+    template <bool kNeighbours> __device__ void copy(Stage<Shape> &stage) const {
+        using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
+        constexpr int kRowStep = 32 / kVecs;
+        const int lane_row = threadIdx.x % 32 / kVecs, vec = threadIdx.x % kVecs;
+        const int row0 = int(threadIdx.x / 32) * kWarpRows + lane_row;
+        const unsigned b = max(0, min(sequence, p.num_sequences - 1)), h = run.h_k;  // none below 0: fewer instructions
+        const unsigned first_row = kNeighbours ? row + lane_row : row;
+        const T *gK = rows_of<const T>(p.k, b, h, first_row), *gV = rows_of<const T>(p.v, b, h, first_row);
+        if (kNeighbours) gK += 8 * vec, gV += 8 * vec;
+        // Rows [first, k_end) of K and [first, v_end) of V are copied, counted from row0 on. Others become 0.
+        const int first = run.cut.begin - key - row0, end = run.cut.end - key - row0;
+        const int k_end = 8 * vec < p.head_dim ? end : first, v_end = 8 * vec < p.head_dim_v ? end : first;
+        const uint32_t offset0 = Swizzle::offset(row0, vec);
+        const uint64_t policy = evict_first();
+        const uint32_t k_address = shared_address(stage.sK), v_address = shared_address(stage.sV);
+#pragma unroll(kNeighbours ? kWarpRows / kRowStep : 2)
+        for (int r = 0; r < kWarpRows; r += kRowStep) {
+            const T *k = gK, *v = gV;
+            if (kNeighbours) gK += kRowStep * p.k.row_stride, gV += kRowStep * p.v.row_stride;
+            else k = of_lane(gK, r + lane_row) + 8 * vec, v = of_lane(gV, r + lane_row) + 8 * vec;
+            const uint32_t offset = (offset0 ^ r % 8 * 16) + r * Swizzle::kRowBytes;  // row0 % 8 < kRowStep
+            cp_async(k_address + offset, k, r >= first && r < k_end, policy);
+            cp_async(v_address + offset, v, r >= first && r < v_end, policy);
+        }
+    }
+    __device__ static const T *of_lane(const T *x, int lane) {
+        return reinterpret_cast<const T *>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(x), lane));
+    }
+};
+
+}  // namespace sm80

@@ -1,0 +1,152 @@
+// What a kernel has of a tile for some of the keys, and how it is stored: as the output, or as one of several results
+// in the workspace.
+#pragma once
+
+#include "cache/rows.cuh"
+#include "common/scores.cuh"
+#include "common/softmax.cuh"
+
+namespace decoding {
+
+// What a row has of some of its keys: row_max in units of log2, and the sum and acc_o of exp2(score - row_max).
+struct RowState {
+    float max = -FLT_MAX, sum = 0.f;  // max is finite: exp2(-inf - max) is 0, not NaN
+};
+
+// What acc_o is multiplied by to become a row of the output, and its lse.
+struct RowEnd {
+    bool has_keys;
+    float scale, lse;
+
+    __device__ RowEnd(RowState row, const float *sink) : has_keys(row.sum != 0.f) {
+        const float factor = sink ? add_sink(row.max, row.sum, *sink * 1.4426950408889634f) : 1.f;
+        scale = factor / row.sum;
+        lse = row.sum == 0.f ? -INFINITY : float(row.max * 0.6931471805599453 + logf(row.sum));
+    }
+};
+
+// The rows of a tile for some of the keys: those of this lane, Shape::row_of_lane(i) with i below kLaneRows, and their
+// columns Shape::col_of_lane(j), which come in pairs.
+template <typename Shape> struct TileState {
+    typename Shape::AccO acc_o = {};
+    RowState rows[Shape::kLaneRows];
+
+    // act(x, col) for this lane's pairs of columns of row i.
+    template <typename Act> __device__ void for_pairs(int i, Act act) {
+#pragma unroll
+        for (int j = 0; j < Shape::kLaneCols; j += 2)
+            act(reinterpret_cast<float2 &>(Shape::at(acc_o, i, j)), Shape::col_of_lane(j));
+    }
+    // The maximum of row i becomes `max`, which is not below it.
+    __device__ void grow(int i, float max) {
+        const float alpha = exp2_approx(rows[i].max - max);
+        rows[i].max = max, rows[i].sum *= alpha;
+        for_pairs(i, [&](float2 &o, int) { o = {o.x * alpha, o.y * alpha}; });
+    }
+};
+
+// Where a row of the output lies. Its lse is stored by the thread that has the first column.
+template <typename T> struct OutputRow {
+    const RowEnd end;
+    T *const o;
+
+    template <typename Shape>
+    __device__ OutputRow(const DecodeParams &p, const Run<Shape> &run, int r, RowState state, int col)
+        : OutputRow(p, run, PackedRow(run, r), state, col) {}
+    // Columns [col, col + 2).
+    __device__ void store(const DecodeParams &p, int col, float x, float y) const {
+        if (col < p.head_dim_v)
+            *reinterpret_cast<uint32_t *>(o + col) = end.has_keys ? pack<T>(x * end.scale, y * end.scale) : 0u;
+    }
+
+  private:
+    template <typename Shape>
+    __device__ OutputRow(const DecodeParams &p, const Run<Shape> &run, const PackedRow &row, RowState state, int col)
+        : end(state, sink_of<float>(p, row.head)),
+          o(rows_of<T>(p.o, run.b, row.head, run.cut.seq.q_begin + row.token)) {
+        if (col == 0) static_cast<float *>(p.lse)[lse_index(p, run.cut.seq, run.b, row.head) + row.token] = end.lse;
+    }
+};
+
+template <typename T, typename Shape>
+__device__ void store_tile(const DecodeParams &p, const Run<Shape> &run, TileState<Shape> &state) {
+#pragma unroll
+    for (int i = 0; i < Shape::kLaneRows; i++) {
+        const int r = Shape::row_of_lane(i);
+        if (r >= run.valid_rows()) continue;
+        const OutputRow<T> row(p, run, r, state.rows[i], Shape::col_of_lane(0));
+        state.for_pairs(i, [&](float2 x, int col) { row.store(p, col, x.x, x.y); });
+    }
+}
+
+// The results of a tile in the workspace, in the order of their keys. Each is [room.rows, kHeadDim] of acc_o, and then
+// [room.rows, 4] of row_max and row_sum.
+struct Results {
+    float *first;
+    int second, stride;  // where the second one lies, and how far the others are from one another
+    int count;
+    int ends;  // where row_max and row_sum of a result lie
+
+    __device__ float *at(int i) const { return first + (i == 0 ? 0 : second + (i - 1) * stride); }
+};
+
+// With num_splits there is a place for each chunk. Without, the first share has the result in its second slot, and the
+// others have theirs in their first.
+template <typename Shape>
+__device__ Results results_of(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run) {
+    const int size = room.rows * Shape::kPitch;
+    float *workspace = static_cast<float *>(p.workspace);
+    if (room.splits) {
+        const int64_t heads = int64_t(run.b) * p.nheads_k + run.h_k;
+        const int64_t chunk = heads * room.splits + run.tile * run.cut.num_chunks;
+        return {workspace + chunk * size, size, size, run.cut.num_chunks, room.rows * Shape::kHeadDim};
+    }
+    const int share = run.first_share(), slots = 2 * line.heads;
+    const int slot = share * slots + line.head() * 2 + 1;
+    return {workspace + slot * int64_t(size), (slots - 1) * size, slots * size, run.last_share() - share + 1,
+            room.rows * Shape::kHeadDim};
+}
+
+// That of the part of the run that begins at a chunk.
+template <typename Shape>
+__device__ void store_result(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run,
+                             TileState<Shape> &state, int chunk) {
+    const int64_t size = int64_t(room.rows) * Shape::kPitch;
+    float *to = room.splits ? results_of(p, room, line, run).at(chunk)
+                            : static_cast<float *>(p.workspace) + (2 * blockIdx.x + (chunk == 0)) * size;
+#pragma unroll
+    for (int i = 0; i < Shape::kLaneRows; i++) {
+        const int r = Shape::row_of_lane(i);
+        if (r >= run.valid_rows()) continue;
+        float *row = to + r * Shape::kHeadDim, *end = to + room.rows * Shape::kHeadDim + 4 * r;
+        state.for_pairs(i, [&](float2 o, int col) { *reinterpret_cast<float2 *>(row + col) = o; });
+        if (Shape::col_of_lane(0) == 0) *reinterpret_cast<float2 *>(end) = {state.rows[i].max, state.rows[i].sum};
+    }
+}
+
+// Stores what the block has of a part of its run.
+template <typename T, typename Shape>
+__device__ void end_part(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run,
+                         TileState<Shape> &state, int chunk) {
+    if (run.has_one_result(room)) store_tile<T>(p, run, state);
+    else store_result(p, room, line, run, state, chunk);
+}
+
+// Rows that are not a sample's get 0 and -inf.
+template <typename T> __device__ void store_padding(const DecodeParams &p) {
+    if (!p.cu_seqlens_q && !p.seqused_q) return;
+    const int warp_idx = threadIdx.x / 32, col = threadIdx.x % 32 * 8;
+    for (int b = blockIdx.x; b < p.batch_size; b += gridDim.x) {
+        const Sequence seq(p, b);
+        if (!seq.is_served(p)) continue;
+        const int64_t count = int64_t(seq.padded_q - seq.seqlen_q) * p.nheads;
+        for (int64_t i = warp_idx; i < count; i += blockDim.x / 32) {
+            const int row = seq.seqlen_q + int(i / p.nheads), h = int(i % p.nheads);
+            if (col == 0) static_cast<float *>(p.lse)[lse_index(p, seq, b, h) + row] = -INFINITY;
+            if (col < p.head_dim_v)
+                *reinterpret_cast<uint4 *>(rows_of<T>(p.o, b, h, seq.q_begin + row) + col) = uint4{};
+        }
+    }
+}
+
+}  // namespace decoding

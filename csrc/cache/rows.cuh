@@ -1,0 +1,85 @@
+// The packed rows of a run: how Q comes to shared memory, and what becomes of the scores of its rows.
+#pragma once
+
+#include "cache/share.cuh"
+#include "common/scores.cuh"
+#include "mods/score_mods.cuh"
+#include "ptx/sm80.cuh"
+
+namespace decoding {
+
+using namespace ptx;
+
+// Starts the copies of a run's rows of Q to shared memory, as one group: 0 beyond the sample and beyond head_dim.
+// offset_of(row, vec): where 16 bytes lie in sQ.
+template <typename T, typename Shape, typename OffsetOf>
+__device__ void load_q(void *sQ, const DecodeParams &p, const Run<Shape> &run, OffsetOf offset_of) {
+    constexpr int kVecs = Shape::kHeadDim / 8, kRowStep = Shape::kNumThreads / kVecs;
+    const int vec = threadIdx.x % kVecs;
+#pragma unroll
+    for (int row0 = 0; row0 < Shape::kBlockM && run.is_valid(); row0 += kRowStep) {
+        const int r = row0 + threadIdx.x / kVecs;
+        const bool is_needed = r < run.valid_rows() && 8 * vec < p.head_dim;
+        const PackedRow at(run, is_needed ? r : 0);
+        const T *gQ = rows_of<const T>(p.q, run.b, at.head, run.cut.seq.q_begin + at.token) + 8 * vec;
+        cp_async(shared_address(sQ) + offset_of(r, vec), gQ, is_needed);
+    }
+    cp_async_commit();
+}
+
+// q·k become scores, see scores.cuh and score_mods.cuh. `key` is the first of the step. Each row has its own slope.
+template <typename Shape>
+__device__ void change_scores(typename Shape::AccS &acc_s, const Scores<> &scores, const ScoreFactors<float> &factors,
+                              const DecodeParams &p, const Run<Shape> &run, int key) {
+    if (!factors.has_softcap && scores.is_raw && !p.alibi_slopes) return;
+    auto for_scores = [&](int i, auto change) {
+#pragma unroll
+        for (int j = 0; j < Shape::kLaneKeys; j++) change(Shape::at(acc_s, i, j), key + Shape::key_of_lane(j));
+    };
+#pragma unroll
+    for (int i = 0; i < Shape::kLaneRows; i++) {
+        if (factors.has_softcap) for_scores(i, [&](float &s, int) { s = tanh_approx(s * factors.of_qk); });
+        else if (!scores.is_raw) for_scores(i, [&](float &s, int) { s = scores.score(s); });
+        if (!p.alibi_slopes) continue;
+        const PackedRow row(run, Shape::row_of_lane(i));
+        if (row.token >= run.cut.seq.seqlen_q) continue;
+        const float slope = p.alibi_slopes[run.b * p.alibi_batch_stride + row.head] * factors.per_unit;
+        const int diagonal = row.token + run.cut.seq.seqlen_k - run.cut.seq.seqlen_q;
+        for_scores(i, [&](float &s, int key) { s -= slope * fabsf(float(diagonal - key)); });
+    }
+}
+
+// Whether a row of a tree sees a key: all that are older than the new ones, and those of the new ones in its word.
+struct Branches {
+    uint64_t word = ~0ull;
+    int first_new = 0;
+
+    template <typename Shape> __device__ Branches(const DecodeParams &p, const Run<Shape> &run, int token) {
+        if (!p.tree_mask || token >= run.cut.seq.seqlen_q) return;
+        word = p.tree_mask[run.b * p.tree_batch_stride + token];
+        first_new = run.cut.seq.seqlen_k - run.cut.seq.seqlen_q;
+    }
+    __device__ bool contains(int key) const {
+        const unsigned bit = key - first_new;
+        return bit >= 64 || word >> bit & 1;
+    }
+};
+
+// Scores of keys that a row does not see become -inf. `key` is the first of the step.
+template <typename Shape>
+__device__ void hide_scores(typename Shape::AccS &acc_s, const DecodeParams &p, const Run<Shape> &run, int key) {
+    const Mask mask(run.cut.seq.seqlen_q, run.cut.seq.seqlen_k, p);
+#pragma unroll
+    for (int i = 0; i < Shape::kLaneRows; i++) {
+        const int token = PackedRow(run, Shape::row_of_lane(i)).token;
+        const Range seen = mask.keys(token);
+        const Branches branches(p, run, token);
+#pragma unroll
+        for (int j = 0; j < Shape::kLaneKeys; j++) {
+            const int k = key + Shape::key_of_lane(j);
+            if (!seen.contains(k) || !branches.contains(k)) Shape::at(acc_s, i, j) = -INFINITY;
+        }
+    }
+}
+
+}  // namespace decoding

@@ -1,0 +1,352 @@
+// The folder cache/ has attention of a few query tokens to long caches of keys and values ("decode"). The header of
+// decode.cu shows how its parts work together. Order in cache/: share.cuh, keys.cuh, rows.cuh, result.cuh, join.cuh,
+// decode.cu. Beside it: decode_sm90.cu.
+//
+// How decode.cu and decode_sm90.cu cut a batch into work, and which share of it a block has.
+//
+// The packed rows of a sample are cut into tiles, and its keys into chunks of equal length. A chunk for one tile of one
+// key head is an item. All items of the batch lie on one line, whose unit is a step of kBlockN keys, and every block
+// has an equal share of the line. The device finds all of this, from lengths that it alone knows. Samples that another
+// launch serves have no items. Neighbouring chunks of a tile within the share of a block are a run.
+//
+// With num_splits, a chunk is a part of a sample's keys, cut by its own lengths, and each chunk has a result of its
+// own, so that the bits of a sample do not depend on its batch. Without, a chunk is a single step, and a run has one
+// result. So work is dealt out evenly, and at most two results of a block wait in memory for those of other blocks.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "common/launch.h"
+#include "common/mask.cuh"
+#include "flash.h"
+
+namespace decoding {
+
+// What the kernels' shapes have in common: kBlockN keys a step, 16 KB of K and as many of V.
+template <int kHeadDim_, int kNumWarps_> struct KeyShape {
+    static constexpr int kHeadDim = kHeadDim_, kBlockN = 8192 / kHeadDim;
+    static constexpr int kNumWarps = kNumWarps_, kNumThreads = 32 * kNumWarps;
+    static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace
+};
+
+// Of numbers from 0 on, which takes fewer instructions than of signed ones.
+__device__ inline int floor_div(unsigned x, unsigned y) { return int(x / y); }
+__device__ inline int ceil_div(unsigned x, unsigned y) { return int((x + y - 1) / y); }
+
+// The room in the workspace: slots, each for a result of `rows` rows, and counters of results. Shares have two slots
+// each: for the tile that began in an earlier share, and for one that goes on in a later share. With num_splits, every
+// sample and key head has a slot for each of `splits` chunks. A sample that needs more room is not cut.
+struct Room {
+    int group;           // query heads of a key head
+    uint32_t per_group;  // the next integer above 2^31 / group
+    int rows;
+    int splits;          // num_splits; 0: none were asked for
+    int tiles;           // with splits, how many TileCounters a sample and key head has
+
+    Room(const DecodeParams &p, int block_m)
+        : group(p.nheads / p.nheads_k), per_group((1u << 31) / group + 1), splits(p.num_splits) {
+        const int64_t packed_rows = int64_t(group) * p.max_seqlen_q;
+        rows = int(packed_rows < block_m ? packed_rows : block_m);
+        tiles = int(std::min<int64_t>((packed_rows + block_m - 1) / block_m, splits));
+    }
+};
+
+// What the blocks with results of a tile tell one another. The last of them sets all to 0 again.
+struct TileCounters {
+    int chunks;  // that have a result
+    int groups;  // of rows, that blocks have taken to join them
+    int left;    // chunks whose blocks have left
+};
+
+// With `blocks` blocks at most.
+template <typename Shape> int64_t workspace_bytes(const DecodeParams &p, int64_t blocks) {
+    const Room room(p, Shape::kBlockM);
+    const int64_t slots = room.splits ? p.batch_size * p.nheads_k * room.splits : 2 * blocks;
+    return room.splits == 1 ? 0 : slots * room.rows * int64_t(4 * Shape::kPitch);
+}
+
+template <typename Shape> int64_t num_counters(const DecodeParams &p, int64_t blocks) {
+    const Room room(p, Shape::kBlockM);
+    const int64_t tiles = room.splits ? p.batch_size * p.nheads_k * room.tiles : blocks;
+    return room.splits == 1 ? 0 : tiles * int(sizeof(TileCounters) / sizeof(int));
+}
+
+// The key heads of a key often lie side by side in memory, where it is fastest to read all of them at once. So `heads`
+// neighbouring blocks work on the same keys, each for a head of its own. There is a line for each of these heads, and
+// all lines are cut into shares in the same way.
+struct Line {
+    int heads;           // side by side
+    int heads_of_line;   // one after another on a line
+    int shares;          // of a line, at most
+    uint32_t per_share;  // 2^32 / shares, rounded up
+    uint32_t per_head;   // the next integer above 2^31 / heads
+
+    Line(int nheads_k, int blocks) : heads(1) {
+        for (int n = 2; n <= 16; n++)
+            if (nheads_k % n == 0 && blocks % n == 0) heads = n;
+        heads_of_line = nheads_k / heads;
+        shares = blocks / heads, per_share = UINT32_MAX / shares + 1, per_head = (1u << 31) / heads + 1;
+    }
+    // Of this block.
+    __device__ int share() const { return __umulhi(2 * blockIdx.x, per_head); }
+    __device__ int head() const { return blockIdx.x - share() * heads; }
+};
+
+// Throws std::invalid_argument if a call has more work than the kernels can count.
+template <typename Shape> void check_size(const DecodeParams &p, const Room &room, const Line &line) {
+    if (room.group > 1 << 15) throw std::invalid_argument("minimal_attn: a key head has over 32768 query heads");
+    const int64_t all_rows = p.cu_seqlens_q ? p.seqlen_q : p.batch_size * p.seqlen_q;
+    const int64_t rows = std::min(all_rows, p.batch_size * p.max_rows);
+    const int64_t tiles = rows * room.group / Shape::kBlockM + p.batch_size;
+    const int64_t chunks = p.seqlen_k / Shape::kBlockN + 2, rounding = room.splits ? 2 : 1;
+    if (tiles > INT32_MAX / 2 / (chunks * rounding * line.heads_of_line))
+        throw std::invalid_argument("minimal_attn: the call has over 2^30 steps of a tile of rows and " +
+                                    std::to_string(Shape::kBlockN) + " keys; divide the batch into several calls");
+}
+
+// How a line of `steps` steps is cut into shares, of which none is empty.
+struct Shares {
+    int steps, count;
+    uint32_t per_share;
+
+    __device__ Shares(const Line &line, int steps)
+        : steps(steps), count(min(line.shares, steps)), per_share(line.per_share) {}
+
+    // steps · share / count, rounded in the same way for all.
+    __device__ int begin(int share) const {
+        if (count == steps || share == count) return count == steps ? share : steps;
+        return __umulhi(steps, share * per_share);
+    }
+    // The share of a step.
+    __device__ int of(int step) const {
+        int share = min(int(__fdividef(float(step), float(steps)) * float(count)), count - 1);  // a guess
+        while (begin(share) > step) share--;
+        while (begin(share + 1) <= step) share++;
+        return share;
+    }
+};
+
+// A copy by the lanes of a warp.
+template <typename X> __device__ void copy_words(X &to, const X &from) {
+    for (unsigned i = threadIdx.x % 32; i < sizeof(X) / 4; i += 32)
+        reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(&from)[i];
+}
+
+// How the valid packed rows of a sample are cut into tiles, and its keys into chunks. Padding does not count. With
+// num_splits a sample has about so many items for each key head, so more tiles mean fewer chunks.
+template <typename Shape> struct Cut {
+    static constexpr int kBlockN = Shape::kBlockN;
+    Sequence seq;
+    int group;
+    uint32_t per_group;
+    int num_rows, num_tiles;
+    int num_chunks, chunk_steps = 1;  // of a tile, and of a chunk
+    int begin, end;                   // the keys that some row sees
+
+    Cut() = default;
+    __device__ Cut(const DecodeParams &p, const Room &room, int b)
+        : seq(p, b), group(room.group), per_group(room.per_group) {
+        num_rows = seq.is_served(p) ? seq.seqlen_q * group : 0;
+        num_tiles = ceil_div(num_rows, Shape::kBlockM);
+        begin = max(0, seq.seqlen_k - seq.seqlen_q - p.window_left), end = seq.seqlen_k;  // as Mask has it
+        num_chunks = max(1, ceil_div(end - aligned_begin(), kBlockN));
+        if (room.splits == 0 && (room.rows == Shape::kBlockM || num_rows <= room.rows)) return;
+        const int splits = num_tiles <= room.tiles ? floor_div(room.splits, max(1, num_tiles)) : 1;
+        chunk_steps = ceil_div(num_chunks, max(1, splits)), num_chunks = ceil_div(num_chunks, chunk_steps);
+    }
+    __device__ int aligned_begin() const { return floor_div(begin, kBlockN) * kBlockN; }
+    // The keys of the chunks [first, last).
+    __device__ Range keys(int first, int last) const {
+        const int chunk_size = chunk_steps * kBlockN;
+        return {aligned_begin() + first * chunk_size, min(aligned_begin() + last * chunk_size, end)};
+    }
+    __device__ int items(const Line &line) const { return num_tiles * num_chunks * line.heads_of_line; }
+    __device__ int steps(const Line &line) const { return items(line) * chunk_steps; }
+    __device__ int chunks_of(int steps) const { return chunk_steps == 1 ? steps : ceil_div(steps, chunk_steps); }
+    // How many items begin before a step, as counted from the sample's first.
+    __device__ int items_before(int step, const Line &line) const { return min(items(line), chunks_of(max(0, step))); }
+};
+
+// The kernel's parameters in shared memory, for functions that are not inlined. Such a function would read them from
+// global memory: it cannot know that a reference is to constant memory.
+struct Call {
+    DecodeParams p;
+    Room room;
+    Line line;
+
+    // By two warps. find_first_run() has the barrier after it.
+    __device__ void copy(const DecodeParams &from_p, const Room &from_room, const Line &from_line) {
+        if (threadIdx.x < 32) copy_words(p, from_p);
+        else if (threadIdx.x < 64) copy_words(room, from_room), copy_words(line, from_line);
+    }
+};
+
+template <typename Shape> struct Run;
+
+// The steps of the samples [b_begin, b_end). This is not inlined: few batches have more than a sample for each thread.
+template <typename Shape>
+__device__ __noinline__ int steps_of(const DecodeParams &p, const Room &room, const Line &line, int b_begin,
+                                     int b_end) {
+    int steps = 0;
+    for (int b = b_begin; b < b_end; b++) steps += Cut<Shape>(p, room, b).steps(line);
+    return steps;
+}
+
+// Row `row` of a run's tile of packed rows. Divisions are slow, so there is a product in place of one.
+struct PackedRow {
+    int token, head;
+    template <typename Shape> __device__ PackedRow(const Run<Shape> &run, int row) {
+        const int offset = run.head_of_group + row, tokens = __umulhi(2 * offset, run.cut.per_group);
+        token = run.token + tokens, head = run.h_k * run.cut.group + offset - tokens * run.cut.group;
+    }
+};
+
+// A run: the chunks [chunk_begin, chunk_end) of a tile of packed rows of a key head. One thread moves it on.
+template <typename Shape> struct alignas(16) Run {
+    int place, end;  // on the line: of the run, and of the block's share
+    int b, index;    // of the sample, and of the first chunk among its items
+    Shares shares;
+    Cut<Shape> cut;
+    int h_k, tile, chunk_begin, chunk_end, key_begin, key_end;
+    int token, head_of_group;  // of the tile's first row
+    Range full;  // the keys that all rows see
+
+    // Of sample b, if `index` is that of an item.
+    __device__ Run(const DecodeParams &p, const Line &line, const Shares &shares, int b, const Cut<Shape> &cut,
+                   int index, int place, int end)
+        : place(place), end(end), b(b), index(index), shares(shares), cut(cut) {
+        if (index < cut.items(line)) settle(p, line);
+    }
+    __device__ void next(const Call &call) {
+        place += num_chunks() * cut.chunk_steps, index += num_chunks();
+        if (is_valid()) go_on(call.p, call.room, call.line, place);  // a call at the end would do nothing
+    }
+    // If this sample has no more items, to the first one of a later sample that begins at `begin` or behind it. This is
+    // not inlined: most steps do not come here.
+    __device__ __noinline__ void go_on(const DecodeParams &p, const Room &room, const Line &line, int begin) {
+        while (is_valid() && index == cut.items(line)) {
+            cut = Cut<Shape>(p, room, ++b);
+            index = cut.items_before(begin - place, line), place += index * cut.chunk_steps;
+        }
+        if (is_valid()) settle(p, line);
+    }
+    __device__ bool is_valid() const { return place < end; }
+    __device__ int num_chunks() const { return chunk_end - chunk_begin; }
+    __device__ bool has_whole_tile() const { return num_chunks() == cut.num_chunks; }
+    // Whether the tile needs no room in the workspace.
+    __device__ bool has_one_result(const Room &room) const {
+        return has_whole_tile() && (room.splits == 0 || cut.num_chunks == 1);
+    }
+    __device__ bool all_rows_see(int key) const { return key >= full.begin && key + Shape::kBlockN <= full.end; }
+    __device__ int valid_rows() const { return min(Shape::kBlockM, cut.num_rows - tile * Shape::kBlockM); }
+    // The chunks [chunk, part_end) have one result.
+    __device__ int part_end(int chunk, const Room &room) const { return room.splits ? chunk + 1 : chunk_end; }
+    // Their keys that some row of the tile sees.
+    __device__ Range keys(int first, int last) const {
+        const Range all = cut.keys(first, last);
+        return {max(all.begin, key_begin), min(all.end, key_end)};
+    }
+    // The shares in which the tile begins and ends.
+    __device__ int first_share() const { return shares.of(place - chunk_begin * cut.chunk_steps); }
+    __device__ int last_share() const {
+        return shares.of(place + (cut.num_chunks - chunk_begin) * cut.chunk_steps - 1);
+    }
+
+  private:
+    __device__ void settle(const DecodeParams &p, const Line &line) {
+        chunk_begin = index, tile = 0, h_k = line.head();
+        if (index >= cut.num_chunks) {  // divisions are slow
+            const int tiles = floor_div(index, cut.num_chunks), heads = floor_div(tiles, cut.num_tiles);
+            chunk_begin -= tiles * cut.num_chunks, tile = tiles - heads * cut.num_tiles, h_k += heads * line.heads;
+        }
+        chunk_end = min(cut.num_chunks, chunk_begin + cut.chunks_of(end - place));
+        token = cut.num_tiles > 1 ? floor_div(tile * Shape::kBlockM, cut.group) : 0;
+        head_of_group = tile * Shape::kBlockM - token * cut.group;
+        const int last_token = PackedRow(*this, valid_rows() - 1).token;
+        const Mask mask(cut.seq.seqlen_q, cut.seq.seqlen_k, p);
+        const Range first = mask.keys(token), last = mask.keys(last_token), all = cut.keys(chunk_begin, chunk_end);
+        key_begin = max(all.begin, floor_div(first.begin, Shape::kBlockN) * Shape::kBlockN);
+        key_end = min(all.end, last.end);
+        full = {last.begin, p.tree_mask ? cut.seq.seqlen_k - cut.seq.seqlen_q : first.end};
+    }
+};
+
+// A tile with results of several blocks, as one of them sees it: whether all are there, and which rows it joins now.
+struct Join {
+    bool has_all;
+    int group;
+};
+
+// The runs of a block's share, in shared memory: the first one, and those after it by turns in four slots. decode.cu
+// uses three at a time, but i % 3 costs 22 registers. The tiles of the first and last run may go on in other shares.
+template <typename Shape> struct Runs {
+    Run<Shape> slots[5];
+    Join joins[2];  // of these two tiles
+
+    __device__ Run<Shape> &operator[](int i) { return slots[i == 0 ? 4 : i % 4]; }
+};
+
+// The first run of this block's share, in shared memory. Samples are dealt out to threads, whose sums are scanned. The
+// thread that has the sample in which the share begins finds the run.
+template <typename Shape>
+__device__ void find_first_run(Run<Shape> &run, int (&steps_of_warps)[Shape::kNumWarps], const DecodeParams &p,
+                               const Room &room, const Line &line) {
+    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32, batch_size = int(p.batch_size);
+    const int samples = ceil_div(batch_size, Shape::kNumThreads);  // of a thread
+    const int b_begin = threadIdx.x * samples, b_end = min(b_begin + samples, batch_size);
+    Cut<Shape> cut;
+    int steps = 0;
+    if (b_begin < b_end) cut = Cut<Shape>(p, room, b_begin), steps = cut.steps(line);
+    if (b_begin + 1 < b_end) steps += steps_of<Shape>(p, room, line, b_begin + 1, b_end);
+    int place = steps;  // on the line, of the end of this thread's samples
+#pragma unroll 1
+    for (int lanes = 1; lanes < min(batch_size, 32); lanes *= 2) {
+        const int before = __shfl_up_sync(~0u, place, lanes);
+        if (lane_idx >= lanes) place += before;
+    }
+    int total = __shfl_sync(~0u, place, min(batch_size, 32) - 1);
+    if (batch_size > 32) {  // otherwise the first warp has all samples
+        if (lane_idx == 0) steps_of_warps[warp_idx] = total;
+        __syncthreads();
+        total = 0;
+        for (int warp = 0; warp < Shape::kNumWarps; warp++) {
+            if (warp < warp_idx) place += steps_of_warps[warp];
+            total += steps_of_warps[warp];
+        }
+    }
+    const Shares shares(line, total);
+    const int share = line.share(), begin = share < shares.count ? shares.begin(share) : total;
+    if (threadIdx.x == 0 && begin == total) run.place = run.end = 0;  // no share
+    place -= steps;
+    if (begin < total && begin >= place && begin < place + steps) {
+        const int item = cut.items_before(begin - place, line);
+        run = Run<Shape>(p, line, shares, b_begin, cut, item, place + item * cut.chunk_steps, shares.begin(share + 1));
+        if (item == cut.items(line)) run.go_on(p, room, line, begin);
+    }
+    __syncthreads();
+}
+
+// The steps of a block's share, as they are loaded, ahead of what is computed.
+template <typename Shape> struct StepsAhead {
+    const DecodeParams &p;
+    const Call &call;
+    Run<Shape> &run;  // of this warp
+    int key;          // the first of the next step, if the run is valid
+
+    __device__ StepsAhead(const DecodeParams &p, const Call &call, Run<Shape> &run)
+        : p(p), call(call), run(run), key(run.is_valid() ? run.key_begin : 0) {}
+
+    // Go on to the next run when the last one has no more keys. By all lanes of a warp.
+    __device__ void settle() {
+        while (run.is_valid() && key >= run.key_end) {
+            __syncwarp();  // all lanes have read the run
+            if (threadIdx.x % 32 == 0) run.next(call);
+            __syncwarp();  // the next one is there
+            key = run.key_begin;
+        }
+    }
+};
+
+}  // namespace decoding

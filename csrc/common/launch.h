@@ -1,0 +1,110 @@
+// The folder common/ has what the kernels for all GPUs share: the launch, the lengths of a sample, one mask, one order
+// of tiles and one softmax. Order in common/: launch.h, device.h, sequence.cuh, mask.cuh, scores.cuh, scheduler.cuh,
+// softmax.cuh. Beside it: device.cu, bwd_splits.cuh.
+//
+// What the kernels need of the CUDA runtime: element types, dynamic shared memory, and one function that launches or
+// throws. host/cuda.h has the same for the CPU, in its namespace host: both are linked into one library.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_pipeline.h>
+
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "common/device.h"
+
+namespace device {
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(__half x) { return __half2float(x); }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+template <typename T> __device__ T from_float(float x) {  // rounds to nearest even
+    if constexpr (std::is_same_v<T, __half>) return __float2half_rn(x);
+    else if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(x);
+    else return x;
+}
+
+// The dynamic shared memory of the block, as the kernel's struct of tiles: aligned as the widest swizzle of TMA needs.
+template <typename Tiles> __device__ Tiles &shared_memory() {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    return *reinterpret_cast<Tiles *>(memory);
+}
+
+#define MINIMAL_ATTN_STRING_(...) #__VA_ARGS__
+#define MINIMAL_ATTN_STRING(...) MINIMAL_ATTN_STRING_(__VA_ARGS__)
+
+inline void check_cuda(cudaError_t error) {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // the error is ours: leave none behind for the caller's next call
+    std::string message = std::string("minimal_attn: ") + cudaGetErrorString(error);
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+        int device = 0;
+        cudaDeviceProp gpu{};
+        cudaGetDevice(&device);
+        cudaGetDeviceProperties(&gpu, device);
+        message += std::string("; the GPU is ") + gpu.name + " (compute capability " + std::to_string(gpu.major) + "." +
+                   std::to_string(gpu.minor) + "), this build holds kernels for " +
+                   MINIMAL_ATTN_STRING(__CUDA_ARCH_LIST__) + "; rebuild with TORCH_CUDA_ARCH_LIST=" +
+                   std::to_string(gpu.major) + "." + std::to_string(gpu.minor) + " (7.5 and newer are supported)";
+    }
+    throw std::runtime_error(message);
+}
+
+// For functions of the driver, which need a context. A thread has none until it calls a function of the runtime that
+// makes one. Since CUDA 12, cudaSetDevice does.
+inline void make_context() {
+    int device;
+    check_cuda(cudaGetDevice(&device)), check_cuda(cudaSetDevice(device));
+}
+
+template <typename... Args>
+void enqueue(bool may_begin_early, int cluster, void (*kernel)(Args...), int64_t blocks, int threads,
+             size_t shared_bytes, void *stream, Args... args) {
+    if (blocks == 0) return;
+    if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)));
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {unsigned(cluster), 1, 1};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
+    config.stream = static_cast<cudaStream_t>(stream), config.attrs = attributes + (cluster == 1);
+    config.numAttrs = (cluster > 1) + may_begin_early;
+    check_cuda(cudaLaunchKernelEx(&config, kernel, args...));
+}
+
+// Enqueue kernel<<<blocks, threads, shared_bytes, stream>>>(args...) on the current device. No blocks: nothing to do.
+template <typename... Args>
+void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
+            std::type_identity_t<Args>... args) {
+    enqueue<Args...>(false, 1, kernel, blocks, threads, shared_bytes, stream, args...);
+}
+// Like launch(), but the kernel may begin while the previous one in the stream ends ("CUDA C++ Programming Guide:
+// Programmatic Dependent Launch"). A thread calls wait_for_previous_kernel() before it touches what that one reads or
+// writes, or waits for a counter. Every kernel that launch_early() starts has a thread that calls it, so kernels
+// further back have ended, too. The previous kernel calls let_next_kernel_begin(), and the next begins when all its
+// blocks have. If they wait before that, it may read what the kernel before them wrote. Where the two need nothing of
+// one another, a thread waits at the end of its kernel.
+// kCluster blocks are a cluster.
+template <int kCluster = 1, typename... Args>
+void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
+                  std::type_identity_t<Args>... args) {
+    enqueue<Args...>(can_launch_early(), kCluster, kernel, blocks, threads, shared_bytes, stream, args...);
+}
+__device__ inline void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+__device__ inline void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+}  // namespace device

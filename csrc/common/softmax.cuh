@@ -1,0 +1,153 @@
+// Online softmax on accumulator fragments, for every kernel on tensor cores (Dao, FlashAttention-2, 2023, Algorithm 1).
+//
+// acc[m][n][4] are a warp's accumulators [16·kMTiles, 8·kNTiles], m16n8 tiles as ptx/sm80.cuh has them; a warp's share
+// of a wgmma accumulator looks the same. The four lanes of a quad hold the same rows. A lane numbers its rows i = 2·m
+// for row r, 2·m + 1 for row r + 8 of tile m. acc_s is fp32, acc_o fp32 or fp64.
+//
+// The running maximum is lazy. P = exp2(softmax_scale_log2 · S - row_max) is right for any row_max near the true
+// maximum, so row_max stays until the true one is 8 binary orders ahead. P up to 2^8 rounds as well as P up to 1, and
+// acc_o is rescaled at a row's first keys and then almost never. Each row decides for itself: what happens to a row
+// never depends on the rows that its warp has beside it.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "common/sequence.cuh"
+#include "ptx/sm80.cuh"
+
+template <typename Op> __device__ float quad_reduce(float x, Op op) {
+    x = op(x, __shfl_xor_sync(~0u, x, 1));
+    return op(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+// One more score, in units of log2, joins the sum of a row. Returns what the terms so far are multiplied by. A sink
+// that is larger than fp32 in these units counts as FLT_MAX.
+__device__ inline float add_sink(float &row_max, float &row_sum, float sink_log2) {
+    if (sink_log2 > FLT_MAX) sink_log2 = FLT_MAX;
+    const float new_max = fmaxf(row_max, sink_log2), factor = ptx::exp2_approx(row_max - new_max);
+    row_sum = row_sum * factor + ptx::exp2_approx(sink_log2 - new_max);
+    row_max = new_max;
+    return factor;
+}
+
+template <int kMTiles> struct Softmax {
+    static constexpr int kRows = 2 * kMTiles;
+    static constexpr float kRescaleThreshold = 8.f;  // in units of log2
+
+    float softmax_scale_log2;  // above 0: see scores.cuh
+    float row_max[kRows];      // times softmax_scale_log2; finite at the start: exp2(-inf - row_max) is 0, not NaN
+    float row_sum[kRows];      // over this lane's columns, until finalize()
+
+    __device__ explicit Softmax(float softmax_scale_log2) : softmax_scale_log2(softmax_scale_log2) {
+        for (int i = 0; i < kRows; i++) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
+    }
+
+    // Call it before the probabilities of a block. row_max grows in rows whose scores are far ahead of it, but only in
+    // those that may_grow, if given. Returns whether it grew in some row of the warp. Then the sums so far must be
+    // multiplied by alpha: row_sum is here, acc_o by rescale().
+    template <int kNTiles>
+    __device__ bool update_row_max(const float (&acc_s)[kMTiles][kNTiles][4], float (&alpha)[kRows],
+                                   const bool *may_grow = nullptr) {
+        bool has_grown = false;
+#pragma unroll
+        for (int i = 0; i < kRows; i++) {
+            float block_max = -INFINITY;
+#pragma unroll
+            for (int n = 0; n < kNTiles; n++)
+                block_max = fmaxf(block_max, fmaxf(acc_s[i / 2][n][i % 2 * 2], acc_s[i / 2][n][i % 2 * 2 + 1]));
+            block_max = quad_reduce(block_max, fmaxf);
+            block_max = __fmul_rn(block_max, softmax_scale_log2);  // rounded as row_max is: no FMA with what follows
+            const float growth = block_max - row_max[i];
+            const bool grows = growth > kRescaleThreshold && (!may_grow || may_grow[i]);
+            alpha[i] = grows ? ptx::exp2_approx(-growth) : 1.f;
+            row_max[i] = grows ? block_max : row_max[i];
+            has_grown |= grows;
+        }
+        if (!__any_sync(~0u, has_grown)) return false;
+        for (int i = 0; i < kRows; i++) row_sum[i] *= alpha[i];
+        return true;
+    }
+
+    template <int kDTiles, typename Sum>
+    __device__ static void rescale(Sum (&acc_o)[kMTiles][kDTiles][4], const float (&alpha)[kRows]) {
+#pragma unroll
+        for (int i = 0; i < kRows; i++)
+#pragma unroll
+            for (int d = 0; d < kDTiles; d++)
+                for (int e = 0; e < 2; e++) acc_o[i / 2][d][i % 2 * 2 + e] *= alpha[i];
+    }
+
+    // The scores of row i become P. Returns the sum of this lane's columns, which the caller adds to row_sum.
+    template <int kNTiles> __device__ float exponentiate(float (&acc_s)[kMTiles][kNTiles][4], int i) const {
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < kNTiles; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float &x = acc_s[i / 2][n][i % 2 * 2 + e];
+                sum += x = ptx::exp2_approx(x * softmax_scale_log2 - row_max[i]);
+            }
+        return sum;
+    }
+
+    // P of the columns [16·kk, 16·kk + 16) of tile m: added to row_sum, and rounded to T as the A operand of P V.
+    template <typename T, int kNTiles>
+    __device__ void probabilities(uint32_t (&p)[4], const float (&acc_s)[kNTiles][4], int m, int kk) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int i = 2 * m + j % 2;
+            const float(&s)[4] = acc_s[2 * kk + j / 2];
+            const float x = ptx::exp2_approx(s[j % 2 * 2] * softmax_scale_log2 - row_max[i]);
+            const float y = ptx::exp2_approx(s[j % 2 * 2 + 1] * softmax_scale_log2 - row_max[i]);
+            row_sum[i] += x + y;
+            p[j] = ptx::pack<T>(x, y);
+        }
+    }
+
+    // P of the columns [8·n, 8·n + 8) of tile m: added to row_sum, and as the A operand of a product in fp64 (see
+    // ptx/sm90.cuh), whose columns c and c + 4 are 2c and 2c + 1 here.
+    template <int kNTiles>
+    __device__ void probabilities(double (&p)[4], const float (&acc_s)[kNTiles][4], int m, int n) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int i = 2 * m + j % 2;
+            const float x = ptx::exp2_approx(acc_s[n][j % 2 * 2 + j / 2] * softmax_scale_log2 - row_max[i]);
+            row_sum[i] += x;
+            p[j] = x;
+        }
+    }
+
+    // The end of a row: acc_o becomes the output times `scale`, and lse is written. `row` is this lane's first row,
+    // gLse is the lse of row 0, and sink is that of the head or nullptr. A row without keys gets output 0, as its sum
+    // may be NaN, from 0 · NaN. So does a row beyond the end of the sample.
+    template <int kDTiles, typename Sum>
+    __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float *gLse, const Sequence &seq, int row,
+                             const float *sink, float scale = 1.f, double ln_2 = 0.6931471805599453) {
+        bool has_keys[kRows];
+        float scale_sum[kRows];  // of what was summed without the sink
+        for (int i = 0; i < kRows; i++) {
+            if (row + 8 * i >= seq.seqlen_q) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
+            row_sum[i] = quad_reduce(row_sum[i], [](float x, float y) { return x + y; });
+            has_keys[i] = row_sum[i] != 0.f, scale_sum[i] = scale;
+        }
+        if (sink) [[unlikely]]
+            for (int i = 0; i < kRows; i++)
+                if (row + 8 * i < seq.seqlen_q)
+                    scale_sum[i] *= add_sink(row_max[i], row_sum[i], *sink * 1.4426950408889634f);
+#pragma unroll
+        for (int i = 0; i < kRows; i++) {
+            const Sum scale_o = Sum(scale_sum[i]) / row_sum[i];
+            const float nothing = row_max[i] - row_max[i];  // 0, or NaN if a score overflowed to +inf
+#pragma unroll
+            for (int d = 0; d < kDTiles; d++)
+                for (int e = 0; e < 2; e++) {
+                    Sum &x = acc_o[i / 2][d][i % 2 * 2 + e];
+                    x = has_keys[i] ? x * scale_o : nothing;
+                }
+            if (row + 8 * i < seq.padded_q && threadIdx.x % 4 == 0)
+                gLse[row + 8 * i] =
+                    row_sum[i] == 0.f ? nothing - INFINITY : float(row_max[i] * ln_2 + logf(row_sum[i]));
+        }
+    }
+};

@@ -1,7 +1,0 @@
-// flash_bwd.cu and flash_bwd_bias.cu for the CPU, as flash_host.cpp has flash.cu. Two files compile in half the time.
-//
-// Read next: append_host.cpp, the same of new keys for a cache.
-#include "host_cuda.h"
-#define simt host
-#include "flash_bwd.cu"
-#include "flash_bwd_bias.cu"

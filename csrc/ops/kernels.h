@@ -1,0 +1,124 @@
+// The folder ops/ has the ops of torch as functions that both bindings share: the choice of a kernel, the checks and
+// the outputs. Order in ops/: kernels.h, aten.h, stable.h, forward.h, ops.h, ops.cpp, cache_launches.h, decode_op.h,
+// decode_op.cpp, append_op.h, append_op.cpp.
+//
+// Which kernel serves a call on a GPU: one function of dtype, head_dim, alignment, strides and the GPU. The number of
+// samples does not enter, so that a sample's bits do not depend on its batch.
+#pragma once
+
+#include <atomic>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "flash.h"
+
+// flash.cu, flash_sm80.cu, flash_sm90.cu, flash_dmma.cu, flash.cu on the CPU
+enum class Kernel { kSimt, kSm80, kSm90, kDmma, kHost };
+constexpr const char *kKernelNames[] = {"simt", "sm80", "sm90", "dmma", "host"};
+
+// The kernel that serves all calls of the process, for tests and benchmarks. Any thread may read it at any time.
+inline std::atomic<std::optional<Kernel>> forced_kernel;
+
+struct Gpu {
+    int capability;  // 90 for Hopper; of the code that this build holds for it, if that is older
+    bool fast_fp64;  // half as fast as fp32, not a small fraction
+};
+
+// Why a call, or a part of it, cannot be served. Without a value it can.
+using Reason = std::optional<std::string>;
+
+// The bits of all strides of x at once.
+inline int64_t all_strides(const Tensor &x) { return x.batch_stride | x.head_stride | x.row_stride; }
+
+// Why loads of 16 bytes, which are n elements, cannot read x.
+inline Reason why_not_16_bytes(const std::string &name, const Tensor &x, int n) {
+    if (uintptr_t(x.data) % 16) return name + " does not start at a multiple of 16 bytes";
+    if (all_strides(x) % n) return "a stride of " + name + " is not a multiple of 16 bytes";
+    return {};
+}
+
+// Why TMA cannot read x: its rows must not overlap, as heads and samples may, and its strides are below 2^40 bytes.
+inline Reason why_not_tma(const std::string &name, const Tensor &x, int rows, int head_dim) {
+    if (rows > 1 && x.row_stride < head_dim) return "rows of " + name + " overlap";
+    if (all_strides(x) >> 39) return "a stride of " + name + " is 2^40 bytes or more";
+    return {};
+}
+
+// Why TMA cannot read a bias. Masks of bool are read by pack_mask(), whatever their strides are.
+inline Reason why_not_tma(const Bias &x, int seqlen_k) {
+    if (x.dtype == DType::kBool) return {};
+    const int64_t strides = x.batch_stride | x.head_stride | x.row_stride;
+    if (x.dtype == DType::kFloat32) return "attn_bias is float32";
+    if ((x.key_stride != 1 && seqlen_k > 1) || (x.row_stride && x.row_stride < seqlen_k))
+        return "rows of attn_bias are not contiguous";
+    if (uintptr_t(x.data) % 16 || strides % 8) return "rows of attn_bias start at no multiple of 16 bytes";
+    if (strides >> 39) return "a stride of attn_bias is 2^39 or more";
+    return {};
+}
+
+// Why sm90 cannot serve the backward pass of what else it serves.
+inline Reason why_not_sm90_backward(const AttnParams &p) {
+    if (p.bias.data) return "its backward pass has no attn_bias";
+    if (p.max_head_dim() > 128 && p.has_score_mods())
+        return "its backward pass has no softcap or alibi_slopes for a head_dim over 128";
+    return {};
+}
+
+// Why a kernel cannot serve p, or its backward pass, on a GPU.
+inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backward) {
+    const bool is_sm80 = kernel == Kernel::kSm80, is_sm90 = kernel == Kernel::kSm90, is_dmma = kernel == Kernel::kDmma;
+    if (kernel == Kernel::kSimt) return {};
+    if (is_sm80 && gpu.capability < 80) return "the GPU, or what this build holds for it, is older than sm_80";
+    if (!is_sm80 && gpu.capability != 90) return "the GPU, or what this build holds for it, is not sm_90";
+    const bool is_fp32 = p.dtype == DType::kFloat32;
+    if (is_fp32 && !is_dmma) return "the dtype is float32, which its tensor cores would round";
+    if (!is_fp32 && is_dmma) return "the dtype is not float32";
+    if (p.dropout_seed && is_dmma) return "it has no dropout";
+    if (p.dropout_seed && is_sm90 && !is_backward && p.has_score_mods())
+        return "its forward pass has no dropout with softcap, alibi_slopes or attn_bias";
+    if (p.sinks && is_dmma) return "it has no sinks";
+    if (p.has_score_mods() && is_dmma) return "it has no softcap, alibi_slopes or attn_bias";
+    if (is_sm90 && is_backward)
+        if (const Reason reason = why_not_sm90_backward(p)) return reason;
+    if (is_sm90 && p.bias.data)
+        if (const Reason reason = why_not_tma(p.bias, p.seqlen_k)) return reason;
+    if (p.max_head_dim() > 128 && is_dmma) return "head_dim is over 128";
+    if (p.seqlen_k == 0 && is_sm90) return "there are no keys";  // TMA takes no empty tensor
+
+    const int n = is_fp32 ? 4 : 8;
+    if (p.head_dim % n || p.head_dim_v % n) return "head_dim is not a multiple of 16 bytes";
+    auto why_not_load = [&](const char *name, const Tensor &x, int rows, int head_dim) {
+        const Reason reason = is_sm90 ? why_not_tma(name, x, rows, head_dim) : Reason();
+        return reason ? reason : why_not_16_bytes(name, x, n);
+    };
+    if (const Reason reason = why_not_load("q", p.q, p.seqlen_q, p.head_dim)) return reason;
+    if (const Reason reason = why_not_load("k", p.k, p.seqlen_k, p.head_dim)) return reason;
+    return why_not_load("v", p.v, p.seqlen_k, p.head_dim_v);
+}
+
+struct Choice {
+    Kernel kernel;
+    Reason slow_because = {};  // why 16-bit tensors must do without tensor cores
+};
+
+// The kernel for p, or for its backward pass. dmma has no backward pass, and sm90 has none for some calls. simt and
+// sm80 compute these gradients. Throws std::invalid_argument if the forced kernel cannot serve p.
+inline Choice choose_kernel(const AttnParams &p, Gpu gpu, bool is_backward) {
+    if (std::optional<Kernel> forced = forced_kernel) {
+        if (is_backward && *forced == Kernel::kSm90 && why_not(*forced, p, gpu, true)) forced = Kernel::kSm80;
+        if (is_backward && *forced == Kernel::kDmma) forced = Kernel::kSimt;
+        if (const Reason reason = why_not(*forced, p, gpu, is_backward))
+            throw std::invalid_argument(std::string("the forced kernel ") + kKernelNames[int(*forced)] +
+                                        " cannot serve: " + *reason);
+        return {*forced};
+    }
+    if (!why_not(Kernel::kSm90, p, gpu, is_backward)) return {Kernel::kSm90};
+    const Reason not_sm80 = why_not(Kernel::kSm80, p, gpu, is_backward);
+    if (!not_sm80) return {Kernel::kSm80};
+    // Up to 32 flash.cu multiplies less of what pads head_dim to 64.
+    const bool is_dmma_fast = gpu.fast_fp64 && p.max_head_dim() > 32;
+    if (!is_backward && is_dmma_fast && !why_not(Kernel::kDmma, p, gpu, false)) return {Kernel::kDmma};
+    const bool is_expected = gpu.capability < 80 || p.dtype == DType::kFloat32;
+    return {Kernel::kSimt, is_expected ? Reason() : not_sm80};
+}

@@ -1,0 +1,159 @@
+// New keys and values for a cache: one small kernel writes them to their places, rotates the keys and q by their
+// positions, and counts the keys. Its time is that of memory. Plain CUDA C++ for every GPU, and for the CPU.
+//
+// A thread has one vector of 16 bytes, or one element where a tensor is not aligned. Neighbouring threads have
+// neighbouring vectors of a row, of one head after the other. The blocks are, in this order, those of the new rows, of
+// the rows of q, and of the lengths. No thread waits for another, so a plain loop runs them on the CPU.
+#include "simt/tiles.h"
+
+namespace simt {
+
+constexpr int kAppendThreads = 256;
+
+struct AppendGrid {
+    int k_vecs, v_vecs;           // of a row of one head
+    unsigned new_parts, q_parts;  // blocks of a row
+    int64_t new_blocks, q_blocks, blocks;
+
+    AppendGrid(const AppendParams &p, int vec) : k_vecs(p.head_dim / vec), v_vecs(p.head_dim_v / vec) {
+        auto parts = [](int items) { return (unsigned(items) + kAppendThreads - 1) / kAppendThreads; };
+        new_parts = parts(p.nheads_k * (k_vecs + v_vecs)), q_parts = parts(p.nheads * k_vecs);
+        new_blocks = new_parts * int64_t(p.seqlen_new) * (p.cu_seqlens_new ? 1 : p.batch_size);
+        q_blocks = q_parts * int64_t(p.seqlen_q) * (p.cu_seqlens_q ? 1 : p.batch_size);
+        blocks = new_blocks + q_blocks + (p.lengths ? parts(p.batch_size) : 0);
+    }
+};
+
+// The place of a new row in the cache. It may be none.
+struct Place {
+    int64_t sequence = -1, row = 0;
+    __device__ bool is_in_cache(const AppendParams &p) const { return sequence >= 0 && sequence < p.num_sequences; }
+};
+
+// Nothing waits here for the number that comes from a table.
+__device__ inline Place place_of(const AppendParams &p, const SampleRow &at) {
+    if (p.slot_mapping) {
+        const int64_t slot = p.slot_mapping[at.row];
+        if (slot < 0 || p.page_size == 0) return {};
+        return {slot / p.page_size, slot % p.page_size};
+    }
+    const NewRows rows(p, at.b);
+    if (at.i >= min(rows.count, p.capacity - rows.taken)) return {};
+    const int row = rows.taken + at.i;
+    if (!p.page_table) return {p.cache_batch_idx ? p.cache_batch_idx[at.b] : at.b, row};
+    const int page = unsigned(row) / unsigned(p.page_size);
+    return {p.page_table[at.b * p.page_table_stride + page], row - page * p.page_size};
+}
+
+template <int kVec, typename T> __device__ Vec<kVec, T> load(const T *from) {
+    return *reinterpret_cast<const Vec<kVec, T> *>(from);
+}
+
+// What the table of cos or sin has for columns [col, col + kVec), of which neighbours share a number if interleaved.
+// `row` is of the position, and has `half` numbers.
+template <int kVec, typename T> __device__ Vec<kVec, T> angles(const T *row, int col, int half, bool is_interleaved) {
+    constexpr int kHalf = (kVec + 1) / 2;
+    const T *from = row + (is_interleaved ? col / 2 : col < half ? col : col - half);
+    const Vec<kHalf, T> low = load<kHalf>(from), high = is_interleaved ? low : load<kHalf>(from + kVec / 2);
+    Vec<kVec, T> out;
+#pragma unroll
+    for (int e = 0; e < kVec; e++) out.x[e] = is_interleaved ? low.x[e / 2] : (e < kHalf ? low : high).x[e % kHalf];
+    return out;
+}
+
+// Columns [col, col + kVec) of a row x, which has the position of row i of sample b. A pair (x, y) of columns becomes
+// (x cos - y sin, y cos + x sin), in fp32, rounded once.
+template <int kVec, typename T>
+__device__ Vec<kVec, T> rotated(const AppendParams &p, const T *x, int col, int b, int i) {
+    const Vec<kVec, T> own = load<kVec>(x + col);
+    if (col >= p.rotary_dim) return own;
+    const bool is_interleaved = p.rotary_interleaved;
+    const int half = p.rotary_dim / 2, opposite = col < half ? col + half : col - half;
+    // The other columns of the pairs. Neighbours are in the same vector, or next to the one element.
+    const Vec<kVec, T> others = load<kVec>(x + (is_interleaved ? (kVec == 1 ? col ^ 1 : col) : opposite));
+    const int64_t table = int64_t(rotary_row(p, b, i)) * half;
+    const auto cos = angles<kVec>(static_cast<const T *>(p.rotary_cos) + table, col, half, is_interleaved);
+    const auto sin = angles<kVec>(static_cast<const T *>(p.rotary_sin) + table, col, half, is_interleaved);
+    Vec<kVec, T> out;
+#pragma unroll
+    for (int e = 0; e < kVec; e++) {
+        const bool is_first = is_interleaved ? (col + e) % 2 == 0 : col < half;
+        const Sum<T> other = to_float(is_interleaved ? others.x[kVec == 1 ? 0 : e ^ 1] : others.x[e]);
+        const Sum<T> turned = other * to_float(sin.x[e]);
+        out.x[e] = from_float<T>(to_float(own.x[e]) * to_float(cos.x[e]) + (is_first ? -turned : turned));
+    }
+    return out;
+}
+
+// Vector `vec` of a new row, of K and V of all heads.
+template <typename T, int kVec>
+__device__ void append_vec(const AppendParams &p, const AppendGrid &grid, const SampleRow &at, int vec) {
+    const int h = vec / (grid.k_vecs + grid.v_vecs), of_head = vec - h * (grid.k_vecs + grid.v_vecs);
+    if (h >= p.nheads_k) return;
+    const bool is_k = of_head < grid.k_vecs;
+    const int col = (is_k ? of_head : of_head - grid.k_vecs) * kVec;
+    const Place to = place_of(p, at);
+    const T *from = rows_of<const T>(is_k ? p.k_new : p.v_new, at.batch, h, at.row);
+    const Vec<kVec, T> x = is_k ? rotated<kVec>(p, from, col, at.b, at.i) : load<kVec>(from + col);
+    if (!to.is_in_cache(p)) return;
+    *reinterpret_cast<Vec<kVec, T> *>(rows_of<T>(is_k ? p.k_cache : p.v_cache, to.sequence, h, to.row) + col) = x;
+}
+
+// Vector `vec` of a row of q, of all heads.
+template <typename T, int kVec>
+__device__ void rotate_vec(const AppendParams &p, const AppendGrid &grid, const SampleRow &at, int vec) {
+    const int h = vec / grid.k_vecs, col = (vec - h * grid.k_vecs) * kVec;
+    if (h >= p.nheads) return;
+    const T *from = rows_of<const T>(p.q, at.batch, h, at.row);
+    *reinterpret_cast<Vec<kVec, T> *>(rows_of<T>(p.q_rotated, at.batch, h, at.row) + col) =
+        rotated<kVec>(p, from, col, at.b, p.q_advances ? at.i : 0);
+}
+
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kAppendThreads) append(const AppendParams p, const AppendGrid grid) {
+    // The next one is often that of decode.cu, which waits until these keys are there. All kernels before this one have
+    // ended, since it is launched by launch().
+    let_next_kernel_begin();
+    unsigned block = blockIdx.x;
+    const int thread = threadIdx.x;
+    if (block < grid.new_blocks) {
+        const int part = block % grid.new_parts;
+        const SampleRow at(p.cu_seqlens_new, block / grid.new_parts, p.batch_size, p.seqlen_new);
+        return append_vec<T, kVec>(p, grid, at, part * kAppendThreads + thread);
+    }
+    block -= unsigned(grid.new_blocks);
+    if (block < grid.q_blocks) {
+        const int part = block % grid.q_parts;
+        return rotate_vec<T, kVec>(p, grid, q_row_of(p, block / grid.q_parts), part * kAppendThreads + thread);
+    }
+    const int b = int(block - unsigned(grid.q_blocks)) * kAppendThreads + thread;
+    if (b >= p.batch_size) return;
+    const NewRows rows(p, b);
+    p.lengths[b] = min(p.capacity, rows.taken + rows.count);
+}
+
+template <typename T, int kVec> void launch_append(const AppendParams &p) {
+    const AppendGrid grid(p, kVec);
+#ifdef __CUDACC__
+    launch(append<T, kVec>, grid.blocks, kAppendThreads, 0, p.stream, p, grid);
+#else
+    for (blockIdx.x = 0; blockIdx.x < grid.blocks; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < kAppendThreads; threadIdx.x++) append<T, kVec>(p, grid);
+#endif
+}
+
+// Whether every row begins and ends at multiples of 16 bytes. Those of tables do so if the first one does.
+template <typename T> bool has_vectors(const AppendParams &p) {
+    int64_t elements = p.head_dim | p.head_dim_v, addresses = int64_t(p.rotary_cos) | int64_t(p.rotary_sin);
+    for (const Tensor &x : {p.k_new, p.v_new, p.k_cache, p.v_cache, p.q, p.q_rotated})
+        elements |= x.batch_stride | x.head_stride | x.row_stride, addresses |= int64_t(x.data);
+    return elements * int64_t(sizeof(T)) % 16 == 0 && addresses % 16 == 0;
+}
+
+void append_kvcache(const AppendParams &p) {
+    with_dtype(p.dtype, [&]<typename T>() {
+        has_vectors<T>(p) ? launch_append<T, 16 / sizeof(T)>(p) : launch_append<T, 1>(p);
+    });
+}
+
+}  // namespace simt

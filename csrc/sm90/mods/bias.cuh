@@ -1,0 +1,105 @@
+// The folder sm90/mods/ has what flash_sm90.cu needs for changed scores alone. A first reading leaves it out. Order in
+// sm90/mods/: bias.cuh, mask_bits.cuh, changed_scores.cuh.
+//
+// A bias for flash_sm90.cu. TMA loads it beside K: the tile [64, kBlockN] of a consumer's rows and a block of keys.
+//
+//   producer ── TMA ──▶ ring.full ──▶ one consumer ── adds it to its scores ──▶ ring.empty ──▶ producer
+//
+// Its elements have 16 bits; kernels.h says what TMA does not take. Nothing is swizzled. A row of a tile has an odd
+// number of 16 bytes instead: the same 16 bytes of eight rows then lie in different banks, and TMA writes whole rows.
+// What pads a row is read beyond the block and never used.
+#pragma once
+
+#include "mods/score_mods.cuh"
+#include "sm90/tiles.cuh"
+
+namespace sm90 {
+
+struct BiasTensor {
+    TmaTensor tma;
+    int box_rows;  // 64, or 1 where all rows have the same bias; 0: there is no bias
+};
+
+// [64, kBlockN] of elements of 16 bits.
+template <int kBlockN> struct BiasTile {
+    static constexpr int kRowBytes = (kBlockN / 8 | 1) * 16;
+    static_assert(kBlockN % 16 == 0);
+    alignas(128) uint16_t row[64][kRowBytes / 2];
+};
+
+template <int kBlockN> BiasTensor make_bias_tensor(const AttnParams &p) {
+    const Bias &x = p.bias;
+    if (!x.data || x.dtype == DType::kBool) return {};
+    const int box_rows = x.row_stride ? 64 : 1;
+    return {make_tma_tensor("attn_bias", {x.data, x.batch_stride, x.head_stride, x.row_stride}, p.batch_size, p.nheads,
+                            p.seqlen_q, p.seqlen_k, BiasTile<kBlockN>::kRowBytes / 2, box_rows,
+                            CU_TENSOR_MAP_SWIZZLE_NONE),
+            box_rows};
+}
+
+// Where a lane finds the bias of its scores acc_s [2 rows, kBlockN keys], which are in units of log2.
+template <int kBlockN> struct LaneBias {
+    uint32_t address;  // for ldmatrix
+
+    // Adds it to the scores of the keys [8 n, 8 n + 16).
+    template <typename T, typename Plus>
+    __device__ void add(float (&acc_s)[kBlockN / 8][4], int n, Plus plus) const {
+        uint32_t x[4];  // rows r and r + 8 of eight keys, then of the next eight, as acc_s has them
+        ldmatrix(x, address + 16 * n);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float *s = &acc_s[n + i / 2][i % 2 * 2];
+            const float2 pair = unpack<T>(x[i]);
+            s[0] = plus(s[0], pair.x), s[1] = plus(s[1], pair.y);
+        }
+    }
+};
+
+// In shared memory, for each consumer.
+template <int kConsumers, int kBlockN> struct BiasTiles {
+    using Tile = BiasTile<kBlockN>;
+    Tile tiles[kConsumers];
+    Ring<1> rings[kConsumers];
+
+    __device__ void init_barriers() { for (auto &ring : rings) ring.init(4); }
+
+    // The producer calls it for each block of keys. item counts blocks, as it does in the ring of K. row is the first
+    // row of all consumers, key the first key of the block.
+    __device__ void load(const BiasTensor &bias, uint32_t item, int row, int key, int h, int b) {
+        if (!bias.box_rows) return;
+#pragma unroll 1
+        for (int c = 0; c < kConsumers; c++) {
+            rings[c].producer_acquire(item);
+            auto &full = rings[c].full_barrier(item);
+            mbarrier_arrive_expect_tx(full, bias.box_rows * Tile::kRowBytes);
+            tma_load(&tiles[c], bias.tma.map, full, key, bias.box_rows == 1 ? 0 : row + 64 * c,
+                     h * bias.tma.head_step, b * bias.tma.batch_step);
+        }
+    }
+
+    // Waits for the tile of a consumer.
+    __device__ LaneBias<kBlockN> wait(const BiasTensor &bias, uint32_t item, int c) {
+        rings[c].consumer_wait(item);
+        // Found by thread_idx(), or the compiler keeps the address in a register from block to block.
+        const int lane_idx = thread_idx() % 32, row0 = thread_idx() / 32 % 4 * 16;
+        return {shared_address(&tiles[c].row[bias.box_rows == 1 ? 0 : row0 + lane_idx % 16][lane_idx / 16 * 8])};
+    }
+    // Only then the producer may load the next one.
+    __device__ void release(uint32_t item, int c) {
+        __syncwarp();
+        rings[c].consumer_release(item, thread_idx() % 32);
+    }
+    // Releases the tile of a block that this consumer skips. It waits first: phases of the ring are counted by block.
+    __device__ void skip(const BiasTensor &bias, uint32_t item, int c) {
+        if (!bias.box_rows) return;
+        rings[c].consumer_wait(item);
+        release(item, c);
+    }
+};
+
+// Where a kernel has no bias.
+struct NoBiasTiles {
+    __device__ void init_barriers() {}
+};
+
+}  // namespace sm90
