@@ -140,7 +140,7 @@ def test_fp8(batch):
     for backend in ("triton", "reference"):
         out, lse = flash_attention(q, k, v, **options, backend=backend)
         assert out.dtype == torch.bfloat16
-        torch.testing.assert_close(out.double(), want, rtol=6e-2, atol=6e-2)
+        torch.testing.assert_close(out.double(), want, rtol=6e-2, atol=0.1)  # probabilities in e4m3 have 4 bits
         torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=2e-3)
     with pytest.raises(ValueError, match="v_descale must have shape"):
         flash_attention(q, k, v, **options | {"v_descale": descales["v_descale"][:1]}, backend="triton")

@@ -178,7 +178,7 @@ def test_results_of_collectives_beside_plain_inputs(backend):
                  for x in (waited, others))
     for x, y in zip(got, want):
         assert_close(x, y)
-    q, k, v = qkv(5, 9)
+    q, k, v = (x.half() for x in qkv(5, 9))
     pages = dict(seqused_k=ints(9, 4), page_table=ints(0, 1).view(2, 1), alibi_slopes=randn(4).abs())
     waited = {key: AsyncCollectiveTensor(x) for key, x in pages.items()}
     got, want = (minimal_attn.attention_with_kvcache(q, k, v, **x, backend=backend) for x in (waited, pages))
