@@ -117,7 +117,7 @@ CASES = [
     Case("S1000_odd", B=3, H=4, Hk=4, Sq=1000, Sk=1000, D=72, causal=True, layout="odd", gpu_only=True),
 ]
 
-# Of the forward pass alone.
+# Cases of the forward pass alone.
 TILE_CASES = [
     # About the blocks of flash_sm90.cu: (192, 128), (192, 96), (192, 64; 80 beyond 2048 keys), (128, 80), (128, 64).
     *(Case(f"{Sq}_{Sk}_D{D}{'_causal' * causal}", B=3, H=4, Hk=2, Sq=Sq, Sk=Sk, D=D, causal=causal, gpu_only=True)
@@ -132,8 +132,8 @@ TILE_CASES = [
       for causal in (False, True) for has_lens in (False, True)),
 ]
 
-# Of the backward pass alone, about the blocks of (rows, keys) of flash_bwd_sm80.cu: (64, 64), (64, 128), (32, 64), and
-# of Triton, whose programs own 64 keys or 64 or 128 rows. What is beside blocks of head_dim 64 is in CASES.
+# Cases of the backward pass alone, about the blocks of (rows, keys) of flash_bwd_sm80.cu: (64, 64), (64, 128), (32, 64),
+# and of Triton, whose programs own 64 keys or 64 or 128 rows. What is beside blocks of head_dim 64 is in CASES.
 BACKWARD_TILE_CASES = [
     Case(f"backward_{Sq}_{Sk}_D{D}{'_causal' * causal}", B=3, H=4, Hk=2, Sq=Sq, Sk=Sk, D=D, causal=causal,
          gpu_only=True)

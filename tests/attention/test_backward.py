@@ -38,7 +38,7 @@ def make_all(case, dtype, device):
 
 
 def gradients(function, q, k, v, dout):
-    """Of sum(function(q, k, v) · dout), in the dtype of the inputs."""
+    """Gradients of sum(function(q, k, v) · dout), in the dtype of the inputs."""
     return torch.autograd.grad(function(q, k, v), (q, k, v), dout)
 
 
@@ -208,7 +208,7 @@ def test_deterministic_gives_the_same_bits(impl, dtype, D, causal, dropout_p, ha
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("needed, sides", [("q", ["q"]), ("k", ["kv"]), ("v", ["kv"]), ("qkv", ["kv", "q"])])
 def test_twin_launches_only_needed_kernels(monkeypatch, needed, sides, compiled):
-    """Of the two Triton kernels, one owns the keys and one the rows."""
+    """One of the two Triton kernels owns the keys and one the rows."""
     pytest.importorskip("triton", reason="triton is not installed")
     from triton_ref import attention_bwd, launching
 
@@ -349,7 +349,7 @@ def large_scores(exponent, dtype, device):
 
 
 def half_ulp(x):
-    """Of x as fp32: by how much rounding to fp32 can be off."""
+    """An ulp of x as fp32: by how much rounding to fp32 can be off."""
     x = x.float().abs()
     return (torch.nextafter(x, x.new_tensor(torch.inf)) - x).double() / 2
 
@@ -486,7 +486,7 @@ def check_drawn_cases(impl, seed, max_examples, head_dims, dtypes):
         case = dataclasses.replace(case, dropout_p=dropout_p)
         q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
         torch.use_deterministic_algorithms(deterministic)
-        # Of hundreds of small cases one had an error of 3.4 times the yardstick.
+        # One of hundreds of small cases had an error of 3.4 times the yardstick.
         check(case, gradients(by(impl, case), q, k, v, dout), q, k, v, dout, factor=4)
 
     check_drawn()

@@ -18,7 +18,7 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 each_backend = pytest.mark.parametrize("backend", available_backends())
 # These form the scores, in fp64 as well. Kernels by name are at the end of this file.
 FORM_SCORES = ["torch", "reference"]
-# Of csrc, tensor cores in both of their dtypes, and those that have no dropout, not at all.
+# Kernels with tensor cores run in both of their dtypes; kernels without dropout are left out.
 IMPLS = [impl for impl in IMPLEMENTATIONS if impl not in WITHOUT_DROPOUT]
 each_impl = pytest.mark.parametrize("impl, dtype", [
     pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""))
@@ -55,7 +55,7 @@ def probabilities(q, k, v, *args, **kwargs):
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
 ])
 def test_philox_gives_the_known_answers(counter, key, answer):
-    """Of Random123's kat_vectors, philox4x32 with 7 rounds."""
+    """Known answers: philox4x32 with 7 rounds, from Random123's kat_vectors."""
     words = lambda text: tuple(torch.tensor(int(x, 16), device=DEVICE) for x in text.split())  # noqa: E731
     assert philox(words(counter), words(key)) == words(answer)
 
@@ -81,7 +81,7 @@ def test_keep_mask_against_plain_python(seed):
                               for h in range(H)] for b in range(B)]
 
 
-# Of two samples that are parts of a larger problem: first row, first key, first head, sample.
+# Origins of two samples that are parts of a larger problem: first row, first key, first head, sample.
 ORIGINS = [[48, 16, 2, 3], [16, 48, 0, 1]]
 
 

@@ -160,7 +160,7 @@ def test_rows_do_not_depend_on_other_queries(impl, dtype, octaves, causal):
 @each_kernel_and_dtype
 @pytest.mark.parametrize("D", [64, 128, 256] if HAS_GPU else [64])  # each has tiles of its own
 def test_causal_prefix_has_the_bits_of_the_whole(impl, dtype, D):
-    """Of lengths with the same tiles: those of flash.cu change at 512 rows, those of flash_sm90.cu at 2048 keys."""
+    """Lengths with the same tiles: the tiles of flash.cu change at 512 rows, those of flash_sm90.cu at 2048 keys."""
     case = servable(impl, Case("whole", Sq=500 if HAS_GPU else 200, Sk=500 if HAS_GPU else 200, D=D, causal=True))
     q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     q[:, :, ::5] *= 40  # some rows with scores that overflow a lazy maximum

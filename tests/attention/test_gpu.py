@@ -78,7 +78,7 @@ def test_several_streams_at_once(backend, dtype, causal):
     (64, 300, False), (64, 300, True), (96, 300, False), (128, 300, True), (128, 2100, False), (128, 2100, True),
     (192, 300, False), (256, 300, True)])
 def test_bits_of_a_full_gpu(impl, backend, dtype, D, Sk, causal):
-    """The same in 100 runs and for a sample alone, which leaves SMs idle; among others a block of threads has several
+    """Equal bits in 100 runs and for a sample alone, which leaves SMs idle; among others a block of threads has several
     tiles, of rows and of samples."""
     case = Case("samples", B=24, H=8, Hk=2, Sq=300, Sk=Sk, D=D)
     if not serves(impl, case, dtype):

@@ -135,7 +135,7 @@ def test_which_kernel_of_tensors_without_memory():
     assert seen == [None]
 
 
-# Of (2, 4, 40, 64), in which heads or samples begin within each other. Rows do not overlap.
+# Strides of (2, 4, 40, 64), in which heads or samples begin within each other. Rows do not overlap.
 OVERLAPPING = [(10240, 8, 256, 1), (8, 2560, 64, 1), (56, 56, 64, 1), (0, 0, 64, 1), (64, 128, 256, 1)]
 
 

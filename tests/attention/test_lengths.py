@@ -61,7 +61,7 @@ class Batch:
         return self.name
 
     def shapes(self):
-        """Of q, k, v and out."""
+        """Shapes of q, k, v and out."""
         B = 1 if self.is_packed else len(self.rows)
         rows, keys = (sum(x) + self.spare if self.is_packed else x[0] for x in (self.rows, self.keys))
         head_dim_v = self.head_dim_v or self.D
@@ -69,7 +69,7 @@ class Batch:
                 (B, self.H, rows, head_dim_v)]
 
     def samples(self):
-        """Of each sample: its index in the tensors, its slice of rows and its slice of keys."""
+        """Each sample: its index in the tensors, its slice of rows and its slice of keys."""
         for b, (rows, keys) in enumerate(zip(self.rows, self.keys)):
             row = sum(self.rows[:b]) if self.is_packed else 0
             key = (self.begin_k[b] if self.begin_k else sum(self.keys[:b])) if self.is_packed else 0
@@ -290,7 +290,7 @@ def drawn_batches(draw, impl):
 
 
 def check_drawn_batches(impl, seed, max_examples, batches=drawn_batches, check_one=check_batch):
-    """The same ones for the same seed."""
+    """Equal batches for equal seeds."""
     @hypothesis.seed(seed)
     @settings(max_examples=max_examples, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(batch=batches(impl), seed=st.integers(0, 99))

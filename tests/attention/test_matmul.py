@@ -305,7 +305,7 @@ def test_graph_capture_and_replay():
 @needs_gib(30)
 @pytest.mark.parametrize("pad", [0, 1], ids=["rows for TMA", "odd rows"])
 def test_more_than_2_31_elements(pad, much_memory):
-    """Of a, of b and of c; the last rows and columns tell."""
+    """Offsets in a, b and c; the last rows and columns tell."""
     long, k = 2**25 + 136, 64
     a = torch.zeros(long, k + pad, device=DEVICE, dtype=torch.float16)[:, :k]
     a[-300:] = torch.randn(300, k, device=DEVICE)

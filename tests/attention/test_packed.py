@@ -43,7 +43,7 @@ def test_max_seqlen_of_shared_keys(impl):
 
 @each_kernel
 def test_shared_keys_of_heads_that_overlap(impl):
-    """Of a signal: the copies of keys have a contiguous last dimension."""
+    """Strides of a signal: the copies of keys have a contiguous last dimension."""
     device, dtype = IMPLS[impl][1], DTYPES[impl]
     q = torch.randn(1, 2, 9, 8, device=device, dtype=dtype)
     signal = torch.randn(64, device=device, dtype=dtype)

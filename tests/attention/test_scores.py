@@ -22,7 +22,7 @@ each_impl = pytest.mark.parametrize("impl", IMPLS)
 # For what takes ten seconds or more in Triton's interpreter.
 each_impl_but_slow_twin, each_kernel_but_slow_twin = (pytest.mark.parametrize("impl", [
     pytest.param(x, marks=slow_unless(HAS_GPU or x != "triton")) for x in impls]) for impls in (IMPLS, KERNELS))
-# Those that take float64; "cuda" is the host build.
+# Backends that take float64; "cuda" is the host build.
 each_backend = pytest.mark.parametrize("backend", ["torch", "reference", *["cuda"] * (not HAS_GPU)])
 B, H, HK, D, HEAD_DIM_V, SCALE = 2, 4, 2, 8, 5, 0.6
 
@@ -43,7 +43,7 @@ def inputs_of(impl, Sq=7, Sk=9):
 
 
 def as_taken(bias, impl, seqlen_k=9):
-    """The same scores in memory that the kernel reads. TMA wants rows that are aligned."""
+    """Equal scores, in memory that the kernel reads. TMA wants rows that are aligned."""
     if impl != "cuda:sm90" or bias is None or bias.dtype == torch.bool:
         return bias
     bias = bias.expand(*bias.shape[:-1], seqlen_k).contiguous()
@@ -100,7 +100,7 @@ each_score = pytest.mark.parametrize("name", SCORES)
 
 
 def scores_of(name, Sq=7, Sk=9):
-    """Those of the name, cut to these lengths, and the bias if it has a gradient."""
+    """The options of this name, cut to these lengths, and the bias if it has a gradient."""
     scores = {**SCORES[name]}
     bias = scores.get("attn_bias")
     if bias is None:
@@ -358,7 +358,7 @@ def test_errors_are_at_most_twice_those_of_torch(impl, dtype, name):
 
 @each_kernel_but_slow_twin
 def test_deterministic_gradients_of_a_bias(impl):
-    """The same bits in every run, and no other gradient depends on whether it is needed."""
+    """Bits are equal in every run, and no other gradient depends on whether it is needed."""
     batch = Scored("bits", (20, 20), (33, 33), bias=(0, 1, 0, 1), slopes="heads", softcap=2.0, is_packed=False)
     q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
     tensors = batch.tensors(DTYPES[impl], IMPLS[impl][1], 1)

@@ -44,7 +44,7 @@ def test_no_keys_at_all(impl):
 
 @each_impl
 def test_sinks_far_from_all_scores(impl):
-    """Those far below change nothing but rows without keys, those far above take all."""
+    """Sinks far below change nothing but rows without keys; sinks far above take all."""
     q, k, v, _ = inputs(impl, Sq=30, Sk=12)
     given = [x.requires_grad_() for x in (q, k, v)]
     options = dict(causal=True, return_lse=True, backend=IMPLS[impl][0])

@@ -64,7 +64,7 @@ class Call:
         return self.size * max(1, -(-max(self.ends) // self.size)) if self.is_paged else self.size
 
     def options(self):
-        """Those that hold no tensor."""
+        """The options that hold no tensor."""
         return dict(causal=self.causal, window_size=self.window, sm_scale=self.sm_scale, softcap=self.softcap,
                     num_splits=self.num_splits)
 

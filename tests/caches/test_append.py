@@ -63,7 +63,7 @@ def case(name, new, rows, keys, size, *, packs_new=False, rotary_dim=0, interlea
 
 @dataclass
 class Inputs:
-    """Those of a Case, on the CPU."""
+    """The tensors of a Case, on the CPU."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -255,7 +255,7 @@ OF_KERNELS = "decode", "packed_pages", "mixed", "rotary_in_part", "rotary_packed
 
 
 def is_in_gate(backend, case):
-    """Of kernels in an interpreter or in a build for the CPU, only a few cases are."""
+    """Kernels in an interpreter or in a build for the CPU get a few cases."""
     return HAS_GPU or backend in ("reference", "torch") or str(case) in OF_KERNELS
 
 

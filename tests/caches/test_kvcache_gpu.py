@@ -164,7 +164,7 @@ def test_graphs_on_two_streams_do_not_share_counters():
 
 
 class Mixed(Batch):
-    """The same cache, with a packed q of samples that decode and of prompts."""
+    """This cache, with a packed q of samples that decode and of prompts."""
 
     ROWS = (1, PREFILL - 1, TALL - 1, 63, PREFILL, TALL, 1500, 0, 1, 900)
 
@@ -181,7 +181,7 @@ class Mixed(Batch):
                                       **{"backend": "cuda"} | keywords)
 
     def attend_one(self, b, **keywords):
-        """Of sample b alone, in a q that is not packed."""
+        """The result of sample b alone, in a q that is not packed."""
         begin, end, one = *self.begins[b:b + 2].tolist(), slice(b, b + 1)
         return attention_with_kvcache(self.q[:, :, begin:end], self.k, self.v, self.lengths[one], causal=True,
                                       page_table=self.table[one], return_lse=True, backend="cuda", **keywords)

@@ -65,7 +65,7 @@ def error_of(group, q=Q, k=K, of_group=None, **options):
 
 
 def errors_in_rank():
-    """Of the last rank, while the others do nothing; the first one is in no group of two."""
+    """An error of the last rank, while the others do nothing; the first one is in no group of two."""
     rank, group = torch.distributed.get_rank(), ranks.GROUPS[2]
     if rank == 0:
         return error_of(ranks.GROUPS[1])

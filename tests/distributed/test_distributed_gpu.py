@@ -78,8 +78,8 @@ def test_results_without_peer_memory(gpus):
 
 @ranks.in_group()
 def many_calls_in_rank(group):
-    """Of several sizes, on two streams in turn, while rank 1 is late with all that it fetches. The host does not wait
-    between them. Then the same by messages."""
+    """Calls of several sizes, on two streams in turn, while rank 1 is late with all that it fetches. The host does not
+    wait between them. Then the same by messages."""
     device = torch.device(ranks.DEVICE)
     peers, streams, results = all_gather.peers_of(group, device), [torch.cuda.Stream(device) for _ in range(2)], []
     for has_peers in (True, False):

@@ -110,7 +110,7 @@ def seen_in_sequence(total, documents, window):
 
 @pytest.mark.parametrize("share_keys", [True, False])
 def test_calls_see_every_key_once(share_keys):
-    """Of all ranks in turn, as in a ring, and of the whole sequence."""
+    """The rows of all ranks in turn, as in a ring, and of the whole sequence."""
     draw, num_long = random.Random(0), 0
     for _ in range(400):
         shards, rows, documents, window = drawn_sequence(draw)

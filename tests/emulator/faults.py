@@ -76,7 +76,7 @@ def name_of(file, csrc):
 
 
 def statements(*files, csrc=CSRC):
-    """Those of some files of csrc, or of all."""
+    """Statements of some files of csrc, or of all."""
     paths = [csrc / file for file in files] or kernel_files(csrc)
     return [call for path in paths for call, is_alone in calls(name_of(path, csrc), path.read_text())
             if is_alone]

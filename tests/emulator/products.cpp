@@ -140,7 +140,7 @@ template <typename T> void multiply(Accumulators &d, Product &product, const Fra
     }
 }
 
-// Of all lanes, each register and the element that it is.
+// All lanes: each register and the element that it is.
 void for_each_register(Accumulators &d, auto act) {
     for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < 4 * d.tiles; i++)
@@ -150,7 +150,7 @@ void for_each_register(Accumulators &d, auto act) {
 // What registers are meanwhile: a signaling NaN, of which arithmetic makes another one.
 constexpr uint32_t kUnderWay = 0x7f812345;
 
-// Those of a product under way that has the same, or new ones.
+// The registers of a product under way that has the same ones, or new ones.
 Accumulators &accumulators_of(Warp &warp, const std::array<Product *, 32> &lanes) {
     const auto [first, tiles] = std::pair(lanes[0]->d, lanes[0]->tiles);
     for (Accumulators &d : warp.accumulators) {

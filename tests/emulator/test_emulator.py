@@ -19,7 +19,7 @@ from conftest import made_once
 from test_sanitizers import assert_passed, cxx
 
 DRIVER = Path(__file__).parent / "drivers/driver.cpp"
-# Of single kernels, and what else they call.
+# Drivers of single kernels, and what else they call.
 OTHER_DRIVERS = {"cache/decode.cu": DRIVER.with_name("decode_driver.cpp"),
                  "simt/append.cu": DRIVER.with_name("append_driver.cpp")}
 ALSO_CALLED = {"cache/decode.cu": ["cache/decode_sm90.cu", "sm90/flash_sm90.cu"], "simt/append.cu": []}
@@ -427,7 +427,7 @@ OBSERVED = {str(statement): n for n, statement in enumerate(faults.statements())
             if statement.unobserved_by != "the emulator"}
 
 
-# Of each file and primitive the first is left out; campaign.py leaves out all. `make test` leaves out one of each file.
+# The first statement of each file and primitive is left out; campaign.py leaves out all, `make test` one of each file.
 FIRST = {(x.split(":")[0], x.rpartition("-")[2]): x for x in reversed(OBSERVED)}.values()
 IN_GATE = {x.split(":")[0]: x for x in reversed(OBSERVED)}.values()
 

@@ -144,7 +144,7 @@ def test_export_of_dynamic_sizes(call, backend):
 @on_old_torch
 @each_call("flash_attention", "sdpa_mask", "with_kvcache")
 def test_export_of_sizes_that_data_decide(call, backend):
-    """Of the batch in every fourth call, else of the rows and keys."""
+    """The size of the batch in every fourth call, else the rows and keys."""
     device, name = DEVICES[backend], "b" if call in CALLS[::4] else "s"
 
     def run(length, *inputs):

@@ -147,7 +147,7 @@ def texts(requests):
 
 @pytest.mark.parametrize("backend", [*HERE, "reference"])
 def test_generate_same_tokens_as_without_a_cache(backend):
-    """Of as few requests as Triton's interpreter serves in seconds: chunks, steps of both kinds, one who hangs up."""
+    """As few requests as Triton's interpreter serves in seconds: chunks, steps of both kinds, one who hangs up."""
     is_16_bit = HAS_GPU and backend == "cuda"  # which has no cache in fp32 there
     server = small_server(chunk=20, backend=backend, dtype=torch.bfloat16 if is_16_bit else torch.float32)
     prompts = torch.randint(generate.VOCABULARY, (3, 30)).tolist()

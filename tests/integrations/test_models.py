@@ -62,7 +62,7 @@ def model():
     ("gradients", "wrong: the error of a gradient is .*, allowed is "), ("NaN", "the error of logits is nan"),
     ("generation", "wrong: greedy generation in fp32 gives other tokens")])
 def test_models_check_refuses_wrong_results(model, wrong, message):
-    """Of an attention that is ours but for one fault."""
+    """An attention that is ours but for one fault."""
     def attend(module, query, key, value, *args, **options):
         out, _ = integration.attend(module, query, key, value, *args, **options)
         faulty = {"logits": lambda: 1.25 * out, "NaN": lambda: out * torch.nan,

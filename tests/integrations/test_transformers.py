@@ -93,7 +93,7 @@ def registered(impl, monkeypatch):
 
 
 def models(kind, impl, attention):
-    """The same weights twice, in fp32: with our attention and with eager attention."""
+    """Two models with equal weights, in fp32: with our attention and with eager attention."""
     name, options = MODELS[kind]
     made = getattr(transformers, name)
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def models(kind, impl, attention):
 
 
 def in_16_bits(function):
-    """The same function for q, k and v in fp32, rounded to bf16 as its kernels want them."""
+    """This function for q, k and v in fp32, rounded to bf16 as its kernels want them."""
     @functools.wraps(function)  # transformers looks at the signature
     def rounding(*args, **options):
         options |= {name: x.bfloat16() for name, x in options.items() if name in ("q", "k", "v")}

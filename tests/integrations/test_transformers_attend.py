@@ -144,7 +144,7 @@ def test_reserved_names_are_refused(name):
 
 
 def test_register_again(attention):
-    """The same name gets the new backend; a name of somebody else is refused."""
+    """A name that is known gets the new backend; a name of somebody else is refused."""
     interface = transformers.AttentionInterface._global_mapping
     integration.register(NAME, backend="reference")
     assert interface[NAME].keywords == {"backend": "reference"}

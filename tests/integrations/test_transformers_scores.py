@@ -53,7 +53,7 @@ def calls(impl, route, monkeypatch):
 
 
 def models(kind, route, device):
-    """The same weights twice, in fp32: with our attention and with eager attention."""
+    """Two models with equal weights, in fp32: with our attention and with eager attention."""
     name, options = MODELS[kind]
     made = getattr(transformers, name)
     torch.manual_seed(0)

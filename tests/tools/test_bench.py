@@ -173,7 +173,7 @@ def test_gradients_are_judged_each_by_its_own():
 
 @pytest.mark.parametrize("dtype, bits, causal", [("float8_e4m3fn", 3, True), ("float8_e5m2", 2, False)])
 def test_fp8_truth_and_tolerance(dtype, bits, causal):
-    """The same fp8 values in fp64 are the truth, and rounding P to fp8 is what may be lost."""
+    """Attention to these fp8 values in fp64 is the truth, and rounding P to fp8 is what may be lost."""
     case = attention.Case(Setting(GQA, dtype, causal), "cpu")
     exact = reference_attention(*(x.double() for x in case.args[:3]), causal)
     torch.testing.assert_close(case.truth, exact)

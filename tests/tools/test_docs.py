@@ -72,7 +72,7 @@ def test_write_tables_check_finds_no_stale_numbers(capsys):
 # Links.
 
 def anchors_of(page):
-    """Those that a code host gives to headings."""
+    """Anchors that a code host gives to headings."""
     slugs = Counter()
     for token, following in zip(TOKENS[page], TOKENS[page][1:]):
         if token.type == "heading_open":
@@ -238,7 +238,7 @@ def documented():
 
 
 def signature(name):
-    """That of the code, without annotations, self and arguments that exist only to be refused."""
+    """The signature of the code, without annotations, self and arguments that exist only to be refused."""
     found = minimal_attn
     for part in name.split("."):
         found = getattr(found, part)

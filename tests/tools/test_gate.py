@@ -26,7 +26,7 @@ def gate(request):
 
 
 def values(items, name):
-    """Those of a parameter."""
+    """The values of a parameter."""
     return {item.callspec.params.get(name) for item in items if hasattr(item, "callspec")}
 
 

@@ -178,7 +178,7 @@ template <typename T> struct Call {
     }
 
     struct Place { int64_t sequence, row; };
-    // Of new row t of sample b. What is outside of the cache has sequence -1.
+    // The place of new row t of sample b. What is outside of the cache has sequence -1.
     Place place_of(int b, int t) const {
         const int64_t slot = c.slots.empty() ? 0 : c.slots[t], at = clamp(c.seqused_k[b], c.capacity()) + t;
         Place place{b, at};

@@ -349,7 +349,7 @@ template <typename T> struct Call {
         p.max_seqlen_q = c.max_seqlen_q ? c.max_seqlen_q : longest;
     }
 
-    // Of two launches that share the tiles of prompts, the first takes all here, as launches do not overlap. Without it
+    // The first of two launches that share the tiles of prompts takes all here, as launches do not overlap. Without it
     // the second one takes all.
     void run(bool has_first_prefill = true) {
         o.make_nan(), lse.make_nan();
@@ -393,7 +393,7 @@ template <typename T> struct Call {
             throw std::runtime_error("counters are not 0 again");
     }
 
-    // Of row i of sample b of the whole case, in o and lse of this call.
+    // The place of row i of sample b of the whole case, in o and lse of this call.
     int64_t row_at(int b, int i) const {
         return c.cu_seqlens_q.empty() ? int64_t(b - first) * c.seqlen_q + i
                                       : c.cu_seqlens_q[b] - c.cu_seqlens_q[first] + i;

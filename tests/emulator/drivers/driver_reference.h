@@ -45,7 +45,7 @@ template <typename T> struct Buffer {
         std::memset(static_cast<void *>(host.data()), 0xff, bytes());
         if (on_device) copy(device, host.data(), bytes());
     }
-    // Of the first sample in kHeads: zeros in all other columns.
+    // The first sample in kHeads: zeros in all other columns.
     void set_first_column(auto value_of) {
         for (int64_t h = 0; h < heads; h++)
             for (int64_t r = 0; r < batch_stride / heads / head_dim; r++)
@@ -351,7 +351,7 @@ template <typename T> struct Reference {
             if (x.sees(row.b, row.i, j) && x.bias_at(row.b, row.h, row.i, j) != -INFINITY) work(j, keys.begin + j);
     }
 
-    // Of a row: lse, and the size of the terms of its scores, to which their rounding is proportional. ALiBi and a bias
+    // A row: lse, and the size of the terms of its scores, to which their rounding is proportional. ALiBi and a bias
     // may leave little of large terms.
     struct LogSum { double lse, magnitude; };
 
