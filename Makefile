@@ -1,5 +1,5 @@
 # make demo: build csrc, check every implementation on this machine and, on a GPU, time them; PROFILE=1: profiles too
-# make test: run the tests that take seconds, on all cores (WORKERS=... processes): about 15 minutes on two cores
+# make test: run the tests that take seconds, on all cores (WORKERS=... processes): about 5 minutes on two cores
 # make test-all: run all tests
 # make gpu-record: run all tests that a GPU has a part in, and write tests/gpu_record/; some of them: PARTS="caches tools"
 # make campaign: run tests/campaign.py (long draws of shapes, every fault) and what CI leaves out of long grids
