@@ -1,7 +1,7 @@
 # make demo: build csrc, check every implementation on this machine and, on a GPU, time them; PROFILE=1: profiles too
 # make test: run the tests that take seconds, on all cores (WORKERS=... processes): about 5 minutes on two cores
 # make test-all: run all tests
-# make gpu-record: run all tests that a GPU has a part in, and write tests/gpu_record/; some of them: PARTS="caches tools"
+# make gpu-record: run all tests that one GPU has a part in, and write tests/gpu_record/; some of them: PARTS="caches tools"
 # make campaign: run tests/campaign.py (long draws of shapes, every fault) and what CI leaves out of long grids
 # make wheel: build dist/*.whl for every torch from 2.11 on, with nvcc of CUDA 13: about an hour of one core
 # make docs: write the tables, pictures and pages of README.md and docs/ from benchmarks/h200/*.json
@@ -58,12 +58,12 @@ gpu-record: packages
 	        --junitxml tests/gpu_record/$$(echo $$part | tr / .).xml || status=1; \
 	done; sed -i 's|$(CURDIR)/||g' tests/gpu_record/*.xml; exit $$status
 
-docs: NEEDS = filelock matplotlib ninja rich
+docs report: NEEDS = filelock matplotlib ninja rich
 docs: packages
 	@$(PY) benchmarks/write_tables.py
 	@$(PY) benchmarks/write_pictures.py
 
-report: $(VENV)
+report: packages
 	@$(PY) benchmarks/report.py
 
 wheel: NEEDS = auditwheel filelock ninja setuptools

@@ -42,7 +42,7 @@ def of_best_peer(name, elsewhere):
 def of_own_heads(name, **only):
     """{setting: the speed of sm90 with keys that heads share over that with keys for each head}"""
     rows = settings(name, *SIZE, "batch_size", "nheads", "nheads_k", **only)
-    return {x: y[SM90]["tflops"] / rows[*x[:-1], x[-2]][SM90]["tflops"] for x, y in rows.items() if x[-1] < x[-2]}
+    return {x: y[SM90]["tflops"] / rows[(*x[:-1], x[-2])][SM90]["tflops"] for x, y in rows.items() if x[-1] < x[-2]}
 
 
 def lines():

@@ -342,8 +342,8 @@ def decode():
     by_read = [ratios(one_token, impl, "read") for impl in DECODED]
     averages = ", ".join(f"{mean(x)} for {name} ({span(x)})" for x, name in zip(by_read, names(DECODED)) if x)
     columns = [(impl, page_size) for impl in DECODED for page_size in (PAGES if impl in DECODED[:2] else PAGES[:1])]
-    cells = [[*map(str, size), *of_the_read(one_token[*size, 0]),
-              *(share(one_token[*size, page_size], impl) for impl, page_size in columns)]
+    cells = [[*map(str, size), *of_the_read(one_token[(*size, 0)]),
+              *(share(one_token[(*size, page_size)], impl) for impl, page_size in columns)]
              for size in dict.fromkeys(setting[:4] for setting in one_token)]
     more = [[*map(str, (b, seqlen_k, seqlen_q, page_size or "–", lengths)), *of_the_read(rows),
              *(share(rows, impl) for impl in DECODED)]
@@ -602,7 +602,7 @@ def matmul():
     for size in dict.fromkeys(setting[:3] for setting in rows_of):
         cells.append([*map(str, size)])
         for dtype in ("float16", "bfloat16"):
-            cells[-1] += [*tflops(rows_of[*size, dtype], ("triton", "cublas")), f"{faster[*size, dtype]:.2f}"]
+            cells[-1] += [*tflops(rows_of[(*size, dtype)], ("triton", "cublas")), f"{faster[(*size, dtype)]:.2f}"]
     headings = [f"{dtype} {column}" for dtype in ("fp16", "bf16") for column in ("triton", "cuBLAS", "ratio")]
     return "\n".join([
         paragraph(f"""On average over all sizes and both dtypes, `triton_matmul` is {mean(faster)} times as fast as

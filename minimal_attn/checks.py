@@ -50,15 +50,9 @@ def empty_outputs(q, v):
     return empty_like(like, out_dtype(q.dtype)), q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
 
 
-# holds and is_known come a few dozen times in each call: a plain bool is told first.
-is_compiling = torch.compiler.is_compiling
-
-
 def holds(condition):
     """Whether a condition on sizes that a call relies on holds. While torch traces, sizes may be symbols: then a guard
     sees to it, and where only data will tell, an assertion in the graph does."""
-    if not is_compiling() and type(condition) is bool:
-        return condition
     if not _may_be_symbol(condition):
         return bool(condition)  # of a size in torch.jit.trace, a tensor
     from torch.fx.experimental.symbolic_shapes import guard_or_true  # takes most of a second
@@ -71,8 +65,6 @@ def holds(condition):
 
 def is_known(condition):
     """Whether a condition on sizes holds for all that they may be while torch traces, where it makes no guard."""
-    if not is_compiling() and type(condition) is bool:
-        return condition
     if not _may_be_symbol(condition):
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -90,8 +82,8 @@ def is_static(size):
 
 
 def _may_be_symbol(x):
-    # To Dynamo, symbols are ints and bools.
-    return is_compiling() or isinstance(x, (torch.SymBool, torch.SymInt))
+    # To Dynamo, symbols are ints and bools. The type is compared first, since a call asks a few dozen times.
+    return torch.compiler.is_compiling() or type(x) is not bool and isinstance(x, (torch.SymBool, torch.SymInt))
 
 
 def smaller(size, other):

@@ -98,7 +98,7 @@ def test_thread_sanitizer_finds_nothing(part, tsan):  # noqa: F811
 def test_racecheck_finds_nothing(is_hopper, part, whole_driver):  # noqa: F811
     """Hopper's kernels run the forward pass alone. In the backward pass the lanes of a warp write, meet by __syncwarp,
     and one of them arrives at an mbarrier for all. racecheck of CUDA 13.0 does not follow that order, and reports what
-    the 31 others have written. test_emulator.py leaves out each of its synchronizations."""
+    the 31 others have written. test_missing_synchronization_is_seen below leaves out each of them."""
     names = [name for name in cases_of_driver() if name.startswith("sm90") == is_hopper][part::4]
     done, summary = compute_sanitizer("racecheck", whole_driver, *["--forward-only"] * is_hopper, *names)
     assert_passed(done)
@@ -140,7 +140,7 @@ def test_emulator_runs_all_cases(part, csrc):  # noqa: F811
 
 @pytest.mark.cpu
 def test_emulator_runs_all_cases_of_decoding(driver_of):  # noqa: F811
-    assert_passed(test_emulator.run(driver_of("decode.cu"), *test_emulator.SCHEDULES))
+    assert_passed(test_emulator.run(driver_of("cache/decode.cu"), *test_emulator.SCHEDULES))
 
 
 @pytest.mark.cpu

@@ -4,7 +4,11 @@ Every input is a slice of a larger buffer full of NaN, so whatever reads beyond 
 """
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Optional
 
 import pytest
@@ -18,6 +22,8 @@ from minimal_attn.reference import reference_attention
 from minimal_attn.scores import visible_keys
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HAS_FP8 = not HAS_GPU or torch.cuda.get_device_capability() >= (8, 9)
+needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="needs a GPU with fp8 tensor cores")
 FP32_TOLERANCE = 1e-5  # on unit-normal inputs
 SEED = 0x1234567890ABCDEF  # of dropout
 
@@ -29,7 +35,7 @@ LAYOUTS = {
     "hsbd": ((1, 2, 0, 3), (0, 0, 0, 0)),
     "slice": ((0, 1, 2, 3), (1, 1, 3, 8)),  # rows still start at 16-byte boundaries
     "odd": ((0, 2, 1, 3), (1, 2, 1, 3)),  # and here they do not
-    "ragged": ((0, 1, 2, 3), (0, 0, 0, 3)),  # they do where 3 more elements make a head_dim a multiple of 4
+    "ragged": ((0, 1, 2, 3), (0, 0, 0, 3)),  # they do where head_dim + 3 is a multiple of 4
 }
 
 
@@ -297,3 +303,15 @@ def drawn_cases(draw, impl, head_dims, longest):
     layouts = [x for x in LAYOUTS if x not in ("odd", "ragged") or impl not in ON_TENSOR_CORES]
     return Case("drawn", B, Hk * group, Hk, Sq, Sq if seq_lens else draw(length), D, draw(st.booleans()), seq_lens,
                 layout=draw(st.sampled_from(layouts)), expand=draw(st.booleans()))
+
+
+def close(got, want, tolerance):
+    """AssertionError unless both are equal up to so many parts of the largest value of want, which is in fp64."""
+    largest = want[want.isfinite()].abs().max().item() if want.isfinite().any() else 1
+    torch.testing.assert_close(got.double(), want.to(got.device), rtol=0, atol=tolerance * max(1, largest))
+
+
+def in_a_new_process(code, **env):
+    """The finished process of a Python that runs code in the root of the repository."""
+    return subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], env={**os.environ, **env},
+                          capture_output=True, text=True, timeout=280)

@@ -91,7 +91,7 @@ def functions(triton_ref=TRITON_REF):
 
 
 def _dump(node):
-    """ast.dump, alike for every Python."""
+    """ast.dump, alike for every Python from 3.11 on."""
     if isinstance(node, ast.AST):
         return type(node).__name__, *((name, _dump(x)) for name, x in ast.iter_fields(node) if x not in (None, []))
     return [_dump(x) for x in node] if isinstance(node, list) else repr(node)
@@ -288,12 +288,12 @@ def main():
     known = {entry["tokens"]: entry for entry in old["csrc"].values()} if old["compilers"] == compilers() else {}
     new = code_of([file for file in sources() if tokens(file) not in known])
     csrc = {file.name: known.get(tokens(file), {}) | {"tokens": tokens(file)} | new.get(file, {}) for file in sources()}
-    # What was recorded holds where only names and comments have changed: it keeps the tokens of its run.
+    # The record holds where only names and comments have changed: runs with other tokens are of the same code.
     is_same = old["triton"] == functions() and all(
         {str(entry[part]) for entry in old["csrc"].values()} == {str(entry[part]) for entry in csrc.values()}
         for part in ("host", "kernels"))
-    record = {"compilers": compilers(), "tokens": old["tokens"] if is_same else all_tokens(), "triton": functions(),
-              "csrc": csrc}
+    record = {"compilers": compilers(), "tokens": sorted({*(old["tokens"] if is_same else []), all_tokens()}),
+              "triton": functions(), "csrc": csrc}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -1,7 +1,7 @@
 // The folder binding/ brings the ops to Python: for the torch that is here, with main.cpp above all folders, and for
 // the wheel in stable.cpp. Order in binding/: direct.h, autograd.cpp, fast_path.cpp, sdpa_override.cpp, stable.cpp.
 //
-// What only the library for one torch has: the ops without the dispatcher, and when a call may go past it.
+// Functions that only the library for one torch has: the ops without the dispatcher, and when a call may go past it.
 #pragma once
 
 #include <ATen/record_function.h>

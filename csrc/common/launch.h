@@ -2,7 +2,7 @@
 // of tiles and one softmax. Order in common/: launch.h, device.h, sequence.cuh, mask.cuh, scores.cuh, scheduler.cuh,
 // softmax.cuh. Beside it: device.cu, bwd_splits.cuh.
 //
-// What the kernels need of the CUDA runtime: element types, dynamic shared memory, and one function that launches or
+// The CUDA runtime as the kernels need it: element types, dynamic shared memory, and one function that launches or
 // throws. host/cuda.h has the same for the CPU, in its namespace host: both are linked into one library.
 #pragma once
 

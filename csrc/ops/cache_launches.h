@@ -1,5 +1,4 @@
-// How many launches attention to a cache needs, of which kernels and for which samples, and which of them run side by
-// side.
+// The launches of attention to a cache: which kernel serves which samples of a batch, and which launches overlap.
 #pragma once
 
 #include <algorithm>

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import minimal_attn
 from cases import (BACKWARD_TILE_CASES, CASES, GATE, Case, base, check_error, drawn_cases, dtype_params, dtypes_of,
                    exact, is_fast, make_inputs, make_tensor, mask_of, options, serves, slow_unless)
-from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, WITHOUT_DROPOUT
+from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
 from minimal_attn import flash_attention
 from minimal_attn.backends import Options
 from minimal_attn.dropout import keep_mask, keep_scale
@@ -177,7 +177,8 @@ def test_dout_of_any_strides_and_dlse(impl, dtype):
     for x, leaves, others in ((out, (q, k, v), (ones, elsewhere, of_rows, dout.mT.contiguous().mT)),
                               (lse, (q, k), (dlse.new_ones(()).expand_as(dlse), dlse.mT.contiguous().mT))):
         for other in others:
-            got, want = (torch.autograd.grad(x, leaves, dx, retain_graph=True) for dx in (other, other.contiguous()))
+            alike = other.clone(memory_format=torch.contiguous_format)
+            got, want = (torch.autograd.grad(x, leaves, dx, retain_graph=True) for dx in (other, alike))
             assert all(map(torch.equal, got, want))
 
 
@@ -192,7 +193,7 @@ def test_dout_of_any_strides_and_dlse(impl, dtype):
 def test_deterministic_gives_the_same_bits(impl, dtype, D, causal, dropout_p, has_lens):
     size, B, runs = (1000, 2, 10) if IMPLEMENTATIONS[impl][1] == "cuda" else (70, 1, 1)
     case = Case("bits", B=B, H=(16 if HAS_GPU else 2) * B, Hk=B, Sq=size, Sk=size + 20 * (not has_lens), D=D,
-                causal=causal, dropout_p=dropout_p * (impl not in WITHOUT_DROPOUT),
+                causal=causal, dropout_p=dropout_p,
                 seq_lens=(size - 7, size // 2)[:B] if has_lens else None)
     inputs = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
     first = gradients(by(impl, case, deterministic=True), *inputs)
@@ -289,8 +290,6 @@ def test_gradients_of_minus_infinite_scores_are_finite(impl, dtype, case, hidden
     (Case("empty_rows", B=2, Sq=40, Sk=25, causal=True), torch.nan)], ids=str)
 def test_padding_and_empty_rows_reach_nothing(impl, dtype, case, junk):
     backend, device = IMPLEMENTATIONS.get(impl, ("reference", "cpu"))
-    if case.dropout_p and impl in WITHOUT_DROPOUT:
-        pytest.skip("it has no dropout")
     q, k, v, dout = make_all(case, dtype, device)
     function = functools.partial(flash_attention, backend=backend, return_lse=True, deterministic=True,
                                  **options(case, device))
@@ -443,9 +442,8 @@ def test_torch_func_transforms_name_another_backend():
 @each_kernel
 def test_checkpointing(impl, dtype):
     """Computed again, it draws the same mask."""
-    dropout_p = 0.0 if impl in WITHOUT_DROPOUT else 0.3
     q, k, v, dout = make_all(Case("checkpoint", Sq=20, Sk=20), dtype, IMPLEMENTATIONS[impl][1])
-    once = functools.partial(flash_attention, dropout_p=dropout_p, deterministic=True, backend=IMPLEMENTATIONS[impl][0])
+    once = functools.partial(flash_attention, dropout_p=0.3, deterministic=True, backend=IMPLEMENTATIONS[impl][0])
     again = functools.partial(torch.utils.checkpoint.checkpoint, once, use_reentrant=False)
     torch.manual_seed(1)
     expected = gradients(once, q, k, v, dout)
@@ -480,7 +478,7 @@ def check_drawn_cases(impl, seed, max_examples, head_dims, dtypes):
     @hypothesis.seed(seed)
     @settings(max_examples=max_examples, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(case=drawn_cases(impl, st.sampled_from(head_dims), LONGEST), dtype=st.sampled_from(dtypes),
-           dropout_p=st.sampled_from([0.0] if impl in WITHOUT_DROPOUT else [0.0, 0.0, 0.1, 0.5]),
+           dropout_p=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
            deterministic=st.booleans())
     def check_drawn(case, dtype, dropout_p, deterministic):
         case = dataclasses.replace(case, dropout_p=dropout_p)
@@ -523,14 +521,13 @@ def test_tensors_on_another_gpu(impl):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["cuda:sm90"])
 @pytest.mark.parametrize("Sq, causal", [(2047, False), (2048, False), (2048, True), (2049, True)])
-def test_both_tiles_of_rows(Sq, causal, poisoned_outputs):
+def test_both_tiles_of_rows(impl, Sq, causal, poisoned_outputs):
     """At head_dim 128, sm90 takes 80 rows at a time from 2048 rows on, and from 2049 on under a causal mask."""
     case = Case("rows", B=1, H=2, Sq=Sq, Sk=Sq, D=128, causal=causal)
-    if not serves("cuda:sm90", case, torch.bfloat16):
-        pytest.skip("needs Hopper")
     q, k, v, dout = make_all(case, torch.bfloat16, "cuda")
-    check(case, gradients(by("cuda:sm90", case), q, k, v, dout), q, k, v, dout)
+    check(case, gradients(by(impl, case), q, k, v, dout), q, k, v, dout)
 
 
 @pytest.mark.gpu

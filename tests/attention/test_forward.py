@@ -121,8 +121,7 @@ def inputs_with_a_free_dimension(case, dtype, device):
 
 
 # A lazy maximum lets scores grow by some powers of two; beyond, it is moved, or the row is computed again. Kernels on
-# tensor cores take the last keys first, so that it is the first keys that have the large scores.
-# 2^300 is beyond fp32.
+# tensor cores take the last keys first, so that it is the first keys that have the large scores. 2^300 is beyond fp32.
 each_growth = pytest.mark.parametrize("octaves", [12, 90, 300] if HAS_GPU else [90])
 
 
@@ -175,7 +174,7 @@ def test_causal_prefix_has_the_bits_of_the_whole(impl, dtype, D):
 @each_kernel_and_dtype
 @pytest.mark.parametrize("causal", [False, True])
 def test_seq_lens_rows_do_not_depend_on_the_padding(impl, dtype, causal):
-    """Neither on its length nor on what real batches hold there."""
+    """Valid rows have the same bits for any length of the padding, and for what real batches hold there."""
     case = Case("padded", B=3, H=2, Hk=1, Sq=300, Sk=300, causal=causal, seq_lens=(5, 64, 130))
     inputs = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
     whole = run(impl, case, *inputs)

@@ -96,7 +96,7 @@ def test_bits_of_a_full_gpu(impl, backend, dtype, D, Sk, causal):
 @each_kernel
 @pytest.mark.parametrize("H, Hk", [(16, 1), (12, 4)])
 def test_batch_invariance_of_gradients(backend, dtype, H, Hk):
-    """Neither on how many samples and heads there are, nor on the padding; query heads that share keys are split."""
+    """Gradients depend neither on how many samples and heads there are, nor on the padding; query heads that share keys are split."""
     case = Case("samples", B=6, H=H, Hk=Hk, Sq=700, Sk=700, D=64)
     q, k, v = (x.requires_grad_() for x in make_inputs(case, dtype, "cuda"))
     dout, seq_lens = torch.randn_like(q), (700, 200, 60, 1, 700, 400)

@@ -1,6 +1,5 @@
 """Which kernel of csrc serves a call, and the fast path there for everyday calls."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import minimal_attn
-from cases import Case, make_inputs
+from cases import Case, in_a_new_process, make_inputs
 from conftest import IMPLEMENTATIONS
 from minimal_attn import _build, cuda, flash_attention, flash_attn_func, force_kernel, which_kernel
 from minimal_attn.backends import Lengths, Options
@@ -256,11 +255,6 @@ def test_force_kernel_names_what_is_allowed():
     assert forced() is None
     with pytest.raises(ValueError, match="there is no kernel 'sm70'"):
         minimal_attn.load().force_kernel("sm70")
-
-
-def in_a_new_process(code, **env):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200,
-                          env={**os.environ, **env})
 
 
 @pytest.mark.slow

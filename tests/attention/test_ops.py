@@ -1,4 +1,4 @@
-"""What each kernel is to torch: operators with a schema, fake kernels and traces, and one graph under torch.compile."""
+"""Kernels as torch sees them: operators with a schema, fake kernels and traces, and one graph under torch.compile."""
 
 import math
 

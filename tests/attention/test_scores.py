@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from cases import check_error, dtype_params, dtypes_of, is_fast, slow_unless
-from conftest import HAS_GPU, OF_16_BITS, ON_TENSOR_CORES, WITHOUT_DROPOUT
+from conftest import HAS_GPU, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import flash_attention, sdpa
 from minimal_attn.checks import sum_dtype
 from test_lengths import (DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, by_loop, check_drawn_batches, close,
@@ -96,7 +96,6 @@ SCORES = {
     "alibi_mask": dict(alibi_slopes=slopes(H), attn_bias=mask(B, 1, 7, 9)),
     "softcap_alibi_bias": dict(softcap=1.5, alibi_slopes=slopes(H), attn_bias=randn(B, 1, 7, 9, seed=4)),
 }
-each_score = pytest.mark.parametrize("name", SCORES)
 
 
 def scores_of(name, Sq=7, Sk=9):
@@ -270,7 +269,7 @@ GATE_OF_TWIN = {"softcap", "bias_of_rows", "mask", "all", "all_of_one", "packed_
     pytest.param(impl, x, id=f"{impl}-{x}", marks=slow_unless(HAS_GPU or impl != "triton" or x.name in GATE_OF_TWIN))
     for impl in IMPLS for x in BATCHES])
 def test_scores_of_batches(impl, batch, poisoned_outputs):
-    if batch.dropout_p and impl in (*WITHOUT_DROPOUT, "cuda:sm90"):
+    if batch.dropout_p and impl == "cuda:sm90":
         pytest.skip("has no dropout where scores are changed")
     check_scored(impl, batch, DTYPES[impl])
 

@@ -3,20 +3,17 @@
 import contextlib
 import json
 import math
-import os
-import subprocess
-import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from cases import Case, base, check_error, check_lse, exact, make_inputs, mask_of, slow_unless  # noqa: E402
+from cases import (HAS_FP8, Case, base, check_error, check_lse, exact, in_a_new_process, make_inputs,  # noqa: E402
+                   mask_of, needs_fp8, slow_unless)
 from conftest import HAS_GPU  # noqa: E402
 
 from minimal_attn import flash_attention, reference_attention  # noqa: E402
@@ -31,9 +28,7 @@ from triton_ref.launching import Properties, properties  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability()[0] == 9
-HAS_FP8 = not HAS_GPU or torch.cuda.get_device_capability() >= (8, 9)
 each_fp8 = pytest.mark.parametrize("dtype", FP8_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="needs a GPU with fp8 tensor cores")
 
 FP8_CASES = [
     Case("S64", B=4), Case("S130_causal", B=2, Sq=130, Sk=130, causal=True),
@@ -259,7 +254,7 @@ def test_classic_main_prints_its_checks(capsys, monkeypatch):
         monkeypatch.setattr(classic, "OP_CASES", [(1, min(H, 2), *case) for _, H, *case in classic.OP_CASES])
     classic.main()
     out = capsys.readouterr().out
-    assert "Approximately equal: True" in out and out.count("PASSED!") == len(classic.OP_CASES) == 7
+    assert "Approximately equal: True" in out and out.count("PASSED!") == len(classic.OP_CASES)
 
 
 def test_flash_attn_func_of_the_twin():
@@ -290,11 +285,6 @@ def test_bad_input_of_attention(monkeypatch):
     monkeypatch.setattr(classic, "run", launch)
     with pytest.raises(ValueError, match="tiles of BM 64, BN 512 and head_dim 64 do not fit .*shared memory"):
         attention(half, half, half, True, 0.5, 64, 512)
-
-
-def in_a_new_process(program, **env):
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240,
-                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **env})
 
 
 @pytest.mark.slow
@@ -587,3 +577,27 @@ def test_suggested_backend_has_the_derivative(dtype, tangent):
         instead = str(error.value).rpartition("backend='")[2].removesuffix("'")
         out = flash_attention(q, x, x, backend=instead)
         assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None if tangent else out.requires_grad
+
+
+HURRIED = """
+import hashlib, os, torch
+if "HURRIED" in os.environ:
+    from conftest import hurry_interpreter
+    hurry_interpreter()
+from minimal_attn import attention_with_kvcache, flash_attention
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 2, 40, 32).requires_grad_() for _ in "qkv")
+out = flash_attention(q, k, v, causal=True, softcap=3.0, dropout_p=0.2, dropout_seed=torch.tensor([5]), backend="triton")
+results = out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+with torch.no_grad():
+    results += attention_with_kvcache(q[:, :, :2], k, v, torch.tensor([37], dtype=torch.int32), backend="triton"),
+print(*(hashlib.sha256(x.detach().numpy().tobytes()).hexdigest() for x in results))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cpu
+def test_hurried_interpreter_gives_the_same_bits():
+    env = dict(TRITON_INTERPRET="1", PYTHONPATH="tests")
+    hurried, plain = (in_a_new_process(HURRIED, **env, **more).stdout for more in (dict(HURRIED="1"), {}))
+    assert hurried == plain and len(plain.split()) == 5

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from cases import make_tensor  # noqa: E402
+from cases import make_tensor, needs_fp8  # noqa: E402
 from conftest import HAS_GPU  # noqa: E402
 
 from minimal_attn import flash_attention  # noqa: E402
@@ -24,7 +24,6 @@ from triton_ref.launching import kind_of  # noqa: E402
 SMALL = dict(H=2, Hk=1, D=16)  # for Triton's interpreter
 BLOCKS = (70, 1, 130), (150, 40, 65)  # rows and keys of samples that are longer than a block
 NONE, CAUSAL = (-1, -1), (-1, 0)
-needs_fp8 = pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="needs fp8 tensor cores")
 
 # The interpreter, in which all dtypes go the same way, has two of them.
 BATCHES_OF_16_BITS = [

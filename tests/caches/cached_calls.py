@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Optional
 
 import torch
-from torch.testing import assert_close
 
+from cases import close
 from conftest import HAS_GPU
 from minimal_attn import attention_with_kvcache
 
@@ -202,12 +202,6 @@ def on_device(x, device=DEVICE):
     if not isinstance(x, torch.Tensor):
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
-
-
-def close(got, want, tolerance):
-    """Equal up to so many parts of the largest value."""
-    largest = want[want.isfinite()].abs().max().item() if want.isfinite().any() else 1
-    assert_close(got.double().cpu(), want, rtol=0, atol=tolerance * max(1, largest))
 
 
 def check_call(backend, call, dtype, seed=0):

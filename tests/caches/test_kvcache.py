@@ -131,7 +131,7 @@ def drawn_calls(draw):
 
 
 def check_drawn_calls(backend, seed, max_examples):
-    """Equal calls for equal seeds."""
+    """Judges calls that a seed draws."""
     @hypothesis.seed(seed)
     @settings(max_examples=max_examples, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(call=drawn_calls(), values=st.integers(0, 99))

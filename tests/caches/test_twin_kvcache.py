@@ -87,7 +87,7 @@ def test_the_op_takes_caches_without_keys(sizes):
     """num_sequences, page_size, max_pages: none of them, or one of sequences."""
     num_sequences, size, max_pages = sizes
     q, k, v = torch.randn(2, 4, 1, 16, device=DEVICE), *torch.randn(2, num_sequences, 2, size, 16, device=DEVICE)
-    cache = Cache(None if max_pages is None else ints(*[1] * 2 * max_pages).view(2, max_pages).int())
+    cache = Cache(None if max_pages is None else ints(*[1] * 2 * max_pages).view(2, max_pages))
     out, lse = ops.forward_cached(q, k, v, Options(0.3), cache)
     assert (out == 0).all() and (lse == -math.inf).all()
 

@@ -284,7 +284,7 @@ def loss_of(model, tokens, labels):
 
 @ranks.in_group(4)
 def trained_on_ranks(group, how, dropout):
-    """Whether a rank has the loss and the gradients of one process."""
+    """A rank has the loss and the gradients of one process."""
     tokens = torch.randint(16, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     one = small_model(None, dropout)
     whole_loss = loss_of(one, tokens[:, :-1], tokens[:, 1:])

@@ -209,6 +209,7 @@ def driver_of(csrc, tmp_path_factory):
             [*compiled(csrc, folder / "objects", sources=[driver]), *parts], "driver"))
 
     def driver(name):
+        assert (csrc / name).is_file(), name
         reads_caches = name.startswith("cache/") or name == "sm90/key_blocks.cuh"
         return folders.get("cache/decode.cu" if reads_caches else name, csrc) / "objects/driver"
 

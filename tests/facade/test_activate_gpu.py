@@ -38,7 +38,7 @@ def kernels_of(call):
 
 
 def on_our_kernels(call):
-    """What call returns. It must run kernels of ours and none of torch's."""
+    """call(), which must run kernels of ours and none of torch's."""
     names = kernels_of(call)
     assert any(map(OURS.search, names)) and not any(map(TORCHS.search, names)), names
     return call()

@@ -1,8 +1,6 @@
 """The backend that "auto" takes, what it says of those that are missing, and what an import loads."""
 
 import dataclasses
-import os
-import subprocess
 import sys
 
 import pytest
@@ -10,13 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minimal_attn
+from cases import in_a_new_process
 from minimal_attn import available_backends, flash_attention, flash_attn_func, forward
 from minimal_attn.interface import BACKENDS
-
-
-def in_a_new_process(code, **env):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200,
-                          env={**os.environ, **env})
 
 
 def test_import_loads_neither_triton_nor_dynamo():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
-import minimal_attn
 from conftest import HAS_GPU
 from minimal_attn import scaled_dot_product_attention, sdpa
 

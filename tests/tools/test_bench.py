@@ -38,7 +38,7 @@ def run(*argv):
 
 
 def run_op(op, tmp_path, *options):
-    """The same, and the rows that it wrote."""
+    """run() of one op, and the rows of its JSON."""
     file = tmp_path / "rows.json"
     code, out = run("--op", op, *options, "--json", file)
     return code, out, check_rows(file.read_text())
@@ -108,7 +108,7 @@ def without_keywords(q, k, v, call):
     ("window", window.WITH_SINKS, "2,4,32,16 sinks", without_keywords),
     *(("scores", scores.SCORED, f"2,4,32,16 {score}", without_keywords) for score in ("softcap", "mask"))])
 def test_wrong_implementation_fails_the_run(op, table, shape, broken, monkeypatch, tmp_path):
-    """What is wrong is not timed."""
+    """A wrong result has no time."""
     monkeypatch.setitem(table, OURS, Impl(broken, backend="cuda"))
     code, out, (row,) = run_op(op, tmp_path, "--shape", shape, "--impls", OURS, "--dtype", "float32", "--causal", "yes",
                                *(["--seqlens", ""] if op == "attention" else []))
@@ -140,7 +140,7 @@ def test_backend_that_is_available_must_serve(why_not, exit_code, monkeypatch):
     (attention.Case, GQA), (backward.VariantCase, backward.VariantShape(*GQA, False, 0.3)),
     (scores.Case, scores.Shape(*GQA, "bias"))])
 def test_truth_of_one_head_where_that_of_all_does_not_fit(kind, shape, monkeypatch):
-    """And a fault of a single element of each result is seen."""
+    """A fault of a single element of each result is seen."""
     setting = Setting(shape, "float32", True)
     whole = kind(setting, "cpu")
     monkeypatch.setattr(attention, "truth_fits", lambda elements, device: elements <= kind.scores_kept * 2 * 48 * 80)

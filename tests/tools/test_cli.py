@@ -105,7 +105,7 @@ def test_check_fails(capsys, monkeypatch):
 
 
 def test_check_fails_if_the_build_does(capsys, monkeypatch):
-    """And the other backends are judged."""
+    """Other backends are judged all the same."""
     cuda = dataclasses.replace(interface.BACKENDS["cuda"], why_not=lambda device: None)
     monkeypatch.setattr(crosscheck, "BACKENDS", {"cuda": cuda, "torch": interface.BACKENDS["torch"]})
     monkeypatch.setattr(crosscheck, "CHECKS", crosscheck.CHECKS[:1])

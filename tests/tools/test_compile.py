@@ -22,7 +22,7 @@ from minimal_attn._build import recipe
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[2]
-# Targets of each file: the oldest GPU that it is made for, and Hopper where that takes seconds. campaign.py has all.
+# Targets that `make test` and CI compile each file for; campaign.py has all.
 # CI leaves out those of LONG, which take most of a minute, and Hopper's files for Turing, where their kernels trap.
 TARGETS = {"flash.cu": ["75"], "simt/flash_bwd.cu": ["90a"], "simt/flash_bwd_bias.cu": ["90a"],
            "sm80/flash_sm80.cu": ["80"], "sm80/flash_bwd_sm80.cu": ["80"],
@@ -172,7 +172,7 @@ def printed(directory, *arguments):
 
 
 def max_shared_memory(capability):
-    """Shared memory of one program on GPUs of that capability; for 80 as on 86 and 120, which run such code too."""
+    """Bytes of shared memory for one program. Code for 80 also runs on 86 and 120, which have the 99 KiB."""
     return (99 if capability == 80 else 227) << 10
 
 

@@ -1,4 +1,4 @@
-"""The sources of csrc as one reads them: their folders, their order, and what stays in which file."""
+"""The sources of csrc: their folders, and what stays in which file."""
 
 import importlib
 import os
@@ -19,7 +19,6 @@ BELOW = {"ptx": "", "common": "ptx", "mods": "common", "simt": "common mods", "h
          "sm80": "ptx common mods", "sm90": "ptx common mods", "cache": "ptx common mods sm80 sm90",
          "ops": "common", "binding": "ops"}
 DEVELOPING = (ROOT / "docs/developing.md").read_text().split("## The folders of csrc\n")[1].split("\n## ")[0]
-FIRST_FILES = dict(re.findall(r"^\| `([\w/]+)/` \|.*\| `(\S+)` \|$", DEVELOPING, re.M))
 
 pytestmark = pytest.mark.cpu
 
@@ -40,30 +39,16 @@ def test_folders_include_downwards():
         for path in set(included) - {"flash.h"}:
             assert path in SOURCES, f"{name} includes {path}, which is no path in csrc"
             assert folder_of(path) in {folder_of(name), *BELOW[folder_of(name)].split()}, f"{name} includes {path}"
-    assert list(BELOW) == [folder for folder in FIRST_FILES if "/" not in folder]
     for i, folder in enumerate(BELOW):
         assert {*BELOW[folder].split()} <= {*list(BELOW)[:i]}
 
 
-def test_way_in_is_one_sitting():
+def test_way_to_the_fastest_kernel_needs_nothing_else():
+    """Beside the wrapped instructions, and the options that a first reading leaves out."""
     way = list(files_named(DEVELOPING.split("\n1. ")[1].split("\n\n")[0]))
-    assert way == [name for name in files_named((ROOT / "README.md").read_text().split("## Reading order")[1])
-                   if name in SOURCES]
-    assert (way[0], way[-1]) == ("flash.cu", "sm90/flash_sm90.cu") and len({*way}) == len(way)
+    assert (way[0], way[-1]) == ("flash.cu", "sm90/flash_sm90.cu")
     for path in {path for name in way for path in INCLUDES[name]} - {*way}:
         assert {"ptx", "mods"} & {*path.split("/")}, f"{path} is included, and not on the way"
-    assert sum(SOURCES[name].count("\n") for name in way) < 2700
-
-
-@pytest.mark.parametrize("folder", FIRST_FILES)
-def test_first_file_names_the_others(folder):
-    header = " ".join(line[3:] for line in SOURCES[f"{folder}/{FIRST_FILES[folder]}"].split("\n//\n")[0].splitlines())
-    order, beside = re.search(rf"^The folder {folder}/ .* Order in {folder}/: (\S+(?:, \S+)*)\."
-                              r"(?: Beside it: (\S+(?:, \S+)*)\.)?$", header).groups(default="")
-    order, beside = order.split(", "), beside.split(", ") if beside else []
-    assert order[0] == FIRST_FILES[folder]
-    assert sorted(order + beside) == sorted(file.name for file in (CSRC / folder).iterdir() if file.is_file())
-    assert sum(SOURCES[f"{folder}/{name}"].count("\n") for name in order) <= 1300
 
 
 def test_members_without_address_are_in_shared_memory_alone():

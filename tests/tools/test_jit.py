@@ -2,11 +2,11 @@
 
 import os
 import subprocess
-import sys
 import time
 
 import pytest
 
+from cases import in_a_new_process
 from conftest import CORES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -14,9 +14,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 def test_build_from_nothing(tmp_path, record_property):
     start = time.monotonic()
-    result = subprocess.run([sys.executable, "-c", "import minimal_attn; print(minimal_attn.load().__file__)"],
-                            capture_output=True, text=True, timeout=280,
-                            env=os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    result = in_a_new_process("import minimal_attn; print(minimal_attn.load().__file__)",
+                              TORCH_EXTENSIONS_DIR=str(tmp_path))
     seconds = time.monotonic() - start
     assert result.returncode == 0, result.stderr
     library = result.stdout.split()[-1]

@@ -41,7 +41,7 @@ def test_record_is_of_one_code(code):
     kernels = code_digest.all_kernels(x for entry in code["csrc"].values() for x in entry["kernels"])
     for suite in suites():
         properties = {x.get("name"): x.get("value") for x in suite.find("properties")}
-        assert (properties["tokens"], properties["kernels"]) == (code["tokens"], kernels), suite.get("timestamp")
+        assert properties["tokens"] in code["tokens"] and properties["kernels"] == kernels, suite.get("timestamp")
 
 
 def test_record_is_of_these_functions(code):

@@ -91,7 +91,7 @@ inline unsigned __viaddmax_u16x2(unsigned a, unsigned b, unsigned c) {
     return unsigned(larger(16)) << 16 | larger(0);
 }
 
-// Whole warps alone: mask is all ones.
+// __shfl_sync of a whole warp: mask must be all ones.
 template <typename T> T __shfl_sync(unsigned mask, T x, int lane) {
     struct Trade { T x, result; int from; };
     if (mask != ~0u || lane < 0 || lane >= 32) emulator::fail("__shfl_sync with mask %#x from lane %d", mask, lane);
