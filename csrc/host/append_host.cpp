@@ -1,4 +1,4 @@
-// append.cu for the CPU, as flash_host.cpp has flash.cu.
+// append.cu for the CPU, see flash_host.cpp.
 #include "host/cuda.h"
 #define simt host
 #include "simt/append.cu"

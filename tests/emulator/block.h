@@ -1,4 +1,4 @@
-// What a block of threads has: shared memory, barriers, the copies of its threads, and its warps with their products.
+// The state of a block of threads: shared memory, barriers, the copies of its threads, its warps and their products.
 // Plain data, new for every block.
 //
 // Read next: instructions.cpp and products.cpp, what works on it.
@@ -87,7 +87,7 @@ struct Copies {
     uint32_t committed = 0, awaited = 0, end = 0;  // end: of the last group with a copy in it
 };
 
-// What a thread has last read by ld.acquire.
+// A thread's last read by ld.acquire.
 struct Acquired {
     const int *from = nullptr;
     int value;

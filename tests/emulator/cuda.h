@@ -1,4 +1,4 @@
-// What sm90/tiles.cuh of csrc needs of the CUDA driver, for the emulator: its types, and the function that encodes
+// The CUDA driver as sm90/tiles.cuh of csrc needs it, for the emulator: its types, and the function that encodes
 // tensor maps, with the driver's requirements. A tensor map is its arguments.
 //
 // Read next: sm90/tiles.cuh of csrc, which calls it; ptx/sm90.cuh, which copies by such maps.

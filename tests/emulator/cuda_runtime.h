@@ -1,4 +1,4 @@
-// What csrc needs of the CUDA runtime, for the emulator: the way to the driver's function of cuda.h.
+// The CUDA runtime as csrc needs it, for the emulator: the way to the driver's function of cuda.h.
 #pragma once
 
 #include <cstring>

@@ -21,7 +21,7 @@ void fail(const char *format, ...) {
     throw std::runtime_error(text);
 }
 
-// What a block must not leave behind.
+// Throws if the block leaves something behind.
 static void check_end(const Block &block) {
     if (scheduler->has_events(block)) fail("the block ends with copies or products under way");
     for (const auto &[address, barrier] : block.mbarriers)
@@ -358,7 +358,8 @@ uint32_t check_box(uint32_t address, const CUtensorMap &map) {
     if (address % (8 * map.swizzle_bytes))
         fail("TMA writes at %#x, no multiple of %d bytes", address, 8 * map.swizzle_bytes);
     if (map.box[2] != 1 || map.box[3] != 1) fail("a box of several heads or samples is not emulated");
-    if (map.swizzle_bytes > 16 && int(2 * map.box[0]) != map.swizzle_bytes) fail("a box of part of a pattern is not emulated");
+    if (map.swizzle_bytes > 16 && int(2 * map.box[0]) != map.swizzle_bytes)
+        fail("a box of part of a pattern is not emulated");
     block->shared.at(block->shared.generic, address, bytes);
     return bytes;
 }

@@ -75,7 +75,7 @@ template <typename T> void multiply(void *(&lanes)[32]) {
 template void multiply<__half>(void *(&)[32]);
 template void multiply<__nv_bfloat16>(void *(&)[32]);
 
-// The same, m16n8k8 in f64.
+// m16n8k8 in f64.
 void multiply_double(void *(&lanes)[32]) {
     auto lane = [&](int i) -> DoubleProduct & { return *static_cast<DoubleProduct *>(lanes[i]); };
     double a[16][8], b[8][8];
@@ -147,7 +147,7 @@ void for_each_register(Accumulators &d, auto act) {
             act(d.registers[lane][i / 4][i % 4], d.value[fragment_row(lane, i)][fragment_col(lane, i)]);
 }
 
-// What registers are meanwhile: a signaling NaN, of which arithmetic makes another one.
+// Registers are a signaling NaN meanwhile, of which arithmetic makes another one.
 constexpr uint32_t kUnderWay = 0x7f812345;
 
 // The registers of a product under way that has the same ones, or new ones.

@@ -3,8 +3,6 @@
 // Read next: block.h.
 #include "scheduler.h"
 
-#include <utility>
-
 #include "block.h"
 
 namespace emulator {
@@ -15,12 +13,7 @@ Scheduler::Scheduler(const Grid &grid, int slots)
     slow_fiber = random_below(fibers.size());
     for (unsigned i = 0; i < order.size(); i++) order[i] = i;
     std::ranges::shuffle(order, random);
-    for (Fiber &fiber : fibers) {
-        auto &[context, has_begun, place, bytes] = *fiber.stack;
-        getcontext(&context);
-        context.uc_stack.ss_sp = bytes, context.uc_stack.ss_size = sizeof(bytes);
-        makecontext(&context, enter, 0);
-    }
+    for (Fiber &fiber : fibers) fiber.begin(enter);
 }
 Scheduler::~Scheduler() = default;
 
@@ -28,8 +21,7 @@ void Scheduler::run() {
     scheduler = this;
     for (unsigned slot = 0; slot < slots.size(); slot += grid.cluster) start_cluster(slot);
     resume(next());
-    fibers[current].stack->has_begun = true;
-    swapcontext(&main, &fibers[current].stack->context);
+    main.switch_to(fibers[current]);
     if (error) std::rethrow_exception(error);
 }
 
@@ -43,7 +35,7 @@ void Scheduler::enter() {
     } catch (...) {
         scheduler->error = std::current_exception();
     }
-    setcontext(&scheduler->main);
+    scheduler->fibers[scheduler->current].switch_to(scheduler->main);
 }
 
 // In the slots from this one on.
@@ -66,14 +58,15 @@ void Scheduler::end_thread() {
         const unsigned first = slot / grid.cluster * grid.cluster;
         const bool has_ended = std::all_of(&slots[first], &slots[first] + grid.cluster,
                                            [](const Slot &other) { return other.running == 0; });
-        if (has_ended && !start_cluster(first) && std::ranges::all_of(fibers, &Fiber::is_done)) setcontext(&main);
+        if (has_ended && !start_cluster(first) && std::ranges::all_of(fibers, &Fiber::is_done))
+            fibers[current].switch_to(main);
     }
     go_on();
 }
 
 void Scheduler::stored_16_bytes(const void *to) {
-    const char *own = fibers[current].stack->bytes;
-    if (to >= own && to < own + sizeof(Stack::bytes)) return;  // a variable
+    const char *own = fibers[current].stack.get();
+    if (to >= own && to < own + Fiber::kStackBytes) return;  // a variable
     const unsigned first = storing_block.try_emplace(to, blockIdx.x).first->second;
     if (first != blockIdx.x) fail("block %u stores 16 bytes where block %u has stored", blockIdx.x, first);
 }
@@ -89,8 +82,8 @@ bool Scheduler::can_run(unsigned warp) {
     if (!is_known) {
         conditions.clear();
         for (unsigned fiber = 32 * warp; fiber < 32 * (warp + 1); fiber++) {
-            const auto &[stack, is_done, condition, what] = fibers[fiber];
-            if (is_done) continue;
+            const Condition &condition = fibers[fiber].condition;
+            if (fibers[fiber].is_done) continue;
             if (condition.holds()) return true;
             if (conditions.empty() || conditions.back() != condition) conditions.push_back(condition);
         }
@@ -137,13 +130,6 @@ void Scheduler::resume(unsigned fiber) {
     threadIdx.x = fiber % grid.threads, blockIdx.x = slot.block_idx, block = slot.block.get();
 }
 
-// Fibers that have begun go on by a jump. swapcontext would make two system calls, which took a third of all time.
-void Scheduler::leave(Fiber &from, Fiber &to) {
-    if (_setjmp(from.stack->place)) return;
-    if (std::exchange(to.stack->has_begun, true)) _longjmp(to.stack->place, 1);
-    setcontext(&to.stack->context);
-}
-
 // Leave the calling fiber, which waits, makes room or is done, for one that can run.
 void Scheduler::go_on() {
     if (schedule.mode == Mode::kRandom && one_in(4)) {
@@ -158,7 +144,7 @@ void Scheduler::go_on() {
     }
     Fiber &from = fibers[current], &to = fibers[fiber];
     resume(fiber);
-    if (&from != &to) leave(from, to);
+    if (&from != &to) from.switch_to(to);
 }
 
 std::string Scheduler::deadlock() {

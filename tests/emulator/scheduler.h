@@ -14,9 +14,6 @@
 // Read next: block.h, what a block of threads has beside them.
 #pragma once
 
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <exception>
 #include <functional>
 #include <memory>
@@ -25,20 +22,14 @@
 #include <vector>
 
 #include "common/launch.h"
+#include "host/fiber.h"
 
 namespace emulator {
 
 struct Block;
-inline Block *block;  // that of the running fiber, or of the event that happens
+inline Block *block;  // of the running fiber, or of the event that happens
 
-struct Stack {
-    ucontext_t context;  // where it begins
-    bool has_begun = false;
-    jmp_buf place;  // where it goes on
-    char bytes[256 << 10];
-};
-
-// That *counter differs from `old` in a bit of `mask`. nullptr: always.
+// Holds when *counter differs from `old` in a bit of `mask`, or without a counter.
 struct Condition {
     const uint32_t *counter = nullptr;
     uint32_t old, mask;
@@ -47,8 +38,7 @@ struct Condition {
     bool operator==(const Condition &) const = default;
 };
 
-struct Fiber {
-    std::unique_ptr<Stack> stack = std::make_unique_for_overwrite<Stack>();
+struct Fiber : host::Fiber {
     bool is_done = false;
     Condition condition;  // it waits for this
     std::function<std::string()> what;
@@ -56,7 +46,7 @@ struct Fiber {
     bool can_run() const { return !is_done && condition.holds(); }
 };
 
-// What 32 fibers wait for when none of them can run: mostly all for the same. So one look serves all of them.
+// Conditions that 32 fibers wait for when none of them can run. Mostly they are equal, so one look serves all.
 struct Waiting {
     bool is_known = false;  // until one of them runs
     std::vector<Condition> conditions;
@@ -69,7 +59,7 @@ struct Event {
     Block *block = emulator::block;
 };
 
-// What the scheduler is told of a grid.
+// A grid, as the scheduler sees it.
 struct Grid {
     unsigned blocks;
     int threads, cluster;  // of a block; blocks of a cluster, which run at the same time
@@ -147,13 +137,12 @@ class Scheduler {
     std::unordered_map<const void *, unsigned> storing_block;  // of places in global memory
     std::mt19937 random;
     std::exception_ptr error;
-    ucontext_t main;
+    host::Fiber main;  // which has called run()
 
     void shuffle(unsigned warp);
     bool start_cluster(unsigned slot);
     void end_thread();
     void resume(unsigned fiber);
-    static void leave(Fiber &from, Fiber &to);
     bool can_run(unsigned warp);
     int next();
     bool let_something_happen(bool is_slow);

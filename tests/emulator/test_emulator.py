@@ -30,8 +30,7 @@ CXX = os.environ.get("CXX", "g++")
 KERNELS = sorted({faults.name_of(file, faults.CSRC) for file in faults.CSRC.rglob("*.cu")} - {"common/device.cu"})
 PARTS = sorted(file.name for file in EMULATOR.glob("*.cpp") if file != SELFTEST)
 # Kernels look at the same bytes as several types. What is aligned as tensor maps are has had another ABI since GCC 4.6.
-# _FORTIFY_SOURCE, which some compilers define, takes a jump from one fiber to another for a fault.
-FLAGS = ("-std=c++20", "-g1", "-fno-strict-aliasing", "-Wno-psabi", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE",
+FLAGS = ("-std=c++20", "-g1", "-fno-strict-aliasing", "-Wno-psabi", "-Wno-unknown-pragmas",
          "-DMINIMAL_ATTN_EMULATED=1")
 # Where nvcc takes the kernels for a GPU of sm_90a.
 CUDA = "-D__CUDACC__", "-D__CUDA_ARCH__=900", "-D__CUDA_ARCH_FEAT_SM90_ALL", "-include", "common/launch.h"
