@@ -1,22 +1,20 @@
-// Attention of a few query tokens to long caches ("decode") on tensor cores, fp16 and bf16: Ampere (sm_80) and newer.
-// On Hopper, decode_sm90.cu and flash_sm90.cu serve samples with more rows (fewest_rows() in ops/cache_launches.h).
+// Attention of a few query tokens to long caches ("decode") on tensor cores, fp16 and bf16, from Ampere (sm_80) on.
+// Hopper has decode_sm90.cu and flash_sm90.cu for more rows (fewest_rows() in ops/cache_launches.h).
 //
-// Every key is read once and meets few rows, so the time is that of memory. The query heads of a key head and the
-// tokens of a sample are packed into one tile, so that a key meets all of them at once: packed row r is token r / group
-// of query head h_k · group + r % group. Four warps have 16 rows and work on the same keys, and a block has one or two
-// such tiles:
+// Every key is read once and meets few rows, so memory bounds the time. The query heads of a key head and the tokens of
+// a sample are packed into one tile: packed row r is token r / group of query head h_k · group + r % group. Four warps
+// have 16 rows and the same keys, and a block has one or two such tiles:
 //   cp.async       K(n+2) V(n+2)                                     two steps ahead, in a ring of three
 //   Q Kᵀ           each warp for a part of the keys ─ row maxima ─┐  through shared memory
 //   P              each warp for a part of the keys ───── P ──────┤  through shared memory
 //   P V            each warp for a part of the columns          ◀─┘
-// The copies run ahead from one run to the next, so that memory does not wait for the end of a run. One thread finds
-// run 1 while the first keys are on their way, and each later run while the run two before it is computed. During the
-// first step of a run, all threads begin to copy Q of the next.
-// Two blocks share a multiprocessor where they fit, with two stages if need be: one computes while the other waits.
+// Copies run ahead into the next run. One thread finds run 1 while the first keys are on their way, and each later run
+// while the run two before it is computed. In the first step of a run, all threads begin to copy Q of the next one.
+// Two blocks share a multiprocessor where they fit, if need be with two stages: one computes while the other waits.
 //
-// All blocks have equal shares of the work, which each finds from the lengths on the device (cache/share.cuh). So the
-// host plans nothing, and a CUDA graph may change the lengths. Where shares cut a tile, its blocks store their results
-// in a workspace. The last block to end its share joins them, in their order (cache/join.cuh).
+// Every block finds an equal share of the work from the lengths on the device (cache/share.cuh). So the host plans
+// nothing, and a CUDA graph may change the lengths. Where shares cut a tile, its blocks store their results in a
+// workspace in global memory, and then combine them in the order of the keys (cache/join.cuh).
 #include <algorithm>
 
 #include "cache/join.cuh"
@@ -27,17 +25,17 @@ namespace sm80 {
 
 using namespace device;
 
-// A block: kBlockM packed rows, and kRowWarps warps for each 16 of them.
+// A block has kBlockM packed rows, and kRowWarps warps for each 16 of them.
 template <int kHeadDim_, int kBlockM_> struct DecodeShape : KeyShape<kHeadDim_, kBlockM_ / 4> {
     static constexpr int kBlockM = kBlockM_, kRowWarps = 4, kLaneRows = 2;
-    // Q Kᵀ is shared out by keys, at least 16 to a warp. P V is shared out by columns.
+    // The warps divide Q Kᵀ by keys, at least 16 each, and P V by columns.
     static constexpr int kScoreWarps = std::min(DecodeShape::kBlockN / 16, kRowWarps);
     static constexpr int kSTiles = DecodeShape::kBlockN / kScoreWarps / 8, kDTiles = kHeadDim_ / kRowWarps / 8;
     static constexpr int kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
     using AccS = float[kSTiles][4];
     using AccO = float[1][kDTiles][4];
 
-    // The first of this warp's 16 rows, and which of their warps it is.
+    // This warp's first row, and its number among the warps of these rows.
     __device__ static int warp_row() { return kBlockM == 16 ? 0 : threadIdx.x / (32 * kRowWarps) * 16; }
     __device__ static int part() { return threadIdx.x / 32 % kRowWarps; }
     __device__ static int row_of_lane(int i) { return warp_row() + threadIdx.x % 32 / 4 + 8 * i; }
@@ -47,17 +45,17 @@ template <int kHeadDim_, int kBlockM_> struct DecodeShape : KeyShape<kHeadDim_, 
     __device__ static float &at(AccO &acc, int i, int j) { return acc[0][j / 2][2 * i + j % 2]; }
 
   private:
-    // Of products of 8 columns, from the n-th on.
+    // Counted from the n-th product of 8 columns on.
     __device__ static int column_of_lane(int n, int j) { return 8 * (n + j / 2) + threadIdx.x % 4 * 2 + j % 2; }
 };
 
 template <typename Shape> struct DecodeMemory {
     alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];
     alignas(128) uint16_t sP[Shape::kBlockM][Shape::kBlockN];
-    alignas(16) float row_max[Shape::kBlockM][Shape::kScoreWarps];  // of the keys of each warp
+    alignas(16) float row_max[Shape::kBlockM][Shape::kScoreWarps];  // by warp, for its keys
     alignas(16) float row_sum[Shape::kBlockM][Shape::kScoreWarps];
-    Runs<Shape> runs;                    // that the block computes
-    Run<Shape> ahead[Shape::kNumWarps];  // that each warp copies
+    Runs<Shape> runs;                    // computed by the block
+    Run<Shape> ahead[Shape::kNumWarps];  // copied by each warp
     int steps_of_warps[Shape::kNumWarps];
     Call call;
     alignas(128) Stage<Shape> stages[1];  // or more
@@ -65,13 +63,11 @@ template <typename Shape> struct DecodeMemory {
     static size_t bytes(int num_stages) { return sizeof(DecodeMemory) + (num_stages - 1) * sizeof(Stage<Shape>); }
 };
 
-// Until this thread's copies of the next step have arrived.
 __device__ inline void wait_for_step(int num_stages) {
     if (num_stages == 2) cp_async_wait<0>();
     if (num_stages == 3) cp_async_wait<1>();
 }
 
-// The fragments of this warp's rows of Q.
 template <typename Shape>
 __device__ void read_q(uint32_t (&q)[Shape::kHeadDim / 16][4], const DecodeMemory<Shape> &shared) {
     using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
@@ -80,7 +76,7 @@ __device__ void read_q(uint32_t (&q)[Shape::kHeadDim / 16][4], const DecodeMemor
     for (int kk = 0; kk < Shape::kHeadDim / 16; kk++) ldmatrix(q[kk], Swizzle::move(address, Shape::warp_row(), kk));
 }
 
-// What this warp does in one step, from scores to sums of V.
+// One step of this warp, from scores to sums of V.
 template <typename T, typename Shape> struct Step {
     static constexpr int kHeadDim = Shape::kHeadDim, kWarpKeys = 8 * Shape::kSTiles;
     using QSwizzle = Swizzle<kHeadDim>;
@@ -95,7 +91,7 @@ template <typename T, typename Shape> struct Step {
 
     __device__ bool has_scores() const { return has_rows && part < Shape::kScoreWarps; }
 
-    // The scores of this warp's keys, and their row maxima. `key` is the first of the step.
+    // Scores of this warp's keys, and their row maxima. The step begins at `key`.
     __device__ void score(const Stage<Shape> &stage, int key, const Scores<> &scores,
                           const ScoreFactors<float> &factors) {
         const uint32_t k_address =
@@ -118,7 +114,6 @@ template <typename T, typename Shape> struct Step {
             if (lane_idx % 4 == 0) shared.row_max[Shape::row_of_lane(i)][part] = max;
         }
     }
-    // The scores become P.
     __device__ void exponentiate(RowState (&rows)[Shape::kLaneRows], float softmax_scale_log2) {
 #pragma unroll
         for (int i = 0; i < Shape::kLaneRows; i++)
@@ -144,7 +139,6 @@ template <typename T, typename Shape> struct Step {
     }
 };
 
-// The maxima of the step's keys, of all warps, are in shared memory.
 template <typename Shape> __device__ void grow(TileState<Shape> &state, const DecodeMemory<Shape> &shared) {
 #pragma unroll
     for (int i = 0; i < Shape::kLaneRows; i++) {
@@ -154,7 +148,7 @@ template <typename Shape> __device__ void grow(TileState<Shape> &state, const De
     }
 }
 
-// The sums of all warps' keys, in the order of the warps.
+// Adds the sums of all warps, in their order.
 template <typename Shape> __device__ void add_sums(TileState<Shape> &state, DecodeMemory<Shape> &shared) {
 #pragma unroll
     for (int i = 0; i < Shape::kLaneRows; i++) {
@@ -175,7 +169,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Room room, const __grid_constant__ Line line,
            const __grid_constant__ Scores<> scores, const __grid_constant__ ScoreFactors<float> factors,
            int num_stages) {
-#if __CUDA_ARCH__ < 800  // of a build for several GPUs, the part for those that have no such instructions
+#if __CUDA_ARCH__ < 800  // this part of the build is for a GPU without the instructions
     __trap();
 #else
     let_next_kernel_begin();
@@ -186,13 +180,13 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     Run<Shape> &ahead = shared.ahead[threadIdx.x / 32];
     find_first_run<Shape>(runs[0], shared.steps_of_warps, p, room, line);
     copy_words(ahead, runs[0]);
-    __syncwarp();  // the run that this warp copies is there
+    __syncwarp();  // `ahead` is written
     KeyStream<T, Shape> keys(p, shared.call, ahead);
     auto load_q_of = [&](int i) { load_q<T>(shared.sQ, p, runs[i], Swizzle<Shape::kHeadDim>::offset); };
-    load_q_of(0);  // ahead of the keys, or it would wait for them
+    load_q_of(0);  // before the keys, or it would wait for them
 #pragma unroll 1
     for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
-    auto find_next = [&](int i) {  // the run after run i, by one thread
+    auto find_next = [&](int i) {  // after run i, by one thread
         if (threadIdx.x == Shape::kNumThreads - 32) (runs[i + 1] = runs[i]).next(shared.call);
     };
     if (runs[0].is_valid()) find_next(0);
@@ -202,7 +196,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     for (; runs[num_runs].is_valid(); num_runs++) {
         const Run<Shape> &run = runs[num_runs];
         wait_for_step(num_stages);
-        __syncthreads();  // Q, the first keys and the next run are there. All warps have left the run before this one
+        __syncthreads();  // Q, keys and the next run are there, and all warps have left the last run
         find_next(num_runs + 1);
         read_q(q, shared);
         const bool has_rows = Shape::warp_row() < run.valid_rows();
@@ -214,14 +208,14 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
                 Step<T, Shape> step{shared, p, run, q, has_rows};
                 if (step.has_scores()) step.score(shared.stages[stage], key, scores, factors);
-                __syncthreads();  // all row maxima are there, and the step before this one has ended in all warps
+                __syncthreads();  // the row maxima are there, and all warps have left the last step
                 if (!has_next_q) load_q_of(num_runs + 1);
                 has_next_q = true;
-                keys.load(shared.stages[(stage == 0 ? num_stages : stage) - 1]);  // in place of those of that step
+                keys.load(shared.stages[(stage == 0 ? num_stages : stage) - 1]);  // in place of that step's
                 if (has_rows) grow(state, shared);
                 if (step.has_scores()) step.exponentiate(state.rows, factors.softmax_scale_log2);
                 wait_for_step(num_stages);
-                __syncthreads();  // P is there, and the keys of the next step
+                __syncthreads();  // P is there, and the next keys
                 if (has_rows) step.multiply_v(state, shared.stages[stage]);
                 stage = stage + 1 == num_stages ? 0 : stage + 1;
             }
@@ -239,7 +233,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
 }
 
 template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
-    constexpr int kSystemBytes = 1024;  // of a block's shared memory
+    constexpr int kSystemBytes = 1024;  // in each block's shared memory
     using Memory = DecodeMemory<Shape>;
     auto blocks_with = [](int num_stages) {
         return std::min<size_t>(2, (max_shared_memory() + kSystemBytes) / (Memory::bytes(num_stages) + kSystemBytes));
@@ -254,8 +248,8 @@ template <typename T, typename Shape> void launch_decode(const DecodeParams &p) 
                  room, line, Scores<>(p), ScoreFactors<float>(p), num_stages);
 }
 
-// act<Shape>() for the shape of p. A tile of 32 rows serves what has more than 16 and a head_dim up to 128: beyond, two
-// blocks of eight warps would not fit the registers.
+// act<Shape>() for the shape of p. Tiles of 32 rows end at head_dim 128: beyond, two blocks of eight warps would not
+// fit the registers.
 template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
     const int head_dim = p.max_head_dim();
     const bool has_more_rows = int64_t(p.nheads / p.nheads_k) * p.max_seqlen_q > 16;

@@ -1,13 +1,13 @@
 // Attention of more than 32 packed rows to long caches on Hopper's tensor cores, fp16 and bf16 (sm_90a): several tokens
 // of a sample, as in speculative decoding, or many query heads for each key head.
 //
-// As in decode.cu every key is read once for a tile of rows, but here a tile has 64 rows, those of one wgmma. The four
-// warps of a block are one warpgroup:
+// As in decode.cu, every key is read once for a tile of rows. Here it has the 64 rows of one wgmma, and the four warps
+// of a block are one warpgroup:
 //   TMA      K(n+1) V(n+1)              up to two steps ahead, asked for by the first warp
 //   wgmma    S = Q K(n)ᵀ ─┐        ┌─ O += P V(n)
 //   softmax               └─ P ────┘    a warp has 16 rows and all keys of the step, so P stays in registers
-// Two blocks share a multiprocessor: one computes while the other waits. Shares, and how their results become one, are
-// those of decode.cu.
+// Two blocks share a multiprocessor: one computes while the other waits. Shares and partial results are as in
+// decode.cu.
 #include <algorithm>
 
 #include "cache/join.cuh"
@@ -38,19 +38,19 @@ template <typename Shape> struct Stage {
 };
 
 template <typename Shape> struct DecodeMemory {
-    SmemTile<Shape::kBlockM, Shape::kHeadDim> q[2];  // of a run, and of the next one
+    SmemTile<Shape::kBlockM, Shape::kHeadDim> q[2];  // this run's and the next one's
     Stage<Shape> stages[Shape::kStages];
     Barrier full[Shape::kStages];
-    Runs<Shape> runs;  // that the block computes
-    Run<Shape> ahead;  // that its first warp loads
+    Runs<Shape> runs;  // computed by the block
+    Run<Shape> ahead;  // loaded by its first warp
     int steps_of_warps[Shape::kNumWarps];
     Call call;
 };
 
 struct CacheTensors { TmaTensor k, v; };
 
-// The keys and values of a block's share, on their way from the cache to shared memory by TMA. They run ahead of what
-// the block computes. A lane of the first warp has a box, up to the last row of a block.
+// TMA brings the keys and values of a block's share to shared memory, ahead of the computation. Each lane of the first
+// warp has a box, up to the last row of a step.
 template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
     using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
     CacheBox box;  // of the next step
@@ -62,7 +62,7 @@ template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
         if (run.is_valid() && tile_row() < Shape::kBlockN)
             box.find(p, run.b, run.cut.seq.k_begin + first, first < run.cut.end && first + p.box_rows > run.cut.begin);
     }
-    // Starts the copies of the next step to a stage, if there is one.
+    // Starts the copies of the next step, if there is one.
     __device__ void load(Stage<Shape> &stage, const CacheTensors &cache, Barrier &full) {
         if (!run.is_valid()) return;
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, 2 * 2 * Shape::kBlockN * Shape::kHeadDim);
@@ -89,7 +89,7 @@ template <typename Shape> __device__ void clear_unseen(Stage<Shape> &stage, cons
     __syncthreads();
 }
 
-// What the block does in one step, from scores to sums of V.
+// One step of the block, from scores to sums of V.
 template <typename T, typename Shape>
 __device__ void attend(const SmemTile<Shape::kBlockM, Shape::kHeadDim> &q, const Stage<Shape> &stage,
                        TileState<Shape> &state, const Run<Shape> &run, int key, const DecodeParams &p,
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     if (p.phase == Phase::kAlone) wait_for_previous_kernel();
     find_first_run<Shape>(runs[0], shared.steps_of_warps, p, room, line);
     if (loads) copy_words(shared.ahead, runs[0]);
-    __syncwarp();  // the run that the first warp loads is there
+    __syncwarp();  // `ahead` is written
     KeyBoxes<Shape> keys{{p, shared.call, loads ? shared.ahead : runs[0]}};
     auto load_q_of = [&](int i) {
         auto &q = shared.q[i % 2];
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
         Run<Shape> &next = runs[num_runs + 1];
         cp_async_wait<0>();
         fence_proxy_async();
-        __syncthreads();  // Q is there. All warps have left the run before this one
+        __syncthreads();  // Q is there, and all warps have left the last run
         if (threadIdx.x == Shape::kNumThreads - 32) next = run, next.next(shared.call);
         bool has_next_q = false;
         for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
@@ -205,7 +205,7 @@ template <typename T, typename Shape> void launch_decode(DecodeParams p) {
                  CacheTensors{tma("k", p.k, p.head_dim), tma("v", p.v, p.head_dim_v)});
 }
 
-// act<Shape>() for the shape of p, whose head_dim is 128 at most.
+// act<Shape>() for the shape of p. head_dim is at most 128.
 template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
     return p.max_head_dim() <= 64 ? act.template operator()<DecodeShape<64>>()
                                   : act.template operator()<DecodeShape<128>>();

@@ -1,11 +1,11 @@
-// How the results that several blocks have of a tile become its output.
+// Combines the partial results that several blocks have of a tile.
 #pragma once
 
 #include "cache/result.cuh"
 
 namespace decoding {
 
-// Those of a run's tile. Without num_splits, a share begins at most one tile that goes on in later shares.
+// The counters of a run's tile. Without num_splits, at most one tile that begins in a share goes on in later shares.
 template <typename Shape>
 __device__ TileCounters &counters_of(const DecodeParams &p, const Room &room, const Line &line,
                                      const Run<Shape> &run) {
@@ -14,9 +14,9 @@ __device__ TileCounters &counters_of(const DecodeParams &p, const Room &room, co
     return reinterpret_cast<TileCounters *>(p.counters)[i];
 }
 
-// Results on their way through shared memory: kRows rows of kCount results of a tile. A thread has four columns of
-// kThreadRows rows. The time of a join is that of its instructions, since a warp alone on its scheduler issues one in
-// about five cycles. So few instructions copy many bytes, and those of several rows do not wait for each other.
+// kRows rows of kCount results in shared memory; a thread has four columns of kThreadRows rows. Instructions bound the
+// time: a warp alone on its scheduler issues one in about five cycles. So few of them copy many bytes, and rows do not
+// wait for each other.
 template <typename Shape, int kThreadRows_> struct JoinStage {
     static constexpr int kThreadRows = kThreadRows_;
     static constexpr int kCount = 1024 / Shape::kNumThreads / kThreadRows;  // 16 KB of acc_o
@@ -25,7 +25,7 @@ template <typename Shape, int kThreadRows_> struct JoinStage {
     float x[kCount][kRows][Shape::kHeadDim];
     float ends[kCount][kRows][4];  // row_max and row_sum
 
-    // Starts the copies of the results from `first` on, and of their rows from row0 on. Others become 0.
+    // Starts the copies of results from `first` and rows from row0 on. Missing ones become 0.
     __device__ void load(const Results &results, int first, int row0, int rows) {
         const int r = threadIdx.x / kVecs;
 #pragma unroll
@@ -44,8 +44,7 @@ template <typename Shape, int kThreadRows_> struct JoinStage {
         const float *from = results.at(is_valid ? first + j : 0) + results.ends + 4 * end_row;
         cp_async(shared_address(ends) + 16 * threadIdx.x, is_valid ? from : results.first, is_valid);
     }
-    // Adds results to what this thread has of row r, which is one of the stage: kCount, or `count` if these are fewer.
-    // It adds two at a time, so that the bits of a row do not depend on kCount.
+    // Adds min(kCount, count) results to row r, two at a time, so that a row's bits do not depend on kCount.
     __device__ void add_to(RowState &row, float (&o)[4], int r, int count) const {
         static_assert(kCount % 2 == 0);
         const int col = threadIdx.x % kVecs * 4;
@@ -73,14 +72,14 @@ template <typename Shape, int kThreadRows_> struct JoinStage {
     }
 };
 
-// Rows [row0, row0 + Stage::kRows) of the results of a run's tile become its output, in the order of the results.
+// Combines the results of rows [row0, row0 + Stage::kRows), in order.
 template <typename T, typename Stage, typename Shape>
 __device__ void join_results(void *memory, const DecodeParams &p, const Run<Shape> &run, const Results &results,
                              int row0) {
-    static_assert(3 * sizeof(Stage) <= 2 * 32 << 10);  // the least memory that keys have
+    static_assert(3 * sizeof(Stage) <= 2 * 32 << 10);  // the least that stages of keys have
     Stage *const stages = static_cast<Stage *>(memory);
     const int rows = run.valid_rows(), r = threadIdx.x / Stage::kVecs, col = threadIdx.x % Stage::kVecs * 4;
-    int first = 0, to = 0;  // of the next copies
+    int first = 0, to = 0;  // for the next copies
     auto load = [&] {
         if (first < results.count) stages[to].load(results, first, row0, rows);
         cp_async_commit();
@@ -93,7 +92,7 @@ __device__ void join_results(void *memory, const DecodeParams &p, const Run<Shap
 #pragma unroll 1
     for (int left = results.count; left > 0; left -= Stage::kCount) {
         cp_async_wait<1>();
-        __syncthreads();  // these results are there, and all warps have left those before them
+        __syncthreads();  // these results are there, and all warps have left the last ones
         load();
 #pragma unroll
         for (int i = 0; i < Stage::kThreadRows; i++)
@@ -110,14 +109,14 @@ __device__ void join_results(void *memory, const DecodeParams &p, const Run<Shap
     __syncthreads();  // all warps have left the last ones
 }
 
-// A block joins a group of rows at a time. Shapes whose tiles have one group have no code for more.
+// A block combines a group of rows at a time. Shapes with one group have no code for more.
 template <typename Shape> using GroupStage = JoinStage<Shape, 512 / Shape::kNumThreads>;
 template <typename Shape> __device__ int num_groups(const Run<Shape> &run) {
     constexpr int kRows = GroupStage<Shape>::kRows;
     return Shape::kBlockM > kRows ? ceil_div(run.valid_rows(), kRows) : 1;
 }
 
-// Tells other blocks that this one has stored its results of the first and of the last tile.
+// Tells other blocks that this one's results of its first and last tile are stored.
 template <typename Shape>
 __device__ void arrive(const DecodeParams &p, const Room &room, const Line &line, Runs<Shape> &runs, int num_runs) {
     __syncthreads();  // the results are stored
@@ -134,9 +133,8 @@ __device__ void arrive(const DecodeParams &p, const Room &room, const Line &line
     __syncthreads();
 }
 
-// Finds the next group of rows for a block, by one thread. It waits for the last result, but not for long: a block that
-// has not begun may need the place of this one. When it gives up, the others join the tile. The last block has all
-// results when it comes, so it never gives up.
+// One thread takes the next group of rows. It waits for the last result, but gives up soon, as a block that has not
+// begun may need this one's place. Then others combine the tile: the last block always finds all results.
 __device__ inline void take_group(Join &join, TileCounters &counters, int num_chunks) {
     constexpr int kTries = 64;
     for (int i = 0; i < kTries && !join.has_all; i++) {
@@ -146,8 +144,8 @@ __device__ inline void take_group(Join &join, TileCounters &counters, int num_ch
     join.group = join.has_all ? atomicAdd(&counters.groups, 1) : INT_MAX;
 }
 
-// The results of a tile become its output. If other blocks have some of them, and the tile has one group of rows, then
-// the last block joins it. All blocks share several groups. `memory` is that of the keys.
+// Combines the results of a tile. Its blocks share several groups of rows; a single one is left to the last block.
+// `memory` is that of the keys.
 template <typename T, typename Shape>
 __device__ void join_tile(void *memory, const DecodeParams &p, const Room &room, const Line &line,
                           const Run<Shape> &run, Join &join) {
@@ -174,9 +172,8 @@ __device__ void join_tile(void *memory, const DecodeParams &p, const Room &room,
     if (left == run.cut.num_chunks) *counters = {};
 }
 
-// After the last step of a share. Results are joined only now, since the next run would wait for each way to memory and
-// back. Other shares may have results of the first and of the last tile. With num_splits, tiles between them have
-// several results, too, so all runs are found again.
+// Called after a share's last step: earlier, the next run would wait for memory. Only the first and last tile may have
+// results in other shares. With num_splits, tiles between them have several results too, so all runs are found again.
 template <typename T, typename Shape>
 __device__ void end_share(void *memory, const DecodeParams &p, const Room &room, const Line &line, const Call &call,
                           Runs<Shape> &runs, int num_runs) {

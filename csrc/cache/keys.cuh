@@ -1,4 +1,4 @@
-// How the keys of decode.cu's runs come to shared memory, from a cache of sequences or of pages.
+// The keys of decode.cu on their way to shared memory, from a cache of sequences or pages.
 #pragma once
 
 #include "cache/share.cuh"
@@ -12,8 +12,8 @@ template <typename Shape> struct Stage {
     uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
 };
 
-// The keys and values of a block's share, on their way from the cache to shared memory. They run ahead of what the
-// block computes. A warp copies kWarpRows rows of a step, of K and of V.
+// Copies the keys and values of a block's share, ahead of the computation: in each step, a warp copies kWarpRows rows
+// of K and of V.
 template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
     using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
     static constexpr int kWarpRows = Shape::kBlockN / Shape::kNumWarps, kVecs = Shape::kHeadDim / 8;
@@ -24,7 +24,7 @@ template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
         find();
     }
 
-    // Starts the copies of the next step, if there is one, to a stage. They are one group of copies.
+    // Starts the copies of the next step, if there is one, as one group.
     __device__ void load(Stage<Shape> &stage) {
         if (run.is_valid()) {
             rows_are_neighbours() ? copy<true>(stage) : copy<false>(stage);
@@ -35,13 +35,13 @@ template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
     }
 
   private:
-    // Whether the rows of a warp follow each other in memory, in one sequence or page.
+    // Whether a warp's rows are in one sequence or page.
     __device__ bool rows_are_neighbours() const {
         return !p.page_table || (p.page_size % kWarpRows == 0 && run.cut.seq.k_begin % kWarpRows == 0);
     }
 
-    // Where the rows of the next step lie: the first row of the warp if they are neighbours, else row l % kWarpRows for
-    // lane l. The number of a page comes from memory, and nothing waits for it here.
+    // Finds the next step's row: the warp's first if its rows are neighbours, else row l % kWarpRows for lane l.
+    // Nothing here waits for the number of a page.
     __device__ void find() {
         this->settle();
         if (!run.is_valid()) return;
@@ -59,11 +59,11 @@ template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
         constexpr int kRowStep = 32 / kVecs;
         const int lane_row = threadIdx.x % 32 / kVecs, vec = threadIdx.x % kVecs;
         const int row0 = int(threadIdx.x / 32) * kWarpRows + lane_row;
-        const unsigned b = max(0, min(sequence, p.num_sequences - 1)), h = run.h_k;  // none below 0: fewer instructions
+        const unsigned b = max(0, min(sequence, p.num_sequences - 1)), h = run.h_k;  // unsigned: fewer instructions
         const unsigned first_row = kNeighbours ? row + lane_row : row;
         const T *gK = rows_of<const T>(p.k, b, h, first_row), *gV = rows_of<const T>(p.v, b, h, first_row);
         if (kNeighbours) gK += 8 * vec, gV += 8 * vec;
-        // Rows [first, k_end) of K and [first, v_end) of V are copied, counted from row0 on. Others become 0.
+        // Rows [first, k_end) of K and [first, v_end) of V, from row0 on. Others become 0.
         const int first = run.cut.begin - key - row0, end = run.cut.end - key - row0;
         const int k_end = 8 * vec < p.head_dim ? end : first, v_end = 8 * vec < p.head_dim_v ? end : first;
         const uint32_t offset0 = Swizzle::offset(row0, vec);

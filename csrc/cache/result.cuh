@@ -1,5 +1,4 @@
-// What a kernel has of a tile for some of the keys, and how it is stored: as the output, or as one of several results
-// in the workspace.
+// The state of a tile after some of the keys. It is stored as output, or as a partial result in the workspace.
 #pragma once
 
 #include "cache/rows.cuh"
@@ -8,12 +7,12 @@
 
 namespace decoding {
 
-// What a row has of some of its keys: row_max in units of log2, and the sum and acc_o of exp2(score - row_max).
+// A row after some of its keys: row_max in units of log2, and the sum of exp2(score - row_max).
 struct RowState {
     float max = -FLT_MAX, sum = 0.f;  // max is finite: exp2(-inf - max) is 0, not NaN
 };
 
-// What acc_o is multiplied by to become a row of the output, and its lse.
+// The factor from acc_o to a row of the output, and its lse.
 struct RowEnd {
     bool has_keys;
     float scale, lse;
@@ -25,19 +24,18 @@ struct RowEnd {
     }
 };
 
-// The rows of a tile for some of the keys: those of this lane, Shape::row_of_lane(i) with i below kLaneRows, and their
-// columns Shape::col_of_lane(j), which come in pairs.
+// This lane's part of a tile: rows Shape::row_of_lane(i), i < kLaneRows, and pairs of columns Shape::col_of_lane(j).
 template <typename Shape> struct TileState {
     typename Shape::AccO acc_o = {};
     RowState rows[Shape::kLaneRows];
 
-    // act(x, col) for this lane's pairs of columns of row i.
+    // act(pair of columns, first column) for row i.
     template <typename Act> __device__ void for_pairs(int i, Act act) {
 #pragma unroll
         for (int j = 0; j < Shape::kLaneCols; j += 2)
             act(reinterpret_cast<float2 &>(Shape::at(acc_o, i, j)), Shape::col_of_lane(j));
     }
-    // The maximum of row i becomes `max`, which is not below it.
+    // The maximum of row i grows to `max`.
     __device__ void grow(int i, float max) {
         const float alpha = exp2_approx(rows[i].max - max);
         rows[i].max = max, rows[i].sum *= alpha;
@@ -45,7 +43,7 @@ template <typename Shape> struct TileState {
     }
 };
 
-// Where a row of the output lies. Its lse is stored by the thread that has the first column.
+// A row of the output. The thread with the first column stores its lse.
 template <typename T> struct OutputRow {
     const RowEnd end;
     T *const o;
@@ -53,7 +51,6 @@ template <typename T> struct OutputRow {
     template <typename Shape>
     __device__ OutputRow(const DecodeParams &p, const Run<Shape> &run, int r, RowState state, int col)
         : OutputRow(p, run, PackedRow(run, r), state, col) {}
-    // Columns [col, col + 2).
     __device__ void store(const DecodeParams &p, int col, float x, float y) const {
         if (col < p.head_dim_v)
             *reinterpret_cast<uint32_t *>(o + col) = end.has_keys ? pack<T>(x * end.scale, y * end.scale) : 0u;
@@ -79,19 +76,18 @@ __device__ void store_tile(const DecodeParams &p, const Run<Shape> &run, TileSta
     }
 }
 
-// The results of a tile in the workspace, in the order of their keys. Each is [room.rows, kHeadDim] of acc_o, and then
+// A tile's partial results in the workspace, in the order of their keys: [room.rows, kHeadDim] of acc_o, and then
 // [room.rows, 4] of row_max and row_sum.
 struct Results {
     float *first;
-    int second, stride;  // where the second one lies, and how far the others are from one another
+    int second, stride;  // offset of the second one, and from each to the next
     int count;
-    int ends;  // where row_max and row_sum of a result lie
+    int ends;  // offset of row_max and row_sum in a result
 
     __device__ float *at(int i) const { return first + (i == 0 ? 0 : second + (i - 1) * stride); }
 };
 
-// With num_splits there is a place for each chunk. Without, the first share has the result in its second slot, and the
-// others have theirs in their first.
+// With num_splits, each chunk has a slot. Without, the first share uses its second slot, and the others their first.
 template <typename Shape>
 __device__ Results results_of(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run) {
     const int size = room.rows * Shape::kPitch;
@@ -107,7 +103,7 @@ __device__ Results results_of(const DecodeParams &p, const Room &room, const Lin
             room.rows * Shape::kHeadDim};
 }
 
-// That of the part of the run that begins at a chunk.
+// Stores the result of the part that begins at `chunk`.
 template <typename Shape>
 __device__ void store_result(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run,
                              TileState<Shape> &state, int chunk) {
@@ -124,7 +120,6 @@ __device__ void store_result(const DecodeParams &p, const Room &room, const Line
     }
 }
 
-// Stores what the block has of a part of its run.
 template <typename T, typename Shape>
 __device__ void end_part(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run,
                          TileState<Shape> &state, int chunk) {
@@ -132,7 +127,7 @@ __device__ void end_part(const DecodeParams &p, const Room &room, const Line &li
     else store_result(p, room, line, run, state, chunk);
 }
 
-// Rows that are not a sample's get 0 and -inf.
+// Rows outside of samples get 0 and -inf.
 template <typename T> __device__ void store_padding(const DecodeParams &p) {
     if (!p.cu_seqlens_q && !p.seqused_q) return;
     const int warp_idx = threadIdx.x / 32, col = threadIdx.x % 32 * 8;

@@ -1,4 +1,4 @@
-// The packed rows of a run: how Q comes to shared memory, and what becomes of the scores of its rows.
+// The packed rows of a run: their Q in shared memory, and changes of their scores.
 #pragma once
 
 #include "cache/share.cuh"
@@ -10,8 +10,8 @@ namespace decoding {
 
 using namespace ptx;
 
-// Starts the copies of a run's rows of Q to shared memory, as one group: 0 beyond the sample and beyond head_dim.
-// offset_of(row, vec): where 16 bytes lie in sQ.
+// Starts the copies of a run's rows of Q, as one group, with 0 beyond the sample and head_dim. offset_of(row, vec) is
+// the place of 16 bytes in sQ.
 template <typename T, typename Shape, typename OffsetOf>
 __device__ void load_q(void *sQ, const DecodeParams &p, const Run<Shape> &run, OffsetOf offset_of) {
     constexpr int kVecs = Shape::kHeadDim / 8, kRowStep = Shape::kNumThreads / kVecs;
@@ -27,7 +27,7 @@ __device__ void load_q(void *sQ, const DecodeParams &p, const Run<Shape> &run, O
     cp_async_commit();
 }
 
-// q·k become scores, see scores.cuh and score_mods.cuh. `key` is the first of the step. Each row has its own slope.
+// q·k become scores, see common/scores.cuh and mods/score_mods.cuh. The step begins at `key`. Rows differ in slope.
 template <typename Shape>
 __device__ void change_scores(typename Shape::AccS &acc_s, const Scores<> &scores, const ScoreFactors<float> &factors,
                               const DecodeParams &p, const Run<Shape> &run, int key) {
@@ -49,7 +49,7 @@ __device__ void change_scores(typename Shape::AccS &acc_s, const Scores<> &score
     }
 }
 
-// Whether a row of a tree sees a key: all that are older than the new ones, and those of the new ones in its word.
+// The keys that a row of a tree sees: all old ones, and the new ones in its word.
 struct Branches {
     uint64_t word = ~0ull;
     int first_new = 0;
@@ -65,7 +65,7 @@ struct Branches {
     }
 };
 
-// Scores of keys that a row does not see become -inf. `key` is the first of the step.
+// Scores of keys that a row does not see become -inf.
 template <typename Shape>
 __device__ void hide_scores(typename Shape::AccS &acc_s, const DecodeParams &p, const Run<Shape> &run, int key) {
     const Mask mask(run.cut.seq.seqlen_q, run.cut.seq.seqlen_k, p);

@@ -1,17 +1,15 @@
-// The folder cache/ has attention of a few query tokens to long caches of keys and values ("decode"). The header of
-// decode.cu shows how its parts work together. Order in cache/: share.cuh, keys.cuh, rows.cuh, result.cuh, join.cuh,
-// decode.cu. Beside it: decode_sm90.cu.
+// The folder cache/ has attention of a few query tokens to long caches ("decode"). The header of decode.cu shows how
+// its parts work together. Order in cache/: share.cuh, keys.cuh, rows.cuh, result.cuh, join.cuh, decode.cu. Beside it:
+// decode_sm90.cu.
 //
-// How decode.cu and decode_sm90.cu cut a batch into work, and which share of it a block has.
+// How both kernels cut a batch into work. A sample's packed rows are cut into tiles, its keys into chunks of equal
+// length. A chunk for one tile of one key head is an item. All items lie on one line, in steps of kBlockN keys, and
+// every block has an equal share of the line, found on the device from the lengths. Samples that another launch serves
+// have no items. Neighbouring chunks of a tile in a block's share are a run.
 //
-// The packed rows of a sample are cut into tiles, and its keys into chunks of equal length. A chunk for one tile of one
-// key head is an item. All items of the batch lie on one line, whose unit is a step of kBlockN keys, and every block
-// has an equal share of the line. The device finds all of this, from lengths that it alone knows. Samples that another
-// launch serves have no items. Neighbouring chunks of a tile within the share of a block are a run.
-//
-// With num_splits, a chunk is a part of a sample's keys, cut by its own lengths, and each chunk has a result of its
-// own, so that the bits of a sample do not depend on its batch. Without, a chunk is a single step, and a run has one
-// result. So work is dealt out evenly, and at most two results of a block wait in memory for those of other blocks.
+// With num_splits, chunks are cut by a sample's own lengths and each has a result: so a sample's bits do not depend on
+// its batch. Without, a chunk is one step and a run has one result: so work is even, and at most two results of a block
+// wait in memory for other blocks.
 #pragma once
 
 #include <algorithm>
@@ -24,26 +22,26 @@
 
 namespace decoding {
 
-// What the kernels' shapes have in common: kBlockN keys a step, 16 KB of K and as many of V.
+// A step has kBlockN keys: 16 KB of K and of V each.
 template <int kHeadDim_, int kNumWarps_> struct KeyShape {
     static constexpr int kHeadDim = kHeadDim_, kBlockN = 8192 / kHeadDim;
     static constexpr int kNumWarps = kNumWarps_, kNumThreads = 32 * kNumWarps;
     static constexpr int kPitch = kHeadDim + 4;  // floats of a row in the workspace
 };
 
-// Of numbers from 0 on, which takes fewer instructions than of signed ones.
+// Unsigned divisions take fewer instructions.
 __device__ inline int floor_div(unsigned x, unsigned y) { return int(x / y); }
 __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x + y - 1) / y); }
 
-// The room in the workspace: slots, each for a result of `rows` rows, and counters of results. Shares have two slots
-// each: for the tile that began in an earlier share, and for one that goes on in a later share. With num_splits, every
-// sample and key head has a slot for each of `splits` chunks. A sample that needs more room is not cut.
+// The workspace in global memory: slots for results of `rows` rows, and counters of results. Each share has two slots:
+// for a tile that began in an earlier share, and for one that goes on in a later share. With num_splits, every sample
+// and key head has `splits` slots, one for each chunk. A sample that needs more is not cut.
 struct Room {
     int group;           // query heads of a key head
     uint32_t per_group;  // the next integer above 2^31 / group
     int rows;
-    int splits;          // num_splits; 0: none were asked for
-    int tiles;           // with splits, how many TileCounters a sample and key head has
+    int splits;          // num_splits, or 0
+    int tiles;           // TileCounters of a sample and key head, with splits
 
     Room(const DecodeParams &p, int block_m)
         : group(p.nheads / p.nheads_k), per_group((1u << 31) / group + 1), splits(p.num_splits) {
@@ -53,10 +51,10 @@ struct Room {
     }
 };
 
-// What the blocks with results of a tile tell one another. The last of them sets all to 0 again.
+// Shared by the blocks with results of a tile. The last one sets all to 0 again.
 struct TileCounters {
-    int chunks;  // that have a result
-    int groups;  // of rows, that blocks have taken to join them
+    int chunks;  // with a result
+    int groups;  // of rows, taken by blocks to combine them
     int left;    // chunks whose blocks have left
 };
 
@@ -73,9 +71,8 @@ template <typename Shape> int64_t num_counters(const DecodeParams &p, int64_t bl
     return room.splits == 1 ? 0 : tiles * int(sizeof(TileCounters) / sizeof(int));
 }
 
-// The key heads of a key often lie side by side in memory, where it is fastest to read all of them at once. So `heads`
-// neighbouring blocks work on the same keys, each for a head of its own. There is a line for each of these heads, and
-// all lines are cut into shares in the same way.
+// Key heads often lie side by side in memory, and are fastest to read together. So `heads` neighbouring blocks work on
+// the same keys, each for its own head. Each of these heads has a line, and all lines are cut alike.
 struct Line {
     int heads;           // side by side
     int heads_of_line;   // one after another on a line
@@ -89,12 +86,10 @@ struct Line {
         heads_of_line = nheads_k / heads;
         shares = blocks / heads, per_share = UINT32_MAX / shares + 1, per_head = (1u << 31) / heads + 1;
     }
-    // Of this block.
     __device__ int share() const { return __umulhi(2 * blockIdx.x, per_head); }
     __device__ int head() const { return blockIdx.x - share() * heads; }
 };
 
-// Throws std::invalid_argument if a call has more work than the kernels can count.
 template <typename Shape> void check_size(const DecodeParams &p, const Room &room, const Line &line) {
     if (room.group > 1 << 15) throw std::invalid_argument("minimal_attn: a key head has over 32768 query heads");
     const int64_t all_rows = p.cu_seqlens_q ? p.seqlen_q : p.batch_size * p.seqlen_q;
@@ -106,7 +101,7 @@ template <typename Shape> void check_size(const DecodeParams &p, const Room &roo
                                     std::to_string(Shape::kBlockN) + " keys; divide the batch into several calls");
 }
 
-// How a line of `steps` steps is cut into shares, of which none is empty.
+// Cuts a line of `steps` steps into shares, none of them empty.
 struct Shares {
     int steps, count;
     uint32_t per_share;
@@ -114,12 +109,11 @@ struct Shares {
     __device__ Shares(const Line &line, int steps)
         : steps(steps), count(min(line.shares, steps)), per_share(line.per_share) {}
 
-    // steps · share / count, rounded in the same way for all.
+    // steps · share / count, rounded alike for all.
     __device__ int begin(int share) const {
         if (count == steps || share == count) return count == steps ? share : steps;
         return __umulhi(steps, share * per_share);
     }
-    // The share of a step.
     __device__ int of(int step) const {
         int share = min(int(__fdividef(float(step), float(steps)) * float(count)), count - 1);  // a guess
         while (begin(share) > step) share--;
@@ -128,21 +122,21 @@ struct Shares {
     }
 };
 
-// A copy by the lanes of a warp.
+// A copy by a warp.
 template <typename X> __device__ void copy_words(X &to, const X &from) {
     for (unsigned i = threadIdx.x % 32; i < sizeof(X) / 4; i += 32)
         reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(&from)[i];
 }
 
-// How the valid packed rows of a sample are cut into tiles, and its keys into chunks. Padding does not count. With
-// num_splits a sample has about so many items for each key head, so more tiles mean fewer chunks.
+// Cuts a sample's packed rows into tiles, without padding, and its keys into chunks. With num_splits, each key head has
+// about that many items, so more tiles mean fewer chunks.
 template <typename Shape> struct Cut {
     static constexpr int kBlockN = Shape::kBlockN;
     Sequence seq;
     int group;
     uint32_t per_group;
     int num_rows, num_tiles;
-    int num_chunks, chunk_steps = 1;  // of a tile, and of a chunk
+    int num_chunks, chunk_steps = 1;  // of a tile, of a chunk
     int begin, end;                   // the keys that some row sees
 
     Cut() = default;
@@ -165,18 +159,18 @@ template <typename Shape> struct Cut {
     __device__ int items(const Line &line) const { return num_tiles * num_chunks * line.heads_of_line; }
     __device__ int steps(const Line &line) const { return items(line) * chunk_steps; }
     __device__ int chunks_of(int steps) const { return chunk_steps == 1 ? steps : ceil_div(steps, chunk_steps); }
-    // How many items begin before a step, as counted from the sample's first.
+    // Items that begin before a step of the sample.
     __device__ int items_before(int step, const Line &line) const { return min(items(line), chunks_of(max(0, step))); }
 };
 
-// The kernel's parameters in shared memory, for functions that are not inlined. Such a function would read them from
-// global memory: it cannot know that a reference is to constant memory.
+// The kernel's parameters in shared memory, for functions that are not inlined: these cannot know that a reference is
+// to constant memory, and would read global memory.
 struct Call {
     DecodeParams p;
     Room room;
     Line line;
 
-    // By two warps. find_first_run() has the barrier after it.
+    // By two warps, before the barrier in find_first_run().
     __device__ void copy(const DecodeParams &from_p, const Room &from_room, const Line &from_line) {
         if (threadIdx.x < 32) copy_words(p, from_p);
         else if (threadIdx.x < 64) copy_words(room, from_room), copy_words(line, from_line);
@@ -185,7 +179,7 @@ struct Call {
 
 template <typename Shape> struct Run;
 
-// The steps of the samples [b_begin, b_end). This is not inlined: few batches have more than a sample for each thread.
+// Steps of the samples [b_begin, b_end). Not inlined: few batches have more samples than a block has threads.
 template <typename Shape>
 __device__ __noinline__ int steps_of(const DecodeParams &p, const Room &room, const Line &line, int b_begin,
                                      int b_end) {
@@ -194,7 +188,7 @@ __device__ __noinline__ int steps_of(const DecodeParams &p, const Room &room, co
     return steps;
 }
 
-// Row `row` of a run's tile of packed rows. Divisions are slow, so there is a product in place of one.
+// A packed row of a run's tile. A product replaces a division, which is slow.
 struct PackedRow {
     int token, head;
     template <typename Shape> __device__ PackedRow(const Run<Shape> &run, int row) {
@@ -203,17 +197,17 @@ struct PackedRow {
     }
 };
 
-// A run: the chunks [chunk_begin, chunk_end) of a tile of packed rows of a key head. One thread moves it on.
+// Chunks [chunk_begin, chunk_end) of a tile of a key head. One thread moves the run on.
 template <typename Shape> struct alignas(16) Run {
-    int place, end;  // on the line: of the run, and of the block's share
-    int b, index;    // of the sample, and of the first chunk among its items
+    int place, end;  // the run's place on the line, and the end of the block's share
+    int b, index;    // sample, and the first chunk among its items
     Shares shares;
     Cut<Shape> cut;
     int h_k, tile, chunk_begin, chunk_end, key_begin, key_end;
-    int token, head_of_group;  // of the tile's first row
+    int token, head_of_group;  // first row of the tile
     Range full;  // the keys that all rows see
 
-    // Of sample b, if `index` is that of an item.
+    // In sample b, if it has an item `index`.
     __device__ Run(const DecodeParams &p, const Line &line, const Shares &shares, int b, const Cut<Shape> &cut,
                    int index, int place, int end)
         : place(place), end(end), b(b), index(index), shares(shares), cut(cut) {
@@ -223,8 +217,8 @@ template <typename Shape> struct alignas(16) Run {
         place += num_chunks() * cut.chunk_steps, index += num_chunks();
         if (is_valid()) go_on(call.p, call.room, call.line, place);  // a call at the end would do nothing
     }
-    // If this sample has no more items, to the first one of a later sample that begins at `begin` or behind it. This is
-    // not inlined: most steps do not come here.
+    // After a sample's last item, goes to a later sample's first one at or behind `begin`. Not inlined: most steps do
+    // not come here.
     __device__ __noinline__ void go_on(const DecodeParams &p, const Room &room, const Line &line, int begin) {
         while (is_valid() && index == cut.items(line)) {
             cut = Cut<Shape>(p, room, ++b);
@@ -235,20 +229,20 @@ template <typename Shape> struct alignas(16) Run {
     __device__ bool is_valid() const { return place < end; }
     __device__ int num_chunks() const { return chunk_end - chunk_begin; }
     __device__ bool has_whole_tile() const { return num_chunks() == cut.num_chunks; }
-    // Whether the tile needs no room in the workspace.
+    // Whether the tile needs no workspace.
     __device__ bool has_one_result(const Room &room) const {
         return has_whole_tile() && (room.splits == 0 || cut.num_chunks == 1);
     }
     __device__ bool all_rows_see(int key) const { return key >= full.begin && key + Shape::kBlockN <= full.end; }
     __device__ int valid_rows() const { return min(Shape::kBlockM, cut.num_rows - tile * Shape::kBlockM); }
-    // The chunks [chunk, part_end) have one result.
+    // Chunks [chunk, part_end) have one result.
     __device__ int part_end(int chunk, const Room &room) const { return room.splits ? chunk + 1 : chunk_end; }
-    // Their keys that some row of the tile sees.
+    // Keys of these chunks that some row of the tile sees.
     __device__ Range keys(int first, int last) const {
         const Range all = cut.keys(first, last);
         return {max(all.begin, key_begin), min(all.end, key_end)};
     }
-    // The shares in which the tile begins and ends.
+    // Where the tile begins and ends.
     __device__ int first_share() const { return shares.of(place - chunk_begin * cut.chunk_steps); }
     __device__ int last_share() const {
         return shares.of(place + (cut.num_chunks - chunk_begin) * cut.chunk_steps - 1);
@@ -273,23 +267,23 @@ template <typename Shape> struct alignas(16) Run {
     }
 };
 
-// A tile with results of several blocks, as one of them sees it: whether all are there, and which rows it joins now.
+// A block's view of a tile with several results.
 struct Join {
     bool has_all;
     int group;
 };
 
-// The runs of a block's share, in shared memory: the first one, and those after it by turns in four slots. decode.cu
-// uses three at a time, but i % 3 costs 22 registers. The tiles of the first and last run may go on in other shares.
+// A block's runs in shared memory: the first one, and later ones by turns in four slots. decode.cu uses three at a
+// time, but i % 3 costs 22 registers.
 template <typename Shape> struct Runs {
     Run<Shape> slots[5];
-    Join joins[2];  // of these two tiles
+    Join joins[2];  // tiles of the first and last run, which may go on in other shares
 
     __device__ Run<Shape> &operator[](int i) { return slots[i == 0 ? 4 : i % 4]; }
 };
 
-// The first run of this block's share, in shared memory. Samples are dealt out to threads, whose sums are scanned. The
-// thread that has the sample in which the share begins finds the run.
+// Finds the first run of this block's share. Threads divide the samples and scan their sums. The one whose sample holds
+// the share's begin finds the run.
 template <typename Shape>
 __device__ void find_first_run(Run<Shape> &run, int (&steps_of_warps)[Shape::kNumWarps], const DecodeParams &p,
                                const Room &room, const Line &line) {
@@ -300,7 +294,7 @@ __device__ void find_first_run(Run<Shape> &run, int (&steps_of_warps)[Shape::kNu
     int steps = 0;
     if (b_begin < b_end) cut = Cut<Shape>(p, room, b_begin), steps = cut.steps(line);
     if (b_begin + 1 < b_end) steps += steps_of<Shape>(p, room, line, b_begin + 1, b_end);
-    int place = steps;  // on the line, of the end of this thread's samples
+    int place = steps;  // on the line, where this thread's samples end
 #pragma unroll 1
     for (int lanes = 1; lanes < min(batch_size, 32); lanes *= 2) {
         const int before = __shfl_up_sync(~0u, place, lanes);
@@ -328,17 +322,17 @@ __device__ void find_first_run(Run<Shape> &run, int (&steps_of_warps)[Shape::kNu
     __syncthreads();
 }
 
-// The steps of a block's share, as they are loaded, ahead of what is computed.
+// The steps of a block's share, loaded ahead of the computation.
 template <typename Shape> struct StepsAhead {
     const DecodeParams &p;
     const Call &call;
     Run<Shape> &run;  // of this warp
-    int key;          // the first of the next step, if the run is valid
+    int key;          // first of the next step, if the run is valid
 
     __device__ StepsAhead(const DecodeParams &p, const Call &call, Run<Shape> &run)
         : p(p), call(call), run(run), key(run.is_valid() ? run.key_begin : 0) {}
 
-    // Go on to the next run when the last one has no more keys. By all lanes of a warp.
+    // Goes to the next run after the last key, by all lanes of a warp.
     __device__ void settle() {
         while (run.is_valid() && key >= run.key_end) {
             __syncwarp();  // all lanes have read the run
