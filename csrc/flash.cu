@@ -1,17 +1,20 @@
-// FlashAttention, forward pass: O = softmax(scale · Q Kᵀ) V, a block of query rows at a time, no score in memory.
-// Plain CUDA C++ in true fp32: any GPU from sm_75 on and, by way of flash_host.cpp, the CPU, which takes fp64 as well.
-// Read this file first. docs/developing.md names the way from here to sm90/flash_sm90.cu, which is the fastest one.
+// FlashAttention, forward pass: O = softmax(scale · Q Kᵀ) V, with no score in global memory. Plain CUDA C++ in true
+// fp32: any GPU from sm_75 on and, by host/flash_host.cpp, the CPU, which takes fp64 as well. Read this file first;
+// docs/developing.md names the way from here to the fastest kernel, sm90/flash_sm90.cu.
 //
-// Names are the paper's (Dao et al. 2022, Algorithm 1; loop order of FlashAttention-2, Dao 2023, Algorithm 1):
-//   Br, Bc           rows of a block of Q, rows of a block of K and V      (kBlockM, kBlockN in the other kernels)
-//   Qi, Kj, Vj, P    tiles in shared memory: of Q, K and V, and P = exp(scale · (S - m))
-//   blocks           the blocks of K and V that a block of rows sees        (1 to Tc in the paper)
-//   m, l             running maximum and sum of a row                      (row_max, row_sum in the other kernels)
+// It is Algorithm 1 of FlashAttention-2 (Dao 2023), in the paper's names. A block of threads owns one tile of rows. It
+// walks along the keys, and keeps O, m and l in registers:
+//   Qi, Kj, Vj                             tiles of Br rows of Q, of Bc rows of K and V (elsewhere kBlockM, kBlockN)
+//   S = Qi Kjᵀ                             scores of the tile
+//   m_new = max(m, row maximum of S)       (elsewhere row_max)
+//   P = exp(scale · (S - m_new))
+//   alpha = exp(scale · (m - m_new))       rescales what came before
+//   l = alpha · l + row sum of P           (elsewhere row_sum)
+//   O = alpha · O + P Vj                   after the last tile, O / l and lse = scale · m + log(l) are stored
 //
-// A block of threads owns Br rows of one head and walks along K and V, so O, m and l live in registers and go to memory
-// once. The threads form a kTy × kTx grid over each of the two products; thread (ty, tx) computes kRows × kCols of
-// S = Qi Kjᵀ and kRows × kDims of O += P Vj. All threads of a row are in one warp, so that P and the maxima of its rows
-// need no barrier of the block. Kj and Vj come in steps that are loaded while the step before them is multiplied.
+// Thread (ty, tx) of a kTy × kTx grid computes kRows × kCols of S and kRows × kDims of O. The threads of a row are in
+// one warp, so P and the row maxima need no barrier of the block. Kj and Vj come in stages: one is loaded while the one
+// before it is multiplied.
 #include "simt/tiles.h"
 
 namespace simt {
@@ -21,7 +24,7 @@ template <typename Sum> __device__ Sum log_add_exp(Sum x, Sum y) {
     return x == y ? x + log(Sum(2)) : fmax(x, y) + log1p(exp(-fabs(x - y)));
 }
 
-// kMods: scores are changed by more than a factor, see score_mods.cuh.
+// kMods: mods/score_mods.cuh changes the scores.
 template <typename T, typename Tiles, bool kMods>
 __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 8 warps an SM: 255 registers a thread
     flash_fwd(const AttnParams p, const bool aligned) {
@@ -30,7 +33,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     constexpr int kNThreads = Tiles::kNThreads, kRows = Br / kTy, kCols = Bc / kTx, kDims = Tiles::kHeadDim / kTx;
     static_assert(kRows * kTy == Br && kCols * kTx == Bc && kDims * kTx == Tiles::kHeadDim && 16 % kTx == 0);
     Tiles &tiles = shared_memory<Tiles>();
-    // Lanes 2n and 2n + 1 have neighbouring ty and the same tx: a warp's 16-byte reads then take the fewest passes.
+    // Lanes 2n and 2n + 1 share tx: then a warp's reads take the fewest passes.
     const int tx = threadIdx.x / 2 % kTx, ty = threadIdx.x / (2 * kTx) * 2 + threadIdx.x % 2;
 
     const Tile tile = RowTiles<Br>::at(p, blockIdx.x);
@@ -45,15 +48,12 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     if (blocks.begin < blocks.end)
         load_tile<kNThreads, true, 1>(tiles.Qi, rows_of<const T>(p.q, tile.b, tile.h, seq.q_begin + row0),
                                       p.q.row_stride, seq.seqlen_q - row0, p.head_dim);
-    Steps<T, Tiles> steps{tiles.steps, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin),
-                          rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin), p.k.row_stride, p.v.row_stride,
-                          p.head_dim, p.head_dim_v, mask.keys(row0).begin, seq.seqlen_k, aligned, blocks.end,
-                          blocks.begin};
-    steps.load();
+    Pipeline<T, Tiles> pipeline(tiles, p, seq, tile, mask.keys(row0).begin, blocks, aligned);
+    pipeline.load();
     for (int j = blocks.begin; j < blocks.end; j++) {
         Sum S[kRows][kCols] = {};
         auto multiply_QK = [&](Sum (&acc)[kRows][kCols], int d) {
-            multiply<kTy, kTx>(acc, tiles.Qi + d, steps.next().Kj, ty, tx, min(kStep, p.head_dim - d));
+            multiply<kTy, kTx>(acc, tiles.Qi + d, pipeline.next().Kj, ty, tx, min(kStep, p.head_dim - d));
         };
         if constexpr (Tiles::kHeadDim <= 64 || kRows * kCols == 64)  // 64 scores leave no registers for `sum`
             for (int d = 0; d < p.head_dim; d += kStep) multiply_QK(S, d);
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
         }
         for (int c = 0; c < kCols; c++)
             for (int i = 0; i < kRows; i++) tiles.P[place<kTx, kCols>(tx, c)][place<kTy, kRows>(ty, i)] = S[i][c];
-        if (p.dropout_seed) {  // after l is summed. Philox needs S's registers, so P is changed in memory
+        if (p.dropout_seed) {  // after l is summed; in memory, as Philox needs S's registers
             auto row = [&](int i) { return row0 + place<kTy, kRows>(ty, i); };
             auto col = [&](int c) { return j * Bc + place<kTx, kCols>(tx, c); };
             const uint64_t keep = kept<kRows, kCols>(Dropout(p, tile.b, tile.h), row, col);
@@ -95,9 +95,9 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
                 if (!(keep >> n & 1)) tiles.P[place<kTx, kCols>(tx, n % kCols)][place<kTy, kRows>(ty, n / kCols)] = 0;
         }
 
-        // P Vj is summed apart from O: short sums round less, and O takes its rescaling in the same FMA.
+        // P Vj is summed apart: short sums round less, and an FMA rescales O.
         Sum PV[kRows][kDims] = {};
-        for (int c = 0; c < Bc; c += kStep) multiply<kTy, kTx>(PV, tiles.P + c, steps.next().Vj, ty, tx, kStep);
+        for (int c = 0; c < Bc; c += kStep) multiply<kTy, kTx>(PV, tiles.P + c, pipeline.next().Vj, ty, tx, kStep);
         for (int i = 0; i < kRows; i++)
             for (int d = 0; d < kDims; d++) O[i][d] = O[i][d] * alpha[i] + PV[i][d];
     }
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     for (int i = 0; i < kRows; i++) {
         const int row = row0 + place<kTy, kRows>(ty, i);
         if (row >= seq.padded_q) continue;
-        // A row without keys gets out 0. Its sums may be NaN: 0 · NaN, if V holds NaN.
+        // A row without keys gets 0. Its sums may be NaN, from 0 · NaN in V.
         const bool is_empty = l[i] == 0 || row >= seq.seqlen_q;
         const Sum lse_keys = is_empty ? Sum(-INFINITY) : m[i] * scores.unit() + log(l[i]);
         const Sum lse_row = sink && row < seq.seqlen_q ? log_add_exp(lse_keys, *sink) : lse_keys;
@@ -125,12 +125,12 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
 }
 
 template <typename T, typename Tiles, bool kMods = false> void launch_fwd(const AttnParams &p) {
-    // Only v: the rows of q and k are transposed one element at a time.
+    // Only v: rows of q and k are transposed element by element.
     launch(flash_fwd<T, Tiles, kMods>, RowTiles<Tiles::Br>::count(p), Tiles::kNThreads, sizeof(Tiles), p.stream, p,
            is_aligned<T>(p.v, p.head_dim_v));
 }
 
-template <typename T, typename Narrow, typename Medium, typename Wide>
+template <typename T, typename Narrow, typename Medium = Narrow, typename Wide = Narrow>
 void launch_best(const AttnParams &p, bool wide) {
     const size_t memory = max_shared_memory();
     if (p.has_score_mods())
@@ -141,13 +141,12 @@ void launch_best(const AttnParams &p, bool wide) {
 }
 
 void flash_forward(const AttnParams &p) {
-    // Not by batch or heads, nor by the length of a whole packed batch: a sample's bits must not depend on them.
+    // Batch, heads and a packed batch's length do not count: a sample's bits must not depend on them.
     const int head_dim = p.max_head_dim();
     const bool is_long = p.cu_seqlens_q || p.seqlen_q > 512;
     with_dtype(p.dtype, [&]<typename T>() {
         if constexpr (std::is_same_v<T, double>)
-            head_dim <= 64 ? launch_best<T, Tiles64Double, Tiles64Double, Tiles64Double>(p, false)
-                           : launch_best<T, Tiles256Double, Tiles256Double, Tiles256Double>(p, false);
+            head_dim <= 64 ? launch_best<T, Tiles64Double>(p, false) : launch_best<T, Tiles256Double>(p, false);
         else if (head_dim <= 64) launch_best<T, Tiles64, Tiles64, Tiles64Wide>(p, is_long);
         else if (head_dim <= 128) launch_best<T, Tiles128Narrow, Tiles128, Tiles128Wide>(p, is_long);
         else launch_best<T, Tiles256Narrow, Tiles256, Tiles256Wide>(p, is_long);

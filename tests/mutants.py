@@ -61,7 +61,7 @@ MUTANTS = [
      host(DROPOUT, "of_a_part or packed_parts")),
     ("csrc/simt/tiles.h", "odd_head_dim_counts_as_aligned", "x.row_stride | head_dim) % 4", "x.row_stride) % 4",
      host(FORWARD, "against_fp64")),
-    ("csrc/flash.cu", "nan_before_window", "mask.keys(row0).begin, seq.seqlen_k, aligned", "0, seq.seqlen_k, aligned",
+    ("csrc/flash.cu", "nan_before_window", "mask.keys(row0).begin, blocks", "0, blocks",
      host(LENGTHS, "nan_before")),
     ("csrc/simt/flash_bwd.cu", "dout_walks_by_stride_of_q", "D.data += D.head_stride;", "D.data += C.head_stride;",
      host(BACKWARD, "dout_of_any_strides")),

@@ -1,9 +1,7 @@
-// New keys and values for a cache: one small kernel writes them to their places, rotates the keys and q by their
-// positions, and counts the keys. Its time is that of memory. Plain CUDA C++ for every GPU, and for the CPU.
-//
-// A thread has one vector of 16 bytes, or one element where a tensor is not aligned. Neighbouring threads have
-// neighbouring vectors of a row, of one head after the other. The blocks are, in this order, those of the new rows, of
-// the rows of q, and of the lengths. No thread waits for another, so a plain loop runs them on the CPU.
+// New keys and values for a cache: one kernel stores them, rotates the keys and q, and counts the keys. Memory bounds
+// its time. A thread has a vector of 16 bytes, or one element if some tensor is not aligned; its neighbours go on along
+// the row, head after head. Blocks are for new rows, then for rows of q, then for lengths. No thread waits for another,
+// so the CPU runs them in a plain loop.
 #include "simt/tiles.h"
 
 namespace simt {
@@ -24,14 +22,13 @@ struct AppendGrid {
     }
 };
 
-// The place of a new row in the cache. It may be none.
-struct Place {
+// Where a new row goes, if anywhere.
+struct CacheRow {
     int64_t sequence = -1, row = 0;
     __device__ bool is_in_cache(const AppendParams &p) const { return sequence >= 0 && sequence < p.num_sequences; }
 };
 
-// Nothing waits here for the number that comes from a table.
-__device__ inline Place place_of(const AppendParams &p, const SampleRow &at) {
+__device__ inline CacheRow cache_row_of(const AppendParams &p, const SampleRow &at) {
     if (p.slot_mapping) {
         const int64_t slot = p.slot_mapping[at.row];
         if (slot < 0 || p.page_size == 0) return {};
@@ -49,8 +46,7 @@ template <int kVec, typename T> __device__ Vec<kVec, T> load(const T *from) {
     return *reinterpret_cast<const Vec<kVec, T> *>(from);
 }
 
-// What the table of cos or sin has for columns [col, col + kVec), of which neighbours share a number if interleaved.
-// `row` is of the position, and has `half` numbers.
+// The cos or sin of columns [col, col + kVec), from the `half` numbers of a position.
 template <int kVec, typename T> __device__ Vec<kVec, T> angles(const T *row, int col, int half, bool is_interleaved) {
     constexpr int kHalf = (kVec + 1) / 2;
     const T *from = row + (is_interleaved ? col / 2 : col < half ? col : col - half);
@@ -61,15 +57,14 @@ template <int kVec, typename T> __device__ Vec<kVec, T> angles(const T *row, int
     return out;
 }
 
-// Columns [col, col + kVec) of a row x, which has the position of row i of sample b. A pair (x, y) of columns becomes
-// (x cos - y sin, y cos + x sin), in fp32, rounded once.
+// Columns [col, col + kVec) of x, at the position of row i of sample b: pairs (x, y) become (x cos - y sin,
+// y cos + x sin) in fp32, rounded once.
 template <int kVec, typename T>
 __device__ Vec<kVec, T> rotated(const AppendParams &p, const T *x, int col, int b, int i) {
     const Vec<kVec, T> own = load<kVec>(x + col);
     if (col >= p.rotary_dim) return own;
     const bool is_interleaved = p.rotary_interleaved;
     const int half = p.rotary_dim / 2, opposite = col < half ? col + half : col - half;
-    // The other columns of the pairs. Neighbours are in the same vector, or next to the one element.
     const Vec<kVec, T> others = load<kVec>(x + (is_interleaved ? (kVec == 1 ? col ^ 1 : col) : opposite));
     const int64_t table = int64_t(rotary_row(p, b, i)) * half;
     const auto cos = angles<kVec>(static_cast<const T *>(p.rotary_cos) + table, col, half, is_interleaved);
@@ -85,21 +80,19 @@ __device__ Vec<kVec, T> rotated(const AppendParams &p, const T *x, int col, int 
     return out;
 }
 
-// Vector `vec` of a new row, of K and V of all heads.
 template <typename T, int kVec>
 __device__ void append_vec(const AppendParams &p, const AppendGrid &grid, const SampleRow &at, int vec) {
     const int h = vec / (grid.k_vecs + grid.v_vecs), of_head = vec - h * (grid.k_vecs + grid.v_vecs);
     if (h >= p.nheads_k) return;
     const bool is_k = of_head < grid.k_vecs;
     const int col = (is_k ? of_head : of_head - grid.k_vecs) * kVec;
-    const Place to = place_of(p, at);
+    const CacheRow to = cache_row_of(p, at);
     const T *from = rows_of<const T>(is_k ? p.k_new : p.v_new, at.batch, h, at.row);
     const Vec<kVec, T> x = is_k ? rotated<kVec>(p, from, col, at.b, at.i) : load<kVec>(from + col);
     if (!to.is_in_cache(p)) return;
     *reinterpret_cast<Vec<kVec, T> *>(rows_of<T>(is_k ? p.k_cache : p.v_cache, to.sequence, h, to.row) + col) = x;
 }
 
-// Vector `vec` of a row of q, of all heads.
 template <typename T, int kVec>
 __device__ void rotate_vec(const AppendParams &p, const AppendGrid &grid, const SampleRow &at, int vec) {
     const int h = vec / grid.k_vecs, col = (vec - h * grid.k_vecs) * kVec;
@@ -111,8 +104,7 @@ __device__ void rotate_vec(const AppendParams &p, const AppendGrid &grid, const 
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kAppendThreads) append(const AppendParams p, const AppendGrid grid) {
-    // The next one is often that of decode.cu, which waits until these keys are there. All kernels before this one have
-    // ended, since it is launched by launch().
+    // The next kernel, often decode.cu, waits for these keys itself. launch() has waited for all earlier ones.
     let_next_kernel_begin();
     unsigned block = blockIdx.x;
     const int thread = threadIdx.x;
@@ -142,7 +134,7 @@ template <typename T, int kVec> void launch_append(const AppendParams &p) {
 #endif
 }
 
-// Whether every row begins and ends at multiples of 16 bytes. Those of tables do so if the first one does.
+// Whether all rows begin and end at multiples of 16 bytes. Rows of a table do if the first one does.
 template <typename T> bool has_vectors(const AppendParams &p) {
     int64_t elements = p.head_dim | p.head_dim_v, addresses = int64_t(p.rotary_cos) | int64_t(p.rotary_sin);
     for (const Tensor &x : {p.k_new, p.v_new, p.k_cache, p.v_cache, p.q, p.q_rotated})

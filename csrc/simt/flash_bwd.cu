@@ -73,10 +73,10 @@ template <typename Sum, int kHeadDim_, int kBlockM_, int kBlockN_, int kTy_, int
     static constexpr int kStep = kStep_, kNThreads = kTy * kTx;
     alignas(4 * sizeof(Sum)) Sum A[kHeadDim][kBlockM + 4], B[kHeadDim][kBlockM + 4];
     Sum P[kBlockN][kBlockM + 4];  // P, then dS
-    union Step {
+    union Stage {
         Sum cols[kStep][kBlockN + 4];  // kStep elements of every row of a block of C or D
         Sum rows[kStep][kHeadDim];     // kStep rows of it
-    } steps[2];
+    } stages[2];
 };
 
 // By head_dim: {kHeadDim, kBlockM, kBlockN, kTy, kTx, kStep}. What is owned stays in shared memory, its sums in 2 · 32
@@ -101,8 +101,8 @@ template <typename T> struct Matrix {  // [rows, cols] of a head
 // is loaded while the one before it is used.
 template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     static constexpr int kNThreads = Tiles::kNThreads, kStep = Tiles::kStep;
-    using Step = typename Tiles::Step;
-    Step (&steps)[2];
+    using Stage = typename Tiles::Stage;
+    Stage (&stages)[2];
     Matrix<T> C, D;
     int heads;  // still to come
     const int begin, first, end;  // those before `first` are not used, and may hold NaN
@@ -119,9 +119,9 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
         const int cols = is_C ? C.cols : D.cols;
         const T *src = (is_C ? C.data : D.data) + row * row_stride + x * (is_cols ? 1 : row_stride);
         const int row0 = row + (is_cols ? 0 : x), rows = end - row0, first_row = first - row0;
-        if (is_cols) load_tile<kNThreads, true, 1>(steps[at].cols, src, row_stride, rows, cols - x, first_row);
-        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].rows, src, row_stride, rows, cols, first_row);
-        else load_tile<kNThreads, false, 1>(steps[at].rows, src, row_stride, rows, cols, first_row);
+        if (is_cols) load_tile<kNThreads, true, 1>(stages[at].cols, src, row_stride, rows, cols - x, first_row);
+        else if (aligned) load_tile<kNThreads, false, 4>(stages[at].rows, src, row_stride, rows, cols, first_row);
+        else load_tile<kNThreads, false, 1>(stages[at].rows, src, row_stride, rows, cols, first_row);
         if ((x += kStep) < (is_cols ? cols : Tiles::kBlockN)) return;
         x = 0;
         if (of == kColsC) of = kColsD;
@@ -133,7 +133,7 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
         }
     }
 
-    __device__ const Step &next() { return next_step(steps, at, [&] { load(); }); }
+    __device__ const Stage &next() { return next_stage(stages, at, [&] { load(); }); }
 };
 
 // The products in grid, of queries and keys or of keys and queries, become scores; dP becomes the derivative by them.
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
         load_tile<kNThreads, true, 1>(tiles.A, A.data + own0 * A.row_stride, A.row_stride, own_rows, A.cols);
         load_tile<kNThreads, true, 1>(tiles.B, B.data + own0 * B.row_stride, B.row_stride, own_rows, B.cols);
     }
-    Walk<T, Tiles, kOwnsKeys> walk{tiles.steps, C, D, heads, walked.begin, first, walked.end, aligned};
+    Walk<T, Tiles, kOwnsKeys> walk{tiles.stages, C, D, heads, walked.begin, first, walked.end, aligned};
     walk.load();
     auto product = [&](Sum (&acc)[kRows][kCols], const Sum (*own)[kBlockM + 4], int cols) {  // A Cᵀ or B Dᵀ
         for (int d0 = 0; d0 < cols; d0 += 64) {  // short sums round less, as in flash.cu

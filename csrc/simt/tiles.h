@@ -1,12 +1,10 @@
-// The folder simt/ has the kernels in plain CUDA C++, for every GPU and for the CPU. The first of them is flash.cu,
-// which lies above all folders. Order in simt/: tiles.h, flash_bwd.cu, flash_bwd_bias.cu, append.cu.
+// The folder simt/ has kernels in plain CUDA C++, for every GPU and for the CPU. Order in simt/: tiles.h, flash_bwd.cu,
+// flash_bwd_bias.cu, append.cu. They follow flash.cu.
 //
-// Tiles in shared memory, how they are loaded and multiplied, for flash.cu and flash_bwd.cu. Their elements and all
-// sums are of type Sum: fp32 whatever the tensors hold, but fp64 for fp64, which only the CPU has.
-//
-// The threads of a block form a kTy × kTx grid over the product. Thread (ty, tx) has rows and columns in groups of four
-// neighbours, see place(), to read them as vectors. Both factors lie with the summed index first: a term of the sum is
-// the outer product of a row of each, which a thread adds in registers: 8 × 8 FMAs for 4 reads of 16 bytes.
+// Tiles in shared memory: how they are loaded and multiplied, in fp32 whatever the tensors hold, or in fp64 for fp64,
+// which only the CPU has. A block's threads form a kTy × kTx grid over a product. Each has groups of four neighbouring
+// rows and columns (place()), to read them as vectors. Factors lie with the summed index first: each term of the sum is
+// an outer product in registers, 8 × 8 FMAs for 4 reads of 16 bytes.
 #pragma once
 
 #include <type_traits>
@@ -33,7 +31,6 @@ __device__ auto scores_of(const AttnParams &p, const Sequence &seq, const int &b
     else return Scores<Sum<T>>(p);
 }
 
-// run<T>() for the type of the elements.
 template <typename Run> void with_dtype(DType dtype, Run run) {
     switch (dtype) {
         case DType::kFloat32: return run.template operator()<float>();
@@ -48,22 +45,21 @@ template <typename Run> void with_dtype(DType dtype, Run run) {
     }
 }
 
-// One block's shared memory. Qi, Kj and P lie transposed, as the products want them, with a pitch of 4 (mod 32) floats.
+// Shared memory of a block. Qi, Kj and P lie transposed, with a pitch of 4 (mod 32) floats.
 template <int kHeadDim_, int Br_, int Bc_, int kTy_, int kTx_, int kStep_, typename Sum = float> struct Tiles {
     static constexpr int kHeadDim = kHeadDim_, Br = Br_, Bc = Bc_, kTy = kTy_, kTx = kTx_, kStep = kStep_;
     static constexpr int kNThreads = kTy * kTx;
     alignas(4 * sizeof(Sum)) Sum Qi[kHeadDim][Br + 4];
     Sum P[Bc][Br + 4];
-    union Step {
-        Sum Kj[kStep][Bc + 4];    // kStep elements of every row of Kj
-        Sum Vj[kStep][kHeadDim];  // kStep rows of Vj
-    } steps[2];
-    Sum partial[kTx][Br + 4];  // each thread's share of a row's maximum, at the end of its sum
+    union Stage {
+        Sum Kj[kStep][Bc + 4];    // kStep columns
+        Sum Vj[kStep][kHeadDim];  // kStep rows
+    } stages[2];
+    Sum partial[kTx][Br + 4];  // for reduce_rows()
 };
 
-// Tiles by head_dim: {kHeadDim, Br, Bc, kTy, kTx, kStep}. The narrow ones are for 64 KB of shared memory (sm_75), the
-// wide ones for long sequences where they fit (that of 64 on sm_80, all on sm_90): 8×8 of S and of O a thread are
-// fastest where they fill the GPU.
+// {kHeadDim, Br, Bc, kTy, kTx, kStep}. Narrow tiles are for 64 KB of shared memory (sm_75), wide ones for long
+// sequences (64 from sm_80 on, all on sm_90): 8×8 of S and of O a thread are fastest where they fill the GPU.
 using Tiles64 = Tiles<64, 64, 64, 16, 8, 32>;
 using Tiles64Wide = Tiles<64, 128, 64, 16, 8, 64>;
 using Tiles128Narrow = Tiles<128, 64, 32, 16, 8, 16>;
@@ -78,7 +74,6 @@ static_assert(sizeof(Tiles64) <= 64 << 10 && sizeof(Tiles128Narrow) <= 64 << 10 
 static_assert(sizeof(Tiles128) <= 99 << 10 && sizeof(Tiles256) <= 99 << 10);  // sm_86, sm_89 and sm_120
 static_assert(sizeof(Tiles128Wide) <= 227 << 10 && sizeof(Tiles256Wide) <= 227 << 10);  // sm_90
 
-// Whether rows of a tensor can be read 4 elements at a time.
 template <typename T> bool is_aligned(const Tensor &x, int head_dim) {
     return (x.batch_stride | x.head_stride | x.row_stride | head_dim) % 4 == 0 &&
            uintptr_t(x.data) % (4 * sizeof(T)) == 0;
@@ -86,7 +81,7 @@ template <typename T> bool is_aligned(const Tensor &x, int head_dim) {
 
 template <int kWide, typename Sum> struct alignas(kWide * sizeof(Sum)) Vec { Sum x[kWide]; };
 
-// 4 neighbours, and 0 in place of those from `count` on.
+// 4 elements, 0 from `count` on.
 template <bool kAligned, typename T> __device__ Vec<4, Sum<T>> load4(const T *p, int count) {
     struct alignas(4 * sizeof(T)) Raw { T x[4]; } raw = {};
     if constexpr (kAligned) raw = *reinterpret_cast<const Raw *>(p);
@@ -94,12 +89,10 @@ template <bool kAligned, typename T> __device__ Vec<4, Sum<T>> load4(const T *p,
     return {to_float(raw.x[0]), to_float(raw.x[1]), to_float(raw.x[2]), to_float(raw.x[3])};
 }
 
-// tile[r][d] = src[r][d], or tile[d][r] if transposed, kWide elements at a time. A tile larger than the rows × cols of
-// src gets copies of the last row and column. The kernel masks them, drops them or multiplies them by P = 0. With
-// rows <= 0 the last row lies before src. Rows before first_row, which may hold NaN, become copies of that one.
-// Elements that need no conversion are copied asynchronously and have arrived after __pipeline_wait_prior(0).
-// Transposed, a warp copies 8 elements of 4 rows at a time: whole sectors of memory, to 32 banks if the pitch is
-// 4 (mod 16) floats.
+// tile[r][d] = src[r][d], or tile[d][r] if transposed, kWide elements at a time. Beyond rows × cols it gets copies of
+// the last row and column, which kernels mask, drop or multiply by P = 0; with rows <= 0 that row lies before src. Rows
+// before first_row may hold NaN and become copies of it. Copies that convert nothing are asynchronous. Transposed, a
+// warp copies 8 elements of 4 rows at a time: whole sectors, to 32 banks if the pitch is 4 (mod 16) floats.
 template <int kNThreads, bool kTransposed, int kWide, int kM, int kN, typename T>
 __device__ void load_tile(Sum<T> (&tile)[kM][kN], const T *src, int64_t row_stride, int rows, int cols,
                           int first_row = 0) {
@@ -125,50 +118,56 @@ __device__ void load_tile(Sum<T> (&tile)[kM][kN], const T *src, int64_t row_stri
     __pipeline_commit();
 }
 
-// Waits for steps[at] and returns it. load() starts the copies of the next step, which run while this one is used.
-template <typename Step, typename Load> __device__ const Step &next_step(Step (&steps)[2], int &at, Load load) {
+// Waits for stages[at] and returns it, while load() fills the other one.
+template <typename Stage, typename Load> __device__ const Stage &next_stage(Stage (&stages)[2], int &at, Load load) {
     __pipeline_wait_prior(0);
-    __syncthreads();  // the next step is written, and the last one has been read
-    const Step &step = steps[at];
+    __syncthreads();  // this stage is written, and the other one has been read
+    const Stage &stage = stages[at];
     at ^= 1, load();
-    return step;
+    return stage;
 }
 
-// The stream of K and V through shared memory: for each of the blocks [j, j_end) of keys, kStep columns of Kj after the
-// other, then kStep rows of Vj after the other. Each step is loaded while the one before it is used.
-template <typename T, typename Tiles> struct Steps {
+// Streams tiles of K and V through shared memory: Kj by kStep columns, then Vj by kStep rows.
+template <typename T, typename Tiles> struct Pipeline {
     static constexpr int kNThreads = Tiles::kNThreads, kStep = Tiles::kStep;
-    using Step = typename Tiles::Step;
-    Step (&steps)[2];
+    using Stage = typename Tiles::Stage;
+    Stage (&stages)[2];
     const T *gK, *gV;
     const int64_t k_row_stride, v_row_stride;
     const int head_dim, head_dim_v, first_key, seqlen_k;
     const bool aligned;
     const int j_end;
-    int j;              // the block to load,
-    int s = 0, at = 0;  // the step of it, and its buffer
+    int j;                 // the tile to load,
+    int part = 0, at = 0;  // its next part, and the stage for it
+
+    __device__ Pipeline(Tiles &tiles, const AttnParams &p, const Sequence &seq, const Tile &tile, int first_key,
+                        const BlockRange &blocks, bool aligned)
+        : stages(tiles.stages), gK(rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin)),
+          gV(rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin)), k_row_stride(p.k.row_stride),
+          v_row_stride(p.v.row_stride), head_dim(p.head_dim), head_dim_v(p.head_dim_v), first_key(first_key),
+          seqlen_k(seq.seqlen_k), aligned(aligned), j_end(blocks.end), j(blocks.begin) {}
 
     __device__ void load() {
         if (j >= j_end) return;
-        const int steps_K = (head_dim + kStep - 1) / kStep, d = s * kStep;
-        const int key = j * Tiles::Bc + max(0, d - steps_K * kStep), rest = seqlen_k - key, first = first_key - key;
+        const int parts_K = (head_dim + kStep - 1) / kStep, d = part * kStep;
+        const int key = j * Tiles::Bc + max(0, d - parts_K * kStep), rest = seqlen_k - key, first = first_key - key;
         const T *k = gK + key * k_row_stride + d, *v = gV + key * v_row_stride;
-        if (s < steps_K) load_tile<kNThreads, true, 1>(steps[at].Kj, k, k_row_stride, rest, head_dim - d);
-        else if (aligned) load_tile<kNThreads, false, 4>(steps[at].Vj, v, v_row_stride, rest, head_dim_v, first);
-        else load_tile<kNThreads, false, 1>(steps[at].Vj, v, v_row_stride, rest, head_dim_v, first);
-        if (++s == steps_K + Tiles::Bc / kStep) s = 0, j++;
+        if (part < parts_K) load_tile<kNThreads, true, 1>(stages[at].Kj, k, k_row_stride, rest, head_dim - d);
+        else if (aligned) load_tile<kNThreads, false, 4>(stages[at].Vj, v, v_row_stride, rest, head_dim_v, first);
+        else load_tile<kNThreads, false, 1>(stages[at].Vj, v, v_row_stride, rest, head_dim_v, first);
+        if (++part == parts_K + Tiles::Bc / kStep) part = 0, j++;
     }
 
-    __device__ const Step &next() { return next_step(steps, at, [&] { load(); }); }
+    __device__ const Stage &next() { return next_stage(stages, at, [&] { load(); }); }
 };
 
-// Where in a tile row or column i lies, of the kCount that the t-th of n threads has.
+// The i-th of kCount rows or columns of thread t < n.
 template <int n, int kCount> __device__ int place(int t, int i) {
     constexpr int kWide = kCount < 4 ? kCount : 4;
     return kWide * (t + n * (i / kWide)) + i % kWide;
 }
 
-// The scores of thread (ty, tx), see score_mods.cuh. row0 and key0 are the first of the block.
+// Scores for mods/score_mods.cuh, in a tile from row0 and key0 on.
 template <int kTy, int kTx, int kRows, int kCols, typename Sum>
 __device__ auto grid_tile(Sum (&S)[kRows][kCols], int row0, int ty, int key0, int tx) {
     return score_tile<kRows, kCols>([&S](int i, int c) -> Sum & { return S[i][c]; },
@@ -185,8 +184,7 @@ template <int n, int kCount, typename Sum> __device__ void read(Sum (&x)[kCount]
     }
 }
 
-// x[i] is this thread's share of a row. It becomes op over the shares of the row's kTx threads, all in one warp. A
-// barrier must lie between two calls: nothing here waits for the last reads of partial.
+// x[i] becomes op over the x[i] of the row's kTx threads, all in one warp. A barrier must lie between two calls.
 template <int kTy, int kRows, int kTx, int kLd, typename Sum, typename Op>
 __device__ void reduce_rows(Sum (&x)[kRows], Sum (&partial)[kTx][kLd], int ty, int tx, Op op) {
     for (int i = 0; i < kRows; i++) partial[tx][place<kTy, kRows>(ty, i)] = x[i];
@@ -208,15 +206,15 @@ __device__ void multiply(Sum (&acc)[kRows][kCols], const Sum (*A)[kLdA], const S
         Sum a[kRows], b[kCols];
         read<kTy>(a, A[k], ty), read<kTx>(b, B[k], tx);
         for (int c = 0; c < kCols; c++)
-            for (int n = 0; n < kRows; n++) {  // to and fro: neighbours share an operand, and registers are read less
+            for (int n = 0; n < kRows; n++) {  // to and fro: fewer reads of registers
                 const int i = c % 2 ? kRows - 1 - n : n;
                 acc[i][c] += a[i] * b[c];
             }
     }
 }
 
-// Which probabilities dropout keeps: bit i · kCols + c is for row row(i) and column col(c) of the scores, i < kRows and
-// c < kCols. A call of Philox is for eight elements, but a thread here has two of them, neighbours in a row.
+// Bit i · kCols + c: dropout keeps row(i), col(c). A thread has only two of the eight elements of a call of Philox,
+// neighbours in a row.
 template <int kRows, int kCols, typename Row, typename Col>
 __device__ uint64_t kept(const Dropout &dropout, Row row, Col col) {
     static_assert(kRows * kCols <= 64 && kCols % 2 == 0);
