@@ -67,15 +67,8 @@ struct HostIndex { unsigned x; };
 inline thread_local HostIndex threadIdx, blockIdx;
 
 // A copy happens when it is waited for, so that a missing wait shows.
-struct HostCopy {
-    void *to;
-    const void *from;
-    size_t bytes;
-};
-
-struct Thread : Fiber {
-    std::vector<HostCopy> copies;
-};
+struct HostCopy { void *to; const void *from; size_t bytes; };
+struct Thread : Fiber { std::vector<HostCopy> copies; };
 
 // Phases have two addresses in turn for ThreadSanitizer: a thread that leaves late must not learn what others did
 // before they arrived again.

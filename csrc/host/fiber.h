@@ -23,7 +23,6 @@ struct Fiber {
     void *place[5];  // where the next turn goes on
     bool has_begun = true;
     TSAN(void *tsan = __tsan_get_current_fiber();)
-
     TSAN(~Fiber() { if (stack) __tsan_destroy_fiber(tsan); })
 
     // Its first turn calls run(), which must not return.
@@ -34,7 +33,6 @@ struct Fiber {
         makecontext(&context, run, 0);
         TSAN(tsan = __tsan_create_fiber(0);)
     }
-
     // By the running fiber. For ThreadSanitizer, `to` knows what it has done only if the switch synchronizes.
     [[gnu::no_sanitize_thread]] void switch_to(Fiber &to, [[maybe_unused]] bool synchronizes = false) {
         TSAN(__tsan_switch_to_fiber(to.tsan, synchronizes ? 0 : __tsan_switch_to_fiber_no_sync);)
