@@ -4,6 +4,7 @@
 // A thread has one vector of 16 bytes, or one element where a tensor is not aligned. Neighbouring threads have
 // neighbouring vectors of a row, of one head after the other. The blocks are, in this order, those of the new rows, of
 // the rows of q, and of the lengths. No thread waits for another, so a plain loop runs them on the CPU.
+#include "common/cache_sequence.cuh"
 #include "simt/tiles.h"
 
 namespace simt {
