@@ -1,151 +1,178 @@
-"""Time the tensor-core kernels of several versions of csrc against one another, in turns and in one process.
+"""Time the kernels of two checkouts against one another, in turns.
 
-    git archive HEAD~1 csrc | tar x -C /tmp/old
-    python benchmarks/compare_builds.py /tmp/old/csrc csrc
+    git worktree add /tmp/old HEAD~1
+    python benchmarks/compare_builds.py /tmp/old .
 
-Kernels are launched without torch's ops. The versions take turns, so that a change of the GPU's clock meets all of them
-alike. Everything is dense, in bf16, with 16384 tokens and about 2048 = heads times head_dim. Needs a GPU of sm_90, and
-nvcc.
-
-Read next: compare_builds.cpp, which calls the kernels of a version.
+Each checkout is loaded by a process of its own, and only one of them uses the GPU at a time. They take turns, so that a
+change of the GPU's clock meets both alike. Calls are timed in a CUDA graph, without the host. `=` says that all results
+have the same bits. dq is left out there, since blocks add to it in any order, but for deterministic passes.
 """
 
 import argparse
-import ctypes
+import hashlib
 import itertools
-import shutil
+import json
+import os
 import subprocess
+import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import geometric_mean, median
 
-import torch
-
-KERNELS = "sm90", "sm80", "backward"  # as numbered in compare_builds.cpp
-# The last ones are not in every version.
-SOURCES = "flash_sm90", "flash_sm80", "flash_bwd_sm80", "flash_bwd", "device", "flash_bwd_bias"
-TOKENS, WIDTH = 16384, 2048  # of all samples together; heads times head_dim
-TENSORS = "q", "k", "v", "o", "lse", "tile_counter", "dout", "dq", "dk", "dv", "delta", "lse_log2", "workspace"
-NUMBERS = "batch_size", "nheads", "seqlen", "head_dim", "is_causal", "workspace_bytes"
+KINDS = "forward", "backward", "decode"
+TOKENS, WIDTH = 16384, 2048  # batch_size · seqlen; nheads · head_dim
 
 
-class Call(ctypes.Structure):
-    _fields_ = ([(name, ctypes.c_void_p) for name in TENSORS] + [(name, ctypes.c_int64) for name in NUMBERS]
-                + [("stream", ctypes.c_void_p)])
+def settings():
+    """(kind, options of the call) of everything that is timed."""
+    for head_dim, seqlen, causal in itertools.product((64, 128, 256), (2048, 16384), (False, True)):
+        yield "forward", {"head_dim": head_dim, "seqlen": seqlen, "causal": causal}
+    for head_dim, seqlen, causal in itertools.product((64, 128, 256), (2048, 8192), (False, True)):
+        yield "backward", {"head_dim": head_dim, "seqlen": seqlen, "causal": causal}
+    for more in ({"alibi": True}, {"softcap": 20.}, {"bias": "bfloat16"}, {"bias": "bool"}, {"dropout_p": 0.1},
+                 {"window": 512}, {"packed": True}, {"group": 8}):
+        yield "forward", {"head_dim": 128, "seqlen": 4096, "causal": True, **more}
+    for more in ({"alibi": True}, {"dropout_p": 0.1}, {"packed": True}, {"group": 8}, {"deterministic": True}):
+        yield "backward", {"head_dim": 128, "seqlen": 4096, "causal": True, **more}
+    for head_dim, kernel in itertools.product((64, 128), ("sm80", "simt")):
+        yield "forward", {"head_dim": head_dim, "seqlen": 2048, "causal": True, "kernel": kernel}
+        yield "backward", {"head_dim": head_dim, "seqlen": 2048, "causal": True, "kernel": kernel}
+    for batch_size, group, seqlen, rows in ((1, 4, 8192, 1), (8, 4, 8192, 1), (64, 8, 1024, 1), (8, 4, 4096, 16),
+                                            (4, 4, 4096, 256)):
+        yield "decode", {"batch_size": batch_size, "group": group, "seqlen": seqlen, "rows": rows}
 
 
-def build(csrc, folder):
-    """The library of a version, compiled in `folder`."""
-    flags = ["-O3", "-std=c++20", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler=-fPIC", f"-I{csrc}"]
+def attention(kind, head_dim, seqlen, causal, alibi=False, bias=None, dropout_p=0, window=None, packed=False, group=1,
+              deterministic=False, softcap=0., kernel=None):
+    """A call, and the tensors whose bits are compared."""
+    import torch
 
-    def compiled(source):
-        to = folder / f"{source.stem}.o"
-        subprocess.run(["nvcc", *flags, "-c", source, "-o", to], check=True)
-        return to
+    from minimal_attn import _build, flash_attention
 
-    sources = [Path(__file__).with_suffix(".cpp"),
-               *sorted(file for file in csrc.rglob("*.cu") if file.stem in SOURCES)]
-    with ThreadPoolExecutor() as pool:
-        objects = list(pool.map(compiled, sources))
-    library = folder / "kernels.so"
-    subprocess.run(["nvcc", "-shared", *objects, "-o", library], check=True)
-    return ctypes.CDLL(library)
-
-
-def make_call(seqlen, head_dim, is_causal):
-    """A Call and the tensors that it points to, by name."""
     batch_size, nheads = TOKENS // seqlen, WIDTH // head_dim
-    shape = batch_size, nheads, seqlen, head_dim
-    tensors = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-               for name in ("q", "k", "v", "o", "dout", "dq", "dk", "dv")}
-    tensors |= {name: torch.zeros(shape[:3], device="cuda") for name in ("lse", "delta", "lse_log2")}
-    tensors["tile_counter"] = torch.zeros(1, dtype=torch.int32, device="cuda")
-    # dq in fp32, in whole tiles of rows and columns, and a little more.
-    num_bytes = 4 * batch_size * nheads * (seqlen + 128) * 2**(head_dim - 1).bit_length() + 2**24
-    tensors["workspace"] = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    call = Call(batch_size=batch_size, nheads=nheads, seqlen=seqlen, head_dim=head_dim, is_causal=is_causal,
-                workspace_bytes=num_bytes, stream=torch.cuda.current_stream().cuda_stream)
-    for name, x in tensors.items():
-        setattr(call, name, x.data_ptr())
-    return call, tensors
+    shape = (1, nheads, TOKENS, head_dim) if packed else (batch_size, nheads, seqlen, head_dim)
+
+    def normal(heads, grad):
+        x = torch.randn(shape[0], heads, *shape[2:], device="cuda", dtype=torch.bfloat16)
+        return x.requires_grad_(grad)
+
+    is_backward = kind == "backward"
+    q, k, v, dout = (normal(heads, is_backward) for heads in (nheads, nheads // group, nheads // group, nheads))
+    options = {"causal": causal, "softcap": softcap, "dropout_p": dropout_p, "deterministic": deterministic}
+    if alibi:
+        options["alibi_slopes"] = torch.rand(nheads, device="cuda")
+    if bias:
+        options["attn_bias"] = torch.randn(nheads, seqlen, seqlen, device="cuda").to(getattr(torch, bias))
+    if window:
+        options["window_size"] = window, 0
+    if packed:
+        ends = torch.arange(0, TOKENS + 1, seqlen, device="cuda", dtype=torch.int32)
+        options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
+    if dropout_p:
+        options["dropout_seed"] = torch.ones((), dtype=torch.int64, device="cuda")
+    _build.load().force_kernel(kernel)
+    if not is_backward:
+        return lambda: [flash_attention(q, k, v, backend="cuda", **options)]
+    out = flash_attention(q, k, v, backend="cuda", **options)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)[0 if deterministic else 1:]
 
 
-def milliseconds(launch, repeats):
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        launch()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / repeats
+def decode(batch_size, group, seqlen, rows):
+    import torch
+
+    from minimal_attn import attention_with_kvcache
+
+    q = torch.randn(batch_size, 32, rows, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(batch_size, 32 // group, seqlen, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    lengths = torch.full((batch_size,), seqlen, dtype=torch.int32, device="cuda")
+    return lambda: [attention_with_kvcache(q, k, v, lengths, causal=True, backend="cuda")]
 
 
-def compare(libraries, kernel, seqlen, head_dim, is_causal, rounds):
-    """The median time of each version, and whether its results have the bits of the first one's."""
-    call, tensors = make_call(seqlen, head_dim, is_causal)
-    results = ("dk", "dv") if kernel == "backward" else ("o", "lse")
-    launches, bits = [], []
-    for library in libraries:
-        def launch(library=library):
-            if not library.run(KERNELS.index(kernel), ctypes.byref(call)):
-                raise SystemExit("a kernel could not be launched")
+def serve():
+    """A process of one checkout: reads settings, prints a digest of the results and, when asked, milliseconds."""
+    import torch
 
-        if kernel == "backward":  # of an out and lse that belong together
-            assert library.run(KERNELS.index("sm80"), ctypes.byref(call))
-        for name in results:
-            tensors[name].fill_(torch.nan)  # what is not written equals nothing
-        launch()
-        launches.append(launch)
-        bits.append([tensors[name].clone() for name in results])
-    repeats = max(1, min(50, int(6 / milliseconds(launches[0], 2))))
-    times = [[milliseconds(launch, repeats) for launch in launches] for _ in range(rounds)]
-    same = [all(map(torch.equal, bits[0], other)) for other in bits]
-    return [median(column) for column in zip(*times)], same
+    from minimal_attn import _build
+
+    print(json.dumps(_build.load().has_cuda), flush=True)
+    stream = torch.cuda.Stream()
+    torch.cuda.set_stream(stream)  # a backward pass runs where its forward pass ran
+    for line in sys.stdin:
+        kind, options = json.loads(line)
+        torch.manual_seed(0)
+        call = decode(**options) if kind == "decode" else attention(kind, **options)
+        digest = hashlib.sha256()
+        for x in call():
+            digest.update(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def milliseconds(repeats):
+            begin.record()
+            for _ in range(repeats):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            return begin.elapsed_time(end) / repeats
+
+        repeats = max(1, min(200, int(10 / milliseconds(2))))
+        print(json.dumps(digest.hexdigest()), flush=True)
+        while sys.stdin.readline() == "again\n":
+            print(json.dumps(milliseconds(repeats)), flush=True)
+        del graph, call
+        torch.cuda.empty_cache()
 
 
-def tflops(kernel, seqlen, head_dim, is_causal, ms):
-    products, width = 5 if kernel == "backward" else 2, WIDTH // head_dim * head_dim
-    return products * 2 * TOKENS * seqlen * width / (2 if is_causal else 1) / ms / 1e9
+class Worker:
+    def __init__(self, checkout):
+        self.builds = tempfile.TemporaryDirectory()
+        environment = {**os.environ, "PYTHONPATH": f"{checkout.resolve()}:{os.environ.get('PYTHONPATH', '')}",
+                       "TORCH_EXTENSIONS_DIR": self.builds.name}
+        self.process = subprocess.Popen([sys.executable, __file__, "--serve"], text=True, env=environment,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
+    def tell(self, line):
+        print(line, file=self.process.stdin, flush=True)
 
-def numbers(text):
-    return [int(x) for x in text.split(",")]
+    def answer(self):
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else sys.exit("the process of a checkout has ended")
+
+    def ask(self, line):
+        self.tell(line)
+        return self.answer()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("csrc", nargs="+", type=Path, help="folders of sources; the others are compared with the first")
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
-    parser.add_argument("--head-dims", type=numbers, default=[64, 96, 128, 192, 256])
-    parser.add_argument("--seqlens", type=numbers, default=[512, 2048, 8192, 16384])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("checkouts", nargs="*", type=Path, help="two; the second is compared with the first")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    for csrc in options.csrc:
-        if not (csrc / "flash.h").is_file():
-            parser.error(f"{csrc} is not a folder with the sources of csrc: it has no flash.h")
-    if not all(1 <= seqlen <= TOKENS and TOKENS % seqlen == 0 for seqlen in options.seqlens):
-        parser.error(f"--seqlens must divide {TOKENS}, got {options.seqlens}")
-    if not all(8 <= head_dim <= 256 and head_dim % 8 == 0 for head_dim in options.head_dims):
-        parser.error(f"--head-dims must be multiples of 8 from 8 to 256, got {options.head_dims}")
-    if not shutil.which("nvcc") or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        parser.error("needs nvcc on the PATH and a GPU of sm_90, such as an H100 or H200")
-    with tempfile.TemporaryDirectory() as folder:
-        places = [Path(folder, str(i)) for i in range(len(options.csrc))]
-        for place in places:
-            place.mkdir()
-        libraries = [build(csrc.resolve(), place) for csrc, place in zip(options.csrc, places)]
-    print("kernel, head_dim, seqlen, causal, TFLOP/s of the first, speed of the others by its, = for the same bits")
-    for kernel in options.kernels:
-        ratios = []
-        for head_dim, seqlen, is_causal in itertools.product(options.head_dims, options.seqlens, (False, True)):
-            times, same = compare(libraries, kernel, seqlen, head_dim, is_causal, options.rounds)
-            ratios.append([times[0] / ms for ms in times])
-            others = [f"{ratio:.3f}{'=' if equal else ' '}" for ratio, equal in zip(ratios[-1][1:], same[1:])]
-            speed = tflops(kernel, seqlen, head_dim, is_causal, times[0])
-            print(f"{kernel:8} {head_dim:3} {seqlen:5} {is_causal!s:5} {speed:4.0f}", *others, flush=True)
-        print(f"{kernel}: geometric means", *(f"{geometric_mean(column):.4f}" for column in list(zip(*ratios))[1:]),
-              "least", *(f"{min(column):.3f}" for column in list(zip(*ratios))[1:]), flush=True)
+    if options.serve:
+        return serve()
+    if len(options.checkouts) != 2 or not all((path / "csrc/flash.h").is_file() for path in options.checkouts):
+        parser.error("needs two checkouts, each with csrc/flash.h")
+    workers = [Worker(checkout) for checkout in options.checkouts]  # both build now
+    if not all([worker.answer() for worker in workers]):
+        parser.error("needs a GPU, and nvcc")
+    print("kind, options, microseconds of the first, speed of the second by it, = for the same bits")
+    ratios = {kind: [] for kind in options.kinds}
+    for kind, call in settings():
+        if kind not in ratios:
+            continue
+        first, second = [worker.ask(json.dumps([kind, call])) for worker in workers]
+        times = [[worker.ask("again") for worker in workers] for _ in range(options.rounds)]
+        for worker in workers:
+            worker.tell("done")
+        ratios[kind].append(median(old / new for old, new in times))
+        print(f"{kind:8} {call} {1000 * median(old for old, _ in times):.1f} {ratios[kind][-1]:.3f}"
+              + "=" * (first == second), flush=True)
+    for kind, column in ratios.items():
+        print(f"{kind}: {len(column)} settings, geometric mean {geometric_mean(column):.4f}, least {min(column):.3f}")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/cache_sequence.cuh"
 #include "common/launch.h"
 #include "common/mask.cuh"
-#include "flash.h"
 
 namespace decoding {
 

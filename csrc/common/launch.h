@@ -1,9 +1,9 @@
-// The folder common/ has what the kernels for all GPUs share: the launch, the lengths of a sample, one mask, one order
-// of tiles and one softmax. Order in common/: launch.h, device.h, sequence.cuh, mask.cuh, scores.cuh, scheduler.cuh,
-// softmax.cuh. Beside it: device.cu, bwd_splits.cuh.
+// The folder common/ has what all kernels share: the launch, the lengths of a sample, one mask, one order of tiles and
+// one softmax. Order in common/: launch.h, device.h, sequence.cuh, mask.cuh, scores.cuh, scheduler.cuh, softmax.cuh.
+// Beside it: device.cu; counters.h, counters.cu and cache_sequence.cuh for caches; key_tiles.cuh, bwd_splits.cuh.
 //
-// The CUDA runtime as the kernels need it: element types, dynamic shared memory, and one function that launches or
-// throws. host/cuda.h has the same for the CPU, in its namespace host: both are linked into one library.
+// The CUDA runtime as the kernels need it: element types, dynamic shared memory, and functions that launch or throw.
+// host/cuda.h has them for the CPU, in namespace host: both are linked into one library.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,7 +27,7 @@ template <typename T> __device__ T from_float(float x) {  // rounds to nearest e
     else return x;
 }
 
-// The dynamic shared memory of the block, as the kernel's struct of tiles: aligned as the widest swizzle of TMA needs.
+// The block's dynamic shared memory as the kernel's struct, aligned for the widest swizzle of TMA.
 template <typename Tiles> __device__ Tiles &shared_memory() {
     extern __shared__ __align__(1024) unsigned char memory[];
     return *reinterpret_cast<Tiles *>(memory);
@@ -38,7 +38,7 @@ template <typename Tiles> __device__ Tiles &shared_memory() {
 
 inline void check_cuda(cudaError_t error) {
     if (error == cudaSuccess) return;
-    cudaGetLastError();  // the error is ours: leave none behind for the caller's next call
+    cudaGetLastError();  // leaves no error behind for the caller's next call
     std::string message = std::string("minimal_attn: ") + cudaGetErrorString(error);
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
         int device = 0;
@@ -53,8 +53,7 @@ inline void check_cuda(cudaError_t error) {
     throw std::runtime_error(message);
 }
 
-// For functions of the driver, which need a context. A thread has none until it calls a function of the runtime that
-// makes one. Since CUDA 12, cudaSetDevice does.
+// Functions of the driver need a context, which a thread may not have yet. Since CUDA 12, cudaSetDevice makes one.
 inline void make_context() {
     int device;
     check_cuda(cudaGetDevice(&device)), check_cuda(cudaSetDevice(device));
@@ -78,19 +77,17 @@ void enqueue(bool may_begin_early, int cluster, void (*kernel)(Args...), int64_t
     check_cuda(cudaLaunchKernelEx(&config, kernel, args...));
 }
 
-// Enqueue kernel<<<blocks, threads, shared_bytes, stream>>>(args...) on the current device. No blocks: nothing to do.
+// Enqueues kernel<<<blocks, threads, shared_bytes, stream>>>(args...) on the current device; nothing for no blocks.
 template <typename... Args>
 void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
             std::type_identity_t<Args>... args) {
     enqueue<Args...>(false, 1, kernel, blocks, threads, shared_bytes, stream, args...);
 }
 // Like launch(), but the kernel may begin while the previous one in the stream ends ("CUDA C++ Programming Guide:
-// Programmatic Dependent Launch"). A thread calls wait_for_previous_kernel() before it touches what that one reads or
-// writes, or waits for a counter. Every kernel that launch_early() starts has a thread that calls it, so kernels
-// further back have ended, too. The previous kernel calls let_next_kernel_begin(), and the next begins when all its
-// blocks have. If they wait before that, it may read what the kernel before them wrote. Where the two need nothing of
-// one another, a thread waits at the end of its kernel.
-// kCluster blocks are a cluster.
+// Programmatic Dependent Launch"): as soon as all blocks of that one have called let_next_kernel_begin(). A thread
+// calls wait_for_previous_kernel(), or waits for a counter, before it touches what the previous kernel reads or writes.
+// Every kernel that launch_early() starts has a thread that waits, at its end if not before. So when it ends, all
+// kernels before it have ended, too. kCluster blocks are a cluster.
 template <int kCluster = 1, typename... Args>
 void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
                   std::type_identity_t<Args>... args) {

@@ -1,6 +1,6 @@
 // Which keys a query row sees, and which rows see a key: one mask for all kernels, forward and backward. The keys of a
-// row are one range, and neither end of it moves back from one row to the next. So the blocks that a tile of rows needs
-// are a range too. The full blocks, which all its rows see whole, are a range within it. They need no mask.
+// row are one range, and neither end of it moves back from one row to the next. So a tile of rows needs a range of
+// blocks of keys. Within it is the range of full blocks, which all rows see whole. They need no mask.
 #pragma once
 
 #include <climits>
@@ -13,8 +13,8 @@ struct Range {
     __device__ bool is_empty() const { return begin >= end; }
 };
 
-// Blocks [begin, end) are needed. Those before full_begin are cut at their first columns for some row, those from
-// full_end on at their last ones: all of them on one side or both if full_end <= full_begin. The others need no mask.
+// Blocks [begin, end) are needed, and [full_begin, full_end) are full. A block before full_begin has hidden keys at its
+// beginning, a block from full_end on at its end. If full_end <= full_begin none is full, and a block may have both.
 struct BlockRange {
     int begin, full_begin, full_end, end;
     __device__ bool is_full(int block) const { return block >= full_begin && block < full_end; }
@@ -25,37 +25,36 @@ struct Mask {
     int left, right;         // row i sees the keys from i + left to i + right
 
     __device__ Mask(const Sequence &seq, const AttnParams &p) : Mask(seq.seqlen_q, seq.seqlen_k, p) {}
-    // left and right are cut to values beyond which the mask stays the same, so that no sum below overflows.
+    // left and right are clamped where the mask stays the same, so that no sum below overflows.
     __device__ Mask(int seqlen_q, int seqlen_k, const AttnParams &p)
         : seqlen_q(seqlen_q), seqlen_k(seqlen_k), left(max(seqlen_k - seqlen_q - p.window_left, -seqlen_q)),
           right(min(seqlen_k - seqlen_q + p.window_right, seqlen_k)) {}
 
-    // The keys that a row sees. A row beyond seqlen_q sees none.
+    // Keys that a row sees; none for a row beyond seqlen_q.
     __device__ Range keys(int row) const {
         return {max(0, row + left), row < seqlen_q ? max(0, min(seqlen_k, row + 1 + right)) : 0};
     }
-    // The rows that see a key. A key beyond seqlen_k is seen by none.
+    // Rows that see a key; none for a key beyond seqlen_k.
     __device__ Range rows(int key) const {
         return {key < seqlen_k ? max(0, min(seqlen_q, key - right)) : seqlen_q, max(0, min(seqlen_q, key + 1 - left))};
     }
 
-    // Blocks of kBlockN keys for the rows [row0, row0 + kBlockM). A block is full if all valid rows see it whole. Rows
-    // beyond seqlen_q do not count: their results are thrown away, and valid rows must not depend on the sample's end.
+    // Blocks of kBlockN keys for the rows [row0, row0 + kBlockM). Rows beyond seqlen_q do not count: their results are
+    // thrown away, and valid rows must not depend on the sample's end.
     template <int kBlockM, int kBlockN> __device__ BlockRange key_blocks(int row0) const {
         const Range first = keys(row0), last = keys(min(row0 + kBlockM, seqlen_q) - 1);
         return blocks<kBlockN>({first.begin, last.end}, {last.begin, first.end}, row0 >= seqlen_q);
     }
     // Blocks of kBlockM rows for the keys [key0, key0 + kBlockN).
     template <int kBlockM, int kBlockN> __device__ BlockRange row_blocks(int key0) const {
-        const int last_key = key0 + kBlockN - 1;  // if it is beyond the end, no block is full
+        const int last_key = key0 + kBlockN - 1;  // beyond the end, no block is full
         const Range first = rows(key0), last = rows(last_key), last_valid = rows(min(last_key, seqlen_k - 1));
         return blocks<kBlockM>({first.begin, last_valid.end}, {last.begin, first.end}, key0 >= seqlen_k);
     }
 
-    // Scores of keys that a row does not see become -inf. acc_s [rows, keys]: accumulators as in softmax.cuh; row and
-    // key are the first of this lane's, in a block of keys. Most blocks that are not full are cut on one side only.
-    // Rows beyond seqlen_q are not masked as such: what they get is thrown away. full_begin and full_end say which side
-    // is cut, so a caller may only change them so that fewer blocks are full: full_begin up, full_end down.
+    // Scores of keys that a row does not see become -inf, but for rows beyond seqlen_q, whose results are thrown away.
+    // acc_s [rows, keys]: accumulators as in softmax.cuh; row and key: the first of this lane in the block. full_begin
+    // and full_end say which side of a block has hidden keys. A caller may raise full_begin and lower full_end.
     template <int kMTiles, int kNTiles>
     __device__ void apply(float (&acc_s)[kMTiles][kNTiles][4], const BlockRange &blocks, int block, int row, int key,
                           float hidden = -INFINITY) const {
@@ -64,7 +63,7 @@ struct Mask {
         if (block < blocks.full_begin)
             hide(acc_s, hidden, [&](int i) { return Range{row + i + left - key, INT_MAX}; });
     }
-    // The same of blocks of rows: probabilities of rows that do not see a key become 0. acc_p [keys, rows].
+    // Probabilities of rows that do not see a key become 0. acc_p [keys, rows]; blocks of rows.
     template <int kMTiles, int kNTiles>
     __device__ void apply_transposed(float (&acc_p)[kMTiles][kNTiles][4], const BlockRange &blocks, int block, int key,
                                      int row) const {
@@ -73,7 +72,6 @@ struct Mask {
         if (block < blocks.full_begin)
             hide(acc_p, 0.f, [&](int i) { return Range{rows(key + i).begin - row, INT_MAX}; });
     }
-    // Probabilities of rows that do not see a key become 0. acc_p [keys, rows].
     template <int kMTiles, int kNTiles>
     __device__ void apply_transposed(float (&acc_p)[kMTiles][kNTiles][4], int key, int row) const {
         hide(acc_p, 0.f, [&](int i) {
@@ -89,7 +87,7 @@ struct Mask {
                 (some.end + kBlock - 1) / kBlock};
     }
 
-    // Of row i of the fragment, columns outside of columns_of(i) become `hidden`. They count from this lane's first.
+    // Columns of row i outside of columns_of(i) become `hidden`. Columns count from this lane's first.
     template <int kMTiles, int kNTiles, typename ColumnsOf>
     __device__ static void hide(float (&acc)[kMTiles][kNTiles][4], float hidden, ColumnsOf columns_of) {
 #pragma unroll

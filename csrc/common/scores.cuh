@@ -3,8 +3,8 @@
 //   forward    score = sign · q·k                P = exp2(softmax_scale_log2 · score - row_max)
 //   backward   P = exp(softmax_scale · q·k - lse)    d(q·k) = softmax_scale · dS
 //
-// The softmax multiplies by a factor above 0, so that a masked score of -inf stays -inf. A negative scale therefore
-// flips the scores, and a scale of 0 makes all of them 0.
+// The factor of the softmax is above 0, so that a masked score of -inf stays -inf. A negative scale therefore flips the
+// scores, and a scale of 0 makes all of them 0.
 #pragma once
 
 #include <cmath>
@@ -18,10 +18,10 @@ template <typename Sum> __device__ const Sum *sink_of(const AttnParams &p, int h
 
 template <typename Sum = float> struct Scores {
     static constexpr Sum kLog2E = Sum(1.4426950408889634);
-    Sum softmax_scale;       // and the derivative of a score by q·k
-    Sum softmax_scale_log2;  // the factor that the forward pass leaves to exp2: above 0
-    Sum sign;
-    bool is_raw;             // q·k needs no change
+    Sum softmax_scale;
+    Sum softmax_scale_log2;  // above 0
+    Sum sign;                // of softmax_scale, or 0
+    bool is_raw;             // score = q·k
 
     __host__ __device__ explicit Scores(const AttnParams &p)
         : softmax_scale(Sum(p.softmax_scale)),
@@ -40,15 +40,14 @@ template <typename Sum = float> struct Scores {
         }
     }
 
-    // P of the backward pass. Large scores and their lse cancel. Only rounding makes their difference positive, and
-    // -|x| then keeps P finite. In fp32 and fp64 one FMA forms the difference, so that it is rounded once, before the
-    // factor log2(e). A row without keys has lse -inf.
+    // P of the backward pass in fp32 and fp64. Large scores and their lse cancel, so one FMA rounds the difference
+    // once, before the factor log2(e). Only rounding makes it positive: -|x| keeps P finite. A row without keys has lse
+    // -inf.
     __device__ Sum probability(Sum qk, Sum lse) const {
         return lse == -INFINITY ? Sum(0) : exp2(-fabs(fma(qk, softmax_scale, -lse)) * kLog2E);
     }
-    // For 16 bits P = exp2(probability_log2(q·k, lse_log2)), which takes one operation less. lse_log2 is lse in units
-    // of log2. The forward pass formed lse in them, so the rounding of softmax_scale_log2 cancels. A row without keys
-    // has lse_log2 +inf instead.
+    // For 16 bits P = exp2(probability_log2(q·k, lse_log2)) takes one operation less. The forward pass formed lse in
+    // units of log2, so the rounding of softmax_scale_log2 cancels. A row without keys has lse_log2 +inf.
     __device__ static float lse_log2(float lse) { return float(lse * 1.4426950408889634); }
     __device__ float probability_log2(float qk, float lse_log2) const {
         return -fabsf(qk * (sign * softmax_scale_log2) - lse_log2);

@@ -1,13 +1,12 @@
 // Online softmax on accumulator fragments, for every kernel on tensor cores (Dao, FlashAttention-2, 2023, Algorithm 1).
 //
-// acc[m][n][4] are a warp's accumulators [16·kMTiles, 8·kNTiles], m16n8 tiles as ptx/sm80.cuh has them; a warp's share
-// of a wgmma accumulator looks the same. The four lanes of a quad hold the same rows. A lane numbers its rows i = 2·m
-// for row r, 2·m + 1 for row r + 8 of tile m. acc_s is fp32, acc_o fp32 or fp64.
+// acc[m][n][4] are a warp's accumulators [16·kMTiles, 8·kNTiles]: m16n8 tiles (ptx/sm80.cuh), or a warp's part of a
+// wgmma accumulator, which looks the same. The four lanes of a quad hold the same rows. A lane's row i is 2·m for row r
+// and 2·m + 1 for row r + 8 of tile m. acc_s is fp32, acc_o fp32 or fp64.
 //
 // The running maximum is lazy. P = exp2(softmax_scale_log2 · S - row_max) is right for any row_max near the true
 // maximum, so row_max stays until the true one is 8 binary orders ahead. P up to 2^8 rounds as well as P up to 1, and
-// acc_o is rescaled at a row's first keys and then almost never. Each row decides for itself: what happens to a row
-// never depends on the rows that its warp has beside it.
+// acc_o is rescaled at a row's first keys and then almost never. No row depends on the other rows of its warp.
 #pragma once
 
 #include <cfloat>
@@ -21,8 +20,8 @@ template <typename Op> __device__ float quad_reduce(float x, Op op) {
     return op(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// One more score, in units of log2, joins the sum of a row. Returns what the terms so far are multiplied by. A sink
-// that is larger than fp32 in these units counts as FLT_MAX.
+// Adds a sink, a score in units of log2, to the sum of a row. Returns the factor of the terms so far. A sink beyond
+// fp32 counts as FLT_MAX.
 __device__ inline float add_sink(float &row_max, float &row_sum, float sink_log2) {
     if (sink_log2 > FLT_MAX) sink_log2 = FLT_MAX;
     const float new_max = fmaxf(row_max, sink_log2), factor = ptx::exp2_approx(row_max - new_max);
@@ -36,16 +35,16 @@ template <int kMTiles> struct Softmax {
     static constexpr float kRescaleThreshold = 8.f;  // in units of log2
 
     float softmax_scale_log2;  // above 0: see scores.cuh
-    float row_max[kRows];      // times softmax_scale_log2; finite at the start: exp2(-inf - row_max) is 0, not NaN
+    float row_max[kRows];      // in units of log2; finite at the start, so that exp2(-inf - row_max) is 0, not NaN
     float row_sum[kRows];      // over this lane's columns, until finalize()
 
     __device__ explicit Softmax(float softmax_scale_log2) : softmax_scale_log2(softmax_scale_log2) {
         for (int i = 0; i < kRows; i++) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
     }
 
-    // Call it before the probabilities of a block. row_max grows in rows whose scores are far ahead of it, but only in
-    // those that may_grow, if given. Returns whether it grew in some row of the warp. Then the sums so far must be
-    // multiplied by alpha: row_sum is here, acc_o by rescale().
+    // Before the probabilities of a block. row_max grows in rows whose scores are far ahead of it and that may_grow.
+    // Returns whether it grew in some row of the warp: row_sum is then multiplied by alpha here, and the caller
+    // rescales acc_o.
     template <int kNTiles>
     __device__ bool update_row_max(const float (&acc_s)[kMTiles][kNTiles][4], float (&alpha)[kRows],
                                    const bool *may_grow = nullptr) {
@@ -57,7 +56,7 @@ template <int kMTiles> struct Softmax {
             for (int n = 0; n < kNTiles; n++)
                 block_max = fmaxf(block_max, fmaxf(acc_s[i / 2][n][i % 2 * 2], acc_s[i / 2][n][i % 2 * 2 + 1]));
             block_max = quad_reduce(block_max, fmaxf);
-            block_max = __fmul_rn(block_max, softmax_scale_log2);  // rounded as row_max is: no FMA with what follows
+            block_max = __fmul_rn(block_max, softmax_scale_log2);  // rounded as row_max is, so not part of an FMA
             const float growth = block_max - row_max[i];
             const bool grows = growth > kRescaleThreshold && (!may_grow || may_grow[i]);
             alpha[i] = grows ? ptx::exp2_approx(-growth) : 1.f;
@@ -78,7 +77,7 @@ template <int kMTiles> struct Softmax {
                 for (int e = 0; e < 2; e++) acc_o[i / 2][d][i % 2 * 2 + e] *= alpha[i];
     }
 
-    // The scores of row i become P. Returns the sum of this lane's columns, which the caller adds to row_sum.
+    // Scores of row i become P. Returns the sum over this lane's columns, which the caller adds to row_sum.
     template <int kNTiles> __device__ float exponentiate(float (&acc_s)[kMTiles][kNTiles][4], int i) const {
         float sum = 0.f;
 #pragma unroll
@@ -91,7 +90,7 @@ template <int kMTiles> struct Softmax {
         return sum;
     }
 
-    // P of the columns [16·kk, 16·kk + 16) of tile m: added to row_sum, and rounded to T as the A operand of P V.
+    // P of the columns [16·kk, 16·kk + 16) of tile m as the A operand of P V, also added to row_sum.
     template <typename T, int kNTiles>
     __device__ void probabilities(uint32_t (&p)[4], const float (&acc_s)[kNTiles][4], int m, int kk) {
 #pragma unroll
@@ -105,8 +104,8 @@ template <int kMTiles> struct Softmax {
         }
     }
 
-    // P of the columns [8·n, 8·n + 8) of tile m: added to row_sum, and as the A operand of a product in fp64 (see
-    // ptx/sm90.cuh), whose columns c and c + 4 are 2c and 2c + 1 here.
+    // P of the columns [8·n, 8·n + 8) of tile m as the A operand of an fp64 product (ptx/sm90.cuh), whose columns c and
+    // c + 4 are 2c and 2c + 1 here.
     template <int kNTiles>
     __device__ void probabilities(double (&p)[4], const float (&acc_s)[kNTiles][4], int m, int n) {
 #pragma unroll
@@ -118,14 +117,13 @@ template <int kMTiles> struct Softmax {
         }
     }
 
-    // The end of a row: acc_o becomes the output times `scale`, and lse is written. `row` is this lane's first row,
-    // gLse is the lse of row 0, and sink is that of the head or nullptr. A row without keys gets output 0, as its sum
-    // may be NaN, from 0 · NaN. So does a row beyond the end of the sample.
+    // acc_o becomes the output times `scale`, and lse is written. row: this lane's first; gLse: of row 0; sink: of the
+    // head, or nullptr. A row without keys, whose sums may be 0 · NaN, gets output 0, as does one beyond the sample.
     template <int kDTiles, typename Sum>
     __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float *gLse, const Sequence &seq, int row,
                              const float *sink, float scale = 1.f, double ln_2 = 0.6931471805599453) {
         bool has_keys[kRows];
-        float scale_sum[kRows];  // of what was summed without the sink
+        float scale_sum[kRows];  // factor of the sums without the sink
         for (int i = 0; i < kRows; i++) {
             if (row + 8 * i >= seq.seqlen_q) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
             row_sum[i] = quad_reduce(row_sum[i], [](float x, float y) { return x + y; });

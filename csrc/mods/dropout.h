@@ -1,20 +1,20 @@
 // Which probabilities dropout keeps: a pure function of seed, batch, head, row and column, the same bit for bit in
-// every kernel, on the CPU and in minimal_attn/dropout.py, which describes it. Neither tile sizes nor the order of
-// threads change it. A call may be a part of a larger problem and have that one's mask: behind the seed are then the
-// origins, where each sample's rows and keys (multiples of 16) and heads begin there, and its number there.
+// every kernel, on the CPU and in minimal_attn/dropout.py, which describes it. Tile sizes and the order of threads do
+// not change it. A call may be a part of a larger problem and use its mask. The origins, which follow the seed, then
+// say where the rows and keys (multiples of 16) and heads of each sample begin there, and the number of the sample
+// there.
 //
 // Philox-4x32-7 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) gives four
-// words at a time. They are for the rows r and r + 8, r % 16 < 8, and the columns c, c + 1, c + 8 and c + 9, c % 16 < 8
-// and even: what one lane holds of the A operand of an m16n8k16 product (ptx/sm80.cuh). Each word serves a register of
-// it, and each half of a word an element. The low 15 bits of a half are the element's random number. The number plus
-// keep_count sets the top bit of the half if the element is kept.
+// words at a time. They serve the rows r and r + 8, r % 16 < 8, and the columns c, c + 1, c + 8 and c + 9, c % 16 < 8
+// and even: one lane's part of the A operand of an m16n8k16 product (ptx/sm80.cuh). Each word serves one register, each
+// half of a word one element. The low 15 bits of a half are random. Their sum with keep_count sets the top bit of the
+// half if the element is kept.
 #pragma once
 
 #include "flash.h"
 
 class Dropout {
   public:
-    // For one head of one sample. The seed is in the kernel's memory: the host cannot read it.
     __device__ Dropout(const AttnParams &p, int64_t b, int64_t h)
         : seed(p.dropout_seed ? *p.dropout_seed : 0), keep_counts(p.keep_count * 0x10001), head(uint32_t(h)),
           batch(uint32_t(b)) {
@@ -24,9 +24,9 @@ class Dropout {
         head += uint32_t(origin[2]), batch = uint32_t(origin[3]);
     }
 
-    // Bits 15 and 31 of kept[j] say whether two neighbours are kept: (row, col) and (row, col + 1) for j = 0, the same
-    // of row + 8 for j = 1, and of col + 8 and both for j = 2 and 3; row % 16 < 8, col % 16 < 8, col % 2 == 0. Both are
-    // unsigned, or `/` and `%` would take more instructions.
+    // Bits 15 and 31 of kept[j] say whether two neighbours are kept: (row, col) and (row, col + 1) for j = 0, with
+    // row + 8 for j = 1, col + 8 for j = 2, and both for j = 3. row % 16 < 8, col % 16 < 8, col is even. Unsigned `/`
+    // and `%` take fewer instructions.
     __device__ void keep_bits(uint32_t (&kept)[4], uint32_t row, uint32_t col) const {
         uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
         kept[0] = row / 16 * 8 + row % 8 + row0, kept[1] = col / 16 * 4 + col % 8 / 2 + col0;
@@ -40,7 +40,7 @@ class Dropout {
         for (int j = 0; j < 4; j++) kept[j] = (kept[j] & 0x7fff7fff) + keep_counts;
     }
 
-    // Zeroes what is dropped of P [16, 16], a 16-bit A operand (ptx/sm80.cuh). row and col are this lane's first.
+    // Drops elements of P [16, 16], a 16-bit A operand (ptx/sm80.cuh). row and col: the first of this lane.
     __device__ void apply(uint32_t (&P)[4], int row, int col) const {
         uint32_t kept[4];
         keep_bits(kept, row, col);
@@ -49,10 +49,10 @@ class Dropout {
 
   private:
     struct Halves { uint32_t low, high; };
-    // By one instruction. If the high half were taken by a shift, ptxas would add another one.
+    // One instruction. Taking the high half by a shift would add another one.
     __device__ static Halves multiply(uint32_t x, uint32_t y) { return __builtin_bit_cast(Halves, uint64_t(x) * y); }
 
     const uint64_t seed;
     const uint32_t keep_counts;
-    uint32_t head, batch, row0 = 0, col0 = 0;  // row0 and col0 count as the first two words do
+    uint32_t head, batch, row0 = 0, col0 = 0;  // row0 and col0 are in units of kept[0] and kept[1]
 };

@@ -1,7 +1,7 @@
 // The folder mods/ has what a plain call does without: changed scores and dropout. A first reading leaves it out. Order
 // in mods/: score_mods.cuh, dropout.h, dropout_transposed.cuh.
 //
-// Scores that are changed by more than a factor. ScoreMods is for them what Scores is for others:
+// ScoreMods is the counterpart of Scores for scores that are changed by more than a factor:
 //
 //   score = of_qk · q·k                                           or of_tanh · tanh(of_qk · q·k) with a softcap
 //           - slope / unit · |row + seqlen_k - seqlen_q - key|    ALiBi (Press et al., 2022), bottom-right aligned
@@ -11,10 +11,10 @@
 //   backward   P = exp(unit · score - lse)    dbias = dS    d(q·k) = softmax_scale · dS, times 1 - tanh² with a softcap
 //
 // The unit saves a factor. It is the softcap, so that tanh needs none (Gemma 2, 2024, section 2), or |softmax_scale|.
-// With a bias it is ln(2): then softmax_scale_log2 is 1, and products with it are exact. A bias of -1e10 that hides all
-// keys of a row would otherwise leave a rounding error that exp2 makes infinite.
+// With a bias it is ln(2): softmax_scale_log2 is then 1, and products with it are exact. Otherwise a bias of -1e10 that
+// hides all keys of a row would leave a rounding error that exp2 makes infinite.
 //
-// A bias is read by its strides from memory. Rows and keys beyond the end read the last ones: they are masked later.
+// Rows and keys beyond the end read the bias of the last ones: they are masked later.
 #pragma once
 
 #include <cmath>
@@ -28,8 +28,8 @@ using host::to_float, host::__half, host::__nv_bfloat16;
 #endif
 #include "common/sequence.cuh"
 
-// The scores that a thread has. at(i, j) is that of row row0 + row(i) and key key0 + key(j), i < kRows and j < kCols.
-// row and key depend on constants alone, so that most of a distance is known at compile time.
+// The scores of a thread: at(i, j) has row row0 + row(i) and key key0 + key(j), i < kRows and j < kCols. row() and
+// key() depend on constants alone, so that most of a distance is known at compile time.
 template <int kRows_, int kCols_, typename At, typename Row, typename Key> struct ScoreTile {
     static constexpr int kRows = kRows_, kCols = kCols_;
     At at;
@@ -42,12 +42,12 @@ template <int kRows, int kCols, typename At, typename Row, typename Key>
 __device__ auto score_tile(At at, int row0, Row row, int key0, Key key) {
     return ScoreTile<kRows, kCols, At, Row, Key>{at, row0, row, key0, key};
 }
-// The same scores, where rows and columns of a thread's grid are keys and rows.
+// Swaps rows and columns, for a grid [keys, rows].
 template <typename Tile> __device__ auto transposed(Tile tile) {
     return score_tile<Tile::kCols, Tile::kRows>([tile](int i, int j) -> auto & { return tile.at(j, i); }, tile.key0,
                                                 tile.key, tile.row0, tile.row);
 }
-// acc_s [rows, keys]: accumulators as in softmax.cuh; row and key are the first of this lane's.
+// acc_s [rows, keys]: accumulators as in softmax.cuh; row and key: the first of this lane.
 template <int kMTiles, int kNTiles>
 __device__ auto score_tile(float (&acc_s)[kMTiles][kNTiles][4], int row, int key) {
     return score_tile<2 * kMTiles, 2 * kNTiles>(
@@ -59,7 +59,7 @@ template <typename T> using SumOf = std::conditional_t<std::is_same_v<T, double>
 
 template <typename Sum> __device__ Sum tanh_exact(Sum x) { return tanh(x); }
 
-// What depends on the call alone. A kernel that reads it from its parameters has registers left.
+// The factors that depend on the call alone. A kernel that has them among its parameters saves registers.
 template <typename Sum> struct ScoreFactors {
     static constexpr Sum kLog2E = Sum(1.4426950408889634);
 
@@ -67,7 +67,7 @@ template <typename Sum> struct ScoreFactors {
     Sum unit, per_unit, of_qk, of_tanh;  // see above; per_unit is 1 / unit, of_tanh is softcap / unit
     Sum softmax_scale_log2;
 
-    // in_log2: the unit is ln(2) in any case.
+    // in_log2: the unit is ln(2), also without a bias.
     __host__ __device__ explicit ScoreFactors(const AttnParams &p, bool in_log2 = false) : has_softcap(p.softcap > 0) {
         const Sum softmax_scale = Sum(p.softmax_scale), softcap = Sum(p.softcap);
         in_log2 |= p.bias.data && p.bias.dtype != DType::kBool;
@@ -79,7 +79,7 @@ template <typename Sum> struct ScoreFactors {
     }
 };
 
-// What changes the scores of a call. Most calls have one thing alone, and most of their blocks a path of their own.
+// The one thing that changes the scores of a call, as in most calls, or kSeveral.
 enum class ScoreKind { kSoftcap, kAlibi, kBias, kMask, kSeveral };
 inline ScoreKind score_kind(const AttnParams &p) {
     const bool has_softcap = p.softcap > 0;
@@ -88,21 +88,20 @@ inline ScoreKind score_kind(const AttnParams &p) {
     return p.bias.dtype == DType::kBool ? ScoreKind::kMask : ScoreKind::kBias;
 }
 
-// Of the scores of one head, for inputs of type T. tanh_of: tensor cores for 16 bits make do with an approximation.
+// Changes the scores of one head, for inputs of type T. tanh_of: an approximation is enough for 16 bits.
 template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
     using Sum = SumOf<T>;
-    // The lowest score that a finite bias can give. Some models mask with finfo.min. It would overflow to -inf here,
-    // and a row in which all keys have it would count as one without keys.
+    // The lowest score that a finite bias can give. Some models mask with finfo.min, which would overflow to -inf here.
+    // A row in which all keys have it would then count as one without keys.
     static constexpr Sum kLowest = Sum(-1e30);
 
     static constexpr bool is_raw = false;
     ScoreFactors<Sum> factors;
     Sum softmax_scale, softmax_scale_log2;
     const int &seqlen_q, &seqlen_k, &b, &h;  // references: flash_sm90.cu has them in shared memory
-    Bias bias;  // or one without data, if another part of the kernel adds it
-    // Of ALiBi: slope / unit, and seqlen_k - seqlen_q.
-    Sum slope;
-    int shift;
+    Bias bias;                               // without data if another part of the kernel adds it
+    Sum slope;                               // ALiBi's slope / unit
+    int shift;                               // seqlen_k - seqlen_q
 
     __device__ ScoreMods(const AttnParams &p, const int &seqlen_q, const int &seqlen_k, const int &b, const int &h)
         : ScoreMods(p, ScoreFactors<Sum>(p), seqlen_q, seqlen_k, b, h) {
@@ -117,10 +116,10 @@ template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
         shift = seqlen_k - seqlen_q;
     }
 
-    // q·k become scores.
+    // q·k becomes the score.
     template <typename Tile> __device__ void apply(const Tile &tile) const { cap(tile), add(tile); }
 
-    // The same, and dp becomes the derivative by factor · q·k. dp(i, j): that by the score.
+    // Also turns dp(i, j), the derivative by the score, into that by factor · q·k.
     template <typename Tile, typename At> __device__ void apply(const Tile &tile, At dp) const {
         cap(tile);
         if (factors.has_softcap)
@@ -128,7 +127,7 @@ template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
         add(tile);
     }
 
-    // As those of Scores, of scores.
+    // The functions of Scores, applied to changed scores.
     __device__ Sum score(Sum score) const { return score; }
     __device__ Sum unit() const { return factors.unit; }
     __device__ Sum probability(Sum score, Sum lse) const {
@@ -138,7 +137,7 @@ template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
         return -fabsf(score * softmax_scale_log2 - lse_log2);
     }
 
-    // score + x, an element of a bias. -inf and NaN stay what they are. Only x below kLowest / 2 can make it low.
+    // score + x, an element of a bias. -inf and NaN stay. Only an x below kLowest / 2 can give kLowest.
     __device__ static Sum plus_bias(Sum score, Sum x, Sum per_unit) {
         const Sum sum = fma(x, per_unit, score);
         return sum < kLowest && x > -INFINITY ? kLowest : sum;

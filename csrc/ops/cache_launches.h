@@ -5,7 +5,7 @@
 #include <climits>
 #include <optional>
 
-#include "flash.h"
+#include "flash_cache.h"
 #include "ops/kernels.h"
 
 // Attention to a cache has three kernels. A sample with `prefill` rows or more is sm90::flash_prefill's, else one with

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "common/counters.h"
 #include "ops/cache_launches.h"
 
 namespace minimal_attn {

@@ -1,6 +1,7 @@
 // The op minimal_attn::flash_decode as a function for both bindings, and its schema.
 #pragma once
 
+#include "flash_cache.h"
 #include "ops/ops.h"
 
 namespace minimal_attn {

@@ -2,6 +2,7 @@
 // its time. A thread has a vector of 16 bytes, or one element if some tensor is not aligned; its neighbours go on along
 // the row, head after head. Blocks are for new rows, then for rows of q, then for lengths. No thread waits for another,
 // so the CPU runs them in a plain loop.
+#include "common/cache_sequence.cuh"
 #include "simt/tiles.h"
 
 namespace simt {

@@ -15,6 +15,7 @@
 //
 // So S and dP are formed twice, but nothing is summed in memory: no atomics and the same bits in every run. (Dao 2023,
 // Algorithm 2, sums dQ in memory instead.) The threads form a grid over the products as in flash.cu.
+#include "common/key_tiles.cuh"
 #include "simt/tiles.h"
 
 namespace simt {

@@ -5,7 +5,7 @@
 
 #include "common/bwd_splits.cuh"
 #include "common/device.h"
-#include "common/scheduler.cuh"
+#include "common/key_tiles.cuh"
 #include "common/scores.cuh"
 #include "mods/score_mods.cuh"
 #include "sm80/tiles.cuh"

@@ -3,9 +3,8 @@
 
 #include <numeric>
 
+#include "common/cache_sequence.cuh"
 #include "common/scheduler.cuh"
-#include "common/sequence.cuh"
-#include "flash.h"
 #include "sm90/tiles.cuh"
 
 namespace sm90 {

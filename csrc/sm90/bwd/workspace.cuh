@@ -10,8 +10,8 @@
 #include <algorithm>
 
 #include "common/bwd_splits.cuh"
+#include "common/key_tiles.cuh"
 #include "common/mask.cuh"
-#include "common/scheduler.cuh"
 #include "common/scores.cuh"
 #include "sm90/tiles.cuh"
 

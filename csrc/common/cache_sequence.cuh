@@ -1,0 +1,57 @@
+// The lengths of one sample of a cache, as sequence.cuh has them for tensors, and where its new rows go.
+#pragma once
+
+#include "common/sequence.cuh"
+#include "flash_cache.h"
+
+// k_begin is the place of the first key in the sample's sequence or pages.
+__device__ inline Sequence::Sequence(const DecodeParams &p, int b)
+    : q_begin(0), k_begin(0), seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k), padded_q(p.seqlen_q), padded_k(p.seqlen_k) {
+    if (p.cu_seqlens_q) find(p.cu_seqlens_q, b, p.batch_size, q_begin, seqlen_q, padded_q);
+    if (p.seqused_q) seqlen_q = max(0, min(p.seqused_q[b], seqlen_q));
+    if (p.seqused_k) seqlen_k = max(0, min(p.seqused_k[b], seqlen_k));
+    if (p.leftpad_k) k_begin = max(0, p.leftpad_k[b]), seqlen_k = max(0, seqlen_k - k_begin);
+}
+
+__device__ inline bool Sequence::is_served(const DecodeParams &p) const {
+    return seqlen_q >= p.min_rows && seqlen_q <= p.max_rows;
+}
+
+// The sample of a row of a padded or packed tensor: row i of sample b is row `row` of element `batch`. Rows after the
+// last packed sample count as a part of it.
+struct SampleRow {
+    int b, i, row, batch;
+
+    // index: among all rows. seqlen: of the tensor.
+    __device__ SampleRow(const int *cu_seqlens, unsigned index, int batch_size, int seqlen) {
+        if (!cu_seqlens) {
+            b = batch = int(index / unsigned(seqlen)), i = row = int(index % unsigned(seqlen));
+            return;
+        }
+        b = last_sample(batch_size, [&](int b) { return begin_of(cu_seqlens, b, seqlen) <= int(index); });
+        batch = 0, row = int(index), i = row - begin_of(cu_seqlens, b, seqlen);
+    }
+};
+
+__device__ inline SampleRow q_row_of(const AppendParams &p, unsigned index) {
+    return SampleRow(p.cu_seqlens_q, index, p.batch_size, p.seqlen_q);
+}
+
+// The new rows of a sample, and the places that are taken before them.
+struct NewRows {
+    int count, taken;
+
+    __device__ NewRows(const AppendParams &p, int b) : count(p.seqlen_new), taken(0) {
+        if (p.cu_seqlens_new) {
+            const int begin = begin_of(p.cu_seqlens_new, b, p.seqlen_new);
+            count = max(0, begin_of(p.cu_seqlens_new, b + 1, p.seqlen_new) - begin);
+        }
+        if (p.seqused_k) taken = max(0, min(p.seqused_k[b], p.capacity));
+    }
+};
+
+// Row i of the tables of cos and sin for sample b.
+__device__ inline int rotary_row(const AppendParams &p, int b, int i) {
+    const int64_t position = int64_t(i) + (p.rotary_seqlens ? p.rotary_seqlens[b] : NewRows(p, b).taken);
+    return int(max(int64_t(0), min(position, int64_t(p.seqlen_rotary) - 1)));
+}

@@ -1,0 +1,39 @@
+// The memory of counters.h.
+#include "common/counters.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "common/launch.h"
+
+// 4 MB that are 0 when the library is loaded.
+constexpr int64_t kNumCounters = 1 << 20;
+static __device__ int counters[kNumCounters];
+
+int *zeroed_counters(int64_t count, void *stream) {
+    struct Slice { int64_t begin = 0, size = 0; };
+    struct Dealt { int *base = nullptr; int64_t count = 0; };
+    using Owner = std::tuple<int, cudaStream_t, unsigned long long>;  // device, stream, number of the capture or 0
+    static std::mutex mutex;
+    static std::map<int, Dealt> dealt;  // by device
+    static std::map<Owner, Slice> slices;
+    Owner owner{0, static_cast<cudaStream_t>(stream), 0};
+    if (std::get<1>(owner) == cudaStreamPerThread) return nullptr;  // one handle for many streams
+    device::check_cuda(cudaGetDevice(&std::get<0>(owner)));
+    cudaStreamCaptureStatus status;
+    device::check_cuda(cudaStreamGetCaptureInfo(std::get<1>(owner), &status, &std::get<2>(owner)));
+    if (status == cudaStreamCaptureStatusNone) std::get<2>(owner) = 0;
+    const std::lock_guard lock(mutex);
+    Dealt &of_device = dealt[std::get<0>(owner)];
+    if (!of_device.base) device::check_cuda(cudaGetSymbolAddress(reinterpret_cast<void **>(&of_device.base), counters));
+    if (const auto slice = slices.find(owner); slice != slices.end() && slice->second.size >= count)
+        return of_device.base + slice->second.begin;
+    // A stream gets twice as many as it needs now. Graphs are many, and each needs the same number in every replay.
+    const int64_t least = (count + 31) / 32 * 32, left = kNumCounters - of_device.count;
+    const int64_t size = std::get<2>(owner) ? least : std::min(std::max<int64_t>(2 * least, 1024), left);
+    if (std::max(size, least) > left) return nullptr;
+    slices[owner] = {of_device.count, size}, of_device.count += size;
+    return of_device.base + slices[owner].begin;
+}

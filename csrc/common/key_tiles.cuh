@@ -1,0 +1,33 @@
+// Which tile of keys a block of threads of a backward pass computes, as RowTiles says it of query rows.
+#pragma once
+
+#include "common/scheduler.cuh"
+
+// Tiles of kBlockN keys of a key/value head.
+template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
+    __host__ __device__ explicit KeyTiles(const AttnParams &p)
+        : TileSlots<kBlockN>(p.cu_seqlens_k, p.seqlen_k, p.batch_size) {}
+
+    __host__ __device__ static int64_t count(const AttnParams &p) { return KeyTiles(p).num_tiles(p.nheads_k); }
+    // Whether the last keys go first: in a deterministic pass under a causal mask, where the fewest rows see them and
+    // they take the first turns. Other windows do not count. They may bind some samples of a packed batch and not
+    // others, and the order of a sample must not depend on its batch.
+    __device__ static bool is_last_first(const AttnBackwardParams &p) {
+        return p.deterministic && p.window_right == 0;
+    }
+    template <typename N> __host__ __device__ static TileOrder<N> order(const AttnBackwardParams &p) {
+        const KeyTiles tiles(p);
+        const uint32_t heads = p.cu_seqlens_k ? p.nheads_k : p.nheads_k * uint32_t(p.batch_size);
+        uint32_t together = p.cu_seqlens_k ? heads : 1;
+        const bool go_together = p.window_right == 0 ? !p.deterministic || p.nheads == p.nheads_k : p.deterministic;
+        if (go_together) together = tiles.heads_together(together, heads);
+        return {uint32_t(tiles.slots), heads, together, uint32_t(p.nheads_k), uint32_t(p.nheads / p.nheads_k)};
+    }
+    template <typename N> __device__ static Tile at(const AttnBackwardParams &p, const TileOrder<N> &order, int idx) {
+        const auto [bh, slot] = order.at(idx);
+        Tile tile = KeyTiles(p).tile(bh, is_last_first(p) ? order.slots - 1 - slot : slot, order.heads, Number(1));
+        tile.h = tile.h_k * order.heads_per_kv.value;
+        return tile;
+    }
+    __device__ static Tile at(const AttnBackwardParams &p, int idx) { return at(p, order<Number>(p), idx); }
+};
