@@ -1,6 +1,6 @@
 // The folder common/ has what the kernels for all GPUs share: the launch, the lengths of a sample, one mask, one order
 // of tiles and one softmax. Order in common/: launch.h, device.h, sequence.cuh, mask.cuh, scores.cuh, scheduler.cuh,
-// softmax.cuh. Beside it: device.cu, bwd_splits.cuh.
+// softmax.cuh. Beside it: device.cu, bwd_workspace.cuh.
 //
 // The CUDA runtime as the kernels need it: element types, dynamic shared memory, and one function that launches or
 // throws. host/cuda.h has the same for the CPU, in its namespace host: both are linked into one library.

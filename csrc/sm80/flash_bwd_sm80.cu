@@ -1,9 +1,9 @@
 // FlashAttention backward on tensor cores, fp16 and bf16 with fp32 sums: Ampere (sm_80) and every newer GPU.
 //
-// A block of threads owns kBlockN keys of one key/value head and walks along the rows that see them, kBlockM at a time,
-// of every query head that reads it (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are formed transposed, and every
-// warp owns whole keys, so that P and dS go from the accumulators of one product straight into the A operand of the
-// next, and dK and dV stay in registers to the end:
+// A block of threads owns kBlockN keys of one key/value head. It walks along the rows that see them, a row block of
+// kBlockM at a time, of every query head that reads it (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are formed
+// transposed, and every warp owns whole keys, so that P and dS go from the accumulators of one product straight into the
+// A operand of the next, and dK and dV stay in registers to the end:
 //   acc_s = K Qᵀ                 [kWarpN, kBlockM]
 //   P = exp(scale · acc_s - lse)
 //   acc_dp = V dOᵀ
@@ -11,66 +11,48 @@
 //   dS = P ∘ (acc_dp - delta)    also to sdS, where all warps can read it
 //   acc_dk += dS Q
 //   acc_dq = dSᵀ K               the one product across warps; all blocks of keys sum it in memory, in fp32
-// Q and dO have two buffers each; a step's copies run while the step before it is computed, with two barriers a step.
-// Where that is too much memory they have one buffer, and a third barrier.
+// Q and dO have two stages: copies of one row block run while the one before is computed, with two barriers each. Where
+// that is too much memory there is one stage, and a third barrier.
 //
-// Where many query heads read one key head, several blocks of threads share a tile of keys, and each takes some of the
-// heads. They leave their sums in memory, and bwd_splits.cuh adds them up in a fixed order.
-//
-// dq_accum holds dQ in the order of acc_dq's registers, so that a warp adds 512 neighbouring bytes; flash_bwd_dq brings
-// it into q's order and type. The additions come in any order unless `deterministic` is set: then blocks of keys take
-// turns by dq_semaphore.
+// dq_accum has the order of acc_dq's registers, so that a warp adds 512 neighbouring bytes. Additions come in any order
+// unless `deterministic` is set: then blocks of keys take turns by dq_semaphore.
 #include "common/mask.cuh"
 #include "mods/dropout_transposed.cuh"
-#include "sm80/bwd_workspace.cuh"
+#include "sm80/bwd_dq.cuh"
 
 namespace sm80 {
 
 // A block's shared memory: rows of 16-bit elements, swizzled.
 template <typename Shape> struct BwdSharedMemory {
-    struct Step {
+    struct Stage {
         alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim], sdO[Shape::kBlockM][Shape::kHeadDim];
     };
     alignas(128) uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];  // then dK, dV
-    Step steps[Shape::kStages];
+    Stage stages[Shape::kStages];
     union {
         alignas(128) uint16_t sdS[Shape::kDimSplit > 1 ? 2 : 1][Shape::kBlockN][Shape::kBlockM];  // [1] is sP
-        int ticket;  // before the first step
+        int ticket;  // before the first row block
     };
     float lse_log2[Shape::kStages][Shape::kBlockM], delta[Shape::kStages][Shape::kBlockM];
 };
 
-// What a block of threads does for its keys, step by step. A step is kBlockM rows of one query head. kMods: scores are
-// changed by more than a factor, see score_mods.cuh, and there may be dropout too.
-template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward {
+// The keys and rows of a block of threads, and their copies to shared memory.
+template <typename T, typename Shape> struct BwdInputs {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
-    static constexpr int kWarpN = Shape::kWarpN, kSub = Shape::kSub, kDimSplit = Shape::kDimSplit;
-    static constexpr int kMTiles = kWarpN / 16, kDTiles = kHeadDim / kDimSplit / 8, kNTiles = kSub / 8;
     using Swizzle = sm80::Swizzle<kHeadDim>;
-    using SwizzleS = sm80::Swizzle<kBlockM>;
-    using Fragment = float[kMTiles][kNTiles][4];  // [kWarpN keys, kSub rows]
-    // Bytes from sK to sV, from sQ to sdO, from sdS to sP.
-    static constexpr int kToV = 2 * kBlockN * kHeadDim, kToDO = 2 * kBlockM * kHeadDim, kToP = 2 * kBlockN * kBlockM;
 
     const AttnBackwardParams &p;
     BwdSharedMemory<Shape> &shared;
     const Tile tile;
     const Sequence &seq;
-    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-    const int r = lane_idx / 4, c = lane_idx % 4 * 2;     // a lane has keys r and r + 8 of 16, rows c and c + 1 of 8
-    const int key0 = warp_idx / kDimSplit * kWarpN;       // the warp's first, in the block
-    const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its part of the rows, and of dK's columns, by 8
-    float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
-
-    // What the loop needs of its sample. first_row is the first that sees a key, first_tile that of head 0 in the
-    // workspace. The shuffles show that all lanes agree. These then stay in uniform registers: the loop has no others.
+    // The shuffles show that all lanes agree on these, which then stay in uniform registers: the loop has no others.
     const int q_begin = uniform(seq.q_begin), seqlen_q = uniform(seq.seqlen_q), seqlen_k = uniform(seq.seqlen_k);
-    const int first_row = uniform(Mask(seq, p).rows(0).begin);
+    const int first_row = uniform(Mask(seq, p).rows(0).begin);  // that sees a key
+    // In the workspace, of head 0.
     const int first_tile = uniform(RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads));
 
     __device__ static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
     __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, p); }
-    __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
 
     // Rows [begin, end) of a tile, counted from `from`; zeros for the others.
     template <int kRows>
@@ -92,9 +74,9 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     // Rows that see no key of any block are not read: everything about them is 0, and they add nothing.
     __device__ void load_rows(int stage, int h, int m_block) {
         const int row0 = m_block * kBlockM, begin = first_row - row0, end = seqlen_q - row0;
-        load(shared.steps[stage].sQ, rows_of<const T>(p.q, tile.b, h, q_begin + row0), p.q.row_stride, begin, end,
+        load(shared.stages[stage].sQ, rows_of<const T>(p.q, tile.b, h, q_begin + row0), p.q.row_stride, begin, end,
              p.head_dim);
-        load(shared.steps[stage].sdO, rows_of<const T>(p.dout, tile.b, h, q_begin + row0), p.dout.row_stride, begin,
+        load(shared.stages[stage].sdO, rows_of<const T>(p.dout, tile.b, h, q_begin + row0), p.dout.row_stride, begin,
              end, p.head_dim_v);
         const int i = thread_idx();
         if (i < kBlockM) {
@@ -104,11 +86,60 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         }
         cp_async_commit();
     }
+};
+
+// acc_dp, which is dP, becomes dropout's dP - delta. Returns which elements are kept, eight bits for each operand. delta,
+// row and key are the first of this lane.
+template <int kMTiles, int kNTiles>
+__device__ uint32_t drop(float (&acc_dp)[kMTiles][kNTiles][4], const float *delta, const Dropout &dropout,
+                         float keep_scale, int row, int key) {
+    uint32_t all_kept = 0;
+#pragma unroll
+    for (int kk = 0; kk < kNTiles / 2; kk++)
+#pragma unroll
+        for (int m = 0; m < kMTiles; m++) {
+            const uint32_t kept = kept_transposed(dropout, row + 16 * kk, key + 16 * m);
+            for (int i = 0; i < 2; i++) {
+                const int n = 2 * kk + i;
+                const float2 x = *reinterpret_cast<const float2 *>(&delta[8 * n]);
+                for (int e = 0; e < 4; e++) {
+                    float &dp = acc_dp[m][n][e];
+                    dp = (kept >> bit_transposed(i, e) & 1 ? dp * keep_scale : 0.f) - (e % 2 ? x.y : x.x);
+                }
+            }
+            all_kept |= kept << 4 * (m * (kNTiles / 2) + kk);
+        }
+    return all_kept;
+}
+
+// What a block of threads does for its keys with each row block. kMods: scores are changed by more than a factor, see
+// score_mods.cuh, and there may be dropout too.
+template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward {
+    static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
+    static constexpr int kWarpN = Shape::kWarpN, kSub = Shape::kSub, kDimSplit = Shape::kDimSplit;
+    static constexpr int kMTiles = kWarpN / 16, kDTiles = kHeadDim / kDimSplit / 8, kNTiles = kSub / 8;
+    using Swizzle = sm80::Swizzle<kHeadDim>;
+    using SwizzleS = sm80::Swizzle<kBlockM>;
+    using Fragment = float[kMTiles][kNTiles][4];  // [kWarpN keys, kSub rows]
+    // Bytes from sK to sV, from sQ to sdO, from sdS to sP.
+    static constexpr int kToV = 2 * kBlockN * kHeadDim, kToDO = 2 * kBlockM * kHeadDim, kToP = 2 * kBlockN * kBlockM;
+
+    const BwdInputs<T, Shape> &in;
+    const AttnBackwardParams &p = in.p;
+    BwdSharedMemory<Shape> &shared = in.shared;
+    const Tile &tile = in.tile;
+    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+    const int r = lane_idx / 4, c = lane_idx % 4 * 2;     // a lane has keys r and r + 8 of 16, rows c and c + 1 of 8
+    const int key0 = warp_idx / kDimSplit * kWarpN;       // the warp's first, in the block
+    const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its part of the rows, and of dK's columns, by 8
+    float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
+
+    __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
 
     // P and dS of the rows [row0, row0 + kSub) of a step, and what they add to dK and dV.
     __device__ void add_own_rows(int stage, int h, int m_block, bool is_full, int row0) {
         const uint32_t k_address = shared_address(shared.sK[key0]) + Swizzle::down(lane_idx);
-        const uint32_t q_across = shared_address(shared.steps[stage].sQ) + Swizzle::across(lane_idx);
+        const uint32_t q_across = shared_address(shared.stages[stage].sQ) + Swizzle::across(lane_idx);
         Fragment acc_s = {}, acc_dp;
         // acc_dp begins with -delta, unless dropout comes in between.
 #pragma unroll
@@ -120,7 +151,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         multiply_abt<T, kHeadDim>(acc_s, k_address, q_across, 0, row0 * Swizzle::kRowBytes);
         multiply_abt<T, kHeadDim>(acc_dp, k_address, q_across, kToV, row0 * Swizzle::kRowBytes + kToDO);
         const int key = tile.block * kBlockN + key0 + r, row = m_block * kBlockM + row0 + c;  // this lane's first
-        const uint32_t kept = drops() ? drop(acc_dp, stage, h, key, row, row0) : ~0u;
+        const uint32_t kept = drops() ? drop(acc_dp, &shared.delta[stage][row0 + c], Dropout(p, tile.b, h),
+                                             float(p.keep_scale), row, key) : ~0u;
         const auto scores = scores_of(h);
         if constexpr (kMods)
             scores.apply(transposed(score_tile(acc_s, key, row)),
@@ -132,7 +164,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
                 for (int e = 0; e < 4; e++)
                     acc_s[m][n][e] = exp2_approx(scores.probability_log2(acc_s[m][n][e], e % 2 ? lse.y : lse.x));
         }
-        if (!is_full) [[unlikely]] mask().apply_transposed(acc_s, key, row);
+        if (!is_full) [[unlikely]] in.mask().apply_transposed(acc_s, key, row);
         if (drops())  // a dropped P is needed for dS, so it stays, and a negative sign marks it
 #pragma unroll
             for (int i = 0; i < 4 * kMTiles * kNTiles; i++) {
@@ -144,31 +176,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     }
 
     __device__ auto scores_of(const int &h) const {
-        if constexpr (kMods) return ScoreMods<T, ptx::tanh_approx>(p, seqlen_q, seqlen_k, tile.b, h);
+        if constexpr (kMods) return ScoreMods<T, ptx::tanh_approx>(p, in.seqlen_q, in.seqlen_k, tile.b, h);
         else return Scores<>(p);
-    }
-
-    // acc_dp, which is dP, becomes dropout's dP - delta. Returns which elements are kept, eight bits for each operand.
-    __device__ uint32_t drop(Fragment &acc_dp, int stage, int h, int key, int row, int row0) {
-        uint32_t all_kept = 0;
-        const Dropout dropout(p, tile.b, h);
-        const float keep_scale = float(p.keep_scale);
-#pragma unroll
-        for (int kk = 0; kk < kSub / 16; kk++)
-#pragma unroll
-            for (int m = 0; m < kMTiles; m++) {
-                const uint32_t kept = kept_transposed(dropout, row + 16 * kk, key + 16 * m);
-                for (int i = 0; i < 2; i++) {
-                    const int n = 2 * kk + i;
-                    const float2 delta = *reinterpret_cast<const float2 *>(&shared.delta[stage][row0 + 8 * n + c]);
-                    for (int e = 0; e < 4; e++) {
-                        float &dp = acc_dp[m][n][e];
-                        dp = (kept >> bit_transposed(i, e) & 1 ? dp * keep_scale : 0.f) - (e % 2 ? delta.y : delta.x);
-                    }
-                }
-                all_kept |= kept << 4 * (m * (kSub / 16) + kk);
-            }
-        return all_kept;
     }
 
     // acc_s is P, acc_dp is dP - delta: dS and, for warps that share their keys, P go to shared memory; both are
@@ -224,20 +233,18 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
             for (int m = 0; m < 2; m++) ldmatrix_trans(dS[m], SwizzleS::move(ds_across, 16 * kk, row0 / 16 + m));
             multiply_ab<T, kHeadDim>(acc_dq, dS, k_down, 16 * kk * Swizzle::kRowBytes, n0);
         }
-        const Workspace<Shape> workspace(p);
-        const int row_tile = first_tile + h * workspace.row_tiles.slots + m_block;
+        const BwdWorkspace<Shape> workspace(p);
+        const int row_tile = in.first_tile + h * workspace.row_tiles.slots + m_block;
         int *dq_semaphore = nullptr;
         int turn = 0;
         if (p.deterministic) {
-            // Under a causal mask the last block of keys that sees these rows goes first: it begins with them.
-            const BlockRange blocks = mask().template key_blocks<kBlockM, kBlockN>(m_block * kBlockM);
-            turn = KeyTiles<kBlockN>::is_last_first(p) ? blocks.end - 1 - tile.block : tile.block - blocks.begin;
-            dq_semaphore = workspace.dq_semaphore(p, row_tile);
+            turn = dq_turn<Shape>(p, in.mask(), tile, m_block);
+            dq_semaphore = workspace.dq_semaphore(p, row_tile, warp_idx);
             if (lane_idx == 0)
                 while (load_acquire(dq_semaphore) != turn) {}
             __syncwarp();  // unobserved by racecheck: it knows of no order in global memory
         }
-        float *dq_accum = workspace.dq_accum(p, row_tile);
+        float *dq_accum = workspace.dq_accum(p, row_tile, warp_idx, lane_idx);
 #pragma unroll
         for (int j = 0; j < 2 * Shape::kDqTiles; j++) red_add(dq_accum + 128 * j, acc_dq[j % 2][j / 2]);
         if (p.deterministic) {
@@ -259,26 +266,17 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         store_keys(acc_dv, drops() ? float(p.keep_scale) : 1.f, shared.sV, p.dv, p.head_dim_v);
     }
 
-    // The sums of a split.
     __device__ void store_split(int split_idx) {
-        const Workspace<Shape> workspace(p);
-        const int64_t bh = int64_t(tile.b) * p.nheads_k + tile.h_k;
-        float *dk = workspace.dkv_sums(p, split_idx) +
-                    (bh * workspace.padded_keys + (tile.block * kBlockN + key0 + r)) * kHeadDim + 8 * dim0 + c;
-        float *dv = dk + workspace.dkv_floats;
+        const BwdWorkspace<Shape> workspace(p);
 #pragma unroll
-        for (int i = 0; i < 2 * kMTiles; i++)
-#pragma unroll
-            for (int d = 0; d < kDTiles; d++) {
-                const float(&k)[4] = acc_dk[i / 2][d], (&v)[4] = acc_dv[i / 2][d];
-                *reinterpret_cast<float2 *>(dk + 8 * i * kHeadDim + 8 * d) = {k[i % 2 * 2], k[i % 2 * 2 + 1]};
-                *reinterpret_cast<float2 *>(dv + 8 * i * kHeadDim + 8 * d) = {v[i % 2 * 2], v[i % 2 * 2 + 1]};
-            }
+        for (int m = 0; m < kMTiles; m++)
+            workspace.store_split(workspace.dkv_accum(p, split_idx, tile, key0 + 16 * m + r) + 8 * dim0 + c, acc_dk[m],
+                                  acc_dv[m]);
     }
 
     // Of the columns of Q that this warp sums dK over; those of dO lie kToDO further.
     __device__ uint32_t q_address(int stage) const {
-        return Swizzle::move(shared_address(shared.steps[stage].sQ) + Swizzle::down(lane_idx), 0, dim0 / 2);
+        return Swizzle::move(shared_address(shared.stages[stage].sQ) + Swizzle::down(lane_idx), 0, dim0 / 2);
     }
 };
 
@@ -294,20 +292,21 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     int block_idx = blockIdx.x;
     if (p.deterministic && p.dq.data) {
         // Blocks that wait for their turn are numbered as they start, so that none waits for one that cannot start.
-        if (threadIdx.x == 0) shared.ticket = atomicAdd(Workspace<Shape>(p).ticket(p), 1);
+        if (threadIdx.x == 0) shared.ticket = atomicAdd(BwdWorkspace<Shape>(p).ticket(p), 1);
         __syncthreads();  // unobserved by racecheck: without it a block may wait for ever
         block_idx = shared.ticket;
     }
-    const int max_splits = kSplit ? Workspace<Shape>(p).max_splits : 1, split_idx = block_idx % max_splits;
+    const int max_splits = kSplit ? BwdWorkspace<Shape>(p).max_splits : 1, split_idx = block_idx % max_splits;
     const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits);
     const Sequence seq(p, tile.b);
-    const int splits = kSplit ? min(max_splits, num_splits(p, seq.seqlen_q, seq.seqlen_k)) : 1;
+    const int splits = kSplit ? BwdWorkspace<Shape>(p).splits_of(p, seq) : 1;
     if (split_idx >= splits) return;
-    Backward<T, Shape, kDropout, kMods> backward{p, shared, tile, seq};
+    BwdInputs<T, Shape> inputs{p, shared, tile, seq};
+    Backward<T, Shape, kDropout, kMods> backward{inputs};
     const BlockRange blocks = Mask(seq, p).row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
     const int group = p.nheads / p.nheads_k, h_begin = tile.h + group * split_idx / splits;
     const int h_end = blocks.begin < blocks.end ? tile.h + group * (split_idx + 1) / splits : 0;
-    if (h_begin < h_end) backward.load_keys(), backward.load_rows(0, h_begin, blocks.begin);
+    if (h_begin < h_end) inputs.load_keys(), inputs.load_rows(0, h_begin, blocks.begin);
 
     for (int h = h_begin, m_block = blocks.begin, stage = 0; h < h_end; stage ^= kStages - 1) {
         cp_async_wait<0>();
@@ -315,7 +314,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         const bool is_last = m_block + 1 == blocks.end;  // of this head
         auto load_next = [&] {
             if (h + is_last < h_end)
-                backward.load_rows(stage ^ (kStages - 1), h + is_last, is_last ? blocks.begin : m_block + 1);
+                inputs.load_rows(stage ^ (kStages - 1), h + is_last, is_last ? blocks.begin : m_block + 1);
         };
         const bool is_full = blocks.is_full(m_block);
         if (kStages == 2) load_next();
@@ -338,7 +337,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
 }
 
 template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &p) {
-    const Workspace<Shape> workspace(p);
+    const BwdWorkspace<Shape> workspace(p);
     constexpr int kSharedBytes = sizeof(BwdSharedMemory<Shape>), kPerSM = 164 << 10;  // sm_80; a block costs 1 KB more
     static_assert(Shape::kBlocksPerSM * (kSharedBytes + 1024) <= kPerSM);
     auto *stream = static_cast<cudaStream_t>(p.stream);
@@ -350,7 +349,7 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
                    : (has_dropout ? flash_bwd<T, Shape, true, false, false> : flash_bwd<T, Shape, false, false, false>);
     launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads, kSharedBytes,
            p.stream, p);
-    splits::launch_dkv<T>(p, workspace, Scores<>(p).softmax_scale, has_dropout ? float(p.keep_scale) : 1.f);
+    launch_dkv<T>(p, workspace, Scores<>(p).softmax_scale, has_dropout ? float(p.keep_scale) : 1.f);
     if (p.dq.data)
         launch(flash_bwd_dq<T, Shape>, workspace.tiles, Shape::kNThreads, 2 * Shape::kBlockM * Shape::kHeadDim,
                p.stream, p);
@@ -379,7 +378,7 @@ template <typename F> auto with_shape(const AttnBackwardParams &p, F f) {
 }
 
 int64_t backward_workspace(const AttnBackwardParams &p) {
-    return with_shape(p, [&]<typename Shape> { return Workspace<Shape>(p).bytes(p); });
+    return with_shape(p, [&]<typename Shape> { return BwdWorkspace<Shape>(p).bytes(p.deterministic); });
 }
 
 void flash_backward(const AttnBackwardParams &p) {
