@@ -1,6 +1,6 @@
-// What the backward kernels on tensor cores sum in global memory, because no block of threads has the whole sum: dQ
-// always, and dK and dV where several blocks, the splits, share a tile of keys. flash_bwd_dkv combines the splits in
-// order. Each architecture brings dQ into the order and type of dq, since each has accumulators of its own.
+// The workspace of the backward kernels on tensor cores, for sums that no block of threads has whole: dQ, and dK and dV
+// where several blocks, the splits, share a tile of keys. flash_bwd_dkv combines splits in order. Each architecture has
+// its own flash_bwd_dq, since dq_accum has the order of its accumulators.
 #pragma once
 
 #include "common/launch.h"
@@ -9,14 +9,13 @@
 #include "flash.h"
 #include "ptx/sm80.cuh"
 
-// How many splits a tile of keys of a sample has, each for whole query heads. A split has at least 1024 rows, masked
-// ones included, to be worth its sums in memory, and all splits together have no more sums than the group has elements
-// of Q. If Shape::kFillsGpu, there are also no more splits than one sample needs to fill a GPU. That takes twice as many
-// tiles under a causal mask, whose first tiles take longest. The number depends on the sample's lengths and the numbers
-// of heads alone, so that a sample's bits do not depend on its batch. A packed batch is not split: the host knows the
-// length of no sample.
-// kMost: the most that a sample of a padded batch may have, where the host knows no lengths either. It is too low if
-// keys are padded to many more than there are rows. Only then does padding change the number of splits.
+// How many splits a tile of keys has, each for whole query heads. To be worth their sums in memory, they have 1024 rows
+// or more each, masked ones included, and no more sums than the group has elements of Q. If Shape::kFillsGpu, they are
+// no more than fill a GPU with one sample; twice as many under a causal mask, whose first tiles take longest. Only a
+// sample's lengths and the numbers of heads count: its bits must not depend on its batch. A packed batch is not split:
+// the host knows no sample's length.
+// kMost: the most for samples of a padded batch with lengths that the host does not know. It is too low if keys are
+// padded to many more than there are rows. Only then does padding change the number.
 template <typename Shape, bool kMost = !Shape::kFillsGpu>
 __host__ __device__ int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
     if (p.cu_seqlens_q) return 1;
@@ -36,23 +35,24 @@ template <typename Shape> __host__ __device__ int max_num_splits(const AttnParam
 }
 
 // The workspace:
-//   ticket        how many tiles of keys have been taken, in 128 bytes
+//   ticket        tiles of keys taken so far, in 128 bytes
 //   dq_accum      [tiles of query rows, kDqWarps, fragments of 128 floats], if dq is needed
-//   dq_arrivals   [key heads of samples]: how many blocks have added their dQ; sm80/ does without
+//   dq_arrivals   [key heads of samples]: blocks that have added their dQ, if Shape::kCountsArrivals
 //   dq_semaphore  [tiles of query rows, kSemaphores], if deterministic and dq is needed
-//   dkv_accum     [max_splits, 2, batch_size, nheads_k, padded_keys, kHeadDim], if there are several splits
+//   dkv_accum     [max_splits, 2, batch_size, nheads_k, padded_keys, kHeadDim], if split
 template <typename Shape> struct BwdWorkspace {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN;
     static constexpr int kDqFloats = Shape::kBlockM * kHeadDim, kWarpFloats = kDqFloats / Shape::kDqWarps;
     RowTiles<Shape::kBlockM> row_tiles;
     int64_t tiles;       // of query rows; 0 if dq is not needed
     int max_splits;
-    int64_t dkv_floats;  // of one split's dK, and of its dV; 0 if nothing is split
-    int64_t key_heads;   // of all samples, or of one packed batch
+    int64_t dkv_floats;  // of a split's dK; 0 if nothing is split
+    int64_t key_heads;
     int padded_keys;
     explicit __host__ __device__ BwdWorkspace(const AttnBackwardParams &p)
         : row_tiles(p), tiles(p.dq.data ? RowTiles<Shape::kBlockM>::count(p) : 0),
-          max_splits(max_num_splits<Shape>(p)), key_heads(Shape::kCountsArrivals ? p.nheads_k * (p.cu_seqlens_k ? 1 : p.batch_size) : 0),
+          max_splits(max_num_splits<Shape>(p)),
+          key_heads(Shape::kCountsArrivals ? p.nheads_k * (p.cu_seqlens_k ? 1 : p.batch_size) : 0),
           padded_keys(num_blocks<kBlockN>(p.seqlen_k) * kBlockN) {
         dkv_floats = max_splits > 1 ? p.batch_size * p.nheads_k * padded_keys * kHeadDim : 0;
     }
@@ -66,16 +66,15 @@ template <typename Shape> struct BwdWorkspace {
         return zeroed_bytes(deterministic) + 4 * max_splits * 2 * dkv_floats;
     }
     __device__ static int *ticket(const AttnBackwardParams &p) { return static_cast<int *>(p.workspace); }
-    // A lane's part of the first fragment of a warp; each fragment is 128 floats further.
+    // A lane's part of a warp's first fragment. The next one is 128 floats further.
     __device__ static float *dq_accum(const AttnBackwardParams &p, int tile, int warp_idx, uint32_t lane_idx) {
         return static_cast<float *>(p.workspace) + 32 + int64_t(tile) * kDqFloats +
                (warp_idx * kWarpFloats + lane_idx * 4);
     }
-    // The counter for the key head of a tile of rows or of keys.
     __device__ int *dq_arrivals(const AttnBackwardParams &p, const Tile &tile) const {
         return first_arrivals(p) + (p.cu_seqlens_k ? 0 : tile.b * p.nheads_k) + tile.h_k;
     }
-    // The number of key blocks that have added their dQ to a tile of rows. i: the warp or block that adds a part.
+    // Counts key blocks that have added their dQ to a tile of rows. i: the warp or block that adds a part.
     __device__ int *dq_semaphore(const AttnBackwardParams &p, int64_t tile, int i) const {
         return first_arrivals(p) + key_heads + tile * Shape::kSemaphores + i;
     }
@@ -83,7 +82,7 @@ template <typename Shape> struct BwdWorkspace {
     __device__ int splits_of(const AttnBackwardParams &p, const Sequence &seq) const {
         return min(max_splits, num_splits<Shape>(p, seq.seqlen_q, seq.seqlen_k));
     }
-    // dK of a split, or of a key in a tile of it; dV follows dkv_floats later.
+    // dK of a split, or of a key in a tile; dV follows dkv_floats later.
     __device__ float *dkv_accum(const AttnBackwardParams &p, int split_idx) const {
         char *begin = static_cast<char *>(p.workspace) + zeroed_bytes(p.deterministic);
         return reinterpret_cast<float *>(begin) + 2 * split_idx * dkv_floats;
@@ -92,7 +91,7 @@ template <typename Shape> struct BwdWorkspace {
         const int64_t bh = int64_t(tile.b) * p.nheads_k + tile.h_k;
         return dkv_accum(p, split_idx) + (bh * padded_keys + (tile.block * kBlockN + key)) * kHeadDim;
     }
-    // A lane's accumulators of 16 keys of a split. dk: where its first two elements of dK go.
+    // A lane's accumulators of 16 keys. dk: where its first element goes.
     template <int kDTiles>
     __device__ void store_split(float *dk, const float (&acc_dk)[kDTiles][4], const float (&acc_dv)[kDTiles][4]) const {
         float *dv = dk + dkv_floats;
@@ -106,15 +105,15 @@ template <typename Shape> struct BwdWorkspace {
     }
 };
 
-// In a deterministic pass: how many blocks of keys add to dQ of these rows before this one. Under a causal mask the last
-// block that sees the rows goes first: it begins with them.
+// How many blocks of keys add to dQ of these rows before this one, if deterministic. Under a causal mask the last block
+// goes first: it begins with these rows.
 template <typename Shape>
 __device__ int dq_turn(const AttnBackwardParams &p, const Mask &mask, const Tile &tile, int m_block) {
     const BlockRange keys = mask.key_blocks<Shape::kBlockM, Shape::kBlockN>(m_block * Shape::kBlockM);
     return KeyTiles<Shape::kBlockN>::is_last_first(p) ? keys.end - 1 - tile.block : tile.block - keys.begin;
 }
 
-// dk and dv from dkv_accum. A thread has 8 columns of a key. Where a sample has one split, they are there already.
+// dk and dv of samples with several splits, 8 columns of a key a thread.
 constexpr int kDkvThreads = 256;
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(kDkvThreads)

@@ -1,7 +1,7 @@
 // The folder ptx/ wraps the instructions that CUDA C++ has no name for. No other file contains asm. Order in ptx/:
 // sm80.cuh, sm90.cuh.
 //
-// Instructions of Ampere, which every newer GPU has too. One wrapper an instruction, with its section of the PTX ISA.
+// Instructions of Ampere and newer GPUs, each with the title of its section in the PTX ISA.
 //
 // Fragments of an m16n8k16 product ("Matrix Fragments for mma.m16n8k16 with floating point type"): lane 4·r + c of a
 // warp, r < 8 and c < 4, holds
@@ -20,14 +20,13 @@ namespace ptx {
 
 __device__ inline uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// "Data Movement and Conversion Instructions: cp.async": 16 bytes from global to shared memory, past registers and L1.
-// If not `inside`, nothing is read and they become 0.
+// "cp.async": 16 bytes from global to shared memory, past L1, or zeros if not `inside`.
 __device__ inline void cp_async(uint32_t to, const void *from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 
-// "createpolicy": for data that is read once, so that it leaves L2 first. Made at every call, so that no register holds
-// it across a loop.
+// "createpolicy": data that is read once leaves L2 first. Made at every call, so that no register holds it across a
+// loop.
 __device__ inline uint64_t evict_first() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -45,37 +44,35 @@ __device__ inline void cp_async_4(void *to, const void *from, bool inside) {
                  : "memory");
 }
 
-// "Parallel Synchronization and Communication Instructions: atom", .acq_rel: adds x and returns the old value. A thread
-// that reads a sum sees what the threads that added to it wrote before, and what threads wrote that met them at a barrier.
+// "atom", .acq_rel: returns the old value. A thread that reads a sum sees what the threads that added to it wrote
+// before, and what threads wrote that met them at a barrier.
 __device__ inline int atomic_add_acq_rel(int *to, int x) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(x) : "memory");
     return before;
 }
 
-// "Special Registers: %tid". Read at every call, so that nothing made of it stays in a register across a loop.
+// "%tid", read at every call, so that no register holds it across a loop.
 __device__ inline uint32_t thread_idx() {
     uint32_t x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
 }
 
-// "cp.async.commit_group": this thread's copies since the last call become a group.
+// "cp.async.commit_group": makes this thread's copies a group.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// "cp.async.wait_group": waits for this thread's groups, but for the newest kPending.
+// "cp.async.wait_group": waits for all groups but the newest kPending.
 template <int kPending> __device__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// "Warp-level matrix load instruction: ldmatrix": four 8×8 matrices of 16-bit elements, each a fragment. Lane l gives the
-// address of row l % 8 of matrix l / 8.
+// "ldmatrix": four 8×8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void ldmatrix(uint32_t (&x)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
 }
 
-// ldmatrix with .trans: each matrix transposed.
 __device__ inline void ldmatrix_trans(uint32_t (&x)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
@@ -85,7 +82,7 @@ __device__ inline void store_shared(uint32_t to, uint32_t x) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
-// "Multiply-and-Accumulate Instruction: mma": d += A B in fp32, A and B of type T.
+// "mma": d += A B in fp32, A and B of type T.
 template <typename T> __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (std::is_same_v<T, __half>)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -99,8 +96,7 @@ template <typename T> __device__ void mma(float (&d)[4], const uint32_t (&a)[4],
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// "Parallel Synchronization and Communication Instructions: red": adds to four floats in global memory, at once from
-// sm_90 on.
+// "red": adds to four floats in global memory, at once from sm_90 on.
 __device__ inline void red_add(float *to, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
@@ -114,7 +110,7 @@ __device__ inline void red_add(float *to, const float (&x)[4]) {
 // "nanosleep": 0 to 400 nanoseconds.
 __device__ inline void sleep_briefly() { asm volatile("nanosleep.u32 200;"); }
 
-// "ld" and "st", .acquire and .release: a number by which one block tells another that it has written.
+// "ld" and "st", .acquire and .release: one block tells another that it has written.
 __device__ inline int load_acquire(const int *from) {
     int x;
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
@@ -124,14 +120,14 @@ __device__ inline void store_release(int *to, int x) {
     asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
-// "Floating Point Instructions: ex2": 2^x to 22 bits.
+// "ex2": 2^x to 22 bits.
 __device__ inline float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// "Floating Point Instructions: tanh": within 2^-11, as FlashAttention-3 has it for a softcap.
+// "tanh": within 2^-11, as FlashAttention-3 has it for a softcap.
 __device__ inline float tanh_approx(float x) {
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,4 +1,5 @@
-// The tiles of the backward pass on Ampere's tensor cores, and a kernel that brings dq_accum into the order and type of dq.
+// The tiles of the backward pass on Ampere's tensor cores, and a kernel that brings dq_accum into the order and type of
+// dq.
 #pragma once
 
 #include "common/bwd_workspace.cuh"
@@ -11,8 +12,7 @@ namespace sm80 {
 
 using namespace device;
 
-// kDimSplit warps share their keys: each forms the scores of a part of the rows, and sums a part of the columns of dK
-// and dV.
+// kDimSplit warps share keys: each scores a part of the rows and sums a part of the columns of dK and dV.
 template <int kHeadDim_, int kBlockM_, int kBlockN_, int kNWarps_, int kDimSplit_, int kStages_, int kBlocksPerSM_>
 struct BwdShape {
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kNWarps = kNWarps_;
@@ -20,17 +20,17 @@ struct BwdShape {
     static constexpr int kNThreads = 32 * kNWarps, kMaxSplits = 16;
     static constexpr bool kFillsGpu = false, kCountsArrivals = false;
     static constexpr int kWarpN = kBlockN * kDimSplit / kNWarps;    // keys of a warp
-    static constexpr int kSub = kBlockM / kDimSplit < 32 ? kBlockM / kDimSplit : 32;  // rows that it scores at a time
+    static constexpr int kSub = kBlockM / kDimSplit < 32 ? kBlockM / kDimSplit : 32;  // rows scored at a time
     // acc_dq of a warp has 32 rows and kHeadDim / kDqSplit columns. Each warp takes its own turns to add it.
     static constexpr int kDqSplit = kNWarps / (kBlockM / 32), kDqTiles = kHeadDim / kDqSplit / 8;
     static constexpr int kDqWarps = kNWarps, kSemaphores = kNWarps;
     static_assert(kWarpN % 16 == 0 && kBlockM % 32 == 0 && kDqTiles % 2 == 0 && kHeadDim % (16 * kDimSplit) == 0);
     static_assert(kNWarps % (kBlockM / 32) == 0 && kNThreads >= kBlockM && kStages <= 2);
-    static_assert(kWarpN * kSub / 32 <= 32);  // a lane's scores, of which Backward::drop() has a bit each
-    static_assert(kDimSplit == 1 || kSub * kDimSplit == kBlockM);  // each forms its part in one go
+    static_assert(kWarpN * kSub / 32 <= 32);  // a lane's scores: drop() has a bit for each
+    static_assert(kDimSplit == 1 || kSub * kDimSplit == kBlockM);  // a warp scores its part at once
 };
 
-// dq of kBlockM rows: dq_accum times softmax_scale, as rows of q's type.
+// dq of kBlockM rows: dq_accum times softmax_scale.
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kNThreads) flash_bwd_dq(const __grid_constant__ AttnBackwardParams p) {
 #if __CUDA_ARCH__ < 800

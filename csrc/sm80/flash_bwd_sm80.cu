@@ -1,9 +1,9 @@
 // FlashAttention backward on tensor cores, fp16 and bf16 with fp32 sums: Ampere (sm_80) and every newer GPU.
 //
-// A block of threads owns kBlockN keys of one key/value head. It walks along the rows that see them, a row block of
-// kBlockM at a time, of every query head that reads it (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are formed
-// transposed, and every warp owns whole keys, so that P and dS go from the accumulators of one product straight into the
-// A operand of the next, and dK and dV stay in registers to the end:
+// A block of threads owns kBlockN keys of a key/value head. It walks along the rows that see them, a row block of
+// kBlockM at a time, of every query head (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are formed transposed, and
+// a warp owns whole keys, so that P and dS go from accumulators straight into the A operand of the next product, and dK
+// and dV stay in registers:
 //   acc_s = K Qᵀ                 [kWarpN, kBlockM]
 //   P = exp(scale · acc_s - lse)
 //   acc_dp = V dOᵀ
@@ -11,18 +11,17 @@
 //   dS = P ∘ (acc_dp - delta)    also to sdS, where all warps can read it
 //   acc_dk += dS Q
 //   acc_dq = dSᵀ K               the one product across warps; all blocks of keys sum it in memory, in fp32
-// Q and dO have two stages: copies of one row block run while the one before is computed, with two barriers each. Where
-// that is too much memory there is one stage, and a third barrier.
+// Q and dO have two stages: a row block's copies run while the one before is computed, with two barriers. Where that is
+// too much memory there is one stage, and a third barrier.
 //
-// dq_accum has the order of acc_dq's registers, so that a warp adds 512 neighbouring bytes. Additions come in any order
-// unless `deterministic` is set: then blocks of keys take turns by dq_semaphore.
+// dq_accum has the order of acc_dq's registers, so that a warp adds 512 neighbouring bytes, in any order of blocks. If
+// deterministic, they take turns by dq_semaphore.
 #include "common/mask.cuh"
 #include "mods/dropout_transposed.cuh"
 #include "sm80/bwd_dq.cuh"
 
 namespace sm80 {
 
-// A block's shared memory: rows of 16-bit elements, swizzled.
 template <typename Shape> struct BwdSharedMemory {
     struct Stage {
         alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim], sdO[Shape::kBlockM][Shape::kHeadDim];
@@ -36,7 +35,7 @@ template <typename Shape> struct BwdSharedMemory {
     float lse_log2[Shape::kStages][Shape::kBlockM], delta[Shape::kStages][Shape::kBlockM];
 };
 
-// The keys and rows of a block of threads, and their copies to shared memory.
+// The keys and rows of a block of threads, and their copies.
 template <typename T, typename Shape> struct BwdInputs {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     using Swizzle = sm80::Swizzle<kHeadDim>;
@@ -45,16 +44,15 @@ template <typename T, typename Shape> struct BwdInputs {
     BwdSharedMemory<Shape> &shared;
     const Tile tile;
     const Sequence &seq;
-    // The shuffles show that all lanes agree on these, which then stay in uniform registers: the loop has no others.
+    // Shuffles show that all lanes agree. So these stay in uniform registers: the loop has no others.
     const int q_begin = uniform(seq.q_begin), seqlen_q = uniform(seq.seqlen_q), seqlen_k = uniform(seq.seqlen_k);
     const int first_row = uniform(Mask(seq, p).rows(0).begin);  // that sees a key
-    // In the workspace, of head 0.
     const int first_tile = uniform(RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads));
 
     __device__ static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
     __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, p); }
 
-    // Rows [begin, end) of a tile, counted from `from`; zeros for the others.
+    // Rows outside of [begin, end), counted from `from`, become 0.
     template <int kRows>
     __device__ void load(uint16_t (&to)[kRows][kHeadDim], const T *from, int64_t row_stride, int begin, int end,
                          int cols) {
@@ -64,14 +62,14 @@ template <typename T, typename Shape> struct BwdInputs {
                                                      end - row, cols - vec * 8, begin - row);
     }
     __device__ void load_keys() {
-        // Keys that no row sees are not read: they may hold NaN.
+        // Unseen keys may hold NaN.
         const int key = tile.block * kBlockN, end = seq.seqlen_k - key, begin = Mask(seq, p).keys(0).begin - key;
         load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, begin, end,
              p.head_dim);
         load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, begin, end,
              p.head_dim_v);
     }
-    // Rows that see no key of any block are not read: everything about them is 0, and they add nothing.
+    // Rows without keys may hold NaN, and add nothing.
     __device__ void load_rows(int stage, int h, int m_block) {
         const int row0 = m_block * kBlockM, begin = first_row - row0, end = seqlen_q - row0;
         load(shared.stages[stage].sQ, rows_of<const T>(p.q, tile.b, h, q_begin + row0), p.q.row_stride, begin, end,
@@ -88,8 +86,8 @@ template <typename T, typename Shape> struct BwdInputs {
     }
 };
 
-// acc_dp, which is dP, becomes dropout's dP - delta. Returns which elements are kept, eight bits for each operand. delta,
-// row and key are the first of this lane.
+// dP becomes dropout's dP - delta. Returns which elements are kept, eight bits an operand. delta, row and key are this
+// lane's first.
 template <int kMTiles, int kNTiles>
 __device__ uint32_t drop(float (&acc_dp)[kMTiles][kNTiles][4], const float *delta, const Dropout &dropout,
                          float keep_scale, int row, int key) {
@@ -112,8 +110,7 @@ __device__ uint32_t drop(float (&acc_dp)[kMTiles][kNTiles][4], const float *delt
     return all_kept;
 }
 
-// What a block of threads does for its keys with each row block. kMods: scores are changed by more than a factor, see
-// score_mods.cuh, and there may be dropout too.
+// kMods: scores are changed by more than a factor, and there may be dropout too.
 template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     static constexpr int kWarpN = Shape::kWarpN, kSub = Shape::kSub, kDimSplit = Shape::kDimSplit;
@@ -129,14 +126,14 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     BwdSharedMemory<Shape> &shared = in.shared;
     const Tile &tile = in.tile;
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-    const int r = lane_idx / 4, c = lane_idx % 4 * 2;     // a lane has keys r and r + 8 of 16, rows c and c + 1 of 8
-    const int key0 = warp_idx / kDimSplit * kWarpN;       // the warp's first, in the block
-    const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its part of the rows, and of dK's columns, by 8
+    const int r = lane_idx / 4, c = lane_idx % 4 * 2;     // keys r, r + 8 of 16, rows c, c + 1 of 8
+    const int key0 = warp_idx / kDimSplit * kWarpN;       // the warp's first
+    const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its rows, and dK's columns by 8
     float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
 
     __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
 
-    // P and dS of the rows [row0, row0 + kSub) of a step, and what they add to dK and dV.
+    // P and dS of the rows [row0, row0 + kSub) of a row block, and their part of dK and dV.
     __device__ void add_own_rows(int stage, int h, int m_block, bool is_full, int row0) {
         const uint32_t k_address = shared_address(shared.sK[key0]) + Swizzle::down(lane_idx);
         const uint32_t q_across = shared_address(shared.stages[stage].sQ) + Swizzle::across(lane_idx);
@@ -165,7 +162,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
                     acc_s[m][n][e] = exp2_approx(scores.probability_log2(acc_s[m][n][e], e % 2 ? lse.y : lse.x));
         }
         if (!is_full) [[unlikely]] in.mask().apply_transposed(acc_s, key, row);
-        if (drops())  // a dropped P is needed for dS, so it stays, and a negative sign marks it
+        if (drops())  // dS needs a dropped P, so a negative sign marks it
 #pragma unroll
             for (int i = 0; i < 4 * kMTiles * kNTiles; i++) {
                 const int m = i / (4 * kNTiles), n = i / 4 % kNTiles, operand = m * (kSub / 16) + n / 2;
@@ -180,8 +177,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         else return Scores<>(p);
     }
 
-    // acc_s is P, acc_dp is dP - delta: dS and, for warps that share their keys, P go to shared memory; both are
-    // multiplied from registers.
+    // acc_s is P, acc_dp is dP - delta. dS goes to shared memory, and P for warps that share keys.
     __device__ void multiply_own_rows(const Fragment &acc_s, const Fragment &acc_dp, int stage, int row0) {
         const uint32_t q_down = q_address(stage);
         const uint32_t ds_write = shared_address(shared.sdS) + SwizzleS::offset(key0 + r, 0) + 2 * c;
@@ -203,7 +199,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         }
     }
 
-    // What the rows of the warps that share its keys add to this warp's part of dK and dV.
+    // dK and dV from the rows of the warps that share keys.
     __device__ void add_other_rows(int stage) {
         const uint32_t q_down = q_address(stage), ds_down = shared_address(shared.sdS) + SwizzleS::down(lane_idx);
 #pragma unroll
@@ -221,7 +217,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
             }
     }
 
-    // Adds this block's share of a step's dQ to dq_accum. Each warp adds a part of its own and waits for its own turns.
+    // Each warp adds a part of dQ, in turns of its own.
     __device__ void add_dq(int h, int m_block) {
         const uint32_t ds_across = shared_address(shared.sdS) + SwizzleS::across(lane_idx);
         const uint32_t k_down = shared_address(shared.sK) + Swizzle::down(lane_idx);
@@ -253,9 +249,9 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         }
     }
 
-    // dK and dV go through sK and sV. Each warp has its own part of them.
+    // dK and dV go through sK and sV, where each warp has its own part.
     __device__ void store() {
-        const Sequence seq(p, tile.b);  // once more: the loop has no registers for it
+        const Sequence seq(p, tile.b);  // again: the loop has no registers for it
         const int key = tile.block * kBlockN;
         auto is_zero = [&](int i) { return key + i >= seq.seqlen_k; };  // the sum may be NaN, from 0 · NaN
         auto store_keys = [&](const auto &acc, float scale, auto &sX, const Tensor &x, int cols) {
@@ -274,13 +270,13 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
                                   acc_dv[m]);
     }
 
-    // Of the columns of Q that this warp sums dK over; those of dO lie kToDO further.
+    // This warp's columns of Q for dK; dO lies kToDO further.
     __device__ uint32_t q_address(int stage) const {
         return Swizzle::move(shared_address(shared.stages[stage].sQ) + Swizzle::down(lane_idx), 0, dim0 / 2);
     }
 };
 
-// kSplit: blocks of threads may share a tile of keys. At compile time, because the loop has no register left for it.
+// kSplit: blocks may share a tile of keys; a template, because the loop has no register left.
 template <typename T, typename Shape, bool kDropout, bool kSplit, bool kMods>
 __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     flash_bwd(const __grid_constant__ AttnBackwardParams p) {
@@ -291,15 +287,16 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     auto &shared = shared_memory<BwdSharedMemory<Shape>>();
     int block_idx = blockIdx.x;
     if (p.deterministic && p.dq.data) {
-        // Blocks that wait for their turn are numbered as they start, so that none waits for one that cannot start.
+        // Blocks are numbered as they start, so that none waits for the turn of one that cannot start.
         if (threadIdx.x == 0) shared.ticket = atomicAdd(BwdWorkspace<Shape>(p).ticket(p), 1);
         __syncthreads();  // unobserved by racecheck: without it a block may wait for ever
         block_idx = shared.ticket;
     }
-    const int max_splits = kSplit ? BwdWorkspace<Shape>(p).max_splits : 1, split_idx = block_idx % max_splits;
+    const BwdWorkspace<Shape> workspace(p);
+    const int max_splits = kSplit ? workspace.max_splits : 1, split_idx = block_idx % max_splits;
     const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits);
     const Sequence seq(p, tile.b);
-    const int splits = kSplit ? BwdWorkspace<Shape>(p).splits_of(p, seq) : 1;
+    const int splits = kSplit ? workspace.splits_of(p, seq) : 1;
     if (split_idx >= splits) return;
     BwdInputs<T, Shape> inputs{p, shared, tile, seq};
     Backward<T, Shape, kDropout, kMods> backward{inputs};
@@ -310,7 +307,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
 
     for (int h = h_begin, m_block = blocks.begin, stage = 0; h < h_end; stage ^= kStages - 1) {
         cp_async_wait<0>();
-        __syncthreads();  // the step's tiles have arrived; sdS, sP and the other stage have been read
+        __syncthreads();  // the stage has arrived; sdS, sP and the other one have been read
         const bool is_last = m_block + 1 == blocks.end;  // of this head
         auto load_next = [&] {
             if (h + is_last < h_end)
@@ -325,7 +322,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         backward.add_other_rows(stage);
         if (p.dq.data) backward.add_dq(h, m_block);
         if (kStages == 1) {
-            __syncthreads();  // the step has been read
+            __syncthreads();  // the stage has been read
             load_next();
         }
         h += is_last, m_block = is_last ? blocks.begin : m_block + 1;
@@ -338,7 +335,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
 
 template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &p) {
     const BwdWorkspace<Shape> workspace(p);
-    constexpr int kSharedBytes = sizeof(BwdSharedMemory<Shape>), kPerSM = 164 << 10;  // sm_80; a block costs 1 KB more
+    constexpr int kSharedBytes = sizeof(BwdSharedMemory<Shape>), kPerSM = 164 << 10;  // sm_80; a block takes 1 KB more
     static_assert(Shape::kBlocksPerSM * (kSharedBytes + 1024) <= kPerSM);
     auto *stream = static_cast<cudaStream_t>(p.stream);
     if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.zeroed_bytes(p.deterministic), stream));
@@ -355,21 +352,21 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
                p.stream, p);
 }
 
-// The tiles for sm_86, sm_89 and sm_120, where a block may have 99 KB.
+// Tiles for the 99 KB of sm_86, sm_89 and sm_120.
 using BwdShape128Narrow = BwdShape<128, 32, 64, 4, 1, 2, 1>;
 using BwdShape256Narrow = BwdShape<256, 32, 32, 4, 2, 1, 1>;
 static_assert(sizeof(BwdSharedMemory<BwdShape128Narrow>) <= 99 << 10 &&
               sizeof(BwdSharedMemory<BwdShape256Narrow>) <= 99 << 10);
 
-// Calls f with the tile for p. {kHeadDim, kBlockM, kBlockN, kNWarps, kDimSplit, kStages, kBlocksPerSM}
+// {kHeadDim, kBlockM, kBlockN, kNWarps, kDimSplit, kStages, kBlocksPerSM}
 template <typename F> auto with_shape(const AttnBackwardParams &p, F f) {
     const bool narrow = max_shared_memory() < 160 << 10;
-    // 32 keys a warp: what it loads of Q and dO feeds two products.
+    // 32 keys a warp: each load of Q and dO feeds two products.
     const int head_dim = p.max_head_dim();
     if (head_dim <= 64) return f.template operator()<BwdShape<64, 64, 128, 4, 1, 2, 2>>();
     if (head_dim <= 96) return f.template operator()<BwdShape<96, 64, 64, 4, 1, 2, 2>>();
-    // 32 keys for two warps, a half of dK and dV each, which take 128 of 255 registers. 128 keys a block, twice those
-    // of smaller tiles, halve what is added up in memory.
+    // 32 keys for two warps, a half of dK and dV each: 128 of 255 registers. 128 keys a block halve what is added to
+    // memory.
     if (head_dim <= 128)
         return narrow ? f.template operator()<BwdShape128Narrow>()
                       : f.template operator()<BwdShape<128, 64, 128, 8, 2, 2, 1>>();

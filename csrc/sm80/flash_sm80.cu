@@ -1,14 +1,14 @@
 // FlashAttention forward on tensor cores, fp16 and bf16 with fp32 sums: Ampere (sm_80) and every newer GPU.
 //
-// A block of threads owns kBlockM query rows of one head and walks along K and V, kBlockN keys at a time (Dao,
-// FlashAttention-2, 2023, Algorithm 1). Every warp owns whole rows, so its softmax needs no other warp:
+// A block of threads owns kBlockM query rows of a head and walks along K and V, kBlockN keys at a time (Dao,
+// FlashAttention-2, 2023, Algorithm 1). A warp owns whole rows, so its softmax needs no other warp:
 //   acc_s = Q Kᵀ
-//   P = softmax(acc_s)  from the accumulators of one product straight into the A operand of the next
-//   acc_o += P V        fragments of sV, transposed by ldmatrix
-// K and V have one buffer each, which tensor cores and copies use in turns, with a barrier at every change:
+//   P = softmax(acc_s)  from accumulators straight into the A operand
+//   acc_o += P V
+// Tensor cores and copies take turns at the one buffer of K and of V, with barriers between:
 //   tensor cores                    Q K(0)ᵀ    P V(0)         Q K(1)ᵀ        P V(1)     ...
 //   cp.async       Q, K(0), V(0)               K(1) → sK      V(1) → sV      K(2) → sK  ...
-// The other block on the SM fills the gaps. Deeper rings were no faster, and halve the blocks on an SM.
+// The SM's other block fills the gaps. Deeper rings were no faster, and leave room for one block.
 #include "common/launch.h"
 #include "common/mask.cuh"
 #include "common/scheduler.cuh"
@@ -31,7 +31,7 @@ template <int kHeadDim_, int kBlockM_, int kBlockN_> struct Shape {
 template <typename Shape> struct SharedMemory {
     alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];  // O at the end
     uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
-    Mask mask;  // the loop seldom needs it and has no register left
+    Mask mask;  // the loop has no register for it
 };
 
 // kMods: scores are changed by more than a factor, and there may be dropout too.
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     BlockRange blocks = Mask(seq, p).key_blocks<kBlockM, kBlockN>(row0);
     if (kMods || !scores.is_raw) blocks.full_end = 0; 
 
-    // This thread's first copy of every tile. row stays in a register.
+    // This thread's first copy of every tile.
     const int row = thread_idx() / Swizzle::kVecs, vec = threadIdx.x % Swizzle::kVecs;
     const uint32_t copy_offset = Swizzle::offset(row, vec);
     const T *gQ = rows_of<const T>(p.q, tile.b, tile.h, seq.q_begin + row0 + row) + vec * 8;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         load_tile<kBlockM, kHeadDim, kNThreads>(shared_address(sQ) + copy_offset, gQ, p.q.row_stride,
                                                 seq.seqlen_q - row0 - row, cols(p.head_dim));
         load_k(blocks.begin);
-        // V of keys that no row sees becomes 0: it may be NaN, and 0 · NaN is NaN.
+        // V of unseen keys becomes 0: 0 · NaN is NaN.
         const int first_key = Mask(seq, p).keys(row0).begin;
         if (first_key <= key0) load_v(blocks.begin);
         else load_v(blocks.begin, first_key - key0 - row);
@@ -134,13 +134,12 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 
 template <typename T, typename Shape, bool kMods = false> void launch_fwd(const AttnParams &p) {
     static_assert(sizeof(SharedMemory<Shape>) <= 99 << 10);  // the most on sm_86, sm_89 and sm_120
-    // kMods has one kernel, with dropout or without.
     auto *kernel = p.dropout_seed ? flash_fwd<T, Shape, true, kMods> : flash_fwd<T, Shape, kMods, kMods>;
     launch(kernel, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, p);
 }
 
-// Tiles by head_dim: {kHeadDim, kBlockM, kBlockN}. A head_dim between two is padded with zeros, on chip. Up to 128 a warp
-// has 32 rows, so that what it loads of K and V feeds two products; beyond, only 16 rows of acc_o fit its registers.
+// {kHeadDim, kBlockM, kBlockN}; a head_dim between is padded with zeros on chip. Up to 128 a warp has 32 rows, so that
+// loads of K and V feed two products; beyond, only 16 rows of acc_o fit its registers.
 template <typename T, bool kMods> void dispatch(const AttnParams &p) {
     const int head_dim = p.max_head_dim();
     // 128 keys: half the barriers of 64, 4 % faster.

@@ -1,4 +1,4 @@
-// The folder sm80/ has the forward and the backward pass on Ampere's tensor cores, fp16 and bf16. Order in sm80/:
+// The folder sm80/ has the forward and backward pass on Ampere's tensor cores, fp16 and bf16. Order in sm80/:
 // tiles.cuh, flash_sm80.cu, bwd_dq.cuh, flash_bwd_sm80.cu.
 //
 // Tiles of 16-bit elements in shared memory: their swizzle, loads, the products of a warp, stores.
@@ -12,8 +12,8 @@ namespace sm80 {
 
 using namespace ptx;
 
-// Where the 16-byte vector `vec` of row `row` lies in a tile. The vectors of a row trade places within 128 bytes (64, if
-// rows are an odd multiple of that), so that a vector of 8 neighbouring rows lies in 32 different banks.
+// Where 16-byte vector `vec` of a row lies. Vectors trade places within 128 bytes (64, if rows are an odd multiple of
+// that), so that one of 8 neighbouring rows lies in 32 different banks.
 template <int kCols> struct Swizzle {
     static constexpr int kVecs = kCols % 64 == 0 ? 8 : 4, kRowBytes = 2 * kCols;
     static __device__ uint32_t offset(int row, int vec) {
@@ -23,17 +23,17 @@ template <int kCols> struct Swizzle {
     static __device__ uint32_t move(uint32_t base, int rows, int pairs) {
         return (base ^ pairs % (kVecs / 2) * 32) + rows * kRowBytes + pairs / (kVecs / 2) * (16 * kVecs);
     }
-    // The row address that each lane gives to ldmatrix for a 16×16 tile, as an offset. Its four 8×8 matrices go down
-    // first (A, or B transposed), or across first (B, whose rows are columns of the product).
+    // The row that each lane gives to ldmatrix for a 16×16 tile. Its four 8×8 matrices go down first (A, or B
+    // transposed), or across first (B, whose rows are columns of the product).
     static __device__ uint32_t down(int lane_idx) { return offset(lane_idx % 16, lane_idx / 16); }
     static __device__ uint32_t across(int lane_idx) {
         return offset(lane_idx / 16 * 8 + lane_idx % 8, lane_idx / 8 % 2);
     }
 };
 
-// Copies kRows rows from `from` to the tile at `to`; `from` moves on. A thread copies 16 bytes of every kRowStep-th row;
-// pointers and limits are as seen from its first copy. Elements outside of rows [row_begin, row_end) and columns
-// [0, cols) are not read and become 0.
+// Copies kRows rows from `from`, which moves on, to the tile `to`. A thread copies 16 bytes of every kRowStep-th row.
+// Pointers and limits count from its first copy. Outside of rows [row_begin, row_end) and columns [0, cols), nothing is
+// read, and the tile becomes 0.
 template <int kRows, int kHeadDim, int kNThreads, typename T>
 __device__ void load_tile(uint32_t to, const T *&from, int64_t row_stride, int row_end, int cols,
                           int row_begin = INT_MIN) {
@@ -47,9 +47,8 @@ __device__ void load_tile(uint32_t to, const T *&from, int64_t row_stride, int r
     cp_async_commit();
 }
 
-// acc += A Bᵀ: A [16·kMTiles, kK] and B [8·kNTiles, kK] in shared memory. a_address is A plus Swizzle::down, b_address is
-// B plus Swizzle::across; each matrix begins `offset` bytes further. At most 64 columns at a time: registers hold no
-// more.
+// acc += A Bᵀ: A [16·kMTiles, kK] and B [8·kNTiles, kK] in shared memory. a_address has Swizzle::down, b_address
+// Swizzle::across; each matrix begins `offset` bytes further. Registers hold 64 columns at a time.
 template <typename T, int kK, int kMTiles, int kNTiles>
 __device__ void multiply_abt(float (&acc)[kMTiles][kNTiles][4], uint32_t a_address, uint32_t b_address,
                              int a_offset = 0, int b_offset = 0) {
@@ -73,7 +72,7 @@ __device__ void multiply_abt(float (&acc)[kMTiles][kNTiles][4], uint32_t a_addre
         }
 }
 
-// acc += A B for 16 terms: A in registers, B [16, kCols] in shared memory, its columns from 8·n0 on. b_address is B plus
+// acc += A B for 16 terms: A in registers, B [16, kCols] in shared memory, from column 8·n0 on. b_address has
 // Swizzle::down.
 template <typename T, int kCols, int kMTiles, int kNTiles>
 __device__ void multiply_ab(float (&acc)[kMTiles][kNTiles][4], const uint32_t (&a)[kMTiles][4], uint32_t b_address,
@@ -89,9 +88,8 @@ __device__ void multiply_ab(float (&acc)[kMTiles][kNTiles][4], const uint32_t (&
     }
 }
 
-// Writes scale · acc of a warp to `to`, through the warp's own part of the tile, from row0 and column 8·n0 on, so that a
-// lane writes 16 bytes. Rows from `rows` on and columns from `cols` on are not written; rows with is_zero(row) become 0.
-// All are counted in the tile.
+// Writes scale · acc of a warp to `to`, through the warp's own part of the tile, from row0 and column 8·n0 on, so that
+// a lane writes 16 bytes: `rows` and `cols` of the tile, and zeros for rows with is_zero(row).
 template <typename T, int kHeadDim, int kMTiles, int kNTiles, typename IsZero>
 __device__ void store_tile(const float (&acc)[kMTiles][kNTiles][4], float scale, uint16_t (*tile)[kHeadDim], int row0,
                            int n0, T *to, int64_t row_stride, int rows, int cols, IsZero is_zero) {

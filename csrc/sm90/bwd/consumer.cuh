@@ -1,5 +1,4 @@
-// What the consumers of both backward kernels do: with accumulators of transposed scores, [64 keys, rows], with keys
-// and rows that are not seen, with dQ, dK and dV.
+// Parts of the consumers of both backward kernels: transposed scores [64 keys, rows], unseen keys and rows, dQ.
 #pragma once
 
 #include "sm90/bwd/producer.cuh"
@@ -28,8 +27,8 @@ __device__ void exponentiate(float (&acc_s)[kNTiles][4], const float (&lse_log2)
     for_rows(acc_s, lse_log2, lane_idx,
              [&](float s, float lse, int) { return exp2_approx(-fabsf(s * factor - lse)); });
 }
-// Before wgmma reads tiles of kRows rows, both consumers set the rows outside of `seen` to 0: what nothing sees may hold
-// NaN, and 0 · NaN is NaN. Rows beyond the tensor are 0 already.
+// Both consumers set rows of tiles outside of `seen` to 0: they may hold NaN, and 0 · NaN is NaN. Rows beyond the
+// tensor are 0 already.
 template <int kRows, int kHeadDim> __device__ void clear_outside(SmemTile<kRows, kHeadDim> &tile, Range seen) {
     constexpr int kVecs = SmemTile<kRows, kHeadDim>::kRowBytes / 16;
 #pragma unroll 1
@@ -43,12 +42,12 @@ template <int kRows, typename... Tiles> __device__ void clear_tiles(Range seen, 
     fence_proxy_async();
     barrier_sync(kAllConsumers, 256);
 }
-// The keys that some row sees, counted from key0, of kKeys.
+// The keys that rows see, counted from key0, of kKeys.
 template <int kKeys, typename Shape>
 __device__ Range seen_keys(const BwdParams<Shape> &p, const WorkItem<Shape> &work, int key0) {
     return {Mask(work.seq, p).keys(0).begin - key0, work.seq.keys_follow(p) ? work.seq.seqlen_k - key0 : kKeys};
 }
-// The rows of this sample that see a key, counted from the first of a row block.
+// The rows of the sample that see keys, counted in a row block.
 template <typename Shape> __device__ Range seen_rows(const WorkItem<Shape> &work, int m_block) {
     return {work.first_row - m_block * Shape::kBlockM, work.seq.seqlen_q - m_block * Shape::kBlockM};
 }

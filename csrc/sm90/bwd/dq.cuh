@@ -1,8 +1,7 @@
 // The folder sm90/bwd/ has the backward pass on Hopper: one kernel up to head_dim 128, and another one above. Order in
 // sm90/bwd/: dq.cuh, producer.cuh, consumer.cuh, launch.cuh, flash_bwd_sm90.cu. Beside it: flash_bwd_wide_sm90.cu.
 //
-// A kernel that brings dq_accum into the order and type of dq, a head as soon as its sums are whole, while other blocks
-// of threads still compute.
+// The kernel that brings dq_accum into the order and type of dq, each head as soon as its sums are whole.
 #pragma once
 
 #include "common/bwd_workspace.cuh"
@@ -12,12 +11,12 @@ namespace sm90 {
 
 using namespace device;
 
-// Which part of a row block's dQ [kBlockM, kHeadDim] a consumer forms, always 64 rows of accumulators: 64 columns, 64
-// rows, everything in turns, or 64 columns transposed. The last is for a kBlockM that is no multiple of 64.
+// The part of a row block's dQ [kBlockM, kHeadDim] that a consumer forms: 64 columns, 64 rows, everything in turns, or
+// 64 columns transposed, for a kBlockM that is no multiple of 64.
 enum class DqPart { kColumns, kRows, kTurns, kTransposed };
 
-// dq of a tile of rows: dq_accum times `scale`, as rows of q's type, by way of shared memory. `arrivals`: how often
-// blocks of threads report for a key head until its sums are whole; 0 if keys are split: wait for the previous kernel.
+// dq of a tile of rows: dq_accum times `scale`. A key head's sums are whole after `arrivals` reports, or, if that is 0
+// because keys are split, after the previous kernel.
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(32 * Shape::kDqWarps)
     flash_bwd_dq(const __grid_constant__ AttnBackwardParams p, const __grid_constant__ BwdWorkspace<Shape> workspace,

@@ -1,20 +1,20 @@
 // FlashAttention backward on Hopper's tensor cores, fp16 and bf16 with fp32 sums: H100, H200 (sm_90a), head_dim to 128.
 //
-// A block of threads takes one work item after the other: kBlockN keys of one key/value head. It walks along the rows
-// that see them, kBlockM at a time, of every query head that reads it (Dao, FlashAttention-2, 2023, Algorithm 2). Each
-// consumer warpgroup has 64 of the keys. Scores are formed transposed, so that P and dS go from the accumulators of one
-// product straight into the A operand of the next, and dK and dV stay in registers to the end. A row block of a consumer:
+// A block of threads takes one work item after the other: kBlockN keys of a key/value head. It walks along the rows
+// that see them, kBlockM at a time, of every query head (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are formed
+// transposed, so that P and dS go from accumulators straight into the A operand of the next product, and dK and dV stay
+// in registers. A consumer warpgroup has 64 keys, and does for each row block:
 //
 //   S = K Qᵀ                     [64, kBlockM]
-//   dP = V dOᵀ - delta           [64, kBlockM]: the accumulators begin with -delta
-//   P = exp(scale · S - lse)     beside dP
+//   dP = V dOᵀ - delta           [64, kBlockM], begins with -delta
+//   P = exp(scale · S - lse)
 //   dS = P ∘ dP                  also to shared memory
-//   dQ += dS(before)ᵀ K          its part for the row block before, over the keys of all consumers
+//   dQ += dS(before)ᵀ K          its part for the row block before, over all consumers' keys
 //   dV += P dO    dK += dS Q     beside S of the next row block
 //
-// dQ is one row block late, so that no consumer waits for the dS of another one: exponentials of one run beside products
-// of the other. The last dQ of a work item is formed in the next one, or at once in a deterministic pass. K, Q and dO of
-// the next work item arrive while the last row blocks run, and V, too, where there is room for two.
+// dQ is one row block late, so that no consumer waits for another's dS: exponentials of one run beside products of the
+// other. The last dQ of a work item is formed in the next one, or at once if deterministic. K, Q and dO of the next
+// work item arrive while the last row blocks run, and V, too, if there is room for two.
 #include "common/softmax.cuh"
 #include "mods/dropout_transposed.cuh"
 #include "mods/score_mods.cuh"
@@ -34,16 +34,16 @@ struct BwdShape {
     static constexpr int kDqParts = kDqPart == DqPart::kTurns ? 1 : kConsumers, kDqWarps = 4 * kDqParts;
     static constexpr int kDqTiles = kBlockM * kHeadDim / (512 * kDqParts);
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-    static constexpr int kValueStages = kBlockM == 80 ? 1 : 2;  // what shared memory has room for
+    static constexpr int kValueStages = kBlockM == 80 ? 1 : 2;  // what fits
     static constexpr int kMaxSplits = 16;
     static constexpr bool kFillsGpu = true, kCountsArrivals = true;
-    static constexpr int kTileBlocks = 1, kSemaphores = kTileBlocks;  // a cluster of blocks has a tile of keys together
-    static constexpr bool kIsPersistent = true;  // a block takes one work item after the other
+    static constexpr int kTileBlocks = 1, kSemaphores = kTileBlocks;
+    static constexpr bool kIsPersistent = true;
     static_assert(kConsumers == 2);
     static_assert(kDqTiles == (kDqPart == DqPart::kTransposed ? kBlockM / 8 : 8));
 };
 
-// acc_dp, which is dP, becomes dropout's dP - delta.
+// dP becomes dropout's dP - delta.
 template <int kNTiles, int kRows>
 __device__ void drop(float (&acc_dp)[kNTiles][4], const float (&delta)[kRows], uint32_t kept, float keep_scale,
                      int lane_idx) {
@@ -51,7 +51,7 @@ __device__ void drop(float (&acc_dp)[kNTiles][4], const float (&delta)[kRows], u
         return fmaf(dp, is_kept(kept, i / 4, i % 4) ? keep_scale : 0.f, -x);
     });
 }
-// acc_s becomes scores, and acc_dp the derivative by factor · q·k. key and row are the first of this lane.
+// acc_dp becomes the derivative by factor · q·k.
 template <typename T, typename Shape, int kNTiles>
 __device__ void change_scores(const BwdParams<Shape> &p, const WorkItem<Shape> &work, const RowBlock &block,
                               float (&acc_s)[1][kNTiles][4], float (&acc_dp)[kNTiles][4], int key, int row) {
@@ -61,13 +61,13 @@ __device__ void change_scores(const BwdParams<Shape> &p, const WorkItem<Shape> &
                [&](int i, int j) -> float & { return acc_dp[i / 2][j % 2 * 2 + i % 2]; });
 }
 
-// The operand of 16 rows: P and dS take turns in acc_dp.
+// P and dS take turns in acc_dp.
 template <int kNTiles> struct Operands {
     float (&acc)[kNTiles][4];
     int first;
     __device__ uint32_t (&operator[](int kk))[4] { return reinterpret_cast<uint32_t (&)[4]>(acc[2 * kk + first]); }
 };
-// acc_s is P and acc_dp is dP - delta. acc_dp becomes P without what is dropped, and dS.
+// From P and dP - delta to kept P and dS.
 template <typename T, int kNTiles>
 __device__ void pack_operands(const float (&acc_s)[kNTiles][4], float (&acc_dp)[kNTiles][4], uint32_t kept) {
 #pragma unroll
@@ -84,7 +84,6 @@ __device__ void pack_operands(const float (&acc_s)[kNTiles][4], float (&acc_dp)[
     }
 }
 
-// acc [64 keys, kHeadDim] += A B: P or dS as operands, and the rows of dO or Q.
 template <typename T, typename Shape>
 __device__ void multiply_rows(float (&acc)[Shape::kHeadDim / 8][4], Operands<Shape::kBlockM / 8> a,
                               const SmemTile<Shape::kBlockM, Shape::kHeadDim> &b) {
@@ -92,7 +91,6 @@ __device__ void multiply_rows(float (&acc)[Shape::kHeadDim / 8][4], Operands<Sha
     for (int kk = 0; kk < Shape::kBlockM / 16; kk++) wgmma<T>(acc, a[kk], b.rows_desc(kk));
     warpgroup_commit_batch();
 }
-// A consumer's part of dQ = dSᵀ K, over the keys of all consumers.
 template <typename T, typename Shape>
 __device__ void multiply_dq(float (&acc_dq)[Shape::kDqTiles][4],
                             const SmemTile<Shape::kBlockM, Shape::kBlockN> &sdS,
@@ -110,7 +108,7 @@ __device__ void multiply_dq(float (&acc_dq)[Shape::kDqTiles][4],
     warpgroup_commit_batch();
 }
 
-// A warpgroup: 64 keys. kMods: scores are changed by more than a factor, and there may be dropout too.
+// kMods: scores are changed by more than a factor, and there may be dropout too.
 template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsumer {
     static constexpr int kBlockM = Shape::kBlockM, kStages = Shape::kStages, kValueStages = Shape::kValueStages;
     static constexpr int kNTiles = kBlockM / 8, kDTiles = Shape::kHeadDim / 8;
@@ -119,28 +117,27 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     BwdSharedMemory<Shape> &shared;
     const int consumer;
     const int warp_idx = warp_uniform(threadIdx.x / 32 % 4), lane_idx = thread_idx() % 32;
-    const uint32_t ds_address = shared.sdS[0].address(  // of this lane
+    const uint32_t ds_address = shared.sdS[0].address(
         lane_idx / 16 * 8 + lane_idx % 8, 64 * consumer + 16 * warp_idx + lane_idx / 8 % 2 * 8);
-    // Registers are few: acc_s is also acc_dq, and acc_dp becomes the operands P and dS.
+    // Registers are few: acc_s is also acc_dq, and acc_dp the operands P and dS.
     float acc_s[1][kNTiles][4], acc_dp[kNTiles][4], acc_dk[kDTiles][4], acc_dv[kDTiles][4];
     __device__ auto &acc_dq() { return reinterpret_cast<float (&)[Shape::kDqTiles][4]>(acc_s); }
     __device__ Operands<kNTiles> operands(int first) { return {acc_dp, first}; }
 
     __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
-    // This lane's first key and row in the sample.
+    // This lane's first.
     __device__ int key(const WorkItem<Shape> &work) const {
         return work.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx + lane_idx / 4;
     }
     __device__ int row(const RowBlock &block) const { return block.m_block * kBlockM + lane_idx % 4 * 2; }
-    // Its first element in dK of the tile.
     __device__ int lane_offset() const {
         return (64 * consumer + 16 * warp_idx + lane_idx / 4) * Shape::kHeadDim + lane_idx % 4 * 2;
     }
 
     __device__ void run() {
         uint32_t i = 0;  // counts the row blocks of all work items
-        // Each row block forms dQ of the one before, in work item late_t. So there is one before the first. It is in no
-        // work item and is not added. The number is even: that product reads sK[0], which is there.
+        // Each row block forms dQ of the one before, of work item late_t. So the first has one before it, which is not
+        // added. late_t is even: that product reads sK[0], which is there.
         uint32_t late_t = -2u;
         bool is_added = true;
         if (lane_idx == 0) mbarrier_arrive(shared.ds.full_barrier(0));
@@ -184,7 +181,6 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         if (lane_idx == 0) mbarrier_arrive(shared.dq_done[t % 4]);
     }
 
-    // kForms: this consumer forms dQ of the row block before.
     template <bool kForms> __device__ void add_row_block(uint32_t i, uint32_t t, uint32_t late_t, bool is_added) {
         const uint32_t stage = warp_uniform(i) % kStages;
         const WorkItem<Shape> &work = shared.work_of(t);
@@ -230,7 +226,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         }
     }
 
-    // Both consumers clear the unseen keys of both.
+    // Both consumers clear the keys of both.
     __device__ void clear_keys(uint32_t t) {
         const WorkItem<Shape> &work = shared.work_of(t);
         const Range seen = seen_keys<Shape::kBlockN>(p, work, work.tile.block * Shape::kBlockN);
@@ -248,7 +244,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             warpgroup_fence_operand(acc_dp);  // equal values get registers of their own
         }
     }
-    // P and dS as operands, and dS in shared memory, as [rows, keys].
+    // dS also goes to shared memory, as [rows, keys].
     __device__ void form_ds(uint32_t i, uint32_t kept) {
         pack_operands<T>(acc_s[0], acc_dp, kept);
         shared.ds.producer_acquire(i + 1);
@@ -262,7 +258,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     }
     __device__ bool forms_dq(uint32_t i) const { return Shape::kDqParts > 1 || i % Shape::kConsumers == consumer; }
     __device__ int dq_warp() const { return (Shape::kDqParts > 1 ? 4 * consumer : 0) + warp_idx; }
-    // This consumer's part of the dQ of row block i - 1, in work item t, is on its way.
+    // Begins dQ of row block i - 1 of work item t.
     __device__ void form_dq(uint32_t i, uint32_t t) {
         const auto &sdS = shared.sdS[warp_uniform(i) % 2];
         const auto &sK = shared.sK[warp_uniform(t) % 2];
@@ -270,7 +266,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         warpgroup_arrive();
         multiply_dq<T, Shape>(acc_dq(), sdS, sK, Shape::kDqParts > 1 ? 64 * consumer : 0);
     }
-    // Adds dQ of row block i - 1, the last one of work item t. A next row block forms it again and does not add it.
+    // Row block i - 1 is the last of work item t. A next one forms its dQ again, but does not add it.
     __device__ void add_last_dq(uint32_t i, uint32_t t) {
         if (!forms_dq(i)) return;
         form_dq(i, t);
@@ -278,7 +274,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         add_dq(p, shared, i - 1, dq_warp(), lane_idx, acc_dq());
     }
 
-    // dV and dK, one after the other, go through this consumer's V. Each warp has its own part of it.
+    // dV, then dK go through this consumer's sV, where each warp has its own part.
     __device__ void store(const WorkItem<Shape> &work) {
         const int key0 = work.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx;
         auto store_keys = [&](float (&acc)[kDTiles][4], float scale, const Tensor &x, int cols) {
@@ -322,9 +318,9 @@ template <typename T, typename Shape> void launch_kernel(const AttnBackwardParam
     launch_bwd<T, Shape, sizeof(BwdSharedMemory<Shape>)>(p, kernel);
 }
 
-// {kHeadDim, kConsumers, kBlockM, kStages}. With 64 rows there are registers for dropout and for changed scores. 80
-// rows take fewer row blocks, but their padding costs more below 2048 rows, or at 2048 under a causal mask (journal). A
-// packed batch has the same tiles whatever its length is: a sample's bits must not depend on it.
+// {kHeadDim, kConsumers, kBlockM, kStages}. 64 rows leave registers for dropout and changed scores. 80 rows make fewer
+// row blocks, but their padding costs more below 2048 rows, or at 2048 under a causal mask (journal). The tiles of a
+// packed batch do not depend on its length, nor may a sample's bits.
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
     const bool is_plain = !p.dropout_seed && !p.has_score_mods();
     if (p.max_head_dim() <= 64)

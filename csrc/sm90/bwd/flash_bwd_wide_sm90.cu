@@ -1,18 +1,16 @@
 // FlashAttention backward on Hopper's tensor cores for head_dim above 128. The registers of two consumers hold dK and
-// dV of 64 keys. Adding dQ to memory for 64 keys at a time would take too much of L2's time. So a pair, a cluster of two
-// blocks of threads, owns 128 keys, 64 in each block, and walks along the rows that see them, 64 at a time. Each block,
-// for its own keys:
+// dV of 64 keys, but adding dQ to memory for 64 keys at a time would take too much of L2's time. So a pair, a cluster
+// of two blocks of threads, owns 128 keys and walks along the rows that see them, 64 at a time. Each block has 64 keys:
 //
 //   consumer 0   S = K Qᵀ                P = exp(scale · S - lse)     dV += P dO
 //   consumer 1   dP = V dOᵀ              dS = P ∘ (dP - delta)        dK += dS Q
-//   both         dQ += dS(before)ᵀ K     over the keys of both blocks, 64 columns each
+//   both         dQ += dS(before)ᵀ K     over both blocks' keys, 64 columns each
 //
-// Each block forms half of the columns of dQ, and sends dS to the other one: 8 KB a row block, where a sum of dQ would be
-// 32 KB. dQ is one row block late, so that dS travels during the next products. One block asks for Q and the other one
-// for dO, which arrive in both blocks at once.
+// Each block forms half of the columns of dQ and sends dS to the other one: 8 KB, where sums of dQ would be 32 KB. dQ
+// is one row block late, so that dS travels during the next products. One block asks for Q and one for dO, for both.
 //
-// P goes by shared memory from one consumer to the other, which has the same elements. What dropout drops has a negative
-// sign there. dS takes the place of P.
+// P goes by shared memory from one consumer to the same elements of the other. Dropped ones have a negative sign there.
+// dS takes the place of P.
 #include "mods/dropout_transposed.cuh"
 #include "sm90/bwd/consumer.cuh"
 #include "sm90/bwd/launch.cuh"
@@ -28,25 +26,25 @@ template <int kHeadDim_> struct WideShape {
     static constexpr int kDqParts = kHeadDim / 64, kDqWarps = 4 * kDqParts;
     static constexpr int kDqTiles = kBlockM * kHeadDim / (512 * kDqParts);
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-    // How many parts of dQ, of 64 columns, a block forms. One consumer may have none.
+    // The parts of 64 columns of dQ that a block forms. One consumer may have none.
     __device__ static int parts_of(int rank) { return min(kConsumers, kDqParts - kConsumers * rank); }
 };
 
 template <typename Shape> struct WideShared {
     static constexpr int kBlockM = Shape::kBlockM, kHeadDim = Shape::kHeadDim, kStages = Shape::kStages;
     SmemTile<64, kHeadDim> sK, sV;  // then dV and dK
-    SmemTile<64, 128> sOtherK;      // of the keys of the other block, the columns of dQ that this one forms
+    SmemTile<64, 128> sOtherK;      // the other block's keys, the columns of this one's dQ
     SmemTile<kBlockM, kHeadDim> sQ[kStages], sdO[kStages];
-    SmemTile<kBlockM, 64> sdS, sOtherdS;  // [rows, keys]; sdS has P before. sOtherdS is of the keys of the other block
+    SmemTile<kBlockM, 64> sdS, sOtherdS;  // [rows, keys]; sdS has P before
     alignas(16) float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];  // by slot_of_row()
-    RowBlock row_blocks[2 * kStages];  // of the stages and before them: dQ is late
-    Ring<1> keys;        // sK, sV and sOtherK
-    Ring<kStages> rows;  // sQ, sdO, lse_log2, delta and row_blocks, until both blocks have released them
-    Ring<1> ds;          // full: sdS and sOtherdS have dS. empty: sdS may take the next P
-    Barrier has_P;       // sdS has P
-    Barrier may_send;    // sOtherdS of the other block may take the next dS
-    Ring<2> dq_turns;    // if deterministic: row blocks to whose dQ this block may add now
-    Barrier dq_added[2]; // all warps have added to it
+    RowBlock row_blocks[2 * kStages];  // twice kStages: dQ is late
+    Ring<1> keys;        // sK, sV, sOtherK
+    Ring<kStages> rows;  // sQ, sdO, lse_log2, delta, row_blocks; both blocks release them
+    Ring<1> ds;          // full: sdS and sOtherdS have dS; empty: sdS may take P
+    Barrier has_P;       // to sdS
+    Barrier may_send;    // the other block's sOtherdS may take dS
+    Ring<2> dq_turns;    // if deterministic: this block may add dQ
+    Barrier dq_added[2]; // by all warps
     WorkItem<Shape> work;
     int ticket;          // if deterministic
 
@@ -59,7 +57,6 @@ template <typename Shape> struct WideShared {
     }
 };
 
-// One thread asks TMA for the keys, and for each row block for Q or dO of both blocks.
 template <typename Shape>
 __device__ void load_wide_tiles(const BwdParams<Shape> &p, WideShared<Shape> &shared, int rank) {
     const WorkItem<Shape> &work = shared.work;
@@ -102,14 +99,14 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
     const WorkItem<Shape> &work;
     const int consumer, rank;
     const int lane_idx = thread_idx() % 32, idx = thread_idx() % 128;
-    const uint32_t ds_address = shared.sdS.address(  // of this lane
+    const uint32_t ds_address = shared.sdS.address(
         lane_idx / 16 * 8 + lane_idx % 8, idx / 32 * 16 + lane_idx / 8 % 2 * 8);
-    // Consumer 0: acc is S, then P, and acc_sum is dV. Consumer 1: acc is dP, and acc_sum is dK.
+    // Consumer 0: acc is S, then P, acc_sum is dV. Consumer 1: acc is dP, acc_sum is dK.
     float acc[1][kNTiles][4], acc_dq[8][4], acc_sum[kDTiles][4];
     uint32_t operand[kNTiles / 2][4];
 
     __device__ int key0() const { return work.tile.block * Shape::kBlockN + 64 * rank; }
-    // This lane's first key and row in the sample.
+    // This lane's first.
     __device__ int key() const { return key0() + idx / 32 * 16 + lane_idx / 4; }
     __device__ int row(const RowBlock &block) const { return block.m_block * 64 + lane_idx % 4 * 2; }
 
@@ -121,7 +118,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
             clear_tiles<64>(seen_keys<64>(p, work, key0()), shared.sK, shared.sV);
             clear_tiles<64>(seen_keys<64>(p, work, key0() + 64 * (1 - 2 * rank)), shared.sOtherK);
             add_row_block<true>(0);
-            // If products were under way when the loop begins, ptxas would let none run beside anything.
+            // With products under way when the loop begins, ptxas would serialize all.
             warpgroup_wait<0>(acc_sum, operand);  // unobserved by the emulator: ptxas alone needs it
 #pragma unroll 1
             for (int i = 1; i < count; i++) add_row_block<false>(i);
@@ -129,10 +126,10 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
             warpgroup_wait<0>(acc_sum, operand, acc_dq);
             shared.ds.consumer_release(count - 1, lane_idx);
             add_dq(count - 1);
-            // Nothing that the other block sends is on its way when this one ends.
+            // All that the other block sends must arrive before this one ends.
             shared.rows.producer_acquire(count);
             shared.ds.producer_acquire(count);
-            barrier_sync(kStepsDone, 128 * Shape::kConsumers + 32);  // dQ has been added, and sK has been read
+            barrier_sync(kStepsDone, 128 * Shape::kConsumers + 32);  // dQ has been added, sK has been read
         }
         store();
     }
@@ -174,7 +171,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         multiply_ab<T>(acc_sum, operand, others);
         if (!kIsFirst && consumer == 0) add_dq(i - 1);
     }
-    // P as an operand, and to the other consumer.
+    // P becomes an operand, and goes to the other consumer.
     __device__ void hand_over_P(uint32_t i, uint32_t kept) {
         shared.ds.producer_acquire(i);
 #pragma unroll
@@ -196,7 +193,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
     __device__ float ds_of(float P, float dp, float delta) const {
         return kDropout ? fabsf(P) * fmaf(dp, P >= 0.f ? p.dv_scale : 0.f, -delta) : P * (dp - delta);
     }
-    // dS as an operand, and to both blocks.
+    // dS becomes an operand, and goes to both blocks.
     __device__ void form_ds(uint32_t i, int stage) {
         uint32_t P[kNTiles / 2][4];
         mbarrier_wait(shared.has_P, i % 2);
@@ -222,9 +219,8 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         }
     }
 
-    // At head_dim 256 the compiler knows it.
     __device__ bool has_part() const { return Shape::kDqParts == 4 || consumer < Shape::parts_of(rank); }
-    // This consumer's columns of the dQ of row block i are on their way.
+    // Begins this consumer's columns of dQ.
     __device__ void form_dq(uint32_t i) {
         const uint32_t c = vote<2>(consumer), col = 64 * c + 128 * vote<2>(rank);
         shared.ds.consumer_wait(i);
@@ -244,7 +240,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         sm90::add_dq(p, shared, i, 8 * rank + 4 * consumer + idx / 32, lane_idx, acc_dq, has_part());
     }
 
-    // dV goes through sK, and dK through sV. Each warp has its own rows of them.
+    // dV goes through sK and dK through sV, where each warp has its own rows.
     __device__ void store() {
         const int row0 = idx / 32 * 16, first = key0() + row0;
         const Tensor &x = consumer ? p.dk : p.dv;
@@ -270,7 +266,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide(const __gr
     } else {
         cluster_sync_relaxed();
     }
-    // Now the other block is there, and so are its barriers.
+    // Now the other block has its barriers.
     if (threadIdx.x == 32) {
         shared.work.begin = 0;
         shared.work.find(p, takes_turns ? load_from_block(shared.ticket, 0) : int(blockIdx.x / 2));

@@ -1,5 +1,4 @@
-// The launches of a backward pass on Hopper: dq_accum becomes 0, delta (simt/flash_bwd.cu), the kernel itself, and those
-// that turn sums in memory into gradients.
+// The launches of a backward pass on Hopper: zeros, delta, the kernel, and what brings sums into gradients.
 #pragma once
 
 #include "common/device.h"
@@ -40,8 +39,8 @@ void launch_bwd(const AttnBackwardParams &p, void (*kernel)(BwdParams<Shape>)) {
                               Shape::kNThreads, kSharedBytes, p.stream, params);
     if constexpr (Shape::kMaxSplits > 1) launch_dkv<T>(p, workspace, scale, dv_scale);
     if (p.dq.data)
-        launch_early(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 2 * workspace.kDqFloats, p.stream, p,
-                     workspace, RowTiles<kBlockM>::template order<Divisor>(p), scale,
+        launch_early(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 2 * workspace.kDqFloats, p.stream,
+                     p, workspace, RowTiles<kBlockM>::template order<Divisor>(p), scale,
                      workspace.max_splits == 1 ? kTileBlocks * tiles.slots : 0);
 }
 

@@ -1,7 +1,6 @@
-// What a block of threads of flash_bwd_sm90.cu works at: its work items, their row blocks, its shared memory, and the
-// four warps of its producer. The first asks TMA for K, V, Q and dO. The second loads lse and delta. The third takes work
-// items. The fourth tells flash_bwd_dq when dQ of a tile has been added. In a deterministic pass the last two keep its
-// turns as well. flash_bwd_wide_sm90.cu uses all of this that is about a single work item.
+// Work items, row blocks, shared memory and the four producer warps of flash_bwd_sm90.cu. The first asks TMA for K, V,
+// Q and dO, the second loads lse and delta, the third takes work items, the fourth tells flash_bwd_dq when dQ has been
+// added. If deterministic, the last two also keep turns. flash_bwd_wide_sm90.cu uses what concerns one work item.
 #pragma once
 
 #include "mods/score_mods.cuh"
@@ -11,11 +10,11 @@ namespace sm90 {
 
 template <typename Shape> struct BwdParams : AttnBackwardParams {
     TmaTensor q_tma, k_tma, v_tma, dout_tma;
-    BwdWorkspace<Shape> layout;  // of the workspace
-    TileOrder<Divisor> order;    // of the tiles of keys
-    int num_items;               // work items: the tiles of keys, each as often as it may be split
-    bool rows_first;             // all query heads of a tile take the same rows together, see WorkItem
-    uint32_t together;           // key heads of a sample that go together if it is alone; a power of 2
+    BwdWorkspace<Shape> layout;
+    TileOrder<Divisor> order;  // of the tiles of keys
+    int num_items;             // tiles of keys · max_splits
+    bool rows_first;           // query heads take the same rows together, see WorkItem
+    uint32_t together;         // key heads that go together if a sample is alone; a power of 2
     ScoreFactors<float> factors;
     float score_factor, dk_scale, dv_scale;  // P = exp2(score_factor · score - lse_log2)
 
@@ -24,25 +23,23 @@ template <typename Shape> struct BwdParams : AttnBackwardParams {
 
 // A work item: a tile of keys, or a split of it, and the row blocks of one query head after the other.
 //
-// The order differs where query heads share keys under a causal mask: all heads take the same rows, then the next rows.
-// Tiles come in waves, each of as many as a GPU computes at once. The tiles of an even wave begin together at the last
-// rows, which all of them see, and go backwards; short ones end first. Then the tiles of the odd wave begin, long ones
-// first, at the first rows that they see. They go forwards, so they meet at the same rows and end at the last ones. So
-// blocks of threads are at two places of the rows at most, and Q, dO and dq_accum of all heads there should fit in L2.
-// Deterministic passes and packed batches order tiles otherwise, and a window makes all tiles short: they go head by
-// head.
+// Where query heads share keys under a causal mask, all heads take the same rows, then the next. Tiles come in waves of
+// as many as a GPU computes at once. Even waves begin together at the last rows, which all tiles see, and go backwards.
+// As short tiles end, long ones of the odd wave begin at their first rows and go forwards to the last. So blocks are at
+// two places of the rows at most, and Q, dO and dq_accum of all heads there should fit in L2. Deterministic passes and
+// packed batches order tiles otherwise, and windows make them short: these go head by head.
 template <typename Shape> struct WorkItem {
-    Tile tile;  // tile.h is the first head
+    Tile tile;
     Sequence seq;
-    BlockRange blocks;              // of rows
-    int first_row;                  // that sees a key
-    int split_idx, splits, h_end;   // this split has the heads [tile.h, h_end)
-    int direction;                  // 1 or -1: forwards or backwards, rows first; 0: forwards, head by head
-    // This block of threads counts its work items, and the row blocks of all of them: here they are [begin, end()).
-    // volatile: threads with few registers read it anew.
+    BlockRange blocks;             // of rows
+    int first_row;                 // that sees a key
+    int split_idx, splits, h_end;  // this split has the heads [tile.h, h_end)
+    int direction;                 // 1 or -1: forwards or backwards, rows first; 0: head by head
+    // A block of threads counts its work items and all their row blocks: these are [begin, end()). volatile: threads
+    // with few registers read it anew.
     volatile uint32_t idx, begin;
 
-    // Work item i of the grid. Each member is written when it is known: the thread has few registers.
+    // Each member is written when it is known: the thread has few registers.
     __device__ void find(const BwdParams<Shape> &p, int i) {
         const int max_splits = Shape::kMaxSplits == 1 ? 1 : p.layout.max_splits;
         tile = KeyTiles<Shape::kBlockN>::at(p, p.order, max_splits > 1 ? i / max_splits : i);
@@ -57,7 +54,7 @@ template <typename Shape> struct WorkItem {
         splits = p.layout.splits_of(p, seq);
         tile.h = h + group * min(split_idx, splits) / splits, h_end = h + group * min(split_idx + 1, splits) / splits;
     }
-    // The wave of this tile if its sample were alone: dk and dv must not depend on other samples.
+    // The wave if the sample were alone: dk and dv must not depend on other samples.
     __device__ uint32_t wave(const BwdParams<Shape> &p, int max_splits) const {
         const uint32_t in_group = tile.h_k & p.together - 1;
         const uint32_t i = (tile.h_k - in_group) * p.order.slots + tile.block * p.together + in_group;
@@ -82,15 +79,15 @@ template <typename Shape> struct WorkItem {
         }
     }
 };
-// kBlockM rows of a query head. The producer tells the consumers, which have no registers for all of this.
+// kBlockM rows of a query head. Consumers have no registers to find this.
 struct RowBlock {
     int h, m_block;
-    int dq_tile;   // among all tiles of query rows
+    int dq_tile;   // among all tiles of rows
     bool is_full;  // no mask
-    float slope;   // of ALiBi, see score_mods.cuh
+    float slope;   // of ALiBi
 };
 
-// Where lse or delta of a row lies in shared memory. A lane needs four of each 16 rows, which become neighbours.
+// Where lse and delta of a row lie: the four of 16 rows that a lane needs are neighbours.
 __device__ inline int slot_of_row(int row) {
     return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
 }
@@ -98,22 +95,22 @@ __device__ inline int slot_of_row(int row) {
 template <typename Shape> struct BwdSharedMemory {
     static constexpr int kConsumers = Shape::kConsumers, kBlockM = Shape::kBlockM, kHeadDim = Shape::kHeadDim;
     static constexpr int kStages = Shape::kStages, kValueStages = Shape::kValueStages;
-    SmemTile<64, kHeadDim> sK[2][kConsumers];             // of a work item and the next one
-    SmemTile<64, kHeadDim> sV[kValueStages][kConsumers];  // then dK and dV on their way to memory
+    SmemTile<64, kHeadDim> sK[2][kConsumers];             // of two work items
+    SmemTile<64, kHeadDim> sV[kValueStages][kConsumers];  // then dK and dV
     SmemTile<kBlockM, kHeadDim> sQ[kStages], sdO[kStages];
     SmemTile<kBlockM, Shape::kBlockN> sdS[2];  // [rows, keys]
     alignas(16) float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];  // by slot_of_row()
-    RowBlock row_blocks[2 * kStages];  // of the stages and before them: dQ is late
-    WorkItem<Shape> work_items[4];     // this one, and those before and after it
-    Ring<4> work;             // work_items, from the thread that takes them to all others
-    Barrier is_loaded;        // all of a work item has been asked for
+    RowBlock row_blocks[2 * kStages];  // twice kStages: dQ is late
+    WorkItem<Shape> work_items[4];
+    Ring<4> work;             // work_items
+    Barrier is_loaded;        // a work item has been asked for
     Ring<2> keys;             // sK
-    Ring<kValueStages> values[kConsumers];  // sV of a consumer
-    Ring<kStages> rows;       // sQ, sdO, lse_log2, delta and row_blocks
-    Ring<2> ds;               // from all consumers to all of them
-    Barrier dq_done[4];       // all warps have added dQ of a work item
-    Ring<2> dq_turns;         // in a deterministic pass: row blocks to whose dQ this block of threads may add now
-    Barrier dq_added[2];      // all warps have added to it
+    Ring<kValueStages> values[kConsumers];  // sV
+    Ring<kStages> rows;       // sQ, sdO, lse_log2, delta, row_blocks
+    Ring<2> ds;               // sdS, from all consumers to all
+    Barrier dq_done[4];       // all dQ of a work item has been added
+    Ring<2> dq_turns;         // if deterministic: dQ may be added
+    Barrier dq_added[2];      // by all warps
 
     __device__ WorkItem<Shape> &work_of(uint32_t t) { return work_items[t % 4]; }
     __device__ RowBlock &row_block(uint32_t i) { return row_blocks[i % (2 * kStages)]; }
@@ -128,9 +125,8 @@ template <typename Shape> struct BwdSharedMemory {
     }
 };
 
-// In a deterministic pass, tiles of keys add to a tile of dQ one after the other. One thread waits for this one's turn,
-// and the consumers add. When all have, another thread tells the next one. The blocks of a pair add different columns,
-// each in turns of its own.
+// If deterministic, tiles of keys add to a tile of dQ in turns. One thread waits for the turn, consumers add, and
+// another thread ends it. The blocks of a pair add different columns, in turns of their own.
 template <typename Shape>
 __device__ int *dq_semaphore(const BwdParams<Shape> &p, const WorkItem<Shape> &work, int h, int m_block, int rank) {
     const auto &tiles = p.layout.row_tiles;
@@ -153,18 +149,18 @@ __device__ void end_turns(const BwdParams<Shape> &p, Shared &shared, const WorkI
     });
 }
 
-// Tells flash_bwd_dq that dQ of a tile of keys has been added. If keys are split, it waits for flash_bwd_dkv instead.
+// Tells flash_bwd_dq, which waits for flash_bwd_dkv instead if keys are split.
 template <typename Shape> __device__ void report_dq(const BwdParams<Shape> &p, const WorkItem<Shape> &work) {
     if (p.dq.data && work.splits == 1) atomic_add_acq_rel(p.layout.dq_arrivals(p, work.tile), 1);
 }
 
-// dK and dV of keys that no row sees, by a warp.
+// dK and dV of keys that no row sees.
 template <typename Shape> __device__ void store_zeros(const BwdParams<Shape> &p, const WorkItem<Shape> &work) {
-    if (work.split_idx >= work.splits) return;  // a split that its sample does without
-    if (work.splits > 1 && work.tile.block * Shape::kBlockN >= work.seq.seqlen_k) return;  // sums that nobody reads
+    if (work.split_idx >= work.splits) return;  // beyond the sample's splits
+    if (work.splits > 1 && work.tile.block * Shape::kBlockN >= work.seq.seqlen_k) return;  // nobody reads them
     constexpr int kBlockN = Shape::kBlockN, kHeadDim = Shape::kHeadDim;
     const Tile &tile = work.tile;
-    auto clear = [&](void *to, int64_t row_bytes, int rows, int vecs, int kVecs) {  // the first vecs of kVecs in a row
+    auto clear = [&](void *to, int64_t row_bytes, int rows, int vecs, int kVecs) {
 #pragma unroll 1
         for (int i = threadIdx.x % 32; i < rows * kVecs; i += 32)
             if (i % kVecs < vecs)
@@ -183,10 +179,9 @@ template <typename Shape> __device__ void store_zeros(const BwdParams<Shape> &p,
     }
 }
 
-// A warp takes work items until none is left: the next one when all of the last one has been asked for. Taken earlier,
-// it would wait here, and an idle block could not have it. The other warps never see one without row blocks. In a
-// deterministic pass a tile waits for lower ones alone, which running blocks have taken. The turn of its last row block
-// may come late, so the warp takes the next work item before it waits for that.
+// A warp takes the next work item when all of the last one has been asked for: earlier, it would wait here instead of
+// going to an idle block. Other warps see none without row blocks. If deterministic, a tile waits only for lower ones,
+// which running blocks have taken. The turn of its last row block may come late, so the next work item is taken first.
 template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared) {
     const int lane_idx = threadIdx.x % 32;
 #pragma unroll 1
@@ -195,7 +190,7 @@ template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, B
         shared.work.producer_acquire(t);
         WorkItem<Shape> &work = shared.work_of(t);
         if (lane_idx == 0) work.idx = t, work.begin = t == 0 ? 0 : shared.work_of(t - 1).end();
-        bool is_due = p.takes_turns() && t > 0;  // the turn of the last row block before
+        bool is_due = p.takes_turns() && t > 0;  // that turn
         auto wait_for_last_turn = [&] {
             const WorkItem<Shape> &before = shared.work_of(work.idx - 1);
             if (is_due && lane_idx == 0)
@@ -230,7 +225,6 @@ template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, B
     }
 }
 
-// One thread asks TMA for K and V of a work item, and for Q and dO of each row block.
 template <typename Shape>
 __device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const WorkItem<Shape> &work) {
     const Tile &tile = work.tile;
@@ -251,7 +245,7 @@ __device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &sh
         load_bytes(shared.sdO[stage], p.dout_tma, full, row, h, tile.b);
         if (i != work.begin) return;
 #pragma unroll 1
-        for (int c = 0; c < Shape::kConsumers; c++) {  // dK and dV of the work item before leave by sV
+        for (int c = 0; c < Shape::kConsumers; c++) {  // dK and dV leave by sV
             shared.values[c].producer_acquire(t);
             mbarrier_arrive_expect_tx(shared.values[c].full_barrier(t), sizeof(shared.sV[0][0]));
             load_keys(shared.sV[t % Shape::kValueStages][c], p.v_tma, shared.values[c].full_barrier(t), c);
@@ -259,7 +253,7 @@ __device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &sh
     });
 }
 
-// A warp loads lse_log2 and delta of each row block. For rows that see no key, or beyond the end, P is 0.
+// P becomes 0 for rows that see no key, or beyond the end.
 template <typename Shape, typename Shared>
 __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const WorkItem<Shape> &work) {
     constexpr int kBlockM = Shape::kBlockM, kCount = (kBlockM + 31) / 32;
@@ -293,8 +287,8 @@ __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const Wo
     });
 }
 
-// The producer warpgroup. Only the warp of load_numbers() reads what the previous kernel, preprocess_backward(), wrote.
-// All else that a block reads is older, since that kernel is launched plainly.
+// Only load_numbers() reads what the previous kernel, preprocess_backward(), wrote. All else is older, since that
+// kernel is launched plainly.
 template <typename Shape> __device__ void produce(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared) {
     auto for_work = [&](auto f) {
 #pragma unroll 1
