@@ -11,9 +11,9 @@
 
 // How many splits a tile of keys has, each for whole query heads. To be worth their sums in memory, they have 1024 rows
 // or more each, masked ones included, and no more sums than the group has elements of Q. If Shape::kFillsGpu, they are
-// no more than fill a GPU with one sample; twice as many under a causal mask, whose first tiles take longest. Only a
-// sample's lengths and the numbers of heads count: its bits must not depend on its batch. A packed batch is not split:
-// the host knows no sample's length.
+// no more than one sample needs to fill a GPU, or twice that under a causal mask, whose first tiles take longest. Only
+// a sample's lengths and the numbers of heads count: its bits must not depend on its batch. A packed batch is not
+// split: the host knows no sample's length.
 // kMost: the most for samples of a padded batch with lengths that the host does not know. It is too low if keys are
 // padded to many more than there are rows. Only then does padding change the number.
 template <typename Shape, bool kMost = !Shape::kFillsGpu>

@@ -4,24 +4,24 @@
 //   P = exp(scale · Q Kᵀ - lse)      dP = dO Vᵀ               dV = Pᵀ dO
 //   delta = rowsum(dO ∘ O) - dlse    dS = P ∘ (dP - delta)    dK = scale · dSᵀ Q    dQ = scale · dS K
 //
-// With dropout, dP and the P of dV are masked and scaled as the P of O was. dlse is in delta because d lse / d S = P.
+// Dropout masks and scales dP and the P of dV as the P of O. dlse is in delta because d lse / d S = P.
 //
-// A small kernel, preprocess, forms delta. Two more have one source. A block of threads owns kBlockM rows of A and B,
-// walks along C and D, kBlockN rows at a time, and sums dA and dB in registers:
+// One kernel forms delta. Two have one source: a block of threads owns kBlockM rows of A and B, walks along C and D,
+// kBlockN rows at a time, and sums dA and dB in registers:
 //
 //   kOwnsKeys    A   B    C   D     A Cᵀ   B Dᵀ    dA           dB
 //   true         K   V    Q   dO    Sᵀ     dPᵀ     += dSᵀ Q     += Pᵀ dO    of all query heads that share K and V
 //   false        Q   dO   K   V     S      dP      += dS K
 //
-// So S and dP are formed twice, but without atomics, and every run gives the same bits. (Dao 2023, Algorithm 2, sums dQ
-// in memory.) Threads form a grid over the products as in flash.cu.
+// So S and dP are formed twice, but there are no atomics, and the bits of all runs are the same. (Dao 2023, Algorithm
+// 2, sums dQ in memory.)
 #include "simt/tiles.h"
 
 namespace simt {
 
-// delta and lse_log2 of 64 rows a block. 8 threads share a row and add 4 neighbours at a time, so that the bits of the
-// sum do not depend on alignment. O and dO of a row without keys are not read: dO may be NaN. Its delta is 0, or -dlse
-// with a sink, and its lse_log2 is +inf.
+// delta and lse_log2. 8 threads share a row and add 4 neighbours at a time: the bits of the sum do not depend on
+// alignment. dO of a row without keys may be NaN and is not read. Its delta is 0, or -dlse with a sink, and its
+// lse_log2 is +inf.
 constexpr int kPreprocessTy = 16, kPreprocessTx = 8, kPreprocessM = 64;
 template <typename Sum> struct PreprocessTiles { Sum partial[kPreprocessTx][kPreprocessM + 4]; };
 
@@ -95,9 +95,8 @@ template <typename T> struct Matrix {  // [rows, cols] of a head
         : data(rows_of<const T>(x, b, h, row)), head_stride(x.head_stride), row_stride(x.row_stride), cols(cols) {}
 };
 
-// The stream of C and D through shared memory: rows [begin, end) of some heads, in blocks of kBlockN. Stages of a
-// block: C by kStep columns, D by kStep columns, D by kStep rows (only with kOwnsKeys), C by kStep rows. Each is loaded
-// while the one before is used.
+// The stream of C and D through shared memory. Stages of a block of kBlockN rows: C by kStep columns, D by kStep
+// columns, D by kStep rows (only with kOwnsKeys), C by kStep rows. Each is loaded while the one before is used.
 template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     static constexpr int kNThreads = Tiles::kNThreads, kStep = Tiles::kStep;
     using Stage = typename Tiles::Stage;
@@ -106,7 +105,7 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     int heads;  // left
     const int begin, first, end;  // rows before `first` may hold NaN
     const bool aligned;
-    // The stage to load: its block, its first column or row in it, its index.
+    // The stage to load.
     int row = begin;
     enum { kColsC, kColsD, kRowsD, kRowsC } of = kColsC;
     int x = 0, at = 0;
@@ -165,8 +164,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     const Matrix<T> dO(p.dout, p.head_dim_v, tile.b, tile.h, seq.q_begin);
     const Matrix<T> A = kOwnsKeys ? K : Q, B = kOwnsKeys ? V : dO, C = kOwnsKeys ? Q : K, D = kOwnsKeys ? dO : V;
 
-    // Rows to walk along, not rounded to blocks: the dO of a row that sees no key here may be NaN. If owned, it reaches
-    // only its own sums. Keys begin at an even one: kept() asks for two neighbours.
+    // Not rounded to blocks: dO of a row that sees no key here may be NaN. If owned, it reaches only its own sums. Keys
+    // begin at an even one: kept() asks for two neighbours.
     const int own_end = kOwnsKeys ? seq.seqlen_k : seq.seqlen_q, own_rows = min(kBlockM, own_end - own0);
     const int first = kOwnsKeys ? mask.rows(own0).begin : mask.keys(own0).begin;
     const Range walked = own_rows <= 0 ? Range{0, 0}

@@ -1,9 +1,8 @@
 // FlashAttention backward on tensor cores, fp16 and bf16 with fp32 sums: Ampere (sm_80) and every newer GPU.
 //
-// A block of threads owns kBlockN keys of a key/value head. It walks along the rows that see them, a row block of
-// kBlockM at a time, of every query head (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are formed transposed, and
-// a warp owns whole keys, so that P and dS go from accumulators straight into the A operand of the next product, and dK
-// and dV stay in registers:
+// A block of threads owns kBlockN keys and walks along the rows of all query heads that see them, a row block of
+// kBlockM at a time (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are transposed, and a warp owns whole keys. So P
+// and dS go from accumulators straight into the next A operand, and dK and dV stay in registers:
 //   acc_s = K Qᵀ                 [kWarpN, kBlockM]
 //   P = exp(scale · acc_s - lse)
 //   acc_dp = V dOᵀ
@@ -11,11 +10,11 @@
 //   dS = P ∘ (acc_dp - delta)    also to sdS, where all warps can read it
 //   acc_dk += dS Q
 //   acc_dq = dSᵀ K               the one product across warps; all blocks of keys sum it in memory, in fp32
-// Q and dO have two stages: a row block's copies run while the one before is computed, with two barriers. Where that is
-// too much memory there is one stage, and a third barrier.
+// With two stages, copies of Q and dO run while the row block before is computed, with two barriers. One stage takes
+// less memory, and a third barrier.
 //
-// dq_accum has the order of acc_dq's registers, so that a warp adds 512 neighbouring bytes, in any order of blocks. If
-// deterministic, they take turns by dq_semaphore.
+// dq_accum has the order of acc_dq's registers, so that a warp adds 512 neighbouring bytes. If deterministic, blocks
+// take turns by dq_semaphore.
 #include "common/mask.cuh"
 #include "mods/dropout_transposed.cuh"
 #include "sm80/bwd_dq.cuh"
@@ -44,7 +43,7 @@ template <typename T, typename Shape> struct BwdInputs {
     BwdSharedMemory<Shape> &shared;
     const Tile tile;
     const Sequence &seq;
-    // Shuffles show that all lanes agree. So these stay in uniform registers: the loop has no others.
+    // The shuffles let these stay in uniform registers: the loop has no others left.
     const int q_begin = uniform(seq.q_begin), seqlen_q = uniform(seq.seqlen_q), seqlen_k = uniform(seq.seqlen_k);
     const int first_row = uniform(Mask(seq, p).rows(0).begin);  // that sees a key
     const int first_tile = uniform(RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads));
@@ -86,8 +85,7 @@ template <typename T, typename Shape> struct BwdInputs {
     }
 };
 
-// dP becomes dropout's dP - delta. Returns which elements are kept, eight bits an operand. delta, row and key are this
-// lane's first.
+// dP becomes dropout's dP - delta. Returns which elements are kept, eight bits an operand.
 template <int kMTiles, int kNTiles>
 __device__ uint32_t drop(float (&acc_dp)[kMTiles][kNTiles][4], const float *delta, const Dropout &dropout,
                          float keep_scale, int row, int key) {
@@ -110,7 +108,7 @@ __device__ uint32_t drop(float (&acc_dp)[kMTiles][kNTiles][4], const float *delt
     return all_kept;
 }
 
-// kMods: scores are changed by more than a factor, and there may be dropout too.
+// kMods: changed scores, perhaps with dropout.
 template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     static constexpr int kWarpN = Shape::kWarpN, kSub = Shape::kSub, kDimSplit = Shape::kDimSplit;
@@ -133,7 +131,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
 
     __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
 
-    // P and dS of the rows [row0, row0 + kSub) of a row block, and their part of dK and dV.
+    // P and dS of kSub rows, and their part of dK and dV.
     __device__ void add_own_rows(int stage, int h, int m_block, bool is_full, int row0) {
         const uint32_t k_address = shared_address(shared.sK[key0]) + Swizzle::down(lane_idx);
         const uint32_t q_across = shared_address(shared.stages[stage].sQ) + Swizzle::across(lane_idx);
@@ -177,7 +175,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         else return Scores<>(p);
     }
 
-    // acc_s is P, acc_dp is dP - delta. dS goes to shared memory, and P for warps that share keys.
+    // dS goes to shared memory, and P too for warps that share keys.
     __device__ void multiply_own_rows(const Fragment &acc_s, const Fragment &acc_dp, int stage, int row0) {
         const uint32_t q_down = q_address(stage);
         const uint32_t ds_write = shared_address(shared.sdS) + SwizzleS::offset(key0 + r, 0) + 2 * c;
@@ -253,7 +251,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     __device__ void store() {
         const Sequence seq(p, tile.b);  // again: the loop has no registers for it
         const int key = tile.block * kBlockN;
-        auto is_zero = [&](int i) { return key + i >= seq.seqlen_k; };  // the sum may be NaN, from 0 · NaN
+        auto is_zero = [&](int i) { return key + i >= seq.seqlen_k; };  // may be NaN
         auto store_keys = [&](const auto &acc, float scale, auto &sX, const Tensor &x, int cols) {
             store_tile<T>(acc, scale, sX, key0, dim0, rows_of<T>(x, tile.b, tile.h_k, seq.k_begin + key), x.row_stride,
                           min(kBlockN, seq.padded_k - key), cols, is_zero);
@@ -276,7 +274,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     }
 };
 
-// kSplit: blocks may share a tile of keys; a template, because the loop has no register left.
+// kSplit: there may be several splits. It is a constant because the loop has no register left.
 template <typename T, typename Shape, bool kDropout, bool kSplit, bool kMods>
 __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     flash_bwd(const __grid_constant__ AttnBackwardParams p) {
@@ -287,7 +285,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     auto &shared = shared_memory<BwdSharedMemory<Shape>>();
     int block_idx = blockIdx.x;
     if (p.deterministic && p.dq.data) {
-        // Blocks are numbered as they start, so that none waits for the turn of one that cannot start.
+        // Blocks are numbered as they start: none waits for one that cannot start.
         if (threadIdx.x == 0) shared.ticket = atomicAdd(BwdWorkspace<Shape>(p).ticket(p), 1);
         __syncthreads();  // unobserved by racecheck: without it a block may wait for ever
         block_idx = shared.ticket;
@@ -307,7 +305,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
 
     for (int h = h_begin, m_block = blocks.begin, stage = 0; h < h_end; stage ^= kStages - 1) {
         cp_async_wait<0>();
-        __syncthreads();  // the stage has arrived; sdS, sP and the other one have been read
+        __syncthreads();  // the stage has arrived; sdS, sP and the other have been read
         const bool is_last = m_block + 1 == blocks.end;  // of this head
         auto load_next = [&] {
             if (h + is_last < h_end)
@@ -365,8 +363,7 @@ template <typename F> auto with_shape(const AttnBackwardParams &p, F f) {
     const int head_dim = p.max_head_dim();
     if (head_dim <= 64) return f.template operator()<BwdShape<64, 64, 128, 4, 1, 2, 2>>();
     if (head_dim <= 96) return f.template operator()<BwdShape<96, 64, 64, 4, 1, 2, 2>>();
-    // 32 keys for two warps, a half of dK and dV each: 128 of 255 registers. 128 keys a block halve what is added to
-    // memory.
+    // Two warps have 32 keys, a half of dK and dV each: 128 of 255 registers. 128 keys halve what is added to memory.
     if (head_dim <= 128)
         return narrow ? f.template operator()<BwdShape128Narrow>()
                       : f.template operator()<BwdShape<128, 64, 128, 8, 2, 2, 1>>();

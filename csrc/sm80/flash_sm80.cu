@@ -34,7 +34,7 @@ template <typename Shape> struct SharedMemory {
     Mask mask;  // the loop has no register for it
 };
 
-// kMods: scores are changed by more than a factor, and there may be dropout too.
+// kMods: changed scores, perhaps with dropout.
 template <typename T, typename Shape, bool kDropout, bool kMods>
 __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up to 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
@@ -59,7 +59,6 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     BlockRange blocks = Mask(seq, p).key_blocks<kBlockM, kBlockN>(row0);
     if (kMods || !scores.is_raw) blocks.full_end = 0; 
 
-    // This thread's first copy of every tile.
     const int row = thread_idx() / Swizzle::kVecs, vec = threadIdx.x % Swizzle::kVecs;
     const uint32_t copy_offset = Swizzle::offset(row, vec);
     const T *gQ = rows_of<const T>(p.q, tile.b, tile.h, seq.q_begin + row0 + row) + vec * 8;

@@ -1,4 +1,4 @@
-// The folder sm80/ has the forward and backward pass on Ampere's tensor cores, fp16 and bf16. Order in sm80/:
+// The folder sm80/ has forward and backward pass on Ampere's tensor cores, fp16 and bf16. Order in sm80/:
 // tiles.cuh, flash_sm80.cu, bwd_dq.cuh, flash_bwd_sm80.cu.
 //
 // Tiles of 16-bit elements in shared memory: their swizzle, loads, the products of a warp, stores.
@@ -31,9 +31,8 @@ template <int kCols> struct Swizzle {
     }
 };
 
-// Copies kRows rows from `from`, which moves on, to the tile `to`. A thread copies 16 bytes of every kRowStep-th row.
-// Pointers and limits count from its first copy. Outside of rows [row_begin, row_end) and columns [0, cols), nothing is
-// read, and the tile becomes 0.
+// Copies kRows rows from `from`, which moves on, to the tile `to`. Pointers and limits count from a thread's first copy
+// of 16 bytes. Outside of rows [row_begin, row_end) and columns [0, cols), nothing is read, and the tile becomes 0.
 template <int kRows, int kHeadDim, int kNThreads, typename T>
 __device__ void load_tile(uint32_t to, const T *&from, int64_t row_stride, int row_end, int cols,
                           int row_begin = INT_MIN) {

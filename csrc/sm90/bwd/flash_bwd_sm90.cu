@@ -1,9 +1,8 @@
 // FlashAttention backward on Hopper's tensor cores, fp16 and bf16 with fp32 sums: H100, H200 (sm_90a), head_dim to 128.
 //
-// A block of threads takes one work item after the other: kBlockN keys of a key/value head. It walks along the rows
-// that see them, kBlockM at a time, of every query head (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are formed
-// transposed, so that P and dS go from accumulators straight into the A operand of the next product, and dK and dV stay
-// in registers. A consumer warpgroup has 64 keys, and does for each row block:
+// A block of threads takes one work item, kBlockN keys, after the other and walks along the rows of all query heads
+// that see them, kBlockM at a time (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are transposed. So P and dS go
+// from accumulators straight into the next A operand, and dK and dV stay in registers. A consumer has 64 keys:
 //
 //   S = K Qᵀ                     [64, kBlockM]
 //   dP = V dOᵀ - delta           [64, kBlockM], begins with -delta
@@ -12,9 +11,9 @@
 //   dQ += dS(before)ᵀ K          its part for the row block before, over all consumers' keys
 //   dV += P dO    dK += dS Q     beside S of the next row block
 //
-// dQ is one row block late, so that no consumer waits for another's dS: exponentials of one run beside products of the
-// other. The last dQ of a work item is formed in the next one, or at once if deterministic. K, Q and dO of the next
-// work item arrive while the last row blocks run, and V, too, if there is room for two.
+// dQ is one row block late: no consumer waits for another's dS, and exponentials of one run beside products of the
+// other. A work item's last dQ is formed in the next one, or at once if deterministic. K, Q and dO of the next one
+// arrive early, and V, too, if there is room for two.
 #include "common/softmax.cuh"
 #include "mods/dropout_transposed.cuh"
 #include "mods/score_mods.cuh"
@@ -108,7 +107,7 @@ __device__ void multiply_dq(float (&acc_dq)[Shape::kDqTiles][4],
     warpgroup_commit_batch();
 }
 
-// kMods: scores are changed by more than a factor, and there may be dropout too.
+// kMods: changed scores, perhaps with dropout.
 template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsumer {
     static constexpr int kBlockM = Shape::kBlockM, kStages = Shape::kStages, kValueStages = Shape::kValueStages;
     static constexpr int kNTiles = kBlockM / 8, kDTiles = Shape::kHeadDim / 8;
@@ -136,8 +135,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
 
     __device__ void run() {
         uint32_t i = 0;  // counts the row blocks of all work items
-        // Each row block forms dQ of the one before, of work item late_t. So the first has one before it, which is not
-        // added. late_t is even: that product reads sK[0], which is there.
+        // Each row block forms dQ of the one before, of work item late_t. The first one's is not added. Its late_t is
+        // even, so that the product reads sK[0], which is there.
         uint32_t late_t = -2u;
         bool is_added = true;
         if (lane_idx == 0) mbarrier_arrive(shared.ds.full_barrier(0));
@@ -266,7 +265,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         warpgroup_arrive();
         multiply_dq<T, Shape>(acc_dq(), sdS, sK, Shape::kDqParts > 1 ? 64 * consumer : 0);
     }
-    // Row block i - 1 is the last of work item t. A next one forms its dQ again, but does not add it.
+    // The next work item forms this dQ again, but does not add it.
     __device__ void add_last_dq(uint32_t i, uint32_t t) {
         if (!forms_dq(i)) return;
         form_dq(i, t);
@@ -318,9 +317,9 @@ template <typename T, typename Shape> void launch_kernel(const AttnBackwardParam
     launch_bwd<T, Shape, sizeof(BwdSharedMemory<Shape>)>(p, kernel);
 }
 
-// {kHeadDim, kConsumers, kBlockM, kStages}. 64 rows leave registers for dropout and changed scores. 80 rows make fewer
-// row blocks, but their padding costs more below 2048 rows, or at 2048 under a causal mask (journal). The tiles of a
-// packed batch do not depend on its length, nor may a sample's bits.
+// {kHeadDim, kConsumers, kBlockM, kStages}. 64 rows leave registers for dropout and changed scores. Padding to 80 rows
+// costs more below 2048 rows, or at 2048 under a causal mask (journal). A packed batch has the same tiles at any
+// length: a sample's bits must not depend on it.
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
     const bool is_plain = !p.dropout_seed && !p.has_score_mods();
     if (p.max_head_dim() <= 64)

@@ -9,7 +9,7 @@
 // Each block forms half of the columns of dQ and sends dS to the other one: 8 KB, where sums of dQ would be 32 KB. dQ
 // is one row block late, so that dS travels during the next products. One block asks for Q and one for dO, for both.
 //
-// P goes by shared memory from one consumer to the same elements of the other. Dropped ones have a negative sign there.
+// P goes by shared memory from consumer 0 to 1, which has the same elements. Dropped ones have a negative sign there.
 // dS takes the place of P.
 #include "mods/dropout_transposed.cuh"
 #include "sm90/bwd/consumer.cuh"
@@ -41,7 +41,7 @@ template <typename Shape> struct WideShared {
     Ring<1> keys;        // sK, sV, sOtherK
     Ring<kStages> rows;  // sQ, sdO, lse_log2, delta, row_blocks; both blocks release them
     Ring<1> ds;          // full: sdS and sOtherdS have dS; empty: sdS may take P
-    Barrier has_P;       // to sdS
+    Barrier has_P;       // in sdS
     Barrier may_send;    // the other block's sOtherdS may take dS
     Ring<2> dq_turns;    // if deterministic: this block may add dQ
     Barrier dq_added[2]; // by all warps

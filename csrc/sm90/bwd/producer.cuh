@@ -1,6 +1,6 @@
-// Work items, row blocks, shared memory and the four producer warps of flash_bwd_sm90.cu. The first asks TMA for K, V,
-// Q and dO, the second loads lse and delta, the third takes work items, the fourth tells flash_bwd_dq when dQ has been
-// added. If deterministic, the last two also keep turns. flash_bwd_wide_sm90.cu uses what concerns one work item.
+// Work items, row blocks, shared memory and the four producer warps of flash_bwd_sm90.cu: one asks TMA for tiles, one
+// loads lse and delta, one takes work items, one tells flash_bwd_dq when dQ has been added. If deterministic, the last
+// two also keep turns. flash_bwd_wide_sm90.cu uses what concerns one work item.
 #pragma once
 
 #include "mods/score_mods.cuh"
@@ -13,7 +13,7 @@ template <typename Shape> struct BwdParams : AttnBackwardParams {
     BwdWorkspace<Shape> layout;
     TileOrder<Divisor> order;  // of the tiles of keys
     int num_items;             // tiles of keys · max_splits
-    bool rows_first;           // query heads take the same rows together, see WorkItem
+    bool rows_first;           // see WorkItem
     uint32_t together;         // key heads that go together if a sample is alone; a power of 2
     ScoreFactors<float> factors;
     float score_factor, dk_scale, dv_scale;  // P = exp2(score_factor · score - lse_log2)
@@ -179,9 +179,9 @@ template <typename Shape> __device__ void store_zeros(const BwdParams<Shape> &p,
     }
 }
 
-// A warp takes the next work item when all of the last one has been asked for: earlier, it would wait here instead of
-// going to an idle block. Other warps see none without row blocks. If deterministic, a tile waits only for lower ones,
-// which running blocks have taken. The turn of its last row block may come late, so the next work item is taken first.
+// A warp takes a work item when all of the last one has been asked for: earlier, it would wait here instead of going to
+// an idle block. Other warps see none without row blocks. If deterministic, a tile waits only for lower ones, which
+// running blocks have taken. The turn of its last row block may come late, so the next work item is taken first.
 template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared) {
     const int lane_idx = threadIdx.x % 32;
 #pragma unroll 1
@@ -190,7 +190,7 @@ template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, B
         shared.work.producer_acquire(t);
         WorkItem<Shape> &work = shared.work_of(t);
         if (lane_idx == 0) work.idx = t, work.begin = t == 0 ? 0 : shared.work_of(t - 1).end();
-        bool is_due = p.takes_turns() && t > 0;  // that turn
+        bool is_due = p.takes_turns() && t > 0;  // of the last row block before
         auto wait_for_last_turn = [&] {
             const WorkItem<Shape> &before = shared.work_of(work.idx - 1);
             if (is_due && lane_idx == 0)
@@ -287,8 +287,7 @@ __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const Wo
     });
 }
 
-// Only load_numbers() reads what the previous kernel, preprocess_backward(), wrote. All else is older, since that
-// kernel is launched plainly.
+// Only load_numbers() reads what the previous kernel, preprocess_backward(), wrote; all else is older.
 template <typename Shape> __device__ void produce(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared) {
     auto for_work = [&](auto f) {
 #pragma unroll 1
