@@ -65,6 +65,9 @@ template <typename Shape> struct BwdWorkspace {
     __host__ __device__ int64_t bytes(bool deterministic) const {
         return zeroed_bytes(deterministic) + 4 * max_splits * 2 * dkv_floats;
     }
+    __device__ int row_tile(const AttnBackwardParams &p, int b, int h, int m_block) const {
+        return row_tiles.first_tile(b, p.nheads) + h * row_tiles.slots + m_block;
+    }
     __device__ static int *ticket(const AttnBackwardParams &p) { return static_cast<int *>(p.workspace); }
     // A lane's part of a warp's first fragment. The next one is 128 floats further.
     __device__ static float *dq_accum(const AttnBackwardParams &p, int tile, int warp_idx, uint32_t lane_idx) {

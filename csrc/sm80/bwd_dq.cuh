@@ -39,9 +39,8 @@ __global__ void __launch_bounds__(Shape::kNThreads) flash_bwd_dq(const __grid_co
     const Tile tile = RowTiles<Shape::kBlockM>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);
     const BwdWorkspace<Shape> workspace(p);
-    const int row_tile =
-        workspace.row_tiles.first_tile(tile.b, p.nheads) + tile.h * workspace.row_tiles.slots + tile.block;
-    const float *dq_accum = workspace.dq_accum(p, row_tile, threadIdx.x / 32, threadIdx.x % 32);
+    const float *dq_accum = workspace.dq_accum(p, workspace.row_tile(p, tile.b, tile.h, tile.block), threadIdx.x / 32,
+                                               threadIdx.x % 32);
     float acc_dq[2][Shape::kDqTiles][4];
 #pragma unroll
     for (int j = 0; j < 2 * Shape::kDqTiles; j++)

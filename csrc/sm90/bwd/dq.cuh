@@ -33,9 +33,8 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps)
     __syncthreads();  // unobserved by the emulator: kernels run one after the other there
     auto &sdQ = shared_memory<SmemTile<kBlockM, kHeadDim>>();
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32, part = warp_idx / 4 * 64;
-    const int first_tile = workspace.row_tiles.first_tile(tile.b, p.nheads);
-    const float *dq_accum = workspace.dq_accum(
-        p, first_tile + tile.h * workspace.row_tiles.slots + tile.block, warp_idx, thread_idx() % 32);
+    const float *dq_accum = workspace.dq_accum(p, workspace.row_tile(p, tile.b, tile.h, tile.block), warp_idx,
+                                               thread_idx() % 32);
     float4 x[Shape::kDqTiles];
 #pragma unroll
     for (int n = 0; n < Shape::kDqTiles; n++) x[n] = *reinterpret_cast<const float4 *>(dq_accum + 128 * n);

@@ -129,8 +129,7 @@ template <typename Shape> struct BwdSharedMemory {
 // another thread ends it. The blocks of a pair add different columns, in turns of their own.
 template <typename Shape>
 __device__ int *dq_semaphore(const BwdParams<Shape> &p, const WorkItem<Shape> &work, int h, int m_block, int rank) {
-    const auto &tiles = p.layout.row_tiles;
-    return p.layout.dq_semaphore(p, tiles.first_tile(work.tile.b, p.nheads) + h * tiles.slots + m_block, rank);
+    return p.layout.dq_semaphore(p, p.layout.row_tile(p, work.tile.b, h, m_block), rank);
 }
 template <typename Shape, typename Shared>
 __device__ void wait_for_turn(const BwdParams<Shape> &p, Shared &shared, const WorkItem<Shape> &work, uint32_t i, int h,
@@ -275,10 +274,9 @@ __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const Wo
             if (32 * j + lane_idx < kBlockM)
                 shared.lse_log2[stage][32 * j + slot] = lse_log2[j], shared.delta[stage][32 * j + slot] = delta[j];
         if (lane_idx == 0) {
-            const auto &tiles = p.layout.row_tiles;
             RowBlock &block = shared.row_block(i);
             block.h = h, block.m_block = m_block, block.is_full = work.blocks.is_full(m_block);
-            block.dq_tile = tiles.first_tile(work.tile.b, p.nheads) + h * tiles.slots + m_block;
+            block.dq_tile = p.layout.row_tile(p, work.tile.b, h, m_block);
             block.slope = p.alibi_slopes
                               ? p.alibi_slopes[work.tile.b * p.alibi_batch_stride + h] * p.factors.per_unit : 0.f;
         }
