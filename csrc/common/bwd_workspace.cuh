@@ -1,6 +1,6 @@
-// The workspace of the backward kernels on tensor cores, for sums that no block of threads has whole: dQ, and dK and dV
-// where several blocks, the splits, share a tile of keys. flash_bwd_dkv combines splits in order. Each architecture has
-// its own flash_bwd_dq, since dq_accum has the order of its accumulators.
+// The workspace of the backward kernels on tensor cores: sums of dQ, and of dK and dV where several blocks of threads,
+// the splits, share a tile of keys. flash_bwd_dkv combines splits in order. Each architecture has its own flash_bwd_dq,
+// since dq_accum has the order of its accumulators.
 #pragma once
 
 #include "common/launch.h"
@@ -9,13 +9,13 @@
 #include "flash.h"
 #include "ptx/sm80.cuh"
 
-// How many splits a tile of keys has, each for whole query heads. To be worth their sums in memory, they have 1024 rows
-// or more each, masked ones included, and no more sums than the group has elements of Q. If Shape::kFillsGpu, they are
-// no more than one sample needs to fill a GPU, or twice that under a causal mask, whose first tiles take longest. Only
-// a sample's lengths and the numbers of heads count: its bits must not depend on its batch. A packed batch is not
-// split: the host knows no sample's length.
-// kMost: the most for samples of a padded batch with lengths that the host does not know. It is too low if keys are
-// padded to many more than there are rows. Only then does padding change the number.
+// How many splits a tile of keys has, each for whole query heads. To be worth their sums in memory, each has at least
+// 1024 rows, masked or not, and all have no more sums than the group has elements of Q. If Shape::kFillsGpu, one sample
+// needs them all to fill a GPU, or twice that under a causal mask, whose first tiles take longest. Only the sample's
+// lengths and the heads count: its bits must not depend on its batch. A packed batch is not split: the host knows no
+// lengths.
+// kMost: the most for any sample of a padded batch. It is too low if keys are padded to many more than there are rows.
+// Only then does padding change the number.
 template <typename Shape, bool kMost = !Shape::kFillsGpu>
 __host__ __device__ int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
     if (p.cu_seqlens_q) return 1;
@@ -57,7 +57,7 @@ template <typename Shape> struct BwdWorkspace {
         dkv_floats = max_splits > 1 ? p.batch_size * p.nheads_k * padded_keys * kHeadDim : 0;
     }
 
-    // The launcher zeroes all but dkv_accum, which begins at a multiple of 128 bytes, or stores would be slow.
+    // All but dkv_accum, which begins at a multiple of 128 bytes: other stores are slow.
     __host__ __device__ int64_t zeroed_bytes(bool deterministic) const {
         const int64_t numbers = key_heads + (deterministic ? Shape::kSemaphores * tiles : 0);
         return 128 + 4 * tiles * kDqFloats + (4 * numbers + 127) / 128 * 128;
@@ -77,7 +77,7 @@ template <typename Shape> struct BwdWorkspace {
     __device__ int *dq_arrivals(const AttnBackwardParams &p, const Tile &tile) const {
         return first_arrivals(p) + (p.cu_seqlens_k ? 0 : tile.b * p.nheads_k) + tile.h_k;
     }
-    // Counts key blocks that have added their dQ to a tile of rows. i: the warp or block that adds a part.
+    // Counts key blocks that have added part i of their dQ.
     __device__ int *dq_semaphore(const AttnBackwardParams &p, int64_t tile, int i) const {
         return first_arrivals(p) + key_heads + tile * Shape::kSemaphores + i;
     }
@@ -85,7 +85,7 @@ template <typename Shape> struct BwdWorkspace {
     __device__ int splits_of(const AttnBackwardParams &p, const Sequence &seq) const {
         return min(max_splits, num_splits<Shape>(p, seq.seqlen_q, seq.seqlen_k));
     }
-    // dK of a split, or of a key in a tile; dV follows dkv_floats later.
+    // dV follows dkv_floats after dK.
     __device__ float *dkv_accum(const AttnBackwardParams &p, int split_idx) const {
         char *begin = static_cast<char *>(p.workspace) + zeroed_bytes(p.deterministic);
         return reinterpret_cast<float *>(begin) + 2 * split_idx * dkv_floats;
@@ -94,7 +94,7 @@ template <typename Shape> struct BwdWorkspace {
         const int64_t bh = int64_t(tile.b) * p.nheads_k + tile.h_k;
         return dkv_accum(p, split_idx) + (bh * padded_keys + (tile.block * kBlockN + key)) * kHeadDim;
     }
-    // A lane's accumulators of 16 keys. dk: where its first element goes.
+    // A lane's accumulators of 16 keys, to its first place in dK.
     template <int kDTiles>
     __device__ void store_split(float *dk, const float (&acc_dk)[kDTiles][4], const float (&acc_dv)[kDTiles][4]) const {
         float *dv = dk + dkv_floats;
@@ -108,8 +108,8 @@ template <typename Shape> struct BwdWorkspace {
     }
 };
 
-// How many blocks of keys add to dQ of these rows before this one, if deterministic. Under a causal mask the last block
-// goes first: it begins with these rows.
+// How many blocks of keys add their dQ before this one. Under a causal mask the last goes first: it begins with these
+// rows.
 template <typename Shape>
 __device__ int dq_turn(const AttnBackwardParams &p, const Mask &mask, const Tile &tile, int m_block) {
     const BlockRange keys = mask.key_blocks<Shape::kBlockM, Shape::kBlockN>(m_block * Shape::kBlockM);

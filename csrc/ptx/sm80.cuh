@@ -59,7 +59,7 @@ __device__ inline uint32_t thread_idx() {
     return x;
 }
 
-// "cp.async.commit_group": makes this thread's copies a group.
+// "cp.async.commit_group".
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // "cp.async.wait_group": waits for all groups but the newest kPending.
@@ -96,7 +96,7 @@ template <typename T> __device__ void mma(float (&d)[4], const uint32_t (&a)[4],
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// "red": adds to four floats in global memory, at once from sm_90 on.
+// "red": adds four floats, at once from sm_90 on.
 __device__ inline void red_add(float *to, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),

@@ -19,9 +19,8 @@
 
 namespace simt {
 
-// delta and lse_log2. 8 threads share a row and add 4 neighbours at a time: the bits of the sum do not depend on
-// alignment. dO of a row without keys may be NaN and is not read. Its delta is 0, or -dlse with a sink, and its
-// lse_log2 is +inf.
+// delta and lse_log2. 8 threads of a row add 4 neighbours at a time: bits do not depend on alignment. dO of a row
+// without keys may be NaN and is not read. Its delta is 0, or -dlse with a sink, its lse_log2 +inf.
 constexpr int kPreprocessTy = 16, kPreprocessTx = 8, kPreprocessM = 64;
 template <typename Sum> struct PreprocessTiles { Sum partial[kPreprocessTx][kPreprocessM + 4]; };
 
@@ -78,8 +77,8 @@ template <typename Sum, int kHeadDim_, int kBlockM_, int kBlockN_, int kTy_, int
     } stages[2];
 };
 
-// {kHeadDim, kBlockM, kBlockN, kTy, kTx, kStep}. Owned rows stay in shared memory, their sums in 2 · 32 registers a
-// thread: wider rows are fewer. All fit the 64 KB of sm_75.
+// {kHeadDim, kBlockM, kBlockN, kTy, kTx, kStep}. Owned rows stay in shared memory, their sums in 2 · 32 registers:
+// wider rows are fewer. All fit the 64 KB of sm_75.
 template <typename Sum> using BwdTiles64 = BwdTiles<Sum, 64, 64, 64, 16, 8, 16>;
 template <typename Sum> using BwdTiles128 = BwdTiles<Sum, 128, 32, 64, 8, 16, 16>;
 template <typename Sum> using BwdTiles256 = BwdTiles<Sum, 256, 16, 64, 8, 16, 8>;

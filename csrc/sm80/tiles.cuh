@@ -1,7 +1,7 @@
 // The folder sm80/ has forward and backward pass on Ampere's tensor cores, fp16 and bf16. Order in sm80/:
 // tiles.cuh, flash_sm80.cu, bwd_dq.cuh, flash_bwd_sm80.cu.
 //
-// Tiles of 16-bit elements in shared memory: their swizzle, loads, the products of a warp, stores.
+// Tiles of 16-bit elements in shared memory: swizzle, loads, products, stores.
 #pragma once
 
 #include <climits>
@@ -23,8 +23,8 @@ template <int kCols> struct Swizzle {
     static __device__ uint32_t move(uint32_t base, int rows, int pairs) {
         return (base ^ pairs % (kVecs / 2) * 32) + rows * kRowBytes + pairs / (kVecs / 2) * (16 * kVecs);
     }
-    // The row that each lane gives to ldmatrix for a 16×16 tile. Its four 8×8 matrices go down first (A, or B
-    // transposed), or across first (B, whose rows are columns of the product).
+    // The row that a lane gives to ldmatrix for a 16×16 tile, whose four matrices go down first (A, or B transposed) or
+    // across first (B, whose rows are columns of the product).
     static __device__ uint32_t down(int lane_idx) { return offset(lane_idx % 16, lane_idx / 16); }
     static __device__ uint32_t across(int lane_idx) {
         return offset(lane_idx / 16 * 8 + lane_idx % 8, lane_idx / 8 % 2);

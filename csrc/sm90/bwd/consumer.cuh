@@ -27,8 +27,7 @@ __device__ void exponentiate(float (&acc_s)[kNTiles][4], const float (&lse_log2)
     for_rows(acc_s, lse_log2, lane_idx,
              [&](float s, float lse, int) { return exp2_approx(-fabsf(s * factor - lse)); });
 }
-// Both consumers set rows of tiles outside of `seen` to 0: they may hold NaN, and 0 · NaN is NaN. Rows beyond the
-// tensor are 0 already.
+// Rows outside of `seen` become 0: they may hold NaN, and 0 · NaN is NaN. Rows beyond the tensor are 0 already.
 template <int kRows, int kHeadDim> __device__ void clear_outside(SmemTile<kRows, kHeadDim> &tile, Range seen) {
     constexpr int kVecs = SmemTile<kRows, kHeadDim>::kRowBytes / 16;
 #pragma unroll 1
@@ -52,7 +51,7 @@ template <typename Shape> __device__ Range seen_rows(const WorkItem<Shape> &work
     return {work.first_row - m_block * Shape::kBlockM, work.seq.seqlen_q - m_block * Shape::kBlockM};
 }
 
-// Adds a warp's part of the dQ of row block i. Not every warp has_part, but all take turns.
+// Not every warp has_part of dQ, but all take turns.
 template <typename Shape, typename Shared>
 __device__ void add_dq(const BwdParams<Shape> &p, Shared &shared, uint32_t i, int warp,
                        int lane_idx, const float (&acc_dq)[Shape::kDqTiles][4], bool has_part = true) {

@@ -11,12 +11,11 @@ namespace sm90 {
 
 using namespace device;
 
-// The part of a row block's dQ [kBlockM, kHeadDim] that a consumer forms: 64 columns, 64 rows, everything in turns, or
-// 64 columns transposed, for a kBlockM that is no multiple of 64.
+// A consumer's part of dQ [kBlockM, kHeadDim]: 64 columns, 64 rows, everything in turns, or 64 columns transposed, if
+// kBlockM is no multiple of 64.
 enum class DqPart { kColumns, kRows, kTurns, kTransposed };
 
-// dq of a tile of rows: dq_accum times `scale`. A key head's sums are whole after `arrivals` reports, or, if that is 0
-// because keys are split, after the previous kernel.
+// A key head's sums are whole after `arrivals` reports, or after the previous kernel if that is 0: keys are split.
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(32 * Shape::kDqWarps)
     flash_bwd_dq(const __grid_constant__ AttnBackwardParams p, const __grid_constant__ BwdWorkspace<Shape> workspace,

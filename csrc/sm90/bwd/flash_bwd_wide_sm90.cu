@@ -1,16 +1,15 @@
 // FlashAttention backward on Hopper's tensor cores for head_dim above 128. The registers of two consumers hold dK and
-// dV of 64 keys, but adding dQ to memory for 64 keys at a time would take too much of L2's time. So a pair, a cluster
-// of two blocks of threads, owns 128 keys and walks along the rows that see them, 64 at a time. Each block has 64 keys:
+// dV of 64 keys, but to add dQ for 64 keys at a time would take too much of L2's time. So a pair, a cluster of two
+// blocks of threads, owns 128 keys and walks along the rows that see them, 64 at a time. Each block has 64 keys:
 //
 //   consumer 0   S = K Qᵀ                P = exp(scale · S - lse)     dV += P dO
 //   consumer 1   dP = V dOᵀ              dS = P ∘ (dP - delta)        dK += dS Q
 //   both         dQ += dS(before)ᵀ K     over both blocks' keys, 64 columns each
 //
-// Each block forms half of the columns of dQ and sends dS to the other one: 8 KB, where sums of dQ would be 32 KB. dQ
-// is one row block late, so that dS travels during the next products. One block asks for Q and one for dO, for both.
+// Each block forms half of the columns of dQ and sends dS to the other: 8 KB, where dQ would be 32 KB. dQ is one row
+// block late: dS travels during the next products. One block asks for Q, one for dO, for both.
 //
-// P goes by shared memory from consumer 0 to 1, which has the same elements. Dropped ones have a negative sign there.
-// dS takes the place of P.
+// P goes by shared memory from consumer 0 to 1, with a negative sign where it is dropped. dS takes its place.
 #include "mods/dropout_transposed.cuh"
 #include "sm90/bwd/consumer.cuh"
 #include "sm90/bwd/launch.cuh"
@@ -26,7 +25,7 @@ template <int kHeadDim_> struct WideShape {
     static constexpr int kDqParts = kHeadDim / 64, kDqWarps = 4 * kDqParts;
     static constexpr int kDqTiles = kBlockM * kHeadDim / (512 * kDqParts);
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-    // The parts of 64 columns of dQ that a block forms. One consumer may have none.
+    // Parts of 64 columns of dQ. A consumer may have none.
     __device__ static int parts_of(int rank) { return min(kConsumers, kDqParts - kConsumers * rank); }
 };
 
@@ -118,7 +117,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
             clear_tiles<64>(seen_keys<64>(p, work, key0()), shared.sK, shared.sV);
             clear_tiles<64>(seen_keys<64>(p, work, key0() + 64 * (1 - 2 * rank)), shared.sOtherK);
             add_row_block<true>(0);
-            // With products under way when the loop begins, ptxas would serialize all.
+            // Products under way when the loop begins would make ptxas serialize all.
             warpgroup_wait<0>(acc_sum, operand);  // unobserved by the emulator: ptxas alone needs it
 #pragma unroll 1
             for (int i = 1; i < count; i++) add_row_block<false>(i);

@@ -23,11 +23,11 @@ template <typename Shape> struct BwdParams : AttnBackwardParams {
 
 // A work item: a tile of keys, or a split of it, and the row blocks of one query head after the other.
 //
-// Where query heads share keys under a causal mask, all heads take the same rows, then the next. Tiles come in waves of
-// as many as a GPU computes at once. Even waves begin together at the last rows, which all tiles see, and go backwards.
-// As short tiles end, long ones of the odd wave begin at their first rows and go forwards to the last. So blocks are at
-// two places of the rows at most, and Q, dO and dq_accum of all heads there should fit in L2. Deterministic passes and
-// packed batches order tiles otherwise, and windows make them short: these go head by head.
+// Where query heads share keys under a causal mask, all heads take the same rows, then the next. A wave is as many
+// tiles as a GPU computes at once. Even waves begin together at the last rows, which all tiles see, and go backwards.
+// As short tiles end, long ones of the odd wave begin at their first rows and go forwards. So blocks are at two places
+// of the rows, where Q, dO and dq_accum of all heads should fit in L2. Deterministic passes and packed batches order
+// tiles otherwise, and windows make them short: these go head by head.
 template <typename Shape> struct WorkItem {
     Tile tile;
     Sequence seq;
@@ -35,8 +35,8 @@ template <typename Shape> struct WorkItem {
     int first_row;                 // that sees a key
     int split_idx, splits, h_end;  // this split has the heads [tile.h, h_end)
     int direction;                 // 1 or -1: forwards or backwards, rows first; 0: head by head
-    // A block of threads counts its work items and all their row blocks: these are [begin, end()). volatile: threads
-    // with few registers read it anew.
+    // A block counts its work items, and all their row blocks: here [begin, end()). volatile: threads with few
+    // registers read it anew.
     volatile uint32_t idx, begin;
 
     // Each member is written when it is known: the thread has few registers.
@@ -79,7 +79,7 @@ template <typename Shape> struct WorkItem {
         }
     }
 };
-// kBlockM rows of a query head. Consumers have no registers to find this.
+// kBlockM rows of a query head. Consumers have no registers to find it.
 struct RowBlock {
     int h, m_block;
     int dq_tile;   // among all tiles of rows
@@ -125,8 +125,8 @@ template <typename Shape> struct BwdSharedMemory {
     }
 };
 
-// If deterministic, tiles of keys add to a tile of dQ in turns. One thread waits for the turn, consumers add, and
-// another thread ends it. The blocks of a pair add different columns, in turns of their own.
+// If deterministic, tiles of keys add to dQ in turns. One thread waits for the turn, consumers add, another thread ends
+// it. The blocks of a pair add different columns, in turns of their own.
 template <typename Shape>
 __device__ int *dq_semaphore(const BwdParams<Shape> &p, const WorkItem<Shape> &work, int h, int m_block, int rank) {
     return p.layout.dq_semaphore(p, p.layout.row_tile(p, work.tile.b, h, m_block), rank);
@@ -178,9 +178,9 @@ template <typename Shape> __device__ void store_zeros(const BwdParams<Shape> &p,
     }
 }
 
-// A warp takes a work item when all of the last one has been asked for: earlier, it would wait here instead of going to
-// an idle block. Other warps see none without row blocks. If deterministic, a tile waits only for lower ones, which
-// running blocks have taken. The turn of its last row block may come late, so the next work item is taken first.
+// A warp takes a work item when the last one has been asked for: earlier, it would wait here instead of going to an
+// idle block. Other warps see none without row blocks. If deterministic, tiles wait only for lower ones, which running
+// blocks have taken. The last turn may come late, so the next work item is taken before it.
 template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared) {
     const int lane_idx = threadIdx.x % 32;
 #pragma unroll 1
