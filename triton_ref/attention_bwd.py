@@ -88,10 +88,11 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=
 
 
 def _num_splits(group, seqlen_q, seqlen_k, is_packed=False):
-    """How many programs share a block of keys that `group` query heads read: num_splits of csrc/sm80/bwd_workspace.cuh,
-    which says why. Here a split has whole heads. The kernel calls _splits_of with the rows of its sample and this
-    result as max_splits. That is of the padded lengths. Where seqused_q and seqused_k differ, a sample may thus have
-    another number of splits than it would have alone, and the last bits of its dK and dV depend on the padding.
+    """How many programs share a block of keys that `group` query heads read: num_splits of
+    csrc/common/bwd_workspace.cuh, which says why. Here a split has whole heads. The kernel calls _splits_of with the
+    rows of its sample and this result as max_splits. That is of the padded lengths. Where seqused_q and seqused_k
+    differ, a sample may thus have another number of splits than it would have alone, and the last bits of its dK and dV
+    depend on the padding.
 
     One in a packed batch, whose lengths the host does not know."""
     if is_packed:

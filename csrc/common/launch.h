@@ -1,6 +1,7 @@
 // The folder common/ has what all kernels share: the launch, the lengths of a sample, one mask, one order of tiles and
 // one softmax. Order in common/: launch.h, device.h, sequence.cuh, mask.cuh, scores.cuh, scheduler.cuh, softmax.cuh.
-// Beside it: device.cu; counters.h, counters.cu and cache_sequence.cuh for caches; key_tiles.cuh, bwd_splits.cuh.
+// Beside it: device.cu; counters.h, counters.cu and cache_sequence.cuh for caches; key_tiles.cuh and
+// bwd_workspace.cuh for backward passes.
 //
 // The CUDA runtime as the kernels need it: element types, dynamic shared memory, and functions that launch or throw.
 // host/cuda.h has them for the CPU, in namespace host: both are linked into one library.

@@ -1,11 +1,10 @@
-// Dropout for scores that are formed transposed, as the backward passes on tensor cores do.
+// Dropout for the transposed scores of the backward passes.
 #pragma once
 
 #include "mods/dropout.h"
 
-// Bit i + 2·j + 16·e says whether the row `row + 8·i + e` and the key `key + 8·j` is kept, i, j and e < 2; row % 16 and
-// key % 16 are below 8, row is even. A call of Dropout::keep_bits has two keys, which are those of two lanes that are 4
-// apart. So each of these two lanes makes one call, for one e, and they exchange halves of the result.
+// Bit i + 2·j + 16·e: whether row + 8·i + e and key + 8·j is kept, i, j and e < 2; row % 16 and key % 16 < 8, row is
+// even. Dropout::keep_bits gives the keys of two lanes, 4 apart. Each calls it for one e, and they exchange halves.
 __device__ inline uint32_t kept_transposed(const Dropout &dropout, int row, int key) {
     uint32_t kept[4];
     const int e = key % 2;
@@ -16,18 +15,16 @@ __device__ inline uint32_t kept_transposed(const Dropout &dropout, int row, int 
     return (e ? (mine & 0xffff0000) | theirs >> 16 : (mine & 0xffff) | theirs << 16) >> 12;
 }
 
-// The bit of kept_transposed() for an element of a transposed accumulator of 16 rows, of its tile of 8 rows: elements 0
-// and 1 are of a key, 2 and 3 of the key + 8.
+// The bit for an element of the first or second 8 rows; elements 2 and 3 are of the key + 8.
 __device__ constexpr int bit_transposed(int tile, int element) { return tile + element / 2 * 2 + element % 2 * 16; }
 
-// kept_transposed() for the accumulator of a lane that has 64 rows, as those of wgmma do; row and key are its first.
 __device__ inline uint32_t kept_of_64_rows(const Dropout &dropout, int row, int key) {
     uint32_t kept = 0;
 #pragma unroll
     for (int kk = 0; kk < 4; kk++) kept |= kept_transposed(dropout, row + 16 * kk, key) << 4 * kk;
     return kept;
 }
-// Of element e of acc[n]. A lane may have more than 64 rows where nothing is dropped: then all bits are set.
+// For element e of acc[n]. With more than 64 rows nothing is dropped and all bits are set.
 __device__ constexpr bool is_kept(uint32_t kept, int n, int e) {
     return kept >> (n % 8 / 2 * 4 + bit_transposed(n % 2, e)) & 1;
 }

@@ -1,12 +1,11 @@
 // The folder ptx/ wraps the instructions that CUDA C++ has no name for. No other file contains asm. Order in ptx/:
 // sm80.cuh, sm90.cuh.
 //
-// Ampere's instructions that CUDA C++ has no name for: asynchronous copies, matrix loads, matrix products, a fast exp2.
-// One wrapper an instruction, named as in the PTX ISA and with its section there. Every GPU from sm_80 on has them all.
+// Instructions of Ampere and newer GPUs, each with the title of its section in the PTX ISA.
 //
 // Fragments of an m16n8k16 product ("Matrix Fragments for mma.m16n8k16 with floating point type"): lane 4·r + c of a
 // warp, r < 8 and c < 4, holds
-//   A [16, 16]  a[0] row r, columns 2c and 2c + 1; a[1] the same of row r + 8; a[2], a[3] as these, columns + 8
+//   A [16, 16]  a[0] row r, columns 2c and 2c + 1; a[1] row r + 8; a[2], a[3] columns + 8
 //   B [16, 8]   b0 column r, rows 2c and 2c + 1; b1 rows + 8
 //   D [16, 8]   d[0], d[1] row r, columns 2c and 2c + 1; d[2], d[3] row r + 8
 #pragma once
@@ -19,78 +18,71 @@
 
 namespace ptx {
 
-// The address of an object in shared memory, as the instructions take it.
 __device__ inline uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// "Data Movement and Conversion Instructions: cp.async": 16 bytes from global to shared memory, past registers and L1.
-// If not `inside`, nothing is read and the 16 bytes become 0.
+// "cp.async": 16 bytes from global to shared memory, past L1, or zeros if not `inside`.
 __device__ inline void cp_async(uint32_t to, const void *from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 
-// "createpolicy": for what is read only once, so that what else L2 holds stays there. Made at every call, so that no
-// register holds it across a loop.
+// "createpolicy": data that is read once leaves L2 first. Made at every call, so that no register holds it across a
+// loop.
 __device__ inline uint64_t evict_first() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-// cp_async() with a policy.
 __device__ inline void cp_async(uint32_t to, const void *from, bool inside, uint64_t policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
                  "r"(inside ? 16 : 0), "l"(policy) : "memory");
 }
 
-// The same of 4 bytes, by way of L1.
+// cp.async of 4 bytes, through L1.
 __device__ inline void cp_async_4(void *to, const void *from, bool inside) {
     const int bytes = inside ? 4 : 0;
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
                  : "memory");
 }
 
-// "Parallel Synchronization and Communication Instructions: atom", with .acq_rel: adds x and returns what was there
-// before. A thread that reads a sum sees what the threads that added to it wrote before, and what was written by those
-// that met them at a barrier.
+// "atom", .acq_rel: returns the old value. A thread that reads a sum sees what the threads that added to it wrote
+// before, and what threads wrote that met them at a barrier.
 __device__ inline int atomic_add_acq_rel(int *to, int x) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(x) : "memory");
     return before;
 }
 
-// "Special Registers: %tid". Read at every call, so that no value made of it stays in a register across a loop.
+// "%tid", read at every call, so that no register holds it across a loop.
 __device__ inline uint32_t thread_idx() {
     uint32_t x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
 }
 
-// "cp.async.commit_group": this thread's copies since the last one become a group.
+// "cp.async.commit_group".
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// "cp.async.wait_group": this thread's groups have arrived, but for the newest kPending.
+// "cp.async.wait_group": waits for all groups but the newest kPending.
 template <int kPending> __device__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// "Warp-level matrix load instruction: ldmatrix": four 8×8 matrices of 16-bit elements, each a fragment. Lane l names
-// where row l % 8 of matrix l / 8 lies, 16 bytes.
+// "ldmatrix": four 8×8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void ldmatrix(uint32_t (&x)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
 }
 
-// The same with .trans: of each matrix, the transpose.
 __device__ inline void ldmatrix_trans(uint32_t (&x)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
 }
 
-// "st.shared": 4 bytes.
 __device__ inline void store_shared(uint32_t to, uint32_t x) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
-// "Multiply-and-Accumulate Instruction: mma", m16n8k16: d += A B, A and B of type T, sums in fp32.
+// "mma": d += A B in fp32, A and B of type T.
 template <typename T> __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (std::is_same_v<T, __half>)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -104,8 +96,7 @@ template <typename T> __device__ void mma(float (&d)[4], const uint32_t (&a)[4],
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// "Parallel Synchronization and Communication Instructions: red": x is added to four floats in global memory, in no
-// order among the threads that do. Four at once from sm_90 on.
+// "red": adds four floats, at once from sm_90 on.
 __device__ inline void red_add(float *to, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
@@ -116,10 +107,10 @@ __device__ inline void red_add(float *to, const float (&x)[4]) {
 #endif
 }
 
-// "nanosleep": for 0 to 400 nanoseconds.
+// "nanosleep": 0 to 400 nanoseconds.
 __device__ inline void sleep_briefly() { asm volatile("nanosleep.u32 200;"); }
 
-// "ld" and "st", .acquire and .release: a number by which one block tells another of what it wrote before.
+// "ld" and "st", .acquire and .release: one block tells another that it has written.
 __device__ inline int load_acquire(const int *from) {
     int x;
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
@@ -129,21 +120,21 @@ __device__ inline void store_release(int *to, int x) {
     asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
-// "Floating Point Instructions: ex2", .approx.ftz: 2^x to 22 bits.
+// "ex2": 2^x to 22 bits.
 __device__ inline float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// "Floating Point Instructions: tanh", .approx: within 2^-11 of itself, as FlashAttention-3 has it for a softcap.
+// "tanh": within 2^-11, as FlashAttention-3 has it for a softcap.
 __device__ inline float tanh_approx(float x) {
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// Two floats rounded to T, x in the low half: neighbouring columns of a fragment.
+// Neighbouring columns of a fragment, x in the low half.
 template <typename T> __device__ uint32_t pack(float x, float y) {
     std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162> pair;
     if constexpr (std::is_same_v<T, __half>) pair = __floats2half2_rn(x, y);

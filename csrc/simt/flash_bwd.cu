@@ -1,28 +1,27 @@
 // FlashAttention, backward pass: dQ, dK and dV of O = softmax(scale · Q Kᵀ) V, from dO, O and lse. Plain CUDA C++ in
-// true fp32 for whatever flash.cu serves, and on the CPU as it is, in fp64 too.
+// true fp32, and on the CPU, in fp64 too.
 //
 //   P = exp(scale · Q Kᵀ - lse)      dP = dO Vᵀ               dV = Pᵀ dO
 //   delta = rowsum(dO ∘ O) - dlse    dS = P ∘ (dP - delta)    dK = scale · dSᵀ Q    dQ = scale · dS K
 //
-// With dropout, dP and the P of dV are masked and scaled as the P of O was. dlse is in delta because d lse / d S = P.
+// Dropout masks and scales dP and the P of dV as the P of O. dlse is in delta because d lse / d S = P.
 //
-// A small kernel, preprocess, forms delta. Then there are two kernels with one source. A block of threads owns kBlockM
-// rows of A and B, walks along those of C and D, kBlockN at a time, and sums dA and dB in registers:
+// One kernel forms delta. Two have one source: a block of threads owns kBlockM rows of A and B, walks along C and D,
+// kBlockN rows at a time, and sums dA and dB in registers:
 //
 //   kOwnsKeys    A   B    C   D     A Cᵀ   B Dᵀ    dA           dB
 //   true         K   V    Q   dO    Sᵀ     dPᵀ     += dSᵀ Q     += Pᵀ dO    of all query heads that share K and V
 //   false        Q   dO   K   V     S      dP      += dS K
 //
-// So S and dP are formed twice, but nothing is summed in memory: no atomics and the same bits in every run. (Dao 2023,
-// Algorithm 2, sums dQ in memory instead.) The threads form a grid over the products as in flash.cu.
+// So S and dP are formed twice, but there are no atomics, and the bits of all runs are the same. (Dao 2023, Algorithm
+// 2, sums dQ in memory.)
 #include "common/key_tiles.cuh"
 #include "simt/tiles.h"
 
 namespace simt {
 
-// Preprocess: delta and lse_log2 of 64 rows a block. 8 threads share a row. Each adds 4 neighbours at a time, so that
-// the order of the sum, and its bits, do not depend on how rows are aligned. The O and dO of a row without keys are not
-// read: its dO may be NaN. Its delta is 0, or -dlse if it has a sink, and its lse_log2 is +inf.
+// delta and lse_log2. 8 threads of a row add 4 neighbours at a time: bits do not depend on alignment. dO of a row
+// without keys may be NaN and is not read. Its delta is 0, or -dlse with a sink, its lse_log2 +inf.
 constexpr int kPreprocessTy = 16, kPreprocessTx = 8, kPreprocessM = 64;
 template <typename Sum> struct PreprocessTiles { Sum partial[kPreprocessTx][kPreprocessM + 4]; };
 
@@ -68,20 +67,19 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
     }
 }
 
-// One block's shared memory, as Tiles in tiles.h.
 template <typename Sum, int kHeadDim_, int kBlockM_, int kBlockN_, int kTy_, int kTx_, int kStep_> struct BwdTiles {
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kTy = kTy_, kTx = kTx_;
     static constexpr int kStep = kStep_, kNThreads = kTy * kTx;
     alignas(4 * sizeof(Sum)) Sum A[kHeadDim][kBlockM + 4], B[kHeadDim][kBlockM + 4];
     Sum P[kBlockN][kBlockM + 4];  // P, then dS
-    union Stage {
-        Sum cols[kStep][kBlockN + 4];  // kStep elements of every row of a block of C or D
-        Sum rows[kStep][kHeadDim];     // kStep rows of it
+    union Stage {  // of C or D
+        Sum cols[kStep][kBlockN + 4];
+        Sum rows[kStep][kHeadDim];
     } stages[2];
 };
 
-// By head_dim: {kHeadDim, kBlockM, kBlockN, kTy, kTx, kStep}. What is owned stays in shared memory, its sums in 2 · 32
-// registers a thread: the wider a row is, the fewer rows there are. All fit the 64 KB of sm_75.
+// {kHeadDim, kBlockM, kBlockN, kTy, kTx, kStep}. Owned rows stay in shared memory, their sums in 2 · 32 registers:
+// wider rows are fewer. All fit the 64 KB of sm_75.
 template <typename Sum> using BwdTiles64 = BwdTiles<Sum, 64, 64, 64, 16, 8, 16>;
 template <typename Sum> using BwdTiles128 = BwdTiles<Sum, 128, 32, 64, 8, 16, 16>;
 template <typename Sum> using BwdTiles256 = BwdTiles<Sum, 256, 16, 64, 8, 16, 8>;
@@ -97,18 +95,17 @@ template <typename T> struct Matrix {  // [rows, cols] of a head
         : data(rows_of<const T>(x, b, h, row)), head_stride(x.head_stride), row_stride(x.row_stride), cols(cols) {}
 };
 
-// The stream of C and D through shared memory: the rows [begin, end) of some heads, in blocks of kBlockN. A block comes
-// in steps: C by kStep columns, D by kStep columns, D by kStep rows (only with kOwnsKeys), C by kStep rows. Each step
-// is loaded while the one before it is used.
+// The stream of C and D through shared memory. Stages of a block of kBlockN rows: C by kStep columns, D by kStep
+// columns, D by kStep rows (only with kOwnsKeys), C by kStep rows. Each is loaded while the one before is used.
 template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     static constexpr int kNThreads = Tiles::kNThreads, kStep = Tiles::kStep;
     using Stage = typename Tiles::Stage;
     Stage (&stages)[2];
     Matrix<T> C, D;
-    int heads;  // still to come
-    const int begin, first, end;  // those before `first` are not used, and may hold NaN
+    int heads;  // left
+    const int begin, first, end;  // rows before `first` may hold NaN
     const bool aligned;
-    // The step to load: its block, what it is of, its first column or row in the block, and its place.
+    // The stage to load.
     int row = begin;
     enum { kColsC, kColsD, kRowsD, kRowsC } of = kColsC;
     int x = 0, at = 0;
@@ -137,7 +134,7 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     __device__ const Stage &next() { return next_stage(stages, at, [&] { load(); }); }
 };
 
-// The products in grid, of queries and keys or of keys and queries, become scores; dP becomes the derivative by them.
+// Products become scores, and dP the derivative by them.
 template <bool kOwnsKeys, typename Mods, typename Grid, typename Sum, int kRows, int kCols>
 __device__ void modify(const Mods &scores, const Grid &grid, Sum (&dP)[kRows][kCols]) {
     auto of_row = [&](int i, int j) -> Sum & { return kOwnsKeys ? dP[j][i] : dP[i][j]; };
@@ -158,7 +155,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
 
     const Tile tile = kOwnsKeys ? KeyTiles<kBlockM>::at(p, blockIdx.x) : RowTiles<kBlockM>::at(p, blockIdx.x);
     const int own0 = tile.block * kBlockM;
-    const int heads = kOwnsKeys ? p.nheads / p.nheads_k : 1;  // query heads to walk along, from tile.h on
+    const int heads = kOwnsKeys ? p.nheads / p.nheads_k : 1;  // from tile.h on
     const Sequence seq(p, tile.b);
     const Mask mask(seq, p);
     const Matrix<T> Q(p.q, p.head_dim, tile.b, tile.h, seq.q_begin);
@@ -167,9 +164,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     const Matrix<T> dO(p.dout, p.head_dim_v, tile.b, tile.h, seq.q_begin);
     const Matrix<T> A = kOwnsKeys ? K : Q, B = kOwnsKeys ? V : dO, C = kOwnsKeys ? Q : K, D = kOwnsKeys ? dO : V;
 
-    // The rows to walk along, not rounded to blocks: a query row that sees no key of this tile is not loaded, since its
-    // dO may be NaN. If this block owns such a row, the NaN reaches only that row's own sums. Keys begin at an even
-    // one: kept() asks for two neighbours at once.
+    // Not rounded to blocks: dO of a row that sees no key here may be NaN. If owned, it reaches only its own sums. Keys
+    // begin at an even one: kept() asks for two neighbours.
     const int own_end = kOwnsKeys ? seq.seqlen_k : seq.seqlen_q, own_rows = min(kBlockM, own_end - own0);
     const int first = kOwnsKeys ? mask.rows(own0).begin : mask.keys(own0).begin;
     const Range walked = own_rows <= 0 ? Range{0, 0}
@@ -185,7 +181,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     Walk<T, Tiles, kOwnsKeys> walk{tiles.stages, C, D, heads, walked.begin, first, walked.end, aligned};
     walk.load();
     auto product = [&](Sum (&acc)[kRows][kCols], const Sum (*own)[kBlockM + 4], int cols) {  // A Cᵀ or B Dᵀ
-        for (int d0 = 0; d0 < cols; d0 += 64) {  // short sums round less, as in flash.cu
+        for (int d0 = 0; d0 < cols; d0 += 64) {  // short sums round less
             Sum sum[kRows][kCols] = {};
             for (int d = d0; d < min(d0 + 64, cols); d += kStep)
                 multiply<kTy, kTx>(sum, own + d, walk.next().cols, ty, tx, min(kStep, cols - d));
@@ -238,7 +234,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
                 }
             if constexpr (kOwnsKeys) {
                 add_product(dB, S);
-                __syncwarp();  // tiles.P has been read, by threads of this warp alone
+                __syncwarp();  // this warp alone has read tiles.P
             }
             add_product(dA, dP);
         }
@@ -249,7 +245,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
         for (int i = 0; i < kRows; i++) {
             const int row = own0 + place<kTy, kRows>(ty, i);
             if (row >= (kOwnsKeys ? seq.padded_k : seq.padded_q)) continue;
-            // The gradient is 0 where nothing is seen. The sum may be NaN there, from 0 · NaN.
+            // Where nothing is seen the sum may be NaN.
             const bool is_empty = kOwnsKeys ? mask.rows(row).is_empty() : mask.keys(row).is_empty();
 #pragma unroll
             for (int d = 0; d < kDims; d++) {
@@ -268,7 +264,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
 }
 
 template <typename T, typename Tiles, bool kMods> void launch_bwd(const AttnBackwardParams &p) {
-    // The rows of q and dout, or of k. Of v and of what is owned only columns are loaded, element by element.
+    // Rows of q and dout, or k. Columns are loaded by element.
     const bool aligned_kv = is_aligned<T>(p.q, p.head_dim) && is_aligned<T>(p.dout, p.head_dim_v);
     const bool aligned_q = is_aligned<T>(p.k, p.head_dim);
     if (p.dk.data)

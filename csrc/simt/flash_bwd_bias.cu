@@ -1,20 +1,20 @@
-// The gradient of a bias: dbias = Σ dS over the samples, heads, rows and keys that share an element of it, where
+// The gradient of a bias: dbias = Σ dS over the samples, heads, rows and keys that share an element, with
 // dS = P ∘ (dP - delta) as in flash_bwd.cu. Plain CUDA C++ in true fp32, and on the CPU in fp64 too.
 //
-// A block of threads owns kBlock rows and keys of one head of dbias and walks along the scores that share them: of all
-// samples, of all heads, of all blocks of rows or keys, whichever the bias has once. It forms S and dP once more for
-// each. So dbias is summed in registers, without atomics, and has the same bits in every run.
+// A block of threads owns kBlock rows and keys of a head of dbias and walks along the samples, heads, and blocks of
+// rows or keys that share them. It forms S and dP anew and sums dbias in registers: no atomics, the same bits in every
+// run.
 #include "simt/tiles.h"
 
 namespace simt {
 
 template <typename Sum> struct BiasTiles {
     static constexpr int kBlock = 64, kTy = 16, kTx = 8, kStep = 16, kNThreads = kTy * kTx;
-    alignas(4 * sizeof(Sum)) Sum rows[kStep][kBlock + 4], keys[kStep][kBlock + 4];  // some elements of each
-    Sum partial[kBlock][kBlock + 4];  // dbias, to be summed over its rows or its keys
+    alignas(4 * sizeof(Sum)) Sum rows[kStep][kBlock + 4], keys[kStep][kBlock + 4];
+    Sum partial[kBlock][kBlock + 4];  // dbias
 };
 
-// What a block of threads owns and walks along: [begin, end) of samples, of heads, and of blocks of rows and of keys.
+// A block's samples, heads, and blocks of rows and keys.
 struct BiasOwner {
     Range batch, heads, rows, keys;
 
@@ -33,7 +33,7 @@ struct BiasOwner {
     }
 
   private:
-    // All of them where they are shared. Otherwise one, and idx counts what is left.
+    // All, if shared. Otherwise one, and idx counts the rest.
     __device__ static Range take(int64_t stride, int &idx, int size) {
         if (!stride) return {0, size};
         const int i = idx % size;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(BiasTiles<Sum<T>>::kNThreads) flash_bwd_bias(c
                 const BlockRange blocks = mask.key_blocks<kBlock, kBlock>(m * kBlock);
                 for (int n = max(own.keys.begin, blocks.begin); n < min(own.keys.end, blocks.end); n++) {
                     const int row0 = m * kBlock, key0 = n * kBlock, h_k = h / (p.nheads / p.nheads_k);
-                    // acc = x yᵀ, of the block's rows of x and its keys' rows of y
+                    // acc = x yᵀ
                     auto product = [&](Sum (&acc)[kRows][kCols], const Tensor &x, const Tensor &y, int cols) {
                         const T *of_rows = rows_of<const T>(x, b, h, row0);
                         const T *of_keys = rows_of<const T>(y, b, h_k, key0);

@@ -1,9 +1,8 @@
 // FlashAttention backward on tensor cores, fp16 and bf16 with fp32 sums: Ampere (sm_80) and every newer GPU.
 //
-// A block of threads owns kBlockN keys of one key/value head and walks along the rows that see them, kBlockM at a time,
-// of every query head that reads it (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are formed transposed, and every
-// warp owns whole keys, so that P and dS go from the accumulators of one product straight into the A operand of the
-// next, and dK and dV stay in registers to the end:
+// A block of threads owns kBlockN keys and walks along the rows of all query heads that see them, a row block of
+// kBlockM at a time (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are transposed, and a warp owns whole keys. So P
+// and dS go from accumulators straight into the next A operand, and dK and dV stay in registers:
 //   acc_s = K Qᵀ                 [kWarpN, kBlockM]
 //   P = exp(scale · acc_s - lse)
 //   acc_dp = V dOᵀ
@@ -11,37 +10,105 @@
 //   dS = P ∘ (acc_dp - delta)    also to sdS, where all warps can read it
 //   acc_dk += dS Q
 //   acc_dq = dSᵀ K               the one product across warps; all blocks of keys sum it in memory, in fp32
-// Q and dO have two buffers each; a step's copies run while the step before it is computed, with two barriers a step.
-// Where that is too much memory they have one buffer, and a third barrier.
+// With two stages, copies of Q and dO run while the row block before is computed, with two barriers. One stage takes
+// less memory, and a third barrier.
 //
-// Where many query heads read one key head, several blocks of threads share a tile of keys, and each takes some of the
-// heads. They leave their sums in memory, and bwd_splits.cuh adds them up in a fixed order.
-//
-// dq_accum holds dQ in the order of acc_dq's registers, so that a warp adds 512 neighbouring bytes; flash_bwd_dq brings
-// it into q's order and type. The additions come in any order unless `deterministic` is set: then blocks of keys take
-// turns by dq_semaphore.
+// dq_accum has the order of acc_dq's registers, so that a warp adds 512 neighbouring bytes. If deterministic, blocks
+// take turns by dq_semaphore.
 #include "common/mask.cuh"
 #include "mods/dropout_transposed.cuh"
-#include "sm80/bwd_workspace.cuh"
+#include "sm80/bwd_dq.cuh"
 
 namespace sm80 {
 
-// A block's shared memory: rows of 16-bit elements, swizzled.
 template <typename Shape> struct BwdSharedMemory {
-    struct Step {
+    struct Stage {
         alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim], sdO[Shape::kBlockM][Shape::kHeadDim];
     };
     alignas(128) uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];  // then dK, dV
-    Step steps[Shape::kStages];
+    Stage stages[Shape::kStages];
     union {
         alignas(128) uint16_t sdS[Shape::kDimSplit > 1 ? 2 : 1][Shape::kBlockN][Shape::kBlockM];  // [1] is sP
-        int ticket;  // before the first step
+        int ticket;  // before the first row block
     };
     float lse_log2[Shape::kStages][Shape::kBlockM], delta[Shape::kStages][Shape::kBlockM];
 };
 
-// What a block of threads does for its keys, step by step. A step is kBlockM rows of one query head. kMods: scores are
-// changed by more than a factor, see score_mods.cuh, and there may be dropout too.
+// The keys and rows of a block of threads, and their copies.
+template <typename T, typename Shape> struct BwdInputs {
+    static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
+    using Swizzle = sm80::Swizzle<kHeadDim>;
+
+    const AttnBackwardParams &p;
+    BwdSharedMemory<Shape> &shared;
+    const Tile tile;
+    const Sequence &seq;
+    // The shuffles let these stay in uniform registers: the loop has no others left.
+    const int q_begin = uniform(seq.q_begin), seqlen_q = uniform(seq.seqlen_q), seqlen_k = uniform(seq.seqlen_k);
+    const int first_row = uniform(Mask(seq, p).rows(0).begin);  // that sees a key
+    const int first_tile = uniform(RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads));
+
+    __device__ static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+    __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, p); }
+
+    // Rows outside of [begin, end), counted from `from`, become 0.
+    template <int kRows>
+    __device__ void load(uint16_t (&to)[kRows][kHeadDim], const T *from, int64_t row_stride, int begin, int end,
+                         int cols) {
+        const int row = thread_idx() / Swizzle::kVecs, vec = thread_idx() % Swizzle::kVecs;
+        from += row * row_stride + vec * 8;
+        load_tile<kRows, kHeadDim, Shape::kNThreads>(shared_address(to) + Swizzle::offset(row, vec), from, row_stride,
+                                                     end - row, cols - vec * 8, begin - row);
+    }
+    __device__ void load_keys() {
+        // Unseen keys may hold NaN.
+        const int key = tile.block * kBlockN, end = seq.seqlen_k - key, begin = Mask(seq, p).keys(0).begin - key;
+        load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, begin, end,
+             p.head_dim);
+        load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, begin, end,
+             p.head_dim_v);
+    }
+    // Rows without keys may hold NaN, and add nothing.
+    __device__ void load_rows(int stage, int h, int m_block) {
+        const int row0 = m_block * kBlockM, begin = first_row - row0, end = seqlen_q - row0;
+        load(shared.stages[stage].sQ, rows_of<const T>(p.q, tile.b, h, q_begin + row0), p.q.row_stride, begin, end,
+             p.head_dim);
+        load(shared.stages[stage].sdO, rows_of<const T>(p.dout, tile.b, h, q_begin + row0), p.dout.row_stride, begin,
+             end, p.head_dim_v);
+        const int i = thread_idx();
+        if (i < kBlockM) {
+            const int64_t row = lse_index(p, q_begin, tile.b, h) + row0 + i;
+            cp_async_4(&shared.lse_log2[stage][i], p.lse_log2 + row, i >= begin && i < end);
+            cp_async_4(&shared.delta[stage][i], static_cast<const float *>(p.delta) + row, i >= begin && i < end);
+        }
+        cp_async_commit();
+    }
+};
+
+// dP becomes dropout's dP - delta. Returns which elements are kept, eight bits an operand.
+template <int kMTiles, int kNTiles>
+__device__ uint32_t drop(float (&acc_dp)[kMTiles][kNTiles][4], const float *delta, const Dropout &dropout,
+                         float keep_scale, int row, int key) {
+    uint32_t all_kept = 0;
+#pragma unroll
+    for (int kk = 0; kk < kNTiles / 2; kk++)
+#pragma unroll
+        for (int m = 0; m < kMTiles; m++) {
+            const uint32_t kept = kept_transposed(dropout, row + 16 * kk, key + 16 * m);
+            for (int i = 0; i < 2; i++) {
+                const int n = 2 * kk + i;
+                const float2 x = *reinterpret_cast<const float2 *>(&delta[8 * n]);
+                for (int e = 0; e < 4; e++) {
+                    float &dp = acc_dp[m][n][e];
+                    dp = (kept >> bit_transposed(i, e) & 1 ? dp * keep_scale : 0.f) - (e % 2 ? x.y : x.x);
+                }
+            }
+            all_kept |= kept << 4 * (m * (kNTiles / 2) + kk);
+        }
+    return all_kept;
+}
+
+// kMods: changed scores, perhaps with dropout.
 template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     static constexpr int kWarpN = Shape::kWarpN, kSub = Shape::kSub, kDimSplit = Shape::kDimSplit;
@@ -52,63 +119,22 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     // Bytes from sK to sV, from sQ to sdO, from sdS to sP.
     static constexpr int kToV = 2 * kBlockN * kHeadDim, kToDO = 2 * kBlockM * kHeadDim, kToP = 2 * kBlockN * kBlockM;
 
-    const AttnBackwardParams &p;
-    BwdSharedMemory<Shape> &shared;
-    const Tile tile;
-    const Sequence &seq;
+    const BwdInputs<T, Shape> &in;
+    const AttnBackwardParams &p = in.p;
+    BwdSharedMemory<Shape> &shared = in.shared;
+    const Tile &tile = in.tile;
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-    const int r = lane_idx / 4, c = lane_idx % 4 * 2;     // a lane has keys r and r + 8 of 16, rows c and c + 1 of 8
-    const int key0 = warp_idx / kDimSplit * kWarpN;       // the warp's first, in the block
-    const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its part of the rows, and of dK's columns, by 8
+    const int r = lane_idx / 4, c = lane_idx % 4 * 2;     // keys r, r + 8 of 16, rows c, c + 1 of 8
+    const int key0 = warp_idx / kDimSplit * kWarpN;       // the warp's first
+    const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its rows, and dK's columns by 8
     float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
 
-    // What the loop needs of its sample. first_row is the first that sees a key, first_tile that of head 0 in the
-    // workspace. The shuffles show that all lanes agree. These then stay in uniform registers: the loop has no others.
-    const int q_begin = uniform(seq.q_begin), seqlen_q = uniform(seq.seqlen_q), seqlen_k = uniform(seq.seqlen_k);
-    const int first_row = uniform(Mask(seq, p).rows(0).begin);
-    const int first_tile = uniform(RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads));
-
-    __device__ static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-    __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, p); }
     __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
 
-    // Rows [begin, end) of a tile, counted from `from`; zeros for the others.
-    template <int kRows>
-    __device__ void load(uint16_t (&to)[kRows][kHeadDim], const T *from, int64_t row_stride, int begin, int end,
-                         int cols) {
-        const int row = thread_idx() / Swizzle::kVecs, vec = thread_idx() % Swizzle::kVecs;
-        from += row * row_stride + vec * 8;
-        load_tile<kRows, kHeadDim, Shape::kNThreads>(shared_address(to) + Swizzle::offset(row, vec), from, row_stride,
-                                                     end - row, cols - vec * 8, begin - row);
-    }
-    __device__ void load_keys() {
-        // Keys that no row sees are not read: they may hold NaN.
-        const int key = tile.block * kBlockN, end = seq.seqlen_k - key, begin = Mask(seq, p).keys(0).begin - key;
-        load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, begin, end,
-             p.head_dim);
-        load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, begin, end,
-             p.head_dim_v);
-    }
-    // Rows that see no key of any block are not read: everything about them is 0, and they add nothing.
-    __device__ void load_rows(int stage, int h, int m_block) {
-        const int row0 = m_block * kBlockM, begin = first_row - row0, end = seqlen_q - row0;
-        load(shared.steps[stage].sQ, rows_of<const T>(p.q, tile.b, h, q_begin + row0), p.q.row_stride, begin, end,
-             p.head_dim);
-        load(shared.steps[stage].sdO, rows_of<const T>(p.dout, tile.b, h, q_begin + row0), p.dout.row_stride, begin,
-             end, p.head_dim_v);
-        const int i = thread_idx();
-        if (i < kBlockM) {
-            const int64_t row = lse_index(p, q_begin, tile.b, h) + row0 + i;
-            cp_async_4(&shared.lse_log2[stage][i], p.lse_log2 + row, i >= begin && i < end);
-            cp_async_4(&shared.delta[stage][i], static_cast<const float *>(p.delta) + row, i >= begin && i < end);
-        }
-        cp_async_commit();
-    }
-
-    // P and dS of the rows [row0, row0 + kSub) of a step, and what they add to dK and dV.
+    // P and dS of kSub rows, and their part of dK and dV.
     __device__ void add_own_rows(int stage, int h, int m_block, bool is_full, int row0) {
         const uint32_t k_address = shared_address(shared.sK[key0]) + Swizzle::down(lane_idx);
-        const uint32_t q_across = shared_address(shared.steps[stage].sQ) + Swizzle::across(lane_idx);
+        const uint32_t q_across = shared_address(shared.stages[stage].sQ) + Swizzle::across(lane_idx);
         Fragment acc_s = {}, acc_dp;
         // acc_dp begins with -delta, unless dropout comes in between.
 #pragma unroll
@@ -120,7 +146,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         multiply_abt<T, kHeadDim>(acc_s, k_address, q_across, 0, row0 * Swizzle::kRowBytes);
         multiply_abt<T, kHeadDim>(acc_dp, k_address, q_across, kToV, row0 * Swizzle::kRowBytes + kToDO);
         const int key = tile.block * kBlockN + key0 + r, row = m_block * kBlockM + row0 + c;  // this lane's first
-        const uint32_t kept = drops() ? drop(acc_dp, stage, h, key, row, row0) : ~0u;
+        const uint32_t kept = drops() ? drop(acc_dp, &shared.delta[stage][row0 + c], Dropout(p, tile.b, h),
+                                             float(p.keep_scale), row, key) : ~0u;
         const auto scores = scores_of(h);
         if constexpr (kMods)
             scores.apply(transposed(score_tile(acc_s, key, row)),
@@ -132,8 +159,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
                 for (int e = 0; e < 4; e++)
                     acc_s[m][n][e] = exp2_approx(scores.probability_log2(acc_s[m][n][e], e % 2 ? lse.y : lse.x));
         }
-        if (!is_full) [[unlikely]] mask().apply_transposed(acc_s, key, row);
-        if (drops())  // a dropped P is needed for dS, so it stays, and a negative sign marks it
+        if (!is_full) [[unlikely]] in.mask().apply_transposed(acc_s, key, row);
+        if (drops())  // dS needs a dropped P, so a negative sign marks it
 #pragma unroll
             for (int i = 0; i < 4 * kMTiles * kNTiles; i++) {
                 const int m = i / (4 * kNTiles), n = i / 4 % kNTiles, operand = m * (kSub / 16) + n / 2;
@@ -144,35 +171,11 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     }
 
     __device__ auto scores_of(const int &h) const {
-        if constexpr (kMods) return ScoreMods<T, ptx::tanh_approx>(p, seqlen_q, seqlen_k, tile.b, h);
+        if constexpr (kMods) return ScoreMods<T, ptx::tanh_approx>(p, in.seqlen_q, in.seqlen_k, tile.b, h);
         else return Scores<>(p);
     }
 
-    // acc_dp, which is dP, becomes dropout's dP - delta. Returns which elements are kept, eight bits for each operand.
-    __device__ uint32_t drop(Fragment &acc_dp, int stage, int h, int key, int row, int row0) {
-        uint32_t all_kept = 0;
-        const Dropout dropout(p, tile.b, h);
-        const float keep_scale = float(p.keep_scale);
-#pragma unroll
-        for (int kk = 0; kk < kSub / 16; kk++)
-#pragma unroll
-            for (int m = 0; m < kMTiles; m++) {
-                const uint32_t kept = kept_transposed(dropout, row + 16 * kk, key + 16 * m);
-                for (int i = 0; i < 2; i++) {
-                    const int n = 2 * kk + i;
-                    const float2 delta = *reinterpret_cast<const float2 *>(&shared.delta[stage][row0 + 8 * n + c]);
-                    for (int e = 0; e < 4; e++) {
-                        float &dp = acc_dp[m][n][e];
-                        dp = (kept >> bit_transposed(i, e) & 1 ? dp * keep_scale : 0.f) - (e % 2 ? delta.y : delta.x);
-                    }
-                }
-                all_kept |= kept << 4 * (m * (kSub / 16) + kk);
-            }
-        return all_kept;
-    }
-
-    // acc_s is P, acc_dp is dP - delta: dS and, for warps that share their keys, P go to shared memory; both are
-    // multiplied from registers.
+    // dS goes to shared memory, and P too for warps that share keys.
     __device__ void multiply_own_rows(const Fragment &acc_s, const Fragment &acc_dp, int stage, int row0) {
         const uint32_t q_down = q_address(stage);
         const uint32_t ds_write = shared_address(shared.sdS) + SwizzleS::offset(key0 + r, 0) + 2 * c;
@@ -194,7 +197,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         }
     }
 
-    // What the rows of the warps that share its keys add to this warp's part of dK and dV.
+    // dK and dV from the rows of the warps that share keys.
     __device__ void add_other_rows(int stage) {
         const uint32_t q_down = q_address(stage), ds_down = shared_address(shared.sdS) + SwizzleS::down(lane_idx);
 #pragma unroll
@@ -212,7 +215,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
             }
     }
 
-    // Adds this block's share of a step's dQ to dq_accum. Each warp adds a part of its own and waits for its own turns.
+    // Each warp adds a part of dQ, in turns of its own.
     __device__ void add_dq(int h, int m_block) {
         const uint32_t ds_across = shared_address(shared.sdS) + SwizzleS::across(lane_idx);
         const uint32_t k_down = shared_address(shared.sK) + Swizzle::down(lane_idx);
@@ -224,20 +227,18 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
             for (int m = 0; m < 2; m++) ldmatrix_trans(dS[m], SwizzleS::move(ds_across, 16 * kk, row0 / 16 + m));
             multiply_ab<T, kHeadDim>(acc_dq, dS, k_down, 16 * kk * Swizzle::kRowBytes, n0);
         }
-        const Workspace<Shape> workspace(p);
-        const int row_tile = first_tile + h * workspace.row_tiles.slots + m_block;
+        const BwdWorkspace<Shape> workspace(p);
+        const int row_tile = in.first_tile + h * workspace.row_tiles.slots + m_block;
         int *dq_semaphore = nullptr;
         int turn = 0;
         if (p.deterministic) {
-            // Under a causal mask the last block of keys that sees these rows goes first: it begins with them.
-            const BlockRange blocks = mask().template key_blocks<kBlockM, kBlockN>(m_block * kBlockM);
-            turn = KeyTiles<kBlockN>::is_last_first(p) ? blocks.end - 1 - tile.block : tile.block - blocks.begin;
-            dq_semaphore = workspace.dq_semaphore(p, row_tile);
+            turn = dq_turn<Shape>(p, in.mask(), tile, m_block);
+            dq_semaphore = workspace.dq_semaphore(p, row_tile, warp_idx);
             if (lane_idx == 0)
                 while (load_acquire(dq_semaphore) != turn) {}
             __syncwarp();  // unobserved by racecheck: it knows of no order in global memory
         }
-        float *dq_accum = workspace.dq_accum(p, row_tile);
+        float *dq_accum = workspace.dq_accum(p, row_tile, warp_idx, lane_idx);
 #pragma unroll
         for (int j = 0; j < 2 * Shape::kDqTiles; j++) red_add(dq_accum + 128 * j, acc_dq[j % 2][j / 2]);
         if (p.deterministic) {
@@ -246,11 +247,11 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         }
     }
 
-    // dK and dV go through sK and sV. Each warp has its own part of them.
+    // dK and dV go through sK and sV, where each warp has its own part.
     __device__ void store() {
-        const Sequence seq(p, tile.b);  // once more: the loop has no registers for it
+        const Sequence seq(p, tile.b);  // again: the loop has no registers for it
         const int key = tile.block * kBlockN;
-        auto is_zero = [&](int i) { return key + i >= seq.seqlen_k; };  // the sum may be NaN, from 0 · NaN
+        auto is_zero = [&](int i) { return key + i >= seq.seqlen_k; };  // may be NaN
         auto store_keys = [&](const auto &acc, float scale, auto &sX, const Tensor &x, int cols) {
             store_tile<T>(acc, scale, sX, key0, dim0, rows_of<T>(x, tile.b, tile.h_k, seq.k_begin + key), x.row_stride,
                           min(kBlockN, seq.padded_k - key), cols, is_zero);
@@ -259,30 +260,21 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         store_keys(acc_dv, drops() ? float(p.keep_scale) : 1.f, shared.sV, p.dv, p.head_dim_v);
     }
 
-    // The sums of a split.
     __device__ void store_split(int split_idx) {
-        const Workspace<Shape> workspace(p);
-        const int64_t bh = int64_t(tile.b) * p.nheads_k + tile.h_k;
-        float *dk = workspace.dkv_sums(p, split_idx) +
-                    (bh * workspace.padded_keys + (tile.block * kBlockN + key0 + r)) * kHeadDim + 8 * dim0 + c;
-        float *dv = dk + workspace.dkv_floats;
+        const BwdWorkspace<Shape> workspace(p);
 #pragma unroll
-        for (int i = 0; i < 2 * kMTiles; i++)
-#pragma unroll
-            for (int d = 0; d < kDTiles; d++) {
-                const float(&k)[4] = acc_dk[i / 2][d], (&v)[4] = acc_dv[i / 2][d];
-                *reinterpret_cast<float2 *>(dk + 8 * i * kHeadDim + 8 * d) = {k[i % 2 * 2], k[i % 2 * 2 + 1]};
-                *reinterpret_cast<float2 *>(dv + 8 * i * kHeadDim + 8 * d) = {v[i % 2 * 2], v[i % 2 * 2 + 1]};
-            }
+        for (int m = 0; m < kMTiles; m++)
+            workspace.store_split(workspace.dkv_accum(p, split_idx, tile, key0 + 16 * m + r) + 8 * dim0 + c, acc_dk[m],
+                                  acc_dv[m]);
     }
 
-    // Of the columns of Q that this warp sums dK over; those of dO lie kToDO further.
+    // This warp's columns of Q for dK; dO lies kToDO further.
     __device__ uint32_t q_address(int stage) const {
-        return Swizzle::move(shared_address(shared.steps[stage].sQ) + Swizzle::down(lane_idx), 0, dim0 / 2);
+        return Swizzle::move(shared_address(shared.stages[stage].sQ) + Swizzle::down(lane_idx), 0, dim0 / 2);
     }
 };
 
-// kSplit: blocks of threads may share a tile of keys. At compile time, because the loop has no register left for it.
+// kSplit: there may be several splits. It is a constant because the loop has no register left.
 template <typename T, typename Shape, bool kDropout, bool kSplit, bool kMods>
 __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     flash_bwd(const __grid_constant__ AttnBackwardParams p) {
@@ -293,29 +285,31 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     auto &shared = shared_memory<BwdSharedMemory<Shape>>();
     int block_idx = blockIdx.x;
     if (p.deterministic && p.dq.data) {
-        // Blocks that wait for their turn are numbered as they start, so that none waits for one that cannot start.
-        if (threadIdx.x == 0) shared.ticket = atomicAdd(Workspace<Shape>(p).ticket(p), 1);
+        // Blocks are numbered as they start: none waits for one that cannot start.
+        if (threadIdx.x == 0) shared.ticket = atomicAdd(BwdWorkspace<Shape>(p).ticket(p), 1);
         __syncthreads();  // unobserved by racecheck: without it a block may wait for ever
         block_idx = shared.ticket;
     }
-    const int max_splits = kSplit ? Workspace<Shape>(p).max_splits : 1, split_idx = block_idx % max_splits;
+    const BwdWorkspace<Shape> workspace(p);
+    const int max_splits = kSplit ? workspace.max_splits : 1, split_idx = block_idx % max_splits;
     const Tile tile = KeyTiles<Shape::kBlockN>::at(p, block_idx / max_splits);
     const Sequence seq(p, tile.b);
-    const int splits = kSplit ? min(max_splits, num_splits(p, seq.seqlen_q, seq.seqlen_k)) : 1;
+    const int splits = kSplit ? workspace.splits_of(p, seq) : 1;
     if (split_idx >= splits) return;
-    Backward<T, Shape, kDropout, kMods> backward{p, shared, tile, seq};
+    BwdInputs<T, Shape> inputs{p, shared, tile, seq};
+    Backward<T, Shape, kDropout, kMods> backward{inputs};
     const BlockRange blocks = Mask(seq, p).row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
     const int group = p.nheads / p.nheads_k, h_begin = tile.h + group * split_idx / splits;
     const int h_end = blocks.begin < blocks.end ? tile.h + group * (split_idx + 1) / splits : 0;
-    if (h_begin < h_end) backward.load_keys(), backward.load_rows(0, h_begin, blocks.begin);
+    if (h_begin < h_end) inputs.load_keys(), inputs.load_rows(0, h_begin, blocks.begin);
 
     for (int h = h_begin, m_block = blocks.begin, stage = 0; h < h_end; stage ^= kStages - 1) {
         cp_async_wait<0>();
-        __syncthreads();  // the step's tiles have arrived; sdS, sP and the other stage have been read
+        __syncthreads();  // the stage has arrived; sdS, sP and the other have been read
         const bool is_last = m_block + 1 == blocks.end;  // of this head
         auto load_next = [&] {
             if (h + is_last < h_end)
-                backward.load_rows(stage ^ (kStages - 1), h + is_last, is_last ? blocks.begin : m_block + 1);
+                inputs.load_rows(stage ^ (kStages - 1), h + is_last, is_last ? blocks.begin : m_block + 1);
         };
         const bool is_full = blocks.is_full(m_block);
         if (kStages == 2) load_next();
@@ -326,7 +320,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         backward.add_other_rows(stage);
         if (p.dq.data) backward.add_dq(h, m_block);
         if (kStages == 1) {
-            __syncthreads();  // the step has been read
+            __syncthreads();  // the stage has been read
             load_next();
         }
         h += is_last, m_block = is_last ? blocks.begin : m_block + 1;
@@ -338,8 +332,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
 }
 
 template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &p) {
-    const Workspace<Shape> workspace(p);
-    constexpr int kSharedBytes = sizeof(BwdSharedMemory<Shape>), kPerSM = 164 << 10;  // sm_80; a block costs 1 KB more
+    const BwdWorkspace<Shape> workspace(p);
+    constexpr int kSharedBytes = sizeof(BwdSharedMemory<Shape>), kPerSM = 164 << 10;  // sm_80; a block takes 1 KB more
     static_assert(Shape::kBlocksPerSM * (kSharedBytes + 1024) <= kPerSM);
     auto *stream = static_cast<cudaStream_t>(p.stream);
     if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.zeroed_bytes(p.deterministic), stream));
@@ -350,27 +344,26 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
                    : (has_dropout ? flash_bwd<T, Shape, true, false, false> : flash_bwd<T, Shape, false, false, false>);
     launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads, kSharedBytes,
            p.stream, p);
-    splits::launch_dkv<T>(p, workspace, Scores<>(p).softmax_scale, has_dropout ? float(p.keep_scale) : 1.f);
+    launch_dkv<T>(p, workspace, Scores<>(p).softmax_scale, has_dropout ? float(p.keep_scale) : 1.f);
     if (p.dq.data)
         launch(flash_bwd_dq<T, Shape>, workspace.tiles, Shape::kNThreads, 2 * Shape::kBlockM * Shape::kHeadDim,
                p.stream, p);
 }
 
-// The tiles for sm_86, sm_89 and sm_120, where a block may have 99 KB.
+// Tiles for the 99 KB of sm_86, sm_89 and sm_120.
 using BwdShape128Narrow = BwdShape<128, 32, 64, 4, 1, 2, 1>;
 using BwdShape256Narrow = BwdShape<256, 32, 32, 4, 2, 1, 1>;
 static_assert(sizeof(BwdSharedMemory<BwdShape128Narrow>) <= 99 << 10 &&
               sizeof(BwdSharedMemory<BwdShape256Narrow>) <= 99 << 10);
 
-// Calls f with the tile for p. {kHeadDim, kBlockM, kBlockN, kNWarps, kDimSplit, kStages, kBlocksPerSM}
+// {kHeadDim, kBlockM, kBlockN, kNWarps, kDimSplit, kStages, kBlocksPerSM}
 template <typename F> auto with_shape(const AttnBackwardParams &p, F f) {
     const bool narrow = max_shared_memory() < 160 << 10;
-    // 32 keys a warp: what it loads of Q and dO feeds two products.
+    // 32 keys a warp: each load of Q and dO feeds two products.
     const int head_dim = p.max_head_dim();
     if (head_dim <= 64) return f.template operator()<BwdShape<64, 64, 128, 4, 1, 2, 2>>();
     if (head_dim <= 96) return f.template operator()<BwdShape<96, 64, 64, 4, 1, 2, 2>>();
-    // 32 keys for two warps, a half of dK and dV each, which take 128 of 255 registers. 128 keys a block, twice those
-    // of smaller tiles, halve what is added up in memory.
+    // Two warps have 32 keys, a half of dK and dV each: 128 of 255 registers. 128 keys halve what is added to memory.
     if (head_dim <= 128)
         return narrow ? f.template operator()<BwdShape128Narrow>()
                       : f.template operator()<BwdShape<128, 64, 128, 8, 2, 2, 1>>();
@@ -379,7 +372,7 @@ template <typename F> auto with_shape(const AttnBackwardParams &p, F f) {
 }
 
 int64_t backward_workspace(const AttnBackwardParams &p) {
-    return with_shape(p, [&]<typename Shape> { return Workspace<Shape>(p).bytes(p); });
+    return with_shape(p, [&]<typename Shape> { return BwdWorkspace<Shape>(p).bytes(p.deterministic); });
 }
 
 void flash_backward(const AttnBackwardParams &p) {

@@ -1,14 +1,14 @@
 // FlashAttention forward on tensor cores, fp16 and bf16 with fp32 sums: Ampere (sm_80) and every newer GPU.
 //
-// A block of threads owns kBlockM query rows of one head and walks along K and V, kBlockN keys at a time (Dao,
-// FlashAttention-2, 2023, Algorithm 1). Every warp owns whole rows, so its softmax concerns no other warp:
-//   acc_s = Q Kᵀ       fragments of sQ and sK by ldmatrix
-//   P = softmax(acc_s)  from the accumulators of one product straight into the A operand of the next
-//   acc_o += P V       fragments of sV, transposed by ldmatrix on the way
-// K and V have one buffer each. Tensor cores and copies take turns on them, with a barrier at every change:
+// A block of threads owns kBlockM query rows of a head and walks along K and V, kBlockN keys at a time (Dao,
+// FlashAttention-2, 2023, Algorithm 1). A warp owns whole rows, so its softmax needs no other warp:
+//   acc_s = Q Kᵀ
+//   P = softmax(acc_s)  from accumulators straight into the A operand
+//   acc_o += P V
+// Tensor cores and copies take turns at the one buffer of K and of V, with barriers between:
 //   tensor cores                    Q K(0)ᵀ    P V(0)         Q K(1)ᵀ        P V(1)     ...
 //   cp.async       Q, K(0), V(0)               K(1) → sK      V(1) → sV      K(2) → sK  ...
-// The other block on the same SM fills the gaps. Deeper rings were slower or no faster, and halve what fits an SM.
+// The SM's other block fills the gaps. Deeper rings were no faster, and leave room for one block.
 #include "common/launch.h"
 #include "common/mask.cuh"
 #include "common/scheduler.cuh"
@@ -28,18 +28,17 @@ template <int kHeadDim_, int kBlockM_, int kBlockN_> struct Shape {
     static constexpr int kNThreads = 32 * kNWarps;
 };
 
-// A block's shared memory: rows of 16-bit elements, swizzled.
 template <typename Shape> struct SharedMemory {
     alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];  // O at the end
     uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
-    Mask mask;  // here, since the loop has no register left for what it seldom needs
+    Mask mask;  // the loop has no register for it
 };
 
-// kMods: scores are changed by more than a factor, see score_mods.cuh. There may then be dropout too.
+// kMods: changed scores, perhaps with dropout.
 template <typename T, typename Shape, bool kDropout, bool kMods>
 __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up to 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
-#if __CUDA_ARCH__ < 800  // of a build for several GPUs, the part for those that have no such instructions
+#if __CUDA_ARCH__ < 800  // a build for several GPUs
     __trap();
 #else
     constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
@@ -58,16 +57,15 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     const Dropout dropout(p, tile.b, tile.h);
     const int row0 = tile.block * kBlockM, warp_row = row0 + warp_idx * kWarpM + lane_idx / 4;  // this lane's first row
     BlockRange blocks = Mask(seq, p).key_blocks<kBlockM, kBlockN>(row0);
-    if (kMods || !scores.is_raw) blocks.full_end = 0;  // no block is left as it is
+    if (kMods || !scores.is_raw) blocks.full_end = 0; 
 
-    // This thread's first copy of every tile. row stays in a register, or the loop would find it anew.
     const int row = thread_idx() / Swizzle::kVecs, vec = threadIdx.x % Swizzle::kVecs;
     const uint32_t copy_offset = Swizzle::offset(row, vec);
     const T *gQ = rows_of<const T>(p.q, tile.b, tile.h, seq.q_begin + row0 + row) + vec * 8;
     const int key0 = blocks.begin * kBlockN;
     const T *gK = rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key0 + row) + vec * 8;
     const T *gV = rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key0 + row) + vec * 8;
-    // By thread_idx(), or vec stays in a register.
+    // thread_idx(), or vec would stay in a register.
     auto cols = [&](int head_dim) { return head_dim - int(thread_idx() % Swizzle::kVecs * 8); };
     auto load_kv = [&](auto &to, const T *&from, int64_t row_stride, int head_dim, int n_block, int begin = INT_MIN) {
         load_tile<kBlockN, kHeadDim, kNThreads>(shared_address(to) + copy_offset, from, row_stride,
@@ -87,7 +85,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         load_tile<kBlockM, kHeadDim, kNThreads>(shared_address(sQ) + copy_offset, gQ, p.q.row_stride,
                                                 seq.seqlen_q - row0 - row, cols(p.head_dim));
         load_k(blocks.begin);
-        // Keys that no row of the tile sees may hold NaN, and 0 · NaN is NaN: their rows of V become 0.
+        // V of unseen keys becomes 0: 0 · NaN is NaN.
         const int first_key = Mask(seq, p).keys(row0).begin;
         if (first_key <= key0) load_v(blocks.begin);
         else load_v(blocks.begin, first_key - key0 - row);
@@ -134,15 +132,13 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 }
 
 template <typename T, typename Shape, bool kMods = false> void launch_fwd(const AttnParams &p) {
-    static_assert(sizeof(SharedMemory<Shape>) <= 99 << 10);  // what a block may have on sm_86, sm_89 and sm_120
-    // With kMods there is one kernel, with dropout or without.
+    static_assert(sizeof(SharedMemory<Shape>) <= 99 << 10);  // the most on sm_86, sm_89 and sm_120
     auto *kernel = p.dropout_seed ? flash_fwd<T, Shape, true, kMods> : flash_fwd<T, Shape, kMods, kMods>;
     launch(kernel, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, p);
 }
 
-// Tiles by head_dim: {kHeadDim, kBlockM, kBlockN}. What lies between two is padded with zeros, on chip. Up to 128 a
-// warp has 32 rows, so that what it loads of K and V feeds two products; beyond, only 16 rows of acc_o fit its
-// registers.
+// {kHeadDim, kBlockM, kBlockN}; a head_dim between is padded with zeros on chip. Up to 128 a warp has 32 rows, so that
+// loads of K and V feed two products; beyond, only 16 rows of acc_o fit its registers.
 template <typename T, bool kMods> void dispatch(const AttnParams &p) {
     const int head_dim = p.max_head_dim();
     // 128 keys: half the barriers of 64, 4 % faster.

@@ -1,8 +1,7 @@
-// The folder sm80/ has the forward and the backward pass on Ampere's tensor cores, fp16 and bf16. Order in sm80/:
-// tiles.cuh, flash_sm80.cu, bwd_workspace.cuh, flash_bwd_sm80.cu.
+// The folder sm80/ has forward and backward pass on Ampere's tensor cores, fp16 and bf16. Order in sm80/:
+// tiles.cuh, flash_sm80.cu, bwd_dq.cuh, flash_bwd_sm80.cu.
 //
-// Tiles of 16-bit elements in shared memory for the kernels on Ampere's tensor cores: where their vectors lie, how they
-// come from global memory, the products of a warp, and how results go back. Forward and backward use the same.
+// Tiles of 16-bit elements in shared memory: swizzle, loads, products, stores.
 #pragma once
 
 #include <climits>
@@ -13,9 +12,8 @@ namespace sm80 {
 
 using namespace ptx;
 
-// Where the 16-byte vector `vec` of row `row` lies in a tile. The vectors of a row trade places within 128 bytes
-// (within 64, where rows are an odd multiple of that), so that one vector of 8 neighbouring rows lies in 32 different
-// banks.
+// Where 16-byte vector `vec` of a row lies. Vectors trade places within 128 bytes (64, if rows are an odd multiple of
+// that), so that one of 8 neighbouring rows lies in 32 different banks.
 template <int kCols> struct Swizzle {
     static constexpr int kVecs = kCols % 64 == 0 ? 8 : 4, kRowBytes = 2 * kCols;
     static __device__ uint32_t offset(int row, int vec) {
@@ -25,17 +23,16 @@ template <int kCols> struct Swizzle {
     static __device__ uint32_t move(uint32_t base, int rows, int pairs) {
         return (base ^ pairs % (kVecs / 2) * 32) + rows * kRowBytes + pairs / (kVecs / 2) * (16 * kVecs);
     }
-    // The row address that each lane gives to ldmatrix for a 16×16 tile, as an offset. Its four 8×8 matrices go down
-    // first (A, or the transpose of B), or across first (B, whose rows are columns of the product).
+    // The row that a lane gives to ldmatrix for a 16×16 tile, whose four matrices go down first (A, or B transposed) or
+    // across first (B, whose rows are columns of the product).
     static __device__ uint32_t down(int lane_idx) { return offset(lane_idx % 16, lane_idx / 16); }
     static __device__ uint32_t across(int lane_idx) {
         return offset(lane_idx / 16 * 8 + lane_idx % 8, lane_idx / 8 % 2);
     }
 };
 
-// The kRows rows from `from` on go to the tile at `to`; `from` moves on to the rows after them. A thread copies 16
-// bytes of every kRowStep-th row; both pointers and the limits are as seen from its first copy. What lies outside the
-// rows [row_begin, row_end) and the columns [0, cols) is not read and becomes 0.
+// Copies kRows rows from `from`, which moves on, to the tile `to`. Pointers and limits count from a thread's first copy
+// of 16 bytes. Outside of rows [row_begin, row_end) and columns [0, cols), nothing is read, and the tile becomes 0.
 template <int kRows, int kHeadDim, int kNThreads, typename T>
 __device__ void load_tile(uint32_t to, const T *&from, int64_t row_stride, int row_end, int cols,
                           int row_begin = INT_MIN) {
@@ -49,9 +46,8 @@ __device__ void load_tile(uint32_t to, const T *&from, int64_t row_stride, int r
     cp_async_commit();
 }
 
-// acc += A Bᵀ: A [16·kMTiles, kK] and B [8·kNTiles, kK] in shared memory. a_address is A's first tile and
-// Swizzle::down, b_address is B's first and Swizzle::across; each matrix begins `offset` bytes further. At most 64
-// columns at a time: more would be in flight than registers hold.
+// acc += A Bᵀ: A [16·kMTiles, kK] and B [8·kNTiles, kK] in shared memory. a_address has Swizzle::down, b_address
+// Swizzle::across; each matrix begins `offset` bytes further. Registers hold 64 columns at a time.
 template <typename T, int kK, int kMTiles, int kNTiles>
 __device__ void multiply_abt(float (&acc)[kMTiles][kNTiles][4], uint32_t a_address, uint32_t b_address,
                              int a_offset = 0, int b_offset = 0) {
@@ -75,8 +71,8 @@ __device__ void multiply_abt(float (&acc)[kMTiles][kNTiles][4], uint32_t a_addre
         }
 }
 
-// acc += A B for 16 terms: A in registers, B [16, kCols] in shared memory, its columns from 8·n0 on. b_address is B's
-// first tile and Swizzle::down.
+// acc += A B for 16 terms: A in registers, B [16, kCols] in shared memory, from column 8·n0 on. b_address has
+// Swizzle::down.
 template <typename T, int kCols, int kMTiles, int kNTiles>
 __device__ void multiply_ab(float (&acc)[kMTiles][kNTiles][4], const uint32_t (&a)[kMTiles][4], uint32_t b_address,
                             int b_offset = 0, int n0 = 0) {
@@ -91,9 +87,8 @@ __device__ void multiply_ab(float (&acc)[kMTiles][kNTiles][4], const uint32_t (&
     }
 }
 
-// Writes scale · acc, a warp's accumulators, to `to`. They go through the tile, so that a lane writes 16 bytes: through
-// its rows from row0 on and its columns from 8·n0 on, which are the warp's own. Rows from `rows` on and columns from
-// `cols` on are not written. Rows with is_zero(row) become zeros. All rows and columns are counted in the tile.
+// Writes scale · acc of a warp to `to`, through the warp's own part of the tile, from row0 and column 8·n0 on, so that
+// a lane writes 16 bytes: `rows` and `cols` of the tile, and zeros for rows with is_zero(row).
 template <typename T, int kHeadDim, int kMTiles, int kNTiles, typename IsZero>
 __device__ void store_tile(const float (&acc)[kMTiles][kNTiles][4], float scale, uint16_t (*tile)[kHeadDim], int row0,
                            int n0, T *to, int64_t row_stride, int rows, int cols, IsZero is_zero) {

@@ -83,7 +83,7 @@ SHOWN_TO = {
     "simt/tiles.h": SIMT, "flash.cu": SIMT, "simt/flash_bwd.cu": SIMT, "simt/flash_bwd_bias.cu": ["simt_bias"],
     "sm80/tiles.cuh": SM80, "sm80/flash_sm80.cu": ["sm80_fp16_64", "sm80_fp16_192"], "sm80/flash_bwd_sm80.cu": SM80,
     "sm90/bwd/flash_bwd_sm90.cu": SM90_BACKWARD, "sm90/bwd/producer.cuh": SM90_BACKWARD,
-    "sm90/bwd/workspace.cuh": SM90_BACKWARD,
+    "sm90/bwd/dq.cuh": SM90_BACKWARD, "sm90/bwd/consumer.cuh": SM90_BACKWARD,
     "sm90/bwd/flash_bwd_wide_sm90.cu": ["sm90_pair", "sm90_pair_causal", "sm90_pair_lens", "sm90_pair_packed",
                                         "sm90_pair_window", "sm90_136_causal", "sm90_many_192", "sm90_256_rows",
                                         "sm90_lens_256"],

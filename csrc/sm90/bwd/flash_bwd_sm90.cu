@@ -1,236 +1,251 @@
 // FlashAttention backward on Hopper's tensor cores, fp16 and bf16 with fp32 sums: H100, H200 (sm_90a), head_dim to 128.
 //
-// A block of threads takes one tile after the other, kBlockN keys of one key/value head. It walks along the rows that
-// see them, kBlockM at a time, of every query head that reads it (Dao, FlashAttention-2, 2023, Algorithm 2). Each
-// consumer warpgroup has 64 of the keys. Scores are formed transposed, so that P and dS go from the accumulators of one
-// product straight into the A operand of the next, and dK and dV stay in registers to the end of a tile. One step of a
-// consumer:
+// A block of threads takes one work item, kBlockN keys, after the other and walks along the rows of all query heads
+// that see them, kBlockM at a time (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are transposed. So P and dS go
+// from accumulators straight into the next A operand, and dK and dV stay in registers. A consumer has 64 keys:
 //
 //   S = K Qᵀ                     [64, kBlockM]
-//   dP = V dOᵀ - delta           [64, kBlockM]: the accumulators begin with -delta
-//   P = exp(scale · S - lse)     beside dP
+//   dP = V dOᵀ - delta           [64, kBlockM], begins with -delta
+//   P = exp(scale · S - lse)
 //   dS = P ∘ dP                  also to shared memory
-//   dQ += dS(before)ᵀ K          its part of the step before, over the keys of all consumers
-//   dV += P dO    dK += dS Q     beside S of the next step
+//   dQ += dS(before)ᵀ K          its part for the row block before, over all consumers' keys
+//   dV += P dO    dK += dS Q     beside S of the next row block
 //
-// dQ is one step late, so that no consumer waits for the dS of another one: the exponentials of one run beside the
-// products of the other. That of a tile's last step is formed in the next tile, or at once in a deterministic pass. All
-// tiles sum dQ in memory, see sm90/bwd/workspace.cuh. K, Q and dO of the next tile arrive while the last steps run, and
-// V, too, where there is room for two.
+// dQ is one row block late: no consumer waits for another's dS, and exponentials of one run beside products of the
+// other. A work item's last dQ is formed in the next one, or at once if deterministic. K, Q and dO of the next one
+// arrive early, and V, too, if there is room for two.
 #include "common/softmax.cuh"
 #include "mods/dropout_transposed.cuh"
 #include "mods/score_mods.cuh"
+#include "sm90/bwd/consumer.cuh"
 #include "sm90/bwd/launch.cuh"
 
 namespace sm90 {
 
-// A warpgroup: 64 keys. kMods: scores are changed by more than a factor, and there may be dropout too.
-template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsumer {
-    static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kStages = Shape::kStages;
-    static constexpr int kValueStages = Shape::kValueStages;
-    static constexpr int kNTiles = kBlockM / 8, kDTiles = kHeadDim / 8;
+template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_>
+struct BwdShape {
+    static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = kBlockM_, kStages = kStages_;
+    static constexpr int kBlockN = 64 * kConsumers, kNThreads = 128 * (kConsumers + 1), kNWarps = 4 * kConsumers;
+    static constexpr DqPart kDqPart = kBlockM % 64      ? DqPart::kTransposed
+                                      : kBlockM == 128  ? DqPart::kRows
+                                      : kHeadDim == 128 ? DqPart::kColumns
+                                                        : DqPart::kTurns;
+    static constexpr int kDqParts = kDqPart == DqPart::kTurns ? 1 : kConsumers, kDqWarps = 4 * kDqParts;
+    static constexpr int kDqTiles = kBlockM * kHeadDim / (512 * kDqParts);
+    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    static constexpr int kValueStages = kBlockM == 80 ? 1 : 2;  // what fits
+    static constexpr int kMaxSplits = 16;
+    static constexpr bool kFillsGpu = true, kCountsArrivals = true;
+    static constexpr int kTileBlocks = 1, kSemaphores = kTileBlocks;
+    static constexpr bool kIsPersistent = true;
+    static_assert(kConsumers == 2);
+    static_assert(kDqTiles == (kDqPart == DqPart::kTransposed ? kBlockM / 8 : 8));
+};
 
+// dP becomes dropout's dP - delta.
+template <int kNTiles, int kRows>
+__device__ void drop(float (&acc_dp)[kNTiles][4], const float (&delta)[kRows], uint32_t kept, float keep_scale,
+                     int lane_idx) {
+    for_rows(acc_dp, delta, lane_idx, [&](float dp, float x, int i) {
+        return fmaf(dp, is_kept(kept, i / 4, i % 4) ? keep_scale : 0.f, -x);
+    });
+}
+// acc_dp becomes the derivative by factor · q·k.
+template <typename T, typename Shape, int kNTiles>
+__device__ void change_scores(const BwdParams<Shape> &p, const WorkItem<Shape> &work, const RowBlock &block,
+                              float (&acc_s)[1][kNTiles][4], float (&acc_dp)[kNTiles][4], int key, int row) {
+    ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, work.seq.seqlen_q, work.seq.seqlen_k, work.tile.b, block.h);
+    mods.bias = Bias{}, mods.slope = block.slope, mods.shift = work.seq.seqlen_k - work.seq.seqlen_q;
+    mods.apply(transposed(score_tile(acc_s, key, row)),
+               [&](int i, int j) -> float & { return acc_dp[i / 2][j % 2 * 2 + i % 2]; });
+}
+
+// P and dS take turns in acc_dp.
+template <int kNTiles> struct Operands {
+    float (&acc)[kNTiles][4];
+    int first;
+    __device__ uint32_t (&operator[](int kk))[4] { return reinterpret_cast<uint32_t (&)[4]>(acc[2 * kk + first]); }
+};
+// From P and dP - delta to kept P and dS.
+template <typename T, int kNTiles>
+__device__ void pack_operands(const float (&acc_s)[kNTiles][4], float (&acc_dp)[kNTiles][4], uint32_t kept) {
+#pragma unroll
+    for (int kk = 0; kk < kNTiles / 2; kk++) {
+        uint32_t P[4], dS[4];
+        for (int j = 0; j < 4; j++) {
+            const int n = 2 * kk + j / 2, e = j % 2 * 2;
+            const float(&s)[4] = acc_s[n], (&dp)[4] = acc_dp[n];
+            P[j] = pack<T>(is_kept(kept, n, e) ? s[e] : 0.f, is_kept(kept, n, e + 1) ? s[e + 1] : 0.f);
+            dS[j] = pack<T>(s[e] * dp[e], s[e + 1] * dp[e + 1]);
+        }
+        for (int j = 0; j < 4; j++)
+            Operands<kNTiles>{acc_dp, 0}[kk][j] = P[j], Operands<kNTiles>{acc_dp, 1}[kk][j] = dS[j];
+    }
+}
+
+template <typename T, typename Shape>
+__device__ void multiply_rows(float (&acc)[Shape::kHeadDim / 8][4], Operands<Shape::kBlockM / 8> a,
+                              const SmemTile<Shape::kBlockM, Shape::kHeadDim> &b) {
+#pragma unroll
+    for (int kk = 0; kk < Shape::kBlockM / 16; kk++) wgmma<T>(acc, a[kk], b.rows_desc(kk));
+    warpgroup_commit_batch();
+}
+template <typename T, typename Shape>
+__device__ void multiply_dq(float (&acc_dq)[Shape::kDqTiles][4],
+                            const SmemTile<Shape::kBlockM, Shape::kBlockN> &sdS,
+                            const SmemTile<64, Shape::kHeadDim> (&sK)[Shape::kConsumers], uint32_t part) {
+#pragma unroll
+    for (int kk = 0; kk < Shape::kBlockN / 16; kk++) {
+        const auto &K = sK[kk / 4];
+        if constexpr (Shape::kDqPart == DqPart::kTransposed)
+            wgmma_atbt<T>(acc_dq, K.rows_desc(kk % 4, part), sdS.columns_desc(kk), kk > 0);
+        else if constexpr (Shape::kDqPart == DqPart::kRows)
+            wgmma_ab<T>(acc_dq, sdS.columns_desc(kk, part), K.rows_desc(kk % 4), kk > 0);
+        else
+            wgmma_ab<T>(acc_dq, sdS.columns_desc(kk), K.rows_desc(kk % 4, part), kk > 0);
+    }
+    warpgroup_commit_batch();
+}
+
+// kMods: changed scores, perhaps with dropout.
+template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsumer {
+    static constexpr int kBlockM = Shape::kBlockM, kStages = Shape::kStages, kValueStages = Shape::kValueStages;
+    static constexpr int kNTiles = kBlockM / 8, kDTiles = Shape::kHeadDim / 8;
+    static_assert(!kDropout || kBlockM == 64);
     const BwdParams<Shape> &p;
     BwdSharedMemory<Shape> &shared;
     const int consumer;
     const int warp_idx = warp_uniform(threadIdx.x / 32 % 4), lane_idx = thread_idx() % 32;
-    const uint32_t ds_address = shared.sdS[0].address(  // of this lane
+    const uint32_t ds_address = shared.sdS[0].address(
         lane_idx / 16 * 8 + lane_idx % 8, 64 * consumer + 16 * warp_idx + lane_idx / 8 % 2 * 8);
-    // Registers are few: acc_s is that of dQ, too, and acc_dp becomes the operands P and dS.
+    // Registers are few: acc_s is also acc_dq, and acc_dp the operands P and dS.
     float acc_s[1][kNTiles][4], acc_dp[kNTiles][4], acc_dk[kDTiles][4], acc_dv[kDTiles][4];
-    using DqFragment = float[Shape::kDqTiles][4];
-    __device__ DqFragment &acc_dq() { return reinterpret_cast<DqFragment &>(acc_s); }
+    __device__ auto &acc_dq() { return reinterpret_cast<float (&)[Shape::kDqTiles][4]>(acc_s); }
+    __device__ Operands<kNTiles> operands(int first) { return {acc_dp, first}; }
 
-    __device__ Mask mask(uint32_t t) const { return Mask(shared.steps_of(t).seq, p); }
     __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
+    // This lane's first.
+    __device__ int key(const WorkItem<Shape> &work) const {
+        return work.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx + lane_idx / 4;
+    }
+    __device__ int row(const RowBlock &block) const { return block.m_block * kBlockM + lane_idx % 4 * 2; }
+    __device__ int lane_offset() const {
+        return (64 * consumer + 16 * warp_idx + lane_idx / 4) * Shape::kHeadDim + lane_idx % 4 * 2;
+    }
 
     __device__ void run() {
-        uint32_t item = 0;  // counts the steps of all tiles
-        // Every step forms dQ of the step before, one of tile `late_tile`. So there is something before the first step.
-        // It is of no tile and is not added. The number is even: that product reads sK[0], which is there.
-        uint32_t late_tile = -2u;
+        uint32_t i = 0;  // counts the row blocks of all work items
+        // Each row block forms dQ of the one before, of work item late_t. The first one's is not added. Its late_t is
+        // even, so that the product reads sK[0], which is there.
+        uint32_t late_t = -2u;
         bool is_added = true;
         if (lane_idx == 0) mbarrier_arrive(shared.ds.full_barrier(0));
 #pragma unroll 1
         for (uint32_t t = 0;; t++) {
-            shared.tiles.consumer_wait(t);
-            const Steps<Shape> &steps = shared.steps_of(t);
-            if (!steps.tile.is_valid) break;
+            shared.work.consumer_wait(t);
+            const WorkItem<Shape> &work = shared.work_of(t);
+            if (!work.tile.is_valid) break;
             for (auto &x : acc_dk) x[0] = x[1] = x[2] = x[3] = 0.f;
             for (auto &x : acc_dv) x[0] = x[1] = x[2] = x[3] = 0.f;
             clear_keys(t);
             shared.keys.consumer_wait(t);
-            const uint32_t end = steps.end();
+            const uint32_t end = work.end();
 #pragma unroll 1
-            for (; item < end; item++) {
-                if (forms_dq(item)) step<true>(item, t, late_tile, is_added);
-                else step<false>(item, t, late_tile, is_added);
-                if (late_tile != t && t > 0) end_dq(late_tile);
-                late_tile = t, is_added = false;
+            for (; i < end; i++) {
+                if (forms_dq(i)) add_row_block<true>(i, t, late_t, is_added);
+                else add_row_block<false>(i, t, late_t, is_added);
+                if (late_t != t && t > 0) end_dq(late_t);
+                late_t = t, is_added = false;
             }
             warpgroup_wait<0>(acc_dk, acc_dv, acc_dp);
-            shared.rows.consumer_release(item - 1, lane_idx);
+            shared.rows.consumer_release(i - 1, lane_idx);
             is_added = p.takes_turns();
-            if (is_added) add_last_dq(item, t);  // other tiles wait for it
+            if (is_added) add_last_dq(i, t);  // other tiles wait for it
             barrier_sync(kOneConsumer + consumer, 128);  // all have read sV
-            if (steps.splits == 1) store(steps);
-            else store_split(steps);
+            if (work.splits == 1) store(work);
+            else
+                p.layout.store_split(p.layout.dkv_accum(p, work.split_idx, work.tile) + lane_offset(), acc_dk, acc_dv);
             __syncwarp();
             shared.values[consumer].consumer_release(t, lane_idx);
-            shared.tiles.consumer_release(t, lane_idx);
+            shared.work.consumer_release(t, lane_idx);
         }
-        if (item == 0) return;
-        if (!is_added) add_last_dq(item, late_tile);
-        end_dq(late_tile);
+        if (i == 0) return;
+        if (!is_added) add_last_dq(i, late_t);
+        end_dq(late_t);
     }
-    __device__ const StepAt &step_at(uint32_t i) const { return shared.at[i % (2 * kStages)]; }
-    // All dQ of tile t has been added.
+    // All dQ of work item t has been added.
     __device__ void end_dq(uint32_t t) {
         shared.keys.consumer_release(t, lane_idx);
         __syncwarp();  // unobserved by the emulator: flash_bwd_dq comes later
         if (lane_idx == 0) mbarrier_arrive(shared.dq_done[t % 4]);
     }
 
-    template <bool kForms> __device__ void step(uint32_t item, uint32_t t, uint32_t late_tile, bool is_added) {
-        const uint32_t stage = warp_uniform(item) % kStages;
-        shared.rows.consumer_wait(item);
-        const StepAt at = step_at(item);
-        const bool is_full = at.is_full;
-        if (!is_full) clear_rows(stage, at.m_block, t);
+    template <bool kForms> __device__ void add_row_block(uint32_t i, uint32_t t, uint32_t late_t, bool is_added) {
+        const uint32_t stage = warp_uniform(i) % kStages;
+        const WorkItem<Shape> &work = shared.work_of(t);
+        shared.rows.consumer_wait(i);
+        const RowBlock block = shared.row_block(i);
+        if (!block.is_full) clear_tiles<kBlockM>(seen_rows(work, block.m_block), shared.sQ[stage], shared.sdO[stage]);
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sK[warp_uniform(t) % 2][consumer], shared.sQ[stage]);
-        warpgroup_wait<1>(acc_dk, acc_dv, acc_dp);  // of the step before
-        if (late_tile == t) {
-            shared.rows.consumer_release(item - 1, lane_idx);
+        warpgroup_wait<1>(acc_dk, acc_dv, acc_dp);  // of the row block before
+        if (late_t == t) {
+            shared.rows.consumer_release(i - 1, lane_idx);
         } else {
             shared.values[consumer].consumer_wait(t);
         }
         begin_dp(stage);
         warpgroup_arrive();
         multiply_abt<T>(acc_dp, shared.sV[t % kValueStages][consumer], shared.sdO[stage], !kDropout || kMods);
-        const uint32_t kept = drops() ? kept_bits(at, t) : ~0u;
+        const uint32_t kept =  // which elements dropout keeps
+            drops() ? kept_of_64_rows(Dropout(p, work.tile.b, block.h), row(block), key(work)) : ~0u;
         if constexpr (kMods) {
             warpgroup_wait<0>(acc_s[0], acc_dp);
-            change_scores(stage, at, kept, t);
+            if (drops()) drop(acc_dp, shared.delta[stage], kept, float(p.keep_scale), lane_idx);
+            change_scores<T>(p, work, block, acc_s, acc_dp, key(work), row(block));
         } else {
             warpgroup_wait<1>(acc_s[0]);
         }
-        exponentiate(stage);
-        if (!is_full) hide(at.m_block, t);
+        exponentiate(acc_s[0], shared.lse_log2[stage], p.score_factor, lane_idx);
+        if (!block.is_full)
+            Mask(work.seq, p).apply_transposed(acc_s, work.blocks, block.m_block, key(work), row(block));
         if constexpr (!kMods) {
             warpgroup_wait<0>(acc_dp);
         }
-        if (kDropout && !kMods) drop(stage, kept);
-        form_ds(item, kept);
-        if constexpr (kForms) form_dq(item, late_tile);
+        if (kDropout && !kMods) drop(acc_dp, shared.delta[stage], kept, float(p.keep_scale), lane_idx);
+        form_ds(i, kept);
+        if constexpr (kForms) form_dq(i, late_t);
         warpgroup_arrive();
-        multiply_rows(acc_dv, operands(0), shared.sdO[stage]);
-        multiply_rows(acc_dk, operands(1), shared.sQ[stage]);
+        multiply_rows<T, Shape>(acc_dv, operands(0), shared.sdO[stage]);
+        multiply_rows<T, Shape>(acc_dk, operands(1), shared.sQ[stage]);
         if constexpr (kForms) {
             warpgroup_wait<2>(acc_dq());
-            shared.ds.consumer_release(item, lane_idx);
-            if (!is_added) add_dq(item - 1);
+            shared.ds.consumer_release(i, lane_idx);
+            if (!is_added) add_dq(p, shared, i - 1, dq_warp(), lane_idx, acc_dq());
         }
     }
 
-    // Keys that no row sees. Both consumers clear those of both.
+    // Both consumers clear the keys of both.
     __device__ void clear_keys(uint32_t t) {
-        const Steps<Shape> &steps = shared.steps_of(t);
-        const int key0 = steps.tile.block * Shape::kBlockN, begin = mask(t).keys(0).begin - key0;
-        const int end = steps.seq.keys_follow(p) ? steps.seq.seqlen_k - key0 : Shape::kBlockN;
-        if (begin <= 0 && end >= Shape::kBlockN) return;
+        const WorkItem<Shape> &work = shared.work_of(t);
+        const Range seen = seen_keys<Shape::kBlockN>(p, work, work.tile.block * Shape::kBlockN);
+        if (seen.begin <= 0 && seen.end >= Shape::kBlockN) return;
         shared.keys.consumer_wait(t);
         for (auto &ring : shared.values) ring.consumer_wait(t);
         for (int c = 0; c < Shape::kConsumers; c++)
-            clear_tiles<64>(begin - 64 * c, end - 64 * c, shared.sK[t % 2][c], shared.sV[t % kValueStages][c]);
+            clear_tiles<64>(Range{seen.begin - 64 * c, seen.end - 64 * c}, shared.sK[t % 2][c],
+                            shared.sV[t % kValueStages][c]);
     }
-    // Rows that see no key, or are those of the next sample.
-    __device__ void clear_rows(int stage, int m_block, uint32_t t) {
-        const Steps<Shape> &steps = shared.steps_of(t);
-        const int row0 = m_block * kBlockM, begin = steps.first_row - row0, end = steps.seq.seqlen_q - row0;
-        clear_tiles<kBlockM>(begin, end, shared.sQ[stage], shared.sdO[stage]);
-    }
-
-    __device__ void hide(int m_block, uint32_t t) {
-        mask(t).apply_transposed(acc_s, shared.steps_of(t).blocks, m_block, key(t),
-                                 m_block * kBlockM + lane_idx % 4 * 2);
-    }
-
-    // This lane's first key in the sample, and its four numbers of the rows [16 kk, 16 kk + 16).
-    __device__ int key(uint32_t t) const {
-        return shared.steps_of(t).tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx + lane_idx / 4;
-    }
-    __device__ float4 of_rows(const float (&x)[kBlockM], int kk) const {
-        return *reinterpret_cast<const float4 *>(&x[16 * kk + lane_idx % 4 * 4]);
-    }
-    // Each score becomes f(score, number of its row).
-    template <typename F> __device__ void for_rows(float (&acc)[kNTiles][4], const float (&of_row)[kBlockM], F f) {
-#pragma unroll
-        for (int kk = 0; kk < kBlockM / 16; kk++) {
-            const float4 x = of_rows(of_row, kk);
-            for (int e = 0; e < 4; e++) {
-                acc[2 * kk][e] = f(acc[2 * kk][e], e % 2 ? x.y : x.x, 8 * kk + e);
-                acc[2 * kk + 1][e] = f(acc[2 * kk + 1][e], e % 2 ? x.w : x.z, 8 * kk + 4 + e);
-            }
-        }
-    }
-
     // acc_dp begins with -delta, unless dropout comes in between.
     __device__ void begin_dp(int stage) {
         if constexpr (!kDropout || kMods) {
-            for_rows(acc_dp, shared.delta[stage], [&](float, float x, int) { return drops() ? 0.f : -x; });
+            for_rows(acc_dp, shared.delta[stage], lane_idx, [&](float, float x, int) { return drops() ? 0.f : -x; });
             warpgroup_fence_operand(acc_dp);  // equal values get registers of their own
         }
     }
-    // Which elements dropout keeps.
-    __device__ uint32_t kept_bits(const StepAt &at, uint32_t t) const {
-        static_assert(!kDropout || kBlockM == 64);
-        return kept_of_64_rows(Dropout(p, shared.steps_of(t).tile.b, at.h), at.m_block * kBlockM + lane_idx % 4 * 2,
-                               key(t));
-    }
-    // acc_dp, which is dP, becomes dropout's dP - delta.
-    __device__ void drop(int stage, uint32_t kept) {
-        const float keep_scale = float(p.keep_scale);
-        for_rows(acc_dp, shared.delta[stage], [&](float dp, float delta, int i) {
-            return fmaf(dp, is_kept(kept, i / 4, i % 4) ? keep_scale : 0.f, -delta);
-        });
-    }
-    // acc_s becomes scores, and acc_dp the derivative by factor · q·k.
-    __device__ void change_scores(int stage, const StepAt &at, uint32_t kept, uint32_t t) {
-        if (drops()) drop(stage, kept);
-        const Steps<Shape> &steps = shared.steps_of(t);
-        ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, steps.seq.seqlen_q, steps.seq.seqlen_k, steps.tile.b, at.h);
-        mods.bias = Bias{}, mods.slope = at.slope, mods.shift = steps.seq.seqlen_k - steps.seq.seqlen_q;
-        mods.apply(transposed(score_tile(acc_s, key(t), at.m_block * kBlockM + lane_idx % 4 * 2)),
-                   [&](int i, int j) -> float & { return acc_dp[i / 2][j % 2 * 2 + i % 2]; });
-    }
-    // S becomes P.
-    __device__ void exponentiate(int stage) {
-        const float factor = p.score_factor;
-        for_rows(acc_s[0], shared.lse_log2[stage],
-                 [&](float s, float lse_log2, int) { return exp2_approx(-fabsf(s * factor - lse_log2)); });
-    }
-
-    // Operands for 16 rows: P and dS take turns in acc_dp.
-    struct Operands {
-        float (&acc)[kNTiles][4];
-        int first;
-        __device__ uint32_t (&operator[](int kk))[4] { return reinterpret_cast<uint32_t (&)[4]>(acc[2 * kk + first]); }
-    };
-    __device__ Operands operands(int first) { return {acc_dp, first}; }
-    // P and dS as operands, and dS in shared memory, as [rows, keys].
+    // dS also goes to shared memory, as [rows, keys].
     __device__ void form_ds(uint32_t i, uint32_t kept) {
-#pragma unroll
-        for (int kk = 0; kk < kBlockM / 16; kk++) {
-            uint32_t P[4], dS[4];
-            for (int j = 0; j < 4; j++) {
-                const float(&s)[4] = acc_s[0][2 * kk + j / 2], (&dp)[4] = acc_dp[2 * kk + j / 2];
-                const int n = 2 * kk + j / 2, e = j % 2 * 2;
-                P[j] = pack<T>(is_kept(kept, n, e) ? s[e] : 0.f, is_kept(kept, n, e + 1) ? s[e + 1] : 0.f);
-                dS[j] = pack<T>(s[e] * dp[e], s[e + 1] * dp[e + 1]);
-            }
-            for (int j = 0; j < 4; j++) operands(0)[kk][j] = P[j], operands(1)[kk][j] = dS[j];
-        }
+        pack_operands<T>(acc_s[0], acc_dp, kept);
         shared.ds.producer_acquire(i + 1);
         const uint32_t to = ds_address + (i + 1) % 2 * sizeof(shared.sdS[0]);
 #pragma unroll
@@ -240,81 +255,36 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         __syncwarp();
         if (lane_idx == 0) mbarrier_arrive(shared.ds.full_barrier(i + 1));
     }
-    template <typename A>
-    __device__ void multiply_rows(float (&acc)[kDTiles][4], A &&a, const SmemTile<kBlockM, kHeadDim> &b) {
-#pragma unroll
-        for (int kk = 0; kk < kBlockM / 16; kk++) wgmma<T>(acc, a[kk], b.rows_desc(kk));
-        warpgroup_commit_batch();
-    }
-
     __device__ bool forms_dq(uint32_t i) const { return Shape::kDqParts > 1 || i % Shape::kConsumers == consumer; }
-    // This consumer's part of the dQ of the step before step i, one of tile t, is on its way.
+    __device__ int dq_warp() const { return (Shape::kDqParts > 1 ? 4 * consumer : 0) + warp_idx; }
+    // Begins dQ of row block i - 1 of work item t.
     __device__ void form_dq(uint32_t i, uint32_t t) {
-        const uint32_t part = Shape::kDqParts > 1 ? 64 * consumer : 0;
         const auto &sdS = shared.sdS[warp_uniform(i) % 2];
-        const auto &K = shared.sK[warp_uniform(t) % 2];
+        const auto &sK = shared.sK[warp_uniform(t) % 2];
         shared.ds.consumer_wait(i);
         warpgroup_arrive();
-#pragma unroll
-        for (int kk = 0; kk < Shape::kBlockN / 16; kk++) {
-            const auto &sK = K[kk / 4];
-            if constexpr (Shape::kDqPart == DqPart::kTransposed)
-                wgmma_atbt<T>(acc_dq(), sK.rows_desc(kk % 4, part), sdS.columns_desc(kk), kk > 0);
-            else if constexpr (Shape::kDqPart == DqPart::kRows)
-                wgmma_ab<T>(acc_dq(), sdS.columns_desc(kk, part), sK.rows_desc(kk % 4), kk > 0);
-            else
-                wgmma_ab<T>(acc_dq(), sdS.columns_desc(kk), sK.rows_desc(kk % 4, part), kk > 0);
-        }
-        warpgroup_commit_batch();
+        multiply_dq<T, Shape>(acc_dq(), sdS, sK, Shape::kDqParts > 1 ? 64 * consumer : 0);
     }
-    // To the sums in memory.
-    __device__ void add_dq(uint32_t i) {
-        if (!p.dq.data) return;
-        const int tile = step_at(i).dq_tile, warp = (Shape::kDqParts > 1 ? 4 * consumer : 0) + warp_idx;
-        float *sums = BwdWorkspace<Shape>::dq_sums(p, tile, warp);
-        if (p.deterministic) shared.dq_turns.consumer_wait(i);
-#pragma unroll
-        for (int n = 0; n < Shape::kDqTiles; n++) red_add(sums + 128 * n, acc_dq()[n]);
-        if (p.deterministic) {
-            __syncwarp();  // unobserved by racecheck: it knows of no order in global memory
-            if (lane_idx == 0) mbarrier_arrive(shared.dq_added[i % 2]);
-        }
-    }
-    // That of the step before step i, the last one of tile t. The next step, if any, forms it again, but does not add
-    // it.
+    // The next work item forms this dQ again, but does not add it.
     __device__ void add_last_dq(uint32_t i, uint32_t t) {
         if (!forms_dq(i)) return;
         form_dq(i, t);
         warpgroup_wait<0>(acc_dq());
-        add_dq(i - 1);
+        add_dq(p, shared, i - 1, dq_warp(), lane_idx, acc_dq());
     }
 
-    // dV and dK, one after the other, go through this consumer's V. Each warp has its own part of it.
-    __device__ void store(const Steps<Shape> &steps) {
-        const int key0 = steps.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx;
+    // dV, then dK go through this consumer's sV, where each warp has its own part.
+    __device__ void store(const WorkItem<Shape> &work) {
+        const int key0 = work.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx;
         auto store_keys = [&](float (&acc)[kDTiles][4], float scale, const Tensor &x, int cols) {
-            auto *rows = rows_of<uint16_t>(x, steps.tile.b, steps.tile.h_k, steps.seq.k_begin + key0);
-            store_accumulators<T>(acc, scale, steps.seq.seqlen_k - key0,
-                                  shared.sV[steps.tile_idx % kValueStages][consumer],
-                                  16 * warp_idx, rows, x.row_stride, steps.seq.padded_k - key0, cols);
+            auto *rows = rows_of<uint16_t>(x, work.tile.b, work.tile.h_k, work.seq.k_begin + key0);
+            store_accumulators<T>(acc, scale, work.seq.seqlen_k - key0, shared.sV[work.idx % kValueStages][consumer],
+                                  16 * warp_idx, rows, x.row_stride, work.seq.padded_k - key0, cols);
         };
         store_keys(acc_dv, p.dv_scale, p.dv, p.head_dim_v);
         __syncwarp();
         store_keys(acc_dk, p.dk_scale, p.dk, p.head_dim);
         fence_proxy_async();  // unobserved by the emulator: it would be if TMA wrote to sV at once
-    }
-    // The sums of a split.
-    __device__ void store_split(const Steps<Shape> &steps) {
-        const int key = 64 * consumer + 16 * warp_idx + lane_idx / 4;
-        float *dk = p.sums.dkv_sums(p, steps.split_idx, steps.tile) + key * kHeadDim + lane_idx % 4 * 2;
-        float *dv = dk + p.sums.dkv_floats;
-#pragma unroll
-        for (int d = 0; d < kDTiles; d++)
-            for (int i = 0; i < 2; i++) {
-                const int at = 8 * i * kHeadDim + 8 * d;
-                *reinterpret_cast<float2 *>(dk + at) = {acc_dk[d][2 * i], acc_dk[d][2 * i + 1]};
-                *reinterpret_cast<float2 *>(dv + at) = {acc_dv[d][2 * i], acc_dv[d][2 * i + 1]};
-            }
     }
 };
 
@@ -329,7 +299,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_co
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
-        produce_steps<Shape>(p, shared);
+        produce<Shape>(p, shared);
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
         BwdConsumer<T, Shape, kDropout, kMods>{p, shared, int(warpgroup_idx) - 1}.run();
@@ -347,9 +317,9 @@ template <typename T, typename Shape> void launch_kernel(const AttnBackwardParam
     launch_bwd<T, Shape, sizeof(BwdSharedMemory<Shape>)>(p, kernel);
 }
 
-// {kHeadDim, kConsumers, kBlockM, kStages}. With 64 rows there are registers for dropout and for changed scores. 80
-// rows take fewer steps, but their padding costs more if there are fewer than 2048 rows, or just as many under a causal
-// mask (journal). A packed batch has the same tiles whatever its length is: a sample's bits must not depend on it.
+// {kHeadDim, kConsumers, kBlockM, kStages}. 64 rows leave registers for dropout and changed scores. Padding to 80 rows
+// costs more below 2048 rows, or at 2048 under a causal mask (journal). A packed batch has the same tiles at any
+// length: a sample's bits must not depend on it.
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
     const bool is_plain = !p.dropout_seed && !p.has_score_mods();
     if (p.max_head_dim() <= 64)

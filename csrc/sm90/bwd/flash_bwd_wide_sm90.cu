@@ -1,19 +1,17 @@
 // FlashAttention backward on Hopper's tensor cores for head_dim above 128. The registers of two consumers hold dK and
-// dV of 64 keys. To add dQ to memory for 64 keys at a time would take too much of L2's time. So a pair, a cluster of
-// two blocks of threads, owns 128 keys, 64 in each block. It walks along the rows that see them, 64 at a time. In each
-// block, for its own keys:
+// dV of 64 keys, but to add dQ for 64 keys at a time would take too much of L2's time. So a pair, a cluster of two
+// blocks of threads, owns 128 keys and walks along the rows that see them, 64 at a time. Each block has 64 keys:
 //
 //   consumer 0   S = K Qᵀ                P = exp(scale · S - lse)     dV += P dO
 //   consumer 1   dP = V dOᵀ              dS = P ∘ (dP - delta)        dK += dS Q
-//   both         dQ += dS(before)ᵀ K     over the keys of both blocks, 64 columns each
+//   both         dQ += dS(before)ᵀ K     over both blocks' keys, 64 columns each
 //
-// A block sends dS to the other one, which is 8 KB a step. A sum of dQ would be 32 KB. Each block forms half of the
-// columns of dQ, for the keys of both. dQ is one step late, so that dS travels while the products of the next step run.
-// Q and dO arrive in both blocks at once: one block asks for Q, and the other one for dO.
+// Each block forms half of the columns of dQ and sends dS to the other: 8 KB, where dQ would be 32 KB. dQ is one row
+// block late: dS travels during the next products. One block asks for Q, one for dO, for both.
 //
-// P goes by shared memory from one consumer to the other, which has the same elements. There, what dropout drops has a
-// negative sign. dS takes the place of P.
+// P goes by shared memory from consumer 0 to 1, with a negative sign where it is dropped. dS takes its place.
 #include "mods/dropout_transposed.cuh"
+#include "sm90/bwd/consumer.cuh"
 #include "sm90/bwd/launch.cuh"
 
 namespace sm90 {
@@ -21,35 +19,35 @@ namespace sm90 {
 template <int kHeadDim_> struct WideShape {
     static constexpr int kHeadDim = kHeadDim_, kDTiles = kHeadDim / 8, kBlockM = 64, kNTiles = kBlockM / 8;
     static constexpr int kConsumers = 2, kStages = 2, kNThreads = 128 * (kConsumers + 1), kNWarps = 4 * kConsumers;
-    static constexpr int kTileBlocks = 2, kBlockN = 64 * kTileBlocks, kMaxSplits = 1;
-    static constexpr bool kIsPersistent = false;
+    static constexpr int kTileBlocks = 2, kSemaphores = kTileBlocks, kBlockN = 64 * kTileBlocks, kMaxSplits = 1;
+    static constexpr bool kIsPersistent = false, kFillsGpu = true, kCountsArrivals = true;
     static constexpr DqPart kDqPart = DqPart::kColumns;
     static constexpr int kDqParts = kHeadDim / 64, kDqWarps = 4 * kDqParts;
-    static constexpr int kDqFloats = kBlockM * kHeadDim, kDqTiles = kDqFloats / (512 * kDqParts);
+    static constexpr int kDqTiles = kBlockM * kHeadDim / (512 * kDqParts);
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-    // How many parts of dQ, of 64 columns, a block forms. One consumer may have none.
+    // Parts of 64 columns of dQ. A consumer may have none.
     __device__ static int parts_of(int rank) { return min(kConsumers, kDqParts - kConsumers * rank); }
 };
 
 template <typename Shape> struct WideShared {
     static constexpr int kBlockM = Shape::kBlockM, kHeadDim = Shape::kHeadDim, kStages = Shape::kStages;
     SmemTile<64, kHeadDim> sK, sV;  // then dV and dK
-    SmemTile<64, 128> sOtherK;      // of the keys of the other block, the columns of dQ that this one forms
+    SmemTile<64, 128> sOtherK;      // the other block's keys, the columns of this one's dQ
     SmemTile<kBlockM, kHeadDim> sQ[kStages], sdO[kStages];
-    SmemTile<kBlockM, 64> sdS, sOtherdS;  // [rows, keys]; sdS has P before. sOtherdS is of the keys of the other block
-    // In the order of place_of_row().
-    alignas(16) float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];
-    StepAt at[2 * kStages];  // of this step and those before it: dQ is late
-    Ring<1> keys;        // sK, sV and sOtherK
-    Ring<kStages> rows;  // sQ, sdO, lse_log2, delta and `at` of a step, until both blocks have released them
-    Ring<1> ds;          // full: sdS and sOtherdS have dS. empty: sdS may take the next P
-    Barrier has_P;       // sdS has P
-    Barrier may_send;    // sOtherdS of the other block may take the next dS
-    Ring<2> dq_turns;    // if deterministic: steps for which it is this block's turn to add dQ
-    Barrier dq_added[2]; // all warps have added it
-    Steps<Shape> steps;
+    SmemTile<kBlockM, 64> sdS, sOtherdS;  // [rows, keys]; sdS has P before
+    alignas(16) float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];  // by slot_of_row()
+    RowBlock row_blocks[2 * kStages];  // twice kStages: dQ is late
+    Ring<1> keys;        // sK, sV, sOtherK
+    Ring<kStages> rows;  // sQ, sdO, lse_log2, delta, row_blocks; both blocks release them
+    Ring<1> ds;          // full: sdS and sOtherdS have dS; empty: sdS may take P
+    Barrier has_P;       // in sdS
+    Barrier may_send;    // the other block's sOtherdS may take dS
+    Ring<2> dq_turns;    // if deterministic: this block may add dQ
+    Barrier dq_added[2]; // by all warps
+    WorkItem<Shape> work;
     int ticket;          // if deterministic
 
+    __device__ RowBlock &row_block(uint32_t i) { return row_blocks[i % (2 * kStages)]; }
     __device__ void init_barriers() {
         keys.init(Shape::kNWarps), rows.init(2 * Shape::kNWarps, 2), ds.init(Shape::kNWarps + 1);
         mbarrier_init(has_P, 4), mbarrier_init(may_send, Shape::kNWarps), dq_turns.init(1);
@@ -58,13 +56,12 @@ template <typename Shape> struct WideShared {
     }
 };
 
-// One thread asks TMA for the keys, and step by step for Q or dO of both blocks.
 template <typename Shape>
 __device__ void load_wide_tiles(const BwdParams<Shape> &p, WideShared<Shape> &shared, int rank) {
-    const Steps<Shape> &steps = shared.steps;
-    const Tile &tile = steps.tile;
-    const int key0 = steps.seq.k_begin + tile.block * Shape::kBlockN;
-    if (steps.count() == 0) return;
+    const WorkItem<Shape> &work = shared.work;
+    const Tile &tile = work.tile;
+    const int key0 = work.seq.k_begin + tile.block * Shape::kBlockN;
+    if (work.count() == 0) return;
     Barrier &has_keys = shared.keys.full_barrier(0);
     const int parts = Shape::parts_of(rank);
     mbarrier_arrive_expect_tx(has_keys, 2 * sizeof(shared.sK) + parts * sizeof(shared.sOtherK.panel[0]));
@@ -75,13 +72,13 @@ __device__ void load_wide_tiles(const BwdParams<Shape> &p, WideShared<Shape> &sh
                  tile.h_k * p.k_tma.head_step, tile.b * p.k_tma.batch_step);
     const TmaTensor &x = rank == 0 ? p.q_tma : p.dout_tma;
     auto *to = rank == 0 ? shared.sQ : shared.sdO;
-    steps.for_each([&](uint32_t i, int h, int m_block) {
+    work.for_each([&](uint32_t i, int h, int m_block) {
         shared.rows.producer_acquire(i);
         Barrier &full = shared.rows.full_barrier(i);
         mbarrier_arrive_expect_tx(full, 2 * sizeof(shared.sQ[0]));
         for (int j = 0; j < to->kPanels; j++)
             tma_load_both(to[i % Shape::kStages].panel[j], x.map, full, j * to->kCols,
-                          steps.seq.q_begin + m_block * Shape::kBlockM, h * x.head_step, tile.b * x.batch_step);
+                          work.seq.q_begin + m_block * Shape::kBlockM, h * x.head_step, tile.b * x.batch_step);
     });
 }
 
@@ -89,69 +86,75 @@ template <typename Shape>
 __device__ void load_wide_numbers(const BwdParams<Shape> &p, WideShared<Shape> &shared) {
     let_next_kernel_begin();
     wait_for_previous_kernel();
-    load_numbers<Shape>(p, shared, shared.steps);
-    if (shared.steps.count() > 0) barrier_sync(kStepsDone, 128 * Shape::kConsumers + 32);
-    if (threadIdx.x == 32) report_dq<Shape>(p, shared.steps);
+    load_numbers<Shape>(p, shared, shared.work);
+    if (shared.work.count() > 0) barrier_sync(kStepsDone, 128 * Shape::kConsumers + 32);
+    if (threadIdx.x == 32) report_dq<Shape>(p, shared.work);
 }
 
 template <typename T, typename Shape, bool kDropout> struct WideConsumer {
     static constexpr int kHeadDim = Shape::kHeadDim, kNTiles = Shape::kNTiles, kDTiles = Shape::kDTiles;
     const BwdParams<Shape> &p;
     WideShared<Shape> &shared;
-    const Steps<Shape> &steps;
+    const WorkItem<Shape> &work;
     const int consumer, rank;
     const int lane_idx = thread_idx() % 32, idx = thread_idx() % 128;
-    const uint32_t ds_address = shared.sdS.address(  // of this lane
+    const uint32_t ds_address = shared.sdS.address(
         lane_idx / 16 * 8 + lane_idx % 8, idx / 32 * 16 + lane_idx / 8 % 2 * 8);
-    // Of consumer 0: acc is S, then P, and acc_sum is dV. Of consumer 1: acc is dP, and acc_sum is dK.
+    // Consumer 0: acc is S, then P, acc_sum is dV. Consumer 1: acc is dP, acc_sum is dK.
     float acc[1][kNTiles][4], acc_dq[8][4], acc_sum[kDTiles][4];
     uint32_t operand[kNTiles / 2][4];
 
-    __device__ Mask mask() const { return Mask(steps.seq, p); }
-    __device__ int key0() const { return steps.tile.block * Shape::kBlockN + 64 * rank; }
-    __device__ int key() const { return key0() + idx / 32 * 16 + lane_idx / 4; }  // this lane's first
+    __device__ int key0() const { return work.tile.block * Shape::kBlockN + 64 * rank; }
+    // This lane's first.
+    __device__ int key() const { return key0() + idx / 32 * 16 + lane_idx / 4; }
+    __device__ int row(const RowBlock &block) const { return block.m_block * 64 + lane_idx % 4 * 2; }
 
     __device__ void run() {
         for (auto &x : acc_sum) x[0] = x[1] = x[2] = x[3] = 0.f;
-        const int num_steps = steps.count();
-        if (num_steps > 0) {
+        const int count = work.count();
+        if (count > 0) {
             shared.keys.consumer_wait(0);
-            clear_keys(key0(), shared.sK, shared.sV);
-            clear_keys(key0() + 64 * (1 - 2 * rank), shared.sOtherK);
-            step<true>(0);
-            // If products were under way when the loop begins, ptxas would let none run beside anything.
+            clear_tiles<64>(seen_keys<64>(p, work, key0()), shared.sK, shared.sV);
+            clear_tiles<64>(seen_keys<64>(p, work, key0() + 64 * (1 - 2 * rank)), shared.sOtherK);
+            add_row_block<true>(0);
+            // Products under way when the loop begins would make ptxas serialize all.
             warpgroup_wait<0>(acc_sum, operand);  // unobserved by the emulator: ptxas alone needs it
 #pragma unroll 1
-            for (int i = 1; i < num_steps; i++) step<false>(i);
-            form_dq(num_steps - 1);
+            for (int i = 1; i < count; i++) add_row_block<false>(i);
+            form_dq(count - 1);
             warpgroup_wait<0>(acc_sum, operand, acc_dq);
-            shared.ds.consumer_release(num_steps - 1, lane_idx);
-            add_dq(num_steps - 1);
-            // Nothing that the other block sends is on its way when this one ends.
-            shared.rows.producer_acquire(num_steps);
-            shared.ds.producer_acquire(num_steps);
-            barrier_sync(kStepsDone, 128 * Shape::kConsumers + 32);  // dQ has been added, and sK has been read
+            shared.ds.consumer_release(count - 1, lane_idx);
+            add_dq(count - 1);
+            // All that the other block sends must arrive before this one ends.
+            shared.rows.producer_acquire(count);
+            shared.ds.producer_acquire(count);
+            barrier_sync(kStepsDone, 128 * Shape::kConsumers + 32);  // dQ has been added, sK has been read
         }
         store();
     }
 
-    template <bool kIsFirst> __device__ void step(uint32_t i) {
+    template <bool kIsFirst> __device__ void add_row_block(uint32_t i) {
         const uint32_t stage = vote<2>(i % 2), c = vote<2>(consumer);
         const auto &rows = (c ? shared.sdO : shared.sQ)[stage], &others = (c ? shared.sQ : shared.sdO)[stage];
         shared.rows.consumer_wait(i);
-        const StepAt &at = shared.at[i % 4];
-        const bool is_full = at.is_full;
-        if (!is_full) clear_rows(stage, at.m_block);
+        const RowBlock &block = shared.row_block(i);
+        const bool is_full = block.is_full;
+        if (!is_full) clear_tiles<64>(seen_rows(work, block.m_block), shared.sQ[stage], shared.sdO[stage]);
         warpgroup_arrive();
         multiply_abt<T>(acc[0], c ? shared.sV : shared.sK, rows);
         if constexpr (!kIsFirst) {
-            warpgroup_wait<1>(acc_sum, operand);  // of the step before
+            warpgroup_wait<1>(acc_sum, operand);  // of the row block before
             shared.rows.consumer_release_to_both(i - 1, lane_idx);
             form_dq(i - 1);
         }
-        const uint32_t kept = kDropout && consumer == 0 ? kept_bits(at) : ~0u;
+        const uint32_t kept =  // which elements dropout keeps
+            kDropout && consumer == 0 ? kept_of_64_rows(Dropout(p, work.tile.b, block.h), row(block), key()) : ~0u;
         warpgroup_wait<kIsFirst ? 0 : 1>(acc[0]);
-        if (consumer == 0) exponentiate(stage, at.m_block, is_full);
+        if (consumer == 0) {
+            exponentiate(acc[0], shared.lse_log2[stage], p.score_factor, lane_idx);
+            if (!is_full)
+                Mask(work.seq, p).apply_transposed(acc, work.blocks, block.m_block, key(), row(block));
+        }
         if constexpr (!kIsFirst) {
             warpgroup_wait<0>(acc_dq);
             shared.ds.consumer_release(i - 1, lane_idx);
@@ -167,27 +170,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         multiply_ab<T>(acc_sum, operand, others);
         if (!kIsFirst && consumer == 0) add_dq(i - 1);
     }
-    __device__ float4 of_rows(const float (&x)[64], int kk) const {
-        return *reinterpret_cast<const float4 *>(&x[16 * kk + lane_idx % 4 * 4]);
-    }
-    __device__ uint32_t kept_bits(const StepAt &at) const {
-        return kept_of_64_rows(Dropout(p, steps.tile.b, at.h), at.m_block * 64 + lane_idx % 4 * 2, key());
-    }
-    // S becomes P.
-    __device__ void exponentiate(int stage, int m_block, bool is_full) {
-        const float factor = p.score_factor;
-#pragma unroll
-        for (int kk = 0; kk < kNTiles / 2; kk++) {
-            const float4 x = of_rows(shared.lse_log2[stage], kk);
-            for (int e = 0; e < 8; e++) {
-                float &s = acc[0][2 * kk + e / 4][e % 4];
-                s = exp2_approx(-fabsf(s * factor - (e / 4 ? (e % 2 ? x.w : x.z) : (e % 2 ? x.y : x.x))));
-            }
-        }
-        if (!is_full)
-            mask().apply_transposed(acc, steps.blocks, m_block, key(), m_block * 64 + lane_idx % 4 * 2);
-    }
-    // P as an operand, and to the other consumer.
+    // P becomes an operand, and goes to the other consumer.
     __device__ void hand_over_P(uint32_t i, uint32_t kept) {
         shared.ds.producer_acquire(i);
 #pragma unroll
@@ -209,7 +192,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
     __device__ float ds_of(float P, float dp, float delta) const {
         return kDropout ? fabsf(P) * fmaf(dp, P >= 0.f ? p.dv_scale : 0.f, -delta) : P * (dp - delta);
     }
-    // dS as an operand, and to both blocks.
+    // dS becomes an operand, and goes to both blocks.
     __device__ void form_ds(uint32_t i, int stage) {
         uint32_t P[kNTiles / 2][4];
         mbarrier_wait(shared.has_P, i % 2);
@@ -217,7 +200,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         for (int kk = 0; kk < kNTiles / 2; kk++) ldmatrix_trans(P[kk], ds_address + 16 * kk * shared.sdS.kRowBytes);
 #pragma unroll
         for (int kk = 0; kk < kNTiles / 2; kk++) {
-            const float4 x = of_rows(shared.delta[stage], kk);
+            const float4 x = of_rows(shared.delta[stage], kk, lane_idx);
             for (int j = 0; j < 4; j++) {
                 const float(&dp)[4] = acc[0][2 * kk + j / 2];
                 const float2 pair = unpack<T>(P[kk][j]);
@@ -235,9 +218,8 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         }
     }
 
-    // At head_dim 256 the compiler knows it.
     __device__ bool has_part() const { return Shape::kDqParts == 4 || consumer < Shape::parts_of(rank); }
-    // This consumer's columns of the dQ of step i are on their way.
+    // Begins this consumer's columns of dQ.
     __device__ void form_dq(uint32_t i) {
         const uint32_t c = vote<2>(consumer), col = 64 * c + 128 * vote<2>(rank);
         shared.ds.consumer_wait(i);
@@ -253,40 +235,18 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         }
         warpgroup_commit_batch();
     }
-    // To the sums in memory.
     __device__ void add_dq(uint32_t i) {
-        if (!p.dq.data) return;
-        if (p.deterministic) shared.dq_turns.consumer_wait(i);
-        if (has_part()) {
-            float *sums = BwdWorkspace<Shape>::dq_sums(p, shared.at[i % 4].dq_tile, 8 * rank + 4 * consumer + idx / 32);
-#pragma unroll
-            for (int n = 0; n < Shape::kDqTiles; n++) red_add(sums + 128 * n, acc_dq[n]);
-        }
-        if (p.deterministic) {
-            __syncwarp();  // unobserved by racecheck: it knows of no order in global memory
-            if (lane_idx == 0) mbarrier_arrive(shared.dq_added[i % 2]);
-        }
+        sm90::add_dq(p, shared, i, 8 * rank + 4 * consumer + idx / 32, lane_idx, acc_dq, has_part());
     }
 
-    // Keys that no row sees, in tiles of the keys from `first` on.
-    template <typename... Tiles> __device__ void clear_keys(int first, Tiles &...tiles) {
-        const int end = steps.seq.keys_follow(p) ? steps.seq.seqlen_k - first : 64;
-        clear_tiles<64>(mask().keys(0).begin - first, end, tiles...);
-    }
-    // Rows that see no key, or are those of the next sample.
-    __device__ void clear_rows(int stage, int m_block) {
-        clear_tiles<64>(steps.first_row - m_block * 64, steps.seq.seqlen_q - m_block * 64, shared.sQ[stage],
-                        shared.sdO[stage]);
-    }
-
-    // dV goes through sK, and dK through sV. Each warp has its own rows of them.
+    // dV goes through sK and dK through sV, where each warp has its own rows.
     __device__ void store() {
         const int row0 = idx / 32 * 16, first = key0() + row0;
         const Tensor &x = consumer ? p.dk : p.dv;
-        store_accumulators<T>(acc_sum, consumer ? p.dk_scale : p.dv_scale, steps.seq.seqlen_k - first,
+        store_accumulators<T>(acc_sum, consumer ? p.dk_scale : p.dv_scale, work.seq.seqlen_k - first,
                               consumer ? shared.sV : shared.sK, row0,
-                              rows_of<uint16_t>(x, steps.tile.b, steps.tile.h_k, steps.seq.k_begin + first),
-                              x.row_stride, steps.seq.padded_k - first, consumer ? p.head_dim : p.head_dim_v);
+                              rows_of<uint16_t>(x, work.tile.b, work.tile.h_k, work.seq.k_begin + first),
+                              x.row_stride, work.seq.padded_k - first, consumer ? p.head_dim : p.head_dim_v);
     }
 };
 
@@ -300,15 +260,15 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide(const __gr
     const bool takes_turns = p.takes_turns();
     if (threadIdx.x == 0) shared.init_barriers();
     if (takes_turns) {  // one ticket for a pair
-        if (rank == 0 && threadIdx.x == 32) shared.ticket = atomicAdd(p.sums.ticket(p), 1);
+        if (rank == 0 && threadIdx.x == 32) shared.ticket = atomicAdd(p.layout.ticket(p), 1);
         cluster_sync();
     } else {
         cluster_sync_relaxed();
     }
-    // Now the other block is there, and so are its barriers.
+    // Now the other block has its barriers.
     if (threadIdx.x == 32) {
-        shared.steps.first_step = 0;
-        shared.steps.find(p, takes_turns ? load_from_block(shared.ticket, 0) : int(blockIdx.x / 2));
+        shared.work.begin = 0;
+        shared.work.find(p, takes_turns ? load_from_block(shared.ticket, 0) : int(blockIdx.x / 2));
     }
     __syncthreads();
     const uint32_t warpgroup_idx = warp_uniform(threadIdx.x / 128);
@@ -316,14 +276,14 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide(const __gr
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
         if (threadIdx.x == 0) load_wide_tiles<Shape>(p, shared, rank);
         else if (threadIdx.x >= 32 && threadIdx.x < 64) load_wide_numbers<Shape>(p, shared);
-        else if (threadIdx.x == 96 && takes_turns) end_turns<Shape>(p, shared, shared.steps, rank);
+        else if (threadIdx.x == 96 && takes_turns) end_turns<Shape>(p, shared, shared.work, rank);
         else if (threadIdx.x == 64 && takes_turns)
-            shared.steps.for_each([&](uint32_t item, int h, int m_block) {
-                wait_for_turn<Shape>(p, shared, shared.steps, item, h, m_block, rank);
+            shared.work.for_each([&](uint32_t i, int h, int m_block) {
+                wait_for_turn<Shape>(p, shared, shared.work, i, h, m_block, rank);
             });
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
-        WideConsumer<T, Shape, kDropout>{p, shared, shared.steps, int(warpgroup_idx) - 1, rank}.run();
+        WideConsumer<T, Shape, kDropout>{p, shared, shared.work, int(warpgroup_idx) - 1, rank}.run();
     }
     // The other block has read the ticket.
     if (takes_turns) cluster_sync_relaxed();  // unobserved by the emulator: too seldom it would end before that

@@ -1,8 +1,8 @@
-// The launches of a backward pass on Hopper: sums of dQ become 0, what a kernel needs of each row (flash_bwd.cu), the
-// kernel itself, and what turns sums in memory into gradients.
+// The launches of a backward pass on Hopper: zeros, delta, the kernel, and what brings sums into gradients.
 #pragma once
 
 #include "common/device.h"
+#include "common/scores.cuh"
 #include "sm90/bwd/producer.cuh"
 
 namespace sm90 {
@@ -12,7 +12,7 @@ void launch_bwd(const AttnBackwardParams &p, void (*kernel)(BwdParams<Shape>)) {
     constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kTileBlocks = Shape::kTileBlocks;
     const BwdWorkspace<Shape> workspace(p);
     const KeyTiles<Shape::kBlockN> tiles(p);
-    const int64_t num_tiles = tiles.count(p) * workspace.max_splits, blocks = kTileBlocks * num_tiles;
+    const int64_t num_items = tiles.count(p) * workspace.max_splits, blocks = kTileBlocks * num_items;
     if (blocks + num_sms() > INT32_MAX)
         throw std::runtime_error("minimal_attn: batch_size · nheads_k · seqlen_k is too large: k has 2^31 tiles");
     auto *stream = static_cast<cudaStream_t>(p.stream);
@@ -32,15 +32,15 @@ void launch_bwd(const AttnBackwardParams &p, void (*kernel)(BwdParams<Shape>)) {
                                   tma("k", p.k, p.nheads_k, p.seqlen_k, p.head_dim, 64),
                                   tma("v", p.v, p.nheads_k, p.seqlen_k, p.head_dim_v, 64),
                                   tma("dout", p.dout, p.nheads, p.seqlen_q, p.head_dim_v, kBlockM),
-                                  workspace, tiles.template order<Divisor>(p), int(num_tiles),
+                                  workspace, tiles.template order<Divisor>(p), int(num_items),
                                   rows_first, tiles.heads_together(1, p.nheads_k),
                                   factors, score_factor, scale, dv_scale};
     launch_early<kTileBlocks>(kernel, Shape::kIsPersistent ? std::min<int64_t>(blocks, num_sms()) : blocks,
                               Shape::kNThreads, kSharedBytes, p.stream, params);
-    if constexpr (Shape::kMaxSplits > 1) splits::launch_dkv<T>(p, workspace, scale, dv_scale);
+    if constexpr (Shape::kMaxSplits > 1) launch_dkv<T>(p, workspace, scale, dv_scale);
     if (p.dq.data)
-        launch_early(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 2 * Shape::kDqFloats, p.stream, p,
-                     workspace, RowTiles<kBlockM>::template order<Divisor>(p), scale,
+        launch_early(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 2 * workspace.kDqFloats, p.stream,
+                     p, workspace, RowTiles<kBlockM>::template order<Divisor>(p), scale,
                      workspace.max_splits == 1 ? kTileBlocks * tiles.slots : 0);
 }
 
