@@ -24,7 +24,8 @@ import torch
 
 KERNELS = "sm90", "sm80", "backward"  # as numbered in compare_builds.cpp
 # The last ones are not in every version.
-SOURCES = "flash_sm90", "flash_sm80", "flash_bwd_sm80", "flash_bwd", "device", "flash_bwd_bias"
+SOURCES = ("flash_sm90", "flash_sm80", "flash_bwd_sm80", "flash_bwd", "device", "flash_bwd_bias", "flash_mods_sm90",
+           "flash_dropout_sm90")
 TOKENS, WIDTH = 16384, 2048  # of all samples together; heads times head_dim
 TENSORS = "q", "k", "v", "o", "lse", "tile_counter", "dout", "dq", "dk", "dv", "delta", "lse_log2", "workspace"
 NUMBERS = "batch_size", "nheads", "seqlen", "head_dim", "is_causal", "workspace_bytes"

@@ -35,6 +35,23 @@ template <int kBlockN> MaskBits make_mask_bits(const AttnParams &p) {
             x.row_stride ? p.seqlen_q : 1, x.key_stride ? num_blocks<kBlockN>(p.seqlen_k) : 1};
 }
 
+// Scores of the keys [8 n, 8 n + 16) become -inf where the mask is false. seen: this lane's words of its two rows.
+template <int kNTiles>
+__device__ void hide(float (&acc_s)[kNTiles][4], const uint32_t (&seen)[2], int n) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t bits = seen[i] >> n / 8 * 4;
+        bool is_seen[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) is_seen[j] = bits & 1 << (n / 2 % 4 * 8 + j);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float &s = acc_s[n + j / 2][2 * i + j % 2];
+            s = is_seen[j] ? s : -INFINITY;
+        }
+    }
+}
+
 // 16 keys of a row, one a byte: 1 if the row sees it. It sees none from `count` on. As in torch, a bool of any bits but
 // 0 is true.
 __device__ inline uint4 load_16_keys(const uint8_t *keys, int64_t key_stride, int count) {
