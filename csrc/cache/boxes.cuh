@@ -16,8 +16,8 @@ inline int cache_box_rows(const DecodeParams &p, int block_n) {
 struct CacheBox {
     int sequence, row;
 
-    // From key `key` of sample b on, as the cache counts. Nothing waits here for the page, which comes from memory. A box
-    // that is not needed lies outside of the cache, where TMA reads zeros.
+    // From a key of the cache on. Nothing waits here for the page, which comes from memory. A box that is not needed lies
+    // outside of the cache, where TMA reads zeros.
     __device__ void find(const DecodeParams &p, int b, int key, bool is_needed) {
         sequence = b, row = is_needed ? key : p.page_size;
         if (p.page_table && is_needed) {
@@ -25,7 +25,6 @@ struct CacheBox {
             sequence = p.page_table[b * p.page_table_stride + page], row -= page * p.page_size;
         } else if (p.cache_batch_idx) sequence = p.cache_batch_idx[b];
     }
-    // Copies it to a tile, from tile_row on.
     template <int kRows, int kHeadDim>
     __device__ void load(SmemTile<kRows, kHeadDim> &to, int tile_row, const DecodeParams &p, const TmaTensor &x,
                          int h_k, Barrier &full) const {

@@ -4,9 +4,8 @@
 
 namespace sm90 {
 
-// One warp loads K and another one V: with pages of 16 keys, one warp for both would keep the products waiting. A lane
-// finds a box of a block. One lane asks for all boxes of its warp: if each lane asked for its own, ptxas would loop over
-// the lanes around every instruction.
+// One warp loads K and another one V: with pages of 16 keys, one for both would keep the products waiting. Each lane
+// finds a box, but one lane asks for all: otherwise ptxas loops over the lanes around every instruction.
 template <int kBlockN> struct CachedKeyBlocks {
     static constexpr int kLoaders = 2;
     const DecodeParams &p;

@@ -44,7 +44,7 @@ __device__ inline void barrier_sync(int id, int threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// "elect.sync": true in one lane of the warp. The compiler then knows that a single thread goes on.
+// "elect.sync": true in one lane, and the compiler knows it.
 __device__ inline bool elect_one() {
     uint32_t is_elected;
     asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, -1;\nselp.u32 %0, 1, 0, elected;\n}"
@@ -67,8 +67,8 @@ __device__ inline void tma_load(void *to, const CUtensorMap &map, Barrier &barri
         : "memory");
 }
 
-// Copies from shared memory to the tensor, without what lies outside of it. commit_group makes a group of this thread's
-// copies so far; wait_group.read waits until they have read what they copy.
+// The way back leaves out what lies outside of the tensor. wait_group.read waits until this thread's copies, a group
+// since commit_group, have read what they copy.
 __device__ inline void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                  "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
@@ -83,8 +83,8 @@ __device__ inline uint32_t address_in_block(const void *p, int rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
     return address;
 }
-// .release at the scope of the block, the default, since .release.cluster would be a fence of the whole GPU. It tells
-// the other block that this one has read something, but not that it has written something.
+// Without .release.cluster, which would be a fence of the whole GPU. It can tell the other block that this one has read
+// something, but not that it has written something.
 __device__ inline void mbarrier_arrive(Barrier &barrier, int rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(&barrier, rank)) : "memory");
 }
@@ -138,10 +138,9 @@ template <int kRegisters> __device__ void warpgroup_reg_dealloc() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// "wgmma". wgmma.fence comes before a product whose registers were written since the last
-// one. commit_group makes a group of the products since the last group. wait_group waits for all but the newest
-// kPending groups. Then `fragments`, the registers of finished products, may be used: naming them here keeps the
-// compiler from using them earlier.
+// "wgmma". wgmma.fence comes before a product whose registers were written since the last one. commit_group makes a
+// group of the products since the last group. wait_group waits for all but the newest kPending groups. Naming their
+// registers, `fragments`, keeps the compiler from using them earlier.
 __device__ inline void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void warpgroup_commit_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kTiles> __device__ void warpgroup_fence_operand(float (&x)[kTiles][4]) {
@@ -157,10 +156,9 @@ template <int kPending, typename... Fragments> __device__ void warpgroup_wait(Fr
     (warpgroup_fence_operand(fragments), ...);
 }
 
-// "Matrix Descriptor" of a matrix of 16-bit elements, in
-// panels whose rows have kRowBytes, 128 or 64, swizzled as by TMA. Eight rows are a unit. The next panel lies
-// `panel_bytes` further, which only a product that sums along rows needs. A part that begins n bytes further has this
-// descriptor plus n / 16.
+// "Matrix Descriptor" of 16-bit elements, in panels whose rows have kRowBytes, 128 or 64, swizzled as by TMA. The next
+// panel lies `panel_bytes` further, which only a product that sums along rows needs. A part that begins n bytes further
+// has this descriptor plus n / 16.
 template <int kRowBytes> __device__ uint64_t make_smem_desc(const void *p, int panel_bytes = 0) {
     constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
     return kSwizzle << 62 | uint64_t(8 * kRowBytes / 16) << 32 | uint64_t(panel_bytes / 16) << 16 |

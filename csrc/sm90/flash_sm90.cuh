@@ -1,16 +1,15 @@
 // FlashAttention forward on Hopper's tensor cores, fp16 and bf16 with fp32 sums: H100, H200 (sm_90a).
 //
-// For a tile of kBlockM query rows a block of threads walks along K and V from the last keys that the rows see to the
-// first, kBlockN at a time (Dao, FlashAttention-2, 2023, Algorithm 1). One warpgroup, the producer, asks TMA for K and
-// V. The others, the consumers, multiply 64 rows each (Shah et al., FlashAttention-3, 2024, section 3). An iteration:
+// For kBlockM query rows a block of threads walks along K and V from the last keys that they see to the first, kBlockN
+// at a time (Dao, FlashAttention-2, 2023, Algorithm 1). One warpgroup, the producer, asks TMA for K and V. The others,
+// the consumers, multiply 64 rows each (Shah et al., FlashAttention-3, 2024, section 3):
 //
 //   tensor cores   O += P(j+1) V(j+1)  ·················  S(j-1) = Q K(j-1)ᵀ, then O += P(j) V(j)  ·········
 //   other units    S(j) → P(j) by softmax │ wait, rescale O │                 wait for S(j-1) │ S(j-1) → P(j-1)
 //
-// So the softmax of a block runs beside P V of the block before. P goes from the accumulators of one product straight
-// into the A operand of the next. While wgmma reads A from registers, other warps issue only every fourth cycle
-// (counters on an H200, see the journal): instruction issue bounds the kernel. So the softmax does without a maximum,
-// see plain_scores.cuh.
+// P goes from the accumulators of one product straight into the A operand of the next. While wgmma reads A from
+// registers, other warps issue only every fourth cycle (counters on an H200, see the journal): instruction issue bounds
+// the kernel. So the softmax mostly does without a maximum, see plain_scores.cuh.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +44,6 @@ template <typename T, typename Shape> struct Consumer : Shape::template Scores<T
         }
     }
 
-    // acc_o and softmax of a tile's rows, over all keys that they see.
     __device__ void attend(const WorkItem &work) {
         const int row0 = work.tile.block * Shape::kBlockM + 64 * consumer, n_block_min = work.n_block_min;
         const BlockRange blocks = work.blocks[consumer];
@@ -96,7 +94,7 @@ template <typename T, typename Shape> struct Consumer : Shape::template Scores<T
         skip_blocks(work, n_block, n_block_min);
     }
 
-    // Skips blocks from n_block down to `end`, which only other consumers need.
+    // For blocks from n_block down to `end`, which only other consumers need.
     __device__ void skip_blocks(const WorkItem &work, int &n_block, int end) {
         for (; n_block >= end; n_block--, kv_item++) {
             shared.k.consumer_wait(kv_item);
@@ -110,8 +108,7 @@ template <typename T, typename Shape> struct Consumer : Shape::template Scores<T
         }
     }
 
-    // Clears values after the sample's end or before a window. All consumers do it together, also those that skip the
-    // block: it is full for none.
+    // By all consumers together, also those that skip the block: it is full for none.
     __device__ void clear_v(const WorkItem &work, int n_block) {
         const int key0 = n_block * kBlockN, begin = work.first_key - key0;
         const int end = work.seq.keys_follow(p) ? work.seq.seqlen_k - key0 : kBlockN;
@@ -210,7 +207,7 @@ template <typename Kind, typename Run> auto with_shape(int head_dim, Run run) {
     // kHeadDim, kConsumers, kBlockN, kStages, kQStages
     if (head_dim <= 64)  // the most keys that fit; four consumers spill
         return run.template operator()<Shape<64, 3, 128, 4, 2, Kind>>();
-    if (head_dim <= 96)  // 128 keys spill, 80 have 0.95 of the speed, and two consumers with 128 have 0.86
+    if (head_dim <= 96)  // 128 keys spill; 80 have 0.95 of the speed, two consumers 0.86
         return run.template operator()<Shape<96, 3, 96, 4, 2, Kind>>();
     if (head_dim <= 128)  // four stages hide the latency of memory; see also flash_forward()
         return run.template operator()<Shape<128, 3, 64, 4, 2, Kind>>();

@@ -46,8 +46,8 @@ enum NamedBarrier : int {
     kStepsDone = 5,    // consumers and a warp of the producer: see flash_bwd_wide_sm90.cu
 };
 
-// Returns x, which is the same in all lanes. The shuffle shows that to the compiler. It then computes with x in uniform
-// registers, from which wgmma takes its descriptors.
+// Returns x, which is the same in all lanes. The shuffle shows that to the compiler, which then uses uniform registers.
+// wgmma takes its descriptors from them.
 __device__ inline uint32_t warp_uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 
 // warp_uniform() for x < kEnd, by a vote for each bit, whose result is in a uniform register at once.

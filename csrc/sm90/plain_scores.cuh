@@ -1,6 +1,5 @@
 // How a consumer on Hopper makes probabilities of scores. After a tile's first blocks row_max stays as it is. If a sum
-// then shows that a probability has grown too large, which is rare, the scores of that row are computed once more.
-// sm90/mods/ derives kernels that change scores or drop probabilities.
+// shows that a probability has grown too large, which is rare, the scores of that row are computed once more.
 #pragma once
 
 #include "common/scores.cuh"
@@ -27,10 +26,10 @@ template <typename Shape> struct Walk {
     __device__ int block_after() const { return n_block - 1; }
     __device__ bool is_first() const { return n_block == blocks.end - 1; }
     __device__ bool is_last() const { return n_block == blocks.begin; }
-    __device__ bool is_full() const { return from_full < num_full; }  // as BlockRange::is_full
+    __device__ bool is_full() const { return from_full < num_full; }
 };
 
-// The registers of a consumer, and functions for which other kernels have their own.
+// A consumer's registers, and functions that sm90/mods/ replaces.
 template <typename T, typename Shape> struct PlainScores {
     using WorkItem = Shape::WorkItem;
     using Walk = sm90::Walk<Shape>;
@@ -41,8 +40,8 @@ template <typename T, typename Shape> struct PlainScores {
     const Params<Shape> &p;
     Shape::SharedMemory &shared;
     const int consumer, warp_idx = warp_uniform(threadIdx.x / 32 % 4);
-    // thread_idx() reads a slow register where it is called, only there: here once for the loop. Functions off the loop
-    // call it themselves, so that the loop keeps nothing for them.
+    // thread_idx() reads a slow register where it is called: here once for the loop. Functions off the loop call it
+    // themselves, so that the loop keeps nothing for them.
     const int lane_idx = thread_idx() % 32;
     const Scores<> scores{p};
     uint32_t q_item = 0, kv_item = 0;
@@ -67,8 +66,7 @@ template <typename T, typename Shape> struct PlainScores {
     // acc_s becomes P, row_sum grows. Returns whether acc_o must be multiplied by alpha.
     __device__ bool exponentiate(const WorkItem &work, const BlockRange &blocks, const ScoreOrigin &at, bool is_full,
                                  float (&alpha)[2]) {
-        // After the first block without a mask each row has seen keys. Later ones may need recompute_large_rows(), which
-        // knows no mask.
+        // After the first block without a mask each row has seen keys. recompute_large_rows() knows no mask.
         const bool updates_max = !is_full || !was_full;
         was_full = is_full;
         if (!is_full) {
@@ -91,9 +89,9 @@ template <typename T, typename Shape> struct PlainScores {
         return __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMaxSum);
     }
 
-    // The slow path: rows whose P may be too large for T get new scores, row_max and P. Each warp computes alone, by mma:
-    // wgmma in a branch makes ptxas spill. Other rows must not depend on their neighbours and keep their P.
-    // change(n, s) makes scores of q·k, for the keys [8·n, 8·n + 8).
+    // The slow path: rows whose P may be too large for T get new scores, row_max and P. A warp computes them alone, by
+    // mma: wgmma in a branch makes ptxas spill. Its other rows must not depend on them. change(n, s) makes scores of
+    // q·k, for the keys [8·n, 8·n + 8).
     template <typename Change>
     __device__ void recompute_large_rows(float (&sum)[2], float (&alpha)[2], Change change) {
         const int warp_idx = thread_idx() / 32 % 4, lane_idx = thread_idx() % 32;

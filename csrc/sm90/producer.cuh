@@ -1,5 +1,4 @@
-// The producer warpgroup on Hopper: one thread finds the tiles of out that the block computes, and another one asks TMA
-// for their Q, K and V.
+// The producer warpgroup on Hopper: one thread finds tiles of out for the block, another one asks TMA for Q, K and V.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +17,7 @@ template <typename Shape> struct WorkItem;
 template <typename Shape> struct SharedMemory;
 template <typename T, typename Shape> struct PlainScores;  // plain_scores.cuh
 
-// The parts of plain attention. Kernels that do more replace some of them: sm90/mods/, cache/prefill_sm90.cu.
+// Parts that other kernels replace: sm90/mods/, cache/prefill_sm90.cu.
 struct Plain {
     static constexpr bool kCached = false;  // keys come from a cache
     using Input = AttnParams;
@@ -33,7 +32,7 @@ struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
     static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQStages = kQStages_;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
-    // Registers a thread. The producer leaves most of its own to the consumers.
+    // Registers a thread.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 
@@ -45,7 +44,6 @@ struct Shape {
     template <typename T> using Scores = Kind::template Scores<T, Shape>;
 };
 
-// One thread calls find() for a block of keys, then load() for K and for V.
 template <int kBlockN> struct KeyBlocks {
     static constexpr int kLoaders = 1;
     const int h_k, b, k_begin;
@@ -75,7 +73,7 @@ template <typename Shape> struct alignas(16) WorkItem {
     Mask mask;
     int unused[4];  // with a size of 128 bytes, ptxas spills one number more at head_dim 64
 
-    // The walk along the keys goes from the last block, which may need a mask, to the first.
+    // The walk begins at the last block, which may need a mask.
     __device__ int first_block() const { return n_block_max - 1; }
     __device__ int block_after(int n_block) const { return n_block - 1; }
     __device__ void extend(const Shape::Input &) {}
@@ -102,14 +100,14 @@ template <typename Shape> struct SharedMemory {
     __device__ void load_more(const Shape::Input &, uint32_t, const Shape::WorkItem &, const Keys &) {}
 };
 
-// Tiles of query rows for persistent blocks of threads. If all tiles take equally long, they are dealt out in turn. If
-// not, or if two launches share them, a block takes the next one by a counter in memory, and groups of heads whose K
-// and V fit L2 go together. Where all samples share a head's bias, the samples of a head are neighbours.
+// The order of tiles for persistent blocks. Tiles that take equally long are dealt out in turn. Others, and those that
+// two launches share, are taken by a counter in memory, and heads whose K and V fit L2 together are interleaved. Where
+// all samples share a head's bias, they come one after another.
 template <typename Shape> struct Scheduler {
     RowTiles<Shape::kBlockM, Shape::kCached> tiles;
     uint32_t num_tiles;
     uint32_t heads;         // of all samples, or of a packed batch
-    uint32_t group;         // heads that go together
+    uint32_t group;         // heads that are interleaved
     uint32_t heads_per_kv;  // query heads
     uint32_t samples;       // that share a head's bias, or 1
 
@@ -118,7 +116,7 @@ template <typename Shape> struct Scheduler {
           heads_per_kv(p.nheads / p.nheads_k), samples(1) {
         const Bias &x = p.bias;
         if (x.data && x.row_stride && x.head_stride && !x.batch_stride) samples = uint32_t(p.batch_size);
-        if (!p.tile_counter) return;  // dealt out in turn, head by head
+        if (!p.tile_counter) return;
         const double kv_bytes = 2. * p.seqlen_k * (p.head_dim + p.head_dim_v), l2_bytes = 32 << 20;
         const double head_bytes = samples > 1 ? kv_bytes : kv_bytes / heads_per_kv;
         while (2 * group * head_bytes <= l2_bytes && 2 * group <= heads) group *= 2;
@@ -146,15 +144,15 @@ template <typename Shape> struct Params : Shape::Input {
     TmaTensor q_tma, k_tma, v_tma, o_tma;
 };
 
-// A thread takes a tile while the last keys of the tile before are loaded. Taken earlier it would wait here, and a
-// block without work could not have it.
+// By a thread, while the last keys of the tile before are loaded. A tile that is taken earlier waits, and a block
+// without work cannot have it.
 template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, typename Shape::SharedMemory &shared) {
     constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     uint32_t item = 0;
     for (int idx = -1;;) {
         shared.found.producer_acquire(item);
         idx = p.scheduler.next(p, idx);
-        auto &work = shared.work(item);  // read at each use: this thread has few registers
+        auto &work = shared.work(item);  // this thread has few registers
         work.tile = p.scheduler.at(p, idx);
         const Tile &tile = work.tile;
         if (!tile.is_valid) break;
@@ -197,8 +195,8 @@ __device__ void load_tiles(const Params<Shape> &p, typename Shape::SharedMemory 
             load_tile(shared.sQ[shared.q_index(q_item, c)], p.q_tma, shared.q[c].full_barrier(q_item), q_row + 64 * c,
                       work.tile.h, b);
         }
-        // When n_next blocks are left, find_tiles() may write over the oldest work item: consumers have released a later
-        // Q. Of two warps that load, one has not waited for that, but find_tiles() waits for both.
+        // When n_next blocks are left, find_tiles() may overwrite the oldest work item: consumers have released a later
+        // Q. One of two warps has not waited for that, but find_tiles() waits for both.
         const int num_blocks = work.n_block_max - work.n_block_min, n_next = min(num_blocks, kAhead + 1);
         int n_block = work.first_block();
         typename Shape::KeyBlocks keys(p, work.tile, work.seq, n_block);

@@ -1,4 +1,4 @@
-// Tiles of 16-bit elements in shared memory for Hopper, TMA's copies of them, and wgmma's descriptors.
+// Tiles of 16 bits in shared memory on Hopper: TMA's copies, wgmma's products.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,17 +17,16 @@ template <int kRows, int kHeadDim> struct SmemTile {
     static constexpr int kPanels = kHeadDim / kCols, kRowBytes = 2 * kCols;
     alignas(1024) uint16_t panel[kPanels][kRows][kCols];
 
-    // The descriptor of the columns [16·kk, 16·kk + 16), for a product that sums over them.
+    // Columns [16·kk, 16·kk + 16), for a product that sums over them.
     __device__ uint64_t columns_desc(int kk, int row = 0) const {
         const int bytes = 16 * kk / kCols * (kRows * kRowBytes) + 16 * kk % kCols * 2 + row * kRowBytes;
         return make_smem_desc<kRowBytes>(panel) + bytes / 16;
     }
-    // The descriptor of the rows [16·kk, 16·kk + 16), for a product that sums over them.
+    // Rows [16·kk, 16·kk + 16), for a product that sums over them.
     __device__ uint64_t rows_desc(int kk, int col = 0) const {
         return make_smem_desc<kRowBytes>(panel, kRows * kRowBytes) +
                (col / kCols * kRows + 16 * kk) * kRowBytes / 16;
     }
-    // For ldmatrix and stmatrix.
     __device__ uint32_t address(int row, int col) const { return shared_address(panel) + offset(row, col); }
     template <typename Vec> __device__ const Vec &at(int row, int col) const {
         return *reinterpret_cast<const Vec *>(reinterpret_cast<const char *>(panel) + offset(row, col));
@@ -64,7 +63,7 @@ struct TmaTensor {
     int head_step, batch_step;  // 1, or 0 if expanded: the map then has size 1
 };
 
-// Copies a box, which begins at `row`, to a tile from tile_row on, with zeros for what lies outside of the tensor.
+// Copies a box from `row` on to a tile, with zeros for what lies outside of the tensor.
 template <int kRows, int kHeadDim>
 __device__ void load_bytes(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b,
                            int tile_row = 0) {
@@ -72,14 +71,12 @@ __device__ void load_bytes(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, 
     for (int i = 0; i < tile.kPanels; i++)
         tma_load(tile.panel[i][tile_row], x.map, full, i * tile.kCols, row, h * x.head_step, b * x.batch_step);
 }
-// Copies a whole tile, and tells `full` its bytes.
 template <int kRows, int kHeadDim>
 __device__ void load_tile(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b) {
     mbarrier_arrive_expect_tx(full, kRows * kHeadDim * 2);
     load_bytes(tile, x, full, row, h, b);
 }
 
-// Copies a box from tile_row on to the tensor from `row` on.
 template <int kRows, int kHeadDim>
 __device__ void store_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_row, const TmaTensor &x, int row, int h,
                            int b) {
@@ -87,8 +84,7 @@ __device__ void store_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_row, 
         tma_store(tile.panel[i][tile_row], x.map, i * tile.kCols, row, h * x.head_step, b * x.batch_step);
 }
 
-// Copies the first `rows` of 16 rows from tile_row on, by a warp. All lanes take every step, so that the compiler sees
-// that they stay together.
+// Copies the first `rows` of 16 rows, by a warp. All lanes take every step: the compiler sees that they stay together.
 template <int kRows, int kHeadDim>
 __device__ void store_some_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_row, uint16_t *to, int64_t row_stride,
                                 int rows, int head_dim) {
@@ -99,7 +95,7 @@ __device__ void store_some_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_
             *reinterpret_cast<uint4 *>(to + row * row_stride + col) = tile.template at<uint4>(tile_row + row, col);
     }
 }
-// Copies a warp's accumulators times `scale` through the tile. Rows from `valid` on become 0.
+// Copies accumulators times `scale` through the tile. Rows from `valid` on become 0.
 template <typename T, int kRows, int kHeadDim>
 __device__ void store_accumulators(const float (&acc)[kHeadDim / 8][4], float scale, int valid,
                                    SmemTile<kRows, kHeadDim> &tile, int tile_row, uint16_t *to, int64_t row_stride,
@@ -127,7 +123,7 @@ __device__ void clear_outside(SmemTile<kRows, kHeadDim> &tile, int thread_idx, i
             if (i / kVecs < begin || i / kVecs >= end) reinterpret_cast<uint4 *>(panel)[i] = uint4{};
 }
 // Rows outside of [begin, end), which nothing sees, become 0 before wgmma reads them: they may be NaN, and 0 · NaN is
-// NaN. Rows beyond the tensor are 0 already. kThreads threads do it together.
+// NaN. Rows beyond the tensor are 0 already. By kThreads threads.
 template <int kThreads, int kRows, typename... Tiles>
 __device__ void clear_unseen(int thread_idx, int barrier, int begin, int end, Tiles &...tiles) {
     if (begin <= 0 && end >= kRows) return;
@@ -175,7 +171,7 @@ inline TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batc
                              std::to_string(int(result)));
 }
 
-// Boxes of one panel of a SmemTile.
+// With boxes of a SmemTile's panels.
 template <int kHeadDim>
 TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batch_size, int heads, int rows, int head_dim,
                           int box_rows) {

@@ -1,8 +1,6 @@
-// Scores that more than a factor changes, on Hopper: how a consumer makes P of them.
-//
-// Most calls change scores in one way alone, and most blocks of keys are seen by all rows. exponentiate_in_one_pass()
-// serves these blocks: row_max stays as it is, as in plain attention, and the FMA that scales subtracts it. In other
-// blocks, and as long as the row_max of a row grows, exponentiate() takes one step after the other.
+// Scores that more than a factor changes, on Hopper. Most calls change them in one way alone, and most blocks of keys
+// are seen by all rows. These blocks take one pass: row_max stays as it is, and the FMA that scales subtracts it. Other
+// blocks take several, and so do all as long as a row_max grows.
 #pragma once
 
 #include "sm90/mods/bias.cuh"
@@ -21,15 +19,14 @@ struct ChangedParams : AttnParams {
 template <typename Shape> struct ChangedWorkItem : WorkItem<Shape> {
     using Base = WorkItem<Shape>;
     using Base::n_block_min, Base::n_block_max, Base::tile;
-    int first;                   // of the blocks: the others follow downwards, then those above it
-    const uint32_t *mask_words;  // of the head, see MaskBits
+    int first;                   // block of the walk; the next ones lie below it, and the last ones above it
+    const uint32_t *mask_words;  // of the head
 
     __device__ int first_block() const { return first; }
     __device__ int block_after(int n_block) const { return n_block == n_block_min ? n_block_max - 1 : n_block - 1; }
 
-    // The walk begins at the last block, as in plain attention. With ALiBi, scores fall on both sides of the diagonal.
-    // Where all rows see all keys, the walk begins at the diagonal, so that row_max grows in the first blocks alone.
-    // All consumers then walk the same way. A tile without keys has no block to begin at.
+    // ALiBi's scores fall on both sides of the diagonal. Where all rows see all keys, the walk begins there, so that
+    // row_max grows in the first blocks alone. All consumers then walk the same way.
     __device__ void extend(const ChangedParams &p) {
         const Mask &mask = Base::mask;
         const int last_row = tile.block * Shape::kBlockM + Shape::kBlockM - 1;
@@ -55,7 +52,7 @@ template <typename Shape> struct ChangedMemory : SharedMemory<Shape> {
     }
 };
 
-// The walk from the first block of ChangedWorkItem downwards, then from the last block on.
+// The walk from the work item's first block down, then from the last block.
 template <typename Shape> struct WrappedWalk : Walk<Shape> {
     using Base = Walk<Shape>;
     using Base::blocks, Base::n_block, Base::from_full;
@@ -74,7 +71,7 @@ template <typename Shape> struct WrappedWalk : Walk<Shape> {
     __device__ bool is_last() const { return n_block == last; }
 };
 
-// Each score becomes f(score, i, key) of this lane's row i and of its key, counted from its first one.
+// Each score becomes f(score, i, key) of this lane's row i and key, which counts from its first.
 template <int kNTiles, typename F> __device__ void for_scores(float (&acc_s)[kNTiles][4], F f) {
 #pragma unroll
     for (int n = 0; n < kNTiles; n++) for_scores(acc_s, n, f);
@@ -84,8 +81,7 @@ template <int kNTiles, typename F> __device__ void for_scores(float (&acc_s)[kNT
     for (int e = 0; e < 4; e++) acc_s[n][e] = f(acc_s[n][e], e / 2, 8 * n + e % 2);
 }
 
-// Scores become exp2(score(s)), see for_scores(). Before that change(n) may change the scores of the keys
-// [8 n, 8 n + 16). sum[i]: the sum of row i.
+// Scores become exp2 of what for_scores(score) and change(n), for the keys [8 n, 8 n + 16), make of them.
 template <int kNTiles, typename Score, typename Change>
 __device__ void exp2_and_sum(float (&acc_s)[kNTiles][4], float (&sum)[2], Score score, Change change) {
     sum[0] = sum[1] = 0.f;
@@ -112,20 +108,18 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
 
     float slope;  // ALiBi's numbers, see score_mods.cuh
     int shift;
-    uint32_t seen[2];  // this lane's bits of its two rows: which keys of the block a mask of bool shows, see MaskBits
-    // Which rows update row_max in the next block in any case, and whether any row of the warp does.
-    bool updates[2], some_update;
+    uint32_t seen[2];              // words of MaskBits
+    bool updates[2], some_update;  // which rows update row_max in the next block in any case; any of the warp
 
     __device__ void begin_tile(const WorkItem &work) {
         auto mods = this->mods(work);
         mods.set_alibi(p);
         slope = mods.slope, shift = mods.shift;
         updates[0] = updates[1] = some_update = true;
-        softmax = Softmax<1>(1.f);  // scores are in units of log2: ScoreFactors of ChangedParams
+        softmax = Softmax<1>(1.f);  // scores are in units of log2
     }
     __device__ bool has_full_blocks() const { return true; }
 
-    // Loads the mask's bits of a block. Called before its product, so that they have arrived when its scores have.
     __device__ void prefetch(const WorkItem &work, int n_block, int row) {
         const MaskBits &bits = p.mask_bits;
         if (!bits.rows) return;
@@ -135,8 +129,6 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
     }
     __device__ void skip_block() { shared.bias.skip(p.bias_tensor, kv_item, consumer); }
 
-    // Where a block is full, no row updates row_max and no sum is too large, one pass is enough. In other blocks a row
-    // updates row_max if the block has a mask, or if `updates` says so.
     __device__ bool exponentiate(const WorkItem &work, const BlockRange &blocks, const ScoreOrigin &at, bool is_full,
                                  float (&alpha)[2]) {
         float sum[2];
@@ -146,7 +138,7 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
             alpha[0] = alpha[1] = 1.f;
             if (!is_done) {
                 bool may_grow[2];
-                float before[2], after[2];  // what is subtracted before row_max is updated, and after
+                float before[2], after[2];  // is subtracted before the update of row_max, and after it
                 for (int i = 0; i < 2; i++) {
                     may_grow[i] = !is_full || updates[i];
                     before[i] = may_grow[i] ? 0.f : softmax.row_max[i];
@@ -159,7 +151,8 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
             }
             if (is_too_large(sum)) {
                 const float before[] = {alpha[0], alpha[1]};
-                this->recompute_large_rows(sum, alpha, [&](int n, auto &s) { change_scores(work, at.n_block, n, s[0][0]); });
+                this->recompute_large_rows(sum, alpha,
+                                           [&](int n, auto &s) { change_scores(work, at.n_block, n, s[0][0]); });
                 for (int i = 0; i < 2; i++) alpha[i] *= before[i];
                 has_grown = true;
             }
@@ -170,16 +163,15 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
     }
 
   private:
-    // In a full block whose rows all keep row_max, q·k becomes P, and sum[i] the sum of row i. Only for scores that are
-    // changed in one way, see ScoreKind: then nothing is asked per score, and the scores of some keys are changed while
-    // MUFU computes the exponentials of others. Returns false if the block is not one of these.
+    // Makes P of q·k in a full block whose rows keep row_max, for scores that are changed in one way, or returns false.
+    // Nothing is asked per score, so scores of some keys change while MUFU computes exponentials of others.
     __device__ bool exponentiate_in_one_pass(const ScoreOrigin &at, float (&sum)[2]) {
         const float of_qk = p.factors.of_qk, of_tanh = p.factors.of_tanh;
         const float(&row_max)[2] = softmax.row_max;
         auto scaled = [=](float s, int i, int) { return fmaf(s, of_qk, -row_max[i]); };
         auto nothing = [](int) {};
         const ScoreKind kind = p.score_kind;
-        if (kind <= ScoreKind::kAlibi) {  // so that no kind waits for four comparisons
+        if (kind <= ScoreKind::kAlibi) {  // at most three comparisons
             if (kind == ScoreKind::kSoftcap) {
                 exp2_and_sum(acc_s[0], sum, [=](float s, int i, int) {
                     return fmaf(ptx::tanh_approx(s * of_qk), of_tanh, -row_max[i]);
@@ -195,7 +187,7 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
             const auto bias = shared.bias.wait(p.bias_tensor, kv_item, consumer);
             exp2_and_sum(acc_s[0], sum, scaled, [&](int n) {
                 bias.template add<T>(acc_s[0], n, [](float s, float x) { return fmaf(x, kLog2E, s); });
-                if (n + 2 == kNTiles) shared.bias.release(kv_item, consumer);  // early, for TMA to load the next tile
+                if (n + 2 == kNTiles) shared.bias.release(kv_item, consumer);  // early
             });
         } else if (kind == ScoreKind::kMask) {
             exp2_and_sum(acc_s[0], sum, scaled, [&](int n) { hide(acc_s[0], seen, n); });
@@ -205,14 +197,13 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
         return true;
     }
 
-    // After a block that took more than one pass. A row goes on with updates as long as it grows, and as long as it is
-    // not ordinary: below kOrdinary, where sums with it are exact enough. It is not ordinary either while all keys so
-    // far are hidden.
+    // After a block that took several passes. A row goes on with updates while row_max grows or is not ordinary. It is
+    // ordinary below kOrdinary, where sums with it are exact enough, and once the row has seen a key.
     __device__ void end_block(const WorkItem &work, int row, const float (&alpha)[2]) {
         constexpr float kOrdinary = 1 << 14;
         for (int i = 0; i < 2; i++) {
             updates[i] = alpha[i] != 1.f || !(fabsf(softmax.row_max[i]) < kOrdinary);
-            // Beyond the sample's end nothing is ordinary, and nothing depends on row_max.
+            // Nothing depends on rows beyond the sample's end.
             if (row + 8 * i >= work.seq.seqlen_q) updates[i] = false, softmax.row_max[i] = 0.f;
         }
         some_update = __any_sync(~0u, updates[0] || updates[1]);
@@ -224,7 +215,7 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
         mods.slope = slope, mods.shift = shift;
         return mods;
     }
-    // q·k become scores of the keys [8·n, 8·n + 8) of a block, with nothing subtracted. The bias comes from memory.
+    // q·k become scores of the keys [8·n, 8·n + 8). The bias comes from memory.
     __device__ void change_scores(const WorkItem &work, int n_block, int n, float (&s)[4]) const {
         const auto mods = this->mods(work);
         const int idx = thread_idx() % 128, key = n_block * kBlockN + 8 * n + idx % 4 * 2;
@@ -236,8 +227,7 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
                                         key + e % 2, zero));
     }
 
-    // ALiBi minus row_max. Where a block lies on one side of the diagonal for all rows of the warp it is linear in the
-    // key, of_row[i] + of_key · key, which takes one FMA.
+    // ALiBi minus row_max. On one side of the diagonal it is of_row[i] + of_key · key: one FMA.
     struct Alibi {
         bool is_linear;
         float of_key, of_row[2];
@@ -250,8 +240,8 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
         return x;
     }
 
-    // q·k become scores in units of log2, minus row_max. It rounds as exponentiate_in_one_pass() does: a row has the
-    // same bits whether its neighbours update row_max or not.
+    // q·k become scores minus row_max, rounded as in exponentiate_in_one_pass(): the bits of a row must not depend on
+    // its neighbours.
     __device__ void subtract_from_scores(const ScoreOrigin &at, const float (&row_max)[2]) {
         float factor = p.factors.of_qk;
         if (p.factors.has_softcap) {
@@ -261,7 +251,9 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
         if (slope == 0) {
             for_scores(acc_s[0], [=](float s, int i, int) { return fmaf(s, factor, -row_max[i]); });
         } else if (const Alibi x = alibi(at, row_max); x.is_linear) {
-            for_scores(acc_s[0], [=](float s, int i, int j) { return fmaf(s, factor, fmaf(x.of_key, j, x.of_row[i])); });
+            for_scores(acc_s[0], [=](float s, int i, int j) {
+                return fmaf(s, factor, fmaf(x.of_key, j, x.of_row[i]));
+            });
         } else {
             const float distance = at.row + shift - at.key, slope = this->slope;
             for_scores(acc_s[0], [=](float s, int i, int j) {

@@ -12,7 +12,7 @@ struct Changed : Plain {
     template <typename T, typename Shape> using Scores = ChangedScores<T, Shape>;
 };
 
-// run<Shape>() for a head_dim: as many keys a block as leave room for the tiles of a bias.
+// As many keys a block as leave room for the tiles of a bias.
 template <typename Run> auto with_mods_shape(int head_dim, Run run) {
     if (head_dim <= 64) return run.template operator()<Shape<64, 3, 128, 2, 2, Changed>>();
     if (head_dim <= 96) return run.template operator()<Shape<96, 3, 96, 2, 2, Changed>>();
