@@ -44,6 +44,7 @@ template <typename T, typename Shape> struct Consumer : Shape::template Scores<T
         }
     }
 
+    // Adds P V of all blocks to acc_o.
     __device__ void attend(const WorkItem &work) {
         const int row0 = work.tile.block * Shape::kBlockM + 64 * consumer, n_block_min = work.n_block_min;
         const BlockRange blocks = work.blocks[consumer];

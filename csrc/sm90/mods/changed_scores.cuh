@@ -144,7 +144,7 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
                     before[i] = may_grow[i] ? 0.f : softmax.row_max[i];
                 }
                 subtract_from_scores(at, before);
-                if (!is_full) work.mask.apply(acc_s, blocks, at.n_block, at.row, at.key);
+                if (!is_full) work.mask.apply(acc_s, work.blocks[consumer], at.n_block, at.row, at.key);
                 if (!is_full || some_update) has_grown = softmax.update_row_max(acc_s, alpha, may_grow);
                 for (int i = 0; i < 2; i++) after[i] = may_grow[i] ? softmax.row_max[i] : 0.f;
                 exp2_and_sum(acc_s[0], sum, [=](float s, int i, int) { return s - after[i]; }, [](int) {});
