@@ -16,8 +16,8 @@ inline int cache_box_rows(const DecodeParams &p, int block_n) {
 struct CacheBox {
     int sequence, row;
 
-    // From a key of the cache on. Nothing waits here for the page, which comes from memory. A box that is not needed lies
-    // outside of the cache, where TMA reads zeros.
+    // From a key of the cache on. Nothing waits here for the page, which comes from memory. A box that is not needed
+    // lies outside of the cache, where TMA reads zeros.
     __device__ void find(const DecodeParams &p, int b, int key, bool is_needed) {
         sequence = b, row = is_needed ? key : p.page_size;
         if (p.page_table && is_needed) {

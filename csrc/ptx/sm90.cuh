@@ -1,5 +1,5 @@
-// Hopper's instructions that CUDA C++ has no name for, one wrapper each: the PTX ISA has a section for each name in
-// quotes. wgmma and setmaxnreg exist in code for sm_90a alone.
+// Hopper's instructions that CUDA C++ has no name for, with their sections of the PTX ISA. wgmma and setmaxnreg need
+// sm_90a.
 #pragma once
 
 #include <cuda.h>  // CUtensorMap
@@ -110,8 +110,8 @@ __device__ inline int load_from_block(const int &from, int rank) {
     asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(x) : "r"(address_in_block(&from, rank)) : "memory");
     return x;
 }
-// "barrier.cluster": all threads of both blocks wait for one another. Without .relaxed, each block then sees what the
-// other wrote before, which takes a fence of the whole GPU.
+// "barrier.cluster": all threads of both blocks wait for one another. Without .relaxed each block sees what the other
+// wrote, which takes a fence of the whole GPU.
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
@@ -165,7 +165,7 @@ template <int kRowBytes> __device__ uint64_t make_smem_desc(const void *p, int p
            (shared_address(p) & 0x3ffff) / 16;
 }
 
-// Operands of wgmma: the accumulators of 16 columns are 8 registers.
+// Operands of wgmma: 8 registers for 16 columns.
 #define MINIMAL_ATTN_D(i)                                                                                          \
     "+f"(d[2 * i][0]), "+f"(d[2 * i][1]), "+f"(d[2 * i][2]), "+f"(d[2 * i][3]), "+f"(d[2 * i + 1][0]),             \
         "+f"(d[2 * i + 1][1]), "+f"(d[2 * i + 1][2]), "+f"(d[2 * i + 1][3])
@@ -191,7 +191,7 @@ template <int kRowBytes> __device__ uint64_t make_smem_desc(const void *p, int p
     MINIMAL_ATTN_REGS_192 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110" \
     ", %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// The shapes m64nNk16 in use, with the numbers of the five operands after the accumulators.
+// The shapes m64nNk16 in use, with the numbers of five more operands.
 #define MINIMAL_ATTN_SHAPES(SHAPE)      \
     SHAPE(64, 32, 33, 34, 35, 36) \
     SHAPE(80, 40, 41, 42, 43, 44) \
@@ -210,9 +210,9 @@ template <int kTiles> constexpr bool is_wgmma_shape = false MINIMAL_ATTN_SHAPES(
         else MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, "bf16");                                                      \
     }
 
-// "wgmma.mma_async", d [64, 8·kTiles] of fp32 (+)= A B with A [64, 16] and B [16, 8·kTiles] of type T. A warp of the
-// warpgroup holds 16 rows of d, and of an A in registers, as of m16n8k16 in ptx/sm80.cuh. In shared memory the
-// dimension of the sum is contiguous, or the other one of A if kTransposeA, and of B if kTransposeB.
+// "wgmma.mma_async", d [64, 8·kTiles] of fp32 (+)= A B with A [64, 16] and B [16, 8·kTiles] of type T. A warp holds 16
+// rows of d, and of an A in registers, as in m16n8k16 of ptx/sm80.cuh. In shared memory the dimension of the sum is
+// contiguous, or the other one of A if kTransposeA, and of B if kTransposeB.
 template <typename T, int kTransposeA, int kTransposeB, int kTiles>
 __device__ void wgmma_from_shared(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
     static_assert(is_wgmma_shape<kTiles>);

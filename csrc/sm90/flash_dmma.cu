@@ -3,7 +3,7 @@
 // In fp64 a product of two floats is exact and a sum nearly so: the result is better than from fp32 units, and one
 // instruction does what takes a warp 32 FMAs. Only operands and sums of the two products are fp64.
 //
-// As in flash_sm80.cu, a block of threads owns kBlockM query rows of one head, a warp 16 of them:
+// As in flash_sm80.cu, a warp has 16 query rows:
 //   sums = Q Kᵀ         Q is fp64 in shared memory, K becomes fp64 on its way to the registers
 //   P = softmax(sums)   in fp32, then fp64: the accumulators of one product are the A operand of the next
 //   acc_o += P V        V as K
@@ -58,7 +58,7 @@ __device__ void load_q(decltype(SharedMemory<Shape>::sQ) &sQ, const float *gQ, i
 }
 
 template <typename Shape>
-__global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up to 255 registers a thread
+__global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
 #if __CUDA_ARCH__ != 900  // no m16n8k8 in fp64
     __trap();
@@ -177,7 +177,6 @@ template <typename Shape> void launch_fwd(const AttnParams &p) {
            p.stream, p);
 }
 
-// head_dim is padded with zeros on chip.
 void flash_forward(const AttnParams &p) {
     if (p.max_head_dim() <= 64) launch_fwd<Shape<64, 64>>(p);
     else launch_fwd<Shape<128, 32>>(p);  // acc_o alone takes half the registers

@@ -24,9 +24,9 @@ namespace sm90 {
 using namespace device;
 
 // A consumer warpgroup: 64 rows of out and lse of each tile.
-template <typename T, typename Shape> struct Consumer : Shape::template Scores<T> {
+template <typename T, typename Shape> struct Consumer : Shape::template ScorePolicy<T> {
     using WorkItem = Shape::WorkItem;
-    using Base = Shape::template Scores<T>;
+    using Base = Shape::template ScorePolicy<T>;
     using Base::kHeadDim, Base::kBlockN, Base::kStages, Base::kNTiles, Base::kDTiles;
     using Base::p, Base::shared, Base::consumer, Base::warp_idx, Base::lane_idx, Base::q_item, Base::kv_item;
     using Base::softmax, Base::acc_s, Base::acc_o, Base::P, Base::q_index;
@@ -136,7 +136,7 @@ template <typename T, typename Shape> struct Consumer : Shape::template Scores<T
         }
         // TMA would write 16 rows, also those of the next sample.
         if (__any_sync(~0u, row0 + 16 > seq.padded_q && seq.rows_follow(p))) {
-            __syncwarp();  // unobserved by the emulator: stmatrix waits for all lanes there
+            __syncwarp();  // unobserved by the emulator: its stmatrix waits for all lanes
             store_some_rows(sO, 16 * warp_idx, rows_of<uint16_t>(p.o, tile.b, tile.h, seq.q_begin + row0),
                             p.o.row_stride, seq.padded_q - row0, p.head_dim_v);
             fence_proxy_async();  // unobserved by the emulator: what stmatrix wrote comes before what TMA will write
@@ -214,7 +214,7 @@ template <typename Kind, typename Run> auto with_shape(int head_dim, Run run) {
         return run.template operator()<Shape<128, 3, 64, 4, 2, Kind>>();
     if (head_dim <= 192)  // O does not leave registers for three consumers
         return run.template operator()<Shape<192, 2, 80, 2, 2, Kind>>();
-    return run.template operator()<Shape<256, 2, 64, 2, 1, Kind>>();  // memory has no room for a second Q
+    return run.template operator()<Shape<256, 2, 64, 2, 1, Kind>>();  // no memory for a second Q
 }
 
 }  // namespace sm90

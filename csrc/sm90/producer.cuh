@@ -24,7 +24,7 @@ struct Plain {
     template <int kBlockN> using KeyBlocks = sm90::KeyBlocks<kBlockN>;
     template <typename Shape> using WorkItem = sm90::WorkItem<Shape>;
     template <typename Shape> using SharedMemory = sm90::SharedMemory<Shape>;
-    template <typename T, typename Shape> using Scores = PlainScores<T, Shape>;
+    template <typename T, typename Shape> using ScorePolicy = PlainScores<T, Shape>;
 };
 
 template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, typename Kind = Plain>
@@ -41,7 +41,7 @@ struct Shape {
     using KeyBlocks = Kind::template KeyBlocks<kBlockN>;
     using WorkItem = Kind::template WorkItem<Shape>;
     using SharedMemory = Kind::template SharedMemory<Shape>;
-    template <typename T> using Scores = Kind::template Scores<T, Shape>;
+    template <typename T> using ScorePolicy = Kind::template ScorePolicy<T, Shape>;
 };
 
 template <int kBlockN> struct KeyBlocks {

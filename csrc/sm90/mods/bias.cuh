@@ -5,8 +5,8 @@
 //
 //   producer ── TMA ──▶ ring.full ──▶ one consumer ── adds it to its scores ──▶ ring.empty ──▶ producer
 //
-// kernels.h says what TMA does not take. Instead of a swizzle a row has an odd number of 16 bytes, so that the same 16
-// bytes of eight rows lie in different banks. The padding of a row is loaded and never used.
+// kernels.h says what TMA does not take. Instead of a swizzle, rows are padded to an odd number of 16 bytes, so that
+// the same 16 bytes of eight rows lie in different banks.
 #pragma once
 
 #include "mods/score_mods.cuh"
@@ -83,7 +83,7 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
         __syncwarp();
         rings[c].consumer_release(item, thread_idx() % 32);
     }
-    // For a block that the consumer skips. It waits first, since every block is a phase of the ring.
+    // For a skipped block, which is a phase of the ring all the same.
     __device__ void skip(const BiasTensor &bias, uint32_t item, int c) {
         if (!bias.box_rows) return;
         rings[c].consumer_wait(item);

@@ -26,7 +26,7 @@ template <typename T, typename Shape> struct DroppedScores : PlainScores<T, Shap
 };
 
 struct WithDropout : Plain {
-    template <typename T, typename Shape> using Scores = DroppedScores<T, Shape>;
+    template <typename T, typename Shape> using ScorePolicy = DroppedScores<T, Shape>;
 };
 
 void flash_forward_dropout(const AttnParams &p) {

@@ -9,7 +9,7 @@ struct Changed : Plain {
     using Input = ChangedParams;
     template <typename Shape> using WorkItem = ChangedWorkItem<Shape>;
     template <typename Shape> using SharedMemory = ChangedMemory<Shape>;
-    template <typename T, typename Shape> using Scores = ChangedScores<T, Shape>;
+    template <typename T, typename Shape> using ScorePolicy = ChangedScores<T, Shape>;
 };
 
 // As many keys a block as leave room for the tiles of a bias.

@@ -4,8 +4,8 @@
 //   words [batch_size, nheads, blocks of keys, rows, 4]    the lanes 4 · i + t read word t
 //
 // A dimension that shares the mask has size 1. 8192 × 8192 bools become 8 to 17 MB, which stay in L2 for all heads. The
-// lower half of byte i has bits of four keys among 16 i to 16 i + 15 of the block, and the upper half those of 64 keys
-// later. One instruction makes predicates of four bits.
+// lower half of byte i has the bits of four of the keys 16 i to 16 i + 15 of the block, and the upper half those of
+// four keys 64 later. One instruction makes predicates of four bits.
 #pragma once
 
 #include "common/launch.h"
