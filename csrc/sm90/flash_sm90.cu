@@ -1,6 +1,5 @@
 // The forward pass on Hopper: which kernel serves a call.
 #include "sm90/flash_sm90.cuh"
-#include "sm90/mods/flash_mods_sm90.h"
 
 namespace sm90 {
 

@@ -202,6 +202,9 @@ template <typename Shape> void launch_fwd(typename Shape::Input p) {
     launch_tiles(kernel, blocks, Shape::kNThreads, sizeof(SharedMemory), p.stream, params);
 }
 
+void flash_forward_mods(const AttnParams &p);     // sm90/mods/: changed scores
+void flash_forward_dropout(const AttnParams &p);  // sm90/mods/: dropout alone
+
 // run<Shape>() for a head_dim; TMA pads with zeros. Three consumers hide one another's softmax better than two and load
 // K and V less often, if a thread's S, P and O fit its 160 registers.
 template <typename Kind, typename Run> auto with_shape(int head_dim, Run run) {

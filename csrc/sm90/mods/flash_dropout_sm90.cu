@@ -1,7 +1,6 @@
 // The forward pass on Hopper with dropout. It is of what meets V alone, so P is summed before.
 #include "mods/dropout.h"
 #include "sm90/flash_sm90.cuh"
-#include "sm90/mods/flash_mods_sm90.h"
 
 namespace sm90 {
 

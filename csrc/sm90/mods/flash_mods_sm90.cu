@@ -1,7 +1,6 @@
 // The forward pass on Hopper with a softcap, ALiBi, a bias or a mask of bool.
 #include "sm90/flash_sm90.cuh"
 #include "sm90/mods/changed_scores.cuh"
-#include "sm90/mods/flash_mods_sm90.h"
 
 namespace sm90 {
 
