@@ -76,6 +76,9 @@ struct AttnParams {
     void *stream;          // cudaStream_t, on the current device; unused on the CPU
 };
 
+// Attention to a cache may take several launches, which overlap (ops/cache_launches.h). Other calls have kAlone.
+enum class Phase { kAlone, kPrefill, kDecode, kPrefillRest };
+
 // The backward pass. q, k, v, o, lse and the options are those of the forward pass.
 struct AttnBackwardParams : AttnParams {
     Tensor dout;        // like o

@@ -3,9 +3,6 @@
 
 #include "flash.h"
 
-// A mixed batch takes several launches, which overlap (ops/cache_launches.h). Other calls have kAlone.
-enum class Phase { kAlone, kPrefill, kDecode, kPrefillRest };
-
 // Attention to a cache. k and v are [num_sequences, nheads_k, page_size, head_dim]: sequences of page_size keys, or
 // pages. seqlen_k is how many keys a sample may have. cu_seqlens_k is nullptr, also where q is packed. Page and
 // sequence numbers outside of the cache are clamped.

@@ -10,10 +10,10 @@
 // decode.cu.
 #include <algorithm>
 
+#include "cache/boxes.cuh"
 #include "cache/join.cuh"
 #include "cache/rows.cuh"
 #include "common/device.h"
-#include "sm90/key_blocks.cuh"
 
 namespace sm90 {
 
@@ -74,20 +74,6 @@ template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
         find();
     }
 };
-
-// Values that no row sees may be NaN, and 0 · NaN is NaN: they become 0.
-template <typename Shape> __device__ void clear_unseen(Stage<Shape> &stage, const Run<Shape> &run, int key) {
-    const int begin = run.cut.begin - key, end = run.cut.end - key;
-    if (begin <= 0 && end >= Shape::kBlockN) return;
-    constexpr int kVecs = Shape::kHeadDim / 8;
-    for (int i = threadIdx.x; i < Shape::kBlockN * kVecs; i += Shape::kNumThreads) {
-        const int row = i / kVecs;
-        if (row < begin || row >= end)
-            *reinterpret_cast<uint4 *>(reinterpret_cast<char *>(&stage.v) + stage.v.offset(row, i % kVecs * 8)) = {};
-    }
-    fence_proxy_async();
-    __syncthreads();
-}
 
 // One step of the block, from scores to sums of V.
 template <typename T, typename Shape>
@@ -167,7 +153,8 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             const Range range = run.keys(chunk, part_end);
             for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
                 mbarrier_wait(shared.full[stage], parity);
-                clear_unseen(shared.stages[stage], run, key);
+                clear_unseen<Shape::kNumThreads, Shape::kBlockN>(threadIdx.x, 0, run.cut.begin - key, run.cut.end - key,
+                                                                 shared.stages[stage].v);
                 attend<T>(shared.q[num_runs % 2], shared.stages[stage], state, run, key, p, scores, factors);
                 __syncthreads();  // all warps have read the stage
                 if (loads) keys.load(shared.stages[stage], cache, shared.full[stage]);
@@ -193,16 +180,13 @@ template <typename T, typename Shape> void launch_decode(DecodeParams p) {
     static_assert(2 * (sizeof(DecodeMemory<Shape>) + 1024) <= 228 << 10);  // the GPU takes 1 KB of each block
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
     p.box_rows = cache_box_rows(p, Shape::kBlockN);
-    auto tma = [&](const char *name, const Tensor &x, int head_dim) {
-        return make_tma_tensor<Shape::kHeadDim>(name, x, p.num_sequences, p.nheads_k, p.page_size, head_dim,
-                                                p.box_rows);
-    };
     const Line line(p.nheads_k, 2 * p.num_sms);
     const Room room(p, Shape::kBlockM);
     check_size<Shape>(p, room, line);
     launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, sizeof(DecodeMemory<Shape>), p.stream,
                  p, room, line, Scores<>(p), ScoreFactors<float>(p),
-                 CacheTensors{tma("k", p.k, p.head_dim), tma("v", p.v, p.head_dim_v)});
+                 CacheTensors{make_cache_tensor<Shape::kHeadDim>("k", p.k, p, p.head_dim),
+                              make_cache_tensor<Shape::kHeadDim>("v", p.v, p, p.head_dim_v)});
 }
 
 // act<Shape>() for the shape of p. head_dim is at most 128.

@@ -1,6 +1,5 @@
-// Hopper's instructions that CUDA C++ has no name for: barriers in shared memory that count bytes, copies of whole
-// tiles by TMA, products by the four warps of a warpgroup, a product in fp64. One wrapper an instruction, with its
-// section in the PTX ISA; see also ptx/sm80.cuh. wgmma and setmaxnreg exist in code for sm_90a alone.
+// Hopper's instructions that CUDA C++ has no name for, with their sections of the PTX ISA. wgmma and setmaxnreg need
+// sm_90a.
 #pragma once
 
 #include <cuda.h>  // CUtensorMap
@@ -9,9 +8,8 @@
 
 namespace ptx {
 
-// "Parallel Synchronization and Communication Instructions: mbarrier". A phase ends when `count` threads have arrived
-// and all bytes that were announced have been copied; phases are told apart by their parity. A barrier that nobody has
-// used yet is in phase 0: waiting for parity 1 returns at once.
+// "mbarrier". A phase ends when `count` threads have arrived and all announced bytes have been copied. Phases are told
+// apart by parity. A new barrier is in phase 0: waiting for parity 1 returns at once.
 using Barrier = uint64_t;
 
 __device__ inline void mbarrier_init(Barrier &barrier, int count) {
@@ -24,7 +22,6 @@ __device__ inline void mbarrier_arrive_expect_tx(Barrier &barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                  : "memory");
 }
-// Until the phase of this parity has ended.
 __device__ inline void mbarrier_wait(Barrier &barrier, uint32_t parity) {
     asm volatile(
         "{\n"
@@ -35,20 +32,19 @@ __device__ inline void mbarrier_wait(Barrier &barrier, uint32_t parity) {
         "}" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
 }
 
-// "fence.mbarrier_init": what mbarrier_init did can be seen by TMA, of this block and its cluster.
+// "fence.mbarrier_init": TMA of this block and its cluster sees what mbarrier_init did.
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// "membar / fence: fence.proxy.async": what this thread wrote to shared memory can be seen by TMA and wgmma.
+// "membar / fence: fence.proxy.async": TMA and wgmma see what this thread wrote to shared memory.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// "Parallel Synchronization and Communication Instructions: barrier", by number: the threads of whole warps, `threads`
-// of them, wait for one another. Not .aligned: compute-sanitizer takes one that is inlined at two places for two.
+// "barrier": `threads` threads, of whole warps, wait for one another. Not .aligned: compute-sanitizer takes one that is
+// inlined at two places for two.
 __device__ inline void barrier_sync(int id, int threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// "Parallel Synchronization and Communication Instructions: elect.sync": true in one lane of the warp. The compiler
-// then knows that a single thread executes what follows.
+// "elect.sync": true in one lane, and the compiler knows it.
 __device__ inline bool elect_one() {
     uint32_t is_elected;
     asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, -1;\nselp.u32 %0, 1, 0, elected;\n}"
@@ -56,14 +52,13 @@ __device__ inline bool elect_one() {
     return is_elected;
 }
 
-// "Data Movement and Conversion Instructions: prefetch.tensormap".
+// "prefetch.tensormap".
 __device__ inline void prefetch(const CUtensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// "Data Movement and Conversion Instructions: cp.async.bulk.tensor": the box of a 4D tensor that begins at these
-// coordinates, innermost first, goes to shared memory, its bytes to be counted by `barrier`. What lies outside of the
-// tensor becomes 0 and counts as well.
+// "cp.async.bulk.tensor": copies the box of a 4D tensor at these coordinates, innermost first, to shared memory.
+// `barrier` counts its bytes. Elements outside of the tensor become 0 and count as well.
 __device__ inline void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -72,8 +67,8 @@ __device__ inline void tma_load(void *to, const CUtensorMap &map, Barrier &barri
         : "memory");
 }
 
-// The same from shared memory to the tensor; what would lie outside of it is left out. commit_group makes a group of
-// this thread's copies so far; wait_group.read waits until they have all read what they copy.
+// The way back leaves out what lies outside of the tensor. wait_group.read waits until this thread's copies, a group
+// since commit_group, have read what they copy.
 __device__ inline void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                  "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
@@ -82,19 +77,18 @@ __device__ inline void tma_store_wait_read() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Two blocks of a cluster. `rank`, 0 or 1, is that of the block whose barrier or shared memory is meant: there lies the
-// same object as in this block ("Data Movement and Conversion Instructions: mapa").
+// "mapa": the address of an object of this block in the block `rank`, 0 or 1, of a cluster of two.
 __device__ inline uint32_t address_in_block(const void *p, int rank) {
     uint32_t address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
     return address;
 }
-// It has the default, .release at the scope of the block, since .release.cluster would be a fence of the whole GPU. So
-// the other block may take it as a sign that this one has read something, but not that it has written something.
+// Without .release.cluster, which would be a fence of the whole GPU. It can tell the other block that this one has read
+// something, but not that it has written something.
 __device__ inline void mbarrier_arrive(Barrier &barrier, int rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(&barrier, rank)) : "memory");
 }
-// "cp.async.bulk": bytes of this block's shared memory go to `to` in the other one, to be counted by its barrier.
+// "cp.async.bulk": copies bytes of shared memory to `to` in the other block, whose barrier counts them.
 __device__ inline void copy_to_block(void *to, const void *from, int bytes, Barrier &barrier, int rank) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      address_in_block(to, rank)), "r"(shared_address(from)), "r"(bytes),
@@ -116,8 +110,8 @@ __device__ inline int load_from_block(const int &from, int rank) {
     asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(x) : "r"(address_in_block(&from, rank)) : "memory");
     return x;
 }
-// "barrier.cluster": all threads of both blocks wait for one another. With .relaxed, what they wrote before may not be
-// known to the other block after it. Otherwise it is, which takes a fence of the whole GPU.
+// "barrier.cluster": all threads of both blocks wait for one another. Without .relaxed each block sees what the other
+// wrote, which takes a fence of the whole GPU.
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
@@ -125,19 +119,18 @@ __device__ inline void cluster_sync_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
-// "Warp-level matrix store instruction: stmatrix": the reverse of ldmatrix.
+// "stmatrix": the reverse of ldmatrix.
 __device__ inline void stmatrix(const uint32_t (&x)[4], uint32_t row) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(x[0]), "r"(x[1]),
                  "r"(x[2]), "r"(x[3]) : "memory");
 }
 
-// The same with .trans: of each matrix, the transpose.
 __device__ inline void stmatrix_trans(const uint32_t (&x)[4], uint32_t row) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(x[0]),
                  "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
-// "Miscellaneous Instructions: setmaxnreg": registers a thread of this warpgroup has from here on.
+// "setmaxnreg": the registers of a thread of this warpgroup from here on.
 template <int kRegisters> __device__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
@@ -145,10 +138,9 @@ template <int kRegisters> __device__ void warpgroup_reg_dealloc() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// "Asynchronous wgmma instructions". wgmma.fence comes before the first product that uses registers which were written
-// since the last one; commit_group makes a group of the products since the last; wait_group waits until all but the
-// newest kPending groups are done. Then the registers of the finished products, `fragments`, may be read and written.
-// Naming them here keeps the compiler from doing so earlier.
+// "wgmma". wgmma.fence comes before a product whose registers were written since the last one. commit_group makes a
+// group of the products since the last group. wait_group waits for all but the newest kPending groups. Naming their
+// registers, `fragments`, keeps the compiler from using them earlier.
 __device__ inline void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void warpgroup_commit_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kTiles> __device__ void warpgroup_fence_operand(float (&x)[kTiles][4]) {
@@ -164,17 +156,16 @@ template <int kPending, typename... Fragments> __device__ void warpgroup_wait(Fr
     (warpgroup_fence_operand(fragments), ...);
 }
 
-// "Asynchronous Warpgroup Level Matrix Shared Memory Layout: Matrix Descriptor" of a matrix of 16-bit elements in
-// panels of rows of kRowBytes, 128 or 64, swizzled as TMA swizzles them. Eight rows are a unit. A panel has 64 or 32
-// columns; the next panel lies `panel_bytes` further. Only a product that sums along rows crosses panels and needs it.
-// The descriptor of a part that begins n bytes further is this one plus n / 16.
+// "Matrix Descriptor" of 16-bit elements, in panels whose rows have kRowBytes, 128 or 64, swizzled as by TMA. The next
+// panel lies `panel_bytes` further, which only a product that sums along rows needs. A part that begins n bytes further
+// has this descriptor plus n / 16.
 template <int kRowBytes> __device__ uint64_t make_smem_desc(const void *p, int panel_bytes = 0) {
     constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
     return kSwizzle << 62 | uint64_t(8 * kRowBytes / 16) << 32 | uint64_t(panel_bytes / 16) << 16 |
            (shared_address(p) & 0x3ffff) / 16;
 }
 
-// An operand list of wgmma: the accumulators of 16 columns are 8 registers.
+// Operands of wgmma: 8 registers for 16 columns.
 #define MINIMAL_ATTN_D(i)                                                                                          \
     "+f"(d[2 * i][0]), "+f"(d[2 * i][1]), "+f"(d[2 * i][2]), "+f"(d[2 * i][3]), "+f"(d[2 * i + 1][0]),             \
         "+f"(d[2 * i + 1][1]), "+f"(d[2 * i + 1][2]), "+f"(d[2 * i + 1][3])
@@ -200,7 +191,7 @@ template <int kRowBytes> __device__ uint64_t make_smem_desc(const void *p, int p
     MINIMAL_ATTN_REGS_192 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110" \
     ", %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// The shapes m64nNk16 in use, with the numbers of the five operands after the accumulators.
+// The shapes m64nNk16 in use, with the numbers of five more operands.
 #define MINIMAL_ATTN_SHAPES(SHAPE)      \
     SHAPE(64, 32, 33, 34, 35, 36) \
     SHAPE(80, 40, 41, 42, 43, 44) \
@@ -219,49 +210,35 @@ template <int kTiles> constexpr bool is_wgmma_shape = false MINIMAL_ATTN_SHAPES(
         else MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, "bf16");                                                      \
     }
 
-// "wgmma.mma_async", d [64, 8·kTiles] of fp32 (+)= A B with A [64, 16] and B [16, 8·kTiles] of type T. A warp of the
-// warpgroup holds 16 rows of d, as it does of m16n8k16 in ptx/sm80.cuh, and so it does of an A in registers.
-//
-// A and Bᵀ in shared memory, the dimension of the sum contiguous.
+// "wgmma.mma_async", d [64, 8·kTiles] of fp32 (+)= A B with A [64, 16] and B [16, 8·kTiles] of type T. A warp holds 16
+// rows of d, and of an A in registers, as in m16n8k16 of ptx/sm80.cuh. In shared memory the dimension of the sum is
+// contiguous, or the other one of A if kTransposeA, and of B if kTransposeB.
+template <typename T, int kTransposeA, int kTransposeB, int kTiles>
+__device__ void wgmma_from_shared(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
+    static_assert(is_wgmma_shape<kTiles>);
+#define MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, T)                                                                 \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #X2 ", 0;\n"                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." T "." T " {" MINIMAL_ATTN_REGS_##N "}, "          \
+                 "%" #X0 ", %" #X1 ", accumulate, 1, 1, %" #X3 ", %" #X4 ";\n}"                                      \
+                 : MINIMAL_ATTN_D_##N                                                                                \
+                 : "l"(a), "l"(b), "r"(int(accumulate)), "n"(kTransposeA), "n"(kTransposeB))
+    MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_SHAPE)
+#undef MINIMAL_ATTN_WGMMA
+}
 template <typename T, int kTiles>
 __device__ void wgmma(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
-    static_assert(is_wgmma_shape<kTiles>);
-#define MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, T)                                                                 \
-    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #X2 ", 0;\n"                                 \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." T "." T " {" MINIMAL_ATTN_REGS_##N "}, "          \
-                 "%" #X0 ", %" #X1 ", accumulate, 1, 1, 0, 0;\n}"                                                    \
-                 : MINIMAL_ATTN_D_##N : "l"(a), "l"(b), "r"(int(accumulate)))
-    MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_SHAPE)
-#undef MINIMAL_ATTN_WGMMA
+    wgmma_from_shared<T, 0, 0>(d, a, b, accumulate);
 }
-
-// The same with B as it lies in memory, its columns contiguous.
 template <typename T, int kTiles>
 __device__ void wgmma_ab(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
-    static_assert(is_wgmma_shape<kTiles>);
-#define MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, T)                                                                 \
-    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #X2 ", 0;\n"                                 \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." T "." T " {" MINIMAL_ATTN_REGS_##N "}, "          \
-                 "%" #X0 ", %" #X1 ", accumulate, 1, 1, 0, 1;\n}"                                                    \
-                 : MINIMAL_ATTN_D_##N : "l"(a), "l"(b), "r"(int(accumulate)))
-    MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_SHAPE)
-#undef MINIMAL_ATTN_WGMMA
+    wgmma_from_shared<T, 0, 1>(d, a, b, accumulate);
 }
-
-// The same with Aᵀ [16, 64] in memory, its columns contiguous, and Bᵀ as in wgmma.
 template <typename T, int kTiles>
 __device__ void wgmma_atbt(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
-    static_assert(is_wgmma_shape<kTiles>);
-#define MINIMAL_ATTN_WGMMA(N, X0, X1, X2, X3, X4, T)                                                                 \
-    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #X2 ", 0;\n"                                 \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." T "." T " {" MINIMAL_ATTN_REGS_##N "}, "          \
-                 "%" #X0 ", %" #X1 ", accumulate, 1, 1, 1, 0;\n}"                                                    \
-                 : MINIMAL_ATTN_D_##N : "l"(a), "l"(b), "r"(int(accumulate)))
-    MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_SHAPE)
-#undef MINIMAL_ATTN_WGMMA
+    wgmma_from_shared<T, 1, 0>(d, a, b, accumulate);
 }
 
-// A in registers; B in shared memory, its columns contiguous.
+// A in registers; B as in wgmma_ab.
 template <typename T, int kTiles>
 __device__ void wgmma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
     static_assert(is_wgmma_shape<kTiles>);
@@ -274,8 +251,8 @@ __device__ void wgmma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b)
 #undef MINIMAL_ATTN_WGMMA
 }
 
-// "Multiply-and-Accumulate Instruction: mma", m16n8k8 in f64: d += A B. Lane 4·r + c of a warp, r < 8 and c < 4, holds
-//   A [16, 8]  a[0], a[1] column c of rows r and r + 8; a[2], a[3] the same of column c + 4
+// "mma", m16n8k8 in f64: d += A B. Lane 4·r + c of a warp, r < 8 and c < 4, holds
+//   A [16, 8]  a[0], a[1] column c of rows r and r + 8; a[2], a[3] column c + 4
 //   B [8, 8]   b[0] column r, row c; b[1] row c + 4
 //   D [16, 8]  d[0], d[1] row r, columns 2c and 2c + 1; d[2], d[3] row r + 8
 __device__ inline void mma(double (&d)[4], const double (&a)[4], const double (&b)[2]) {

@@ -1,17 +1,16 @@
 // FlashAttention forward in fp32 on Hopper's fp64 tensor cores (DMMA), whose peak is that of its fp32 units.
 //
-// No tensor cores keep the bits of fp32 as such. In fp64 a product of two floats is exact and a sum of them nearly so:
-// the result is better than from fp32 units, and one instruction does what takes a warp 32 FMAs. q, k, v, the softmax
-// and out stay fp32; only what the two products read and sum is fp64.
+// In fp64 a product of two floats is exact and a sum nearly so: the result is better than from fp32 units, and one
+// instruction does what takes a warp 32 FMAs. Only operands and sums of the two products are fp64.
 //
-// As in flash_sm80.cu, a block of threads owns kBlockM query rows of one head, a warp 16 of them:
-//   sums = Q Kᵀ         Q is fp64 in shared memory, K becomes it on its way to the registers
+// As in flash_sm80.cu, a warp has 16 query rows:
+//   sums = Q Kᵀ         Q is fp64 in shared memory, K becomes fp64 on its way to the registers
 //   P = softmax(sums)   in fp32, then fp64: the accumulators of one product are the A operand of the next
 //   acc_o += P V        V as K
-// A sum may take its terms in any order, if both operands have the same, and a product its columns. So a lane reads 16
-// bytes at a time: of Q and K four neighbours along head_dim, of V four neighbours, one for each of four products.
+// The order of a sum's terms and of a product's columns is free. So a lane reads four neighbours along head_dim at a
+// time, which in V belong to four products.
 //
-// K and V have one buffer each, and what one product leaves idle is refilled during the other, a few copies a step:
+// K and V have one buffer each, refilled during the product that leaves it idle, a few copies a step:
 //   tensor cores          Q K(0)ᵀ         P V(0)          Q K(1)ᵀ   ...
 //   cp.async       K(0)   V(0) → sV       K(1) → sK       V(1) → sV ...
 #include "common/launch.h"
@@ -31,9 +30,8 @@ template <int kHeadDim_, int kBlockN_> struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kBlockN = kBlockN_, kBlockM = 64, kNThreads = 2 * kBlockM;
 };
 
-// A block's shared memory. Neighbouring lanes read 16 bytes each, and with these pitches eight of them 32 banks. Rows r
-// and r + 8 of a warp's Q lie side by side, element by element, as the product takes them, with element 16·i + 4·c + e
-// of head_dim at 16·i + 4·e + c.
+// With these pitches eight lanes read 16 bytes each from 32 banks. Rows r and r + 8 of a warp's Q lie side by side,
+// element by element, as the product takes them, and element 16·i + 4·c + e of head_dim at 16·i + 4·e + c.
 template <typename Shape> struct SharedMemory {
     alignas(128) double2 sQ[Shape::kBlockM / 16][8][Shape::kHeadDim + 4];
     float sK[Shape::kBlockN][Shape::kHeadDim + 16], sV[Shape::kBlockN][Shape::kHeadDim + 4];
@@ -44,7 +42,7 @@ __device__ inline void read4(float (&x)[4], const float *from) {
     x[0] = vec.x, x[1] = vec.y, x[2] = vec.z, x[3] = vec.w;
 }
 
-// rows × cols of Q, and zeros for the rest of the tile.
+// Loads rows × cols of Q, and zeros for the rest of the tile.
 template <typename Shape>
 __device__ void load_q(decltype(SharedMemory<Shape>::sQ) &sQ, const float *gQ, int64_t row_stride, int rows, int cols) {
     constexpr int kVecs = Shape::kHeadDim / 4;
@@ -60,9 +58,9 @@ __device__ void load_q(decltype(SharedMemory<Shape>::sQ) &sQ, const float *gQ, i
 }
 
 template <typename Shape>
-__global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up to 255 registers a thread
+__global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
-#if __CUDA_ARCH__ != 900  // of a build for several GPUs, the part for those without m16n8k8 in fp64
+#if __CUDA_ARCH__ != 900  // no m16n8k8 in fp64
     __trap();
 #else
     constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
@@ -81,9 +79,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
     const float *gK = rows_of<const float>(p.k, tile.b, tile.h_k, seq.k_begin);
     const float *gV = rows_of<const float>(p.v, tile.b, tile.h_k, seq.k_begin);
 
-    // Step `step` of `steps` starts its share of the copies of a block of keys. All have begun after half of the steps.
-    // What lies outside of K and V, or after the last block, is not read and becomes 0. Nor is what comes before the
-    // first key that the tile sees: V may hold NaN there, and 0 · NaN is NaN.
+    // Starts the copies of a block of keys that belong to a step; all have begun after half of the steps. Keys that the
+    // tile does not see become 0: V may hold NaN there, and 0 · NaN is NaN.
     const int key_begin = mask.keys(row0).begin, num_keys = max(0, min(seq.seqlen_k, blocks.end * kBlockN) - key_begin);
     auto copy = [&](auto &tile, const float *from, int64_t row_stride, int cols, int n_block, int step, int steps) {
         constexpr int kRowStep = kNThreads / kVecs, kCopies = kBlockN / kRowStep;
@@ -150,10 +147,10 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         __syncthreads();  // K has arrived, V has been read
     }
 
-    const Sequence again(p, tile.b);  // seq once more, which would take registers in the loop
+    const Sequence again(p, tile.b);  // seq would take registers in the loop
     // Column 2c + e of product d + i is column 8·d + 4·(2c + e) + i of O.
     const int row = row0 + warp_idx * 16 + r;  // and row + 8
-    // flash_bwd.cu wants an lse without the rounding of softmax_scale_log2.
+    // flash_bwd.cu needs lse without the rounding of softmax_scale_log2.
     const double ln_2 = fabs(p.softmax_scale) / scores.softmax_scale_log2;
     float *gLse = static_cast<float *>(p.lse) + lse_index(p, again, tile.b, tile.h);
     softmax.finalize(acc_o, gLse, again, row, nullptr, 1.f, ln_2);
@@ -175,12 +172,11 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
 }
 
 template <typename Shape> void launch_fwd(const AttnParams &p) {
-    static_assert(sizeof(SharedMemory<Shape>) <= 113 << 10);  // two blocks in the 228 KB of an SM, 1 KB each taken
+    static_assert(sizeof(SharedMemory<Shape>) <= 113 << 10);  // two blocks an SM, of 228 KB less 1 KB each
     launch(flash_fwd<Shape>, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, sizeof(SharedMemory<Shape>),
            p.stream, p);
 }
 
-// Tiles by head_dim: {kHeadDim, kBlockN}. What lies between two is padded with zeros, on chip.
 void flash_forward(const AttnParams &p) {
     if (p.max_head_dim() <= 64) launch_fwd<Shape<64, 64>>(p);
     else launch_fwd<Shape<128, 32>>(p);  // acc_o alone takes half the registers

@@ -1,6 +1,4 @@
-// What a block of threads on Hopper works at: the tiles of out that it takes in turn, its shared memory, and the two
-// threads of its producer warpgroup. One finds the tiles, the other one asks TMA for Q, K and V. For the keys of a
-// cache, two warps ask.
+// The producer warpgroup on Hopper: one thread finds tiles of out for the block, another one asks TMA for Q, K and V.
 #pragma once
 
 #include <algorithm>
@@ -9,78 +7,109 @@
 #include "common/scheduler.cuh"
 #include "common/sequence.cuh"
 #include "flash.h"
-#include "sm90/key_blocks.cuh"
-#include "sm90/mods/bias.cuh"
-#include "sm90/mods/mask_bits.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tiles.cuh"
 
 namespace sm90 {
 
-// What a kernel does beside plain attention. kMods: scores are changed by more than a factor, see score_mods.cuh.
-// kCached: the keys are those of a cache.
-enum class Kind { kPlain, kDropout, kMods, kCached };
+template <int kBlockN> struct KeyBlocks;
+template <typename Shape> struct WorkItem;
+template <typename Shape> struct SharedMemory;
+template <typename T, typename Shape> struct PlainScores;  // plain_scores.cuh
 
-template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, Kind kKind = Kind::kPlain>
+// Parts that other kernels replace: sm90/mods/, cache/prefill_sm90.cu.
+struct Plain {
+    static constexpr bool kCached = false;  // keys come from a cache
+    using Input = AttnParams;
+    template <int kBlockN> using KeyBlocks = sm90::KeyBlocks<kBlockN>;
+    template <typename Shape> using WorkItem = sm90::WorkItem<Shape>;
+    template <typename Shape> using SharedMemory = sm90::SharedMemory<Shape>;
+    template <typename T, typename Shape> using ScorePolicy = PlainScores<T, Shape>;
+};
+
+template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, typename Kind = Plain>
 struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
     static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQStages = kQStages_;
-    static constexpr bool kDropout = kKind == Kind::kDropout, kMods = kKind == Kind::kMods;
-    static constexpr bool kCached = kKind == Kind::kCached;
-    using Input = std::conditional_t<kCached, DecodeParams, AttnParams>;
-    using KeyBlocks = std::conditional_t<kCached, CachedKeyBlocks<kBlockN>, sm90::KeyBlocks<kBlockN>>;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
-    // Registers a thread: what the producer does not need goes to the consumers.
+    // Registers a thread.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+
+    static constexpr bool kCached = Kind::kCached;
+    using Input = Kind::Input;
+    using KeyBlocks = Kind::template KeyBlocks<kBlockN>;
+    using WorkItem = Kind::template WorkItem<Shape>;
+    using SharedMemory = Kind::template SharedMemory<Shape>;
+    template <typename T> using ScorePolicy = Kind::template ScorePolicy<T, Shape>;
 };
 
-// A tile of out and what find_tiles() knows of its sample, so that other threads need no registers for it. Aligned, so
-// that 16 bytes at a time are written and read.
-template <int kConsumers> struct alignas(16) Work {
-    BlockRange blocks[kConsumers];  // of keys, for the rows of a consumer
-    int blocks_begin, blocks_end;   // those of all consumers
-    int first_block;                // of them, with kMods: the others follow downwards, then those above it
-    const uint32_t *mask_words;     // of the head, see MaskBits
-    int first_key;                  // those before it are seen by no row of the tile
-    Tile tile;
-    Sequence seq;
-    Mask mask;
-};
+template <int kBlockN> struct KeyBlocks {
+    static constexpr int kLoaders = 1;
+    const int h_k, b, k_begin;
+    int key;
 
-template <typename Shape> struct SharedMemory {
-    SmemTile<64, Shape::kHeadDim> sQ[Shape::kQStages * Shape::kConsumers];  // then rows of out
-    SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages], sV[Shape::kStages];
-    Ring<Shape::kQStages> q[Shape::kConsumers];  // one for each consumer: they end a tile at different times
-    Ring<Shape::kStages> k, v;
-    // The tile of each Q, and of as many before it: consumers still read them when find_tiles() writes the next one.
-    using Work = sm90::Work<Shape::kConsumers>;
-    Work works[2 * Shape::kQStages];
-    Ring<1> found;  // from the thread that finds tiles to those that load them
-    [[no_unique_address]] std::conditional_t<Shape::kMods, BiasTiles<Shape::kConsumers, Shape::kBlockN>, NoBiasTiles>
-        bias;
-
-    __device__ static int q_index(uint32_t i, int c) { return i % Shape::kQStages * Shape::kConsumers + c; }
-    __device__ Work &work(uint32_t i) { return works[i % (2 * Shape::kQStages)]; }
-    __device__ void init_barriers() {
-        for (auto &ring : q) ring.init(4);
-        k.init(4 * Shape::kConsumers), v.init(4 * Shape::kConsumers);
-        found.init(Shape::KeyBlocks::kLoaders), bias.init_barriers();
-        fence_mbarrier_init();
+    template <int kHeadDim>
+    static TmaTensor make_tensor(const char *name, const Tensor &x, const AttnParams &p, int head_dim) {
+        return make_tma_tensor<kHeadDim>(name, x, p.batch_size, p.nheads_k, p.seqlen_k, head_dim, kBlockN);
+    }
+    __device__ KeyBlocks(const AttnParams &, const Tile &tile, const Sequence &seq, int)
+        : h_k(tile.h_k), b(tile.b), k_begin(seq.k_begin) {}
+    __device__ static void begin_tile() {}
+    __device__ void find(int n_block) { key = k_begin + n_block * kBlockN; }
+    template <int kHeadDim>
+    __device__ void load(SmemTile<kBlockN, kHeadDim> &to, const TmaTensor &x, Barrier &full) const {
+        load_tile(to, x, full, key, h_k, b);
     }
 };
 
-// Tiles of query rows for persistent blocks of threads. If all tiles take equally long, they are dealt out in turn. If
-// not, a block that is done takes the next one by a counter in memory. Tiles of a group of heads are then neighbours;
-// the K and V of a group fit L2 together. Where every head has a bias that all samples share, neighbours are tiles of
-// the same head, of one sample after the other. Two launches that share tiles take all of them by the counter.
+// A tile of out and its keys, in shared memory to save registers. Aligned for accesses of 16 bytes.
+template <typename Shape> struct alignas(16) WorkItem {
+    BlockRange blocks[Shape::kConsumers];  // of keys, for 64 rows each
+    int n_block_min, n_block_max;          // of all rows
+    int first_key;                         // that some row sees
+    Tile tile;
+    Sequence seq;
+    Mask mask;
+    int unused[4];  // with a size of 128 bytes, ptxas spills one number more at head_dim 64
+
+    // The walk begins at the last block, which may need a mask.
+    __device__ int first_block() const { return n_block_max - 1; }
+    __device__ int block_after(int n_block) const { return n_block - 1; }
+    __device__ void extend(const Shape::Input &) {}
+};
+
+template <typename Shape> struct SharedMemory {
+    SmemTile<64, Shape::kHeadDim> sQ[Shape::kQStages * Shape::kConsumers];  // later out
+    SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages], sV[Shape::kStages];
+    Ring<Shape::kQStages> q[Shape::kConsumers];  // consumers end a tile at different times
+    Ring<Shape::kStages> k, v;
+    // Twice as many as Q: consumers still read older ones when find_tiles() writes the next.
+    Shape::WorkItem works[2 * Shape::kQStages];
+    Ring<1> found;  // from find_tiles() to load_tiles()
+
+    __device__ static int q_index(uint32_t i, int c) { return i % Shape::kQStages * Shape::kConsumers + c; }
+    __device__ Shape::WorkItem &work(uint32_t i) { return works[i % (2 * Shape::kQStages)]; }
+    __device__ void init_barriers() {
+        for (auto &ring : q) ring.init(4);
+        k.init(4 * Shape::kConsumers), v.init(4 * Shape::kConsumers);
+        found.init(Shape::KeyBlocks::kLoaders);
+        fence_mbarrier_init();
+    }
+    template <typename Keys>
+    __device__ void load_more(const Shape::Input &, uint32_t, const Shape::WorkItem &, const Keys &) {}
+};
+
+// The order of tiles for persistent blocks. Tiles that take equally long are dealt out in turn. Others, and those that
+// two launches share, are taken by a counter in memory, and heads whose K and V fit L2 together are interleaved. Where
+// all samples share a head's bias, they come one after another.
 template <typename Shape> struct Scheduler {
     RowTiles<Shape::kBlockM, Shape::kCached> tiles;
     uint32_t num_tiles;
-    uint32_t heads;         // nheads, times batch_size unless the batch is packed
-    uint32_t group;         // heads whose K and V fit L2 together
-    uint32_t heads_per_kv;  // query heads that read one key/value head
-    uint32_t samples;       // that share the bias of a head, or 1
+    uint32_t heads;         // of all samples, or of a packed batch
+    uint32_t group;         // heads that are interleaved
+    uint32_t heads_per_kv;  // query heads
+    uint32_t samples;       // that share a head's bias, or 1
 
     Scheduler(const Shape::Input &p, int64_t num_tiles)
         : tiles(p), num_tiles(num_tiles), heads(num_tiles / tiles.slots), group(1),
@@ -88,12 +117,11 @@ template <typename Shape> struct Scheduler {
         const Bias &x = p.bias;
         if (x.data && x.row_stride && x.head_stride && !x.batch_stride) samples = uint32_t(p.batch_size);
         if (!p.tile_counter) return;
-        // K and V, of 16 bits. Those of several samples differ.
         const double kv_bytes = 2. * p.seqlen_k * (p.head_dim + p.head_dim_v), l2_bytes = 32 << 20;
         const double head_bytes = samples > 1 ? kv_bytes : kv_bytes / heads_per_kv;
         while (2 * group * head_bytes <= l2_bytes && 2 * group <= heads) group *= 2;
     }
-    // Among the tiles of a group the last rows, which see most under a causal mask, go first.
+    // The last rows go first: under a causal mask they see most keys.
     __device__ Tile at(const AttnParams &p, uint32_t idx) const {
         if (idx >= num_tiles) return {0, 0, 0, 0, false};
         const uint32_t slots = tiles.slots, bh0 = idx / (group * slots) * group, i = idx - bh0 * slots;
@@ -102,7 +130,7 @@ template <typename Shape> struct Scheduler {
         if (samples > 1) bh = bh % samples * p.nheads + bh / samples;
         return tiles.tile(bh, slots - 1 - row, Number(p.nheads), Number(heads_per_kv));
     }
-    // The tile after idx, or the first one of this block if idx is negative.
+    // A negative idx stands before the first tile of this block.
     __device__ int next(const Shape::Input &p, int idx) const {
         if constexpr (Shape::kCached)
             if (p.phase != Phase::kAlone) return atomicAdd(p.tile_counter, 1);
@@ -112,64 +140,43 @@ template <typename Shape> struct Scheduler {
 };
 
 template <typename Shape> struct Params : Shape::Input {
-    TmaTensor q_tma, k_tma, v_tma, o_tma;
     Scheduler<Shape> scheduler;
-    BiasTensor bias_tensor;
-    MaskBits mask_bits;
-    ScoreFactors<float> factors;
-    ScoreKind score_kind;
+    TmaTensor q_tma, k_tma, v_tma, o_tma;
 };
 
-// Where the walk along the keys begins: at the last block, as in dense calls. A mask of the sample's end or a causal
-// one is then met at the start. With ALiBi scores fall on both sides of the diagonal. Where all rows see all keys, the
-// walk begins at the diagonal, so that row_max grows in the first blocks alone. All consumers then walk the same way. A
-// tile without keys has no block to begin at.
-template <typename Shape> __device__ int first_block(const Params<Shape> &p, const Work<Shape::kConsumers> &work) {
-    const Mask &mask = work.mask;
-    const int last_row = work.tile.block * Shape::kBlockM + Shape::kBlockM - 1;
-    const bool sees_all = last_row < mask.seqlen_q && mask.left <= -mask.seqlen_q && mask.right >= mask.seqlen_k;
-    if (!p.alibi_slopes || !sees_all || work.blocks_end == 0) return work.blocks_end - 1;
-    return max(0, min(last_row + mask.seqlen_k - mask.seqlen_q, mask.seqlen_k - 1)) / Shape::kBlockN;
-}
-
-// One thread finds the tiles. It takes the next tile while another thread loads the last keys of this one. If it took
-// the tile earlier, the tile would wait here, and a block of threads without work could not have it.
-template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) {
+// By a thread, while the last keys of the tile before are loaded. A tile that is taken earlier waits, and a block
+// without work cannot have it.
+template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, typename Shape::SharedMemory &shared) {
     constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     uint32_t item = 0;
     for (int idx = -1;;) {
         shared.found.producer_acquire(item);
         idx = p.scheduler.next(p, idx);
-        auto &work = shared.work(item);  // read anew where it is needed: this thread has few registers
+        auto &work = shared.work(item);  // this thread has few registers
         work.tile = p.scheduler.at(p, idx);
         const Tile &tile = work.tile;
         if (!tile.is_valid) break;
         const Sequence &seq = work.seq = Sequence(p, tile.b);
-        if (tile.block * kBlockM >= seq.padded_q) continue;  // a slot that its sample does without
+        if (tile.block * kBlockM >= seq.padded_q) continue;  // its sample is shorter
         if constexpr (Shape::kCached)
             if (!seq.is_served(p)) continue;
         const Mask mask = work.mask = Mask(seq, p);
         const BlockRange all = mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
-        work.blocks_begin = all.begin, work.blocks_end = all.end;
+        work.n_block_min = all.begin, work.n_block_max = all.end;
         work.first_key = mask.keys(tile.block * kBlockM).begin;
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++)
             work.blocks[c] = mask.key_blocks<64, kBlockN>(tile.block * kBlockM + 64 * c);
-        if constexpr (Shape::kMods) {
-            work.first_block = first_block<Shape>(p, work);
-            if (p.mask_bits.rows) work.mask_words = p.mask_bits.of_head(tile.b, tile.h);
-        }
+        work.extend(p);
         mbarrier_arrive(shared.found.full_barrier(item++));
     }
-    mbarrier_arrive(shared.found.full_barrier(item));  // the tile that is not valid
+    mbarrier_arrive(shared.found.full_barrier(item));  // of a tile that is not valid
 }
 
-// What load_tiles() asks for; Q goes with the keys.
+// One thread loads Q, K and V. With a cache, one warp loads Q and K, another one V.
 enum class Loads { kAll, kKeys, kValues };
-
-// One thread loads Q for each tile, and K and V block by block. Of a cache, one warp loads Q and K, another one V.
 template <typename Shape, Loads kLoads>
-__device__ void load_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) {
+__device__ void load_tiles(const Params<Shape> &p, typename Shape::SharedMemory &shared) {
     constexpr int kBlockM = Shape::kBlockM, kAhead = 2 * Shape::kStages;
     constexpr bool kKeys = kLoads != Loads::kValues, kValues = kLoads != Loads::kKeys;
     const int lane_idx = Shape::kCached ? threadIdx.x % 32 : 0;
@@ -188,17 +195,14 @@ __device__ void load_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) 
             load_tile(shared.sQ[shared.q_index(q_item, c)], p.q_tma, shared.q[c].full_barrier(q_item), q_row + 64 * c,
                       work.tile.h, b);
         }
-        const int n_begin = work.blocks_begin;
-        // When n_next blocks are left, find_tiles() may look for the next tile. It writes over the oldest of `works`.
-        // All consumers are done with that one: they have released a Q that came after it. Of two warps that load, one
-        // waits for Q, and find_tiles() waits for both.
-        const int num_blocks = work.blocks_end - n_begin, n_next = min(num_blocks, kAhead + 1);
-        int n_block = Shape::kMods ? work.first_block : work.blocks_end - 1;
+        // When n_next blocks are left, find_tiles() may overwrite the oldest work item: consumers have released a later
+        // Q. One of two warps has not waited for that, but find_tiles() waits for both.
+        const int num_blocks = work.n_block_max - work.n_block_min, n_next = min(num_blocks, kAhead + 1);
+        int n_block = work.first_block();
         typename Shape::KeyBlocks keys(p, work.tile, work.seq, n_block);
         if (num_blocks <= 0) shared.found.consumer_release(q_item, lane_idx);
 #pragma unroll 1
-        for (int n_left = num_blocks; n_left > 0; n_left--, n_block--, kv_item++) {
-            if (Shape::kMods && n_block < n_begin) n_block = work.blocks_end - 1;
+        for (int n_left = num_blocks; n_left > 0; n_left--, n_block = work.block_after(n_block), kv_item++) {
             const uint32_t stage = kv_item % Shape::kStages;
             keys.find(n_block);
             if (n_left == n_next) shared.found.consumer_release(q_item, lane_idx);
@@ -206,8 +210,7 @@ __device__ void load_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) 
                 shared.k.producer_acquire(kv_item);
                 keys.load(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item));
             }
-            if constexpr (Shape::kMods)
-                shared.bias.load(p.bias_tensor, kv_item, work.tile.block * kBlockM, keys.key, work.tile.h, keys.b);
+            shared.load_more(p, kv_item, work, keys);
             if constexpr (kValues) {
                 shared.v.producer_acquire(kv_item);
                 keys.load(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item));
@@ -215,14 +218,13 @@ __device__ void load_tiles(const Params<Shape> &p, SharedMemory<Shape> &shared) 
         }
     }
     if (kKeys && lane_idx == 0)
-        for (auto &ring : shared.q) {  // the tile that is not valid ends each consumer
+        for (auto &ring : shared.q) {  // which ends each consumer
             ring.producer_acquire(q_item);
             mbarrier_arrive(ring.full_barrier(q_item));
         }
 }
 
-// The producer warpgroup.
-template <typename Shape> __device__ void produce(const Params<Shape> &p, SharedMemory<Shape> &shared) {
+template <typename Shape> __device__ void produce(const Params<Shape> &p, typename Shape::SharedMemory &shared) {
     if constexpr (Shape::kCached) {
         if (threadIdx.x / 32 == 0) load_tiles<Shape, Loads::kKeys>(p, shared);
         else if (threadIdx.x == 32) find_tiles<Shape>(p, shared);

@@ -1,4 +1,4 @@
-// Tiles of 16-bit elements in shared memory for Hopper: how TMA loads and stores them, and what wgmma is told of them.
+// Tiles of 16 bits in shared memory on Hopper: TMA's copies, wgmma's products.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,37 +11,34 @@
 
 namespace sm90 {
 
-// [kRows, kHeadDim] in panels of kCols columns, which are as wide as a swizzle.
+// [kRows, kHeadDim] in panels as wide as a swizzle.
 template <int kRows, int kHeadDim> struct SmemTile {
     static constexpr int kCols = kHeadDim % 64 == 0 ? 64 : 32;
     static constexpr int kPanels = kHeadDim / kCols, kRowBytes = 2 * kCols;
     alignas(1024) uint16_t panel[kPanels][kRows][kCols];
 
-    // wgmma's descriptor of the columns [16·kk, 16·kk + 16), for a product that sums along columns.
+    // Columns [16·kk, 16·kk + 16), for a product that sums over them.
     __device__ uint64_t columns_desc(int kk, int row = 0) const {
         const int bytes = 16 * kk / kCols * (kRows * kRowBytes) + 16 * kk % kCols * 2 + row * kRowBytes;
         return make_smem_desc<kRowBytes>(panel) + bytes / 16;
     }
-    // The same of the rows [16·kk, 16·kk + 16), for a product that sums along rows.
+    // Rows [16·kk, 16·kk + 16), for a product that sums over them.
     __device__ uint64_t rows_desc(int kk, int col = 0) const {
         return make_smem_desc<kRowBytes>(panel, kRows * kRowBytes) +
                (col / kCols * kRows + 16 * kk) * kRowBytes / 16;
     }
-    // The address of eight elements of a row, for ldmatrix and stmatrix.
     __device__ uint32_t address(int row, int col) const { return shared_address(panel) + offset(row, col); }
-    // The elements of a row from col on that are of this type together.
     template <typename Vec> __device__ const Vec &at(int row, int col) const {
         return *reinterpret_cast<const Vec *>(reinterpret_cast<const char *>(panel) + offset(row, col));
     }
 
-    // In bytes, where the element lies.
-    __device__ static uint32_t offset(int row, int col) {
+    __device__ static uint32_t offset(int row, int col) {  // in bytes
         const uint32_t x = ((col / kCols * kRows + row) * kCols + col % kCols) * 2;
         return x ^ (x >> 3 & (kRowBytes - 16));  // swizzled, as `panel` is aligned to 1024 bytes
     }
 };
 
-// acc [64, kN] = A Bᵀ, by a warpgroup.
+// acc [64, kN] = A Bᵀ, a group of wgmma.
 template <typename T, int kN, int kHeadDim>
 __device__ void multiply_abt(float (&acc)[kN / 8][4], const SmemTile<64, kHeadDim> &a,
                              const SmemTile<kN, kHeadDim> &b, bool accumulate = false) {
@@ -51,7 +48,7 @@ __device__ void multiply_abt(float (&acc)[kN / 8][4], const SmemTile<64, kHeadDi
     warpgroup_commit_batch();
 }
 
-// acc [64, kHeadDim] += A B, A [64, kN] in registers.
+// acc [64, kHeadDim] += A B, a group, with A [64, kN] in registers.
 template <typename T, int kN, int kHeadDim>
 __device__ void multiply_ab(float (&acc)[kHeadDim / 8][4], const uint32_t (&a)[kN / 16][4],
                             const SmemTile<kN, kHeadDim> &b) {
@@ -60,14 +57,13 @@ __device__ void multiply_ab(float (&acc)[kHeadDim / 8][4], const uint32_t (&a)[k
     warpgroup_commit_batch();
 }
 
-// A tensor [batch_size, heads, rows, head_dim] as TMA knows it, and the box of rows of one head that a copy takes.
+// A tensor [batch_size, heads, rows, head_dim]. TMA copies a box of rows of one head.
 struct TmaTensor {
     CUtensorMap map;
-    int head_step, batch_step;  // 0 along an expanded dimension, which has size 1 in the map; else 1
+    int head_step, batch_step;  // 1, or 0 if expanded: the map then has size 1
 };
 
-// The bytes of a tile, or of as many of its rows as the box has, arrive at `full`: rows from `row` on, and zeros for
-// what lies outside of the tensor.
+// Copies a box from `row` on to a tile, with zeros for what lies outside of the tensor.
 template <int kRows, int kHeadDim>
 __device__ void load_bytes(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b,
                            int tile_row = 0) {
@@ -75,14 +71,12 @@ __device__ void load_bytes(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, 
     for (int i = 0; i < tile.kPanels; i++)
         tma_load(tile.panel[i][tile_row], x.map, full, i * tile.kCols, row, h * x.head_step, b * x.batch_step);
 }
-// The same, and `full` is told how many they are.
 template <int kRows, int kHeadDim>
 __device__ void load_tile(SmemTile<kRows, kHeadDim> &tile, const TmaTensor &x, Barrier &full, int row, int h, int b) {
     mbarrier_arrive_expect_tx(full, kRows * kHeadDim * 2);
     load_bytes(tile, x, full, row, h, b);
 }
 
-// Rows of a tile, from tile_row on and as many as the box has, to those of the tensor from `row` on.
 template <int kRows, int kHeadDim>
 __device__ void store_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_row, const TmaTensor &x, int row, int h,
                            int b) {
@@ -90,19 +84,18 @@ __device__ void store_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_row, 
         tma_store(tile.panel[i][tile_row], x.map, i * tile.kCols, row, h * x.head_step, b * x.batch_step);
 }
 
-// The first `rows` of 16 rows of a tile, from tile_row on, by the lanes of a warp. All lanes take every step, so that
-// the compiler sees that they stay together.
+// Copies the first `rows` of 16 rows, by a warp. All lanes take every step: the compiler sees that they stay together.
 template <int kRows, int kHeadDim>
 __device__ void store_some_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_row, uint16_t *to, int64_t row_stride,
                                 int rows, int head_dim) {
     for (int step = 0; step < kHeadDim / 16; step++) {
-        // By thread_idx(), or all of this is computed once for all tiles, in registers that are not free.
+        // By thread_idx(), or all of this stays in registers for all tiles.
         const int i = 32 * step + thread_idx() % 32, row = i / (kHeadDim / 8), col = i % (kHeadDim / 8) * 8;
         if (row < rows && col < head_dim)
             *reinterpret_cast<uint4 *>(to + row * row_stride + col) = tile.template at<uint4>(tile_row + row, col);
     }
 }
-// The same of a warp's accumulators times `scale`, by way of the tile. Rows from `valid` on become 0.
+// Copies accumulators times `scale` through the tile. Rows from `valid` on become 0.
 template <typename T, int kRows, int kHeadDim>
 __device__ void store_accumulators(const float (&acc)[kHeadDim / 8][4], float scale, int valid,
                                    SmemTile<kRows, kHeadDim> &tile, int tile_row, uint16_t *to, int64_t row_stride,
@@ -118,12 +111,29 @@ __device__ void store_accumulators(const float (&acc)[kHeadDim / 8][4], float sc
         }
         stmatrix(packed, tile.address(tile_row + lane_idx % 16, 8 * d + lane_idx / 16 * 8));
     }
-    __syncwarp();  // unobserved by the emulator: its stmatrix is one step of all lanes
+    __syncwarp();  // unobserved by the emulator: its stmatrix waits for all lanes
     store_some_rows(tile, tile_row, to, row_stride, rows, head_dim);
 }
 
-// The driver's function that encodes tensor maps. It is looked up on first use, so that nothing links libcuda and a
-// machine without a GPU loads this.
+template <int kThreads, int kRows, int kHeadDim>
+__device__ void clear_outside(SmemTile<kRows, kHeadDim> &tile, int thread_idx, int begin, int end) {
+    constexpr int kVecs = SmemTile<kRows, kHeadDim>::kRowBytes / 16;
+    for (auto &panel : tile.panel)
+        for (int i = thread_idx; i < kRows * kVecs; i += kThreads)
+            if (i / kVecs < begin || i / kVecs >= end) reinterpret_cast<uint4 *>(panel)[i] = uint4{};
+}
+// Rows outside of [begin, end), which nothing sees, become 0 before wgmma reads them: they may be NaN, and 0 · NaN is
+// NaN. Rows beyond the tensor are 0 already. By kThreads threads.
+template <int kThreads, int kRows, typename... Tiles>
+__device__ void clear_unseen(int thread_idx, int barrier, int begin, int end, Tiles &...tiles) {
+    if (begin <= 0 && end >= kRows) return;
+    (clear_outside<kThreads>(tiles, thread_idx, begin, end), ...);
+    fence_proxy_async();
+    barrier_sync(barrier, kThreads);
+}
+
+// The driver's function for tensor maps, looked up on first use: nothing links libcuda, which a machine without a GPU
+// does not have.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
     static decltype(&cuTensorMapEncodeTiled) const encode = [] {
         const char *name = "cuTensorMapEncodeTiled";
@@ -140,7 +150,6 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
     return encode;
 }
 
-// A box is box_rows rows of box_cols columns. L2 fetches 256 bytes at a time.
 inline TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batch_size, int heads, int rows, int cols,
                                  int box_cols, int box_rows, CUtensorMapSwizzle swizzle) {
     auto size = [](int64_t n, int64_t stride) { return cuuint64_t(stride ? n : 1); };
@@ -162,7 +171,7 @@ inline TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batc
                              std::to_string(int(result)));
 }
 
-// The same, for boxes of one panel of a SmemTile.
+// With boxes of a SmemTile's panels.
 template <int kHeadDim>
 TmaTensor make_tma_tensor(const char *name, const Tensor &x, int64_t batch_size, int heads, int rows, int head_dim,
                           int box_rows) {

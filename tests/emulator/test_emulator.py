@@ -22,7 +22,7 @@ DRIVER = Path(__file__).parent / "drivers/driver.cpp"
 # Drivers of single kernels, and what else they call.
 OTHER_DRIVERS = {"cache/decode.cu": DRIVER.with_name("decode_driver.cpp"),
                  "simt/append.cu": DRIVER.with_name("append_driver.cpp")}
-ALSO_CALLED = {"cache/decode.cu": ["cache/decode_sm90.cu", "sm90/flash_sm90.cu"], "simt/append.cu": []}
+ALSO_CALLED = {"cache/decode.cu": ["cache/decode_sm90.cu", "cache/prefill_sm90.cu"], "simt/append.cu": []}
 EMULATOR = Path(__file__).parent
 SELFTEST = EMULATOR / "selftest.cpp"
 CXX = os.environ.get("CXX", "g++")
@@ -67,16 +67,20 @@ KERNEL_CASES = {
                         "packed_ones", "tiny_scale", "seqused_q", "no_splits", "tiles_and_splits", "three_splits",
                         "scale_30", "clamped", "tree", "tree_tiles", "tree_64", "tree_causal"],
     "cache/decode_sm90.cu": ["tall_64", "tall_narrow", "tall_pages", "tall_splits", "tall_everything", "tall_tree",
-                             "prefill_pages", "prefill_interleaved", "prefill_leftpad", "prefill_batch_idx",
-                             "prefill_clamped", "mixed_lengths", "mixed_padding", "all_kernels"],
+                             "mixed_lengths", "mixed_padding", "all_kernels"],
+    "cache/prefill_sm90.cu": ["prefill_pages", "prefill_interleaved", "prefill_leftpad", "prefill_batch_idx",
+                              "prefill_clamped"],
     "sm90/flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
-                           "sm90_drop_64", "sm90_drop_128", "sm90_drop_192", "sm90_scale_30_96", "sm90_bias",
-                           "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30", "sm90_alibi_no_keys", "sm90_packed_v"],
+                           "sm90_scale_30_96", "sm90_packed_v"],
+    "sm90/mods/flash_dropout_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_drop_192"],
+    "sm90/mods/flash_mods_sm90.cu": ["sm90_bias", "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30",
+                                     "sm90_alibi_no_keys"],
 }
 
 # The cases that are shown the faults of a file.
 SIMT = ["fp32_64", "fp16_128", "fp16_256"]
 SM80 = ["sm80_one", "sm80_order", "sm80_fp16_192", "sm80_256_narrow"]
+SM90 = ["sm90_128_causal", "sm90_200_causal", "sm90_256", "sm90_lens_128", "sm90_many_causal", "sm90_packed"]
 SM90_BACKWARD = ["sm90_128_causal", "sm90_splits", "sm90_turns", "sm90_turns_causal", "sm90_packed", "sm90_drop_64",
                  "sm90_many_causal", "sm90_long", "sm90_many_late", "sm90_long_late", "sm90_softcap"]
 SHOWN_TO = {
@@ -89,10 +93,8 @@ SHOWN_TO = {
                                         "sm90_lens_256"],
     "sm90/bwd/launch.cuh": SM90_BACKWARD,
     "sm90/flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
-    "sm90/flash_sm90.cu": ["sm90_128_causal", "sm90_200_causal", "sm90_256", "sm90_lens_128", "sm90_many_causal",
-                           "sm90_packed"],
-    "sm90/producer.cuh": ["sm90_128_causal", "sm90_200_causal", "sm90_lens_128", "sm90_many_causal", "sm90_packed"],
-    "sm90/mods/bias.cuh": ["sm90_bias"], "sm90/key_blocks.cuh": ["prefill", "prefill_pages"],
+    "sm90/tiles.cuh": SM90, "sm90/producer.cuh": SM90, "sm90/flash_sm90.cuh": SM90,
+    "sm90/mods/bias.cuh": ["sm90_bias"], "cache/prefill_sm90.cu": ["prefill", "prefill_pages"],
     "cache/decode.cu": ["one", "d64", "d128", "scale_30"], "cache/share.cuh": ["d64", "d128", "many"],
     "cache/decode_sm90.cu": ["tall_64"], "cache/keys.cuh": ["d64", "d128"],
     "cache/join.cuh": ["d64", "d128", "mqa", "many_rows", "packed", "three_splits"],
@@ -210,7 +212,7 @@ def driver_of(csrc, tmp_path_factory):
 
     def driver(name):
         assert (csrc / name).is_file(), name
-        reads_caches = name.startswith("cache/") or name == "sm90/key_blocks.cuh"
+        reads_caches = name.startswith("cache/")
         return folders.get("cache/decode.cu" if reads_caches else name, csrc) / "objects/driver"
 
     return driver

@@ -28,8 +28,9 @@ TARGETS = {"flash.cu": ["75"], "simt/flash_bwd.cu": ["90a"], "simt/flash_bwd_bia
            "sm80/flash_sm80.cu": ["80"], "sm80/flash_bwd_sm80.cu": ["80"],
            "cache/decode.cu": ["90a"], "cache/decode_sm90.cu": ["90a"], "simt/append.cu": ["80", "90a"],
            "sm90/bwd/flash_bwd_sm90.cu": ["90a"], "sm90/bwd/flash_bwd_wide_sm90.cu": ["90a"],
-           "sm90/flash_sm90.cu": ["75", "90a"], "sm90/flash_dmma.cu": ["75", "90a"], "common/device.cu": ["90a"],
-           "common/counters.cu": ["90a"]}
+           "sm90/flash_sm90.cu": ["75", "90a"], "sm90/mods/flash_dropout_sm90.cu": ["90a"],
+           "sm90/mods/flash_mods_sm90.cu": ["90a"], "cache/prefill_sm90.cu": ["90a"],
+           "sm90/flash_dmma.cu": ["75", "90a"], "common/device.cu": ["90a"], "common/counters.cu": ["90a"]}
 LONG = "flash.cu", "simt/flash_bwd.cu", "sm80/flash_sm80.cu", "sm80/flash_bwd_sm80.cu"
 # (file, kind of its kernel): how many bytes of stack, and of spills, a kernel may have where it is not none. These use
 # all their registers and keep a number or two beyond them in memory: in the backward pass dK, dV and the tiles of S and
@@ -41,13 +42,18 @@ SPILLS = {("sm80/flash_bwd_sm80.cu", "dense"): 96,  # on sm_120; 12 on sm_90
           ("sm80/flash_sm80.cu", "dropout"): 112,  # on sm_120
           ("sm80/flash_sm80.cu", "scores"): 288,  # at head_dim 128, where a bias is read by the element
           ("sm90/flash_sm90.cu", "dense"): 16,  # three numbers of the mask at head_dim 64, not read in full blocks
-          ("sm90/flash_sm90.cu", "dropout"): 32,  # the same, and the words of a row
-          ("sm90/flash_sm90.cu", "scores"): 80,
+          ("cache/prefill_sm90.cu", "dense"): 16,  # the same
+          ("sm90/mods/flash_dropout_sm90.cu", "dropout"): 32,  # the same, and the words of a row
+          ("sm90/mods/flash_mods_sm90.cu", "scores"): 80,
           ("sm90/bwd/flash_bwd_sm90.cu", "dense"): 16,  # after the loop
           ("sm90/bwd/flash_bwd_sm90.cu", "scores"): 16,
           ("simt/flash_bwd_bias.cu", "dense"): 120,
           ("cache/decode.cu", "dense"): 48,  # at head_dim 128 and 32 rows, outside of the steps of a run
           ("flash.cu", "dense"): 136}      # on sm_120, in fp32
+
+# Files with the forward pass on Hopper: the kind of their kernels, and how many tiles they have.
+FORWARD_SM90 = {"sm90/flash_sm90.cu": ("dense", 6), "cache/prefill_sm90.cu": ("dense", 5),
+                "sm90/mods/flash_dropout_sm90.cu": ("dropout", 3), "sm90/mods/flash_mods_sm90.cu": ("scores", 5)}
 
 # The instruction a 16-bit product becomes, by compute capability.
 MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -113,16 +119,16 @@ def check_spills(file, target, tmp_path):
               if max(map(int, re.findall(r"(\d+) bytes", use))) > SPILLS.get((file, kind_of(file, name)), 0)]
     assert not spills, "\n".join(spills)
     assert "serialized" not in done.stdout, done.stdout  # ptxas, of wgmma that it could not let run on
-    if file == "sm90/flash_sm90.cu" and target == "90a":
+    if file in FORWARD_SM90 and target == "90a":
         dump = subprocess.run([cuobjdump(), "-sass", tmp_path / "kernel"], capture_output=True, text=True, timeout=60)
-        kernels_overlap(dump.stdout)
+        kernels_overlap(file, dump.stdout)
 
 
 def kind_of(file, name):
-    """What the kernel of this mangled name is for, by its Kind, or its template's last parameter and its first of type
+    """What the kernel of this mangled name is for, by its file, or its template's last parameter and its first of type
     bool."""
-    if kind := re.search(r"4KindE(\d)", name):
-        return ("dense", "dropout", "scores", "dense")[int(kind[1])]
+    if file in FORWARD_SM90:
+        return FORWARD_SM90[file][0]
     flags = re.findall(r"Lb([01])E", name)
     if file == "sm90/bwd/flash_bwd_wide_sm90.cu":  # scores are never changed
         return "dropout" if flags[:1] == ["1"] else "dense"
@@ -132,20 +138,20 @@ def kind_of(file, name):
     return "dropout" if has_dropout else "dense"
 
 
-def kernels_overlap(sass):
+def kernels_overlap(file, sass):
     """Hopper's kernels load by TMA, and a block's exponentials come before the wait for the product beside them."""
     kernels = [kernel for kernel in sass.split("Function : ")[1:] if "flash_fwd" in kernel.split()[0]]
-    # Six tiles in two dtypes, three with dropout, five where scores are changed, and five with a cache.
-    assert len(kernels) == 2 * (6 + 3 + 5 + 5)
+    kind, tiles = FORWARD_SM90[file]
+    assert len(kernels) == 2 * tiles  # in two dtypes
     for kernel in kernels:
         name = kernel.split()[0]
         head_dim, consumers, block_n = map(int, re.search(r"ShapeILi(\d+)ELi(\d+)ELi(\d+)", name).groups())
         assert f"HGMMA.64x{block_n}x16" in kernel and f"HGMMA.64x{head_dim}x16" in kernel and "UTMALDG" in kernel, name
         assert "UTMASTG" in kernel, name
-        if kind_of("sm90/flash_sm90.cu", name) == "scores":
+        if kind == "scores":
             assert "MUFU.TANH" in kernel and kernel.count("WARPGROUP.DEPBAR.LE gsb0, 0x1") == 1, name
             continue
-        if kind_of("sm90/flash_sm90.cu", name) == "dropout":
+        if kind == "dropout":
             assert kernel.count("LDL") <= {64: 7, 128: 1, 256: 0}[head_dim], name
             assert kernel.count("WARPGROUP.DEPBAR.LE gsb0, 0x1") == 1, name
             continue

@@ -1,13 +1,12 @@
-// The folder sm90/mods/ has what flash_sm90.cu needs for changed scores alone. A first reading leaves it out. Order in
-// sm90/mods/: bias.cuh, mask_bits.cuh, changed_scores.cuh.
+// The folder sm90/mods/ has Hopper's forward pass with changed scores or dropout, which a first reading leaves out.
+// Order: bias.cuh, mask_bits.cuh, changed_scores.cuh, flash_mods_sm90.cu. Beside it: flash_dropout_sm90.cu.
 //
-// A bias for flash_sm90.cu. TMA loads it beside K: the tile [64, kBlockN] of a consumer's rows and a block of keys.
+// A bias. TMA loads it beside K: the tile [64, kBlockN] of a consumer's rows and a block of keys.
 //
 //   producer ── TMA ──▶ ring.full ──▶ one consumer ── adds it to its scores ──▶ ring.empty ──▶ producer
 //
-// Its elements have 16 bits; kernels.h says what TMA does not take. Nothing is swizzled. A row of a tile has an odd
-// number of 16 bytes instead: the same 16 bytes of eight rows then lie in different banks, and TMA writes whole rows.
-// What pads a row is read beyond the block and never used.
+// kernels.h says what TMA does not take. Instead of a swizzle, rows are padded to an odd number of 16 bytes, so that
+// the same 16 bytes of eight rows lie in different banks.
 #pragma once
 
 #include "mods/score_mods.cuh"
@@ -17,10 +16,9 @@ namespace sm90 {
 
 struct BiasTensor {
     TmaTensor tma;
-    int box_rows;  // 64, or 1 where all rows have the same bias; 0: there is no bias
+    int box_rows;  // 64, or 1 if all rows share the bias, or 0 without one
 };
 
-// [64, kBlockN] of elements of 16 bits.
 template <int kBlockN> struct BiasTile {
     static constexpr int kRowBytes = (kBlockN / 8 | 1) * 16;
     static_assert(kBlockN % 16 == 0);
@@ -37,14 +35,14 @@ template <int kBlockN> BiasTensor make_bias_tensor(const AttnParams &p) {
             box_rows};
 }
 
-// Where a lane finds the bias of its scores acc_s [2 rows, kBlockN keys], which are in units of log2.
+// A lane's bias for its scores acc_s.
 template <int kBlockN> struct LaneBias {
     uint32_t address;  // for ldmatrix
 
-    // Adds it to the scores of the keys [8 n, 8 n + 16).
+    // For the keys [8 n, 8 n + 16).
     template <typename T, typename Plus>
     __device__ void add(float (&acc_s)[kBlockN / 8][4], int n, Plus plus) const {
-        uint32_t x[4];  // rows r and r + 8 of eight keys, then of the next eight, as acc_s has them
+        uint32_t x[4];  // rows r and r + 8 of eight keys, then of the next eight
         ldmatrix(x, address + 16 * n);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -55,7 +53,6 @@ template <int kBlockN> struct LaneBias {
     }
 };
 
-// In shared memory, for each consumer.
 template <int kConsumers, int kBlockN> struct BiasTiles {
     using Tile = BiasTile<kBlockN>;
     Tile tiles[kConsumers];
@@ -63,8 +60,7 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
 
     __device__ void init_barriers() { for (auto &ring : rings) ring.init(4); }
 
-    // The producer calls it for each block of keys. item counts blocks, as it does in the ring of K. row is the first
-    // row of all consumers, key the first key of the block.
+    // item counts blocks of keys, as in the ring of K; row and key are the tile's first.
     __device__ void load(const BiasTensor &bias, uint32_t item, int row, int key, int h, int b) {
         if (!bias.box_rows) return;
 #pragma unroll 1
@@ -77,29 +73,22 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
         }
     }
 
-    // Waits for the tile of a consumer.
     __device__ LaneBias<kBlockN> wait(const BiasTensor &bias, uint32_t item, int c) {
         rings[c].consumer_wait(item);
-        // Found by thread_idx(), or the compiler keeps the address in a register from block to block.
+        // By thread_idx(), or the address stays in a register from block to block.
         const int lane_idx = thread_idx() % 32, row0 = thread_idx() / 32 % 4 * 16;
         return {shared_address(&tiles[c].row[bias.box_rows == 1 ? 0 : row0 + lane_idx % 16][lane_idx / 16 * 8])};
     }
-    // Only then the producer may load the next one.
     __device__ void release(uint32_t item, int c) {
         __syncwarp();
         rings[c].consumer_release(item, thread_idx() % 32);
     }
-    // Releases the tile of a block that this consumer skips. It waits first: phases of the ring are counted by block.
+    // For a skipped block, which is a phase of the ring all the same.
     __device__ void skip(const BiasTensor &bias, uint32_t item, int c) {
         if (!bias.box_rows) return;
         rings[c].consumer_wait(item);
         release(item, c);
     }
-};
-
-// Where a kernel has no bias.
-struct NoBiasTiles {
-    __device__ void init_barriers() {}
 };
 
 }  // namespace sm90

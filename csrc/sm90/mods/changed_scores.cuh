@@ -1,236 +1,276 @@
-// Scores that more than a factor changes, in flash_sm90.cu: how a consumer makes P of them.
-//
-// Most calls change scores in one way alone, and most blocks of keys are seen by all rows. These blocks have a path of
-// their own: row_max stays as it is, as in dense calls, and the FMA that scales subtracts it. In other blocks, and as
-// long as the row_max of a row grows, one step follows the other.
+// Scores that more than a factor changes, on Hopper. Most calls change them in one way alone, and most blocks of keys
+// are seen by all rows. These blocks take one pass: row_max stays as it is, and the FMA that scales subtracts it. Other
+// blocks take several, and so do all as long as a row_max grows.
 #pragma once
 
-#include "common/softmax.cuh"
-#include "sm90/producer.cuh"
+#include "sm90/mods/bias.cuh"
+#include "sm90/mods/mask_bits.cuh"
+#include "sm90/plain_scores.cuh"
 
 namespace sm90 {
 
-using namespace device;
+struct ChangedParams : AttnParams {
+    BiasTensor bias_tensor;
+    MaskBits mask_bits;
+    ScoreFactors<float> factors;
+    ScoreKind score_kind;
+};
 
-// Where the scores of a block are: its number, the first row of the warp, and the first row and key of this lane.
-struct Place { int n_block, first_row, row, key; };
+template <typename Shape> struct ChangedWorkItem : WorkItem<Shape> {
+    using Base = WorkItem<Shape>;
+    using Base::n_block_min, Base::n_block_max, Base::tile;
+    int first;                   // block of the walk; the next ones lie below it, and the last ones above it
+    const uint32_t *mask_words;  // of the head
 
-// Of one consumer. acc_s are its scores [64, kBlockN], as accumulators.
-template <typename T, typename Shape> struct ChangedScores {
-    using Work = SharedMemory<Shape>::Work;
-    static constexpr int kBlockN = Shape::kBlockN, kNTiles = kBlockN / 8;
+    __device__ int first_block() const { return first; }
+    __device__ int block_after(int n_block) const { return n_block == n_block_min ? n_block_max - 1 : n_block - 1; }
+
+    // ALiBi's scores fall on both sides of the diagonal. Where all rows see all keys, the walk begins there, so that
+    // row_max grows in the first blocks alone. All consumers then walk the same way.
+    __device__ void extend(const ChangedParams &p) {
+        const Mask &mask = Base::mask;
+        const int last_row = tile.block * Shape::kBlockM + Shape::kBlockM - 1;
+        const bool sees_all = last_row < mask.seqlen_q && mask.left <= -mask.seqlen_q && mask.right >= mask.seqlen_k;
+        first = n_block_max - 1;
+        if (p.alibi_slopes && sees_all && n_block_max > 0)
+            first = max(0, min(last_row + mask.seqlen_k - mask.seqlen_q, mask.seqlen_k - 1)) / Shape::kBlockN;
+        if (p.mask_bits.rows) mask_words = p.mask_bits.of_head(tile.b, tile.h);
+    }
+};
+
+template <typename Shape> struct ChangedMemory : SharedMemory<Shape> {
+    BiasTiles<Shape::kConsumers, Shape::kBlockN> bias;
+
+    __device__ void init_barriers() {
+        bias.init_barriers();
+        SharedMemory<Shape>::init_barriers();
+    }
+    template <typename Keys>
+    __device__ void load_more(const ChangedParams &p, uint32_t item, const ChangedWorkItem<Shape> &work,
+                              const Keys &keys) {
+        bias.load(p.bias_tensor, item, work.tile.block * Shape::kBlockM, keys.key, work.tile.h, keys.b);
+    }
+};
+
+// The walk from the work item's first block down, then from the last block.
+template <typename Shape> struct WrappedWalk : Walk<Shape> {
+    using Base = Walk<Shape>;
+    using Base::blocks, Base::n_block, Base::from_full;
+    int first, last;
+
+    __device__ WrappedWalk(const ChangedWorkItem<Shape> &work, const BlockRange &blocks, uint32_t num_full,
+                           int n_block)
+        : Base(work, blocks, num_full, n_block), first(min(work.first, blocks.end - 1)),
+          last(first + 1 < blocks.end ? first + 1 : blocks.begin) {}
+    __device__ void next() {
+        Base::next();
+        if (n_block < blocks.begin) n_block = blocks.end - 1, from_full = n_block - blocks.full_begin;
+    }
+    __device__ int block_after() const { return n_block == blocks.begin ? blocks.end - 1 : n_block - 1; }
+    __device__ bool is_first() const { return n_block == first; }
+    __device__ bool is_last() const { return n_block == last; }
+};
+
+// Each score becomes f(score, i, key) of this lane's row i and key, which counts from its first.
+template <int kNTiles, typename F> __device__ void for_scores(float (&acc_s)[kNTiles][4], F f) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; n++) for_scores(acc_s, n, f);
+}
+template <int kNTiles, typename F> __device__ void for_scores(float (&acc_s)[kNTiles][4], int n, F f) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) acc_s[n][e] = f(acc_s[n][e], e / 2, 8 * n + e % 2);
+}
+
+// Scores become exp2 of what for_scores(score) and change(n), for the keys [8 n, 8 n + 16), make of them.
+template <int kNTiles, typename Score, typename Change>
+__device__ void exp2_and_sum(float (&acc_s)[kNTiles][4], float (&sum)[2], Score score, Change change) {
+    sum[0] = sum[1] = 0.f;
+#pragma unroll
+    for (int n = 0; n <= kNTiles; n += 2) {
+        if (n < kNTiles) {
+            for_scores(acc_s, n, score), for_scores(acc_s, n + 1, score);
+            change(n);
+        }
+#pragma unroll
+        for (int m = max(0, n - 2); m < n; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) sum[e / 2] += acc_s[m][e] = ptx::exp2_approx(acc_s[m][e]);
+    }
+}
+
+template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shape> {
+    using Base = PlainScores<T, Shape>;
+    using WorkItem = Shape::WorkItem;
+    using Walk = WrappedWalk<Shape>;
+    using Base::kBlockN, Base::kNTiles;
+    using Base::p, Base::shared, Base::consumer, Base::kv_item, Base::softmax, Base::acc_s, Base::is_too_large;
     static constexpr float kLog2E = ScoreFactors<float>::kLog2E;
-    using Scores = float[kNTiles][4];
 
-    const Params<Shape> &p;
-    SharedMemory<Shape> &shared;
-    const int consumer;
     float slope;  // ALiBi's numbers, see score_mods.cuh
     int shift;
-    uint32_t seen[2];  // this lane's bits of its two rows: which keys of the block a mask of bool shows, see MaskBits
-    // Which rows update row_max in the next block in any case, and whether any row of the warp does.
-    bool updates[2], some_update;
+    uint32_t seen[2];              // words of MaskBits
+    bool updates[2], some_update;  // which rows update row_max in the next block in any case; any of the warp
 
-    // At the start of a tile.
-    __device__ void begin(const Work &work) {
+    __device__ void begin_tile(const WorkItem &work) {
         auto mods = this->mods(work);
         mods.set_alibi(p);
         slope = mods.slope, shift = mods.shift;
         updates[0] = updates[1] = some_update = true;
+        softmax = Softmax<1>(1.f);  // scores are in units of log2
     }
+    __device__ bool has_full_blocks() const { return true; }
 
-    // Loads the bits of the next block. Called before its product, so that they have arrived when its scores have.
-    __device__ void load_mask(const Work &work, int n_block, int row) {
+    __device__ void prefetch(const WorkItem &work, int n_block, int row) {
         const MaskBits &bits = p.mask_bits;
         if (!bits.rows) return;
         const int64_t first = int64_t(min(n_block, bits.blocks - 1)) * bits.rows;
         for (int i = 0; i < 2; i++)
             seen[i] = work.mask_words[4 * (first + min(row + 8 * i, bits.rows - 1)) + thread_idx() % 4];
     }
+    __device__ void skip_block() { shared.bias.skip(p.bias_tensor, kv_item, consumer); }
 
-    // In a full block whose rows all keep row_max, acc_s = Q Kᵀ becomes P, and sum[i] the sum of row i. Only for scores
-    // that are changed in one way, see ScoreKind: then nothing is asked per score, and the scores of some keys are
-    // changed while MUFU computes the exponentials of others. Returns false if the block is not one of these.
-    // item: of the rings of K and V.
-    __device__ bool exponentiate_usual(Scores &acc_s, const Place &at, uint32_t item, const float (&row_max)[2],
-                                       float (&sum)[2]) {
+    __device__ bool exponentiate(const WorkItem &work, const BlockRange &blocks, const ScoreOrigin &at, bool is_full,
+                                 float (&alpha)[2]) {
+        float sum[2];
+        const bool is_done = is_full && !some_update && exponentiate_in_one_pass(at, sum);
+        bool has_grown = false;
+        if (!is_done || is_too_large(sum)) {
+            alpha[0] = alpha[1] = 1.f;
+            if (!is_done) {
+                bool may_grow[2];
+                float before[2], after[2];  // is subtracted before the update of row_max, and after it
+                for (int i = 0; i < 2; i++) {
+                    may_grow[i] = !is_full || updates[i];
+                    before[i] = may_grow[i] ? 0.f : softmax.row_max[i];
+                }
+                subtract_from_scores(at, before);
+                if (!is_full) work.mask.apply(acc_s, work.blocks[consumer], at.n_block, at.row, at.key);
+                if (!is_full || some_update) has_grown = softmax.update_row_max(acc_s, alpha, may_grow);
+                for (int i = 0; i < 2; i++) after[i] = may_grow[i] ? softmax.row_max[i] : 0.f;
+                exp2_and_sum(acc_s[0], sum, [=](float s, int i, int) { return s - after[i]; }, [](int) {});
+            }
+            if (is_too_large(sum)) {
+                const float before[] = {alpha[0], alpha[1]};
+                this->recompute_large_rows(sum, alpha,
+                                           [&](int n, auto &s) { change_scores(work, at.n_block, n, s[0][0]); });
+                for (int i = 0; i < 2; i++) alpha[i] *= before[i];
+                has_grown = true;
+            }
+            end_block(work, at.row, alpha);
+        }
+        for (int i = 0; i < 2; i++) softmax.row_sum[i] += sum[i];
+        return has_grown;
+    }
+
+  private:
+    // Makes P of q·k in a full block whose rows keep row_max, for scores that are changed in one way, or returns false.
+    // Nothing is asked per score, so scores of some keys change while MUFU computes exponentials of others.
+    __device__ bool exponentiate_in_one_pass(const ScoreOrigin &at, float (&sum)[2]) {
         const float of_qk = p.factors.of_qk, of_tanh = p.factors.of_tanh;
+        const float(&row_max)[2] = softmax.row_max;
         auto scaled = [=](float s, int i, int) { return fmaf(s, of_qk, -row_max[i]); };
         auto nothing = [](int) {};
         const ScoreKind kind = p.score_kind;
-        if (kind <= ScoreKind::kAlibi) {  // so that no kind waits for four comparisons
+        if (kind <= ScoreKind::kAlibi) {  // at most three comparisons
             if (kind == ScoreKind::kSoftcap) {
-                exponentiate_sum(acc_s, sum, [=](float s, int i, int) {
+                exp2_and_sum(acc_s[0], sum, [=](float s, int i, int) {
                     return fmaf(ptx::tanh_approx(s * of_qk), of_tanh, -row_max[i]);
                 }, nothing);
                 return true;
             }
             const Alibi x = alibi(at, row_max);
             if (!x.is_linear) return false;
-            exponentiate_sum(acc_s, sum, [=](float s, int i, int j) {
+            exp2_and_sum(acc_s[0], sum, [=](float s, int i, int j) {
                 return fmaf(s, of_qk, fmaf(x.of_key, j, x.of_row[i]));
             }, nothing);
         } else if (kind == ScoreKind::kBias) {
-            const auto bias = shared.bias.wait(p.bias_tensor, item, consumer);
-            exponentiate_sum(acc_s, sum, scaled, [&](int n) {
-                bias.template add<T>(acc_s, n, [](float s, float x) { return fmaf(x, kLog2E, s); });
-                if (n + 2 == kNTiles) shared.bias.release(item, consumer);  // early, for TMA to load the next tile
+            const auto bias = shared.bias.wait(p.bias_tensor, kv_item, consumer);
+            exp2_and_sum(acc_s[0], sum, scaled, [&](int n) {
+                bias.template add<T>(acc_s[0], n, [](float s, float x) { return fmaf(x, kLog2E, s); });
+                if (n + 2 == kNTiles) shared.bias.release(kv_item, consumer);  // early
             });
         } else if (kind == ScoreKind::kMask) {
-            exponentiate_sum(acc_s, sum, scaled, [&](int n) { hide(acc_s, n); });
+            exp2_and_sum(acc_s[0], sum, scaled, [&](int n) { hide(acc_s[0], seen, n); });
         } else {
             return false;
         }
         return true;
     }
 
-    // acc_s = Q Kᵀ becomes P in any block, and sum[i] the sum of row i. Returns whether acc_o must be multiplied by
-    // alpha. A row updates row_max in blocks with a mask, and where `updates` says so.
-    __device__ bool exponentiate(float (&acc_s)[1][kNTiles][4], const Work &work, const Place &at, uint32_t item,
-                                 bool is_full, Softmax<1> &softmax, float (&sum)[2], float (&alpha)[2]) {
-        bool may_grow[2], has_grown = false;
-        float before[2], after[2];  // what is subtracted before row_max is updated, and after
-        alpha[0] = alpha[1] = 1.f;
-        for (int i = 0; i < 2; i++) {
-            may_grow[i] = !is_full || updates[i];
-            before[i] = may_grow[i] ? 0.f : softmax.row_max[i];
-        }
-        modify(acc_s[0], at, item, before);
-        if (!is_full) work.mask.apply(acc_s, work.blocks[consumer], at.n_block, at.row, at.key);
-        if (!is_full || some_update) has_grown = softmax.update_row_max(acc_s, alpha, may_grow);
-        for (int i = 0; i < 2; i++) after[i] = may_grow[i] ? softmax.row_max[i] : 0.f;
-        exponentiate_sum(acc_s[0], sum, [=](float s, int i, int) { return s - after[i]; }, [](int) {});
-        return has_grown;
-    }
-
-    // After a block that exponentiate_usual() did not serve, or whose sums were too large. A row goes on with updates
-    // as long as it grows, and as long as it is not ordinary: below kOrdinary, where sums with it are exact enough. It
-    // is not ordinary either while all keys so far are hidden.
-    __device__ void end_block(const Work &work, int row, Softmax<1> &softmax, const float (&alpha)[2]) {
+    // After a block that took several passes. A row goes on with updates while row_max grows or is not ordinary. It is
+    // ordinary below kOrdinary, where sums with it are exact enough, and once the row has seen a key.
+    __device__ void end_block(const WorkItem &work, int row, const float (&alpha)[2]) {
         constexpr float kOrdinary = 1 << 14;
         for (int i = 0; i < 2; i++) {
             updates[i] = alpha[i] != 1.f || !(fabsf(softmax.row_max[i]) < kOrdinary);
-            // Beyond the sample's end nothing is ordinary, and nothing depends on row_max.
+            // Nothing depends on rows beyond the sample's end.
             if (row + 8 * i >= work.seq.seqlen_q) updates[i] = false, softmax.row_max[i] = 0.f;
         }
         some_update = __any_sync(~0u, updates[0] || updates[1]);
     }
 
-    // modify() for the scores s of the keys [8·n, 8·n + 8) alone, with nothing subtracted. It reads the bias.
-    __device__ void modify_again(const Work &work, int n_block, int n, float (&s)[4]) {
+    __device__ auto mods(const WorkItem &work) const {
+        ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, work.seq.seqlen_q, work.seq.seqlen_k, work.tile.b,
+                                            work.tile.h);
+        mods.slope = slope, mods.shift = shift;
+        return mods;
+    }
+    // q·k become scores of the keys [8·n, 8·n + 8). The bias comes from memory.
+    __device__ void change_scores(const WorkItem &work, int n_block, int n, float (&s)[4]) const {
         const auto mods = this->mods(work);
         const int idx = thread_idx() % 128, key = n_block * kBlockN + 8 * n + idx % 4 * 2;
         const int row = work.tile.block * Shape::kBlockM + 64 * consumer + idx / 32 * 16 + idx % 32 / 4;
         auto zero = [](int) { return 0; };
 #pragma unroll 1
         for (int e = 0; e < 4; e++)
-            mods.apply(score_tile<1, 1>([&](int, int) -> float & { return s[e]; }, row + e / 2 * 8, zero, key + e % 2,
-                                        zero));
+            mods.apply(score_tile<1, 1>([&](int, int) -> float & { return s[e]; }, row + e / 2 * 8, zero,
+                                        key + e % 2, zero));
     }
 
-  private:
-    __device__ auto mods(const Work &work) const {
-        ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, work.seq.seqlen_q, work.seq.seqlen_k, work.tile.b,
-                                            work.tile.h);
-        mods.slope = slope, mods.shift = shift;
-        return mods;
-    }
-    // Each score of acc_s becomes f(score, i, key) of this lane's row i and of its key, counted from its first one.
-    template <typename F> __device__ static void change_scores(Scores &acc_s, F f) {
-#pragma unroll
-        for (int n = 0; n < kNTiles; n++) change_scores(acc_s, n, f);
-    }
-    template <typename F> __device__ static void change_scores(Scores &acc_s, int n, F f) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) acc_s[n][e] = f(acc_s[n][e], e / 2, 8 * n + e % 2);
-    }
-
-    // ALiBi minus row_max. Where a block lies on one side of the diagonal for all rows of the warp it is linear in the
-    // key, of_row[i] + of_key · key, which takes one FMA.
+    // ALiBi minus row_max. On one side of the diagonal it is of_row[i] + of_key · key: one FMA.
     struct Alibi {
         bool is_linear;
         float of_key, of_row[2];
     };
-    __device__ Alibi alibi(const Place &at, const float (&row_max)[2]) const {
-        const int to_block = at.first_row + shift - at.n_block * kBlockN;
+    __device__ Alibi alibi(const ScoreOrigin &at, const float (&row_max)[2]) const {
+        const int to_block = at.warp_row + shift - at.n_block * kBlockN;
         Alibi x{to_block >= kBlockN - 1 || to_block + 15 <= 0, to_block > 0 ? slope : -slope, {}};
         const float distance = at.row + shift - at.key;
         for (int i = 0; i < 2; i++) x.of_row[i] = fmaf(-x.of_key, distance + 8 * i, -row_max[i]);
         return x;
     }
 
-    // Scores of the keys [8 n, 8 n + 16) become -inf where a mask is false.
-    __device__ void hide(Scores &acc_s, int n) const {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint32_t bits = seen[i] >> n / 8 * 4;
-            bool is_seen[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) is_seen[j] = bits & 1 << (n / 2 % 4 * 8 + j);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                float &s = acc_s[n + j / 2][2 * i + j % 2];
-                s = is_seen[j] ? s : -INFINITY;
-            }
-        }
-    }
-
-    // acc_s, which is Q Kᵀ, becomes scores in units of log2, minus row_max. It rounds as exponentiate_usual() does: a
-    // row has the same bits whether its neighbours update row_max or not.
-    __device__ void modify(Scores &acc_s, const Place &at, uint32_t item, const float (&row_max)[2]) {
+    // q·k become scores minus row_max, rounded as in exponentiate_in_one_pass(): the bits of a row must not depend on
+    // its neighbours.
+    __device__ void subtract_from_scores(const ScoreOrigin &at, const float (&row_max)[2]) {
         float factor = p.factors.of_qk;
         if (p.factors.has_softcap) {
-            change_scores(acc_s, [=](float s, int, int) { return ptx::tanh_approx(s * factor); });
+            for_scores(acc_s[0], [=](float s, int, int) { return ptx::tanh_approx(s * factor); });
             factor = p.factors.of_tanh;
         }
         if (slope == 0) {
-            change_scores(acc_s, [=](float s, int i, int) { return fmaf(s, factor, -row_max[i]); });
+            for_scores(acc_s[0], [=](float s, int i, int) { return fmaf(s, factor, -row_max[i]); });
         } else if (const Alibi x = alibi(at, row_max); x.is_linear) {
-            change_scores(acc_s, [=](float s, int i, int j) {
+            for_scores(acc_s[0], [=](float s, int i, int j) {
                 return fmaf(s, factor, fmaf(x.of_key, j, x.of_row[i]));
             });
         } else {
             const float distance = at.row + shift - at.key, slope = this->slope;
-            change_scores(acc_s, [=](float s, int i, int j) {
+            for_scores(acc_s[0], [=](float s, int i, int j) {
                 return fmaf(s, factor, fmaf(-slope, fabsf(distance + (8 * i - j)), -row_max[i]));
             });
         }
         if (p.mask_bits.rows) {
 #pragma unroll
-            for (int n = 0; n < kNTiles; n += 2) hide(acc_s, n);
+            for (int n = 0; n < kNTiles; n += 2) hide(acc_s[0], seen, n);
         }
         if (!p.bias_tensor.box_rows) return;
-        const auto bias = shared.bias.wait(p.bias_tensor, item, consumer);
+        const auto bias = shared.bias.wait(p.bias_tensor, kv_item, consumer);
         auto careful = [](float s, float x) { return ScoreMods<T>::plus_bias(s, x, kLog2E); };
 #pragma unroll
-        for (int n = 0; n < kNTiles; n += 2) bias.template add<T>(acc_s, n, careful);
-        shared.bias.release(item, consumer);
+        for (int n = 0; n < kNTiles; n += 2) bias.template add<T>(acc_s[0], n, careful);
+        shared.bias.release(kv_item, consumer);
     }
-
-    // acc_s becomes exp2(score(acc_s)), see change_scores(). Before that change(n) may change the scores of the keys
-    // [8 n, 8 n + 16). sum[i]: the sum of row i.
-    template <typename Score, typename Change>
-    __device__ static void exponentiate_sum(Scores &acc_s, float (&sum)[2], Score score, Change change) {
-        sum[0] = sum[1] = 0.f;
-#pragma unroll
-        for (int n = 0; n <= kNTiles; n += 2) {
-            if (n < kNTiles) {
-                change_scores(acc_s, n, score), change_scores(acc_s, n + 1, score);
-                change(n);
-            }
-#pragma unroll
-            for (int m = max(0, n - 2); m < n; m++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) sum[e / 2] += acc_s[m][e] = ptx::exp2_approx(acc_s[m][e]);
-        }
-    }
-};
-
-// Where a kernel changes no scores.
-template <typename Shape> struct UnchangedScores {
-    const Params<Shape> &p;
-    SharedMemory<Shape> &shared;
-    const int consumer;
 };
 
 }  // namespace sm90

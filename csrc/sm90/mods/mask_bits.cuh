@@ -1,12 +1,11 @@
-// A mask of bool for flash_sm90.cu. pack_mask(), a kernel of its own, runs first and makes one bit of each bool. In the
-// attention kernel a lane then loads one word, which holds the bits of all its scores in a row and a block of keys:
+// A mask of bool. The kernel pack_mask() makes bits of it. In the attention kernel a lane loads a word with the bits of
+// all its scores in a row and a block of keys:
 //
 //   words [batch_size, nheads, blocks of keys, rows, 4]    the lanes 4 · i + t read word t
 //
-// A dimension that shares the mask has one element. 8192 × 8192 bools become 8 to 17 MB, which stay in L2 for all heads
-// that share them. The lower half of byte i of a word has four bits, of this lane's keys among the keys 16 i to
-// 16 i + 15 of the block. The upper half has those of the 16 keys that come 64 later. One instruction makes predicates
-// of four bits.
+// A dimension that shares the mask has size 1. 8192 × 8192 bools become 8 to 17 MB, which stay in L2 for all heads. The
+// lower half of byte i has the bits of four of the keys 16 i to 16 i + 15 of the block, and the upper half those of
+// four keys 64 later. One instruction makes predicates of four bits.
 #pragma once
 
 #include "common/launch.h"
@@ -21,13 +20,11 @@ struct MaskBits {
 
     __host__ __device__ int64_t head_words() const { return 4 * int64_t(rows) * blocks; }
     int64_t size() const { return int64_t(samples) * heads * head_words(); }
-    // Where the words of a head begin.
     __device__ uint32_t *of_head(int b, int h) const {
         return words + (min(b, samples - 1) * int64_t(heads) + min(h, heads - 1)) * head_words();
     }
 };
 
-// kBlockN: keys of a block.
 template <int kBlockN> MaskBits make_mask_bits(const AttnParams &p) {
     const Bias &x = p.bias;
     if (!x.data || x.dtype != DType::kBool) return {};
@@ -35,8 +32,24 @@ template <int kBlockN> MaskBits make_mask_bits(const AttnParams &p) {
             x.row_stride ? p.seqlen_q : 1, x.key_stride ? num_blocks<kBlockN>(p.seqlen_k) : 1};
 }
 
-// 16 keys of a row, one a byte: 1 if the row sees it. It sees none from `count` on. As in torch, a bool of any bits but
-// 0 is true.
+// Scores of the keys [8 n, 8 n + 16) become -inf where the mask is false. seen: the words of two rows.
+template <int kNTiles>
+__device__ void hide(float (&acc_s)[kNTiles][4], const uint32_t (&seen)[2], int n) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t bits = seen[i] >> n / 8 * 4;
+        bool is_seen[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) is_seen[j] = bits & 1 << (n / 2 % 4 * 8 + j);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float &s = acc_s[n + j / 2][2 * i + j % 2];
+            s = is_seen[j] ? s : -INFINITY;
+        }
+    }
+}
+
+// 16 keys, one a byte: 1 if the row sees it, and 0 from `count` on. As in torch, any bits but 0 are true.
 __device__ inline uint4 load_16_keys(const uint8_t *keys, int64_t key_stride, int count) {
     uint32_t x[4] = {};
     if (key_stride == 1 && count >= 16 && uintptr_t(keys) % 16 == 0) {
@@ -52,12 +65,11 @@ __device__ inline uint4 load_16_keys(const uint8_t *keys, int64_t key_stride, in
 }
 
 constexpr int kMaskThreads = 128;
-// Blocks of threads for a head.
 inline __host__ __device__ int64_t mask_grid_of_head(const MaskBits &bits) {
     return (bits.head_words() / 4 + kMaskThreads - 1) / kMaskThreads;
 }
 
-// A thread packs a row and a block of keys.
+// A thread takes a row and a block of keys.
 template <int kBlockN>
 __global__ void __launch_bounds__(kMaskThreads) pack_mask(Bias mask, MaskBits bits, int seqlen_k) {
     static_assert(kBlockN % 16 == 0 && kBlockN <= 128);
@@ -73,7 +85,7 @@ __global__ void __launch_bounds__(kMaskThreads) pack_mask(Bias mask, MaskBits bi
     for (int j = 0; j < kBlockN / 16; j++) {
         const int count = mask.key_stride ? seqlen_k - int(block) * kBlockN - 16 * j : 16;
         const uint4 x = load_16_keys(keys + 16 * j * mask.key_stride, mask.key_stride, count);
-        // low: four bits of word 0 in byte 0, and four of word 1 in byte 2. high: the same of words 2 and 3.
+        // low: four bits of word 0 in byte 0, and of word 1 in byte 2. high: words 2 and 3.
         uint32_t low = x.x | x.z << 2, high = x.y | x.w << 2;
         low = (low | low >> 7) & 0xf000f, high = (high | high >> 7) & 0xf000f;
         const int shift = j % 4 * 8 + j / 4 * 4;

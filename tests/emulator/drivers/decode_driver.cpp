@@ -1,4 +1,4 @@
-// decode.cu, decode_sm90.cu and flash_sm90.cu with the keys of a cache, on small cases and without torch, as driver.cpp
+// decode.cu, decode_sm90.cu and prefill_sm90.cu, on small cases and without torch, as driver.cpp
 // has the other kernels, for the emulator and compute-sanitizer. Results are compared with attention in double
 // precision. What no row sees of a cache is NaN. With num_splits every sample is computed in its batch and alone, and
 // must have the same bits.
@@ -28,7 +28,7 @@ using namespace device;
 #include "common/device.cu"
 #include "cache/decode.cu"
 #include "cache/decode_sm90.cu"
-#include "sm90/flash_sm90.cu"
+#include "cache/prefill_sm90.cu"
 using namespace device;
 #endif
 #include "driver_memory.h"
@@ -47,7 +47,7 @@ struct Case {
     int num_splits = 0;
     int max_seqlen_q = 0;          // 0: the largest
     enum Tree { kNone, kBranches, kCausal } tree = kNone;  // the tree mask; kCausal is the causal mask as one
-    int tall = INT_MAX, prefill = INT_MAX;  // from so many rows on decode_sm90.cu and flash_sm90.cu serve a sample
+    int tall = INT_MAX, prefill = INT_MAX;  // from so many rows on decode_sm90.cu and prefill_sm90.cu serve a sample
 
     int samples() const { return int(seqused_k.size()); }
     int capacity() const { return pages ? size * pages : size; }

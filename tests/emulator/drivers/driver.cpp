@@ -36,6 +36,8 @@ template <typename> using Sum = float;
 #include "flash.cu"
 #include "sm80/flash_sm80.cu"
 #include "sm90/flash_sm90.cu"
+#include "sm90/mods/flash_dropout_sm90.cu"
+#include "sm90/mods/flash_mods_sm90.cu"
 #include "sm90/flash_dmma.cu"
 #include "simt/flash_bwd.cu"
 #include "simt/flash_bwd_bias.cu"
