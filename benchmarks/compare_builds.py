@@ -62,7 +62,8 @@ def attention(kind, head_dim, seqlen, causal, alibi=False, bias=None, dropout_p=
     if alibi:
         options["alibi_slopes"] = torch.rand(nheads, device="cuda")
     if bias:
-        options["attn_bias"] = torch.randn(nheads, seqlen, seqlen, device="cuda").to(getattr(torch, bias))
+        x = torch.randn(nheads, seqlen, seqlen, device="cuda", dtype=torch.bfloat16)
+        options["attn_bias"] = x > -1 if bias == "bool" else x
     if window:
         options["window_size"] = window, 0
     if packed:
