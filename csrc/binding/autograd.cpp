@@ -1,5 +1,4 @@
-// The derivative of flash_forward without Python. The dispatcher's, for torch.compile and all that watches ops, is in
-// minimal_attn/ops.py.
+// The derivative of flash_forward without Python. The dispatcher's is in minimal_attn/ops.py.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -58,7 +57,7 @@ struct FlashAttention : torch::autograd::Function<FlashAttention> {
         const at::Tensor dout = gradients[0].defined() ? gradients[0] : at::zeros_like(out);
         check_no_tangent("dout", dout);
         check_no_tangent("dlse", dlse);
-        // torch counts the tensors among forward's arguments, without those that are missing.
+        // torch counts the tensors that are among forward's arguments.
         auto is_needed = [&, i = 0](bool is_given) mutable { return is_given && ctx->needs_input_grad(i++); };
         const bool need_dq = is_needed(true), need_dk = is_needed(true), need_dv = is_needed(true);
         const bool need_dsinks = is_needed(options.sinks.has_value());

@@ -1,7 +1,5 @@
 // The folder binding/ brings the ops to Python: with main.cpp for the torch that is here, stable.cpp for the wheel.
-// Order: direct.h, autograd.cpp, fast_path.cpp, sdpa_override.cpp, stable.cpp.
-//
-// The way past the dispatcher, which only the library for one torch has.
+// Order: direct.h, autograd.cpp, fast_path.cpp, sdpa_override.cpp, stable.cpp. This file: the way past the dispatcher.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -16,8 +14,8 @@ namespace minimal_attn {
 // autograd.cpp: flash_forward, with flash_backward as its derivative, without Python.
 Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options);
 
-// Whether an op on these tensors, of which some may be undefined, needs a kernel and autograd alone: no tracing, vmap,
-// fake tensors, dispatch modes, tangents or profiler.
+// Whether an op on these tensors, some perhaps undefined, meets no tracing, vmap, fake tensors, dispatch modes,
+// tangents or profiler.
 inline bool needs_no_dispatcher(std::initializer_list<const at::Tensor *> tensors) {
     if (at::hasCallbacks()) return false;
     const auto tls = c10::impl::tls_local_dispatch_key_set();

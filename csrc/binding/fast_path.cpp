@@ -50,9 +50,8 @@ bool take_optional(OptionalTensor &to, py::handle x) {
 
 }  // namespace
 
-// Returns out, or (out, lse), or None if the call is unusual or wrong: Python then serves it or says what is wrong.
-// Calls warn_slow with a reason why tensor cores cannot serve it. seq_major: rows come before heads, and q, k and v may
-// be 3D, a packed batch. lengths: as backends.py's Lengths.
+// Returns out, or (out, lse), or None for Python to serve the call or to refuse it. Calls warn_slow with the reason why
+// tensor cores cannot serve it. seq_major: rows come before heads; a packed batch is 3D. lengths: see backends.py.
 py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::handle v_, py::handle causal,
                         py::handle softmax_scale, bool seq_major, bool return_lse, bool deterministic,
                         py::handle window_size, py::tuple lengths, py::handle sinks) {

@@ -111,7 +111,7 @@ class SdpaOverride {
         library.impl(name, [before = Before(name, key)](const Tensor &q, const Tensor &k, const Tensor &v,
                                                         const OptionalTensor &bias, bool compute_lse, double dropout_p,
                                                         bool is_causal, Scale scale) -> EfficientResult {
-            // out, which is like q, must be (B, S, H, D) in memory. Rows of lse must be a multiple of 32.
+            // out, like q, must be (B, S, H, D) in memory; lse must have a multiple of 32 rows.
             if (dropout_p == 0 && !bias && is_square(q, k) && q.size(1) == k.size(1) && q.size(2) % 32 == 0 &&
                 q.transpose(1, 2).is_contiguous())
                 if (auto result = attend(q, k, v, is_causal, scale)) {

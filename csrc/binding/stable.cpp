@@ -1,5 +1,4 @@
-// The binding of the wheel, by torch's stable ABI: the ops of main.cpp, two more for minimal_attn/stable.py, and its
-// functions of C.
+// The binding of the wheel, by torch's stable ABI, for minimal_attn/stable.py.
 #include "ops/ops.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

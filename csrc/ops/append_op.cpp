@@ -24,8 +24,8 @@ void check_rows(const TorchTensor &k_new, const TorchTensor &v_new, const TorchT
 
 }  // namespace
 
-// Writes k_new and v_new (B, Hk, Sn, D), or packed (1, Hk, T, D), into the caches (N, Hk, S, D), see AppendParams.
-// Returns q rotated, or nothing, and the new lengths (B), with slot_mapping nothing.
+// k_new, v_new (B, Hk, Sn, D), or packed (1, Hk, T, D); caches (N, Hk, S, D), see AppendParams. Returns the rotated q
+// and the new lengths, or empty tensors where there are none.
 TwoTensors append_kvcache(const TorchTensor &k_new, const TorchTensor &v_new, const TorchTensor &k_cache,
                           const TorchTensor &v_cache APPEND_OPTIONS(AS_PARAMETER)) {
     check_rows(k_new, v_new, k_cache, v_cache, q ? *q : k_new);

@@ -1,8 +1,7 @@
-// torch's functions for the ops, by ATen: for a library that is compiled for one torch. stable.h has the same names by
-// torch's stable ABI, for the wheel.
+// torch's functions for the ops, by ATen, for a library that is compiled for one torch.
 #pragma once
 
-// Not ATen/ATen.h: its operators take the compiler twice as long as the rest of a file.
+// ATen/ATen.h would take the compiler twice as long as the rest of a file.
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -35,7 +34,6 @@ namespace torch_ops = at;
 [[noreturn]] inline void throw_value_error(const std::string &text) { C10_THROW_ERROR(ValueError, text); }
 [[noreturn]] inline void throw_not_implemented(const std::string &text) { C10_THROW_ERROR(NotImplementedError, text); }
 
-// While it lives, x's device is the current one.
 struct DeviceGuard {
     explicit DeviceGuard(const TorchTensor &x) : guard(x.device()) {}
     c10::DeviceGuard guard;

@@ -1,4 +1,4 @@
-// The launches of attention to a cache: three kernels, which serve samples by their number of rows.
+// The launches of attention to a cache, by three kernels.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 #include "flash.h"
 #include "ops/kernels.h"
 
-// sm90::flash_prefill serves samples with at least `prefill` rows, sm90::flash_decode others with at least `tall` rows,
-// and sm80::flash_decode the rest. A sample's batch does not matter.
+// sm90::flash_prefill serves samples of at least `prefill` rows, sm90::flash_decode others of at least `tall` rows, and
+// sm80::flash_decode the rest, in any batch.
 struct FewestRows { int tall = INT_MAX, prefill = INT_MAX; };
 
 inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
@@ -26,21 +26,20 @@ inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
     return fewest;
 }
 
-// Calls prefill(p), tall(p) and few(p) for the launches that some sample may need, with p for their samples. The kernel
-// for the most rows also serves samples with more than p.max_seqlen_q.
+// Calls prefill(p), tall(p) and few(p), with p for their samples, if there may be some. The kernel for the most rows
+// also serves samples with more than p.max_seqlen_q.
 //
-// The launches of a mixed batch serve different samples, and run side by side where the GPU can. Prompts are bound by
-// tensor cores, and caches by memory, which three quarters of the multiprocessors read nearly as fast as all. Prompts
-// begin on the rest. After the caches, a second prefill(p) computes the remaining prompts on the multiprocessors of the
-// caches, of which one or two are occupied by a block that waits for an earlier launch. The first prefill(p) waits for
-// earlier work, so the others begin at once.
+// The launches of a mixed batch run side by side where the GPU can. Tensor cores bound prompts, and memory bounds
+// caches: three quarters of the multiprocessors read caches nearly as fast as all. Prompts begin on the others. After
+// the caches, a second prefill(p) continues them on those three quarters, but for one or two multiprocessors with a
+// block that waits for an earlier launch. Since the first prefill(p) waits for earlier work, the others begin at once.
 template <typename Prefill, typename Tall, typename Few>
 void launch_by_rows(DecodeParams p, FewestRows fewest, int all_sms, bool can_overlap, Prefill prefill, Tall tall,
                     Few few) {
     const bool are_alike = !p.cu_seqlens_q && !p.seqused_q;  // all samples have seqlen_q rows
     const int longest = p.max_seqlen_q;
     const bool has_prompts = longest >= fewest.prefill, is_mixed = has_prompts && !are_alike && can_overlap;
-    // A multiple of 8 from 32 on, for as many heads side by side in Line.
+    // From 32 on a multiple of 8, as Line puts so many heads side by side.
     const int of_caches = all_sms < 32 ? (3 * all_sms + 3) / 4 : all_sms * 3 / 32 * 8;
     const int of_prompts = std::max(1, all_sms - of_caches);
     auto serve = [&](Phase phase, int sms, int min_rows, int max_rows, auto launch) {

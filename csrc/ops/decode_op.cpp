@@ -49,8 +49,7 @@ class Workspaces {
 
 }  // namespace
 
-// q (B, H, Sq, D), or packed (1, H, T, D); k, v (N, Hk, S, D), a cache as DecodeParams has it. Returns out like q, with
-// the head_dim of v, and lse (B, H, Sq).
+// q (B, H, Sq, D), or packed (1, H, T, D); k, v (N, Hk, S, D), see DecodeParams. Returns out and lse.
 TwoTensors flash_decode(const TorchTensor &q, const TorchTensor &k,
                         const TorchTensor &v DECODE_OPTIONS(AS_PARAMETER)) {
     check_types(q, k, v);

@@ -1,5 +1,4 @@
-// The forward pass on torch's tensors, for the ops and the fast path: the choice of the kernel, the outputs and the
-// launch. The backward pass and caches use most of it too.
+// The choice of a kernel, the outputs, and the launch of the forward pass.
 #pragma once
 
 #include <tuple>

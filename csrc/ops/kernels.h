@@ -1,8 +1,7 @@
 // The folder ops/ has the ops of torch as functions for both bindings. Order: kernels.h, aten.h, stable.h, params.h,
 // forward.h, ops.h, ops.cpp, cache_launches.h, decode_op.cpp, append_op.cpp.
 //
-// The choice of the kernel for a call on a GPU. The number of samples does not matter: a sample has the same bits in
-// every batch.
+// The kernel for a call on a GPU. The number of samples does not matter: a sample has the same bits in every batch.
 #pragma once
 
 #include <atomic>
@@ -16,7 +15,7 @@
 enum class Kernel { kSimt, kSm80, kSm90, kDmma, kHost };
 constexpr const char *kKernelNames[] = {"simt", "sm80", "sm90", "dmma", "host"};
 
-// For tests and benchmarks: the kernel that serves all calls of the process.
+// The kernel for all calls of the process, for tests and benchmarks.
 inline std::atomic<std::optional<Kernel>> forced_kernel;
 
 struct Gpu {
@@ -24,7 +23,7 @@ struct Gpu {
     bool fast_fp64;  // see has_fast_fp64()
 };
 
-// Why a call, or a part of it, cannot be served. Without a value it can.
+// Why something cannot be done. Without a value it can.
 using Reason = std::optional<std::string>;
 
 inline int64_t all_strides(const Tensor &x) { return x.batch_stride | x.head_stride | x.row_stride; }
@@ -54,7 +53,6 @@ inline Reason why_not_tma(const Bias &x, int seqlen_k) {
     return {};
 }
 
-// Why a kernel cannot serve p, or its backward pass, on a GPU.
 inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backward) {
     const bool is_sm80 = kernel == Kernel::kSm80, is_sm90 = kernel == Kernel::kSm90, is_dmma = kernel == Kernel::kDmma;
     if (kernel == Kernel::kSimt) return {};
@@ -89,11 +87,11 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backw
 
 struct Choice {
     Kernel kernel;
-    Reason slow_because = {};  // why 16-bit tensors must do without tensor cores
+    Reason slow_because = {};  // of 16-bit tensors without tensor cores
 };
 
-// Throws std::invalid_argument if the forced kernel cannot serve p. Where dmma or sm90 has no backward pass, simt or
-// sm80 stands in.
+// Throws std::invalid_argument if the forced kernel cannot serve p. For a backward pass that dmma or sm90 lacks, it is
+// simt or sm80.
 inline Choice choose_kernel(const AttnParams &p, Gpu gpu, bool is_backward) {
     if (std::optional<Kernel> forced = forced_kernel) {
         if (is_backward && *forced == Kernel::kSm90 && why_not(*forced, p, gpu, true)) forced = Kernel::kSm80;

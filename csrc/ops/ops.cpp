@@ -7,7 +7,6 @@ namespace minimal_attn {
 
 namespace {
 
-// q [batch_size, nheads, seqlen_q, head_dim], k [batch_size, nheads_k, seqlen_k, head_dim], v alike with head_dim_v.
 void check_and_set(AttnParams &p, const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
                    const Options &options) {
     check_types(q, k, v);
@@ -24,13 +23,13 @@ void check_backward(const TorchTensor &dout, const OptionalTensor &dlse, const T
     if (dlse) check_value(find_fault("dlse", *dlse, rows, lse_dtype(q), q, Strides::kAny));
 }
 
-// x [batch_size, nheads, seqlen_q]. Rows that see nothing, with lse -inf, do not count: so the padding of a sample.
+// Sums x [batch_size, nheads, seqlen_q] for each head, without rows of lse -inf: they see nothing, or are padding.
 TorchTensor sum_over_rows(const TorchTensor &x, const TorchTensor &lse) {
     return torch_ops::sum(zero_where(torch_ops::isneginf(lse), x), Sizes({0, 2}));
 }
 
-// P = exp(sink - lse) is the share of the sink in a row's softmax. Its gradient is the sum of P · (0 - delta) over the
-// head's rows, in a fixed order.
+// A sink's gradient is the sum of P · (0 - delta) over its head's rows, in a fixed order. P = exp(sink - lse) is its
+// share of a row's softmax.
 TorchTensor gradient_of_sinks(const TorchTensor &sinks, const TorchTensor &lse, const TorchTensor &delta) {
     const TorchTensor share = torch_ops::exp(torch_ops::sub(torch_ops::unsqueeze(sinks, 1), lse));
     return torch_ops::neg(sum_over_rows(torch_ops::mul(share, delta), lse));
@@ -132,9 +131,8 @@ Gradients flash_backward(const TorchTensor &dout_, const OptionalTensor &dlse, c
     return {dq, dk, dv, dsinks, dbias_of_sums(dbias)};
 }
 
-// (name of the kernel that serves such a call, why it is slow or nothing). capability and fast_fp64 describe a GPU that
-// need not be here; without a capability it is the tensors' device. has_scores: softcap or ALiBi. Python has checked
-// attn_bias.
+// (name of the kernel for such a call, why it is slow or nothing). capability and fast_fp64 describe a GPU that need
+// not be here; without a capability it is the tensors'. has_scores: softcap or ALiBi. Python has checked attn_bias.
 std::tuple<std::string, Reason> which_kernel(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
                                              bool has_dropout, std::optional<int64_t> capability, bool fast_fp64,
                                              bool has_sinks, bool has_scores, const OptionalTensor &attn_bias) {

@@ -1,11 +1,11 @@
-// The ops of torch as functions for both bindings, and their schemas.
+// The ops as functions, and their schemas.
 #pragma once
 
 #include "ops/forward.h"
 
 namespace minimal_attn {
 
-// Arguments after those that the schemas name, as OPTIONS has them.
+// As OPTIONS: the last arguments of other ops.
 #define DECODE_OPTIONS(X)                                                                                             \
     X(OptionalTensor, cu_seqlens_q) X(OptionalTensor, seqused_q) X(OptionalTensor, seqused_k)                         \
     X(OptionalTensor, page_table) X(OptionalTensor, cache_batch_idx) X(OptionalTensor, leftpad_k)                     \
@@ -47,7 +47,7 @@ TwoTensors flash_decode(const TorchTensor &q, const TorchTensor &k,
 TwoTensors append_kvcache(const TorchTensor &k_new, const TorchTensor &v_new, const TorchTensor &k_cache,
                           const TorchTensor &v_cache APPEND_OPTIONS(AS_PARAMETER));
 
-// function(q, k, v, options), as Python and the dispatcher call it.
+// function(q, k, v, options) for callers with an argument for each option.
 template <auto function>
 auto with_options(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v OPTIONS(AS_PARAMETER)) {
     Options options;

@@ -1,8 +1,6 @@
 // AttnParams from the tensors and options of a call. An option stands in OPTIONS, the list of the ops' arguments, and
-// in set_options() with its check and its place in AttnParams. Memory safety rests on these checks; those that speak to
-// users are in minimal_attn/checks.py. Faults are ValueErrors, but for those of find_type_fault().
-//
-// No CUDA header, so that a CPU-only torch can compile it. torch's tensor is TorchTensor, ours is ::Tensor.
+// in set_options(), with its check and its place in AttnParams. Memory safety rests on these checks; those that speak
+// to users are in minimal_attn/checks.py. No CUDA header, so that a CPU-only torch can compile it.
 #pragma once
 
 #if MINIMAL_ATTN_STABLE
@@ -29,10 +27,10 @@ using OptionalTensor = std::optional<TorchTensor>;
 #define SCORE_NUMBERS(X) X(double, softmax_scale) X(double, softcap) X(int64_t, window_left) X(int64_t, window_right)
 #define OPTIONS(X)                                                                                                    \
     X(OptionalTensor, cu_seqlens_q) X(OptionalTensor, cu_seqlens_k) X(OptionalTensor, seqused_q)                      \
-    X(OptionalTensor, seqused_k) SCORE_TENSORS(X) X(OptionalTensor, attn_bias) SCORE_NUMBERS(X)                  \
+    X(OptionalTensor, seqused_k) SCORE_TENSORS(X) X(OptionalTensor, attn_bias) SCORE_NUMBERS(X)                       \
     X(double, dropout_p, =0.0) X(OptionalTensor, dropout_seed, =None) X(bool, deterministic, =False)
 
-// The X for a struct, for what follows a comma in a list of parameters or arguments, for statements, and for a schema.
+// X as a member, as a parameter or argument that follows others, as a statement, and in a schema.
 #define AS_MEMBER(type, name, ...) type name{};
 #define AS_PARAMETER(type, name, ...) , type name
 #define AS_ARGUMENT(type, name, ...) , options.name
@@ -50,16 +48,14 @@ template <typename SomeOptions, typename Visit> void for_each_option(SomeOptions
     OPTIONS(AS_VISIT)
 }
 
-// The dimensions of q, k, v and out. batch is -1 where there is none, or where k and v are a cache with sequences of
-// their own.
+// Dimensions of q, k, v and out. batch is -1 where there is none, or where k and v are a cache of other sequences.
 struct Layout { int batch, head, row, head_dim; };
 constexpr Layout kBHSD{0, 1, 2, 3}, kBSHD{0, 2, 1, 3}, kTHD{-1, 1, 0, 2}, kCache{-1, 1, 2, 3};
 
-// Up to this magnitude softmax_scale · log2(e) is finite in fp32. As in checks.py.
+// softmax_scale · log2(e) is finite in fp32 up to here. As in checks.py.
 constexpr double kMaxScale = 2.3586e38;
 constexpr int64_t kMaxLength = INT32_MAX - 256;
 
-// Nothing if no kernel takes x.
 inline std::optional<DType> dtype_of(const TorchTensor &x) {
     switch (x.scalar_type()) {
         case ScalarType::Float: return DType::kFloat32;
@@ -125,8 +121,9 @@ inline Reason find_fault(const char *name, const TorchTensor &x, Sizes sizes, Sc
 }
 
 template <typename T>
-constexpr ScalarType kNumbers = sizeof(T) == 8 ? ScalarType::Long : std::is_same_v<T, float> ? ScalarType::Float
-                                                                                              : ScalarType::Int;
+constexpr ScalarType kScalarType = std::is_same_v<T, float> ? ScalarType::Float
+                                   : sizeof(T) == 8         ? ScalarType::Long
+                                                            : ScalarType::Int;
 
 // Hands optional tensors to kernels, and keeps the first fault.
 struct Checks {
@@ -136,27 +133,26 @@ struct Checks {
     void require(bool is_right, const char *text) { if (!is_right && !fault) fault = text; }
 
     template <typename T>
-    void set(const T *&data, const char *name, const OptionalTensor &x, Sizes sizes, ScalarType dtype = kNumbers<T>,
+    void set(const T *&data, const char *name, const OptionalTensor &x, Sizes sizes, ScalarType dtype = kScalarType<T>,
              Strides strides = Strides::kContiguous) {
         if (x && !fault) fault = find_fault(name, *x, sizes, dtype, q, strides);
         if (x && !fault) data = static_cast<const T *>(x->const_data_ptr());
     }
     template <typename T>
     void set_rows(const T *&data, int64_t &row_stride, const char *name, const OptionalTensor &x, Sizes sizes) {
-        set(data, name, x, sizes, kNumbers<T>, Strides::kRows);
+        set(data, name, x, sizes, kScalarType<T>, Strides::kRows);
         if (data) row_stride = x->stride(0);
     }
 };
 
-// A single row gets the row stride 0. A single sample or head keeps its stride: the kernel that serves many of them
-// must serve it. x may be dlse, without a head_dim.
+// A single row gets the row stride 0. A single sample or head keeps its stride: the kernel is chosen as for many.
 inline ::Tensor tensor_of(const TorchTensor &x, Layout dim, bool is_packed = false) {
     const int64_t row_stride = x.size(dim.row) > 1 ? x.stride(dim.row) : 0;
     const int64_t batch_stride = is_packed || dim.batch < 0 ? 0 : x.stride(dim.batch);
     return {const_cast<void *>(x.const_data_ptr()), batch_stride, x.stride(dim.head), row_stride};
 }
 
-// A dimension of size 1 is shared, by a stride of 0.
+// A dimension of size 1 gets stride 0.
 inline Bias bias_of(const TorchTensor &x) {
     auto stride = [&](int dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
     const DType dtype = x.scalar_type() == ScalarType::Bool     ? DType::kBool
@@ -165,7 +161,6 @@ inline Bias bias_of(const TorchTensor &x) {
     return {const_cast<void *>(x.const_data_ptr()), stride(0), stride(1), stride(2), stride(3), dtype};
 }
 
-// q, k and v have no fault.
 inline void set_inputs(AttnParams &p, const TorchTensor &q, const TorchTensor &k, const TorchTensor &v, Layout dim) {
     p.q = tensor_of(q, dim), p.k = tensor_of(k, dim), p.v = tensor_of(v, dim);
     p.batch_size = dim.batch < 0 ? 1 : q.size(dim.batch);
@@ -177,7 +172,7 @@ inline void set_inputs(AttnParams &p, const TorchTensor &q, const TorchTensor &k
     if (q.is_cuda()) p.stream = current_stream(q);
 }
 
-// Checks the options and sets p by them, after set_inputs(). Lengths stay on the GPU, where kernels clamp them.
+// After set_inputs(). Lengths are read on the GPU alone, where kernels clamp them.
 inline Reason set_options(AttnParams &p, const TorchTensor &q, const Options &options) {
     Checks checks{q};
     if (options.cu_seqlens_q) {
@@ -232,7 +227,7 @@ inline Reason set_options(AttnParams &p, const TorchTensor &q, const Options &op
     return checks.fault;
 }
 
-// Checks a call without a type fault, and sets p, but for the outputs.
+// A call without a type fault. The outputs are still to come.
 inline Reason set_params(AttnParams &p, const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
                          const Options &options, Layout dim) {
     if (const Reason fault = find_fault(q, k, v, dim)) return fault;
