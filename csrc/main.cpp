@@ -1,12 +1,9 @@
-// The binding for the torch that is here: the ops minimal_attn::flash_forward, flash_backward, flash_decode and
-// append_kvcache, and the Python module. Importing it registers the ops.
+// The binding for the torch that is here: the Python module, whose import registers the ops.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
 #include "binding/direct.h"
-#include "ops/append_op.h"
-#include "ops/decode_op.h"
 
 namespace minimal_attn {
 
@@ -22,19 +19,12 @@ void define_sdpa_override(py::module_ &m);
 
 namespace {
 
-// Only the backward pass asks whether it is to be deterministic.
-Output forward_only(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options, bool) {
-    return flash_forward(q, k, v, options);
-}
-
-// As the op, which returns tensors alone.
-std::tuple<at::Tensor, at::Tensor> tensors_only(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                                const Options &options, bool) {
+TwoTensors tensors_only(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options) {
     const auto [out, lse, _] = flash_forward(q, k, v, options);
     return {out, lse};
 }
 
-// As which_kernel; None for tensors without memory of their own, as vmap has them.
+// None for tensors without memory of their own, as vmap has them.
 std::optional<std::tuple<std::string, Reason>> which_kernel_or_none(
     const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, bool has_dropout, std::optional<int64_t> capability,
     bool fast_fp64, bool has_sinks, bool has_scores, const OptionalTensor &attn_bias) {
@@ -45,13 +35,10 @@ std::optional<std::tuple<std::string, Reason>> which_kernel_or_none(
 }  // namespace
 
 TORCH_LIBRARY(minimal_attn, m) {
-    m.def(kForwardSchema);
-    m.def(kBackwardSchema);
-    m.def(kDecodeSchema);
-    m.def(kAppendSchema);
+    for (const char *schema : kSchemas) m.def(schema);
     for (c10::DeviceType device : {at::kCPU, at::kCUDA}) {
         m.impl("flash_forward", torch::dispatch(device, &with_options<&tensors_only>));
-        m.impl("flash_backward", torch::dispatch(device, &flash_backward_op));
+        m.impl("flash_backward", torch::dispatch(device, &flash_backward));
         m.impl("flash_decode", torch::dispatch(device, &flash_decode));
         m.impl("append_kvcache", torch::dispatch(device, &append_kvcache));
     }
@@ -61,11 +48,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("torch_version") = TORCH_VERSION;
     m.attr("has_cuda") = bool(MINIMAL_ATTN_CUDA);
 #ifdef MINIMAL_ATTN_DIGEST
-    m.attr("csrc_digest") = C10_STRINGIZE(MINIMAL_ATTN_DIGEST);  // of what is built at installation; see _build.py
+    m.attr("csrc_digest") = C10_STRINGIZE(MINIMAL_ATTN_DIGEST);  // see _build.py
 #endif
     m.def("fast_forward", &fast_forward);
-    // The forward pass without the dispatcher, for interface.py.
-    m.def("flash_forward", &with_options<&forward_only>, py::call_guard<py::gil_scoped_release>());
+    // Without the dispatcher, for interface.py.
+    m.def("flash_forward", &with_options<&flash_forward>, py::call_guard<py::gil_scoped_release>());
     m.def("differentiable_forward", &with_options<&differentiable_forward>, py::call_guard<py::gil_scoped_release>());
     m.def("force_kernel", &force_kernel);
     define_sdpa_override(m);

@@ -1,7 +1,5 @@
-// The folder binding/ brings the ops to Python: for the torch that is here, with main.cpp above all folders, and for
-// the wheel in stable.cpp. Order in binding/: direct.h, autograd.cpp, fast_path.cpp, sdpa_override.cpp, stable.cpp.
-//
-// Functions that only the library for one torch has: the ops without the dispatcher, and when a call may go past it.
+// The folder binding/ brings the ops to Python: with main.cpp for the torch that is here, stable.cpp for the wheel.
+// Order: direct.h, autograd.cpp, fast_path.cpp, sdpa_override.cpp, stable.cpp. This file: the way past the dispatcher.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -13,12 +11,11 @@
 
 namespace minimal_attn {
 
-// autograd.cpp: flash_forward, with flash_backward as its derivative. No dispatcher, no Python in the backward pass.
-Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options,
-                              bool deterministic);
+// autograd.cpp: flash_forward, with flash_backward as its derivative, without Python.
+Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options);
 
-// Whether an op on these tensors, some of them perhaps undefined, has nothing but a kernel to launch besides what
-// autograd does: no tracing, vmap, fake tensors, dispatch modes, tangents or profiler.
+// Whether an op on these tensors, some perhaps undefined, meets no tracing, vmap, fake tensors, dispatch modes,
+// tangents or profiler.
 inline bool needs_no_dispatcher(std::initializer_list<const at::Tensor *> tensors) {
     if (at::hasCallbacks()) return false;
     const auto tls = c10::impl::tls_local_dispatch_key_set();

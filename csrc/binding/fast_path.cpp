@@ -1,5 +1,5 @@
-// The fast path: the whole facade in one step, for calls on CUDA tensors with nothing to do but to launch a kernel. The
-// checks in Python and the dispatcher would take longer than a small attention does.
+// The fast path: the whole facade in one step, for calls on CUDA tensors that only launch a kernel. Python's checks and
+// the dispatcher take longer than a small attention.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -13,7 +13,6 @@ namespace py = pybind11;
 
 namespace {
 
-// Whether q, k and v are plain CUDA tensors, which nothing watches, of shapes that the kernels take as they are.
 bool are_plain(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v) {
     for (const at::Tensor *x : {&q, &k, &v})
         if (!x->is_cuda() || x->is_nested() || x->dim() < 3 || x->numel() == 0 || x->stride(-1) != 1) return false;
@@ -25,8 +24,8 @@ bool is_autocast_to_another_dtype(const at::Tensor &q) {
            at::autocast::get_autocast_dtype(at::kCUDA) != q.scalar_type();
 }
 
-// The window of (left, right) and causal, or nothing if they are not plain.
-std::optional<Window> window_of(py::handle window_size, py::handle causal) {
+// (left, right) with -1 for no bound, or nothing for unusual arguments.
+std::optional<std::pair<int64_t, int64_t>> window_of(py::handle window_size, py::handle causal) {
     PyObject *window = window_size.ptr();
     if (!PyBool_Check(causal.ptr()) || !(PyTuple_CheckExact(window) || PyList_CheckExact(window))) return {};
     if (PySequence_Fast_GET_SIZE(window) != 2) return {};
@@ -38,10 +37,10 @@ std::optional<Window> window_of(py::handle window_size, py::handle causal) {
         sides[i] = side == Py_None ? -1 : PyLong_AsLongLongAndOverflow(side, &overflow);
         if (overflow || sides[i] < -1) return {};
     }
-    return Window{sides[0], causal.ptr() == Py_True ? 0 : sides[1]};
+    return std::pair(sides[0], causal.ptr() == Py_True ? 0 : sides[1]);
 }
 
-// Sets `to` to the tensor in x, or to nothing for None. Returns false if x is neither, or a tensor with a gradient.
+// Returns false if x is neither None nor a plain tensor without a gradient.
 bool take_optional(OptionalTensor &to, py::handle x) {
     if (x.is_none()) return true;
     if (!THPVariable_CheckExact(x.ptr())) return false;
@@ -51,9 +50,8 @@ bool take_optional(OptionalTensor &to, py::handle x) {
 
 }  // namespace
 
-// Returns out, or (out, lse). Returns None if the call is unusual or wrong: Python and the dispatcher then serve it or
-// say what is wrong. Calls warn_slow with the reason why tensor cores could not serve it, if there is one. seq_major:
-// rows come before heads; then q, k and v may be 3D, a packed batch. lengths: as backends.py's Lengths.
+// Returns out, or (out, lse), or None for Python to serve the call or to refuse it. Calls warn_slow with the reason why
+// tensor cores cannot serve it. seq_major: rows come before heads; a packed batch is 3D. lengths: see backends.py.
 py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::handle v_, py::handle causal,
                         py::handle softmax_scale, bool seq_major, bool return_lse, bool deterministic,
                         py::handle window_size, py::tuple lengths, py::handle sinks) {
@@ -61,42 +59,41 @@ py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::
         if (!THPVariable_CheckExact(x.ptr())) return py::none();
     const at::Tensor &q = THPVariable_Unpack(q_.ptr()), &k = THPVariable_Unpack(k_.ptr());
     const at::Tensor &v = THPVariable_Unpack(v_.ptr());
-    const std::optional<Window> window = window_of(window_size, causal);
+    const auto window = window_of(window_size, causal);
     if (!are_plain(q, k, v) || !window || lengths.size() != 4) return py::none();
     const double scale = softmax_scale.is_none()                   ? 1 / std::sqrt(double(q.size(-1)))
                          : PyFloat_CheckExact(softmax_scale.ptr()) ? PyFloat_AS_DOUBLE(softmax_scale.ptr())
                                                                    : NAN;  // a fault
     const bool has_no_batch = seq_major && q.dim() == 3;
     const Layout dim = has_no_batch ? kTHD : seq_major ? kBSHD : kBHSD;
-    Options options{.softmax_scale = scale, .window_left = window->left, .window_right = window->right};
-    if (!take_optional(options.cu_seqlens_q, lengths[0]) || !take_optional(options.cu_seqlens_k, lengths[1]) ||
-        !take_optional(options.seqused_q, lengths[2]) || !take_optional(options.seqused_k, lengths[3]) ||
-        !take_optional(options.sinks, sinks))
-        return py::none();
+    Options options{.softmax_scale = scale,
+                    .window_left = window->first,
+                    .window_right = window->second,
+                    .deterministic = deterministic};
+    auto length = lengths.begin();
+    for (OptionalTensor *x : {&options.cu_seqlens_q, &options.cu_seqlens_k, &options.seqused_q, &options.seqused_k})
+        if (!take_optional(*x, *length++)) return py::none();
+    if (!take_optional(options.sinks, sinks)) return py::none();
     const bool is_packed = options.cu_seqlens_q.has_value();
-    if ((seq_major && has_no_batch != is_packed) || is_autocast_to_another_dtype(q) || find_type_fault(q, k, v) ||
-        find_fault(q, k, v, scale, dim))
-        return py::none();
+    if ((seq_major && has_no_batch != is_packed) || is_autocast_to_another_dtype(q)) return py::none();
     if (options.sinks && at::isReducedFloatingType(options.sinks->scalar_type()))  // as check_sinks does
         options.sinks = options.sinks->to(lse_dtype(q)).contiguous();
-    if (find_fault(q, dim, options)) return py::none();
+    AttnParams p{};
+    if (find_type_fault(q, k, v) || set_params(p, q, k, v, options, dim)) return py::none();
     const bool needs_grad =
         at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
     if (needs_grad && is_packed && options.seqused_k) return py::none();  // packed.py gives samples keys of their own
     auto [out, lse, slow_because] = [&]() -> Output {
-        const py::gil_scoped_release released;  // a launch may wait, for memory or a place in the queue
+        const py::gil_scoped_release released;  // a launch may wait
         if (needs_grad) {
             auto heads_first = [&](const at::Tensor &x) {
                 return has_no_batch ? x.transpose(0, 1).unsqueeze(0) : seq_major ? x.transpose(1, 2) : x;
             };
             auto [out, lse, reason] =
-                differentiable_forward(heads_first(q), heads_first(k), heads_first(v), options, deterministic);
+                differentiable_forward(heads_first(q), heads_first(k), heads_first(v), options);
             if (has_no_batch) return {out.squeeze(0).transpose(0, 1), lse.squeeze(0), reason};
             return {seq_major ? out.transpose(1, 2) : out, lse, reason};
         }
-        AttnParams p{};
-        set_inputs(p, q, k, v, scale, *window, dim);
-        set_options(p, options);
         return run_forward(p, q, v, dim);
     }();
     if (slow_because) warn_slow(*slow_because);

@@ -1,6 +1,5 @@
-// Three of the ops that torch's scaled_dot_product_attention chooses from, without Python, for everyday calls: no mask
-// and no dropout, on tensor cores. They return what the functions in ../minimal_attn/aten.py return. Those serve all
-// other calls: each op hands them to the kernel that it had before.
+// Three ops of torch's scaled_dot_product_attention without Python, for everyday calls: no mask, no dropout, on tensor
+// cores. Each hands other calls to the kernel that it had before, a function of minimal_attn/aten.py.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -17,25 +16,26 @@ using Scale = std::optional<double>;
 using FlashResult = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
 using EfficientResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// out and lse; nothing for other calls than everyday ones. A causal mask is aligned bottom right.
+// (out, lse), or nothing for other calls. A causal mask is aligned bottom right.
 std::optional<std::pair<Tensor, Tensor>> attend(const Tensor &q, const Tensor &k, const Tensor &v, bool is_causal,
                                                 Scale scale) {
     if (q.dim() != 4 || q.numel() == 0 || !at::isReducedFloatingType(q.scalar_type())) return {};
-    const double softmax_scale = scale.value_or(1 / std::sqrt(double(q.size(3))));
-    if (find_type_fault(q, k, v) || find_fault(q, k, v, softmax_scale, kBHSD)) return {};
+    const Options options{.softmax_scale = scale.value_or(1 / std::sqrt(double(q.size(3)))),
+                          .window_left = -1,
+                          .window_right = is_causal ? 0 : -1};
     AttnParams p{};
-    set_inputs(p, q, k, v, softmax_scale, {-1, is_causal ? 0 : -1}, kBHSD);
+    if (find_type_fault(q, k, v) || set_params(p, q, k, v, options, kBHSD)) return {};
     const c10::DeviceGuard guard(q.device());
     try {
         if (choose(p, q, false).kernel == Kernel::kSimt) return {};  // Python says why it is slow
-    } catch (const std::invalid_argument &) {  // a forced kernel that cannot serve the call
+    } catch (const std::invalid_argument &) {  // by a forced kernel
         return {};
     }
     auto [out, lse, _] = run_forward(p, q, v, kBHSD);
     return std::pair(std::move(out), std::move(lse));
 }
 
-// Where both alignments of a causal mask are one.
+// Both alignments of a causal mask are one.
 bool is_square(const Tensor &q, const Tensor &k) { return q.dim() == 4 && k.dim() == 4 && q.size(2) == k.size(2); }
 
 // The kernel that an op had before.
@@ -59,7 +59,6 @@ class Before {
     c10::SafeKernelFunction kernel;
 };
 
-// The ops by these functions, until it is destroyed.
 class SdpaOverride {
   public:
     explicit SdpaOverride(const std::string &key_name)
@@ -112,7 +111,7 @@ class SdpaOverride {
         library.impl(name, [before = Before(name, key)](const Tensor &q, const Tensor &k, const Tensor &v,
                                                         const OptionalTensor &bias, bool compute_lse, double dropout_p,
                                                         bool is_causal, Scale scale) -> EfficientResult {
-            // out is like q, and must be (B, S, H, D) in memory; lse must have rows of a multiple of 32.
+            // out, like q, must be (B, S, H, D) in memory; lse must have a multiple of 32 rows.
             if (dropout_p == 0 && !bias && is_square(q, k) && q.size(1) == k.size(1) && q.size(2) % 32 == 0 &&
                 q.transpose(1, 2).is_contiguous())
                 if (auto result = attend(q, k, v, is_causal, scale)) {

@@ -1,7 +1,5 @@
-// The binding of the wheel, by torch's stable ABI: the ops with the schemas of main.cpp, and what else
-// ../minimal_attn/stable.py asks of the library, by two more ops and, where there are no tensors, by functions of C.
-#include "ops/append_op.h"
-#include "ops/decode_op.h"
+// The binding of the wheel, by torch's stable ABI, for minimal_attn/stable.py.
+#include "ops/ops.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -9,10 +7,9 @@ namespace minimal_attn {
 
 namespace {
 
-thread_local Reason slow_because;  // of the last forward pass of this thread
+thread_local Reason slow_because;  // see minimal_attn_slow_because()
 
-std::tuple<TorchTensor, TorchTensor> tensors_only(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
-                                                  const Options &options, bool) {
+TwoTensors tensors_only(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v, const Options &options) {
     auto [out, lse, reason] = flash_forward(q, k, v, options);
     slow_because = std::move(reason);
     return {out, lse};
@@ -20,7 +17,7 @@ std::tuple<TorchTensor, TorchTensor> tensors_only(const TorchTensor &q, const To
 
 template <typename Library> void implement(Library &m) {
     m.impl("flash_forward", TORCH_BOX(&with_options<&tensors_only>));
-    m.impl("flash_backward", TORCH_BOX(&flash_backward_op));
+    m.impl("flash_backward", TORCH_BOX(&flash_backward));
     m.impl("flash_decode", TORCH_BOX(&flash_decode));
     m.impl("append_kvcache", TORCH_BOX(&append_kvcache));
     m.impl("which_kernel", TORCH_BOX(&which_kernel));
@@ -29,10 +26,7 @@ template <typename Library> void implement(Library &m) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY(minimal_attn, m) {
-    m.def(kForwardSchema);
-    m.def(kBackwardSchema);
-    m.def(kDecodeSchema);
-    m.def(kAppendSchema);
+    for (const char *schema : kSchemas) m.def(schema);
     m.def("which_kernel(Tensor q, Tensor k, Tensor v, bool has_dropout, int? capability, bool fast_fp64, bool "
           "has_sinks, bool has_scores, Tensor? attn_bias) -> (str, str?)");
     m.def("force_kernel(str? name) -> str?");
@@ -45,7 +39,7 @@ STABLE_TORCH_LIBRARY_IMPL(minimal_attn, CompositeExplicitAutograd, m) {
 
 }  // namespace minimal_attn
 
-// Why the last forward pass of this thread, in 16 bits, did without tensor cores, or nullptr.
+// Why this thread's last forward pass in 16 bits did without tensor cores, or nullptr.
 EXPORT const char *minimal_attn_slow_because() {
     return minimal_attn::slow_because ? minimal_attn::slow_because->c_str() : nullptr;
 }

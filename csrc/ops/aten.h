@@ -1,9 +1,7 @@
-// What the ops need of torch, in the words of ATen: for the library that is compiled for one torch, with its headers.
-// stable.h has the same names in the words of torch's stable ABI, for the wheel. torch's tensor is TorchTensor in both;
-// ::Tensor is ours.
+// torch's functions for the ops, by ATen, for a library that is compiled for one torch.
 #pragma once
 
-// ATen/ATen.h has all operators, and takes the compiler twice as long as the rest of a file.
+// ATen/ATen.h would take the compiler twice as long as the rest of a file.
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -30,26 +28,23 @@ namespace minimal_attn {
 using TorchTensor = at::Tensor;
 using ScalarType = at::ScalarType;
 using Sizes = at::IntArrayRef;
-namespace torch_ops = at;  // functions of tensors, by torch's names
+namespace torch_ops = at;
 
 [[noreturn]] inline void throw_type_error(const std::string &text) { C10_THROW_ERROR(TypeError, text); }
 [[noreturn]] inline void throw_value_error(const std::string &text) { C10_THROW_ERROR(ValueError, text); }
 [[noreturn]] inline void throw_not_implemented(const std::string &text) { C10_THROW_ERROR(NotImplementedError, text); }
 
-// The device of a tensor is the current one while this lives.
 struct DeviceGuard {
     explicit DeviceGuard(const TorchTensor &x) : guard(x.device()) {}
     c10::DeviceGuard guard;
 };
 
-// torch's current stream on the device of a CUDA tensor.
 inline void *current_stream(const TorchTensor &x) {
     return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(x.device()).native_handle();
 }
 
 inline bool are_algorithms_deterministic() { return at::globalContext().deterministicAlgorithms(); }
 
-// New tensors on the device of `like`.
 inline TorchTensor make_empty(Sizes sizes, ScalarType dtype, const TorchTensor &like) {
     return at::empty(sizes, like.options().dtype(dtype));
 }

@@ -1,4 +1,4 @@
-// The launches of attention to a cache: which kernel serves which samples of a batch, and which launches overlap.
+// The launches of attention to a cache, by three kernels.
 #pragma once
 
 #include <algorithm>
@@ -8,39 +8,38 @@
 #include "flash_cache.h"
 #include "ops/kernels.h"
 
-// Attention to a cache has three kernels. A sample with `prefill` rows or more is sm90::flash_prefill's, else one with
-// `tall` rows or more is sm90::flash_decode's, and any other is sm80::flash_decode's. Its batch does not matter.
+// sm90::flash_prefill serves samples of at least `prefill` rows, sm90::flash_decode others of at least `tall` rows, and
+// sm80::flash_decode the rest, in any batch.
 struct FewestRows { int tall = INT_MAX, prefill = INT_MAX; };
 
 inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
     FewestRows fewest;
     const std::optional<Kernel> forced = forced_kernel;
     if ((forced && forced != Kernel::kSm90) || why_not(Kernel::kSm90, p, gpu, false)) return fewest;
-    if (p.page_table && (p.page_size % 16 || p.leftpad_k)) return fewest;  // a box of TMA has 16 keys or more
-    // A tile of decode.cu has up to 32 packed rows. It would read the keys again for more of them.
+    if (p.page_table && (p.page_size % 16 || p.leftpad_k)) return fewest;  // a box of TMA has at least 16 keys
+    // A tile of decode.cu has 32 packed rows, and each tile reads the keys again.
     if (p.max_head_dim() <= 128) fewest.tall = 32 / (p.nheads / p.nheads_k) + 1;
-    // flash_prefill does not divide keys among blocks of threads. It needs tiles of rows for half of a GPU.
+    // flash_prefill splits no keys: it needs tiles of rows for half of a GPU.
     constexpr int kFewestRows = 65, kFewestTiles = 64;
     const int tiles = (kFewestTiles + p.nheads - 1) / p.nheads, tile_rows = p.max_head_dim() <= 128 ? 192 : 128;
     if (!p.has_score_mods() && !p.tree_mask) fewest.prefill = std::max(kFewestRows, (tiles - 1) * tile_rows + 1);
     return fewest;
 }
 
-// Calls prefill(p), tall(p) and few(p) for the launches that some sample may need, with p for the samples of each. The
-// kernel for the most rows also serves samples with more than p.max_seqlen_q.
+// Calls prefill(p), tall(p) and few(p), with p for their samples, if there may be some. The kernel for the most rows
+// also serves samples with more than p.max_seqlen_q.
 //
-// Where a batch may be mixed and launches can overlap, they run side by side, since they are for different samples.
-// Prompts are bound by tensor cores, and caches by memory: three quarters of the multiprocessors read nearly as fast as
-// all. Prompts begin on the others. Once the caches have been read, a second prefill(p) computes on those
-// multiprocessors what is left of the prompts. One or two of these stay occupied by a block that waits for an earlier
-// launch to end. The launches after the first prefill(p) begin at once, since that one has waited for earlier work.
+// The launches of a mixed batch run side by side where the GPU can. Tensor cores bound prompts, and memory bounds
+// caches: three quarters of the multiprocessors read caches nearly as fast as all. Prompts begin on the others. After
+// the caches, a second prefill(p) continues them on those three quarters, but for one or two multiprocessors with a
+// block that waits for an earlier launch. Since the first prefill(p) waits for earlier work, the others begin at once.
 template <typename Prefill, typename Tall, typename Few>
 void launch_by_rows(DecodeParams p, FewestRows fewest, int all_sms, bool can_overlap, Prefill prefill, Tall tall,
                     Few few) {
     const bool are_alike = !p.cu_seqlens_q && !p.seqused_q;  // all samples have seqlen_q rows
     const int longest = p.max_seqlen_q;
     const bool has_prompts = longest >= fewest.prefill, is_mixed = has_prompts && !are_alike && can_overlap;
-    // From 32 on a multiple of 8, so that Line can put as many heads side by side.
+    // From 32 on a multiple of 8, as Line puts so many heads side by side.
     const int of_caches = all_sms < 32 ? (3 * all_sms + 3) / 4 : all_sms * 3 / 32 * 8;
     const int of_prompts = std::max(1, all_sms - of_caches);
     auto serve = [&](Phase phase, int sms, int min_rows, int max_rows, auto launch) {
@@ -48,10 +47,9 @@ void launch_by_rows(DecodeParams p, FewestRows fewest, int all_sms, bool can_ove
         p.min_rows = min_rows, p.max_rows = max_rows, p.max_seqlen_q = std::min(longest, max_rows);
         launch(p);
     };
-    // It has a tile, as some sample may have so many rows.
     if (has_prompts) serve(Phase::kPrefill, of_prompts, fewest.prefill, INT_MAX, prefill);
     if (has_prompts && are_alike) return;
-    // If a single row is tall, so may be a sample without rows, whose padding is written.
+    // If one row is tall, samples without rows are too: their padding is written.
     const int least_tall = fewest.tall == 1 ? 0 : fewest.tall, most = has_prompts ? fewest.prefill - 1 : INT_MAX;
     const bool has_tall = longest >= fewest.tall, has_few = !has_tall || (least_tall > 0 && !are_alike);
     if (has_few) serve(Phase::kDecode, of_caches, 0, has_tall ? least_tall - 1 : most, few);

@@ -1,9 +1,7 @@
-// The folder ops/ has the ops of torch as functions that both bindings share: the choice of a kernel, the checks and
-// the outputs. Order in ops/: kernels.h, aten.h, stable.h, forward.h, ops.h, ops.cpp, cache_launches.h, decode_op.h,
-// decode_op.cpp, append_op.h, append_op.cpp.
+// The folder ops/ has the ops of torch as functions for both bindings. Order: kernels.h, aten.h, stable.h, params.h,
+// forward.h, ops.h, ops.cpp, cache_launches.h, decode_op.cpp, append_op.cpp.
 //
-// Which kernel serves a call on a GPU: one function of dtype, head_dim, alignment, strides and the GPU. The number of
-// samples does not enter, so that a sample's bits do not depend on its batch.
+// The kernel for a call on a GPU. The number of samples does not matter: a sample has the same bits in every batch.
 #pragma once
 
 #include <atomic>
@@ -13,41 +11,39 @@
 
 #include "flash.h"
 
-// flash.cu, flash_sm80.cu, flash_sm90.cu, flash_dmma.cu, flash.cu on the CPU
+// kHost: flash.cu on the CPU.
 enum class Kernel { kSimt, kSm80, kSm90, kDmma, kHost };
 constexpr const char *kKernelNames[] = {"simt", "sm80", "sm90", "dmma", "host"};
 
-// The kernel that serves all calls of the process, for tests and benchmarks. Any thread may read it at any time.
+// The kernel for all calls of the process, for tests and benchmarks.
 inline std::atomic<std::optional<Kernel>> forced_kernel;
 
 struct Gpu {
-    int capability;  // 90 for Hopper; of the code that this build holds for it, if that is older
-    bool fast_fp64;  // half as fast as fp32, not a small fraction
+    int capability;  // see compute_capability()
+    bool fast_fp64;  // see has_fast_fp64()
 };
 
-// Why a call, or a part of it, cannot be served. Without a value it can.
+// Why something cannot be done. Without a value it can.
 using Reason = std::optional<std::string>;
 
-// The bits of all strides of x at once.
 inline int64_t all_strides(const Tensor &x) { return x.batch_stride | x.head_stride | x.row_stride; }
 
-// Why loads of 16 bytes, which are n elements, cannot read x.
+// n: the elements in 16 bytes.
 inline Reason why_not_16_bytes(const std::string &name, const Tensor &x, int n) {
     if (uintptr_t(x.data) % 16) return name + " does not start at a multiple of 16 bytes";
     if (all_strides(x) % n) return "a stride of " + name + " is not a multiple of 16 bytes";
     return {};
 }
 
-// Why TMA cannot read x: its rows must not overlap, as heads and samples may, and its strides are below 2^40 bytes.
+// Heads and samples may overlap. TMA takes strides below 2^40 bytes.
 inline Reason why_not_tma(const std::string &name, const Tensor &x, int rows, int head_dim) {
     if (rows > 1 && x.row_stride < head_dim) return "rows of " + name + " overlap";
     if (all_strides(x) >> 39) return "a stride of " + name + " is 2^40 bytes or more";
     return {};
 }
 
-// Why TMA cannot read a bias. Masks of bool are read by pack_mask(), whatever their strides are.
 inline Reason why_not_tma(const Bias &x, int seqlen_k) {
-    if (x.dtype == DType::kBool) return {};
+    if (x.dtype == DType::kBool) return {};  // pack_mask() reads it, whatever its strides are
     const int64_t strides = x.batch_stride | x.head_stride | x.row_stride;
     if (x.dtype == DType::kFloat32) return "attn_bias is float32";
     if ((x.key_stride != 1 && seqlen_k > 1) || (x.row_stride && x.row_stride < seqlen_k))
@@ -57,15 +53,6 @@ inline Reason why_not_tma(const Bias &x, int seqlen_k) {
     return {};
 }
 
-// Why sm90 cannot serve the backward pass of what else it serves.
-inline Reason why_not_sm90_backward(const AttnParams &p) {
-    if (p.bias.data) return "its backward pass has no attn_bias";
-    if (p.max_head_dim() > 128 && p.has_score_mods())
-        return "its backward pass has no softcap or alibi_slopes for a head_dim over 128";
-    return {};
-}
-
-// Why a kernel cannot serve p, or its backward pass, on a GPU.
 inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backward) {
     const bool is_sm80 = kernel == Kernel::kSm80, is_sm90 = kernel == Kernel::kSm90, is_dmma = kernel == Kernel::kDmma;
     if (kernel == Kernel::kSimt) return {};
@@ -75,12 +62,13 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backw
     if (is_fp32 && !is_dmma) return "the dtype is float32, which its tensor cores would round";
     if (!is_fp32 && is_dmma) return "the dtype is not float32";
     if (p.dropout_seed && is_dmma) return "it has no dropout";
-    if (p.dropout_seed && is_sm90 && !is_backward && p.has_score_mods())
-        return "its forward pass has no dropout with softcap, alibi_slopes or attn_bias";
     if (p.sinks && is_dmma) return "it has no sinks";
-    if (p.has_score_mods() && is_dmma) return "it has no softcap, alibi_slopes or attn_bias";
-    if (is_sm90 && is_backward)
-        if (const Reason reason = why_not_sm90_backward(p)) return reason;
+    if (p.has_score_mods() && (is_dmma || (is_sm90 && !is_backward && p.dropout_seed)))
+        return (is_dmma ? "it has no" : "its forward pass has no dropout with") +
+               std::string(" softcap, alibi_slopes or attn_bias");
+    if (is_sm90 && is_backward && p.bias.data) return "its backward pass has no attn_bias";
+    if (is_sm90 && is_backward && p.has_score_mods() && p.max_head_dim() > 128)
+        return "its backward pass has no softcap or alibi_slopes for a head_dim over 128";
     if (is_sm90 && p.bias.data)
         if (const Reason reason = why_not_tma(p.bias, p.seqlen_k)) return reason;
     if (p.max_head_dim() > 128 && is_dmma) return "head_dim is over 128";
@@ -99,11 +87,11 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backw
 
 struct Choice {
     Kernel kernel;
-    Reason slow_because = {};  // why 16-bit tensors must do without tensor cores
+    Reason slow_because = {};  // of 16-bit tensors without tensor cores
 };
 
-// The kernel for p, or for its backward pass. dmma has no backward pass, and sm90 has none for some calls. simt and
-// sm80 compute these gradients. Throws std::invalid_argument if the forced kernel cannot serve p.
+// Throws std::invalid_argument if the forced kernel cannot serve p. For a backward pass that dmma or sm90 lacks, it is
+// simt or sm80.
 inline Choice choose_kernel(const AttnParams &p, Gpu gpu, bool is_backward) {
     if (std::optional<Kernel> forced = forced_kernel) {
         if (is_backward && *forced == Kernel::kSm90 && why_not(*forced, p, gpu, true)) forced = Kernel::kSm80;
@@ -116,7 +104,7 @@ inline Choice choose_kernel(const AttnParams &p, Gpu gpu, bool is_backward) {
     if (!why_not(Kernel::kSm90, p, gpu, is_backward)) return {Kernel::kSm90};
     const Reason not_sm80 = why_not(Kernel::kSm80, p, gpu, is_backward);
     if (!not_sm80) return {Kernel::kSm80};
-    // Up to 32 flash.cu multiplies less of what pads head_dim to 64.
+    // dmma pads head_dim to 64: up to 32, flash.cu is faster.
     const bool is_dmma_fast = gpu.fast_fp64 && p.max_head_dim() > 32;
     if (!is_backward && is_dmma_fast && !why_not(Kernel::kDmma, p, gpu, false)) return {Kernel::kDmma};
     const bool is_expected = gpu.capability < 80 || p.dtype == DType::kFloat32;

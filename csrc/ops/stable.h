@@ -1,5 +1,5 @@
-// What the ops need of torch, as aten.h has it, in the words of torch's stable ABI: a library that calls nothing else
-// serves every torch from TORCH_TARGET_VERSION on. Only C types cross the border, and exceptions of C++'s own library.
+// The names of aten.h by torch's stable ABI: a library that calls nothing else serves every torch from
+// TORCH_TARGET_VERSION on. Only C types and std:: exceptions cross the border.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-// It is in libtorch_cuda.so, which a torch for the CPU does not have. The address is then 0, and nobody calls it.
+// A torch for the CPU has no libtorch_cuda.so: the address is then 0, and nobody calls it.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void **stream);
 
 namespace minimal_attn {
@@ -21,8 +21,7 @@ using TorchTensor = torch::stable::Tensor;
 using ScalarType = torch::headeronly::ScalarType;
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
-// torch turns std::invalid_argument into ValueError and the others into RuntimeError. It has no stable name for
-// TypeError.
+// torch turns std::invalid_argument into ValueError, others into RuntimeError, and none into TypeError.
 [[noreturn]] inline void throw_type_error(const std::string &text) { throw std::invalid_argument(text); }
 [[noreturn]] inline void throw_value_error(const std::string &text) { throw std::invalid_argument(text); }
 [[noreturn]] inline void throw_not_implemented(const std::string &text) { throw std::runtime_error(text); }
@@ -69,7 +68,7 @@ inline TorchTensor make_like(const TorchTensor &x) {
 }
 inline TorchTensor cast(const TorchTensor &x, ScalarType dtype) { return torch::stable::to(x, dtype); }
 
-// The first result of an operator of ATen by its name, the one way to those that torch::stable does not wrap.
+// The first result of an ATen operator that torch::stable does not wrap.
 template <size_t kOutputs = 1, typename... Args>
 TorchTensor call(const char *name, const char *overload, Args... args) {
     StableIValue stack[std::max(sizeof...(Args), kOutputs)] = {torch::stable::detail::from(args)...};
@@ -92,7 +91,6 @@ inline TorchTensor expand_column(const TorchTensor &x, int64_t columns) {
     return call("aten::expand", "", call("aten::narrow", "", x, int64_t(-1), int64_t(0), int64_t(1)), sizes, false);
 }
 
-// As at::'s functions of these names.
 namespace torch_ops {
 using torch::stable::select, torch::stable::unsqueeze, torch::stable::zero_;
 inline TorchTensor stack(const std::vector<TorchTensor> &x) { return call("aten::stack", "", x, int64_t(0)); }
