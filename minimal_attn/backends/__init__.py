@@ -5,4 +5,4 @@ calls the definition in ../reference. ops.py gives the operators of csrc and tri
 shapes, and flops.py their number of floating-point operations. Read next: cuda.py.
 """
 
-from ..options import Append, Backend, Cache, Lengths, Options  # noqa: F401: this was their place
+from ..options import Append, Backend, Cache, Lengths, Options, warn  # noqa: F401: this was their place
