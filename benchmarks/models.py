@@ -32,10 +32,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from minimal_attn import _build, activated  # noqa: E402
 from minimal_attn.bench.measure import WrongResult, environment  # noqa: E402
-from minimal_attn.benchmark import benchmark_fn  # noqa: E402
 from minimal_attn.cli import guarded  # noqa: E402
 from minimal_attn.integrations.transformers import register  # noqa: E402
-from minimal_attn.validation import allowed_error  # noqa: E402
+from minimal_attn.toolkit.benchmark import benchmark_fn  # noqa: E402
+from minimal_attn.toolkit.validation import allowed_error  # noqa: E402
 from torch.autograd import DeviceType  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 

@@ -34,8 +34,8 @@ from rich.console import Console  # noqa: E402
 from examples import generate  # noqa: E402
 from examples.tiny_lm import VOCABULARY, TinyLM  # noqa: E402
 from minimal_attn.bench.measure import environment  # noqa: E402
-from minimal_attn.benchmark import benchmark_fn  # noqa: E402
 from minimal_attn.cli import guarded  # noqa: E402
+from minimal_attn.toolkit.benchmark import benchmark_fn  # noqa: E402
 from recorded import speed_in_step  # noqa: E402
 
 IMPLS = {"cuda": ["cuda", "triton"], "cpu": ["torch"]}  # backends of attention_with_kvcache

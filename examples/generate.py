@@ -27,8 +27,8 @@ import torch
 from examples.tiny_lm import VOCABULARY, TinyLM
 from examples.train_tiny_gpt import count
 from minimal_attn import attention_with_kvcache
+from minimal_attn.attention import BACKENDS
 from minimal_attn.cli import guarded
-from minimal_attn.interface import BACKENDS
 
 # (on a GPU, on a CPU)
 MODEL = {"layers": (8, 2), "embed_dim": (1024, 64), "heads": (8, 4), "heads_k": (2, 2)}

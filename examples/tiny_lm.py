@@ -1,7 +1,7 @@
 """A small language model with random weights for generate.py: RMSNorm, rotary positions, grouped heads, an MLP.
 
 How a token sees those before it is left to the caller: with a cache in generate.py, without one at the end of this
-file. Read next: ../minimal_attn/kvcache.py, which rotates and attends where there is a cache.
+file. Read next: ../minimal_attn/caches.py, which rotates and attends where there is a cache.
 """
 
 import torch

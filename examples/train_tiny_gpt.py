@@ -9,12 +9,12 @@ attention takes most of a step.
 
 All backends start from the same weights and see the same batches, so their losses may differ by rounding alone. That
 holds with --dropout too. Which probabilities are dropped is a function of a seed, which torch's generator draws
-(minimal_attn/dropout.py). After the same torch.manual_seed, every backend drops the same ones.
+(minimal_attn/reference/dropout.py). After the same torch.manual_seed, every backend drops the same ones.
 
 The text is the sources of the kernels as bytes. It needs no download, and it changes only where records are made anew.
 It is half a megabyte of code and prose. In a few hundred steps a model learns its spelling but not its sentences, so
 the curves are smooth. A model learns an exercise in arithmetic all at once, at a step that rounding alone can move.
-Read next: ../minimal_attn/mha.py, the attention of each block.
+Read next: ../minimal_attn/modules.py, the attention of each block.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from minimal_attn import FlashMHA
+from minimal_attn.attention import BACKENDS
 from minimal_attn.checks import check_dropout_p
 from minimal_attn.cli import guarded
-from minimal_attn.interface import BACKENDS
 
 # What needs rich or matplotlib is imported in functions, where guarded() says in one line that they are missing.
 
@@ -98,7 +98,7 @@ def train(args, backend, console):
 
 
 def train_model(args, backend, console):
-    from minimal_attn.progress import watched
+    from minimal_attn.command.progress import watched
 
     torch.manual_seed(args.seed)  # the weights, drawn on the CPU for any device, and the seeds of dropout
     model = TinyGPT(args, backend.partition(":")[0]).to(args.device)

@@ -1,6 +1,6 @@
 """Attention for PyTorch in a few CUDA C++ and Triton kernels that are written to be read, behind one function.
 
-Read next: interface.py, the facade; then csrc/flash.cu, the kernel.
+Read next: attention.py, the facade; then csrc/flash.cu, the kernel.
 """
 
 import sys
@@ -13,26 +13,47 @@ except KeyboardInterrupt:
     raise
 
 from ._build import load
-from .activation import activate, activated, deactivate
-from .as_flash_attn import install_as_flash_attn, uninstall_as_flash_attn
-from .benchmark import BenchmarkResult, BenchmarkRunner, benchmark_fn
-from .cuda import force_kernel
-from .flash_attn import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
-                         flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func)
-from .flash_attn_kvcache import flash_attn_combine, flash_attn_with_kvcache, get_scheduler_metadata
-from .gpu import GPUArch, GPUCapabilities, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
-from .interface import (available_backends, flash_attention, forward, triton_matmul, which_kernel)
-from .kvcache import append_to_kvcache, attention_with_kvcache, reshape_and_cache
-from .mha import FlashMHA
-from .packed import pad_input, unpad_input
+from .attention import available_backends, flash_attention, forward, triton_matmul, which_kernel
+from .backends import ops, triton as _triton  # noqa: F401: ops moved, as below
+from .backends.cuda import force_kernel
+from .caches import append_to_kvcache, attention_with_kvcache, reshape_and_cache
+from .flash_attn import (flash_attn_combine, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func,
+                         flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func,
+                         flash_attn_with_kvcache, get_scheduler_metadata, install_as_flash_attn,
+                         uninstall_as_flash_attn)
+from .modules import FlashMHA
 from .reference import blockwise_attention, reference_attention
-from .selector import (AdaptiveKernelSelector, get_attention_config, get_matmul_config, get_optimal_attention,
-                       get_optimal_matmul)
-from .torch_sdpa import scaled_dot_product_attention
-from .tree_mask import pack_tree_mask
-from .validation import validate_attention, validate_matmul
+from .reference.packed import pad_input, unpad_input
+from .reference.tree_mask import pack_tree_mask
+from .sdpa.activation import activate, activated, deactivate
+from .sdpa.function import scaled_dot_product_attention
+from .toolkit.benchmark import BenchmarkResult, BenchmarkRunner, benchmark_fn
+from .toolkit.gpu import GPUArch, GPUCapabilities, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
+from .toolkit.selector import (AdaptiveKernelSelector, get_attention_config, get_matmul_config, get_optimal_attention,
+                               get_optimal_matmul)
+from .toolkit.validation import validate_attention, validate_matmul
 
 __version__ = "0.1.0"
+
+_MOVED = {  # modules by the names that they once had, which are still theirs
+    "activation": "sdpa.activation", "append": "reference.append", "as_flash_attn": "flash_attn.install",
+    "aten": "sdpa.aten", "benchmark": "toolkit.benchmark", "bert_padding": "flash_attn.bert_padding",
+    "choice": "backends.auto", "cuda": "backends.cuda", "dropout": "reference.dropout",
+    "flash_attn_interface": "flash_attn.flash_attn_interface", "flash_attn_kvcache": "flash_attn.kvcache",
+    "flops": "backends.flops", "gpu": "toolkit.gpu", "interface": "attention", "kvcache": "caches", "mha": "modules",
+    "ops": "backends.ops", "packed": "reference.packed", "pages": "reference.pages", "scores": "reference.scores",
+    "selector": "toolkit.selector", "torch_sdpa": "sdpa.function", "tree_mask": "reference.tree_mask",
+    "twin": "backends.triton", "validation": "toolkit.validation",
+}
+for _old, _new in _MOVED.items():
+    globals()[_old] = sys.modules[f"{__name__}.{_old}"] = sys.modules[f"{__name__}.{_new}"]
+
+
+def _import_twin():
+    import triton_ref.ops  # noqa: F401: registers itself
+
+
+_triton.plug(_import_twin)
 
 __all__ = [
     "AdaptiveKernelSelector",

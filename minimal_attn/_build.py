@@ -4,7 +4,7 @@ load() is the one way in. It returns the library the process already has; else t
 installation; else the library of the wheel; else it compiles csrc into a folder of this environment in torch's
 extensions directory, where later processes find it up to date.
 setup.py and tools/build_wheel.py take sources and flags from here. Read next: stable.py, the library of the wheel;
-ops.py, the derivative of the ops that csrc defines; ../csrc/main.cpp.
+backends/ops.py, the derivative of the ops that csrc defines; ../csrc/main.cpp.
 """
 import contextlib
 import functools
@@ -95,7 +95,8 @@ def load(verbose: bool = False) -> ModuleType:
             library = _adopted() or _prebuilt() or _of_wheel() or _compiled(verbose)
             if forced is not None:
                 library.force_kernel(forced)
-            from . import ops, stable  # here, for setup.py takes this file without its package
+            from . import stable  # here, for setup.py takes this file without its package
+            from .backends import ops
 
             ops.register_csrc(stable.backward if isinstance(library, stable.Library) else None)
             sys.modules[NAME] = library

@@ -1,6 +1,6 @@
 """The command minimal-attn, also python -m minimal_attn: what is here, is it right, how fast is it?
 
-Read next: info.py, crosscheck.py and bench/, which do the work.
+Read next: command/ and bench/, which do the work.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 from . import __version__
-from .info import print_info
+from .command.info import print_info
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def demo(with_profile: bool) -> int:
 
 def check() -> int:
     os.environ.setdefault("MINIMAL_ATTN_AUTOTUNE", "0")  # to tune for its few small shapes would take the most time
-    from .crosscheck import run
+    from .command.crosscheck import run
 
     return run()
 

@@ -1,7 +1,7 @@
 """The checks of windows and lengths, which turn what a caller gives into Options' window and lengths.
 
 Values are checked where that needs no wait for a GPU. Kernels clamp all others, so that a bad one reads nothing outside
-its tensor. Read next: choice.py, which backend serves a call.
+its tensor. Read next: backends/auto.py, which backend serves a call.
 """
 
 import operator
@@ -9,8 +9,8 @@ import re
 
 import torch
 
-from .backends import Lengths
 from .checks import MAX_SEQLEN, can_read, check_tensor, holds, is_eager, is_int, is_known, reworded, same_sizes, shown
+from .options import Lengths
 
 NO_WINDOW = (-1, -1)
 

@@ -1,9 +1,9 @@
 """The library of the wheel: csrc by torch's stable ABI, for many versions of torch, of Python and of GPUs in one file.
 
-Library has what the module of csrc/main.cpp has, so that cuda.py need not know which of the two it calls. The fast path
+Library has what the module of csrc/main.cpp has, so that backends/cuda.py need not know which one it calls. The fast path
 and the derivative need more of torch than its stable ABI has, and so are in Python here.
 
-Read next: ops.py, the shapes and the derivative; ../csrc/binding/stable.cpp, the library.
+Read next: backends/ops.py, the shapes and the derivative; ../csrc/binding/stable.cpp, the library.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import re
 import torch
 from torch.autograd import forward_ad
 
-from . import ops
+from .backends import ops
 from .checks import KERNEL_DTYPES, is_eager, wants_gradient
 
 TORCH, NEXT_TORCH = (2, 11), (3, 0)  # from which version on, and which one may break the stable ABI

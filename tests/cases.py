@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conftest import HAS_GPU, OF_16_BITS, ON_TENSOR_CORES, WITHOUT_DROPOUT
-from minimal_attn.backends import Lengths
+from minimal_attn.options import Lengths
 from minimal_attn.reference import reference_attention
-from minimal_attn.scores import visible_keys
+from minimal_attn.reference.scores import visible_keys
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HAS_FP8 = not HAS_GPU or torch.cuda.get_device_capability() >= (8, 9)

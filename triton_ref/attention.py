@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from triton.compiler.errors import CompilationError
 
-from minimal_attn.backends import Lengths, warn
 from minimal_attn.checks import FP8_DTYPES, MAX_HEAD_DIM, empty_outputs
+from minimal_attn.options import Lengths, warn
 
 from . import autotune as tuner
 from .dropout import count_and_scale, keep_tile, seed_of
@@ -397,7 +397,7 @@ def in_float(options):
 
 
 def run(q, k, v, options, config=None):
-    """(out, lse) of checked inputs and minimal_attn.backends.Options, by config or else by one of tile_configs."""
+    """(out, lse) of checked inputs and minimal_attn.options.Options, by config or else by one of tile_configs."""
     if INTERPRETING and q.dtype not in (torch.float32, torch.float16):
         options = in_float(options)
         out, lse = run(*map(to_float, (q, k, v)), options, config)

@@ -19,8 +19,8 @@ import math
 
 import torch
 
-from minimal_attn.backends import Lengths
 from minimal_attn.checks import empty_like
+from minimal_attn.options import Lengths
 
 from . import autotune as tuner
 from .attention import block_d, can_use_tma, in_float

@@ -19,7 +19,7 @@ import triton
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from minimal_attn._build import TRITON_REF, source_digest
-from minimal_attn.benchmark import benchmark_fn
+from minimal_attn.toolkit.benchmark import benchmark_fn
 
 ROUNDS = 3
 

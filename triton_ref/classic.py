@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.runtime.errors import OutOfResources
 
-from minimal_attn import flash_attn_func as minimal_flash_attn_func
-from minimal_attn import reference_attention
-from minimal_attn.backends import Options
 from minimal_attn.checks import (FP8_DTYPES, MAX_HEAD_DIM, TWIN_DTYPES, check_fp8, check_no_derivative, check_options,
                                  check_qkv, check_tile)
+from minimal_attn.flash_attn import flash_attn_func as minimal_flash_attn_func
+from minimal_attn.options import Options
+from minimal_attn.reference import reference_attention
 
 from . import attention_bwd
 from .attention import INTERPRETING, block_d, properties, run, shared_memory

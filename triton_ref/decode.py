@@ -8,7 +8,7 @@ One sample has too few programs for a GPU, so its keys are split, and a second k
 no lengths: it launches as many programs as the cache may need, and those without keys return at once. So a CUDA graph
 stays valid while lengths and tables change.
 
-Read next: splits.py, how keys are split; ../minimal_attn/pages.py, the same in plain torch.
+Read next: splits.py, how keys are split; ../minimal_attn/reference/pages.py, the same in plain torch.
 """
 
 import torch
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from minimal_attn.checks import MAX_SEQLEN, empty_outputs
-from minimal_attn.pages import capacity_of
+from minimal_attn.reference.pages import capacity_of
 
 from .attention import block_d, shared_memory
 from .launching import INTERPRETING, WINDOW, Launch, layouts, mask_of, num_samples, properties, remember, to_float
@@ -227,7 +227,7 @@ _plans = {}  # {all that the launches depend on: the launches}
 
 
 def run(q, k, v, options, cache):
-    """(out, lse) of checked inputs, minimal_attn.backends.Options and Cache. k and v are the caches."""
+    """(out, lse) of checked inputs, minimal_attn.options.Options and Cache. k and v are the caches."""
     if INTERPRETING and q.dtype == torch.bfloat16:
         out, lse = run(*map(to_float, (q, k, v)), options, cache)
         return empty_outputs(q, v)[0].copy_(out), lse

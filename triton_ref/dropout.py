@@ -1,4 +1,4 @@
-"""The mask of minimal_attn/dropout.py, one tile at a time, for the kernels of both passes.
+"""The mask of minimal_attn/reference/dropout.py, one tile at a time, for the kernels of both passes.
 
 Read next: attention.py and attention_bwd_kernels.py, which drop by it.
 """
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minimal_attn.dropout import BITS, ROUNDS, keep_count, keep_scale
+from minimal_attn.reference.dropout import BITS, ROUNDS, keep_count, keep_scale
 
 assert BITS == 15  # as the kernels have it
 kRounds = tl.constexpr(ROUNDS)

@@ -1,16 +1,17 @@
 """The twin as ops of torch with a derivative, and as a backend of minimal_attn, where importing this file registers it.
 
 Read next: attention.py, the forward pass; attention_bwd.py, the backward pass; decode.py, attention to a cache;
-append.py, which fills one; ../minimal_attn/ops.py, the derivative.
+append.py, which fills one; ../minimal_attn/backends/ops.py, the derivative.
 """
 
 from typing import Optional, Tuple
 
 import torch
 
-from minimal_attn import ops, twin
-from minimal_attn.backends import Cache, Lengths, Options
+from minimal_attn.backends import ops
+from minimal_attn.backends.triton import Twin, register
 from minimal_attn.checks import FP8_DTYPES, check_fp8, empty_outputs, is_eager, wants_gradient
+from minimal_attn.options import Cache, Lengths, Options
 
 from . import append, attention, attention_bwd, decode
 from .launching import INTERPRETING
@@ -109,7 +110,7 @@ def triton_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                   alibi_slopes: Optional[torch.Tensor], softmax_scale: float, softcap: float, window_left: int,
                   window_right: int, num_splits: int = 0, max_seqlen_q: int = 0) -> Tuple[torch.Tensor, torch.Tensor]:
     """out like q with v_cache's head_dim, and lse fp32 (B, H, Sq), of checked inputs: q as of triton_forward, or packed
-    by cu_seqlens_q alone, k_cache (N, Hk, S, D) and v_cache (N, Hk, S, Dv). minimal_attn.backends.Cache says what the
+    by cu_seqlens_q alone, k_cache (N, Hk, S, D) and v_cache (N, Hk, S, Dv). minimal_attn.options.Cache says what the
     other arguments are, and minimal_attn.attention_with_kvcache checks them."""
     options = Options(softmax_scale, (window_left, window_right), Lengths(cu_seqlens_q, None, seqused_q, seqused_k),
                       sinks, softcap=softcap, alibi_slopes=alibi_slopes)
@@ -157,4 +158,4 @@ def triton_append(k_new: torch.Tensor, v_new: torch.Tensor, k_cache: torch.Tenso
 
 triton_append.register_fake(ops.append_shapes)
 ops.register("minimal_attn::triton_forward", "minimal_attn::triton_backward", _backward, "triton")
-twin.register(twin.Twin(_forward, forward_cached, triton_matmul, INTERPRETING))
+register(Twin(_forward, forward_cached, triton_matmul, INTERPRETING))

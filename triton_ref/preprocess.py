@@ -7,7 +7,7 @@ row adds to dsinks. Read next: attention.py.
 import triton
 import triton.language as tl
 
-from minimal_attn.backends import Lengths
+from minimal_attn.options import Lengths
 
 from .attention import _load, block_d
 from .launching import PACKED_SIZES, Launch, num_samples

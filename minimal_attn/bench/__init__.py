@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..progress import watched
+from ..command.progress import watched
 from .measure import (SECONDS_PER_TIMING, Setting, WrongResult, environment, in_words, judge, load_csrc, matmul_ceiling,
                       measured, must_serve, profiled)
 from .options import OPS, parse_args

@@ -17,12 +17,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import (activated, flash_attention, flash_attn_func, flash_attn_varlen_func, force_kernel,
-                reference_attention)
-from ..backends import Lengths
+from .. import activated, flash_attention, flash_attn_func, flash_attn_varlen_func, force_kernel, reference_attention
 from ..checks import MAX_HEAD_DIM
-from ..scores import visible_keys
-from ..validation import allowed_error
+from ..options import Lengths
+from ..reference.scores import visible_keys
+from ..toolkit.validation import allowed_error
 from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, MEASURED, Impl, host_us, normal, timed, truth_fits
 
 DTYPES = DTYPE_NAMES + FP8_DTYPE_NAMES

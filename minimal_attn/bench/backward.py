@@ -12,8 +12,8 @@ import torch
 
 from .. import reference_attention
 from .._build import GPU_KERNELS
-from ..dropout import seed_with_origins
-from ..validation import allowed_error
+from ..reference.dropout import seed_with_origins
+from ..toolkit.validation import allowed_error
 from . import attention
 from .attention import BASELINE, DEFAULT_SEQLENS, DEFAULT_SHAPES, SHAPES, Shape  # noqa: F401: as options.py asks
 from .attention import Call, by_kernel, flash_call, ours

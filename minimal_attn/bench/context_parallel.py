@@ -28,11 +28,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import activated, flash_attention
-from ..distributed import all_gather as by_all_gather
-from ..distributed import context_parallel_attention, shard, unshard
+from ..distributed import all_gather as by_all_gather, context_parallel_attention, shard, unshard
 from ..distributed.attention import METHODS
 from ..distributed.layout import all_gather
-from ..validation import allowed_error
+from ..toolkit.validation import allowed_error
 from .measure import environment
 
 # (on GPUs, on a CPU)

@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from .. import attention_with_kvcache, reference_attention
-from ..benchmark import QUANTILES
+from ..toolkit.benchmark import QUANTILES
 from . import attention, measure
 from .attention import HALVES
 from .measure import MEASURED, Impl, WrongResult, normal, truth_fits

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__, load
-from ..interface import BACKENDS
-from ..progress import watched
+from ..attention import BACKENDS
+from ..command.progress import watched
 from . import attention, print_profiles, serving
 from .attention import IMPLS, Case, Shape
 from .measure import Setting, WrongResult, is_judged, judge, measured, must_serve

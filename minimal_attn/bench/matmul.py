@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .. import triton_matmul
-from ..validation import allowed_error
+from ..toolkit.validation import allowed_error
 from .measure import DTYPE_NAMES, MEASURED, Impl, normal, timed, truth_fits
 
 TITLE = "Matrix multiplication"

@@ -1,7 +1,7 @@
 """Runs one implementation on one case: is it right, how fast is it, what does it need?
 
 A case holds inputs, the truth in fp64 and the error that it allows; attention.py and matmul.py make cases and the
-tables of implementations. Read next: ../benchmark.py, the timer.
+tables of implementations. Read next: ../toolkit/benchmark.py, the timer.
 """
 
 import functools
@@ -22,11 +22,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from .._build import load, source_digest
-from ..benchmark import benchmark_fn, peak_bytes
-from ..gpu import supports_fp8
-from ..info import driver_version, triton_version
+from ..attention import BACKENDS
 from ..checks import KERNEL_DTYPES
-from ..interface import BACKENDS
+from ..command.info import driver_version, triton_version
+from ..toolkit.benchmark import benchmark_fn, peak_bytes
+from ..toolkit.gpu import supports_fp8
 
 SECONDS_PER_TIMING = {"cuda": 0.3, "cpu": 0.2}  # A timing repeats its call for about so long.
 

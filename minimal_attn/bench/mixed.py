@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .. import attention_with_kvcache, flash_attention, reference_attention
-from ..validation import allowed_error
+from ..toolkit.validation import allowed_error
 from . import attention, decode
 from .append import measured  # noqa: F401: as options.py asks
 from .attention import MEASURED

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .. import reference_attention
-from ..backends import Lengths
-from ..scores import visible_keys
+from ..options import Lengths
+from ..reference.scores import visible_keys
 from . import attention
 from .attention import HALVES, Call, flash_call, flex_call, ours
 from .measure import DTYPE_NAMES, MEASURED, Impl

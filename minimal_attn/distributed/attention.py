@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._build import not_compiled
-from ..backends import Lengths, Options
+from ..attention import BACKENDS, backend_name, flash_attention
 from ..checks import (FP8_DTYPES, autocast, check_dropout_p, check_dropout_seed, check_no_derivative, check_options,
                       check_qkv, check_sinks, check_sizes, check_tensor, is_transformed, shown)
-from ..dropout import seed_with_origins
-from ..interface import BACKENDS, backend_name, flash_attention
 from ..lengths import NO_WINDOW, check_window_size
-from ..scores import check_alibi_slopes, check_softcap
+from ..options import Lengths, Options
+from ..reference.dropout import seed_with_origins
+from ..reference.scores import check_alibi_slopes, check_softcap
 from .all_gather import AllGatherAttention
 from .layout import check_seqlen, shards_of, spans_nodes
 from .local import Attention

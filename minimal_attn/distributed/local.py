@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import Backend, Options
 from ..checks import sum_dtype
-from ..dropout import seed_with_origins
+from ..options import Backend, Options
+from ..reference.dropout import seed_with_origins
 from .layout import Chunk, Shards
 from .pieces import LONG, LONG_BESIDE, Document, ints, kept_calls, on_device
 from .room import Room, room_for

@@ -20,7 +20,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ..backends import warn
+from ..options import warn
 from .layout import spans_nodes
 
 SLOT_STEP = 2 << 20  # bytes: pages of a GPU's memory

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends import Lengths
+from ..options import Lengths
 
 # Rows: pieces of so many are faster as dense calls than as samples of a packed one, on an H200. Dense calls have larger
 # tiles of keys. Beside one another, they also fill a GPU where one ends.

@@ -1,7 +1,7 @@
 """Room in the tensors of a rank, so that dropout draws for its rows and keys what one GPU draws.
 
-../dropout.py draws random numbers for tiles of 16 rows and 16 keys, counted from the start of a document. A call of a
-kernel begins with whole groups of 16, so that its origins say all. Chunks may begin elsewhere in a document.
+../reference/dropout.py draws random numbers for tiles of 16 rows and 16 keys, counted from the start of a document. A
+call of a kernel begins with whole groups of 16, so that its origins say all. Chunks may begin elsewhere in a document.
 
 Rows: so many of zeros come before a chunk that it begins at a multiple of 16. Nobody reads their results, and they add
 nothing to gradients. Keys: one that is not to be seen would have to be hidden, and no window does that. So in a ring a

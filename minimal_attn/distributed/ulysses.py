@@ -2,7 +2,7 @@
 
 Jacobs et al., DeepSpeed Ulysses, 2023. An all-to-all before the call turns a share of the sequence into a share of the
 heads, and one after it does the reverse. What is in between is flash_attention of the whole sequence. Read next:
-../mha.py, which uses all this.
+../modules.py, which uses all this.
 """
 
 import torch

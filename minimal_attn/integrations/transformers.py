@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ..attention import BACKENDS, flash_attention
 from ..checks import shown
-from ..interface import BACKENDS, flash_attention
 from ..lengths import NO_WINDOW
 from .masks import Mask, can_read, cu_seqlens_of, make_mask, same_sequence
 

@@ -16,8 +16,8 @@ from cases import (BACKWARD_TILE_CASES, CASES, GATE, Case, base, check_error, dr
                    exact, is_fast, make_inputs, make_tensor, mask_of, options, serves, slow_unless)
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
 from minimal_attn import flash_attention
-from minimal_attn.backends import Options
-from minimal_attn.dropout import keep_mask, keep_scale
+from minimal_attn.options import Options
+from minimal_attn.reference.dropout import keep_mask, keep_scale
 
 CASES_HERE = [case for case in CASES + BACKWARD_TILE_CASES
               if HAS_GPU or not (case.gpu_only or max(case.Sq, case.Sk) > 200)]

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cases import SEED, check_lse, needs_fp8, slow_unless
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, WITHOUT_DROPOUT, captured
 from minimal_attn import available_backends, flash_attention, flash_attn_func, force_kernel, reference_attention
-from minimal_attn.backends import Lengths
-from minimal_attn.dropout import keep_count, keep_mask, keep_scale, philox, seed_with_origins
-from minimal_attn.scores import visible_keys
+from minimal_attn.options import Lengths
+from minimal_attn.reference.dropout import keep_count, keep_mask, keep_scale, philox, seed_with_origins
+from minimal_attn.reference.scores import visible_keys
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 each_backend = pytest.mark.parametrize("backend", available_backends())

@@ -15,7 +15,7 @@ from cases import (CASES, FP32_TOLERANCE, GATE, TILE_CASES, Case, base, check_er
                    dtype_params, dtypes_of, exact, make_inputs, options, serves, slow_unless)
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import flash_attention
-from minimal_attn.backends import Options
+from minimal_attn.options import Options
 
 CASES_HERE = [case for case in CASES + TILE_CASES if HAS_GPU or not case.gpu_only]
 each_kernel_and_dtype = pytest.mark.parametrize("impl, dtype", dtype_params(x for x in IMPLEMENTATIONS if x != "torch"))

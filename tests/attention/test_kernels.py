@@ -14,8 +14,9 @@ import torch
 import minimal_attn
 from cases import Case, in_a_new_process, make_inputs
 from conftest import IMPLEMENTATIONS
-from minimal_attn import _build, cuda, flash_attention, flash_attn_func, force_kernel, which_kernel
-from minimal_attn.backends import Lengths, Options
+from minimal_attn import _build, flash_attention, flash_attn_func, force_kernel, which_kernel
+from minimal_attn.backends import cuda
+from minimal_attn.options import Lengths, Options
 
 HALF = torch.float16
 

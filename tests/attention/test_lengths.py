@@ -19,9 +19,9 @@ import minimal_attn
 from cases import SEED, close, compiler_for, make_tensor, slow_unless
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES, captured
 from minimal_attn import FlashMHA, flash_attention, reference_attention
-from minimal_attn.backends import Lengths, Options
-from minimal_attn.dropout import keep_mask, keep_scale
-from minimal_attn.reference import reference_forward
+from minimal_attn.options import Lengths, Options
+from minimal_attn.reference.definition import reference_forward
+from minimal_attn.reference.dropout import keep_mask, keep_scale
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 IMPLS = {"reference": ("reference", DEVICE),
@@ -404,7 +404,7 @@ def test_windows_that_hide_nothing_need_no_mask_of_sdpa(window, is_fast, monkeyp
         masks.append(attn_mask)
         return torch.nn.functional.scaled_dot_product_attention(*args, attn_mask=attn_mask, **options)
 
-    monkeypatch.setattr(minimal_attn.sdpa, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(minimal_attn.backends.torch, "scaled_dot_product_attention", spy)
     q = torch.randn(1, 2, 33, 16)
     flash_attention(q, q, q, window_size=window, backend="torch")
     assert (masks[0] is None) == is_fast

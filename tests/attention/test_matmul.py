@@ -200,7 +200,7 @@ def test_cpu_tensor_without_the_interpreter(monkeypatch):
 
 
 def test_without_triton(monkeypatch):
-    monkeypatch.setattr("minimal_attn.twin.why_not_imported", lambda: "ImportError: none here")
+    monkeypatch.setattr("minimal_attn.backends.triton.why_not_imported", lambda: "ImportError: none here")
     with pytest.raises(ModuleNotFoundError, match="triton is required for triton_matmul"):
         triton_matmul(torch.ones(2, 2), torch.ones(2, 2))
 

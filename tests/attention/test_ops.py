@@ -9,8 +9,8 @@ from torch.testing import assert_close
 from cases import compiler_for, slow_unless
 from conftest import HAS_GPU, OF_16_BITS
 from minimal_attn import flash_attention
-from minimal_attn.backends import Lengths, Options
 from minimal_attn.checks import sum_dtype
+from minimal_attn.options import Lengths, Options
 from test_lengths import DTYPES, IMPLS, KERNELS, TOLERANCE, close, make, make_sinks, op_of, window_of
 from test_scores import Scored, as_taken
 

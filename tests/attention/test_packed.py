@@ -92,8 +92,8 @@ def test_second_derivative_of_shared_keys_is_refused_by_name(impl):
 
 def test_opcheck_of_the_copies():
     x, parts, rows = torch.randn(1, 2, 9, 4), torch.randn(5, 2, 4), torch.tensor([3, 3, 0, 8, 3])
-    torch.library.opcheck(minimal_attn.packed._take_rows, (x.requires_grad_(), rows))
-    torch.library.opcheck(minimal_attn.packed._add_rows, (parts.requires_grad_(), rows, 9))
+    torch.library.opcheck(minimal_attn.reference.packed._take_rows, (x.requires_grad_(), rows))
+    torch.library.opcheck(minimal_attn.reference.packed._add_rows, (parts.requires_grad_(), rows, 9))
 
 
 # On a GPU.
@@ -401,7 +401,7 @@ def test_left_padding_by_packing(impl):
 
 
 @pytest.mark.parametrize("kind, backend", [
-    *(("holes", backend) for backend in minimal_attn.interface.BACKENDS), ("right", "torch"), ("left", "torch")])
+    *(("holes", backend) for backend in minimal_attn.attention.BACKENDS), ("right", "torch"), ("left", "torch")])
 def test_flash_mha_with_a_mask(kind, backend):
     """Each sample as it is alone, without what is not valid, which changes nothing."""
     module = FlashMHA(32, 4, 2, causal=True, window_size=(3, -1), device=DEVICE, backend=backend)
@@ -416,7 +416,7 @@ def test_flash_mha_with_a_mask(kind, backend):
     assert all(p.grad.isfinite().all() for p in module.parameters())
 
 
-@pytest.mark.parametrize("backend", minimal_attn.interface.BACKENDS)
+@pytest.mark.parametrize("backend", minimal_attn.attention.BACKENDS)
 def test_flash_mha_of_a_packed_batch(backend):
     """Each sample as it is alone; and, compiled, one graph for all values of cu_seqlens."""
     module, x = FlashMHA(32, 4, causal=True, device=DEVICE, backend=backend), torch.randn(20, 32, device=DEVICE)

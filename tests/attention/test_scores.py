@@ -13,7 +13,8 @@ from torch.testing import assert_close
 
 from cases import check_error, dtype_params, dtypes_of, is_fast, slow_unless
 from conftest import HAS_GPU, OF_16_BITS, ON_TENSOR_CORES
-from minimal_attn import flash_attention, sdpa
+from minimal_attn import flash_attention
+from minimal_attn.backends import torch as sdpa
 from minimal_attn.checks import sum_dtype
 from test_lengths import (DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, by_loop, check_drawn_batches, close,
                           drawn_batches, make, make_sinks)

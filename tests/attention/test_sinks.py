@@ -10,7 +10,8 @@ import torch
 from torch.testing import assert_close
 
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
-from minimal_attn import choice, flash_attention, flash_attn_func, flash_attn_varlen_func, reference_attention
+from minimal_attn import flash_attention, flash_attn_func, flash_attn_varlen_func, reference_attention
+from minimal_attn.backends import auto as choice
 
 IMPLS = {"reference": ("reference", "cuda" if HAS_GPU else "cpu"),
          **{impl: where for impl, where in IMPLEMENTATIONS.items() if impl != "cuda:dmma"}}

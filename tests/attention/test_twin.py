@@ -17,8 +17,8 @@ from cases import (HAS_FP8, Case, base, check_error, check_lse, exact, in_a_new_
 from conftest import HAS_GPU  # noqa: E402
 
 from minimal_attn import flash_attention, reference_attention  # noqa: E402
-from minimal_attn.backends import Options  # noqa: E402
 from minimal_attn.checks import FP8_DTYPES, TWIN_DTYPES  # noqa: E402
+from minimal_attn.options import Options  # noqa: E402
 from test_backward import by, check, gradients, make_all  # noqa: E402
 from triton_ref import attention as twin  # noqa: E402
 from triton_ref import attention_bwd, attention_hopper, autotune, classic, launching  # noqa: E402

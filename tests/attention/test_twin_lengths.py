@@ -13,7 +13,7 @@ from cases import make_tensor, needs_fp8  # noqa: E402
 from conftest import HAS_GPU  # noqa: E402
 
 from minimal_attn import flash_attention  # noqa: E402
-from minimal_attn.backends import Lengths, Options  # noqa: E402
+from minimal_attn.options import Lengths, Options  # noqa: E402
 from test_lengths import (DEVICE, HIDDEN, Batch, by_loop, check_batch, check_hidden_keys, ints, make,  # noqa: E402
                           make_sinks, run)
 from test_packed import SHARED_KEYS  # noqa: E402

@@ -21,10 +21,10 @@ from cached_calls import (BACKENDS, DEVICE, GARBAGE, TOLERANCE, Call, by_loop, c
                           place_of_row, rows_first, sequence_of)
 from cases import make_tensor, slow_unless
 from conftest import HAS_GPU, captured
-from minimal_attn import (append_to_kvcache, attention_with_kvcache, flash_attn_with_kvcache, interface,
+from minimal_attn import (append_to_kvcache, attention as interface, attention_with_kvcache, flash_attn_with_kvcache,
                           reshape_and_cache)
-from minimal_attn.append import append_in_torch
-from minimal_attn.backends import Append
+from minimal_attn.options import Append
+from minimal_attn.reference.append import append_in_torch
 
 cpu = pytest.mark.cpu
 

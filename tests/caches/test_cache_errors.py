@@ -9,7 +9,7 @@ import minimal_attn
 from cached_calls import BACKENDS, ints, on_device
 from minimal_attn import (append_to_kvcache, attention_with_kvcache, flash_attn_combine, flash_attn_varlen_func,
                           flash_attn_with_kvcache, reshape_and_cache)
-from minimal_attn.backends import Append
+from minimal_attn.options import Append
 
 cpu = pytest.mark.cpu
 

@@ -15,9 +15,9 @@ from torch.testing import assert_close
 
 import minimal_attn
 from cached_calls import BACKENDS, DEVICE, TOLERANCE, Call, by_loop, close, ints, make, on_device, rows_first
-from minimal_attn import (attention_with_kvcache, flash_attn_combine, flash_attn_varlen_func,
-                          flash_attn_with_kvcache, reshape_and_cache)
-from minimal_attn.flash_attn_interface import flash_attn_with_kvcache as with_kvcache_of_flash_attn_2
+from minimal_attn import (attention_with_kvcache, flash_attn_combine, flash_attn_varlen_func, flash_attn_with_kvcache,
+                          reshape_and_cache)
+from minimal_attn.flash_attn.flash_attn_interface import flash_attn_with_kvcache as with_kvcache_of_flash_attn_2
 from test_kvcache import CALLS
 
 cpu = pytest.mark.cpu

@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from cached_calls import BACKENDS, DEVICE, GARBAGE, Call, by_loop, check_call, ints, make, on_device
 from cases import check_error, check_lse
 from conftest import HAS_GPU
-from minimal_attn import attention_with_kvcache, flash_attn_with_kvcache, interface
-from minimal_attn.backends import Cache, Lengths, Options
+from minimal_attn import attention as interface, attention_with_kvcache, flash_attn_with_kvcache
+from minimal_attn.options import Cache, Lengths, Options
 
 cpu = pytest.mark.cpu
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from conftest import HAS_GPU, captured
-from minimal_attn import attention_with_kvcache, interface, pack_tree_mask
+from minimal_attn import attention as interface, attention_with_kvcache, pack_tree_mask
 from cached_calls import BACKENDS, DEVICE, TOLERANCE, Call, close, ints, make, on_device
 
 cpu = pytest.mark.cpu

@@ -15,10 +15,10 @@ from cases import make_tensor  # noqa: E402
 from conftest import captured, needs_gib  # noqa: E402
 
 from minimal_attn import attention_with_kvcache  # noqa: E402
-from minimal_attn.backends import Cache, Lengths, Options  # noqa: E402
-from minimal_attn.pages import over_gathered  # noqa: E402
-from minimal_attn.reference import BACKEND as REFERENCE  # noqa: E402
-from minimal_attn.tree_mask import pack_tree_mask  # noqa: E402
+from minimal_attn.backends.reference import BACKEND as REFERENCE  # noqa: E402
+from minimal_attn.options import Cache, Lengths, Options  # noqa: E402
+from minimal_attn.reference.pages import over_gathered  # noqa: E402
+from minimal_attn.reference.tree_mask import pack_tree_mask  # noqa: E402
 from triton_ref import decode, ops  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import ranks
 from cases import FP32_TOLERANCE, SEED, slow_unless
 from minimal_attn import FlashMHA, flash_attention
+from minimal_attn.attention import BACKENDS
 from minimal_attn.bench.context_parallel import judge
 from minimal_attn.distributed import all_gather, context_parallel_attention, local, shard, shard_labels, unshard
-from minimal_attn.interface import BACKENDS
 from minimal_attn.reference import reference_attention
-from minimal_attn.validation import allowed_error
+from minimal_attn.toolkit.validation import allowed_error
 from test_lengths import TOLERANCE
 
 pytestmark = pytest.mark.cpu

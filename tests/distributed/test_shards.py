@@ -7,12 +7,12 @@ import torch
 from torch.distributed.tensor.experimental import context_parallel
 
 import ranks
-from minimal_attn.backends import Lengths
 from minimal_attn.distributed import attention, pieces as pieces_module, shard, shard_labels, shard_positions, unshard
 from minimal_attn.distributed.layout import Chunk, Shards
 from minimal_attn.distributed.pieces import Document, calls_of, pieces_of
 from minimal_attn.distributed.room import room_for
-from minimal_attn.scores import visible_keys
+from minimal_attn.options import Lengths
+from minimal_attn.reference.scores import visible_keys
 
 pytestmark = pytest.mark.cpu
 

@@ -19,7 +19,8 @@ from torch.testing import assert_close
 
 import minimal_attn
 from conftest import HAS_GPU
-from minimal_attn import activated, activation, aten
+from minimal_attn import activated
+from minimal_attn.sdpa import activation, aten
 
 ATEN = torch.ops.aten
 cpu = pytest.mark.cpu

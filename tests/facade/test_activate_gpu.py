@@ -12,7 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from conftest import captured
-from minimal_attn import activated, aten
+from minimal_attn import activated
+from minimal_attn.sdpa import aten
 from test_activate import (ATEN, EVERYDAY, assert_near, assert_same_form, by_math, cu_seqlens, make_qkv, randn,
                            visible)
 

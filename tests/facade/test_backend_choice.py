@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import minimal_attn
 from cases import in_a_new_process
 from minimal_attn import available_backends, flash_attention, flash_attn_func, forward
-from minimal_attn.interface import BACKENDS
+from minimal_attn.attention import BACKENDS
 
 
 def test_import_loads_neither_triton_nor_dynamo():
@@ -37,9 +37,9 @@ def test_without_triton(error, said, tmp_path):
 @pytest.fixture
 def choosing():
     """"auto" chooses anew among what the test says is there."""
-    minimal_attn.choice._choose_first_available.cache_clear()
+    minimal_attn.backends.auto._choose_first_available.cache_clear()
     yield
-    minimal_attn.choice._choose_first_available.cache_clear()
+    minimal_attn.backends.auto._choose_first_available.cache_clear()
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def no_nvcc(monkeypatch, choosing):
 
 @pytest.fixture
 def no_triton(monkeypatch, choosing):
-    monkeypatch.setattr(minimal_attn.twin, "why_not_imported", lambda: "there is no triton")
+    monkeypatch.setattr(minimal_attn.backends.triton, "why_not_imported", lambda: "there is no triton")
 
 
 # What is missing, and what "auto" then takes and says.
@@ -98,13 +98,13 @@ def test_auto_backend_does_not_warn(dtype, nvcc, no_triton):
     with FakeTensorMode():
         for needs_grad in (False, True):
             q = torch.empty(2, 4, 1024, 64, device="cuda", dtype=dtype, requires_grad=needs_grad)
-            assert minimal_attn.choice.auto_backend(q, q, q) == "cuda"
+            assert minimal_attn.backends.auto.auto_backend(q, q, q) == "cuda"
 
 
 def test_auto_backend_serves_fp8(nvcc):
     with FakeTensorMode():
         q = torch.empty(2, 4, 20, 16, device="cuda", dtype=torch.float8_e4m3fn)
-        assert minimal_attn.choice.auto_backend(q, q, q) == "triton"
+        assert minimal_attn.backends.auto.auto_backend(q, q, q) == "triton"
 
 
 def test_cuda_backend_without_nvcc(no_nvcc):

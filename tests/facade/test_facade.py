@@ -12,8 +12,8 @@ import minimal_attn
 from conftest import HAS_GPU, IMPLEMENTATIONS, ON_TENSOR_CORES
 from minimal_attn import (available_backends, blockwise_attention, flash_attention, flash_attn_func, forward,
                           reference_attention)
-from minimal_attn.backends import Lengths, Options
-from minimal_attn.interface import BACKENDS
+from minimal_attn.attention import BACKENDS
+from minimal_attn.options import Lengths, Options
 
 HERE = {name: impl for name, impl in IMPLEMENTATIONS.items() if name not in ON_TENSOR_CORES}  # of csrc one alone
 each_impl = pytest.mark.parametrize("backend, device", HERE.values(), ids=HERE)
@@ -333,7 +333,7 @@ def test_fast_path_errors_are_not_hidden(monkeypatch):
     def out_of_memory(*args):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(minimal_attn.cuda, "_fast_forward", out_of_memory)
+    monkeypatch.setattr(minimal_attn.backends.cuda, "_fast_forward", out_of_memory)
     with pytest.raises(RuntimeError, match="out of memory"):
         flash_attention(*qkv())
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import minimal_attn
-from minimal_attn import as_flash_attn, bert_padding, flash_attn_interface
+from minimal_attn.flash_attn import bert_padding, flash_attn_interface, install as as_flash_attn
 from test_transformers import check_llama, padding_mask
 
 ROOT = Path(__file__).parents[2]

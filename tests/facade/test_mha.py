@@ -11,7 +11,7 @@ from torch import nn
 import minimal_attn
 from conftest import HAS_GPU
 from minimal_attn import FlashMHA
-from minimal_attn.interface import BACKENDS
+from minimal_attn.attention import BACKENDS
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 B, S, E, H = 2, 20, 64, 4
@@ -94,7 +94,7 @@ def test_num_heads_k_against_repeated_weights(backend, num_heads_k):
 def received(monkeypatch):
     """The (q, k, v) that FlashMHA hands to flash_attention, call by call."""
     calls = []
-    monkeypatch.setattr(minimal_attn.mha, "flash_attention", lambda *qkv, **options: calls.append(qkv) or qkv[0])
+    monkeypatch.setattr(minimal_attn.modules, "flash_attention", lambda *qkv, **options: calls.append(qkv) or qkv[0])
     return calls
 
 

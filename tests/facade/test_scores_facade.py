@@ -13,9 +13,11 @@ from torch.testing import assert_close
 
 import minimal_attn
 from conftest import HAS_GPU
-from minimal_attn import (FlashMHA, backends, flash_attention, flash_attn, flash_attn_func,
-                          flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, interface,
-                          reference_attention, sdpa)
+from minimal_attn import (FlashMHA, attention as interface, flash_attention, flash_attn_func, flash_attn_qkvpacked_func,
+                          flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, options as backends,
+                          reference_attention)
+from minimal_attn.backends import torch as sdpa
+from minimal_attn.flash_attn import functions as flash_attn
 from test_lengths import DEVICE, DTYPES, IMPLS, close
 from test_scores import (B, H, HEAD_DIM_V, SCALE, each_backend, each_impl, inputs, inputs_of, ints, mask, packed, randn,
                          slopes)

@@ -13,7 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import minimal_attn
 from conftest import HAS_GPU
-from minimal_attn import bert_padding, flash_attention
+from minimal_attn import flash_attention
+from minimal_attn.flash_attn import bert_padding
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 each_backend = pytest.mark.parametrize("backend", minimal_attn.available_backends())

@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 from conftest import HAS_GPU
-from minimal_attn import scaled_dot_product_attention, sdpa
+from minimal_attn import scaled_dot_product_attention
+from minimal_attn.backends import torch as sdpa
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 each_backend = pytest.mark.parametrize("backend", ["torch", "reference"])

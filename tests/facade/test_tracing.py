@@ -19,7 +19,7 @@ from cases import slow_unless
 from conftest import HAS_GPU
 from minimal_attn import (FlashMHA, append_to_kvcache, attention_with_kvcache, flash_attention, flash_attn_func,
                           flash_attn_varlen_func, flash_attn_with_kvcache, scaled_dot_product_attention)
-from minimal_attn.interface import BACKENDS
+from minimal_attn.attention import BACKENDS
 from test_build import python
 
 DEVICES = {name: "cuda" if HAS_GPU and name == "triton" else "cpu" for name in BACKENDS}

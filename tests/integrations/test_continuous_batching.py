@@ -14,7 +14,7 @@ import torch
 import minimal_attn
 from cases import slow_unless
 from conftest import HAS_GPU
-from minimal_attn import flash_attn_interface
+from minimal_attn.flash_attn import flash_attn_interface
 from minimal_attn.integrations import kernels
 from test_flash_attn_names import availability  # noqa: F401: a fixture
 from test_transformers import MODELS, SIZES, VOCAB, loaded_kernel

@@ -16,8 +16,8 @@ from conftest import HAS_GPU, IMPLEMENTATIONS
 from examples import generate, long_context, train_tiny_gpt
 from examples.generate import PAGE_SIZE, Request
 from examples.tiny_lm import TinyLM
+from minimal_attn.attention import BACKENDS
 from minimal_attn.cli import guarded
-from minimal_attn.interface import BACKENDS
 
 SMALL = "--layers 2 --embed-dim 32 --heads 2 --seqlen 24 --batch-size 2 --steps 20 --dtype float32".split()
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from conftest import HAS_GPU
-from minimal_attn import __version__, _build, available_backends, choice, cli, crosscheck, interface
+from minimal_attn import __version__, _build, attention as interface, available_backends, cli
+from minimal_attn.backends import auto as choice
 from minimal_attn.bench import demo
 from minimal_attn.bench.attention import IMPLS
-from minimal_attn.reference import reference_forward
+from minimal_attn.command import crosscheck
+from minimal_attn.reference.definition import reference_forward
 from test_build import python
 
 ROOT = Path(__file__).parents[2]

@@ -321,7 +321,7 @@ def pretend_gpu(capability):
     from triton.backends.compiler import GPUTarget
 
     import triton_ref.ops  # noqa: F401: registers itself
-    from minimal_attn import twin
+    from minimal_attn.backends import triton as twin
 
     found = {"max_shared_mem": max_shared_memory(capability), "multiprocessor_count": 132}
     triton.runtime.driver.set_active(types.SimpleNamespace(

@@ -9,7 +9,7 @@ import pytest
 import campaign
 from cases import Case, serves
 from conftest import FORWARD_ONLY, IMPLEMENTATIONS, KERNEL_NEEDS, WITHOUT_DROPOUT
-from minimal_attn.interface import BACKENDS
+from minimal_attn.attention import BACKENDS
 from test_emulator import KERNELS
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from conftest import HAS_GPU
-from minimal_attn import (AdaptiveKernelSelector, BenchmarkRunner, benchmark, benchmark_fn, flash_attention,
-                          get_attention_config, get_matmul_config, get_optimal_attention, get_optimal_matmul, gpu,
-                          which_kernel)
-from minimal_attn.backends import Options
-from minimal_attn.gpu import GPUArch, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
-from minimal_attn.validation import validate_attention, validate_matmul
+from minimal_attn import (AdaptiveKernelSelector, BenchmarkRunner, benchmark_fn, flash_attention, get_attention_config,
+                          get_matmul_config, get_optimal_attention, get_optimal_matmul, which_kernel)
+from minimal_attn.options import Options
+from minimal_attn.toolkit import benchmark, gpu
+from minimal_attn.toolkit.gpu import GPUArch, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
+from minimal_attn.toolkit.validation import validate_attention, validate_matmul
 
 # (capability, architecture, TMA, fp8, wgmma)
 GPUS = [

@@ -139,7 +139,7 @@ def test_results_on_a_gpu_equal_those_of_the_jit_build(site, tmp_path):
 CALL = """
 import pathlib, tempfile, torch, minimal_attn
 from minimal_attn import flash_attention, stable
-from minimal_attn.backends import Lengths
+from minimal_attn.options import Lengths
 library = minimal_attn.load()
 torch.manual_seed(0)
 ops = torch.ops.minimal_attn

@@ -1,0 +1,333 @@
+"""The facade: one function, several backends behind it, one table of them.
+
+flash_attention checks its input (checks.py), picks a backend from BACKENDS and calls it on 4D tensors. Read next:
+flash_attn/, the same call as flash-attn spells it; checks.py.
+"""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .backends import cuda, reference, torch, triton
+from .backends.auto import auto_backend
+from .backends.cuda import fast_path
+from .checks import (FP8_DTYPES, KERNEL_DTYPES, autocast, check_descales, check_dropout_p, check_dropout_seed,
+                     check_no_derivative, check_options, check_qkv, check_sinks, is_known, is_transformed, shown,
+                     wants_gradient)
+from .lengths import NO_WINDOW, check_lengths, check_max_seqlen, check_window
+from .options import Lengths, Options
+from .reference.packed import with_own_keys
+from .reference.scores import check_alibi_slopes, check_attn_bias, check_softcap, with_causal_bias
+
+BACKENDS = {"cuda": cuda.BACKEND, "triton": triton.BACKEND, "torch": torch.BACKEND, "reference": reference.BACKEND}
+
+# Keywords of scaled_dot_product_attention and flash-attn, and what flash_attention's error says of each.
+OTHER_NAMES = {
+    "is_causal": "; it is called causal here",
+    "scale": "; it is called sm_scale here",
+    "softmax_scale": "; it is called sm_scale here",
+    "enable_gqa": "; it is not needed: heads are matched by their numbers",
+    "attn_mask": "; it is called attn_bias here",
+    "cu_seqlens": "; it is called cu_seqlens_q and cu_seqlens_k here",
+    "max_seqlen": "; it is called max_seqlen_q and max_seqlen_k here",
+    "key_padding_mask": "; FlashMHA takes it, and unpad_input packs a batch by it",
+    "block_table": "; attention_with_kvcache takes it, and calls it page_table",
+    "page_table": "; attention_with_kvcache takes it",
+    "cache_batch_idx": "; attention_with_kvcache takes it",
+    "leftpad_k": "; attention_with_kvcache takes it, and unpad_input packs a batch whose padding comes first",
+    "cache_leftpad": "; attention_with_kvcache takes it, and calls it leftpad_k",
+    "cache_seqlens": "; it is called seqused_k here and in attention_with_kvcache",
+    "s_aux": "; it is called sinks here",
+    "learnable_sink": "; it is called sinks here",
+    "return_attn_probs": "; return_lse=True returns lse",
+    "return_softmax_lse": "; it is called return_lse here",
+}
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
+                    seq_lens: Tensor | Sequence[int] | None = None, *, dropout_p: float = 0,
+                    dropout_seed: Tensor | None = None, deterministic: bool = False, return_lse: bool = False,
+                    backend: str = "auto", q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+                    v_descale: Tensor | None = None, autotune: bool = True,
+                    window_size: tuple[int, int] = NO_WINDOW, cu_seqlens_q: Tensor | None = None,
+                    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
+                    max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
+                    seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
+                    alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None,
+                    **unknown) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
+
+    q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Only a last
+    dimension that is not contiguous is copied, as flash-attn does. torch.autocast casts float32, float16 and bfloat16
+    inputs first, as for scaled_dot_product_attention; the three may then have different dtypes. It leaves float64 and
+    float8 as they are. Gradients have the dtypes of the inputs.
+
+    Args:
+        q: (B, H, Sq, D) or (B·H, Sq, D), with D from 1 to 256. float32 (computed in true fp32), float16 or bfloat16.
+            float64 with the backends "torch" and "reference", and with "cuda" on the CPU. float8_e4m3fn or float8_e5m2
+            with "triton", on GPUs of compute capability 8.9 or higher, and with "reference".
+        k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D). v, and
+            then out, may have another head_dim than q and k, also from 1 to 256.
+        causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
+        sm_scale: factor of the scores; 1/sqrt(D) if None.
+        seq_lens: valid length of each sample, 1 to S: a list, or an int32 or int64 tensor on q's device or the CPU, of
+            shape (B,), or (1,) for 3D input. Needs Sq == Sk. Keys from the length on are masked. Query rows from the
+            length on give out 0 and lse -inf. The values in this padding change no result, even if NaN or inf. The
+            lengths in a GPU tensor are checked by one small read. CUDA graph capture and torch.compile skip this read;
+            then lengths out of range are clamped. Graph capture takes only GPU tensors.
+        dropout_p: share in [0, 1] of the normalised probabilities set to 0, rounded to a multiple p of 2**-15; the rest
+            is scaled by 1/(1 - p). All backends drop the same elements. "torch" then forms all scores, as "reference"
+            does, since scaled_dot_product_attention does not tell what it drops.
+        dropout_seed: int64 tensor of one element on q's device. Which elements are dropped depends only on the seed,
+            the sample, the head, the row and the column (dropout.py); 3D input has head 0. If None, torch's generator
+            of that device draws a seed, so that torch.manual_seed repeats it. The host never reads it. Ignored if
+            dropout_p is 0. For a part of a larger problem, which is to drop what that one would, it has 1 + 4·B
+            elements: dropout.seed_with_origins.
+        deterministic: gradients that are bitwise the same in every run; torch.use_deterministic_algorithms does the
+            same. Without it, "cuda" adds up dq of 16-bit inputs by atomics, in any order; with it, in a fixed order,
+            which is slower. With it, "triton" takes its tiles from a table and times nothing. All else of these two
+            backends repeats bitwise anyway; "torch" and "reference" repeat as far as torch's operations do.
+        return_lse: also return each row's log-sum-exp, of the scores before dropout.
+        backend: "cuda" (csrc; on CPU tensors flash.cu compiled for the CPU), "triton", "torch"
+            (scaled_dot_product_attention), "reference", or "auto". "auto" takes "torch" for CPU tensors, "triton" for
+            float8 CUDA tensors and "cuda" for all other CUDA tensors. If csrc cannot be built, it takes "triton", and
+            "torch" if Triton is missing too. It takes "torch" for gradients under a transform of torch.func.
+        q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk), also of a packed batch's B samples: factors
+            of the values of each key/value head and of the query heads that read it; 1 if None. Negative ones give NaN.
+            As in FlashAttention-3.
+        autotune: let "triton" time its tiles once for each GPU, dtype, head_dim, mask and power of two of the lengths,
+            and keep the choice on disk. False, or the environment variable MINIMAL_ATTN_AUTOTUNE=0, takes the tiles of
+            a table. So does graph capture if nothing was chosen before.
+        window_size: (left, right). Query row i sees the keys from i + seqlen_k - seqlen_q - left to
+            i + seqlen_k - seqlen_q + right, both inclusive, where seqlen_q and seqlen_k are the lengths of its sample;
+            -1 or None is no bound. causal=True makes right 0. Blocks of keys outside are skipped.
+        cu_seqlens_q, cu_seqlens_k: for a packed batch of B samples, whose rows lie one after the other: q is
+            (1, H, Tq, D), k and v are (1, Hk, Tk, D). int32 (B + 1,), contiguous, on q's device. Sample b has the rows
+            from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] to the next entry. The first entry is 0, the others
+            ascend up to at most Tq or Tk. A sample may be empty.
+        max_seqlen_q, max_seqlen_k: an int or a tensor of one element, as flash-attn asks for. A tensor is never read.
+            Only gradients of packed batches with seqused_k use max_seqlen_k.
+        seqused_q, seqused_k: int32 (B,), contiguous, on q's device: how many of its rows and keys, from the first on,
+            a sample uses; all if None. May be 0, and in a padded batch Sq and Sk may differ. In a packed batch with
+            seqused_k, a sample's keys start at cu_seqlens_k[b] and may also be those of others. For gradients, "cuda"
+            and "triton" then copy B · max_seqlen_k keys and values. If max_seqlen_k is no int, the host waits for the
+            largest length; where it cannot, in a CUDA graph or under torch.compile, B · Tk are copied. An int that is
+            too small is an error on the CPU. Where lengths are not read, longer samples give NaN, and so do their
+            gradients.
+        sinks: (H,), float32, float16 or bfloat16, or float64 for float64, on q's device: one more score of each row of
+            a query head, in units of sm_scale · QKᵀ. It takes its share of the softmax, and no value goes with it (Xiao
+            et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. "torch" then forms all scores, as "reference"
+            does. Differentiable.
+        softcap: real number c >= 0: a score s = sm_scale · q·k becomes c · tanh(s / c), as in Gemma 2. 0 is none. All
+            of what follows, lse and sinks are in units of these scores. "torch" then forms all scores.
+        alibi_slopes: float32 (H,) or (B, H), also of a packed batch's B samples, on q's device: the score of row i and
+            key j loses slope · |i + seqlen_k - seqlen_q - j|, by the lengths of its sample (Press et al., ALiBi, 2022).
+            It has no gradient. In 16 bits, "torch" then forms all scores.
+        attn_bias: broadcastable to (B, H, Sq, Sk), of 3D input to (B·H, Sq, Sk), with 1 to 4 dimensions, on q's device.
+            bool: a row sees the keys where it is True. Otherwise it is added to the scores, after softcap: of q's
+            dtype, or float32 for 16 bits, with which "torch" forms all scores. It is read by its strides. -inf hides a
+            key, and NaN makes its row NaN. Differentiable, in its own shape. Not for packed batches, nor for float8.
+            A causal bias of torch.nn.attention.bias for Sq rows and Sk keys becomes a part of the window where it can.
+        softcap, alibi_slopes and attn_bias can be given together, also with windows, lengths, sinks and dropout.
+
+        Lengths count from a sample's first row and key. Where padding comes first (left padding), unpad_input makes a
+        packed batch of q, and of k and v, and pad_input undoes it.
+
+        Rows that a sample does not use give out 0 and lse -inf. Neither they nor keys that no row of a sample uses
+        change any result or gradient, even if they are NaN or inf. The values of cu_seqlens and seqused are checked for
+        CPU tensors. On a GPU, "cuda" and "triton" do not read them on the host, so that CUDA graphs may change them,
+        and clamp what is out of range; "torch" and "reference" copy a packed batch to a padded one, for which they read
+        the largest length, unless a CUDA graph is captured or torch.compile traces. In packed batches, the tiles of
+        "cuda" and "triton" do not depend on lengths, so that a sample's bits do not depend on its batch.
+
+    Returns:
+        out, of q's shape, with v's head_dim, and q's dtype; bfloat16 for float8, autocast's dtype under torch.autocast.
+        With return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A
+        row that sees no key has out 0 and lse -inf, or its sink. Empty batches and lengths of 0 give empty or zero
+        outputs. NaN or inf in a key or value that some rows see may also reach rows of the same sample and head that do
+        not see it.
+
+    Raises:
+        TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, an argument of the
+            wrong type, or an unknown keyword. For the keywords of scaled_dot_product_attention and flash-attn the error
+            says what they are called here.
+        ValueError: a wrong shape, device, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed, window_size,
+            cu_seqlens, seqused, max_seqlen_k, sinks, softcap, alibi_slopes, attn_bias or backend; alibi_slopes that
+            require grad; seq_lens together with cu_seqlens or seqused; attn_bias together with cu_seqlens or float8; or
+            a forced kernel that cannot serve the call.
+        ModuleNotFoundError: backend="triton" without Triton.
+        NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
+            derivative. float8 has no gradients with "triton"; "cuda" and "triton" have no forward-mode and no second
+            derivatives.
+        RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
+    """
+    if unknown:
+        name = next(iter(unknown))
+        raise TypeError(f"flash_attention() got an unexpected keyword argument {name!r}{OTHER_NAMES.get(name, '')}")
+    if max_seqlen_q is not None or max_seqlen_k is not None:
+        check_max_seqlen("max_seqlen_q", max_seqlen_q)
+        check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    if (seq_lens is q_descale is k_descale is v_descale is alibi_slopes is attn_bias is None
+            and (backend == "auto" or backend == "cuda") and is_zero(dropout_p) and is_zero(softcap)
+            and isinstance(deterministic, bool)):
+        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, window_size, lengths, sinks)
+        if result is not None:
+            return result
+    return checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend,
+                             window_size=window_size, seq_lens=seq_lens, descales=(q_descale, k_descale, v_descale),
+                             lengths=Lengths(*lengths), max_seqlen_k=max_seqlen_k, sinks=sinks, softcap=softcap,
+                             alibi_slopes=alibi_slopes, attn_bias=attn_bias, autotune=autotune)
+
+
+def is_zero(x):
+    """Whether dropout_p or softcap is the default, and needs no check: False is not, which equals 0. Defaults are ints,
+    since torch.compile(dynamic=True) makes symbols of floats, and then compiles twice."""
+    return (type(x) is float or type(x) is int) and x == 0
+
+
+def backend_name(backend, q, k, v, sinks=None, attn_bias=None):
+    """The key in BACKENDS that a caller's backend means; ValueError if it means none."""
+    name = auto_backend(q, k, v, sinks, attn_bias) if backend == "auto" else backend
+    if name not in tuple(BACKENDS):  # a dict would not take a list as a key
+        raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+    return name
+
+
+def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend, *,
+                      window_size=NO_WINDOW, seq_lens=None, lengths=Lengths(), descales=(None, None, None),
+                      max_seqlen_k=None, sinks=None, softcap=0, alibi_slopes=None, attn_bias=None, autotune=True,
+                      scale_name="sm_scale"):
+    """flash_attention without its fast path. scale_name: what the caller calls sm_scale."""
+    q, k, v = autocast(q, k, v)
+    dropout_p, softcap = check_dropout_p(dropout_p), check_softcap(softcap)
+    name = backend_name(backend, q, k, v, sinks, attn_bias)
+    chosen = BACKENDS[name]
+    check_qkv(q, k, v, chosen.dtypes)
+    check_options(causal, sm_scale, scale_name, deterministic=deterministic)
+    why_not = chosen.why_not(q.device)
+    if why_not is not None:
+        raise why_not
+    lengths = check_lengths(lengths, seq_lens, q, k)
+    window = check_window(window_size, causal, lengths, q, k)
+    window, attn_bias = with_causal_bias(window, attn_bias, q, k, lengths)
+    sinks = check_sinks(sinks, q)
+    scores = dict(softcap=softcap, alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
+                  attn_bias=check_attn_bias(attn_bias, q, k, lengths))
+    seed = check_dropout_seed(dropout_seed, q, lengths.num_samples(q)) if dropout_p else None
+    named_descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
+    descales = check_descales(named_descales, q, k, lengths)
+    if not chosen.has_forward_mode:
+        if is_transformed() and q.dtype not in FP8_DTYPES and any(map(wants_gradient, (q, k, v, sinks, attn_bias))):
+            raise NotImplementedError(f"backend={name!r} does not support gradients under the transforms of torch.func:"
+                                      " use backend='torch' or backend='reference'")
+        instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
+        check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, sinks=sinks,
+                            attn_bias=attn_bias, alibi_slopes=alibi_slopes, **named_descales,
+                            has_backward=q.dtype not in FP8_DTYPES)
+    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
+    is_3d = q.ndim == 3
+    if is_3d:
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+    options = Options(scale, window, lengths, sinks, dropout_p, seed, deterministic, autotune, descales, return_lse,
+                      **scores)
+    if is_known(q.numel() == 0) or is_known(k.numel() == 0):
+        # Nothing to launch. The reference's empty products leave the outputs in the graph of inputs that require grad.
+        out, lse = reference.BACKEND.forward(q, k, v, options)
+    else:
+        q, k, v = (x if is_known(x.stride(-1) == 1) else x.contiguous() for x in (q, k, v))
+        # Kernels, the backends without forward mode, do not add up gradients of keys that samples share.
+        if lengths.may_share_keys and not chosen.has_forward_mode and any(map(wants_gradient, (q, k, v, sinks))):
+            k, v, lengths = with_own_keys(k, v, lengths, max_seqlen_k)
+            options = options._replace(lengths=lengths)
+        out, lse = chosen.forward(q, k, v, options)
+    if is_3d:
+        out, lse = out.squeeze(1), lse.squeeze(1) if return_lse else None
+    return (out, lse) if return_lse else out
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The classic minimal call: flash_attention(q, k, v) with every default. q, k, v: (B, H, S, D)."""
+    return flash_attention(q, k, v)
+
+
+def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
+                 seq_lens: Tensor | Sequence[int] | None = None, dropout_p: float = 0, *,
+                 window_size: tuple[int, int] = NO_WINDOW, cu_seqlens_q: Tensor | None = None,
+                 cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
+                 max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
+                 seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
+                 alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None) -> str:
+    """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
+
+    It depends on the dtype (under torch.autocast on its dtype), both head_dims, strides, alignment, dropout, sinks,
+    whether softcap or alibi_slopes are given, attn_bias, and the GPU. force_kernel overrides it.
+
+    Args:
+        As of flash_attention; causal, sm_scale, window_size, max_seqlen and the values of all lengths are checked, but
+        do not affect the choice.
+
+    Returns:
+        "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
+        "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for dropout
+        together with softcap, alibi_slopes or an attn_bias, where rows of q, k or v overlap, where a stride is 2^40
+        bytes or more, where there are no keys, and for an attn_bias of numbers that is float32, or whose rows are not
+        contiguous or do not start at multiples of 16 bytes. "dmma" (flash_dmma.cu, tensor cores for fp64): float32 with
+        head_dim 33 to 128 on GPUs of sm_90, without dropout, sinks, softcap, alibi_slopes and attn_bias.
+        These three need head_dims, strides and addresses that are multiples of 16 bytes. "simt" (flash.cu): everything
+        else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors.
+        Another kernel may compute the gradients. On Hopper, those of calls in 16 bits, also with dropout, are "sm90"'s
+        (flash_bwd_sm90.cu; flash_bwd_wide_sm90.cu for a head_dim over 128), and "sm80"'s where that has no backward
+        pass: with an attn_bias, and for a head_dim over 128 with softcap or alibi_slopes. The gradients of "dmma" are
+        those of "simt".
+
+    Raises:
+        ValueError: the forced kernel cannot serve the call.
+        Otherwise as flash_attention.
+    """
+    q, k, v = autocast(q, k, v)
+    check_qkv(q, k, v, KERNEL_DTYPES)
+    check_options(causal, sm_scale)
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    lengths = check_lengths(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), seq_lens, q, k)
+    window = check_window(window_size, causal, lengths, q, k)
+    _, attn_bias = with_causal_bias(window, attn_bias, q, k, lengths)
+    sinks = check_sinks(sinks, q)
+    has_dropout = check_dropout_p(dropout_p) > 0
+    check_alibi_slopes(alibi_slopes, q, lengths)
+    attn_bias = check_attn_bias(attn_bias, q, k, lengths)
+    has_scores = check_softcap(softcap) > 0 or alibi_slopes is not None
+    return cuda.kernel_of(q, k, v, has_dropout, sinks is not None, has_scores, attn_bias, lengths.is_packed)
+
+
+def available_backends() -> list[str]:
+    """The values of flash_attention's backend that work on this machine, besides "auto"."""
+    return [name for name, backend in BACKENDS.items() if backend.why_not() is None]
+
+
+def triton_matmul(a: Tensor, b: Tensor, block_m: int | None = None, block_n: int | None = None,
+                  block_k: int | None = None, use_autotune: bool = True) -> Tensor:
+    """a @ b in Triton: inputs are read by their strides without copies, and sums are in fp32. The same tile gives the
+    same bits in every run.
+
+    Args:
+        a: (M, K), float16, bfloat16, or float32, which is multiplied in true fp32: no TF32, nothing cast to float16.
+        b: (K, N), of a's dtype and on a's device. M, N and K may be 0.
+        block_m, block_n, block_k: the tile. Powers of two from 16 on that do not exceed M, N and K rounded up to a
+            multiple of 16. The product of any two is at most 32768, in float32 at most 8192. If one is None, the tile
+            is chosen here.
+        use_autotune: choose by timing a few tiles, once for similar sizes on one kind of GPU (triton_ref/autotune.py).
+            False: by a model of the time (triton_ref.matmul.tile_config).
+
+    Returns:
+        c (M, N) of a's dtype, contiguous.
+
+    Raises:
+        TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ.
+        ValueError: a wrong dimension, device or block.
+        NotImplementedError: an input requires grad or has a forward-mode tangent: there is no derivative.
+        ModuleNotFoundError: Triton is not installed.
+    """
+    return triton.matmul()(a, b, block_m, block_n, block_k, use_autotune)

@@ -1,0 +1,51 @@
+"""Which backend serves backend="auto". It depends on the device and dtype of q, and on whether gradients are wanted
+under a transform of torch.func; sizes and options do not matter.
+
+Read next: ../options.py, what a backend is.
+"""
+
+import functools
+
+import torch
+
+from .. import _build
+from .._build import assume_constant_result
+from ..checks import FP8_DTYPES, check_tensor, is_transformed, wants_gradient
+from ..options import warn
+from . import triton
+
+
+def auto_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None,
+                 attn_bias: torch.Tensor | None = None) -> str:
+    """The name of the backend that serves a call with backend="auto", of inputs that are not checked yet."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    if not q.is_cuda:
+        return "torch"
+    if q.dtype in FP8_DTYPES:
+        return "triton"
+    if is_transformed() and any(map(wants_gradient, (q, k, v, sinks, attn_bias))):
+        return "torch"
+    return _first_available()
+
+
+# Dynamo looks through functools.cache, so the cached function is not itself the constant one.
+@assume_constant_result
+def _first_available():
+    return _choose_first_available()
+
+
+@functools.cache
+def _choose_first_available():
+    """"auto" for CUDA tensors. csrc has the faster kernels."""
+    reasons = []
+    for name in ("cuda", "triton"):
+        reason = _build.why_not(on_gpu=True) if name == "cuda" else triton.why_not_imported()
+        if reason is None:
+            break
+        reasons.append(f"{name} is not available: {reason}")
+    else:
+        name = "torch"
+    if reasons:
+        warn(f"backend='auto' takes {name}, since {'; '.join(reasons)}")
+    return name

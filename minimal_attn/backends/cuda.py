@@ -1,0 +1,183 @@
+"""backend="cuda": the way to csrc, and the choice of one of its kernels.
+
+Read next: ../_build.py, which compiles and loads csrc; ops.py, the derivative; ../../csrc/main.cpp and flash.cu.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .. import _build
+from ..checks import holds, is_eager, shown, wants_gradient
+from ..lengths import NO_WINDOW
+from ..options import Backend, Lengths, warn
+from ..reference.definition import DTYPES
+from ..reference.pages import over_gathered
+
+
+# torch.compile runs this while it traces and keeps the answer: building a library cannot be part of a graph.
+@_build.assume_constant_result
+def _load_ops():
+    global _fast_forward
+    library = _build.load()
+    _fast_forward = library.fast_forward if library.has_cuda else None
+    return True
+
+
+_fast_forward = None  # of csrc/binding/fast_path.cpp, once it is loaded
+NO_LENGTHS = Lengths()
+
+
+def fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size=NO_WINDOW,
+              lengths=NO_LENGTHS, sinks=None):
+    """The result of an everyday call on CUDA tensors, straight from C++, or None for all others."""
+    if torch.compiler.is_compiling() or _fast_forward is None:
+        return None
+    return _fast_forward(_warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size,
+                         lengths, sinks)
+
+
+@functools.cache  # once a reason
+def _warn_slow(reason):
+    warn(f"tensor cores cannot serve this call, which is slower without them: {reason}")
+
+
+def _forward(q, k, v, options):
+    if q.is_cuda and q.dtype == torch.float64:
+        raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone; allowed "
+                        "on a GPU are float32, float16, bfloat16")
+    _load_ops()
+    inputs = q, k, v, *options.of_op(), options.deterministic
+    if not is_eager(q, k, v, *options.tensors):
+        if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
+            choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
+            if choice and choice[1]:
+                _warn_slow(choice[1])
+        return torch.ops.minimal_attn.flash_forward(*inputs)  # tensors alone, not why it is slow
+    library = _build.load()
+    needs_grad = any(map(wants_gradient, (q, k, v, options.sinks, options.attn_bias)))
+    attend = library.differentiable_forward if needs_grad else library.flash_forward
+    out, lse, slow_because = attend(*inputs)
+    if slow_because:
+        _warn_slow(slow_because)
+    return out, lse
+
+
+ON_TENSOR_CORES = torch.float16, torch.bfloat16  # which decode.cu needs
+_host_forward_cached = over_gathered(_forward)
+
+
+def can_read_cache(q, k_cache, v_cache):
+    """Whether backend="cuda" serves tensors of these dtypes, head_dims, strides and addresses. Addresses are not known
+    while torch.compile traces."""
+    if not q.is_cuda:
+        return True
+    return q.dtype in ON_TENSOR_CORES and all(
+        holds(x.shape[-1] % 8 == 0) and all(holds(stride % 8 == 0) for stride in x.stride()[:-1])
+        and (torch.compiler.is_compiling() or x.data_ptr() % 16 == 0) for x in (q, k_cache, v_cache))
+
+
+def _forward_cached(q, k, v, options, cache):
+    if not q.is_cuda:
+        return _host_forward_cached(q, k, v, options, cache)
+    _check_cache_dtype("reads", q=q)
+    _load_ops()
+    lengths = options.lengths
+    return torch.ops.minimal_attn.flash_decode(
+        q, k, v, lengths.cu_seqlens_q, lengths.seqused_q, lengths.seqused_k, *cache[:4], options.sinks,
+        options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, *cache[4:])
+
+
+def can_append(k):
+    """Whether backend="cuda" writes rows of this dtype into a cache."""
+    return not k.is_cuda or k.dtype in ON_TENSOR_CORES
+
+
+def _append(k, v, k_cache, v_cache, append):
+    if k.is_cuda:
+        _check_cache_dtype("writes", k=k)
+        if append.q is not None and not can_read_cache(append.q, k_cache, v_cache):  # before anything is written
+            raise NotImplementedError("backend='cuda' cannot serve this call: it reads caches whose head_dims, strides "
+                                      "and addresses are multiples of 16 bytes; use backend='triton'")
+    _load_ops()
+    return torch.ops.minimal_attn.append_kvcache(k, v, k_cache, v_cache, *append)
+
+
+def _check_cache_dtype(verb, **tensor):
+    (name, x), = tensor.items()
+    if x.dtype not in ON_TENSOR_CORES:
+        raise TypeError(f"Unsupported dtype: {name} is {x.dtype}, and backend='cuda' {verb} caches on a GPU in float16 "
+                        "and bfloat16 alone: use backend='triton' for float32")
+
+
+def _why_not(device=None):
+    if device is not None and device.type not in ("cuda", "cpu", "meta"):
+        return ValueError(f"CUDA tensors required: backend='cuda' takes CUDA or CPU tensors, got {device}")
+    reason = _build.why_not(on_gpu=device is not None and device.type == "cuda")
+    return RuntimeError(reason) if reason else None
+
+
+def _backward(dout, q, k, v, out, lse, options):
+    _load_ops()
+    is_deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
+    return torch.ops.minimal_attn.flash_backward(dout, None, q, k, v, out, lse, *options.of_op(), is_deterministic,
+                                                 True, True, False, False)[:3]
+
+
+BACKEND = Backend(_forward, DTYPES, False, _why_not, _forward_cached, _append, _backward)
+
+
+def kernel_of(q, k, v, has_dropout, has_sinks, has_scores, attn_bias, is_packed):
+    """attention.which_kernel of checked arguments."""
+    if (why_not := _why_not(q.device)) is not None:
+        raise why_not
+    if q.is_meta:
+        raise ValueError("which_kernel needs tensors with memory of their own: not on the device meta")
+    if not q.is_cuda:
+        return "host"
+    # A last dimension that is not contiguous is copied, to rows that are aligned as far as head_dim allows: such a
+    # tensor is made here too.
+    q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
+    if is_packed:  # whose samples have no stride
+        q, k, v = (x[0].unsqueeze(0) for x in (q, k, v))
+    choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), has_dropout,
+                                        has_sinks=has_sinks, has_scores=has_scores, attn_bias=attn_bias)
+    if choice is None:
+        raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
+    return choice[0]
+
+
+class force_kernel:
+    """Serve calls with backend="cuda" on a GPU by one kernel of csrc, for tests and benchmarks.
+
+    The kernel is forced from this call on, or inside a with statement: with force_kernel("sm80"): ... It is forced for
+    the whole process, so use one thread at a time. Forward and backward passes obey what is forced when they run.
+    The gradients of "sm90" are those of flash_bwd_sm90.cu and flash_bwd_wide_sm90.cu where these serve the call, else
+    those of "sm80"; the gradients of "dmma" are those of "simt". A call that the kernel cannot serve raises ValueError.
+    Attention to caches never raises for it: with "sm90", or if none is forced, it has Hopper's kernels for samples with
+    many rows, else decode.cu alone. With backend="auto", float8 still takes "triton", and CPU tensors always use the
+    host build. With torch.compile, put the with statement around the compiled function. The environment variable
+    MINIMAL_ATTN_KERNEL forces a kernel from the time when csrc is loaded.
+
+    Args:
+        kernel: "simt", "sm80", "sm90" or "dmma"; None: the kernel is chosen for each call again.
+
+    Raises:
+        ValueError: there is no such kernel.
+        RuntimeError: the extension cannot be built or loaded.
+    """
+
+    def __init__(self, kernel: str | None):
+        if kernel not in (None, *_build.GPU_KERNELS):
+            names = ", ".join(map(repr, _build.GPU_KERNELS))
+            raise ValueError(f"unknown kernel {shown(kernel)}: None or one of {names}")
+        self._kernel = kernel
+        self._before = _build.load().force_kernel(kernel)
+
+    def __enter__(self):
+        _build.load().force_kernel(self._kernel)  # for one that is entered again
+        return self
+
+    def __exit__(self, *exception):
+        _build.load().force_kernel(self._before)

@@ -1,0 +1,100 @@
+"""backend="triton": the way to triton_ref, which needs Triton and is therefore imported on first use.
+
+triton_ref is a plug: minimal_attn/__init__.py says how it is imported, and it then registers itself here, so that no
+backend depends on it. Read next: ../../triton_ref/ops.py, which registers; ../../triton_ref/attention.py, the kernel.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .._build import assume_constant_result
+from ..checks import TWIN_DTYPES
+from ..options import Backend
+from .flops import decode_flops, register_flops
+
+
+@dataclass(frozen=True)
+class Twin:
+    """What triton_ref offers."""
+
+    forward: Callable  # as Backend's
+    forward_cached: Callable  # as Backend's
+    matmul: Callable  # attention.triton_matmul
+    is_interpreted: bool  # its kernels run on the CPU, in Triton's interpreter
+
+
+_import_twin = None
+_twin = None
+
+
+def plug(import_twin: Callable[[], None]) -> None:
+    """How triton_ref is imported, which then calls register."""
+    global _import_twin
+    _import_twin = import_twin
+
+
+def register(twin: Twin) -> None:
+    """Called by triton_ref when it is imported."""
+    global _twin
+    _twin = twin
+    register_flops("triton_decode", decode_flops)
+
+
+# torch.compile runs this while it traces and keeps the answer: an import cannot be part of a graph.
+@assume_constant_result
+def why_not_imported() -> str | None:
+    """Import triton_ref: None, or why that fails."""
+    try:
+        _import_twin()
+    except Exception as error:  # no Triton, or one that is broken
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@assume_constant_result
+def _is_interpreted():
+    return _twin.is_interpreted
+
+
+def matmul() -> Callable:
+    """triton_ref's product.
+
+    Raises:
+        ModuleNotFoundError: no Triton.
+    """
+    if error := why_not_imported():
+        raise ModuleNotFoundError(f"triton is required for triton_matmul (pip install triton): {error}")
+    return _twin.matmul
+
+
+def _forward(q, k, v, options):
+    return _twin.forward(q, k, v, options)
+
+
+def _forward_cached(q, k, v, options, cache):
+    return _twin.forward_cached(q, k, v, options, cache)
+
+
+def _backward(dout, q, k, v, out, lse, options):
+    is_fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()  # as in triton_ref/ops.py
+    return torch.ops.minimal_attn.triton_backward(dout, None, q, k, v, out, lse, *options.of_op(),
+                                                  options.autotune and not is_fixed)[:3]
+
+
+def _append(k, v, k_cache, v_cache, append):
+    return torch.ops.minimal_attn.triton_append(k, v, k_cache, v_cache, *append)
+
+
+def _why_not(device=None):
+    if error := why_not_imported():
+        return ModuleNotFoundError(f"triton is required for backend='triton' (pip install triton): {error}")
+    on_cpu = device.type == "cpu" if device is not None else not torch.accelerator.is_available()
+    if on_cpu and not _is_interpreted():
+        return ValueError("CUDA tensors required: backend='triton' got CPU tensors, and Triton's interpreter, which "
+                          "runs the kernel on the CPU, is off; set TRITON_INTERPRET=1 before Python starts")
+    return None
+
+
+BACKEND = Backend(_forward, TWIN_DTYPES, False, _why_not, _forward_cached, _append, _backward)

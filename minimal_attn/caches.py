@@ -1,0 +1,259 @@
+"""Caches of keys and values, as models that generate text have them: the facade of attention and of appending.
+
+A cache is one tensor of many sequences, or a pool of pages that a table gives to samples (Kwon et al., PagedAttention,
+2023, section 4). Read next: reference/pages.py and append.py, what it means in plain torch;
+flash_attn/kvcache.py, the same by flash-attn's names.
+"""
+
+import math
+
+from torch import Tensor
+
+from .attention import BACKENDS, backend_name
+from .backends import reference
+from .backends.cuda import can_append, can_read_cache
+from .checks import (FP8_DTYPES, autocast, check_no_derivative, check_options, check_sinks, check_tensor, is_int,
+                     is_known, is_static, shown)
+from .lengths import NO_WINDOW, check_max_seqlen, check_window_size
+from .options import Append, Cache, Lengths, Options
+from .reference.append import check_append, check_slots
+from .reference.pages import check_cached, check_num_splits, with_own_rows
+from .reference.scores import check_alibi_slopes, check_softcap
+from .reference.tree_mask import check_tree_mask
+
+
+def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_k: Tensor | None = None, *,
+                           page_table: Tensor | None = None, cache_batch_idx: Tensor | None = None,
+                           leftpad_k: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+                           max_seqlen_q: int | Tensor | None = None, seqused_q: Tensor | None = None,
+                           causal: bool = False, sm_scale: float | None = None,
+                           window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
+                           sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+                           return_lse: bool = False, k: Tensor | None = None, v: Tensor | None = None,
+                           cu_seqlens_k_new: Tensor | None = None, rotary_cos: Tensor | None = None,
+                           rotary_sin: Tensor | None = None, rotary_interleaved: bool = True,
+                           rotary_seqlens: Tensor | None = None, tree_mask: Tensor | None = None,
+                           backend: str = "auto") -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(sm_scale · Q Kᵀ) V of the keys and values that a cache holds for each sample.
+
+    With new keys and values, k and v, these are first written into the cache, after those that are there. The rows of q
+    then attend to old and new ones.
+
+    Args:
+        q: (B, H, Sq, D), usually with Sq 1 or a few, in the dtypes of flash_attention but for float8. With cu_seqlens_q
+            (1, H, Tq, D), packed. Under torch.autocast, q is cast if the caches have the dtype of autocast.
+        k_cache, v_cache: (N, Hk, S, D), N cached sequences; with page_table (num_pages, Hk, page_size, D), pages of any
+            size. v may have another head_dim. Read by their strides, of which that of the last dimension is 1: K and V
+            may alternate in memory, and pages may lie head by head or row by row.
+        seqused_k: int32 (B,), contiguous, on q's device: how many keys of a sample are valid, from the first of its
+            sequence on; all if None. 0 is allowed.
+        page_table: int32 (B, max_pages), its last dimension contiguous, on q's device: the pages of each sample in
+            order. Entries beyond a sample's keys are not read. Samples may share pages. With cache_batch_idx it may
+            have any number of rows.
+        cache_batch_idx: int32 (B,), contiguous: the cached sequence of each sample, or its row of page_table; its own
+            number if None.
+        leftpad_k: int32 (B,), contiguous: where the keys of a sample begin; those before are not seen, and seqlen_k is
+            seqused_k - leftpad_k.
+        cu_seqlens_q: int32 (B + 1,): where each sample's rows begin in a packed q.
+        max_seqlen_q: an upper bound of the lengths in cu_seqlens_q. Memory for partial results is reserved by it, and
+            kernels for many rows are launched only if a sample may have so many. Without it, all are. They share the
+            GPU, so a tight bound is faster. Longer samples are served without splits. A tensor is never read, and
+            counts as None.
+        seqused_q: int32 (B,): how many rows of a sample are valid, as of flash_attention.
+        causal, window_size: bottom-right aligned, as of flash_attention: the last row sees the last key.
+        sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of flash_attention.
+        num_splits: into how many parts at most the keys of a sample are split, 1 to 256, by its own lengths alone. Then
+            its bits do not depend on its batch. 0: as is fastest; "cuda" deals out the keys of the batch evenly.
+        k, v, cu_seqlens_k_new, rotary_seqlens: as append_to_kvcache. seqused_k must then be given; it counts the keys
+            before the append, and seqlen_k counts old and new ones. Under torch.autocast, k and v are cast as q is.
+        rotary_cos, rotary_sin, rotary_interleaved: as append_to_kvcache, for k and for q: row t of a sample's q as at
+            position rotary_seqlens[b] + t with causal or with a window, else all rows as at rotary_seqlens[b].
+        tree_mask: bool (Sq, Sq) or (B, Sq, Sq), Sq at most 64, for a draft that branches: row i sees the j-th of the
+            last seqlen_q keys of its sample where tree_mask[..., i, j], and all keys before them. It takes the place
+            of causal. Or int64 (Sq,) or (B, Sq), as pack_tree_mask gives it. These keys must be finite, also where no
+            row sees them.
+
+    Returns:
+        out, as q with v's head_dim; with return_lse a tuple (out, lse), lse (B, H, Sq), or (1, H, Tq) of a packed q. A
+        row that sees no key has out 0 and lse -inf, or its sink.
+
+    Raises:
+        TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, or an argument of the
+            wrong type.
+        ValueError: a wrong shape, device, head_dim, option or backend, or a cache whose last dimension is not
+            contiguous. The values of page_table, cache_batch_idx, leftpad_k and lengths are checked for CPU tensors. On
+            a GPU they are clamped, so that nothing outside is read.
+        NotImplementedError: an input requires grad or has a forward-mode tangent, or tree_mask together with
+            cu_seqlens_q, window_size, alibi_slopes or rotary_cos.
+        Otherwise as append_to_kvcache and flash_attention. An error is raised before anything is written.
+    """
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, x)
+    q, k, v = (_autocast(name, x, k_cache) for name, x in (("q", q), ("k", k), ("v", v)))
+    name = backend_name(backend, q, k_cache, v_cache, sinks)
+    if backend == "auto" and name == "cuda" and not can_read_cache(q, k_cache, v_cache):
+        name = "triton"
+    chosen = BACKENDS[name]
+    dtypes = [x for x in chosen.dtypes if x not in FP8_DTYPES]
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    lengths = Lengths(cu_seqlens_q, None, seqused_q, seqused_k)
+    cache = Cache(page_table, cache_batch_idx, leftpad_k, None, check_num_splits(num_splits),
+                  int(max_seqlen_q) if is_int(max_seqlen_q) and is_static(max_seqlen_q) else 0)
+    check_cached(q, k_cache, v_cache, lengths, cache, dtypes)
+    check_options(causal, sm_scale)
+    left, right = check_window_size(window_size)
+    cache = cache._replace(tree_mask=check_tree_mask(tree_mask, q, lengths, causal, (left, right), alibi_slopes,
+                                                     rotary_cos))
+    cache = with_own_rows(cache)
+    append = Append(seqused_k, cache.page_table, cache.batch_idx, cu_seqlens_k_new, None, _rows_contiguous(q),
+                    cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved,
+                    causal or (left, right) != NO_WINDOW)
+    has_new = _has_new_rows(k, v, append)
+    if has_new:
+        check_append(k, v, k_cache, v_cache, append, dtypes)
+    why_not = chosen.why_not(q.device)
+    if why_not is not None:
+        raise why_not
+    sinks = check_sinks(sinks, q)
+    alibi_slopes = check_alibi_slopes(alibi_slopes, q, lengths)
+    check_no_derivative("attention_with_kvcache", "flash_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks,
+                        k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
+    options = Options(scale, (left, 0 if causal else right), lengths, sinks, return_lse=return_lse,
+                      softcap=check_softcap(softcap), alibi_slopes=alibi_slopes)
+    if _is_empty(q, k_cache, cache.page_table):
+        chosen = reference.BACKEND  # there is nothing to launch
+    q = append.q
+    if has_new:
+        q_rotated, seqused_k = _append(chosen, k, v, k_cache, v_cache, append)
+        q = q if rotary_cos is None else q_rotated
+        options = options._replace(lengths=lengths._replace(seqused_k=seqused_k))
+    out, lse = chosen.forward_cached(q, k_cache, v_cache, options, cache)
+    return (out, lse) if return_lse else out
+
+
+def append_to_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_k: Tensor, *,
+                      page_table: Tensor | None = None, cache_batch_idx: Tensor | None = None,
+                      cu_seqlens_k_new: Tensor | None = None, rotary_cos: Tensor | None = None,
+                      rotary_sin: Tensor | None = None, rotary_interleaved: bool = True,
+                      rotary_seqlens: Tensor | None = None, backend: str = "auto") -> Tensor:
+    """Write new keys and values into a cache, after those that each sample has there. Nothing else of it changes.
+
+    Args:
+        k, v: (B, Hk, Sn, D) and (B, Hk, Sn, Dv), in the dtype of the caches. With cu_seqlens_k_new (1, Hk, T, D) and
+            (1, Hk, T, Dv), packed.
+        k_cache, v_cache: as attention_with_kvcache, float32, float16, bfloat16 or float64.
+        seqused_k: int32 (B,), contiguous: how many places of a sample are taken, from the first of its sequence or
+            pages on. Row t of sample b goes to place seqused_k[b] + t.
+        page_table, cache_batch_idx: as attention_with_kvcache. If two samples write to one place, one of them wins.
+        cu_seqlens_k_new: int32 (B + 1,), contiguous: where each sample's rows begin in packed k and v.
+        rotary_cos, rotary_sin: (S_ro, rotary_dim / 2), contiguous, in the dtype of k, rotary_dim a multiple of 16 and
+            at most D: cosine and sine of each position. The first rotary_dim columns of k are rotated before they are
+            written, in fp32 (fp64 for float64).
+        rotary_interleaved: rotate the columns (2i, 2i + 1) as a pair, else (i, i + rotary_dim / 2).
+        rotary_seqlens: int32 (B,), contiguous: row t of sample b is rotated as at position rotary_seqlens[b] + t.
+            seqused_k if None.
+        backend: as flash_attention.
+
+    Returns:
+        int32 (B,): how many places of each sample are taken now.
+
+    Raises:
+        TypeError: an input that is not a dense tensor, an unsupported dtype, or dtypes that differ.
+        ValueError: a wrong shape, device or head_dim, a cache whose last dimension is not contiguous or whose elements
+            share memory, or one argument without another that it needs. For CPU tensors also new rows for which a
+            sample has no room, page numbers that do not exist, and positions beyond rotary_cos. On a GPU such rows are
+            not written, and positions count as the nearest that there is.
+        NotImplementedError: an input requires grad or has a forward-mode tangent.
+    """
+    for name, x in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, x)
+    k, v = (_autocast(name, x, k_cache) for name, x in (("k", k), ("v", v)))
+    chosen = _backend_to_append(backend, k, k_cache, v_cache)
+    append = Append(seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_cos=rotary_cos,
+                    rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved)
+    check_append(k, v, k_cache, v_cache, append, [x for x in chosen.dtypes if x not in FP8_DTYPES])
+    check_no_derivative("append_to_kvcache", "torch.cat", k=k, v=v, k_cache=k_cache, v_cache=v_cache,
+                        rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    return _append(chosen, k, v, k_cache, v_cache, with_own_rows(append))[1]
+
+
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
+                      kv_cache_dtype: str = "auto", k_scale: Tensor | None = None, v_scale: Tensor | None = None, *,
+                      backend: str = "auto") -> None:
+    """Write new keys and values into pages, each to a slot of its own, as vLLM's reshape_and_cache_flash.
+
+    Args:
+        key, value: (T, Hk, D) and (T, Hk, Dv), float32, float16, bfloat16 or float64.
+        key_cache, value_cache: (num_pages, page_size, Hk, D) and (num_pages, page_size, Hk, Dv), in the dtype of key,
+            of any strides, of which that of the last dimension is 1.
+        slot_mapping: int64 (T,) or shorter, contiguous: row t goes to place s % page_size of page s // page_size, with
+            s = slot_mapping[t]. Rows of negative slots are not written, and neither are those beyond slot_mapping. If
+            two rows have one slot, one of them wins.
+        kv_cache_dtype: "auto", or the name of the caches' dtype. k_scale, v_scale: of caches in fp8, which are not
+            supported; they change nothing.
+        backend: as flash_attention.
+
+    Raises:
+        TypeError: an input that is not a dense tensor, an unsupported dtype, or dtypes that differ.
+        ValueError: a wrong shape, device or head_dim, a cache whose last dimension is not contiguous or whose elements
+            share memory, or for CPU tensors a slot that does not exist. On a GPU such rows are not written.
+        NotImplementedError: another kv_cache_dtype, or an input that requires grad or has a forward-mode tangent.
+    """
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    for name, x in dict(key=key, value=value, **caches).items():
+        check_tensor(name, x)
+    chosen = _backend_to_append(backend, key, key_cache, value_cache)
+    check_slots(key, value, key_cache, value_cache, slot_mapping, [x for x in chosen.dtypes if x not in FP8_DTYPES])
+    if kv_cache_dtype not in ("auto", str(key_cache.dtype).removeprefix("torch.")):
+        raise NotImplementedError(f"reshape_and_cache: kv_cache_dtype {shown(kv_cache_dtype)} is not supported for "
+                                  f"caches in {key_cache.dtype}, only 'auto' and the name of their dtype are")
+    check_no_derivative("reshape_and_cache", "torch.cat", key=key, value=value, **caches)
+    rows = (x[:slot_mapping.shape[0]].transpose(0, 1)[None] for x in (key, value))
+    _append(chosen, *rows, *(x.transpose(1, 2) for x in caches.values()), Append(slot_mapping=slot_mapping))
+
+
+def _backend_to_append(backend, k, k_cache, v_cache):
+    """The Backend that a caller's backend means, and writes these rows on their device."""
+    name = backend_name(backend, k, k_cache, v_cache)
+    if backend == "auto" and name == "cuda" and not can_append(k):
+        name = "triton"
+    why_not = BACKENDS[name].why_not(k.device)
+    if why_not is not None:
+        raise why_not
+    return BACKENDS[name]
+
+
+def _append(chosen, k, v, k_cache, v_cache, append):
+    """chosen.append, or the reference's where there is nothing to launch."""
+    append_rows = (reference.BACKEND if _is_empty(k, k_cache, append.page_table) else chosen).append
+    return append_rows(_rows_contiguous(k), _rows_contiguous(v), k_cache, v_cache, append)
+
+
+def _is_empty(*tensors):
+    """Whether one of these tensors, or None, has no elements, so that there is nothing to launch."""
+    return any(x is not None and is_known(x.numel() == 0) for x in tensors)
+
+
+def _rows_contiguous(x):
+    return x if is_known(x.stride(-1) == 1) else x.contiguous()
+
+
+def _has_new_rows(k, v, append):
+    """Whether new rows are given; ValueError for what belongs to them and is given without."""
+    if k is not None or v is not None:
+        return True
+    for name in ("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_seqlens"):
+        if getattr(append, name) is not None:
+            raise ValueError(f"{name} needs new keys and values, k and v")
+    return False
+
+
+def _autocast(name, x, k_cache):
+    """x, which the caller calls `name`, or None; under torch.autocast in its dtype if the cache has that dtype: a cache
+    is never cast."""
+    if x is None:
+        return None
+    check_tensor(name, x)
+    cast, = autocast(x)
+    return cast if cast.dtype == k_cache.dtype else x

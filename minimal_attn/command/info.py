@@ -1,0 +1,96 @@
+"""What is here: GPU, versions, backends, which kernel serves what, and where builds and choices are kept.
+
+Nothing is compiled for it. Read next: ../attention.py, the backends; ../_build.py, the builds.
+"""
+
+import importlib.util
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from .. import _build
+from ..attention import BACKENDS
+from ..checks import FP8_DTYPES, KERNEL_DTYPES
+from ..toolkit.gpu import print_gpu_info, supports_fp8
+from ..toolkit.selector import get_attention_config
+
+HEAD_DIMS = (64, 128, 256, 100)  # the last one is not a multiple of 8
+
+
+def driver_version() -> str | None:
+    """Of NVIDIA's driver, None where there is none."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def triton_version() -> str | None:
+    """None where Triton cannot be imported."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+def library() -> Path | None:
+    """The build of csrc that load() would take up, if there is one; it compiles what has changed since."""
+    if prebuilt := importlib.util.find_spec(_build.PREBUILT):
+        return Path(prebuilt.origin)
+    if _build.WHEEL.exists():
+        return _build.WHEEL
+    jit = _build.build_directory() / f"{_build.NAME}.so"
+    return jit if jit.exists() else None
+
+
+def print_info() -> None:
+    """Print it all, plainly."""
+    from .. import __version__
+
+    print(f"minimal_attn:        {__version__}, in {_short(_build.PACKAGE)}")
+    print(f"Versions:            Python {platform.python_version()}, torch {torch.__version__}, Triton "
+          f"{triton_version() or 'none'}, CUDA {torch.version.cuda or 'none'}, driver {driver_version() or 'none'}\n")
+    if not torch.cuda.is_available():
+        print("GPU:                 none")
+    for device_id in range(torch.cuda.device_count()):
+        print_gpu_info(device_id)
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print("\nBackends")
+    for name, backend in BACKENDS.items():
+        print(f"  {name:<18} {backend.why_not(device) or 'ready'}")
+
+    built = library()
+    where = "GPU" if device.type == "cuda" else "CPU"
+    print(f"\n{f'Tensors on the {where}':<20} " + "".join(f"{f'head_dim {d}':<14}" for d in HEAD_DIMS).rstrip())
+    for dtype in KERNEL_DTYPES + FP8_DTYPES * supports_fp8():
+        name = str(dtype).removeprefix("torch.")
+        print(f"  {name:<18} " + "".join(f"{_serves(dtype, d, built):<14}" for d in HEAD_DIMS).rstrip())
+
+    print("\nPlaces")
+    print(f"  csrc               {_short(built) if built else f'{_short(_build.build_directory())}, on first use'}")
+    print(f"  Triton's choices   {_choices()}")
+
+
+def _serves(dtype, head_dim, built):
+    """The backend of "auto", and its kernel where that can be told without a build."""
+    if dtype in KERNEL_DTYPES and torch.cuda.is_available() and not built and _build.why_not(on_gpu=True) is None:
+        return "cuda"
+    config = get_attention_config(head_dim, dtype)
+    return f"cuda:{config['kernel']}" if config["backend"] == "cuda" else config["backend"]
+
+
+def _choices():
+    try:
+        from triton_ref.autotune import cache_dir
+    except ImportError as error:
+        return f"none: {error}"
+    return _short(cache_dir())
+
+
+def _short(path):
+    return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else path

@@ -1,0 +1,193 @@
+"""The functions of flash-attn 3 for caches of keys and values, by their names and in its order.
+
+What flash-attn 2, vLLM and SGLang call otherwise, or add, are keywords. scheduler_metadata, pack_gqa, sm_margin, ver
+and fa_version tune kernels of theirs and change nothing here. Read next: ../caches.py, the facade;
+../reference/packed.py, packed batches.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..checks import KERNEL_DTYPES, check_no_derivative, check_tensor, holds, is_int, same_sizes, shown, sum_dtype
+from ..lengths import NO_WINDOW, check_int32
+from ..reference.pages import MAX_SPLITS, check_page_table
+from .functions import Result, attend_cached, check_layout, heads_first, one_of, refuse
+
+NAMES = {"seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}  # here, of arguments of attention_with_kvcache
+
+
+def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None,
+                            v: Tensor | None = None, qv: Tensor | None = None, rotary_cos: Tensor | None = None,
+                            rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+                            cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
+                            page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+                            cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
+                            rotary_seqlens: Tensor | None = None, q_descale: Tensor | None = None,
+                            k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+                            softmax_scale: float | None = None, causal: bool = False,
+                            window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0, softcap: float = 0,
+                            rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None,
+                            num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
+                            return_softmax_lse: bool = False, *, block_table: Tensor | None = None,
+                            alibi_slopes: Tensor | None = None, s_aux: Tensor | None = None,
+                            learnable_sink: Tensor | None = None, sinks: Tensor | None = None,
+                            out: Tensor | None = None, return_lse: bool = False, ver: int | None = None,
+                            fa_version: int | None = None, backend: str = "auto") -> Result:
+    """attention_with_kvcache with the signature and the layout of flash-attn 3 (flash_attn_with_kvcache).
+
+    Args:
+        q: (B, Sq, H, D), or with cu_seqlens_q (Tq, H, D), packed.
+        k_cache, v_cache: (N, S, Hk, D), or with a page table (num_pages, page_size, Hk, D), pages of any size. v_cache
+            may have another head_dim. Read by their strides, of which that of the last dimension is 1.
+        cache_seqlens: how many keys of a sample are valid, an int for all samples or int32 (B,); all keys if None.
+        page_table, block_table: two names of one argument, those of flash-attn 3 and 2.
+        cache_batch_idx, cache_leftpad, cu_seqlens_q, max_seqlen_q, num_splits: as attention_with_kvcache, which calls
+            cache_leftpad leftpad_k.
+        softmax_scale: factor of the scores, 1/sqrt(D) if None.
+        causal, window_size, softcap, alibi_slopes, backend: as attention_with_kvcache. window_size may be None.
+        s_aux, learnable_sink, sinks: three names of one argument, the sinks (H,) of attention_with_kvcache.
+        return_softmax_lse, return_lse: return (out, lse).
+        out: of the result's shape and dtype, on q's device: the result is copied into it.
+        k, v: (B, Sn, Hk, D), or with cu_seqlens_k_new (T, Hk, D), packed: new keys and values, which are written into
+            the cache at the places from cache_seqlens on, and which q attends to as well. cache_seqlens must be given.
+        rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens: as attention_with_kvcache, to rotate q and k.
+        cu_seqlens_k_new, rotary_interleaved: belong to new keys, without which they change nothing. Neither does
+            rotary_seqlens without rotary_cos.
+        qv, q_descale, k_descale, v_descale, attention_chunk: only their defaults are supported.
+        scheduler_metadata, pack_gqa, sm_margin, ver, fa_version: change nothing.
+
+    Returns:
+        out (B, Sq, H, D) or (Tq, H, D), with v_cache's head_dim; lse (B, H, Sq) or (H, Tq) in fp32, natural log.
+
+    Raises:
+        NotImplementedError: an argument that is not supported yet, or an input that requires grad. Otherwise as
+        attention_with_kvcache.
+    """
+    function = "flash_attn_with_kvcache"
+    refuse(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+           attention_chunk=attention_chunk)
+    table = one_of(function, page_table=page_table, block_table=block_table)
+    check_layout(function, "(B, S, H, D)" if cu_seqlens_q is None else "(T, H, D)", q=q)
+    check_layout(function, "(B, S, Hk, D)" if table is None else "(num_pages, page_size, Hk, D)", k_cache=k_cache,
+                 v_cache=v_cache)
+    names = {**NAMES, "page_table": "page_table" if block_table is None else "block_table"}
+    is_packed = cu_seqlens_k_new is not None
+    given = {name: x for name, x in (("k", k), ("v", v)) if x is not None}
+    check_layout(function, "(T, Hk, D)" if is_packed else "(B, Sn, Hk, D)", **given)
+    if not given:
+        cu_seqlens_k_new = None  # SGLang gives it without k
+    if rotary_cos is None:
+        rotary_seqlens = None  # flash-attn 3's own tests give it without rotary_cos
+    if is_int(cache_seqlens):
+        num_new = k.shape[1] if k is not None and not is_packed else 0
+        cache_seqlens = _of_each_sample(cache_seqlens, num_new, q, k_cache, table, names["page_table"], cu_seqlens_q)
+    return attend_cached(function, names, q, k_cache, v_cache, cache_seqlens, k=heads_first(k, is_packed),
+                         v=heads_first(v, is_packed), cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos,
+                         rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,
+                         page_table=table,
+                         cache_batch_idx=cache_batch_idx, leftpad_k=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
+                         max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale,
+                         window_size=NO_WINDOW if window_size is None else window_size, softcap=softcap,
+                         sinks=one_of(function, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks),
+                         alibi_slopes=alibi_slopes, num_splits=num_splits,
+                         return_lse=return_lse or return_softmax_lse, backend=backend, out=out)
+
+
+def _of_each_sample(cache_seqlens, num_new, q, k_cache, table, table_name, cu_seqlens_q):
+    """int32 (B,) with this int in it; ValueError unless the cache has room for so many keys a sample, and new ones."""
+    room, batch_size = k_cache.shape[1], q.shape[0]
+    if table is not None:
+        check_page_table(table, q.device, table_name)
+        room *= table.shape[1]
+    if cu_seqlens_q is not None:
+        check_int32("cu_seqlens_q", cu_seqlens_q, q.device)
+        batch_size = max(0, cu_seqlens_q.shape[0] - 1)
+    if not (holds(cache_seqlens >= 0) and holds(cache_seqlens <= room)):
+        raise ValueError(f"cache_seqlens must be in 0..{room}, got {cache_seqlens}")
+    if not holds(cache_seqlens + num_new <= room):
+        raise ValueError(f"the cache has no room for the new keys: cache_seqlens is {cache_seqlens}, {num_new} are "
+                         f"new, and there is room for {room}")
+    return torch.full((batch_size,), cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None,
+                       out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """The result over all keys, of results over parts of them (flash-attn 3's flash_attn_combine).
+
+    Args:
+        out_partial: (num_splits, B, Sq, H, D) or (num_splits, Tq, H, D), float32, float16, bfloat16 or float64: what
+            attention to each part gives. Up to 256 parts.
+        lse_partial: (num_splits, B, Sq, H) or (num_splits, Tq, H), natural log, float32, or float64 for float64. Our
+            functions return lse with the heads before the rows: transpose it. A part with lse -inf saw no key, and its
+            out_partial is not read.
+        out: (B, Sq, H, D) or (Tq, H, D), in out_dtype: the result is copied into it.
+        out_dtype: out's dtype, or out_partial's, if None.
+
+    Returns:
+        (out, lse), lse (B, Sq, H) or (Tq, H) with the rows of a head one after the other in memory, as in flash-attn 3.
+        Where no part saw a key, out is 0 and lse -inf. Sinks count once for each part that had them: give them to one.
+
+    Raises:
+        TypeError: what is no dense tensor, or a wrong dtype. ValueError: shapes or devices. NotImplementedError: an
+        input requires grad.
+    """
+    dtype = _check_partial(out_partial, lse_partial, out, out_dtype)
+    lse = lse_partial.logsumexp(0)
+    is_empty = lse_partial == -math.inf
+    # Where all parts are empty, -inf - -inf would be NaN.
+    weights = (lse_partial - lse.masked_fill(lse == -math.inf, 0)).exp()[..., None]
+    parts = out_partial.to(weights.dtype).masked_fill(is_empty[..., None], 0)
+    result = (weights * parts).sum(0).to(dtype)
+    rows_last = lse.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return result if out is None else out.copy_(result), rows_last
+
+
+def _check_partial(out_partial, lse_partial, out, out_dtype):
+    """The dtype of the result; errors as of flash_attn_combine."""
+    dtypes = *KERNEL_DTYPES, torch.float64
+    check_tensor("out_partial", out_partial)
+    check_tensor("lse_partial", lse_partial)
+    if out_partial.dtype not in dtypes:
+        raise TypeError(f"Unsupported dtype: out_partial is {out_partial.dtype}, allowed are float32, float16, "
+                        "bfloat16, float64")
+    if lse_partial.dtype != sum_dtype(out_partial.dtype):
+        raise TypeError(f"lse_partial must be {sum_dtype(out_partial.dtype)} for out_partial in {out_partial.dtype}, "
+                        f"got {lse_partial.dtype}")
+    if out_partial.ndim not in (4, 5) or not 1 <= out_partial.shape[0] <= MAX_SPLITS:
+        raise ValueError("out_partial must be (num_splits, B, S, H, D) or (num_splits, T, H, D), with 1 to "
+                         f"{MAX_SPLITS} splits, got {tuple(out_partial.shape)}")
+    if not same_sizes(lse_partial.shape, out_partial.shape[:-1]) or lse_partial.device != out_partial.device:
+        raise ValueError(f"lse_partial must have shape {tuple(out_partial.shape[:-1])} on {out_partial.device}, got "
+                         f"{tuple(lse_partial.shape)} on {lse_partial.device}")
+    if out is not None:
+        check_tensor("out", out)
+    given = out_partial.dtype if out is None else out.dtype
+    dtype = given if out_dtype is None else out_dtype
+    if dtype not in dtypes:
+        raise TypeError(f"out_dtype must be None or one of float32, float16, bfloat16, float64, got {shown(dtype)}")
+    shape = out_partial.shape[1:]
+    if out is not None and ((out.dtype, out.device) != (dtype, out_partial.device) or not same_sizes(out.shape, shape)):
+        raise ValueError(f"out must be {dtype} of shape {tuple(shape)} on {out_partial.device}, got {shown(out)} on "
+                         f"{out.device}")
+    check_no_derivative("flash_attn_combine", "flash_attention", out_partial=out_partial, lse_partial=lse_partial)
+    return dtype
+
+
+def get_scheduler_metadata(batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int,
+                           headdim: int, cache_seqlens: Tensor, qkv_dtype: torch.dtype = torch.bfloat16,
+                           headdim_v: int | None = None, cu_seqlens_q: Tensor | None = None,
+                           cu_seqlens_k_new: Tensor | None = None, cache_leftpad: Tensor | None = None,
+                           page_size: int | None = None, max_seqlen_k_new: int = 0, causal: bool = False,
+                           window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0,
+                           has_softcap: bool = False, num_splits: int = 0, pack_gqa: bool | None = None,
+                           sm_margin: int = 0) -> Tensor:
+    """An empty int32 tensor on the device of cache_seqlens: no kernel here needs the plan that flash-attn 3 makes. What
+    it is given changes nothing.
+
+    Raises:
+        TypeError: cache_seqlens is no dense tensor.
+    """
+    check_tensor("cache_seqlens", cache_seqlens)
+    return cache_seqlens.new_empty(0, dtype=torch.int32)

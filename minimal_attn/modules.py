@@ -1,0 +1,234 @@
+"""Multi-head self-attention as a module: one projection to q, k and v, flash_attention, one projection of its result.
+
+Vaswani et al., Attention Is All You Need, 2017, section 3.2.2. With fewer key/value heads than query heads it is the
+grouped-query attention of Ainslie et al., GQA, 2023. Read next: attention.py, for flash_attention.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .attention import BACKENDS, flash_attention
+from .checks import MAX_HEAD_DIM, autocast, check_dropout_p, check_options, check_tensor, is_known, shown
+from .distributed.attention import context_parallel_attention
+from .distributed.layout import shards_of
+from .lengths import NO_WINDOW, check_window_size, of_self_attention
+from .options import Lengths
+from .reference.packed import check_mask, pad_input, unpad_input
+from .reference.scores import check_attn_bias, without_repeats
+
+
+class FlashMHA(nn.Module):
+    """Multi-head self-attention (Vaswani et al. 2017), with grouped queries if asked for (Ainslie et al. 2023).
+
+    The parameters have the names and the order of flash-attn's MHA: Wqkv ((H + 2·Hk)·D rows: all query heads, then all
+    key heads, then all value heads) and out_proj (E, E), with E = H·D. For Hk = H that is also the order of
+    nn.MultiheadAttention, from which from_torch takes weights.
+
+    The initial values are drawn as in nn.MultiheadAttention: Xavier-uniform for the whole of Wqkv, nn.Linear's own for
+    out_proj, zeros for biases. From the same seed, reset_parameters draws what nn.MultiheadAttention draws.
+
+    Args:
+        embed_dim: E, a multiple of num_heads; head_dim D = E / H goes up to 256.
+        num_heads: H, of the queries.
+        num_heads_k: Hk, of keys and values, a divisor of H; H if None.
+        bias: whether both projections have one.
+        dropout: share in [0, 1] of the attention probabilities that training mode drops.
+        causal: each position sees itself and the positions before it.
+        device, dtype: of the parameters. The backend decides which dtypes it takes (flash_attention); all take float32.
+        backend: of flash_attention.
+        window_size: of flash_attention: how many positions before and after its own a position sees; -1 is no bound.
+        context_parallel_group: a torch.distributed.ProcessGroup over which sequences are split, in the zigzag layout of
+            distributed.shard; None: they are not.
+
+    Raises:
+        ValueError: sizes, dropout, window_size or backend; TypeError: causal, dropout, window_size or
+        context_parallel_group.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, num_heads_k: int | None = None, bias: bool = True,
+                 dropout: float = 0.0, causal: bool = False, device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None, backend: str = "auto", window_size: tuple[int, int] = NO_WINDOW,
+                 context_parallel_group: "torch.distributed.ProcessGroup | None" = None):
+        super().__init__()
+        num_heads_k = num_heads if num_heads_k is None else num_heads_k
+        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_heads_k", num_heads_k)):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
+        if num_heads % num_heads_k:
+            raise ValueError(f"num_heads must be a multiple of num_heads_k, got {num_heads} and {num_heads_k}")
+        head_dim = embed_dim // num_heads
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"Unsupported head_dim {head_dim} (embed_dim {embed_dim} / num_heads {num_heads}): "
+                             f"1 to {MAX_HEAD_DIM} is supported")
+        dropout = check_dropout_p(dropout, "dropout")
+        check_options(causal, None)
+        check_window_size(window_size)
+        if backend not in ("auto", *BACKENDS):
+            raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+        if context_parallel_group is not None:
+            shards_of(context_parallel_group, "zigzag")
+        self.context_parallel_group = context_parallel_group
+        self.embed_dim, self.num_heads, self.num_heads_k, self.head_dim = embed_dim, num_heads, num_heads_k, head_dim
+        self.dropout, self.causal, self.window_size, self.backend = dropout, causal, window_size, backend
+        self.Wqkv = nn.Linear(embed_dim, (num_heads + 2 * num_heads_k) * head_dim, bias, device, dtype)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+        self.reset_parameters()
+
+    @classmethod
+    def from_torch(cls, mha: nn.MultiheadAttention, causal: bool = False, backend: str = "auto",
+                   window_size: tuple[int, int] = NO_WINDOW) -> "FlashMHA":
+        """A FlashMHA with copies of mha's weights, which then gives what mha gives for query = key = value = x.
+
+        The copies keep device, dtype and requires_grad; dropout and training mode are mha's too. FlashMHA always takes
+        (B, S, E). If mha has batch_first=False and so takes (S, B, E), a warning says to swap the first two dimensions.
+        In place of the masks that mha takes in a call, use `causal` and `window_size` here, and forward's seq_lens for
+        padding at the end, or its key_padding_mask. It and a bool attn_mask are True where mha's are False.
+
+        Raises:
+            TypeError: mha is of another class, also of a derived class, which may compute something else.
+            ValueError: kdim or vdim other than embed_dim, add_bias_kv or add_zero_attn; otherwise as FlashMHA.
+        """
+        if type(mha) is not nn.MultiheadAttention:
+            raise TypeError(f"mha must be a torch.nn.MultiheadAttention, got {type(mha).__name__}")
+        for name, size in (("kdim", mha.kdim), ("vdim", mha.vdim)):
+            if size != mha.embed_dim:
+                raise ValueError(f"from_torch: {name} must be embed_dim, got {size} and {mha.embed_dim}")
+        for name, given in (("add_bias_kv", mha.bias_k is not None), ("add_zero_attn", mha.add_zero_attn)):
+            if given:
+                raise ValueError(f"from_torch: {name} is not supported")
+        if not mha.batch_first:  # an input of the wrong layout would give wrong results, and no error
+            warnings.warn("from_torch: mha has batch_first=False and takes (S, B, E), but FlashMHA takes and gives "
+                          "(B, S, E): swap the first two dimensions; to silence this warning, set mha.batch_first = "
+                          "True before the call", stacklevel=2)
+        has_bias = mha.in_proj_bias is not None
+        # On the device meta nothing is drawn from the generator for values that are replaced at once.
+        module = cls(mha.embed_dim, mha.num_heads, bias=has_bias, dropout=mha.dropout, causal=causal, device="meta",
+                     backend=backend, window_size=window_size)
+
+        def copy(x):
+            return None if x is None else nn.Parameter(x.detach().clone(), requires_grad=x.requires_grad)
+
+        module.Wqkv.weight, module.Wqkv.bias = copy(mha.in_proj_weight), copy(mha.in_proj_bias)
+        module.out_proj.weight, module.out_proj.bias = copy(mha.out_proj.weight), copy(mha.out_proj.bias)
+        return module.train(mha.training)
+
+    def reset_parameters(self):
+        """Draw the parameters anew, in the order of nn.MultiheadAttention's constructor."""
+        self.out_proj.reset_parameters()
+        nn.init.xavier_uniform_(self.Wqkv.weight)
+        for bias in (self.Wqkv.bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, x: Tensor, seq_lens: Tensor | Sequence[int] | None = None, *, cu_seqlens: Tensor | None = None,
+                max_seqlen: int | Tensor | None = None, key_padding_mask: Tensor | None = None,
+                attn_mask: Tensor | None = None) -> Tensor:
+        """Self-attention of x. At most one of seq_lens, cu_seqlens and key_padding_mask is given.
+
+        With a context_parallel_group, x is this rank's rows, and S or T their number. cu_seqlens is then that of the
+        whole sequence, on the CPU or on x's device; the other lengths and masks are not supported, and max_seqlen is
+        ignored. Without a causal mask, rows see the padding of distributed.shard, unless cu_seqlens ends before it.
+
+        Args:
+            x: (B, S, E), or packed (T, E) with cu_seqlens, on the device and of the dtype of the parameters;
+                torch.autocast casts it.
+            seq_lens: valid length of each sample, 1 to S, as in flash_attention. No position sees those from the length
+                on, and their result is out_proj's bias, or 0 without one.
+            cu_seqlens: int32 (B + 1,) on x's device: where the samples of a packed x begin, as in flash_attention.
+            max_seqlen: an int or a tensor of one element, which nothing here needs.
+            key_padding_mask: (B, S) on x's device, True or not 0 where a position is valid, as in flash-attn, and the
+                opposite of nn.MultiheadAttention: bool, int64, int32 or uint8. The valid positions, wherever they lie,
+                are packed, and windows count these alone. All others change nothing, and their result is 0. The host
+                waits for their number, so that a CUDA graph cannot be captured. With an attn_mask nothing is packed,
+                and no host waits.
+            attn_mask: as of scaled_dot_product_attention, broadcastable to (B, H, S, S), on x's device: bool, True
+                where a position sees another, or float, which is added to the scores and has a gradient. It goes with
+                `causal`, windows, seq_lens and key_padding_mask, all of which hide positions; but not with cu_seqlens,
+                nor with a key_padding_mask and a window at once.
+
+        Returns:
+            Of x's shape and dtype; under torch.autocast of autocast's dtype.
+
+        Raises:
+            TypeError, ValueError: x is not a dense tensor, or of another shape; a mask that does not fit it, or more
+                than one of the three, or attn_mask with what it does not go with. RuntimeError: a key_padding_mask that
+                packs under CUDA graph capture. NotImplementedError: seq_lens, key_padding_mask or attn_mask with a
+                context_parallel_group. Otherwise as flash_attention or distributed.context_parallel_attention.
+        """
+        check_tensor("x", x)
+        if sum(given is not None for given in (seq_lens, cu_seqlens, key_padding_mask)) > 1:
+            raise ValueError("at most one of seq_lens, cu_seqlens and key_padding_mask can be given")
+        for name, given in (("seq_lens", seq_lens), ("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if given is not None and self.context_parallel_group is not None:
+                raise NotImplementedError(f"{name} is not supported with context_parallel_group: pack the batch, and "
+                                          "give cu_seqlens")
+        if max_seqlen is not None and cu_seqlens is None:
+            raise ValueError("max_seqlen is of a packed batch: give cu_seqlens with it")
+        if attn_mask is not None and cu_seqlens is not None:
+            raise ValueError("attn_mask cannot be given with cu_seqlens")
+        layout = "B, S" if cu_seqlens is None else "T"
+        if x.ndim != layout.count(",") + 2 or x.shape[-1] != self.embed_dim:
+            raise ValueError(f"x must be ({layout}, {self.embed_dim}), got {tuple(x.shape)}")
+        if key_padding_mask is not None:
+            key_padding_mask = check_mask("key_padding_mask", key_padding_mask, x)
+            if is_known(x.shape[0] == 0) or x.is_meta:  # the device meta knows no number of valid positions
+                return self.forward(x, attn_mask=attn_mask)
+        if key_padding_mask is not None and attn_mask is None:
+            packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, key_padding_mask)
+            out = self.forward(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            return pad_input(out, indices, *x.shape[:2])
+        if key_padding_mask is not None:
+            if check_window_size(self.window_size) != NO_WINDOW:
+                raise ValueError("windows count the positions that key_padding_mask leaves, which cannot be packed "
+                                 "together with attn_mask: give one of the two")
+            x = x.masked_fill(~key_padding_mask[..., None], 0)  # what no position sees must be finite
+        if cu_seqlens is not None and is_known(x.shape[0] == 0) and getattr(cu_seqlens, "shape", None) == (1,):
+            return self.forward(x[None])[0]  # no samples, which flash_attention refuses
+        sizes = self.num_heads, self.num_heads_k, self.num_heads_k
+        # Views of the projection's result (B, S, H + 2·Hk, D): flash_attention reads them by their strides.
+        qkv = self.Wqkv(x).unflatten(-1, (sum(sizes), self.head_dim)).transpose(-2, -3)
+        options = {"window_size": self.window_size, "backend": self.backend}
+        if self.training and self.dropout > 0:
+            options["dropout_p"] = self.dropout
+        if self.context_parallel_group is not None:
+            q, k, v = (qkv if cu_seqlens is None else qkv.unsqueeze(0)).split(sizes, dim=1)
+            out = context_parallel_attention(q, k, v, self.context_parallel_group, causal=self.causal,
+                                             cu_seqlens=cu_seqlens, **options)
+            return self._projected(out, x)
+        if cu_seqlens is None:
+            options["seq_lens"] = seq_lens
+        else:
+            qkv = qkv.unsqueeze(0)
+            options |= dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen,
+                            max_seqlen_k=max_seqlen)
+        q, k, v = qkv.split(sizes, dim=1)
+        if attn_mask is not None:
+            attn_mask = check_attn_bias(autocast(q, attn_mask)[1], q, k, Lengths(), "attn_mask")
+            options["attn_bias"] = _without_padding(attn_mask, key_padding_mask)
+        try:
+            out = flash_attention(q, k, v, self.causal, **options)
+        except (TypeError, ValueError) as error:
+            raise of_self_attention(error) from None
+        out = self._projected(out, x)
+        return out if key_padding_mask is None else out.masked_fill(~key_padding_mask[..., None], 0)
+
+    def _projected(self, out, x):
+        return self.out_proj(out.transpose(1, 2).flatten(2).view(x.shape))
+
+    def extra_repr(self) -> str:
+        names = "embed_dim", "num_heads", "num_heads_k", "dropout", "causal", "window_size", "backend"
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def _without_padding(attn_mask, key_padding_mask):
+    """attn_mask (B, H, S, S), which hides all keys where key_padding_mask (B, S) is False, unless that is None."""
+    if key_padding_mask is None:
+        return attn_mask
+    attn_mask, is_valid = without_repeats(attn_mask), key_padding_mask[:, None, None]
+    return attn_mask & is_valid if attn_mask.dtype == torch.bool else torch.where(is_valid, attn_mask, -math.inf)

@@ -1,0 +1,159 @@
+"""What the facade and its backends have in common: the options of a call, and what a backend is.
+
+Nothing else of the project is imported here. Read next: backends/, which get them.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Lengths(NamedTuple):
+    """Where samples begin and how long they are, by int32 tensors on q's device, contiguous, whose values the host does
+    not know. Kernels clamp them to what the tensors hold.
+
+    In a padded batch, q (B, H, Sq, D) and k, v (B, Hk, Sk, D), the first seqused_q[b] rows and seqused_k[b] keys of
+    sample b are valid, or all of them.
+
+    In a packed batch, q (1, H, Tq, D) and k, v (1, Hk, Tk, D), sample b has the rows and keys from cu_seqlens[b] to
+    cu_seqlens[b + 1], of which the first seqused_q[b] rows are valid. With seqused_k, its keys are the seqused_k[b]
+    ones from cu_seqlens_k[b] on. Samples may share keys.
+    """
+
+    cu_seqlens_q: Tensor | None = None  # (B + 1,); this and the next one are both given in a packed batch alone
+    cu_seqlens_k: Tensor | None = None  # (B + 1,)
+    seqused_q: Tensor | None = None  # (B,)
+    seqused_k: Tensor | None = None  # (B,)
+
+    @property
+    def are_given(self):
+        return any(x is not None for x in self)
+
+    @property
+    def is_packed(self):
+        return self.cu_seqlens_q is not None
+
+    @property
+    def may_share_keys(self):
+        """Whether two samples may have the same keys."""
+        return self.is_packed and self.seqused_k is not None
+
+    def num_samples(self, q):
+        return self.cu_seqlens_q.shape[0] - 1 if self.is_packed else q.shape[0]
+
+
+class Options(NamedTuple):
+    """What a call asks for beside q, k and v, checked. Every backend gets all of it and takes what it knows."""
+
+    softmax_scale: float
+    # (left, right): row i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right, by the
+    # lengths of its sample. -1 is no bound, and (-1, 0) is causal.
+    window: tuple[int, int] = (-1, -1)
+    lengths: Lengths = Lengths()
+    sinks: Tensor | None = None  # (H,), contiguous, fp32, or fp64 for fp64: one more score of each row, without a value
+    dropout_p: float = 0.0
+    # int64, contiguous; None without dropout. One element, or a dropout.seed_with_origins.
+    dropout_seed: Tensor | None = None
+    deterministic: bool = False
+    autotune: bool = True
+    descales: tuple = (None, None, None)  # of q, k and v in fp8: float32 (B, Hk), contiguous, or None
+    return_lse: bool = True  # False: lse may be None
+    softcap: float = 0.0  # 0 is none
+    alibi_slopes: Tensor | None = None  # float32 (H,) or (B, H), contiguous; B samples, also of a packed batch
+    # 4D, bool (True: seen), q's dtype or float32, of any strides. It broadcasts to (B, H, Sq, Sk).
+    attn_bias: Tensor | None = None
+
+    @property
+    def has_scores(self):
+        """Whether softcap, ALiBi or attn_bias change the scores."""
+        return self.softcap > 0 or self.alibi_slopes is not None or self.attn_bias is not None
+
+    @property
+    def tensors(self):
+        """Its tensors, or None for each that is not given."""
+        return (*self.lengths, self.sinks, self.alibi_slopes, self.attn_bias, self.dropout_seed, *self.descales)
+
+    def of_op(self):
+        """The arguments of an op that follow q, k and v, as far as all ops have them."""
+        return (*self.lengths, self.sinks, self.alibi_slopes, self.attn_bias, self.softmax_scale, self.softcap,
+                *self.window, self.dropout_p, self.dropout_seed)
+
+
+class Cache(NamedTuple):
+    """How k and v, (N, Hk, S, D), hold the keys of a batch: as N cached sequences of S keys, or as N pages of S keys.
+
+    Sample b has the keys from leftpad_k[b] to seqused_k[b] of cached sequence batch_idx[b], or of the pages
+    page_table[b], which follow one another. seqused_k is that of Options.lengths, where cu_seqlens_k is None; without
+    it all keys are valid. Kernels clamp all of these values to what there is.
+    """
+
+    page_table: Tensor | None = None  # int32 (B, max_pages), its last dimension contiguous; then batch_idx is None
+    batch_idx: Tensor | None = None  # int32 (B,), contiguous; None: sample b is sequence b
+    leftpad_k: Tensor | None = None  # int32 (B,), contiguous; None: 0
+    # int64 (B, Sq), its last dimension contiguous; not with a packed q or a window. Bit j of a row's word: it sees the
+    # j-th of its sample's new keys, which are the last ones, as many as the rows. All rows see the keys before.
+    tree_mask: Tensor | None = None
+    num_splits: int = 0  # into how many parts at most the keys of a sample are split, by its own lengths; 0: any
+    max_seqlen_q: int = 0  # of a packed q: no sample has more rows, or it is not split; 0: nothing is known
+
+
+class Append(NamedTuple):
+    """Where new keys and values go in a cache, and what is rotated on the way. An op for it takes these arguments after
+    k, v, k_cache and v_cache, in this order.
+
+    k (B, Hk, Sn, D) and v (B, Hk, Sn, Dv) are the new rows, or packed (1, Hk, T, D) with cu_seqlens_k_new. Row t of
+    sample b goes to place seqused_k[b] + t of its cached sequence or of its pages, as Cache has them. With slot_mapping
+    row t of k (1, Hk, T, D) goes to slot_mapping[t] instead: to place s % S of page s // S. A row is not written where
+    its place is beyond the capacity or its page or its sequence does not exist.
+
+    With rotary_cos and rotary_sin, key t of sample b is rotated as at position rotary_seqlens[b] + t. So is row t of q
+    where q_advances, and else all its rows are as at rotary_seqlens[b]. Without rotary_seqlens, seqused_k takes its
+    place. A position beyond the tables counts as their last one.
+    """
+
+    seqused_k: Tensor | None = None  # int32 (B,); None with slot_mapping alone
+    page_table: Tensor | None = None  # this and the next one as Cache's
+    batch_idx: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None  # int32 (B + 1,)
+    slot_mapping: Tensor | None = None  # int64 (T,); then there are no other tensors here
+    q: Tensor | None = None  # (B, H, Sq, D), or packed (1, H, Tq, D)
+    cu_seqlens_q: Tensor | None = None  # int32 (B + 1,)
+    rotary_cos: Tensor | None = None  # (S_ro, rotary_dim / 2), contiguous, in the dtype of k, as rotary_sin
+    rotary_sin: Tensor | None = None
+    rotary_seqlens: Tensor | None = None  # int32 (B,)
+    rotary_interleaved: bool = True  # pairs are the columns (2i, 2i + 1), else (i, i + rotary_dim / 2)
+    q_advances: bool = False
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation behind the facade."""
+
+    # (q, k, v, options) -> (out, lse): checked 4D inputs with a contiguous last dimension. out has the head_dim of v.
+    forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor | None]]
+    dtypes: tuple
+    has_forward_mode: bool  # of its derivatives; all backends have those of a backward pass, but for fp8
+    # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
+    why_not: Callable[[torch.device | None], Exception | None]
+    # (q, k_cache, v_cache, options, cache) -> (out, lse), as forward; without gradients. q may be packed.
+    forward_cached: Callable[[Tensor, Tensor, Tensor, Options, Cache], tuple[Tensor, Tensor]]
+    # (k, v, k_cache, v_cache, append) -> (q rotated, lengths): writes k and v into the caches. lengths is int32 (B,),
+    # seqused_k plus the new rows, but not beyond the capacity. The first is empty where nothing is rotated or q is
+    # None, and lengths is empty with slot_mapping.
+    append: Callable[[Tensor, Tensor, Tensor, Tensor, Append], tuple[Tensor, Tensor]]
+    # (dout, q, k, v, out, lse, options) -> (dq, dk, dv), where k and v may be a part of the keys, and out and lse those
+    # of all, with sinks that options then lacks. No two samples share keys. There is no bias.
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor, Tensor]]
+
+
+def warn(text: str) -> None:
+    """A warning at the line that called into minimal_attn or triton_ref, whichever of their functions that was."""
+    frame, depth = sys._getframe(), 1
+    while frame is not None and (frame.f_globals.get("__package__") or "").split(".")[0] in (__package__, "triton_ref"):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(f"minimal_attn: {text}", stacklevel=depth)

@@ -1,0 +1,256 @@
+"""New keys and values of a cache in plain torch: their checks, their rotation and the writes into the cache.
+
+Su et al., RoFormer, 2021, is where the rotation is from; flash-attn rotates keys when it appends them. Read next:
+definition.py; ../../csrc/main.cpp.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+
+from ..checks import (MAX_HEAD_DIM, can_read, check_alike, check_tensor, empty_like, holds, is_eager, is_known, is_over,
+                      reworded, same_sizes, shown, sum_dtype)
+from ..lengths import check_int32, check_per_sample
+from ..options import Append, Cache, Lengths
+from .packed import begins_and_lengths, places_of_rows
+from .pages import capacity_of, check_fit, check_last_dimension, check_sequences
+
+ROTARY_STEP = 16  # rotary_dim is a multiple of it, as in flash-attn
+
+
+def check_append(k, v, k_cache, v_cache, append, dtypes):
+    """Raise unless the rows k (B, Hk, Sn, D), or packed (1, Hk, T, D), and v fit into the caches, and the rest of
+    append fits them. append.q is checked, if it is given.
+
+    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else.
+    """
+    if k is None or v is None:
+        raise ValueError("k and v must both be given, or neither")
+    check_alike(dtypes, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    shapes = f"k is {tuple(k.shape)}, v is {tuple(v.shape)}, k_cache is {tuple(k_cache.shape)}"
+    if not k.ndim == v.ndim == k_cache.ndim == 4:
+        raise ValueError(f"Expected 4D tensors: {shapes}")
+    if not (same_sizes(k.shape[:-1], v.shape[:-1]) and holds(k.shape[1] == k_cache.shape[1])
+            and holds(v.shape[-1] == v_cache.shape[-1])):
+        raise ValueError("k and v must have the same shape, and the heads and head_dims of the caches: "
+                         f"{shapes}, v_cache is {tuple(v_cache.shape)}")
+    if append.seqused_k is None:
+        raise ValueError("seqused_k must be given with new keys, which go to the places from seqused_k on")
+    batch_size = Lengths(append.cu_seqlens_k_new).num_samples(k)
+    if append.q is not None and not holds(batch_size == Lengths(append.cu_seqlens_q).num_samples(append.q)):
+        raise ValueError(f"k must have as many samples as q, got {batch_size}: q is {tuple(append.q.shape)}, {shapes}")
+    lengths = Lengths(append.cu_seqlens_k_new, None, None, append.seqused_k)
+    cache = Cache(append.page_table, append.batch_idx)
+    try:
+        check_fit(k, k_cache, v_cache, lengths, cache, dtypes)
+    except (TypeError, ValueError) as error:
+        names = {"q": "k", "cu_seqlens_q": "cu_seqlens_k_new"}
+        raise reworded(error, re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))) from None
+    _check_writable(k_cache=k_cache, v_cache=v_cache)
+    _check_rotary(k, batch_size, append)
+    values = lengths.cu_seqlens_q, append.seqused_k, append.page_table, append.batch_idx, append.rotary_seqlens
+    if not k.is_cuda and all(x is None or can_read(x) for x in (*values, append.cu_seqlens_q)):
+        _check_values(k, k_cache, append, cache)
+
+
+def check_slots(key, value, key_cache, value_cache, slot_mapping, dtypes):
+    """Raise unless the rows key (T, Hk, D) and value fit into the caches (num_pages, page_size, Hk, D), at T slots or
+    fewer. Errors as of check_append."""
+    check_alike(dtypes, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    shapes = (f"key is {tuple(key.shape)}, value is {tuple(value.shape)}, key_cache is {tuple(key_cache.shape)}, "
+              f"value_cache is {tuple(value_cache.shape)}")
+    if not (key.ndim == value.ndim == 3 and key_cache.ndim == value_cache.ndim == 4):
+        raise ValueError(f"Expected key and value (T, Hk, D) and caches (num_pages, page_size, Hk, D): {shapes}")
+    if not all(same_sizes(x, y) for x, y in (
+            (key.shape[1:], key_cache.shape[2:]), (value.shape[1:], value_cache.shape[2:]),
+            (key.shape[:2], value.shape[:2]), (key_cache.shape[:3], value_cache.shape[:3]))):
+        raise ValueError("key and value must have the heads and head_dims of the caches, and the same shape but for "
+                         f"the head_dim, and so must the caches: {shapes}")
+    for name, x in (("key", key), ("value", value)):
+        if is_known(x.shape[2] < 1) or is_over(x.shape[2], MAX_HEAD_DIM):
+            raise ValueError(f"Unsupported head_dim {x.shape[2]} of {name}: 1 to {MAX_HEAD_DIM} is supported")
+    for name, x in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check_last_dimension(name, x)
+    _check_writable(key_cache=key_cache, value_cache=value_cache)
+    check_tensor("slot_mapping", slot_mapping)
+    if slot_mapping.dtype != torch.int64:
+        raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
+    if slot_mapping.device != key.device:
+        raise ValueError(f"slot_mapping must be on the same device as key ({key.device}), got {slot_mapping.device}")
+    if slot_mapping.ndim != 1 or not slot_mapping.is_contiguous() or not holds(slot_mapping.shape[0] <= key.shape[0]):
+        raise ValueError(f"slot_mapping must be contiguous, with one value a row of key, {key.shape[0]}, or fewer, got "
+                         f"{shown(slot_mapping)} with strides {slot_mapping.stride()}")
+    num_slots = key_cache.shape[0] * key_cache.shape[1]
+    if not key.is_cuda and can_read(slot_mapping) and slot_mapping.numel() and slot_mapping.max() >= num_slots:
+        raise ValueError(f"slot_mapping must be below {num_slots}, the number of slots, got {int(slot_mapping.max())}")
+
+
+def _check_writable(**caches):
+    """ValueError if elements of a cache share memory, so that a row is not written alone."""
+    for name, x in caches.items():
+        if any(is_known(stride == 0) and is_known(size > 1) for stride, size in zip(x.stride(), x.shape)):
+            raise ValueError(f"{name} cannot be written, since its elements share memory: shape {tuple(x.shape)}, "
+                             f"strides {x.stride()}")
+
+
+def _check_rotary(k, batch_size, append):
+    cos, sin = append.rotary_cos, append.rotary_sin
+    if not isinstance(append.rotary_interleaved, bool):
+        raise TypeError(f"rotary_interleaved must be a bool, got {shown(append.rotary_interleaved)}")
+    if (cos is None) != (sin is None):
+        raise ValueError("rotary_cos and rotary_sin must both be given, or neither")
+    if cos is None:
+        if append.rotary_seqlens is not None:
+            raise ValueError("rotary_seqlens needs rotary_cos and rotary_sin")
+        return
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_tensor(name, x)
+        if x.dtype != k.dtype:
+            raise TypeError(f"{name} must have the dtype of k, {k.dtype}, got {x.dtype}")
+        if x.device != k.device:
+            raise ValueError(f"{name} must be on the same device as k ({k.device}), got {x.device}")
+        if x.ndim != 2 or is_known(x.shape[0] == 0) or not x.is_contiguous():
+            raise ValueError(f"{name} must be (S_ro, rotary_dim / 2), contiguous and not empty, got {shown(x)} with "
+                             f"strides {x.stride()}")
+    if not same_sizes(cos.shape, sin.shape):
+        raise ValueError("rotary_cos and rotary_sin must have the same shape, got "
+                         f"{tuple(cos.shape)} and {tuple(sin.shape)}")
+    rotary_dim = 2 * cos.shape[1]
+    if not (holds(rotary_dim % ROTARY_STEP == 0) and holds(rotary_dim > 0) and holds(rotary_dim <= k.shape[-1])):
+        raise ValueError(f"rotary_dim must be a multiple of {ROTARY_STEP} and at most the head_dim {k.shape[-1]}, got "
+                         f"{rotary_dim} from rotary_cos {tuple(cos.shape)}")
+    if append.rotary_seqlens is not None:
+        check_int32("rotary_seqlens", append.rotary_seqlens, k.device)
+        check_per_sample("rotary_seqlens", append.rotary_seqlens, batch_size)
+
+
+def _check_values(k, k_cache, append, cache):
+    """ValueError unless the cache has a place for each new row, and the rotary tables each position."""
+    capacity, begins = capacity_of(k_cache, cache), append.seqused_k.tolist()
+    num_new = _num_rows(k, append.cu_seqlens_k_new)
+    for b, (begin, n) in enumerate(zip(begins, num_new)):
+        if begin + n > capacity:
+            raise ValueError(f"the cache has no room for the new keys of sample {b}: seqused_k is {begin}, {n} are "
+                             f"new, and there is room for {capacity}")
+        check_sequences(f"the new keys of sample {b}", b, begin, begin + n, k_cache, cache)
+    if append.rotary_cos is None:
+        return
+    rows = num_new
+    if append.q is not None:
+        num_q = _num_rows(append.q, append.cu_seqlens_q)
+        rows = [max(n, m if append.q_advances else min(m, 1)) for n, m in zip(num_new, num_q)]
+    starts = begins if append.rotary_seqlens is None else append.rotary_seqlens.tolist()
+    name = "seqused_k" if append.rotary_seqlens is None else "rotary_seqlens"
+    for b, (start, n) in enumerate(zip(starts, rows)):
+        if start < 0 or n and start + n > append.rotary_cos.shape[0]:
+            raise ValueError(f"rotary_cos has {append.rotary_cos.shape[0]} positions, and sample {b} needs those from "
+                             f"{name} {start} on, as many as its {n} rows")
+
+
+def _num_rows(x, cu_seqlens):
+    """How many rows of x each sample has, as a list."""
+    return [x.shape[2]] * x.shape[0] if cu_seqlens is None else cu_seqlens.diff().tolist()
+
+
+def append_shapes(k_new, v_new, k_cache, v_cache, *of_append):
+    """What an op that appends returns, to be written: q rotated and lengths, or empty ones, as Backend.append."""
+    append = Append(*of_append)
+    is_rotated = append.q is not None and append.rotary_cos is not None
+    q_rotated = empty_like(append.q) if is_rotated else k_new.new_empty(0)
+    batch_size = 0 if append.seqused_k is None else append.seqused_k.shape[0]
+    return q_rotated, k_new.new_empty(batch_size, dtype=torch.int32)
+
+
+def append_in_torch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, append: Append) -> tuple[Tensor, Tensor]:
+    """A Backend's append: an op where something traces or watches."""
+    if is_eager(k, v, k_cache, v_cache, append.q):
+        return _append(k, v, k_cache, v_cache, append)
+    return torch.ops.minimal_attn.torch_append(k, v, k_cache, v_cache, *append)
+
+
+@torch.library.custom_op("minimal_attn::torch_append", mutates_args=("k_cache", "v_cache"))
+def _torch_append(k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_k: Tensor | None,
+                  page_table: Tensor | None, cache_batch_idx: Tensor | None, cu_seqlens_k_new: Tensor | None,
+                  slot_mapping: Tensor | None, q: Tensor | None, cu_seqlens_q: Tensor | None,
+                  rotary_cos: Tensor | None, rotary_sin: Tensor | None, rotary_seqlens: Tensor | None,
+                  rotary_interleaved: bool, q_advances: bool) -> tuple[Tensor, Tensor]:
+    return _append(k_new, v_new, k_cache, v_cache, Append(
+        seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new, slot_mapping, q, cu_seqlens_q, rotary_cos,
+        rotary_sin, rotary_seqlens, rotary_interleaved, q_advances))
+
+
+_torch_append.register_fake(append_shapes)
+
+
+def _append(k, v, k_cache, v_cache, append):
+    q_rotated, lengths = append_shapes(k, v, k_cache, v_cache, *append)
+    if append.slot_mapping is not None:
+        slot, size = append.slot_mapping, max(1, k_cache.shape[2])
+        sequence, place, is_valid = slot.div(size, rounding_mode="floor"), slot % size, True
+    else:
+        capacity = capacity_of(k_cache, Cache(append.page_table))
+        append = append._replace(seqused_k=append.seqused_k.clamp(0, capacity))
+        starts = (append.seqused_k if append.rotary_seqlens is None else append.rotary_seqlens).long()
+        sample, row, is_padding = _rows_of(k, append.cu_seqlens_k_new)
+        if append.rotary_cos is not None:
+            k = _rotated(k, starts[sample] + row, append)
+            if append.q is not None:
+                q_sample, q_row, _ = _rows_of(append.q, append.cu_seqlens_q)
+                q_rotated.copy_(_rotated(append.q, starts[q_sample] + q_row * append.q_advances, append))
+        sequence, place, is_valid, lengths = _places(k_cache, sample, row, is_padding, append)
+    is_valid = is_valid & (sequence >= 0) & (sequence < k_cache.shape[0])
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        _write(cache, new, *(x.flatten() for x in (sequence, place, is_valid)))
+    return q_rotated, lengths
+
+
+def _rows_of(x, cu_seqlens):
+    """The sample of each row, its number within that, and whether it is padding: (B, S), or (1, T) of a packed x."""
+    batch_size, _, seqlen, _ = x.shape
+    if cu_seqlens is not None:
+        return (y[None] for y in places_of_rows(*begins_and_lengths(cu_seqlens, seqlen), seqlen))
+    sample, row = torch.arange(batch_size, device=x.device)[:, None], torch.arange(seqlen, device=x.device)
+    return *torch.broadcast_tensors(sample, row), torch.zeros(batch_size, seqlen, dtype=torch.bool, device=x.device)
+
+
+def _places(k_cache, sample, row, is_padding, append):
+    """(sequence, place, is_valid) of each new row, and the lengths (B,) after them."""
+    size, capacity = k_cache.shape[2], capacity_of(k_cache, Cache(append.page_table))
+    seqused = append.seqused_k.long()
+    num_new = torch.zeros_like(seqused).index_add(0, sample.flatten(), (~is_padding).flatten().long())
+    lengths = (seqused + num_new).clamp(0, capacity).int()
+    place = seqused[sample] + row
+    is_valid = ~is_padding & (place < capacity)
+    place = place.clamp(max=max(0, capacity - 1))
+    if append.page_table is not None and capacity:
+        return append.page_table.long()[sample, place // size], place % size, is_valid, lengths
+    sequence = sample if append.batch_idx is None else append.batch_idx.long()[sample]
+    return sequence, place, is_valid, lengths
+
+
+def _rotated(x, position, append):
+    """x (B, H, S, D), rotated in fp32 as at these positions (B, S)."""
+    acc_dtype = sum_dtype(x.dtype)
+    position = position.clamp(0, append.rotary_cos.shape[0] - 1)
+    cos, sin = (table[position][:, None].to(acc_dtype) for table in (append.rotary_cos, append.rotary_sin))
+    rotary_dim = 2 * cos.shape[-1]
+    turned, rest = x[..., :rotary_dim].to(acc_dtype), x[..., rotary_dim:]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if append.rotary_interleaved else turned.chunk(2, -1)
+    a, b = a * cos - b * sin, a * sin + b * cos
+    turned = torch.stack((a, b), -1).flatten(-2) if append.rotary_interleaved else torch.cat((a, b), -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)
+
+
+def _write(cache, new, sequence, place, is_valid):
+    """The valid rows of new (B, Hk, S, D) into cache, in which sequence and place (B · S,) say where they go.
+
+    The host waits for nothing, so that a CUDA graph can hold this. A row that is not valid becomes a copy of one that
+    is. Where none is, all become one row that is in the cache, which then stays what it is.
+    """
+    if not (new.numel() and cache.numel()):
+        return
+    rows, cache = new.transpose(1, 2).flatten(0, 1), cache.transpose(1, 2)
+    source = torch.where(is_valid, torch.arange(len(is_valid), device=new.device), is_valid.int().argmax())
+    at = sequence[source].clamp(0, cache.shape[0] - 1), place[source].clamp(0, cache.shape[1] - 1)
+    cache.index_put_(at, torch.where(is_valid.any(), rows[source], cache[at]))

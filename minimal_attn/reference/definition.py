@@ -1,0 +1,181 @@
+"""The reference, and the online softmax in a few lines of PyTorch.
+
+reference_attention forms all scores at once: slow, big, and plainly right. Every kernel is judged against it.
+blockwise_attention walks along the keys as the kernels do, to be read beside csrc/flash.cu.
+
+Read next: scores.py, what becomes of a score; dropout.py, which probabilities survive.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..checks import check_dropout_p, check_dropout_seed, check_options, check_qkv, check_sinks, is_known, sum_dtype
+from ..lengths import check_lengths, check_max_seqlen, check_window
+from ..options import Lengths, Options
+from .dropout import keep_mask, keep_scale
+from .packed import as_padded
+from .scores import check_alibi_slopes, check_attn_bias, check_softcap, visible_keys, with_scores
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def without_autocast(function):
+    """Compute in the dtypes that function chooses, also under torch.autocast."""
+
+    @functools.wraps(function)
+    def wrapped(q, *args, **kwargs):
+        if q.is_meta:  # which knows no autocast
+            return function(q, *args, **kwargs)
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *args, **kwargs)
+
+    return wrapped
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale: float | None = None,
+                        seq_lens: Tensor | Sequence[int] | None = None, *, dropout_p: float = 0,
+                        dropout_seed: Tensor | None = None, return_lse: bool = False,
+                        window_size: tuple[int, int] = (-1, -1), cu_seqlens_q: Tensor | None = None,
+                        cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
+                        max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
+                        seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
+                        alibi_slopes: Tensor | None = None,
+                        attn_bias: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
+
+    The same function as flash_attention, which describes arguments and errors, but torch.autocast casts nothing here.
+    Differentiable.
+
+    Args:
+        q: (B, H, Sq, D) or (B·H, Sq, D), float32, float16, bfloat16 or float64.
+        k, v: (B, Hk, Sk, D), H a multiple of Hk, or (B·H, Sk, D).
+        causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
+        sm_scale: factor of the scores, 1/sqrt(D) if None.
+        seq_lens: valid length of each sample; needs Sq == Sk.
+        dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p).
+        dropout_seed: int64, on q's device: decides which (dropout.py); drawn by torch if None. As flash_attention.
+        return_lse: also return each row's log-sum-exp.
+        window_size, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softcap, alibi_slopes, attn_bias: as
+            flash_attention.
+        max_seqlen_q, max_seqlen_k: checked, but not used.
+
+    Returns:
+        out, of q's shape, with v's head_dim, and q's dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or
+        (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log, of the scores before dropout. A row that sees no key has
+        out 0 and lse -inf, or its sink.
+    """
+    check_qkv(q, k, v, DTYPES)
+    check_options(causal, sm_scale)
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    lengths = check_lengths(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), seq_lens, q, k)
+    window = check_window(window_size, causal, lengths, q, k)
+    dropout_p = check_dropout_p(dropout_p)
+    seed = check_dropout_seed(dropout_seed, q, lengths.num_samples(q)) if dropout_p else None
+    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
+    options = Options(scale, window, lengths, check_sinks(sinks, q), dropout_p, seed, softcap=check_softcap(softcap),
+                      alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
+                      attn_bias=check_attn_bias(attn_bias, q, k, lengths))
+    if q.ndim == 3:
+        out, lse = (x.squeeze(1) for x in reference_forward(*(x.unsqueeze(1) for x in (q, k, v)), options))
+    else:
+        out, lse = reference_forward(q, k, v, options)
+    return (out, lse) if return_lse else out
+
+
+def without_padding(q, k, v, mask):
+    """q, k and v with 0 in the rows that see no key and in the keys that no row sees. A mask multiplies by 0, and
+    0 · NaN is NaN, so what is masked must be finite."""
+    hidden_keys = ~mask.any(-2).unsqueeze(-1)
+    return q.masked_fill(~mask.any(-1, keepdim=True), 0), k.masked_fill(hidden_keys, 0), v.masked_fill(hidden_keys, 0)
+
+
+@without_autocast
+def reference_forward(q, k, v, options):
+    """(out, lse) of checked 4D inputs, as a Backend's forward; not for fp8."""
+    if options.lengths.is_packed:
+        return as_padded(reference_forward, q, k, v, options)
+    acc_dtype = sum_dtype(q.dtype)
+    groups = q.shape[1] // k.shape[1]  # query heads that share a key/value head
+    mask = visible_keys(q.shape[2], k.shape[2], options.window, options.lengths, q.device)
+    if mask is not None:
+        q, k, v = without_padding(q, k, v, mask)
+    k, v = (x.to(acc_dtype).repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = with_scores(q.to(acc_dtype) @ k.transpose(-2, -1) * options.softmax_scale, options)
+    # Scores of -inf are masked as well: the derivative of logsumexp is NaN in rows that hold nothing else.
+    is_masked = scores == -math.inf if mask is None else ~mask | (scores == -math.inf)
+    scores = scores.masked_fill(is_masked, -math.inf)
+    # Relative to a row's largest score: beside finfo.min, which hides keys in some models, the logarithm would be lost.
+    scores, row_max = relative_to_max(scores)
+    lse = scores.logsumexp(-1)
+    sees_no_key = (lse == -math.inf)[..., None]
+    if options.sinks is not None:  # one more term of each sum, but not in padding
+        sinks = options.sinks[:, None] - row_max
+        is_empty = (lse == -math.inf) & (sinks == -math.inf)  # the derivative of logaddexp is NaN there
+        lse = torch.logaddexp(lse, sinks.masked_fill(is_empty, 0)).masked_fill(is_empty, -math.inf)
+        if options.lengths.seqused_q is not None:
+            rows = torch.arange(q.shape[2], device=q.device)
+            lse = lse.masked_fill(rows >= options.lengths.seqused_q[:, None, None], -math.inf)
+    # A row without keys has lse -inf; against 0 its probabilities exp(-inf - 0) are 0 rather than NaN.
+    probabilities = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
+    if options.dropout_seed is not None:
+        keep = keep_mask(options.dropout_seed, options.dropout_p, *scores.shape, q.device)
+        probabilities = probabilities.masked_fill(~keep, 0) * keep_scale(options.dropout_p)
+    out = probabilities @ v
+    return out.masked_fill(sees_no_key, 0).to(q.dtype), lse + row_max  # 0, also where V is not finite
+
+
+def relative_to_max(scores):
+    """Scores minus the largest of their row, and these (B, H, Sq), which count as constants. 0 if it is not finite."""
+    if is_known(scores.shape[-1] == 0):
+        return scores, scores.new_zeros(scores.shape[:-1])
+    row_max = scores.detach().amax(-1)
+    row_max = row_max.masked_fill(~row_max.isfinite(), 0)
+    return scores - row_max[..., None], row_max
+
+
+@without_autocast
+def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, dropout_p: float = 0) -> Tensor:
+    """softmax(Q Kᵀ / sqrt(D)) V with the online softmax, one block of keys at a time: for reading, not for speed.
+
+    Milakov and Gimelshein 2018 (the running maximum and sum); Dao et al. 2022, Algorithm 1 (with the product by V).
+
+    Args:
+        q, k, v: (B, N, D), one float dtype; the sums are kept in fp32 (fp64 for fp64 inputs).
+        block_size: keys per block, at least 1.
+        dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p). Applied whenever
+            it is above 0, as torch's scaled_dot_product_attention does.
+
+    Returns:
+        (B, N, D), with v's head_dim, in q's dtype.
+
+    Raises:
+        ValueError: shapes, block_size or dropout_p; TypeError: dtypes.
+    """
+    check_qkv(q, k, v, DTYPES)
+    if q.ndim != 3:
+        raise ValueError(f"blockwise_attention expects q, k and v of shape (B, N, D), got {tuple(q.shape)}")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
+    acc_dtype = sum_dtype(q.dtype)
+    scale = 1 / math.sqrt(q.shape[-1])
+    row_max = torch.full((*q.shape[:2], 1), -math.inf, dtype=acc_dtype, device=q.device)
+    row_sum = torch.zeros_like(row_max)
+    acc_o = torch.zeros(*q.shape[:2], v.shape[-1], dtype=acc_dtype, device=q.device)
+    for k_block, v_block in zip(k.split(block_size, dim=1), v.split(block_size, dim=1)):
+        scores = q.to(acc_dtype) @ k_block.to(acc_dtype).transpose(-2, -1) * scale
+        new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+        p = (scores - new_max).exp()
+        # What was summed so far was relative to the old maximum: this factor is what "online" rests on.
+        rescale = (row_max - new_max).exp()
+        row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
+        # Dropout belongs to the normalised probabilities: it thins what meets V, never the sum that normalises.
+        acc_o = acc_o * rescale + torch.nn.functional.dropout(p, dropout_p) @ v_block.to(acc_dtype)
+        row_max = new_max
+    return (acc_o / row_sum).to(q.dtype) if k.shape[1] else acc_o.to(q.dtype)

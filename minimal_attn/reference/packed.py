@@ -1,0 +1,231 @@
+"""Packed batches: samples of different lengths one after the other, without padding between them.
+
+unpad_input and pad_input go from a padded batch to a packed one and back. as_padded gives a packed batch to backends
+that know padded ones alone, and with_own_keys gives one whose samples share keys to those that have no gradients of
+it. Read next: ../lengths.py, what is checked of lengths.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..checks import can_read, check_tensor, holds, is_int, is_known, larger, same_sizes, shown, smaller
+from ..options import Lengths
+
+
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Pack a padded batch: take what the mask says is valid, wherever it lies in a sample (flash_attn.bert_padding).
+
+    The host waits for the number of valid positions, and for the largest length.
+
+    Args:
+        hidden_states: (B, S, ...).
+        attention_mask: (B, S) on its device, True or not 0 where a position is valid: bool, int64, int32 or uint8.
+
+    Returns:
+        (packed (T, ...), indices int64 (T,) of its rows in hidden_states.flatten(0, 1), cu_seqlens int32 (B + 1,), the
+        largest length, seqused int32 (B,), the lengths).
+
+    Raises:
+        TypeError: what is no dense tensor, or a mask of another dtype. ValueError: a wrong shape or device.
+        RuntimeError: while a CUDA graph is captured, when the host cannot wait.
+    """
+    check_tensor("hidden_states", hidden_states)
+    mask = check_mask("attention_mask", attention_mask, hidden_states)
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a mask cannot be read while a CUDA graph is captured: pack the batch before, or give "
+                           "cu_seqlens")
+    seqused = mask.sum(1, dtype=torch.int32)
+    indices = mask.flatten().nonzero().squeeze(1)
+    cu_seqlens = pad(seqused.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(seqused.max()) if seqused.numel() else 0
+    return hidden_states.flatten(0, 1).index_select(0, indices), indices, cu_seqlens, longest, seqused
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The reverse of unpad_input (flash_attn.bert_padding): (batch, seqlen, ...), 0 where nothing was valid.
+
+    Args:
+        hidden_states: (T, ...).
+        indices: int64 (T,) on its device, as of unpad_input.
+        batch, seqlen: sizes of the padded batch, ints from 0 on.
+
+    Raises:
+        TypeError: what is no dense tensor, indices that are not int64, or a size that is no int. ValueError: a wrong
+        shape, size or device, or more rows than the padded batch has.
+    """
+    x = hidden_states
+    check_tensor("hidden_states", x)
+    check_tensor("indices", indices)
+    for name, size in (("batch", batch), ("seqlen", seqlen)):
+        if not is_int(size):
+            raise TypeError(f"{name} must be an int, got {shown(size)}")
+        if not holds(size >= 0):
+            raise ValueError(f"{name} must not be negative, got {size}")
+    if indices.dtype != torch.int64:
+        raise TypeError(f"indices must be int64, got {indices.dtype}")
+    if not same_sizes(indices.shape, x.shape[:1]) or indices.device != x.device:
+        raise ValueError(f"indices must be ({x.shape[0] if x.ndim else 'T'},) on {x.device}, as hidden_states is "
+                         f"{tuple(x.shape)}; got {tuple(indices.shape)} on {indices.device}")
+    if not holds(x.shape[0] <= batch * seqlen):
+        raise ValueError(f"hidden_states has {x.shape[0]} rows, more than batch · seqlen = {batch * seqlen}")
+    padded = x.new_zeros(batch * seqlen, *x.shape[1:]).index_copy(0, indices, x)
+    return padded.unflatten(0, (batch, seqlen))
+
+
+def check_mask(name, mask, x):
+    """mask as bool; TypeError unless it is a dense tensor of bools or integers, ValueError unless it is (B, S), on the
+    device of x (B, S, ...)."""
+    check_tensor(name, mask)
+    if mask.dtype not in (torch.bool, torch.int64, torch.int32, torch.uint8):
+        raise TypeError(f"{name} must be bool, int64, int32 or uint8, and not 0 where a position is valid, got "
+                        f"{mask.dtype}")
+    if mask.ndim != 2 or not same_sizes(mask.shape, x.shape[:2]) or mask.device != x.device:
+        raise ValueError(f"{name} must have shape {tuple(x.shape[:2])}, (B, S), on {x.device}, got {tuple(mask.shape)} "
+                         f"on {mask.device}")
+    return mask != 0
+
+
+def as_padded(forward, q, k, v, options):
+    """(out, lse) of a packed batch, by a Backend's forward of padded batches.
+
+    Each sample is copied to the start of rows of its own, so nothing of the others can reach it.
+    """
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = options.lengths
+    begin_q, seqlen_q = begins_and_lengths(cu_seqlens_q, q.shape[2])
+    if seqused_q is not None:
+        seqlen_q = seqlen_q.minimum(seqused_q.clamp(min=0))
+    begin_k, seqlen_k = _keys(cu_seqlens_k, seqused_k, k.shape[2])
+    k_rows = _padded_rows(begin_k, seqlen_k, k.shape[2])
+    lengths = Lengths(seqused_q=seqlen_q.int(), seqused_k=seqlen_k.int())
+    padded = (x[0][:, rows].transpose(0, 1) for x, rows in (
+        (q, _padded_rows(begin_q, seqlen_q, q.shape[2])), (k, k_rows), (v, k_rows)))
+    out, lse = forward(*padded, options._replace(lengths=lengths))
+    sample, row, is_padding = places_of_rows(begin_q, seqlen_q, q.shape[2])
+    row = row.clamp(max=out.shape[2] - 1)
+    out = out[sample, :, row].transpose(0, 1)[None].masked_fill(is_padding[:, None], 0)
+    return out, None if lse is None else lse[sample, :, row].t()[None].masked_fill(is_padding, float("-inf"))
+
+
+def with_own_keys(k, v, lengths, max_seqlen_k):
+    """k, v and lengths of the same packed batch, in which no two samples share keys: copies of the keys of one sample
+    after the other. Gradients of what was copied more than once are added up in fp32 and in a fixed order.
+
+    The copies have B · max_seqlen_k rows. If max_seqlen_k is no int, the host waits for the largest length, as for
+    backend="torch". Where it cannot, in a CUDA graph or under torch.compile, there is room for all keys in each sample.
+
+    A max_seqlen_k below the length of a sample is an error where the host may read that. Elsewhere the keys of such a
+    sample are NaN, and so are its result and its gradients.
+
+    Raises:
+        ValueError: on the CPU, a max_seqlen_k below the length of a sample.
+    """
+    total, batch_size = k.shape[2], lengths.seqused_k.shape[0]
+    begin, seqlen = _keys(lengths.cu_seqlens_k, lengths.seqused_k, total)
+    longest = int(seqlen.max()) if can_read(seqlen) and not (seqlen.is_cuda and is_int(max_seqlen_k)) else None
+    if not is_int(max_seqlen_k):
+        max_seqlen_k = total if longest is None else longest
+    if longest is not None and max_seqlen_k < longest:
+        raise ValueError(f"max_seqlen_k must be at least the largest of seqused_k, {longest}, got {max_seqlen_k}")
+    room = larger(smaller(max_seqlen_k, total), 1)
+    seqlen_own = seqlen.clamp(max=room)
+    ends = seqlen_own.cumsum(0)
+    row = torch.arange(batch_size * room, device=k.device)
+    sample = torch.searchsorted(ends, row, right=True).clamp(max=batch_size - 1)
+    own_begin = ends - seqlen_own
+    # Rows after the last sample are copies of any keys: no row of q sees them, and their gradients are 0.
+    rows = torch.where(row < ends[-1], begin[sample] + row - own_begin[sample], row % total)
+    bounds = pad(ends, (1, 0)).int()
+    k, v = _take_rows(k, rows), _take_rows(v, rows)
+    if longest is None and not is_known(room >= total):
+        # By a factor, which gradients have too: masked_fill would make theirs 0.
+        factor = k.new_ones(batch_size).masked_fill(seqlen > room, float("nan"))[sample, None]
+        k, v = k * factor, v * factor
+    return k, v, lengths._replace(cu_seqlens_k=bounds, seqused_k=None)
+
+
+# These two are ops, since torch.compile would make atomics of what is in the second one, and Dynamo of torch 2.11 loses
+# the gradient of an autograd.Function around it.
+@torch.library.custom_op("minimal_attn::take_rows", mutates_args=())
+def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[:, :, rows] of x (1, H, T, D)."""
+    return x[:, :, rows].contiguous()  # heads that overlap would stay the innermost dimension
+
+
+@torch.library.custom_op("minimal_attn::add_rows", mutates_args=())
+def _add_rows(parts: Tensor, rows: Tensor, total: int) -> Tensor:
+    """(total, ...) of parts (N, ...): the sum of those for each of the rows (N,)."""
+    dtype = torch.promote_types(parts.dtype, torch.float32)
+    sums = parts.new_zeros(total, *parts.shape[1:], dtype=dtype)
+    # The one of these two that adds in a fixed order: on a GPU index_add_ has atomics, on the CPU index_put_ has.
+    if parts.is_cuda:
+        sums.index_put_((rows,), parts.to(dtype), accumulate=True)
+    else:
+        sums.index_add_(0, rows, parts.to(dtype))
+    return sums.to(parts.dtype)
+
+
+@_take_rows.register_fake
+def _(x, rows):
+    return x.new_empty(*x.shape[:2], rows.shape[0], x.shape[3])
+
+
+@_add_rows.register_fake
+def _(parts, rows, total):
+    return parts.new_empty(total, *parts.shape[1:])
+
+
+def _save_rows(ctx, inputs, output):
+    x, rows = inputs
+    ctx.save_for_backward(rows)
+    ctx.total = x.shape[2]
+
+
+def _take_rows_backward(ctx, dout):
+    rows, = ctx.saved_tensors
+    return _add_rows(dout[0].transpose(0, 1), rows, ctx.total).transpose(0, 1)[None], None
+
+
+def _save_added_rows(ctx, inputs, output):
+    _, rows, _ = inputs
+    ctx.save_for_backward(rows)
+
+
+def _add_rows_backward(ctx, dsums):
+    rows, = ctx.saved_tensors
+    return _take_rows(dsums.transpose(0, 1)[None], rows)[0].transpose(0, 1), None, None
+
+
+_take_rows.register_autograd(_take_rows_backward, setup_context=_save_rows)
+# For second derivatives, which then reach a kernel, whose error says that it has none.
+_add_rows.register_autograd(_add_rows_backward, setup_context=_save_added_rows)
+
+
+def begins_and_lengths(cu_seqlens, total):
+    """(B,) and (B,): where samples begin, and their lengths."""
+    bounds = cu_seqlens.long().clamp(0, total)
+    bounds[:1].zero_()
+    return bounds[:-1], bounds.diff().clamp(min=0)
+
+
+def places_of_rows(begin, seqlen, total):
+    """(total,) each, of the rows of a packed batch: their samples, their numbers within these, and whether they are
+    padding."""
+    row = torch.arange(total, device=begin.device)
+    sample = torch.searchsorted(begin.cummax(0).values, row, right=True) - 1
+    row = row - begin[sample]
+    return sample, row, row >= seqlen[sample]
+
+
+def _keys(cu_seqlens_k, seqused_k, total):
+    """begins_and_lengths of keys: with seqused_k, a sample's keys may reach into the next ones'."""
+    begin, seqlen = begins_and_lengths(cu_seqlens_k, total)
+    return begin, seqlen if seqused_k is None else seqused_k.clamp(min=0).minimum(total - begin)
+
+
+def _padded_rows(begin, seqlen, total):
+    """(B, S): the row of the packed tensor for each row of the padded one, whose length S holds the longest sample. It
+    is all of `total` where the lengths cannot be read."""
+    longest = max(1, int(seqlen.max())) if can_read(seqlen) else total
+    rows = begin[:, None] + torch.arange(min(longest, total), device=begin.device)
+    return rows.clamp(max=total - 1)

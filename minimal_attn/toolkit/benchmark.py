@@ -1,0 +1,219 @@
+"""How long a function takes and what memory it needs: the one timer of the project, and a runner that compares.
+
+On a GPU every call starts with a cold L2 and is timed by events of the stream; elsewhere by the clock. Read next:
+../bench/, which measures every attention of this machine with it; validation.py, whether results are right.
+"""
+
+import functools
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+QUANTILES = (0.5, 0.2, 0.8)
+CACHE_BYTES = 256 << 20  # larger than the L2 of any GPU
+CACHE_WRITES = 4  # one empties the L2; all of them give the host 0.2 ms to prepare the call, so that it is not timed
+
+
+def benchmark_fn(fn: Callable, *args: Any, warmup: int = 25, rep: int = 100, quantiles: list[float] | None = None,
+                 **kwargs: Any) -> tuple[float, ...]:
+    """Time fn(*args, **kwargs).
+
+    Args:
+        fn: what to call. If there is a GPU, fn is timed there, unless all tensors among its arguments are on the CPU.
+        *args, **kwargs: the arguments of fn.
+        warmup: number of calls before the timed ones.
+        rep: number of timed calls.
+        quantiles: which quantiles of the times to return, each in [0, 1].
+
+    Returns:
+        (median, 20th percentile, 80th percentile), or the quantiles that are asked for, in ms.
+
+    Raises:
+        ValueError: warmup is negative, or rep is less than 1.
+    """
+    if warmup < 0 or rep < 1:
+        raise ValueError(f"warmup must be at least 0 and rep at least 1, got {warmup} and {rep}")
+    call = functools.partial(fn, *args, **kwargs)
+    for _ in range(warmup):
+        call()
+    gpu = _gpu_of(*args, *kwargs.values())
+    times = _cpu_times(call, rep) if gpu is None else _gpu_times(call, rep, gpu)
+    wanted = torch.tensor(quantiles or QUANTILES, dtype=torch.float64)
+    return tuple(torch.tensor(times, dtype=torch.float64).quantile(wanted).tolist())
+
+
+def peak_bytes(fn: Callable, *args: Any, **kwargs: Any) -> int | None:
+    """What one call holds at its most beyond what is there before it, its result included; None without a GPU, where
+    torch does not count."""
+    gpu = _gpu_of(*args, *kwargs.values())
+    if gpu is None:
+        return None
+    gc.collect()  # else what other calls left behind may be freed in this one, and counted
+    torch.cuda.synchronize(gpu)
+    torch.cuda.reset_peak_memory_stats(gpu)
+    before = torch.cuda.memory_allocated(gpu)
+    fn(*args, **kwargs)
+    return torch.cuda.max_memory_allocated(gpu) - before
+
+
+def _gpu_of(*args: Any) -> torch.device | None:
+    """Where a call with these arguments runs, None for the CPU."""
+    if not torch.cuda.is_available():
+        return None
+    devices = [x.device for x in args if isinstance(x, torch.Tensor)] or [torch.device("cuda")]
+    return next((device for device in devices if device.type == "cuda"), None)
+
+
+def _gpu_times(call: Callable, rep: int, gpu: torch.device) -> list[float]:
+    with torch.cuda.device(gpu):
+        cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=gpu)
+        spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rep)]
+        for start, end in spans:
+            for _ in range(CACHE_WRITES):
+                cache.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in spans]
+
+
+def _cpu_times(call: Callable, rep: int) -> list[float]:
+    times = []
+    for _ in range(rep):
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+@dataclass
+class BenchmarkResult:
+    """One function at one size."""
+
+    name: str  # "PyTorch", "Triton", "FlashAttention"
+    size: tuple  # (M, N, K), or (batch, heads, seq_len, head_dim)
+    time_ms: float  # median
+    tflops: float
+    memory_mb: float = 0.0  # peak_bytes / 10^6; 0 without a GPU
+    block_config: dict | None = None  # the blocks, where they were given
+
+
+class BenchmarkRunner:
+    """Measures functions beside torch and keeps the results.
+
+    Args:
+        device: "cuda" or "cpu".
+        warmup, rep: numbers of calls, as of benchmark_fn.
+
+    Attributes:
+        results: list of BenchmarkResult, in the order in which they were measured.
+    """
+
+    def __init__(self, device: str = "cuda", warmup: int = 25, rep: int = 100):
+        self.device, self.warmup, self.rep = device, warmup, rep
+        self.results: list[BenchmarkResult] = []
+
+    def benchmark_matmul(self, triton_fn: Callable, sizes: list[tuple[int, int, int]],
+                         block_configs: list[dict] | None = None,
+                         dtype: torch.dtype = torch.float16) -> list[BenchmarkResult]:
+        """Measure triton_fn(a, b) beside torch.matmul, on normal a (M, K) and b (K, N).
+
+        Args:
+            triton_fn: (a, b, **block_config) -> (M, N).
+            sizes: of (M, N, K).
+            block_configs: keyword arguments such as {"block_m": 64, "block_n": 64, "block_k": 32}: triton_fn is
+                measured once with each of them, and if there are none, once without any.
+            dtype: of a and b.
+
+        Returns:
+            For each size a result "PyTorch", then those named "Triton". FLOPs are 2·M·N·K.
+
+        Raises:
+            RuntimeError: the device is a GPU, and there is none.
+        """
+        self._check_device()
+        first = len(self.results)
+        for m, n, k in sizes:
+            a, b = (torch.randn(shape, device=self.device, dtype=dtype) for shape in ((m, k), (k, n)))
+            self._measure("PyTorch", (m, n, k), 2 * m * n * k, torch.matmul, a, b)
+            for config in block_configs or [None]:
+                call = functools.partial(triton_fn, **config or {})
+                self._measure("Triton", (m, n, k), 2 * m * n * k, call, a, b, block_config=config)
+        return self.results[first:]
+
+    def benchmark_attention(self, flash_fn: Callable, seq_lengths: list[int], batch_size: int = 4, num_heads: int = 8,
+                            head_dim: int = 64, causal: bool = False,
+                            dtype: torch.dtype = torch.float16) -> list[BenchmarkResult]:
+        """Measure flash_fn(q, k, v, causal=causal) beside scaled_dot_product_attention.
+
+        Args:
+            flash_fn: (q, k, v, causal) -> out.
+            seq_lengths: of q and of k and v.
+            batch_size, num_heads, head_dim: sizes of q, k and v: (batch_size, num_heads, seq_len, head_dim).
+            causal: mask the future.
+            dtype: of q, k and v.
+
+        Returns:
+            For each length the results "PyTorch" and "FlashAttention". FLOPs are 4·B·H·S²·D, half of it when causal.
+
+        Raises:
+            RuntimeError: the device is a GPU, and there is none.
+        """
+        self._check_device()
+        first = len(self.results)
+        for seq_len in seq_lengths:
+            size = batch_size, num_heads, seq_len, head_dim
+            q, k, v = (torch.randn(size, device=self.device, dtype=dtype) for _ in "qkv")
+            flops = 4 * batch_size * num_heads * seq_len**2 * head_dim / (2 if causal else 1)
+            sdpa = functools.partial(scaled_dot_product_attention, is_causal=causal)
+            self._measure("PyTorch", size, flops, sdpa, q, k, v)
+            self._measure("FlashAttention", size, flops, functools.partial(flash_fn, causal=causal), q, k, v)
+        return self.results[first:]
+
+    def print_comparison_table(self, results: list[BenchmarkResult] | None = None,
+                               title: str = "Benchmark Results") -> None:
+        """Print results, self.results if None, each beside the last "PyTorch" of its size.
+
+        Raises:
+            ModuleNotFoundError: rich is not installed.
+        """
+        try:
+            from rich.box import SIMPLE_HEAD
+            from rich.console import Console
+            from rich.table import Table
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("print_comparison_table needs rich: pip install 'minimal_attn[bench]'") from error
+        results = self.results if results is None else results
+        torch_ms = {}  # by size
+        table = Table(title=title, box=SIMPLE_HEAD)
+        for heading in ("Size", "Name", "ms", "TFLOP/s", "Peak MB", "× PyTorch", "Blocks"):
+            table.add_column(heading, justify="left" if heading in ("Name", "Blocks") else "right")
+        for r in results:
+            if r.name == "PyTorch":
+                torch_ms[r.size] = r.time_ms
+            speedup = f"{torch_ms[r.size] / r.time_ms:.2f}" if r.size in torch_ms else "–"
+            blocks = "\n".join(f"{key}={value}" for key, value in (r.block_config or {}).items())
+            table.add_row("×".join(map(str, r.size)), r.name, f"{r.time_ms:.4g}", f"{r.tflops:.4g}",
+                          f"{r.memory_mb:.4g}", speedup, blocks)
+        Console(highlight=False).print(table)
+
+    def clear_results(self) -> None:
+        """Forget what was measured."""
+        self.results.clear()
+
+    def _check_device(self) -> None:
+        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(f"BenchmarkRunner: device={self.device!r}, but torch sees no GPU; device='cpu' works "
+                               "anywhere")
+
+    def _measure(self, name: str, size: tuple, flops: float, fn: Callable, *args: Any,
+                 block_config: dict | None = None) -> None:
+        ms, *_ = benchmark_fn(fn, *args, warmup=self.warmup, rep=self.rep)
+        memory_mb = (peak_bytes(fn, *args) or 0) / 1e6
+        self.results.append(BenchmarkResult(name, size, ms, flops / ms / 1e9, memory_mb, block_config))
