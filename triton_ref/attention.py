@@ -11,7 +11,6 @@ Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: mask.py, the mask; scor
 """
 
 import functools
-import importlib
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from triton.compiler.errors import CompilationError
 from minimal_attn.checks import FP8_DTYPES, MAX_HEAD_DIM, empty_outputs
 from minimal_attn.options import Lengths, warn
 
-from . import autotune as tuner
+from . import autotune as tuner, late
 from .dropout import count_and_scale, keep_tile, seed_of
 from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
                         properties, remember, to_float)
@@ -486,5 +485,5 @@ def choose(config, autotune, arguments, lengths, window, is_negative, tma):
 def __getattr__(name):
     """attention and calculate_block_sizes are here as well, for those who look for them beside the kernel."""
     if name in ("attention", "calculate_block_sizes"):
-        return getattr(importlib.import_module(".classic", __package__), name)
+        return late.of_classic(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

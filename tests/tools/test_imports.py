@@ -2,7 +2,7 @@
 
 import ast
 import graphlib
-import importlib
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cpu
 
 
 def imports_of(name):
-    """The modules of the project that a module imports, at its top or inside a function."""
+    """The modules of the project that a module imports, at its top, inside a function or by importlib."""
     package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.Import):
@@ -28,6 +28,9 @@ def imports_of(name):
             module = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:  # from package import module, or from module import name
                 yield from [x for x in (f"{module}.{alias.name}", module) if x in FILES][:1]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            if isinstance(node.args[0], ast.Constant):
+                yield from {importlib.util.resolve_name(node.args[0].value, package)} & FILES.keys()
 
 
 GRAPH = {name: set(imports_of(name)) for name in FILES}
