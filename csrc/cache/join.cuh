@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cache/result.cuh"
+#include "ptx/memory.cuh"
 
 namespace decoding {
 

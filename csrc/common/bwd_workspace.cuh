@@ -6,6 +6,7 @@
 #include "common/key_tiles.cuh"
 #include "common/launch.h"
 #include "common/mask.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/sm80.cuh"
 
 // How many splits a tile of keys has, each for whole query heads. To be worth their sums in memory, each has at least

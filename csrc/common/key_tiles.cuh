@@ -3,6 +3,19 @@
 
 #include "common/scheduler.cuh"
 
+// A Number by which the GPU divides with a product and a shift (Granlund and Montgomery, Division by invariant
+// integers, 1994). The host makes it.
+struct Divisor {
+    uint32_t value, multiplier = 0, shift = 0;
+    __host__ __device__ explicit Divisor(uint32_t value) : value(value) {
+        while (1ull << shift < value) shift++;
+        if (value > 1) multiplier = uint32_t(((1ull << (31 + shift)) + value - 1) / value), shift--;
+    }
+    __device__ uint32_t quotient(uint32_t n) const {  // n < 2^31
+        return value == 1 ? n : uint32_t(uint64_t(n) * multiplier >> 32) >> shift;
+    }
+};
+
 // Tiles of kBlockN keys of a key/value head.
 template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
     __host__ __device__ explicit KeyTiles(const AttnParams &p)

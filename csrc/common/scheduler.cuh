@@ -11,22 +11,11 @@ struct Tile {
     bool is_valid;  // false after the last tile
 };
 
-// Divisors. A division by a Number takes a GPU some 30 instructions. A Divisor, which the host makes, takes a product
-// and a shift (Granlund and Montgomery, Division by invariant integers, 1994).
+// What others are divided by, which takes a GPU some 30 instructions; see Divisor in key_tiles.cuh.
 struct Number {
     uint32_t value;
     __host__ __device__ explicit Number(uint32_t value) : value(value) {}
     __host__ __device__ uint32_t quotient(uint32_t n) const { return n / value; }
-};
-struct Divisor {
-    uint32_t value, multiplier = 0, shift = 0;
-    __host__ __device__ explicit Divisor(uint32_t value) : value(value) {
-        while (1ull << shift < value) shift++;
-        if (value > 1) multiplier = uint32_t(((1ull << (31 + shift)) + value - 1) / value), shift--;
-    }
-    __device__ uint32_t quotient(uint32_t n) const {  // n < 2^31
-        return value == 1 ? n : uint32_t(uint64_t(n) * multiplier >> 32) >> shift;
-    }
 };
 
 // The head and slot of tile idx, where groups of heads go together: the first tile of each head, then the second of

@@ -104,19 +104,6 @@ template <int kMTiles> struct Softmax {
         }
     }
 
-    // P of the columns [8·n, 8·n + 8) of tile m as the A operand of an fp64 product (ptx/sm90.cuh), whose columns c and
-    // c + 4 are 2c and 2c + 1 here.
-    template <int kNTiles>
-    __device__ void probabilities(double (&p)[4], const float (&acc_s)[kNTiles][4], int m, int n) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int i = 2 * m + j % 2;
-            const float x = ptx::exp2_approx(acc_s[n][j % 2 * 2 + j / 2] * softmax_scale_log2 - row_max[i]);
-            row_sum[i] += x;
-            p[j] = x;
-        }
-    }
-
     // acc_o becomes the output times `scale`, and lse is written. row: this lane's first; gLse: of row 0; sink: of the
     // head, or nullptr. A row without keys, whose sums may be 0 · NaN, gets output 0, as does one beyond the sample.
     template <int kDTiles, typename Sum>

@@ -79,15 +79,6 @@ template <typename Sum> struct ScoreFactors {
     }
 };
 
-// The one thing that changes the scores of a call, as in most calls, or kSeveral.
-enum class ScoreKind { kSoftcap, kAlibi, kBias, kMask, kSeveral };
-inline ScoreKind score_kind(const AttnParams &p) {
-    const bool has_softcap = p.softcap > 0;
-    if (has_softcap + !!p.alibi_slopes + !!p.bias.data != 1) return ScoreKind::kSeveral;
-    if (!p.bias.data) return has_softcap ? ScoreKind::kSoftcap : ScoreKind::kAlibi;
-    return p.bias.dtype == DType::kBool ? ScoreKind::kMask : ScoreKind::kBias;
-}
-
 // Changes the scores of one head, for inputs of type T. tanh_of: an approximation is enough for 16 bits.
 template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
     using Sum = SumOf<T>;

@@ -1,5 +1,5 @@
 // The folder ptx/ wraps the instructions that CUDA C++ has no name for. No other file contains asm. Order in ptx/:
-// sm80.cuh, sm90.cuh.
+// sm80.cuh, sm90.cuh. Beside them: memory.cuh and cluster.cuh, between blocks of threads; dmma.cuh.
 //
 // Instructions of Ampere and newer GPUs, each with the title of its section in the PTX ISA.
 //
@@ -44,14 +44,6 @@ __device__ inline void cp_async_4(void *to, const void *from, bool inside) {
                  : "memory");
 }
 
-// "atom", .acq_rel: returns the old value. A thread that reads a sum sees what the threads that added to it wrote
-// before, and what threads wrote that met them at a barrier.
-__device__ inline int atomic_add_acq_rel(int *to, int x) {
-    int before;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(x) : "memory");
-    return before;
-}
-
 // "%tid", read at every call, so that no register holds it across a loop.
 __device__ inline uint32_t thread_idx() {
     uint32_t x;
@@ -94,30 +86,6 @@ template <typename T> __device__ void mma(float (&d)[4], const uint32_t (&a)[4],
             "{%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// "red": adds four floats, at once from sm_90 on.
-__device__ inline void red_add(float *to, const float (&x)[4]) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
-                 "f"(x[3]) : "memory");
-#else
-    for (int e = 0; e < 4; e++)
-        asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to + e), "f"(x[e]) : "memory");
-#endif
-}
-
-// "nanosleep": 0 to 400 nanoseconds.
-__device__ inline void sleep_briefly() { asm volatile("nanosleep.u32 200;"); }
-
-// "ld" and "st", .acquire and .release: one block tells another that it has written.
-__device__ inline int load_acquire(const int *from) {
-    int x;
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-    return x;
-}
-__device__ inline void store_release(int *to, int x) {
-    asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
 // "ex2": 2^x to 22 bits.

@@ -77,48 +77,6 @@ __device__ inline void tma_store_wait_read() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// "mapa": the address of an object of this block in the block `rank`, 0 or 1, of a cluster of two.
-__device__ inline uint32_t address_in_block(const void *p, int rank) {
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
-    return address;
-}
-// Without .release.cluster, which would be a fence of the whole GPU. It can tell the other block that this one has read
-// something, but not that it has written something.
-__device__ inline void mbarrier_arrive(Barrier &barrier, int rank) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(&barrier, rank)) : "memory");
-}
-// "cp.async.bulk": copies bytes of shared memory to `to` in the other block, whose barrier counts them.
-__device__ inline void copy_to_block(void *to, const void *from, int bytes, Barrier &barrier, int rank) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     address_in_block(to, rank)), "r"(shared_address(from)), "r"(bytes),
-                 "r"(address_in_block(&barrier, rank)) : "memory");
-}
-// tma_load() to the same place in both blocks, each of which counts the bytes.
-__device__ inline void tma_load_both(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2,
-                                     int c3) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-        ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
-        "h"(uint16_t(3))
-        : "memory");
-}
-// "ld" from the shared memory of a block of the cluster.
-__device__ inline int load_from_block(const int &from, int rank) {
-    int x;
-    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(x) : "r"(address_in_block(&from, rank)) : "memory");
-    return x;
-}
-// "barrier.cluster": all threads of both blocks wait for one another. Without .relaxed each block sees what the other
-// wrote, which takes a fence of the whole GPU.
-__device__ inline void cluster_sync() {
-    asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-}
-__device__ inline void cluster_sync_relaxed() {
-    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
-}
-
 // "stmatrix": the reverse of ldmatrix.
 __device__ inline void stmatrix(const uint32_t (&x)[4], uint32_t row) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(x[0]), "r"(x[1]),
@@ -249,17 +207,6 @@ __device__ void wgmma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b)
                  : MINIMAL_ATTN_D_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
     MINIMAL_ATTN_SHAPES(MINIMAL_ATTN_SHAPE)
 #undef MINIMAL_ATTN_WGMMA
-}
-
-// "mma", m16n8k8 in f64: d += A B. Lane 4·r + c of a warp, r < 8 and c < 4, holds
-//   A [16, 8]  a[0], a[1] column c of rows r and r + 8; a[2], a[3] column c + 4
-//   B [8, 8]   b[0] column r, row c; b[1] row c + 4
-//   D [16, 8]  d[0], d[1] row r, columns 2c and 2c + 1; d[2], d[3] row r + 8
-__device__ inline void mma(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
-        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
 }
 
 }  // namespace ptx

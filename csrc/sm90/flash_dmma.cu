@@ -19,6 +19,7 @@
 #include "common/scores.cuh"
 #include "common/softmax.cuh"
 #include "flash.h"
+#include "ptx/dmma.cuh"
 #include "ptx/sm90.cuh"
 
 namespace dmma {
@@ -54,6 +55,17 @@ __device__ void load_q(decltype(SharedMemory<Shape>::sQ) &sQ, const float *gQ, i
         if (row < rows && vec * 4 < cols) read4(x, from);
         if (row + 8 < rows && vec * 4 < cols) read4(y, from + 8 * row_stride);
         for (int e = 0; e < 4; e++) sQ[pair / 8][pair % 8][vec / 4 * 16 + 4 * e + vec % 4] = {x[e], y[e]};
+    }
+}
+
+// P of eight keys, whose scores are s, as the A operand of a product in fp64; added to row_sum. The columns c and c + 4
+// of A (ptx/dmma.cuh) are the keys 2c and 2c + 1, as scores are stored.
+__device__ inline void probabilities(double (&p)[4], const float (&s)[4], Softmax<1> &softmax) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float x = exp2_approx(s[j % 2 * 2 + j / 2] * softmax.softmax_scale_log2 - softmax.row_max[j % 2]);
+        softmax.row_sum[j % 2] += x;
+        p[j] = x;
     }
 }
 
@@ -134,7 +146,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
         for (int n = 0; n < kNTiles; n++) {
             copy(sK, gK, p.k.row_stride, p.head_dim, n_block + 1, n, kNTiles);
             double P[4];
-            softmax.probabilities(P, acc_s[0], 0, n);
+            probabilities(P, acc_s[0][n], softmax);
 #pragma unroll
             for (int d = 0; d < kDTiles; d += 4) {
                 float v[2][4];

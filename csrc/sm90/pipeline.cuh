@@ -30,13 +30,6 @@ template <int kStages> struct Ring {
     __device__ void consumer_release(uint32_t i, int lane_idx) {
         if (lane_idx == 0) mbarrier_arrive(empty[i % kStages]);
     }
-    // To the other block of a cluster, whose rank is given.
-    __device__ void consumer_release(uint32_t i, int lane_idx, int rank) {
-        if (lane_idx == 0) mbarrier_arrive(empty[i % kStages], rank);
-    }
-    __device__ void consumer_release_to_both(uint32_t i, int lane_idx) {
-        if (lane_idx < 2) mbarrier_arrive(empty[i % kStages], lane_idx);
-    }
 };
 
 // Barriers by number; 0 is __syncthreads().

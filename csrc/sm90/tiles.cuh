@@ -95,25 +95,6 @@ __device__ void store_some_rows(const SmemTile<kRows, kHeadDim> &tile, int tile_
             *reinterpret_cast<uint4 *>(to + row * row_stride + col) = tile.template at<uint4>(tile_row + row, col);
     }
 }
-// Copies accumulators times `scale` through the tile. Rows from `valid` on become 0.
-template <typename T, int kRows, int kHeadDim>
-__device__ void store_accumulators(const float (&acc)[kHeadDim / 8][4], float scale, int valid,
-                                   SmemTile<kRows, kHeadDim> &tile, int tile_row, uint16_t *to, int64_t row_stride,
-                                   int rows, int head_dim) {
-    const int lane_idx = thread_idx() % 32;
-#pragma unroll
-    for (int d = 0; d < kHeadDim / 8; d += 2) {
-        uint32_t packed[4];
-        for (int j = 0; j < 4; j++) {
-            const bool is_valid = lane_idx / 4 + j % 2 * 8 < valid;  // others: 0 · NaN
-            const float(&a)[4] = acc[d + j / 2];
-            packed[j] = is_valid ? pack<T>(a[j % 2 * 2] * scale, a[j % 2 * 2 + 1] * scale) : 0;
-        }
-        stmatrix(packed, tile.address(tile_row + lane_idx % 16, 8 * d + lane_idx / 16 * 8));
-    }
-    __syncwarp();  // unobserved by the emulator: its stmatrix waits for all lanes
-    store_some_rows(tile, tile_row, to, row_stride, rows, head_dim);
-}
 
 template <int kThreads, int kRows, int kHeadDim>
 __device__ void clear_outside(SmemTile<kRows, kHeadDim> &tile, int thread_idx, int begin, int end) {

@@ -8,6 +8,9 @@
 #include <list>
 #include <map>
 
+#include "ptx/cluster.cuh"
+#include "ptx/dmma.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/sm90.cuh"
 #include "scheduler.h"
 

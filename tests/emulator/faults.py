@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 CSRC = Path(__file__).parents[2] / "csrc"
 # What the primitives are made of, and where they are not called.
-NO_KERNELS = "ptx/sm80.cuh", "ptx/sm90.cuh", "common/launch.h", "host/cuda.h"
+NO_KERNELS = (*(f"ptx/{name}.cuh" for name in ("sm80", "sm90", "memory", "cluster", "dmma")), "common/launch.h",
+              "host/cuda.h")
 
 PRIMITIVES = (
     "__syncthreads", "__syncwarp", "barrier_sync", r"cluster_sync\w*",  # threads with threads

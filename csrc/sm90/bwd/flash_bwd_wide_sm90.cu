@@ -11,10 +11,20 @@
 //
 // P goes by shared memory from consumer 0 to 1, with a negative sign where it is dropped. dS takes its place.
 #include "mods/dropout_transposed.cuh"
+#include "ptx/cluster.cuh"
 #include "sm90/bwd/consumer.cuh"
 #include "sm90/bwd/launch.cuh"
 
 namespace sm90 {
+
+// Ring::consumer_release() to a block of the pair, whose rank is given, or to both.
+template <int kStages>
+__device__ void consumer_release_to_block(Ring<kStages> &ring, uint32_t i, int lane_idx, int rank) {
+    if (lane_idx == 0) mbarrier_arrive(ring.empty[i % kStages], rank);
+}
+template <int kStages> __device__ void consumer_release_to_both(Ring<kStages> &ring, uint32_t i, int lane_idx) {
+    if (lane_idx < 2) mbarrier_arrive(ring.empty[i % kStages], lane_idx);
+}
 
 template <int kHeadDim_> struct WideShape {
     static constexpr int kHeadDim = kHeadDim_, kDTiles = kHeadDim / 8, kBlockM = 64, kNTiles = kBlockM / 8;
@@ -144,7 +154,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         multiply_abt<T>(acc[0], c ? shared.sV : shared.sK, rows);
         if constexpr (!kIsFirst) {
             warpgroup_wait<1>(acc_sum, operand);  // of the row block before
-            shared.rows.consumer_release_to_both(i - 1, lane_idx);
+            consumer_release_to_both(shared.rows, i - 1, lane_idx);
             form_dq(i - 1);
         }
         const uint32_t kept =  // which elements dropout keeps
@@ -223,7 +233,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
     __device__ void form_dq(uint32_t i) {
         const uint32_t c = vote<2>(consumer), col = 64 * c + 128 * vote<2>(rank);
         shared.ds.consumer_wait(i);
-        if (c == 0) shared.ds.consumer_release(i, idx, 1 - rank);  // what it has sent has arrived
+        if (c == 0) consumer_release_to_block(shared.ds, i, idx, 1 - rank);  // what it has sent has arrived
         if (has_part()) {
             warpgroup_arrive();
 #pragma unroll

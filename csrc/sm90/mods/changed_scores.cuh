@@ -9,6 +9,15 @@
 
 namespace sm90 {
 
+// The one thing that changes the scores of a call, as in most calls, or kSeveral.
+enum class ScoreKind { kSoftcap, kAlibi, kBias, kMask, kSeveral };
+inline ScoreKind score_kind(const AttnParams &p) {
+    const bool has_softcap = p.softcap > 0;
+    if (has_softcap + !!p.alibi_slopes + !!p.bias.data != 1) return ScoreKind::kSeveral;
+    if (!p.bias.data) return has_softcap ? ScoreKind::kSoftcap : ScoreKind::kAlibi;
+    return p.bias.dtype == DType::kBool ? ScoreKind::kMask : ScoreKind::kBias;
+}
+
 struct ChangedParams : AttnParams {
     BiasTensor bias_tensor;
     MaskBits mask_bits;

@@ -28,18 +28,12 @@ inline void cp_async(uint32_t to, const void *from, bool inside, uint64_t) { cp_
 inline void cp_async_4(void *to, const void *from, bool inside) {
     emulator::copy_async(shared_address(to), from, 4, inside);
 }
-inline int atomic_add_acq_rel(int *to, int x) { return std::exchange(*to, *to + x); }
 inline void cp_async_commit() { emulator::commit_copies(); }
 template <int kPending> void cp_async_wait() { emulator::wait_for_copies(kPending); }
 
 void ldmatrix(uint32_t (&x)[4], uint32_t row);
 void ldmatrix_trans(uint32_t (&x)[4], uint32_t row);
 void store_shared(uint32_t to, uint32_t x);
-
-void sleep_briefly();
-int load_acquire(const int *from);
-void store_release(int *to, int x);
-void red_add(float *to, const float (&x)[4]);
 
 template <typename T> void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     emulator::SmallProduct mine{d, a, {b0, b1}};

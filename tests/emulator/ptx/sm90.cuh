@@ -31,13 +31,6 @@ void wait_group(int pending, const Registers *named, int count);
 
 void set_registers(const char *what, int per_thread);
 
-// mma.m16n8k8 in f64, of one lane.
-struct DoubleProduct {
-    double (&d)[4];
-    const double (&a)[4], (&b)[2];
-};
-void multiply_double(void *(&lanes)[32]);
-
 }  // namespace emulator
 
 namespace ptx {
@@ -64,12 +57,6 @@ inline bool elect_one() {
 
 inline void prefetch(const CUtensorMap &) {}
 void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3);
-void tma_load_both(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3);
-void mbarrier_arrive(Barrier &barrier, int rank);
-void copy_to_block(void *to, const void *from, int bytes, Barrier &barrier, int rank);
-void cluster_sync();
-inline void cluster_sync_relaxed() { cluster_sync(); }
-int load_from_block(const int &from, int rank);
 void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2, int c3);
 void tma_store_wait_read();
 
@@ -98,11 +85,6 @@ template <typename T, int kTiles> void wgmma_atbt(float (&d)[kTiles][4], uint64_
 }
 template <typename T, int kTiles> void wgmma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
     emulator::issue({d, kTiles, 0, b, a, std::is_same_v<T, __half>, true, false, false});
-}
-
-inline void mma(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
-    emulator::DoubleProduct mine{d, a, b};
-    emulator::meet("mma of f64", &mine, emulator::multiply_double);
 }
 
 #include "make_smem_desc.cuh"  // that function of csrc's ptx/sm90.cuh, which has no asm, as it is there
