@@ -10,7 +10,9 @@
 #include <random>
 #include <vector>
 
-#include "ptx/sm90.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/dmma.cuh"
+#include "ptx/memory.cuh"
 
 using namespace device;
 using namespace ptx;

@@ -16,7 +16,7 @@
 
 #if MINIMAL_ATTN_EMULATED
 #include "common/device.h"
-#include "flash.h"
+#include "flash_cache.h"
 #include "common/launch.h"
 using namespace device;
 using namespace simt;
