@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cache/share.cuh"
+#include "ptx/memory.cuh"
 #include "sm80/tiles.cuh"
 
 namespace sm80 {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/scheduler.cuh"
+#include "flash_bwd.h"
 
 // A Number by which the GPU divides with a product and a shift (Granlund and Montgomery, Division by invariant
 // integers, 1994). The host makes it.

@@ -11,17 +11,17 @@ struct Tile {
     bool is_valid;  // false after the last tile
 };
 
-// What others are divided by, which takes a GPU some 30 instructions; see Divisor in key_tiles.cuh.
+// A divisor. A division takes a GPU some 30 instructions; see Divisor in key_tiles.cuh.
 struct Number {
     uint32_t value;
     __host__ __device__ explicit Number(uint32_t value) : value(value) {}
     __host__ __device__ uint32_t quotient(uint32_t n) const { return n / value; }
 };
 
-// The head and slot of tile idx, where groups of heads go together: the first tile of each head, then the second of
-// each, and so on. Under a causal mask, long tiles then begin together and short ones fill the gaps after them. In a
-// deterministic backward pass, the tiles of one head begin further apart and wait less for their turns. That pass is
-// slower with heads together if query heads share keys under a causal mask (journal).
+// The order of tiles where groups of heads go together: the first tile of each head, then the second of each, and so
+// on. Under a causal mask, long tiles begin together and short ones fill the gaps after them. In a deterministic
+// backward pass the tiles of one head begin further apart and wait less for their turns, but it is slower if query
+// heads also share keys under a causal mask (journal).
 template <typename N> struct TileOrder {
     N tiles, together, rest;  // tiles and heads of a group, heads of a smaller last group
     N heads, heads_per_kv;    // heads of a sample, query heads of a key/value head
@@ -32,14 +32,14 @@ template <typename N> struct TileOrder {
         : tiles(max(1u, together * slots)), together(together), rest(max(1u, all_heads % together)), heads(heads),
           heads_per_kv(heads_per_kv), first_of_rest(all_heads - all_heads % together), slots(slots) {}
 
-    struct Place { uint32_t bh, slot; };
-    __device__ Place at(uint32_t idx) const {
+    struct HeadSlot { uint32_t bh, slot; };
+    __device__ HeadSlot at(uint32_t idx) const {
         const uint32_t group = tiles.quotient(idx), first = group * together.value, i = idx - group * tiles.value;
-        auto place = [&](const N &of_group) -> Place {
+        auto in_group = [&](const N &of_group) -> HeadSlot {
             const uint32_t slot = of_group.quotient(i);
             return {first + i - slot * of_group.value, slot};
         };
-        return first < first_of_rest ? place(together) : place(rest);
+        return in_group(first < first_of_rest ? together : rest);
     }
 };
 

@@ -42,9 +42,8 @@ template <int kMTiles> struct Softmax {
         for (int i = 0; i < kRows; i++) row_max[i] = -FLT_MAX, row_sum[i] = 0.f;
     }
 
-    // Before the probabilities of a block. row_max grows in rows whose scores are far ahead of it and that may_grow.
-    // Returns whether it grew in some row of the warp: row_sum is then multiplied by alpha here, and the caller
-    // rescales acc_o.
+    // Before exponentiate(): row_max grows in rows that may_grow and whose scores are far ahead of it. Returns whether
+    // one of the warp did; row_sum is then multiplied by alpha, and the caller rescales acc_o.
     template <int kNTiles>
     __device__ bool update_row_max(const float (&acc_s)[kMTiles][kNTiles][4], float (&alpha)[kRows],
                                    const bool *may_grow = nullptr) {
@@ -104,8 +103,8 @@ template <int kMTiles> struct Softmax {
         }
     }
 
-    // acc_o becomes the output times `scale`, and lse is written. row: this lane's first; gLse: of row 0; sink: of the
-    // head, or nullptr. A row without keys, whose sums may be 0 · NaN, gets output 0, as does one beyond the sample.
+    // acc_o becomes the output times `scale`, and lse is written. row: this lane's first; gLse: of row 0. A row without
+    // keys, whose sums may be 0 · NaN, and a row beyond the sample get output 0.
     template <int kDTiles, typename Sum>
     __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float *gLse, const Sequence &seq, int row,
                              const float *sink, float scale = 1.f, double ln_2 = 0.6931471805599453) {

@@ -1,8 +1,7 @@
 // Which probabilities dropout keeps: a pure function of seed, batch, head, row and column, the same bit for bit in
-// every kernel, on the CPU and in minimal_attn/dropout.py, which describes it. Tile sizes and the order of threads do
-// not change it. A call may be a part of a larger problem and use its mask. The origins, which follow the seed, then
-// say where the rows and keys (multiples of 16) and heads of each sample begin there, and the number of the sample
-// there.
+// every kernel, on the CPU and in minimal_attn/reference/dropout.py, which describes it. Where a call is a part of a
+// larger problem, origins follow the seed: the first row and key (multiples of 16), head and number of each sample in
+// that problem.
 //
 // Philox-4x32-7 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) gives four
 // words at a time. They serve the rows r and r + 8, r % 16 < 8, and the columns c, c + 1, c + 8 and c + 9, c % 16 < 8

@@ -13,8 +13,6 @@
 // The unit saves a factor. It is the softcap, so that tanh needs none (Gemma 2, 2024, section 2), or |softmax_scale|.
 // With a bias it is ln(2): softmax_scale_log2 is then 1, and products with it are exact. Otherwise a bias of -1e10 that
 // hides all keys of a row would leave a rounding error that exp2 makes infinite.
-//
-// Rows and keys beyond the end read the bias of the last ones: they are masked later.
 #pragma once
 
 #include <cmath>

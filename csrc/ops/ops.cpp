@@ -1,6 +1,7 @@
 // The ops flash_forward and flash_backward, and which kernel serves a call.
 //
 // No iostreams here: they crash where a toolchain links libstdc++ statically (seen with g++ 13).
+#include "flash_bwd.h"
 #include "ops/ops.h"
 
 namespace minimal_attn {

@@ -1,7 +1,29 @@
-// Instructions by which blocks of threads share global memory, with their sections of the PTX ISA.
+// Instructions on global memory that the forward passes do without, with their sections of the PTX ISA: copies with a
+// policy or of 4 bytes, and what blocks of threads tell one another by.
 #pragma once
 
+#include "ptx/sm80.cuh"
+
 namespace ptx {
+
+// "createpolicy": data that is read once leaves L2 first. Made at every call, so that no register holds it across a
+// loop.
+__device__ inline uint64_t evict_first() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ inline void cp_async(uint32_t to, const void *from, bool inside, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(inside ? 16 : 0), "l"(policy) : "memory");
+}
+
+// cp.async of 4 bytes, through L1.
+__device__ inline void cp_async_4(void *to, const void *from, bool inside) {
+    const int bytes = inside ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+                 : "memory");
+}
 
 // "atom", .acq_rel: returns the old value. A thread that reads a sum sees what the threads that added to it wrote
 // before, and what threads wrote that met them at a barrier.

@@ -25,25 +25,6 @@ __device__ inline void cp_async(uint32_t to, const void *from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 
-// "createpolicy": data that is read once leaves L2 first. Made at every call, so that no register holds it across a
-// loop.
-__device__ inline uint64_t evict_first() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-__device__ inline void cp_async(uint32_t to, const void *from, bool inside, uint64_t policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                 "r"(inside ? 16 : 0), "l"(policy) : "memory");
-}
-
-// cp.async of 4 bytes, through L1.
-__device__ inline void cp_async_4(void *to, const void *from, bool inside) {
-    const int bytes = inside ? 4 : 0;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
-                 : "memory");
-}
-
 // "%tid", read at every call, so that no register holds it across a loop.
 __device__ inline uint32_t thread_idx() {
     uint32_t x;

@@ -8,8 +8,8 @@
 
 namespace ptx {
 
-// "mbarrier". A phase ends when `count` threads have arrived and all announced bytes have been copied. Phases are told
-// apart by parity. A new barrier is in phase 0: waiting for parity 1 returns at once.
+// "mbarrier". A phase ends when `count` threads have arrived and all announced bytes are copied. Phases are told apart
+// by parity. A new barrier is in phase 0: waiting for parity 1 returns at once.
 using Barrier = uint64_t;
 
 __device__ inline void mbarrier_init(Barrier &barrier, int count) {
@@ -38,8 +38,7 @@ __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init
 // "membar / fence: fence.proxy.async": TMA and wgmma see what this thread wrote to shared memory.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// "barrier": `threads` threads, of whole warps, wait for one another. Not .aligned: compute-sanitizer takes one that is
-// inlined at two places for two.
+// "barrier" of whole warps. Not .aligned: compute-sanitizer takes one that is inlined at two places for two.
 __device__ inline void barrier_sync(int id, int threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -57,8 +56,8 @@ __device__ inline void prefetch(const CUtensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// "cp.async.bulk.tensor": copies the box of a 4D tensor at these coordinates, innermost first, to shared memory.
-// `barrier` counts its bytes. Elements outside of the tensor become 0 and count as well.
+// "cp.async.bulk.tensor": copies the box at these coordinates, innermost first, and `barrier` counts its bytes.
+// Elements outside of the tensor become 0 and count as well.
 __device__ inline void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -67,8 +66,7 @@ __device__ inline void tma_load(void *to, const CUtensorMap &map, Barrier &barri
         : "memory");
 }
 
-// The way back leaves out what lies outside of the tensor. wait_group.read waits until this thread's copies, a group
-// since commit_group, have read what they copy.
+// The way back leaves out what lies outside. wait_group.read waits until this thread's copies have read their source.
 __device__ inline void tma_store(const void *from, const CUtensorMap &map, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                  "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");

@@ -4,6 +4,7 @@
 // A block of threads owns kBlock rows and keys of a head of dbias and walks along the samples, heads, and blocks of
 // rows or keys that share them. It forms S and dP anew and sums dbias in registers: no atomics, the same bits in every
 // run.
+#include "flash_bwd.h"
 #include "simt/tiles.h"
 
 namespace simt {

@@ -43,12 +43,4 @@ enum NamedBarrier : int {
 // wgmma takes its descriptors from them.
 __device__ inline uint32_t warp_uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 
-// warp_uniform() for x < kEnd, by a vote for each bit, whose result is in a uniform register at once.
-template <int kEnd> __device__ uint32_t vote(uint32_t x) {
-    uint32_t y = 0;
-#pragma unroll
-    for (int bit = 1; bit < kEnd; bit *= 2) y |= __any_sync(~0u, x & bit) ? bit : 0;
-    return y;
-}
-
 }  // namespace sm90

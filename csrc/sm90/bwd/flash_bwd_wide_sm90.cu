@@ -17,6 +17,14 @@
 
 namespace sm90 {
 
+// warp_uniform() for x < kEnd, by a vote for each bit, whose result is in a uniform register at once.
+template <int kEnd> __device__ uint32_t vote(uint32_t x) {
+    uint32_t y = 0;
+#pragma unroll
+    for (int bit = 1; bit < kEnd; bit *= 2) y |= __any_sync(~0u, x & bit) ? bit : 0;
+    return y;
+}
+
 // Ring::consumer_release() to a block of the pair, whose rank is given, or to both.
 template <int kStages>
 __device__ void consumer_release_to_block(Ring<kStages> &ring, uint32_t i, int lane_idx, int rank) {

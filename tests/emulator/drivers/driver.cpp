@@ -27,7 +27,7 @@
 
 #if MINIMAL_ATTN_LINKED || MINIMAL_ATTN_EMULATED
 #include "common/device.h"
-#include "flash.h"
+#include "flash_bwd.h"
 #include "common/launch.h"
 using namespace device;
 template <typename> using Sum = float;

@@ -23,11 +23,6 @@ inline uint32_t shared_address(const void *p) { return emulator::address_in_shar
 inline int thread_idx() { return int(threadIdx.x); }
 
 inline void cp_async(uint32_t to, const void *from, bool inside) { emulator::copy_async(to, from, 16, inside); }
-inline uint64_t evict_first() { return 0; }
-inline void cp_async(uint32_t to, const void *from, bool inside, uint64_t) { cp_async(to, from, inside); }
-inline void cp_async_4(void *to, const void *from, bool inside) {
-    emulator::copy_async(shared_address(to), from, 4, inside);
-}
 inline void cp_async_commit() { emulator::commit_copies(); }
 template <int kPending> void cp_async_wait() { emulator::wait_for_copies(kPending); }
 
