@@ -1,13 +1,11 @@
-// Attention of more than 32 packed rows to long caches on Hopper's tensor cores, fp16 and bf16 (sm_90a): several tokens
-// of a sample, as in speculative decoding, or many query heads for each key head.
+// Attention of more than 32 packed rows to long caches on Hopper (sm_90a), fp16 and bf16: several tokens of a sample,
+// as in speculative decoding, or many query heads for each key head.
 //
-// As in decode.cu, every key is read once for a tile of rows. Here it has the 64 rows of one wgmma, and the four warps
-// of a block are one warpgroup:
+// A tile has the 64 rows of one wgmma, and a block is one warpgroup. Shares and partial results are as in decode.cu.
 //   TMA      K(n+1) V(n+1)              up to two steps ahead, asked for by the first warp
 //   wgmma    S = Q K(n)ᵀ ─┐        ┌─ O += P V(n)
 //   softmax               └─ P ────┘    a warp has 16 rows and all keys of the step, so P stays in registers
-// Two blocks share a multiprocessor: one computes while the other waits. Shares and partial results are as in
-// decode.cu.
+// Two blocks share a multiprocessor: one computes while the other waits.
 #include <algorithm>
 
 #include "cache/boxes.cuh"
@@ -49,8 +47,7 @@ template <typename Shape> struct DecodeMemory {
 
 struct CacheTensors { TmaTensor k, v; };
 
-// TMA brings the keys and values of a block's share to shared memory, ahead of the computation. Each lane of the first
-// warp has a box, up to the last row of a step.
+// The first warp asks TMA for a share's keys and values ahead of the computation, each lane for one box of a step.
 template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
     using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
     CacheBox box;  // of the next step
@@ -62,7 +59,6 @@ template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
         if (run.is_valid() && tile_row() < Shape::kBlockN)
             box.find(p, run.b, run.cut.seq.k_begin + first, first < run.cut.end && first + p.box_rows > run.cut.begin);
     }
-    // Starts the copies of the next step, if there is one.
     __device__ void load(Stage<Shape> &stage, const CacheTensors &cache, Barrier &full) {
         if (!run.is_valid()) return;
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, 2 * 2 * Shape::kBlockN * Shape::kHeadDim);
@@ -75,7 +71,6 @@ template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
     }
 };
 
-// One step of the block, from scores to sums of V.
 template <typename T, typename Shape>
 __device__ void attend(const SmemTile<Shape::kBlockM, Shape::kHeadDim> &q, const Stage<Shape> &stage,
                        TileState<Shape> &state, const Run<Shape> &run, int key, const DecodeParams &p,
@@ -189,7 +184,7 @@ template <typename T, typename Shape> void launch_decode(DecodeParams p) {
                               make_cache_tensor<Shape::kHeadDim>("v", p.v, p, p.head_dim_v)});
 }
 
-// act<Shape>() for the shape of p. head_dim is at most 128.
+// head_dim is at most 128.
 template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
     return p.max_head_dim() <= 64 ? act.template operator()<DecodeShape<64>>()
                                   : act.template operator()<DecodeShape<128>>();
