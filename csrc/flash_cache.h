@@ -1,4 +1,4 @@
-// The contract of flash.h for caches of keys and values: attention to a cache, and new rows for it.
+// The contract of flash.h for caches of keys and values.
 #pragma once
 
 #include "flash.h"
@@ -6,7 +6,7 @@
 // Attention to a cache. k and v are [num_sequences, nheads_k, page_size, head_dim]: sequences or pages of page_size
 // keys. seqlen_k bounds a sample's keys. cu_seqlens_k is nullptr. Page and sequence numbers are clamped to the cache.
 struct DecodeParams : AttnParams {
-    const int *page_table;       // [batch_size, max_pages], or nullptr: the keys of a sample lie in one sequence
+    const int *page_table;       // [batch_size, max_pages], or nullptr: a sample's keys lie in one sequence
     int64_t page_table_stride;
     const int *cache_batch_idx;  // [batch_size] that sequence, or nullptr: the sample's own number
     const int *leftpad_k;        // [batch_size] where a sample's keys begin, or nullptr: 0. They end at seqused_k
@@ -20,7 +20,7 @@ struct DecodeParams : AttnParams {
     int box_rows;                // rows of a box of TMA; kernels set it
     int min_rows, max_rows;      // the rows of samples that this launch serves
     Phase phase;
-    int num_sms;                 // multiprocessors that this launch fills
+    int num_sms;                 // multiprocessors of this launch
     void *workspace;             // decode_workspace() bytes, or nullptr for 0
     int *counters;               // num_decode_counters() zeros; zeros afterwards, if no length changes meanwhile
 };
@@ -31,7 +31,7 @@ struct AppendParams {
     Tensor k_new, v_new;         // [batch_size, nheads_k, seqlen_new, head_dim], v_new with head_dim_v
     Tensor k_cache, v_cache;     // [num_sequences, nheads_k, page_size, head_dim], v_cache with head_dim_v
     const int *cu_seqlens_new;   // [batch_size + 1] of packed new rows, or nullptr
-    const int *seqused_k;        // [batch_size] places of a sample that are taken
+    const int *seqused_k;        // [batch_size] places taken before
     int *lengths;                // [batch_size] set to the places taken afterwards
     const int *page_table;       // this and the next two as in DecodeParams
     int64_t page_table_stride;
@@ -70,5 +70,5 @@ int64_t decode_workspace(const DecodeParams &p);         // bytes
 int64_t num_decode_counters(const DecodeParams &p);
 }
 namespace host {
-void append_kvcache(const AppendParams &p);              // append.cu on the CPU
+void append_kvcache(const AppendParams &p);
 }

@@ -1,20 +1,19 @@
 // Attention of a few query tokens to long caches ("decode") on tensor cores, fp16 and bf16, from Ampere (sm_80) on.
-// Hopper serves more rows by decode_sm90.cu and flash_sm90.cu (fewest_rows() in ops/cache_launches.h).
+// On Hopper other kernels serve more rows (fewest_rows() in ops/cache_launches.h).
 //
-// Memory bounds the time, as every key is read once for few rows. A tile packs a sample's tokens and the query heads of
-// a key head: packed row r is token r / group of query head h_k · group + r % group. Four warps share 16 rows and all
-// keys of a step. A block has one or two such tiles:
+// Memory bounds the time, as every key is read once for few rows. A tile packs the tokens of a sample and the query
+// heads of a key head: packed row r is token r / group of query head h_k · group + r % group. Four warps share 16 rows.
+// A block has one or two such tiles:
 //   cp.async       K(n+2) V(n+2)                                     two steps ahead, in a ring of three
-//   Q Kᵀ           each warp for a part of the keys ─ row maxima ─┐  through shared memory
-//   P              each warp for a part of the keys ───── P ──────┤  through shared memory
-//   P V            each warp for a part of the columns          ◀─┘
-// Copies run ahead into the next run. One thread finds each run while the run two before it is computed, and run 1
-// while the first keys arrive. Two blocks share a multiprocessor where they fit, if need be with two stages: one
-// computes while the other waits.
+//   Q Kᵀ           warps divide the keys ─ row maxima ─┐  through shared memory
+//   P              warps divide the keys ───── P ──────┤  through shared memory
+//   P V            warps divide the columns          ◀─┘
+// Copies run ahead into the next run, and one thread finds runs two ahead. Two blocks share a multiprocessor where they
+// fit, if need be with two stages: one computes while the other waits.
 //
-// The host plans nothing, so a CUDA graph may change the lengths: every block finds an equal share of the work on the
-// device (cache/share.cuh). Blocks that share a tile store partial results in a workspace in global memory and combine
-// them in the order of the keys (cache/join.cuh).
+// The host plans nothing, so a CUDA graph may change the lengths: blocks divide the work equally on the device
+// (cache/share.cuh). Blocks that share a tile combine partial results, in the order of the keys, from a workspace
+// (cache/join.cuh).
 #include <algorithm>
 
 #include "cache/join.cuh"
@@ -25,10 +24,9 @@ namespace sm80 {
 
 using namespace device;
 
-// kRowWarps warps for each 16 packed rows.
 template <int kHeadDim_, int kBlockM_> struct DecodeShape : KeyShape<kHeadDim_, kBlockM_ / 4> {
     static constexpr int kBlockM = kBlockM_, kRowWarps = 4, kLaneRows = 2;
-    // The warps divide Q Kᵀ by keys, at least 16 each, and P V by columns.
+    // A warp has at least 16 keys of Q Kᵀ.
     static constexpr int kScoreWarps = std::min(DecodeShape::kBlockN / 16, kRowWarps);
     static constexpr int kSTiles = DecodeShape::kBlockN / kScoreWarps / 8, kDTiles = kHeadDim_ / kRowWarps / 8;
     static constexpr int kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
@@ -36,7 +34,7 @@ template <int kHeadDim_, int kBlockM_> struct DecodeShape : KeyShape<kHeadDim_, 
     using AccO = float[1][kDTiles][4];
 
     __device__ static int warp_row() { return kBlockM == 16 ? 0 : threadIdx.x / (32 * kRowWarps) * 16; }
-    __device__ static int part() { return threadIdx.x / 32 % kRowWarps; }  // among the warps of these rows
+    __device__ static int part() { return threadIdx.x / 32 % kRowWarps; }
     __device__ static int row_of_lane(int i) { return warp_row() + threadIdx.x % 32 / 4 + 8 * i; }
     __device__ static int key_of_lane(int j) { return column_of_lane(part() * kSTiles, j); }
     __device__ static int col_of_lane(int j) { return column_of_lane(part() * kDTiles, j); }
@@ -50,9 +48,9 @@ template <int kHeadDim_, int kBlockM_> struct DecodeShape : KeyShape<kHeadDim_, 
 template <typename Shape> struct DecodeMemory {
     alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];
     alignas(128) uint16_t sP[Shape::kBlockM][Shape::kBlockN];
-    alignas(16) float row_max[Shape::kBlockM][Shape::kScoreWarps];  // by warp
+    alignas(16) float row_max[Shape::kBlockM][Shape::kScoreWarps];
     alignas(16) float row_sum[Shape::kBlockM][Shape::kScoreWarps];
-    Runs<Shape> runs;                    // computed by the block
+    Runs<Shape> runs;
     Run<Shape> ahead[Shape::kNumWarps];  // copied by each warp
     int steps_of_warps[Shape::kNumWarps];
     Call call;
@@ -74,7 +72,6 @@ __device__ void read_q(uint32_t (&q)[Shape::kHeadDim / 16][4], const DecodeMemor
     for (int kk = 0; kk < Shape::kHeadDim / 16; kk++) ldmatrix(q[kk], Swizzle::move(address, Shape::warp_row(), kk));
 }
 
-// A warp's part of a step.
 template <typename T, typename Shape> struct Step {
     static constexpr int kHeadDim = Shape::kHeadDim, kWarpKeys = 8 * Shape::kSTiles;
     using QSwizzle = Swizzle<kHeadDim>;
@@ -191,7 +188,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     for (; runs[num_runs].is_valid(); num_runs++) {
         const Run<Shape> &run = runs[num_runs];
         wait_for_step(num_stages);
-        __syncthreads();  // Q, keys and the next run are there, and all warps have left the last run
+        __syncthreads();  // Q, keys and the next run are there, and the last run is over
         find_next(num_runs + 1);
         read_q(q, shared);
         const bool has_rows = Shape::warp_row() < run.valid_rows();
@@ -203,7 +200,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
                 Step<T, Shape> step{shared, p, run, q, has_rows};
                 if (step.has_scores()) step.score(shared.stages[stage], key, scores, factors);
-                __syncthreads();  // the row maxima are there, and all warps have left the last step
+                __syncthreads();  // the row maxima are there, and the last step is over
                 if (!has_next_q) load_q_of(num_runs + 1);
                 has_next_q = true;
                 keys.load(shared.stages[(stage == 0 ? num_stages : stage) - 1]);  // in place of that step's
@@ -228,7 +225,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
 }
 
 template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
-    constexpr int kSystemBytes = 1024;  // in each block's shared memory
+    constexpr int kSystemBytes = 1024;  // of each block
     using Memory = DecodeMemory<Shape>;
     auto blocks_with = [](int num_stages) {
         return std::min<size_t>(2, (max_shared_memory() + kSystemBytes) / (Memory::bytes(num_stages) + kSystemBytes));

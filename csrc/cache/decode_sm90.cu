@@ -1,10 +1,8 @@
-// Attention of more than 32 packed rows to long caches on Hopper (sm_90a), fp16 and bf16: several tokens of a sample,
-// as in speculative decoding, or many query heads for each key head.
-//
-// A tile has the 64 rows of one wgmma, and a block is one warpgroup. Shares and partial results are as in decode.cu.
-//   TMA      K(n+1) V(n+1)              up to two steps ahead, asked for by the first warp
+// decode.cu for more than 32 packed rows on Hopper (sm_90a): for speculative decoding or many query heads per key head.
+// A tile has the 64 rows of one wgmma, and a block is one warpgroup:
+//   TMA      K(n+1) V(n+1)              up to two steps ahead, by the first warp
 //   wgmma    S = Q K(n)ᵀ ─┐        ┌─ O += P V(n)
-//   softmax               └─ P ────┘    a warp has 16 rows and all keys of the step, so P stays in registers
+//   softmax               └─ P ────┘    a warp has 16 rows and all keys, so P stays in registers
 // Two blocks share a multiprocessor: one computes while the other waits.
 #include <algorithm>
 
@@ -39,7 +37,7 @@ template <typename Shape> struct DecodeMemory {
     SmemTile<Shape::kBlockM, Shape::kHeadDim> q[2];  // this run's and the next one's
     Stage<Shape> stages[Shape::kStages];
     Barrier full[Shape::kStages];
-    Runs<Shape> runs;  // computed by the block
+    Runs<Shape> runs;
     Run<Shape> ahead;  // loaded by its first warp
     int steps_of_warps[Shape::kNumWarps];
     Call call;
@@ -47,7 +45,7 @@ template <typename Shape> struct DecodeMemory {
 
 struct CacheTensors { TmaTensor k, v; };
 
-// The first warp asks TMA for a share's keys and values ahead of the computation, each lane for one box of a step.
+// The first warp asks TMA for keys and values ahead of the computation, each lane for one box of a step.
 template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
     using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
     CacheBox box;  // of the next step
@@ -133,13 +131,13 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
         for (int i = 0; i < Shape::kStages; i++) keys.load(shared.stages[i], cache, shared.full[i]);
     }
     int stage = 0, num_runs = 0;
-    uint32_t parity = 0;  // of the stage's barrier
+    uint32_t parity = 0;
     for (; runs[num_runs].is_valid(); num_runs++) {
         const Run<Shape> &run = runs[num_runs];
         Run<Shape> &next = runs[num_runs + 1];
         cp_async_wait<0>();
         fence_proxy_async();
-        __syncthreads();  // Q is there, and all warps have left the last run
+        __syncthreads();  // Q is there, and the last run is over
         if (threadIdx.x == Shape::kNumThreads - 32) next = run, next.next(shared.call);
         bool has_next_q = false;
         for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {

@@ -1,4 +1,4 @@
-// Combines the partial results that several blocks have of a tile.
+// Combines the partial results of a tile.
 #pragma once
 
 #include "cache/result.cuh"
@@ -14,8 +14,8 @@ __device__ TileCounters &counters_of(const DecodeParams &p, const Room &room, co
     return reinterpret_cast<TileCounters *>(p.counters)[i];
 }
 
-// kRows rows of kCount results; a thread has four columns of kThreadRows rows. Instructions bound the time, as a warp
-// alone on its scheduler issues one in about five cycles: so each copies many bytes, and rows do not wait for others.
+// A thread has four columns of kThreadRows rows. Instructions bound the time, as a warp alone on its scheduler issues
+// one in about five cycles: so each copies many bytes, and rows do not wait for others.
 template <typename Shape, int kThreadRows_> struct JoinStage {
     static constexpr int kThreadRows = kThreadRows_;
     static constexpr int kCount = 1024 / Shape::kNumThreads / kThreadRows;  // 16 KB of acc_o
@@ -77,7 +77,7 @@ __device__ void join_results(void *memory, const DecodeParams &p, const Run<Shap
     static_assert(3 * sizeof(Stage) <= 2 * 32 << 10);  // the least that stages of keys have
     Stage *const stages = static_cast<Stage *>(memory);
     const int rows = run.valid_rows(), r = threadIdx.x / Stage::kVecs, col = threadIdx.x % Stage::kVecs * 4;
-    int first = 0, to = 0;  // for the next copies
+    int first = 0, to = 0;
     auto load = [&] {
         if (first < results.count) stages[to].load(results, first, row0, rows);
         cp_async_commit();
@@ -90,7 +90,7 @@ __device__ void join_results(void *memory, const DecodeParams &p, const Run<Shap
 #pragma unroll 1
     for (int left = results.count; left > 0; left -= Stage::kCount) {
         cp_async_wait<1>();
-        __syncthreads();  // these results are there, and all warps have left the last ones
+        __syncthreads();  // these results are there, and the last ones are used
         load();
 #pragma unroll
         for (int i = 0; i < Stage::kThreadRows; i++)
@@ -104,10 +104,10 @@ __device__ void join_results(void *memory, const DecodeParams &p, const Run<Shap
         const OutputRow<T> output(p, run, row, state[i], col);
         output.store(p, col, o[i][0], o[i][1]), output.store(p, col + 2, o[i][2], o[i][3]);
     }
-    __syncthreads();  // all warps have left the last ones
+    __syncthreads();  // the last ones are used
 }
 
-// A block combines a group of rows at a time. Shapes with one group have no code for more.
+// Shapes with one group of rows have no code for more.
 template <typename Shape> using GroupStage = JoinStage<Shape, 512 / Shape::kNumThreads>;
 template <typename Shape> __device__ int num_groups(const Run<Shape> &run) {
     constexpr int kRows = GroupStage<Shape>::kRows;
@@ -131,8 +131,8 @@ __device__ void arrive(const DecodeParams &p, const Room &room, const Line &line
     __syncthreads();
 }
 
-// Waits for the last result, but gives up soon: a block that has not begun may need this one's place. Then others
-// combine the tile, as the last block always finds all results.
+// Waits for the last result, but gives up soon: a block that has not begun may need this one's place. The last block
+// always finds all results.
 __device__ inline void take_group(Join &join, TileCounters &counters, int num_chunks) {
     constexpr int kTries = 64;
     for (int i = 0; i < kTries && !join.has_all; i++) {
@@ -142,7 +142,7 @@ __device__ inline void take_group(Join &join, TileCounters &counters, int num_ch
     join.group = join.has_all ? atomicAdd(&counters.groups, 1) : INT_MAX;
 }
 
-// A tile's blocks share several groups of rows; a single group is left to the last block. `memory` is the keys'.
+// A tile's blocks share several groups of rows; a single group is left to the last block.
 template <typename T, typename Shape>
 __device__ void join_tile(void *memory, const DecodeParams &p, const Room &room, const Line &line,
                           const Run<Shape> &run, Join &join) {

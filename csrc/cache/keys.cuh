@@ -1,4 +1,4 @@
-// Copies of keys and values from a cache to shared memory, for decode.cu.
+// Copies of keys and values to shared memory, for decode.cu.
 #pragma once
 
 #include "cache/share.cuh"
@@ -12,7 +12,7 @@ template <typename Shape> struct Stage {
     uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
 };
 
-// A warp copies kWarpRows rows of K and of V in each step, ahead of the computation.
+// A warp copies kWarpRows rows of K and of V in each step.
 template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
     using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
     static constexpr int kWarpRows = Shape::kBlockN / Shape::kNumWarps, kVecs = Shape::kHeadDim / 8;
@@ -34,7 +34,7 @@ template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
     }
 
   private:
-    // They are in one sequence or page.
+    // A warp's rows are in one sequence or page.
     __device__ bool rows_are_neighbours() const {
         return !p.page_table || (p.page_size % kWarpRows == 0 && run.cut.seq.k_begin % kWarpRows == 0);
     }

@@ -1,4 +1,4 @@
-// Prompts whose keys are in a cache ("prefill"), on Hopper (sm_90a), by the kernel of sm90/flash_sm90.cuh.
+// Prompts with keys in a cache ("prefill") on Hopper (sm_90a), by sm90/flash_sm90.cuh.
 #include "cache/boxes.cuh"
 #include "sm90/flash_sm90.cuh"
 

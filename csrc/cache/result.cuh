@@ -1,4 +1,4 @@
-// The state of a tile after some of its keys, stored as output or as a partial result in the workspace.
+// The state of a tile after some of its keys, stored as output or as a partial result.
 #pragma once
 
 #include "cache/rows.cuh"
@@ -12,7 +12,7 @@ struct RowState {
     float max = -FLT_MAX, sum = 0.f;  // max is finite: exp2(-inf - max) is 0, not NaN
 };
 
-// `scale` is the factor from acc_o to the output.
+// `scale` leads from acc_o to the output.
 struct RowEnd {
     bool has_keys;
     float scale, lse;
@@ -24,7 +24,7 @@ struct RowEnd {
     }
 };
 
-// This lane's rows, Shape::row_of_lane(i), and pairs of columns, Shape::col_of_lane(j).
+// This lane's rows and pairs of columns.
 template <typename Shape> struct TileState {
     typename Shape::AccO acc_o = {};
     RowState rows[Shape::kLaneRows];
@@ -85,7 +85,6 @@ struct Results {
     __device__ float *at(int i) const { return first + (i == 0 ? 0 : second + (i - 1) * stride); }
 };
 
-// With num_splits, each chunk has a slot. Without, the first share uses its second slot, and the others their first.
 template <typename Shape>
 __device__ Results results_of(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run) {
     const int size = room.rows * Shape::kPitch;

@@ -1,11 +1,9 @@
-// The folder cache/ has attention of a few query tokens to long caches ("decode"). The header of decode.cu shows how
-// its parts work together. Order in cache/: share.cuh, keys.cuh, rows.cuh, result.cuh, join.cuh, decode.cu. Beside it:
-// decode_sm90.cu.
+// The folder cache/ has attention to long caches; decode.cu shows how its parts work together. Order in cache/:
+// share.cuh, keys.cuh, rows.cuh, result.cuh, join.cuh, decode.cu. Beside it: decode_sm90.cu.
 //
 // A sample's packed rows are cut into tiles, its keys into chunks of equal length. An item is a chunk for one tile of
-// one key head. All items lie on one line, in steps of kBlockN keys. Every block has an equal share of the line, found
-// on the device from the lengths. A run is a tile's neighbouring chunks in a share. Samples that another launch serves
-// have no items.
+// one key head. All items lie on one line, in steps of kBlockN keys, and every block has an equal share of the line. A
+// run is a tile's neighbouring chunks in a share.
 //
 // With num_splits, a sample's own lengths cut its chunks and each has a result, so its bits do not depend on the batch.
 // Without, a chunk is one step and a run has one result: work is even, and at most two results of a block wait in
@@ -33,15 +31,15 @@ template <int kHeadDim_, int kNumWarps_> struct KeyShape {
 __device__ inline int floor_div(unsigned x, unsigned y) { return int(x / y); }
 __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x + y - 1) / y); }
 
-// The workspace in global memory: slots for results of `rows` rows, and counters. A share has two slots: for a tile
-// from an earlier share, and for one that goes on in a later share. With num_splits, a sample and key head has `splits`
-// slots, one for each chunk; a sample that needs more is not cut.
+// The workspace in global memory. A share has two slots: for a tile from an earlier share, and for one that goes on in
+// a later share. With num_splits, a sample and key head has `splits` slots, one for each chunk; a sample that needs
+// more is not cut.
 struct Room {
     int group;           // query heads of a key head
     uint32_t per_group;  // the next integer above 2^31 / group
     int rows;
     int splits;          // num_splits, or 0
-    int tiles;           // TileCounters of a sample and key head, with splits
+    int tiles;           // TileCounters of a sample and key head
 
     Room(const DecodeParams &p, int block_m)
         : group(p.nheads / p.nheads_k), per_group((1u << 31) / group + 1), splits(p.num_splits) {
@@ -51,7 +49,6 @@ struct Room {
     }
 };
 
-// The last block sets all to 0 again.
 struct TileCounters {
     int chunks;  // with a result
     int groups;  // of rows, taken by blocks
@@ -70,7 +67,7 @@ template <typename Shape> int64_t num_counters(const DecodeParams &p, int64_t bl
     return room.splits == 1 ? 0 : tiles * int(sizeof(TileCounters) / sizeof(int));
 }
 
-// Key heads often lie side by side in memory and are fastest to read together: `heads` neighbouring blocks work on the
+// Key heads often lie side by side in memory and are fastest to read together: `heads` neighbouring blocks read the
 // same keys, each for its own head. Each of these heads has a line, and all lines are cut alike.
 struct Line {
     int heads;
@@ -100,7 +97,7 @@ template <typename Shape> void check_size(const DecodeParams &p, const Room &roo
                                     std::to_string(Shape::kBlockN) + " keys; divide the batch into several calls");
 }
 
-// Cuts a line into shares, none of them empty.
+// The shares of a line, none empty.
 struct Shares {
     int steps, count;
     uint32_t per_share;
@@ -121,7 +118,6 @@ struct Shares {
     }
 };
 
-// One warp copies.
 template <typename X> __device__ void copy_words(X &to, const X &from) {
     for (unsigned i = threadIdx.x % 32; i < sizeof(X) / 4; i += 32)
         reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(&from)[i];
@@ -159,8 +155,7 @@ template <typename Shape> struct Cut {
     __device__ int items_before(int step, const Line &line) const { return min(items(line), chunks_of(max(0, step))); }
 };
 
-// The kernel's parameters in shared memory: functions that are not inlined would read a reference to constant memory as
-// global memory.
+// Copies in shared memory: functions that are not inlined would read the kernel's parameters as global memory.
 struct Call {
     DecodeParams p;
     Room room;
@@ -228,9 +223,7 @@ template <typename Shape> struct alignas(16) Run {
     }
     __device__ bool all_rows_see(int key) const { return key >= full.begin && key + Shape::kBlockN <= full.end; }
     __device__ int valid_rows() const { return min(Shape::kBlockM, cut.num_rows - tile * Shape::kBlockM); }
-    // Chunks [chunk, part_end) have one result.
     __device__ int part_end(int chunk, const Room &room) const { return room.splits ? chunk + 1 : chunk_end; }
-    // Keys that some row of the tile sees.
     __device__ Range keys(int first, int last) const {
         const Range all = cut.keys(first, last);
         return {max(all.begin, key_begin), min(all.end, key_end)};
@@ -312,12 +305,11 @@ __device__ void find_first_run(Run<Shape> &run, int (&steps_of_warps)[Shape::kNu
     __syncthreads();
 }
 
-// Steps that are loaded ahead of the computation.
 template <typename Shape> struct StepsAhead {
     const DecodeParams &p;
     const Call &call;
     Run<Shape> &run;  // of this warp
-    int key;          // first of the next step, if the run is valid
+    int key;          // first of the next step
 
     __device__ StepsAhead(const DecodeParams &p, const Call &call, Run<Shape> &run)
         : p(p), call(call), run(run), key(run.is_valid() ? run.key_begin : 0) {}

@@ -1,6 +1,6 @@
 // New keys and values for a cache: one kernel stores them, rotates keys and q, and counts the keys. Memory bounds its
-// time. A thread has a vector of 16 bytes, or one element if some tensor is not aligned. Blocks are for new rows, then
-// for rows of q, then for lengths. No thread waits for another, so the CPU runs them in a plain loop.
+// time. A thread has a vector of 16 bytes, or one element if some tensor is not aligned. No thread waits for another,
+// so the CPU runs them in a plain loop.
 #include "common/cache_sequence.cuh"
 #include "simt/tiles.h"
 
@@ -132,7 +132,7 @@ template <typename T, int kVec> void launch_append(const AppendParams &p) {
 #endif
 }
 
-// Whether all rows begin and end at multiples of 16 bytes. Rows of a table do if the first one does.
+// Rows begin and end at multiples of 16 bytes. Rows of a table do if the first one does.
 template <typename T> bool has_vectors(const AppendParams &p) {
     int64_t elements = p.head_dim | p.head_dim_v, addresses = int64_t(p.rotary_cos) | int64_t(p.rotary_sin);
     for (const Tensor &x : {p.k_new, p.v_new, p.k_cache, p.v_cache, p.q, p.q_rotated})

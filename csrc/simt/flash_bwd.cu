@@ -13,15 +13,14 @@
 //   true         K   V    Q   dO    Sᵀ     dPᵀ     += dSᵀ Q     += Pᵀ dO    of all query heads that share K and V
 //   false        Q   dO   K   V     S      dP      += dS K
 //
-// S and dP are formed twice, but without atomics: all runs have the same bits. (Dao 2023, Algorithm 2, sums dQ in
-// memory.)
+// S and dP are formed twice, but without atomics (as for dQ in Dao 2023, Algorithm 2): all runs have the same bits.
 #include "common/key_tiles.cuh"
 #include "simt/tiles.h"
 
 namespace simt {
 
-// 8 threads of a row add 4 neighbours at a time: bits do not depend on alignment. dO of a row without keys may be NaN
-// and is not read. Its delta is 0, or -dlse with a sink, its lse_log2 +inf.
+// 8 threads of a row add 4 neighbours at a time: bits do not depend on alignment. Rows without keys, whose dO may be
+// NaN, get delta 0, or -dlse with a sink, and lse_log2 +inf.
 constexpr int kPreprocessTy = 16, kPreprocessTx = 8, kPreprocessM = 64;
 template <typename Sum> struct PreprocessTiles { Sum partial[kPreprocessTx][kPreprocessM + 4]; };
 
@@ -94,8 +93,8 @@ template <typename T> struct Matrix {  // [rows, cols] of a head
         : data(rows_of<const T>(x, b, h, row)), head_stride(x.head_stride), row_stride(x.row_stride), cols(cols) {}
 };
 
-// Each block of kBlockN rows goes through shared memory in stages: C and then D by kStep columns, D by kStep rows (only
-// with kOwnsKeys), C by kStep rows. Each is loaded while the one before is used.
+// Stages hold kStep columns of C, then of D, then kStep rows of D (only with kOwnsKeys) and of C, for each kBlockN
+// rows. Each is loaded while the one before is used.
 template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     static constexpr int kNThreads = Tiles::kNThreads, kStep = Tiles::kStep;
     using Stage = typename Tiles::Stage;

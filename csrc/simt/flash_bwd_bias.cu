@@ -1,6 +1,4 @@
-// The gradient of a bias: dbias = Σ dS over the samples, heads, rows and keys that share an element. flash_bwd.cu has
-// dS = P ∘ (dP - delta). Plain CUDA C++ in true fp32, and on the CPU in fp64 too.
-//
+// The gradient of a bias: dbias = Σ dS (flash_bwd.cu) over the samples, heads, rows and keys that share an element.
 // A block owns kBlock rows and keys of a head of dbias and walks along all that share them. It forms S and dP anew and
 // sums dbias in registers: no atomics, the same bits in every run.
 #include "simt/tiles.h"
