@@ -1,4 +1,4 @@
-// Boxes of keys or values in a cache, which TMA copies to a tile: from a sequence or from a page.
+// Boxes of keys or values that TMA copies from a sequence or page of a cache to a tile.
 #pragma once
 
 #include <numeric>
@@ -8,7 +8,7 @@
 
 namespace sm90 {
 
-// The rows of a box: none may cross the end of a page.
+// A box must not cross the end of a page.
 inline int cache_box_rows(const DecodeParams &p, int block_n) {
     return p.page_table ? std::gcd(p.page_size, block_n) : block_n;
 }
@@ -16,8 +16,7 @@ inline int cache_box_rows(const DecodeParams &p, int block_n) {
 struct CacheBox {
     int sequence, row;
 
-    // From a key of the cache on. Nothing waits here for the page, which comes from memory. A box that is not needed
-    // lies outside of the cache, where TMA reads zeros.
+    // Nothing waits here for the page's number. Boxes that are not needed lie outside of the cache: TMA reads zeros.
     __device__ void find(const DecodeParams &p, int b, int key, bool is_needed) {
         sequence = b, row = is_needed ? key : p.page_size;
         if (p.page_table && is_needed) {

@@ -1,20 +1,19 @@
 // Attention of a few query tokens to long caches ("decode") on tensor cores, fp16 and bf16, from Ampere (sm_80) on.
-// Hopper has decode_sm90.cu and flash_sm90.cu for more rows (fewest_rows() in ops/cache_launches.h).
+// On Hopper other kernels serve more rows (fewest_rows() in ops/cache_launches.h).
 //
-// Every key is read once and meets few rows, so memory bounds the time. The query heads of a key head and the tokens of
-// a sample are packed into one tile: packed row r is token r / group of query head h_k · group + r % group. Four warps
-// have 16 rows and the same keys, and a block has one or two such tiles:
+// Memory bounds the time, as every key is read once for few rows. A tile packs the tokens of a sample and the query
+// heads of a key head: packed row r is token r / group of query head h_k · group + r % group. Four warps share 16 rows.
+// A block has one or two such tiles:
 //   cp.async       K(n+2) V(n+2)                                     two steps ahead, in a ring of three
-//   Q Kᵀ           each warp for a part of the keys ─ row maxima ─┐  through shared memory
-//   P              each warp for a part of the keys ───── P ──────┤  through shared memory
-//   P V            each warp for a part of the columns          ◀─┘
-// Copies run ahead into the next run. One thread finds run 1 while the first keys are on their way, and each later run
-// while the run two before it is computed. In the first step of a run, all threads begin to copy Q of the next one.
-// Two blocks share a multiprocessor where they fit, if need be with two stages: one computes while the other waits.
+//   Q Kᵀ           warps divide the keys ─ row maxima ─┐  through shared memory
+//   P              warps divide the keys ───── P ──────┤  through shared memory
+//   P V            warps divide the columns          ◀─┘
+// Copies run ahead into the next run, and one thread finds runs two ahead. Two blocks share a multiprocessor where they
+// fit, if need be with two stages: one computes while the other waits.
 //
-// Every block finds an equal share of the work from the lengths on the device (cache/share.cuh). So the host plans
-// nothing, and a CUDA graph may change the lengths. Where shares cut a tile, its blocks store their results in a
-// workspace in global memory, and then combine them in the order of the keys (cache/join.cuh).
+// The host plans nothing, so a CUDA graph may change the lengths: blocks divide the work equally on the device
+// (cache/share.cuh). Blocks that share a tile combine partial results, in the order of the keys, from a workspace
+// (cache/join.cuh).
 #include <algorithm>
 
 #include "cache/join.cuh"
@@ -25,17 +24,15 @@ namespace sm80 {
 
 using namespace device;
 
-// A block has kBlockM packed rows, and kRowWarps warps for each 16 of them.
 template <int kHeadDim_, int kBlockM_> struct DecodeShape : KeyShape<kHeadDim_, kBlockM_ / 4> {
     static constexpr int kBlockM = kBlockM_, kRowWarps = 4, kLaneRows = 2;
-    // The warps divide Q Kᵀ by keys, at least 16 each, and P V by columns.
+    // A warp has at least 16 keys of Q Kᵀ.
     static constexpr int kScoreWarps = std::min(DecodeShape::kBlockN / 16, kRowWarps);
     static constexpr int kSTiles = DecodeShape::kBlockN / kScoreWarps / 8, kDTiles = kHeadDim_ / kRowWarps / 8;
     static constexpr int kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
     using AccS = float[kSTiles][4];
     using AccO = float[1][kDTiles][4];
 
-    // This warp's first row, and its number among the warps of these rows.
     __device__ static int warp_row() { return kBlockM == 16 ? 0 : threadIdx.x / (32 * kRowWarps) * 16; }
     __device__ static int part() { return threadIdx.x / 32 % kRowWarps; }
     __device__ static int row_of_lane(int i) { return warp_row() + threadIdx.x % 32 / 4 + 8 * i; }
@@ -45,16 +42,15 @@ template <int kHeadDim_, int kBlockM_> struct DecodeShape : KeyShape<kHeadDim_, 
     __device__ static float &at(AccO &acc, int i, int j) { return acc[0][j / 2][2 * i + j % 2]; }
 
   private:
-    // Counted from the n-th product of 8 columns on.
     __device__ static int column_of_lane(int n, int j) { return 8 * (n + j / 2) + threadIdx.x % 4 * 2 + j % 2; }
 };
 
 template <typename Shape> struct DecodeMemory {
     alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];
     alignas(128) uint16_t sP[Shape::kBlockM][Shape::kBlockN];
-    alignas(16) float row_max[Shape::kBlockM][Shape::kScoreWarps];  // by warp, for its keys
+    alignas(16) float row_max[Shape::kBlockM][Shape::kScoreWarps];
     alignas(16) float row_sum[Shape::kBlockM][Shape::kScoreWarps];
-    Runs<Shape> runs;                    // computed by the block
+    Runs<Shape> runs;
     Run<Shape> ahead[Shape::kNumWarps];  // copied by each warp
     int steps_of_warps[Shape::kNumWarps];
     Call call;
@@ -76,7 +72,6 @@ __device__ void read_q(uint32_t (&q)[Shape::kHeadDim / 16][4], const DecodeMemor
     for (int kk = 0; kk < Shape::kHeadDim / 16; kk++) ldmatrix(q[kk], Swizzle::move(address, Shape::warp_row(), kk));
 }
 
-// One step of this warp, from scores to sums of V.
 template <typename T, typename Shape> struct Step {
     static constexpr int kHeadDim = Shape::kHeadDim, kWarpKeys = 8 * Shape::kSTiles;
     using QSwizzle = Swizzle<kHeadDim>;
@@ -84,14 +79,13 @@ template <typename T, typename Shape> struct Step {
     DecodeMemory<Shape> &shared;
     const DecodeParams &p;
     const Run<Shape> &run;
-    const uint32_t (&q)[Shape::kHeadDim / 16][4];  // fragments
+    const uint32_t (&q)[Shape::kHeadDim / 16][4];
     const bool has_rows;
     const int part = Shape::part(), lane_idx = threadIdx.x % 32;
     typename Shape::AccS acc_s = {};
 
     __device__ bool has_scores() const { return has_rows && part < Shape::kScoreWarps; }
 
-    // Scores of this warp's keys, and their row maxima. The step begins at `key`.
     __device__ void score(const Stage<Shape> &stage, int key, const Scores<> &scores,
                           const ScoreFactors<float> &factors) {
         const uint32_t k_address =
@@ -125,7 +119,6 @@ template <typename T, typename Shape> struct Step {
                 store_shared(shared_address(shared.sP) + offset + lane_idx % 4 * 4, pack<T>(x, y));
             }
     }
-    // acc_o += P V, for this warp's columns.
     __device__ void multiply_v(TileState<Shape> &state, const Stage<Shape> &stage) {
         const uint32_t p_address =
             PSwizzle::move(shared_address(shared.sP) + PSwizzle::down(lane_idx), Shape::warp_row(), 0);
@@ -148,7 +141,6 @@ template <typename Shape> __device__ void grow(TileState<Shape> &state, const De
     }
 }
 
-// Adds the sums of all warps, in their order.
 template <typename Shape> __device__ void add_sums(TileState<Shape> &state, DecodeMemory<Shape> &shared) {
 #pragma unroll
     for (int i = 0; i < Shape::kLaneRows; i++) {
@@ -169,7 +161,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Room room, const __grid_constant__ Line line,
            const __grid_constant__ Scores<> scores, const __grid_constant__ ScoreFactors<float> factors,
            int num_stages) {
-#if __CUDA_ARCH__ < 800  // this part of the build is for a GPU without the instructions
+#if __CUDA_ARCH__ < 800  // a GPU without these instructions
     __trap();
 #else
     let_next_kernel_begin();
@@ -186,7 +178,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     load_q_of(0);  // before the keys, or it would wait for them
 #pragma unroll 1
     for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
-    auto find_next = [&](int i) {  // after run i, by one thread
+    auto find_next = [&](int i) {  // after run i
         if (threadIdx.x == Shape::kNumThreads - 32) (runs[i + 1] = runs[i]).next(shared.call);
     };
     if (runs[0].is_valid()) find_next(0);
@@ -196,7 +188,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     for (; runs[num_runs].is_valid(); num_runs++) {
         const Run<Shape> &run = runs[num_runs];
         wait_for_step(num_stages);
-        __syncthreads();  // Q, keys and the next run are there, and all warps have left the last run
+        __syncthreads();  // Q, keys and the next run are there, and the last run is over
         find_next(num_runs + 1);
         read_q(q, shared);
         const bool has_rows = Shape::warp_row() < run.valid_rows();
@@ -208,7 +200,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
                 Step<T, Shape> step{shared, p, run, q, has_rows};
                 if (step.has_scores()) step.score(shared.stages[stage], key, scores, factors);
-                __syncthreads();  // the row maxima are there, and all warps have left the last step
+                __syncthreads();  // the row maxima are there, and the last step is over
                 if (!has_next_q) load_q_of(num_runs + 1);
                 has_next_q = true;
                 keys.load(shared.stages[(stage == 0 ? num_stages : stage) - 1]);  // in place of that step's
@@ -233,7 +225,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
 }
 
 template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
-    constexpr int kSystemBytes = 1024;  // in each block's shared memory
+    constexpr int kSystemBytes = 1024;  // of each block
     using Memory = DecodeMemory<Shape>;
     auto blocks_with = [](int num_stages) {
         return std::min<size_t>(2, (max_shared_memory() + kSystemBytes) / (Memory::bytes(num_stages) + kSystemBytes));
@@ -248,8 +240,7 @@ template <typename T, typename Shape> void launch_decode(const DecodeParams &p) 
                  room, line, Scores<>(p), ScoreFactors<float>(p), num_stages);
 }
 
-// act<Shape>() for the shape of p. Tiles of 32 rows end at head_dim 128: beyond, two blocks of eight warps would not
-// fit the registers.
+// Tiles of 32 rows end at head_dim 128: beyond, two blocks of eight warps would not fit the registers.
 template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
     const int head_dim = p.max_head_dim();
     const bool has_more_rows = int64_t(p.nheads / p.nheads_k) * p.max_seqlen_q > 16;

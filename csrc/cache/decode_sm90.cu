@@ -1,13 +1,9 @@
-// Attention of more than 32 packed rows to long caches on Hopper's tensor cores, fp16 and bf16 (sm_90a): several tokens
-// of a sample, as in speculative decoding, or many query heads for each key head.
-//
-// As in decode.cu, every key is read once for a tile of rows. Here it has the 64 rows of one wgmma, and the four warps
-// of a block are one warpgroup:
-//   TMA      K(n+1) V(n+1)              up to two steps ahead, asked for by the first warp
+// decode.cu for more than 32 packed rows on Hopper (sm_90a): for speculative decoding or many query heads per key head.
+// A tile has the 64 rows of one wgmma, and a block is one warpgroup:
+//   TMA      K(n+1) V(n+1)              up to two steps ahead, by the first warp
 //   wgmma    S = Q K(n)ᵀ ─┐        ┌─ O += P V(n)
-//   softmax               └─ P ────┘    a warp has 16 rows and all keys of the step, so P stays in registers
-// Two blocks share a multiprocessor: one computes while the other waits. Shares and partial results are as in
-// decode.cu.
+//   softmax               └─ P ────┘    a warp has 16 rows and all keys, so P stays in registers
+// Two blocks share a multiprocessor: one computes while the other waits.
 #include <algorithm>
 
 #include "cache/boxes.cuh"
@@ -41,7 +37,7 @@ template <typename Shape> struct DecodeMemory {
     SmemTile<Shape::kBlockM, Shape::kHeadDim> q[2];  // this run's and the next one's
     Stage<Shape> stages[Shape::kStages];
     Barrier full[Shape::kStages];
-    Runs<Shape> runs;  // computed by the block
+    Runs<Shape> runs;
     Run<Shape> ahead;  // loaded by its first warp
     int steps_of_warps[Shape::kNumWarps];
     Call call;
@@ -49,8 +45,7 @@ template <typename Shape> struct DecodeMemory {
 
 struct CacheTensors { TmaTensor k, v; };
 
-// TMA brings the keys and values of a block's share to shared memory, ahead of the computation. Each lane of the first
-// warp has a box, up to the last row of a step.
+// The first warp asks TMA for keys and values ahead of the computation, each lane for one box of a step.
 template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
     using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
     CacheBox box;  // of the next step
@@ -62,7 +57,6 @@ template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
         if (run.is_valid() && tile_row() < Shape::kBlockN)
             box.find(p, run.b, run.cut.seq.k_begin + first, first < run.cut.end && first + p.box_rows > run.cut.begin);
     }
-    // Starts the copies of the next step, if there is one.
     __device__ void load(Stage<Shape> &stage, const CacheTensors &cache, Barrier &full) {
         if (!run.is_valid()) return;
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, 2 * 2 * Shape::kBlockN * Shape::kHeadDim);
@@ -75,7 +69,6 @@ template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
     }
 };
 
-// One step of the block, from scores to sums of V.
 template <typename T, typename Shape>
 __device__ void attend(const SmemTile<Shape::kBlockM, Shape::kHeadDim> &q, const Stage<Shape> &stage,
                        TileState<Shape> &state, const Run<Shape> &run, int key, const DecodeParams &p,
@@ -138,13 +131,13 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
         for (int i = 0; i < Shape::kStages; i++) keys.load(shared.stages[i], cache, shared.full[i]);
     }
     int stage = 0, num_runs = 0;
-    uint32_t parity = 0;  // of the stage's barrier
+    uint32_t parity = 0;
     for (; runs[num_runs].is_valid(); num_runs++) {
         const Run<Shape> &run = runs[num_runs];
         Run<Shape> &next = runs[num_runs + 1];
         cp_async_wait<0>();
         fence_proxy_async();
-        __syncthreads();  // Q is there, and all warps have left the last run
+        __syncthreads();  // Q is there, and the last run is over
         if (threadIdx.x == Shape::kNumThreads - 32) next = run, next.next(shared.call);
         bool has_next_q = false;
         for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
@@ -189,7 +182,7 @@ template <typename T, typename Shape> void launch_decode(DecodeParams p) {
                               make_cache_tensor<Shape::kHeadDim>("v", p.v, p, p.head_dim_v)});
 }
 
-// act<Shape>() for the shape of p. head_dim is at most 128.
+// head_dim is at most 128.
 template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
     return p.max_head_dim() <= 64 ? act.template operator()<DecodeShape<64>>()
                                   : act.template operator()<DecodeShape<128>>();

@@ -1,4 +1,4 @@
-// Combines the partial results that several blocks have of a tile.
+// Combines the partial results of a tile.
 #pragma once
 
 #include "cache/result.cuh"
@@ -6,7 +6,7 @@
 
 namespace decoding {
 
-// The counters of a run's tile. Without num_splits, at most one tile that begins in a share goes on in later shares.
+// Without num_splits, at most one tile that begins in a share goes on in later shares.
 template <typename Shape>
 __device__ TileCounters &counters_of(const DecodeParams &p, const Room &room, const Line &line,
                                      const Run<Shape> &run) {
@@ -15,9 +15,8 @@ __device__ TileCounters &counters_of(const DecodeParams &p, const Room &room, co
     return reinterpret_cast<TileCounters *>(p.counters)[i];
 }
 
-// kRows rows of kCount results in shared memory; a thread has four columns of kThreadRows rows. Instructions bound the
-// time: a warp alone on its scheduler issues one in about five cycles. So few of them copy many bytes, and rows do not
-// wait for each other.
+// A thread has four columns of kThreadRows rows. Instructions bound the time, as a warp alone on its scheduler issues
+// one in about five cycles: so each copies many bytes, and rows do not wait for others.
 template <typename Shape, int kThreadRows_> struct JoinStage {
     static constexpr int kThreadRows = kThreadRows_;
     static constexpr int kCount = 1024 / Shape::kNumThreads / kThreadRows;  // 16 KB of acc_o
@@ -26,7 +25,7 @@ template <typename Shape, int kThreadRows_> struct JoinStage {
     float x[kCount][kRows][Shape::kHeadDim];
     float ends[kCount][kRows][4];  // row_max and row_sum
 
-    // Starts the copies of results from `first` and rows from row0 on. Missing ones become 0.
+    // Missing results and rows become 0.
     __device__ void load(const Results &results, int first, int row0, int rows) {
         const int r = threadIdx.x / kVecs;
 #pragma unroll
@@ -45,7 +44,7 @@ template <typename Shape, int kThreadRows_> struct JoinStage {
         const float *from = results.at(is_valid ? first + j : 0) + results.ends + 4 * end_row;
         cp_async(shared_address(ends) + 16 * threadIdx.x, is_valid ? from : results.first, is_valid);
     }
-    // Adds min(kCount, count) results to row r, two at a time, so that a row's bits do not depend on kCount.
+    // Results are added two at a time, so that a row's bits do not depend on kCount.
     __device__ void add_to(RowState &row, float (&o)[4], int r, int count) const {
         static_assert(kCount % 2 == 0);
         const int col = threadIdx.x % kVecs * 4;
@@ -73,14 +72,13 @@ template <typename Shape, int kThreadRows_> struct JoinStage {
     }
 };
 
-// Combines the results of rows [row0, row0 + Stage::kRows), in order.
 template <typename T, typename Stage, typename Shape>
 __device__ void join_results(void *memory, const DecodeParams &p, const Run<Shape> &run, const Results &results,
                              int row0) {
     static_assert(3 * sizeof(Stage) <= 2 * 32 << 10);  // the least that stages of keys have
     Stage *const stages = static_cast<Stage *>(memory);
     const int rows = run.valid_rows(), r = threadIdx.x / Stage::kVecs, col = threadIdx.x % Stage::kVecs * 4;
-    int first = 0, to = 0;  // for the next copies
+    int first = 0, to = 0;
     auto load = [&] {
         if (first < results.count) stages[to].load(results, first, row0, rows);
         cp_async_commit();
@@ -93,7 +91,7 @@ __device__ void join_results(void *memory, const DecodeParams &p, const Run<Shap
 #pragma unroll 1
     for (int left = results.count; left > 0; left -= Stage::kCount) {
         cp_async_wait<1>();
-        __syncthreads();  // these results are there, and all warps have left the last ones
+        __syncthreads();  // these results are there, and the last ones are used
         load();
 #pragma unroll
         for (int i = 0; i < Stage::kThreadRows; i++)
@@ -107,17 +105,17 @@ __device__ void join_results(void *memory, const DecodeParams &p, const Run<Shap
         const OutputRow<T> output(p, run, row, state[i], col);
         output.store(p, col, o[i][0], o[i][1]), output.store(p, col + 2, o[i][2], o[i][3]);
     }
-    __syncthreads();  // all warps have left the last ones
+    __syncthreads();  // the last ones are used
 }
 
-// A block combines a group of rows at a time. Shapes with one group have no code for more.
+// Shapes with one group of rows have no code for more.
 template <typename Shape> using GroupStage = JoinStage<Shape, 512 / Shape::kNumThreads>;
 template <typename Shape> __device__ int num_groups(const Run<Shape> &run) {
     constexpr int kRows = GroupStage<Shape>::kRows;
     return Shape::kBlockM > kRows ? ceil_div(run.valid_rows(), kRows) : 1;
 }
 
-// Tells other blocks that this one's results of its first and last tile are stored.
+// Tells other blocks that the results of the first and last tile are stored.
 template <typename Shape>
 __device__ void arrive(const DecodeParams &p, const Room &room, const Line &line, Runs<Shape> &runs, int num_runs) {
     __syncthreads();  // the results are stored
@@ -134,8 +132,8 @@ __device__ void arrive(const DecodeParams &p, const Room &room, const Line &line
     __syncthreads();
 }
 
-// One thread takes the next group of rows. It waits for the last result, but gives up soon, as a block that has not
-// begun may need this one's place. Then others combine the tile: the last block always finds all results.
+// Waits for the last result, but gives up soon: a block that has not begun may need this one's place. The last block
+// always finds all results.
 __device__ inline void take_group(Join &join, TileCounters &counters, int num_chunks) {
     constexpr int kTries = 64;
     for (int i = 0; i < kTries && !join.has_all; i++) {
@@ -145,8 +143,7 @@ __device__ inline void take_group(Join &join, TileCounters &counters, int num_ch
     join.group = join.has_all ? atomicAdd(&counters.groups, 1) : INT_MAX;
 }
 
-// Combines the results of a tile. Its blocks share several groups of rows; a single one is left to the last block.
-// `memory` is that of the keys.
+// A tile's blocks share several groups of rows; a single group is left to the last block.
 template <typename T, typename Shape>
 __device__ void join_tile(void *memory, const DecodeParams &p, const Room &room, const Line &line,
                           const Run<Shape> &run, Join &join) {
@@ -174,7 +171,7 @@ __device__ void join_tile(void *memory, const DecodeParams &p, const Room &room,
 }
 
 // Called after a share's last step: earlier, the next run would wait for memory. Only the first and last tile may have
-// results in other shares. With num_splits, tiles between them have several results too, so all runs are found again.
+// results in other shares. With num_splits, other tiles have several results too, so all runs are found again.
 template <typename T, typename Shape>
 __device__ void end_share(void *memory, const DecodeParams &p, const Room &room, const Line &line, const Call &call,
                           Runs<Shape> &runs, int num_runs) {

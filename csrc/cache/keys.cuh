@@ -1,4 +1,4 @@
-// The keys of decode.cu on their way to shared memory, from a cache of sequences or pages.
+// Copies of keys and values to shared memory, for decode.cu.
 #pragma once
 
 #include "cache/share.cuh"
@@ -13,19 +13,18 @@ template <typename Shape> struct Stage {
     uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
 };
 
-// Copies the keys and values of a block's share, ahead of the computation: in each step, a warp copies kWarpRows rows
-// of K and of V.
+// A warp copies kWarpRows rows of K and of V in each step.
 template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
     using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
     static constexpr int kWarpRows = Shape::kBlockN / Shape::kNumWarps, kVecs = Shape::kHeadDim / 8;
-    int sequence, row;  // where this lane's row of the next step lies, see find()
+    int sequence, row;  // of this lane in the next step, see find()
 
     __device__ KeyStream(const DecodeParams &p, const Call &call, Run<Shape> &run)
         : StepsAhead<Shape>(p, call, run) {
         find();
     }
 
-    // Starts the copies of the next step, if there is one, as one group.
+    // Every call makes one group of copies, even after the last step.
     __device__ void load(Stage<Shape> &stage) {
         if (run.is_valid()) {
             rows_are_neighbours() ? copy<true>(stage) : copy<false>(stage);
@@ -36,13 +35,12 @@ template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
     }
 
   private:
-    // Whether a warp's rows are in one sequence or page.
+    // A warp's rows are in one sequence or page.
     __device__ bool rows_are_neighbours() const {
         return !p.page_table || (p.page_size % kWarpRows == 0 && run.cut.seq.k_begin % kWarpRows == 0);
     }
 
-    // Finds the next step's row: the warp's first if its rows are neighbours, else row l % kWarpRows for lane l.
-    // Nothing here waits for the number of a page.
+    // Finds the warp's first row, or one for each lane if rows are no neighbours. Nothing waits for a page's number.
     __device__ void find() {
         this->settle();
         if (!run.is_valid()) return;
@@ -64,7 +62,7 @@ template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
         const unsigned first_row = kNeighbours ? row + lane_row : row;
         const T *gK = rows_of<const T>(p.k, b, h, first_row), *gV = rows_of<const T>(p.v, b, h, first_row);
         if (kNeighbours) gK += 8 * vec, gV += 8 * vec;
-        // Rows [first, k_end) of K and [first, v_end) of V, from row0 on. Others become 0.
+        // Rows are counted from row0. Those outside of [first, end) become 0.
         const int first = run.cut.begin - key - row0, end = run.cut.end - key - row0;
         const int k_end = 8 * vec < p.head_dim ? end : first, v_end = 8 * vec < p.head_dim_v ? end : first;
         const uint32_t offset0 = Swizzle::offset(row0, vec);

@@ -1,11 +1,11 @@
-// Prompts whose keys are in a cache ("prefill"), on Hopper (sm_90a), by the kernel of sm90/flash_sm90.cuh.
+// Prompts with keys in a cache ("prefill") on Hopper (sm_90a), by sm90/flash_sm90.cuh.
 #include "cache/boxes.cuh"
 #include "sm90/flash_sm90.cuh"
 
 namespace sm90 {
 
-// One warp loads K and another one V: with pages of 16 keys, one for both would keep the products waiting. Each lane
-// finds a box, but one lane asks for all: otherwise ptxas loops over the lanes around every instruction.
+// K and V have a warp each: with pages of 16 keys, one for both would keep the products waiting. Each lane finds a box,
+// but one lane asks for all: otherwise ptxas loops over the lanes around every instruction.
 template <int kBlockN> struct CachedKeyBlocks {
     static constexpr int kLoaders = 2;
     const DecodeParams &p;
@@ -30,7 +30,7 @@ template <int kBlockN> struct CachedKeyBlocks {
         const int key = n_block * kBlockN + tile_row();
         if (tile_row() < kBlockN) next.find(p, tile.b, seq.k_begin + key, key >= 0 && key < seq.seqlen_k);
     }
-    // The page of the next block is on its way while this block is loaded.
+    // The next block's page number arrives while this block is loaded.
     __device__ void find(int n_block) {
         box = next;
         find_next(n_block - 1);

@@ -1,4 +1,4 @@
-// The state of a tile after some of the keys. It is stored as output, or as a partial result in the workspace.
+// The state of a tile after some of its keys, stored as output or as a partial result.
 #pragma once
 
 #include "cache/rows.cuh"
@@ -7,12 +7,12 @@
 
 namespace decoding {
 
-// A row after some of its keys: row_max in units of log2, and the sum of exp2(score - row_max).
+// row_max in units of log2, and the sum of exp2(score - row_max).
 struct RowState {
     float max = -FLT_MAX, sum = 0.f;  // max is finite: exp2(-inf - max) is 0, not NaN
 };
 
-// The factor from acc_o to a row of the output, and its lse.
+// `scale` leads from acc_o to the output.
 struct RowEnd {
     bool has_keys;
     float scale, lse;
@@ -24,7 +24,7 @@ struct RowEnd {
     }
 };
 
-// This lane's part of a tile: rows Shape::row_of_lane(i), i < kLaneRows, and pairs of columns Shape::col_of_lane(j).
+// This lane's rows and pairs of columns.
 template <typename Shape> struct TileState {
     typename Shape::AccO acc_o = {};
     RowState rows[Shape::kLaneRows];
@@ -35,7 +35,6 @@ template <typename Shape> struct TileState {
         for (int j = 0; j < Shape::kLaneCols; j += 2)
             act(reinterpret_cast<float2 &>(Shape::at(acc_o, i, j)), Shape::col_of_lane(j));
     }
-    // The maximum of row i grows to `max`.
     __device__ void grow(int i, float max) {
         const float alpha = exp2_approx(rows[i].max - max);
         rows[i].max = max, rows[i].sum *= alpha;
@@ -43,7 +42,7 @@ template <typename Shape> struct TileState {
     }
 };
 
-// A row of the output. The thread with the first column stores its lse.
+// The thread with the first column stores the row's lse.
 template <typename T> struct OutputRow {
     const RowEnd end;
     T *const o;
@@ -76,18 +75,16 @@ __device__ void store_tile(const DecodeParams &p, const Run<Shape> &run, TileSta
     }
 }
 
-// A tile's partial results in the workspace, in the order of their keys: [room.rows, kHeadDim] of acc_o, and then
-// [room.rows, 4] of row_max and row_sum.
+// A tile's partial results by key: acc_o [room.rows, kHeadDim], then row_max and row_sum [room.rows, 4].
 struct Results {
     float *first;
     int second, stride;  // offset of the second one, and from each to the next
     int count;
-    int ends;  // offset of row_max and row_sum in a result
+    int ends;  // offset of row_max and row_sum
 
     __device__ float *at(int i) const { return first + (i == 0 ? 0 : second + (i - 1) * stride); }
 };
 
-// With num_splits, each chunk has a slot. Without, the first share uses its second slot, and the others their first.
 template <typename Shape>
 __device__ Results results_of(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run) {
     const int size = room.rows * Shape::kPitch;
@@ -103,7 +100,6 @@ __device__ Results results_of(const DecodeParams &p, const Room &room, const Lin
             room.rows * Shape::kHeadDim};
 }
 
-// Stores the result of the part that begins at `chunk`.
 template <typename Shape>
 __device__ void store_result(const DecodeParams &p, const Room &room, const Line &line, const Run<Shape> &run,
                              TileState<Shape> &state, int chunk) {

@@ -1,4 +1,4 @@
-// The packed rows of a run: their Q in shared memory, and changes of their scores.
+// Q and scores of a run's packed rows.
 #pragma once
 
 #include "cache/share.cuh"
@@ -10,8 +10,7 @@ namespace decoding {
 
 using namespace ptx;
 
-// Starts the copies of a run's rows of Q, as one group, with 0 beyond the sample and head_dim. offset_of(row, vec) is
-// the place of 16 bytes in sQ.
+// One group of copies, with 0 beyond the sample and head_dim. offset_of(row, vec) is where 16 bytes lie in sQ.
 template <typename T, typename Shape, typename OffsetOf>
 __device__ void load_q(void *sQ, const DecodeParams &p, const Run<Shape> &run, OffsetOf offset_of) {
     constexpr int kVecs = Shape::kHeadDim / 8, kRowStep = Shape::kNumThreads / kVecs;
@@ -27,7 +26,7 @@ __device__ void load_q(void *sQ, const DecodeParams &p, const Run<Shape> &run, O
     cp_async_commit();
 }
 
-// q·k become scores, see common/scores.cuh and mods/score_mods.cuh. The step begins at `key`. Rows differ in slope.
+// q·k become scores (common/scores.cuh, mods/score_mods.cuh). Rows differ in slope.
 template <typename Shape>
 __device__ void change_scores(typename Shape::AccS &acc_s, const Scores<> &scores, const ScoreFactors<float> &factors,
                               const DecodeParams &p, const Run<Shape> &run, int key) {
@@ -49,7 +48,7 @@ __device__ void change_scores(typename Shape::AccS &acc_s, const Scores<> &score
     }
 }
 
-// The keys that a row of a tree sees: all old ones, and the new ones in its word.
+// A row of a tree sees all old keys, and the new ones in its word.
 struct Branches {
     uint64_t word = ~0ull;
     int first_new = 0;
@@ -65,7 +64,6 @@ struct Branches {
     }
 };
 
-// Scores of keys that a row does not see become -inf.
 template <typename Shape>
 __device__ void hide_scores(typename Shape::AccS &acc_s, const DecodeParams &p, const Run<Shape> &run, int key) {
     const Mask mask(run.cut.seq.seqlen_q, run.cut.seq.seqlen_k, p);

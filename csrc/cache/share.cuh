@@ -1,15 +1,13 @@
-// The folder cache/ has attention of a few query tokens to long caches ("decode"). The header of decode.cu shows how
-// its parts work together. Order in cache/: share.cuh, keys.cuh, rows.cuh, result.cuh, join.cuh, decode.cu. Beside it:
-// decode_sm90.cu.
+// The folder cache/ has attention to long caches; decode.cu shows how its parts work together. Order in cache/:
+// share.cuh, keys.cuh, rows.cuh, result.cuh, join.cuh, decode.cu. Beside it: decode_sm90.cu.
 //
-// How both kernels cut a batch into work. A sample's packed rows are cut into tiles, its keys into chunks of equal
-// length. A chunk for one tile of one key head is an item. All items lie on one line, in steps of kBlockN keys, and
-// every block has an equal share of the line, found on the device from the lengths. Samples that another launch serves
-// have no items. Neighbouring chunks of a tile in a block's share are a run.
+// A sample's packed rows are cut into tiles, its keys into chunks of equal length. An item is a chunk for one tile of
+// one key head. All items lie on one line, in steps of kBlockN keys, and every block has an equal share of the line. A
+// run is a tile's neighbouring chunks in a share.
 //
-// With num_splits, chunks are cut by a sample's own lengths and each has a result: so a sample's bits do not depend on
-// its batch. Without, a chunk is one step and a run has one result: so work is even, and at most two results of a block
-// wait in memory for other blocks.
+// With num_splits, a sample's own lengths cut its chunks and each has a result, so its bits do not depend on the batch.
+// Without, a chunk is one step and a run has one result: work is even, and at most two results of a block wait in
+// memory for other blocks.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +20,7 @@
 
 namespace decoding {
 
-// A step has kBlockN keys: 16 KB of K and of V each.
+// A step has 16 KB of K and of V each.
 template <int kHeadDim_, int kNumWarps_> struct KeyShape {
     static constexpr int kHeadDim = kHeadDim_, kBlockN = 8192 / kHeadDim;
     static constexpr int kNumWarps = kNumWarps_, kNumThreads = 32 * kNumWarps;
@@ -33,15 +31,15 @@ template <int kHeadDim_, int kNumWarps_> struct KeyShape {
 __device__ inline int floor_div(unsigned x, unsigned y) { return int(x / y); }
 __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x + y - 1) / y); }
 
-// The workspace in global memory: slots for results of `rows` rows, and counters of results. Each share has two slots:
-// for a tile that began in an earlier share, and for one that goes on in a later share. With num_splits, every sample
-// and key head has `splits` slots, one for each chunk. A sample that needs more is not cut.
+// The workspace in global memory. A share has two slots: for a tile from an earlier share, and for one that goes on in
+// a later share. With num_splits, a sample and key head has `splits` slots, one for each chunk; a sample that needs
+// more is not cut.
 struct Room {
     int group;           // query heads of a key head
     uint32_t per_group;  // the next integer above 2^31 / group
     int rows;
     int splits;          // num_splits, or 0
-    int tiles;           // TileCounters of a sample and key head, with splits
+    int tiles;           // TileCounters of a sample and key head
 
     Room(const DecodeParams &p, int block_m)
         : group(p.nheads / p.nheads_k), per_group((1u << 31) / group + 1), splits(p.num_splits) {
@@ -51,14 +49,12 @@ struct Room {
     }
 };
 
-// Shared by the blocks with results of a tile. The last one sets all to 0 again.
 struct TileCounters {
     int chunks;  // with a result
-    int groups;  // of rows, taken by blocks to combine them
+    int groups;  // of rows, taken by blocks
     int left;    // chunks whose blocks have left
 };
 
-// With `blocks` blocks at most.
 template <typename Shape> int64_t workspace_bytes(const DecodeParams &p, int64_t blocks) {
     const Room room(p, Shape::kBlockM);
     const int64_t slots = room.splits ? p.batch_size * p.nheads_k * room.splits : 2 * blocks;
@@ -71,10 +67,10 @@ template <typename Shape> int64_t num_counters(const DecodeParams &p, int64_t bl
     return room.splits == 1 ? 0 : tiles * int(sizeof(TileCounters) / sizeof(int));
 }
 
-// Key heads often lie side by side in memory, and are fastest to read together. So `heads` neighbouring blocks work on
-// the same keys, each for its own head. Each of these heads has a line, and all lines are cut alike.
+// Key heads often lie side by side in memory and are fastest to read together: `heads` neighbouring blocks read the
+// same keys, each for its own head. Each of these heads has a line, and all lines are cut alike.
 struct Line {
-    int heads;           // side by side
+    int heads;
     int heads_of_line;   // one after another on a line
     int shares;          // of a line, at most
     uint32_t per_share;  // 2^32 / shares, rounded up
@@ -101,7 +97,7 @@ template <typename Shape> void check_size(const DecodeParams &p, const Room &roo
                                     std::to_string(Shape::kBlockN) + " keys; divide the batch into several calls");
 }
 
-// Cuts a line of `steps` steps into shares, none of them empty.
+// The shares of a line, none empty.
 struct Shares {
     int steps, count;
     uint32_t per_share;
@@ -122,14 +118,12 @@ struct Shares {
     }
 };
 
-// A copy by a warp.
 template <typename X> __device__ void copy_words(X &to, const X &from) {
     for (unsigned i = threadIdx.x % 32; i < sizeof(X) / 4; i += 32)
         reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(&from)[i];
 }
 
-// Cuts a sample's packed rows into tiles, without padding, and its keys into chunks. With num_splits, each key head has
-// about that many items, so more tiles mean fewer chunks.
+// A sample's tiles and chunks. With num_splits, a key head has about that many items: more tiles mean fewer chunks.
 template <typename Shape> struct Cut {
     static constexpr int kBlockN = Shape::kBlockN;
     Sequence seq;
@@ -151,7 +145,6 @@ template <typename Shape> struct Cut {
         chunk_steps = ceil_div(num_chunks, max(1, splits)), num_chunks = ceil_div(num_chunks, chunk_steps);
     }
     __device__ int aligned_begin() const { return floor_div(begin, kBlockN) * kBlockN; }
-    // The keys of the chunks [first, last).
     __device__ Range keys(int first, int last) const {
         const int chunk_size = chunk_steps * kBlockN;
         return {aligned_begin() + first * chunk_size, min(aligned_begin() + last * chunk_size, end)};
@@ -159,12 +152,10 @@ template <typename Shape> struct Cut {
     __device__ int items(const Line &line) const { return num_tiles * num_chunks * line.heads_of_line; }
     __device__ int steps(const Line &line) const { return items(line) * chunk_steps; }
     __device__ int chunks_of(int steps) const { return chunk_steps == 1 ? steps : ceil_div(steps, chunk_steps); }
-    // Items that begin before a step of the sample.
     __device__ int items_before(int step, const Line &line) const { return min(items(line), chunks_of(max(0, step))); }
 };
 
-// The kernel's parameters in shared memory, for functions that are not inlined: these cannot know that a reference is
-// to constant memory, and would read global memory.
+// Copies in shared memory: functions that are not inlined would read the kernel's parameters as global memory.
 struct Call {
     DecodeParams p;
     Room room;
@@ -179,7 +170,7 @@ struct Call {
 
 template <typename Shape> struct Run;
 
-// Steps of the samples [b_begin, b_end). Not inlined: few batches have more samples than a block has threads.
+// Not inlined: few batches have more samples than a block has threads.
 template <typename Shape>
 __device__ __noinline__ int steps_of(const DecodeParams &p, const Room &room, const Line &line, int b_begin,
                                      int b_end) {
@@ -188,7 +179,7 @@ __device__ __noinline__ int steps_of(const DecodeParams &p, const Room &room, co
     return steps;
 }
 
-// A packed row of a run's tile. A product replaces a division, which is slow.
+// A product replaces a slow division.
 struct PackedRow {
     int token, head;
     template <typename Shape> __device__ PackedRow(const Run<Shape> &run, int row) {
@@ -197,7 +188,7 @@ struct PackedRow {
     }
 };
 
-// Chunks [chunk_begin, chunk_end) of a tile of a key head. One thread moves the run on.
+// Chunks [chunk_begin, chunk_end) of a tile. One thread moves the run on.
 template <typename Shape> struct alignas(16) Run {
     int place, end;  // the run's place on the line, and the end of the block's share
     int b, index;    // sample, and the first chunk among its items
@@ -207,7 +198,6 @@ template <typename Shape> struct alignas(16) Run {
     int token, head_of_group;  // first row of the tile
     Range full;  // the keys that all rows see
 
-    // In sample b, if it has an item `index`.
     __device__ Run(const DecodeParams &p, const Line &line, const Shares &shares, int b, const Cut<Shape> &cut,
                    int index, int place, int end)
         : place(place), end(end), b(b), index(index), shares(shares), cut(cut) {
@@ -217,8 +207,7 @@ template <typename Shape> struct alignas(16) Run {
         place += num_chunks() * cut.chunk_steps, index += num_chunks();
         if (is_valid()) go_on(call.p, call.room, call.line, place);  // a call at the end would do nothing
     }
-    // After a sample's last item, goes to a later sample's first one at or behind `begin`. Not inlined: most steps do
-    // not come here.
+    // Goes to a later sample's first item at or behind `begin`. Not inlined: most steps do not come here.
     __device__ __noinline__ void go_on(const DecodeParams &p, const Room &room, const Line &line, int begin) {
         while (is_valid() && index == cut.items(line)) {
             cut = Cut<Shape>(p, room, ++b);
@@ -229,20 +218,16 @@ template <typename Shape> struct alignas(16) Run {
     __device__ bool is_valid() const { return place < end; }
     __device__ int num_chunks() const { return chunk_end - chunk_begin; }
     __device__ bool has_whole_tile() const { return num_chunks() == cut.num_chunks; }
-    // Whether the tile needs no workspace.
     __device__ bool has_one_result(const Room &room) const {
         return has_whole_tile() && (room.splits == 0 || cut.num_chunks == 1);
     }
     __device__ bool all_rows_see(int key) const { return key >= full.begin && key + Shape::kBlockN <= full.end; }
     __device__ int valid_rows() const { return min(Shape::kBlockM, cut.num_rows - tile * Shape::kBlockM); }
-    // Chunks [chunk, part_end) have one result.
     __device__ int part_end(int chunk, const Room &room) const { return room.splits ? chunk + 1 : chunk_end; }
-    // Keys of these chunks that some row of the tile sees.
     __device__ Range keys(int first, int last) const {
         const Range all = cut.keys(first, last);
         return {max(all.begin, key_begin), min(all.end, key_end)};
     }
-    // Where the tile begins and ends.
     __device__ int first_share() const { return shares.of(place - chunk_begin * cut.chunk_steps); }
     __device__ int last_share() const {
         return shares.of(place + (cut.num_chunks - chunk_begin) * cut.chunk_steps - 1);
@@ -273,17 +258,15 @@ struct Join {
     int group;
 };
 
-// A block's runs in shared memory: the first one, and later ones by turns in four slots. decode.cu uses three at a
-// time, but i % 3 costs 22 registers.
+// The first run, and later ones by turns in four slots: decode.cu uses three at a time, but i % 3 costs 22 registers.
 template <typename Shape> struct Runs {
     Run<Shape> slots[5];
-    Join joins[2];  // tiles of the first and last run, which may go on in other shares
+    Join joins[2];  // tiles of the first and last run
 
     __device__ Run<Shape> &operator[](int i) { return slots[i == 0 ? 4 : i % 4]; }
 };
 
-// Finds the first run of this block's share. Threads divide the samples and scan their sums. The one whose sample holds
-// the share's begin finds the run.
+// Threads divide the samples and scan their sums. The one whose sample holds the share's begin finds the run.
 template <typename Shape>
 __device__ void find_first_run(Run<Shape> &run, int (&steps_of_warps)[Shape::kNumWarps], const DecodeParams &p,
                                const Room &room, const Line &line) {
@@ -322,17 +305,16 @@ __device__ void find_first_run(Run<Shape> &run, int (&steps_of_warps)[Shape::kNu
     __syncthreads();
 }
 
-// The steps of a block's share, loaded ahead of the computation.
 template <typename Shape> struct StepsAhead {
     const DecodeParams &p;
     const Call &call;
     Run<Shape> &run;  // of this warp
-    int key;          // first of the next step, if the run is valid
+    int key;          // first of the next step
 
     __device__ StepsAhead(const DecodeParams &p, const Call &call, Run<Shape> &run)
         : p(p), call(call), run(run), key(run.is_valid() ? run.key_begin : 0) {}
 
-    // Goes to the next run after the last key, by all lanes of a warp.
+    // All lanes of a warp call it.
     __device__ void settle() {
         while (run.is_valid() && key >= run.key_end) {
             __syncwarp();  // all lanes have read the run

@@ -1,9 +1,9 @@
 // The folder host/ compiles the kernels of simt/ for the CPU, where debuggers and sanitizers see every access. Order in
 // host/: fiber.h, cuda.h, flash_host.cpp, flash_bwd_host.cpp, append_host.cpp.
 //
-// Just enough of CUDA for a C++20 compiler. Blocks run one after another. Their threads are fibers, which run until
-// they wait at a barrier. ThreadSanitizer reports a missing barrier as a data race. Shared memory is NaN at first, so
-// that early reads show. Unlike in CUDA, no thread may return early.
+// Just enough of CUDA for a C++20 compiler. Blocks run one after another. Threads are fibers that run to the next
+// barrier. ThreadSanitizer reports a missing barrier. Shared memory begins as NaN, so that early reads show. Unlike in
+// CUDA, no thread may return early.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ inline float to_float(__half x) {
     return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(value));
 }
 
-// Both round to nearest even, as the GPU does.
+// Rounds to nearest even, as the GPU does.
 template <typename T> requires(!std::is_floating_point_v<T>) T from_float(float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -70,8 +70,8 @@ inline thread_local HostIndex threadIdx, blockIdx;
 struct HostCopy { void *to; const void *from; size_t bytes; };
 struct Thread : Fiber { std::vector<HostCopy> copies; };
 
-// Phases have two addresses in turn for ThreadSanitizer: a thread that leaves late must not learn what others did
-// before they arrived again.
+// ThreadSanitizer gets two addresses in turn: a thread that leaves late must not learn what others did before they
+// arrived again.
 struct Barrier {
     unsigned arrived = 0, phase = 0;  // phase: how often all have arrived
     char of_phase[2];
@@ -145,7 +145,6 @@ inline size_t max_shared_memory() { return std::numeric_limits<size_t>::max(); }
 
 inline void let_next_kernel_begin() {}
 
-// Returns when all blocks have run.
 template <typename... Args>
 void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
             std::type_identity_t<Args>... args) {

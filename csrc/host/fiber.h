@@ -1,5 +1,5 @@
-// Fibers take turns in one thread of the CPU, each with its own stack. setcontext() makes system calls, so it serves
-// the first turn alone. Later turns are jumps, by builtins: longjmp() may check that it stays in one stack.
+// Fibers take turns in one thread, each with its own stack. setcontext() makes system calls, so only the first turn
+// uses it. Later turns are jumps by builtins: longjmp() may check that it stays in one stack.
 #pragma once
 
 #include <ucontext.h>
@@ -25,7 +25,7 @@ struct Fiber {
     TSAN(void *tsan = __tsan_get_current_fiber();)
     TSAN(~Fiber() { if (stack) __tsan_destroy_fiber(tsan); })
 
-    // Its first turn calls run(), which must not return.
+    // run() must not return.
     void begin(void (*run)()) {
         stack = std::make_unique_for_overwrite<char[]>(kStackBytes), has_begun = false;
         getcontext(&context);
@@ -33,7 +33,7 @@ struct Fiber {
         makecontext(&context, run, 0);
         TSAN(tsan = __tsan_create_fiber(0);)
     }
-    // By the running fiber. For ThreadSanitizer, `to` knows what it has done only if the switch synchronizes.
+    // For ThreadSanitizer, `to` knows what this fiber has done only if the switch synchronizes.
     [[gnu::no_sanitize_thread]] void switch_to(Fiber &to, [[maybe_unused]] bool synchronizes = false) {
         TSAN(__tsan_switch_to_fiber(to.tsan, synchronizes ? 0 : __tsan_switch_to_fiber_no_sync);)
         if (!__builtin_setjmp(place)) to.take_turn();

@@ -1,4 +1,4 @@
-// The launches of attention to a cache, by three kernels.
+// Launches of attention to a cache, by three kernels.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,7 @@
 #include "flash_cache.h"
 #include "ops/kernels.h"
 
-// sm90::flash_prefill serves samples of at least `prefill` rows, sm90::flash_decode others of at least `tall` rows, and
-// sm80::flash_decode the rest, in any batch.
+// The fewest rows of a sample for sm90::flash_decode and sm90::flash_prefill. sm80::flash_decode serves the rest.
 struct FewestRows { int tall = INT_MAX, prefill = INT_MAX; };
 
 inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
@@ -17,7 +16,7 @@ inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
     const std::optional<Kernel> forced = forced_kernel;
     if ((forced && forced != Kernel::kSm90) || why_not(Kernel::kSm90, p, gpu, false)) return fewest;
     if (p.page_table && (p.page_size % 16 || p.leftpad_k)) return fewest;  // a box of TMA has at least 16 keys
-    // A tile of decode.cu has 32 packed rows, and each tile reads the keys again.
+    // Each tile of decode.cu has 32 packed rows and reads the keys again.
     if (p.max_head_dim() <= 128) fewest.tall = 32 / (p.nheads / p.nheads_k) + 1;
     // flash_prefill splits no keys: it needs tiles of rows for half of a GPU.
     constexpr int kFewestRows = 65, kFewestTiles = 64;
@@ -26,13 +25,12 @@ inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
     return fewest;
 }
 
-// Calls prefill(p), tall(p) and few(p), with p for their samples, if there may be some. The kernel for the most rows
-// also serves samples with more than p.max_seqlen_q.
+// The kernel for the most rows also serves samples with more than p.max_seqlen_q.
 //
-// The launches of a mixed batch run side by side where the GPU can. Tensor cores bound prompts, and memory bounds
-// caches: three quarters of the multiprocessors read caches nearly as fast as all. Prompts begin on the others. After
-// the caches, a second prefill(p) continues them on those three quarters, but for one or two multiprocessors with a
-// block that waits for an earlier launch. Since the first prefill(p) waits for earlier work, the others begin at once.
+// Launches of a mixed batch run side by side where the GPU can. Tensor cores bound prompts, memory bounds caches: three
+// quarters of the multiprocessors read caches nearly as fast as all. Prompts begin on the rest. A second prefill(p)
+// continues them after the caches, except on one or two multiprocessors whose block waits for an earlier launch. Only
+// the first prefill(p) waits for earlier work: the others begin at once.
 template <typename Prefill, typename Tall, typename Few>
 void launch_by_rows(DecodeParams p, FewestRows fewest, int all_sms, bool can_overlap, Prefill prefill, Tall tall,
                     Few few) {

@@ -1,7 +1,7 @@
 // The folder ops/ has the ops of torch as functions for both bindings. Order: kernels.h, aten.h, stable.h, params.h,
 // forward.h, ops.h, ops.cpp, cache_launches.h, decode_op.cpp, append_op.cpp.
 //
-// The kernel for a call on a GPU. The number of samples does not matter: a sample has the same bits in every batch.
+// The choice of a kernel does not depend on the number of samples: a sample has the same bits in every batch.
 #pragma once
 
 #include <atomic>
@@ -11,16 +11,15 @@
 
 #include "flash.h"
 
-// kHost: flash.cu on the CPU.
-enum class Kernel { kSimt, kSm80, kSm90, kDmma, kHost };
+enum class Kernel { kSimt, kSm80, kSm90, kDmma, kHost };  // kHost: flash.cu on the CPU
 constexpr const char *kKernelNames[] = {"simt", "sm80", "sm90", "dmma", "host"};
 
-// The kernel for all calls of the process, for tests and benchmarks.
+// Tests and benchmarks set it, for all calls of the process.
 inline std::atomic<std::optional<Kernel>> forced_kernel;
 
 struct Gpu {
     int capability;  // see compute_capability()
-    bool fast_fp64;  // see has_fast_fp64()
+    bool fast_fp64;
 };
 
 // Why something cannot be done. Without a value it can.
@@ -35,7 +34,7 @@ inline Reason why_not_16_bytes(const std::string &name, const Tensor &x, int n) 
     return {};
 }
 
-// Heads and samples may overlap. TMA takes strides below 2^40 bytes.
+// Heads and samples may overlap.
 inline Reason why_not_tma(const std::string &name, const Tensor &x, int rows, int head_dim) {
     if (rows > 1 && x.row_stride < head_dim) return "rows of " + name + " overlap";
     if (all_strides(x) >> 39) return "a stride of " + name + " is 2^40 bytes or more";
@@ -43,7 +42,7 @@ inline Reason why_not_tma(const std::string &name, const Tensor &x, int rows, in
 }
 
 inline Reason why_not_tma(const Bias &x, int seqlen_k) {
-    if (x.dtype == DType::kBool) return {};  // pack_mask() reads it, whatever its strides are
+    if (x.dtype == DType::kBool) return {};  // pack_mask() reads any strides
     const int64_t strides = x.batch_stride | x.head_stride | x.row_stride;
     if (x.dtype == DType::kFloat32) return "attn_bias is float32";
     if ((x.key_stride != 1 && seqlen_k > 1) || (x.row_stride && x.row_stride < seqlen_k))
@@ -90,8 +89,7 @@ struct Choice {
     Reason slow_because = {};  // of 16-bit tensors without tensor cores
 };
 
-// Throws std::invalid_argument if the forced kernel cannot serve p. For a backward pass that dmma or sm90 lacks, it is
-// simt or sm80.
+// A forced dmma or sm90 that lacks the backward pass becomes simt or sm80.
 inline Choice choose_kernel(const AttnParams &p, Gpu gpu, bool is_backward) {
     if (std::optional<Kernel> forced = forced_kernel) {
         if (is_backward && *forced == Kernel::kSm90 && why_not(*forced, p, gpu, true)) forced = Kernel::kSm80;

@@ -1,6 +1,5 @@
-// New keys and values for a cache: one kernel stores them, rotates the keys and q, and counts the keys. Memory bounds
-// its time. A thread has a vector of 16 bytes, or one element if some tensor is not aligned; its neighbours go on along
-// the row, head after head. Blocks are for new rows, then for rows of q, then for lengths. No thread waits for another,
+// New keys and values for a cache: one kernel stores them, rotates keys and q, and counts the keys. Memory bounds its
+// time. A thread has a vector of 16 bytes, or one element if some tensor is not aligned. No thread waits for another,
 // so the CPU runs them in a plain loop.
 #include "common/cache_sequence.cuh"
 #include "simt/tiles.h"
@@ -23,9 +22,8 @@ struct AppendGrid {
     }
 };
 
-// Where a new row goes, if anywhere.
 struct CacheRow {
-    int64_t sequence = -1, row = 0;
+    int64_t sequence = -1, row = 0;  // -1: nowhere
     __device__ bool is_in_cache(const AppendParams &p) const { return sequence >= 0 && sequence < p.num_sequences; }
 };
 
@@ -47,7 +45,7 @@ template <int kVec, typename T> __device__ Vec<kVec, T> load(const T *from) {
     return *reinterpret_cast<const Vec<kVec, T> *>(from);
 }
 
-// The cos or sin of columns [col, col + kVec), from the `half` numbers of a position.
+// cos or sin of columns [col, col + kVec). `row` has `half` numbers.
 template <int kVec, typename T> __device__ Vec<kVec, T> angles(const T *row, int col, int half, bool is_interleaved) {
     constexpr int kHalf = (kVec + 1) / 2;
     const T *from = row + (is_interleaved ? col / 2 : col < half ? col : col - half);
@@ -58,8 +56,7 @@ template <int kVec, typename T> __device__ Vec<kVec, T> angles(const T *row, int
     return out;
 }
 
-// Columns [col, col + kVec) of x, at the position of row i of sample b: pairs (x, y) become (x cos - y sin,
-// y cos + x sin) in fp32, rounded once.
+// Pairs (x, y) become (x cos - y sin, y cos + x sin) in fp32, rounded once. Row i of sample b gives the position.
 template <int kVec, typename T>
 __device__ Vec<kVec, T> rotated(const AppendParams &p, const T *x, int col, int b, int i) {
     const Vec<kVec, T> own = load<kVec>(x + col);
@@ -135,7 +132,7 @@ template <typename T, int kVec> void launch_append(const AppendParams &p) {
 #endif
 }
 
-// Whether all rows begin and end at multiples of 16 bytes. Rows of a table do if the first one does.
+// Rows begin and end at multiples of 16 bytes. Rows of a table do if the first one does.
 template <typename T> bool has_vectors(const AppendParams &p) {
     int64_t elements = p.head_dim | p.head_dim_v, addresses = int64_t(p.rotary_cos) | int64_t(p.rotary_sin);
     for (const Tensor &x : {p.k_new, p.v_new, p.k_cache, p.v_cache, p.q, p.q_rotated})

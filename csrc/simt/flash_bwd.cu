@@ -4,24 +4,23 @@
 //   P = exp(scale · Q Kᵀ - lse)      dP = dO Vᵀ               dV = Pᵀ dO
 //   delta = rowsum(dO ∘ O) - dlse    dS = P ∘ (dP - delta)    dK = scale · dSᵀ Q    dQ = scale · dS K
 //
-// Dropout masks and scales dP and the P of dV as the P of O. dlse is in delta because d lse / d S = P.
+// Dropout masks and scales dP, and the P of dV. dlse is in delta because d lse / d S = P.
 //
-// One kernel forms delta. Two have one source: a block of threads owns kBlockM rows of A and B, walks along C and D,
-// kBlockN rows at a time, and sums dA and dB in registers:
+// One kernel forms delta. Two share one source: a block owns kBlockM rows of A and B, walks along C and D, kBlockN rows
+// at a time, and sums dA and dB in registers:
 //
 //   kOwnsKeys    A   B    C   D     A Cᵀ   B Dᵀ    dA           dB
 //   true         K   V    Q   dO    Sᵀ     dPᵀ     += dSᵀ Q     += Pᵀ dO    of all query heads that share K and V
 //   false        Q   dO   K   V     S      dP      += dS K
 //
-// So S and dP are formed twice, but there are no atomics, and the bits of all runs are the same. (Dao 2023, Algorithm
-// 2, sums dQ in memory.)
+// S and dP are formed twice, but without atomics (as for dQ in Dao 2023, Algorithm 2): all runs have the same bits.
 #include "common/key_tiles.cuh"
 #include "simt/tiles.h"
 
 namespace simt {
 
-// delta and lse_log2. 8 threads of a row add 4 neighbours at a time: bits do not depend on alignment. dO of a row
-// without keys may be NaN and is not read. Its delta is 0, or -dlse with a sink, its lse_log2 +inf.
+// 8 threads of a row add 4 neighbours at a time: bits do not depend on alignment. Rows without keys, whose dO may be
+// NaN, get delta 0, or -dlse with a sink, and lse_log2 +inf.
 constexpr int kPreprocessTy = 16, kPreprocessTx = 8, kPreprocessM = 64;
 template <typename Sum> struct PreprocessTiles { Sum partial[kPreprocessTx][kPreprocessM + 4]; };
 
@@ -78,8 +77,7 @@ template <typename Sum, int kHeadDim_, int kBlockM_, int kBlockN_, int kTy_, int
     } stages[2];
 };
 
-// {kHeadDim, kBlockM, kBlockN, kTy, kTx, kStep}. Owned rows stay in shared memory, their sums in 2 · 32 registers:
-// wider rows are fewer. All fit the 64 KB of sm_75.
+// Owned rows stay in shared memory, their sums in 2 · 32 registers: wider rows are fewer. All fit the 64 KB of sm_75.
 template <typename Sum> using BwdTiles64 = BwdTiles<Sum, 64, 64, 64, 16, 8, 16>;
 template <typename Sum> using BwdTiles128 = BwdTiles<Sum, 128, 32, 64, 8, 16, 16>;
 template <typename Sum> using BwdTiles256 = BwdTiles<Sum, 256, 16, 64, 8, 16, 8>;
@@ -95,8 +93,8 @@ template <typename T> struct Matrix {  // [rows, cols] of a head
         : data(rows_of<const T>(x, b, h, row)), head_stride(x.head_stride), row_stride(x.row_stride), cols(cols) {}
 };
 
-// The stream of C and D through shared memory. Stages of a block of kBlockN rows: C by kStep columns, D by kStep
-// columns, D by kStep rows (only with kOwnsKeys), C by kStep rows. Each is loaded while the one before is used.
+// Stages hold kStep columns of C, then of D, then kStep rows of D (only with kOwnsKeys) and of C, for each kBlockN
+// rows. Each is loaded while the one before is used.
 template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     static constexpr int kNThreads = Tiles::kNThreads, kStep = Tiles::kStep;
     using Stage = typename Tiles::Stage;
@@ -105,8 +103,7 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     int heads;  // left
     const int begin, first, end;  // rows before `first` may hold NaN
     const bool aligned;
-    // The stage to load.
-    int row = begin;
+    int row = begin;  // of the stage to load
     enum { kColsC, kColsD, kRowsD, kRowsC } of = kColsC;
     int x = 0, at = 0;
 
@@ -264,7 +261,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
 }
 
 template <typename T, typename Tiles, bool kMods> void launch_bwd(const AttnBackwardParams &p) {
-    // Rows of q and dout, or k. Columns are loaded by element.
+    // Only for rows: columns are loaded by element.
     const bool aligned_kv = is_aligned<T>(p.q, p.head_dim) && is_aligned<T>(p.dout, p.head_dim_v);
     const bool aligned_q = is_aligned<T>(p.k, p.head_dim);
     if (p.dk.data)

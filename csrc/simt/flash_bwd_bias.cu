@@ -1,9 +1,6 @@
-// The gradient of a bias: dbias = Σ dS over the samples, heads, rows and keys that share an element, with
-// dS = P ∘ (dP - delta) as in flash_bwd.cu. Plain CUDA C++ in true fp32, and on the CPU in fp64 too.
-//
-// A block of threads owns kBlock rows and keys of a head of dbias and walks along the samples, heads, and blocks of
-// rows or keys that share them. It forms S and dP anew and sums dbias in registers: no atomics, the same bits in every
-// run.
+// The gradient of a bias: dbias = Σ dS (flash_bwd.cu) over the samples, heads, rows and keys that share an element.
+// A block owns kBlock rows and keys of a head of dbias and walks along all that share them. It forms S and dP anew and
+// sums dbias in registers: no atomics, the same bits in every run.
 #include "flash_bwd.h"
 #include "simt/tiles.h"
 
@@ -15,9 +12,8 @@ template <typename Sum> struct BiasTiles {
     Sum partial[kBlock][kBlock + 4];  // dbias
 };
 
-// A block's samples, heads, and blocks of rows and keys.
 struct BiasOwner {
-    Range batch, heads, rows, keys;
+    Range batch, heads, rows, keys;  // rows and keys in blocks
 
     __device__ BiasOwner(const AttnBackwardParams &p, int block, int idx) {
         const auto &d = p.dbias;
