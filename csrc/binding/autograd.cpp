@@ -22,8 +22,7 @@ void check_no_tangent(const char *name, const at::Tensor &x) {
 
 }  // namespace
 
-// torch shows this name in errors and profiles. It finds the sinks and attn_bias of the options among forward's
-// arguments.
+// torch shows this name in errors and profiles, and finds sinks and attn_bias among forward's arguments.
 struct FlashAttention : torch::autograd::Function<FlashAttention> {
     static variable_list forward(AutogradContext *ctx, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
                                  const OptionalTensor &, const OptionalTensor &, const Options &options,
@@ -57,7 +56,7 @@ struct FlashAttention : torch::autograd::Function<FlashAttention> {
         const at::Tensor dout = gradients[0].defined() ? gradients[0] : at::zeros_like(out);
         check_no_tangent("dout", dout);
         check_no_tangent("dlse", dlse);
-        // torch counts the tensors that are among forward's arguments.
+        // torch counts the tensors among forward's arguments.
         auto is_needed = [&, i = 0](bool is_given) mutable { return is_given && ctx->needs_input_grad(i++); };
         const bool need_dq = is_needed(true), need_dk = is_needed(true), need_dv = is_needed(true);
         const bool need_dsinks = is_needed(options.sinks.has_value());

@@ -1,4 +1,4 @@
-// The folder binding/ brings the ops to Python: with main.cpp for the torch that is here, stable.cpp for the wheel.
+// binding/ brings the ops to Python: main.cpp for the torch that is here, stable.cpp for the wheel.
 // Order: direct.h, autograd.cpp, fast_path.cpp, sdpa_override.cpp, stable.cpp. This file: the way past the dispatcher.
 #pragma once
 
@@ -11,11 +11,10 @@
 
 namespace minimal_attn {
 
-// autograd.cpp: flash_forward, with flash_backward as its derivative, without Python.
+// autograd.cpp: flash_forward with flash_backward as its derivative.
 Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options);
 
-// Whether an op on these tensors, some perhaps undefined, meets no tracing, vmap, fake tensors, dispatch modes,
-// tangents or profiler.
+// Whether these tensors, some perhaps undefined, meet no tracing, vmap, fake tensors, modes, tangents or profiler.
 inline bool needs_no_dispatcher(std::initializer_list<const at::Tensor *> tensors) {
     if (at::hasCallbacks()) return false;
     const auto tls = c10::impl::tls_local_dispatch_key_set();

@@ -1,5 +1,5 @@
-// The fast path: the whole facade in one step, for calls on CUDA tensors that only launch a kernel. Python's checks and
-// the dispatcher take longer than a small attention.
+// The facade in one step, for CUDA calls that only launch a kernel: Python's checks and the dispatcher take longer
+// than a small attention.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -50,8 +50,8 @@ bool take_optional(OptionalTensor &to, py::handle x) {
 
 }  // namespace
 
-// Returns out, or (out, lse), or None for Python to serve the call or to refuse it. Calls warn_slow with the reason why
-// tensor cores cannot serve it. seq_major: rows come before heads; a packed batch is 3D. lengths: see backends.py.
+// Returns out, (out, lse), or None for Python to serve or refuse the call. warn_slow gets the reason why tensor cores
+// cannot. seq_major: rows come before heads; a packed batch is 3D. lengths: see backends.py.
 py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::handle v_, py::handle causal,
                         py::handle softmax_scale, bool seq_major, bool return_lse, bool deterministic,
                         py::handle window_size, py::tuple lengths, py::handle sinks) {

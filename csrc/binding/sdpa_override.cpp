@@ -1,5 +1,5 @@
-// Three ops of torch's scaled_dot_product_attention without Python, for everyday calls: no mask, no dropout, on tensor
-// cores. Each hands other calls to the kernel that it had before, a function of minimal_attn/aten.py.
+// Three ops of torch's scaled_dot_product_attention without Python, for calls on tensor cores without mask and dropout.
+// Each hands other calls to the kernel that it had before, a function of minimal_attn/aten.py.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -38,7 +38,6 @@ std::optional<std::pair<Tensor, Tensor>> attend(const Tensor &q, const Tensor &k
 // Both alignments of a causal mask are one.
 bool is_square(const Tensor &q, const Tensor &k) { return q.dim() == 4 && k.dim() == 4 && q.size(2) == k.size(2); }
 
-// The kernel that an op had before.
 class Before {
   public:
     Before(const char *name, c10::DispatchKey key)
@@ -127,7 +126,6 @@ class SdpaOverride {
 
 }  // namespace
 
-// main.cpp
 void define_sdpa_override(pybind11::module_ &m) {
     pybind11::class_<SdpaOverride>(m, "SdpaOverride")
         .def(pybind11::init<std::string>())

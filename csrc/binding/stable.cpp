@@ -7,7 +7,7 @@ namespace minimal_attn {
 
 namespace {
 
-thread_local Reason slow_because;  // see minimal_attn_slow_because()
+thread_local Reason slow_because;
 
 TwoTensors tensors_only(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v, const Options &options) {
     auto [out, lse, reason] = flash_forward(q, k, v, options);

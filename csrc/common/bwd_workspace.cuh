@@ -1,6 +1,5 @@
-// The workspace of the backward kernels on tensor cores: sums of dQ, and of dK and dV where several blocks of threads,
-// the splits, share a tile of keys. flash_bwd_dkv combines splits in order. Each architecture has its own flash_bwd_dq,
-// since dq_accum has the order of its accumulators.
+// Workspace of the backward kernels on tensor cores: sums of dQ, and of dK and dV where splits (several blocks) share a
+// tile of keys. dq_accum has the order of accumulators, so that each architecture has its own flash_bwd_dq.
 #pragma once
 
 #include "common/key_tiles.cuh"
@@ -9,13 +8,12 @@
 #include "ptx/memory.cuh"
 #include "ptx/sm80.cuh"
 
-// How many splits a tile of keys has, each for whole query heads. To be worth their sums in memory, each has at least
-// 1024 rows, masked or not, and all have no more sums than the group has elements of Q. If Shape::kFillsGpu, one sample
-// needs them all to fill a GPU, or twice that under a causal mask, whose first tiles take longest. Only the sample's
-// lengths and the heads count: its bits must not depend on its batch. A packed batch is not split: the host knows no
-// lengths.
-// kMost: the most for any sample of a padded batch. It is too low if keys are padded to many more than there are rows.
-// Only then does padding change the number.
+// Splits of a tile of keys, each for whole query heads. To be worth their sums in memory, each has at least 1024 rows,
+// masked or not, and all have no more sums than the group has elements of Q. If Shape::kFillsGpu, one sample needs them
+// all to fill a GPU, or twice that under a causal mask, whose first tiles take longest. Only a sample's lengths and the
+// heads count: its bits must not depend on its batch. A packed batch is not split: the host knows no lengths.
+// kMost: the most for any sample of a padded batch. Only if keys are padded to many more than there are rows, it is too
+// low and padding changes the number.
 template <typename Shape, bool kMost = !Shape::kFillsGpu>
 __host__ __device__ int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
     if (p.cu_seqlens_q) return 1;
@@ -37,8 +35,8 @@ template <typename Shape> __host__ __device__ int max_num_splits(const AttnParam
 // The workspace:
 //   ticket        tiles of keys taken so far, in 128 bytes
 //   dq_accum      [tiles of query rows, kDqWarps, fragments of 128 floats], if dq is needed
-//   dq_arrivals   [key heads of samples]: blocks that have added their dQ, if Shape::kCountsArrivals
-//   dq_semaphore  [tiles of query rows, kSemaphores], if deterministic and dq is needed
+//   dq_arrivals   [key heads of samples]: blocks that have added dQ, if Shape::kCountsArrivals
+//   dq_semaphore  [tiles of query rows, kSemaphores]: turns taken, if deterministic and dq is needed
 //   dkv_accum     [max_splits, 2, batch_size, nheads_k, padded_keys, kHeadDim], if split
 template <typename Shape> struct BwdWorkspace {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN;
@@ -69,7 +67,7 @@ template <typename Shape> struct BwdWorkspace {
         return row_tiles.first_tile(b, p.nheads) + h * row_tiles.slots + m_block;
     }
     __device__ static int *ticket(const AttnBackwardParams &p) { return static_cast<int *>(p.workspace); }
-    // A lane's part of a warp's first fragment. The next one is 128 floats further.
+    // A lane's part of a warp's first fragment; the next one is 128 floats further.
     __device__ static float *dq_accum(const AttnBackwardParams &p, int tile, int warp_idx, uint32_t lane_idx) {
         return static_cast<float *>(p.workspace) + 32 + int64_t(tile) * kDqFloats +
                (warp_idx * kWarpFloats + lane_idx * 4);
@@ -77,7 +75,6 @@ template <typename Shape> struct BwdWorkspace {
     __device__ int *dq_arrivals(const AttnBackwardParams &p, const Tile &tile) const {
         return first_arrivals(p) + (p.cu_seqlens_k ? 0 : tile.b * p.nheads_k) + tile.h_k;
     }
-    // Counts key blocks that have added part i of their dQ.
     __device__ int *dq_semaphore(const AttnBackwardParams &p, int64_t tile, int i) const {
         return first_arrivals(p) + key_heads + tile * Shape::kSemaphores + i;
     }
@@ -85,8 +82,7 @@ template <typename Shape> struct BwdWorkspace {
     __device__ int splits_of(const AttnBackwardParams &p, const Sequence &seq) const {
         return min(max_splits, num_splits<Shape>(p, seq.seqlen_q, seq.seqlen_k));
     }
-    // dV follows dkv_floats after dK.
-    __device__ float *dkv_accum(const AttnBackwardParams &p, int split_idx) const {
+    __device__ float *dkv_accum(const AttnBackwardParams &p, int split_idx) const {  // dV is dkv_floats further
         char *begin = static_cast<char *>(p.workspace) + zeroed_bytes(p.deterministic);
         return reinterpret_cast<float *>(begin) + 2 * split_idx * dkv_floats;
     }
@@ -94,7 +90,7 @@ template <typename Shape> struct BwdWorkspace {
         const int64_t bh = int64_t(tile.b) * p.nheads_k + tile.h_k;
         return dkv_accum(p, split_idx) + (bh * padded_keys + (tile.block * kBlockN + key)) * kHeadDim;
     }
-    // A lane's accumulators of 16 keys, to its first place in dK.
+    // A lane's accumulators of 16 keys; dk is its first place.
     template <int kDTiles>
     __device__ void store_split(float *dk, const float (&acc_dk)[kDTiles][4], const float (&acc_dv)[kDTiles][4]) const {
         float *dv = dk + dkv_floats;
@@ -108,8 +104,7 @@ template <typename Shape> struct BwdWorkspace {
     }
 };
 
-// How many blocks of keys add their dQ before this one. Under a causal mask the last goes first: it begins with these
-// rows.
+// Blocks of keys that add dQ before this one. Under a causal mask the last goes first: it begins with these rows.
 template <typename Shape>
 __device__ int dq_turn(const AttnBackwardParams &p, const Mask &mask, const Tile &tile, int m_block) {
     const BlockRange keys = mask.key_blocks<Shape::kBlockM, Shape::kBlockN>(m_block * Shape::kBlockM);

@@ -1,4 +1,4 @@
-// Which tile of keys a block of threads of a backward pass computes, as RowTiles says it of query rows.
+// Tiles of keys for the blocks of a backward pass, like RowTiles for query rows.
 #pragma once
 
 #include "common/scheduler.cuh"
@@ -17,15 +17,13 @@ struct Divisor {
     }
 };
 
-// Tiles of kBlockN keys of a key/value head.
 template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
     __host__ __device__ explicit KeyTiles(const AttnParams &p)
         : TileSlots<kBlockN>(p.cu_seqlens_k, p.seqlen_k, p.batch_size) {}
 
     __host__ __device__ static int64_t count(const AttnParams &p) { return KeyTiles(p).num_tiles(p.nheads_k); }
-    // Whether the last keys go first: in a deterministic pass under a causal mask, where the fewest rows see them and
-    // they take the first turns. Other windows do not count. They may bind some samples of a packed batch and not
-    // others, and the order of a sample must not depend on its batch.
+    // Last keys go first in a deterministic pass under a causal mask: the fewest rows see them, and they take the first
+    // turns. Other windows may bind only some samples of a packed batch, and its order must not depend on others.
     __device__ static bool is_last_first(const AttnBackwardParams &p) {
         return p.deterministic && p.window_right == 0;
     }

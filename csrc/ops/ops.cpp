@@ -1,6 +1,5 @@
 // The ops flash_forward and flash_backward, and which kernel serves a call.
-//
-// No iostreams here: they crash where a toolchain links libstdc++ statically (seen with g++ 13).
+// No iostreams: they crash where a toolchain links libstdc++ statically (seen with g++ 13).
 #include "flash_bwd.h"
 #include "ops/ops.h"
 
@@ -29,8 +28,7 @@ TorchTensor sum_over_rows(const TorchTensor &x, const TorchTensor &lse) {
     return torch_ops::sum(zero_where(torch_ops::isneginf(lse), x), Sizes({0, 2}));
 }
 
-// A sink's gradient is the sum of P · (0 - delta) over its head's rows, in a fixed order. P = exp(sink - lse) is its
-// share of a row's softmax.
+// A sink's gradient is the sum of share · (0 - delta) over its head's rows, in a fixed order.
 TorchTensor gradient_of_sinks(const TorchTensor &sinks, const TorchTensor &lse, const TorchTensor &delta) {
     const TorchTensor share = torch_ops::exp(torch_ops::sub(torch_ops::unsqueeze(sinks, 1), lse));
     return torch_ops::neg(sum_over_rows(torch_ops::mul(share, delta), lse));
@@ -132,8 +130,8 @@ Gradients flash_backward(const TorchTensor &dout_, const OptionalTensor &dlse, c
     return {dq, dk, dv, dsinks, dbias_of_sums(dbias)};
 }
 
-// (name of the kernel for such a call, why it is slow or nothing). capability and fast_fp64 describe a GPU that need
-// not be here; without a capability it is the tensors'. has_scores: softcap or ALiBi. Python has checked attn_bias.
+// (kernel's name, why it is slow or nothing). capability and fast_fp64 describe a GPU that need not be here, by default
+// the tensors'. has_scores: softcap or ALiBi. Python has checked attn_bias.
 std::tuple<std::string, Reason> which_kernel(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
                                              bool has_dropout, std::optional<int64_t> capability, bool fast_fp64,
                                              bool has_sinks, bool has_scores, const OptionalTensor &attn_bias) {

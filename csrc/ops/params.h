@@ -1,6 +1,6 @@
-// AttnParams from the tensors and options of a call. An option stands in OPTIONS, the list of the ops' arguments, and
-// in set_options(), with its check and its place in AttnParams. Memory safety rests on these checks; those that speak
-// to users are in minimal_attn/checks.py. No CUDA header, so that a CPU-only torch can compile it.
+// AttnParams from a call's tensors and options. An option stands in OPTIONS, the list of the ops' arguments, and in
+// set_options(), with its check. Memory safety rests on these checks; those that speak to users are in
+// minimal_attn/checks.py. No CUDA header, so that a CPU-only torch can compile it.
 #pragma once
 
 #if MINIMAL_ATTN_STABLE
@@ -30,7 +30,6 @@ using OptionalTensor = std::optional<TorchTensor>;
     X(OptionalTensor, seqused_k) SCORE_TENSORS(X) X(OptionalTensor, attn_bias) SCORE_NUMBERS(X)                       \
     X(double, dropout_p, =0.0) X(OptionalTensor, dropout_seed, =None) X(bool, deterministic, =False)
 
-// X as a member, as a parameter or argument that follows others, as a statement, and in a schema.
 #define AS_MEMBER(type, name, ...) type name{};
 #define AS_PARAMETER(type, name, ...) , type name
 #define AS_ARGUMENT(type, name, ...) , options.name
@@ -52,8 +51,7 @@ template <typename SomeOptions, typename Visit> void for_each_option(SomeOptions
 struct Layout { int batch, head, row, head_dim; };
 constexpr Layout kBHSD{0, 1, 2, 3}, kBSHD{0, 2, 1, 3}, kTHD{-1, 1, 0, 2}, kCache{-1, 1, 2, 3};
 
-// softmax_scale · log2(e) is finite in fp32 up to here. As in checks.py.
-constexpr double kMaxScale = 2.3586e38;
+constexpr double kMaxScale = 2.3586e38;  // · log2(e) is finite in fp32; also in checks.py
 constexpr int64_t kMaxLength = INT32_MAX - 256;
 
 inline std::optional<DType> dtype_of(const TorchTensor &x) {
@@ -125,8 +123,7 @@ constexpr ScalarType kScalarType = std::is_same_v<T, float> ? ScalarType::Float
                                    : sizeof(T) == 8         ? ScalarType::Long
                                                             : ScalarType::Int;
 
-// Hands optional tensors to kernels, and keeps the first fault.
-struct Checks {
+struct Checks {  // keeps the first fault
     const TorchTensor &q;
     Reason fault = {};
 
@@ -152,7 +149,6 @@ inline ::Tensor tensor_of(const TorchTensor &x, Layout dim, bool is_packed = fal
     return {const_cast<void *>(x.const_data_ptr()), batch_stride, x.stride(dim.head), row_stride};
 }
 
-// A dimension of size 1 gets stride 0.
 inline Bias bias_of(const TorchTensor &x) {
     auto stride = [&](int dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
     const DType dtype = x.scalar_type() == ScalarType::Bool     ? DType::kBool
@@ -193,7 +189,7 @@ inline Reason set_options(AttnParams &p, const TorchTensor &q, const Options &op
     checks.set(p.alibi_slopes, "alibi_slopes", slopes, Sizes(slopes_shape).slice(is_shared));
     p.alibi_batch_stride = is_shared ? 0 : p.nheads;
 
-    // Rounded here: a scale that is 0 in fp32 is 0 for every kernel.
+    // Rounded, so that a scale that is 0 in fp32 is 0 for every kernel.
     checks.require(std::abs(options.softmax_scale) <= kMaxScale, "softmax_scale must be in -2.3586e38..2.3586e38");
     p.softmax_scale = p.dtype == DType::kFloat64 ? options.softmax_scale : float(options.softmax_scale);
     checks.require(options.softcap >= 0 && options.softcap <= kMaxScale, "softcap must be at least 0 and finite");

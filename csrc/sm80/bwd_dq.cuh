@@ -1,5 +1,4 @@
-// The tiles of the backward pass on Ampere's tensor cores, and a kernel that brings dq_accum into the order and type of
-// dq.
+// Tiles of the Ampere backward pass, and the kernel that brings dq_accum into the order and type of dq.
 #pragma once
 
 #include "common/bwd_workspace.cuh"
@@ -21,7 +20,7 @@ struct BwdShape {
     static constexpr bool kFillsGpu = false, kCountsArrivals = false;
     static constexpr int kWarpN = kBlockN * kDimSplit / kNWarps;    // keys of a warp
     static constexpr int kSub = kBlockM / kDimSplit < 32 ? kBlockM / kDimSplit : 32;  // rows scored at a time
-    // acc_dq of a warp has 32 rows and kHeadDim / kDqSplit columns. Each warp takes its own turns to add it.
+    // A warp's acc_dq has 32 rows and kHeadDim / kDqSplit columns.
     static constexpr int kDqSplit = kNWarps / (kBlockM / 32), kDqTiles = kHeadDim / kDqSplit / 8;
     static constexpr int kDqWarps = kNWarps, kSemaphores = kNWarps;
     static_assert(kWarpN % 16 == 0 && kBlockM % 32 == 0 && kDqTiles % 2 == 0 && kHeadDim % (16 * kDimSplit) == 0);
@@ -30,7 +29,6 @@ struct BwdShape {
     static_assert(kDimSplit == 1 || kSub * kDimSplit == kBlockM);  // a warp scores its part at once
 };
 
-// dq of kBlockM rows: dq_accum times softmax_scale.
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kNThreads) flash_bwd_dq(const __grid_constant__ AttnBackwardParams p) {
 #if __CUDA_ARCH__ < 800

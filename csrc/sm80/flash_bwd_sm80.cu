@@ -1,8 +1,8 @@
 // FlashAttention backward on tensor cores, fp16 and bf16 with fp32 sums: Ampere (sm_80) and every newer GPU.
 //
-// A block of threads owns kBlockN keys and walks along the rows of all query heads that see them, a row block of
-// kBlockM at a time (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are transposed, and a warp owns whole keys. So P
-// and dS go from accumulators straight into the next A operand, and dK and dV stay in registers:
+// A block of threads owns kBlockN keys and walks along the rows of all query heads that see them, kBlockM at a time
+// (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are transposed and a warp owns whole keys: P and dS go from
+// accumulators straight into A operands, and dK and dV stay in registers:
 //   acc_s = K Qᵀ                 [kWarpN, kBlockM]
 //   P = exp(scale · acc_s - lse)
 //   acc_dp = V dOᵀ
@@ -10,11 +10,8 @@
 //   dS = P ∘ (acc_dp - delta)    also to sdS, where all warps can read it
 //   acc_dk += dS Q
 //   acc_dq = dSᵀ K               the one product across warps; all blocks of keys sum it in memory, in fp32
-// With two stages, copies of Q and dO run while the row block before is computed, with two barriers. One stage takes
-// less memory, and a third barrier.
-//
-// dq_accum has the order of acc_dq's registers, so that a warp adds 512 neighbouring bytes. If deterministic, blocks
-// take turns by dq_semaphore.
+// Two stages let Q and dO be copied while the row block before is computed, with two barriers. One stage takes less
+// memory, and a third barrier. dq_accum has the order of acc_dq's registers: a warp adds 512 neighbouring bytes.
 #include "common/mask.cuh"
 #include "mods/dropout_transposed.cuh"
 #include "sm80/bwd_dq.cuh"
@@ -34,7 +31,6 @@ template <typename Shape> struct BwdSharedMemory {
     float lse_log2[Shape::kStages][Shape::kBlockM], delta[Shape::kStages][Shape::kBlockM];
 };
 
-// The keys and rows of a block of threads, and their copies.
 template <typename T, typename Shape> struct BwdInputs {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     using Swizzle = sm80::Swizzle<kHeadDim>;
@@ -43,7 +39,7 @@ template <typename T, typename Shape> struct BwdInputs {
     BwdSharedMemory<Shape> &shared;
     const Tile tile;
     const Sequence &seq;
-    // The shuffles let these stay in uniform registers: the loop has no others left.
+    // Shuffles keep these in uniform registers: the loop has no others left.
     const int q_begin = uniform(seq.q_begin), seqlen_q = uniform(seq.seqlen_q), seqlen_k = uniform(seq.seqlen_k);
     const int first_row = uniform(Mask(seq, p).rows(0).begin);  // that sees a key
     const int first_tile = uniform(RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads));
@@ -51,7 +47,7 @@ template <typename T, typename Shape> struct BwdInputs {
     __device__ static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
     __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, p); }
 
-    // Rows outside of [begin, end), counted from `from`, become 0.
+    // Rows outside of [begin, end), counted from `from`, become 0: unseen ones may hold NaN.
     template <int kRows>
     __device__ void load(uint16_t (&to)[kRows][kHeadDim], const T *from, int64_t row_stride, int begin, int end,
                          int cols) {
@@ -61,14 +57,12 @@ template <typename T, typename Shape> struct BwdInputs {
                                                      end - row, cols - vec * 8, begin - row);
     }
     __device__ void load_keys() {
-        // Unseen keys may hold NaN.
         const int key = tile.block * kBlockN, end = seq.seqlen_k - key, begin = Mask(seq, p).keys(0).begin - key;
         load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, begin, end,
              p.head_dim);
         load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, begin, end,
              p.head_dim_v);
     }
-    // Rows without keys may hold NaN, and add nothing.
     __device__ void load_rows(int stage, int h, int m_block) {
         const int row0 = m_block * kBlockM, begin = first_row - row0, end = seqlen_q - row0;
         load(shared.stages[stage].sQ, rows_of<const T>(p.q, tile.b, h, q_begin + row0), p.q.row_stride, begin, end,
@@ -116,7 +110,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     using Swizzle = sm80::Swizzle<kHeadDim>;
     using SwizzleS = sm80::Swizzle<kBlockM>;
     using Fragment = float[kMTiles][kNTiles][4];  // [kWarpN keys, kSub rows]
-    // Bytes from sK to sV, from sQ to sdO, from sdS to sP.
+    // Bytes from sK to sV, sQ to sdO, sdS to sP.
     static constexpr int kToV = 2 * kBlockN * kHeadDim, kToDO = 2 * kBlockM * kHeadDim, kToP = 2 * kBlockN * kBlockM;
 
     const BwdInputs<T, Shape> &in;
@@ -131,12 +125,11 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
 
     __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
 
-    // P and dS of kSub rows, and their part of dK and dV.
-    __device__ void add_own_rows(int stage, int h, int m_block, bool is_full, int row0) {
+    __device__ void add_own_rows(int stage, int h, int m_block, bool is_full, int row0) {  // kSub rows
         const uint32_t k_address = shared_address(shared.sK[key0]) + Swizzle::down(lane_idx);
         const uint32_t q_across = shared_address(shared.stages[stage].sQ) + Swizzle::across(lane_idx);
         Fragment acc_s = {}, acc_dp;
-        // acc_dp begins with -delta, unless dropout comes in between.
+        // acc_dp begins with -delta, unless dropout comes between.
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
             const float2 delta = *reinterpret_cast<const float2 *>(&shared.delta[stage][row0 + 8 * n + c]);
@@ -175,7 +168,6 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         else return Scores<>(p);
     }
 
-    // dS goes to shared memory, and P too for warps that share keys.
     __device__ void multiply_own_rows(const Fragment &acc_s, const Fragment &acc_dp, int stage, int row0) {
         const uint32_t q_down = q_address(stage);
         const uint32_t ds_write = shared_address(shared.sdS) + SwizzleS::offset(key0 + r, 0) + 2 * c;
@@ -197,8 +189,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         }
     }
 
-    // dK and dV from the rows of the warps that share keys.
-    __device__ void add_other_rows(int stage) {
+    __device__ void add_other_rows(int stage) {  // from warps that share the keys
         const uint32_t q_down = q_address(stage), ds_down = shared_address(shared.sdS) + SwizzleS::down(lane_idx);
 #pragma unroll
         for (int other = 1; other < kDimSplit; other++)
@@ -215,8 +206,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
             }
     }
 
-    // Each warp adds a part of dQ, in turns of its own.
-    __device__ void add_dq(int h, int m_block) {
+    __device__ void add_dq(int h, int m_block) {  // a part for each warp, with turns of its own
         const uint32_t ds_across = shared_address(shared.sdS) + SwizzleS::across(lane_idx);
         const uint32_t k_down = shared_address(shared.sK) + Swizzle::down(lane_idx);
         const int row0 = warp_idx / Shape::kDqSplit * 32, n0 = warp_idx % Shape::kDqSplit * Shape::kDqTiles;
@@ -247,8 +237,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         }
     }
 
-    // dK and dV go through sK and sV, where each warp has its own part.
-    __device__ void store() {
+    __device__ void store() {  // dK and dV go through sK and sV, a part for each warp
         const Sequence seq(p, tile.b);  // again: the loop has no registers for it
         const int key = tile.block * kBlockN;
         auto is_zero = [&](int i) { return key + i >= seq.seqlen_k; };  // may be NaN
@@ -268,13 +257,12 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
                                   acc_dv[m]);
     }
 
-    // This warp's columns of Q for dK; dO lies kToDO further.
-    __device__ uint32_t q_address(int stage) const {
+    __device__ uint32_t q_address(int stage) const {  // this warp's columns; dO lies kToDO further
         return Swizzle::move(shared_address(shared.stages[stage].sQ) + Swizzle::down(lane_idx), 0, dim0 / 2);
     }
 };
 
-// kSplit: there may be several splits. It is a constant because the loop has no register left.
+// kSplit is a constant because the loop has no register left.
 template <typename T, typename Shape, bool kDropout, bool kSplit, bool kMods>
 __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     flash_bwd(const __grid_constant__ AttnBackwardParams p) {

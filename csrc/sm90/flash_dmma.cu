@@ -1,14 +1,11 @@
-// FlashAttention forward in fp32 on Hopper's fp64 tensor cores (DMMA), whose peak is that of its fp32 units.
-//
-// In fp64 a product of two floats is exact and a sum nearly so: the result is better than from fp32 units, and one
-// instruction does what takes a warp 32 FMAs. Only operands and sums of the two products are fp64.
-//
-// As in flash_sm80.cu, a warp has 16 query rows:
+// FlashAttention forward in fp32 on Hopper's fp64 tensor cores (DMMA), as fast at peak as its fp32 units. In fp64 a
+// product of two floats is exact and a sum nearly so: results are better than from fp32 units, and one instruction does
+// 32 FMAs of a warp. Only operands and sums of the two products are fp64. A warp has 16 query rows:
 //   sums = Q Kᵀ         Q is fp64 in shared memory, K becomes fp64 on its way to the registers
 //   P = softmax(sums)   in fp32, then fp64: the accumulators of one product are the A operand of the next
-//   acc_o += P V        V as K
-// The order of a sum's terms and of a product's columns is free. So a lane reads four neighbours along head_dim at a
-// time, which in V belong to four products.
+//   acc_o += P V        V like K
+// The order of a sum's terms and of a product's columns is free: a lane reads four neighbours along head_dim at a time,
+// in V for four products.
 //
 // K and V have one buffer each, refilled during the product that leaves it idle, a few copies a step:
 //   tensor cores          Q K(0)ᵀ         P V(0)          Q K(1)ᵀ   ...
@@ -31,8 +28,8 @@ template <int kHeadDim_, int kBlockN_> struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kBlockN = kBlockN_, kBlockM = 64, kNThreads = 2 * kBlockM;
 };
 
-// With these pitches eight lanes read 16 bytes each from 32 banks. Rows r and r + 8 of a warp's Q lie side by side,
-// element by element, as the product takes them, and element 16·i + 4·c + e of head_dim at 16·i + 4·e + c.
+// These pitches let eight lanes read 16 bytes each from 32 banks. Rows r and r + 8 of a warp's Q alternate by element,
+// as the product takes them. Element 16·i + 4·c + e of head_dim lies at 16·i + 4·e + c.
 template <typename Shape> struct SharedMemory {
     alignas(128) double2 sQ[Shape::kBlockM / 16][8][Shape::kHeadDim + 4];
     float sK[Shape::kBlockN][Shape::kHeadDim + 16], sV[Shape::kBlockN][Shape::kHeadDim + 4];
@@ -43,7 +40,6 @@ __device__ inline void read4(float (&x)[4], const float *from) {
     x[0] = vec.x, x[1] = vec.y, x[2] = vec.z, x[3] = vec.w;
 }
 
-// Loads rows × cols of Q, and zeros for the rest of the tile.
 template <typename Shape>
 __device__ void load_q(decltype(SharedMemory<Shape>::sQ) &sQ, const float *gQ, int64_t row_stride, int rows, int cols) {
     constexpr int kVecs = Shape::kHeadDim / 4;
@@ -91,8 +87,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     const float *gK = rows_of<const float>(p.k, tile.b, tile.h_k, seq.k_begin);
     const float *gV = rows_of<const float>(p.v, tile.b, tile.h_k, seq.k_begin);
 
-    // Starts the copies of a block of keys that belong to a step; all have begun after half of the steps. Keys that the
-    // tile does not see become 0: V may hold NaN there, and 0 · NaN is NaN.
+    // A step's copies; all begin in half of the steps. Unseen keys become 0: V may hold NaN, and 0 · NaN is NaN.
     const int key_begin = mask.keys(row0).begin, num_keys = max(0, min(seq.seqlen_k, blocks.end * kBlockN) - key_begin);
     auto copy = [&](auto &tile, const float *from, int64_t row_stride, int cols, int n_block, int step, int steps) {
         constexpr int kRowStep = kNThreads / kVecs, kCopies = kBlockN / kRowStep;

@@ -1,15 +1,15 @@
-// Parts of the consumers of both backward kernels: transposed scores [64 keys, rows], unseen keys and rows, dQ.
+// Consumer code of both backward kernels. Scores are transposed: [64 keys, rows].
 #pragma once
 
 #include "sm90/bwd/producer.cuh"
 
 namespace sm90 {
 
-// This lane's numbers of the rows [16 kk, 16 kk + 16), see slot_of_row().
+// This lane's values of four of 16 rows, see slot_of_row().
 template <int kRows> __device__ float4 of_rows(const float (&x)[kRows], int kk, int lane_idx) {
     return *reinterpret_cast<const float4 *>(&x[16 * kk + lane_idx % 4 * 4]);
 }
-// Each element becomes f(element, the number of its row, its index).
+// Each element becomes f(element, its row's value, its index).
 template <int kNTiles, int kRows, typename F>
 __device__ void for_rows(float (&acc)[kNTiles][4], const float (&of_row)[kRows], int lane_idx, F f) {
 #pragma unroll
@@ -21,7 +21,6 @@ __device__ void for_rows(float (&acc)[kNTiles][4], const float (&of_row)[kRows],
         }
     }
 }
-// S becomes P.
 template <int kNTiles, int kRows>
 __device__ void exponentiate(float (&acc_s)[kNTiles][4], const float (&lse_log2)[kRows], float factor, int lane_idx) {
     for_rows(acc_s, lse_log2, lane_idx,
@@ -41,12 +40,12 @@ template <int kRows, typename... Tiles> __device__ void clear_tiles(Range seen, 
     fence_proxy_async();
     barrier_sync(kAllConsumers, 256);
 }
-// The keys that rows see, counted from key0, of kKeys.
+// Keys that rows see, counted from key0.
 template <int kKeys, typename Shape>
 __device__ Range seen_keys(const BwdParams<Shape> &p, const WorkItem<Shape> &work, int key0) {
     return {Mask(work.seq, p).keys(0).begin - key0, work.seq.keys_follow(p) ? work.seq.seqlen_k - key0 : kKeys};
 }
-// The rows of the sample that see keys, counted in a row block.
+// Rows that see keys, counted in a row block.
 template <typename Shape> __device__ Range seen_rows(const WorkItem<Shape> &work, int m_block) {
     return {work.first_row - m_block * Shape::kBlockM, work.seq.seqlen_q - m_block * Shape::kBlockM};
 }

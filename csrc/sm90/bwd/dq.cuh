@@ -1,7 +1,6 @@
-// The folder sm90/bwd/ has the backward pass on Hopper: one kernel up to head_dim 128, and another one above. Order in
-// sm90/bwd/: dq.cuh, producer.cuh, consumer.cuh, launch.cuh, flash_bwd_sm90.cu. Beside it: flash_bwd_wide_sm90.cu.
-//
-// The kernel that brings dq_accum into the order and type of dq, each head as soon as its sums are whole.
+// sm90/bwd/ has the backward pass on Hopper: one kernel up to head_dim 128, another above. Order: dq.cuh, producer.cuh,
+// consumer.cuh, launch.cuh, flash_bwd_sm90.cu. Beside it: flash_bwd_wide_sm90.cu. This file: the kernel that brings
+// dq_accum into the order and type of dq, each head as soon as its sums are whole.
 #pragma once
 
 #include "common/bwd_workspace.cuh"
@@ -11,11 +10,10 @@ namespace sm90 {
 
 using namespace device;
 
-// A consumer's part of dQ [kBlockM, kHeadDim]: 64 columns, 64 rows, everything in turns, or 64 columns transposed, if
-// kBlockM is no multiple of 64.
+// A consumer's part of dQ [kBlockM, kHeadDim]: 64 columns, 64 rows, all of it in turns, or 64 columns transposed.
 enum class DqPart { kColumns, kRows, kTurns, kTransposed };
 
-// A key head's sums are whole after `arrivals` reports, or after the previous kernel if that is 0: keys are split.
+// A key head's sums are whole after `arrivals` reports, or if 0 (keys are split) after the previous kernel.
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(32 * Shape::kDqWarps)
     flash_bwd_dq(const __grid_constant__ AttnBackwardParams p, const __grid_constant__ BwdWorkspace<Shape> workspace,
@@ -37,7 +35,7 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps)
     float4 x[Shape::kDqTiles];
 #pragma unroll
     for (int n = 0; n < Shape::kDqTiles; n++) x[n] = *reinterpret_cast<const float4 *>(dq_accum + 128 * n);
-    const int m0 = warp_idx % 4 * 16;  // the warp's first row of the accumulators
+    const int m0 = warp_idx % 4 * 16;  // the warp's first row
 #pragma unroll
     for (int n = 0; n < Shape::kDqTiles; n += 2) {
         uint32_t packed[4];

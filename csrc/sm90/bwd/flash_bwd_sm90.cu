@@ -1,8 +1,8 @@
 // FlashAttention backward on Hopper's tensor cores, fp16 and bf16 with fp32 sums: H100, H200 (sm_90a), head_dim to 128.
 //
-// A block of threads takes one work item, kBlockN keys, after the other and walks along the rows of all query heads
-// that see them, kBlockM at a time (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are transposed. So P and dS go
-// from accumulators straight into the next A operand, and dK and dV stay in registers. A consumer has 64 keys:
+// A work item is kBlockN keys. A block of threads walks along the rows of all query heads that see them, kBlockM at a
+// time (Dao, FlashAttention-2, 2023, Algorithm 2), then takes the next item. Scores are transposed: P and dS go from
+// accumulators straight into A operands, and dK and dV stay in registers. A consumer has 64 keys:
 //
 //   S = K Qᵀ                     [64, kBlockM]
 //   dP = V dOᵀ - delta           [64, kBlockM], begins with -delta
@@ -12,8 +12,8 @@
 //   dV += P dO    dK += dS Q     beside S of the next row block
 //
 // dQ is one row block late: no consumer waits for another's dS, and exponentials of one run beside products of the
-// other. A work item's last dQ is formed in the next one, or at once if deterministic. K, Q and dO of the next one
-// arrive early, and V, too, if there is room for two.
+// other. An item's last dQ is formed in the next item, or at once if deterministic. K, Q, dO, and V if two fit, arrive
+// an item early.
 #include "common/softmax.cuh"
 #include "mods/dropout_transposed.cuh"
 #include "mods/score_mods.cuh"
@@ -66,7 +66,7 @@ template <int kNTiles> struct Operands {
     int first;
     __device__ uint32_t (&operator[](int kk))[4] { return reinterpret_cast<uint32_t (&)[4]>(acc[2 * kk + first]); }
 };
-// From P and dP - delta to kept P and dS.
+// P and dP - delta become kept P and dS.
 template <typename T, int kNTiles>
 __device__ void pack_operands(const float (&acc_s)[kNTiles][4], float (&acc_dp)[kNTiles][4], uint32_t kept) {
 #pragma unroll
@@ -124,8 +124,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     __device__ Operands<kNTiles> operands(int first) { return {acc_dp, first}; }
 
     __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
-    // This lane's first.
-    __device__ int key(const WorkItem<Shape> &work) const {
+    __device__ int key(const WorkItem<Shape> &work) const {  // this lane's first
         return work.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx + lane_idx / 4;
     }
     __device__ int row(const RowBlock &block) const { return block.m_block * kBlockM + lane_idx % 4 * 2; }
@@ -135,9 +134,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
 
     __device__ void run() {
         uint32_t i = 0;  // counts the row blocks of all work items
-        // Each row block forms dQ of the one before, of work item late_t. The first one's is not added. Its late_t is
-        // even, so that the product reads sK[0], which is there.
-        uint32_t late_t = -2u;
+        // Each row block forms dQ of the one before, of work item late_t. The first one's dQ is not added.
+        uint32_t late_t = -2u;  // even: the first product reads sK[0], which is there
         bool is_added = true;
         if (lane_idx == 0) mbarrier_arrive(shared.ds.full_barrier(0));
 #pragma unroll 1
@@ -173,8 +171,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         if (!is_added) add_last_dq(i, late_t);
         end_dq(late_t);
     }
-    // All dQ of work item t has been added.
-    __device__ void end_dq(uint32_t t) {
+    __device__ void end_dq(uint32_t t) {  // all dQ of work item t has been added
         shared.keys.consumer_release(t, lane_idx);
         __syncwarp();  // unobserved by the emulator: flash_bwd_dq comes later
         if (lane_idx == 0) mbarrier_arrive(shared.dq_done[t % 4]);
@@ -197,7 +194,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         begin_dp(stage);
         warpgroup_arrive();
         multiply_abt<T>(acc_dp, shared.sV[t % kValueStages][consumer], shared.sdO[stage], !kDropout || kMods);
-        const uint32_t kept =  // which elements dropout keeps
+        const uint32_t kept =
             drops() ? kept_of_64_rows(Dropout(p, work.tile.b, block.h), row(block), key(work)) : ~0u;
         if constexpr (kMods) {
             warpgroup_wait<0>(acc_s[0], acc_dp);
@@ -225,8 +222,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         }
     }
 
-    // Both consumers clear the keys of both.
-    __device__ void clear_keys(uint32_t t) {
+    __device__ void clear_keys(uint32_t t) {  // both consumers clear the keys of both
         const WorkItem<Shape> &work = shared.work_of(t);
         const Range seen = seen_keys<Shape::kBlockN>(p, work, work.tile.block * Shape::kBlockN);
         if (seen.begin <= 0 && seen.end >= Shape::kBlockN) return;
@@ -236,14 +232,12 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             clear_tiles<64>(Range{seen.begin - 64 * c, seen.end - 64 * c}, shared.sK[t % 2][c],
                             shared.sV[t % kValueStages][c]);
     }
-    // acc_dp begins with -delta, unless dropout comes in between.
-    __device__ void begin_dp(int stage) {
+    __device__ void begin_dp(int stage) {  // with -delta, unless dropout comes in between
         if constexpr (!kDropout || kMods) {
             for_rows(acc_dp, shared.delta[stage], lane_idx, [&](float, float x, int) { return drops() ? 0.f : -x; });
             warpgroup_fence_operand(acc_dp);  // equal values get registers of their own
         }
     }
-    // dS also goes to shared memory, as [rows, keys].
     __device__ void form_ds(uint32_t i, uint32_t kept) {
         pack_operands<T>(acc_s[0], acc_dp, kept);
         shared.ds.producer_acquire(i + 1);
@@ -257,24 +251,21 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     }
     __device__ bool forms_dq(uint32_t i) const { return Shape::kDqParts > 1 || i % Shape::kConsumers == consumer; }
     __device__ int dq_warp() const { return (Shape::kDqParts > 1 ? 4 * consumer : 0) + warp_idx; }
-    // Begins dQ of row block i - 1 of work item t.
-    __device__ void form_dq(uint32_t i, uint32_t t) {
+    __device__ void form_dq(uint32_t i, uint32_t t) {  // begins dQ of row block i - 1 of work item t
         const auto &sdS = shared.sdS[warp_uniform(i) % 2];
         const auto &sK = shared.sK[warp_uniform(t) % 2];
         shared.ds.consumer_wait(i);
         warpgroup_arrive();
         multiply_dq<T, Shape>(acc_dq(), sdS, sK, Shape::kDqParts > 1 ? 64 * consumer : 0);
     }
-    // The next work item forms this dQ again, but does not add it.
-    __device__ void add_last_dq(uint32_t i, uint32_t t) {
+    __device__ void add_last_dq(uint32_t i, uint32_t t) {  // the next work item forms it again but does not add it
         if (!forms_dq(i)) return;
         form_dq(i, t);
         warpgroup_wait<0>(acc_dq());
         add_dq(p, shared, i - 1, dq_warp(), lane_idx, acc_dq());
     }
 
-    // dV, then dK go through this consumer's sV, where each warp has its own part.
-    __device__ void store(const WorkItem<Shape> &work) {
+    __device__ void store(const WorkItem<Shape> &work) {  // through this consumer's sV, a part for each warp
         const int key0 = work.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx;
         auto store_keys = [&](float (&acc)[kDTiles][4], float scale, const Tensor &x, int cols) {
             auto *rows = rows_of<uint16_t>(x, work.tile.b, work.tile.h_k, work.seq.k_begin + key0);

@@ -1,15 +1,14 @@
-// FlashAttention backward on Hopper's tensor cores for head_dim above 128. The registers of two consumers hold dK and
-// dV of 64 keys, but to add dQ for 64 keys at a time would take too much of L2's time. So a pair, a cluster of two
-// blocks of threads, owns 128 keys and walks along the rows that see them, 64 at a time. Each block has 64 keys:
+// FlashAttention backward on Hopper's tensor cores for head_dim above 128. Two consumers' registers hold dK and dV of
+// 64 keys, but adding dQ for 64 keys at a time would take too much of L2's time. So a pair, a cluster of two blocks of
+// threads, owns 128 keys, 64 a block, and walks along the rows that see them, 64 at a time:
 //
 //   consumer 0   S = K Qᵀ                P = exp(scale · S - lse)     dV += P dO
 //   consumer 1   dP = V dOᵀ              dS = P ∘ (dP - delta)        dK += dS Q
 //   both         dQ += dS(before)ᵀ K     over both blocks' keys, 64 columns each
 //
-// Each block forms half of the columns of dQ and sends dS to the other: 8 KB, where dQ would be 32 KB. dQ is one row
-// block late: dS travels during the next products. One block asks for Q, one for dO, for both.
-//
-// P goes by shared memory from consumer 0 to 1, with a negative sign where it is dropped. dS takes its place.
+// Each block forms half of dQ's columns and sends dS to the other: 8 KB, where dQ would be 32 KB. dQ is one row block
+// late: dS travels during the next products. One block asks for Q for both, the other for dO. P goes through sdS from
+// consumer 0 to 1, negative where it is dropped.
 #include "mods/dropout_transposed.cuh"
 #include "ptx/cluster.cuh"
 #include "sm90/bwd/consumer.cuh"
@@ -52,13 +51,13 @@ template <typename Shape> struct WideShared {
     SmemTile<64, kHeadDim> sK, sV;  // then dV and dK
     SmemTile<64, 128> sOtherK;      // the other block's keys, the columns of this one's dQ
     SmemTile<kBlockM, kHeadDim> sQ[kStages], sdO[kStages];
-    SmemTile<kBlockM, 64> sdS, sOtherdS;  // [rows, keys]; sdS has P before
+    SmemTile<kBlockM, 64> sdS, sOtherdS;  // [rows, keys]; sdS has P first
     alignas(16) float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];  // by slot_of_row()
-    RowBlock row_blocks[2 * kStages];  // twice kStages: dQ is late
+    RowBlock row_blocks[2 * kStages];  // dQ is late
     Ring<1> keys;        // sK, sV, sOtherK
     Ring<kStages> rows;  // sQ, sdO, lse_log2, delta, row_blocks; both blocks release them
     Ring<1> ds;          // full: sdS and sOtherdS have dS; empty: sdS may take P
-    Barrier has_P;       // in sdS
+    Barrier has_P;
     Barrier may_send;    // the other block's sOtherdS may take dS
     Ring<2> dq_turns;    // if deterministic: this block may add dQ
     Barrier dq_added[2]; // by all warps
@@ -118,13 +117,12 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
     const int lane_idx = thread_idx() % 32, idx = thread_idx() % 128;
     const uint32_t ds_address = shared.sdS.address(
         lane_idx / 16 * 8 + lane_idx % 8, idx / 32 * 16 + lane_idx / 8 % 2 * 8);
-    // Consumer 0: acc is S, then P, acc_sum is dV. Consumer 1: acc is dP, acc_sum is dK.
+    // Consumer 0: acc is S, then P, acc_sum is dV. Consumer 1: dP and dK.
     float acc[1][kNTiles][4], acc_dq[8][4], acc_sum[kDTiles][4];
     uint32_t operand[kNTiles / 2][4];
 
     __device__ int key0() const { return work.tile.block * Shape::kBlockN + 64 * rank; }
-    // This lane's first.
-    __device__ int key() const { return key0() + idx / 32 * 16 + lane_idx / 4; }
+    __device__ int key() const { return key0() + idx / 32 * 16 + lane_idx / 4; }  // this lane's first
     __device__ int row(const RowBlock &block) const { return block.m_block * 64 + lane_idx % 4 * 2; }
 
     __device__ void run() {
@@ -165,7 +163,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
             consumer_release_to_both(shared.rows, i - 1, lane_idx);
             form_dq(i - 1);
         }
-        const uint32_t kept =  // which elements dropout keeps
+        const uint32_t kept =
             kDropout && consumer == 0 ? kept_of_64_rows(Dropout(p, work.tile.b, block.h), row(block), key()) : ~0u;
         warpgroup_wait<kIsFirst ? 0 : 1>(acc[0]);
         if (consumer == 0) {
@@ -188,7 +186,6 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         multiply_ab<T>(acc_sum, operand, others);
         if (!kIsFirst && consumer == 0) add_dq(i - 1);
     }
-    // P becomes an operand, and goes to the other consumer.
     __device__ void hand_over_P(uint32_t i, uint32_t kept) {
         shared.ds.producer_acquire(i);
 #pragma unroll
@@ -210,8 +207,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
     __device__ float ds_of(float P, float dp, float delta) const {
         return kDropout ? fabsf(P) * fmaf(dp, P >= 0.f ? p.dv_scale : 0.f, -delta) : P * (dp - delta);
     }
-    // dS becomes an operand, and goes to both blocks.
-    __device__ void form_ds(uint32_t i, int stage) {
+    __device__ void form_ds(uint32_t i, int stage) {  // for both blocks
         uint32_t P[kNTiles / 2][4];
         mbarrier_wait(shared.has_P, i % 2);
 #pragma unroll
@@ -237,8 +233,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
     }
 
     __device__ bool has_part() const { return Shape::kDqParts == 4 || consumer < Shape::parts_of(rank); }
-    // Begins this consumer's columns of dQ.
-    __device__ void form_dq(uint32_t i) {
+    __device__ void form_dq(uint32_t i) {  // begins this consumer's columns
         const uint32_t c = vote<2>(consumer), col = 64 * c + 128 * vote<2>(rank);
         shared.ds.consumer_wait(i);
         if (c == 0) consumer_release_to_block(shared.ds, i, idx, 1 - rank);  // what it has sent has arrived
@@ -257,8 +252,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         sm90::add_dq(p, shared, i, 8 * rank + 4 * consumer + idx / 32, lane_idx, acc_dq, has_part());
     }
 
-    // dV goes through sK and dK through sV, where each warp has its own rows.
-    __device__ void store() {
+    __device__ void store() {  // dV goes through sK and dK through sV, where each warp has its own rows
         const int row0 = idx / 32 * 16, first = key0() + row0;
         const Tensor &x = consumer ? p.dk : p.dv;
         store_accumulators<T>(acc_sum, consumer ? p.dk_scale : p.dv_scale, work.seq.seqlen_k - first,

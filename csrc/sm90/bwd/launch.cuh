@@ -1,4 +1,4 @@
-// The launches of a backward pass on Hopper: zeros, delta, the kernel, and what brings sums into gradients.
+// Launches of the backward pass on Hopper: zeros, delta, the kernel, and sums to gradients.
 #pragma once
 
 #include "common/device.h"

@@ -1,6 +1,5 @@
-// Work items, row blocks, shared memory and the four producer warps of flash_bwd_sm90.cu: one asks TMA for tiles, one
-// loads lse and delta, one takes work items, one tells flash_bwd_dq when dQ has been added. If deterministic, the last
-// two also keep turns. flash_bwd_wide_sm90.cu uses what concerns one work item.
+// Producer warps of flash_bwd_sm90.cu: one loads tiles, one lse and delta, one takes work items, one reports added dQ.
+// If deterministic, the last two also keep turns. flash_bwd_wide_sm90.cu uses the parts for one work item.
 #pragma once
 
 #include "mods/score_mods.cuh"
@@ -11,23 +10,23 @@ namespace sm90 {
 template <typename Shape> struct BwdParams : AttnBackwardParams {
     TmaTensor q_tma, k_tma, v_tma, dout_tma;
     BwdWorkspace<Shape> layout;
-    TileOrder<Divisor> order;  // of the tiles of keys
-    int num_items;             // tiles of keys · max_splits
+    TileOrder<Divisor> order;  // of key tiles
+    int num_items;             // key tiles · max_splits
     bool rows_first;           // see WorkItem
-    uint32_t together;         // key heads that go together if a sample is alone; a power of 2
+    uint32_t together;         // key heads that go together in a lone sample; a power of 2
     ScoreFactors<float> factors;
     float score_factor, dk_scale, dv_scale;  // P = exp2(score_factor · score - lse_log2)
 
     __host__ __device__ bool takes_turns() const { return deterministic && dq.data; }
 };
 
-// A work item: a tile of keys, or a split of it, and the row blocks of one query head after the other.
+// A tile of keys, or a split of it, and its row blocks, one query head after the other.
 //
-// Where query heads share keys under a causal mask, all heads take the same rows, then the next. A wave is as many
-// tiles as a GPU computes at once. Even waves begin together at the last rows, which all tiles see, and go backwards.
-// As short tiles end, long ones of the odd wave begin at their first rows and go forwards. So blocks are at two places
-// of the rows, where Q, dO and dq_accum of all heads should fit in L2. Deterministic passes and packed batches order
-// tiles otherwise, and windows make them short: these go head by head.
+// Query heads that share keys under a causal mask all take the same rows, then the next. A wave is as many tiles as a
+// GPU computes at once. Even waves begin together at the last rows, which all tiles see, and go backwards. As short
+// tiles end, long ones of the odd wave go forwards from their first rows. So blocks are at two places of the rows, and
+// Q, dO and dq_accum of both should fit in L2. Deterministic passes and packed batches order tiles otherwise, and
+// windows make them short: these go head by head.
 template <typename Shape> struct WorkItem {
     Tile tile;
     Sequence seq;
@@ -35,11 +34,10 @@ template <typename Shape> struct WorkItem {
     int first_row;                 // that sees a key
     int split_idx, splits, h_end;  // this split has the heads [tile.h, h_end)
     int direction;                 // 1 or -1: forwards or backwards, rows first; 0: head by head
-    // A block counts its work items, and all their row blocks: here [begin, end()). volatile: threads with few
-    // registers read it anew.
+    // Counts in a block: this item, and its row blocks [begin, end()). volatile: registers are few, so threads reread.
     volatile uint32_t idx, begin;
 
-    // Each member is written when it is known: the thread has few registers.
+    // Members are written as soon as they are known: the thread has few registers.
     __device__ void find(const BwdParams<Shape> &p, int i) {
         const int max_splits = Shape::kMaxSplits == 1 ? 1 : p.layout.max_splits;
         tile = KeyTiles<Shape::kBlockN>::at(p, p.order, max_splits > 1 ? i / max_splits : i);
@@ -65,8 +63,7 @@ template <typename Shape> struct WorkItem {
     }
     __device__ int count() const { return (h_end - tile.h) * max(0, blocks.end - blocks.begin); }
     __device__ uint32_t end() const { return begin + count(); }
-    // f(i, query head, m_block) for each row block.
-    template <typename F> __device__ void for_each(F f) const {
+    template <typename F> __device__ void for_each(F f) const {  // f(i, query head, m_block)
         int h = tile.h, m_block = direction < 0 ? blocks.end - 1 : blocks.begin;
         const uint32_t i_end = end();
 #pragma unroll 1
@@ -79,15 +76,14 @@ template <typename Shape> struct WorkItem {
         }
     }
 };
-// kBlockM rows of a query head. Consumers have no registers to find it.
-struct RowBlock {
+struct RowBlock {  // kBlockM rows of a query head; consumers have no registers to find it
     int h, m_block;
     int dq_tile;   // among all tiles of rows
     bool is_full;  // no mask
     float slope;   // of ALiBi
 };
 
-// Where lse and delta of a row lie: the four of 16 rows that a lane needs are neighbours.
+// Place of a row's lse and delta. The four of 16 rows that a lane needs are neighbours.
 __device__ inline int slot_of_row(int row) {
     return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
 }
@@ -100,9 +96,9 @@ template <typename Shape> struct BwdSharedMemory {
     SmemTile<kBlockM, kHeadDim> sQ[kStages], sdO[kStages];
     SmemTile<kBlockM, Shape::kBlockN> sdS[2];  // [rows, keys]
     alignas(16) float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];  // by slot_of_row()
-    RowBlock row_blocks[2 * kStages];  // twice kStages: dQ is late
+    RowBlock row_blocks[2 * kStages];  // dQ is late
     WorkItem<Shape> work_items[4];
-    Ring<4> work;             // work_items
+    Ring<4> work;
     Barrier is_loaded;        // a work item has been asked for
     Ring<2> keys;             // sK
     Ring<kValueStages> values[kConsumers];  // sV
@@ -125,8 +121,8 @@ template <typename Shape> struct BwdSharedMemory {
     }
 };
 
-// If deterministic, tiles of keys add to dQ in turns. One thread waits for the turn, consumers add, another thread ends
-// it. The blocks of a pair add different columns, in turns of their own.
+// If deterministic, key tiles add to dQ in turns: one thread waits for the turn, consumers add, another thread ends it.
+// Blocks of a pair add different columns, in turns of their own.
 template <typename Shape>
 __device__ int *dq_semaphore(const BwdParams<Shape> &p, const WorkItem<Shape> &work, int h, int m_block, int rank) {
     return p.layout.dq_semaphore(p, p.layout.row_tile(p, work.tile.b, h, m_block), rank);
@@ -178,9 +174,9 @@ template <typename Shape> __device__ void store_zeros(const BwdParams<Shape> &p,
     }
 }
 
-// A warp takes a work item when the last one has been asked for: earlier, it would wait here instead of going to an
-// idle block. Other warps see none without row blocks. If deterministic, tiles wait only for lower ones, which running
-// blocks have taken. The last turn may come late, so the next work item is taken before it.
+// An item is taken when all tiles of the last one are on their way: earlier, it would wait here and not go to an idle
+// block. Other warps see no item without row blocks. If deterministic, tiles wait only for lower ones, which running
+// blocks have taken. The next item is taken before the last turn, which may come late.
 template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared) {
     const int lane_idx = threadIdx.x % 32;
 #pragma unroll 1
@@ -285,7 +281,7 @@ __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const Wo
     });
 }
 
-// Only load_numbers() reads what the previous kernel, preprocess_backward(), wrote; all else is older.
+// Only load_numbers() reads results of the previous kernel, preprocess_backward().
 template <typename Shape> __device__ void produce(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared) {
     auto for_work = [&](auto f) {
 #pragma unroll 1

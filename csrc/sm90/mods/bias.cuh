@@ -1,12 +1,11 @@
-// The folder sm90/mods/ has Hopper's forward pass with changed scores or dropout, which a first reading leaves out.
-// Order: bias.cuh, mask_bits.cuh, changed_scores.cuh, flash_mods_sm90.cu. Beside it: flash_dropout_sm90.cu.
-//
-// A bias. TMA loads it beside K: the tile [64, kBlockN] of a consumer's rows and a block of keys.
+// sm90/mods/ has Hopper's forward pass with changed scores or dropout; a first reading leaves it out. Order: bias.cuh,
+// mask_bits.cuh, changed_scores.cuh, flash_mods_sm90.cu. Beside it: flash_dropout_sm90.cu. This file: a bias, which TMA
+// loads beside K in tiles [64, kBlockN], a consumer's rows and a block of keys.
 //
 //   producer ── TMA ──▶ ring.full ──▶ one consumer ── adds it to its scores ──▶ ring.empty ──▶ producer
 //
-// kernels.h says what TMA does not take. Instead of a swizzle, rows are padded to an odd number of 16 bytes, so that
-// the same 16 bytes of eight rows lie in different banks.
+// Rows are not swizzled but padded to an odd number of 16 bytes: eight rows lie in different banks. kernels.h says what
+// TMA does not take.
 #pragma once
 
 #include "mods/score_mods.cuh"
@@ -35,13 +34,11 @@ template <int kBlockN> BiasTensor make_bias_tensor(const AttnParams &p) {
             box_rows};
 }
 
-// A lane's bias for its scores acc_s.
 template <int kBlockN> struct LaneBias {
     uint32_t address;  // for ldmatrix
 
-    // For the keys [8 n, 8 n + 16).
     template <typename T, typename Plus>
-    __device__ void add(float (&acc_s)[kBlockN / 8][4], int n, Plus plus) const {
+    __device__ void add(float (&acc_s)[kBlockN / 8][4], int n, Plus plus) const {  // keys [8 n, 8 n + 16)
         uint32_t x[4];  // rows r and r + 8 of eight keys, then of the next eight
         ldmatrix(x, address + 16 * n);
 #pragma unroll
@@ -60,7 +57,7 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
 
     __device__ void init_barriers() { for (auto &ring : rings) ring.init(4); }
 
-    // item counts blocks of keys, as in the ring of K; row and key are the tile's first.
+    // item counts blocks of keys, as in K's ring; row and key are the tile's first.
     __device__ void load(const BiasTensor &bias, uint32_t item, int row, int key, int h, int b) {
         if (!bias.box_rows) return;
 #pragma unroll 1
@@ -75,7 +72,7 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
 
     __device__ LaneBias<kBlockN> wait(const BiasTensor &bias, uint32_t item, int c) {
         rings[c].consumer_wait(item);
-        // By thread_idx(), or the address stays in a register from block to block.
+        // thread_idx() keeps the address from staying in a register from block to block.
         const int lane_idx = thread_idx() % 32, row0 = thread_idx() / 32 % 4 * 16;
         return {shared_address(&tiles[c].row[bias.box_rows == 1 ? 0 : row0 + lane_idx % 16][lane_idx / 16 * 8])};
     }
@@ -83,8 +80,7 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
         __syncwarp();
         rings[c].consumer_release(item, thread_idx() % 32);
     }
-    // For a skipped block, which is a phase of the ring all the same.
-    __device__ void skip(const BiasTensor &bias, uint32_t item, int c) {
+    __device__ void skip(const BiasTensor &bias, uint32_t item, int c) {  // a skipped block is a phase all the same
         if (!bias.box_rows) return;
         rings[c].consumer_wait(item);
         release(item, c);

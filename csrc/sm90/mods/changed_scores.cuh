@@ -1,6 +1,5 @@
-// Scores that more than a factor changes, on Hopper. Most calls change them in one way alone, and most blocks of keys
-// are seen by all rows. These blocks take one pass: row_max stays as it is, and the FMA that scales subtracts it. Other
-// blocks take several, and so do all as long as a row_max grows.
+// Scores that more than a factor changes, on Hopper. Blocks that all rows see take one pass if scores change in one way
+// and row_max does not grow: the FMA that scales subtracts it. These are most blocks of most calls. Others take several.
 #pragma once
 
 #include "sm90/mods/bias.cuh"
@@ -28,14 +27,14 @@ struct ChangedParams : AttnParams {
 template <typename Shape> struct ChangedWorkItem : WorkItem<Shape> {
     using Base = WorkItem<Shape>;
     using Base::n_block_min, Base::n_block_max, Base::tile;
-    int first;                   // block of the walk; the next ones lie below it, and the last ones above it
+    int first;                   // block of WrappedWalk
     const uint32_t *mask_words;  // of the head
 
     __device__ int first_block() const { return first; }
     __device__ int block_after(int n_block) const { return n_block == n_block_min ? n_block_max - 1 : n_block - 1; }
 
-    // ALiBi's scores fall on both sides of the diagonal. Where all rows see all keys, the walk begins there, so that
-    // row_max grows in the first blocks alone. All consumers then walk the same way.
+    // ALiBi's scores fall on both sides of the diagonal. If all rows see all keys, all consumers begin there: row_max
+    // grows in the first blocks alone.
     __device__ void extend(const ChangedParams &p) {
         const Mask &mask = Base::mask;
         const int last_row = tile.block * Shape::kBlockM + Shape::kBlockM - 1;
@@ -61,7 +60,7 @@ template <typename Shape> struct ChangedMemory : SharedMemory<Shape> {
     }
 };
 
-// The walk from the work item's first block down, then from the last block.
+// The walk from the work item's first block down, then from the last block down.
 template <typename Shape> struct WrappedWalk : Walk<Shape> {
     using Base = Walk<Shape>;
     using Base::blocks, Base::n_block, Base::from_full;
@@ -80,7 +79,7 @@ template <typename Shape> struct WrappedWalk : Walk<Shape> {
     __device__ bool is_last() const { return n_block == last; }
 };
 
-// Each score becomes f(score, i, key) of this lane's row i and key, which counts from its first.
+// Each score becomes f(score, i, key): this lane's row i, and key counted from its first.
 template <int kNTiles, typename F> __device__ void for_scores(float (&acc_s)[kNTiles][4], F f) {
 #pragma unroll
     for (int n = 0; n < kNTiles; n++) for_scores(acc_s, n, f);
@@ -90,7 +89,7 @@ template <int kNTiles, typename F> __device__ void for_scores(float (&acc_s)[kNT
     for (int e = 0; e < 4; e++) acc_s[n][e] = f(acc_s[n][e], e / 2, 8 * n + e % 2);
 }
 
-// Scores become exp2 of what for_scores(score) and change(n), for the keys [8 n, 8 n + 16), make of them.
+// Scores become exp2 of what score and change(n), for keys [8 n, 8 n + 16), make of them.
 template <int kNTiles, typename Score, typename Change>
 __device__ void exp2_and_sum(float (&acc_s)[kNTiles][4], float (&sum)[2], Score score, Change change) {
     sum[0] = sum[1] = 0.f;
@@ -115,10 +114,10 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
     using Base::p, Base::shared, Base::consumer, Base::kv_item, Base::softmax, Base::acc_s, Base::is_too_large;
     static constexpr float kLog2E = ScoreFactors<float>::kLog2E;
 
-    float slope;  // ALiBi's numbers, see score_mods.cuh
+    float slope;  // ALiBi, see score_mods.cuh
     int shift;
     uint32_t seen[2];              // words of MaskBits
-    bool updates[2], some_update;  // which rows update row_max in the next block in any case; any of the warp
+    bool updates[2], some_update;  // rows that must update row_max in the next block; any of the warp
 
     __device__ void begin_tile(const WorkItem &work) {
         auto mods = this->mods(work);
@@ -147,7 +146,7 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
             alpha[0] = alpha[1] = 1.f;
             if (!is_done) {
                 bool may_grow[2];
-                float before[2], after[2];  // is subtracted before the update of row_max, and after it
+                float before[2], after[2];  // subtracted before and after the update of row_max
                 for (int i = 0; i < 2; i++) {
                     may_grow[i] = !is_full || updates[i];
                     before[i] = may_grow[i] ? 0.f : softmax.row_max[i];
@@ -172,8 +171,8 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
     }
 
   private:
-    // Makes P of q·k in a full block whose rows keep row_max, for scores that are changed in one way, or returns false.
-    // Nothing is asked per score, so scores of some keys change while MUFU computes exponentials of others.
+    // Makes P of q·k in a full block whose rows keep row_max, for scores changed in one way, or returns false. Without
+    // branches per score, scores of some keys change while MUFU computes exponentials of others.
     __device__ bool exponentiate_in_one_pass(const ScoreOrigin &at, float (&sum)[2]) {
         const float of_qk = p.factors.of_qk, of_tanh = p.factors.of_tanh;
         const float(&row_max)[2] = softmax.row_max;
@@ -206,13 +205,13 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
         return true;
     }
 
-    // After a block that took several passes. A row goes on with updates while row_max grows or is not ordinary. It is
-    // ordinary below kOrdinary, where sums with it are exact enough, and once the row has seen a key.
+    // Ends a block of several passes. A row goes on with updates while row_max grows, is -inf as no key was seen, or is
+    // not below kOrdinary, where sums with it are exact enough.
     __device__ void end_block(const WorkItem &work, int row, const float (&alpha)[2]) {
         constexpr float kOrdinary = 1 << 14;
         for (int i = 0; i < 2; i++) {
             updates[i] = alpha[i] != 1.f || !(fabsf(softmax.row_max[i]) < kOrdinary);
-            // Nothing depends on rows beyond the sample's end.
+            // Rows beyond the sample's end do not count.
             if (row + 8 * i >= work.seq.seqlen_q) updates[i] = false, softmax.row_max[i] = 0.f;
         }
         some_update = __any_sync(~0u, updates[0] || updates[1]);
@@ -224,7 +223,7 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
         mods.slope = slope, mods.shift = shift;
         return mods;
     }
-    // q·k become scores of the keys [8·n, 8·n + 8). The bias comes from memory.
+    // q·k become scores of keys [8·n, 8·n + 8), with the bias from memory.
     __device__ void change_scores(const WorkItem &work, int n_block, int n, float (&s)[4]) const {
         const auto mods = this->mods(work);
         const int idx = thread_idx() % 128, key = n_block * kBlockN + 8 * n + idx % 4 * 2;
@@ -249,8 +248,7 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
         return x;
     }
 
-    // q·k become scores minus row_max, rounded as in exponentiate_in_one_pass(): the bits of a row must not depend on
-    // its neighbours.
+    // Scores minus row_max, rounded as in exponentiate_in_one_pass(): a row's bits must not depend on its neighbours.
     __device__ void subtract_from_scores(const ScoreOrigin &at, const float (&row_max)[2]) {
         float factor = p.factors.of_qk;
         if (p.factors.has_softcap) {

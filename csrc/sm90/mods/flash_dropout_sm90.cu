@@ -1,4 +1,4 @@
-// The forward pass on Hopper with dropout. It is of what meets V alone, so P is summed before.
+// The forward pass on Hopper with dropout. P is summed before its elements are dropped.
 #include "mods/dropout.h"
 #include "sm90/flash_sm90.cuh"
 
@@ -29,8 +29,7 @@ struct WithDropout : Plain {
 };
 
 void flash_forward_dropout(const AttnParams &p) {
-    // The random words need some of the registers.
-    const int head_dim = p.max_head_dim();
+    const int head_dim = p.max_head_dim();  // random words take registers
     if (head_dim <= 64) launch_fwd<Shape<64, 3, 128, 4, 2, WithDropout>>(p);
     else if (head_dim <= 128) launch_fwd<Shape<128, 3, 64, 4, 2, WithDropout>>(p);
     else launch_fwd<Shape<256, 2, 64, 2, 1, WithDropout>>(p);

@@ -11,7 +11,7 @@ struct Changed : Plain {
     template <typename T, typename Shape> using ScorePolicy = ChangedScores<T, Shape>;
 };
 
-// As many keys a block as leave room for the tiles of a bias.
+// Blocks have as many keys as leave room for a bias.
 template <typename Run> auto with_mods_shape(int head_dim, Run run) {
     if (head_dim <= 64) return run.template operator()<Shape<64, 3, 128, 2, 2, Changed>>();
     if (head_dim <= 96) return run.template operator()<Shape<96, 3, 96, 2, 2, Changed>>();

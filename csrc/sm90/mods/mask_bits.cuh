@@ -1,11 +1,10 @@
-// A mask of bool. The kernel pack_mask() makes bits of it. In the attention kernel a lane loads a word with the bits of
-// all its scores in a row and a block of keys:
+// A mask of bool, made into bits by pack_mask(). A lane loads a word for all its scores in a row and a block of keys:
 //
 //   words [batch_size, nheads, blocks of keys, rows, 4]    the lanes 4 · i + t read word t
 //
-// A dimension that shares the mask has size 1. 8192 × 8192 bools become 8 to 17 MB, which stay in L2 for all heads. The
-// lower half of byte i has the bits of four of the keys 16 i to 16 i + 15 of the block, and the upper half those of
-// four keys 64 later. One instruction makes predicates of four bits.
+// A dimension that shares the mask has size 1. 8192 × 8192 bools become 8 to 17 MB, which stay in L2 for all heads.
+// Byte i has four of the block's keys 16 i to 16 i + 15 in its lower half, and the keys 64 later in its upper half: one
+// instruction makes predicates of four bits.
 #pragma once
 
 #include "common/launch.h"
@@ -49,7 +48,7 @@ __device__ void hide(float (&acc_s)[kNTiles][4], const uint32_t (&seen)[2], int 
     }
 }
 
-// 16 keys, one a byte: 1 if the row sees it, and 0 from `count` on. As in torch, any bits but 0 are true.
+// 16 keys, one a byte: 1 if the row sees it, 0 from `count` on. In torch any bits but 0 are true.
 __device__ inline uint4 load_16_keys(const uint8_t *keys, int64_t key_stride, int count) {
     uint32_t x[4] = {};
     if (key_stride == 1 && count >= 16 && uintptr_t(keys) % 16 == 0) {
@@ -69,7 +68,6 @@ inline __host__ __device__ int64_t mask_grid_of_head(const MaskBits &bits) {
     return (bits.head_words() / 4 + kMaskThreads - 1) / kMaskThreads;
 }
 
-// A thread takes a row and a block of keys.
 template <int kBlockN>
 __global__ void __launch_bounds__(kMaskThreads) pack_mask(Bias mask, MaskBits bits, int seqlen_k) {
     static_assert(kBlockN % 16 == 0 && kBlockN <= 128);
