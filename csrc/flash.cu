@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     reduce_rows<kTy>(l, tiles.partial, ty, tx, [](Sum x, Sum y) { return x + y; });
     const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
     T *gO = rows_of<T>(p.o, tile.b, tile.h, seq.q_begin);
-    Sum *lse = static_cast<Sum *>(p.lse) + lse_index(p, seq, tile.b, tile.h);
+    Sum *lse = static_cast<Sum *>(p.lse) + lse_index(p, seq.q_begin, tile.b, tile.h);
     const Sum *sink = sink_of<Sum>(p, tile.h);
 #pragma unroll
     for (int i = 0; i < kRows; i++) {

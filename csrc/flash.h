@@ -1,5 +1,5 @@
-// The contract between host and kernels: plain structs, and the functions that take them. No torch here. flash_bwd.h has
-// the backward pass, flash_cache.h caches of keys and values.
+// The contract between host and kernels: plain structs, and the functions that take them. No torch here. flash_bwd.h
+// has the backward pass, flash_cache.h caches of keys and values.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,7 @@ struct AttnParams {
     Tensor k;   // [batch_size, nheads_k, seqlen_k, head_dim]
     Tensor v;   // [batch_size, nheads_k, seqlen_k, head_dim_v]
     Tensor o;   // [batch_size, nheads, seqlen_q, head_dim_v]
-    void *lse;  // [batch_size, nheads, seqlen_q], contiguous: natural log of each row's sum of exponentials; fp32, or
-                // fp64 for fp64
+    void *lse;  // [batch_size, nheads, seqlen_q] contiguous, fp32 or fp64: natural log of a row's sum of exponentials
     int64_t lse_batch_stride;
 
     // A packed batch: the samples lie one after the other, and begin where cu_seqlens says, [batch_size + 1]. The

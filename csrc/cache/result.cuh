@@ -60,7 +60,8 @@ template <typename T> struct OutputRow {
     __device__ OutputRow(const DecodeParams &p, const Run<Shape> &run, const PackedRow &row, RowState state, int col)
         : end(state, sink_of<float>(p, row.head)),
           o(rows_of<T>(p.o, run.b, row.head, run.cut.seq.q_begin + row.token)) {
-        if (col == 0) static_cast<float *>(p.lse)[lse_index(p, run.cut.seq, run.b, row.head) + row.token] = end.lse;
+        const int64_t lse_row = lse_index(p, run.cut.seq.q_begin, run.b, row.head) + row.token;
+        if (col == 0) static_cast<float *>(p.lse)[lse_row] = end.lse;
     }
 };
 
@@ -133,7 +134,7 @@ template <typename T> __device__ void store_padding(const DecodeParams &p) {
         const int64_t count = int64_t(seq.padded_q - seq.seqlen_q) * p.nheads;
         for (int64_t i = warp_idx; i < count; i += blockDim.x / 32) {
             const int row = seq.seqlen_q + int(i / p.nheads), h = int(i % p.nheads);
-            if (col == 0) static_cast<float *>(p.lse)[lse_index(p, seq, b, h) + row] = -INFINITY;
+            if (col == 0) static_cast<float *>(p.lse)[lse_index(p, seq.q_begin, b, h) + row] = -INFINITY;
             if (col < p.head_dim_v)
                 *reinterpret_cast<uint4 *>(rows_of<T>(p.o, b, h, seq.q_begin + row) + col) = uint4{};
         }

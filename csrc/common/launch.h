@@ -1,10 +1,8 @@
-// The folder common/ has what all kernels share: the launch, the lengths of a sample, one mask, one order of tiles and
-// one softmax. Order in common/: launch.h, device.h, sequence.cuh, mask.cuh, scores.cuh, scheduler.cuh, softmax.cuh.
-// Beside it: device.cu; counters.h, counters.cu and cache_sequence.cuh for caches; key_tiles.cuh and
-// bwd_workspace.cuh for backward passes.
+// The folder common/ has what all kernels share. Order in common/: launch.h, device.h, sequence.cuh, mask.cuh,
+// scores.cuh, scheduler.cuh, softmax.cuh. Beside it: device.cu; counters.h, counters.cu and cache_sequence.cuh for
+// caches; key_tiles.cuh and bwd_workspace.cuh for backward passes.
 //
-// The CUDA runtime as the kernels need it: element types, dynamic shared memory, and functions that launch or throw.
-// host/cuda.h has them for the CPU, in namespace host: both are linked into one library.
+// The CUDA runtime as kernels need it: element types, shared memory, launches. host/cuda.h has them for the CPU.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -84,11 +82,10 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
             std::type_identity_t<Args>... args) {
     enqueue<Args...>(false, 1, kernel, blocks, threads, shared_bytes, stream, args...);
 }
-// Like launch(), but the kernel may begin while the previous one in the stream ends ("CUDA C++ Programming Guide:
-// Programmatic Dependent Launch"): as soon as all blocks of that one have called let_next_kernel_begin(). A thread
-// calls wait_for_previous_kernel(), or waits for a counter, before it touches what the previous kernel reads or writes.
-// Every kernel that launch_early() starts has a thread that waits, at its end if not before. So when it ends, all
-// kernels before it have ended, too. kCluster blocks are a cluster.
+// Like launch(), but the kernel may begin once all blocks of the previous one in the stream have called
+// let_next_kernel_begin() ("CUDA C++ Programming Guide: Programmatic Dependent Launch"). A thread calls
+// wait_for_previous_kernel(), or waits for a counter, before it touches what that one reads or writes. Every such
+// kernel has a thread that waits, at its end if not before: so when it ends, all kernels before it have ended.
 template <int kCluster = 1, typename... Args>
 void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
                   std::type_identity_t<Args>... args) {

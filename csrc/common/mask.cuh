@@ -1,6 +1,6 @@
-// Which keys a query row sees, and which rows see a key: one mask for all kernels, forward and backward. The keys of a
-// row are one range, and neither end of it moves back from one row to the next. So a tile of rows needs a range of
-// blocks of keys. Within it is the range of full blocks, which all rows see whole. They need no mask.
+// Which keys a query row sees, and which rows see a key: one mask for all kernels. The keys of a row are one range, and
+// neither end of it moves back from one row to the next. So a tile of rows needs a range of blocks of keys. Within it
+// is the range of full blocks, which all rows see whole. They need no mask.
 #pragma once
 
 #include <climits>
@@ -52,9 +52,8 @@ struct Mask {
         return blocks<kBlockM>({first.begin, last_valid.end}, {last.begin, first.end}, key0 >= seqlen_k);
     }
 
-    // Scores of keys that a row does not see become -inf, but for rows beyond seqlen_q, whose results are thrown away.
-    // acc_s [rows, keys]: accumulators as in softmax.cuh; row and key: the first of this lane in the block. full_begin
-    // and full_end say which side of a block has hidden keys. A caller may raise full_begin and lower full_end.
+    // Hidden scores become -inf, except in rows beyond seqlen_q, whose results are thrown away. acc_s [rows, keys]:
+    // accumulators as in softmax.cuh; row and key: this lane's first. A caller may raise full_begin, lower full_end.
     template <int kMTiles, int kNTiles>
     __device__ void apply(float (&acc_s)[kMTiles][kNTiles][4], const BlockRange &blocks, int block, int row, int key,
                           float hidden = -INFINITY) const {
@@ -71,13 +70,6 @@ struct Mask {
             hide(acc_p, 0.f, [&](int i) { return Range{INT_MIN, rows(key + i).end - row}; });
         if (block < blocks.full_begin)
             hide(acc_p, 0.f, [&](int i) { return Range{rows(key + i).begin - row, INT_MAX}; });
-    }
-    template <int kMTiles, int kNTiles>
-    __device__ void apply_transposed(float (&acc_p)[kMTiles][kNTiles][4], int key, int row) const {
-        hide(acc_p, 0.f, [&](int i) {
-            const Range seeing = rows(key + i);
-            return Range{seeing.begin - row, seeing.end - row};
-        });
     }
 
   private:

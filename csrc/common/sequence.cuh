@@ -69,6 +69,3 @@ template <typename T> __device__ T *rows_of(const Tensor &x, int64_t b, int64_t 
 __device__ inline int64_t lse_index(const AttnParams &p, int q_begin, int64_t b, int64_t h) {
     return b * p.lse_batch_stride + h * p.seqlen_q + q_begin;
 }
-__device__ inline int64_t lse_index(const AttnParams &p, const Sequence &seq, int64_t b, int64_t h) {
-    return lse_index(p, seq.q_begin, b, h);
-}

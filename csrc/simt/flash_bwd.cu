@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
     const Sequence seq(p, tile.b);
     const T *gO = rows_of<const T>(p.o, tile.b, tile.h, seq.q_begin);
     const T *gdO = rows_of<const T>(p.dout, tile.b, tile.h, seq.q_begin);
-    const int64_t at = lse_index(p, seq, tile.b, tile.h);
+    const int64_t at = lse_index(p, seq.q_begin, tile.b, tile.h);
     const Sum *lse = static_cast<const Sum *>(p.lse) + at;
     const Mask mask(seq, p);
     auto is_empty = [&](int row) { return mask.keys(row).is_empty() || lse[row] == -INFINITY; };
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
             Sum lse[kStats], delta[kStats];
             for (int n = 0; n < kStats; n++) {
                 const int row = min(kOwnsKeys ? walk_row(n) : own(n), seq.seqlen_q - 1);
-                const int64_t at = lse_index(p, seq, tile.b, h) + row;
+                const int64_t at = lse_index(p, seq.q_begin, tile.b, h) + row;
                 lse[n] = static_cast<const Sum *>(p.lse)[at], delta[n] = static_cast<const Sum *>(p.delta)[at];
             }
             auto keeps = [&](int i, int c) { return keep >> (kOwnsKeys ? c * kRows + i : i * kCols + c) & 1; };

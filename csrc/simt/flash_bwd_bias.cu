@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(BiasTiles<Sum<T>>::kNThreads) flash_bwd_bias(c
                     const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
                     const ScoreMods<T> scores(p, seq.seqlen_q, seq.seqlen_k, b, h);
                     scores.apply(grid_tile<kTy, kTx>(S, row0, ty, key0, tx));
-                    const int64_t at = lse_index(p, seq, b, h);
+                    const int64_t at = lse_index(p, seq.q_begin, b, h);
                     for (int i = 0; i < kRows; i++) {
                         const int in_bounds = min(row(i), seq.seqlen_q - 1);
                         const Sum lse = static_cast<const Sum *>(p.lse)[at + in_bounds];

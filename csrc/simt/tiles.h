@@ -1,10 +1,9 @@
 // The folder simt/ has kernels in plain CUDA C++, for every GPU and for the CPU. Order in simt/: tiles.h, flash_bwd.cu,
 // flash_bwd_bias.cu, append.cu. They follow flash.cu.
 //
-// Tiles in shared memory: how they are loaded and multiplied, in fp32 whatever the tensors hold, or in fp64 for fp64,
-// which only the CPU has. A block's threads form a kTy × kTx grid over a product. Each has groups of four neighbouring
-// rows and columns (place()), to read them as vectors. Factors lie with the summed index first: each term of the sum is
-// an outer product in registers, 8 × 8 FMAs for 4 reads of 16 bytes.
+// Tiles in shared memory, in fp32 or, on the CPU alone, in fp64: how they are loaded and multiplied. A block's threads
+// form a kTy × kTx grid over a product. Each has groups of four neighbouring rows and columns (place()), to read them
+// as vectors. Factors lie with the summed index first: a term is an outer product, 8 × 8 FMAs for 4 reads of 16 bytes.
 #pragma once
 
 #include <type_traits>
@@ -89,10 +88,10 @@ template <bool kAligned, typename T> __device__ Vec<4, Sum<T>> load4(const T *p,
     return {to_float(raw.x[0]), to_float(raw.x[1]), to_float(raw.x[2]), to_float(raw.x[3])};
 }
 
-// tile[r][d] = src[r][d], or tile[d][r] if transposed, kWide elements at a time. Beyond rows × cols it gets copies of
-// the last row and column, which kernels mask, drop or multiply by P = 0; with rows <= 0 that row lies before src. Rows
-// before first_row may hold NaN and become copies of it. Copies that convert nothing are asynchronous. Transposed, a
-// warp copies 8 elements of 4 rows at a time: whole sectors, to 32 banks if the pitch is 4 (mod 16) floats.
+// tile[r][d] = src[r][d], or tile[d][r] if transposed, kWide elements at a time. Rows before first_row may hold NaN:
+// they become copies of it. Beyond rows × cols the tile gets copies of the last row and column, which kernels mask,
+// drop or multiply by P = 0; with rows <= 0 that row lies before src. Transposed, a warp copies 8 elements of 4 rows at
+// a time: whole sectors, to 32 banks if the pitch is 4 (mod 16) floats.
 template <int kNThreads, bool kTransposed, int kWide, int kM, int kN, typename T>
 __device__ void load_tile(Sum<T> (&tile)[kM][kN], const T *src, int64_t row_stride, int rows, int cols,
                           int first_row = 0) {

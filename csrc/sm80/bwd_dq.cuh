@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(Shape::kNThreads) flash_bwd_dq(const __grid_co
     for (int j = 0; j < 2 * Shape::kDqTiles; j++)
         *reinterpret_cast<float4 *>(acc_dq[j % 2][j / 2]) = *reinterpret_cast<const float4 *>(dq_accum + 128 * j);
     const int warp_idx = threadIdx.x / 32, row0 = tile.block * Shape::kBlockM;
-    const float *lse_log2 = p.lse_log2 + lse_index(p, seq, tile.b, tile.h) + row0;
+    const float *lse_log2 = p.lse_log2 + lse_index(p, seq.q_begin, tile.b, tile.h) + row0;
     store_tile<T>(acc_dq, Scores<>(p).softmax_scale, shared_memory<uint16_t[Shape::kBlockM][Shape::kHeadDim]>(),
                   warp_idx / Shape::kDqSplit * 32, warp_idx % Shape::kDqSplit * Shape::kDqTiles,
                   rows_of<T>(p.dq, tile.b, tile.h, seq.q_begin + row0), p.dq.row_stride, seq.padded_q - row0,

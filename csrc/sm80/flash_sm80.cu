@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         if (n_block + 1 < blocks.end) load_v(n_block + 1);
     }
 
-    float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h);
+    float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq.q_begin, tile.b, tile.h);
     softmax.finalize(acc_o, gLse, seq, warp_row, sink_of<float>(p, tile.h),
                      kDropout && p.dropout_seed ? float(p.keep_scale) : 1.f);
     store_tile<T>(acc_o, 1.f, sQ, warp_idx * kWarpM, 0, rows_of<T>(p.o, tile.b, tile.h, seq.q_begin + row0),

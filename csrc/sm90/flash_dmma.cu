@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     const int row = row0 + warp_idx * 16 + r;  // and row + 8
     // flash_bwd.cu needs lse without the rounding of softmax_scale_log2.
     const double ln_2 = fabs(p.softmax_scale) / scores.softmax_scale_log2;
-    float *gLse = static_cast<float *>(p.lse) + lse_index(p, again, tile.b, tile.h);
+    float *gLse = static_cast<float *>(p.lse) + lse_index(p, again.q_begin, tile.b, tile.h);
     softmax.finalize(acc_o, gLse, again, row, nullptr, 1.f, ln_2);
     float *gO = rows_of<float>(p.o, tile.b, tile.h, again.q_begin);
 #pragma unroll

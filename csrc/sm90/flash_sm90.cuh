@@ -123,7 +123,7 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
         const Sequence &seq = work.seq;
         const int row0 = tile.block * Shape::kBlockM + 64 * consumer + 16 * warp_idx;
         const int lane_idx = thread_idx() % 32;
-        float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq, tile.b, tile.h);
+        float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq.q_begin, tile.b, tile.h);
         softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4, sink_of<float>(p, tile.h), this->out_scale());
         auto &sO = shared.sQ[q_index()];
         barrier_sync(kOneConsumer + consumer, 128);

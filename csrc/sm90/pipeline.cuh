@@ -36,7 +36,7 @@ template <int kStages> struct Ring {
 enum NamedBarrier : int {
     kAllConsumers = 1,
     kOneConsumer = 2,  // and the next ones, one for each consumer warpgroup
-    kStepsDone = 5,    // consumers and a warp of the producer: see flash_bwd_wide_sm90.cu
+    kRowBlocksDone = 5,  // see flash_bwd_wide_sm90.cu
 };
 
 // Returns x, which is the same in all lanes. The shuffle shows that to the compiler, which then uses uniform registers.

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps)
                                          8 * n + lane_idx / 16 * 8 + (Shape::kDqPart == DqPart::kColumns ? part : 0)));
     }
     __syncthreads();  // unobserved by racecheck: stmatrix is not in its view
-    const float *lse_log2 = p.lse_log2 + lse_index(p, seq, tile.b, tile.h);
+    const float *lse_log2 = p.lse_log2 + lse_index(p, seq.q_begin, tile.b, tile.h);
     for (int i = threadIdx.x; i < kBlockM * kVecs; i += 32 * Shape::kDqWarps) {
         const int row = tile.block * kBlockM + i / kVecs, col = i % kVecs * 8;
         if (row >= seq.padded_q || col >= p.head_dim) continue;

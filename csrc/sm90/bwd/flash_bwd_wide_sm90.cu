@@ -104,7 +104,7 @@ __device__ void load_wide_numbers(const BwdParams<Shape> &p, WideShared<Shape> &
     let_next_kernel_begin();
     wait_for_previous_kernel();
     load_numbers<Shape>(p, shared, shared.work);
-    if (shared.work.count() > 0) barrier_sync(kStepsDone, 128 * Shape::kConsumers + 32);
+    if (shared.work.count() > 0) barrier_sync(kRowBlocksDone, 128 * Shape::kConsumers + 32);
     if (threadIdx.x == 32) report_dq<Shape>(p, shared.work);
 }
 
@@ -144,7 +144,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
             // All that the other block sends must arrive before this one ends.
             shared.rows.producer_acquire(count);
             shared.ds.producer_acquire(count);
-            barrier_sync(kStepsDone, 128 * Shape::kConsumers + 32);  // dQ has been added, sK has been read
+            barrier_sync(kRowBlocksDone, 128 * Shape::kConsumers + 32);  // dQ has been added, sK has been read
         }
         store();
     }

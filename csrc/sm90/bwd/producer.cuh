@@ -254,7 +254,7 @@ __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const Wo
     constexpr int kBlockM = Shape::kBlockM, kCount = (kBlockM + 31) / 32;
     const int lane_idx = threadIdx.x % 32;
     work.for_each([&](uint32_t i, int h, int m_block) {
-        const int64_t head = lse_index(p, work.seq, work.tile.b, h);
+        const int64_t head = lse_index(p, work.seq.q_begin, work.tile.b, h);
         float lse_log2[kCount], delta[kCount];
 #pragma unroll
         for (int j = 0; j < kCount; j++) {

@@ -1,5 +1,6 @@
 // Scores that more than a factor changes, on Hopper. Blocks that all rows see take one pass if scores change in one way
-// and row_max does not grow: the FMA that scales subtracts it. These are most blocks of most calls. Others take several.
+// and row_max does not grow: the FMA that scales subtracts it. These are most blocks of most calls. Others take
+// several.
 #pragma once
 
 #include "sm90/mods/bias.cuh"
