@@ -4,7 +4,7 @@
 #include "flash.h"
 
 // Attention to a cache. k and v are [num_sequences, nheads_k, page_size, head_dim]: sequences or pages of page_size
-// keys. seqlen_k bounds a sample's keys. cu_seqlens_k is nullptr. Page and sequence numbers are clamped to the cache.
+// keys, at most seqlen_k of a sample. cu_seqlens_k is nullptr even for packed q. Page and sequence numbers are clamped.
 struct DecodeParams : AttnParams {
     const int *page_table;       // [batch_size, max_pages], or nullptr: a sample's keys lie in one sequence
     int64_t page_table_stride;

@@ -2,8 +2,8 @@
 // On Hopper other kernels serve more rows (fewest_rows() in ops/cache_launches.h).
 //
 // Memory bounds the time, as every key is read once for few rows. A tile packs the tokens of a sample and the query
-// heads of a key head: packed row r is token r / group of query head h_k · group + r % group. Four warps share 16 rows.
-// A block has one or two such tiles:
+// heads of a key head: packed row r is token r / group of query head h_k · group + r % group. Four warps share 16 rows,
+// and a block has 16 or 32:
 //   cp.async       K(n+2) V(n+2)                                     two steps ahead, in a ring of three
 //   Q Kᵀ           warps divide the keys ─ row maxima ─┐  through shared memory
 //   P              warps divide the keys ───── P ──────┤  through shared memory
@@ -26,7 +26,6 @@ using namespace device;
 
 template <int kHeadDim_, int kBlockM_> struct DecodeShape : KeyShape<kHeadDim_, kBlockM_ / 4> {
     static constexpr int kBlockM = kBlockM_, kRowWarps = 4, kLaneRows = 2;
-    // A warp has at least 16 keys of Q Kᵀ.
     static constexpr int kScoreWarps = std::min(DecodeShape::kBlockN / 16, kRowWarps);
     static constexpr int kSTiles = DecodeShape::kBlockN / kScoreWarps / 8, kDTiles = kHeadDim_ / kRowWarps / 8;
     static constexpr int kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
@@ -225,7 +224,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
 }
 
 template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
-    constexpr int kSystemBytes = 1024;  // of each block
+    constexpr int kSystemBytes = 1024;  // in each block's shared memory
     using Memory = DecodeMemory<Shape>;
     auto blocks_with = [](int num_stages) {
         return std::min<size_t>(2, (max_shared_memory() + kSystemBytes) / (Memory::bytes(num_stages) + kSystemBytes));

@@ -3,7 +3,6 @@
 //   TMA      K(n+1) V(n+1)              up to two steps ahead, by the first warp
 //   wgmma    S = Q K(n)ᵀ ─┐        ┌─ O += P V(n)
 //   softmax               └─ P ────┘    a warp has 16 rows and all keys, so P stays in registers
-// Two blocks share a multiprocessor: one computes while the other waits.
 #include <algorithm>
 
 #include "cache/boxes.cuh"

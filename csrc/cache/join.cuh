@@ -91,7 +91,7 @@ __device__ void join_results(void *memory, const DecodeParams &p, const Run<Shap
 #pragma unroll 1
     for (int left = results.count; left > 0; left -= Stage::kCount) {
         cp_async_wait<1>();
-        __syncthreads();  // these results are there, and the last ones are used
+        __syncthreads();  // these results are there, and the last ones have been used
         load();
 #pragma unroll
         for (int i = 0; i < Stage::kThreadRows; i++)
@@ -105,7 +105,7 @@ __device__ void join_results(void *memory, const DecodeParams &p, const Run<Shap
         const OutputRow<T> output(p, run, row, state[i], col);
         output.store(p, col, o[i][0], o[i][1]), output.store(p, col + 2, o[i][2], o[i][3]);
     }
-    __syncthreads();  // the last ones are used
+    __syncthreads();  // the last ones have been used
 }
 
 // Shapes with one group of rows have no code for more.
@@ -170,8 +170,8 @@ __device__ void join_tile(void *memory, const DecodeParams &p, const Room &room,
     if (left == run.cut.num_chunks) *counters = {};
 }
 
-// Called after a share's last step: earlier, the next run would wait for memory. Only the first and last tile may have
-// results in other shares. With num_splits, other tiles have several results too, so all runs are found again.
+// Called after a share's last step: earlier, the next run would wait for memory. Without num_splits, only the first and
+// last tile may have several results. With it, other tiles may too, so all runs are found again.
 template <typename T, typename Shape>
 __device__ void end_share(void *memory, const DecodeParams &p, const Room &room, const Line &line, const Call &call,
                           Runs<Shape> &runs, int num_runs) {

@@ -13,7 +13,6 @@ template <typename Shape> struct Stage {
     uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
 };
 
-// A warp copies kWarpRows rows of K and of V in each step.
 template <typename T, typename Shape> struct KeyStream : StepsAhead<Shape> {
     using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
     static constexpr int kWarpRows = Shape::kBlockN / Shape::kNumWarps, kVecs = Shape::kHeadDim / 8;

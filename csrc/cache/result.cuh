@@ -12,7 +12,6 @@ struct RowState {
     float max = -FLT_MAX, sum = 0.f;  // max is finite: exp2(-inf - max) is 0, not NaN
 };
 
-// `scale` leads from acc_o to the output.
 struct RowEnd {
     bool has_keys;
     float scale, lse;
@@ -29,7 +28,6 @@ template <typename Shape> struct TileState {
     typename Shape::AccO acc_o = {};
     RowState rows[Shape::kLaneRows];
 
-    // act(pair of columns, first column) for row i.
     template <typename Act> __device__ void for_pairs(int i, Act act) {
 #pragma unroll
         for (int j = 0; j < Shape::kLaneCols; j += 2)

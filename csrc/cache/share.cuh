@@ -1,5 +1,5 @@
-// The folder cache/ has attention to long caches; decode.cu shows how its parts work together. Order in cache/:
-// share.cuh, keys.cuh, rows.cuh, result.cuh, join.cuh, decode.cu. Beside it: decode_sm90.cu.
+// The folder cache/ has attention to long caches, see decode.cu. Order in cache/: share.cuh, keys.cuh, rows.cuh,
+// result.cuh, join.cuh, decode.cu. Beside it: decode_sm90.cu.
 //
 // A sample's packed rows are cut into tiles, its keys into chunks of equal length. An item is a chunk for one tile of
 // one key head. All items lie on one line, in steps of kBlockN keys, and every block has an equal share of the line. A
@@ -37,7 +37,7 @@ __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x + y - 1) 
 struct Room {
     int group;           // query heads of a key head
     uint32_t per_group;  // the next integer above 2^31 / group
-    int rows;
+    int rows;            // of a result
     int splits;          // num_splits, or 0
     int tiles;           // TileCounters of a sample and key head
 

@@ -29,8 +29,8 @@ inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
 //
 // Launches of a mixed batch run side by side where the GPU can. Tensor cores bound prompts, memory bounds caches: three
 // quarters of the multiprocessors read caches nearly as fast as all. Prompts begin on the rest. A second prefill(p)
-// continues them after the caches, except on one or two multiprocessors whose block waits for an earlier launch. Only
-// the first prefill(p) waits for earlier work: the others begin at once.
+// continues them after the caches, except on one or two multiprocessors whose block waits for an earlier launch. The
+// first prefill(p) waits for earlier work, so the others begin at once.
 template <typename Prefill, typename Tall, typename Few>
 void launch_by_rows(DecodeParams p, FewestRows fewest, int all_sms, bool can_overlap, Prefill prefill, Tall tall,
                     Few few) {

@@ -132,7 +132,7 @@ template <typename T, int kVec> void launch_append(const AppendParams &p) {
 #endif
 }
 
-// Rows begin and end at multiples of 16 bytes. Rows of a table do if the first one does.
+// Rows of a table begin at multiples of 16 bytes if the first one does.
 template <typename T> bool has_vectors(const AppendParams &p) {
     int64_t elements = p.head_dim | p.head_dim_v, addresses = int64_t(p.rotary_cos) | int64_t(p.rotary_sin);
     for (const Tensor &x : {p.k_new, p.v_new, p.k_cache, p.v_cache, p.q, p.q_rotated})
