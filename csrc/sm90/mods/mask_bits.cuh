@@ -31,7 +31,7 @@ template <int kBlockN> MaskBits make_mask_bits(const AttnParams &p) {
             x.row_stride ? p.seqlen_q : 1, x.key_stride ? num_blocks<kBlockN>(p.seqlen_k) : 1};
 }
 
-// Scores of the keys [8 n, 8 n + 16) become -inf where the mask is false. seen: the words of two rows.
+// Scores of keys [8 n, 8 n + 16) become -inf where the mask is false. seen: words of two rows.
 template <int kNTiles>
 __device__ void hide(float (&acc_s)[kNTiles][4], const uint32_t (&seen)[2], int n) {
 #pragma unroll
@@ -48,7 +48,7 @@ __device__ void hide(float (&acc_s)[kNTiles][4], const uint32_t (&seen)[2], int 
     }
 }
 
-// 16 keys, one a byte: 1 if the row sees it, 0 from `count` on. In torch any bits but 0 are true.
+// 16 keys, one a byte: 1 if seen, 0 from `count` on. In torch any bits but 0 are true.
 __device__ inline uint4 load_16_keys(const uint8_t *keys, int64_t key_stride, int count) {
     uint32_t x[4] = {};
     if (key_stride == 1 && count >= 16 && uintptr_t(keys) % 16 == 0) {
