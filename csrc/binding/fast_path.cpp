@@ -40,8 +40,7 @@ std::optional<std::pair<int64_t, int64_t>> window_of(py::handle window_size, py:
     return std::pair(sides[0], causal.ptr() == Py_True ? 0 : sides[1]);
 }
 
-// False if x is neither None nor a plain tensor without a gradient.
-bool take_optional(OptionalTensor &to, py::handle x) {
+bool take_optional(OptionalTensor &to, py::handle x) {  // takes None, or a plain tensor without a gradient
     if (x.is_none()) return true;
     if (!THPVariable_CheckExact(x.ptr())) return false;
     to = THPVariable_Unpack(x.ptr());

@@ -1,5 +1,5 @@
-// Workspace of the backward kernels on tensor cores: sums of dQ, and of dK and dV where splits (several blocks) share a
-// tile of keys. dq_accum has the order of accumulators, so that each architecture has its own flash_bwd_dq.
+// Workspace of the backward kernels on tensor cores: sums of dQ, and of dK and dV if splits share a tile of keys.
+// dq_accum has the order of accumulators, so that each architecture has its own flash_bwd_dq.
 #pragma once
 
 #include "common/key_tiles.cuh"
@@ -8,11 +8,11 @@
 #include "ptx/sm80.cuh"
 
 // Splits of a tile of keys, each for whole query heads. To be worth their sums in memory, each has at least 1024 rows,
-// masked or not, and all have no more sums than the group has elements of Q. If Shape::kFillsGpu, one sample needs
-// them all to fill a GPU, or twice that under a causal mask, whose first tiles take longest. Only a sample's lengths and
-// the heads count: its bits must not depend on its batch. A packed batch is not split: the host knows no lengths.
-// kMost: the most for any sample of a padded batch. If keys are padded to many more than there are rows, it is too low,
-// and only then does padding change the number.
+// masked or not, and all have no more sums than the group has elements of Q. If Shape::kFillsGpu, one sample needs them
+// all to fill a GPU, or twice that under a causal mask, whose first tiles take longest. Only a sample's lengths and the
+// heads count: its bits must not depend on its batch. A packed batch is not split: the host knows no lengths.
+// kMost: the most for any sample of a padded batch. If keys are padded to many more than there are rows, it is too low:
+// only then does padding change the number.
 template <typename Shape, bool kMost = !Shape::kFillsGpu>
 __host__ __device__ int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
     if (p.cu_seqlens_q) return 1;

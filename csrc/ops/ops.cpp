@@ -147,8 +147,7 @@ std::tuple<std::string, Reason> which_kernel(const TorchTensor &q, const TorchTe
     return {kKernelNames[int(kernel)], slow_because};
 }
 
-// Returns the kernel forced before.
-std::optional<std::string> force_kernel(const std::optional<std::string> &name) {
+std::optional<std::string> force_kernel(const std::optional<std::string> &name) {  // returns the one before
     std::optional<Kernel> forced;
     for (Kernel kernel : {Kernel::kSimt, Kernel::kSm80, Kernel::kSm90, Kernel::kDmma})
         if (name == kKernelNames[int(kernel)]) forced = kernel;

@@ -1,6 +1,6 @@
-// AttnParams from a call's tensors and options. An option stands in OPTIONS, and with its check in set_options(). Memory
-// safety rests on these checks; minimal_attn/checks.py has those that speak to users. No CUDA header, so that a CPU-only
-// torch can compile it.
+// AttnParams from a call's tensors and options. An option stands in OPTIONS, and with its check in set_options(). These
+// checks give memory safety; minimal_attn/checks.py has those that speak to users. No CUDA header: a CPU-only torch
+// compiles this.
 #pragma once
 
 #if MINIMAL_ATTN_STABLE
@@ -223,7 +223,7 @@ inline Reason set_options(AttnParams &p, const TorchTensor &q, const Options &op
     return checks.fault;
 }
 
-// A call without a type fault. The outputs are still to come.
+// After find_type_fault(). The outputs are still to come.
 inline Reason set_params(AttnParams &p, const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
                          const Options &options, Layout dim) {
     if (const Reason fault = find_fault(q, k, v, dim)) return fault;

@@ -1,5 +1,4 @@
 // FlashAttention backward on tensor cores, fp16 and bf16 with fp32 sums: Ampere (sm_80) and every newer GPU.
-//
 // A block of threads owns kBlockN keys and walks along the rows of all query heads that see them, kBlockM at a time
 // (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are transposed and a warp owns whole keys: P and dS go from
 // accumulators straight into A operands, and dK and dV stay in registers:
@@ -128,8 +127,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     __device__ void add_own_rows(int stage, int h, int m_block, bool is_full, int row0) {
         const uint32_t k_address = shared_address(shared.sK[key0]) + Swizzle::down(lane_idx);
         const uint32_t q_across = shared_address(shared.stages[stage].sQ) + Swizzle::across(lane_idx);
-        Fragment acc_s = {}, acc_dp;
-        // acc_dp begins with -delta, unless dropout follows.
+        Fragment acc_s = {}, acc_dp;  // acc_dp begins with -delta, unless dropout follows
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
             const float2 delta = *reinterpret_cast<const float2 *>(&shared.delta[stage][row0 + 8 * n + c]);
@@ -338,8 +336,7 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
                p.stream, p);
 }
 
-// Tiles for the 99 KB of sm_86, sm_89 and sm_120.
-using BwdShape128Narrow = BwdShape<128, 32, 64, 4, 1, 2, 1>;
+using BwdShape128Narrow = BwdShape<128, 32, 64, 4, 1, 2, 1>;  // for the 99 KB of sm_86, sm_89 and sm_120
 using BwdShape256Narrow = BwdShape<256, 32, 32, 4, 2, 1, 1>;
 static_assert(sizeof(BwdSharedMemory<BwdShape128Narrow>) <= 99 << 10 &&
               sizeof(BwdSharedMemory<BwdShape256Narrow>) <= 99 << 10);

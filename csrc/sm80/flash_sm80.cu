@@ -1,5 +1,4 @@
 // FlashAttention forward on tensor cores, fp16 and bf16 with fp32 sums: Ampere (sm_80) and every newer GPU.
-//
 // A block of threads owns kBlockM query rows of a head and walks along K and V, kBlockN keys at a time (Dao,
 // FlashAttention-2, 2023, Algorithm 1). A warp owns whole rows, so its softmax needs no other warp:
 //   acc_s = Q Kᵀ
@@ -85,8 +84,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
         load_tile<kBlockM, kHeadDim, kNThreads>(shared_address(sQ) + copy_offset, gQ, p.q.row_stride,
                                                 seq.seqlen_q - row0 - row, cols(p.head_dim));
         load_k(blocks.begin);
-        // V of unseen keys becomes 0: 0 · NaN is NaN.
-        const int first_key = Mask(seq, p).keys(row0).begin;
+        const int first_key = Mask(seq, p).keys(row0).begin;  // V of unseen keys becomes 0: 0 · NaN is NaN
         if (first_key <= key0) load_v(blocks.begin);
         else load_v(blocks.begin, first_key - key0 - row);
     }

@@ -1,15 +1,12 @@
 // FlashAttention backward on Hopper's tensor cores (sm_90a), fp16 and bf16 with fp32 sums, head_dim to 128.
-//
 // A block of threads takes one work item, kBlockN keys, after the other. Its products are those of
 // sm80/flash_bwd_sm80.cu, and a consumer has 64 keys:
-//
 //   S = K Qᵀ                     [64, kBlockM]
 //   dP = V dOᵀ - delta           [64, kBlockM], begins with -delta
 //   P = exp(scale · S - lse)
 //   dS = P ∘ dP                  also to shared memory
 //   dQ += dS(before)ᵀ K          its part of the row block before, over all keys
 //   dV += P dO    dK += dS Q     beside S of the next row block
-//
 // dQ is one row block late: no consumer waits for another's dS, and exponentials of one run beside products of the
 // other. An item's last dQ is formed in the next item, or at once if deterministic. The next item's K, Q, dO, and V if
 // two fit, arrive early.
@@ -131,7 +128,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
 
     __device__ void run() {
         uint32_t i = 0;  // row blocks of all work items
-        // Each row block forms dQ of the one before, of work item late_t. The first one's dQ is not added.
+        // Each row block forms dQ of the one before, of item late_t. The first one's is not added.
         uint32_t late_t = -2u;  // even: the first product reads sK[0], which is there
         bool is_added = true;
         if (lane_idx == 0) mbarrier_arrive(shared.ds.full_barrier(0));

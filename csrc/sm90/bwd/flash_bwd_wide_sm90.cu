@@ -1,11 +1,9 @@
 // FlashAttention backward on Hopper's tensor cores for head_dim above 128. Two consumers' registers hold dK and dV of
 // 64 keys, but adding dQ for every 64 keys would take too much of L2's time. So a pair, a cluster of two blocks, owns
 // 128 keys, 64 each, and walks along the rows that see them, 64 at a time:
-//
 //   consumer 0   S = K Qᵀ                P = exp(scale · S - lse)     dV += P dO
 //   consumer 1   dP = V dOᵀ              dS = P ∘ (dP - delta)        dK += dS Q
 //   both         dQ += dS(before)ᵀ K     over both blocks' keys, 64 columns each
-//
 // Each block forms half of dQ's columns and sends dS to the other: 8 KB, where dQ would be 32 KB. dQ is one row block
 // late: dS travels during the next products. One block loads Q for both, the other dO. P goes through sdS to consumer
 // 1, negative where it is dropped.
@@ -123,8 +121,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
             warpgroup_wait<0>(acc_sum, operand, acc_dq);
             shared.ds.consumer_release(count - 1, lane_idx);
             add_dq(count - 1);
-            // All that the other block sends must arrive first.
-            shared.rows.producer_acquire(count);
+            shared.rows.producer_acquire(count);  // all that the other block sends must arrive first
             shared.ds.producer_acquire(count);
             barrier_sync(kStepsDone, 128 * Shape::kConsumers + 32);  // dQ has been added, sK has been read
         }
@@ -259,8 +256,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide(const __gr
     } else {
         cluster_sync_relaxed();
     }
-    // Now the other block has its barriers.
-    if (threadIdx.x == 32) {
+    if (threadIdx.x == 32) {  // now the other block has its barriers
         shared.work.begin = 0;
         shared.work.find(p, takes_turns ? load_from_block(shared.ticket, 0) : int(blockIdx.x / 2));
     }

@@ -1,5 +1,5 @@
 // Producer warps of flash_bwd_sm90.cu: one loads tiles, one lse and delta, one takes work items, one reports added dQ.
-// If deterministic, the last two keep turns. flash_bwd_wide_sm90.cu shares parts.
+// If deterministic, the last two keep turns. flash_bwd_wide_sm90.cu uses some of this.
 #pragma once
 
 #include "mods/score_mods.cuh"
@@ -21,7 +21,6 @@ template <typename Shape> struct BwdParams : AttnBackwardParams {
 };
 
 // A tile of keys, or a split of it, and its row blocks, head by head or rows first.
-//
 // Rows first: query heads that share keys under a causal mask all take the same rows, then the next. A wave is as many
 // tiles as a GPU computes at once. Even waves begin at the last rows, which all tiles see, and go backwards. As short
 // tiles end, long ones of the odd wave go forwards from their first rows. So blocks are at two places of the rows, and
@@ -37,8 +36,7 @@ template <typename Shape> struct WorkItem {
     // A block counts items, and row blocks: here [begin, end()). volatile: threads with few registers reread them.
     volatile uint32_t idx, begin;
 
-    // Members are written as soon as known: registers are few.
-    __device__ void find(const BwdParams<Shape> &p, int i) {
+    __device__ void find(const BwdParams<Shape> &p, int i) {  // writes members as soon as known: registers are few
         const int max_splits = Shape::kMaxSplits == 1 ? 1 : p.layout.max_splits;
         tile = KeyTiles<Shape::kBlockN>::at(p, p.order, max_splits > 1 ? i / max_splits : i);
         split_idx = max_splits > 1 ? i % max_splits : 0;
@@ -149,7 +147,7 @@ template <typename Shape> __device__ void report_dq(const BwdParams<Shape> &p, c
     if (p.dq.data && work.splits == 1) atomic_add_acq_rel(p.layout.dq_arrivals(p, work.tile), 1);
 }
 
-// dK and dV of keys that no row sees.
+// No row sees these keys.
 template <typename Shape> __device__ void store_zeros(const BwdParams<Shape> &p, const WorkItem<Shape> &work) {
     if (work.split_idx >= work.splits) return;  // beyond the sample's splits
     if (work.splits > 1 && work.tile.block * Shape::kBlockN >= work.seq.seqlen_k) return;  // nobody reads them

@@ -51,8 +51,7 @@ template <typename Shape> struct ChangedMemory : SharedMemory<Shape> {
     }
 };
 
-// Walks from work.first down, then from the last block.
-template <typename Shape> struct WrappedWalk : Walk<Shape> {
+template <typename Shape> struct WrappedWalk : Walk<Shape> {  // from work.first down, then from the last block
     using Base = Walk<Shape>;
     using Base::blocks, Base::n_block, Base::from_full;
     int first, last;
@@ -226,8 +225,7 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
                                         key + e % 2, zero));
     }
 
-    // ALiBi minus row_max: on one side of the diagonal of_row[i] + of_key · key, one FMA.
-    struct Alibi {
+    struct Alibi {  // minus row_max; on one side of the diagonal of_row[i] + of_key · key, one FMA
         bool is_linear;
         float of_key, of_row[2];
     };
