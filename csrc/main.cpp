@@ -51,7 +51,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("csrc_digest") = C10_STRINGIZE(MINIMAL_ATTN_DIGEST);  // see _build.py
 #endif
     m.def("fast_forward", &fast_forward);
-    // Without the dispatcher, for interface.py.
+    // Without the dispatcher, for attention.py.
     m.def("flash_forward", &with_options<&flash_forward>, py::call_guard<py::gil_scoped_release>());
     m.def("differentiable_forward", &with_options<&differentiable_forward>, py::call_guard<py::gil_scoped_release>());
     m.def("force_kernel", &force_kernel);

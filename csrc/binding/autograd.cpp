@@ -1,4 +1,4 @@
-// The derivative of flash_forward without Python. The dispatcher's is in minimal_attn/ops.py.
+// The derivative of flash_forward without Python. The dispatcher's is in minimal_attn/backends/ops.py.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 

@@ -40,8 +40,7 @@ std::optional<std::pair<int64_t, int64_t>> window_of(py::handle window_size, py:
     return std::pair(sides[0], causal.ptr() == Py_True ? 0 : sides[1]);
 }
 
-// Returns false if x is neither None nor a plain tensor without a gradient.
-bool take_optional(OptionalTensor &to, py::handle x) {
+bool take_optional(OptionalTensor &to, py::handle x) {  // takes None, or a plain tensor without a gradient
     if (x.is_none()) return true;
     if (!THPVariable_CheckExact(x.ptr())) return false;
     to = THPVariable_Unpack(x.ptr());
@@ -51,7 +50,7 @@ bool take_optional(OptionalTensor &to, py::handle x) {
 }  // namespace
 
 // Returns out, (out, lse), or None for Python to serve or refuse the call. warn_slow gets the reason why tensor cores
-// cannot. seq_major: rows come before heads; a packed batch is 3D. lengths: see backends.py.
+// cannot. seq_major: rows come before heads; a packed batch is 3D. lengths: see options.py.
 py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::handle v_, py::handle causal,
                         py::handle softmax_scale, bool seq_major, bool return_lse, bool deterministic,
                         py::handle window_size, py::tuple lengths, py::handle sinks) {
@@ -76,7 +75,7 @@ py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::
     if (!take_optional(options.sinks, sinks)) return py::none();
     const bool is_packed = options.cu_seqlens_q.has_value();
     if ((seq_major && has_no_batch != is_packed) || is_autocast_to_another_dtype(q)) return py::none();
-    if (options.sinks && at::isReducedFloatingType(options.sinks->scalar_type()))  // as check_sinks does
+    if (options.sinks && at::isReducedFloatingType(options.sinks->scalar_type()))
         options.sinks = options.sinks->to(lse_dtype(q)).contiguous();
     AttnParams p{};
     if (find_type_fault(q, k, v) || set_params(p, q, k, v, options, dim)) return py::none();

@@ -1,5 +1,5 @@
 // Three ops of torch's scaled_dot_product_attention without Python, for calls on tensor cores without mask and dropout.
-// Each hands other calls to the kernel that it had before, a function of minimal_attn/aten.py.
+// Each hands other calls to the kernel that it had before, a function of minimal_attn/sdpa/aten.py.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>

@@ -1,5 +1,5 @@
-// Workspace of the backward kernels on tensor cores: sums of dQ, and of dK and dV where splits (several blocks) share a
-// tile of keys. dq_accum has the order of accumulators, so that each architecture has its own flash_bwd_dq.
+// Workspace of the backward kernels on tensor cores: sums of dQ, and of dK and dV if splits share a tile of keys.
+// dq_accum has the order of accumulators, so that each architecture has its own flash_bwd_dq.
 #pragma once
 
 #include "common/key_tiles.cuh"
@@ -12,8 +12,8 @@
 // masked or not, and all have no more sums than the group has elements of Q. If Shape::kFillsGpu, one sample needs them
 // all to fill a GPU, or twice that under a causal mask, whose first tiles take longest. Only a sample's lengths and the
 // heads count: its bits must not depend on its batch. A packed batch is not split: the host knows no lengths.
-// kMost: the most for any sample of a padded batch. Only if keys are padded to many more than there are rows, it is too
-// low and padding changes the number.
+// kMost: the most for any sample of a padded batch. If keys are padded to many more than there are rows, it is too low:
+// only then does padding change the number.
 template <typename Shape, bool kMost = !Shape::kFillsGpu>
 __host__ __device__ int num_splits(const AttnParams &p, int seqlen_q, int seqlen_k) {
     if (p.cu_seqlens_q) return 1;
@@ -33,7 +33,7 @@ template <typename Shape> __host__ __device__ int max_num_splits(const AttnParam
 }
 
 // The workspace:
-//   ticket        tiles of keys taken so far, in 128 bytes
+//   ticket        tiles of keys taken, in 128 bytes
 //   dq_accum      [tiles of query rows, kDqWarps, fragments of 128 floats], if dq is needed
 //   dq_arrivals   [key heads of samples]: blocks that have added dQ, if Shape::kCountsArrivals
 //   dq_semaphore  [tiles of query rows, kSemaphores]: turns taken, if deterministic and dq is needed
@@ -55,7 +55,7 @@ template <typename Shape> struct BwdWorkspace {
         dkv_floats = max_splits > 1 ? p.batch_size * p.nheads_k * padded_keys * kHeadDim : 0;
     }
 
-    // All but dkv_accum, which begins at a multiple of 128 bytes: other stores are slow.
+    // Rounded for dkv_accum: stores off a multiple of 128 bytes are slow.
     __host__ __device__ int64_t zeroed_bytes(bool deterministic) const {
         const int64_t numbers = key_heads + (deterministic ? Shape::kSemaphores * tiles : 0);
         return 128 + 4 * tiles * kDqFloats + (4 * numbers + 127) / 128 * 128;
@@ -67,7 +67,7 @@ template <typename Shape> struct BwdWorkspace {
         return row_tiles.first_tile(b, p.nheads) + h * row_tiles.slots + m_block;
     }
     __device__ static int *ticket(const AttnBackwardParams &p) { return static_cast<int *>(p.workspace); }
-    // A lane's part of a warp's first fragment; the next one is 128 floats further.
+    // A lane's part of a warp's first fragment; the next is 128 floats further.
     __device__ static float *dq_accum(const AttnBackwardParams &p, int tile, int warp_idx, uint32_t lane_idx) {
         return static_cast<float *>(p.workspace) + 32 + int64_t(tile) * kDqFloats +
                (warp_idx * kWarpFloats + lane_idx * 4);
@@ -90,7 +90,7 @@ template <typename Shape> struct BwdWorkspace {
         const int64_t bh = int64_t(tile.b) * p.nheads_k + tile.h_k;
         return dkv_accum(p, split_idx) + (bh * padded_keys + (tile.block * kBlockN + key)) * kHeadDim;
     }
-    // A lane's accumulators of 16 keys; dk is its first place.
+    // Accumulators of 16 keys; dk is the lane's first place.
     template <int kDTiles>
     __device__ void store_split(float *dk, const float (&acc_dk)[kDTiles][4], const float (&acc_dv)[kDTiles][4]) const {
         float *dv = dk + dkv_floats;

@@ -23,7 +23,7 @@ template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
 
     __host__ __device__ static int64_t count(const AttnParams &p) { return KeyTiles(p).num_tiles(p.nheads_k); }
     // Last keys go first in a deterministic pass under a causal mask: the fewest rows see them, and they take the first
-    // turns. Other windows may bind only some samples of a packed batch, and its order must not depend on others.
+    // turns. Other windows may bind only some samples of a packed batch: a sample's order must not depend on that.
     __device__ static bool is_last_first(const AttnBackwardParams &p) {
         return p.deterministic && p.window_right == 0;
     }

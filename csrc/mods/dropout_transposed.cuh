@@ -4,7 +4,7 @@
 #include "mods/dropout.h"
 
 // Bit i + 2·j + 16·e: row + 8·i + e and key + 8·j is kept; i, j and e < 2; row % 16 and key % 16 < 8, row is even.
-// Dropout::keep_bits gives the keys of two lanes, 4 apart. Each calls it for one e, and they exchange halves.
+// Dropout::keep_bits gives the keys of two lanes, 4 apart: each calls it for one e, and they exchange halves.
 __device__ inline uint32_t kept_transposed(const Dropout &dropout, int row, int key) {
     uint32_t kept[4];
     const int e = key % 2;
@@ -24,7 +24,7 @@ __device__ inline uint32_t kept_of_64_rows(const Dropout &dropout, int row, int 
     for (int kk = 0; kk < 4; kk++) kept |= kept_transposed(dropout, row + 16 * kk, key) << 4 * kk;
     return kept;
 }
-// acc[n][e]. With more than 64 rows nothing is dropped and all bits are set.
+// acc[n][e]; with more than 64 rows nothing is dropped and all bits are set.
 __device__ constexpr bool is_kept(uint32_t kept, int n, int e) {
     return kept >> (n % 8 / 2 * 4 + bit_transposed(n % 2, e)) & 1;
 }

@@ -23,7 +23,7 @@ void check_backward(const TorchTensor &dout, const OptionalTensor &dlse, const T
     if (dlse) check_value(find_fault("dlse", *dlse, rows, lse_dtype(q), q, Strides::kAny));
 }
 
-// Sums x [batch_size, nheads, seqlen_q] for each head, without rows of lse -inf: they see nothing, or are padding.
+// Sums x [batch_size, nheads, seqlen_q] for each head, without empty and padding rows (lse is -inf).
 TorchTensor sum_over_rows(const TorchTensor &x, const TorchTensor &lse) {
     return torch_ops::sum(zero_where(torch_ops::isneginf(lse), x), Sizes({0, 2}));
 }
@@ -63,7 +63,7 @@ Output flash_forward(const TorchTensor &q, const TorchTensor &k, const TorchTens
     return run_forward(p, q, v, kBHSD);
 }
 
-// Gradients that are not needed are empty. dout is like out, dlse like lse or none, both with any strides.
+// Unneeded gradients are empty. dout is like out, dlse like lse or none, with any strides.
 Gradients flash_backward(const TorchTensor &dout_, const OptionalTensor &dlse, const TorchTensor &q,
                          const TorchTensor &k, const TorchTensor &v, const TorchTensor &out,
                          const TorchTensor &lse OPTIONS(AS_PARAMETER), bool need_dq, bool need_dkv, bool need_dsinks,
@@ -100,7 +100,7 @@ Gradients flash_backward(const TorchTensor &dout_, const OptionalTensor &dlse, c
     const TorchTensor delta = make_like(lse);
     TorchTensor dout = dout_;
     p.dout = tensor_of(dout, kBHSD, is_packed);
-    // The dout of a sum has strides of 0, and others are not 16-byte aligned. A copy costs less than a slower kernel.
+    // A sum's dout has strides of 0, others are not 16-byte aligned. A copy costs less than a slower kernel.
     const bool has_tma = kernel == Kernel::kSm90;
     if (dout.stride(3) != 1 || ((has_tma || kernel == Kernel::kSm80) && why_not_16_bytes("dout", p.dout, 8)) ||
         (has_tma && why_not_tma("dout", p.dout, p.seqlen_q, p.head_dim_v))) {
@@ -148,8 +148,7 @@ std::tuple<std::string, Reason> which_kernel(const TorchTensor &q, const TorchTe
     return {kKernelNames[int(kernel)], slow_because};
 }
 
-// Returns the kernel that was forced before.
-std::optional<std::string> force_kernel(const std::optional<std::string> &name) {
+std::optional<std::string> force_kernel(const std::optional<std::string> &name) {  // returns the one before
     std::optional<Kernel> forced;
     for (Kernel kernel : {Kernel::kSimt, Kernel::kSm80, Kernel::kSm90, Kernel::kDmma})
         if (name == kKernelNames[int(kernel)]) forced = kernel;

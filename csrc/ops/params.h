@@ -1,6 +1,6 @@
-// AttnParams from a call's tensors and options. An option stands in OPTIONS, the list of the ops' arguments, and in
-// set_options(), with its check. Memory safety rests on these checks; those that speak to users are in
-// minimal_attn/checks.py. No CUDA header, so that a CPU-only torch can compile it.
+// AttnParams from a call's tensors and options. An option stands in OPTIONS, and with its check in set_options(). These
+// checks give memory safety; minimal_attn/checks.py has those that speak to users. No CUDA header: a CPU-only torch
+// compiles this.
 #pragma once
 
 #if MINIMAL_ATTN_STABLE
@@ -47,7 +47,7 @@ template <typename SomeOptions, typename Visit> void for_each_option(SomeOptions
     OPTIONS(AS_VISIT)
 }
 
-// Dimensions of q, k, v and out. batch is -1 where there is none, or where k and v are a cache of other sequences.
+// Dimensions of q, k, v and out. batch is -1 if there is none, or if k and v are a cache of other sequences.
 struct Layout { int batch, head, row, head_dim; };
 constexpr Layout kBHSD{0, 1, 2, 3}, kBSHD{0, 2, 1, 3}, kTHD{-1, 1, 0, 2}, kCache{-1, 1, 2, 3};
 
@@ -189,7 +189,7 @@ inline Reason set_options(AttnParams &p, const TorchTensor &q, const Options &op
     checks.set(p.alibi_slopes, "alibi_slopes", slopes, Sizes(slopes_shape).slice(is_shared));
     p.alibi_batch_stride = is_shared ? 0 : p.nheads;
 
-    // Rounded, so that a scale that is 0 in fp32 is 0 for every kernel.
+    // Rounded: a scale of 0 in fp32 is 0 for every kernel.
     checks.require(std::abs(options.softmax_scale) <= kMaxScale, "softmax_scale must be in -2.3586e38..2.3586e38");
     p.softmax_scale = p.dtype == DType::kFloat64 ? options.softmax_scale : float(options.softmax_scale);
     checks.require(options.softcap >= 0 && options.softcap <= kMaxScale, "softcap must be at least 0 and finite");
@@ -223,7 +223,7 @@ inline Reason set_options(AttnParams &p, const TorchTensor &q, const Options &op
     return checks.fault;
 }
 
-// A call without a type fault. The outputs are still to come.
+// After find_type_fault(). The outputs are still to come.
 inline Reason set_params(AttnParams &p, const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
                          const Options &options, Layout dim) {
     if (const Reason fault = find_fault(q, k, v, dim)) return fault;

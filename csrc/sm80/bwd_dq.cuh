@@ -11,14 +11,14 @@ namespace sm80 {
 
 using namespace device;
 
-// kDimSplit warps share keys: each scores a part of the rows and sums a part of the columns of dK and dV.
+// kDimSplit warps share keys: each scores a part of the rows and sums some columns of dK and dV.
 template <int kHeadDim_, int kBlockM_, int kBlockN_, int kNWarps_, int kDimSplit_, int kStages_, int kBlocksPerSM_>
 struct BwdShape {
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kNWarps = kNWarps_;
     static constexpr int kDimSplit = kDimSplit_, kStages = kStages_, kBlocksPerSM = kBlocksPerSM_;
     static constexpr int kNThreads = 32 * kNWarps, kMaxSplits = 16;
     static constexpr bool kFillsGpu = false, kCountsArrivals = false;
-    static constexpr int kWarpN = kBlockN * kDimSplit / kNWarps;    // keys of a warp
+    static constexpr int kWarpN = kBlockN * kDimSplit / kNWarps;
     static constexpr int kSub = kBlockM / kDimSplit < 32 ? kBlockM / kDimSplit : 32;  // rows scored at a time
     // A warp's acc_dq has 32 rows and kHeadDim / kDqSplit columns.
     static constexpr int kDqSplit = kNWarps / (kBlockM / 32), kDqTiles = kHeadDim / kDqSplit / 8;

@@ -1,5 +1,4 @@
 // FlashAttention backward on tensor cores, fp16 and bf16 with fp32 sums: Ampere (sm_80) and every newer GPU.
-//
 // A block of threads owns kBlockN keys and walks along the rows of all query heads that see them, kBlockM at a time
 // (Dao, FlashAttention-2, 2023, Algorithm 2). Scores are transposed and a warp owns whole keys: P and dS go from
 // accumulators straight into A operands, and dK and dV stay in registers:
@@ -10,8 +9,8 @@
 //   dS = P ∘ (acc_dp - delta)    also to sdS, where all warps can read it
 //   acc_dk += dS Q
 //   acc_dq = dSᵀ K               the one product across warps; all blocks of keys sum it in memory, in fp32
-// Two stages let Q and dO be copied while the row block before is computed, with two barriers. One stage takes less
-// memory, and a third barrier. dq_accum has the order of acc_dq's registers: a warp adds 512 neighbouring bytes.
+// Two stages copy Q and dO beside the row block before; one stage takes less memory, and a third barrier. dq_accum has
+// the order of acc_dq's registers: a warp adds 512 neighbouring bytes.
 #include "common/mask.cuh"
 #include "mods/dropout_transposed.cuh"
 #include "sm80/bwd_dq.cuh"
@@ -39,7 +38,7 @@ template <typename T, typename Shape> struct BwdInputs {
     BwdSharedMemory<Shape> &shared;
     const Tile tile;
     const Sequence &seq;
-    // Shuffles keep these in uniform registers: the loop has no others left.
+    // Shuffles keep these in uniform registers: no others are left.
     const int q_begin = uniform(seq.q_begin), seqlen_q = uniform(seq.seqlen_q), seqlen_k = uniform(seq.seqlen_k);
     const int first_row = uniform(Mask(seq, p).rows(0).begin);  // that sees a key
     const int first_tile = uniform(RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads));
@@ -79,7 +78,7 @@ template <typename T, typename Shape> struct BwdInputs {
     }
 };
 
-// dP becomes dropout's dP - delta. Returns which elements are kept, eight bits an operand.
+// dP becomes dropout's dP - delta. Returns kept elements, eight bits an operand.
 template <int kMTiles, int kNTiles>
 __device__ uint32_t drop(float (&acc_dp)[kMTiles][kNTiles][4], const float *delta, const Dropout &dropout,
                          float keep_scale, int row, int key) {
@@ -119,17 +118,16 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     const Tile &tile = in.tile;
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
     const int r = lane_idx / 4, c = lane_idx % 4 * 2;     // keys r, r + 8 of 16, rows c, c + 1 of 8
-    const int key0 = warp_idx / kDimSplit * kWarpN;       // the warp's first
+    const int key0 = warp_idx / kDimSplit * kWarpN;
     const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its rows, and dK's columns by 8
     float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
 
     __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
 
-    __device__ void add_own_rows(int stage, int h, int m_block, bool is_full, int row0) {  // kSub rows
+    __device__ void add_own_rows(int stage, int h, int m_block, bool is_full, int row0) {
         const uint32_t k_address = shared_address(shared.sK[key0]) + Swizzle::down(lane_idx);
         const uint32_t q_across = shared_address(shared.stages[stage].sQ) + Swizzle::across(lane_idx);
-        Fragment acc_s = {}, acc_dp;
-        // acc_dp begins with -delta, unless dropout comes between.
+        Fragment acc_s = {}, acc_dp;  // acc_dp begins with -delta, unless dropout follows
 #pragma unroll
         for (int n = 0; n < kNTiles; n++) {
             const float2 delta = *reinterpret_cast<const float2 *>(&shared.delta[stage][row0 + 8 * n + c]);
@@ -154,7 +152,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
         }
         if (!is_full) [[unlikely]]  // at both ends
             in.mask().apply_transposed(acc_s, BlockRange{0, 1, 0, 1}, 0, key, row);
-        if (drops())  // dS needs a dropped P, so a negative sign marks it
+        if (drops())  // dS needs dropped P: a negative sign marks it
 #pragma unroll
             for (int i = 0; i < 4 * kMTiles * kNTiles; i++) {
                 const int m = i / (4 * kNTiles), n = i / 4 % kNTiles, operand = m * (kSub / 16) + n / 2;
@@ -207,7 +205,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
             }
     }
 
-    __device__ void add_dq(int h, int m_block) {  // a part for each warp, with turns of its own
+    __device__ void add_dq(int h, int m_block) {  // a part and turns for each warp
         const uint32_t ds_across = shared_address(shared.sdS) + SwizzleS::across(lane_idx);
         const uint32_t k_down = shared_address(shared.sK) + Swizzle::down(lane_idx);
         const int row0 = warp_idx / Shape::kDqSplit * 32, n0 = warp_idx % Shape::kDqSplit * Shape::kDqTiles;
@@ -239,7 +237,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     }
 
     __device__ void store() {  // dK and dV go through sK and sV, a part for each warp
-        const Sequence seq(p, tile.b);  // again: the loop has no registers for it
+        const Sequence seq(p, tile.b);  // again: no register keeps it
         const int key = tile.block * kBlockN;
         auto is_zero = [&](int i) { return key + i >= seq.seqlen_k; };  // may be NaN
         auto store_keys = [&](const auto &acc, float scale, auto &sX, const Tensor &x, int cols) {
@@ -263,7 +261,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     }
 };
 
-// kSplit is a constant because the loop has no register left.
+// kSplit is a constant because no register is left.
 template <typename T, typename Shape, bool kDropout, bool kSplit, bool kMods>
 __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     flash_bwd(const __grid_constant__ AttnBackwardParams p) {
@@ -295,7 +293,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     for (int h = h_begin, m_block = blocks.begin, stage = 0; h < h_end; stage ^= kStages - 1) {
         cp_async_wait<0>();
         __syncthreads();  // the stage has arrived; sdS, sP and the other have been read
-        const bool is_last = m_block + 1 == blocks.end;  // of this head
+        const bool is_last = m_block + 1 == blocks.end;
         auto load_next = [&] {
             if (h + is_last < h_end)
                 inputs.load_rows(stage ^ (kStages - 1), h + is_last, is_last ? blocks.begin : m_block + 1);
@@ -339,8 +337,7 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
                p.stream, p);
 }
 
-// Tiles for the 99 KB of sm_86, sm_89 and sm_120.
-using BwdShape128Narrow = BwdShape<128, 32, 64, 4, 1, 2, 1>;
+using BwdShape128Narrow = BwdShape<128, 32, 64, 4, 1, 2, 1>;  // for the 99 KB of sm_86, sm_89 and sm_120
 using BwdShape256Narrow = BwdShape<256, 32, 32, 4, 2, 1, 1>;
 static_assert(sizeof(BwdSharedMemory<BwdShape128Narrow>) <= 99 << 10 &&
               sizeof(BwdSharedMemory<BwdShape256Narrow>) <= 99 << 10);

@@ -1,5 +1,4 @@
 // FlashAttention forward on tensor cores, fp16 and bf16 with fp32 sums: Ampere (sm_80) and every newer GPU.
-//
 // A block of threads owns kBlockM query rows of a head and walks along K and V, kBlockN keys at a time (Dao,
 // FlashAttention-2, 2023, Algorithm 1). A warp owns whole rows, so its softmax needs no other warp:
 //   acc_s = Q Kᵀ
@@ -8,7 +7,7 @@
 // Tensor cores and copies take turns at one buffer each of K and V, with barriers between:
 //   tensor cores                    Q K(0)ᵀ    P V(0)         Q K(1)ᵀ        P V(1)     ...
 //   cp.async       Q, K(0), V(0)               K(1) → sK      V(1) → sV      K(2) → sK  ...
-// The SM's other block fills the gaps. Deeper rings were no faster, with room for one block.
+// The SM's other block fills the gaps. Deeper rings were no faster, and leave room for one block.
 #include "common/launch.h"
 #include "common/mask.cuh"
 #include "common/scheduler.cuh"
@@ -36,7 +35,7 @@ template <typename Shape> struct SharedMemory {
 
 // kMods: changed scores, perhaps with dropout.
 template <typename T, typename Shape, bool kDropout, bool kMods>
-__global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up to 255 registers a thread
+__global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
 #if __CUDA_ARCH__ < 800  // a build for several GPUs
     __trap();
@@ -85,8 +84,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // two blocks an SM: up 
         load_tile<kBlockM, kHeadDim, kNThreads>(shared_address(sQ) + copy_offset, gQ, p.q.row_stride,
                                                 seq.seqlen_q - row0 - row, cols(p.head_dim));
         load_k(blocks.begin);
-        // V of unseen keys becomes 0: 0 · NaN is NaN.
-        const int first_key = Mask(seq, p).keys(row0).begin;
+        const int first_key = Mask(seq, p).keys(row0).begin;  // V of unseen keys becomes 0: 0 · NaN is NaN
         if (first_key <= key0) load_v(blocks.begin);
         else load_v(blocks.begin, first_key - key0 - row);
     }
@@ -137,8 +135,8 @@ template <typename T, typename Shape, bool kMods = false> void launch_fwd(const 
     launch(kernel, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, p);
 }
 
-// {kHeadDim, kBlockM, kBlockN}. Up to 128 a warp has 32 rows: loads of K and V feed two products. Beyond, only 16 rows
-// of acc_o fit its registers.
+// {kHeadDim, kBlockM, kBlockN}. Up to 128 a warp has 32 rows: loads of K and V feed two products. Above, registers hold
+// only 16 rows of acc_o. A head_dim between is padded with zeros on chip.
 template <typename T, bool kMods> void dispatch(const AttnParams &p) {
     const int head_dim = p.max_head_dim();
     // 128 keys: half the barriers of 64, 4 % faster.

@@ -4,10 +4,8 @@
 //   sums = Q Kᵀ         Q is fp64 in shared memory, K becomes fp64 on its way to the registers
 //   P = softmax(sums)   in fp32, then fp64: the accumulators of one product are the A operand of the next
 //   acc_o += P V        V like K
-// The order of a sum's terms and of a product's columns is free: a lane reads four neighbours along head_dim at a time,
-// in V for four products.
-//
-// K and V have one buffer each, refilled during the product that leaves it idle, a few copies a step:
+// A sum's terms and a product's columns may have any order: a lane reads four neighbours along head_dim at a time, in V
+// for four products. K and V have one buffer each, refilled while it is idle, a few copies a step:
 //   tensor cores          Q K(0)ᵀ         P V(0)          Q K(1)ᵀ   ...
 //   cp.async       K(0)   V(0) → sV       K(1) → sK       V(1) → sV ...
 #include "common/launch.h"
@@ -75,7 +73,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     constexpr int kNThreads = Shape::kNThreads, kVecs = kHeadDim / 4, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
     auto &[sQ, sK, sV] = shared_memory<SharedMemory<Shape>>();
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-    const int r = lane_idx / 4, c = lane_idx % 4;  // as in ptx/sm90.cuh
+    const int r = lane_idx / 4, c = lane_idx % 4;
 
     const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);

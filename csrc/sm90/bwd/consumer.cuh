@@ -5,7 +5,7 @@
 
 namespace sm90 {
 
-// This lane's values of four of 16 rows, see slot_of_row().
+// Values of four rows, see slot_of_row().
 template <int kRows> __device__ float4 of_rows(const float (&x)[kRows], int kk, int lane_idx) {
     return *reinterpret_cast<const float4 *>(&x[16 * kk + lane_idx % 4 * 4]);
 }
@@ -26,7 +26,7 @@ __device__ void exponentiate(float (&acc_s)[kNTiles][4], const float (&lse_log2)
     for_rows(acc_s, lse_log2, lane_idx,
              [&](float s, float lse, int) { return exp2_approx(-fabsf(s * factor - lse)); });
 }
-// Rows outside of `seen` become 0: they may hold NaN, and 0 · NaN is NaN. Rows beyond the tensor are 0 already.
+// Unseen rows become 0: they may hold NaN, and 0 · NaN is NaN. Rows beyond the tensor are 0 already.
 template <int kRows, int kHeadDim> __device__ void clear_outside(SmemTile<kRows, kHeadDim> &tile, Range seen) {
     constexpr int kVecs = SmemTile<kRows, kHeadDim>::kRowBytes / 16;
 #pragma unroll 1
@@ -40,12 +40,10 @@ template <int kRows, typename... Tiles> __device__ void clear_tiles(Range seen, 
     fence_proxy_async();
     barrier_sync(kAllConsumers, 256);
 }
-// Keys that rows see, counted from key0.
 template <int kKeys, typename Shape>
 __device__ Range seen_keys(const BwdParams<Shape> &p, const WorkItem<Shape> &work, int key0) {
     return {Mask(work.seq, p).keys(0).begin - key0, work.seq.keys_follow(p) ? work.seq.seqlen_k - key0 : kKeys};
 }
-// Rows that see keys, counted in a row block.
 template <typename Shape> __device__ Range seen_rows(const WorkItem<Shape> &work, int m_block) {
     return {work.first_row - m_block * Shape::kBlockM, work.seq.seqlen_q - m_block * Shape::kBlockM};
 }

@@ -1,6 +1,6 @@
-// sm90/bwd/ has the backward pass on Hopper: one kernel up to head_dim 128, another above. Order: dq.cuh, producer.cuh,
-// consumer.cuh, launch.cuh, flash_bwd_sm90.cu. Beside it: flash_bwd_wide_sm90.cu. This file: the kernel that brings
-// dq_accum into the order and type of dq, each head as soon as its sums are whole.
+// sm90/bwd/ has the backward pass on Hopper. Order: dq.cuh, producer.cuh, consumer.cuh, launch.cuh, flash_bwd_sm90.cu.
+// Beside it, for head_dim above 128: flash_bwd_wide_sm90.cu. This file: the kernel that brings dq_accum into the order
+// and type of dq, each head as soon as its sums are whole.
 #pragma once
 
 #include "common/bwd_workspace.cuh"
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps)
     float4 x[Shape::kDqTiles];
 #pragma unroll
     for (int n = 0; n < Shape::kDqTiles; n++) x[n] = *reinterpret_cast<const float4 *>(dq_accum + 128 * n);
-    const int m0 = warp_idx % 4 * 16;  // the warp's first row
+    const int m0 = warp_idx % 4 * 16;
 #pragma unroll
     for (int n = 0; n < Shape::kDqTiles; n += 2) {
         uint32_t packed[4];

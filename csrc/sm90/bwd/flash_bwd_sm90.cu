@@ -1,19 +1,15 @@
-// FlashAttention backward on Hopper's tensor cores, fp16 and bf16 with fp32 sums: H100, H200 (sm_90a), head_dim to 128.
-//
-// A work item is kBlockN keys. A block of threads walks along the rows of all query heads that see them, kBlockM at a
-// time (Dao, FlashAttention-2, 2023, Algorithm 2), then takes the next item. Scores are transposed: P and dS go from
-// accumulators straight into A operands, and dK and dV stay in registers. A consumer has 64 keys:
-//
+// FlashAttention backward on Hopper's tensor cores (sm_90a), fp16 and bf16 with fp32 sums, head_dim to 128.
+// A block of threads takes one work item, kBlockN keys, after the other. Its products are those of
+// sm80/flash_bwd_sm80.cu, and a consumer has 64 keys:
 //   S = K Qᵀ                     [64, kBlockM]
 //   dP = V dOᵀ - delta           [64, kBlockM], begins with -delta
 //   P = exp(scale · S - lse)
 //   dS = P ∘ dP                  also to shared memory
-//   dQ += dS(before)ᵀ K          its part for the row block before, over all consumers' keys
+//   dQ += dS(before)ᵀ K          its part of the row block before, over all keys
 //   dV += P dO    dK += dS Q     beside S of the next row block
-//
 // dQ is one row block late: no consumer waits for another's dS, and exponentials of one run beside products of the
-// other. An item's last dQ is formed in the next item, or at once if deterministic. K, Q, dO, and V if two fit, arrive
-// an item early.
+// other. An item's last dQ is formed in the next item, or at once if deterministic. The next item's K, Q, dO, and V if
+// two fit, arrive early.
 #include "common/softmax.cuh"
 #include "mods/dropout_transposed.cuh"
 #include "mods/score_mods.cuh"
@@ -33,7 +29,7 @@ struct BwdShape {
     static constexpr int kDqParts = kDqPart == DqPart::kTurns ? 1 : kConsumers, kDqWarps = 4 * kDqParts;
     static constexpr int kDqTiles = kBlockM * kHeadDim / (512 * kDqParts);
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-    static constexpr int kValueStages = kBlockM == 80 ? 1 : 2;  // what fits
+    static constexpr int kValueStages = kBlockM == 80 ? 1 : 2;
     static constexpr int kMaxSplits = 16;
     static constexpr bool kFillsGpu = true, kCountsArrivals = true;
     static constexpr int kTileBlocks = 1, kSemaphores = kTileBlocks;
@@ -60,13 +56,11 @@ __device__ void change_scores(const BwdParams<Shape> &p, const WorkItem<Shape> &
                [&](int i, int j) -> float & { return acc_dp[i / 2][j % 2 * 2 + i % 2]; });
 }
 
-// P and dS take turns in acc_dp.
 template <int kNTiles> struct Operands {
     float (&acc)[kNTiles][4];
     int first;
     __device__ uint32_t (&operator[](int kk))[4] { return reinterpret_cast<uint32_t (&)[4]>(acc[2 * kk + first]); }
 };
-// P and dP - delta become kept P and dS.
 template <typename T, int kNTiles>
 __device__ void pack_operands(const float (&acc_s)[kNTiles][4], float (&acc_dp)[kNTiles][4], uint32_t kept) {
 #pragma unroll
@@ -118,7 +112,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     const int warp_idx = warp_uniform(threadIdx.x / 32 % 4), lane_idx = thread_idx() % 32;
     const uint32_t ds_address = shared.sdS[0].address(
         lane_idx / 16 * 8 + lane_idx % 8, 64 * consumer + 16 * warp_idx + lane_idx / 8 % 2 * 8);
-    // Registers are few: acc_s is also acc_dq, and acc_dp the operands P and dS.
+    // Registers are few: acc_s is also acc_dq, and acc_dp is P and dS.
     float acc_s[1][kNTiles][4], acc_dp[kNTiles][4], acc_dk[kDTiles][4], acc_dv[kDTiles][4];
     __device__ auto &acc_dq() { return reinterpret_cast<float (&)[Shape::kDqTiles][4]>(acc_s); }
     __device__ Operands<kNTiles> operands(int first) { return {acc_dp, first}; }
@@ -133,8 +127,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     }
 
     __device__ void run() {
-        uint32_t i = 0;  // counts the row blocks of all work items
-        // Each row block forms dQ of the one before, of work item late_t. The first one's dQ is not added.
+        uint32_t i = 0;  // row blocks of all work items
+        // Each row block forms dQ of the one before, of item late_t. The first one's is not added.
         uint32_t late_t = -2u;  // even: the first product reads sK[0], which is there
         bool is_added = true;
         if (lane_idx == 0) mbarrier_arrive(shared.ds.full_barrier(0));
@@ -171,7 +165,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         if (!is_added) add_last_dq(i, late_t);
         end_dq(late_t);
     }
-    __device__ void end_dq(uint32_t t) {  // all dQ of work item t has been added
+    __device__ void end_dq(uint32_t t) {  // all dQ of t has been added
         shared.keys.consumer_release(t, lane_idx);
         __syncwarp();  // unobserved by the emulator: flash_bwd_dq comes later
         if (lane_idx == 0) mbarrier_arrive(shared.dq_done[t % 4]);
@@ -232,7 +226,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             clear_tiles<64>(Range{seen.begin - 64 * c, seen.end - 64 * c}, shared.sK[t % 2][c],
                             shared.sV[t % kValueStages][c]);
     }
-    __device__ void begin_dp(int stage) {  // with -delta, unless dropout comes in between
+    __device__ void begin_dp(int stage) {  // with -delta, unless dropout follows
         if constexpr (!kDropout || kMods) {
             for_rows(acc_dp, shared.delta[stage], lane_idx, [&](float, float x, int) { return drops() ? 0.f : -x; });
             warpgroup_fence_operand(acc_dp);  // equal values get registers of their own
@@ -251,21 +245,21 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     }
     __device__ bool forms_dq(uint32_t i) const { return Shape::kDqParts > 1 || i % Shape::kConsumers == consumer; }
     __device__ int dq_warp() const { return (Shape::kDqParts > 1 ? 4 * consumer : 0) + warp_idx; }
-    __device__ void form_dq(uint32_t i, uint32_t t) {  // begins dQ of row block i - 1 of work item t
+    __device__ void form_dq(uint32_t i, uint32_t t) {  // row block i - 1 of work item t
         const auto &sdS = shared.sdS[warp_uniform(i) % 2];
         const auto &sK = shared.sK[warp_uniform(t) % 2];
         shared.ds.consumer_wait(i);
         warpgroup_arrive();
         multiply_dq<T, Shape>(acc_dq(), sdS, sK, Shape::kDqParts > 1 ? 64 * consumer : 0);
     }
-    __device__ void add_last_dq(uint32_t i, uint32_t t) {  // the next work item forms it again but does not add it
+    __device__ void add_last_dq(uint32_t i, uint32_t t) {  // formed again in the next item, but not added
         if (!forms_dq(i)) return;
         form_dq(i, t);
         warpgroup_wait<0>(acc_dq());
         add_dq(p, shared, i - 1, dq_warp(), lane_idx, acc_dq());
     }
 
-    __device__ void store(const WorkItem<Shape> &work) {  // through this consumer's sV, a part for each warp
+    __device__ void store(const WorkItem<Shape> &work) {  // through sV, a part for each warp
         const int key0 = work.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx;
         auto store_keys = [&](float (&acc)[kDTiles][4], float scale, const Tensor &x, int cols) {
             auto *rows = rows_of<uint16_t>(x, work.tile.b, work.tile.h_k, work.seq.k_begin + key0);
@@ -308,9 +302,9 @@ template <typename T, typename Shape> void launch_kernel(const AttnBackwardParam
     launch_bwd<T, Shape, sizeof(BwdSharedMemory<Shape>)>(p, kernel);
 }
 
-// {kHeadDim, kConsumers, kBlockM, kStages}. 64 rows leave registers for dropout and changed scores. Padding to 80 rows
-// costs more below 2048 rows, or at 2048 under a causal mask (journal). A packed batch has the same tiles at any
-// length: a sample's bits must not depend on it.
+// {kHeadDim, kConsumers, kBlockM, kStages}. 64 rows leave registers for dropout and changed scores. 80 rows are
+// slower below 2048 rows, or at 2048 under a causal mask (journal). Packed batches of any length have the same tiles: a
+// sample's bits must not depend on it.
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
     const bool is_plain = !p.dropout_seed && !p.has_score_mods();
     if (p.max_head_dim() <= 64)

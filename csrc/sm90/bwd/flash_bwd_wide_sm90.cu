@@ -1,14 +1,12 @@
 // FlashAttention backward on Hopper's tensor cores for head_dim above 128. Two consumers' registers hold dK and dV of
-// 64 keys, but adding dQ for 64 keys at a time would take too much of L2's time. So a pair, a cluster of two blocks of
-// threads, owns 128 keys, 64 a block, and walks along the rows that see them, 64 at a time:
-//
+// 64 keys, but adding dQ for every 64 keys would take too much of L2's time. So a pair, a cluster of two blocks, owns
+// 128 keys, 64 each, and walks along the rows that see them, 64 at a time:
 //   consumer 0   S = K Qᵀ                P = exp(scale · S - lse)     dV += P dO
 //   consumer 1   dP = V dOᵀ              dS = P ∘ (dP - delta)        dK += dS Q
 //   both         dQ += dS(before)ᵀ K     over both blocks' keys, 64 columns each
-//
 // Each block forms half of dQ's columns and sends dS to the other: 8 KB, where dQ would be 32 KB. dQ is one row block
-// late: dS travels during the next products. One block asks for Q for both, the other for dO. P goes through sdS from
-// consumer 0 to 1, negative where it is dropped.
+// late: dS travels during the next products. One block loads Q for both, the other dO. P goes through sdS to consumer
+// 1, negative where it is dropped.
 #include "mods/dropout_transposed.cuh"
 #include "ptx/cluster.cuh"
 #include "sm90/bwd/consumer.cuh"
@@ -49,7 +47,7 @@ template <int kHeadDim_> struct WideShape {
 template <typename Shape> struct WideShared {
     static constexpr int kBlockM = Shape::kBlockM, kHeadDim = Shape::kHeadDim, kStages = Shape::kStages;
     SmemTile<64, kHeadDim> sK, sV;  // then dV and dK
-    SmemTile<64, 128> sOtherK;      // the other block's keys, the columns of this one's dQ
+    SmemTile<64, 128> sOtherK;      // the other's keys, columns of this dQ
     SmemTile<kBlockM, kHeadDim> sQ[kStages], sdO[kStages];
     SmemTile<kBlockM, 64> sdS, sOtherdS;  // [rows, keys]; sdS has P first
     alignas(16) float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];  // by slot_of_row()
@@ -59,10 +57,10 @@ template <typename Shape> struct WideShared {
     Ring<1> ds;          // full: sdS and sOtherdS have dS; empty: sdS may take P
     Barrier has_P;
     Barrier may_send;    // the other block's sOtherdS may take dS
-    Ring<2> dq_turns;    // if deterministic: this block may add dQ
-    Barrier dq_added[2]; // by all warps
+    Ring<2> dq_turns;    // if deterministic
+    Barrier dq_added[2];
     WorkItem<Shape> work;
-    int ticket;          // if deterministic
+    int ticket;
 
     __device__ RowBlock &row_block(uint32_t i) { return row_blocks[i % (2 * kStages)]; }
     __device__ void init_barriers() {
@@ -141,8 +139,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
             warpgroup_wait<0>(acc_sum, operand, acc_dq);
             shared.ds.consumer_release(count - 1, lane_idx);
             add_dq(count - 1);
-            // All that the other block sends must arrive before this one ends.
-            shared.rows.producer_acquire(count);
+            shared.rows.producer_acquire(count);  // all that the other block sends must arrive first
             shared.ds.producer_acquire(count);
             barrier_sync(kRowBlocksDone, 128 * Shape::kConsumers + 32);  // dQ has been added, sK has been read
         }
@@ -207,7 +204,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
     __device__ float ds_of(float P, float dp, float delta) const {
         return kDropout ? fabsf(P) * fmaf(dp, P >= 0.f ? p.dv_scale : 0.f, -delta) : P * (dp - delta);
     }
-    __device__ void form_ds(uint32_t i, int stage) {  // for both blocks
+    __device__ void form_ds(uint32_t i, int stage) {
         uint32_t P[kNTiles / 2][4];
         mbarrier_wait(shared.has_P, i % 2);
 #pragma unroll
@@ -233,7 +230,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
     }
 
     __device__ bool has_part() const { return Shape::kDqParts == 4 || consumer < Shape::parts_of(rank); }
-    __device__ void form_dq(uint32_t i) {  // begins this consumer's columns
+    __device__ void form_dq(uint32_t i) {
         const uint32_t c = vote<2>(consumer), col = 64 * c + 128 * vote<2>(rank);
         shared.ds.consumer_wait(i);
         if (c == 0) consumer_release_to_block(shared.ds, i, idx, 1 - rank);  // what it has sent has arrived
@@ -252,7 +249,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         sm90::add_dq(p, shared, i, 8 * rank + 4 * consumer + idx / 32, lane_idx, acc_dq, has_part());
     }
 
-    __device__ void store() {  // dV goes through sK and dK through sV, where each warp has its own rows
+    __device__ void store() {  // dV through sK, dK through sV, rows for each warp
         const int row0 = idx / 32 * 16, first = key0() + row0;
         const Tensor &x = consumer ? p.dk : p.dv;
         store_accumulators<T>(acc_sum, consumer ? p.dk_scale : p.dv_scale, work.seq.seqlen_k - first,
@@ -277,8 +274,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide(const __gr
     } else {
         cluster_sync_relaxed();
     }
-    // Now the other block has its barriers.
-    if (threadIdx.x == 32) {
+    if (threadIdx.x == 32) {  // now the other block has its barriers
         shared.work.begin = 0;
         shared.work.find(p, takes_turns ? load_from_block(shared.ticket, 0) : int(blockIdx.x / 2));
     }

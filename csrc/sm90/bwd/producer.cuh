@@ -1,5 +1,5 @@
 // Producer warps of flash_bwd_sm90.cu: one loads tiles, one lse and delta, one takes work items, one reports added dQ.
-// If deterministic, the last two also keep turns. flash_bwd_wide_sm90.cu uses the parts for one work item.
+// If deterministic, the last two keep turns. flash_bwd_wide_sm90.cu uses some of this.
 #pragma once
 
 #include "mods/score_mods.cuh"
@@ -10,35 +10,33 @@ namespace sm90 {
 template <typename Shape> struct BwdParams : AttnBackwardParams {
     TmaTensor q_tma, k_tma, v_tma, dout_tma;
     BwdWorkspace<Shape> layout;
-    TileOrder<Divisor> order;  // of key tiles
+    TileOrder<Divisor> order;
     int num_items;             // key tiles · max_splits
     bool rows_first;           // see WorkItem
-    uint32_t together;         // key heads that go together in a lone sample; a power of 2
+    uint32_t together;         // key heads together in a lone sample; a power of 2
     ScoreFactors<float> factors;
     float score_factor, dk_scale, dv_scale;  // P = exp2(score_factor · score - lse_log2)
 
     __host__ __device__ bool takes_turns() const { return deterministic && dq.data; }
 };
 
-// A tile of keys, or a split of it, and its row blocks, one query head after the other.
-//
-// Query heads that share keys under a causal mask all take the same rows, then the next. A wave is as many tiles as a
-// GPU computes at once. Even waves begin together at the last rows, which all tiles see, and go backwards. As short
+// A tile of keys, or a split of it, and its row blocks, head by head or rows first.
+// Rows first: query heads that share keys under a causal mask all take the same rows, then the next. A wave is as many
+// tiles as a GPU computes at once. Even waves begin at the last rows, which all tiles see, and go backwards. As short
 // tiles end, long ones of the odd wave go forwards from their first rows. So blocks are at two places of the rows, and
-// Q, dO and dq_accum of both should fit in L2. Deterministic passes and packed batches order tiles otherwise, and
-// windows make them short: these go head by head.
+// Q, dO and dq_accum there should fit in L2, for all heads. Deterministic passes and packed batches order tiles
+// otherwise, and windows make them short: these go head by head.
 template <typename Shape> struct WorkItem {
     Tile tile;
     Sequence seq;
     BlockRange blocks;             // of rows
     int first_row;                 // that sees a key
-    int split_idx, splits, h_end;  // this split has the heads [tile.h, h_end)
-    int direction;                 // 1 or -1: forwards or backwards, rows first; 0: head by head
-    // Counts in a block: this item, and its row blocks [begin, end()). volatile: registers are few, so threads reread.
+    int split_idx, splits, h_end;  // heads [tile.h, h_end)
+    int direction;                 // rows first: 1 forwards, -1 backwards; 0: head by head
+    // A block counts items, and row blocks: here [begin, end()). volatile: threads with few registers reread them.
     volatile uint32_t idx, begin;
 
-    // Members are written as soon as they are known: the thread has few registers.
-    __device__ void find(const BwdParams<Shape> &p, int i) {
+    __device__ void find(const BwdParams<Shape> &p, int i) {  // writes members as soon as known: registers are few
         const int max_splits = Shape::kMaxSplits == 1 ? 1 : p.layout.max_splits;
         tile = KeyTiles<Shape::kBlockN>::at(p, p.order, max_splits > 1 ? i / max_splits : i);
         split_idx = max_splits > 1 ? i % max_splits : 0;
@@ -76,11 +74,11 @@ template <typename Shape> struct WorkItem {
         }
     }
 };
-struct RowBlock {  // kBlockM rows of a query head; consumers have no registers to find it
+struct RowBlock {  // consumers have no registers to find it
     int h, m_block;
     int dq_tile;   // among all tiles of rows
-    bool is_full;  // no mask
-    float slope;   // of ALiBi
+    bool is_full;
+    float slope;
 };
 
 // Place of a row's lse and delta. The four of 16 rows that a lane needs are neighbours.
@@ -100,13 +98,13 @@ template <typename Shape> struct BwdSharedMemory {
     WorkItem<Shape> work_items[4];
     Ring<4> work;
     Barrier is_loaded;        // a work item has been asked for
-    Ring<2> keys;             // sK
-    Ring<kValueStages> values[kConsumers];  // sV
+    Ring<2> keys;
+    Ring<kValueStages> values[kConsumers];
     Ring<kStages> rows;       // sQ, sdO, lse_log2, delta, row_blocks
     Ring<2> ds;               // sdS, from all consumers to all
-    Barrier dq_done[4];       // all dQ of a work item has been added
-    Ring<2> dq_turns;         // if deterministic: dQ may be added
-    Barrier dq_added[2];      // by all warps
+    Barrier dq_done[4];       // all dQ of an item has been added
+    Ring<2> dq_turns;         // if deterministic
+    Barrier dq_added[2];
 
     __device__ WorkItem<Shape> &work_of(uint32_t t) { return work_items[t % 4]; }
     __device__ RowBlock &row_block(uint32_t i) { return row_blocks[i % (2 * kStages)]; }
@@ -121,8 +119,8 @@ template <typename Shape> struct BwdSharedMemory {
     }
 };
 
-// If deterministic, key tiles add to dQ in turns: one thread waits for the turn, consumers add, another thread ends it.
-// Blocks of a pair add different columns, in turns of their own.
+// Turns of key tiles, if deterministic: one thread waits for the turn, consumers add dQ, another thread ends it. Blocks
+// of a pair add different columns, in turns of their own.
 template <typename Shape>
 __device__ int *dq_semaphore(const BwdParams<Shape> &p, const WorkItem<Shape> &work, int h, int m_block, int rank) {
     return p.layout.dq_semaphore(p, p.layout.row_tile(p, work.tile.b, h, m_block), rank);
@@ -149,7 +147,7 @@ template <typename Shape> __device__ void report_dq(const BwdParams<Shape> &p, c
     if (p.dq.data && work.splits == 1) atomic_add_acq_rel(p.layout.dq_arrivals(p, work.tile), 1);
 }
 
-// dK and dV of keys that no row sees.
+// No row sees these keys.
 template <typename Shape> __device__ void store_zeros(const BwdParams<Shape> &p, const WorkItem<Shape> &work) {
     if (work.split_idx >= work.splits) return;  // beyond the sample's splits
     if (work.splits > 1 && work.tile.block * Shape::kBlockN >= work.seq.seqlen_k) return;  // nobody reads them
@@ -175,8 +173,8 @@ template <typename Shape> __device__ void store_zeros(const BwdParams<Shape> &p,
 }
 
 // An item is taken when all tiles of the last one are on their way: earlier, it would wait here and not go to an idle
-// block. Other warps see no item without row blocks. If deterministic, tiles wait only for lower ones, which running
-// blocks have taken. The next item is taken before the last turn, which may come late.
+// block. Other warps see none without row blocks. If deterministic, tiles wait only for lower ones, which run already.
+// The next item is taken before the last turn, which may come late.
 template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared) {
     const int lane_idx = threadIdx.x % 32;
 #pragma unroll 1
@@ -216,7 +214,7 @@ template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, B
             });
         __syncwarp();
         if (!work.tile.is_valid) break;
-        t = work.idx;  // read anew
+        t = work.idx;
     }
 }
 
@@ -248,7 +246,7 @@ __device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &sh
     });
 }
 
-// P becomes 0 for rows that see no key, or beyond the end.
+// P becomes 0 for rows without keys or beyond the end.
 template <typename Shape, typename Shared>
 __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const WorkItem<Shape> &work) {
     constexpr int kBlockM = Shape::kBlockM, kCount = (kBlockM + 31) / 32;
@@ -290,7 +288,7 @@ template <typename Shape> __device__ void produce(const BwdParams<Shape> &p, Bwd
             const WorkItem<Shape> &work = shared.work_of(t);
             if (!work.tile.is_valid) break;
             f(work);
-            t = work.idx;  // read anew
+            t = work.idx;
             if (threadIdx.x / 32 == 1) __syncwarp();  // unobserved by the emulator: `work` changes much later
             shared.work.consumer_release(t, threadIdx.x % 32);
         }

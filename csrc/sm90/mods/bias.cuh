@@ -1,9 +1,7 @@
 // sm90/mods/ has Hopper's forward pass with changed scores or dropout; a first reading leaves it out. Order: bias.cuh,
 // mask_bits.cuh, changed_scores.cuh, flash_mods_sm90.cu. Beside it: flash_dropout_sm90.cu. This file: a bias, which TMA
-// loads beside K in tiles [64, kBlockN], a consumer's rows and a block of keys.
-//
+// loads beside K, [64, kBlockN] for each consumer:
 //   producer ── TMA ──▶ ring.full ──▶ one consumer ── adds it to its scores ──▶ ring.empty ──▶ producer
-//
 // Rows are not swizzled but padded to an odd number of 16 bytes: eight rows lie in different banks. kernels.h says what
 // TMA does not take.
 #pragma once
@@ -15,7 +13,7 @@ namespace sm90 {
 
 struct BiasTensor {
     TmaTensor tma;
-    int box_rows;  // 64, or 1 if all rows share the bias, or 0 without one
+    int box_rows;  // 64, 1 if all rows share the bias, 0 without one
 };
 
 template <int kBlockN> struct BiasTile {
@@ -35,11 +33,11 @@ template <int kBlockN> BiasTensor make_bias_tensor(const AttnParams &p) {
 }
 
 template <int kBlockN> struct LaneBias {
-    uint32_t address;  // for ldmatrix
+    uint32_t address;
 
     template <typename T, typename Plus>
     __device__ void add(float (&acc_s)[kBlockN / 8][4], int n, Plus plus) const {  // keys [8 n, 8 n + 16)
-        uint32_t x[4];  // rows r and r + 8 of eight keys, then of the next eight
+        uint32_t x[4];  // rows r, r + 8 of eight keys, then of the next eight
         ldmatrix(x, address + 16 * n);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -57,7 +55,7 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
 
     __device__ void init_barriers() { for (auto &ring : rings) ring.init(4); }
 
-    // item counts blocks of keys, as in K's ring; row and key are the tile's first.
+    // item counts as in K's ring; row and key are the tile's first.
     __device__ void load(const BiasTensor &bias, uint32_t item, int row, int key, int h, int b) {
         if (!bias.box_rows) return;
 #pragma unroll 1
@@ -72,7 +70,7 @@ template <int kConsumers, int kBlockN> struct BiasTiles {
 
     __device__ LaneBias<kBlockN> wait(const BiasTensor &bias, uint32_t item, int c) {
         rings[c].consumer_wait(item);
-        // thread_idx() keeps the address from staying in a register from block to block.
+        // thread_idx(), or the address would stay in a register.
         const int lane_idx = thread_idx() % 32, row0 = thread_idx() / 32 % 4 * 16;
         return {shared_address(&tiles[c].row[bias.box_rows == 1 ? 0 : row0 + lane_idx % 16][lane_idx / 16 * 8])};
     }

@@ -1,6 +1,5 @@
-// Scores that more than a factor changes, on Hopper. Blocks that all rows see take one pass if scores change in one way
-// and row_max does not grow: the FMA that scales subtracts it. These are most blocks of most calls. Others take
-// several.
+// Scores that more than a factor changes, on Hopper. A block that all rows see takes one pass if scores change in one
+// way and row_max does not grow: the FMA that scales subtracts it. Most blocks are such. Others take several passes.
 #pragma once
 
 #include "sm90/mods/bias.cuh"
@@ -28,14 +27,14 @@ struct ChangedParams : AttnParams {
 template <typename Shape> struct ChangedWorkItem : WorkItem<Shape> {
     using Base = WorkItem<Shape>;
     using Base::n_block_min, Base::n_block_max, Base::tile;
-    int first;                   // block of WrappedWalk
-    const uint32_t *mask_words;  // of the head
+    int first;                   // of WrappedWalk
+    const uint32_t *mask_words;
 
     __device__ int first_block() const { return first; }
     __device__ int block_after(int n_block) const { return n_block == n_block_min ? n_block_max - 1 : n_block - 1; }
 
-    // ALiBi's scores fall on both sides of the diagonal. If all rows see all keys, all consumers begin there: row_max
-    // grows in the first blocks alone.
+    // ALiBi's scores fall on both sides of the diagonal. If all rows see all keys, walks begin there: row_max grows
+    // in the first blocks alone.
     __device__ void extend(const ChangedParams &p) {
         const Mask &mask = Base::mask;
         const int last_row = tile.block * Shape::kBlockM + Shape::kBlockM - 1;
@@ -61,8 +60,7 @@ template <typename Shape> struct ChangedMemory : SharedMemory<Shape> {
     }
 };
 
-// The walk from the work item's first block down, then from the last block down.
-template <typename Shape> struct WrappedWalk : Walk<Shape> {
+template <typename Shape> struct WrappedWalk : Walk<Shape> {  // from work.first down, then from the last block
     using Base = Walk<Shape>;
     using Base::blocks, Base::n_block, Base::from_full;
     int first, last;
@@ -80,7 +78,7 @@ template <typename Shape> struct WrappedWalk : Walk<Shape> {
     __device__ bool is_last() const { return n_block == last; }
 };
 
-// Each score becomes f(score, i, key): this lane's row i, and key counted from its first.
+// Each score becomes f(score, i, key), key counted from this lane's first.
 template <int kNTiles, typename F> __device__ void for_scores(float (&acc_s)[kNTiles][4], F f) {
 #pragma unroll
     for (int n = 0; n < kNTiles; n++) for_scores(acc_s, n, f);
@@ -90,7 +88,7 @@ template <int kNTiles, typename F> __device__ void for_scores(float (&acc_s)[kNT
     for (int e = 0; e < 4; e++) acc_s[n][e] = f(acc_s[n][e], e / 2, 8 * n + e % 2);
 }
 
-// Scores become exp2 of what score and change(n), for keys [8 n, 8 n + 16), make of them.
+// Scores become exp2 of themselves after score and change(n), for keys [8 n, 8 n + 16).
 template <int kNTiles, typename Score, typename Change>
 __device__ void exp2_and_sum(float (&acc_s)[kNTiles][4], float (&sum)[2], Score score, Change change) {
     sum[0] = sum[1] = 0.f;
@@ -172,8 +170,8 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
     }
 
   private:
-    // Makes P of q·k in a full block whose rows keep row_max, for scores changed in one way, or returns false. Without
-    // branches per score, scores of some keys change while MUFU computes exponentials of others.
+    // P of q·k in a full block whose rows keep row_max, if scores change in one way. Without branches per score, some
+    // scores change while MUFU computes exponentials of others.
     __device__ bool exponentiate_in_one_pass(const ScoreOrigin &at, float (&sum)[2]) {
         const float of_qk = p.factors.of_qk, of_tanh = p.factors.of_tanh;
         const float(&row_max)[2] = softmax.row_max;
@@ -196,7 +194,7 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
             const auto bias = shared.bias.wait(p.bias_tensor, kv_item, consumer);
             exp2_and_sum(acc_s[0], sum, scaled, [&](int n) {
                 bias.template add<T>(acc_s[0], n, [](float s, float x) { return fmaf(x, kLog2E, s); });
-                if (n + 2 == kNTiles) shared.bias.release(kv_item, consumer);  // early
+                if (n + 2 == kNTiles) shared.bias.release(kv_item, consumer);
             });
         } else if (kind == ScoreKind::kMask) {
             exp2_and_sum(acc_s[0], sum, scaled, [&](int n) { hide(acc_s[0], seen, n); });
@@ -206,8 +204,8 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
         return true;
     }
 
-    // Ends a block of several passes. A row goes on with updates while row_max grows, is -inf as no key was seen, or is
-    // not below kOrdinary, where sums with it are exact enough.
+    // After several passes. A row goes on with updates while row_max grows, is infinite (no key seen), or is not below
+    // kOrdinary, where sums with it are exact enough.
     __device__ void end_block(const WorkItem &work, int row, const float (&alpha)[2]) {
         constexpr float kOrdinary = 1 << 14;
         for (int i = 0; i < 2; i++) {
@@ -236,8 +234,7 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
                                         key + e % 2, zero));
     }
 
-    // ALiBi minus row_max. On one side of the diagonal it is of_row[i] + of_key · key: one FMA.
-    struct Alibi {
+    struct Alibi {  // minus row_max; on one side of the diagonal of_row[i] + of_key · key, one FMA
         bool is_linear;
         float of_key, of_row[2];
     };

@@ -11,8 +11,7 @@ struct Changed : Plain {
     template <typename T, typename Shape> using ScorePolicy = ChangedScores<T, Shape>;
 };
 
-// Blocks have as many keys as leave room for a bias.
-template <typename Run> auto with_mods_shape(int head_dim, Run run) {
+template <typename Run> auto with_mods_shape(int head_dim, Run run) {  // the most keys that leave room for a bias
     if (head_dim <= 64) return run.template operator()<Shape<64, 3, 128, 2, 2, Changed>>();
     if (head_dim <= 96) return run.template operator()<Shape<96, 3, 96, 2, 2, Changed>>();
     if (head_dim <= 128) return run.template operator()<Shape<128, 3, 80, 2, 2, Changed>>();

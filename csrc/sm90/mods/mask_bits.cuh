@@ -1,7 +1,5 @@
 // A mask of bool, made into bits by pack_mask(). A lane loads a word for all its scores in a row and a block of keys:
-//
 //   words [batch_size, nheads, blocks of keys, rows, 4]    the lanes 4 · i + t read word t
-//
 // A dimension that shares the mask has size 1. 8192 × 8192 bools become 8 to 17 MB, which stay in L2 for all heads.
 // Byte i has four of the block's keys 16 i to 16 i + 15 in its lower half, and the keys 64 later in its upper half: one
 // instruction makes predicates of four bits.
@@ -31,7 +29,7 @@ template <int kBlockN> MaskBits make_mask_bits(const AttnParams &p) {
             x.row_stride ? p.seqlen_q : 1, x.key_stride ? num_blocks<kBlockN>(p.seqlen_k) : 1};
 }
 
-// Scores of the keys [8 n, 8 n + 16) become -inf where the mask is false. seen: the words of two rows.
+// Scores of keys [8 n, 8 n + 16) become -inf where the mask is false. seen: words of two rows.
 template <int kNTiles>
 __device__ void hide(float (&acc_s)[kNTiles][4], const uint32_t (&seen)[2], int n) {
 #pragma unroll
@@ -48,7 +46,7 @@ __device__ void hide(float (&acc_s)[kNTiles][4], const uint32_t (&seen)[2], int 
     }
 }
 
-// 16 keys, one a byte: 1 if the row sees it, 0 from `count` on. In torch any bits but 0 are true.
+// 16 keys, one a byte: 1 if seen, 0 from `count` on. In torch any bits but 0 are true.
 __device__ inline uint4 load_16_keys(const uint8_t *keys, int64_t key_stride, int count) {
     uint32_t x[4] = {};
     if (key_stride == 1 && count >= 16 && uintptr_t(keys) % 16 == 0) {
