@@ -22,7 +22,7 @@ struct DecodeParams : AttnParams {
     Phase phase;
     int num_sms;                 // multiprocessors of this launch
     void *workspace;             // decode_workspace() bytes, or nullptr for 0
-    int *counters;               // num_decode_counters() zeros, and zeros afterwards. Lengths must not change meanwhile
+    int *counters;               // num_decode_counters() zeros, also afterwards. Lengths must not change meanwhile
 };
 
 // New rows for a cache, and the rotation of their keys and of q by position (Su et al., RoFormer, 2021). A sample's new
