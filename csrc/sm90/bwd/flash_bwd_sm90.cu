@@ -46,15 +46,6 @@ __device__ void drop(float (&acc_dp)[kNTiles][4], const float (&delta)[kRows], u
         return fmaf(dp, is_kept(kept, i / 4, i % 4) ? keep_scale : 0.f, -x);
     });
 }
-// acc_dp becomes the derivative by factor · q·k.
-template <typename T, typename Shape, int kNTiles>
-__device__ void change_scores(const BwdParams<Shape> &p, const WorkItem<Shape> &work, const RowBlock &block,
-                              float (&acc_s)[1][kNTiles][4], float (&acc_dp)[kNTiles][4], int key, int row) {
-    ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, work.seq.seqlen_q, work.seq.seqlen_k, work.tile.b, block.h);
-    mods.bias = Bias{}, mods.slope = block.slope, mods.shift = work.seq.seqlen_k - work.seq.seqlen_q;
-    mods.apply(transposed(score_tile(acc_s, key, row)),
-               [&](int i, int j) -> float & { return acc_dp[i / 2][j % 2 * 2 + i % 2]; });
-}
 
 template <int kNTiles> struct Operands {
     float (&acc)[kNTiles][4];
@@ -171,6 +162,14 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         if (lane_idx == 0) mbarrier_arrive(shared.dq_done[t % 4]);
     }
 
+    // acc_s becomes scores, and acc_dp the derivative by factor · q·k. An argument `key` would be computed too early, in
+    // uniform registers: 4 % slower.
+    __device__ void change_scores(const WorkItem<Shape> &work, const RowBlock &block) {
+        ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, work.seq.seqlen_q, work.seq.seqlen_k, work.tile.b, block.h);
+        mods.bias = Bias{}, mods.slope = block.slope, mods.shift = work.seq.seqlen_k - work.seq.seqlen_q;
+        mods.apply(transposed(score_tile(acc_s, key(work), row(block))),
+                   [&](int i, int j) -> float & { return acc_dp[i / 2][j % 2 * 2 + i % 2]; });
+    }
     template <bool kForms> __device__ void add_row_block(uint32_t i, uint32_t t, uint32_t late_t, bool is_added) {
         const uint32_t stage = warp_uniform(i) % kStages;
         const WorkItem<Shape> &work = shared.work_of(t);
@@ -193,7 +192,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         if constexpr (kMods) {
             warpgroup_wait<0>(acc_s[0], acc_dp);
             if (drops()) drop(acc_dp, shared.delta[stage], kept, float(p.keep_scale), lane_idx);
-            change_scores<T>(p, work, block, acc_s, acc_dp, key(work), row(block));
+            change_scores(work, block);
         } else {
             warpgroup_wait<1>(acc_s[0]);
         }
