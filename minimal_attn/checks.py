@@ -1,4 +1,5 @@
-"""What every entry point checks before any launch, in one place, so that all backends refuse the same input alike.
+"""Checks that every entry point makes before any launch. They are in one place, so that all backends refuse the same
+input alike.
 
 Each error names the argument, what was given and what is allowed. Read next: lengths.py, the checks of lengths and
 windows.

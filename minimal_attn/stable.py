@@ -81,7 +81,8 @@ class Library:
 
     def fast_forward(self, warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size,
                      lengths, sinks):
-        """As in csrc/binding/fast_path.cpp: out, or (out, lse), or None if the call is unusual or wrong."""
+        """Does what fast_forward of csrc/binding/fast_path.cpp does: returns out, or (out, lse), or None if the call is
+        unusual or wrong."""
         is_packed = lengths[0] is not None
         if not (is_everyday(q, k, v, causal, softmax_scale, window_size, (*lengths, sinks))
                 and (not seq_major or is_packed == (q.ndim == 3))):
@@ -109,7 +110,7 @@ class Library:
 
     def which_kernel(self, q, k, v, has_dropout=False, capability=None, fast_fp64=True, has_sinks=False,
                      has_scores=False, attn_bias=None):
-        """As which_kernel of csrc/ops/ops.cpp; None for tensors without memory of their own, as vmap has them."""
+        """Calls which_kernel of csrc/ops/ops.cpp. None for tensors without memory of their own, such as vmap's."""
         functorch = torch._C._functorch
         if any(functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x) for x in (q, k, v)):
             return None

@@ -1,4 +1,4 @@
-"""What becomes of a score before the softmax: softcap, ALiBi, biases and masks, for the kernels of both passes.
+"""Changes of a score before the softmax: softcap, ALiBi, biases and masks, for the kernels of both passes.
 
     score = factor · q·k, or with a softcap its tanh          factor = softmax_scale / unit
             - slope / unit · |row + seqlen_k - seqlen_q - key|
@@ -6,7 +6,7 @@
     unit  = the softcap, so that its product takes no instruction of its own, or else 1
     P     = exp(unit · score - lse)
 
-It is that of ../csrc/mods/score_mods.cuh. A bias is read by its strides, each tile when it is needed.
+The formula is that of ../csrc/mods/score_mods.cuh. A bias is read by its strides, each tile when it is needed.
 
 Read next: attention_bwd_kernels.py, which changes its scores by it as well; attention_bwd_bias.py, the gradient of a
 bias.
@@ -26,8 +26,8 @@ LOWEST = tl.constexpr(-1e30)
 
 
 class Numbers(NamedTuple):
-    """Those of one head of a sample. What a call goes without is a number that nobody reads: a function cannot return
-    None among others in Triton 3.6."""
+    """Numbers by which the scores of one head of a sample change. An option that the call does not use is a number that
+    nobody reads, since a function cannot return None among others in Triton 3.6."""
     factor: Any
     unit: Any
     per_unit: Any  # 1 / unit
@@ -38,7 +38,7 @@ class Numbers(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What changes the scores of a tile; a kernel's parameters are None for what the call goes without."""
+    """All that changes the scores of a tile. A parameter is None if the call does not use its option."""
     numbers: Any
     softcap: Any
     alibi_ptr: Any
@@ -84,10 +84,10 @@ def through_cap(scores, ds, s):
 
 @triton.jit
 def shifted(scores, s, rows, cols, kIsFull: tl.constexpr = False, kClamps: tl.constexpr = True):
-    """What capped gives, with ALiBi and the bias. Of rows and cols, one is [:, None], the other [None, :].
+    """Adds ALiBi and the bias to s, the result of capped. One of rows and cols is [:, None], the other [None, :].
 
-    kIsFull: there is a key for each of cols. kClamps: a finite bias counts as LOWEST at least. Without it a low bias
-    stays what it is, unless there is a softcap.
+    kIsFull: there is a key for each of cols. kClamps: a finite bias below LOWEST counts as LOWEST. Without kClamps a
+    low bias is kept, unless there is a softcap.
     """
     if scores.alibi_ptr is not None:
         distances = (rows + (scores.numbers.seqlen_k - scores.numbers.seqlen_q)).to(tl.float32) - cols.to(tl.float32)
@@ -110,8 +110,8 @@ def shifted(scores, s, rows, cols, kIsFull: tl.constexpr = False, kClamps: tl.co
 
 @triton.jit
 def _load_bias(scores, rows, cols, kIsFull: tl.constexpr):
-    """That of all rows and keys of a tile, of size 1 along a dimension that shares one. Rows beyond the end read the
-    last row. Beyond the last key it is 0; with kIsFull there is nothing beyond it."""
+    """Loads the bias of a tile. Along a dimension in which all share one bias, the size is 1. Rows beyond the end read
+    the last row. Keys beyond the end get 0; with kIsFull there are none."""
     pointers = scores.numbers.bias
     if scores.row_stride is not None:
         pointers += tl.maximum(tl.minimum(rows, scores.numbers.seqlen_q - 1), 0).to(tl.int64) * scores.row_stride
@@ -165,6 +165,6 @@ def bias_bytes(bias):
 
 
 def kind_of_scores(alibi_slopes, bias, softcap):
-    """What a choice of tiles depends on beside all else."""
+    """The part of a tuning key that says how a call changes its scores."""
     of_bias = None if bias is None else (str(bias.dtype), bias.shape[2] > 1, bias.shape[3] > 1)
     return alibi_slopes is not None, of_bias, softcap is not None

@@ -18,7 +18,7 @@ from .mask import keys_of, make_mask
 from .sequence import cached_sequence, head_of
 
 MAX_SPLITS = 32  # where num_splits is 0
-# Of a split. Every split but the last has a multiple of it, and so of kBlockN: no block has keys of two splits.
+# Every split but the last has a multiple of MIN_KEYS keys, and so of kBlockN: no block has keys of two splits.
 MIN_KEYS = tl.constexpr(64)
 # Samples with more packed rows are not split: they have programs enough, and partial results take memory.
 SPLIT_ROWS = 64

@@ -25,7 +25,7 @@ SINKS, ATTN_BIAS = 7, 9  # where these are among them
 
 
 def save(ctx, inputs, output):
-    """What backward_of's function needs of an op's forward pass."""
+    """Saves in ctx everything that the function made by backward_of reads from an op's forward pass."""
     q, k, v, *tensors, softmax_scale, softcap, left, right, dropout_p, dropout_seed, mode = inputs[:NUM_INPUTS]
     ctx.num_inputs = len(inputs)
     ctx.numbers = softmax_scale, softcap, left, right, dropout_p

@@ -1,4 +1,4 @@
-"""What is compared in the backward pass: dq, dk and dv of the implementations of attention.py that have a derivative.
+"""Benchmark of the backward pass: dq, dk and dv of the implementations of attention.py that have a derivative.
 
 Only the backward pass is timed; a graph is made once for each case. Beside the usual pass there are deterministic ones
 and those with dropout. Read next: forward_backward.py, both passes in one call; measure.py.
@@ -27,7 +27,7 @@ ROW = (*attention.ROW[:-len(MEASURED)], *USUAL, *MEASURED)
 
 class VariantShape(NamedTuple("Shape", [*Shape.__annotations__.items(), ("deterministic", bool),
                                         ("dropout_p", float)])):
-    """That of a usual pass, and what is not usual."""
+    """The shape of a usual pass and the variant: deterministic, or with dropout."""
 
     __slots__ = ()
 

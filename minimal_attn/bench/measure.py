@@ -78,7 +78,7 @@ def judge(case, impl):
 
 
 def compared(case, impl, out):
-    """As judge, of the result of a call that has been made."""
+    """Does the work of judge for the result `out` of a call that has been made."""
     if case.truth is None:
         return None
     errors = tuple((case.judged(x).double() - truth).abs().max().item()

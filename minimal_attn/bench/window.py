@@ -1,7 +1,7 @@
-"""What is compared in sliding windows and with attention sinks, and dense batches beside them.
+"""Benchmark of sliding windows and of attention sinks, with dense batches beside them.
 
-A window is said by its left side. The right side is 0 with a causal mask, else as the left one. The rows of calls with
-sinks have op "sinks", those of dense ones "forward", as those of attention.py. Read next: measure.py.
+A window is named by its left side. The right side is 0 with a causal mask, else equal to the left one. Rows of calls
+with sinks have op "sinks", and rows of dense calls have op "forward", as in attention.py. Read next: measure.py.
 """
 
 import functools
@@ -26,7 +26,7 @@ SHAPES = "B,H,S,D or B,H,Sq,D,Hk,Sk, also with ' window LEFT' or ' sinks' behind
 
 
 class Shape(NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("window_size", tuple)])):
-    """That of a dense batch, and (left, right), of which a causal mask leaves (left, 0)."""
+    """The shape of a dense batch, and its window (left, right), which a causal mask makes (left, 0)."""
 
     __slots__ = ()
 
@@ -49,7 +49,7 @@ class Shape(NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("win
 
 
 class SinksShape(attention.Shape):
-    """That of a dense batch; equal to another with sinks alone."""
+    """The shape of a dense batch with sinks. It equals no shape without sinks."""
 
     __slots__ = ()
     sweeps = ()
@@ -155,7 +155,7 @@ class SinksCase(attention.Case):
         return Call(self.causal, dict(sinks=torch.randn(self.shape.nheads, device=self.device)))
 
     def sinks_of(self, q):
-        """Those of the heads that are judged, the last ones."""
+        """Sinks of the judged heads, which are the last ones."""
         return self.args[-1].keywords["sinks"][-q.shape[1]:]
 
     def exact(self, q, k, v):

@@ -1,6 +1,7 @@
-"""What is here: GPU, versions, backends, which kernel serves what, and where builds and choices are kept.
+"""The command `info`: prints the GPU, versions, backends, which kernel serves which input, and where builds and choices
+are kept.
 
-Nothing is compiled for it. Read next: ../attention.py, the backends; ../_build.py, the builds.
+It compiles nothing. Read next: ../attention.py, the backends; ../_build.py, the builds.
 """
 
 import importlib.util
@@ -20,7 +21,7 @@ HEAD_DIMS = (64, 128, 256, 100)  # the last one is not a multiple of 8
 
 
 def driver_version() -> str | None:
-    """Of NVIDIA's driver, None where there is none."""
+    """Version of NVIDIA's driver. None where there is no driver."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]

@@ -28,7 +28,8 @@ from .room import room_for
 from .ulysses import own_heads, ulysses_attention
 
 METHODS = "all_gather", "ring", "ulysses"
-# Of the keys and values of all ranks. Beyond it "auto" takes the ring: with one head, all of them are gathered at once.
+# Limit for the keys and values of all ranks. Above it "auto" takes the ring, since all_gather with one head would
+# gather all of them at once.
 MAX_GATHERED_BYTES = 8 << 30
 
 

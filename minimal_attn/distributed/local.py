@@ -20,7 +20,7 @@ from .room import Room, room_for
 
 
 class Attention(NamedTuple):
-    """What a call asks for, checked. The tensors of options are arguments beside it, as autograd wants them."""
+    """The checked arguments of a call. sinks are among the options, and for autograd also an argument beside it."""
 
     shards: Shards
     room: Room  # in q, and with one rank's keys also in k and v
@@ -59,7 +59,7 @@ class Attention(NamedTuple):
         return self.options._replace(window=call.window, lengths=call.lengths, dropout_seed=seed)
 
     def of_heads(self, heads):
-        """The same for some query heads, a slice."""
+        """This Attention restricted to a slice of query heads."""
         sinks, slopes = self.options.sinks, self.options.alibi_slopes
         return self._replace(first_head=heads.start, options=self.options._replace(
             sinks=None if sinks is None else sinks[heads],

@@ -19,7 +19,8 @@ KEYS, GRADIENTS = 0, 1  # tags of what is sent
 
 
 class Transfer:
-    """What goes to the next rank, and what comes from the one before, of the same shape and dtype. It has begun."""
+    """Sends x to the next rank and receives a tensor of the same shape and dtype from the one before. The transfer
+    begins at once, and wait() returns the received tensor."""
 
     def __init__(self, x, shards, tag):
         self.sent, self.received = x, torch.empty_like(x)

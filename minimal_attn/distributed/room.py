@@ -85,7 +85,7 @@ class Room(NamedTuple):
         return dkv
 
     def _numbers(self):
-        """Of this rank's chunks in the sequence."""
+        """Numbers of this rank's chunks, counted along the sequence."""
         each = self.num_rows // self.shards.chunks_per_rank
         return [chunk.begin // each for chunk in self.shards.chunks(self.shards.rank, self.num_rows)]
 

@@ -75,10 +75,10 @@ class Summing:
 
 
 class PeerSumming:
-    """The same through peer memory: each rank fetches its Parts from the others and adds them up. They are in k's
-    dtype, as kernels write them, so that fewer bytes are sent than of sums.
+    """A Summing through peer memory: each rank fetches its Parts from the others and adds them up in fp32. The Parts
+    are in k's dtype, as kernels write them, so fewer bytes are sent than for sums.
 
-    parts: of each rank, of which none sends more rows than most_sent.
+    parts: a list of Parts for each rank. most_sent: the most rows that any rank sends.
     """
 
     def __init__(self, gradients, k, v, shards, parts, most_sent, memory):

@@ -95,7 +95,7 @@ class Mask:
 
 
 class Pattern(NamedTuple):
-    """What a mask function of transformers means."""
+    """The meaning of a mask function of transformers."""
 
     causal: bool
     window: tuple[int, int] = NO_WINDOW

@@ -22,7 +22,7 @@ from .masks import Mask, can_read, cu_seqlens_of, make_mask, same_sequence
 # transformers treats names with these in them in a way of its own.
 RESERVED = "flash", "sdpa", "eager", "flex", "paged", "/", "|", ":", "@"
 
-# What a few models pass on to their attention, and what changes its result.
+# Keywords that a few models pass to their attention and that change its result, and the reason given to refuse them.
 REFUSED = {
     "cache": "paged caches, as of continuous batching",
     "block_table": "paged caches, as of continuous batching",

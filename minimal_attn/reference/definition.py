@@ -172,7 +172,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, d
         scores = q.to(acc_dtype) @ k_block.to(acc_dtype).transpose(-2, -1) * scale
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         p = (scores - new_max).exp()
-        # What was summed so far was relative to the old maximum: this factor is what "online" rests on.
+        # Sums so far are relative to the old maximum. This factor converts them: it is what "online" rests on.
         rescale = (row_max - new_max).exp()
         row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
         # Dropout belongs to the normalised probabilities: it thins what meets V, never the sum that normalises.

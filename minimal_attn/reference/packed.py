@@ -157,7 +157,7 @@ def _add_rows(parts: Tensor, rows: Tensor, total: int) -> Tensor:
     """(total, ...) of parts (N, ...): the sum of those for each of the rows (N,)."""
     dtype = torch.promote_types(parts.dtype, torch.float32)
     sums = parts.new_zeros(total, *parts.shape[1:], dtype=dtype)
-    # The one of these two that adds in a fixed order: on a GPU index_add_ has atomics, on the CPU index_put_ has.
+    # Each device takes the function that adds in a fixed order: index_add_ has atomics on a GPU, index_put_ on the CPU.
     if parts.is_cuda:
         sums.index_put_((rows,), parts.to(dtype), accumulate=True)
     else:

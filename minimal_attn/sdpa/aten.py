@@ -73,7 +73,7 @@ def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LEN
     return tuple(x if is_needed else None for x, is_needed in zip((dq, dk, dv, dbias), needed))
 
 
-# What the ops save for the dropout of their backward pass. Nothing reads it where there is none.
+# The ops return these tensors for the dropout of their backward pass. Nothing reads them where there is no dropout.
 def _flash_rng(x):
     return x.new_empty(2, dtype=torch.uint64), x.new_empty((), dtype=torch.uint64)
 
